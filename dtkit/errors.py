@@ -1,0 +1,89 @@
+"""What can go wrong, as one tree.
+
+    DtkitError
+    ├── ClusterError              engines could not be started, reached or formed into a group
+    │   ├── ClusterClosed         a call on a cluster that was closed
+    │   ├── VersionMismatch       notebook and engine can't work together; both versions are named
+    │   └── Refused               a dispatch that does not match what the engine stands at; nothing was run
+    ├── EngineError               user code, or the engine itself, failed on a rank; carries every rank's Failure
+    │   └── NonFiniteError        the reduced gradients held NaN or infinity; parameters are as before that step
+    ├── RunError                  the run's state does not allow what was asked
+    └── CannotSend                an object that can't be pickled; names the attribute that can't
+
+Bad arguments raise plain ``ValueError`` or ``TypeError``: they are the caller's, not the cluster's. Every
+message gives the value, the rule and the remedy.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dtkit.records import Failure
+
+
+class DtkitError(Exception):
+    """Root of all errors that dtkit defines."""
+
+
+class ClusterError(DtkitError):
+    """Engines could not be started, reached or formed into a process group."""
+
+
+class ClusterClosed(ClusterError):  # noqa: N818 - reads as a state, as in `except ClusterClosed`
+    """A call on a cluster that was closed."""
+
+
+class VersionMismatch(ClusterError):  # noqa: N818 - reads as a state
+    """The notebook and an engine run versions that can't work together."""
+
+
+class Refused(ClusterError):  # noqa: N818 - what the engine did
+    """A dispatch did not match the engine's owner, generation, job or step; nothing was run."""
+
+
+class RunError(DtkitError):
+    """The run's state does not allow what was asked."""
+
+
+class CannotSend(DtkitError):  # noqa: N818 - reads as a sentence
+    """An object can't be pickled, so it can't travel to an engine."""
+
+
+class EngineError(DtkitError):
+    """A call failed on one or more ranks.
+
+    ``failures`` holds every rank's :class:`~dtkit.records.Failure`, the first cause first. Ranks that only lost
+    their peer are folded into one line of the message.
+    """
+
+    def __init__(self, failures: Sequence[Failure]) -> None:
+        self.failures = tuple(failures)
+        super().__init__(_explain(self.failures))
+
+    @property
+    def cause(self) -> Failure:
+        """The failure that came first and was not merely the loss of a peer."""
+        return self.failures[0]
+
+
+class NonFiniteError(EngineError):
+    """The gradients, reduced over all ranks, were not finite. Parameters are as before that step."""
+
+
+def _explain(failures: Sequence[Failure]) -> str:
+    """One message from many: the causes with their tracebacks, the victims in one line."""
+    causes = [f for f in failures if not f.victim] or list(failures[:1])
+    victims = [f.rank for f in failures if f.victim and f not in causes]
+    lines = []
+    for cause in causes:
+        at = f", step {cause.step}" if cause.step is not None else ""
+        lines.append(f"rank {cause.rank} on {cause.host}{at}: {cause.type}: {cause.message}")
+    if causes[0].traceback:
+        lines.append(f"\nTraceback of rank {causes[0].rank}:\n{causes[0].traceback.rstrip()}")
+    if victims:
+        who = "rank" if len(victims) == 1 else "ranks"
+        lines.append(f"\n{who} {', '.join(map(str, victims))} only lost their peer.")
+    return "\n".join(lines)

@@ -1,0 +1,145 @@
+"""What crosses the wire between notebook and engines, and what views read: plain frozen data.
+
+Nothing here imports torch, numpy or ipyparallel, so that every layer may read these types.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+
+class State(enum.Enum):
+    """Where a run stands: ``PENDING -> RUNNING <-> PAUSED -> COMPLETED | STOPPED | FAILED``."""
+
+    PENDING = "pending"
+    """Asked for; the job is not yet built on the engines."""
+    RUNNING = "running"
+    """Dispatches are sent, one after the other."""
+    PAUSED = "paused"
+    """No dispatch is in flight; all ranks stand at the same step, with model and optimiser in memory."""
+    COMPLETED = "completed"
+    """Every step that was asked for is done; `extend` trains on."""
+    STOPPED = "stopped"
+    """The user ended it; it will not go on."""
+    FAILED = "failed"
+    """An error ended it; `exception` says which."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether no further step will be taken without `extend`."""
+        return self in (State.COMPLETED, State.STOPPED, State.FAILED)
+
+
+@dataclasses.dataclass(frozen=True)
+class NodeInfo:
+    """One engine, as a row of the cluster's table. Memory is in bytes: the device's on CUDA, else the host's."""
+
+    rank: int
+    engine_id: int
+    host: str
+    pid: int
+    device: str
+    memory_total: int
+    memory_free: int
+    threads: int
+
+
+@dataclasses.dataclass(frozen=True)
+class RunSpec:
+    """What was asked for, as JSON-able data: the head line of every view of a run."""
+
+    name: str
+    """The model's class, or what the user called the run."""
+    strategy: str
+    """The strategy as the user would type it, e.g. ``DataParallel()``."""
+    world_size: int
+    samples: int
+    """Samples in one epoch."""
+    batch_size: int
+    """Samples per update, over all ranks."""
+    steps: int
+    """Updates in the whole run."""
+    steps_per_epoch: int
+    shuffle: str | None
+    seed: int
+    loss: str
+    optimizer: str
+
+    @property
+    def epochs(self) -> float:
+        """Passes over the data that the run makes."""
+        return self.steps / self.steps_per_epoch
+
+
+@dataclasses.dataclass(frozen=True)
+class Status:
+    """A snapshot of a run. Times are in seconds; `remaining_s` is None until it can be estimated."""
+
+    state: State
+    step: int
+    steps: int
+    epoch: int
+    elapsed_s: float
+    remaining_s: float | None
+    message: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepRecord:
+    """What one rank did in one step. `loss` is the mean over this rank's samples (NaN without any)."""
+
+    step: int
+    epoch: int
+    rank: int
+    samples: int
+    loss: float
+    weight: float
+    """What `loss` counts for in the global mean: the samples, or the weight that the loss returned."""
+    lr: float
+    data_s: float
+    forward_s: float
+    backward_s: float
+    """Backward pass together with the communication that overlaps or follows it."""
+    update_s: float
+    step_s: float
+    memory_bytes: int
+    """Device memory allocated by this process on CUDA, else its resident set."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """Loss and metrics over held-out data, after `step` updates."""
+
+    step: int
+    samples: int
+    values: dict[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """Something worth a mark on the time axis: a pause, a new learning rate, a lost node, NaN."""
+
+    step: int
+    kind: str
+    """One of "start", "pause", "resume", "stop", "lr", "error", "note", "done", "print"."""
+    text: str
+    time: float
+    """Seconds since the epoch, as time.time()."""
+    rank: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """Why a call failed on one rank."""
+
+    rank: int
+    host: str
+    type: str
+    message: str
+    traceback: str
+    step: int | None = None
+    victim: bool = False
+    """True where the rank only lost its peer in a collective; the cause is another rank's."""
+    kind: str = "error"
+    """"error" | "refused" | "nonfinite" | "interrupted"."""

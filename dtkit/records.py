@@ -143,3 +143,63 @@ class Failure:
     """True where the rank only lost its peer in a collective; the cause is another rank's."""
     kind: str = "error"
     """"error" | "refused" | "nonfinite" | "interrupted"."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupSpec:
+    """How one engine joins the process group of one generation."""
+
+    rank: int
+    world_size: int
+    generation: int
+    backend: str
+    """"gloo", or "cpu:gloo,cuda:nccl" where every rank has a GPU of its own."""
+    device: str
+    store: str
+    """Path of the FileStore that this generation meets at; a new one each time, so that no late message of a
+    broken group can join."""
+    interface: str
+    """Network interface that collectives use; the loopback one unless the user asked to leave it."""
+    threads: int | None
+    timeout_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class JobPlan:
+    """The arithmetic of a job: who takes how many samples when. The same on every rank."""
+
+    batch_size: int
+    steps: int
+    shuffle: str | None
+    seed: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One call to one engine. `owner` and `generation` must be the engine's own, or it refuses."""
+
+    op: str
+    owner: int
+    generation: int
+    args: dict[str, object]
+
+
+@dataclasses.dataclass(frozen=True)
+class Reply:
+    """What an engine answers: a value, or why there is none."""
+
+    value: object = None
+    failure: Failure | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Advance:
+    """What a dispatch did on one rank: rows of dtype ``history.ROW`` and where the job stands now."""
+
+    rows: object
+    step: int
+    lr: float
+    ended: str = "done"
+    """"done", "time" (all ranks agreed that the steps had become slow) or "nonfinite"."""
+    loss: float | None = None
+    """With "nonfinite": this rank's loss in the step that was not taken."""

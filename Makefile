@@ -1,0 +1,72 @@
+# Everything a person or CI does with this repository. `make` lists the targets; each works alone, on a machine
+# that has Python 3.11 or newer, git and make. What is installed goes into .venv, with the versions of
+# binder/constraints.txt. A .venv that already exists is kept, and so is a torch in it that fits: to choose a build
+# of torch, make the .venv, install that torch into it, and then `make venv`.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c binder/constraints.txt
+
+# Where a browser may be found; CHROMIUM=/path/to/one goes first.
+BROWSERS := chromium chromium-browser google-chrome google-chrome-stable
+
+# The three suites are a partition of all tests, so that none is run twice and none is forgotten.
+UNIT_TESTS := not (cluster or gpu or notebook or browser)
+CLUSTER_TESTS := (cluster or gpu) and not (notebook or browser)
+NOTEBOOK_TESTS := notebook or browser
+
+# JupyterLab refuses to run as root unless told; this one listens on loopback only and wants a token.
+AS_ROOT = $(shell test "$$(id -u)" -ne 0 || echo --allow-root)
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo lab check test bench chromium clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+venv: $(INSTALLED)  ## make .venv with the package (editable) and all that its tests need
+
+# The stamp is younger than what it was made from for as long as nothing needs installing. `pip --version` tells a
+# whole .venv from one that a failed attempt left behind.
+$(INSTALLED): pyproject.toml binder/constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else "dtkit needs Python 3.11 or newer, and %s is %d.%d. Name another: make venv PYTHON=python3.12" % (sys.executable, v[0], v[1]))'
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+	$(PIP_INSTALL) --editable '.[dev]'
+	@touch $@
+
+demo: venv  ## train a real model on a cluster, in this terminal
+	$(BIN)/python -m dtkit.demo
+
+lab: venv  ## open JupyterLab on the notebooks
+	$(BIN)/python -m jupyterlab --ip=127.0.0.1 $(AS_ROOT) notebooks
+
+check: venv  ## format, lint, strict types and unit tests, in under a minute
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -m '$(UNIT_TESTS)'
+
+test: check chromium  ## check, then every other test: real clusters, notebooks, a real browser
+	$(BIN)/python -m pytest -m '$(CLUSTER_TESTS)'
+	$(BIN)/python -m pytest -m '$(NOTEBOOK_TESTS)'
+
+bench: venv  ## measure speed, memory and start-up next to their references
+	$(BIN)/python -m tests.bench
+
+chromium:  ## have a Chromium for the browser tests (installs Debian's when root)
+	@if [ -n "$$CHROMIUM" ] && command -v "$$CHROMIUM"; then exit 0; fi; \
+	for name in $(BROWSERS); do command -v "$$name" && exit 0; done; \
+	if [ "$$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; then \
+	  export DEBIAN_FRONTEND=noninteractive; \
+	  apt-get update && apt-get install --yes --no-install-recommends chromium fonts-dejavu-core; \
+	else \
+	  echo 'The browser tests need Chromium or Chrome, and none is on PATH. Install one (Debian: apt-get install chromium), or name it: CHROMIUM=/path/to/it make test.' >&2; \
+	  exit 1; \
+	fi
+
+clean:  ## remove what these targets made, .venv included
+	rm -rf $(VENV) build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find dtkit tests notebooks -name __pycache__ -prune -exec rm -rf {} +
+	find notebooks -name .ipynb_checkpoints -prune -exec rm -rf {} +

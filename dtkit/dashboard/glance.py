@@ -1,0 +1,111 @@
+"""The few numbers of *now*, over the last steps, that every view shows: of all nodes, and of each."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dtkit.dashboard import units
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from dtkit.dashboard.source import Source
+    from dtkit.history import History
+    from dtkit.records import RunSpec
+
+WINDOW = 20
+"""Steps over which a rate is taken: long enough to be read, short enough to show a change."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Glance:
+    """Throughput in samples per second, times in seconds; None before the first step.
+
+    `by_rank` has a row per rank and the columns loss, throughput, memory in bytes; NaN where unknown.
+    """
+
+    throughput: float | None
+    loss: float | None
+    spread: float | None
+    step_s: float | None
+    slowest: int | None
+    by_rank: np.ndarray
+
+
+def glance(history: History, ranks: int) -> Glance:
+    """Read the last steps of a history."""
+    by_rank = np.full((ranks, 3), np.nan)
+    totals = history.totals(history.steps - WINDOW)
+    if not len(totals):
+        return Glance(None, None, None, None, None, by_rank)
+    rows = history.rows(len(history) - WINDOW * ranks)
+    rows = rows[rows["rank"] < ranks]
+    rank = rows["rank"]
+    by_rank[rank, 0] = rows["loss"]  # rows are in the order of steps, and the last one written stays
+    by_rank[:, 1] = _ratio(
+        np.bincount(rank, rows["samples"], ranks), np.bincount(rank, rows["step_s"], ranks)
+    )
+    by_rank[rank, 2] = rows["memory_bytes"]
+    last = rows[rows["step"] == totals["step"][-1]]
+    losses = last["loss"][np.isfinite(last["loss"])]
+    seconds = float(totals["step_s"].sum())
+    return Glance(
+        throughput=float(totals["samples"].sum()) / seconds if seconds > 0 else None,
+        loss=float(totals["loss"][-1]),
+        spread=float(np.ptp(losses)) if len(losses) > 1 else None,
+        step_s=float(np.median(totals["step_s"])),
+        slowest=int(last["rank"][np.argmax(last["step_s"])]) if len(last) > 1 else None,
+        by_rank=by_rank,
+    )
+
+
+def _ratio(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return np.asarray(np.divide(a, b, out=np.full(len(a), np.nan), where=b > 0))
+
+
+def epoch(spec: RunSpec, step: int) -> tuple[int, int]:
+    """(which epoch the run stands in, how many it makes), both counted from 1."""
+    each = max(1, spec.steps_per_epoch)
+    return max(1, math.ceil(step / each)), max(1, math.ceil(spec.steps / each))
+
+
+def samples_done(spec: RunSpec, step: int) -> int:
+    """Samples that `step` updates took: whole epochs, and whole batches of the one begun."""
+    whole, begun = divmod(step, max(1, spec.steps_per_epoch))
+    return whole * spec.samples + min(begun * spec.batch_size, spec.samples)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """One of the large figures: what it is, its value, and a line under it."""
+
+    label: str
+    value: str
+    note: str
+
+
+def tiles(source: Source, now: Glance) -> Iterator[Tile]:
+    """The figures at the top of a view, ready to be read."""
+    spec, step, nodes = source.spec, source.status.step, source.nodes
+    yield Tile("throughput", units.rate(now.throughput), "samples/s, all nodes")
+    yield Tile("mean loss", units.loss(now.loss), _loss_note(source, now))
+    slow = "of all nodes" if now.slowest is None else f"slowest: node {now.slowest}"
+    yield Tile("step time", units.duration(now.step_s), slow)
+    at, of = epoch(spec, step)
+    yield Tile("samples", f"{samples_done(spec, step):,}", f"epoch {at:,} of {of:,}")
+    hosts = len({node.host for node in nodes})
+    yield Tile(
+        "nodes", f"{len(nodes) or spec.world_size:,}", f"on {units.plural(hosts, 'host')}" if hosts else ""
+    )
+
+
+def _loss_note(source: Source, now: Glance) -> str:
+    evaluations = source.history.evaluations
+    if evaluations:
+        name, value = next(iter(evaluations[-1].values.items()), ("", None))
+        return f"validation {name} {units.loss(value)}".replace("validation loss", "validation")
+    return "" if now.spread is None else f"spread {units.loss(now.spread)}"

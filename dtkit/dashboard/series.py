@@ -1,0 +1,197 @@
+"""The one down-sampling of all views: curves in a fixed number of buckets that keep every extreme.
+
+The step axis is cut into buckets of `width` steps. A bucket holds, for each line of each chart, the
+smallest, the largest and the mean of the values that fell into it. When the steps outgrow the budget,
+neighbouring buckets are joined and the width doubles; so 100,000 steps cost what 500 cost, a spike of one
+step never disappears, and the mean of a bucket is a line that can be read where the values alone would be a
+thick band.
+
+Up to ``MAX_LINES`` ranks have a line each; more share one, whose smallest and largest are then the band
+over all nodes. The last line of every chart is the value over all ranks.
+
+Joining needs nothing but the buckets themselves. A page that holds a copy joins its own when told a new
+width, and is sent only the buckets that changed (:meth:`Curves.take`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from dtkit.history import History
+
+BUDGET = 512
+"""Buckets at most: about one a pixel of a chart. A power of two, so that halving stays even."""
+
+MAX_LINES = 8
+"""Ranks that are told apart by a line of their own; above, a band."""
+
+
+_LARGEST = 1e37  # float32 ends at 3e38, and charts need room to subtract
+
+
+@dataclasses.dataclass(frozen=True)
+class Chart:
+    """One quantity over the steps: how to read it from rows (``ROW``) and from totals (``TOTAL``)."""
+
+    name: str
+    of_rows: Callable[[np.ndarray], np.ndarray]
+    of_totals: Callable[[np.ndarray], np.ndarray]
+
+
+def _row_rate(rows: np.ndarray) -> np.ndarray:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.asarray(rows["samples"] / rows["step_s"])
+
+
+def _mean_rate(totals: np.ndarray) -> np.ndarray:
+    # All together, divided by the ranks: on the scale of the nodes' own lines, equal when none waits.
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.asarray(totals["samples"] / totals["step_s"] / totals["ranks"])
+
+
+LOSS = Chart("loss", lambda rows: rows["loss"], lambda totals: totals["loss"])
+THROUGHPUT = Chart("throughput", _row_rate, _mean_rate)
+CHARTS = (LOSS, THROUGHPUT)
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Buckets `first` to `first + len(values)` of some curves.
+
+    `values` is float32 of shape (buckets, charts, lines, 3): smallest, mean, largest; NaN where nothing is.
+    """
+
+    width: int
+    origin: int
+    first: int
+    values: np.ndarray
+
+    @property
+    def flat(self) -> bool:
+        """Whether smallest, mean and largest are the same everywhere, so that one of them says all."""
+        low, high = self.values[..., 0], self.values[..., 2]
+        return bool(np.array_equal(low, high, equal_nan=True))
+
+    @property
+    def steps(self) -> np.ndarray:
+        """The step in the middle of each bucket."""
+        middle = (self.width - 1) / 2
+        return self.origin + middle + self.width * np.arange(self.first, self.first + len(self.values))
+
+
+class Curves:
+    """The curves of a growing history, for `ranks` ranks, in at most `budget` buckets."""
+
+    def __init__(self, charts: Sequence[Chart], ranks: int, budget: int = BUDGET) -> None:
+        self._charts, self._ranks = tuple(charts), ranks
+        self.banded = ranks > MAX_LINES
+        self.lines = (1 if self.banded else ranks) + 1
+        shape = (budget, len(self._charts), self.lines)
+        self._low = np.full(shape, np.inf)
+        self._high = np.full(shape, -np.inf)
+        self._sum = np.zeros(shape)
+        self._count = np.zeros(shape, "i8")
+        self._budget, self._width, self._used = budget, 1, 0
+        self._origin: int | None = None
+        self._rows_read = self._totals_read = 0
+        self._changed = 0  # buckets from here on have not been taken
+
+    @property
+    def pending(self) -> bool:
+        """Whether buckets changed that were not taken."""
+        return self._changed < self._used
+
+    def update(self, history: History) -> None:
+        """Read what the history gained since the last time."""
+        rows = history.rows(self._rows_read)
+        totals = history.totals(self._totals_read)
+        self._rows_read += len(rows)
+        self._totals_read += len(totals)
+        steps = np.concatenate([rows["step"], totals["step"]])
+        if not len(steps):
+            return
+        self._make_room(int(steps.min()), int(steps.max()))
+        rows = rows[rows["rank"] < self._ranks]
+        line = np.zeros(len(rows), "i8") if self.banded else rows["rank"].astype("i8")
+        overall = np.full(len(totals), self.lines - 1)
+        for k, chart in enumerate(self._charts):
+            self._scatter(k, line, rows["step"], chart.of_rows(rows))
+            self._scatter(k, overall, totals["step"], chart.of_totals(totals))
+
+    def take(self, limit: int | None = None) -> Part:
+        """The buckets that changed since they were last taken, the oldest `limit` of them."""
+        stop = self._used if limit is None else min(self._used, self._changed + limit)
+        first, self._changed = self._changed, max(stop, self._changed)
+        return self._part(first, stop)
+
+    def take_all(self) -> Part:
+        """Every bucket; none counts as changed after it."""
+        self._changed = self._used
+        return self.part()
+
+    def part(self) -> Part:
+        """Every bucket, without touching what counts as changed."""
+        return self._part(0, self._used)
+
+    def _part(self, first: int, stop: int) -> Part:
+        here = slice(first, stop)
+        count = self._count[here]
+        seen = count > 0
+        values = np.full((*count.shape, 3), np.nan, "f4")
+        values[seen, 0] = self._low[here][seen]
+        values[seen, 1] = self._sum[here][seen] / count[seen]
+        values[seen, 2] = self._high[here][seen]
+        return Part(self._width, self._origin or 0, first, values)
+
+    def _make_room(self, lowest: int, highest: int) -> None:
+        """Widen the buckets until `highest` falls into the budget, and note what is about to change."""
+        if self._origin is None:
+            self._origin = lowest
+        while (highest - self._origin) // self._width >= self._budget:
+            self._join()
+        first = max(0, lowest - self._origin) // self._width
+        self._changed = min(self._changed, first)
+        self._used = max(self._used, (highest - self._origin) // self._width + 1)
+
+    def _join(self) -> None:
+        """Join neighbouring buckets. The last one may have been half full, so it counts as changed."""
+        half, last = self._budget // 2, max(0, self._used - 1) // 2
+        count = self._count[0::2] + self._count[1::2]
+        exact = self._sum[0::2] + self._sum[1::2]
+        # A page knows means and not counts, so the mean of a pair is the mean of its two, here as there. It
+        # is another than the exact one only where a NaN left a bucket short, and in the last: sent again.
+        means = [self._sum[k::2] / np.maximum(self._count[k::2], 1) for k in (0, 1)]
+        both = (self._count[0::2] > 0) & (self._count[1::2] > 0)
+        both[last] = False
+        self._sum[:half] = np.where(both, (means[0] + means[1]) / 2 * count, exact)
+        self._low[:half] = np.minimum(self._low[0::2], self._low[1::2])
+        self._high[:half] = np.maximum(self._high[0::2], self._high[1::2])
+        self._count[:half] = count
+        self._low[half:], self._high[half:], self._sum[half:], self._count[half:] = np.inf, -np.inf, 0, 0
+        self._width *= 2
+        self._changed = min(self._changed // 2, last)
+        self._used = (self._used + 1) // 2
+
+    def _scatter(self, chart: int, line: np.ndarray, steps: np.ndarray, values: np.ndarray) -> None:
+        """Add values to their buckets. What can't be drawn (NaN, or beyond float32) leaves a gap."""
+        keep = np.abs(values) < _LARGEST
+        values = values[keep].astype("f8")
+        bucket = np.maximum(steps[keep] - (self._origin or 0), 0) // self._width
+        at = (bucket * len(self._charts) + chart) * self.lines + line[keep]
+        np.minimum.at(self._low.reshape(-1), at, values)
+        np.maximum.at(self._high.reshape(-1), at, values)
+        np.add.at(self._sum.reshape(-1), at, values)
+        np.add.at(self._count.reshape(-1), at, 1)
+
+
+def sample(history: History, chart: Chart, ranks: int, budget: int = BUDGET) -> Part:
+    """The curves of one chart over a whole history, at once."""
+    curves = Curves((chart,), ranks, budget)
+    curves.update(history)
+    return curves.part()

@@ -1,0 +1,58 @@
+"""What a view reads of a run, and the one way in which it asks for something.
+
+Views are written against this protocol and not against the run itself, so that a test double, a run read back
+from a file or a run of another framework is shown by the same code.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from dtkit.history import History
+    from dtkit.records import NodeInfo, RunSpec, Status
+
+
+@runtime_checkable
+class Source(Protocol):
+    """A run, as its views see it. Everything may be read from any thread at any time."""
+
+    @property
+    def spec(self) -> RunSpec:
+        """What was asked for."""
+        ...
+
+    @property
+    def status(self) -> Status:
+        """A snapshot of where the run stands."""
+        ...
+
+    @property
+    def history(self) -> History:
+        """What every rank did in every step, with events and evaluations."""
+        ...
+
+    @property
+    def nodes(self) -> Sequence[NodeInfo]:
+        """The engines, by rank."""
+        ...
+
+    @property
+    def lr(self) -> float | None:
+        """The learning rate in force, where there is one."""
+        ...
+
+    @property
+    def exception(self) -> BaseException | None:
+        """What failed or halted the run."""
+        ...
+
+    def subscribe(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Have `callback` called, from any thread, after every change; returns what ends that."""
+        ...
+
+    def post(self, command: str, value: float | None = None) -> None:
+        """Ask for "pause", "resume", "step", "stop" or "lr" (with `value`). Never waits for the effect."""
+        ...

@@ -1,0 +1,226 @@
+"""The process group of one engine, and how to get out of it.
+
+A group has a *generation*: each (re)formation meets at a FileStore of its own, so a late message of a broken
+group can't join the new one. Collectives on the data plane carry tensors only, never pickled objects.
+
+Breaking a stuck collective. A gloo collective waits for its peers until the group's time limit and lets neither
+exceptions nor signals in. What ends it at once, on all ranks, is a connection that closes. So the group keeps
+the descriptors of gloo's own TCP connections (found by the listening ports that the ranks tell each other, never
+by guessing) and `break_up` shuts them down: each rank's blocked call raises, and the group is formed anew.
+NCCL has an abort for the same purpose.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import re
+import signal
+import socket
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from dtkit.records import GroupSpec
+
+_LOST_PEER = re.compile(
+    r"connection (was likely )?(closed|reset|refused)|broken pipe|recvValue failed|sendBytes failed|socket closed|communicator was aborted|gloo.*(read|write)(v|Error)",
+    re.IGNORECASE,
+)
+
+
+class Group:
+    """This rank's membership in one generation of the process group."""
+
+    def __init__(self, spec: GroupSpec) -> None:
+        """Form the group: blocks until all ranks came, at most ``spec.timeout_s`` seconds."""
+        self.rank, self.world_size = spec.rank, spec.world_size
+        self.generation, self.backend = spec.generation, spec.backend
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = spec.interface
+        before = _sockets()
+        store = dist.FileStore(spec.store, spec.world_size)
+        dist.init_process_group(
+            spec.backend,
+            store=store,
+            rank=spec.rank,
+            world_size=spec.world_size,
+            timeout=datetime.timedelta(seconds=spec.timeout_s),
+        )
+        self._connections = self._own_connections(before)
+        self.broken = False
+
+    def _own_connections(self, before: set[int]) -> list[int]:
+        """Duplicates of the descriptors of this group's gloo connections (all ranks connect in the first collective).
+
+        Every gloo connection has a listening port of some rank at one of its ends.
+        """
+        mine = [_port(fd) for fd in _sockets() - before if _listens(fd)]
+        ports = torch.zeros(self.world_size, 4, dtype=torch.int64)
+        ports[self.rank, : len(mine[:4])] = torch.tensor(mine[:4], dtype=torch.int64)
+        dist.all_reduce(ports)
+        listening = set(ports.flatten().tolist()) - {0}
+        return [os.dup(fd) for fd in _sockets() - before if _connects(fd, listening)]
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum in place over all ranks."""
+        dist.all_reduce(tensor)
+        return tensor
+
+    def any(self, flag: bool) -> bool:  # noqa: FBT001 - the one value that is agreed upon
+        """Whether any rank says yes: a one-element MAX all-reduce on the CPU."""
+        vote = torch.tensor([int(flag)])
+        dist.all_reduce(vote, op=dist.ReduceOp.MAX)
+        return bool(vote.item())
+
+    def broadcast_buffers(
+        self, buffers: Sequence[memoryview] | None, sizes: Sequence[int]
+    ) -> list[memoryview]:
+        """Rank 0's byte buffers on every rank. `buffers` is given on rank 0; `sizes` (bytes) everywhere."""
+        received = []
+        for k, size in enumerate(sizes):
+            if buffers is None or self.rank != 0:
+                data = torch.empty(size, dtype=torch.uint8)
+            else:
+                data = torch.frombuffer(bytearray(buffers[k]), dtype=torch.uint8) if size else torch.empty(0)
+            if size:
+                dist.broadcast(data, src=0)
+            received.append(memoryview(data.numpy()).cast("B") if size else memoryview(b""))
+        return received
+
+    def barrier(self) -> None:
+        """Wait until all ranks are here."""
+        self.any(False)
+
+    def set_timeout(self, seconds: float) -> None:
+        """Limit every later collective. torch has no public call for it; without the private one, nothing changes."""
+        change = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
+        if change is not None:
+            change(datetime.timedelta(seconds=seconds))
+
+    def break_up(self) -> None:
+        """Make every rank's blocked collective raise, now. The group is unusable afterwards. Any thread may call it."""
+        self.broken = True
+        for fd in self._connections:
+            _shut(fd)
+        if "nccl" in self.backend:
+            dist.distributed_c10d._abort_process_group()  # noqa: SLF001 - torch has no public abort
+
+    def close(self) -> None:
+        """Leave the group. Peers may be gone already."""
+        for fd in self._connections:
+            os.close(fd)
+        self._connections = []
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def lost_peer(error: BaseException) -> bool:
+    """Whether an exception only says that another rank went away."""
+    return isinstance(error, RuntimeError) and bool(_LOST_PEER.search(str(error)))
+
+
+def new_connections() -> Callable[[], None]:
+    """A function that shuts down every TCP connection that this process opened after now.
+
+    For groups that a user's script makes by itself, whose ports we don't know.
+    """
+    before = _sockets()
+
+    def break_up() -> None:
+        for fd in _sockets() - before:
+            if not _listens(fd):
+                _shut(fd)
+
+    return break_up
+
+
+@contextlib.contextmanager
+def interruptible(break_up: Callable[[], None]) -> Iterator[None]:
+    """Let SIGINT end a blocked collective: a watcher thread is woken by the signal and calls `break_up`.
+
+    The interpreter writes the signal's number to the wakeup descriptor at once, also while the main thread is in
+    C code. Only the main thread can be interrupted, so elsewhere this does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    watcher = threading.Thread(target=_watch, args=(reader, break_up), name="dtkit-interrupt", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(previous)
+        writer.close()
+        watcher.join(timeout=5)
+        reader.close()
+
+
+def _watch(reader: socket.socket, break_up: Callable[[], None]) -> None:
+    while signals := reader.recv(64):
+        if signal.SIGINT in signals:
+            break_up()
+
+
+def _shut(fd: int) -> None:
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def _sockets() -> set[int]:
+    """Descriptors of this process that are TCP sockets."""
+    found = set()
+    for name in os.listdir("/dev/fd"):  # noqa: PTH208 - names of descriptors, not files
+        fd = int(name)
+        with contextlib.suppress(OSError), _borrow(fd) as sock:
+            if sock.type == socket.SOCK_STREAM and sock.family in (socket.AF_INET, socket.AF_INET6):
+                found.add(fd)
+    return found
+
+
+@contextlib.contextmanager
+def _borrow(fd: int) -> Iterator[socket.socket]:
+    """A socket object on a descriptor that stays somebody else's."""
+    sock = socket.socket(fileno=fd)
+    try:
+        yield sock
+    finally:
+        sock.detach()
+
+
+def _listens(fd: int) -> bool:
+    with _borrow(fd) as sock:
+        return bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def _port(fd: int) -> int:
+    with _borrow(fd) as sock:
+        return int(sock.getsockname()[1])
+
+
+def _connects(fd: int, ports: set[int]) -> bool:
+    """Whether a socket is a connection with one of `ports` at either end (shutting a listening one aborts gloo)."""
+    if _listens(fd):
+        return False
+    with contextlib.suppress(OSError), _borrow(fd) as sock:
+        return sock.getsockname()[1] in ports or sock.getpeername()[1] in ports
+    return False
+
+
+def loopback() -> str:
+    """The name of this host's loopback interface."""
+    import psutil
+
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(a.address == "127.0.0.1" for a in addresses):
+            return str(name)
+    return "lo" if Path("/proc").exists() else "lo0"

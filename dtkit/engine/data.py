@@ -1,0 +1,179 @@
+"""This rank's part of the data, as a stream of batches that any step can be asked of.
+
+A batch is a pure function of the step: the epoch's permutation follows from (seed, epoch, shard), and how many rows
+each shard gives to each step from `partition.cumulative`. So a stream has no state to save, a dispatch can start
+anywhere, and one process that plays all shards sees the same rows as the ranks together did.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+
+from dtkit.partition import cumulative
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dtkit.records import JobPlan
+
+_BLOCK = 1024  # steps whose counts are computed at once
+
+
+class Source(Protocol):
+    """Rows that can be taken by index."""
+
+    def __len__(self) -> int: ...
+
+    def take(self, rows: np.ndarray) -> Any:
+        """A batch of these rows, on the CPU."""
+
+
+class ArraySource:
+    """Equally long tensors; a batch is the tuple of their rows."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = tuple(tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors[0])
+
+    def take(self, rows: np.ndarray) -> tuple[torch.Tensor, ...]:
+        """One `index_select` a tensor."""
+        index = torch.from_numpy(rows)
+        return tuple(t.index_select(0, index) for t in self._tensors)
+
+
+class DatasetSource:
+    """A map-style torch Dataset; a batch is what torch's default collation makes of its samples."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def take(self, rows: np.ndarray) -> Any:
+        """Samples one by one, or through the dataset's own `__getitems__`, collated."""
+        from torch.utils.data import default_collate
+
+        index = rows.tolist()
+        many = getattr(self._dataset, "__getitems__", None)
+        samples = many(index) if many is not None else [self._dataset[k] for k in index]
+        batch = default_collate(samples)
+        return tuple(batch) if isinstance(batch, list) else batch
+
+
+def as_source(data: Any) -> Source:
+    """Arrays, a tuple of arrays, a TensorDataset or a map-style Dataset, as a Source."""
+    if isinstance(data, (np.ndarray, torch.Tensor)):
+        data = (data,)
+    if isinstance(data, torch.utils.data.TensorDataset):
+        data = data.tensors
+    if isinstance(data, (tuple, list)):
+        return ArraySource([torch.as_tensor(a) for a in data])
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+        return DatasetSource(data)
+    raise TypeError(
+        f"data is a {type(data).__name__}; it must be a tuple of arrays or a map-style Dataset "
+        "(with __len__ and __getitem__), or a function that returns one of these"
+    )
+
+
+class Shards:
+    """Which rows belong to which shard."""
+
+    def __init__(self, indices: np.ndarray, sizes: Sequence[int]) -> None:
+        """`indices`: all shards' rows one after the other, int64; `sizes`: rows of each."""
+        self.sizes = tuple(int(s) for s in sizes)
+        self._parts = np.split(np.asarray(indices), np.cumsum(self.sizes)[:-1])
+
+    @property
+    def total(self) -> int:
+        """Rows in all."""
+        return sum(self.sizes)
+
+    def rows(self, shard: int) -> np.ndarray:
+        """The rows of one shard, in its own order."""
+        return self._parts[shard]
+
+    def all(self) -> np.ndarray:
+        """All rows, in row order: the same for any number of shards."""
+        return np.sort(np.concatenate(self._parts))
+
+
+class Stream:
+    """The batches that one worker takes: of one shard, or of several that it plays alone."""
+
+    def __init__(self, source: Source, shards: Shards, plan: JobPlan, mine: Sequence[int]) -> None:
+        self._source, self._shards, self._plan, self._mine = source, shards, plan, tuple(mine)
+        self.steps_per_epoch = -(-shards.total // plan.batch_size)
+        self._order = functools.lru_cache(maxsize=2 * len(self._mine) + 2)(self._permutation)
+        self._counts = functools.lru_cache(maxsize=2)(self._count_block)
+
+    def epoch(self, step: int) -> int:
+        """The epoch that a step belongs to."""
+        return step // self.steps_per_epoch
+
+    def counts(self, step: int) -> np.ndarray:
+        """How many samples each shard gives to a step."""
+        within = step % self.steps_per_epoch
+        table, _ = self._counts(within // _BLOCK)
+        return table[within % _BLOCK]
+
+    def rows(self, step: int) -> np.ndarray:
+        """The rows that this worker takes in a step."""
+        return np.concatenate([self._rows_of(shard, step) for shard in self._mine])
+
+    def batch(self, step: int) -> Any:
+        """This worker's samples of a step, or None where it has none."""
+        rows = self.rows(step)
+        return self._source.take(rows) if len(rows) else None
+
+    def _rows_of(self, shard: int, step: int) -> np.ndarray:
+        within, epoch = step % self.steps_per_epoch, self.epoch(step)
+        count = self.counts(step)
+        if self._plan.shuffle == "global":
+            start = within * self._plan.batch_size + int(count[:shard].sum())
+            return self._order(epoch, None)[start : start + count[shard]]
+        _, before = self._counts(within // _BLOCK)
+        start = before[within % _BLOCK][shard]
+        return self._order(epoch, shard)[start : start + count[shard]]
+
+    def _permutation(self, epoch: int, shard: int | None) -> np.ndarray:
+        """The order of rows in an epoch: of one shard, or (None) of all rows together."""
+        rows = self._shards.all() if shard is None else self._shards.rows(shard)
+        if self._plan.shuffle is None:
+            return rows
+        key = [self._plan.seed, epoch] if shard is None else [self._plan.seed, epoch, shard + 1]
+        return np.random.default_rng(key).permutation(rows)
+
+    def _count_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
+        """(counts, samples taken before each step of the epoch) for a block of steps, by shard."""
+        first = block * _BLOCK
+        last = min(first + _BLOCK, self.steps_per_epoch)
+        taken = np.minimum(np.arange(first, last + 1) * self._plan.batch_size, self._shards.total)
+        before = cumulative(self._shards.sizes, taken)
+        return np.diff(before, axis=0), before[:-1]
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """A batch of any nesting, on the device."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, dict):
+        return {k: to_device(v, device) for k, v in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        return type(batch)(to_device(v, device) for v in batch)
+    return batch
+
+
+def samples_in(batch: Any) -> int:
+    """How many samples a collated batch holds: the first dimension of its first tensor."""
+    if isinstance(batch, torch.Tensor):
+        return len(batch)
+    values = batch.values() if isinstance(batch, dict) else batch
+    return samples_in(next(iter(values)))

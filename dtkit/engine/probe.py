@@ -1,0 +1,105 @@
+"""What an engine can say of itself: versions, device, memory, and clocks that are right for the device."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import socket
+import sys
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+def hello() -> dict[str, object]:
+    """Versions and place, without importing torch: the first thing a notebook asks an engine.
+
+    Its keys are a contract between versions of dtkit; only add to them.
+    """
+    from dtkit import __version__
+
+    return {
+        "dtkit": __version__,
+        "python": f"{sys.version_info.major}.{sys.version_info.minor}",
+        "cloudpickle": importlib.metadata.version("cloudpickle"),
+        "torch": importlib.metadata.version("torch").partition("+")[0],
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "path": list(sys.path),
+    }
+
+
+def memory(device: torch.device) -> tuple[int, int]:
+    """(total, free) bytes: of the GPU, else of this host within its limits."""
+    if device.type == "cuda":
+        import torch
+
+        free, total = torch.cuda.mem_get_info(device)
+        return total, free
+    from dtkit import host
+
+    found = host.memory()
+    return found.total, found.free
+
+
+def memory_used(device: torch.device) -> int:
+    """Bytes that this process holds: allocated on the GPU, else its resident set."""
+    if device.type == "cuda":
+        import torch
+
+        return int(torch.cuda.memory_allocated(device))
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)
+
+
+class Clock:
+    """Marks within steps, read as seconds once a dispatch has ended.
+
+    ``mark()`` returns a token; ``seconds(a, b)`` is the time between two of them, to be asked after
+    :meth:`settle`. On the CPU a token is the time; on CUDA it is an event in the stream, so that marking never
+    waits for the device.
+    """
+
+    def mark(self) -> object:
+        """Now."""
+        return time.perf_counter()
+
+    def settle(self) -> None:
+        """Wait until all marks have happened."""
+
+    def seconds(self, start: object, end: object) -> float:
+        """Seconds from one mark to another."""
+        return end - start  # type: ignore[operator, no-any-return]
+
+
+class CudaClock(Clock):
+    """Marks are events in the device's stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def mark(self) -> object:
+        """An event after all work that was enqueued so far."""
+        import torch
+
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def settle(self) -> None:
+        """Wait for the device."""
+        import torch
+
+        torch.cuda.synchronize(self._device)
+
+    def seconds(self, start: object, end: object) -> float:
+        """Seconds between two events."""
+        return start.elapsed_time(end) / 1000  # type: ignore[attr-defined, no-any-return]
+
+
+def clock(device: torch.device) -> Clock:
+    """The clock for a device."""
+    return CudaClock(device) if device.type == "cuda" else Clock()

@@ -1,0 +1,434 @@
+"""The one session of an engine process: its process group, its data, its jobs.
+
+`handle` is the only way in. It takes a pickled :class:`~dtkit.records.Request` and gives back a pickled
+:class:`~dtkit.records.Reply`; whatever goes wrong becomes a :class:`~dtkit.records.Failure` in it, never an
+exception, so that each rank answers for itself. A rank that fails breaks the group up, so that its peers are out of
+their collective at once; the notebook then forms the next generation.
+
+A request of another owner or another generation, or a dispatch for another step than the job stands at, is refused
+before any collective.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import os
+import pickle
+import socket
+import threading
+import traceback
+from typing import TYPE_CHECKING, Any
+
+from dtkit import wire
+from dtkit.engine import probe
+from dtkit.engine.channel import Channel, current
+from dtkit.errors import Refused
+from dtkit.records import Failure, Reply, Request
+from dtkit.shipment import Shipment, ship
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    import numpy as np
+    import torch
+
+    from dtkit.engine.comm import Group
+    from dtkit.engine.data import Shards, Source
+    from dtkit.engine.trainer import Job
+    from dtkit.records import Advance, GroupSpec, JobPlan
+    from dtkit.shared import Owner
+
+FIRST_STEP_S, LEAST_STEP_S, STEP_FACTOR = 1800.0, 60.0, 20.0  # a collective's time limit: first step, then
+
+
+class Session:
+    """What this engine holds between two calls."""
+
+    def __init__(self) -> None:
+        self.owner = 0
+        self.group: Group | None = None
+        self.device: torch.device | None = None
+        self._spec: GroupSpec | None = None
+        self._keeper: Owner | None = None
+        self._step_timeout: float | None = None
+        self._models: dict[str, torch.nn.Module] = {}
+        self._data: dict[str, tuple[Source, Shards]] = {}
+        self._jobs: dict[str, Job] = {}
+        self._agent_store: Any = None
+
+    # -- serving ----------------------------------------------------------------------------------------------
+
+    def serve(self, request: Request, publish: Callable[[int, list[Any]], None] | None) -> Any:
+        """Check who asks, then do it."""
+        if request.op != "join":
+            self._admit(request)
+        if request.op == "call":
+            return self.op_call(publish=publish, **request.args)  # type: ignore[arg-type]
+        return getattr(self, f"op_{request.op}")(**request.args)
+
+    def _admit(self, request: Request) -> None:
+        if request.owner != self.owner:
+            raise Refused(
+                f"this engine belongs to owner {self.owner}, the call came from owner {request.owner}: another notebook "
+                "attached meanwhile. Attach again to take it back"
+            )
+        generation = -1 if self.group is None else self.group.generation
+        if request.generation != generation:
+            raise Refused(
+                f"the process group is at generation {generation}, the call is for {request.generation}: it was sent "
+                "before the group was formed anew"
+            )
+
+    # -- the group --------------------------------------------------------------------------------------------
+
+    def op_join(
+        self, spec: GroupSpec, owner: int, keeper: Owner | None, step_timeout: float | None
+    ) -> dict[str, Any]:
+        """Form the process group (anew) and say what this node is."""
+        import torch
+
+        from dtkit.engine.comm import Group
+
+        if owner < self.owner:
+            raise Refused(
+                f"owner {owner} was superseded by owner {self.owner}: another notebook attached meanwhile"
+            )
+        if owner != self.owner:
+            self._forget()
+        self.owner, self._keeper, self._step_timeout = owner, keeper, step_timeout
+        if self.group is not None:
+            self.group.close()
+            self.group = None
+        if spec.threads is not None:
+            torch.set_num_threads(spec.threads)
+        self.device = torch.device(spec.device)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        self._spec = spec
+        self.group = Group(spec)
+        self._limit_collectives(step_timeout or FIRST_STEP_S)
+        for job in self._jobs.values():
+            job.regroup(self.group)
+        return self.op_info()
+
+    def _forget(self) -> None:
+        self._models.clear()
+        self._data.clear()
+        self._jobs.clear()
+
+    def op_info(self) -> dict[str, Any]:
+        """This node's row of the cluster's table, less the engine id."""
+        import torch
+
+        assert self.device is not None
+        total, free = probe.memory(self.device)
+        return {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "device": str(self.device),
+            "memory_total": total,
+            "memory_free": free,
+            "threads": torch.get_num_threads(),
+        }
+
+    def op_warm(self) -> None:
+        """Load what the first step would load: the first optimiser takes over a second, for torch's dynamo."""
+        import torch
+        from torch.nn.parallel import DistributedDataParallel  # noqa: F401
+
+        import dtkit.engine.trainer
+        import dtkit.strategies.data_parallel  # noqa: F401
+
+        p = torch.nn.Parameter(torch.zeros(1))
+        p.grad = torch.zeros(1)
+        torch.optim.SGD([p], lr=0.1).step()
+
+    def _limit_collectives(self, seconds: float) -> None:
+        assert self.group is not None
+        self.group.set_timeout(seconds)
+        self._limit = seconds
+
+    # -- calls of the user's functions ------------------------------------------------------------------------
+
+    def op_call(
+        self,
+        publish: Callable[[int, list[Any]], None] | None,
+        shipment: Shipment,
+        port: int | None = None,
+        attempt: int = 0,
+    ) -> tuple[Shipment, list[Any]]:
+        """Call ``fn(*args, **kwargs)``; with a `port`, under torchrun's environment and without our group."""
+        channel = Channel(publish)
+        fn, args, kwargs = shipment.unload()
+        with current(channel):
+            if port is None:
+                value = self._breaking(lambda: fn(*args, **kwargs))
+            else:
+                value = self._as_torchrun(lambda: fn(*args, **kwargs), port, attempt)
+        return ship(wire.pack(value, name="the function's result"), self._keeper), channel.items
+
+    def _breaking(self, work: Callable[[], Any]) -> Any:
+        """Work that may wait in a collective of our group: an interrupt gets through to it."""
+        from dtkit.engine.comm import interruptible
+
+        assert self.group is not None
+        with interruptible(self.group.break_up):
+            return work()
+
+    def op_open_store(self) -> int:
+        """Rank 0: a TCPStore for a script's own group, on loopback only. Its port."""
+        import torch.distributed as dist
+
+        assert self.group is not None
+        listener = socket.create_server(("127.0.0.1", 0))
+        port = int(listener.getsockname()[1])
+        self._agent_store = dist.TCPStore(
+            "127.0.0.1",
+            port,
+            self.group.world_size,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+        return port
+
+    def _as_torchrun(self, work: Callable[[], Any], port: int, attempt: int) -> Any:
+        """Our group steps aside; the script makes its own from torchrun's environment variables."""
+        import torch.distributed as dist
+
+        from dtkit.engine.comm import interruptible, new_connections
+
+        assert self.group is not None
+        spec = self._spec
+        assert spec is not None
+        self.group.close()
+        break_up = new_connections()
+        try:
+            with _environment(_torchrun(spec, port, attempt)), interruptible(break_up):
+                return work()
+        except BaseException:
+            break_up()
+            raise
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    # -- data and models --------------------------------------------------------------------------------------
+
+    def op_load(self, key: str, shipment: Shipment, sizes: Sequence[int] | None) -> tuple[int, ...] | None:
+        """Keep data under `key`. With `sizes` it comes as (data, all shards' rows); else it is (function, None)."""
+        from dtkit.engine.data import Shards, as_source
+
+        data, indices = self._receive(shipment)
+        source = as_source(data() if sizes is None or callable(data) else data)
+        if sizes is None:
+            import numpy as np
+
+            sizes, indices = [len(source)], np.arange(len(source))
+        self._data[key] = source, Shards(indices, sizes)
+        return (len(source),)
+
+    def op_shard(self, key: str, indices: np.ndarray, sizes: Sequence[int]) -> None:
+        """Say which rows of data that is here already belong to which shard."""
+        from dtkit.engine.data import Shards
+
+        self._data[key] = self._data[key][0], Shards(indices, sizes)
+
+    def op_unload(self, key: str) -> None:
+        """Let go of data, a model or a job; unknown keys are no error."""
+        for kept in (self._data, self._models, self._jobs):
+            kept.pop(key, None)  # type: ignore[attr-defined]
+
+    def op_place(self, key: str, shipment: Shipment) -> str:
+        """Keep a model under `key`, its numbers received from rank 0. Returns the checksum of its state."""
+        import torch
+
+        model = self._receive(shipment, by_broadcast=True)
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(f"expected an nn.Module, got {type(model).__name__}")
+        self._models[key] = model
+        return checksum(model)
+
+    def _receive(self, shipment: Shipment, *, by_broadcast: bool = False) -> Any:
+        """Unpack a shipment; buffers that only rank 0 holds come by broadcast over the data plane."""
+        if not by_broadcast:
+            return shipment.unload()
+        assert self.group is not None
+        buffers = shipment.buffers() if self.group.rank == 0 else None
+        return shipment.unload(self.group.broadcast_buffers(buffers, shipment.sizes))
+
+    # -- jobs -------------------------------------------------------------------------------------------------
+
+    def op_build(
+        self, job: str, model: str, data: str, program: bytes, plan: JobPlan, *, alone: bool = False
+    ) -> int:
+        """Make a job. `alone`: this engine plays all shards by itself, without the group. Returns parameters."""
+        from dtkit.engine.data import Stream
+        from dtkit.engine.trainer import Job
+        from dtkit.strategies.base import Setting
+
+        assert self.group is not None
+        assert self.device is not None
+        objective, optimizer, strategy = wire.loads(program)
+        source, shards = self._data[data]
+        mine = range(len(shards.sizes)) if alone else [self.group.rank]
+        setting = Setting(None if alone else self.group, self.device, probe.clock(self.device), mine)
+        network = copy.deepcopy(self._models[model])
+        stream = Stream(source, shards, plan, mine)
+        seed = plan.seed + (0 if alone else self.group.rank)
+        self._jobs[job] = Job(network, objective, optimizer, strategy, stream, setting, seed)
+        if alone:
+            self._jobs[job].watch_gradients()
+        return sum(p.numel() for p in network.parameters())
+
+    def op_advance(
+        self, job: str, step: int, steps: int, lr: float | None = None
+    ) -> tuple[Advance, list[Any]]:
+        """Take steps of a job that must stand at `step`. Returns rows, and what was printed."""
+        found = self._job(job)
+        if found.step != step:
+            raise Refused(f"the job stands at step {found.step}, the dispatch is for step {step}")
+        if lr is not None:
+            found.set_lr(lr)
+        channel = Channel()
+        with current(channel):
+            self._breaking(lambda: found.advance(steps))
+        self._tighten(found)
+        return found.harvest(), channel.items
+
+    def _tighten(self, job: Job) -> None:
+        """After the first step a collective need not wait for compilation."""
+        if self._step_timeout is None and self.group is not None and job.setting.group is not None:
+            limit = max(LEAST_STEP_S, STEP_FACTOR * job.median_step_s())
+            if not 0.8 < limit / self._limit < 1.25:
+                self._limit_collectives(limit)
+
+    def op_state(self, job: str) -> Shipment | None:
+        """The model's state dict, from rank 0 (or from an engine that works alone)."""
+        found = self._job(job)
+        state = found.state()
+        if found.setting.group is not None and found.setting.group.rank != 0:
+            return None
+        return ship(wire.pack(state), self._keeper)
+
+    def op_gradients(self, job: str) -> dict[str, float]:
+        """Each parameter's largest gradient so far, of a job that works alone."""
+        return dict(self._job(job).largest_gradient or {})
+
+    def op_evaluate(
+        self, job: str, data: str, program: bytes, batch_size: int
+    ) -> tuple[int, dict[str, tuple[float, float]]]:
+        """(samples, {name: (sum, weight)}) of this rank's shard."""
+        assert self.group is not None
+        metrics = wire.loads(program)
+        source, shards = self._data[data]
+        rows = shards.rows(self.group.rank)
+        batches = (source.take(rows[k : k + batch_size]) for k in range(0, len(rows), batch_size))
+        return self._breaking(lambda: self._job(job).evaluate(batches, metrics))  # type: ignore[no-any-return]
+
+    def _job(self, job: str) -> Job:
+        if job not in self._jobs:
+            raise Refused(f"no job {job} on this engine; it was released")
+        return self._jobs[job]
+
+    def partial(self, request: Request) -> Any:
+        """What a failed dispatch had completed."""
+        job = self._jobs.get(str(request.args.get("job"))) if request.op == "advance" else None
+        return None if job is None else (job.harvest(), [])
+
+
+_session = Session()
+_lock = threading.Lock()
+
+
+def handle(message: bytes, publish: Callable[[int, list[Any]], None] | None) -> bytes:
+    """Serve one request. The boundary that reports: whatever is raised here becomes a Failure."""
+    request: Request = pickle.loads(message)
+    with _lock:
+        try:
+            reply = Reply(_session.serve(request, publish))
+        except BaseException as error:  # noqa: BLE001 - reported to the notebook with its traceback
+            reply = Reply(_session.partial(request), _failure(error, request))
+            if not isinstance(error, Refused) and _session.group is not None:
+                _session.group.break_up()
+    return pickle.dumps(reply, protocol=5)
+
+
+def _failure(error: BaseException, request: Request) -> Failure:
+    from dtkit.engine.comm import lost_peer
+
+    job = _session._jobs.get(str(request.args.get("job")))  # noqa: SLF001 - this module's own
+    kind = "refused" if isinstance(error, Refused) else "error"
+    if isinstance(error, KeyboardInterrupt):
+        kind = "interrupted"
+    spec = _session._spec  # noqa: SLF001
+    return Failure(
+        rank=-1 if spec is None else spec.rank,
+        host=socket.gethostname(),
+        type=type(error).__name__,
+        message=str(error),
+        traceback=_traceback(error),
+        step=None if job is None else job.step,
+        victim=lost_peer(error),
+        kind=kind,
+    )
+
+
+def _traceback(error: BaseException) -> str:
+    """The traceback without the frames of this module, which are the same for every error."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace))
+
+
+def checksum(model: torch.nn.Module) -> str:
+    """A digest of all parameters and buffers: equal bits, equal digest. Twelve hexadecimal digits."""
+    import torch
+
+    digest = hashlib.blake2b(digest_size=6)
+    for name, value in model.state_dict().items():
+        digest.update(name.encode())
+        if isinstance(value, torch.Tensor):
+            digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _torchrun(spec: GroupSpec, port: int, attempt: int) -> dict[str, str]:
+    """The environment that torchrun gives to a worker (torch.distributed.run, "Environment Variables")."""
+    rank, world = str(spec.rank), str(spec.world_size)
+    return {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "ROLE_RANK": rank,
+        "GROUP_RANK": "0",
+        "ROLE_NAME": "default",
+        "WORLD_SIZE": world,
+        "LOCAL_WORLD_SIZE": world,
+        "ROLE_WORLD_SIZE": world,
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RUN_ID": "dtkit",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_ERROR_FILE": os.devnull,
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(spec.threads or 1)),
+    }

@@ -1,0 +1,36 @@
+"""The door of an engine: ipyparallel calls an `Entry`, which is pickled by reference and imported there.
+
+It is the one place on an engine that knows IPython: it hands the session a way to publish, and nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+MIMETYPE = "application/vnd.dtkit.items+json"
+
+
+class Entry:
+    """Callable with one message of bytes; answers bytes."""
+
+    def __call__(self, message: bytes) -> bytes:
+        """Serve one request on this engine."""
+        from dtkit.engine import session
+
+        return session.handle(message, _publisher())
+
+
+def _publisher() -> Callable[[int, list[tuple[str, Any]]], None] | None:
+    from IPython import get_ipython
+
+    shell = get_ipython()
+    if shell is None:
+        return None
+
+    def publish(first: int, items: list[tuple[str, Any]]) -> None:
+        shell.display_pub.publish({MIMETYPE: {"first": first, "items": items}})
+
+    return publish

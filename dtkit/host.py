@@ -1,0 +1,197 @@
+"""What this machine can carry: cores, memory, GPUs, and so how many engines. Reads files, imports no torch.
+
+In a container the host's numbers mislead: /proc shows 64 cores and 256 GB, two cores and 2 GB are granted.
+The grant is a control group's: version 2 keeps `cpu.max` and `memory.max` in one tree, version 1 has a tree
+for cpu and one for memory. A limit on any group above the process's own binds too, so every level up to the
+root is read. What a group has used includes the file cache, which the kernel gives back when asked: inactive
+file pages count as free.
+
+`root` is the folder that holds /proc, /sys and /dev; tests give their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.metadata
+import importlib.util
+import os
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+_ROOT = Path("/")
+
+ENGINE_BYTES = 350_000_000
+"""One engine that has trained a small model, and its nanny: 315 and 29 MiB were measured (as proportional set
+size, which divides shared pages among those who share them)."""
+
+NOTEBOOK_BYTES = 500_000_000
+"""What there is besides engines: Jupyter's server 113 MiB, a kernel with torch 200, the controller 81; and
+room for the notebook's own data."""
+
+MOST_BY_DEFAULT = 4
+"""Engines that are started unasked, at most: enough to see every collective at work, few enough to read."""
+
+BINDER_ENGINES = 2
+"""Two cores and 2 GB at most, 1 GB promised: two engines and all the rest took 1.09 GB."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes that processes of this container or host may use, and those still free."""
+
+    total: int
+    free: int
+
+
+def cores(root: Path = _ROOT) -> int:
+    """Processors that this process may keep busy: the smaller of affinity and cgroup quota, at least 1."""
+    quotas = (_cpu_quota(group) for group in _groups(root, "cpu"))
+    return max(1, min([_affinity(), *(int(quota) for quota in quotas if quota is not None)]))
+
+
+def memory(root: Path = _ROOT) -> Memory:
+    """Memory of the host, or of the tightest control group that holds this process."""
+    host = psutil.virtual_memory()
+    total, free = host.total, host.available
+    for group in _groups(root, "memory"):
+        limit = _number(group / "memory.max", group / "memory.limit_in_bytes")
+        used = _number(group / "memory.current", group / "memory.usage_in_bytes")
+        if limit is not None and used is not None:
+            total = min(total, limit)
+            free = min(free, limit - used + _reclaimable(group))
+    return Memory(total, max(0, free))
+
+
+def gpus(root: Path = _ROOT, environ: Mapping[str, str] = os.environ) -> int:
+    """CUDA devices that an engine's torch could use.
+
+    torch answers if it is loaded already; else the device files do, less what CUDA_VISIBLE_DEVICES hides, and
+    none where the installed torch is a build without CUDA.
+    """
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)  # none yet while another thread imports it
+    if cuda is not None and root == _ROOT and environ is os.environ:
+        return int(cuda.device_count())
+    found = [entry for entry in _entries(root / "dev") if re.fullmatch(r"nvidia\d+", entry.name)]
+    if not found or not _torch_has_cuda():
+        return 0
+    return _visible(len(found), environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def most_engines(root: Path = _ROOT) -> int:
+    """Engines that memory carries beside a notebook; 0 where it is too small for one."""
+    return max(0, memory(root).free - NOTEBOOK_BYTES) // ENGINE_BYTES
+
+
+def default_engines(root: Path = _ROOT, environ: Mapping[str, str] = os.environ) -> int:
+    """Engines to start when nobody says how many: one per GPU, else what cores and memory carry; never 0."""
+    devices = gpus(root, environ)
+    if devices:
+        return devices
+    wanted = BINDER_ENGINES if on_binder(environ) else min(cores(root), MOST_BY_DEFAULT)
+    return max(1, min(wanted, most_engines(root)))
+
+
+def on_binder(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this is a Binder session."""
+    return "BINDER_SERVICE_HOST" in environ or "BINDER_REPO_URL" in environ
+
+
+def _affinity() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1  # macOS has no affinity
+
+
+def _groups(root: Path, controller: str) -> Iterator[Path]:
+    """The folders of this process's control groups for `controller`, from its own up to the root."""
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number == "0" and not controllers:
+            base = root / "sys/fs/cgroup"
+        elif controller in controllers.split(","):
+            base = root / "sys/fs/cgroup" / controller
+        else:
+            continue
+        # A container that doesn't hide the host's paths has no such folder; there the base is its own group.
+        group = base / path.lstrip("/")
+        yield from (folder for folder in (group, *group.parents) if folder.is_relative_to(base))
+
+
+def _cpu_quota(group: Path) -> float | None:
+    """Processors' worth of time that the group may use; None without a limit."""
+    fields = _text(group / "cpu.max").split()
+    if not fields:
+        fields = [_text(group / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
+    quota, period = fields
+    if not (quota.isdigit() and period.isdigit()) or int(period) == 0:
+        return None  # "max" in version 2, -1 in version 1, no file in the root group
+    return int(quota) / int(period)
+
+
+def _reclaimable(group: Path) -> int:
+    """File cache of the group that the kernel takes back when memory is asked for."""
+    lines = _text(group / "memory.stat").splitlines()
+    stat = dict(line.split(" ", 1) for line in lines if " " in line)
+    return int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+
+
+def _number(*files: Path) -> int | None:
+    """The integer in the first of `files` that holds one; "max" is none, and version 1 has a huge number."""
+    for file in files:
+        text = _text(file).strip()
+        if text.isdigit():
+            return int(text)
+    return None
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text()
+    except OSError:
+        return ""
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []
+
+
+def _visible(found: int, hidden_but: str | None) -> int:
+    """Devices left by CUDA_VISIBLE_DEVICES: CUDA reads the list up to its first entry that isn't a device."""
+    if hidden_but is None:
+        return found
+    seen: list[str] = []
+    for entry in hidden_but.split(","):
+        name = entry.strip()
+        is_device = name.startswith(("GPU-", "MIG-")) or (name.isdigit() and int(name) < found)
+        if not is_device:
+            break
+        if name in seen:  # an index given twice makes CUDA refuse them all
+            return 0
+        seen.append(name)
+    return len(seen)
+
+
+@functools.cache
+def _torch_has_cuda() -> bool:
+    """Whether the installed torch was built with CUDA, told from its files."""
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    if version.endswith("+cpu"):
+        return False
+    spec = importlib.util.find_spec("torch")  # finds it without running it
+    origin = Path(spec.origin) if spec and spec.origin else None
+    text = _text(origin.with_name("version.py")) if origin else ""
+    return re.search(r"^cuda\b.*=\s*None\s*$", text, re.MULTILINE) is None

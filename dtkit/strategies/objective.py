@@ -1,0 +1,78 @@
+"""What one rank's samples contribute: the user's loss, made into a number to differentiate and a weight.
+
+A loss is either a *mean over samples* (a scalar), which counts for as many samples as it was computed from, or a
+*pair* ``(sum, weight)``: then sums are differentiated, weights are added up over the ranks, and gradients are
+divided by the total. The pair is what class weights, ``ignore_index`` and token means need, since a mean of their
+means is not the mean.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+MEAN, PAIR = 1, 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """The user's way from a batch to a loss: ``loss(output, target)``, or ``step(model, batch)``."""
+
+    loss: Callable[..., Any] | None
+    step: Callable[..., Any] | None
+
+    def __call__(self, model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(mean loss, None) or (sum, weight)."""
+        if self.step is not None:
+            return _checked(self.step(model, batch), "step")
+        return _checked(self._loss(model(*batch[:-1]), batch[-1]), "loss")
+
+    def predict(
+        self, model: torch.nn.Module, batch: Any
+    ) -> tuple[Any, Any, torch.Tensor, torch.Tensor | None]:
+        """(output, target, loss, weight): for metrics. Output and target are None with a custom `step`."""
+        if self.step is not None:
+            return None, None, *_checked(self.step(model, batch), "step")
+        output, target = model(*batch[:-1]), batch[-1]
+        return output, target, *_checked(self._loss(output, target), "loss")
+
+    def _loss(self, output: Any, target: Any) -> Any:
+        ignored = getattr(self.loss, "ignore_index", None)
+        if ignored is not None and not output.is_cuda and bool((target == ignored).any()):
+            raise ValueError(
+                f"targets contain ignore_index={ignored}: the mean over the others is not a mean over samples. "
+                f"Pass a loss that returns (sum, weight): {REMEDY}"
+            )
+        assert self.loss is not None
+        return self.loss(output, target)
+
+
+REMEDY = "lambda out, y: (F.cross_entropy(out, y, ..., reduction='sum'), weight_of(y).sum())"
+
+
+def _checked(value: Any, source: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if isinstance(value, tuple) and len(value) == 2:
+        total, weight = value
+        weight = torch.as_tensor(weight, dtype=torch.float64)
+    else:
+        total, weight = value, None
+    if not isinstance(total, torch.Tensor) or total.numel() != 1:
+        got = (
+            f"a tensor of shape {tuple(total.shape)}"
+            if isinstance(total, torch.Tensor)
+            else type(total).__name__
+        )
+        raise TypeError(
+            f"{source} returned {got}; it must return a scalar tensor, the mean over the samples "
+            "(or a pair (sum, weight)). Use reduction='mean', or call .mean() on it"
+        )
+    if weight is not None and weight.numel() != 1:
+        raise TypeError(
+            f"{source} returned a weight of shape {tuple(weight.shape)}; it must be one number: .sum() it"
+        )
+    return total.reshape(()), None if weight is None else weight.reshape(())

@@ -1,0 +1,37 @@
+"""The seam between the notebook and the engine processes.
+
+Everything above it (cluster, runs, views) speaks to engines through these few methods. Two things stand below:
+ipyparallel (:mod:`dtkit.cluster`), and the double for tests (:mod:`dtkit.testing`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from concurrent.futures import Future
+
+    from dtkit.records import Reply
+
+
+class Transport(Protocol):
+    """Engines, in order of rank."""
+
+    @property
+    def engine_ids(self) -> Sequence[int]:
+        """ipyparallel's id of each rank."""
+
+    def send(
+        self, rank: int, message: bytes, listen: Callable[[int, list[object]], None] | None = None
+    ) -> Future[Reply]:
+        """Send one pickled Request. The future never raises: a lost engine is a Reply with a Failure.
+
+        `listen(first, items)` is called with what the engine publishes meanwhile, from any thread.
+        """
+
+    def interrupt(self, ranks: Sequence[int]) -> None:
+        """Send SIGINT to these engines, without waiting."""
+
+    def close(self) -> None:
+        """End what this transport started, and nothing else. Idempotent."""

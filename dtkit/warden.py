@@ -1,0 +1,123 @@
+"""The process that outlives the notebook: it ends a cluster's processes when nobody owns them any more.
+
+The notebook holds a lock on a file in the cluster's folder. The system gives the lock up when the notebook ends, in
+whatever way; nobody has to notice in time, and no heartbeat can be late. When the lock has been free for as long as
+the lease says, the warden ends every process of the cluster by SIGKILL, so an engine that is stopped, stuck in a
+lock or holds the GIL ends too. It then deletes the cluster's shared-memory files and its folder. SIGTERM from the
+notebook (`close`) does the same at once.
+
+Processes are known by pid and start time, so a pid that was used again is left alone. Run as
+``python -m dtkit.warden FOLDER``; it needs neither torch nor ipyparallel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+
+from dtkit import shared
+
+LOCK, MEMBERS, JOB = "owner.lock", "members.json", "job"
+PERIOD_S = 0.5
+GRACE_S = 1.0  # between SIGTERM and SIGKILL on `close`
+
+
+def write_members(folder: Path, pids: list[int], lease_s: float, job_lease_s: float) -> None:
+    """Tell the warden which processes are this cluster's. Atomic: it never reads half a file."""
+    members = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            members.append([pid, psutil.Process(pid).create_time()])
+    text = json.dumps({"members": members, "lease_s": lease_s, "job_lease_s": job_lease_s})
+    temporary = folder / (MEMBERS + ".new")
+    temporary.write_text(text)
+    temporary.replace(folder / MEMBERS)
+
+
+def take_lock(folder: Path, timeout: float = 5.0) -> int:
+    """Own the cluster: a descriptor to keep open. The warden holds the lock for moments only, so it is tried again."""
+    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    deadline = time.monotonic() + timeout
+    pause = threading.Event()
+    while True:
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                os.close(descriptor)
+                raise
+            pause.wait(0.01)
+        else:
+            return descriptor
+
+
+def _owned(folder: Path) -> bool:
+    """Whether some process holds the lock."""
+    with (folder / LOCK).open("r+") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def _processes(folder: Path) -> list[psutil.Process]:
+    """The cluster's processes that still live, with their descendants."""
+    found = []
+    for pid, created in json.loads((folder / MEMBERS).read_text())["members"]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            if process.create_time() == created:
+                found += [process, *process.children(recursive=True)]
+    return list(dict.fromkeys(found))
+
+
+def _end(folder: Path, grace_s: float) -> None:
+    """End all processes, then delete what they leave."""
+    processes = _processes(folder)
+    if grace_s:
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.terminate()
+        _, processes = psutil.wait_procs(processes, timeout=grace_s)
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, timeout=5)
+    shared.remove_all(shared.Owner.of())
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def main(folder: Path) -> None:
+    """Watch until the lease is over or SIGTERM comes."""
+    asked = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: asked.set())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    free_since: float | None = None
+    while not asked.wait(PERIOD_S):
+        if not folder.exists():
+            return
+        lease = json.loads((folder / MEMBERS).read_text())
+        if _owned(folder):
+            free_since = None
+            continue
+        free_since = free_since or time.monotonic()
+        limit = lease["job_lease_s"] if (folder / JOB).exists() else lease["lease_s"]
+        if time.monotonic() - free_since >= limit:
+            _end(folder, grace_s=0)
+            return
+    _end(folder, GRACE_S)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

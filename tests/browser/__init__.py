@@ -1,0 +1,1 @@
+"""JupyterLab, driven in a real browser."""

@@ -1,0 +1,85 @@
+"""A source for views: a real history, fed by hand, and every part of the protocol settable."""
+
+import contextlib
+
+import numpy as np
+
+from dtkit.history import ROW, History
+from dtkit.records import Event, NodeInfo, RunSpec, State, Status
+
+
+class FakeSource:
+    """A run of `ranks` nodes that the test drives; `posted` keeps what views asked for."""
+
+    def __init__(self, ranks=4, steps=400, name="ConvNet", seed=0):
+        self.spec = RunSpec(
+            name=name, strategy="DataParallel()", world_size=ranks, samples=51200, batch_size=64 * ranks,
+            steps=steps, steps_per_epoch=max(1, steps // 2), shuffle="shard", seed=0, loss="CrossEntropyLoss",
+            optimizer="SGD",
+        )  # fmt: skip
+        self.nodes = [
+            NodeInfo(r, r + 10, f"host{r // 8}", 4000 + r, "cpu", 8_000_000_000, 5_000_000_000, 1)
+            for r in range(ranks)
+        ]
+        self.history = History()
+        self.state, self.message, self.exception, self.lr = State.RUNNING, "", None, 0.1
+        self.remaining_s = 12.0
+        self.step = 0
+        self.posted = []
+        self.refuse = None
+        self._callbacks = []
+        self._random = np.random.default_rng(seed)
+
+    @property
+    def status(self):
+        return Status(
+            self.state, self.step, self.spec.steps, 0, self.step * 0.1, self.remaining_s, self.message
+        )
+
+    def subscribe(self, callback):
+        self._callbacks.append(callback)
+
+        def unsubscribe():
+            with contextlib.suppress(ValueError):
+                self._callbacks.remove(callback)
+
+        return unsubscribe
+
+    @property
+    def subscribers(self):
+        return len(self._callbacks)
+
+    def changed(self):
+        for callback in list(self._callbacks):
+            callback()
+
+    def post(self, command, value=None):
+        if self.refuse:
+            raise self.refuse
+        self.posted.append((command, value))
+
+    def advance(self, steps=1, loss=None):
+        """Record `steps` more steps of every rank; `loss` overrides the made-up ones."""
+        n = self.spec.world_size
+        rows = np.zeros(steps * n, ROW)
+        rows["step"] = self.step + 1 + np.repeat(np.arange(steps), n)
+        rows["rank"] = np.tile(np.arange(n), steps)
+        rows["samples"], rows["weight"], rows["lr"] = 64, 64, self.lr or 0
+        decay = 2.3 * np.exp(-3 * rows["step"] / self.spec.steps) + 0.3
+        noise = self._random.normal(size=len(rows))
+        rows["loss"] = decay * (1 + 0.06 * noise) if loss is None else loss
+        rows["step_s"] = 0.1 * (1 + 0.05 * self._random.normal(size=len(rows)) ** 2) + 0.03 * (
+            rows["rank"] == 2
+        )
+        rows["memory_bytes"] = 315_000_000 + 1_000_000 * rows["rank"]
+        self.history.append(rows)
+        self.step += steps
+        self.changed()
+
+    def event(self, kind, text, rank=None):
+        self.history.add(Event(self.step, kind, text, 1_700_000_000.0 + self.step, rank))
+        self.changed()
+
+    def end(self, state=State.COMPLETED):
+        self.state, self.remaining_s = state, None
+        self.event("done", "done")

@@ -1,0 +1,637 @@
+"""The live view: down-sampling, messages, throttling, the widget, and the display replaced at the end."""
+
+import base64
+import itertools
+import json
+import logging
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dtkit.dashboard import display, live
+from dtkit.dashboard.feed import CHANGE_EVENTS, LOG, Feed
+from dtkit.dashboard.series import BUDGET, CHARTS, LOSS, Curves, sample
+from dtkit.dashboard.source import Source
+from dtkit.dashboard.throttle import Throttle
+from dtkit.history import History
+from dtkit.records import Evaluation, State, StepRecord
+from tests.fake_source import FakeSource
+
+STATIC = Path(live.STATIC)
+
+
+class Timers:
+    """A clock that the test sets, and timers that run when it says so."""
+
+    def __init__(self):
+        self.now, self.waiting = 0.0, []
+
+    def clock(self):
+        return self.now
+
+    def later(self, delay, call):
+        self.waiting.append((self.now + delay, call))
+
+    def run(self):
+        """Run all timers, in order, moving the clock on; returns when each ran."""
+        ran = []
+        while self.waiting:
+            self.waiting.sort(key=lambda item: item[0])
+            at, call = self.waiting.pop(0)
+            self.now = max(self.now, at)
+            ran.append(self.now)
+            call()
+        return ran
+
+
+def size(message):
+    return len(json.dumps(message.content, allow_nan=False)) + sum(map(len, message.buffers))
+
+
+# -- curves ----------------------------------------------------------------------------------------------
+
+
+def records(step, losses):
+    return [StepRecord(step, 0, r, 8, x, 8, 0.1, 0, 0, 0, 0, 0.1, 1) for r, x in enumerate(losses)]
+
+
+def test_curves_keep_every_extreme_in_a_fixed_budget():
+    source = FakeSource(ranks=2, steps=100_000)
+    source.advance(60_000)
+    source.advance(1, loss=99.0)
+    source.advance(39_999)
+    part = sample(source.history, LOSS, 2)
+    assert BUDGET // 2 <= len(part.values) <= BUDGET
+    rows = source.history.rows()
+    for rank in (0, 1):
+        losses = rows["loss"][rows["rank"] == rank]
+        assert np.nanmax(part.values[:, 0, rank, 2]) == np.float32(losses.max()) == 99
+        assert np.nanmin(part.values[:, 0, rank, 0]) == np.float32(losses.min())
+    bucket = part.values[int(np.nanargmax(part.values[:, 0, 0, 2]))]
+    assert bucket[0, 0, 1] < 5  # the mean is still to be read beside the spike
+    assert part.steps[0] < part.steps[-1] <= 100_000 + part.width
+
+
+def test_curves_of_few_steps_are_the_values_themselves():
+    source = FakeSource(ranks=3, steps=100)
+    source.advance(100)
+    part = sample(source.history, LOSS, 3)
+    assert part.flat
+    assert part.width == 1
+    for rank in range(3):
+        steps, losses = source.history.loss(rank)
+        np.testing.assert_array_equal(part.steps, steps)
+        np.testing.assert_array_equal(part.values[:, 0, rank, 1], losses.astype("f4"))
+
+
+def test_curves_added_bit_by_bit_equal_those_added_at_once():
+    source, bit = FakeSource(ranks=4, steps=5000), Curves(CHARTS, 4)
+    for k in range(60):
+        source.advance(1 + 7 * (k % 20))
+        bit.update(source.history)
+    once = Curves(CHARTS, 4)
+    once.update(source.history)
+    a, b = bit.part(), once.part()
+    assert (a.width, a.origin) == (b.width, b.origin)
+    np.testing.assert_allclose(a.values, b.values, rtol=1e-6)
+
+
+def test_many_ranks_share_a_band():
+    source = FakeSource(ranks=9)
+    source.advance(20)
+    part = sample(source.history, LOSS, 9)
+    assert part.values.shape[2] == 2
+    losses = source.history.rows()["loss"].reshape(20, 9)
+    np.testing.assert_array_equal(part.values[:, 0, 0, 0], losses.min(1).astype("f4"))
+    np.testing.assert_array_equal(part.values[:, 0, 0, 2], losses.max(1).astype("f4"))
+
+
+def test_not_finite_losses_leave_a_gap_and_nothing_else():
+    history = History()
+    for step, loss in enumerate([1.0, float("nan"), float("inf"), 2.0]):
+        history.append(records(step, [loss]))
+    part = sample(history, LOSS, 1)
+    np.testing.assert_array_equal(part.values[:, 0, 0, 1], np.array([1, np.nan, np.nan, 2], "f4"))
+
+
+def test_a_rank_that_reports_late_still_lands_in_its_step():
+    history, curves = History(), Curves((LOSS,), 2)
+    for step in range(10):
+        history.append(records(step, [1.0]))
+    curves.update(history)
+    curves.take()
+    history.append([StepRecord(3, 0, 1, 8, 7.0, 8, 0.1, 0, 0, 0, 0, 0.1, 1)])
+    curves.update(history)
+    assert curves.take().first == 3
+    assert curves.part().values[3, 0, 1, 1] == 7
+
+
+# -- the feed --------------------------------------------------------------------------------------------
+
+
+class Page:
+    """What a page adds up from messages: the Python mirror of apply() in dashboard.js."""
+
+    def __init__(self, message):
+        self.seq, self.kept = 0, None
+        self.apply(message)
+
+    def apply(self, message):
+        content, part = message.content, message.content["curves"]
+        whole = content["kind"] == "snapshot"
+        assert whole or content["base"] == self.seq
+        self.seq = content["seq"]
+        values = np.frombuffer(message.buffers[0], "<f4")
+        if whole:
+            self.head, self.log, self.width = content["head"], list(content["events"]), part["width"]
+            self.lines = content["head"]["lines"]
+            self.values = np.zeros((0, 2, self.lines, 3), "f4")
+            self.evaluations = list(content["evaluations"])
+        else:
+            self.log = (self.log + content.get("events", []))[-LOG:]
+            self.evaluations += content.get("evaluations", [])
+        self.status, self.tiles = content["status"], content["tiles"]
+        while self.width < part["width"]:
+            self._join()
+        values = np.repeat(values, 3) if part["flat"] else values
+        values = values.reshape(part["buckets"], 2, self.lines, 3)
+        end = part["first"] + part["buckets"]
+        if end > len(self.values):
+            room = np.full((end, *self.values.shape[1:]), np.nan, "f4")
+            room[: len(self.values)] = self.values
+            self.values = room
+        self.values[part["first"] : end] = values
+        if message.buffers[1]:
+            self.ranks = np.frombuffer(message.buffers[1], "<f4").reshape(-1, 3)
+
+    def _join(self):
+        if len(self.values) % 2:
+            self.values = np.concatenate([self.values, np.full_like(self.values[:1], np.nan)])
+        a, b = self.values[0::2], self.values[1::2]
+        mean = np.where(np.isnan(b), a, np.where(np.isnan(a), b, (a + b) / 2))
+        self.values = np.stack([np.fmin(a, b)[..., 0], mean[..., 1], np.fmax(a, b)[..., 2]], axis=-1)
+        self.width *= 2
+
+
+def long_story(feed, source):
+    """Messages of a run with everything in it: slow, fast, events, evaluations, joins."""
+    yield feed.snapshot()
+    for k in range(80):
+        source.advance(1 + (k % 9) * 11, loss=float("nan") if k == 20 else None)
+        if k % 10 == 0:
+            source.event("lr", f"learning rate {k}")
+            source.history.add(Evaluation(source.step, 10, {"loss": 0.5, "accuracy": float("nan")}))
+        yield feed.change()
+    while feed.pending:
+        yield feed.change()
+
+
+def assert_same(a, b):
+    assert (a.seq, a.width, a.log, a.status, a.tiles) == (b.seq, b.width, b.log, b.status, b.tiles)
+    assert a.evaluations == b.evaluations
+    np.testing.assert_array_equal(a.ranks, b.ranks)
+    np.testing.assert_allclose(a.values, b.values, rtol=2e-6)
+    np.testing.assert_array_equal(a.values[..., [0, 2]], b.values[..., [0, 2]])  # extremes to the bit
+
+
+@pytest.mark.parametrize("ranks", [1, 4, 64])
+def test_a_late_page_has_what_changes_added_up_to(ranks):
+    source = FakeSource(ranks=ranks, steps=5000)
+    feed = Feed(source)
+    story = long_story(feed, source)
+    early = Page(next(story))
+    for message in story:
+        early.apply(message)
+    assert early.width > 1  # buckets were joined on the way
+    late = Page(feed.snapshot())
+    late.seq = early.seq
+    assert_same(early, late)
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+@pytest.mark.parametrize("steps", [1, 10, 100, 1000])
+def test_a_change_is_small_however_much_happened(ranks, steps):
+    source = FakeSource(ranks=ranks, steps=100_000)
+    feed = Feed(source)
+    feed.snapshot()
+    for _ in range(30):
+        source.advance(steps)
+        for k in range(50):
+            source.event("print", f"{k} " + "x" * 1000)
+        assert size(feed.change()) <= 10_000
+    sent = 0
+    while feed.pending:  # what was left over follows, and comes to an end
+        assert size(feed.change()) <= 10_000
+        sent += 1
+        assert sent < 100
+
+
+def test_only_changes_are_sent():
+    source = FakeSource()
+    feed = Feed(source)
+    source.advance(300)
+    feed.snapshot()
+    source.advance(1)
+    message = feed.change()
+    assert message.content["curves"]["buckets"] == 1
+    assert {"head", "nodes", "events", "evaluations"}.isdisjoint(message.content)
+    idle = feed.change()
+    assert idle.content["curves"]["buckets"] == 0
+    assert [len(b) for b in idle.buffers] == [0, 0]
+    assert size(idle) < 1000
+
+
+def test_a_flood_of_prints_is_cut_to_what_a_page_keeps():
+    source = FakeSource()
+    feed = Feed(source)
+    feed.snapshot()
+    for k in range(10_000):
+        source.event("print", str(k))
+    texts = []
+    while feed.pending:
+        events = feed.change().content["events"]
+        assert len(events) <= CHANGE_EVENTS
+        texts += [e["text"] for e in events]
+    assert texts == [str(k) for k in range(10_000 - LOG, 10_000)]
+
+
+def test_a_snapshot_of_a_long_run_stays_small():
+    source = FakeSource(ranks=4, steps=100_000)
+    source.advance(100_000)
+    assert size(Feed(source).snapshot()) < 70_000
+
+
+def test_text_from_engines_stays_text():
+    source = FakeSource(name="<img src=x onerror=alert(1)>")
+    source.event("print", "<script>alert(1)</script>\x1b[31m\x00", rank=1)
+    source.exception = RuntimeError("<b>rank 1</b>\nsecond\x07 line")
+    content = Feed(source).snapshot().content
+    assert content["events"][0]["text"] == "<script>alert(1)</script> [31m"
+    assert content["error"] == "RuntimeError: <b>rank 1</b>\nsecond  line"
+    script = (STATIC / "dashboard.js").read_text(encoding="utf-8")
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(", script)
+    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", script)  # nothing is loaded from anywhere
+
+
+def test_messages_are_json_without_nan():
+    source = FakeSource()
+    source.lr = float("nan")
+    source.advance(3, loss=float("nan"))
+    feed = Feed(source)
+    json.dumps(feed.snapshot().content, allow_nan=False)
+    tiles = {tile["label"]: tile["value"] for tile in feed.change().content["tiles"]}
+    assert tiles["mean loss"] == "NaN"
+
+
+def test_tiles_say_what_the_records_say():
+    source = FakeSource(ranks=4, steps=400)
+    source.advance(150)
+    source.advance(20, loss=0.25)
+    tiles = {tile["label"]: tile for tile in Feed(source).snapshot().content["tiles"]}
+    totals = source.history.totals(150)
+    assert tiles["throughput"]["value"] == f"{totals['samples'].sum() / totals['step_s'].sum():,.0f}"
+    assert tiles["mean loss"] == {"label": "mean loss", "value": "0.250", "note": "spread 0"}
+    assert tiles["samples"] == {"label": "samples", "value": f"{170 * 256:,}", "note": "epoch 1 of 2"}
+    assert tiles["nodes"] == {"label": "nodes", "value": "4", "note": "on 1 host"}
+
+
+def node():
+    """A node.js: the one that comes with Playwright, or the system's."""
+    playwright = pytest.importorskip("playwright")
+    own = Path(playwright.__file__).parent / "driver" / "node"
+    found = str(own) if own.exists() else shutil.which("node")
+    return found or pytest.skip("no node.js")
+
+
+def test_the_page_adds_up_the_same(tmp_path):
+    """dashboard.js itself, fed with the messages of a run, ends with what a snapshot holds."""
+    source = FakeSource(ranks=4, steps=5000)
+    feed = Feed(source)
+    messages = [*long_story(feed, source), feed.snapshot()]
+    (tmp_path / "dashboard.mjs").write_bytes((STATIC / "dashboard.js").read_bytes())
+    (tmp_path / "messages.json").write_text(
+        json.dumps([[m.content, [base64.b64encode(b).decode() for b in m.buffers]] for m in messages])
+    )
+    (tmp_path / "run.mjs").write_text(
+        textwrap.dedent("""
+        import { newStore, apply } from "./dashboard.mjs";
+        import { readFileSync } from "node:fs";
+        const messages = JSON.parse(readFileSync("messages.json"));
+        const decode = (b) => {
+          const bytes = Buffer.from(b, "base64");
+          return new DataView(bytes.buffer, bytes.byteOffset, bytes.byteLength);
+        };
+        const take = (store, [content, buffers]) => apply(store, content, buffers.map(decode));
+        const early = newStore(), late = newStore(), gappy = newStore();
+        const applied = messages.slice(0, -1).map((m) => take(early, m));
+        take(late, messages.at(-1));
+        take(gappy, messages[0]);
+        const gap = take(gappy, messages[5]);
+        const plain = ({ curves, log, evaluations, ranks, status, marks }) => {
+          const each = early.head.charts.length * early.head.lines * 3;
+          const kept = curves.data.slice(0, curves.used * each);
+          const data = Array.from(kept, (v) => (Number.isNaN(v) ? null : v));
+          const { width, used } = curves;
+          return { width, used, data, log, evaluations, ranks: [...ranks], status, marks };
+        };
+        const all = applied.every(Boolean);
+        console.log(JSON.stringify({ all, gap, early: plain(early), late: plain(late) }));
+        """)
+    )
+    done = subprocess.run(
+        [node(), "run.mjs"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said["all"]
+    assert said["gap"] is False  # a change that doesn't follow on is refused: the page asks for a snapshot
+    early, late = said["early"], said["late"]
+    np.testing.assert_allclose(
+        np.array(early.pop("data"), float), np.array(late.pop("data"), float), rtol=2e-6
+    )
+    assert early == late
+
+
+# -- throttling ------------------------------------------------------------------------------------------
+
+
+def throttled(work, timers, interval=0.25):
+    return Throttle(work, interval, clock=timers.clock, later=timers.later)
+
+
+def test_at_most_four_a_second_and_the_last_one_always():
+    timers, seen, value = Timers(), [], 0
+    throttle = throttled(lambda: seen.append((timers.now, value)), timers)
+    for k in range(1000):  # ten seconds of a poke every 10 ms
+        timers.now, value = k / 100, k
+        throttle.poke()
+        due = [t for t in timers.waiting if t[0] <= timers.now]
+        timers.waiting = [t for t in timers.waiting if t[0] > timers.now]
+        for _, call in due:
+            call()
+    timers.run()
+    times = [at for at, _ in seen]
+    assert seen[-1][1] == 999
+    assert seen[0] == (0, 0)  # the first at once
+    assert min(b - a for a, b in itertools.pairwise(times)) >= 0.25 - 1e-9
+    assert 38 <= len(seen) <= 42
+
+
+def test_a_poke_during_the_work_is_not_lost():
+    timers, runs = Timers(), []
+
+    def work():
+        runs.append(timers.now)
+        if len(runs) == 1:
+            throttle.poke()
+
+    throttle = throttled(work, timers)
+    throttle.poke()
+    timers.run()
+    assert runs == [0, 0.25]
+
+
+def test_an_error_in_a_view_is_reported_once_and_harms_nobody(caplog):
+    timers = Timers()
+    throttle = throttled(lambda: 1 / 0, timers)
+    with caplog.at_level(logging.WARNING, "dtkit.dashboard"):
+        for _ in range(5):
+            throttle.poke()
+            timers.run()
+    assert len(caplog.records) == 1
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_nothing_runs_after_close():
+    timers, runs = Timers(), []
+    throttle = throttled(lambda: runs.append(1), timers)
+    throttle.poke()
+    throttle.close()
+    throttle.poke()
+    timers.run()
+    assert runs == []
+
+
+# -- the widget ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def timers():
+    return Timers()
+
+
+@pytest.fixture
+def watched(timers, monkeypatch):
+    """A dashboard whose messages are kept: (source, dashboard, messages)."""
+    source = FakeSource()
+    dashboard = live.Dashboard(source, clock=timers.clock, later=timers.later)
+    sent = []
+    monkeypatch.setattr(dashboard, "send", lambda content, buffers=(): sent.append((content, buffers)))
+    yield source, dashboard, sent
+    dashboard.close()
+
+
+def test_the_fake_is_a_source():
+    assert isinstance(FakeSource(), Source)
+
+
+def test_the_model_opens_with_a_snapshot():
+    source = FakeSource()
+    source.advance(10)
+    dashboard = live.Dashboard(source)
+    assert dashboard.opening["content"]["kind"] == "snapshot"
+    assert dashboard.opening["content"]["status"]["step"] == 10
+    assert "createElement" in str(dashboard._esm)
+    dashboard.close()
+    assert source.subscribers == 0
+
+
+def test_snapshots_until_a_page_is_heard_then_changes_only(watched, timers):
+    source, dashboard, sent = watched
+
+    def updates(count):
+        sent.clear()
+        for _ in range(count):
+            source.advance(1)
+            timers.run()
+        return [content["kind"] for content, _ in sent]
+
+    assert list(updates(8)).count("snapshot") in (3, 4)  # 1, 2, 4, 8; the first is the opening's
+    sent.clear()
+    dashboard._receive(dashboard, {"hello": "opened"}, [])
+    assert [content["kind"] for content, _ in sent] == ["snapshot"]
+    assert set(updates(20)) == {"change"}
+
+
+def test_messages_are_numbered_without_a_gap(watched, timers):
+    source, dashboard, sent = watched
+    for k in range(10):
+        source.advance(1)
+        timers.run()
+        if k == 4:
+            dashboard._receive(dashboard, {"hello": "opened"}, [])
+    contents = [content for content, _ in sent]
+    assert all(b["base"] == a["seq"] for a, b in itertools.pairwise(contents))
+
+
+def test_what_is_left_over_follows_by_itself(watched, timers):
+    source, dashboard, sent = watched
+    dashboard._receive(dashboard, {"hello": "opened"}, [])
+    sent.clear()
+    source.advance(400)
+    timers.run()
+    assert len(sent) > 1
+    assert not dashboard._feed.pending
+
+
+@pytest.mark.parametrize("command", ["pause", "resume", "step", "stop"])
+def test_buttons_post_and_nothing_else(watched, command):
+    source, dashboard, _ = watched
+    dashboard._receive(dashboard, {"command": command, "value": 3}, [])
+    assert source.posted == [(command, None)]
+
+
+@pytest.mark.parametrize("bad", ["0.1", None, float("nan"), -1])
+def test_a_bad_learning_rate_is_refused_on_the_page(watched, bad):
+    source, dashboard, sent = watched
+    dashboard._receive(dashboard, {"command": "lr", "value": bad}, [])
+    assert source.posted == []
+    assert sent[-1][0]["kind"] == "refused"
+    assert "such as 0.01" in sent[-1][0]["text"]
+    dashboard._receive(dashboard, {"command": "lr", "value": 0.03}, [])
+    assert source.posted == [("lr", 0.03)]
+
+
+def test_what_the_run_refuses_is_said_on_the_page(watched):
+    source, dashboard, sent = watched
+    source.refuse = RuntimeError("the run has ended")
+    dashboard._receive(dashboard, {"command": "pause"}, [])
+    assert sent[-1][0] == {"kind": "refused", "command": "pause", "text": "the run has ended"}
+
+
+def test_strange_messages_are_ignored(watched):
+    source, dashboard, _ = watched
+    for content in ("pause", None, {}, {"command": "rm"}, {"command": "__class__"}):
+        dashboard._receive(dashboard, content, [])
+    assert source.posted == []
+
+
+def test_a_view_that_fails_leaves_the_run_alone(watched, timers, monkeypatch, caplog):
+    source, dashboard, _ = watched
+    monkeypatch.setattr(dashboard._feed, "change", lambda: 1 / 0)
+    dashboard._greeted = True
+    source.advance(1)
+    timers.run()
+    source.advance(1)
+    timers.run()
+    assert source.step == 2
+    assert "the training goes on" in caplog.text
+
+
+def test_the_view_is_light_to_import():
+    code = (
+        "import sys, dtkit.dashboard.live, dtkit.dashboard.display, dtkit.dashboard.text;"
+        "print([m for m in ('torch', 'ipyparallel', 'matplotlib') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+# -- the display -----------------------------------------------------------------------------------------
+
+
+class Handle:
+    def __init__(self):
+        self.updates = []
+
+    def update(self, data, *, metadata, raw):
+        assert raw
+        self.updates.append((data, metadata))
+
+
+@pytest.fixture
+def notebook(monkeypatch):
+    """A front end that keeps what is displayed: (object, handle or None)."""
+    shown = []
+
+    def show(obj, *, display_id=False, metadata=None, raw=False):
+        handle = Handle() if display_id else None
+        shown.append((obj, handle))
+        return handle
+
+    monkeypatch.setattr("IPython.display.display", show)
+    monkeypatch.setattr(display, "in_notebook", lambda: True)
+    return shown
+
+
+def test_a_run_that_ends_leaves_a_picture_and_text_alone(notebook):
+    source = FakeSource()
+    source.advance(5)
+    display.show(source)
+    display.show(source)
+    (model, first), (same, second) = notebook
+    assert model is same  # one model, two views: in step by construction
+    source.state = State.PAUSED
+    source.changed()
+    assert first.updates == []
+    source.end()
+    assert display.settle(source, timeout=60)
+    for handle in (first, second):
+        [(data, metadata)] = handle.updates
+        assert set(data) == {"image/png", "text/plain"}
+        assert base64.b64decode(data["image/png"]).startswith(b"\x89PNG")
+        assert "completed" in data["text/plain"]
+        assert metadata["image/png"]["width"] > 500
+    assert model.comm is None  # closed
+    assert source.subscribers == 0
+    assert source not in display._displays
+
+
+def test_a_run_that_ended_shows_the_picture_at_once(notebook):
+    source = FakeSource()
+    source.advance(5)
+    source.end()
+    display.show(source)
+    [(data, handle)] = notebook
+    assert handle is None
+    assert set(data) == {"image/png", "text/plain"}
+    assert display.settle(source, timeout=0)
+
+
+def test_a_picture_that_fails_leaves_the_text_with_the_reason(notebook, monkeypatch):
+    source = FakeSource()
+    display.show(source)
+    monkeypatch.setattr(display, "kept", lambda _: 1 / 0)
+    source.end(State.FAILED)
+    assert display.settle(source, timeout=60)
+    [(data, _)] = notebook[0][1].updates
+    assert "failed" in data["text/plain"]
+    assert "ZeroDivisionError" in data["text/plain"]
+
+
+def test_a_page_opened_anew_keeps_the_last_state(notebook):
+    source = FakeSource()
+    display.show(source)
+    model = notebook[0][0]
+    for _ in range(2):
+        model._receive(model, {"hello": "opened"}, [])
+    source.end()
+    assert display.settle(source, timeout=60)
+    assert model.comm is not None
+    assert source.subscribers == 0
+    model.close()
+
+
+def test_outside_a_notebook_a_run_is_text(capsys):
+    assert threading.current_thread() is threading.main_thread()
+    display.show(FakeSource(name="Net"))
+    assert capsys.readouterr().out.startswith("Net · DataParallel() · running\n")

@@ -1,0 +1,277 @@
+"""The package as a whole: its front door, its layers, and the files that install it."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from typing import TYPE_CHECKING, NamedTuple
+
+import pytest
+
+import dtkit
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+VIEWS = {"IPython", "ipyparallel", "ipywidgets", "anywidget", "matplotlib"}
+FORBIDDEN = {  # a file or folder of dtkit/, the longest match counts -> what it never imports, however late
+    "engine": VIEWS,
+    "strategies": VIEWS,
+    "dashboard": {"torch", "ipyparallel"},
+    "run.py": {"torch", "ipyparallel"},
+    "history.py": {"torch", "ipyparallel", "matplotlib"},
+    "records.py": {"torch", "ipyparallel", "numpy"},
+    "mesh.py": {"torch", "ipyparallel"},
+    "cluster.py": set(),
+    "integrations": set(),
+    "": {"ipyparallel"},
+}
+BROAD_EXCEPTS: dict[
+    str, str
+] = {  # "file: function" -> the boundary that it is, and where the error is reported
+}
+SLEEPS: dict[str, str] = {  # "file: function" -> why this isn't a wait in disguise
+}
+CONDA_NAMES = {"torch": "pytorch-cpu", "matplotlib": "matplotlib-base"}
+
+
+# -- the front door --------------------------------------------------------------------------------------
+
+
+def test_all_names_what_is_public():
+    assert list(dtkit.__all__) == sorted(set(dtkit.__all__))
+    assert [name for name in dir(dtkit) if not name.startswith("_")] == list(dtkit.__all__)
+
+
+@pytest.mark.parametrize("name", getattr(dtkit, "__all__", ()))
+def test_every_public_name_resolves(name: str):
+    found = getattr(dtkit, name)
+    assert getattr(found, "__module__", "dtkit").split(".")[0] == "dtkit"
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="clutser"):
+        dtkit.clutser  # noqa: B018 - the access is the test
+
+
+def test_importing_dtkit_stays_light():
+    heavy = {"torch", "matplotlib", "ipyparallel", "IPython"}
+    code = f"import sys, dtkit; print(*{heavy} & set(sys.modules))"
+    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
+    assert out.stdout.split() == []
+
+
+def test_the_version_is_said_once(project: dict):
+    assert dtkit.__version__ == project["version"]
+
+
+# -- the layers ------------------------------------------------------------------------------------------
+
+
+class Import(NamedTuple):
+    """One imported module; `at_once` where it happens when the importing module is imported."""
+
+    module: str
+    line: int
+    at_once: bool
+
+
+@pytest.fixture(scope="module")
+def imports(root: Path) -> dict[str, list[Import]]:
+    """What each file of dtkit imports, by its path within dtkit/."""
+    folder = root / "dtkit"
+    files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*.py"))}
+    return {name: list(_imports(ast.parse(path.read_text()), _package(name))) for name, path in files.items()}
+
+
+def test_no_file_imports_what_its_layer_forbids(imports: dict[str, list[Import]]):
+    crossed = [
+        f"dtkit/{file}:{found.line} imports {found.module}"
+        for file, all_of_it in imports.items()
+        for found in all_of_it
+        if found.module.split(".")[0] in FORBIDDEN[_layer(file)]
+    ]
+    assert crossed == []
+
+
+def test_no_layer_brings_in_what_it_forbids_through_another_file(imports: dict[str, list[Import]]):
+    """Importing a file must not load what its layer forbids by way of dtkit's other files."""
+    crossed = []
+    for file in imports:
+        banned = FORBIDDEN[_layer(file)] if _layer(file) else set()
+        for reached in _reached(file, imports):
+            for found in imports[reached]:
+                if found.at_once and found.module.split(".")[0] in banned:
+                    crossed.append(f"dtkit/{file} brings in {found.module}, by dtkit/{reached}:{found.line}")
+    assert crossed == []
+
+
+def test_the_walk_sees_each_form_of_import():
+    code = """
+import torch.nn as nn
+from ..engine import comm
+if TYPE_CHECKING:
+    from . import base
+def late():
+    from matplotlib.figure import Figure
+"""
+    assert list(_imports(ast.parse(code), "dtkit.strategies")) == [
+        Import("torch.nn", 2, at_once=True),
+        Import("dtkit.engine", 3, at_once=True),
+        Import("dtkit.engine.comm", 3, at_once=True),
+        Import("dtkit.strategies", 5, at_once=False),
+        Import("dtkit.strategies.base", 5, at_once=False),
+        Import("matplotlib.figure", 7, at_once=False),
+        Import("matplotlib.figure.Figure", 7, at_once=False),
+    ]
+
+
+def _layer(file: str) -> str:
+    """The longest entry of FORBIDDEN that holds the file."""
+    return max((place for place in FORBIDDEN if not place or f"{file}/".startswith(f"{place}/")), key=len)
+
+
+def _package(file: str) -> str:
+    """The package that a file's relative imports start from."""
+    return ".".join(["dtkit", *file.split("/")[:-1]])
+
+
+def _imports(node: ast.AST, package: str, *, at_once: bool = True) -> Iterator[Import]:
+    """All imports below `node`, in order; of `from a import b` both a and a.b, which may be a module."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            yield from (Import(alias.name, child.lineno, at_once) for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            start = package.rsplit(".", child.level - 1)[0] if child.level else ""
+            module = ".".join(part for part in (start, child.module) if part)
+            names = [module, *(f"{module}.{alias.name}" for alias in child.names)]
+            yield from (Import(name, child.lineno, at_once) for name in names)
+        else:
+            late = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            for_types = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+            yield from _imports(child, package, at_once=at_once and not late and not for_types)
+
+
+def _reached(file: str, imports: dict[str, list[Import]]) -> set[str]:
+    """The file and all files of dtkit that importing it imports, at once."""
+    reached, todo = set(), [file]
+    while todo:
+        current = todo.pop()
+        if current in reached or current not in imports:
+            continue
+        reached.add(current)
+        for found in imports[current]:
+            if found.at_once and found.module.startswith("dtkit."):
+                stem = found.module.removeprefix("dtkit.").replace(".", "/")
+                todo += [f"{stem}.py", f"{stem}/__init__.py"]
+    return reached
+
+
+# -- habits ----------------------------------------------------------------------------------------------
+
+
+def test_errors_are_caught_by_name_except_at_known_boundaries(root: Path):
+    broad = {place for place, node in _nodes(root / "dtkit") if _is_broad(node)}
+    assert broad == set(BROAD_EXCEPTS)
+
+
+def test_no_test_sleeps(root: Path):
+    sleeping = {place for place, node in _nodes(root / "tests") if _is_sleep(node)}
+    assert sleeping == set(SLEEPS)
+
+
+def _nodes(folder: Path) -> Iterator[tuple[str, ast.AST]]:
+    """All syntax nodes of a folder's files, each with "file: function", the innermost one around it."""
+    for path in sorted(folder.rglob("*.py")):
+        name = path.relative_to(folder.parent).as_posix()
+        todo: list[tuple[str, ast.AST]] = [("module", ast.parse(path.read_text()))]
+        while todo:
+            function, node = todo.pop()
+            yield f"{name}: {function}", node
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                function = node.name
+            todo += [(function, child) for child in ast.iter_child_nodes(node)]
+
+
+def _is_broad(node: ast.AST) -> bool:
+    """Whether this catches any error: what cleans up and ends in a bare `raise` doesn't."""
+    if not isinstance(node, ast.ExceptHandler):
+        return False
+    if isinstance(node.body[-1], ast.Raise) and node.body[-1].exc is None:
+        return False
+    if node.type is None:
+        return True
+    return any(
+        isinstance(n, ast.Name) and n.id in {"Exception", "BaseException"} for n in ast.walk(node.type)
+    )
+
+
+def _is_sleep(node: ast.AST) -> bool:
+    """Whether this calls a sleep, or Playwright's, for longer than 0."""
+    if not isinstance(node, ast.Call):
+        return False
+    name = ast.unparse(node.func).rsplit(".", 1)[-1]
+    yields = bool(node.args) and isinstance(node.args[0], ast.Constant) and node.args[0].value == 0
+    return name in {"sleep", "wait_for_timeout"} and not yields
+
+
+# -- what installs it ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def project(root: Path) -> dict:
+    return tomllib.loads((root / "pyproject.toml").read_text())["project"]
+
+
+def test_binder_has_every_dependency_in_the_same_range(root: Path, project: dict):
+    wanted = {_split(line) for line in [*project["dependencies"], *project["optional-dependencies"]["lab"]]}
+    lines = (root / "binder" / "environment.yml").read_text().splitlines()
+    there = {_split(line.strip(" -")) for line in lines if line.lstrip().startswith("- ")}
+    assert {(CONDA_NAMES.get(name, name), versions) for name, versions in wanted} <= there
+
+
+@pytest.mark.parametrize("script", ["binder/postBuild", "binder/start", ".ci/run"])
+def test_scripts_can_be_run(root: Path, script: str):
+    path = root / script
+    assert path.read_text().startswith("#!/usr/bin/env bash\n")
+    assert os.access(path, os.X_OK)
+    subprocess.run(["bash", "-n", path], check=True, timeout=10)
+
+
+def test_binder_starts_with_one_thread_per_process(root: Path):
+    seen = subprocess.run(
+        [root / "binder" / "start", "printenv", "OMP_NUM_THREADS", "MKL_NUM_THREADS"],
+        env={"PATH": os.environ["PATH"]},
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=10,
+    )
+    assert seen.stdout.split() == ["1", "1"]
+
+
+def test_constraints_pin_every_dependency_exactly(root: Path, project: dict):
+    lines = (root / "binder" / "constraints.txt").read_text().splitlines()
+    pins = [line for line in lines if not line.startswith("#")]
+    assert [pin for pin in pins if not re.fullmatch(r"[\w.-]+==[\d.]+(\.?post\d+)?", pin)] == []
+    pinned = {_normal(pin.split("==")[0]) for pin in pins}
+    extras = project["optional-dependencies"]
+    asked = [_split(line)[0] for line in [*project["dependencies"], *extras["lab"], *extras["dev"]]]
+    assert {_normal(name) for name in asked} - {project["name"]} <= pinned
+    assert "torch==2.13.0" in pins
+
+
+def _split(requirement: str) -> tuple[str, str]:
+    """("torch", ">=2.11") of "torch>=2.11"; an extra in brackets is left out."""
+    name = re.match(r"[\w.-]+", requirement)[0]
+    return name, re.sub(r"^\[.*?\]", "", requirement[len(name) :]).replace(" ", "")
+
+
+def _normal(name: str) -> str:
+    """A distribution's name as package indexes compare it."""
+    return re.sub(r"[-_.]+", "-", name).lower()

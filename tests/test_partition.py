@@ -1,0 +1,339 @@
+"""Who gets which rows, and how many of them each step takes."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+import warnings
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dtkit import partition
+from dtkit.partition import Partition, categorical, counts, cumulative, cut
+
+sizes_of_shards = st.lists(st.integers(0, 40) | st.just(1), min_size=1, max_size=9).filter(any)
+huge_sizes = st.lists(st.integers(1, 10**7), min_size=1, max_size=90)
+
+
+def by_definition(sizes: list[int]) -> np.ndarray:
+    """All keys of all shards sorted, as exact fractions; row T counts each shard's among the first T."""
+    keys = sorted((Fraction(2 * j + 1, 2 * size), i) for i, size in enumerate(sizes) for j in range(size))
+    taken = np.zeros((len(keys) + 1, len(sizes)), dtype=np.int64)
+    for t, (_, shard) in enumerate(keys):
+        taken[t + 1] = taken[t]
+        taken[t + 1, shard] += 1
+    return taken
+
+
+# --- counts -------------------------------------------------------------------------------------------------
+
+
+@given(sizes_of_shards)
+@settings(max_examples=150, deadline=None)
+def test_cumulative_is_the_order_of_the_keys(sizes: list[int]) -> None:
+    assert np.array_equal(cumulative(sizes, np.arange(sum(sizes) + 1)), by_definition(sizes))
+
+
+@given(sizes_of_shards, st.integers(1, 80))
+@settings(max_examples=150, deadline=None)
+def test_every_step_is_full_and_all_shards_end_together(sizes: list[int], batch_size: int) -> None:
+    n = sum(sizes)
+    steps = -(-n // batch_size)
+    taken = counts(sizes, batch_size, 0, steps)
+    assert taken.shape == (steps, len(sizes))
+    assert taken.dtype == np.int64
+    assert taken.min() >= 0
+    assert taken.sum(axis=1).tolist() == [min(batch_size, n - s * batch_size) for s in range(steps)]
+    assert taken.sum(axis=0).tolist() == sizes
+    assert not counts(sizes, batch_size, steps, steps + 3).any()
+
+
+@given(sizes_of_shards, st.integers(1, 30), st.data())
+@settings(max_examples=80, deadline=None)
+def test_a_step_does_not_depend_on_the_others(sizes: list[int], batch_size: int, data: st.DataObject) -> None:
+    steps = -(-sum(sizes) // batch_size)
+    first = data.draw(st.integers(0, steps))
+    last = data.draw(st.integers(first, steps))
+    whole = counts(sizes, batch_size, 0, steps)
+    assert np.array_equal(counts(sizes, batch_size, first, last), whole[first:last])
+
+
+@given(huge_sizes, st.lists(st.floats(0, 1), min_size=1, max_size=30))
+@settings(max_examples=80, deadline=None)
+def test_shards_stay_close_to_their_share(sizes: list[int], moments: list[float]) -> None:
+    n = sum(sizes)
+    taken = np.array(sorted(int(moment * n) for moment in moments))
+    held = cumulative(sizes, taken)
+    assert held.sum(axis=1).tolist() == taken.tolist()
+    assert (np.diff(held, axis=0) >= 0).all()
+    assert (held <= np.array(sizes)).all()
+    # The threshold that cuts the order lies within R / 2n of taken / n, and rounds each shard by at most 1/2.
+    for row, total in zip(held.tolist(), taken.tolist(), strict=True):
+        for count, size in zip(row, sizes, strict=True):
+            assert abs(count - Fraction(total * size, n)) <= Fraction(1, 2) + Fraction(
+                len(sizes) * size, 2 * n
+            )
+
+
+def test_a_billion_rows_are_counted_exactly() -> None:
+    # Keys that differ in the eighteenth digit: floating point can't tell them apart.
+    sizes = [333_333_333, 333_333_334, 333_333_332, 1]
+    taken = np.array([0, 1, 2, 500_000_000, 999_999_998, 999_999_999, 10**9])
+    held = cumulative(sizes, taken)
+    assert held.sum(axis=1).tolist() == taken.tolist()
+    assert held[0].tolist() == [0, 0, 0, 0]
+    assert held[1].tolist() == [0, 1, 0, 0]
+    assert held[2].tolist() == [1, 1, 0, 0]
+    # Just before the end the largest keys are missing: those of the largest shards.
+    assert held[-2].tolist() == [333_333_333, 333_333_333, 333_333_332, 1]
+    assert held[-3].tolist() == [333_333_332, 333_333_333, 333_333_332, 1]
+    assert held[-1].tolist() == sizes
+
+
+def test_one_giant_among_many_dwarfs() -> None:
+    sizes = [10**6, *([1] * 255)]
+    held = cumulative(sizes, np.arange(500_000, 500_400))
+    assert held.sum(axis=1).tolist() == list(range(500_000, 500_400))
+    # All 255 dwarfs have the key 1/2, in the order of their index, after the giant's first half.
+    expected = np.clip(np.arange(500_000, 500_400)[:, None] - 500_000 - np.arange(255), 0, 1)
+    assert np.array_equal(held[:, 1:], expected)
+
+
+# --- cut ----------------------------------------------------------------------------------------------------
+
+
+@given(
+    st.integers(1, 200),
+    st.integers(1, 12),
+    st.sampled_from(partition.WAYS),
+    st.none() | st.integers(0, 9),
+    st.none() | st.lists(st.floats(0.01, 100), min_size=12, max_size=12),
+)
+@settings(max_examples=200, deadline=None)
+def test_a_cut_is_disjoint_complete_and_reproducible(
+    n: int, ranks: int, by: str, seed: int | None, weights: list[float] | None
+) -> None:
+    ranks = min(n, ranks)
+    labels = np.arange(n) * 7 % 5
+    options = {"by": by, "seed": seed, "labels": labels, "weights": weights and weights[:ranks]}
+    shards = cut(n, ranks, **options)
+    assert len(shards) == ranks
+    assert all(shard.dtype == np.int64 for shard in shards)
+    assert sorted(np.concatenate(shards).tolist()) == list(range(n))
+    again = cut(n, ranks, **options)
+    assert all(np.array_equal(a, b) for a, b in zip(shards, again, strict=True))
+    sizes = [len(shard) for shard in shards]
+    if weights is None:
+        assert max(sizes) - min(sizes) <= 1
+    else:
+        assert min(sizes) >= 1
+
+
+@given(
+    st.lists(st.integers(0, 6), min_size=8, max_size=120), st.integers(1, 8), st.none() | st.integers(0, 9)
+)
+@settings(max_examples=150, deadline=None)
+def test_stratified_spreads_every_class(labels: list[int], ranks: int, seed: int | None) -> None:
+    part = Partition(len(labels), ranks, by="stratified", labels=labels, seed=seed)
+    assert part.class_counts is not None
+    assert (np.ptp(part.class_counts, axis=0) <= 1).all()
+    assert max(part.sizes) - min(part.sizes) <= 1
+
+
+def test_rows_as_one_expects_them() -> None:
+    assert [s.tolist() for s in cut(7, 3)] == [[0, 1, 2], [3, 4], [5, 6]]
+    assert [s.tolist() for s in cut(7, 3, by="strided")] == [[0, 3, 6], [1, 4], [2, 5]]
+    labels = ["a", "a", "b", "b", "a", "b"]
+    assert [s.tolist() for s in cut(6, 2, by="stratified", labels=labels)] == [[0, 3, 4], [1, 2, 5]]
+
+
+def test_a_seed_permutes_and_the_numbers_stay_the_same() -> None:
+    # Written down: a change here breaks everybody's runs.
+    assert [s.tolist() for s in cut(8, 2, seed=0)] == [[2, 4, 3, 6], [5, 0, 1, 7]]
+    assert not np.array_equal(cut(100, 2, seed=0)[0], cut(100, 2, seed=1)[0])
+
+
+@pytest.mark.parametrize(
+    ("n", "weights", "sizes"),
+    [
+        (10, [1, 1, 2], [3, 2, 5]),  # 2.5, 2.5, 5: the first of equal remainders
+        (100, [0.1, 0.2, 0.7], [10, 20, 70]),
+        (10, [1, 1000], [1, 9]),  # never nothing
+        (3, [1e-300, 1e300, 1e-300], [1, 1, 1]),
+    ],
+)
+def test_weights_are_shares(n: int, weights: list[float], sizes: list[int]) -> None:
+    for by in ("contiguous", "strided"):
+        assert [len(shard) for shard in cut(n, len(weights), by=by, weights=weights)] == sizes
+
+
+def test_weighted_rows_are_dealt_evenly() -> None:
+    slow, fast = cut(12, 2, by="strided", weights=[1, 2])
+    assert slow.tolist() == [1, 4, 7, 10]
+    assert len(fast) == 8
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: cut(3, 4), r"3 samples .* 4 ranks.* at most 3 engines"),
+        (lambda: cut(3, 0), r"0 ranks"),
+        (lambda: cut(2**31, 2), r"2147483648 rows .*2\*\*30"),
+        (lambda: cut(9, 2, by="random"), r"by='random' .*'contiguous', 'strided', 'stratified'"),
+        (lambda: cut(9, 2, weights=[1]), r"1 weights for 2 ranks.*Give 2 weights"),
+        (lambda: cut(9, 2, weights=[1, 0]), r"weights\[1\]=0\.0 .*above 0"),
+        (lambda: cut(9, 2, weights=[-1, 1]), r"weights\[0\]=-1\.0"),
+        (lambda: cut(9, 2, weights=[1, float("nan")]), r"weights\[1\]=nan"),
+        (lambda: cut(9, 2, weights=[1, float("inf")]), r"weights\[1\]=inf"),
+        (lambda: cut(9, 2, by="stratified"), r"needs labels.*Give labels="),
+        (lambda: cut(9, 2, by="stratified", labels=[1, 2]), r"labels of shape \(2,\) .* 9 rows"),
+        (lambda: Partition(9, 2, labels=np.ones((9, 2))), r"labels of shape \(9, 2\)"),
+        (lambda: cut(9, 2, seed=-1), r"seed=-1 .*Use seed=0"),
+        (lambda: cut(9, 2, seed=True), r"seed=True"),
+        (lambda: cut(9, 2, seed=0.5), r"seed=0\.5"),
+        (lambda: Partition(9, 2).indices(2), r"rank=2 .* 0 to 1"),
+        (lambda: Partition(9, 2).indices(-1), r"rank=-1 .* 0 to 1"),
+    ],
+)
+def test_a_bad_argument_is_named_with_rule_and_remedy(call, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+# --- Partition ----------------------------------------------------------------------------------------------
+
+
+def test_a_partition_is_its_cut() -> None:
+    part = Partition(1797, 4, seed=3, weights=[1, 2, 3, 4], source="handle")
+    assert (part.n, part.world_size, part.by, part.seed, part.source) == (1797, 4, "contiguous", 3, "handle")
+    assert part.weights == (1.0, 2.0, 3.0, 4.0)
+    assert part.labels is None
+    assert part.class_counts is None
+    assert part.classes is None
+    for rank, rows in enumerate(cut(1797, 4, seed=3, weights=[1, 2, 3, 4])):
+        assert np.array_equal(part.indices(rank), rows)
+        assert part.sizes[rank] == len(rows)
+    spec = json.loads(part.to_json())
+    assert spec["sizes"] == list(part.sizes)
+    assert spec["by"] == "contiguous"
+    copy = pickle.loads(pickle.dumps(part))
+    assert np.array_equal(copy.indices(2), part.indices(2))
+
+
+def test_what_it_holds_cannot_be_changed_from_outside() -> None:
+    for options in ({}, {"seed": 0}, {"by": "stratified", "labels": np.arange(10) % 2}):
+        part = Partition(10, 2, **options)
+        before = part.indices(0).copy()
+        part.indices(0)[:] = -1
+        assert np.array_equal(part.indices(0), before)
+
+
+def test_indices_are_kept_small() -> None:
+    assert len(pickle.dumps(Partition(2**30, 8))) < 2000
+    assert len(pickle.dumps(Partition(2**30, 8, by="strided"))) < 2000
+    assert len(pickle.dumps(Partition(100_000, 8, seed=0))) < 410_000
+
+
+@pytest.mark.parametrize("by", partition.WAYS)
+def test_it_shows_itself(by: str) -> None:
+    labels = np.arange(300) % 3
+    part = Partition(300, 40, by=by, labels=labels)
+    assert repr(part).startswith(f"Partition(300 rows on 40 ranks, {by}, sizes=(8, 8")
+    page = part._repr_html_()
+    assert "<td>31</td>" in page
+    assert "and 8 more ranks" in page
+    assert "class 2" in page
+    assert 'src="data:image/png;base64,' in page
+    assert part._repr_png_().startswith(b"\x89PNG")
+
+
+def test_the_picture_shows_the_rows_and_the_balance() -> None:
+    figure = Partition(20, 2, by="strided", labels=np.arange(20) // 10).figure()
+    rows, classes = figure.axes
+    strip = np.asarray(rows.images[0].get_array())
+    assert strip.tolist() == [[1.0, 0.0] * 10, [0.0, 1.0] * 10]
+    assert [bar.get_width() for bar in classes.patches] == [0.5] * 4
+    assert len(Partition(20, 2).figure().axes) == 1
+
+
+@pytest.mark.parametrize("by", ["contiguous", "strided"])
+@pytest.mark.parametrize("seed", [None, 0])
+def test_the_strip_adds_up_to_all_rows(by: str, seed: int | None) -> None:
+    part = Partition(12_345, 7, by=by, seed=seed)
+    strip = np.stack([partition._density(shard, part.n, 111) for shard in part._shards])
+    assert np.allclose(strip.sum(axis=0), 1)
+
+
+def test_a_label_cannot_inject_html() -> None:
+    page = Partition(4, 2, labels=["<script>", "b", "<script>", "b"])._repr_html_()
+    assert "<script>" not in page
+    assert "&lt;script&gt;" in page
+
+
+def test_importing_and_cutting_needs_neither_torch_nor_matplotlib() -> None:
+    code = (
+        "import sys; from dtkit.partition import Partition; Partition(9, 2, seed=0, labels=[0] * 9)\n"
+        "assert not {'torch', 'matplotlib'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_the_figure_leaves_pyplot_alone() -> None:
+    code = (
+        "import sys; from dtkit.partition import Partition; Partition(9, 2)._repr_png_()\n"
+        "assert 'matplotlib.pyplot' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+# --- the warning of unlike classes --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("n", "ranks", "classes"),
+    [(40, 2, 2), (100, 4, 10), (1000, 8, 2), (1000, 4, 31), (1797, 4, 10), (50_000, 256, 10)],
+)
+def test_sorted_labels_bring_a_warning_with_the_remedy(n: int, ranks: int, classes: int) -> None:
+    labels = np.sort(np.arange(n) % classes)
+    with pytest.warns(UserWarning, match=r"sorted.*seed=0 or by='stratified'") as caught:
+        Partition(n, ranks, labels=labels)
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Partition(n, ranks, labels=labels, seed=0)
+        Partition(n, ranks, labels=labels, by="stratified")
+
+
+def test_random_shards_bring_none() -> None:
+    generator = np.random.default_rng(0)
+    for _ in range(1000):
+        n = int(generator.integers(50, 3000))
+        classes = int(generator.integers(1, 15))
+        shares = generator.dirichlet(np.ones(classes) * generator.choice([0.3, 1, 10]))
+        labels = generator.choice(classes, n, p=shares)
+        ranks = int(generator.integers(1, 9))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            Partition(n, ranks, labels=labels)
+
+
+def test_labels_that_name_no_class_are_left_alone() -> None:
+    for labels in (np.linspace(0, 1, 100), np.arange(100), np.array([object()] * 100)):
+        assert categorical(labels) is None
+        assert Partition(100, 2, labels=labels).class_counts is None
+    assert categorical(np.zeros((100, 2), dtype=int)) is None
+    for labels in ([True, False] * 50, ["a", "b"] * 50, np.array(["a", "b"] * 50, dtype=object)):
+        assert categorical(labels) is not None
+        assert Partition(100, 2, labels=labels).class_counts.tolist() == [[25, 25], [25, 25]]
+
+
+def test_torch_labels() -> None:
+    torch = pytest.importorskip("torch")
+    part = Partition(6, 2, by="stratified", labels=torch.tensor([0, 0, 0, 0, 1, 1]))
+    assert part.class_counts.tolist() == [[2, 1], [2, 1]]

@@ -1,0 +1,140 @@
+"""A run as text: units, the summary, and progress on a terminal and in a log."""
+
+import io
+import itertools
+
+import pytest
+
+from dtkit.dashboard import text, units
+from dtkit.records import State
+from tests.fake_source import FakeSource
+from tests.test_live import Timers
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(
+    ("function", "value", "said"),
+    [
+        (units.rate, 4258.3, "4,258"),
+        (units.rate, 12.345, "12.3"),
+        (units.rate, 0.3123, "0.312"),
+        (units.rate, float("nan"), "—"),
+        (units.rate, 0.0, "0.00"),
+        (units.loss, 0.50349, "0.503"),
+        (units.loss, 12.3456, "12.3"),
+        (units.loss, 1.23e-5, "1.2e-05"),
+        (units.loss, float("nan"), "NaN"),
+        (units.loss, float("-inf"), "-inf"),
+        (units.loss, None, "—"),
+        (units.duration, 0.119, "119 ms"),
+        (units.duration, 0.0015, "1.5 ms"),
+        (units.duration, 0.00035, "350 µs"),
+        (units.duration, 1.239, "1.24 s"),
+        (units.duration, 43.2, "43 s"),
+        (units.duration, 59.9, "1 min 0 s"),
+        (units.duration, 3780, "1 h 3 min"),
+        (units.clock, 0.9, "0 s"),
+        (units.clock, 125, "2 min 5 s"),
+        (units.size, 315e6, "315 MB"),
+        (units.size, 1.24e9, "1.2 GB"),
+        (units.size, 512, "512 B"),
+        (units.size, 3e12, "3.0 TB"),
+    ],
+)
+def test_units(function, value, said):
+    assert function(value) == said
+
+
+def test_plain_removes_what_a_terminal_obeys():
+    assert units.plain("a\x1b[2Jb\r\nc\x00") == "a [2Jb  c"
+    assert units.plain("x" * 1000, 10) == "x" * 9 + "…"
+
+
+def test_the_summary_has_state_step_loss_throughput_and_a_line_a_node():
+    source = FakeSource(ranks=4, name="Net")
+    source.advance(150)
+    source.advance(1, loss=0.5)
+    head, where, now, *nodes = text.summary(source).splitlines()
+    assert head == "Net · DataParallel() · running"
+    assert where == "step 151 of 400, epoch 1 of 2, 15 s, 12 s left"
+    assert now.startswith("loss 0.500, ")
+    assert "samples/s" in now
+    assert [line.split()[:4] for line in nodes] == [["node", str(k), "loss", "0.500"] for k in range(4)]
+    assert nodes[3].endswith("318 MB  host0 cpu")
+
+
+def test_the_summary_of_many_nodes_ends():
+    source = FakeSource(ranks=256)
+    source.advance(1)
+    lines = text.summary(source).splitlines()
+    assert lines[-1] == "  and 241 more nodes"
+    assert len(lines) == 3 + 16
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_before_the_first_step(ranks):
+    source = FakeSource(ranks=ranks)
+    source.state = State.PENDING
+    assert "first step, 0 s" in text.summary(source)
+    assert "no step yet" in text.summary(source)
+
+
+def test_the_summary_names_the_error():
+    source = FakeSource()
+    source.exception = ValueError("bad\x1b[31m rows")
+    assert text.summary(source).splitlines()[-1] == "ValueError: bad [31m rows"
+
+
+def test_a_terminal_is_rewritten_in_place_with_one_write():
+    source, stream = FakeSource(ranks=2), Terminal()
+    writes = []
+    stream.write = writes.append
+    progress = text.TextProgress(source, stream)
+    source.advance(1)
+    progress.update()
+    source.advance(1)
+    source.event("print", "hello", rank=1)
+    progress.update()
+    first, second = writes
+    assert first.count("\n") == 4  # the bar, the figures, two nodes
+    assert "\x1b[4F" not in first
+    assert second.startswith("\x1b[4F")
+    assert second.endswith("\x1b[J")
+    assert second.splitlines()[0].endswith("[1] hello\x1b[K")
+    assert second.count("\n") == 5
+    progress.update()
+    assert len(writes) == 2  # nothing changed, nothing is written
+
+
+def test_lines_fit_the_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "30")
+    monkeypatch.setenv("LINES", "4")
+    source, stream = FakeSource(ranks=8), Terminal()
+    source.advance(1)
+    text.TextProgress(source, stream).update()
+    lines = stream.getvalue().replace("\x1b[K", "").replace("\x1b[J", "").splitlines()
+    assert len(lines) == 3
+    assert max(map(len, lines)) == 29
+
+
+def test_a_log_gets_plain_lines_every_few_seconds():
+    source, stream, timers = FakeSource(ranks=2), io.StringIO(), Timers()
+    stop = text.follow(source, stream, clock=timers.clock, later=timers.later)
+    times = []
+    for _ in range(4):
+        source.advance(1)
+        times += timers.run()
+    source.end()
+    stop()
+    said = stream.getvalue()
+    assert "\x1b" not in said
+    assert all(b - a >= 5 for a, b in itertools.pairwise(times))
+    blocks = [line for line in said.splitlines() if line.startswith(("running", "completed"))]
+    assert len(blocks) == 5
+    assert blocks[-1].startswith("completed 1 % step 4 of 400")
+    assert said.count("  node 1  loss") == 5
+    assert source.subscribers == 0

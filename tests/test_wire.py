@@ -1,0 +1,496 @@
+"""Objects on their way from the notebook to an engine."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import importlib
+import os
+import pickle
+import subprocess
+import sys
+import sysconfig
+import threading
+from pathlib import Path
+
+import cloudpickle
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from dtkit import shared, wire
+from dtkit.errors import CannotSend
+
+ROOT = str(Path(__file__).resolve().parent.parent)
+
+
+def arrive(packed: wire.Packed, kind: type = bytearray):
+    """What an engine makes of it; `kind` bytearray for writable buffers, bytes for read-only ones."""
+    return wire.unpack(packed.skeleton, [kind(buffer) for buffer in packed.buffers])
+
+
+def python(code: str, *args: str, path: str = ROOT, cwd: Path | None = None, data: bytes = b"") -> bytes:
+    """The standard output of `code` in a fresh process that searches `path` for modules."""
+    ran = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code, *args],
+        env={**os.environ, "PYTHONPATH": path},
+        cwd=cwd,
+        input=data,
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr.decode()
+    return ran.stdout
+
+
+# --- buffers ------------------------------------------------------------------------------------------------
+
+
+def test_big_data_is_out_of_band_and_not_copied_on_either_side() -> None:
+    array, tensor = np.arange(100_000.0), torch.arange(100_000.0)
+    packed = wire.pack({"array": array, "tensor": tensor, "name": "x"})
+    assert packed.sizes == (800_000, 400_000)
+    assert len(packed.skeleton) < 1000
+    assert packed.nbytes == len(packed.skeleton) + 1_200_000
+    for buffer in packed.buffers:
+        assert (buffer.format, buffer.ndim, buffer.c_contiguous) == ("B", 1, True)
+    array[0] = tensor[0] = 7  # seen through the views: no copy here
+    assert np.frombuffer(packed.buffers[0])[0] == np.frombuffer(packed.buffers[1], np.float32)[0] == 7
+
+    buffers = [bytearray(buffer) for buffer in packed.buffers]
+    found = wire.unpack(packed.skeleton, buffers)
+    found["array"][1] = found["tensor"][1] = 5  # seen in the buffers: no copy there
+    assert np.frombuffer(buffers[0])[1] == np.frombuffer(buffers[1], np.float32)[1] == 5
+
+
+def test_tensors_live_on_a_shared_file_and_keep_it_mapped(tmp_path: Path) -> None:
+    model = nn.Linear(30, 20)
+    packed = wire.pack(model)
+    handle = shared.write(packed.buffers, directories=[str(tmp_path)])
+    copy = wire.unpack(packed.skeleton, shared.Mapping.open(handle))
+    shared.remove(handle)
+    gc.collect()
+    assert torch.equal(copy.weight, model.weight)
+    with torch.no_grad():
+        copy.weight.zero_()  # copy-on-write
+    assert model.weight.abs().sum() > 0
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn),
+        *(torch.complex64, torch.bool, torch.uint8, torch.int8, torch.int64, torch.uint16),
+    ],
+    ids=str,
+)
+def test_every_dtype_and_layout(dtype: torch.dtype) -> None:
+    base = torch.arange(120).reshape(2, 3, 4, 5).to(dtype)
+    tensors = [
+        torch.ones(()).to(dtype),
+        torch.empty((0, 3), dtype=dtype),
+        torch.empty((3, 0, 2), dtype=dtype).transpose(0, 2),
+        base,
+        base.permute(3, 1, 0, 2),
+        base.to(memory_format=torch.channels_last),
+        base[:, ::2],
+        base[1:, 1:2].expand(4, 1, 4, 5),
+    ]
+    packed = wire.pack(tensors)
+    assert len(packed.buffers) == 6  # none for tensors without elements
+    for kind in (bytearray, bytes):
+        for sent, got in zip(tensors, arrive(packed, kind), strict=True):
+            assert (got.dtype, got.shape, got.requires_grad) == (sent.dtype, sent.shape, False)
+            assert torch.equal(_raw(got), _raw(sent))
+    dense = (got.stride() for got in arrive(packed)[3:6])
+    assert list(dense) == [sent.stride() for sent in tensors[3:6]]
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    """Bytes of the elements in logical order; comparing floats of eight bits is not built into torch."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def test_lazily_conjugated_and_negated_tensors_arrive_as_values() -> None:
+    z = torch.tensor([1 + 2j, 3 - 4j])
+    sent = [z, z.conj(), z.conj().imag]
+    for got, tensor in zip(arrive(wire.pack(sent)), sent, strict=True):
+        assert torch.equal(got, tensor)
+
+
+def test_a_read_only_buffer_is_never_written_to() -> None:
+    packed = wire.pack((np.zeros(3), torch.zeros(3)))
+    buffers = [bytes(buffer) for buffer in packed.buffers]
+    array, tensor = wire.unpack(packed.skeleton, buffers)
+    tensor[0] = 1
+    assert not array.flags.writeable
+    assert buffers[1] == bytes(12)
+
+
+def test_gradients_and_attributes_of_tensors() -> None:
+    leaf = torch.ones(3, requires_grad=True)
+    tagged = torch.ones(3)
+    tagged.tag = "mine"
+    sparse = torch.eye(3).to_sparse()
+    meta = torch.empty(2, 3, device="meta")
+    for kind in (bytearray, bytes):
+        got = arrive(wire.pack([leaf, tagged, sparse, meta]), kind)
+        assert got[0].requires_grad
+        assert got[0].is_leaf
+        assert got[1].tag == "mine"
+        assert torch.equal(got[2].to_dense(), torch.eye(3))
+        assert got[3].device.type == "meta"
+
+
+def test_arrays_of_every_kind() -> None:
+    arrays = [
+        np.arange(10)[::3],
+        np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+        np.array(3.0),
+        np.empty((0, 3)),
+        np.array(["2020-01-01"], dtype="M8[D]"),
+        np.array(["ab", "c"]),
+        np.array([(1, 2.5)], dtype=[("a", "i4"), ("b", "f8")]),
+        np.array([1, "a", None], dtype=object),
+    ]
+    for got, sent in zip(arrive(wire.pack(arrays)), arrays, strict=True):
+        assert got.dtype == sent.dtype
+        assert np.array_equal(got, sent)
+    assert wire.pack(np.zeros(100_000)[::2]).sizes == (400_000,)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_tensor_on_a_gpu_arrives_on_the_cpu() -> None:
+    got = arrive(wire.pack(nn.Linear(3, 2).cuda()))
+    assert got.weight.device.type == "cpu"
+
+
+# --- identity -----------------------------------------------------------------------------------------------
+
+
+def test_tied_parameters_are_one_object_and_are_sent_once() -> None:
+    model = nn.Sequential(
+        nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+    )
+    model[1].weight = model[0].weight
+    model[2].weight = nn.Parameter(model[0].weight.data, requires_grad=False)  # two parameters, one memory
+    packed = wire.pack(model)
+    assert packed.sizes == (256,)
+    got = arrive(packed)
+    assert got[1].weight is got[0].weight
+    assert got[2].weight is not got[0].weight
+    assert got[2].weight.data_ptr() == got[0].weight.data_ptr()
+    assert [weight.requires_grad for weight in got.parameters()] == [True, False]
+    assert len(list(got.parameters())) == 2
+
+
+def test_tensors_that_only_overlap_are_apart() -> None:
+    base = torch.arange(6)
+    got = arrive(wire.pack([base, base[:3], base.view(2, 3), base.view(torch.int32)]))
+    for tensor, sent in zip(got, [base, base[:3], base.view(2, 3), base.view(torch.int32)], strict=True):
+        assert torch.equal(tensor, sent)
+
+
+# --- code ---------------------------------------------------------------------------------------------------
+
+NOTEBOOK = """
+import sys
+import torch
+from torch import nn
+from dtkit import wire
+
+SCALE = 3.0
+
+def helper(x):
+    return x * SCALE
+
+class Base(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+class Net(Base):
+    def __init__(self):
+        super().__init__()
+        self.extra = torch.ones(1)
+
+    def forward(self, x):
+        return helper(self.layer(x)) + self.extra
+
+torch.manual_seed(0)
+sys.stdout.buffer.write(wire.dumps((Net(), lambda net, x: net(x).sum())))
+"""
+
+ENGINE = """
+import sys
+import torch
+from dtkit import wire
+net, function = wire.loads(sys.stdin.buffer.read())
+loss = function(net, torch.ones(4, 2))
+loss.backward()
+print(loss.item(), net.layer.weight.grad.tolist())
+"""
+
+
+def test_what_a_cell_defines_works_elsewhere() -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(2, 1)
+    expected = (layer(torch.ones(4, 2)) * 3 + 1).sum().item()
+    loss, _, gradient = python(ENGINE, data=python(NOTEBOOK)).decode().partition(" ")
+    assert float(loss) == pytest.approx(expected, rel=1e-6)
+    assert gradient.strip() == "[[12.0, 12.0]]"
+
+
+def test_a_process_without_torch_never_loads_it() -> None:
+    code = (
+        "import sys, numpy as np; from dtkit import wire\n"
+        "p = wire.pack({'a': np.arange(9)[::2], 'f': lambda x: x}); wire.unpack(p.skeleton, p.buffers)\n"
+        "assert 'torch' not in sys.modules"
+    )
+    python(code)
+
+
+def test_dumps_holds_everything() -> None:
+    got = wire.loads(wire.dumps({"t": torch.arange(5.0), "a": np.arange(5)[::2], "f": lambda x: x + 1}))
+    assert torch.equal(got["t"], torch.arange(5.0))
+    assert got["a"].tolist() == [0, 2, 4]
+    assert got["f"](1) == 2
+
+
+# --- what can't be sent -------------------------------------------------------------------------------------
+
+LOCK = threading.Lock()
+
+
+class Holder:
+    def __init__(self, **attributes) -> None:
+        self.__dict__.update(attributes)
+
+
+class Slotted:
+    __slots__ = ("lock",)
+
+    def __init__(self) -> None:
+        self.lock = LOCK
+
+
+class Careful:
+    """Leaves its lock at home, but not the other thing."""
+
+    def __init__(self) -> None:
+        self.lock = LOCK
+        self.items = (1, [LOCK])
+
+    def __getstate__(self) -> dict:
+        return {"items": self.items}
+
+
+class Refuses:
+    def __reduce__(self) -> tuple:
+        raise RuntimeError("not\nme")
+
+
+class Mine(dict):
+    pass
+
+
+def _model() -> nn.Module:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU()))
+    model[1].encoder = nn.Identity()
+    model[1].encoder.lock = LOCK
+    return model
+
+
+def _closure():
+    inner = threading.Lock()
+    return lambda: inner
+
+
+def _by_value(function):
+    """As if it had been defined in a cell."""
+    function.__module__ = "__main__"
+    return function
+
+
+def _uses_global():
+    return [LOCK for _ in range(2)]
+
+
+def _default(lock=LOCK):
+    return lock
+
+
+@pytest.mark.parametrize(
+    ("obj", "message"),
+    [
+        (
+            _model(),
+            r"^model\[1\]\.encoder\.lock: cannot pickle '_thread.lock' object\. .*Create it on the engine",
+        ),
+        ([0, {"k": (LOCK,)}], r"^model\[1\]\['k'\]\[0\]: cannot pickle"),
+        (Holder(a=Holder(b={1: LOCK})), r"^model\.a\.b\[1\]: "),
+        (Slotted(), r"^model\.lock: "),
+        (Careful(), r"^model\.items\[1\]\[0\]: "),
+        (Refuses(), r"^model: not\. What"),
+        (Mine(x=LOCK), r"^model\['x'\]: "),
+        ({LOCK: 1}, r"^model key <unlocked.*: cannot pickle"),
+        (functools.partial(print, LOCK), r"^model\.args\[0\]: "),
+        (_by_value(_closure()), r"^model \(closure variable 'inner'\): "),
+        (_by_value(_uses_global), r"^model \(global variable 'LOCK'\): "),
+        (_by_value(_default), r"^model \(default 0\): "),
+        (Holder(lock=LOCK).__repr__, r"^model.*\.lock: "),
+        ((i for i in "ab"), r"^model: cannot pickle 'generator' object"),
+    ],
+)
+def test_the_part_that_cannot_be_sent_is_named(obj, message: str) -> None:
+    for send in (wire.pack, wire.dumps):
+        with pytest.raises(CannotSend, match=message) as caught:
+            send(obj, name="model")
+        assert isinstance(caught.value.__cause__, Exception)
+
+
+def test_without_a_name_the_type_is_named() -> None:
+    with pytest.raises(CannotSend, match=r"^Holder\.lock: "):
+        wire.pack(Holder(lock=LOCK))
+    with pytest.raises(CannotSend, match=r"^_default \(default 0\): "):
+        wire.pack(_by_value(_default))
+
+
+def test_a_loop_and_a_deep_nest_end() -> None:
+    loop = Holder(lock=LOCK)
+    loop.me = loop
+    with pytest.raises(CannotSend, match=r"^loop\.lock: "):
+        wire.pack(loop, name="loop")
+    nest: list = []
+    for _ in range(100_000):
+        nest = [nest]
+    with pytest.raises(CannotSend, match=r"^nest: .*recursion"):
+        wire.pack(nest, name="nest")
+
+
+def test_after_a_failure_no_module_stays_registered(tmp_path: Path, beside) -> None:
+    module = beside("left_behind", "def f(): return 1")
+    with pytest.raises(CannotSend):
+        wire.pack([LOCK], by_value=[module])
+    assert not cloudpickle.list_registry_pickle_by_value()
+
+
+# --- modules that an engine can't import --------------------------------------------------------------------
+
+
+@pytest.fixture
+def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Makes and imports a module in a folder that no engine searches."""
+    monkeypatch.syspath_prepend(tmp_path)
+    made = []
+
+    def make(name: str, source: str):
+        file = tmp_path / f"{name.replace('.', '/')}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(source)
+        importlib.invalidate_caches()
+        made.append(name)
+        return importlib.import_module(name)
+
+    yield make
+    for name in made:
+        for loaded in [key for key in sys.modules if key == name or key.startswith(name.split(".")[0] + ".")]:
+            del sys.modules[loaded]
+
+
+MODULE = """
+import math
+SCALE = 2
+class Model:
+    def __init__(self):
+        super().__init__()
+        self.scale = SCALE
+    def __call__(self, x):
+        return helper(x) * self.scale
+def helper(x):
+    return math.sqrt(x)
+"""
+
+
+def test_a_module_beside_the_notebook_travels_by_value(beside, tmp_path: Path) -> None:
+    module = beside("lesson_models", MODULE)
+    engine = [entry for entry in sys.path if entry != str(tmp_path)]
+    found = wire.user_modules(engine)
+    assert [each for each in found if each.__name__.startswith("lesson")] == [module]
+    data = wire.dumps((module.Model(), module, lambda: module.helper(9)), wire.user_modules(engine))
+    assert not cloudpickle.list_registry_pickle_by_value()
+    code = (
+        "import sys; from dtkit import wire; m, module, f = wire.loads(sys.stdin.buffer.read())\n"
+        "print(m(16), module.helper(4), f(), 'lesson_models' in sys.modules)"
+    )
+    assert python(code, data=data).decode().split() == ["8.0", "2.0", "3.0", "False"]
+
+
+@pytest.mark.parametrize("init", [True, False])
+def test_a_package_and_its_modules_travel(beside, tmp_path: Path, *, init: bool) -> None:
+    if init:
+        (tmp_path / "lesson_pack").mkdir()
+        (tmp_path / "lesson_pack" / "__init__.py").write_text("from lesson_pack.inner import value")
+    inner = beside("lesson_pack.inner", "value = 5\ndef f(): return value + 1")
+    package = sys.modules["lesson_pack"]
+    engine = [entry for entry in sys.path if entry != str(tmp_path)]
+    found = wire.user_modules(engine)
+    assert {package, inner} <= set(found)
+    data = wire.dumps(lambda: 2 * package.inner.f(), found)
+    code = "import sys; from dtkit import wire; print(wire.loads(sys.stdin.buffer.read())())"
+    assert python(code, data=data).decode().strip() == "12"
+
+
+def test_what_the_engine_can_import_goes_by_reference(beside, tmp_path: Path) -> None:
+    module = beside("lesson_known", MODULE)
+    assert module not in wire.user_modules([str(tmp_path)])
+    assert module not in wire.user_modules([str(tmp_path / "x" / "..")])
+    # ... unless it lies in the current folder, where it is edited while engines live.
+    here = Path.cwd()
+    os.chdir(tmp_path)
+    try:
+        assert module in wire.user_modules([str(tmp_path)])
+    finally:
+        os.chdir(here)
+
+
+def test_installed_packages_and_dtkit_never_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir("/")  # everything lies under it
+    names = {module.__name__ for module in wire.user_modules([])}
+    tops = {name.partition(".")[0] for name in names}
+    assert not tops & {"dtkit", "numpy", "torch", "json", "cloudpickle", "pytest", "__main__"}
+    assert __name__ in names
+    stdlib = sysconfig.get_path("stdlib")
+    assert not [name for name in names if str(sys.modules[name].__file__).startswith(stdlib)]
+
+
+def test_the_users_own_registration_stays(beside) -> None:
+    module = beside("lesson_registered", MODULE)
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        wire.dumps(module.helper, [module])
+        assert cloudpickle.list_registry_pickle_by_value() == {"lesson_registered"}
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
+
+
+def test_threads_that_pack_at_the_same_time_do_not_disturb_each_other(beside) -> None:
+    module = beside("lesson_threads", MODULE)
+    by_reference = pickle.dumps(module.helper)
+    seen: list[int] = []
+
+    def work() -> None:
+        for _ in range(50):
+            seen.append(len(wire.dumps(module.helper, [module])))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert len(seen) == 200
+    assert min(seen) > 2 * len(by_reference)
+    assert not cloudpickle.list_registry_pickle_by_value()

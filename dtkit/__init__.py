@@ -1,3 +1,123 @@
-"""Distributed training of PyTorch models, driven and watched from a notebook."""
+"""Distributed training of PyTorch models, driven and watched from a notebook.
+
+The front door: every public name, found in its module when it is first asked for. Importing this loads neither
+torch nor matplotlib nor ipyparallel.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dtkit.cluster import Cluster, attach
+    from dtkit.engine.channel import log
+    from dtkit.errors import (
+        CannotSend,
+        ClusterClosed,
+        ClusterError,
+        DtkitError,
+        EngineError,
+        NonFiniteError,
+        Refused,
+        RunError,
+        VersionMismatch,
+    )
+    from dtkit.history import History
+    from dtkit.partition import Partition
+    from dtkit.records import NodeInfo, RunSpec, State, Status, StepRecord
+    from dtkit.run import Run
+    from dtkit.strategies.data_parallel import DataParallel
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "CannotSend": "errors",
+    "Cluster": "cluster",
+    "ClusterClosed": "errors",
+    "ClusterError": "errors",
+    "DataParallel": "strategies.data_parallel",
+    "DtkitError": "errors",
+    "EngineError": "errors",
+    "History": "history",
+    "NodeInfo": "records",
+    "NonFiniteError": "errors",
+    "Partition": "partition",
+    "Refused": "errors",
+    "Run": "run",
+    "RunError": "errors",
+    "RunSpec": "records",
+    "State": "records",
+    "Status": "records",
+    "StepRecord": "records",
+    "VersionMismatch": "errors",
+    "attach": "cluster",
+    "log": "engine.channel",
+}
+
+__all__ = [  # noqa: PLE0604, RUF100 - the names resolve by __getattr__
+    "CannotSend",
+    "Cluster",
+    "ClusterClosed",
+    "ClusterError",
+    "DataParallel",
+    "DtkitError",
+    "EngineError",
+    "History",
+    "NodeInfo",
+    "NonFiniteError",
+    "Partition",
+    "Refused",
+    "Run",
+    "RunError",
+    "RunSpec",
+    "State",
+    "Status",
+    "StepRecord",
+    "VersionMismatch",
+    "attach",
+    "log",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'dtkit' has no attribute {name!r}; it has {', '.join(__all__)}")
+    try:
+        module = importlib.import_module(f"dtkit.{_HOMES[name]}")
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "dtkit":
+            raise ImportError(_OVERWRITTEN) from error
+        raise
+    value = globals()[name] = getattr(module, name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return list(__all__)
+
+
+_OVERWRITTEN = (
+    "parts of dtkit are missing: the package index has an unrelated distribution named `dtkit`, which installs into "
+    "the same folder. Repair it with: pip uninstall -y dtkit dtkit-jupyter; pip install dtkit-jupyter"
+)
+
+
+def _check_installation() -> None:
+    """Notice that the unrelated distribution `dtkit` was installed over this one, while this file is still ours."""
+    import importlib.metadata
+    import warnings
+
+    try:
+        other = importlib.metadata.version("dtkit")
+    except importlib.metadata.PackageNotFoundError:
+        return
+    warnings.warn(
+        f"the unrelated distribution `dtkit` {other} is installed beside `dtkit-jupyter`, and both install into the "
+        "folder dtkit/. Repair it with: pip uninstall -y dtkit dtkit-jupyter; pip install dtkit-jupyter",
+        UserWarning,
+        stacklevel=3,
+    )
+
+
+_check_installation()

@@ -560,7 +560,7 @@ class _Engines:
 
     def locked_view(self, lock: threading.RLock) -> ipp.DirectView:
         """A view for ``%%px`` that fans out under the cluster's lock."""
-        view = _LockedView(self._client, self._client._socket_of_views(), targets=self.engine_ids)
+        view = _LockedView(self._client, self._client._mux_stream, targets=self.engine_ids)  # noqa: SLF001 - as Client.direct_view
         view.lock = lock
         return view
 

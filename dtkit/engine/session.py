@@ -62,6 +62,8 @@ class Session:
 
     def serve(self, request: Request, publish: Callable[[int, list[Any]], None] | None) -> Any:
         """Check who asks, then do it."""
+        if request.op == "hello":  # asked before anybody joined, and of any version
+            return probe.hello()
         if request.op != "join":
             self._admit(request)
         if request.op == "call":

@@ -12,6 +12,7 @@ through a view that takes the same lock.
 from __future__ import annotations
 
 import atexit
+import collections
 import contextlib
 import dataclasses
 import html
@@ -39,12 +40,13 @@ from dtkit.records import Failure, GroupSpec, NodeInfo, Reply, Request
 from dtkit.shipment import Shipment, ship
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from types import TracebackType
 
     from dtkit.partition import Partition
     from dtkit.replicas import Replicas
     from dtkit.run import Run
+    from dtkit.strategies.base import Strategy
     from dtkit.task import Task
     from dtkit.transport import Transport
 
@@ -77,6 +79,7 @@ class Cluster:
     interface
         Network interface of the collectives. By default the loopback interface, which nobody outside this host
         can reach; name another one to use engines on several hosts. Tensor traffic is not encrypted.
+
     """
 
     def __init__(
@@ -136,6 +139,7 @@ class Cluster:
         self._keys = itertools.count()
         self._nodes: list[NodeInfo] = []
         self._uploads: list[Shipment] = []
+        self._unwanted: collections.deque[str] = collections.deque()
         self.current_run: Run | None = None
         self._attempts = itertools.count()
         try:
@@ -225,8 +229,7 @@ class Cluster:
         """
         chosen = range(self.world_size) if ranks is None else ranks
         with self._lock:
-            if self._closed:
-                raise ClusterClosed("this cluster was closed; start another one with dtkit.Cluster()")
+            self.check_open()
             same = None
             futures = []
             for k, rank in enumerate(chosen):
@@ -240,8 +243,17 @@ class Cluster:
 
     def ask(self, op: str, *, timeout: float | None = None, **options: Any) -> list[Any]:
         """Fan out, wait, and return the values by rank. On failure the group is formed anew and the cause raised."""
+        self._free_unwanted()
         replies = self.collect(self.fan_out(op, **options), timeout or self.patience)
         return self.values(replies)
+
+    def _free_unwanted(self) -> None:
+        keys = []
+        with contextlib.suppress(IndexError):
+            while True:
+                keys.append(self._unwanted.popleft())
+        if keys:
+            self.fan_out("unload", keys=keys)
 
     def values(self, replies: Sequence[Reply]) -> list[Any]:
         """The replies' values; or, after forming the group anew, the first cause as an error."""
@@ -249,7 +261,7 @@ class Cluster:
         if not failures:
             return [r.value for r in replies]
         self.heal(failures)
-        raise EngineError(order_failures(failures))
+        raise EngineError(failures)
 
     def heal(self, failures: Sequence[Failure]) -> None:
         """Form the group anew after failures, unless nothing was run or an engine is gone."""
@@ -317,7 +329,7 @@ class Cluster:
         store.unlink(missing_ok=True)
         failures = [r.failure for r in replies if r.failure is not None]
         if failures:
-            raise EngineError(order_failures(failures))
+            raise EngineError(failures)
         self._take_nodes([r.value for r in replies])
 
     def _group_spec(self, rank: int, store: Path) -> GroupSpec:
@@ -355,6 +367,23 @@ class Cluster:
         self._uploads.append(shipment)
         return shipment
 
+    def deliver(self, op: str, packed: wire.Packed, *, broadcast: bool = False, **args: Any) -> list[Any]:
+        """Have every rank do `op` with a packed object, mapped from one file; or, with `broadcast` and wherever
+        there are several hosts, sent to rank 0 and from there over the data plane.
+        """
+        broadcast = broadcast or not self._one_host
+        shipment = self.upload(packed)
+        rest = shipment.without_buffers() if broadcast else shipment
+        each = [{"shipment": shipment if rank == 0 else rest} for rank in range(self.world_size)]
+        try:
+            return self.ask(op, each=each, broadcast=broadcast, **args)
+        finally:
+            self.discard(shipment)
+
+    def let_go(self, key: str) -> None:
+        """Free data, a model or a job with the next call. A finalizer may call this, from any thread."""
+        self._unwanted.append(key)
+
     def discard(self, shipment: Shipment) -> None:
         """Delete an upload that nobody will open again."""
         shipment.discard()
@@ -386,23 +415,115 @@ class Cluster:
 
         return task.start(self, fn, args, kwargs, own_group=own_group)
 
-    def partition(self, data: Any, **options: Any) -> Partition:
-        """One shard of `data` per rank: see :func:`dtkit.placing.partition` for the options."""
+    def partition(
+        self,
+        data: Any,
+        *,
+        by: str = "contiguous",
+        weights: Sequence[float] | None = None,
+        labels: Any = None,
+        seed: int | None = None,
+    ) -> Partition:
+        """One shard of `data` per rank. Shows who got what.
+
+        Parameters
+        ----------
+        data
+            A tuple of arrays (numpy or torch) of equal lengths, of which the last is the target and the others are the
+            model's positional inputs; or a map-style Dataset; or a function that returns one of these on the engine.
+        by
+            "contiguous", "strided", or "stratified" (every class spread evenly over the ranks).
+        weights
+            The share of each rank; by default equal shards, whose sizes differ by at most one.
+        labels
+            One per row, for "stratified" and for the picture; by default the target where it holds classes.
+        seed
+            Permutes the rows before they are cut; None keeps their order.
+
+        """
         from dtkit import placing
 
-        return placing.partition(self, data, **options)
+        self.check_open()
+        return placing.partition(self, data, by=by, weights=weights, labels=labels, seed=seed)
 
     def broadcast(self, model: Any) -> Replicas:
         """The model on every rank with identical parameters and buffers. Shows a checksum per rank."""
         from dtkit import replicas
 
+        self.check_open()
         return replicas.broadcast(self, model)
 
-    def train(self, model: Any, data: Any, **options: Any) -> Run:
-        """Start training and return at once: see :func:`dtkit.training.train` for the options."""
+    def train(
+        self,
+        model: Any,
+        data: Any,
+        *,
+        optimizer: Callable[..., Any],
+        batch_size: int,
+        loss: Callable[..., Any] | None = None,
+        epochs: int | None = None,
+        steps: int | None = None,
+        strategy: Strategy | None = None,
+        shuffle: str | None = "shard",
+        step: Callable[..., Any] | None = None,
+        metrics: Mapping[str, Callable[..., Any]] | None = None,
+        valid: Any = None,
+        seed: int = 0,
+        start: bool = True,
+    ) -> Run:
+        """Train `model` on `data` and return at once: the run is a handle, a dashboard and something to await.
+
+        Parameters
+        ----------
+        model
+            An ``nn.Module`` (yours stays untouched), or what :meth:`broadcast` returned.
+        data
+            A :class:`Partition`, or raw data as for :meth:`partition` (permuted by `seed`, then cut).
+        optimizer
+            A function from parameters to an optimiser, as in ``lambda params: torch.optim.SGD(params, lr=0.1)``.
+        batch_size
+            Samples per update, over all ranks.
+        loss
+            ``loss(output, target)``: the mean over samples, or a pair (sum, weight).
+        epochs, steps
+            How long: one of them.
+        strategy
+            How to parallelise; :class:`DataParallel` by default.
+        shuffle
+            "shard": each rank its own rows, in an order of its own. "global": any number of ranks sees the same rows in
+            each step, so that training is the same up to rounding. None: rows in order.
+        step
+            ``step(model, batch)`` instead of `loss`, for batches of any form; returns what `loss` may return.
+        metrics
+            Names and functions of (output, target) that return means over samples, for `valid` and `Run.evaluate`.
+        valid
+            Held-out data, evaluated after each epoch.
+        seed
+            Of the order of rows and of random numbers on the engines.
+        start
+            False leaves the run paused before its first step, for ``run.step()``.
+
+        Raises
+        ------
+        ValueError, TypeError
+            For what can't work, before anything starts.
+        RunError
+            While another run is running. One that is paused or has ended is released, its weights kept.
+        EngineError
+            Where the engines could not set the training up.
+
+        """
         from dtkit import training
 
-        return training.train(self, model, data, **options)
+        options = training.Options(
+            optimizer, batch_size, loss, epochs, steps, strategy, shuffle, step, metrics, valid, seed, start
+        )
+        return training.train(self, model, data, options)
+
+    def check_open(self) -> None:
+        """Raise ClusterClosed where this cluster was closed."""
+        if self._closed:
+            raise ClusterClosed("this cluster was closed; start another one with dtkit.Cluster()")
 
     def activate(self) -> None:
         """Make ipyparallel's ``%px`` and ``%%px`` speak to these engines, between dispatches."""
@@ -505,11 +626,6 @@ def attach(client: ipp.Client, **options: Any) -> Cluster:
     if not client.ids:
         raise ClusterError("the client has no engines yet; call client.wait_for_engines(n) first")
     return Cluster.over(_Engines(client, list(client.ids)), **options)
-
-
-def order_failures(failures: Iterable[Failure]) -> list[Failure]:
-    """Causes before victims, by rank."""
-    return sorted(failures, key=lambda f: (f.victim, f.kind == "interrupted", f.rank))
 
 
 # --- ipyparallel ------------------------------------------------------------------------------------------------

@@ -55,12 +55,12 @@ class CannotSend(DtkitError):  # noqa: N818 - reads as a sentence
 class EngineError(DtkitError):
     """A call failed on one or more ranks.
 
-    ``failures`` holds every rank's :class:`~dtkit.records.Failure`, the first cause first. Ranks that only lost
-    their peer are folded into one line of the message.
+    ``failures`` holds the ranks' :class:`~dtkit.records.Failure`, causes before victims, then by rank. Ranks that
+    only lost their peer are folded into one line of the message.
     """
 
     def __init__(self, failures: Sequence[Failure]) -> None:
-        self.failures = tuple(failures)
+        self.failures = tuple(sorted(failures, key=lambda f: (f.victim, f.kind == "interrupted", f.rank)))
         super().__init__(_explain(self.failures))
 
     @property

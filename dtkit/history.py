@@ -199,8 +199,7 @@ class History:
         """Write rows, evaluations and events, one JSON object a line; :meth:`from_jsonl` reads it back."""
         with Path(path).open("w", encoding="utf-8") as file:
             for kind, items in (("row", self), ("evaluation", self.evaluations), ("event", self.events)):
-                for item in items:
-                    file.write(json.dumps({"type": kind, **dataclasses.asdict(item)}) + "\n")
+                file.writelines(json.dumps({"type": kind, **dataclasses.asdict(item)}) + "\n" for item in items)
 
     @classmethod
     def from_jsonl(cls, path: str | Path) -> History:

@@ -196,6 +196,10 @@ class Partition:
             )
         return np.asarray(self._shards[rank], dtype=np.int64)
 
+    def flat(self) -> np.ndarray:
+        """All ranks' rows (int32), those of rank 0 first: the form in which they travel."""
+        return np.concatenate([np.asarray(shard, dtype=np.int32) for shard in self._shards])
+
     @functools.cached_property
     def classes(self) -> tuple[Any, ...] | None:
         """The distinct labels in order, or None where labels are unknown or not categorical."""

@@ -20,7 +20,7 @@ class Transport(Protocol):
 
     @property
     def engine_ids(self) -> Sequence[int]:
-        """ipyparallel's id of each rank."""
+        """Ipyparallel's id of each rank."""
 
     def send(
         self, rank: int, message: bytes, listen: Callable[[int, list[object]], None] | None = None

@@ -86,8 +86,8 @@ def as_source(data: Any) -> Source:
 class Shards:
     """Which rows belong to which shard."""
 
-    def __init__(self, indices: np.ndarray, sizes: Sequence[int]) -> None:
-        """`indices`: all shards' rows one after the other, int64; `sizes`: rows of each."""
+    def __init__(self, indices: np.ndarray | range, sizes: Sequence[int]) -> None:
+        """`indices`: all shards' rows one after the other, integers; `sizes`: rows of each."""
         self.sizes = tuple(int(s) for s in sizes)
         self._parts = np.split(np.asarray(indices), np.cumsum(self.sizes)[:-1])
 

@@ -82,6 +82,8 @@ class Session:
                 f"the process group is at generation {generation}, the call is for {request.generation}: it was sent "
                 "before the group was formed anew"
             )
+        if self.group is not None and self.group.broken:
+            raise Refused("the process group was broken up after an error and not yet formed anew")
 
     # -- the group --------------------------------------------------------------------------------------------
 
@@ -219,18 +221,23 @@ class Session:
 
     # -- data and models --------------------------------------------------------------------------------------
 
-    def op_load(self, key: str, shipment: Shipment, sizes: Sequence[int] | None) -> tuple[int, ...] | None:
-        """Keep data under `key`. With `sizes` it comes as (data, all shards' rows); else it is (function, None)."""
+    def op_load(
+        self, key: str, shipment: Shipment, sizes: Sequence[int] | None, *, broadcast: bool = False
+    ) -> int:
+        """Keep data under `key`. With `sizes` it comes as (data, all shards' rows); else as a function that loads it.
+
+        Returns the number of rows.
+        """
         from dtkit.engine.data import Shards, as_source
 
-        data, indices = self._receive(shipment)
-        source = as_source(data() if sizes is None or callable(data) else data)
-        if sizes is None:
-            import numpy as np
-
-            sizes, indices = [len(source)], np.arange(len(source))
-        self._data[key] = source, Shards(indices, sizes)
-        return (len(source),)
+        loaded = self._receive(shipment, by_broadcast=broadcast)
+        data, indices = (loaded(), None) if sizes is None else loaded
+        source = as_source(data)
+        self._data[key] = (
+            source,
+            Shards(range(len(source)) if indices is None else indices, sizes or [len(source)]),
+        )
+        return len(source)
 
     def op_shard(self, key: str, indices: np.ndarray, sizes: Sequence[int]) -> None:
         """Say which rows of data that is here already belong to which shard."""
@@ -238,16 +245,17 @@ class Session:
 
         self._data[key] = self._data[key][0], Shards(indices, sizes)
 
-    def op_unload(self, key: str) -> None:
-        """Let go of data, a model or a job; unknown keys are no error."""
+    def op_unload(self, keys: Sequence[str]) -> None:
+        """Let go of data, models and jobs; unknown keys are no error."""
         for kept in (self._data, self._models, self._jobs):
-            kept.pop(key, None)  # type: ignore[attr-defined]
+            for key in keys:
+                kept.pop(key, None)  # type: ignore[attr-defined]
 
-    def op_place(self, key: str, shipment: Shipment) -> str:
+    def op_place(self, key: str, shipment: Shipment, *, broadcast: bool = False) -> str:
         """Keep a model under `key`, its numbers received from rank 0. Returns the checksum of its state."""
         import torch
 
-        model = self._receive(shipment, by_broadcast=True)
+        model = self._receive(shipment, by_broadcast=broadcast)
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"expected an nn.Module, got {type(model).__name__}")
         self._models[key] = model
@@ -265,8 +273,8 @@ class Session:
 
     def op_build(
         self, job: str, model: str, data: str, program: bytes, plan: JobPlan, *, alone: bool = False
-    ) -> int:
-        """Make a job. `alone`: this engine plays all shards by itself, without the group. Returns parameters."""
+    ) -> float:
+        """Make a job. `alone`: this engine plays all shards by itself, without the group. Returns the learning rate."""
         from dtkit.engine.data import Stream
         from dtkit.engine.trainer import Job
         from dtkit.strategies.base import Setting
@@ -283,15 +291,13 @@ class Session:
         self._jobs[job] = Job(network, objective, optimizer, strategy, stream, setting, seed)
         if alone:
             self._jobs[job].watch_gradients()
-        return sum(p.numel() for p in network.parameters())
+        return self._jobs[job].lr
 
     def op_advance(
         self, job: str, step: int, steps: int, lr: float | None = None
     ) -> tuple[Advance, list[Any]]:
         """Take steps of a job that must stand at `step`. Returns rows, and what was printed."""
-        found = self._job(job)
-        if found.step != step:
-            raise Refused(f"the job stands at step {found.step}, the dispatch is for step {step}")
+        found = self._job(job, step)
         if lr is not None:
             found.set_lr(lr)
         channel = Channel()
@@ -320,20 +326,25 @@ class Session:
         return dict(self._job(job).largest_gradient or {})
 
     def op_evaluate(
-        self, job: str, data: str, program: bytes, batch_size: int
+        self, job: str, data: str, program: bytes, batch_size: int, step: int | None = None
     ) -> tuple[int, dict[str, tuple[float, float]]]:
-        """(samples, {name: (sum, weight)}) of this rank's shard."""
+        """(samples, {name: (sum, weight)}) of this rank's shard, for a job that stands at `step` if that is given."""
         assert self.group is not None
+        found = self._job(job, step)
         metrics = wire.loads(program)
         source, shards = self._data[data]
         rows = shards.rows(self.group.rank)
         batches = (source.take(rows[k : k + batch_size]) for k in range(0, len(rows), batch_size))
-        return self._breaking(lambda: self._job(job).evaluate(batches, metrics))  # type: ignore[no-any-return]
+        return self._breaking(lambda: found.evaluate(batches, metrics))  # type: ignore[no-any-return]
 
-    def _job(self, job: str) -> Job:
+    def _job(self, job: str, step: int | None = None) -> Job:
+        """The job, which must stand at `step` if that is given."""
         if job not in self._jobs:
             raise Refused(f"no job {job} on this engine; it was released")
-        return self._jobs[job]
+        found = self._jobs[job]
+        if step is not None and found.step != step:
+            raise Refused(f"the job stands at step {found.step}, the call is for step {step}")
+        return found
 
     def partial(self, request: Request) -> Any:
         """What a failed dispatch had completed."""

@@ -1,0 +1,433 @@
+"""The thread that drives a run: it sends dispatches, takes in what lands, and does what it is asked to.
+
+It is an actor. Everything that happens to a run comes through one inbox, commands and landed replies alike, so its
+state has one writer and no two things happen at once. Two dispatches are in flight, so that engines never wait for
+the notebook (one when steps are slow, see :mod:`dtkit.pace`).
+
+Every dispatch says at which step the job must stand. Whatever makes that untrue (a dispatch that ended early since
+steps became slow, a group that was formed anew, NaN) lets the engines refuse what was sent behind it. The driver then
+sends nothing until all has landed, and goes on from the step that the engines stand at.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import math
+import queue
+import threading
+import time
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dtkit.errors import DtkitError, EngineError, NonFiniteError, RunError
+from dtkit.pace import Pace
+from dtkit.records import Advance, Evaluation, Event, Failure, State
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from dtkit.cluster import Cluster
+    from dtkit.history import History
+    from dtkit.records import Reply
+
+_PATIENCE_S = 10.0  # for the other ranks, once one has answered
+_TRIES = 3  # refusals in a row, without a step between them, before the run gives up
+
+
+@dataclasses.dataclass(frozen=True)
+class Route:
+    """What to send for one run."""
+
+    job: str
+    steps: int
+    """Where it is to end."""
+    steps_per_epoch: int
+    evaluation: dict[str, Any] | None = None
+    """Arguments of the op "evaluate", for the end of every epoch; None where there is nothing to evaluate on."""
+
+
+@dataclasses.dataclass(eq=False)
+class _Flight:
+    """One request to all ranks that has not landed yet."""
+
+    op: str
+    step: int
+    steps: int
+    lr: float | None
+    answers: list[Future[int]]
+    """Who waits for this learning rate."""
+    futures: list[Future[Reply]] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Command:
+    name: str
+    value: Any
+    answer: Future[int]
+
+
+class Driver:
+    """One run's thread, and the run's state. `changed` is called after every change, without a lock."""
+
+    def __init__(self, cluster: Cluster, route: Route, history: History, changed: Callable[[], None]) -> None:
+        self.state, self.step = State.PENDING, 0
+        self.lr: float | None = None
+        self.exception: BaseException | None = None
+        self.route = route
+        self.pace = Pace()
+        self._cluster, self._history, self._changed = cluster, history, changed
+        self._inbox: queue.SimpleQueue[_Command | _Flight] = queue.SimpleQueue()
+        self._gate = threading.Condition()  # guards `state`, and whether the inbox is still read
+        self._flights: collections.deque[_Flight] = collections.deque()
+        self._next = 0  # the step that the next dispatch starts at
+        self._goal = 0
+        self._halt: str | None = None  # "pause" or "stop", once nothing is in flight
+        self._lost_track = False  # what is in flight will be refused; send nothing before it has landed
+        self._tries = 0
+        self._waiting: list[Future[int]] = []
+        self._lr_wanted: tuple[float, list[Future[int]]] | None = None
+        self._ran = 0.0
+        self._since: float | None = None
+
+    # -- from other threads -----------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin (or, after the end, begin again) to take commands; the run stands paused."""
+        self._next = self._goal = self.step
+        self._halt, self._lost_track, self._tries = None, False, 0
+        self._enter(State.PAUSED)
+        threading.Thread(target=self._run, name=f"dtkit-{self.route.job}", daemon=True).start()
+
+    def ask(self, name: str, value: Any = None) -> Future[int]:
+        """Put a command into the inbox; the answer is the step at which it took effect."""
+        answer: Future[int] = Future()
+        with self._gate:
+            if self.state.ended:
+                raise RunError(
+                    f"this run has {_ENDED[self.state]} at step {self.step}, so it can't {_WORDS[name]}. "
+                    "run.extend(epochs=1) trains on; cluster.train(...) starts anew"
+                )
+            self._inbox.put(_Command(name, value, answer))
+        return answer
+
+    def abandon(self, timeout: float) -> None:
+        """The cluster is closing: stop at a step boundary if that is soon, else just end. Idempotent."""
+        with contextlib.suppress(RunError, TimeoutError):
+            self.ask("stop").result(timeout)
+        with contextlib.suppress(RunError):
+            self.ask("abandon")
+
+    def wait(self, timeout: float | None) -> bool:
+        """Until the run has left RUNNING; whether it did within `timeout` seconds."""
+        with self._gate:
+            return self._gate.wait_for(lambda: self.state not in (State.PENDING, State.RUNNING), timeout)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds spent RUNNING."""
+        since = self._since
+        return self._ran + (0.0 if since is None else time.monotonic() - since)
+
+    # -- the loop ---------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self.state.ended:
+                self._send()
+                event = self._take()
+                if isinstance(event, _Command):
+                    self._obey(event)
+                elif event in self._flights:
+                    self._land(event)
+                if not self._flights:
+                    self._rest()
+        except Exception as error:  # noqa: BLE001 - the boundary of the run: whatever it is, the user is told
+            self._end(State.FAILED, error)
+
+    def _take(self) -> _Command | _Flight:
+        """The next event. Engines that say nothing for longer than a collective may take are stuck."""
+        try:
+            return self._inbox.get(timeout=self._cluster.patience if self._flights else None)
+        except queue.Empty:
+            return self._flights[0]
+
+    def _send(self) -> None:
+        while self.state is State.RUNNING and not self._halt and not self._lost_track:
+            dispatches = sum(flight.op == "advance" for flight in self._flights)
+            if dispatches >= self.pace.ahead or self._next >= self._goal:
+                return
+            self._send_steps()
+            per_epoch = self.route.steps_per_epoch
+            if self.route.evaluation and (self._next % per_epoch == 0 or self._next == self.route.steps):
+                self._launch(_Flight("evaluate", self._next, 0, None, []), **self.route.evaluation)
+
+    def _send_steps(self) -> None:
+        steps = min(self.pace.steps, self._goal - self._next)
+        if self.route.evaluation:
+            steps = min(steps, self.route.steps_per_epoch - self._next % self.route.steps_per_epoch)
+        lr, answers = self._lr_wanted or (None, [])
+        self._lr_wanted = None
+        begun = time.perf_counter()
+        self._launch(_Flight("advance", self._next, steps, lr, answers), steps=steps, lr=lr)
+        self.pace.sent(time.perf_counter() - begun)
+        self._next += steps
+
+    def _launch(self, flight: _Flight, **args: Any) -> None:
+        flight.futures = self._cluster.fan_out(flight.op, job=self.route.job, step=flight.step, **args)
+        self._flights.append(flight)
+        left = len(flight.futures)
+        lock = threading.Lock()
+
+        def landed(future: Future[Reply]) -> None:
+            # At once with the first failure: the other ranks may be waiting for the one that failed.
+            nonlocal left
+            with lock:
+                left -= 1
+                last = left == 0
+            if last or future.result().failure is not None:
+                self._inbox.put(flight)
+
+        for future in flight.futures:
+            future.add_done_callback(landed)
+
+    # -- what lands -------------------------------------------------------------------------------------------
+
+    def _land(self, flight: _Flight) -> None:
+        replies = self._cluster.collect(flight.futures, _PATIENCE_S)
+        self._flights.remove(flight)
+        failures = [reply.failure for reply in replies if reply.failure is not None]
+        if failures:
+            self._take_failures(flight, replies, failures)
+        elif flight.op == "evaluate":
+            self._take_evaluation(flight.step, [reply.value for reply in replies])
+        else:
+            self._take_steps(flight, [reply.value for reply in replies])
+        self._changed()
+
+    def _take_steps(self, flight: _Flight, values: Sequence[Any]) -> None:
+        advances: list[Advance] = [advance for advance, _ in values]
+        self._record(advances, [items for _, items in values])
+        first = advances[0]
+        done, self.step, self.lr = first.step - flight.step, first.step, first.lr
+        if done:
+            self._tries = 0
+            self.pace.landed(done, _step_s(advances))
+        for answer in flight.answers:
+            _resolve(answer, flight.step)
+        if first.ended == "nonfinite":
+            self._take_nonfinite(advances)
+        elif self.step != flight.step + flight.steps:
+            self._lost_track = True
+
+    def _take_nonfinite(self, advances: Sequence[Advance]) -> None:
+        self._lost_track, self._halt = True, self._halt or "pause"
+        self.exception = NonFiniteError(_nonfinite(self.step, advances, self._cluster.nodes))
+        self._note("error", f"not finite at step {self.step}; all ranks paused before the update")
+
+    def _take_evaluation(self, step: int, values: Sequence[Any]) -> None:
+        found = evaluation(step, values)
+        self._history.add(found)
+        self._note("note", ", ".join(f"valid {name} {value:.4g}" for name, value in found.values.items()))
+
+    def _take_failures(self, flight: _Flight, replies: Sequence[Reply], failures: Sequence[Failure]) -> None:
+        """A refusal, or a group that somebody else's call broke, can be tried again; a failure of ours can't."""
+        if flight.lr is not None and self._lr_wanted is None:
+            self._lr_wanted = flight.lr, flight.answers
+        if all(f.kind == "refused" for f in failures) and self._lost_track:
+            return
+        mine = [f for f in failures if f.kind != "refused" and not f.victim]
+        self._lost_track = True
+        self._tries += 1
+        if not mine and self._tries < _TRIES:
+            self._cluster.heal(failures)
+            return
+        for other in self._flights:
+            self._cluster.collect(other.futures, _PATIENCE_S)
+        self._flights.clear()
+        self._keep_common(replies)
+        self._heal(failures)
+        self._end(State.FAILED, EngineError([f for f in failures if f.kind != "refused"] or failures))
+
+    def _keep_common(self, replies: Sequence[Reply]) -> None:
+        """Record the steps that all ranks completed before one failed."""
+        found = [reply.value for reply in replies if isinstance(reply.value, tuple)]
+        advances = [advance for advance, _ in found]
+        if len(advances) < len(replies):
+            return
+        common = min(advance.step for advance in advances)
+        cut = [dataclasses.replace(a, rows=a.rows[a.rows["step"] < common]) for a in advances]  # type: ignore[index]
+        self._record(cut, [items for _, items in found])
+        self.step = common
+
+    def _heal(self, failures: Sequence[Failure]) -> None:
+        try:
+            self._cluster.heal(failures)
+        except DtkitError as error:
+            self._note("error", f"the process group could not be formed anew: {error}")
+
+    def _record(self, advances: Sequence[Advance], items: Sequence[list[Any]]) -> None:
+        self._history.append(np.concatenate([np.asarray(advance.rows) for advance in advances]))
+        for rank, said in enumerate(items):
+            for kind, what in said:
+                text = what if kind == "text" else " ".join(f"{k}={v:.6g}" for k, v in what.items())
+                self._history.add(Event(self.step, "print", text, time.time(), rank))
+
+    # -- commands ---------------------------------------------------------------------------------------------
+
+    def _obey(self, command: _Command) -> None:
+        running = self.state is State.RUNNING
+        if command.name == "lr":
+            self._set_lr(command, running=running)
+        elif command.name == "resume":
+            self._go(self.route.steps, "resume" if self.step else "start")
+            _resolve(command.answer, self.step)
+        elif command.name == "step" and running:
+            word = "the run is RUNNING; call run.pause() first, then run.step() takes one step at a time"
+            command.answer.set_exception(RunError(word))
+        elif command.name == "step":
+            self._waiting.append(command.answer)
+            self._go(min(self.step + command.value, self.route.steps), None)
+        elif command.name == "abandon":
+            self._flights.clear()
+            self._end(State.STOPPED)
+        else:
+            self._halt = "stop" if "stop" in (self._halt, command.name) else "pause"
+            self._waiting.append(command.answer)
+
+    def _go(self, goal: int, event: str | None) -> None:
+        self._goal, self.exception = goal, None
+        if self._halt == "pause":
+            self._halt = None
+        if self.state is not State.RUNNING:
+            if event:
+                self._note(event, f"{event} at step {self.step}")
+            self._enter(State.RUNNING)
+
+    def _set_lr(self, command: _Command, *, running: bool) -> None:
+        waiting = self._lr_wanted[1] if self._lr_wanted else []
+        if running:
+            waiting.append(command.answer)
+        else:
+            _resolve(command.answer, self.step)
+        self._lr_wanted = command.value, waiting
+        if not running:
+            self.lr = command.value
+        self._note("lr", f"learning rate {command.value:g}")
+        self._changed()
+
+    # -- states -----------------------------------------------------------------------------------------------
+
+    def _rest(self) -> None:
+        """Nothing is in flight: all ranks stand at `step`."""
+        self._next, self._lost_track = self.step, False
+        if self.state.ended:
+            return
+        if self._halt == "stop":
+            self._note("stop", f"stopped at step {self.step}")
+            self._end(State.STOPPED)
+        elif self.state is State.RUNNING and self.step >= self.route.steps:
+            self._note("done", f"done after {self.step} steps")
+            self._end(State.COMPLETED)
+        elif self.state is State.RUNNING and (self._halt or self.step >= self._goal):
+            if self._halt and self.exception is None:
+                self._note("pause", f"paused at step {self.step}")
+            self._halt = None
+            self._enter(State.PAUSED)
+            self._answer()
+        elif self.state is State.PAUSED:
+            self._halt = None
+            self._answer()
+
+    def _end(self, state: State, error: BaseException | None = None) -> None:
+        if error is not None:
+            self.exception = error
+            self._note("error", str(error).partition("\n")[0])
+        with self._gate:  # from here on nobody can put a command into the inbox
+            self._set(state)
+            while not self._inbox.empty():
+                event = self._inbox.get()
+                if isinstance(event, _Command):
+                    self._waiting.append(event.answer)
+        self._answer()
+        self._changed()
+
+    def _answer(self) -> None:
+        """Tell those who wait where the run stands now."""
+        for answer in [*self._waiting, *(self._lr_wanted[1] if self._lr_wanted else [])]:
+            _resolve(answer, self.step)
+        self._waiting.clear()
+        if self._lr_wanted:
+            self._lr_wanted[1].clear()
+
+    def _enter(self, state: State) -> None:
+        with self._gate:
+            self._set(state)
+        self._changed()
+
+    def _set(self, state: State) -> None:
+        now = time.monotonic()
+        if self._since is not None:
+            self._ran, self._since = self._ran + now - self._since, None
+        if state is State.RUNNING:
+            self._since = now
+        self.state = state
+        self._gate.notify_all()
+
+    def _note(self, kind: str, text: str) -> None:
+        self._history.add(Event(self.step, kind, text, time.time()))
+
+
+_ENDED = {State.COMPLETED: "completed", State.STOPPED: "been stopped", State.FAILED: "failed"}
+_WORDS = {
+    "pause": "be paused",
+    "resume": "be resumed",
+    "stop": "be stopped",
+    "step": "take a step",
+    "lr": "change",
+    "abandon": "end",
+}
+
+
+def evaluation(step: int, parts: Sequence[tuple[int, dict[str, tuple[float, float]]]]) -> Evaluation:
+    """Add up what every rank found in its part: (samples, {name: (sum, weight)})."""
+    names = parts[0][1]
+    values = {}
+    for name in names:
+        total, weight = (sum(part[1][name][k] for part in parts) for k in (0, 1))
+        values[name] = total / weight if weight else math.nan
+    return Evaluation(step, sum(part[0] for part in parts), values)
+
+
+def _resolve(answer: Future[int], step: int) -> None:
+    if not answer.done():
+        answer.set_result(step)
+
+
+def _step_s(advances: Sequence[Advance]) -> float:
+    """Seconds a step: the slowest rank's median."""
+    return max(float(np.median(advance.rows["step_s"])) for advance in advances)  # type: ignore[index, call-overload]
+
+
+def _nonfinite(step: int, advances: Sequence[Advance], nodes: Sequence[Any]) -> list[Failure]:
+    """One failure for each rank whose loss was not finite; or, where all were, one that says so."""
+    hosts = {node.rank: node.host for node in nodes}
+    remedy = (
+        "All ranks paused before that update: parameters are as after the step before. Lower the learning rate "
+        "(run.set(lr=...)) or repair the data or the loss; run.resume() takes the same step again, run.stop() ends the run"
+    )
+    bad = [(r, a.loss) for r, a in enumerate(advances) if a.loss is not None and not math.isfinite(a.loss)]
+    message = f"the gradients over all ranks are not finite, with this rank's loss {{}}. {remedy}"
+    if not bad:
+        found = ", ".join(f"{a.loss:.4g}" for a in advances if a.loss is not None)
+        bad = [(0, None)]
+        message = (
+            f"the gradients over all ranks are not finite, though every rank's loss is ({found}). {remedy}"
+        )
+    return [
+        Failure(r, hosts.get(r, "?"), "NonFinite", message.format(loss), "", step=step, kind="nonfinite")
+        for r, loss in bad
+    ]

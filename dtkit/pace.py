@@ -1,0 +1,40 @@
+"""How many steps to send in one dispatch: pure arithmetic on measured times.
+
+A dispatch should last about half a second: long enough that sending it costs next to nothing, short enough that
+pause, a new learning rate and the picture come soon. The number starts at one, since the first steps compile and warm
+up and say nothing of the later ones, and grows at most fourfold at a time.
+"""
+
+from __future__ import annotations
+
+DISPATCH_S = 0.5  # what a dispatch should last
+GROWTH = 4
+SEND_SHARE = 0.05  # of a dispatch's time that sending it may take
+
+
+class Pace:
+    """Fed with what was measured; asked for the next dispatch."""
+
+    def __init__(self) -> None:
+        self.steps = 1
+        """Steps to put into the next dispatch."""
+        self.step_s = 0.0
+        """Seconds that a step takes, as last seen; 0 before the first."""
+        self._send_s = 0.0
+
+    def sent(self, seconds: float) -> None:
+        """Note how long a fan-out took in the notebook."""
+        self._send_s = seconds if not self._send_s else 0.8 * self._send_s + 0.2 * seconds
+
+    def landed(self, steps: int, step_s: float) -> None:
+        """Note a dispatch that did `steps` steps of `step_s` seconds each."""
+        if not steps:
+            return
+        self.step_s = max(step_s, 1e-6)
+        wanted = max(DISPATCH_S, self._send_s / SEND_SHARE) / self.step_s
+        self.steps = max(1, min(round(wanted), GROWTH * steps))
+
+    @property
+    def ahead(self) -> int:
+        """Dispatches to keep in flight: two, so that engines don't wait for the notebook; one when steps are slow."""
+        return 1 if self.step_s > DISPATCH_S else 2

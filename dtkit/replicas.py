@@ -1,0 +1,112 @@
+"""A model on every rank, with identical parameters and buffers.
+
+The model's code travels by cloudpickle; its numbers go to rank 0 once and from there to the others over the data
+plane, so that a larger cluster costs no more of the notebook's time.
+"""
+
+from __future__ import annotations
+
+import html
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from dtkit import units, wire
+from dtkit.dashboard.progress import waiting
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+
+    from dtkit.cluster import Cluster
+
+
+class Replicas:
+    """One copy of a model per rank, as it was when it was sent. Hand it to ``cluster.train`` as often as you like.
+
+    ``checksums`` has a digest per rank of all parameters and buffers: equal digests, equal bits.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        key: str,
+        packed: wire.Packed,
+        model: torch.nn.Module,
+        checksums: Sequence[str],
+    ) -> None:
+        self.cluster, self.key, self.checksums = cluster, key, tuple(checksums)
+        self.name = type(model).__name__
+        self.parameters = sum(p.numel() for p in model.parameters())
+        self.trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        self.nbytes = sum(packed.sizes)
+        self._packed = packed
+        weakref.finalize(self, cluster.let_go, key)
+
+    @property
+    def identical(self) -> bool:
+        """Whether all ranks hold the same bits."""
+        return len(set(self.checksums)) == 1
+
+    def build(self, state: Mapping[str, Any]) -> torch.nn.Module:
+        """A new model in this process, with the parameters and buffers of `state`."""
+        model: torch.nn.Module = wire.unpack(
+            self._packed.skeleton, [bytearray(b) for b in self._packed.buffers]
+        )
+        model.load_state_dict(state)
+        return model
+
+    def _headline(self) -> str:
+        same = "identical" if self.identical else "NOT identical"
+        size = f"{self.parameters:,} parameters, {units.bytes_text(self.nbytes)}"
+        return f"{self.name} on {len(self.checksums)} ranks, {size}, {same}"
+
+    def __repr__(self) -> str:
+        return "\n".join([self._headline(), *(f"  rank {r}  {c}" for r, c in enumerate(self.checksums))])
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><td>{r}</td><td><code>{c}</code></td></tr>" for r, c in enumerate(self.checksums)
+        )
+        head = "<tr><th>rank</th><th>checksum</th></tr>"
+        return (
+            f"<p>{html.escape(self._headline())}</p><table><thead>{head}</thead><tbody>{rows}</tbody></table>"
+        )
+
+
+def broadcast(cluster: Cluster, model: Any) -> Replicas:
+    """See :meth:`dtkit.Cluster.broadcast`."""
+    model = _checked(model)
+    key = cluster.new_key("model")
+    packed = cluster.pack(model, name="model")
+    with waiting(f"sending {type(model).__name__}, {units.bytes_text(packed.nbytes)}"):
+        checksums = cluster.deliver("place", packed, broadcast=True, key=key)
+    return Replicas(cluster, key, packed, model, checksums)
+
+
+def _checked(model: Any) -> torch.nn.Module:
+    """An nn.Module whose numbers exist and lie in the notebook's memory."""
+    import torch
+
+    if isinstance(model, type) and issubclass(model, torch.nn.Module):
+        raise TypeError(f"model is the class {model.__name__}; give an instance: {model.__name__}(...)")
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(
+            f"model is a {type(model).__name__}; it must be a torch.nn.Module, built in the notebook"
+        )
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    for name, tensor in tensors:
+        if torch.nn.parameter.is_lazy(tensor):
+            raise ValueError(
+                f"{name} of the model has no shape yet (a lazy module), so ranks could not agree on it. Run one batch "
+                "through the model first"
+            )
+        if tensor.is_meta:
+            raise ValueError(
+                f"{name} of the model is on the meta device and has no numbers; build the model on the CPU"
+            )
+    if any(tensor.device.type != "cpu" for _, tensor in tensors):
+        import copy
+
+        model = copy.deepcopy(model).cpu()
+    return model

@@ -1,0 +1,431 @@
+"""The handle of a training run: what a user pauses, watches, awaits and asks for the model.
+
+A run has three parts with one owner each: the :class:`~dtkit.records.RunSpec` says what was asked for and never
+changes but by `extend`; the *job* on the engines has model, optimiser and place in the data; the driver
+(:mod:`dtkit.driver`) has state, step and exception. This handle reads them and passes commands on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import math
+import threading
+from typing import TYPE_CHECKING, Any
+
+from dtkit import placing
+from dtkit.driver import Driver, Route, evaluation
+from dtkit.errors import ClusterError, RunError
+from dtkit.history import History
+from dtkit.records import State, Status
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Mapping
+
+    import torch
+    from matplotlib.figure import Figure
+
+    from dtkit.cluster import Cluster
+    from dtkit.placing import Placed
+    from dtkit.records import Evaluation, JobPlan, NodeInfo, RunSpec
+    from dtkit.replicas import Replicas
+    from dtkit.verify import Verification
+
+_log = logging.getLogger("dtkit")
+_BUTTONS_LATER = "buttons act after this cell; the kernel's interrupt button pauses now"
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """What the engines were told to make: enough to make it again, as `verify` does."""
+
+    copies: Replicas
+    data: Placed
+    plan: JobPlan
+    program: bytes
+    """Objective, optimiser and strategy, pickled."""
+
+    def build(
+        self, cluster: Cluster, job: str, *, ranks: list[int] | None = None, alone: bool = False
+    ) -> float:
+        """Make a job of it on all ranks, or alone on one. Returns the learning rate."""
+        args = {
+            "job": job,
+            "model": self.copies.key,
+            "data": self.data.key,
+            "program": self.program,
+            "plan": self.plan,
+        }
+        return float(cluster.ask("build", ranks=ranks, alone=alone, **args)[0])
+
+
+class Run:
+    """One training on a cluster. Shown as the last line of a cell it is a live dashboard.
+
+    ``run.pause()``, ``resume()``, ``step()``, ``set(lr=...)`` and ``stop()`` return the step at which they took effect:
+    all ranks stand there. ``await run`` or ``run.wait()`` return when it has left RUNNING, for whatever reason, and
+    raise what failed it.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        spec: RunSpec,
+        order: Order,
+        metrics: Mapping[str, Callable[..., Any]],
+        valid: Placed | None,
+    ) -> None:
+        self.spec = spec
+        self.history = History()
+        """What every rank did in every step: a table, see :class:`~dtkit.History`."""
+        self._cluster, self._order, self._metrics, self._valid = cluster, order, dict(metrics), valid
+        self._job = cluster.new_key("job")
+        self._callbacks: list[Callable[[], None]] = []
+        self._callbacks_lock = threading.Lock()
+        self._message = ""
+        self._released = False
+        self._state: tuple[int, Mapping[str, Any]] | None = None
+        self._driver = Driver(cluster, self._route(), self.history, self._notify)
+
+    def build(self) -> None:
+        """Make the job on the engines; the run then stands paused before its first step."""
+        self._driver.lr = self._order.build(self._cluster, self._job)
+        self._cluster.note_job(present=True)
+        self._driver.start()
+
+    def _route(self) -> Route:
+        evaluate = None
+        if self._valid is not None:
+            evaluate = self._evaluation_args(self._valid, self._metrics)
+        return Route(self._job, self.spec.steps, self.spec.steps_per_epoch, evaluate)
+
+    # -- what it is -------------------------------------------------------------------------------------------
+
+    @property
+    def status(self) -> Status:
+        """State, step, epoch, seconds spent running and seconds left, as of now."""
+        driver = self._driver
+        return Status(
+            state=driver.state,
+            step=driver.step,
+            steps=self.spec.steps,
+            epoch=driver.step // self.spec.steps_per_epoch,
+            elapsed_s=driver.elapsed_s,
+            remaining_s=self._remaining(),
+            message=self._message,
+        )
+
+    def _remaining(self) -> float | None:
+        done, left = self._driver.step, self.spec.steps - self._driver.step
+        if not done or self._driver.state.ended:
+            return None
+        recent = self.history.totals(max(0, self.history.steps - 50))["step_s"]
+        return left * float(recent.mean()) if len(recent) else None
+
+    @property
+    def nodes(self) -> list[NodeInfo]:
+        """The engines, by rank."""
+        return self._cluster.nodes
+
+    @property
+    def lr(self) -> float | None:
+        """The learning rate in force (of the first parameter group)."""
+        return self._driver.lr
+
+    @property
+    def exception(self) -> BaseException | None:
+        """What failed the run, or (NaN) made it pause; None while all is well."""
+        return self._driver.exception
+
+    # -- what one asks of it ----------------------------------------------------------------------------------
+
+    def pause(self) -> int:
+        """Let all ranks finish the same step and stand there. Returns how many steps were taken so far."""
+        return self._ask("pause")
+
+    def resume(self) -> int:
+        """Go on. Returns the step from which."""
+        return self._ask("resume")
+
+    def step(self, n: int = 1) -> int:
+        """Take `n` steps while paused. Returns how many were taken so far."""
+        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+            raise ValueError(f"step({n!r}): the number of steps must be an integer from 1 up")
+        return self._ask("step", n)
+
+    def stop(self) -> int:
+        """End the run at a step boundary; it keeps model and history. Returns how many steps were taken."""
+        if self._driver.state in (State.STOPPED, State.COMPLETED):
+            return self._driver.step
+        return self._ask("stop")
+
+    def set(self, *, lr: float) -> int:
+        """Give every rank a new learning rate, with the same step. Returns the first step that uses it.
+
+        Further parameter groups keep their ratio to the first one.
+        """
+        return self._ask("lr", _checked_lr(lr))
+
+    def post(self, command: str, value: float | None = None) -> None:
+        """Ask for "pause", "resume", "step", "stop" or "lr" (with `value`), without waiting: what buttons call."""
+        if command == "lr":
+            value = _checked_lr(value)
+        elif command == "step":
+            value = 1
+        elif command not in ("pause", "resume", "stop"):
+            raise ValueError(f"{command!r} is no command of a run; use pause, resume, step, stop or lr")
+        self._driver.ask(command, value)
+
+    def _ask(self, command: str, value: Any = None) -> int:
+        patience = self._cluster.patience
+        try:
+            return self._driver.ask(command, value).result(patience)
+        except TimeoutError:
+            raise RunError(
+                f"the engines did not come to the end of a step within {patience:.0f} s, so {command!r} did not take effect. "
+                "cluster.interrupt() ends what they are doing, and the run"
+            ) from None
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Until the run has left RUNNING, for whatever reason; raises what failed it.
+
+        An interrupt pauses the run at a step boundary and is raised again. Raises TimeoutError after `timeout`
+        seconds, with the run going on.
+        """
+        with self._watched():
+            try:
+                left = self._driver.wait(timeout)
+            except KeyboardInterrupt:
+                self._pause_soon()
+                raise
+        if not left:
+            raise TimeoutError(
+                f"the run is at step {self.status.step} of {self.spec.steps} after {timeout} s and goes on; wait again, or "
+                "run.pause()"
+            )
+        self._settle()
+
+    def __await__(self) -> Generator[Any, None, None]:
+        return self._left_running().__await__()
+
+    async def _left_running(self) -> None:
+        """As `wait`, with the kernel free meanwhile, so that buttons act. Cancelling it pauses the run."""
+        loop, news = asyncio.get_running_loop(), asyncio.Event()
+        unsubscribe = self.subscribe(lambda: loop.call_soon_threadsafe(news.set))
+        try:
+            while self._driver.state in (State.PENDING, State.RUNNING):
+                news.clear()
+                await news.wait()
+        except asyncio.CancelledError:
+            with contextlib.suppress(RunError):
+                self.post("pause")
+            raise
+        finally:
+            unsubscribe()
+        await loop.run_in_executor(None, self._settle)
+
+    @contextlib.contextmanager
+    def _watched(self) -> Generator[None, None, None]:
+        """While a cell blocks: text progress in a terminal, and in a notebook a word on the buttons."""
+        from dtkit.dashboard import display, text
+
+        if self._driver.state.ended:
+            yield
+        elif display.in_notebook():
+            self._say(_BUTTONS_LATER)
+            try:
+                yield
+            finally:
+                self._say("")
+        else:
+            unfollow = text.follow(self)
+            try:
+                yield
+            finally:
+                unfollow()
+
+    def _say(self, message: str) -> None:
+        self._message = message
+        self._notify()
+
+    def _pause_soon(self) -> None:
+        with contextlib.suppress(RunError, TimeoutError):
+            self._driver.ask("pause").result(10)
+
+    def _settle(self) -> None:
+        """The run has left RUNNING: let its displays become pictures, and raise what failed it."""
+        from dtkit.dashboard import display
+
+        if self._driver.state.ended:
+            display.settle(self)
+        if self.exception is not None:
+            raise self.exception
+
+    # -- the model --------------------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The model as trained so far: a new object in the notebook, on the CPU. Yours stays as it was."""
+        return self._order.copies.build(self._fetch())
+
+    def _fetch(self) -> Mapping[str, Any]:
+        """The whole model's state dict, as of the step that the run stands at."""
+        if self._state is not None and (self._released or self._state[0] == self._driver.step):
+            return self._state[1]
+        if self._released:
+            raise RunError(
+                "this run was released before its weights could be fetched (its cluster was closed, or an engine was lost). "
+                "Ask for run.model before closing the cluster"
+            )
+        before = self._driver.step
+        state = self.receive(self._cluster.ask("state", job=self._job)[0])
+        if not self._running() and before == self._driver.step:
+            self._state = before, state
+        return state
+
+    def receive(self, shipment: Any) -> Any:
+        """Unload what an engine sent, and delete its file."""
+        try:
+            return shipment.unload()
+        finally:
+            shipment.discard()
+
+    def evaluate(self, data: Any, metrics: Mapping[str, Callable[..., Any]] | None = None) -> Evaluation:
+        """Loss and metrics over `data` (arrays, a Dataset, a function or a Partition), each rank taking a part.
+
+        `metrics` are those given to `train` unless named here. The result is exact for any number of samples.
+        """
+        self._check_kept("evaluate")
+        placed = placing.place(self._cluster, data)
+        args = self._evaluation_args(placed, self._metrics if metrics is None else metrics)
+        step = self._driver.step
+        return evaluation(step, self._cluster.ask("evaluate", job=self._job, **args))
+
+    def _evaluation_args(self, data: Placed, metrics: Mapping[str, Callable[..., Any]]) -> dict[str, Any]:
+        per_rank = -(-self.spec.batch_size // self.spec.world_size)
+        program = self._cluster.dumps(dict(metrics), name="metrics")
+        return {"data": data.key, "program": program, "batch_size": per_rank}
+
+    def verify(self, steps: int = 20) -> Verification:
+        """Is this training the same as in one process? Prints the answer, and returns it.
+
+        The first `steps` steps are taken again from the kept start, once on all ranks and once on one engine alone with
+        the same rows; the parameters are then compared. Neither touches the run.
+        """
+        from dtkit import verify
+
+        if self._running():
+            raise RunError("verify needs the engines to itself; call run.pause() first, then run.resume()")
+        self._check_kept("verify")
+        found = verify.verify(self._cluster, self._order, min(steps, self.spec.steps))
+        print(found.text())  # noqa: T201 - asked for as a report
+        return found
+
+    # -- going on, and letting go -----------------------------------------------------------------------------
+
+    def extend(self, *, epochs: int | None = None, steps: int | None = None) -> None:
+        """Train on for so many epochs (or steps) more, with the optimiser as it stands."""
+        if (epochs is None) == (steps is None):
+            raise ValueError(
+                f"epochs={epochs}, steps={steps}: say how much longer by one of them, as in epochs=1"
+            )
+        more = steps if steps is not None else (epochs or 0) * self.spec.steps_per_epoch
+        if more < 1:
+            raise ValueError(f"epochs={epochs}, steps={steps}: train on by at least one step")
+        if self._driver.state not in (State.COMPLETED, State.STOPPED):
+            raise RunError(
+                f"this run is {self._driver.state.value}; extend one that has completed or was stopped"
+            )
+        self._check_kept("extend")
+        self.spec = dataclasses.replace(self.spec, steps=self._driver.step + more)
+        self._driver.route = self._route()
+        self._driver.start()
+        self.resume()
+
+    def release(self) -> None:
+        """Free the engines' copy of the model, after fetching its weights. A paused run is stopped. Idempotent."""
+        if self._released:
+            return
+        if self._running():
+            raise RunError(
+                f"this run is at step {self.status.step} of {self.spec.steps}; run.stop() it first"
+            )
+        if not self._driver.state.ended:
+            self.stop()
+        self._fetch_if_possible()
+        self._released = True
+        with contextlib.suppress(ClusterError):
+            self._cluster.ask("unload", keys=[self._job])
+            self._cluster.note_job(present=False)
+
+    def abandon(self) -> None:
+        """The cluster is closing: end, keeping the weights where the engines still give them."""
+        self._driver.abandon(timeout=3.0)
+        self._released = True
+
+    def _fetch_if_possible(self) -> None:
+        """An engine that is gone can't give its weights; then there are none to keep."""
+        try:
+            self._state = self._driver.step, self._fetch()
+        except ClusterError as error:
+            _log.warning("the weights of %s were not kept: %s", self.spec.name, error)
+
+    def _running(self) -> bool:
+        return self._driver.state in (State.PENDING, State.RUNNING)
+
+    def _check_kept(self, what: str) -> None:
+        if self._released:
+            raise RunError(
+                f"{what} needs the job on the engines, and this run was released: by run.release(), by a later train or with "
+                "its cluster. Its weights are in run.model"
+            )
+
+    # -- views ------------------------------------------------------------------------------------------------
+
+    def subscribe(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Have `callback` called after every change, from any thread; returns what ends that."""
+        with self._callbacks_lock:
+            self._callbacks.append(callback)
+
+        def unsubscribe() -> None:
+            with self._callbacks_lock, contextlib.suppress(ValueError):
+                self._callbacks.remove(callback)
+
+        return unsubscribe
+
+    def _notify(self) -> None:
+        with self._callbacks_lock:
+            callbacks = list(self._callbacks)
+        for callback in callbacks:
+            try:
+                callback()
+            except Exception:  # an error in a view never touches training; it is logged
+                _log.exception("a view of %s failed", self.spec.name)
+
+    def figure(self) -> Figure:
+        """The run as a matplotlib Figure, at any time: loss and throughput, per node and together."""
+        from dtkit.dashboard import figures
+
+        return figures.run_figure(self)
+
+    def __repr__(self) -> str:
+        from dtkit.dashboard import text
+
+        return text.summary(self)
+
+    def _ipython_display_(self) -> None:
+        from dtkit.dashboard import display
+
+        display.show(self)
+
+
+def _checked_lr(lr: Any) -> float:
+    try:
+        value = float(lr)
+    except (TypeError, ValueError):
+        value = math.nan
+    if not math.isfinite(value) or value < 0:
+        raise ValueError(f"lr={lr!r}; a learning rate is a finite number from 0 up")
+    return value

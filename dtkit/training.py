@@ -1,0 +1,243 @@
+"""From what a user asks for to a run: check it, put model and data in place, make the job, hand out the handle.
+
+What can be known to be wrong before anything travels is refused here, with ValueError or TypeError. What only an
+engine can know (the optimiser's own complaints, say) comes back from making the job, still before `train` returns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from dtkit import placing, replicas
+from dtkit.errors import RunError
+from dtkit.partition import Partition
+from dtkit.records import JobPlan, RunSpec, State
+from dtkit.replicas import Replicas
+from dtkit.run import Order, Run
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from dtkit.cluster import Cluster
+    from dtkit.strategies.base import Strategy
+
+SHUFFLES = ("shard", "global", None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What ``cluster.train`` was asked for, besides model and data: see there."""
+
+    optimizer: Callable[..., Any]
+    batch_size: int
+    loss: Callable[..., Any] | None = None
+    epochs: int | None = None
+    steps: int | None = None
+    strategy: Strategy | None = None
+    shuffle: str | None = "shard"
+    step: Callable[..., Any] | None = None
+    metrics: Mapping[str, Callable[..., Any]] | None = None
+    valid: Any = None
+    seed: int = 0
+    start: bool = True
+
+
+def train(cluster: Cluster, model: Any, data: Any, options: Options) -> Run:
+    """See :meth:`dtkit.Cluster.train`."""
+    cluster.check_open()
+    _check_free(cluster)
+    strategy = _check_options(options)
+    strategy.check(cluster.world_size)
+    part = data if isinstance(data, Partition) else placing.partition(cluster, data, seed=options.seed)
+    source = placing.source_of(cluster, part)
+    _check_sizes(options, part)
+    _check_ignored(options.loss, part)
+    copies = model if isinstance(model, Replicas) else replicas.broadcast(cluster, model)
+    _check_copies(cluster, copies)
+    valid = None if options.valid is None else placing.place(cluster, options.valid)
+    previous, cluster.current_run = cluster.current_run, None
+    if previous is not None:
+        previous.release()
+    spec = _spec(cluster, copies, part, options, strategy)
+    plan = JobPlan(options.batch_size, spec.steps, options.shuffle, options.seed)
+    from dtkit.strategies.objective import Objective
+
+    program = cluster.dumps(
+        (Objective(options.loss, options.step), options.optimizer, strategy), name="train"
+    )
+    run = Run(cluster, spec, Order(copies, source, plan, program), options.metrics or {}, valid)
+    run.build()
+    cluster.current_run = run
+    if options.start:
+        run.resume()
+    return run
+
+
+def _check_free(cluster: Cluster) -> None:
+    run = cluster.current_run
+    if run is not None and run.status.state in (State.PENDING, State.RUNNING):
+        raise RunError(
+            f"this cluster is training {run.spec.name} (step {run.status.step} of {run.spec.steps}), and trains one model at "
+            "a time. Wait for it (run.wait()), or end it (run.stop())"
+        )
+
+
+def _check_options(options: Options) -> Strategy:
+    """The strategy, after everything that needs neither model nor data was checked."""
+    _check_loss(options)
+    _check_optimizer(options.optimizer)
+    for name in ("batch_size", "epochs", "steps"):
+        _check_count(name, getattr(options, name))
+    if (options.epochs is None) == (options.steps is None):
+        raise ValueError(
+            f"epochs={options.epochs}, steps={options.steps}: say how long to train by one of them, as in epochs=5"
+        )
+    if options.shuffle not in SHUFFLES:
+        raise ValueError(
+            f"shuffle={options.shuffle!r}; it must be 'shard' (each rank its own rows), 'global' (the same rows a step "
+            "on any number of ranks) or None"
+        )
+    if isinstance(options.seed, bool) or not isinstance(options.seed, int) or options.seed < 0:
+        raise ValueError(f"seed={options.seed!r}; it must be an integer from 0 up. Use seed=0")
+    _check_metrics(options)
+    return _check_strategy(options.strategy)
+
+
+def _check_count(name: str, value: Any) -> None:
+    if value is None and name != "batch_size":
+        return
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name}={value!r}; it must be an integer")
+    if value < 1:
+        raise ValueError(f"{name}={value}; it must be at least 1")
+
+
+def _check_loss(options: Options) -> None:
+    loss, step = options.loss, options.step
+    if (loss is None) == (step is None):
+        raise ValueError(
+            "give either loss, a function of (output, target), or step, a function of (model, batch) that returns the loss; "
+            f"you gave {'both' if loss is not None else 'neither'}"
+        )
+    for name, function in (("loss", loss), ("step", step)):
+        if isinstance(function, type):
+            raise TypeError(
+                f"{name}={function.__name__} is a class; give an instance: {name}={function.__name__}()"
+            )
+        if function is not None and not callable(function):
+            raise TypeError(f"{name}={function!r} can't be called; give a function or a loss module")
+    _check_reduction(loss)
+
+
+_PAIR = "lambda out, y: (F.cross_entropy(out, y, weight=w, reduction='sum'), w[y].sum())"
+
+
+def _check_reduction(loss: Any) -> None:
+    """A mean over samples is exact on any number of ranks; other reductions are so only as (sum, weight)."""
+    reduction = getattr(loss, "reduction", "mean")
+    if reduction != "mean":
+        raise ValueError(
+            f"loss has reduction={reduction!r}; dtkit needs the mean over samples, or a pair (sum, weight). Use "
+            "reduction='mean', or write a function that returns (sum, number of samples)"
+        )
+    if getattr(loss, "weight", None) is not None and type(loss).__name__ in ("CrossEntropyLoss", "NLLLoss"):
+        raise ValueError(
+            f"{type(loss).__name__} with class weights divides by the weights of the rows at hand, so the mean over ranks "
+            f"would not be the mean over rows. Return a pair (sum, weight) instead: loss={_PAIR}"
+        )
+
+
+def _check_ignored(loss: Any, part: Partition) -> None:
+    """ignore_index is refused where the targets are known to use it; else the engine looks (see objective.py)."""
+    ignored = getattr(loss, "ignore_index", None)
+    if ignored is not None and part.labels is not None and bool((part.labels == ignored).any()):
+        raise ValueError(
+            f"the targets contain ignore_index={ignored}, so {type(loss).__name__} divides by another number of rows on each "
+            "rank, and the mean over ranks would not be the mean over rows. Return a pair (sum, weight) instead: "
+            f"loss=lambda out, y: (F.cross_entropy(out, y, ignore_index={ignored}, reduction='sum'), (y != {ignored}).sum())"
+        )
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    if not callable(optimizer):
+        raise TypeError(
+            f"optimizer is a {type(optimizer).__name__}; it must be a function from parameters to an optimiser, since every "
+            "rank makes its own: optimizer=lambda params: torch.optim.SGD(params, lr=0.1)"
+        )
+
+
+def _check_metrics(options: Options) -> None:
+    for name, metric in (options.metrics or {}).items():
+        if not callable(metric):
+            raise TypeError(
+                f"metrics[{name!r}] is a {type(metric).__name__}; it must be a function of (output, target)"
+            )
+    if options.metrics and options.step is not None:
+        raise ValueError(
+            "metrics need output and target, which step= keeps to itself; compute them in your step, or use loss="
+        )
+
+
+def _check_strategy(strategy: Any) -> Strategy:
+    from dtkit.strategies.base import Strategy
+    from dtkit.strategies.data_parallel import DataParallel
+
+    if strategy is None:
+        return DataParallel()
+    if isinstance(strategy, type) and issubclass(strategy, Strategy):
+        raise TypeError(
+            f"strategy={strategy.__name__} is a class; give an instance: strategy={strategy.__name__}()"
+        )
+    if not isinstance(strategy, Strategy):
+        raise TypeError(f"strategy={strategy!r}; it must be a dtkit strategy such as dtkit.DataParallel()")
+    return strategy
+
+
+def _check_sizes(options: Options, part: Partition) -> None:
+    if options.batch_size > part.n:
+        raise ValueError(
+            f"batch_size={options.batch_size} is more than the {part.n} samples there are; it is the number of samples per "
+            f"update over all ranks. Use at most {part.n}"
+        )
+    if options.batch_size < part.world_size:
+        raise ValueError(
+            f"batch_size={options.batch_size} is less than the {part.world_size} ranks; it is the number of samples per "
+            f"update over all ranks, and each needs one. Use at least {part.world_size}"
+        )
+
+
+def _check_copies(cluster: Cluster, copies: Replicas) -> None:
+    if copies.cluster is not cluster:
+        raise ValueError(
+            f"{copies.name} was broadcast on another cluster; give the model, or cluster.broadcast(model)"
+        )
+    if not copies.trainable:
+        raise ValueError(
+            f"{copies.name} has no parameter that requires a gradient, so an optimiser would have nothing to train. "
+            "Give a model with parameters, or set requires_grad on some"
+        )
+
+
+def _spec(
+    cluster: Cluster, copies: Replicas, part: Partition, options: Options, strategy: Strategy
+) -> RunSpec:
+    per_epoch = -(-part.n // options.batch_size)
+    return RunSpec(
+        name=copies.name,
+        strategy=repr(strategy),
+        world_size=cluster.world_size,
+        samples=part.n,
+        batch_size=int(options.batch_size),
+        steps=int(options.steps or (options.epochs or 0) * per_epoch),
+        steps_per_epoch=per_epoch,
+        shuffle=options.shuffle,
+        seed=options.seed,
+        loss=_name(options.loss or options.step),
+        optimizer=_name(options.optimizer),
+    )
+
+
+def _name(function: Any) -> str:
+    """What a user would call it: a function's name, else the object's class."""
+    return str(getattr(function, "__name__", type(function).__name__))

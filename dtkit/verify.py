@@ -1,0 +1,165 @@
+"""Is the distributed training the same as in one process? Replay it both ways and compare.
+
+Two jobs are made from the kept start: one on all ranks, and one on rank 0 alone that plays every shard by itself, so
+that both see the same rows in the same steps. After so many steps their parameters are compared. What differs by
+nature (statistics over a rank's own part of the batch, random draws) is named and not judged.
+
+Parameters whose true gradient is zero (the key bias of attention, a bias before BatchNorm) hold nothing but rounding,
+which Adam-like optimisers amplify; they are named apart and held to a wider bound.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    import torch
+
+    from dtkit.cluster import Cluster
+    from dtkit.run import Order
+
+TOLERANCE = {"float64": 1e-12, "float32": 1e-5}
+ZERO_TOLERANCE = {"float64": 1e-10, "float32": 1e-3}
+_HALF = 1e-2
+_ZERO = {"float64": 1e-13, "float32": 1e-6}  # a gradient below this share of the largest one is rounding
+
+
+@dataclasses.dataclass(frozen=True)
+class Verification:
+    """The answer. ``differences`` has the largest absolute difference of each parameter and buffer."""
+
+    verdict: str
+    """"PASS", "FAIL" or "NOT COMPARABLE"."""
+    steps: int
+    world_size: int
+    dtype: str
+    difference: float
+    """The largest one, parameters of zero gradient apart."""
+    tolerance: float
+    differences: Mapping[str, float]
+    zero_gradient: tuple[str, ...]
+    modules: tuple[str, ...]
+    """What makes the two not comparable, as "name (Type): why"."""
+
+    def __bool__(self) -> bool:
+        return self.verdict == "PASS"
+
+    def text(self) -> str:
+        """The report, a few lines."""
+        worst = max(self.differences, key=lambda name: self.differences[name], default="")
+        lines = [
+            f"{self.verdict}: {self.steps} steps on {self.world_size} ranks against one process, {self.dtype}",
+            f"  largest difference of the parameters {self.difference:.3g}, tolerance {self.tolerance:g}",
+        ]
+        if self.verdict == "FAIL":
+            lines.append(f"  worst: {worst}, {self.differences[worst]:.3g}")
+        for name in self.zero_gradient:
+            bound = ZERO_TOLERANCE.get(self.dtype, _HALF)
+            lines.append(
+                f"  {name}: its true gradient is zero, so it holds rounding: {self.differences[name]:.3g}, bound {bound:g}"
+            )
+        lines += [f"  {module}" for module in self.modules]
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"Verification({self.verdict}, difference={self.difference:.3g}, tolerance={self.tolerance:g})"
+
+    def _repr_html_(self) -> str:
+        return f"<p>{html.escape(repr(self))}</p>"
+
+
+def verify(cluster: Cluster, order: Order, steps: int) -> Verification:
+    """See :meth:`dtkit.Run.verify`."""
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"steps={steps!r}; verify needs an integer from 1 up")
+    together, alone = cluster.new_key("job"), cluster.new_key("job")
+    try:
+        state = _train(cluster, order, together, steps, None)
+        reference = _train(cluster, order, alone, steps, [0])
+        gradients = cluster.ask("gradients", job=alone, ranks=[0])[0]
+    finally:
+        cluster.let_go(together)
+        cluster.let_go(alone)
+    modules = tuple(incomparable(order.copies.build(reference))) if cluster.world_size > 1 else ()
+    return judge(state, reference, gradients, modules, steps, cluster.world_size)
+
+
+def _train(
+    cluster: Cluster, order: Order, job: str, steps: int, ranks: list[int] | None
+) -> Mapping[str, Any]:
+    """Make the job, take the steps, return its state dict."""
+    order.build(cluster, job, ranks=ranks, alone=ranks is not None)
+    done = 0
+    while done < steps:
+        advance, _ = cluster.ask("advance", job=job, step=done, steps=steps - done, ranks=ranks)[0]
+        if advance.ended == "nonfinite":
+            raise ValueError(
+                f"the gradients are not finite at step {advance.step}, so there is nothing to compare after it. "
+                f"Verify fewer steps: run.verify(steps={max(1, advance.step)})"
+            )
+        done = advance.step
+    shipment = cluster.ask("state", job=job, ranks=ranks)[0]
+    try:
+        state: Mapping[str, Any] = shipment.unload()
+    finally:
+        shipment.discard()
+    return state
+
+
+def judge(
+    state: Mapping[str, torch.Tensor],
+    reference: Mapping[str, torch.Tensor],
+    gradients: Mapping[str, float],
+    modules: tuple[str, ...],
+    steps: int,
+    world_size: int,
+) -> Verification:
+    """Compare two state dicts. `gradients`: the largest gradient of each parameter over the steps."""
+    dtype = _widest_error(state[name] for name in gradients if name in state)
+    differences = {name: _difference(state[name], reference[name]) for name in reference}
+    largest = max(gradients.values(), default=0.0)
+    zero = tuple(
+        name for name, size in gradients.items() if size <= _ZERO.get(dtype, _ZERO["float32"]) * largest
+    )
+    rest = [value for name, value in differences.items() if name not in zero]
+    difference, tolerance = max(rest, default=0.0), TOLERANCE.get(dtype, _HALF)
+    within = difference <= tolerance and all(
+        differences[name] <= ZERO_TOLERANCE.get(dtype, _HALF) for name in zero
+    )
+    verdict = "NOT COMPARABLE" if modules else "PASS" if within else "FAIL"
+    return Verification(verdict, steps, world_size, dtype, difference, tolerance, differences, zero, modules)
+
+
+def _widest_error(tensors: Iterator[torch.Tensor]) -> str:
+    """The dtype with the fewest digits: its rounding decides the tolerance."""
+    import torch
+
+    found = [tensor.dtype for tensor in tensors if tensor.is_floating_point()] or [torch.get_default_dtype()]
+    return str(max(found, key=lambda dtype: torch.finfo(dtype).eps)).removeprefix("torch.")
+
+
+def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    if not a.numel():
+        return 0.0
+    return float((a.double() - b.double()).abs().max()) if not a.is_complex() else float((a - b).abs().max())
+
+
+def incomparable(model: torch.nn.Module) -> Iterator[str]:
+    """The modules of `model` whose training differs between one process and several by nature."""
+    import torch
+    from torch import nn
+
+    for name, module in model.named_modules():
+        title = f"{name or 'the model'} ({type(module).__name__})"
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, nn.SyncBatchNorm):  # noqa: SLF001 - torch names no public base class
+            yield f"{title}: each rank normalises with the statistics of its own part of the batch"
+        elif isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:  # noqa: SLF001 - as above
+            yield f"{title}: each rank draws random numbers of its own"
+        elif isinstance(module, (nn.MultiheadAttention, nn.RNNBase)) and module.dropout > 0:
+            yield f"{title}: dropout={module.dropout} draws random numbers of each rank's own"
+        elif isinstance(module, torch.nn.RReLU):
+            yield f"{title}: each rank draws random slopes of its own"

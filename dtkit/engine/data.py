@@ -41,6 +41,11 @@ class ArraySource:
     def __len__(self) -> int:
         return len(self._tensors[0])
 
+    @property
+    def targets(self) -> torch.Tensor:
+        """The last array."""
+        return self._tensors[-1]
+
     def take(self, rows: np.ndarray) -> tuple[torch.Tensor, ...]:
         """One `index_select` a tensor."""
         index = torch.from_numpy(rows)
@@ -118,7 +123,7 @@ class Stream:
         """The epoch that a step belongs to."""
         return step // self.steps_per_epoch
 
-    def counts(self, step: int) -> np.ndarray:
+    def counts(self, step: int) -> tuple[int, ...]:
         """How many samples each shard gives to a step."""
         within = step % self.steps_per_epoch
         table, _ = self._counts(within // _BLOCK)
@@ -126,7 +131,8 @@ class Stream:
 
     def rows(self, step: int) -> np.ndarray:
         """The rows that this worker takes in a step."""
-        return np.concatenate([self._rows_of(shard, step) for shard in self._mine])
+        parts = [self._rows_of(shard, step) for shard in self._mine]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def batch(self, step: int) -> Any:
         """This worker's samples of a step, or None where it has none."""
@@ -137,10 +143,10 @@ class Stream:
         within, epoch = step % self.steps_per_epoch, self.epoch(step)
         count = self.counts(step)
         if self._plan.shuffle == "global":
-            start = within * self._plan.batch_size + int(count[:shard].sum())
+            start = within * self._plan.batch_size + sum(count[:shard])
             return self._order(epoch, None)[start : start + count[shard]]
         _, before = self._counts(within // _BLOCK)
-        start = before[within % _BLOCK][shard]
+        start = int(before[within % _BLOCK, shard])
         return self._order(epoch, shard)[start : start + count[shard]]
 
     def _permutation(self, epoch: int, shard: int | None) -> np.ndarray:
@@ -151,13 +157,13 @@ class Stream:
         key = [self._plan.seed, epoch] if shard is None else [self._plan.seed, epoch, shard + 1]
         return np.random.default_rng(key).permutation(rows)
 
-    def _count_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
+    def _count_block(self, block: int) -> tuple[list[tuple[int, ...]], np.ndarray]:
         """(counts, samples taken before each step of the epoch) for a block of steps, by shard."""
         first = block * _BLOCK
         last = min(first + _BLOCK, self.steps_per_epoch)
         taken = np.minimum(np.arange(first, last + 1) * self._plan.batch_size, self._shards.total)
         before = cumulative(self._shards.sizes, taken)
-        return np.diff(before, axis=0), before[:-1]
+        return list(map(tuple, np.diff(before, axis=0).tolist())), before[:-1]
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

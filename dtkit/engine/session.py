@@ -275,7 +275,7 @@ class Session:
         self, job: str, model: str, data: str, program: bytes, plan: JobPlan, *, alone: bool = False
     ) -> float:
         """Make a job. `alone`: this engine plays all shards by itself, without the group. Returns the learning rate."""
-        from dtkit.engine.data import Stream
+        from dtkit.engine.data import ArraySource, Stream
         from dtkit.engine.trainer import Job
         from dtkit.strategies.base import Setting
 
@@ -283,6 +283,8 @@ class Session:
         assert self.device is not None
         objective, optimizer, strategy = wire.loads(program)
         source, shards = self._data[data]
+        if isinstance(source, ArraySource):
+            objective = objective.having_seen(source.targets)
         mine = range(len(shards.sizes)) if alone else [self.group.rank]
         setting = Setting(None if alone else self.group, self.device, probe.clock(self.device), mine)
         network = copy.deepcopy(self._models[model])

@@ -103,7 +103,7 @@ class Job:
         mark = self.setting.clock.mark
         begun = mark()
         counts = self._stream.counts(self.step)
-        samples = int(sum(counts[s] for s in self.setting.shards))
+        samples = sum(counts[s] for s in self.setting.shards)
         batch = self._stream.batch(self.step)
         if batch is not None:
             batch = to_device(batch, self.setting.device)

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     import contextlib
     from collections.abc import Callable, Sequence
 
-    import numpy as np
     import torch
 
     from dtkit.engine.comm import Group
@@ -47,7 +46,13 @@ class Outcome:
 
 
 class Strategy(abc.ABC):
-    """How to parallelise. Subclasses are frozen dataclasses, so that their repr is what the user typed."""
+    """How to parallelise. Subclasses are frozen dataclasses (with ``repr=False``: see `__repr__`)."""
+
+    def __repr__(self) -> str:
+        """What the user typed: options at their defaults are left out."""
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]  # every subclass is a dataclass
+        given = [f"{f.name}={getattr(self, f.name)!r}" for f in fields if getattr(self, f.name) != f.default]
+        return f"{type(self).__name__}({', '.join(given)})"
 
     def check(self, world_size: int) -> None:
         """Raise ValueError where the cluster's size can't work."""
@@ -69,7 +74,7 @@ class Worker(abc.ABC):
     optimizer: torch.optim.Optimizer
 
     @abc.abstractmethod
-    def step(self, batch: Any, counts: np.ndarray) -> Outcome:
+    def step(self, batch: Any, counts: Sequence[int]) -> Outcome:
         """One synchronised step. `batch` is None where this rank has no sample; `counts` is by shard, all ranks."""
 
     @abc.abstractmethod

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,14 +24,12 @@ from dtkit.strategies.base import Outcome, Setting, Strategy, Worker, make_optim
 from dtkit.strategies.objective import MEAN, PAIR, Objective
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    import numpy as np
+    from collections.abc import Callable, Iterator, Sequence
 
     from dtkit.engine.comm import Group
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class DataParallel(Strategy):
     """Gradients are all-reduced in every step, weighted by sample counts, overlapping with backward.
 
@@ -63,6 +62,7 @@ class _Replica(Worker):
         self._group, self._setting = setting.group, setting
         self.optimizer = optimizer
         self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._uniform = len({(p.dtype, p.device) for p in self._parameters}) == 1
         self._form: int | None = None  # MEAN or PAIR: agreed upon in the first step
         self._seen = 0  # samples that this rank's buffers (batch statistics) were made from
         self._module = self._wrap()
@@ -83,10 +83,10 @@ class _Replica(Worker):
         self._group = group
         self._module = self._wrap()
 
-    def step(self, batch: Any, counts: np.ndarray) -> Outcome:
+    def step(self, batch: Any, counts: Sequence[int]) -> Outcome:
         """Forward, backward, all-reduce, update: parameters stay equal on all ranks."""
         mark = self._setting.clock.mark
-        some_rank_is_empty = self._group is not None and not counts.all()
+        some_rank_is_empty = self._group is not None and not all(counts)
         start = mark()
         self.optimizer.zero_grad()
         with self._module.no_sync() if some_rank_is_empty else contextlib.nullcontext():  # type: ignore[operator]
@@ -94,7 +94,8 @@ class _Replica(Worker):
             scale, share = self._scale(loss, weight, counts, summed=some_rank_is_empty)
             forward = mark()
             if loss is not None:
-                (loss * scale).backward()
+                unscaled = isinstance(scale, float) and scale == 1
+                (loss if unscaled else loss * scale).backward()
         if some_rank_is_empty:
             self._sum_gradients()
         finite = self._finite()
@@ -103,12 +104,12 @@ class _Replica(Worker):
             self.optimizer.step()
         else:
             self.optimizer.zero_grad()
-        self._seen += int(sum(counts[s] for s in self._setting.shards))
+        self._seen += sum(counts[s] for s in self._setting.shards)
         mean = None if loss is None else loss.detach() if weight is None else loss.detach() / weight
         return Outcome(mean, share, finite, (start, forward, backward, mark()))
 
     def _scale(
-        self, loss: torch.Tensor | None, weight: torch.Tensor | None, counts: np.ndarray, *, summed: bool
+        self, loss: torch.Tensor | None, weight: torch.Tensor | None, counts: Sequence[int], *, summed: bool
     ) -> tuple[torch.Tensor | float, torch.Tensor | float]:
         """(factor on the loss before backward, what the loss counts for in the global mean)."""
         if self._form is None:
@@ -116,8 +117,8 @@ class _Replica(Worker):
         # DDP divides by the number of ranks; an explicit sum does not.
         ranks = 1 if summed or self._group is None else self._group.world_size
         if self._form == MEAN:
-            mine = int(sum(counts[s] for s in self._setting.shards))
-            return mine * ranks / int(counts.sum()), float(mine)
+            mine = sum(counts[s] for s in self._setting.shards)
+            return mine * ranks / sum(counts), float(mine)
         own = torch.zeros((), dtype=torch.float64) if weight is None else weight.detach()
         total = own.to(self._setting.device, copy=True)
         if self._group is not None:
@@ -152,14 +153,19 @@ class _Replica(Worker):
             p.grad.copy_(summed.view_as(p))
 
     def _finite(self) -> bool:
-        """Whether all reduced gradients are finite: the same bits, so the same answer, on all ranks."""
+        """Whether all reduced gradients are finite: the same bits, so the same answer, on all ranks.
+
+        Asked in every step, so it must be cheap: one fused norm a tensor, and one number read.
+        """
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         if not gradients:
             return True
-        if bool(torch.nn.utils.get_total_norm(gradients).isfinite()):
-            return True
-        # The sum of squares may have overflowed although every gradient is finite.
-        return all(bool(g.isfinite().all()) for g in gradients)
+        if self._uniform:
+            total = float(torch.stack(torch._foreach_norm(gradients)).sum())  # noqa: SLF001 - as clip_grad_norm_ does
+        else:
+            total = float(torch.nn.utils.get_total_norm(gradients))
+        # The norm itself may have overflowed although every gradient is finite.
+        return math.isfinite(total) or all(bool(g.isfinite().all()) for g in gradients)
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[torch.nn.Module]:

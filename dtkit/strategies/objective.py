@@ -25,6 +25,13 @@ class Objective:
 
     loss: Callable[..., Any] | None
     step: Callable[..., Any] | None
+    watch: bool = True
+    """Whether to look for `ignore_index` in every batch's targets."""
+
+    def having_seen(self, targets: torch.Tensor) -> Objective:
+        """This objective for targets that are all known: looked through once, and not in every step."""
+        self._check_ignored(targets)
+        return dataclasses.replace(self, watch=False)
 
     def __call__(self, model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(mean loss, None) or (sum, weight)."""
@@ -42,14 +49,18 @@ class Objective:
         return output, target, *_checked(self._loss(output, target), "loss")
 
     def _loss(self, output: Any, target: Any) -> Any:
+        if self.watch:
+            self._check_ignored(target)
+        assert self.loss is not None
+        return self.loss(output, target)
+
+    def _check_ignored(self, target: Any) -> None:
         ignored = getattr(self.loss, "ignore_index", None)
-        if ignored is not None and not output.is_cuda and bool((target == ignored).any()):
+        if ignored is not None and isinstance(target, torch.Tensor) and bool((target == ignored).any()):
             raise ValueError(
                 f"targets contain ignore_index={ignored}: the mean over the others is not a mean over samples. "
                 f"Pass a loss that returns (sum, weight): {REMEDY}"
             )
-        assert self.loss is not None
-        return self.loss(output, target)
 
 
 REMEDY = "lambda out, y: (F.cross_entropy(out, y, ..., reduction='sum'), weight_of(y).sum())"

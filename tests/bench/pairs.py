@@ -1,0 +1,49 @@
+"""Alternating pairs: measure a thing and its reference in turn, so that a machine that drifts drifts for both."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+PAIRS = 7
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """Repeated measurements of one figure."""
+
+    values: Sequence[float]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.values)
+
+    def __str__(self) -> str:
+        return f"{self.median:.4g} ({min(self.values):.4g} to {max(self.values):.4g}, {len(self.values)} times)"
+
+
+def alternate(measure: Callable[[], float], reference: Callable[[], float], pairs: int) -> tuple[Sample, Sample]:
+    """`measure` and `reference` in turn; each returns its figure."""
+    found, bare = [], []
+    for _ in range(pairs):
+        bare.append(reference())
+        found.append(measure())
+        print(f"  pair: {found[-1]:.4g} against {bare[-1]:.4g}, ratio {found[-1] / bare[-1]:.3f}", flush=True)
+    return Sample(found), Sample(bare)
+
+
+def ratios(found: Sample, bare: Sample) -> Sample:
+    """Pair by pair."""
+    return Sample([a / b for a, b in zip(found.values, bare.values, strict=True)])
+
+
+def report(name: str, sample: Sample, *, unit: str = "", least: float | None = None, most: float | None = None) -> bool:
+    """Print a line with the target and whether it was met."""
+    met = (least is None or sample.median >= least) and (most is None or sample.median <= most)
+    target = f">= {least}" if least is not None else f"<= {most}"
+    print(f"{'met ' if met else 'MISS'}  {name}: {sample} {unit}, target {target}", flush=True)
+    return met

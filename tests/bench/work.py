@@ -1,0 +1,43 @@
+"""The training that is measured, the same under dtkit and under bare torchrun."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import nn
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """A multilayer perceptron on random numbers: `width` and `batch` set how long a step takes."""
+
+    width: int
+    depth: int
+    batch: int
+    """Samples per update over all ranks."""
+    steps: int
+    warm: int = 30
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(0)
+        layers: list[nn.Module] = [nn.Linear(64, self.width), nn.ReLU()]
+        for _ in range(self.depth):
+            layers += [nn.Linear(self.width, self.width), nn.ReLU()]
+        return nn.Sequential(*layers, nn.Linear(self.width, 10))
+
+    def data(self) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        rows = 8192
+        return torch.randn(rows, 64, generator=generator), torch.randint(10, (rows,), generator=generator)
+
+
+WORKS = {
+    "short steps (1 to 2 ms)": Work(width=64, depth=1, batch=64, steps=4000, warm=200),
+    "steps of 20 ms and more": Work(width=512, depth=3, batch=1024, steps=300),
+}
+TARGETS = {"short steps (1 to 2 ms)": 0.90, "steps of 20 ms and more": 0.97}
+
+
+def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 import ipyparallel as ipp
 
 from dtkit import __version__, host, shared, units, warden, wire
+from dtkit.engine import limits
 from dtkit.engine.probe import hello
 from dtkit.entry import MIMETYPE, Entry
 from dtkit.errors import ClusterClosed, ClusterError, EngineError, VersionMismatch
@@ -864,7 +865,7 @@ class _DevicePlan:
         if self.devices[rank] == "cpu":
             found["CUDA_VISIBLE_DEVICES"] = ""
         if memory_limit is not None:
-            found["DTKIT_MEMORY_LIMIT"] = str(memory_limit)
+            found[limits.VARIABLE] = str(memory_limit)
         return found
 
 

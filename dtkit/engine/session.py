@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from dtkit import wire
 from dtkit.engine import probe
 from dtkit.engine.channel import Channel, current
+from dtkit.engine.limits import limit_memory
 from dtkit.errors import Refused
 from dtkit.records import Failure, Reply, Request
 from dtkit.shipment import Shipment, ship
@@ -148,6 +149,7 @@ class Session:
         p = torch.nn.Parameter(torch.zeros(1))
         p.grad = torch.zeros(1)
         torch.optim.SGD([p], lr=0.1).step()
+        limit_memory()
 
     def _limit_collectives(self, seconds: float) -> None:
         assert self.group is not None

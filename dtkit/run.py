@@ -24,7 +24,6 @@ from dtkit.records import State, Status
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping
 
-    import torch
     from matplotlib.figure import Figure
 
     from dtkit.cluster import Cluster
@@ -266,7 +265,7 @@ class Run:
     # -- the model --------------------------------------------------------------------------------------------
 
     @property
-    def model(self) -> torch.nn.Module:
+    def model(self) -> Any:
         """The model as trained so far: a new object in the notebook, on the CPU. Yours stays as it was."""
         return self._order.copies.build(self._fetch())
 

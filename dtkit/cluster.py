@@ -381,6 +381,10 @@ class Cluster:
         finally:
             self.discard(shipment)
 
+    def next_attempt(self) -> int:
+        """A number for each script that makes its own group: torchrun's restart count."""
+        return next(self._attempts)
+
     def let_go(self, key: str) -> None:
         """Free data, a model or a job with the next call. A finalizer may call this, from any thread."""
         self._unwanted.append(key)
@@ -594,8 +598,8 @@ class Cluster:
                 n.host,
                 str(n.pid),
                 n.device,
-                units.bytes_text(n.memory_total - n.memory_free),
-                units.bytes_text(n.memory_free),
+                units.size(n.memory_total - n.memory_free),
+                units.size(n.memory_free),
                 str(n.threads),
                 self.backend,
             ]
@@ -903,8 +907,8 @@ def _checked_size(n: int | None, launcher: str) -> int:
     most = host.most_engines()
     if launcher == "local" and n > most:
         raise ValueError(
-            f"Cluster({n}): this machine's free memory ({units.bytes_text(host.memory().free)}) carries {most} engines at "
-            f"about {units.bytes_text(host.ENGINE_BYTES)} each. Use Cluster({most}) or fewer"
+            f"Cluster({n}): this machine's free memory ({units.size(host.memory().free)}) carries {most} engines at "
+            f"about {units.size(host.ENGINE_BYTES)} each. Use Cluster({most}) or fewer"
         )
     return n
 

@@ -108,7 +108,7 @@ def _load_by_function(cluster: Cluster, function: Any) -> tuple[str, int]:
 def _send(cluster: Cluster, data: Any, rows: np.ndarray, sizes: Sequence[int]) -> Placed:
     key = cluster.new_key("data")
     packed = cluster.pack((data, rows), name="data")
-    with waiting(f"sending {units.bytes_text(packed.nbytes)} to {cluster.world_size} engines"):
+    with waiting(f"sending {units.size(packed.nbytes)} to {cluster.world_size} engines"):
         cluster.deliver("load", packed, key=key, sizes=tuple(sizes))
     return Placed(cluster, key, int(sum(sizes)))
 

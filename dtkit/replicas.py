@@ -58,7 +58,7 @@ class Replicas:
 
     def _headline(self) -> str:
         same = "identical" if self.identical else "NOT identical"
-        size = f"{self.parameters:,} parameters, {units.bytes_text(self.nbytes)}"
+        size = f"{self.parameters:,} parameters, {units.size(self.nbytes)}"
         return f"{self.name} on {len(self.checksums)} ranks, {size}, {same}"
 
     def __repr__(self) -> str:
@@ -79,7 +79,7 @@ def broadcast(cluster: Cluster, model: Any) -> Replicas:
     model = _checked(model)
     key = cluster.new_key("model")
     packed = cluster.pack(model, name="model")
-    with waiting(f"sending {type(model).__name__}, {units.bytes_text(packed.nbytes)}"):
+    with waiting(f"sending {type(model).__name__}, {units.size(packed.nbytes)}"):
         checksums = cluster.deliver("place", packed, broadcast=True, key=key)
     return Replicas(cluster, key, packed, model, checksums)
 

@@ -1,8 +1,88 @@
-"""Numbers with units, for people."""
+"""Numbers as people read them, the same in every view: ``4,258 samples/s``, ``119 ms``, ``1.2 GB``."""
 
 from __future__ import annotations
 
+import math
 import re
+
+NOTHING = "—"
+"""Stands where a number is not known."""
+
+
+def _significant(value: float, digits: int = 3) -> str:
+    """`value` with `digits` significant digits, thousands grouped, never in exponent form."""
+    magnitude = math.floor(math.log10(abs(value))) if value else 0
+    return f"{value:,.{max(0, digits - 1 - magnitude)}f}"
+
+
+def rate(value: float | None) -> str:
+    """Samples per second, without the unit: ``4,258``, ``12.5``, ``0.31``."""
+    if value is None or not math.isfinite(value):
+        return NOTHING
+    return f"{value:,.0f}" if value >= 100 else _significant(value)
+
+
+def loss(value: float | None) -> str:
+    """A loss or a metric: ``0.503``, ``12.3``, ``1.2e-05``, ``NaN``."""
+    if value is None:
+        return NOTHING
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value) or value == 0:
+        return f"{value:g}"
+    return _significant(value) if 1e-3 <= abs(value) < 1e5 else f"{value:.2g}"
+
+
+def duration(seconds: float | None) -> str:
+    """A time: ``350 µs``, ``1.5 ms``, ``119 ms``, ``1.24 s``, ``43 s``, ``2 min 5 s``, ``1 h 3 min``."""
+    if seconds is None or not math.isfinite(seconds):
+        return NOTHING
+    if seconds <= 0:
+        return "0 s"
+    if seconds < 0.9995e-3:
+        return f"{seconds * 1e6:.0f} µs"
+    if seconds < 0.9995:
+        return f"{seconds * 1e3:.0f} ms" if seconds >= 9.95e-3 else f"{seconds * 1e3:.1f} ms"
+    if seconds < 9.995:
+        return f"{seconds:.2f} s"
+    return _long(round(seconds))
+
+
+def clock(seconds: float) -> str:
+    """A time that ticks, in whole seconds: ``7 s``, ``2 min 5 s``, ``1 h 3 min``."""
+    return _long(max(0, int(seconds)))
+
+
+def _long(whole: int) -> str:
+    """Whole seconds in the two largest units that say something."""
+    minutes, seconds = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours:,} h {minutes} min"
+    return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
+
+
+def size(count: float | None) -> str:
+    """Bytes in decimal units: ``512 B``, ``315 MB``, ``1.2 GB``."""
+    if count is None or not math.isfinite(count):
+        return NOTHING
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 999.5:
+            return f"{count:.1f} {unit}" if unit == "GB" else f"{count:.0f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def plural(count: int, noun: str) -> str:
+    """``1 node``, ``4 nodes``."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def plain(text: str, limit: int = 300) -> str:
+    """`text` of an engine made safe to show: no control characters, one line, at most `limit` characters."""
+    clean = "".join(c if c.isprintable() else " " for c in text[: 2 * limit]).strip()
+    return clean if len(clean) <= limit else clean[: limit - 1] + "…"
+
 
 _FACTORS = {
     "": 1,
@@ -15,29 +95,6 @@ _FACTORS = {
     "gi": 2**30,
     "ti": 2**40,
 }
-
-
-def bytes_text(count: float) -> str:
-    """1234567 -> "1.2 MB"; powers of a thousand."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(count) < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
-
-
-def time_text(seconds: float) -> str:
-    """0.119 -> "119 ms"; 75 -> "1 min 15 s"."""
-    if seconds < 1e-3:
-        return f"{seconds * 1e6:.0f} µs"
-    if seconds < 1:
-        return f"{seconds * 1e3:.3g} ms"
-    if seconds < 60:
-        return f"{seconds:.3g} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s"
-    return f"{minutes // 60} h {minutes % 60} min"
 
 
 def parse_bytes(value: int | str) -> int:

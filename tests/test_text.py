@@ -5,7 +5,8 @@ import itertools
 
 import pytest
 
-from dtkit.dashboard import text, units
+from dtkit import units
+from dtkit.dashboard import text
 from dtkit.records import State
 from tests.fake_source import FakeSource
 from tests.test_live import Timers

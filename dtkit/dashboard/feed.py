@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dtkit.dashboard import units
+from dtkit import units
 from dtkit.dashboard.glance import epoch, glance, tiles
 from dtkit.dashboard.series import CHARTS, Curves
 

@@ -16,7 +16,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from dtkit.dashboard import units
+from dtkit import units
 from dtkit.dashboard.feed import MARKED
 from dtkit.dashboard.series import LOSS, MAX_LINES, THROUGHPUT, Part, sample
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dtkit.dashboard import units
+from dtkit import units
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

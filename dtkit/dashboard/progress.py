@@ -1,9 +1,110 @@
-"""Placeholder until the elapsed-time line is written here (see the helper's task)."""
+"""A line with the elapsed time for what takes over a second: starting engines, sending data.
+
+Work that is done sooner shows nothing. In a notebook the line is a display of its own, cleared at the end; on a
+terminal it is rewritten in place; anywhere else it is printed once.
+"""
+
+from __future__ import annotations
+
 import contextlib
-from collections.abc import Iterator
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any, Protocol
+
+from dtkit import units
+from dtkit.dashboard.display import in_notebook
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+FIRST_S, EVERY_S = 1.0, 0.5
+
+
+class _Line(Protocol):
+    def show(self, text: str) -> None: ...
+
+    def clear(self) -> None: ...
+
+
+class Progress:
+    """What is being waited for; `update` changes the words."""
+
+    def __init__(self, text: str) -> None:
+        self._text, self._begun = text, time.monotonic()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="dtkit-progress", daemon=True)
+        self._line: _Line | None = None
+
+    def update(self, text: str) -> None:
+        """Say what is being done now."""
+        self._text = text
+
+    def _run(self) -> None:
+        wait = FIRST_S
+        while not self._over.wait(wait):
+            wait = EVERY_S
+            if self._line is None:
+                self._line = _new_line()
+            self._line.show(f"{self._text} … {units.clock(time.monotonic() - self._begun)}")
+        if self._line is not None:
+            self._line.clear()
 
 
 @contextlib.contextmanager
-def waiting(text: str) -> Iterator[None]:
-    """Nothing yet."""
-    yield
+def waiting(text: str) -> Iterator[Progress]:
+    """Show `text` and the elapsed time while the block runs, if it runs for over a second."""
+    progress = Progress(text)
+    progress._thread.start()  # noqa: SLF001 - this module's own
+    try:
+        yield progress
+    finally:
+        progress._over.set()  # noqa: SLF001
+        progress._thread.join(timeout=5)  # noqa: SLF001
+
+
+def _new_line() -> _Line:
+    if in_notebook():
+        return _NotebookLine()
+    return _TerminalLine() if sys.stderr.isatty() else _PlainLine()
+
+
+class _NotebookLine:
+    """A display handle: it belongs to the cell that it is made in, and can be updated from any thread."""
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+
+    def show(self, text: str) -> None:
+        from IPython.display import display
+
+        data = {"text/plain": text}
+        if self._handle is None:
+            self._handle = display(data, raw=True, display_id=True)  # type: ignore[no-untyped-call]
+        else:
+            self._handle.update(data, raw=True)
+
+    def clear(self) -> None:
+        self._handle.update({"text/plain": ""}, raw=True)
+
+
+class _TerminalLine:
+    def show(self, text: str) -> None:
+        sys.stderr.write(f"\r{text}\x1b[K")
+        sys.stderr.flush()
+
+    def clear(self) -> None:
+        sys.stderr.write("\r\x1b[K")
+        sys.stderr.flush()
+
+
+class _PlainLine:
+    _shown = False
+
+    def show(self, text: str) -> None:
+        if not self._shown:
+            self._shown = True
+            sys.stderr.write(f"{text}\n")
+
+    def clear(self) -> None:
+        pass

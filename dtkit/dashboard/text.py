@@ -12,7 +12,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, TextIO
 
-from dtkit.dashboard import units
+from dtkit import units
 from dtkit.dashboard.glance import Glance, epoch, glance
 from dtkit.dashboard.throttle import Throttle, on_timer
 

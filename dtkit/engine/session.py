@@ -17,6 +17,7 @@ import hashlib
 import os
 import pickle
 import socket
+import sys
 import threading
 import traceback
 from typing import TYPE_CHECKING, Any
@@ -106,6 +107,7 @@ class Session:
         if self.group is not None:
             self.group.close()
             self.group = None
+        vars(sys).pop("ps1", None)  # IPython's mark of a prompt, by which Lightning refuses to start its DDP
         if spec.threads is not None:
             torch.set_num_threads(spec.threads)
         self.device = torch.device(spec.device)
@@ -167,12 +169,13 @@ class Session:
     ) -> tuple[Shipment, list[Any]]:
         """Call ``fn(*args, **kwargs)``; with a `port`, under torchrun's environment and without our group."""
         channel = Channel(publish)
-        fn, args, kwargs = shipment.unload()
+
+        def work() -> Any:
+            fn, args, kwargs = shipment.unload()
+            return fn(*args, **kwargs)
+
         with current(channel):
-            if port is None:
-                value = self._breaking(lambda: fn(*args, **kwargs))
-            else:
-                value = self._as_torchrun(lambda: fn(*args, **kwargs), port, attempt)
+            value = self._breaking(work) if port is None else self._as_torchrun(work, port, attempt)
         return ship(wire.pack(value, name="the function's result"), self._keeper), channel.items
 
     def _breaking(self, work: Callable[[], Any]) -> Any:

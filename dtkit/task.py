@@ -1,0 +1,191 @@
+"""A user's own function on every rank: for one's own loops, and for whole scripts.
+
+What ranks log and print comes live, numbered, as messages that may be lost; the call's return carries all of it and
+fills the gaps. Each rank answers for itself, so the first failure is seen at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from typing import TYPE_CHECKING, Any
+
+from dtkit.dashboard import calls
+from dtkit.errors import DtkitError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from concurrent.futures import Future
+
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+    from dtkit.cluster import Cluster
+    from dtkit.records import Reply
+    from dtkit.shipment import Shipment
+
+_log = logging.getLogger("dtkit")
+# A user's loop may train for days. What can't wait is seen otherwise: a failed rank at once, a lost engine by its nanny.
+_FOR_EVER_S = 1e7
+_AFTER_INTERRUPT_S = 30.0
+
+
+class Task:
+    """A function running on all ranks. ``result()`` waits; shown in a cell it is live.
+
+    ``rows`` has what `dtkit.log` reported (dicts with rank and index), ``output`` what was printed (rank, line).
+    """
+
+    def __init__(self, cluster: Cluster, name: str, *, own_group: bool) -> None:
+        self.name, self.world_size = name, cluster.world_size
+        self.rows: list[dict[str, Any]] = []
+        self.output: list[tuple[int, str]] = []
+        self.state = "running"
+        """"running", "done" or "failed"."""
+        self._cluster, self._own_group = cluster, own_group
+        self._heard = [0] * cluster.world_size  # items taken from each rank
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._value: list[Any] = []
+        self._error: BaseException | None = None
+        self._callbacks: list[Callable[[], None]] = []
+
+    # -- while it runs ----------------------------------------------------------------------------------------
+
+    def hear(self, rank: int, first: int, items: Sequence[tuple[str, Any]]) -> None:
+        """Take a rank's items, numbered from `first`; what is behind a gap waits for the call's return."""
+        with self._lock:
+            known = self._heard[rank]
+            if first > known:
+                return
+            for kind, what in items[known - first :]:
+                if kind == "row":
+                    self.rows.append({"rank": rank, "index": self._rows_of(rank), **what})
+                else:
+                    self.output.append((rank, what))
+                self._heard[rank] += 1
+        self._notify()
+
+    def _rows_of(self, rank: int) -> int:
+        return sum(row["rank"] == rank for row in self.rows)
+
+    def collect(self, futures: Sequence[Future[Reply]], shipment: Shipment) -> None:
+        """Wait for all ranks and settle. Runs on a thread of the task's own."""
+        try:
+            replies = self._cluster.collect(futures, _FOR_EVER_S)
+            self._cluster.discard(shipment)
+            self._take(replies)
+        except BaseException as error:  # noqa: BLE001 - the boundary of the call: `result` raises it
+            self._error = error
+        finally:
+            self.state = "done" if self._error is None else "failed"
+            self._over.set()
+            self._notify()
+
+    def _take(self, replies: Sequence[Reply]) -> None:
+        for rank, reply in enumerate(replies):
+            if isinstance(reply.value, tuple):
+                self.hear(rank, 0, reply.value[1])
+        try:
+            values = self._cluster.values(replies)
+        finally:
+            if self._own_group:
+                self._come_back(healed=any(reply.failure for reply in replies))
+        self._value = [self._unload(shipment) for shipment, _ in values]
+
+    def _come_back(self, *, healed: bool) -> None:
+        """The script's group has ended; form ours again."""
+        if not healed:
+            self._cluster.form()
+
+    def _unload(self, shipment: Shipment) -> Any:
+        try:
+            return shipment.unload()
+        finally:
+            shipment.discard()
+
+    # -- for the user -----------------------------------------------------------------------------------------
+
+    def done(self) -> bool:
+        """Whether all ranks have answered."""
+        return self._over.is_set()
+
+    def result(self, timeout: float | None = None) -> list[Any]:
+        """What the function returned, by rank; raises what failed it. TimeoutError leaves it running."""
+        if not self._over.wait(timeout):
+            raise TimeoutError(f"{self.name} still runs after {timeout} s; wait again, or end it with cancel()")
+        if self._error is not None:
+            raise self._error
+        return list(self._value)
+
+    def follow(self) -> list[Any]:
+        """As `result`, with a live view. An interrupt reaches the engines and is raised again."""
+        with calls.following(self):
+            try:
+                self._over.wait()
+            except KeyboardInterrupt:
+                self.cancel()
+                self._over.wait(_AFTER_INTERRUPT_S)
+                raise
+        return self.result(0)
+
+    def cancel(self) -> None:
+        """Interrupt the engines: the function ends there with KeyboardInterrupt."""
+        if not self.done():
+            self._cluster.interrupt()
+
+    def to_pandas(self) -> pd.DataFrame:
+        """A DataFrame of what was logged: rank, index and a column per name. Needs pandas."""
+        import pandas as pd
+
+        return pd.DataFrame(self.rows)
+
+    def figure(self) -> Figure:
+        """What was logged, as a matplotlib Figure: an axes per name, a line per rank."""
+        return calls.figure(self)
+
+    def subscribe(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Have `callback` called after every change, from any thread; returns what ends that."""
+        self._callbacks.append(callback)
+
+        def unsubscribe() -> None:
+            with contextlib.suppress(ValueError):
+                self._callbacks.remove(callback)
+
+        return unsubscribe
+
+    def _notify(self) -> None:
+        for callback in list(self._callbacks):
+            try:
+                callback()
+            except Exception:  # an error in a view never touches the call; it is logged
+                _log.exception("a view of %s failed", self.name)
+
+    def __repr__(self) -> str:
+        return calls.summary(self)
+
+    def _ipython_display_(self) -> None:
+        calls.show(self)
+
+
+def start(
+    cluster: Cluster, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, own_group: bool
+) -> Task:
+    """See :meth:`dtkit.Cluster.submit`."""
+    cluster.check_open()
+    if not callable(fn):
+        raise TypeError(f"fn is a {type(fn).__name__}, which can't be called; give a function, as in cluster.run(main, x)")
+    name = getattr(fn, "__name__", type(fn).__name__)
+    task = Task(cluster, name, own_group=own_group)
+    shipment = cluster.upload(cluster.pack((fn, args, kwargs), name=name))
+    try:
+        group: dict[str, Any] = {}
+        if own_group:
+            group = {"port": cluster.ask("open_store", ranks=[0])[0], "attempt": cluster.next_attempt()}
+        futures = cluster.fan_out("call", listen=task.hear, shipment=shipment, **group)
+    except DtkitError:
+        cluster.discard(shipment)
+        raise
+    threading.Thread(target=task.collect, args=(futures, shipment), name=f"dtkit-{name}", daemon=True).start()
+    return task

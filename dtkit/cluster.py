@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 import ipyparallel as ipp
 
 from dtkit import __version__, host, shared, units, warden, wire
+from dtkit.dashboard.progress import waiting
 from dtkit.engine import limits
 from dtkit.engine.probe import hello
 from dtkit.entry import MIMETYPE, Entry
@@ -100,8 +101,10 @@ class Cluster:
         limit = None if memory_limit is None else units.parse_bytes(memory_limit)
         plan = _plan_devices(n, device, threads)
         shared.sweep()
-        transport = _Started(n, launcher, plan, limit, timeout, lease)
-        self._open(transport, transport.folder, transport.keeper, plan, timeout, step_timeout, interface)
+        with waiting(f"starting {units.plural(n, 'engine')}") as progress:
+            transport = _Started(n, launcher, plan, limit, timeout, lease)
+            progress.update(f"loading torch on {units.plural(n, 'engine')}")
+            self._open(transport, transport.folder, transport.keeper, plan, timeout, step_timeout, interface)
 
     @classmethod
     def over(

@@ -74,16 +74,26 @@ class NonFiniteError(EngineError):
 
 
 def _explain(failures: Sequence[Failure]) -> str:
-    """One message from many: the causes with their tracebacks, the victims in one line."""
+    """One message from many: causes with the first one's traceback, equal ones together, the victims in one line."""
     causes = [f for f in failures if not f.victim] or list(failures[:1])
     victims = [f.rank for f in failures if f.victim and f not in causes]
-    lines = []
+    alike: dict[tuple[object, ...], list[Failure]] = {}
     for cause in causes:
-        at = f", step {cause.step}" if cause.step is not None else ""
-        lines.append(f"rank {cause.rank} on {cause.host}{at}: {cause.type}: {cause.message}")
+        alike.setdefault((cause.step, cause.type, cause.message), []).append(cause)
+    lines = []
+    for (step, kind, message), same in alike.items():
+        at = f", step {step}" if step is not None else ""
+        hosts = ", ".join(dict.fromkeys(f.host for f in same))
+        lines.append(f"{_ranks([f.rank for f in same])} on {hosts}{at}: {kind}: {message}")
     if causes[0].traceback:
         lines.append(f"\nTraceback of rank {causes[0].rank}:\n{causes[0].traceback.rstrip()}")
     if victims:
-        who = "rank" if len(victims) == 1 else "ranks"
-        lines.append(f"\n{who} {', '.join(map(str, victims))} only lost their peer.")
+        lines.append(f"\n{_ranks(victims)} only lost {'its peer' if len(victims) == 1 else 'their peers'}.")
     return "\n".join(lines)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """"rank 1", "ranks 0, 2 and 3"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

@@ -37,6 +37,7 @@ INK, MUTED, GRID = "#1a1a1a", "#5f5f5f", "#e4e4e4"
 MARK_GLYPH = {"pause": "‖", "resume": "▶", "lr": "lr", "error": "✕", "stop": "■"}
 _LABEL_GAP = 0.062  # of the axes' height: two labels closer than that would overlap
 _DPI = 160
+_SMOOTH = 64  # points of the throughput: single steps of a few milliseconds say more of the scheduler than of training
 
 
 def run_figure(source: Source, panels: Sequence[Panel] | None = None) -> Figure:
@@ -81,7 +82,7 @@ def draw_loss(ax: Axes, history: History) -> None:
 def draw_throughput(ax: Axes, history: History) -> None:
     """Samples per second per node, and of all nodes together divided by their number."""
     ranks = max(history.ranks, default=-1) + 1
-    part = sample(history, THROUGHPUT, ranks)
+    part = sample(history, THROUGHPUT, ranks, _SMOOTH)
     _draw_lines(ax, part, ranks, f"all ÷ {ranks}")
     _title_panel(ax, "Throughput", ranks, "samples/s ")
     if np.isfinite(part.values).any():

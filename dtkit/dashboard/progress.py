@@ -1,7 +1,7 @@
 """A line with the elapsed time for what takes over a second: starting engines, sending data.
 
-Work that is done sooner shows nothing. In a notebook the line is a display of its own, cleared at the end; on a
-terminal it is rewritten in place; anywhere else it is printed once.
+Work that is done sooner shows nothing. In a notebook the line is a display of its own, which says at the end how
+long it took; on a terminal it is rewritten in place and then goes; anywhere else it is printed once.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ FIRST_S, EVERY_S = 1.0, 0.5
 class _Line(Protocol):
     def show(self, text: str) -> None: ...
 
-    def clear(self) -> None: ...
+    def end(self, text: str) -> None: ...
 
 
 class Progress:
     """What is being waited for; `update` changes the words."""
 
     def __init__(self, text: str) -> None:
-        self._text, self._begun = text, time.monotonic()
+        self._name = self._text = text
+        self._begun = time.monotonic()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dtkit-progress", daemon=True)
         self._line: _Line | None = None
@@ -48,7 +49,7 @@ class Progress:
                 self._line = _new_line()
             self._line.show(f"{self._text} … {units.clock(time.monotonic() - self._begun)}")
         if self._line is not None:
-            self._line.clear()
+            self._line.end(f"{self._name}: {units.clock(time.monotonic() - self._begun)}")
 
 
 @contextlib.contextmanager
@@ -84,8 +85,9 @@ class _NotebookLine:
         else:
             self._handle.update(data, raw=True)
 
-    def clear(self) -> None:
-        self._handle.update({"text/plain": ""}, raw=True)
+    def end(self, text: str) -> None:
+        # A display can't be taken back, and an empty one would leave a gap: it becomes what it took.
+        self._handle.update({"text/plain": text}, raw=True)
 
 
 class _TerminalLine:
@@ -93,7 +95,7 @@ class _TerminalLine:
         sys.stderr.write(f"\r{text}\x1b[K")
         sys.stderr.flush()
 
-    def clear(self) -> None:
+    def end(self, text: str) -> None:  # noqa: ARG002 - the line goes, as if it had not been
         sys.stderr.write("\r\x1b[K")
         sys.stderr.flush()
 
@@ -106,5 +108,5 @@ class _PlainLine:
             self._shown = True
             sys.stderr.write(f"{text}\n")
 
-    def clear(self) -> None:
+    def end(self, text: str) -> None:
         pass

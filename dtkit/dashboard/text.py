@@ -93,7 +93,7 @@ class TextProgress:
         self._source, self._stream = source, stream
         self.tty = stream.isatty() if tty is None else tty
         self._height = 0
-        self._events = 0
+        self._events = len(source.history.events)
         self._written: list[str] | None = None
 
     def update(self) -> None:

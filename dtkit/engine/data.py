@@ -129,6 +129,15 @@ class Stream:
         table, _ = self._counts(within // _BLOCK)
         return table[within % _BLOCK]
 
+    def step_with(self, count: int) -> tuple[int, int] | None:
+        """(step of the epoch, shard) of a shard that gives exactly `count` samples to a step, if there is one."""
+        for block in range(-(-self.steps_per_epoch // _BLOCK)):
+            table, _ = self._counts(block)
+            for k, counts in enumerate(table):
+                if count in counts:
+                    return block * _BLOCK + k, counts.index(count)
+        return None
+
     def rows(self, step: int) -> np.ndarray:
         """The rows that this worker takes in a step."""
         parts = [self._rows_of(shard, step) for shard in self._mine]

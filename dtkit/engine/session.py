@@ -280,6 +280,7 @@ class Session:
         self, job: str, model: str, data: str, program: bytes, plan: JobPlan, *, alone: bool = False
     ) -> float:
         """Make a job. `alone`: this engine plays all shards by itself, without the group. Returns the learning rate."""
+        from dtkit.engine.checks import check_batch_norm
         from dtkit.engine.data import ArraySource, Stream
         from dtkit.engine.trainer import Job
         from dtkit.strategies.base import Setting
@@ -294,6 +295,8 @@ class Session:
         setting = Setting(None if alone else self.group, self.device, probe.clock(self.device), mine)
         network = copy.deepcopy(self._models[model])
         stream = Stream(source, shards, plan, mine)
+        if not alone:
+            check_batch_norm(network.train(), objective, source, stream, self.group.world_size)
         seed = plan.seed + (0 if alone else self.group.rank)
         self._jobs[job] = Job(network, objective, optimizer, strategy, stream, setting, seed)
         if alone:

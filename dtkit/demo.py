@@ -1,0 +1,82 @@
+"""The main job in a terminal: ``python -m dtkit.demo`` trains a small network on real digits and proves it right."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import dtkit
+
+HELD_OUT = 297
+
+
+def network() -> nn.Module:
+    """A convolutional network for 8 x 8 pictures."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(512, 10),
+    )
+
+
+def accuracy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The share of right answers."""
+    return (output.argmax(1) == target).float().mean()
+
+
+def digits() -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    """scikit-learn's digits, shuffled: (training, held out) images of (1, 8, 8) and labels."""
+    try:
+        from sklearn.datasets import load_digits
+    except ModuleNotFoundError:
+        sys.exit("the demo trains on scikit-learn's digits; install it: pip install scikit-learn")
+    import numpy as np
+
+    images, labels = load_digits(return_X_y=True)
+    order = np.random.default_rng(0).permutation(len(labels))
+    images = (images[order] / 16).astype("float32").reshape(-1, 1, 8, 8)
+    labels = labels[order]
+    return (images[HELD_OUT:], labels[HELD_OUT:]), (images[:HELD_OUT], labels[:HELD_OUT])
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Train, evaluate, verify, and write a picture."""
+    parser = argparse.ArgumentParser(prog="python -m dtkit.demo", description=__doc__)
+    parser.add_argument("--engines", type=int, default=None, help="by default what this machine carries")
+    parser.add_argument("--epochs", type=int, default=15)
+    parser.add_argument("--picture", type=Path, default=Path("dtkit-demo.png"))
+    asked = parser.parse_args(arguments)
+    training, held_out = digits()
+    with dtkit.Cluster(asked.engines) as cluster:
+        print(cluster, "\n")
+        part = cluster.partition(training, by="stratified", seed=0)
+        print(part, "\n")
+        run = cluster.train(
+            network(),
+            part,
+            loss=nn.CrossEntropyLoss(),
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+            batch_size=64,
+            epochs=asked.epochs,
+            metrics={"accuracy": accuracy},
+        )
+        run.wait()
+        found = run.evaluate(held_out)
+        print(f"\naccuracy on {found.samples} rows that it never saw: {found.values['accuracy']:.1%}\n")
+        run.verify()
+        run.figure().savefig(asked.picture)
+        print(f"\nthe picture of the run: {asked.picture.resolve()}")
+
+
+if __name__ == "__main__":
+    main()

@@ -53,9 +53,11 @@ def main(arguments: list[str] | None = None) -> None:
     """Train, evaluate, verify, and write a picture."""
     parser = argparse.ArgumentParser(prog="python -m dtkit.demo", description=__doc__)
     parser.add_argument("--engines", type=int, default=None, help="by default what this machine carries")
-    parser.add_argument("--epochs", type=int, default=15)
-    parser.add_argument("--picture", type=Path, default=Path("dtkit-demo.png"))
+    parser.add_argument("--epochs", type=int, default=15, help="passes over the data (%(default)s)")
+    parser.add_argument("--picture", type=Path, default=Path("dtkit-demo.png"), help="where to write it (%(default)s)")
     asked = parser.parse_args(arguments)
+    if not asked.picture.parent.is_dir():  # known before anything is started
+        parser.error(f"--picture {asked.picture}: there is no folder {asked.picture.parent}; make it, or name another")
     training, held_out = digits()
     with dtkit.Cluster(asked.engines) as cluster:
         print(cluster, "\n")

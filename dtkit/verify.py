@@ -4,8 +4,9 @@ Two jobs are made from the kept start: one on all ranks, and one on rank 0 alone
 that both see the same rows in the same steps. After so many steps their parameters are compared. What differs by
 nature (statistics over a rank's own part of the batch, random draws) is named and not judged.
 
-Parameters whose true gradient is zero (the key bias of attention, a bias before BatchNorm) hold nothing but rounding,
-which Adam-like optimisers amplify; they are named apart and held to a wider bound.
+Numbers whose true gradient is zero (the key bias of attention, a bias before BatchNorm) move by nothing but rounding,
+which Adam-like optimisers amplify; they are found number by number (the key bias is a third of one parameter), named
+apart and held to a wider bound.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _ZERO = {"float64": 1e-13, "float32": 1e-6}  # a gradient below this share of th
 
 @dataclasses.dataclass(frozen=True)
 class Verification:
-    """The answer. ``differences`` has the largest absolute difference of each parameter and buffer."""
+    """The answer. ``differences`` has the largest absolute difference in each parameter and buffer."""
 
     verdict: str
     """"PASS", "FAIL" or "NOT COMPARABLE"."""
@@ -38,10 +39,11 @@ class Verification:
     world_size: int
     dtype: str
     difference: float
-    """The largest one, parameters of zero gradient apart."""
+    """The largest one, numbers of zero gradient apart."""
     tolerance: float
     differences: Mapping[str, float]
-    zero_gradient: tuple[str, ...]
+    zero_gradient: Mapping[str, tuple[int, float]]
+    """Parameters with numbers whose true gradient is zero: how many, and their largest difference."""
     modules: tuple[str, ...]
     """What makes the two not comparable, as "name (Type): why"."""
 
@@ -57,11 +59,9 @@ class Verification:
         ]
         if self.verdict == "FAIL":
             lines.append(f"  worst: {worst}, {self.differences[worst]:.3g}")
-        for name in self.zero_gradient:
+        for name, (count, largest) in self.zero_gradient.items():
             bound = ZERO_TOLERANCE.get(self.dtype, _HALF)
-            lines.append(
-                f"  {name}: its true gradient is zero, so it holds rounding: {self.differences[name]:.3g}, bound {bound:g}"
-            )
+            lines.append(f"  {name}: {count} numbers of zero gradient hold rounding alone: {largest:.3g}, bound {bound:g}")
         lines += [f"  {module}" for module in self.modules]
         return "\n".join(lines)
 
@@ -80,7 +80,7 @@ def verify(cluster: Cluster, order: Order, steps: int) -> Verification:
     try:
         state = _train(cluster, order, together, steps, None)
         reference = _train(cluster, order, alone, steps, [0])
-        gradients = cluster.ask("gradients", job=alone, ranks=[0])[0]
+        gradients = _fetch(cluster, "gradients", alone, [0])
     finally:
         cluster.let_go(together)
         cluster.let_go(alone)
@@ -102,34 +102,39 @@ def _train(
                 f"Verify fewer steps: run.verify(steps={max(1, advance.step)})"
             )
         done = advance.step
-    shipment = cluster.ask("state", job=job, ranks=ranks)[0]
+    return _fetch(cluster, "state", job, ranks)
+
+
+def _fetch(cluster: Cluster, what: str, job: str, ranks: list[int] | None) -> Mapping[str, Any]:
+    shipment = cluster.ask(what, job=job, ranks=ranks)[0]
     try:
-        state: Mapping[str, Any] = shipment.unload()
+        found: Mapping[str, Any] = shipment.unload()
     finally:
         shipment.discard()
-    return state
+    return found
 
 
 def judge(
     state: Mapping[str, torch.Tensor],
     reference: Mapping[str, torch.Tensor],
-    gradients: Mapping[str, float],
+    gradients: Mapping[str, torch.Tensor],
     modules: tuple[str, ...],
     steps: int,
     world_size: int,
 ) -> Verification:
-    """Compare two state dicts. `gradients`: the largest gradient of each parameter over the steps."""
+    """Compare two state dicts. `gradients`: the largest absolute gradient of every number over the steps."""
     dtype = _widest_error(state[name] for name in gradients if name in state)
-    differences = {name: _difference(state[name], reference[name]) for name in reference}
-    largest = max(gradients.values(), default=0.0)
-    zero = tuple(
-        name for name, size in gradients.items() if size <= _ZERO.get(dtype, _ZERO["float32"]) * largest
-    )
-    rest = [value for name, value in differences.items() if name not in zero]
-    difference, tolerance = max(rest, default=0.0), TOLERANCE.get(dtype, _HALF)
-    within = difference <= tolerance and all(
-        differences[name] <= ZERO_TOLERANCE.get(dtype, _HALF) for name in zero
-    )
+    floor = _ZERO.get(dtype, _ZERO["float32"]) * max((float(g.max()) for g in gradients.values() if g.numel()), default=0.0)
+    differences, zero = {}, {}
+    for name, expected in reference.items():
+        found = _difference(state[name], expected)
+        if name in gradients and bool((still := gradients[name] <= floor).any()):
+            zero[name] = int(still.sum()), float(found[still].max())
+            found = found[~still]
+        differences[name] = float(found.max()) if found.numel() else 0.0
+    difference, tolerance = max(differences.values(), default=0.0), TOLERANCE.get(dtype, _HALF)
+    bound = ZERO_TOLERANCE.get(dtype, _HALF)
+    within = difference <= tolerance and all(largest <= bound for _, largest in zero.values())
     verdict = "NOT COMPARABLE" if modules else "PASS" if within else "FAIL"
     return Verification(verdict, steps, world_size, dtype, difference, tolerance, differences, zero, modules)
 
@@ -142,10 +147,10 @@ def _widest_error(tensors: Iterator[torch.Tensor]) -> str:
     return str(max(found, key=lambda dtype: torch.finfo(dtype).eps)).removeprefix("torch.")
 
 
-def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
-    if not a.numel():
-        return 0.0
-    return float((a.double() - b.double()).abs().max()) if not a.is_complex() else float((a - b).abs().max())
+def _difference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The absolute difference of every number."""
+    wide = a.is_complex() or b.is_complex()
+    return (a - b).abs() if wide else (a.double() - b.double()).abs()
 
 
 def incomparable(model: torch.nn.Module) -> Iterator[str]:

@@ -139,3 +139,17 @@ def test_a_log_gets_plain_lines_every_few_seconds():
     assert blocks[-1].startswith("completed 1 % step 4 of 400")
     assert said.count("  node 1  loss") == 5
     assert source.subscribers == 0
+
+
+def test_a_run_that_is_followed_again_tells_only_what_is_new():
+    source, timers = FakeSource(ranks=2), Timers()
+    source.event("print", "before anybody looked")
+    said = []
+    for word in ("first", "second"):
+        stream = io.StringIO()
+        stop = text.follow(source, stream, clock=timers.clock, later=timers.later)
+        source.event("print", f"{word} time")
+        stop()
+        said.append([line[10:] for line in stream.getvalue().splitlines() if line[:2].isdigit()])
+        source.event("print", f"after the {word}")
+    assert said == [["before anybody looked", "first time"], ["after the first", "second time"]]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 import sys
 import time
+import weakref
 from typing import TYPE_CHECKING, TextIO
 
 from dtkit import units
@@ -50,11 +51,7 @@ def _where(source: Source) -> str:
 def _times(status: Status) -> str:
     if not status.step and not status.state.ended:
         return f"first step, {units.clock(status.elapsed_s)}"
-    left = (
-        ""
-        if status.remaining_s is None or status.state.ended
-        else f", {units.clock(status.remaining_s)} left"
-    )
+    left = "" if status.remaining_s is None or status.state.ended else f", {units.clock(status.remaining_s)} left"
     return units.clock(status.elapsed_s) + left
 
 
@@ -86,14 +83,15 @@ def _node_lines(source: Source, now: Glance) -> list[str]:
 class TextProgress:
     """Follows a run as text on `stream`; :meth:`update` writes what is new.
 
-    `tty` is found from the stream when None. Nothing is written by the class itself: see :func:`follow`.
+    `tty` is found from the stream when None; the first `told` events are not told again. Nothing is written by the
+    class itself: see :func:`follow`.
     """
 
-    def __init__(self, source: Source, stream: TextIO, *, tty: bool | None = None) -> None:
+    def __init__(self, source: Source, stream: TextIO, *, tty: bool | None = None, told: int = 0) -> None:
         self._source, self._stream = source, stream
         self.tty = stream.isatty() if tty is None else tty
         self._height = 0
-        self._events = len(source.history.events)
+        self.told = told
         self._written: list[str] | None = None
 
     def update(self) -> None:
@@ -111,11 +109,7 @@ class TextProgress:
         """The lines that stand for the run now: a bar with how far it is, and a line a node."""
         status = self._source.status
         done = min(1.0, status.step / status.steps) if status.steps else 0.0
-        bar = (
-            "█" * round(_BAR * done) + "░" * (_BAR - round(_BAR * done))
-            if self.tty
-            else f"{100 * done:.0f} %"
-        )
+        bar = "█" * round(_BAR * done) + "░" * (_BAR - round(_BAR * done)) if self.tty else f"{100 * done:.0f} %"
         now = glance(self._source.history, self._source.spec.world_size)
         head = f"{status.state.value} {bar} step {status.step:,} of {status.steps:,}, {_times(status)}"
         return [head, "  " + _figures(now), *_node_lines(self._source, now)]
@@ -123,16 +117,14 @@ class TextProgress:
     def _in_place(self, news: list[str], block: list[str]) -> str:
         """Go up to the block's first line, write over it, clear what is left below."""
         columns, rows = shutil.get_terminal_size()
-        shown = [
-            line[: columns - 1] for line in block[: max(1, rows - 1)]
-        ]  # a wrapped line can't be gone back over
+        shown = [line[: columns - 1] for line in block[: max(1, rows - 1)]]  # a wrapped line can't be gone back over
         up = f"\x1b[{self._height}F" if self._height else ""
         self._height = len(shown)
         return up + "".join(f"{line}\x1b[K\n" for line in [*news, *shown]) + "\x1b[J"
 
     def _new_events(self) -> list[Event]:
-        events = self._source.history.events
-        new, self._events = events[self._events :], len(events)
+        new = self._source.history.events[self.told :]
+        self.told += len(new)  # not the list's length: it may have grown by now
         return new
 
 
@@ -151,9 +143,10 @@ def follow(
 ) -> Callable[[], None]:
     """Show `source` on `stream` (standard output) until the function that this returns is called.
 
-    That function writes the last state. `clock` and `later` are seams for tests.
+    That function writes the last state. A source that was followed before (a run that was paused, or extended) goes on
+    with the events that are new since. `clock` and `later` are seams for tests.
     """
-    progress = TextProgress(source, stream or sys.stdout)
+    progress = TextProgress(source, stream or sys.stdout, told=_told.get(source, 0))
     interval = _TTY_EVERY if progress.tty else _LOG_EVERY
     throttle = Throttle(progress.update, interval, clock=clock, later=later)
     unsubscribe = source.subscribe(throttle.poke)
@@ -163,5 +156,10 @@ def follow(
         unsubscribe()
         throttle.close()
         progress.update()
+        _told[source] = progress.told
 
     return stop
+
+
+_told: weakref.WeakKeyDictionary[Source, int] = weakref.WeakKeyDictionary()
+"""How many events of a source were written when it was last followed."""

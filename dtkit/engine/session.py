@@ -331,9 +331,9 @@ class Session:
             return None
         return ship(wire.pack(state), self._keeper)
 
-    def op_gradients(self, job: str) -> dict[str, float]:
-        """Each parameter's largest gradient so far, of a job that works alone."""
-        return dict(self._job(job).largest_gradient or {})
+    def op_gradients(self, job: str) -> Shipment:
+        """The largest gradient of every number so far, of a job that works alone: {parameter: tensor}."""
+        return ship(wire.pack(dict(self._job(job).largest_gradient or {})), self._keeper)
 
     def op_evaluate(
         self, job: str, data: str, program: bytes, batch_size: int, step: int | None = None

@@ -52,7 +52,7 @@ class Job:
         self._random = _Random(seed, setting.device)
         with self._random:
             self._worker: Worker = strategy.setup(model.train(), objective, optimizer, setting)
-        self.largest_gradient: dict[str, float] | None = None
+        self.largest_gradient: dict[str, torch.Tensor] | None = None
         self._recent: list[float] = []
         self._done: list[tuple[int, int, Outcome, tuple[object, object]]] = []
         self._ended, self._loss = "done", None
@@ -189,13 +189,14 @@ class Job:
     # -- for verify -------------------------------------------------------------------------------------------
 
     def watch_gradients(self) -> None:
-        """Keep each parameter's largest gradient from now on, so that `verify` can tell true zeros from rounding."""
+        """Keep the largest gradient of every number from now on, so that `verify` can tell true zeros from rounding."""
         self.largest_gradient = {}
 
-    def _note_gradients(self, largest: dict[str, float]) -> None:
+    def _note_gradients(self, largest: dict[str, torch.Tensor]) -> None:
         for name, p in self._model.named_parameters():
             if p.grad is not None:
-                largest[name] = max(largest.get(name, 0.0), float(p.grad.abs().max()))
+                size = p.grad.abs().cpu()
+                largest[name] = torch.maximum(largest[name], size) if name in largest else size
 
 
 def _checks(steps: int) -> set[int]:

@@ -6,8 +6,8 @@ mean over all B samples is  sum_i (n_i / B) grad_i,  so each rank scales its mea
 with W the weights' sum over all ranks, known before backward.
 
 A rank without a sample runs no user code in that step: an empty forward gives NaN, and skipping backward there
-would break DDP's reducer. Every rank knows all counts beforehand, so in such a step all ranks run under
-`no_sync` and sum their gradients explicitly.
+would break DDP's reducer. Every rank knows all counts beforehand, so in such a step all ranks go past DDP and sum
+their gradients explicitly.
 """
 
 from __future__ import annotations
@@ -89,15 +89,14 @@ class _Replica(Worker):
         some_rank_is_empty = self._group is not None and not all(counts)
         start = mark()
         self.optimizer.zero_grad()
-        with self._module.no_sync() if some_rank_is_empty else contextlib.nullcontext():  # type: ignore[operator]
-            loss, weight = (None, None) if batch is None else self._objective(self._module, batch)
-            scale, share = self._scale(loss, weight, counts, summed=some_rank_is_empty)
-            forward = mark()
-            if loss is not None:
-                unscaled = isinstance(scale, float) and scale == 1
-                (loss if unscaled else loss * scale).backward()
+        module = self._model if some_rank_is_empty else self._module
+        loss, weight = (None, None) if batch is None else self._objective(module, batch)
+        scale, share = self._scale(loss, weight, counts, summed=some_rank_is_empty)
+        forward = mark()
         if some_rank_is_empty:
-            self._sum_gradients()
+            self._sum_gradients(None if loss is None else loss * scale)
+        elif loss is not None:
+            (loss if scale is None else loss * scale).backward()
         finite = self._finite()
         backward = mark()
         if finite:
@@ -110,20 +109,22 @@ class _Replica(Worker):
 
     def _scale(
         self, loss: torch.Tensor | None, weight: torch.Tensor | None, counts: Sequence[int], *, summed: bool
-    ) -> tuple[torch.Tensor | float, torch.Tensor | float]:
-        """(factor on the loss before backward, what the loss counts for in the global mean)."""
+    ) -> tuple[torch.Tensor | float | None, torch.Tensor | float]:
+        """(factor on the loss before backward, what the loss counts for in the global mean). None: a factor of 1."""
         if self._form is None:
             self._form = self._agree_on_form(loss, weight)
         # DDP divides by the number of ranks; an explicit sum does not.
         ranks = 1 if summed or self._group is None else self._group.world_size
         if self._form == MEAN:
             mine = sum(counts[s] for s in self._setting.shards)
-            return mine * ranks / sum(counts), float(mine)
+            scale = mine * ranks / sum(counts)
+            return None if scale == 1 and not summed else scale, float(mine)
         own = torch.zeros((), dtype=torch.float64) if weight is None else weight.detach()
         total = own.to(self._setting.device, copy=True)
         if self._group is not None:
             self._group.all_reduce(total)
-        return ranks / total.to(torch.float32 if loss is None else loss.dtype), own
+        total.clamp_(min=torch.finfo(total.dtype).tiny)  # no weight at all: a sum of nothing has a gradient of zero
+        return (ranks / total).to(torch.float32 if loss is None else loss.dtype).nan_to_num(), own
 
     def _agree_on_form(self, loss: torch.Tensor | None, weight: torch.Tensor | None) -> int:
         """Whether the loss is a mean or a pair: a rank that has no sample in the first step can't know."""
@@ -138,19 +139,23 @@ class _Replica(Worker):
             )
         return MEAN if votes[0] else PAIR
 
-    def _sum_gradients(self) -> None:
-        """Add up the gradients of all ranks, a rank without samples giving zeros."""
+    def _sum_gradients(self, loss: torch.Tensor | None) -> None:
+        """Gradients of the sum of all ranks' losses, without DDP; a rank without samples gives zeros.
+
+        `autograd.grad` leaves DDP's hooks alone. (Under `no_sync` they note which parameters were used, and the next
+        step fails where those differ from its own.) A parameter that no rank used gets no gradient, as in one process.
+        """
         assert self._group is not None
-        for p in self._parameters:
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-        flat = torch.cat([p.grad.reshape(-1) for p in self._parameters if p.grad is not None])
-        self._group.all_reduce(flat)
-        for p, summed in zip(
-            self._parameters, flat.split([p.numel() for p in self._parameters]), strict=True
-        ):
-            assert p.grad is not None
-            p.grad.copy_(summed.view_as(p))
+        found: Sequence[torch.Tensor | None] = [None] * len(self._parameters)
+        if loss is not None:
+            found = torch.autograd.grad(loss, self._parameters, allow_unused=True)
+        parts = [torch.zeros_like(p) if g is None else g for p, g in zip(self._parameters, found, strict=True)]
+        used = parts[0].new_tensor([g is not None for g in found])
+        flat = self._group.all_reduce(torch.cat([used, *(part.reshape(-1) for part in parts)]))
+        sizes = [p.numel() for p in self._parameters]
+        used, *summed = torch.split(flat, [len(parts), *sizes])
+        for p, gradient, count in zip(self._parameters, summed, used.tolist(), strict=True):
+            p.grad = gradient.view_as(p).to(p.dtype) if count else None
 
     def _finite(self) -> bool:
         """Whether all reduced gradients are finite: the same bits, so the same answer, on all ranks.

@@ -144,7 +144,7 @@ function clock(seconds) {
 function tick(value) {
   if (Math.abs(value) >= 1e6) return `${+(value / 1e6).toPrecision(3)}M`;
   if (Math.abs(value) >= 1e4) return `${+(value / 1e3).toPrecision(3)}k`;
-  return String(+value.toPrecision(6));
+  return (+value.toPrecision(6)).toLocaleString("en-US", { maximumFractionDigits: 12 });
 }
 /** Round values between low and high, about `count` of them. */
 function ticks(low, high, count) {
@@ -392,7 +392,7 @@ function progress(store) {
     bar.style.width = `${100 * Math.min(1, st.steps ? st.step / st.steps : 0)}%`;
     setAttr(track, "aria-valuemax", st.steps);
     setAttr(track, "aria-valuenow", st.step);
-    setText(left, begun ? `step ${st.step.toLocaleString("en-US")} of ${st.steps.toLocaleString("en-US")} · epoch ${st.epoch} of ${st.epochs}` : `first step, ${elapsed}`);
+    setText(left, begun ? `step ${st.step.toLocaleString("en-US")} of ${st.steps.toLocaleString("en-US")} · epoch ${st.epoch.toLocaleString("en-US")} of ${st.epochs.toLocaleString("en-US")}` : `first step, ${elapsed}`);
     const remaining = st.remaining !== null && st.state === "running" ? ` · ${clock(st.remaining - since)} left` : "";
     setText(right, [st.message, begun ? `${elapsed} elapsed${remaining}` : ""].filter(Boolean).join(" · "));
     setAttr(track, "aria-valuetext", left.textContent);

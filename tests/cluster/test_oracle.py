@@ -1,0 +1,241 @@
+"""Training on 1 to 4 engines equals training in one process: the reference is a plain loop, written here.
+
+Fifty steps in float64; the bound is 1e-12 (the issue's), and what is seen is about 1e-16.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import dtkit
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+pytestmark = pytest.mark.cluster
+
+SAMPLES, FEATURES, CLASSES = 121, 6, 3  # 121 divides by none of 2, 3, 4; batches of 24 leave a last one of 1
+BATCH, STEPS, SEED = 24, 50, 5
+BOUND = 1e-12
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3, 4])
+def cluster(request: pytest.FixtureRequest) -> Iterator[dtkit.Cluster]:
+    with dtkit.Cluster(request.param, threads=1) as started:
+        yield started
+
+
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(SAMPLES, FEATURES, generator=generator, dtype=torch.float64)
+    return inputs, torch.randint(CLASSES, (SAMPLES,), generator=generator)
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, CLASSES)).double()
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def mean_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(output, target)
+
+
+def one_process(
+    model: nn.Module,
+    rows: Callable[[int], np.ndarray],
+    loss: Callable[..., torch.Tensor] = mean_loss,
+    optimizer: Callable[..., torch.optim.Optimizer] = momentum,
+    steps: int = STEPS,
+) -> dict[str, torch.Tensor]:
+    """The reference: one process, one batch a step, made of `rows(step)`."""
+    inputs, targets = data()
+    update = optimizer(model.parameters())
+    for step in range(steps):
+        chosen = torch.from_numpy(rows(step))
+        update.zero_grad()
+        loss(model(inputs[chosen]), targets[chosen]).backward()
+        update.step()
+    return model.state_dict()
+
+
+def global_rows(step: int) -> np.ndarray:
+    """What shuffle="global" promises: the epoch's permutation of all rows, a slice a step."""
+    per_epoch = -(-SAMPLES // BATCH)
+    order = np.random.default_rng([SEED, step // per_epoch]).permutation(np.arange(SAMPLES))
+    start = step % per_epoch * BATCH
+    return order[start : start + BATCH]
+
+
+def difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    assert a.keys() == b.keys()
+    return max(float((a[name] - b[name]).abs().max()) for name in a)
+
+
+def train(cluster: dtkit.Cluster, model: nn.Module, part: Any = None, **options: Any) -> dtkit.Run:
+    how = {"loss": mean_loss, "optimizer": momentum, "batch_size": BATCH, "steps": STEPS, "seed": SEED} | options
+    run = cluster.train(model, cluster.partition(data()) if part is None else part, **how)
+    run.wait(120)
+    return run
+
+
+def test_fifty_steps_equal_one_process(cluster: dtkit.Cluster):
+    run = train(cluster, mlp(), shuffle="global")
+    assert difference(run.model.state_dict(), one_process(mlp(), global_rows)) <= BOUND
+    # Both awkward cases took place: a last batch of one sample, and (from two ranks on) ranks without any.
+    totals = run.history.totals()
+    assert totals["samples"].min() == 1
+    if cluster.world_size > 1:
+        assert run.history.column("samples").min() == 0
+
+
+def test_the_losses_are_those_of_one_process(cluster: dtkit.Cluster):
+    run = train(cluster, mlp(), shuffle="global", steps=12)
+    inputs, targets = data()
+    model = mlp()
+    update = momentum(model.parameters())
+    expected = []
+    for step in range(12):
+        rows = torch.from_numpy(global_rows(step))
+        update.zero_grad()
+        value = mean_loss(model(inputs[rows]), targets[rows])
+        value.backward()
+        update.step()
+        expected.append(value.item())
+    assert np.abs(run.history.loss()[1] - expected).max() <= BOUND
+
+
+def test_unequal_shards_equal_one_process(cluster: dtkit.Cluster):
+    weights = [1 + 2 * rank for rank in range(cluster.world_size)]
+    part = cluster.partition(data(), weights=weights)
+    run = train(cluster, mlp(), part, shuffle="global")
+    assert difference(run.model.state_dict(), one_process(mlp(), global_rows)) <= BOUND
+
+
+def test_shards_equal_one_process_with_the_same_rows(cluster: dtkit.Cluster):
+    """shuffle="shard" depends on the world size; `verify` replays its rows in one process."""
+    run = train(cluster, mlp(), cluster.partition(data(), seed=3))
+    found = run.verify(steps=STEPS)
+    assert found.verdict == "PASS"
+    assert found.dtype == "float64"
+    assert found.difference <= BOUND
+
+
+def test_a_loss_with_class_weights_as_a_pair(cluster: dtkit.Cluster):
+    weights = torch.tensor([1.0, 5.0, 0.2], dtype=torch.float64)
+
+    def pair(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return F.cross_entropy(output, target, weight=weights, reduction="sum"), weights[target].sum()
+
+    def whole(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(output, target, weight=weights)
+
+    run = train(cluster, mlp(), shuffle="global", loss=pair)
+    assert difference(run.model.state_dict(), one_process(mlp(), global_rows, whole)) <= BOUND
+
+
+def test_ignored_targets_as_a_pair(cluster: dtkit.Cluster):
+    def pair(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return F.cross_entropy(output, target, ignore_index=0, reduction="sum"), (target != 0).sum()
+
+    def whole(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        # The mean over no row at all is NaN where every target is ignored; a sum of nothing is what is meant.
+        kept = (target != 0).sum().clamp(min=1)
+        return F.cross_entropy(output, target, ignore_index=0, reduction="sum") / kept
+
+    nothing = [step for step in range(STEPS) if (data()[1][torch.from_numpy(global_rows(step))] == 0).all()]
+    assert nothing  # a step in which every target is ignored: it must change nothing but the momentum's share
+    run = train(cluster, mlp(), shuffle="global", loss=pair)
+    assert difference(run.model.state_dict(), one_process(mlp(), global_rows, whole)) <= BOUND
+
+
+class Attention(nn.Module):
+    """A transformer block: its key bias has a true gradient of zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(1, 8)
+        self.attend = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.out = nn.Linear(8, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.embed(x[..., None])
+        return self.out((h + self.attend(h, h, h, need_weights=False)[0]).mean(1))
+
+
+def test_attention_with_adamw(cluster: dtkit.Cluster):
+    torch.manual_seed(0)
+    model = Attention().double()
+    run = train(cluster, model, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2), shuffle="global", steps=20)
+    found = run.verify(steps=20)
+    assert found.verdict == "PASS"
+    assert found.difference <= 1e-10
+
+
+class Records(torch.utils.data.Dataset):
+    """Samples as dicts, as tokenised text has them."""
+
+    def __init__(self) -> None:
+        self.inputs, self.targets = data()
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
+        return {"x": self.inputs[row], "y": self.targets[row]}
+
+
+def test_a_step_of_the_user_s_own_on_dict_batches(cluster: dtkit.Cluster):
+    def step(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return F.cross_entropy(model(batch["x"]), batch["y"])
+
+    part = cluster.partition(Records())
+    run = train(cluster, mlp(), part, loss=None, step=step, shuffle="global")
+    assert difference(run.model.state_dict(), one_process(mlp(), global_rows)) <= BOUND
+
+
+def test_data_that_every_engine_loads_itself(cluster: dtkit.Cluster):
+    run = train(cluster, mlp(), cluster.partition(data), shuffle="global", steps=10)
+    assert difference(run.model.state_dict(), one_process(mlp(), global_rows, steps=10)) <= BOUND
+
+
+class TwoHeads(nn.Module):
+    """Uses one head or the other, by the sign of the batch's mean: some parameters go unused in a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList([nn.Linear(FEATURES, CLASSES), nn.Linear(FEATURES, CLASSES)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.heads[int(x[0, 0] > 0)](x)
+
+
+def test_unused_parameters(cluster: dtkit.Cluster):
+    torch.manual_seed(0)
+    strategy = dtkit.DataParallel(find_unused_parameters=True)
+    run = train(cluster, TwoHeads().double(), strategy=strategy, steps=20)
+    assert run.status.state is dtkit.State.COMPLETED
+
+
+def test_float32_stays_within_its_bound(cluster: dtkit.Cluster):
+    inputs, targets = data()
+    part = cluster.partition((inputs.float(), targets))
+    run = train(cluster, mlp().float(), part)
+    assert run.verify(steps=20).difference <= 1e-5
+
+
+def test_training_on_equals_training_longer_in_one_go(cluster: dtkit.Cluster):
+    """`extend` keeps the optimiser's momentum and the place in the data."""
+    run = train(cluster, mlp(), shuffle="global", steps=20)
+    run.extend(steps=STEPS - 20)
+    run.wait(120)
+    assert difference(run.model.state_dict(), one_process(mlp(), global_rows)) <= BOUND

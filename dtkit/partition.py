@@ -191,8 +191,7 @@ class Partition:
         """The rows of `rank` (int64), in the order in which the rank holds them."""
         if not 0 <= rank < self.world_size:
             raise ValueError(
-                f"rank={rank} is not of this partition: its ranks are 0 to {self.world_size - 1}. "
-                f"Use one of these."
+                f"rank={rank} is not of this partition: its ranks are 0 to {self.world_size - 1}. Use one of these."
             )
         return np.asarray(self._shards[rank], dtype=np.int64)
 
@@ -267,18 +266,16 @@ class Partition:
     def _bins(self) -> int:
         """Stretches that the strip of rows is drawn in: single rows while they can be told apart.
 
-        Beyond that each should hold several rows of every rank, or a fair deal looks like a bar code.
+        Beyond that each should hold dozens of rows of every rank, or a fair deal looks like a bar code.
         """
         if self.n <= 400:
             return self.n
-        return max(4 * self.world_size, min(400, self.n // (4 * self.world_size)))
+        return max(4 * self.world_size, min(400, self.n // (24 * self.world_size)))
 
     def _draw_classes(self, ax: Axes, table: np.ndarray) -> None:
         share = table / table.sum(axis=1, keepdims=True)
         left = np.zeros(self.world_size)
-        for column, (name, colour) in enumerate(
-            zip(self.classes or (), _colours(table.shape[1]), strict=True)
-        ):
+        for column, (name, colour) in enumerate(zip(self.classes or (), _colours(table.shape[1]), strict=True)):
             ax.barh(
                 range(self.world_size), share[:, column], left=left, height=0.8, color=colour,
                 edgecolor="white", linewidth=0.5, label=str(name),
@@ -288,7 +285,7 @@ class Partition:
         ax.yaxis.set_major_locator(_whole_numbers())
         ax.set_title("balance of classes", fontsize=9)
         if table.shape[1] <= _SHOWN_CLASSES:
-            ax.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=7, frameon=False)
+            ax.legend(loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize=7, frameon=False)
 
     @functools.cached_property
     def _png(self) -> bytes:
@@ -481,13 +478,9 @@ def _check(n: int, ranks: int, by: str, seed: int | None) -> None:
             f"or use at most {n} engines."
         )
     if n > _MOST_ROWS:
-        raise ValueError(
-            f"{n} rows are more than {_MOST_ROWS} (2**30), the most that are cut. Group rows first."
-        )
+        raise ValueError(f"{n} rows are more than {_MOST_ROWS} (2**30), the most that are cut. Group rows first.")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int | np.integer) or seed < 0):
-        raise ValueError(
-            f"seed={seed!r} is not a seed: it must be an integer from 0 up, or None. Use seed=0."
-        )
+        raise ValueError(f"seed={seed!r} is not a seed: it must be an integer from 0 up, or None. Use seed=0.")
 
 
 def _sizes(n: int, ranks: int, weights: Sequence[float] | None) -> list[int]:
@@ -499,9 +492,7 @@ def _sizes(n: int, ranks: int, weights: Sequence[float] | None) -> list[int]:
 def _checked_weights(weights: Sequence[float], ranks: int) -> list[Fraction]:
     values = [float(weight) for weight in weights]
     if len(values) != ranks:
-        raise ValueError(
-            f"{len(values)} weights for {ranks} ranks: there must be one per rank. Give {ranks} weights."
-        )
+        raise ValueError(f"{len(values)} weights for {ranks} ranks: there must be one per rank. Give {ranks} weights.")
     for rank, value in enumerate(values):
         if not (math.isfinite(value) and value > 0):
             raise ValueError(
@@ -544,9 +535,7 @@ def _deal(n: int, sizes: list[int], *, weighted: bool) -> list[_Shard]:
     return [np.flatnonzero(turns == rank).astype(np.int32) for rank in range(len(sizes))]
 
 
-def _stratified(
-    labels: np.ndarray, sizes: list[int], order: np.ndarray | None, *, weighted: bool
-) -> list[_Shard]:
+def _stratified(labels: np.ndarray, sizes: list[int], order: np.ndarray | None, *, weighted: bool) -> list[_Shard]:
     """Rows sorted by class, dealt out in one go: a class, being a run of them, is spread evenly as well."""
     codes = np.unique(labels, return_inverse=True)[1]
     by_class = np.argsort(codes if order is None else codes[order], kind="stable").astype(np.int32)

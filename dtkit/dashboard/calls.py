@@ -70,7 +70,9 @@ def summary(call: Call) -> str:
 
 def page(call: Call) -> str:
     """The call as HTML: a table of last values, and the last printed lines. Engine text is escaped."""
-    parts = [f"<div>{html.escape(call.name)} on {units.plural(call.world_size, 'rank')}: {html.escape(call.state)}</div>"]
+    parts = [
+        f"<div>{html.escape(call.name)} on {units.plural(call.world_size, 'rank')}: {html.escape(call.state)}</div>"
+    ]
     logged = names(call.rows)
     if logged:
         head = "".join(f"<th>{html.escape(name)}</th>" for name in ("rank", "rows", *logged))

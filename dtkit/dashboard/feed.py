@@ -145,9 +145,7 @@ class Feed:
             for e in self._source.history.evaluations[start : start + LOG]
         ]
 
-    def _pack(
-        self, content: dict[str, Any], values: np.ndarray, width: int, origin: int, first: int
-    ) -> Message:
+    def _pack(self, content: dict[str, Any], values: np.ndarray, width: int, origin: int, first: int) -> Message:
         content["curves"] = {"width": width, "origin": origin, "first": first, "flat": values.ndim == 3}
         content["curves"]["buckets"] = len(values)
         rows = len(self._source.history)

@@ -38,6 +38,7 @@ MARK_GLYPH = {"pause": "‖", "resume": "▶", "lr": "lr", "error": "✕", "stop
 _LABEL_GAP = 0.062  # of the axes' height: two labels closer than that would overlap
 _DPI = 160
 _SMOOTH = 64  # points of the throughput: single steps of a few milliseconds say more of the scheduler than of training
+_MANY_POINTS = 20  # more validation points than this are drawn smaller: a chain of large ones would hide the lines
 
 
 def run_figure(source: Source, panels: Sequence[Panel] | None = None) -> Figure:
@@ -72,9 +73,8 @@ def draw_loss(ax: Axes, history: History) -> None:
     points = [(e.step, e.values["loss"]) for e in history.evaluations if "loss" in e.values]
     points = [(step, value) for step, value in points if np.isfinite(value)]
     if points:
-        ax.plot(
-            *zip(*points, strict=True), "D", color=INK, markerfacecolor="white", markersize=5, gid="valid"
-        )
+        size = 3 if len(points) > _MANY_POINTS else 5
+        ax.plot(*zip(*points, strict=True), "D", color=INK, markerfacecolor="white", markersize=size, gid="valid")
         _end_labels(ax, [*_labels_of(ax), ("valid", points[-1][1], INK)])
     _mark_events(ax, history.events)
 

@@ -46,9 +46,7 @@ def glance(history: History, ranks: int) -> Glance:
     rows = rows[rows["rank"] < ranks]
     rank = rows["rank"]
     by_rank[rank, 0] = rows["loss"]  # rows are in the order of steps, and the last one written stays
-    by_rank[:, 1] = _ratio(
-        np.bincount(rank, rows["samples"], ranks), np.bincount(rank, rows["step_s"], ranks)
-    )
+    by_rank[:, 1] = _ratio(np.bincount(rank, rows["samples"], ranks), np.bincount(rank, rows["step_s"], ranks))
     by_rank[rank, 2] = rows["memory_bytes"]
     last = rows[rows["step"] == totals["step"][-1]]
     losses = last["loss"][np.isfinite(last["loss"])]
@@ -98,9 +96,7 @@ def tiles(source: Source, now: Glance) -> Iterator[Tile]:
     at, of = epoch(spec, step)
     yield Tile("samples", f"{samples_done(spec, step):,}", f"epoch {at:,} of {of:,}")
     hosts = len({node.host for node in nodes})
-    yield Tile(
-        "nodes", f"{len(nodes) or spec.world_size:,}", f"on {units.plural(hosts, 'host')}" if hosts else ""
-    )
+    yield Tile("nodes", f"{len(nodes) or spec.world_size:,}", f"on {units.plural(hosts, 'host')}" if hosts else "")
 
 
 def _loss_note(source: Source, now: Glance) -> str:

@@ -161,7 +161,7 @@ function ticks(low, high, count) {
 
 const HEIGHT = 200, LEFT = 46, RIGHT = 66, TOP = 14, BOTTOM = 22;
 
-/** A chart panel of the store's chart `name`. `options`: title, unit, fromZero, overall(head), points(store). */
+/** A chart panel of the store's chart `name`. `options`: title, unit, fromZero, smooth, overall(head), points(store). */
 function chart(store, name, testid, options, redraw) {
   const note = h("span", { class: "dtk-note" });
   const layers = {};
@@ -182,26 +182,42 @@ function chart(store, name, testid, options, redraw) {
     const index = store.head.charts.indexOf(name);
     const width = Math.max(260, svg.parentElement.clientWidth || 0);
     drawChart(view, index, width);
-    setText(note, readout(view, index) ?? options.note(store.head));
-    setAttr(svg, "aria-label", `${options.title}: ${describe(view, index)}`);
+    setText(note, readout(view) ?? options.note(store.head));
+    setAttr(svg, "aria-label", `${options.title}: ${describe(view)}`);
   };
   return { el, update };
 }
 
-/** value(line, bucket, which) of a chart in the store: which is 0 smallest, 1 mean, 2 largest. */
-function reader(store, index) {
-  const { data } = store.curves, { charts, lines } = store.head;
-  return (line, bucket, which) => data[((bucket * charts.length + index) * lines + line) * 3 + which];
+/**
+ * The buckets of a chart as they are drawn: the store's, or with `smooth` so many joined that at most that many are left.
+ * {used, width, value(line, bucket, which)}: which is 0 smallest, 1 mean, 2 largest.
+ */
+function grain(store, index, smooth) {
+  const { data, used, width } = store.curves, { charts, lines } = store.head;
+  const at = (line, bucket, which) => data[((bucket * charts.length + index) * lines + line) * 3 + which];
+  let each = 1;
+  while (smooth && used > smooth * each) each *= 2;
+  if (each === 1) return { used, width, value: at };
+  const value = (line, bucket, which) => {
+    const found = [];
+    for (let b = bucket * each; b < Math.min(used, (bucket + 1) * each); b++) {
+      const v = at(line, b, which);
+      if (!Number.isNaN(v)) found.push(v);
+    }
+    if (!found.length) return NaN;
+    return which === 0 ? Math.min(...found) : which === 2 ? Math.max(...found) : found.reduce((a, b) => a + b) / found.length;
+  };
+  return { used: Math.ceil(used / each), width: width * each, value };
 }
 
 function drawChart(view, index, width) {
   const { store, svg, options } = view, { curves, head } = store;
+  const { used, width: each, value } = (view.grain = grain(store, index, options.smooth));
   setAttr(svg, "width", width);
   setAttr(svg, "viewBox", `0 0 ${width} ${HEIGHT}`);
-  const value = reader(store, index);
   const points = options.points?.(store) ?? [];
   let [low, high] = [Infinity, -Infinity];
-  for (let b = 0; b < curves.used; b++) {
+  for (let b = 0; b < used; b++) {
     for (let line = 0; line < head.lines; line++) {
       low = Math.min(low, orElse(value(line, b, 0), Infinity));
       high = Math.max(high, orElse(value(line, b, 2), -Infinity));
@@ -220,15 +236,15 @@ function drawChart(view, index, width) {
     ...plot, first, end,
     x: (step) => LEFT + (Math.min(step, end) - first) / (end - first) * plot.width,
     y: (v) => TOP + (high - v) / (high - low) * plot.height,
-    step: (bucket) => curves.origin + bucket * curves.width + (curves.width - 1) / 2,
+    step: (bucket) => curves.origin + bucket * each + (each - 1) / 2,
   };
   drawGrid(view, low, high, width);
   drawMarks(view);
   const ends = [];
-  for (let line = 0; line < head.lines; line++) drawLine(view, value, line, ends);
+  for (let line = 0; line < head.lines; line++) drawLine(view, line, ends);
   drawPoints(view, points, ends);
   drawLabels(view, ends, width);
-  drawCursor(view, value);
+  drawCursor(view);
 }
 function orElse(v, other) {
   return Number.isNaN(v) ? other : v;
@@ -262,12 +278,12 @@ function drawMarks(view) {
 }
 
 /** A line's mean as a path, and its extremes as a band behind it. */
-function drawLine(view, value, line, ends) {
-  const { store, layers, options } = view, { curves, head } = store, { x, y, step } = view.frame;
+function drawLine(view, line, ends) {
+  const { store: { head }, layers, options } = view, { used, width, value } = view.grain, { x, y, step } = view.frame;
   const overall = line === head.lines - 1;
-  const band = !overall && (head.banded || curves.width > 1);
+  const band = !overall && (head.banded || width > 1);
   let mean = "", up = "", down = "", pen = "M", last = NaN, seen = 0;
-  for (let b = 0; b < curves.used; b++) {
+  for (let b = 0; b < used; b++) {
     const v = value(line, b, 1);
     if (Number.isNaN(v)) { pen = "M"; continue; }
     const at = x(step(b)).toFixed(1);
@@ -301,8 +317,9 @@ function pathOf(view, key, layer, cls, rank) {
 
 function drawPoints(view, points, ends) {
   const { x, y } = view.frame;
+  const r = points.length > 20 ? 2.5 : 4; // a chain of large ones would hide the lines
   view.layers.points.replaceChildren(...points.map((p) =>
-    s("path", { d: `M${x(p.step)},${y(p.value)}m-4,0l4,-4l4,4l-4,4z` }, s("title", {}, `step ${p.step}: validation ${number(p.value)}`))));
+    s("path", { d: `M${x(p.step)},${y(p.value)}m${-r},0l${r},${-r}l${r},${r}l${-r},${r}z` }, s("title", {}, `step ${p.step}: validation ${number(p.value)}`))));
   if (points.length) ends.push({ y: y(points.at(-1).value), label: "◇ valid", hue: "all" });
 }
 
@@ -331,34 +348,34 @@ function spread(wanted, gap, low, high) {
 
 /** The bucket under the pointer, in whichever chart it is. */
 function hovered(view) {
-  const { store, frame } = view, { curves } = store;
-  if (store.hover === null || !curves.used || !frame) return null;
+  const { store, frame } = view, { used, width } = view.grain;
+  if (store.hover === null || !used || !frame) return null;
   const step = frame.first + store.hover * (frame.end - frame.first);
-  return Math.min(curves.used - 1, Math.max(0, Math.floor((step - curves.origin) / curves.width)));
+  return Math.min(used - 1, Math.max(0, Math.floor((step - store.curves.origin) / width)));
 }
-function drawCursor(view, value) {
+function drawCursor(view) {
   const bucket = hovered(view), { x, y, step } = view.frame, parts = [];
   if (bucket !== null) {
-    const at = x(step(bucket)), v = value(view.store.head.lines - 1, bucket, 1);
+    const at = x(step(bucket)), v = view.grain.value(view.store.head.lines - 1, bucket, 1);
     parts.push(s("line", { x1: at, x2: at, y1: TOP, y2: HEIGHT - BOTTOM }));
     if (!Number.isNaN(v)) parts.push(s("circle", { cx: at, cy: y(v), r: 3 }));
   }
   view.layers.cursor.replaceChildren(...parts);
 }
-function readout(view, index) {
+function readout(view) {
   const bucket = hovered(view);
   if (bucket === null) return null;
-  const { store } = view, { head, curves } = store, value = reader(store, index);
-  const first = curves.origin + bucket * curves.width;
-  const steps = curves.width === 1 ? `step ${first}` : `steps ${first}–${first + curves.width - 1}`;
+  const { head, curves } = view.store, { width, value } = view.grain;
+  const first = curves.origin + bucket * width;
+  const steps = width === 1 ? `step ${first}` : `steps ${first}–${first + width - 1}`;
   const lines = head.banded
     ? [`${number(value(0, bucket, 0))} to ${number(value(0, bucket, 2))}`]
     : head.ranks > 1 ? Array.from({ length: head.ranks }, (_, k) => number(value(k, bucket, 1))) : [];
   return `${steps}: ${number(value(head.lines - 1, bucket, 1))}${lines.length ? ` (${lines.join(" · ")})` : ""}`;
 }
-function describe(view, index) {
-  const { store } = view, { curves, head } = store, value = reader(store, index);
-  for (let b = curves.used - 1; b >= 0; b--) {
+function describe(view) {
+  const { store } = view, { head } = store, { used, value } = view.grain;
+  for (let b = used - 1; b >= 0; b--) {
     const v = value(head.lines - 1, b, 1);
     if (!Number.isNaN(v)) return `${view.options.overall(head)} is ${number(v)} at step ${store.status.step}`;
   }
@@ -509,6 +526,7 @@ function throughputChart(store, _send, redraw) {
   return chart(store, "throughput", "throughput-chart", {
     title: "Throughput",
     fromZero: true,
+    smooth: 64, // single steps of a few milliseconds say more of the scheduler than of the training (as in figures.py)
     note: (head) => (head.banded ? "samples/s: all ÷ nodes, and the band of nodes" : head.ranks > 1 ? "samples/s per node, and all ÷ nodes" : "samples/s"),
     overall: (head) => (head.ranks > 1 ? `all ÷ ${head.ranks}` : "all"),
   }, redraw);

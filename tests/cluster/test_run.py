@@ -1,0 +1,356 @@
+"""A run's life on real engines: pause, step, learning rate, stop, wait, NaN, weights."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import signal
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import dtkit
+from dtkit import State
+from tests.cluster.small import ROWS, accuracy, check_usable, data, net, sgd, train
+
+pytestmark = pytest.mark.cluster
+
+LONG = 100_000  # steps that nobody waits for
+
+
+def until(run: dtkit.Run, reached, timeout: float = 60) -> None:
+    """Wait until `reached()` holds, looking whenever the run changes."""
+    changed = threading.Event()
+    unsubscribe = run.subscribe(changed.set)
+    try:
+        while not reached():
+            changed.clear()
+            if not reached():
+                assert changed.wait(timeout), f"nothing happened within {timeout} s: {run.status}"
+    finally:
+        unsubscribe()
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_commands_return_the_step_at_which_they_took_effect(cluster2):
+    run = train(cluster2, steps=LONG)
+    until(run, lambda: run.status.step > 20)
+    at = run.pause()
+    assert run.status.state is State.PAUSED
+    assert run.status.step == at == run.history.steps
+    assert run.step() == at + 1
+    assert run.step(3) == at + 4
+    assert run.set(lr=0.05) == at + 4
+    assert run.lr == 0.05
+    assert run.resume() == at + 4
+    changed = run.set(lr=0.01)
+    assert changed > at + 3
+    until(run, lambda: run.status.step > changed + 5)
+    end = run.stop()
+    assert run.status.state is State.STOPPED
+    assert run.history.steps == end
+    rows = run.history.rows()
+    for rank in (0, 1):
+        mine = rows[rows["rank"] == rank]
+        assert list(mine["step"]) == list(range(end))
+        assert (mine["lr"][: at + 4] == 0.1).all()
+        assert (mine["lr"][at + 4 : changed] == 0.05).all()
+        assert (mine["lr"][changed:] == 0.01).all()
+
+
+def test_what_the_state_does_not_allow_is_refused(cluster2):
+    run = train(cluster2, steps=LONG)
+    with pytest.raises(dtkit.RunError, match=r"call run.pause\(\) first"):
+        run.step()
+    with pytest.raises(dtkit.RunError, match=r"run.pause\(\) first"):
+        run.verify()
+    with pytest.raises(dtkit.RunError, match=r"run.stop\(\) it first"):
+        run.release()
+    with pytest.raises(dtkit.RunError, match="trains one model at a time"):
+        train(cluster2)
+    assert run.status.state is State.RUNNING  # the second train left the first alone
+    with pytest.raises(ValueError, match="lr=-1; a learning rate is a finite number from 0 up"):
+        run.set(lr=-1)
+    with pytest.raises(ValueError, match="lr=nan"):
+        run.post("lr", math.nan)
+    with pytest.raises(ValueError, match="integer from 1 up"):
+        run.step(0)
+    run.stop()
+    with pytest.raises(dtkit.RunError, match=r"has been stopped at step \d+, so it can't be resumed"):
+        run.resume()
+    assert run.stop() == run.status.step
+
+
+def test_wait_returns_when_the_run_was_paused(cluster2):
+    run = train(cluster2, steps=LONG)
+    threading.Thread(target=run.pause).start()
+    run.wait(60)
+    assert run.status.state is State.PAUSED
+
+
+def test_wait_with_a_timeout_leaves_the_run_running(cluster2):
+    run = train(cluster2, steps=LONG)
+    with pytest.raises(TimeoutError, match="goes on"):
+        run.wait(0.01)
+    assert run.status.state is State.RUNNING
+    run.stop()
+
+
+def test_an_interrupt_while_waiting_pauses_and_is_raised(cluster2):
+    run = train(cluster2, steps=LONG)
+    pressed = threading.Event()
+
+    def press() -> None:
+        if run.status.step > 5 and not pressed.is_set():
+            pressed.set()
+            os.kill(os.getpid(), signal.SIGINT)
+
+    run.subscribe(press)
+    with pytest.raises(KeyboardInterrupt):
+        run.wait(60)
+    assert run.status.state is State.PAUSED
+    check_usable(cluster2)
+
+
+def test_await_leaves_the_loop_free_and_ends_with_the_run(cluster2):
+    run = train(cluster2, steps=LONG)
+
+    async def main() -> int:
+        stopper = asyncio.get_running_loop().run_in_executor(None, run.stop)
+        await run
+        return await stopper
+
+    assert asyncio.run(main()) == run.status.step
+    assert run.status.state is State.STOPPED
+
+
+def test_cancelling_an_await_pauses(cluster2):
+    run = train(cluster2, steps=LONG)
+
+    async def main() -> None:
+        waiting = asyncio.ensure_future(run._left_running())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    asyncio.run(main())
+    run.wait(60)
+    assert run.status.state is State.PAUSED
+
+
+def test_held_out_data_is_evaluated_after_every_epoch(cluster2):
+    inputs, targets = data()
+    run = train(cluster2, epochs=3, valid=(inputs[:11], targets[:11]), metrics={"accuracy": accuracy})
+    run.wait(60)
+    assert [e.step for e in run.history.evaluations] == [4, 8, 12]
+    assert {e.samples for e in run.history.evaluations} == {11}
+    model = run.model.eval()
+    with torch.no_grad():
+        output = model(inputs[:11])
+    last = run.history.evaluations[-1].values
+    assert last["accuracy"] == pytest.approx(float(accuracy(output, targets[:11])), abs=1e-6)
+    assert last["loss"] == pytest.approx(float(nn.functional.cross_entropy(output, targets[:11])), abs=1e-6)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 64])
+def test_evaluate_is_exact_for_any_number_of_rows(cluster2, rows):
+    inputs, targets = data()
+    run = train(cluster2, metrics={"accuracy": accuracy})
+    run.wait(60)
+    found = run.evaluate((inputs[:rows], targets[:rows]))
+    with torch.no_grad():
+        output = run.model(inputs[:rows])
+    assert found.samples == rows
+    assert found.values["accuracy"] == pytest.approx(float(accuracy(output, targets[:rows])), abs=1e-6)
+    assert found.values["loss"] == pytest.approx(float(nn.functional.cross_entropy(output, targets[:rows])), abs=1e-6)
+
+
+def test_the_model_comes_back_new_and_the_user_s_stays(cluster2):
+    mine = net()
+    run = train(cluster2, mine)
+    run.wait(60)
+    assert equal(mine.state_dict(), net().state_dict())
+    trained = run.model
+    assert trained is not run.model
+    assert not equal(trained.state_dict(), mine.state_dict())
+    with torch.no_grad():
+        next(trained.parameters()).zero_()
+    assert not equal(trained.state_dict(), run.model.state_dict())  # nor is what the run keeps touched
+
+
+def test_batch_statistics_come_back_averaged_over_ranks(cluster2):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8, momentum=None), nn.Linear(8, 3))
+    run = train(cluster2, model, steps=4, shuffle=None)
+    run.wait(60)
+    first = run.model.state_dict()["1.running_mean"]
+    assert first.abs().max() > 0
+    assert equal(run.model.state_dict(), run.model.state_dict())  # reading does not change it
+    check = run.verify(steps=4)
+    assert check.verdict == "NOT COMPARABLE"
+    assert "1 (BatchNorm1d)" in check.text()
+
+
+def test_a_new_train_releases_the_last_run_and_keeps_its_weights(cluster2):
+    first = train(cluster2)
+    first.wait(60)
+    before = first.model.state_dict()
+    second = train(cluster2, steps=3)
+    second.wait(60)
+    assert equal(first.model.state_dict(), before)
+    with pytest.raises(dtkit.RunError, match="was released"):
+        first.evaluate(data())
+    second.release()
+    second.release()
+    assert second.model.state_dict().keys() == before.keys()
+
+
+def test_a_paused_run_gives_way_to_a_new_one(cluster2):
+    first = train(cluster2, start=False)
+    assert first.status.state is State.PAUSED
+    first.step(2)
+    check_usable(cluster2)
+    assert first.status.state is State.STOPPED
+    assert first.history.steps == 2
+    assert first.model is not None
+
+
+class Poison(nn.Module):
+    """Gives NaN for a batch that holds the marked row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.line(x) * torch.where((x == 77).any(), torch.nan, 1.0)
+
+
+def test_not_a_number_pauses_all_ranks_before_the_update(cluster2):
+    inputs, targets = data()
+    inputs[40] = 77  # of rank 1, in step (40 - 32) // 8 = 1 with rows in order
+    torch.manual_seed(0)
+    run = train(cluster2, Poison(), (inputs, targets), shuffle=None, seed=0, start=False, epochs=2)
+    part = cluster2.partition((inputs, targets))
+    run = train(cluster2, Poison(), part, shuffle=None, start=False, epochs=2)
+    run.step()
+    before = run.model.state_dict()
+    run.resume()
+    with pytest.raises(dtkit.NonFiniteError, match="rank 1 .*step 1.*this rank's loss nan") as caught:
+        run.wait(60)
+    assert [f.rank for f in caught.value.failures] == [1]
+    assert "parameters are as after the step before" in str(caught.value)
+    assert run.status.state is State.PAUSED
+    assert run.status.step == 1
+    assert equal(run.model.state_dict(), before)
+    assert isinstance(run.exception, dtkit.NonFiniteError)
+    run.set(lr=0.001)
+    run.resume()  # the same step, the same rows
+    with pytest.raises(dtkit.NonFiniteError, match="step 1"):
+        run.wait(60)
+    run.stop()
+    check_usable(cluster2)
+
+
+def test_the_first_steps_can_be_verified_and_the_run_goes_on(cluster2):
+    run = train(cluster2, steps=30, start=False)
+    run.step(5)
+    before = run.model.state_dict()
+    assert run.verify(steps=10).verdict == "PASS"
+    assert equal(run.model.state_dict(), before)
+    run.resume()
+    run.wait(60)
+    assert run.history.steps == 30
+
+
+def test_history_has_a_row_per_rank_and_step(cluster2):
+    run = train(cluster2, epochs=2)
+    run.wait(60)
+    frame = run.history.to_pandas()
+    assert len(run.history) == len(frame) == 2 * 8
+    wanted = "step epoch rank samples loss lr data_s forward_s backward_s update_s step_s memory_bytes"
+    assert set(wanted.split()) <= set(frame.columns)
+    assert (frame.groupby("step")["samples"].sum() == 16).all()
+    assert frame.groupby("epoch")["samples"].sum().tolist() == [ROWS, ROWS]
+    assert (frame["memory_bytes"] > 50_000_000).all()
+    assert (frame[["forward_s", "backward_s", "update_s", "step_s"]] > 0).all().all()
+    parts = frame[["data_s", "forward_s", "backward_s", "update_s"]].sum(axis=1)
+    assert (parts <= frame["step_s"] * 1.01).all()
+
+
+def test_what_a_step_prints_becomes_events(cluster2):
+    def step(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        print("seen", len(batch[0]))
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    run = train(cluster2, loss=None, step=step, steps=2)
+    run.wait(60)
+    printed = [(e.rank, e.text) for e in run.history.events if e.kind == "print"]
+    assert sorted(printed) == [(0, "seen 8"), (0, "seen 8"), (1, "seen 8"), (1, "seen 8")]
+
+
+def test_a_failing_view_does_not_touch_the_training(cluster2, caplog):
+    run = train(cluster2, start=False)
+    run.subscribe(lambda: 1 / 0)
+    run.resume()
+    run.wait(60)
+    assert run.status.state is State.COMPLETED
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_dropout_draws_differ_between_ranks_and_are_named(cluster2):
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+    run = train(cluster2, model)
+    run.wait(60)
+    found = run.verify(steps=3)
+    assert found.verdict == "NOT COMPARABLE"
+    assert not found
+    assert "1 (Dropout)" in found.text()
+
+
+def test_broadcast_gives_equal_checksums_and_can_be_trained_twice(cluster2):
+    copies = cluster2.broadcast(net())
+    assert copies.identical
+    assert len(set(copies.checksums)) == 1
+    runs = []
+    for _ in range(2):
+        run = train(cluster2, copies)
+        run.wait(60)
+        runs.append(run.model.state_dict())
+    assert equal(*runs)  # the same start, the same rows: the same bits
+    changed = net()
+    with torch.no_grad():
+        changed[0].weight[0, 0] += 1e-6
+    assert cluster2.broadcast(changed).checksums != copies.checksums
+
+
+def test_stratified_and_weighted_partitions_reach_the_engines(cluster2):
+    part = cluster2.partition(data(), by="stratified", weights=[1, 3], seed=1)
+    run = train(cluster2, rows=part, epochs=1)
+    run.wait(60)
+    by_rank = run.history.to_pandas().groupby("rank")["samples"].sum()
+    assert tuple(by_rank) == part.sizes == (16, 48)
+
+
+def test_numpy_arrays_and_several_inputs(cluster2):
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.line = nn.Linear(4, 3)
+
+        def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            return self.line(a) + b
+
+    inputs, targets = data()
+    rows = (inputs.numpy(), np.zeros((ROWS, 3), np.float32), targets.numpy())
+    run = train(cluster2, Two(), rows, optimizer=sgd)
+    run.wait(60)
+    assert run.status.state is State.COMPLETED

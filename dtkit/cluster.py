@@ -318,6 +318,7 @@ class Cluster:
 
     def interrupt(self, ranks: Sequence[int] | None = None) -> None:
         """Send SIGINT to engines, as the notebook's interrupt button does for the kernel. Without waiting."""
+        self.check_open()
         self._transport.interrupt(list(range(self.world_size)) if ranks is None else ranks)
 
     def form(self) -> None:
@@ -402,7 +403,7 @@ class Cluster:
         """Tell the warden whether a job is in memory, which makes the lease longer."""
         mark = self._folder / warden.JOB
         if present:
-            mark.touch()
+            mark.touch(mode=0o600)
         else:
             mark.unlink(missing_ok=True)
 
@@ -535,6 +536,7 @@ class Cluster:
 
     def activate(self) -> None:
         """Make ipyparallel's ``%px`` and ``%%px`` speak to these engines, between dispatches."""
+        self.check_open()
         view = getattr(self._transport, "locked_view", None)
         if view is None:
             raise ClusterError("these engines are no ipyparallel engines, so %%px can't reach them")
@@ -686,6 +688,7 @@ class _Engines:
         """A view for ``%%px`` that fans out under the cluster's lock."""
         view = _LockedView(self._client, self._client._mux_stream, targets=self.engine_ids)  # noqa: SLF001 - as Client.direct_view
         view.lock = lock
+        view.block = True  # %%px ends when the engines have run it: what they print stands under it, errors are raised
         return view
 
     def close(self) -> None:
@@ -778,7 +781,10 @@ class _Started(_Engines):
         else:
             sets = [cluster.start_engines_sync(n)]
         self._watch(cluster, sets)
-        client = cluster.connect_client_sync(timeout=timeout)
+        try:
+            client = cluster.connect_client_sync(timeout=timeout)
+        except TimeoutError:
+            raise ClusterError(f"the controller did not answer within {timeout:g} s; give it longer with timeout=") from None
         self._wait_for_engines(client, n, timeout)
         self._watch(cluster, sets)  # the nannies, too
         return client, sorted(client.ids)[:n]
@@ -791,7 +797,7 @@ class _Started(_Engines):
                 p.read_text()[-500:] for p in sorted((self.folder / "log").glob("ipengine*"))[:1]
             )
             raise ClusterError(
-                f"{len(client.ids)} of {n} engines came within {timeout:.0f} s; give them longer with timeout=, or fewer "
+                f"{len(client.ids)} of {n} engines came within {timeout:g} s; give them longer with timeout=, or fewer "
                 f"engines. The first engine's log ends:\n{logs}"
             ) from None
 

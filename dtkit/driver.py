@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from dtkit.records import Reply
 
 _PATIENCE_S = 10.0  # for the other ranks, once one has answered
+_LOOK_S = 0.5
 _TRIES = 3  # refusals in a row, without a step between them, before the run gives up
 
 
@@ -123,8 +124,15 @@ class Driver:
 
     def wait(self, timeout: float | None) -> bool:
         """Until the run has left RUNNING; whether it did within `timeout` seconds."""
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        left = False
         with self._gate:
-            return self._gate.wait_for(lambda: self.state not in (State.PENDING, State.RUNNING), timeout)
+            while not left:  # a signal that another thread received is seen between two waits
+                part = max(0.0, min(_LOOK_S, deadline - time.monotonic()))
+                left = self._gate.wait_for(lambda: self.state not in (State.PENDING, State.RUNNING), part)
+                if time.monotonic() >= deadline:
+                    break
+        return left
 
     @property
     def elapsed_s(self) -> float:

@@ -29,6 +29,7 @@ _log = logging.getLogger("dtkit")
 # A user's loop may train for days. What can't wait is seen otherwise: a failed rank at once, a lost engine by its nanny.
 _FOR_EVER_S = 1e7
 _AFTER_INTERRUPT_S = 30.0
+_LOOK_S = 0.5
 
 
 class Task:
@@ -123,7 +124,8 @@ class Task:
         """As `result`, with a live view. An interrupt reaches the engines and is raised again."""
         with calls.following(self):
             try:
-                self._over.wait()
+                while not self._over.wait(_LOOK_S):  # a signal that another thread received is seen between two waits
+                    pass
             except KeyboardInterrupt:
                 self.cancel()
                 self._over.wait(_AFTER_INTERRUPT_S)

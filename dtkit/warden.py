@@ -30,6 +30,8 @@ from dtkit import shared
 LOCK, MEMBERS, JOB = "owner.lock", "members.json", "job"
 PERIOD_S = 0.5
 GRACE_S = 1.0  # between SIGTERM and SIGKILL on `close`
+MARK = "IPP_PROFILE_DIR"  # ipyparallel gives it to whatever a cluster starts, and children inherit it
+_ROUNDS = 5  # what was forked while others were being killed is found in the next round
 
 
 def write_members(folder: Path, pids: list[int], lease_s: float, job_lease_s: float) -> None:
@@ -40,6 +42,7 @@ def write_members(folder: Path, pids: list[int], lease_s: float, job_lease_s: fl
             members.append([pid, psutil.Process(pid).create_time()])
     text = json.dumps({"members": members, "lease_s": lease_s, "job_lease_s": job_lease_s})
     temporary = folder / (MEMBERS + ".new")
+    temporary.touch(mode=0o600)
     temporary.write_text(text)
     temporary.replace(folder / MEMBERS)
 
@@ -72,28 +75,51 @@ def _owned(folder: Path) -> bool:
 
 
 def _processes(folder: Path) -> list[psutil.Process]:
-    """The cluster's processes that still live, with their descendants."""
-    found = []
+    """The cluster's processes that still live: its members, their descendants, and whoever carries its mark.
+
+    The mark finds what no list can: what was forked while the list was made, or by a parent that is gone (the
+    controller's schedulers), or by a start that was killed half-way.
+    """
+    found = [process for process in psutil.process_iter() if _marked(process, folder)]
     for pid, created in json.loads((folder / MEMBERS).read_text())["members"]:
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(pid)
             if process.create_time() == created:
                 found += [process, *process.children(recursive=True)]
-    return list(dict.fromkeys(found))
+    return [process for process in dict.fromkeys(found) if _lives(process)]
+
+
+def _marked(process: psutil.Process, folder: Path) -> bool:
+    """Whether a process was started by the cluster of this folder, by the environment that it inherited."""
+    with contextlib.suppress(psutil.Error, OSError):
+        return process.environ().get(MARK) == str(folder)
+    return False
+
+
+def _lives(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    return False
+
+
+def _send(processes: list[psutil.Process], number: int, patience_s: float) -> None:
+    """Send a signal and wait until all have ended, at most so long. (A zombie has: its parent may never ask.)"""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+    deadline, pause = time.monotonic() + patience_s, threading.Event()
+    while any(map(_lives, processes)) and time.monotonic() < deadline:
+        pause.wait(0.02)
 
 
 def _end(folder: Path, grace_s: float) -> None:
     """End all processes, then delete what they leave."""
-    processes = _processes(folder)
     if grace_s:
-        for process in processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.terminate()
-        _, processes = psutil.wait_procs(processes, timeout=grace_s)
-    for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(processes, timeout=5)
+        _send(_processes(folder), signal.SIGTERM, grace_s)
+    for _ in range(_ROUNDS):
+        if not (processes := _processes(folder)):
+            break
+        _send(processes, signal.SIGKILL, 5.0)
     shared.remove_all(shared.Owner.of())
     shutil.rmtree(folder, ignore_errors=True)
 

@@ -1,0 +1,205 @@
+"""What a user may get wrong: refused with the value, the rule and the remedy, and the cluster trains on."""
+
+from __future__ import annotations
+
+import re
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+import dtkit
+from tests.cluster.small import check_usable, data, net, sgd, train
+
+pytestmark = pytest.mark.cluster
+
+
+class FailsOnRankOne(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if dist.is_initialized() and dist.get_rank() == 1:
+            raise RuntimeError("no forward here")
+        return self.line(x)
+
+
+class HoldsALock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(4, 3)
+        self.gate = threading.Lock()
+
+
+def normalised() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+
+def frozen() -> nn.Module:
+    return net().requires_grad_(False)
+
+
+def cut(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs, targets = data()
+    return inputs[:rows], targets[:rows]
+
+
+BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    # name -> (what is given to train, the error, what its message says)
+    "fewer samples than ranks": ({"rows": cut(1), "batch_size": 1}, ValueError, "1 samples don't suffice for 2 ranks"),
+    "unequal lengths": ({"rows": (data()[0], data()[1][:60])}, ValueError, "64, 60 rows .* same length"),
+    "text instead of numbers": ({"rows": (data()[0], np.array(["a"] * 64))}, TypeError, "numbers only. Encode it"),
+    "a dict as data": ({"rows": {"x": 1}}, TypeError, "data is a dict; it must be a tuple of arrays"),
+    "batch_size 0": ({"batch_size": 0}, ValueError, "batch_size=0; it must be at least 1"),
+    "batch_size over the data": ({"batch_size": 65}, ValueError, "batch_size=65 is more than the 64 samples"),
+    "batch_size under the ranks": ({"batch_size": 1}, ValueError, "batch_size=1 is less than the 2 ranks"),
+    "batch_size of another type": ({"batch_size": 2.5}, TypeError, "batch_size=2.5; it must be an integer"),
+    "neither epochs nor steps": ({"steps": None}, ValueError, "say how long"),
+    "no loss": ({"loss": None}, ValueError, "give either loss"),
+    "a loss class": ({"loss": nn.CrossEntropyLoss}, TypeError, "is a class; give an instance"),
+    "a loss that isn't reduced": ({"loss": nn.CrossEntropyLoss(reduction="none")}, ValueError, "reduction='none'"),
+    "class weights": ({"loss": nn.CrossEntropyLoss(weight=torch.ones(3))}, ValueError, r"pair \(sum, weight\)"),
+    "targets that are ignored": ({"loss": nn.CrossEntropyLoss(ignore_index=1)}, ValueError, "ignore_index=1"),
+    "an optimiser, not a function": ({"optimizer": sgd(net().parameters())}, TypeError, "function from parameters"),
+    "nothing to train": ({"model": frozen()}, ValueError, "no parameter that requires a gradient"),
+    "an optimiser of other parameters": (
+        {"optimizer": lambda _: torch.optim.SGD(net().parameters(), lr=1)},
+        dtkit.EngineError,
+        "not all of them the model's",
+    ),
+    "an optimiser without parameters": (
+        {"optimizer": lambda _: torch.optim.SGD([], lr=1)},
+        dtkit.EngineError,
+        "empty parameter list",
+    ),
+    "no optimiser at all": ({"optimizer": lambda _: None}, dtkit.EngineError, "returned NoneType; it must return"),
+    "a model class": ({"model": nn.Identity}, TypeError, "model is the class Identity; give an instance"),
+    "no model": ({"model": 3}, TypeError, "model is a int; it must be a torch.nn.Module"),
+    "a lazy model": ({"model": nn.LazyLinear(3)}, ValueError, "has no shape yet"),
+    "a model that can't be sent": ({"model": HoldsALock()}, dtkit.CannotSend, "gate"),
+    "a loss that can't be sent": ({"loss": lambda o, y, g=threading.Lock(): F.cross_entropy(o, y)}, dtkit.CannotSend, "lock"),
+    "one sample for a BatchNorm1d": (
+        {"model": normalised(), "batch_size": 21},
+        dtkit.EngineError,
+        r"1 \(BatchNorm1d\) can't normalise one sample, and step 3 .*Choose a batch_size",
+    ),
+    "an unknown shuffle": ({"shuffle": "yes"}, ValueError, "shuffle='yes'; it must be 'shard'"),
+    "a strategy class": ({"strategy": dtkit.DataParallel}, TypeError, "is a class; give an instance"),
+    "a strategy's name": ({"strategy": "ddp"}, TypeError, "must be a dtkit strategy"),
+    "a seed below 0": ({"seed": -1}, ValueError, "seed=-1; it must be an integer from 0 up"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_refused_at_once(cluster2: dtkit.Cluster, name: str):
+    options, kind, message = BAD[name]
+    with pytest.raises(kind, match=re.compile(message, re.DOTALL)):
+        train(cluster2, **options)
+    assert cluster2.current_run is None or cluster2.current_run.status.state.ended
+    check_usable(cluster2)
+
+
+FAILING: dict[str, tuple[dict[str, Any], str]] = {
+    # name -> (what is given to train, what the run's error says)
+    "a loss that isn't a scalar": (
+        {"loss": lambda out, y: F.cross_entropy(out, y, reduction="none")},
+        r"loss returned a tensor of shape \(8,\); it must return a scalar tensor.*Use reduction='mean'",
+    ),
+    "a loss that isn't a tensor": ({"loss": lambda out, y: 1.0}, "loss returned float; it must return a scalar"),
+    "a forward that fails on one rank": ({"model": FailsOnRankOne()}, "rank 1 on .*step 0: RuntimeError: no forward here"),
+    "a model of another shape": ({"model": nn.Linear(5, 3)}, "mat1 and mat2 shapes cannot be multiplied"),
+}
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_fails_in_the_first_step_with_the_engine_s_traceback(cluster2: dtkit.Cluster, name: str):
+    options, message = FAILING[name]
+    run = train(cluster2, **options)
+    with pytest.raises(dtkit.EngineError, match=re.compile(message, re.DOTALL)) as caught:
+        run.wait(60)
+    assert run.status.state is dtkit.State.FAILED
+    assert "Traceback of rank" in str(caught.value)
+    assert run.exception is caught.value
+    check_usable(cluster2)
+
+
+def test_the_rank_that_fails_is_named_and_the_other_folded(cluster2: dtkit.Cluster):
+    run = train(cluster2, FailsOnRankOne())
+    with pytest.raises(dtkit.EngineError) as caught:
+        run.wait(60)
+    assert caught.value.cause.rank == 1
+    assert "rank 0 only lost its peer" in str(caught.value)
+
+
+def test_an_optimiser_that_fails_to_update_on_one_rank(cluster2: dtkit.Cluster):
+    """The failure comes between two collectives: the other rank is found waiting in the next step."""
+
+    class Broken(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            if dist.get_rank() == 0:
+                raise RuntimeError("no update here")
+            super().step(closure)
+
+    run = train(cluster2, optimizer=lambda p: Broken(p, lr=0.1))
+    with pytest.raises(dtkit.EngineError, match="rank 0 .*no update here"):
+        run.wait(60)
+    check_usable(cluster2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0,), r"Cluster\(0\): a cluster needs at least one engine"),
+        ((-1,), r"Cluster\(-1\)"),
+        ((100_000,), r"Cluster\(100000\): this machine's free memory \(.*\) carries \d+ engines.*Use Cluster\(\d+\)"),
+    ],
+)
+def test_a_number_of_engines_that_can_not_be(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        dtkit.Cluster(*arguments)
+
+
+def test_options_of_a_cluster_that_can_not_be():
+    with pytest.raises(TypeError, match="must be an integer"):
+        dtkit.Cluster("2")
+    with pytest.raises(TypeError, match="must be an integer"):
+        dtkit.Cluster(True)
+    with pytest.raises(ValueError, match="device='tpu'; it must be"):
+        dtkit.Cluster(1, device="tpu")
+    with pytest.raises(ValueError, match="threads=0"):
+        dtkit.Cluster(1, threads=0)
+    with pytest.raises(ValueError, match="'lots' is no amount of memory"):
+        dtkit.Cluster(1, memory_limit="lots")
+
+
+def test_calls_on_a_closed_cluster():
+    cluster = dtkit.Cluster(1)
+    run = train(cluster)
+    run.wait(60)
+    weights = run.model.state_dict()
+    cluster.close()
+    cluster.close()
+    assert repr(cluster) == "Cluster(closed)"
+    calls = [
+        lambda: cluster.run(print),
+        lambda: cluster.submit(print),
+        lambda: cluster.partition(data()),
+        lambda: cluster.broadcast(net()),
+        lambda: train(cluster),
+        cluster.activate,
+        cluster.refresh,
+        cluster.interrupt,
+        cluster.form,
+    ]
+    for call in calls:
+        with pytest.raises(dtkit.ClusterClosed, match=r"was closed; start another one"):
+            call()
+    assert run.model.state_dict().keys() == weights.keys()  # fetched before, kept after
+    with pytest.raises(dtkit.RunError, match="was released"):
+        run.evaluate(data())

@@ -1,0 +1,255 @@
+"""What a cluster opens to others, and what it leaves behind: nothing off loopback, and nothing at all.
+
+Processes are known by pid and start time. Each test starts clusters of its own, since it ends them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+import torch
+
+import dtkit
+from tests.cluster.small import data, train
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.cluster
+
+LONG = 100_000  # steps that nobody waits for
+Process = tuple[int, float]
+
+
+@pytest.fixture
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where Jupyter keeps what lives as long as a session: empty, and for this test alone."""
+    folder = tmp_path / "runtime"
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(folder))
+    return folder
+
+
+def family(cluster: dtkit.Cluster, runtime: Path) -> set[Process]:
+    """Every process of a cluster: engines, their nannies, the controller's parts, the warden."""
+    (folder,) = runtime.iterdir()
+    engines = {node.pid for node in cluster.nodes}
+    found = {(p.pid, p.create_time()) for p in psutil.process_iter() if belongs(p, folder)}
+    assert engines <= {pid for pid, _ in found}
+    assert len(found) >= 2 * len(engines) + 2  # an engine and its nanny each, the controller, the warden
+    return found
+
+
+def belongs(process: psutil.Process, folder: Path) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return str(folder) in process.cmdline() or process.environ().get("IPP_PROFILE_DIR") == str(folder)
+    return False
+
+
+def alive(processes: set[Process]) -> set[Process]:
+    return {p for p in processes if _lives(*p)}
+
+
+def _lives(pid: int, created: float) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        return process.create_time() == created and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def files(processes: set[Process]) -> set[str]:
+    """Files in shared memory, or in its stead among the temporary ones, that hang on one of these processes' lives."""
+    pids = {pid for pid, _ in processes}
+    found = set()
+    for folder in (Path("/dev/shm"), Path(tempfile.gettempdir())):
+        for pid in pids:
+            found |= {str(path) for path in folder.glob(f"dtkit-{os.getuid()}-{pid}-*")}
+    return found
+
+
+def until_gone(processes: set[Process], timeout: float) -> set[Process]:
+    """Those that still live after `timeout` seconds."""
+    waiting = []
+    for pid, created in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            if process.create_time() == created:
+                waiting.append(process)
+    psutil.wait_procs(waiting, timeout=timeout)
+    return alive(processes)
+
+
+def until_empty(folder: Path, timeout: float) -> list[Path]:
+    """What the folder still holds after `timeout` seconds: the warden removes the cluster's own as its last deed."""
+    deadline, pause = time.monotonic() + timeout, threading.Event()
+    while (left := list(folder.iterdir())) and time.monotonic() < deadline:
+        pause.wait(0.05)
+    return left
+
+
+def listening(processes: set[Process]) -> set[str]:
+    """Addresses at which these processes take connections."""
+    found = set()
+    for pid, _ in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            connections = psutil.Process(pid).net_connections()
+            found |= {c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN}
+    return found
+
+
+def large() -> tuple[torch.Tensor, torch.Tensor]:
+    """Data that does not travel inline: it goes through shared memory."""
+    inputs, targets = data()
+    return inputs.repeat(1000, 1), targets.repeat(1000)
+
+
+def until_stepping(run: dtkit.Run) -> None:
+    seen = threading.Event()
+    unsubscribe = run.subscribe(lambda: run.status.step and seen.set())
+    assert run.status.step or seen.wait(60)
+    unsubscribe()
+
+
+def assert_nothing_left(processes: set[Process], runtime: Path, timeout: float = 10) -> None:
+    assert not until_gone(processes, timeout)
+    assert not until_empty(runtime, timeout)
+    assert not files(processes)
+
+
+# -- what is open to others ----------------------------------------------------------------------------------
+
+
+def test_nothing_listens_off_loopback_and_files_are_the_user_s_alone(runtime: Path):
+    with dtkit.Cluster(2) as cluster:
+        processes = family(cluster, runtime)
+        run = train(cluster, rows=large(), steps=LONG)
+        until_stepping(run)
+        everybody = processes | {(os.getpid(), psutil.Process().create_time())}
+        assert listening(processes)
+        assert listening(everybody) <= {"127.0.0.1", "::1"}
+        (folder,) = runtime.iterdir()
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700  # nobody else comes as far as what is in it
+        secrets = [*(folder / name for name in ("owner.lock", "members.json", "job")), *folder.rglob("ip*.json")]
+        modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in secrets}
+        assert len(modes) >= 5  # the connection files of engines and clients among them
+        assert set(modes.values()) == {0o600}, modes
+        assert not files(everybody)  # the data lost its name once every engine had mapped it
+        begun = time.monotonic()
+    assert time.monotonic() - begun < 20  # with a run that is RUNNING
+    assert_nothing_left(processes, runtime)
+    assert run.status.state is dtkit.State.STOPPED
+
+
+# -- what is left --------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_left_after_an_exception(runtime: Path):
+    def fail() -> None:
+        with dtkit.Cluster(2) as cluster:
+            part = cluster.partition(large())
+            train(cluster, rows=part).wait(60)
+            found.extend(family(cluster, runtime))
+            raise RuntimeError("in the cell")
+
+    found: list[Process] = []
+    with pytest.raises(RuntimeError, match="in the cell"):
+        fail()
+    assert_nothing_left(set(found), runtime)
+
+
+def hold_the_interpreter() -> None:
+    """Keep the GIL for ever: no thread of this process runs any more, and no signal handler of Python's."""
+    print("held")
+    ctypes.PyDLL(None).sleep(1000)
+
+
+def get_stuck(cluster: dtkit.Cluster) -> None:
+    """One engine holds its interpreter, the other one is stopped."""
+    cluster.submit(hold_the_interpreter)
+    engine = psutil.Process(cluster.nodes[1].pid)
+    engine.suspend()
+
+
+def test_close_ends_engines_that_are_stuck(runtime: Path):
+    cluster = dtkit.Cluster(2)
+    try:
+        processes = family(cluster, runtime)
+        get_stuck(cluster)
+    finally:
+        cluster.close()
+    assert_nothing_left(processes, runtime)
+
+
+def test_a_start_that_fails_leaves_nothing(runtime: Path):
+    with pytest.raises(dtkit.ClusterError, match=r"within 0.01 s; give (it|them) longer with timeout="):
+        dtkit.Cluster(2, timeout=0.01)
+    assert not until_empty(runtime, 10)
+    left = [p for p in psutil.process_iter() if any(str(runtime) in part for part in _mentions(p))]
+    assert not left
+
+
+def _mentions(process: psutil.Process) -> list[str]:
+    with contextlib.suppress(psutil.Error):
+        return [*process.cmdline(), process.environ().get("IPP_PROFILE_DIR", "")]
+    return []
+
+
+NOTEBOOK = """
+import dtkit, sys
+from tests.cluster import small, test_leftovers
+
+if __name__ == "__main__":
+    cluster = dtkit.Cluster(2, lease=2)
+    print("started", flush=True)
+    {action}
+    print("ready", flush=True)
+    sys.stdin.read()
+"""
+ACTIONS = {
+    "with a run": "run = small.train(cluster, rows=test_leftovers.large(), steps=10**6); test_leftovers.until_stepping(run)",
+    "with engines that are stuck": "test_leftovers.get_stuck(cluster)",
+}
+
+
+@contextlib.contextmanager
+def notebook(action: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that starts a cluster, does `action`, says that it is ready, and waits to be killed."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", NOTEBOOK.format(action=action)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("case", ACTIONS)
+def test_nothing_is_left_after_the_notebook_was_killed(runtime: Path, case: str):
+    with notebook(ACTIONS[case]) as process:
+        assert process.stdout is not None
+        for line in process.stdout:  # ends with the process, whatever happens to it
+            if line == "ready\n":
+                break
+        (folder,) = runtime.iterdir()
+        processes = {(p.pid, p.create_time()) for p in psutil.process_iter() if belongs(p, folder)}
+        assert len(processes) >= 6
+        processes.add((process.pid, psutil.Process(process.pid).create_time()))
+        process.send_signal(signal.SIGKILL)
+        process.wait(10)
+    assert_nothing_left(processes, runtime, timeout=20)

@@ -1,0 +1,281 @@
+"""A user's own functions on every rank: results, live rows, output, errors, interrupts, and whole scripts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import dtkit
+from tests.cluster.small import check_usable
+
+pytestmark = pytest.mark.cluster
+
+
+def all_ranks(value: float) -> tuple[int, float]:
+    total = torch.tensor([value * (dist.get_rank() + 1)])
+    dist.all_reduce(total)
+    return dist.get_rank(), total.item()
+
+
+def test_results_come_by_rank_from_inside_the_process_group(cluster2):
+    assert cluster2.run(all_ranks, 2.0) == [(0, 6.0), (1, 6.0)]
+
+
+def test_functions_of_a_cell_may_use_classes_helpers_and_globals(cluster2):
+    cell = {"__name__": "__main__"}
+    exec(
+        "import torch\n"
+        "SCALE = 3\n"
+        "class Base:\n"
+        "    def value(self): return 1\n"
+        "class Derived(Base):\n"
+        "    def value(self): return super().value() + helper()\n"
+        "def helper(): return SCALE\n"
+        "def main(): return Derived().value() + len(torch.zeros(2))\n",
+        cell,
+    )
+    assert cluster2.run(cell["main"]) == [6, 6]
+
+
+def report(rows: int) -> str:
+    for k in range(rows):
+        dtkit.log(loss=1 / (k + 1), samples=torch.tensor(8))
+    print("done", dist.get_rank())
+    return "x"
+
+
+def test_rows_and_output_arrive_complete_and_in_order(cluster2):
+    task = cluster2.submit(report, 300)
+    assert task.result(60) == ["x", "x"]
+    for rank in (0, 1):
+        mine = [row for row in task.rows if row["rank"] == rank]
+        assert [row["index"] for row in mine] == list(range(300))
+        assert [row["loss"] for row in mine] == [1 / (k + 1) for k in range(300)]
+        assert (rank, f"done {rank}") in task.output
+    assert task.to_pandas().shape == (600, 4)
+    assert [ax.get_title() for ax in task.figure().axes] == ["loss", "samples"]
+
+
+def wait_for_file(path: str) -> None:
+    dtkit.log(before=1)
+    while not os.path.exists(path):
+        pass
+
+
+def test_rows_are_there_while_the_function_still_runs(cluster2, tmp_path):
+    signal_file = tmp_path / "go"
+    task = cluster2.submit(wait_for_file, str(signal_file))
+    heard = threading.Event()
+    task.subscribe(lambda: len(task.rows) == 2 and heard.set())
+    assert heard.wait(30) or len(task.rows) == 2
+    assert not task.done()
+    assert "running" in repr(task)
+    signal_file.touch()
+    task.result(30)
+
+
+def test_a_flood_of_lines_is_limited_and_counted(cluster2):
+    def flood() -> None:
+        for k in range(5000):
+            print(k)
+
+    task = cluster2.submit(flood)
+    task.result(60)
+    lines = [text for rank, text in task.output if rank == 0]
+    assert len(lines) < 1000
+    assert any("lines dropped" in line for line in lines)
+
+
+def test_run_prints_lines_with_their_rank(cluster2, capsys):
+    cluster2.run(report, 2)
+    out = capsys.readouterr().out
+    assert "[0] done 0" in out
+    assert "[1] done 1" in out
+    assert "[0] loss=0.5 samples=8" in out
+
+
+def test_an_error_on_one_rank_names_it_and_folds_the_others(cluster2):
+    def fail() -> None:
+        if dist.get_rank() == 1:
+            raise ValueError("only here")
+        dist.barrier()
+
+    with pytest.raises(dtkit.EngineError) as caught:
+        cluster2.run(fail)
+    text = str(caught.value)
+    assert text.startswith("rank 1 on ")
+    assert "ValueError: only here" in text
+    assert "Traceback of rank 1" in text
+    assert "in fail" in text
+    assert "rank 0 only lost its peer" in text
+    assert caught.value.cause.rank == 1
+    check_usable(cluster2)
+
+
+def test_a_result_that_can_not_be_sent_is_named(cluster2):
+    with pytest.raises(dtkit.EngineError, match="can't be pickled|the function's result"):
+        cluster2.run(threading.Lock)
+    check_usable(cluster2)
+
+
+def test_what_can_not_be_sent_is_refused_before_anything_runs(cluster2):
+    class Holder:
+        def __init__(self) -> None:
+            self.gate = threading.Lock()
+
+    holder = Holder()
+    with pytest.raises(dtkit.CannotSend, match="gate"):
+        cluster2.run(lambda: holder.gate)
+    with pytest.raises(TypeError, match="fn is a int, which can't be called"):
+        cluster2.run(3)
+    check_usable(cluster2)
+
+
+@pytest.mark.parametrize("where", ["loop", "collective"])
+def test_an_interrupt_reaches_the_engines(cluster2, where):
+    def loop() -> None:
+        print("looping")
+        while True:
+            pass
+
+    def collective() -> None:
+        print("looping")
+        if dist.get_rank() == 0:
+            dist.barrier()
+        while True:
+            pass
+
+    task = cluster2.submit({"loop": loop, "collective": collective}[where])
+    pressed = threading.Event()
+
+    def press() -> None:
+        if len(task.output) == 2 and not pressed.is_set():
+            pressed.set()
+            os.kill(os.getpid(), signal.SIGINT)
+
+    task.subscribe(press)
+    press()
+    with pytest.raises(KeyboardInterrupt):
+        task.follow()
+    with pytest.raises(dtkit.EngineError, match="KeyboardInterrupt"):
+        task.result(30)
+    check_usable(cluster2)
+
+
+def test_memory_limit_holds_and_the_engine_goes_on():
+    def allocate(count: int) -> int:
+        return len(torch.ones(count))
+
+    with dtkit.Cluster(1, memory_limit="200MB") as cluster:
+        assert cluster.run(allocate, 10_000_000) == [10_000_000]
+        with pytest.raises(dtkit.EngineError, match="allocate memory"):
+            cluster.run(allocate, 100_000_000)
+        assert cluster.run(allocate, 10_000_000) == [10_000_000]
+
+
+# -- whole scripts -------------------------------------------------------------------------------------------
+
+TORCHRUN = """RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK ROLE_NAME ROLE_WORLD_SIZE
+MASTER_ADDR MASTER_PORT TORCHELASTIC_RESTART_COUNT TORCHELASTIC_MAX_RESTARTS TORCHELASTIC_RUN_ID
+TORCHELASTIC_USE_AGENT_STORE"""
+
+
+def script() -> tuple[float, dict[str, str]]:
+    dist.init_process_group("gloo")
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    seen = {name: os.environ[name] for name in TORCHRUN.split()}
+    dist.destroy_process_group()
+    return total.item(), seen
+
+
+def test_a_torchrun_script_runs_unchanged_and_again(cluster2):
+    attempts = []
+    for _ in range(2):
+        results = cluster2.run(script, own_group=True)
+        assert [total for total, _ in results] == [2.0, 2.0]
+        seen = [environment for _, environment in results]
+        assert [e["RANK"] for e in seen] == [e["LOCAL_RANK"] for e in seen] == ["0", "1"]
+        assert {e["WORLD_SIZE"] for e in seen} == {e["LOCAL_WORLD_SIZE"] for e in seen} == {"2"}
+        attempts.append(seen[0]["TORCHELASTIC_RESTART_COUNT"])
+        check_usable(cluster2)
+    assert attempts[0] != attempts[1]
+    assert cluster2.run(lambda: "RANK" in os.environ) == [False, False]
+
+
+def test_nothing_listens_off_loopback_while_a_script_runs(cluster2, tmp_path):
+    def long_script(path: str) -> None:
+        dist.init_process_group("gloo")
+        dist.all_reduce(torch.ones(1))
+        print("formed")
+        while not os.path.exists(path):
+            pass
+        dist.destroy_process_group()
+
+    task = cluster2.submit(long_script, str(tmp_path / "go"), own_group=True)
+    formed = threading.Event()
+    task.subscribe(lambda: len(task.output) == 2 and formed.set())
+    assert formed.wait(30) or len(task.output) == 2
+    listening = [c for node in cluster2.nodes for c in psutil.Process(node.pid).net_connections() if c.status == "LISTEN"]
+    (tmp_path / "go").touch()
+    task.result(30)
+    assert listening
+    assert {c.laddr.ip for c in listening} <= {"127.0.0.1", "::1"}
+
+
+def test_a_script_that_fails_on_one_rank_leaves_the_cluster_usable(cluster2):
+    def bad_script() -> None:
+        dist.init_process_group("gloo")
+        if dist.get_rank() == 1:
+            raise ValueError("in main")
+        dist.barrier()
+
+    with pytest.raises(dtkit.EngineError, match="ValueError: in main"):
+        cluster2.run(bad_script, own_group=True)
+    check_usable(cluster2)
+    assert cluster2.run(script, own_group=True)[0][0] == 2.0
+
+
+def accelerate_script() -> tuple[int, list[float]]:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.backward(model(torch.ones(3, 2) * accelerator.process_index).mean())
+    optimizer.step()
+    return accelerator.num_processes, accelerator.unwrap_model(model).weight.flatten().tolist()
+
+
+def fabric_script() -> tuple[int, list[float]]:
+    from lightning_fabric import Fabric
+
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+    fabric.launch()
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    fabric.backward(wrapped(torch.ones(3, 2) * fabric.global_rank).mean())
+    optimizer.step()
+    return fabric.world_size, wrapped.module.weight.flatten().tolist()
+
+
+@pytest.mark.parametrize("main", [accelerate_script, fabric_script])
+def test_scripts_of_other_libraries_run_and_average_gradients(cluster2, main):
+    torch.manual_seed(0)
+    expected = nn.Linear(2, 1)
+    with torch.no_grad():
+        expected.weight -= 0.1 * 0.5  # the mean over ranks of the inputs 0 and 1
+    results = cluster2.run(main, own_group=True)
+    for world, weight in results:
+        assert world == 2
+        assert weight == pytest.approx(expected.weight.flatten().tolist(), abs=1e-6)
+    check_usable(cluster2)

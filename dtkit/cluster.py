@@ -214,7 +214,7 @@ class Cluster:
                 f"the engines run on {len(hosts)} hosts ({', '.join(sorted(hosts))}) and dtkit keeps to loopback by "
                 "default; name the network between them, as in interface='eth0'. Tensor traffic on it is not encrypted"
             )
-        return list(replies[0].value["path"])  # type: ignore[index, call-overload]
+        return list(replies[0].value["path"])  # type: ignore[index]
 
     # -- calls ------------------------------------------------------------------------------------------------
 
@@ -293,6 +293,8 @@ class Cluster:
             future.add_done_callback(note)
         interrupted = False
         while not all(f.done() for f in futures):
+            if self._closed:  # nobody will answer any more
+                raise ClusterClosed("this cluster was closed during the call; start another one with dtkit.Cluster()")
             now = time.monotonic()
             limit = min(deadline, failed_at[0] + 5.0) if failed_at else deadline
             if now >= limit:
@@ -580,9 +582,7 @@ class Cluster:
     def __repr__(self) -> str:
         if self._closed:
             return "Cluster(closed)"
-        return f"Cluster of {self.world_size} engines, {self.backend}\n" + "\n".join(
-            _text_table(self._table())
-        )
+        return f"Cluster of {self.world_size} engines, {self.backend}\n" + "\n".join(_text_table(self._table()))
 
     def _table(self) -> list[list[str]]:
         head = [
@@ -626,7 +626,8 @@ def attach(client: ipp.Client, **options: Any) -> Cluster:
     """Take over the engines of an ipyparallel cluster that somebody else started, by whatever launcher.
 
     `client` is a connected ``ipyparallel.Client``; the options are those of :class:`Cluster` that make sense for
-    engines that run already (device, threads, timeout, step_timeout, interface). ``close()`` leaves the engines running.
+    engines that run already (device, threads, timeout, step_timeout, interface). ``close()`` leaves the engines
+    running.
     """
     if not isinstance(client, ipp.Client):
         raise TypeError(
@@ -649,9 +650,7 @@ class _Engines:
         self.engine_ids = engine_ids
         self._entry = Entry()
 
-    def send(
-        self, rank: int, message: bytes, listen: Callable[[int, list[Any]], None] | None = None
-    ) -> Future[Reply]:
+    def send(self, rank: int, message: bytes, listen: Callable[[int, list[Any]], None] | None = None) -> Future[Reply]:
         """See :class:`~dtkit.transport.Transport`."""
         reply: Future[Reply] = Future()
         if self.engine_ids[rank] not in self._client.ids:
@@ -784,7 +783,9 @@ class _Started(_Engines):
         try:
             client = cluster.connect_client_sync(timeout=timeout)
         except TimeoutError:
-            raise ClusterError(f"the controller did not answer within {timeout:g} s; give it longer with timeout=") from None
+            raise ClusterError(
+                f"the controller did not answer within {timeout:g} s; give it longer with timeout="
+            ) from None
         self._wait_for_engines(client, n, timeout)
         self._watch(cluster, sets)  # the nannies, too
         return client, sorted(client.ids)[:n]
@@ -793,9 +794,7 @@ class _Started(_Engines):
         try:
             client.wait_for_engines(n, timeout=timeout, interactive=False)
         except TimeoutError:
-            logs = "\n".join(
-                p.read_text()[-500:] for p in sorted((self.folder / "log").glob("ipengine*"))[:1]
-            )
+            logs = "\n".join(p.read_text()[-500:] for p in sorted((self.folder / "log").glob("ipengine*"))[:1])
             raise ClusterError(
                 f"{len(client.ids)} of {n} engines came within {timeout:g} s; give them longer with timeout=, or fewer "
                 f"engines. The first engine's log ends:\n{logs}"
@@ -820,10 +819,7 @@ class _Started(_Engines):
         if client is not None:
             client.close()
         remote = getattr(self, "_cluster", None)
-        if (
-            remote is not None
-            and remote.engine_launcher_class is not ipp.cluster.launcher.LocalEngineSetLauncher
-        ):
+        if remote is not None and remote.engine_launcher_class is not ipp.cluster.launcher.LocalEngineSetLauncher:
             remote.stop_cluster_sync()
         if self._warden is not None:
             self._warden.terminate()
@@ -872,9 +868,7 @@ class _DevicePlan:
 
     def environment(self, rank: int, memory_limit: int | None) -> dict[str, str]:
         """What an engine's process starts with. With more threads than cores torch spins (seven times slower)."""
-        found = {
-            name: str(self.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-        }
+        found = {name: str(self.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
         if self.devices[rank] == "cpu":
             found["CUDA_VISIBLE_DEVICES"] = ""
         if memory_limit is not None:
@@ -886,9 +880,7 @@ def _plan_devices(n: int, device: str, threads: int | None) -> _DevicePlan:
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device={device!r}; it must be 'auto', 'cpu' or 'cuda'")
     if threads is not None and threads < 1:
-        raise ValueError(
-            f"threads={threads}; an engine needs at least one. Leave it out for cores // engines"
-        )
+        raise ValueError(f"threads={threads}; an engine needs at least one. Leave it out for cores // engines")
     gpus = 0 if device == "cpu" else host.gpus()
     if device == "cuda" and not gpus:
         raise ValueError("device='cuda', but no CUDA device is usable here; use device='cpu' or 'auto'")
@@ -898,7 +890,9 @@ def _plan_devices(n: int, device: str, threads: int | None) -> _DevicePlan:
     devices = tuple(f"cuda:{r % gpus}" for r in range(n))
     if n <= gpus:
         return _DevicePlan(devices, threads, "cpu:gloo,cuda:nccl")
-    note = f"{n} engines share {gpus} GPU{'s' * (gpus > 1)}: collectives go through gloo, since NCCL needs a GPU per rank."
+    note = (
+        f"{n} engines share {gpus} GPU{'s' * (gpus > 1)}: collectives go through gloo, since NCCL needs a GPU per rank."
+    )
     return _DevicePlan(devices, threads, "gloo", note)
 
 

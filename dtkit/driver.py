@@ -267,7 +267,7 @@ class Driver:
         if len(advances) < len(replies):
             return
         common = min(advance.step for advance in advances)
-        cut = [dataclasses.replace(a, rows=a.rows[a.rows["step"] < common]) for a in advances]  # type: ignore[index]
+        cut = [dataclasses.replace(a, rows=_before(a, common)) for a in advances]
         self._record(cut, [items for _, items in found])
         self.step = common
 
@@ -415,9 +415,14 @@ def _resolve(answer: Future[int], step: int) -> None:
         answer.set_result(step)
 
 
+def _before(advance: Advance, step: int) -> np.ndarray:
+    rows = np.asarray(advance.rows)
+    return rows[rows["step"] < step]
+
+
 def _step_s(advances: Sequence[Advance]) -> float:
     """Seconds a step: the slowest rank's median."""
-    return max(float(np.median(advance.rows["step_s"])) for advance in advances)  # type: ignore[index, call-overload]
+    return max(float(np.median(np.asarray(advance.rows)["step_s"])) for advance in advances)
 
 
 def _nonfinite(step: int, advances: Sequence[Advance], nodes: Sequence[Any]) -> list[Failure]:
@@ -425,16 +430,18 @@ def _nonfinite(step: int, advances: Sequence[Advance], nodes: Sequence[Any]) -> 
     hosts = {node.rank: node.host for node in nodes}
     remedy = (
         "All ranks paused before that update: parameters are as after the step before. Lower the learning rate "
-        "(run.set(lr=...)) or repair the data or the loss; run.resume() takes the same step again, run.stop() ends the run"
+        "(run.set(lr=...)) or repair the data or the loss; run.resume() takes the same step again, run.stop() ends "
+        "the run"
     )
-    bad = [(r, a.loss) for r, a in enumerate(advances) if a.loss is not None and not math.isfinite(a.loss)]
+    losses: list[tuple[int, float | None]] = [(r, a.loss) for r, a in enumerate(advances)]
+    bad: list[tuple[int, float | None]] = [
+        (r, loss) for r, loss in losses if loss is not None and not math.isfinite(loss)
+    ]
     message = f"the gradients over all ranks are not finite, with this rank's loss {{}}. {remedy}"
     if not bad:
-        found = ", ".join(f"{a.loss:.4g}" for a in advances if a.loss is not None)
-        bad = [(0, None)]
-        message = (
-            f"the gradients over all ranks are not finite, though every rank's loss is ({found}). {remedy}"
-        )
+        found = ", ".join(f"{loss:.4g}" for _, loss in losses if loss is not None)
+        bad = losses[:1]
+        message = f"the gradients over all ranks are not finite, though every rank's loss is ({found}). {remedy}"
     return [
         Failure(r, hosts.get(r, "?"), "NonFinite", message.format(loss), "", step=step, kind="nonfinite")
         for r, loss in bad

@@ -93,7 +93,7 @@ def _explain(failures: Sequence[Failure]) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """"rank 1", "ranks 0, 2 and 3"."""
+    """In words: "rank 1", "ranks 0, 2 and 3"."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

@@ -220,7 +220,7 @@ class History:
     def __repr__(self) -> str:
         if not len(self):
             return "History(empty)"
-        steps, losses = self.loss()
+        _, losses = self.loss()
         return f"History({len(self)} rows, {self.steps} steps, {len(self.ranks)} ranks, last loss {losses[-1]:.4g})"
 
 

@@ -18,7 +18,7 @@ from dtkit.dashboard.progress import waiting
 from dtkit.partition import Partition, categorical
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from dtkit.cluster import Cluster
 
@@ -39,19 +39,24 @@ def partition(
     weights: Sequence[float] | None = None,
     labels: Any = None,
     seed: int | None = None,
+    check: Callable[[Partition], None] | None = None,
 ) -> Partition:
-    """See :meth:`dtkit.Cluster.partition`."""
-    cut = {"by": by, "weights": weights, "seed": seed}
+    """See :meth:`dtkit.Cluster.partition`. `check` may refuse the partition before any of its rows travel."""
+    cut: dict[str, Any] = {"by": by, "weights": weights, "seed": seed}
     ranks = cluster.world_size
     if _is_loader(data):
         key, samples = _load_by_function(cluster, data)
         part = Partition(samples, ranks, labels=labels, source=Placed(cluster, key, samples), **cut)
+        if check is not None:
+            check(part)
         cluster.ask("shard", key=key, indices=part.flat(), sizes=part.sizes)
         return part
     data, samples = _checked(data)
     if labels is None and isinstance(data, tuple) and len(data) > 1:
         labels = categorical(data[-1])
     part = Partition(samples, ranks, labels=labels, **cut)  # its complaints come before anything travels
+    if check is not None:
+        check(part)
     part.source = _send(cluster, data, part.flat(), part.sizes)
     return part
 
@@ -99,8 +104,8 @@ def _load_by_function(cluster: Cluster, function: Any) -> tuple[str, int]:
             cluster.discard(shipment)
     if len(set(lengths)) > 1:
         raise ValueError(
-            f"the function loaded {lengths} rows on ranks 0 to {len(lengths) - 1}; it must load the same rows in the same "
-            "order everywhere, since ranks pick theirs by row number. Seed what is random in it"
+            f"the function loaded {lengths} rows on ranks 0 to {len(lengths) - 1}; it must load the same rows in the "
+            "same order everywhere, since ranks pick theirs by row number. Seed what is random in it"
         )
     return key, int(lengths[0])
 
@@ -124,8 +129,8 @@ def _checked(data: Any) -> tuple[Any, int]:
     if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, (dict, str, bytes)):
         return data, len(data)
     raise TypeError(
-        f"data is a {type(data).__name__}; it must be a tuple of arrays as in (X, y), a map-style Dataset (with __len__ "
-        "and __getitem__), or a function that returns one of these on the engine"
+        f"data is a {type(data).__name__}; it must be a tuple of arrays as in (X, y), a map-style Dataset (with "
+        "__len__ and __getitem__), or a function that returns one of these on the engine"
     )
 
 

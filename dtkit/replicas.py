@@ -50,9 +50,7 @@ class Replicas:
 
     def build(self, state: Mapping[str, Any]) -> torch.nn.Module:
         """A new model in this process, with the parameters and buffers of `state`."""
-        model: torch.nn.Module = wire.unpack(
-            self._packed.skeleton, [bytearray(b) for b in self._packed.buffers]
-        )
+        model: torch.nn.Module = wire.unpack(self._packed.skeleton, [bytearray(b) for b in self._packed.buffers])
         model.load_state_dict(state)
         return model
 
@@ -65,18 +63,15 @@ class Replicas:
         return "\n".join([self._headline(), *(f"  rank {r}  {c}" for r, c in enumerate(self.checksums))])
 
     def _repr_html_(self) -> str:
-        rows = "".join(
-            f"<tr><td>{r}</td><td><code>{c}</code></td></tr>" for r, c in enumerate(self.checksums)
-        )
+        rows = "".join(f"<tr><td>{r}</td><td><code>{c}</code></td></tr>" for r, c in enumerate(self.checksums))
         head = "<tr><th>rank</th><th>checksum</th></tr>"
-        return (
-            f"<p>{html.escape(self._headline())}</p><table><thead>{head}</thead><tbody>{rows}</tbody></table>"
-        )
+        return f"<p>{html.escape(self._headline())}</p><table><thead>{head}</thead><tbody>{rows}</tbody></table>"
 
 
 def broadcast(cluster: Cluster, model: Any) -> Replicas:
     """See :meth:`dtkit.Cluster.broadcast`."""
-    model = _checked(model)
+    check(model)
+    model = _on_cpu(model)
     key = cluster.new_key("model")
     packed = cluster.pack(model, name="model")
     with waiting(f"sending {type(model).__name__}, {units.size(packed.nbytes)}"):
@@ -84,18 +79,15 @@ def broadcast(cluster: Cluster, model: Any) -> Replicas:
     return Replicas(cluster, key, packed, model, checksums)
 
 
-def _checked(model: Any) -> torch.nn.Module:
-    """An nn.Module whose numbers exist and lie in the notebook's memory."""
+def check(model: Any) -> None:
+    """Raise TypeError or ValueError for what is no nn.Module, or one whose numbers don't exist yet."""
     import torch
 
     if isinstance(model, type) and issubclass(model, torch.nn.Module):
         raise TypeError(f"model is the class {model.__name__}; give an instance: {model.__name__}(...)")
     if not isinstance(model, torch.nn.Module):
-        raise TypeError(
-            f"model is a {type(model).__name__}; it must be a torch.nn.Module, built in the notebook"
-        )
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    for name, tensor in tensors:
+        raise TypeError(f"model is a {type(model).__name__}; it must be a torch.nn.Module, built in the notebook")
+    for name, tensor in _tensors(model):
         if torch.nn.parameter.is_lazy(tensor):
             raise ValueError(
                 f"{name} of the model has no shape yet (a lazy module), so ranks could not agree on it. Run one batch "
@@ -105,8 +97,16 @@ def _checked(model: Any) -> torch.nn.Module:
             raise ValueError(
                 f"{name} of the model is on the meta device and has no numbers; build the model on the CPU"
             )
-    if any(tensor.device.type != "cpu" for _, tensor in tensors):
-        import copy
 
-        model = copy.deepcopy(model).cpu()
-    return model
+
+def _tensors(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def _on_cpu(model: torch.nn.Module) -> torch.nn.Module:
+    """The model, or a copy of it where its numbers lie on a device."""
+    if all(tensor.device.type == "cpu" for _, tensor in _tensors(model)):
+        return model
+    import copy
+
+    return copy.deepcopy(model).cpu()

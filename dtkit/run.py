@@ -46,11 +46,9 @@ class Order:
     program: bytes
     """Objective, optimiser and strategy, pickled."""
 
-    def build(
-        self, cluster: Cluster, job: str, *, ranks: list[int] | None = None, alone: bool = False
-    ) -> float:
+    def build(self, cluster: Cluster, job: str, *, ranks: list[int] | None = None, alone: bool = False) -> float:
         """Make a job of it on all ranks, or alone on one. Returns the learning rate."""
-        args = {
+        args: dict[str, Any] = {
             "job": job,
             "model": self.copies.key,
             "data": self.data.key,
@@ -183,8 +181,8 @@ class Run:
             return self._driver.ask(command, value).result(patience)
         except TimeoutError:
             raise RunError(
-                f"the engines did not come to the end of a step within {patience:.0f} s, so {command!r} did not take effect. "
-                "cluster.interrupt() ends what they are doing, and the run"
+                f"the engines did not come to the end of a step within {patience:.0f} s, so {command!r} did not take "
+                "effect. cluster.interrupt() ends what they are doing, and the run"
             ) from None
 
     def wait(self, timeout: float | None = None) -> None:
@@ -201,8 +199,8 @@ class Run:
                 raise
         if not left:
             raise TimeoutError(
-                f"the run is at step {self.status.step} of {self.spec.steps} after {timeout} s and goes on; wait again, or "
-                "run.pause()"
+                f"the run is at step {self.status.step} of {self.spec.steps} after {timeout} s and goes on; wait "
+                "again, or run.pause()"
             )
         self._settle()
 
@@ -212,7 +210,11 @@ class Run:
     async def _left_running(self) -> None:
         """As `wait`, with the kernel free meanwhile, so that buttons act. Cancelling it pauses the run."""
         loop, news = asyncio.get_running_loop(), asyncio.Event()
-        unsubscribe = self.subscribe(lambda: loop.call_soon_threadsafe(news.set))
+
+        def tell() -> None:
+            loop.call_soon_threadsafe(news.set)
+
+        unsubscribe = self.subscribe(tell)
         try:
             while self._driver.state in (State.PENDING, State.RUNNING):
                 news.clear()
@@ -275,16 +277,16 @@ class Run:
             return self._state[1]
         if self._released:
             raise RunError(
-                "this run was released before its weights could be fetched (its cluster was closed, or an engine was lost). "
-                "Ask for run.model before closing the cluster"
+                "this run was released before its weights could be fetched (its cluster was closed, or an engine was "
+                "lost). Ask for run.model before closing the cluster"
             )
         before = self._driver.step
-        state = self.receive(self._cluster.ask("state", job=self._job)[0])
+        state: Mapping[str, Any] = self._receive(self._cluster.ask("state", job=self._job)[0])
         if not self._running() and before == self._driver.step:
             self._state = before, state
         return state
 
-    def receive(self, shipment: Any) -> Any:
+    def _receive(self, shipment: Any) -> Any:
         """Unload what an engine sent, and delete its file."""
         try:
             return shipment.unload()
@@ -327,16 +329,12 @@ class Run:
     def extend(self, *, epochs: int | None = None, steps: int | None = None) -> None:
         """Train on for so many epochs (or steps) more, with the optimiser as it stands."""
         if (epochs is None) == (steps is None):
-            raise ValueError(
-                f"epochs={epochs}, steps={steps}: say how much longer by one of them, as in epochs=1"
-            )
+            raise ValueError(f"epochs={epochs}, steps={steps}: say how much longer by one of them, as in epochs=1")
         more = steps if steps is not None else (epochs or 0) * self.spec.steps_per_epoch
         if more < 1:
             raise ValueError(f"epochs={epochs}, steps={steps}: train on by at least one step")
         if self._driver.state not in (State.COMPLETED, State.STOPPED):
-            raise RunError(
-                f"this run is {self._driver.state.value}; extend one that has completed or was stopped"
-            )
+            raise RunError(f"this run is {self._driver.state.value}; extend one that has completed or was stopped")
         self._check_kept("extend")
         self.spec = dataclasses.replace(self.spec, steps=self._driver.step + more)
         self._driver.route = self._route()
@@ -348,9 +346,7 @@ class Run:
         if self._released:
             return
         if self._running():
-            raise RunError(
-                f"this run is at step {self.status.step} of {self.spec.steps}; run.stop() it first"
-            )
+            raise RunError(f"this run is at step {self.status.step} of {self.spec.steps}; run.stop() it first")
         if not self._driver.state.ended:
             self.stop()
         self._fetch_if_possible()
@@ -377,8 +373,8 @@ class Run:
     def _check_kept(self, what: str) -> None:
         if self._released:
             raise RunError(
-                f"{what} needs the job on the engines, and this run was released: by run.release(), by a later train or with "
-                "its cluster. Its weights are in run.model"
+                f"{what} needs the job on the engines, and this run was released: by run.release(), by a later train "
+                "or with its cluster. Its weights are in run.model"
             )
 
     # -- views ------------------------------------------------------------------------------------------------
@@ -400,7 +396,7 @@ class Run:
         for callback in callbacks:
             try:
                 callback()
-            except Exception:  # an error in a view never touches training; it is logged
+            except Exception:  # noqa: BLE001 - an error in a view never touches training; it is logged
                 _log.exception("a view of %s failed", self.spec.name)
 
     def figure(self) -> Figure:

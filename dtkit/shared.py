@@ -79,17 +79,13 @@ class Handle:
         return max((offset + size for offset, size in self.spans), default=0)
 
 
-def write(
-    buffers: Sequence[Any], *, owner: Owner | None = None, directories: Sequence[str] | None = None
-) -> Handle:
+def write(buffers: Sequence[Any], *, owner: Owner | None = None, directories: Sequence[str] | None = None) -> Handle:
     """Copy `buffers` (contiguous, any type) into one new file and say where they lie.
 
     `owner`: see :class:`Owner`; this process by default. `directories` are tried in order; by default shared
     memory and then the folder of temporary files. Raises OSError where none of them has the room.
     """
-    views = [
-        memoryview(buffer).cast("B") if memoryview(buffer).nbytes else memoryview(b"") for buffer in buffers
-    ]
+    views = [memoryview(buffer).cast("B") if memoryview(buffer).nbytes else memoryview(b"") for buffer in buffers]
     spans = _layout([view.nbytes for view in views])
     owner = owner or Owner.of()
     refusals = []
@@ -171,9 +167,7 @@ def _check_memory(directory: str, size: int) -> None:
 
 def _write_file(handle: Handle, views: Sequence[memoryview]) -> None:
     """Create, reserve, fill; leaves nothing behind when one of them fails."""
-    descriptor = os.open(
-        handle.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
-    )
+    descriptor = os.open(handle.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         _reserve(descriptor, max(handle.nbytes, 1))
         for (offset, _), view in zip(handle.spans, views, strict=True):
@@ -203,9 +197,7 @@ def _check(handle: Handle, status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
         raise PermissionError(errno.EPERM, "not a file of this user; refusing to map it", handle.path)
     if status.st_size < handle.nbytes:  # beyond the end, reading a page is SIGBUS
-        raise OSError(
-            errno.EIO, f"holds {status.st_size} of {handle.nbytes} bytes; write it again", handle.path
-        )
+        raise OSError(errno.EIO, f"holds {status.st_size} of {handle.nbytes} bytes; write it again", handle.path)
 
 
 def _new_name(owner: Owner) -> str:

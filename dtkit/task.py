@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from dtkit.shipment import Shipment
 
 _log = logging.getLogger("dtkit")
-# A user's loop may train for days. What can't wait is seen otherwise: a failed rank at once, a lost engine by its nanny.
+# A user's loop may train for days. What can't wait is seen otherwise: a failed rank at once, a lost engine by its
+# nanny.
 _FOR_EVER_S = 1e7
 _AFTER_INTERRUPT_S = 30.0
 _LOOK_S = 0.5
@@ -161,7 +162,7 @@ class Task:
         for callback in list(self._callbacks):
             try:
                 callback()
-            except Exception:  # an error in a view never touches the call; it is logged
+            except Exception:  # noqa: BLE001 - an error in a view never touches the call; it is logged
                 _log.exception("a view of %s failed", self.name)
 
     def __repr__(self) -> str:
@@ -177,7 +178,9 @@ def start(
     """See :meth:`dtkit.Cluster.submit`."""
     cluster.check_open()
     if not callable(fn):
-        raise TypeError(f"fn is a {type(fn).__name__}, which can't be called; give a function, as in cluster.run(main, x)")
+        raise TypeError(
+            f"fn is a {type(fn).__name__}, which can't be called; give a function, as in cluster.run(main, x)"
+        )
     name = getattr(fn, "__name__", type(fn).__name__)
     task = Task(cluster, name, own_group=own_group)
     shipment = cluster.upload(cluster.pack((fn, args, kwargs), name=name))

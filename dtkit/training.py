@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from dtkit import placing, replicas
 from dtkit.errors import RunError
 from dtkit.partition import Partition
@@ -49,23 +51,17 @@ def train(cluster: Cluster, model: Any, data: Any, options: Options) -> Run:
     _check_free(cluster)
     strategy = _check_options(options)
     strategy.check(cluster.world_size)
-    part = data if isinstance(data, Partition) else placing.partition(cluster, data, seed=options.seed)
+    _check_model(cluster, model)
+    program = _program(cluster, options, strategy)
+    part = _partition(cluster, data, options)
     source = placing.source_of(cluster, part)
-    _check_sizes(options, part)
-    _check_ignored(options.loss, part)
     copies = model if isinstance(model, Replicas) else replicas.broadcast(cluster, model)
-    _check_copies(cluster, copies)
     valid = None if options.valid is None else placing.place(cluster, options.valid)
     previous, cluster.current_run = cluster.current_run, None
     if previous is not None:
         previous.release()
     spec = _spec(cluster, copies, part, options, strategy)
-    plan = JobPlan(options.batch_size, spec.steps, options.shuffle, options.seed)
-    from dtkit.strategies.objective import Objective
-
-    program = cluster.dumps(
-        (Objective(options.loss, options.step), options.optimizer, strategy), name="train"
-    )
+    plan = JobPlan(spec.batch_size, spec.steps, options.shuffle, spec.seed)
     run = Run(cluster, spec, Order(copies, source, plan, program), options.metrics or {}, valid)
     run.build()
     cluster.current_run = run
@@ -74,12 +70,32 @@ def train(cluster: Cluster, model: Any, data: Any, options: Options) -> Run:
     return run
 
 
+def _program(cluster: Cluster, options: Options, strategy: Strategy) -> bytes:
+    """What the engines are to do with the batches, pickled."""
+    from dtkit.strategies.objective import Objective
+
+    return cluster.dumps((Objective(options.loss, options.step), options.optimizer, strategy), name="train")
+
+
+def _partition(cluster: Cluster, data: Any, options: Options) -> Partition:
+    """The data as a partition that these options can be used with; raw data is checked before it travels."""
+
+    def check(part: Partition) -> None:
+        _check_sizes(options, part)
+        _check_ignored(options.loss, part)
+
+    if not isinstance(data, Partition):
+        return placing.partition(cluster, data, seed=options.seed, check=check)
+    check(data)
+    return data
+
+
 def _check_free(cluster: Cluster) -> None:
     run = cluster.current_run
     if run is not None and run.status.state in (State.PENDING, State.RUNNING):
         raise RunError(
-            f"this cluster is training {run.spec.name} (step {run.status.step} of {run.spec.steps}), and trains one model at "
-            "a time. Wait for it (run.wait()), or end it (run.stop())"
+            f"this cluster is training {run.spec.name} (step {run.status.step} of {run.spec.steps}), and trains one "
+            "model at a time. Wait for it (run.wait()), or end it (run.stop())"
         )
 
 
@@ -98,7 +114,7 @@ def _check_options(options: Options) -> Strategy:
             f"shuffle={options.shuffle!r}; it must be 'shard' (each rank its own rows), 'global' (the same rows a step "
             "on any number of ranks) or None"
         )
-    if isinstance(options.seed, bool) or not isinstance(options.seed, int) or options.seed < 0:
+    if isinstance(options.seed, bool) or not isinstance(options.seed, int | np.integer) or options.seed < 0:
         raise ValueError(f"seed={options.seed!r}; it must be an integer from 0 up. Use seed=0")
     _check_metrics(options)
     return _check_strategy(options.strategy)
@@ -117,14 +133,12 @@ def _check_loss(options: Options) -> None:
     loss, step = options.loss, options.step
     if (loss is None) == (step is None):
         raise ValueError(
-            "give either loss, a function of (output, target), or step, a function of (model, batch) that returns the loss; "
-            f"you gave {'both' if loss is not None else 'neither'}"
+            "give either loss, a function of (output, target), or step, a function of (model, batch) that returns "
+            f"the loss; you gave {'both' if loss is not None else 'neither'}"
         )
     for name, function in (("loss", loss), ("step", step)):
         if isinstance(function, type):
-            raise TypeError(
-                f"{name}={function.__name__} is a class; give an instance: {name}={function.__name__}()"
-            )
+            raise TypeError(f"{name}={function.__name__} is a class; give an instance: {name}={function.__name__}()")
         if function is not None and not callable(function):
             raise TypeError(f"{name}={function!r} can't be called; give a function or a loss module")
     _check_reduction(loss)
@@ -136,15 +150,15 @@ _PAIR = "lambda out, y: (F.cross_entropy(out, y, weight=w, reduction='sum'), w[y
 def _check_reduction(loss: Any) -> None:
     """A mean over samples is exact on any number of ranks; other reductions are so only as (sum, weight)."""
     reduction = getattr(loss, "reduction", "mean")
-    if reduction != "mean":
+    if reduction not in ("mean", "batchmean"):  # KLDivLoss calls the mean over samples "batchmean"
         raise ValueError(
             f"loss has reduction={reduction!r}; dtkit needs the mean over samples, or a pair (sum, weight). Use "
             "reduction='mean', or write a function that returns (sum, number of samples)"
         )
     if getattr(loss, "weight", None) is not None and type(loss).__name__ in ("CrossEntropyLoss", "NLLLoss"):
         raise ValueError(
-            f"{type(loss).__name__} with class weights divides by the weights of the rows at hand, so the mean over ranks "
-            f"would not be the mean over rows. Return a pair (sum, weight) instead: loss={_PAIR}"
+            f"{type(loss).__name__} with class weights divides by the weights of the rows at hand, so the mean over "
+            f"ranks would not be the mean over rows. Return a pair (sum, weight) instead: loss={_PAIR}"
         )
 
 
@@ -153,17 +167,19 @@ def _check_ignored(loss: Any, part: Partition) -> None:
     ignored = getattr(loss, "ignore_index", None)
     if ignored is not None and part.labels is not None and bool((part.labels == ignored).any()):
         raise ValueError(
-            f"the targets contain ignore_index={ignored}, so {type(loss).__name__} divides by another number of rows on each "
+            f"the targets contain ignore_index={ignored}, so {type(loss).__name__} divides by another number of rows "
+            "on each "
             "rank, and the mean over ranks would not be the mean over rows. Return a pair (sum, weight) instead: "
-            f"loss=lambda out, y: (F.cross_entropy(out, y, ignore_index={ignored}, reduction='sum'), (y != {ignored}).sum())"
+            f"loss=lambda out, y: (F.cross_entropy(out, y, ignore_index={ignored}, reduction='sum'), (y != "
+            f"{ignored}).sum())"
         )
 
 
 def _check_optimizer(optimizer: Any) -> None:
     if not callable(optimizer):
         raise TypeError(
-            f"optimizer is a {type(optimizer).__name__}; it must be a function from parameters to an optimiser, since every "
-            "rank makes its own: optimizer=lambda params: torch.optim.SGD(params, lr=0.1)"
+            f"optimizer is a {type(optimizer).__name__}; it must be a function from parameters to an optimiser, "
+            "since every rank makes its own: optimizer=lambda params: torch.optim.SGD(params, lr=0.1)"
         )
 
 
@@ -186,9 +202,7 @@ def _check_strategy(strategy: Any) -> Strategy:
     if strategy is None:
         return DataParallel()
     if isinstance(strategy, type) and issubclass(strategy, Strategy):
-        raise TypeError(
-            f"strategy={strategy.__name__} is a class; give an instance: strategy={strategy.__name__}()"
-        )
+        raise TypeError(f"strategy={strategy.__name__} is a class; give an instance: strategy={strategy.__name__}()")
     if not isinstance(strategy, Strategy):
         raise TypeError(f"strategy={strategy!r}; it must be a dtkit strategy such as dtkit.DataParallel()")
     return strategy
@@ -197,31 +211,32 @@ def _check_strategy(strategy: Any) -> Strategy:
 def _check_sizes(options: Options, part: Partition) -> None:
     if options.batch_size > part.n:
         raise ValueError(
-            f"batch_size={options.batch_size} is more than the {part.n} samples there are; it is the number of samples per "
-            f"update over all ranks. Use at most {part.n}"
+            f"batch_size={options.batch_size} is more than the {part.n} samples there are; it is the number of "
+            f"samples per update over all ranks. Use at most {part.n}"
         )
     if options.batch_size < part.world_size:
         raise ValueError(
-            f"batch_size={options.batch_size} is less than the {part.world_size} ranks; it is the number of samples per "
-            f"update over all ranks, and each needs one. Use at least {part.world_size}"
+            f"batch_size={options.batch_size} is less than the {part.world_size} ranks; it is the number of samples "
+            f"per update over all ranks, and each needs one. Use at least {part.world_size}"
         )
 
 
-def _check_copies(cluster: Cluster, copies: Replicas) -> None:
-    if copies.cluster is not cluster:
+def _check_model(cluster: Cluster, model: Any) -> None:
+    if isinstance(model, Replicas):
+        name, trainable = model.name, model.trainable
+        if model.cluster is not cluster:
+            raise ValueError(f"{name} was broadcast on another cluster; give the model, or cluster.broadcast(model)")
+    else:
+        replicas.check(model)
+        name, trainable = type(model).__name__, any(p.requires_grad for p in model.parameters())
+    if not trainable:
         raise ValueError(
-            f"{copies.name} was broadcast on another cluster; give the model, or cluster.broadcast(model)"
-        )
-    if not copies.trainable:
-        raise ValueError(
-            f"{copies.name} has no parameter that requires a gradient, so an optimiser would have nothing to train. "
+            f"{name} has no parameter that requires a gradient, so an optimiser would have nothing to train. "
             "Give a model with parameters, or set requires_grad on some"
         )
 
 
-def _spec(
-    cluster: Cluster, copies: Replicas, part: Partition, options: Options, strategy: Strategy
-) -> RunSpec:
+def _spec(cluster: Cluster, copies: Replicas, part: Partition, options: Options, strategy: Strategy) -> RunSpec:
     per_epoch = -(-part.n // options.batch_size)
     return RunSpec(
         name=copies.name,
@@ -232,7 +247,7 @@ def _spec(
         steps=int(options.steps or (options.epochs or 0) * per_epoch),
         steps_per_epoch=per_epoch,
         shuffle=options.shuffle,
-        seed=options.seed,
+        seed=int(options.seed),
         loss=_name(options.loss or options.step),
         optimizer=_name(options.optimizer),
     )

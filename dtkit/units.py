@@ -103,7 +103,5 @@ def parse_bytes(value: int | str) -> int:
         return value
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", str(value), re.IGNORECASE)
     if not match or float(match[1]) == 0:
-        raise ValueError(
-            f"{value!r} is no amount of memory; write a positive number of bytes, or text such as '600MB'"
-        )
+        raise ValueError(f"{value!r} is no amount of memory; write a positive number of bytes, or text such as '600MB'")
     return int(float(match[1]) * _FACTORS[(match[2] or "").lower()])

@@ -61,7 +61,9 @@ class Verification:
             lines.append(f"  worst: {worst}, {self.differences[worst]:.3g}")
         for name, (count, largest) in self.zero_gradient.items():
             bound = ZERO_TOLERANCE.get(self.dtype, _HALF)
-            lines.append(f"  {name}: {count} numbers of zero gradient hold rounding alone: {largest:.3g}, bound {bound:g}")
+            lines.append(
+                f"  {name}: {count} numbers of zero gradient hold rounding alone: {largest:.3g}, bound {bound:g}"
+            )
         lines += [f"  {module}" for module in self.modules]
         return "\n".join(lines)
 
@@ -88,9 +90,7 @@ def verify(cluster: Cluster, order: Order, steps: int) -> Verification:
     return judge(state, reference, gradients, modules, steps, cluster.world_size)
 
 
-def _train(
-    cluster: Cluster, order: Order, job: str, steps: int, ranks: list[int] | None
-) -> Mapping[str, Any]:
+def _train(cluster: Cluster, order: Order, job: str, steps: int, ranks: list[int] | None) -> Mapping[str, Any]:
     """Make the job, take the steps, return its state dict."""
     order.build(cluster, job, ranks=ranks, alone=ranks is not None)
     done = 0
@@ -124,9 +124,13 @@ def judge(
 ) -> Verification:
     """Compare two state dicts. `gradients`: the largest absolute gradient of every number over the steps."""
     dtype = _widest_error(state[name] for name in gradients if name in state)
-    floor = _ZERO.get(dtype, _ZERO["float32"]) * max((float(g.max()) for g in gradients.values() if g.numel()), default=0.0)
+    floor = _ZERO.get(dtype, _ZERO["float32"]) * max(
+        (float(g.max()) for g in gradients.values() if g.numel()), default=0.0
+    )
     differences, zero = {}, {}
     for name, expected in reference.items():
+        if not hasattr(expected, "is_floating_point"):  # a module's extra state may be anything
+            continue
         found = _difference(state[name], expected)
         if name in gradients and bool((still := gradients[name] <= floor).any()):
             zero[name] = int(still.sum()), float(found[still].max())
@@ -148,9 +152,10 @@ def _widest_error(tensors: Iterator[torch.Tensor]) -> str:
 
 
 def _difference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """The absolute difference of every number."""
+    """The absolute difference of every number: none between equal infinities (of a mask), infinite where one is NaN."""
     wide = a.is_complex() or b.is_complex()
-    return (a - b).abs() if wide else (a.double() - b.double()).abs()
+    found = (a - b).abs() if wide else (a.double() - b.double()).abs()
+    return found.masked_fill(a == b, 0.0).nan_to_num(nan=float("inf"), posinf=float("inf"))
 
 
 def incomparable(model: torch.nn.Module) -> Iterator[str]:

@@ -98,7 +98,7 @@ def _marked(process: psutil.Process, folder: Path) -> bool:
 
 def _lives(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+        return bool(process.is_running()) and process.status() != psutil.STATUS_ZOMBIE
     return False
 
 

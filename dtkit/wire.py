@@ -146,9 +146,7 @@ class _Block:
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
     """cloudpickle, with tensors and strided arrays out of band."""
 
-    def __init__(
-        self, file: io.BytesIO, buffer_callback: Callable[[pickle.PickleBuffer], Any] | None
-    ) -> None:
+    def __init__(self, file: io.BytesIO, buffer_callback: Callable[[pickle.PickleBuffer], Any] | None) -> None:
         super().__init__(file, protocol=_PROTOCOL, buffer_callback=buffer_callback)
         # Where torch was never imported no object can hold a tensor, and importing it takes two seconds.
         self._torch = sys.modules.get("torch")

@@ -18,8 +18,7 @@ class FakeSource:
             optimizer="SGD",
         )  # fmt: skip
         self.nodes = [
-            NodeInfo(r, r + 10, f"host{r // 8}", 4000 + r, "cpu", 8_000_000_000, 5_000_000_000, 1)
-            for r in range(ranks)
+            NodeInfo(r, r + 10, f"host{r // 8}", 4000 + r, "cpu", 8_000_000_000, 5_000_000_000, 1) for r in range(ranks)
         ]
         self.history = History()
         self.state, self.message, self.exception, self.lr = State.RUNNING, "", None, 0.1
@@ -32,9 +31,7 @@ class FakeSource:
 
     @property
     def status(self):
-        return Status(
-            self.state, self.step, self.spec.steps, 0, self.step * 0.1, self.remaining_s, self.message
-        )
+        return Status(self.state, self.step, self.spec.steps, 0, self.step * 0.1, self.remaining_s, self.message)
 
     def subscribe(self, callback):
         self._callbacks.append(callback)
@@ -68,9 +65,7 @@ class FakeSource:
         decay = 2.3 * np.exp(-3 * rows["step"] / self.spec.steps) + 0.3
         noise = self._random.normal(size=len(rows))
         rows["loss"] = decay * (1 + 0.06 * noise) if loss is None else loss
-        rows["step_s"] = 0.1 * (1 + 0.05 * self._random.normal(size=len(rows)) ** 2) + 0.03 * (
-            rows["rank"] == 2
-        )
+        rows["step_s"] = 0.1 * (1 + 0.05 * self._random.normal(size=len(rows)) ** 2) + 0.03 * (rows["rank"] == 2)
         rows["memory_bytes"] = 315_000_000 + 1_000_000 * rows["rank"]
         self.history.append(rows)
         self.step += steps

@@ -23,9 +23,7 @@ def digits() -> tuple[np.ndarray, np.ndarray]:
 
 def network() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(256, 10)
-    )
+    return nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(256, 10))
 
 
 def train(cluster: dtkit.Cluster, steps: int = 30) -> dtkit.Run:

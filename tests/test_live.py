@@ -345,17 +345,13 @@ def test_the_page_adds_up_the_same(tmp_path):
         console.log(JSON.stringify({ all, gap, early: plain(early), late: plain(late) }));
         """)
     )
-    done = subprocess.run(
-        [node(), "run.mjs"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
-    )
+    done = subprocess.run([node(), "run.mjs"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     assert said["all"]
     assert said["gap"] is False  # a change that doesn't follow on is refused: the page asks for a snapshot
     early, late = said["early"], said["late"]
-    np.testing.assert_allclose(
-        np.array(early.pop("data"), float), np.array(late.pop("data"), float), rtol=2e-6
-    )
+    np.testing.assert_allclose(np.array(early.pop("data"), float), np.array(late.pop("data"), float), rtol=2e-6)
     assert early == late
 
 
@@ -540,9 +536,7 @@ def test_the_view_is_light_to_import():
         "import sys, dtkit.dashboard.live, dtkit.dashboard.display, dtkit.dashboard.text;"
         "print([m for m in ('torch', 'ipyparallel', 'matplotlib') if m in sys.modules])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
 
 

@@ -31,9 +31,7 @@ FORBIDDEN = {  # a file or folder of dtkit/, the longest match counts -> what it
     "integrations": set(),
     "": {"ipyparallel"},
 }
-BROAD_EXCEPTS: dict[
-    str, str
-] = {  # "file: function" -> the boundary that it is, and where the error is reported
+BROAD_EXCEPTS: dict[str, str] = {  # "file: function" -> the boundary that it is, and where the error is reported
 }
 SLEEPS: dict[str, str] = {  # "file: function" -> why this isn't a wait in disguise
 }
@@ -206,9 +204,7 @@ def _is_broad(node: ast.AST) -> bool:
         return False
     if node.type is None:
         return True
-    return any(
-        isinstance(n, ast.Name) and n.id in {"Exception", "BaseException"} for n in ast.walk(node.type)
-    )
+    return any(isinstance(n, ast.Name) and n.id in {"Exception", "BaseException"} for n in ast.walk(node.type))
 
 
 def _is_sleep(node: ast.AST) -> bool:

@@ -76,9 +76,7 @@ def test_shards_stay_close_to_their_share(sizes: list[int], moments: list[float]
     # The threshold that cuts the order lies within R / 2n of taken / n, and rounds each shard by at most 1/2.
     for row, total in zip(held.tolist(), taken.tolist(), strict=True):
         for count, size in zip(row, sizes, strict=True):
-            assert abs(count - Fraction(total * size, n)) <= Fraction(1, 2) + Fraction(
-                len(sizes) * size, 2 * n
-            )
+            assert abs(count - Fraction(total * size, n)) <= Fraction(1, 2) + Fraction(len(sizes) * size, 2 * n)
 
 
 def test_a_billion_rows_are_counted_exactly() -> None:
@@ -135,9 +133,7 @@ def test_a_cut_is_disjoint_complete_and_reproducible(
         assert min(sizes) >= 1
 
 
-@given(
-    st.lists(st.integers(0, 6), min_size=8, max_size=120), st.integers(1, 8), st.none() | st.integers(0, 9)
-)
+@given(st.lists(st.integers(0, 6), min_size=8, max_size=120), st.integers(1, 8), st.none() | st.integers(0, 9))
 @settings(max_examples=150, deadline=None)
 def test_stratified_spreads_every_class(labels: list[int], ranks: int, seed: int | None) -> None:
     part = Partition(len(labels), ranks, by="stratified", labels=labels, seed=seed)

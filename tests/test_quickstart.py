@@ -182,5 +182,5 @@ def test_no_process_is_left(done: Done):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PSS is Linux's")
 def test_all_processes_together_stay_under_what_binder_gives(done: Done):
-    print(f"peak PSS of all processes: {done.footprint.peak / 1e6:.0f} MB")  # noqa: T201 - shown where it fails
+    print(f"peak PSS of all processes: {done.footprint.peak / 1e6:.0f} MB")
     assert 0.5e9 < done.footprint.peak < MOST_BYTES

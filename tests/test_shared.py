@@ -22,9 +22,7 @@ WAIT = "print('up', flush=True); input()"
 
 
 def child(code: str = WAIT) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "up\n"
     return process

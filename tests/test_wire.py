@@ -172,9 +172,7 @@ def test_a_tensor_on_a_gpu_arrives_on_the_cpu() -> None:
 
 
 def test_tied_parameters_are_one_object_and_are_sent_once() -> None:
-    model = nn.Sequential(
-        nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
-    )
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     model[1].weight = model[0].weight
     model[2].weight = nn.Parameter(model[0].weight.data, requires_grad=False)  # two parameters, one memory
     packed = wire.pack(model)

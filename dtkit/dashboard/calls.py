@@ -27,21 +27,33 @@ class Call(Protocol):
     """A function running on all ranks, as its views see it. May be read from any thread."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The function's name."""
+        ...
 
     @property
-    def state(self) -> str: ...
+    def state(self) -> str:
+        """One of "running", "done" and "failed"."""
+        ...
 
     @property
-    def world_size(self) -> int: ...
+    def world_size(self) -> int:
+        """How many ranks."""
+        ...
 
     @property
-    def rows(self) -> Sequence[dict[str, Any]]: ...
+    def rows(self) -> Sequence[dict[str, Any]]:
+        """What was logged: rank, index and the values."""
+        ...
 
     @property
-    def output(self) -> Sequence[tuple[int, str]]: ...
+    def output(self) -> Sequence[tuple[int, str]]:
+        """Printed lines, with their rank."""
+        ...
 
-    def subscribe(self, callback: Callable[[], None]) -> Callable[[], None]: ...
+    def subscribe(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Have `callback` called after every change; returns what ends that."""
+        ...
 
 
 def names(rows: Sequence[dict[str, Any]]) -> list[str]:

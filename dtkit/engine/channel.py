@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import sys
 import threading
 import time
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 PERIOD_S = 0.25
 LINES_PER_S = 100  # printed lines; more are counted, not carried
+OWN_COLUMNS = ("rank", "index")  # of every row, given by the notebook
 
 
 class Channel:
@@ -83,9 +85,17 @@ class Channel:
             self._wake.clear()
             items = self.items[self._sent :]
             if items and self._publish is not None and not self._closed.is_set():
-                self._publish(self._sent, items)
+                self._publish(self._sent, [_for_json(item) for item in items])
                 self._sent += len(items)
                 self._closed.wait(PERIOD_S)
+
+
+def _for_json(item: Item) -> Item:
+    """An item as JSON can carry it: NaN and infinity as text, which the notebook takes for numbers again."""
+    kind, what = item
+    if kind != "row":
+        return item
+    return kind, {name: value if math.isfinite(value) else str(value) for name, value in what.items()}
 
 
 class _Lines(io.TextIOBase):
@@ -132,6 +142,10 @@ def log(**values: float) -> None:
     """
     row = {}
     for name, value in values.items():
+        if name in OWN_COLUMNS:
+            raise ValueError(
+                f"dtkit.log({name}=...): {' and '.join(OWN_COLUMNS)} are columns that dtkit fills in; use another name"
+            )
         try:
             row[name] = float(value)
         except (TypeError, ValueError):

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from dtkit.engine.data import to_device
+from dtkit.strategies.objective import split
 
 if TYPE_CHECKING:
     from dtkit.engine.data import Source, Stream
@@ -28,9 +29,10 @@ def check_batch_norm(model: nn.Module, objective: Objective, source: Source, str
     if flat:
         step, rank = lonely
         raise ValueError(
-            f"{flat[0]} (BatchNorm1d) can't normalise one sample, and step {step} of each epoch gives rank {rank} just one "
-            f"({stream.counts(step)} samples on ranks 0 to {world_size - 1}). Choose a batch_size that leaves every rank two "
-            "samples or none in the last batch, or use LayerNorm or GroupNorm"
+            f"{flat[0]} (BatchNorm1d) can't normalise one sample, and step {step} of each epoch gives rank {rank} "
+            "just one "
+            f"({stream.counts(step)} samples on ranks 0 to {world_size - 1}). Choose a batch_size that leaves every "
+            "rank two samples or none in the last batch, or use LayerNorm or GroupNorm"
         )
 
 
@@ -54,9 +56,18 @@ def _flat_inputs(model: nn.Module, modules: dict[str, nn.BatchNorm1d], source: S
     model.eval()
     try:
         with torch.no_grad():
-            model(*batch[:-1])
+            model(*split(batch)[0])
     finally:
         model.train(training)
         for handle in handles:
             handle.remove()
     return flat
+
+
+def explain(error: ValueError) -> None:
+    """Add the remedy to torch's own complaint of a lonely sample, where it could not be seen coming."""
+    if "more than 1 value per channel when training" in str(error):
+        error.add_note(
+            "A batch normalisation in training can't normalise one sample, and this step gave one to this rank. "
+            "Choose a batch_size that leaves every rank two samples or none, or use LayerNorm or GroupNorm"
+        )

@@ -13,7 +13,7 @@ NCCL has an abort for the same purpose.
 from __future__ import annotations
 
 import contextlib
-import datetime
+import datetime as dt
 import os
 import re
 import signal
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from dtkit.records import GroupSpec
 
 _LOST_PEER = re.compile(
-    r"connection (was likely )?(closed|reset|refused)|broken pipe|recvValue failed|sendBytes failed|socket closed|communicator was aborted|gloo.*(read|write)(v|Error)",
+    r"connection (was likely )?(closed|reset|refused)|broken pipe|recvValue failed|sendBytes failed|socket closed"
+    r"|communicator was aborted|gloo.*(read|write)(v|Error)",
     re.IGNORECASE,
 )
 
@@ -45,13 +46,13 @@ class Group:
         self.generation, self.backend = spec.generation, spec.backend
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = spec.interface
         before = _sockets()
-        store = dist.FileStore(spec.store, spec.world_size)
+        store = dist.FileStore(spec.store, spec.world_size)  # type: ignore[attr-defined]  # torch exports it by name only
         dist.init_process_group(
             spec.backend,
             store=store,
             rank=spec.rank,
             world_size=spec.world_size,
-            timeout=datetime.timedelta(seconds=spec.timeout_s),
+            timeout=dt.timedelta(seconds=spec.timeout_s),
         )
         self._connections = self._own_connections(before)
         self.broken = False
@@ -79,9 +80,7 @@ class Group:
         dist.all_reduce(vote, op=dist.ReduceOp.MAX)
         return bool(vote.item())
 
-    def broadcast_buffers(
-        self, buffers: Sequence[memoryview] | None, sizes: Sequence[int]
-    ) -> list[memoryview]:
+    def broadcast_buffers(self, buffers: Sequence[memoryview] | None, sizes: Sequence[int]) -> list[memoryview]:
         """Rank 0's byte buffers on every rank. `buffers` is given on rank 0; `sizes` (bytes) everywhere."""
         received = []
         for k, size in enumerate(sizes):
@@ -91,7 +90,7 @@ class Group:
                 data = torch.frombuffer(bytearray(buffers[k]), dtype=torch.uint8) if size else torch.empty(0)
             if size:
                 dist.broadcast(data, src=0)
-            received.append(memoryview(data.numpy()).cast("B") if size else memoryview(b""))
+            received.append(data.numpy().data.cast("B") if size else memoryview(b""))
         return received
 
     def barrier(self) -> None:
@@ -102,7 +101,7 @@ class Group:
         """Limit every later collective. torch has no public call for it; without the private one, nothing changes."""
         change = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
         if change is not None:
-            change(datetime.timedelta(seconds=seconds))
+            change(dt.timedelta(seconds=seconds))
 
     def break_up(self) -> None:
         """Make every rank's blocked collective raise, now. The group is unusable afterwards. Any thread may call it."""

@@ -182,13 +182,6 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, dict):
         return {k: to_device(v, device) for k, v in batch.items()}
     if isinstance(batch, (tuple, list)):
-        return type(batch)(to_device(v, device) for v in batch)
+        parts = [to_device(v, device) for v in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)  # a namedtuple, or not
     return batch
-
-
-def samples_in(batch: Any) -> int:
-    """How many samples a collated batch holds: the first dimension of its first tensor."""
-    if isinstance(batch, torch.Tensor):
-        return len(batch)
-    values = batch.values() if isinstance(batch, dict) else batch
-    return samples_in(next(iter(values)))

@@ -85,7 +85,7 @@ class CudaClock(Clock):
         """An event after all work that was enqueued so far."""
         import torch
 
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 

@@ -59,11 +59,13 @@ class Session:
         self._data: dict[str, tuple[Source, Shards]] = {}
         self._jobs: dict[str, Job] = {}
         self._agent_store: Any = None
+        self._channel: Channel | None = None  # what is said in the call being served
 
     # -- serving ----------------------------------------------------------------------------------------------
 
     def serve(self, request: Request, publish: Callable[[int, list[Any]], None] | None) -> Any:
         """Check who asks, then do it."""
+        self._channel = None
         if request.op == "hello":  # asked before anybody joined, and of any version
             return probe.hello()
         if request.op != "join":
@@ -75,8 +77,8 @@ class Session:
     def _admit(self, request: Request) -> None:
         if request.owner != self.owner:
             raise Refused(
-                f"this engine belongs to owner {self.owner}, the call came from owner {request.owner}: another notebook "
-                "attached meanwhile. Attach again to take it back"
+                f"this engine belongs to owner {self.owner}, the call came from owner {request.owner}: another "
+                "notebook attached meanwhile. Attach again to take it back"
             )
         generation = -1 if self.group is None else self.group.generation
         if request.generation != generation:
@@ -85,22 +87,21 @@ class Session:
                 "before the group was formed anew"
             )
         if self.group is not None and self.group.broken:
-            raise Refused("the process group was broken up after an error and not yet formed anew")
+            raise Refused(
+                "the process group is not formed: an error broke it up, or a call with own_group=True took its place. "
+                "Wait for that call's result, then call again"
+            )
 
     # -- the group --------------------------------------------------------------------------------------------
 
-    def op_join(
-        self, spec: GroupSpec, owner: int, keeper: Owner | None, step_timeout: float | None
-    ) -> dict[str, Any]:
+    def op_join(self, spec: GroupSpec, owner: int, keeper: Owner | None, step_timeout: float | None) -> dict[str, Any]:
         """Form the process group (anew) and say what this node is."""
         import torch
 
         from dtkit.engine.comm import Group
 
         if owner < self.owner:
-            raise Refused(
-                f"owner {owner} was superseded by owner {self.owner}: another notebook attached meanwhile"
-            )
+            raise Refused(f"owner {owner} was superseded by owner {self.owner}: another notebook attached meanwhile")
         if owner != self.owner:
             self._forget()
         self.owner, self._keeper, self._step_timeout = owner, keeper, step_timeout
@@ -168,7 +169,7 @@ class Session:
         attempt: int = 0,
     ) -> tuple[Shipment, list[Any]]:
         """Call ``fn(*args, **kwargs)``; with a `port`, under torchrun's environment and without our group."""
-        channel = Channel(publish)
+        channel = self._channel = Channel(publish)
 
         def work() -> Any:
             fn, args, kwargs = shipment.unload()
@@ -193,7 +194,7 @@ class Session:
         assert self.group is not None
         listener = socket.create_server(("127.0.0.1", 0))
         port = int(listener.getsockname()[1])
-        self._agent_store = dist.TCPStore(
+        self._agent_store = dist.TCPStore(  # type: ignore[attr-defined]  # torch exports it by name only
             "127.0.0.1",
             port,
             self.group.world_size,
@@ -213,6 +214,7 @@ class Session:
         spec = self._spec
         assert spec is not None
         self.group.close()
+        self.group.broken = True  # what queued behind this call is refused until the group is formed anew
         break_up = new_connections()
         try:
             with _environment(_torchrun(spec, port, attempt)), interruptible(break_up):
@@ -226,9 +228,7 @@ class Session:
 
     # -- data and models --------------------------------------------------------------------------------------
 
-    def op_load(
-        self, key: str, shipment: Shipment, sizes: Sequence[int] | None, *, broadcast: bool = False
-    ) -> int:
+    def op_load(self, key: str, shipment: Shipment, sizes: Sequence[int] | None, *, broadcast: bool = False) -> int:
         """Keep data under `key`. With `sizes` it comes as (data, all shards' rows); else as a function that loads it.
 
         Returns the number of rows.
@@ -254,7 +254,7 @@ class Session:
         """Let go of data, models and jobs; unknown keys are no error."""
         for kept in (self._data, self._models, self._jobs):
             for key in keys:
-                kept.pop(key, None)  # type: ignore[attr-defined]
+                kept.pop(key, None)
 
     def op_place(self, key: str, shipment: Shipment, *, broadcast: bool = False) -> str:
         """Keep a model under `key`, its numbers received from rank 0. Returns the checksum of its state."""
@@ -276,9 +276,7 @@ class Session:
 
     # -- jobs -------------------------------------------------------------------------------------------------
 
-    def op_build(
-        self, job: str, model: str, data: str, program: bytes, plan: JobPlan, *, alone: bool = False
-    ) -> float:
+    def op_build(self, job: str, model: str, data: str, program: bytes, plan: JobPlan, *, alone: bool = False) -> float:
         """Make a job. `alone`: this engine plays all shards by itself, without the group. Returns the learning rate."""
         from dtkit.engine.checks import check_batch_norm
         from dtkit.engine.data import ArraySource, Stream
@@ -303,14 +301,12 @@ class Session:
             self._jobs[job].watch_gradients()
         return self._jobs[job].lr
 
-    def op_advance(
-        self, job: str, step: int, steps: int, lr: float | None = None
-    ) -> tuple[Advance, list[Any]]:
+    def op_advance(self, job: str, step: int, steps: int, lr: float | None = None) -> tuple[Advance, list[Any]]:
         """Take steps of a job that must stand at `step`. Returns rows, and what was printed."""
         found = self._job(job, step)
         if lr is not None:
             found.set_lr(lr)
-        channel = Channel()
+        channel = self._channel = Channel()
         with current(channel):
             self._breaking(lambda: found.advance(steps))
         self._tighten(found)
@@ -344,7 +340,8 @@ class Session:
         metrics = wire.loads(program)
         source, shards = self._data[data]
         rows = shards.rows(self.group.rank)
-        batches = (source.take(rows[k : k + batch_size]) for k in range(0, len(rows), batch_size))
+        parts = (rows[k : k + batch_size] for k in range(0, len(rows), batch_size))
+        batches = ((len(part), source.take(part)) for part in parts)
         return self._breaking(lambda: found.evaluate(batches, metrics))  # type: ignore[no-any-return]
 
     def _job(self, job: str, step: int | None = None) -> Job:
@@ -357,9 +354,12 @@ class Session:
         return found
 
     def partial(self, request: Request) -> Any:
-        """What a failed dispatch had completed."""
+        """What a failed dispatch had completed, or a failed call had said: its last words tell most."""
+        said = [] if self._channel is None else self._channel.items
         job = self._jobs.get(str(request.args.get("job"))) if request.op == "advance" else None
-        return None if job is None else (job.harvest(), [])
+        if job is not None:
+            return job.harvest(), said
+        return (None, said) if request.op == "call" else None
 
 
 _session = Session()
@@ -415,7 +415,7 @@ def checksum(model: torch.nn.Module) -> str:
     for name, value in model.state_dict().items():
         digest.update(name.encode())
         if isinstance(value, torch.Tensor):
-            digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+            digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -7,6 +7,7 @@ returns one row a step. Losses stay on the device, and clocks are read, only whe
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import statistics
 import time
@@ -16,12 +17,13 @@ import numpy as np
 import torch
 
 from dtkit.engine import probe
-from dtkit.engine.data import samples_in, to_device
+from dtkit.engine.checks import explain
+from dtkit.engine.data import to_device
 from dtkit.history import ROW
 from dtkit.records import Advance
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from dtkit.engine.comm import Group
     from dtkit.engine.data import Stream
@@ -55,7 +57,9 @@ class Job:
         self.largest_gradient: dict[str, torch.Tensor] | None = None
         self._recent: list[float] = []
         self._done: list[tuple[int, int, Outcome, tuple[object, object]]] = []
-        self._ended, self._loss = "done", None
+        self._ended = "done"
+        self._loss: float | None = None
+        self._ratios = [1.0] * len(self._worker.optimizer.param_groups)
 
     @property
     def lr(self) -> float:
@@ -65,9 +69,10 @@ class Job:
     def set_lr(self, lr: float) -> None:
         """Give the first group this learning rate, and the others in proportion."""
         groups = self._worker.optimizer.param_groups
-        factor = lr / groups[0]["lr"] if groups[0]["lr"] else None
-        for group in groups:
-            group["lr"] = lr if factor is None else group["lr"] * factor
+        if groups[0]["lr"]:  # at 0 nothing can be read from it: the proportions stay as they were
+            self._ratios = [group["lr"] / groups[0]["lr"] for group in groups]
+        for group, ratio in zip(groups, self._ratios, strict=True):
+            group["lr"] = lr * ratio
 
     def advance(self, steps: int) -> None:
         """Take up to `steps` steps. Ends early, at the same step on all ranks, when steps have become slow.
@@ -85,7 +90,8 @@ class Job:
                 outcome, samples, data = self._one()
                 if not outcome.finite:
                     self._ended = "nonfinite"
-                    self._loss = None if outcome.loss is None else float(outcome.loss)
+                    # Without weight the mean is 0 / 0, which says nothing of this rank's samples.
+                    self._loss = float(outcome.loss) if outcome.loss is not None and float(outcome.weight) else None
                     return
                 self._done.append((self.step, samples, outcome, data))
                 self.step += 1
@@ -108,7 +114,11 @@ class Job:
         if batch is not None:
             batch = to_device(batch, self.setting.device)
         ready = mark()
-        outcome = self._worker.step(batch, counts)
+        try:
+            outcome = self._worker.step(batch, counts)
+        except ValueError as error:
+            explain(error)
+            raise
         if self.largest_gradient is not None:
             self._note_gradients(self.largest_gradient)
         return outcome, samples, (begun, ready)
@@ -150,17 +160,19 @@ class Job:
     def state(self) -> dict[str, torch.Tensor]:
         """The whole model's state dict on the CPU. A collective."""
         with self._worker.whole() as model:
-            return {k: v.detach().to("cpu", copy=True) for k, v in model.state_dict().items()}
+            return {name: _kept(value) for name, value in model.state_dict().items()}
 
     def evaluate(
-        self, batches: Iterator[Any], metrics: dict[str, Callable[..., Any]]
+        self, batches: Iterable[tuple[int, Any]], metrics: dict[str, Callable[..., Any]]
     ) -> tuple[int, dict[str, tuple[float, float]]]:
-        """(samples, {name: (weighted sum, weight)}) of this rank's part of held-out data. A collective."""
+        """(samples, {name: (weighted sum, weight)}) of this rank's part of held-out data. A collective.
+
+        `batches` are pairs of how many samples and the batch itself, which may be of any form.
+        """
         sums: dict[str, list[float]] = {name: [0.0, 0.0] for name in ("loss", *metrics)}
         samples = 0
         with self._worker.whole() as model, _evaluating(model), self._random:
-            for batch in batches:
-                count = samples_in(batch)
+            for count, batch in batches:
                 samples += count
                 found = self._measure(model, to_device(batch, self.setting.device), metrics)
                 for name, (value, weight) in found.items():
@@ -197,6 +209,11 @@ class Job:
             if p.grad is not None:
                 size = p.grad.abs().cpu()
                 largest[name] = torch.maximum(largest[name], size) if name in largest else size
+
+
+def _kept(value: Any) -> Any:
+    """A copy of an entry of a state dict, on the CPU; a module's extra state may be anything."""
+    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
 def _checks(steps: int) -> set[int]:

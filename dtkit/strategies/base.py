@@ -54,7 +54,7 @@ class Strategy(abc.ABC):
         given = [f"{f.name}={getattr(self, f.name)!r}" for f in fields if getattr(self, f.name) != f.default]
         return f"{type(self).__name__}({', '.join(given)})"
 
-    def check(self, world_size: int) -> None:
+    def check(self, world_size: int) -> None:  # noqa: B027 - most strategies work on any size
         """Raise ValueError where the cluster's size can't work."""
 
     @abc.abstractmethod

@@ -93,10 +93,11 @@ class _Replica(Worker):
         loss, weight = (None, None) if batch is None else self._objective(module, batch)
         scale, share = self._scale(loss, weight, counts, summed=some_rank_is_empty)
         forward = mark()
+        weighted = loss if loss is None or scale is None else loss * scale
         if some_rank_is_empty:
-            self._sum_gradients(None if loss is None else loss * scale)
-        elif loss is not None:
-            (loss if scale is None else loss * scale).backward()
+            self._sum_gradients(weighted)
+        elif weighted is not None:
+            weighted.backward()  # type: ignore[no-untyped-call]
         finite = self._finite()
         backward = mark()
         if finite:
@@ -134,9 +135,7 @@ class _Replica(Worker):
         if self._group is not None:
             self._group.all_reduce(votes)
         if bool(votes.all()):
-            raise TypeError(
-                "the loss is a scalar on some ranks and a (sum, weight) pair on others; return one form"
-            )
+            raise TypeError("the loss is a scalar on some ranks and a (sum, weight) pair on others; return one form")
         return MEAN if votes[0] else PAIR
 
     def _sum_gradients(self, loss: torch.Tensor | None) -> None:

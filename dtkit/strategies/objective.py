@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 MEAN, PAIR = 1, 2
 
@@ -37,15 +37,15 @@ class Objective:
         """(mean loss, None) or (sum, weight)."""
         if self.step is not None:
             return _checked(self.step(model, batch), "step")
-        return _checked(self._loss(model(*batch[:-1]), batch[-1]), "loss")
+        inputs, target = split(batch)
+        return _checked(self._loss(model(*inputs), target), "loss")
 
-    def predict(
-        self, model: torch.nn.Module, batch: Any
-    ) -> tuple[Any, Any, torch.Tensor, torch.Tensor | None]:
+    def predict(self, model: torch.nn.Module, batch: Any) -> tuple[Any, Any, torch.Tensor, torch.Tensor | None]:
         """(output, target, loss, weight): for metrics. Output and target are None with a custom `step`."""
         if self.step is not None:
             return None, None, *_checked(self.step(model, batch), "step")
-        output, target = model(*batch[:-1]), batch[-1]
+        inputs, target = split(batch)
+        output = model(*inputs)
         return output, target, *_checked(self._loss(output, target), "loss")
 
     def _loss(self, output: Any, target: Any) -> Any:
@@ -66,6 +66,17 @@ class Objective:
 REMEDY = "lambda out, y: (F.cross_entropy(out, y, ..., reduction='sum'), weight_of(y).sum())"
 
 
+def split(batch: Any) -> tuple[Sequence[Any], Any]:
+    """(the model's inputs, the target) of a batch."""
+    if not isinstance(batch, tuple) or len(batch) < 2:
+        form = f"{len(batch)} array" if isinstance(batch, tuple) else f"a {type(batch).__name__}"
+        raise TypeError(
+            f"a batch of this data is {form}; with loss= it must be (inputs..., target). Use step=, a function of "
+            "(model, batch) that returns the loss"
+        )
+    return batch[:-1], batch[-1]
+
+
 def _checked(value: Any, source: str) -> tuple[torch.Tensor, torch.Tensor | None]:
     if isinstance(value, tuple) and len(value) == 2:
         total, weight = value
@@ -73,17 +84,11 @@ def _checked(value: Any, source: str) -> tuple[torch.Tensor, torch.Tensor | None
     else:
         total, weight = value, None
     if not isinstance(total, torch.Tensor) or total.numel() != 1:
-        got = (
-            f"a tensor of shape {tuple(total.shape)}"
-            if isinstance(total, torch.Tensor)
-            else type(total).__name__
-        )
+        got = f"a tensor of shape {tuple(total.shape)}" if isinstance(total, torch.Tensor) else type(total).__name__
         raise TypeError(
             f"{source} returned {got}; it must return a scalar tensor, the mean over the samples "
             "(or a pair (sum, weight)). Use reduction='mean', or call .mean() on it"
         )
     if weight is not None and weight.numel() != 1:
-        raise TypeError(
-            f"{source} returned a weight of shape {tuple(weight.shape)}; it must be one number: .sum() it"
-        )
+        raise TypeError(f"{source} returned a weight of shape {tuple(weight.shape)}; it must be one number: .sum() it")
     return total.reshape(()), None if weight is None else weight.reshape(())

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -52,7 +53,7 @@ def _steps(cluster: dtkit.Cluster, part: dtkit.Partition, work: Work) -> float:
 
 def _bare(name: str) -> float:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())}
     out = subprocess.run(
         [*command, "-m", "tests.bench.bare", name],
         env=environment,
@@ -98,7 +99,7 @@ def start_once() -> None:
     closed = time.perf_counter() - begun
     assert not [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
     assert not folder.exists()
-    assert not [f for d in shared.default_directories() for f in os.listdir(d) if f.startswith("dtkit-")]
+    assert not [f for d in shared.default_directories() for f in Path(d).glob("dtkit-*")]
     print(first, closed)
 
 
@@ -122,9 +123,9 @@ def bulk() -> bool:
             return time.perf_counter() - begun
 
         found, bare = alternate(send, lambda: _plain_copy(data), PAIRS)
-    return report("500 MB to 4 engines, against one plain copy into shared memory", ratios(found, bare), most=2.0) & report(
-        "memory of all processes grows by, in sizes of the data", Sample([growth]), most=1.2
-    )
+    return report(
+        "500 MB to 4 engines, against one plain copy into shared memory", ratios(found, bare), most=2.0
+    ) & report("memory of all processes grows by, in sizes of the data", Sample([growth]), most=1.2)
 
 
 def _touch() -> float:

@@ -39,9 +39,7 @@ def _chromium() -> str:
         if path := shutil.which(name):
             return path
     looked = named or ", ".join(CHROMIUMS)
-    pytest.fail(
-        f"no browser: looked for {looked}. `make chromium` installs one; CHROMIUM=/path/to/it names one."
-    )
+    pytest.fail(f"no browser: looked for {looked}. `make chromium` installs one; CHROMIUM=/path/to/it names one.")
 
 
 # Package scope, not session: Playwright keeps an event loop running in this thread for as long as it lives,

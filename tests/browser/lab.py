@@ -95,12 +95,8 @@ class Lab:
         """Load the page anew, with the notebook as it was last saved; a kernel that it had goes on."""
         assert self._file is not None
         path = quote(self._file.relative_to(self._server.root).as_posix())
-        self.page.goto(
-            f"{self._server.url}/lab/tree/{path}?reset&token={self._server.token}", timeout=START_MS
-        )
-        self.page.wait_for_function(
-            "() => window.jupyterapp?.shell?.currentWidget?.context", timeout=START_MS
-        )
+        self.page.goto(f"{self._server.url}/lab/tree/{path}?reset&token={self._server.token}", timeout=START_MS)
+        self.page.wait_for_function("() => window.jupyterapp?.shell?.currentWidget?.context", timeout=START_MS)
         self.page.evaluate(_BRIDGE)
         self.page.wait_for_function("() => window.dtkitLab.ready()", timeout=START_MS)
         self.set_theme(self._theme)  # the server remembers the last one, whichever test that was

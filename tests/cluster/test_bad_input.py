@@ -36,6 +36,10 @@ class HoldsALock(nn.Module):
         self.line = nn.Linear(4, 3)
         self.gate = threading.Lock()
 
+    def gated(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        with self.gate:
+            return F.cross_entropy(output, target)
+
 
 def normalised() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
@@ -83,7 +87,11 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no model": ({"model": 3}, TypeError, "model is a int; it must be a torch.nn.Module"),
     "a lazy model": ({"model": nn.LazyLinear(3)}, ValueError, "has no shape yet"),
     "a model that can't be sent": ({"model": HoldsALock()}, dtkit.CannotSend, "gate"),
-    "a loss that can't be sent": ({"loss": lambda o, y, g=threading.Lock(): F.cross_entropy(o, y)}, dtkit.CannotSend, "lock"),
+    "a loss that can't be sent": (
+        {"loss": HoldsALock().gated},
+        dtkit.CannotSend,
+        "lock",
+    ),
     "one sample for a BatchNorm1d": (
         {"model": normalised(), "batch_size": 21},
         dtkit.EngineError,
@@ -112,7 +120,10 @@ FAILING: dict[str, tuple[dict[str, Any], str]] = {
         r"loss returned a tensor of shape \(8,\); it must return a scalar tensor.*Use reduction='mean'",
     ),
     "a loss that isn't a tensor": ({"loss": lambda out, y: 1.0}, "loss returned float; it must return a scalar"),
-    "a forward that fails on one rank": ({"model": FailsOnRankOne()}, "rank 1 on .*step 0: RuntimeError: no forward here"),
+    "a forward that fails on one rank": (
+        {"model": FailsOnRankOne()},
+        "rank 1 on .*step 0: RuntimeError: no forward here",
+    ),
     "a model of another shape": ({"model": nn.Linear(5, 3)}, "mat1 and mat2 shapes cannot be multiplied"),
 }
 
@@ -147,7 +158,7 @@ def test_an_optimiser_that_fails_to_update_on_one_rank(cluster2: dtkit.Cluster):
             super().step(closure)
 
     run = train(cluster2, optimizer=lambda p: Broken(p, lr=0.1))
-    with pytest.raises(dtkit.EngineError, match="rank 0 .*no update here"):
+    with pytest.raises(dtkit.EngineError, match=r"rank 0 .*no update here"):
         run.wait(60)
     check_usable(cluster2)
 

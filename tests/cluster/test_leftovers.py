@@ -20,13 +20,15 @@ from typing import TYPE_CHECKING
 
 import psutil
 import pytest
-import torch
+import torch.distributed as dist
 
 import dtkit
 from tests.cluster.small import data, train
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    import torch
 
 pytestmark = pytest.mark.cluster
 
@@ -169,24 +171,29 @@ def test_nothing_is_left_after_an_exception(runtime: Path):
     assert_nothing_left(set(found), runtime)
 
 
-def hold_the_interpreter() -> None:
+def hold_the_interpreter(sign: str) -> None:
     """Keep the GIL for ever: no thread of this process runs any more, and no signal handler of Python's."""
-    print("held")
-    ctypes.PyDLL(None).sleep(1000)
+    if dist.get_rank() == 0:
+        Path(sign).touch()
+        ctypes.PyDLL(None).sleep(1000)
 
 
-def get_stuck(cluster: dtkit.Cluster) -> None:
+def get_stuck(cluster: dtkit.Cluster, folder: Path) -> None:
     """One engine holds its interpreter, the other one is stopped."""
-    cluster.submit(hold_the_interpreter)
-    engine = psutil.Process(cluster.nodes[1].pid)
-    engine.suspend()
+    sign = folder / "held"
+    cluster.submit(hold_the_interpreter, str(sign))
+    deadline, pause = time.monotonic() + 30, threading.Event()
+    while not sign.exists():
+        assert time.monotonic() < deadline
+        pause.wait(0.01)
+    psutil.Process(cluster.nodes[1].pid).suspend()
 
 
-def test_close_ends_engines_that_are_stuck(runtime: Path):
+def test_close_ends_engines_that_are_stuck(runtime: Path, tmp_path: Path):
     cluster = dtkit.Cluster(2)
     try:
         processes = family(cluster, runtime)
-        get_stuck(cluster)
+        get_stuck(cluster, tmp_path)
     finally:
         cluster.close()
     assert_nothing_left(processes, runtime)
@@ -207,7 +214,7 @@ def _mentions(process: psutil.Process) -> list[str]:
 
 
 NOTEBOOK = """
-import dtkit, sys
+import dtkit, pathlib, sys
 from tests.cluster import small, test_leftovers
 
 if __name__ == "__main__":
@@ -218,16 +225,16 @@ if __name__ == "__main__":
     sys.stdin.read()
 """
 ACTIONS = {
-    "with a run": "run = small.train(cluster, rows=test_leftovers.large(), steps=10**6); test_leftovers.until_stepping(run)",
-    "with engines that are stuck": "test_leftovers.get_stuck(cluster)",
+    "with a run": "test_leftovers.until_stepping(small.train(cluster, rows=test_leftovers.large(), steps=10**6))",
+    "with engines that are stuck": "test_leftovers.get_stuck(cluster, pathlib.Path(sys.argv[1]))",
 }
 
 
 @contextlib.contextmanager
-def notebook(action: str) -> Iterator[subprocess.Popen[str]]:
+def notebook(action: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
     """A process that starts a cluster, does `action`, says that it is ready, and waits to be killed."""
     process = subprocess.Popen(
-        [sys.executable, "-c", NOTEBOOK.format(action=action)],
+        [sys.executable, "-c", NOTEBOOK.format(action=action), str(folder)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -240,8 +247,8 @@ def notebook(action: str) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.parametrize("case", ACTIONS)
-def test_nothing_is_left_after_the_notebook_was_killed(runtime: Path, case: str):
-    with notebook(ACTIONS[case]) as process:
+def test_nothing_is_left_after_the_notebook_was_killed(runtime: Path, tmp_path: Path, case: str):
+    with notebook(ACTIONS[case], tmp_path) as process:
         assert process.stdout is not None
         for line in process.stdout:  # ends with the process, whatever happens to it
             if line == "ready\n":

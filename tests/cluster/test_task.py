@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from pathlib import Path
 
 import psutil
 import pytest
@@ -65,7 +66,7 @@ def test_rows_and_output_arrive_complete_and_in_order(cluster2):
 
 def wait_for_file(path: str) -> None:
     dtkit.log(before=1)
-    while not os.path.exists(path):
+    while not Path(path).exists():
         pass
 
 
@@ -120,7 +121,7 @@ def test_an_error_on_one_rank_names_it_and_folds_the_others(cluster2):
 
 
 def test_a_result_that_can_not_be_sent_is_named(cluster2):
-    with pytest.raises(dtkit.EngineError, match="can't be pickled|the function's result"):
+    with pytest.raises(dtkit.EngineError, match=r"can't be pickled|the function's result"):
         cluster2.run(threading.Lock)
     check_usable(cluster2)
 
@@ -182,8 +183,8 @@ def test_memory_limit_holds_and_the_engine_goes_on():
 
 # -- whole scripts -------------------------------------------------------------------------------------------
 
-TORCHRUN = """RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK ROLE_NAME ROLE_WORLD_SIZE
-MASTER_ADDR MASTER_PORT TORCHELASTIC_RESTART_COUNT TORCHELASTIC_MAX_RESTARTS TORCHELASTIC_RUN_ID
+TORCHRUN = """RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK ROLE_NAME
+ROLE_WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_RESTART_COUNT TORCHELASTIC_MAX_RESTARTS TORCHELASTIC_RUN_ID
 TORCHELASTIC_USE_AGENT_STORE"""
 
 
@@ -215,7 +216,7 @@ def test_nothing_listens_off_loopback_while_a_script_runs(cluster2, tmp_path):
         dist.init_process_group("gloo")
         dist.all_reduce(torch.ones(1))
         print("formed")
-        while not os.path.exists(path):
+        while not Path(path).exists():
             pass
         dist.destroy_process_group()
 
@@ -223,7 +224,9 @@ def test_nothing_listens_off_loopback_while_a_script_runs(cluster2, tmp_path):
     formed = threading.Event()
     task.subscribe(lambda: len(task.output) == 2 and formed.set())
     assert formed.wait(30) or len(task.output) == 2
-    listening = [c for node in cluster2.nodes for c in psutil.Process(node.pid).net_connections() if c.status == "LISTEN"]
+    listening = [
+        c for node in cluster2.nodes for c in psutil.Process(node.pid).net_connections() if c.status == "LISTEN"
+    ]
     (tmp_path / "go").touch()
     task.result(30)
     assert listening

@@ -719,7 +719,7 @@ class _Listener:
                     self._listen(data["first"], data["items"])
 
 
-class _LockedView(ipp.DirectView):
+class _LockedView(ipp.DirectView):  # type: ignore[misc]  # ipyparallel has no types
     """A DirectView whose fan-outs take the cluster's lock."""
 
     lock: Any = contextlib.nullcontext()

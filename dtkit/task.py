@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 from dtkit.dashboard import calls
@@ -47,6 +48,8 @@ class Task:
         """"running", "done" or "failed"."""
         self._cluster, self._own_group = cluster, own_group
         self._heard = [0] * cluster.world_size  # items taken from each rank
+        self._rows_of = [0] * cluster.world_size
+        self._futures: Sequence[Future[Reply]] = ()
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._value: list[Any] = []
@@ -63,20 +66,27 @@ class Task:
                 return
             for kind, what in items[known - first :]:
                 if kind == "row":
-                    self.rows.append({"rank": rank, "index": self._rows_of(rank), **what})
+                    # Numbers that JSON lacks come live as text: "nan", "inf".
+                    values = {name: float(value) for name, value in what.items()}
+                    self.rows.append({"rank": rank, "index": self._rows_of[rank], **values})
+                    self._rows_of[rank] += 1
                 else:
                     self.output.append((rank, what))
                 self._heard[rank] += 1
         self._notify()
 
-    def _rows_of(self, rank: int) -> int:
-        return sum(row["rank"] == rank for row in self.rows)
+    def begin(self, futures: Sequence[Future[Reply]], shipment: Shipment) -> None:
+        """Have a thread of the task's own wait for all ranks, whether anybody asks for the result or not."""
+        self._futures = futures
+        threading.Thread(target=self._collect, args=(shipment,), name=f"dtkit-{self.name}", daemon=True).start()
 
-    def collect(self, futures: Sequence[Future[Reply]], shipment: Shipment) -> None:
-        """Wait for all ranks and settle. Runs on a thread of the task's own."""
+    def _collect(self, shipment: Shipment) -> None:
+        """Wait for all ranks and settle."""
         try:
-            replies = self._cluster.collect(futures, _FOR_EVER_S)
-            self._cluster.discard(shipment)
+            try:
+                replies = self._cluster.collect(self._futures, _FOR_EVER_S)
+            finally:
+                self._cluster.discard(shipment)
             self._take(replies)
         except BaseException as error:  # noqa: BLE001 - the boundary of the call: `result` raises it
             self._error = error
@@ -86,26 +96,26 @@ class Task:
             self._notify()
 
     def _take(self, replies: Sequence[Reply]) -> None:
+        results: list[Shipment] = []
         for rank, reply in enumerate(replies):
-            if isinstance(reply.value, tuple):
+            if isinstance(reply.value, tuple):  # (result or None, everything that was said)
                 self.hear(rank, 0, reply.value[1])
+                results += [reply.value[0]] if reply.value[0] is not None else []
         try:
-            values = self._cluster.values(replies)
+            try:
+                self._cluster.values(replies)
+            finally:
+                if self._own_group:
+                    self._come_back(healed=any(reply.failure for reply in replies))
+            self._value = [result.unload() for result in results]
         finally:
-            if self._own_group:
-                self._come_back(healed=any(reply.failure for reply in replies))
-        self._value = [self._unload(shipment) for shipment, _ in values]
+            for result in results:  # those of ranks that succeeded where another failed, too
+                result.discard()
 
     def _come_back(self, *, healed: bool) -> None:
         """The script's group has ended; form ours again."""
         if not healed:
             self._cluster.form()
-
-    def _unload(self, shipment: Shipment) -> Any:
-        try:
-            return shipment.unload()
-        finally:
-            shipment.discard()
 
     # -- for the user -----------------------------------------------------------------------------------------
 
@@ -115,7 +125,7 @@ class Task:
 
     def result(self, timeout: float | None = None) -> list[Any]:
         """What the function returned, by rank; raises what failed it. TimeoutError leaves it running."""
-        if not self._over.wait(timeout):
+        if not self._wait(timeout):
             raise TimeoutError(f"{self.name} still runs after {timeout} s; wait again, or end it with cancel()")
         if self._error is not None:
             raise self._error
@@ -125,18 +135,29 @@ class Task:
         """As `result`, with a live view. An interrupt reaches the engines and is raised again."""
         with calls.following(self):
             try:
-                while not self._over.wait(_LOOK_S):  # a signal that another thread received is seen between two waits
-                    pass
+                self._wait()
             except KeyboardInterrupt:
-                self.cancel()
-                self._over.wait(_AFTER_INTERRUPT_S)
+                with contextlib.suppress(DtkitError):  # a cluster that was closed meanwhile has nothing to interrupt
+                    self.cancel()
+                self._wait(_AFTER_INTERRUPT_S)  # the group is formed anew; a second interrupt doesn't wait for it
                 raise
         return self.result(0)
 
+    def _wait(self, timeout: float | None = None) -> bool:
+        """Wait until the call is over; whether it is. A signal that another thread got is seen between two waits."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not self._over.is_set():
+            left = _LOOK_S if deadline is None else deadline - time.monotonic()
+            if left <= 0:
+                return False
+            self._over.wait(min(left, _LOOK_S))
+        return True
+
     def cancel(self) -> None:
-        """Interrupt the engines: the function ends there with KeyboardInterrupt."""
-        if not self.done():
-            self._cluster.interrupt()
+        """Interrupt the engines that still run the function: it ends there with KeyboardInterrupt."""
+        running = [rank for rank, future in enumerate(self._futures) if not future.done()]
+        if running:
+            self._cluster.interrupt(running)
 
     def to_pandas(self) -> pd.DataFrame:
         """A DataFrame of what was logged: rank, index and a column per name. Needs pandas."""
@@ -187,10 +208,15 @@ def start(
     try:
         group: dict[str, Any] = {}
         if own_group:
-            group = {"port": cluster.ask("open_store", ranks=[0])[0], "attempt": cluster.next_attempt()}
+            group = {"port": _open_store(cluster), "attempt": cluster.next_attempt()}
         futures = cluster.fan_out("call", listen=task.hear, shipment=shipment, **group)
-    except DtkitError:
+    except BaseException:  # an interrupt too: nobody will open the upload
         cluster.discard(shipment)
         raise
-    threading.Thread(target=task.collect, args=(futures, shipment), name=f"dtkit-{name}", daemon=True).start()
+    task.begin(futures, shipment)
     return task
+
+
+def _open_store(cluster: Cluster) -> int:
+    """The port of a store for a script's own group. Rank 0 may have a long call to end first."""
+    return int(cluster.values(cluster.collect(cluster.fan_out("open_store", ranks=[0]), _FOR_EVER_S))[0])

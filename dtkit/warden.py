@@ -92,13 +92,13 @@ def _processes(folder: Path) -> list[psutil.Process]:
 def _marked(process: psutil.Process, folder: Path) -> bool:
     """Whether a process was started by the cluster of this folder, by the environment that it inherited."""
     with contextlib.suppress(psutil.Error, OSError):
-        return process.environ().get(MARK) == str(folder)
+        return bool(process.environ().get(MARK) == str(folder))
     return False
 
 
 def _lives(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
-        return bool(process.is_running()) and process.status() != psutil.STATUS_ZOMBIE
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     return False
 
 

@@ -32,8 +32,21 @@ FORBIDDEN = {  # a file or folder of dtkit/, the longest match counts -> what it
     "": {"ipyparallel"},
 }
 BROAD_EXCEPTS: dict[str, str] = {  # "file: function" -> the boundary that it is, and where the error is reported
+    "dtkit/dashboard/calls.py: _update_last": "a view and the call: it is logged",
+    "dtkit/dashboard/display.py: _kept_or_text": "a view and the run: the text says why there is no picture",
+    "dtkit/dashboard/live.py: _ask": "a page and the run: the page shows it beside the button",
+    "dtkit/dashboard/throttle.py: _run": "a view and the training: it is logged once",
+    "dtkit/driver.py: _run": "the run's thread: it becomes the run's exception",
+    "dtkit/engine/session.py: handle": "an engine and the notebook: it becomes a Failure with its traceback",
+    "dtkit/run.py: _notify": "a view and the run: it is logged",
+    "dtkit/task.py: _collect": "the call's thread: result() raises it",
+    "dtkit/task.py: _notify": "a view and the call: it is logged",
+    "dtkit/wire.py: _dump": "a user's own __reduce__: CannotSend names it",
+    "dtkit/wire.py: _failure": "a user's own __reduce__: it is returned",
+    "dtkit/wire.py: _object_parts": "a user's own __reduce__: its caller holds the error",
 }
 SLEEPS: dict[str, str] = {  # "file: function" -> why this isn't a wait in disguise
+    "tests/cluster/test_leftovers.py: hold_the_interpreter": "what is tested: an engine that holds the GIL for ever",
 }
 CONDA_NAMES = {"torch": "pytorch-cpu", "matplotlib": "matplotlib-base"}
 

@@ -7,6 +7,8 @@ long it took; on a terminal it is rewritten in place and then goes; anywhere els
 from __future__ import annotations
 
 import contextlib
+import logging
+import shutil
 import sys
 import threading
 import time
@@ -18,6 +20,7 @@ from dtkit.dashboard.display import in_notebook
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+_log = logging.getLogger("dtkit.dashboard")
 FIRST_S, EVERY_S = 1.0, 0.5
 
 
@@ -42,6 +45,12 @@ class Progress:
         self._text = text
 
     def _run(self) -> None:
+        try:
+            self._tick()
+        except Exception as error:  # noqa: BLE001 - the boundary between a view and the work
+            _log.warning("the progress line failed; the work goes on: %s: %s", type(error).__name__, error)
+
+    def _tick(self) -> None:
         wait = FIRST_S
         while not self._over.wait(wait):
             wait = EVERY_S
@@ -92,6 +101,7 @@ class _NotebookLine:
 
 class _TerminalLine:
     def show(self, text: str) -> None:
+        text = text[: shutil.get_terminal_size().columns - 1]  # a wrapped line can't be gone back over
         sys.stderr.write(f"\r{text}\x1b[K")
         sys.stderr.flush()
 
@@ -107,6 +117,7 @@ class _PlainLine:
         if not self._shown:
             self._shown = True
             sys.stderr.write(f"{text}\n")
+            sys.stderr.flush()
 
     def end(self, text: str) -> None:
         pass

@@ -1,0 +1,143 @@
+"""The line for what takes over a second: when it shows, where, and that it leaves no trace on a terminal."""
+
+from __future__ import annotations
+
+import io
+import sys
+import threading
+from typing import Any
+
+import pytest
+
+from dtkit.dashboard import progress
+
+
+class Screen(io.StringIO):
+    """A stream that says when it was written to."""
+
+    def __init__(self, *, tty: bool = False) -> None:
+        super().__init__()
+        self.tty, self.written = tty, threading.Semaphore(0)
+
+    def isatty(self) -> bool:
+        return self.tty
+
+    def write(self, text: str) -> int:
+        count = super().write(text)
+        self.written.release()
+        return count
+
+    def await_writes(self, count: int) -> None:
+        for _ in range(count):
+            assert self.written.acquire(timeout=10)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "FIRST_S", 0.01)
+    monkeypatch.setattr(progress, "EVERY_S", 0.01)
+
+
+def on(monkeypatch: pytest.MonkeyPatch, screen: Any) -> Any:
+    monkeypatch.setattr(sys, "stderr", screen)
+    return screen
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "dtkit-progress"]
+
+
+@pytest.mark.parametrize("tty", [True, False])
+def test_work_that_is_done_within_a_second_shows_nothing(monkeypatch: pytest.MonkeyPatch, tty: bool):
+    screen = on(monkeypatch, Screen(tty=tty))
+    with progress.waiting("starting 2 engines"):
+        assert threads()
+    assert screen.getvalue() == ""
+    assert not threads()
+
+
+def test_a_terminal_s_line_is_rewritten_with_its_phase_and_goes(quick, monkeypatch: pytest.MonkeyPatch):
+    screen = on(monkeypatch, Screen(tty=True))
+    with progress.waiting("starting 2 engines") as line:
+        screen.await_writes(2)
+        line.update("loading torch")
+        screen.await_writes(2)
+    shown = screen.getvalue()
+    assert shown.startswith("\rstarting 2 engines … 0 s\x1b[K\r")
+    assert "\rloading torch … 0 s\x1b[K" in shown
+    assert shown.endswith("\r\x1b[K")
+    assert "\n" not in shown
+
+
+def test_a_terminal_s_line_never_wraps(quick, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "20")
+    screen = on(monkeypatch, Screen(tty=True))
+    with progress.waiting("x" * 100):
+        screen.await_writes(1)
+    assert screen.getvalue().startswith("\r" + "x" * 19 + "\x1b[K")
+
+
+def test_elsewhere_one_plain_line_is_printed_once(quick, monkeypatch: pytest.MonkeyPatch):
+    screen = on(monkeypatch, Screen())
+    shown = threading.Semaphore(0)
+    show = progress._PlainLine.show
+
+    def counted(line: Any, text: str) -> None:
+        show(line, text)
+        shown.release()
+
+    monkeypatch.setattr(progress._PlainLine, "show", counted)
+    with progress.waiting("sending"):
+        assert all(shown.acquire(timeout=10) for _ in range(3))
+    assert screen.getvalue() == "sending … 0 s\n"
+
+
+def test_the_line_ends_with_the_block_also_after_an_error(quick, monkeypatch: pytest.MonkeyPatch):
+    screen = on(monkeypatch, Screen(tty=True))
+
+    def fail() -> None:
+        with progress.waiting("sending"):
+            screen.await_writes(1)
+            raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        fail()
+    assert screen.getvalue().endswith("\r\x1b[K")
+    assert not threads()
+
+
+def test_a_line_that_can_not_be_shown_leaves_the_work_alone(
+    quick, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    class Closed(Screen):
+        def write(self, text: str) -> int:
+            self.written.release()
+            raise BrokenPipeError("gone")
+
+    screen = on(monkeypatch, Closed())
+    with progress.waiting("sending"):
+        screen.await_writes(1)
+    assert not threads()
+    assert "the progress line failed; the work goes on: BrokenPipeError: gone" in caplog.text
+
+
+def test_a_notebook_has_one_display_that_says_at_the_end_how_long_it_took(quick, monkeypatch: pytest.MonkeyPatch):
+    shown, updated = [], threading.Semaphore(0)
+
+    class Handle:
+        def update(self, data: dict[str, str], *, raw: bool) -> None:
+            shown.append(data["text/plain"])
+            updated.release()
+
+    def display(data: dict[str, str], *, raw: bool, display_id: bool) -> Handle:
+        shown.append(("display", data["text/plain"]))
+        return Handle()
+
+    monkeypatch.setattr(progress, "in_notebook", lambda: True)
+    monkeypatch.setattr("IPython.display.display", display)
+    with progress.waiting("starting"):
+        assert updated.acquire(timeout=10)
+    assert shown[0] == ("display", "starting … 0 s")
+    assert shown[1] == "starting … 0 s"
+    assert shown[-1] == "starting: 0 s"
+    assert sum(isinstance(entry, tuple) for entry in shown) == 1

@@ -1,0 +1,222 @@
+"""Batches as a pure function of the step: who takes which rows when."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, TensorDataset
+
+from dtkit.engine.data import ArraySource, DatasetSource, Shards, Stream, as_source, to_device
+from dtkit.partition import Partition
+from dtkit.records import JobPlan
+
+SAMPLES = 121  # divides by none of 2, 3, 4
+
+
+def shards(world: int, samples: int = SAMPLES, **cut: Any) -> Shards:
+    part = Partition(samples, world, **cut)
+    return Shards(part.flat(), part.sizes)
+
+
+def source(samples: int = SAMPLES) -> ArraySource:
+    return ArraySource([torch.arange(samples), -torch.arange(samples)])
+
+
+def stream(
+    world: int, mine: list[int], shuffle: str | None = "shard", batch: int = 24, seed: int = 5, **cut: Any
+) -> Stream:
+    plan = JobPlan(batch_size=batch, steps=100, shuffle=shuffle, seed=seed)
+    return Stream(source(cut.get("samples", SAMPLES)), shards(world, **cut), plan, mine)
+
+
+def rows(streams: list[Stream], step: int) -> list[int]:
+    """What all ranks take together, in no order."""
+    return sorted(np.concatenate([s.rows(step) for s in streams]).tolist())
+
+
+WAYS = ["shard", "global", None]
+
+
+@pytest.mark.parametrize("shuffle", WAYS)
+def test_a_batch_is_the_same_whenever_it_is_asked_for(shuffle):
+    steps = [0, 17, 3, 5, 16, 4, 40, 0]
+    asked = stream(3, [1], shuffle)
+    for step in steps:
+        fresh = stream(3, [1], shuffle)
+        assert np.array_equal(asked.rows(step), fresh.rows(step))
+        if len(fresh.rows(step)):
+            assert torch.equal(asked.batch(step)[0], torch.from_numpy(fresh.rows(step)))
+
+
+@pytest.mark.parametrize("shuffle", WAYS)
+@pytest.mark.parametrize("weights", [None, [1, 3, 9]])
+def test_an_epoch_takes_every_row_once(shuffle, weights):
+    streams = [stream(3, [rank], shuffle, weights=weights) for rank in range(3)]
+    per_epoch = streams[0].steps_per_epoch
+    assert per_epoch == 6
+    for epoch in range(3):
+        steps = range(epoch * per_epoch, (epoch + 1) * per_epoch)
+        assert {streams[0].epoch(step) for step in steps} == {epoch}
+        taken = [row for step in steps for row in rows(streams, step)]
+        assert sorted(taken) == list(range(SAMPLES))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("seed_of_cut", [None, 7])
+def test_global_shuffle_gives_the_same_rows_on_any_number_of_ranks(world, seed_of_cut):
+    alone = stream(1, [0], "global")
+    ranks = [stream(world, [r], "global", by="strided") for r in range(world)]
+    cut = [Stream(source(), shards(world, seed=seed_of_cut), JobPlan(24, 100, "global", 5), [r]) for r in range(world)]
+    for step in range(20):
+        expected = alone.rows(step).tolist()
+        # In order too: the ranks' parts, one after the other, are the batch of one process.
+        for streams in (ranks, cut):
+            assert np.concatenate([s.rows(step) for s in streams]).tolist() == expected
+
+
+@pytest.mark.parametrize("shuffle", WAYS)
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_one_process_that_plays_all_shards_sees_what_the_ranks_see(shuffle, world):
+    ranks = [stream(world, [rank], shuffle) for rank in range(world)]
+    alone = stream(world, list(range(world)), shuffle)
+    for step in range(14):
+        assert sorted(alone.rows(step).tolist()) == rows(ranks, step)
+        assert alone.counts(step) == ranks[0].counts(step)
+
+
+def test_shards_keep_to_their_own_rows():
+    part = Partition(SAMPLES, 3, seed=1)
+    for rank in range(3):
+        own = Stream(source(), Shards(part.flat(), part.sizes), JobPlan(24, 9, "shard", 0), [rank])
+        taken = np.concatenate([own.rows(step) for step in range(6)])
+        assert sorted(taken.tolist()) == sorted(part.indices(rank).tolist())
+
+
+@pytest.mark.parametrize("shuffle", ["shard", "global"])
+def test_epochs_and_seeds_differ_and_no_shuffle_keeps_the_order(shuffle):
+    one = stream(2, [0], shuffle)
+    first, second = one.rows(0), one.rows(one.steps_per_epoch)
+    assert not np.array_equal(first, second)
+    assert not np.array_equal(first, stream(2, [0], shuffle, seed=6).rows(0))
+    plain = stream(2, [0], None)
+    assert np.concatenate([plain.rows(step) for step in range(6)]).tolist() == list(range(61))
+    assert np.array_equal(plain.rows(0), plain.rows(6))
+
+
+def test_two_shards_of_equal_size_are_shuffled_differently():
+    even = {"samples": 120}
+    one, other = (stream(2, [rank], "shard", **even) for rank in (0, 1))
+    places = [one.rows(step) for step in range(5)], [other.rows(step) - 60 for step in range(5)]
+    assert not np.array_equal(np.concatenate(places[0]), np.concatenate(places[1]))
+
+
+@pytest.mark.parametrize("weights", [[1, 3], [1, 1], [1, 100]])
+def test_unequal_shards_end_together_in_proportion(weights):
+    one = stream(2, [0], weights=weights)
+    sizes = Partition(SAMPLES, 2, weights=weights).sizes
+    counts = np.array([one.counts(step) for step in range(one.steps_per_epoch)])
+    assert counts.sum(axis=1).tolist() == [24, 24, 24, 24, 24, 1]
+    assert tuple(counts.sum(axis=0)) == sizes
+    # At no time is a shard ahead of, or behind, its share by a whole sample.
+    done = counts.cumsum(axis=0)
+    share = np.outer(done.sum(axis=1), sizes) / SAMPLES
+    assert np.abs(done - share).max() < 1
+
+
+def test_counts_follow_from_the_step_in_every_epoch_and_across_blocks():
+    many = stream(3, [0], batch=3, samples=10_000)  # 3334 steps: more than are computed at once
+    per_epoch = many.steps_per_epoch
+    counts = np.array([many.counts(step) for step in range(per_epoch)])
+    assert counts.sum() == 10_000
+    assert (counts.sum(axis=1)[:-1] == 3).all()
+    for step in (0, 1023, 1024, 2047, 2048, per_epoch - 1):
+        assert many.counts(step + per_epoch) == tuple(counts[step])
+        assert len(many.rows(step)) == counts[step][0]
+
+
+def test_a_step_without_a_sample_has_no_batch():
+    ranks = [stream(4, [rank]) for rank in range(4)]
+    last = ranks[0].steps_per_epoch - 1
+    assert sorted(ranks[0].counts(last)) == [0, 0, 0, 1]
+    batches = [s.batch(last) for s in ranks]
+    assert sum(batch is None for batch in batches) == 3
+
+
+def test_step_with_finds_the_first_lonely_sample():
+    assert stream(2, [0]).step_with(1) == (5, stream(2, [0]).counts(5).index(1))
+    assert stream(2, [0], samples=120).step_with(1) is None
+    late = stream(2, [0], batch=4, samples=4 * 2000 + 1)
+    assert late.step_with(1)[0] == 2000
+
+
+class Samples(Dataset):
+    def __init__(self, form):
+        self.form = form
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, row):
+        return self.form(row)
+
+
+class ManySamples(Samples):
+    def __init__(self, form):
+        super().__init__(form)
+        self.asked = []
+
+    def __getitems__(self, rows):
+        self.asked.append(rows)
+        return [self.form(row) for row in rows]
+
+
+class Pair(NamedTuple):
+    x: Any
+    y: Any
+
+
+@pytest.mark.parametrize("kind", [Samples, ManySamples])
+def test_datasets_are_collated_as_torch_does(kind):
+    wanted = np.array([7, 0, 3])
+    inputs, targets = DatasetSource(kind(lambda row: (torch.tensor([row, row]), row))).take(wanted)
+    assert inputs.tolist() == [[7, 7], [0, 0], [3, 3]]
+    assert targets.tolist() == [7, 0, 3]
+    batch = DatasetSource(kind(lambda row: {"text": str(row), "x": row})).take(wanted)
+    assert batch["text"] == ["7", "0", "3"]
+    assert batch["x"].tolist() == [7, 0, 3]
+    pair = DatasetSource(kind(lambda row: Pair(row, -row))).take(wanted)
+    assert pair.y.tolist() == [-7, 0, -3]
+
+
+def test_getitems_is_asked_once_a_batch():
+    dataset = ManySamples(lambda row: (row, row))
+    DatasetSource(dataset).take(np.array([4, 2]))
+    assert dataset.asked == [[4, 2]]
+
+
+def test_what_may_be_data():
+    x, y = torch.arange(6.0).reshape(3, 2), np.arange(3)
+    for given in ((x, y), [x, y], TensorDataset(x, torch.from_numpy(y))):
+        found = as_source(given)
+        assert len(found) == 3
+        inputs, targets = found.take(np.array([2, 0]))
+        assert inputs.tolist() == [[4, 5], [0, 1]]
+        assert targets.tolist() == [2, 0]
+        assert found.targets.tolist() == [0, 1, 2]
+    assert len(as_source(x).take(np.array([1]))) == 1
+    assert isinstance(as_source(Samples(lambda row: row)), DatasetSource)
+    with pytest.raises(TypeError, match="data is a int; it must be a tuple of arrays or a map-style Dataset"):
+        as_source(3)
+
+
+def test_batches_of_any_form_move_to_the_device():
+    x = torch.zeros(2)
+    cpu = torch.device("cpu")
+    batch = {"a": (x, [x, "text"]), "b": Pair(x, 1)}
+    moved = to_device(batch, cpu)
+    assert moved["a"][1][1] == "text"
+    assert isinstance(moved["b"], Pair)
+    assert moved["b"].y == 1

@@ -140,7 +140,8 @@ class _Block:
         self._data = data
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _buffer, (pickle.PickleBuffer(self._data.data),)
+        # Not of a memoryview: Python up to 3.13 crashes when its garbage collector clears one that another one views.
+        return _buffer, (pickle.PickleBuffer(self._data),)
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types

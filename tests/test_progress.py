@@ -48,7 +48,7 @@ def threads() -> list[str]:
 
 
 @pytest.mark.parametrize("tty", [True, False])
-def test_work_that_is_done_within_a_second_shows_nothing(monkeypatch: pytest.MonkeyPatch, tty: bool):
+def test_work_that_is_done_within_a_second_shows_nothing(monkeypatch: pytest.MonkeyPatch, tty):
     screen = on(monkeypatch, Screen(tty=tty))
     with progress.waiting("starting 2 engines"):
         assert threads()

@@ -492,3 +492,24 @@ def test_threads_that_pack_at_the_same_time_do_not_disturb_each_other(beside) ->
     assert len(seen) == 200
     assert min(seen) > 2 * len(by_reference)
     assert not cloudpickle.list_registry_pickle_by_value()
+
+
+def test_the_garbage_collector_may_find_what_was_packed() -> None:
+    """Python up to 3.13 crashes on clearing a memoryview of which there is another view: there must be none."""
+    code = """if True:
+        import gc, sys, torch
+        from dtkit import wire
+
+        class Cycle:
+            pass
+
+        sys.unraisablehook = lambda event: print(event.exc_value)
+        packed = wire.pack([torch.zeros(3), torch.zeros(2, 3).T])
+        cycle = Cycle()
+        cycle.itself, cycle.packed = cycle, packed
+        del cycle, packed
+        gc.collect()
+        gc.collect()
+        print("alive")
+    """
+    assert python(code) == b"alive\n"

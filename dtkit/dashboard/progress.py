@@ -47,7 +47,7 @@ class Progress:
     def _run(self) -> None:
         try:
             self._tick()
-        except Exception as error:  # noqa: BLE001 - the boundary between a view and the work
+        except (OSError, ValueError) as error:  # the stream is closed, or nobody reads it any more
             _log.warning("the progress line failed; the work goes on: %s: %s", type(error).__name__, error)
 
     def _tick(self) -> None:

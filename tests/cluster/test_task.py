@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import dtkit
-from tests.cluster.small import check_usable
+from tests.cluster.small import check_usable, train
 
 pytestmark = pytest.mark.cluster
 
@@ -61,7 +62,7 @@ def test_rows_and_output_arrive_complete_and_in_order(cluster2):
         assert [row["loss"] for row in mine] == [1 / (k + 1) for k in range(300)]
         assert (rank, f"done {rank}") in task.output
     assert task.to_pandas().shape == (600, 4)
-    assert [ax.get_title() for ax in task.figure().axes] == ["loss", "samples"]
+    assert [ax.get_title(loc="left") for ax in task.figure().axes] == ["loss", "samples"]
 
 
 def wait_for_file(path: str) -> None:
@@ -100,6 +101,82 @@ def test_run_prints_lines_with_their_rank(cluster2, capsys):
     assert "[0] done 0" in out
     assert "[1] done 1" in out
     assert "[0] loss=0.5 samples=8" in out
+
+
+def test_numbers_that_json_lacks_arrive_live_as_numbers(cluster2, tmp_path):
+    def diverge(path: str) -> None:
+        dtkit.log(loss=math.nan, largest=math.inf)
+        while not Path(path).exists():
+            pass
+
+    task = cluster2.submit(diverge, str(tmp_path / "go"))
+    heard = threading.Event()
+    task.subscribe(lambda: len(task.rows) == 2 and heard.set())
+    assert heard.wait(30) or len(task.rows) == 2
+    (tmp_path / "go").touch()
+    task.result(30)
+    assert all(math.isnan(row["loss"]) and row["largest"] == math.inf for row in task.rows)
+    assert task.output == []  # nor does the message that carried them complain
+
+
+def test_the_last_words_before_an_error_arrive(cluster2):
+    def fail() -> None:
+        for k in range(3):
+            dtkit.log(k=k)
+        print("last words")
+        raise ValueError("now")
+
+    task = cluster2.submit(fail)
+    with pytest.raises(dtkit.EngineError, match="now"):
+        task.result(30)
+    for rank in (0, 1):
+        assert [row["k"] for row in task.rows if row["rank"] == rank] == [0, 1, 2]
+        assert task.output.count((rank, "last words")) == 1
+    check_usable(cluster2)
+
+
+def test_results_of_ranks_that_succeeded_leave_no_file(cluster2):
+    def large_or_fail() -> torch.Tensor:
+        if dist.get_rank() == 1:
+            raise ValueError("no result")
+        return torch.zeros(1_000_000)
+
+    def ours() -> set[str]:
+        return {path.name for path in Path("/dev/shm").glob("dtkit-*")}
+
+    before = ours()
+    with pytest.raises(dtkit.EngineError, match="no result"):
+        cluster2.run(large_or_fail)
+    assert ours() <= before
+
+
+def test_a_lost_engine_ends_the_call_and_frees_the_others():
+    def endless() -> None:
+        print("running")
+        while True:
+            pass
+
+    with dtkit.Cluster(2) as cluster:
+        task = cluster.submit(endless)
+        running = threading.Event()
+        task.subscribe(lambda: len(task.output) == 2 and running.set())
+        assert running.wait(30) or len(task.output) == 2
+        psutil.Process(cluster.nodes[1].pid).kill()
+        with pytest.raises(dtkit.EngineError, match="the engine of rank 1 is gone"):
+            task.result(60)
+
+
+def test_closing_the_cluster_ends_a_running_call():
+    def endless() -> None:
+        while True:
+            pass
+
+    with dtkit.Cluster(1) as cluster:
+        task = cluster.submit(endless)
+    with pytest.raises(dtkit.ClusterClosed, match="closed during the call"):
+        task.result(30)
+    with pytest.raises(dtkit.ClusterClosed):
+        cluster.submit(all_ranks, 1.0)
 
 
 def test_an_error_on_one_rank_names_it_and_folds_the_others(cluster2):
@@ -244,6 +321,31 @@ def test_a_script_that_fails_on_one_rank_leaves_the_cluster_usable(cluster2):
         cluster2.run(bad_script, own_group=True)
     check_usable(cluster2)
     assert cluster2.run(script, own_group=True)[0][0] == 2.0
+
+
+def test_what_is_sent_behind_a_script_is_refused_until_our_group_is_back(cluster2, tmp_path):
+    def long_script(path: str) -> None:
+        while not Path(path).exists():
+            pass
+
+    task = cluster2.submit(long_script, str(tmp_path / "go"), own_group=True)
+    behind = cluster2.submit(all_ranks, 1.0)
+    (tmp_path / "go").touch()
+    with pytest.raises(dtkit.EngineError, match=r"own_group=True took its place\. Wait for that call's result"):
+        behind.result(30)
+    task.result(30)
+    assert cluster2.run(all_ranks, 2.0) == [(0, 6.0), (1, 6.0)]
+
+
+def test_a_run_goes_on_after_a_script(cluster2):
+    run = train(cluster2, steps=1_000_000)
+    assert [total for total, _ in cluster2.run(script, own_group=True)] == [2.0, 2.0]
+    moved = threading.Event()
+    at = run.status.step
+    run.subscribe(lambda: run.status.step > at + 10 and moved.set())
+    assert moved.wait(30)
+    run.stop()
+    assert run.exception is None
 
 
 def accelerate_script() -> tuple[int, list[float]]:

@@ -1,0 +1,327 @@
+"""Engines as ordered ranks of one process group: one call to all of them, and what travels with it.
+
+Lockstep. A call to all ranks is N messages. Two threads that fan out at the same time would reach the engines in
+different orders, and collectives would deadlock; so one method (`fan_out`) sends, under one lock, and ``%%px`` goes
+through a view that takes the same lock.
+
+Each rank answers for itself, so that the first failure is seen at once. After a failure the process group is formed
+anew: the next *generation*, met at a file of its own, so that no late message of a broken group can join it.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import itertools
+import pickle
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from dtkit import __version__, warden, wire
+from dtkit.engine.probe import hello
+from dtkit.errors import ClusterClosed, ClusterError, EngineError, VersionMismatch
+from dtkit.records import Failure, GroupSpec, NodeInfo, Reply, Request
+from dtkit.shipment import Shipment, ship
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from concurrent.futures import Future
+    from pathlib import Path
+
+    from dtkit import shared
+    from dtkit.devices import DevicePlan
+    from dtkit.transport import Transport
+
+GRACE_S = 5.0  # for the other ranks once one has failed, and again after an interrupt
+_FIRST_STEP_S, _MARGIN_S = 1800.0, 30.0
+
+
+class Ranks:
+    """The engines behind a :class:`~dtkit.transport.Transport`. `keeper` owns the shared files that are made."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        folder: Path,
+        keeper: shared.Owner,
+        plan: DevicePlan,
+        timeout: float,
+        step_timeout: float | None,
+        interface: str | None,
+    ) -> None:
+        self._transport, self._folder, self._keeper, self._plan = transport, folder, keeper, plan
+        self._timeout, self.step_timeout, self._interface = timeout, step_timeout, interface
+        self._lock = threading.RLock()
+        self._owner = time.time_ns()  # later notebooks get larger numbers
+        self._generation = -1
+        self._closed = False
+        self._nodes: list[NodeInfo] = []
+        self._engine_path: list[str] = []
+        self._one_host = True
+        self._uploads: list[Shipment] = []
+        self._unwanted: collections.deque[str] = collections.deque()
+        self._keys, self._attempts = itertools.count(), itertools.count()
+
+    def check_open(self) -> None:
+        """Raise ClusterClosed where this cluster was closed."""
+        if self._closed:
+            raise ClusterClosed("this cluster was closed; start another one with dtkit.Cluster()")
+
+    # -- who is there -----------------------------------------------------------------------------------------
+
+    @property
+    def nodes(self) -> list[NodeInfo]:
+        """One row per rank; memory as it was when last asked (see `refresh`)."""
+        return list(self._nodes)
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks."""
+        return len(self._transport.engine_ids)
+
+    def __len__(self) -> int:
+        return self.world_size
+
+    @property
+    def backend(self) -> str:
+        """What carries the collectives: "gloo" or "nccl"."""
+        return "nccl" if "nccl" in self._plan.backend else "gloo"
+
+    @property
+    def generation(self) -> int:
+        """How many times the process group was formed anew."""
+        return self._generation
+
+    def refresh(self) -> list[NodeInfo]:
+        """Ask every engine for its memory again."""
+        self._take_nodes(self.ask("info"))
+        return self.nodes
+
+    def _take_nodes(self, infos: Sequence[Any]) -> None:
+        ids = self._transport.engine_ids
+        self._nodes = [NodeInfo(rank=r, engine_id=ids[r], **info) for r, info in enumerate(infos)]
+
+    def greet(self) -> None:
+        """Compare versions with every engine, before anything else is said, and note what they can import."""
+        mine = hello()
+        replies = self.collect(self.fan_out("hello"), self._timeout)
+        for rank, reply in enumerate(replies):
+            theirs = reply.value
+            if not isinstance(theirs, dict):
+                reason = reply.failure.message if reply.failure else "no answer"
+                raise VersionMismatch(
+                    f"rank {rank} can't load dtkit {__version__}: {reason}. Install the same dtkit-jupyter where the "
+                    "engines run"
+                )
+            for name in ("dtkit", "python", "cloudpickle", "torch"):
+                if mine[name] != theirs.get(name):
+                    raise VersionMismatch(
+                        f"{name} is {mine[name]} in the notebook and {theirs.get(name)} on rank {rank} "
+                        f"({theirs['host']}); they must be equal. Start the engines from the notebook's environment"
+                    )
+        hosts = {str(r.value["host"]) for r in replies if isinstance(r.value, dict)}
+        self._one_host = hosts == {str(mine["host"])}
+        if len(hosts) > 1 and self._interface is None:
+            raise ClusterError(
+                f"the engines run on {len(hosts)} hosts ({', '.join(sorted(hosts))}) and dtkit keeps to loopback by "
+                "default; name the network between them, as in interface='eth0'. Tensor traffic on it is not encrypted"
+            )
+        self._engine_path = list(replies[0].value["path"])  # type: ignore[index]
+
+    # -- calls ------------------------------------------------------------------------------------------------
+
+    def fan_out(
+        self,
+        op: str,
+        *,
+        each: Sequence[dict[str, Any]] | None = None,
+        ranks: Sequence[int] | None = None,
+        listen: Callable[[int, int, list[Any]], None] | None = None,
+        **args: Any,
+    ) -> list[Future[Reply]]:
+        """Send one request to every rank (or to `ranks`), in order, under the lock. One future per rank, no waiting.
+
+        `each` adds arguments by rank; `listen(rank, first, items)` gets what a rank publishes meanwhile.
+        """
+        chosen = range(self.world_size) if ranks is None else ranks
+        with self._lock:
+            self.check_open()
+            same = None
+            futures = []
+            for k, rank in enumerate(chosen):
+                if each is not None or same is None:
+                    extra = each[k] if each is not None else {}
+                    request = Request(op, self._owner, self._generation, {**args, **extra})
+                    same = pickle.dumps(request, protocol=5)
+                hear = None if listen is None else _for_rank(listen, rank)
+                futures.append(self._transport.send(rank, same, hear))
+            return futures
+
+    def ask(self, op: str, *, timeout: float | None = None, **options: Any) -> list[Any]:
+        """Fan out, wait, and return the values by rank. On failure the group is formed anew and the cause raised."""
+        self._free_unwanted()
+        replies = self.collect(self.fan_out(op, **options), timeout or self.patience)
+        return self.values(replies)
+
+    def _free_unwanted(self) -> None:
+        keys = []
+        with contextlib.suppress(IndexError):
+            while True:
+                keys.append(self._unwanted.popleft())
+        if keys:
+            self.fan_out("unload", keys=keys)
+
+    def values(self, replies: Sequence[Reply]) -> list[Any]:
+        """The replies' values; or, after forming the group anew, the first cause as an error."""
+        failures = [r.failure for r in replies if r.failure is not None]
+        if not failures:
+            return [r.value for r in replies]
+        self.heal(failures)
+        raise EngineError(failures)
+
+    def heal(self, failures: Sequence[Failure]) -> None:
+        """Form the group anew after failures, unless nothing was run or an engine is gone."""
+        if all(f.kind == "refused" for f in failures) or any(f.kind in ("lost", "stuck") for f in failures):
+            return
+        self.form()
+
+    @property
+    def patience(self) -> float:
+        """Seconds to wait for a call to all ranks: longer than any collective may take, never for ever."""
+        return (self.step_timeout or _FIRST_STEP_S) + _MARGIN_S
+
+    def collect(self, futures: Sequence[Future[Reply]], timeout: float) -> list[Reply]:
+        """Wait for one reply per rank. Once one rank failed the others get a moment, then an interrupt."""
+        deadline = time.monotonic() + timeout
+        arrived = threading.Event()
+        failed_at: list[float] = []
+
+        def note(future: Future[Reply]) -> None:
+            if future.result().failure is not None:
+                failed_at.append(time.monotonic())
+            arrived.set()
+
+        for future in futures:
+            future.add_done_callback(note)
+        interrupted = False
+        while not all(f.done() for f in futures):
+            if self._closed:  # nobody will answer any more
+                raise ClusterClosed("this cluster was closed during the call; start another one with dtkit.Cluster()")
+            now = time.monotonic()
+            limit = min(deadline, failed_at[0] + GRACE_S) if failed_at else deadline
+            if now >= limit:
+                if interrupted:
+                    break
+                interrupted = True
+                self.interrupt([r for r, f in enumerate(futures) if not f.done()])
+                failed_at[:] = [now]
+                deadline = now + GRACE_S
+                continue
+            arrived.wait(min(limit - now, 1.0))
+            arrived.clear()
+        return [f.result() if f.done() else self._stuck(r, timeout) for r, f in enumerate(futures)]
+
+    def _stuck(self, rank: int, timeout: float) -> Reply:
+        node = self._nodes[rank] if rank < len(self._nodes) else None
+        message = (
+            f"no answer within {timeout:.0f} s, nor to an interrupt. The engine is stuck; close this cluster and start "
+            "another one"
+        )
+        failure = Failure(rank, node.host if node else "?", "TimeoutError", message, "", kind="stuck")
+        return Reply(failure=failure)
+
+    def interrupt(self, ranks: Sequence[int] | None = None) -> None:
+        """Send SIGINT to engines, as the notebook's interrupt button does for the kernel. Without waiting."""
+        self.check_open()
+        self._transport.interrupt(list(range(self.world_size)) if ranks is None else ranks)
+
+    def form(self) -> None:
+        """Form the process group (anew): the next generation, met at a file of its own."""
+        with self._lock:
+            self._generation += 1
+            store = self._folder / f"store-{self._generation}"
+            specs = [self._group_spec(rank, store) for rank in range(self.world_size)]
+            join = {"owner": self._owner, "keeper": self._keeper if self._one_host else None}
+            each = [{"spec": s, "step_timeout": self.step_timeout, **join} for s in specs]
+            futures = self.fan_out("join", each=each)
+        replies = self.collect(futures, self._timeout + 5)
+        store.unlink(missing_ok=True)
+        failures = [r.failure for r in replies if r.failure is not None]
+        if failures:
+            raise EngineError(failures)
+        self._take_nodes([r.value for r in replies])
+
+    def _group_spec(self, rank: int, store: Path) -> GroupSpec:
+        from dtkit.engine.comm import loopback
+
+        return GroupSpec(
+            rank=rank,
+            world_size=self.world_size,
+            generation=self._generation,
+            backend=self._plan.backend,
+            device=self._plan.devices[rank],
+            store=str(store),
+            interface=self._interface or loopback(),
+            threads=self._plan.threads,
+            timeout_s=self._timeout,
+        )
+
+    # -- shipping ---------------------------------------------------------------------------------------------
+
+    def new_key(self, kind: str) -> str:
+        """A name that was not used before in this cluster."""
+        return f"{kind}-{next(self._keys)}"
+
+    def pack(self, obj: Any, name: str | None = None) -> wire.Packed:
+        """Take apart what is to travel; modules that the engines can't import travel by value."""
+        return wire.pack(obj, by_value=wire.user_modules(self._engine_path), name=name)
+
+    def dumps(self, obj: Any, name: str | None = None) -> bytes:
+        """As `pack`, for small things."""
+        return wire.dumps(obj, wire.user_modules(self._engine_path), name=name)
+
+    def upload(self, packed: wire.Packed) -> Shipment:
+        """Put a packed object where all engines can take it; deleted with :meth:`Shipment.discard`, or on `close`."""
+        shipment = ship(packed, self._keeper if self._one_host else None)
+        self._uploads.append(shipment)
+        return shipment
+
+    def deliver(self, op: str, packed: wire.Packed, *, broadcast: bool = False, **args: Any) -> list[Any]:
+        """Have every rank do `op` with a packed object, mapped from one file; or, with `broadcast` and wherever
+        there are several hosts, sent to rank 0 and from there over the data plane.
+        """
+        broadcast = broadcast or not self._one_host
+        shipment = self.upload(packed)
+        rest = shipment.without_buffers() if broadcast else shipment
+        each = [{"shipment": shipment if rank == 0 else rest} for rank in range(self.world_size)]
+        try:
+            return self.ask(op, each=each, broadcast=broadcast, **args)
+        finally:
+            self.discard(shipment)
+
+    def next_attempt(self) -> int:
+        """A number for each script that makes its own group: torchrun's restart count."""
+        return next(self._attempts)
+
+    def let_go(self, key: str) -> None:
+        """Free data, a model or a job with the next call. A finalizer may call this, from any thread."""
+        self._unwanted.append(key)
+
+    def discard(self, shipment: Shipment) -> None:
+        """Delete an upload that nobody will open again."""
+        shipment.discard()
+        with contextlib.suppress(ValueError):
+            self._uploads.remove(shipment)
+
+    def note_job(self, *, present: bool) -> None:
+        """Tell the warden whether a job is in memory, which makes the lease longer."""
+        mark = self._folder / warden.JOB
+        if present:
+            mark.touch(mode=0o600)
+        else:
+            mark.unlink(missing_ok=True)
+
+
+def _for_rank(listen: Callable[[int, int, list[Any]], None], rank: int) -> Callable[[int, list[Any]], None]:
+    return lambda first, items: listen(rank, first, items)

@@ -1,0 +1,178 @@
+"""From a batch to a loss: what a user's function may return, and what is refused with a remedy."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from dtkit.engine.checks import check_batch_norm, explain
+from dtkit.engine.data import ArraySource, Shards, Stream
+from dtkit.partition import Partition
+from dtkit.records import JobPlan
+from dtkit.strategies.objective import Objective
+
+
+def batch(rows: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(rows, 4, generator=generator), torch.arange(rows) % 3
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(4, 3)
+
+
+def test_a_mean_has_no_weight():
+    x, y = batch()
+    network = model()
+    loss, weight = Objective(nn.CrossEntropyLoss(), None)(network, (x, y))
+    assert weight is None
+    assert loss.item() == pytest.approx(F.cross_entropy(network(x), y).item())
+    assert loss.requires_grad
+
+
+@pytest.mark.parametrize("weight", [torch.tensor(5), 5, 5.0, torch.tensor([5.0])])
+def test_a_pair_is_a_sum_and_a_weight(weight):
+    total, found = Objective(lambda out, y: (out.sum(), weight), None)(model(), batch())
+    assert found is not None
+    assert (found.item(), found.shape, found.dtype) == (5.0, (), torch.float64)
+    assert total.shape == ()
+
+
+def test_a_loss_of_one_number_in_any_shape_is_a_scalar():
+    loss, _ = Objective(lambda out, y: out.sum().reshape(1, 1), None)(model(), batch())
+    assert loss.shape == ()
+
+
+def test_several_inputs_come_in_order():
+    class Two(nn.Module):
+        def forward(self, a, b):
+            return a - b
+
+    found, _ = Objective(lambda out, y: (out * y).sum(), None)(Two(), (torch.tensor(5.0), torch.tensor(3.0), 2))
+    assert found.item() == 4
+
+
+def test_a_step_gets_the_batch_as_it_is():
+    def step(network, given):
+        return network(given["x"]).sum(), len(given["x"])
+
+    x, _ = batch()
+    total, weight = Objective(None, step)(model(), {"x": x})
+    assert weight is not None
+    assert (weight.item(), total.item()) == (6, pytest.approx(model()(x).sum().item()))
+    output, target, again, _ = Objective(None, step).predict(model(), {"x": x})
+    assert output is target is None
+    assert again.item() == pytest.approx(total.item())
+
+
+def test_predict_gives_what_metrics_need():
+    x, y = batch()
+    output, target, loss, weight = Objective(nn.CrossEntropyLoss(), None).predict(model(), (x, y))
+    assert torch.equal(output, model()(x))
+    assert torch.equal(target, y)
+    assert loss.item() == pytest.approx(F.cross_entropy(output, y).item())
+    assert weight is None
+
+
+BAD = {
+    "not reduced": (
+        lambda out, y: F.cross_entropy(out, y, reduction="none"),
+        r"loss returned a tensor of shape \(6,\); it must return a scalar tensor.* Use reduction='mean'",
+    ),
+    "a number": (lambda out, y: 1.0, "loss returned float; it must return a scalar tensor"),
+    "nothing": (lambda out, y: None, "loss returned NoneType"),
+    "three things": (lambda out, y: (out.sum(), 1, 2), "loss returned tuple"),
+    "a pair of a number": (lambda out, y: (1.0, 2.0), "loss returned float"),
+    "a weight per sample": (
+        lambda out, y: (out.sum(), torch.ones(6)),
+        r"loss returned a weight of shape \(6,\); it must be one number: .sum\(\) it",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_no_loss_is_refused(name):
+    loss, message = BAD[name]
+    with pytest.raises(TypeError, match=re.compile(message, re.DOTALL)):
+        Objective(loss, None)(model(), batch())
+    with pytest.raises(TypeError, match=re.compile(message.replace("loss", "step", 1), re.DOTALL)):
+        Objective(None, lambda network, given: loss(network(given[0]), given[1]))(model(), batch())
+
+
+@pytest.mark.parametrize(
+    ("given", "form"),
+    [({"x": 1, "y": 2}, "a dict"), ((torch.zeros(2, 4),), "1 array"), (torch.zeros(2, 4), "a Tensor")],
+)
+def test_a_batch_without_a_target_needs_a_step(given, form):
+    objective = Objective(nn.CrossEntropyLoss(), None)
+    for call in (objective, objective.predict):
+        with pytest.raises(TypeError, match=rf"a batch of this data is {form}; with loss= .*Use step="):
+            call(model(), given)
+
+
+def test_ignored_targets_are_refused_with_the_pair():
+    x, y = batch()
+    objective = Objective(nn.CrossEntropyLoss(ignore_index=1), None)
+    message = r"targets contain ignore_index=1: .*returns \(sum, weight\): lambda out, y"
+    with pytest.raises(ValueError, match=message):
+        objective(model(), (x, y))
+    with pytest.raises(ValueError, match=message):
+        objective.having_seen(y)
+
+
+def test_targets_that_are_known_are_looked_through_once():
+    x, y = batch()
+    objective = Objective(nn.CrossEntropyLoss(), None).having_seen(y)
+    assert not objective.watch
+    assert objective(model(), (x, y))[0].isfinite()
+    assert Objective(nn.MSELoss(), None).having_seen(y).watch is False
+    assert Objective(None, lambda m, b: b).having_seen(y).step is not None
+
+
+# -- a sample alone, and batch normalisation -----------------------------------------------------------------
+
+
+def check(network: nn.Module, inputs: torch.Tensor, batch_size: int, objective: Objective | None = None) -> None:
+    part = Partition(len(inputs), 2)
+    source = ArraySource([inputs, torch.zeros(len(inputs))])
+    stream = Stream(source, Shards(part.flat(), part.sizes), JobPlan(batch_size, 10, "shard", 0), [0])
+    check_batch_norm(network.train(), objective or Objective(nn.MSELoss(), None), source, stream, 2)
+
+
+def test_one_sample_for_a_batch_norm_is_refused():
+    network = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+    with pytest.raises(
+        ValueError, match=r"1 \(BatchNorm1d\) can't normalise one sample, and step 2 .* rank (0|1) just"
+    ):
+        check(network, torch.zeros(21, 4), 10)
+    assert network.training
+    assert not network[1]._forward_pre_hooks  # nothing of the check stays
+    assert not network[1].running_mean.any()
+
+
+def test_what_does_no_harm_is_let_through():
+    flat = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+    check(flat, torch.zeros(20, 4), 10)  # no lonely sample
+    check(nn.BatchNorm1d(4), torch.zeros(21, 4, 7), 10)  # seven values a sample
+    check(nn.Linear(4, 1), torch.zeros(21, 4), 10)
+    frozen = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+    frozen.train = lambda mode=True: frozen  # a model that keeps its statistics
+    frozen[1].eval()
+    check(frozen, torch.zeros(21, 4), 10)
+    check(flat, torch.zeros(21, 4), 10, Objective(None, lambda m, b: b))  # only the user's step knows
+
+
+def test_torch_s_own_complaint_gets_the_remedy():
+    network = nn.BatchNorm1d(4)
+    with pytest.raises(ValueError, match="more than 1 value per channel") as caught:
+        network(torch.zeros(1, 4))
+    explain(caught.value)
+    assert "batch_size that leaves every rank two samples or none" in caught.value.__notes__[0]
+    other = ValueError("something else")
+    explain(other)
+    assert not hasattr(other, "__notes__")

@@ -1,0 +1,470 @@
+"""A call of a user's function, with engines that answer when the test says so: its state, its rows, and its views."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import itertools
+import math
+import os
+import threading
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from dtkit import ClusterClosed, EngineError, shared, task, wire
+from dtkit.cluster import Cluster
+from dtkit.dashboard import calls
+from dtkit.engine.channel import Channel, current, log
+from dtkit.records import Failure, Reply
+from dtkit.shipment import Shipment, ship
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from matplotlib.figure import Figure
+
+
+def result(value: Any, *, small: int = 2**20) -> Shipment:
+    return ship(wire.pack(value), shared.Owner.of(), small)
+
+
+def broke(rank: int, kind: str = "error", message: str = "no") -> Failure:
+    return Failure(rank, "host", "ValueError", message, "", kind=kind)
+
+
+class FakeCluster:
+    """What a task calls of a cluster. Engines answer through `answer` and speak through `listen`."""
+
+    world_size = 2
+    _closed = False
+    collect = Cluster.collect
+    values = Cluster.values
+    heal = Cluster.heal
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[str, dict[str, Any]]] = []
+        self.interrupted: list[list[int]] = []
+        self.discarded: list[Shipment] = []
+        self.formed = 0
+        self.futures: list[Future[Reply]] = []
+        self.on_interrupt: Callable[[], None] = lambda: None
+        self.listen: Any = None
+        self._attempts = itertools.count()
+
+    def check_open(self) -> None:
+        if self._closed:
+            raise ClusterClosed("this cluster was closed; start another one")
+
+    def pack(self, obj: Any, name: str | None = None) -> wire.Packed:
+        return wire.pack(obj, name=name)
+
+    def upload(self, packed: wire.Packed) -> Shipment:
+        return ship(packed, None)
+
+    def discard(self, shipment: Shipment) -> None:
+        self.discarded.append(shipment)
+
+    def next_attempt(self) -> int:
+        return next(self._attempts)
+
+    def form(self) -> None:
+        self.formed += 1
+
+    def fan_out(self, op: str, *, listen: Any = None, ranks: Sequence[int] | None = None, **args: Any) -> list[Any]:
+        self.sent.append((op, {"ranks": ranks, **args}))
+        if op == "open_store":
+            store: Future[Reply] = Future()
+            store.set_result(Reply(4321))
+            return [store]
+        self.listen, self.futures = listen, [Future() for _ in range(self.world_size)]
+        return self.futures
+
+    def interrupt(self, ranks: Sequence[int]) -> None:
+        self.interrupted.append(list(ranks))
+        self.on_interrupt()
+
+    def answer(self, rank: int, value: Any = None, items: Sequence[Any] = (), failure: Failure | None = None) -> None:
+        shipment = None if failure else value if isinstance(value, Shipment) else result(value)
+        self.futures[rank].set_result(Reply((shipment, list(items)), failure))
+
+
+@pytest.fixture
+def cluster() -> FakeCluster:
+    return FakeCluster()
+
+
+def start(cluster: Any, fn: Any = len, *args: Any, own_group: bool = False) -> task.Task:
+    return task.start(cluster, fn, args, {}, own_group=own_group)
+
+
+def row(**values: Any) -> tuple[str, dict[str, Any]]:
+    return "row", values
+
+
+# -- the call ------------------------------------------------------------------------------------------------
+
+
+def test_results_come_by_rank_in_whatever_order_ranks_answer(cluster):
+    call = start(cluster)
+    assert (call.state, call.done()) == ("running", False)
+    cluster.answer(1, "b")
+    with pytest.raises(TimeoutError, match=r"len still runs after 0\.01 s; wait again, or end it with cancel"):
+        call.result(0.01)
+    cluster.answer(0, "a")
+    assert call.result(10) == ["a", "b"]
+    assert (call.state, call.done()) == ("done", True)
+    assert len(cluster.discarded) == 1
+
+
+@pytest.mark.parametrize("fn", [3, None, "main"])
+def test_what_can_not_be_called_is_refused_before_anything_is_sent(cluster, fn):
+    with pytest.raises(TypeError, match=r"can't be called; give a function, as in cluster\.run\(main, x\)"):
+        start(cluster, fn)
+    assert cluster.sent == []
+
+
+def test_a_closed_cluster_is_named_first(cluster):
+    cluster._closed = True
+    with pytest.raises(ClusterClosed):
+        start(cluster, 3)
+
+
+def test_a_cluster_that_is_closed_meanwhile_ends_the_wait(cluster):
+    call = start(cluster)
+    cluster._closed = True
+    with pytest.raises(ClusterClosed, match="closed during the call"):
+        call.result(10)
+    assert call.state == "failed"
+
+
+def test_a_failure_is_raised_by_its_rank_after_the_group_was_formed_anew(cluster):
+    call = start(cluster)
+    cluster.answer(0, failure=dataclasses.replace(broke(0), victim=True))
+    cluster.answer(1, failure=broke(1, message="mine"))
+    with pytest.raises(EngineError, match="rank 1 on host: ValueError: mine"):
+        call.result(10)
+    assert (call.state, cluster.formed) == ("failed", 1)
+
+
+def test_what_was_said_before_a_failure_is_kept(cluster):
+    call = start(cluster)
+    cluster.answer(0, items=[row(loss=1.0), ("text", "last words")], failure=broke(0))
+    cluster.answer(1)
+    with pytest.raises(EngineError):
+        call.result(10)
+    assert call.rows == [{"rank": 0, "index": 0, "loss": 1.0}]
+    assert call.output == [(0, "last words")]
+
+
+def test_a_lost_engine_ends_the_call(cluster):
+    call = start(cluster)
+    lost = Reply(failure=broke(0, "lost", "gone"))
+    cluster.futures[0].set_result(lost)
+    cluster.futures[1].set_result(lost)
+    with pytest.raises(EngineError, match="gone"):
+        call.result(10)
+    assert cluster.formed == 0
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_result_stays_in_shared_memory(cluster, fails):
+    shipment = result(np.zeros(125), small=0)
+    assert shipment.handle is not None
+    assert os.path.exists(shipment.handle.path)  # noqa: PTH110 - a path as text
+    call = start(cluster)
+    cluster.answer(0, shipment)
+    cluster.answer(1, failure=broke(1) if fails else None)
+    if fails:
+        with pytest.raises(EngineError):
+            call.result(10)
+    else:
+        assert len(call.result(10)[0]) == 125
+    assert not os.path.exists(shipment.handle.path)  # noqa: PTH110
+
+
+def test_only_ranks_that_still_run_are_interrupted(cluster):
+    call = start(cluster)
+    cluster.answer(0)
+    call.cancel()
+    assert cluster.interrupted == [[1]]
+    cluster.answer(1)
+    call.result(10)
+    call.cancel()
+    assert cluster.interrupted == [[1]]
+
+
+def test_the_thread_ends_with_the_call(cluster):
+    call = start(cluster)
+    thread = next(t for t in threading.enumerate() if t.name == "dtkit-len")
+    cluster.answer(0)
+    cluster.answer(1)
+    call.result(10)
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_a_script_gets_a_store_and_a_new_attempt_and_our_group_comes_back(cluster):
+    for attempt in range(2):
+        call = start(cluster, own_group=True)
+        (opened, to), (op, args) = cluster.sent[-2:]
+        assert (opened, to["ranks"], op, args["port"], args["attempt"]) == ("open_store", [0], "call", 4321, attempt)
+        assert cluster.formed == attempt
+        cluster.answer(0)
+        cluster.answer(1)
+        call.result(10)
+        assert cluster.formed == attempt + 1
+
+
+def test_our_group_comes_back_once_after_a_script_that_fails(cluster):
+    call = start(cluster, own_group=True)
+    cluster.answer(0)
+    cluster.answer(1, failure=broke(1))
+    with pytest.raises(EngineError):
+        call.result(10)
+    assert cluster.formed == 1
+
+
+# -- what ranks say ------------------------------------------------------------------------------------------
+
+
+def test_gaps_are_filled_by_the_return_without_duplicates_in_each_rank_s_order(cluster):
+    call = start(cluster)
+    items = [row(k=float(k)) for k in range(6)]
+    cluster.listen(0, 0, items[:2])
+    cluster.listen(0, 4, items[4:])  # 2 and 3 were lost
+    cluster.listen(0, 1, items[1:3])  # one that is known, and one that is new
+    assert [r["k"] for r in call.rows] == [0, 1, 2]
+    cluster.answer(1, items=items[:1])
+    cluster.answer(0, items=items)
+    call.result(10)
+    assert [(r["index"], r["k"]) for r in call.rows if r["rank"] == 0] == [(k, k) for k in range(6)]
+    assert [(r["index"], r["k"]) for r in call.rows if r["rank"] == 1] == [(0, 0)]
+
+
+def test_numbers_that_json_lacks_come_live_as_numbers(cluster):
+    sent: list[Any] = []
+    arrived = threading.Event()
+
+    def publish(first: int, items: list[Any]) -> None:
+        sent.append((first, items))
+        arrived.set()
+
+    channel = Channel(publish)
+    with current(channel):
+        log(loss=math.nan, big=-math.inf, fine=1)
+        assert arrived.wait(10)
+    assert sent == [(0, [("row", {"loss": "nan", "big": "-inf", "fine": 1.0})])]
+    call = start(cluster)
+    cluster.listen(1, *sent[0])
+    assert math.isnan(call.rows[0]["loss"])
+    assert (call.rows[0]["big"], call.rows[0]["fine"]) == (-math.inf, 1.0)
+    assert "[1] loss=nan big=-inf fine=1" in repr(call)
+
+
+@pytest.mark.parametrize("name", ["rank", "index"])
+def test_columns_of_ours_can_not_be_logged(name):
+    with pytest.raises(ValueError, match=rf"dtkit\.log\({name}=\.\.\.\): rank and index are columns"):
+        log(**{name: 1})
+
+
+def test_to_pandas_has_a_column_per_name(cluster):
+    call = start(cluster)
+    cluster.listen(0, 0, [row(loss=0.5), row(accuracy=1.0)])
+    frame = call.to_pandas()
+    assert list(frame.columns) == ["rank", "index", "loss", "accuracy"]
+    assert frame["loss"].isna().tolist() == [False, True]
+
+
+# -- its views -----------------------------------------------------------------------------------------------
+
+
+def test_text_shows_the_latest_value_of_each_name_and_safe_lines(cluster):
+    call = start(cluster)
+    cluster.listen(0, 0, [row(loss=0.5), row(accuracy=1.0), ("text", "\x1b[31mred")])
+    assert repr(call) == "len on 2 ranks: running\n  [0] loss=0.5 accuracy=1\n[0] [31mred"
+
+
+def test_html_escapes_what_engines_say_and_keeps_to_the_last_lines(cluster):
+    call = start(cluster)
+    cluster.listen(0, 0, [("text", f"<b>{k}</b>") for k in range(40)])
+    cluster.listen(1, 0, [row(**{"<i>": 1.0})])
+    page = calls.page(call)
+    assert "<b>" not in page
+    assert "<i>" not in page
+    assert "(10 earlier lines are in .output)" in page
+    assert "[0] &lt;b&gt;9&lt;" not in page
+    assert "[0] &lt;b&gt;10&lt;" in page
+    assert "<td>1</td><td>1</td><td>1.00</td>" in page
+
+
+def test_a_digest_reads_each_row_once():
+    class Rows(list[Any]):
+        looked_at = 0
+
+        def __getitem__(self, at: Any) -> Any:
+            found = super().__getitem__(at)
+            self.looked_at += len(found)
+            return found
+
+    rows = Rows({"rank": 0, "index": k, "loss": float(k)} for k in range(100))
+    digest = calls.Digest().read(rows)
+    rows.append({"rank": 0, "index": 100, "loss": 7.0})
+    digest.read(rows)
+    assert rows.looked_at == 101
+    assert (digest.counts, digest.values, list(digest.names)) == ({0: 101}, {0: {"loss": 7.0}}, ["loss"])
+
+
+def drawn(figure: Figure) -> dict[str, dict[str, list[float]]]:
+    return {
+        ax.get_title(loc="left"): {str(line.get_label()): list(line.get_ydata()) for line in ax.get_lines()}
+        for ax in figure.axes
+    }
+
+
+def test_the_figure_has_axes_per_name_and_a_line_per_rank(cluster):
+    call = start(cluster)
+    cluster.listen(0, 0, [row(loss=2.0), row(loss=1.0), row(**{"$a": 3.0})])
+    cluster.listen(1, 0, [row(loss=4.0)])
+    figure = call.figure()
+    figure.canvas.draw()
+    assert drawn(figure) == {"loss": {"rank 0": [2, 1], "rank 1": [4]}, "$a": {"rank 0": [3]}}
+
+
+def test_the_figure_of_a_silent_call_says_so(cluster):
+    figure = start(cluster).figure()
+    figure.canvas.draw()
+    assert figure.axes == []
+    assert "nothing logged yet" in [text.get_text() for text in figure.texts]
+
+
+def test_following_prints_every_line_and_the_last_row(cluster):
+    stream = io.StringIO()
+    call = start(cluster)
+    with calls.following(call, stream):
+        cluster.listen(0, 0, [row(loss=1.0, samples=64.0), ("text", "a"), row(loss=0.5, samples=64.0), ("text", "b")])
+    assert stream.getvalue().splitlines() == ["[0] a", "[0] b", "[0] loss=0.5 samples=64"]
+
+
+def test_a_line_that_comes_while_the_view_writes_is_not_lost(cluster):
+    call = start(cluster)
+    items = [("text", str(k)) for k in range(3)]
+
+    class Slow(io.StringIO):
+        def write(self, text: str) -> int:
+            if "0" in text:
+                cluster.listen(0, 1, items[1:2])
+            return super().write(text)
+
+    stream = Slow()
+    view = calls._OnStream(call, stream)
+    cluster.listen(0, 0, items[:1])
+    view.update()
+    cluster.listen(0, 2, items[2:])
+    view.update()
+    assert stream.getvalue() == "[0] 0\n[0] 1\n[0] 2\n"
+
+
+def test_a_view_that_fails_does_not_touch_the_call(cluster, caplog: pytest.LogCaptureFixture):
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError("gone")
+
+    call = start(cluster)
+    call.subscribe(lambda: 1 / 0)
+    with calls.following(call, Closed()):
+        cluster.listen(0, 0, [("text", "a")])
+        cluster.answer(0, 1, [("text", "a")])
+        cluster.answer(1, 2)
+        assert call.result(10) == [1, 2]
+    assert "BrokenPipeError: gone" in caplog.text
+    assert "a view of len failed" in caplog.text
+
+
+def test_the_last_update_may_fail(cluster, caplog: pytest.LogCaptureFixture):
+    class View:
+        def update(self) -> None:
+            raise BrokenPipeError("gone")
+
+    calls._update_last(View())
+    assert "a view failed; the call is not touched: BrokenPipeError: gone" in caplog.text
+
+
+def test_a_notebook_updates_one_display(cluster, monkeypatch: pytest.MonkeyPatch):
+    shown: list[str] = []
+
+    class Handle:
+        def update(self, data: dict[str, str], *, raw: bool) -> None:
+            shown.append(data["text/plain"])
+
+    def display(data: dict[str, str], *, raw: bool, display_id: bool) -> Handle:
+        shown.append("display")
+        return Handle()
+
+    monkeypatch.setattr(calls, "in_notebook", lambda: True)
+    monkeypatch.setattr("IPython.display.display", display)
+    call = start(cluster)
+    with calls.following(call):
+        for k in range(100):
+            cluster.listen(0, k, [("text", str(k))])
+    assert shown.count("display") == 1
+    assert len(shown) < 10
+    assert shown[-1].endswith("[0] 99") or len(shown) == 1
+
+
+# -- following -----------------------------------------------------------------------------------------------
+
+
+def pressing(times: int, call: task.Task) -> None:
+    """Make the call's wait raise KeyboardInterrupt so many times, as a signal would."""
+    wait, left = call._wait, iter(range(times))
+
+    def interrupted(timeout: float | None = None) -> bool:
+        if next(left, None) is not None:
+            raise KeyboardInterrupt
+        return wait(timeout)
+
+    call._wait = interrupted
+
+
+def test_an_interrupt_reaches_the_engines_and_is_raised_once_they_have_answered(cluster):
+    call = start(cluster)
+
+    def end() -> None:
+        for rank in range(2):
+            cluster.answer(rank, failure=broke(rank, "interrupted"))
+
+    cluster.on_interrupt = end
+    pressing(1, call)
+    with pytest.raises(KeyboardInterrupt):
+        call.follow()
+    assert (cluster.interrupted, cluster.formed, call.state) == ([[0, 1]], 1, "failed")
+    with pytest.raises(EngineError):
+        call.result(10)
+
+
+def test_a_second_interrupt_does_not_wait_for_engines_that_do_not_answer(cluster):
+    call = start(cluster)
+    pressing(2, call)
+    with pytest.raises(KeyboardInterrupt):
+        call.follow()
+    assert cluster.interrupted == [[0, 1]]
+    assert call.state == "running"
+    cluster.answer(0)
+    cluster.answer(1)
+    call.result(10)
+
+
+def test_an_interrupt_after_the_cluster_was_closed_stays_an_interrupt(cluster):
+    call = start(cluster)
+
+    def closed() -> None:
+        cluster._closed = True
+        raise ClusterClosed("closed")
+
+    cluster.on_interrupt = closed
+    pressing(1, call)
+    with pytest.raises(KeyboardInterrupt):
+        call.follow()

@@ -1,0 +1,263 @@
+"""What `train` refuses, and that it does so before anything travels: over a transport that only takes notes."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import threading
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import dtkit
+from dtkit.engine.probe import hello
+from dtkit.records import Failure, Reply, Request
+from dtkit.replicas import Replicas
+from tests.cluster.small import data, net, sgd
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+NODE = {"host": "here", "pid": 1, "device": "cpu", "memory_total": 4, "memory_free": 2, "threads": 1}
+
+
+class Notes:
+    """A transport that answers what a cluster asks while it opens, and writes down all the rest."""
+
+    def __init__(self, ranks: int = 2) -> None:
+        self.engine_ids = list(range(ranks))
+        self.asked: list[str] = []
+        self.refuse: str | None = None
+
+    def send(self, rank: int, message: bytes, listen: Any = None) -> Future[Reply]:
+        request: Request = pickle.loads(message)
+        self.asked.append(request.op)
+        answer: Future[Reply] = Future()
+        answer.set_result(self._reply(rank, request))
+        return answer
+
+    def _reply(self, rank: int, request: Request) -> Reply:
+        if request.op == self.refuse:
+            return Reply(failure=Failure(rank, "here", "ValueError", "not here", "", kind="refused"))
+        answers = {"hello": hello(), "join": NODE, "build": 0.1, "load": 64, "place": "5eed"}
+        return Reply(answers.get(request.op))
+
+    def interrupt(self, ranks: Any) -> None:
+        """Nothing runs here."""
+
+    def close(self) -> None:
+        """Nothing was started here."""
+
+
+@pytest.fixture
+def notes() -> Notes:
+    return Notes()
+
+
+@pytest.fixture
+def cluster(notes: Notes) -> Iterator[dtkit.Cluster]:
+    with dtkit.Cluster.over(notes, device="cpu") as made:
+        notes.asked.clear()
+        yield made
+
+
+def train(cluster: dtkit.Cluster, model: Any = None, rows: Any = None, **options: Any) -> dtkit.Run:
+    how = {"loss": nn.CrossEntropyLoss(), "optimizer": sgd, "batch_size": 16, "steps": 4} | options
+    return cluster.train(net() if model is None else model, data() if rows is None else rows, **how)
+
+
+def test_a_training_that_is_right_sends_data_then_model_then_builds(cluster, notes):
+    run = train(cluster, start=False, seed=np.int64(3), batch_size=np.int32(16), steps=None, epochs=np.int64(2))
+    assert [op for op, after in zip(notes.asked, [*notes.asked[1:], ""], strict=True) if op != after] == [
+        "load",
+        "place",
+        "build",
+    ]
+    assert (run.spec.batch_size, run.spec.steps, run.spec.steps_per_epoch, run.spec.seed) == (16, 8, 4, 3)
+    assert (run.spec.samples, run.spec.world_size, run.spec.epochs) == (64, 2, 2.0)
+    assert (run.spec.loss, run.spec.optimizer, run.spec.name) == ("CrossEntropyLoss", "sgd", "Sequential")
+    assert run.spec.strategy == "DataParallel()"
+    assert run.lr == 0.1
+    assert run.status.state is dtkit.State.PAUSED
+    run.stop()
+
+
+GATE = threading.Lock()
+
+
+def holds_a_lock(output: torch.Tensor, target: torch.Tensor, gate: Any = GATE) -> torch.Tensor:
+    return output.mean()
+
+
+REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    # name -> (what is given, the error, value ... rule ... remedy)
+    "batch_size 0": ({"batch_size": 0}, ValueError, "batch_size=0; it must be at least 1"),
+    "batch_size below 0": ({"batch_size": -4}, ValueError, "batch_size=-4; it must be at least 1"),
+    "batch_size of no number": ({"batch_size": "16"}, TypeError, "batch_size='16'; it must be an integer"),
+    "batch_size True": ({"batch_size": True}, TypeError, "batch_size=True; it must be an integer"),
+    "batch_size over the data": (
+        {"batch_size": 65},
+        ValueError,
+        "batch_size=65 is more than the 64 samples there are; .* over all ranks. Use at most 64",
+    ),
+    "batch_size under the ranks": (
+        {"batch_size": 1},
+        ValueError,
+        "batch_size=1 is less than the 2 ranks; .* Use at least 2",
+    ),
+    "epochs and steps": ({"epochs": 1}, ValueError, "epochs=1, steps=4: say how long to train by one of them"),
+    "neither": ({"steps": None}, ValueError, "epochs=None, steps=None: say how long"),
+    "epochs 0": ({"epochs": 0, "steps": None}, ValueError, "epochs=0; it must be at least 1"),
+    "half a step": ({"steps": 0.5}, TypeError, "steps=0.5; it must be an integer"),
+    "shuffle True": ({"shuffle": True}, ValueError, "shuffle=True; it must be 'shard' .*'global' .*or None"),
+    "a seed of text": ({"seed": "x"}, ValueError, "seed='x'; it must be an integer from 0 up. Use seed=0"),
+    "loss and step": ({"step": lambda m, b: b}, ValueError, "give either loss.* or step.*you gave both"),
+    "neither loss nor step": ({"loss": None}, ValueError, "give either loss.* or step.*you gave neither"),
+    "a loss that can't be called": ({"loss": "mse"}, TypeError, "loss='mse' can't be called; give a function"),
+    "a loss class": ({"loss": nn.MSELoss}, TypeError, r"loss=MSELoss is a class; give an instance: loss=MSELoss\(\)"),
+    "a step class": (
+        {"loss": None, "step": nn.MSELoss},
+        TypeError,
+        "step=MSELoss is a class; give an instance",
+    ),
+    "a loss that sums": (
+        {"loss": nn.MSELoss(reduction="sum")},
+        ValueError,
+        "reduction='sum'; dtkit needs the mean over samples, or a pair .* Use reduction='mean'",
+    ),
+    "class weights": (
+        {"loss": nn.CrossEntropyLoss(weight=torch.ones(3))},
+        ValueError,
+        r"CrossEntropyLoss with class weights divides .* Return a pair \(sum, weight\) instead: loss=lambda",
+    ),
+    "class weights of NLL": ({"loss": nn.NLLLoss(weight=torch.ones(3))}, ValueError, "NLLLoss with class weights"),
+    "targets that are ignored": (
+        {"loss": nn.CrossEntropyLoss(ignore_index=1)},
+        ValueError,
+        "the targets contain ignore_index=1.* Return a pair .*ignore_index=1, reduction='sum'",
+    ),
+    "an optimiser": (
+        {"optimizer": torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1)},
+        TypeError,
+        "optimizer is a SGD; it must be a function from parameters .*optimizer=lambda params",
+    ),
+    "a metric that can't be called": (
+        {"metrics": {"accuracy": 1}},
+        TypeError,
+        r"metrics\['accuracy'\] is a int; it must be a function of \(output, target\)",
+    ),
+    "metrics beside a step": (
+        {"loss": None, "step": lambda m, b: b, "metrics": {"a": len}},
+        ValueError,
+        "metrics need output and target, .* use loss=",
+    ),
+    "a strategy class": (
+        {"strategy": dtkit.DataParallel},
+        TypeError,
+        r"strategy=DataParallel is a class; give an instance: strategy=DataParallel\(\)",
+    ),
+    "no strategy of ours": ({"strategy": "ddp"}, TypeError, r"strategy='ddp'; it must be .* dtkit.DataParallel\(\)"),
+    "a model class": ({"model": nn.Identity}, TypeError, "model is the class Identity; give an instance"),
+    "no model": ({"model": sgd}, TypeError, "model is a function; it must be a torch.nn.Module"),
+    "a lazy model": ({"model": nn.LazyLinear(3)}, ValueError, "has no shape yet .* Run one batch"),
+    "a model on meta": (
+        {"model": nn.Linear(4, 3, device="meta")},
+        ValueError,
+        "no numbers; build the model on the CPU",
+    ),
+    "nothing to train": ({"model": nn.ReLU()}, ValueError, "ReLU has no parameter that requires a gradient"),
+    "frozen": ({"model": net().requires_grad_(False)}, ValueError, "no parameter .* set requires_grad on some"),
+    "fewer samples than ranks": (
+        {"rows": tuple(a[:1] for a in data()), "batch_size": 1},
+        ValueError,
+        "1 samples don't suffice for 2 ranks.* Give more samples, or use at most 1 engines",
+    ),
+    "unequal lengths": (
+        {"rows": (data()[0], data()[1][:60])},
+        ValueError,
+        "arrays of 64, 60 rows .* Cut them to the same length",
+    ),
+    "no arrays": ({"rows": ()}, ValueError, r"arrays of shapes \[\]; each must have rows"),
+    "an array of no dimension": ({"rows": (torch.zeros(()),)}, ValueError, r"arrays of shapes \[\(\)\]"),
+    "text": ({"rows": (data()[0], np.array(["a"] * 64))}, TypeError, r"data\[1\] has dtype <U1; .*Encode it first"),
+    "objects": ({"rows": (data()[0], [1] * 64)}, TypeError, r"data\[1\] is a list; .* numpy.asarray"),
+    "a dict": ({"rows": {"x": 1}}, TypeError, "data is a dict; it must be a tuple of arrays"),
+    "text as data": ({"rows": "file.csv"}, TypeError, "data is a str; it must be a tuple of arrays"),
+    "a loss that can't be pickled": (
+        {"loss": holds_a_lock},
+        dtkit.CannotSend,
+        "lock",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_before_anything_travels(cluster, notes, name):
+    options, kind, message = REFUSED[name]
+    with pytest.raises(kind, match=re.compile(message, re.DOTALL)):
+        train(cluster, **options)
+    assert notes.asked == []
+    assert cluster.current_run is None
+
+
+def test_what_was_refused_leaves_the_last_run_alone(cluster):
+    run = train(cluster, start=False)
+    with pytest.raises(ValueError, match="batch_size=0"):
+        train(cluster, batch_size=0)
+    assert cluster.current_run is run
+    assert run.status.state is dtkit.State.PAUSED
+    run.stop()
+
+
+def test_a_mean_by_another_name_is_taken(cluster):
+    train(cluster, loss=nn.KLDivLoss(reduction="batchmean"), start=False).stop()
+
+
+def test_partitions_and_replicas_of_another_cluster_are_refused(cluster, notes):
+    with dtkit.Cluster.over(Notes(), device="cpu") as other:
+        part, copies = other.partition(data()), other.broadcast(net())
+        with pytest.raises(ValueError, match=r"was not made by this cluster.* Make it with cluster.partition\(data\)"):
+            train(cluster, rows=part)
+        with pytest.raises(ValueError, match=r"was broadcast on another cluster; give the model, or cluster.broadcast"):
+            train(cluster, copies)
+        frozen = other.broadcast(net().requires_grad_(False))
+        assert isinstance(frozen, Replicas)
+        with pytest.raises(ValueError, match="Sequential has no parameter that requires a gradient"):
+            train(other, frozen)
+    assert notes.asked == []
+
+
+def test_a_batch_size_that_a_partition_does_not_carry(cluster, notes):
+    part = cluster.partition(data())
+    notes.asked.clear()
+    with pytest.raises(ValueError, match="batch_size=65 is more than the 64 samples"):
+        train(cluster, rows=part, batch_size=65)
+    assert notes.asked == []
+
+
+def test_a_build_that_fails_leaves_the_cluster_free(cluster, notes):
+    notes.refuse = "build"
+    with pytest.raises(dtkit.EngineError, match="ValueError: not here"):
+        train(cluster)
+    assert cluster.current_run is None
+    notes.refuse = None
+    train(cluster, start=False).stop()
+
+
+def test_a_model_that_lies_on_a_device_stays_there(cluster):
+    mine = net()
+    copies = cluster.broadcast(mine)
+    assert copies.identical
+    assert repr(copies).startswith("Sequential on 2 ranks, 67 parameters, ")
+    assert "identical" in copies._repr_html_()
+
+
+def test_no_training_on_a_closed_cluster(cluster):
+    cluster.close()
+    for call in (lambda: train(cluster), lambda: cluster.partition(data()), lambda: cluster.broadcast(net())):
+        with pytest.raises(dtkit.ClusterClosed, match="was closed; start another one"):
+            call()

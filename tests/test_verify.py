@@ -1,0 +1,137 @@
+"""The judgement alone: two state dicts, and the largest gradients seen."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dtkit.verify import Verification, incomparable, judge
+
+
+def judged(
+    change: dict[str, Any] | None = None,
+    gradients: dict[str, torch.Tensor] | None = None,
+    modules: tuple[str, ...] = (),
+    dtype: torch.dtype = torch.float64,
+) -> Verification:
+    """Compare a state with itself, after adding `change` to it."""
+    reference = {"w": torch.ones(3, dtype=dtype), "b": torch.ones(2, dtype=dtype), "count": torch.tensor(7)}
+    state = {name: value.clone() for name, value in reference.items()}
+    for name, by in (change or {}).items():
+        state[name] = state[name] + torch.as_tensor(by, dtype=dtype)
+    if gradients is None:
+        gradients = {"w": torch.ones(3, dtype=dtype), "b": torch.ones(2, dtype=dtype)}
+    return judge(state, reference, gradients, modules, 20, 2)
+
+
+def test_equal_numbers_pass():
+    found = judged()
+    assert found
+    assert (found.verdict, found.difference, found.dtype) == ("PASS", 0.0, "float64")
+    assert found.text().startswith("PASS: 20 steps on 2 ranks against one process, float64")
+    assert found.differences == {"w": 0, "b": 0, "count": 0}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "by", "verdict"),
+    [
+        (torch.float64, 0.9e-12, "PASS"),
+        (torch.float64, 1.2e-12, "FAIL"),
+        (torch.float32, 0.9e-5, "PASS"),
+        (torch.float32, 1.2e-5, "FAIL"),
+        (torch.bfloat16, 0.9e-2, "PASS"),
+        (torch.bfloat16, 2e-2, "FAIL"),
+    ],
+)
+def test_the_tolerance_follows_the_dtype(dtype, by, verdict):
+    found = judged({"b": [0, by]}, dtype=dtype)
+    assert found.verdict == verdict
+    assert bool(found) == (verdict == "PASS")
+    if verdict == "FAIL":
+        assert "worst: b, " in found.text()
+
+
+def test_a_step_count_that_differs_fails():
+    assert judged({"count": 1}).verdict == "FAIL"
+
+
+@pytest.mark.parametrize("name", ["w", "b"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_not_finite_fails_wherever_it_stands(name, value):
+    found = judged({name: value})
+    assert found.verdict == "FAIL"
+    assert found.difference == math.inf
+
+
+def test_equal_infinities_are_equal():
+    mask = {"mask": torch.tensor([0.0, -math.inf])}
+    assert judge(mask, mask, {}, (), 1, 2).verdict == "PASS"
+
+
+def test_numbers_of_zero_gradient_are_named_apart_and_held_to_a_wider_bound():
+    gradients = {"w": torch.tensor([1.0, 1e-14, 1.0], dtype=torch.float64), "b": torch.ones(2, dtype=torch.float64)}
+    found = judged({"w": [0, 5e-11, 0]}, gradients)
+    assert found.verdict == "PASS"
+    assert found.difference == 0
+    assert found.zero_gradient == {"w": (1, pytest.approx(5e-11, rel=1e-4))}
+    assert "w: 1 numbers of zero gradient hold rounding alone" in found.text()
+    assert judged({"w": [0, 5e-10, 0]}, gradients).verdict == "FAIL"
+    assert judged({"w": [5e-11, 0, 0]}, gradients).verdict == "FAIL"  # its neighbours are held to the narrow one
+
+
+def test_a_small_gradient_is_not_a_zero_one():
+    gradients = {"w": torch.tensor([1.0, 1e-9, 1.0], dtype=torch.float64), "b": torch.ones(2, dtype=torch.float64)}
+    found = judged({"w": [0, 5e-11, 0]}, gradients)
+    assert found.verdict == "FAIL"
+    assert not found.zero_gradient
+
+
+def test_not_comparable_names_the_modules():
+    found = judged({"w": 1.0}, modules=("1 (BatchNorm1d): each rank normalises",))
+    assert found.verdict == "NOT COMPARABLE"
+    assert not found
+    assert "1 (BatchNorm1d)" in found.text()
+
+
+def test_extra_state_is_left_out():
+    state = {"w": torch.ones(1), "_extra_state": {"version": 1}}
+    assert judge(state, state, {"w": torch.ones(1)}, (), 1, 2).verdict == "PASS"
+
+
+def test_the_report_is_escaped_in_html():
+    found = judged(modules=("<b> (Dropout)",))
+    assert "<b>" not in found._repr_html_()
+
+
+@pytest.mark.parametrize(
+    ("module", "named"),
+    [
+        (nn.BatchNorm1d(4), True),
+        (nn.BatchNorm2d(4), True),
+        (nn.SyncBatchNorm(4), False),
+        (nn.LayerNorm(4), False),
+        (nn.GroupNorm(2, 4), False),
+        (nn.Dropout(0.1), True),
+        (nn.Dropout(0.0), False),
+        (nn.Dropout2d(0.1), True),
+        (nn.MultiheadAttention(4, 2, dropout=0.1), True),
+        (nn.MultiheadAttention(4, 2), False),
+        (nn.LSTM(4, 4, num_layers=2, dropout=0.5), True),
+        (nn.LSTM(4, 4), False),
+        (nn.RReLU(), True),
+        (nn.AlphaDropout(0.2), True),
+    ],
+)
+def test_what_differs_between_one_process_and_several_by_nature(module, named):
+    found = list(incomparable(nn.Sequential(nn.Linear(4, 4), module)))
+    assert bool(found) == named
+    if named:
+        assert found[0].startswith(f"1 ({type(module).__name__}): ")
+
+
+def test_a_module_that_is_the_model_itself_is_named_too():
+    assert next(incomparable(nn.Dropout(0.5))).startswith("the model (Dropout)")

@@ -276,6 +276,7 @@ class Cluster(Ranks):
             run, self.current_run = self.current_run, None
         if run is not None:
             run.abandon()
+        self._leave()
         with self._lock:
             self._closed = True
         for shipment in self._uploads:
@@ -287,6 +288,11 @@ class Cluster(Ranks):
             (self._folder / warden.JOB).unlink(missing_ok=True)
             self._folder.rmdir()  # somebody else's engines: the folder is ours alone, and empty by now
         atexit.unregister(self._at_exit)
+
+    def _leave(self) -> None:
+        """Engines that live on leave our process group and forget what they held for us."""
+        if self._nodes and not isinstance(self._transport, _Started):
+            self.collect(self.fan_out("leave"), 5.0)
 
     def _at_exit(self) -> None:
         """A script that ends takes its engines along; a kernel that ends leaves them to the lease."""
@@ -397,6 +403,8 @@ class _Engines:
         except ipp.error.EngineError as error:
             return _lost(rank, str(error))
         except ipp.RemoteError as error:
+            if error.ename == ipp.error.EngineError.__name__:  # so the client tells that an engine died in a call
+                return _lost(rank)
             failure = Failure(rank, "?", error.ename, error.evalue, error.traceback or "")
             return Reply(failure=failure)
 

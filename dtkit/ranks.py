@@ -161,7 +161,7 @@ class Ranks:
     def ask(self, op: str, *, timeout: float | None = None, **options: Any) -> list[Any]:
         """Fan out, wait, and return the values by rank. On failure the group is formed anew and the cause raised."""
         self._free_unwanted()
-        replies = self.collect(self.fan_out(op, **options), timeout or self.patience)
+        replies = self.collect(self.fan_out(op, **options), timeout or self.patience, options.get("ranks"))
         return self.values(replies)
 
     def _free_unwanted(self) -> None:
@@ -191,8 +191,11 @@ class Ranks:
         """Seconds to wait for a call to all ranks: longer than any collective may take, never for ever."""
         return (self.step_timeout or _FIRST_STEP_S) + _MARGIN_S
 
-    def collect(self, futures: Sequence[Future[Reply]], timeout: float) -> list[Reply]:
-        """Wait for one reply per rank. Once one rank failed the others get a moment, then an interrupt."""
+    def collect(
+        self, futures: Sequence[Future[Reply]], timeout: float, ranks: Sequence[int] | None = None
+    ) -> list[Reply]:
+        """Wait for one reply per rank (of `ranks`). Once one failed the others get a moment, then an interrupt."""
+        ranks = range(len(futures)) if ranks is None else ranks
         deadline = time.monotonic() + timeout
         arrived = threading.Event()
         failed_at: list[float] = []
@@ -214,13 +217,13 @@ class Ranks:
                 if interrupted:
                     break
                 interrupted = True
-                self.interrupt([r for r, f in enumerate(futures) if not f.done()])
+                self.interrupt([r for r, f in zip(ranks, futures, strict=True) if not f.done()])
                 failed_at[:] = [now]
                 deadline = now + GRACE_S
                 continue
             arrived.wait(min(limit - now, 1.0))
             arrived.clear()
-        return [f.result() if f.done() else self._stuck(r, timeout) for r, f in enumerate(futures)]
+        return [f.result() if f.done() else self._stuck(r, timeout) for r, f in zip(ranks, futures, strict=True)]
 
     def _stuck(self, rank: int, timeout: float) -> Reply:
         node = self._nodes[rank] if rank < len(self._nodes) else None

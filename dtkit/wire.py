@@ -141,7 +141,7 @@ class _Block:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Not of a memoryview: Python up to 3.13 crashes when its garbage collector clears one that another one views.
-        return _buffer, (pickle.PickleBuffer(self._data),)
+        return _buffer, (pickle.PickleBuffer(self._data),)  # type: ignore[arg-type]  # numpy arrays are buffers
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types

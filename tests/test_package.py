@@ -41,6 +41,7 @@ BROAD_EXCEPTS: dict[str, str] = {  # "file: function" -> the boundary that it is
     "dtkit/run.py: _notify": "a view and the run: it is logged",
     "dtkit/task.py: _collect": "the call's thread: result() raises it",
     "dtkit/task.py: _notify": "a view and the call: it is logged",
+    "dtkit/testing.py: _answer": "a pretended engine: it becomes a Failure, as on a real one",
     "dtkit/wire.py: _dump": "a user's own __reduce__: CannotSend names it",
     "dtkit/wire.py: _failure": "a user's own __reduce__: it is returned",
     "dtkit/wire.py: _object_parts": "a user's own __reduce__: its caller holds the error",

@@ -28,6 +28,8 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    import numpy as np
+
     from dtkit.records import GroupSpec
 
 _LOST_PEER = re.compile(
@@ -80,17 +82,17 @@ class Group:
         dist.all_reduce(vote, op=dist.ReduceOp.MAX)
         return bool(vote.item())
 
-    def broadcast_buffers(self, buffers: Sequence[memoryview] | None, sizes: Sequence[int]) -> list[memoryview]:
+    def broadcast_buffers(self, buffers: Sequence[memoryview] | None, sizes: Sequence[int]) -> list[np.ndarray]:
         """Rank 0's byte buffers on every rank. `buffers` is given on rank 0; `sizes` (bytes) everywhere."""
         received = []
         for k, size in enumerate(sizes):
             if buffers is None or self.rank != 0:
                 data = torch.empty(size, dtype=torch.uint8)
             else:
-                data = torch.frombuffer(bytearray(buffers[k]), dtype=torch.uint8) if size else torch.empty(0)
+                data = torch.frombuffer(bytearray(buffers[k]) or bytearray(1), dtype=torch.uint8)[:size]
             if size:
                 dist.broadcast(data, src=0)
-            received.append(data.numpy().data.cast("B") if size else memoryview(b""))
+            received.append(data.numpy())
         return received
 
     def barrier(self) -> None:

@@ -121,6 +121,13 @@ class Session:
             job.regroup(self.group)
         return self.op_info()
 
+    def op_leave(self) -> None:
+        """The notebook goes and the engine stays: leave the group, and forget what it held."""
+        if self.group is not None:
+            self.group.close()
+            self.group = None
+        self._forget()
+
     def _forget(self) -> None:
         self._models.clear()
         self._data.clear()

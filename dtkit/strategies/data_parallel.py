@@ -88,7 +88,8 @@ class _Replica(Worker):
         mark = self._setting.clock.mark
         some_rank_is_empty = self._group is not None and not all(counts)
         start = mark()
-        self.optimizer.zero_grad()
+        for p in self._parameters:  # the optimiser need not hold all of them
+            p.grad = None
         module = self._model if some_rank_is_empty else self._module
         loss, weight = (None, None) if batch is None else self._objective(module, batch)
         scale, share = self._scale(loss, weight, counts, summed=some_rank_is_empty)
@@ -98,12 +99,11 @@ class _Replica(Worker):
             self._sum_gradients(weighted)
         elif weighted is not None:
             weighted.backward()  # type: ignore[no-untyped-call]
+            self._check_used()
         finite = self._finite()
         backward = mark()
         if finite:
             self.optimizer.step()
-        else:
-            self.optimizer.zero_grad()
         self._seen += sum(counts[s] for s in self._setting.shards)
         mean = None if loss is None else loss.detach() if weight is None else loss.detach() / weight
         return Outcome(mean, share, finite, (start, forward, backward, mark()))
@@ -155,6 +155,18 @@ class _Replica(Worker):
         used, *summed = torch.split(flat, [len(parts), *sizes])
         for p, gradient, count in zip(self._parameters, summed, used.tolist(), strict=True):
             p.grad = gradient.view_as(p).to(p.dtype) if count else None
+
+    def _check_used(self) -> None:
+        """DDP reduces nothing for want of one gradient, and says so a step later: other ranks would wait for it."""
+        if self._group is None or self._strategy.find_unused_parameters:
+            return
+        if any(p.grad is None for p in self._parameters):
+            names = [name for name, p in self._model.named_parameters() if p.requires_grad and p.grad is None]
+            raise ValueError(
+                f"{', '.join(names)} got no gradient: the model did not use it in this step, and ranks wait for the gradient "
+                "of every parameter. Use strategy=dtkit.DataParallel(find_unused_parameters=True), or freeze what is never "
+                "used by requires_grad_(False)"
+            )
 
     def _finite(self) -> bool:
         """Whether all reduced gradients are finite: the same bits, so the same answer, on all ranks.

@@ -30,6 +30,18 @@ class FailsOnRankOne(nn.Module):
         return self.line(x)
 
 
+class LeavesOut(nn.Module):
+    """Has a layer that some ranks don't use."""
+
+    def __init__(self, *ranks: int) -> None:
+        super().__init__()
+        self.line, self.spare, self.ranks = nn.Linear(4, 3), nn.Linear(3, 3), ranks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.line(x)
+        return out if dist.get_rank() in self.ranks else self.spare(out)
+
+
 class HoldsALock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -138,6 +150,24 @@ def test_fails_in_the_first_step_with_the_engine_s_traceback(cluster2: dtkit.Clu
     assert "Traceback of rank" in str(caught.value)
     assert run.exception is caught.value
     check_usable(cluster2)
+
+
+@pytest.mark.parametrize("ranks", [(0,), (1,), (0, 1)])
+def test_a_layer_that_is_not_used_is_named_in_the_first_step(cluster2: dtkit.Cluster, ranks: tuple[int, ...]):
+    """torch would say so a step later, and until then the other rank would wait: in a single step for ever."""
+    run = train(cluster2, LeavesOut(*ranks), start=False)
+    before = run.model.state_dict()
+    run.step()
+    message = r"spare.weight, spare.bias got no gradient.*DataParallel\(find_unused_parameters=True\), or freeze"
+    with pytest.raises(dtkit.EngineError, match=message) as caught:
+        run.wait(60)
+    assert [f.rank for f in caught.value.failures if not f.victim] == list(ranks)
+    assert caught.value.cause.step == 0
+    assert len(run.history) == 0
+    assert before
+    run = train(cluster2, LeavesOut(*ranks), strategy=dtkit.DataParallel(find_unused_parameters=True))
+    run.wait(60)
+    assert run.status.state is dtkit.State.COMPLETED
 
 
 def test_the_rank_that_fails_is_named_and_the_other_folded(cluster2: dtkit.Cluster):

@@ -59,7 +59,7 @@ def one_process(
 ) -> dict[str, torch.Tensor]:
     """The reference: one process, one batch a step, made of `rows(step)`."""
     inputs, targets = data()
-    update = optimizer(model.parameters())
+    update = optimizer([p for p in model.parameters() if p.requires_grad])
     for step in range(steps):
         chosen = torch.from_numpy(rows(step))
         update.zero_grad()
@@ -209,21 +209,74 @@ def test_data_that_every_engine_loads_itself(cluster: dtkit.Cluster):
 
 
 class TwoHeads(nn.Module):
-    """Uses one head or the other, by the sign of the batch's mean: some parameters go unused in a step."""
+    """Each row goes through one head or the other, so that in a small step a rank leaves a head unused."""
 
     def __init__(self) -> None:
         super().__init__()
         self.heads = nn.ModuleList([nn.Linear(FEATURES, CLASSES), nn.Linear(FEATURES, CLASSES)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.heads[int(x[0, 0] > 0)](x)
+        out = x.new_zeros(len(x), CLASSES)
+        positive = x[:, 0] > 0
+        for head, chosen in zip(self.heads, (positive, ~positive), strict=True):
+            if chosen.any():
+                out[chosen] = head(x[chosen])
+        return out
 
 
 def test_unused_parameters(cluster: dtkit.Cluster):
+    """In some steps a head is used by some ranks only, in the last of an epoch by none: it then stays as it is."""
     torch.manual_seed(0)
+    model = TwoHeads().double()
     strategy = dtkit.DataParallel(find_unused_parameters=True)
-    run = train(cluster, TwoHeads().double(), strategy=strategy, steps=20)
-    assert run.status.state is dtkit.State.COMPLETED
+    run = train(cluster, model, strategy=strategy, shuffle="global", batch_size=4, steps=62)
+    per_epoch = -(-SAMPLES // 4)
+
+    def rows(step: int) -> np.ndarray:
+        order = np.random.default_rng([SEED, step // per_epoch]).permutation(np.arange(SAMPLES))
+        return order[step % per_epoch * 4 :][:4]
+
+    assert len(rows(per_epoch - 1)) == 1
+    assert difference(run.model.state_dict(), one_process(model, rows, steps=62)) <= BOUND
+
+
+def test_a_convolution_with_ranks_that_have_no_sample(cluster: dtkit.Cluster):
+    """An empty forward of it would raise in `view`: ranks without a sample must not try."""
+
+    class Convolution(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.filters = nn.Conv1d(1, 4, 3)
+            self.out = nn.Linear(4 * (FEATURES - 2), CLASSES)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.out(torch.tanh(self.filters(x[:, None])).view(len(x), -1))
+
+    torch.manual_seed(0)
+    model = Convolution().double()
+    run = train(cluster, model, shuffle="global", steps=12)
+    assert (run.history.column("samples") == 0).any() == (cluster.world_size > 1)
+    assert difference(run.model.state_dict(), one_process(model, global_rows, steps=12)) <= BOUND
+
+
+def test_parameters_of_two_dtypes_and_frozen_ones(cluster: dtkit.Cluster):
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(FEATURES, 8).double(), nn.Linear(8, CLASSES)
+            self.first.bias.requires_grad_(False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(torch.tanh(self.first(x)).float())
+
+    torch.manual_seed(0)
+    model = Mixed()
+    frozen = model.first.bias.clone()
+    run = train(cluster, model, shuffle="global", steps=12)
+    state = run.model.state_dict()
+    assert torch.equal(state["first.bias"], frozen)
+    assert state["first.weight"].dtype == torch.float64
+    assert difference(state, one_process(model, global_rows, steps=12)) <= 1e-5
 
 
 def test_float32_stays_within_its_bound(cluster: dtkit.Cluster):

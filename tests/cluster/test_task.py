@@ -162,8 +162,11 @@ def test_a_lost_engine_ends_the_call_and_frees_the_others():
         task.subscribe(lambda: len(task.output) == 2 and running.set())
         assert running.wait(30) or len(task.output) == 2
         psutil.Process(cluster.nodes[1].pid).kill()
-        with pytest.raises(dtkit.EngineError, match="the engine of rank 1 is gone"):
-            task.result(60)
+        with pytest.raises(dtkit.EngineError) as caught:
+            task.result(30)
+    assert caught.value.cause.kind == "lost"
+    assert str(caught.value).startswith("rank 1 on ?: EngineLost: the engine of rank 1 is gone")
+    assert caught.value.failures[1].kind == "interrupted"  # rank 0, which would have looped for ever
 
 
 def test_closing_the_cluster_ends_a_running_call():

@@ -1,0 +1,245 @@
+"""The run's driver, against pretended engines: no process is started."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dtkit
+from dtkit import State
+from dtkit.testing import FakeTransport
+
+ROWS = torch.zeros(64, 2), torch.zeros(64, dtype=torch.int64)
+
+
+@pytest.fixture
+def engines():
+    return FakeTransport(2)
+
+
+@pytest.fixture
+def cluster(engines):
+    with dtkit.Cluster.over(engines, device="cpu") as cluster:
+        yield cluster
+
+
+def train(cluster: dtkit.Cluster, **options: Any) -> dtkit.Run:
+    how = {"loss": nn.CrossEntropyLoss(), "optimizer": torch.optim.SGD, "batch_size": 16}
+    if "epochs" not in options:
+        how["steps"] = 40
+    return cluster.train(nn.Linear(2, 2), ROWS, **(how | options))
+
+
+def dispatches(engines: FakeTransport, rank: int = 0) -> list[tuple[int, int]]:
+    """(first step, steps) of each dispatch that the rank was sent."""
+    return [(args["step"], args["steps"]) for r, op, args in engines.served if r == rank and op == "advance"]
+
+
+def until(run: dtkit.Run, reached: Any) -> None:
+    changed = threading.Event()
+    unsubscribe = run.subscribe(changed.set)
+    while not reached():
+        assert changed.wait(10), run.status
+        changed.clear()
+    unsubscribe()
+
+
+def test_a_run_takes_every_step_once_and_ends(cluster, engines):
+    run = train(cluster)
+    run.wait(10)
+    assert run.status.state is State.COMPLETED
+    assert len(run.history) == 80
+    assert list(run.history.totals()["step"]) == list(range(40))
+    assert [event.kind for event in run.history.events] == ["start", "done"]
+    assert dispatches(engines, 0) == dispatches(engines, 1)
+
+
+def test_dispatches_start_with_one_step_and_grow_to_half_a_second(cluster, engines):
+    run = train(cluster, steps=200)  # of 50 ms each
+    run.wait(10)
+    sizes = [steps for _, steps in dispatches(engines)]
+    assert sizes[0] == 1
+    assert max(sizes) == 10
+    assert sum(sizes) == 200
+
+
+def test_slow_steps_are_sent_one_at_a_time(engines):
+    engines.step_s = 0.8
+    with dtkit.Cluster.over(engines, device="cpu") as cluster:
+        run = train(cluster, steps=10, start=False)
+        run.step(4)  # the first dispatches are sent before anything is known
+        engines.hold()
+        run.resume()
+        before = len(dispatches(engines))
+        engines.let_go()
+        run.wait(10)
+    assert before == 4
+    assert all(steps == 1 for _, steps in dispatches(engines))
+
+
+def test_a_dispatch_that_ended_early_is_followed_by_the_step_that_it_reached(cluster, engines):
+    run = train(cluster, steps=200, start=False)
+    run.step(20)
+    engines.slow_after(2)
+    run.resume()
+    run.wait(10)
+    assert run.status.state is State.COMPLETED
+    assert list(run.history.totals()["step"]) == list(range(200))
+
+
+def test_a_group_that_another_call_formed_anew_does_not_end_the_run(cluster, engines):
+    run = train(cluster, steps=300, start=False)
+    run.step(2)
+    engines.hold()
+    run.resume()
+    threading.Timer(0.05, engines.let_go).start()
+    cluster.form()  # what is in flight belongs to the generation before
+    run.wait(10)
+    assert run.status.state is State.COMPLETED
+    assert list(run.history.totals()["step"]) == list(range(300))
+
+
+def test_a_failure_ends_the_run_with_the_cause_on_top_and_the_cluster_usable(cluster, engines):
+    run = train(cluster, start=False)
+    run.step(3)
+    engines.fail(1, "advance", ValueError("no forward here"))
+    run.resume()
+    with pytest.raises(dtkit.EngineError, match="rank 1 on fake: ValueError: no forward here") as caught:
+        run.wait(10)
+    assert "rank 0 only lost its peer" in str(caught.value)
+    assert run.status.state is State.FAILED
+    assert run.history.steps == 3
+    assert cluster.generation == 1
+    again = train(cluster)
+    again.wait(10)
+    assert again.status.state is State.COMPLETED
+
+
+def test_a_lost_engine_ends_the_run(cluster, engines):
+    run = train(cluster, start=False)
+    run.step()
+    engines.lose(1)
+    run.resume()
+    with pytest.raises(dtkit.EngineError, match="its process has ended"):
+        run.wait(10)
+    assert run.status.state is State.FAILED
+    assert cluster.generation == 0  # there is nothing to form a group of
+
+
+def test_a_gradient_that_is_not_finite_pauses_all_ranks_and_can_be_tried_again(cluster, engines):
+    engines.nonfinite(7, ranks=[1])
+    run = train(cluster)
+    with pytest.raises(dtkit.NonFiniteError, match="rank 1 on fake, step 7"):
+        run.wait(10)
+    assert run.status.state is State.PAUSED
+    assert run.status.step == 7
+    run.resume()
+    assert run.exception is None
+    run.wait(10)
+    assert list(run.history.totals()["step"]) == list(range(40))
+
+
+def test_a_gradient_that_is_not_finite_with_finite_losses_says_so(cluster, engines):
+    engines.nonfinite(3, ranks=[], always=True)
+    run = train(cluster)
+    with pytest.raises(dtkit.NonFiniteError, match=r"though every rank's loss is \(1, 1\)"):
+        run.wait(10)
+    run.resume()
+    with pytest.raises(dtkit.NonFiniteError):
+        run.wait(10)
+    assert run.status.step == 3
+
+
+def test_pause_waits_for_what_is_in_flight(cluster, engines):
+    run = train(cluster, steps=100_000, start=False)
+    run.step(5)
+    engines.hold()
+    run.resume()
+    run.post("pause")
+    assert run.status.state is State.RUNNING
+    engines.let_go()
+    run.wait(10)
+    assert run.status.state is State.PAUSED
+    assert run.status.step == run.history.steps
+    sent = sum(steps for _, steps in dispatches(engines))
+    assert run.status.step == sent
+
+
+def test_resume_takes_a_pause_back(cluster, engines):
+    run = train(cluster, start=False)
+    engines.hold()
+    run.resume()
+    run.post("pause")
+    run.post("resume")
+    engines.let_go()
+    run.wait(10)
+    assert run.status.state is State.COMPLETED
+
+
+def test_a_learning_rate_travels_with_the_next_dispatch(cluster, engines):
+    run = train(cluster, steps=100_000)
+    until(run, lambda: run.status.step > 3)
+    at = run.set(lr=0.5)
+    run.stop()
+    rows = run.history.rows()
+    assert (rows["lr"][rows["step"] < at] == 0.1).all()
+    assert (rows["lr"][rows["step"] >= at] == 0.5).all()
+    assert at in [step for step, _ in dispatches(engines)]
+
+
+def test_held_out_data_is_evaluated_at_the_end_of_each_epoch_without_a_pause_between(cluster, engines):
+    run = train(cluster, epochs=5, valid=ROWS)
+    run.wait(10)
+    assert [e.step for e in run.history.evaluations] == [4, 8, 12, 16, 20]
+    assert run.history.evaluations[0].values == {"loss": 0.5}
+    assert run.history.evaluations[0].samples == 8
+
+
+def test_extend_goes_on_where_it_ended(cluster):
+    run = train(cluster)
+    run.wait(10)
+    run.extend(epochs=2)
+    run.wait(10)
+    assert run.history.steps == 48
+    assert run.status.steps == 48
+    with pytest.raises(ValueError, match="by one of them"):
+        run.extend()
+
+
+def test_closing_the_cluster_ends_a_run_that_hangs(engines):
+    cluster = dtkit.Cluster.over(engines, device="cpu")
+    run = train(cluster, start=False)
+    engines.hold()
+    run.resume()
+    cluster.close()
+    run.wait(10)
+    assert run.status.state.ended
+    with pytest.raises(dtkit.RunError):
+        run.resume()
+
+
+def test_commands_that_race_with_the_end_are_answered(cluster):
+    """Each command either takes effect or says that the run has ended; none waits for ever."""
+    for _ in range(20):
+        run = train(cluster, steps=3, start=False)
+        run.post("resume")
+        for command in ("pause", "lr", "resume", "pause", "stop"):
+            try:
+                answer = run._driver.ask(command, 0.1)
+            except dtkit.RunError:
+                break
+            assert answer.result(10) <= 3
+        run.wait(10)
+        run.release()
+
+
+def test_the_text_of_a_run_says_what_it_is(cluster):
+    run = train(cluster)
+    run.wait(10)
+    assert repr(run).startswith("Linear · DataParallel() · completed\nstep 40 of 40")
+    assert run.status.remaining_s is None
+    assert run.figure().axes

@@ -1,0 +1,255 @@
+"""A job in this process, which plays all shards by itself: what a dispatch does, without a group."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from dtkit.engine import probe
+from dtkit.engine.data import DatasetSource, Shards, Stream, as_source
+from dtkit.engine.trainer import Job, _checks
+from dtkit.partition import Partition
+from dtkit.records import JobPlan
+from dtkit.strategies.base import Setting, make_optimizer
+from dtkit.strategies.data_parallel import DataParallel
+from dtkit.strategies.objective import Objective
+
+CPU = torch.device("cpu")
+
+
+def data(rows: int = 20) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(rows, 4, generator=generator, dtype=torch.float64), torch.arange(rows) % 3
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def job(model: nn.Module | None = None, rows: Any = None, loss: Any = None, **how: Any) -> Job:
+    source = as_source(data() if rows is None else rows)
+    part = Partition(len(source), 2)
+    plan = JobPlan(how.get("batch_size", 6), 100, how.get("shuffle", "shard"), 0)
+    stream = Stream(source, Shards(part.flat(), part.sizes), plan, [0, 1])
+    setting = Setting(None, CPU, probe.clock(CPU), [0, 1])
+    objective = Objective(loss or nn.CrossEntropyLoss(), None) if "step" not in how else Objective(None, how["step"])
+    return Job(model or net(), objective, how.get("optimizer", sgd), DataParallel(), stream, setting, seed=0)
+
+
+def test_a_dispatch_gives_a_row_a_step_and_leaves_the_job_standing_there():
+    made = job()
+    made.advance(3)
+    first = made.harvest()
+    made.advance(4)
+    second = made.harvest()
+    assert (first.step, second.step, made.step, first.ended) == (3, 7, 7, "done")
+    rows = np.concatenate([first.rows, second.rows])
+    assert rows["step"].tolist() == list(range(7))
+    assert rows["epoch"].tolist() == [0, 0, 0, 0, 1, 1, 1]
+    assert rows["samples"].tolist() == [6, 6, 6, 2, 6, 6, 6]
+    assert (rows["lr"] == 0.1).all()
+    assert (rows["step_s"] > 0).all()
+    assert len(made.harvest().rows) == 0
+
+
+def test_dispatches_of_any_length_train_alike():
+    one, other = job(), job()
+    one.advance(10)
+    for k in (1, 2, 3, 4):
+        other.advance(k)
+    state = other.state()
+    assert all(torch.equal(value, state[name]) for name, value in one.state().items())
+
+
+def test_groups_keep_their_proportions_when_the_rate_changes():
+    def two_groups(parameters: Any) -> torch.optim.Optimizer:
+        parameters = list(parameters)
+        return torch.optim.SGD([{"params": parameters[:2]}, {"params": parameters[2:], "lr": 0.01}], lr=0.1)
+
+    made = job(optimizer=two_groups)
+    groups = made._worker.optimizer.param_groups
+
+    def rates() -> list[float]:
+        return [group["lr"] for group in groups]
+
+    made.set_lr(0.2)
+    assert rates() == pytest.approx([0.2, 0.02])
+    assert made.lr == 0.2
+    made.set_lr(0.0)
+    assert rates() == [0, 0]
+    made.set_lr(1.0)
+    assert rates() == pytest.approx([1.0, 0.1])
+
+
+def test_not_a_number_stops_before_the_update_and_says_whose_loss():
+    inputs, targets = data()
+    inputs[12] = math.nan
+    made = job(rows=(inputs, targets), shuffle=None, batch_size=4)
+    made.advance(20)
+    found = made.harvest()
+    assert found.ended == "nonfinite"
+    assert math.isnan(found.loss)
+    assert found.step == made.step == len(found.rows) < 20
+    before = made.state()
+    assert all(value.isfinite().all() for value in before.values())
+    made.advance(1)  # the same step again
+    assert made.harvest().ended == "nonfinite"
+    assert all(torch.equal(value, before[name]) for name, value in made.state().items())
+
+
+def test_a_sum_without_weight_blames_nobody():
+    """0 / 0 is no sign of a bad sample: here the gradients are made infinite behind the loss's back."""
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, int]:
+        output.register_hook(lambda gradient: gradient * math.inf)
+        return output.sum() * 0, 0
+
+    made = job(loss=loss)
+    made.advance(1)
+    found = made.harvest()
+    assert (found.ended, found.loss) == ("nonfinite", None)
+
+
+def test_finite_gradients_whose_norm_overflows_are_finite():
+    made = job(nn.Linear(4, 3), (torch.full((20, 4), 1e25), data()[1]), loss=lambda out, y: out.mean() * 1e5)
+    made.advance(1)
+    assert made.harvest().ended == "done"
+
+
+class Texts(torch.utils.data.Dataset):
+    """Samples of several forms, text first: how many a batch holds can't be read from its first part."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        return {"text": str(row), "x": data()[0][row], "y": data()[1][row]}
+
+
+def test_evaluate_counts_rows_and_not_what_is_in_them():
+    def step(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+        return F.cross_entropy(model(batch["x"]), batch["y"])
+
+    made = job(rows=Texts(), step=step)
+    source = DatasetSource(Texts())
+    parts = np.split(np.arange(20), [8, 16])
+    samples, sums = made.evaluate([(len(part), source.take(part)) for part in parts], {})
+    assert samples == 20
+    total, weight = sums["loss"]
+    inputs, targets = data()
+    assert total / weight == pytest.approx(F.cross_entropy(net()(inputs), targets).item(), abs=1e-12)
+
+
+def test_evaluate_is_exact_for_parts_of_any_size_and_leaves_the_training_alone():
+    def accuracy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (output.argmax(1) == target).double().mean()
+
+    def both(output: torch.Tensor, target: torch.Tensor) -> tuple[float, int]:
+        return float((output.argmax(1) == target).sum()), len(target)
+
+    inputs, targets = data()
+    model = nn.Sequential(net(), nn.Dropout(0.5))
+    made, other = job(model), job(nn.Sequential(net(), nn.Dropout(0.5)))
+    batches = [(len(x), (x, y)) for x, y in zip(inputs.split(7), targets.split(7), strict=True)]
+    samples, sums = made.evaluate(batches, {"mean": accuracy, "pair": both})
+    with torch.no_grad():
+        expected = float(accuracy(net()(inputs), targets))
+    assert samples == 20
+    assert sums["mean"][0] / sums["mean"][1] == pytest.approx(expected)
+    assert sums["pair"] == (pytest.approx(20 * expected), 20)
+    assert model.training
+    made.advance(3)
+    other.advance(3)
+    state = other.state()
+    assert all(torch.equal(value, state[name]) for name, value in made.state().items())
+
+
+def test_no_data_on_this_rank_adds_nothing():
+    assert job().evaluate([], {"accuracy": len}) == (0, {"loss": (0.0, 0.0), "accuracy": (0.0, 0.0)})
+
+
+def test_a_metric_per_sample_is_refused():
+    with pytest.raises(TypeError, match=r"metric 'hits' returned a tensor of shape \(20,\); it must return one number"):
+        job().evaluate([(20, data())], {"hits": lambda out, y: out.argmax(1) == y})
+
+
+def test_a_job_draws_random_numbers_of_its_own():
+    made, other = (job(nn.Sequential(net(), nn.Dropout(0.5))) for _ in range(2))
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    made.advance(5)
+    assert torch.equal(torch.get_rng_state(), before)
+    other.advance(2)
+    torch.rand(7)
+    other.advance(3)
+    state = other.state()
+    assert all(torch.equal(value, state[name]) for name, value in made.state().items())
+
+
+def test_the_state_is_a_copy_with_whatever_modules_add_to_it():
+    class Extra(nn.Linear):
+        def get_extra_state(self) -> dict[str, int]:
+            return {"version": 3}
+
+        def set_extra_state(self, state: Any) -> None:
+            pass
+
+    made = job(Extra(4, 3).double())
+    state = made.state()
+    assert state["_extra_state"] == {"version": 3}
+    kept = state["weight"].clone()
+    made.advance(2)
+    assert torch.equal(state["weight"], kept)
+
+
+def test_the_largest_gradients_are_kept_number_by_number():
+    made = job()
+    made.watch_gradients()
+    made.advance(4)
+    found = made.largest_gradient
+    assert found is not None
+    assert found.keys() == dict(net().named_parameters()).keys()
+    assert all((value >= 0).all() and value.any() for value in found.values())
+
+
+def test_where_ranks_ask_each_other_for_the_time():
+    assert _checks(1) == set()
+    assert _checks(2) == {1}
+    assert _checks(1000) == {15, 250, 500, 750}
+    assert all(len(_checks(k)) <= 4 and all(0 < at < k for at in _checks(k)) for k in range(1, 300))
+
+
+BAD_OPTIMIZERS = {
+    "no optimiser": (lambda params: None, TypeError, r"optimizer\(params\) returned NoneType; it must return"),
+    "other parameters": (
+        lambda params: torch.optim.SGD(net().parameters(), lr=1),
+        ValueError,
+        "the optimiser holds 4 parameters, not all of them the model's; build it from the `params`",
+    ),
+    "none": (lambda params: torch.optim.SGD([], lr=1), ValueError, "empty parameter list"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_OPTIMIZERS)
+def test_what_is_no_optimiser_of_this_model_is_refused(name):
+    factory, kind, message = BAD_OPTIMIZERS[name]
+    with pytest.raises(kind, match=message):
+        make_optimizer(factory, net())
+
+
+def test_the_optimiser_gets_what_is_to_be_trained():
+    model = net()
+    model[0].requires_grad_(False)
+    held = make_optimizer(sgd, model).param_groups[0]["params"]
+    assert {id(p) for p in held} == {id(p) for p in model[2].parameters()}

@@ -78,6 +78,29 @@ def test_importing_dtkit_stays_light():
     assert out.stdout.split() == []
 
 
+def test_the_unrelated_distribution_of_the_same_name_is_noticed(tmp_path: Path, root: Path):
+    info = tmp_path / "dtkit-9.9.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: dtkit\nVersion: 9.9\n")
+    environment = os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{tmp_path}"}
+    out = subprocess.run(
+        [sys.executable, "-c", "import dtkit"],
+        env=environment,
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "the unrelated distribution `dtkit` 9.9 is installed beside `dtkit-jupyter`" in out.stderr
+    assert "pip uninstall -y dtkit dtkit-jupyter" in out.stderr
+
+
+def test_files_that_were_overwritten_are_noticed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(dtkit._HOMES, "lost", "not_there")
+    with pytest.raises(ImportError, match="parts of dtkit are missing"):
+        dtkit.lost  # noqa: B018 - the access is the test
+
+
 def test_the_version_is_said_once(project: dict):
     assert dtkit.__version__ == project["version"]
 

@@ -184,6 +184,12 @@ def test_a_metric_per_sample_is_refused():
         job().evaluate([(20, data())], {"hits": lambda out, y: out.argmax(1) == y})
 
 
+def test_metrics_beside_a_step_are_refused():
+    made = job(step=lambda model, batch: model(batch[0]).sum())
+    with pytest.raises(ValueError, match="metrics need output and target, which step= keeps to itself"):
+        made.evaluate([(20, data())], {"size": len})
+
+
 def test_a_job_draws_random_numbers_of_its_own():
     made, other = (job(nn.Sequential(net(), nn.Dropout(0.5))) for _ in range(2))
     torch.manual_seed(3)
@@ -237,6 +243,7 @@ BAD_OPTIMIZERS = {
         ValueError,
         "the optimiser holds 4 parameters, not all of them the model's; build it from the `params`",
     ),
+    "a closure": (torch.optim.LBFGS, ValueError, "LBFGS evaluates the loss as often .* such as SGD or AdamW"),
     "none": (lambda params: torch.optim.SGD([], lr=1), ValueError, "empty parameter list"),
 }
 

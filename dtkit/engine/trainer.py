@@ -169,6 +169,11 @@ class Job:
 
         `batches` are pairs of how many samples and the batch itself, which may be of any form.
         """
+        if metrics and self.objective.step is not None:
+            raise ValueError(
+                "metrics need output and target, which step= keeps to itself; compute them in a cluster.run of your own, "
+                "or train with loss="
+            )
         sums: dict[str, list[float]] = {name: [0.0, 0.0] for name in ("loss", *metrics)}
         samples = 0
         with self._worker.whole() as model, _evaluating(model), self._random:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import inspect
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -95,6 +96,12 @@ def make_optimizer(factory: Callable[..., Any], model: torch.nn.Module) -> torch
         raise TypeError(
             f"optimizer(params) returned {type(optimizer).__name__}; it must return a torch.optim.Optimizer, as in "
             "optimizer=lambda params: torch.optim.SGD(params, lr=0.1)"
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"{type(optimizer).__name__} evaluates the loss as often as it likes in each step, and ranks take one gradient a "
+            "step together. Use an optimiser whose step() needs no closure, such as SGD or AdamW"
         )
     own = {id(p) for p in model.parameters()}
     held = [p for group in optimizer.param_groups for p in group["params"]]

@@ -148,6 +148,7 @@ class _Replica(Worker):
         found: Sequence[torch.Tensor | None] = [None] * len(self._parameters)
         if loss is not None:
             found = torch.autograd.grad(loss, self._parameters, allow_unused=True)
+        found = [g.to_dense() if g is not None and g.is_sparse else g for g in found]
         parts = [torch.zeros_like(p) if g is None else g for p, g in zip(self._parameters, found, strict=True)]
         used = parts[0].new_tensor([g is not None for g in found])
         flat = self._group.all_reduce(torch.cat([used, *(part.reshape(-1) for part in parts)]))
@@ -163,9 +164,9 @@ class _Replica(Worker):
         if any(p.grad is None for p in self._parameters):
             names = [name for name, p in self._model.named_parameters() if p.requires_grad and p.grad is None]
             raise ValueError(
-                f"{', '.join(names)} got no gradient: the model did not use it in this step, and ranks wait for the gradient "
-                "of every parameter. Use strategy=dtkit.DataParallel(find_unused_parameters=True), or freeze what is never "
-                "used by requires_grad_(False)"
+                f"{', '.join(names)} got no gradient: the model did not use it in this step, and ranks wait for every "
+                "parameter's gradient. Use strategy=dtkit.DataParallel(find_unused_parameters=True), or freeze what is "
+                "never used by requires_grad_(False)"
             )
 
     def _finite(self) -> bool:
@@ -173,7 +174,7 @@ class _Replica(Worker):
 
         Asked in every step, so it must be cheap: one fused norm a tensor, and one number read.
         """
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        gradients = [_values(p.grad) for p in self._parameters if p.grad is not None]
         if not gradients:
             return True
         if self._uniform:
@@ -206,3 +207,8 @@ class _Replica(Worker):
 
     def _float_buffers(self) -> list[tuple[str, torch.Tensor]]:
         return [(name, b) for name, b in self._model.named_buffers() if b.is_floating_point()]
+
+
+def _values(gradient: torch.Tensor) -> torch.Tensor:
+    """The numbers of a gradient, which is sparse for an embedding made so."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient

@@ -259,6 +259,26 @@ def test_a_convolution_with_ranks_that_have_no_sample(cluster: dtkit.Cluster):
     assert difference(run.model.state_dict(), one_process(model, global_rows, steps=12)) <= BOUND
 
 
+def test_an_embedding_with_sparse_gradients(cluster: dtkit.Cluster):
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(10, 4, sparse=True)
+            self.out = nn.Linear(4, CLASSES)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.out(self.words((x.abs() * 3).long().clamp(max=9)).mean(1))
+
+    def plain(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    torch.manual_seed(0)
+    model = Words().double()
+    run = train(cluster, model, optimizer=plain, shuffle="global", steps=12)
+    expected = one_process(model, global_rows, optimizer=plain, steps=12)
+    assert difference(run.model.state_dict(), expected) <= BOUND
+
+
 def test_parameters_of_two_dtypes_and_frozen_ones(cluster: dtkit.Cluster):
     class Mixed(nn.Module):
         def __init__(self) -> None:

@@ -140,7 +140,7 @@ class _Block:
         self._data = data
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Not of a memoryview: Python up to 3.13 crashes when its garbage collector clears one that another one views.
+        # Not of a memoryview: clearing one that is viewed itself crashes the garbage collector (seen with Python 3.11).
         return _buffer, (pickle.PickleBuffer(self._data),)  # type: ignore[arg-type]  # numpy arrays are buffers
 
 

@@ -495,7 +495,7 @@ def test_threads_that_pack_at_the_same_time_do_not_disturb_each_other(beside) ->
 
 
 def test_the_garbage_collector_may_find_what_was_packed() -> None:
-    """Python up to 3.13 crashes on clearing a memoryview of which there is another view: there must be none."""
+    """Python 3.11 crashes on clearing a memoryview of which there is another view: there must be none."""
     code = """if True:
         import gc, sys, torch
         from dtkit import wire

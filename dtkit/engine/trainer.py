@@ -171,8 +171,8 @@ class Job:
         """
         if metrics and self.objective.step is not None:
             raise ValueError(
-                "metrics need output and target, which step= keeps to itself; compute them in a cluster.run of your own, "
-                "or train with loss="
+                "metrics need output and target, which step= keeps to itself; compute them from run.model, or train "
+                "with loss="
             )
         sums: dict[str, list[float]] = {name: [0.0, 0.0] for name in ("loss", *metrics)}
         samples = 0

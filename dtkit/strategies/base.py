@@ -100,8 +100,8 @@ def make_optimizer(factory: Callable[..., Any], model: torch.nn.Module) -> torch
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(
-            f"{type(optimizer).__name__} evaluates the loss as often as it likes in each step, and ranks take one gradient a "
-            "step together. Use an optimiser whose step() needs no closure, such as SGD or AdamW"
+            f"{type(optimizer).__name__} evaluates the loss as often as it likes in each step, and ranks take one "
+            "gradient a step together. Use an optimiser whose step() needs no closure, such as SGD or AdamW"
         )
     own = {id(p) for p in model.parameters()}
     held = [p for group in optimizer.param_groups for p in group["params"]]

@@ -392,10 +392,11 @@ class _Engines:
         return reply
 
     def _read(self, rank: int, done: Any) -> Reply:
-        """What came back, whatever it is; and forget it in the client, whose tables would grow for ever."""
+        """What came back, whatever it is; and forget it in the client's history, which would grow for ever.
+
+        The client's other tables clear themselves once the engine has reported idle, which they are needed for.
+        """
         for msg_id in done.msg_ids:
-            self._client.results.pop(msg_id, None)
-            self._client.metadata.pop(msg_id, None)
             with contextlib.suppress(ValueError):
                 self._client.history.remove(msg_id)
         try:

@@ -86,6 +86,7 @@ def start_once() -> None:
     """One start: prints seconds to the first record, and seconds to close. Raises where something is left."""
     work = WORKS["short steps (1 to 2 ms)"]
     model, data = work.model(), work.data()
+    files = _shared_files()
     begun = time.perf_counter()
     cluster = dtkit.Cluster(2)
     run = cluster.train(model, data, loss=nn.CrossEntropyLoss(), optimizer=optimizer, batch_size=64, steps=1)
@@ -99,8 +100,12 @@ def start_once() -> None:
     closed = time.perf_counter() - begun
     assert not [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
     assert not folder.exists()
-    assert not [f for d in shared.default_directories() for f in Path(d).glob("dtkit-*")]
+    assert _shared_files() == files
     print(first, closed)
+
+
+def _shared_files() -> set[Path]:
+    return {file for folder in shared.default_directories() for file in Path(folder).glob("dtkit-*")}
 
 
 def bulk() -> bool:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import functools
 import os
 import re
 import signal
@@ -152,24 +153,42 @@ def interruptible(break_up: Callable[[], None]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    reader, writer = socket.socketpair()
-    writer.setblocking(False)
-    previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    watcher = threading.Thread(target=_watch, args=(reader, break_up), name="dtkit-interrupt", daemon=True)
-    watcher.start()
-    try:
+    with _watcher().calling(break_up):
         yield
-    finally:
-        signal.set_wakeup_fd(previous)
-        writer.close()
-        watcher.join(timeout=5)
-        reader.close()
 
 
-def _watch(reader: socket.socket, break_up: Callable[[], None]) -> None:
-    while signals := reader.recv(64):
-        if signal.SIGINT in signals:
-            break_up()
+class _Watcher:
+    """One thread for all calls: starting one for each cost milliseconds a dispatch where all cores were busy."""
+
+    def __init__(self) -> None:
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        self._lock = threading.Lock()  # no call ends while its `break_up` runs
+        self._break_up: Callable[[], None] | None = None
+        threading.Thread(target=self._run, name="dtkit-interrupt", daemon=True).start()
+
+    @contextlib.contextmanager
+    def calling(self, break_up: Callable[[], None]) -> Iterator[None]:
+        """Have SIGINT call `break_up` while the block runs."""
+        previous, self._break_up = self._break_up, break_up
+        descriptor = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(descriptor)
+            with self._lock:
+                self._break_up = previous
+
+    def _run(self) -> None:
+        while signals := self._reader.recv(64):
+            with self._lock:
+                if signal.SIGINT in signals and self._break_up is not None:
+                    self._break_up()
+
+
+@functools.cache
+def _watcher() -> _Watcher:
+    return _Watcher()
 
 
 def _shut(fd: int) -> None:

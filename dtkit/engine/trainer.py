@@ -222,8 +222,8 @@ def _kept(value: Any) -> Any:
 
 
 def _checks(steps: int) -> set[int]:
-    """Where in a dispatch all ranks ask each other for the time: at most four times, the first one early."""
-    return {k for k in (steps // 64, steps // 4, steps // 2, 3 * steps // 4) if k}
+    """Where in a dispatch all ranks ask each other for the time: at most three times, the first one early."""
+    return {k for k in (steps // 64, steps // 8, steps // 2) if k}
 
 
 @contextlib.contextmanager

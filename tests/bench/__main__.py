@@ -161,10 +161,10 @@ def dispatches() -> bool:
     work = WORKS["short steps (1 to 2 ms)"]
     with dtkit.Cluster(2) as cluster:
         part = cluster.partition(work.data(), seed=0)
-        how = {"loss": nn.CrossEntropyLoss(), "optimizer": optimizer, "batch_size": work.batch, "steps": 10_000}
+        how = {"loss": nn.CrossEntropyLoss(), "optimizer": optimizer, "batch_size": work.batch, "steps": 100_000}
         run = cluster.train(work.model(), part, start=False, **how)
         family = [psutil.Process(), *psutil.Process().children(recursive=True)]
-        for _ in range(1000):
+        for _ in range(3000):  # until tables of fixed size (the hub's records) are full and heaps have settled
             run.step()
         before = _pss(family)
         for _ in range(5000):

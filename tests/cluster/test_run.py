@@ -354,3 +354,12 @@ def test_numpy_arrays_and_several_inputs(cluster2):
     run = train(cluster2, Two(), rows, optimizer=sgd)
     run.wait(60)
     assert run.status.state is State.COMPLETED
+
+
+def test_the_client_forgets_calls_that_have_landed(cluster2):
+    """ipyparallel's client keeps a call until its engine reports idle; a hundred calls must not leave a trace each."""
+    client = cluster2._transport._client
+    for _ in range(100):
+        cluster2.refresh()
+    for table in (client._futures, client._output_futures, client.results, client.history):
+        assert len(table) < 50

@@ -475,7 +475,6 @@ class _Started(_Engines):
         self.folder = _new_folder()
         self._lease = (LEASE_S if lease is None else lease, JOB_LEASE_S if lease is None else lease)
         self._lock_descriptor = warden.take_lock(self.folder)
-        self._pids: list[int] = []
         warden.write_members(self.folder, [], *self._lease)
         self._warden = subprocess.Popen(
             [sys.executable, "-m", "dtkit.warden", str(self.folder)],

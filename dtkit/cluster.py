@@ -88,6 +88,7 @@ class Cluster(Ranks):
         lease: float | None = None,
         interface: str | None = None,
     ) -> None:
+        _check_launcher(launcher)
         n = checked_size(n, launcher)
         limit = None if memory_limit is None else units.parse_bytes(memory_limit)
         plan = plan_devices(n, device, threads)
@@ -310,7 +311,9 @@ class Cluster(Ranks):
     def __repr__(self) -> str:
         if self._closed:
             return "Cluster(closed)"
-        return f"Cluster of {self.world_size} engines, {self.backend}\n" + "\n".join(_text_table(self._table()))
+        note = [self._plan.note] if self._plan.note else []
+        head = f"Cluster of {units.plural(self.world_size, 'engine')}, {self.backend}"
+        return "\n".join([head, *_text_table(self._table()), *note])
 
     def _table(self) -> list[list[str]]:
         head = [
@@ -476,11 +479,7 @@ class _Started(_Engines):
         self._lease = (LEASE_S if lease is None else lease, JOB_LEASE_S if lease is None else lease)
         self._lock_descriptor = warden.take_lock(self.folder)
         warden.write_members(self.folder, [], *self._lease)
-        self._warden = subprocess.Popen(
-            [sys.executable, "-m", "dtkit.warden", str(self.folder)],
-            start_new_session=True,
-            stdin=subprocess.DEVNULL,
-        )
+        self._warden = warden.start(self.folder)
         self.keeper = shared.Owner.of(self._warden.pid)
         try:
             super().__init__(*self._start(n, launcher, plan, limit, timeout))
@@ -492,7 +491,7 @@ class _Started(_Engines):
         self, n: int, launcher: str, plan: DevicePlan, limit: int | None, timeout: float
     ) -> tuple[ipp.Client, list[int]]:
         self._cluster = cluster = ipp.Cluster(
-            controller_ip="127.0.0.1" if launcher == "local" else None,
+            controller_ip="127.0.0.1" if launcher == "local" else "",  # "": the launcher's own choice
             engine_launcher_class=launcher,
             profile_dir=str(self.folder),
             cluster_id="dtkit",
@@ -551,7 +550,13 @@ class _Started(_Engines):
             client.close()
         remote = getattr(self, "_cluster", None)
         if remote is not None and remote.engine_launcher_class is not ipp.cluster.launcher.LocalEngineSetLauncher:
-            remote.stop_cluster_sync()
+            try:
+                remote.stop_cluster_sync()
+            finally:
+                self._end_warden()
+        self._end_warden()
+
+    def _end_warden(self) -> None:
         if self._warden is not None:
             self._warden.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -579,6 +584,16 @@ def _in_kernel() -> bool:
     """Whether this process is a Jupyter kernel."""
     shell = sys.modules.get("IPython") and sys.modules["IPython"].get_ipython()
     return hasattr(shell, "kernel")
+
+
+def _check_launcher(launcher: str) -> None:
+    try:
+        ipp.cluster.launcher.find_launcher_class(launcher, "engine")
+    except (KeyError, AttributeError):
+        raise ValueError(
+            f"launcher={launcher!r}; it must be 'local', or the name of a launcher that ipyparallel knows, such as "
+            "'ssh', 'slurm' or 'mpi'"
+        ) from None
 
 
 def _text_table(rows: list[list[str]]) -> Iterator[str]:

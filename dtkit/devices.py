@@ -31,6 +31,8 @@ def plan_devices(n: int, device: str, threads: int | None) -> DevicePlan:
     """Devices for `n` engines: a GPU each while there are enough, else shared ones, else the CPU."""
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device={device!r}; it must be 'auto', 'cpu' or 'cuda'")
+    if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int)):
+        raise TypeError(f"threads={threads!r}; it must be an integer. Leave it out for cores // engines")
     if threads is not None and threads < 1:
         raise ValueError(f"threads={threads}; an engine needs at least one. Leave it out for cores // engines")
     gpus = 0 if device == "cpu" else host.gpus()

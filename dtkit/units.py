@@ -102,6 +102,7 @@ def parse_bytes(value: int | str) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", str(value), re.IGNORECASE)
-    if not match or float(match[1]) == 0:
+    count = int(float(match[1]) * _FACTORS[(match[2] or "").lower()]) if match else 0
+    if count < 1:
         raise ValueError(f"{value!r} is no amount of memory; write a positive number of bytes, or text such as '600MB'")
-    return int(float(match[1]) * _FACTORS[(match[2] or "").lower()])
+    return count

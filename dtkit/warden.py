@@ -18,6 +18,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -32,6 +33,18 @@ PERIOD_S = 0.5
 GRACE_S = 1.0  # between SIGTERM and SIGKILL on `close`
 MARK = "IPP_PROFILE_DIR"  # ipyparallel gives it to whatever a cluster starts, and children inherit it
 _ROUNDS = 5  # what was forked while others were being killed is found in the next round
+
+
+def start(folder: Path) -> subprocess.Popen[bytes]:
+    """Start the warden of a folder that has its lock and its members. It inherits SIGTERM blocked, and lets it through
+    once it can act on it: asked to end everything while it still loads, it does so.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        command = [sys.executable, "-m", "dtkit.warden", str(folder)]
+        return subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def write_members(folder: Path, pids: list[int], lease_s: float, job_lease_s: float) -> None:
@@ -129,6 +142,7 @@ def main(folder: Path) -> None:
     asked = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: asked.set())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     free_since: float | None = None
     while not asked.wait(PERIOD_S):
         if not folder.exists():

@@ -2,7 +2,7 @@
 
 One writer (the run's driver thread) appends blocks; any number of readers (figures, the live view, pandas) read
 rows by index, so a view that remembers how many rows it has seen fetches only what is new. Rows live in numpy
-chunks of fixed size: appending is O(1), a million rows take 70 MB, and nothing is ever copied to grow.
+chunks of fixed size: appending is O(1), a million rows take 88 MB, and nothing is ever copied to grow.
 Per-step totals over the ranks (global loss, samples, slowest rank) are kept beside the rows as they arrive.
 """
 
@@ -38,6 +38,10 @@ ROW = np.dtype(
         ("update_s", "f4"),
         ("step_s", "f4"),
         ("memory_bytes", "i8"),
+        ("comm_s", "f4"),
+        ("wait_s", "f4"),
+        ("sent_bytes", "i8"),
+        ("grad_norm", "f4"),
     ]
 )
 """One row, in the order of :class:`~dtkit.records.StepRecord`."""
@@ -50,6 +54,9 @@ TOTAL = np.dtype(
         ("loss", "f8"),  # weighted sum until read; `totals` divides
         ("weight", "f8"),
         ("step_s", "f8"),  # the slowest rank's
+        ("wait_s", "f8"),  # summed over the ranks, as are the bytes
+        ("sent_bytes", "i8"),
+        ("grad_norm", "f8"),  # the largest over the ranks
     ]
 )
 """One step over all ranks."""
@@ -237,4 +244,7 @@ def _total(block: np.ndarray) -> np.ndarray:
     weighted = np.where(block["weight"] != 0, block["loss"] * block["weight"], 0.0)
     total["loss"] = np.add.reduceat(weighted, first)
     total["step_s"] = np.maximum.reduceat(block["step_s"].astype("f8"), first)
+    total["wait_s"] = np.add.reduceat(block["wait_s"].astype("f8"), first)
+    total["sent_bytes"] = np.add.reduceat(block["sent_bytes"], first)
+    total["grad_norm"] = np.fmax.reduceat(block["grad_norm"].astype("f8"), first)
     return total

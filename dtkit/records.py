@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 
 
 class State(enum.Enum):
@@ -100,11 +101,19 @@ class StepRecord:
     data_s: float
     forward_s: float
     backward_s: float
-    """Backward pass together with the communication that overlaps or follows it."""
+    """Backward pass, with the communication that it hides."""
     update_s: float
     step_s: float
     memory_bytes: int
     """Device memory allocated by this process on CUDA, else its resident set."""
+    comm_s: float = 0.0
+    """Exposed communication: blocked in a collective that every rank had reached."""
+    wait_s: float = 0.0
+    """Blocked in a collective that another rank had not reached yet. The rank that waits least is the straggler."""
+    sent_bytes: int = 0
+    """What this rank sent for synchronisation."""
+    grad_norm: float = math.nan
+    """Norm of the step's gradient, reduced over ranks and before clipping; NaN where no rank knows it."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from dtkit.engine.checks import check_batch_norm, explain
-from dtkit.engine.data import ArraySource, Shards, Stream
+from dtkit.engine.data import Shards, Stream
+from dtkit.engine.sources import ArraySource
 from dtkit.partition import Partition
 from dtkit.records import JobPlan
 from dtkit.strategies.objective import Objective

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
-from dtkit.engine.data import ArraySource, DatasetSource, Shards, Stream, as_source, to_device
+from dtkit.engine.data import Shards, Stream
+from dtkit.engine.sources import ArraySource, DatasetSource, as_source, to_device
 from dtkit.partition import Partition
 from dtkit.records import JobPlan
 

@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from dtkit.engine import probe
-from dtkit.engine.data import DatasetSource, Shards, Stream, as_source
+from dtkit.engine.data import Shards, Stream
+from dtkit.engine.sources import DatasetSource, as_source
 from dtkit.engine.trainer import Job, _checks
 from dtkit.partition import Partition
 from dtkit.records import JobPlan

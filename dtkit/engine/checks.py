@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from dtkit.engine.data import to_device
+from dtkit.engine.sources import to_device
 from dtkit.strategies.objective import split
 
 if TYPE_CHECKING:
-    from dtkit.engine.data import Source, Stream
+    from dtkit.engine.data import Stream
+    from dtkit.engine.sources import Source
     from dtkit.strategies.objective import Objective
 
 

@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     import torch
 
     from dtkit.engine.comm import Group
-    from dtkit.engine.data import Shards, Source
+    from dtkit.engine.data import Shards
+    from dtkit.engine.sources import Source
     from dtkit.engine.trainer import Job
     from dtkit.records import Advance, GroupSpec, JobPlan
     from dtkit.shared import Owner
@@ -240,7 +241,8 @@ class Session:
 
         Returns the number of rows.
         """
-        from dtkit.engine.data import Shards, as_source
+        from dtkit.engine.data import Shards
+        from dtkit.engine.sources import as_source
 
         loaded = self._receive(shipment, by_broadcast=broadcast)
         data, indices = (loaded(), None) if sizes is None else loaded
@@ -286,7 +288,8 @@ class Session:
     def op_build(self, job: str, model: str, data: str, program: bytes, plan: JobPlan, *, alone: bool = False) -> float:
         """Make a job. `alone`: this engine plays all shards by itself, without the group. Returns the learning rate."""
         from dtkit.engine.checks import check_batch_norm
-        from dtkit.engine.data import ArraySource, Stream
+        from dtkit.engine.data import Stream
+        from dtkit.engine.sources import ArraySource
         from dtkit.engine.trainer import Job
         from dtkit.strategies.base import Setting
 

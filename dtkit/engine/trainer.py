@@ -18,7 +18,7 @@ import torch
 
 from dtkit.engine import probe
 from dtkit.engine.checks import explain
-from dtkit.engine.data import to_device
+from dtkit.engine.sources import to_device
 from dtkit.history import ROW
 from dtkit.records import Advance
 

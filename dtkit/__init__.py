@@ -10,7 +10,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dtkit.callbacks import EarlyStopping
     from dtkit.cluster import Cluster, attach
+    from dtkit.dashboard.compare import compare
     from dtkit.engine.channel import log
     from dtkit.errors import (
         CannotSend,
@@ -27,7 +29,9 @@ if TYPE_CHECKING:
     from dtkit.partition import Partition
     from dtkit.records import NodeInfo, RunSpec, State, Status, StepRecord
     from dtkit.run import Run
+    from dtkit.strategies.averaging import OuterSGD, ParameterAveraging
     from dtkit.strategies.data_parallel import DataParallel
+    from dtkit.strategies.naive import NaiveDataParallel
 
 __version__ = "0.1.0"
 
@@ -38,10 +42,14 @@ _HOMES = {
     "ClusterError": "errors",
     "DataParallel": "strategies.data_parallel",
     "DtkitError": "errors",
+    "EarlyStopping": "callbacks",
     "EngineError": "errors",
     "History": "history",
+    "NaiveDataParallel": "strategies.naive",
     "NodeInfo": "records",
     "NonFiniteError": "errors",
+    "OuterSGD": "strategies.averaging",
+    "ParameterAveraging": "strategies.averaging",
     "Partition": "partition",
     "Refused": "errors",
     "Run": "run",
@@ -52,6 +60,7 @@ _HOMES = {
     "StepRecord": "records",
     "VersionMismatch": "errors",
     "attach": "cluster",
+    "compare": "dashboard.compare",
     "log": "engine.channel",
 }
 
@@ -62,10 +71,14 @@ __all__ = [  # noqa: PLE0604, RUF100 - the names resolve by __getattr__
     "ClusterError",
     "DataParallel",
     "DtkitError",
+    "EarlyStopping",
     "EngineError",
     "History",
+    "NaiveDataParallel",
     "NodeInfo",
     "NonFiniteError",
+    "OuterSGD",
+    "ParameterAveraging",
     "Partition",
     "Refused",
     "Run",
@@ -76,6 +89,7 @@ __all__ = [  # noqa: PLE0604, RUF100 - the names resolve by __getattr__
     "StepRecord",
     "VersionMismatch",
     "attach",
+    "compare",
     "log",
 ]
 

@@ -207,6 +207,9 @@ class Cluster(Ranks):
         step: Callable[..., Any] | None = None,
         metrics: Mapping[str, Callable[..., Any]] | None = None,
         valid: Any = None,
+        scheduler: Callable[..., Any] | None = None,
+        scheduler_every: str = "step",
+        callbacks: Sequence[Callable[[Run], Any]] = (),
         seed: int = 0,
         start: bool = True,
     ) -> Run:
@@ -237,6 +240,15 @@ class Cluster(Ranks):
             Names and functions of (output, target) that return means over samples, for `valid` and `Run.evaluate`.
         valid
             Held-out data, evaluated after each epoch.
+        scheduler
+            A function from the optimiser to any torch scheduler, as in
+            ``lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=1000)``. One that wants a
+            loss (``ReduceLROnPlateau``) gets each epoch's: that of `valid`, or else of training.
+        scheduler_every
+            When it is stepped: after every "step" (update) or every "epoch".
+        callbacks
+            Functions of the run, called in the notebook after every epoch and before the next one begins; what they
+            raise pauses the run. :class:`EarlyStopping` is one.
         seed
             Of the order of rows and of random numbers on the engines.
         start
@@ -255,7 +267,21 @@ class Cluster(Ranks):
         from dtkit import training
 
         options = training.Options(
-            optimizer, batch_size, loss, epochs, steps, strategy, shuffle, step, metrics, valid, seed, start
+            optimizer=optimizer,
+            batch_size=batch_size,
+            loss=loss,
+            epochs=epochs,
+            steps=steps,
+            strategy=strategy,
+            shuffle=shuffle,
+            step=step,
+            metrics=metrics,
+            valid=valid,
+            scheduler=scheduler,
+            scheduler_every=scheduler_every,
+            callbacks=callbacks,
+            seed=seed,
+            start=start,
         )
         return training.train(self, model, data, options)
 

@@ -23,9 +23,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dtkit import waiting
+from dtkit.balance import Balancer
+from dtkit.consistency import Watch
 from dtkit.errors import DtkitError, EngineError, NonFiniteError, RunError
 from dtkit.pace import Pace
-from dtkit.records import Advance, Evaluation, Event, Failure, State
+from dtkit.records import Advance, Consistency, Evaluation, Event, Failure, State
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -34,6 +37,8 @@ if TYPE_CHECKING:
     from dtkit.history import History
     from dtkit.records import Reply
 
+CALLBACKS = "dtkit-callbacks"
+"""The name of the thread that callbacks run on."""
 _PATIENCE_S = 10.0  # for the other ranks, once one has answered
 _LOOK_S = 0.5
 _TRIES = 3  # refusals in a row, without a step between them, before the run gives up
@@ -49,6 +54,10 @@ class Route:
     steps_per_epoch: int
     evaluation: dict[str, Any] | None = None
     """Arguments of the op "evaluate", for the end of every epoch; None where there is nothing to evaluate on."""
+    callbacks: Callable[[], None] | None = None
+    """What to call at the end of every epoch, on a thread of its own, before the next one begins."""
+    balance: tuple[int, ...] | None = None
+    """Rows of each shard, where shares of the batch are to follow the ranks' speeds."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -61,6 +70,7 @@ class _Flight:
     lr: float | None
     answers: list[Future[int]]
     """Who waits for this learning rate."""
+    explain: bool = False
     futures: list[Future[Reply]] = dataclasses.field(default_factory=list)
 
 
@@ -80,6 +90,13 @@ class Driver:
         self.exception: BaseException | None = None
         self.route = route
         self.pace = Pace()
+        self.watch = Watch()
+        self.reports: list[Any] = []
+        """Of the last step that was explained, what each rank saw."""
+        self._balancer = Balancer(route.balance) if route.balance is not None else None
+        self._explain = False
+        self._calling: object = None  # the callbacks' thread that is at work
+        self._called = 0  # the step after which callbacks were called last
         self._cluster, self._history, self._changed = cluster, history, changed
         self._inbox: queue.SimpleQueue[_Command | _Flight] = queue.SimpleQueue()
         self._gate = threading.Condition()  # guards `state`, and whether the inbox is still read
@@ -99,7 +116,7 @@ class Driver:
     def start(self) -> None:
         """Begin (or, after the end, begin again) to take commands; the run stands paused."""
         self._next = self._goal = self.step
-        self._halt, self._lost_track, self._tries = None, False, 0
+        self._halt, self._lost_track, self._tries, self._calling = None, False, 0, None
         self._enter(State.PAUSED)
         threading.Thread(target=self._run, name=f"dtkit-{self.route.job}", daemon=True).start()
 
@@ -166,7 +183,7 @@ class Driver:
     def _send(self) -> None:
         while self.state is State.RUNNING and not self._halt and not self._lost_track:
             dispatches = sum(flight.op == "advance" for flight in self._flights)
-            if dispatches >= self.pace.ahead or self._next >= self._goal:
+            if dispatches >= self.pace.ahead or self._next >= self._goal or self._calls_due(self._next):
                 return
             self._send_steps()
             per_epoch = self.route.steps_per_epoch
@@ -175,12 +192,18 @@ class Driver:
 
     def _send_steps(self) -> None:
         steps = min(self.pace.steps, self._goal - self._next)
-        if self.route.evaluation:
+        if self.route.evaluation or self.route.callbacks:
             steps = min(steps, self.route.steps_per_epoch - self._next % self.route.steps_per_epoch)
         lr, answers = self._lr_wanted or (None, [])
         self._lr_wanted = None
+        more: dict[str, Any] = {"explain": True} if self._explain else {}
+        if self.watch.due(time.monotonic()) or self._next + steps == self.route.steps:
+            more["fingerprint"] = True
+        if self._balancer is not None:
+            more["shares"] = self._balancer.shares
+        flight = _Flight("advance", self._next, steps, lr, answers, explain=self._explain)
         begun = time.perf_counter()
-        self._launch(_Flight("advance", self._next, steps, lr, answers), steps=steps, lr=lr)
+        self._launch(flight, steps=steps, lr=lr, **more)
         self.pace.sent(time.perf_counter() - begun)
         self._next += steps
 
@@ -224,12 +247,30 @@ class Driver:
         if done:
             self._tries = 0
             self.pace.landed(done, _step_s(advances))
+            self._look(advances)
+        if flight.explain:
+            self.reports, self._explain = [advance.report for advance in advances], False
         for answer in flight.answers:
             _resolve(answer, flight.step)
         if first.ended == "nonfinite":
             self._take_nonfinite(advances)
         elif self.step != flight.step + flight.steps:
             self._lost_track = True
+
+    def _look(self, advances: Sequence[Advance]) -> None:
+        """What the notebook concludes from all ranks' rows: are parameters equal, are shares of the batch fair."""
+        seconds = max(advance.fingerprint_s for advance in advances)
+        prints = [advance.fingerprint for advance in advances]
+        if self.watch.landed(time.monotonic(), self.step, prints, seconds) and self.watch.found is not None:
+            self._tell_of_ranks(self.watch.found)
+        if self._balancer is not None and self._balancer.landed([np.asarray(a.rows) for a in advances]):
+            shares = ", ".join(f"{share:.0%}" for share in self._balancer.shares)
+            self._note("note", f"shares of the batch by node: {shares}")
+
+    def _tell_of_ranks(self, found: Consistency) -> None:
+        if found.differing:
+            names = ", ".join(map(str, found.differing))
+            self._note("error", f"parameters are not equal on all nodes: {names} differ since step {found.since}")
 
     def _take_nonfinite(self, advances: Sequence[Advance]) -> None:
         self._lost_track, self._halt = True, self._halt or "pause"
@@ -278,11 +319,55 @@ class Driver:
             self._note("error", f"the process group could not be formed anew: {error}")
 
     def _record(self, advances: Sequence[Advance], items: Sequence[list[Any]]) -> None:
-        self._history.append(np.concatenate([np.asarray(advance.rows) for advance in advances]))
+        rows = [np.asarray(advance.rows) for advance in advances]
+        self._tell_waiting(rows, advances)
+        self._history.append(np.concatenate(rows))
         for rank, said in enumerate(items):
             for kind, what in said:
                 text = what if kind == "text" else " ".join(f"{k}={v:.6g}" for k, v in what.items())
                 self._history.add(Event(self.step, "print", text, time.time(), rank))
+
+    def _tell_waiting(self, rows: Sequence[np.ndarray], advances: Sequence[Advance]) -> None:
+        """Of the time that ranks were blocked, tell apart what they waited for each other."""
+        spans = [advance.blocked for advance in advances]
+        if any(span is None for span in spans):
+            return
+        steps = min(map(len, rows))
+        waits, transfers = waiting.split([np.asarray(span)[:steps] for span in spans], self._cluster.clock_offsets)
+        for mine, wait, transfer in zip(rows, waits, transfers, strict=True):
+            mine["wait_s"][:steps], mine["comm_s"][:steps] = wait, transfer
+
+    # -- callbacks --------------------------------------------------------------------------------------------
+
+    def _calls_due(self, step: int) -> bool:
+        """Whether callbacks are to be called after so many steps, or are at work: nothing is sent before."""
+        if self._calling is not None:
+            return True
+        ended = step % self.route.steps_per_epoch == 0
+        return self.route.callbacks is not None and ended and step > self._called
+
+    def _call(self, callbacks: Callable[[], None]) -> None:
+        """Call on a thread of their own: they may ask this one for anything."""
+        token = self._calling = object()
+        self._called = self.step
+
+        def call() -> None:
+            error: BaseException | None = None
+            try:
+                callbacks()
+            except BaseException as raised:  # noqa: BLE001 - the user's function; the run reports it
+                error = raised
+            self._inbox.put(_Command("called", (token, error), Future()))
+
+        threading.Thread(target=call, name=CALLBACKS, daemon=True).start()
+
+    def _take_call(self, token: object, error: BaseException | None) -> None:
+        if token is not self._calling:
+            return
+        self._calling = None
+        if error is not None:
+            self._halt, self.exception = self._halt or "pause", error
+            self._note("error", f"a callback failed: {type(error).__name__}: {error}".partition("\n")[0])
 
     # -- commands ---------------------------------------------------------------------------------------------
 
@@ -298,7 +383,10 @@ class Driver:
             command.answer.set_exception(RunError(word))
         elif command.name == "step":
             self._waiting.append(command.answer)
-            self._go(min(self.step + command.value, self.route.steps), None)
+            steps, self._explain = command.value
+            self._go(min(self.step + steps, self.route.steps), None)
+        elif command.name == "called":
+            self._take_call(*command.value)
         elif command.name == "abandon":
             self._flights.clear()
             self._end(State.STOPPED)
@@ -337,6 +425,9 @@ class Driver:
         if self._halt == "stop":
             self._note("stop", f"stopped at step {self.step}")
             self._end(State.STOPPED)
+        elif self.state is State.RUNNING and not self._halt and self._calls_due(self.step):
+            if self._calling is None and self.route.callbacks is not None:
+                self._call(self.route.callbacks)
         elif self.state is State.RUNNING and self.step >= self.route.steps:
             self._note("done", f"done after {self.step} steps")
             self._end(State.COMPLETED)

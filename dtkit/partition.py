@@ -149,8 +149,9 @@ class Partition:
         self._weights = None if weights is None else tuple(map(float, weights))
         self._labels = None if labels is None else _label_array(labels, n)
         self.source = source
+        self.note = ""  # what became of a table's columns, or where rows are read from; the cluster's to say
         if skew := self._skew():
-            warnings.warn(skew, UserWarning, stacklevel=_caller_level())
+            warnings.warn(skew, UserWarning, stacklevel=caller_level())
 
     @property
     def n(self) -> int:
@@ -300,7 +301,8 @@ class Partition:
     def __repr__(self) -> str:
         sizes = ", ".join(map(str, self.sizes[:_SHOWN_RANKS]))
         more = ", ..." if self.world_size > _SHOWN_RANKS else ""
-        return f"Partition({self._headline()}, sizes=({sizes}{more}))"
+        note = f", {self.note}" if self.note else ""
+        return f"Partition({self._headline()}, sizes=({sizes}{more}){note})"
 
     def _repr_png_(self) -> bytes:
         return self._png
@@ -310,8 +312,9 @@ class Partition:
         rows = "".join(map(self._html_row, range(min(self.world_size, _SHOWN_RANKS))))
         rest = self.world_size - _SHOWN_RANKS
         more = f"<p>and {rest} more ranks</p>" if rest > 0 else ""
+        note = f"<p>{html.escape(self.note)}</p>" if self.note else ""
         return (
-            f"<div><p>{html.escape(self._headline())}</p>"
+            f"<div><p>{html.escape(self._headline())}</p>{note}"
             f"<table><thead><tr>{self._html_head()}</tr></thead><tbody>{rows}</tbody></table>{more}"
             f'<img alt="rows and classes of each rank" src="data:image/png;base64,{picture}"></div>'
         )
@@ -401,7 +404,7 @@ def _imbalance(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return distance, np.maximum(mean + 5 * np.sqrt(np.maximum(variance, 0)) + 1 / sizes, 0.1)
 
 
-def _caller_level() -> int:
+def caller_level() -> int:
     """The stack level of the first caller outside this package, where a warning belongs."""
     frame, level = sys._getframe(1), 1  # noqa: SLF001 - inspect.stack() reads every source file
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "dtkit":
@@ -514,6 +517,14 @@ def _largest_remainder(n: int, weights: list[Fraction]) -> list[int]:
         sizes[sizes.index(max(sizes))] -= 1
         sizes[rank] = 1
     return sizes
+
+
+@functools.lru_cache(maxsize=64)
+def proportional(n: int, shares: tuple[float, ...]) -> tuple[int, ...]:
+    """`n` samples dealt in proportion to positive shares, in whole numbers; none goes without while n suffices."""
+    if n < len(shares):
+        return tuple(int(rank < n) for rank in range(len(shares)))
+    return tuple(_largest_remainder(n, [Fraction(share) for share in shares]))
 
 
 def _permutation(n: int, seed: int) -> np.ndarray:

@@ -18,6 +18,8 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from dtkit import __version__, warden, wire
 from dtkit.engine.probe import hello
 from dtkit.errors import ClusterClosed, ClusterError, EngineError, VersionMismatch
@@ -59,6 +61,8 @@ class Ranks:
         self._nodes: list[NodeInfo] = []
         self._engine_path: list[str] = []
         self._one_host = True
+        self.clock_offsets: list[float] | None = None
+        """Seconds that each rank's clock is ahead of rank 0's; None on one host, where there is one clock."""
         self._uploads: list[Shipment] = []
         self._unwanted: collections.deque[str] = collections.deque()
         self._keys, self._attempts = itertools.count(), itertools.count()
@@ -254,6 +258,9 @@ class Ranks:
         if failures:
             raise EngineError(failures)
         self._take_nodes([r.value for r in replies])
+        if not self._one_host:
+            times = np.array(self.values(self.collect(self.fan_out("clock"), self._timeout)))
+            self.clock_offsets = np.median(times - times[0], axis=1).tolist()
 
     def _group_spec(self, rank: int, store: Path) -> GroupSpec:
         from dtkit.engine.comm import loopback

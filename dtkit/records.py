@@ -117,6 +117,18 @@ class StepRecord:
 
 
 @dataclasses.dataclass(frozen=True)
+class Consistency:
+    """The last comparison of the parameters' checksums over the ranks."""
+
+    step: int
+    """After so many updates they were compared."""
+    differing: tuple[int, ...]
+    """The ranks whose parameters are not those of most ranks; empty when all are identical."""
+    since: int | None
+    """The step of the first comparison that showed the difference."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Evaluation:
     """Loss and metrics over held-out data, after `step` updates."""
 
@@ -212,3 +224,11 @@ class Advance:
     """"done", "time" (all ranks agreed that the steps had become slow) or "nonfinite"."""
     loss: float | None = None
     """With "nonfinite": this rank's loss in the step that was not taken."""
+    blocked: object = None
+    """(steps, collectives, 2): when this rank was blocked, from and to, in seconds on its clock; NaN for none."""
+    fingerprint: int | None = None
+    """Where asked for, and where ranks must agree: a checksum of the parameters after the last step."""
+    fingerprint_s: float = 0.0
+    """What that took."""
+    report: object = None
+    """Of a step that was explained, what this rank saw of it."""

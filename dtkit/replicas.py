@@ -40,6 +40,7 @@ class Replicas:
         self.parameters = sum(p.numel() for p in model.parameters())
         self.trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
         self.nbytes = sum(packed.sizes)
+        self.batch_norms = batch_norms(model)
         self._packed = packed
         weakref.finalize(self, cluster.let_go, key)
 
@@ -97,6 +98,15 @@ def check(model: Any) -> None:
             raise ValueError(
                 f"{name} of the model is on the meta device and has no numbers; build the model on the CPU"
             )
+
+
+def batch_norms(model: torch.nn.Module) -> list[str]:
+    """The names of modules that normalise with statistics of the batch."""
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    return [
+        f"{name or 'the model'} ({type(m).__name__})" for name, m in model.named_modules() if isinstance(m, _BatchNorm)
+    ]
 
 
 def _tensors(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:

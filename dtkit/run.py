@@ -13,26 +13,29 @@ import dataclasses
 import logging
 import math
 import threading
-from typing import TYPE_CHECKING, Any
+import time
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from dtkit import placing
-from dtkit.driver import Driver, Route, evaluation
+from dtkit.driver import CALLBACKS, Driver, Route, evaluation
 from dtkit.errors import ClusterError, RunError
 from dtkit.history import History
-from dtkit.records import State, Status
+from dtkit.records import Event, State, Status
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Mapping
+    from collections.abc import Callable, Generator, Mapping, Sequence
 
     from matplotlib.figure import Figure
 
     from dtkit.cluster import Cluster
+    from dtkit.explanation import StepExplanation
     from dtkit.placing import Placed
-    from dtkit.records import Evaluation, JobPlan, NodeInfo, RunSpec
+    from dtkit.records import Consistency, Evaluation, JobPlan, NodeInfo, RunSpec
     from dtkit.replicas import Replicas
     from dtkit.verify import Verification
 
 _log = logging.getLogger("dtkit")
+_SLOWEST = 100.0
 _BUTTONS_LATER = "buttons act after this cell; the kernel's interrupt button pauses now"
 
 
@@ -58,6 +61,21 @@ class Order:
         return float(cluster.ask("build", ranks=ranks, alone=alone, **args)[0])
 
 
+@dataclasses.dataclass(frozen=True)
+class Extras:
+    """What a run does besides taking steps, and what it can't."""
+
+    metrics: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
+    valid: Placed | None = None
+    callbacks: Sequence[Callable[[Run], Any]] = ()
+    balance: tuple[int, ...] | None = None
+    """Rows of each shard, where faster ranks are to take more of each batch."""
+    caveats: tuple[str, ...] = ()
+    """Why the training is not that of one process."""
+    explains: bool = True
+    """Whether the strategy can take a step apart."""
+
+
 class Run:
     """One training on a cluster. Shown as the last line of a cell it is a live dashboard.
 
@@ -71,13 +89,14 @@ class Run:
         cluster: Cluster,
         spec: RunSpec,
         order: Order,
-        metrics: Mapping[str, Callable[..., Any]],
-        valid: Placed | None,
+        extras: Extras,
     ) -> None:
         self.spec = spec
         self.history = History()
         """What every rank did in every step: a table, see :class:`~dtkit.History`."""
-        self._cluster, self._order, self._metrics, self._valid = cluster, order, dict(metrics), valid
+        self.slowed: Mapping[int, float] = {}
+        """The ranks that are slowed on purpose, and how many times slower."""
+        self._cluster, self._order, self._extras = cluster, order, extras
         self._job = cluster.new_key("job")
         self._callbacks: list[Callable[[], None]] = []
         self._callbacks_lock = threading.Lock()
@@ -93,10 +112,15 @@ class Run:
         self._driver.start()
 
     def _route(self) -> Route:
-        evaluate = None
-        if self._valid is not None:
-            evaluate = self._evaluation_args(self._valid, self._metrics)
-        return Route(self._job, self.spec.steps, self.spec.steps_per_epoch, evaluate)
+        evaluate, more = None, self._extras
+        if more.valid is not None:
+            evaluate = self._evaluation_args(more.valid, more.metrics)
+        callbacks = self._call_back if more.callbacks else None
+        return Route(self._job, self.spec.steps, self.spec.steps_per_epoch, evaluate, callbacks, more.balance)
+
+    def _call_back(self) -> None:
+        for callback in self._extras.callbacks:
+            callback(self)
 
     # -- what it is -------------------------------------------------------------------------------------------
 
@@ -136,6 +160,11 @@ class Run:
         """What failed the run, or (NaN) made it pause; None while all is well."""
         return self._driver.exception
 
+    @property
+    def consistency(self) -> Consistency | None:
+        """What the last comparison of the parameters over the ranks found; None before the first."""
+        return self._driver.watch.found
+
     # -- what one asks of it ----------------------------------------------------------------------------------
 
     def pause(self) -> int:
@@ -146,11 +175,58 @@ class Run:
         """Go on. Returns the step from which."""
         return self._ask("resume")
 
-    def step(self, n: int = 1) -> int:
-        """Take `n` steps while paused. Returns how many were taken so far."""
+    @overload
+    def step(self, n: int = 1, *, explain: Literal[False] = False) -> int: ...
+
+    @overload
+    def step(self, n: int = 1, *, explain: Literal[True]) -> StepExplanation: ...
+
+    def step(self, n: int = 1, *, explain: bool = False) -> int | StepExplanation:
+        """Take `n` steps while paused. Returns how many were taken so far.
+
+        With ``explain=True``, one step is taken apart: each rank's rows, loss and gradients, their sum, the update.
+        """
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
             raise ValueError(f"step({n!r}): the number of steps must be an integer from 1 up")
-        return self._ask("step", n)
+        if not explain:
+            return self._ask("step", (n, False))
+        if n != 1:
+            raise ValueError(f"step({n}, explain=True): one step is explained at a time; call run.step(explain=True)")
+        if not self._extras.explains:
+            raise RunError(
+                f"{self.spec.strategy} all-reduces no gradients, which is what an explanation shows. Train with "
+                "DataParallel() to see a step taken apart"
+            )
+        return self._explained()
+
+    def _explained(self) -> StepExplanation:
+        from dtkit.explanation import StepExplanation
+
+        before = self._driver.step
+        if self._ask("step", (1, True)) == before:
+            raise self.exception or RunError(f"the run has taken all of its {self.spec.steps} steps; run.extend() it")
+        return StepExplanation.from_reports(self._driver.reports)
+
+    def slow(self, rank: int, factor: float) -> int:
+        """Have one rank's computing take `factor` times as long (it sleeps), for lessons and tests; 1 ends it.
+
+        Every picture of the run says so. Returns the step at which it was asked for.
+        """
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.spec.world_size:
+            raise ValueError(f"slow(rank={rank!r}): there are ranks 0 to {self.spec.world_size - 1}")
+        if isinstance(factor, bool) or not isinstance(factor, int | float) or not 1 <= factor <= _SLOWEST:
+            raise ValueError(f"slow(factor={factor!r}): it must be a number from 1 (as fast as it is) to {_SLOWEST:g}")
+        self._check_kept("slow")
+        self._cluster.ask("slow", ranks=[rank], job=self._job, factor=float(factor))
+        others = {r: f for r, f in self.slowed.items() if r != rank}
+        self.slowed = others if factor == 1 else dict(sorted({**others, rank: float(factor)}.items()))
+        self.note(f"node {rank} " + ("runs at full speed" if factor == 1 else f"slowed {factor:g}x on purpose"))
+        return self._driver.step
+
+    def note(self, text: str) -> None:
+        """Add a line to the run's log, marked at the present step."""
+        self.history.add(Event(self._driver.step, "note", str(text), time.time()))
+        self._notify()
 
     def stop(self) -> int:
         """End the run at a step boundary; it keeps model and history. Returns how many steps were taken."""
@@ -167,13 +243,10 @@ class Run:
 
     def post(self, command: str, value: float | None = None) -> None:
         """Ask for "pause", "resume", "step", "stop" or "lr" (with `value`), without waiting: what buttons call."""
-        if command == "lr":
-            value = _checked_lr(value)
-        elif command == "step":
-            value = 1
-        elif command not in ("pause", "resume", "stop"):
+        values = {"pause": None, "resume": None, "stop": None, "step": (1, False), "lr": value}
+        if command not in values:
             raise ValueError(f"{command!r} is no command of a run; use pause, resume, step, stop or lr")
-        self._driver.ask(command, value)
+        self._driver.ask(command, _checked_lr(value) if command == "lr" else values[command])
 
     def _ask(self, command: str, value: Any = None) -> int:
         patience = self._cluster.patience
@@ -191,6 +264,7 @@ class Run:
         An interrupt pauses the run at a step boundary and is raised again. Raises TimeoutError after `timeout`
         seconds, with the run going on.
         """
+        self._check_not_in_callback()
         with self._watched():
             try:
                 left = self._driver.wait(timeout)
@@ -255,6 +329,10 @@ class Run:
         with contextlib.suppress(RunError, TimeoutError):
             self._driver.ask("pause").result(10)
 
+    def _check_not_in_callback(self) -> None:
+        if threading.current_thread().name == CALLBACKS:
+            raise RunError("a callback can't wait for the run, which waits for its callbacks; return instead")
+
     def _settle(self) -> None:
         """The run has left RUNNING: let its displays become pictures, and raise what failed it."""
         from dtkit.dashboard import display
@@ -300,7 +378,7 @@ class Run:
         """
         self._check_kept("evaluate")
         placed = placing.place(self._cluster, data)
-        args = self._evaluation_args(placed, self._metrics if metrics is None else metrics)
+        args = self._evaluation_args(placed, self._extras.metrics if metrics is None else metrics)
         step = self._driver.step
         return evaluation(step, self._cluster.ask("evaluate", job=self._job, **args))
 
@@ -320,7 +398,7 @@ class Run:
         if self._running():
             raise RunError("verify needs the engines to itself; call run.pause() first, then run.resume()")
         self._check_kept("verify")
-        found = verify.verify(self._cluster, self._order, min(steps, self.spec.steps))
+        found = verify.verify(self._cluster, self._order, min(steps, self.spec.steps), self._extras.caveats)
         print(found.text())  # noqa: T201 - asked for as a report
         return found
 

@@ -7,21 +7,23 @@ engine can know (the optimiser's own complaints, say) comes back from making the
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dtkit import placing, replicas
 from dtkit.errors import RunError
-from dtkit.partition import Partition
+from dtkit.partition import Partition, caller_level
 from dtkit.records import JobPlan, RunSpec, State
 from dtkit.replicas import Replicas
-from dtkit.run import Order, Run
+from dtkit.run import Extras, Order, Run
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from dtkit.cluster import Cluster
+    from dtkit.placing import Placed
     from dtkit.strategies.base import Strategy
 
 SHUFFLES = ("shard", "global", None)
@@ -41,6 +43,9 @@ class Options:
     step: Callable[..., Any] | None = None
     metrics: Mapping[str, Callable[..., Any]] | None = None
     valid: Any = None
+    scheduler: Callable[..., Any] | None = None
+    scheduler_every: str = "step"
+    callbacks: Sequence[Callable[[Run], Any]] = ()
     seed: int = 0
     start: bool = True
 
@@ -50,7 +55,7 @@ def train(cluster: Cluster, model: Any, data: Any, options: Options) -> Run:
     cluster.check_open()
     _check_free(cluster)
     strategy = _check_options(options)
-    strategy.check(cluster.world_size)
+    strategy.check(cluster.world_size, options.batch_size)
     _check_model(cluster, model)
     program = _program(cluster, options, strategy)
     part = _partition(cluster, data, options)
@@ -62,8 +67,9 @@ def train(cluster: Cluster, model: Any, data: Any, options: Options) -> Run:
         previous.release()
     spec = _spec(cluster, copies, part, options, strategy)
     plan = JobPlan(spec.batch_size, spec.steps, options.shuffle, spec.seed)
-    run = Run(cluster, spec, Order(copies, source, plan, program), options.metrics or {}, valid)
+    run = Run(cluster, spec, Order(copies, source, plan, program), _extras(options, strategy, part, valid))
     run.build()
+    _warn_of_batch_statistics(cluster, copies, strategy)
     cluster.current_run = run
     if options.start:
         run.resume()
@@ -72,9 +78,29 @@ def train(cluster: Cluster, model: Any, data: Any, options: Options) -> Run:
 
 def _program(cluster: Cluster, options: Options, strategy: Strategy) -> bytes:
     """What the engines are to do with the batches, pickled."""
+    from dtkit.strategies.base import Program
     from dtkit.strategies.objective import Objective
 
-    return cluster.dumps((Objective(options.loss, options.step), options.optimizer, strategy), name="train")
+    what = Program(
+        Objective(options.loss, options.step),
+        options.optimizer,
+        strategy,
+        options.scheduler,
+        options.scheduler_every,
+        has_valid=options.valid is not None,
+    )
+    return cluster.dumps(what, name="train")
+
+
+def _extras(options: Options, strategy: Strategy, part: Partition, valid: Placed | None) -> Extras:
+    return Extras(
+        metrics=dict(options.metrics or {}),
+        valid=valid,
+        callbacks=tuple(options.callbacks),
+        balance=part.sizes if strategy.balance and part.world_size > 1 else None,
+        caveats=strategy.caveats(),
+        explains=strategy.explains,
+    )
 
 
 def _partition(cluster: Cluster, data: Any, options: Options) -> Partition:
@@ -117,6 +143,8 @@ def _check_options(options: Options) -> Strategy:
     if isinstance(options.seed, bool) or not isinstance(options.seed, int | np.integer) or options.seed < 0:
         raise ValueError(f"seed={options.seed!r}; it must be an integer from 0 up. Use seed=0")
     _check_metrics(options)
+    _check_scheduler(options)
+    _check_callbacks(options)
     return _check_strategy(options.strategy)
 
 
@@ -192,6 +220,43 @@ def _check_metrics(options: Options) -> None:
     if options.metrics and options.step is not None:
         raise ValueError(
             "metrics need output and target, which step= keeps to itself; compute them in your step, or use loss="
+        )
+
+
+def _check_scheduler(options: Options) -> None:
+    if options.scheduler is not None and not callable(options.scheduler):
+        raise TypeError(
+            f"scheduler is a {type(options.scheduler).__name__}; it must be a function from an optimiser to a torch "
+            "scheduler, since every rank makes its own: "
+            "scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 30)"
+        )
+    if options.scheduler_every not in ("step", "epoch"):
+        raise ValueError(
+            f"scheduler_every={options.scheduler_every!r}; it must be 'step' (after every update) or 'epoch'"
+        )
+
+
+def _check_callbacks(options: Options) -> None:
+    if callable(options.callbacks):
+        raise TypeError("callbacks is a function; give a list of functions of the run: callbacks=[function]")
+    for callback in options.callbacks:
+        if isinstance(callback, type) or not callable(callback):
+            raise TypeError(
+                f"callbacks has {callback!r}; each must be a function of the run, called after every epoch, such as "
+                "dtkit.EarlyStopping(patience=3)"
+            )
+
+
+def _warn_of_batch_statistics(cluster: Cluster, copies: Replicas, strategy: Strategy) -> None:
+    """Batch normalisation makes training depend on how a batch is cut; said once, before it starts."""
+    synchronised = cluster.nodes[0].device.startswith("cuda") and getattr(strategy, "sync_batch_norm", False)
+    if cluster.world_size == 1 or synchronised:
+        return
+    if copies.batch_norms:
+        warnings.warn(
+            f"{copies.batch_norms[0]} normalises with the statistics of a batch, and each rank has those of its own "
+            "part only: training differs a little from one process. GroupNorm and LayerNorm don't depend on the batch",
+            stacklevel=caller_level(),
         )
 
 

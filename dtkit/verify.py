@@ -16,7 +16,7 @@ import html
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     import torch
 
@@ -45,7 +45,7 @@ class Verification:
     zero_gradient: Mapping[str, tuple[int, float]]
     """Parameters with numbers whose true gradient is zero: how many, and their largest difference."""
     modules: tuple[str, ...]
-    """What makes the two not comparable, as "name (Type): why"."""
+    """What makes the two not comparable: modules as "name (Type): why", and options of the strategy."""
 
     def __bool__(self) -> bool:
         return self.verdict == "PASS"
@@ -74,7 +74,7 @@ class Verification:
         return f"<p>{html.escape(repr(self))}</p>"
 
 
-def verify(cluster: Cluster, order: Order, steps: int) -> Verification:
+def verify(cluster: Cluster, order: Order, steps: int, caveats: Sequence[str] = ()) -> Verification:
     """See :meth:`dtkit.Run.verify`."""
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps={steps!r}; verify needs an integer from 1 up")
@@ -87,6 +87,7 @@ def verify(cluster: Cluster, order: Order, steps: int) -> Verification:
         cluster.let_go(together)
         cluster.let_go(alone)
     modules = tuple(incomparable(order.copies.build(reference))) if cluster.world_size > 1 else ()
+    modules += tuple(caveats)
     return judge(state, reference, gradients, modules, steps, cluster.world_size)
 
 

@@ -14,6 +14,8 @@ from dtkit.engine.data import Shards, Stream
 from dtkit.engine.sources import ArraySource
 from dtkit.partition import Partition
 from dtkit.records import JobPlan
+from dtkit.strategies.base import Program
+from dtkit.strategies.data_parallel import DataParallel
 from dtkit.strategies.objective import Objective
 
 
@@ -142,7 +144,8 @@ def check(network: nn.Module, inputs: torch.Tensor, batch_size: int, objective: 
     part = Partition(len(inputs), 2)
     source = ArraySource([inputs, torch.zeros(len(inputs))])
     stream = Stream(source, Shards(part.flat(), part.sizes), JobPlan(batch_size, 10, "shard", 0), [0])
-    check_batch_norm(network.train(), objective or Objective(nn.MSELoss(), None), source, stream, 2)
+    program = Program(objective or Objective(nn.MSELoss(), None), torch.optim.SGD, DataParallel())
+    check_batch_norm(network.train(), program, source, stream)
 
 
 def test_one_sample_for_a_batch_norm_is_refused():

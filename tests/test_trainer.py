@@ -13,11 +13,12 @@ from torch.nn import functional as F
 
 from dtkit.engine import probe
 from dtkit.engine.data import Shards, Stream
+from dtkit.engine.phases import Phases
 from dtkit.engine.sources import DatasetSource, as_source
-from dtkit.engine.trainer import Job, _checks
+from dtkit.engine.trainer import Job, _votes
 from dtkit.partition import Partition
 from dtkit.records import JobPlan
-from dtkit.strategies.base import Setting, make_optimizer
+from dtkit.strategies.base import Program, Setting, make_optimizer
 from dtkit.strategies.data_parallel import DataParallel
 from dtkit.strategies.objective import Objective
 
@@ -43,9 +44,16 @@ def job(model: nn.Module | None = None, rows: Any = None, loss: Any = None, **ho
     part = Partition(len(source), 2)
     plan = JobPlan(how.get("batch_size", 6), 100, how.get("shuffle", "shard"), 0)
     stream = Stream(source, Shards(part.flat(), part.sizes), plan, [0, 1])
-    setting = Setting(None, CPU, probe.clock(CPU), [0, 1])
+    setting = Setting(None, CPU, Phases(probe.clock(CPU)), [0, 1])
     objective = Objective(loss or nn.CrossEntropyLoss(), None) if "step" not in how else Objective(None, how["step"])
-    return Job(model or net(), objective, how.get("optimizer", sgd), DataParallel(), stream, setting, seed=0)
+    program = Program(
+        objective,
+        how.get("optimizer", sgd),
+        how.get("strategy", DataParallel()),
+        how.get("scheduler"),
+        how.get("every", "step"),
+    )
+    return Job(model or net(), program, stream, setting, seed=0)
 
 
 def test_a_dispatch_gives_a_row_a_step_and_leaves_the_job_standing_there():
@@ -231,10 +239,10 @@ def test_the_largest_gradients_are_kept_number_by_number():
 
 
 def test_where_ranks_ask_each_other_for_the_time():
-    assert _checks(1) == set()
-    assert _checks(2) == {1}
-    assert _checks(1000) == {15, 125, 500}
-    assert all(len(_checks(k)) <= 3 and all(0 < at < k for at in _checks(k)) for k in range(1, 300))
+    assert _votes(1) == set()
+    assert _votes(2) == {1}
+    assert _votes(1000) == {15, 125, 500}
+    assert all(len(_votes(k)) <= 3 and all(0 < at < k for at in _votes(k)) for k in range(1, 300))
 
 
 BAD_OPTIMIZERS = {

@@ -13,10 +13,10 @@ from dtkit.strategies.objective import split
 if TYPE_CHECKING:
     from dtkit.engine.data import Stream
     from dtkit.engine.sources import Source
-    from dtkit.strategies.objective import Objective
+    from dtkit.strategies.base import Program
 
 
-def check_batch_norm(model: nn.Module, objective: Objective, source: Source, stream: Stream, world_size: int) -> None:
+def check_batch_norm(model: nn.Module, program: Program, source: Source, stream: Stream) -> None:
     """Refuse a step that gives some rank one sample, where a BatchNorm1d in training would see a single value.
 
     Every rank knows all counts, so all refuse together. A BatchNorm1d on (N, C, L) has L values a sample and is let
@@ -24,16 +24,29 @@ def check_batch_norm(model: nn.Module, objective: Objective, source: Source, str
     """
     modules = {name: m for name, m in model.named_modules() if isinstance(m, nn.BatchNorm1d) and m.training}
     lonely = stream.step_with(1) if modules else None
-    if lonely is None or objective.step is not None:
+    if lonely is None or program.objective.step is not None:
         return
     flat = _flat_inputs(model, modules, source)
     if flat:
         step, rank = lonely
         raise ValueError(
             f"{flat[0]} (BatchNorm1d) can't normalise one sample, and step {step} of each epoch gives rank {rank} "
-            "just one "
-            f"({stream.counts(step)} samples on ranks 0 to {world_size - 1}). Choose a batch_size that leaves every "
+            f"just one ({stream.counts(step)} samples by rank). Choose a batch_size that leaves every "
             "rank two samples or none in the last batch, or use LayerNorm or GroupNorm"
+        )
+
+
+def check_sync_batch_norm(model: nn.Module, program: Program, stream: Stream, device: torch.device) -> None:
+    """Refuse a step that leaves some rank without a sample where statistics are those of all ranks: it would hang."""
+    wanted = device.type == "cuda" and getattr(program.strategy, "sync_batch_norm", False)
+    names = [name for name, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]  # noqa: SLF001 - torch names no public base class
+    empty = stream.step_with(0) if wanted and names else None
+    if empty is not None:
+        step, rank = empty
+        raise ValueError(
+            f"{names[0]} takes its statistics from all ranks, and step {step} of each epoch gives rank {rank} no "
+            f"sample ({stream.counts(step)} samples by rank). Choose another batch_size, or use "
+            "DataParallel(sync_batch_norm=False)"
         )
 
 

@@ -3,6 +3,9 @@
 A batch is a pure function of the step: the epoch's permutation follows from (seed, epoch, shard), and how many rows
 each shard gives to each step from `partition.cumulative`. So a stream has no state to save, a dispatch can start
 anywhere, and one process that plays all shards sees the same rows as the ranks together did.
+
+Shares change who takes which rows of a step, never which rows a step has: faster ranks take more of them, and the
+training stays the same up to rounding. The rows of a step are then laid end to end and cut anew.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dtkit.partition import cumulative
+from dtkit.partition import cumulative, proportional
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,15 +53,25 @@ class Stream:
 
     def __init__(self, source: Source, shards: Shards, plan: JobPlan, mine: Sequence[int]) -> None:
         self._source, self._shards, self._plan, self._mine = source, shards, plan, tuple(mine)
+        self._shares: tuple[float, ...] | None = None
         self.steps_per_epoch = -(-shards.total // plan.batch_size)
-        self._order = functools.lru_cache(maxsize=2 * len(self._mine) + 2)(self._permutation)
+        self._order = functools.lru_cache(maxsize=2 * len(shards.sizes) + 2)(self._permutation)
         self._counts = functools.lru_cache(maxsize=2)(self._count_block)
 
     def epoch(self, step: int) -> int:
         """The epoch that a step belongs to."""
         return step // self.steps_per_epoch
 
+    def set_shares(self, shares: Sequence[float]) -> None:
+        """From now on, have each shard's worker take such a share of every step's rows. Shares are positive."""
+        self._shares = tuple(shares)
+
     def counts(self, step: int) -> tuple[int, ...]:
+        """How many samples of a step each shard's worker takes."""
+        given = self._given(step)
+        return given if self._shares is None else proportional(sum(given), self._shares)
+
+    def _given(self, step: int) -> tuple[int, ...]:
         """How many samples each shard gives to a step."""
         within = step % self.steps_per_epoch
         table, _ = self._counts(within // _BLOCK)
@@ -75,17 +88,33 @@ class Stream:
 
     def rows(self, step: int) -> np.ndarray:
         """The rows that this worker takes in a step."""
-        parts = [self._rows_of(shard, step) for shard in self._mine]
+        if self._shares is None:
+            parts = [self._rows_of(shard, step) for shard in self._mine]
+        else:
+            whole = np.concatenate([self._rows_of(shard, step) for shard in range(len(self._shards.sizes))])
+            cut = np.split(whole, np.cumsum(self.counts(step))[:-1])
+            parts = [cut[shard] for shard in self._mine]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def batch(self, step: int) -> Any:
-        """This worker's samples of a step, or None where it has none."""
+    def batches(self, step: int, parts: int = 1) -> list[tuple[int, Any]]:
+        """This worker's samples of a step in up to `parts` micro-batches, as (samples, batch); none where it has none.
+
+        Micro-batches differ by one sample at most.
+        """
         rows = self.rows(step)
-        return self._source.take(rows) if len(rows) else None
+        pieces = np.array_split(rows, min(parts, len(rows))) if len(rows) else []
+        return [(len(piece), self._source.take(piece)) for piece in pieces]
+
+    def batches_by_shard(self, step: int) -> list[tuple[int, Any]]:
+        """This worker's samples of a step, shard by shard, as (samples, batch): None where there are none."""
+        counts = self.counts(step)
+        sizes = [counts[shard] for shard in self._mine]
+        pieces = np.split(self.rows(step), np.cumsum(sizes)[:-1])
+        return [(len(piece), self._source.take(piece) if len(piece) else None) for piece in pieces]
 
     def _rows_of(self, shard: int, step: int) -> np.ndarray:
         within, epoch = step % self.steps_per_epoch, self.epoch(step)
-        count = self.counts(step)
+        count = self._given(step)
         if self._plan.shuffle == "global":
             start = within * self._plan.batch_size + sum(count[:shard])
             return self._order(epoch, None)[start : start + count[shard]]

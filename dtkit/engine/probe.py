@@ -58,10 +58,12 @@ def memory_used(device: torch.device) -> int:
 class Clock:
     """Marks within steps, read as seconds once a dispatch has ended.
 
-    ``mark()`` returns a token; ``seconds(a, b)`` is the time between two of them, to be asked after
-    :meth:`settle`. On the CPU a token is the time; on CUDA it is an event in the stream, so that marking never
-    waits for the device.
+    ``mark()`` returns a token; :meth:`at` and :meth:`seconds` read tokens, after :meth:`settle`. On the CPU a token is
+    the time; on CUDA it is an event in the stream, so that marking never waits for the device.
     """
+
+    def start(self) -> None:
+        """A dispatch begins: later marks are read relative to now."""
 
     def mark(self) -> object:
         """Now."""
@@ -70,9 +72,13 @@ class Clock:
     def settle(self) -> None:
         """Wait until all marks have happened."""
 
+    def at(self, mark: object) -> float:
+        """When it was, in seconds on the clock of `time.perf_counter`."""
+        return mark  # type: ignore[return-value]
+
     def seconds(self, start: object, end: object) -> float:
         """Seconds from one mark to another."""
-        return end - start  # type: ignore[operator, no-any-return]
+        return self.at(end) - self.at(start)
 
 
 class CudaClock(Clock):
@@ -80,6 +86,12 @@ class CudaClock(Clock):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.start()
+
+    def start(self) -> None:
+        """Tie the device's time to the host's: events are exact relative to a near one only."""
+        self.settle()
+        self._zero, self._zero_s = self.mark(), time.perf_counter()
 
     def mark(self) -> object:
         """An event after all work that was enqueued so far."""
@@ -94,6 +106,10 @@ class CudaClock(Clock):
         import torch
 
         torch.cuda.synchronize(self._device)
+
+    def at(self, mark: object) -> float:
+        """When the event was reached."""
+        return self._zero_s + self._zero.elapsed_time(mark) / 1000  # type: ignore[attr-defined, no-any-return]
 
     def seconds(self, start: object, end: object) -> float:
         """Seconds between two events."""

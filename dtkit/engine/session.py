@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import hashlib
+import dataclasses
 import os
 import pickle
 import socket
 import sys
 import threading
+import time
 import traceback
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from dtkit.engine.trainer import Job
     from dtkit.records import Advance, GroupSpec, JobPlan
     from dtkit.shared import Owner
+    from dtkit.strategies.base import Program
 
 FIRST_STEP_S, LEAST_STEP_S, STEP_FACTOR = 1800.0, 60.0, 20.0  # a collective's time limit: first step, then
 
@@ -148,6 +150,15 @@ class Session:
             "memory_free": free,
             "threads": torch.get_num_threads(),
         }
+
+    def op_clock(self, rounds: int = 9) -> list[float]:
+        """What this rank's clock says as several barriers end: at about the same moments on all ranks."""
+        assert self.group is not None
+        times = []
+        for _ in range(rounds):
+            self.group.barrier()
+            times.append(time.perf_counter())
+        return times
 
     def op_warm(self) -> None:
         """Load what the first step would load: the first optimiser takes over a second, for torch's dynamo."""
@@ -287,40 +298,61 @@ class Session:
 
     def op_build(self, job: str, model: str, data: str, program: bytes, plan: JobPlan, *, alone: bool = False) -> float:
         """Make a job. `alone`: this engine plays all shards by itself, without the group. Returns the learning rate."""
-        from dtkit.engine.checks import check_batch_norm
+        from dtkit.engine.checks import check_batch_norm, check_sync_batch_norm
         from dtkit.engine.data import Stream
+        from dtkit.engine.phases import Phases
         from dtkit.engine.sources import ArraySource
         from dtkit.engine.trainer import Job
         from dtkit.strategies.base import Setting
 
         assert self.group is not None
         assert self.device is not None
-        objective, optimizer, strategy = wire.loads(program)
+        what: Program = wire.loads(program)
         source, shards = self._data[data]
         if isinstance(source, ArraySource):
-            objective = objective.having_seen(source.targets)
+            what = dataclasses.replace(what, objective=what.objective.having_seen(source.targets))
         mine = range(len(shards.sizes)) if alone else [self.group.rank]
-        setting = Setting(None if alone else self.group, self.device, probe.clock(self.device), mine)
+        setting = Setting(None if alone else self.group, self.device, Phases(probe.clock(self.device)), mine)
         network = copy.deepcopy(self._models[model])
         stream = Stream(source, shards, plan, mine)
         if not alone:
-            check_batch_norm(network.train(), objective, source, stream, self.group.world_size)
+            check_batch_norm(network.train(), what, source, stream)
+            check_sync_batch_norm(network, what, stream, self.device)
         seed = plan.seed + (0 if alone else self.group.rank)
-        self._jobs[job] = Job(network, objective, optimizer, strategy, stream, setting, seed)
+        self._jobs[job] = Job(network, what, stream, setting, seed)
         if alone:
             self._jobs[job].watch_gradients()
         return self._jobs[job].lr
 
-    def op_advance(self, job: str, step: int, steps: int, lr: float | None = None) -> tuple[Advance, list[Any]]:
-        """Take steps of a job that must stand at `step`. Returns rows, and what was printed."""
+    def op_advance(
+        self,
+        job: str,
+        step: int,
+        steps: int,
+        lr: float | None = None,
+        shares: Sequence[float] | None = None,
+        *,
+        explain: bool = False,
+        fingerprint: bool = False,
+    ) -> tuple[Advance, list[Any]]:
+        """Take steps of a job that must stand at `step`. Returns rows, and what was printed.
+
+        `lr` and `shares` of the batch by rank hold from this dispatch on.
+        """
         found = self._job(job, step)
         if lr is not None:
             found.set_lr(lr)
+        if shares is not None:
+            found.set_shares(shares)
         channel = self._channel = Channel()
         with current(channel):
-            self._breaking(lambda: found.advance(steps))
+            self._breaking(lambda: found.advance(steps, explain=explain))
         self._tighten(found)
-        return found.harvest(), channel.items
+        return found.harvest(fingerprint=fingerprint), channel.items
+
+    def op_slow(self, job: str, factor: float) -> None:
+        """Have this rank's computing take so many times as long."""
+        self._job(job).slow(factor)
 
     def _tighten(self, job: Job) -> None:
         """After the first step a collective need not wait for compilation."""
@@ -352,7 +384,7 @@ class Session:
         rows = shards.rows(self.group.rank)
         parts = (rows[k : k + batch_size] for k in range(0, len(rows), batch_size))
         batches = ((len(part), source.take(part)) for part in parts)
-        return self._breaking(lambda: found.evaluate(batches, metrics))  # type: ignore[no-any-return]
+        return self._breaking(lambda: found.evaluate(batches, metrics, after_epoch=step is not None))  # type: ignore[no-any-return]
 
     def _job(self, job: str, step: int | None = None) -> Job:
         """The job, which must stand at `step` if that is given."""
@@ -419,14 +451,9 @@ def _traceback(error: BaseException) -> str:
 
 def checksum(model: torch.nn.Module) -> str:
     """A digest of all parameters and buffers: equal bits, equal digest. Twelve hexadecimal digits."""
-    import torch
+    from dtkit.engine.explain import digest
 
-    digest = hashlib.blake2b(digest_size=6)
-    for name, value in model.state_dict().items():
-        digest.update(name.encode())
-        if isinstance(value, torch.Tensor):
-            digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+    return digest(model.state_dict().items())
 
 
 @contextlib.contextmanager

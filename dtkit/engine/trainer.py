@@ -16,50 +16,56 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from dtkit.engine import probe
-from dtkit.engine.checks import explain
+from dtkit.engine import checks, probe
+from dtkit.engine.phases import Marks, blocked, durations
+from dtkit.engine.schedule import Rates
 from dtkit.engine.sources import to_device
 from dtkit.history import ROW
 from dtkit.records import Advance
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from dtkit.engine.comm import Group
     from dtkit.engine.data import Stream
-    from dtkit.strategies.base import Outcome, Setting, Strategy, Worker
-    from dtkit.strategies.objective import Objective
+    from dtkit.engine.explain import Microscope
+    from dtkit.strategies.base import Outcome, Program, Setting, Worker
 
 SLOW_S = 2.0  # a dispatch that has lasted so long ends at the next agreed step
+
+
+@dataclasses.dataclass(frozen=True)
+class _Done:
+    """A step that was taken."""
+
+    step: int
+    samples: int
+    lr: float
+    outcome: Outcome
+    marks: Marks
+    sent_bytes: int
 
 
 class Job:
     """One model in training: this rank's part."""
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        objective: Objective,
-        optimizer: Callable[..., Any],
-        strategy: Strategy,
-        stream: Stream,
-        setting: Setting,
-        seed: int,
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, program: Program, stream: Stream, setting: Setting, seed: int) -> None:
         """`model` has the same parameters on every rank; `seed` starts this rank's random numbers (dropout)."""
         self.step = 0
-        self.objective = objective
-        self.setting = setting
+        self.objective, self.setting = program.objective, setting
         self._model, self._stream = model, stream
+        self._micro_batches = program.strategy.micro_batches
         self._random = _Random(seed, setting.device)
         with self._random:
-            self._worker: Worker = strategy.setup(model.train(), objective, optimizer, setting)
+            self._worker: Worker = program.strategy.setup(model.train(), self.objective, program.optimizer, setting)
+            self._rates = Rates(program, self._worker.optimizer)
         self.largest_gradient: dict[str, torch.Tensor] | None = None
+        self.report: Any = None
+        """Of the last step, if it was explained."""
         self._recent: list[float] = []
-        self._done: list[tuple[int, int, Outcome, tuple[object, object]]] = []
+        self._done: list[_Done] = []
         self._ended = "done"
         self._loss: float | None = None
-        self._ratios = [1.0] * len(self._worker.optimizer.param_groups)
 
     @property
     def lr(self) -> float:
@@ -67,83 +73,113 @@ class Job:
         return float(self._worker.optimizer.param_groups[0]["lr"])
 
     def set_lr(self, lr: float) -> None:
-        """Give the first group this learning rate, and the others in proportion."""
-        groups = self._worker.optimizer.param_groups
-        if groups[0]["lr"]:  # at 0 nothing can be read from it: the proportions stay as they were
-            self._ratios = [group["lr"] / groups[0]["lr"] for group in groups]
-        for group, ratio in zip(groups, self._ratios, strict=True):
-            group["lr"] = lr * ratio
+        """Give the first group this learning rate, and the others in proportion; a schedule is scaled along."""
+        self._rates.set(lr)
 
-    def advance(self, steps: int) -> None:
+    def set_shares(self, shares: Sequence[float]) -> None:
+        """Have each rank take such a share of every batch from now on."""
+        self._stream.set_shares(shares)
+
+    def slow(self, factor: float) -> None:
+        """Have this rank's computing take so many times as long, by sleeping."""
+        self.setting.phases.slowness = factor
+
+    def advance(self, steps: int, *, explain: bool = False) -> None:
         """Take up to `steps` steps. Ends early, at the same step on all ranks, when steps have become slow.
 
         What was done is read by :meth:`harvest`, also after an exception.
         """
         self._done.clear()
-        self._ended, self._loss = "failed", None
-        checks, begun = _checks(steps), time.perf_counter()
+        self.setting.phases.abandon()
+        self.setting.phases.clock.start()
+        self._ended, self._loss, self.report = "failed", None, None
+        votes, begun = _votes(steps), time.perf_counter()
         with self._random:
             for k in range(steps):
-                if k in checks and self._agree(time.perf_counter() - begun > SLOW_S):
+                if k in votes and self._agree(time.perf_counter() - begun > SLOW_S):
                     self._ended = "time"
                     return
-                outcome, samples, data = self._one()
-                if not outcome.finite:
-                    self._ended = "nonfinite"
-                    # Without weight the mean is 0 / 0, which says nothing of this rank's samples.
-                    self._loss = float(outcome.loss) if outcome.loss is not None and float(outcome.weight) else None
+                done = self._one(explain=explain)
+                if done is None:
                     return
-                self._done.append((self.step, samples, outcome, data))
+                self._done.append(done)
                 self.step += 1
         self._ended = "done"
 
-    def harvest(self) -> Advance:
-        """The rows of the steps that the last `advance` completed."""
-        rows = self._rows(self._done)
+    def harvest(self, *, fingerprint: bool = False) -> Advance:
+        """The rows of the steps that the last `advance` completed; and, if asked for, the parameters' checksum."""
+        rows, spans = self._rows(self._done)
         self._done.clear()
         self._recent = (self._recent + rows["step_s"].tolist())[-50:]
-        return Advance(rows, self.step, self.lr, self._ended, self._loss)
+        begun = time.perf_counter()
+        found = self._worker.fingerprint() if fingerprint else None
+        return Advance(
+            rows, self.step, self.lr, self._ended, self._loss, spans, found, time.perf_counter() - begun, self.report
+        )
 
-    def _one(self) -> tuple[Outcome, int, tuple[object, object]]:
-        """One step: batch, then the strategy's work on it."""
-        mark = self.setting.clock.mark
-        begun = mark()
+    def _one(self, *, explain: bool) -> _Done | None:
+        """One step: batches, then the strategy's work on them. None where it was not taken."""
+        phases, sent, lr = self.setting.phases, self._sent_bytes(), self.lr
+        phases.enter("data")
         counts = self._stream.counts(self.step)
         samples = sum(counts[s] for s in self.setting.shards)
-        batch = self._stream.batch(self.step)
-        if batch is not None:
-            batch = to_device(batch, self.setting.device)
-        ready = mark()
+        batches = self._batches()
+        microscope = self._microscope(samples) if explain else None
         try:
-            outcome = self._worker.step(batch, counts)
+            outcome = self._worker.step(batches, counts, microscope)
         except ValueError as error:
-            explain(error)
+            checks.explain(error)
             raise
         if self.largest_gradient is not None:
             self._note_gradients(self.largest_gradient)
-        return outcome, samples, (begun, ready)
+        if not outcome.finite:
+            self._ended = "nonfinite"
+            # Without weight the mean is 0 / 0, which says nothing of this rank's samples.
+            self._loss = float(outcome.loss) if outcome.loss is not None and float(outcome.weight) else None
+            return None
+        self._rates.after(outcome, self.step + 1, self._stream.steps_per_epoch, self.setting.group)
+        if microscope is not None:
+            self.report = microscope.report()
+        return _Done(self.step, samples, lr, outcome, phases.finish(), self._sent_bytes() - sent)
+
+    def _batches(self) -> list[tuple[int, Any]]:
+        if self._worker.by_shard:
+            found = self._stream.batches_by_shard(self.step)
+        else:
+            found = self._stream.batches(self.step, self._micro_batches)
+        return [(count, to_device(batch, self.setting.device)) for count, batch in found]
+
+    def _microscope(self, samples: int) -> Microscope:
+        from dtkit.engine.explain import Microscope
+
+        rank = 0 if self.setting.group is None else self.setting.group.rank
+        found = Microscope(self._model, rank=rank, step=self.step, epoch=self._stream.epoch(self.step))
+        found.rows(self._stream.rows(self.step), samples)
+        return found
+
+    def _sent_bytes(self) -> int:
+        return 0 if self.setting.group is None else self.setting.group.sent_bytes()
 
     def _agree(self, flag: bool) -> bool:  # noqa: FBT001 - the one value that is agreed upon
         group = self.setting.group
         return flag if group is None else group.any(flag)
 
-    def _rows(self, done: list[tuple[int, int, Outcome, tuple[object, object]]]) -> np.ndarray:
-        clock, memory = self.setting.clock, probe.memory_used(self.setting.device)
+    def _rows(self, done: list[_Done]) -> tuple[np.ndarray, np.ndarray]:
+        """A row a step, and when each was blocked; how much of that was waiting, only all ranks together can tell."""
+        clock, memory = self.setting.phases.clock, probe.memory_used(self.setting.device)
         clock.settle()
         rank = 0 if self.setting.group is None else self.setting.group.rank
         rows = np.zeros(len(done), ROW)
-        for row, (step, samples, outcome, (begun, ready)) in zip(rows, done, strict=True):
-            start, forward, backward, end = outcome.marks
-            row["step"], row["epoch"], row["rank"] = step, self._stream.epoch(step), rank
-            row["samples"], row["weight"], row["lr"] = samples, float(outcome.weight), self.lr
+        for row, one in zip(rows, done, strict=True):
+            spent, outcome = durations(one.marks, clock), one.outcome
+            row["step"], row["epoch"], row["rank"] = one.step, self._stream.epoch(one.step), rank
+            row["samples"], row["weight"], row["lr"] = one.samples, float(outcome.weight), one.lr
             row["loss"] = np.nan if outcome.loss is None else float(outcome.loss)
-            row["data_s"] = clock.seconds(begun, ready)
-            row["forward_s"] = clock.seconds(start, forward)
-            row["backward_s"] = clock.seconds(forward, backward)
-            row["update_s"] = clock.seconds(backward, end)
-            row["step_s"] = clock.seconds(begun, end)
-            row["memory_bytes"] = memory
-        return rows
+            for phase in ("data", "forward", "backward", "update", "step"):
+                row[f"{phase}_s"] = spent.get(phase, 0.0)
+            row["comm_s"] = spent.get("sync", 0.0)
+            row["memory_bytes"], row["sent_bytes"], row["grad_norm"] = memory, one.sent_bytes, outcome.norm
+        return rows, blocked([one.marks for one in done], clock)
 
     def median_step_s(self) -> float:
         """Of the last steps; 0 before the first."""
@@ -163,7 +199,11 @@ class Job:
             return {name: _kept(value) for name, value in model.state_dict().items()}
 
     def evaluate(
-        self, batches: Iterable[tuple[int, Any]], metrics: dict[str, Callable[..., Any]]
+        self,
+        batches: Iterable[tuple[int, Any]],
+        metrics: dict[str, Callable[..., Any]],
+        *,
+        after_epoch: bool = False,
     ) -> tuple[int, dict[str, tuple[float, float]]]:
         """(samples, {name: (weighted sum, weight)}) of this rank's part of held-out data. A collective.
 
@@ -183,6 +223,8 @@ class Job:
                 for name, (value, weight) in found.items():
                     sums[name][0] += value if weight is not None else value * count
                     sums[name][1] += weight if weight is not None else count
+        if after_epoch and self.step % self._stream.steps_per_epoch == 0:
+            self._rates.evaluated(sums["loss"][0], sums["loss"][1], self.setting.group)
         return samples, {name: (total, weight) for name, (total, weight) in sums.items()}
 
     def _measure(
@@ -221,7 +263,7 @@ def _kept(value: Any) -> Any:
     return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
-def _checks(steps: int) -> set[int]:
+def _votes(steps: int) -> set[int]:
     """Where in a dispatch all ranks ask each other for the time: at most three times, the first one early."""
     return {k for k in (steps // 64, steps // 8, steps // 2) if k}
 

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     import torch
 
     from dtkit.engine.comm import Group
-    from dtkit.engine.probe import Clock
+    from dtkit.engine.explain import Microscope
+    from dtkit.engine.phases import Phases
     from dtkit.strategies.objective import Objective
 
 
@@ -28,22 +29,38 @@ class Setting:
 
     group: Group | None
     device: torch.device
-    clock: Clock
+    phases: Phases
+    """Where the worker says what it is doing, step by step."""
     shards: Sequence[int]
     """The data shards that this worker takes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """One step of one rank. Loss and weight stay on the device; marks are the clock's."""
+    """One step of one rank. Loss and weight stay on the device."""
 
     loss: torch.Tensor | None
     """Mean over this rank's samples; None without any."""
     weight: torch.Tensor | float
     finite: bool
     """Whether the gradients, reduced over all ranks, are finite: equal on all ranks. If not, nothing was updated."""
-    marks: tuple[object, object, object, object]
-    """Start of forward, its end, end of backward with communication, end of the update."""
+    norm: float
+    """Of the gradient that was updated with, before clipping; NaN where there was none."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What the engines are to do with the batches: all that a user gave to `train` besides model and data."""
+
+    objective: Objective
+    optimizer: Callable[..., Any]
+    strategy: Strategy
+    scheduler: Callable[..., Any] | None = None
+    """A function from the optimiser to a torch scheduler."""
+    scheduler_every: str = "step"
+    """"step" or "epoch"."""
+    has_valid: bool = False
+    """Whether there is held-out data: a scheduler that wants a loss then gets that one."""
 
 
 class Strategy(abc.ABC):
@@ -55,8 +72,22 @@ class Strategy(abc.ABC):
         given = [f"{f.name}={getattr(self, f.name)!r}" for f in fields if getattr(self, f.name) != f.default]
         return f"{type(self).__name__}({', '.join(given)})"
 
-    def check(self, world_size: int) -> None:  # noqa: B027 - most strategies work on any size
-        """Raise ValueError where the cluster's size can't work."""
+    @property
+    def micro_batches(self) -> int:
+        """How many parts a rank's samples of a step come in."""
+        return 1
+
+    balance: str | None = None
+    """"auto" where faster ranks are to take more of each batch."""
+    explains: bool = True
+    """Whether a step can be taken apart."""
+
+    def check(self, world_size: int, batch_size: int) -> None:  # noqa: B027 - most strategies work on any size
+        """Raise ValueError where these sizes can't work."""
+
+    def caveats(self) -> tuple[str, ...]:
+        """Why its training is not that of one process even in exact arithmetic, or far less exact; mostly nothing."""
+        return ()
 
     @abc.abstractmethod
     def setup(
@@ -73,10 +104,17 @@ class Worker(abc.ABC):
     """One rank's part of one job."""
 
     optimizer: torch.optim.Optimizer
+    by_shard: bool = False
+    """Whether it takes one batch for each of its shards, in place of micro-batches of all of them together."""
 
     @abc.abstractmethod
-    def step(self, batch: Any, counts: Sequence[int]) -> Outcome:
-        """One synchronised step. `batch` is None where this rank has no sample; `counts` is by shard, all ranks."""
+    def step(
+        self, batches: Sequence[tuple[int, Any]], counts: Sequence[int], microscope: Microscope | None = None
+    ) -> Outcome:
+        """One synchronised step on micro-batches (samples, batch), none where this rank has no sample.
+
+        `counts` is by shard, of all ranks. With a `microscope` the step is taken apart for it.
+        """
 
     @abc.abstractmethod
     def whole(self) -> contextlib.AbstractContextManager[torch.nn.Module]:
@@ -85,6 +123,10 @@ class Worker(abc.ABC):
     @abc.abstractmethod
     def regroup(self, group: Group) -> None:
         """Go on in a new generation of the process group."""
+
+    def fingerprint(self) -> int | None:
+        """A number of all parameters' bits, to be equal on all ranks; None where they need not be equal now."""
+        return None
 
 
 def make_optimizer(factory: Callable[..., Any], model: torch.nn.Module) -> torch.optim.Optimizer:

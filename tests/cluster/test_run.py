@@ -189,7 +189,8 @@ def test_the_model_comes_back_new_and_the_user_s_stays(cluster2):
 def test_batch_statistics_come_back_averaged_over_ranks(cluster2):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8, momentum=None), nn.Linear(8, 3))
-    run = train(cluster2, model, steps=4, shuffle=None)
+    with pytest.warns(UserWarning, match=r"1 \(BatchNorm1d\) normalises with the statistics of a batch"):
+        run = train(cluster2, model, steps=4, shuffle=None)
     run.wait(60)
     first = run.model.state_dict()["1.running_mean"]
     assert first.abs().max() > 0

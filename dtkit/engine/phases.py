@@ -1,0 +1,83 @@
+"""Where a step's time goes: a mark at each border between its phases, read once the dispatch has ended.
+
+A step runs through "data", "forward", "backward", "sync" and "update", in any order and as often as it likes: whoever
+does the work says what begins. Marking costs a clock's reading and a list's append, so that measuring is never the
+reason why a step is slow.
+
+"sync" is time blocked in a collective. How much of it was waiting for others can only be told from all ranks' marks
+(see :mod:`dtkit.waiting`), so those are kept as times and not only as durations.
+
+A rank can be slowed on purpose, for lessons: it then sleeps after each piece of computing, in proportion to it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dtkit.engine.probe import Clock
+
+COMPUTING = ("forward", "backward")
+END = "end"
+
+Marks = list[tuple[str, object]]
+"""(phase, mark at which it began) in order, closed by an "end"."""
+
+
+class Phases:
+    """The marks of one job's steps."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.slowness = 1.0
+        """How many times longer this rank's computing takes, by sleeping: 1 for not at all."""
+        self._marks: Marks = []
+
+    def enter(self, phase: str) -> None:
+        """The phase that ran so far ends here and `phase` begins."""
+        if self.slowness > 1 and self._marks and self._marks[-1][0] in COMPUTING:
+            self._drag(self._marks[-1][1])
+        self._marks.append((phase, self.clock.mark()))
+
+    def _drag(self, since: object) -> None:
+        now = self.clock.mark()
+        self.clock.settle()
+        time.sleep((self.slowness - 1) * self.clock.seconds(since, now))
+
+    def finish(self) -> Marks:
+        """End the step; its marks."""
+        self.enter(END)
+        marks, self._marks = self._marks, []
+        return marks
+
+    def abandon(self) -> None:
+        """Forget a step that failed."""
+        self._marks = []
+
+
+def durations(marks: Marks, clock: Clock) -> dict[str, float]:
+    """Seconds in each phase of one step, and in all of them as "step"."""
+    found: dict[str, float] = {}
+    for (phase, begun), (_, ended) in itertools.pairwise(marks):
+        found[phase] = found.get(phase, 0.0) + clock.seconds(begun, ended)
+    found["step"] = clock.seconds(marks[0][1], marks[-1][1])
+    return found
+
+
+def blocked(steps: Sequence[Marks], clock: Clock) -> np.ndarray:
+    """When each step was blocked in collectives: (steps, most such times in a step, 2) of begin and end, else NaN.
+
+    Times are the clock's, in seconds, as in `time.perf_counter`: common to all processes of one host.
+    """
+    spans = [[(a, b) for (phase, a), (_, b) in itertools.pairwise(m) if phase == "sync"] for m in steps]
+    found = np.full((len(steps), max(map(len, spans), default=0), 2), np.nan)
+    for step, pairs in zip(found, spans, strict=True):
+        for place, (begun, ended) in zip(step, pairs, strict=False):
+            place[:] = clock.at(begun), clock.at(ended)
+    return found

@@ -1,0 +1,110 @@
+"""A learning-rate schedule: torch's own scheduler, stepped alike on all ranks, and what a new base rate does to it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import lr_scheduler
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from dtkit.engine.comm import Group
+    from dtkit.strategies.base import Outcome, Program
+
+_RATES = ("initial_lr", "max_lr", "min_lr")  # what schedulers keep in an optimiser's groups
+
+
+class Rates:
+    """The learning rates of a job's optimiser: set by hand, followed by a schedule if there is one."""
+
+    def __init__(self, program: Program, optimizer: torch.optim.Optimizer) -> None:
+        self._groups = optimizer.param_groups
+        self._ratios = [1.0] * len(self._groups)
+        self._on_train = not program.has_valid
+        self._losses: list[tuple[torch.Tensor, torch.Tensor | float]] = []  # (sum, weight) of each step of the epoch
+        self.schedule: Schedule | None = None
+        if program.scheduler is not None:
+            self.schedule = Schedule(program.scheduler, optimizer, program.scheduler_every)
+
+    def set(self, lr: float) -> None:
+        """Give the first group this rate, and the others in proportion."""
+        first = self._groups[0]["lr"]
+        if first:  # at 0 nothing can be read from it: the proportions stay as they were
+            self._ratios = [group["lr"] / first for group in self._groups]
+        if self.schedule is not None and first:
+            self.schedule.rescale(lr / first)
+        for group, ratio in zip(self._groups, self._ratios, strict=True):
+            group["lr"] = lr * ratio
+
+    def after(self, outcome: Outcome, updates: int, steps_per_epoch: int, group: Group | None) -> None:
+        """An update was made, the `updates`-th."""
+        if self.schedule is None:
+            return
+        epoch_ended = updates % steps_per_epoch == 0
+        self.schedule.step(epoch_ended=epoch_ended)
+        if self.schedule.wants_metric and self._on_train:
+            if outcome.loss is not None:
+                self._losses.append((outcome.loss * outcome.weight, outcome.weight))
+            if epoch_ended:
+                sums = [sum(float(part[k]) for part in self._losses) for k in (0, 1)]
+                self._losses.clear()
+                self.evaluated(sums[0], sums[1], group)
+
+    def evaluated(self, total: float, weight: float, group: Group | None) -> None:
+        """An epoch has ended with this rank's loss of total / weight. A collective, where the schedule wants it."""
+        if self.schedule is None or not self.schedule.wants_metric:
+            return
+        sums = torch.tensor([total, weight], dtype=torch.float64)
+        total, weight = (sums if group is None else group.all_reduce(sums)).tolist()
+        if weight:
+            self.schedule.step_with(total / weight)
+
+
+class Schedule:
+    """A scheduler over an optimiser, stepped after every "step" or "epoch"."""
+
+    def __init__(self, factory: Callable[..., Any], optimizer: torch.optim.Optimizer, every: str) -> None:
+        """Raise TypeError where `factory(optimizer)` gives no torch scheduler of this optimiser."""
+        made = factory(optimizer)
+        if not isinstance(made, lr_scheduler.LRScheduler):
+            raise TypeError(
+                f"scheduler(optimizer) returned {type(made).__name__}; it must return a torch scheduler, as in "
+                "scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=1000)"
+            )
+        if getattr(made, "optimizer", optimizer) is not optimizer:
+            raise ValueError(
+                "the scheduler holds another optimiser than the one that the function was given; every rank makes its "
+                "own: scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 30)"
+            )
+        self._scheduler, self._optimizer, self._every = made, optimizer, every
+        self.wants_metric = isinstance(made, lr_scheduler.ReduceLROnPlateau)
+        """Whether it is stepped with a loss, at the end of every epoch."""
+
+    def step(self, *, epoch_ended: bool) -> None:
+        """An update was made."""
+        if not self.wants_metric and (self._every == "step" or epoch_ended):
+            self._scheduler.step()
+
+    def step_with(self, metric: float) -> None:
+        """An epoch has ended with this loss."""
+        self._scheduler.step(metric)  # type: ignore[arg-type]
+
+    def rescale(self, ratio: float) -> None:
+        """Multiply all base rates, so that the schedule keeps its form."""
+        for group in self._optimizer.param_groups:
+            for name in _RATES:
+                if name in group:
+                    group[name] *= ratio
+        for scheduler in _all(self._scheduler):
+            for name in ("base_lrs", "max_lrs", "_last_lr"):
+                if isinstance(found := getattr(scheduler, name, None), list):
+                    setattr(scheduler, name, [rate * ratio for rate in found])
+
+
+def _all(scheduler: Any) -> Iterator[Any]:
+    """A scheduler and those that it is made of."""
+    yield scheduler
+    for part in getattr(scheduler, "_schedulers", ()):
+        yield from _all(part)

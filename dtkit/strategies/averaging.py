@@ -1,0 +1,267 @@
+"""Parameter averaging: ranks train by themselves for some steps, and then take the mean of their parameters.
+
+Also called local SGD (Stich, ICLR 2019) or federated averaging (McMahan et al., AISTATS 2017). The mean is weighted by
+the samples that each rank has seen since the last one. It sends the parameters once in `every` steps, where data
+parallelism sends as many gradients in each. With `every=1` and plain SGD both are the same up to rounding.
+
+With an outer optimiser it is DiLoCo (Douillard et al., 2023): the way from the parameters after the last averaging to
+the new mean counts as minus a gradient, and the outer optimiser makes a step along it. Each rank keeps the state of its
+own (inner) optimiser throughout.
+
+Between two averagings ranks are not equal, and only each rank knows whether its own gradients are finite. One that is
+not stands still until the next averaging, where all ranks hear of it and stop together, before they average.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dtkit.strategies.base import Outcome, Setting, Strategy, Worker, make_optimizer
+from dtkit.strategies.options import check_count, check_positive
+from dtkit.strategies.replica import Replica, Tally
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from dtkit.engine.comm import Group
+    from dtkit.engine.explain import Microscope
+    from dtkit.strategies.objective import Objective
+
+
+@dataclasses.dataclass(frozen=True)
+class OuterSGD:
+    """The outer optimiser of DiLoCo; its paper recommends these defaults. ``OuterSGD(1.0, 0.0)`` is plain averaging."""
+
+    lr: float = 0.7
+    momentum: float = 0.9
+    nesterov: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse what torch would refuse on the engines."""
+        check_positive("OuterSGD(lr=...)", self.lr)
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"OuterSGD(momentum={self.momentum}); it must be from 0 up to, and less than, 1")
+
+    def make(self, parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
+        """An optimiser over these parameters."""
+        nesterov = self.nesterov and self.momentum > 0
+        return torch.optim.SGD(parameters, lr=self.lr, momentum=self.momentum, nesterov=nesterov)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class ParameterAveraging(Strategy):
+    """Each rank trains on its own samples; parameters are averaged over ranks after every `every` steps.
+
+    Parameters
+    ----------
+    every
+        Steps from one averaging to the next.
+    outer
+        ``dtkit.OuterSGD(lr, momentum, nesterov)`` for DiLoCo; plain averages without.
+    clip_norm
+        Largest norm of a rank's own gradient.
+
+    """
+
+    every: int = 8
+    outer: OuterSGD | None = None
+    clip_norm: float | None = None
+
+    explains = False  # no gradients are all-reduced
+
+    def __post_init__(self) -> None:
+        """Refuse what is no option."""
+        check_count("every", self.every)
+        check_positive("clip_norm", self.clip_norm)
+        if self.outer is not None and not isinstance(self.outer, OuterSGD):
+            raise TypeError(f"outer={self.outer!r}; it must be a dtkit.OuterSGD, or left out for plain averages")
+
+    def setup(
+        self, model: torch.nn.Module, objective: Objective, optimizer: Callable[..., Any], setting: Setting
+    ) -> Worker:
+        """A replica on this rank; or, alone, one for each shard. The parameters must be equal on all ranks already."""
+        model = model.to(setting.device)
+        if setting.group is None and len(setting.shards) > 1:
+            return _Simulated(self, model, objective, optimizer, setting)
+        return _Local(self, model, objective, make_optimizer(optimizer, model), setting)
+
+
+class _Local(Replica):
+    """One rank's copy of the model, on its own between two averagings."""
+
+    def __init__(
+        self,
+        strategy: ParameterAveraging,
+        model: torch.nn.Module,
+        objective: Objective,
+        optimizer: torch.optim.Optimizer,
+        setting: Setting,
+    ) -> None:
+        super().__init__(model, objective, optimizer, setting, clip_norm=strategy.clip_norm)
+        self._every, self._steps = strategy.every, 0
+        self._weight = 0.0  # what this rank's parameters count for in the next mean
+        self._broken = False  # a gradient was not finite since the last averaging
+        self._outer = _Outer(strategy.outer, self._parameters) if strategy.outer is not None else None
+
+    def step(
+        self, batches: Sequence[tuple[int, Any]], counts: Sequence[int], _microscope: Microscope | None = None
+    ) -> Outcome:
+        """A step of this rank's own; the last of every `every` ends with the mean of all ranks' parameters."""
+        tally = self._differentiate(batches, sum(counts[s] for s in self._setting.shards))
+        averaging = (self._steps + 1) % self._every == 0
+        norm = self._norm()
+        healthy = (math.isfinite(norm) or self._all_finite()) and not self._broken
+        if averaging and self._group is not None:
+            self._phases.enter("sync")
+            healthy = not self._group.any(not healthy)
+        if averaging and not healthy:
+            self._broken = False
+            return Outcome(tally.mean, tally.weight, finite=False, norm=norm)
+        self._broken = not healthy
+        if healthy and batches:
+            self._update()
+        self._weight += float(tally.weight)
+        self._steps += 1
+        if averaging:
+            self._average()
+        return self._outcome(tally, counts, finite=True, norm=norm)
+
+    def _differentiate(self, batches: Sequence[tuple[int, Any]], samples: int) -> Tally:
+        """Gradients of the mean over this rank's own samples."""
+        self._clear()
+        tally = Tally(samples)
+        for count, batch in batches:
+            self._phases.enter("forward")
+            loss = tally.add(*self._loss(self._model, batch), count)
+            self._phases.enter("backward")
+            self._scaled(loss).backward()  # type: ignore[no-untyped-call]
+        if isinstance(tally.weight, torch.Tensor) and float(tally.weight):
+            self._rescale(1 / tally.weight)
+        return tally
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        """Give every rank the mean of all ranks' parameters, in one flat all-reduce; or the outer optimiser's step."""
+        flat = torch.cat([p.reshape(-1) for p in self._parameters])
+        if self._group is not None:
+            self._phases.enter("sync")
+            # The weight travels along as one number more. No sample anywhere: all are as they were, and count alike.
+            flat = self._group.all_reduce(torch.cat([flat.new_tensor([self._weight]), flat * self._weight]))
+            flat = flat[1:] / flat[0] if flat[0] else torch.cat([p.reshape(-1) for p in self._parameters])
+        self._phases.enter("update")
+        self.take_mean(flat)
+
+    @torch.no_grad()
+    def take_mean(self, flat: torch.Tensor) -> None:
+        """Go on from this mean of all ranks' parameters, one after the other in a flat tensor."""
+        parts = torch.split(flat, [p.numel() for p in self._parameters])
+        means = [part.view_as(p) for part, p in zip(parts, self._parameters, strict=True)]
+        if self._outer is not None:
+            means = self._outer.step(means)
+        for p, mean in zip(self._parameters, means, strict=True):
+            p.copy_(mean)
+        self._weight = 0.0
+
+    @property
+    def weight(self) -> float:
+        """What this rank's parameters count for in the next mean."""
+        return self._weight
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """This rank's parameters, one after the other."""
+        return torch.cat([p.detach().reshape(-1) for p in self._parameters])
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[torch.nn.Module]:
+        """The mean of all ranks' models as they stand, while it lasts."""
+        with super().whole() as model, self._averaged(self._parameters, self._weight):
+            yield model
+
+    def fingerprint(self) -> int | None:
+        """Parameters are equal just after an averaging only."""
+        return super().fingerprint() if self._steps % self._every == 0 else None
+
+
+class _Outer:
+    """The outer optimiser and the parameters that it holds: those after the last averaging."""
+
+    def __init__(self, how: OuterSGD, parameters: Sequence[torch.Tensor]) -> None:
+        self._parameters = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
+        self._optimizer = how.make(self._parameters)
+
+    def step(self, means: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The way from the old parameters to the mean is minus a gradient; returns the parameters after the step."""
+        for p, mean in zip(self._parameters, means, strict=True):
+            p.grad = p.detach() - mean
+        self._optimizer.step()
+        return [p.detach() for p in self._parameters]
+
+
+class _Simulated(Worker):
+    """All ranks in one process, a model each: what `verify` compares with."""
+
+    by_shard = True
+
+    def __init__(
+        self,
+        strategy: ParameterAveraging,
+        model: torch.nn.Module,
+        objective: Objective,
+        optimizer: Callable[..., Any],
+        setting: Setting,
+    ) -> None:
+        self._every, self._steps, self._model = strategy.every, 0, model
+        self._ranks = []
+        for shard in setting.shards:
+            own = copy.deepcopy(model)
+            alone = dataclasses.replace(setting, shards=[shard])
+            lonely = dataclasses.replace(strategy, every=2**62)  # the mean is taken here
+            self._ranks.append(_Local(lonely, own, objective, make_optimizer(optimizer, own), alone))
+        self.optimizer = self._ranks[0].optimizer
+
+    def step(
+        self, batches: Sequence[tuple[int, Any]], counts: Sequence[int], _microscope: Microscope | None = None
+    ) -> Outcome:
+        """A step of each rank, on one batch for each shard (None where it has no sample)."""
+        outcomes = []
+        for rank, (count, batch) in zip(self._ranks, batches, strict=True):
+            for mine, first in zip(rank.optimizer.param_groups, self.optimizer.param_groups, strict=True):
+                mine.update(
+                    {name: value for name, value in first.items() if name != "params"}
+                )  # as a scheduler left it
+            outcomes.append(rank.step([(count, batch)] if count else [], counts))
+        self._steps += 1
+        if self._steps % self._every == 0:
+            mean = self._mean()
+            for rank in self._ranks:
+                rank.take_mean(mean)
+        weight = sum(float(o.weight) for o in outcomes)
+        losses = [o.loss * (float(o.weight) / weight) for o in outcomes if o.loss is not None]
+        loss = torch.stack(losses).sum() if losses else None
+        return Outcome(loss, weight, all(o.finite for o in outcomes), float("nan"))
+
+    def _mean(self) -> torch.Tensor:
+        total = sum(rank.weight for rank in self._ranks)
+        return torch.stack([rank.flat * (rank.weight / total) for rank in self._ranks]).sum(0)
+
+    def regroup(self, group: Group) -> None:
+        """It has no group."""
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[torch.nn.Module]:
+        """The mean of the models."""
+        parts = [r.flat * 1.0 for r in self._ranks]
+        mean = self._mean() if any(r.weight for r in self._ranks) else parts[0]
+        with torch.no_grad():
+            trainable = [p for p in self._model.parameters() if p.requires_grad]
+            sizes = [p.numel() for p in trainable]
+            for p, part in zip(trainable, torch.split(mean, sizes), strict=True):
+                p.copy_(part.view_as(p))
+        yield self._model

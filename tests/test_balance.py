@@ -1,0 +1,120 @@
+"""Shares of the batch that follow the ranks' speeds, and checksums compared over ranks: arithmetic."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dtkit.balance import STEPS, Balancer
+from dtkit.consistency import LEAST_S, SHARE, Watch
+from dtkit.history import ROW
+from dtkit.partition import proportional
+
+
+def rows(samples, seconds, steps=STEPS):
+    found = np.zeros(steps, ROW)
+    found["samples"], found["forward_s"] = samples, seconds
+    return found
+
+
+def landed(balancer, costs, fixed=0.0, batch=64):
+    """One dispatch in which rank r takes costs[r] seconds a sample and `fixed` a step."""
+    counts = proportional(batch, balancer.shares)
+    return balancer.landed([rows(n, n * cost + fixed) for n, cost in zip(counts, costs, strict=True)])
+
+
+def balanced(costs, fixed=0.0, rounds=12):
+    balancer = Balancer([10] * len(costs))
+    for _ in range(rounds):
+        landed(balancer, costs, fixed)
+    return balancer.shares
+
+
+def test_shares_end_in_proportion_to_speed():
+    assert balanced([1.0, 2.0]) == pytest.approx([2 / 3, 1 / 3])
+    assert balanced([1.0, 1.0, 4.0]) == pytest.approx([4 / 9, 4 / 9, 1 / 9])
+
+
+def test_times_are_equal_although_a_step_costs_something_of_its_own():
+    shares = balanced([1.0, 2.0], fixed=8.0)
+    times = [share * 64 * cost + 8.0 for share, cost in zip(shares, [1.0, 2.0], strict=True)]
+    assert times[0] == pytest.approx(times[1], rel=0.06)
+
+
+def test_the_first_dispatch_says_nothing():
+    balancer = Balancer([10, 10])
+    assert not landed(balancer, [1.0, 5.0])
+    assert balancer.shares == (0.5, 0.5)
+    assert landed(balancer, [1.0, 5.0])
+
+
+def test_noise_changes_nothing():
+    balancer = Balancer([10, 10])
+    landed(balancer, [1.0, 1.0])
+    assert not landed(balancer, [1.0, 1.03])
+    assert balancer.shares == (0.5, 0.5)
+
+
+def test_single_delays_do_not_count():
+    balancer = Balancer([10, 10])
+    landed(balancer, [1.0, 1.0])
+    disturbed = rows(32, 32.0, 8)
+    disturbed["forward_s"][::2] *= 10
+    assert not balancer.landed([disturbed, rows(32, 32.0, 8)])
+
+
+def test_shares_begin_as_the_shards_are():
+    assert Balancer([30, 10]).shares == (0.75, 0.25)
+
+
+def test_every_rank_gets_a_sample_while_there_are_enough():
+    assert proportional(10, (0.98, 0.01, 0.01)) == (8, 1, 1)
+    assert proportional(2, (0.98, 0.01, 0.01)) == (1, 1, 0)
+    assert sum(proportional(101, (0.5, 0.3, 0.2))) == 101
+
+
+# -- checksums ------------------------------------------------------------------------------------------------
+
+
+def test_equal_checksums_are_identical_parameters():
+    watch = Watch()
+    assert watch.due(0.0)
+    assert watch.landed(0.0, 5, [7, 7, 7], 0.0)
+    assert watch.found is not None
+    assert (watch.found.step, watch.found.differing, watch.found.since) == (5, (), None)
+    assert not watch.landed(2.0, 9, [8, 8, 8], 0.0)  # no news
+    assert watch.found.step == 9
+
+
+def test_the_rank_that_differs_is_named_since_it_was_seen_first():
+    watch = Watch()
+    watch.landed(0.0, 5, [7, 7, 7], 0.0)
+    assert watch.landed(2.0, 8, [7, 9, 7], 0.0)
+    assert (watch.found.differing, watch.found.since) == ((1,), 8)
+    assert not watch.landed(4.0, 11, [1, 9, 1], 0.0)
+    assert (watch.found.step, watch.found.since) == (11, 8)
+    assert watch.landed(6.0, 13, [1, 1, 1], 0.0)
+    assert (watch.found.differing, watch.found.since) == ((), None)
+
+
+def test_without_a_majority_all_differ():
+    watch = Watch()
+    watch.landed(0.0, 5, [7, 9], 0.0)
+    assert watch.found.differing == (0, 1)
+
+
+def test_costly_checksums_are_asked_for_rarely():
+    watch = Watch()
+    watch.landed(10.0, 5, [7, 7], 0.1)
+    assert not watch.due(10.0 + 0.99 * 0.1 / SHARE)
+    assert watch.due(10.0 + 0.1 / SHARE)
+    cheap = Watch()
+    cheap.landed(10.0, 5, [7, 7], 1e-6)
+    assert not cheap.due(10.0 + 0.99 * LEAST_S)
+
+
+def test_parameters_that_need_not_be_equal_now_are_asked_for_again():
+    watch = Watch()
+    assert not watch.landed(0.0, 5, [None, None], 0.0)
+    assert watch.found is None
+    assert watch.due(0.0)

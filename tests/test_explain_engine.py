@@ -1,0 +1,318 @@
+"""What one rank sees of a step: every number against its definition, in one process and in a group of two."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import multiprocessing
+import pickle
+from concurrent.futures import ProcessPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from dtkit.engine.explain import Microscope, digest
+from dtkit.engine.session import checksum
+from dtkit.explanation import StepExplanation
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LR = 0.1
+
+
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(20, 4, generator=generator, dtype=torch.float64), torch.arange(20) % 3
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def parts(counts: tuple[int, ...]) -> list[np.ndarray]:
+    """Rows of each rank."""
+    return np.split(np.arange(sum(counts)), np.cumsum(counts)[:-1])
+
+
+def summed(local: list[list[torch.Tensor | None]]) -> list[torch.Tensor | None]:
+    """What an all-reduce leaves; None for what no rank used."""
+    columns = [[g for g in column if g is not None] for column in zip(*local, strict=True)]
+    return [sum(column) if column else None for column in columns]  # type: ignore[misc]
+
+
+def look(scope: Microscope, model: nn.Module, rows: np.ndarray, total: int) -> list[torch.Tensor | None]:
+    """The part of the step before the all-reduce; returns what goes into it."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    scope.rows(rows, len(rows))
+    gradients: list[torch.Tensor | None] = [None] * len(parameters)
+    if len(rows):
+        inputs, targets = data()
+        loss = F.cross_entropy(model(inputs[rows]), targets[rows])
+        scope.loss(loss, len(rows), len(rows) / total)
+        gradients = list(torch.autograd.grad(loss * len(rows) / total, parameters, allow_unused=True))
+    else:
+        scope.loss(None, 0, 0)
+    scope.local(gradients)
+    return gradients
+
+
+def finish(scope: Microscope, model: nn.Module, gradients: list[torch.Tensor | None]) -> dict[str, Any]:
+    """The part after it; returns the report."""
+    scope.reduced(gradients)
+    scope.before_update()
+    for p, gradient in zip([p for p in model.parameters() if p.requires_grad], gradients, strict=True):
+        p.grad = gradient
+    torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR).step()
+    scope.after_update(LR)
+    return dict(scope.report())
+
+
+def step(counts: tuple[int, ...], make: Any = net) -> list[dict[str, Any]]:
+    """A step of as many ranks as there are counts, all played by this process."""
+    models = [make() for _ in counts]
+    scopes = [Microscope(model, rank=k, step=5, epoch=2) for k, model in enumerate(models)]
+    local = [look(*each, sum(counts)) for each in zip(scopes, models, parts(counts), strict=True)]
+    total = summed(local)
+    return [
+        finish(scope, model, [None if g is None else g.clone() for g in total])
+        for scope, model in zip(scopes, models, strict=True)
+    ]
+
+
+def gradient(rows: np.ndarray) -> list[torch.Tensor]:
+    """Of the mean loss of these rows, in one process."""
+    model, (inputs, targets) = net(), data()
+    return list(torch.autograd.grad(F.cross_entropy(model(inputs[rows]), targets[rows]), list(model.parameters())))
+
+
+def check(reports: list[dict[str, Any]], counts: tuple[int, ...]) -> None:
+    """Every number of the reports against one process."""
+    whole, total = gradient(np.arange(sum(counts))), sum(counts)
+    after = net()
+    with torch.no_grad():
+        for p, g in zip(after.parameters(), whole, strict=True):
+            p.sub_(LR * g)
+    for report, rows in zip(reports, parts(counts), strict=True):
+        own = gradient(rows) if len(rows) else [None] * len(whole)
+        assert report["rows"].tolist() == rows.tolist()
+        assert report["rows"].dtype == np.int64
+        assert (report["samples"], report["weight"]) == (len(rows), len(rows))
+        assert report["share"] == pytest.approx(len(rows) / total)
+        assert report["before"] == checksum(net())
+        for tensor, g, mean, p in zip(report["tensors"], own, whole, after.parameters(), strict=True):
+            close(tensor["reduced"], mean.norm())
+            close(tensor["update"], LR * mean.norm())
+            close(tensor["value"], p.detach().norm())
+            if g is None:
+                assert tensor["own"] is tensor["contribution"] is tensor["cosine"] is None
+            else:
+                close(tensor["own"], g.norm())
+                close(tensor["contribution"], g.norm() * len(rows) / total)
+                close(tensor["cosine"], F.cosine_similarity(g.reshape(1, -1), mean.reshape(1, -1))[0])
+
+
+def close(found: float, expected: Any) -> None:
+    assert found == pytest.approx(float(expected), abs=1e-12)
+
+
+@pytest.mark.parametrize("counts", [(20,), (12, 8), (7, 5, 0), (0, 20)])
+def test_every_number_is_what_one_process_finds(counts):
+    reports = step(counts)
+    check(reports, counts)
+    told = StepExplanation.from_reports(reports)
+    inputs, targets = data()
+    close(told.loss, F.cross_entropy(net()(inputs[: sum(counts)]), targets[: sum(counts)]).detach())
+    assert told.identical
+    assert (told.step, told.epoch, told.lr, told.clip) == (5, 2, LR, None)
+    close(told.total.reduced[0], math.hypot(*(float(g.norm()) for g in gradient(np.arange(sum(counts))))))
+
+
+def in_group(rank: int, store: str, counts: tuple[int, ...]) -> dict[str, Any]:
+    """One rank of a real group; the all-reduce is in place, on the very tensors that the microscope was shown."""
+    from dtkit.engine.comm import Group, loopback
+    from dtkit.records import GroupSpec
+
+    torch.set_num_threads(1)
+    group = Group(GroupSpec(rank, len(counts), 0, "gloo", "cpu", store, loopback(), 1, 60.0))
+    try:
+        model = net()
+        scope = Microscope(model, rank=rank, step=5, epoch=2)
+        local = look(scope, model, parts(counts)[rank], sum(counts))
+        sums = [torch.zeros_like(p) if g is None else g for p, g in zip(model.parameters(), local, strict=True)]
+        for tensor in sums:
+            group.all_reduce(tensor)
+        return finish(scope, model, sums)
+    finally:
+        group.close()
+
+
+def test_a_real_group_of_two(tmp_path: Path):
+    counts = (11, 6)
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+        calls = [pool.submit(in_group, rank, str(tmp_path / "store"), counts) for rank in range(2)]
+        reports = [call.result(120) for call in calls]
+    check(reports, counts)
+    told = StepExplanation.from_reports(reports)
+    assert told.identical
+    assert all(layer.identical and len(set(layer.reduced)) == 1 for layer in told.layers)
+
+
+def test_a_report_is_plain_data():
+    report = step((3, 2))[0]
+    found = pickle.dumps(report)
+    assert b"torch" not in found
+    values = itertools.chain(report.values(), *(tensor.values() for tensor in report["tensors"]))
+    assert {type(value) for value in values} <= {int, float, str, tuple, list, np.ndarray, type(None)}
+
+
+# -- checksums -------------------------------------------------------------------------------------------------------
+
+
+def test_without_buffers_the_checksum_is_that_of_a_session():
+    tied = net()
+    tied.add_module("again", tied[0])
+    empty = net()
+    empty.nothing = nn.Parameter(torch.empty(0, 3))
+    for model in (net(), tied, net().bfloat16(), empty):
+        assert Microscope(model, rank=0, step=0, epoch=0).report()["before"] == checksum(model)
+    assert digest(net().state_dict().items()) == checksum(net())
+
+
+def test_batch_statistics_are_no_difference_of_parameters():
+    def normed() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double()
+
+    first, second = step((8, 12), normed)
+    assert first["after"] == second["after"] != first["before"]
+    assert first["buffers"] != second["buffers"]
+    assert "Buffers (batch statistics) differ between ranks" in repr(StepExplanation.from_reports([first, second]))
+
+
+def test_a_rank_that_strays_is_seen():
+    reports = []
+    for rank, by in enumerate((0.0, 1e-15)):
+        model = net()
+        scope = Microscope(model, rank=rank, step=5, epoch=2)
+        look(scope, model, np.arange(20), 20)
+        with torch.no_grad():
+            model[2].bias[0] *= 1 + by
+        reports.append(finish(scope, model, gradient(np.arange(20))))
+    told = StepExplanation.from_reports(reports)
+    assert not told.identical
+    assert [layer.name for layer in told.layers if not layer.identical] == ["2.bias"]
+
+
+# -- odd tensors -----------------------------------------------------------------------------------------------------
+
+
+def test_frozen_parameters_have_no_record_but_count_in_the_checksum():
+    def frozen() -> nn.Module:
+        model = net()
+        model[0].requires_grad_(False)
+        return model
+
+    report = step((4, 4), frozen)[0]
+    assert [tensor["name"] for tensor in report["tensors"]] == ["2.weight", "2.bias"]
+    assert report["before"] == checksum(net())
+
+
+class Spare(nn.Module):
+    """Uses its second layer only for many samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.used, self.spare, self.never = (nn.Linear(4, 3).double() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x) + (self.spare(x) if len(x) > 5 else 0)
+
+
+def test_what_a_rank_does_not_use_is_none_and_not_zero():
+    few, many = ({t["name"]: t for t in report["tensors"]} for report in step((4, 8), Spare))
+    assert few["spare.weight"]["own"] is few["spare.weight"]["cosine"] is None
+    assert few["spare.weight"]["reduced"] == many["spare.weight"]["contribution"]
+    close(many["spare.weight"]["cosine"], 1)
+    for tensors in (few, many):
+        assert tensors["never.bias"]["own"] is tensors["never.bias"]["reduced"] is None
+        assert tensors["never.bias"]["update"] == 0
+
+
+@pytest.mark.parametrize("kind", ["sparse", "complex", "bf16", "scalar"])
+def test_gradients_of_every_kind_have_norms(kind):
+    model = nn.Embedding(5, 2, sparse=True) if kind == "sparse" else nn.Module()
+    if kind != "sparse":
+        value = {"complex": torch.tensor([3 + 4j, 1j]), "bf16": torch.full((4,), 2.0).bfloat16()}
+        model.p = nn.Parameter(value.get(kind, torch.tensor(5.0)))
+    (p,) = model.parameters()
+    loss = model(torch.tensor([1, 1, 3])).sum() if kind == "sparse" else (p.abs() ** 2).sum()
+    (found,) = torch.autograd.grad(loss / 2, [p])
+    dense = found.to_dense() if kind == "sparse" else found
+    scope = Microscope(model, rank=0, step=0, epoch=0)
+    scope.loss(loss, 3, 0.5)
+    scope.local([found])
+    scope.reduced([dense])
+    (tensor,) = scope.report()["tensors"]
+    expected = math.sqrt(float((dense.abs().double() ** 2).sum()))
+    assert expected > 0
+    assert tensor["reduced"] == tensor["contribution"] == pytest.approx(expected)
+    assert tensor["own"] == pytest.approx(2 * expected)
+    close(tensor["cosine"], 1)
+
+
+def test_samples_without_weight_have_a_loss_but_no_own_gradient():
+    model = net()
+    scope = Microscope(model, rank=0, step=0, epoch=0)
+    scope.rows(np.arange(3, dtype=np.int32), 3)
+    scope.loss(torch.tensor(2.0), 0.0, 0.0)
+    scope.local([torch.zeros_like(p) for p in model.parameters()])
+    scope.reduced([torch.ones_like(p) for p in model.parameters()])
+    report = scope.report()
+    assert (report["loss"], report["share"]) == (2.0, 0.0)
+    assert [(t["own"], t["contribution"], t["cosine"]) for t in report["tensors"]] == [(None, 0.0, None)] * 4
+
+
+def test_gradients_that_are_not_finite_are_told_and_no_update_is_made_up():
+    model = net()
+    scope = Microscope(model, rank=0, step=0, epoch=0)
+    look(scope, model, np.arange(4), 4)
+    scope.reduced([torch.full_like(p, math.nan) for p in model.parameters()])
+    scope.before_update()
+    report = scope.report()
+    assert report["after"] is report["lr"] is None
+    assert all(
+        math.isnan(t["reduced"]) and t["cosine"] is t["update"] is t["checksum"] is None for t in report["tensors"]
+    )
+    told = StepExplanation.from_reports([report])
+    assert not told.updated
+    assert "3. No update: the gradients are not finite." in repr(told)
+
+
+def test_a_stream_has_no_row_numbers_and_a_limit_is_told():
+    scope = Microscope(net(), rank=0, step=0, epoch=0)
+    scope.rows(None, 7)
+    scope.clipped(0.25)
+    report = scope.report()
+    assert (report["rows"], report["samples"], report["clip"]) == (None, 7, 0.25)
+
+
+def test_the_microscope_leaves_training_alone():
+    model = net()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    scope = Microscope(model, rank=0, step=0, epoch=0)
+    found = look(scope, model, np.arange(4), 4)
+    kept = [g.clone() for g in found]
+    scope.reduced(found)
+    scope.before_update()
+    scope.after_update(LR)
+    assert all(torch.equal(a, b) for a, b in zip(found, kept, strict=True))
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert [t["update"] for t in scope.report()["tensors"]] == [0.0] * 4

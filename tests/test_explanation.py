@@ -1,0 +1,378 @@
+"""A step taken apart, as data, text, HTML and a picture: from reports that are written down here."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dtkit.dashboard import figures, step_text
+from dtkit.explanation import StepExplanation, largest
+
+RANKS = [  # rank, rows, loss
+    (0, [3, 18, 0], 1.0),
+    (1, list(range(4, 9)), 2.0),
+    (2, [], None),
+]
+
+
+def tensor(name: str, own: float | None, **also: Any) -> dict[str, Any]:
+    """A tensor's report; the reduced gradient is 0.3 and, as everywhere here, at a cosine of 0.5 to the own one."""
+    there = own is not None
+    told = {
+        "kind": "parameter",
+        "name": name,
+        "shape": (8, 4),
+        "own": own,
+        "contribution": own / 2 if there else None,
+        "reduced": 0.3,
+        "cosine": 0.5 if there else None,
+        "update": 0.03,
+        "value": 1.5,
+        "checksum": "0123456789ab",
+    }
+    return told | also
+
+
+def report(rank: int, rows: Any, loss: float | None, total: int, names: tuple[str, ...]) -> dict[str, Any]:
+    count = len(rows)
+    return {
+        "model": "Net",
+        "rank": rank,
+        "step": 7,
+        "epoch": 1,
+        "rows": np.array(rows, np.int64),
+        "samples": count,
+        "loss": loss,
+        "weight": float(count),
+        "share": count / total,
+        "clip": None,
+        "lr": 0.1,
+        "before": "aaaaaaaaaaaa",
+        "after": "bbbbbbbbbbbb",
+        "buffers": None,
+        "tensors": [tensor(name, None if loss is None else 0.4 + rank / 10) for name in names],
+    }
+
+
+def reports(ranks: Any = RANKS, names: tuple[str, ...] = ("0.weight", "0.bias"), **also: Any) -> list[dict[str, Any]]:
+    total = sum(len(rows) for _, rows, _ in ranks)
+    return [report(*each, total, names) | also for each in ranks]
+
+
+def told(*args: Any, **also: Any) -> StepExplanation:
+    return StepExplanation.from_reports(reports(*args, **also))
+
+
+def many(ranks: int, rows: int = 4) -> list[tuple[int, list[int], float]]:
+    return [(k, list(range(k, ranks * rows, ranks)), 1.0 + k / ranks) for k in range(ranks)]
+
+
+# -- data ------------------------------------------------------------------------------------------------------------
+
+
+def test_records_by_rank_and_by_layer():
+    step = StepExplanation.from_reports(reports()[::-1])
+    assert (step.model, step.step, step.epoch, step.samples, step.weight, step.lr) == ("Net", 7, 1, 8, 8, 0.1)
+    assert [(r.rank, r.samples, r.loss, r.share) for r in step.ranks] == [
+        (0, 3, 1, 0.375),
+        (1, 5, 2, 0.625),
+        (2, 0, None, 0),
+    ]
+    assert [layer.name for layer in step.layers] == ["0.weight", "0.bias"]
+    assert step.layers[0].own == (0.4, 0.5, None)
+    assert step.layers[0].checksums == ("0123456789ab",) * 3
+    assert step.loss == 1.0 * 3 / 8 + 2.0 * 5 / 8
+    assert step.identical
+    assert step.updated
+
+
+def test_all_layers_together_have_the_norm_of_the_whole_gradient():
+    total = told().total
+    assert total.tensors == 2
+    assert total.own == (pytest.approx(math.hypot(0.4, 0.4)), pytest.approx(math.hypot(0.5, 0.5)), None)
+    assert total.reduced == (pytest.approx(math.hypot(0.3, 0.3)),) * 3
+    assert total.cosine == (pytest.approx(0.5), pytest.approx(0.5), None)
+
+
+def test_the_cosine_of_a_group_is_that_of_its_vectors():
+    """Own (3, 0 | 0, 4) against reduced (1, 1 | 1, -1), written as two layers."""
+    layers = [
+        tensor("a", 3.0, reduced=math.sqrt(2), cosine=1 / math.sqrt(2)),
+        tensor("b", 4.0, reduced=math.sqrt(2), cosine=-1 / math.sqrt(2)),
+    ]
+    step = told(RANKS[:1], tensors=layers)
+    assert step.total.cosine == (pytest.approx(-1 / (5 * 2)),)
+
+
+def test_what_differs_is_named():
+    stray = reports()
+    stray[1]["after"] = "cccccccccccc"
+    stray[1]["tensors"][1]["checksum"] = "dddddddddddd"
+    step = StepExplanation.from_reports(stray)
+    assert not step.identical
+    assert [layer.identical for layer in step.layers] == [True, False]
+    assert "The ranks hold DIFFERENT parameters, in 0.bias." in repr(step)
+    assert "DIFFERS" in repr(step)
+
+
+def test_without_any_sample_the_loss_is_not_a_number():
+    step = StepExplanation.from_reports([report(0, [], None, 1, ("w",))])
+    assert math.isnan(step.loss)
+    assert "no rank had a sample in this step" in repr(step)
+
+
+def test_a_table_for_pandas():
+    frame = told().to_pandas()
+    assert len(frame) == 2 * 3
+    assert frame.groupby("rank").own.sum().tolist() == [pytest.approx(0.8), pytest.approx(1.0), 0]
+    first = frame.drop_duplicates("rank")
+    assert (first.share * first.loss).sum() == pytest.approx(told().loss)
+    assert frame.own.dtype == float
+
+
+@pytest.mark.parametrize(
+    ("limit", "names"),
+    [
+        (6, ["a.0.w", "a.0.b", "a.1.w", "b.0.w", "b.0.b", "c"]),
+        (5, ["a.0", "a.1.w", "b.0", "c"]),
+        (4, ["a.0", "a.1.w", "b.0", "c"]),
+        (3, ["a", "b", "c"]),
+        (2, ["b", "2 others"]),
+        (1, ["3 others"]),
+    ],
+)
+def test_layers_are_grouped_by_module_as_finely_as_fits(limit, names):
+    step = told(RANKS[:1], ("a.0.w", "a.0.b", "a.1.w", "b.0.w", "b.0.b", "c"))
+    big = [dataclasses.replace(layer, reduced=(9.0,)) if layer.name == "b.0.w" else layer for layer in step.layers]
+    found = dataclasses.replace(step, layers=tuple(big)).grouped(limit)
+    assert [record.name for record in found] == names
+    assert sum(record.tensors for record in found) == 6
+    assert math.hypot(*(record.reduced[0] for record in found)) == pytest.approx(math.hypot(9, *[0.3] * 5))
+
+
+def test_no_records_are_no_view():
+    with pytest.raises(ValueError, match="limit=0; it is the number of records to show, from 1 up"):
+        told().grouped(0)
+
+
+def test_the_largest_value_that_is_there():
+    assert largest([None, 1.0, 3.0]) == 3
+    assert largest([None]) is None
+
+
+# -- text ------------------------------------------------------------------------------------------------------------
+
+TIMES = "\N{MULTIPLICATION SIGN}"
+TEXT = """\
+Step 7 of Net on 3 ranks, epoch 2: 8 samples
+
+1. Each rank takes rows of its own and computes the mean loss over them.
+
+   rank  samples   loss  weight in the mean  rows
+      0        3  1.000        3/8 = 0.3750  3, 18, 0
+      1        5  2.000        5/8 = 0.6250  4 to 8
+      2        0      —                   0  no sample in this step
+
+   loss of the step = 3/8 * 1.000 + 5/8 * 2.000 = 1.625
+
+2. Each rank computes the gradient of its own loss. The all-reduce adds these up, each times its
+   weight, and leaves the sum on every rank. Norms:
+
+   layer                shape      rank 0  rank 1  rank 2  all-reduced  cosine   update  checksum after
+   0.weight             8*4        0.4000  0.5000       —       0.3000    0.50  0.03000  0123456789ab
+   0.bias               8*4        0.4000  0.5000       —       0.3000    0.50  0.03000  0123456789ab
+   all layers           2 tensors  0.5657  0.7071       —       0.4243    0.50  0.04243  identical
+   cosine with the sum               0.50    0.50       —
+
+   The cosine says how far a rank's own gradient points the way of the sum: 1 the same way, 0 across
+   it, -1 the opposite way. Where ranks disagree, parts cancel and the sum is shorter than the
+   gradients it is made of.
+
+3. Every rank takes the same update (learning rate 0.1). Checksums of all parameters:
+
+   rank  before        after
+      0  aaaaaaaaaaaa  bbbbbbbbbbbb
+      1  aaaaaaaaaaaa  bbbbbbbbbbbb
+      2  aaaaaaaaaaaa  bbbbbbbbbbbb
+
+   All 3 ranks hold identical parameters, bit by bit."""
+
+
+def test_the_text_needs_no_manual():
+    assert repr(told()) == TEXT.replace("*", TIMES)
+
+
+def test_clipping_is_told():
+    over, within = repr(told(clip=0.1853)), repr(told(clip=1.0))
+    assert "Clipping: the norm over all layers, 0.4243, is over the limit: all is multiplied by 0.1853." in over
+    assert "Clipping: the norm over all layers is within the limit" in within
+    assert "Clipping" not in repr(told())
+
+
+def test_weights_that_are_no_whole_numbers():
+    step = told(RANKS[:2], weight=2.5, share=0.5)
+    assert f"loss of the step = 0.5000 {TIMES} 1.000 + 0.5000 {TIMES} 2.000 = 1.500" in repr(step)
+
+
+def test_no_update_is_no_update():
+    text = repr(told(after=None, lr=None, clip=1.0))
+    assert "3. No update: the gradients are not finite." in text
+    assert "Every rank takes" not in text
+    assert "Clipping" not in text
+
+
+def test_one_rank_has_nobody_to_compare_with():
+    text = repr(told(RANKS[:1]))
+    assert "on 1 rank, epoch 2: 3 samples" in text
+    assert "One rank: there is nothing to compare." in text
+
+
+def test_rows_of_a_stream_and_many_rows():
+    rows = [row * 3 for row in range(50)]
+    assert "0, 3, 6, 9, 12, 15, 18, 21, …\n" in repr(told([(0, rows, 1.0)]))
+    assert "of a stream, without numbers" in repr(told(RANKS[:1], rows=None))
+
+
+def test_many_ranks_fit_the_page():
+    text = repr(told(many(40)))
+    assert "and 24 more ranks" in text
+    assert "smallest own  largest own" in text
+    assert f" + … + 4/160 {TIMES} 1.975 = " in text
+    assert max(map(len, text.splitlines())) < 120
+
+
+def test_long_and_wild_names_are_tamed():
+    text = repr(told(RANKS[:1], ("encoder." * 9 + "weight", "a\nb\x1b[31m"), model="N" * 400))
+    assert "…" + ("encoder." * 9 + "weight")[-43:] in text
+    assert "a b [31m" in text
+    assert "\x1b" not in text
+    assert max(map(len, text.splitlines())) < 130
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "—"),
+        (0.0, "0"),
+        (math.nan, "NaN"),
+        (math.inf, "inf"),
+        (12345.6, "1.235e+04"),
+        (1234.4, "1234"),
+        (0.5, "0.5000"),
+    ],
+)
+def test_numbers_have_four_digits(value, text):
+    assert step_text.number(value) == text
+
+
+# -- HTML ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_tells_what_the_text_tells():
+    page = told()._repr_html_()
+    assert 'src="data:image/png;base64,' in page
+    for words in ("no sample in this step", "3/8 = 0.3750", "0123456789ab", "identical parameters, bit by bit"):
+        assert words in page
+    assert page.count("<table>") == page.count("</table>") == 3
+    assert page.count("<tr>") == (1 + 3) + (1 + 4) + (1 + 3)
+
+
+def test_names_cannot_inject_html():
+    page = told(RANKS[:1], ("<script>alert(1)</script>",), model="<b>Net")._repr_html_()
+    assert "<script" not in page
+    assert "<b>Net" not in page
+    assert "&lt;script&gt;" in page
+
+
+# -- the picture -----------------------------------------------------------------------------------------------------
+
+
+def test_the_picture_has_rows_losses_and_gradients():
+    figure = told().figure()
+    rows, losses, gradients, columns = figure.axes
+    assert [len(lines.get_segments()) for lines in rows.collections] == [3, 5]
+    assert [text.get_text() for text in rows.texts] == ["no sample in this step"]
+    areas = sum(bar.get_width() * bar.get_height() for bar in losses.patches)
+    assert areas == pytest.approx(told().loss)
+    assert losses.get_lines()[0].get_ydata()[0] == pytest.approx(told().loss)
+    bars = {group[0].get_gid(): [bar.get_width() for bar in group] for group in gradients.containers}
+    assert bars == {"rank 0": [0.4, 0.4], "rank 1": [0.5, 0.5], "rank 2": [0, 0], "all-reduced": [0.3, 0.3]}
+    assert [label.get_text() for label in gradients.get_yticklabels()] == ["0.weight", "0.bias"]
+    assert "0123456789ab" in [text.get_text() for text in columns.texts]
+    line = figure.get_supxlabel()
+    assert line == "Parameters aaaaaaaaaaaa → bbbbbbbbbbbb. All 3 ranks hold identical parameters, bit by bit."
+
+
+def test_the_picture_says_when_ranks_differ():
+    stray = reports()
+    stray[2]["after"] = "cccccccccccc"
+    stray[2]["tensors"][0] |= {"update": 0.04, "checksum": "cccccccccccc"}
+    figure = StepExplanation.from_reports(stray).figure()
+    marked = [text.get_text() for text in figure.axes[3].texts if text.get_color() == figures.COLOURS[5]]
+    assert marked == ["ranks differ", "DIFFERS"]
+    assert figure.get_supxlabel() == "The ranks hold DIFFERENT parameters, in 0.weight."
+
+
+@pytest.mark.parametrize("ranks", [9, 40])
+def test_many_ranks_are_one_bar_from_the_smallest_to_the_largest(ranks):
+    figure = told(many(ranks)).figure()
+    spread, reduced = figure.axes[2].containers
+    largest_own = 0.4 + (ranks - 1) / 10
+    assert [(bar.get_x(), bar.get_x() + bar.get_width()) for bar in spread] == [(0.4, pytest.approx(largest_own))] * 2
+    assert reduced[0].get_gid() == "all-reduced"
+    assert figure.get_figheight() < 12
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_twenty_layers_of_eight_ranks_stay_on_a_page(ranks):
+    figure = told(many(ranks), tuple(f"{k}.weight" for k in range(60))).figure()
+    assert len(figure.axes[2].get_yticks()) <= 20
+    assert figure.get_figheight() < 12
+
+
+def test_gradients_of_very_different_sizes_get_a_logarithmic_axis():
+    small = [tensor("a", 1e-5, reduced=1e-5), tensor("b", 1.0)]
+    assert told(RANKS[:2], tensors=small).figure().axes[2].get_xscale() == "log"
+    assert told().figure().axes[2].get_xscale() == "linear"
+
+
+STRANGE = {
+    "not a number": {"loss": math.nan, "after": None, "lr": None},
+    "infinite": {"loss": math.inf},
+    "below zero": {"loss": -3.0},
+    "zero": {"loss": 0.0},
+    "a stream": {"rows": None},
+    "nothing reduced": {"tensors": [tensor("w", None, reduced=None, update=0.0)]},
+    "no gradient at all": {"tensors": [tensor("w", 0.0, reduced=0.0, cosine=None, update=0.0)]},
+    "gradients not finite": {"tensors": [tensor("w", math.inf, reduced=math.nan, cosine=None, update=None)]},
+    "a huge gradient": {"tensors": [tensor("w", 1e300, reduced=1e300), tensor("v", 1e300, reduced=1e300)]},
+    "mathematics": {"model": "$Net_0$", "tensors": [tensor("$a_0", 1.0)]},
+    "far rows": {"rows": np.array([0, 10**12])},
+}
+
+
+@pytest.mark.parametrize("name", STRANGE)
+def test_strange_steps_are_shown_without_a_warning(name):
+    step = told(RANKS[:2], **STRANGE[name])
+    assert figures.png(step.figure()).startswith(b"\x89PNG")
+    assert repr(step).startswith("Step 7 of ")
+
+
+def test_reading_needs_neither_torch_nor_matplotlib_and_drawing_no_pyplot():
+    code = (
+        "import sys; from tests.test_explanation import told\n"
+        "assert 'torch' not in sys.modules\n"
+        "told().figure(); assert 'matplotlib.pyplot' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    code = (
+        "import sys, dtkit.explanation, dtkit.dashboard.step_text\n"
+        "assert not {'torch', 'matplotlib'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

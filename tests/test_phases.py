@@ -1,0 +1,120 @@
+"""Where a step's time goes, and what of it was waiting for others: arithmetic on marks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dtkit import waiting
+from dtkit.engine.phases import Phases, blocked, durations
+from dtkit.engine.probe import Clock
+
+
+class Ticking(Clock):
+    """A clock that shows the given times, one a mark."""
+
+    def __init__(self, times):
+        self._times = iter(times)
+
+    def mark(self):
+        return next(self._times)
+
+
+def steps(*marked):
+    """Phases of one step each, from (phase, time) pairs and the end."""
+    phases = Phases(Ticking([time for step in marked for _, time in step]))
+    found = []
+    for step in marked:
+        for phase, _ in step[:-1]:
+            phases.enter(phase)
+        found.append(phases.finish())
+    return found
+
+
+STEP = [("data", 0), ("forward", 1), ("backward", 3), ("sync", 7), ("update", 12), ("end", 13)]
+
+
+def test_phases_add_up_to_the_step():
+    [marks] = steps(STEP)
+    found = durations(marks, Clock())
+    assert found == {"data": 1, "forward": 2, "backward": 4, "sync": 5, "update": 1, "step": 13}
+
+
+def test_a_phase_that_comes_again_is_added():
+    [marks] = steps([("forward", 0), ("backward", 1), ("forward", 3), ("backward", 6), ("end", 10)])
+    found = durations(marks, Clock())
+    assert found["forward"] == 1 + 3
+    assert found["backward"] == 2 + 4
+
+
+def test_a_failed_step_leaves_no_mark_in_the_next():
+    phases = Phases(Ticking([0, 1, 2]))
+    phases.enter("forward")
+    phases.abandon()
+    phases.enter("data")
+    assert [phase for phase, _ in phases.finish()] == ["data", "end"]
+
+
+def test_times_of_blocking_are_kept_and_padded():
+    twice = [("sync", 1), ("backward", 2), ("sync", 5), ("update", 6), ("end", 7)]
+    found = blocked(steps(STEP, twice), Clock())
+    assert found.shape == (2, 2, 2)
+    assert found[0, 0].tolist() == [7, 12]
+    assert np.isnan(found[0, 1]).all()
+    assert found[1].tolist() == [[1, 2], [5, 6]]
+
+
+def test_no_collective_at_all():
+    [marks] = steps([("forward", 0), ("end", 1)])
+    assert blocked([marks], Clock()).shape == (1, 0, 2)
+
+
+def test_a_slowed_rank_sleeps_in_proportion_to_its_computing(monkeypatch):
+    slept = []
+    monkeypatch.setattr("dtkit.engine.phases.time.sleep", slept.append)
+    phases = Phases(Ticking(range(100)))
+    phases.slowness = 3.0
+    for phase in ("data", "forward", "backward", "sync", "update"):
+        phases.enter(phase)
+    phases.finish()
+    assert slept == [2.0, 2.0]  # one tick of forward and one of backward, twice again; nothing for the rest
+
+
+def of_rank(*spans):
+    """One rank's blocked times: one collective a step."""
+    return np.array(spans, float).reshape(len(spans), 1, 2)
+
+
+def test_the_last_to_come_waits_for_nobody():
+    waits, transfers = waiting.split([of_rank((0.0, 5.0)), of_rank((3.0, 5.0)), of_rank((2.0, 5.5))])
+    assert waits[:, 0].tolist() == [3.0, 0.0, 1.0]
+    assert transfers[:, 0].tolist() == [2.0, 2.0, 2.5]
+
+
+def test_a_rank_that_was_let_go_before_the_last_came_waited_no_longer():
+    """As in a tree: its part of the collective was over."""
+    waits, transfers = waiting.split([of_rank((0.0, 2.0)), of_rank((3.0, 5.0))])
+    assert waits[:, 0].tolist() == [2.0, 0.0]
+    assert transfers[:, 0].tolist() == [0.0, 2.0]
+
+
+def test_clocks_of_several_hosts_are_put_right():
+    ahead = of_rank((103.0, 105.0))
+    waits, transfers = waiting.split([of_rank((0.0, 5.0)), ahead], offsets=[0.0, 100.0])
+    assert waits[:, 0].tolist() == [3.0, 0.0]
+    assert transfers[:, 0].tolist() == [2.0, 2.0]
+
+
+def test_several_collectives_in_a_step_and_steps_with_fewer():
+    one = np.array([[[0, 2], [4, 6]], [[0, 1], [np.nan, np.nan]]], float)
+    other = np.array([[[1, 2], [3, 6]], [[0.5, 1], [np.nan, np.nan]]], float)
+    waits, transfers = waiting.split([one, other])
+    assert waits.tolist() == [[1, 0.5], [1, 0]]
+    assert transfers.tolist() == [[3, 0.5], [3, 0.5]]
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_ranks_that_never_met(steps):
+    waits, transfers = waiting.split([np.empty((steps, 0, 2))] * 2)
+    assert waits.shape == transfers.shape == (2, steps)
+    assert not waits.any()

@@ -1,0 +1,115 @@
+"""Learning rates: set by hand, by any torch scheduler, and both together."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch.optim import SGD, lr_scheduler
+
+from dtkit.engine.schedule import Rates
+from dtkit.strategies.base import Program
+
+
+def rates(scheduler=None, every="step", *, lr=0.1, has_valid=False, groups=1):
+    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(groups)]
+    optimizer = SGD([{"params": [p], "lr": lr / 10**k} for k, p in enumerate(parameters)])
+    program = Program(None, SGD, None, scheduler, every, has_valid)
+    return Rates(program, optimizer), optimizer
+
+
+def outcome(loss=1.0, weight=1.0):
+    return SimpleNamespace(loss=None if loss is None else torch.tensor(loss), weight=weight)
+
+
+def run(found, optimizer, updates, per_epoch=4, loss=1.0):
+    """The learning rate of each of so many updates."""
+    seen = []
+    for k in range(updates):
+        seen.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        found.after(outcome(loss), k + 1, per_epoch, None)
+    return seen
+
+
+def reference(make, updates, lr=0.1):
+    optimizer = SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
+    scheduler = make(optimizer)
+    seen = []
+    for _ in range(updates):
+        seen.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return seen
+
+
+SCHEDULES = {
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 3, gamma=0.5),
+    "Cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=10),
+    "Exponential": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
+    "OneCycle": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=20),
+    "Lambda": lambda o: lr_scheduler.LambdaLR(o, lambda k: 1 / (1 + k)),
+    "Sequential": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.1, total_iters=4), lr_scheduler.CosineAnnealingLR(o, T_max=10)], milestones=[4]
+    ),
+    "Restarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, T_0=5),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_any_scheduler_is_stepped_after_every_update(name):
+    found, optimizer = rates(SCHEDULES[name])
+    assert run(found, optimizer, 12) == reference(SCHEDULES[name], 12)
+
+
+def test_or_after_every_epoch():
+    found, optimizer = rates(lambda o: lr_scheduler.ExponentialLR(o, 0.5), "epoch")
+    assert run(found, optimizer, 9) == pytest.approx([0.1] * 4 + [0.05] * 4 + [0.025])
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_rate_set_by_hand_scales_the_whole_schedule(name):
+    found, optimizer = rates(SCHEDULES[name])
+    run(found, optimizer, 5)
+    now = optimizer.param_groups[0]["lr"]
+    found.set(2 * now)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(2 * now)
+    rest = run(found, optimizer, 7)
+    assert rest == pytest.approx((2 * np.array(reference(SCHEDULES[name], 12)[5:])).tolist(), rel=1e-6, abs=1e-9)
+
+
+def test_groups_keep_their_proportion_under_a_schedule():
+    found, optimizer = rates(SCHEDULES["Cosine"], groups=2)
+    run(found, optimizer, 3)
+    found.set(0.5)
+    run(found, optimizer, 3)
+    first, second = (group["lr"] for group in optimizer.param_groups)
+    assert second == pytest.approx(first / 10)
+
+
+def plateau(optimizer):
+    return lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0)
+
+
+def test_a_plateau_is_seen_in_the_epoch_s_training_loss():
+    found, optimizer = rates(plateau)
+    assert run(found, optimizer, 12) == [0.1] * 8 + [0.05] * 4  # the second epoch is no better than the first
+
+
+def test_or_in_the_held_out_loss():
+    found, optimizer = rates(plateau, has_valid=True)
+    assert run(found, optimizer, 12) == [0.1] * 12
+    found.evaluated(3.0, 2.0, None)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    found.evaluated(4.0, 2.0, None)
+    assert optimizer.param_groups[0]["lr"] == 0.05
+
+
+def test_what_is_no_scheduler():
+    with pytest.raises(TypeError, match="scheduler\\(optimizer\\) returned int; it must return a torch scheduler"):
+        rates(lambda o: 3)
+    other = SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    with pytest.raises(ValueError, match="holds another optimiser than the one that the function was given"):
+        rates(lambda _: lr_scheduler.StepLR(other, 3))

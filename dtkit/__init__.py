@@ -25,9 +25,10 @@ if TYPE_CHECKING:
         RunError,
         VersionMismatch,
     )
+    from dtkit.explanation import StepExplanation
     from dtkit.history import History
     from dtkit.partition import Partition
-    from dtkit.records import NodeInfo, RunSpec, State, Status, StepRecord
+    from dtkit.records import Consistency, NodeInfo, RunSpec, State, Status, StepRecord
     from dtkit.run import Run
     from dtkit.strategies.averaging import OuterSGD, ParameterAveraging
     from dtkit.strategies.data_parallel import DataParallel
@@ -40,6 +41,7 @@ _HOMES = {
     "Cluster": "cluster",
     "ClusterClosed": "errors",
     "ClusterError": "errors",
+    "Consistency": "records",
     "DataParallel": "strategies.data_parallel",
     "DtkitError": "errors",
     "EarlyStopping": "callbacks",
@@ -57,6 +59,7 @@ _HOMES = {
     "RunSpec": "records",
     "State": "records",
     "Status": "records",
+    "StepExplanation": "explanation",
     "StepRecord": "records",
     "VersionMismatch": "errors",
     "attach": "cluster",
@@ -69,6 +72,7 @@ __all__ = [  # noqa: PLE0604, RUF100 - the names resolve by __getattr__
     "Cluster",
     "ClusterClosed",
     "ClusterError",
+    "Consistency",
     "DataParallel",
     "DtkitError",
     "EarlyStopping",
@@ -86,6 +90,7 @@ __all__ = [  # noqa: PLE0604, RUF100 - the names resolve by __getattr__
     "RunSpec",
     "State",
     "Status",
+    "StepExplanation",
     "StepRecord",
     "VersionMismatch",
     "attach",

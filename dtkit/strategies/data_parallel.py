@@ -3,7 +3,8 @@
 torch's DDP does the work (Li et al., VLDB 2020): it packs gradients into buckets and starts to reduce each one while
 backward still makes the next. Its hook is ours, for three reasons: gradients are summed and not averaged (ranks scale
 their losses by samples beforehand, see :mod:`dtkit.strategies.replica`), they can be compressed, and the launch of the
-last bucket is where computing ends and blocking begins.
+last bucket is where computing ends and blocking begins. What is wrapped is the model together with its loss, so that a
+user's own step function is handed the model itself, with all of its attributes.
 
 A rank without a sample runs no user code in that step: an empty forward gives NaN, and skipping backward there would
 break DDP's reducer. Every rank knows all counts beforehand, so in such a step all ranks go past DDP and sum their
@@ -113,6 +114,20 @@ class DataParallel(Strategy):
         return _Replica(self, model, objective, make_optimizer(optimizer, model), setting)
 
 
+class _Losses(torch.nn.Module):
+    """From a batch to (loss, weight)."""
+
+    def __init__(self, model: torch.nn.Module, loss: Callable[..., Any]) -> None:
+        super().__init__()
+        self.model = model
+        self._loss = loss
+
+    def forward(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The model's and the user's work."""
+        found: tuple[torch.Tensor, torch.Tensor | None] = self._loss(self.model, batch)
+        return found
+
+
 class _Replica(Replica):
     """One rank's copy of the model, under DDP."""
 
@@ -132,9 +147,9 @@ class _Replica(Replica):
 
     def _wrap(self) -> torch.nn.Module:
         if self._group is None:
-            return self._model
+            return _Losses(self._model, self._loss)
         module = DistributedDataParallel(
-            self._model,
+            _Losses(self._model, self._loss),
             broadcast_buffers=False,  # batch statistics are each rank's own; broadcasting hung with an empty rank
             init_sync=False,  # equal already
             gradient_as_bucket_view=True,
@@ -171,7 +186,7 @@ class _Replica(Replica):
             last = place == len(batches)
             with contextlib.nullcontext() if last else self._unsynchronised():
                 self._phases.enter("forward")
-                loss = tally.add(*self._loss(self._module, batch), count)
+                loss = tally.add(*self._module(batch), count)
                 if last:
                     total = self._announce(tally)
                 self._phases.enter("backward")

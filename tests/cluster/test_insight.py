@@ -1,0 +1,309 @@
+"""What a run shows and lets one steer: phases, a slowed rank, checksums, a step explained, schedules, callbacks."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import dtkit
+from tests.cluster.small import check_usable, data, net, sgd, train
+
+pytestmark = pytest.mark.cluster
+
+
+# -- where a step's time goes ---------------------------------------------------------------------------------
+
+
+def test_phases_waiting_and_transfer_make_up_the_step(cluster2):
+    run = train(cluster2, steps=60)
+    run.wait(60)
+    rows = run.history.rows()
+    parts = ("data_s", "forward_s", "backward_s", "comm_s", "wait_s", "update_s")
+    total = sum(rows[part].astype("f8") for part in parts)
+    assert np.allclose(total, rows["step_s"], rtol=1e-3, atol=1e-6)
+    for part in parts[:-2]:
+        assert (rows[part] >= 0).all()
+    # In every step one rank came last and waited for nobody.
+    by_step = rows["wait_s"].reshape(-1)[np.argsort(rows["step"], kind="stable")].reshape(-1, 2)
+    assert (by_step[1:].min(axis=1) < 1e-6).all()  # (the first one has two collectives)
+    assert by_step.max() > 0
+
+
+def test_the_others_wait_for_a_slowed_rank(cluster2):
+    run = train(cluster2, loss=None, step=costly, steps=20, start=False)
+    assert run.slow(1, 4) == 0
+    assert run.slowed == {1: 4.0}
+    run.step(10)
+    found = run.history.rows()[4:]
+    waiting = [float(np.median(found["wait_s"][found["rank"] == rank])) for rank in (0, 1)]
+    assert waiting[0] > 0.02  # of 30 ms that the other one sleeps longer
+    assert waiting[1] < 0.01
+    assert np.median(found["forward_s"][found["rank"] == 1]) > 0.039
+    assert any(event.text == "node 1 slowed 4x on purpose" for event in run.history.events)
+    run.slow(1, 1)
+    assert run.slowed == {}
+    run.stop()
+
+
+def costly(model: nn.Module, batch: Any) -> torch.Tensor:
+    """A step of a declared cost."""
+    time.sleep(0.01)
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def wide() -> nn.Module:
+    """A model whose step takes milliseconds."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 3))
+
+
+def rows() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(2048, 64, generator=generator), torch.randint(3, (2048,), generator=generator)
+
+
+@pytest.mark.parametrize(
+    ("rank", "factor", "word"),
+    [(2, 2, "there are ranks 0 to 1"), (True, 2, "there are ranks"), (0, 0.5, "from 1"), (0, float("nan"), "from 1")],
+)
+def test_what_can_t_be_slowed(cluster2, rank: Any, factor: Any, word: str):
+    run = train(cluster2, steps=2)
+    run.wait(60)
+    with pytest.raises(ValueError, match=word):
+        run.slow(rank, factor)
+
+
+def test_balance_gives_a_slowed_rank_less_and_trains_the_same(cluster2):
+    how: dict[str, Any] = {"batch_size": 64, "steps": 120, "shuffle": "global"}
+    plain = train(cluster2, wide().double(), (rows()[0].double(), rows()[1]), **how)
+    plain.wait(120)
+    expected = plain.model.state_dict()
+    run = train(
+        cluster2,
+        wide().double(),
+        (rows()[0].double(), rows()[1]),
+        strategy=dtkit.DataParallel(balance="auto"),
+        start=False,
+        **how,
+    )
+    run.slow(1, 3)
+    run.resume()
+    run.wait(120)
+    last = run.history.rows()[-2:]
+    samples = {int(row["rank"]): int(row["samples"]) for row in last}
+    assert sum(samples.values()) == 64
+    assert samples[0] > 1.5 * samples[1]
+    found = run.model.state_dict()
+    assert max(float((found[name] - expected[name]).abs().max()) for name in expected) <= 1e-12
+    assert any("shares of the batch by node" in event.text for event in run.history.events)
+
+
+# -- are all ranks equal --------------------------------------------------------------------------------------
+
+
+def test_parameters_are_seen_to_be_identical(cluster2):
+    run = train(cluster2, steps=20)
+    run.wait(60)
+    assert run.consistency == dtkit.Consistency(step=20, differing=(), since=None)
+
+
+def test_a_rank_that_goes_astray_is_seen(cluster2):
+    """A bug as users make them: a step that changes parameters on one rank only."""
+
+    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+        import torch.distributed as dist
+
+        x, y = batch
+        if dist.get_rank() == 1:
+            with torch.no_grad():
+                model[0].bias[0] += 1e-3
+        return nn.functional.cross_entropy(model(x), y)
+
+    run = train(cluster2, loss=None, step=step, steps=20)
+    run.wait(60)
+    assert run.consistency is not None
+    assert run.consistency.differing == (0, 1)  # of two, nobody can say who is right
+    assert any("parameters are not equal on all nodes" in event.text for event in run.history.events)
+
+
+# -- a step taken apart ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", [dtkit.DataParallel(clip_norm=0.1, accumulate=2), dtkit.NaiveDataParallel()])
+def test_an_explained_step_is_a_step_like_any_other(cluster2, strategy: Any):
+    plain = train(cluster2, net().double(), (data()[0].double(), data()[1]), steps=6, strategy=strategy)
+    plain.wait(60)
+    expected = plain.model.state_dict()
+    run = train(cluster2, net().double(), (data()[0].double(), data()[1]), steps=6, strategy=strategy, start=False)
+    found = [run.step(explain=True) for _ in range(6)]
+    state = run.model.state_dict()
+    assert max(float((state[name] - expected[name]).abs().max()) for name in expected) <= 1e-12
+    assert [explanation.step for explanation in found] == list(range(6))
+    assert all(explanation.identical for explanation in found)
+    first = run.history.rows()[:2]
+    assert found[0].loss == pytest.approx(float(run.history.totals()["loss"][0]))
+    assert [len(rank.rows) for rank in found[0].ranks] == first["samples"].tolist()
+    assert found[0].total.reduced[0] == pytest.approx(float(first["grad_norm"][0]), rel=1e-5)
+
+
+def test_what_can_t_be_explained(cluster2):
+    run = train(cluster2, steps=2, strategy=dtkit.ParameterAveraging(every=2), start=False)
+    with pytest.raises(dtkit.RunError, match="all-reduces no gradients"):
+        run.step(explain=True)
+    with pytest.raises(ValueError, match="one step is explained at a time"):
+        run.step(3, explain=True)
+    run.stop()
+    run = train(cluster2, steps=1, start=False)
+    run.step()
+    with pytest.raises(dtkit.RunError, match="completed"):
+        run.step(explain=True)
+
+
+# -- schedules and callbacks ----------------------------------------------------------------------------------
+
+
+def test_a_plateau_of_the_held_out_loss_lowers_the_rate(cluster2):
+    def plateau(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.9999)
+
+    run = train(cluster2, epochs=4, valid=data(), scheduler=plateau)
+    run.wait(60)
+    rates = run.history.column("lr")[:: 2 * run.spec.steps_per_epoch]
+    assert rates.tolist() == [0.1, 0.1, 0.05, 0.025]  # the first epoch sets the mark, and no other is so much better
+
+
+def test_setting_a_rate_scales_the_schedule(cluster2):
+    run = train(cluster2, steps=10, scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5), start=False)
+    run.step(3)
+    run.set(lr=0.8)
+    run.step(3)
+    assert run.history.column("lr")[::2].tolist() == pytest.approx([0.1, 0.05, 0.025, 0.8, 0.4, 0.2])
+    run.stop()
+
+
+def test_what_is_no_scheduler_is_refused(cluster2):
+    with pytest.raises(dtkit.EngineError, match=r"scheduler\(optimizer\) returned int"):
+        train(cluster2, scheduler=lambda _: 3)
+    with pytest.raises(TypeError, match="it must be a function from an optimiser to a torch scheduler"):
+        train(cluster2, scheduler=3)
+    with pytest.raises(ValueError, match="it must be 'step'"):
+        train(cluster2, scheduler=lambda o: o, scheduler_every="year")
+    check_usable(cluster2)
+
+
+def test_callbacks_are_called_after_every_epoch_and_before_the_next(cluster2):
+    seen = []
+
+    def callback(run: dtkit.Run) -> None:
+        seen.append((run.status.step, len(run.history.evaluations), run.evaluate(data()).samples))
+
+    run = train(cluster2, epochs=3, valid=data(), callbacks=[callback])
+    run.wait(60)
+    assert seen == [(4, 1, 64), (8, 2, 64), (12, 3, 64)]
+
+
+def test_a_callback_that_fails_pauses_the_run_and_is_raised(cluster2):
+    def callback(run: dtkit.Run) -> None:
+        raise RuntimeError(f"not at step {run.status.step}")
+
+    run = train(cluster2, epochs=2, callbacks=[callback])
+    with pytest.raises(RuntimeError, match="not at step 4"):
+        run.wait(60)
+    assert run.status.state is dtkit.State.PAUSED
+    assert run.status.step == 4
+    run.stop()
+    check_usable(cluster2)
+
+
+def test_a_callback_that_waits_for_the_run_is_told_why_it_can_t(cluster2):
+    run = train(cluster2, epochs=2, callbacks=[lambda run: run.wait()])
+    with pytest.raises(dtkit.RunError, match="a callback can't wait for the run"):
+        run.wait(60)
+    run.stop()
+
+
+@pytest.mark.parametrize("valid", [None, data()])
+def test_early_stopping(cluster2, valid: Any):
+    def still(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.0)
+
+    stopping = dtkit.EarlyStopping(patience=2)
+    run = train(cluster2, epochs=50, optimizer=still, valid=valid, callbacks=[stopping])
+    run.wait(60)
+    assert run.status.state is dtkit.State.STOPPED
+    assert run.status.step == 3 * run.spec.steps_per_epoch  # one sets the mark, two are no better
+    assert stopping.best_epoch == 1
+    assert any("stopped early after epoch 3" in event.text for event in run.history.events)
+
+
+def test_early_stopping_of_what_is_not_measured(cluster2):
+    run = train(cluster2, epochs=2, callbacks=[dtkit.EarlyStopping(metric="accuracy")])
+    with pytest.raises(ValueError, match="needs held-out data"):
+        run.wait(60)
+    run.stop()
+    with pytest.raises(TypeError, match="give a list of functions"):
+        train(cluster2, callbacks=dtkit.EarlyStopping())
+    with pytest.raises(TypeError, match="each must be a function of the run"):
+        train(cluster2, callbacks=[dtkit.EarlyStopping])
+    with pytest.raises(ValueError, match="it must be a number of epochs from 1 up"):
+        dtkit.EarlyStopping(patience=0)
+
+
+def test_a_run_trains_on_after_early_stopping(cluster2):
+    def stop(run: dtkit.Run) -> None:
+        if run.status.step == 4:
+            run.stop()
+
+    run = train(cluster2, epochs=5, optimizer=sgd, callbacks=[stop])
+    run.wait(60)
+    assert (run.status.state, run.status.step) == (dtkit.State.STOPPED, 4)
+    run.extend(epochs=2)
+    run.wait(60)
+    assert (run.status.state, run.status.step) == (dtkit.State.COMPLETED, 12)
+
+
+# -- what is refused at once ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "word"),
+    [
+        (lambda: dtkit.DataParallel(compress="zip"), "compress='zip'; it must be one of 'fp16', 'bf16', 'powersgd'"),
+        (lambda: dtkit.DataParallel(precision="fp8"), "precision='fp8'; it must be one of 'bf16', 'fp16'"),
+        (lambda: dtkit.DataParallel(accumulate=0), "accumulate=0; it must be at least 1"),
+        (lambda: dtkit.DataParallel(clip_norm=-1), "clip_norm=-1; it must be a finite number above 0"),
+        (lambda: dtkit.DataParallel(bucket_mb=0), "bucket_mb=0; it must be"),
+        (lambda: dtkit.DataParallel(balance="always"), "balance='always'; it must be one of 'auto'"),
+        (lambda: dtkit.ParameterAveraging(every=0), "every=0; it must be at least 1"),
+        (lambda: dtkit.OuterSGD(lr=0), r"OuterSGD\(lr=...\)=0; it must be"),
+        (lambda: dtkit.OuterSGD(momentum=1), r"OuterSGD\(momentum=1\); it must be"),
+    ],
+)
+def test_options_that_can_t_be(make: Any, word: str):
+    with pytest.raises(ValueError, match=word):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("make", "word"),
+    [
+        (lambda: dtkit.DataParallel(accumulate=2.5), "accumulate=2.5; it must be an integer"),
+        (lambda: dtkit.DataParallel(clip_norm="1"), "clip_norm='1'; it must be a number"),
+        (lambda: dtkit.ParameterAveraging(every="8"), "every='8'; it must be an integer"),
+        (lambda: dtkit.ParameterAveraging(outer=0.7), "outer=0.7; it must be a dtkit.OuterSGD"),
+    ],
+)
+def test_options_of_another_kind(make: Any, word: str):
+    with pytest.raises(TypeError, match=word):
+        make()
+
+
+def test_more_micro_batches_than_samples(cluster2):
+    with pytest.raises(ValueError, match=r"accumulate=9 micro-batches of a step, but a rank has at most 8 samples"):
+        train(cluster2, strategy=dtkit.DataParallel(accumulate=9))
+    check_usable(cluster2)

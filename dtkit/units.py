@@ -73,6 +73,14 @@ def size(count: float | None) -> str:
     return f"{count:.1f} TB"
 
 
+def share(part: float | None) -> str:
+    """A part of 1: ``34 %``, ``0.4 %``, ``0 %``."""
+    if part is None or not math.isfinite(part):
+        return NOTHING
+    percent = 100 * part
+    return f"{percent:.1f} %" if 0.05 <= percent < 0.95 else f"{percent:.0f} %"
+
+
 def plural(count: int, noun: str) -> str:
     """``1 node``, ``4 nodes``."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

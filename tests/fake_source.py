@@ -26,6 +26,9 @@ class FakeSource:
         self.step = 0
         self.posted = []
         self.refuse = None
+        self.slowed, self.consistency = {}, None
+        self.sends = lambda _step: 400_000 if ranks > 1 else 0  # bytes of a rank in a step
+        self.slow = {}  # rank -> how many times longer it computes
         self._callbacks = []
         self._random = np.random.default_rng(seed)
 
@@ -65,11 +68,26 @@ class FakeSource:
         decay = 2.3 * np.exp(-3 * rows["step"] / self.spec.steps) + 0.3
         noise = self._random.normal(size=len(rows))
         rows["loss"] = decay * (1 + 0.06 * noise) if loss is None else loss
-        rows["step_s"] = 0.1 * (1 + 0.05 * self._random.normal(size=len(rows)) ** 2) + 0.03 * (rows["rank"] == 2)
+        self._time(rows)
+        rows["grad_norm"] = 2 * decay * (1 + 0.1 * np.abs(self._random.normal(size=len(rows))))
+        rows["sent_bytes"] = self.sends(rows["step"])
         rows["memory_bytes"] = 315_000_000 + 1_000_000 * rows["rank"]
         self.history.append(rows)
         self.step += steps
         self.changed()
+
+    def _time(self, rows):
+        """Phases of 100 ms steps: every rank waits for the slowest one; then all communicate at once."""
+        ranks = self.spec.world_size
+        slow = np.array([self.slow.get(r, 1.0) for r in range(ranks)])[rows["rank"]]
+        noise = 1 + 0.02 * self._random.normal(size=len(rows)) ** 2
+        for name, seconds in (("data_s", 0.005), ("forward_s", 0.025), ("backward_s", 0.050)):
+            rows[name] = seconds * noise * slow
+        ready = sum(rows[name] for name in ("data_s", "forward_s", "backward_s")).reshape(-1, ranks)
+        rows["wait_s"] = (ready.max(1, keepdims=True) - ready).reshape(-1)
+        rows["comm_s"], rows["update_s"] = (0.012 if ranks > 1 else 0.0), 0.006
+        phases = ("data_s", "forward_s", "backward_s", "wait_s", "comm_s", "update_s")
+        rows["step_s"] = sum(rows[name] for name in phases) + 0.002
 
     def event(self, kind, text, rank=None):
         self.history.add(Event(self.step, kind, text, 1_700_000_000.0 + self.step, rank))

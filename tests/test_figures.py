@@ -1,11 +1,26 @@
 """The kept picture, by its structure: lines, labels, bands, marks."""
 
+import itertools
+
 import numpy as np
 import pytest
 
-from dtkit.dashboard import figures
-from dtkit.records import Evaluation, State
+from dtkit import units
+from dtkit.dashboard import axes, figures
+from dtkit.dashboard.timing import PHASES, timing
+from dtkit.records import Consistency, Evaluation, State
 from tests.fake_source import FakeSource
+
+
+def panel(figure, name):
+    """The axes with that title."""
+    (found,) = [ax for ax in figure.axes if ax._left_title.get_text() == name]
+    return found
+
+
+def said(figure):
+    """The remarks under the title."""
+    return [text for text in figure.texts if (text.get_gid() or "").startswith("remark-")]
 
 
 def lines(ax):
@@ -19,7 +34,7 @@ def end_labels(ax):
 def test_a_line_and_a_label_a_node_and_one_for_all():
     source = FakeSource(ranks=4)
     source.advance(50)
-    loss, throughput = figures.run_figure(source).axes
+    loss, throughput, *_ = figures.run_figure(source).axes
     nodes = [f"node {k}" for k in range(4)]
     assert lines(loss) == [*nodes, "mean"]
     assert lines(throughput) == [*nodes, "all ÷ 4"]
@@ -36,7 +51,7 @@ def test_a_line_and_a_label_a_node_and_one_for_all():
 def test_many_nodes_are_a_band_and_their_mean(ranks):
     source = FakeSource(ranks=ranks)
     source.advance(30)
-    loss, throughput = figures.run_figure(source).axes
+    loss, throughput, *_ = figures.run_figure(source).axes
     assert lines(loss) == ["mean"]
     assert lines(throughput) == [f"all ÷ {ranks}"]
     assert len(loss.collections) == 1
@@ -45,7 +60,7 @@ def test_many_nodes_are_a_band_and_their_mean(ranks):
 def test_one_node_needs_no_mean():
     source = FakeSource(ranks=1)
     source.advance(30)
-    loss, throughput = figures.run_figure(source).axes
+    loss, throughput, *_ = figures.run_figure(source).axes
     assert lines(loss) == lines(throughput) == ["node 0"]
 
 
@@ -65,12 +80,96 @@ def test_events_and_validation_are_marked():
     source.event("print", "not worth a mark")
     source.advance(20)
     source.history.add(Evaluation(30, 100, {"loss": 0.7, "accuracy": 0.9}))
-    loss, throughput = figures.run_figure(source).axes
+    loss, throughput, *_ = figures.run_figure(source).axes
     for ax in (loss, throughput):
         assert [x.get_gid() for x in ax.get_lines() if x.get_gid().startswith("event-")] == ["event-lr"]
     assert "valid" in lines(loss)
     assert "valid" in end_labels(loss)
     assert "valid" not in lines(throughput)
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_the_bars_of_the_steps_time(ranks):
+    source = FakeSource(ranks=ranks)
+    source.slow = {1: 2.0}
+    source.advance(60)
+    ax = panel(figures.run_figure(source), "Where a step's time goes")
+    found = timing(source.history, ranks)
+    for rank in range(ranks):
+        left = 0.0
+        for k, phase in enumerate(PHASES):
+            (bar,) = [patch for patch in ax.patches if patch.get_gid() == f"{phase}-{rank}"]
+            assert bar.get_x() == pytest.approx(left, abs=1e-6)
+            assert bar.get_width() == pytest.approx(1e3 * found.seconds[rank, k])
+            left += bar.get_width()
+    labels = [label.get_text() for label in ax.get_yticklabels()]
+    assert labels == ["node 0", "▲ node 1", *(f"node {k}" for k in range(2, ranks))]
+    assert ax._right_title.get_text() == f"▲ {found.straggler.text}"
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == list(PHASES)
+    looks = {(str(patch.get_hatch()), patch.get_facecolor()) for patch in ax.get_legend().get_patches()}
+    assert (
+        len({hatch for hatch, _ in looks}) >= 6
+    )  # told apart without colour; "forward" and "other" are dark and empty
+
+
+def test_many_nodes_have_three_bars_and_nobody_is_named_without_a_straggler():
+    source = FakeSource(ranks=16)
+    source.advance(60)
+    ax = panel(figures.run_figure(source), "Where a step's time goes")
+    assert [label.get_text().split(":")[0] for label in ax.get_yticklabels()] == ["fastest", "median", "slowest"]
+    assert ax._right_title.get_text() == ""
+
+
+def test_the_gradients_norm_and_the_learning_rate_are_shown_where_they_say_something():
+    source = FakeSource()
+    source.advance(30)
+    figure = figures.run_figure(source)
+    assert lines(panel(figure, "Gradient norm")) == [units.loss(source.history.totals()["grad_norm"][-1])]
+    source.lr = 0.01
+    source.advance(30)
+    assert lines(panel(figures.run_figure(source), "Learning rate")) == ["0.01"]
+    plain = FakeSource()
+    plain.advance(30)
+    plain.history.rows()["grad_norm"][:] = np.nan
+    plain.history._totals.read(0, 30)["grad_norm"][:] = np.nan
+    titles = [ax._left_title.get_text() for ax in figures.run_figure(plain).axes]
+    assert titles == ["Loss", "Throughput", "Where a step's time goes"]
+
+
+def test_whether_ranks_agree_and_who_is_slowed_stand_under_the_title():
+    source = FakeSource()
+    source.advance(30)
+    assert said(figures.run_figure(source)) == []
+    source.slowed, source.consistency = {1: 2.0}, Consistency(30, (), None)
+    figure = figures.run_figure(source)
+    assert [text.get_text() for text in said(figure)] == [
+        "✓ parameters identical on 4 nodes, checked at step 30",
+        "▼ node 1 slowed 2x on purpose",
+    ]
+    source.consistency = Consistency(30, (1, 3), 20)
+    alert = said(figures.run_figure(source))[0]
+    assert alert.get_text() == "✕ nodes 1 and 3 differ since step 20: parameters are no longer equal"
+    assert (alert.get_color(), alert.get_weight()) == (axes.ALERT, "bold")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16])
+def test_nothing_in_the_picture_lies_over_something_else(ranks):
+    """Titles, names and legends, by the boxes that they take when drawn."""
+    source = FakeSource(ranks=ranks, name="A rather long name of a model")
+    source.slow, source.slowed = {0: 1.6}, {0: 1.6}
+    source.consistency = Consistency(30, (), None)
+    source.advance(60)
+    figure = figures.run_figure(source)
+    figure.canvas.draw()
+    titles = [t for ax in figure.axes for t in (ax._left_title, ax._right_title, ax.xaxis.label)]
+    legends = [ax.get_legend() for ax in figure.axes if ax.get_legend()]
+    found = [*figure.texts, *titles, *legends, *(ax.patch for ax in figure.axes)]
+    boxes = [
+        (str(item), item.get_window_extent()) for item in found if not hasattr(item, "get_text") or item.get_text()
+    ]
+    for (one, a), (other, b) in itertools.combinations(boxes, 2):
+        assert min(a.x1, b.x1) - max(a.x0, b.x0) < 1 or min(a.y1, b.y1) - max(a.y0, b.y0) < 1, (one, other)
+    assert all(box.x0 >= 0 and box.x1 <= figure.bbox.x1 + 1 for _, box in boxes)
 
 
 @pytest.mark.parametrize("state", list(State))
@@ -132,4 +231,4 @@ def test_pyplot_is_never_loaded():
     ],
 )
 def test_labels_are_pushed_apart_around_their_middle(wanted, placed):
-    assert figures.spread(wanted, 0.1) == pytest.approx(placed)
+    assert axes.spread(wanted, 0.1) == pytest.approx(placed)

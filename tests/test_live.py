@@ -16,12 +16,14 @@ import numpy as np
 import pytest
 
 from dtkit.dashboard import display, live
+from dtkit.dashboard.bundle import bundle
 from dtkit.dashboard.feed import CHANGE_EVENTS, LOG, Feed
 from dtkit.dashboard.series import BUDGET, CHARTS, LOSS, Curves, sample
 from dtkit.dashboard.source import Source
 from dtkit.dashboard.throttle import Throttle
+from dtkit.dashboard.timing import PHASES, timing
 from dtkit.history import History
-from dtkit.records import Evaluation, State, StepRecord
+from dtkit.records import Consistency, Evaluation, State, StepRecord
 from tests.fake_source import FakeSource
 
 STATIC = Path(live.STATIC)
@@ -72,10 +74,10 @@ def test_curves_keep_every_extreme_in_a_fixed_budget():
     rows = source.history.rows()
     for rank in (0, 1):
         losses = rows["loss"][rows["rank"] == rank]
-        assert np.nanmax(part.values[:, 0, rank, 2]) == np.float32(losses.max()) == 99
-        assert np.nanmin(part.values[:, 0, rank, 0]) == np.float32(losses.min())
-    bucket = part.values[int(np.nanargmax(part.values[:, 0, 0, 2]))]
-    assert bucket[0, 0, 1] < 5  # the mean is still to be read beside the spike
+        assert np.nanmax(part.values[:, rank, 2]) == np.float32(losses.max()) == 99
+        assert np.nanmin(part.values[:, rank, 0]) == np.float32(losses.min())
+    bucket = part.values[int(np.nanargmax(part.values[:, 0, 2]))]
+    assert bucket[0, 1] < 5  # the mean is still to be read beside the spike
     assert part.steps[0] < part.steps[-1] <= 100_000 + part.width
 
 
@@ -88,7 +90,7 @@ def test_curves_of_few_steps_are_the_values_themselves():
     for rank in range(3):
         steps, losses = source.history.loss(rank)
         np.testing.assert_array_equal(part.steps, steps)
-        np.testing.assert_array_equal(part.values[:, 0, rank, 1], losses.astype("f4"))
+        np.testing.assert_array_equal(part.values[:, rank, 1], losses.astype("f4"))
 
 
 def test_curves_added_bit_by_bit_equal_those_added_at_once():
@@ -107,10 +109,10 @@ def test_many_ranks_share_a_band():
     source = FakeSource(ranks=9)
     source.advance(20)
     part = sample(source.history, LOSS, 9)
-    assert part.values.shape[2] == 2
+    assert part.values.shape[1] == 2
     losses = source.history.rows()["loss"].reshape(20, 9)
-    np.testing.assert_array_equal(part.values[:, 0, 0, 0], losses.min(1).astype("f4"))
-    np.testing.assert_array_equal(part.values[:, 0, 0, 2], losses.max(1).astype("f4"))
+    np.testing.assert_array_equal(part.values[:, 0, 0], losses.min(1).astype("f4"))
+    np.testing.assert_array_equal(part.values[:, 0, 2], losses.max(1).astype("f4"))
 
 
 def test_not_finite_losses_leave_a_gap_and_nothing_else():
@@ -118,7 +120,7 @@ def test_not_finite_losses_leave_a_gap_and_nothing_else():
     for step, loss in enumerate([1.0, float("nan"), float("inf"), 2.0]):
         history.append(records(step, [loss]))
     part = sample(history, LOSS, 1)
-    np.testing.assert_array_equal(part.values[:, 0, 0, 1], np.array([1, np.nan, np.nan, 2], "f4"))
+    np.testing.assert_array_equal(part.values[:, 0, 1], np.array([1, np.nan, np.nan, 2], "f4"))
 
 
 def test_a_rank_that_reports_late_still_lands_in_its_step():
@@ -130,14 +132,14 @@ def test_a_rank_that_reports_late_still_lands_in_its_step():
     history.append([StepRecord(3, 0, 1, 8, 7.0, 8, 0.1, 0, 0, 0, 0, 0.1, 1)])
     curves.update(history)
     assert curves.take().first == 3
-    assert curves.part().values[3, 0, 1, 1] == 7
+    assert curves.part().values[3, 1, 1] == 7
 
 
 # -- the feed --------------------------------------------------------------------------------------------
 
 
 class Page:
-    """What a page adds up from messages: the Python mirror of apply() in dashboard.js."""
+    """What a page adds up from messages: the Python mirror of apply() in store.js."""
 
     def __init__(self, message):
         self.seq, self.kept = 0, None
@@ -151,17 +153,17 @@ class Page:
         values = np.frombuffer(message.buffers[0], "<f4")
         if whole:
             self.head, self.log, self.width = content["head"], list(content["events"]), part["width"]
-            self.lines = content["head"]["lines"]
-            self.values = np.zeros((0, 2, self.lines, 3), "f4")
+            self.columns = content["head"]["columns"]
+            self.values = np.zeros((0, self.columns, 3), "f4")
             self.evaluations = list(content["evaluations"])
         else:
             self.log = (self.log + content.get("events", []))[-LOG:]
             self.evaluations += content.get("evaluations", [])
-        self.status, self.tiles = content["status"], content["tiles"]
+        self.status, self.tiles, self.remarks = content["status"], content["tiles"], content["remarks"]
         while self.width < part["width"]:
             self._join()
         values = np.repeat(values, 3) if part["flat"] else values
-        values = values.reshape(part["buckets"], 2, self.lines, 3)
+        values = values.reshape(part["buckets"], self.columns, 3)
         end = part["first"] + part["buckets"]
         if end > len(self.values):
             room = np.full((end, *self.values.shape[1:]), np.nan, "f4")
@@ -170,6 +172,8 @@ class Page:
         self.values[part["first"] : end] = values
         if message.buffers[1]:
             self.ranks = np.frombuffer(message.buffers[1], "<f4").reshape(-1, 3)
+        if "time" in content:
+            self.time, self.bars = content["time"], np.frombuffer(message.buffers[2], "<f4")
 
     def _join(self):
         if len(self.values) % 2:
@@ -185,6 +189,8 @@ def long_story(feed, source):
     yield feed.snapshot()
     for k in range(80):
         source.advance(1 + (k % 9) * 11, loss=float("nan") if k == 20 else None)
+        source.lr = 0.1 if k < 40 else 0.03
+        source.consistency = Consistency(source.step, (), None)
         if k % 10 == 0:
             source.event("lr", f"learning rate {k}")
             source.history.add(Evaluation(source.step, 10, {"loss": 0.5, "accuracy": float("nan")}))
@@ -195,7 +201,8 @@ def long_story(feed, source):
 
 def assert_same(a, b):
     assert (a.seq, a.width, a.log, a.status, a.tiles) == (b.seq, b.width, b.log, b.status, b.tiles)
-    assert a.evaluations == b.evaluations
+    assert (a.evaluations, a.remarks, a.time) == (b.evaluations, b.remarks, b.time)
+    np.testing.assert_array_equal(a.bars, b.bars)
     np.testing.assert_array_equal(a.ranks, b.ranks)
     np.testing.assert_allclose(a.values, b.values, rtol=2e-6)
     np.testing.assert_array_equal(a.values[..., [0, 2]], b.values[..., [0, 2]])  # extremes to the bit
@@ -244,7 +251,8 @@ def test_only_changes_are_sent():
     assert {"head", "nodes", "events", "evaluations"}.isdisjoint(message.content)
     idle = feed.change()
     assert idle.content["curves"]["buckets"] == 0
-    assert [len(b) for b in idle.buffers] == [0, 0]
+    assert [len(b) for b in idle.buffers] == [0, 0, 0]
+    assert "time" not in idle.content
     assert size(idle) < 1000
 
 
@@ -275,7 +283,7 @@ def test_text_from_engines_stays_text():
     content = Feed(source).snapshot().content
     assert content["events"][0]["text"] == "<script>alert(1)</script> [31m"
     assert content["error"] == "RuntimeError: <b>rank 1</b>\nsecond  line"
-    script = (STATIC / "dashboard.js").read_text(encoding="utf-8")
+    script = bundle(STATIC / "dashboard.js")
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(", script)
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", script)  # nothing is loaded from anywhere
 
@@ -298,8 +306,65 @@ def test_tiles_say_what_the_records_say():
     totals = source.history.totals(150)
     assert tiles["throughput"]["value"] == f"{totals['samples'].sum() / totals['step_s'].sum():,.0f}"
     assert tiles["mean loss"] == {"label": "mean loss", "value": "0.250", "note": "spread 0"}
-    assert tiles["samples"] == {"label": "samples", "value": f"{170 * 256:,}", "note": "epoch 1 of 2"}
-    assert tiles["nodes"] == {"label": "nodes", "value": "4", "note": "on 1 host"}
+    rows = source.history.rows(120 * 4)
+    waiting = f"{100 * rows['wait_s'].sum() / rows['step_s'].sum():.0f} %"
+    assert tiles["waiting"] == {"label": "waiting", "value": waiting, "note": "of all nodes' time"}
+    assert tiles["nodes"] == {"label": "nodes", "value": "4 / 4", "note": "on 1 host"}
+    assert list(tiles) == ["throughput", "mean loss", "step time", "waiting", "nodes"]
+
+
+def test_the_time_panel_is_sent_as_the_kept_one_draws_it():
+    source = FakeSource(ranks=4)
+    source.slow = {1: 2.0}
+    source.advance(60)
+    message = Feed(source).snapshot()
+    found = timing(source.history, 4)
+    sent = np.frombuffer(message.buffers[2], "<f4").reshape(4, len(PHASES))
+    np.testing.assert_array_equal(sent, found.seconds.astype("f4"))
+    time = message.content["time"]
+    assert (time["steps"], time["straggler"]) == (50, found.straggler.text)
+    assert time["bars"][1] == {"rank": 1, "label": "node 1", "slow": True}
+    assert message.content["head"]["phases"] == PHASES
+    tiles = {tile["label"]: tile["note"] for tile in message.content["tiles"]}
+    assert tiles["step time"] == "▲ slowest: node 1"
+
+
+def test_nodes_are_measured_by_what_they_do_without_waiting():
+    source = FakeSource(ranks=2)
+    source.slow = {1: 2.0}
+    source.advance(60)
+    rows = source.history.rows(40 * 2)
+    rates = np.frombuffer(Feed(source).snapshot().buffers[1], "<f4").reshape(2, 3)[:, 1]
+    for rank in (0, 1):
+        own = rows[rows["rank"] == rank]
+        assert rates[rank] == pytest.approx(own["samples"].sum() / (own["step_s"] - own["wait_s"]).sum(), rel=1e-4)
+    assert rates[0] > 1.5 * rates[1]
+
+
+def test_remarks_are_sent_with_their_kind():
+    source = FakeSource(ranks=4)
+    source.slowed, source.consistency = {1: 2.0}, Consistency(412, (), None)
+    assert Feed(source).snapshot().content["remarks"] == [
+        {"kind": "identical", "text": "parameters identical on 4 nodes, checked at step 412"},
+        {"kind": "slowed", "text": "node 1 slowed 2x on purpose"},
+    ]
+
+
+def test_what_is_the_same_on_all_ranks_has_one_line():
+    source = FakeSource(ranks=4)
+    source.advance(10)
+    part = Curves(CHARTS, 4)
+    part.update(source.history)
+    layouts = {layout.name: layout for layout in part.layouts}
+    assert [(name, found.first, found.nodes) for name, found in layouts.items()] == [
+        ("loss", 0, 4),
+        ("throughput", 5, 4),
+        ("lr", 10, 0),
+        ("grad_norm", 11, 0),
+    ]
+    totals = source.history.totals()
+    np.testing.assert_array_equal(part.part().values[:, 11, 1], totals["grad_norm"].astype("f4"))
+    assert (part.part().values[:, 10] == np.float32(0.1)).all()
 
 
 def node():
@@ -311,17 +376,17 @@ def node():
 
 
 def test_the_page_adds_up_the_same(tmp_path):
-    """dashboard.js itself, fed with the messages of a run, ends with what a snapshot holds."""
+    """The page's own store, fed with the messages of a run, ends with what a snapshot holds."""
     source = FakeSource(ranks=4, steps=5000)
     feed = Feed(source)
     messages = [*long_story(feed, source), feed.snapshot()]
-    (tmp_path / "dashboard.mjs").write_bytes((STATIC / "dashboard.js").read_bytes())
+    (tmp_path / "store.mjs").write_bytes((STATIC / "store.js").read_bytes())
     (tmp_path / "messages.json").write_text(
         json.dumps([[m.content, [base64.b64encode(b).decode() for b in m.buffers]] for m in messages])
     )
     (tmp_path / "run.mjs").write_text(
         textwrap.dedent("""
-        import { newStore, apply } from "./dashboard.mjs";
+        import { newStore, apply } from "./store.mjs";
         import { readFileSync } from "node:fs";
         const messages = JSON.parse(readFileSync("messages.json"));
         const decode = (b) => {
@@ -334,12 +399,13 @@ def test_the_page_adds_up_the_same(tmp_path):
         take(late, messages.at(-1));
         take(gappy, messages[0]);
         const gap = take(gappy, messages[5]);
-        const plain = ({ curves, log, evaluations, ranks, status, marks }) => {
-          const each = early.head.charts.length * early.head.lines * 3;
+        const plain = ({ curves, log, evaluations, ranks, status, marks, remarks, time, bars }) => {
+          const each = early.head.columns * 3;
           const kept = curves.data.slice(0, curves.used * each);
           const data = Array.from(kept, (v) => (Number.isNaN(v) ? null : v));
           const { width, used } = curves;
-          return { width, used, data, log, evaluations, ranks: [...ranks], status, marks };
+          const numbers = { data, ranks: [...ranks], bars: [...bars] };
+          return { width, used, ...numbers, log, evaluations, status, marks, remarks, time };
         };
         const all = applied.every(Boolean);
         console.log(JSON.stringify({ all, gap, early: plain(early), late: plain(late) }));
@@ -353,6 +419,28 @@ def test_the_page_adds_up_the_same(tmp_path):
     early, late = said["early"], said["late"]
     np.testing.assert_allclose(np.array(early.pop("data"), float), np.array(late.pop("data"), float), rtol=2e-6)
     assert early == late
+
+
+def test_the_modules_of_the_page_are_one_module(tmp_path):
+    """A name that two files have at their top level would make it one that no browser loads."""
+    entry = STATIC / "dashboard.js"
+    code = bundle(entry)
+    (tmp_path / "all.mjs").write_text(code, encoding="utf-8")
+    run = 'import start from "./all.mjs"; console.log(Object.keys(start()).sort().join());'
+    (tmp_path / "run.mjs").write_text(run, encoding="utf-8")
+    done = subprocess.run([node(), "run.mjs"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout.strip(), done.stderr) == ("initialize,render", "")
+    assert not re.search(r"^import ", code, re.MULTILINE)
+    assert re.findall(r"^export .*", code, re.MULTILINE) == ["export default () => {"]
+    parts = {path.name for path in STATIC.rglob("*.js")}
+    used = set(re.findall(r"/([\w]+\.js)\";$", "\n".join(p.read_text() for p in STATIC.rglob("*.js")), re.MULTILINE))
+    assert parts == used | {entry.name}  # none is forgotten
+
+
+def test_every_panel_is_drawn_in_both_views():
+    kept = {path.stem for path in (STATIC.parent / "panels").glob("*.py")} - {"__init__"}
+    live_ones = {path.stem for path in (STATIC / "panels").glob("*.js")}
+    assert kept <= live_ones
 
 
 # -- throttling ------------------------------------------------------------------------------------------

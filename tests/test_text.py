@@ -2,12 +2,14 @@
 
 import io
 import itertools
+import re
 
 import pytest
 
 from dtkit import units
 from dtkit.dashboard import text
-from dtkit.records import State
+from dtkit.dashboard.remarks import remarks
+from dtkit.records import Consistency, State
 from tests.fake_source import FakeSource
 from tests.test_live import Timers
 
@@ -40,6 +42,11 @@ class Terminal(io.StringIO):
         (units.duration, 3780, "1 h 3 min"),
         (units.clock, 0.9, "0 s"),
         (units.clock, 125, "2 min 5 s"),
+        (units.share, 0.337, "34 %"),
+        (units.share, 0.0042, "0.4 %"),
+        (units.share, 0.00001, "0 %"),
+        (units.share, 0.0, "0 %"),
+        (units.share, None, "—"),
         (units.size, 315e6, "315 MB"),
         (units.size, 1.24e9, "1.2 GB"),
         (units.size, 512, "512 B"),
@@ -66,6 +73,40 @@ def test_the_summary_has_state_step_loss_throughput_and_a_line_a_node():
     assert "samples/s" in now
     assert [line.split()[:4] for line in nodes] == [["node", str(k), "loss", "0.500"] for k in range(4)]
     assert nodes[3].endswith("318 MB  host0 cpu")
+
+
+def test_the_summary_says_who_is_slowed_who_waits_and_whether_ranks_agree():
+    source = FakeSource(ranks=4)
+    source.slow, source.slowed, source.consistency = {1: 2.0}, {1: 2.0}, Consistency(40, (), None)
+    source.advance(40)
+    _, _, now, *said = text.summary(source).splitlines()
+    assert re.search(r", waiting 3\d %$", now)
+    assert said[:2] == ["✓ parameters identical on 4 nodes, checked at step 40", "▼ node 1 slowed 2x on purpose"]
+    assert re.fullmatch(r"▲ node 1 keeps the others waiting: \d\d % of node [023]'s step", said[2])
+    assert said[3].startswith("  node 0")
+    source.consistency = Consistency(50, (2,), 40)
+    progress = text.TextProgress(source, io.StringIO(), tty=False)
+    assert "  ✕ node 2 differs since step 40: parameters are no longer equal" in progress.block()
+
+
+@pytest.mark.parametrize(
+    ("slowed", "said"),
+    [
+        ({}, []),
+        ({1: 1.0}, []),
+        ({2: 1.5, 0: 1.5, 3: 4.0}, ["nodes 0 and 2 slowed 1.5x on purpose", "node 3 slowed 4x on purpose"]),
+    ],
+)
+def test_nodes_that_are_slowed_alike_are_named_together(slowed, said):
+    source = FakeSource()
+    source.slowed = slowed
+    assert [remark.text for remark in remarks(source)] == said
+
+
+def test_one_node_alone_has_nobody_to_agree_with():
+    source = FakeSource(ranks=1)
+    source.consistency = Consistency(40, (), None)
+    assert remarks(source) == []
 
 
 def test_the_summary_of_many_nodes_ends():

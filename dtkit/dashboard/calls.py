@@ -137,7 +137,7 @@ def figure(call: Call) -> Figure:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    from dtkit.dashboard.figures import INK
+    from dtkit.dashboard.axes import INK
 
     rows = list(call.rows)
     logged = list(Digest().read(rows).names)
@@ -155,7 +155,7 @@ def figure(call: Call) -> Figure:
 
 def _draw(ax: Axes, name: str, rows: Sequence[dict[str, Any]], ranks: int) -> None:
     """One name: a line per rank, with a legend as long as the colours tell ranks apart."""
-    from dtkit.dashboard.figures import COLOURS, GRID, INK, MUTED
+    from dtkit.dashboard.axes import COLOURS, GRID, INK, MUTED
 
     points: dict[int, tuple[list[int], list[float]]] = {rank: ([], []) for rank in range(ranks)}
     for row in rows:

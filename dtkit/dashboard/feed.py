@@ -9,8 +9,9 @@ A change is bounded: at most ``CHANGE_BYTES`` of curves and ``CHANGE_EVENTS`` li
 over follows with the next (:attr:`Feed.pending`), oldest first, so nothing is lost and nothing is coarser
 for it.
 
-A message is JSON and two buffers of little-endian float32: the buckets of the curves, and per rank loss,
-throughput and memory. Numbers that people read are formatted here, once; text is sent as text.
+A message is JSON and three buffers of little-endian float32: the buckets of the curves; per rank loss,
+throughput and memory; and per bar of the time panel the seconds in each phase. The last two are empty where
+no step was taken since. Numbers that people read are formatted here, once; text is sent as text.
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ import numpy as np
 
 from dtkit import units
 from dtkit.dashboard.glance import epoch, glance, tiles
+from dtkit.dashboard.remarks import remarks
 from dtkit.dashboard.series import CHARTS, Curves
+from dtkit.dashboard.timing import PHASES, bars
 
 if TYPE_CHECKING:
     from dtkit.dashboard.source import Source
     from dtkit.records import Event
 
-CHANGE_BYTES = 5500
+CHANGE_BYTES = 4800
 CHANGE_EVENTS = 12
 LOG = 200
 """Lines of the log that a page keeps."""
@@ -54,10 +57,14 @@ class Feed:
         self._source = source
         self._ranks = source.spec.world_size
         self._curves = Curves(CHARTS, self._ranks)
-        # One bucket: three float32 for each line of each chart.
-        self._limit = max(1, CHANGE_BYTES // (12 * len(CHARTS) * self._curves.lines))
+        self._limit = max(1, CHANGE_BYTES // (12 * self._curves.columns))  # a bucket: three float32 a column
         self._seq = self._events = self._evaluations = 0
         self._rows = -1
+
+    @property
+    def seq(self) -> int:
+        """The number of the last message."""
+        return self._seq
 
     @property
     def pending(self) -> bool:
@@ -124,6 +131,7 @@ class Feed:
             "lr": _finite(source.lr),
             "tiles": [dataclasses.asdict(tile) for tile in tiles(source, self._glance)],
             "error": None if error is None else _error(error),
+            "remarks": [dataclasses.asdict(remark) for remark in remarks(source)],
         }
 
     def _head(self) -> dict[str, Any]:
@@ -133,9 +141,9 @@ class Feed:
             "strategy": units.plain(spec.strategy, 120),
             "ranks": self._ranks,
             "batch": spec.batch_size,
-            "charts": [chart.name for chart in CHARTS],
-            "lines": self._curves.lines,
-            "banded": self._curves.banded,
+            "charts": {layout.name: dataclasses.asdict(layout) for layout in self._curves.layouts},
+            "columns": self._curves.columns,
+            "phases": PHASES,
         }
 
     def _evaluated(self, start: int) -> list[dict[str, Any]]:
@@ -146,13 +154,25 @@ class Feed:
         ]
 
     def _pack(self, content: dict[str, Any], values: np.ndarray, width: int, origin: int, first: int) -> Message:
-        content["curves"] = {"width": width, "origin": origin, "first": first, "flat": values.ndim == 3}
+        content["curves"] = {"width": width, "origin": origin, "first": first, "flat": values.ndim == 2}
         content["curves"]["buckets"] = len(values)
         rows = len(self._source.history)
         fresh = rows != self._rows or content["kind"] == "snapshot"
         self._rows = rows
         by_rank = self._glance.by_rank if fresh else self._glance.by_rank[:0]
-        return Message(content, [np.ascontiguousarray(a, "<f4").tobytes() for a in (values, by_rank)])
+        parts = self._bars(content) if fresh else np.empty(0)
+        return Message(content, [np.ascontiguousarray(a, "<f4").tobytes() for a in (values, by_rank, parts)])
+
+    def _bars(self, content: dict[str, Any]) -> np.ndarray:
+        """Where a step's time goes: the words into `content`; returns the bars' seconds, (bars, phases)."""
+        parts = self._glance.timing
+        shown = bars(parts) if parts.measured else []
+        content["time"] = {
+            "steps": parts.steps,
+            "bars": [{"rank": bar.rank, "label": bar.label, "slow": bar.slow} for bar in shown],
+            "straggler": None if parts.straggler is None else parts.straggler.text,
+        }
+        return np.array([bar.seconds for bar in shown])
 
 
 def _line(event: Event) -> dict[str, Any]:

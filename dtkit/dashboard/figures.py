@@ -1,9 +1,6 @@
-"""The kept picture: matplotlib figures of a run, drawn from the same curves as the live view.
+"""The kept picture of a run: its panels under a title, drawn from the same numbers as the live view.
 
-A panel is one function that draws on an ``Axes`` from a ``History``; :func:`run_figure` lays panels out
-under a title. Only ``Figure`` and the Agg canvas are used, never pyplot: pictures are drawn on other
-threads than the user's. Every colour is given, so a notebook's matplotlib style can't make text vanish on
-our white.
+Only ``Figure`` and the Agg canvas are used, never pyplot: pictures are drawn on other threads than the user's.
 """
 
 from __future__ import annotations
@@ -11,14 +8,15 @@ from __future__ import annotations
 import io
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from dtkit import units
-from dtkit.dashboard.feed import MARKED
-from dtkit.dashboard.series import LOSS, MAX_LINES, THROUGHPUT, Part, sample
+from dtkit.dashboard.axes import ALERT, COLOURS, GRID, INK, MUTED
+from dtkit.dashboard.panels import gradient_norm, learning_rate, loss, step_time, throughput
+from dtkit.dashboard.remarks import GLYPHS, remarks
+from dtkit.dashboard.series import MAX_LINES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,29 +25,44 @@ if TYPE_CHECKING:
 
     from dtkit.dashboard.source import Source
     from dtkit.history import History
-    from dtkit.records import Event
 
     Panel = Callable[[Axes, History], None]
 
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8A8A00", "#6F58B5")
-"""Okabe and Ito's palette, its yellow darkened to be seen on white, and violet: one a node."""
-INK, MUTED, GRID = "#1a1a1a", "#5f5f5f", "#e4e4e4"
-MARK_GLYPH = {"pause": "‖", "resume": "▶", "lr": "lr", "error": "✕", "stop": "■"}
-_LABEL_GAP = 0.062  # of the axes' height: two labels closer than that would overlap
+__all__ = ["COLOURS", "GRID", "INK", "MUTED", "new_figure", "panels_of", "png", "run_figure", "width"]
+
 _DPI = 160
-_SMOOTH = 64  # points of the throughput: single steps of a few milliseconds say more of the scheduler than of training
-_MANY_POINTS = 20  # more validation points than this are drawn smaller: a chain of large ones would hide the lines
+_WIDTH, _ROW, _LOW = 10.8, 3.1, 2.3  # inches: of a figure with two columns, and the height of a row of charts
+_LINE = 0.24  # the height of a line of the title
 
 
 def run_figure(source: Source, panels: Sequence[Panel] | None = None) -> Figure:
-    """Draw a run as it stands: a title line, and `panels` side by side (loss and throughput by default)."""
-    panels = panels or (draw_loss, draw_throughput)
-    figure = Figure(figsize=(5.4 * len(panels), 3.5), facecolor="white", layout="constrained")
+    """Draw a run as it stands: what there is to say, and `panels` in two columns (:func:`panels_of` by default).
+
+    The bars of the steps' time take a row of their own, as does a panel that has no neighbour.
+    """
+    rows = _rows(panels or panels_of(source.history))
+    heights = [_height(row, source.spec.world_size) for row in rows]
+    head = _LINE * (1 + len(remarks(source))) + 0.14
+    figure = new_figure(_WIDTH, sum(heights) + head)
+    _title(figure, source, head)
+    grid = figure.add_gridspec(len(rows), 2, height_ratios=heights)
+    for k, row in enumerate(rows):
+        for column, panel in enumerate(row):
+            panel(figure.add_subplot(grid[k, column] if len(row) == 2 else grid[k, :]), source.history)
+    return figure
+
+
+def panels_of(history: History) -> list[Panel]:
+    """What there is to see in a history: loss, throughput and the steps' time; two more where they say something."""
+    more: list[Panel] = [gradient_norm.draw, learning_rate.draw]
+    wanted = gradient_norm.known(history) or learning_rate.changed(history)
+    return [loss.draw, throughput.draw, step_time.draw, *(more if wanted else [])]
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty white figure, in inches, that no other thread's pyplot knows of."""
+    figure = Figure(figsize=(width, height), facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
-    _title(figure, source)
-    axes = figure.subplots(1, len(panels), squeeze=False)[0]
-    for ax, panel in zip(axes, panels, strict=True):
-        panel(ax, source.history)
     return figure
 
 
@@ -65,36 +78,28 @@ def width(figure: Figure) -> int:
     return round(figure.get_figwidth() * 92)
 
 
-def draw_loss(ax: Axes, history: History) -> None:
-    """Loss per node and over all nodes, with the validation points."""
-    ranks = max(history.ranks, default=-1) + 1
-    _draw_lines(ax, sample(history, LOSS, ranks), ranks, "mean")
-    _title_panel(ax, "Loss", ranks)
-    points = [(e.step, e.values["loss"]) for e in history.evaluations if "loss" in e.values]
-    points = [(step, value) for step, value in points if np.isfinite(value)]
-    if points:
-        size = 3 if len(points) > _MANY_POINTS else 5
-        ax.plot(*zip(*points, strict=True), "D", color=INK, markerfacecolor="white", markersize=size, gid="valid")
-        _end_labels(ax, [*_labels_of(ax), ("valid", points[-1][1], INK)])
-    _mark_events(ax, history.events)
+def _rows(panels: Sequence[Panel]) -> list[list[Panel]]:
+    """Pairs, in order; the bars of the steps' time alone."""
+    rows: list[list[Panel]] = []
+    for panel in panels:
+        room = rows and len(rows[-1]) == 1 and step_time.draw not in (panel, rows[-1][0])
+        if room:
+            rows[-1].append(panel)
+        else:
+            rows.append([panel])
+    return rows
 
 
-def draw_throughput(ax: Axes, history: History) -> None:
-    """Samples per second per node, and of all nodes together divided by their number."""
-    ranks = max(history.ranks, default=-1) + 1
-    part = sample(history, THROUGHPUT, ranks, _SMOOTH)
-    _draw_lines(ax, part, ranks, f"all ÷ {ranks}")
-    _title_panel(ax, "Throughput", ranks, "samples/s ")
-    if np.isfinite(part.values).any():
-        ax.set_ylim(0, 1.08 * float(np.nanmax(part.values)))
-        _end_labels(ax, _labels_of(ax))
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: units.rate(y) if y else "0"))
-    _mark_events(ax, history.events)
+def _height(row: list[Panel], ranks: int) -> float:
+    """A row of bars is as high as its bars; what is second to loss and throughput is lower."""
+    if row[0] is step_time.draw:
+        return 1.25 + 0.27 * (ranks if ranks <= MAX_LINES else 3)
+    return _LOW if gradient_norm.draw in row or learning_rate.draw in row else _ROW
 
 
-def _title(figure: Figure, source: Source) -> None:
-    """One line: what, how, how far."""
-    spec, status = source.spec, source.status
+def _title(figure: Figure, source: Source, head: float) -> None:
+    """One line: what, how, how far; and a line for each remark. They take the top `head` inches."""
+    spec, status, height = source.spec, source.status, figure.get_figheight()
     text = " · ".join(
         (
             units.plain(spec.name, 40),
@@ -104,117 +109,15 @@ def _title(figure: Figure, source: Source) -> None:
             f"{status.step:,} of {status.steps:,} steps",
         )
     )
-    figure.suptitle(text, x=0.012, ha="left", fontsize=11.5, fontweight="bold", color=INK, parse_math=False)
-
-
-def _draw_lines(ax: Axes, part: Part, ranks: int, overall: str) -> None:
-    """A line a node, or one band for many; over them the line of all nodes, dashed."""
-    _tidy(ax)
-    if not len(part.values):
-        ax.text(0.5, 0.5, "no step yet", transform=ax.transAxes, ha="center", va="center", color=MUTED)
-        return
-    last = part.origin + part.width * len(part.values) - 1
-    ax.set_xlim(part.origin, max(part.origin + 1, last))
-    values = part.values[:, 0]
-    banded = ranks > MAX_LINES
-    for k in range(values.shape[1] - 1):
-        if banded:
-            _draw_band(ax, part.steps, values[:, k], COLOURS[4], 0.3)
-        else:
-            # Many faint bands over each other would hide the lines: they share what one may cover.
-            _draw_band(ax, part.steps, values[:, k], COLOURS[k], 0.32 / (ranks + 1))
-            _draw_line(ax, part.steps, values[:, k], f"node {k}", color=COLOURS[k], linewidth=1.3)
-    if ranks > 1:
-        _draw_line(ax, part.steps, values[:, -1], overall, color=INK, linewidth=1.5, linestyle=(0, (3, 1.6)))
-    if np.isfinite(values).any():
-        _end_labels(ax, _labels_of(ax))
-
-
-def _draw_band(ax: Axes, steps: np.ndarray, line: np.ndarray, colour: str, alpha: float) -> None:
-    """From the smallest to the largest of each bucket, where they differ."""
-    if np.nanmax(line[:, 2] - line[:, 0], initial=0) > 0:
-        ax.fill_between(steps, line[:, 0], line[:, 2], color=colour, alpha=alpha, linewidth=0)
-
-
-def _draw_line(ax: Axes, steps: np.ndarray, line: np.ndarray, label: str, **style: Any) -> None:
-    """The mean of each bucket; dots where there are too few for a line."""
-    marker = "o" if np.isfinite(line[:, 1]).sum() < 3 else ""
-    ax.plot(steps, line[:, 1], marker=marker, markersize=4, label=label, gid=label, **style)
-
-
-def _labels_of(ax: Axes) -> list[tuple[str, float, str]]:
-    """(text, height, colour) for the end of each labelled line."""
-    found = []
-    for line in ax.get_lines():
-        text, y = str(line.get_label()), np.asarray(line.get_ydata(), float)
-        y = y[np.isfinite(y)]
-        if len(y) and not text.startswith("_"):
-            found.append((text, float(y[-1]), str(line.get_color())))
-    return found
-
-
-def _end_labels(ax: Axes, labels: Sequence[tuple[str, float, str]]) -> None:
-    """Write each line's name at its end, in its colour, pushed apart where they would overlap."""
-    for old in [t for t in ax.texts if t.get_gid() == "end"]:
-        old.remove()
-    low, high = ax.get_ylim()
-    ordered = sorted(labels, key=lambda label: label[1])
-    wanted = [(y - low) / (high - low) for _, y, _ in ordered]
-    for (text, _, colour), y in zip(ordered, spread(wanted, _LABEL_GAP), strict=True):
-        ax.annotate(
-            text, (1.012, y), xycoords="axes fraction", va="center", fontsize=8, fontweight="bold",
-            color=colour, gid="end", annotation_clip=False,
+    engine = figure.get_layout_engine()
+    assert isinstance(engine, ConstrainedLayoutEngine)
+    engine.set(rect=(0, 0, 1, 1 - head / height), h_pad=0.08, hspace=0.04)
+    style: dict[str, Any] = {"x": 0.012, "ha": "left", "va": "top", "parse_math": False}
+    figure.suptitle(text, y=1 - 0.09 / height, fontsize=11.5, fontweight="bold", color=INK, **style)
+    for k, remark in enumerate(remarks(source)):
+        alert = remark.kind == "differs"
+        line = f"{GLYPHS[remark.kind]} {remark.text}"
+        figure.text(
+            y=1 - (0.11 + _LINE * (k + 1)) / height, s=line, fontsize=9.5, fontweight="bold" if alert else "normal",
+            color=ALERT if alert else MUTED, gid=f"remark-{remark.kind}", **style,
         )  # fmt: skip
-
-
-def spread(wanted: Sequence[float], gap: float) -> list[float]:
-    """Ascending positions moved apart to `gap`, each crowd around its own middle, kept within 0 and 1."""
-    crowds: list[tuple[float, int]] = []  # (middle, how many)
-    for y in wanted:
-        middle, count = y, 1
-        while crowds and middle - crowds[-1][0] < gap * (count + crowds[-1][1]) / 2:
-            other, others = crowds.pop()
-            middle = (middle * count + other * others) / (count + others)
-            count += others
-        half = gap * (count - 1) / 2
-        crowds.append((max(half, min(1 - half, middle)), count))
-    return [middle + gap * (k - (count - 1) / 2) for middle, count in crowds for k in range(count)]
-
-
-def _mark_events(ax: Axes, events: Sequence[Event]) -> None:
-    """A thin line and a glyph on the step axis for what happened there."""
-    left, right = ax.get_xlim()
-    free = left
-    for event in [event for event in events if event.kind in MARKED][-20:]:
-        colour = COLOURS[5] if event.kind == "error" else MUTED
-        ax.axvline(event.step, color=colour, linewidth=0.8, linestyle=":", gid=f"event-{event.kind}")
-        if event.step < free:
-            continue  # its glyph would lie on the one before
-        free = event.step + 0.025 * (right - left)
-        ax.annotate(
-            MARK_GLYPH.get(event.kind, "•"), (event.step, 1.0), xycoords=("data", "axes fraction"), va="top",
-            ha="center", fontsize=7, color=colour, annotation_clip=True,
-        )  # fmt: skip
-
-
-def _tidy(ax: Axes) -> None:
-    """Light axes: two spines, a horizontal grid, whole steps."""
-    ax.set_facecolor("white")
-    ax.grid(visible=True, axis="y", color=GRID, linewidth=0.8, linestyle="-")
-    ax.grid(visible=False, axis="x")
-    ax.set_axisbelow(True)
-    for side in ("top", "right"):
-        ax.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        ax.spines[side].set_color(MUTED)
-    ax.tick_params(colors=MUTED, labelcolor=MUTED, labelsize=8)
-    ax.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
-    ax.set_xlabel("step", fontsize=8, color=MUTED)
-
-
-def _title_panel(ax: Axes, name: str, ranks: int, unit: str = "") -> None:
-    """The panel's name, and what its lines are."""
-    many = "all nodes, band from lowest to highest node" if ranks > MAX_LINES else "per node and all"
-    ax.set_title(name, loc="left", fontsize=10, fontweight="bold", color=INK)
-    ax.set_title(unit + many if ranks > 1 else unit, loc="right", fontsize=8, color=MUTED)

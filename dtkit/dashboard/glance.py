@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dtkit import units
+from dtkit.dashboard.timing import Timing, named, timing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,28 +26,31 @@ WINDOW = 20
 class Glance:
     """Throughput in samples per second, times in seconds; None before the first step.
 
-    `by_rank` has a row per rank and the columns loss, throughput, memory in bytes; NaN where unknown.
+    `by_rank` has a row per rank and the columns loss, throughput while it does not wait for others, memory in
+    bytes; NaN where unknown.
     """
 
     throughput: float | None
     loss: float | None
     spread: float | None
     step_s: float | None
-    slowest: int | None
     by_rank: np.ndarray
+    timing: Timing
 
 
 def glance(history: History, ranks: int) -> Glance:
     """Read the last steps of a history."""
     by_rank = np.full((ranks, 3), np.nan)
+    parts = timing(history, ranks)
     totals = history.totals(history.steps - WINDOW)
     if not len(totals):
-        return Glance(None, None, None, None, None, by_rank)
+        return Glance(None, None, None, None, by_rank, parts)
     rows = history.rows(len(history) - WINDOW * ranks)
     rows = rows[rows["rank"] < ranks]
     rank = rows["rank"]
     by_rank[rank, 0] = rows["loss"]  # rows are in the order of steps, and the last one written stays
-    by_rank[:, 1] = _ratio(np.bincount(rank, rows["samples"], ranks), np.bincount(rank, rows["step_s"], ranks))
+    busy = np.bincount(rank, rows["step_s"] - rows["wait_s"], ranks)
+    by_rank[:, 1] = _ratio(np.bincount(rank, rows["samples"], ranks), busy)
     by_rank[rank, 2] = rows["memory_bytes"]
     last = rows[rows["step"] == totals["step"][-1]]
     losses = last["loss"][np.isfinite(last["loss"])]
@@ -56,8 +60,8 @@ def glance(history: History, ranks: int) -> Glance:
         loss=float(totals["loss"][-1]),
         spread=float(np.ptp(losses)) if len(losses) > 1 else None,
         step_s=float(np.median(totals["step_s"])),
-        slowest=int(last["rank"][np.argmax(last["step_s"])]) if len(last) > 1 else None,
         by_rank=by_rank,
+        timing=parts,
     )
 
 
@@ -71,12 +75,6 @@ def epoch(spec: RunSpec, step: int) -> tuple[int, int]:
     return max(1, math.ceil(step / each)), max(1, math.ceil(spec.steps / each))
 
 
-def samples_done(spec: RunSpec, step: int) -> int:
-    """Samples that `step` updates took: whole epochs, and whole batches of the one begun."""
-    whole, begun = divmod(step, max(1, spec.steps_per_epoch))
-    return whole * spec.samples + min(begun * spec.batch_size, spec.samples)
-
-
 @dataclasses.dataclass(frozen=True)
 class Tile:
     """One of the large figures: what it is, its value, and a line under it."""
@@ -88,15 +86,15 @@ class Tile:
 
 def tiles(source: Source, now: Glance) -> Iterator[Tile]:
     """The figures at the top of a view, ready to be read."""
-    spec, step, nodes = source.spec, source.status.step, source.nodes
+    spec, nodes = source.spec, source.nodes
     yield Tile("throughput", units.rate(now.throughput), "samples/s, all nodes")
     yield Tile("mean loss", units.loss(now.loss), _loss_note(source, now))
-    slow = "of all nodes" if now.slowest is None else f"slowest: node {now.slowest}"
-    yield Tile("step time", units.duration(now.step_s), slow)
-    at, of = epoch(spec, step)
-    yield Tile("samples", f"{samples_done(spec, step):,}", f"epoch {at:,} of {of:,}")
+    slow = now.timing.straggler
+    yield Tile("step time", units.duration(now.step_s), f"▲ slowest: {named(slow.ranks)}" if slow else "median")
+    yield Tile("waiting", units.share(now.timing.waiting if now.timing.measured else None), "of all nodes' time")
     hosts = len({node.host for node in nodes})
-    yield Tile("nodes", f"{len(nodes) or spec.world_size:,}", f"on {units.plural(hosts, 'host')}" if hosts else "")
+    alive = f"{len(nodes) or spec.world_size:,} / {spec.world_size:,}"
+    yield Tile("nodes", alive, f"on {units.plural(hosts, 'host')}" if hosts else "")
 
 
 def _loss_note(source: Source, now: Glance) -> str:

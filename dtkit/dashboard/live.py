@@ -2,7 +2,7 @@
 
 The model is opened with a snapshot in the trait ``opening`` (it arrives even while a cell blocks the
 kernel); from then on messages are custom ones, at most four a second. Its half in the browser,
-``static/dashboard.js``, is one ES module without a build step, and has a function per panel.
+``static/dashboard.js`` with its modules, has a file per panel and no build step (see :mod:`dtkit.dashboard.bundle`).
 
 Between opening and the moment when the page's module has loaded, messages are lost to it. It then says
 hello and is answered with a snapshot. A kernel that is busy with a blocking cell can't hear that, so until
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import anywidget
 import traitlets
 
+from dtkit.dashboard.bundle import bundle
 from dtkit.dashboard.feed import Feed, Message
 from dtkit.dashboard.throttle import Throttle, on_timer
 
@@ -46,7 +47,7 @@ class Dashboard(anywidget.AnyWidget):
     for tests.
     """
 
-    _esm = STATIC / "dashboard.js"
+    _esm = bundle(STATIC / "dashboard.js")
     _css = STATIC / "dashboard.css"
 
     opening = traitlets.Dict().tag(sync=True)

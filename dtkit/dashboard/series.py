@@ -7,7 +7,9 @@ step never disappears, and the mean of a bucket is a line that can be read where
 thick band.
 
 Up to ``MAX_LINES`` ranks have a line each; more share one, whose smallest and largest are then the band
-over all nodes. The last line of every chart is the value over all ranks.
+over all nodes. The last line of a chart is the value over all ranks. Charts of what is the same on every rank
+(the learning rate, the reduced gradient's norm) have that line alone. The lines of all charts stand side by
+side, as the columns of one table (:class:`Layout`).
 
 Joining needs nothing but the buckets themselves. A page that holds a copy joins its own when told a new
 width, and is sent only the buckets that changed (:meth:`Curves.take`).
@@ -37,16 +39,36 @@ _LARGEST = 1e37  # float32 ends at 3e38, and charts need room to subtract
 
 @dataclasses.dataclass(frozen=True)
 class Chart:
-    """One quantity over the steps: how to read it from rows (``ROW``) and from totals (``TOTAL``)."""
+    """One quantity over the steps: how to read it from rows (``ROW``) and from totals (``TOTAL``).
+
+    Without `of_rows` there are no lines for nodes; without `of_totals` any rank's rows say it for all.
+    """
 
     name: str
-    of_rows: Callable[[np.ndarray], np.ndarray]
-    of_totals: Callable[[np.ndarray], np.ndarray]
+    of_rows: Callable[[np.ndarray], np.ndarray] | None
+    of_totals: Callable[[np.ndarray], np.ndarray] | None
 
 
-def _row_rate(rows: np.ndarray) -> np.ndarray:
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where a chart's lines stand in the table of curves: `nodes` columns from `first` on, then the one over all."""
+
+    name: str
+    first: int
+    nodes: int
+    banded: bool
+
+    @property
+    def overall(self) -> int:
+        """The column of the line over all ranks."""
+        return self.first + self.nodes
+
+
+def own_rate(rows: np.ndarray) -> np.ndarray:
+    """Samples per second of a rank while it does not wait for others: nodes in step differ in nothing else."""
+    busy = rows["step_s"] - rows["wait_s"]
     with np.errstate(divide="ignore", invalid="ignore"):
-        return np.asarray(rows["samples"] / rows["step_s"])
+        return np.asarray(np.where(busy > 0, rows["samples"] / busy, np.nan))
 
 
 def _mean_rate(totals: np.ndarray) -> np.ndarray:
@@ -56,15 +78,29 @@ def _mean_rate(totals: np.ndarray) -> np.ndarray:
 
 
 LOSS = Chart("loss", lambda rows: rows["loss"], lambda totals: totals["loss"])
-THROUGHPUT = Chart("throughput", _row_rate, _mean_rate)
-CHARTS = (LOSS, THROUGHPUT)
+THROUGHPUT = Chart("throughput", own_rate, _mean_rate)
+LR = Chart("lr", lambda rows: rows["lr"], None)
+GRAD_NORM = Chart("grad_norm", None, lambda totals: totals["grad_norm"])
+CHARTS = (LOSS, THROUGHPUT, LR, GRAD_NORM)
+
+
+def layouts(charts: Sequence[Chart], ranks: int) -> list[Layout]:
+    """The columns of each chart."""
+    found, first = [], 0
+    banded = ranks > MAX_LINES
+    for chart in charts:
+        both = chart.of_rows is not None and chart.of_totals is not None
+        nodes = (1 if banded else ranks) if both else 0
+        found.append(Layout(chart.name, first, nodes, banded and both))
+        first += nodes + 1
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
     """Buckets `first` to `first + len(values)` of some curves.
 
-    `values` is float32 of shape (buckets, charts, lines, 3): smallest, mean, largest; NaN where nothing is.
+    `values` is float32 of shape (buckets, columns, 3): smallest, mean, largest; NaN where nothing is.
     """
 
     width: int
@@ -90,9 +126,9 @@ class Curves:
 
     def __init__(self, charts: Sequence[Chart], ranks: int, budget: int = BUDGET) -> None:
         self._charts, self._ranks = tuple(charts), ranks
-        self.banded = ranks > MAX_LINES
-        self.lines = (1 if self.banded else ranks) + 1
-        shape = (budget, len(self._charts), self.lines)
+        self.layouts = layouts(charts, ranks)
+        self.columns = self.layouts[-1].overall + 1
+        shape = (budget, self.columns)
         self._low = np.full(shape, np.inf)
         self._high = np.full(shape, -np.inf)
         self._sum = np.zeros(shape)
@@ -118,11 +154,14 @@ class Curves:
             return
         self._make_room(int(steps.min()), int(steps.max()))
         rows = rows[rows["rank"] < self._ranks]
-        line = np.zeros(len(rows), "i8") if self.banded else rows["rank"].astype("i8")
-        overall = np.full(len(totals), self.lines - 1)
-        for k, chart in enumerate(self._charts):
-            self._scatter(k, line, rows["step"], chart.of_rows(rows))
-            self._scatter(k, overall, totals["step"], chart.of_totals(totals))
+        for chart, layout in zip(self._charts, self.layouts, strict=True):
+            if chart.of_totals is not None:
+                self._scatter(np.full(len(totals), layout.overall), totals["step"], chart.of_totals(totals))
+            if chart.of_rows is not None and len(rows):
+                # What is the same on every rank is read from one of them.
+                own = rows if chart.of_totals is not None else rows[rows["rank"] == rows["rank"].min()]
+                line = own["rank"].astype("i8") if layout.nodes > 1 else np.zeros(len(own), "i8")
+                self._scatter(layout.first + line, own["step"], chart.of_rows(own))
 
     def take(self, limit: int | None = None) -> Part:
         """The buckets that changed since they were last taken, the oldest `limit` of them."""
@@ -178,12 +217,12 @@ class Curves:
         self._changed = min(self._changed // 2, last)
         self._used = (self._used + 1) // 2
 
-    def _scatter(self, chart: int, line: np.ndarray, steps: np.ndarray, values: np.ndarray) -> None:
+    def _scatter(self, column: np.ndarray, steps: np.ndarray, values: np.ndarray) -> None:
         """Add values to their buckets. What can't be drawn (NaN, or beyond float32) leaves a gap."""
         keep = np.abs(values) < _LARGEST
         values = values[keep].astype("f8")
         bucket = np.maximum(steps[keep] - (self._origin or 0), 0) // self._width
-        at = (bucket * len(self._charts) + chart) * self.lines + line[keep]
+        at = bucket * self.columns + column[keep]
         np.minimum.at(self._low.reshape(-1), at, values)
         np.maximum.at(self._high.reshape(-1), at, values)
         np.add.at(self._sum.reshape(-1), at, values)

@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from dtkit.history import History
-    from dtkit.records import NodeInfo, RunSpec, Status
+    from dtkit.records import Consistency, NodeInfo, RunSpec, Status
 
 
 @runtime_checkable
@@ -47,6 +47,16 @@ class Source(Protocol):
     @property
     def exception(self) -> BaseException | None:
         """What failed or halted the run."""
+        ...
+
+    @property
+    def slowed(self) -> Mapping[int, float]:
+        """The ranks that are slowed on purpose, and how many times slower: ``{1: 2.0}``."""
+        ...
+
+    @property
+    def consistency(self) -> Consistency | None:
+        """What the last comparison of parameters over the ranks found; None before the first."""
         ...
 
     def subscribe(self, callback: Callable[[], None]) -> Callable[[], None]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from dtkit import units
 from dtkit.dashboard.glance import Glance, epoch, glance
+from dtkit.dashboard.remarks import GLYPHS, remarks
 from dtkit.dashboard.throttle import Throttle, on_timer
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def summary(source: Source) -> str:
     spec = source.spec
     now = glance(source.history, spec.world_size)
     head = f"{units.plain(spec.name, 60)} · {units.plain(spec.strategy, 60)} · {source.status.state.value}"
-    lines = [head, _where(source), _figures(now), *_node_lines(source, now)]
+    lines = [head, _where(source), _figures(now), *_said(source, now), *_node_lines(source, now)]
     if source.exception is not None:
         lines.append(f"{type(source.exception).__name__}: {units.plain(str(source.exception))}")
     return "\n".join(lines)
@@ -59,7 +60,16 @@ def _figures(now: Glance) -> str:
     if now.loss is None:
         return "no step yet"
     speed = f"{units.rate(now.throughput)} samples/s, {units.duration(now.step_s)} a step"
-    return f"loss {units.loss(now.loss)}, {speed}"
+    waiting = f", waiting {units.share(now.timing.waiting)}" if now.timing.measured else ""
+    return f"loss {units.loss(now.loss)}, {speed}{waiting}"
+
+
+def _said(source: Source, now: Glance) -> list[str]:
+    """What there is to say in words: whether the ranks agree, who is slowed, who keeps the others waiting."""
+    lines = [f"{GLYPHS[remark.kind]} {remark.text}" for remark in remarks(source)]
+    if now.timing.straggler is not None:
+        lines.append(f"▲ {now.timing.straggler.text}")
+    return lines
 
 
 def _node_lines(source: Source, now: Glance) -> list[str]:
@@ -112,7 +122,8 @@ class TextProgress:
         bar = "█" * round(_BAR * done) + "░" * (_BAR - round(_BAR * done)) if self.tty else f"{100 * done:.0f} %"
         now = glance(self._source.history, self._source.spec.world_size)
         head = f"{status.state.value} {bar} step {status.step:,} of {status.steps:,}, {_times(status)}"
-        return [head, "  " + _figures(now), *_node_lines(self._source, now)]
+        said = [f"  {line}" for line in _said(self._source, now)]
+        return [head, "  " + _figures(now), *said, *_node_lines(self._source, now)]
 
     def _in_place(self, news: list[str], block: list[str]) -> str:
         """Go up to the block's first line, write over it, clear what is left below."""

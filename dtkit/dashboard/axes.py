@@ -1,0 +1,161 @@
+"""How kept pictures look: colours, light axes, lines with their names at the end, marks of events.
+
+Colours are Okabe and Ito's; nothing is told apart by colour alone. Every colour is given, so a notebook's matplotlib
+style can't make text vanish on our white. All of this works on an ``Axes``, whoever made it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from dtkit.dashboard.feed import MARKED
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from matplotlib.axes import Axes
+
+    from dtkit.dashboard.series import Layout, Part
+    from dtkit.records import Event
+
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8A8A00", "#6F58B5")
+"""Okabe and Ito's palette, its yellow darkened to be seen on white, and violet: one a node."""
+INK, MUTED, GRID, ALERT = "#1a1a1a", "#5f5f5f", "#e4e4e4", "#b84a00"
+MARK_GLYPH = {"pause": "‖", "resume": "▶", "lr": "lr", "error": "✕", "stop": "■"}
+_LABEL_GAP = 0.062  # of the axes' height: two labels closer than that would overlap
+
+
+def tidy(ax: Axes) -> None:
+    """Light axes: two spines and a horizontal grid."""
+    ax.set_facecolor("white")
+    ax.grid(visible=True, axis="y", color=GRID, linewidth=0.8, linestyle="-")
+    ax.grid(visible=False, axis="x")
+    ax.set_axisbelow(True)
+    for side in ("top", "right"):
+        ax.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        ax.spines[side].set_color(MUTED)
+    ax.tick_params(colors=MUTED, labelcolor=MUTED, labelsize=8)
+
+
+def step_axis(ax: Axes) -> None:
+    """Whole steps along the bottom."""
+    ax.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
+    ax.set_xlabel("step", fontsize=8, color=MUTED)
+
+
+def title(ax: Axes, name: str, note: str = "") -> None:
+    """The panel's name, and what is shown."""
+    ax.set_title(name, loc="left", fontsize=10, fontweight="bold", color=INK)
+    ax.set_title(note, loc="right", fontsize=8, color=MUTED)
+
+
+def nothing(ax: Axes, text: str = "no step yet") -> None:
+    """Say why there is nothing to see."""
+    ax.text(0.5, 0.5, text, transform=ax.transAxes, ha="center", va="center", color=MUTED)
+
+
+def draw_lines(ax: Axes, part: Part, layout: Layout, overall: str) -> None:
+    """A line a node, or one band for many; over them the line of all nodes, dashed."""
+    tidy(ax)
+    step_axis(ax)
+    if not np.isfinite(part.values).any():
+        nothing(ax, "no step yet" if not len(part.values) else "nothing that could be drawn")
+        return
+    last = part.origin + part.width * len(part.values) - 1
+    ax.set_xlim(part.origin, max(part.origin + 1, last))
+    for k in range(layout.nodes):
+        if layout.banded:
+            draw_band(ax, part.steps, part.values[:, k], COLOURS[4], 0.3)
+        else:
+            # Many faint bands over each other would hide the lines: they share what one may cover.
+            draw_band(ax, part.steps, part.values[:, k], COLOURS[k], 0.32 / (layout.nodes + 1))
+            _draw_line(ax, part.steps, part.values[:, k], f"node {k}", color=COLOURS[k], linewidth=1.3)
+    if layout.nodes != 1 or layout.banded:
+        dashes = (0, (3, 1.6)) if layout.nodes else "-"
+        _draw_line(ax, part.steps, part.values[:, -1], overall, color=INK, linewidth=1.5, linestyle=dashes)
+    end_labels(ax, labels_of(ax))
+
+
+def draw_band(ax: Axes, steps: np.ndarray, line: np.ndarray, colour: str, alpha: float) -> None:
+    """From the smallest to the largest of each bucket, where they differ."""
+    if np.nanmax(line[:, 2] - line[:, 0], initial=0) > 0:
+        ax.fill_between(steps, line[:, 0], line[:, 2], color=colour, alpha=alpha, linewidth=0)
+
+
+def _draw_line(ax: Axes, steps: np.ndarray, line: np.ndarray, label: str, **style: Any) -> None:
+    """The mean of each bucket; dots where there are too few for a line."""
+    marker = "o" if np.isfinite(line[:, 1]).sum() < 3 else ""
+    ax.plot(steps, line[:, 1], marker=marker, markersize=4, label=label, gid=label, **style)
+
+
+def labels_of(ax: Axes) -> list[tuple[str, float, str]]:
+    """(text, height, colour) for the end of each labelled line."""
+    found = []
+    for line in ax.get_lines():
+        text, y = str(line.get_label()), np.asarray(line.get_ydata(), float)
+        y = y[np.isfinite(y)]
+        if len(y) and not text.startswith("_"):
+            found.append((text, float(y[-1]), str(line.get_color())))
+    return found
+
+
+def end_labels(ax: Axes, labels: Sequence[tuple[str, float, str]]) -> None:
+    """Write each line's name at its end, in its colour, pushed apart where they would overlap."""
+    for old in [t for t in ax.texts if t.get_gid() == "end"]:
+        old.remove()
+    low, high = ax.get_ylim()
+    ordered = sorted(labels, key=lambda label: label[1])
+    wanted = [(y - low) / (high - low) for _, y, _ in ordered]
+    for (text, _, colour), y in zip(ordered, spread(wanted, _LABEL_GAP), strict=True):
+        ax.annotate(
+            text, (1.012, y), xycoords="axes fraction", va="center", fontsize=8, fontweight="bold",
+            color=colour, gid="end", annotation_clip=False,
+        )  # fmt: skip
+
+
+def spread(wanted: Sequence[float], gap: float) -> list[float]:
+    """Ascending positions moved apart to `gap`, each crowd around its own middle, kept within 0 and 1."""
+    crowds: list[tuple[float, int]] = []  # (middle, how many)
+    for y in wanted:
+        middle, count = y, 1
+        while crowds and middle - crowds[-1][0] < gap * (count + crowds[-1][1]) / 2:
+            other, others = crowds.pop()
+            middle = (middle * count + other * others) / (count + others)
+            count += others
+        half = gap * (count - 1) / 2
+        crowds.append((max(half, min(1 - half, middle)), count))
+    return [middle + gap * (k - (count - 1) / 2) for middle, count in crowds for k in range(count)]
+
+
+def mark_events(ax: Axes, events: Sequence[Event]) -> None:
+    """A thin line and a glyph on the step axis for what happened there."""
+    left, right = ax.get_xlim()
+    free = left
+    for event in [event for event in events if event.kind in MARKED][-20:]:
+        colour = COLOURS[5] if event.kind == "error" else MUTED
+        ax.axvline(event.step, color=colour, linewidth=0.8, linestyle=":", gid=f"event-{event.kind}")
+        if event.step < free:
+            continue  # its glyph would lie on the one before
+        free = event.step + 0.025 * (right - left)
+        ax.annotate(
+            MARK_GLYPH.get(event.kind, "•"), (event.step, 1.0), xycoords=("data", "axes fraction"), va="top",
+            ha="center", fontsize=7, color=colour, annotation_clip=True,
+        )  # fmt: skip
+
+
+def last(part: Part) -> float:
+    """The last number of the line over all ranks; NaN where there is none."""
+    line = part.values[:, -1, 1]
+    known = line[np.isfinite(line)]
+    return float(known[-1]) if len(known) else np.nan
+
+
+def lines_note(layout: Layout, unit: str = "") -> str:
+    """What the lines are, for the corner of the panel."""
+    many = "mean and range of nodes" if layout.banded else "per node and all"
+    return f"{unit}, {many}".removeprefix(", ") if layout.banded or layout.nodes > 1 else unit

@@ -1,0 +1,237 @@
+"""Several runs beside each other: loss against steps, loss against bytes, and a table.
+
+A step of one strategy may cost a hundred times the bytes of another's. So the same loss is drawn twice: over the steps,
+which tells how well a strategy learns, and over what each rank has sent by then, which tells what that costs on a slow
+link. Bytes are counted by the engines, not computed.
+
+A comparison keeps the runs and reads them anew each time it is shown, so it may be made while they train.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import html
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from dtkit import units
+from dtkit.history import History
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+    from dtkit.records import RunSpec
+
+LAST = 20
+"""Steps over which the final loss is averaged: that of a single step is mostly noise."""
+
+
+@runtime_checkable
+class Trained(Protocol):
+    """What can be compared: a run, or anything else with these two."""
+
+    @property
+    def spec(self) -> RunSpec:
+        """What was asked for."""
+        ...
+
+    @property
+    def history(self) -> History:
+        """What every rank did in every step."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One run in the table. Bytes are those that one rank sent, as the mean over the ranks; times are in seconds."""
+
+    label: str
+    strategy: str
+    nodes: int
+    steps: int
+    loss: float
+    """Mean over the last ``LAST`` steps, weighted as the gradients are; NaN before the first step."""
+    sent_bytes: float
+    bytes_per_step: float
+    samples_per_s: float
+    seconds: float
+    """The steps' times added up: without the time between dispatches."""
+
+
+class Comparison:
+    """What :func:`compare` returns: shown in a notebook it is a figure over a table, as text the table alone."""
+
+    def __init__(self, labels: Sequence[str], histories: Sequence[History], strategies: Sequence[str]) -> None:
+        self.labels, self.histories, self._strategies = tuple(labels), tuple(histories), tuple(strategies)
+
+    @property
+    def rows(self) -> list[Row]:
+        """A row a run, as of now."""
+        return [_row(*item) for item in zip(self.labels, self.histories, self._strategies, strict=True)]
+
+    def figure(self) -> Figure:
+        """Loss against steps and against bytes, as a matplotlib Figure."""
+        from dtkit.dashboard.compare_figure import compare_figure
+
+        return compare_figure(self.labels, self.histories)
+
+    def to_pandas(self) -> pd.DataFrame:
+        """The table as a DataFrame with the labels as its index. Needs pandas."""
+        import pandas as pd
+
+        return pd.DataFrame([dataclasses.asdict(row) for row in self.rows]).set_index("label")
+
+    def __repr__(self) -> str:
+        columns = list(zip(*_table(self.rows), strict=True))
+        widths = [max(map(len, column)) for column in columns]
+        sides = [">" if column[0] in _NUMBERS else "<" for column in columns]
+        form = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))
+        return "\n".join(form.format(*line).rstrip() for line in zip(*columns, strict=True))
+
+    def _repr_png_(self) -> bytes:
+        from dtkit.dashboard import figures
+
+        return figures.png(self.figure())
+
+    def _repr_html_(self) -> str:
+        from dtkit.dashboard import figures
+
+        figure = self.figure()
+        picture = base64.b64encode(figures.png(figure)).decode("ascii")
+        rows = self.rows
+        said = "; ".join(f"{row.label}: loss {units.loss(row.loss)}, {units.size(row.sent_bytes)} sent" for row in rows)
+        image = (
+            f'<img src="data:image/png;base64,{picture}" width="{figures.width(figure)}" style="max-width: 100%" '
+            f'alt="{html.escape(f"Loss against steps and against bytes. {said}")}">'
+        )
+        return image + _html_table(rows)
+
+
+def compare(runs: Iterable[Trained | History], labels: Sequence[str] | None = None) -> Comparison:
+    """Several runs beside each other: loss against steps and against the bytes that each rank sent.
+
+    `runs` are runs, also while they train, or histories (``dtkit.History.from_jsonl(path)``). `labels` name them in the
+    figure; without it they are told apart by strategy, or else by name.
+
+    Raises TypeError for anything else, and ValueError for an empty list or for labels that don't fit.
+    """
+    found = _listed(runs)
+    if not found:
+        raise ValueError("compare([]): there is nothing to compare; give at least one run, as in compare([run, other])")
+    for k, run in enumerate(found):
+        if not isinstance(run, History) and not (isinstance(run, Trained) and isinstance(run.history, History)):
+            raise TypeError(
+                f"item {k} is {_named(run)}; compare takes runs and histories. A history that was saved is read by "
+                "dtkit.History.from_jsonl(path)"
+            )
+    histories = [run if isinstance(run, History) else run.history for run in found]
+    strategies = ["" if isinstance(run, History) else units.plain(run.spec.strategy, 60) for run in found]
+    return Comparison(_own_labels(found) if labels is None else _checked(labels, len(found)), histories, strategies)
+
+
+def _listed(runs: Any) -> list[Any]:
+    """The runs; a single one is refused before it is taken for a list of its records."""
+    if isinstance(runs, str | History) or hasattr(runs, "history") or not isinstance(runs, Iterable):
+        raise TypeError(f"compare({_named(runs)}): it takes a list of runs; write compare([run, other])")
+    return list(runs)
+
+
+def _named(value: object) -> str:
+    """What was given, short."""
+    plain = value is None or isinstance(value, str | int | float)
+    return repr(value)[:60] if plain else f"a {type(value).__name__}"
+
+
+def _checked(labels: Sequence[str], count: int) -> list[str]:
+    """The user's labels: one a run, all different."""
+    if isinstance(labels, str) or not all(isinstance(label, str) for label in labels):
+        raise TypeError(f"labels={labels!r}: a list with a name for each run, as in labels=['plain', 'every 8']")
+    if len(labels) != count:
+        raise ValueError(
+            f"labels={list(labels)!r} are {len(labels)} for {units.plural(count, 'run')}; give one for each"
+        )
+    if len(set(labels)) != count:
+        raise ValueError(f"labels={list(labels)!r}: two runs have the same one, and could not be told apart")
+    return [units.plain(label, 60) for label in labels]
+
+
+def _own_labels(runs: Sequence[Trained | History]) -> list[str]:
+    """The first of these that differs between all runs: strategy, name, both, number."""
+    specs = [None if isinstance(run, History) else run.spec for run in runs]
+    for choice in (
+        [spec.strategy if spec else "" for spec in specs],
+        [spec.name if spec else "" for spec in specs],
+        [f"{spec.name} {spec.strategy}" if spec else "" for spec in specs],
+    ):
+        if all(choice) and len(set(choice)) == len(choice):
+            return [units.plain(label, 60) for label in choice]
+    return [f"run {k}: {units.plain(spec.strategy, 50)}" if spec else f"run {k}" for k, spec in enumerate(specs, 1)]
+
+
+def _row(label: str, history: History, strategy: str) -> Row:
+    totals = history.totals()
+    ranks = int(totals["ranks"].max(initial=0))
+    seconds, sent = float(totals["step_s"].sum()), float(totals["sent_bytes"].sum()) / max(1, ranks)
+    return Row(
+        label=label,
+        strategy=strategy,
+        nodes=ranks,
+        steps=len(totals),
+        loss=_final_loss(totals[-LAST:]),
+        sent_bytes=sent,
+        bytes_per_step=sent / len(totals) if len(totals) else math.nan,
+        samples_per_s=float(totals["samples"].sum()) / seconds if seconds > 0 else math.nan,
+        seconds=seconds,
+    )
+
+
+def _final_loss(totals: np.ndarray) -> float:
+    weight = float(totals["weight"].sum())
+    return float((totals["loss"] * totals["weight"]).sum() / weight) if weight else math.nan
+
+
+_NUMBERS = ("nodes", "steps", "final loss", "sent per rank", "per step", "samples/s", "time")
+"""Columns of numbers; they stand to the right."""
+
+
+def _table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    """The table's header and its cells. Strategies that the labels say already have no column of their own."""
+    told = all(row.strategy == row.label for row in rows)
+    words = ("run",) if told else ("run", "strategy")
+    table: list[tuple[str, ...]] = [(*words, *_NUMBERS)]
+    for row in rows:
+        names = (row.label,) if told else (row.label, row.strategy or units.NOTHING)
+        table.append((*names, *_numbers(row)))
+    return table
+
+
+def _numbers(row: Row) -> tuple[str, ...]:
+    return (
+        f"{row.nodes:,}",
+        f"{row.steps:,}",
+        units.loss(row.loss) if row.steps else units.NOTHING,
+        units.size(row.sent_bytes),
+        units.size(row.bytes_per_step),
+        units.rate(row.samples_per_s),
+        units.duration(row.seconds),
+    )
+
+
+def _html_table(rows: Sequence[Row]) -> str:
+    """The table for a notebook; text of users and engines is escaped."""
+    header, *body = _table(rows)
+    sides = ["right" if name in _NUMBERS else "left" for name in header]
+
+    def line(cells: Iterable[str], tag: str) -> str:
+        parts = (f'<{tag} style="text-align: {s}">{html.escape(c)}</{tag}>' for s, c in zip(sides, cells, strict=True))
+        return f"<tr>{''.join(parts)}</tr>"
+
+    lines = "".join(line(cells, "td") for cells in body)
+    note = f"final loss: mean of the last {LAST} steps; bytes: sent by one rank; time: without that between dispatches"
+    return f"<table><thead>{line(header, 'th')}</thead><tbody>{lines}</tbody></table><small>{note}</small>"

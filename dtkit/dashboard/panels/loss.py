@@ -1,0 +1,32 @@
+"""Loss per node and over all nodes, with the validation points."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dtkit.dashboard import axes
+from dtkit.dashboard.series import LOSS, layouts, sample
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from dtkit.history import History
+
+_MANY_POINTS = 20  # more validation points than this are drawn smaller: a chain of large ones would hide the lines
+
+
+def draw(ax: Axes, history: History) -> None:
+    """Draw the panel."""
+    ranks = max(history.ranks, default=-1) + 1
+    (layout,) = layouts([LOSS], ranks)
+    axes.draw_lines(ax, sample(history, LOSS, ranks), layout, "mean")
+    axes.title(ax, "Loss", axes.lines_note(layout))
+    points = [(e.step, e.values["loss"]) for e in history.evaluations if "loss" in e.values]
+    points = [(step, value) for step, value in points if np.isfinite(value)]
+    if points:
+        size = 3 if len(points) > _MANY_POINTS else 5
+        ax.plot(*zip(*points, strict=True), "D", color=axes.INK, markerfacecolor="white", markersize=size, gid="valid")
+        axes.end_labels(ax, [*axes.labels_of(ax), ("valid", points[-1][1], axes.INK)])
+    axes.mark_events(ax, history.events)

@@ -1,0 +1,36 @@
+"""Samples per second per node while it does not wait, and of all nodes together divided by their number.
+
+Nodes that train in step take equally long for a step; what tells them apart is how long each would need alone.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from matplotlib.ticker import FuncFormatter
+
+from dtkit import units
+from dtkit.dashboard import axes
+from dtkit.dashboard.series import THROUGHPUT, layouts, sample
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from dtkit.history import History
+
+SMOOTH = 64  # points: single steps of a few milliseconds say more of the scheduler than of the training
+
+
+def draw(ax: Axes, history: History) -> None:
+    """Draw the panel."""
+    ranks = max(history.ranks, default=-1) + 1
+    (layout,) = layouts([THROUGHPUT], ranks)
+    part = sample(history, THROUGHPUT, ranks, SMOOTH)
+    axes.draw_lines(ax, part, layout, f"all ÷ {ranks}")
+    axes.title(ax, "Throughput", axes.lines_note(layout, "samples/s without waiting" if ranks > 1 else "samples/s"))
+    if np.isfinite(part.values).any():
+        ax.set_ylim(0, 1.08 * float(np.nanmax(part.values)))
+        axes.end_labels(ax, axes.labels_of(ax))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: units.rate(y) if y else "0"))
+    axes.mark_events(ax, history.events)

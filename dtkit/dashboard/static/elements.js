@@ -1,0 +1,22 @@
+// Elements of the page. Text from engines is only ever set as textContent: there is no markup from data.
+
+const SVG = "http://www.w3.org/2000/svg";
+
+/** An element with attributes and children; strings become text. */
+export function h(tag, attributes = {}, ...children) {
+  return fill(document.createElement(tag), attributes, children);
+}
+export function s(tag, attributes = {}, ...children) {
+  return fill(document.createElementNS(SVG, tag), attributes, children);
+}
+function fill(el, attributes, children) {
+  for (const [name, value] of Object.entries(attributes)) el.setAttribute(name, value);
+  el.append(...children);
+  return el;
+}
+export function setText(el, text) {
+  if (el.textContent !== text) el.textContent = text;
+}
+export function setAttr(el, name, value) {
+  if (el.getAttribute(name) !== String(value)) el.setAttribute(name, value);
+}

@@ -1,0 +1,54 @@
+// Numbers as people read them, as in units.py.
+
+const NOTHING = "—";
+
+export function number(value, digits = 3) {
+  if (value === null || !Number.isFinite(value)) return NOTHING;
+  const size = Math.abs(value);
+  if (size >= 100) return Math.round(value).toLocaleString("en-US");
+  if (size !== 0 && size < 1e-3) return value.toExponential(1);
+  return String(value.toPrecision(digits));
+}
+export function bytes(value) {
+  if (!Number.isFinite(value)) return NOTHING;
+  for (const unit of ["B", "kB", "MB"]) {
+    if (value < 999.5) return `${Math.round(value)} ${unit}`;
+    value /= 1000;
+  }
+  return `${value.toFixed(1)} GB`;
+}
+export function clock(seconds) {
+  const whole = Math.max(0, Math.floor(seconds));
+  const [hours, minutes] = [Math.floor(whole / 3600), Math.floor(whole / 60) % 60];
+  if (hours) return `${hours} h ${minutes} min`;
+  return minutes ? `${minutes} min ${whole % 60} s` : `${whole} s`;
+}
+/** A short time, in the unit that suits it. */
+export function duration(seconds) {
+  if (!Number.isFinite(seconds)) return NOTHING;
+  if (seconds <= 0) return "0 s";
+  if (seconds < 0.9995e-3) return `${Math.round(1e6 * seconds)} µs`;
+  if (seconds < 0.9995) return `${(1e3 * seconds).toFixed(seconds < 9.95e-3 ? 1 : 0)} ms`;
+  return seconds < 9.995 ? `${seconds.toFixed(2)} s` : clock(Math.round(seconds));
+}
+export function tick(value) {
+  if (Math.abs(value) >= 1e6) return `${+(value / 1e6).toPrecision(3)}M`;
+  if (Math.abs(value) >= 1e4) return `${+(value / 1e3).toPrecision(3)}k`;
+  return (+value.toPrecision(6)).toLocaleString("en-US", { maximumFractionDigits: 12 });
+}
+/** Round values between low and high, about `count` of them. */
+export function ticks(low, high, count) {
+  const raw = (high - low) / Math.max(1, count);
+  if (!(raw > 0)) return [low];
+  const power = 10 ** Math.floor(Math.log10(raw));
+  const step = power * [1, 2, 2.5, 5, 10].find((m) => m * power >= raw);
+  const found = [];
+  for (let k = Math.ceil(low / step - 1e-9); k * step <= high * (1 + 1e-9); k++) found.push(k * step);
+  return found;
+}
+
+export function share(part) {
+  if (!Number.isFinite(part)) return NOTHING;
+  const percent = 100 * part;
+  return percent >= 0.05 && percent < 0.95 ? `${percent.toFixed(1)} %` : `${percent.toFixed(0)} %`;
+}

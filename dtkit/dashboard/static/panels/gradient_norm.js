@@ -1,0 +1,22 @@
+// The gradient's norm, where a rank knows it; its kept half is panels/gradient_norm.py.
+
+import { chart } from "../chart.js";
+import { number } from "../numbers.js";
+
+export function gradientNormChart(store, _send, redraw) {
+  return chart(store, "grad_norm", {
+    title: "Gradient norm",
+    testid: "gradient-norm-chart",
+    height: 130,
+    note: () => "over all nodes, before clipping",
+    overall: (_head, last) => number(last),
+    shown: (st) => known(st, st.head.charts.grad_norm.first),
+  }, redraw);
+}
+
+/** Whether a column of the curves has any number. */
+export function known(store, column) {
+  const { data, used } = store.curves, { columns } = store.head;
+  for (let b = used - 1; b >= 0; b--) if (!Number.isNaN(data[(b * columns + column) * 3])) return true;
+  return false;
+}

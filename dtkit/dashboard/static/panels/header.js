@@ -1,0 +1,16 @@
+// What is trained, how, and in which state it is.
+
+import { h, setText } from "../elements.js";
+
+const STATE_GLYPH = { pending: "…", running: "▶", paused: "‖", completed: "✓", stopped: "■", failed: "✕" };
+
+export function header(store) {
+  const name = h("h2"), what = h("span", { class: "dtk-note" }), chip = h("span", { class: "dtk-chip" });
+  const update = () => {
+    const { head, status } = store;
+    setText(name, head.name);
+    setText(what, `${head.strategy} · ${head.ranks} ${head.ranks === 1 ? "node" : "nodes"} · batch ${head.batch.toLocaleString("en-US")}`);
+    setText(chip, `${STATE_GLYPH[status.state] ?? ""} ${status.state}`);
+  };
+  return { el: h("header", {}, name, what, chip), update };
+}

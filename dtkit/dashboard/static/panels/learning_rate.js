@@ -1,0 +1,27 @@
+// The learning rate; its kept half is panels/learning_rate.py.
+
+import { chart } from "../chart.js";
+import { known } from "./gradient_norm.js";
+
+export function learningRateChart(store, _send, redraw) {
+  return chart(store, "lr", {
+    title: "Learning rate",
+    testid: "learning-rate-chart",
+    height: 130,
+    fromZero: true,
+    note: () => "the same on all nodes",
+    overall: (_head, last) => String(+last.toPrecision(3)),
+    shown: (st) => known(st, st.head.charts.grad_norm.first) || changed(st, st.head.charts.lr.first),
+  }, redraw);
+}
+
+/** Whether there is more to see than one number. */
+function changed(store, column) {
+  const { data, used } = store.curves, { columns } = store.head;
+  let [low, high] = [Infinity, -Infinity];
+  for (let b = 0; b < used; b++) {
+    const at = (b * columns + column) * 3;
+    if (!Number.isNaN(data[at])) [low, high] = [Math.min(low, data[at]), Math.max(high, data[at + 2])];
+  }
+  return high > low;
+}

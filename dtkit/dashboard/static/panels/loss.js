@@ -1,0 +1,13 @@
+// Loss per node and mean, with validation; its kept half is panels/loss.py.
+
+import { chart } from "../chart.js";
+
+export function lossChart(store, _send, redraw) {
+  return chart(store, "loss", {
+    title: "Loss",
+    testid: "loss-chart",
+    note: (_head, layout) => (layout.banded ? "mean, and the band from lowest to highest node" : layout.nodes > 1 ? "per node and mean" : ""),
+    overall: () => "mean",
+    points: (st) => st.evaluations.filter((e) => Number.isFinite(e.values.loss ?? NaN)).map((e) => ({ step: e.step, value: e.values.loss })),
+  }, redraw);
+}

@@ -1,0 +1,28 @@
+// Whether the ranks agree, and who is slowed on purpose; the words are remarks.py's.
+
+import { h, setText } from "../elements.js";
+
+const GLYPH = { differs: "✕", identical: "✓", slowed: "▼" };
+
+/** Alerts stand apart: a screen reader says them at once, and only when their text is new. */
+export function remarks(store) {
+  const alerts = h("div", { class: "dtk-banner", role: "alert", "data-testid": "alert", hidden: "" });
+  const quiet = h("ul", { class: "dtk-remarks", "data-testid": "remarks", "aria-label": "remarks" });
+  const el = h("div", { class: "dtk-said-of-all" }, quiet, alerts);
+  const update = () => {
+    el.hidden = !store.remarks.length;
+    const urgent = store.remarks.filter((remark) => remark.kind === "differs");
+    const text = urgent.map((remark) => `${GLYPH.differs} ${remark.text}`).join("\n");
+    alerts.hidden = !text;
+    setText(alerts, text);
+    const others = store.remarks.filter((remark) => remark.kind !== "differs");
+    quiet.hidden = !others.length;
+    while (quiet.children.length > others.length) quiet.lastChild.remove();
+    while (quiet.children.length < others.length) quiet.append(h("li"));
+    others.forEach((remark, k) => {
+      quiet.children[k].className = `dtk-remark-${remark.kind}`;
+      setText(quiet.children[k], `${GLYPH[remark.kind] ?? "•"} ${remark.text}`);
+    });
+  };
+  return { el, update };
+}

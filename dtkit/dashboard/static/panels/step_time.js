@@ -1,0 +1,153 @@
+// Where a step's time goes: a bar a node, in phases; its kept half is panels/step_time.py.
+//
+// A phase is told by its colour and by its texture (SVG patterns, whose names are this view's own). The bars are one stop
+// for the keyboard: arrow keys go from bar to bar, and the one that is pointed at is read out in the panel's note.
+
+import { h, s, setAttr, setText } from "../elements.js";
+import { duration, share, tick, ticks } from "../numbers.js";
+
+const BAR = 22, GAP = 8, AXIS = 20, END = 64;
+const TEXTURE = { // paths of an 8 by 8 tile; what has none is plain
+  data: "M2,1v2h-2v-2zM6,5v2h-2v-2z",
+  backward: "M-2,2l4,-4M0,8l8,-8M6,10l4,-4",
+  waiting: "M-2,6l4,4M0,0l8,8M6,-2l4,4",
+  communication: "M0,8l8,-8M0,0l8,8",
+  update: "M0,2h8M0,6h8",
+};
+let views = 0;
+
+export function stepTime(store, _send, redraw) {
+  const note = h("span", { class: "dtk-note", "aria-live": "polite" });
+  const said = h("p", { class: "dtk-straggler", "data-testid": "straggler" });
+  const layers = { axis: s("g", { class: "dtk-grid" }), bars: s("g") };
+  const view = { store, redraw, prefix: `dtk${++views}`, rows: [], at: 0, pointed: null, layers };
+  const svg = s("svg", { class: "dtk-chart dtk-bars", role: "list", "aria-label": "where a step's time goes, by node" },
+    s("defs", {}, ...Object.entries(TEXTURE).map(([phase, d]) => texture(view.prefix, phase, d))), layers.axis, layers.bars);
+  const legend = h("ul", { class: "dtk-legend", "aria-label": "phases" });
+  const el = h("section", { class: "dtk-panel dtk-wide", "data-testid": "time-panel" },
+    h("h3", {}, "Where a step's time goes ", note), said, svg, legend);
+  svg.addEventListener("keydown", (event) => move(view, event));
+  const update = () => {
+    const { time, head } = store;
+    el.hidden = !time?.bars.length;
+    if (el.hidden) return;
+    setText(said, time.straggler ? `▲ ${time.straggler}` : "");
+    said.hidden = !time.straggler;
+    const bars = read(store);
+    draw(view, svg, bars, Math.max(260, el.clientWidth || 0));
+    drawLegend(legend, head.phases.filter((_, k) => seen(bars, k)), view.prefix);
+    const bar = bars[view.pointed];
+    setText(note, bar ? described(bar, head.phases) : `ms, mean of the last ${time.steps} ${time.steps === 1 ? "step" : "steps"}`);
+  };
+  return { el, update };
+}
+
+function texture(prefix, phase, d) {
+  return s("pattern", { id: `${prefix}-${phase}`, width: 8, height: 8, patternUnits: "userSpaceOnUse", class: `dtk-${phase}` },
+    s("rect", { width: 8, height: 8, class: "dtk-ground" }), s("path", { d, class: "dtk-texture" }));
+}
+
+/** The bars as the store has them: {label, slow, seconds, whole}. */
+function read({ time, bars, head }) {
+  const each = head.phases.length;
+  return time.bars.map((bar, k) => {
+    const seconds = Array.from(bars.subarray(k * each, (k + 1) * each), (v) => (Number.isFinite(v) ? v : 0));
+    return { ...bar, seconds, whole: seconds.reduce((a, b) => a + b, 0) };
+  });
+}
+
+/** A phase that is too short to be seen in any bar needs no legend. */
+function seen(bars, k) {
+  const longest = Math.max(...bars.map((bar) => bar.whole));
+  return bars.some((bar) => bar.seconds[k] >= 0.004 * longest);
+}
+
+function described(bar, phases) {
+  const parts = phases.flatMap((phase, k) => (bar.seconds[k] > 0 ? [`${phase} ${duration(bar.seconds[k])} (${share(bar.seconds[k] / bar.whole)})`] : []));
+  return `${bar.label}: ${duration(bar.whole)} a step: ${parts.join(" · ")}`;
+}
+
+function draw(view, svg, bars, width) {
+  const longest = Math.max(...bars.map((bar) => bar.whole)) || 1;
+  const left = Math.max(...bars.map((bar) => bar.label.length)) * 7 + 30;
+  const scale = (width - left - END) / longest;
+  const height = bars.length * (BAR + GAP) + AXIS;
+  for (const [name, value] of Object.entries({ width, height, viewBox: `0 0 ${width} ${height}` })) setAttr(svg, name, value);
+  drawAxis(view.layers.axis, { longest, scale, left, height, width });
+  while (view.rows.length > bars.length) view.rows.pop().el.remove();
+  while (view.rows.length < bars.length) addRow(view);
+  view.at = Math.min(view.at, bars.length - 1);
+  bars.forEach((bar, k) => drawRow(view, k, bar, { scale, left }));
+}
+
+function drawAxis(layer, { longest, scale, left, height, width }) {
+  const parts = [];
+  for (const v of ticks(0, longest * 1e3, width > 620 ? 8 : 4)) {
+    const x = left + v / 1e3 * scale;
+    parts.push(s("line", { x1: x, x2: x, y1: 0, y2: height - AXIS }), s("text", { x, y: height - 6, "text-anchor": "middle" }, tick(v)));
+  }
+  layer.replaceChildren(...parts);
+}
+
+/** A bar: made once, then moved, so that the keyboard stays where it stands. */
+function addRow(view) {
+  const k = view.rows.length, { phases } = view.store.head;
+  const el = s("g", { role: "listitem", class: "dtk-row" });
+  const label = s("text", { class: "dtk-name", y: BAR / 2 + 4 }), whole = s("text", { class: "dtk-whole", y: BAR / 2 + 4 });
+  const frame = s("rect", { class: "dtk-frame", height: BAR + 4, y: -2, rx: 4 });
+  const segments = phases.map((phase) => ({
+    rect: s("rect", { height: BAR, class: `dtk-phase dtk-${phase}`, "data-phase": phase, fill: TEXTURE[phase] ? `url(#${view.prefix}-${phase})` : "" }),
+    pill: s("rect", { class: "dtk-pill", height: BAR - 7, y: 3.5, rx: 4 }), // letters on a texture can't be read
+    text: s("text", { class: "dtk-share", y: BAR / 2 + 4, "text-anchor": "middle" }),
+  }));
+  el.append(frame, label, ...segments.map((seg) => seg.rect), ...segments.flatMap((seg) => [seg.pill, seg.text]), whole);
+  const point = (to) => () => { view.pointed = to; if (to !== null) view.at = to; view.redraw(); };
+  for (const [event, to] of [["pointerenter", k], ["pointerleave", null], ["focus", k], ["blur", null]]) el.addEventListener(event, point(to));
+  view.rows.push({ el, label, whole, frame, segments });
+  view.layers.bars.append(el);
+}
+
+function drawRow(view, k, bar, { scale, left }) {
+  const row = view.rows[k], { phases } = view.store.head;
+  setAttr(row.el, "transform", `translate(0 ${k * (BAR + GAP) + GAP / 2})`);
+  setAttr(row.el, "aria-label", `${bar.slow ? "straggler, " : ""}${described(bar, phases)}`);
+  setAttr(row.el, "tabindex", k === view.at ? 0 : -1);
+  setAttr(row.el, "class", bar.slow ? "dtk-row dtk-slow" : "dtk-row");
+  setAttr(row.el, "data-rank", bar.rank);
+  setText(row.label, `${bar.slow ? "▲ " : ""}${bar.label}`);
+  setAttr(row.label, "x", left - 8);
+  let x = left;
+  row.segments.forEach(({ rect, pill, text }, i) => {
+    const wide = Math.max(0, bar.seconds[i] * scale);
+    setAttr(rect, "x", x.toFixed(1));
+    setAttr(rect, "width", wide.toFixed(1));
+    const part = share(bar.seconds[i] / (bar.whole || 1));
+    const words = wide < 42 ? "" : wide < 112 ? part : `${duration(bar.seconds[i])} · ${part}`;
+    const under = words && words.length * 6.4 + 10;
+    setText(text, words);
+    setAttr(text, "x", (x + wide / 2).toFixed(1));
+    setAttr(pill, "width", under || 0);
+    setAttr(pill, "x", (x + (wide - under) / 2).toFixed(1));
+    x += wide;
+  });
+  setText(row.whole, duration(bar.whole));
+  setAttr(row.whole, "x", (x + 7).toFixed(1));
+  setAttr(row.frame, "width", (x + END - 4).toFixed(1));
+}
+
+function move(view, event) {
+  const last = view.rows.length - 1;
+  const to = { ArrowDown: view.at + 1, ArrowUp: view.at - 1, Home: 0, End: last }[event.key];
+  if (to === undefined) return;
+  event.preventDefault();
+  view.rows[Math.max(0, Math.min(last, to))].el.focus();
+}
+
+function drawLegend(legend, phases, prefix) {
+  if (legend.dataset.phases === String(phases)) return;
+  legend.dataset.phases = String(phases);
+  legend.replaceChildren(...phases.map((phase) => {
+    const swatch = s("rect", { width: 20, height: 12, class: `dtk-phase dtk-${phase}`, fill: TEXTURE[phase] ? `url(#${prefix}-${phase})` : "" });
+    return h("li", {}, s("svg", { width: 20, height: 12, "aria-hidden": "true" }, swatch), phase);
+  }));
+}

@@ -1,0 +1,17 @@
+// For screen readers: the state at once, the numbers every quarter of a minute.
+
+import { h, setText } from "../elements.js";
+
+export function summary(store) {
+  const el = h("div", { class: "dtk-hidden", role: "status", "aria-live": "polite", "data-testid": "summary" });
+  let state = null, spoken = 0;
+  const update = () => {
+    const st = store.status;
+    if (st.state === state && Date.now() - spoken < 15000) return;
+    [state, spoken] = [st.state, Date.now()];
+    const numbers = store.tiles.slice(0, 2).map((tile) => `${tile.label} ${tile.value}`).join(", ");
+    const more = [...store.remarks.map((remark) => remark.text), store.time?.straggler].filter(Boolean).map((text) => `; ${text}`).join("");
+    setText(el, `${store.head.name} ${st.state}, step ${st.step} of ${st.steps}, ${numbers}${more}`);
+  };
+  return { el, update };
+}

@@ -1,0 +1,17 @@
+// The large figures; their text is made in glance.py.
+
+import { h, setText } from "../elements.js";
+
+export function tiles(store) {
+  const el = h("div", { class: "dtk-tiles", role: "list", "data-testid": "tiles" }); // JupyterLab styles dl, dt and dd
+  const update = () => {
+    while (el.children.length < store.tiles.length) {
+      el.append(h("div", { role: "listitem", class: "dtk-tile" }, h("div", { class: "dtk-note" }), h("div", { class: "dtk-value" }), h("div", { class: "dtk-note" })));
+    }
+    store.tiles.forEach((tile, k) => {
+      const [label, value, note] = el.children[k].children;
+      setText(label, tile.label); setText(value, tile.value); setText(note, tile.note);
+    });
+  };
+  return { el, update };
+}

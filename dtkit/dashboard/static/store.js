@@ -1,0 +1,95 @@
+// What the messages of a run add up to: one store a model, so that two views of it show the same.
+// Messages are composed in feed.py; buckets are joined here as series.py joins them.
+
+const LOG = 200;
+/** The states that a run can still be told something in. */
+export const LIVE = ["pending", "running", "paused"];
+
+/** The kinds of events that get a mark on the step axis, and the mark. */
+export const MARKED = { pause: "‖", resume: "▶", lr: "lr", error: "✕", stop: "■" };
+
+/**
+ * An empty store. `curves.data` is Float32 of shape (buckets, columns, 3): smallest, mean, largest; which columns are
+ * whose says `head.charts`. `bars` is Float32 of shape (bars, phases), in seconds; `ranks` of shape (ranks, 3).
+ */
+export function newStore() {
+  return {
+    seq: 0, received: 0, head: null, nodes: [], status: null, lr: null, tiles: [], error: null, refused: null,
+    remarks: [], time: null, bars: new Float32Array(0),
+    log: [], marks: [], evaluations: [], ranks: new Float32Array(0), asked: new Map(), hover: null,
+    curves: { width: 1, origin: 0, used: 0, data: new Float32Array(0) },
+  };
+}
+
+/** Apply a message. Returns false where it does not follow on what the store has: then ask for a snapshot. */
+export function apply(store, content, buffers) {
+  if (content.kind === "refused") {
+    store.refused = content;
+    store.asked.delete(content.command);
+    return true;
+  }
+  const whole = content.kind === "snapshot";
+  if (content.seq <= store.seq) return true; // seen already
+  if (!whole && content.base !== store.seq) return false;
+  store.seq = content.seq;
+  store.received = Date.now();
+  for (const key of ["status", "lr", "tiles", "error", "remarks"]) store[key] = content[key];
+  if (whole) {
+    for (const key of ["head", "nodes", "marks", "evaluations"]) store[key] = content[key];
+    store.log = content.events;
+    store.curves = { width: content.curves.width, origin: content.curves.origin, used: 0, data: new Float32Array(0) };
+  } else {
+    const events = content.events ?? [];
+    store.log = store.log.concat(events).slice(-LOG);
+    store.marks = store.marks.concat(events.filter((e) => e.kind in MARKED)).slice(-60);
+    store.evaluations = store.evaluations.concat(content.evaluations ?? []).slice(-LOG);
+  }
+  applyCurves(store, content.curves, floats(buffers[0]));
+  const ranks = floats(buffers[1]);
+  if (ranks.length) store.ranks = ranks;
+  if (content.time) [store.time, store.bars] = [content.time, floats(buffers[2])];
+  return true;
+}
+
+/** A buffer as Float32Array; it may be a DataView at an odd offset. */
+function floats(buffer) {
+  const bytes = buffer.buffer ? new Uint8Array(buffer.buffer, buffer.byteOffset, buffer.byteLength) : new Uint8Array(buffer);
+  return new Float32Array(bytes.slice().buffer);
+}
+
+function applyCurves(store, part, values) {
+  const curves = store.curves;
+  const each = store.head.columns * 3; // floats a bucket
+  if (!curves.used) curves.origin = part.origin;
+  while (curves.used && curves.width < part.width) join(curves, each);
+  curves.width = part.width;
+  const end = part.first + part.buckets;
+  if (end * each > curves.data.length) {
+    const larger = new Float32Array(Math.max(64, 2 * end) * each).fill(NaN);
+    larger.set(curves.data);
+    curves.data = larger;
+  }
+  const at = part.first * each;
+  if (part.flat) for (let i = 0; i < values.length; i++) curves.data.fill(values[i], at + 3 * i, at + 3 * i + 3);
+  else curves.data.set(values, at);
+  curves.used = Math.max(curves.used, end);
+}
+
+/** Join neighbouring buckets, as series.py does, and double their width. */
+function join(curves, each) {
+  const { data, used } = curves;
+  const half = Math.ceil(used / 2);
+  for (let b = 0; b < half; b++) {
+    for (let i = 0; i < each; i += 3) {
+      const p = 2 * b * each + i, q = p + each, to = b * each + i;
+      const lone = 2 * b + 1 >= used || Number.isNaN(data[q]);
+      const first = !Number.isNaN(data[p]);
+      const pick = (k, both) => (lone ? data[p + k] : first ? both(data[p + k], data[q + k]) : data[q + k]);
+      const joined = [pick(0, Math.min), pick(1, (a, b) => (a + b) / 2), pick(2, Math.max)];
+      data.set(joined, to);
+    }
+  }
+  data.fill(NaN, half * each);
+  curves.used = half;
+  curves.width *= 2;
+}

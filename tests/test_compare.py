@@ -1,0 +1,178 @@
+"""dtkit.compare: several runs as a figure over bytes and steps, a table, and text."""
+
+import dataclasses
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import dtkit
+from dtkit.dashboard import compare, compare_figure
+from tests.fake_source import FakeSource
+
+
+def run(strategy="DataParallel()", *, every=1, steps=80, ranks=4, name="ConvNet", sent=400_000):
+    """A run whose ranks send `sent` bytes every so many steps."""
+    source = FakeSource(ranks=ranks, steps=steps, name=name)
+    source.spec = dataclasses.replace(source.spec, strategy=strategy)
+    source.sends = lambda step: np.where(step % every == 0, sent, 0)
+    source.advance(steps)
+    return source
+
+
+def test_the_table_says_what_the_histories_say():
+    plain, eighth = run(), run("ParameterAveraging(every=8)", every=8)
+    found = dtkit.compare([plain, eighth])
+    first, second = found.rows
+    assert (first.label, first.nodes, first.steps) == ("DataParallel()", 4, 80)
+    assert first.sent_bytes == 80 * 400_000
+    assert second.sent_bytes == first.sent_bytes / 8
+    assert second.bytes_per_step == 50_000
+    totals = plain.history.totals()
+    assert first.seconds == pytest.approx(totals["step_s"].sum())
+    assert first.samples_per_s == pytest.approx(totals["samples"].sum() / totals["step_s"].sum())
+    assert first.loss == pytest.approx(totals["loss"][-20:].mean())
+
+
+def test_as_text_it_is_a_table():
+    header, *lines = repr(dtkit.compare([run(), run("ParameterAveraging(every=8)", every=8)])).splitlines()
+    assert re.split(" {2,}", header) == ["run", *compare._NUMBERS]
+    assert lines[0].startswith("DataParallel()  ")
+    assert "32 MB" in lines[0]
+    assert "4 MB" in lines[1]
+    assert len({len(line) for line in lines}) == 1
+
+
+def test_in_a_notebook_it_is_a_figure_and_a_table_of_escaped_text():
+    found = dtkit.compare([run(), run("Odd('<script>')")])
+    page = found._repr_html_()
+    assert '<img src="data:image/png;base64,' in page
+    assert page.count("<tr>") == 3
+    assert "<script>" not in page
+    assert "Odd(&#x27;&lt;script&gt;&#x27;)" in page
+    assert 'alt="Loss against steps and against bytes. DataParallel(): loss ' in page
+    assert found._repr_png_().startswith(b"\x89PNG")
+
+
+def test_the_table_as_a_frame():
+    pytest.importorskip("pandas")
+    frame = dtkit.compare([run(), run("B()")]).to_pandas()
+    assert list(frame.index) == ["DataParallel()", "B()"]
+    assert frame.loc["B()", "sent_bytes"] == 80 * 400_000
+
+
+def test_lines_are_told_apart_by_more_than_colour():
+    found = dtkit.compare([run(f"S{k}()") for k in range(8)])
+    for ax in found.figure().axes:
+        looks = {(line.get_marker(), line._unscaled_dash_pattern[1], line.get_color()) for line in ax.get_lines()}
+        assert len(looks) == 8
+        assert len({marker for marker, _, _ in looks}) == 8
+
+
+def test_the_same_losses_against_steps_and_against_the_bytes_sent_by_then():
+    one, other = run(steps=40), run("ParameterAveraging(every=8)", every=8, steps=40)
+    steps, sent = dtkit.compare([one, other]).figure().axes
+    for by_step, by_bytes in zip(steps.get_lines(), sent.get_lines(), strict=True):
+        np.testing.assert_array_equal(by_step.get_ydata(), by_bytes.get_ydata())
+    np.testing.assert_array_equal(sent.get_lines()[0].get_xdata(), 400_000 * np.arange(1, 41))
+    np.testing.assert_array_equal(sent.get_lines()[1].get_xdata(), 400_000 * (np.arange(1, 41) // 8))
+    _, losses = one.history.loss()
+    np.testing.assert_allclose(steps.get_lines()[0].get_ydata(), losses, rtol=1e-6)
+    assert sent.get_xscale() == "linear"
+
+
+def test_bytes_that_are_far_apart_get_a_logarithmic_axis():
+    figure = dtkit.compare([run(), run("Tiny()", sent=4_000)]).figure()
+    assert figure.axes[1].get_xscale() == "log"
+    figure.canvas.draw()
+
+
+def test_a_loss_that_falls_far_gets_a_logarithmic_axis():
+    steep = FakeSource(ranks=2)
+    for loss in (10.0, 1.0, 0.1):
+        steep.advance(5, loss=loss)
+    figure = dtkit.compare([steep]).figure()
+    assert [ax.get_yscale() for ax in figure.axes] == ["log", "log"]
+    figure.canvas.draw()
+
+
+def test_a_long_run_is_drawn_from_few_points():
+    steps, sent = dtkit.compare([run(steps=5000)]).figure().axes
+    assert len(steps.get_lines()[0].get_xdata()) <= 64
+    assert sent.get_lines()[0].get_xdata()[-1] == 5000 * 400_000
+
+
+def test_runs_without_a_step_or_without_bytes_are_shown():
+    empty, alone = FakeSource(name="Fresh"), run(ranks=1, sent=0)
+    for runs in ([empty], [alone], [empty, alone], [empty, run("B()")]):
+        found = dtkit.compare(runs)
+        assert found._repr_png_().startswith(b"\x89PNG")
+        assert len(repr(found).splitlines()) == 1 + len(runs)
+    texts = {text.get_text() for ax in dtkit.compare([empty]).figure().axes for text in ax.texts}
+    assert texts == {"no step yet", "nothing was sent"}
+
+
+def test_what_runs_do_later_is_shown_later():
+    going = run(steps=10)
+    found = dtkit.compare([going])
+    going.advance(30)
+    assert found.rows[0].steps == 40
+
+
+def test_histories_read_back_from_a_file(tmp_path):
+    source = run(steps=10)
+    source.history.to_jsonl(tmp_path / "run.jsonl")
+    back = dtkit.History.from_jsonl(tmp_path / "run.jsonl")
+    before, after = dtkit.compare([source, back]).rows
+    assert (after.steps, after.sent_bytes, after.loss) == (before.steps, before.sent_bytes, before.loss)
+    assert dtkit.compare([back]).rows[0].label == "run 1"
+
+
+@pytest.mark.parametrize(
+    ("runs", "labels"),
+    [
+        (lambda: [run("A()"), run("B()")], ["A()", "B()"]),
+        (lambda: [run(name="One"), run(name="Other")], ["One", "Other"]),
+        (lambda: [run("A()"), run("A()", name="X"), run("B()")], ["ConvNet A()", "X A()", "ConvNet B()"]),
+        (lambda: [run("A()"), run("A()")], ["run 1: A()", "run 2: A()"]),
+        (lambda: [run("A()"), run("B()").history], ["run 1: A()", "run 2"]),
+    ],
+)
+def test_runs_are_named_by_what_differs(runs, labels):
+    assert list(dtkit.compare(runs()).labels) == labels
+
+
+def test_labels_of_the_users_own():
+    assert list(dtkit.compare([run(), run()], labels=["a", "b"]).labels) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "said"),
+    [
+        (lambda: dtkit.compare([]), ValueError, r"compare\(\[\]\).*at least one run"),
+        (lambda: dtkit.compare(FakeSource()), TypeError, r"write compare\(\[run, other\]\)"),
+        (lambda: dtkit.compare(FakeSource().history), TypeError, r"a History.*write compare\(\[run, other\]\)"),
+        (lambda: dtkit.compare("run.jsonl"), TypeError, r"'run.jsonl'"),
+        (lambda: dtkit.compare(["run.jsonl"]), TypeError, r"item 0 is 'run.jsonl'.*from_jsonl"),
+        (lambda: dtkit.compare([FakeSource(), 3]), TypeError, "item 1 is 3;"),
+        (lambda: dtkit.compare(3), TypeError, r"compare\(3\): it takes a list"),
+        (lambda: dtkit.compare([FakeSource()], labels=["a", "b"]), ValueError, "are 2 for 1 run"),
+        (lambda: dtkit.compare([FakeSource()] * 2, labels=["a", "a"]), ValueError, "the same one"),
+        (lambda: dtkit.compare([FakeSource()], labels="a"), TypeError, "a list with a name for each"),
+        (lambda: dtkit.compare([FakeSource()], labels=[1]), TypeError, "a list with a name for each"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(call, error, said):
+    with pytest.raises(error, match=said):
+        call()
+
+
+def test_comparing_loads_no_matplotlib_before_it_is_drawn():
+    code = "import dtkit, sys; dtkit.compare; sys.exit('matplotlib' in sys.modules or 'torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_marks_are_enough_for_every_colour():
+    assert len(compare_figure._MARKERS) >= 8

@@ -1,0 +1,133 @@
+"""Where a step's time goes: means by phase, the bars that are shown, and who is called a straggler."""
+
+import numpy as np
+import pytest
+
+from dtkit.dashboard.timing import PHASES, STEPS, Straggler, bars, named, timing
+from dtkit.history import ROW, History
+from tests.fake_source import FakeSource
+
+WAITING = PHASES.index("waiting")
+
+
+def source(ranks=4, slow=None, steps=100, seed=0):
+    made = FakeSource(ranks=ranks, seed=seed)
+    made.slow = slow or {}
+    made.advance(steps)
+    return made
+
+
+def taken_apart(ranks=4, slow=None, steps=100, seed=0):
+    return timing(source(ranks, slow, steps, seed).history, ranks)
+
+
+def test_means_are_those_of_the_last_steps_and_add_up_to_the_step():
+    history = source(slow={1: 2.0}).history
+    found = timing(history, 4)
+    assert found.steps == STEPS
+    rows = history.rows(50 * 4)
+    for rank in range(4):
+        own = rows[rows["rank"] == rank]
+        columns = ("data_s", "forward_s", "backward_s", "wait_s", "comm_s", "update_s")
+        np.testing.assert_allclose(found.seconds[rank, :6], [own[name].mean() for name in columns], rtol=1e-5)
+        np.testing.assert_allclose(found.seconds[rank].sum(), own["step_s"].mean(), rtol=1e-5)
+    assert found.waiting == pytest.approx(rows["wait_s"].sum() / rows["step_s"].sum(), rel=1e-5)
+
+
+def test_the_straggler_is_named_with_what_it_costs():
+    straggler = taken_apart(slow={1: 2.0}).straggler
+    assert straggler.ranks == (1,)
+    assert straggler.victim != 1
+    assert straggler.share == pytest.approx(80 / 180, abs=0.03)  # computing 80 ms against 160 ms, in a step of 180
+    assert Straggler((1,), 0, 0.34).text == "node 1 keeps the others waiting: 34 % of node 0's step"
+    assert Straggler((1, 3), 0, 0.34).text == "nodes 1 and 3 keep the others waiting: 34 % of node 0's step"
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 64])
+@pytest.mark.parametrize("seed", range(5))
+def test_noise_names_nobody(ranks, seed):
+    assert taken_apart(ranks, seed=seed).straggler is None
+
+
+@pytest.mark.parametrize(
+    ("slow", "named_ranks"),
+    [
+        ({0: 1.05}, None),  # within the margin
+        ({0: 1.3}, (0,)),
+        ({1: 2.0, 3: 2.0}, (1, 3)),  # alike: speeding up one of them would not help
+        ({1: 1.4, 3: 2.0}, (3,)),  # node 1 waits for node 3 as well
+        ({1: 2.0, 2: 2.0, 3: 2.0}, (1, 2, 3)),  # a lone fast node waits
+    ],
+)
+def test_who_is_a_straggler(slow, named_ranks):
+    straggler = taken_apart(slow=slow).straggler
+    assert (straggler and straggler.ranks) == named_ranks
+
+
+def test_a_few_disturbed_steps_name_nobody():
+    disturbed = source()
+    rows = disturbed.history.rows(50 * 4)
+    one = (rows["rank"] == 2) & (rows["step"] % 5 == 0)
+    rows["backward_s"][one] *= 10  # the scheduler, not the machine
+    rows["wait_s"][(rows["rank"] != 2) & (rows["step"] % 5 == 0)] += 0.45
+    found = timing(disturbed.history, 4)
+    assert found.seconds[0, WAITING] > 0.05  # so others did wait
+    assert found.straggler is None
+
+
+def test_slower_computing_without_waiting_names_nobody():
+    """Averaging every 1000 steps: who is slower keeps nobody waiting."""
+    history = source(slow={1: 2.0}).history
+    history.rows()["wait_s"][:] = 0
+    assert timing(history, 4).straggler is None
+
+
+def test_a_few_steps_are_no_evidence():
+    assert taken_apart(slow={1: 2.0}, steps=7).straggler is None
+    assert taken_apart(slow={1: 2.0}, steps=8).straggler is not None
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_few_nodes_have_a_bar_each(ranks):
+    shown = bars(taken_apart(ranks, {1: 2.0} if ranks > 1 else None))
+    assert [bar.label for bar in shown] == [f"node {k}" for k in range(ranks)]
+    assert [bar.rank for bar in shown if bar.slow] == ([1] if ranks > 1 else [])
+
+
+@pytest.mark.parametrize("ranks", [9, 256])
+def test_of_many_nodes_the_fastest_the_median_and_the_slowest_are_named(ranks):
+    shown = bars(taken_apart(ranks, {7: 2.0, 3: 0.5}))
+    labels = [bar.label for bar in shown]
+    assert labels[0] == "fastest: node 3"
+    assert labels[1].startswith("median: node ")
+    assert labels[2] == "slowest: node 7"
+    assert [bar.slow for bar in shown] == [False, False, True]
+
+
+def test_before_the_first_step_and_without_clocks():
+    empty = timing(History(), 3)
+    assert (empty.steps, empty.measured, empty.waiting, empty.straggler, bars(empty)) == (0, False, None, None, [])
+    rows = np.zeros(20, ROW)
+    rows["step"], rows["rank"], rows["step_s"] = np.repeat(np.arange(10), 2), np.tile([0, 1], 10), 0.1
+    history = History()
+    history.append(rows)
+    assert not timing(history, 2).measured  # a loop of the user's own knows only how long a step was
+    assert timing(history, 2).waiting == 0
+
+
+def test_a_rank_without_rows_has_no_bar_and_strange_times_no_effect():
+    history = source(ranks=3).history
+    rows = history.rows()
+    rows["rank"][rows["rank"] == 1] = 2
+    rows["forward_s"][-1] = np.nan
+    rows["backward_s"][-2] = np.inf
+    found = timing(history, 3)
+    assert [bar.rank for bar in bars(found)] == [0, 2]
+    assert np.isfinite(found.seconds[[0, 2]]).all()
+
+
+def test_names_of_nodes():
+    assert named((1,)) == "node 1"
+    assert named((1, 3)) == "nodes 1 and 3"
+    assert named((1, 3, 5, 6)) == "nodes 1, 3, 5 and 6"
+    assert named(range(10, 25)) == "nodes 10, 11, 12 and 12 more"

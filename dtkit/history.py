@@ -107,7 +107,9 @@ class History:
     :meth:`column`; :meth:`to_pandas` gives a DataFrame. Safe to read while the run appends.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, copies: int = 1) -> None:
+        """`copies`: how many ranks report the same samples, since they share one replica of the model."""
+        self.copies = copies
         self._rows = _Column(ROW)
         self._totals = _Column(TOTAL)
         self._lock = threading.Lock()
@@ -123,6 +125,7 @@ class History:
         order = np.argsort(rows["step"], kind="stable")
         block = rows[order]
         totals = _total(block)
+        totals["samples"] //= self.copies
         with self._lock:
             self._rows.append(block)
             self._totals.append(totals)

@@ -16,7 +16,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from dtkit import placing
+from dtkit import pieces, placing
 from dtkit.driver import CALLBACKS, Driver, Route, evaluation
 from dtkit.errors import ClusterError, RunError
 from dtkit.history import History
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("dtkit")
 _SLOWEST = 100.0
+
 _BUTTONS_LATER = "buttons act after this cell; the kernel's interrupt button pauses now"
 
 
@@ -74,6 +75,8 @@ class Extras:
     """Why the training is not that of one process."""
     explains: bool = True
     """Whether the strategy can take a step apart."""
+    copies: int = 1
+    """Ranks that share one replica of the model, and so take the same samples."""
 
 
 class Run:
@@ -92,7 +95,7 @@ class Run:
         extras: Extras,
     ) -> None:
         self.spec = spec
-        self.history = History()
+        self.history = History(copies=extras.copies)
         """What every rank did in every step: a table, see :class:`~dtkit.History`."""
         self.slowed: Mapping[int, float] = {}
         """The ranks that are slowed on purpose, and how many times slower."""
@@ -359,17 +362,10 @@ class Run:
                 "lost). Ask for run.model before closing the cluster"
             )
         before = self._driver.step
-        state: Mapping[str, Any] = self._receive(self._cluster.ask("state", job=self._job)[0])
+        state = pieces.fetch(self._cluster, "state", self._job)
         if not self._running() and before == self._driver.step:
             self._state = before, state
         return state
-
-    def _receive(self, shipment: Any) -> Any:
-        """Unload what an engine sent, and delete its file."""
-        try:
-            return shipment.unload()
-        finally:
-            shipment.discard()
 
     def evaluate(self, data: Any, metrics: Mapping[str, Callable[..., Any]] | None = None) -> Evaluation:
         """Loss and metrics over `data` (arrays, a Dataset, a function or a Partition), each rank taking a part.

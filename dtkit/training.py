@@ -55,6 +55,7 @@ def train(cluster: Cluster, model: Any, data: Any, options: Options) -> Run:
     cluster.check_open()
     _check_free(cluster)
     strategy = _check_options(options)
+    strategy.mesh(cluster.world_size)
     strategy.check(cluster.world_size, options.batch_size)
     _check_model(cluster, model)
     program = _program(cluster, options, strategy)
@@ -100,6 +101,7 @@ def _extras(options: Options, strategy: Strategy, part: Partition, valid: Placed
         balance=part.sizes if strategy.balance and part.world_size > 1 else None,
         caveats=strategy.caveats(),
         explains=strategy.explains,
+        copies=part.world_size // strategy.mesh(part.world_size).replicas,
     )
 
 

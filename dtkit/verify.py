@@ -15,6 +15,8 @@ import dataclasses
 import html
 from typing import TYPE_CHECKING, Any
 
+from dtkit.pieces import fetch
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
@@ -82,7 +84,7 @@ def verify(cluster: Cluster, order: Order, steps: int, caveats: Sequence[str] = 
     try:
         state = _train(cluster, order, together, steps, None)
         reference = _train(cluster, order, alone, steps, [0])
-        gradients = _fetch(cluster, "gradients", alone, [0])
+        gradients = fetch(cluster, "gradients", alone, [0])
     finally:
         cluster.let_go(together)
         cluster.let_go(alone)
@@ -103,16 +105,7 @@ def _train(cluster: Cluster, order: Order, job: str, steps: int, ranks: list[int
                 f"Verify fewer steps: run.verify(steps={max(1, advance.step)})"
             )
         done = advance.step
-    return _fetch(cluster, "state", job, ranks)
-
-
-def _fetch(cluster: Cluster, what: str, job: str, ranks: list[int] | None) -> Mapping[str, Any]:
-    shipment = cluster.ask(what, job=job, ranks=ranks)[0]
-    try:
-        found: Mapping[str, Any] = shipment.unload()
-    finally:
-        shipment.discard()
-    return found
+    return fetch(cluster, "state", job, ranks)
 
 
 def judge(

@@ -68,18 +68,18 @@ def test_a_step_gets_the_batch_as_it_is():
     total, weight = Objective(None, step)(model(), {"x": x})
     assert weight is not None
     assert (weight.item(), total.item()) == (6, pytest.approx(model()(x).sum().item()))
-    output, target, again, _ = Objective(None, step).predict(model(), {"x": x})
-    assert output is target is None
-    assert again.item() == pytest.approx(total.item())
+    found = Objective(None, step).predict(model(), {"x": x})
+    assert found.output is found.target is None
+    assert found.loss.item() == pytest.approx(total.item())
 
 
 def test_predict_gives_what_metrics_need():
     x, y = batch()
-    output, target, loss, weight = Objective(nn.CrossEntropyLoss(), None).predict(model(), (x, y))
-    assert torch.equal(output, model()(x))
-    assert torch.equal(target, y)
-    assert loss.item() == pytest.approx(F.cross_entropy(output, y).item())
-    assert weight is None
+    found = Objective(nn.CrossEntropyLoss(), None).predict(model(), (x, y))
+    assert torch.equal(found.output, model()(x))
+    assert torch.equal(found.target, y)
+    assert found.loss.item() == pytest.approx(F.cross_entropy(found.output, y).item())
+    assert found.weight is None
 
 
 BAD = {

@@ -27,6 +27,7 @@ FORBIDDEN = {  # a file or folder of dtkit/, the longest match counts -> what it
     "history.py": {"torch", "ipyparallel", "matplotlib"},
     "records.py": {"torch", "ipyparallel", "numpy"},
     "mesh.py": {"torch", "ipyparallel"},
+    "plan.py": {"torch", "ipyparallel", "numpy", "matplotlib"},
     "cluster.py": set(),
     "integrations": set(),
     "": {"ipyparallel"},
@@ -36,7 +37,9 @@ BROAD_EXCEPTS: dict[str, str] = {  # "file: function" -> the boundary that it is
     "dtkit/dashboard/display.py: _kept_or_text": "a view and the run: the text says why there is no picture",
     "dtkit/dashboard/live.py: _ask": "a page and the run: the page shows it beside the button",
     "dtkit/dashboard/throttle.py: _run": "a view and the training: it is logged once",
+    "dtkit/driver.py: call": "a user's callback: it becomes the run's exception, and pauses it",
     "dtkit/driver.py: _run": "the run's thread: it becomes the run's exception",
+    "dtkit/engine/measure.py: _tried": "user code on tensors without numbers: the plan notes it and tries with numbers",
     "dtkit/engine/session.py: handle": "an engine and the notebook: it becomes a Failure with its traceback",
     "dtkit/run.py: _notify": "a view and the run: it is logged",
     "dtkit/task.py: _collect": "the call's thread: result() raises it",
@@ -47,6 +50,7 @@ BROAD_EXCEPTS: dict[str, str] = {  # "file: function" -> the boundary that it is
     "dtkit/wire.py: _object_parts": "a user's own __reduce__: its caller holds the error",
 }
 SLEEPS: dict[str, str] = {  # "file: function" -> why this isn't a wait in disguise
+    "tests/cluster/test_insight.py: costly": "a step of a declared cost, as a machine under load promises no other",
     "tests/cluster/test_leftovers.py: hold_the_interpreter": "what is tested: an engine that holds the GIL for ever",
 }
 CONDA_NAMES = {"torch": "pytorch-cpu", "matplotlib": "matplotlib-base"}

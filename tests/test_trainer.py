@@ -77,8 +77,8 @@ def test_dispatches_of_any_length_train_alike():
     one.advance(10)
     for k in (1, 2, 3, 4):
         other.advance(k)
-    state = other.state()
-    assert all(torch.equal(value, state[name]) for name, value in one.state().items())
+    state = other.pieces()
+    assert all(torch.equal(value, state[name]) for name, value in one.pieces().items())
 
 
 def test_groups_keep_their_proportions_when_the_rate_changes():
@@ -110,11 +110,11 @@ def test_not_a_number_stops_before_the_update_and_says_whose_loss():
     assert found.ended == "nonfinite"
     assert math.isnan(found.loss)
     assert found.step == made.step == len(found.rows) < 20
-    before = made.state()
+    before = made.pieces()
     assert all(value.isfinite().all() for value in before.values())
     made.advance(1)  # the same step again
     assert made.harvest().ended == "nonfinite"
-    assert all(torch.equal(value, before[name]) for name, value in made.state().items())
+    assert all(torch.equal(value, before[name]) for name, value in made.pieces().items())
 
 
 def test_a_sum_without_weight_blames_nobody():
@@ -180,8 +180,8 @@ def test_evaluate_is_exact_for_parts_of_any_size_and_leaves_the_training_alone()
     assert model.training
     made.advance(3)
     other.advance(3)
-    state = other.state()
-    assert all(torch.equal(value, state[name]) for name, value in made.state().items())
+    state = other.pieces()
+    assert all(torch.equal(value, state[name]) for name, value in made.pieces().items())
 
 
 def test_no_data_on_this_rank_adds_nothing():
@@ -208,8 +208,8 @@ def test_a_job_draws_random_numbers_of_its_own():
     other.advance(2)
     torch.rand(7)
     other.advance(3)
-    state = other.state()
-    assert all(torch.equal(value, state[name]) for name, value in made.state().items())
+    state = other.pieces()
+    assert all(torch.equal(value, state[name]) for name, value in made.pieces().items())
 
 
 def test_the_state_is_a_copy_with_whatever_modules_add_to_it():
@@ -221,7 +221,7 @@ def test_the_state_is_a_copy_with_whatever_modules_add_to_it():
             pass
 
     made = job(Extra(4, 3).double())
-    state = made.state()
+    state = made.pieces()
     assert state["_extra_state"] == {"version": 3}
     kept = state["weight"].clone()
     made.advance(2)

@@ -27,12 +27,14 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     import numpy as np
 
+    from dtkit.mesh import Mesh
     from dtkit.records import GroupSpec
 
 _LOST_PEER = re.compile(
@@ -40,6 +42,8 @@ _LOST_PEER = re.compile(
     r"|communicator was aborted|gloo.*(read|write)(v|Error)",
     re.IGNORECASE,
 )
+
+_MOST_PORTS = 64  # on which a rank listens, for this group and those along the axes of a mesh
 
 # Where linux/tcp.h has tcpi_bytes_sent and, behind it, tcpi_bytes_retrans in struct tcp_info (Linux 4.19 and later).
 _TCP_INFO, _BYTES_SENT = 11, 200
@@ -66,6 +70,7 @@ class Group:
         self._connections = self._own_connections(before)
         self._counted = "nccl" not in spec.backend and _sent(self._connections) is not None
         self._handed = 0.0
+        self._grids: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
         self.broken = False
 
     def _own_connections(self, before: set[int]) -> list[int]:
@@ -74,8 +79,8 @@ class Group:
         Every gloo connection has a listening port of some rank at one of its ends.
         """
         mine = [_port(fd) for fd in _sockets() - before if _listens(fd)]
-        ports = torch.zeros(self.world_size, 4, dtype=torch.int64)
-        ports[self.rank, : len(mine[:4])] = torch.tensor(mine[:4], dtype=torch.int64)
+        ports = torch.zeros(self.world_size, _MOST_PORTS, dtype=torch.int64)
+        ports[self.rank, : len(mine[:_MOST_PORTS])] = torch.tensor(mine[:_MOST_PORTS], dtype=torch.int64)
         dist.all_reduce(ports)
         listening = set(ports.flatten().tolist()) - {0}
         return [os.dup(fd) for fd in _sockets() - before if _connects(fd, listening)]
@@ -85,6 +90,16 @@ class Group:
         self._hand(tensor)
         dist.all_reduce(tensor)
         return tensor
+
+    def grid(self, mesh: Mesh, device: torch.device) -> DeviceMesh:
+        """Groups along each axis of a mesh, as torch's DeviceMesh. A collective; made once in a generation."""
+        key = tuple(mesh.axes.items())
+        if key not in self._grids:
+            before = _sockets()
+            sizes, names = tuple(mesh.axes.values()), tuple(mesh.axes)
+            self._grids[key] = init_device_mesh(device.type, sizes, mesh_dim_names=names)
+            self._connections += self._own_connections(before)
+        return self._grids[key]
 
     def start_all_reduce(self, tensor: torch.Tensor) -> torch.futures.Future[list[torch.Tensor]]:
         """As `all_reduce`, without waiting: the future has [tensor]."""

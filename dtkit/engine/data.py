@@ -43,6 +43,10 @@ class Shards:
         """The rows of one shard, in its own order."""
         return self._parts[shard]
 
+    def for_replicas(self, count: int) -> list[np.ndarray]:
+        """The shards where there are as many replicas; else all rows in so many equal parts."""
+        return self._parts if count == len(self._parts) else np.array_split(self.all(), count)
+
     def all(self) -> np.ndarray:
         """All rows, in row order: the same for any number of shards."""
         return np.sort(np.concatenate(self._parts))

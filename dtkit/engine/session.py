@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from dtkit.engine.trainer import Job
     from dtkit.records import Advance, GroupSpec, JobPlan
     from dtkit.shared import Owner
-    from dtkit.strategies.base import Program
+    from dtkit.strategies.base import Program, Setting, Strategy
 
 FIRST_STEP_S, LEAST_STEP_S, STEP_FACTOR = 1800.0, 60.0, 20.0  # a collective's time limit: first step, then
 
@@ -294,16 +294,23 @@ class Session:
         buffers = shipment.buffers() if self.group.rank == 0 else None
         return shipment.unload(self.group.broadcast_buffers(buffers, shipment.sizes))
 
+    def op_measure(self, what: str, **args: Any) -> Any:
+        """Speed, links, memory, or what a model takes: see :mod:`dtkit.engine.measure`."""
+        from dtkit.engine import measure
+
+        assert self.group is not None
+        assert self.device is not None
+        seat = measure.Seat(self.group, self.device, self._models, self._data)
+        return self._breaking(lambda: measure.serve(seat, what, **args))
+
     # -- jobs -------------------------------------------------------------------------------------------------
 
     def op_build(self, job: str, model: str, data: str, program: bytes, plan: JobPlan, *, alone: bool = False) -> float:
         """Make a job. `alone`: this engine plays all shards by itself, without the group. Returns the learning rate."""
         from dtkit.engine.checks import check_batch_norm, check_sync_batch_norm
         from dtkit.engine.data import Stream
-        from dtkit.engine.phases import Phases
         from dtkit.engine.sources import ArraySource
         from dtkit.engine.trainer import Job
-        from dtkit.strategies.base import Setting
 
         assert self.group is not None
         assert self.device is not None
@@ -311,10 +318,11 @@ class Session:
         source, shards = self._data[data]
         if isinstance(source, ArraySource):
             what = dataclasses.replace(what, objective=what.objective.having_seen(source.targets))
-        mine = range(len(shards.sizes)) if alone else [self.group.rank]
-        setting = Setting(None if alone else self.group, self.device, Phases(probe.clock(self.device)), mine)
+        setting = self._setting(what.strategy, source, len(shards.sizes), alone=alone)
         network = copy.deepcopy(self._models[model])
-        stream = Stream(source, shards, plan, mine)
+        stream = Stream(source, shards, plan, setting.shards)
+        if setting.mesh.replicas < len(shards.sizes):  # ranks of one replica take the same rows
+            stream.set_shares([1.0] * setting.mesh.replicas)
         if not alone:
             check_batch_norm(network.train(), what, source, stream)
             check_sync_batch_norm(network, what, stream, self.device)
@@ -323,6 +331,27 @@ class Session:
         if alone:
             self._jobs[job].watch_gradients()
         return self._jobs[job].lr
+
+    def _setting(self, strategy: Strategy, source: Source, parts: int, *, alone: bool) -> Setting:
+        """Where a job's worker works. `parts`: how many ranks data was cut for."""
+        import numpy as np
+
+        from dtkit.engine.phases import Phases
+        from dtkit.mesh import Mesh
+        from dtkit.strategies.base import Setting
+
+        assert self.group is not None
+        assert self.device is not None
+        mesh = Mesh({"dp": parts}) if alone else strategy.mesh(self.group.world_size)
+        mine = range(parts) if alone else [mesh.coordinates(self.group.rank)["dp"]]
+        return Setting(
+            group=None if alone else self.group,
+            device=self.device,
+            phases=Phases(probe.clock(self.device)),
+            shards=mine,
+            mesh=mesh,
+            sample=lambda rows: source.take(np.arange(rows) % len(source)),
+        )
 
     def op_advance(
         self,
@@ -362,12 +391,9 @@ class Session:
                 self._limit_collectives(limit)
 
     def op_state(self, job: str) -> Shipment | None:
-        """The model's state dict, from rank 0 (or from an engine that works alone)."""
-        found = self._job(job)
-        state = found.state()
-        if found.setting.group is not None and found.setting.group.rank != 0:
-            return None
-        return ship(wire.pack(state), self._keeper)
+        """What this rank gives to the model's state dict; nothing from a rank whose copy is another's too."""
+        found = self._job(job).pieces()
+        return ship(wire.pack(found), self._keeper) if found else None
 
     def op_gradients(self, job: str) -> Shipment:
         """The largest gradient of every number so far, of a job that works alone: {parameter: tensor}."""
@@ -381,10 +407,17 @@ class Session:
         found = self._job(job, step)
         metrics = wire.loads(program)
         source, shards = self._data[data]
-        rows = shards.rows(self.group.rank)
-        parts = (rows[k : k + batch_size] for k in range(0, len(rows), batch_size))
-        batches = ((len(part), source.take(part)) for part in parts)
-        return self._breaking(lambda: found.evaluate(batches, metrics, after_epoch=step is not None))  # type: ignore[no-any-return]
+        parts = shards.for_replicas(found.setting.mesh.replicas)
+        rows = parts[found.setting.shards[0]]
+        batches = (
+            (len(part), source.take(part))
+            for k in range(0, len(rows), batch_size)
+            if len(part := rows[k : k + batch_size])
+        )
+        rounds = -(-max(map(len, parts)) // batch_size)
+        return self._breaking(  # type: ignore[no-any-return]
+            lambda: found.evaluate(batches, metrics, rounds, after_epoch=step is not None)
+        )
 
     def _job(self, job: str, step: int | None = None) -> Job:
         """The job, which must stand at `step` if that is given."""

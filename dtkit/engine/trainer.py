@@ -6,8 +6,6 @@ returns one row a step. Losses stay on the device, and clocks are read, only whe
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import dataclasses
 import statistics
 import time
@@ -24,12 +22,13 @@ from dtkit.history import ROW
 from dtkit.records import Advance
 
 if TYPE_CHECKING:
+    import contextlib
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from dtkit.engine.comm import Group
     from dtkit.engine.data import Stream
     from dtkit.engine.explain import Microscope
-    from dtkit.strategies.base import Outcome, Program, Setting, Worker
+    from dtkit.strategies.base import Forecast, Outcome, Program, Setting, Worker
 
 SLOW_S = 2.0  # a dispatch that has lasted so long ends at the next agreed step
 
@@ -193,21 +192,22 @@ class Job:
             self.setting = dataclasses.replace(self.setting, group=group)
             self._worker.regroup(group)
 
-    def state(self) -> dict[str, torch.Tensor]:
-        """The whole model's state dict on the CPU. A collective."""
-        with self._worker.whole() as model:
-            return {name: _kept(value) for name, value in model.state_dict().items()}
+    def pieces(self) -> dict[str, Any]:
+        """What this rank gives to the whole model's state dict. A collective."""
+        return self._worker.pieces()
 
     def evaluate(
         self,
         batches: Iterable[tuple[int, Any]],
         metrics: dict[str, Callable[..., Any]],
+        rounds: int = 0,
         *,
         after_epoch: bool = False,
     ) -> tuple[int, dict[str, tuple[float, float]]]:
         """(samples, {name: (weighted sum, weight)}) of this rank's part of held-out data. A collective.
 
-        `batches` are pairs of how many samples and the batch itself, which may be of any form.
+        `batches` are pairs of how many samples and the batch itself, which may be of any form; `rounds` is how many
+        there are on the rank that has most.
         """
         if metrics and self.objective.step is not None:
             raise ValueError(
@@ -216,34 +216,26 @@ class Job:
             )
         sums: dict[str, list[float]] = {name: [0.0, 0.0] for name in ("loss", *metrics)}
         samples = 0
-        with self._worker.whole() as model, _evaluating(model), self._random:
-            for count, batch in batches:
+        with self._worker.forwards() as forward, self._random:
+            for count, batch in self._filled(batches, rounds):
+                forecast = forward(to_device(batch, self.setting.device))
+                if forecast is None or not count:
+                    continue
                 samples += count
-                found = self._measure(model, to_device(batch, self.setting.device), metrics)
-                for name, (value, weight) in found.items():
+                for name, (value, weight) in _measure(forecast, metrics).items():
                     sums[name][0] += value if weight is not None else value * count
                     sums[name][1] += weight if weight is not None else count
         if after_epoch and self.step % self._stream.steps_per_epoch == 0:
             self._rates.evaluated(sums["loss"][0], sums["loss"][1], self.setting.group)
         return samples, {name: (total, weight) for name, (total, weight) in sums.items()}
 
-    def _measure(
-        self, model: torch.nn.Module, batch: Any, metrics: dict[str, Callable[..., Any]]
-    ) -> dict[str, tuple[float, float | None]]:
-        output, target, loss, weight = self.objective.predict(model, batch)
-        found: dict[str, tuple[float, float | None]] = {
-            "loss": (float(loss), None if weight is None else float(weight))
-        }
-        for name, metric in metrics.items():
-            value = metric(output, target)
-            total, weight = value if isinstance(value, tuple) else (value, None)
-            if isinstance(total, torch.Tensor) and total.numel() != 1:
-                raise TypeError(
-                    f"metric {name!r} returned a tensor of shape {tuple(total.shape)}; it must return one number, the "
-                    "mean over the samples (or a pair (sum, weight))"
-                )
-            found[name] = (float(total), None if weight is None else float(weight))
-        return found
+    def _filled(self, batches: Iterable[tuple[int, Any]], rounds: int) -> Iterator[tuple[int, Any]]:
+        """The batches; and where ranks must call their models equally often, some that count for nothing."""
+        made = 0
+        for made, pair in enumerate(batches, 1):  # noqa: B007 - how many there were
+            yield pair
+        if self._worker.collective and self.setting.sample is not None:
+            yield from ((0, self.setting.sample(1)) for _ in range(rounds - made))
 
     # -- for verify -------------------------------------------------------------------------------------------
 
@@ -258,24 +250,27 @@ class Job:
                 largest[name] = torch.maximum(largest[name], size) if name in largest else size
 
 
-def _kept(value: Any) -> Any:
-    """A copy of an entry of a state dict, on the CPU; a module's extra state may be anything."""
-    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+def _measure(forecast: Forecast, metrics: dict[str, Callable[..., Any]]) -> dict[str, tuple[float, float | None]]:
+    """{name: (value, weight)}, with the loss among them."""
+    weight = forecast.weight
+    found: dict[str, tuple[float, float | None]] = {
+        "loss": (float(forecast.loss), None if weight is None else float(weight))
+    }
+    for name, metric in metrics.items():
+        value = metric(forecast.output, forecast.target)
+        total, weight = value if isinstance(value, tuple) else (value, None)
+        if isinstance(total, torch.Tensor) and total.numel() != 1:
+            raise TypeError(
+                f"metric {name!r} returned a tensor of shape {tuple(total.shape)}; it must return one number, the "
+                "mean over the samples (or a pair (sum, weight))"
+            )
+        found[name] = (float(total), None if weight is None else float(weight))
+    return found
 
 
 def _votes(steps: int) -> set[int]:
     """Where in a dispatch all ranks ask each other for the time: at most three times, the first one early."""
     return {k for k in (steps // 64, steps // 8, steps // 2) if k}
-
-
-@contextlib.contextmanager
-def _evaluating(model: torch.nn.Module) -> Iterator[None]:
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train()
 
 
 class _Random:

@@ -22,15 +22,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dtkit.strategies.base import Outcome, Setting, Strategy, Worker, make_optimizer
+from dtkit.plan import Cost, ring_bytes
+from dtkit.strategies.base import Forward, Outcome, Setting, Strategy, Worker, make_optimizer
 from dtkit.strategies.options import check_count, check_positive
-from dtkit.strategies.replica import Replica, Tally
+from dtkit.strategies.replica import Replica, Tally, evaluating, kept
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from dtkit.engine.comm import Group
     from dtkit.engine.explain import Microscope
+    from dtkit.plan import Benchmark, Facts
     from dtkit.strategies.objective import Objective
 
 
@@ -81,6 +83,20 @@ class ParameterAveraging(Strategy):
         check_positive("clip_norm", self.clip_norm)
         if self.outer is not None and not isinstance(self.outer, OuterSGD):
             raise TypeError(f"outer={self.outer!r}; it must be a dtkit.OuterSGD, or left out for plain averages")
+
+    def cost(self, facts: Facts, benchmark: Benchmark) -> Cost:
+        """An all-reduce of the parameters once in `every` steps, for which three flat copies of them are made.
+
+        An outer optimiser keeps the parameters of the last averaging, the way from them, and its momentum.
+        """
+        kept = 0 if self.outer is None else facts.gradients * (2 + (self.outer.momentum > 0))
+        return Cost.of_replica(
+            facts,
+            state=facts.state + kept,
+            temporaries=max(facts.update, 3 * facts.gradients),
+            sent_bytes=ring_bytes(facts.gradients, benchmark.world_size) / self.every,
+            exposed_s=benchmark.all_reduce_s(facts.gradients) / self.every,
+        )
 
     def setup(
         self, model: torch.nn.Module, objective: Objective, optimizer: Callable[..., Any], setting: Setting
@@ -217,7 +233,7 @@ class _Simulated(Worker):
         optimizer: Callable[..., Any],
         setting: Setting,
     ) -> None:
-        self._every, self._steps, self._model = strategy.every, 0, model
+        self._every, self._steps, self._model, self._objective = strategy.every, 0, model, objective
         self._ranks = []
         for shard in setting.shards:
             own = copy.deepcopy(model)
@@ -254,14 +270,21 @@ class _Simulated(Worker):
     def regroup(self, group: Group) -> None:
         """It has no group."""
 
-    @contextlib.contextmanager
-    def whole(self) -> Iterator[torch.nn.Module]:
+    def pieces(self) -> dict[str, Any]:
         """The mean of the models."""
-        parts = [r.flat * 1.0 for r in self._ranks]
-        mean = self._mean() if any(r.weight for r in self._ranks) else parts[0]
-        with torch.no_grad():
-            trainable = [p for p in self._model.parameters() if p.requires_grad]
-            sizes = [p.numel() for p in trainable]
-            for p, part in zip(trainable, torch.split(mean, sizes), strict=True):
-                p.copy_(part.view_as(p))
-        yield self._model
+        self._take_mean()
+        return {name: kept(value) for name, value in self._model.state_dict().items()}
+
+    @contextlib.contextmanager
+    def forwards(self) -> Iterator[Forward]:
+        """Of the mean of the models."""
+        self._take_mean()
+        with evaluating(self._model):
+            yield lambda batch: self._objective.predict(self._model, batch)
+
+    @torch.no_grad()
+    def _take_mean(self) -> None:
+        mean = self._mean() if any(r.weight for r in self._ranks) else self._ranks[0].flat
+        trainable = [p for p in self._model.parameters() if p.requires_grad]
+        for p, part in zip(trainable, torch.split(mean, [p.numel() for p in trainable]), strict=True):
+            p.copy_(part.view_as(p))

@@ -9,17 +9,21 @@ from __future__ import annotations
 import abc
 import dataclasses
 import inspect
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+from dtkit.mesh import Mesh
 
 if TYPE_CHECKING:
     import contextlib
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     import torch
 
     from dtkit.engine.comm import Group
     from dtkit.engine.explain import Microscope
     from dtkit.engine.phases import Phases
+    from dtkit.plan import Benchmark, Cost, Facts
     from dtkit.strategies.objective import Objective
 
 
@@ -32,7 +36,11 @@ class Setting:
     phases: Phases
     """Where the worker says what it is doing, step by step."""
     shards: Sequence[int]
-    """The data shards that this worker takes."""
+    """The parts of each batch that this worker takes."""
+    mesh: Mesh = dataclasses.field(default_factory=lambda: Mesh({"dp": 1}))
+    """How the strategy arranges the ranks."""
+    sample: Callable[[int], Any] | None = None
+    """A batch of so many rows, for strategies that must see the model at work before they can place it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +54,21 @@ class Outcome:
     """Whether the gradients, reduced over all ranks, are finite: equal on all ranks. If not, nothing was updated."""
     norm: float
     """Of the gradient that was updated with, before clipping; NaN where there was none."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Forecast:
+    """What a model makes of a batch. Output and target are None with a custom `step`."""
+
+    output: Any
+    target: Any
+    loss: torch.Tensor
+    weight: torch.Tensor | None
+    """What a (sum, weight) pair's loss counts for; None for a mean over samples."""
+
+
+Forward = Callable[[Any], "Forecast | None"]
+"""None on ranks that don't speak for their model: another one does."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,12 +105,20 @@ class Strategy(abc.ABC):
     explains: bool = True
     """Whether a step can be taken apart."""
 
+    def mesh(self, world_size: int) -> Mesh:
+        """How it arranges so many ranks; ValueError where its degrees don't multiply to that."""
+        return Mesh({"dp": world_size})
+
     def check(self, world_size: int, batch_size: int) -> None:  # noqa: B027 - most strategies work on any size
         """Raise ValueError where these sizes can't work."""
 
     def caveats(self) -> tuple[str, ...]:
         """Why its training is not that of one process even in exact arithmetic, or far less exact; mostly nothing."""
         return ()
+
+    @abc.abstractmethod
+    def cost(self, facts: Facts, benchmark: Benchmark) -> Cost:
+        """What one step asks of one rank, told from what was measured: see :mod:`dtkit.plan`."""
 
     @abc.abstractmethod
     def setup(
@@ -104,6 +135,8 @@ class Worker(abc.ABC):
     """One rank's part of one job."""
 
     optimizer: torch.optim.Optimizer
+    collective: bool = False
+    """Whether a forward pass is a collective, so that all ranks must make equally many."""
     by_shard: bool = False
     """Whether it takes one batch for each of its shards, in place of micro-batches of all of them together."""
 
@@ -117,8 +150,18 @@ class Worker(abc.ABC):
         """
 
     @abc.abstractmethod
-    def whole(self) -> contextlib.AbstractContextManager[torch.nn.Module]:
-        """The whole model as it stands, to evaluate or to fetch. A collective: all ranks enter it together."""
+    def pieces(self) -> dict[str, Any]:
+        """What this rank gives to the whole model's state dict: tensors, or :class:`~dtkit.pieces.Piece` of them.
+
+        A collective. The tensors may be in use: copy what is to be kept.
+        """
+
+    @abc.abstractmethod
+    def forwards(self) -> contextlib.AbstractContextManager[Forward]:
+        """While it lasts, the model is evaluated: a function from a batch to its :class:`Forecast`.
+
+        A collective: all ranks enter it together, and those that share a model call it on the same batches.
+        """
 
     @abc.abstractmethod
     def regroup(self, group: Group) -> None:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from dtkit.plan import Cost, ring_bytes
 from dtkit.strategies import compression
 from dtkit.strategies.base import Outcome, Setting, Strategy, Worker, make_optimizer
 from dtkit.strategies.options import check_choice, check_count, check_positive
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
     from dtkit.engine.comm import Group
     from dtkit.engine.explain import Microscope
+    from dtkit.plan import Benchmark, Facts
     from dtkit.strategies.objective import Objective
 
 
@@ -101,6 +103,25 @@ class DataParallel(Strategy):
         rounding = f"precision={self.precision!r} rounds sums over other samples on each rank"
         found = [rounding] if self.precision else []
         return tuple(found + ([f"compress={self.compress!r} sends rounded gradients"] if self.compress else []))
+
+    def cost(self, facts: Facts, benchmark: Benchmark) -> Cost:
+        """An all-reduce of all gradients, in buckets: it hides behind backward, except for the last bucket.
+
+        Micro-batches add up in gradients of their own before they go into the buckets.
+        """
+        sent, kept, besides = compression.costs(self.compress, facts)
+        whole = benchmark.all_reduce_s(sent)
+        last = benchmark.all_reduce_s(min(sent, (self.bucket_mb or 25) * 2**20))
+        backward_s = facts.backward_s.at(facts.rows / self.accumulate)
+        hidden = min(benchmark.overlap * (whole - last), backward_s)
+        return Cost.of_replica(
+            facts,
+            micro_batches=self.accumulate,
+            gradients=facts.gradients * (1 if self.accumulate == 1 else 2) + kept,
+            temporaries=max(facts.update, besides),
+            sent_bytes=ring_bytes(sent, benchmark.world_size),
+            exposed_s=whole - hidden,
+        )
 
     def setup(
         self, model: torch.nn.Module, objective: Objective, optimizer: Callable[..., Any], setting: Setting
@@ -186,7 +207,8 @@ class _Replica(Replica):
             last = place == len(batches)
             with contextlib.nullcontext() if last else self._unsynchronised():
                 self._phases.enter("forward")
-                loss = tally.add(*self._module(batch), count)
+                value, weight = self._module(batch)
+                loss = tally.add(value, weight, count)
                 if last:
                     total = self._announce(tally)
                 self._phases.enter("backward")

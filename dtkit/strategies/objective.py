@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dtkit.strategies.base import Forecast
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -40,13 +42,16 @@ class Objective:
         inputs, target = split(batch)
         return _checked(self._loss(model(*inputs), target), "loss")
 
-    def predict(self, model: torch.nn.Module, batch: Any) -> tuple[Any, Any, torch.Tensor, torch.Tensor | None]:
-        """(output, target, loss, weight): for metrics. Output and target are None with a custom `step`."""
+    def predict(self, model: torch.nn.Module, batch: Any) -> Forecast:
+        """What the model makes of a batch, for metrics."""
         if self.step is not None:
-            return None, None, *_checked(self.step(model, batch), "step")
+            return Forecast(None, None, *_checked(self.step(model, batch), "step"))
         inputs, target = split(batch)
-        output = model(*inputs)
-        return output, target, *_checked(self._loss(output, target), "loss")
+        return self.judge(model(*inputs), target)
+
+    def judge(self, output: Any, target: Any) -> Forecast:
+        """A model's output next to what it should be."""
+        return Forecast(output, target, *_checked(self._loss(output, target), "loss"))
 
     def _loss(self, output: Any, target: Any) -> Any:
         if self.watch:

@@ -9,13 +9,14 @@ by their total. Both are linear, so a rank's samples may as well come in micro-b
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import zlib
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dtkit.strategies.base import Outcome, Setting, Worker
+from dtkit.strategies.base import Forward, Outcome, Setting, Worker
 from dtkit.strategies.objective import MEAN, PAIR, Objective
 
 if TYPE_CHECKING:
@@ -242,6 +243,19 @@ class Replica(Worker):
 
     # -- the whole model --------------------------------------------------------------------------------------
 
+    def pieces(self) -> dict[str, Any]:
+        """The whole state dict from rank 0, or from whoever works alone."""
+        with self.whole() as model:
+            if self._group is not None and self._group.rank != 0:
+                return {}
+            return {name: kept(value) for name, value in model.state_dict().items()}
+
+    @contextlib.contextmanager
+    def forwards(self) -> Iterator[Forward]:
+        """Of the model that :meth:`whole` gives."""
+        with self.whole() as model, evaluating(model):
+            yield lambda batch: self._objective.predict(model, batch)
+
     @contextlib.contextmanager
     def whole(self) -> Iterator[torch.nn.Module]:
         """This rank's copy, its float buffers (batch statistics) averaged over ranks by samples while it lasts."""
@@ -267,6 +281,22 @@ class Replica(Worker):
     def fingerprint(self) -> int | None:
         """A checksum of all trainable parameters' bits."""
         return bits(self._parameters)
+
+
+@contextlib.contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Have a model make forecasts, and then train on."""
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train()
+
+
+def kept(value: Any) -> Any:
+    """A copy of an entry of a state dict, on the CPU; a module's extra state may be anything."""
+    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
 def bits(tensors: Sequence[torch.Tensor]) -> int:

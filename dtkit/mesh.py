@@ -1,0 +1,79 @@
+"""Ranks as a grid: which rank is which replica, stage or slice. Pure arithmetic.
+
+A strategy arranges the ranks along named axes, "dp" (replicas of the model), "pp" (stages of a pipeline) and "tp"
+(slices of each layer); their sizes multiply to the world size. The last axis varies fastest: its neighbours are ranks
+next to each other, which are most likely on one host, and it is the axis that talks most.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@dataclasses.dataclass(frozen=True)
+class Mesh:
+    """Axes by name and size, outermost first: ``Mesh({"dp": 2, "pp": 4})`` has 8 ranks."""
+
+    axes: Mapping[str, int]
+
+    @property
+    def size(self) -> int:
+        """The ranks in it."""
+        return math.prod(self.axes.values())
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the whole model: parts that every batch is cut into."""
+        return self.axes.get("dp", 1)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where a rank stands on each axis."""
+        if not 0 <= rank < self.size:
+            raise ValueError(f"rank {rank} is not in a mesh of {self.size}; there are ranks 0 to {self.size - 1}")
+        found = {}
+        for name, size in reversed(list(self.axes.items())):
+            rank, found[name] = divmod(rank, size)
+        return {name: found[name] for name in self.axes}
+
+    def rank(self, **coordinates: int) -> int:
+        """The rank that stands there; an axis that is not named counts as 0."""
+        unknown = coordinates.keys() - self.axes.keys()
+        if unknown:
+            raise ValueError(f"no axis {', '.join(sorted(unknown))}; the axes are {', '.join(self.axes)}")
+        found = 0
+        for name, size in self.axes.items():
+            found = found * size + coordinates.get(name, 0)
+        return found
+
+    def along(self, axis: str, rank: int) -> list[int]:
+        """The ranks that differ from `rank` at most on that axis, in order: with whom it talks there."""
+        here = self.coordinates(rank)
+        return [self.rank(**{**here, axis: k}) for k in range(self.axes[axis])]
+
+    def check(self, world_size: int) -> Mesh:
+        """This mesh; or ValueError with the equation and what would work, where the sizes don't make `world_size`."""
+        if self.size == world_size:
+            return self
+        equation = " x ".join(f"{name} {size}" for name, size in self.axes.items())
+        ways = "; ".join(" x ".join(f"{name} {size}" for name, size in way.items()) for way in self._near(world_size))
+        raise ValueError(
+            f"{equation} = {self.size}, but there are {world_size} ranks: the degrees must multiply to the number of "
+            f"ranks. What works with {world_size} and is nearest: {ways}. Or start {self.size} engines"
+        )
+
+    def _near(self, world_size: int, most: int = 3) -> list[dict[str, int]]:
+        """Degrees that multiply to `world_size`, the nearest to these first (by the factors they differ in)."""
+        divisors = [d for d in range(1, world_size + 1) if world_size % d == 0]
+        names = list(self.axes)
+        ways = [
+            dict(zip(names, sizes, strict=True))
+            for sizes in itertools.product(divisors, repeat=len(names))
+            if math.prod(sizes) == world_size
+        ]
+        return sorted(ways, key=lambda way: sum(abs(math.log(way[n] / max(1, self.axes[n]))) for n in names))[:most]

@@ -1,0 +1,56 @@
+"""A model's state dict in parts that lie on several ranks, and how the notebook joins them.
+
+Each rank sends what it holds, so that no rank ever needs room for the whole. A tensor that was cut along a dimension
+comes as one piece from each rank that holds a part of it, in order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from dtkit.cluster import Cluster
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A part of a tensor."""
+
+    tensor: Any
+    dim: int
+    """The dimension along which it was cut."""
+    place: int
+    """The how-manieth part it is, from 0."""
+
+
+def join(parts: Iterable[Mapping[str, Any] | None]) -> dict[str, Any]:
+    """The whole state dict from what each rank sent."""
+    import torch
+
+    whole: dict[str, Any] = {}
+    cut: dict[str, list[Piece]] = {}
+    for part in parts:
+        for name, value in (part or {}).items():
+            if isinstance(value, Piece):
+                cut.setdefault(name, []).append(value)
+            else:
+                whole[name] = value
+    for name, pieces in cut.items():
+        pieces.sort(key=lambda piece: piece.place)
+        if [piece.place for piece in pieces] != list(range(len(pieces))):
+            raise ValueError(f"{name} came in parts {[p.place for p in pieces]}; one is missing or came twice")
+        whole[name] = torch.cat([piece.tensor for piece in pieces], pieces[0].dim)
+    return whole
+
+
+def fetch(cluster: Cluster, what: str, job: str, ranks: list[int] | None = None) -> Mapping[str, Any]:
+    """Named tensors of a job ("state" or "gradients"), joined from what each rank sends."""
+    shipments = [sent for sent in cluster.ask(what, job=job, ranks=ranks) if sent is not None]
+    try:
+        return join(shipment.unload() for shipment in shipments)
+    finally:
+        for shipment in shipments:
+            shipment.discard()

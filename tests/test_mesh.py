@@ -1,0 +1,41 @@
+"""Ranks as a grid: arithmetic."""
+
+from __future__ import annotations
+
+import pytest
+
+from dtkit.mesh import Mesh
+
+
+def test_the_last_axis_varies_fastest():
+    mesh = Mesh({"dp": 2, "pp": 3})
+    assert mesh.size == 6
+    assert mesh.replicas == 2
+    assert [mesh.coordinates(rank) for rank in range(4)] == [
+        {"dp": 0, "pp": 0},
+        {"dp": 0, "pp": 1},
+        {"dp": 0, "pp": 2},
+        {"dp": 1, "pp": 0},
+    ]
+    assert all(mesh.rank(**mesh.coordinates(rank)) == rank for rank in range(6))
+
+
+def test_peers_along_an_axis():
+    mesh = Mesh({"dp": 2, "pp": 2, "tp": 2})
+    assert mesh.along("tp", 5) == [4, 5]
+    assert mesh.along("pp", 5) == [5, 7]
+    assert mesh.along("dp", 5) == [1, 5]
+
+
+def test_degrees_that_don_t_make_the_world():
+    with pytest.raises(ValueError, match=r"dp 2 x pp 3 = 6, but there are 4 ranks") as error:
+        Mesh({"dp": 2, "pp": 3}).check(4)
+    assert "nearest: dp 2 x pp 2; dp 1 x pp 4" in str(error.value)
+    assert Mesh({"dp": 2, "pp": 2}).check(4).size == 4
+
+
+def test_ranks_and_axes_that_are_not_there():
+    with pytest.raises(ValueError, match="rank 4 is not in a mesh of 4"):
+        Mesh({"pp": 4}).coordinates(4)
+    with pytest.raises(ValueError, match="no axis tp; the axes are pp"):
+        Mesh({"pp": 4}).rank(tp=1)

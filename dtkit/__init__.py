@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from dtkit.strategies.averaging import OuterSGD, ParameterAveraging
     from dtkit.strategies.data_parallel import DataParallel
     from dtkit.strategies.naive import NaiveDataParallel
+    from dtkit.strategies.pipeline import Pipeline
 
 __version__ = "0.1.0"
 
@@ -53,6 +54,7 @@ _HOMES = {
     "OuterSGD": "strategies.averaging",
     "ParameterAveraging": "strategies.averaging",
     "Partition": "partition",
+    "Pipeline": "strategies.pipeline",
     "Refused": "errors",
     "Run": "run",
     "RunError": "errors",
@@ -84,6 +86,7 @@ __all__ = [  # noqa: PLE0604, RUF100 - the names resolve by __getattr__
     "OuterSGD",
     "ParameterAveraging",
     "Partition",
+    "Pipeline",
     "Refused",
     "Run",
     "RunError",

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from dtkit.partition import Partition
+    from dtkit.plan import Benchmark, Plan
     from dtkit.replicas import Replicas
     from dtkit.run import Run
     from dtkit.strategies.base import Strategy
@@ -128,6 +129,7 @@ class Cluster(Ranks):
     ) -> None:
         super().__init__(transport, folder, keeper, plan, timeout, step_timeout, interface)
         self.current_run: Run | None = None
+        self._benchmarks: dict[str, Benchmark] = {}
         try:
             self.greet()
             self.form()
@@ -162,6 +164,11 @@ class Cluster(Ranks):
         weights: Sequence[float] | None = None,
         labels: Any = None,
         seed: int | None = None,
+        target: Any = None,
+        columns: Sequence[Any] | None = None,
+        model: Any = None,
+        loss: Callable[..., Any] | None = None,
+        step: Callable[..., Any] | None = None,
     ) -> Partition:
         """One shard of `data` per rank. Shows who got what.
 
@@ -169,21 +176,36 @@ class Cluster(Ranks):
         ----------
         data
             A tuple of arrays (numpy or torch) of equal lengths, of which the last is the target and the others are the
-            model's positional inputs; or a map-style Dataset; or a function that returns one of these on the engine.
+            model's positional inputs; a pandas DataFrame; a map-style Dataset of torch or of Hugging Face's
+            ``datasets``; or a function that returns one of these on the engine. What lies in files is read by the
+            engines themselves: memory-mapped arrays, paths of ``.npy`` files (``("X.npy", "y.npy")``), and paths of
+            parquet files or of a folder of them, read by row group.
         by
-            "contiguous", "strided", or "stratified" (every class spread evenly over the ranks).
+            "contiguous", "strided", "stratified" (every class spread evenly over the ranks), or "speed": every rank
+            takes some steps of `model`, and gets rows, and so a part of each batch, in proportion to its speed.
         weights
             The share of each rank; by default equal shards, whose sizes differ by at most one.
         labels
             One per row, for "stratified" and for the picture; by default the target where it holds classes.
         seed
             Permutes the rows before they are cut; None keeps their order.
+        target, columns
+            Of a table (a DataFrame, parquet, a Dataset of ``datasets``): the column to predict, or a list of them; and
+            the columns that the model gets, by default all others. Numbers keep their dtype where all features share
+            one; mixed ones, booleans and float64 become torch's default dtype. A categorical target is numbered, other
+            columns must hold numbers, none of them missing.
+        model, loss, step
+            For "speed": what will be trained, as for :meth:`train`.
 
         """
-        from dtkit import placing
+        from dtkit import placing, speed
 
         self.check_open()
-        return placing.partition(self, data, by=by, weights=weights, labels=labels, seed=seed)
+        if by == "speed":
+            speed.check(model, loss, step, weights)
+        how: dict[str, Any] = {"labels": labels, "seed": seed, "target": target, "columns": columns}
+        part = placing.partition(self, data, by="contiguous" if by == "speed" else by, weights=weights, **how)
+        return speed.repartition(self, part, model, loss, step) if by == "speed" else part
 
     def broadcast(self, model: Any) -> Replicas:
         """The model on every rank with identical parameters and buffers. Shows a checksum per rank."""
@@ -210,6 +232,10 @@ class Cluster(Ranks):
         scheduler: Callable[..., Any] | None = None,
         scheduler_every: str = "step",
         callbacks: Sequence[Callable[[Run], Any]] = (),
+        target: Any = None,
+        workers: int = 0,
+        pin_memory: bool | None = None,
+        prefetch: bool | None = None,
         seed: int = 0,
         start: bool = True,
     ) -> Run:
@@ -220,7 +246,10 @@ class Cluster(Ranks):
         model
             An ``nn.Module`` (yours stays untouched), or what :meth:`broadcast` returned.
         data
-            A :class:`Partition`, or raw data as for :meth:`partition` (permuted by `seed`, then cut).
+            A :class:`Partition`, or raw data as for :meth:`partition` (permuted by `seed`, then cut; parquet is cut
+            as it lies). Or a stream without length: an IterableDataset, or a function that returns an iterable of
+            samples. A function of ``rank`` and ``world_size`` makes that rank's part; of any other stream rank r takes
+            the items r, r + N, ... Give `steps`, which are then the most: the run ends with the stream.
         optimizer
             A function from parameters to an optimiser, as in ``lambda params: torch.optim.SGD(params, lr=0.1)``.
         batch_size
@@ -249,6 +278,15 @@ class Cluster(Ranks):
         callbacks
             Functions of the run, called in the notebook after every epoch and before the next one begins; what they
             raise pauses the run. :class:`EarlyStopping` is one.
+        target
+            Of a table: see :meth:`partition`. `valid` and `Run.evaluate` take the same columns.
+        workers
+            Processes per engine that load a Dataset's samples (torch's DataLoader); 0 loads in the engine.
+        pin_memory
+            Page-locked memory for batches on their way to a GPU; by default where there is one.
+        prefetch
+            Load the next batch in a thread while a step runs; by default where it pays: for data in files, and with a
+            GPU for arrays too.
         seed
             Of the order of rows and of random numbers on the engines.
         start
@@ -280,10 +318,84 @@ class Cluster(Ranks):
             scheduler=scheduler,
             scheduler_every=scheduler_every,
             callbacks=callbacks,
+            target=target,
+            workers=workers,
+            pin_memory=pin_memory,
+            prefetch=prefetch,
             seed=seed,
             start=start,
         )
         return training.train(self, model, data, options)
+
+    def benchmark(self, dtype: str = "float32", *, again: bool = False) -> Benchmark:
+        """How fast the engines compute and what lies between them: measured once, in a few seconds, and kept.
+
+        All ranks multiply matrices at once; all-reduces of growing size follow, then messages between each pair, one
+        pair after the other. Shows itself as a table, and its ``figure()`` as heat maps from rank to rank.
+
+        Parameters
+        ----------
+        dtype
+            Of the matrices: "float32", "float64", "bfloat16" or "float16".
+        again
+            Measure anew.
+
+        Raises
+        ------
+        RunError
+            While a run is running.
+
+        """
+        from dtkit import planning
+
+        if again or dtype not in self._benchmarks:
+            self._benchmarks[dtype] = planning.benchmark(self, dtype)
+        return self._benchmarks[dtype]
+
+    def plan(
+        self,
+        model: Any,
+        *,
+        batch_size: int,
+        optimizer: Callable[..., Any],
+        sample: Any = None,
+        loss: Callable[..., Any] | None = None,
+        step: Callable[..., Any] | None = None,
+        strategies: Sequence[Strategy] | None = None,
+    ) -> Plan:
+        """Whether a training would fit, and what a step would cost, for each strategy and rank. Trains nothing.
+
+        Activations and optimiser state come from a step on tensors without memory, which is no guess and takes none
+        (where the model's code needs numbers: from real steps on a few rows). If there is little doubt that it fits,
+        all ranks take some real steps of a copy, for the time and for the overhead.
+
+        Counted are the model as it was sent (engines keep it), the copy that trains, gradients, optimiser state, the
+        larger of what forward and backward or the update hold besides at their peak (batch included), and the overhead
+        by which processes grow beyond that: freed memory that malloc keeps, workspace of convolutions. Not counted: the
+        data, and what torch loads at the first step. ``compile=True`` and ``balance`` are planned for as if left out.
+
+        Parameters
+        ----------
+        model, optimizer, loss, step, batch_size
+            As for :meth:`train`.
+        sample
+            A batch or a few rows, as in ``(X[:8], y[:8])``, or a :class:`Partition`: what a row looks like.
+        strategies
+            Which to compare; one of each that exists by default.
+
+        Raises
+        ------
+        ValueError, TypeError
+            For what can't be planned.
+        RunError
+            While a run is running.
+        EngineError
+            Where model, loss or optimiser fail.
+
+        """
+        from dtkit import planning
+
+        return planning.plan(self, model, planning.Wish(batch_size, optimizer, sample, loss, step, strategies))
 
     def activate(self) -> None:
         """Make ipyparallel's ``%px`` and ``%%px`` speak to these engines, between dispatches."""

@@ -95,6 +95,7 @@ class Driver:
         """Of the last step that was explained, what each rank saw."""
         self._balancer = Balancer(route.balance) if route.balance is not None else None
         self._explain = False
+        self._last_evaluation = False  # due where a stream ended between two epochs
         self._calling: object = None  # the callbacks' thread that is at work
         self._called = 0  # the step after which callbacks were called last
         self._cluster, self._history, self._changed = cluster, history, changed
@@ -254,6 +255,8 @@ class Driver:
             _resolve(answer, flight.step)
         if first.ended == "nonfinite":
             self._take_nonfinite(advances)
+        elif first.ended == "exhausted":
+            self._take_end()
         elif self.step != flight.step + flight.steps:
             self._lost_track = True
 
@@ -271,6 +274,13 @@ class Driver:
         if found.differing:
             names = ", ".join(map(str, found.differing))
             self._note("error", f"parameters are not equal on all nodes: {names} differ since step {found.since}")
+
+    def _take_end(self) -> None:
+        """A stream without length has ended on all ranks: the run is as long as that, and one epoch."""
+        self._lost_track = self._last_evaluation = True
+        self._goal = self.step
+        self.route = dataclasses.replace(self.route, steps=self.step, steps_per_epoch=max(1, self.step))
+        self._note("note", f"the stream ended after {self.step} steps")
 
     def _take_nonfinite(self, advances: Sequence[Advance]) -> None:
         self._lost_track, self._halt = True, self._halt or "pause"
@@ -335,7 +345,8 @@ class Driver:
         steps = min(map(len, rows))
         waits, transfers = waiting.split([np.asarray(span)[:steps] for span in spans], self._cluster.clock_offsets)
         for mine, wait, transfer in zip(rows, waits, transfers, strict=True):
-            mine["wait_s"][:steps], mine["comm_s"][:steps] = wait, transfer
+            mine["wait_s"][:steps] += wait
+            mine["comm_s"][:steps] = transfer
 
     # -- callbacks --------------------------------------------------------------------------------------------
 
@@ -425,6 +436,9 @@ class Driver:
         if self._halt == "stop":
             self._note("stop", f"stopped at step {self.step}")
             self._end(State.STOPPED)
+        elif self.state is State.RUNNING and self._last_evaluation and self.route.evaluation:
+            self._last_evaluation = False
+            self._launch(_Flight("evaluate", self.step, 0, None, []), **self.route.evaluation)
         elif self.state is State.RUNNING and not self._halt and self._calls_due(self.step):
             if self._calling is None and self.route.callbacks is not None:
                 self._call(self.route.callbacks)

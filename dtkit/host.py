@@ -70,6 +70,11 @@ def memory(root: Path = _ROOT) -> Memory:
     return Memory(total, max(0, free))
 
 
+def swap() -> int:
+    """Free bytes of the host's swap space."""
+    return int(psutil.swap_memory().free)
+
+
 def gpus(root: Path = _ROOT, environ: Mapping[str, str] = os.environ) -> int:
     """CUDA devices that an engine's torch could use.
 

@@ -461,7 +461,9 @@ def _shards(
         )
     sizes = _sizes(n, ranks, weights)
     order = None if seed is None else _permutation(n, seed)
-    if by == "contiguous":
+    if by == "speed" and weights is None:
+        raise ValueError("by='speed' cuts by measured speeds; cluster.partition(data, by='speed', model=...) measures.")
+    if by in ("contiguous", "speed"):
         ends = np.cumsum([0, *sizes]).tolist()
         return [_pick(order, range(start, stop)) for start, stop in itertools.pairwise(ends)]
     if by == "strided":
@@ -471,7 +473,7 @@ def _shards(
 
 
 def _check(n: int, ranks: int, by: str, seed: int | None) -> None:
-    if by not in WAYS:
+    if by not in (*WAYS, "speed"):
         raise ValueError(f"by={by!r} is not a way to cut rows. Use one of {', '.join(map(repr, WAYS))}.")
     if ranks < 1:
         raise ValueError(f"{ranks} ranks can't hold anything: there must be at least one. Start an engine.")

@@ -253,7 +253,8 @@ class Ranks:
             each = [{"spec": s, "step_timeout": self.step_timeout, **join} for s in specs]
             futures = self.fan_out("join", each=each)
         replies = self.collect(futures, self._timeout + 5)
-        store.unlink(missing_ok=True)
+        # The group's own file stays: subgroups (of a mesh) meet there too.
+        (self._folder / f"store-{self._generation - 1}").unlink(missing_ok=True)
         failures = [r.failure for r in replies if r.failure is not None]
         if failures:
             raise EngineError(failures)

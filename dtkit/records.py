@@ -221,7 +221,8 @@ class Advance:
     step: int
     lr: float
     ended: str = "done"
-    """"done", "time" (all ranks agreed that the steps had become slow) or "nonfinite"."""
+    """"done", "time" (all ranks agreed that the steps had become slow), "nonfinite" or "exhausted" (a stream of unknown
+    length has ended on all ranks)."""
     loss: float | None = None
     """With "nonfinite": this rank's loss in the step that was not taken."""
     blocked: object = None

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from dtkit.cluster import Cluster
+    from dtkit.engine.loading import Loading
     from dtkit.explanation import StepExplanation
     from dtkit.placing import Placed
     from dtkit.records import Consistency, Evaluation, JobPlan, NodeInfo, RunSpec
@@ -49,6 +50,7 @@ class Order:
     plan: JobPlan
     program: bytes
     """Objective, optimiser and strategy, pickled."""
+    loading: Loading | None = None
 
     def build(self, cluster: Cluster, job: str, *, ranks: list[int] | None = None, alone: bool = False) -> float:
         """Make a job of it on all ranks, or alone on one. Returns the learning rate."""
@@ -58,6 +60,7 @@ class Order:
             "data": self.data.key,
             "program": self.program,
             "plan": self.plan,
+            "loading": self.loading,
         }
         return float(cluster.ask("build", ranks=ranks, alone=alone, **args)[0])
 
@@ -373,7 +376,7 @@ class Run:
         `metrics` are those given to `train` unless named here. The result is exact for any number of samples.
         """
         self._check_kept("evaluate")
-        placed = placing.place(self._cluster, data)
+        placed = placing.place(self._cluster, data, like=self._order.data)
         args = self._evaluation_args(placed, self._extras.metrics if metrics is None else metrics)
         step = self._driver.step
         return evaluation(step, self._cluster.ask("evaluate", job=self._job, **args))
@@ -381,7 +384,7 @@ class Run:
     def _evaluation_args(self, data: Placed, metrics: Mapping[str, Callable[..., Any]]) -> dict[str, Any]:
         per_rank = -(-self.spec.batch_size // self.spec.world_size)
         program = self._cluster.dumps(dict(metrics), name="metrics")
-        return {"data": data.key, "program": program, "batch_size": per_rank}
+        return {"data": data.key, "program": program, "batch_size": per_rank, "loading": self._order.loading}
 
     def verify(self, steps: int = 20) -> Verification:
         """Is this training the same as in one process? Prints the answer, and returns it.
@@ -465,6 +468,9 @@ class Run:
         return unsubscribe
 
     def _notify(self) -> None:
+        if self._driver.route.steps != self.spec.steps:  # a stream ended before them
+            route = self._driver.route
+            self.spec = dataclasses.replace(self.spec, steps=route.steps, steps_per_epoch=route.steps_per_epoch)
         with self._callbacks_lock:
             callbacks = list(self._callbacks)
         for callback in callbacks:

@@ -28,6 +28,7 @@ from dtkit import wire
 from dtkit.engine.probe import hello
 from dtkit.errors import Refused
 from dtkit.history import ROW
+from dtkit.plan import Times
 from dtkit.records import Advance, Failure, Reply, Request
 from dtkit.shipment import Shipment, ship
 
@@ -108,6 +109,7 @@ class FakeTransport:
     def __init__(self, world_size: int = 2, *, step_s: float = 0.05) -> None:
         self.engine_ids: Sequence[int] = range(10, 10 + world_size)  # engine ids are no ranks
         self.step_s = step_s
+        self.memory_free = 5_000_000_000  # bytes that all these engines share
         self.served: list[tuple[int, str, dict[str, Any]]] = []
         self.interrupted: list[int] = []
         self.hello: list[dict[str, Any]] = [{} for _ in range(world_size)]
@@ -305,7 +307,7 @@ class FakeTransport:
             kept.clear()
 
     def _info(self, rank: _Rank, **_: Any) -> dict[str, Any]:
-        memory = {"memory_total": 8_000_000_000, "memory_free": 5_000_000_000}
+        memory = {"memory_total": 8_000_000_000, "memory_free": self.memory_free}
         return {"host": "fake", "pid": 4000 + rank.number, "device": "cpu", "threads": 1, **memory}
 
     def _warm(self, _rank: _Rank, **_: Any) -> None:
@@ -370,6 +372,23 @@ class FakeTransport:
 
     def _evaluate(self, _rank: _Rank, **_: Any) -> tuple[int, dict[str, tuple[float, float]]]:
         return 4, {"loss": (2.0, 4.0)}
+
+    def _measure(self, rank: _Rank, *, what: str, **args: Any) -> Any:
+        """Made up, except for sizes: those are told from the model's shapes, as on an engine."""
+        import torch
+
+        from dtkit.engine import measure, memory
+
+        args.pop("listen")
+        if what == "room":
+            return memory.Free(self.memory_free, 0, 0, None)
+        if what == "links":
+            others = range(rank.number + 1, len(self._ranks))
+            return measure.Links(50e9, [(8, 1e-4), (2**20, 1e-3)], dict.fromkeys(others, (5e-5, 1e9)), 0.5)
+        if what == "times":
+            return Times([(1, 0.001, 0.002), (args["rows"], 0.001 * args["rows"], 0.002 * args["rows"])], 0.001)
+        seat: Any = measure.Seat(None, torch.device("cpu"), rank.models, {})  # type: ignore[arg-type]  # no collective
+        return measure.serve(seat, what, **args) if what == "sizes" else ([], "a double has no data")
 
     def _call(self, rank: _Rank, *, shipment: Shipment, listen: Any, port: int | None = None, **_: Any) -> Any:
         fn, args, kwargs = shipment.unload()

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dtkit import placing, replicas
+from dtkit import placing, planning, replicas
 from dtkit.errors import RunError
 from dtkit.partition import Partition, caller_level
+from dtkit.placing import Flow
 from dtkit.records import JobPlan, RunSpec, State
 from dtkit.replicas import Replicas
 from dtkit.run import Extras, Order, Run
@@ -46,29 +47,38 @@ class Options:
     scheduler: Callable[..., Any] | None = None
     scheduler_every: str = "step"
     callbacks: Sequence[Callable[[Run], Any]] = ()
+    target: Any = None
+    workers: int = 0
+    pin_memory: bool | None = None
+    prefetch: bool | None = None
     seed: int = 0
     start: bool = True
 
 
 def train(cluster: Cluster, model: Any, data: Any, options: Options) -> Run:
     """See :meth:`dtkit.Cluster.train`."""
+    from dtkit.engine.loading import Loading
+
     cluster.check_open()
     _check_free(cluster)
     strategy = _check_options(options)
     strategy.mesh(cluster.world_size)
     strategy.check(cluster.world_size, options.batch_size)
     _check_model(cluster, model)
+    planning.check_fits(cluster, model, options.optimizer, strategy)
+    loading = Loading(options.workers, options.pin_memory, options.prefetch)
     program = _program(cluster, options, strategy)
-    part = _partition(cluster, data, options)
-    source = placing.source_of(cluster, part)
+    part = _partition(cluster, data, options, strategy)
+    source = part if isinstance(part, Flow) else placing.source_of(cluster, part)
     copies = model if isinstance(model, Replicas) else replicas.broadcast(cluster, model)
-    valid = None if options.valid is None else placing.place(cluster, options.valid)
+    valid = None if options.valid is None else placing.place(cluster, options.valid, like=source)
     previous, cluster.current_run = cluster.current_run, None
     if previous is not None:
         previous.release()
     spec = _spec(cluster, copies, part, options, strategy)
     plan = JobPlan(spec.batch_size, spec.steps, options.shuffle, spec.seed)
-    run = Run(cluster, spec, Order(copies, source, plan, program), _extras(options, strategy, part, valid))
+    extras = _extras(options, strategy, _sizes(cluster, part), valid)
+    run = Run(cluster, spec, Order(copies, source, plan, program, loading), extras)
     run.build()
     _warn_of_batch_statistics(cluster, copies, strategy)
     cluster.current_run = run
@@ -93,27 +103,37 @@ def _program(cluster: Cluster, options: Options, strategy: Strategy) -> bytes:
     return cluster.dumps(what, name="train")
 
 
-def _extras(options: Options, strategy: Strategy, part: Partition, valid: Placed | None) -> Extras:
+def _sizes(cluster: Cluster, part: Partition | Flow) -> tuple[int, ...]:
+    """Rows of each shard; of a stream, whose ranks take equally many, in that proportion."""
+    return (1,) * cluster.world_size if isinstance(part, Flow) else part.sizes
+
+
+def _extras(options: Options, strategy: Strategy, sizes: tuple[int, ...], valid: Placed | None) -> Extras:
     return Extras(
         metrics=dict(options.metrics or {}),
         valid=valid,
         callbacks=tuple(options.callbacks),
-        balance=part.sizes if strategy.balance and part.world_size > 1 else None,
+        balance=sizes if strategy.balance and len(sizes) > 1 else None,
         caveats=strategy.caveats(),
         explains=strategy.explains,
-        copies=part.world_size // strategy.mesh(part.world_size).replicas,
+        copies=len(sizes) // strategy.mesh(len(sizes)).replicas,
     )
 
 
-def _partition(cluster: Cluster, data: Any, options: Options) -> Partition:
+def _partition(cluster: Cluster, data: Any, options: Options, strategy: Strategy) -> Partition | Flow:
     """The data as a partition that these options can be used with; raw data is checked before it travels."""
 
     def check(part: Partition) -> None:
         _check_sizes(options, part)
         _check_ignored(options.loss, part)
 
+    def check_flow() -> None:
+        _check_flow(cluster, options, strategy)
+
     if not isinstance(data, Partition):
-        return placing.partition(cluster, data, seed=options.seed, check=check)
+        return placing.for_training(
+            cluster, data, seed=options.seed, target=options.target, check=check, check_flow=check_flow
+        )
     check(data)
     return data
 
@@ -281,10 +301,34 @@ def _check_sizes(options: Options, part: Partition) -> None:
             f"batch_size={options.batch_size} is more than the {part.n} samples there are; it is the number of "
             f"samples per update over all ranks. Use at most {part.n}"
         )
-    if options.batch_size < part.world_size:
+    _check_share(options, part.world_size)
+
+
+def _check_share(options: Options, world_size: int) -> None:
+    if options.batch_size < world_size:
         raise ValueError(
-            f"batch_size={options.batch_size} is less than the {part.world_size} ranks; it is the number of samples "
-            f"per update over all ranks, and each needs one. Use at least {part.world_size}"
+            f"batch_size={options.batch_size} is less than the {world_size} ranks; it is the number of samples "
+            f"per update over all ranks, and each needs one. Use at least {world_size}"
+        )
+
+
+def _check_flow(cluster: Cluster, options: Options, strategy: Strategy) -> None:
+    """A stream has no length, so no epochs, and its samples come in an order of their own."""
+    if options.epochs is not None:
+        raise ValueError(
+            f"epochs={options.epochs}: the data is a stream without length, so nobody knows what an epoch is. Say "
+            "steps=, which is then the most that are taken: the run ends with the stream"
+        )
+    if options.shuffle == "global":
+        raise ValueError(
+            "shuffle='global': the data is a stream, whose samples come in an order of their own. Shuffle where they "
+            "are made, and leave shuffle out"
+        )
+    _check_share(options, cluster.world_size)
+    if strategy.mesh(cluster.world_size).replicas < cluster.world_size:
+        raise ValueError(
+            f"{strategy!r} has several ranks take the same samples, and of a stream each rank draws its own. Give "
+            "samples that can be taken by number: arrays, a Dataset, files"
         )
 
 
@@ -303,17 +347,20 @@ def _check_model(cluster: Cluster, model: Any) -> None:
         )
 
 
-def _spec(cluster: Cluster, copies: Replicas, part: Partition, options: Options, strategy: Strategy) -> RunSpec:
-    per_epoch = -(-part.n // options.batch_size)
+def _spec(cluster: Cluster, copies: Replicas, part: Partition | Flow, options: Options, strategy: Strategy) -> RunSpec:
+    if isinstance(part, Flow):  # as many samples as there may be at most; the run ends with the stream
+        per_epoch, samples, shuffle = int(options.steps or 0), int(options.steps or 0) * int(options.batch_size), None
+    else:
+        per_epoch, samples, shuffle = -(-part.n // options.batch_size), part.n, options.shuffle
     return RunSpec(
         name=copies.name,
         strategy=repr(strategy),
         world_size=cluster.world_size,
-        samples=part.n,
+        samples=samples,
         batch_size=int(options.batch_size),
         steps=int(options.steps or (options.epochs or 0) * per_epoch),
         steps_per_epoch=per_epoch,
-        shuffle=options.shuffle,
+        shuffle=shuffle,
         seed=int(options.seed),
         loss=_name(options.loss or options.step),
         optimizer=_name(options.optimizer),

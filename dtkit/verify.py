@@ -104,6 +104,8 @@ def _train(cluster: Cluster, order: Order, job: str, steps: int, ranks: list[int
                 f"the gradients are not finite at step {advance.step}, so there is nothing to compare after it. "
                 f"Verify fewer steps: run.verify(steps={max(1, advance.step)})"
             )
+        if advance.ended == "exhausted":
+            break
         done = advance.step
     return fetch(cluster, "state", job, ranks)
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from dtkit.balance import STEPS, Balancer
 from dtkit.consistency import LEAST_S, SHARE, Watch
 from dtkit.history import ROW
 from dtkit.partition import proportional
+from dtkit.strategies.replica import bits
 
 
 def rows(samples, seconds, steps=STEPS):
@@ -118,3 +120,15 @@ def test_parameters_that_need_not_be_equal_now_are_asked_for_again():
     assert not watch.landed(0.0, 5, [None, None], 0.0)
     assert watch.found is None
     assert watch.due(0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.int8])
+@pytest.mark.parametrize("offset", [0, 1])
+def test_a_fingerprint_sees_a_single_bit(dtype, offset):
+    tensor = torch.arange(1 + offset, 100 + offset).to(dtype)[offset:]  # a view may lie askew
+    before = bits([tensor])
+    assert bits([tensor.clone()]) == before
+    changed = tensor.clone()
+    changed.view(torch.uint8)[-1] ^= 1
+    assert bits([changed]) != before
+    assert bits([]) == 0

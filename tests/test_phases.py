@@ -52,7 +52,7 @@ def test_a_failed_step_leaves_no_mark_in_the_next():
     phases.enter("forward")
     phases.abandon()
     phases.enter("data")
-    assert [phase for phase, _ in phases.finish()] == ["data", "end"]
+    assert [phase for phase, *_ in phases.finish()] == ["data", "end"]
 
 
 def test_times_of_blocking_are_kept_and_padded():

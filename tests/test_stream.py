@@ -222,3 +222,12 @@ def test_batches_of_any_form_move_to_the_device():
     assert moved["a"][1][1] == "text"
     assert isinstance(moved["b"], Pair)
     assert moved["b"].y == 1
+
+
+def test_a_source_that_reads_blocks_decides_how_rows_are_shuffled():
+    class Blocks(ArraySource):
+        def shuffled(self, rows: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+            return rows[::-1] if rng.random() >= 0 else rows
+
+    found = Stream(Blocks([torch.arange(SAMPLES)]), shards(2), JobPlan(24, 9, "shard", 0), [0])
+    assert np.concatenate([found.rows(step) for step in range(6)]).tolist() == list(range(60, -1, -1))

@@ -186,7 +186,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "text": ({"rows": (data()[0], np.array(["a"] * 64))}, TypeError, r"data\[1\] has dtype <U1; .*Encode it first"),
     "objects": ({"rows": (data()[0], [1] * 64)}, TypeError, r"data\[1\] is a list; .* numpy.asarray"),
     "a dict": ({"rows": {"x": 1}}, TypeError, "data is a dict; it must be a tuple of arrays"),
-    "text as data": ({"rows": "file.csv"}, TypeError, "data is a str; it must be a tuple of arrays"),
+    "text as data": ({"rows": "file.csv"}, ValueError, "'file.csv' is no kind of file that engines read"),
     "a loss that can't be pickled": (
         {"loss": holds_a_lock},
         dtkit.CannotSend,

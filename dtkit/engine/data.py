@@ -20,6 +20,7 @@ from dtkit.partition import cumulative, proportional
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from dtkit.engine.comm import Group
     from dtkit.engine.sources import Source
     from dtkit.records import JobPlan
 
@@ -65,6 +66,12 @@ class Stream:
     def epoch(self, step: int) -> int:
         """The epoch that a step belongs to."""
         return step // self.steps_per_epoch
+
+    def regroup(self, group: Group) -> None:
+        """Rows are the same in every generation of the process group."""
+
+    def close(self) -> None:
+        """There is nothing to end."""
 
     def set_shares(self, shares: Sequence[float]) -> None:
         """From now on, have each shard's worker take such a share of every step's rows. Shares are positive."""
@@ -132,7 +139,12 @@ class Stream:
         if self._plan.shuffle is None:
             return rows
         key = [self._plan.seed, epoch] if shard is None else [self._plan.seed, epoch, shard + 1]
-        return np.random.default_rng(key).permutation(rows)
+        return self._shuffled(rows, np.random.default_rng(key))
+
+    def _shuffled(self, rows: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """Rows in random order; a source that reads blocks may keep rows of one block near each other."""
+        shuffled = getattr(self._source, "shuffled", None)
+        return rng.permutation(rows) if shuffled is None else shuffled(rows, rng)
 
     def _count_block(self, block: int) -> tuple[list[tuple[int, ...]], np.ndarray]:
         """(counts, samples taken before each step of the epoch) for a block of steps, by shard."""

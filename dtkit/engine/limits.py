@@ -5,6 +5,7 @@ RLIMIT_DATA counts private writable memory. Reaching it makes torch raise a plai
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 from pathlib import Path
@@ -27,3 +28,27 @@ def _data_bytes() -> int:
     lines = status.read_text().splitlines() if status.exists() else []
     found = [int(line.split()[1]) for line in lines if line.startswith("VmData:")]
     return 1024 * found[0] if found else 0
+
+
+def data_left() -> int | None:
+    """Bytes that this process may still allocate; None without a limit.
+
+    What malloc keeps of freed memory counts: it is used first.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    return None if soft == resource.RLIM_INFINITY else max(0, soft - _data_bytes() + _malloc_keeps())
+
+
+class _Mallinfo(ctypes.Structure):
+    """What glibc's mallinfo2 returns: ten numbers, of which the ninth is the bytes that malloc has at hand."""
+
+    _fields_ = (("before", ctypes.c_size_t * 8), ("free", ctypes.c_size_t), ("last", ctypes.c_size_t))
+
+
+def _malloc_keeps() -> int:
+    """Bytes that were freed and that malloc keeps; 0 where it does not say (glibc before 2.33, or another libc)."""
+    mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if mallinfo is None:
+        return 0
+    mallinfo.restype = _Mallinfo
+    return int(mallinfo().free)

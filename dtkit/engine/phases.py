@@ -1,8 +1,9 @@
 """Where a step's time goes: a mark at each border between its phases, read once the dispatch has ended.
 
 A step runs through "data", "forward", "backward", "sync" and "update", in any order and as often as it likes: whoever
-does the work says what begins. Marking costs a clock's reading and a list's append, so that measuring is never the
-reason why a step is slow.
+does the work says what begins. A pipeline also says which micro-batch of which stage, tells the halves of backward
+apart ("backward input", "backward weight"), and has "recv" for its waiting between them. Marking costs a clock's
+reading and a list's append, so that measuring is never the reason why a step is slow.
 
 "sync" is time blocked in a collective. How much of it was waiting for others can only be told from all ranks' marks
 (see :mod:`dtkit.waiting`), so those are kept as times and not only as durations.
@@ -23,11 +24,11 @@ if TYPE_CHECKING:
 
     from dtkit.engine.probe import Clock
 
-COMPUTING = ("forward", "backward")
+COMPUTING = ("forward", "backward", "backward input", "backward weight")
 END = "end"
 
-Marks = list[tuple[str, object]]
-"""(phase, mark at which it began) in order, closed by an "end"."""
+Marks = list[tuple[str, object, tuple[int, int] | None]]
+"""(phase, mark at which it began, (stage, micro-batch) or None) in order, closed by an "end"."""
 
 
 class Phases:
@@ -39,11 +40,11 @@ class Phases:
         """How many times longer this rank's computing takes, by sleeping: 1 for not at all."""
         self._marks: Marks = []
 
-    def enter(self, phase: str) -> None:
-        """The phase that ran so far ends here and `phase` begins."""
+    def enter(self, phase: str, where: tuple[int, int] | None = None) -> None:
+        """The phase that ran so far ends here and `phase` begins, in a pipeline for (stage, micro-batch)."""
         if self.slowness > 1 and self._marks and self._marks[-1][0] in COMPUTING:
             self._drag(self._marks[-1][1])
-        self._marks.append((phase, self.clock.mark()))
+        self._marks.append((phase, self.clock.mark(), where))
 
     def _drag(self, since: object) -> None:
         now = self.clock.mark()
@@ -64,7 +65,7 @@ class Phases:
 def durations(marks: Marks, clock: Clock) -> dict[str, float]:
     """Seconds in each phase of one step, and in all of them as "step"."""
     found: dict[str, float] = {}
-    for (phase, begun), (_, ended) in itertools.pairwise(marks):
+    for (phase, begun, _), (_, ended, _) in itertools.pairwise(marks):
         found[phase] = found.get(phase, 0.0) + clock.seconds(begun, ended)
     found["step"] = clock.seconds(marks[0][1], marks[-1][1])
     return found
@@ -75,7 +76,7 @@ def blocked(steps: Sequence[Marks], clock: Clock) -> np.ndarray:
 
     Times are the clock's, in seconds, as in `time.perf_counter`: common to all processes of one host.
     """
-    spans = [[(a, b) for (phase, a), (_, b) in itertools.pairwise(m) if phase == "sync"] for m in steps]
+    spans = [[(a, b) for (phase, a, _), (_, b, _) in itertools.pairwise(m) if phase == "sync"] for m in steps]
     found = np.full((len(steps), max(map(len, spans), default=0), 2), np.nan)
     for step, pairs in zip(found, spans, strict=True):
         for place, (begun, ended) in zip(step, pairs, strict=False):

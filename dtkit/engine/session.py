@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
     from dtkit.engine.comm import Group
     from dtkit.engine.data import Shards
+    from dtkit.engine.iterable import IterableStream, StreamSource
+    from dtkit.engine.loading import Feeder, Loading
     from dtkit.engine.sources import Source
     from dtkit.engine.trainer import Job
     from dtkit.records import Advance, GroupSpec, JobPlan
@@ -60,6 +62,7 @@ class Session:
         self._step_timeout: float | None = None
         self._models: dict[str, torch.nn.Module] = {}
         self._data: dict[str, tuple[Source, Shards]] = {}
+        self._streams: dict[str, StreamSource] = {}  # data that has no rows by number
         self._jobs: dict[str, Job] = {}
         self._agent_store: Any = None
         self._channel: Channel | None = None  # what is said in the call being served
@@ -132,9 +135,7 @@ class Session:
         self._forget()
 
     def _forget(self) -> None:
-        self._models.clear()
-        self._data.clear()
-        self._jobs.clear()
+        self.op_unload([*self._models, *self._data, *self._streams, *self._jobs])
 
     def op_info(self) -> dict[str, Any]:
         """This node's row of the cluster's table, less the engine id."""
@@ -247,21 +248,25 @@ class Session:
 
     # -- data and models --------------------------------------------------------------------------------------
 
-    def op_load(self, key: str, shipment: Shipment, sizes: Sequence[int] | None, *, broadcast: bool = False) -> int:
+    def op_load(
+        self, key: str, shipment: Shipment, sizes: Sequence[int] | None, *, broadcast: bool = False
+    ) -> int | None:
         """Keep data under `key`. With `sizes` it comes as (data, all shards' rows); else as a function that loads it.
 
-        Returns the number of rows.
+        Returns the number of rows; None for a stream, which nobody knows the length of.
         """
         from dtkit.engine.data import Shards
+        from dtkit.engine.iterable import StreamSource
         from dtkit.engine.sources import as_source
 
         loaded = self._receive(shipment, by_broadcast=broadcast)
         data, indices = (loaded(), None) if sizes is None else loaded
         source = as_source(data)
-        self._data[key] = (
-            source,
-            Shards(range(len(source)) if indices is None else indices, sizes or [len(source)]),
-        )
+        if isinstance(source, StreamSource):
+            self._streams[key] = source
+            return None
+        rows = range(len(source)) if indices is None else indices
+        self._data[key] = source, Shards(rows, sizes or [len(source)])
         return len(source)
 
     def op_shard(self, key: str, indices: np.ndarray, sizes: Sequence[int]) -> None:
@@ -272,9 +277,13 @@ class Session:
 
     def op_unload(self, keys: Sequence[str]) -> None:
         """Let go of data, models and jobs; unknown keys are no error."""
-        for kept in (self._data, self._models, self._jobs):
-            for key in keys:
-                kept.pop(key, None)
+        for key in keys:
+            self._data.pop(key, None)
+            self._streams.pop(key, None)
+            self._models.pop(key, None)
+            job = self._jobs.pop(key, None)
+            if job is not None:
+                job.close()
 
     def op_place(self, key: str, shipment: Shipment, *, broadcast: bool = False) -> str:
         """Keep a model under `key`, its numbers received from rank 0. Returns the checksum of its state."""
@@ -305,53 +314,89 @@ class Session:
 
     # -- jobs -------------------------------------------------------------------------------------------------
 
-    def op_build(self, job: str, model: str, data: str, program: bytes, plan: JobPlan, *, alone: bool = False) -> float:
+    def op_build(
+        self,
+        job: str,
+        model: str,
+        data: str,
+        program: bytes,
+        plan: JobPlan,
+        loading: Loading | None = None,
+        *,
+        alone: bool = False,
+    ) -> float:
         """Make a job. `alone`: this engine plays all shards by itself, without the group. Returns the learning rate."""
-        from dtkit.engine.checks import check_batch_norm, check_sync_batch_norm
-        from dtkit.engine.data import Stream
-        from dtkit.engine.sources import ArraySource
+        from dtkit.engine.loading import Loading
         from dtkit.engine.trainer import Job
 
         assert self.group is not None
-        assert self.device is not None
         what: Program = wire.loads(program)
-        source, shards = self._data[data]
-        if isinstance(source, ArraySource):
-            what = dataclasses.replace(what, objective=what.objective.having_seen(source.targets))
-        setting = self._setting(what.strategy, source, len(shards.sizes), alone=alone)
-        network = copy.deepcopy(self._models[model])
-        stream = Stream(source, shards, plan, setting.shards)
-        if setting.mesh.replicas < len(shards.sizes):  # ranks of one replica take the same rows
-            stream.set_shares([1.0] * setting.mesh.replicas)
-        if not alone:
-            check_batch_norm(network.train(), what, source, stream)
-            check_sync_batch_norm(network, what, stream, self.device)
-        seed = plan.seed + (0 if alone else self.group.rank)
+        setting = self._setting(what.strategy, data, plan, alone=alone)
+        network = self._models[model]
+        if alone or not what.strategy.partial:
+            network = copy.deepcopy(network)
+        stream, what = self._feed(data, network, what, plan, setting, loading or Loading())
+        seed = plan.seed + setting.shards[0]  # ranks that share a replica draw the same numbers
         self._jobs[job] = Job(network, what, stream, setting, seed)
         if alone:
             self._jobs[job].watch_gradients()
         return self._jobs[job].lr
 
-    def _setting(self, strategy: Strategy, source: Source, parts: int, *, alone: bool) -> Setting:
-        """Where a job's worker works. `parts`: how many ranks data was cut for."""
-        import numpy as np
-
+    def _setting(self, strategy: Strategy, data: str, plan: JobPlan, *, alone: bool) -> Setting:
+        """Where a job's worker works."""
         from dtkit.engine.phases import Phases
         from dtkit.mesh import Mesh
         from dtkit.strategies.base import Setting
 
         assert self.group is not None
         assert self.device is not None
-        mesh = Mesh({"dp": parts}) if alone else strategy.mesh(self.group.world_size)
-        mine = range(parts) if alone else [mesh.coordinates(self.group.rank)["dp"]]
+        ranks = self.group.world_size
+        mesh = Mesh({"dp": ranks}) if alone else strategy.mesh(ranks)
         return Setting(
             group=None if alone else self.group,
             device=self.device,
             phases=Phases(probe.clock(self.device)),
-            shards=mine,
+            shards=range(ranks) if alone else [mesh.coordinates(self.group.rank)["dp"]],
             mesh=mesh,
-            sample=lambda rows: source.take(np.arange(rows) % len(source)),
+            sample=self._sampler(data),
+            largest=-(-plan.batch_size // mesh.replicas),
         )
+
+    def _sampler(self, data: str) -> Callable[[int], Any] | None:
+        """A function that gives a batch of so many rows; a stream has none to give."""
+        import numpy as np
+
+        if data not in self._data:
+            return None
+        source, _ = self._data[data]
+        return lambda rows: source.take(np.arange(rows) % len(source))
+
+    def _feed(
+        self,
+        data: str,
+        network: torch.nn.Module,
+        what: Program,
+        plan: JobPlan,
+        setting: Setting,
+        loading: Loading,
+    ) -> tuple[Feeder | IterableStream, Program]:
+        """The batches of a job, looked at for what would fail; and its program, which may know the targets by then."""
+        from dtkit.engine.checks import check_batch_norm, check_sync_batch_norm
+        from dtkit.engine.loading import feed, feed_stream
+        from dtkit.engine.sources import ArraySource
+
+        if data in self._streams:  # its counts and targets are not known beforehand
+            return feed_stream(self._streams[data], plan, setting, loading), what
+        source, shards = self._data[data]
+        if isinstance(source, ArraySource):
+            what = dataclasses.replace(what, objective=what.objective.having_seen(source.targets))
+        stream = feed(source, shards, plan, setting, loading)
+        if setting.mesh.replicas < len(shards.sizes):  # ranks of one replica take the same rows
+            stream.set_shares([1.0] * setting.mesh.replicas)
+        if setting.group is not None:
+            check_batch_norm(network.train(), what, source, stream)
+            check_sync_batch_norm(network, what, stream, setting.device)
+        return stream, what
 
     def op_advance(
         self,
@@ -400,20 +445,23 @@ class Session:
         return ship(wire.pack(dict(self._job(job).largest_gradient or {})), self._keeper)
 
     def op_evaluate(
-        self, job: str, data: str, program: bytes, batch_size: int, step: int | None = None
+        self,
+        job: str,
+        data: str,
+        program: bytes,
+        batch_size: int,
+        step: int | None = None,
+        loading: Loading | None = None,
     ) -> tuple[int, dict[str, tuple[float, float]]]:
         """(samples, {name: (sum, weight)}) of this rank's shard, for a job that stands at `step` if that is given."""
+        from dtkit.engine.loading import Loading, held_out
+
         assert self.group is not None
         found = self._job(job, step)
         metrics = wire.loads(program)
         source, shards = self._data[data]
         parts = shards.for_replicas(found.setting.mesh.replicas)
-        rows = parts[found.setting.shards[0]]
-        batches = (
-            (len(part), source.take(part))
-            for k in range(0, len(rows), batch_size)
-            if len(part := rows[k : k + batch_size])
-        )
+        batches = held_out(source, parts[found.setting.shards[0]], batch_size, loading or Loading(), self.group.rank)
         rounds = -(-max(map(len, parts)) // batch_size)
         return self._breaking(  # type: ignore[no-any-return]
             lambda: found.evaluate(batches, metrics, rounds, after_epoch=step is not None)

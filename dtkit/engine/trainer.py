@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from dtkit.engine.comm import Group
     from dtkit.engine.data import Stream
     from dtkit.engine.explain import Microscope
+    from dtkit.engine.iterable import IterableStream
     from dtkit.strategies.base import Forecast, Outcome, Program, Setting, Worker
 
 SLOW_S = 2.0  # a dispatch that has lasted so long ends at the next agreed step
@@ -48,12 +49,14 @@ class _Done:
 class Job:
     """One model in training: this rank's part."""
 
-    def __init__(self, model: torch.nn.Module, program: Program, stream: Stream, setting: Setting, seed: int) -> None:
+    def __init__(
+        self, model: torch.nn.Module, program: Program, stream: Stream | IterableStream, setting: Setting, seed: int
+    ) -> None:
         """`model` has the same parameters on every rank; `seed` starts this rank's random numbers (dropout)."""
         self.step = 0
         self.objective, self.setting = program.objective, setting
-        self._model, self._stream = model, stream
-        self._micro_batches = program.strategy.micro_batches
+        self._stream = stream
+        self._micro_batches = program.strategy.parts
         self._random = _Random(seed, setting.device)
         with self._random:
             self._worker: Worker = program.strategy.setup(model.train(), self.objective, program.optimizer, setting)
@@ -121,6 +124,9 @@ class Job:
         phases, sent, lr = self.setting.phases, self._sent_bytes(), self.lr
         phases.enter("data")
         counts = self._stream.counts(self.step)
+        if not any(counts):  # of a stream without length, which has ended: on all ranks at this step
+            self._ended = "exhausted"
+            return None
         samples = sum(counts[s] for s in self.setting.shards)
         batches = self._batches()
         microscope = self._microscope(samples) if explain else None
@@ -152,7 +158,7 @@ class Job:
         from dtkit.engine.explain import Microscope
 
         rank = 0 if self.setting.group is None else self.setting.group.rank
-        found = Microscope(self._model, rank=rank, step=self.step, epoch=self._stream.epoch(self.step))
+        found = Microscope(self._worker.model, rank=rank, step=self.step, epoch=self._stream.epoch(self.step))
         found.rows(self._stream.rows(self.step), samples)
         return found
 
@@ -174,9 +180,10 @@ class Job:
             row["step"], row["epoch"], row["rank"] = one.step, self._stream.epoch(one.step), rank
             row["samples"], row["weight"], row["lr"] = one.samples, float(outcome.weight), one.lr
             row["loss"] = np.nan if outcome.loss is None else float(outcome.loss)
-            for phase in ("data", "forward", "backward", "update", "step"):
+            for phase in ("data", "forward", "update", "step"):
                 row[f"{phase}_s"] = spent.get(phase, 0.0)
-            row["comm_s"] = spent.get("sync", 0.0)
+            row["backward_s"] = sum(s for phase, s in spent.items() if phase.startswith("backward"))
+            row["comm_s"], row["wait_s"] = spent.get("sync", 0.0), spent.get("recv", 0.0)
             row["memory_bytes"], row["sent_bytes"], row["grad_norm"] = memory, one.sent_bytes, outcome.norm
         return rows, blocked([one.marks for one in done], clock)
 
@@ -191,6 +198,11 @@ class Job:
         if self.setting.group is not None:
             self.setting = dataclasses.replace(self.setting, group=group)
             self._worker.regroup(group)
+            self._stream.regroup(group)
+
+    def close(self) -> None:
+        """End what loads batches: a thread, worker processes."""
+        self._stream.close()
 
     def pieces(self) -> dict[str, Any]:
         """What this rank gives to the whole model's state dict. A collective."""
@@ -244,7 +256,7 @@ class Job:
         self.largest_gradient = {}
 
     def _note_gradients(self, largest: dict[str, torch.Tensor]) -> None:
-        for name, p in self._model.named_parameters():
+        for name, p in self._worker.model.named_parameters():
             if p.grad is not None:
                 size = p.grad.abs().cpu()
                 largest[name] = torch.maximum(largest[name], size) if name in largest else size

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dtkit.plan import Cost, ring_bytes
-from dtkit.strategies.base import Forward, Outcome, Setting, Strategy, Worker, make_optimizer
+from dtkit.strategies.base import SHOWN, Forward, Outcome, Setting, Strategy, Worker, make_optimizer
 from dtkit.strategies.options import check_count, check_positive
 from dtkit.strategies.replica import Replica, Tally, evaluating, kept
 
@@ -71,7 +71,7 @@ class ParameterAveraging(Strategy):
 
     """
 
-    every: int = 8
+    every: int = dataclasses.field(default=8, metadata=SHOWN)
     outer: OuterSGD | None = None
     clip_norm: float | None = None
 
@@ -87,13 +87,14 @@ class ParameterAveraging(Strategy):
     def cost(self, facts: Facts, benchmark: Benchmark) -> Cost:
         """An all-reduce of the parameters once in `every` steps, for which three flat copies of them are made.
 
-        An outer optimiser keeps the parameters of the last averaging, the way from them, and its momentum.
+        (Such large ones don't fit into the pieces of memory that freed activations leave, so they come on top.) An
+        outer optimiser keeps the parameters of the last averaging, the way from them, and its momentum.
         """
         kept = 0 if self.outer is None else facts.gradients * (2 + (self.outer.momentum > 0))
         return Cost.of_replica(
             facts,
             state=facts.state + kept,
-            temporaries=max(facts.update, 3 * facts.gradients),
+            temporaries=max(facts.update, round(facts.activations.at(facts.rows)) + 3 * facts.gradients),
             sent_bytes=ring_bytes(facts.gradients, benchmark.world_size) / self.every,
             exposed_s=benchmark.all_reduce_s(facts.gradients) / self.every,
         )
@@ -233,7 +234,8 @@ class _Simulated(Worker):
         optimizer: Callable[..., Any],
         setting: Setting,
     ) -> None:
-        self._every, self._steps, self._model, self._objective = strategy.every, 0, model, objective
+        self.model = self._model = model
+        self._every, self._steps, self._objective = strategy.every, 0, objective
         self._ranks = []
         for shard in setting.shards:
             own = copy.deepcopy(model)

@@ -41,6 +41,8 @@ class Setting:
     """How the strategy arranges the ranks."""
     sample: Callable[[int], Any] | None = None
     """A batch of so many rows, for strategies that must see the model at work before they can place it."""
+    largest: int = 0
+    """The most samples that this worker's part of a batch may have."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,17 +88,22 @@ class Program:
     """Whether there is held-out data: a scheduler that wants a loss then gets that one."""
 
 
+SHOWN = {"shown": True}
+"""Metadata of a field that is a strategy's very point, and told also at its default."""
+
+
 class Strategy(abc.ABC):
     """How to parallelise. Subclasses are frozen dataclasses (with ``repr=False``: see `__repr__`)."""
 
     def __repr__(self) -> str:
-        """What the user typed: options at their defaults are left out."""
+        """What the user typed: options at their defaults are left out, save those marked by SHOWN."""
         fields = dataclasses.fields(self)  # type: ignore[arg-type]  # every subclass is a dataclass
-        given = [f"{f.name}={getattr(self, f.name)!r}" for f in fields if getattr(self, f.name) != f.default]
+        told = [f for f in fields if f.metadata == SHOWN or getattr(self, f.name) != f.default]
+        given = [f"{f.name}={getattr(self, f.name)!r}" for f in told]
         return f"{type(self).__name__}({', '.join(given)})"
 
     @property
-    def micro_batches(self) -> int:
+    def parts(self) -> int:
         """How many parts a rank's samples of a step come in."""
         return 1
 
@@ -104,6 +111,8 @@ class Strategy(abc.ABC):
     """"auto" where faster ranks are to take more of each batch."""
     explains: bool = True
     """Whether a step can be taken apart."""
+    partial: bool = False
+    """Whether a rank keeps a part of the model only: it is then given the model itself, to copy its part of."""
 
     def mesh(self, world_size: int) -> Mesh:
         """How it arranges so many ranks; ValueError where its degrees don't multiply to that."""
@@ -135,6 +144,8 @@ class Worker(abc.ABC):
     """One rank's part of one job."""
 
     optimizer: torch.optim.Optimizer
+    model: torch.nn.Module
+    """What this rank holds of the model."""
     collective: bool = False
     """Whether a forward pass is a collective, so that all ranks must make equally many."""
     by_shard: bool = False

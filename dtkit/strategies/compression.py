@@ -7,17 +7,20 @@ of each wide one (Vogels et al., NeurIPS 2019), and gives what it left out to th
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from dtkit.engine.comm import Group
+    from dtkit.plan import Facts
 
     Hook = Callable[[Any], torch.futures.Future[torch.Tensor]]
 
+_RANK, _LEAST_RATE = 2, 2
 METHODS = ("fp16", "bf16", "powersgd")
 
 
@@ -28,6 +31,29 @@ def hook(method: str | None, group: Group) -> Hook:
     if method == "powersgd":
         return _powersgd(group)
     return _rounded(group, torch.float16 if method == "fp16" else torch.bfloat16)
+
+
+def costs(method: str | None, facts: Facts) -> tuple[int, int, int]:
+    """(bytes of gradients to reduce, bytes kept from step to step, bytes held besides) on one rank."""
+    whole = facts.gradients
+    if method is None or not whole:
+        return whole, 0, 0
+    item = whole // sum(math.prod(shape) for shape in facts.shapes)
+    if method != "powersgd":
+        half = whole * 2 // item
+        return half, 0, half
+    thin = sum(item * _thin(shape) for shape in facts.shapes)
+    return thin, whole + thin, whole  # what was left out, and warm starts; a copy of the bucket
+
+
+def _thin(shape: Sequence[int]) -> int:
+    """Numbers that PowerSGD sends for a gradient: two matrices of `_RANK` columns where that is far less."""
+    count = math.prod(shape)
+    if len(shape) < 2:
+        return count
+    rows = shape[0]
+    both = (rows + count // rows) * _RANK
+    return both if both * _LEAST_RATE < count else count
 
 
 def _first(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
@@ -46,7 +72,9 @@ def _powersgd(group: Group) -> Hook:
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
 
     # Two plain steps come first, as warm start and error feedback ask; matrices that would not shrink go plain.
-    state = power.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=2)
+    state = power.PowerSGDState(
+        None, matrix_approximation_rank=_RANK, start_powerSGD_iter=2, min_compression_rate=_LEAST_RATE
+    )
 
     def launch(bucket: Any) -> torch.futures.Future[torch.Tensor]:
         mean: Any = power.powerSGD_hook(state, bucket)

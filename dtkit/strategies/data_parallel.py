@@ -84,7 +84,7 @@ class DataParallel(Strategy):
         check_choice("balance", self.balance, ("auto",))
 
     @property
-    def micro_batches(self) -> int:
+    def parts(self) -> int:
         """`accumulate`."""
         return self.accumulate
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dtkit.plan import Cost, ring_bytes
 from dtkit.strategies.base import Outcome, Setting, Strategy, Worker, make_optimizer
 from dtkit.strategies.replica import Replica, Tally
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from dtkit.engine.explain import Microscope
+    from dtkit.plan import Benchmark, Facts
     from dtkit.strategies.objective import Objective
 
 
@@ -27,6 +29,14 @@ class NaiveDataParallel(Strategy):
 
     A parameter that the model did not use gets a gradient of zeros.
     """
+
+    def cost(self, facts: Facts, benchmark: Benchmark) -> Cost:
+        """As data parallelism, and nothing hides behind backward."""
+        return Cost.of_replica(
+            facts,
+            sent_bytes=ring_bytes(facts.gradients, benchmark.world_size),
+            exposed_s=benchmark.all_reduce_s(facts.gradients),
+        )
 
     def setup(
         self, model: torch.nn.Module, objective: Objective, optimizer: Callable[..., Any], setting: Setting

@@ -3,201 +3,36 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
-import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-import psutil
-from torch import nn
-
 import dtkit
-from dtkit import shared
-from dtkit.dashboard.live import Dashboard
-from tests.bench.pairs import PAIRS, Sample, alternate, ratios, report
-from tests.bench.work import TARGETS, WORKS, Work, optimizer
+from tests.bench import balance, cluster, link, overhead, speed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-
-def throughput() -> bool:
-    """Steps per second next to bare torchrun, two ranks, all records kept and a dashboard subscribed."""
-    met = True
-    for name, work in WORKS.items():
-        print(name, flush=True)
-        with dtkit.Cluster(2) as cluster:
-            part = cluster.partition(work.data(), seed=0)
-            found, bare = alternate(lambda w=work, c=cluster, p=part: _steps(c, p, w), lambda n=name: _bare(n), PAIRS)
-        print(f"  {1000 / bare.median:.2f} ms a step under bare torchrun")
-        met &= report(f"steps per second against bare torchrun, {name}", ratios(found, bare), least=TARGETS[name])
-    return met
-
-
-def _steps(cluster: dtkit.Cluster, part: dtkit.Partition, work: Work) -> float:
-    steps = work.warm + work.steps
-    how = {"loss": nn.CrossEntropyLoss(), "optimizer": optimizer, "batch_size": work.batch, "steps": steps}
-    run = cluster.train(work.model(), part, start=False, **how)
-    dashboard = Dashboard(run)
-    run.step(work.warm)
-    begun = time.perf_counter()
-    run.resume()
-    run._driver.wait(600)  # as run.wait() does, without its text progress
-    taken = time.perf_counter() - begun
-    assert len(run.history) == 2 * steps
-    dashboard.retire()
-    return work.steps / taken
-
-
-def _bare(name: str) -> float:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())}
-    out = subprocess.run(
-        [*command, "-m", "tests.bench.bare", name],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    if out.returncode:
-        raise RuntimeError(f"the reference failed:\n{out.stderr[-3000:]}")
-    return float(out.stdout.split()[-1])
-
-
-def start() -> bool:
-    """`Cluster(2)` to the first step's record, and `close()`, in a fresh process each time."""
-    code = "import tests.bench.__main__ as bench; bench.start_once()"
-    first, closed = [], []
-    for _ in range(PAIRS):
-        out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120)
-        a, b = map(float, out.stdout.split()[-2:])
-        first.append(a)
-        closed.append(b)
-    print("  to the first record:", *(f"{t:.2f}" for t in first), " close:", *(f"{t:.2f}" for t in closed))
-    return report("Cluster(2) to the first step's record", Sample(first), unit="s", most=6.0) & report(
-        "close()", Sample(closed), unit="s", most=3.0
-    )
-
-
-def start_once() -> None:
-    """One start: prints seconds to the first record, and seconds to close. Raises where something is left."""
-    work = WORKS["short steps (1 to 2 ms)"]
-    model, data = work.model(), work.data()
-    files = _shared_files()
-    begun = time.perf_counter()
-    cluster = dtkit.Cluster(2)
-    run = cluster.train(model, data, loss=nn.CrossEntropyLoss(), optimizer=optimizer, batch_size=64, steps=1)
-    run._driver.wait(60)
-    assert len(run.history) == 2
-    first = time.perf_counter() - begun
-    family = psutil.Process().children(recursive=True)
-    folder = cluster._folder
-    begun = time.perf_counter()
-    cluster.close()
-    closed = time.perf_counter() - begun
-    assert not [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-    assert not folder.exists()
-    assert _shared_files() == files
-    print(first, closed)
-
-
-def _shared_files() -> set[Path]:
-    return {file for folder in shared.default_directories() for file in Path(folder).glob("dtkit-*")}
-
-
-def bulk() -> bool:
-    """500 MB of arrays to four engines, next to one plain copy into shared memory; and what memory grows by."""
-    data = np.random.default_rng(0).random((500_000, 125))
-    labels = np.zeros(len(data), dtype=np.int64)
-    with dtkit.Cluster(4) as cluster:
-        cluster.partition((data[:1000], labels[:1000]))  # what is loaded once is loaded
-        family = [psutil.Process(), *psutil.Process().children(recursive=True)]
-        before = _pss(family)
-        keep = cluster.partition((data, labels), labels=None)
-        touched = cluster.run(_touch)  # every engine reads what it mapped
-        growth = (_pss(family) - before) / data.nbytes
-        assert len(touched) == 4
-        del keep
-
-        def send() -> float:
-            begun = time.perf_counter()
-            cluster.partition((data, labels))
-            return time.perf_counter() - begun
-
-        found, bare = alternate(send, lambda: _plain_copy(data), PAIRS)
-    return report(
-        "500 MB to 4 engines, against one plain copy into shared memory", ratios(found, bare), most=2.0
-    ) & report("memory of all processes grows by, in sizes of the data", Sample([growth]), most=1.2)
-
-
-def _touch() -> float:
-    from dtkit.engine.session import _session
-
-    source, _ = list(_session._data.values())[-1]
-    return float(source._tensors[0].sum())
-
-
-def _plain_copy(data: np.ndarray) -> float:
-    from multiprocessing.shared_memory import SharedMemory
-
-    begun = time.perf_counter()
-    block = SharedMemory(create=True, size=data.nbytes)
-    np.ndarray(data.shape, data.dtype, block.buf)[:] = data
-    taken = time.perf_counter() - begun
-    block.close()
-    block.unlink()
-    return taken
-
-
-def _pss(processes: list[psutil.Process]) -> int:
-    return sum(p.memory_full_info().pss for p in processes if p.is_running())
-
-
-def dispatches() -> bool:
-    """Memory of notebook, hub and engines over 5,000 short dispatches, extrapolated to 100,000."""
-    work = WORKS["short steps (1 to 2 ms)"]
-    with dtkit.Cluster(2) as cluster:
-        part = cluster.partition(work.data(), seed=0)
-        how = {"loss": nn.CrossEntropyLoss(), "optimizer": optimizer, "batch_size": work.batch, "steps": 100_000}
-        run = cluster.train(work.model(), part, start=False, **how)
-        family = [psutil.Process(), *psutil.Process().children(recursive=True)]
-        for _ in range(3000):  # until tables of fixed size (the hub's records) are full and heaps have settled
-            run.step()
-        before = _pss(family)
-        for _ in range(5000):
-            run.step()
-        growth = 20 * (_pss(family) - before) / 1e6
-    return report("memory that 100,000 dispatches add (extrapolated from 5,000)", Sample([growth]), unit="MB", most=100)
-
-
-def exact() -> bool:
-    """50 steps in float64 with momentum on 1 to 4 engines, against a plain loop in one process."""
-    from tests.cluster import test_oracle as oracle
-
-    reference = oracle.one_process(oracle.mlp(), oracle.global_rows)
-    differences = []
-    for engines in (1, 2, 3, 4):
-        with dtkit.Cluster(engines, threads=1) as cluster:
-            run = oracle.train(cluster, oracle.mlp(), shuffle="global")
-            differences.append(oracle.difference(run.model.state_dict(), reference))
-    print("  largest difference with 1, 2, 3 and 4 engines:", *(f"{value:.2g}" for value in differences))
-    return report("largest difference of parameters from one process", Sample([max(differences)]), most=1e-12)
-
-
 PARTS: dict[str, Callable[[], bool]] = {
-    "start": start,
-    "throughput": throughput,
-    "bulk": bulk,
-    "dispatches": dispatches,
-    "exact": exact,
+    "start": cluster.start,
+    "throughput": speed.throughput,
+    "comm": speed.comm,
+    "link": link.link,
+    "balance": balance.balance,
+    "phases": overhead.phases,
+    "fingerprint": overhead.fingerprint,
+    "stream": overhead.stream,
+    "bulk": cluster.bulk,
+    "dispatches": cluster.dispatches,
+    "exact": cluster.exact,
 }
 
 
 def main(names: list[str]) -> int:
-    """Run the parts; exit status 1 where a target was missed."""
+    """Run the parts; exit status 1 where a target was missed, 2 where there is no such part."""
+    unknown = [name for name in names if name not in PARTS]
+    if unknown:
+        print(f"no part {', '.join(unknown)}; the parts are {', '.join(PARTS)}")
+        return 2
     load = os.getloadavg()[0]
     print(f"{os.cpu_count()} cores, load {load:.1f}, Python {sys.version.split()[0]}, dtkit {dtkit.__version__}")
     met = [PARTS[name]() for name in names or PARTS]

@@ -44,6 +44,6 @@ def ratios(found: Sample, bare: Sample) -> Sample:
 def report(name: str, sample: Sample, *, unit: str = "", least: float | None = None, most: float | None = None) -> bool:
     """Print a line with the target and whether it was met."""
     met = (least is None or sample.median >= least) and (most is None or sample.median <= most)
-    target = f">= {least}" if least is not None else f"<= {most}"
-    print(f"{'met ' if met else 'MISS'}  {name}: {sample} {unit}, target {target}", flush=True)
+    targets = [f"{sign} {value}" for sign, value in ((">=", least), ("<=", most)) if value is not None]
+    print(f"{'met ' if met else 'MISS'}  {name}: {sample} {unit}, target {' and '.join(targets)}", flush=True)
     return met

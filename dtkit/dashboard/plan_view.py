@@ -1,0 +1,295 @@
+"""Plans and benchmarks as text, as HTML and as figures. They are read only, and never measured here."""
+
+from __future__ import annotations
+
+import base64
+import html
+import math
+import textwrap
+from typing import TYPE_CHECKING, Any
+
+from dtkit import units
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from dtkit.plan import Benchmark, Plan, PlanRow
+
+PARTS = (
+    # (field of a row, heading, colour of its bar)
+    ("sent_model", "as sent", "#b9b9b9"),
+    ("parameters", "parameters", "#0072B2"),
+    ("gradients", "gradients", "#56B4E9"),
+    ("optimizer", "optimiser", "#CC79A7"),
+    ("activations", "activations", "#E69F00"),
+    ("overhead", "overhead", "#F3D9A4"),
+)
+_COMPUTING, _WAITING, _LIMIT = "#009E73", "#D55E00", "#1a1a1a"
+_SHOWN_RANKS = 8  # of more, only the rank that has least to spare is listed for each strategy
+_SHOWN_CELLS = 10  # ranks whose numbers are written into the heat map
+
+
+# --- a plan -------------------------------------------------------------------------------------------------
+
+
+def _headline(plan: Plan) -> str:
+    """What was planned, and what fits."""
+    fitting, all_of_them = plan.fitting, plan.strategies
+    verdict = "all fit" if len(fitting) == len(all_of_them) else f"{', '.join(fitting) or 'none'} fit"
+    if len(fitting) == 1 < len(all_of_them):
+        verdict = f"only {fitting[0]} fits"
+    return (
+        f"Plan for {units.plain(plan.model, 60)}: {units.plural(plan.batch_size, 'sample')} per update on "
+        f"{units.plural(plan.world_size, 'rank')}: {verdict}"
+    )
+
+
+def _listed(plan: Plan) -> list[PlanRow]:
+    if plan.world_size <= _SHOWN_RANKS:
+        return list(plan.rows)
+    return [tightest(plan.of(name)) for name in plan.strategies]
+
+
+def tightest(rows: Sequence[PlanRow]) -> PlanRow:
+    """The row with least memory to spare."""
+    return min(rows, key=lambda row: row.free - row.needed)
+
+
+def _table(plan: Plan) -> list[list[str]]:
+    names = [name for _, name, _ in PARTS]
+    head = [
+        "strategy",
+        "rank",
+        "samples",
+        *names,
+        "needed",
+        "free",
+        "fits",
+        "sent/step",
+        "computing",
+        "waiting",
+        "step",
+    ]
+    return [head, *(_cells(row) for row in _listed(plan))]
+
+
+def _cells(row: PlanRow) -> list[str]:
+    return [
+        row.strategy,
+        str(row.rank),
+        f"{row.rows:,}",
+        *(units.size(getattr(row, field)) for field, _, _ in PARTS),
+        units.size(row.needed),
+        units.size(row.free),
+        "yes" if row.fits else "NO",
+        units.size(row.sent_bytes),
+        *(units.duration(value) for value in (row.compute_s, row.communication_s, row.step_s)),
+    ]
+
+
+def _notes(plan: Plan) -> list[str]:
+    more = plan.world_size > _SHOWN_RANKS
+    return [*(["of each strategy, the rank with least to spare"] if more else []), *plan.notes]
+
+
+def plan_text(plan: Plan) -> str:
+    """The plan as lines of text."""
+    return "\n".join([_headline(plan), *_aligned(_table(plan)), *_notes(plan)])
+
+
+def plan_page(plan: Plan) -> str:
+    """The plan as HTML: a table and its figure."""
+    notes = "".join(f"<p>{html.escape(note)}</p>" for note in _notes(plan))
+    return (
+        f"<div><p>{html.escape(_headline(plan))}</p>{_html_table(_table(plan))}{notes}{_image(plan_figure(plan))}</div>"
+    )
+
+
+def plan_figure(plan: Plan) -> Figure:
+    """Memory of the tightest rank of each strategy against what is free, and the time of its step."""
+    rows = [tightest(plan.of(name)) for name in plan.strategies]
+    figure = _new_figure(12.0, 2.1 + 0.42 * len(rows))
+    memory, seconds = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
+    _draw_memory(memory, rows)
+    _draw_time(seconds, rows)
+    memory.set_yticks(range(len(rows)), [textwrap.fill(units.plain(row.strategy, 80), 36) for row in rows], fontsize=8)
+    memory.set_ylim(len(rows) - 0.5, -0.5)
+    _title(figure, _headline(plan))
+    return figure
+
+
+def _draw_memory(ax: Axes, rows: Sequence[PlanRow]) -> None:
+    left = [0.0] * len(rows)
+    for field, name, colour in PARTS:
+        part = [getattr(row, field) / 1e6 for row in rows]
+        ax.barh(range(len(rows)), part, left=left, height=0.62, color=colour, label=name)
+        left = [a + b for a, b in zip(left, part, strict=True)]
+    shown = max(left)
+    for y, row in enumerate(rows):
+        free = row.free / 1e6
+        if free <= 3 * shown:  # where there is plenty, bars would vanish beside it
+            ax.plot([free, free], [y - 0.42, y + 0.42], color=_LIMIT, linewidth=2, gid="free")
+        else:
+            ax.annotate(f"of {units.size(row.free)} free", (left[y], y), xytext=(5, 0), textcoords="offset points",
+                        va="center", fontsize=8, color=_LIMIT)  # fmt: skip
+        if not row.fits:
+            ax.annotate("does not fit", (left[y], y), xytext=(5, 0), textcoords="offset points", va="center",
+                        fontsize=8, fontweight="bold", color=_WAITING)  # fmt: skip
+    ax.set_xlim(0, 1.35 * shown or 1)
+    _panel(ax, "Memory per rank", "MB, of the rank with least to spare; a black mark: free")
+    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=len(PARTS), fontsize=7, frameon=False)
+
+
+def _draw_time(ax: Axes, rows: Sequence[PlanRow]) -> None:
+    computing = [1e3 * (row.step_s - row.communication_s) for row in rows]
+    waiting = [1e3 * row.communication_s for row in rows]
+    ax.barh(range(len(rows)), computing, height=0.62, color=_COMPUTING, label="computing, slowest rank")
+    ax.barh(range(len(rows)), waiting, left=computing, height=0.62, color=_WAITING, label="communication not hidden")
+    for y, row in enumerate(rows):
+        text = f"{units.duration(row.step_s)}, {units.size(row.sent_bytes)} sent"
+        ax.annotate(text, (1e3 * row.step_s, y), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8)
+    ax.set_xlim(0, 1.6 * max(row.step_s for row in rows) * 1e3 or 1)
+    _panel(ax, "Time per step", "ms")
+    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=1, fontsize=7, frameon=False)
+
+
+# --- a benchmark --------------------------------------------------------------------------------------------
+
+
+def _benchmark_headline(found: Benchmark) -> str:
+    rate = f"{sum(found.flops) / 1e9:,.0f} GFLOP/s in {found.dtype} together"
+    head = f"Benchmark of {units.plural(found.world_size, 'rank')}, {found.backend}: {rate}"
+    if not found.all_reduce:
+        return head
+    return (
+        f"{head}; an all-reduce takes {units.duration(found.all_reduce[0][1])} at least and moves "
+        f"{units.size(found.all_reduce_bytes_s)}/s per rank; {units.share(found.overlap)} of it hides behind computing"
+    )
+
+
+def _rank_table(found: Benchmark) -> list[list[str]]:
+    head = ["rank", "GFLOP/s", "latency to others", "bandwidth to others"]
+    rows = []
+    for rank in range(found.world_size):
+        latency = [v for v in found.latency_s[rank] if math.isfinite(v)]
+        width = [v for v in found.bandwidth[rank] if math.isfinite(v)]
+        there = (f"{units.duration(min(latency))} to {units.duration(max(latency))}") if latency else units.NOTHING
+        speed = (f"{units.size(min(width))}/s to {units.size(max(width))}/s") if width else units.NOTHING
+        rows.append([str(rank), units.rate(found.flops[rank] / 1e9), there, speed])
+    return [head, *rows]
+
+
+def _size_table(found: Benchmark) -> list[list[str]]:
+    return [
+        ["all-reduce of", *(units.size(size) for size, _ in found.all_reduce)],
+        ["takes", *(units.duration(seconds) for _, seconds in found.all_reduce)],
+    ]
+
+
+def benchmark_text(found: Benchmark) -> str:
+    """The benchmark as lines of text."""
+    lines = [_benchmark_headline(found), *_aligned(_rank_table(found))]
+    return "\n".join(lines + (list(_aligned(_size_table(found))) if found.all_reduce else []))
+
+
+def benchmark_page(found: Benchmark) -> str:
+    """The benchmark as HTML: tables and the heat maps."""
+    sizes = _html_table(_size_table(found)) if found.all_reduce else ""
+    head = f"<p>{html.escape(_benchmark_headline(found))}</p>"
+    return f"<div>{head}{_html_table(_rank_table(found))}{sizes}{_image(benchmark_figure(found))}</div>"
+
+
+def benchmark_figure(found: Benchmark) -> Figure:
+    """Heat maps from rank to rank, latency and bandwidth, and the matrix rate of each rank."""
+    figure = _new_figure(11.0, 3.6)
+    latency, width, rate = figure.subplots(1, 3)
+    micro = [[1e6 * value for value in row] for row in found.latency_s]
+    mega = [[value / 1e6 for value in row] for row in found.bandwidth]
+    _draw_map(latency, micro, "Latency", "µs, one way", "Oranges")
+    _draw_map(width, mega, "Bandwidth", "MB/s", "Blues")
+    rate.bar(range(found.world_size), [flops / 1e9 for flops in found.flops], color=_COMPUTING, width=0.62)
+    rate.set_xlabel("rank", fontsize=8)
+    rate.set_xticks(range(found.world_size))
+    _panel(rate, "Matrix rate", f"GFLOP/s, {found.dtype}")
+    _title(figure, f"Benchmark of {units.plural(found.world_size, 'rank')}, {found.backend}")
+    return figure
+
+
+def _draw_map(ax: Axes, values: list[list[float]], name: str, unit: str, colours: str) -> None:
+    """From rank (row) to rank (column); the diagonal is empty."""
+    finite = [value for row in values for value in row if math.isfinite(value)]
+    ax.set_xticks(range(len(values)))
+    ax.set_yticks(range(len(values)))
+    _panel(ax, name, unit)
+    ax.grid(visible=False)
+    if not finite:
+        ax.text(0.5, 0.5, "one rank has no links", transform=ax.transAxes, ha="center", va="center", fontsize=9)
+        return
+    top = max(finite)
+    ax.imshow(values, cmap=colours, vmin=0, vmax=1.15 * top, interpolation="nearest")
+    ax.set(xlabel="to rank", ylabel="from rank")
+    if len(values) <= _SHOWN_CELLS:
+        for y, row in enumerate(values):
+            for x, value in enumerate(row):
+                text = units.rate(value) if math.isfinite(value) else ""
+                ax.text(
+                    x, y, text, ha="center", va="center", fontsize=8, color="white" if value > 0.7 * top else "black"
+                )
+
+
+# --- shared -------------------------------------------------------------------------------------------------
+
+
+def _new_figure(width: float, height: float) -> Figure:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _title(figure: Figure, text: str) -> None:
+    from dtkit.dashboard.figures import INK
+
+    figure.suptitle(text, x=0.012, ha="left", fontsize=11, fontweight="bold", color=INK, parse_math=False)
+
+
+def _panel(ax: Axes, name: str, unit: str) -> None:
+    """Light axes with a name on the left and a unit on the right."""
+    from dtkit.dashboard.figures import GRID, INK, MUTED
+
+    ax.set_facecolor("white")
+    ax.set_title(name, loc="left", fontsize=10, fontweight="bold", color=INK)
+    ax.set_title(unit, loc="right", fontsize=8, color=MUTED)
+    ax.grid(visible=True, axis="x" if name.endswith(("rank", "step")) else "y", color=GRID, linewidth=0.8)
+    ax.set_axisbelow(True)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.spines[["left", "bottom"]].set_color(MUTED)
+    ax.tick_params(colors=MUTED, labelcolor=INK, labelsize=8)
+
+
+def _image(figure: Any) -> str:
+    from dtkit.dashboard.figures import png, width
+
+    picture = base64.b64encode(png(figure)).decode()
+    return f'<img alt="the same as a figure" width="{width(figure)}" src="data:image/png;base64,{picture}">'
+
+
+def _aligned(rows: list[list[str]]) -> list[str]:
+    """Columns to the right, the first one to the left."""
+    widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
+        for row in rows
+    ]
+
+
+def _html_table(rows: list[list[str]]) -> str:
+    head, *body = rows
+    cells = "".join(f"<th>{html.escape(cell)}</th>" for cell in head)
+    lines = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in body)
+    return f"<table><thead><tr>{cells}</tr></thead><tbody>{lines}</tbody></table>"

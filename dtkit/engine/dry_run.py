@@ -1,0 +1,218 @@
+"""A training step without numbers: what it would allocate, told from shapes alone.
+
+torch's fake tensors have shape, dtype and device, and no memory. A step runs on them as it would run for real, the
+user's code included, and a ledger notes each storage that an operation makes and when it goes. So activations are
+counted and not estimated, also for a model that is larger than the machine. (torch's MemTracker works in the same
+way.) The ledger reads real tensors as well, for models whose code asks for numbers.
+
+In the ledger's books a gradient goes as soon as it is there: DDP copies it into a bucket, and buckets are counted as
+gradients. What backends allocate inside of one operation does not show.
+
+The optimiser runs on the meta device: fake tensors would not tell it the number of its step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from dtkit.strategies.base import make_optimizer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch.utils.hooks import RemovableHandle
+
+    from dtkit.strategies.objective import Objective
+
+OPAQUE = ("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn")
+"""Operations whose fake results are smaller than the real ones: recurrent layers keep a workspace for backward."""
+
+META = torch.device("meta")
+
+
+class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's modes have no types
+    """Bytes of the storages that operations make while it is active; `known` tensors are not counted."""
+
+    def __init__(self, known: Sequence[torch.Tensor] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = self.peak = 0
+        self.opaque = False
+        self._seen: dict[int, object] = {t.untyped_storage()._cdata: t for t in known}  # noqa: SLF001 - a storage's identity
+
+    def __torch_dispatch__(
+        self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run one operation and note what it made."""
+        made = func(*args, **(kwargs or {}))
+        self.opaque = self.opaque or func.overloadpacket.__name__ in OPAQUE
+        for leaf in tree_leaves(made):
+            if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+                self._note(leaf.untyped_storage())
+        return made
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()  # noqa: SLF001 - a storage's identity
+        if key in self._seen:
+            return
+
+        def gone(_: object) -> None:
+            self.live -= size
+            self._seen.pop(key, None)
+
+        self._seen[key] = weakref.ref(storage, gone)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+
+# --- models without numbers ---------------------------------------------------------------------------------
+
+
+def hollow(model: nn.Module, device: torch.device = META) -> nn.Module:
+    """A copy of the model in which parameters and buffers are shapes; ties between them stay."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(t): _blank(t, device) for t in tensors if t.layout is torch.strided})
+
+
+def _blank(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    blank = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    return nn.Parameter(blank, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else blank
+
+
+def nbytes(tensors: Iterator[torch.Tensor] | Sequence[torch.Tensor]) -> int:
+    """Bytes of the elements, each tensor once."""
+    return sum(t.numel() * t.element_size() for t in {id(t): t for t in tensors}.values())
+
+
+def with_dense_gradients(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that get a gradient of their own size: trained, and not in an embedding with sparse ones."""
+    sparse = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and bool(m.sparse)}
+    return [p for p in model.parameters() if p.requires_grad and id(p) not in sparse]
+
+
+# --- what a step allocates ----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Peaks:
+    """Of forward and backward on so many rows, besides parameters and gradients: bytes held at the peak, operations."""
+
+    rows: int
+    nbytes: int
+    flops: int = 0
+    opaque: bool = False
+    """Whether there was an operation that does not tell all it allocates."""
+
+
+def peaks(
+    model: nn.Module,
+    objective: Objective,
+    batch: Any,
+    rows: Sequence[int],
+    device: torch.device,
+    autocast: Callable[[], contextlib.AbstractContextManager[Any]],
+) -> list[Peaks]:
+    """Run a step on fake tensors for each number of `rows`; `batch` is a real one, of any number of rows."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils.flop_counter import FlopCounterMode
+
+    length = _length(batch)
+    objective = dataclasses.replace(objective, watch=False)  # looking for ignored targets asks for numbers
+    found = []
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]):
+        fake = hollow(model, device).train()
+        for count in rows:
+            stretched = tree_map(lambda leaf, count=count: _stretched(leaf, length, count, device), batch)
+            found.append(peak_of(fake, objective, stretched, count, autocast))
+        counter = FlopCounterMode(display=False)  # apart from the ledger: it takes some operations to pieces
+        with counter:
+            peak_of(fake, objective, stretched, rows[-1], autocast)
+    found[-1] = dataclasses.replace(found[-1], flops=counter.get_total_flops())
+    return found
+
+
+def peak_of(
+    model: nn.Module,
+    objective: Objective,
+    batch: Any,
+    rows: int,
+    autocast: Callable[[], contextlib.AbstractContextManager[Any]],
+) -> Peaks:
+    """Forward and backward of one batch, real or fake, under the ledger."""
+    inputs = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    with _dropping_gradients(model), Ledger([*model.parameters(), *model.buffers(), *inputs]) as ledger:
+        with autocast():
+            loss, _ = objective(model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+    return Peaks(rows, ledger.peak + nbytes(inputs), opaque=ledger.opaque)
+
+
+@contextlib.contextmanager
+def _dropping_gradients(model: nn.Module) -> Iterator[None]:
+    def drop(parameter: torch.Tensor) -> None:
+        parameter.grad = None
+
+    trained = [p for p in model.parameters() if p.requires_grad]
+    handles = [on_gradient(p, drop) for p in trained]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def on_gradient(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
+    """Call `hook` whenever the parameter's gradient has been accumulated."""
+    return parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _length(batch: Any) -> int:
+    """Rows of a batch: of the first tensor in it."""
+    found = next((leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()), None)
+    return 0 if found is None else len(found)
+
+
+def _stretched(leaf: Any, length: int, rows: int, device: torch.device) -> Any:
+    """A shape of as many rows, for each tensor that has the batch's length."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    shape = (rows, *leaf.shape[1:]) if leaf.dim() and len(leaf) == length else leaf.shape
+    return torch.empty(shape, dtype=leaf.dtype, device=device)
+
+
+# --- what the optimiser keeps -------------------------------------------------------------------------------
+
+
+def update_bytes(model: nn.Module, factory: Callable[..., Any], device: torch.device) -> tuple[int, int]:
+    """(bytes that the optimiser keeps, bytes that an update holds besides): two updates on the meta device."""
+    shapes = hollow(model)
+    optimizer = make_optimizer(factory, shapes)
+    for group in optimizer.param_groups:
+        if group.get("foreach", False) is None and not group.get("fused"):
+            group["foreach"] = device.type == "cuda"  # what torch chooses where nobody does
+    for p in with_dense_gradients(shapes):
+        p.grad = torch.empty_like(p)
+    return stepped_bytes(optimizer, list(shapes.parameters()))
+
+
+def stepped_bytes(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> tuple[int, int]:
+    """Take two steps of an optimiser whose parameters have gradients; see `update_bytes`."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    with Ledger([*parameters, *gradients]) as ledger:
+        optimizer.step()
+        kept = state_bytes(optimizer)
+        optimizer.step()
+    return kept, max(0, ledger.peak - kept)
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of the tensors in an optimiser's state."""
+    return nbytes([leaf for leaf in tree_leaves(list(optimizer.state.values())) if isinstance(leaf, torch.Tensor)])

@@ -1,0 +1,98 @@
+"""The memory that an engine can get, and how much it has taken at most.
+
+What is free is the device's, or the host's within its limits; a process with a limit of its own (see
+:mod:`dtkit.engine.limits`) can't get more than that leaves. The most that a process had resident is the kernel's own
+count (VmHWM), which can be set back to what is resident now. So a peak between two readings is seen, however short.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import gc
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from dtkit import host
+from dtkit.engine import limits, probe
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_PROC = Path("/proc/self")
+
+
+@dataclasses.dataclass(frozen=True)
+class Free:
+    """Memory that this engine can get: see :class:`dtkit.plan.Room`."""
+
+    free: int
+    swap: int
+    held: int
+    limit: int | None
+
+
+def room(device: torch.device, models: Iterable[torch.nn.Module], *, tidy_up: bool = False) -> Free:
+    """Memory free now. `tidy_up` first gives back what is unused, and counts what an earlier job holds.
+
+    `models` are those that were placed here and stay.
+    """
+    if tidy_up:
+        tidy()
+    _, free = probe.memory(device)
+    held = _held(device, models) if tidy_up else 0
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return Free(free + unused, 0, held, None)
+    return Free(free, host.swap(), held, limits.data_left())
+
+
+def tidy() -> None:
+    """Give back to the system what is not used any more."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc keeps what was freed; others have no such call
+    if trim is not None:
+        trim(0)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _held(device: torch.device, models: Iterable[torch.nn.Module]) -> int:
+    """Bytes of the device's tensors that belong to no placed model: jobs', which the next run replaces.
+
+    (And data, and the user's own: rather too much than too little, since this decides who is refused.)
+    """
+    plain = (torch.Tensor, torch.nn.Parameter)  # others, such as lazy or fake ones, may have no memory to ask for
+    found = [thing for thing in gc.get_objects() if type(thing) in plain]
+    found += [t.grad for t in found if t.is_leaf and t.grad is not None]
+    storages = [t.untyped_storage() for t in found if t.layout is torch.strided and t.device.type == device.type]
+    sizes = {storage._cdata: storage.nbytes() for storage in storages}  # noqa: SLF001 - a storage's identity
+    for model in models:
+        for tensor in (*model.parameters(), *model.buffers()):
+            sizes.pop(tensor.untyped_storage()._cdata, None)  # noqa: SLF001 - a storage's identity
+    return sum(sizes.values())
+
+
+def reset_peak(device: torch.device) -> int | None:
+    """Begin to look for the most; bytes taken now. None where the system does not tell."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_reserved(device)
+    try:
+        (_PROC / "clear_refs").write_text("5")  # proc(5): the peak becomes what is resident now
+    except OSError:
+        return None
+    return _status("VmRSS")
+
+
+def peak(device: torch.device) -> int:
+    """The most bytes taken since `reset_peak`."""
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else _status("VmHWM")
+
+
+def _status(name: str) -> int:
+    """One of the sizes in /proc/self/status, in bytes."""
+    lines = (_PROC / "status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))

@@ -1,0 +1,67 @@
+"""Steps per second next to bare torchrun: two ranks, all records kept and a dashboard subscribed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from torch import nn
+
+import dtkit
+from dtkit.dashboard.live import Dashboard
+from tests.bench.pairs import PAIRS, alternate, ratios, report
+from tests.bench.work import LONG, SHORT, WIDE, WORKS, Work, optimizer
+
+
+def throughput() -> bool:
+    """Where computing takes the time."""
+    return _against_bare(SHORT, 0.90) & _against_bare(LONG, 0.97)
+
+
+def comm() -> bool:
+    """Where communication takes the time."""
+    return _against_bare(WIDE, 1.0)
+
+
+def _against_bare(name: str, least: float) -> bool:
+    print(name, flush=True)
+    work = WORKS[name]
+    with dtkit.Cluster(2) as cluster:
+        part, copies = cluster.partition(work.data(), seed=0), cluster.broadcast(work.model())
+        found, bare = alternate(lambda: _steps(cluster, copies, part, work), lambda: _bare(name), PAIRS)
+    print(f"  {1000 / bare.median:.2f} ms a step under bare torchrun")
+    return report(f"steps per second against bare torchrun, {name}", ratios(found, bare), least=least)
+
+
+def _steps(cluster: dtkit.Cluster, copies: dtkit.Replicas, part: dtkit.Partition, work: Work) -> float:
+    steps = work.warm + work.steps
+    how = {"loss": nn.CrossEntropyLoss(), "optimizer": optimizer, "batch_size": work.batch, "steps": steps}
+    run = cluster.train(copies, part, start=False, **how)
+    dashboard = Dashboard(run)
+    run.step(work.warm)
+    begun = time.perf_counter()
+    run.resume()
+    run._driver.wait(600)  # as run.wait() does, without its text progress
+    taken = time.perf_counter() - begun
+    assert len(run.history) == 2 * steps
+    dashboard.retire()
+    return work.steps / taken
+
+
+def _bare(name: str) -> float:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())}
+    out = subprocess.run(
+        [*command, "-m", "tests.bench.bare", name],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    if out.returncode:
+        raise RuntimeError(f"the reference failed:\n{out.stderr[-3000:]}")
+    return float(out.stdout.split()[-1])

@@ -1,0 +1,350 @@
+"""Every kind of data, trained on and evaluated on by real engines; and the ends of streams, on all ranks at once."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset, IterableDataset
+
+import dtkit
+from tests.cluster import small
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+datasets = pytest.importorskip("datasets")
+
+ROWS = small.ROWS
+
+
+def table() -> pd.DataFrame:
+    x, y = small.data()
+    names = ["u", "v", "w", "z"]
+    return pd.DataFrame(x.double().numpy(), columns=names).assign(label=y.numpy())
+
+
+def npy(folder: Path) -> Any:
+    x, y = small.data()
+    np.save(folder / "X.npy", x.numpy())
+    np.save(folder / "y.npy", y.numpy())
+    return folder / "X.npy", folder / "y.npy"
+
+
+def parquet(folder: Path) -> Any:
+    pq.write_table(pa.Table.from_pandas(table()), folder / "data.parquet", row_group_size=10)
+    return folder / "data.parquet"
+
+
+def hub_on_disk(folder: Path) -> Any:
+    hub().save_to_disk(folder / "hub")
+    return datasets.load_from_disk(folder / "hub")
+
+
+def hub() -> Any:
+    x, y = small.data()
+    return datasets.Dataset.from_dict({"x": x.numpy(), "label": y.numpy()})
+
+
+def mapped(folder: Path) -> Any:
+    return tuple(np.load(path, mmap_mode="r") for path in npy(folder))
+
+
+KINDS: dict[str, tuple[Callable[[Path], Any], str | None]] = {
+    "a DataFrame": (lambda _: table(), "label"),
+    "a DataFrame and a Series": (lambda _: (table().drop(columns="label"), table()["label"]), None),
+    "a function that loads a DataFrame": (lambda _: table, "label"),
+    "npy files": (npy, None),
+    "mapped arrays": (mapped, None),
+    "parquet": (parquet, "label"),
+    "a hub Dataset in memory": (lambda _: hub(), "label"),
+    "a hub Dataset on disk": (hub_on_disk, "label"),
+}
+
+
+@pytest.fixture(scope="module")
+def expected(cluster2: dtkit.Cluster) -> tuple[list[float], float]:
+    """The losses of training on plain arrays in the order of their rows; and a loss at the end."""
+    return outcome(cluster2, small.data(), None)
+
+
+def outcome(cluster: dtkit.Cluster, rows: Any, target: str | None) -> tuple[list[float], float]:
+    part = cluster.partition(rows, target=target)
+    run = small.train(cluster, rows=part, epochs=2, shuffle=None, valid=part)
+    run.wait(60)
+    assert run.verify(steps=4)
+    return run.history.totals()["loss"].tolist(), run.evaluate(rows).values["loss"]  # noqa: PD011 - no DataFrame
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_of_data_trains_as_arrays_do(
+    cluster2: dtkit.Cluster, tmp_path: Path, expected: tuple[list[float], float], name: str
+):
+    make, target = KINDS[name]
+    losses, loss = outcome(cluster2, make(tmp_path), target)
+    assert losses == pytest.approx(expected[0], abs=1e-6)
+    assert loss == pytest.approx(expected[1], abs=1e-6)
+
+
+@pytest.mark.parametrize("shuffle", ["shard", "global"])
+def test_parquet_is_given_to_train_and_shuffled(cluster2: dtkit.Cluster, tmp_path: Path, shuffle: str):
+    run = small.train(cluster2, rows=parquet(tmp_path), target="label", epochs=2, shuffle=shuffle)
+    run.wait(60)
+    assert run.history.totals()["samples"].sum() == 2 * ROWS
+    assert run.verify(steps=8)
+
+
+def test_what_a_table_became_is_said(cluster2: dtkit.Cluster):
+    part = cluster2.partition(table(), target="label")
+    assert "4 columns as float32, target 'label' as int64" in repr(part)
+    assert "4 columns as float32" in part._repr_html_()
+
+
+def test_only_the_place_of_data_on_disk_travels(cluster2: dtkit.Cluster, tmp_path: Path, monkeypatch: Any):
+    sent = []
+    deliver = dtkit.Cluster.deliver
+
+    def watched(self: dtkit.Cluster, op: str, packed: Any, **args: Any) -> Any:
+        sent.append(packed.nbytes)
+        return deliver(self, op, packed, **args)
+
+    monkeypatch.setattr(dtkit.Cluster, "deliver", watched)
+    for make in (mapped, parquet, hub_on_disk):
+        cluster2.partition(make(tmp_path), target=None if make is mapped else "label")
+    assert max(sent) < 4000 + 4 * ROWS
+
+
+def test_a_file_that_an_engine_does_not_see_is_named(cluster2: dtkit.Cluster, tmp_path: Path):
+    paths = npy(tmp_path)
+
+    def gone() -> Any:
+        return [str(path) + ".npy" for path in paths]
+
+    with pytest.raises(dtkit.EngineError, match=r"X\.npy\.npy does not exist on .*under the same path"):
+        small.train(cluster2, rows=gone)
+    small.check_usable(cluster2)
+
+
+def test_frames_that_hold_no_numbers_are_refused_at_once(cluster2: dtkit.Cluster):
+    with pytest.raises(TypeError, match=r"columns 'city' \(.*\) hold no numbers.*get_dummies"):
+        small.train(cluster2, rows=table().assign(city="x"), target="label")
+    with pytest.raises(ValueError, match=r"a table needs target="):
+        small.train(cluster2, rows=table())
+    with pytest.raises(ValueError, match="name columns of a table, and this data is arrays"):
+        small.train(cluster2, rows=small.data(), target="label")
+    small.check_usable(cluster2)
+
+
+# -- worker processes ---------------------------------------------------------------------------------------
+
+
+class Rows(Dataset):
+    """The small data, row by row; row `bad` raises."""
+
+    def __init__(self, bad: int | None = None) -> None:
+        self.x, self.y = small.data()
+        self.bad = bad
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, row: int) -> Any:
+        if row == self.bad:
+            raise KeyError("unlucky")
+        return self.x[row], self.y[row]
+
+
+def children() -> list[int]:
+    return [child.pid for child in psutil.Process().children(recursive=True)]
+
+
+@pytest.mark.parametrize("options", [{"workers": 2}, {"prefetch": True}])
+def test_batches_loaded_ahead_are_the_same(
+    cluster2: dtkit.Cluster, expected: tuple[list[float], float], options: dict[str, Any]
+):
+    before = cluster2.run(children)
+    part = cluster2.partition(Rows())
+    run = small.train(cluster2, rows=part, epochs=2, shuffle=None, valid=Rows(), **options)
+    run.wait(60)
+    assert run.history.totals()["loss"].tolist() == pytest.approx(expected[0], abs=1e-6)
+    assert run.evaluate(Rows()).values["loss"] == pytest.approx(expected[1], abs=1e-6)  # noqa: PD011 - no DataFrame
+    started = [set(now) - set(then) for now, then in zip(cluster2.run(children), before, strict=True)]
+    assert [len(pids) for pids in started] == [options.get("workers", 0)] * 2
+    run.release()
+    small.check_usable(cluster2)
+    assert [set(now) - set(then) for now, then in zip(cluster2.run(children), before, strict=True)] == [set(), set()]
+
+
+def test_a_worker_that_fails_names_rank_and_row(cluster2: dtkit.Cluster):
+    run = small.train(cluster2, rows=cluster2.partition(Rows(bad=40)), workers=1, shuffle=None)
+    with pytest.raises(dtkit.EngineError, match="unlucky") as caught:
+        run.wait(60)
+    assert caught.value.cause.rank == 1
+    assert "the Dataset raised this for row 40" in str(caught.value)
+    assert "while rank 1 was loading step 1: rows 40, 41" in str(caught.value)
+    run.release()
+    small.check_usable(cluster2)
+
+
+def test_workers_for_arrays_are_refused(cluster2: dtkit.Cluster):
+    with pytest.raises(dtkit.EngineError, match=r"workers=2: worker processes are for Datasets"):
+        small.train(cluster2, workers=2)
+    small.check_usable(cluster2)
+
+
+def test_workers_end_with_their_engine():
+    with dtkit.Cluster(1, device="cpu") as cluster:
+        run = small.train(cluster, rows=Rows(), workers=2, steps=3)
+        run.wait(60)
+        pids = cluster.run(children)[0]
+        assert len(pids) >= 2
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=10)
+    assert alive == []
+
+
+# -- streams ------------------------------------------------------------------------------------------------
+
+
+def stream() -> Iterator[Any]:
+    x, y = small.data()
+    yield from zip(x, y, strict=True)
+
+
+def uneven(rank: int, world_size: int) -> Iterator[Any]:
+    """Rank 0 has 40 of the rows, rank 1 the other 24."""
+    x, y = small.data()
+    part = slice(0, 40) if rank == 0 else slice(40, ROWS)
+    yield from zip(x[part], y[part], strict=True)
+
+
+class Endless(IterableDataset):
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield from stream()
+
+
+STREAMS: dict[str, tuple[Any, list[tuple[int, int]]]] = {
+    "a generator function": (stream, [(8, 8)] * 4),
+    "a function of rank and world_size": (uneven, [(8, 8)] * 3 + [(8, 0)] * 2),
+    "an IterableDataset's class": (Endless, [(8, 8)] * 6),
+    "an IterableDataset": (Endless(), [(8, 8)] * 6),
+}
+
+
+@pytest.mark.parametrize("name", STREAMS)
+@pytest.mark.parametrize("prefetch", [None, True])
+def test_a_stream_ends_on_all_ranks_at_the_same_step(cluster2: dtkit.Cluster, name: str, prefetch: bool | None):  # noqa: FBT001 - a parameter of the test
+    rows, counts = STREAMS[name]
+    run = small.train(cluster2, rows=rows, steps=6, prefetch=prefetch, valid=small.data())
+    run.wait(60)
+    assert run.status.state is dtkit.State.COMPLETED
+    taken = run.history.rows()
+    taken = taken[np.argsort(taken, order=["step", "rank"])]
+    assert list(map(tuple, taken["samples"].reshape(-1, 2).tolist())) == counts
+    assert run.status.steps == len(counts)
+    assert [found.step for found in run.history.evaluations] == [len(counts)]
+    assert run.verify(steps=6)
+
+
+def test_a_stream_can_be_paused_and_stepped(cluster2: dtkit.Cluster):
+    run = small.train(cluster2, rows=stream, steps=100, start=False)
+    assert run.step() == 1
+    assert run.step(2) == 3
+    run.resume()
+    run.wait(60)
+    assert run.history.totals()["samples"].tolist() == [16] * 4
+
+
+def test_weights_are_exact_where_parts_end_apart(cluster2: dtkit.Cluster):
+    run = small.train(cluster2, net64(), rows=lambda rank, world_size: as64(uneven(rank, world_size)), steps=9)
+    run.wait(60)
+    found = run.verify(steps=5)
+    assert found
+    assert found.difference < 1e-12
+
+
+def net64() -> nn.Module:
+    return small.net().double()
+
+
+def as64(samples: Iterator[Any]) -> Iterator[Any]:
+    for x, y in samples:
+        yield x.double(), y
+
+
+BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
+    "empty on one rank": (
+        lambda rank, world_size: iter([(torch.zeros(4), 0)] * (1 - rank)),
+        {},
+        dtkit.EngineError,
+        r"the stream gave no sample on rank 1 of 2",
+    ),
+    "epochs": (stream, {"epochs": 2}, ValueError, r"epochs=2: the data is a stream without length.*Say steps="),
+    "a global shuffle": (stream, {"shuffle": "global"}, ValueError, "shuffle='global': the data is a stream"),
+    "fewer samples than ranks": (stream, {"batch_size": 1}, ValueError, "batch_size=1 is less than the 2 ranks"),
+    "workers": (stream, {"workers": 1}, dtkit.EngineError, "worker processes load rows by number"),
+    "a generator": (stream(), {}, TypeError, "a generator that iterates in this process.*Give the function"),
+    "arguments": (lambda path: [path], {}, TypeError, r"data is a function of \(path\)"),
+    "a DataLoader": (
+        torch.utils.data.DataLoader(Rows()),
+        {},
+        TypeError,
+        r"data is a DataLoader.*Give its dataset \(loader\.dataset\)",
+    ),
+    "no iterable": (lambda rank, world_size: 3, {}, dtkit.EngineError, "returned a int; it must return an iterable"),
+    "a stream to evaluate on": (small.data(), {"valid": stream}, ValueError, "an evaluation would have no end"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_streams_that_can_not_be_are_refused_before_anything_hangs(cluster2: dtkit.Cluster, name: str):
+    rows, options, kind, message = BAD[name]
+    with pytest.raises(kind, match=message):
+        small.train(cluster2, rows=rows, **options)
+    small.check_usable(cluster2)
+
+
+def test_a_stream_can_not_be_cut(cluster2: dtkit.Cluster):
+    for rows in (stream, Endless(), Endless):
+        with pytest.raises(ValueError, match=r"a stream without length, so there are no rows to cut"):
+            cluster2.partition(rows)
+    small.check_usable(cluster2)
+
+
+def test_a_stream_that_raises_names_its_rank_and_place(cluster2: dtkit.Cluster):
+    def broken(rank: int, world_size: int) -> Iterator[Any]:
+        for k, sample in enumerate(stream()):
+            if rank == 1 and k == 20:
+                raise OSError("the link is down")
+            yield sample
+
+    run = small.train(cluster2, rows=broken, steps=50)
+    with pytest.raises(dtkit.EngineError, match="the link is down") as caught:
+        run.wait(60)
+    assert "the stream raised this on rank 1, after 20 samples of its part" in str(caught.value)
+    assert run.status.step == 2
+    small.check_usable(cluster2)
+
+
+def test_generators_end_when_their_job_does(cluster2: dtkit.Cluster, tmp_path: Path):
+    def marked(rank: int, world_size: int) -> Iterator[Any]:
+        try:
+            yield from Endless()
+        finally:
+            (tmp_path / f"{rank}-{os.getpid()}").touch()
+
+    run = small.train(cluster2, rows=marked, steps=3)
+    run.wait(60)
+    assert list(tmp_path.iterdir()) == []
+    run.release()
+    small.check_usable(cluster2)
+    assert sorted(path.name[:2] for path in tmp_path.iterdir()) == ["0-", "1-"]

@@ -1,0 +1,261 @@
+"""Predictions against what real engines then do, and what is refused before it starts."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import math
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+import dtkit
+from dtkit import planning
+from dtkit.strategies.averaging import OuterSGD, ParameterAveraging
+from tests.cluster.small import check_usable, data, net, train
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = pytest.mark.cluster
+MB = 10**6
+
+
+class Encoder(nn.Module):
+    def __init__(self, words: int = 4000, width: int = 384, length: int = 64) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(words, width), nn.Embedding(length, width)
+        layer = nn.TransformerEncoderLayer(width, 6, 4 * width, batch_first=True)
+        self.layers, self.head = nn.TransformerEncoder(layer, 4), nn.Linear(width, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(x.shape[1], device=x.device)
+        return self.head(self.layers(self.words(x) + self.places(places)).mean(1))
+
+
+class AsksForNumbers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.line(x) if float(x.sum()) > 0 else self.line(-x)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells, self.head = nn.LSTM(32, 128, batch_first=True), nn.Linear(128, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.cells(x)[0][:, -1])
+
+
+def perceptron() -> nn.Module:
+    return nn.Sequential(nn.Linear(784, 3072), nn.ReLU(), nn.Linear(3072, 3072), nn.ReLU(), nn.Linear(3072, 10))
+
+
+def convolutions() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1),
+        nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(4), nn.Flatten(), nn.Linear(32 * 24 * 24, 256), nn.ReLU(),
+        nn.Linear(256, 10),
+    )  # fmt: skip
+
+
+def rows(count: int, *shape: int, whole: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(4000, (count, *shape), generator=generator) if whole else torch.rand(count, *shape)
+    return x, torch.randint(10, (count,), generator=generator)
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-4)
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+
+
+# -- memory ----------------------------------------------------------------------------------------------
+
+
+def begin() -> int | None:
+    """Bytes that this engine has resident, from which its peak is counted again."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return None
+    return status("VmRSS")
+
+
+def end() -> int:
+    return status("VmHWM")
+
+
+def status(name: str) -> int:
+    return 1024 * int(re.search(rf"^{name}:\s+(\d+)", Path("/proc/self/status").read_text(), re.MULTILINE)[1])
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], tuple[torch.Tensor, torch.Tensor], int, Any, Any]] = {
+    "perceptron": (perceptron, rows(512, 784), 256, adam, None),
+    "convolutions": (convolutions, rows(128, 3, 96, 96), 64, momentum, None),
+    "encoder": (Encoder, rows(128, 64, whole=True), 16, adam, None),
+    "micro-batches": (perceptron, rows(512, 784), 256, momentum, dtkit.DataParallel(accumulate=2)),
+    "averaging": (perceptron, rows(512, 784), 256, momentum, ParameterAveraging(every=2, outer=OuterSGD())),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*normalises with the statistics of a batch:UserWarning")
+@pytest.mark.parametrize("name", CASES)
+def test_the_predicted_peak_of_memory_is_within_a_fifth(cluster2: dtkit.Cluster, name: str):
+    make, (x, y), batch_size, optimizer, strategy = CASES[name]
+    strategy = strategy or dtkit.DataParallel()
+    loss, model = nn.CrossEntropyLoss(), make()
+    train(cluster2, steps=2).wait(60)  # what torch loads at the first step is there
+    plan = cluster2.plan(
+        model, batch_size=batch_size, optimizer=optimizer, loss=loss, sample=(x[:4], y[:4]), strategies=[strategy]
+    )
+    part = cluster2.partition((x, y), seed=0)
+    cluster2.current_run.release()
+    before = cluster2.run(begin)
+    if None in before:
+        pytest.skip("the system does not let a process reset its peak")
+    run = cluster2.train(model, part, loss=loss, optimizer=optimizer, batch_size=batch_size, steps=4, strategy=strategy)
+    run.wait(120)
+    taken = [after - at_first for after, at_first in zip(cluster2.run(end), before, strict=True)]
+    predicted = [row.needed for row in plan.of(strategy)]
+    print(name, [f"{p / MB:.0f} of {t / MB:.0f} MB: {p / t:.3f}" for p, t in zip(predicted, taken, strict=True)])
+    assert predicted == pytest.approx(taken, rel=0.2)
+    table = run.history.to_pandas()
+    assert table[table.step >= 2].sent_bytes.mean() == pytest.approx(plan.rows[0].sent_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize("make", [AsksForNumbers, Recurrent])
+def test_a_model_that_cannot_be_tried_without_numbers_is_tried_with_them(
+    cluster2: dtkit.Cluster, make: Callable[[], nn.Module]
+):
+    inputs = torch.rand(4, 4) if make is AsksForNumbers else torch.rand(4, 20, 32)
+    plan = cluster2.plan(
+        make(),
+        batch_size=64,
+        optimizer=momentum,
+        loss=nn.CrossEntropyLoss(),
+        sample=(inputs, torch.zeros(4, dtype=torch.long)),
+    )
+    assert any("was tried with numbers" in note for note in plan.notes)
+    least = 32 * 20 * 4 * 128 * 4 if make is Recurrent else 32 * 4 * 4  # four gates of 128 cells; the inputs
+    assert plan.rows[0].activations > least
+    assert plan.rows[0].compute_s > 0
+    check_usable(cluster2)
+
+
+# -- benchmark and plan ----------------------------------------------------------------------------------
+
+
+def test_a_benchmark_measures_engines_and_links(cluster2: dtkit.Cluster):
+    found = cluster2.benchmark()
+    assert found.world_size == 2
+    assert all(1e8 < flops < 1e13 for flops in found.flops)
+    sizes, seconds = zip(*found.all_reduce, strict=True)
+    assert sizes[0] == 8
+    assert len(sizes) >= 3
+    assert seconds[-1] > seconds[0] > 1e-6
+    assert math.isnan(found.latency_s[0][0])
+    assert 1e-6 < found.latency_s[0][1] == found.latency_s[1][0] < 0.1
+    assert 1e6 < found.bandwidth[0][1] < 1e12
+    assert 0 <= found.overlap <= 1
+    assert cluster2.benchmark() is found
+    check_usable(cluster2)
+
+
+def plan(cluster: dtkit.Cluster, **changes: Any) -> Any:
+    inputs, targets = data()
+    asked: dict[str, Any] = {
+        "batch_size": 16,
+        "optimizer": momentum,
+        "loss": nn.CrossEntropyLoss(),
+        "sample": (inputs[:4], targets[:4]),
+    }
+    return cluster.plan(net(), **(asked | changes))
+
+
+def test_a_plan_leaves_the_cluster_as_it_was(cluster2: dtkit.Cluster):
+    def kept() -> list[int]:
+        from dtkit.engine.session import _session
+
+        return [len(_session._models), len(_session._data)]
+
+    cluster2.ask("info")
+    before = cluster2.run(kept)
+    found = plan(cluster2)
+    assert len(found.rows) == 2 * len(found.strategies)
+    assert found.fitting == found.strategies
+    assert all(row.step_s > 0 for row in found.rows)
+    cluster2.ask("info")  # what nobody holds is let go of with the next call
+    assert cluster2.run(kept) == before
+    check_usable(cluster2)
+
+
+def test_a_plan_from_a_partition_and_a_step_function(cluster2: dtkit.Cluster):
+    part = cluster2.partition(data(), seed=0)
+
+    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    found = plan(cluster2, sample=part, loss=None, step=step)
+    assert [row.rows for row in found.of("DataParallel()")] == [8, 8]
+
+
+def test_what_fails_in_a_plan_is_the_engines_error(cluster2: dtkit.Cluster):
+    def fails(_parameters: Any) -> torch.optim.Optimizer:
+        raise RuntimeError("no optimiser here")
+
+    with pytest.raises(dtkit.EngineError, match="no optimiser here"):
+        plan(cluster2, optimizer=fails)
+    with pytest.raises(dtkit.EngineError, match=r"returned NoneType; it must return a torch\.optim\.Optimizer"):
+        plan(cluster2, optimizer=lambda _: None)
+    with pytest.raises(dtkit.EngineError, match="mat1 and mat2"):
+        plan(cluster2, sample=(torch.rand(4, 5), torch.zeros(4, dtype=torch.long)))
+    check_usable(cluster2)
+
+
+def test_nothing_is_measured_beside_a_run(cluster2: dtkit.Cluster):
+    run = train(cluster2, steps=100_000)
+    try:
+        with pytest.raises(dtkit.RunError, match=r"this cluster is training .*pause it"):
+            plan(cluster2)
+        run.pause()
+        assert plan(cluster2).rows
+    finally:
+        run.stop()
+    check_usable(cluster2)
+
+
+# -- what is refused -------------------------------------------------------------------------------------
+
+
+def wide(width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, width), nn.Linear(width, width), nn.Linear(width, 3))
+
+
+def plain(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def test_what_can_not_fit_is_refused_and_what_fits_is_not():
+    small, large = wide(2500), wide(3500)  # 25 and 49 MB
+    with dtkit.Cluster(1, memory_limit="170MB") as cluster:
+        with pytest.raises(ValueError, match=r"does not fit rank 0 .*needs 246 MB .*1[567]\d MB are free for it"):
+            planning.check_fits(cluster, large, adam, dtkit.DataParallel())
+        planning.check_fits(cluster, large, plain, dtkit.DataParallel())  # 147 MB
+        run = train(cluster, small, optimizer=plain, steps=3)
+        run.wait(60)
+        # What it holds is given back when the next one starts, so it does not count against that (125 MB).
+        planning.check_fits(cluster, small, adam, dtkit.DataParallel())

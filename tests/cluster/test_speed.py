@@ -1,0 +1,46 @@
+"""Rows in proportion to measured speeds."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dtkit
+from tests.cluster.small import check_usable, data, net, train
+
+pytestmark = pytest.mark.cluster
+
+
+def costly(model: nn.Module, batch: Any) -> torch.Tensor:
+    """A row costs rank 1 twice as much as rank 0: declared, as a busy machine promises nothing else."""
+    import torch.distributed as dist
+
+    time.sleep(0.001 * len(batch[0]) * (1 + dist.get_rank()))
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def test_a_rank_of_half_the_speed_gets_a_third_of_the_rows(cluster2):
+    part = cluster2.partition(data(), by="speed", model=net(), step=costly)
+    assert part.by == "speed"
+    assert sum(part.sizes) == part.n
+    assert part.sizes[0] / part.n == pytest.approx(2 / 3, abs=0.06)
+    run = train(cluster2, rows=part, loss=None, step=costly, steps=10)
+    run.wait(60)
+    samples = run.history.rows()["samples"]
+    assert samples[::2].sum() / samples.sum() == pytest.approx(part.sizes[0] / part.n, abs=0.05)
+
+
+def test_speed_needs_something_to_measure(cluster2):
+    with pytest.raises(ValueError, match="give model= and loss="):
+        cluster2.partition(data(), by="speed")
+    with pytest.raises(ValueError, match="give model= and loss="):
+        cluster2.partition(data(), by="speed", model=net())
+    with pytest.raises(ValueError, match="measures the weights itself"):
+        cluster2.partition(data(), by="speed", model=net(), loss=nn.CrossEntropyLoss(), weights=[1, 2])
+    with pytest.raises(ValueError, match="by='speed' cuts by measured speeds"):
+        dtkit.Partition(10, 2, by="speed")
+    check_usable(cluster2)

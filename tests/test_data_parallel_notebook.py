@@ -1,0 +1,224 @@
+"""Notebook 02 as it is committed, executed once: every claim in it holds, and its pictures are there.
+
+A claim is a number that the reader types first, a measurement, and a formula with a tolerance. What the cells print is
+held against the cells' own source: so many claims, so many times PASS.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import sys
+from typing import TYPE_CHECKING, Any
+
+import nbformat
+import psutil
+import pytest
+
+from tests.notebook import execute
+from tests.test_quickstart import MOST_BYTES, Done, Footprint
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from nbformat import NotebookNode
+
+pytestmark = pytest.mark.notebook
+
+NOTEBOOK = "notebooks/02_data_parallel.ipynb"
+CLAIM = re.compile(r"^(PASS|FAIL)  (.+): measured (\S+); formula (.+) = (\S+), tolerance (\S+)$", re.MULTILINE)
+SAID = re.compile(r"^      you said (\S+): (right|off by \S+)$", re.MULTILINE)
+PREDICTED = re.compile(r"\bpredicted_\w+")
+
+
+@pytest.fixture(scope="module")
+def committed(root: Path) -> NotebookNode:
+    return nbformat.read(root / NOTEBOOK, as_version=4)
+
+
+@pytest.fixture(scope="module")
+def done(root: Path) -> Done:
+    footprint = Footprint()
+    with footprint.watching():
+        notebook = execute(root / NOTEBOOK, timeout=120)
+    return Done(notebook, footprint)
+
+
+def code_of(notebook: NotebookNode) -> list[NotebookNode]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def printed(notebook: NotebookNode, stream: str) -> str:
+    outputs = [output for cell in code_of(notebook) for output in cell.outputs]
+    return "".join(output.text for output in outputs if output.get("name") == stream)
+
+
+# -- as it is committed ---------------------------------------------------------------------------------------
+
+
+def test_it_is_committed_without_outputs(committed: NotebookNode):
+    nbformat.validate(committed)
+    assert committed.metadata.kernelspec.name == "python3"
+    assert all(cell.outputs == [] and cell.execution_count is None for cell in code_of(committed))
+
+
+def test_its_links_lead_somewhere(committed: NotebookNode, root: Path):
+    text = "\n".join(cell.source for cell in committed.cells if cell.cell_type == "markdown")
+    headings = {heading.replace(" ", "-") for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE)}
+    links = re.findall(r"\]\(([^)\s]+)\)", text)
+    assert len(links) > 7
+    for link in links:
+        assert link[1:] in headings if link.startswith("#") else (root / "notebooks" / link).is_file(), link
+
+
+def test_every_prediction_is_typed_before_anything_is_measured(committed: NotebookNode):
+    typed: set[str] = set()
+    for cell in code_of(committed):
+        assigned = set(re.findall(r"^(predicted_\w+) = [\d_./ ]+$", cell.source, re.MULTILINE))
+        used = set(PREDICTED.findall(cell.source)) - assigned
+        assert used <= typed, cell.source
+        assert not assigned or len(assigned) == len(cell.source.splitlines()), "predictions have a cell of their own"
+        typed |= assigned
+    sources = "\n".join(cell.source for cell in code_of(committed))
+    assert len(typed) >= 15
+    assert {name for name in typed if len(re.findall(rf"\b{name}\b", sources)) < 2} == set()
+
+
+@pytest.fixture
+def claim(committed: NotebookNode) -> Callable[..., str]:
+    """The notebook's own `claim`, which then returns what it prints."""
+    (cell,) = [cell for cell in code_of(committed) if "def claim(" in cell.source]
+    names: dict[str, Any] = {}
+    exec(cell.source, names)
+
+    def call(*args: Any) -> str:
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            names["claim"](*args)
+        assert out.getvalue().startswith(names["verdicts"][-1])
+        return out.getvalue()
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("measured", "predicted", "verdict", "said"),
+    [
+        (1 / 8, 1 / 8, "PASS", "right"),
+        (0.126, 0.5, "PASS", "off by 0.374"),
+        (0.2, 0.2, "FAIL", "right"),
+        (float("nan"), 1 / 8, "FAIL", "off by nan"),
+    ],
+)
+def test_a_claim_is_judged_by_its_formula_and_the_reader_apart_from_it(
+    claim: Callable[..., str], measured: float, predicted: float, verdict: str, said: str
+):
+    text = claim("bytes", measured, "1 / k", 1 / 8, 0.005, predicted)
+    assert [found[0] for found in CLAIM.findall(text)] == [verdict]
+    assert [found[1] for found in SAID.findall(text)] == [said]
+
+
+# -- executed -------------------------------------------------------------------------------------------------
+
+
+def test_every_claim_passes_and_every_prediction_is_right(done: Done):
+    text = printed(done.notebook, "stdout")
+    made = sum(len(re.findall(r"^claim\(", cell.source, re.MULTILINE)) for cell in code_of(done.notebook))
+    claims, said = CLAIM.findall(text), SAID.findall(text)
+    assert len(claims) == len(said) == made >= 20
+    assert [found for found in claims if found[0] != "PASS"] == []
+    assert [found for found in said if found[1] != "right"] == []
+    assert f"{made} of {made} claims PASS" in done.text("verdicts.count(")
+
+
+def test_only_the_skewed_partition_warns(done: Done):
+    said = printed(done.notebook, "stderr")
+    assert said.count("Warning") == 1
+    assert "UserWarning: the classes of rank 1's rows differ" in said
+
+
+def test_partitions_and_the_step_have_tables_and_pictures(done: Done):
+    for source in ("part = cluster.partition(", "skewed = cluster.partition("):
+        shown = done.outputs(source)[-1].data
+        assert "image/png" in shown
+        assert "sizes=(749, 748)" in shown["text/plain"]
+    page = done.outputs("seen = run.step(explain=True)")[-1].data["text/html"]
+    assert "Both ranks hold identical parameters, bit by bit." in page
+    assert "data:image/png;base64,iVBOR" in page
+
+
+def test_verify_agrees(done: Done):
+    assert done.text("run.verify(").startswith("PASS: 48 steps on 2 ranks against one process, float64")
+
+
+def test_plain_means_go_astray(done: Done):
+    (found,) = re.findall(r"plain means: the parameters differ by (\S+) after 20 steps", done.text("plain = replay("))
+    assert float(found) > 1e-3
+
+
+def test_the_comparison_shows_every_run(done: Done):
+    (shown,) = done.outputs("dtkit.compare(")
+    page = shown.data["text/html"]
+    assert "data:image/png;base64,iVBOR" in page
+    for label in ("gradients", "averaging, every 8", "DiLoCo, every 8", "fp16", "PowerSGD"):
+        assert f">{label}<" in page
+
+
+def accuracies(text: str) -> dict[str, float]:
+    found = re.findall(r"^(\S+)% of the held-out pictures right: (.+)$", text, re.MULTILINE)
+    return {name: float(percent) for percent, name in found}
+
+
+def test_all_ways_learn_and_shards_cut_by_digit_hurt_averaging_alone(done: Done):
+    runs = accuracies(done.text("strategies = {"))
+    assert len(runs) == 5
+    assert min(runs.values()) > 90
+    cut = accuracies(done.text('train("gradients, cut by digit"'))
+    assert cut["gradients, cut by digit"] > 90
+    assert cut["averaging every 48, cut by digit"] < 85
+
+
+def test_the_straggler_is_named_in_its_picture_and_balance_frees_the_others(done: Done):
+    (equal,), (balanced,) = done.outputs("equal = costly("), done.outputs("balanced = costly(")
+    for shown in (equal, balanced):
+        assert set(shown.data) == {"image/png", "text/plain"}  # the dashboard has become a picture
+        assert "completed" in shown.data["text/plain"]
+        assert "node 1 slowed 2x on purpose" in shown.data["text/plain"]
+    assert "node 1 keeps the others waiting" in equal.data["text/plain"]
+    assert "node 1 keeps the others waiting" not in balanced.data["text/plain"]
+    assert "widget-view" not in nbformat.writes(done.notebook)
+
+
+def test_the_naive_version_is_shown_to_its_end(done: Done):
+    (shown,) = done.outputs("inspect.getsource(")
+    source = shown.data["text/markdown"]
+    assert source.startswith("```python\ndef step(")
+    assert "all_reduce" in source
+    assert "return" in source.splitlines()[-2]
+
+
+def test_the_times_of_the_naive_version_are_told(done: Done):
+    said = re.findall(r"^(fast|naive) +a step (\S+) ms, of which (\S+) ms", done.text("blocked in"), re.MULTILINE)
+    assert [line[0] for line in said] == ["fast", "naive"]
+    assert all(0 < float(blocked) < float(step) for _, step, blocked in said)
+
+
+def test_plans_say_what_fits_and_show_it(done: Done):
+    everything, huge = done.outputs("plan = cluster.plan(")[-1], done.outputs("huge = cluster.plan(")[-1]
+    assert "all fit" in everything.data["text/plain"]
+    assert "only DataParallel(accumulate=100000000) fits" in huge.data["text/plain"]
+    for shown in (everything, huge):
+        assert "data:image/png;base64,iVBOR" in shown.data["text/html"]
+
+
+def test_no_process_is_left(done: Done):
+    assert done.footprint.engines == 2
+    _, left = psutil.wait_procs(done.footprint.seen, timeout=15)
+    assert left == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PSS is Linux's")
+def test_all_processes_together_stay_under_what_binder_gives(done: Done):
+    print(f"peak PSS of all processes: {done.footprint.peak / 1e6:.0f} MB")
+    assert 0.5e9 < done.footprint.peak < MOST_BYTES

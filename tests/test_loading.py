@@ -1,0 +1,544 @@
+"""How batches come to a worker: directly, one ahead, from worker processes, or from a stream without length."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+from dtkit.engine.data import Shards, Stream
+from dtkit.engine.iterable import IterableStream, StreamSource, is_stream, takes_rank
+from dtkit.engine.loading import Ahead, Direct, Feeder, Loading, Workers, feed, feed_stream, held_out, loader_for
+from dtkit.engine.sources import ArraySource, DatasetSource, as_source, load
+from dtkit.frames import Columns
+from dtkit.mesh import Mesh
+from dtkit.partition import Partition
+from dtkit.records import JobPlan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+SAMPLES, BATCH, WORLD = 61, 16, 2
+CPU = torch.device("cpu")
+
+
+class Numbers(Dataset):
+    """Row numbers as samples, with what a worker would draw at random; row `bad` raises."""
+
+    def __init__(self, bad: int | None = None) -> None:
+        self.bad = bad
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, row: int) -> Any:
+        if row == self.bad:
+            raise KeyError("unlucky")
+        return torch.tensor([row, os.getpid()]), torch.rand(()), random.random(), np.random.random()  # noqa: NPY002 - what users do
+
+
+def plan(**changes: Any) -> JobPlan:
+    return JobPlan(**{"batch_size": BATCH, "steps": 20, "shuffle": "shard", "seed": 3} | changes)
+
+
+def shards() -> Shards:
+    part = Partition(SAMPLES, WORLD)
+    return Shards(part.flat(), part.sizes)
+
+
+def feeder(source: Any, loader: Any, rank: int = 1) -> Feeder:
+    return Feeder(source, shards(), plan(), [rank], loader)
+
+
+def numbers(pieces: list[tuple[int, Any]]) -> list[list[int]]:
+    """The row numbers in each micro-batch."""
+    return [batch[0][:, 0].tolist() for _, batch in pieces]
+
+
+# -- rows by number -----------------------------------------------------------------------------------------
+
+LOADERS: dict[str, Callable[[Any], Any]] = {
+    "directly": Direct,
+    "one ahead": lambda source: Ahead(Direct(source)),
+    "by two workers": lambda source: Workers(source, 2),
+}
+
+
+@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize("parts", [1, 3])
+def test_batches_are_those_of_the_stream_in_any_order_of_steps(name: str, parts: int):
+    source = DatasetSource(Numbers())
+    plain, fed = Stream(source, shards(), plan(), [1]), feeder(source, LOADERS[name](source))
+    try:
+        for step in [0, 1, 2, 3, 4, 5, 9, 10, 3, 3, 4]:
+            assert numbers(fed.batches(step, parts)) == numbers(plain.batches(step, parts))
+            assert fed.counts(step) == plain.counts(step)
+    finally:
+        fed.close()
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_what_was_loaded_for_other_shares_is_dropped(name: str):
+    source = DatasetSource(Numbers())
+    plain, fed = Stream(source, shards(), plan(), [1]), feeder(source, LOADERS[name](source))
+    try:
+        for step in range(6):
+            if step in (2, 4):
+                for stream in (plain, fed):
+                    stream.set_shares([1, step])
+            assert numbers(fed.batches(step)) == numbers(plain.batches(step))
+    finally:
+        fed.close()
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_shards_that_one_worker_plays_and_steps_without_a_sample(name: str):
+    source = ArraySource([torch.arange(5).unsqueeze(1), torch.arange(5)])
+    fed = Feeder(source, Shards([0, 1, 2, 3, 4], (4, 1)), plan(batch_size=1), [0, 1], LOADERS[name](source))
+    plain = Stream(source, Shards([0, 1, 2, 3, 4], (4, 1)), plan(batch_size=1), [0, 1])
+    try:
+        for step in range(7):
+            found, expected = fed.batches_by_shard(step), plain.batches_by_shard(step)
+            assert [count for count, _ in found] == [count for count, _ in expected]
+            for (_, batch), (_, other) in zip(found, expected, strict=True):
+                assert (batch is None) == (other is None)
+                assert batch is None or torch.equal(batch[1], other[1])
+    finally:
+        fed.close()
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_an_error_names_rank_step_and_row(name: str):
+    source = DatasetSource(Numbers(bad=45))
+    loader = Workers(source, 2, rank=1) if "workers" in name else LOADERS[name](source)
+    fed = feeder(source, loader)
+    bad = next(step for step in range(9) if 45 in fed.rows(step))
+    try:
+        for step in range(bad):
+            fed.batches(step)
+        with pytest.raises(KeyError) as caught:
+            fed.batches(bad)
+        said = str(caught.value) + "\n".join(caught.value.__notes__)
+        assert "the Dataset raised this for row 45" in said
+        assert f"while rank {loader._rank if 'workers' in name else 0} was loading step {bad}: rows " in said
+        assert numbers(fed.batches(bad + 1)) == numbers(Stream(source, shards(), plan(), [1]).batches(bad + 1))
+    finally:
+        fed.close()
+
+
+def test_one_batch_is_taken_ahead_and_in_another_thread():
+    taken: list[tuple[int, str]] = []
+
+    class Watched(ArraySource):
+        def take(self, rows: np.ndarray) -> Any:
+            taken.append((len(taken), threading.current_thread().name))
+            return super().take(rows)
+
+    source = Watched([torch.arange(SAMPLES).unsqueeze(1)])
+    fed = feeder(source, Ahead(Direct(source)))
+    fed.batches(0)
+    fed.batches(1)
+    fed.close()  # waits for what is under way
+    assert len(taken) in (2, 3)
+    assert {name for _, name in taken} == {"dtkit-prefetch_0"}
+    assert not [t for t in threading.enumerate() if t.name.startswith("dtkit-prefetch")]
+
+
+@pytest.mark.parametrize(
+    ("loading", "source", "expected"),
+    [
+        (Loading(), ArraySource([torch.zeros(3)]), Direct),
+        (Loading(prefetch=True), ArraySource([torch.zeros(3)]), Ahead),
+        (Loading(), DatasetSource(Numbers()), Direct),
+        (Loading(workers=1), DatasetSource(Numbers()), Workers),
+    ],
+)
+def test_the_loader_that_is_chosen(loading: Loading, source: Any, expected: type):
+    loader = loader_for(source, loading, CPU, 0, 0)
+    loader.close()
+    assert type(loader) is expected
+
+
+def test_files_are_read_ahead_unless_told_otherwise(tmp_path: Any):
+    np.save(tmp_path / "X.npy", np.zeros((3, 2)))
+    source = as_source(str(tmp_path / "X.npy"))
+    assert type(loader_for(source, Loading(), CPU, 0, 0)) is Ahead
+    assert type(loader_for(source, Loading(prefetch=False), CPU, 0, 0)) is Direct
+
+
+# -- worker processes ---------------------------------------------------------------------------------------
+
+
+def test_random_numbers_of_workers_depend_on_the_step_alone():
+    source = DatasetSource(Numbers())
+    found = []
+    for workers, start in [(1, 0), (2, 0), (2, 3)]:
+        fed = feeder(source, Workers(source, workers, seed=7))
+        before = torch.get_rng_state()
+        for step in range(start, 4):
+            (_, batch), *_ = fed.batches(step)
+        assert torch.equal(torch.get_rng_state(), before)  # nothing was drawn from the job's own
+        fed.close()
+        found.append([values.tolist() for values in batch[1:]])
+    assert found[0] == found[1] == found[2]
+
+
+def test_workers_are_kept_and_leave_nothing_behind():
+    source = DatasetSource(Numbers())
+    fed = feeder(source, Workers(source, 2))
+    pids = {pid for step in [0, 1, 2, 3, 9, 10] for _, batch in fed.batches(step) for pid in batch[0][:, 1].tolist()}
+    assert len(pids) == 2
+    assert os.getpid() not in pids
+    fed.close()
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    fed.close()
+
+
+# torch raises that from its handler of SIGCHLD, wherever Python stands: a file that it was opening may stay open.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_worker_that_is_killed_is_an_error_and_others_take_its_place():
+    source = DatasetSource(Numbers())
+    fed = feeder(source, Workers(source, 1))
+    try:
+        (_, batch), *_ = fed.batches(0)
+        os.kill(int(batch[0][0, 1]), signal.SIGKILL)
+        with pytest.raises(RuntimeError, match=r"worker .*(killed|exited)"):
+            [fed.batches(step) for step in range(1, 9)]  # what it had loaded by then may still come
+        assert len(fed.batches(2)) == 1
+    finally:
+        fed.close()
+
+
+def test_a_worker_that_dies_while_it_hands_over_is_told_from_a_dataset_that_lost_its_connection():
+    class Torn:
+        error: Exception = ConnectionResetError("Connection reset by peer")
+
+        def __next__(self) -> Any:
+            raise self.error
+
+    loader = Workers(DatasetSource(Numbers()), 1)
+    loader._iterator = Torn()
+    with pytest.raises(RuntimeError, match="a worker process that loads samples was killed or exited"):
+        loader._next()
+    loader._iterator.error = ConnectionResetError("Caught ConnectionResetError in DataLoader worker process 0.")
+    with pytest.raises(ConnectionResetError, match="Caught"):
+        loader._next()
+
+
+def test_workers_are_refused_where_they_do_not_pay():
+    with pytest.raises(ValueError, match=r"workers=2: .*\(ArraySource\) .* Leave workers out"):
+        loader_for(ArraySource([torch.zeros(3)]), Loading(workers=2), CPU, 0, 0)
+
+
+@pytest.mark.parametrize("bad", [{"workers": -1}, {"workers": 1.5}, {"workers": True}, {"prefetch": 2}])
+def test_options_that_make_no_sense(bad: dict[str, Any]):
+    with pytest.raises(ValueError, match=f"{next(iter(bad))}="):
+        Loading(**bad)
+    with pytest.raises(ValueError, match="load ahead by themselves"):
+        Loading(workers=1, prefetch=True)
+
+
+@pytest.mark.parametrize("loading", [Loading(), Loading(workers=2)])
+def test_rows_to_evaluate_on_come_in_order(loading: Loading):
+    rows = np.arange(3, 40)
+    found = list(held_out(DatasetSource(Numbers()), rows, 10, loading, rank=0))
+    assert [count for count, _ in found] == [10, 10, 10, 7]
+    assert [n for piece in numbers(found) for n in piece] == rows.tolist()
+
+
+# -- streams without length ---------------------------------------------------------------------------------
+
+
+class Ranks:
+    """Pretended ranks, each in a thread of its own, whose counts are added up."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._gate = threading.Barrier(world_size, timeout=10)
+        self._sum = torch.zeros(0)
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._gate.wait() == 0:
+            self._sum = torch.zeros_like(tensor)
+        self._gate.wait()
+        with _adding:
+            self._sum += tensor
+        self._gate.wait()
+        return tensor.copy_(self._sum)
+
+    def play(self, work: Callable[[int], Any]) -> list[Any]:
+        """What `work(rank)` returned or raised, by rank."""
+        results: list[Any] = [None] * self.world_size
+
+        def run(rank: int) -> None:
+            try:
+                results[rank] = work(rank)
+            except Exception as error:  # noqa: BLE001 - it is the result
+                results[rank] = error
+
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(self.world_size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        return results
+
+
+_adding = threading.Lock()
+
+
+def counting(n: int) -> Callable[[], Iterator[Any]]:
+    """A stream of the numbers up to n, each with its negative."""
+
+    def samples() -> Iterator[Any]:
+        for k in range(n):
+            yield torch.tensor([k]), -k
+
+    return samples
+
+
+def parts(*sizes: int) -> Callable[..., Iterator[Any]]:
+    """A stream that makes each rank's part: rank r counts from 100 r."""
+
+    def samples(rank: int, world_size: int) -> Iterator[Any]:
+        assert world_size == len(sizes)
+        yield from ((torch.tensor([100 * rank + k]), rank) for k in range(sizes[rank]))
+
+    return samples
+
+
+def drain(make: Any, world_size: int, *, batch_size: int = BATCH, ahead: bool = False) -> list[Any]:
+    """Every rank's [(counts, its samples)] for the steps until the end, or its error."""
+    group = Ranks(world_size)
+
+    def run(rank: int) -> list[Any]:
+        how = plan(batch_size=batch_size)
+        stream = IterableStream(load(make, Columns()), how, world_size, [rank], group, ahead=ahead)
+        found, step = [], 0
+        while any(counts := stream.counts(step)):
+            pieces = stream.batches(step)
+            assert sum(count for count, _ in pieces) == counts[rank]
+            found.append((counts, [n for _, batch in pieces for n in batch[0][:, 0].tolist()]))
+            step += 1
+        assert stream.batches(step) == []
+        stream.close()
+        return found
+
+    return group.play(run)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_ranks_share_a_stream_and_end_together(world_size: int, ahead: bool):  # noqa: FBT001 - a parameter of the test
+    found = drain(counting(70), world_size, ahead=ahead)
+    assert len({len(one) for one in found}) == 1
+    assert sorted(n for one in found for _, samples in one for n in samples) == list(range(70))
+    for rank, one in enumerate(found):
+        assert [n for _, samples in one for n in samples] == list(range(rank, 70, world_size))
+    counts = [counts for counts, _ in found[0]]
+    assert all(sum(c) == BATCH for c in counts[:-1])
+    assert all([c for c, _ in one] == counts for one in found)
+
+
+def test_a_rank_whose_part_ended_joins_without_samples():
+    found = drain(parts(10, 21), 2, batch_size=8)
+    assert [counts for counts, _ in found[0]] == [(4, 4), (4, 4), (2, 4), (0, 4), (0, 4), (0, 1)]
+    assert [n for _, samples in found[1] for n in samples] == list(range(100, 121))
+
+
+def test_a_batch_that_does_not_divide_gives_its_rest_to_the_first_ranks():
+    assert drain(counting(50), 3, batch_size=8)[0][0][0] == (3, 3, 2)
+
+
+def test_a_part_that_is_empty_is_named_on_all_ranks_before_anything_starts():
+    found = drain(parts(5, 0, 0), 3)
+    assert [type(one) for one in found] == [ValueError] * 3
+    assert "the stream gave no sample on ranks 1, 2 of 3" in str(found[0])
+    assert "the stream gave no sample on rank 1 of 2" in str(drain(counting(1), 2)[1])
+
+
+def test_ranks_of_one_replica_take_the_same_part_and_count_it_once():
+    group, mesh = Ranks(4), Mesh({"dp": 2, "tp": 2})
+
+    def run(rank: int) -> Any:
+        setting = SimpleNamespace(
+            group=SimpleNamespace(rank=rank, all_reduce=group.all_reduce),
+            shards=[mesh.coordinates(rank)["dp"]],
+            mesh=mesh,
+            device=CPU,
+        )
+        stream = feed_stream(StreamSource(counting(22)), plan(), setting, Loading())  # type: ignore[arg-type]
+        return [(stream.counts(step), numbers(stream.batches(step))) for step in range(3)]
+
+    with torch.random.fork_rng():  # torch's generator is one for all of these threads
+        found = group.play(run)
+    assert [counts for counts, _ in found[0]] == [(8, 8), (3, 3), (0, 0)]
+    assert found[0] == found[1]
+    assert found[2] == found[3]
+    assert found[0][0][1] == [list(range(0, 16, 2))]
+    assert found[2][0][1] == [list(range(1, 16, 2))]
+
+
+def test_a_batch_to_try_a_model_with():
+    assert StreamSource(counting(3)).sample(5)[1].tolist() == [0, -1, -2, 0, -1]
+
+
+def alone(make: Any, **options: Any) -> IterableStream:
+    """Both ranks' parts, played by one process."""
+    return IterableStream(load(make, Columns()), plan(), WORLD, [0, 1], None, **options)
+
+
+def test_one_process_that_plays_all_ranks_sees_their_samples():
+    together = drain(counting(70), WORLD)
+    stream = alone(counting(70))
+    for step in range(len(together[0])):
+        expected = [samples for ranks in together for samples in [ranks[step][1]]]
+        assert stream.counts(step) == together[0][step][0]
+        assert [batch[0][:, 0].tolist() for _, batch in stream.batches_by_shard(step)] == expected
+        assert [count for count, _ in stream.batches(step, 3)] == [6, 5, 5][: len(stream.batches(step, 3))] or step == 4
+
+
+def test_a_step_can_be_asked_for_again_and_steps_can_be_left_out_but_not_gone_back_to():
+    stream = alone(counting(200))
+    first = numbers(stream.batches(0))
+    assert numbers(stream.batches(0)) == first
+    assert stream.counts(0) == stream.counts(0) == (8, 8)
+    assert sorted(*numbers(stream.batches(3))) == list(range(48, 64))
+    with pytest.raises(ValueError, match="stands at step 3 and can't go back to step 2"):
+        stream.counts(2)
+
+
+def test_counts_are_added_up_anew_in_a_new_group():
+    asked = []
+
+    class Group:
+        def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+            asked.append(tensor.tolist())
+            return tensor + torch.tensor([0, 1])
+
+    stream = IterableStream(load(counting(50), Columns()), plan(), WORLD, [0], Group())  # type: ignore[arg-type]
+    stream.counts(0)
+    stream.counts(0)
+    stream.regroup(Group())  # type: ignore[arg-type]
+    assert stream.counts(0) == (8, 1)
+    assert asked == [[1, 0], [8, 0], [8, 0]]
+
+
+def test_shares_of_the_batch_hold_from_the_next_draw():
+    stream = alone(counting(200))
+    assert stream.counts(0) == (8, 8)
+    stream.set_shares([3, 1])
+    assert stream.counts(0) == (8, 8)
+    assert stream.counts(1) == (12, 4)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_stream_that_raises_is_not_taken_to_have_ended(ahead: bool):  # noqa: FBT001 - a parameter of the test
+    def samples() -> Iterator[Any]:
+        yield from ((torch.tensor([k]), k) for k in range(21))
+        raise OSError("the link is down")
+
+    stream = alone(samples, ahead=ahead)
+    stream.counts(0)
+    with pytest.raises(OSError, match="the link is down") as caught:
+        stream.counts(1)
+    assert caught.value.__notes__ == ["the stream raised this on rank 0, after 11 samples of its part"]
+    with pytest.raises(ValueError, match=r"rank 0 broke off after 11 samples \(OSError\)"):
+        stream.counts(1)
+
+
+def test_closing_lets_generators_end():
+    ended = []
+
+    def samples() -> Iterator[Any]:
+        try:
+            yield from iter(int, 1)
+        finally:
+            ended.append(True)
+
+    for ahead in (False, True):
+        ended.clear()
+        stream = alone(samples, ahead=ahead)
+        stream.counts(0)
+        if ahead:
+            stream._future.result(10)
+        stream.close()
+        assert ended == [True, True]
+
+
+class Endless(IterableDataset):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(counting(10)())
+
+
+class Lying(Endless):
+    def __len__(self) -> int:  # of some known length, and yet without rows by number
+        return 10
+
+
+def test_what_is_a_stream():
+    assert is_stream(Endless())
+    assert is_stream(Lying())
+    assert is_stream(counting(3)())
+    assert not is_stream([1, 2])
+    assert not is_stream(Numbers())
+    for make in (counting(9), Endless, Endless(), Lying(), parts(1)):
+        found = load(make, Columns()) if callable(make) else as_source(make)
+        assert isinstance(found, StreamSource)
+    assert isinstance(load(Numbers, Columns()), DatasetSource)
+
+
+def test_an_iterable_dataset_is_dealt_out():
+    source = as_source(Endless())
+    assert isinstance(source, StreamSource)
+    assert [int(x) for x, _ in source.samples(1, 3)] == [1, 4, 7]
+    assert [int(x) for x, _ in source.samples(1, 3)] == [1, 4, 7]
+
+
+def test_a_hub_stream_is_split_by_rank():
+    datasets = pytest.importorskip("datasets")
+    hub = datasets.Dataset.from_dict({"x": list(range(12)), "y": [0] * 12}).to_iterable_dataset(num_shards=4)
+    source = as_source(hub, Columns.asked("y"))
+    held = [[sample["x"] for sample in source.samples(rank, 2)] for rank in range(2)]
+    assert sorted(held[0] + held[1]) == list(range(12))
+    assert len(held[0]) == 6
+    x, y = source.collate(list(source.samples(0, 2)))
+    assert (x.dtype, x.shape, y.tolist()) == (torch.int64, (6,), [0] * 6)
+
+
+def test_functions_that_engines_can_not_call():
+    assert takes_rank(parts(1))
+    assert takes_rank(lambda world_size, rank, depth=3: None)
+    assert not takes_rank(counting(1))
+    assert not takes_rank(lambda rank=0: None)
+    with pytest.raises(TypeError, match=r"a function of \(path, rank\).*functools\.partial"):
+        takes_rank(lambda path, rank: None)
+    with pytest.raises(TypeError, match=r"the function of \(rank, world_size\) returned a tuple; it must return an it"):
+        load(lambda rank, world_size: (torch.zeros(3), torch.zeros(3)), Columns()).samples(0, 1)  # type: ignore[union-attr]
+
+
+class Setting:
+    """What `feed` asks of where a worker works."""
+
+    group, device, shards, mesh = None, CPU, [0, 1], Mesh({"dp": 2})
+
+
+def test_feeding_picks_what_the_data_is():
+    fed = feed(ArraySource([torch.zeros(SAMPLES)]), shards(), plan(), Setting, Loading())  # type: ignore[arg-type]
+    assert isinstance(fed, Feeder)
+    drawing = load(lambda: ((torch.rand(()), 0) for _ in range(9)), Columns())
+    state = torch.get_rng_state()
+    flow = feed_stream(drawing, plan(), Setting, Loading())  # type: ignore[arg-type]
+    assert isinstance(flow, IterableStream)
+    assert torch.equal(torch.get_rng_state(), state)
+    with pytest.raises(ValueError, match=r"workers=1: .* a stream has none"):
+        feed_stream(drawing, plan(), Setting, Loading(workers=1))  # type: ignore[arg-type]

@@ -1,0 +1,570 @@
+"""Predictions: the arithmetic, the dry run that it rests on, and who is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import resource
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+import dtkit
+from dtkit import planning
+from dtkit.dashboard import plan_view
+from dtkit.engine import dry_run, limits, measure, memory
+from dtkit.plan import Benchmark, Cost, Facts, Line, Plan, PlanRow, Room, budgets, ring_bytes, rows_of, shortage
+from dtkit.strategies.averaging import OuterSGD, ParameterAveraging
+from dtkit.strategies.naive import NaiveDataParallel
+from dtkit.strategies.objective import Objective
+from dtkit.testing import FakeTransport
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+CPU = torch.device("cpu")
+MB = 10**6
+
+
+# -- arithmetic ------------------------------------------------------------------------------------------
+
+
+def test_a_line_goes_through_its_points_and_never_down():
+    assert Line.through([(4, 10.0), (8, 18.0)]) == Line(2.0, 2.0)
+    assert Line.through([(8, 16.0)]) == Line(0.0, 2.0)
+    assert Line.through([(4, 10.0), (8, 9.0)]) == Line(9.0, 0.0)  # a clock's noise: flat, and right where it counts
+    assert Line.through([(4, 1.0), (8, 9.0)]).fixed == 0.0
+    assert Line(2.0, 3.0).at(4) == 14.0
+
+
+@pytest.mark.parametrize(("ranks", "sent"), [(1, 0), (2, 600), (3, 800), (4, 900)])
+def test_a_ring_sends_twice_all_but_its_own_part(ranks: int, sent: int):
+    assert ring_bytes(600, ranks) == sent
+
+
+def benchmark(ranks: int = 2, overlap: float = 0.0, all_reduce: Any = ((8, 1e-4), (1000, 1e-3), (5000, 3e-3))) -> Any:
+    nan = math.nan
+    links = tuple(tuple(nan if a == b else 1e-4 for b in range(ranks)) for a in range(ranks))
+    return Benchmark("float32", "gloo", (1e9,) * ranks, all_reduce, links, links, overlap, 1.0)
+
+
+def test_an_all_reduce_takes_what_lies_between_the_measured_ones():
+    found = benchmark()
+    assert found.all_reduce_s(8) == found.all_reduce_s(1) == 1e-4
+    assert found.all_reduce_s(1000) == pytest.approx(1e-3)
+    assert found.all_reduce_s(3000) == pytest.approx(2e-3)
+    assert found.all_reduce_s(9000) == pytest.approx(5e-3)
+    assert found.all_reduce_s(0) == 0.0
+    assert Benchmark.unmeasured(3).all_reduce_s(10**9) == 0.0
+    assert found.all_reduce_bytes_s == pytest.approx(5000 / 3e-3)
+
+
+def test_ranks_of_a_host_share_what_is_free_there():
+    rooms = [Room("a cpu", 900), Room("a cpu", 900), Room("b cpu", 300)]
+    assert budgets([100, 100, 100], rooms) == [450, 450, 300]
+    assert budgets([100, 200, 100], rooms) == [300, 600, 300]  # all of a pool fit, or none does
+    assert shortage([450, 450, 300], rooms) is None
+    assert shortage([451, 451, 300], rooms) == (0, 451, 450)
+    assert shortage([450, 450, 301], rooms) == (2, 301, 300)
+
+
+def test_a_limit_swap_and_what_an_earlier_run_gives_back():
+    limited = Room("a cpu", 900, limit=100)
+    assert budgets([10], [limited]) == [100]
+    assert budgets([10], [dataclasses.replace(limited, held=50)]) == [150]
+    swapping = Room("a cpu", 900, held=100, swap=500)
+    assert budgets([10], [swapping]) == [1000]
+    assert budgets([10], [swapping], swap=True) == [1500]
+
+
+def facts(**changes: Any) -> Facts:
+    base = Facts(
+        rows=8,
+        sent=100 * MB,
+        parameters=100 * MB,
+        gradients=80 * MB,
+        state=160 * MB,
+        update=20 * MB,
+        activations=Line(10 * MB, 5 * MB),
+        forward_s=Line(0.01, 0.01),
+        backward_s=Line(0.02, 0.02),
+        update_s=0.005,
+        shapes=((1000, 1000), (19_000_000,)),
+    )
+    return dataclasses.replace(base, **changes)
+
+
+LINKS = benchmark(all_reduce=((8, 1e-4), (25 * 2**20, 0.025), (50 * 2**20, 0.05)))
+
+
+def test_data_parallel_costs_a_copy_and_an_all_reduce_of_its_gradients():
+    cost = dtkit.DataParallel().cost(facts(), LINKS)
+    assert (cost.parameters, cost.gradients, cost.state) == (100 * MB, 80 * MB, 160 * MB)
+    assert cost.certain == 340 * MB
+    assert cost.activations == cost.working == 50 * MB
+    assert cost.sent_bytes == 80 * MB
+    assert cost.compute_s == pytest.approx(0.01 + 0.08 + 0.02 + 0.16 + 0.005)
+    assert (
+        cost.exposed_s
+        == pytest.approx(LINKS.all_reduce_s(80 * MB))
+        == NaiveDataParallel().cost(facts(), LINKS).exposed_s
+    )
+
+
+def test_what_hides_behind_backward_is_all_but_the_last_bucket():
+    hiding = dataclasses.replace(LINKS, overlap=1.0)
+    last = LINKS.all_reduce_s(25 * 2**20)
+    assert dtkit.DataParallel().cost(facts(), hiding).exposed_s == pytest.approx(last)
+    short = facts(backward_s=Line(0.01, 0.0))
+    assert dtkit.DataParallel().cost(short, hiding).exposed_s == pytest.approx(LINKS.all_reduce_s(80 * MB) - 0.01)
+
+
+def test_micro_batches_hold_less_and_gather_gradients_apart():
+    cost = dtkit.DataParallel(accumulate=4).cost(facts(), LINKS)
+    assert cost.activations == 20 * MB
+    assert cost.gradients == 160 * MB
+    assert cost.compute_s == pytest.approx(4 * (0.01 + 0.02 + 0.02 + 0.04) + 0.005)
+
+
+def test_compression_sends_less():
+    assert dtkit.DataParallel(compress="bf16").cost(facts(), LINKS).sent_bytes == 40 * MB
+    thin = dtkit.DataParallel(compress="powersgd").cost(facts(), LINKS)
+    assert thin.sent_bytes == 4 * (2 * 2000 + 19_000_000)  # the matrix as two thin ones, the vector as it is
+    assert thin.gradients > 160 * MB  # what was left out is kept
+
+
+def test_averaging_sends_a_part_and_an_outer_optimiser_keeps_more():
+    plain = ParameterAveraging(every=8).cost(facts(), LINKS)
+    assert plain.sent_bytes == 10 * MB
+    assert plain.exposed_s == pytest.approx(LINKS.all_reduce_s(80 * MB) / 8)
+    outer = ParameterAveraging(every=8, outer=OuterSGD()).cost(facts(), LINKS)
+    assert outer.state - plain.state == 3 * 80 * MB
+
+
+def test_a_step_waits_for_the_slowest_rank():
+    slow = facts(forward_s=Line(0.02, 0.02), backward_s=Line(0.04, 0.04))
+    costs = [dtkit.DataParallel().cost(f, LINKS) for f in (facts(), slow)]
+    rows = rows_of("DataParallel()", [facts(), slow], costs, [Room("a", 1000 * MB), Room("b", 400 * MB)])
+    assert [row.step_s for row in rows] == pytest.approx([costs[1].compute_s + costs[0].exposed_s] * 2)
+    assert rows[0].needed == 490 * MB
+    assert [row.fits for row in rows] == [True, False]
+
+
+# -- a plan and a benchmark, shown -----------------------------------------------------------------------
+
+
+def plan(ranks: int = 2, free: int = 1000 * MB, model: str = "Net") -> Plan:
+    rooms = [Room(f"host {r}", free) for r in range(ranks)]
+    rows: list[PlanRow] = []
+    for strategy in (dtkit.DataParallel(), ParameterAveraging(every=4)):
+        costs = [strategy.cost(facts(), LINKS)] * ranks
+        rows += rows_of(repr(strategy), [facts()] * ranks, costs, rooms)
+    return Plan(model, 64, ranks, tuple(rows), benchmark(ranks), ("a note",))
+
+
+def test_a_plan_says_which_fit():
+    assert plan().fitting == ("DataParallel()", "ParameterAveraging(every=4)")
+    tight = plan(free=500 * MB)
+    assert tight.fitting == ("DataParallel()",)
+    assert "only DataParallel() fits" in repr(tight)
+    assert "none fit" in repr(plan(free=100 * MB))
+    assert len(tight.of(dtkit.DataParallel())) == 2
+    with pytest.raises(ValueError, match="is not in this plan; it has DataParallel"):
+        tight.of("Pipeline()")
+
+
+def test_a_plan_as_text_and_as_a_page():
+    lines = repr(plan(free=500 * MB)).splitlines()
+    assert len(lines) == 1 + 1 + 4 + 1
+    assert len({len(line) for line in lines[1:6]}) == 1
+    assert "490 MB" in lines[2]
+    assert "NO" in lines[4]
+    page = plan(model="<b>")._repr_html_()
+    assert "&lt;b&gt;" in page
+    assert "<b>" not in page
+    assert page.count("<tr>") == 5
+    assert "data:image/png" in page
+
+
+def test_of_many_ranks_the_tightest_is_listed():
+    many = plan(ranks=12)
+    assert len(repr(many).splitlines()) == 1 + 1 + 2 + 2
+    assert "least to spare" in repr(many)
+    assert len(many.to_pandas()) == 24
+
+
+def test_a_plan_drawn_adds_up():
+    figure = plan(free=500 * MB).figure()
+    memory_axes, time_axes = figure.axes
+    widths = [patch.get_width() for patch in memory_axes.patches]
+    assert sum(widths) == pytest.approx(sum(rows[0].needed for rows in map(plan().of, plan().strategies)) / 1e6)
+    assert sum("does not fit" in text.get_text() for text in memory_axes.texts) == 1
+    assert len([line for line in memory_axes.lines if line.get_gid() == "free"]) == 2
+    assert len(time_axes.patches) == 4
+
+
+def test_rows_as_a_data_frame():
+    frame = plan().to_pandas()
+    assert list(frame.strategy.unique()) == ["DataParallel()", "ParameterAveraging(every=4)"]
+    assert frame.fits.all()
+    assert (frame.needed <= frame.free).all()
+
+
+def test_a_benchmark_as_text_a_page_and_a_figure():
+    found = benchmark(3)
+    assert "Benchmark of 3 ranks, gloo: 3 GFLOP/s in float32 together" in repr(found)
+    assert "data:image/png" in found._repr_html_()
+    latency, width, rate = found.figure().axes
+    assert [t.get_text() for t in latency.texts].count("100") == 6
+    assert latency.get_title(loc="left") == "Latency"
+    assert width.images[0].get_array().shape == (3, 3)
+    assert len(rate.patches) == 3
+
+
+def test_a_benchmark_of_one_rank_has_no_links():
+    alone = benchmark(1, all_reduce=())
+    assert math.isnan(alone.all_reduce_bytes_s)
+    assert "all-reduce" not in repr(alone)
+    assert alone.figure().axes[0].texts[0].get_text() == "one rank has no links"
+    assert plan_view.benchmark_page(alone)
+
+
+# -- the dry run -----------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """A small encoder that makes a tensor without saying where."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.place = nn.Embedding(50, 32), nn.Embedding(16, 32)
+        layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+        self.encoder, self.head = nn.TransformerEncoder(layer, 2), nn.Linear(32, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.encoder(self.embed(x) + self.place(torch.arange(x.shape[1]))).mean(1))
+
+
+class Asks(nn.Module):
+    """Its forward looks at numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(8, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.line(x) if float(x.sum()) > 0 else self.line(-x)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells, self.head = nn.LSTM(8, 16, batch_first=True), nn.Linear(16, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.cells(x)[0][:, -1])
+
+
+def convolutions() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.1), nn.Flatten(), nn.LazyLinear(10)
+    )
+
+
+def perceptron() -> nn.Module:
+    return nn.Sequential(nn.Linear(100, 200), nn.ReLU(), nn.Linear(200, 10))
+
+
+def batch(rows: int, *shape: int, whole: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randint(50, (rows, *shape)) if whole else torch.rand(rows, *shape)
+    return x, torch.randint(10, (rows,))
+
+
+MODELS = {
+    "perceptron": (perceptron, (100,), False),
+    "convolutions": (convolutions, (3, 12, 12), False),
+    "attention": (Attention, (16,), True),
+}
+OBJECTIVE = Objective(nn.CrossEntropyLoss(), None)
+
+
+def full() -> Any:
+    return measure._autocast(CPU)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_on_fake_tensors_allocates_what_a_real_one_does(name: str):
+    make, shape, whole = MODELS[name]
+    model = make()
+    model(batch(3, *shape, whole=whole)[0])  # lazy modules get their shapes
+    fake = dry_run.peaks(model, OBJECTIVE, batch(3, *shape, whole=whole), (8, 16), CPU, full)
+    for found in fake:
+        real = dry_run.peak_of(model, OBJECTIVE, batch(found.rows, *shape, whole=whole), found.rows, full)
+        assert found.nbytes == real.nbytes
+        assert not found.opaque
+    assert fake[1].flops > 0
+    assert fake[1].nbytes > fake[0].nbytes
+
+
+def test_a_perceptron_counted_by_hand():
+    rows, item = 512, 4
+    found = dry_run.peaks(perceptron(), OBJECTIVE, batch(3, 100), (rows,), CPU, full)[0]
+    # The batch; the hidden layer before and after its ReLU; output and its logarithm of probabilities; at the peak, in
+    # backward of the hidden layer, gradients of hidden values before and after the ReLU join.
+    inputs = rows * 100 * item + rows * 8
+    saved = 2 * rows * 200 * item + rows * 10 * item
+    assert inputs + saved < found.nbytes < inputs + saved + 2 * rows * 200 * item
+    assert found.flops == 2 * rows * (2 * 100 * 200 + 3 * 200 * 10)  # no gradient of the inputs is taken
+
+
+def test_the_ledger_lets_go_of_what_is_freed():
+    with dry_run.Ledger() as ledger:
+        a = torch.zeros(1000)
+        b = a + 1
+        assert ledger.live == 8000
+        view = b[10:]
+        del a, b
+        assert ledger.live == 4000  # the view keeps all of it
+        del view
+    assert ledger.live == 0
+    assert ledger.peak == 8000
+
+
+def test_a_hollow_model_keeps_ties_and_dtypes():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double())
+    model[1].weight = model[0].weight
+    hollow = dry_run.hollow(model)
+    assert hollow[0].weight is hollow[1].weight
+    assert hollow[1].bias.dtype is torch.float64
+    assert all(p.is_meta for p in hollow.parameters())
+    assert not model[0].weight.is_meta
+
+
+BYTES = 4 * (100 * 200 + 200 + 200 * 10 + 10)
+LARGEST = 4 * 100 * 200
+STEPS = 4 * 4  # Adam counts steps in a number of its own for each parameter
+OPTIMISERS = {
+    "SGD": (lambda p: torch.optim.SGD(p, lr=0.1), 0, 0),
+    "decay": (lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1), 0, LARGEST),
+    "momentum": (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), BYTES, 0),
+    "AdamW": (lambda p: torch.optim.AdamW(p, lr=0.1), 2 * BYTES + STEPS, 2 * LARGEST),
+    "amsgrad": (lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True), 3 * BYTES + STEPS, 2 * LARGEST),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMISERS)
+def test_an_optimiser_tried_on_the_meta_device(name: str):
+    factory, state, besides = OPTIMISERS[name]
+    assert dry_run.update_bytes(perceptron(), factory, CPU) == (state, pytest.approx(besides, abs=64))
+    model = perceptron()
+    model(torch.rand(2, 100)).sum().backward()
+    optimizer = factory(list(model.parameters()))
+    assert dry_run.stepped_bytes(optimizer, list(model.parameters()))[0] == state  # for real
+
+
+def test_what_is_frozen_or_sparse_has_no_gradient_to_hold():
+    model = nn.Sequential(nn.Embedding(100, 4, sparse=True), nn.Linear(4, 4), nn.Linear(4, 4))
+    model[2].requires_grad_(False)
+    assert dry_run.nbytes(dry_run.with_dense_gradients(model)) == 4 * (16 + 4)
+    adam, _ = dry_run.update_bytes(model, torch.optim.AdamW, CPU)
+    assert adam == 2 * 4 * (16 + 4) + 2 * 4
+
+
+def test_code_that_looks_at_numbers_is_noted_and_not_guessed():
+    found, why = measure._tried(lambda: dry_run.peaks(Asks(), OBJECTIVE, batch(3, 8), (4,), CPU, full), [])
+    assert found == []
+    assert "DataDependent" in why
+    real = dry_run.peak_of(Asks(), OBJECTIVE, batch(4, 8), 4, full)
+    assert real.nbytes > 4 * 8 * 4
+
+
+def test_a_recurrent_layer_does_not_tell_all():
+    assert dry_run.peaks(Recurrent(), OBJECTIVE, batch(3, 5, 8), (4,), CPU, full)[0].opaque
+
+
+def test_under_autocast_activations_are_smaller():
+    deep = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)], nn.Linear(64, 10))
+    rows = (512,)
+    wide = dry_run.peaks(deep, OBJECTIVE, batch(3, 64), rows, CPU, full)[0]
+    thin = dry_run.peaks(deep, OBJECTIVE, batch(3, 64), rows, CPU, lambda: measure._autocast(CPU, "bf16"))[0]
+    assert thin.nbytes < 0.7 * wide.nbytes
+
+
+# -- an engine's memory ----------------------------------------------------------------------------------
+
+
+def test_the_peak_of_a_process_is_seen_after_it_has_passed():
+    before = memory.reset_peak(CPU)
+    if before is None:
+        pytest.skip("the system does not let a process reset its peak")
+    block = torch.ones(50_000_000)
+    del block
+    grown = memory.peak(CPU) - before
+    assert 190 * MB < grown < 230 * MB
+    again = memory.reset_peak(CPU)
+    assert memory.peak(CPU) - again < 20 * MB
+
+
+def test_what_an_earlier_job_holds_is_counted():
+    placed = nn.Linear(1000, 1000)
+    before = memory.room(CPU, [placed], tidy_up=True).held
+    job = nn.Linear(1000, 1000)
+    job(torch.ones(1, 1000)).sum().backward()
+    assert memory.room(CPU, [placed], tidy_up=True).held - before == pytest.approx(8 * MB, rel=0.01)
+    assert memory.room(CPU, [placed]).held == 0
+
+
+def test_a_process_without_a_limit_has_none():
+    assert resource.getrlimit(resource.RLIMIT_DATA)[0] == resource.RLIM_INFINITY
+    assert limits.data_left() is None
+
+
+def test_what_a_limit_leaves(monkeypatch: pytest.MonkeyPatch):
+    used = limits._data_bytes()
+    monkeypatch.setattr(limits.resource, "getrlimit", lambda _: (used + 500 * MB, resource.RLIM_INFINITY))
+    assert 450 * MB < limits.data_left() < 500 * MB + limits._malloc_keeps() + 50 * MB
+
+
+# -- asking, over pretended engines ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def engines() -> FakeTransport:
+    return FakeTransport(2)
+
+
+@pytest.fixture
+def cluster(engines: FakeTransport) -> Iterator[dtkit.Cluster]:
+    with dtkit.Cluster.over(engines, device="cpu") as cluster:
+        yield cluster
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters)
+
+
+def ask(cluster: dtkit.Cluster, model: Any = None, **changes: Any) -> Plan:
+    asked: dict[str, Any] = {
+        "batch_size": 16,
+        "optimizer": adam,
+        "loss": nn.CrossEntropyLoss(),
+        "sample": batch(4, 100),
+    }
+    return cluster.plan(perceptron() if model is None else model, **(asked | changes))
+
+
+def on_meta() -> nn.Module:
+    return nn.Linear(100, 10, device="meta")
+
+
+BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "no sample": ({"sample": None}, ValueError, "a plan needs sample="),
+    "a batch smaller than the ranks": ({"batch_size": 1}, ValueError, "batch_size=1 is less than the 2 ranks"),
+    "a batch of another type": ({"batch_size": 2.5}, TypeError, "batch_size=2.5; it must be an integer"),
+    "a model without numbers": ({"model": on_meta()}, ValueError, "on the meta device"),
+    "no model": ({"model": 3}, TypeError, "model is a int"),
+    "a lazy model": ({"model": nn.LazyLinear(3)}, ValueError, "has no shape yet"),
+    "no loss": ({"loss": None}, ValueError, "give either loss"),
+    "loss and step": ({"step": lambda _m, _b: 0}, ValueError, "you gave both"),
+    "an optimiser that isn't a function": ({"optimizer": "adam"}, TypeError, "optimizer is a str"),
+    "a strategy that isn't one": ({"strategies": ["ddp"]}, TypeError, "strategies holds 'ddp'"),
+    "no strategy": ({"strategies": []}, ValueError, "strategies is empty"),
+    "a strategy that can't work": ({"strategies": [dtkit.DataParallel(accumulate=9)]}, ValueError, "accumulate=9"),
+    "a sample that isn't data": ({"sample": 3}, TypeError, "data"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_planned_is_refused(cluster: dtkit.Cluster, name: str):
+    asked, error, message = BAD[name]
+    with pytest.raises(error, match=message):
+        ask(cluster, **asked)
+
+
+def test_a_partition_smaller_than_the_batch(cluster: dtkit.Cluster):
+    part = cluster.partition(batch(8, 100))
+    with pytest.raises(ValueError, match="batch_size=16 is more than the 8 samples"):
+        ask(cluster, sample=part)
+
+
+def test_a_plan_of_unequal_shards(cluster: dtkit.Cluster):
+    part = cluster.partition(batch(40, 100), weights=[3, 1])
+    assert [row.rows for row in ask(cluster, sample=part).of("DataParallel()")] == [12, 4]
+
+
+def test_the_model_as_sent_counts_unless_it_is_there(cluster: dtkit.Cluster):
+    model = perceptron()
+    assert ask(cluster, model).rows[0].sent_model == BYTES
+    assert ask(cluster, cluster.broadcast(model)).rows[0].sent_model == 0
+
+
+def test_a_benchmark_is_kept(cluster: dtkit.Cluster, engines: FakeTransport):
+    found = cluster.benchmark()
+    assert cluster.benchmark() is found
+    assert ask(cluster).benchmark is found
+    assert cluster.benchmark(again=True) is not found
+    assert cluster.benchmark("float64") is not cluster.benchmark()
+    asked = [args["dtype"] for _, op, args in engines.served if op == "measure" and args["what"] == "links"]
+    assert asked == ["float32"] * 4 + ["float64"] * 2
+    with pytest.raises(ValueError, match="dtype='int8'"):
+        cluster.benchmark("int8")
+
+
+def test_what_does_not_fit_is_not_tried_for_real(cluster: dtkit.Cluster, engines: FakeTransport):
+    engines.memory_free = 400_000
+    found = ask(cluster)
+    assert found.fitting == ()
+    assert any("no step was taken" in note for note in found.notes)
+    assert "times" not in {args["what"] for _, op, args in engines.served if op == "measure"}
+
+
+# Per rank: 89 kB as sent, to train, and as gradients; AdamW keeps twice that.
+NEEDED = 5 * BYTES + STEPS
+
+
+def test_what_surely_fits_costs_one_question(cluster: dtkit.Cluster, engines: FakeTransport):
+    planning.check_fits(cluster, perceptron(), adam, dtkit.DataParallel())
+    assert [args["what"] for _, op, args in engines.served if op == "measure"] == ["room"] * 2
+
+
+def test_a_training_is_refused_by_the_certain_part_alone(cluster: dtkit.Cluster, engines: FakeTransport):
+    engines.memory_free = 2 * NEEDED  # both engines share it
+    planning.check_fits(cluster, perceptron(), adam, dtkit.DataParallel())
+    engines.memory_free = 2 * NEEDED - 4
+    refusal = r"Sequential does not fit rank 0 with DataParallel\(\): it needs 444 kB .*the model as sent 89 kB, "
+    with pytest.raises(
+        ValueError, match=refusal + r".*optimiser state 178 kB\), and 444 kB are free.*No other strategy"
+    ):
+        planning.check_fits(cluster, perceptron(), adam, dtkit.DataParallel())
+    planning.check_fits(cluster, perceptron(), sgd, dtkit.DataParallel())  # keeps nothing
+    planning.check_fits(cluster, perceptron(), adam, dtkit.DataParallel(find_unused_parameters=True))  # who knows
+    copies = cluster.broadcast(perceptron())
+    planning.check_fits(cluster, copies, adam, dtkit.DataParallel())  # is there already
+
+
+def test_a_refusal_names_what_would_fit(cluster: dtkit.Cluster, engines: FakeTransport):
+    engines.memory_free = 2 * NEEDED + 2 * BYTES
+    with pytest.raises(ValueError, match=r"These would fit: DataParallel\(\), ParameterAveraging"):
+        planning.check_fits(cluster, perceptron(), adam, ParameterAveraging(outer=OuterSGD(lr=0.5)))
+
+
+def test_an_optimiser_that_cannot_be_tried_is_not_held_against_a_training(
+    cluster: dtkit.Cluster, engines: FakeTransport
+):
+    def looks(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=float(parameters[0].sum()))
+
+    engines.memory_free = 2 * NEEDED - 4
+    planning.check_fits(cluster, perceptron(), looks, dtkit.DataParallel())
+
+
+def test_cost_has_room_for_every_part():
+    cost = Cost.of_replica(facts(overhead=Line(0, MB)), sent_bytes=0, exposed_s=0, micro_batches=2)
+    assert cost.overhead == 4 * MB
+    assert cost.working == max(cost.activations, cost.temporaries) == 30 * MB

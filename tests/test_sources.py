@@ -1,0 +1,453 @@
+"""What may be data, and what becomes of it: tables, files and Datasets as rows that can be taken by index."""
+
+from __future__ import annotations
+
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from dtkit import frames, wire
+from dtkit.engine import mapped, parquet
+from dtkit.engine.files import found_in
+from dtkit.engine.mapped import MappedFile, OnDisk
+from dtkit.engine.parquet import ParquetSource
+from dtkit.engine.sources import ArraySource, DatasetSource, HubSource, MappedSource, as_source, load
+from dtkit.frames import Columns
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+datasets = pytest.importorskip("datasets")
+
+ROWS = 40
+
+
+def frame(**columns: Any) -> pd.DataFrame:
+    """Two numbers and a label per row, and whatever else is asked for."""
+    rows = np.arange(ROWS)
+    return pd.DataFrame({"a": rows * 0.5, "b": rows, "label": rows % 3, **columns})
+
+
+def take(source: Any, *rows: int) -> Any:
+    return source.take(np.array(rows, dtype=np.int32))
+
+
+# -- DataFrames ---------------------------------------------------------------------------------------------
+
+
+def test_a_frame_becomes_features_and_a_target():
+    (x, y), columns = frames.from_frame(frame(), Columns.asked("label"))
+    assert (x.dtype, x.shape, y.dtype, y.shape) == (np.float32, (ROWS, 2), np.int64, (ROWS,))
+    assert x[3].tolist() == [1.5, 3.0]
+    assert y[:4].tolist() == [0, 1, 2, 0]
+    assert columns.features == ("a", "b")
+    assert frames.described((x, y), columns) == "2 columns as float32, target 'label' as int64"
+
+
+FEATURES = {
+    "float64 is what pandas makes of every decimal": ({"a": "f8", "b": "f8"}, "float32"),
+    "a narrower float is meant": ({"a": "f2", "b": "f2"}, "float16"),
+    "integers stay integers": ({"a": "u1", "b": "u1"}, "uint8"),
+    "mixed integers": ({"a": "i4", "b": "i8"}, "float32"),
+    "numbers and booleans": ({"a": "f4", "b": "bool"}, "float32"),
+    "booleans": ({"a": "bool", "b": "bool"}, "float32"),
+    "nullable integers": ({"a": "Int16", "b": "Int16"}, "int16"),
+    "nullable floats": ({"a": "Float64", "b": "Float32"}, "float32"),
+}
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_the_dtype_of_features(name: str):
+    dtypes, expected = FEATURES[name]
+    rows = pd.DataFrame({"a": [0, 1, 1], "b": [1, 0, 1], "y": [0.5, 1, 2]}).astype(dtypes)
+    (x, y), _ = frames.from_frame(rows, Columns.asked("y"))
+    assert x.dtype == expected
+    assert x.tolist() == [[0, 1], [1, 0], [1, 1]]
+    assert y.dtype == np.float32
+
+
+def test_floats_become_what_torch_computes_in(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch, "get_default_dtype", lambda: torch.float64)
+    (x, _), _ = frames.from_frame(frame(), Columns.asked("label"))
+    assert x.dtype == np.float64
+
+
+@pytest.mark.parametrize(
+    ("target", "shape"), [("label", (ROWS,)), (["label"], (ROWS, 1)), (["label", "b"], (ROWS, 2)), ([], None)]
+)
+def test_a_target_has_the_shape_that_was_asked_for(target: Any, shape: tuple[int, ...] | None):
+    arrays, _ = frames.from_frame(frame(), Columns.asked(target))
+    assert (arrays[1].shape if len(arrays) > 1 else None) == shape
+
+
+def test_columns_are_taken_as_named_and_in_that_order():
+    (x, _), _ = frames.from_frame(frame(city=["x"] * ROWS), Columns.asked("label", ["b", "a"]))
+    assert x[3].tolist() == [3.0, 1.5]
+
+
+def test_a_categorical_target_gets_numbers_and_later_data_the_same():
+    kinds = pd.Categorical(["dog", "cat", "cow"] * 2, categories=["cow", "dog", "cat"])
+    rows = pd.DataFrame({"x": range(6), "kind": kinds})
+    arrays, columns = frames.from_frame(rows, Columns.asked("kind"))
+    assert arrays[1].tolist() == [1, 2, 0, 1, 2, 0]
+    assert frames.described(arrays, columns).endswith("target 'kind' as int64 (0=cow, 1=dog, 2=cat)")
+    later = pd.DataFrame({"kind": pd.Categorical(["cat", "dog"]), "extra": ["?", "!"], "x": [1, 2]})
+    (x, y), _ = frames.from_frame(later, columns)
+    assert (x.tolist(), y.tolist()) == ([[1], [2]], [2, 1])
+    strange = pd.DataFrame({"kind": pd.Categorical(["cat", "hen"]), "x": [1, 2]})
+    with pytest.raises(ValueError, match=r"the target 'kind' has the classes hen, which the training data had not"):
+        frames.from_frame(strange, columns)
+
+
+BAD_FRAMES: dict[str, tuple[Callable[[], pd.DataFrame], Any, type[Exception], str]] = {
+    "objects": (
+        lambda: frame(city=pd.Series(["x"] * ROWS, dtype=object), when=pd.Timestamp(0)),
+        "label",
+        TypeError,
+        r"columns 'city' \(object\), 'when' \(datetime64.*\) hold no numbers.*get_dummies\(df, columns=\['city', 'when",
+    ),
+    "strings": (lambda: frame(city=["x"] * ROWS), "label", TypeError, r"columns 'city' \(str.*\) hold no numbers"),
+    "categories as features": (
+        lambda: frame(kind=pd.Categorical(["u"] * ROWS)),
+        "label",
+        TypeError,
+        r"columns 'kind' \(category\) hold no numbers",
+    ),
+    "a target of text": (
+        lambda: frame(kind=["u"] * ROWS),
+        "kind",
+        TypeError,
+        r"the target 'kind' has dtype .*df\['kind'\] = df\['kind'\]\.astype\('category'\)",
+    ),
+    "missing numbers": (
+        lambda: frame(c=[float("nan"), None] + [1.0] * (ROWS - 2)),
+        "label",
+        ValueError,
+        r"values are missing \(NaN\) in the columns 'c' \(2\).*df\.dropna\(\)",
+    ),
+    "missing nullable numbers": (
+        lambda: frame(c=pd.array([None] + [1] * (ROWS - 1), "Int64")),
+        "label",
+        ValueError,
+        r"missing \(NaN\) in the columns 'c' \(1\)",
+    ),
+    "missing classes": (
+        lambda: frame(c=pd.Categorical([None] + ["u"] * (ROWS - 1))),
+        "c",
+        ValueError,
+        r"missing \(NaN\) in the columns 'c' \(1\)",
+    ),
+    "no target": (frame, None, ValueError, r"a table needs target=.*columns 'a', 'b', 'label'; or say target=\[\]"),
+    "an unknown target": (frame, "lable", ValueError, r"no column 'lable'. It has columns 'a', 'b', 'label'"),
+    "nothing but a target": (lambda: frame()[["a"]], "a", ValueError, "no column besides the target 'a'"),
+    "a name twice": (
+        lambda: pd.concat([frame(), frame()[["a"]]], axis=1),
+        "label",
+        ValueError,
+        "column 'a' in the table more than once",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FRAMES)
+def test_what_a_frame_can_not_be(name: str):
+    make, target, kind, message = BAD_FRAMES[name]
+    with pytest.raises(kind, match=message):
+        frames.from_frame(make(), Columns.asked(target))
+
+
+def test_columns_can_not_be_one_name():
+    with pytest.raises(TypeError, match=r"columns='a'; it must be a list of names, as in columns=\['a'\]"):
+        Columns.asked("label", "a")
+    with pytest.raises(ValueError, match="column 'a' can't be feature and target at once"):
+        frames.from_frame(frame(), Columns.asked("a", ["a", "b"]))
+
+
+def test_frames_and_series_may_stand_for_arrays():
+    source = as_source((frame()[["a", "b"]], frame()["label"]))
+    x, y = take(source, 3)
+    assert (x.dtype, x.tolist(), y.dtype, y.tolist()) == (torch.float32, [[1.5, 3.0]], torch.int64, [0])
+    with pytest.raises(TypeError, match=r"columns 'kind' \(str.*\) hold no numbers"):
+        as_source((frame(kind="u"), frame()["label"]))
+
+
+def test_a_function_may_give_a_frame():
+    source = load(frame, Columns.asked("label"))
+    assert isinstance(source, ArraySource)
+    assert take(source, 4)[1].tolist() == [1]
+
+
+# -- arrays in files ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[str, str]:
+    """Features and a target, saved."""
+    np.save(tmp_path / "X.npy", np.arange(ROWS * 4, dtype=np.float32).reshape(ROWS, 4))
+    np.save(tmp_path / "y.npy", np.arange(ROWS) % 3)
+    return str(tmp_path / "X.npy"), str(tmp_path / "y.npy")
+
+
+def test_arrays_stay_in_their_files(files: tuple[str, str]):
+    found = found_in(files, Columns())
+    assert len(wire.pack(found).skeleton) < 1000
+    assert wire.pack(found).buffers == ()
+    source = as_source(found)
+    assert isinstance(source, MappedSource)
+    assert len(source) == ROWS
+    x, y = take(source, 7, 2)
+    assert (x.tolist(), y.tolist()) == ([[28, 29, 30, 31], [8, 9, 10, 11]], [1, 2])
+    x.zero_()  # a copy: the file's pages can't be written
+    assert take(source, 7)[0].sum() > 0
+
+
+VIEWS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "whole": lambda a: a,
+    "a stretch": lambda a: a[11:30],
+    "columns": lambda a: a[:, 1:3],
+    "every other row, backwards": lambda a: a[::-2],
+    "transposed": lambda a: a.T,
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+@pytest.mark.parametrize("offset", [0, 5000])
+def test_any_part_of_a_mapped_array_travels_as_a_place(tmp_path: Path, name: str, offset: int):
+    numbers = np.random.default_rng(0).normal(size=(3000, 4))
+    path = tmp_path / "numbers.bin"
+    path.write_bytes(b"\0" * offset + numbers.tobytes())
+    part = VIEWS[name](np.memmap(path, np.float64, "r", offset, (3000, 4)))
+    found = found_in(part, Columns())
+    assert isinstance(found, MappedFile)
+    assert np.array_equal(pickle.loads(pickle.dumps(found)).open(), VIEWS[name](numbers))
+
+
+def test_changes_that_only_this_process_sees_travel(tmp_path: Path):
+    np.save(tmp_path / "X.npy", np.zeros((4, 2)))
+    changed = np.load(tmp_path / "X.npy", mmap_mode="c")
+    changed[1] = 7
+    assert take(as_source(found_in(changed, Columns())), 1)[0].tolist() == [[7, 7]]
+
+
+def test_a_file_of_another_machine_is_read_in_this_machines_order(tmp_path: Path):
+    np.save(tmp_path / "X.npy", np.arange(6, dtype=">f4").reshape(3, 2))
+    assert take(as_source(str(tmp_path / "X.npy")), 1)[0].tolist() == [[2, 3]]
+
+
+def test_files_that_can_not_be_read(tmp_path: Path, files: tuple[str, str]):
+    with pytest.raises(FileNotFoundError, match=r"none\.npy does not exist on .*under the same path"):
+        found_in(str(tmp_path / "none.npy"), Columns())
+    np.save(tmp_path / "objects.npy", np.array(["a", None], object))
+    with pytest.raises(TypeError, match=r"objects\.npy can't be mapped as an array"):
+        found_in(tmp_path / "objects.npy", Columns())
+    with pytest.raises(ValueError, match=r"'data\.csv' is no kind of file that engines read"):
+        found_in("data.csv", Columns())
+    found = found_in(files[0], Columns())
+    np.save(files[0], np.zeros((3, 4)))
+    with pytest.raises(ValueError, match=r"has 224 bytes on .* and 768 in the notebook: not the same file"):
+        found.open()
+
+
+def test_what_is_on_disk_is_looked_for_before_it_is_opened(tmp_path: Path):
+    path = tmp_path / "data"
+    path.touch()
+    sent = pickle.dumps(OnDisk([str(path)], {"rows": 3}))
+    assert pickle.loads(sent) == {"rows": 3}
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match=r"data does not exist on .*Engines read data in files themselves"):
+        pickle.loads(sent)
+
+
+# -- parquet ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    """Two files of 23 and 17 rows, in row groups of 5."""
+    rows = frame()
+    for name, part in (("one", rows[:23]), ("two", rows[23:])):
+        pq.write_table(pa.Table.from_pandas(part, preserve_index=False), tmp_path / f"{name}.parquet", row_group_size=5)
+    return tmp_path
+
+
+def opened(where: Any, target: Any = "label", cache_bytes: int = parquet.CACHE_BYTES) -> ParquetSource:
+    return ParquetSource(parquet.describe(where, Columns.asked(target)), cache_bytes)
+
+
+@pytest.mark.parametrize("where", ["a folder", "files", "one file"])
+def test_rows_of_parquet_files_are_those_of_the_table(table: Path, where: str):
+    files = [table / "one.parquet", table / "two.parquet"]
+    source = opened({"a folder": table, "files": files, "one file": files[0]}[where])
+    assert len(source) == (23 if where == "one file" else ROWS)
+    rows = np.random.default_rng(1).permutation(len(source))
+    x, y = source.take(rows)
+    assert (x.dtype, y.dtype) == (torch.float32, torch.int64)
+    assert x.tolist() == [[row * 0.5, row] for row in rows]
+    assert y.tolist() == (rows % 3).tolist()
+
+
+def test_only_the_row_groups_of_the_rows_are_read_and_once_each(table: Path):
+    source = opened(table)
+    take(source, 6, 8, 31, 5)
+    take(source, 7, 30, 9)
+    assert source.groups_read == {1: 1, 6: 1}  # groups begin at rows 0, 5, 10, 15, 20; 23, 28, 33, 38
+
+
+def test_the_cache_keeps_to_its_bytes(table: Path):
+    group = 5 * (2 * 4 + 8)
+    source = opened(table, cache_bytes=3 * group)
+    for row in (0, 5, 10, 15, 0):
+        take(source, row)
+    assert sum(part.nbytes for kept in source._kept.values() for part in kept) <= 3 * group
+    assert source.groups_read == {0: 2, 1: 1, 2: 1, 3: 1}
+
+
+@pytest.mark.parametrize("window", [1, 3, 100])
+def test_a_shuffle_keeps_rows_of_few_groups_together(table: Path, window: int):
+    source = opened(table)
+    source.window = window
+    rows = np.arange(ROWS)
+    orders = [source.shuffled(rows, np.random.default_rng(seed)) for seed in (0, 0, 1)]
+    assert sorted(orders[0]) == rows.tolist()
+    assert np.array_equal(orders[0], orders[1])
+    assert not np.array_equal(orders[0], orders[2])
+    groups = source._group_of(orders[0])
+    first = {g: int(np.flatnonzero(groups == g)[0]) for g in set(groups.tolist())}
+    last = {g: int(np.flatnonzero(groups == g)[-1]) for g in first}
+    at_once = max(sum(first[g] <= place <= last[g] for g in first) for place in range(ROWS))
+    assert at_once <= window
+    assert window == 1 or at_once > 1
+
+
+def test_the_target_alone_is_read_for_a_picture(table: Path):
+    assert opened(table).target().tolist() == (np.arange(ROWS) % 3).tolist()
+
+
+def write(path: Path, **columns: Any) -> Path:
+    pq.write_table(pa.table(columns), path / "bad.parquet")
+    return path / "bad.parquet"
+
+
+def test_what_parquet_can_not_be(tmp_path: Path):
+    text = write(tmp_path, a=[1.0], city=["x"], label=[1])
+    with pytest.raises(TypeError, match=r"columns 'city' \(string\) hold no numbers.*choose others with columns="):
+        opened(text)
+    missing = write(tmp_path, a=[1.0, None], label=[1, 2])
+    with pytest.raises(ValueError, match=r"values are missing \(NaN\) in the columns 'a' \(1\)"):
+        opened(missing)
+    strange = write(tmp_path, a=[1.0, float("nan")], label=[1, 2])
+    with pytest.raises(ValueError, match="column 'a' is NaN in row 1, which would make every parameter NaN"):
+        take(opened(strange), 0)
+    (tmp_path / "text.parquet").write_text("hello")
+    with pytest.raises(ValueError, match=r"text\.parquet is no parquet file"):
+        opened(tmp_path / "text.parquet")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"holds no file named \*\.parquet"):
+        opened(tmp_path / "empty")
+    pq.write_table(pa.table({"a": [1], "label": [1]}), tmp_path / "ok.parquet")
+    with pytest.raises(ValueError, match="other columns or types"):
+        opened([tmp_path / "ok.parquet", missing])
+
+
+def test_nulls_without_statistics_are_seen_when_they_are_read(tmp_path: Path):
+    columns = {"a": [1.0, None], "b": [True, None], "label": [1, 2]}
+    pq.write_table(pa.table(columns), tmp_path / "bare.parquet", write_statistics=False)
+    with pytest.raises(ValueError, match="column 'a' is NaN in row 1"):
+        take(opened(tmp_path / "bare.parquet"), 0)
+    source = ParquetSource(parquet.describe(tmp_path / "bare.parquet", Columns.asked("label", ["b"])))
+    with pytest.raises(ValueError, match=r"values are missing \(NaN\) in the columns 'b' \(1\)"):
+        take(source, 0)
+
+
+# -- Hugging Face's datasets --------------------------------------------------------------------------------
+
+
+def hub(**columns: Any) -> Any:
+    rows = np.arange(ROWS)
+    return datasets.Dataset.from_dict({"x": np.stack([rows, rows * 0.5], 1), "label": rows % 3, **columns})
+
+
+def test_a_hub_dataset_gives_tensors_by_column():
+    source = as_source(hub())
+    assert isinstance(source, HubSource)
+    batch = take(source, 3, 1)
+    assert {name: value.dtype for name, value in batch.items()} == {"x": torch.float32, "label": torch.int64}
+    assert batch["x"].tolist() == [[3, 1.5], [1, 0.5]]
+
+
+def test_a_hub_dataset_with_a_target_gives_inputs_and_target():
+    x, y = take(as_source(hub(text=["u"] * ROWS), Columns.asked("label", ["x"])), 3, 1)
+    assert (x.tolist(), y.tolist()) == ([[3, 1.5], [1, 0.5]], [0, 1])
+
+
+def test_a_format_or_transform_of_the_users_own_is_kept():
+    def transform(batch: dict) -> dict:
+        return {"length": [torch.tensor(len(text)) for text in batch["text"]]}
+
+    source = as_source(hub(text=["u" * k for k in range(ROWS)]).with_transform(transform))
+    assert take(source, 3, 1)["length"].tolist() == [3, 1]
+    assert not source.pure
+
+
+def test_a_hub_dataset_that_is_shuffled_and_selected():
+    data = hub().shuffle(seed=1).select(range(10))
+    assert take(as_source(data), 4)["label"].tolist() == [data[4]["label"]]
+
+
+def test_what_a_hub_dataset_can_not_be():
+    text = hub(text=["u"] * ROWS, words=[["u"]] * ROWS)
+    with pytest.raises(TypeError, match=r"columns 'text' \(string\), 'words' .*remove_columns\(\['text', 'words'\]\)"):
+        as_source(text)
+    ragged = hub(tokens=[[0] * (1 + k % 2) for k in range(ROWS)])
+    with pytest.raises(ValueError, match=r"'tokens' differs in shape .*\(\(1,\) in row 2, \(2,\) in row 3\)"):
+        take(as_source(ragged), 2, 3)
+    with pytest.raises(ValueError, match="the table has no column 'lable'"):
+        as_source(hub(), Columns.asked("lable"))
+
+
+def test_a_hub_dataset_on_disk_travels_as_a_place(tmp_path: Path):
+    hub().save_to_disk(tmp_path / "saved")
+    packed = wire.pack(datasets.load_from_disk(tmp_path / "saved"))
+    assert len(packed.skeleton) < 5000
+    assert packed.buffers == ()
+    in_memory = wire.pack(hub())
+    assert sum(in_memory.sizes) >= ROWS * (2 + 1) * 8  # by shared memory, not through the controller
+
+
+# -- Datasets -----------------------------------------------------------------------------------------------
+
+
+class Squares(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, row: int) -> Any:
+        if row == 13:
+            raise KeyError("unlucky")
+        return {"x": torch.tensor([row]), "y": row * row}
+
+
+def test_the_row_that_failed_is_named():
+    source = as_source(Squares())
+    assert isinstance(source, DatasetSource)
+    with pytest.raises(KeyError) as caught:
+        take(source, 12, 13)
+    assert caught.value.__notes__ == ["the Dataset raised this for row 13"]
+
+
+def test_samples_that_are_dicts_may_name_the_target():
+    x, y = take(as_source(Squares(), Columns.asked("y")), 3, 2)
+    assert (x.tolist(), y.tolist()) == ([[3], [2]], [9, 4])
+
+
+def test_mapping_is_read_only(files: tuple[str, str]):
+    array = found_in(files[0], Columns()).open()
+    assert not array.flags.writeable
+    assert mapped.load(files[0]).mode == "r"

@@ -65,10 +65,9 @@ def train(cluster: Cluster, model: Any, data: Any, options: Options) -> Run:
     strategy.mesh(cluster.world_size)
     strategy.check(cluster.world_size, options.batch_size)
     _check_model(cluster, model)
-    planning.check_fits(cluster, model, options.optimizer, strategy)
     loading = Loading(options.workers, options.pin_memory, options.prefetch)
     program = _program(cluster, options, strategy)
-    part = _partition(cluster, data, options, strategy)
+    part = _partition(cluster, model, data, options, strategy)
     source = part if isinstance(part, Flow) else placing.source_of(cluster, part)
     copies = model if isinstance(model, Replicas) else replicas.broadcast(cluster, model)
     valid = None if options.valid is None else placing.place(cluster, options.valid, like=source)
@@ -120,15 +119,19 @@ def _extras(options: Options, strategy: Strategy, sizes: tuple[int, ...], valid:
     )
 
 
-def _partition(cluster: Cluster, data: Any, options: Options, strategy: Strategy) -> Partition | Flow:
-    """The data as a partition that these options can be used with; raw data is checked before it travels."""
+def _partition(cluster: Cluster, model: Any, data: Any, options: Options, strategy: Strategy) -> Partition | Flow:
+    """The data as a partition that these options can be used with; all is checked before raw data travels."""
 
     def check(part: Partition) -> None:
         _check_sizes(options, part)
         _check_ignored(options.loss, part)
+        if isinstance(data, Partition):
+            placing.source_of(cluster, part)
+        planning.check_fits(cluster, model, options.optimizer, strategy)
 
     def check_flow() -> None:
         _check_flow(cluster, options, strategy)
+        planning.check_fits(cluster, model, options.optimizer, strategy)
 
     if not isinstance(data, Partition):
         return placing.for_training(

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import dtkit
+from dtkit.engine import memory
 from dtkit.engine.probe import hello
 from dtkit.records import Failure, Reply, Request
 from dtkit.replicas import Replicas
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 NODE = {"host": "here", "pid": 1, "device": "cpu", "memory_total": 4, "memory_free": 2, "threads": 1}
+
+ROOM = memory.Free(free=10**9, swap=0, held=0, limit=None)
 
 
 class Notes:
@@ -43,7 +46,7 @@ class Notes:
     def _reply(self, rank: int, request: Request) -> Reply:
         if request.op == self.refuse:
             return Reply(failure=Failure(rank, "here", "ValueError", "not here", "", kind="refused"))
-        answers = {"hello": hello(), "join": NODE, "build": 0.1, "load": 64, "place": "5eed"}
+        answers = {"hello": hello(), "join": NODE, "build": 0.1, "load": 64, "place": "5eed", "measure": ROOM}
         return Reply(answers.get(request.op))
 
     def interrupt(self, ranks: Any) -> None:
@@ -73,6 +76,7 @@ def train(cluster: dtkit.Cluster, model: Any = None, rows: Any = None, **options
 def test_a_training_that_is_right_sends_data_then_model_then_builds(cluster, notes):
     run = train(cluster, start=False, seed=np.int64(3), batch_size=np.int32(16), steps=None, epochs=np.int64(2))
     assert [op for op, after in zip(notes.asked, [*notes.asked[1:], ""], strict=True) if op != after] == [
+        "measure",
         "load",
         "place",
         "build",

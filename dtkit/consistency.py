@@ -27,7 +27,10 @@ class Watch:
 
     def due(self, now: float) -> bool:
         """Whether the next dispatch should bring checksums. `now` is in seconds, of a clock that never goes back."""
-        return now >= self._next
+        if now < self._next:
+            return False
+        self._next = now + LEAST_S  # those that are sent before it lands need not
+        return True
 
     def landed(self, now: float, step: int, fingerprints: Sequence[int | None], seconds: float) -> bool:
         """Take in the checksums of all ranks after `step` updates, made in `seconds`; whether this is news.
@@ -36,6 +39,7 @@ class Watch:
         """
         values = [value for value in fingerprints if value is not None]
         if len(values) < len(fingerprints) or not values:
+            self._next = now
             return False
         self._next = now + max(LEAST_S, seconds / SHARE)
         common, count = collections.Counter(values).most_common(1)[0]

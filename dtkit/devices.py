@@ -22,6 +22,9 @@ class DevicePlan:
         found = {name: str(self.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
         if self.devices[rank] == "cpu":
             found["CUDA_VISIBLE_DEVICES"] = ""
+            # Large tensors in huge pages: backward makes its gradients anew in each step, and touching 50 MB page by
+            # page took 35 to 58 ms (100 MB of gradients: 1.26 of bare DDP's steps per second with it, 0.90 without).
+            found["THP_MEM_ALLOC_ENABLE"] = "1"
         if memory_limit is not None:
             found[limits.VARIABLE] = str(memory_limit)
         return found

@@ -45,8 +45,9 @@ _LOST_PEER = re.compile(
 
 _MOST_PORTS = 64  # on which a rank listens, for this group and those along the axes of a mesh
 
-# Where linux/tcp.h has tcpi_bytes_sent and, behind it, tcpi_bytes_retrans in struct tcp_info (Linux 4.19 and later).
-_TCP_INFO, _BYTES_SENT = 11, 200
+# Where linux/tcp.h has, in struct tcp_info, tcpi_notsent_bytes (4.6 and later), tcpi_bytes_sent and, behind it,
+# tcpi_bytes_retrans (4.19 and later).
+_TCP_INFO, _NOT_SENT, _BYTES_SENT = 11, 144, 200
 _TCP_INFO_SIZE = _BYTES_SENT + 16
 
 
@@ -249,7 +250,8 @@ def _sent(connections: Sequence[int]) -> int | None:
         if len(info) < _TCP_INFO_SIZE:
             return None
         sent, again = struct.unpack_from("=QQ", info, _BYTES_SENT)
-        total += sent - again
+        (waiting,) = struct.unpack_from("=I", info, _NOT_SENT)  # handed over, and still in the socket's buffer
+        total += sent - again + waiting
     return total
 
 

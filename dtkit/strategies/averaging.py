@@ -85,16 +85,17 @@ class ParameterAveraging(Strategy):
             raise TypeError(f"outer={self.outer!r}; it must be a dtkit.OuterSGD, or left out for plain averages")
 
     def cost(self, facts: Facts, benchmark: Benchmark) -> Cost:
-        """An all-reduce of the parameters once in `every` steps, for which three flat copies of them are made.
+        """An all-reduce of the parameters once in `every` steps, for which a flat copy of them is made.
 
-        (Such large ones don't fit into the pieces of memory that freed activations leave, so they come on top.) An
-        outer optimiser keeps the parameters of the last averaging, the way from them, and its momentum.
+        (Such a large one doesn't fit into the pieces of memory that freed activations leave, so it comes on top.) An
+        outer optimiser keeps the parameters of the last averaging and its momentum, and for a moment the way from them.
         """
-        kept = 0 if self.outer is None else facts.gradients * (2 + (self.outer.momentum > 0))
+        kept = 0 if self.outer is None else facts.gradients * (1 + (self.outer.momentum > 0))
+        passing = 1 + (self.outer is not None)
         return Cost.of_replica(
             facts,
             state=facts.state + kept,
-            temporaries=max(facts.update, round(facts.activations.at(facts.rows)) + 3 * facts.gradients),
+            temporaries=max(facts.update, round(facts.activations.at(facts.rows)) + passing * facts.gradients),
             sent_bytes=ring_bytes(facts.gradients, benchmark.world_size) / self.every,
             exposed_s=benchmark.all_reduce_s(facts.gradients) / self.every,
         )
@@ -165,14 +166,18 @@ class _Local(Replica):
     @torch.no_grad()
     def _average(self) -> None:
         """Give every rank the mean of all ranks' parameters, in one flat all-reduce; or the outer optimiser's step."""
-        flat = torch.cat([p.reshape(-1) for p in self._parameters])
+        flat = torch.cat([self._parameters[0].new_tensor([self._weight]), *(p.reshape(-1) for p in self._parameters)])
+        mean = flat[1:]
         if self._group is not None:
             self._phases.enter("sync")
-            # The weight travels along as one number more. No sample anywhere: all are as they were, and count alike.
-            flat = self._group.all_reduce(torch.cat([flat.new_tensor([self._weight]), flat * self._weight]))
-            flat = flat[1:] / flat[0] if flat[0] else torch.cat([p.reshape(-1) for p in self._parameters])
+            mean.mul_(self._weight)
+            self._group.all_reduce(flat)  # the weight travels along as one number more
+            if flat[0]:
+                mean.div_(flat[0])
+            else:  # no sample anywhere: all are as they were
+                mean = self.flat
         self._phases.enter("update")
-        self.take_mean(flat)
+        self.take_mean(mean)
 
     @torch.no_grad()
     def take_mean(self, flat: torch.Tensor) -> None:
@@ -218,6 +223,7 @@ class _Outer:
         for p, mean in zip(self._parameters, means, strict=True):
             p.grad = p.detach() - mean
         self._optimizer.step()
+        self._optimizer.zero_grad()
         return [p.detach() for p in self._parameters]
 
 

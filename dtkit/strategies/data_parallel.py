@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -82,6 +83,11 @@ class DataParallel(Strategy):
         check_choice("precision", self.precision, PRECISIONS)
         check_choice("compress", self.compress, compression.METHODS)
         check_choice("balance", self.balance, ("auto",))
+        if self.compress == "powersgd" and self.precision == "fp16":
+            raise ValueError(
+                "compress='powersgd' with precision='fp16': what is left out of one step is added to the next, and "
+                "fp16 scales each step by another factor. Use precision='bf16', or compress='fp16'"
+            )
 
     @property
     def parts(self) -> int:
@@ -169,14 +175,16 @@ class _Replica(Replica):
     def _wrap(self) -> torch.nn.Module:
         if self._group is None:
             return _Losses(self._model, self._loss)
-        module = DistributedDataParallel(
-            _Losses(self._model, self._loss),
-            broadcast_buffers=False,  # batch statistics are each rank's own; broadcasting hung with an empty rank
-            init_sync=False,  # equal already
-            gradient_as_bucket_view=True,
-            bucket_cap_mb=self._strategy.bucket_mb,
-            find_unused_parameters=self._strategy.find_unused_parameters,
-        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*broadcast_buffers", FutureWarning)  # its successor isn't there yet
+            module = DistributedDataParallel(
+                _Losses(self._model, self._loss),
+                broadcast_buffers=False,  # batch statistics are each rank's own; broadcasting hung with an empty rank
+                init_sync=False,  # equal already
+                gradient_as_bucket_view=True,
+                bucket_cap_mb=self._strategy.bucket_mb,
+                find_unused_parameters=self._strategy.find_unused_parameters,
+            )
         self._reduce = compression.hook(self._strategy.compress, self._group)
         # DDP reads the hook's annotations and wants objects there, not the names that this module has.
         module.register_comm_hook(None, lambda _, bucket: self._launch(bucket))

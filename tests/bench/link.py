@@ -34,11 +34,16 @@ TOOLS = ("ip", "tc", "unshare", "nsenter")
 
 def link() -> bool:
     """Seconds and bytes per step; what was counted as sent, next to what the interface sent."""
-    if reason := _missing():
+    try:
+        with shaped() as prefixes:
+            found = ranks.together("tests.bench.link:train", prefixes=prefixes, interface=INTERFACE)
+    except NoLinkError as reason:
         print(f"skip  a link of {RATE}: {reason}")
         return True
-    with shaped() as prefixes:
-        found = ranks.together("tests.bench.link:train", prefixes=prefixes, interface=INTERFACE)
+    return _judge(found)
+
+
+def _judge(found: list[Any]) -> bool:
     blocks = found[0]
     for name, figures in blocks.items():
         seconds, sent = Sample(figures["seconds"]), Sample(figures["sent"])
@@ -54,20 +59,24 @@ def link() -> bool:
     return met & report("bytes that the interface sent, to those counted", counted, least=1.0, most=1.07)
 
 
-def _missing() -> str | None:
-    if os.geteuid() != 0:
-        return "network namespaces need root"
-    if gone := [tool for tool in TOOLS if shutil.which(tool) is None]:
-        return f"no {', '.join(gone)} on this machine (Debian: iproute2, util-linux)"
-    return None
-
-
 # -- the link -----------------------------------------------------------------------------------------------------
+
+
+class NoLinkError(Exception):
+    """This machine does not let us make one."""
+
+
+def _check_able() -> None:
+    if os.geteuid() != 0:
+        raise NoLinkError("network namespaces need root")
+    if gone := [tool for tool in TOOLS if shutil.which(tool) is None]:
+        raise NoLinkError(f"no {', '.join(gone)} on this machine (Debian: iproute2, util-linux)")
 
 
 @contextlib.contextmanager
 def shaped() -> Iterator[list[list[str]]]:
     """For each rank the command to start it by, in a namespace of its own at one end of the link."""
+    _check_able()
     with contextlib.ExitStack() as stack:
         holders = [stack.enter_context(_namespace()) for _ in range(ranks.WORLD_SIZE)]
         inside = [["nsenter", f"--net=/proc/{pid}/ns/net"] for pid in holders]
@@ -87,21 +96,26 @@ def _namespace() -> Iterator[int]:
     with subprocess.Popen(["unshare", "--net", "cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as holder:
         try:
             own, limit = _namespace_of("self"), time.monotonic() + 10
-            while _namespace_of(holder.pid) == own and time.monotonic() < limit:
+            while _namespace_of(holder.pid) in (own, None):
+                if holder.poll() is not None or time.monotonic() > limit:
+                    raise NoLinkError("unshare made no network namespace (a container without the right to?)")
                 time.sleep(0.01)
             yield holder.pid
         finally:
             holder.kill()
 
 
-def _namespace_of(process: object) -> str:
-    return str(Path(f"/proc/{process}/ns/net").readlink())
+def _namespace_of(process: object) -> str | None:
+    try:
+        return str(Path(f"/proc/{process}/ns/net").readlink())
+    except OSError:  # it has ended
+        return None
 
 
 def _do(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed: {done.stderr.strip()}")
+        raise NoLinkError(f"{' '.join(command)}: {done.stderr.strip()}")
 
 
 # -- on each rank -------------------------------------------------------------------------------------------------

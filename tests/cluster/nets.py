@@ -14,6 +14,8 @@ from tests.cluster.oracle import BOUND, CLASSES, FEATURES, mlp, momentum
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    import dtkit
+
 WIDTH, HEADS = 8, 4
 
 
@@ -131,8 +133,16 @@ class Clipped:
     def __call__(self, parameters: Any) -> Any:
         held = list(parameters)
         made = self._make(held)
-        made.register_step_pre_hook(lambda *_: torch.nn.utils.clip_grad_norm_(held, self._limit))
+
+        def clip(*_: Any) -> None:
+            torch.nn.utils.clip_grad_norm_(held, self._limit)
+
+        made.register_step_pre_hook(clip)
         return made
+
+
+def accuracy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output.argmax(1) == target).double().mean()
 
 
 # -- what engines are asked ----------------------------------------------------------------------------------
@@ -163,3 +173,9 @@ def quickly(seconds: float) -> Iterator[None]:
     begun = time.perf_counter()
     yield
     assert time.perf_counter() - begun < seconds
+
+
+def go(run: dtkit.Run) -> None:
+    """Resume, and wait for the end."""
+    run.resume()
+    run.wait(60)

@@ -251,7 +251,7 @@ def test_powersgd_trains_with_a_fraction_of_the_bytes(cluster: dtkit.Cluster):
     part = cluster.partition((inputs.float(), targets))
     how: dict[str, Any] = {"steps": 100, "optimizer": lambda p: torch.optim.SGD(p, lr=0.05)}
     plain = train(cluster, model, part, **how)
-    small = train(cluster, model, part, strategy=dtkit.DataParallel(compress="powersgd"), **how)
+    small = train(cluster, model, part, strategy=dtkit.DataParallel(compress="powersgd", bucket_mb=0.005), **how)
     losses = [float(run.history.loss()[1][-10:].mean()) for run in (plain, small)]
     assert losses[1] == pytest.approx(losses[0], abs=0.15)
     if cluster.world_size > 1:

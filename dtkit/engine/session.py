@@ -12,8 +12,6 @@ before any collective.
 from __future__ import annotations
 
 import contextlib
-import copy
-import dataclasses
 import os
 import pickle
 import socket
@@ -39,13 +37,12 @@ if TYPE_CHECKING:
 
     from dtkit.engine.comm import Group
     from dtkit.engine.data import Shards
-    from dtkit.engine.iterable import IterableStream, StreamSource
-    from dtkit.engine.loading import Feeder, Loading
+    from dtkit.engine.iterable import StreamSource
+    from dtkit.engine.loading import Loading
     from dtkit.engine.sources import Source
     from dtkit.engine.trainer import Job
     from dtkit.records import Advance, GroupSpec, JobPlan
     from dtkit.shared import Owner
-    from dtkit.strategies.base import Program, Setting, Strategy
 
 FIRST_STEP_S, LEAST_STEP_S, STEP_FACTOR = 1800.0, 60.0, 20.0  # a collective's time limit: first step, then
 
@@ -326,77 +323,23 @@ class Session:
         alone: bool = False,
     ) -> float:
         """Make a job. `alone`: this engine plays all shards by itself, without the group. Returns the learning rate."""
+        from dtkit.engine.assembly import assemble
         from dtkit.engine.loading import Loading
-        from dtkit.engine.trainer import Job
-
-        assert self.group is not None
-        what: Program = wire.loads(program)
-        setting = self._setting(what.strategy, data, plan, alone=alone)
-        network = self._models[model]
-        if alone or not what.strategy.partial:
-            network = copy.deepcopy(network)
-        stream, what = self._feed(data, network, what, plan, setting, loading or Loading())
-        seed = plan.seed + setting.shards[0]  # ranks that share a replica draw the same numbers
-        self._jobs[job] = Job(network, what, stream, setting, seed)
-        if alone:
-            self._jobs[job].watch_gradients()
-        return self._jobs[job].lr
-
-    def _setting(self, strategy: Strategy, data: str, plan: JobPlan, *, alone: bool) -> Setting:
-        """Where a job's worker works."""
-        from dtkit.engine.phases import Phases
-        from dtkit.mesh import Mesh
-        from dtkit.strategies.base import Setting
 
         assert self.group is not None
         assert self.device is not None
-        ranks = self.group.world_size
-        mesh = Mesh({"dp": ranks}) if alone else strategy.mesh(ranks)
-        return Setting(
-            group=None if alone else self.group,
-            device=self.device,
-            phases=Phases(probe.clock(self.device)),
-            shards=range(ranks) if alone else [mesh.coordinates(self.group.rank)["dp"]],
-            mesh=mesh,
-            sample=self._sampler(data),
-            largest=-(-plan.batch_size // mesh.replicas),
+        held = self._streams[data] if data in self._streams else self._data[data]
+        made = assemble(
+            wire.loads(program),
+            self._models[model],
+            held,
+            plan,
+            loading or Loading(),
+            (self.group, self.device),
+            alone=alone,
         )
-
-    def _sampler(self, data: str) -> Callable[[int], Any] | None:
-        """A function that gives a batch of so many rows; a stream has none to give."""
-        import numpy as np
-
-        if data not in self._data:
-            return None
-        source, _ = self._data[data]
-        return lambda rows: source.take(np.arange(rows) % len(source))
-
-    def _feed(
-        self,
-        data: str,
-        network: torch.nn.Module,
-        what: Program,
-        plan: JobPlan,
-        setting: Setting,
-        loading: Loading,
-    ) -> tuple[Feeder | IterableStream, Program]:
-        """The batches of a job, looked at for what would fail; and its program, which may know the targets by then."""
-        from dtkit.engine.checks import check_batch_norm, check_sync_batch_norm
-        from dtkit.engine.loading import feed, feed_stream
-        from dtkit.engine.sources import ArraySource
-
-        if data in self._streams:  # its counts and targets are not known beforehand
-            return feed_stream(self._streams[data], plan, setting, loading), what
-        source, shards = self._data[data]
-        if isinstance(source, ArraySource):
-            what = dataclasses.replace(what, objective=what.objective.having_seen(source.targets))
-        stream = feed(source, shards, plan, setting, loading)
-        if setting.mesh.replicas < len(shards.sizes):  # ranks of one replica take the same rows
-            stream.set_shares([1.0] * setting.mesh.replicas)
-        if setting.group is not None:
-            check_batch_norm(network.train(), what, source, stream)
-            check_sync_batch_norm(network, what, stream, setting.device)
-        return stream, what
+        self._jobs[job] = made
+        return made.lr
 
     def op_advance(
         self,

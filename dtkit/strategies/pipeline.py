@@ -148,7 +148,7 @@ class Pipeline(Strategy):
         model = model.to(setting.device)
         cut = self._cut(model, inputs, setting)
         parts = parts_of(model, cut, inputs)
-        _check_shared(parts)
+        _check_shared(model, parts)
         shapes = borders(parts, inputs)
         held = {name for part in parts for name in part.module.state_dict()}
         rest = {name: kept(value) for name, value in model.state_dict().items() if name not in held}
@@ -361,15 +361,21 @@ def _cut_rows(value: Any, count: int) -> Any:
     return on_tensors(value, lambda t: t[:count])
 
 
-def _check_shared(parts: Sequence[Part]) -> None:
-    """A parameter in two stages would be two parameters, each trained on its own."""
-    seen: dict[int, tuple[int, str]] = {}
-    for place, part in enumerate(parts):
-        for name, p in part.module.named_parameters():
-            before, first = seen.setdefault(id(p), (place, name))
-            if before != place:
-                raise ValueError(
-                    f"{first} of stage {before} and {name} of stage {place} are one parameter (tied weights), and "
-                    "stages are on different ranks. Cut the model so that both are in one stage, untie them, or use "
-                    "strategy=dtkit.Sharded()"
-                )
+def _check_shared(model: nn.Module, parts: Sequence[Part]) -> None:
+    """A parameter in two stages would be two parameters, each trained on its own; so would be one in a trace twice."""
+    names: dict[int, list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(p), []).append(name)
+    for tied in names.values():
+        found = {
+            (name, place, p.data_ptr())
+            for place, part in enumerate(parts)
+            for name, p in part.module.named_parameters(remove_duplicate=False)
+            if name in tied
+        }
+        if len({place for _, place, _ in found}) > 1 or len({pointer for _, _, pointer in found}) > 1:
+            where = ", ".join(f"{name} (stage {place})" for name, place, _ in sorted(found))
+            raise ValueError(
+                f"{where} are one parameter (tied weights), and stages are on different ranks. Cut the model so that "
+                "they are in one stage, untie them, or use strategy=dtkit.Sharded()"
+            )

@@ -1,9 +1,9 @@
 """Where to cut a model into stages: a chain of layers in contiguous parts, the slowest part made as fast as possible.
 
 A model can be cut where one of its layers begins. The layers of an ``nn.Sequential`` are its children; of any other
-model, the blocks of its longest ``nn.ModuleList`` or inner ``nn.Sequential``, with what runs before the first block
-joined to that, and what runs after the last joined to the last. The cost of a layer is its measured time, forward and
-backward on one micro-batch, or its parameters.
+model, the blocks of the ``nn.ModuleList`` or inner ``nn.Sequential`` with most parameters, with what runs before the
+first block joined to that, and what runs after the last joined to the last. The cost of a layer is its measured time,
+forward and backward on one micro-batch, or its parameters.
 """
 
 from __future__ import annotations
@@ -45,12 +45,16 @@ class Cut:
 def chain(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The layers at which `model` may be cut, by name and in order; none where it has no chain."""
     if isinstance(model, nn.Sequential):
-        return list(model.named_children())
+        return list(zip(model._modules, model, strict=True))  # noqa: SLF001 - named_children leaves out what comes twice
     lists = [(name, m) for name, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
     if not lists:
         return []
-    name, blocks = max(lists, key=lambda found: len(found[1]))
+    name, blocks = max(lists, key=lambda found: (_size(found[1]), len(found[1])))
     return [(f"{name}.{k}", block) for k, block in blocks.named_children()]
+
+
+def _size(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
 
 
 def balanced(costs: Sequence[float], parts: int) -> tuple[int, ...]:
@@ -96,7 +100,7 @@ def named(names: Sequence[str], layers: Sequence[str], stages: int) -> tuple[int
 
 def parameter_costs(layers: Sequence[tuple[str, nn.Module]]) -> list[float]:
     """Parameters of each layer."""
-    return [float(sum(p.numel() for p in layer.parameters())) for _, layer in layers]
+    return [float(_size(layer)) for _, layer in layers]
 
 
 def time_costs(model: nn.Module, layers: Sequence[tuple[str, nn.Module]], inputs: Sequence[Any]) -> list[float]:

@@ -21,6 +21,8 @@ from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 
+from dtkit.strategies.splitting import chain
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
@@ -76,7 +78,7 @@ class Part:
 def parts_of(model: nn.Module, cut: Cut, inputs: Sequence[Any]) -> list[Part]:
     """All parts of a model, over its own parameters."""
     if isinstance(model, nn.Sequential):
-        layers = list(model.named_children())
+        layers = chain(model)
         slices = [nn.Sequential(OrderedDict(layers[k] for k in stage)) for stage in cut.stages]
         return [Part(piece, piece) for piece in slices]
     begins = [cut.layers[start] for start in cut.starts[1:]]

@@ -93,6 +93,8 @@ class Driver:
         self.watch = Watch()
         self.reports: list[Any] = []
         """Of the last step that was explained, what each rank saw."""
+        self.spans: list[np.ndarray] = []
+        """What each rank did when, in the last steps."""
         self._balancer = Balancer(route.balance) if route.balance is not None else None
         self._explain = False
         self._last_evaluation = False  # due where a stream ended between two epochs
@@ -249,6 +251,7 @@ class Driver:
             self._tries = 0
             self.pace.landed(done, _step_s(advances))
             self._look(advances)
+            self.spans = [np.asarray(a.spans) for a in advances if a.spans is not None]
         if flight.explain:
             self.reports, self._explain = [advance.report for advance in advances], False
         for answer in flight.answers:

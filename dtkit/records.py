@@ -233,3 +233,5 @@ class Advance:
     """What that took."""
     report: object = None
     """Of a step that was explained, what this rank saw of it."""
+    spans: object = None
+    """What this rank did when in its last steps: an array of dtype ``timeline.SPAN``."""

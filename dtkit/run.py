@@ -16,6 +16,8 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+import numpy as np
+
 from dtkit import pieces, placing
 from dtkit.driver import CALLBACKS, Driver, Route, evaluation
 from dtkit.errors import ClusterError, RunError
@@ -24,6 +26,7 @@ from dtkit.records import Event, State, Status
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
+    from pathlib import Path
 
     from matplotlib.figure import Figure
 
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     from dtkit.placing import Placed
     from dtkit.records import Consistency, Evaluation, JobPlan, NodeInfo, RunSpec
     from dtkit.replicas import Replicas
+    from dtkit.timeline import Timeline
     from dtkit.verify import Verification
 
 _log = logging.getLogger("dtkit")
@@ -78,6 +82,8 @@ class Extras:
     """Why the training is not that of one process."""
     explains: bool = True
     """Whether the strategy can take a step apart."""
+    parts_per_rank: int = 1
+    """Parts of a model that a rank of a pipeline has."""
     copies: int = 1
     """Ranks that share one replica of the model, and so take the same samples."""
 
@@ -165,6 +171,19 @@ class Run:
     def exception(self) -> BaseException | None:
         """What failed the run, or (NaN) made it pause; None while all is well."""
         return self._driver.exception
+
+    @property
+    def timeline(self) -> Timeline:
+        """What every rank did when, in the last steps: a picture, and in a pipeline the bubble."""
+        from dtkit.timeline import SPAN, Timeline, merge
+
+        parts = self._driver.spans
+        spans = merge(parts, self._cluster.clock_offsets) if parts else np.empty(0, SPAN)
+        return Timeline(spans, parts_per_rank=self._extras.parts_per_rank, title=f" of {self.spec.name}")
+
+    def trace(self, path: str | Path) -> None:
+        """Write the last steps as a Chrome trace, which https://ui.perfetto.dev opens."""
+        self.timeline.trace(path)
 
     @property
     def consistency(self) -> Consistency | None:

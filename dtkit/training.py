@@ -115,6 +115,7 @@ def _extras(options: Options, strategy: Strategy, sizes: tuple[int, ...], valid:
         balance=sizes if strategy.balance and len(sizes) > 1 else None,
         caveats=strategy.caveats(),
         explains=strategy.explains,
+        parts_per_rank=strategy.parts_per_rank,
         copies=len(sizes) // strategy.mesh(len(sizes)).replicas,
     )
 

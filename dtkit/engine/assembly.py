@@ -44,11 +44,11 @@ def assemble(
     alone: bool,
 ) -> Job:
     """A job that stands before its first step. `model` stays as it is."""
-    group, _ = place
     setting = _setting(program.strategy, data, plan, place, alone=alone)
     network = model if program.strategy.partial and not alone else copy.deepcopy(model)
     stream, program = _feed(data, network, program, plan, setting, loading)
-    job = Job(network, program, stream, setting, plan.seed + (0 if alone else group.rank))
+    seed = plan.seed + setting.shards[0]  # ranks that share a replica draw the same numbers, as dropout needs
+    job = Job(network, program, stream, setting, seed)
     if alone:
         job.watch_gradients()
     return job

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dtkit.timeline import SPAN
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -69,6 +71,16 @@ def durations(marks: Marks, clock: Clock) -> dict[str, float]:
         found[phase] = found.get(phase, 0.0) + clock.seconds(begun, ended)
     found["step"] = clock.seconds(marks[0][1], marks[-1][1])
     return found
+
+
+def spans(steps: Sequence[tuple[int, Marks]], rank: int, clock: Clock) -> np.ndarray:
+    """What a rank did when in these (step, marks): rows of dtype :data:`dtkit.timeline.SPAN`."""
+    rows = [
+        (step, rank, phase, *(where or (-1, -1)), clock.at(begun), clock.at(ended))
+        for step, marks in steps
+        for (phase, begun, where), (_, ended, _) in itertools.pairwise(marks)
+    ]
+    return np.array(rows, SPAN)
 
 
 def blocked(steps: Sequence[Marks], clock: Clock) -> np.ndarray:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from dtkit.engine import checks, probe
-from dtkit.engine.phases import Marks, blocked, durations
+from dtkit.engine.phases import Marks, blocked, durations, spans
 from dtkit.engine.schedule import Rates
 from dtkit.engine.sources import to_device
 from dtkit.history import ROW
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from dtkit.engine.iterable import IterableStream
     from dtkit.strategies.base import Forecast, Outcome, Program, Setting, Worker
 
+SHOWN_STEPS = 2  # of a dispatch, of which the timeline shows everything
 SLOW_S = 2.0  # a dispatch that has lasted so long ends at the next agreed step
 
 
@@ -110,14 +111,20 @@ class Job:
 
     def harvest(self, *, fingerprint: bool = False) -> Advance:
         """The rows of the steps that the last `advance` completed; and, if asked for, the parameters' checksum."""
-        rows, spans = self._rows(self._done)
+        rows, waits = self._rows(self._done)
+        timeline = self._spans(self._done[-SHOWN_STEPS:])
         self._done.clear()
         self._recent = (self._recent + rows["step_s"].tolist())[-50:]
         begun = time.perf_counter()
         found = self._worker.fingerprint() if fingerprint else None
+        took = time.perf_counter() - begun
         return Advance(
-            rows, self.step, self.lr, self._ended, self._loss, spans, found, time.perf_counter() - begun, self.report
+            rows, self.step, self.lr, self._ended, self._loss, waits, found, took, self.report, spans=timeline
         )
+
+    def _spans(self, done: Sequence[_Done]) -> np.ndarray:
+        rank = 0 if self.setting.group is None else self.setting.group.rank
+        return spans([(one.step, one.marks) for one in done], rank, self.setting.phases.clock)
 
     def _one(self, *, explain: bool) -> _Done | None:
         """One step: batches, then the strategy's work on them. None where it was not taken."""

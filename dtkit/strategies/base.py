@@ -111,6 +111,8 @@ class Strategy(abc.ABC):
     """"auto" where faster ranks are to take more of each batch."""
     explains: bool = True
     """Whether a step can be taken apart."""
+    parts_per_rank: int = 1
+    """Parts of a model that one rank of a pipeline has."""
     partial: bool = False
     """Whether a rank keeps a part of the model only: it is then given the model itself, to copy its part of."""
 

@@ -98,6 +98,11 @@ class Pipeline(Strategy):
             object.__setattr__(self, "split", tuple(self.split))
 
     @property
+    def parts_per_rank(self) -> int:  # type: ignore[override]  # told by the schedule
+        """One, or two with schedules that go through the ranks twice."""
+        return SCHEDULES[self.schedule].per_rank
+
+    @property
     def parts(self) -> int:
         """`micro_batches`."""
         return self.micro_batches

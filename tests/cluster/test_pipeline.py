@@ -252,3 +252,26 @@ def test_degrees_that_don_t_multiply_to_the_ranks(cluster: dtkit.Cluster):
         dtkit.Pipeline(2, 4, schedule="2F2B")
     with pytest.raises(ValueError, match="stages=0; it must be at least 1"):
         dtkit.Pipeline(0, 4)
+
+
+def test_the_timeline_counts_what_each_schedule_holds(cluster: dtkit.Cluster):
+    """GPipe holds all micro-batches, 1F1B at most as many as there are stages: counted."""
+    stages = cluster.world_size
+    for schedule, expected in (("GPipe", [6] * stages), ("1F1B", list(range(stages, 0, -1)))):
+        strategy = dtkit.Pipeline(stages, 6, schedule=schedule, by="parameters")
+        timeline = train(cluster, net(deep), strategy=strategy, steps=2).timeline
+        assert timeline.micro_batches == 6
+        assert [timeline.held(rank) for rank in timeline.ranks] == expected
+        assert 0 < timeline.bubble() < 1
+        assert timeline.ideal_bubble() == pytest.approx((stages - 1) / (6 + stages - 1))
+
+
+def test_data_parallel_runs_have_a_timeline_too(cluster: dtkit.Cluster, tmp_path: Any):
+    run = train(cluster, net(deep), steps=3)
+    timeline = run.timeline
+    assert timeline.ranks == list(range(cluster.world_size))
+    assert not timeline.piped
+    assert {"data", "forward", "backward", "sync", "update"} <= set(timeline.spans["phase"].tolist())
+    assert (timeline.spans["end"] >= timeline.spans["begin"]).all()
+    run.trace(tmp_path / "trace.json")
+    assert (tmp_path / "trace.json").stat().st_size > 100

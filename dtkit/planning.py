@@ -99,13 +99,15 @@ def plan(cluster: Cluster, model: Any, wish: Wish) -> Plan:
     cluster.check_open()
     check_idle(cluster)
     _check(cluster, model, wish)
-    strategies = _strategies(cluster, wish)
+    strategies = _strategies(cluster, model, wish)
     network = cluster.benchmark()
     with waiting(f"planning for {_name(model)}") as progress:
         study = _Study(cluster, model, wish, progress.update)
         rows = []
         for strategy in strategies:
             facts = study.facts(getattr(strategy, "precision", None), network)
+            if strategy.partial:  # the model is mapped, and taken apart
+                facts = [dataclasses.replace(fact, sent=0) for fact in facts]
             costs = [strategy.cost(fact, network) for fact in facts]
             rows += plans.rows_of(repr(strategy), facts, costs, study.rooms)
     return Plan(
@@ -270,15 +272,21 @@ def _shares(cluster: Cluster, wish: Wish) -> list[int]:
     return [-(-wish.batch_size // cluster.world_size)] * cluster.world_size
 
 
-def candidates() -> list[Strategy]:
-    """One of each strategy that exists, as a plan compares them."""
+def candidates(cluster: Cluster, model: Any) -> list[Strategy]:
+    """One of each strategy that exists, as a plan compares them; a pipeline where the model can be cut for it."""
     from dtkit.strategies.averaging import OuterSGD, ParameterAveraging
     from dtkit.strategies.data_parallel import DataParallel
+    from dtkit.strategies.pipeline import Pipeline
+    from dtkit.strategies.splitting import chain
 
-    return [DataParallel(), ParameterAveraging(every=8), ParameterAveraging(every=8, outer=OuterSGD())]
+    found: list[Strategy] = [DataParallel(), ParameterAveraging(every=8), ParameterAveraging(8, OuterSGD())]
+    ranks = cluster.world_size
+    if ranks > 1 and not isinstance(model, Replicas) and len(chain(model)) >= ranks:
+        found.append(Pipeline(ranks, 2 * ranks))
+    return found
 
 
-def _strategies(cluster: Cluster, wish: Wish) -> Sequence[Strategy]:
+def _strategies(cluster: Cluster, model: Any, wish: Wish) -> Sequence[Strategy]:
     from dtkit.strategies.base import Strategy
 
     for strategy in wish.strategies or ():
@@ -289,7 +297,7 @@ def _strategies(cluster: Cluster, wish: Wish) -> Sequence[Strategy]:
         strategy.check(cluster.world_size, wish.batch_size)
     if wish.strategies is not None and not wish.strategies:
         raise ValueError("strategies is empty; leave it out to compare all that exist")
-    return wish.strategies or candidates()
+    return wish.strategies or candidates(cluster, model)
 
 
 # --- what was asked -----------------------------------------------------------------------------------------
@@ -364,11 +372,13 @@ def check_fits(cluster: Cluster, model: Any, optimizer: Callable[..., Any], stra
     )
     lack = _lack(strategy, fact, rooms)
     if lack is not None:
-        others = [s for s in candidates() if repr(s) != repr(strategy) and _lack(s, fact, rooms) is None]
+        others = [s for s in candidates(cluster, model) if repr(s) != repr(strategy) and _lack(s, fact, rooms) is None]
         raise ValueError(_refusal(_name(model), strategy, fact, lack, others))
 
 
 def _lack(strategy: Strategy, fact: Facts, rooms: Sequence[Room]) -> tuple[int, int, int] | None:
+    if strategy.partial:  # it is mapped, and taken apart
+        fact = dataclasses.replace(fact, sent=0)
     if getattr(strategy, "find_unused_parameters", False):  # what is never used has no gradient and no state
         fact = dataclasses.replace(fact, gradients=0, state=0, shapes=())
     cost = strategy.cost(fact, Benchmark.unmeasured(len(rooms)))

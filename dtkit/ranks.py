@@ -84,6 +84,11 @@ class Ranks:
         """How many ranks."""
         return len(self._transport.engine_ids)
 
+    @property
+    def one_host(self) -> bool:
+        """Whether all engines are on this host, so that they can map its files."""
+        return self._one_host
+
     def __len__(self) -> int:
         return self.world_size
 

@@ -69,13 +69,20 @@ class Replicas:
         return f"<p>{html.escape(self._headline())}</p><table><thead>{head}</thead><tbody>{rows}</tbody></table>"
 
 
-def broadcast(cluster: Cluster, model: Any) -> Replicas:
-    """See :meth:`dtkit.Cluster.broadcast`."""
+def broadcast(cluster: Cluster, model: Any, *, mapped: bool = False) -> Replicas:
+    """See :meth:`dtkit.Cluster.broadcast`. `mapped`: engines of this host hold none, and map one file when they need
+    it, for strategies that take no more than a part of the model.
+    """
     check(model)
     model = _on_cpu(model)
     key = cluster.new_key("model")
     packed = cluster.pack(model, name="model")
     with waiting(f"sending {type(model).__name__}, {units.size(packed.nbytes)}"):
+        if mapped and cluster.one_host:
+            shipment = cluster.upload(packed)
+            found = Replicas(cluster, key, packed, model, cluster.ask("place", key=key, shipment=shipment, keep=True))
+            weakref.finalize(found, cluster.discard, shipment)
+            return found
         checksums = cluster.deliver("place", packed, broadcast=True, key=key)
     return Replicas(cluster, key, packed, model, checksums)
 

@@ -69,7 +69,7 @@ def train(cluster: Cluster, model: Any, data: Any, options: Options) -> Run:
     program = _program(cluster, options, strategy)
     part = _partition(cluster, model, data, options, strategy)
     source = part if isinstance(part, Flow) else placing.source_of(cluster, part)
-    copies = model if isinstance(model, Replicas) else replicas.broadcast(cluster, model)
+    copies = model if isinstance(model, Replicas) else replicas.broadcast(cluster, model, mapped=strategy.partial)
     valid = None if options.valid is None else placing.place(cluster, options.valid, like=source)
     previous, cluster.current_run = cluster.current_run, None
     if previous is not None:

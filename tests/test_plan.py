@@ -140,7 +140,7 @@ def test_averaging_sends_a_part_and_an_outer_optimiser_keeps_more():
     assert plain.sent_bytes == 10 * MB
     assert plain.exposed_s == pytest.approx(LINKS.all_reduce_s(80 * MB) / 8)
     outer = ParameterAveraging(every=8, outer=OuterSGD()).cost(facts(), LINKS)
-    assert outer.state - plain.state == 3 * 80 * MB
+    assert outer.state - plain.state == 2 * 80 * MB  # the parameters of the last averaging, and momentum
 
 
 def test_a_step_waits_for_the_slowest_rank():
@@ -539,7 +539,7 @@ def test_a_training_is_refused_by_the_certain_part_alone(cluster: dtkit.Cluster,
     engines.memory_free = 2 * NEEDED - 4
     refusal = r"Sequential does not fit rank 0 with DataParallel\(\): it needs 444 kB .*the model as sent 89 kB, "
     with pytest.raises(
-        ValueError, match=refusal + r".*optimiser state 178 kB\), and 444 kB are free.*No other strategy"
+        ValueError, match=refusal + r".*optimiser state 178 kB\), and 444 kB are free.*These would fit: Pipeline"
     ):
         planning.check_fits(cluster, perceptron(), adam, dtkit.DataParallel())
     planning.check_fits(cluster, perceptron(), sgd, dtkit.DataParallel())  # keeps nothing

@@ -57,7 +57,7 @@ class Session:
         self._spec: GroupSpec | None = None
         self._keeper: Owner | None = None
         self._step_timeout: float | None = None
-        self._models: dict[str, torch.nn.Module] = {}
+        self._models: dict[str, torch.nn.Module | Shipment] = {}
         self._data: dict[str, tuple[Source, Shards]] = {}
         self._streams: dict[str, StreamSource] = {}  # data that has no rows by number
         self._jobs: dict[str, Job] = {}
@@ -282,15 +282,22 @@ class Session:
             if job is not None:
                 job.close()
 
-    def op_place(self, key: str, shipment: Shipment, *, broadcast: bool = False) -> str:
-        """Keep a model under `key`, its numbers received from rank 0. Returns the checksum of its state."""
+    def op_place(self, key: str, shipment: Shipment, *, broadcast: bool = False, keep: bool = False) -> str:
+        """Keep a model under `key`, its numbers received from rank 0; or (`keep`) where to map it when it is needed.
+
+        Returns the checksum of its state.
+        """
         import torch
 
         model = self._receive(shipment, by_broadcast=broadcast)
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"expected an nn.Module, got {type(model).__name__}")
-        self._models[key] = model
+        self._models[key] = shipment if keep else model
         return checksum(model)
+
+    def _model(self, key: str) -> torch.nn.Module:
+        found = self._models[key]
+        return found.unload() if isinstance(found, Shipment) else found
 
     def _receive(self, shipment: Shipment, *, by_broadcast: bool = False) -> Any:
         """Unpack a shipment; buffers that only rank 0 holds come by broadcast over the data plane."""
@@ -306,7 +313,8 @@ class Session:
 
         assert self.group is not None
         assert self.device is not None
-        seat = measure.Seat(self.group, self.device, self._models, self._data)
+        models = {key: m for key, m in self._models.items() if not isinstance(m, Shipment)}
+        seat = measure.Seat(self.group, self.device, models, self._data)
         return self._breaking(lambda: measure.serve(seat, what, **args))
 
     # -- jobs -------------------------------------------------------------------------------------------------
@@ -331,7 +339,7 @@ class Session:
         held = self._streams[data] if data in self._streams else self._data[data]
         made = assemble(
             wire.loads(program),
-            self._models[model],
+            self._model(model),
             held,
             plan,
             loading or Loading(),

@@ -275,3 +275,33 @@ def test_data_parallel_runs_have_a_timeline_too(cluster: dtkit.Cluster, tmp_path
     assert (timeline.spans["end"] >= timeline.spans["begin"]).all()
     run.trace(tmp_path / "trace.json")
     assert (tmp_path / "trace.json").stat().st_size > 100
+
+
+def test_a_model_that_no_engine_can_hold_is_refused_and_then_trained_in_parts():
+    """27 million parameters: 432 MB with gradients and AdamW's state, on engines of 360 MB."""
+
+    def left() -> int:
+        from dtkit.engine.limits import data_left
+
+        found = data_left()
+        assert found is not None
+        return found
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(1500, 1500) for _ in range(12)), nn.Linear(1500, 3))
+    rows = torch.randn(64, 1500), torch.randint(3, (64,))
+    how: dict[str, Any] = {
+        "loss": F.cross_entropy,
+        "optimizer": lambda p: torch.optim.AdamW(p, lr=1e-4),
+        "batch_size": 32,
+        "steps": 3,
+    }
+    with dtkit.Cluster(2, memory_limit="360MB") as cluster:
+        with pytest.raises(ValueError, match=r"does not fit rank \d with DataParallel.*These would fit: Pipeline"):
+            cluster.train(model, rows, **how)
+        run = cluster.train(model, rows, strategy=dtkit.Pipeline(2, 4, by="parameters"), **how)
+        run.wait(60)
+        assert min(cluster.run(left)) > 0  # a limit that is real: nobody came near it unseen
+        found = run.model.state_dict()
+        assert found.keys() == model.state_dict().keys()
+        assert any(not torch.equal(found[name], value) for name, value in model.state_dict().items())

@@ -42,7 +42,7 @@ demo: venv  ## train a real model on a cluster, in this terminal
 lab: venv  ## open JupyterLab on the notebooks
 	$(BIN)/python -m jupyterlab --ip=127.0.0.1 $(AS_ROOT) notebooks
 
-check: venv  ## format, lint, strict types and unit tests, in under a minute
+check: venv  ## format, lint, strict types and unit tests
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from dtkit.strategies.data_parallel import DataParallel
     from dtkit.strategies.naive import NaiveDataParallel
     from dtkit.strategies.pipeline import Pipeline
+    from dtkit.strategies.sharded import Sharded
+    from dtkit.strategies.tensor import TensorParallel
 
 __version__ = "0.1.0"
 
@@ -59,10 +61,12 @@ _HOMES = {
     "Run": "run",
     "RunError": "errors",
     "RunSpec": "records",
+    "Sharded": "strategies.sharded",
     "State": "records",
     "Status": "records",
     "StepExplanation": "explanation",
     "StepRecord": "records",
+    "TensorParallel": "strategies.tensor",
     "VersionMismatch": "errors",
     "attach": "cluster",
     "compare": "dashboard.compare",
@@ -91,10 +95,12 @@ __all__ = [  # noqa: PLE0604, RUF100 - the names resolve by __getattr__
     "Run",
     "RunError",
     "RunSpec",
+    "Sharded",
     "State",
     "Status",
     "StepExplanation",
     "StepRecord",
+    "TensorParallel",
     "VersionMismatch",
     "attach",
     "compare",

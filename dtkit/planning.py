@@ -277,10 +277,13 @@ def candidates(cluster: Cluster, model: Any) -> list[Strategy]:
     from dtkit.strategies.averaging import OuterSGD, ParameterAveraging
     from dtkit.strategies.data_parallel import DataParallel
     from dtkit.strategies.pipeline import Pipeline
+    from dtkit.strategies.sharded import Sharded
     from dtkit.strategies.splitting import chain
 
     found: list[Strategy] = [DataParallel(), ParameterAveraging(every=8), ParameterAveraging(8, OuterSGD())]
     ranks = cluster.world_size
+    if ranks > 1:
+        found.append(Sharded())
     if ranks > 1 and not isinstance(model, Replicas) and len(chain(model)) >= ranks:
         found.append(Pipeline(ranks, 2 * ranks))
     return found

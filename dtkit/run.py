@@ -219,8 +219,8 @@ class Run:
             raise ValueError(f"step({n}, explain=True): one step is explained at a time; call run.step(explain=True)")
         if not self._extras.explains:
             raise RunError(
-                f"{self.spec.strategy} all-reduces no gradients, which is what an explanation shows. Train with "
-                "DataParallel() to see a step taken apart"
+                f"{self.spec.strategy} has no whole gradients on each rank to be all-reduced, which is what an "
+                "explanation shows. Train with DataParallel() to see a step taken apart"
             )
         return self._explained()
 

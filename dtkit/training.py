@@ -65,6 +65,8 @@ def train(cluster: Cluster, model: Any, data: Any, options: Options) -> Run:
     strategy.mesh(cluster.world_size)
     strategy.check(cluster.world_size, options.batch_size)
     _check_model(cluster, model)
+    if not isinstance(model, Replicas):
+        strategy.check_model(model)
     loading = Loading(options.workers, options.pin_memory, options.prefetch)
     program = _program(cluster, options, strategy)
     part = _partition(cluster, model, data, options, strategy)
@@ -276,7 +278,7 @@ def _check_callbacks(options: Options) -> None:
 def _warn_of_batch_statistics(cluster: Cluster, copies: Replicas, strategy: Strategy) -> None:
     """Batch normalisation makes training depend on how a batch is cut; said once, before it starts."""
     synchronised = cluster.nodes[0].device.startswith("cuda") and getattr(strategy, "sync_batch_norm", False)
-    if cluster.world_size == 1 or synchronised:
+    if strategy.mesh(cluster.world_size).replicas == 1 or synchronised:
         return
     if copies.batch_norms:
         warnings.warn(

@@ -539,7 +539,7 @@ def test_a_training_is_refused_by_the_certain_part_alone(cluster: dtkit.Cluster,
     engines.memory_free = 2 * NEEDED - 4
     refusal = r"Sequential does not fit rank 0 with DataParallel\(\): it needs 444 kB .*the model as sent 89 kB, "
     with pytest.raises(
-        ValueError, match=refusal + r".*optimiser state 178 kB\), and 444 kB are free.*These would fit: Pipeline"
+        ValueError, match=refusal + r".*optimiser state 178 kB\), and 444 kB are free.*These would fit: Sharded"
     ):
         planning.check_fits(cluster, perceptron(), adam, dtkit.DataParallel())
     planning.check_fits(cluster, perceptron(), sgd, dtkit.DataParallel())  # keeps nothing

@@ -123,6 +123,9 @@ class Strategy(abc.ABC):
     def check(self, world_size: int, batch_size: int) -> None:  # noqa: B027 - most strategies work on any size
         """Raise ValueError where these sizes can't work."""
 
+    def check_model(self, model: torch.nn.Module) -> None:  # noqa: B027 - most strategies take any model
+        """Raise ValueError for a model that it can't place, as far as can be seen of it in the notebook."""
+
     def caveats(self) -> tuple[str, ...]:
         """Why its training is not that of one process even in exact arithmetic, or far less exact; mostly nothing."""
         return ()

@@ -153,7 +153,7 @@ def test_an_explained_step_is_a_step_like_any_other(cluster2, strategy: Any):
 
 def test_what_can_t_be_explained(cluster2):
     run = train(cluster2, steps=2, strategy=dtkit.ParameterAveraging(every=2), start=False)
-    with pytest.raises(dtkit.RunError, match="all-reduces no gradients"):
+    with pytest.raises(dtkit.RunError, match="has no whole gradients on each rank"):
         run.step(explain=True)
     with pytest.raises(ValueError, match="one step is explained at a time"):
         run.step(3, explain=True)

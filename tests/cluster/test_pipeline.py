@@ -297,11 +297,12 @@ def test_a_model_that_no_engine_can_hold_is_refused_and_then_trained_in_parts():
         "steps": 3,
     }
     with dtkit.Cluster(2, memory_limit="360MB") as cluster:
-        with pytest.raises(ValueError, match=r"does not fit rank \d with DataParallel.*These would fit: Pipeline"):
+        with pytest.raises(ValueError, match=r"does not fit rank \d with DataParallel.*These would fit: Sharded.*Pipeline"):
             cluster.train(model, rows, **how)
-        run = cluster.train(model, rows, strategy=dtkit.Pipeline(2, 4, by="parameters"), **how)
-        run.wait(60)
-        assert min(cluster.run(left)) > 0  # a limit that is real: nobody came near it unseen
-        found = run.model.state_dict()
-        assert found.keys() == model.state_dict().keys()
-        assert any(not torch.equal(found[name], value) for name, value in model.state_dict().items())
+        for strategy in (dtkit.Pipeline(2, 4, by="parameters"), dtkit.Sharded()):
+            run = cluster.train(model, rows, strategy=strategy, **how)
+            run.wait(60)
+            assert min(cluster.run(left)) > 0  # a limit that is real: nobody came near it unseen
+            found = run.model.state_dict()
+            assert found.keys() == model.state_dict().keys()
+            assert any(not torch.equal(found[name], value) for name, value in model.state_dict().items())

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 class Replicas:
     """One copy of a model per rank, as it was when it was sent. Hand it to ``cluster.train`` as often as you like.
 
-    ``checksums`` has a digest per rank of all parameters and buffers: equal digests, equal bits.
+    ``checksums`` has a digest per rank of all parameters and buffers: equal digests, equal bits. It is empty where
+    ranks map one file.
     """
 
     def __init__(
@@ -80,7 +81,8 @@ def broadcast(cluster: Cluster, model: Any, *, mapped: bool = False) -> Replicas
     with waiting(f"sending {type(model).__name__}, {units.size(packed.nbytes)}"):
         if mapped and cluster.one_host:
             shipment = cluster.upload(packed)
-            found = Replicas(cluster, key, packed, model, cluster.ask("place", key=key, shipment=shipment, keep=True))
+            cluster.ask("keep", key=key, shipment=shipment)
+            found = Replicas(cluster, key, packed, model, ())
             weakref.finalize(found, cluster.discard, shipment)
             return found
         checksums = cluster.deliver("place", packed, broadcast=True, key=key)

@@ -327,6 +327,9 @@ class FakeTransport:
             for kept in (rank.jobs, rank.models, rank.rows, self._arrived):
                 kept.pop(key, None)
 
+    def _keep(self, rank: _Rank, *, key: str, shipment: Shipment, **_: Any) -> None:
+        rank.models[key] = shipment.unload()
+
     def _place(self, rank: _Rank, *, key: str, shipment: Shipment, broadcast: bool = False, **_: Any) -> str:
         from dtkit.engine.session import checksum
 

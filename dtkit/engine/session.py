@@ -278,21 +278,28 @@ class Session:
             self._data.pop(key, None)
             self._streams.pop(key, None)
             self._models.pop(key, None)
-            job = self._jobs.pop(key, None)
-            if job is not None:
-                job.close()
+            self._end(key)
 
-    def op_place(self, key: str, shipment: Shipment, *, broadcast: bool = False, keep: bool = False) -> str:
-        """Keep a model under `key`, its numbers received from rank 0; or (`keep`) where to map it when it is needed.
+    def _end(self, job: str) -> None:
+        """Let go of a job, and give the system its memory back: what comes next may need it in one piece."""
+        if job in self._jobs:
+            from dtkit.engine import memory
 
-        Returns the checksum of its state.
-        """
+            self._jobs.pop(job).close()
+            memory.tidy()
+
+    def op_keep(self, key: str, shipment: Shipment) -> None:
+        """Keep under `key` where a model lies, to be mapped when it is needed."""
+        self._models[key] = shipment
+
+    def op_place(self, key: str, shipment: Shipment, *, broadcast: bool = False) -> str:
+        """Keep a model under `key`, its numbers received from rank 0. Returns the checksum of its state."""
         import torch
 
         model = self._receive(shipment, by_broadcast=broadcast)
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"expected an nn.Module, got {type(model).__name__}")
-        self._models[key] = shipment if keep else model
+        self._models[key] = model
         return checksum(model)
 
     def _model(self, key: str) -> torch.nn.Module:

@@ -27,6 +27,8 @@ class DevicePlan:
             found["THP_MEM_ALLOC_ENABLE"] = "1"
         if memory_limit is not None:
             found[limits.VARIABLE] = str(memory_limit)
+            # The limit counts what malloc keeps of freed memory in pieces; what is mapped by itself goes back at once.
+            found["MALLOC_MMAP_THRESHOLD_"] = str(2**20)
         return found
 
 

@@ -277,7 +277,11 @@ def test_data_parallel_runs_have_a_timeline_too(cluster: dtkit.Cluster, tmp_path
     assert (tmp_path / "trace.json").stat().st_size > 100
 
 
-def test_a_model_that_no_engine_can_hold_is_refused_and_then_trained_in_parts():
+@pytest.mark.parametrize(
+    ("engines", "strategy"),
+    [(2, dtkit.Pipeline(2, 4, by="parameters")), (4, dtkit.Pipeline(4, 8)), (2, dtkit.Sharded()), (4, dtkit.Sharded())],
+)
+def test_a_model_that_no_engine_can_hold_is_refused_and_then_trained_in_parts(engines: int, strategy: Any):
     """27 million parameters: 432 MB with gradients and AdamW's state, on engines of 420 MB."""
 
     def left() -> int:
@@ -296,15 +300,13 @@ def test_a_model_that_no_engine_can_hold_is_refused_and_then_trained_in_parts():
         "batch_size": 32,
         "steps": 3,
     }
-    with dtkit.Cluster(2, memory_limit="420MB") as cluster:
-        with pytest.raises(
-            ValueError, match=r"does not fit rank \d with DataParallel.*These would fit: Sharded.*Pipeline"
-        ):
+    with dtkit.Cluster(engines, memory_limit="420MB") as cluster:
+        refused = r"does not fit rank \d with DataParallel.*These would fit: Sharded.*Pipeline"
+        with pytest.raises(ValueError, match=refused):
             cluster.train(model, rows, **how)
-        for strategy in (dtkit.Pipeline(2, 4, by="parameters"), dtkit.Sharded()):
-            run = cluster.train(model, rows, strategy=strategy, **how)
-            run.wait(60)
-            assert min(cluster.run(left)) > 0  # a limit that is real: nobody came near it unseen
-            found = run.model.state_dict()
-            assert found.keys() == model.state_dict().keys()
-            assert any(not torch.equal(found[name], value) for name, value in model.state_dict().items())
+        run = cluster.train(model, rows, strategy=strategy, **how)
+        run.wait(60)
+        assert min(cluster.run(left)) > 0
+        found = run.model.state_dict()
+        assert found.keys() == model.state_dict().keys()
+        assert any(not torch.equal(found[name], value) for name, value in model.state_dict().items())

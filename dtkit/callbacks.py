@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -34,13 +35,19 @@ class EarlyStopping:
         if not (isinstance(min_delta, int | float) and min_delta >= 0):
             raise ValueError(f"min_delta={min_delta!r}; it must be a number from 0 up")
         self.patience, self.metric, self.min_delta, self.largest = patience, metric, min_delta, largest
-        self.best = -math.inf if largest else math.inf
+        self._begin(None)
+
+    def _begin(self, run: Run | None) -> None:
+        self._run = None if run is None else weakref.ref(run)
+        self.best = -math.inf if self.largest else math.inf
         """The best value so far."""
         self.best_epoch = 0
         self._epoch = 0
 
     def __call__(self, run: Run) -> None:
-        """Look at the epoch that has just ended."""
+        """Look at the epoch that has just ended. With another run than the last time, begin anew."""
+        if self._run is None or self._run() is not run:
+            self._begin(run)
         self._epoch += 1
         value = self._value(run)
         gain = value - self.best if self.largest else self.best - value
@@ -48,8 +55,8 @@ class EarlyStopping:
             self.best, self.best_epoch = value, self._epoch
         elif self._epoch - self.best_epoch >= self.patience:
             run.note(
-                f"stopped early after epoch {self._epoch}: {self.metric} {value:.4g}, and {self.best:.4g} was best, "
-                f"{self.patience} epochs ago or more"
+                f"stopped early after epoch {self._epoch}: {self.metric} {value:.4g}, and the best was "
+                f"{self.best:.4g}, after epoch {self.best_epoch}"
             )
             run.stop()
 

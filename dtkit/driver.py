@@ -312,7 +312,12 @@ class Driver:
         self._flights.clear()
         self._keep_common(replies)
         self._heal(failures)
-        self._end(State.FAILED, EngineError([f for f in failures if f.kind != "refused"] or failures))
+        error = EngineError([f for f in failures if f.kind != "refused"] or failures)
+        if flight.op == "evaluate":  # the training itself is whole
+            self._halt, self.exception = self._halt or "pause", error
+            self._note("error", f"the evaluation failed: {error}".partition("\n")[0])
+        else:
+            self._end(State.FAILED, error)
 
     def _keep_common(self, replies: Sequence[Reply]) -> None:
         """Record the steps that all ranks completed before one failed."""
@@ -388,7 +393,7 @@ class Driver:
     def _obey(self, command: _Command) -> None:
         running = self.state is State.RUNNING
         if command.name == "lr":
-            self._set_lr(command, running=running)
+            self._set_lr(command, running=running and self._calling is None)  # callbacks are called between steps
         elif command.name == "resume":
             self._go(self.route.steps, "resume" if self.step else "start")
             _resolve(command.answer, self.step)

@@ -139,6 +139,10 @@ def place(cluster: Cluster, data: Any, *, target: Any = None, like: Placed | Non
         cluster.ask("shard", key=found.key, indices=rows, sizes=_even(found.samples, ranks))
         return found
     offer = _offer(data, asked, evaluating=True)
+    if not offer.samples:
+        raise ValueError(
+            "the data to evaluate on has no samples, so its loss would be 0 / 0. Give some, or leave it out"
+        )
     return _send(cluster, offer, np.arange(offer.samples, dtype=np.int32), _even(offer.samples, ranks))
 
 

@@ -240,6 +240,13 @@ def _check_optimizer(optimizer: Any) -> None:
 
 
 def _check_metrics(options: Options) -> None:
+    if options.metrics is not None and not hasattr(options.metrics, "items"):
+        raise TypeError(
+            f"metrics is a {type(options.metrics).__name__}; give names and functions of (output, target), as in "
+            "metrics={'accuracy': accuracy}"
+        )
+    if "loss" in (options.metrics or {}):
+        raise ValueError("metrics has 'loss', which is the name of the loss itself; give the metric another name")
     for name, metric in (options.metrics or {}).items():
         if not callable(metric):
             raise TypeError(

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import math
 import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 NOTHING = "—"
 """Stands where a number is not known."""
@@ -63,14 +67,30 @@ def _long(whole: int) -> str:
 
 
 def size(count: float | None) -> str:
-    """Bytes in decimal units: ``512 B``, ``315 MB``, ``1.2 GB``."""
+    """Bytes in decimal units, to three digits where they say something: ``512 B``, ``4.63 MB``, ``37 MB``, ``1.2 GB``.
+
+    Sizes are compared with each other: with one digit, an eighth of 37 MB would look like 1/7.4 of it.
+    """
     if count is None or not math.isfinite(count):
         return NOTHING
     for unit in ("B", "kB", "MB", "GB"):
         if abs(count) < 999.5:
-            return f"{count:.1f} {unit}" if unit == "GB" else f"{count:.0f} {unit}"
+            return f"{count:.3g} {unit}"
         count /= 1000
-    return f"{count:.1f} TB"
+    return f"{count:.3g} TB" if abs(count) < 999.5 else f"{count:,.0f} TB"
+
+
+BYTES = {"kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+"""Units of an axis of bytes, the smallest first."""
+
+SECONDS = {"µs": 1e-6, "ms": 1e-3, "s": 1.0}
+"""Units of an axis of seconds, the smallest first."""
+
+
+def unit_for(largest: float, ladder: Mapping[str, float]) -> tuple[str, float]:
+    """(name, size) of the largest unit on the ladder that `largest` reaches, so that an axis has short numbers."""
+    fitting = [item for item in ladder.items() if item[1] <= largest]
+    return fitting[-1] if fitting else next(iter(ladder.items()))
 
 
 def share(part: float | None) -> str:

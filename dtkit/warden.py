@@ -42,7 +42,8 @@ def start(folder: Path) -> subprocess.Popen[bytes]:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         command = [sys.executable, "-m", "dtkit.warden", str(folder)]
-        return subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL)
+        nowhere = subprocess.DEVNULL  # it may outlive us, and would hold whatever pipe we write to
+        return subprocess.Popen(command, start_new_session=True, stdin=nowhere, stdout=nowhere, stderr=nowhere)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

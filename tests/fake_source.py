@@ -9,9 +9,12 @@ from dtkit.records import Event, NodeInfo, RunSpec, State, Status
 
 
 class FakeSource:
-    """A run of `ranks` nodes that the test drives; `posted` keeps what views asked for."""
+    """A run of `ranks` nodes that the test drives; `posted` keeps what views asked for.
 
-    def __init__(self, ranks=4, steps=400, name="ConvNet", seed=0):
+    With `stages` the nodes are pipelines of so many: they share their samples, and the last one alone knows a loss.
+    """
+
+    def __init__(self, ranks=4, steps=400, name="ConvNet", seed=0, stages=1):
         self.spec = RunSpec(
             name=name, strategy="DataParallel()", world_size=ranks, samples=51200, batch_size=64 * ranks,
             steps=steps, steps_per_epoch=max(1, steps // 2), shuffle="shard", seed=0, loss="CrossEntropyLoss",
@@ -20,7 +23,7 @@ class FakeSource:
         self.nodes = [
             NodeInfo(r, r + 10, f"host{r // 8}", 4000 + r, "cpu", 8_000_000_000, 5_000_000_000, 1) for r in range(ranks)
         ]
-        self.history = History()
+        self.history = History(copies=stages)
         self.state, self.message, self.exception, self.lr = State.RUNNING, "", None, 0.1
         self.remaining_s = 12.0
         self.step = 0
@@ -68,6 +71,8 @@ class FakeSource:
         decay = 2.3 * np.exp(-3 * rows["step"] / self.spec.steps) + 0.3
         noise = self._random.normal(size=len(rows))
         rows["loss"] = decay * (1 + 0.06 * noise) if loss is None else loss
+        early = (rows["rank"] + 1) % self.history.copies > 0
+        rows["loss"][early], rows["weight"][early] = np.nan, 0
         self._time(rows)
         rows["grad_norm"] = 2 * decay * (1 + 0.1 * np.abs(self._random.normal(size=len(rows))))
         rows["sent_bytes"] = self.sends(rows["step"])

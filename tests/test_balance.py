@@ -132,3 +132,16 @@ def test_a_fingerprint_sees_a_single_bit(dtype, offset):
     changed.view(torch.uint8)[-1] ^= 1
     assert bits([changed]) != before
     assert bits([]) == 0
+
+
+def test_a_step_that_is_mostly_fixed_is_left_alone():
+    """Twice as slow, and a step's own part outweighs its samples: no share would help much, and none runs away."""
+    balancer = Balancer([10, 10])
+    for _ in range(20):
+        counts = proportional(64, balancer.shares)
+        balancer.landed([rows(n, slow * (100.0 + n)) for n, slow in zip(counts, (2.0, 1.0), strict=True)])
+    counts = proportional(64, balancer.shares)
+    assert min(counts) >= 1
+    before = [2 * (100 + 32), 100 + 32]
+    after = [2 * (100 + counts[0]), 100 + counts[1]]
+    assert max(after) <= max(before)

@@ -52,8 +52,16 @@ def test_in_a_notebook_it_is_a_figure_and_a_table_of_escaped_text():
     assert page.count("<tr>") == 3
     assert "<script>" not in page
     assert "Odd(&#x27;&lt;script&gt;&#x27;)" in page
+    numbers = re.findall(r'style="text-align: right; ([^"]*)"', page)
+    assert numbers == ["white-space: nowrap"] * 3 * len(compare._NUMBERS)
     assert 'alt="Loss against steps and against bytes. DataParallel(): loss ' in page
     assert found._repr_png_().startswith(b"\x89PNG")
+
+
+def test_an_eighth_of_the_bytes_looks_like_an_eighth():
+    whole, eighth = dtkit.compare([run(sent=463_000), run("E()", every=8, sent=463_000)]).rows
+    assert compare._numbers(whole)[3:5] == ("37 MB", "463 kB")
+    assert compare._numbers(eighth)[3:5] == ("4.63 MB", "57.9 kB")
 
 
 def test_the_table_as_a_frame():

@@ -64,6 +64,26 @@ def test_one_node_needs_no_mean():
     assert lines(loss) == lines(throughput) == ["node 0"]
 
 
+def test_stages_without_a_loss_have_no_line_and_samples_count_once():
+    source = FakeSource(ranks=4, stages=2)
+    source.advance(50)
+    loss, throughput, *_ = figures.run_figure(source).axes
+    assert lines(loss) == ["node 1", "node 3", "mean"]
+    assert loss.get_lines()[1].get_color() == axes.COLOURS[3]  # a node keeps its colour
+    assert lines(throughput) == [*(f"node {k}" for k in range(4)), "all ÷ 2"]
+    *nodes, overall = [line.get_ydata() for line in throughput.get_lines()]
+    assert all((overall <= 1.001 * own).all() for own in nodes)
+    np.testing.assert_allclose(overall, source.history.throughput()[1] / 2, rtol=1e-6)
+
+
+def test_one_pipeline_has_one_line_over_all():
+    source = FakeSource(ranks=2, stages=2)
+    source.advance(50)
+    throughput = figures.run_figure(source).axes[1]
+    assert lines(throughput) == ["node 0", "node 1", "all"]
+    np.testing.assert_allclose(throughput.get_lines()[-1].get_ydata(), source.history.throughput()[1], rtol=1e-6)
+
+
 def test_the_title_says_what_how_and_how_far():
     source = FakeSource(name="$Net_0$ <b>")  # mathematics and markup stay text
     source.advance(12)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import resource
 from typing import TYPE_CHECKING, Any
 
@@ -193,6 +194,58 @@ def test_of_many_ranks_the_tightest_is_listed():
     assert len(repr(many).splitlines()) == 1 + 1 + 2 + 2
     assert "least to spare" in repr(many)
     assert len(many.to_pandas()) == 24
+
+
+def test_the_answer_stands_before_what_it_is_made_of():
+    head = plan_view._table(plan())[0]
+    assert head[:6] == ["strategy", "rank", "samples", "needed", "free", "fits"]
+    assert head[6:12] == [name for _, name, _ in plan_view.PARTS]
+
+
+def test_in_a_page_names_stand_to_the_left_and_numbers_are_not_cut_from_their_units():
+    page = plan()._repr_html_()
+    cells = re.findall(r'<t[hd] style="([^"]*)">', page)
+    assert len(cells) == 5 * len(plan_view._table(plan())[0])
+    names = [style for style in cells if "text-align: left" in style]
+    assert len(names) == 5
+    assert all("white-space: nowrap" in style for style in cells if style not in names)
+
+
+def test_a_long_list_of_what_fits_is_counted():
+    rows = [dataclasses.replace(row, strategy=f"Long{k}({'x' * 40})") for k in range(3) for row in plan().rows[:2]]
+    tight = [dataclasses.replace(row, free=row.needed - 1) for row in rows[4:]]
+    some = dataclasses.replace(plan(), rows=tuple(rows[:4] + tight))
+    assert repr(some).splitlines()[0].endswith("on 2 ranks: 2 of 3 strategies fit")
+    one = dataclasses.replace(plan(), rows=tuple([dataclasses.replace(r, strategy="x" * 61) for r in rows[:2]] + tight))
+    assert repr(one).splitlines()[0].endswith(": 1 of 2 strategies fits")
+
+
+@pytest.mark.parametrize(
+    ("size", "unit", "time", "other"), [(1e-3, "kB", 1e-4, "µs"), (1, "MB", 1, "ms"), (1e3, "GB", 50, "s")]
+)
+def test_a_plan_of_any_size_has_short_numbers_and_nothing_lies_over_something_else(
+    size: float, unit: str, time: float, other: str
+):
+    parts = [field for field, _, _ in plan_view.PARTS]
+    times = ("compute_s", "communication_s", "step_s")
+    rows = [
+        dataclasses.replace(
+            row,
+            free=int(600 * MB * size),
+            **{field: int(getattr(row, field) * size) for field in parts},
+            **{field: getattr(row, field) * time for field in times},
+        )
+        for row in plan().rows
+    ]
+    figure = dataclasses.replace(plan(), rows=tuple(rows)).figure()
+    figure.canvas.draw()
+    for ax, name in zip(figure.axes, (unit, other), strict=True):
+        assert ax.get_title(loc="right").split(",")[0] == name
+        assert ax.xaxis.get_offset_text().get_text() == ""
+        ticks = [label for label in ax.get_xticklabels() if label.get_text()]
+        assert all(len(label.get_text()) <= 5 for label in ticks)
+        top = ax.get_legend().get_window_extent().y1
+        assert all(label.get_window_extent().y0 >= top for label in ticks)
 
 
 def test_a_plan_drawn_adds_up():
@@ -537,7 +590,7 @@ def test_a_training_is_refused_by_the_certain_part_alone(cluster: dtkit.Cluster,
     engines.memory_free = 2 * NEEDED  # both engines share it
     planning.check_fits(cluster, perceptron(), adam, dtkit.DataParallel())
     engines.memory_free = 2 * NEEDED - 4
-    refusal = r"Sequential does not fit rank 0 with DataParallel\(\): it needs 444 kB .*the model as sent 89 kB, "
+    refusal = r"Sequential does not fit rank 0 with DataParallel\(\): it needs 444 kB .*the model as sent 88.8 kB, "
     with pytest.raises(
         ValueError, match=refusal + r".*optimiser state 178 kB\), and 444 kB are free.*These would fit: Sharded"
     ):

@@ -48,13 +48,41 @@ class Terminal(io.StringIO):
         (units.share, 0.0, "0 %"),
         (units.share, None, "—"),
         (units.size, 315e6, "315 MB"),
-        (units.size, 1.24e9, "1.2 GB"),
+        (units.size, 1.24e9, "1.24 GB"),
+        (units.size, 1.2e9, "1.2 GB"),
+        (units.size, 4.63e6, "4.63 MB"),
+        (units.size, 37.04e6, "37 MB"),
+        (units.size, 46.36e6, "46.4 MB"),
         (units.size, 512, "512 B"),
-        (units.size, 3e12, "3.0 TB"),
+        (units.size, 999.4, "999 B"),
+        (units.size, 999.6, "1 kB"),
+        (units.size, 3e12, "3 TB"),
+        (units.size, 4e15, "4,000 TB"),
+        (units.size, 0, "0 B"),
+        (units.size, float("nan"), "—"),
     ],
 )
 def test_units(function, value, said):
     assert function(value) == said
+
+
+@pytest.mark.parametrize(
+    ("largest", "ladder", "name"),
+    [
+        (0, units.BYTES, "kB"),
+        (999, units.BYTES, "kB"),
+        (999e3, units.BYTES, "kB"),
+        (1e6, units.BYTES, "MB"),
+        (490e9, units.BYTES, "GB"),
+        (7e15, units.BYTES, "TB"),
+        (2e-7, units.SECONDS, "µs"),
+        (0.344, units.SECONDS, "ms"),
+        (166, units.SECONDS, "s"),
+        (float("nan"), units.SECONDS, "µs"),
+    ],
+)
+def test_the_unit_of_an_axis_follows_the_size(largest, ladder, name):
+    assert units.unit_for(largest, ladder) == (name, ladder[name])
 
 
 def test_plain_removes_what_a_terminal_obeys():
@@ -115,6 +143,16 @@ def test_the_summary_of_many_nodes_ends():
     lines = text.summary(source).splitlines()
     assert lines[-1] == "  and 241 more nodes"
     assert len(lines) == 3 + 16
+
+
+def test_a_stage_that_knows_no_loss_has_none_and_a_loss_that_is_no_number_is_told():
+    source = FakeSource(ranks=4, stages=2)
+    source.advance(1, loss=0.5)
+    _, _, now, *nodes = text.summary(source).splitlines()
+    assert now.startswith("loss 0.500, ")
+    assert [line.split()[3] for line in nodes] == ["—", "0.500", "—", "0.500"]
+    source.advance(1, loss=float("nan"))
+    assert [line.split()[3] for line in text.summary(source).splitlines()[3:]] == ["—", "NaN", "—", "NaN"]
 
 
 @pytest.mark.parametrize("ranks", [1, 4])

@@ -60,7 +60,7 @@ def nothing(ax: Axes, text: str = "no step yet") -> None:
 
 
 def draw_lines(ax: Axes, part: Part, layout: Layout, overall: str) -> None:
-    """A line a node, or one band for many; over them the line of all nodes, dashed."""
+    """A line a node that has values, or one band for many; over them the line of all nodes, dashed."""
     tidy(ax)
     step_axis(ax)
     if not np.isfinite(part.values).any():
@@ -71,7 +71,7 @@ def draw_lines(ax: Axes, part: Part, layout: Layout, overall: str) -> None:
     for k in range(layout.nodes):
         if layout.banded:
             draw_band(ax, part.steps, part.values[:, k], COLOURS[4], 0.3)
-        else:
+        elif np.isfinite(part.values[:, k, 1]).any():  # the first stages of a pipeline have no loss
             # Many faint bands over each other would hide the lines: they share what one may cover.
             draw_band(ax, part.steps, part.values[:, k], COLOURS[k], 0.32 / (layout.nodes + 1))
             _draw_line(ax, part.steps, part.values[:, k], f"node {k}", color=COLOURS[k], linewidth=1.3)

@@ -199,6 +199,8 @@ def _final_loss(totals: np.ndarray) -> float:
 _NUMBERS = ("nodes", "steps", "final loss", "sent per rank", "per step", "samples/s", "time")
 """Columns of numbers; they stand to the right."""
 
+_NUMBER, _WORDS = "text-align: right; white-space: nowrap", "text-align: left"  # a number is never cut from its unit
+
 
 def _table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     """The table's header and its cells. Strategies that the labels say already have no column of their own."""
@@ -226,10 +228,10 @@ def _numbers(row: Row) -> tuple[str, ...]:
 def _html_table(rows: Sequence[Row]) -> str:
     """The table for a notebook; text of users and engines is escaped."""
     header, *body = _table(rows)
-    sides = ["right" if name in _NUMBERS else "left" for name in header]
+    styles = [_NUMBER if name in _NUMBERS else _WORDS for name in header]
 
     def line(cells: Iterable[str], tag: str) -> str:
-        parts = (f'<{tag} style="text-align: {s}">{html.escape(c)}</{tag}>' for s, c in zip(sides, cells, strict=True))
+        parts = (f'<{tag} style="{s}">{html.escape(c)}</{tag}>' for s, c in zip(styles, cells, strict=True))
         return f"<tr>{''.join(parts)}</tr>"
 
     lines = "".join(line(cells, "td") for cells in body)

@@ -25,7 +25,7 @@ import numpy as np
 from dtkit import units
 from dtkit.dashboard.glance import epoch, glance, tiles
 from dtkit.dashboard.remarks import remarks
-from dtkit.dashboard.series import CHARTS, Curves
+from dtkit.dashboard.series import CHARTS, Curves, overall_rate
 from dtkit.dashboard.timing import PHASES, bars
 
 if TYPE_CHECKING:
@@ -140,6 +140,7 @@ class Feed:
             "name": units.plain(spec.name, 80),
             "strategy": units.plain(spec.strategy, 120),
             "ranks": self._ranks,
+            "overall": overall_rate(self._ranks, self._source.history.copies),
             "batch": spec.batch_size,
             "charts": {layout.name: dataclasses.asdict(layout) for layout in self._curves.layouts},
             "columns": self._curves.columns,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dtkit import units
+from dtkit.dashboard.series import lossless
 from dtkit.dashboard.timing import Timing, named, timing
 
 if TYPE_CHECKING:
@@ -36,19 +37,21 @@ class Glance:
     step_s: float | None
     by_rank: np.ndarray
     timing: Timing
+    lossless: np.ndarray
+    """Which ranks had no loss to tell in their last step, so that its NaN means nothing."""
 
 
 def glance(history: History, ranks: int) -> Glance:
     """Read the last steps of a history."""
-    by_rank = np.full((ranks, 3), np.nan)
+    by_rank, silent = np.full((ranks, 3), np.nan), np.ones(ranks, bool)
     parts = timing(history, ranks)
     totals = history.totals(history.steps - WINDOW)
     if not len(totals):
-        return Glance(None, None, None, None, by_rank, parts)
+        return Glance(None, None, None, None, by_rank, parts, silent)
     rows = history.rows(len(history) - WINDOW * ranks)
     rows = rows[rows["rank"] < ranks]
     rank = rows["rank"]
-    by_rank[rank, 0] = rows["loss"]  # rows are in the order of steps, and the last one written stays
+    by_rank[rank, 0], silent[rank] = rows["loss"], lossless(rows)  # in the order of steps: the last one written stays
     busy = np.bincount(rank, rows["step_s"] - rows["wait_s"], ranks)
     by_rank[:, 1] = _ratio(np.bincount(rank, rows["samples"], ranks), busy)
     by_rank[rank, 2] = rows["memory_bytes"]
@@ -62,6 +65,7 @@ def glance(history: History, ranks: int) -> Glance:
         step_s=float(np.median(totals["step_s"])),
         by_rank=by_rank,
         timing=parts,
+        lossless=silent,
     )
 
 

@@ -30,6 +30,7 @@ PARTS = (
 _COMPUTING, _WAITING, _LIMIT = "#009E73", "#D55E00", "#1a1a1a"
 _SHOWN_RANKS = 8  # of more, only the rank that has least to spare is listed for each strategy
 _SHOWN_CELLS = 10  # ranks whose numbers are written into the heat map
+_NAMED, _BREAK, _TITLE = 60, 36, 120  # letters: of strategies in a headline; in a line of a strategy, and of a title
 
 
 # --- a plan -------------------------------------------------------------------------------------------------
@@ -37,14 +38,20 @@ _SHOWN_CELLS = 10  # ranks whose numbers are written into the heat map
 
 def _headline(plan: Plan) -> str:
     """What was planned, and what fits."""
-    fitting, all_of_them = plan.fitting, plan.strategies
-    verdict = "all fit" if len(fitting) == len(all_of_them) else f"{', '.join(fitting) or 'none'} fit"
-    if len(fitting) == 1 < len(all_of_them):
-        verdict = f"only {fitting[0]} fits"
     return (
         f"Plan for {units.plain(plan.model, 60)}: {units.plural(plan.batch_size, 'sample')} per update on "
-        f"{units.plural(plan.world_size, 'rank')}: {verdict}"
+        f"{units.plural(plan.world_size, 'rank')}: {_verdict(plan.fitting, plan.strategies)}"
     )
+
+
+def _verdict(fitting: Sequence[str], strategies: Sequence[str]) -> str:
+    """Which strategies fit, by name where that is short."""
+    if len(fitting) == len(strategies):
+        return "all fit"
+    names, many = ", ".join(fitting), len(fitting) > 1
+    if len(names) > _NAMED:
+        return f"{len(fitting)} of {len(strategies)} strategies {'fit' if many else 'fits'}"
+    return f"{names or 'none'} fit" if many or not fitting else f"only {names} fits"
 
 
 def _listed(plan: Plan) -> list[PlanRow]:
@@ -59,20 +66,10 @@ def tightest(rows: Sequence[PlanRow]) -> PlanRow:
 
 
 def _table(plan: Plan) -> list[list[str]]:
+    """A header, and a line a row. The answer comes first; what it is made of may scroll out of sight."""
     names = [name for _, name, _ in PARTS]
-    head = [
-        "strategy",
-        "rank",
-        "samples",
-        *names,
-        "needed",
-        "free",
-        "fits",
-        "sent/step",
-        "computing",
-        "waiting",
-        "step",
-    ]
+    times = ["sent/step", "computing", "waiting", "step"]
+    head = ["strategy", "rank", "samples", "needed", "free", "fits", *names, *times]
     return [head, *(_cells(row) for row in _listed(plan))]
 
 
@@ -81,10 +78,10 @@ def _cells(row: PlanRow) -> list[str]:
         row.strategy,
         str(row.rank),
         f"{row.rows:,}",
-        *(units.size(getattr(row, field)) for field, _, _ in PARTS),
         units.size(row.needed),
         units.size(row.free),
         "yes" if row.fits else "NO",
+        *(units.size(getattr(row, field)) for field, _, _ in PARTS),
         units.size(row.sent_bytes),
         *(units.duration(value) for value in (row.compute_s, row.communication_s, row.step_s)),
     ]
@@ -115,21 +112,23 @@ def plan_figure(plan: Plan) -> Figure:
     memory, seconds = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
     _draw_memory(memory, rows)
     _draw_time(seconds, rows)
-    memory.set_yticks(range(len(rows)), [textwrap.fill(units.plain(row.strategy, 80), 36) for row in rows], fontsize=8)
+    names = [textwrap.fill(units.plain(row.strategy, 80), _BREAK) for row in rows]
+    memory.set_yticks(range(len(rows)), names, fontsize=8)
     memory.set_ylim(len(rows) - 0.5, -0.5)
     _title(figure, _headline(plan))
     return figure
 
 
 def _draw_memory(ax: Axes, rows: Sequence[PlanRow]) -> None:
+    unit, one = units.unit_for(max(row.needed for row in rows), units.BYTES)
     left = [0.0] * len(rows)
     for field, name, colour in PARTS:
-        part = [getattr(row, field) / 1e6 for row in rows]
+        part = [getattr(row, field) / one for row in rows]
         ax.barh(range(len(rows)), part, left=left, height=0.62, color=colour, label=name)
         left = [a + b for a, b in zip(left, part, strict=True)]
     shown = max(left)
     for y, row in enumerate(rows):
-        free = row.free / 1e6
+        free = row.free / one
         if free <= 3 * shown:  # where there is plenty, bars would vanish beside it
             ax.plot([free, free], [y - 0.42, y + 0.42], color=_LIMIT, linewidth=2, gid="free")
         else:
@@ -139,21 +138,31 @@ def _draw_memory(ax: Axes, rows: Sequence[PlanRow]) -> None:
             ax.annotate("does not fit", (left[y], y), xytext=(5, 0), textcoords="offset points", va="center",
                         fontsize=8, fontweight="bold", color=_WAITING)  # fmt: skip
     ax.set_xlim(0, 1.35 * shown or 1)
-    _panel(ax, "Memory per rank", "MB, of the rank with least to spare; a black mark: free")
-    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=len(PARTS), fontsize=7, frameon=False)
+    _panel(ax, "Memory per rank", f"{unit}, of the rank with least to spare; a black mark: free")
+    _lengths(ax, len(PARTS))
 
 
 def _draw_time(ax: Axes, rows: Sequence[PlanRow]) -> None:
-    computing = [1e3 * (row.step_s - row.communication_s) for row in rows]
-    waiting = [1e3 * row.communication_s for row in rows]
+    longest = max(row.step_s for row in rows)
+    unit, one = units.unit_for(longest, units.SECONDS)
+    computing = [(row.step_s - row.communication_s) / one for row in rows]
+    waiting = [row.communication_s / one for row in rows]
     ax.barh(range(len(rows)), computing, height=0.62, color=_COMPUTING, label="computing, slowest rank")
     ax.barh(range(len(rows)), waiting, left=computing, height=0.62, color=_WAITING, label="communication not hidden")
     for y, row in enumerate(rows):
         text = f"{units.duration(row.step_s)}, {units.size(row.sent_bytes)} sent"
-        ax.annotate(text, (1e3 * row.step_s, y), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8)
-    ax.set_xlim(0, 1.6 * max(row.step_s for row in rows) * 1e3 or 1)
-    _panel(ax, "Time per step", "ms")
-    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=1, fontsize=7, frameon=False)
+        ax.annotate(text, (row.step_s / one, y), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8)
+    ax.set_xlim(0, 1.7 * longest / one or 1)
+    _panel(ax, "Time per step", unit)
+    _lengths(ax, 1)
+
+
+def _lengths(ax: Axes, columns: int) -> None:
+    """What bars are drawn along: plain numbers on the axis, and what the colours are below it."""
+    from matplotlib.ticker import StrMethodFormatter
+
+    ax.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=columns, fontsize=7, frameon=False)
 
 
 # --- a benchmark --------------------------------------------------------------------------------------------
@@ -255,6 +264,7 @@ def _new_figure(width: float, height: float) -> Figure:
 def _title(figure: Figure, text: str) -> None:
     from dtkit.dashboard.figures import INK
 
+    text = textwrap.fill(text, _TITLE)
     figure.suptitle(text, x=0.012, ha="left", fontsize=11, fontweight="bold", color=INK, parse_math=False)
 
 
@@ -289,7 +299,14 @@ def _aligned(rows: list[list[str]]) -> list[str]:
 
 
 def _html_table(rows: list[list[str]]) -> str:
-    head, *body = rows
-    cells = "".join(f"<th>{html.escape(cell)}</th>" for cell in head)
-    lines = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in body)
-    return f"<table><thead><tr>{cells}</tr></thead><tbody>{lines}</tbody></table>"
+    """The first column to the left, numbers to the right and never cut from their units."""
+    head, *body = (_html_cells(row) for row in rows)
+    lines = "".join("<tr>" + "".join(f"<td {cell}</td>" for cell in row) + "</tr>" for row in body)
+    top = "".join(f"<th {cell}</th>" for cell in head)
+    return f"<table><thead><tr>{top}</tr></thead><tbody>{lines}</tbody></table>"
+
+
+def _html_cells(row: list[str]) -> list[str]:
+    """The style and text of each cell. A long name may be broken, but not before `_BREAK` letters."""
+    name = f'style="text-align: left; min-width: {min(len(row[0]), _BREAK)}ch">{html.escape(row[0])}'
+    return [name, *(f'style="text-align: right; white-space: nowrap">{html.escape(cell)}' for cell in row[1:])]

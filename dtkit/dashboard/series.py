@@ -39,14 +39,15 @@ _LARGEST = 1e37  # float32 ends at 3e38, and charts need room to subtract
 
 @dataclasses.dataclass(frozen=True)
 class Chart:
-    """One quantity over the steps: how to read it from rows (``ROW``) and from totals (``TOTAL``).
+    """One quantity over the steps: how to read it from rows (``ROW``), and from totals (``TOTAL``) and `copies`.
 
+    `copies` is how many ranks share one replica of the model (:attr:`~dtkit.History.copies`).
     Without `of_rows` there are no lines for nodes; without `of_totals` any rank's rows say it for all.
     """
 
     name: str
     of_rows: Callable[[np.ndarray], np.ndarray] | None
-    of_totals: Callable[[np.ndarray], np.ndarray] | None
+    of_totals: Callable[[np.ndarray, int], np.ndarray] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,16 +72,35 @@ def own_rate(rows: np.ndarray) -> np.ndarray:
         return np.asarray(np.where(busy > 0, rows["samples"] / busy, np.nan))
 
 
-def _mean_rate(totals: np.ndarray) -> np.ndarray:
-    # All together, divided by the ranks: on the scale of the nodes' own lines, equal when none waits.
+def lossless(rows: np.ndarray) -> np.ndarray:
+    """Which rows are of a rank that has no loss to tell: it had no sample, or a stage that is not a pipeline's last.
+
+    A loss that has become NaN is another matter: it has a weight.
+    """
+    return np.asarray(np.isnan(rows["loss"]) & (rows["weight"] == 0))
+
+
+def replicas(ranks: int, copies: int) -> int:
+    """How many parts each batch is cut into, where `copies` ranks share one replica of the model."""
+    return max(1, ranks // copies)
+
+
+def overall_rate(ranks: int, copies: int) -> str:
+    """The name of throughput's line over all nodes: ``all ÷ 4``, and ``all`` where all take the same samples."""
+    count = replicas(ranks, copies)
+    return f"all ÷ {count}" if count > 1 else "all"
+
+
+def _mean_rate(totals: np.ndarray, copies: int) -> np.ndarray:
+    # All together, divided by the replicas: on the scale of the nodes' own lines, equal when none waits.
     with np.errstate(divide="ignore", invalid="ignore"):
-        return np.asarray(totals["samples"] / totals["step_s"] / totals["ranks"])
+        return np.asarray(totals["samples"] / totals["step_s"] / np.maximum(1, totals["ranks"] // copies))
 
 
-LOSS = Chart("loss", lambda rows: rows["loss"], lambda totals: totals["loss"])
+LOSS = Chart("loss", lambda rows: rows["loss"], lambda totals, _copies: totals["loss"])
 THROUGHPUT = Chart("throughput", own_rate, _mean_rate)
 LR = Chart("lr", lambda rows: rows["lr"], None)
-GRAD_NORM = Chart("grad_norm", None, lambda totals: totals["grad_norm"])
+GRAD_NORM = Chart("grad_norm", None, lambda totals, _copies: totals["grad_norm"])
 CHARTS = (LOSS, THROUGHPUT, LR, GRAD_NORM)
 
 
@@ -156,7 +176,8 @@ class Curves:
         rows = rows[rows["rank"] < self._ranks]
         for chart, layout in zip(self._charts, self.layouts, strict=True):
             if chart.of_totals is not None:
-                self._scatter(np.full(len(totals), layout.overall), totals["step"], chart.of_totals(totals))
+                values = chart.of_totals(totals, history.copies)
+                self._scatter(np.full(len(totals), layout.overall), totals["step"], values)
             if chart.of_rows is not None and len(rows):
                 # What is the same on every rank is read from one of them.
                 own = rows if chart.of_totals is not None else rows[rows["rank"] == rows["rank"].min()]

@@ -80,7 +80,7 @@ def _node_lines(source: Source, now: Glance) -> list[str]:
     digits = len(str(count - 1))
     lines = []
     for rank, (loss, rate, memory) in enumerate(now.by_rank[:shown]):
-        known = units.loss(loss) if now.loss is not None else units.NOTHING
+        known = units.NOTHING if now.lossless[rank] else units.loss(loss)
         lines.append(
             f"  node {rank:>{digits}}  loss {known:>8}  {units.rate(rate):>9} samples/s"
             f"  {units.size(memory):>7}  {units.plain(where.get(rank, ''), 60)}".rstrip()

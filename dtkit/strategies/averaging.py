@@ -125,6 +125,8 @@ class _Local(Replica):
         self._every, self._steps = strategy.every, 0
         self._weight = 0.0  # what this rank's parameters count for in the next mean
         self._broken = False  # a gradient was not finite since the last averaging
+        self._asked = False  # for a fingerprint, which the next averaging takes
+        self._print: int | None = None
         self._outer = _Outer(strategy.outer, self._parameters) if strategy.outer is not None else None
 
     def step(
@@ -178,6 +180,8 @@ class _Local(Replica):
                 mean = self.flat
         self._phases.enter("update")
         self.take_mean(mean)
+        if self._asked:
+            self._print, self._asked = super().fingerprint(), False
 
     @torch.no_grad()
     def take_mean(self, flat: torch.Tensor) -> None:
@@ -207,8 +211,11 @@ class _Local(Replica):
             yield model
 
     def fingerprint(self) -> int | None:
-        """Parameters are equal just after an averaging only."""
-        return super().fingerprint() if self._steps % self._every == 0 else None
+        """Parameters are equal just after an averaging only: now, or as they were at one since this was asked first."""
+        if self._steps % self._every == 0:
+            return super().fingerprint()
+        found, self._print, self._asked = self._print, None, True
+        return found
 
 
 class _Outer:

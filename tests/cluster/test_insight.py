@@ -307,3 +307,56 @@ def test_more_micro_batches_than_samples(cluster2):
     with pytest.raises(ValueError, match=r"accumulate=9 micro-batches of a step, but a rank has at most 8 samples"):
         train(cluster2, strategy=dtkit.DataParallel(accumulate=9))
     check_usable(cluster2)
+
+
+def test_callbacks_may_ask_the_run_for_anything_that_acts_between_steps(cluster2):
+    def callback(run: dtkit.Run) -> None:
+        run.set(lr=run.lr / 2)
+        run.slow(1, 1)
+        run.evaluate(data())
+        assert run.model is not None
+        run.note("seen")
+
+    run = train(cluster2, epochs=3, callbacks=[callback])
+    run.wait(60)
+    assert run.status.state is dtkit.State.COMPLETED
+    assert run.history.column("lr")[::8].tolist() == pytest.approx([0.1, 0.05, 0.025])
+
+
+def test_early_stopping_begins_anew_with_another_run(cluster2):
+    def still(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.0)
+
+    stopping = dtkit.EarlyStopping(patience=2)
+    for _ in range(2):
+        run = train(cluster2, epochs=9, optimizer=still, callbacks=[stopping])
+        run.wait(60)
+        assert run.status.step == 3 * run.spec.steps_per_epoch
+        assert stopping.best_epoch == 1
+
+
+def test_a_failed_evaluation_pauses_a_training_that_is_whole(cluster2):
+    run = train(cluster2, epochs=2, valid=data(), metrics={"shape": lambda output, _: output})
+    with pytest.raises(dtkit.EngineError, match="metric 'shape' returned a tensor of shape"):
+        run.wait(60)
+    assert run.status.state is dtkit.State.PAUSED
+    assert run.status.step == 4
+    run.step()
+    assert run.status.step == 5
+    run.stop()
+    with pytest.raises(ValueError, match="has no samples"):
+        train(cluster2, valid=(data()[0][:0], data()[1][:0]))
+    with pytest.raises(ValueError, match="the name of the loss itself"):
+        train(cluster2, metrics={"loss": lambda output, _: output.mean()})
+    with pytest.raises(TypeError, match="metrics is a list"):
+        train(cluster2, metrics=[nn.MSELoss()])
+    check_usable(cluster2)
+
+
+def test_averaging_is_checked_at_its_averagings(cluster2):
+    run = train(cluster2, steps=60, strategy=dtkit.ParameterAveraging(every=7))
+    run.wait(60)
+    run.extend(steps=60)
+    run.wait(60)
+    assert run.consistency is not None
+    assert run.consistency.differing == ()

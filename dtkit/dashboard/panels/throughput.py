@@ -1,6 +1,7 @@
-"""Samples per second per node while it does not wait, and of all nodes together divided by their number.
+"""Samples per second per node while it does not wait, and of all nodes together divided by the replicas of the model.
 
-Nodes that train in step take equally long for a step; what tells them apart is how long each would need alone.
+Nodes that train in step take equally long for a step; what tells them apart is how long each would need alone. Nodes
+that share one replica (the stages of a pipeline, the slices of a layer) take the same samples, which count once.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from matplotlib.ticker import FuncFormatter
 
 from dtkit import units
 from dtkit.dashboard import axes
-from dtkit.dashboard.series import THROUGHPUT, layouts, sample
+from dtkit.dashboard.series import THROUGHPUT, layouts, overall_rate, sample
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,7 +28,7 @@ def draw(ax: Axes, history: History) -> None:
     ranks = max(history.ranks, default=-1) + 1
     (layout,) = layouts([THROUGHPUT], ranks)
     part = sample(history, THROUGHPUT, ranks, SMOOTH)
-    axes.draw_lines(ax, part, layout, f"all ÷ {ranks}")
+    axes.draw_lines(ax, part, layout, overall_rate(ranks, history.copies))
     axes.title(ax, "Throughput", axes.lines_note(layout, "samples/s without waiting" if ranks > 1 else "samples/s"))
     if np.isfinite(part.values).any():
         ax.set_ylim(0, 1.08 * float(np.nanmax(part.values)))

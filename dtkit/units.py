@@ -73,11 +73,13 @@ def size(count: float | None) -> str:
     """
     if count is None or not math.isfinite(count):
         return NOTHING
-    for unit in ("B", "kB", "MB", "GB"):
+    if abs(count) < 999.5:
+        return f"{count:.0f} B"
+    for unit in ("kB", "MB", "GB", "TB"):
+        count /= 1000
         if abs(count) < 999.5:
             return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB" if abs(count) < 999.5 else f"{count:,.0f} TB"
+    return f"{count:,.0f} TB"
 
 
 BYTES = {"kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}

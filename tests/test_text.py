@@ -59,6 +59,7 @@ class Terminal(io.StringIO):
         (units.size, 3e12, "3 TB"),
         (units.size, 4e15, "4,000 TB"),
         (units.size, 0, "0 B"),
+        (units.size, 0.00001, "0 B"),
         (units.size, float("nan"), "—"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 from pathlib import Path
@@ -80,6 +81,25 @@ def test_the_bars_are_the_numbers_of_the_kept_picture(page: Page):
         assert [part / sum(wide) for part in wide] == pytest.approx(list(shares), abs=2e-3)
     expect(view.root.get_by_test_id("straggler")).to_have_text(f"▲ {found.straggler.text}")
     assert view.root.locator(".dtk-slow").get_attribute("data-rank") == "1"
+
+
+def test_stages_of_a_pipeline_have_no_loss_and_are_not_slow(page: Page):
+    made = FakeSource(ranks=2, stages=2)
+    made.slow = {1: 2.0}
+    made.advance(60)
+    made.nodes = [dataclasses.replace(node, memory_total=4_630_000) for node in made.nodes]
+    view = Still(page, made)
+    losses = view.root.get_by_test_id("loss-chart")
+    assert losses.locator("path.dtk-line:not([d=''])").count() == 2
+    assert losses.locator(".dtk-labels text").all_text_contents() in (["node 1", "mean"], ["mean", "node 1"])
+    assert "all" in view.root.get_by_test_id("throughput-chart").locator(".dtk-labels text").all_text_contents()
+    expect(view.root.get_by_test_id("throughput-chart").locator(".dtk-note")).to_have_text(
+        "samples/s without waiting, and all"
+    )
+    rows = view.root.get_by_test_id("nodes-table").locator("tbody tr")
+    assert [row.locator("td").nth(6).text_content() == "—" for row in rows.all()] == [True, False]
+    assert rows.first.locator("td").nth(4).text_content() == "315 MB of 4.63 MB"
+    expect(view.root.get_by_test_id("straggler")).to_be_hidden()
 
 
 def test_phases_have_textures_of_their_own(page: Page):

@@ -11,11 +11,12 @@ export function number(value, digits = 3) {
 }
 export function bytes(value) {
   if (!Number.isFinite(value)) return NOTHING;
-  for (const unit of ["B", "kB", "MB", "GB"]) {
-    if (value < 999.5) return `${Number(value.toPrecision(3))} ${unit}`;
+  if (value < 999.5) return `${Math.round(value)} B`;
+  for (const unit of ["kB", "MB", "GB", "TB"]) {
     value /= 1000;
+    if (value < 999.5) return `${Number(value.toPrecision(3))} ${unit}`;
   }
-  return `${value < 999.5 ? Number(value.toPrecision(3)) : Math.round(value).toLocaleString("en-US")} TB`;
+  return `${Math.round(value).toLocaleString("en-US")} TB`;
 }
 export function clock(seconds) {
   const whole = Math.max(0, Math.floor(seconds));

@@ -208,6 +208,7 @@ class History:
     def to_jsonl(self, path: str | Path) -> None:
         """Write rows, evaluations and events, one JSON object a line; :meth:`from_jsonl` reads it back."""
         with Path(path).open("w", encoding="utf-8") as file:
+            file.write(json.dumps({"type": "head", "copies": self.copies}) + "\n")
             for kind, items in (("row", self), ("evaluation", self.evaluations), ("event", self.events)):
                 file.writelines(json.dumps({"type": kind, **dataclasses.asdict(item)}) + "\n" for item in items)
 
@@ -219,7 +220,9 @@ class History:
             for line in file:
                 item = json.loads(line)
                 kind = item.pop("type")
-                if kind == "row":
+                if kind == "head":
+                    history.copies = item["copies"]
+                elif kind == "row":
                     rows.append(StepRecord(**item))
                 else:
                     history.add(Event(**item) if kind == "event" else Evaluation(**item))

@@ -42,9 +42,9 @@ MARGIN = 1.15
 """A straggler computes at least so many times longer than the fast ranks."""
 
 TICK = 2e-3
-"""And at least so many seconds: about half of what a scheduler gives to another process at a time. On two busy cores, 2
-and 4 engines whose ranks computed for 0.6 to 2 ms a step would be named in 8 to 20 % of windows without it, and were
-in none with it."""
+"""And at least so many seconds: about half of what a scheduler gives to another process at a time. On two busy cores,
+where 2 and 4 engines computed for about 1 ms a step, somebody was named in 8 and 20 % of the windows without it, and in
+none with it."""
 
 CHANCE = 0.01
 """Ranks that are equally fast are taken for slower in at most this share of windows, whichever two are compared."""

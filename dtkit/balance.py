@@ -1,9 +1,8 @@
 """Shares of the batch for ranks of unequal speed, from what their steps took: pure arithmetic.
 
-A rank's computing time (data, forward, backward) for n samples is taken to be a + b n. With b = t / n and a = 0 until
-the rank was seen at two different n, then by least squares. Shares that let all ranks arrive at the all-reduce together
-follow: n_i = (T - a_i) / b_i, with T such that they add up to the batch. Waiting and communication say nothing of a
-rank.
+A rank's computing time (data, forward, backward) for n samples is taken to be a straight line through what it takes
+now. Its slope is that to the number of samples that it had before, or, until there was another one, time over samples.
+Shares that let all ranks arrive at the all-reduce together follow. Waiting and communication say nothing of a rank.
 
 The lower quartile over some steps stands for a rank: a busy machine delays single steps, and none is ever too fast.
 Shares change only if the slowest rank's time is to fall by what is worth it; where a step's fixed part is most of it,
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 STEPS = 4  # to be seen before a change
 WORTH = 0.05  # of the slowest rank's time: what a change must promise
-KEPT = 6  # different numbers of samples that are remembered
+APART = 0.1  # of the larger number of samples: nearer ones tell no slope
 
 
 class Balancer:
@@ -31,8 +30,8 @@ class Balancer:
         """`sizes`: rows of each rank's shard, which is what shares begin as."""
         total = sum(sizes)
         self.shares: tuple[float, ...] = tuple(size / total for size in sizes)
-        self._seen: list[dict[int, list[float]]] = [{} for _ in sizes]
-        self._steps = 0
+        self._now: list[list[tuple[int, float]]] = [[] for _ in sizes]  # (samples, seconds) with the present shares
+        self._before: list[tuple[float, float] | None] = [None] * len(sizes)
         self._warm = False
 
     def landed(self, rows: Sequence[np.ndarray]) -> bool:
@@ -40,42 +39,43 @@ class Balancer:
         if not self._warm:  # the first dispatch compiles and warms up
             self._warm = True
             return False
-        for seen, mine in zip(self._seen, rows, strict=True):
-            self._note(seen, mine)
-        self._steps += len(rows[0])
-        if self._steps < STEPS or not all(self._seen):
+        for now, mine in zip(self._now, rows, strict=True):
+            seconds = mine["data_s"] + mine["forward_s"] + mine["backward_s"]
+            now += [(int(n), float(t)) for n, t in zip(mine["samples"], seconds, strict=True) if n]
+        if min(map(len, self._now)) < STEPS:
             return False
-        found = self._together([int(np.median(mine["samples"])) for mine in rows])
+        points = [_typical(now) for now in self._now]
+        slopes = [_slope(point, before) for point, before in zip(points, self._before, strict=True)]
+        found = _together(points, slopes)
+        self._now = [[] for _ in self._now]
         if found is None:
             return False
-        self.shares, self._steps = found, 0
+        self._before = list(points)
+        self.shares = found
         return True
 
-    def _note(self, seen: dict[int, list[float]], rows: np.ndarray) -> None:
-        for count in np.unique(rows["samples"][rows["samples"] > 0]).tolist():
-            mine = rows[rows["samples"] == count]
-            seconds = mine["data_s"] + mine["forward_s"] + mine["backward_s"]
-            seen[count] = (seen.pop(count, []) + seconds.tolist())[-50:]
-        for count in list(seen)[:-KEPT]:
-            del seen[count]
 
-    def _together(self, counts: Sequence[int]) -> tuple[float, ...] | None:
-        """Shares with which all ranks end at the same time; None where that is not worth a change."""
-        lines = [_line(seen) for seen in self._seen]
-        fixed, slope = np.array(lines).T
-        batch = sum(counts)
-        ends = (batch + (fixed / slope).sum()) / (1 / slope).sum()
-        found = np.maximum((ends - fixed) / slope, min(1.0, batch / len(counts)))
-        found *= batch / found.sum()
-        now, then = (float((fixed + slope * n).max()) for n in (np.array(counts), found))
-        return tuple((found / found.sum()).tolist()) if then < (1 - WORTH) * now else None
+def _typical(steps: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """(samples, seconds) of a full step: the last of an epoch is smaller."""
+    samples, seconds = np.array(steps).T
+    usual = float(np.median(samples))
+    return usual, float(np.quantile(seconds[np.abs(samples - usual) <= 1], 0.25))
 
 
-def _line(seen: dict[int, list[float]]) -> tuple[float, float]:
-    """(a, b) of a rank's time a + b n, both at least 0."""
-    counts = np.array([n for n, times in seen.items() if len(times) >= min(3, max(map(len, seen.values())))], float)
-    times = np.array([np.quantile(seen[int(n)], 0.25) for n in counts])
-    spread = counts - counts.mean()
-    slope = float((spread * times).sum() / (spread**2).sum()) if len(counts) > 1 else float(times[0] / counts[0])
-    slope = max(slope, 1e-9)
-    return max(0.0, float(times.mean() - slope * counts.mean())), slope
+def _slope(now: tuple[float, float], before: tuple[float, float] | None) -> float:
+    """Seconds that a sample more takes; no more than time over samples, since a step's fixed part is not negative."""
+    whole = now[1] / now[0]
+    if before is None or abs(now[0] - before[0]) < APART * max(now[0], before[0]):
+        return whole
+    return min(max((now[1] - before[1]) / (now[0] - before[0]), 1e-9), whole)
+
+
+def _together(points: Sequence[tuple[float, float]], slopes: Sequence[float]) -> tuple[float, ...] | None:
+    """Shares with which all ranks end at the same time; None where the slowest would hardly end earlier."""
+    counts, times = np.array(points).T
+    slope, batch = np.array(slopes), counts.sum()
+    ends = (batch - (counts - times / slope).sum()) / (1 / slope).sum()
+    found = np.maximum(counts + (ends - times) / slope, min(1.0, batch / len(counts)))
+    found *= batch / found.sum()
+    then = float((times + slope * (found - counts)).max())
+    return tuple((found / batch).tolist()) if then < (1 - WORTH) * times.max() else None

@@ -186,7 +186,8 @@ def test_the_straggler_is_named_in_its_picture_and_balance_frees_the_others(done
         assert "completed" in shown.data["text/plain"]
         assert "node 1 slowed 2x on purpose" in shown.data["text/plain"]
     assert "node 1 keeps the others waiting" in equal.data["text/plain"]
-    assert "node 1 keeps the others waiting" not in balanced.data["text/plain"]
+    waiting = [int(re.search(r"waiting (\d+) %", shown.data["text/plain"])[1]) for shown in (equal, balanced)]
+    assert waiting[1] < 0.7 * waiting[0]  # a declared cost of ms, next to which a busy machine's noise is small
     assert "widget-view" not in nbformat.writes(done.notebook)
 
 

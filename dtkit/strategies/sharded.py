@@ -87,7 +87,7 @@ class Sharded(Strategy):
         check_count("accumulate", self.accumulate)
 
     @property
-    def micro_batches(self) -> int:
+    def parts(self) -> int:
         """`accumulate`."""
         return self.accumulate
 

@@ -103,7 +103,7 @@ class TensorParallel(Strategy):
             raise ValueError(f"plan={{}} cuts nothing; name some modules, as in {_EXAMPLE}, or use 'auto'")
 
     @property
-    def micro_batches(self) -> int:
+    def parts(self) -> int:
         """`accumulate`."""
         return self.accumulate
 

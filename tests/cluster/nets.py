@@ -175,6 +175,12 @@ def quickly(seconds: float) -> Iterator[None]:
     assert time.perf_counter() - begun < seconds
 
 
+def forwards(run: dtkit.Run) -> list[int]:
+    """How many micro-batches each rank took in the last step, as the timeline saw it."""
+    spans = run.timeline.of(run.timeline.steps[-1])
+    return [int(((spans["rank"] == rank) & (spans["phase"] == "forward")).sum()) for rank in run.timeline.ranks]
+
+
 def go(run: dtkit.Run) -> None:
     """Resume, and wait for the end."""
     run.resume()

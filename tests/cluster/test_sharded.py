@@ -19,6 +19,7 @@ from tests.cluster.nets import (
     accuracy,
     adamw,
     bound,
+    forwards,
     go,
     held,
     net,
@@ -77,6 +78,7 @@ def test_options_equal_one_process(cluster: dtkit.Cluster, replicas: int, option
     assert (
         difference(run.model.state_dict(), one_process(mlp(), global_rows, optimizer=reference, steps=TWENTY)) <= BOUND
     )
+    assert forwards(run) == [options.get("accumulate", 1)] * cluster.world_size
     if limit is not None:
         assert (run.history.column("grad_norm") > limit).any()
 

@@ -14,6 +14,7 @@ import dtkit
 from dtkit.engine.data import Shards, Stream
 from dtkit.engine.sources import as_source
 from dtkit.records import JobPlan
+from tests.cluster.nets import Clipped, adamw, forwards
 from tests.cluster.oracle import (
     BATCH,
     BOUND,
@@ -46,27 +47,6 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[dtkit.Cluster]:
         yield started
 
 
-def adamw(parameters: Any) -> Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2)
-
-
-class Clipped:
-    """An optimiser for the reference loop, that clips before each step."""
-
-    def __init__(self, optimizer: Callable[..., Optimizer], limit: float) -> None:
-        self._make, self._limit = optimizer, limit
-
-    def __call__(self, parameters: Any) -> Any:
-        held = list(parameters)
-        made = self._make(held)
-
-        def clip(*_: Any) -> None:
-            torch.nn.utils.clip_grad_norm_(held, self._limit)
-
-        made.register_step_pre_hook(clip)
-        return made
-
-
 # -- gradients every step ------------------------------------------------------------------------------------
 
 OPTIONS = {
@@ -87,6 +67,7 @@ def test_every_option_equals_one_process(cluster: dtkit.Cluster, name: str, opti
     run = train(cluster, mlp(), strategy=OPTIONS[name], optimizer=optimizer, shuffle="global")
     reference = optimizer if limit is None else Clipped(optimizer, limit)
     assert difference(run.model.state_dict(), one_process(mlp(), global_rows, optimizer=reference)) <= BOUND
+    assert forwards(run) == [getattr(OPTIONS[name], "accumulate", 1)] * cluster.world_size
     if limit is not None:
         assert (run.history.column("grad_norm") > limit).any()  # clipping took place
 

@@ -21,6 +21,7 @@ from tests.cluster.nets import (
     accuracy,
     adamw,
     bound,
+    forwards,
     go,
     held,
     net,
@@ -137,6 +138,7 @@ def test_options_equal_one_process(cluster: dtkit.Cluster, replicas: int, option
     reference = momentum if limit is None else Clipped(momentum, limit)
     expected = one_process(mlp(), global_rows, optimizer=reference, steps=TWENTY)
     assert difference(run.model.state_dict(), expected) <= BOUND
+    assert forwards(run) == [options.get("accumulate", 1)] * cluster.world_size
     if limit is not None:
         assert (run.history.column("grad_norm") > limit).any()
 

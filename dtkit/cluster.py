@@ -1,36 +1,21 @@
-"""The cluster that a user holds: start or attach, train, run, show, close. The only module that imports ipyparallel.
-
-The layout of a started cluster: the notebook; a warden that outlives it (:mod:`dtkit.warden`); ipyparallel's
-controller; and one engine set per rank, so that each engine has an environment of its own. All of it lives in one
-folder that only the user can enter: connection files, logs, and the FileStore that the process group meets at.
-"""
+"""The cluster that a user holds: start or attach, train, run, show, close."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
 import html
-import os
-import pickle
-import secrets
-import signal
-import subprocess
 import sys
 import tempfile
-import threading
-from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-import ipyparallel as ipp
-
-from dtkit import shared, units, warden
+from dtkit import engines, shared, units, warden
 from dtkit.dashboard.progress import waiting
 from dtkit.devices import DevicePlan, checked_size, plan_devices
-from dtkit.entry import MIMETYPE, Entry
+from dtkit.engines import StartedEngines
 from dtkit.errors import ClusterError
 from dtkit.ranks import Ranks
-from dtkit.records import Failure, Reply
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,9 +28,6 @@ if TYPE_CHECKING:
     from dtkit.strategies.base import Strategy
     from dtkit.task import Task
     from dtkit.transport import Transport
-
-LEASE_S, JOB_LEASE_S = 60.0, 1800.0
-_HUB_BYTES = 256 * 1024**2  # what the hub keeps of requests and results at most
 
 
 class Cluster(Ranks):
@@ -89,13 +71,13 @@ class Cluster(Ranks):
         lease: float | None = None,
         interface: str | None = None,
     ) -> None:
-        _check_launcher(launcher)
+        engines.check_launcher(launcher)
         n = checked_size(n, launcher)
         limit = None if memory_limit is None else units.parse_bytes(memory_limit)
         plan = plan_devices(n, device, threads)
         shared.sweep()
         with waiting(f"starting {units.plural(n, 'engine')}") as progress:
-            transport = _Started(n, launcher, plan, limit, timeout, lease)
+            transport = StartedEngines(n, launcher, plan, limit, timeout, lease)
             progress.update(f"loading torch on {units.plural(n, 'engine')}")
             self._open(transport, transport.folder, transport.keeper, plan, timeout, step_timeout, interface)
 
@@ -430,7 +412,7 @@ class Cluster(Ranks):
 
     def _leave(self) -> None:
         """Engines that live on leave our process group and forget what they held for us."""
-        if self._nodes and not isinstance(self._transport, _Started):
+        if self._nodes and not isinstance(self._transport, StartedEngines):
             self.collect(self.fan_out("leave"), 5.0)
 
     def _at_exit(self) -> None:
@@ -491,247 +473,20 @@ class Cluster(Ranks):
         return f"<table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table>{note}"
 
 
-def attach(client: ipp.Client, **options: Any) -> Cluster:
+def attach(client: Any, **options: Any) -> Cluster:
     """Take over the engines of an ipyparallel cluster that somebody else started, by whatever launcher.
 
     `client` is a connected ``ipyparallel.Client``; the options are those of :class:`Cluster` that make sense for
     engines that run already (device, threads, timeout, step_timeout, interface). ``close()`` leaves the engines
     running.
     """
-    if not isinstance(client, ipp.Client):
-        raise TypeError(
-            f"attach(client={client!r}): client must be an ipyparallel.Client, as in attach(client=ipp.Cluster(n=2)"
-            ".start_and_connect_sync())"
-        )
-    if not client.ids:
-        raise ClusterError("the client has no engines yet; call client.wait_for_engines(n) first")
-    return Cluster.over(_Engines(client, list(client.ids)), **options)
-
-
-# --- ipyparallel ------------------------------------------------------------------------------------------------
-
-
-class _Engines:
-    """The transport over a connected client. Leaves engines alone when closed."""
-
-    def __init__(self, client: ipp.Client, engine_ids: list[int]) -> None:
-        self._client = client
-        self.engine_ids = engine_ids
-        self._entry = Entry()
-
-    def send(self, rank: int, message: bytes, listen: Callable[[int, list[Any]], None] | None = None) -> Future[Reply]:
-        """See :class:`~dtkit.transport.Transport`."""
-        reply: Future[Reply] = Future()
-        if self.engine_ids[rank] not in self._client.ids:
-            reply.set_result(_lost(rank))
-            return reply
-        view = self._client.direct_view(self.engine_ids[rank])
-        result = view.apply_async(self._entry, message)
-        if listen is not None:
-            _Listener(self._client, result, listen, reply).start()
-        result.add_done_callback(lambda done: reply.set_result(self._read(rank, done)))
-        return reply
-
-    def _read(self, rank: int, done: Any) -> Reply:
-        """What came back, whatever it is; and forget it in the client's history, which would grow for ever.
-
-        The client's other tables clear themselves once the engine has reported idle, which they are needed for.
-        """
-        for msg_id in done.msg_ids:
-            with contextlib.suppress(ValueError):
-                self._client.history.remove(msg_id)
-        try:
-            return pickle.loads(done.result(timeout=0))  # type: ignore[no-any-return]
-        except ipp.error.EngineError as error:
-            return _lost(rank, str(error))
-        except ipp.RemoteError as error:
-            if error.ename == ipp.error.EngineError.__name__:  # so the client tells that an engine died in a call
-                return _lost(rank)
-            failure = Failure(rank, "?", error.ename, error.evalue, error.traceback or "")
-            return Reply(failure=failure)
-
-    def interrupt(self, ranks: Sequence[int]) -> None:
-        """Through each engine's nanny."""
-        alive = [self.engine_ids[r] for r in ranks if self.engine_ids[r] in self._client.ids]
-        if alive:
-            self._client.send_signal(signal.SIGINT, targets=alive, block=False)
-
-    def locked_view(self, lock: threading.RLock) -> ipp.DirectView:
-        """A view for ``%%px`` that fans out under the cluster's lock."""
-        view = _LockedView(self._client, self._client._mux_stream, targets=self.engine_ids)  # noqa: SLF001 - as Client.direct_view
-        view.lock = lock
-        view.block = True  # %%px ends when the engines have run it: what they print stands under it, errors are raised
-        return view
-
-    def close(self) -> None:
-        """Nothing was started here."""
-
-
-class _Listener:
-    """Hands on what an engine publishes while a call runs: the client collects, a thread looks."""
-
-    def __init__(
-        self, client: ipp.Client, result: Any, listen: Callable[[int, list[Any]], None], reply: Future[Reply]
-    ) -> None:
-        self._metadata = client.metadata[result.msg_ids[0]]
-        self._listen, self._over = listen, threading.Event()
-        self._seen = 0
-        reply.add_done_callback(lambda _: self._over.set())
-
-    def start(self) -> None:
-        threading.Thread(target=self._run, name="dtkit-listen", daemon=True).start()
-
-    def _run(self) -> None:
-        while not self._over.wait(0.1):
-            outputs = self._metadata["outputs"]
-            while self._seen < len(outputs):
-                data = outputs[self._seen]["data"].get(MIMETYPE)
-                outputs[self._seen] = None  # handed on; the client would keep it
-                self._seen += 1
-                if data is not None:
-                    self._listen(data["first"], data["items"])
-
-
-class _LockedView(ipp.DirectView):  # type: ignore[misc]  # ipyparallel has no types
-    """A DirectView whose fan-outs take the cluster's lock."""
-
-    lock: Any = contextlib.nullcontext()
-
-    def execute(self, *args: Any, **kwargs: Any) -> Any:
-        block = kwargs.pop("block", None)
-        with self.lock:
-            result = super().execute(*args, block=False, **kwargs)
-        if self.block if block is None else block:
-            result.get()
-        return result
-
-
-class _Started(_Engines):
-    """A transport over engines that we start, and end."""
-
-    def __init__(
-        self, n: int, launcher: str, plan: DevicePlan, limit: int | None, timeout: float, lease: float | None
-    ) -> None:
-        self._warden: subprocess.Popen[bytes] | None = None
-        self.folder = _new_folder()
-        self._lease = (LEASE_S if lease is None else lease, JOB_LEASE_S if lease is None else lease)
-        self._lock_descriptor = warden.take_lock(self.folder)
-        warden.write_members(self.folder, [], *self._lease)
-        self._warden = warden.start(self.folder)
-        self.keeper = shared.Owner.of(self._warden.pid)
-        try:
-            super().__init__(*self._start(n, launcher, plan, limit, timeout))
-        except BaseException:
-            self.close()
-            raise
-
-    def _start(
-        self, n: int, launcher: str, plan: DevicePlan, limit: int | None, timeout: float
-    ) -> tuple[ipp.Client, list[int]]:
-        self._cluster = cluster = ipp.Cluster(
-            controller_ip="127.0.0.1" if launcher == "local" else "",  # "": the launcher's own choice
-            engine_launcher_class=launcher,
-            profile_dir=str(self.folder),
-            cluster_id="dtkit",
-            shutdown_atexit=False,
-            log_level=50,
-            controller_args=[
-                "--HeartMonitor.period=500",  # engines are registered on a beat
-                "--IPController.enable_curve=True",
-                f"--DictDB.size_limit={_HUB_BYTES}",
-            ],
-        )
-        cluster.start_controller_sync()
-        if launcher == "local":
-            # One set per engine: each has its own environment, and can be ended by itself.
-            sets = [cluster.start_engines_sync(1, environment=plan.environment(r, limit)) for r in range(n)]
-        else:
-            sets = [cluster.start_engines_sync(n)]
-        self._watch(cluster, sets)
-        try:
-            client = cluster.connect_client_sync(timeout=timeout)
-        except TimeoutError:
-            raise ClusterError(
-                f"the controller did not answer within {timeout:g} s; give it longer with timeout="
-            ) from None
-        self._wait_for_engines(client, n, timeout)
-        self._watch(cluster, sets)  # the nannies, too
-        return client, sorted(client.ids)[:n]
-
-    def _wait_for_engines(self, client: ipp.Client, n: int, timeout: float) -> None:
-        try:
-            client.wait_for_engines(n, timeout=timeout, interactive=False)
-        except TimeoutError:
-            logs = "\n".join(p.read_text()[-500:] for p in sorted((self.folder / "log").glob("ipengine*"))[:1])
-            raise ClusterError(
-                f"{len(client.ids)} of {n} engines came within {timeout:g} s; give them longer with timeout=, or fewer "
-                f"engines. The first engine's log ends:\n{logs}"
-            ) from None
-
-    def _watch(self, cluster: ipp.Cluster, sets: list[str]) -> None:
-        """Tell the warden all processes that run by now."""
-        import psutil
-
-        roots = [cluster.controller.process.pid] if hasattr(cluster.controller, "process") else []
-        for name in sets:
-            roots += [e.process.pid for e in getattr(cluster.engines[name], "launchers", {}).values()]
-        pids = list(roots)
-        for pid in roots:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                pids += [child.pid for child in psutil.Process(pid).children(recursive=True)]
-        warden.write_members(self.folder, pids, *self._lease)
-
-    def close(self) -> None:
-        """Ask the warden to end everything; it knows every process."""
-        client = getattr(self, "_client", None)
-        if client is not None:
-            client.close()
-        remote = getattr(self, "_cluster", None)
-        if remote is not None and remote.engine_launcher_class is not ipp.cluster.launcher.LocalEngineSetLauncher:
-            try:
-                remote.stop_cluster_sync()
-            finally:
-                self._end_warden()
-        self._end_warden()
-
-    def _end_warden(self) -> None:
-        if self._warden is not None:
-            self._warden.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._warden.wait(timeout=10)
-            self._warden = None
-            os.close(self._lock_descriptor)
-
-
-def _lost(rank: int, why: str = "its process has ended") -> Reply:
-    message = f"the engine of rank {rank} is gone: {why}. Close this cluster and start another one"
-    return Reply(failure=Failure(rank, "?", "EngineLost", message, "", kind="lost"))
-
-
-def _new_folder() -> Path:
-    """A folder that only this user can enter, where Jupyter keeps what lives as long as a session."""
-    from jupyter_core.paths import jupyter_runtime_dir
-
-    folder = Path(jupyter_runtime_dir()) / f"dtkit-{secrets.token_hex(4)}"
-    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    folder.mkdir(mode=0o700)
-    return folder
+    return Cluster.over(engines.of_client(client), **options)
 
 
 def _in_kernel() -> bool:
     """Whether this process is a Jupyter kernel."""
     shell = sys.modules.get("IPython") and sys.modules["IPython"].get_ipython()
     return hasattr(shell, "kernel")
-
-
-def _check_launcher(launcher: str) -> None:
-    try:
-        ipp.cluster.launcher.find_launcher_class(launcher, "engine")
-    except (KeyError, AttributeError):
-        raise ValueError(
-            f"launcher={launcher!r}; it must be 'local', or the name of a launcher that ipyparallel knows, such as "
-            "'ssh', 'slurm' or 'mpi'"
-        ) from None
 
 
 def _text_table(rows: list[list[str]]) -> Iterator[str]:

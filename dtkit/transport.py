@@ -1,7 +1,7 @@
 """The seam between the notebook and the engine processes.
 
 Everything above it (cluster, runs, views) speaks to engines through these few methods. Two things stand below:
-ipyparallel (:mod:`dtkit.cluster`), and the double for tests (:mod:`dtkit.testing`).
+ipyparallel (:mod:`dtkit.engines`), and the double for tests (:mod:`dtkit.testing`).
 """
 
 from __future__ import annotations

@@ -215,7 +215,7 @@ def _mentions(process: psutil.Process) -> list[str]:
 
 NOTEBOOK = """
 import dtkit, pathlib, sys
-from dtkit import cluster as module
+from dtkit import engines as module
 from tests.cluster import small, test_leftovers
 
 def ready(*_):
@@ -234,7 +234,7 @@ CASES = {
         "test_leftovers.until_stepping(small.train(cluster, rows=test_leftovers.large(), steps=10**6))",
     ),
     "with engines that are stuck": ("pass", "test_leftovers.get_stuck(cluster, pathlib.Path(sys.argv[1]))"),
-    "while it starts": ("module._Started._watch = ready  # before the warden was told of any process", "pass"),
+    "while it starts": ("module.StartedEngines._watch = ready  # before the warden was told of any process", "pass"),
 }
 
 

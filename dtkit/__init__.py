@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dtkit.callbacks import EarlyStopping
+    from dtkit.checkpoint import Checkpoint, checkpoints
     from dtkit.cluster import Cluster, attach
     from dtkit.dashboard.compare import compare
+    from dtkit.dashboard.custom import panel
     from dtkit.engine.channel import log
     from dtkit.errors import (
         CannotSend,
+        CheckpointError,
         ClusterClosed,
         ClusterError,
         DtkitError,
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
     from dtkit.partition import Partition
     from dtkit.records import Consistency, NodeInfo, RunSpec, State, Status, StepRecord
     from dtkit.run import Run
+    from dtkit.schedule import Schedule
     from dtkit.strategies.averaging import OuterSGD, ParameterAveraging
     from dtkit.strategies.data_parallel import DataParallel
     from dtkit.strategies.naive import NaiveDataParallel
@@ -41,6 +45,8 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "CannotSend": "errors",
+    "Checkpoint": "checkpoint",
+    "CheckpointError": "errors",
     "Cluster": "cluster",
     "ClusterClosed": "errors",
     "ClusterError": "errors",
@@ -61,6 +67,7 @@ _HOMES = {
     "Run": "run",
     "RunError": "errors",
     "RunSpec": "records",
+    "Schedule": "schedule",
     "Sharded": "strategies.sharded",
     "State": "records",
     "Status": "records",
@@ -69,12 +76,16 @@ _HOMES = {
     "TensorParallel": "strategies.tensor",
     "VersionMismatch": "errors",
     "attach": "cluster",
+    "checkpoints": "checkpoint",
     "compare": "dashboard.compare",
     "log": "engine.channel",
+    "panel": "dashboard.custom",
 }
 
 __all__ = [  # noqa: PLE0604, RUF100 - the names resolve by __getattr__
     "CannotSend",
+    "Checkpoint",
+    "CheckpointError",
     "Cluster",
     "ClusterClosed",
     "ClusterError",
@@ -95,6 +106,7 @@ __all__ = [  # noqa: PLE0604, RUF100 - the names resolve by __getattr__
     "Run",
     "RunError",
     "RunSpec",
+    "Schedule",
     "Sharded",
     "State",
     "Status",
@@ -103,8 +115,10 @@ __all__ = [  # noqa: PLE0604, RUF100 - the names resolve by __getattr__
     "TensorParallel",
     "VersionMismatch",
     "attach",
+    "checkpoints",
     "compare",
     "log",
+    "panel",
 ]
 
 

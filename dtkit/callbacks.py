@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from dtkit.run import Run
 
 
@@ -35,6 +37,7 @@ class EarlyStopping:
         if not (isinstance(min_delta, int | float) and min_delta >= 0):
             raise ValueError(f"min_delta={min_delta!r}; it must be a number from 0 up")
         self.patience, self.metric, self.min_delta, self.largest = patience, metric, min_delta, largest
+        self._resumed = False
         self._begin(None)
 
     def _begin(self, run: Run | None) -> None:
@@ -44,9 +47,20 @@ class EarlyStopping:
         self.best_epoch = 0
         self._epoch = 0
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it."""
+        return {"best": self.best, "best_epoch": self.best_epoch, "epoch": self._epoch}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on in the next run that calls, as if it were the one that was saved."""
+        self.best, self.best_epoch, self._epoch = state["best"], state["best_epoch"], state["epoch"]
+        self._resumed = True
+
     def __call__(self, run: Run) -> None:
         """Look at the epoch that has just ended. With another run than the last time, begin anew."""
-        if self._run is None or self._run() is not run:
+        if self._resumed:
+            self._run, self._resumed = weakref.ref(run), False
+        elif self._run is None or self._run() is not run:
             self._begin(run)
         self._epoch += 1
         value = self._value(run)

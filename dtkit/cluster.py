@@ -5,17 +5,19 @@ from __future__ import annotations
 import atexit
 import contextlib
 import html
+import shutil
 import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from dtkit import engines, shared, units, warden
+from dtkit import engines, shared, standing, units, warden
 from dtkit.dashboard.progress import waiting
 from dtkit.devices import DevicePlan, checked_size, plan_devices
-from dtkit.engines import StartedEngines
+from dtkit.engines import Start, StartedEngines
 from dtkit.errors import ClusterError
-from dtkit.ranks import Ranks
+from dtkit.ranks import SNAPSHOTS, Ranks
+from dtkit.records import HURRY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from dtkit.plan import Benchmark, Plan
     from dtkit.replicas import Replicas
     from dtkit.run import Run
+    from dtkit.stacks import Stacks
     from dtkit.strategies.base import Strategy
     from dtkit.task import Task
     from dtkit.transport import Transport
@@ -55,6 +58,8 @@ class Cluster(Ranks):
     interface
         Network interface of the collectives. By default the loopback interface, which nobody outside this host
         can reach; name another one to use engines on several hosts. Tensor traffic is not encrypted.
+    spares
+        Engines that are started along and wait, so that one that is lost can be replaced at once.
 
     """
 
@@ -70,14 +75,16 @@ class Cluster(Ranks):
         step_timeout: float | None = None,
         lease: float | None = None,
         interface: str | None = None,
+        spares: int = 0,
     ) -> None:
         engines.check_launcher(launcher)
         n = checked_size(n, launcher)
+        _check_spares(spares)
         limit = None if memory_limit is None else units.parse_bytes(memory_limit)
         plan = plan_devices(n, device, threads)
         shared.sweep()
         with waiting(f"starting {units.plural(n, 'engine')}") as progress:
-            transport = StartedEngines(n, launcher, plan, limit, timeout, lease)
+            transport = StartedEngines(n, Start(launcher, plan, timeout, limit, lease, spares))
             progress.update(f"loading torch on {units.plural(n, 'engine')}")
             self._open(transport, transport.folder, transport.keeper, plan, timeout, step_timeout, interface)
 
@@ -220,6 +227,12 @@ class Cluster(Ranks):
         prefetch: bool | None = None,
         seed: int = 0,
         start: bool = True,
+        save_every: int | None = None,
+        save_to: str | Path | None = None,
+        keep: int = 3,
+        resume: str | Path | None = None,
+        on_failure: str = "repair",
+        snapshot_every: int | None = None,
     ) -> Run:
         """Train `model` on `data` and return at once: the run is a handle, a dashboard and something to await.
 
@@ -273,6 +286,20 @@ class Cluster(Ranks):
             Of the order of rows and of random numbers on the engines.
         start
             False leaves the run paused before its first step, for ``run.step()``.
+        save_every, save_to, keep
+            Write a checkpoint into the folder `save_to` after every so many steps, and after the last one; the newest
+            `keep` stay. Notebook and engines must share the folder. Training goes on while ranks write; an error of
+            the disk is shown, and training goes on too.
+        resume
+            A checkpoint's folder, or one that holds checkpoints, whose newest is taken. `steps` and `epochs` count from
+            the very start. On the same layout training goes on as if it had never ended; on another number of engines
+            or under another strategy with exactly the same state, and the run's log says what is different.
+        on_failure
+            What to do when an engine is lost. "repair": another one takes its place, with the state of a survivor.
+            "shrink": the others take its shard, and go on. "pause": wait for ``run.resume()``, which repairs.
+        snapshot_every
+            Steps from one snapshot to the next, for strategies that keep the only copy of a part of the model on one
+            rank: what the run goes back to when that is lost. By default every 30 seconds.
 
         Raises
         ------
@@ -306,6 +333,12 @@ class Cluster(Ranks):
             prefetch=prefetch,
             seed=seed,
             start=start,
+            save_every=save_every,
+            save_to=save_to,
+            keep=keep,
+            resume=resume,
+            on_failure=on_failure,
+            snapshot_every=snapshot_every,
         )
         return training.train(self, model, data, options)
 
@@ -379,6 +412,17 @@ class Cluster(Ranks):
 
         return planning.plan(self, model, planning.Wish(batch_size, optimizer, sample, loss, step, strategies))
 
+    def stacks(self) -> Stacks:
+        """Every rank's Python stack as of now, also while engines are busy, in a collective, or stuck.
+
+        Shows each rank's process, phase, step and lines, the user's own highlighted. Takes half a second on average,
+        waits for no engine's call and disturbs no training.
+        """
+        from dtkit import stacks
+
+        self.check_open()
+        return stacks.collect(self.folder, self.nodes)
+
     def activate(self) -> None:
         """Make ipyparallel's ``%px`` and ``%%px`` speak to these engines, between dispatches."""
         self.check_open()
@@ -404,9 +448,11 @@ class Cluster(Ranks):
             shipment.discard()
         self._transport.close()
         with contextlib.suppress(OSError):
-            for path in self._folder.glob("store-*"):
+            for path in [*self._folder.glob("store-*"), *self._folder.glob(f"{HURRY}*")]:
                 path.unlink()
             (self._folder / warden.JOB).unlink(missing_ok=True)
+            standing.remove(self._folder)
+            shutil.rmtree(self._folder / SNAPSHOTS, ignore_errors=True)
             self._folder.rmdir()  # somebody else's engines: the folder is ours alone, and empty by now
         atexit.unregister(self._at_exit)
 
@@ -487,6 +533,13 @@ def _in_kernel() -> bool:
     """Whether this process is a Jupyter kernel."""
     shell = sys.modules.get("IPython") and sys.modules["IPython"].get_ipython()
     return hasattr(shell, "kernel")
+
+
+def _check_spares(spares: int) -> None:
+    if isinstance(spares, bool) or not isinstance(spares, int) or spares < 0:
+        raise ValueError(
+            f"spares={spares!r}; it is how many engines wait to replace one that is lost. Use an integer from 0 up"
+        )
 
 
 def _text_table(rows: list[list[str]]) -> Iterator[str]:

@@ -23,12 +23,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dtkit import waiting
+from dtkit import recovery, waiting
 from dtkit.balance import Balancer
 from dtkit.consistency import Watch
-from dtkit.errors import DtkitError, EngineError, NonFiniteError, RunError
+from dtkit.errors import ClusterError, DtkitError, EngineError, NonFiniteError, RunError
 from dtkit.pace import Pace
 from dtkit.records import Advance, Consistency, Evaluation, Event, Failure, State
+from dtkit.saving import Save, Saver
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -36,10 +37,12 @@ if TYPE_CHECKING:
     from dtkit.cluster import Cluster
     from dtkit.history import History
     from dtkit.records import Reply
+    from dtkit.recovery import Recovered
 
 CALLBACKS = "dtkit-callbacks"
 """The name of the thread that callbacks run on."""
 _PATIENCE_S = 10.0  # for the other ranks, once one has answered
+_BREAK_S = 1.0  # for the same, once they were interrupted
 _LOOK_S = 0.5
 _TRIES = 3  # refusals in a row, without a step between them, before the run gives up
 
@@ -58,6 +61,10 @@ class Route:
     """What to call at the end of every epoch, on a thread of its own, before the next one begins."""
     balance: tuple[int, ...] | None = None
     """Rows of each shard, where shares of the batch are to follow the ranks' speeds."""
+    recover: Callable[[Sequence[int]], Recovered] | None = None
+    """Brings all ranks to one step again, those that are given replaced or left out."""
+    on_failure: str = "repair"
+    """What to do without being asked when an engine is lost: see :data:`dtkit.recovery.MODES`."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -71,6 +78,9 @@ class _Flight:
     answers: list[Future[int]]
     """Who waits for this learning rate."""
     explain: bool = False
+    save: Save | None = None
+    arrived: bool = False
+    """Whether all ranks have answered, or one has failed."""
     futures: list[Future[Reply]] = dataclasses.field(default_factory=list)
 
 
@@ -91,6 +101,7 @@ class Driver:
         self.route = route
         self.pace = Pace()
         self.watch = Watch()
+        self.saver = Saver(history, changed)
         self.reports: list[Any] = []
         """Of the last step that was explained, what each rank saw."""
         self.spans: list[np.ndarray] = []
@@ -109,6 +120,9 @@ class Driver:
         self._halt: str | None = None  # "pause" or "stop", once nothing is in flight
         self._lost_track = False  # what is in flight will be refused; send nothing before it has landed
         self._tries = 0
+        self._lost: list[int] = []  # ranks whose engines are gone, and that were not replaced yet
+        self._breaking = False  # what is under way was interrupted
+        self._broke_off = False  # and the log says so
         self._waiting: list[Future[int]] = []
         self._lr_wanted: tuple[float, list[Future[int]]] | None = None
         self._ran = 0.0
@@ -122,6 +136,16 @@ class Driver:
         self._halt, self._lost_track, self._tries, self._calling = None, False, 0, None
         self._enter(State.PAUSED)
         threading.Thread(target=self._run, name=f"dtkit-{self.route.job}", daemon=True).start()
+
+    def stand_at(self, step: int, called: int) -> None:
+        """Before `start`: the job goes on after so many steps; callbacks were called after `called`."""
+        self.step, self._called = step, called
+        self.saver.begin_at(step)
+
+    @property
+    def called(self) -> int:
+        """The step after which callbacks were called last."""
+        return self._called
 
     def ask(self, name: str, value: Any = None) -> Future[int]:
         """Put a command into the inbox; the answer is the step at which it took effect."""
@@ -170,7 +194,9 @@ class Driver:
                 if isinstance(event, _Command):
                     self._obey(event)
                 elif event in self._flights:
-                    self._land(event)
+                    event.arrived = True
+                    while self._flights and self._flights[0].arrived:  # what was sent first is taken in first
+                        self._land(self._flights[0])
                 if not self._flights:
                     self._rest()
         except Exception as error:  # noqa: BLE001 - the boundary of the run: whatever it is, the user is told
@@ -186,7 +212,10 @@ class Driver:
     def _send(self) -> None:
         while self.state is State.RUNNING and not self._halt and not self._lost_track:
             dispatches = sum(flight.op == "advance" for flight in self._flights)
-            if dispatches >= self.pace.ahead or self._next >= self._goal or self._calls_due(self._next):
+            if dispatches >= self.pace.ahead or self._calls_due(self._next):
+                return
+            self._save(self._next)
+            if self._next >= self._goal:
                 return
             self._send_steps()
             per_epoch = self.route.steps_per_epoch
@@ -194,7 +223,7 @@ class Driver:
                 self._launch(_Flight("evaluate", self._next, 0, None, []), **self.route.evaluation)
 
     def _send_steps(self) -> None:
-        steps = min(self.pace.steps, self._goal - self._next)
+        steps = min(self.pace.steps, self._goal - self._next, self.saver.room(self._next))
         if self.route.evaluation or self.route.callbacks:
             steps = min(steps, self.route.steps_per_epoch - self._next % self.route.steps_per_epoch)
         lr, answers = self._lr_wanted or (None, [])
@@ -209,6 +238,23 @@ class Driver:
         self._launch(flight, steps=steps, lr=lr, **more)
         self.pace.sent(time.perf_counter() - begun)
         self._next += steps
+
+    def _save(self, step: int) -> None:
+        """Send a save, if one is due after so many steps."""
+        if self.saver.due(step, self.route.steps) and (save := self.saver.next(step)) is not None:
+            self._launch(_Flight("save", step, 0, None, [], save=save), **save.args())
+
+    def _saves(self) -> bool:
+        """With nothing else in flight: send a save that is due. Callbacks and the last evaluation come before it."""
+        ahead = self._halt or self._last_evaluation or self._calls_due(self.step)
+        if self.saver.wanted or (self.state is State.RUNNING and not ahead):
+            self._save(self.step)
+        return bool(self._flights)
+
+    def _withdraw(self, flight: _Flight) -> None:
+        """A save was not taken: it is due again."""
+        if flight.save is not None:
+            self.saver.refused(flight.save)
 
     def _launch(self, flight: _Flight, **args: Any) -> None:
         flight.futures = self._cluster.fan_out(flight.op, job=self.route.job, step=flight.step, **args)
@@ -231,11 +277,13 @@ class Driver:
     # -- what lands -------------------------------------------------------------------------------------------
 
     def _land(self, flight: _Flight) -> None:
-        replies = self._cluster.collect(flight.futures, _PATIENCE_S)
+        replies = self._cluster.collect(flight.futures, _BREAK_S if self._breaking else _PATIENCE_S)
         self._flights.remove(flight)
         failures = [reply.failure for reply in replies if reply.failure is not None]
         if failures:
             self._take_failures(flight, replies, failures)
+        elif flight.save is not None:
+            self.saver.landed(flight.save, flight.step, replies)
         elif flight.op == "evaluate":
             self._take_evaluation(flight.step, [reply.value for reply in replies])
         else:
@@ -296,45 +344,94 @@ class Driver:
         self._note("note", ", ".join(f"valid {name} {value:.4g}" for name, value in found.values.items()))
 
     def _take_failures(self, flight: _Flight, replies: Sequence[Reply], failures: Sequence[Failure]) -> None:
-        """A refusal, or a group that somebody else's call broke, can be tried again; a failure of ours can't."""
+        """A refusal, a lost engine and an interrupt can be gone on from; a failure of the user's code can't."""
         if flight.lr is not None and self._lr_wanted is None:
             self._lr_wanted = flight.lr, flight.answers
         if all(f.kind == "refused" for f in failures) and self._lost_track:
+            self._withdraw(flight)
             return
-        mine = [f for f in failures if f.kind != "refused" and not f.victim]
         self._lost_track = True
         self._tries += 1
-        if not mine and self._tries < _TRIES:
-            self._cluster.heal(failures)
-            return
-        for other in self._flights:
-            self._cluster.collect(other.futures, _PATIENCE_S)
-        self._flights.clear()
         self._keep_common(replies)
-        self._heal(failures)
-        error = EngineError([f for f in failures if f.kind != "refused"] or failures)
-        if flight.op == "evaluate":  # the training itself is whole
+        for other in self._flights:
+            self._keep_common(self._cluster.collect(other.futures, _PATIENCE_S))
+            self._withdraw(other)
+        self._flights.clear()
+        own = [f for f in failures if f.kind == "error" and not f.victim]
+        lost = sorted({f.rank for f in failures if f.kind in ("lost", "stuck")} | set(self._cluster.lost()))
+        if lost and not own:
+            self._withdraw(flight)
+            self._lose(lost, failures)
+        elif not own and (self._breaking or self._tries < _TRIES):
+            self._withdraw(flight)
+            self._level()
+        else:
+            self._level()
+            self._fail(flight, EngineError([f for f in failures if f.kind != "refused"] or failures))
+
+    def _fail(self, flight: _Flight, error: EngineError) -> None:
+        if flight.save is not None:  # the training itself is whole
+            self.saver.failed(flight.save, self.step, error)
+        elif flight.op == "evaluate":  # here too
             self._halt, self.exception = self._halt or "pause", error
             self._note("error", f"the evaluation failed: {error}".partition("\n")[0])
         else:
             self._end(State.FAILED, error)
 
+    def _lose(self, lost: list[int], failures: Sequence[Failure]) -> None:
+        """Engines are gone: go on with others or without, or pause until somebody asks for that."""
+        self._lost = lost
+        for failure in failures:
+            if failure.rank in lost:
+                why = failure.message.partition(". ")[0]
+                self._note("lost", f"node {failure.rank} lost at step {self.step}: {why}")
+        if self.route.on_failure == "pause":
+            self._halt, self.exception = self._halt or "pause", EngineError(failures)
+        else:
+            self._repair()
+
+    def _repair(self) -> None:
+        """Bring all ranks to one step, the lost ones replaced or left out. What can't be repaired ends the run."""
+        if self.route.recover is None:
+            raise ClusterError("this run can't be repaired")
+        lost, before, size = self._lost, self.step, self._cluster.world_size
+        self._changed()
+        try:
+            found = self.route.recover(lost)
+        except (DtkitError, ValueError) as error:
+            self._end(State.FAILED, error)
+            return
+        self._lost, self.step, self.lr, self._tries = [], found.step, found.lr, 0
+        self._next = self.step
+        if self._balancer is not None and self.route.balance is not None:
+            self._balancer = Balancer(self.route.balance)
+        if lost:
+            how = "replaced" if self._cluster.world_size == size else "left out"
+            self._note("repair", _told(lost, how, before, found))
+
+    def _level(self) -> None:
+        """After a failure in which no engine was lost: form the group anew, and have all ranks at one step."""
+        standings = recovery.stand(self._cluster, self.route.job)
+        if len(standings) < self._cluster.world_size or recovery.apart(standings):
+            self._repair()
+            return
+        try:
+            self._cluster.form()
+        except DtkitError as error:
+            self._note("error", f"the process group could not be formed anew: {error}")
+        self.step = next(iter(standings.values())).step
+
     def _keep_common(self, replies: Sequence[Reply]) -> None:
-        """Record the steps that all ranks completed before one failed."""
-        found = [reply.value for reply in replies if isinstance(reply.value, tuple)]
-        advances = [advance for advance, _ in found]
-        if len(advances) < len(replies):
+        """Record the steps that all ranks completed before one failed; of a lost rank nobody knows."""
+        known = [reply for reply in replies if reply.failure is None or reply.failure.kind not in ("lost", "stuck")]
+        found: list[Any] = [reply.value for reply in known if isinstance(reply.value, tuple)]
+        advances = [advance for advance, _ in found if isinstance(advance, Advance)]
+        if not advances or len(advances) < len(known):
             return
         common = min(advance.step for advance in advances)
         cut = [dataclasses.replace(a, rows=_before(a, common)) for a in advances]
         self._record(cut, [items for _, items in found])
         self.step = common
-
-    def _heal(self, failures: Sequence[Failure]) -> None:
-        try:
-            self._cluster.heal(failures)
-        except DtkitError as error:
-            self._note("error", f"the process group could not be formed anew: {error}")
 
     def _record(self, advances: Sequence[Advance], items: Sequence[list[Any]]) -> None:
         rows = [np.asarray(advance.rows) for advance in advances]
@@ -392,26 +489,52 @@ class Driver:
 
     def _obey(self, command: _Command) -> None:
         running = self.state is State.RUNNING
-        if command.name == "lr":
-            self._set_lr(command, running=running and self._calling is None)  # callbacks are called between steps
-        elif command.name == "resume":
-            self._go(self.route.steps, "resume" if self.step else "start")
-            _resolve(command.answer, self.step)
-        elif command.name == "step" and running:
-            word = "the run is RUNNING; call run.pause() first, then run.step() takes one step at a time"
-            command.answer.set_exception(RunError(word))
-        elif command.name == "step":
+        if command.name in ("resume", "step") and self._lost and not running:
+            self._repair()
+        if self.state.ended:
             self._waiting.append(command.answer)
-            steps, self._explain = command.value
-            self._go(min(self.step + steps, self.route.steps), None)
+            self._answer()
         elif command.name == "called":
             self._take_call(*command.value)
         elif command.name == "abandon":
+            for flight in self._flights:
+                self._withdraw(flight)
             self._flights.clear()
             self._end(State.STOPPED)
-        else:
+        elif command.name in ("pause", "stop"):
             self._halt = "stop" if "stop" in (self._halt, command.name) else "pause"
             self._waiting.append(command.answer)
+            if self._flights:
+                self._cluster.hurry(self.route.job, wanted=True)
+        else:
+            tasks = {"lr": self._set_lr, "resume": self._resume, "step": self._step, "save": self._want_save}
+            tasks.get(command.name, self._break)(command)
+
+    def _want_save(self, command: _Command) -> None:
+        self.saver.want(command.value)
+        _resolve(command.answer, self.step)
+
+    def _resume(self, command: _Command) -> None:
+        self._go(self.route.steps, "resume" if self.step else "start")
+        _resolve(command.answer, self.step)
+
+    def _step(self, command: _Command) -> None:
+        if self.state is State.RUNNING:
+            word = "the run is RUNNING; call run.pause() first, then run.step() takes one step at a time"
+            command.answer.set_exception(RunError(word))
+            return
+        self._waiting.append(command.answer)
+        steps, self._explain = command.value
+        self._go(min(self.step + steps, self.route.steps), None)
+
+    def _break(self, command: _Command) -> None:
+        """Interrupt what the engines do, and pause where that leaves them."""
+        self._halt, self._breaking = self._halt or "pause", bool(self._flights)
+        self._waiting.append(command.answer)
+        if self._flights:
+            self._broke_off = True
+            self._note("pause", f"interrupted at step {self.step}: what was under way is broken off")
+            self._cluster.interrupt()
 
     def _go(self, goal: int, event: str | None) -> None:
         self._goal, self.exception = goal, None
@@ -422,7 +545,8 @@ class Driver:
                 self._note(event, f"{event} at step {self.step}")
             self._enter(State.RUNNING)
 
-    def _set_lr(self, command: _Command, *, running: bool) -> None:
+    def _set_lr(self, command: _Command) -> None:
+        running = self.state is State.RUNNING and self._calling is None  # callbacks are called between steps
         waiting = self._lr_wanted[1] if self._lr_wanted else []
         if running:
             waiting.append(command.answer)
@@ -438,29 +562,37 @@ class Driver:
 
     def _rest(self) -> None:
         """Nothing is in flight: all ranks stand at `step`."""
-        self._next, self._lost_track = self.step, False
-        if self.state.ended:
+        self._next, self._lost_track, self._breaking = self.step, False, False
+        if self._halt:
+            self._cluster.hurry(self.route.job, wanted=False)
+        if self.state.ended or self._saves():
             return
         if self._halt == "stop":
             self._note("stop", f"stopped at step {self.step}")
             self._end(State.STOPPED)
-        elif self.state is State.RUNNING and self._last_evaluation and self.route.evaluation:
-            self._last_evaluation = False
-            self._launch(_Flight("evaluate", self.step, 0, None, []), **self.route.evaluation)
-        elif self.state is State.RUNNING and not self._halt and self._calls_due(self.step):
-            if self._calling is None and self.route.callbacks is not None:
-                self._call(self.route.callbacks)
-        elif self.state is State.RUNNING and self.step >= self.route.steps:
-            self._note("done", f"done after {self.step} steps")
-            self._end(State.COMPLETED)
-        elif self.state is State.RUNNING and (self._halt or self.step >= self._goal):
-            if self._halt and self.exception is None:
-                self._note("pause", f"paused at step {self.step}")
-            self._halt = None
-            self._enter(State.PAUSED)
-            self._answer()
+        elif self.state is State.RUNNING:
+            self._rest_running()
         elif self.state is State.PAUSED:
             self._halt = None
+            self._answer()
+
+    def _rest_running(self) -> None:
+        """What is to be done before the next step, if there is one."""
+        if self._last_evaluation and self.route.evaluation:
+            self._last_evaluation = False
+            self._launch(_Flight("evaluate", self.step, 0, None, []), **self.route.evaluation)
+        elif not self._halt and self._calls_due(self.step):
+            if self._calling is None and self.route.callbacks is not None:
+                self._call(self.route.callbacks)
+        elif self.step >= self.route.steps:
+            self._note("done", f"done after {self.step} steps")
+            self._end(State.COMPLETED)
+        elif self._halt or self.step >= self._goal:
+            if self._halt and self.exception is None and not self._broke_off:
+                self._note("pause", f"paused at step {self.step}")
+            self._broke_off = False
+            self._halt = None
+            self._enter(State.PAUSED)
             self._answer()
 
     def _end(self, state: State, error: BaseException | None = None) -> None:
@@ -473,6 +605,9 @@ class Driver:
                 event = self._inbox.get()
                 if isinstance(event, _Command):
                     self._waiting.append(event.answer)
+                    if event.name == "save":
+                        self.saver.want(event.value)
+        self.saver.drop(f"the run has {_ENDED[state]} at step {self.step}")
         self._answer()
         self._changed()
 
@@ -510,6 +645,7 @@ _WORDS = {
     "step": "take a step",
     "lr": "change",
     "abandon": "end",
+    "save": "be saved",
 }
 
 
@@ -521,6 +657,15 @@ def evaluation(step: int, parts: Sequence[tuple[int, dict[str, tuple[float, floa
         total, weight = (sum(part[1][name][k] for part in parts) for k in (0, 1))
         values[name] = total / weight if weight else math.nan
     return Evaluation(step, sum(part[0] for part in parts), values)
+
+
+def _told(lost: Sequence[int], how: str, before: int, found: Recovered) -> str:
+    """What a repair did, in a line."""
+    names = ", ".join(map(str, lost))
+    gone = max(found.lost_steps, before - found.step)
+    steps = "no step lost" if gone == 0 else f"{gone} step{'s' * (gone > 1)} lost"
+    nodes = f"node{'s' * (len(lost) > 1)} {names}"
+    return f"{nodes} {how}: all go on from step {found.step} after {found.seconds:.1f} s, {steps}"
 
 
 def _resolve(answer: Future[int], step: int) -> None:

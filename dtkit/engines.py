@@ -8,19 +8,21 @@ folder that only the user can enter: connection files, logs, and the FileStore t
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import pickle
 import secrets
 import signal
 import subprocess
 import threading
+import time
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ipyparallel as ipp
 
-from dtkit import shared, warden
+from dtkit import shared, units, warden
 from dtkit.entry import MIMETYPE, Entry
 from dtkit.errors import ClusterError
 from dtkit.records import Failure, Reply
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from dtkit.devices import DevicePlan
 
 LEASE_S, JOB_LEASE_S = 60.0, 1800.0
+_BEAT_MS = 500
 _HUB_BYTES = 256 * 1024**2  # what the hub keeps of requests and results at most
 
 
@@ -51,7 +54,7 @@ class Engines:
 
     def __init__(self, client: ipp.Client, engine_ids: list[int]) -> None:
         self._client = client
-        self.engine_ids = engine_ids
+        self.engine_ids = list(engine_ids)
         self._entry = Entry()
 
     def send(self, rank: int, message: bytes, listen: Callable[[int, list[Any]], None] | None = None) -> Future[Reply]:
@@ -90,6 +93,30 @@ class Engines:
         alive = [self.engine_ids[r] for r in ranks if self.engine_ids[r] in self._client.ids]
         if alive:
             self._client.send_signal(signal.SIGINT, targets=alive, block=False)
+
+    def lost(self) -> list[int]:
+        """The ranks whose engines have ended."""
+        alive = set(self._client.ids)
+        return [rank for rank, engine in enumerate(self.engine_ids) if engine not in alive]
+
+    def kill(self, ranks: Sequence[int], timeout: float = 5.0) -> None:
+        """End these engines by SIGKILL, through their nannies, and wait until they are known to be gone."""
+        targets = [self.engine_ids[rank] for rank in ranks if self.engine_ids[rank] in self._client.ids]
+        if targets:
+            self._client.send_signal(signal.SIGKILL, targets=targets, block=False)
+            _until(lambda: not set(targets) & set(self._client.ids), timeout)
+
+    def drop(self, ranks: Sequence[int]) -> None:
+        """Go on without these ranks: those above move down."""
+        self.engine_ids = [engine for rank, engine in enumerate(self.engine_ids) if rank not in set(ranks)]
+
+    def replace(self, ranks: Sequence[int]) -> None:
+        """Have a new engine at each of these ranks: only possible where we start engines."""
+        raise ClusterError(
+            f"the engines of {units.plural(len(ranks), 'rank')} are gone ({', '.join(map(str, ranks))}), and this "
+            "cluster was attached to engines that somebody else started, so it can't start others. Train with "
+            "on_failure='shrink', or start engines where those came from, and attach again"
+        )
 
     def locked_view(self, lock: threading.RLock) -> ipp.DirectView:
         """A view for ``%%px`` that fans out under the cluster's lock."""
@@ -141,28 +168,47 @@ class _LockedView(ipp.DirectView):  # type: ignore[misc]  # ipyparallel has no t
         return result
 
 
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """How engines are started."""
+
+    launcher: str
+    plan: DevicePlan
+    timeout: float
+    memory_limit: int | None = None
+    lease: float | None = None
+    spares: int = 0
+    """Engines that are started along, and wait to replace one."""
+
+
 class StartedEngines(Engines):
     """A transport over engines that we start, and end."""
 
-    def __init__(
-        self, n: int, launcher: str, plan: DevicePlan, limit: int | None, timeout: float, lease: float | None
-    ) -> None:
+    def __init__(self, n: int, how: Start) -> None:
+        self._how = how
+        self._sets: list[str] = []
+        self._spares: list[int] = []
+        self._starting = threading.Lock()  # who holds it knows that an engine that comes is its own
+        self._closing = False
         self._warden: subprocess.Popen[bytes] | None = None
         self.folder = _new_folder()
+        lease = how.lease
         self._lease = (LEASE_S if lease is None else lease, JOB_LEASE_S if lease is None else lease)
         self._lock_descriptor = warden.take_lock(self.folder)
         warden.write_members(self.folder, [], *self._lease)
         self._warden = warden.start(self.folder)
         self.keeper = shared.Owner.of(self._warden.pid)
         try:
-            super().__init__(*self._start(n, launcher, plan, limit, timeout))
+            client = self._start_controller()
+            super().__init__(client, [])
+            ids = self._start_engines(n + how.spares)
         except BaseException:
             self.close()
             raise
+        self.engine_ids, self._spares = ids[:n], ids[n:]
 
-    def _start(
-        self, n: int, launcher: str, plan: DevicePlan, limit: int | None, timeout: float
-    ) -> tuple[ipp.Client, list[int]]:
+    def _start_controller(self) -> ipp.Client:
+        launcher, timeout = self._how.launcher, self._how.timeout
         self._cluster = cluster = ipp.Cluster(
             controller_ip="127.0.0.1" if launcher == "local" else "",  # "": the launcher's own choice
             engine_launcher_class=launcher,
@@ -171,45 +217,81 @@ class StartedEngines(Engines):
             shutdown_atexit=False,
             log_level=50,
             controller_args=[
-                "--HeartMonitor.period=500",  # engines are registered on a beat
+                f"--HeartMonitor.period={_BEAT_MS}",  # engines are registered on a beat
                 "--IPController.enable_curve=True",
                 f"--DictDB.size_limit={_HUB_BYTES}",
             ],
         )
         cluster.start_controller_sync()
-        if launcher == "local":
-            # One set per engine: each has its own environment, and can be ended by itself.
-            sets = [cluster.start_engines_sync(1, environment=plan.environment(r, limit)) for r in range(n)]
-        else:
-            sets = [cluster.start_engines_sync(n)]
-        self._watch(cluster, sets)
+        self._watch()
         try:
-            client = cluster.connect_client_sync(timeout=timeout)
+            return cluster.connect_client_sync(timeout=timeout)
         except TimeoutError:
             raise ClusterError(
                 f"the controller did not answer within {timeout:g} s; give it longer with timeout="
             ) from None
-        self._wait_for_engines(client, n, timeout)
-        self._watch(cluster, sets)  # the nannies, too
-        return client, sorted(client.ids)[:n]
 
-    def _wait_for_engines(self, client: ipp.Client, n: int, timeout: float) -> None:
-        try:
-            client.wait_for_engines(n, timeout=timeout, interactive=False)
-        except TimeoutError:
-            logs = "\n".join(p.read_text()[-500:] for p in sorted((self.folder / "log").glob("ipengine*"))[:1])
-            raise ClusterError(
-                f"{len(client.ids)} of {n} engines came within {timeout:g} s; give them longer with timeout=, or fewer "
-                f"engines. The first engine's log ends:\n{logs}"
-            ) from None
+    # -- engines ----------------------------------------------------------------------------------------------
 
-    def _watch(self, cluster: ipp.Cluster, sets: list[str]) -> None:
+    def _start_engines(self, n: int) -> list[int]:
+        """Start so many, and wait for them. Returns their ids."""
+        with self._starting:
+            known = set(self._client.ids)
+            how = self._how
+            if how.launcher == "local":
+                # One set per engine: each has its own environment, and can be ended by itself.
+                environment = how.plan.environment(0, how.memory_limit)
+                self._sets += [self._cluster.start_engines_sync(1, environment=environment) for _ in range(n)]
+            else:
+                self._sets.append(self._cluster.start_engines_sync(n))
+            self._watch()
+            if not _until(lambda: len(set(self._client.ids) - known) >= n or self._closing, how.timeout):
+                self._tell_missing(len(set(self._client.ids) - known), n)
+            self._watch()  # the nannies, too
+            return sorted(set(self._client.ids) - known)[:n]
+
+    def _tell_missing(self, came: int, n: int) -> None:
+        logs = "\n".join(p.read_text()[-500:] for p in sorted((self.folder / "log").glob("ipengine*"))[:1])
+        raise ClusterError(
+            f"{came} of {n} engines came within {self._how.timeout:g} s; give them longer with timeout=, or fewer "
+            f"engines. The first engine's log ends:\n{logs}"
+        )
+
+    def replace(self, ranks: Sequence[int]) -> None:
+        """Have a new engine at each of these ranks, whose own are ended if they still live. Spares come first."""
+        self.kill(ranks)
+        missing = [rank for rank in ranks if not self._take_spare(rank)]
+        if missing:
+            for rank, engine in zip(missing, self._start_engines(len(missing)), strict=True):
+                self.engine_ids[rank] = engine
+        if len(self._spares) < self._how.spares:
+            threading.Thread(target=self._refill, name="dtkit-spares", daemon=True).start()
+
+    def _take_spare(self, rank: int) -> bool:
+        while self._spares:
+            engine = self._spares.pop(0)
+            if engine in self._client.ids:
+                self.engine_ids[rank] = engine
+                return True
+        return False
+
+    def _refill(self) -> None:
+        """Start what is missing of the spares; whoever needs one meanwhile waits for a new engine anyway."""
+        wanted = self._how.spares - len(self._spares)
+        with contextlib.suppress(ClusterError):  # then there is no spare, and a replacement takes longer
+            found = self._start_engines(wanted)
+            view = self._client.direct_view(found)
+            view.apply_async(_load_torch)
+            self._spares += found
+
+    def _watch(self) -> None:
         """Tell the warden all processes that run by now."""
         import psutil
 
-        roots = [cluster.controller.process.pid] if hasattr(cluster.controller, "process") else []
-        for name in sets:
-            roots += [e.process.pid for e in getattr(cluster.engines[name], "launchers", {}).values()]
+        roots = [self._cluster.controller.process.pid] if hasattr(self._cluster.controller, "process") else []
+        for name in self._sets:
+            launchers = getattr(self._cluster.engines.get(name), "launchers", {})
+            roots += [engine.process.pid for engine in launchers.values()]
         pids = list(roots)
         for pid in roots:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -218,6 +300,7 @@ class StartedEngines(Engines):
 
     def close(self) -> None:
         """Ask the warden to end everything; it knows every process."""
+        self._closing = True
         client = getattr(self, "_client", None)
         if client is not None:
             client.close()
@@ -238,8 +321,23 @@ class StartedEngines(Engines):
             os.close(self._lock_descriptor)
 
 
+def _load_torch() -> None:
+    """What takes longest when an engine joins."""
+    import torch  # noqa: F401 - it is loaded, and stays
+
+
+def _until(condition: Callable[[], bool], timeout: float) -> bool:
+    """Look every 20 ms; whether it came true in time."""
+    deadline, pause = time.monotonic() + timeout, threading.Event()
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        pause.wait(0.02)
+    return True
+
+
 def _lost(rank: int, why: str = "its process has ended") -> Reply:
-    message = f"the engine of rank {rank} is gone: {why}. Close this cluster and start another one"
+    message = f"the engine of rank {rank} is gone: {why}. cluster.repair() starts another one in its place"
     return Reply(failure=Failure(rank, "?", "EngineLost", message, "", kind="lost"))
 
 

@@ -8,6 +8,7 @@
     ├── EngineError               user code, or the engine itself, failed on a rank; carries every rank's Failure
     │   └── NonFiniteError        the reduced gradients held NaN or infinity; parameters are as before that step
     ├── RunError                  the run's state does not allow what was asked
+    ├── CheckpointError           a checkpoint could not be written, or can't be used; says what is wrong with it
     └── CannotSend                an object that can't be pickled; names the attribute that can't
 
 Bad arguments raise plain ``ValueError`` or ``TypeError``: they are the caller's, not the cluster's. Every
@@ -46,6 +47,10 @@ class Refused(ClusterError):  # noqa: N818 - what the engine did
 
 class RunError(DtkitError):
     """The run's state does not allow what was asked."""
+
+
+class CheckpointError(DtkitError):
+    """A checkpoint could not be written, or is damaged, or does not fit."""
 
 
 class CannotSend(DtkitError):  # noqa: N818 - reads as a sentence

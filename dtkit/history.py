@@ -134,6 +134,23 @@ class History:
         """Add an event or an evaluation."""
         (self.events if isinstance(event, Event) else self.evaluations).append(event)  # type: ignore[arg-type]
 
+    def extend(self, other: History) -> None:
+        """Begin with all that another history has: of a run that this one goes on with."""
+        with self._lock:
+            self._rows.append(other.rows())
+            with other._lock:
+                self._totals.append(other._totals.read(0, len(other._totals)))
+        self.events += other.events
+        self.evaluations += other.evaluations
+
+    def until(self, rows: int, events: int, evaluations: int) -> History:
+        """A copy of the first of each, as they are now; later ones don't change it."""
+        found = History(copies=self.copies)
+        found.append(self.rows(0, rows))
+        found.events = self.events[:events]
+        found.evaluations = self.evaluations[:evaluations]
+        return found
+
     # -- reading ----------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:

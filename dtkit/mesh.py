@@ -56,12 +56,18 @@ class Mesh:
         here = self.coordinates(rank)
         return [self.rank(**{**here, axis: k}) for k in range(self.axes[axis])]
 
-    def check(self, world_size: int) -> Mesh:
-        """This mesh; or ValueError with the equation and what would work, where the sizes don't make `world_size`."""
+    def check(self, world_size: int, **names: str) -> Mesh:
+        """This mesh; or ValueError with the equation and what would work, where the sizes don't make `world_size`.
+
+        `names` are what the user calls the axes: ``check(4, pp="stages")``.
+        """
         if self.size == world_size:
             return self
-        equation = " x ".join(f"{name} {size}" for name, size in self.axes.items())
-        ways = "; ".join(" x ".join(f"{name} {size}" for name, size in way.items()) for way in self._near(world_size))
+
+        def told(way: Mapping[str, int]) -> str:
+            return " x ".join(f"{names.get(name, name)} {size}" for name, size in way.items())
+
+        equation, ways = told(self.axes), "; ".join(map(told, self._near(world_size)))
         raise ValueError(
             f"{equation} = {self.size}, but there are {world_size} ranks: the degrees must multiply to the number of "
             f"ranks. What works with {world_size} and is nearest: {ways}. Or start {self.size} engines"

@@ -63,13 +63,16 @@ def benchmark(cluster: Cluster, dtype: str = "float32") -> Benchmark:
     )
 
 
-def check_idle(cluster: Cluster) -> None:
-    """Raise RunError while a run is running: both would disturb each other."""
+_MEASURED = "so what is measured now would be wrong, and slow the run down"
+
+
+def check_idle(cluster: Cluster, why: str = _MEASURED, remedy: str = "pause it (run.pause())") -> None:
+    """Raise RunError while a run is running, which says `why` nothing else may, and a `remedy` besides waiting."""
     run = cluster.current_run
     if run is not None and run.status.state in (State.PENDING, State.RUNNING):
         raise RunError(
-            f"this cluster is training {run.spec.name} (step {run.status.step} of {run.spec.steps}), so what is "
-            "measured now would be wrong, and slow the run down. Wait for it (run.wait()), or pause it (run.pause())"
+            f"this cluster is training {run.spec.name} (step {run.status.step} of {run.spec.steps}), {why}. Wait for "
+            f"it (run.wait()), or {remedy}"
         )
 
 

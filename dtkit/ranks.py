@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import itertools
 import pickle
+import socket
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -23,7 +25,7 @@ import numpy as np
 from dtkit import __version__, warden, wire
 from dtkit.engine.probe import hello
 from dtkit.errors import ClusterClosed, ClusterError, EngineError, VersionMismatch
-from dtkit.records import Failure, GroupSpec, NodeInfo, Reply, Request
+from dtkit.records import HURRY, Failure, GroupSpec, NodeInfo, Reply, Request
 from dtkit.shipment import Shipment, ship
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from dtkit.devices import DevicePlan
     from dtkit.transport import Transport
 
+SNAPSHOTS = "snapshots"
 GRACE_S = 5.0  # for the other ranks once one has failed, and again after an interrupt
 _FIRST_STEP_S, _MARGIN_S = 1800.0, 30.0
 
@@ -89,6 +92,11 @@ class Ranks:
         """Whether all engines are on this host, so that they can map its files."""
         return self._one_host
 
+    @property
+    def folder(self) -> Path:
+        """Of this cluster alone: where the group meets, and where each engine says how it stands."""
+        return self._folder
+
     def __len__(self) -> int:
         return self.world_size
 
@@ -113,9 +121,21 @@ class Ranks:
 
     def greet(self) -> None:
         """Compare versions with every engine, before anything else is said, and note what they can import."""
+        ranks = list(range(self.world_size))
+        replies = self._greet(ranks)
+        hosts = {str(r.value["host"]) for r in replies if isinstance(r.value, dict)}
+        self._one_host = hosts == {socket.gethostname()}
+        if len(hosts) > 1 and self._interface is None:
+            raise ClusterError(
+                f"the engines run on {len(hosts)} hosts ({', '.join(sorted(hosts))}) and dtkit keeps to loopback by "
+                "default; name the network between them, as in interface='eth0'. Tensor traffic on it is not encrypted"
+            )
+        self._engine_path = list(replies[0].value["path"])  # type: ignore[index]
+
+    def _greet(self, ranks: Sequence[int]) -> list[Reply]:
         mine = hello()
-        replies = self.collect(self.fan_out("hello"), self._timeout)
-        for rank, reply in enumerate(replies):
+        replies = self.collect(self.fan_out("hello", ranks=ranks), self._timeout, ranks)
+        for rank, reply in zip(ranks, replies, strict=True):
             theirs = reply.value
             if not isinstance(theirs, dict):
                 reason = reply.failure.message if reply.failure else "no answer"
@@ -129,14 +149,7 @@ class Ranks:
                         f"{name} is {mine[name]} in the notebook and {theirs.get(name)} on rank {rank} "
                         f"({theirs['host']}); they must be equal. Start the engines from the notebook's environment"
                     )
-        hosts = {str(r.value["host"]) for r in replies if isinstance(r.value, dict)}
-        self._one_host = hosts == {str(mine["host"])}
-        if len(hosts) > 1 and self._interface is None:
-            raise ClusterError(
-                f"the engines run on {len(hosts)} hosts ({', '.join(sorted(hosts))}) and dtkit keeps to loopback by "
-                "default; name the network between them, as in interface='eth0'. Tensor traffic on it is not encrypted"
-            )
-        self._engine_path = list(replies[0].value["path"])  # type: ignore[index]
+        return replies
 
     # -- calls ------------------------------------------------------------------------------------------------
 
@@ -248,14 +261,42 @@ class Ranks:
         self.check_open()
         self._transport.interrupt(list(range(self.world_size)) if ranks is None else ranks)
 
-    def form(self) -> None:
-        """Form the process group (anew): the next generation, met at a file of its own."""
+    def lost(self) -> list[int]:
+        """The ranks whose engines have ended."""
+        return self._transport.lost()
+
+    def replace(self, ranks: Sequence[int]) -> None:
+        """Have new engines at these ranks, with the data and models that the others hold. Jobs end: make them anew."""
+        self._transport.replace(ranks)
+        self._greet(ranks)
+        self.form(others=True)
+        kept = [rank for rank in range(self.world_size) if rank not in ranks]
+        self.fan_out("warm", ranks=list(ranks))
+        if kept:
+            (shipment,) = self.ask("hand_over", ranks=kept[:1])
+            self.ask("take_over", ranks=list(ranks), shipment=shipment)
+            shipment.discard()
+
+    def shrink(self, ranks: Sequence[int]) -> None:
+        """Go on without these ranks, whose shards the others take. Those above move down. Jobs end: make them anew."""
+        devices = tuple(device for rank, device in enumerate(self._plan.devices) if rank not in ranks)
+        self._transport.kill(ranks)
+        self._transport.drop(ranks)
+        self._plan = dataclasses.replace(self._plan, devices=devices)
+        self.form(others=True)
+        self.ask("redeal")
+
+    def form(self, *, others: bool = False) -> None:
+        """Form the process group (anew): the next generation, met at a file of its own.
+
+        `others`: some ranks are not who they were.
+        """
         with self._lock:
             self._generation += 1
             store = self._folder / f"store-{self._generation}"
             specs = [self._group_spec(rank, store) for rank in range(self.world_size)]
             join = {"owner": self._owner, "keeper": self._keeper if self._one_host else None}
-            each = [{"spec": s, "step_timeout": self.step_timeout, **join} for s in specs]
+            each = [{"spec": s, "step_timeout": self.step_timeout, "others": others, **join} for s in specs]
             futures = self.fan_out("join", each=each)
         replies = self.collect(futures, self._timeout + 5)
         # The group's own file stays: subgroups (of a mesh) meet there too.
@@ -329,6 +370,18 @@ class Ranks:
         shipment.discard()
         with contextlib.suppress(ValueError):
             self._uploads.remove(shipment)
+
+    def hurry(self, job: str, *, wanted: bool) -> None:
+        """Have a dispatch of this job end at the next step at which its ranks ask each other."""
+        mark = self._folder / f"{HURRY}{job}"
+        if wanted:
+            mark.touch(mode=0o600)
+        else:
+            mark.unlink(missing_ok=True)
+
+    def snapshots(self, job: str) -> Path:
+        """Where a run puts what it may have to go back to."""
+        return self._folder / SNAPSHOTS / job
 
     def note_job(self, *, present: bool) -> None:
         """Tell the warden whether a job is in memory, which makes the lease longer."""

@@ -9,6 +9,9 @@ import dataclasses
 import enum
 import math
 
+HURRY = "hurry-"
+"""With a job's key, the name of a file in the cluster's folder: somebody waits for the dispatch under way to end."""
+
 
 class State(enum.Enum):
     """Where a run stands: ``PENDING -> RUNNING <-> PAUSED -> COMPLETED | STOPPED | FAILED``."""

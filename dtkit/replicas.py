@@ -52,9 +52,14 @@ class Replicas:
 
     def build(self, state: Mapping[str, Any]) -> torch.nn.Module:
         """A new model in this process, with the parameters and buffers of `state`."""
-        model: torch.nn.Module = wire.unpack(self._packed.skeleton, [bytearray(b) for b in self._packed.buffers])
+        model = self.model()
         model.load_state_dict(state)
         return model
+
+    def model(self) -> torch.nn.Module:
+        """A new model in this process, as it was when it was sent."""
+        found: torch.nn.Module = wire.unpack(self._packed.skeleton, [bytearray(b) for b in self._packed.buffers])
+        return found
 
     def _headline(self) -> str:
         same = "identical" if self.identical else "NOT identical"

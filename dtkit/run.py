@@ -12,8 +12,10 @@ import contextlib
 import dataclasses
 import logging
 import math
+import shutil
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
@@ -22,25 +24,33 @@ from dtkit import pieces, placing
 from dtkit.driver import CALLBACKS, Driver, Route, evaluation
 from dtkit.errors import ClusterError, RunError
 from dtkit.history import History
-from dtkit.records import Event, State, Status
+from dtkit.records import Event, Reply, State, Status
+from dtkit.saving import Save, Saved, Saves
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
-    from pathlib import Path
+    from concurrent.futures import Future
 
     from matplotlib.figure import Figure
 
     from dtkit.cluster import Cluster
     from dtkit.engine.loading import Loading
-    from dtkit.explanation import StepExplanation
+    from dtkit.explaining import Explanation
+    from dtkit.memory import Memory
     from dtkit.placing import Placed
+    from dtkit.plan import Plan
     from dtkit.records import Consistency, Evaluation, JobPlan, NodeInfo, RunSpec
+    from dtkit.recovery import Recovered
     from dtkit.replicas import Replicas
+    from dtkit.resuming import Resumption
+    from dtkit.schedule import Schedule
+    from dtkit.strategies.base import Strategy
     from dtkit.timeline import Timeline
     from dtkit.verify import Verification
 
 _log = logging.getLogger("dtkit")
 _SLOWEST = 100.0
+_PAUSE_S = 10.0  # that an interrupted cell waits for the engines
 
 _BUTTONS_LATER = "buttons act after this cell; the kernel's interrupt button pauses now"
 
@@ -73,6 +83,7 @@ class Order:
 class Extras:
     """What a run does besides taking steps, and what it can't."""
 
+    strategy: Strategy
     metrics: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
     valid: Placed | None = None
     callbacks: Sequence[Callable[[Run], Any]] = ()
@@ -82,8 +93,14 @@ class Extras:
     """Why the training is not that of one process."""
     explains: bool = True
     """Whether the strategy can take a step apart."""
-    parts_per_rank: int = 1
-    """Parts of a model that a rank of a pipeline has."""
+    schedule: Schedule | None = None
+    """In a pipeline, what each rank is to do in which order."""
+    on_failure: str = "repair"
+    """What to do when an engine is lost."""
+    saves: Saves = dataclasses.field(default_factory=Saves)
+    """The checkpoints that it makes by itself."""
+    snapshots: Saves = dataclasses.field(default_factory=Saves)
+    """And those that it may have to go back to when an engine is lost."""
     copies: int = 1
     """Ranks that share one replica of the model, and so take the same samples."""
 
@@ -116,10 +133,20 @@ class Run:
         self._released = False
         self._state: tuple[int, Mapping[str, Any]] | None = None
         self._driver = Driver(cluster, self._route(), self.history, self._notify)
+        self._snapshots = cluster.snapshots(self._job)
+        saver = self._driver.saver
+        saver.plan, saver.describe = extras.saves, self._described
+        saver.snapshots = dataclasses.replace(extras.snapshots, to=self._snapshots)
 
-    def build(self) -> None:
-        """Make the job on the engines; the run then stands paused before its first step."""
+    def build(self, resumption: Resumption | None = None) -> None:
+        """Make the job on the engines; the run then stands paused before its first step, or where it was saved."""
         self._driver.lr = self._order.build(self._cluster, self._job)
+        if resumption is not None:
+            self._driver.lr = resumption.put_into(self._cluster, self._job)
+            self.history.extend(resumption.checkpoint.history())
+            self._driver.stand_at(resumption.step, resumption.called)
+            resumption.put_into_callbacks(self._extras.callbacks)
+            self.note(resumption.text(self.spec))
         self._cluster.note_job(present=True)
         self._driver.start()
 
@@ -128,7 +155,35 @@ class Run:
         if more.valid is not None:
             evaluate = self._evaluation_args(more.valid, more.metrics)
         callbacks = self._call_back if more.callbacks else None
-        return Route(self._job, self.spec.steps, self.spec.steps_per_epoch, evaluate, callbacks, more.balance)
+        return Route(
+            self._job,
+            self.spec.steps,
+            self.spec.steps_per_epoch,
+            evaluate,
+            callbacks,
+            more.balance,
+            self._recover,
+            more.on_failure,
+        )
+
+    def _recover(self, lost: Sequence[int]) -> Recovered:
+        """Have the job made anew, and know of the ranks that are there then. Called on the driver's thread."""
+        from dtkit.recovery import Recovery
+
+        more, shrinks = self._extras, self._extras.on_failure == "shrink"
+        recover = Recovery(
+            self._cluster, self._job, self._order, more.strategy, self.spec.batch_size, shrinks, self._snapshots
+        )
+        found = recover(lost)
+        size = self._cluster.world_size
+        if size != self.spec.world_size:
+            self.spec = dataclasses.replace(self.spec, world_size=size)
+            even = None if more.balance is None else (1,) * size
+            copies = size // more.strategy.mesh(size).replicas
+            self._extras = dataclasses.replace(more, balance=even, copies=copies)
+            self._driver.route = self._route()
+        self.slowed = {}  # the new jobs run at full speed
+        return found
 
     def _call_back(self) -> None:
         for callback in self._extras.callbacks:
@@ -179,7 +234,7 @@ class Run:
 
         parts = self._driver.spans
         spans = merge(parts, self._cluster.clock_offsets) if parts else np.empty(0, SPAN)
-        return Timeline(spans, parts_per_rank=self._extras.parts_per_rank, title=f" of {self.spec.name}")
+        return Timeline(spans, schedule=self._extras.schedule, title=f" of {self.spec.name}")
 
     def trace(self, path: str | Path) -> None:
         """Write the last steps as a Chrome trace, which https://ui.perfetto.dev opens."""
@@ -204,12 +259,14 @@ class Run:
     def step(self, n: int = 1, *, explain: Literal[False] = False) -> int: ...
 
     @overload
-    def step(self, n: int = 1, *, explain: Literal[True]) -> StepExplanation: ...
+    def step(self, n: int = 1, *, explain: Literal[True]) -> Explanation: ...
 
-    def step(self, n: int = 1, *, explain: bool = False) -> int | StepExplanation:
+    def step(self, n: int = 1, *, explain: bool = False) -> int | Explanation:
         """Take `n` steps while paused. Returns how many were taken so far.
 
-        With ``explain=True``, one step is taken apart: each rank's rows, loss and gradients, their sum, the update.
+        With ``explain=True``, one step is taken apart. Of replicas: each rank's rows, loss and gradients, their sum,
+        the update. Of a pipeline: the activations and gradients that cross the borders between stages. Where parameters
+        are cut: the collectives, with their bytes.
         """
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
             raise ValueError(f"step({n!r}): the number of steps must be an integer from 1 up")
@@ -219,18 +276,19 @@ class Run:
             raise ValueError(f"step({n}, explain=True): one step is explained at a time; call run.step(explain=True)")
         if not self._extras.explains:
             raise RunError(
-                f"{self.spec.strategy} has no whole gradients on each rank to be all-reduced, which is what an "
-                "explanation shows. Train with DataParallel() to see a step taken apart"
+                f"{self.spec.strategy} has no whole gradients on each rank to be all-reduced, and nothing is cut or "
+                "sent within a step: there is little to take apart. Train with DataParallel(), Pipeline(), Sharded() "
+                "or TensorParallel() to see a step taken apart"
             )
         return self._explained()
 
-    def _explained(self) -> StepExplanation:
-        from dtkit.explanation import StepExplanation
+    def _explained(self) -> Explanation:
+        from dtkit import explaining
 
         before = self._driver.step
         if self._ask("step", (1, True)) == before:
             raise self.exception or RunError(f"the run has taken all of its {self.spec.steps} steps; run.extend() it")
-        return StepExplanation.from_reports(self._driver.reports)
+        return explaining.explanation(self._driver.reports, self.spec.name, self._cluster.clock_offsets)
 
     def slow(self, rank: int, factor: float) -> int:
         """Have one rank's computing take `factor` times as long (it sleeps), for lessons and tests; 1 ends it.
@@ -266,12 +324,15 @@ class Run:
         """
         return self._ask("lr", _checked_lr(lr))
 
-    def post(self, command: str, value: float | None = None) -> None:
-        """Ask for "pause", "resume", "step", "stop" or "lr" (with `value`), without waiting: what buttons call."""
+    def post(self, command: str, value: float | None = None) -> Future[int]:
+        """Ask for "pause", "resume", "step", "stop" or "lr" (with `value`), without waiting: what buttons call.
+
+        The answer will be how many steps were taken when it took effect on all ranks.
+        """
         values = {"pause": None, "resume": None, "stop": None, "step": (1, False), "lr": value}
         if command not in values:
             raise ValueError(f"{command!r} is no command of a run; use pause, resume, step, stop or lr")
-        self._driver.ask(command, _checked_lr(value) if command == "lr" else values[command])
+        return self._driver.ask(command, _checked_lr(value) if command == "lr" else values[command])
 
     def _ask(self, command: str, value: Any = None) -> int:
         patience = self._cluster.patience
@@ -282,6 +343,50 @@ class Run:
                 f"the engines did not come to the end of a step within {patience:.0f} s, so {command!r} did not take "
                 "effect. cluster.interrupt() ends what they are doing, and the run"
             ) from None
+
+    # -- checkpoints ------------------------------------------------------------------------------------------
+
+    def save(self, path: str | Path | None = None, *, keep: int | None = None) -> Saved:
+        """Write a checkpoint into a folder of its own in `path` (by default ``save_to``), to train on from it later.
+
+        While the run is RUNNING, after the step that is being taken; training goes on while ranks write. With `keep`,
+        only so many checkpoints stay in `path`, the newest ones. Raises CheckpointError where it could not be written:
+        the run and older checkpoints are as they were.
+        """
+        target = self._extras.saves.to if path is None else path
+        if target is None:
+            raise ValueError("save(): there is no path. Name a folder: run.save('checkpoints/first')")
+        if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+            raise ValueError(f"save(keep={keep!r}): it is how many checkpoints stay; an integer from 1 up")
+        self._check_kept("save")
+        save = Save(Path(target).absolute(), keep)
+        if self._driver.state.ended:
+            self._save_ended(save)
+        else:
+            self._ask("save", save)
+        return save.result(self._cluster.patience)
+
+    def _save_ended(self, save: Save) -> None:
+        """There is no driver any more that could send it."""
+        saver, step = self._driver.saver, self._driver.step
+        saver.want(save)
+        if saver.next(step) is None:
+            return
+        try:
+            values: list[Any] = self._cluster.ask("save", job=self._job, step=step, **save.args())
+        except ClusterError as error:
+            saver.failed(save, step, error)
+        else:
+            saver.landed(save, step, [Reply(value) for value in values])
+
+    def _described(self) -> dict[str, Any]:
+        """What a checkpoint says of this run, besides its state on the engines."""
+        from dtkit.resuming import callback_states
+
+        callbacks = callback_states(self._extras.callbacks)
+        return {"spec": dataclasses.asdict(self.spec), "called": self._driver.called, "callbacks": callbacks}
+
+    # -- waiting ----------------------------------------------------------------------------------------------
 
     def wait(self, timeout: float | None = None) -> None:
         """Until the run has left RUNNING, for whatever reason; raises what failed it.
@@ -294,7 +399,7 @@ class Run:
             try:
                 left = self._driver.wait(timeout)
             except KeyboardInterrupt:
-                self._pause_soon()
+                self._pause_or_break()
                 raise
         if not left:
             raise TimeoutError(
@@ -350,9 +455,13 @@ class Run:
         self._message = message
         self._notify()
 
-    def _pause_soon(self) -> None:
+    def _pause_or_break(self) -> None:
+        """Pause at a step boundary; a second interrupt meanwhile breaks off what the engines do."""
         with contextlib.suppress(RunError, TimeoutError):
-            self._driver.ask("pause").result(10)
+            try:
+                self._driver.ask("pause").result(_PAUSE_S)
+            except KeyboardInterrupt:
+                self._driver.ask("break").result(_PAUSE_S)
 
     def _check_not_in_callback(self) -> None:
         if threading.current_thread().name == CALLBACKS:
@@ -405,6 +514,18 @@ class Run:
         program = self._cluster.dumps(dict(metrics), name="metrics")
         return {"data": data.key, "program": program, "batch_size": per_rank, "loading": self._order.loading}
 
+    def memory(self, plan: Plan | None = None) -> Memory:
+        """What each rank's memory is filled with, as measured; with what `plan` (a cluster.plan) said behind it.
+
+        Parameters, gradients and optimiser state are counted on the engines now, and the peak is the most that each
+        process grew to while this run took steps.
+        """
+        from dtkit.memory import Memory
+
+        self._check_kept("memory")
+        step, found = self._driver.step, self._cluster.ask("memory", job=self._job)
+        return Memory.from_reports(self.spec.name, self.spec.strategy, step, found, plan)
+
     def verify(self, steps: int = 20) -> Verification:
         """Is this training the same as in one process? Prints the answer, and returns it.
 
@@ -450,10 +571,12 @@ class Run:
         with contextlib.suppress(ClusterError):
             self._cluster.ask("unload", keys=[self._job])
             self._cluster.note_job(present=False)
+        shutil.rmtree(self._snapshots, ignore_errors=True)
 
     def abandon(self) -> None:
         """The cluster is closing: end, keeping the weights where the engines still give them."""
         self._driver.abandon(timeout=3.0)
+        self._driver.saver.settle(timeout=10.0)
         self._released = True
 
     def _fetch_if_possible(self) -> None:
@@ -508,6 +631,24 @@ class Run:
         from dtkit.dashboard import text
 
         return text.summary(self)
+
+    def dashboard(self, *, drills: bool = False) -> None:
+        """Show the dashboard here, as `run` in the last line of a cell does.
+
+        With ``drills=True`` it can also slow nodes down and end them, for lessons.
+        """
+        from dtkit.dashboard import display
+
+        display.show(self, drills=drills)
+
+    def report(self, path: str | Path, *, alone: Run | History | None = None) -> None:
+        """Write the run as one HTML file that needs nothing else: figures, nodes, versions, schedule and events.
+
+        `alone`: the same training in one process (a run on one engine, or its history), to say how it scales.
+        """
+        from dtkit.dashboard import report
+
+        report.write(self, path, alone=alone.history if isinstance(alone, Run) else alone)
 
     def _ipython_display_(self) -> None:
         from dtkit.dashboard import display

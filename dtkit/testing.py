@@ -120,9 +120,9 @@ class FakeTransport:
         self._nonfinite: dict[int, tuple[Sequence[int], set[int], bool]] = {}
         self._slow = [0] * world_size
         self._arrived: dict[str, Future[Any]] = {}  # the data plane: what rank 0 broadcasts
-        self._threads = [threading.Thread(target=self._serve, args=(rank,), daemon=True) for rank in self._ranks]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        for rank in self._ranks:
+            self._start(rank)
 
     # -- what a test says -------------------------------------------------------------------------------------
 
@@ -185,6 +185,35 @@ class FakeTransport:
         if not self._open:
             self._cut(ranks)
 
+    def lost(self) -> list[int]:
+        """See :class:`~dtkit.transport.Transport`."""
+        return [rank.number for rank in self._ranks if rank.lost]
+
+    def kill(self, ranks: Sequence[int]) -> None:
+        """See :class:`~dtkit.transport.Transport`."""
+        for rank in ranks:
+            self.lose(rank)
+
+    def replace(self, ranks: Sequence[int]) -> None:
+        """See :class:`~dtkit.transport.Transport`."""
+        for rank in ranks:
+            old, self._ranks[rank] = self._ranks[rank], _Rank(rank)
+            old.inbox.put(None)
+            self._start(self._ranks[rank])
+
+    def drop(self, ranks: Sequence[int]) -> None:
+        """See :class:`~dtkit.transport.Transport`."""
+        kept = [rank for rank in self._ranks if rank.number not in ranks]
+        self.engine_ids = [self.engine_ids[rank.number] for rank in kept]
+        for number, rank in enumerate(kept):
+            rank.number = number
+        self._ranks = kept
+
+    def _start(self, rank: _Rank) -> None:
+        thread = threading.Thread(target=self._serve, args=(rank,), daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
     def _cut(self, ranks: Sequence[int]) -> None:
         with self._gate:
             for rank in ranks:
@@ -236,7 +265,7 @@ class FakeTransport:
             raise Refused(f"this engine belongs to owner {rank.owner}, the call came from owner {request.owner}")
         if request.generation != rank.generation:
             raise Refused(f"the group is at generation {rank.generation}, the call is for {request.generation}")
-        if rank.broken:
+        if rank.broken and request.op not in ("standing", "rescue"):
             raise Refused("the process group is not formed: an error broke it up")
         if "job" in request.args and request.op != "build":
             self._stands(rank, str(request.args["job"]), request.args.get("step"))
@@ -290,11 +319,15 @@ class FakeTransport:
     def _hello(self, rank: _Rank, **_: Any) -> dict[str, Any]:
         return {**hello(), **self.hello[rank.number]}
 
-    def _join(self, rank: _Rank, *, owner: int, spec: Any, keeper: Owner | None = None, **_: Any) -> dict[str, Any]:
+    def _join(
+        self, rank: _Rank, *, owner: int, spec: Any, keeper: Owner | None = None, others: bool = False, **_: Any
+    ) -> dict[str, Any]:
         if owner < rank.owner:
             raise Refused(f"owner {owner} was superseded by owner {rank.owner}: another notebook attached meanwhile")
         if owner != rank.owner:
             self._forget(rank)
+        if others:
+            rank.jobs.clear()
         rank.owner, rank.keeper, rank.generation, rank.broken = owner, keeper, spec.generation, False
         return self._info(rank)
 
@@ -341,6 +374,25 @@ class FakeTransport:
         steps_per_epoch = -(-rank.rows[data] // plan.batch_size)
         rank.jobs[job] = _Job(model, share + (rank.number < rest), steps_per_epoch)
         return rank.lr
+
+    def _standing(self, rank: _Rank, *, job: str, **_: Any) -> tuple[int, bool]:
+        return rank.jobs[job].step, True
+
+    def _rescue(self, rank: _Rank, *, job: str, **_: Any) -> Shipment:
+        return ship(wire.pack((rank.jobs[job].step, rank.lr)), rank.keeper)
+
+    def _revive(self, rank: _Rank, *, job: str, shipments: Sequence[Shipment], **_: Any) -> tuple[int, float]:
+        rank.jobs[job].step, rank.lr = shipments[0].unload()
+        return rank.jobs[job].step, rank.lr
+
+    def _hand_over(self, rank: _Rank, **_: Any) -> Shipment:
+        return ship(wire.pack((rank.models, rank.rows)), rank.keeper)
+
+    def _take_over(self, rank: _Rank, *, shipment: Shipment, **_: Any) -> None:
+        rank.models, rank.rows = shipment.unload()
+
+    def _redeal(self, _rank: _Rank, **_: Any) -> None:
+        return None
 
     def _advance(self, rank: _Rank, *, job: str, step: int, steps: int, lr: Any = None, **_: Any) -> Any:
         found = rank.jobs[job]

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dtkit import placing, planning, replicas
-from dtkit.errors import RunError
+from dtkit import placing, planning, replicas, resuming
 from dtkit.partition import Partition, caller_level
 from dtkit.placing import Flow
-from dtkit.records import JobPlan, RunSpec, State
+from dtkit.records import JobPlan, RunSpec
+from dtkit.recovery import MODES
 from dtkit.replicas import Replicas
 from dtkit.run import Extras, Order, Run
+from dtkit.saving import Saves
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from dtkit.placing import Placed
     from dtkit.strategies.base import Strategy
 
+SNAPSHOT_S = 30.0
 SHUFFLES = ("shard", "global", None)
 
 
@@ -53,6 +56,12 @@ class Options:
     prefetch: bool | None = None
     seed: int = 0
     start: bool = True
+    save_every: int | None = None
+    save_to: str | Path | None = None
+    keep: int = 3
+    resume: str | Path | None = None
+    on_failure: str = "repair"
+    snapshot_every: int | None = None
 
 
 def train(cluster: Cluster, model: Any, data: Any, options: Options) -> Run:
@@ -60,27 +69,30 @@ def train(cluster: Cluster, model: Any, data: Any, options: Options) -> Run:
     from dtkit.engine.loading import Loading
 
     cluster.check_open()
-    _check_free(cluster)
+    planning.check_idle(cluster, "and trains one model at a time", "end it (run.stop())")
     strategy = _check_options(options)
     strategy.mesh(cluster.world_size)
     strategy.check(cluster.world_size, options.batch_size)
     _check_model(cluster, model)
     if not isinstance(model, Replicas):
         strategy.check_model(model)
+    resumption = None if options.resume is None else resuming.find(options.resume, model)
     loading = Loading(options.workers, options.pin_memory, options.prefetch)
     program = _program(cluster, options, strategy)
     part = _partition(cluster, model, data, options, strategy)
     source = part if isinstance(part, Flow) else placing.source_of(cluster, part)
     copies = model if isinstance(model, Replicas) else replicas.broadcast(cluster, model, mapped=strategy.partial)
     valid = None if options.valid is None else placing.place(cluster, options.valid, like=source)
+    spec = _spec(cluster, copies, part, options, strategy)
+    if resumption is not None:
+        resumption.check(spec)
     previous, cluster.current_run = cluster.current_run, None
     if previous is not None:
         previous.release()
-    spec = _spec(cluster, copies, part, options, strategy)
     plan = JobPlan(spec.batch_size, spec.steps, options.shuffle, spec.seed)
     extras = _extras(options, strategy, _sizes(cluster, part), valid)
     run = Run(cluster, spec, Order(copies, source, plan, program, loading), extras)
-    run.build()
+    run.build(resumption)
     _warn_of_batch_statistics(cluster, copies, strategy)
     cluster.current_run = run
     if options.start:
@@ -111,15 +123,34 @@ def _sizes(cluster: Cluster, part: Partition | Flow) -> tuple[int, ...]:
 
 def _extras(options: Options, strategy: Strategy, sizes: tuple[int, ...], valid: Placed | None) -> Extras:
     return Extras(
+        strategy=strategy,
+        on_failure=options.on_failure,
         metrics=dict(options.metrics or {}),
         valid=valid,
         callbacks=tuple(options.callbacks),
         balance=sizes if strategy.balance and len(sizes) > 1 else None,
         caveats=strategy.caveats(),
         explains=strategy.explains,
-        parts_per_rank=strategy.parts_per_rank,
+        schedule=strategy.table,
+        saves=_saves(options),
+        snapshots=_snapshots(options, strategy, len(sizes)),
         copies=len(sizes) // strategy.mesh(len(sizes)).replicas,
     )
+
+
+def _snapshots(options: Options, strategy: Strategy, world_size: int) -> Saves:
+    """None, where another rank holds what is lost with one."""
+    parts = [strategy.part_of(world_size, rank) for rank in range(world_size)]
+    alone = any(parts.count(part) == 1 for part in parts) and len(set(parts)) > 1
+    if options.snapshot_every is None and (not alone or options.on_failure == "pause"):
+        return Saves(quiet=True)
+    seconds = SNAPSHOT_S if options.snapshot_every is None else None
+    return Saves(options.snapshot_every, keep=2, seconds=seconds, quiet=True)
+
+
+def _saves(options: Options) -> Saves:
+    to = None if options.save_to is None else Path(options.save_to).absolute()
+    return Saves(options.save_every, to, options.keep)
 
 
 def _partition(cluster: Cluster, model: Any, data: Any, options: Options, strategy: Strategy) -> Partition | Flow:
@@ -144,21 +175,14 @@ def _partition(cluster: Cluster, model: Any, data: Any, options: Options, strate
     return data
 
 
-def _check_free(cluster: Cluster) -> None:
-    run = cluster.current_run
-    if run is not None and run.status.state in (State.PENDING, State.RUNNING):
-        raise RunError(
-            f"this cluster is training {run.spec.name} (step {run.status.step} of {run.spec.steps}), and trains one "
-            "model at a time. Wait for it (run.wait()), or end it (run.stop())"
-        )
-
-
 def _check_options(options: Options) -> Strategy:
     """The strategy, after everything that needs neither model nor data was checked."""
     _check_loss(options)
     _check_optimizer(options.optimizer)
-    for name in ("batch_size", "epochs", "steps"):
+    for name in ("batch_size", "epochs", "steps", "save_every", "keep", "snapshot_every"):
         _check_count(name, getattr(options, name))
+    if options.save_every is not None and options.save_to is None:
+        raise ValueError(f"save_every={options.save_every}, but not where to: save_to='checkpoints/first', say")
     if (options.epochs is None) == (options.steps is None):
         raise ValueError(
             f"epochs={options.epochs}, steps={options.steps}: say how long to train by one of them, as in epochs=5"
@@ -170,6 +194,11 @@ def _check_options(options: Options) -> Strategy:
         )
     if isinstance(options.seed, bool) or not isinstance(options.seed, int | np.integer) or options.seed < 0:
         raise ValueError(f"seed={options.seed!r}; it must be an integer from 0 up. Use seed=0")
+    if options.on_failure not in MODES:
+        raise ValueError(
+            f"on_failure={options.on_failure!r}; it must be 'repair' (a new engine takes the place of a lost one), "
+            "'shrink' (go on without it) or 'pause'"
+        )
     _check_metrics(options)
     _check_scheduler(options)
     _check_callbacks(options)
@@ -177,7 +206,7 @@ def _check_options(options: Options) -> Strategy:
 
 
 def _check_count(name: str, value: Any) -> None:
-    if value is None and name != "batch_size":
+    if value is None and name not in ("batch_size", "keep"):
         return
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name}={value!r}; it must be an integer")

@@ -33,5 +33,17 @@ class Transport(Protocol):
     def interrupt(self, ranks: Sequence[int]) -> None:
         """Send SIGINT to these engines, without waiting."""
 
+    def lost(self) -> list[int]:
+        """The ranks whose engines have ended."""
+
+    def kill(self, ranks: Sequence[int]) -> None:
+        """End these engines at once, and return when they are gone."""
+
+    def replace(self, ranks: Sequence[int]) -> None:
+        """Have a new engine at each of these ranks; what still runs there is ended. ClusterError where none can come."""
+
+    def drop(self, ranks: Sequence[int]) -> None:
+        """Go on without these ranks: those above move down."""
+
     def close(self) -> None:
         """End what this transport started, and nothing else. Idempotent."""

@@ -1,20 +1,23 @@
 """A source for views: a real history, fed by hand, and every part of the protocol settable."""
 
 import contextlib
+from concurrent.futures import Future
 
 import numpy as np
 
 from dtkit.history import ROW, History
 from dtkit.records import Event, NodeInfo, RunSpec, State, Status
+from dtkit.timeline import SPAN, Timeline
 
 
 class FakeSource:
     """A run of `ranks` nodes that the test drives; `posted` keeps what views asked for.
 
     With `stages` the nodes are pipelines of so many: they share their samples, and the last one alone knows a loss.
+    `strips` are kept of the last step, so that there is a timeline.
     """
 
-    def __init__(self, ranks=4, steps=400, name="ConvNet", seed=0, stages=1):
+    def __init__(self, ranks=4, steps=400, name="ConvNet", seed=0, stages=1, *, strips=False):
         self.spec = RunSpec(
             name=name, strategy="DataParallel()", world_size=ranks, samples=51200, batch_size=64 * ranks,
             steps=steps, steps_per_epoch=max(1, steps // 2), shuffle="shard", seed=0, loss="CrossEntropyLoss",
@@ -31,7 +34,8 @@ class FakeSource:
         self.refuse = None
         self.slowed, self.consistency = {}, None
         self.sends = lambda _step: 400_000 if ranks > 1 else 0  # bytes of a rank in a step
-        self.slow = {}  # rank -> how many times longer it computes
+        self.slowness = {}  # rank -> how many times longer it computes
+        self._stages, self._strips = stages, strips
         self._callbacks = []
         self._random = np.random.default_rng(seed)
 
@@ -77,14 +81,15 @@ class FakeSource:
         rows["grad_norm"] = 2 * decay * (1 + 0.1 * np.abs(self._random.normal(size=len(rows))))
         rows["sent_bytes"] = self.sends(rows["step"])
         rows["memory_bytes"] = 315_000_000 + 1_000_000 * rows["rank"]
-        self.history.append(rows)
+        lost = {event.rank for event in self.history.events if event.kind == "lost"}
+        self.history.append(rows[~np.isin(rows["rank"], list(lost))])
         self.step += steps
         self.changed()
 
     def _time(self, rows):
         """Phases of 100 ms steps: every rank waits for the slowest one; then all communicate at once."""
         ranks = self.spec.world_size
-        slow = np.array([self.slow.get(r, 1.0) for r in range(ranks)])[rows["rank"]]
+        slow = np.array([self.slowness.get(r, 1.0) for r in range(ranks)])[rows["rank"]]
         noise = 1 + 0.02 * self._random.normal(size=len(rows)) ** 2
         for name, seconds in (("data_s", 0.005), ("forward_s", 0.025), ("backward_s", 0.050)):
             rows[name] = seconds * noise * slow
@@ -94,6 +99,37 @@ class FakeSource:
         phases = ("data_s", "forward_s", "backward_s", "wait_s", "comm_s", "update_s")
         rows["step_s"] = sum(rows[name] for name in phases) + 0.002
 
+    @property
+    def timeline(self):
+        """The last step: a pipeline's micro-batches one after the other, or phases with a collective at the end."""
+        if not self._strips or not self.step:
+            return None
+        make = self._piped if self._stages > 1 else self._alike
+        return Timeline(np.array([span for rank in range(self.spec.world_size) for span in make(rank)], SPAN))
+
+    def _alike(self, rank):
+        slow = self.slowness.get(rank, 1.0)
+        ends = np.cumsum([0, 0.005, 0.025 * slow, 0.05 * slow])
+        reached = 0.08 * max(self.slowness.values(), default=1.0)
+        times = [*ends, reached + 0.017, reached + 0.023]
+        phases = ("data", "forward", "backward", "sync", "update")
+        return [(self.step, rank, p, -1, -1, a, b) for p, a, b in zip(phases, times, times[1:], strict=False)]
+
+    def _piped(self, rank, batches=4):
+        """All forwards, then all backwards, each twice as long."""
+        stage, last = rank % self._stages, self._stages - 1
+        turn = 0.01 * (batches + last)
+        for k in range(batches):
+            begin = 0.01 * (k + stage)
+            yield self.step, rank, "forward", stage, k, begin, begin + 0.0095
+        for k in range(batches):
+            begin = turn + 0.02 * (k + last - stage)
+            yield self.step, rank, "backward", stage, k, begin, begin + 0.0195
+
+    def lose(self, rank):
+        """A node is gone."""
+        self.event("lost", f"node {rank} was lost", rank)
+
     def event(self, kind, text, rank=None):
         self.history.add(Event(self.step, kind, text, 1_700_000_000.0 + self.step, rank))
         self.changed()
@@ -101,3 +137,30 @@ class FakeSource:
     def end(self, state=State.COMPLETED):
         self.state, self.remaining_s = state, None
         self.event("done", "done")
+
+
+class Drilled(FakeSource):
+    """One that can be drilled and saved; `asked` keeps what was done, and every command answers at once."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.asked = []
+
+    def post(self, command, value=None):
+        super().post(command, value)
+        answer = Future()
+        answer.set_result(self.step)
+        return answer
+
+    def slow(self, rank, factor):
+        self.asked.append(("slow", rank, factor))
+        return self.step
+
+    def drill(self, name, rank):
+        self.asked.append((name, rank))
+        return self.step
+
+    def save(self, path):
+        if self.refuse:
+            raise self.refuse
+        self.asked.append(("save", path))

@@ -9,15 +9,22 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-import sys
 from typing import TYPE_CHECKING, Any
 
 import nbformat
-import psutil
 import pytest
 
-from tests.notebook import execute
-from tests.test_quickstart import MOST_BYTES, Done, Footprint
+from tests.notebook import (
+    Done,
+    check_as_committed,
+    check_links,
+    check_memory,
+    check_nothing_is_left,
+    check_predictions,
+    code_of,
+    printed,
+    watched,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,7 +37,6 @@ pytestmark = pytest.mark.notebook
 NOTEBOOK = "notebooks/02_data_parallel.ipynb"
 CLAIM = re.compile(r"^(PASS|FAIL)  (.+): measured (\S+); formula (.+) = (\S+), tolerance (\S+)$", re.MULTILINE)
 SAID = re.compile(r"^      you said (\S+): (right|off by \S+)$", re.MULTILINE)
-PREDICTED = re.compile(r"\bpredicted_\w+")
 
 
 @pytest.fixture(scope="module")
@@ -40,50 +46,22 @@ def committed(root: Path) -> NotebookNode:
 
 @pytest.fixture(scope="module")
 def done(root: Path) -> Done:
-    footprint = Footprint()
-    with footprint.watching():
-        notebook = execute(root / NOTEBOOK, timeout=120)
-    return Done(notebook, footprint)
-
-
-def code_of(notebook: NotebookNode) -> list[NotebookNode]:
-    return [cell for cell in notebook.cells if cell.cell_type == "code"]
-
-
-def printed(notebook: NotebookNode, stream: str) -> str:
-    outputs = [output for cell in code_of(notebook) for output in cell.outputs]
-    return "".join(output.text for output in outputs if output.get("name") == stream)
+    return watched(root / NOTEBOOK)
 
 
 # -- as it is committed ---------------------------------------------------------------------------------------
 
 
 def test_it_is_committed_without_outputs(committed: NotebookNode):
-    nbformat.validate(committed)
-    assert committed.metadata.kernelspec.name == "python3"
-    assert all(cell.outputs == [] and cell.execution_count is None for cell in code_of(committed))
+    check_as_committed(committed)
 
 
 def test_its_links_lead_somewhere(committed: NotebookNode, root: Path):
-    text = "\n".join(cell.source for cell in committed.cells if cell.cell_type == "markdown")
-    headings = {heading.replace(" ", "-") for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE)}
-    links = re.findall(r"\]\(([^)\s]+)\)", text)
-    assert len(links) > 7
-    for link in links:
-        assert link[1:] in headings if link.startswith("#") else (root / "notebooks" / link).is_file(), link
+    check_links(committed, root / "notebooks", 8)
 
 
 def test_every_prediction_is_typed_before_anything_is_measured(committed: NotebookNode):
-    typed: set[str] = set()
-    for cell in code_of(committed):
-        assigned = set(re.findall(r"^(predicted_\w+) = [\d_./ ]+$", cell.source, re.MULTILINE))
-        used = set(PREDICTED.findall(cell.source)) - assigned
-        assert used <= typed, cell.source
-        assert not assigned or len(assigned) == len(cell.source.splitlines()), "predictions have a cell of their own"
-        typed |= assigned
-    sources = "\n".join(cell.source for cell in code_of(committed))
-    assert len(typed) >= 15
-    assert {name for name in typed if len(re.findall(rf"\b{name}\b", sources)) < 2} == set()
+    check_predictions(committed, 15)
 
 
 @pytest.fixture
@@ -214,12 +192,8 @@ def test_plans_say_what_fits_and_show_it(done: Done):
 
 
 def test_no_process_is_left(done: Done):
-    assert done.footprint.engines == 2
-    _, left = psutil.wait_procs(done.footprint.seen, timeout=15)
-    assert left == []
+    check_nothing_is_left(done)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="PSS is Linux's")
 def test_all_processes_together_stay_under_what_binder_gives(done: Done):
-    print(f"peak PSS of all processes: {done.footprint.peak / 1e6:.0f} MB")
-    assert 0.5e9 < done.footprint.peak < MOST_BYTES
+    check_memory(done)

@@ -51,7 +51,8 @@ def test_a_line_and_a_label_a_node_and_one_for_all():
 def test_many_nodes_are_a_band_and_their_mean(ranks):
     source = FakeSource(ranks=ranks)
     source.advance(30)
-    loss, throughput, *_ = figures.run_figure(source).axes
+    figure = figures.run_figure(source)
+    loss, throughput = panel(figure, "Loss"), panel(figure, "Throughput")
     assert lines(loss) == ["mean"]
     assert lines(throughput) == [f"all ÷ {ranks}"]
     assert len(loss.collections) == 1
@@ -111,7 +112,7 @@ def test_events_and_validation_are_marked():
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_the_bars_of_the_steps_time(ranks):
     source = FakeSource(ranks=ranks)
-    source.slow = {1: 2.0}
+    source.slowness = {1: 2.0}
     source.advance(60)
     ax = panel(figures.run_figure(source), "Where a step's time goes")
     found = timing(source.history, ranks)
@@ -153,7 +154,7 @@ def test_the_gradients_norm_and_the_learning_rate_are_shown_where_they_say_somet
     plain.history.rows()["grad_norm"][:] = np.nan
     plain.history._totals.read(0, 30)["grad_norm"][:] = np.nan
     titles = [ax._left_title.get_text() for ax in figures.run_figure(plain).axes]
-    assert titles == ["Loss", "Throughput", "Where a step's time goes"]
+    assert titles == ["Loss", "Throughput", "Where a step's time goes", "Memory"]
 
 
 def test_whether_ranks_agree_and_who_is_slowed_stand_under_the_title():
@@ -176,7 +177,7 @@ def test_whether_ranks_agree_and_who_is_slowed_stand_under_the_title():
 def test_nothing_in_the_picture_lies_over_something_else(ranks):
     """Titles, names and legends, by the boxes that they take when drawn."""
     source = FakeSource(ranks=ranks, name="A rather long name of a model")
-    source.slow, source.slowed = {0: 1.6}, {0: 1.6}
+    source.slowness, source.slowed = {0: 1.6}, {0: 1.6}
     source.consistency = Consistency(30, (), None)
     source.advance(60)
     figure = figures.run_figure(source)

@@ -33,6 +33,10 @@ FORBIDDEN = {  # a file or folder of dtkit/, the longest match counts -> what it
     "": {"ipyparallel"},
 }
 BROAD_EXCEPTS: dict[str, str] = {  # "file: function" -> the boundary that it is, and where the error is reported
+    "dtkit/dashboard/asks.py: work": "a page and the run: the page shows it beside the button",
+    "dtkit/dashboard/custom.py: _picture": "a user's panel: the live view shows it in that panel",
+    "dtkit/dashboard/custom.py: whole": "a user's panel: the kept picture shows it in that panel",
+    "dtkit/dashboard/feed.py: _strip": "the timeline: the page shows it in that panel",
     "dtkit/dashboard/calls.py: _update_last": "a view and the call: it is logged",
     "dtkit/dashboard/display.py: _kept_or_text": "a view and the run: the text says why there is no picture",
     "dtkit/dashboard/live.py: _ask": "a page and the run: the page shows it beside the button",
@@ -51,6 +55,8 @@ BROAD_EXCEPTS: dict[str, str] = {  # "file: function" -> the boundary that it is
     "dtkit/wire.py: _object_parts": "a user's own __reduce__: its caller holds the error",
 }
 SLEEPS: dict[str, str] = {  # "file: function" -> why this isn't a wait in disguise
+    "tests/bench/bubble.py: forward": "a declared cost of a stage, next to which a busy machine's noise is small",
+    "tests/bench/bubble.py: backward": "the same, backward",
     "tests/bench/link.py: _namespace": "looks every 10 ms whether a process has left our network, 10 s at most",
     "tests/cluster/test_speed.py: costly": "a declared cost that differs between ranks",
     "tests/cluster/test_insight.py: costly": "a step of a declared cost, as a machine under load promises no other",

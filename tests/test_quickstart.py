@@ -1,107 +1,30 @@
-"""Notebook 01 as it is committed, executed once: what it claims, what it leaves, and the memory that it takes.
-
-Binder promises one gigabyte and kills at two, so the memory of all processes together is part of what the notebook
-says. It is the sum of their PSS (pages that several processes map are divided among them), sampled meanwhile.
-"""
+"""Notebook 01 as it is committed, executed once: what it claims, what it leaves, and the memory that it takes."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import re
-import sys
-import threading
 from typing import TYPE_CHECKING
 
 import nbformat
-import psutil
 import pytest
 
-from tests.notebook import execute
+from tests.notebook import Done, check_as_committed, check_memory, check_nothing_is_left, printed, watched
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
-
-    from nbformat import NotebookNode
 
 pytestmark = pytest.mark.notebook
 
 NOTEBOOK = "notebooks/01_quickstart.ipynb"
-MOST_BYTES = 1.5e9
-SAMPLE_S = 0.25
-
-
-@dataclasses.dataclass
-class Footprint:
-    """All processes that this one started meanwhile, and the most memory that they took together."""
-
-    seen: set[psutil.Process] = dataclasses.field(default_factory=set)
-    peak: int = 0
-    engines: int = 0
-    """The most engines at a time."""
-
-    def sample(self) -> None:
-        # Once seen, always counted: a process whose parent has ended is no longer among the descendants.
-        self.seen |= set(psutil.Process().children(recursive=True))
-        total = engines = 0
-        for process in self.seen:
-            with contextlib.suppress(psutil.Error):
-                total += process.memory_full_info().pss if sys.platform == "linux" else 0
-                engines += "ipyparallel.engine" in process.cmdline()
-        self.peak, self.engines = max(self.peak, total), max(self.engines, engines)
-
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        over = threading.Event()
-
-        def watch() -> None:
-            while not over.wait(SAMPLE_S):
-                self.sample()
-
-        thread = threading.Thread(target=watch)
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join()
-
-
-@dataclasses.dataclass(frozen=True)
-class Done:
-    """The executed notebook; cells are found by something in their source."""
-
-    notebook: NotebookNode
-    footprint: Footprint
-
-    def outputs(self, source: str) -> list[NotebookNode]:
-        found = [c for c in self.notebook.cells if c.cell_type == "code" and source in c.source]
-        assert len(found) == 1, f"{len(found)} cells have {source!r}"
-        return found[0].outputs
-
-    def text(self, source: str) -> str:
-        """What the cell printed, and its outputs as plain text."""
-        return "".join(
-            output.text if output.output_type == "stream" else output.data["text/plain"] + "\n"
-            for output in self.outputs(source)
-        )
 
 
 @pytest.fixture(scope="module")
 def done(root: Path) -> Done:
-    footprint = Footprint()
-    with footprint.watching():
-        notebook = execute(root / NOTEBOOK, timeout=120)
-    return Done(notebook, footprint)
+    return watched(root / NOTEBOOK)
 
 
 def test_it_is_committed_without_outputs(root: Path):
-    notebook = nbformat.read(root / NOTEBOOK, as_version=4)
-    nbformat.validate(notebook)
-    assert notebook.metadata.kernelspec.name == "python3"
-    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    assert all(cell.outputs == [] and cell.execution_count is None for cell in code)
+    check_as_committed(nbformat.read(root / NOTEBOOK, as_version=4))
 
 
 def test_the_cluster_is_a_table_of_two_ranks(done: Done):
@@ -141,8 +64,7 @@ def test_the_dashboard_has_become_a_picture(done: Done):
 
 
 def test_nothing_was_said_on_stderr(done: Done):
-    outputs = [output for cell in done.notebook.cells for output in cell.get("outputs", [])]
-    assert [output.text for output in outputs if output.get("name") == "stderr"] == []
+    assert printed(done.notebook, "stderr") == ""
 
 
 def test_accuracy_is_over_95_percent_on_held_out_rows(done: Done):
@@ -175,12 +97,8 @@ def test_throughput_of_one_and_two_engines_is_told_honestly(done: Done):
 
 
 def test_no_process_is_left(done: Done):
-    assert done.footprint.engines == 2  # one cluster at a time, and the watch did see it
-    _, left = psutil.wait_procs(done.footprint.seen, timeout=15)
-    assert left == []
+    check_nothing_is_left(done)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="PSS is Linux's")
 def test_all_processes_together_stay_under_what_binder_gives(done: Done):
-    print(f"peak PSS of all processes: {done.footprint.peak / 1e6:.0f} MB")
-    assert 0.5e9 < done.footprint.peak < MOST_BYTES
+    check_memory(done)

@@ -119,15 +119,45 @@ def test_a_failure_ends_the_run_with_the_cause_on_top_and_the_cluster_usable(clu
     assert again.status.state is State.COMPLETED
 
 
-def test_a_lost_engine_ends_the_run(cluster, engines):
+def test_a_lost_engine_is_replaced_and_the_run_goes_on(cluster, engines):
     run = train(cluster, start=False)
+    run.step()
+    engines.lose(1)
+    run.resume()
+    run.wait(10)
+    assert run.status.state is State.COMPLETED
+    assert [event.kind for event in run.history.events if event.kind in ("lost", "repair")] == ["lost", "repair"]
+    assert "node 1 replaced: all go on from step" in run.history.events[-2].text
+    assert list(run.history.totals()["step"]) == list(range(40))
+
+
+def test_a_run_may_go_on_with_fewer(cluster, engines):
+    run = train(cluster, start=False, on_failure="shrink")
+    run.step()
+    engines.lose(0)
+    run.resume()
+    run.wait(10)
+    assert (run.status.state, cluster.world_size, run.spec.world_size) == (State.COMPLETED, 1, 1)
+    assert "node 0 left out" in run.history.events[-2].text
+    assert len(run.history) == 2 + 39
+
+
+def test_a_run_may_wait_for_somebody_to_look(cluster, engines):
+    run = train(cluster, start=False, on_failure="pause")
     run.step()
     engines.lose(1)
     run.resume()
     with pytest.raises(dtkit.EngineError, match="its process has ended"):
         run.wait(10)
-    assert run.status.state is State.FAILED
-    assert cluster.generation == 0  # there is nothing to form a group of
+    assert run.status.state is State.PAUSED
+    run.resume()  # which replaces it
+    run.wait(10)
+    assert run.status.state is State.COMPLETED
+
+
+def test_what_to_do_about_a_lost_engine_is_checked(cluster):
+    with pytest.raises(ValueError, match="on_failure='ignore'; it must be 'repair'"):
+        train(cluster, on_failure="ignore")
 
 
 def test_a_gradient_that_is_not_finite_pauses_all_ranks_and_can_be_tried_again(cluster, engines):

@@ -30,6 +30,17 @@ def test_the_slowest_stage_is_as_fast_as_any_contiguous_cut_allows(costs, parts)
     assert max(cut.cost(k) for k in range(parts)) == best(costs, parts)
 
 
+@pytest.mark.parametrize("parts", [2, 3, 4])
+def test_measured_layers_of_very_unequal_cost_are_cut_as_well_as_can_be(parts):
+    """Against every contiguous cut, on the same measurements."""
+    widths = [16, 512, 8, 8, 768, 768, 4, 256, 1024, 16, 3]
+    model = nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(widths)))
+    costs = time_costs(model, chain(model), [torch.randn(64, 16)])
+    cut = Cut(tuple(map(str, range(len(costs)))), tuple(costs), balanced(costs, parts))
+    assert max(costs) > 5 * min(costs)
+    assert max(cut.cost(k) for k in range(parts)) <= 1.15 * best(costs, parts)
+
+
 def test_layers_of_a_sequential_are_its_children():
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
     assert [name for name, _ in chain(model)] == ["0", "1", "2"]

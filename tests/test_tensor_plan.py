@@ -172,9 +172,9 @@ def test_options_that_are_none(options: dict, error: type[Exception], message: s
 
 
 def test_degrees_must_multiply_to_the_world_size():
-    with pytest.raises(ValueError, match=r"dp 1 x tp 3 = 3, but there are 4 ranks"):
+    with pytest.raises(ValueError, match=r"replicas 1 x ways 3 = 3, but there are 4 ranks"):
         TensorParallel(3).mesh(4)
-    with pytest.raises(ValueError, match=r"replica 3 x shard 1 = 3, but there are 4 ranks"):
+    with pytest.raises(ValueError, match=r"replicas 3 x shards 1 = 3, but there are 4 ranks"):
         Sharded(3).mesh(4)
     assert Sharded(2).mesh(4).replicas == 4  # every rank takes samples of its own
     assert TensorParallel(2, replicas=2).mesh(4).replicas == 2

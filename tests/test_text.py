@@ -106,7 +106,7 @@ def test_the_summary_has_state_step_loss_throughput_and_a_line_a_node():
 
 def test_the_summary_says_who_is_slowed_who_waits_and_whether_ranks_agree():
     source = FakeSource(ranks=4)
-    source.slow, source.slowed, source.consistency = {1: 2.0}, {1: 2.0}, Consistency(40, (), None)
+    source.slowness, source.slowed, source.consistency = {1: 2.0}, {1: 2.0}, Consistency(40, (), None)
     source.advance(40)
     _, _, now, *said = text.summary(source).splitlines()
     assert re.search(r", waiting 3\d %$", now)

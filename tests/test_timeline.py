@@ -7,7 +7,8 @@ import json
 import numpy as np
 import pytest
 
-from dtkit.timeline import SPAN, Timeline, merge
+from dtkit.schedule import Schedule
+from dtkit.timeline import SPAN, Timeline, merge, spans_of
 
 
 def gpipe(ranks, micro_batches, *, step=0):
@@ -34,7 +35,67 @@ def test_the_bubble_of_gpipe_is_that_of_the_formula(ranks, micro_batches):
 
 
 def test_parts_on_a_rank_make_the_bubble_smaller():
-    assert Timeline(gpipe(4, 8), parts_per_rank=2).ideal_bubble() == pytest.approx(3 / 19)
+    interleaved = Schedule.named("Interleaved1F1B", 4, 8)
+    timeline = Timeline(spans_of(interleaved.simulate()), schedule=interleaved)
+    assert timeline.formula == ("(p-1)/(v·m+p-1)", pytest.approx(3 / 19))
+    assert timeline.bubble() == pytest.approx(3 / 19)
+    assert "15.8% measured, 15.8% by the formula" in repr(timeline)
+
+
+def late(spans, rank, by):
+    """The same, with all of a rank so much later."""
+    moved = spans.copy()
+    moved["begin"][moved["rank"] == rank] += by
+    moved["end"][moved["rank"] == rank] += by
+    return moved
+
+
+def test_what_was_planned_has_the_measured_durations_and_no_cost_of_sending():
+    schedule = Schedule.named("GPipe", 2, 4)
+    measured = late(gpipe(2, 4), 1, 0.5)  # each message takes half a second; the way back has the time
+    measured["begin"] += 100
+    measured["end"] += 100
+    timeline = Timeline(measured, schedule=schedule)
+    planned = timeline.planned()
+    assert timeline.bubble() == pytest.approx(1 / 5)
+    assert planned.bubble() == pytest.approx(1 / 5)
+    order = ["rank", "begin"]
+    assert np.array_equal(np.sort(planned.of(0, 0), order=order), np.sort(measured[measured["rank"] == 0], order=order))
+    assert planned.of(0, 1)["begin"].min() == 101  # where 101.5 was measured
+
+
+def test_each_replica_has_a_plan_of_its_own():
+    schedule = Schedule.named("GPipe", 2, 4)
+    other = late(gpipe(2, 4), 0, 0)
+    other["rank"] += 2
+    other["begin"] += 3
+    other["end"] += 3
+    timeline = Timeline(np.concatenate([gpipe(2, 4), other]), schedule=schedule)
+    planned = timeline.planned().spans
+    assert sorted({int(rank) for rank in planned["rank"]}) == [0, 1, 2, 3]
+    assert [planned["begin"][planned["rank"] == rank].min() for rank in range(4)] == [0, 1, 3, 4]
+    assert timeline.ideal_bubble() == pytest.approx(1 / 5)
+
+
+def test_a_schedule_without_a_formula_is_played_through():
+    schedule = Schedule("F0 F1 B0 F2 B1 F3 B2 B3\nF0 I0 F1 I1 W0 F2 I2 W1 F3 I3 W2 W3")
+    timeline = Timeline(spans_of(schedule.simulate()), schedule=schedule)
+    assert timeline.formula == ("equal stages", pytest.approx(1 - 24 / 26))
+    assert "7.7% measured, 7.7% by simulation" in repr(timeline)
+    assert [timeline.held(rank) for rank in (0, 1)] == [2, 2]
+
+
+def test_a_schedule_is_scored_against_another():
+    table = "F0 F1 B0 F2 B1 F3 B2 B3\nF0 I0 F1 I1 W0 F2 I2 W1 F3 I3 W2 W3"
+    own, usual, gpipe_ = Schedule(table), Schedule.named("1F1B", 2, 4), Schedule.named("GPipe", 2, 4)
+    lines = [Timeline(spans_of(schedule.simulate()), schedule=schedule) for schedule in (own, usual, gpipe_)]
+    score = lines[0].score(lines[1])
+    assert score.time == pytest.approx(13 / 15)
+    assert score.memory == 1
+    assert repr(score).startswith(
+        "own against 1F1B: time 0.87 (13000 and 15000 ms), memory 1.00 (1 and 1 micro-batches"
+    )
+    assert lines[2].score(lines[1]).memory == 2
 
 
 def test_activations_are_held_until_their_backward_has_ended():
@@ -48,6 +109,21 @@ def test_activations_are_held_until_their_backward_has_ended():
         (0, 0, "backward", 0, 2, 6, 7),
     ]
     assert Timeline(np.array(spans, SPAN)).held(0) == 2
+
+
+def test_the_loss_is_a_part_of_its_forward_pass():
+    spans = [
+        (0, 0, "forward", 0, 0, 0, 1),
+        (0, 0, "recv", -1, -1, 1, 1.5),
+        (0, 0, "forward", 0, 0, 1.5, 2),
+        (0, 0, "backward", 0, 0, 2, 3),
+    ]
+    timeline = Timeline(np.array(spans, SPAN), schedule=Schedule("F0 B0"))
+    assert timeline.held(0) == 1
+    assert timeline.bubble() == pytest.approx(0.5 / 3)
+    assert timeline.planned().seconds() == 2.5
+    (ax,) = timeline.figure().axes
+    assert [t.get_text() for t in ax.texts if t.get_gid() is None] == ["F0", "B0"]  # told once of each pass
 
 
 def test_a_run_without_stages_has_no_bubble():
@@ -95,12 +171,53 @@ def test_a_trace_has_a_row_per_rank_and_an_event_per_span(tmp_path):
     }
 
 
-def test_pictures(tmp_path):
-    figure = Timeline(gpipe(2, 4), title=" of a net").figure()
+def follows_the_trace_event_format(text):
+    """What the format asks of a JSON object with complete events ("X") and metadata ("M"), as are written here."""
+    trace = json.loads(text)
+    assert trace["displayTimeUnit"] in {"ms", "ns"}
+    ends = {}
+    for event in trace["traceEvents"]:
+        assert event["ph"] in {"X", "M"}
+        assert isinstance(event["name"], str)
+        assert event["name"]
+        assert all(isinstance(event[key], int) for key in ("pid", "tid"))
+        if event["ph"] == "M":
+            assert event["name"] in {"process_name", "thread_name", "thread_sort_index"}
+            assert event["args"]
+            continue
+        assert all(isinstance(event[key], float) and np.isfinite(event[key]) for key in ("ts", "dur"))
+        assert event["ts"] >= 0
+        assert event["dur"] >= 0
+        assert isinstance(event["cat"], str)
+        row = event["pid"], event["tid"]
+        assert event["ts"] >= ends.get(row, 0) - 1e-3, "events of a thread don't overlap, unless they nest"
+        ends[row] = event["ts"] + event["dur"]
+    return trace
+
+
+def test_a_trace_obeys_the_format(tmp_path):
+    for spans in (gpipe(2, 4), np.array([(3, 0, "forward", -1, -1, 0, 1)], SPAN), np.empty(0, SPAN)):
+        Timeline(spans).trace(tmp_path / "trace.json")
+        follows_the_trace_event_format((tmp_path / "trace.json").read_text())
+
+
+def test_pictures():
+    figure = Timeline(gpipe(2, 4), schedule=Schedule.named("GPipe", 2, 4), title=" of a net").figure()
     (ax,) = figure.axes
     assert [label.get_text() for label in ax.get_yticklabels()] == ["node 0", "node 1"]
-    assert sorted(t.get_text() for t in ax.texts) == sorted(str(m) for m in range(4) for _ in range(4))
-    assert "20.0% of the time as measured, 20.0% by formula" in ax.get_title(loc="right")
+    numbers = [t.get_text() for t in ax.texts if t.get_gid() is None]
+    assert sorted(numbers) == sorted(f"{kind}{m}" for m in range(4) for kind in "FFBB")
+    (note,) = [t.get_text() for t in ax.texts if t.get_gid() == "note"]
+    assert note == (
+        "GPipe · bubble: 20.0% of the time as measured, 20.0% by formula, (p-1)/(m+p-1) · planned with these "
+        "durations: 20.0%"
+    )
+    hollow = [c for c in ax.collections if c.get_gid() == "planned"]
+    assert [len(c.get_paths()) for c in hollow] == [8, 8]
+    assert all(len(c.get_facecolor()) == 0 for c in hollow)
+    assert min(map(ax.collections.index, hollow)) == 0  # behind what was measured
+    (ax,) = Timeline(gpipe(2, 4)).figure().axes
+    assert not [c for c in ax.collections if c.get_gid() == "planned"]
     assert len(Timeline(gpipe(2, 4))._repr_png_()) > 1000
     assert Timeline(np.empty(0, SPAN)).figure().axes
     assert repr(Timeline(np.empty(0, SPAN))) == "Timeline(empty)"

@@ -12,7 +12,7 @@ WAITING = PHASES.index("waiting")
 
 def source(ranks=4, slow=None, steps=100, seed=0):
     made = FakeSource(ranks=ranks, seed=seed)
-    made.slow = slow or {}
+    made.slowness = slow or {}
     made.advance(steps)
     return made
 
@@ -133,7 +133,7 @@ def test_in_heavy_noise_a_full_window_tells_who_is_slowed(sigma):
 
 def test_stages_of_a_pipeline_do_other_work_and_are_not_called_slow():
     staged = FakeSource(ranks=4, stages=2)
-    staged.slow = {1: 2.0, 3: 2.0}
+    staged.slowness = {1: 2.0, 3: 2.0}
     staged.advance(60)
     found = timing(staged.history, 4)
     assert not found.alike

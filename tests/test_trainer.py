@@ -241,8 +241,14 @@ def test_the_largest_gradients_are_kept_number_by_number():
 def test_where_ranks_ask_each_other_for_the_time():
     assert _votes(1) == set()
     assert _votes(2) == {1}
-    assert _votes(1000) == {15, 125, 500}
-    assert all(len(_votes(k)) <= 3 and all(0 < at < k for at in _votes(k)) for k in range(1, 300))
+    assert _votes(1000) == {15, 125, 250, 500, 750}
+    assert all(len(_votes(k)) <= 5 and all(0 < at < k for at in _votes(k)) for k in range(1, 300))
+
+
+def test_a_dispatch_that_somebody_waits_for_ends_at_the_next_question():
+    made = job()
+    made.advance(64, hurry=lambda: made.step >= 10)
+    assert (made.step, made.harvest().ended) == (16, "time")
 
 
 BAD_OPTIMIZERS = {

@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.transforms import ScaledTranslation
 
 from dtkit.dashboard.feed import MARKED
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from matplotlib.axes import Axes
+    from matplotlib.patches import Patch
 
     from dtkit.dashboard.series import Layout, Part
     from dtkit.records import Event
@@ -24,7 +26,12 @@ if TYPE_CHECKING:
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8A8A00", "#6F58B5")
 """Okabe and Ito's palette, its yellow darkened to be seen on white, and violet: one a node."""
 INK, MUTED, GRID, ALERT = "#1a1a1a", "#5f5f5f", "#e4e4e4", "#b84a00"
-MARK_GLYPH = {"pause": "‖", "resume": "▶", "lr": "lr", "error": "✕", "stop": "■"}
+MARK_GLYPH = {
+    "pause": "‖", "resume": "▶", "lr": "lr", "error": "✕", "stop": "■", "lost": "†", "repair": "+", "save": "↓",
+}  # fmt: skip
+_URGENT = ("error", "lost")
+_OUTLIERS = (5, 6, 3, 2)  # colours that the band's blue does not swallow
+_NARROW = 7.5  # inches: below that a legend is broken
 _LABEL_GAP = 0.062  # of the axes' height: two labels closer than that would overlap
 
 
@@ -132,12 +139,38 @@ def spread(wanted: Sequence[float], gap: float) -> list[float]:
     return [middle + gap * (k - (count - 1) / 2) for middle, count in crowds for k in range(count)]
 
 
+def draw_outliers(ax: Axes, part: Part, ranks: Sequence[int], lost: Collection[int]) -> None:
+    """Over the band of many nodes a line for each of a few, told apart by dashes as well."""
+    for k, rank in enumerate(ranks):
+        name = f"{'✕' if rank in lost else '▲'} node {rank}"
+        colour, dashes = (
+            COLOURS[_OUTLIERS[k % 4]],
+            ("-", (0, (6, 1.6)), (0, (1.6, 1.6)), (0, (6, 1.6, 1.6, 1.6)))[k % 4],
+        )
+        _draw_line(ax, part.steps, part.values[:, k], name, color=colour, linewidth=1.2, linestyle=dashes)
+    end_labels(ax, labels_of(ax))
+
+
+def legend_below(ax: Axes, patches: Sequence[Patch]) -> None:
+    """What the looks of a panel of bars mean, below the axis' name; in two rows where the panel is narrow."""
+    figure = ax.get_figure(root=True)
+    assert figure is not None
+    narrow = ax.get_position().width * figure.get_figwidth() < _NARROW
+    below = ScaledTranslation(0, -0.42, figure.dpi_scale_trans)  # inches, whatever the height of the axes
+    ax.legend(
+        handles=list(patches),
+        loc="upper left", bbox_to_anchor=(0, 0), bbox_transform=ax.transAxes + below, frameon=False, fontsize=8,
+        ncols=4 if narrow else len(patches), labelcolor=INK, handlelength=1.8, handleheight=1.0,
+        columnspacing=1.6, borderaxespad=0, borderpad=0,
+    )  # fmt: skip
+
+
 def mark_events(ax: Axes, events: Sequence[Event]) -> None:
     """A thin line and a glyph on the step axis for what happened there."""
     left, right = ax.get_xlim()
     free = left
     for event in [event for event in events if event.kind in MARKED][-20:]:
-        colour = COLOURS[5] if event.kind == "error" else MUTED
+        colour = COLOURS[5] if event.kind in _URGENT else MUTED
         ax.axvline(event.step, color=colour, linewidth=0.8, linestyle=":", gid=f"event-{event.kind}")
         if event.step < free:
             continue  # its glyph would lie on the one before

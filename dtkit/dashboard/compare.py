@@ -65,10 +65,17 @@ class Row:
 
 
 class Comparison:
-    """What :func:`compare` returns: shown in a notebook it is a figure over a table, as text the table alone."""
+    """What :func:`compare` returns: shown in a notebook it is a figure over a table, as text the table alone.
 
-    def __init__(self, labels: Sequence[str], histories: Sequence[History], strategies: Sequence[str]) -> None:
+    While one of its runs goes on it is a live view there, and the figure when none does any more.
+    """
+
+    def __init__(
+        self, labels: Sequence[str], histories: Sequence[History], strategies: Sequence[str], sources: Sequence[object]
+    ) -> None:
         self.labels, self.histories, self._strategies = tuple(labels), tuple(histories), tuple(strategies)
+        self.sources = tuple(sources)
+        """The runs, or histories where that was given."""
 
     @property
     def rows(self) -> list[Row]:
@@ -93,6 +100,23 @@ class Comparison:
         sides = [">" if column[0] in _NUMBERS else "<" for column in columns]
         form = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))
         return "\n".join(form.format(*line).rstrip() for line in zip(*columns, strict=True))
+
+    def bundle(self) -> dict[str, str]:
+        """What stays of it in a notebook: a MIME bundle of the figure with its table, a PNG and text."""
+        png = base64.b64encode(self._repr_png_()).decode("ascii")
+        return {"text/html": self._repr_html_(), "image/png": png, "text/plain": repr(self)}
+
+    def _ipython_display_(self) -> None:
+        from IPython.display import display
+
+        from dtkit.dashboard.display import in_notebook
+
+        if in_notebook():
+            from dtkit.dashboard import compare_live
+
+            if compare_live.show(self):
+                return
+        display(self.bundle(), raw=True)  # type: ignore[no-untyped-call]
 
     def _repr_png_(self) -> bytes:
         from dtkit.dashboard import figures
@@ -132,7 +156,8 @@ def compare(runs: Iterable[Trained | History], labels: Sequence[str] | None = No
             )
     histories = [run if isinstance(run, History) else run.history for run in found]
     strategies = ["" if isinstance(run, History) else units.plain(run.spec.strategy, 60) for run in found]
-    return Comparison(_own_labels(found) if labels is None else _checked(labels, len(found)), histories, strategies)
+    named = _own_labels(found) if labels is None else _checked(labels, len(found))
+    return Comparison(named, histories, strategies, found)
 
 
 def _listed(runs: Any) -> list[Any]:

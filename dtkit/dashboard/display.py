@@ -23,11 +23,14 @@ if TYPE_CHECKING:
     from dtkit.dashboard.source import Source
 
 
-def show(source: Source) -> None:
-    """Show a run where the user sits: live in a notebook, the kept picture when it has ended, else text."""
+def show(source: Source, *, drills: bool = False) -> None:
+    """Show a run where the user sits: live in a notebook, the kept picture when it has ended, else text.
+
+    With `drills` all its displays offer to slow nodes down and to end them.
+    """
     if not in_notebook():
         sys.stdout.write(text.summary(source) + "\n")
-    elif source.status.state.ended or not _shown(source):
+    elif source.status.state.ended or not _shown(source, drills=drills):
         from IPython.display import display
 
         data, metadata = _kept_or_text(source)
@@ -76,13 +79,15 @@ class _Displays:
         self._throttle = Throttle(self._replace_when_ended, 0.0)
         self._unsubscribe = source.subscribe(self._poke_when_ended)
 
-    def show(self) -> bool:
+    def show(self, *, drills: bool) -> bool:
         """One more display, in the cell that runs now; False when the run has ended and was replaced."""
         from IPython.display import display
 
         with self._lock:
             if self._over:
                 return False
+            if drills:
+                self._model.allow_drills()
             self._handles.append(display(self._model, display_id=True))  # type: ignore[no-untyped-call]
         self._poke_when_ended()  # it may have ended before this display was subscribed
         return True
@@ -121,10 +126,10 @@ _displays: dict[Source, _Displays] = {}
 """The live displays by run, so that showing a run again makes one more view and not one more model."""
 
 
-def _shown(source: Source) -> bool:
+def _shown(source: Source, *, drills: bool) -> bool:
     """Show a live run; False when it ended on the way."""
     with _lock:
         displays = _displays.get(source)
         if displays is None:
             displays = _displays[source] = _Displays(source)
-    return displays.show()
+    return displays.show(drills=drills)

@@ -9,27 +9,40 @@ A change is bounded: at most ``CHANGE_BYTES`` of curves and ``CHANGE_EVENTS`` li
 over follows with the next (:attr:`Feed.pending`), oldest first, so nothing is lost and nothing is coarser
 for it.
 
-A message is JSON and three buffers of little-endian float32: the buckets of the curves; per rank loss,
-throughput and memory; and per bar of the time panel the seconds in each phase. The last two are empty where
-no step was taken since. Numbers that people read are formatted here, once; text is sent as text.
+A message is JSON and five buffers, little-endian: the buckets of the curves; per rank loss, throughput and
+memory; per bar of the time panel the seconds in each phase; the lines of single nodes among many, all of these
+float32; and the boxes of the timeline, in uint16. What did not change since is empty. Numbers that people read are
+formatted here, once; text is sent as text.
+
+The node that somebody selected is kept here, so that all pages agree on it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dtkit import units
+from dtkit.dashboard.fates import follow
 from dtkit.dashboard.glance import epoch, glance, tiles
+from dtkit.dashboard.outliers import outliers
 from dtkit.dashboard.remarks import remarks
-from dtkit.dashboard.series import CHARTS, Curves, overall_rate
+from dtkit.dashboard.series import CHARTS, MAX_LINES, Curves, overall_rate
+from dtkit.dashboard.spotlight import CHARTS as SPOT_CHARTS
+from dtkit.dashboard.spotlight import Spotlight
+from dtkit.dashboard.strip import KINDS, strip
 from dtkit.dashboard.timing import PHASES, bars
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from dtkit.dashboard.fates import Lost
     from dtkit.dashboard.source import Source
+    from dtkit.dashboard.strip import Strip
     from dtkit.records import Event
 
 CHANGE_BYTES = 4800
@@ -38,8 +51,10 @@ LOG = 200
 """Lines of the log that a page keeps."""
 MARKS = 60
 """Events that a page marks on the step axis."""
-MARKED = frozenset({"pause", "resume", "lr", "error", "stop"})
+MARKED = frozenset({"pause", "resume", "lr", "error", "stop", "lost", "repair", "save"})
 """The kinds of events that get a mark; the others are in the log alone."""
+STRIP_S = 1.0
+"""Seconds between two timelines: its boxes are most of the bytes, and it is looked at and not watched."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,13 +68,26 @@ class Message:
 class Feed:
     """Composes messages about a source. Not thread-safe: one caller at a time."""
 
-    def __init__(self, source: Source) -> None:
-        self._source = source
+    def __init__(self, source: Source, clock: Callable[[], float] = time.monotonic) -> None:
+        self._source, self._clock = source, clock
         self._ranks = source.spec.world_size
         self._curves = Curves(CHARTS, self._ranks)
         self._limit = max(1, CHANGE_BYTES // (12 * self._curves.columns))  # a bucket: three float32 a column
-        self._seq = self._events = self._evaluations = 0
-        self._rows = -1
+        self._spotlight = Spotlight(self._ranks) if self._ranks > MAX_LINES else None
+        self._seq = self._events = self._evaluations = self._followed = 0
+        self._packed: tuple[int, int | None] = -1, None  # of how many rows the last message was, and who was selected
+        self._lost: Lost = {}
+        self._strip_at, self._strip_step, self._strip_known = -math.inf, -1, False
+        self.selected: int | None = None
+        """The node that is highlighted."""
+        self.offers: Sequence[str] = ()
+        """The controls that not every run has."""
+        self.effect: dict[str, Any] = {"count": 0, "text": ""}
+        """How many commands took effect, and the last of them in words."""
+
+    def __len__(self) -> int:
+        """How many nodes it is about."""
+        return self._ranks
 
     @property
     def seq(self) -> int:
@@ -69,12 +97,13 @@ class Feed:
     @property
     def pending(self) -> bool:
         """Whether the last change left something over for the next."""
-        return self._curves.pending or self._events < len(self._source.history.events)
+        late = self._strip_known and self._strip_step != self._source.status.step
+        return late or self._curves.pending or self._events < len(self._source.history.events)
 
     def snapshot(self) -> Message:
         """Everything that a page needs, complete and down-sampled."""
         source = self._source
-        self._curves.update(source.history)
+        self._read()
         self._evaluations, self._events = len(source.history.evaluations), len(source.history.events)
         events = source.history.events[: self._events]
         content = self._now("snapshot") | {
@@ -90,7 +119,7 @@ class Feed:
     def change(self) -> Message:
         """What changed since the last message."""
         history = self._source.history
-        self._curves.update(history)
+        self._read()
         content = self._now("change")
         if self._events < len(history.events):
             # A flood of prints is cut to what the page would keep anyway.
@@ -107,11 +136,22 @@ class Feed:
 
     # -- parts of a message ---------------------------------------------------------------------------
 
+    def _read(self) -> None:
+        """Take in what the history gained."""
+        history = self._source.history
+        self._curves.update(history)
+        if self._spotlight is not None:
+            self._spotlight.update(history)
+        events = history.events[self._followed :]
+        self._followed += len(events)
+        self._lost = follow(self._lost, events)
+
     def _now(self, kind: str) -> dict[str, Any]:
         """What every message has: the state and the figures of now."""
         source, status = self._source, self._source.status
         base, self._seq = self._seq, self._seq + 1
-        self._glance = glance(source.history, self._ranks)
+        self._glance = glance(source.history, self._ranks, self._lost)
+        self._outliers = outliers(self._glance, self._lost)
         at, of = epoch(source.spec, status.step)
         error = source.exception
         return {
@@ -131,7 +171,15 @@ class Feed:
             "lr": _finite(source.lr),
             "tiles": [dataclasses.asdict(tile) for tile in tiles(source, self._glance)],
             "error": None if error is None else _error(error),
-            "remarks": [dataclasses.asdict(remark) for remark in remarks(source)],
+            "remarks": [dataclasses.asdict(remark) for remark in remarks(source, self._lost)],
+            "nodes_now": {
+                "lost": sorted(self._lost),
+                "outliers": self._outliers,
+                "slow": list(self._glance.timing.straggler.ranks) if self._glance.timing.straggler else [],
+                "slowed": sorted(source.slowed),
+            },
+            "selected": self.selected,
+            "effect": self.effect,
         }
 
     def _head(self) -> dict[str, Any]:
@@ -145,6 +193,8 @@ class Feed:
             "charts": {layout.name: dataclasses.asdict(layout) for layout in self._curves.layouts},
             "columns": self._curves.columns,
             "phases": PHASES,
+            "kinds": KINDS,
+            "offers": list(self.offers),
         }
 
     def _evaluated(self, start: int) -> list[dict[str, Any]]:
@@ -158,22 +208,83 @@ class Feed:
         content["curves"] = {"width": width, "origin": origin, "first": first, "flat": values.ndim == 2}
         content["curves"]["buckets"] = len(values)
         rows = len(self._source.history)
-        fresh = rows != self._rows or content["kind"] == "snapshot"
-        self._rows = rows
+        fresh = (rows, self.selected) != self._packed or content["kind"] == "snapshot"
+        self._packed = rows, self.selected
         by_rank = self._glance.by_rank if fresh else self._glance.by_rank[:0]
         parts = self._bars(content) if fresh else np.empty(0)
-        return Message(content, [np.ascontiguousarray(a, "<f4").tobytes() for a in (values, by_rank, parts)])
+        lines = self._spot(content)
+        floats = [np.ascontiguousarray(a, "<f4").tobytes() for a in (values, by_rank, parts, lines)]
+        return Message(content, [*floats, self._strip(content).astype("<u2").tobytes()])
+
+    def _spot(self, content: dict[str, Any]) -> np.ndarray:
+        """Single nodes among many: the words into `content`; returns their means, (buckets, charts, ranks)."""
+        if self._spotlight is None:
+            return np.empty(0)
+        wanted = list(dict.fromkeys([*self._outliers, *([] if self.selected is None else [self.selected])]))
+        found = self._spotlight.take(wanted, whole=content["kind"] == "snapshot")
+        if found is None:
+            return np.empty(0)
+        content["spot"] = {
+            "ranks": found.ranks,
+            "width": found.width,
+            "origin": found.origin,
+            "first": found.first,
+            "charts": [chart.name for chart in SPOT_CHARTS],
+            "buckets": len(found.means),
+        }
+        return found.means
+
+    def _strip(self, content: dict[str, Any]) -> np.ndarray:
+        """The timeline: the words into `content`; returns its boxes, and then the plan's, as (boxes, 4).
+
+        That is the rank's place, begin and end in 1/60,000 of the step, and the kind + 16 times (micro-batch + 1).
+        """
+        now, step = self._clock(), self._source.status.step
+        whole = content["kind"] == "snapshot"
+        if not whole and (step == self._strip_step or now - self._strip_at < STRIP_S):
+            return np.empty(0)
+        wanted = [self.selected] if self.selected is not None else []
+        self._strip_at, self._strip_step = now, step
+        try:
+            found = strip(getattr(self._source, "timeline", None), [*wanted, *self._outliers])
+        except Exception as error:  # noqa: BLE001 - the boundary of a panel; it is shown in that panel
+            content["strip"] = {"error": _error(error)}
+            return np.empty(0)
+        self._strip_known = found is not None
+        return np.empty(0) if found is None else self._pack_strip(content, found)
+
+    def _pack_strip(self, content: dict[str, Any], found: Strip) -> np.ndarray:
+        content["strip"] = {
+            "error": None,
+            "step": found.step,
+            "seconds": found.seconds,
+            "ranks": found.ranks,
+            "boxes": len(found.boxes),
+            "piped": found.piped,
+            "note": found.note,
+        }
+        return np.concatenate([_boxes(found, found.boxes), _boxes(found, found.plan)])
 
     def _bars(self, content: dict[str, Any]) -> np.ndarray:
         """Where a step's time goes: the words into `content`; returns the bars' seconds, (bars, phases)."""
         parts = self._glance.timing
-        shown = bars(parts) if parts.measured else []
+        shown = bars(parts, self.selected) if parts.measured else []
         content["time"] = {
             "steps": parts.steps,
             "bars": [{"rank": bar.rank, "label": bar.label, "slow": bar.slow} for bar in shown],
             "straggler": None if parts.straggler is None else parts.straggler.text,
         }
         return np.array([bar.seconds for bar in shown])
+
+
+def _boxes(found: Strip, boxes: np.ndarray) -> np.ndarray:
+    """Boxes of a timeline as four uint16 each."""
+    packed = np.zeros((len(boxes), 4), "u2")
+    packed[:, 0] = np.searchsorted(found.ranks, boxes["rank"])
+    for column, name in ((1, "begin"), (2, "end")):
+        packed[:, column] = np.clip(boxes[name] / found.seconds * 60_000, 0, 65_535)
+    packed[:, 3] = boxes["kind"] + 16 * np.clip(boxes["micro_batch"] + 1, 0, 4095)
+    return packed
 
 
 def _line(event: Event) -> dict[str, Any]:

@@ -13,13 +13,24 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from dtkit import units
+from dtkit.dashboard import custom
 from dtkit.dashboard.axes import ALERT, COLOURS, GRID, INK, MUTED
-from dtkit.dashboard.panels import gradient_norm, learning_rate, loss, step_time, throughput
-from dtkit.dashboard.remarks import GLYPHS, remarks
+from dtkit.dashboard.panels import (
+    gradient_norm,
+    learning_rate,
+    loss,
+    memory,
+    step_time,
+    throughput,
+    timeline,
+    waffle,
+)
+from dtkit.dashboard.remarks import ALERTS, GLYPHS, remarks
 from dtkit.dashboard.series import MAX_LINES
+from dtkit.dashboard.strip import strip
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from matplotlib.axes import Axes
 
@@ -38,10 +49,11 @@ _LINE = 0.24  # the height of a line of the title
 def run_figure(source: Source, panels: Sequence[Panel] | None = None) -> Figure:
     """Draw a run as it stands: what there is to say, and `panels` in two columns (:func:`panels_of` by default).
 
-    The bars of the steps' time take a row of their own, as does a panel that has no neighbour.
+    Bars, strips and squares take a row of their own, as does a panel that has no neighbour.
     """
-    rows = _rows(panels or panels_of(source.history))
-    heights = [_height(row, source.spec.world_size) for row in rows]
+    wide = {} if panels else _wide(source)
+    rows = _rows([*panels_of(source.history), *_own()] if panels is None else panels, wide)
+    heights = [wide[row[0]] if row[0] in wide else _height(row, source.spec.world_size) for row in rows]
     head = _LINE * (1 + len(remarks(source))) + 0.14
     figure = new_figure(_WIDTH, sum(heights) + head)
     _title(figure, source, head)
@@ -78,15 +90,37 @@ def width(figure: Figure) -> int:
     return round(figure.get_figwidth() * 92)
 
 
-def _rows(panels: Sequence[Panel]) -> list[list[Panel]]:
-    """Pairs, in order; the bars of the steps' time alone."""
-    rows: list[list[Panel]] = []
+def _wide(source: Source) -> dict[Panel, float]:
+    """The panels that need more than a history, in the order of the picture, and their heights in inches."""
+    found: dict[Panel, float] = {}
+    ranks, strips = source.spec.world_size, getattr(source, "timeline", None)
+    if ranks > MAX_LINES:
+        found[waffle.draw] = 0.55 + 0.27 * waffle.rows(ranks)
+    shown = strip(strips)
+    if shown is not None:
+        found[timeline.panel(strips)] = 1.1 + (0.27 if len(shown.ranks) <= MAX_LINES else 0.18) * len(shown.ranks)
+    if source.nodes and len(source.history):
+        found[memory.panel(source.nodes)] = 0.55 + 0.25 * (ranks if ranks <= MAX_LINES else 3)
+    return found
+
+
+def _own() -> list[Panel]:
+    """The user's own panels."""
+    return [custom.titled(name, draw) for name, draw in custom.panels().items()]
+
+
+def _rows(panels: Sequence[Panel], wide: Mapping[Panel, float]) -> list[list[Panel]]:
+    """Pairs, in order; wide ones alone: squares first, strips and memory behind the bars of the steps' time."""
+    first = [panel for panel in wide if panel is waffle.draw]
+    rows: list[list[Panel]] = [[panel] for panel in first]
     for panel in panels:
-        room = rows and len(rows[-1]) == 1 and step_time.draw not in (panel, rows[-1][0])
+        room = rows and len(rows[-1]) == 1 and not {panel, rows[-1][0]} & {step_time.draw, *wide}
         if room:
             rows[-1].append(panel)
         else:
             rows.append([panel])
+        if panel is step_time.draw:
+            rows += [[other] for other in wide if other not in first]
     return rows
 
 
@@ -115,7 +149,7 @@ def _title(figure: Figure, source: Source, head: float) -> None:
     style: dict[str, Any] = {"x": 0.012, "ha": "left", "va": "top", "parse_math": False}
     figure.suptitle(text, y=1 - 0.09 / height, fontsize=11.5, fontweight="bold", color=INK, **style)
     for k, remark in enumerate(remarks(source)):
-        alert = remark.kind == "differs"
+        alert = remark.kind in ALERTS
         line = f"{GLYPHS[remark.kind]} {remark.text}"
         figure.text(
             y=1 - (0.11 + _LINE * (k + 1)) / height, s=line, fontsize=9.5, fontweight="bold" if alert else "normal",

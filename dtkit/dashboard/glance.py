@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dtkit import units
+from dtkit.dashboard.fates import follow
 from dtkit.dashboard.series import lossless
 from dtkit.dashboard.timing import Timing, named, timing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from dtkit.dashboard.fates import Lost
     from dtkit.dashboard.source import Source
     from dtkit.history import History
     from dtkit.records import RunSpec
@@ -39,15 +41,18 @@ class Glance:
     timing: Timing
     lossless: np.ndarray
     """Which ranks had no loss to tell in their last step, so that its NaN means nothing."""
+    lost: Lost
+    """The nodes that are lost, and since which step."""
 
 
-def glance(history: History, ranks: int) -> Glance:
-    """Read the last steps of a history."""
+def glance(history: History, ranks: int, lost: Lost | None = None) -> Glance:
+    """Read the last steps of a history; `lost` is read from its events unless the caller has followed them."""
     by_rank, silent = np.full((ranks, 3), np.nan), np.ones(ranks, bool)
     parts = timing(history, ranks)
+    lost = follow({}, history.events) if lost is None else lost
     totals = history.totals(history.steps - WINDOW)
     if not len(totals):
-        return Glance(None, None, None, None, by_rank, parts, silent)
+        return Glance(None, None, None, None, by_rank, parts, silent, lost)
     rows = history.rows(len(history) - WINDOW * ranks)
     rows = rows[rows["rank"] < ranks]
     rank = rows["rank"]
@@ -66,6 +71,7 @@ def glance(history: History, ranks: int) -> Glance:
         by_rank=by_rank,
         timing=parts,
         lossless=silent,
+        lost=lost,
     )
 
 
@@ -97,8 +103,9 @@ def tiles(source: Source, now: Glance) -> Iterator[Tile]:
     yield Tile("step time", units.duration(now.step_s), f"▲ slowest: {named(slow.ranks)}" if slow else "median")
     yield Tile("waiting", units.share(now.timing.waiting if now.timing.measured else None), "of all nodes' time")
     hosts = len({node.host for node in nodes})
-    alive = f"{len(nodes) or spec.world_size:,} / {spec.world_size:,}"
-    yield Tile("nodes", alive, f"on {units.plural(hosts, 'host')}" if hosts else "")
+    alive = f"{spec.world_size - len(now.lost):,} / {spec.world_size:,}"
+    note = f"on {units.plural(hosts, 'host')}" if hosts else ""
+    yield Tile("nodes", alive, f"✕ {named(sorted(now.lost))} lost" if now.lost else note)
 
 
 def _loss_note(source: Source, now: Glance) -> str:

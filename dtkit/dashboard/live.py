@@ -13,7 +13,6 @@ What is clicked comes in on the kernel's thread and is posted to the run, which 
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from pathlib import Path
@@ -22,7 +21,9 @@ from typing import TYPE_CHECKING, Any
 import anywidget
 import traitlets
 
+from dtkit.dashboard.asks import Desk
 from dtkit.dashboard.bundle import bundle
+from dtkit.dashboard.custom import LEAST_S, Gallery
 from dtkit.dashboard.feed import Feed, Message
 from dtkit.dashboard.throttle import Throttle, on_timer
 
@@ -33,9 +34,6 @@ if TYPE_CHECKING:
 
 STATIC = Path(__file__).parent / "static"
 
-COMMANDS = frozenset({"pause", "resume", "step", "stop", "lr"})
-"""What a page may ask for; anything else is ignored."""
-
 INTERVAL = 0.25
 """Seconds between two updates."""
 
@@ -43,8 +41,8 @@ INTERVAL = 0.25
 class Dashboard(anywidget.AnyWidget):
     """A live view of `source` for JupyterLab and its relatives; closes with :meth:`close`.
 
-    Several displays of one Dashboard, and several pages, show the same. `clock` and `later` are seams
-    for tests.
+    Several displays of one Dashboard, and several pages, show the same. With `drills` a page may slow nodes down and
+    end them. `clock` and `later` are seams for tests.
     """
 
     _esm = bundle(STATIC / "dashboard.js")
@@ -57,22 +55,39 @@ class Dashboard(anywidget.AnyWidget):
         self,
         source: Source,
         *,
+        drills: bool = False,
         clock: Callable[[], float] = time.monotonic,
         later: Callable[[float, Callable[[], None]], None] = on_timer,
     ) -> None:
-        self._source = source
         self._feed = Feed(source)
+        self._desk = Desk(source, self._say, drills=drills)
+        self._feed.offers = self._desk.offers
+        self._gallery = Gallery(source.history, clock)
         self._order = threading.Lock()  # a message is composed and sent under it, so that they leave in order
         self._greeted = False
         self._opened = 0
         self._sent = 0
         self._unsubscribe: Callable[[], None] = _nothing
         self._throttle = Throttle(self._update, INTERVAL, clock=clock, later=later)
+        self._pictures = Throttle(self._draw, LEAST_S, clock=clock, later=later)
         first = self._feed.snapshot()
         super().__init__(opening={"content": first.content, "buffers": first.buffers})
         self.on_msg(self._receive)
-        self._unsubscribe = source.subscribe(self._throttle.poke)
-        self._throttle.poke()  # what happened between the snapshot and the subscription
+        self._unsubscribe = source.subscribe(self._poke)
+        self._poke()  # what happened between the snapshot and the subscription
+
+    def allow_drills(self) -> None:
+        """Have all pages offer drills from now on."""
+        with self._order:
+            self._desk.drills = True
+            self._feed.offers = self._desk.offers
+            if self.comm is not None:
+                self._post(self._feed.snapshot())
+
+    def _poke(self) -> None:
+        self._throttle.poke()
+        if self._gallery.pending:
+            self._pictures.poke()
 
     def close(self) -> None:
         """End the view: nothing is sent any more, and pages drop the model."""
@@ -97,6 +112,7 @@ class Dashboard(anywidget.AnyWidget):
         unsubscribe, self._unsubscribe = self._unsubscribe, _nothing  # closing twice does no harm
         unsubscribe()
         self._throttle.close()
+        self._pictures.close()
 
     def _update(self) -> None:
         """Send what changed since the last message. Runs on the throttle's thread."""
@@ -110,6 +126,17 @@ class Dashboard(anywidget.AnyWidget):
         if more:
             self._throttle.poke()
 
+    def _draw(self) -> None:
+        """Send the pictures of the user's own panels that are due. Drawn without the lock: it may take long."""
+        for picture in self._gallery.draw():
+            with self._order:
+                if self.comm is None:
+                    return
+                content = {"kind": "picture", "name": picture.name, "error": picture.error}
+                self.send(content, [picture.png])
+        if self._gallery.pending:  # not due yet, or newer by now
+            self._pictures.poke()
+
     def _post(self, message: Message) -> None:
         self.send(message.content, message.buffers)
 
@@ -119,7 +146,9 @@ class Dashboard(anywidget.AnyWidget):
             return
         if "hello" in content:
             self._greet(opened=content["hello"] == "opened")
-        elif content.get("command") in COMMANDS:
+        elif "select" in content:
+            self._select(content["select"])
+        elif isinstance(content.get("command"), str):
             self._ask(content["command"], content.get("value"))
 
     def _greet(self, *, opened: bool) -> None:
@@ -127,21 +156,31 @@ class Dashboard(anywidget.AnyWidget):
             self._greeted = True
             self._opened += opened
             self._post(self._feed.snapshot())
+        self._gallery.forget()
+        self._poke()
+
+    def _select(self, rank: Any) -> None:
+        """Highlight a node on all pages, or with None no node any more."""
+        with self._order:
+            known = isinstance(rank, int) and 0 <= rank < len(self._feed)
+            self._feed.selected = rank if known else None
+            self._post(self._feed.change())
 
     def _ask(self, command: str, value: Any) -> None:
-        """Post a command. What the run says against it is shown where the button is."""
+        """Pass a command on. What the run says against it is shown where the button is."""
         try:
-            self._source.post(command, _number(value) if command == "lr" else None)
+            self._desk.ask(command, value)
         except Exception as error:  # noqa: BLE001 - the boundary between a page and the run; the page shows it
-            self.send({"kind": "refused", "command": command, "text": str(error)})
+            self._say("refused", command, str(error))
+
+    def _say(self, kind: str, command: str, text: str) -> None:
+        """Have pages say that a command took effect, or why not. Called on any thread, with no lock held."""
+        if kind == "effect":
+            self._feed.effect = {"count": self._feed.effect["count"] + 1, "text": text}
+            self._throttle.poke()
+        else:
+            self.send({"kind": "refused", "command": command, "text": text})
 
 
 def _nothing() -> None:
     pass
-
-
-def _number(value: Any) -> float:
-    """A learning rate as the page sent it."""
-    if not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-        raise ValueError(f"a learning rate of {value!r}: it must be a number of 0 or more, such as 0.01")
-    return float(value)

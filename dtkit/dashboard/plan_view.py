@@ -94,14 +94,14 @@ def _notes(plan: Plan) -> list[str]:
 
 def plan_text(plan: Plan) -> str:
     """The plan as lines of text."""
-    return "\n".join([_headline(plan), *_aligned(_table(plan)), *_notes(plan)])
+    return "\n".join([_headline(plan), *aligned(_table(plan)), *_notes(plan)])
 
 
 def plan_page(plan: Plan) -> str:
     """The plan as HTML: a table and its figure."""
     notes = "".join(f"<p>{html.escape(note)}</p>" for note in _notes(plan))
     return (
-        f"<div><p>{html.escape(_headline(plan))}</p>{_html_table(_table(plan))}{notes}{_image(plan_figure(plan))}</div>"
+        f"<div><p>{html.escape(_headline(plan))}</p>{html_table(_table(plan))}{notes}{image(plan_figure(plan))}</div>"
     )
 
 
@@ -115,7 +115,7 @@ def plan_figure(plan: Plan) -> Figure:
     names = [textwrap.fill(units.plain(row.strategy, 80), _BREAK) for row in rows]
     memory.set_yticks(range(len(rows)), names, fontsize=8)
     memory.set_ylim(len(rows) - 0.5, -0.5)
-    _title(figure, _headline(plan))
+    entitle(figure, _headline(plan))
     return figure
 
 
@@ -200,15 +200,15 @@ def _size_table(found: Benchmark) -> list[list[str]]:
 
 def benchmark_text(found: Benchmark) -> str:
     """The benchmark as lines of text."""
-    lines = [_benchmark_headline(found), *_aligned(_rank_table(found))]
-    return "\n".join(lines + (list(_aligned(_size_table(found))) if found.all_reduce else []))
+    lines = [_benchmark_headline(found), *aligned(_rank_table(found))]
+    return "\n".join(lines + (list(aligned(_size_table(found))) if found.all_reduce else []))
 
 
 def benchmark_page(found: Benchmark) -> str:
     """The benchmark as HTML: tables and the heat maps."""
-    sizes = _html_table(_size_table(found)) if found.all_reduce else ""
+    sizes = html_table(_size_table(found)) if found.all_reduce else ""
     head = f"<p>{html.escape(_benchmark_headline(found))}</p>"
-    return f"<div>{head}{_html_table(_rank_table(found))}{sizes}{_image(benchmark_figure(found))}</div>"
+    return f"<div>{head}{html_table(_rank_table(found))}{sizes}{image(benchmark_figure(found))}</div>"
 
 
 def benchmark_figure(found: Benchmark) -> Figure:
@@ -223,7 +223,7 @@ def benchmark_figure(found: Benchmark) -> Figure:
     rate.set_xlabel("rank", fontsize=8)
     rate.set_xticks(range(found.world_size))
     _panel(rate, "Matrix rate", f"GFLOP/s, {found.dtype}")
-    _title(figure, f"Benchmark of {units.plural(found.world_size, 'rank')}, {found.backend}")
+    entitle(figure, f"Benchmark of {units.plural(found.world_size, 'rank')}, {found.backend}")
     return figure
 
 
@@ -261,7 +261,8 @@ def _new_figure(width: float, height: float) -> Figure:
     return figure
 
 
-def _title(figure: Figure, text: str) -> None:
+def entitle(figure: Figure, text: str) -> None:
+    """A headline of any length above a figure."""
     from dtkit.dashboard.figures import INK
 
     text = textwrap.fill(text, _TITLE)
@@ -282,14 +283,15 @@ def _panel(ax: Axes, name: str, unit: str) -> None:
     ax.tick_params(colors=MUTED, labelcolor=INK, labelsize=8)
 
 
-def _image(figure: Any) -> str:
+def image(figure: Any) -> str:
+    """A figure within HTML."""
     from dtkit.dashboard.figures import png, width
 
     picture = base64.b64encode(png(figure)).decode()
     return f'<img alt="the same as a figure" width="{width(figure)}" src="data:image/png;base64,{picture}">'
 
 
-def _aligned(rows: list[list[str]]) -> list[str]:
+def aligned(rows: list[list[str]]) -> list[str]:
     """Columns to the right, the first one to the left."""
     widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
     return [
@@ -298,7 +300,7 @@ def _aligned(rows: list[list[str]]) -> list[str]:
     ]
 
 
-def _html_table(rows: list[list[str]]) -> str:
+def html_table(rows: list[list[str]]) -> str:
     """The first column to the left, numbers to the right and never cut from their units."""
     head, *body = (_html_cells(row) for row in rows)
     lines = "".join("<tr>" + "".join(f"<td {cell}</td>" for cell in row) + "</tr>" for row in body)

@@ -1,4 +1,4 @@
-"""What every view says in words: whether the ranks agree, and who is slowed on purpose.
+"""What every view says in words: who is lost, whether the ranks agree, and who is slowed on purpose.
 
 A remark has a kind, by which a view chooses glyph and colour. Its text alone says everything.
 """
@@ -10,29 +10,46 @@ import math
 from typing import TYPE_CHECKING
 
 from dtkit import units
+from dtkit.dashboard.fates import follow
 from dtkit.dashboard.timing import named
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from dtkit.dashboard.fates import Lost
     from dtkit.dashboard.source import Source
     from dtkit.records import Consistency
 
-GLYPHS = {"differs": "✕", "identical": "✓", "slowed": "▼"}
+GLYPHS = {"lost": "✕", "differs": "✕", "identical": "✓", "slowed": "▼"}
 """The kinds of remarks, the most urgent first, and the sign that stands before each."""
+
+ALERTS = ("lost", "differs")
+"""The kinds that are alerts."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Remark:
-    """A sentence about the run. Of `kind` "differs" it is an alert."""
+    """A sentence about the run. Its `kind` may be an alert's."""
 
     kind: str
     text: str
 
 
-def remarks(source: Source) -> list[Remark]:
-    """All that is to be said now, the most urgent first."""
-    return [*_consistency(source.consistency, source.spec.world_size), *_slowed(source)]
+def remarks(source: Source, lost: Lost | None = None) -> list[Remark]:
+    """All that is to be said now, the most urgent first; `lost` is read from the events unless the caller knows."""
+    lost = follow({}, source.history.events) if lost is None else lost
+    ranks = source.spec.world_size
+    return [*_lost(lost, ranks), *_consistency(source.consistency, ranks), *_slowed(source)]
+
+
+def _lost(lost: Lost, ranks: int) -> Iterator[Remark]:
+    """Who went last, and how many are left."""
+    if lost:
+        gone = "was" if len(lost) == 1 else "were"
+        left = units.plural(ranks - len(lost), "node")
+        yield Remark(
+            "lost", f"{named(sorted(lost))} {gone} lost at step {max(lost.values()):,}; {left} of {ranks:,} left"
+        )
 
 
 def _consistency(found: Consistency | None, ranks: int) -> Iterator[Remark]:

@@ -18,7 +18,7 @@ width, and is sent only the buckets that changed (:meth:`Curves.take`).
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -104,10 +104,10 @@ GRAD_NORM = Chart("grad_norm", None, lambda totals, _copies: totals["grad_norm"]
 CHARTS = (LOSS, THROUGHPUT, LR, GRAD_NORM)
 
 
-def layouts(charts: Sequence[Chart], ranks: int) -> list[Layout]:
-    """The columns of each chart."""
+def layouts(charts: Sequence[Chart], ranks: int, lines: int = MAX_LINES) -> list[Layout]:
+    """The columns of each chart; up to `lines` ranks have one each."""
     found, first = [], 0
-    banded = ranks > MAX_LINES
+    banded = ranks > lines
     for chart in charts:
         both = chart.of_rows is not None and chart.of_totals is not None
         nodes = (1 if banded else ranks) if both else 0
@@ -142,11 +142,14 @@ class Part:
 
 
 class Curves:
-    """The curves of a growing history, for `ranks` ranks, in at most `budget` buckets."""
+    """The curves of a growing history, for `ranks` ranks, in at most `budget` buckets.
 
-    def __init__(self, charts: Sequence[Chart], ranks: int, budget: int = BUDGET) -> None:
+    More than `lines` ranks share a band.
+    """
+
+    def __init__(self, charts: Sequence[Chart], ranks: int, budget: int = BUDGET, lines: int = MAX_LINES) -> None:
         self._charts, self._ranks = tuple(charts), ranks
-        self.layouts = layouts(charts, ranks)
+        self.layouts = layouts(charts, ranks, lines)
         self.columns = self.layouts[-1].overall + 1
         shape = (budget, self.columns)
         self._low = np.full(shape, np.inf)
@@ -157,6 +160,11 @@ class Curves:
         self._origin: int | None = None
         self._rows_read = self._totals_read = 0
         self._changed = 0  # buckets from here on have not been taken
+
+    @property
+    def width(self) -> int:
+        """Steps in a bucket."""
+        return self._width
 
     @property
     def pending(self) -> bool:
@@ -184,23 +192,30 @@ class Curves:
                 line = own["rank"].astype("i8") if layout.nodes > 1 else np.zeros(len(own), "i8")
                 self._scatter(layout.first + line, own["step"], chart.of_rows(own))
 
-    def take(self, limit: int | None = None) -> Part:
-        """The buckets that changed since they were last taken, the oldest `limit` of them."""
+    def widen(self, width: int) -> None:
+        """Join buckets until they are `width` steps wide, a power of two; wider ones stay."""
+        while self._width < width:
+            self._join()
+
+    def take(self, limit: int | None = None, columns: Sequence[int] | None = None) -> Part:
+        """The buckets that changed since they were last taken, the oldest `limit` of them; of some columns, or all."""
         stop = self._used if limit is None else min(self._used, self._changed + limit)
         first, self._changed = self._changed, max(stop, self._changed)
-        return self._part(first, stop)
+        return self._part(first, stop, columns)
 
-    def take_all(self) -> Part:
+    def take_all(self, columns: Sequence[int] | None = None) -> Part:
         """Every bucket; none counts as changed after it."""
         self._changed = self._used
-        return self.part()
+        return self.part(columns)
 
-    def part(self) -> Part:
+    def part(self, columns: Sequence[int] | None = None) -> Part:
         """Every bucket, without touching what counts as changed."""
-        return self._part(0, self._used)
+        return self._part(0, self._used, columns)
 
-    def _part(self, first: int, stop: int) -> Part:
-        here = slice(first, stop)
+    def _part(self, first: int, stop: int, columns: Sequence[int] | None) -> Part:
+        here: Any = slice(first, stop)
+        if columns is not None:
+            here = np.ix_(range(first, stop), columns)
         count = self._count[here]
         seen = count > 0
         values = np.full((*count.shape, 3), np.nan, "f4")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from concurrent.futures import Future
 
     from dtkit.history import History
     from dtkit.records import Consistency, NodeInfo, RunSpec, Status
@@ -63,6 +64,9 @@ class Source(Protocol):
         """Have `callback` called, from any thread, after every change; returns what ends that."""
         ...
 
-    def post(self, command: str, value: float | None = None) -> None:
-        """Ask for "pause", "resume", "step", "stop" or "lr" (with `value`). Never waits for the effect."""
+    def post(self, command: str, value: float | None = None) -> Future[int] | None:
+        """Ask for "pause", "resume", "step", "stop" or "lr" (with `value`). Never waits for the effect.
+
+        The answer, where there is one, will be how many steps were taken when it took effect on all nodes.
+        """
         ...

@@ -1,18 +1,16 @@
-"""A step taken apart, as text and as HTML: three stages, a sentence and a table each.
+"""A step taken apart, as text and as HTML: three chapters, a sentence and a table each.
 
-Both are made of the same sentences and tables of cells, so that they can't tell two stories. What comes from the
-user (names of the model and of its parameters) loses its control characters, and is escaped in HTML.
+What comes from the user (names of the model and of its parameters) loses its control characters.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import html
 import math
-import textwrap
 from typing import TYPE_CHECKING
 
 from dtkit import units
+from dtkit.dashboard import chapters
+from dtkit.dashboard.chapters import Chapter, Table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -23,7 +21,7 @@ MAX_COLUMNS = 8
 """Ranks with a column of their own; more are shown as the lowest and the highest."""
 MAX_RANKS = 16
 """Ranks with a line of their own."""
-_ROWS, _TERMS, _NAME, _WIDTH = 8, 8, 44, 100
+_ROWS, _TERMS, _NAME = 8, 8, 44
 _TIMES = "\N{MULTIPLICATION SIGN}"
 
 _COSINE = (
@@ -32,40 +30,14 @@ _COSINE = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Table:
-    """Cells of a table; `left` are the columns of words, the others are numbers."""
-
-    head: Sequence[str]
-    body: Sequence[Sequence[str]]
-    left: frozenset[str]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Stage:
-    """One of the three things that happen in a step."""
-
-    title: str
-    table: _Table
-    notes: Sequence[str]
-
-
 def text(explanation: StepExplanation) -> str:
     """The step in a page of text."""
-    parts = [headline(explanation)]
-    for k, stage in enumerate(_stages(explanation), 1):
-        parts += ["", *_wrapped(stage.title, f"{k}. "), "", *_lines(stage.table), ""]
-        parts += [line for note in stage.notes for line in _wrapped(note, "   ")]
-    return "\n".join(parts).rstrip()
+    return chapters.text(headline(explanation), _chapters(explanation))
 
 
 def page(explanation: StepExplanation) -> str:
     """The same as HTML."""
-    parts = [f"<p><b>{html.escape(headline(explanation))}</b></p>"]
-    for k, stage in enumerate(_stages(explanation), 1):
-        parts += [f"<p>{k}. {html.escape(stage.title)}</p>", _html(stage.table)]
-        parts += [f"<p>{html.escape(note)}</p>" for note in stage.notes]
-    return "".join(parts)
+    return chapters.page(headline(explanation), _chapters(explanation))
 
 
 def headline(explanation: StepExplanation) -> str:
@@ -145,17 +117,17 @@ def verdict(explanation: StepExplanation) -> str:
     return f"The ranks hold DIFFERENT parameters{where}."
 
 
-# -- the three stages ------------------------------------------------------------------------------------------------
+# -- the three chapters ----------------------------------------------------------------------------------------------
 
 
-def _stages(explanation: StepExplanation) -> tuple[_Stage, _Stage, _Stage]:
+def _chapters(explanation: StepExplanation) -> tuple[Chapter, Chapter, Chapter]:
     return _losses(explanation), _gradients(explanation), _update(explanation)
 
 
-def _losses(explanation: StepExplanation) -> _Stage:
+def _losses(explanation: StepExplanation) -> Chapter:
     body = [_loss_row(explanation, rank) for rank in explanation.ranks[:MAX_RANKS]]
-    table = _Table(("rank", "samples", "loss", "weight in the mean", "rows"), body, frozenset({"rows"}))
-    return _Stage(
+    table = Table(("rank", "samples", "loss", "weight in the mean", "rows"), body, frozenset({"rows"}))
+    return Chapter(
         "Each rank takes rows of its own and computes the mean loss over them.",
         table,
         [*_more(explanation), sentence(explanation)],
@@ -180,14 +152,14 @@ def rows_text(rank: RankRecord) -> str:
     return ", ".join(map(str, rows[:_ROWS])) + ", …" * (len(rows) > _ROWS)
 
 
-def _gradients(explanation: StepExplanation) -> _Stage:
+def _gradients(explanation: StepExplanation) -> Chapter:
     layers, total = explanation.grouped(), explanation.total
     own = _own_columns(explanation)
     body = [_layer_row(explanation, layer) for layer in (*layers, total)]
     cosines = ["cosine with the sum", "", *_own_cells(explanation, total.cosine, cosine), "", "", "", ""]
     head = ("layer", "shape", *own, "all-reduced", "cosine", "update", "checksum after")
-    table = _Table(head, [*body, cosines], frozenset({"layer", "shape", "checksum after"}))
-    return _Stage(
+    table = Table(head, [*body, cosines], frozenset({"layer", "shape", "checksum after"}))
+    return Chapter(
         "Each rank computes the gradient of its own loss. The all-reduce adds these up, each times its weight, and "
         "leaves the sum on every rank. Norms:",
         table,
@@ -230,17 +202,17 @@ def _clipping(explanation: StepExplanation) -> list[str]:
     return [f"Clipping: the norm over all layers, {number(norm)}, is over the limit: all is multiplied by {clip:.4g}."]
 
 
-def _update(explanation: StepExplanation) -> _Stage:
+def _update(explanation: StepExplanation) -> Chapter:
     body = [
         [str(rank.rank), rank.before, units.NOTHING if rank.after is None else rank.after]
         for rank in explanation.ranks[:MAX_RANKS]
     ]
-    table = _Table(("rank", "before", "after"), body, frozenset({"before", "after"}))
+    table = Table(("rank", "before", "after"), body, frozenset({"before", "after"}))
     notes = [*_more(explanation), verdict(explanation), *_buffers(explanation)]
     if not explanation.updated:
-        return _Stage("No update: the gradients are not finite. Checksums of all parameters:", table, notes)
+        return Chapter("No update: the gradients are not finite. Checksums of all parameters:", table, notes)
     title = f"Every rank takes the same update (learning rate {explanation.lr:g}). Checksums of all parameters:"
-    return _Stage(title, table, notes)
+    return Chapter(title, table, notes)
 
 
 def _buffers(explanation: StepExplanation) -> list[str]:
@@ -252,36 +224,3 @@ def _buffers(explanation: StepExplanation) -> list[str]:
 def _more(explanation: StepExplanation) -> list[str]:
     rest = len(explanation.ranks) - MAX_RANKS
     return [f"and {units.plural(rest, 'more rank')}"] if rest > 0 else []
-
-
-# -- drawing tables --------------------------------------------------------------------------------------------------
-
-
-def _wrapped(sentence: str, start: str) -> list[str]:
-    return textwrap.wrap(sentence, _WIDTH, initial_indent=start, subsequent_indent="   ", break_on_hyphens=False)
-
-
-def _lines(table: _Table) -> list[str]:
-    """Columns two spaces apart, words to the left and numbers to the right."""
-    rows = [table.head, *table.body]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["   " + "  ".join(_padded(table, row, widths)).rstrip() for row in rows]
-
-
-def _padded(table: _Table, row: Sequence[str], widths: Sequence[int]) -> list[str]:
-    cells = zip(table.head, row, widths, strict=True)
-    return [cell.ljust(width) if name in table.left else cell.rjust(width) for name, cell, width in cells]
-
-
-def _html(table: _Table) -> str:
-    head = "".join(_cell("th", table, name, name) for name in table.head)
-    body = "".join(
-        "<tr>" + "".join(_cell("td", table, *pair) for pair in zip(table.head, row, strict=True)) + "</tr>"
-        for row in table.body
-    )
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def _cell(tag: str, table: _Table, name: str, content: str) -> str:
-    side = "left" if name in table.left else "right"
-    return f'<{tag} style="text-align:{side}">{html.escape(content)}</{tag}>'

@@ -1,17 +1,24 @@
-"""The kept picture of a timeline: a strip per rank, micro-batches numbered, what no rank computes left white."""
+"""The kept picture of a timeline: a strip per rank, boxes named as in a schedule, what no rank computes left white.
+
+In a pipeline, what was planned stands behind: the schedule played through with the measured durations, as hollow boxes
+a little higher than the measured ones. A box that came late has its empty outline to the left of it.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from dtkit.dashboard.axes import INK, MUTED
-from dtkit.timeline import COMPUTING
+from dtkit.timeline import KINDS
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
     from matplotlib.axes import Axes
 
     from dtkit.timeline import Timeline
@@ -21,66 +28,138 @@ STYLES = {
     "data": ("#56B4E9", "...", "data"),
     "forward": ("#0072B2", "", "forward"),
     "backward": ("#009E73", "", "backward"),
-    "backward input": ("#009E73", "", "backward, of the input"),
-    "backward weight": ("#8A8A00", "///", "backward, of the weights"),
+    "backward input": ("#009E73", "\\\\", "its half of the input"),
+    "backward weight": ("#8A8A00", "///", "its half of the weights"),
     "sync": ("#E69F00", "xx", "collective"),
     "update": ("#CC79A7", "--", "update"),
 }
-_NUMBERED = 200  # boxes at most that carry their micro-batch's number
+_NAMED = 64  # actions at most in a strip whose boxes carry names
+_TOP, _ROW, _FOOT = 0.62, 0.5, 0.85  # inches: titles, a rank's strip, axis and legend
 
 
 def draw(timeline: Timeline) -> Figure:
     """The last step of a timeline."""
     ranks = timeline.ranks
-    figure = Figure(figsize=(10.8, 1.5 + 0.5 * max(1, len(ranks))), facecolor="white", layout="constrained")
-    FigureCanvasAgg(figure)
-    ax = figure.subplots()
+    figure, ax = sheet(max(1, len(ranks)))
     if not ranks:
         ax.text(0.5, 0.5, "no step yet", transform=ax.transAxes, ha="center", color=MUTED)
         ax.set_axis_off()
         return figure
     step = timeline.steps[-1]
-    start = float(timeline.of(step)["begin"].min())
-    for place, rank in enumerate(ranks):
-        _strip(ax, timeline, step, rank, place, start)
-    _tidy(ax, timeline, step)
+    spans = timeline.of(step)
+    start = float(spans["begin"].min())
+    if timeline.piped and timeline.schedule is not None:
+        outline(ax, timeline.planned(step).spans, start, 1e3)
+    strips(ax, spans, start, 1e3)
+    legend(figure, ax, [*used(spans), *_hollow(timeline)])
+    axes(ax, len(ranks), "ms")
+    titles(ax, f"Step {step}{timeline.title}", _note(timeline, step))
     return figure
 
 
-def _strip(ax: Axes, timeline: Timeline, step: int, rank: int, place: int, start: float) -> None:
-    spans = timeline.of(step, rank)
-    numbered = timeline.piped and len(timeline.of(step)) <= _NUMBERED
+def sheet(rows: int) -> tuple[Figure, Axes]:
+    """A white figure with room for so many strips."""
+    figure = Figure(figsize=(10.8, _TOP + _ROW * rows + _FOOT), facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.subplots()
+
+
+def strips(ax: Axes, spans: np.ndarray, start: float, scale: float) -> None:
+    """The boxes of all ranks, in `scale` times a second from `start` on, rank 0 on top."""
+    several = len({int(s) for s in spans["stage"][(spans["rank"] == 0) & (spans["stage"] >= 0)]}) > 1
     for phase, (colour, hatch, _) in STYLES.items():
-        own = spans[spans["phase"] == phase]
-        bars = [(1e3 * (s["begin"] - start), 1e3 * (s["end"] - s["begin"])) for s in own]
-        ax.broken_barh(
-            bars, (place - 0.4, 0.8), facecolors=colour, hatch=hatch, edgecolor="white", linewidth=0.6, gid=phase
-        )
-        for (left, width), span in zip(bars, own, strict=True):
-            if numbered and phase in COMPUTING and span["micro_batch"] >= 0:
-                ax.text(
-                    left + width / 2, place, str(span["micro_batch"]), ha="center", va="center", fontsize=7,
-                    color="white", clip_on=True,
-                )  # fmt: skip
+        for rank in sorted({int(r) for r in spans["rank"]}):
+            own = spans[(spans["phase"] == phase) & (spans["rank"] == rank)]
+            bars = [(scale * (s["begin"] - start), scale * (s["end"] - s["begin"])) for s in own]
+            ax.broken_barh(
+                bars, (rank - 0.34, 0.68), facecolors=colour, hatch=hatch, edgecolor="white", linewidth=0.6, gid=phase
+            )
+            if phase in KINDS and _actions(spans, rank) <= _NAMED:
+                _name(ax, own, bars, several=several)
 
 
-def _tidy(ax: Axes, timeline: Timeline, step: int) -> None:
-    used = [phase for phase in STYLES if (timeline.of(step)["phase"] == phase).any()]
-    patches = [Patch(facecolor=STYLES[p][0], hatch=STYLES[p][1], edgecolor="white", label=STYLES[p][2]) for p in used]
-    patches.append(Patch(facecolor="white", edgecolor=MUTED, label="waiting"))
-    ax.legend(
-        handles=patches, loc="upper center", bbox_to_anchor=(0.5, -0.28), ncols=len(patches), fontsize=8, frameon=False
+def _actions(spans: np.ndarray, rank: int) -> int:
+    return int(((spans["rank"] == rank) & (spans["micro_batch"] >= 0)).sum())
+
+
+def _name(ax: Axes, spans: np.ndarray, bars: Sequence[tuple[float, float]], *, several: bool) -> None:
+    """Each box's action and micro-batch, once; where ranks have several stages, the stage below it in small."""
+    told: set[tuple[int, int]] = set()
+    for span, (left, width) in zip(spans, bars, strict=True):
+        key = int(span["stage"]), int(span["micro_batch"])
+        if key[1] < 0 or key in told:
+            continue
+        told.add(key)
+        phase = str(span["phase"])
+        patch = {"facecolor": STYLES[phase][0], "edgecolor": "none", "pad": 0.8} if STYLES[phase][1] else None
+        style: dict[str, Any] = {"ha": "center", "va": "center", "color": "white", "clip_on": True, "bbox": patch}
+        ax.text(left + width / 2, span["rank"] - 0.1 * several, f"{KINDS[phase]}{key[1]}", fontsize=7, **style)
+        if several:
+            ax.text(left + width / 2, span["rank"] + 0.2, f"st {key[0]}", fontsize=4.5, gid="stage", **style)
+
+
+def outline(ax: Axes, spans: np.ndarray, start: float, scale: float) -> None:
+    """The planned boxes, hollow and a little higher than the measured ones."""
+    for rank in sorted({int(r) for r in spans["rank"]}):
+        own = spans[spans["rank"] == rank]
+        bars = [(scale * (s["begin"] - start), scale * (s["end"] - s["begin"])) for s in own]
+        ax.broken_barh(bars, (rank - 0.44, 0.88), facecolors="none", edgecolor=MUTED, linewidth=0.9, gid="planned")
+
+
+def used(spans: np.ndarray) -> list[Patch]:
+    """What the legend has to explain."""
+    there = [style for phase, style in STYLES.items() if (spans["phase"] == phase).any()]
+    patches = [Patch(facecolor=colour, hatch=hatch, edgecolor="white", label=word) for colour, hatch, word in there]
+    return [*patches, Patch(facecolor="white", edgecolor="#d0d0d0", label="waiting")]
+
+
+def _hollow(timeline: Timeline) -> list[Patch]:
+    if not timeline.piped or timeline.schedule is None:
+        return []
+    return [Patch(facecolor="none", edgecolor=MUTED, label="planned")]
+
+
+def legend(figure: Figure, ax: Axes, patches: Sequence[Patch]) -> None:
+    """One row below the axis, in a place that does not depend on how many ranks there are."""
+    figure.legend(
+        handles=list(patches),
+        loc="outside lower center",
+        ncols=len(patches),
+        fontsize=8,
+        frameon=False,
+        columnspacing=1.4,
     )
-    ranks = timeline.ranks
-    ax.set_yticks(range(len(ranks)), [f"node {rank}" for rank in ranks])
-    ax.set_ylim(len(ranks) - 0.4, -0.6)
-    ax.set_xlim(left=0)
-    ax.set_xlabel("ms", color=MUTED)
     ax.set_facecolor("white")
+
+
+def axes(ax: Axes, ranks: int, unit: str) -> None:
+    """A node per row, time along the bottom."""
+    ax.set_yticks(range(ranks), [f"node {rank}" for rank in range(ranks)])
+    ax.set_ylim(ranks - 0.45, -0.55)
+    ax.set_xlim(left=0)
+    ax.set_xlabel(unit, fontsize=8, color=MUTED)
     for side in ("top", "right", "left"):
         ax.spines[side].set_visible(False)
-    ax.tick_params(axis="y", length=0)
-    ax.set_title(f"Step {step}{timeline.title}", loc="left", fontsize=11.5, fontweight="bold", color=INK)
-    if timeline.piped:
-        text = f"bubble: {timeline.bubble(step):.1%} of the time as measured, {timeline.ideal_bubble():.1%} by formula"
-        ax.set_title(text, loc="right", fontsize=8.5, color=MUTED)
+    ax.spines["bottom"].set_color(MUTED)
+    ax.tick_params(axis="y", length=0, labelsize=9)
+    ax.tick_params(axis="x", colors=MUTED, labelsize=8)
+
+
+def titles(ax: Axes, name: str, note: str) -> None:
+    """What is shown, and below it what it says."""
+    ax.set_title(name, loc="left", fontsize=11.5, fontweight="bold", color=INK, pad=20 if note else 6, parse_math=False)
+    ax.annotate(
+        note, (0, 1), xytext=(0, 6), xycoords="axes fraction", textcoords="offset points", fontsize=9, color=MUTED,
+        gid="note",
+    )  # fmt: skip
+
+
+def _note(timeline: Timeline, step: int) -> str:
+    if not timeline.piped:
+        return ""
+    formula, value = timeline.formula
+    how = f"by formula, {formula}" if formula.startswith("(") else "by simulation with equal stages"
+    note = f"bubble: {timeline.bubble(step):.1%} of the time as measured, {value:.1%} {how}"
+    if timeline.schedule is None:
+        return note
+    return f"{timeline.schedule.name} · {note} · planned with these durations: {timeline.planned(step).bubble():.1%}"

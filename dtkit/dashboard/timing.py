@@ -186,8 +186,8 @@ def _by_chance(table: np.ndarray, slow: int, fast: int) -> float:
     return float(sum(math.comb(steps, k) for k in range(longer, steps + 1)) / 2**steps)
 
 
-def bars(timing: Timing) -> list[Bar]:
-    """A bar a node, or of many the fastest, the median and the slowest one, each by name.
+def bars(timing: Timing, chosen: int | None = None) -> list[Bar]:
+    """A bar a node, or of many the fastest, the median and the slowest one, each by name, and the one that is chosen.
 
     Of ranks that do different work, those that have the least and the most of it.
     """
@@ -198,7 +198,10 @@ def bars(timing: Timing) -> list[Bar]:
     known.sort(key=lambda rank: (timing.compute_s[rank], rank))
     first, last = ("fastest", "slowest") if timing.alike else ("least work", "most work")
     picked = {first: known[0], "median": known[len(known) // 2], last: known[-1]} if known else {}
-    return [Bar(rank, f"{what}: node {rank}", timing.seconds[rank], rank in slow) for what, rank in picked.items()]
+    names = {rank: f"{what}: node {rank}" for what, rank in picked.items()}
+    if chosen in known:
+        names.setdefault(chosen, f"node {chosen}")
+    return [Bar(rank, name, timing.seconds[rank], rank in slow) for rank, name in names.items()]
 
 
 def named(ranks: Sequence[int]) -> str:

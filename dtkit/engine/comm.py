@@ -86,10 +86,10 @@ class Group:
         listening = set(ports.flatten().tolist()) - {0}
         return [os.dup(fd) for fd in _sockets() - before if _connects(fd, listening)]
 
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum in place over all ranks."""
-        self._hand(tensor)
-        dist.all_reduce(tensor)
+    def all_reduce(self, tensor: torch.Tensor, among: dist.ProcessGroup | None = None) -> torch.Tensor:
+        """Sum in place over all ranks; or over those of a group along an axis of a grid."""
+        self._hand(tensor, self.world_size if among is None else among.size())
+        dist.all_reduce(tensor, group=among)
         return tensor
 
     def grid(self, mesh: Mesh, device: torch.device) -> DeviceMesh:
@@ -104,15 +104,15 @@ class Group:
 
     def start_all_reduce(self, tensor: torch.Tensor) -> torch.futures.Future[list[torch.Tensor]]:
         """As `all_reduce`, without waiting: the future has [tensor]."""
-        self._hand(tensor)
+        self._hand(tensor, self.world_size)
         work = dist.all_reduce(tensor, async_op=True)
         assert work is not None
         return work.get_future()  # type: ignore[no-any-return]
 
-    def _hand(self, tensor: torch.Tensor) -> None:
+    def _hand(self, tensor: torch.Tensor, ranks: int) -> None:
         # What each rank sends in a ring (Patarasu and Yuan, JPDC 2009), which is optimal and what NCCL and gloo do.
         size = tensor._values().nbytes + tensor._indices().nbytes if tensor.is_sparse else tensor.nbytes  # noqa: SLF001 - the public ones ask for a coalesced one
-        self._handed += 2 * (self.world_size - 1) / self.world_size * size
+        self._handed += 2 * (ranks - 1) / ranks * size
 
     def sent_bytes(self) -> int:
         """What this rank has sent to its peers so far: as the kernel counted on this group's own connections.

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from dtkit.engine.comm import Group
     from dtkit.engine.sources import Source
+    from dtkit.engine.state import Archive
     from dtkit.records import JobPlan
 
 _BLOCK = 1024  # steps whose counts are computed at once
@@ -66,6 +67,9 @@ class Stream:
     def epoch(self, step: int) -> int:
         """The epoch that a step belongs to."""
         return step // self.steps_per_epoch
+
+    def exchange(self, archive: Archive, step: int) -> None:
+        """Rows follow from the step."""
 
     def regroup(self, group: Group) -> None:
         """Rows are the same in every generation of the process group."""

@@ -77,16 +77,16 @@ class Microscope:
         share = self._report["share"]
         for entry, gradient in zip(self._report["tensors"], self._own, strict=True):
             if gradient is not None:
-                entry["contribution"] = norm = _norm(_flat(gradient))
+                entry["contribution"] = norm = norm_of(flat(gradient))
                 entry["own"] = norm / share if share else None
 
     def reduced(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """The sums over ranks, before clipping; None for a parameter that no rank used."""
         for entry, own, gradient in zip(self._report["tensors"], self._own, gradients, strict=True):
             if gradient is not None:
-                reduced = _flat(gradient)
-                entry["reduced"] = _norm(reduced)
-                entry["cosine"] = None if own is None else _cosine(_flat(own), reduced)
+                reduced = flat(gradient)
+                entry["reduced"] = norm_of(reduced)
+                entry["cosine"] = None if own is None else _cosine(flat(own), reduced)
         self._own = []
 
     def clipped(self, coefficient: float) -> None:
@@ -100,11 +100,15 @@ class Microscope:
     def after_update(self, lr: float) -> None:
         """Compare the parameters with the copy. `lr` is the learning rate of the first parameter group."""
         for entry, (name, p), old in zip(self._report["tensors"], self._named, self._old, strict=True):
-            value = _flat(p)
-            entry["update"] = _norm(value - _flat(old))
-            entry["value"] = _norm(value)
+            value = flat(p)
+            entry["update"] = norm_of(value - flat(old))
+            entry["value"] = norm_of(value)
             entry["checksum"] = digest([(name, p)])
         self._old = []
+        self.updated(lr)
+
+    def updated(self, lr: float) -> None:
+        """As `after_update`, without a look at each parameter: for who has no room to keep a copy of them."""
         self._report["lr"], self._report["after"] = float(lr), _of_parameters(self._model)
 
     def report(self) -> RankReport:
@@ -120,7 +124,7 @@ def digest(named: Iterable[tuple[str, Any]]) -> str:
     for name, value in named:
         found.update(name.encode())
         if isinstance(value, torch.Tensor):
-            found.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            found.update(here(value).detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return found.hexdigest()
 
 
@@ -144,26 +148,33 @@ def _blank(name: str, p: torch.Tensor) -> TensorReport:
     }
 
 
+def here(tensor: torch.Tensor) -> torch.Tensor:
+    """What lies on this rank of a tensor that may be cut (a DTensor)."""
+    part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
+
+
 def _kept(tensor: torch.Tensor) -> torch.Tensor:
     """A copy on the CPU: the sum over ranks, or the optimiser, may write over the tensor itself."""
-    return tensor.detach().to("cpu", copy=True)
+    return here(tensor).detach().to("cpu", copy=True)
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
+def flat(tensor: torch.Tensor) -> torch.Tensor:
     """All numbers of a tensor in a row, on the CPU, in float64; a complex one as its two parts."""
-    dense = tensor.detach().cpu()
+    dense = here(tensor).detach().cpu()
     dense = dense.to_dense() if dense.is_sparse else dense
     dense = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
     return dense.reshape(-1).double()
 
 
-def _norm(flat: torch.Tensor) -> float:
-    return float(torch.linalg.vector_norm(flat))
+def norm_of(numbers: torch.Tensor) -> float:
+    """Of numbers in a row, as :func:`flat` gives them."""
+    return float(torch.linalg.vector_norm(numbers))
 
 
 def _cosine(a: torch.Tensor, b: torch.Tensor) -> float | None:
     """None where a direction is missing: a gradient of zeros, or one that is not finite."""
-    size = _norm(a) * _norm(b)
+    size = norm_of(a) * norm_of(b)
     if not size or not math.isfinite(size):
         return None
     return max(-1.0, min(1.0, float(a @ b) / size))

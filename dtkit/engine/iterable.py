@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from dtkit.engine.comm import Group
+    from dtkit.engine.state import Archive
     from dtkit.records import JobPlan
 
 
@@ -144,6 +145,9 @@ class IterableStream:
         """This worker's samples of a step, part by part; None for a part without any."""
         self._go_to(step)
         return [(len(drawn), self._source.collate(drawn) if drawn else None) for drawn in self._drawn]
+
+    def exchange(self, archive: Archive, step: int) -> None:
+        """Samples up to a step are drawn again and dropped."""
 
     def regroup(self, group: Group) -> None:
         """Go on in a new generation of the process group. Counts are added up anew: a peer may not have them yet."""

@@ -7,6 +7,7 @@ count (VmHWM), which can be set back to what is resident now. So a peak between 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import gc
@@ -14,12 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from dtkit import host
 from dtkit.engine import limits, probe
+from dtkit.engine.explain import here
+from dtkit.memory import Held
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
 _PROC = Path("/proc/self")
 
@@ -96,3 +100,56 @@ def _status(name: str) -> int:
     """One of the sizes in /proc/self/status, in bytes."""
     lines = (_PROC / "status").read_text().splitlines()
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+# --- what a job takes ---------------------------------------------------------------------------------------
+
+
+class Gauge:
+    """How much a process grows for one job: from just before the job is made to the most while it takes steps.
+
+    Other jobs may work in between, so the kernel's count begins anew with each dispatch.
+    """
+
+    def __init__(self, device: torch.device, sent: torch.nn.Module | None) -> None:
+        """`sent` is the model as it came, where the engine keeps it."""
+        tidy()
+        self._device = device
+        self._sent = bytes_of([*sent.parameters(), *sent.buffers()]) if sent is not None and device.type == "cpu" else 0
+        self._limit = limits.data_left() if device.type == "cpu" else room(device, ()).free
+        self._before = reset_peak(device)
+        self._grown: int | None = None
+
+    @contextlib.contextmanager
+    def working(self) -> Iterator[None]:
+        """While the job takes steps."""
+        known = reset_peak(self._device) is not None and self._before is not None
+        try:
+            yield
+        finally:
+            if known and self._before is not None:
+                self._grown = max(self._grown or 0, peak(self._device) - self._before)
+
+    def read(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Held:
+        """What there is now of the job's tensors, and how far the process grew."""
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        state = [leaf for leaf in tree_leaves(list(optimizer.state.values())) if isinstance(leaf, torch.Tensor)]
+        return Held(
+            sent_model=self._sent,
+            parameters=bytes_of([*model.parameters(), *model.buffers()]),
+            gradients=bytes_of(gradients),
+            optimizer=bytes_of(state),
+            grown=self._grown,
+            limit=self._limit,
+        )
+
+
+def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the storages on this rank, each once: of a tensor that is cut, those of the part that lies here."""
+    found = {}
+    for tensor in tensors:
+        own = here(tensor)
+        for part in (own._indices(), own._values()) if own.is_sparse else (own,):  # noqa: SLF001 - the public ones ask for a coalesced one
+            storage = part.untyped_storage()
+            found[storage._cdata] = storage.nbytes()  # noqa: SLF001 - a storage's identity
+    return sum(found.values())

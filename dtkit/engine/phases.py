@@ -48,6 +48,16 @@ class Phases:
             self._drag(self._marks[-1][1])
         self._marks.append((phase, self.clock.mark(), where))
 
+    @property
+    def now(self) -> str:
+        """The phase that runs; empty between steps."""
+        return self._marks[-1][0] if self._marks else ""
+
+    def seen(self) -> tuple[str, int]:
+        """(the phase that runs, marks of this step so far) for another thread; ("", 0) between steps."""
+        marks = self._marks  # read once: the step may end meanwhile
+        return (marks[-1][0], len(marks)) if marks else ("", 0)
+
     def _drag(self, since: object) -> None:
         now = self.clock.mark()
         self.clock.settle()

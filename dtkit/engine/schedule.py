@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from dtkit.engine.comm import Group
+    from dtkit.engine.state import Archive
     from dtkit.strategies.base import Outcome, Program
 
 _RATES = ("initial_lr", "max_lr", "min_lr")  # what schedulers keep in an optimiser's groups
@@ -24,6 +25,7 @@ class Rates:
         self._ratios = [1.0] * len(self._groups)
         self._on_train = not program.has_valid
         self._losses: list[tuple[torch.Tensor, torch.Tensor | float]] = []  # (sum, weight) of each step of the epoch
+        self._updates = 0  # that the schedule knows of
         self.schedule: Schedule | None = None
         if program.scheduler is not None:
             self.schedule = Schedule(program.scheduler, optimizer, program.scheduler_every)
@@ -43,6 +45,7 @@ class Rates:
         if self.schedule is None:
             return
         epoch_ended = updates % steps_per_epoch == 0
+        self._updates = updates
         self.schedule.step(epoch_ended=epoch_ended)
         if self.schedule.wants_metric and self._on_train:
             if outcome.loss is not None:
@@ -51,6 +54,25 @@ class Rates:
                 sums = [sum(float(part[k]) for part in self._losses) for k in (0, 1)]
                 self._losses.clear()
                 self.evaluated(sums[0], sums[1], group)
+
+    def exchange(self, archive: Archive) -> None:
+        """Show how rates stand to each other, the schedule, and the losses of the epoch so far."""
+        self._ratios = archive.value("lr ratios", self._ratios)
+        self._updates = archive.value("lr updates", self._updates)
+        if self.schedule is None:
+            return
+        self.schedule.exchange(archive)
+        losses = [(float(total), float(weight)) for total, weight in self._losses]
+        first = archive.rank == 0
+        self._losses = archive.own(
+            "epoch losses", losses, lambda each: [pair for one in each for pair in one] if first else []
+        )
+
+    def keep_up(self, updates: int, steps_per_epoch: int) -> None:
+        """As `after`, of a step that failed once its update was made: its loss is not known. Unless that was done."""
+        if self.schedule is not None and updates != self._updates:
+            self._updates = updates
+            self.schedule.step(epoch_ended=updates % steps_per_epoch == 0)
 
     def evaluated(self, total: float, weight: float, group: Group | None) -> None:
         """An epoch has ended with this rank's loss of total / weight. A collective, where the schedule wants it."""
@@ -81,6 +103,10 @@ class Schedule:
         self._scheduler, self._optimizer, self._every = made, optimizer, every
         self.wants_metric = isinstance(made, lr_scheduler.ReduceLROnPlateau)
         """Whether it is stepped with a loss, at the end of every epoch."""
+
+    def exchange(self, archive: Archive) -> None:
+        """Show the scheduler's state."""
+        archive.states("scheduler", self._scheduler, "the scheduler")
 
     def step(self, *, epoch_ended: bool) -> None:
         """An update was made."""

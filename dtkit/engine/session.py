@@ -12,6 +12,7 @@ before any collective.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import pickle
 import socket
@@ -19,14 +20,16 @@ import sys
 import threading
 import time
 import traceback
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtkit import wire
 from dtkit.engine import probe
 from dtkit.engine.channel import Channel, current
 from dtkit.engine.limits import limit_memory
+from dtkit.engine.watchdog import Watchdog
 from dtkit.errors import Refused
-from dtkit.records import Failure, Reply, Request
+from dtkit.records import HURRY, Failure, Reply, Request
 from dtkit.shipment import Shipment, ship
 
 if TYPE_CHECKING:
@@ -39,11 +42,16 @@ if TYPE_CHECKING:
     from dtkit.engine.data import Shards
     from dtkit.engine.iterable import StreamSource
     from dtkit.engine.loading import Loading
+    from dtkit.engine.memory import Gauge
     from dtkit.engine.sources import Source
     from dtkit.engine.trainer import Job
+    from dtkit.engine.writing import Writer
+    from dtkit.memory import Held
     from dtkit.records import Advance, GroupSpec, JobPlan
     from dtkit.shared import Owner
 
+_ALONE = ("standing", "rescue")
+"""What an engine does by itself, also when its group is broken."""
 FIRST_STEP_S, LEAST_STEP_S, STEP_FACTOR = 1800.0, 60.0, 20.0  # a collective's time limit: first step, then
 
 
@@ -61,8 +69,11 @@ class Session:
         self._data: dict[str, tuple[Source, Shards]] = {}
         self._streams: dict[str, StreamSource] = {}  # data that has no rows by number
         self._jobs: dict[str, Job] = {}
+        self._gauges: dict[str, Gauge] = {}  # of the memory that each job takes
+        self._writer: Writer | None = None  # of checkpoints
         self._agent_store: Any = None
         self._channel: Channel | None = None  # what is said in the call being served
+        self.watchdog = Watchdog(self._jobs)
 
     # -- serving ----------------------------------------------------------------------------------------------
 
@@ -89,7 +100,7 @@ class Session:
                 f"the process group is at generation {generation}, the call is for {request.generation}: it was sent "
                 "before the group was formed anew"
             )
-        if self.group is not None and self.group.broken:
+        if self.group is not None and self.group.broken and request.op not in _ALONE:
             raise Refused(
                 "the process group is not formed: an error broke it up, or a call with own_group=True took its place. "
                 "Wait for that call's result, then call again"
@@ -97,8 +108,19 @@ class Session:
 
     # -- the group --------------------------------------------------------------------------------------------
 
-    def op_join(self, spec: GroupSpec, owner: int, keeper: Owner | None, step_timeout: float | None) -> dict[str, Any]:
-        """Form the process group (anew) and say what this node is."""
+    def op_join(
+        self,
+        spec: GroupSpec,
+        owner: int,
+        keeper: Owner | None,
+        step_timeout: float | None,
+        *,
+        others: bool = False,
+    ) -> dict[str, Any]:
+        """Form the process group (anew) and say what this node is.
+
+        `others`: ranks are not who they were. Jobs end then, which are to be made anew.
+        """
         import torch
 
         from dtkit.engine.comm import Group
@@ -118,14 +140,19 @@ class Session:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self._spec = spec
+        self.watchdog.join(spec)
         self.group = Group(spec)
         self._limit_collectives(step_timeout or FIRST_STEP_S)
-        for job in self._jobs.values():
-            job.regroup(self.group)
+        for job in list(self._jobs):
+            if others:
+                self._end(job)
+            else:
+                self._jobs[job].regroup(self.group)
         return self.op_info()
 
     def op_leave(self) -> None:
         """The notebook goes and the engine stays: leave the group, and forget what it held."""
+        self.watchdog.leave()
         if self.group is not None:
             self.group.close()
             self.group = None
@@ -169,6 +196,8 @@ class Session:
         p = torch.nn.Parameter(torch.zeros(1))
         p.grad = torch.zeros(1)
         torch.optim.SGD([p], lr=0.1).step()
+        del p
+        _set_aside_what_is_loaded()
         limit_memory()
 
     def _limit_collectives(self, seconds: float) -> None:
@@ -286,6 +315,7 @@ class Session:
             from dtkit.engine import memory
 
             self._jobs.pop(job).close()
+            self._gauges.pop(job, None)
             memory.tidy()
 
     def op_keep(self, key: str, shipment: Shipment) -> None:
@@ -340,9 +370,12 @@ class Session:
         """Make a job. `alone`: this engine plays all shards by itself, without the group. Returns the learning rate."""
         from dtkit.engine.assembly import assemble
         from dtkit.engine.loading import Loading
+        from dtkit.engine.memory import Gauge
 
         assert self.group is not None
         assert self.device is not None
+        kept = self._models[model]
+        self._gauges[job] = Gauge(self.device, None if isinstance(kept, Shipment) else kept)
         held = self._streams[data] if data in self._streams else self._data[data]
         made = assemble(
             wire.loads(program),
@@ -371,16 +404,85 @@ class Session:
 
         `lr` and `shares` of the batch by rank hold from this dispatch on.
         """
+        from dtkit.engine import memory
+
         found = self._job(job, step)
         if lr is not None:
             found.set_lr(lr)
         if shares is not None:
             found.set_shares(shares)
         channel = self._channel = Channel()
-        with current(channel):
-            self._breaking(lambda: found.advance(steps, explain=explain))
+        with current(channel), contextlib.nullcontext() if explain else self._gauges[job].working():
+            self._breaking(lambda: found.advance(steps, explain=explain, hurry=self._hurried(job)))
+        if explain:
+            memory.tidy()  # a microscope keeps copies, and leaves malloc with holes of their sizes
         self._tighten(found)
         return found.harvest(fingerprint=fingerprint), channel.items
+
+    def op_save(self, job: str, step: int, folder: str, token: str) -> dict[str, Any]:
+        """Copy the state of a job that stands at `step`, and write it beside the training. See engine.writing."""
+        from dtkit.engine.writing import Writer
+
+        found = self._job(job, step)
+        writer = self._writer = self._writer or Writer()
+        return self._breaking(lambda: writer.save(found, folder, token))  # type: ignore[no-any-return]
+
+    def op_restore(self, job: str, **checkpoint: Any) -> tuple[int, float]:
+        """Put a checkpoint's state into a job that stands before its first step. Returns step and learning rate."""
+        from dtkit.engine import writing
+
+        found = self._job(job)
+        return self._breaking(lambda: writing.read(found, **checkpoint))  # type: ignore[no-any-return]
+
+    def op_memory(self, job: str) -> Held:
+        """What this rank's part of a job takes: tensors as they are now, growth as it was at most."""
+        return self._job(job).weigh(self._gauges[job])
+
+    # -- what is left after a failure -------------------------------------------------------------------------
+
+    def op_standing(self, job: str) -> tuple[int, bool]:
+        """(step, whether this rank's parameters are of that step)."""
+        found = self._job(job)
+        return found.step, not found.torn
+
+    def op_rescue(self, job: str, *, tensors: bool) -> Shipment:
+        """What this rank holds of a job's state; without `tensors`, what is its own."""
+        from dtkit.engine.rescue import rescue
+
+        return ship(wire.pack(rescue(self._job(job), tensors=tensors)), self._keeper)
+
+    def op_revive(self, job: str, shipments: Sequence[Shipment]) -> tuple[int, float]:
+        """Put what survivors gave into a job that stands before its first step. Returns step and learning rate."""
+        from dtkit.engine.rescue import revive
+
+        found = self._job(job)
+        revive(found, [shipment.unload() for shipment in shipments])
+        return found.step, found.lr
+
+    def op_hand_over(self) -> Shipment:
+        """Data and models that this engine holds, for one that takes another's place."""
+        return ship(wire.pack((self._models, self._data, self._streams)), self._keeper)
+
+    def op_take_over(self, shipment: Shipment) -> None:
+        """What another engine handed over."""
+        self._models, self._data, self._streams = shipment.unload()
+
+    def op_redeal(self) -> None:
+        """Cut all data into as many shards as there are ranks now."""
+        import numpy as np
+
+        from dtkit.engine.data import Shards
+
+        assert self.group is not None
+        n = self.group.world_size
+        for key, (source, shards) in self._data.items():
+            rows = np.concatenate([shards.rows(k) for k in range(len(shards.sizes))])
+            self._data[key] = source, Shards(rows, [len(part) for part in np.array_split(rows, n)])
+
+    def _hurried(self, job: str) -> Callable[[], bool]:
+        """Whether the notebook has left word that it waits for this dispatch to end. (Only on the notebook's host.)"""
+        assert self._spec is not None
+        return (Path(self._spec.store).parent / f"{HURRY}{job}").exists
 
     def op_slow(self, job: str, factor: float) -> None:
         """Have this rank's computing take so many times as long."""
@@ -450,7 +552,7 @@ _lock = threading.Lock()
 def handle(message: bytes, publish: Callable[[int, list[Any]], None] | None) -> bytes:
     """Serve one request. The boundary that reports: whatever is raised here becomes a Failure."""
     request: Request = pickle.loads(message)
-    with _lock:
+    with _lock, _session.watchdog.serving(request):
         try:
             reply = Reply(_session.serve(request, publish))
         except BaseException as error:  # noqa: BLE001 - reported to the notebook with its traceback
@@ -458,6 +560,18 @@ def handle(message: bytes, publish: Callable[[int, list[Any]], None] | None) -> 
             if not isinstance(error, Refused) and _session.group is not None:
                 _session.group.break_up()
     return pickle.dumps(reply, protocol=5)
+
+
+def _set_aside_what_is_loaded() -> None:
+    """Have garbage collections pass over modules: the one between two jobs took 0.15 s for them, and more under load.
+
+    Only where there is no tensor yet: what is set aside is never collected, and nobody's model may be among it.
+    """
+    import torch
+
+    gc.collect()
+    if not any(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()):
+        gc.freeze()
 
 
 def _failure(error: BaseException, request: Request) -> Failure:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from dtkit.engine import checks, probe
+from dtkit.engine import checks, probe, randomness
+from dtkit.engine.attempt import Attempt
 from dtkit.engine.phases import Marks, blocked, durations, spans
 from dtkit.engine.schedule import Rates
 from dtkit.engine.sources import to_device
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from dtkit.engine.data import Stream
     from dtkit.engine.explain import Microscope
     from dtkit.engine.iterable import IterableStream
+    from dtkit.engine.memory import Gauge
+    from dtkit.engine.state import Archive
+    from dtkit.memory import Held
     from dtkit.strategies.base import Forecast, Outcome, Program, Setting, Worker
 
 SHOWN_STEPS = 2  # of a dispatch, of which the timeline shows everything
@@ -56,12 +60,17 @@ class Job:
         """`model` has the same parameters on every rank; `seed` starts this rank's random numbers (dropout)."""
         self.step = 0
         self.objective, self.setting = program.objective, setting
+        self.layout = {"strategy": type(program.strategy).__name__, "mesh": dict(setting.mesh.axes)}
+        """On another one, state that is a rank's own belongs to nobody."""
         self._stream = stream
         self._micro_batches = program.strategy.parts
         self._random = _Random(seed, setting.device)
         with self._random:
             self._worker: Worker = program.strategy.setup(model.train(), self.objective, program.optimizer, setting)
             self._rates = Rates(program, self._worker.optimizer)
+        self._attempt = Attempt(self._worker.model, self._worker.optimizer, setting.device)
+        self.torn = False
+        """Whether an update began and did not end: this rank's parameters are of no step."""
         self.largest_gradient: dict[str, torch.Tensor] | None = None
         self.report: Any = None
         """Of the last step, if it was explained."""
@@ -87,8 +96,9 @@ class Job:
         """Have this rank's computing take so many times as long, by sleeping."""
         self.setting.phases.slowness = factor
 
-    def advance(self, steps: int, *, explain: bool = False) -> None:
-        """Take up to `steps` steps. Ends early, at the same step on all ranks, when steps have become slow.
+    def advance(self, steps: int, *, explain: bool = False, hurry: Callable[[], bool] = lambda: False) -> None:
+        """Take up to `steps` steps. Ends early, at the same step on all ranks, when steps have become slow, or when
+        `hurry` says on some rank that somebody waits for the end.
 
         What was done is read by :meth:`harvest`, also after an exception.
         """
@@ -97,16 +107,17 @@ class Job:
         self.setting.phases.clock.start()
         self._ended, self._loss, self.report = "failed", None, None
         votes, begun = _votes(steps), time.perf_counter()
-        with self._random:
+        with self._random, self._attempt.guarded():
             for k in range(steps):
-                if k in votes and self._agree(time.perf_counter() - begun > SLOW_S):
+                if k in votes and self._agree(time.perf_counter() - begun > SLOW_S or hurry()):
                     self._ended = "time"
                     return
-                done = self._one(explain=explain)
+                done = self._try(explain=explain)
                 if done is None:
                     return
                 self._done.append(done)
                 self.step += 1
+                self._attempt.end()
         self._ended = "done"
 
     def harvest(self, *, fingerprint: bool = False) -> Advance:
@@ -125,6 +136,25 @@ class Job:
     def _spans(self, done: Sequence[_Done]) -> np.ndarray:
         rank = 0 if self.setting.group is None else self.setting.group.rank
         return spans([(one.step, one.marks) for one in done], rank, self.setting.phases.clock)
+
+    def _try(self, *, explain: bool) -> _Done | None:
+        """One step, which is taken or not, whatever goes wrong."""
+        self._attempt.begin()
+        try:
+            return self._one(explain=explain)
+        except BaseException:
+            self._give_up()
+            raise
+
+    def _give_up(self) -> None:
+        """A step failed. It counts if the update was made; until the update began, nothing of it stays."""
+        if self._attempt.updated:
+            self._rates.keep_up(self.step + 1, self._stream.steps_per_epoch)
+            self.step += 1
+        elif self._attempt.torn:
+            self.torn = True
+        else:
+            self._attempt.undo()
 
     def _one(self, *, explain: bool) -> _Done | None:
         """One step: batches, then the strategy's work on them. None where it was not taken."""
@@ -162,10 +192,8 @@ class Job:
         return [(count, to_device(batch, self.setting.device)) for count, batch in found]
 
     def _microscope(self, samples: int) -> Microscope:
-        from dtkit.engine.explain import Microscope
-
         rank = 0 if self.setting.group is None else self.setting.group.rank
-        found = Microscope(self._worker.model, rank=rank, step=self.step, epoch=self._stream.epoch(self.step))
+        found = self._worker.microscope(rank=rank, step=self.step, epoch=self._stream.epoch(self.step))
         found.rows(self._stream.rows(self.step), samples)
         return found
 
@@ -193,6 +221,18 @@ class Job:
             row["comm_s"], row["wait_s"] = spent.get("sync", 0.0), spent.get("recv", 0.0)
             row["memory_bytes"], row["sent_bytes"], row["grad_norm"] = memory, one.sent_bytes, outcome.norm
         return rows, blocked([one.marks for one in done], clock)
+
+    def weigh(self, gauge: Gauge) -> Held:
+        """What this rank's part of the job takes of its memory."""
+        return gauge.read(self._worker.model, self._worker.optimizer)
+
+    def exchange(self, archive: Archive) -> None:
+        """Show all that the next step depends on, besides the data, which follow from the step. A collective."""
+        self.step = archive.value("step", self.step)
+        self._worker.exchange(archive)
+        self._rates.exchange(archive)
+        self._random.exchange(archive, self.step)
+        self._stream.exchange(archive, self.step)
 
     def median_step_s(self) -> float:
         """Of the last steps; 0 before the first."""
@@ -288,8 +328,8 @@ def _measure(forecast: Forecast, metrics: dict[str, Callable[..., Any]]) -> dict
 
 
 def _votes(steps: int) -> set[int]:
-    """Where in a dispatch all ranks ask each other for the time: at most three times, the first one early."""
-    return {k for k in (steps // 64, steps // 8, steps // 2) if k}
+    """Where in a dispatch all ranks ask each other whether to go on: at most five times, the first one early."""
+    return {k for k in (steps // 64, steps // 8, steps // 4, steps // 2, 3 * steps // 4) if k}
 
 
 class _Random:
@@ -297,9 +337,29 @@ class _Random:
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self._device = device if device.type == "cuda" else None
+        self._seed = seed
+        self._cpu: torch.Tensor
+        self._cuda: torch.Tensor | None
+        self._begin(seed)
+
+    def _begin(self, seed: int) -> None:
         with self._forked():
             torch.manual_seed(seed)
             self._keep()
+
+    def exchange(self, archive: Archive, step: int) -> None:
+        """Show the states of this job, and those of numpy and of Python in this process."""
+        place = archive.place
+        cuda = None if self._cuda is None else randomness.text_of(self._cuda)
+        now = {"place": place, "cpu": randomness.text_of(self._cpu), "cuda": cuda, **randomness.shared()}
+        found = archive.own("random", now, lambda states: randomness.at_place(states, place))
+        if found is None:
+            self._begin(randomness.fresh_seed(self._seed, step, place))
+            return
+        self._cpu = randomness.state_of(found["cpu"])
+        if self._device is not None and found["cuda"] is not None:
+            self._cuda = randomness.state_of(found["cuda"])
+        randomness.set_shared(found)
 
     def _forked(self) -> contextlib.AbstractContextManager[None]:
         return torch.random.fork_rng(devices=[self._device] if self._device else [])

@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dtkit.plan import Cost, ring_bytes
+from dtkit.strategies import gradients
 from dtkit.strategies.base import SHOWN, Forward, Outcome, Setting, Strategy, Worker, make_optimizer
-from dtkit.strategies.options import check_count, check_positive
+from dtkit.strategies.options import check_count, check_flag, check_positive, check_rate
 from dtkit.strategies.replica import Replica, Tally, evaluating, kept
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
     from dtkit.engine.comm import Group
     from dtkit.engine.explain import Microscope
+    from dtkit.engine.state import Archive
     from dtkit.plan import Benchmark, Facts
     from dtkit.strategies.objective import Objective
 
@@ -46,9 +48,14 @@ class OuterSGD:
 
     def __post_init__(self) -> None:
         """Refuse what torch would refuse on the engines."""
-        check_positive("OuterSGD(lr=...)", self.lr)
+        check_rate("lr", self.lr, usual=0.7)
+        check_flag("nesterov", self.nesterov)
+        if isinstance(self.momentum, bool) or not isinstance(self.momentum, int | float):
+            raise TypeError(f"momentum={self.momentum!r}; it must be a number, such as momentum=0.9")
         if not 0 <= self.momentum < 1:
-            raise ValueError(f"OuterSGD(momentum={self.momentum}); it must be from 0 up to, and less than, 1")
+            raise ValueError(
+                f"momentum={self.momentum}; it must be at least 0 and less than 1. Usual is momentum=0.9; 0 is for none"
+            )
 
     def make(self, parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
         """An optimiser over these parameters."""
@@ -162,7 +169,7 @@ class _Local(Replica):
             self._phases.enter("backward")
             self._scaled(loss).backward()  # type: ignore[no-untyped-call]
         if isinstance(tally.weight, torch.Tensor) and float(tally.weight):
-            self._rescale(1 / tally.weight)
+            gradients.scale(self._gradients(), 1 / tally.weight)
         return tally
 
     @torch.no_grad()
@@ -194,6 +201,21 @@ class _Local(Replica):
             p.copy_(mean)
         self._weight = 0.0
 
+    def exchange(self, archive: Archive) -> None:
+        """A replica's state, with how far it is to the next averaging, and the outer optimiser's."""
+        super().exchange(archive)
+        self._steps = archive.value("averaging steps", self._steps)
+        self._weight = archive.own("averaging weight", self._weight, lambda each: sum(each) / archive.world_size)
+        if self._outer is not None:
+            names = [name for name, p in self._model.named_parameters() if p.requires_grad]
+            self._outer.exchange(archive, names, self._parameters)
+
+    def _exchange_parameters(self, archive: Archive) -> None:
+        """Each rank has its own; on another number of ranks all go on from their mean."""
+        named = self._named()
+        archive.differing("model", named, self._weight)
+        archive.optimizer("optimizer", self.optimizer, named, own=True)
+
     @property
     def weight(self) -> float:
         """What this rank's parameters count for in the next mean."""
@@ -224,6 +246,16 @@ class _Outer:
     def __init__(self, how: OuterSGD, parameters: Sequence[torch.Tensor]) -> None:
         self._parameters = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
         self._optimizer = how.make(self._parameters)
+
+    @torch.no_grad()
+    def exchange(self, archive: Archive, names: Sequence[str], parameters: Sequence[torch.Tensor]) -> None:
+        """Its state; where none was saved, it begins at these parameters."""
+        named = dict(zip(names, self._parameters, strict=True))
+        if archive.tensors("outer", named):
+            archive.optimizer("outer optimizer", self._optimizer, named)
+        else:
+            for mine, p in zip(self._parameters, parameters, strict=True):
+                mine.copy_(p)
 
     def step(self, means: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The way from the old parameters to the mean is minus a gradient; returns the parameters after the step."""

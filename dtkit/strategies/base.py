@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from dtkit.engine.comm import Group
     from dtkit.engine.explain import Microscope
     from dtkit.engine.phases import Phases
+    from dtkit.engine.state import Archive
     from dtkit.plan import Benchmark, Cost, Facts
+    from dtkit.schedule import Schedule
     from dtkit.strategies.objective import Objective
 
 
@@ -111,14 +113,19 @@ class Strategy(abc.ABC):
     """"auto" where faster ranks are to take more of each batch."""
     explains: bool = True
     """Whether a step can be taken apart."""
-    parts_per_rank: int = 1
-    """Parts of a model that one rank of a pipeline has."""
+    table: Schedule | None = None
+    """In a pipeline, what each rank does in which order."""
     partial: bool = False
     """Whether a rank keeps a part of the model only: it is then given the model itself, to copy its part of."""
 
     def mesh(self, world_size: int) -> Mesh:
         """How it arranges so many ranks; ValueError where its degrees don't multiply to that."""
         return Mesh({"dp": world_size})
+
+    def part_of(self, world_size: int, rank: int) -> tuple[int, ...]:
+        """Which part of the model a rank holds: ranks with the same answer hold the same."""
+        here = self.mesh(world_size).coordinates(rank)
+        return tuple(place for axis, place in here.items() if axis != "dp")
 
     def check(self, world_size: int, batch_size: int) -> None:  # noqa: B027 - most strategies work on any size
         """Raise ValueError where these sizes can't work."""
@@ -165,6 +172,12 @@ class Worker(abc.ABC):
         `counts` is by shard, of all ranks. With a `microscope` the step is taken apart for it.
         """
 
+    def microscope(self, **where: int) -> Microscope:
+        """What `step` is taken apart for; `where` it stands: rank, step and epoch."""
+        from dtkit.engine.explain import Microscope
+
+        return Microscope(self.model, **where)
+
     @abc.abstractmethod
     def pieces(self) -> dict[str, Any]:
         """What this rank gives to the whole model's state dict: tensors, or :class:`~dtkit.pieces.Piece` of them.
@@ -183,9 +196,21 @@ class Worker(abc.ABC):
     def regroup(self, group: Group) -> None:
         """Go on in a new generation of the process group."""
 
+    def exchange(self, archive: Archive) -> None:
+        """Show all state that a step depends on to `archive`, which takes it or fills it in. A collective."""
+        raise NotImplementedError(f"{type(self).__name__} works alone, and is made anew where it is needed")
+
     def fingerprint(self) -> int | None:
         """A number of all parameters' bits, to be equal on all ranks; None where they need not be equal now."""
         return None
+
+
+def entries(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """(buffers, what is no tensor) of a model's state dict, by name."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    rest = {name: value for name, value in model.state_dict(keep_vars=True).items() if name not in parameters}
+    buffers = {name: value for name, value in rest.items() if hasattr(value, "dtype")}
+    return buffers, {name: value for name, value in rest.items() if name not in buffers}
 
 
 def make_optimizer(factory: Callable[..., Any], model: torch.nn.Module) -> torch.optim.Optimizer:

@@ -15,9 +15,10 @@ from dtkit.strategies import powersgd
 from dtkit.strategies.powersgd import PowerSGD
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from dtkit.engine.comm import Group
+    from dtkit.engine.state import Archive
     from dtkit.plan import Facts
 
     Hook = Callable[[Any], torch.futures.Future[torch.Tensor]]
@@ -32,6 +33,13 @@ def hook(method: str | None, group: Group) -> Hook:
     if method == "powersgd":
         return PowerSGD(group).launch
     return _rounded(group, torch.float16 if method == "fp16" else torch.bfloat16)
+
+
+def exchange(reduce: Hook, archive: Archive, named: Mapping[str, torch.Tensor]) -> None:
+    """Show what a hook keeps from step to step, if anything."""
+    keeper = getattr(reduce, "__self__", None)
+    if isinstance(keeper, PowerSGD):
+        keeper.exchange(archive, named)
 
 
 def costs(method: str | None, facts: Facts) -> tuple[int, int, int]:

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dtkit.plan import Cost, ring_bytes
 from dtkit.strategies import compression
 from dtkit.strategies.base import Outcome, Setting, Strategy, Worker, make_optimizer
-from dtkit.strategies.options import check_choice, check_count, check_positive
+from dtkit.strategies.options import check_choice, check_count, check_flag, check_positive
 from dtkit.strategies.replica import PRECISIONS, Replica, Tally
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from dtkit.engine.comm import Group
     from dtkit.engine.explain import Microscope
+    from dtkit.engine.state import Archive
     from dtkit.plan import Benchmark, Facts
     from dtkit.strategies.objective import Objective
 
@@ -83,6 +84,8 @@ class DataParallel(Strategy):
         check_choice("precision", self.precision, PRECISIONS)
         check_choice("compress", self.compress, compression.METHODS)
         check_choice("balance", self.balance, ("auto",))
+        for name in ("compile", "find_unused_parameters", "sync_batch_norm"):
+            check_flag(name, getattr(self, name))
         if self.compress == "powersgd" and self.precision == "fp16":
             raise ValueError(
                 "compress='powersgd' with precision='fp16': what is left out of one step is added to the next, and "
@@ -200,6 +203,12 @@ class _Replica(Replica):
         """Wrap the model anew: DDP's reducer holds the old process group."""
         super().regroup(group)
         self._module = self._wrap()
+
+    def exchange(self, archive: Archive) -> None:
+        """A replica's state, and what compression has left out so far."""
+        super().exchange(archive)
+        if self._group is not None:
+            compression.exchange(self._reduce, archive, self._named())
 
     def step(
         self, batches: Sequence[tuple[int, Any]], counts: Sequence[int], microscope: Microscope | None = None

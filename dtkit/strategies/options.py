@@ -19,12 +19,42 @@ def check_count(name: str, value: Any, least: int = 1) -> None:
 
 def check_positive(name: str, value: Any) -> None:
     """A finite number above 0, or None."""
-    if value is None:
-        return
+    if value is not None:
+        _check_above_0(name, value, "Leave it out for none")
+
+
+def check_rate(name: str, value: Any, usual: float) -> None:
+    """A finite number above 0, of which there must be one."""
+    _check_above_0(name, value, f"Usual is {name}={usual}")
+
+
+def _check_above_0(name: str, value: Any, remedy: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name}={value!r}; it must be a number above 0, such as {name}=1.0")
     if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"{name}={value}; it must be a finite number above 0. Leave it out for none")
+        raise ValueError(f"{name}={value}; it must be a finite number above 0. {remedy}")
+
+
+def check_flag(name: str, value: Any) -> None:
+    """True or False, and nothing that only counts as one: "no" would count as True."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}={value!r}; it must be True or False, such as {name}={bool(value)}")
+
+
+def check_names(name: str, value: Any) -> tuple[str, ...] | None:
+    """Names in a list or tuple, as a tuple; or None. A single string would be taken for a list of its letters."""
+    if value is None:
+        return None
+    if isinstance(value, str):
+        raise TypeError(f"{name}={value!r}; it must be a list of names, such as {name}=[{value!r}]")
+    if not isinstance(value, list | tuple):
+        raise TypeError(f"{name} is a {type(value).__name__}; it must be a list of names, such as {name}=['4']")
+    wrong = [entry for entry in value if not isinstance(entry, str)]
+    if wrong:
+        raise TypeError(
+            f"{name}={list(value)!r}; names are strings, such as {name}={[str(entry) for entry in value]!r}"
+        )
+    return tuple(value)
 
 
 def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:

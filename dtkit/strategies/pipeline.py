@@ -12,6 +12,8 @@ before anything is sent.
 *Only own parts are kept.* A rank looks at the whole model once, to cut it, and copies its own stages.
 
 *Only the last stage knows the loss*, so its rank alone reports one. The norm of gradients is added up over stages.
+
+*The order is a table* (:mod:`dtkit.schedule`), of torch's own making or of the user's.
 """
 
 from __future__ import annotations
@@ -19,29 +21,32 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import math
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from dtkit.engine.crossings import StageScope
 from dtkit.engine.sources import on_tensors, to_device
 from dtkit.mesh import Mesh
 from dtkit.plan import Cost, ring_bytes
-from dtkit.strategies import splitting
-from dtkit.strategies.base import Forward, Outcome, Setting, Strategy, Worker, make_optimizer
+from dtkit.schedule import Schedule
+from dtkit.strategies import gradients, splitting
+from dtkit.strategies.base import Forward, Outcome, Setting, Strategy, Worker, entries, make_optimizer
 from dtkit.strategies.data_parallel import DataParallel
-from dtkit.strategies.objective import MEAN, PAIR, split
-from dtkit.strategies.options import check_choice, check_count, check_positive
+from dtkit.strategies.objective import PAIR, split
+from dtkit.strategies.options import check_choice, check_count, check_names, check_positive
 from dtkit.strategies.replica import Tally, evaluating, kept
-from dtkit.strategies.stages import SCHEDULES, Part, Stages, borders, parts_of
+from dtkit.strategies.stages import Part, Stages, borders, parts_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from dtkit.engine.comm import Group
     from dtkit.engine.explain import Microscope
+    from dtkit.engine.state import Archive
     from dtkit.plan import Benchmark, Facts
     from dtkit.strategies.objective import Objective
 
@@ -55,10 +60,12 @@ class Pipeline(Strategy):
     stages
         Ranks that a model is cut over.
     micro_batches
-        Parts that a replica's samples of a step come in. The more, the less of the time is idle.
+        Parts that a replica's samples of a step come in. The more, the less of the time is idle. A table of your own
+        says how many, and they may be left out.
     schedule
         "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "LoopedBFS" or "ZBVZeroBubble". The last four
-        give each rank two parts of the model.
+        give each rank two parts of the model. Or a table of your own: a :class:`dtkit.Schedule`, or what makes one, as
+        in ``["F0 F1 B0 B1", "F0 B0 F1 B1"]``, a row for each rank.
     replicas
         Copies of the whole pipeline, each with its part of every batch.
     split
@@ -72,35 +79,51 @@ class Pipeline(Strategy):
     """
 
     stages: int
-    micro_batches: int
-    schedule: str = "1F1B"
+    micro_batches: int = 0
+    schedule: str | Schedule | Sequence[Any] = "1F1B"
     replicas: int = 1
     split: Sequence[str] | None = None
     by: str = "time"
     clip_norm: float | None = None
 
-    explains = False
     partial = True
 
     def __post_init__(self) -> None:
         """Refuse what is no option."""
-        for name in ("stages", "micro_batches", "replicas"):
-            check_count(name, getattr(self, name))
+        check_count("stages", self.stages)
+        self._take_table()
+        check_count("micro_batches", self.micro_batches)
+        check_count("replicas", self.replicas)
         check_positive("clip_norm", self.clip_norm)
-        check_choice("schedule", self.schedule, SCHEDULES)
         check_choice("by", self.by, ("time", "parameters"))
-        if self.schedule != "GPipe" and self.micro_batches < self.stages:
-            raise ValueError(
-                f"micro_batches={self.micro_batches} for {self.stages} stages: {self.schedule} needs at least as many "
-                f"micro-batches as stages. Use micro_batches={self.stages} or more, or schedule='GPipe'"
-            )
-        if self.split is not None:
-            object.__setattr__(self, "split", tuple(self.split))
+        assert self.table.ranks == self.stages  # a named schedule is made here first, and says what it can't do
+        object.__setattr__(self, "split", check_names("split", self.split))
 
-    @property
-    def parts_per_rank(self) -> int:  # type: ignore[override]  # told by the schedule
-        """One, or two with schedules that go through the ranks twice."""
-        return SCHEDULES[self.schedule].per_rank
+    def _take_table(self) -> None:
+        """Make a user's table of what was given as one; it says how many micro-batches there are."""
+        if isinstance(self.schedule, str) and len(self.schedule.split()) == 1:
+            return
+        table = self.schedule if isinstance(self.schedule, Schedule) else Schedule(self.schedule)
+        if table.ranks != self.stages:
+            raise ValueError(
+                f"stages={self.stages}, and the schedule has {table.ranks} rows; it needs a row for each rank. Use "
+                f"stages={table.ranks}, or write {self.stages} rows"
+            )
+        if self.micro_batches not in (0, table.micro_batches):
+            raise ValueError(
+                f"micro_batches={self.micro_batches}, and the schedule has {table.micro_batches}. Leave micro_batches "
+                "out, or write a schedule for as many"
+            )
+        object.__setattr__(self, "schedule", table)
+        object.__setattr__(self, "micro_batches", table.micro_batches)
+
+    @functools.cached_property
+    def table(self) -> Schedule:  # type: ignore[override]  # told by `schedule`
+        """What each rank does in which order."""
+        if isinstance(self.schedule, Schedule):
+            return self.schedule
+        assert isinstance(self.schedule, str)
+        return Schedule.named(self.schedule, self.stages, self.micro_batches)
 
     @property
     def parts(self) -> int:
@@ -109,26 +132,26 @@ class Pipeline(Strategy):
 
     def mesh(self, world_size: int) -> Mesh:
         """Replicas of pipelines; the stages of one are ranks next to each other."""
-        return Mesh({"dp": self.replicas, "pp": self.stages}).check(world_size)
+        return Mesh({"dp": self.replicas, "pp": self.stages}).check(world_size, dp="replicas", pp="stages")
 
     def cost(self, facts: Facts, benchmark: Benchmark) -> Cost:
         """Equal stages are assumed; what crosses the borders is not known before the model is cut, and not counted.
 
-        1F1B and its relatives keep at most as many micro-batches as there are stages, GPipe keeps all of them.
+        The schedule is played through: what it takes, and how many micro-batches' activations a rank holds meanwhile.
         """
-        p, m = self.stages, self.micro_batches
+        p, m, cuts = self.stages, self.micro_batches, self.table.stages
         rows = facts.rows * p / m  # of one micro-batch
-        held = m if self.schedule == "GPipe" else min(p, m)
+        played = self.table.simulate(facts.forward_s.at(rows) / cuts, facts.backward_s.at(rows) / cuts)
         gradients = facts.gradients // p
         return Cost(
             parameters=facts.parameters // p,
             gradients=gradients,
             state=facts.state // p,
-            activations=round(held * facts.activations.at(rows) / p),
+            activations=round(played.memory * facts.activations.at(rows)),
             temporaries=facts.update // p + (gradients if self.replicas > 1 else 0),
             overhead=round(facts.overhead.at(rows)),
             sent_bytes=ring_bytes(gradients, self.replicas),
-            compute_s=(m + p - 1) * (facts.forward_s.at(rows) + facts.backward_s.at(rows)) / p + facts.update_s / p,
+            compute_s=played.makespan + facts.update_s / p,
             exposed_s=benchmark.all_reduce_s(gradients) if self.replicas > 1 else 0.0,
         )
 
@@ -147,7 +170,6 @@ class Pipeline(Strategy):
     def _place(self, model: nn.Module, setting: Setting) -> tuple[dict[int, Part], list[Any], dict[str, Any]]:
         """(this rank's parts by place, tensors at the borders, entries of the state dict that no part has)."""
         assert setting.sample is not None
-        kind = SCHEDULES[self.schedule]
         rows = -(-setting.largest // self.micro_batches)
         inputs = _tensors(split(to_device(setting.sample(rows), setting.device))[0])
         model = model.to(setting.device)
@@ -157,12 +179,12 @@ class Pipeline(Strategy):
         shapes = borders(parts, inputs)
         held = {name for part in parts for name in part.module.state_dict()}
         rest = {name: kept(value) for name, value in model.state_dict().items() if name not in held}
-        mine = kind.places(setting.mesh.coordinates(_rank(setting))["pp"], self.stages)
+        mine = self.table.places(setting.mesh.coordinates(_rank(setting))["pp"])
         return {place: _own(parts[place]) for place in mine}, shapes, rest
 
     def _cut(self, model: nn.Module, inputs: Sequence[Any], setting: Setting) -> splitting.Cut:
         """Where to cut: as named, or by rank 0's costs, so that all ranks cut alike."""
-        count = self.stages * SCHEDULES[self.schedule].per_rank
+        count = self.table.stages
         layers = splitting.chain(model)
         names = tuple(name for name, _ in layers)
         if len(layers) < count:
@@ -208,7 +230,7 @@ class _Piped(Worker):
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
         self._tally = Tally(1)
         self._form: int | None = None
-        self._stages = Stages(SCHEDULES[strategy.schedule], parts, shapes, strategy.micro_batches, self._loss)
+        self._stages = Stages(strategy.table, parts, shapes, self._loss)
         assert setting.group is not None
         self.regroup(setting.group)
 
@@ -218,29 +240,61 @@ class _Piped(Worker):
         self._grid = group.grid(self._setting.mesh, self._setting.device)
         self._stages.join(self._grid.get_group("pp"), self._setting.device, self._phases)
 
+    def exchange(self, archive: Archive) -> None:
+        """This rank's stages, under the whole model's names; each replica has batch statistics of its own."""
+        named: dict[str, torch.Tensor] = {}
+        for module in self.model.children():
+            named |= dict(module.named_parameters(remove_duplicate=False))
+        archive.tensors("model", named)
+        archive.optimizer("optimizer", self.optimizer, named)
+        for module in self.model.children():
+            buffers, extra = entries(module)
+            archive.differing("model", buffers, None)
+            archive.plain_entries(module, extra)
+        archive.tensors("model", {name: t for name, t in self._rest.items() if isinstance(t, torch.Tensor)})
+
     # -- a step -----------------------------------------------------------------------------------------------
 
     def step(
-        self, batches: Sequence[tuple[int, Any]], counts: Sequence[int], _microscope: Microscope | None = None
+        self, batches: Sequence[tuple[int, Any]], counts: Sequence[int], microscope: Microscope | None = None
     ) -> Outcome:
         """All micro-batches through all stages, then one update."""
+        scope = microscope if isinstance(microscope, StageScope) else None
         for p in self._parameters:
             p.grad = None
         self._tally = Tally(sum(counts))
         if batches:  # a replica without samples has nothing to run, and all of its ranks know
             filled = self._filled(batches)
             self._phases.enter("recv")
-            self._stages.run([inputs for inputs, _, _ in filled], [(target, count) for _, target, count in filled])
+            with contextlib.nullcontext() if scope is None else scope.over(self._stages.working):
+                self._stages.run([inputs for inputs, _, _ in filled], [(target, count) for _, target, count in filled])
+        if scope is not None:
+            scope.summed()
         self._phases.enter("sync")
         self._sum_over_replicas()
         self._divide()
         norm = self._norm()
+        if scope is not None:
+            self._show(scope, norm)
         self._phases.enter("update")
         finite = math.isfinite(norm)
         if finite:
-            self._clip(norm)
+            if (factor := gradients.clipping(norm, self._strategy.clip_norm)) < 1:
+                gradients.scale(self._gradients(), factor)
             self.optimizer.step()
+            if scope is not None:
+                scope.updated(float(self.optimizer.param_groups[0]["lr"]))
         return Outcome(self._tally.mean, self._tally.weight, finite, norm)
+
+    def microscope(self, **where: int) -> Microscope:
+        """What looks at the borders of this rank's stages."""
+        return StageScope({place: part.module for place, part in self._stages.parts.items()}, **where)
+
+    def _show(self, scope: StageScope, norm: float) -> None:
+        """The loss, which the last stage alone knows, and what the update is about to do."""
+        scope.loss(self._tally.mean if self._stages.speaks else None, float(self._tally.weight), 0.0)
+        if self._strategy.clip_norm is not None:
+            scope.clipped(gradients.clipping(norm, self._strategy.clip_norm))
 
     def _filled(self, batches: Sequence[tuple[int, Any]]) -> list[tuple[tuple[Any, ...], Any, int]]:
         """(inputs, target, rows that count) of every micro-batch, each of full size."""
@@ -256,54 +310,44 @@ class _Piped(Worker):
 
     def _loss(self, output: Any, given: tuple[Any, int]) -> torch.Tensor:
         """A micro-batch's part of the global mean (or of the sum), to differentiate; its filling left out."""
-        self._phases.enter("forward")
         target, count = given
         if not count:
             first: torch.Tensor = output[0] if isinstance(output, tuple) else output
             return first.sum() * 0  # keeps every rank's backward in step
         forecast = self._objective.judge(_cut_rows(output, count), _cut_rows(target, count))
-        part = self._tally.add(forecast.loss, forecast.weight, count)
-        self._phases.enter("recv")
-        return part
+        return self._tally.add(forecast.loss, forecast.weight, count)
 
     def _sum_over_replicas(self) -> None:
         """Gradients of all replicas' samples, in one flat all-reduce among the ranks with the same stages."""
         if self._strategy.replicas == 1:
             return
-        parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
-        flat = torch.cat([part.reshape(-1) for part in parts])
-        dist.all_reduce(flat, group=self._grid.get_group("dp"))
-        sizes = [p.numel() for p in self._parameters]
-        for p, gradient in zip(self._parameters, torch.split(flat, sizes), strict=True):
-            p.grad = gradient.view_as(p).to(p.dtype)
+        mates = self._grid.get_group("dp")
+        own = [p.grad for p in self._parameters]
+        found = gradients.summed(self._parameters, own, lambda flat: self._group.all_reduce(flat, mates))
+        for p, gradient in zip(self._parameters, found, strict=True):
+            p.grad = gradient
 
     def _divide(self) -> None:
         """A sum's gradients, made into those of the weighted mean: the last stages know the weights."""
         if self._form is None:
-            votes = torch.tensor([self._tally.form == MEAN, self._tally.form == PAIR], dtype=torch.float32)
-            self._form = MEAN if self._group.all_reduce(votes)[0] else PAIR
+            self._form = gradients.agree_on_form(self._tally.form, self._group)
         if self._form == PAIR:
             own = torch.as_tensor(self._tally.weight, dtype=torch.float64).to(self._setting.device, copy=True)
-            total = self._group.all_reduce(own).clamp_(min=torch.finfo(own.dtype).tiny)
-            self._scale(float((1 / total).nan_to_num()))
+            gradients.scale(self._gradients(), gradients.per_weight(self._group.all_reduce(own)))
 
     def _norm(self) -> float:
         """Of the gradient of the whole model: its square is added up over the stages."""
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        squares = [float(torch.linalg.vector_norm(g.double())) ** 2 for g in gradients]
-        total = torch.tensor([sum(squares)], dtype=torch.float64, device=self._setting.device)
-        dist.all_reduce(total, group=self._grid.get_group("pp"))
-        return math.sqrt(float(total))
+        norm = self._over_stages(self._gradients())
+        # It may have overflowed although every gradient is finite; all ranks of a pipeline have the same norm.
+        return norm if math.isfinite(norm) else self._over_stages([g.double() for g in self._gradients()])
 
-    def _clip(self, norm: float) -> None:
-        limit = self._strategy.clip_norm
-        if limit is not None and norm > limit:
-            self._scale(limit / (norm + 1e-6))
+    def _over_stages(self, own: list[torch.Tensor]) -> float:
+        total = torch.zeros((), dtype=torch.float64, device=self._setting.device)
+        total += gradients.squares(own).sum() if own else 0.0
+        return math.sqrt(float(self._group.all_reduce(total, self._grid.get_group("pp"))))
 
-    def _scale(self, factor: float) -> None:
-        for p in self._parameters:
-            if p.grad is not None:
-                p.grad.mul_(factor)
+    def _gradients(self) -> list[torch.Tensor]:
+        return [p.grad for p in self._parameters if p.grad is not None]
 
     # -- the whole model --------------------------------------------------------------------------------------
 

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from dtkit.engine.comm import Group
+    from dtkit.engine.state import Archive
 
 RANK = 2
 
@@ -57,6 +58,19 @@ class PowerSGD:
         for (kept, matrix), a, b in zip(wide, left, right, strict=True):
             kept.rebuild(matrix, a, b, self._group.world_size)
 
+    def exchange(self, archive: Archive, named: Mapping[str, torch.Tensor]) -> None:
+        """Show what is kept. On another number of ranks what all have left out is dealt out: its sum stays."""
+        wide = {
+            name: self._of(p, p.detach())
+            for name, p in named.items()
+            if p.requires_grad and _shrinks(p) and (p in self._wide or not archive.saving)
+        }
+        if archive.tensors("powersgd", {name: one.basis for name, one in wide.items()}):
+            left_out = {name: one.left_out for name, one in wide.items()}
+            archive.own_tensors("powersgd", left_out, share=1 / archive.world_size)
+        else:
+            self._wide.clear()
+
     def _of(self, parameter: torch.Tensor, gradient: torch.Tensor) -> _Wide:
         if parameter not in self._wide:
             self._wide[parameter] = _Wide(gradient.reshape(len(gradient), -1), seed=len(self._wide))
@@ -75,22 +89,22 @@ class _Wide:
     def __init__(self, matrix: torch.Tensor, seed: int) -> None:
         """`seed` is the same on all ranks."""
         start = torch.Generator().manual_seed(seed)
-        self._basis = torch.randn(RANK, matrix.shape[1], generator=start).to(matrix)
-        self._left_out = torch.zeros_like(matrix)
+        self.basis = torch.randn(RANK, matrix.shape[1], generator=start).to(matrix)
+        self.left_out = torch.zeros_like(matrix)
 
     def project(self, matrix: torch.Tensor) -> torch.Tensor:
         """Add what was left out to a gradient; its rows, seen from the last step's right factor."""
-        matrix.add_(self._left_out)
-        return _orthogonal(self._basis) @ matrix.T
+        matrix.add_(self.left_out)
+        return _orthogonal(self.basis) @ matrix.T
 
     def rebuild(self, matrix: torch.Tensor, left: torch.Tensor, right: torch.Tensor, world_size: int) -> None:
         """Put the product of the summed factors in place of a gradient, and keep what this rank's part of it lacks."""
-        torch.addmm(matrix, left.T, right, alpha=-1 / world_size, out=self._left_out)
+        torch.addmm(matrix, left.T, right, alpha=-1 / world_size, out=self.left_out)
         torch.mm(left.T, right, out=matrix)
         if bool(right.isfinite().all()):
-            self._basis = right
+            self.basis = right
         else:  # the step will be refused, and must leave no trace
-            self._left_out.zero_()
+            self.left_out.zero_()
 
 
 def _orthogonal(lying: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dtkit.strategies.base import Forward, Outcome, Setting, Worker
+from dtkit.strategies import gradients
+from dtkit.strategies.base import Forward, Outcome, Setting, Worker, entries
 from dtkit.strategies.objective import MEAN, PAIR, Objective
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from dtkit.engine.comm import Group
     from dtkit.engine.explain import Microscope
+    from dtkit.engine.state import Archive
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _WORD, _PIECE = 8, 2**20  # bytes
@@ -105,7 +107,8 @@ class Replica(Worker):
     def _announce(self, tally: Tally) -> torch.futures.Future[list[torch.Tensor]] | None:
         """Tell the other ranks this one's weight, where losses are pairs. The future has the total."""
         if self._form is None:
-            self._form = self._agree_on_form(tally.form)
+            self._phases.enter("sync")
+            self._form = gradients.agree_on_form(tally.form, self._group)
         if self._form == MEAN:
             return None
         total = torch.as_tensor(tally.weight, dtype=torch.float64).to(self._setting.device, copy=True)
@@ -115,47 +118,24 @@ class Replica(Worker):
             return done
         return self._group.start_all_reduce(total)
 
-    def _agree_on_form(self, form: int | None) -> int:
-        """Whether the loss is a mean or a pair: a rank that has no sample in the first step can't know."""
-        votes = torch.tensor([form == MEAN, form == PAIR], dtype=torch.float32)
-        if self._group is not None:
-            self._phases.enter("sync")
-            self._group.all_reduce(votes)
-        if bool(votes.all()):
-            raise TypeError("the loss is a scalar on some ranks and a (sum, weight) pair on others; return one form")
-        return MEAN if votes[0] else PAIR
-
     def _divide(self, total: torch.futures.Future[list[torch.Tensor]] | None) -> None:
         """Gradients of a sum, made into those of the weighted mean."""
-        if total is None:
-            return
-        weight = total.wait()[0]
-        weight.clamp_(min=torch.finfo(weight.dtype).tiny)  # no weight at all: a sum of nothing has a gradient of zero
-        self._rescale((1 / weight).nan_to_num())
+        if total is not None:
+            gradients.scale(self._gradients(), gradients.per_weight(total.wait()[0]))
 
-    def _rescale(self, factor: torch.Tensor | float) -> None:
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        if self._uniform and not any(g.is_sparse for g in gradients):
-            torch._foreach_mul_(gradients, factor if isinstance(factor, float) else factor.to(gradients[0].dtype))
-        else:
-            for gradient in gradients:
-                gradient.mul_(float(factor))
+    def _gradients(self) -> list[torch.Tensor]:
+        """What lies on this rank of the gradients that there are."""
+        return [p.grad for p in self._parameters if p.grad is not None]
 
     def _sum_gradients(self, local: Sequence[torch.Tensor | None]) -> None:
-        """Give each parameter the sum of all ranks' gradients, in one flat all-reduce.
+        """Give each parameter the sum of all ranks' gradients."""
+        for p, gradient in zip(self._parameters, gradients.summed(self._parameters, local, self._add_up), strict=True):
+            p.grad = gradient
 
-        A parameter that no rank used gets no gradient, as in one process.
-        """
-        used = self._parameters[0].new_tensor([g is not None for g in local])
-        parts = [torch.zeros_like(p) if g is None else g for p, g in zip(self._parameters, local, strict=True)]
-        flat = torch.cat([used, *(part.reshape(-1) for part in parts)])
+    def _add_up(self, flat: torch.Tensor) -> None:
         if self._group is not None:
             self._phases.enter("sync")
             self._group.all_reduce(flat)
-        sizes = [p.numel() for p in self._parameters]
-        used, *summed = torch.split(flat, [len(parts), *sizes])
-        for p, gradient, count in zip(self._parameters, summed, used.tolist(), strict=True):
-            p.grad = gradient.view_as(p).to(p.dtype) if count else None
 
     def _local_gradients(self, batches: Sequence[tuple[int, Any]], tally: Tally) -> list[torch.Tensor | None]:
         """This rank's part of the global gradient, past all hooks of the parameters; all None without a sample."""
@@ -177,8 +157,8 @@ class Replica(Worker):
         norm = self._norm()
         # The norm itself may have overflowed although every gradient is finite.
         finite = math.isfinite(norm) or self._all_finite()
-        if finite and (factor := self._clipping(norm)) < 1:
-            self._rescale(factor)
+        if finite and (factor := gradients.clipping(norm, self._clip_norm)) < 1:
+            gradients.scale(self._gradients(), factor)
         if self._scaler is not None:
             self._scaler.step(self.optimizer)  # takes no step where a gradient has overflowed, and lowers the factor
             self._scaler.update()
@@ -187,22 +167,17 @@ class Replica(Worker):
             self.optimizer.step()
         return finite, norm
 
-    def _clipping(self, norm: float) -> float:
-        """What to multiply a gradient of this norm by: as torch's clip_grad_norm_ does."""
-        limit = self._clip_norm
-        return 1.0 if limit is None or norm <= limit else limit / (norm + 1e-6)
-
     def _norm(self) -> float:
         """Of all gradients together. Asked for in every step, so it must be cheap: fused, and one number read."""
-        gradients = [_values(p.grad) for p in self._parameters if p.grad is not None]
-        if not gradients:
+        found = [gradients.values(g) for g in self._gradients()]
+        if not found:
             return 0.0
         if self._uniform:
-            return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))))  # noqa: SLF001 - as clip_grad_norm_ does
-        return float(torch.nn.utils.get_total_norm(gradients))
+            return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(found))))  # noqa: SLF001 - as clip_grad_norm_ does
+        return float(torch.nn.utils.get_total_norm(found))
 
     def _all_finite(self) -> bool:
-        return all(bool(_values(p.grad).isfinite().all()) for p in self._parameters if p.grad is not None)
+        return all(bool(gradients.values(g).isfinite().all()) for g in self._gradients())
 
     def _outcome(self, tally: Tally, counts: Sequence[int], *, finite: bool, norm: float) -> Outcome:
         self._seen += sum(counts[s] for s in self._setting.shards)
@@ -239,8 +214,30 @@ class Replica(Worker):
         microscope.local([None if g is None else g / (divisor * scale) for g in local])
         microscope.reduced([None if p.grad is None else p.grad / scale for p in self._parameters])
         if self._clip_norm is not None:
-            microscope.clipped(self._clipping(self._norm() / scale))
+            microscope.clipped(gradients.clipping(self._norm() / scale, self._clip_norm))
         microscope.before_update()
+
+    # -- all state --------------------------------------------------------------------------------------------
+
+    def exchange(self, archive: Archive) -> None:
+        """Parameters and optimiser; buffers and the samples that they were made from; the scale of fp16's loss."""
+        self._exchange_parameters(archive)
+        buffers, extra = entries(self._model)
+        archive.differing("model", buffers, float(self._seen))
+        archive.plain_entries(self._model, extra)
+        self._seen = archive.own("seen", self._seen, lambda seen: sum(seen) // archive.world_size)
+        if self._scaler is not None:
+            archive.states("scaler", self._scaler, "the loss's scale")
+
+    def _exchange_parameters(self, archive: Archive) -> None:
+        """What is equal on all ranks that hold it."""
+        named = self._named()
+        archive.tensors("model", named)
+        archive.optimizer("optimizer", self.optimizer, named)
+
+    def _named(self) -> dict[str, torch.nn.Parameter]:
+        """The parameters that lie here, by all of their names."""
+        return dict(self._model.named_parameters(remove_duplicate=False))
 
     # -- the whole model --------------------------------------------------------------------------------------
 
@@ -320,8 +317,3 @@ def _sums(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     else:  # words can't be read where it lies: copy it piece by piece
         yield torch.stack([piece.clone().view(torch.int64).sum() for piece in torch.split(words, _PIECE)]).sum()
     yield rest.sum(dtype=torch.int64)
-
-
-def _values(gradient: torch.Tensor) -> torch.Tensor:
-    """The numbers of a gradient, which is sparse for an embedding made so."""
-    return gradient.coalesce().values() if gradient.is_sparse else gradient

@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from dtkit.engine.comm import Group
-    from dtkit.engine.explain import Microscope
     from dtkit.plan import Benchmark, Facts
     from dtkit.strategies.base import Forward
     from dtkit.strategies.objective import Objective
@@ -76,7 +75,6 @@ class Sharded(Strategy):
     clip_norm: float | None = None
     accumulate: int = 1
 
-    explains = False  # no rank has whole gradients to show
     partial = True
 
     def __post_init__(self) -> None:
@@ -101,7 +99,11 @@ class Sharded(Strategy):
         if self.replicas == 1:
             return Mesh({"shard": world_size})
         shards = max(1, world_size // self.replicas)
-        return Mesh({"replica": self.replicas, "shard": shards}).check(world_size)
+        return Mesh({"replica": self.replicas, "shard": shards}).check(world_size, replica="replicas", shard="shards")
+
+    def part_of(self, world_size: int, rank: int) -> tuple[int, ...]:
+        """Its shard."""
+        return (self.cut(world_size).coordinates(rank)["shard"],)
 
     def check(self, world_size: int, batch_size: int) -> None:
         """Raise ValueError where no rank could have so many micro-batches."""
@@ -192,11 +194,8 @@ class _Shards(Sliced):
         mesh = self._strategy.cut(self._group.world_size)
         return mesh.coordinates(self._group.rank).get("replica", 0)
 
-    def step(
-        self, batches: Sequence[tuple[int, Any]], counts: Sequence[int], _microscope: Microscope | None = None
-    ) -> Outcome:
+    def _step(self, batches: Sequence[tuple[int, Any]], counts: Sequence[int]) -> Outcome:
         """Forward and backward with gathering and reduce-scatter, and each rank's update of its own part."""
-        self._renew()
         self._clear()
         tally = Tally(sum(counts))
         for k in range(min(self._strategy.accumulate, max(counts))):

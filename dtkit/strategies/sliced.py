@@ -26,9 +26,11 @@ from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
+from dtkit.engine.collectives import CollectiveScope
 from dtkit.mesh import Mesh
 from dtkit.pieces import Piece
-from dtkit.strategies.base import Setting, make_optimizer
+from dtkit.strategies import gradients
+from dtkit.strategies.base import Outcome, Setting, make_optimizer
 from dtkit.strategies.replica import Replica, Tally, bits, kept
 
 if TYPE_CHECKING:
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from dtkit.engine.comm import Group
+    from dtkit.engine.explain import Microscope
+    from dtkit.engine.state import Archive
     from dtkit.strategies.objective import Objective
 
 
@@ -63,6 +67,31 @@ class Sliced(Replica, abc.ABC):
         super().__init__(mine, objective, make_optimizer(optimizer, mine), setting, clip_norm=clip_norm)
         self._note(mine)
 
+    def step(
+        self, batches: Sequence[tuple[int, Any]], counts: Sequence[int], microscope: Microscope | None = None
+    ) -> Outcome:
+        """One step; the collectives in it are told to a microscope."""
+        self._renew()
+        if not isinstance(microscope, CollectiveScope):
+            return self._step(batches, counts)
+        with microscope.watching():
+            outcome = self._step(batches, counts)
+        microscope.loss(outcome.loss, float(outcome.weight) if self._speaks else 0.0, 0.0)
+        if outcome.finite:
+            microscope.updated(float(self.optimizer.param_groups[0]["lr"]))
+        return outcome
+
+    @abc.abstractmethod
+    def _step(self, batches: Sequence[tuple[int, Any]], counts: Sequence[int]) -> Outcome:
+        """One step, in the process group that there is now."""
+
+    def microscope(self, **where: int) -> Microscope:
+        """What looks at this rank's collectives. A collective itself, where the process group is a new one."""
+        self._renew()
+        group = self._group
+        assert group is not None
+        return CollectiveScope(self._model, lambda: self._phases.now, group.sent_bytes, **where)
+
     @abc.abstractmethod
     def _cut(self, model: nn.Module, group: Group) -> None:
         """Cut the parameters of `model`, a skeleton without numbers. A collective."""
@@ -80,15 +109,19 @@ class Sliced(Replica, abc.ABC):
         world = self._setting.group.world_size if self._setting.group is not None else 1
         self._copies = [world // parts(p) for p in self._parameters]
 
+    def exchange(self, archive: Archive) -> None:
+        """As of a whole copy, slice by slice."""
+        self._renew()
+        super().exchange(archive)
+
+    def _named(self) -> dict[str, nn.Parameter]:
+        return self._slices
+
     # -- gradients --------------------------------------------------------------------------------------------
 
     def _gradients(self) -> list[torch.Tensor]:
         """What lies on this rank of the gradients that there are."""
         return [local(p.grad) for p in self._parameters if p.grad is not None]
-
-    def _rescale(self, factor: torch.Tensor | float) -> None:
-        for gradient in self._gradients():
-            gradient.mul_(factor if isinstance(factor, float) else factor.to(gradient.dtype))
 
     def _norm(self) -> float:
         """Of the whole gradient: the squares of all parts, summed over ranks in float64."""
@@ -199,8 +232,7 @@ def squares(tensors: Sequence[torch.Tensor], copies: Sequence[int], device: torc
     """The sum of squares of each tensor's numbers, over its copies, in float64."""
     if not tensors:
         return torch.zeros(1, dtype=torch.float64, device=device)
-    norms = torch.stack([torch.linalg.vector_norm(t).double() for t in tensors])
-    return norms.square() / torch.tensor(copies, dtype=torch.float64, device=device)
+    return gradients.squares(tensors) / torch.tensor(copies, dtype=torch.float64, device=device)
 
 
 def skeleton(model: nn.Module) -> nn.Module:

@@ -1,10 +1,11 @@
-"""The seam to torch's pipelining: which schedules there are, a model made into stages, and stages run by a schedule.
+"""The seam to torch's pipelining: a model made into stages, and stages run by a schedule.
 
 A chain in an ``nn.Sequential`` is cut into slices. Any other model is traced by torch's exporter and cut where a block
 begins; the parts keep the names of their parameters. A trace is of training or of evaluation, never of both, so where
 that makes a difference (dropout, batch normalisation) the model is traced twice, over the same parameters.
 
-Private names of torch are used here and nowhere else: a schedule is handed micro-batches that are cut already.
+Private names of torch are used here and nowhere else: a schedule is handed micro-batches that are cut already, and a
+user's table goes to the runtime that torch's own looped schedules are made of, which derives what is sent and received.
 """
 
 from __future__ import annotations
@@ -20,6 +21,12 @@ import torch
 from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleSingle,
+    _Action,
+    _ComputationType,
+    _PipelineScheduleRuntime,
+)
 
 from dtkit.strategies.splitting import chain
 
@@ -29,39 +36,21 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from dtkit.engine.phases import Phases
+    from dtkit.schedule import Schedule
     from dtkit.strategies.splitting import Cut
 
 logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)  # it logs whole schedules at an error
 
 
-@dataclasses.dataclass(frozen=True)
-class Kind:
-    """A schedule of torch's: its class, how many parts of the model a rank has, and where they lie."""
-
-    make: type[Any]
-    per_rank: int = 1
-    v_shaped: bool = False
-    """Whether the parts of rank r are r and the r-th from the end, in place of r and r + ranks."""
-
-    def places(self, rank: int, ranks: int) -> list[int]:
-        """Which parts of the model a rank has."""
-        if self.v_shaped:
-            return [rank, self.per_rank * ranks - 1 - rank]
-        return [rank + k * ranks for k in range(self.per_rank)]
-
-    def rank_of(self, part: int, ranks: int) -> int:
-        """Which rank has a part."""
-        return next(rank for rank in range(ranks) if part in self.places(rank, ranks))
-
-
-SCHEDULES = {
-    "GPipe": Kind(pipelining.ScheduleGPipe),
-    "1F1B": Kind(pipelining.Schedule1F1B),
-    "Interleaved1F1B": Kind(pipelining.ScheduleInterleaved1F1B, 2),
-    "InterleavedZeroBubble": Kind(pipelining.ScheduleInterleavedZeroBubble, 2),
-    "LoopedBFS": Kind(pipelining.ScheduleLoopedBFS, 2),
-    "ZBVZeroBubble": Kind(pipelining.ScheduleZBVZeroBubble, 2, v_shaped=True),
+SCHEDULES: dict[str, type[Any]] = {
+    "GPipe": pipelining.ScheduleGPipe,
+    "1F1B": pipelining.Schedule1F1B,
+    "Interleaved1F1B": pipelining.ScheduleInterleaved1F1B,
+    "InterleavedZeroBubble": pipelining.ScheduleInterleavedZeroBubble,
+    "LoopedBFS": pipelining.ScheduleLoopedBFS,
+    "ZBVZeroBubble": pipelining.ScheduleZBVZeroBubble,
 }
+"""torch's own; each does what the table of its name says."""
 
 
 # -- a model in parts ----------------------------------------------------------------------------------------
@@ -189,27 +178,52 @@ class Stage(PipelineStage):
         self._phases.enter("recv")
 
 
+class TableRuntime(_PipelineScheduleRuntime):
+    """torch's runtime with a user's table.
+
+    torch looks a micro-batch's loss up by its number in a list that grows in the order of forwards, and so would take
+    another one's where a table has F1 before F0. Here losses are kept by number.
+    """
+
+    def __init__(self, table: Schedule, stages: list[Any], loss: Callable[[Any, Any], torch.Tensor]) -> None:
+        super().__init__(stages, table.micro_batches, loss_fn=loss, scale_grads=False)  # type: ignore[no-untyped-call]
+        self._losses: dict[int, torch.Tensor] = {}
+        self.pipeline_order = {
+            rank: [a and _Action(a.stage, _ComputationType(a.kind), a.micro_batch) for a in row]
+            for rank, row in enumerate(table.rows)
+        }
+        self._prepare_schedule_with_comms(self.pipeline_order)
+
+    def _maybe_compute_loss(
+        self, stage: Any, output: Any, target_mbs: Any, mb_index: int, _loss_kwargs: Any = None
+    ) -> None:
+        assert self._loss_fn is not None
+        if stage.is_last:
+            self._losses[mb_index] = self._loss_fn(output, target_mbs[mb_index])
+
+    def _maybe_get_loss(self, stage: Any, mb_index: int) -> torch.Tensor | None:
+        return self._losses.pop(mb_index) if stage.is_last else None
+
+
 class Stages:
     """One rank's parts of a model, run by a schedule in one process group."""
 
     def __init__(
         self,
-        kind: Kind,
+        table: Schedule,
         parts: dict[int, Part],
         shapes: Sequence[tuple[torch.Tensor, ...]],
-        micro_batches: int,
         loss: Callable[[Any, Any], torch.Tensor],
     ) -> None:
         """`parts` are this rank's, by place; `shapes` what :func:`borders` found."""
-        self.kind, self.parts, self.shapes = kind, parts, shapes
-        self._micro_batches, self._loss = micro_batches, loss
-        self.last = len(shapes) - 2
+        self.table, self.parts, self.shapes, self._loss = table, parts, shapes, loss
+        self.last = table.stages - 1
         """The place of the part that makes the output."""
         self.speaks = self.last in parts
 
     def join(self, group: dist.ProcessGroup, device: torch.device, phases: Phases) -> None:
         """Make torch's stages and schedule for a group; again for each group."""
-        self._group, self._device = group, device
+        self._group, self._device, self._phases = group, device, phases
         self._stages = [
             Stage(
                 part.module,
@@ -223,13 +237,27 @@ class Stages:
             )
             for place, part in self.parts.items()
         ]
-        given: Any = self._stages[0] if self.kind.per_rank == 1 else self._stages
-        self._schedule = self.kind.make(given, self._micro_batches, loss_fn=self._loss, scale_grads=False)
+        self._schedule = self._make()
 
     @property
-    def plan(self) -> dict[int, list[Any]]:
-        """The schedule's own list of what each rank does in which order."""
-        return dict(self._schedule.pipeline_order or {})
+    def working(self) -> Sequence[Any]:
+        """The stages that torch runs, as they are now."""
+        return self._stages
+
+    def _make(self) -> Any:
+        make = SCHEDULES.get(self.table.name)
+        if make is None:
+            return TableRuntime(self.table, list(self._stages), self._judge)
+        given: Any = self._stages[0] if issubclass(make, PipelineScheduleSingle) else self._stages
+        return make(given, self.table.micro_batches, loss_fn=self._judge, scale_grads=False)
+
+    def _judge(self, output: Any, given: tuple[int, Any]) -> torch.Tensor:
+        """The loss of a micro-batch: a part of its forward pass."""
+        micro_batch, target = given
+        self._phases.enter("forward", (self.last, micro_batch))
+        found = self._loss(output, target)
+        self._phases.enter("recv")
+        return found
 
     def run(self, inputs: Sequence[tuple[Any, ...]], targets: Sequence[Any]) -> None:
         """Forward and backward of all micro-batches; gradients are added to what parameters have."""
@@ -237,17 +265,17 @@ class Stages:
             stage.has_backward = True
             stage.clear_runtime_states()
         self._schedule._step_microbatches(  # noqa: SLF001 - the public `step` would cut micro-batches by itself
-            list(inputs), [{} for _ in inputs], list(targets), None, return_outputs=False
+            list(inputs), [{} for _ in inputs], list(enumerate(targets)), None, return_outputs=False
         )
 
     def forecast(self, inputs: tuple[Any, ...]) -> Any:
         """The output of one micro-batch, part after part; None on ranks without the last part."""
         import torch.distributed as dist
 
-        rank, ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
+        rank, homes = dist.get_rank(self._group), self.table.homes
         given: tuple[Any, ...] = inputs
         for place in range(self.last + 1):
-            here, before = self.kind.rank_of(place, ranks), self.kind.rank_of(max(0, place - 1), ranks)
+            here, before = homes[place], homes[max(0, place - 1)]
             if rank == here:
                 if place and before != here:
                     given = tuple(torch.empty_like(t, requires_grad=False) for t in self.shapes[place])

@@ -21,7 +21,6 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication, register_sharding
@@ -37,7 +36,7 @@ from dtkit.engine.comm import lost_peer
 from dtkit.engine.sources import to_device
 from dtkit.mesh import Mesh
 from dtkit.plan import Cost, ring_bytes
-from dtkit.strategies import tensor_plan
+from dtkit.strategies import gradients, tensor_plan
 from dtkit.strategies.base import Forecast, Outcome, Setting, Strategy, Worker
 from dtkit.strategies.data_parallel import DataParallel
 from dtkit.strategies.options import check_count, check_positive
@@ -50,7 +49,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from dtkit.engine.comm import Group
-    from dtkit.engine.explain import Microscope
     from dtkit.plan import Benchmark, Facts
     from dtkit.strategies.base import Forward
     from dtkit.strategies.objective import Objective
@@ -86,7 +84,6 @@ class TensorParallel(Strategy):
     clip_norm: float | None = None
     accumulate: int = 1
 
-    explains = False  # no rank has whole gradients to show
     partial = True
 
     def __post_init__(self) -> None:
@@ -109,7 +106,7 @@ class TensorParallel(Strategy):
 
     def mesh(self, world_size: int) -> Mesh:
         """Replicas of slices."""
-        return Mesh({"dp": self.replicas, "tp": self.ways}).check(world_size)
+        return Mesh({"dp": self.replicas, "tp": self.ways}).check(world_size, dp="replicas", tp="ways")
 
     def check(self, world_size: int, batch_size: int) -> None:
         """Raise ValueError where no replica could have so many micro-batches."""
@@ -230,11 +227,8 @@ class _Slices(Sliced):
 
     # -- a step -----------------------------------------------------------------------------------------------
 
-    def step(
-        self, batches: Sequence[tuple[int, Any]], counts: Sequence[int], _microscope: Microscope | None = None
-    ) -> Outcome:
+    def _step(self, batches: Sequence[tuple[int, Any]], counts: Sequence[int]) -> Outcome:
         """Forward and backward together with the ranks of this replica, a sum over replicas, each slice's update."""
-        self._renew()
         self._clear()
         tally = Tally(sum(counts))
         local_gradients = self._local_gradients(batches, tally)
@@ -245,7 +239,7 @@ class _Slices(Sliced):
         return self._outcome(tally, counts, finite=finite, norm=norm)
 
     def _local_gradients(self, batches: Sequence[tuple[int, Any]], tally: Tally) -> list[torch.Tensor | None]:
-        """What lies here of this replica's part of the gradient; all None without a sample."""
+        """This replica's part of the gradient, laid out as the parameters are; all None without a sample."""
         found: list[torch.Tensor | None] = [None] * len(self._parameters)
         for count, batch in batches:
             with self._running():
@@ -258,25 +252,22 @@ class _Slices(Sliced):
             found = [b if a is None else a if b is None else a + b for a, b in zip(found, own, strict=True)]
         return found
 
-    def _sum_gradients(self, local: Sequence[torch.Tensor | None]) -> None:
+    def _sum_gradients(self, own: Sequence[torch.Tensor | None]) -> None:
         """Give each slice the sum of all replicas' gradients; none where no replica used it."""
-        summed = self._over_replicas(local) if self._strategy.replicas > 1 else local
-        for p, gradient in zip(self._parameters, summed, strict=True):
-            p.grad = gradient if gradient is None or not isinstance(p, DTensor) else of_part(gradient, p)
+        found = self._over_replicas(own) if self._strategy.replicas > 1 else own
+        for p, gradient in zip(self._parameters, found, strict=True):
+            p.grad = gradient
 
-    def _over_replicas(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    def _over_replicas(self, own: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """One flat all-reduce among the ranks that hold the same slices."""
-        here = [local(p) for p in self._parameters]
-        flags = here[0].new_tensor([g is not None for g in gradients])
-        whole = [torch.zeros_like(p) if g is None else g for p, g in zip(here, gradients, strict=True)]
-        flat = torch.cat([flags, *(g.reshape(-1) for g in whole)])
+        parts = [None if g is None else local(g) for g in own]
+        found = gradients.summed([local(p) for p in self._parameters], parts, self._add_up)
+        return [None if g is None else _laid(p, g) for p, g in zip(self._parameters, found, strict=True)]
+
+    def _add_up(self, flat: torch.Tensor) -> None:
+        assert self._group is not None
         self._phases.enter("sync")
-        dist.all_reduce(flat, group=self._mates)
-        used, *parts = torch.split(flat, [len(here), *(p.numel() for p in here)])
-        return [
-            part.view_as(p).to(p.dtype) if count else None
-            for p, part, count in zip(here, parts, used.tolist(), strict=True)
-        ]
+        self._group.all_reduce(flat, self._mates)
 
     @contextlib.contextmanager
     def forwards(self) -> Iterator[Forward]:
@@ -301,10 +292,10 @@ class _Slices(Sliced):
             with self._running(), torch.backends.cudnn.flags(enabled=False):
                 forecast = self._objective.predict(model, batch)
                 loss = plain(forecast.loss)
-                gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+                found = torch.autograd.grad(loss, parameters, allow_unused=True)
         finally:
             model.train()
-        own = [loss.new_zeros(1) if g is None else _own(p, g) for p, g in zip(parameters, gradients, strict=True)]
+        own = [loss.new_zeros(1) if g is None else local(_own(p, g)) for p, g in zip(parameters, found, strict=True)]
         outputs = [t.detach().to(self._setting.device) for t in _tensors(plain(forecast.output))]
         sums = squares(own, copies, device).to(self._setting.device)
         return _Trial(outputs, loss.detach().to(self._setting.device), sums)
@@ -383,13 +374,20 @@ def _apart(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def _own(p: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """What lies here of a gradient, laid out as its parameter is."""
+    """A gradient, laid out as its parameter is."""
     if isinstance(gradient, DTensor):
         mesh = gradient.device_mesh
         wanted = p.placements if isinstance(p, DTensor) else (Replicate(),) * mesh.ndim
         gradient = gradient if gradient.placements == wanted else gradient.redistribute(mesh, wanted)
     found = local(gradient)
-    return found.to_dense() if found.is_sparse else found
+    if isinstance(gradient, DTensor) and isinstance(p, DTensor) and not found.is_sparse:
+        return gradient  # as it is: making a DTensor of a part costs as much as a small operation on it
+    return _laid(p, found.to_dense() if found.is_sparse else found)
+
+
+def _laid(p: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """What lies here of a gradient, made into one."""
+    return of_part(part, p) if isinstance(p, DTensor) else part
 
 
 # --- torch's styles -----------------------------------------------------------------------------------------

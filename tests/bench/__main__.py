@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import dtkit
-from tests.bench import balance, cluster, link, overhead, speed
+from tests.bench import balance, bubble, cluster, dashboard, link, overhead, speed, strategies
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -16,8 +16,11 @@ PARTS: dict[str, Callable[[], bool]] = {
     "start": cluster.start,
     "throughput": speed.throughput,
     "comm": speed.comm,
+    "strategies": strategies.strategies,
     "link": link.link,
     "balance": balance.balance,
+    "bubble": bubble.bubble,
+    "dashboard": dashboard.dashboard,
     "phases": overhead.phases,
     "fingerprint": overhead.fingerprint,
     "stream": overhead.stream,

@@ -34,14 +34,37 @@ class Work:
 
 SHORT, LONG, WIDE = "short steps (1 to 2 ms)", "steps of 20 ms and more", "100 MB of gradients"
 LINK, COMPUTING = "10 MB of gradients", "computing and little else"
+MIDDLING, BRIEF = "a model in parts, steps of 20 to 50 ms", "a model in parts, short steps"
+PIPELINE, TENSOR, SHARDED = "pipeline", "tensor", "sharded"
+MICRO_BATCHES = 4
 WORKS = {
     SHORT: Work(width=64, depth=1, batch=64, steps=4000, warm=200),
     LONG: Work(width=512, depth=3, batch=1024, steps=300),
     WIDE: Work(width=3510, depth=2, batch=2, steps=20, warm=4),
     LINK: Work(width=1120, depth=2, batch=32, steps=8, warm=8),
     COMPUTING: Work(width=256, depth=3, batch=4096, steps=60, warm=60),
+    MIDDLING: Work(width=512, depth=4, batch=512, steps=40, warm=8),
+    BRIEF: Work(width=64, depth=4, batch=64, steps=200, warm=30),
 }
 
 
 def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+
+
+def colwise_rowwise(work: Work) -> dict[str, str]:
+    """A tensor-parallel plan: the linear layers of a model in pairs."""
+    linear = [name for name, layer in work.model().named_children() if isinstance(layer, nn.Linear)]
+    return {name: ("colwise", "rowwise")[k % 2] for k, name in enumerate(linear)}
+
+
+def middle(work: Work) -> int:
+    """Where a model's second half begins."""
+    return work.depth // 2 * 2 + 2
+
+
+def halves(work: Work) -> tuple[nn.Module, nn.Module]:
+    """A model in two stages."""
+    model = work.model()
+    assert isinstance(model, nn.Sequential)
+    return model[: middle(work)], model[middle(work) :]

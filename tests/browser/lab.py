@@ -61,13 +61,16 @@ class Look:
     theme: str = "JupyterLab Light"
     width: int = 1280
     height: int = 900
+    app: str = "jupyterlab"
+    """Or "notebook"."""
 
 
 class Lab:
     """A JupyterLab in a browser page, with one notebook open at a time."""
 
-    def __init__(self, page: Page, server: Server, theme: str) -> None:
+    def __init__(self, page: Page, server: Server, theme: str, app: str = "jupyterlab") -> None:
         self.page = page
+        self._route = {"jupyterlab": "lab/tree", "notebook": "notebooks"}[app]
         self._server = server
         self._theme = theme
         self._file: Path | None = None
@@ -95,7 +98,7 @@ class Lab:
         """Load the page anew, with the notebook as it was last saved; a kernel that it had goes on."""
         assert self._file is not None
         path = quote(self._file.relative_to(self._server.root).as_posix())
-        self.page.goto(f"{self._server.url}/lab/tree/{path}?reset&token={self._server.token}", timeout=START_MS)
+        self.page.goto(f"{self._server.url}/{self._route}/{path}?reset&token={self._server.token}", timeout=START_MS)
         self.page.wait_for_function("() => window.jupyterapp?.shell?.currentWidget?.context", timeout=START_MS)
         self.page.evaluate(_BRIDGE)
         self.page.wait_for_function("() => window.dtkitLab.ready()", timeout=START_MS)

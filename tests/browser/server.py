@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+_CLASSES = {"jupyterlab": "LabApp", "notebook": "JupyterNotebookApp"}
 START_S = 60
 STOP_S = 15
 
@@ -46,14 +47,14 @@ class Server:
 
 
 @contextmanager
-def jupyterlab(folder: Path) -> Iterator[Server]:
-    """Run JupyterLab with all its files under `folder`, and end it with every process that it started."""
+def jupyterlab(folder: Path, app: str = "jupyterlab") -> Iterator[Server]:
+    """Run JupyterLab (or the app "notebook") with all its files under `folder`, and end it with all that it started."""
     root = folder / "root"
     root.mkdir(parents=True)
     token = secrets.token_hex(16)
     command = [
-        *(sys.executable, "-m", "jupyterlab", "--no-browser", "--ip=127.0.0.1", "--port=0", "--allow-root"),
-        *("--LabApp.expose_app_in_browser=True", f"--ServerApp.root_dir={root}"),
+        *(sys.executable, "-m", app, "--no-browser", "--ip=127.0.0.1", "--port=0", "--allow-root"),
+        *(f"--{_CLASSES[app]}.expose_app_in_browser=True", f"--ServerApp.root_dir={root}"),
         # The notebook's own outputs are trusted only where this database says so: keep the user's out of it.
         f"--NotebookNotary.db_file={folder / 'signatures.db'}",
     ]

@@ -7,6 +7,7 @@ back through `sent`. So a picture of 256 nodes costs a second, and no kernel. No
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from dtkit.dashboard.feed import Feed
 from dtkit.dashboard.live import STATIC, Dashboard
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from playwright.sync_api import Locator, Page
@@ -48,9 +50,10 @@ async ([code, content, buffers]) => {
 class Still:
     """A dashboard of `source` on `page`; `update` sends what changed since."""
 
-    def __init__(self, page: Page, source: FakeSource, theme: str = "light") -> None:
+    def __init__(self, page: Page, source: FakeSource, theme: str = "light", *, offers: Sequence[str] = ()) -> None:
         self.page = page
-        self._feed = Feed(source)
+        self._feed = Feed(source, itertools.count().__next__)  # each look is a second after the last
+        self._feed.offers = offers
         dark = theme == "dark"
         css = (STATIC / "dashboard.css").read_text(encoding="utf-8")
         page.set_content(_PAGE.format(light=str(not dark).lower(), background="#111" if dark else "#fff", css=css))
@@ -70,7 +73,24 @@ class Still:
     def sent(self) -> list[dict[str, Any]]:
         """What the page sent, hellos left out."""
         said: list[dict[str, Any]] = self.page.evaluate("() => window.sent")
-        return [message for message in said if "hello" not in message]
+        return [message for message in said if "hello" not in message and "select" not in message]
+
+    def choose(self, rank: int | None) -> None:
+        """What the kernel does when a page selects a node."""
+        self._feed.selected = rank
+        self.update()
+
+    def effect(self, text: str) -> None:
+        """What the kernel does when a command took effect."""
+        self._feed.effect = {"count": self._feed.effect["count"] + 1, "text": text}
+        self.update()
+
+    def show(self, name: str, png: bytes, error: str | None = None) -> None:
+        """Send the picture of a user's panel."""
+        content = {"kind": "picture", "name": name, "error": error}
+        self.page.evaluate(
+            "([content, buffers]) => window.hear(content, buffers)", [content, [base64.b64encode(png).decode()]]
+        )
 
     def screenshot(self, path: Path) -> None:
         """Write the whole view to a PNG file."""

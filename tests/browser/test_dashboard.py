@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect
 
+from dtkit.dashboard import figures
 from dtkit.dashboard.timing import PHASES, timing
 from dtkit.records import Consistency, Evaluation, State
 from tests.browser.lab import Look
@@ -23,16 +24,19 @@ NARROW, WIDE = Look("light", 600, 900), Look("dark", 1400, 900)
 
 def source(ranks: int, *, slow: bool = True) -> FakeSource:
     """A run with something in every panel."""
-    made = FakeSource(ranks=ranks)
+    made = FakeSource(ranks=ranks, strips=True)
     if slow:
-        made.slow = made.slowed = {1: 1.6}
+        made.slowness = made.slowed = {1: 1.6}
     made.consistency = Consistency(300, (), None)
     made.event("start", "the parameters were broadcast from node 0")
     made.advance(200)
     made.history.add(Evaluation(200, 100, {"loss": 0.7}))
     made.lr = 0.01
     made.event("lr", "learning rate set to 0.01")
-    made.advance(140)
+    made.advance(100)
+    if ranks > 8:
+        made.lose(11)
+    made.advance(40)
     return made
 
 
@@ -65,7 +69,8 @@ def test_it_fits_and_is_drawn(page: Page, look: Look, ranks: int, tmp_path: Path
     bars = ranks if ranks <= 8 else 3
     assert view.root.get_by_test_id("time-panel").locator(".dtk-row").count() == bars
     lines = view.root.get_by_test_id("loss-chart").locator("path.dtk-line:not([d=''])")
-    assert lines.count() == (1 if ranks == 1 or ranks > 8 else ranks + 1)
+    # Of many nodes the mean, the one that is slow and the one that is lost.
+    assert lines.count() == (1 if ranks == 1 else ranks + 1 if ranks <= 8 else 3)
     for chart in ("gradient-norm-chart", "learning-rate-chart"):
         assert view.root.get_by_test_id(chart).locator("path.dtk-line.dtk-only").get_attribute("d")
 
@@ -85,7 +90,7 @@ def test_the_bars_are_the_numbers_of_the_kept_picture(page: Page):
 
 def test_stages_of_a_pipeline_have_no_loss_and_are_not_slow(page: Page):
     made = FakeSource(ranks=2, stages=2)
-    made.slow = {1: 2.0}
+    made.slowness = {1: 2.0}
     made.advance(60)
     made.nodes = [dataclasses.replace(node, memory_total=4_630_000) for node in made.nodes]
     view = Still(page, made)
@@ -225,7 +230,7 @@ def test_an_error_in_a_panel_stays_in_it(page: Page):
         return real.call(this, name, value);
       };
     }""")
-    made.slow = {0: 3.0}
+    made.slowness = {0: 3.0}
     made.advance(60)
     view.update()
     expect(page.locator(".dtk-broken")).to_have_text("this panel failed: drawn wrongly")
@@ -235,3 +240,155 @@ def test_an_error_in_a_panel_stays_in_it(page: Page):
     made.advance(5)
     view.update()
     expect(page.locator(".dtk-broken")).to_have_count(0)
+
+
+# -- many nodes, and one that is looked at ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [16, 256])
+def test_many_nodes_are_squares_with_signs(page: Page, ranks: int):
+    view = Still(page, source(ranks))
+    cells = view.root.get_by_test_id("waffle").get_by_role("option")
+    assert cells.count() == ranks
+    assert [cells.nth(k).text_content() for k in (0, 1, 11, ranks - 1)] == ["0", "▲", "✕", str(ranks - 1)]
+    assert cells.nth(11).get_attribute("aria-label") == "node 11, lost"
+    names = view.root.get_by_test_id("throughput-chart").locator(".dtk-labels text").all_text_contents()
+    assert {"✕ node 11", "▲ node 1"} < set(names)
+    expect(view.root.get_by_test_id("alert")).to_have_text(
+        f"✕ node 11 was lost at step 300; {ranks - 1} nodes of {ranks} left"
+    )
+    assert view.root.get_by_test_id("timeline-panel").locator(".dtk-name").count() == 16
+    assert view.root.get_by_test_id("memory-panel").get_by_role("listitem").count() == 3
+
+
+def test_a_node_is_highlighted_in_all_panels_by_mouse_and_keyboard(page: Page):
+    view = Still(page, source(16))
+    waffle = view.root.get_by_test_id("waffle")
+    waffle.get_by_role("option").nth(5).click()
+    assert page.evaluate("() => window.sent.at(-1)") == {"select": 5}
+    view.choose(5)  # the kernel answers with the node's lines
+    for chart in ("loss-chart", "throughput-chart"):
+        line = view.root.get_by_test_id(chart).locator("path.dtk-picked")
+        expect(line).to_have_attribute("data-rank", "5")
+        assert line.get_attribute("d")
+    for place in ("nodes-table", "memory-panel", "time-panel", "timeline-panel"):
+        assert view.root.get_by_test_id(place).locator(".dtk-picked").count() == 1
+    waffle.focus()
+    for key in ("Home", "ArrowRight", "ArrowRight", "Enter"):
+        page.keyboard.press(key)
+    assert page.evaluate("() => window.sent.at(-1)") == {"select": 2}
+    expect(waffle.get_by_role("option").nth(2)).to_have_attribute("aria-selected", "true")
+    expect(waffle).to_have_attribute("aria-activedescendant", re.compile("-2$"))
+    expect(view.root.get_by_test_id("waffle-panel").locator("h3 .dtk-note")).to_have_text(
+        re.compile(r"^node 2 on host0: \d+ samples/s · loss [\d.]+ · 317 MB$")
+    )
+    page.keyboard.press("Escape")
+    assert page.evaluate("() => window.sent.at(-1)") == {"select": None}
+
+
+def test_of_few_nodes_a_name_or_a_row_is_pressed(page: Page):
+    view = Still(page, source(4))
+    expect(view.root.get_by_test_id("waffle-panel")).to_be_hidden()
+    view.root.get_by_test_id("nodes-table").get_by_role("button", name="highlight node 2").press("Enter")
+    lines = view.root.get_by_test_id("loss-chart")
+    expect(lines.locator("path.dtk-picked")).to_have_attribute("data-rank", "2")
+    expect(lines.locator("path.dtk-faded")).to_have_count(3)
+    view.root.get_by_test_id("time-panel").locator(".dtk-row[data-rank='2']").press("Enter")  # once more: no longer
+    expect(lines.locator("path.dtk-picked")).to_have_count(0)
+
+
+# -- the timeline -------------------------------------------------------------------------------------------------
+
+
+def test_a_pipelines_micro_batches_are_numbered(page: Page):
+    made = FakeSource(ranks=4, stages=4, strips=True)
+    made.advance(30)
+    view = Still(page, made)
+    panel = view.root.get_by_test_id("timeline-panel")
+    assert panel.locator(".dtk-name").all_text_contents() == [f"node {k}" for k in range(4)]
+    assert panel.locator("[data-phase=forward]").count() == 2  # all boxes of a kind are one path; and the legend's
+    assert panel.locator(".dtk-strip-numbers text").all_text_contents() == ["0", "1", "2", "3"] * 8
+    expect(panel.locator("h3 .dtk-note")).to_have_text(re.compile(r"^step 30 · bubble \d+ %, 43 % by formula"))
+    label = panel.locator("svg[role=img]").get_attribute("aria-label") or ""
+    assert re.search(r"node 0 works 5\d %, node 1 works", label)
+
+
+def test_a_timeline_that_fails_says_so_in_its_panel(page: Page, monkeypatch: pytest.MonkeyPatch):
+    made = source(2)
+    monkeypatch.setattr(FakeSource, "timeline", property(lambda _: 1 / 0))
+    view = Still(page, made)
+    panel = view.root.get_by_test_id("timeline-panel")
+    expect(panel.locator(".dtk-broken")).to_have_text("this panel failed: ZeroDivisionError: division by zero")
+    assert page.locator(".dtk-broken").count() == 1
+
+
+# -- controls -----------------------------------------------------------------------------------------------------
+
+
+def test_drills_are_there_where_they_are_offered(page: Page):
+    made = source(4)
+    view = Still(page, made)
+    for name in ("drill-node", "slow", "kill", "save"):
+        expect(view.root.get_by_test_id(name)).to_be_hidden()
+    view = Still(page, made, offers=["slow", "kill", "save"])
+    view.root.get_by_test_id("drill-node").select_option("3")
+    view.root.get_by_test_id("drill-factor").select_option("4")
+    view.root.get_by_test_id("slow").click()
+    view.root.get_by_test_id("kill").click()
+    expect(view.root.get_by_test_id("kill")).to_have_text("✕ Really kill node 3?")
+    view.root.get_by_test_id("kill").press("Enter")
+    view.root.get_by_test_id("save").press("Space")
+    assert view.sent == [
+        {"command": "slow", "value": {"rank": 3, "factor": 4}},
+        {"command": "kill", "value": {"rank": 3}},
+        {"command": "save", "value": None},
+    ]
+    expect(view.root.get_by_test_id("save")).to_be_disabled()
+    assert overflowing(page) == []
+
+
+def test_what_took_effect_is_said_politely(page: Page):
+    view = Still(page, source(2))
+    effect = view.root.get_by_test_id("effect")
+    expect(effect).to_have_text("")
+    view.root.get_by_test_id("pause").click()
+    view.effect("paused at step 340 on all nodes")
+    expect(effect).to_have_text("✓ paused at step 340 on all nodes")
+    expect(effect).to_have_attribute("role", "status")
+    expect(view.root.get_by_test_id("pause")).to_have_text(re.compile("Pause"))  # no longer asking
+
+
+# -- the user's own panels ----------------------------------------------------------------------------------------
+
+
+def test_a_users_panel_and_its_error_are_shown_apart(page: Page):
+    view = Still(page, source(2))
+    figure = figures.new_figure(6, 2.3)
+    view.show("Mine", figures.png(figure))
+    view.show("<b>Broken</b>", b"", "RuntimeError: <script>")
+    own = view.root.get_by_test_id("custom-panel")
+    expect(own).to_have_count(2)
+    page.wait_for_function("() => document.querySelector('[data-name=Mine] img').naturalWidth > 500")
+    expect(own.nth(1)).to_have_text("<b>Broken</b>: this panel failed: RuntimeError: <script>")
+    assert view.root.locator("script, b").count() == 0
+    view.show("<b>Broken</b>", figures.png(figure))
+    expect(own.nth(1).locator("p")).to_be_hidden()
+
+
+# -- what asks for less, or for other senses ----------------------------------------------------------------------
+
+
+def test_every_panel_has_a_name_and_nothing_moves_where_that_is_asked_for(page: Page):
+    page.emulate_media(reduced_motion="reduce")
+    view = Still(page, source(16))
+    moving = view.root.locator("*").evaluate_all(
+        "(all) => [...new Set(all.map((el) => getComputedStyle(el).transitionDuration))]"
+    )
+    assert all(float(duration.removesuffix("s")) < 1e-3 for duration in moving), moving
+    unnamed = page.evaluate("""() => [...document.querySelectorAll(
+      ".dtkit :is([role=img], [role=listbox], [role=group], [role=region], [role=list], select, input)")]
+      .filter((el) => !el.getAttribute("aria-label") && !el.labels?.length && !el.closest(".dtk-tiles, .dtk-memory"))
+      .map((el) => el.outerHTML.slice(0, 80))""")
+    assert unnamed == []
+    expect(view.root.get_by_test_id("summary")).to_have_attribute("aria-live", "polite")
+    expect(view.root.get_by_test_id("summary")).to_contain_text("node 11 was lost at step 300")

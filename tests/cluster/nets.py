@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,8 +25,8 @@ class Convolution(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.filters = nn.Sequential(nn.Conv1d(1, 4, 3), nn.Tanh(), nn.Conv1d(4, 3, 2), nn.Tanh())
-        self.out = nn.Linear(3 * (FEATURES - 3), CLASSES)
+        self.filters = nn.Sequential(nn.Conv1d(1, 4, 3), nn.Tanh(), nn.Conv1d(4, 4, 2), nn.Tanh())
+        self.out = nn.Linear(4 * (FEATURES - 3), CLASSES)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.out(self.filters(x[:, None]).view(len(x), -1))
@@ -81,10 +82,10 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """A GPT-like model: the features are made into tokens, the last one's class is predicted."""
 
-    def __init__(self, attention: str = "torch", *, tied: bool = False, dropout: float = 0.0) -> None:
+    def __init__(self, attention: str = "torch", *, blocks: int = 2, tied: bool = False, dropout: float = 0.0) -> None:
         super().__init__()
         self.wte, self.wpe = nn.Embedding(12, WIDTH), nn.Embedding(FEATURES, WIDTH)
-        self.h = nn.ModuleList([Block(attention, dropout) for _ in range(2)])
+        self.h = nn.ModuleList([Block(attention, dropout) for _ in range(blocks)])
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, 12 if tied else CLASSES, bias=not tied)
         if tied:
@@ -98,12 +99,47 @@ class Decoder(nn.Module):
         return self.head(self.norm(z))[:, -1]
 
 
+def deep() -> nn.Module:
+    """Eight pairs of layers in a chain: two parts of a model for each of four ranks."""
+    width = 12
+    layers = [nn.Linear(FEATURES, width), *(nn.Linear(width, width) for _ in range(6)), nn.Linear(width, CLASSES)]
+    return nn.Sequential(*(part for layer in layers for part in (layer, nn.Tanh())))
+
+
+def wide() -> nn.Module:
+    """Eight classes, of which the data has three."""
+    return nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, 8))
+
+
+class Scaled(nn.Module):
+    """A parameter without a dimension, one that is frozen, and one with fewer rows than ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.first, self.second = nn.Linear(FEATURES, 1), nn.Linear(1, CLASSES)
+        self.second.bias.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(x) * self.scale))
+
+
 NETS: dict[str, Callable[[], nn.Module]] = {
     "mlp": mlp,
     "convolution": Convolution,
     "encoder": Encoder,
     "decoder": Decoder,
+    "decoder by hand": functools.partial(Decoder, "by hand"),
+    "decoder with a mask": functools.partial(Decoder, "mask"),
+    "decoder fused": functools.partial(Decoder, "fused"),
+    "decoder of four blocks": functools.partial(Decoder, blocks=4),
+    "decoder tied": functools.partial(Decoder, tied=True),
+    "deep": deep,
+    "wide": wide,
+    "scaled": Scaled,
 }
+KINDS = ("mlp", "convolution", "encoder", "decoder")
+"""One net of each kind that every strategy must train."""
 
 
 def net(name: str | Callable[[], nn.Module]) -> nn.Module:
@@ -121,7 +157,7 @@ OPTIMIZERS = {"momentum": momentum, "adamw": adamw}
 
 def bound(name: str, optimizer: str) -> float:
     """AdamW amplifies rounding where the true gradient is zero: the key bias of attention."""
-    return 1e-10 if optimizer == "adamw" and name not in ("mlp", "convolution") else BOUND
+    return 1e-10 if optimizer == "adamw" and name.startswith(("encoder", "decoder")) else BOUND
 
 
 class Clipped:

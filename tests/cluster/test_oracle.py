@@ -1,266 +1,191 @@
-"""Training on 1 to 4 engines equals training in one process, whatever the data, the loss and the model are."""
+"""Every strategy trains as one process does: one test, and a table of what it is run with.
+
+20 steps in float64 from the same rows as a plain loop in one process: the parameters, each step's loss, and what the
+history says of batches, micro-batches and norms. A new strategy, schedule or option is a line of TABLE.
+
+Every strategy takes all kinds of nets and both optimisers, with batches of 24 of 121 samples: the last batch of an
+epoch then has one sample, fewer than ranks or micro-batches. What is left out takes the same path as something that
+stands here:
+
+- Options (micro-batches, clipping, a loss that is a pair) meet one net, since they act on gradients, whatever they are
+  of; and one optimiser, which comes after them. They are run with batches of 25, which divide by nothing.
+- Replicas around stages or slices stand on four engines (2 x 2), for the groups that they form differ from all others
+  only in being both. On two engines each replica is a whole model: a net of one kind is enough for that.
+- One engine, and three, that divide nothing, belong to data parallelism: other strategies want their degrees to
+  multiply to the number of engines. It alone takes 50 steps too.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-import torch
-from torch import nn
-from torch.nn import functional as F
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-import dtkit
-from tests.cluster.oracle import (
-    BOUND,
-    CLASSES,
-    FEATURES,
-    SAMPLES,
-    SEED,
-    STEPS,
-    data,
-    difference,
-    global_rows,
-    mean_loss,
-    mlp,
-    momentum,
-    one_process,
-    train,
-)
+from dtkit import DataParallel, NaiveDataParallel, Pipeline, Sharded, TensorParallel
+from tests.cluster.nets import KINDS, OPTIMIZERS, Clipped, bound, forwards, net
+from tests.cluster.oracle import LOSSES, SAMPLES, Trained, difference, global_rows, reference, train
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Sequence
+
+    import dtkit
+    from dtkit.strategies.base import Strategy
 
 pytestmark = pytest.mark.cluster
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3, 4])
-def cluster(request: pytest.FixtureRequest) -> Iterator[dtkit.Cluster]:
-    with dtkit.Cluster(request.param, threads=1) as started:
-        yield started
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A strategy, on how many engines, and what it is run with: all combinations of `nets` and `optimizers`."""
+
+    worlds: Sequence[int]
+    strategy: Strategy
+    nets: Sequence[str] = KINDS
+    optimizers: Sequence[str] = ("momentum", "adamw")
+    batch: int = 24
+    loss: str = "mean"
+    steps: int = 20
+    name: str = ""
+    """By default what the strategy says of itself."""
 
 
-def test_fifty_steps_equal_one_process(cluster: dtkit.Cluster):
-    run = train(cluster, mlp(), shuffle="global")
-    assert difference(run.model.state_dict(), one_process(mlp(), global_rows)) <= BOUND
-    # Both awkward cases took place: a last batch of one sample, and (from two ranks on) ranks without any.
-    totals = run.history.totals()
-    assert totals["samples"].min() == 1
-    if cluster.world_size > 1:
-        assert run.history.column("samples").min() == 0
+def option(worlds: Sequence[int], strategy: Strategy, net_name: str = "mlp", **other: Any) -> Row:
+    """A row for what acts on gradients, whatever they are of: one net and optimiser, batches that divide by nothing."""
+    return Row(worlds, strategy, **{"nets": (net_name,), "optimizers": ("momentum",), "batch": 25, **other})
 
 
-def test_the_losses_are_those_of_one_process(cluster: dtkit.Cluster):
-    run = train(cluster, mlp(), shuffle="global", steps=12)
-    inputs, targets = data()
-    model = mlp()
-    update = momentum(model.parameters())
-    expected = []
-    for step in range(12):
-        rows = torch.from_numpy(global_rows(step))
-        update.zero_grad()
-        value = mean_loss(model(inputs[rows]), targets[rows])
-        value.backward()
-        update.step()
-        expected.append(value.item())
-    assert np.abs(run.history.loss()[1] - expected).max() <= BOUND
+ATTENTION = ("decoder by hand", "decoder with a mask", "decoder fused")
+CONVOLUTION = {"out": "scattered"}  # `auto` finds nothing in it
+WITH_AUTO = tuple(name for name in KINDS if name != "convolution")
+PLANS: dict[str, dict[str, Any]] = {
+    "by name": {"h.0.mlp.0": "colwise", "h.0.mlp.2": "rowwise"},
+    "features of the embedding": {"wte": "gathered", "h.*.q": "gathered"},
+    "rows of the embedding": {"wte": "rowwise"},
+    "sequence": {"h.*.first": "sequence", "h.*.mlp.0": "colwise", "h.*.mlp.2": "rowwise", "norm": "sequence"},
+    "torch's own": {
+        "h.*.mlp.0": ColwiseParallel(),
+        "h.*.mlp.2": RowwiseParallel(),
+        "h.0.proj": RowwiseParallel(input_layouts=Replicate()),
+    },
+}
+# Micro-batches for two and for four ranks. Some schedules want rounds of as many as there are ranks.
+SCHEDULES = {
+    "GPipe": (5, 5),
+    "1F1B": (5, 5),
+    "Interleaved1F1B": (6, 8),
+    "InterleavedZeroBubble": (6, 8),
+    "LoopedBFS": (6, 8),
+    "ZBVZeroBubble": (5, 5),
+}
 
 
-def test_unequal_shards_equal_one_process(cluster: dtkit.Cluster):
-    weights = [1 + 2 * rank for rank in range(cluster.world_size)]
-    part = cluster.partition(data(), weights=weights)
-    run = train(cluster, mlp(), part, shuffle="global")
-    assert difference(run.model.state_dict(), one_process(mlp(), global_rows)) <= BOUND
+TABLE = [
+    # -- data parallelism: any number of engines -------------------------------------------------------------------
+    Row([1, 2, 3, 4], DataParallel(), ["mlp"], steps=50),
+    Row([1, 2, 3, 4], DataParallel(accumulate=3, clip_norm=0.2), ["mlp"], steps=50),
+    Row([2, 4], DataParallel(), KINDS[1:]),
+    option([2, 4], DataParallel(accumulate=3)),
+    option([2, 4], DataParallel(clip_norm=0.2)),
+    option([2, 4], DataParallel(), loss="pair"),
+    option([3], DataParallel(accumulate=3, clip_norm=0.2), loss="pair"),
+    option([3], DataParallel(bucket_mb=0.0005)),
+    option([3], DataParallel(balance="auto")),
+    Row([1, 3], NaiveDataParallel(), ["mlp"]),
+    # -- sharded ---------------------------------------------------------------------------------------------------
+    Row([2, 4], Sharded()),
+    Row([4], Sharded(replicas=2)),
+    option([2], Sharded(replicas=2)),
+    option([2], Sharded(), "scaled"),
+    option([4], Sharded(), "scaled"),
+    option([4], Sharded(replicas=2), "decoder tied"),
+    option([2], Sharded(clip_norm=0.2)),
+    option([4], Sharded(accumulate=3)),
+    option([4], Sharded(replicas=2, accumulate=3, clip_norm=0.2)),
+    option([2], Sharded(accumulate=2), loss="pair"),
+    option([4], Sharded(replicas=2), loss="pair"),
+    # -- tensor parallelism: batches are cut among replicas only ---------------------------------------------------
+    Row([2], TensorParallel(2), WITH_AUTO),
+    Row([4], TensorParallel(4), WITH_AUTO),
+    Row([4], TensorParallel(2, replicas=2), WITH_AUTO),
+    Row([2], TensorParallel(2, CONVOLUTION), ["convolution"]),
+    Row([4], TensorParallel(4, CONVOLUTION), ["convolution"]),
+    Row([4], TensorParallel(2, CONVOLUTION, 2), ["convolution"]),
+    Row([2], TensorParallel(2), ATTENTION, ["momentum"]),
+    Row([4], TensorParallel(2, replicas=2), ATTENTION, ["adamw"]),
+    option([2], TensorParallel(1, replicas=2)),
+    option([2], TensorParallel(2, clip_norm=0.2)),
+    option([4], TensorParallel(4, accumulate=3)),
+    option([4], TensorParallel(2, replicas=2, accumulate=3, clip_norm=0.2)),
+    option([2], TensorParallel(2), loss="pair"),
+    option([4], TensorParallel(2, replicas=2), loss="pair"),
+    *(option([2], TensorParallel(2, plan), "decoder", name=f"plan {of}") for of, plan in PLANS.items()),
+    option([4], TensorParallel(4, PLANS["sequence"]), "decoder", name="plan sequence"),  # of 6, in parts of 2 and 1
+    option([4], TensorParallel(2, PLANS["torch's own"], 2), "decoder", name="plan torch's own, replicas"),
+    option([2], TensorParallel(2, {"2": "loss"}), "wide"),
+    option([4], TensorParallel(2, {"2": "loss"}, 2), "wide"),
+    # -- pipelines: micro-batches are filled up to one size --------------------------------------------------------
+    Row([2], Pipeline(2, 4)),
+    Row([4], Pipeline(4, 4), ["decoder of four blocks"]),
+    Row([4], Pipeline(2, 4, replicas=2)),
+    *(Row([2], Pipeline(2, m, kind), ["deep"], ["momentum"]) for kind, (m, _) in SCHEDULES.items()),
+    *(Row([4], Pipeline(4, m, kind, by="parameters"), ["deep"], ["momentum"]) for kind, (_, m) in SCHEDULES.items()),
+    option([2], Pipeline(2, 4, clip_norm=0.1), "deep"),
+    option([4], Pipeline(2, 4, replicas=2, clip_norm=0.1), "deep"),
+    option([2], Pipeline(2, 4), "deep", loss="pair"),
+    option([4], Pipeline(2, 4, replicas=2), "deep", loss="pair"),
+]
 
 
-def test_shards_equal_one_process_with_the_same_rows(cluster: dtkit.Cluster):
-    """shuffle="shard" depends on the world size; `verify` replays its rows in one process."""
-    run = train(cluster, mlp(), cluster.partition(data(), seed=3))
-    found = run.verify(steps=STEPS)
-    assert found.verdict == "PASS"
-    assert found.dtype == "float64"
-    assert found.difference <= BOUND
+def cases() -> list[Any]:
+    found = []
+    for row in TABLE:
+        for world, net_name, optimizer in itertools.product(row.worlds, row.nets, row.optimizers):
+            told = f"world{world}, {row.name or row.strategy}, {net_name}, {optimizer}, {row.batch}, {row.loss}"
+            found.append(pytest.param(world, row, net_name, optimizer, id=told))
+    return found
 
 
-def test_a_loss_with_class_weights_as_a_pair(cluster: dtkit.Cluster):
-    weights = torch.tensor([1.0, 5.0, 0.2], dtype=torch.float64)
-
-    def pair(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return F.cross_entropy(output, target, weight=weights, reduction="sum"), weights[target].sum()
-
-    def whole(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(output, target, weight=weights)
-
-    run = train(cluster, mlp(), shuffle="global", loss=pair)
-    assert difference(run.model.state_dict(), one_process(mlp(), global_rows, whole)) <= BOUND
+@functools.cache
+def expected(net_name: str, optimizer: str, clip: float | None, loss: str, batch: int, steps: int) -> Trained:
+    """What one process makes of it, whatever the strategy."""
+    make = OPTIMIZERS[optimizer] if clip is None else Clipped(OPTIMIZERS[optimizer], clip)
+    return reference(net(net_name), functools.partial(global_rows, batch=batch), LOSSES[loss][1], make, steps)
 
 
-def test_ignored_targets_as_a_pair(cluster: dtkit.Cluster):
-    def pair(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return F.cross_entropy(output, target, ignore_index=0, reduction="sum"), (target != 0).sum()
-
-    def whole(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        # The mean over no row at all is NaN where every target is ignored; a sum of nothing is what is meant.
-        kept = (target != 0).sum().clamp(min=1)
-        return F.cross_entropy(output, target, ignore_index=0, reduction="sum") / kept
-
-    nothing = [step for step in range(STEPS) if (data()[1][torch.from_numpy(global_rows(step))] == 0).all()]
-    assert nothing  # a step in which every target is ignored: it must change nothing but the momentum's share
-    run = train(cluster, mlp(), shuffle="global", loss=pair)
-    assert difference(run.model.state_dict(), one_process(mlp(), global_rows, whole)) <= BOUND
-
-
-class Attention(nn.Module):
-    """A transformer block: its key bias has a true gradient of zero."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(1, 8)
-        self.attend = nn.MultiheadAttention(8, 2, batch_first=True)
-        self.out = nn.Linear(8, CLASSES)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.embed(x[..., None])
-        return self.out((h + self.attend(h, h, h, need_weights=False)[0]).mean(1))
+@pytest.mark.parametrize(("cluster", "row", "net_name", "optimizer"), cases(), indirect=["cluster"], scope="session")
+def test_training_is_that_of_one_process(cluster: dtkit.Cluster, row: Row, net_name: str, optimizer: str):
+    run = train(
+        cluster,
+        net(net_name),
+        strategy=row.strategy,
+        optimizer=OPTIMIZERS[optimizer],
+        loss=LOSSES[row.loss][0],
+        batch_size=row.batch,
+        steps=row.steps,
+        shuffle="global",
+    )
+    clip = getattr(row.strategy, "clip_norm", None)
+    truth, limit = expected(net_name, optimizer, clip, row.loss, row.batch, row.steps), bound(net_name, optimizer)
+    assert difference(run.model.state_dict(), truth.state) <= limit
+    assert np.abs(run.history.loss()[1] - truth.losses).max() <= limit
+    check_that_what_is_awkward_took_place(run, row)
 
 
-def test_attention_with_adamw(cluster: dtkit.Cluster):
-    torch.manual_seed(0)
-    model = Attention().double()
-    run = train(cluster, model, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2), shuffle="global", steps=20)
-    found = run.verify(steps=20)
-    assert found.verdict == "PASS"
-    assert found.difference <= 1e-10
-
-
-class Records(torch.utils.data.Dataset):
-    """Samples as dicts, as tokenised text has them."""
-
-    def __init__(self) -> None:
-        self.inputs, self.targets = data()
-
-    def __len__(self) -> int:
-        return len(self.inputs)
-
-    def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
-        return {"x": self.inputs[row], "y": self.targets[row]}
-
-
-def test_a_step_of_the_user_s_own_on_dict_batches(cluster: dtkit.Cluster):
-    def step(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        return F.cross_entropy(model(batch["x"]), batch["y"])
-
-    part = cluster.partition(Records())
-    run = train(cluster, mlp(), part, loss=None, step=step, shuffle="global")
-    assert difference(run.model.state_dict(), one_process(mlp(), global_rows)) <= BOUND
-
-
-def test_data_that_every_engine_loads_itself(cluster: dtkit.Cluster):
-    run = train(cluster, mlp(), cluster.partition(data), shuffle="global", steps=10)
-    assert difference(run.model.state_dict(), one_process(mlp(), global_rows, steps=10)) <= BOUND
-
-
-class TwoHeads(nn.Module):
-    """Each row goes through one head or the other, so that in a small step a rank leaves a head unused."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.heads = nn.ModuleList([nn.Linear(FEATURES, CLASSES), nn.Linear(FEATURES, CLASSES)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = x.new_zeros(len(x), CLASSES)
-        positive = x[:, 0] > 0
-        for head, chosen in zip(self.heads, (positive, ~positive), strict=True):
-            if chosen.any():
-                out[chosen] = head(x[chosen])
-        return out
-
-
-def test_unused_parameters(cluster: dtkit.Cluster):
-    """In some steps a head is used by some ranks only, in the last of an epoch by none: it then stays as it is."""
-    torch.manual_seed(0)
-    model = TwoHeads().double()
-    strategy = dtkit.DataParallel(find_unused_parameters=True)
-    run = train(cluster, model, strategy=strategy, shuffle="global", batch_size=4, steps=62)
-    per_epoch = -(-SAMPLES // 4)
-
-    def rows(step: int) -> np.ndarray:
-        order = np.random.default_rng([SEED, step // per_epoch]).permutation(np.arange(SAMPLES))
-        return order[step % per_epoch * 4 :][:4]
-
-    assert len(rows(per_epoch - 1)) == 1
-    assert difference(run.model.state_dict(), one_process(model, rows, steps=62)) <= BOUND
-
-
-def test_a_convolution_with_ranks_that_have_no_sample(cluster: dtkit.Cluster):
-    """An empty forward of it would raise in `view`: ranks without a sample must not try."""
-
-    class Convolution(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.filters = nn.Conv1d(1, 4, 3)
-            self.out = nn.Linear(4 * (FEATURES - 2), CLASSES)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.out(torch.tanh(self.filters(x[:, None])).view(len(x), -1))
-
-    torch.manual_seed(0)
-    model = Convolution().double()
-    run = train(cluster, model, shuffle="global", steps=12)
-    assert (run.history.column("samples") == 0).any() == (cluster.world_size > 1)
-    assert difference(run.model.state_dict(), one_process(model, global_rows, steps=12)) <= BOUND
-
-
-def test_an_embedding_with_sparse_gradients(cluster: dtkit.Cluster):
-    class Words(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.words = nn.Embedding(10, 4, sparse=True)
-            self.out = nn.Linear(4, CLASSES)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.out(self.words((x.abs() * 3).long().clamp(max=9)).mean(1))
-
-    def plain(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=0.1)
-
-    torch.manual_seed(0)
-    model = Words().double()
-    run = train(cluster, model, optimizer=plain, shuffle="global", steps=12)
-    expected = one_process(model, global_rows, optimizer=plain, steps=12)
-    assert difference(run.model.state_dict(), expected) <= BOUND
-
-
-def test_parameters_of_two_dtypes_and_frozen_ones(cluster: dtkit.Cluster):
-    class Mixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(FEATURES, 8).double(), nn.Linear(8, CLASSES)
-            self.first.bias.requires_grad_(False)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.second(torch.tanh(self.first(x)).float())
-
-    torch.manual_seed(0)
-    model = Mixed()
-    frozen = model.first.bias.clone()
-    run = train(cluster, model, shuffle="global", steps=12)
-    state = run.model.state_dict()
-    assert torch.equal(state["first.bias"], frozen)
-    assert state["first.weight"].dtype == torch.float64
-    assert difference(state, one_process(model, global_rows, steps=12)) <= 1e-5
-
-
-def test_float32_stays_within_its_bound(cluster: dtkit.Cluster):
-    inputs, targets = data()
-    part = cluster.partition((inputs.float(), targets))
-    run = train(cluster, mlp().float(), part)
-    assert run.verify(steps=20).difference <= 1e-5
-
-
-def test_training_on_equals_training_longer_in_one_go(cluster: dtkit.Cluster):
-    """`extend` keeps the optimiser's momentum and the place in the data."""
-    run = train(cluster, mlp(), shuffle="global", steps=20)
-    run.extend(steps=STEPS - 20)
-    run.wait(120)
-    assert difference(run.model.state_dict(), one_process(mlp(), global_rows)) <= BOUND
+def check_that_what_is_awkward_took_place(run: dtkit.Run, row: Row) -> None:
+    """A smaller last batch, ranks without a sample in it, as many micro-batches as asked for, clipping."""
+    world, rest = len(run.timeline.ranks), SAMPLES % row.batch
+    assert set(run.history.totals()["samples"]) == {row.batch, rest}
+    assert (run.history.column("samples") == 0).any() == (row.strategy.mesh(world).replicas > rest)
+    taken = [run.timeline.micro_batches] * world if run.timeline.piped else forwards(run)
+    assert taken == [row.strategy.parts] * world
+    clip = getattr(row.strategy, "clip_norm", None)
+    if clip is not None:
+        norms = run.history.column("grad_norm").reshape(-1, world)
+        assert (norms > clip).any()
+        assert (norms == norms[:, :1]).all()  # every rank knows the norm of the whole gradient

@@ -1,11 +1,14 @@
-"""What each strategy and option trains, against a plain loop in one process: see :mod:`tests.cluster.oracle`."""
+"""Averaged parameters against a reference of many models in one process; and what compression and rounding cost.
+
+Neither is the training of one process, so neither is in the table of :mod:`tests.cluster.test_oracle`. One engine, and
+three, that divide nothing.
+"""
 
 from __future__ import annotations
 
 import copy
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,7 +17,7 @@ import dtkit
 from dtkit.engine.data import Shards, Stream
 from dtkit.engine.sources import as_source
 from dtkit.records import JobPlan
-from tests.cluster.nets import Clipped, adamw, forwards
+from tests.cluster.nets import adamw
 from tests.cluster.oracle import (
     BATCH,
     BOUND,
@@ -25,98 +28,18 @@ from tests.cluster.oracle import (
     STEPS,
     data,
     difference,
-    global_rows,
     mean_loss,
     mlp,
     momentum,
-    one_process,
     train,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.parametrize("cluster", [1, 3], indirect=True)]
 
 Optimizer = torch.optim.Optimizer
-
-
-@pytest.fixture(scope="module", params=[1, 2, 3, 4])
-def cluster(request: pytest.FixtureRequest) -> Iterator[dtkit.Cluster]:
-    with dtkit.Cluster(request.param, threads=1) as started:
-        yield started
-
-
-# -- gradients every step ------------------------------------------------------------------------------------
-
-OPTIONS = {
-    "plain": dtkit.DataParallel(),
-    "accumulate": dtkit.DataParallel(accumulate=3),
-    "clip": dtkit.DataParallel(clip_norm=0.2),
-    "accumulate and clip": dtkit.DataParallel(accumulate=3, clip_norm=0.2),
-    "small buckets": dtkit.DataParallel(bucket_mb=0.0005),
-    "balance": dtkit.DataParallel(balance="auto"),
-    "naive": dtkit.NaiveDataParallel(),
-}
-
-
-@pytest.mark.parametrize("optimizer", [momentum, adamw])
-@pytest.mark.parametrize("name", OPTIONS)
-def test_every_option_equals_one_process(cluster: dtkit.Cluster, name: str, optimizer: Callable[..., Optimizer]):
-    limit = getattr(OPTIONS[name], "clip_norm", None)
-    run = train(cluster, mlp(), strategy=OPTIONS[name], optimizer=optimizer, shuffle="global")
-    reference = optimizer if limit is None else Clipped(optimizer, limit)
-    assert difference(run.model.state_dict(), one_process(mlp(), global_rows, optimizer=reference)) <= BOUND
-    assert forwards(run) == [getattr(OPTIONS[name], "accumulate", 1)] * cluster.world_size
-    if limit is not None:
-        assert (run.history.column("grad_norm") > limit).any()  # clipping took place
-
-
-def test_loss_curves_are_the_same_for_any_number_of_engines(cluster: dtkit.Cluster):
-    run = train(cluster, mlp(), shuffle="global", strategy=dtkit.DataParallel(accumulate=2))
-    inputs, targets = data()
-    model, expected = mlp(), []
-    update = momentum(model.parameters())
-    for step in range(STEPS):
-        rows = torch.from_numpy(global_rows(step))
-        update.zero_grad()
-        value = mean_loss(model(inputs[rows]), targets[rows])
-        value.backward()
-        update.step()
-        expected.append(value.item())
-    assert np.abs(run.history.loss()[1] - expected).max() <= BOUND
-
-
-def test_pairs_come_in_micro_batches_too(cluster: dtkit.Cluster):
-    weights = torch.tensor([1.0, 5.0, 0.2], dtype=torch.float64)
-
-    def pair(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return nn.functional.cross_entropy(output, target, weight=weights, reduction="sum"), weights[target].sum()
-
-    def whole(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(output, target, weight=weights)
-
-    strategy = dtkit.DataParallel(accumulate=3, clip_norm=0.2)
-    run = train(cluster, mlp(), shuffle="global", loss=pair, strategy=strategy)
-    expected = one_process(mlp(), global_rows, whole, Clipped(momentum, 0.2))
-    assert difference(run.model.state_dict(), expected) <= BOUND
-
-
-def test_a_schedule_is_the_one_of_one_process(cluster: dtkit.Cluster):
-    def schedule(optimizer: Optimizer) -> Any:
-        return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=STEPS)
-
-    def scheduled(parameters: Any) -> Optimizer:
-        made = momentum(parameters)
-        following = schedule(made)
-        made.register_step_post_hook(lambda *_: following.step())
-        return made
-
-    run = train(cluster, mlp(), shuffle="global", steps=40, scheduler=schedule)
-    assert difference(run.model.state_dict(), one_process(mlp(), global_rows, optimizer=scheduled, steps=40)) <= BOUND
-    rates = run.history.column("lr")
-    assert rates.max() == pytest.approx(0.2, rel=0.02)
-    assert rates[-1] < rates.max() / 2
 
 
 # -- parameters now and then ---------------------------------------------------------------------------------
@@ -159,11 +82,16 @@ def averaged(ranks: int, every: int, outer: dtkit.OuterSGD | None, make: Callabl
     return start.state_dict()
 
 
-@pytest.mark.parametrize("optimizer", [momentum, adamw])
-@pytest.mark.parametrize(
-    ("every", "outer"),
-    [(1, None), (5, None), (8, None), (5, dtkit.OuterSGD()), (5, dtkit.OuterSGD(1.0, 0.5, nesterov=False))],
-)
+AVERAGED = {
+    "every step": (1, None, momentum),
+    "every 5": (5, None, adamw),
+    "every 8": (8, None, momentum),
+    "outer": (5, dtkit.OuterSGD(), momentum),
+    "outer, without Nesterov": (5, dtkit.OuterSGD(1.0, 0.5, nesterov=False), adamw),
+}
+
+
+@pytest.mark.parametrize(("every", "outer", "optimizer"), AVERAGED.values(), ids=AVERAGED)
 def test_averaging_equals_its_reference(
     cluster: dtkit.Cluster, every: int, outer: dtkit.OuterSGD | None, optimizer: Callable[..., Optimizer]
 ):

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dtkit.dashboard import axes
-from dtkit.dashboard.series import LOSS, layouts, sample
+from dtkit.dashboard import axes, spotlight
+from dtkit.dashboard.series import BUDGET, LOSS, layouts, sample
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,6 +22,7 @@ def draw(ax: Axes, history: History) -> None:
     ranks = max(history.ranks, default=-1) + 1
     (layout,) = layouts([LOSS], ranks)
     axes.draw_lines(ax, sample(history, LOSS, ranks), layout, "mean")
+    spotlight.draw_outliers(ax, history, LOSS, ranks, BUDGET)
     axes.title(ax, "Loss", axes.lines_note(layout))
     points = [(e.step, e.values["loss"]) for e in history.evaluations if "loss" in e.values]
     points = [(step, value) for step, value in points if np.isfinite(value)]

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.patches import Patch
-from matplotlib.transforms import ScaledTranslation
 
 from dtkit import units
 from dtkit.dashboard import axes
@@ -30,7 +29,6 @@ STYLES: dict[str, dict[str, Any]] = {
 """Each phase by colour and by hatching; those of the live view are the same."""
 
 _WIDE, _WIDER = 0.045, 0.11  # of the axis: a segment from here on has room for its share, and for its time as well
-_NARROW = 7.5  # inches: below that the legend is broken
 _LEGEND_FROM = 0.004  # of the longest bar: a phase that is shorter everywhere is left out
 
 
@@ -49,7 +47,8 @@ def draw(ax: Axes, history: History) -> None:
         _draw_bar(ax, row, bar, longest)
     _label(ax, shown, longest)
     ax.set_xlabel(f"ms, mean of the last {units.plural(parts.steps, 'step')}", fontsize=8, color=axes.MUTED)
-    _legend(ax, [PHASES[k] for k in _seen(shown, longest)])
+    seen = [PHASES[k] for k in _seen(shown, longest)]
+    axes.legend_below(ax, [Patch(label=phase, linewidth=0.6, **STYLES[phase]) for phase in seen])
     if parts.straggler is not None:
         ax.set_title(f"▲ {parts.straggler.text}", loc="right", fontsize=9, fontweight="bold", color=axes.ALERT)
 
@@ -87,17 +86,3 @@ def _label(ax: Axes, shown: list[Bar], longest: float) -> None:
     ax.tick_params(axis="y", length=0)
     ax.grid(visible=False, axis="y")
     ax.spines["left"].set_visible(False)
-
-
-def _legend(ax: Axes, phases: list[str]) -> None:
-    """What the phases look like, below the axis' name; in two rows where the panel is narrow."""
-    figure = ax.get_figure(root=True)
-    assert figure is not None
-    narrow = ax.get_position().width * figure.get_figwidth() < _NARROW
-    below = ScaledTranslation(0, -0.42, figure.dpi_scale_trans)  # inches, whatever the height of the axes
-    ax.legend(
-        handles=[Patch(label=phase, linewidth=0.6, **STYLES[phase]) for phase in phases],
-        loc="upper left", bbox_to_anchor=(0, 0), bbox_transform=ax.transAxes + below, frameon=False, fontsize=8,
-        ncols=4 if narrow else len(phases), labelcolor=axes.INK, handlelength=1.8, handleheight=1.0,
-        columnspacing=1.6, borderaxespad=0, borderpad=0,
-    )  # fmt: skip

@@ -12,7 +12,7 @@ import numpy as np
 from matplotlib.ticker import FuncFormatter
 
 from dtkit import units
-from dtkit.dashboard import axes
+from dtkit.dashboard import axes, spotlight
 from dtkit.dashboard.series import THROUGHPUT, layouts, overall_rate, sample
 
 if TYPE_CHECKING:
@@ -29,9 +29,15 @@ def draw(ax: Axes, history: History) -> None:
     (layout,) = layouts([THROUGHPUT], ranks)
     part = sample(history, THROUGHPUT, ranks, SMOOTH)
     axes.draw_lines(ax, part, layout, overall_rate(ranks, history.copies))
-    axes.title(ax, "Throughput", axes.lines_note(layout, "samples/s without waiting" if ranks > 1 else "samples/s"))
+    spotlight.draw_outliers(ax, history, THROUGHPUT, ranks, SMOOTH)
+    axes.title(ax, "Throughput", axes.lines_note(layout, _unit(ranks, banded=layout.banded)))
     if np.isfinite(part.values).any():
         ax.set_ylim(0, 1.08 * float(np.nanmax(part.values)))
         axes.end_labels(ax, axes.labels_of(ax))
     ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: units.rate(y) if y else "0"))
     axes.mark_events(ax, history.events)
+
+
+def _unit(ranks: int, *, banded: bool) -> str:
+    """What the axis counts; short where the note has more to say."""
+    return "samples/s without waiting" if ranks > 1 and not banded else "samples/s"

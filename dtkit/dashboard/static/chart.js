@@ -2,13 +2,14 @@
 
 import { s, h, setAttr, setText } from "./elements.js";
 import { number, tick, ticks } from "./numbers.js";
+import { nodeName, pick, pickedClass } from "./picking.js";
 import { MARKED } from "./store.js";
 
-const LEFT = 46, RIGHT = 66, TOP = 14, BOTTOM = 22;
+const LEFT = 46, RIGHT = 72, TOP = 14, BOTTOM = 22;
 
 /**
  * A panel with the chart `name` of the store. `options`: title, testid, note(head, layout), overall(head, value), and
- * perhaps fromZero, smooth, height, points(store), shown(store).
+ * perhaps fromZero, smooth, height, points(store), shown(store), lineName(store, line), lineClass.
  */
 export function chart(store, name, options, redraw) {
   const note = h("span", { class: "dtk-note" });
@@ -19,7 +20,7 @@ export function chart(store, name, options, redraw) {
   }
   const el = h("section", { class: "dtk-panel", "data-testid": options.testid },
     h("h3", {}, options.title, " ", note), svg);
-  const view = { store, svg, layers, height, paths: new Map(), options, layout: null, frame: null };
+  const view = { store, name, svg, layers, height, paths: new Map(), options, layout: null, frame: null };
   pointAt(view, redraw);
   const update = () => {
     view.layout = store.head.charts[name];
@@ -94,6 +95,7 @@ function drawChart(view, width) {
   drawMarks(view);
   const ends = [];
   for (let line = 0; line <= layout.nodes; line++) drawLine(view, line, ends);
+  drawSpots(view, ends);
   drawPoints(view, points, ends);
   drawLabels(view, ends, width);
   drawCursor(view);
@@ -147,7 +149,7 @@ function drawMarks(view) {
 
 /** A line's mean as a path, and its extremes as a band behind it. */
 function drawLine(view, line, ends) {
-  const { store: { head }, layers, options, layout } = view;
+  const { store, layers, options, layout } = view;
   const { used, width, value } = view.grain, { x, y, step } = view.frame;
   const overall = line === layout.nodes, alone = !layout.nodes;
   const band = alone ? width > 1 : !overall && (layout.banded || width > 1);
@@ -165,15 +167,40 @@ function drawLine(view, line, ends) {
   }
   if (seen === 1) mean += "h.01"; // a dot, with round caps
   const crowd = layout.banded && !overall;
-  const hue = crowd ? "crowd" : alone ? "only" : overall ? "all" : `n${line}`;
+  const hue = crowd ? "crowd" : alone ? "only" : overall ? "all" : `n${line % 8}`;
   const single = overall && layout.nodes === 1 && !layout.banded; // one node: its own line says it all
   const rank = overall ? "all" : crowd ? "band" : line;
-  setAttr(pathOf(view, `line${line}`, layers.lines, `dtk-line dtk-${hue}`, rank), "d", crowd || single ? "" : mean);
+  const path = pathOf(view, `line${line}`, layers.lines, "", rank), own = overall || crowd || options.lineName ? undefined : line;
+  const dash = options.lineName ? ` dtk-dash${line % 4}` : ""; // runs are told apart without colours too
+  setAttr(path, "class", `dtk-line dtk-${hue}${dash}${pickedClass(store, own)}`);
+  setAttr(path, "d", crowd || single ? "" : mean);
   const shade = pathOf(view, `band${line}`, layers.bands, `dtk-band dtk-${hue}`);
   setAttr(shade, "d", band && seen ? `${up}${down}Z` : "");
   setAttr(shade, "opacity", crowd ? 0.3 : 0.32 / (layout.nodes + 1)); // many bands over each other would hide the lines
-  const label = overall ? options.overall(head, last) : `node ${line}`;
-  if (seen && !crowd && !single) ends.push({ y: y(last), label, hue });
+  const label = overall ? options.overall(store.head, last) : options.lineName?.(store, line) ?? nodeName(store, line);
+  if (seen && !crowd && !single) ends.push({ y: y(last), label, hue, rank: own });
+}
+
+/** Of many nodes the outliers and the highlighted one, as lines of their own over the band. */
+function drawSpots(view, ends) {
+  const { store, layers, layout, name } = view, { spot } = store, { x, y } = view.frame;
+  const ranks = layout.banded && spot?.charts.includes(name) ? spot.ranks : [];
+  for (let k = 0; k < 5; k++) {
+    const path = pathOf(view, `spot${k}`, layers.lines, "dtk-line"), rank = ranks[k];
+    if (rank === undefined) { setAttr(path, "d", ""); continue; }
+    let d = "", pen = "M", last = NaN;
+    for (let b = 0; b < spot.used; b++) {
+      const v = spot.data[(b * spot.charts.length + spot.charts.indexOf(name)) * ranks.length + k];
+      if (Number.isNaN(v)) { pen = "M"; continue; }
+      d += `${pen}${x(spot.origin + b * spot.width + (spot.width - 1) / 2).toFixed(1)},${y(v).toFixed(1)}`;
+      pen = "L"; last = v;
+    }
+    const hue = rank === store.selected ? "chosen" : `s${k % 4}`;
+    setAttr(path, "class", `dtk-line dtk-spot dtk-${hue}${pickedClass(store, rank)}`);
+    setAttr(path, "data-rank", rank);
+    setAttr(path, "d", d);
+    if (d) ends.push({ y: y(last), label: nodeName(store, rank), hue, rank });
+  }
 }
 function pathOf(view, key, layer, cls, rank) {
   if (!view.paths.has(key)) {
@@ -196,8 +223,11 @@ function drawPoints(view, points, ends) {
 function drawLabels(view, ends, width) {
   ends.sort((a, b) => a.y - b.y);
   const placed = spread(ends.map((end) => end.y), 12, TOP, view.height - BOTTOM);
-  view.layers.labels.replaceChildren(...ends.map((end, k) =>
-    s("text", { x: width - RIGHT + 6, y: placed[k] + 4, class: `dtk-${end.hue}` }, end.label)));
+  view.layers.labels.replaceChildren(...ends.map((end, k) => {
+    const text = s("text", { x: width - RIGHT + 6, y: placed[k] + 4, class: `dtk-${end.hue}${pickedClass(view.store, end.rank)}` }, end.label);
+    if (end.rank !== undefined) text.addEventListener("click", () => pick(view.store, end.rank));
+    return text;
+  }));
 }
 /** Ascending positions moved apart to at least `gap`, each crowd around its own middle (as in figures.py). */
 function spread(wanted, gap, low, high) {

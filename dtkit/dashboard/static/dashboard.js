@@ -15,18 +15,23 @@ import { header } from "./panels/header.js";
 import { learningRateChart } from "./panels/learning_rate.js";
 import { log } from "./panels/log.js";
 import { lossChart } from "./panels/loss.js";
+import { memory } from "./panels/memory.js";
 import { nodesTable } from "./panels/nodes.js";
+import { pictures } from "./panels/pictures.js";
 import { progress } from "./panels/progress.js";
 import { remarks } from "./panels/remarks.js";
 import { stepTime } from "./panels/step_time.js";
 import { summary } from "./panels/summary.js";
 import { throughputChart } from "./panels/throughput.js";
 import { tiles } from "./panels/tiles.js";
+import { timeline } from "./panels/timeline.js";
+import { waffle } from "./panels/waffle.js";
 import { apply, newStore } from "./store.js";
+import { followTheme } from "./theme.js";
 
 const PANELS = [
-  header, progress, remarks, controls, tiles, banner, lossChart, throughputChart, stepTime, gradientNormChart, learningRateChart,
-  nodesTable, log, summary,
+  header, progress, remarks, controls, tiles, banner, waffle, lossChart, throughputChart, stepTime, timeline, gradientNormChart,
+  learningRateChart, pictures, memory, nodesTable, log, summary,
 ];
 
 /** An error in a panel shows in that panel, and nowhere else. */
@@ -41,21 +46,6 @@ function guarded(panel) {
       setText(panel.broken, `this panel failed: ${error.message}`);
     }
   };
-}
-
-/** Follow JupyterLab's theme where there is one, else the system's. Returns what ends that. */
-function followTheme(root) {
-  const system = window.matchMedia("(prefers-color-scheme: dark)");
-  const set = () => {
-    const { jpThemeLight, vscodeThemeKind } = document.body.dataset;
-    const dark = jpThemeLight ? jpThemeLight === "false" : vscodeThemeKind ? !vscodeThemeKind.includes("light") : system.matches;
-    setAttr(root, "data-theme", dark ? "dark" : "light");
-  };
-  set();
-  const observer = new MutationObserver(set);
-  observer.observe(document.body, { attributes: true });
-  system.addEventListener("change", set);
-  return () => { observer.disconnect(); system.removeEventListener("change", set); };
 }
 
 function buildView(store, send) {
@@ -90,10 +80,12 @@ export default () => {
       asked = Date.now();
       model.send({ hello: "gap" });
     }
-    for (const redraw of views) redraw();
+    store.redraw();
   };
   return {
     initialize({ model }) {
+      store.send = (message) => model.send(message);
+      store.redraw = () => { for (const redraw of views) redraw(); };
       model.on("msg:custom", (content, buffers) => receive(model, content, buffers));
       const { content, buffers } = model.get("opening");
       receive(model, content, buffers);

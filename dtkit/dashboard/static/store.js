@@ -6,16 +6,20 @@ const LOG = 200;
 export const LIVE = ["pending", "running", "paused"];
 
 /** The kinds of events that get a mark on the step axis, and the mark. */
-export const MARKED = { pause: "‖", resume: "▶", lr: "lr", error: "✕", stop: "■" };
+export const MARKED = { pause: "‖", resume: "▶", lr: "lr", error: "✕", stop: "■", lost: "†", repair: "+", save: "↓" };
 
 /**
  * An empty store. `curves.data` is Float32 of shape (buckets, columns, 3): smallest, mean, largest; which columns are
- * whose says `head.charts`. `bars` is Float32 of shape (bars, phases), in seconds; `ranks` of shape (ranks, 3).
+ * whose says `head.charts`. `bars` is Float32 of shape (bars, phases), in seconds; `ranks` of shape (ranks, 3); `spot.data`
+ * of shape (buckets, charts, ranks); `strip.boxes` is Uint16 of shape (boxes, 4), see feed.py. `send` and `redraw` are set
+ * by who owns the store.
  */
 export function newStore() {
   return {
     seq: 0, received: 0, head: null, nodes: [], status: null, lr: null, tiles: [], error: null, refused: null,
-    remarks: [], time: null, bars: new Float32Array(0),
+    remarks: [], time: null, bars: new Float32Array(0), nodesNow: { lost: [], outliers: [], slow: [], slowed: [] },
+    selected: null, picking: false, effect: { count: 0, text: "" }, spot: null, strip: null, pictures: new Map(),
+    send: () => {}, redraw: () => {},
     log: [], marks: [], evaluations: [], ranks: new Float32Array(0), asked: new Map(), hover: null,
     curves: { width: 1, origin: 0, used: 0, data: new Float32Array(0) },
   };
@@ -28,12 +32,18 @@ export function apply(store, content, buffers) {
     store.asked.delete(content.command);
     return true;
   }
+  if (content.kind === "picture") {
+    const bytes = content.error === null ? raw(buffers[0]) : null;
+    store.pictures.set(content.name, { error: content.error, bytes });
+    return true;
+  }
   const whole = content.kind === "snapshot";
   if (content.seq <= store.seq) return true; // seen already
   if (!whole && content.base !== store.seq) return false;
   store.seq = content.seq;
   store.received = Date.now();
   for (const key of ["status", "lr", "tiles", "error", "remarks"]) store[key] = content[key];
+  applyNow(store, content);
   if (whole) {
     for (const key of ["head", "nodes", "marks", "evaluations"]) store[key] = content[key];
     store.log = content.events;
@@ -48,13 +58,35 @@ export function apply(store, content, buffers) {
   const ranks = floats(buffers[1]);
   if (ranks.length) store.ranks = ranks;
   if (content.time) [store.time, store.bars] = [content.time, floats(buffers[2])];
+  if (content.spot) applySpot(store, content.spot, floats(buffers[3]));
+  if (content.strip) store.strip = { ...content.strip, boxes: new Uint16Array(raw(buffers[4]).buffer), measured: content.strip.boxes };
   return true;
 }
 
-/** A buffer as Float32Array; it may be a DataView at an odd offset. */
+/** A copy of a buffer's bytes; it may be a DataView at an odd offset. */
+function raw(buffer) {
+  return (buffer.buffer ? new Uint8Array(buffer.buffer, buffer.byteOffset, buffer.byteLength) : new Uint8Array(buffer)).slice();
+}
 function floats(buffer) {
-  const bytes = buffer.buffer ? new Uint8Array(buffer.buffer, buffer.byteOffset, buffer.byteLength) : new Uint8Array(buffer);
-  return new Float32Array(bytes.slice().buffer);
+  return new Float32Array(raw(buffer).buffer);
+}
+
+function applyNow(store, content) {
+  store.nodesNow = content.nodes_now ?? store.nodesNow;
+  store.effect = content.effect;
+  const selected = content.selected ?? null;
+  if (store.picking && selected !== store.selected) return; // the kernel has not heard of this page's choice yet
+  [store.selected, store.picking] = [selected, false];
+}
+
+/** Lines of single nodes: those of another choice or another width come whole. */
+function applySpot(store, part, values) {
+  const each = part.charts.length * part.ranks.length;
+  const kept = part.first ? store.spot.data.subarray(0, part.first * each) : [];
+  const data = new Float32Array(kept.length + values.length);
+  data.set(kept);
+  data.set(values, kept.length);
+  store.spot = { ...part, data, used: part.first + part.buckets };
 }
 
 function applyCurves(store, part, values) {

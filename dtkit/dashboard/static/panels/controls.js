@@ -1,4 +1,4 @@
-// Buttons and the learning rate. They only ask: what took effect comes back with the next message.
+// Buttons, the learning rate, drills. They only ask: what took effect, and at which step, comes back with a message.
 
 import { h, setAttr, setText } from "../elements.js";
 import { LIVE } from "../store.js";
@@ -8,11 +8,14 @@ const BUTTONS = [
   { command: "resume", glyph: "▶", label: "Resume", asking: "Resuming…", when: ["paused"] },
   { command: "step", glyph: "▸|", label: "Step", asking: "Stepping…", when: ["paused"] },
   { command: "stop", glyph: "■", label: "Stop", asking: "Stopping…", when: LIVE },
+  { command: "save", glyph: "↓", label: "Save", asking: "Saving…", when: LIVE, offered: true },
 ];
+const SURE_MS = 5000;
 
 export function controls(store, send, redraw) {
   const ask = (command, value) => {
-    store.asked.set(command, { state: store.status.state, step: store.status.step, lr: store.lr });
+    const { status: { state, step }, lr, effect: { count } } = store;
+    store.asked.set(command, { state, step, lr, count });
     store.refused = null;
     send({ command, value });
     redraw();
@@ -23,10 +26,11 @@ export function controls(store, send, redraw) {
     el.addEventListener("click", () => ask(b.command, null));
     return { ...b, el, text: label };
   });
-  const rate = rateField(store, ask);
+  const rate = rateField(store, ask), drills = drillField(store, ask, redraw);
   const said = h("span", { class: "dtk-said", role: "alert" });
+  const effect = h("span", { class: "dtk-effect dtk-note", role: "status", "data-testid": "effect" });
   const el = h("div", { class: "dtk-controls", role: "group", "aria-label": "controls" },
-    ...buttons.map((b) => b.el), rate.el, said);
+    ...buttons.map((b) => b.el), rate.el, drills.el, effect, said);
   const update = () => {
     const { status } = store;
     forgetAnswered(store);
@@ -34,22 +38,54 @@ export function controls(store, send, redraw) {
     for (const b of buttons) {
       const asked = store.asked.has(b.command);
       setText(b.text, asked ? b.asking : b.label);
+      b.el.hidden = Boolean(b.offered) && !store.head.offers.includes(b.command);
       b.el.disabled = asked || !b.when.includes(status.state);
     }
     // A button that the keyboard stood on and that went dead hands the focus on.
-    if (active?.disabled && el.contains(active)) buttons.find((b) => !b.el.disabled)?.el.focus();
+    if (active?.disabled && el.contains(active)) buttons.find((b) => !b.el.disabled && !b.el.hidden)?.el.focus();
     rate.update();
+    drills.update();
+    setText(effect, store.effect.text && `✓ ${store.effect.text}`);
     setText(said, store.refused?.text ?? "");
   };
   return { el, update };
 }
 /** What was asked and has taken effect is no longer being asked. */
 function forgetAnswered(store) {
-  const { asked, status, lr } = store;
+  const { asked, status, lr, effect } = store;
   for (const [command, then] of asked) {
-    const moved = status.state !== then.state || (command === "step" && status.step !== then.step);
+    const moved = status.state !== then.state || effect.count !== then.count || (command === "step" && status.step !== then.step);
     if (moved || (command === "lr" && lr !== then.lr)) asked.delete(command);
   }
+}
+
+/** For lessons: slow a node down, end one. Ending wants a second click. */
+function drillField(store, ask, redraw) {
+  const node = h("select", { "data-testid": "drill-node", "aria-label": "which node" });
+  const factor = h("select", { "data-testid": "drill-factor", "aria-label": "how much slower" },
+    ...[1, 1.5, 2, 4, 10].map((f) => h("option", { value: f, ...(f === 2 ? { selected: "" } : {}) }, f === 1 ? "full speed" : `×${f}`)));
+  const slow = h("button", { type: "button", "data-testid": "slow" }, "▼ Slow down");
+  const kill = h("button", { type: "button", "data-testid": "kill" }, "✕ Kill");
+  const el = h("span", { class: "dtk-drills", role: "group", "aria-label": "drills" }, "drills", node, factor, slow, kill);
+  let sure = 0;
+  slow.addEventListener("click", () => ask("slow", { rank: Number(node.value), factor: Number(factor.value) }));
+  kill.addEventListener("click", () => {
+    if (Date.now() - sure < SURE_MS) ask("kill", { rank: Number(node.value) });
+    sure = Date.now() - sure < SURE_MS ? 0 : Date.now();
+    redraw();
+  });
+  const update = () => {
+    const { offers, ranks } = store.head, live = LIVE.includes(store.status.state);
+    el.hidden = !offers.includes("slow") && !offers.includes("kill");
+    while (node.children.length < ranks) node.append(h("option", { value: node.children.length }, `node ${node.children.length}`));
+    slow.hidden = factor.hidden = !offers.includes("slow");
+    kill.hidden = !offers.includes("kill");
+    for (const control of [node, factor, slow, kill]) control.disabled = !live;
+    slow.disabled ||= store.asked.has("slow");
+    kill.disabled ||= store.asked.has("kill");
+    setText(kill, Date.now() - sure < SURE_MS ? `✕ Really kill node ${node.value}?` : "✕ Kill");
+  };
+  return { el, update };
 }
 
 function rateField(store, ask) {

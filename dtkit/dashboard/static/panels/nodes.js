@@ -1,7 +1,8 @@
 // The engines, a row each, with what each does now.
 
-import { h, setText } from "../elements.js";
+import { h, setAttr, setText } from "../elements.js";
 import { bytes, number } from "../numbers.js";
+import { CONDITION_GLYPH, CONDITION_WORDS, condition, pick, pickedClass } from "../picking.js";
 
 const COLUMNS = ["node", "engine", "host", "pid", "device", "memory", "threads", "loss", "samples/s"];
 
@@ -13,14 +14,15 @@ export function nodesTable(store) {
   let built = null;
   const update = () => {
     if (built !== store.nodes) {
-      body.replaceChildren(...store.nodes.map((node) => nodeRow(node, store.head.ranks > 8)));
+      body.replaceChildren(...store.nodes.map((node) => nodeRow(store, node)));
       built = store.nodes;
       const hosts = new Set(store.nodes.map((n) => n.host)).size;
       setText(note, hosts ? `${store.nodes.length} on ${hosts} ${hosts === 1 ? "host" : "hosts"}${store.nodes.length > 1 ? " · samples/s without waiting for others" : ""}` : "");
     }
     store.nodes.forEach((node, k) => {
       const [loss, rate, memory] = store.ranks.subarray(3 * node.rank, 3 * node.rank + 3);
-      const cells = body.children[k].children;
+      const row = body.children[k], cells = row.children;
+      drawNodeState(store, row, node.rank);
       const used = Number.isFinite(memory) ? memory : node.memory_total - node.memory_free;
       setText(cells[5], `${bytes(used)} of ${bytes(node.memory_total)}`);
       setText(cells[7], number(loss ?? NaN)); setText(cells[8], number(rate ?? NaN));
@@ -28,8 +30,18 @@ export function nodesTable(store) {
   };
   return { el, update };
 }
-function nodeRow(node, banded) {
-  const swatch = banded ? [] : [h("span", { class: `dtk-swatch dtk-n${node.rank}`, "aria-hidden": "true" })];
-  return h("tr", { "data-rank": node.rank }, h("th", { scope: "row" }, ...swatch, String(node.rank)),
+function nodeRow(store, node) {
+  const many = store.head.ranks > 8, swatch = many ? [] : [h("span", { class: `dtk-swatch dtk-n${node.rank}`, "aria-hidden": "true" })];
+  // Of many nodes the squares above are the way of the keyboard: no 256 stops here.
+  const button = h("button", { type: "button", class: "dtk-pick", ...(many ? { tabindex: -1 } : {}) }, String(node.rank));
+  button.addEventListener("click", () => pick(store, node.rank));
+  return h("tr", { "data-rank": node.rank }, h("th", { scope: "row" }, ...swatch, button),
     ...[node.engine_id, node.host, node.pid, node.device, "", node.threads, "", ""].map((v) => h("td", {}, String(v))));
+}
+function drawNodeState(store, row, rank) {
+  const what = condition(store, rank), button = row.querySelector("button"), picked = store.selected === rank;
+  setAttr(row, "class", `${what ? `dtk-is-${what}` : ""}${picked ? " dtk-picked" : ""}`);
+  setText(button, `${CONDITION_GLYPH[what]} ${rank}`.trim());
+  setAttr(button, "aria-pressed", picked);
+  setAttr(button, "aria-label", `highlight node ${rank}${what ? `, ${CONDITION_WORDS[what]}` : ""}`);
 }

@@ -2,7 +2,7 @@
 
 import { h, setText } from "../elements.js";
 
-const GLYPH = { differs: "✕", identical: "✓", slowed: "▼" };
+const GLYPH = { lost: "✕", differs: "✕", identical: "✓", slowed: "▼" }, URGENT = ["lost", "differs"];
 
 /** Alerts stand apart: a screen reader says them at once, and only when their text is new. */
 export function remarks(store) {
@@ -11,11 +11,11 @@ export function remarks(store) {
   const el = h("div", { class: "dtk-said-of-all" }, quiet, alerts);
   const update = () => {
     el.hidden = !store.remarks.length;
-    const urgent = store.remarks.filter((remark) => remark.kind === "differs");
-    const text = urgent.map((remark) => `${GLYPH.differs} ${remark.text}`).join("\n");
+    const urgent = store.remarks.filter((remark) => URGENT.includes(remark.kind));
+    const text = urgent.map((remark) => `${GLYPH[remark.kind]} ${remark.text}`).join("\n");
     alerts.hidden = !text;
     setText(alerts, text);
-    const others = store.remarks.filter((remark) => remark.kind !== "differs");
+    const others = store.remarks.filter((remark) => !URGENT.includes(remark.kind));
     quiet.hidden = !others.length;
     while (quiet.children.length > others.length) quiet.lastChild.remove();
     while (quiet.children.length < others.length) quiet.append(h("li"));

@@ -1,28 +1,22 @@
 // Where a step's time goes: a bar a node, in phases; its kept half is panels/step_time.py.
 //
-// A phase is told by its colour and by its texture (SVG patterns, whose names are this view's own). The bars are one stop
-// for the keyboard: arrow keys go from bar to bar, and the one that is pointed at is read out in the panel's note.
+// The bars are one stop for the keyboard: arrow keys go from bar to bar, the one that is pointed at is read out in the
+// panel's note, and Enter highlights its node in all panels.
 
 import { h, s, setAttr, setText } from "../elements.js";
 import { duration, share, tick, ticks } from "../numbers.js";
+import { pick, pickedClass } from "../picking.js";
+import { drawLegend, newPrefix, phaseLook, textures } from "../textures.js";
 
 const BAR = 22, GAP = 8, AXIS = 20, END = 64;
-const TEXTURE = { // paths of an 8 by 8 tile; what has none is plain
-  data: "M2,1v2h-2v-2zM6,5v2h-2v-2z",
-  backward: "M-2,2l4,-4M0,8l8,-8M6,10l4,-4",
-  waiting: "M-2,6l4,4M0,0l8,8M6,-2l4,4",
-  communication: "M0,8l8,-8M0,0l8,8",
-  update: "M0,2h8M0,6h8",
-};
-let views = 0;
 
 export function stepTime(store, _send, redraw) {
   const note = h("span", { class: "dtk-note", "aria-live": "polite" });
   const said = h("p", { class: "dtk-straggler", "data-testid": "straggler" });
   const layers = { axis: s("g", { class: "dtk-grid" }), bars: s("g") };
-  const view = { store, redraw, prefix: `dtk${++views}`, rows: [], at: 0, pointed: null, layers };
+  const view = { store, redraw, prefix: newPrefix(), rows: [], at: 0, pointed: null, layers };
   const svg = s("svg", { class: "dtk-chart dtk-bars", role: "list", "aria-label": "where a step's time goes, by node" },
-    s("defs", {}, ...Object.entries(TEXTURE).map(([phase, d]) => texture(view.prefix, phase, d))), layers.axis, layers.bars);
+    textures(view.prefix), layers.axis, layers.bars);
   const legend = h("ul", { class: "dtk-legend", "aria-label": "phases" });
   const el = h("section", { class: "dtk-panel dtk-wide", "data-testid": "time-panel" },
     h("h3", {}, "Where a step's time goes ", note), said, svg, legend);
@@ -40,11 +34,6 @@ export function stepTime(store, _send, redraw) {
     setText(note, bar ? described(bar, head.phases) : `ms, mean of the last ${time.steps} ${time.steps === 1 ? "step" : "steps"}`);
   };
   return { el, update };
-}
-
-function texture(prefix, phase, d) {
-  return s("pattern", { id: `${prefix}-${phase}`, width: 8, height: 8, patternUnits: "userSpaceOnUse", class: `dtk-${phase}` },
-    s("rect", { width: 8, height: 8, class: "dtk-ground" }), s("path", { d, class: "dtk-texture" }));
 }
 
 /** The bars as the store has them: {label, slow, seconds, whole}. */
@@ -96,14 +85,15 @@ function addRow(view) {
   const label = s("text", { class: "dtk-name", y: BAR / 2 + 4 }), whole = s("text", { class: "dtk-whole", y: BAR / 2 + 4 });
   const frame = s("rect", { class: "dtk-frame", height: BAR + 4, y: -2, rx: 4 });
   const segments = phases.map((phase) => ({
-    rect: s("rect", { height: BAR, class: `dtk-phase dtk-${phase}`, "data-phase": phase, fill: TEXTURE[phase] ? `url(#${view.prefix}-${phase})` : "" }),
+    rect: s("rect", { height: BAR, ...phaseLook(view.prefix, phase) }),
     pill: s("rect", { class: "dtk-pill", height: BAR - 7, y: 3.5, rx: 4 }), // letters on a texture can't be read
     text: s("text", { class: "dtk-share", y: BAR / 2 + 4, "text-anchor": "middle" }),
   }));
   el.append(frame, label, ...segments.map((seg) => seg.rect), ...segments.flatMap((seg) => [seg.pill, seg.text]), whole);
   const point = (to) => () => { view.pointed = to; if (to !== null) view.at = to; view.redraw(); };
   for (const [event, to] of [["pointerenter", k], ["pointerleave", null], ["focus", k], ["blur", null]]) el.addEventListener(event, point(to));
-  view.rows.push({ el, label, whole, frame, segments });
+  el.addEventListener("click", () => pick(view.store, view.rows[k].rank));
+  view.rows.push({ rank: -1, el, label, whole, frame, segments });
   view.layers.bars.append(el);
 }
 
@@ -112,7 +102,8 @@ function drawRow(view, k, bar, { scale, left }) {
   setAttr(row.el, "transform", `translate(0 ${k * (BAR + GAP) + GAP / 2})`);
   setAttr(row.el, "aria-label", `${bar.slow ? "straggler, " : ""}${described(bar, phases)}`);
   setAttr(row.el, "tabindex", k === view.at ? 0 : -1);
-  setAttr(row.el, "class", bar.slow ? "dtk-row dtk-slow" : "dtk-row");
+  setAttr(row.el, "class", `dtk-row${bar.slow ? " dtk-slow" : ""}${pickedClass(view.store, bar.rank)}`);
+  row.rank = bar.rank;
   setAttr(row.el, "data-rank", bar.rank);
   setText(row.label, `${bar.slow ? "▲ " : ""}${bar.label}`);
   setAttr(row.label, "x", left - 8);
@@ -136,18 +127,14 @@ function drawRow(view, k, bar, { scale, left }) {
 }
 
 function move(view, event) {
+  if (event.key === "Enter" || event.key === " ") {
+    event.preventDefault();
+    pick(view.store, view.rows[view.at].rank);
+    return;
+  }
   const last = view.rows.length - 1;
   const to = { ArrowDown: view.at + 1, ArrowUp: view.at - 1, Home: 0, End: last }[event.key];
   if (to === undefined) return;
   event.preventDefault();
   view.rows[Math.max(0, Math.min(last, to))].el.focus();
-}
-
-function drawLegend(legend, phases, prefix) {
-  if (legend.dataset.phases === String(phases)) return;
-  legend.dataset.phases = String(phases);
-  legend.replaceChildren(...phases.map((phase) => {
-    const swatch = s("rect", { width: 20, height: 12, class: `dtk-phase dtk-${phase}`, fill: TEXTURE[phase] ? `url(#${prefix}-${phase})` : "" });
-    return h("li", {}, s("svg", { width: 20, height: 12, "aria-hidden": "true" }, swatch), phase);
-  }));
 }

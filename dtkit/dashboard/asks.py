@@ -1,0 +1,148 @@
+"""What a page may ask of a run, and what is said when it has taken effect.
+
+A button's callback runs on the kernel's thread and never waits there. The run's own commands are posted, and answer
+by a future; what takes its time (slowing a node down, ending one, writing a checkpoint) is done on a thread. Either way
+the answer is the number of steps that were taken when it took effect, on all nodes.
+
+Slowing a node down and ending one are *drills*, for lessons: a page may ask for them only where the person who shows
+the dashboard said ``drills=True``.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from dtkit import units
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dtkit.dashboard.source import Source
+
+COMMANDS = frozenset({"pause", "resume", "step", "stop", "lr"})
+DRILLS = frozenset({"slow", "kill"})
+
+
+class Drilled(Protocol):
+    """What a source has besides, where it can be drilled and saved; each method is asked for by name."""
+
+    def slow(self, rank: int, factor: float) -> int:
+        """Have a rank take `factor` times as long."""
+        ...
+
+    def drill(self, name: str, rank: int) -> int:
+        """End a rank's process: ``drill("kill", 3)``."""
+        ...
+
+    def save(self, path: str) -> Any:
+        """Write a checkpoint."""
+        ...
+
+
+class Desk:
+    """Passes on what pages ask for; `said` hears of effects and refusals, on any thread."""
+
+    def __init__(self, source: Source, said: Callable[[str, str, str], None], *, drills: bool = False) -> None:
+        self._source, self._said, self.drills = source, said, drills
+
+    @property
+    def offers(self) -> list[str]:
+        """Which of the controls that not every run has are to be shown."""
+        source = self._source
+        found = ["slow"] if self.drills and hasattr(source, "slow") else []
+        found += ["kill"] if self.drills and hasattr(source, "drill") else []
+        return found + (["save"] if hasattr(source, "save") else [])
+
+    def ask(self, command: str, value: Any) -> None:
+        """Pass `command` on; raises what the run says against it, where that is known at once."""
+        if command in COMMANDS:
+            number = _rate(value) if command == "lr" else None
+            answer = self._source.post(command, number)
+            if isinstance(answer, Future):
+                answer.add_done_callback(lambda done: self._tell(command, number, done))
+        elif command in self.offers:
+            self._in_background(command, value)
+
+    def _tell(self, command: str, value: float | None, done: Future[int]) -> None:
+        if done.cancelled():
+            return
+        error = done.exception()
+        if error is None:
+            self._said("effect", command, _effect(command, value, done.result()))
+        else:
+            self._said("refused", command, str(error))
+
+    def _in_background(self, command: str, value: Any) -> None:
+        act = {"slow": self._slow, "kill": self._kill, "save": self._save}[command](value)
+
+        def work() -> None:
+            try:
+                self._said("effect", command, act())
+            except Exception as error:  # noqa: BLE001 - the boundary between a page and the run; the page shows it
+                self._said("refused", command, str(error))
+
+        threading.Thread(target=work, name=f"dtkit-{command}", daemon=True).start()
+
+    # Each checks what the page sent, and returns what is to be done on a thread.
+
+    def _slow(self, value: Any) -> Callable[[], str]:
+        rank, factor = self._rank(value), _factor(value)
+        run = cast("Drilled", self._source)
+
+        def act() -> str:
+            step = run.slow(rank, factor)
+            what = "runs at full speed" if factor == 1 else f"is slowed {factor:g}x"
+            return f"node {rank} {what} since step {step:,}"
+
+        return act
+
+    def _kill(self, value: Any) -> Callable[[], str]:
+        rank, run = self._rank(value), cast("Drilled", self._source)
+        return lambda: f"node {rank} was ended at step {run.drill('kill', rank):,}"
+
+    def _save(self, _value: Any) -> Callable[[], str]:
+        run, name = cast("Drilled", self._source), _file_name(self._source.spec.name)
+        path = f"{name}-step-{self._source.status.step}"
+
+        def act() -> str:
+            run.save(path)
+            return f"checkpoint {path} saved at step {self._source.status.step:,}"
+
+        return act
+
+    def _rank(self, value: Any) -> int:
+        rank = value.get("rank") if isinstance(value, dict) else None
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self._source.spec.world_size:
+            raise ValueError(f"node {rank!r}: there are nodes 0 to {self._source.spec.world_size - 1}")
+        return rank
+
+
+def _effect(command: str, value: float | None, step: int) -> str:
+    """``paused at step 412 on all nodes``."""
+    if command == "lr":
+        return f"learning rate {value:g} from step {step:,} on, on all nodes"
+    what = {"pause": "paused", "resume": "resumed", "step": "one step taken: all nodes stand", "stop": "stopped"}
+    return f"{what[command]} at step {step:,}" + ("" if command == "step" else " on all nodes")
+
+
+def _rate(value: Any) -> float:
+    """A learning rate as the page sent it."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+        raise ValueError(f"a learning rate of {value!r}: it must be a number of 0 or more, such as 0.01")
+    return float(value)
+
+
+def _factor(value: Any) -> float:
+    factor = value.get("factor")
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 1 <= factor <= 100:
+        raise ValueError(f"{factor!r} times slower: it must be a number from 1 (full speed) to 100")
+    return float(factor)
+
+
+def _file_name(name: str) -> str:
+    """A run's name as the name of a file: letters, digits, dashes."""
+    kept = "".join(c if c.isalnum() or c in "-_" else "-" for c in units.plain(name, 40))
+    return kept.strip("-") or "run"

@@ -1,0 +1,44 @@
+// Memory of each node against its limit; of many the least, the median and the most; its kept half is panels/memory.py.
+
+import { h, setAttr, setText } from "../elements.js";
+import { bytes, share } from "../numbers.js";
+import { nodeName, pickedClass } from "../picking.js";
+
+const NEARLY = 0.9; // from here on it is said
+
+export function memory(store) {
+  const rows = h("div", { class: "dtk-memory", role: "list" });
+  const el = h("section", { class: "dtk-panel dtk-wide", "data-testid": "memory-panel" }, h("h3", {}, "Memory ", h("span", { class: "dtk-note" }, "of each node, and its limit")), rows);
+  const update = () => {
+    const shown = shownMemory(store);
+    el.hidden = !shown.length;
+    while (rows.children.length > shown.length) rows.lastChild.remove();
+    while (rows.children.length < shown.length) rows.append(memoryRow());
+    shown.forEach((item, k) => drawMemory(store, rows.children[k], item));
+  };
+  return { el, update };
+}
+
+/** {rank, label, used, limit}: every node, or three of many and the highlighted one. */
+function shownMemory(store) {
+  const found = store.nodes.map(({ rank, memory_total: limit }) => ({ rank, used: store.ranks[3 * rank + 2], limit, label: "" }));
+  const known = found.filter(({ used, limit }) => Number.isFinite(used) && limit > 0);
+  if (store.head.ranks <= 8 || !known.length) return known;
+  const sorted = [...known].sort((a, b) => a.used / a.limit - b.used / b.limit);
+  const three = [[sorted.at(-1), "most: "], [sorted[sorted.length >> 1], "median: "], [sorted[0], "least: "]];
+  const picked = known.filter(({ rank }) => rank === store.selected).map((item) => [item, ""]);
+  return [...picked, ...three].map(([item, label]) => ({ ...item, label }));
+}
+
+function memoryRow() {
+  return h("div", { role: "listitem" }, h("span", { class: "dtk-who" }), h("span", { class: "dtk-used", "aria-hidden": "true" }, h("span")), h("span", { class: "dtk-note" }));
+}
+
+function drawMemory(store, row, { rank, label, used, limit }) {
+  const [who, track, text] = row.children, part = used / limit, tight = part >= NEARLY;
+  setAttr(row, "class", `dtk-store${tight ? " dtk-tight" : ""}${pickedClass(store, rank)}`);
+  setAttr(row, "data-rank", rank);
+  setText(who, `${label}${nodeName(store, rank)}`);
+  setAttr(track.firstChild, "style", `width: ${(100 * Math.min(1, part)).toFixed(1)}%`);
+  setText(text, `${tight ? "▲ " : ""}${bytes(used)} of ${bytes(limit)} · ${share(part)}`);
+}

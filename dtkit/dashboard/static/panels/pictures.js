@@ -1,0 +1,33 @@
+// The user's own panels, drawn by matplotlib in the kernel (custom.py); each shows its picture, or its error.
+
+import { h, setText } from "../elements.js";
+
+export function pictures(store) {
+  const el = h("div", { class: "dtk-pictures" }), shown = new Map();
+  const update = () => {
+    for (const [name, picture] of store.pictures) {
+      if (!shown.has(name)) {
+        shown.set(name, newPicture(name));
+        el.append(shown.get(name).el);
+      }
+      drawPicture(shown.get(name), picture);
+    }
+  };
+  return { el, update };
+}
+
+function newPicture(name) {
+  const image = h("img", { alt: `${name}: a picture that this notebook draws` }), broken = h("p", { class: "dtk-failed", role: "status" });
+  return { el: h("section", { class: "dtk-panel", "data-testid": "custom-panel", "data-name": name }, image, broken), image, broken, name, drawn: null };
+}
+
+function drawPicture(view, picture) {
+  if (view.drawn === picture) return;
+  view.drawn = picture;
+  view.image.hidden = picture.error !== null;
+  view.broken.hidden = picture.error === null;
+  setText(view.broken, picture.error === null ? "" : `${view.name}: this panel failed: ${picture.error}`);
+  if (picture.error !== null) return;
+  URL.revokeObjectURL(view.image.src);
+  view.image.src = URL.createObjectURL(new Blob([picture.bytes], { type: "image/png" }));
+}

@@ -1,0 +1,40 @@
+// What a phase of a step looks like: a colour and a texture (SVG patterns, whose names are a view's own).
+
+import { h, s } from "./elements.js";
+
+/** Paths of an 8 by 8 tile; what has none is plain. */
+export const TEXTURE = {
+  data: "M2,1v2h-2v-2zM6,5v2h-2v-2z",
+  backward: "M-2,2l4,-4M0,8l8,-8M6,10l4,-4",
+  "backward input": "M-2,2l4,-4M0,8l8,-8M6,10l4,-4",
+  "backward weight": "M2,0v8M6,0v8",
+  waiting: "M-2,6l4,4M0,0l8,8M6,-2l4,4",
+  communication: "M0,8l8,-8M0,0l8,8",
+  update: "M0,2h8M0,6h8",
+};
+let prefixes = 0;
+
+/** A prefix for the names of one view's patterns. */
+export function newPrefix() {
+  return `dtk${++prefixes}`;
+}
+export function phaseClass(phase) {
+  return `dtk-${phase.replace(" ", "-")}`;
+}
+/** The patterns of a view, to stand in its SVG. */
+export function textures(prefix) {
+  return s("defs", {}, ...Object.entries(TEXTURE).map(([phase, d]) =>
+    s("pattern", { id: `${prefix}-${phaseClass(phase)}`, width: 8, height: 8, patternUnits: "userSpaceOnUse", class: phaseClass(phase) },
+      s("rect", { width: 8, height: 8, class: "dtk-ground" }), s("path", { d, class: "dtk-texture" }))));
+}
+/** The attributes of what is drawn in a phase's look. */
+export function phaseLook(prefix, phase) {
+  return { class: `dtk-phase ${phaseClass(phase)}`, "data-phase": phase, fill: TEXTURE[phase] ? `url(#${prefix}-${phaseClass(phase)})` : "" };
+}
+/** What the phases look like, as a list below a panel; drawn anew only when it changes. */
+export function drawLegend(legend, phases, prefix) {
+  if (legend.dataset.phases === String(phases)) return;
+  legend.dataset.phases = String(phases);
+  legend.replaceChildren(...phases.map((phase) => h("li", {},
+    s("svg", { width: 20, height: 12, "aria-hidden": "true" }, s("rect", { width: 20, height: 12, ...phaseLook(prefix, phase) })), phase)));
+}

@@ -1,0 +1,134 @@
+"""What each node did when in the last step, as strips: the live timeline and the kept one draw these.
+
+The time that a node was blocked in a collective is cut where the last node arrived (as in :mod:`dtkit.waiting`): before
+that it waited, after it data moved. In a pipeline, receiving is waiting for the stage before. Of many nodes some are
+shown: those that are asked for, and others at equal distances.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dtkit import units
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from dtkit.timeline import Timeline
+
+KINDS = (
+    "data",
+    "forward",
+    "backward",
+    "backward input",
+    "backward weight",
+    "waiting",
+    "communication",
+    "update",
+    "other",
+)
+"""What a strip is made of; as the phases of :mod:`dtkit.dashboard.timing`, with a pipeline's two halves of backward."""
+
+STRIPS = 16
+"""Nodes at most."""
+
+SPANS = 1500
+"""Spans at most: 9 kB on their way to a page."""
+
+_NAMED = {"sync": "communication", "recv": "waiting", "send": "communication"}
+_BOX = np.dtype([("rank", "i4"), ("kind", "u1"), ("micro_batch", "i4"), ("begin", "f8"), ("end", "f8")])
+
+
+@dataclasses.dataclass(frozen=True)
+class Strip:
+    """Boxes of one step in seconds from its begin, by rank and time; `plan` is the schedule behind them, if known.
+
+    `boxes` and `plan` have the fields rank, kind (an index of ``KINDS``), micro_batch (-1 for none), begin and end.
+    """
+
+    step: int
+    seconds: float
+    ranks: tuple[int, ...]
+    boxes: np.ndarray
+    plan: np.ndarray
+    piped: bool
+    note: str
+
+
+def strip(timeline: Timeline | None, wanted: Iterable[int] = ()) -> Strip | None:
+    """The last step of a timeline; None where there is none."""
+    if timeline is None or not len(timeline.spans):
+        return None
+    step = int(timeline.spans["step"].max())
+    spans = timeline.of(step)
+    spans = spans[spans["end"] > spans["begin"]]
+    if not len(spans):
+        return None
+    start, end = float(spans["begin"].min()), float(spans["end"].max())
+    piped = bool((spans["micro_batch"] >= 0).any())
+    boxes = _boxes(spans, start)
+    ranks = _chosen(np.unique(boxes["rank"]), wanted)
+    boxes = boxes[np.isin(boxes["rank"], ranks)]
+    while len(boxes) > SPANS:  # the shortest say least
+        boxes = boxes[boxes["end"] - boxes["begin"] > np.median(boxes["end"] - boxes["begin"])]
+    plan = _planned(timeline, step, start, ranks) if piped else np.empty(0, _BOX)
+    return Strip(step, max(end - start, 1e-9), ranks, boxes, plan, piped, _note(timeline, step, piped=piped))
+
+
+def _chosen(ranks: np.ndarray, wanted: Iterable[int]) -> tuple[int, ...]:
+    """The ranks to show, in order."""
+    if len(ranks) <= STRIPS:
+        return tuple(int(rank) for rank in ranks)
+    named = [rank for rank in wanted if rank in ranks][: STRIPS // 2]
+    even = ranks[np.linspace(0, len(ranks) - 1, STRIPS - len(named)).astype(int)]
+    return tuple(sorted({*named, *(int(rank) for rank in even)}))
+
+
+def _boxes(spans: np.ndarray, start: float) -> np.ndarray:
+    boxes = np.zeros(len(spans), _BOX)
+    for name in ("rank", "micro_batch"):
+        boxes[name] = spans[name]
+    boxes["begin"], boxes["end"] = spans["begin"] - start, spans["end"] - start
+    boxes["kind"] = _kinds(spans["phase"])
+    boxes = _cut(boxes[np.lexsort((boxes["begin"], boxes["rank"]))])
+    return boxes[np.lexsort((boxes["begin"], boxes["rank"]))]
+
+
+def _kinds(phases: np.ndarray) -> np.ndarray:
+    names, place = np.unique(phases, return_inverse=True)
+    known = [_NAMED.get(str(name), str(name)) for name in names]
+    numbers = [KINDS.index(name) if name in KINDS else KINDS.index("other") for name in known]
+    return np.asarray(numbers, "u1")[place]
+
+
+def _cut(boxes: np.ndarray) -> np.ndarray:
+    """Each rank's k-th collective, cut where the last rank began its own; as they are where the counts differ."""
+    sync = np.flatnonzero(boxes["kind"] == KINDS.index("communication"))
+    ranks, counts = np.unique(boxes["rank"][sync], return_counts=True)
+    if len(ranks) < 2 or len(set(counts.tolist())) > 1:
+        return boxes
+    latest = np.tile(boxes["begin"][sync].reshape(len(ranks), -1).max(axis=0), len(ranks))
+    moved = boxes[sync]
+    waits = moved.copy()
+    waits["kind"] = KINDS.index("waiting")
+    waits["end"] = moved["begin"] = np.clip(latest, moved["begin"], moved["end"])
+    both = np.concatenate([np.delete(boxes, sync), waits, moved])
+    return both[both["end"] > both["begin"]]
+
+
+def _planned(timeline: Timeline, step: int, start: float, ranks: tuple[int, ...]) -> np.ndarray:
+    """The schedule played through with the measured durations, on the same clock, where the timeline knows one."""
+    if timeline.schedule is None:
+        return np.empty(0, _BOX)
+    spans = timeline.planned(step).spans
+    return _boxes(spans[np.isin(spans["rank"], ranks)], start)
+
+
+def _note(timeline: Timeline, step: int, *, piped: bool) -> str:
+    if not piped:
+        return f"step {step:,}"
+    measured, ideal = units.share(timeline.bubble(step)), units.share(timeline.ideal_bubble())
+    return f"step {step:,} · bubble {measured}, {ideal} by formula"

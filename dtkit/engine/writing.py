@@ -1,0 +1,111 @@
+"""Writing a checkpoint beside the training: state is copied between two steps, and a thread writes the copies.
+
+What came of it stands in a file of its own, ``report-000.json``, in the folder where the rank's tensors go: the
+notebook looks for it there, and no engine has to be asked while it computes. One save is at work at a time; the next
+one waits for it, so that memory holds one copy at most.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dtkit.checkpoint import TOKEN, rank_file, report_file, write_text
+from dtkit.engine import tensor_file
+from dtkit.engine.state import Captured, capture, restore
+from dtkit.engine.tensor_file import DTYPES, FileReader
+from dtkit.plain import Unsavable
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from dtkit.engine.trainer import Job
+
+PATIENCE_S = 600.0  # for the save before
+_TORN = "an update of its parameters failed half-way, so they are of no step"
+
+
+class Writer:
+    """This process's saves, one after the other."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+
+    def save(self, job: Job, folder: str, token: str) -> dict[str, Any]:
+        """Copy a job's state and begin to write it. A collective.
+
+        {"error": why this rank can't, or None; "seconds": for which training stood still, ...}; nothing is raised that
+        would be the disk's or the state's fault, since training goes on.
+        """
+        begun = time.perf_counter()
+        rank = 0 if job.setting.group is None else job.setting.group.rank
+        error = self._settled() or _unseen(Path(folder), token) or (_TORN if job.torn else None)
+        try:
+            captured = capture(job)
+        except Unsavable as problem:
+            error = str(problem)
+        if error is None:
+            self._thread = threading.Thread(target=_write, args=(Path(folder), rank, captured), name="dtkit-checkpoint")
+            self._thread.start()
+        told = None if error is None else f"rank {rank} on {socket.gethostname()}: {error}"
+        return {"error": told, "seconds": time.perf_counter() - begun, "torch": torch.__version__}
+
+    def _settled(self) -> str | None:
+        """Once the save before is done: what keeps the next one from beginning, if anything."""
+        if self._thread is not None:
+            self._thread.join(PATIENCE_S)
+            if self._thread.is_alive():
+                return f"the save before is still being written after {PATIENCE_S:.0f} s"
+        return None
+
+
+def _unseen(folder: Path, token: str) -> str | None:
+    """Whether this process sees the notebook's folder, and not another of the same name."""
+    with contextlib.suppress(OSError):
+        if (folder / TOKEN).read_text(encoding="utf-8") == token:
+            return None
+    return (
+        f"it does not see {folder.parent} as the notebook does. A checkpoint goes to a folder that the notebook and "
+        "all engines share; on several hosts that is one on a network file system"
+    )
+
+
+def _write(folder: Path, rank: int, captured: Captured) -> None:
+    """Write a rank's file, and then what came of it."""
+    path = folder / rank_file(rank)
+    try:
+        report = _report(path, captured)
+    except (OSError, MemoryError) as error:
+        with contextlib.suppress(OSError):
+            path.unlink()  # a full disk then has room for the word that it was full
+        why = error.strerror if isinstance(error, OSError) and error.strerror else type(error).__name__
+        report = {"error": f"rank {rank} on {socket.gethostname()}: {why}"}
+    with contextlib.suppress(OSError):  # then the notebook misses the report, and says so
+        unready = folder / f".{report_file(rank)}"
+        write_text(unready, json.dumps(report))
+        unready.replace(folder / report_file(rank))
+
+
+def _report(path: Path, captured: Captured) -> dict[str, Any]:
+    slabs = captured.slabs
+    told = {
+        name: [DTYPES[s.tensor.dtype], list(s.shape), list(s.offset), list(s.tensor.shape)] for name, s in slabs.items()
+    }
+    written = tensor_file.write(path, {name: slab.tensor for name, slab in slabs.items()})
+    return {"file": {path.name: written}, "slabs": told, "facts": captured.facts}
+
+
+def read(
+    job: Job, folder: str, index: Mapping[str, Any], files: Sequence[str], facts: Mapping[str, Any]
+) -> tuple[int, float]:
+    """Put a checkpoint's state into a job. A collective. (step, learning rate)."""
+    with FileReader(Path(folder), index, files, facts) as reader:
+        restore(job, reader)
+    return job.step, job.lr

@@ -1,0 +1,115 @@
+"""Going on from a checkpoint: what is checked before anything travels, and what will be different, said in a line."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from dtkit import units
+from dtkit.checkpoint import Checkpoint
+from dtkit.errors import CheckpointError
+from dtkit.plain import Unsavable, decode, encode
+from dtkit.replicas import Replicas
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from dtkit.cluster import Cluster
+    from dtkit.records import RunSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Resumption:
+    """A checkpoint that was looked at, and can be gone on from."""
+
+    checkpoint: Checkpoint
+
+    @property
+    def step(self) -> int:
+        """Steps that were taken."""
+        return self.checkpoint.step
+
+    @property
+    def called(self) -> int:
+        """The step after which callbacks were called last."""
+        return int(self.checkpoint.head.get("called", self.step))
+
+    def check(self, spec: RunSpec) -> None:
+        """Raise ValueError where nothing would be left to do."""
+        if spec.steps <= self.step:
+            raise ValueError(
+                f"{self.checkpoint.path} stands after step {self.step}, and this training has {spec.steps} steps in "
+                f"all. Ask for more than {self.step}: steps= and epochs= count from the very start"
+            )
+
+    def put_into(self, cluster: Cluster, job: str) -> float:
+        """Have all ranks of a job that was just made take over the state. Returns the learning rate."""
+        head = self.checkpoint.head
+        where: dict[str, Any] = {"folder": str(self.checkpoint.path.absolute()), "files": list(head["files"])}
+        found = cluster.ask("restore", job=job, index=head["index"], facts=head["facts"], **where)
+        return float(found[0][1])
+
+    def put_into_callbacks(self, callbacks: Sequence[Any]) -> None:
+        """Give callbacks their state again: those of the same class, at the same place of the list."""
+        for callback, saved in zip(callbacks, self.checkpoint.head.get("callbacks", ()), strict=False):
+            if saved is not None and saved["class"] == type(callback).__name__:
+                callback.load_state_dict(decode(saved["state"]))
+
+    def text(self, spec: RunSpec) -> str:
+        """What the run's log says: where it goes on from, and how it differs from one that never ended."""
+        head = self.checkpoint.head
+        before, now = head["spec"], dataclasses.asdict(spec)
+        said = [f"goes on from {self.checkpoint.path.name}"]
+        here = f"{spec.strategy} on {units.plural(spec.world_size, 'rank')}"
+        there = f"{self.checkpoint.strategy} on {units.plural(self.checkpoint.world_size, 'rank')}"
+        if here != there:
+            said.append(f"made by {there}, now {here}: the state is the same")
+        changed = [name for name in _ORDER if before[name] != now[name]]
+        if changed:
+            told = ", ".join(f"{name}={now[name]!r} was {before[name]!r}" for name in changed)
+            said.append(f"rows come in another order ({told})")
+        elif before["world_size"] != now["world_size"] and spec.shuffle != "global":
+            said.append("each rank has other rows now, so the rows of a step differ from here on")
+        if here != there:
+            said.append(_own_state(head, spec))
+        return "; ".join(word for word in said if word)
+
+
+_ORDER = ("samples", "batch_size", "shuffle", "seed")
+
+
+def _own_state(head: Any, spec: RunSpec) -> str:
+    """What becomes of state that is a rank's own."""
+    facts = head["facts"]
+    found = []
+    averaged = any(own["optimizers"] for own in facts["own"].values())
+    other_world = head["spec"]["world_size"] != spec.world_size
+    if averaged and (other_world or not spec.strategy.startswith(facts["layout"]["strategy"])):
+        found.append("optimisers' states of the ranks became their mean")
+    if other_world:
+        found.append("ranks that there were not draw random numbers of their own (dropout)")
+    return ", ".join(found)
+
+
+def find(path: str | Path, model: Any) -> Resumption:
+    """The checkpoint at a path, once its files and its fit to the model were checked. Raises CheckpointError."""
+    found = Checkpoint(path)
+    found.check_fits((model.model() if isinstance(model, Replicas) else model).state_dict())
+    found.check()
+    return Resumption(found)
+
+
+def callback_states(callbacks: Sequence[Any]) -> list[dict[str, Any] | None]:
+    """State of callbacks that have any to save: those with ``state_dict`` and ``load_state_dict``."""
+    found: list[dict[str, Any] | None] = []
+    for callback in callbacks:
+        if not (hasattr(callback, "state_dict") and hasattr(callback, "load_state_dict")):
+            found.append(None)
+            continue
+        name = type(callback).__name__
+        try:
+            found.append({"class": name, "state": encode(callback.state_dict(), f"the state of {name}")})
+        except Unsavable as error:
+            raise CheckpointError(f"{error}: a checkpoint holds tensors, numbers and text only") from None
+    return found

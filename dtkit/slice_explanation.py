@@ -1,0 +1,222 @@
+"""One step taken apart where parameters are cut among ranks: the collectives in it, and what they cost.
+
+With sharded or tensor-parallel training no rank ever holds whole gradients, so there are none to be shown before and
+after a sum. What can be shown is what ranks said to each other: each collective in order, how large it was, what the
+textbook says that it sends, and what was counted on the connections. A result that should be the same on all ranks is
+compared by digest.
+
+Plain data: nothing here imports torch, and matplotlib only when a figure is asked for.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import functools
+import math
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from dtkit.explanation import RankReport
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import numpy as np
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+_ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
+"""How often (N - 1) / N of the bytes go out from each rank of a ring (Patarasu and Yuan, JPDC 2009)."""
+
+
+class CollectiveReport(TypedDict):
+    """One collective, as one rank saw it."""
+
+    what: str
+    """"all_reduce", "all_gather", "reduce_scatter", "broadcast" or "all_to_all"."""
+    phase: str
+    """What the step was doing: "forward", "backward", "sync" or "update"."""
+    shape: tuple[int, ...]
+    """Of the (first) tensor that it made."""
+    dtype: str
+    nbytes: int
+    """Of all of it: what is summed, what is gathered, what is summed before it is scattered."""
+    ranks: int
+    digest: str | None
+    """Of the result, where that should be the same on all ranks."""
+
+
+class SliceReport(RankReport):
+    """What one rank tells of the step: plain numbers, which travel as they are."""
+
+    collectives: list[CollectiveReport]
+    sent_bytes: int
+    held_bytes: int
+    whole_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective of the step, in the order that all ranks made them in."""
+
+    order: int
+    what: str
+    phase: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    ranks: int
+    textbook_bytes: float
+    """What each of these ranks sends in a ring."""
+    digests: tuple[str | None, ...]
+    """Of the result, by rank; None where ranks get different parts."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CollectiveGroup:
+    """All collectives of a kind in one phase of the step."""
+
+    phase: str
+    what: str
+    ranks: int
+    count: int
+    nbytes: int
+    textbook_bytes: float
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SliceRank:
+    """One rank's part in the step. Checksums are of what it holds: twelve hexadecimal digits."""
+
+    rank: int
+    rows: np.ndarray | None
+    """Numbers of the rows that it took (int64); None for a stream."""
+    samples: int
+    loss: float | None
+    weight: float
+    lr: float | None
+    """None where no update was made."""
+    before: str
+    after: str | None
+    held_bytes: int
+    """Of the parameters on this rank, and of all of them."""
+    whole_bytes: int
+    sent_bytes: int
+    """Counted on this rank's connections during the step."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SliceExplanation:
+    """One step of sharded or tensor-parallel training. Print it, call :meth:`figure`, or read the numbers."""
+
+    model: str
+    step: int
+    """Number of the step, from 0: as in ``run.history``."""
+    epoch: int
+    ranks: tuple[SliceRank, ...]
+    collectives: tuple[Collective, ...]
+    aligned: bool
+    """Whether all ranks made the same collectives in the same order."""
+
+    @classmethod
+    def from_reports(cls, reports: Sequence[SliceReport], model: str) -> SliceExplanation:
+        """From the reports of all ranks, in any order."""
+        reports = sorted(reports, key=lambda report: report["rank"])
+        names = [field.name for field in dataclasses.fields(SliceRank)]
+        kinds = [[(c["phase"], c["what"], c["nbytes"]) for c in report["collectives"]] for report in reports]
+        first = reports[0]
+        return cls(
+            model=model,
+            step=first["step"],
+            epoch=first["epoch"],
+            ranks=tuple(SliceRank(**{name: report[name] for name in names}) for report in reports),  # type: ignore[literal-required]  # the fields are the report's keys
+            collectives=tuple(_collectives(reports)),
+            aligned=all(kind == kinds[0] for kind in kinds),
+        )
+
+    @property
+    def samples(self) -> int:
+        """Samples that ranks took, added up; ranks that share a replica take the same ones."""
+        return sum(rank.samples for rank in self.ranks)
+
+    @property
+    def loss(self) -> float:
+        """The weighted mean over ranks; NaN where none had a sample."""
+        known = [(rank.weight, rank.loss) for rank in self.ranks if rank.loss is not None and rank.weight]
+        total = math.fsum(weight for weight, _ in known)
+        return math.fsum(weight / total * loss for weight, loss in known) if known else math.nan
+
+    @property
+    def updated(self) -> bool:
+        """Whether the parameters were updated: not where the gradients were not finite."""
+        return all(rank.after is not None for rank in self.ranks)
+
+    @property
+    def agreed(self) -> bool:
+        """Whether each result that should be the same on all ranks is so, bit by bit, and ranks were in step.
+
+        Judged where a collective was among all ranks; of smaller groups it is not known here who was in which.
+        """
+        return self.aligned and all(len(set(c.digests)) == 1 for c in self.collectives if c.ranks == len(self.ranks))
+
+    @property
+    def groups(self) -> tuple[CollectiveGroup, ...]:
+        """Collectives of a kind together, in the order in which the first of each was made."""
+        found: dict[tuple[str, str, int], list[Collective]] = {}
+        for one in self.collectives:
+            found.setdefault((one.phase, one.what, one.ranks), []).append(one)
+        return tuple(
+            CollectiveGroup(*key, len(ones), sum(c.nbytes for c in ones), sum(c.textbook_bytes for c in ones))
+            for key, ones in found.items()
+        )
+
+    @property
+    def textbook_bytes(self) -> float:
+        """What a rank sends in all of them together, in rings."""
+        return sum(c.textbook_bytes for c in self.collectives)
+
+    @property
+    def sent_bytes(self) -> int:
+        """What was counted on connections, of the rank that sent most."""
+        return max(rank.sent_bytes for rank in self.ranks)
+
+    def to_pandas(self) -> pd.DataFrame:
+        """A DataFrame with a row per collective. Needs pandas."""
+        import pandas as pd
+
+        return pd.DataFrame([dataclasses.asdict(one) for one in self.collectives])
+
+    # -- views --------------------------------------------------------------------------------------------------
+
+    def figure(self) -> Figure:
+        """A picture as a matplotlib Figure: what each kind of collective sends, and what was counted."""
+        from dtkit.dashboard.slices_view import slices_figure
+
+        return slices_figure(self)
+
+    @functools.cached_property
+    def _image(self) -> str:
+        from dtkit.dashboard import figures
+
+        figure = self.figure()
+        data = base64.b64encode(figures.png(figure)).decode("ascii")
+        return f'<img alt="the step as a picture" width="{figures.width(figure)}" src="data:image/png;base64,{data}">'
+
+    def __repr__(self) -> str:
+        from dtkit.dashboard import slices_view
+
+        return slices_view.text(self)
+
+    def _repr_html_(self) -> str:
+        from dtkit.dashboard import slices_view
+
+        return f"<div>{slices_view.page(self)}{self._image}</div>"
+
+
+def _collectives(reports: Sequence[SliceReport]) -> Iterator[Collective]:
+    """As rank 0 saw them, with the other ranks' digests."""
+    for order, one in enumerate(reports[0]["collectives"]):
+        others = [r["collectives"][order]["digest"] if order < len(r["collectives"]) else None for r in reports]
+        ring = _ROUNDS.get(one["what"], 0) * (one["ranks"] - 1) / one["ranks"] * one["nbytes"]
+        plain: dict[str, Any] = {key: value for key, value in one.items() if key != "digest"}
+        yield Collective(order=order, textbook_bytes=ring, digests=tuple(others), **plain)

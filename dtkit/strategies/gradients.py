@@ -1,0 +1,81 @@
+"""What strategies do alike with the gradients that lie on one rank: add up over ranks, divide, scale, measure.
+
+Plain functions of tensors. Which ranks take part, and which of them hold the same gradients, is the caller's to know.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from dtkit.strategies.objective import MEAN, PAIR
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from dtkit.engine.comm import Group
+
+
+def agree_on_form(form: int | None, group: Group | None) -> int:
+    """Whether the loss is a mean or a pair, as all ranks see it. A collective.
+
+    None where this rank has no loss: it has no sample in the first step, or not the last stage. TypeError, on all
+    ranks, where they see different forms.
+    """
+    votes = torch.tensor([form == MEAN, form == PAIR], dtype=torch.float32)
+    if group is not None:
+        group.all_reduce(votes)
+    if bool(votes.all()):
+        raise TypeError("the loss is a scalar on some ranks and a (sum, weight) pair on others; return one form")
+    return MEAN if votes[0] else PAIR
+
+
+def per_weight(total: torch.Tensor) -> torch.Tensor:
+    """What makes the gradients of a sum into those of the weighted mean. Of no weight at all, `total` becomes tiny."""
+    return (1 / total.clamp_(min=torch.finfo(total.dtype).tiny)).nan_to_num()  # a sum of nothing has a gradient of 0
+
+
+def clipping(norm: float, limit: float | None) -> float:
+    """What to multiply a gradient of this norm by: as torch's clip_grad_norm_ does."""
+    return 1.0 if limit is None or norm <= limit else limit / (norm + 1e-6)
+
+
+def scale(gradients: list[torch.Tensor], factor: torch.Tensor | float) -> None:
+    """Multiply in place: by one fused operation where they are of one kind."""
+    if len({(g.dtype, g.device, g.layout) for g in gradients}) == 1 and not gradients[0].is_sparse:
+        torch._foreach_mul_(gradients, torch.as_tensor(factor).to(gradients[0]))
+    else:
+        for gradient in gradients:
+            gradient.mul_(float(factor))
+
+
+def squares(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of squares of each one's numbers, in float64. All on one device, and at least one."""
+    norms = torch._foreach_norm([values(g) for g in gradients])  # noqa: SLF001 - as clip_grad_norm_ does
+    return torch.stack([norm.double() for norm in norms]).square()
+
+
+def values(gradient: torch.Tensor) -> torch.Tensor:
+    """The numbers of a gradient, which is sparse for an embedding made so."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+def summed(
+    parameters: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor | None],
+    all_reduce: Callable[[torch.Tensor], object],
+) -> list[torch.Tensor | None]:
+    """The sums over ranks, laid out as the parameters, in one flat all-reduce that is done in place.
+
+    A parameter that no rank used gets no gradient, as in one process.
+    """
+    used = parameters[0].new_tensor([g is not None for g in gradients])
+    parts = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients, strict=True)]
+    flat = torch.cat([used, *(part.reshape(-1) for part in parts)])
+    all_reduce(flat)
+    used, *sums = torch.split(flat, [len(parts), *(p.numel() for p in parameters)])
+    return [
+        total.view_as(p).to(p.dtype) if count else None
+        for p, total, count in zip(parameters, sums, used.tolist(), strict=True)
+    ]

@@ -1,0 +1,119 @@
+"""The dashboard of a real run in JupyterLab and in Notebook 7: in step, opened anew, saved, without a kernel.
+
+The engines are pretended ones, so that 16 nodes cost nothing; kernel, widget and browser are real.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+from nbformat.v4 import new_code_cell, new_notebook
+from playwright.sync_api import Locator, expect
+
+from tests.browser.lab import Lab, Look
+
+if TYPE_CHECKING:
+    from nbformat import NotebookNode
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(480)]
+
+TRAIN = """
+import torch, dtkit
+from torch import nn
+from dtkit.testing import FakeTransport
+
+@dtkit.panel("Rows so far")
+def rows(ax, history):
+    ax.plot([0, 1], [0, len(history)])
+
+cluster = dtkit.Cluster.over(FakeTransport(16), device="cpu")
+data = torch.zeros(6400, 2), torch.zeros(6400, dtype=torch.int64)
+run = cluster.train(nn.Linear(2, 2), data, loss=nn.CrossEntropyLoss(), optimizer=torch.optim.SGD,
+                    batch_size=1600, steps=400, start=False)
+run.step(50)
+run.note("<script>alert(1)</script>")
+"""
+WAIT_MS = 60_000
+LOOKS = [
+    Look("JupyterLab Light", 1400, 1000),
+    Look("JupyterLab Dark", 760, 1000),
+    Look("JupyterLab Light", 1200, 1000, app="notebook"),
+]
+
+
+def notebook() -> NotebookNode:
+    """Two displays of one run, and its end."""
+    cells = [new_code_cell(source) for source in (TRAIN, "run.dashboard(drills=True)", "run", "run.stop()")]
+    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    return new_notebook(cells=cells, metadata={"kernelspec": kernel})
+
+
+def started(lab: Lab) -> list[Locator]:
+    """Both displays, standing at step 50."""
+    lab.open(notebook())
+    for cell in (0, 1, 2):
+        lab.run_cell(cell)
+        lab.wait_idle(timeout=120)
+    return shown(lab)
+
+
+def shown(lab: Lab) -> list[Locator]:
+    views = lab.page.get_by_test_id("dtkit-dashboard")
+    expect(views).to_have_count(2, timeout=WAIT_MS)
+    found = [views.nth(k) for k in range(2)]
+    for view in found:
+        expect(view).to_have_attribute("data-step", "50", timeout=WAIT_MS)
+    return found
+
+
+@pytest.mark.parametrize("look", LOOKS, indirect=True, ids=["lab-light", "lab-dark", "notebook7"])
+def test_displays_stay_in_step_and_end_as_pictures(lab: Lab):
+    first, second = started(lab)
+    for view in (first, second):
+        expect(view.get_by_test_id("slow")).to_be_visible()  # one display asked for drills, so both have them
+        expect(view.get_by_test_id("log")).to_contain_text("<script>alert(1)</script>")
+        expect(view.get_by_test_id("custom-panel").locator("img")).to_be_visible(timeout=WAIT_MS)
+    first.get_by_test_id("step").click()
+    second.get_by_test_id("waffle").get_by_role("option").nth(6).click()
+    for view in (first, second):
+        expect(view).to_have_attribute("data-step", "51", timeout=WAIT_MS)
+        expect(view.get_by_test_id("effect")).to_have_text("✓ one step taken: all nodes stand at step 51")
+        expect(view.get_by_test_id("loss-chart").locator("path.dtk-picked")).to_have_attribute("data-rank", "6")
+    rate = second.get_by_test_id("lr")
+    rate.fill("0.002")
+    rate.press("Enter")
+    for view in (first, second):
+        expect(view.get_by_test_id("effect")).to_have_text("✓ learning rate 0.002 from step 51 on, on all nodes")
+    assert lab.page.locator(".dtk-broken").count() == 0
+
+    lab.run_cell(3)
+    for cell in (1, 2):
+        lab.wait_text(cell, "image/png", timeout=60)
+    lab.wait_idle()
+    saved = lab.save()
+    for cell in (1, 2):
+        (output,) = saved.cells[cell].outputs
+        assert set(output.data) == {"image/png", "text/plain"}
+    lab.close()  # the kernel is gone
+    lab.reload()
+    pictures = lab.page.locator(".jp-OutputArea-output img[src^='data:image/png']")
+    expect(pictures).to_have_count(2, timeout=WAIT_MS)
+    assert lab.page.get_by_text("Error displaying widget").count() == 0
+
+
+def test_a_page_that_is_opened_anew_has_the_whole_history(lab: Lab):
+    first, _ = started(lab)
+    line = first.get_by_test_id("loss-chart").locator("path.dtk-line[data-rank=all]")
+    drawn = len(re.findall("[ML]", line.get_attribute("d") or ""))
+    assert drawn == 50
+    lab.save()
+    lab.reload()
+    again, other = shown(lab)
+    for view in (again, other):
+        line = view.get_by_test_id("loss-chart").locator("path.dtk-line[data-rank=all]")
+        assert len(re.findall("[ML]", line.get_attribute("d") or "")) == drawn
+        expect(view.get_by_test_id("log")).to_contain_text("<script>alert(1)</script>")
+    again.get_by_test_id("step").click()
+    expect(other).to_have_attribute("data-step", "51", timeout=WAIT_MS)

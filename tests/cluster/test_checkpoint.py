@@ -1,0 +1,296 @@
+"""Saving and going on, on real engines: the same parameters as without a break, on any layout."""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+import signal
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+import dtkit
+from tests.cluster import oracle, small
+from tests.cluster.oracle import BOUND, difference
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+pytestmark = pytest.mark.cluster
+
+BREAK, STEPS = 11, 25  # an epoch has 6 steps: a break within one
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def cosine(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=STEPS)
+
+
+def dropping() -> nn.Module:
+    torch.manual_seed(2)
+    layers = nn.Linear(oracle.FEATURES, 16), nn.Dropout(0.3), nn.BatchNorm1d(16), nn.Tanh()
+    return nn.Sequential(*layers, nn.Linear(16, oracle.CLASSES)).double()
+
+
+HOW: dict[str, Any] = {
+    "loss": oracle.mean_loss,
+    "optimizer": adamw,
+    "batch_size": oracle.BATCH,
+    "seed": oracle.SEED,
+    "scheduler": cosine,
+    "shuffle": "global",
+}
+
+
+def train(cluster: dtkit.Cluster, model: nn.Module | None = None, **options: Any) -> dtkit.Run:
+    run = cluster.train(oracle.mlp() if model is None else model, oracle.data(), **(HOW | {"steps": STEPS} | options))
+    run.wait(60)
+    return run
+
+
+def weights(run: dtkit.Run) -> Mapping[str, torch.Tensor]:
+    return run.model.state_dict()
+
+
+@pytest.fixture(scope="module")
+def cluster4() -> Iterator[dtkit.Cluster]:
+    with dtkit.Cluster(4) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def whole(cluster2: dtkit.Cluster) -> dict[str, torch.Tensor]:
+    """What an uninterrupted run comes to: the same on any layout, since the rows of a step are."""
+    return dict(weights(train(cluster2)))
+
+
+@pytest.fixture(scope="module")
+def saved(cluster2: dtkit.Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Checkpoints at BREAK, by each strategy that trains as one process does, on two engines."""
+    found = {}
+    for name, strategy in strategies(2).items():
+        run = train(cluster2, steps=BREAK, strategy=strategy)
+        found[name] = run.save(tmp_path_factory.mktemp(name)).path
+    return found
+
+
+def strategies(world: int) -> dict[str, Any]:
+    return {
+        "data": dtkit.DataParallel(),
+        "sharded": dtkit.Sharded(replicas=world // 2),
+        "pipeline": dtkit.Pipeline(stages=2, micro_batches=3, replicas=world // 2),
+        "tensor": dtkit.TensorParallel(ways=2, replicas=world // 2),
+    }
+
+
+# -- the same training -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("data", "data"), ("data", "sharded"), ("sharded", "pipeline"), ("pipeline", "tensor"), ("tensor", "data")],
+)
+def test_goes_on_under_any_strategy(
+    cluster2: dtkit.Cluster, saved: dict[str, Path], whole: Any, before: str, after: str
+):
+    run = train(cluster2, strategy=strategies(2)[after], resume=saved[before])
+    assert difference(weights(run), whole) <= BOUND
+    assert run.history.steps == STEPS
+    assert [row.step for row in run.history if row.rank == 0] == list(range(STEPS))
+
+
+@pytest.mark.parametrize(("before", "after"), [("data", "pipeline"), ("pipeline", "sharded"), ("sharded", "tensor")])
+def test_goes_on_on_more_engines_and_on_fewer(
+    cluster2: dtkit.Cluster,
+    cluster4: dtkit.Cluster,
+    saved: dict[str, Path],
+    whole: Any,
+    tmp_path: Path,
+    before: str,
+    after: str,
+):
+    run = train(cluster4, steps=BREAK + 5, strategy=strategies(4)[after], resume=saved[before])
+    assert "on 2 ranks" in run.history.events[-3].text
+    back = run.save(tmp_path)
+    assert difference(weights(train(cluster2, strategy=strategies(2)[before], resume=back.path)), whole) <= BOUND
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        dtkit.DataParallel(accumulate=2, clip_norm=0.5),
+        dtkit.ParameterAveraging(every=4),
+        dtkit.ParameterAveraging(every=4, outer=dtkit.OuterSGD()),
+        dtkit.Sharded(),
+    ],
+    ids=repr,
+)
+def test_a_break_leaves_no_trace_in_random_numbers_and_batch_statistics(
+    cluster2: dtkit.Cluster, tmp_path: Path, strategy: Any
+):
+    """Between two averagings every rank has parameters, momenta, statistics and random numbers of its own."""
+    how = {"strategy": strategy, "shuffle": "shard", "optimizer": oracle.momentum, "batch_size": 22}
+    with pytest.warns(UserWarning, match="BatchNorm"):
+        expected = weights(train(cluster2, dropping(), **how))
+    with pytest.warns(UserWarning, match="BatchNorm"):
+        path = train(cluster2, dropping(), steps=BREAK, **how).save(tmp_path).path
+    with pytest.warns(UserWarning, match="BatchNorm"):
+        found = weights(train(cluster2, dropping(), resume=path, **how))
+    assert difference(dict(found), dict(expected)) <= BOUND
+
+
+def test_compressed_gradients_keep_what_they_left_out(cluster2: dtkit.Cluster, tmp_path: Path):
+    how = {"strategy": dtkit.DataParallel(compress="powersgd"), "optimizer": oracle.momentum}
+    expected = weights(train(cluster2, **how))
+    path = train(cluster2, steps=BREAK, **how).save(tmp_path).path
+    assert difference(weights(train(cluster2, resume=path, **how)), expected) <= BOUND
+
+
+def test_averaged_parameters_go_on_from_their_mean_elsewhere(
+    cluster2: dtkit.Cluster, cluster4: dtkit.Cluster, tmp_path: Path
+):
+    run = train(cluster2, steps=BREAK, strategy=dtkit.ParameterAveraging(every=4))
+    path, mean = run.save(tmp_path).path, weights(run)
+    there = cluster4.train(oracle.mlp(), oracle.data(), **HOW, steps=STEPS, resume=path, start=False)
+    assert difference(weights(there), mean) <= BOUND
+    assert "became their mean" in there.history.events[-1].text
+    there.step()
+
+
+def test_a_schedule_that_wants_a_loss_and_early_stopping_go_on(cluster2: dtkit.Cluster, tmp_path: Path):
+    def plateau(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
+
+    how = {"scheduler": plateau, "valid": oracle.data(), "optimizer": oracle.momentum}
+    expected = train(cluster2, callbacks=[one := dtkit.EarlyStopping(patience=9)], **how)
+    train(cluster2, callbacks=[dtkit.EarlyStopping(patience=9)], save_every=6, save_to=tmp_path, steps=12, **how)
+    run = train(cluster2, callbacks=[two := dtkit.EarlyStopping(patience=9)], resume=tmp_path, **how)
+    assert run.lr == expected.lr < 0.1
+    assert (two.best, two.best_epoch) == (one.best, one.best_epoch)
+    assert math.isfinite(two.best)
+    assert difference(weights(run), weights(expected)) <= BOUND
+
+
+def test_a_stream_is_read_again_up_to_where_it_stood(cluster2: dtkit.Cluster, tmp_path: Path):
+    def stream() -> Any:
+        yield from zip(*oracle.data(), strict=True)
+
+    how = {**HOW, "shuffle": None}
+    expected = cluster2.train(oracle.mlp(), stream, **how, steps=5)
+    expected.wait(60)
+    wanted = weights(expected)
+    part = cluster2.train(oracle.mlp(), stream, **how, steps=2)
+    part.wait(60)
+    path = part.save(tmp_path).path
+    run = cluster2.train(oracle.mlp(), stream, **how, steps=5, resume=path)
+    run.wait(60)
+    assert difference(weights(run), wanted) <= BOUND
+
+
+# -- saving ------------------------------------------------------------------------------------------------
+
+
+def test_saves_by_themselves_keep_the_last_ones(cluster2: dtkit.Cluster, tmp_path: Path):
+    run = small.train(cluster2, steps=20, save_every=6, save_to=tmp_path, keep=2)
+    run.wait(60)
+    run.save(keep=2)
+    found = dtkit.checkpoints(tmp_path)
+    assert [one.step for one in found] == [20, 20]
+    assert not found.broken
+    assert found[-1].damage() == []
+    saved = [event.step for event in run.history.events if event.text.startswith("saved")]
+    assert saved == [6, 12, 18, 20, 20]
+    assert difference(found[-1].state_dict(), weights(run)) == 0
+    assert difference(found[-1].model_into(small.net()).state_dict(), weights(run)) == 0
+
+
+def test_saves_while_it_runs_and_while_it_is_paused(cluster2: dtkit.Cluster, tmp_path: Path):
+    run = small.train(cluster2, steps=100_000)
+    first = run.save(tmp_path)
+    run.pause()
+    second = run.save(tmp_path)
+    assert first.step <= second.step == run.status.step
+    assert run.status.state is dtkit.State.PAUSED
+    assert f"step {second.step}" in repr(second)
+    run.stop()
+    assert run.save(tmp_path).step == second.step
+
+
+@pytest.fixture
+def small_files(cluster2: dtkit.Cluster) -> Iterator[None]:
+    """Rank 1's process can't write more than 100 bytes into a file, as on a disk that is full."""
+
+    def limit(size: int) -> None:
+        if torch.distributed.get_rank() == 1:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+    cluster2.run(limit, 100)
+    yield
+    cluster2.run(limit, resource.RLIM_INFINITY)
+
+
+def test_a_disk_that_takes_no_more_fails_the_save_and_not_the_run(
+    cluster2: dtkit.Cluster, tmp_path: Path, small_files: None
+):
+    run = small.train(cluster2, steps=20, save_every=10, save_to=tmp_path)
+    run.wait(60)
+    with pytest.raises(dtkit.CheckpointError, match=r"rank 1 on .*File too large"):
+        run.save()
+    assert run.status.state is dtkit.State.COMPLETED
+    errors = [event for event in run.history.events if event.kind == "error"]
+    assert [event.step for event in errors] == [10, 20, 20]
+    assert list(tmp_path.iterdir()) == []
+    small.check_usable(cluster2)
+
+
+def test_a_folder_that_can_t_be_made_fails_the_save_and_not_the_run(cluster2: dtkit.Cluster, tmp_path: Path):
+    (tmp_path / "file").write_text("no folder")
+    run = small.train(cluster2, steps=10, save_every=5, save_to=tmp_path / "file")
+    run.wait(60)
+    with pytest.raises(dtkit.CheckpointError, match=r"File exists|Not a directory"):
+        run.save()
+    assert run.status.state is dtkit.State.COMPLETED
+    assert sum(event.kind == "error" for event in run.history.events) == 3
+
+
+def test_state_that_is_no_plain_data_is_refused_and_the_run_goes_on(cluster2: dtkit.Cluster, tmp_path: Path):
+    class Odd(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            self.state[self.param_groups[0]["params"][0]]["odd"] = os.getpid
+            return super().step(closure)
+
+    run = small.train(cluster2, steps=50, optimizer=lambda parameters: Odd(parameters, lr=0.1), start=False)
+    run.step()
+    with pytest.raises(dtkit.CheckpointError, match=r"the state 'odd' of 0.weight is a builtin"):
+        run.save(tmp_path)
+    run.resume()
+    run.wait(60)
+    assert run.status.state is dtkit.State.COMPLETED
+
+
+# -- going on from what can't be -----------------------------------------------------------------------------
+
+
+def test_what_does_not_fit_is_refused_before_anything_changes(
+    cluster2: dtkit.Cluster, saved: dict[str, Path], tmp_path: Path
+):
+    run = small.train(cluster2, steps=2)
+    run.wait(60)
+    with pytest.raises(dtkit.CheckpointError, match=r"0.weight has shape \(16, 6\) there and \(8, 4\) in the model"):
+        small.train(cluster2, resume=saved["data"])
+    with pytest.raises(ValueError, match="more than 11"):
+        train(cluster2, steps=BREAK, resume=saved["data"])
+    with pytest.raises(dtkit.CheckpointError, match="is not there"):
+        small.train(cluster2, resume=tmp_path / "nothing")
+    assert cluster2.current_run is run
+    with pytest.raises(dtkit.EngineError, match="made with AdamW, and optimizer= makes a SGD"):
+        train(cluster2, optimizer=oracle.momentum, resume=saved["data"])
+    small.check_usable(cluster2)

@@ -1,0 +1,91 @@
+"""A user's own schedule runs as written, rank by rank and cell by cell, and trains as one process does."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import dtkit
+from dtkit.timeline import KINDS, Timeline
+from tests.cluster.nets import net
+from tests.cluster.oracle import BOUND, difference, global_rows, one_process, train
+from tests.cluster.small import check_usable
+from tests.cluster.test_pipeline import deep
+from tests.test_timeline import follows_the_trace_event_format
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.cluster
+
+STEPS = 8  # of 24 samples; the sixth has one sample only
+TABLES = {
+    "out of order": "F2 F0 F1 B0 B2 B1\nF2 F0 B0 F1 B2 B1",
+    "halves": "F0 F1 B0 F2 B1 F3 B2 B3\nF0 I0 F1 I1 W0 F2 I2 W1 F3 I3 W2 W3",
+    "halves on the first stage": "F0 F1 I0 W0 I1 W1\nF0 I0 W0 F1 B1",
+    "idle cells": "F0 F1 . . B0 . B1\n. F0 B0 F1 B1 . .",
+    "there and back": "0F0 3F0 0F1 3B0 3F1 0B0 3B1 0B1\n1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1",
+    "more stages on one rank": "0F0 0F1 0B1 0B0\n1F0 2F0 1F1 2F1 2B1 1B1 2B0 1B0",
+    "fewer activations": "F0 B0 F1 B1 F2 B2\nF0 B0 F1 B1 F2 B2",
+}
+
+
+def steps(cluster: dtkit.Cluster, schedule: Any, micro_batches: int = 0) -> dtkit.Run:
+    strategy = dtkit.Pipeline(cluster.world_size, micro_batches, schedule=schedule, by="parameters")
+    return train(cluster, net(deep), strategy=strategy, shuffle="global", steps=STEPS)
+
+
+def ran(timeline: Timeline) -> list[list[str]]:
+    """What each rank computed in the last step, in order."""
+    found = []
+    for rank in timeline.ranks:
+        spans = [s for s in timeline.of(timeline.steps[-1], rank) if s["micro_batch"] >= 0]
+        named = [f"{s['stage']}{KINDS[s['phase']]}{s['micro_batch']}" for s in sorted(spans, key=lambda s: s["begin"])]
+        found.append(list(dict.fromkeys(named)))  # the loss is a span of its own
+    return found
+
+
+def written(table: dtkit.Schedule) -> list[list[str]]:
+    return [[str(action) for action in row if action] for row in table.rows]
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_trains_as_one_process_and_runs_as_written(cluster2: dtkit.Cluster, name: str):
+    table = dtkit.Schedule(TABLES[name])
+    run = steps(cluster2, table)
+    assert difference(run.model.state_dict(), one_process(net(deep), global_rows, steps=STEPS)) <= BOUND
+    timeline = run.timeline
+    assert ran(timeline) == written(table)
+    assert tuple(timeline.held(rank) for rank in timeline.ranks) == table.simulate().held
+    assert timeline.memory() == table.simulate().memory
+
+
+@pytest.mark.parametrize("name", ["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
+def test_known_schedules_run_as_their_tables_say(cluster2: dtkit.Cluster, name: str):
+    timeline = steps(cluster2, name, 4).timeline
+    table = dtkit.Schedule.named(name, 2, 4)
+    assert ran(timeline) == written(table)
+    assert timeline.schedule == table
+
+
+def test_its_timeline_has_a_plan_and_its_trace_obeys_the_format(cluster2: dtkit.Cluster, tmp_path: Path):
+    run = steps(cluster2, TABLES["halves"])
+    timeline = run.timeline
+    assert timeline.formula[0] == "equal stages"
+    assert timeline.planned().bubble() <= timeline.bubble()
+    assert timeline.planned().seconds() <= timeline.seconds()
+    assert repr(timeline.score(timeline)).startswith("own against own: time 1.00")
+    assert timeline._repr_png_().startswith(b"\x89PNG")
+    run.trace(tmp_path / "trace.json")
+    trace = follows_the_trace_event_format((tmp_path / "trace.json").read_text())
+    names = {event["name"] for event in trace["traceEvents"]}
+    assert {"forward 0 of stage 0", "backward input 3 of stage 1", "backward weight 3 of stage 1"} <= names
+
+
+def test_what_can_t_be_run_is_refused_before_anything_is_sent(cluster2: dtkit.Cluster):
+    with pytest.raises(ValueError, match="a deadlock, after 2 of 8 actions"):
+        steps(cluster2, "F0 B0 F1 B1\nF0 F1 B0 B1")
+    with pytest.raises(ValueError, match="stages 3 = 3, but there are 2 ranks"):
+        train(cluster2, net(deep), strategy=dtkit.Pipeline(3, schedule=["F0 B0"] * 3))
+    check_usable(cluster2)

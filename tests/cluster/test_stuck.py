@@ -1,0 +1,263 @@
+"""Ranks that are stuck, each in its own way, on real engines: who is named, with which phase and line.
+
+An engine writes twice a second how it stands, so a test takes two or three seconds here, with limits of half a second.
+The usual ones are tried once.
+"""
+
+from __future__ import annotations
+
+import collections
+import inspect
+import itertools
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import dtkit
+from dtkit import stacks
+from dtkit.lookout import Limits, Lookout
+from tests.cluster import small
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from dtkit.finding import Finding
+
+QUICK = Limits(least_s=0.5)
+MANY = 100_000  # steps: more than a test waits for
+
+
+@pytest.fixture(scope="module")
+def cluster3() -> Iterator[dtkit.Cluster]:
+    """Three engines: with two, who waits for whom is half the answer."""
+    with dtkit.Cluster(3, threads=1) as started:
+        yield started
+
+
+@pytest.fixture
+def sign(tmp_path: Path) -> Iterator[Path]:
+    """While this file is there, some rank does what it should not."""
+    path = tmp_path / "stuck"
+    yield path
+    path.unlink(missing_ok=True)
+
+
+def until(condition: Callable[[], Any], timeout: float = 30.0) -> Any:
+    deadline, pause = time.monotonic() + timeout, threading.Event()
+    while not (found := condition()):
+        assert time.monotonic() < deadline
+        pause.wait(0.05)
+    return found
+
+
+def named(cluster: dtkit.Cluster, limits: Limits = QUICK, kind: str = "stuck") -> tuple[Finding, Lookout]:
+    """What a lookout tells first of that kind, with a dispatch that began now."""
+    lookout = Lookout(stacks.Probe(cluster.folder, lambda: cluster.nodes), limits)
+    lookout.sent(time.monotonic())
+
+    def look() -> Finding | None:
+        found = lookout.look(time.monotonic())
+        return found if found is not None and found.kind == kind else None
+
+    return until(look), lookout
+
+
+def recovery(lookout: Lookout) -> Finding:
+    found: Finding = until(lambda: lookout.look(time.monotonic()))
+    return found
+
+
+def check_line(found: Finding, function: Callable[..., Any], text: str) -> None:
+    """The finding's line is one of `function`, and has `text` in it."""
+    place, _, name = found.line.partition(" in ")
+    file, _, line = place.rpartition(":")
+    assert Path(file).name == "test_stuck.py"
+    assert name == function.__name__
+    lines, first = inspect.getsourcelines(function)
+    assert text in lines[int(line) - first]
+
+
+def stepping(misbehave: Callable[[Path], None], sign: Path, rank: int = 1) -> Callable[..., torch.Tensor]:
+    """A step in which a rank misbehaves while the sign is there."""
+
+    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+        if dist.get_rank() == rank and sign.exists():
+            misbehave(sign)
+        x, y = batch
+        return nn.functional.cross_entropy(model(x), y)
+
+    return step
+
+
+def loop_for_ever(sign: Path) -> None:
+    while sign.exists():
+        pass
+
+
+def wait_for_a_lock(sign: Path) -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    while sign.exists():
+        lock.acquire(timeout=0.2)
+
+
+def hold_the_interpreter(sign: Path) -> None:
+    """In C, for some seconds, without a call of the system that a signal would end."""
+    sign.unlink()
+    collections.deque(itertools.repeat(0, 600_000_000), maxlen=0)
+
+
+@pytest.mark.parametrize(
+    ("misbehave", "text"), [(loop_for_ever, "sign.exists()"), (wait_for_a_lock, "lock.acquire(timeout")]
+)
+def test_a_step_that_does_not_end(cluster3: dtkit.Cluster, sign: Path, misbehave: Any, text: str):
+    run = small.train(cluster3, step=stepping(misbehave, sign), loss=None, steps=MANY)
+    until(lambda: run.status.step)
+    sign.touch()
+    found, lookout = named(cluster3)
+    assert (found.rank, found.phase) == (1, "forward")
+    check_line(found, misbehave, text)
+    shown = cluster3.stacks()
+    assert [seen.standing is not None and seen.standing.blocked for seen in shown.ranks] == [True, False, True]
+    assert misbehave.__name__ in repr(shown)
+    assert "waiting in a collective" in repr(shown)
+    sign.unlink()
+    assert recovery(lookout).reason.startswith("rank 1 goes on after")
+    run.stop()
+    small.check_usable(cluster3)
+
+
+def test_a_rank_whose_interpreter_is_held(cluster2: dtkit.Cluster, sign: Path):
+    run = small.train(cluster2, step=stepping(hold_the_interpreter, sign), loss=None, steps=MANY)
+    until(lambda: run.status.step)
+    sign.touch()
+    found, _ = named(cluster2)
+    assert found.rank == 1
+    assert "C code holds its interpreter" in found.reason
+    check_line(found, hold_the_interpreter, "collections.deque(")
+    run.stop()
+
+
+def test_a_stopped_rank_is_named_and_the_training_is_as_undisturbed(cluster2: dtkit.Cluster):
+    straight = small.train(cluster2, steps=1500)
+    straight.wait(120)
+    run = small.train(cluster2, steps=1500)
+    until(lambda: run.status.step)
+    process = psutil.Process(cluster2.nodes[1].pid)
+    process.suspend()
+    try:
+        found, lookout = named(cluster2)
+        shown = repr(cluster2.stacks())
+    finally:
+        process.resume()
+    assert (found.rank, found.kind) == (1, "stuck")
+    assert f"kill -CONT {process.pid}" in found.remedy
+    assert "stopped (SIGSTOP), last seen in" in shown
+    assert recovery(lookout).kind == "recovered"
+    run.wait(120)
+    check_same(run, straight)
+
+
+def check_same(run: dtkit.Run, other: dtkit.Run) -> None:
+    mine, theirs = run.model.state_dict(), other.model.state_dict()
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+def test_stacks_do_not_disturb_a_training(cluster2: dtkit.Cluster):
+    straight = small.train(cluster2, steps=3000)
+    straight.wait(120)
+    run = small.train(cluster2, steps=3000, start=False)
+    taken: list[stacks.Stacks] = []
+
+    def take() -> None:
+        taken.extend(cluster2.stacks() for _ in range(20))
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    run.resume()
+    run.wait(120)
+    thread.join(120)
+    assert len(taken) == 20
+    assert any(shown[rank] for shown in taken for rank in range(2))
+    check_same(run, straight)
+
+
+def wait_for_one_that_returned() -> None:
+    if dist.get_rank() != 1:
+        dist.all_reduce(torch.zeros(2))
+
+
+def wait_for_one_that_does_something_else(sign: Path) -> None:
+    if dist.get_rank() == 0:
+        sleep_long(sign)
+    else:
+        dist.all_reduce(torch.zeros(2), async_op=True).wait()
+
+
+def sleep_long(sign: Path) -> None:
+    while sign.exists():
+        threading.Event().wait(0.2)
+
+
+def end(cluster: dtkit.Cluster, task: Any) -> None:
+    cluster.interrupt()
+    with pytest.raises(dtkit.EngineError):
+        task.result(timeout=60)
+    small.check_usable(cluster)
+
+
+def test_a_rank_that_never_calls_the_collective(cluster3: dtkit.Cluster):
+    task = cluster3.submit(wait_for_one_that_returned)
+    found, _ = named(cluster3)
+    assert (found.rank, found.phase) == (1, "idle")
+    assert "has returned from the call" in found.reason
+    end(cluster3, task)
+
+
+def test_a_rank_that_does_something_else(cluster3: dtkit.Cluster, sign: Path):
+    """Named by what torch has counted: the others wait in a line of their own."""
+    sign.touch()
+    task = cluster3.submit(wait_for_one_that_does_something_else, sign)
+    found, _ = named(cluster3)
+    assert (found.rank, found.phase) == (0, "call")
+    check_line(found, sleep_long, "wait(0.2)")
+    sign.unlink()
+    task.result(timeout=60)
+
+
+def test_a_slow_rank_is_a_straggler_and_goes_on(cluster3: dtkit.Cluster):
+    run = small.train(cluster3, step=costly, loss=None, steps=MANY, start=False)
+    run.slow(2, 10)
+    run.resume()
+    found, _ = named(cluster3, kind="straggler")
+    assert found.rank == 2
+    assert found.phase in ("forward", "backward")
+    assert "slowed 10x on purpose" in found.reason
+    before = run.status.step
+    until(lambda: run.status.step > before)
+    run.stop()
+
+
+def costly(model: nn.Module, batch: Any) -> torch.Tensor:
+    threading.Event().wait(0.01)
+    x, y = batch
+    return nn.functional.cross_entropy(model(x), y)
+
+
+def test_it_is_named_within_ten_seconds_by_the_usual_limits(cluster2: dtkit.Cluster, sign: Path):
+    run = small.train(cluster2, step=stepping(loop_for_ever, sign, rank=0), loss=None, steps=MANY)
+    until(lambda: run.status.step)
+    sign.touch()
+    begun = time.monotonic()
+    found, _ = named(cluster2, Limits())
+    assert time.monotonic() - begun < 10
+    assert (found.rank, found.phase) == (0, "forward")
+    sign.unlink()
+    run.stop()

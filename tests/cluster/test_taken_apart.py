@@ -1,0 +1,145 @@
+"""A step of a pipeline, of slices and of shards taken apart, and what a run takes of each rank's memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dtkit
+from dtkit.slice_explanation import SliceExplanation
+from dtkit.stage_explanation import PipelineExplanation
+from tests.cluster.small import data, sgd, train
+
+pytestmark = pytest.mark.cluster
+
+WIDTH = 8
+PIPELINES = [
+    dtkit.Pipeline(2, 4, by="parameters", clip_norm=0.1),
+    dtkit.Pipeline(2, 3, "GPipe", by="parameters"),
+    dtkit.Pipeline(2, 4, "ZBVZeroBubble", by="parameters"),
+]
+CUT = [dtkit.TensorParallel(2), dtkit.Sharded(clip_norm=0.1)]
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    hidden = [layer for _ in range(2) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+    return nn.Sequential(nn.Linear(4, WIDTH), nn.Tanh(), *hidden, nn.Linear(WIDTH, 3)).double()
+
+
+def rows() -> tuple[torch.Tensor, torch.Tensor]:
+    return data()[0].double(), data()[1]
+
+
+def explained(cluster: dtkit.Cluster, strategy: Any, **how: Any) -> tuple[dtkit.Run, Any]:
+    """Two steps, the second one taken apart; the parameters must be as without a look."""
+    plain = train(cluster, net(), rows(), steps=2, strategy=strategy, **how)
+    plain.wait(60)
+    expected = plain.model.state_dict()
+    run = train(cluster, net(), rows(), steps=2, strategy=strategy, start=False, **how)
+    run.step()
+    found = run.step(explain=True)
+    state = run.model.state_dict()
+    assert all(torch.equal(state[name], expected[name]) for name in expected)
+    assert found.step == 1
+    assert found.loss == pytest.approx(float(run.history.totals()["loss"][1]))
+    return run, found
+
+
+@pytest.mark.parametrize("strategy", PIPELINES, ids=str)
+def test_what_crosses_borders_arrives_as_it_was_sent_and_adds_up(cluster2: dtkit.Cluster, strategy: Any):
+    run, found = explained(cluster2, strategy)
+    assert isinstance(found, PipelineExplanation)
+    borders, m = strategy.parts_per_rank * 2 - 1, strategy.micro_batches
+    assert len(found.crossings) == 2 * borders * m
+    assert {(c.kind, c.micro_batch) for c in found.crossings} == {
+        (kind, k) for kind in ("activation", "gradient") for k in range(m)
+    }
+    assert all(c.shape == (-(-16 // m), WIDTH) and c.dtype == "float64" for c in found.crossings)
+    assert found.intact
+    assert found.adds_up
+    assert max(stage.gap / stage.norm for stage in found.stages) < 1e-14
+    down = [c for c in found.crossings if c.kind == "activation" and c.sender != c.receiver]
+    assert found.sent_bytes("activation") == sum(8 * WIDTH * c.shape[0] for c in down)
+    norm = sum(stage.norm**2 for stage in found.stages) ** 0.5
+    assert norm == pytest.approx(float(run.history.rows()["grad_norm"][-1]))
+
+
+def test_a_loss_that_is_a_sum_is_taken_apart_too(cluster2: dtkit.Cluster):
+    def total(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return nn.functional.cross_entropy(output, target, reduction="sum"), torch.tensor(float(len(target)))
+
+    _, found = explained(cluster2, PIPELINES[0], loss=total)
+    assert found.intact
+    assert found.adds_up
+    assert sum(rank.weight for rank in found.ranks) == 16
+
+
+@pytest.mark.parametrize("strategy", CUT, ids=str)
+def test_collectives_are_told_with_their_bytes(cluster2: dtkit.Cluster, strategy: Any):
+    run, found = explained(cluster2, strategy)
+    assert isinstance(found, SliceExplanation)
+    assert found.agreed
+    assert {c.ranks for c in found.collectives} == {2}
+    assert found.sent_bytes == int(run.history.rows()["sent_bytes"][-1])
+    numbers = sum(p.numel() for p in net().parameters())
+    by_kind = {
+        what: sum(c.nbytes for c in found.collectives if c.what == what) for what in ("all_gather", "all_reduce")
+    }
+    if isinstance(strategy, dtkit.Sharded):
+        padded = 8 * (numbers + 1)  # the last layer's 3 rows and 3 biases are cut in halves of 2
+        assert by_kind["all_gather"] == pytest.approx(2 * padded, rel=0.15)
+        assert all(rank.held_bytes < 0.6 * rank.whole_bytes for rank in found.ranks)
+    else:  # two pairs of layers: two outputs forward, and the gradient of one input backward, of 16 rows
+        within = [c for c in found.collectives if c.phase in ("forward", "backward")]
+        assert sorted(c.nbytes for c in within) == [8 * 16 * 3, 8 * 16 * WIDTH, 8 * 16 * WIDTH]
+        assert {c.what for c in within} == {"all_reduce"}
+
+
+# -- memory ---------------------------------------------------------------------------------------------------
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "part"),
+    [
+        (dtkit.DataParallel(), 1),
+        (dtkit.Pipeline(2, 4, by="parameters"), 1 / 2),
+        (dtkit.TensorParallel(2), 1 / 2),
+        (dtkit.Sharded(), 1 / 2),
+    ],
+    ids=str,
+)
+def test_memory_is_counted_on_every_rank_beside_the_plan(cluster2: dtkit.Cluster, strategy: Any, part: float):
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+    inputs = torch.randn(32, 256), torch.randint(256, (32,))
+    how: dict[str, Any] = {"loss": nn.CrossEntropyLoss(), "optimizer": adam, "batch_size": 16}
+    plan = cluster2.plan(model, sample=inputs, strategies=[strategy], **how)
+    run = cluster2.train(model, inputs, steps=3, strategy=strategy, **how)
+    run.wait(60)
+    found = run.memory(plan)
+    size = 4 * sum(p.numel() for p in model.parameters())
+    for row in found.rows:
+        assert row.parameters == pytest.approx(part * size, rel=0.02)
+        assert row.gradients == pytest.approx(part * size, rel=0.02)
+        assert row.optimizer == pytest.approx(2 * part * size, rel=0.02)
+        assert row.sent_model == (size if part == 1 else 0)
+        assert row.peak is not None
+        assert row.planned is not None
+        assert row.planned.optimizer == pytest.approx(2 * part * size, rel=0.02)
+    assert "planned" in repr(found)
+
+
+def test_memory_before_the_first_step_and_after_the_release(cluster2: dtkit.Cluster):
+    run = train(cluster2, optimizer=sgd, start=False)
+    assert run.memory().peak is None
+    run.stop()
+    run.release()
+    with pytest.raises(dtkit.RunError, match="memory needs the job on the engines"):
+        run.memory()

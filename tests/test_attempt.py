@@ -1,0 +1,130 @@
+"""A step that fails on the way: nothing of it stays, or all of it."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.test_trainer import data, job
+
+
+def noisy() -> nn.Module:
+    """A net whose steps draw random numbers, and keep statistics."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3)).double()
+
+
+def state(made: Any) -> list[torch.Tensor]:
+    return [value.clone() for value in made._worker.model.state_dict().values()]
+
+
+def undisturbed(steps: int, **how: Any) -> list[torch.Tensor]:
+    made = job(noisy(), **how)
+    made.advance(steps)
+    return state(made)
+
+
+class Faulty:
+    """Raises once, in the call of that number."""
+
+    def __init__(self, at: int, error: BaseException) -> None:
+        self._left, self._error = at, error
+
+    def __call__(self) -> None:
+        self._left -= 1
+        if self._left == -1:
+            raise self._error
+
+
+def test_a_step_that_fails_before_its_update_is_taken_again_as_if_nothing_had_been():
+    fault = Faulty(2, RuntimeError("no loss here"))
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        fault()  # forward has drawn numbers and changed statistics by now
+        return F.cross_entropy(output, target)
+
+    made = job(noisy(), loss=loss)
+    with pytest.raises(RuntimeError, match="no loss here"):
+        made.advance(5)
+    assert (made.step, made.torn) == (2, False)
+    made.advance(3)
+    for found, expected in zip(state(made), undisturbed(5, loss=F.cross_entropy), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_a_step_that_fails_after_its_update_counts():
+    fault = Faulty(2, RuntimeError("too late"))
+
+    def scheduler(optimizer: torch.optim.Optimizer) -> Any:
+        class Late(torch.optim.lr_scheduler.LambdaLR):
+            def step(self, *args: Any) -> None:
+                super().step(*args)
+                if self.last_epoch:  # its first one is the constructor's
+                    fault()
+
+        return Late(optimizer, lambda step: 1 / (1 + step))
+
+    made = job(noisy(), scheduler=scheduler)
+    with pytest.raises(RuntimeError, match="too late"):
+        made.advance(5)
+    assert (made.step, made.torn) == (3, False)
+    made.advance(2)
+
+    def plain(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+    for found, expected in zip(state(made), undisturbed(5, scheduler=plain), strict=True):
+        assert torch.equal(found, expected)
+
+
+class Breaking(torch.optim.SGD):
+    """An optimiser that does something in the midst of its second step."""
+
+    do: Any = None
+
+    def step(self, closure: Any = None) -> Any:
+        self.taken = getattr(self, "taken", 0) + 1
+        if self.taken == 2:
+            type(self).do()
+        return super().step(closure)
+
+
+def test_an_optimiser_that_fails_leaves_the_model_torn(monkeypatch: pytest.MonkeyPatch):
+    def fail() -> None:
+        raise ArithmeticError
+
+    monkeypatch.setattr(Breaking, "do", staticmethod(fail))
+    made = job(optimizer=lambda parameters: Breaking(parameters, lr=0.1))
+    with pytest.raises(ArithmeticError):
+        made.advance(5)
+    assert (made.step, made.torn) == (1, True)
+
+
+def test_an_interrupt_waits_for_the_update_to_end(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Breaking, "do", staticmethod(lambda: signal.raise_signal(signal.SIGINT)))
+    made = job(optimizer=lambda parameters: Breaking(parameters, lr=0.1))
+    with pytest.raises(KeyboardInterrupt):
+        made.advance(5)
+    assert (made.step, made.torn) == (2, False)
+    assert len(made.harvest().rows) == 2  # type: ignore[arg-type]
+    made.advance(1)
+    assert made.step == 3
+
+
+def test_an_interrupt_elsewhere_comes_at_once():
+    fault = Faulty(1, KeyboardInterrupt())
+    x, y = data()
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        fault()
+        return F.cross_entropy(output, target)
+
+    made = job(rows=(x, y), loss=loss)
+    with pytest.raises(KeyboardInterrupt):
+        made.advance(5)
+    assert (made.step, made.torn) == (1, False)

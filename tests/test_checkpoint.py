@@ -1,0 +1,337 @@
+"""Checkpoints as files: whole or not at all, refused when damaged, and never anything but data."""
+
+from __future__ import annotations
+
+import ast
+import collections
+import errno
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import dtkit
+from dtkit import checkpoint, plain
+from dtkit.engine import randomness, tensor_file, writing
+from dtkit.engine.state import Captured, MemoryReader, Slab, share_out
+from dtkit.engine.tensor_file import FileReader
+from dtkit.history import History
+from dtkit.records import Reply, RunSpec
+from dtkit.saving import Save, Saver, Saves
+from tests.cluster.small import net
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SPEC = RunSpec("Net", "DataParallel()", 2, 64, 16, 20, 4, "global", 0, "loss", "SGD")
+
+
+# -- values ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        {"a": [1, 2.5, True, "x"], "$b": (1, (2,)), 3: math.inf},
+        collections.Counter({30: 1, 60: 2}),
+        (math.inf, -math.inf, 1e-323, 0.1),
+        np.float32(0.1),
+        torch.tensor(3.0),
+    ],
+    ids=repr,
+)
+def test_plain_values_come_back_as_they_were(value: Any):
+    found = plain.decode(json.loads(json.dumps(plain.encode(value, "it"), allow_nan=False)))
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_what_is_no_data_is_refused_by_name():
+    with pytest.raises(plain.Unsavable, match=r"the scheduler\['fn'\] is a builtin_function_or_method"):
+        plain.encode({"fn": len}, "the scheduler")
+
+
+def test_random_states_come_back():
+    state = json.loads(json.dumps(plain.encode(randomness.shared(), "it")))
+    wanted = random.random(), float(np.random.random())  # noqa: NPY002 - whose state is shared
+    randomness.set_shared(plain.decode(state))
+    assert (random.random(), float(np.random.random())) == wanted  # noqa: NPY002 - as above
+    assert randomness.fresh_seed(0, 1, 2) != randomness.fresh_seed(0, 1, 3)
+
+
+# -- tensors -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", tensor_file.DTYPES, ids=str)
+def test_files_are_safetensors(tmp_path: Path, dtype: torch.dtype):
+    tensors = {"a": torch.arange(6).reshape(2, 3).to(dtype), "b": torch.tensor(1).to(dtype), "c": torch.zeros(0, 2)}
+    written = tensor_file.write(tmp_path / "x.safetensors", tensors)
+    assert written == {
+        "bytes": (tmp_path / "x.safetensors").stat().st_size,
+        "digest": checkpoint.digest_of(tmp_path / "x.safetensors"),
+    }
+    found = load_file(tmp_path / "x.safetensors")
+    assert {name: (t.dtype, t.tolist()) for name, t in found.items()} == {
+        name: (t.dtype, t.tolist()) for name, t in tensors.items()
+    }
+
+
+def test_a_part_is_put_together_from_pieces_that_were_cut_otherwise(tmp_path: Path):
+    whole = torch.arange(35.0).reshape(5, 7)
+    parts = [Slab(part.contiguous(), (5, 7), (0, k)) for part, k in ((whole[:, :3], 0), (whole[:, 3:], 3))]
+    for rank, slab in enumerate(parts):
+        tensor_file.write(tmp_path / checkpoint.rank_file(rank), {"w": slab.tensor})
+    pieces = [[rank, list(slab.offset), list(slab.tensor.shape)] for rank, slab in enumerate(parts)]
+    index = {"w": {"dtype": "F32", "shape": [5, 7], "pieces": pieces}}
+    files = [checkpoint.rank_file(rank) for rank in range(2)]
+    with FileReader(tmp_path, index, files, {}) as reader:
+        for source in (reader, MemoryReader([{"w": slab} for slab in parts], {})):
+            assert source.shape("w") == (5, 7)
+            assert source.shape("v") is None
+            assert torch.equal(source.read("w", (1, 2), (3, 4)), whole[1:4, 2:6])
+            assert source.read("w", (5, 0), (0, 7)).shape == (0, 7)
+
+
+def test_what_several_hold_one_gives_and_bytes_are_balanced():
+    common = [("a", (0,), 8), ("b", (0,), 8), ("c", (0,), 16)]
+    given = share_out([common, [*common, ("d", (4,), 4)]])
+    assert given[0] & given[1] == set()
+    assert given[0] | given[1] == {"a", "b", "c", "d"}
+    assert share_out([[("e", (0,), 1)], [("e", (2,), 1)]]) == [{"e"}, {"e"}]
+
+
+# -- a checkpoint ------------------------------------------------------------------------------------------
+
+
+def captured(rank: int) -> Captured:
+    """Each of two ranks has half of the rows of every matrix, and rank 0 what is no matrix."""
+    slabs = {}
+    for name, tensor in net().state_dict().items():
+        here = tensor.chunk(2)[rank].contiguous()
+        offset = (rank * len(tensor.chunk(2)[0]), *(0 for _ in tensor.shape[1:]))
+        slabs[f"model/{name}"] = Slab(here, tuple(tensor.shape), offset)
+    facts = {"layout": {}, "values": {}, "optimizers": {}, "aliases": {}, "extra": {}, "own": {str(rank): {}}}
+    return Captured(slabs, facts)
+
+
+def saver(history: History, path: Path, keep: int = 3) -> Saver:
+    found = Saver(history, lambda: None)
+    found.plan = Saves(5, path, keep)
+    found.describe = lambda: {"spec": {**vars_of(SPEC)}, "called": 0, "callbacks": []}
+    return found
+
+
+def vars_of(spec: RunSpec) -> dict[str, Any]:
+    return {name: getattr(spec, name) for name in spec.__dataclass_fields__}
+
+
+def write_one(path: Path, step: int = 5, keep: int | None = None, history: History | None = None) -> Save:
+    """Save as a run does, with the ranks' part done here."""
+    made = saver(History() if history is None else history, path)
+    made.want(Save(path, keep))
+    save = made.next(step)
+    assert save is not None
+    assert save.folder is not None
+    for rank in range(2):
+        writing._write(save.folder, rank, captured(rank))
+    made.landed(save, step, [Reply({"error": None, "seconds": 0.0, "torch": "2"})] * 2)
+    return save
+
+
+@pytest.fixture
+def whole(tmp_path: Path) -> Path:
+    return write_one(tmp_path).done.result(20).path
+
+
+def test_a_checkpoint_gives_its_weights_without_engines(whole: Path, tmp_path: Path):
+    assert sorted(path.name for path in whole.iterdir()) == [
+        "checkpoint.json",
+        "history.jsonl",
+        "rank-000.safetensors",
+        "rank-001.safetensors",
+    ]
+    found = dtkit.Checkpoint(tmp_path)
+    assert (found.path, found.step, found.world_size) == (whole, 5, 2)
+    other = net()
+    with torch.no_grad():
+        other[0].weight.zero_()
+    state = found.model_into(other).state_dict()
+    assert all(torch.equal(state[name], value) for name, value in net().state_dict().items())
+    for text in (repr(found), found._repr_html_(), repr(dtkit.checkpoints(tmp_path))):
+        assert "DataParallel() on 2 ranks" in text
+        assert "67" in text
+
+
+def test_every_damage_is_named(whole: Path, tmp_path: Path):
+    for name in sorted(path.name for path in whole.iterdir()):
+        kept = (whole / name).read_bytes()
+        places = random.Random(name).sample(range(len(kept)), min(25, len(kept)))
+        for damaged in [kept[:k] for k in places] + [kept[:k] + bytes([kept[k] ^ 1]) + kept[k + 1 :] for k in places]:
+            (whole / name).write_bytes(damaged)
+            with pytest.raises(dtkit.CheckpointError, match=name):
+                dtkit.Checkpoint(whole).check()
+        (whole / name).unlink()
+        with pytest.raises(dtkit.CheckpointError, match=name):
+            dtkit.Checkpoint(whole).check()
+        (whole / name).write_bytes(kept)
+    dtkit.Checkpoint(whole).check()
+    (whole / "rank-001.safetensors").write_bytes(b"")
+    assert "DAMAGED: rank-001.safetensors" in repr(dtkit.checkpoints(tmp_path))
+
+
+def rewritten(folder: Path, change: Any) -> None:
+    """A checkpoint.json that somebody wrote with a digest that is right."""
+    head = json.loads((folder / "checkpoint.json").read_text())
+    head.pop("digest")
+    change(head)
+    (folder / "checkpoint.json").write_text(json.dumps({**head, "digest": checkpoint._self_digest(head)}))
+
+
+@pytest.mark.parametrize("name", ["../../secret", "/etc/passwd", "rank-000.safetensors/../x", "rank-000.pkl"])
+def test_names_stay_within_the_folder(whole: Path, name: str):
+    rewritten(whole, lambda head: head["files"].update({name: {"bytes": 1, "digest": ""}}))
+    with pytest.raises(dtkit.CheckpointError, match="is no file of a checkpoint"):
+        dtkit.Checkpoint(whole)
+
+
+def test_newer_formats_holes_and_other_models_are_refused(whole: Path):
+    other = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2).double())
+    with pytest.raises(dtkit.CheckpointError, match=r"2.bias has shape \(3,\) there and \(2,\) in the model"):
+        dtkit.Checkpoint(whole).model_into(other)
+    with pytest.raises(dtkit.CheckpointError, match=r"it lacks y; the model lacks 0.bias, 0.weight, 2.bias, 2.weight"):
+        dtkit.Checkpoint(whole).check_fits({"y": other[0].weight})
+    with pytest.raises(dtkit.CheckpointError, match=r"0.bias is F32 there and F64 in the model"):
+        dtkit.Checkpoint(whole).model_into(net().double())
+    rewritten(whole, lambda head: head["index"]["model/0.weight"]["pieces"].pop())
+    with pytest.raises(dtkit.CheckpointError, match="lacks parts of model/0.weight"):
+        dtkit.Checkpoint(whole)
+    rewritten(whole, lambda head: head.update(format=99))
+    with pytest.raises(dtkit.CheckpointError, match="has format 99"):
+        dtkit.Checkpoint(whole)
+
+
+def test_nothing_in_a_checkpoint_is_unpickled(root: Path):
+    """What reads checkpoints imports nothing that can, and calls no torch.load."""
+    files = ["checkpoint.py", "resuming.py", "saving.py", "plain.py", "engine/state.py", "engine/tensor_file.py"]
+    for name in [*files, "engine/writing.py", "engine/randomness.py"]:
+        tree = ast.parse((root / "dtkit" / name).read_text())
+        modules = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+        modules |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        calls = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+        assert not modules & {"pickle", "cloudpickle", "dill", "shelve", "marshal", "dtkit.wire"}, name
+        assert not calls & {"torch.load", "torch.save", "eval", "exec", "np.load", "numpy.load"}, name
+
+
+# -- saves that end before they are done ---------------------------------------------------------------------
+
+
+def test_whatever_is_cut_off_the_checkpoint_before_stays(whole: Path, tmp_path: Path):
+    """A save that ended at any byte of any file, before the rename, is not seen; the next save removes it."""
+    kept = {path.name: path.read_bytes() for path in sorted(whole.iterdir())}
+    order = [name for name in kept if name != "checkpoint.json"] + ["checkpoint.json"]
+    cuts = random.Random(5)
+    for done, name in enumerate(order):
+        for size in {0, len(kept[name]), *(cuts.randrange(len(kept[name])) for _ in range(20))}:
+            left = tmp_path / f".saving-{checkpoint.socket.gethostname()}-{_dead()}-0a0b0c0d"
+            left.mkdir()
+            for finished in order[:done]:
+                (left / finished).write_bytes(kept[finished])
+            (left / name).write_bytes(kept[name][:size])
+            found = dtkit.Checkpoint(tmp_path)
+            assert found.path == whole
+            assert found.damage() == []
+            shutil.rmtree(left)
+    left.mkdir()
+    write_one(tmp_path, 6).done.result(20)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["step-00000005", "step-00000006"]
+
+
+def _dead() -> int:
+    """The number of a process that has ended."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait(20)
+    return process.pid
+
+
+KILLED = """
+import sys, pathlib
+sys.path.insert(0, sys.argv[2])
+from tests.test_checkpoint import write_one
+print("ready", flush=True)
+for step in range(100, 10**6):
+    write_one(pathlib.Path(sys.argv[1]), step, keep=2).done.result(20)
+"""
+
+
+def test_a_process_that_is_killed_while_it_saves_leaves_whole_checkpoints(whole: Path, tmp_path: Path, root: Path):
+    process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path), str(root)], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    deadline = time.monotonic() + 60
+    while dtkit.Checkpoint(tmp_path).step < 103:
+        assert time.monotonic() < deadline
+    process.send_signal(signal.SIGKILL)
+    process.wait(20)
+    process.stdout.close()
+    found = dtkit.checkpoints(tmp_path)
+    assert not found.broken
+    assert [one.damage() for one in found] == [[]] * len(found)
+    saved = write_one(tmp_path, 10**7).done.result(20)
+    assert [path for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    assert dtkit.Checkpoint(tmp_path).path == saved.path
+
+
+def test_the_last_ones_stay_and_none_is_written_over(tmp_path: Path):
+    for step in (10, 5, 5):
+        write_one(tmp_path, step, keep=2).done.result(20)
+    assert [one.path.name for one in dtkit.checkpoints(tmp_path)] == ["step-00000005", "step-00000005.2"]
+    assert dtkit.Checkpoint(tmp_path).path.name == "step-00000005.2"
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_a_disk_without_room_is_an_error_of_the_save_alone(
+    whole: Path, tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch
+):
+    def full(*_: Any) -> Any:
+        raise OSError(code, os.strerror(code))
+
+    history = History()
+    monkeypatch.setattr(tensor_file, "write", full)
+    with pytest.raises(dtkit.CheckpointError, match=f"rank 0 on .*{os.strerror(code)}"):
+        write_one(tmp_path, 6, history=history).done.result(20)
+    assert [event.kind for event in history.events] == ["error"]
+    assert list(tmp_path.iterdir()) == [whole]
+    dtkit.Checkpoint(tmp_path).check()
+
+
+def test_a_real_full_disk(tmp_path: Path):
+    """/dev/full takes nothing."""
+    (tmp_path / "rank-000.safetensors").symlink_to("/dev/full")
+    writing._write(tmp_path, 0, captured(0))
+    report = json.loads((tmp_path / "report-000.json").read_text())
+    assert "No space left on device" in report["error"]
+
+
+def test_when_a_save_is_due(tmp_path: Path):
+    made = saver(History(), tmp_path)
+    assert [step for step in range(18) if made.due(step, 17) and made.next(step)] == [5, 10, 15, 17]
+    assert [made.room(step) for step in (0, 4, 5, 7)] == [5, 1, 5, 3]
+    made.begin_at(20)
+    assert not made.due(20, 100)
+    save = made.next(25)
+    assert save is not None
+    made.refused(save)
+    assert made.due(25, 100)
+    assert save.folder is None

@@ -1,0 +1,134 @@
+"""Notebook 03 as it is committed, executed once: every claim in it holds, and its pictures are there.
+
+Claims are written and read as in notebook 02; see there.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import nbformat
+import pytest
+
+from tests.notebook import Done, check_as_committed, check_memory, check_nothing_is_left, code_of, printed, watched
+from tests.test_data_parallel_notebook import CLAIM, PREDICTED, SAID
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from nbformat import NotebookNode
+
+pytestmark = pytest.mark.notebook
+
+NOTEBOOK = "notebooks/03_model_parallel.ipynb"
+PICTURE = "data:image/png;base64,iVBOR"
+
+
+@pytest.fixture(scope="module")
+def committed(root: Path) -> NotebookNode:
+    return nbformat.read(root / NOTEBOOK, as_version=4)
+
+
+@pytest.fixture(scope="module")
+def done(root: Path) -> Done:
+    return watched(root / NOTEBOOK)
+
+
+# -- as it is committed ---------------------------------------------------------------------------------------
+
+
+def test_it_is_committed_without_outputs(committed: NotebookNode):
+    check_as_committed(committed)
+
+
+def test_its_links_lead_somewhere(committed: NotebookNode, root: Path):
+    text = "\n".join(cell.source for cell in committed.cells if cell.cell_type == "markdown")
+    headings = {heading.replace(" ", "-") for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE)}
+    links = re.findall(r"\]\(([^)\s]+)\)", text)
+    assert len(links) > 6
+    for link in links:
+        assert link[1:] in headings if link.startswith("#") else (root / "notebooks" / link).is_file(), link
+
+
+def test_every_prediction_is_typed_before_anything_is_measured(committed: NotebookNode):
+    typed: set[str] = set()
+    for cell in code_of(committed):
+        assigned = set(re.findall(r"^(predicted_\w+) = [\d_./ ]+$", cell.source, re.MULTILINE))
+        used = set(PREDICTED.findall(cell.source)) - assigned
+        assert used <= typed, cell.source
+        assert not assigned or len(assigned) == len(cell.source.splitlines()), "predictions have a cell of their own"
+        typed |= assigned
+    sources = "\n".join(cell.source for cell in code_of(committed))
+    assert len(typed) >= 15
+    assert {name for name in typed if len(re.findall(rf"\b{name}\b", sources)) < 2} == set()
+
+
+# -- executed -------------------------------------------------------------------------------------------------
+
+
+def test_every_claim_passes_and_every_prediction_is_right(done: Done):
+    text = printed(done.notebook, "stdout")
+    made = sum(len(re.findall(r"^claim\(", cell.source, re.MULTILINE)) for cell in code_of(done.notebook))
+    claims, said = CLAIM.findall(text), SAID.findall(text)
+    assert len(claims) == len(said) == made >= 20
+    assert [found for found in claims if found[0] != "PASS"] == []
+    assert [found for found in said if found[1] != "right"] == []
+    assert f"{made} of {made} claims PASS" in done.text("verdicts.count(")
+
+
+def test_nothing_warns(done: Done):
+    assert printed(done.notebook, "stderr") == ""
+
+
+def test_what_does_not_fit_is_planned_and_refused(done: Done):
+    shown = done.outputs("plan = cluster.plan(")[-1].data
+    assert "3 of 4 strategies fit" in shown["text/plain"]
+    assert PICTURE in shown["text/html"]
+    refusal = " ".join(done.text("except ValueError as error").split())
+    assert re.search(
+        r"does not fit rank \d with DataParallel\(\): it needs 169 MB .* These would fit: Sharded", refusal
+    )
+
+
+def test_each_way_is_taken_apart(done: Done):
+    for source, words in (
+        ("strategy=pipeline, start=False", "What arrived is what was sent, bit by bit: all 16 tensors."),
+        ("strategy=slices, start=False", "All ranks made the same collectives"),
+        ("strategy=shards, start=False", "The difference is what reduce-scatter should send"),
+    ):
+        page = done.outputs(source)[-1].data["text/html"]
+        assert words in page
+        assert PICTURE in page
+
+
+def test_memory_stands_beside_the_plan(done: Done):
+    for name in ("pipeline", "slices", "shards"):
+        (shown,) = [
+            output.data
+            for cell in code_of(done.notebook)
+            if cell.source.endswith(f'\nmemory["{name}"]') or cell.source == f'memory["{name}"]'
+            for output in cell.outputs[-1:]
+        ]
+        assert shown["text/plain"].count("planned ") == 2
+        assert PICTURE in shown["text/html"]
+
+
+def test_both_timelines_are_drawn(done: Done):
+    for source in ('timed(8, "GPipe")', 'timed(8, "1F1B")'):
+        shown = done.outputs(source)[-1].data
+        assert "image/png" in shown
+        assert "11.1% by the formula" in shown["text/plain"]
+
+
+def test_the_three_are_compared(done: Done):
+    lines = done.text("held at most   sent per step").splitlines()
+    assert [line.split()[0] for line in lines[1:]] == ["pipeline", "slices", "shards"]
+
+
+def test_no_process_is_left(done: Done):
+    check_nothing_is_left(done)
+
+
+def test_all_processes_together_stay_under_what_binder_gives(done: Done):
+    check_memory(done)

@@ -1,0 +1,240 @@
+"""Schedules as tables: reading, rules, the known ones next to torch's own, and playing them through."""
+
+from __future__ import annotations
+
+import pickle
+from types import SimpleNamespace
+
+import pytest
+from torch.distributed import pipelining
+
+import dtkit
+from dtkit.schedule import Action, Schedule
+from dtkit.schedule_kinds import KINDS
+from dtkit.strategies.stages import SCHEDULES
+
+ONE = "F0 F1 B0 B1\nF0 B0 F1 B1"
+V_SHAPED = "0F0 3F0 0F1 3B0 3F1 0B0 3B1 0B1\n1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1"
+HALVES = "F0 F1 I0 F2 I1 W0 I2 W1 W2\nF0 I0 F1 I1 W0 F2 I2 W1 W2"
+
+
+def test_text_lines_and_cells_are_the_same_table():
+    cells = [["F0", "F1", "B0", "B1"], ["F0", Action("B", 1, 0), "f1", "b1"]]
+    found = [Schedule(given) for given in (ONE, ONE.splitlines(), cells, "\n\n" + ONE.replace(" ", ",  "))]
+    assert all(one == found[0] and hash(one) == hash(found[0]) for one in found)
+    assert found[0].rows[1] == (Action("F", 1, 0), Action("B", 1, 0), Action("F", 1, 1), Action("B", 1, 1))
+    assert (found[0].ranks, found[0].stages, found[0].micro_batches) == (2, 2, 2)
+    assert found[0] == dtkit.Schedule(ONE)
+
+
+def test_idle_cells_are_kept_and_change_nothing():
+    idle = Schedule([["F0", "F1", None, "B0", ".", "B1"], ["", "F0", "B0", "F1", "-", "B1"]])
+    assert idle.rows[0][2] is None
+    assert idle.simulate().times == Schedule(ONE).simulate().times
+    assert str(idle).splitlines() == ["F0 F1 .  B0 .  B1", ".  F0 B0 F1 .  B1"]
+
+
+@pytest.mark.parametrize("text", [ONE, V_SHAPED, HALVES])
+def test_a_table_is_written_as_it_is_read(text: str):
+    table = Schedule(text)
+    assert Schedule(str(table)) == table
+    assert pickle.loads(pickle.dumps(table)) == table
+
+
+def test_stages_lie_where_the_table_puts_them():
+    table = Schedule(V_SHAPED)
+    assert table.homes == (0, 1, 1, 0)
+    assert [table.places(rank) for rank in (0, 1)] == [[0, 3], [1, 2]]
+    assert repr(table) == "Schedule('own', 2 ranks, 4 stages, 2 micro-batches)"
+    uneven = Schedule("0F0 0B0\n1F0 2F0 2B0 1B0")
+    assert uneven.places(1) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("", "the schedule is empty; it needs a row for each rank"),
+        ("F0 X1\nF0 B0", "rank 0, cell 1: 'X1' is no action. Write F2 for the forward pass of micro-batch 2"),
+        ("F0 . B0\n. .", "rank 1 does nothing"),
+        (
+            "F0 1F0 B0\nF0 B0",
+            r"rank 1, cell 0: 1F0 is of stage 1, which is on rank 0 \(cell 1\). A stage's parameters are on one rank",
+        ),
+        ("F0 B0\n2F0 2B0", "rank 1, cell 0: there is a stage 2, but no stage 1. Stages are counted from 0"),
+        ("F0 F1 B0 B1\nF0 B0 F1 . F1 B1", r"rank 1, cell 4: 1F1 is there already, in cell 2. .* make it idle"),
+        (
+            "F0 F1 B0 B1\nF0 B0 F1",
+            r"rank 1: 1B1 is missing in its 3 cells. The schedule has 2 micro-batches \(0 to 1\)",
+        ),
+        ("F0 I0\nF0 B0", "rank 0: 0W0 is missing in its 2 cells"),
+        ("F0 W0\nF0 B0", "rank 0: 0I0 is missing"),
+        ("F1 B1\nF1 B1", r"rank 0: 0F0 is missing .* leave out micro-batch 0 everywhere"),
+        ("F0 B0 W0\nF0 B0", "rank 0, cell 1: 0B0 is a whole backward pass, and cell 2 has a half of the same, 0W0"),
+        ("F0 B0\nB0 F0", r"rank 1, cell 0: 1B0 stands before 1F0 \(cell 1\).* swap the two"),
+        ("F0 W0 I0\nF0 B0", r"rank 0, cell 1: 0W0 stands before 0I0 \(cell 2\)"),
+    ],
+)
+def test_what_can_t_be_run_is_refused_with_its_place_and_a_remedy(given: str, message: str):
+    with pytest.raises(ValueError, match=message):
+        Schedule(given)
+
+
+def test_a_deadlock_says_who_waits_for_whom():
+    with pytest.raises(ValueError, match="a deadlock, after 2 of 8 actions no rank can go on") as error:
+        Schedule("F0 B0 F1 B1\nF0 F1 B0 B1")
+    assert "rank 0, cell 1: 0B0 needs 1B0 of rank 1 (cell 2)" in str(error.value)
+    assert "rank 1, cell 1: 1F1 needs 0F1 of rank 0 (cell 2)" in str(error.value)
+    remedies = (
+        "To begin with, put 0F1 before 0B0 in the row of rank 0 (cell 1)",
+        "To begin with, put 1B0 before 1F1 in the row of rank 1 (cell 1)",
+    )
+    assert str(error.value).endswith(remedies)
+    Schedule("F0 F1 B0 B1\nF0 F1 B0 B1")  # the first remedy
+    Schedule("F0 B0 F1 B1\nF0 B0 F1 B1")  # the second
+
+
+def torch_rows(name: str, ranks: int, micro_batches: int) -> list[list[str]]:
+    """What torch's class of that name would do. It needs of a stage only where it lies."""
+    per_rank = KINDS[name].per_rank
+    stages = [
+        SimpleNamespace(
+            stage_index=k * ranks,
+            num_stages=per_rank * ranks,
+            group_size=ranks,
+            group_rank=0,
+            is_last=False,
+            submod=None,
+        )
+        for k in range(per_rank)
+    ]
+    given = stages[0] if issubclass(SCHEDULES[name], pipelining.schedules.PipelineScheduleSingle) else stages
+    made = SCHEDULES[name](given, micro_batches, loss_fn=lambda *_: None)
+    return [[str(a) for a in made.pipeline_order[rank] if a and a.is_compute_op] for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_known_schedules_are_those_of_torch(name: str, ranks: int):
+    made = 0
+    for micro_batches in range(1, 13):
+        try:
+            own = Schedule.named(name, ranks, micro_batches)
+        except ValueError:
+            continue
+        made += 1
+        rows, expected = [[str(a) for a in row] for row in own.rows], torch_rows(name, ranks, micro_batches)
+        if name == "1F1B":  # torch's list numbers the last rank's forwards from 1; what it runs is right
+            expected[-1] = [f"{ranks - 1}{kind}{m}" for m in range(micro_batches) for kind in "FB"]
+        assert rows == expected, (name, ranks, micro_batches)
+    assert made >= 5
+    assert set(KINDS) == set(SCHEDULES)
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("backward", [1.0, 2.0])
+def test_formulas_are_what_playing_them_through_gives(name: str, ranks: int, backward: float):
+    for micro_batches in (ranks, 2 * ranks, 4 * ranks):
+        table = Schedule.named(name, ranks, micro_batches)
+        formula = table.formula()
+        played = table.simulate(1.0, backward)
+        if formula is None:
+            assert 0 < played.bubble < Schedule.named("1F1B", ranks, micro_batches).simulate().bubble
+        else:
+            assert played.bubble == pytest.approx(formula[1])
+            v = KINDS[name].per_rank
+            assert formula[1] == pytest.approx((ranks - 1) / (v * micro_batches + ranks - 1))
+
+
+def test_names_and_numbers_that_don_t_fit():
+    with pytest.raises(ValueError, match="schedule='2F2B'; it must be one of 'GPipe', '1F1B'"):
+        Schedule.named("2F2B", 2, 4)
+    with pytest.raises(ValueError, match=r"Interleaved1F1B takes them in 2 equal rounds\. Use micro_batches=4 or 6"):
+        Schedule.named("Interleaved1F1B", 2, 5)
+    with pytest.raises(
+        ValueError, match=r"1F1B needs at least as many.*Use micro_batches=4 or more, or schedule='GPipe'"
+    ):
+        Schedule.named("1F1B", 4, 2)
+    assert Schedule.named("GPipe", 4, 2).micro_batches == 2
+
+
+def test_a_known_name_is_for_the_known_order_only():
+    with pytest.raises(ValueError, match="name='1F1B' is that of a known schedule, and the table is another"):
+        Schedule("F0 F1 B0 B1\nF0 F1 B0 B1", name="1F1B")
+    assert Schedule(ONE, name="1F1B") == Schedule.named("1F1B", 2, 2)
+
+
+def test_what_is_held_at_most():
+    """GPipe holds all micro-batches, 1F1B as many as there are ranks behind."""
+    assert Schedule.named("GPipe", 4, 8).simulate().held == (8, 8, 8, 8)
+    assert Schedule.named("1F1B", 4, 8).simulate().held == (4, 3, 2, 1)
+    assert Schedule.named("1F1B", 4, 8).simulate().memory == 1
+    assert Schedule.named("Interleaved1F1B", 2, 4).simulate().held == (5, 3)
+    assert Schedule.named("Interleaved1F1B", 2, 4).simulate().memory == 5 / 4
+    assert Schedule(HALVES).simulate().held == (3, 2)  # what W needs is held until then
+
+
+def test_halves_of_backward_fill_the_gaps():
+    """The second rank's weights come last: 13 in place of 15, and no more is held than with 1F1B."""
+    table = Schedule("F0 F1 B0 F2 B1 F3 B2 B3\nF0 I0 F1 I1 W0 F2 I2 W1 F3 I3 W2 W3")
+    played, usual = table.simulate(), Schedule.named("1F1B", 2, 4).simulate()
+    assert (played.makespan, usual.makespan) == (13, 15)
+    assert played.bubble == pytest.approx(1 - 24 / 26)
+    assert played.held == (2, 2)
+    assert played.memory == usual.memory == 1
+
+
+def test_times_follow_from_durations():
+    played = Schedule(ONE).simulate_with(lambda action: 5.0 if action == Action("F", 1, 0) else 1.0)
+    assert played.times[Action("F", 1, 0)] == (1, 6)
+    assert played.times[Action("B", 0, 0)] == (7, 8)
+    assert played.makespan == 10
+    assert played.bubble == pytest.approx(1 - 12 / 20)
+
+
+def test_the_first_stage_leaves_all_of_backward_to_its_weights():
+    times = Schedule(HALVES).simulate().times
+    assert times[Action("I", 0, 0)][0] == times[Action("I", 0, 0)][1]
+    assert times[Action("W", 0, 0)][1] - times[Action("W", 0, 0)][0] == 2
+    assert times[Action("W", 1, 0)][1] - times[Action("W", 1, 0)][0] == 1
+
+
+def test_pictures():
+    (ax,) = Schedule(ONE).figure().axes
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["node 0", "node 1"]
+    assert sorted(t.get_text() for t in ax.texts if t.get_gid() is None) == sorted(["F0", "F1", "B0", "B1"] * 2)
+    (note,) = [t.get_text() for t in ax.texts if t.get_gid() == "note"]
+    assert note == "time 9 · bubble 33.3% · the nodes hold 2 and 1 micro-batches at most"
+    (ax,) = Schedule(V_SHAPED).figure().axes
+    assert {t.get_text() for t in ax.texts if t.get_gid() == "stage"} == {"st 0", "st 1", "st 2", "st 3"}
+    assert len(Schedule.named("1F1B", 4, 8)._repr_png_()) > 1000
+
+
+# -- as a strategy's ------------------------------------------------------------------------------------------
+
+
+def test_a_pipeline_takes_a_table_in_any_form():
+    for given in (ONE, ONE.splitlines(), Schedule(ONE)):
+        strategy = dtkit.Pipeline(2, schedule=given)
+        assert strategy.micro_batches == strategy.parts == 2
+        assert strategy.table == strategy.schedule == Schedule(ONE)
+        assert repr(strategy) == (
+            "Pipeline(stages=2, micro_batches=2, schedule=Schedule('own', 2 ranks, 2 micro-batches))"
+        )
+    assert dtkit.Pipeline(2, micro_batches=2, schedule=ONE) == dtkit.Pipeline(2, schedule=ONE)
+    assert dtkit.Pipeline(2, 4).table == Schedule.named("1F1B", 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stages": 3, "schedule": ONE}, r"stages=3, and the schedule has 2 rows.* Use stages=2, or write 3 rows"),
+        ({"stages": 2, "micro_batches": 4, "schedule": ONE}, "micro_batches=4, and the schedule has 2. Leave"),
+        ({"stages": 2, "schedule": "F0 F1\nF0 B0"}, "is missing"),
+        ({"stages": 2}, "micro_batches=0; it must be at least 1"),
+        ({"stages": 2, "micro_batches": 5, "schedule": "Interleaved1F1B"}, "in 2 equal rounds"),
+    ],
+)
+def test_what_a_pipeline_refuses(options: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        dtkit.Pipeline(**options)

@@ -1,0 +1,110 @@
+"""Options that no strategy takes: refused where they are typed, with the value, the rule and the remedy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import dtkit
+from dtkit.strategies import gradients
+from dtkit.strategies.objective import MEAN, PAIR
+
+
+@pytest.mark.parametrize("name", ["compile", "find_unused_parameters", "sync_batch_norm"])
+def test_a_flag_is_no_string(name):
+    with pytest.raises(TypeError, match=f"{name}='no'; it must be True or False, such as {name}=True"):
+        dtkit.DataParallel(**{name: "no"})
+    with pytest.raises(TypeError, match=f"{name}=0; it must be True or False, such as {name}=False"):
+        dtkit.DataParallel(**{name: 0})
+
+
+def test_a_split_is_a_list_of_names():
+    with pytest.raises(TypeError, match=r"split='24'; it must be a list of names, such as split=\['24'\]"):
+        dtkit.Pipeline(2, 4, split="24")
+    with pytest.raises(TypeError, match=r"split=\[2\]; names are strings, such as split=\['2'\]"):
+        dtkit.Pipeline(2, 4, split=[2])
+    with pytest.raises(TypeError, match="split is a int; it must be a list of names"):
+        dtkit.Pipeline(2, 4, split=2)
+    assert dtkit.Pipeline(2, 4, split=["2"]).split == ("2",)
+
+
+def test_an_outer_optimiser_needs_a_rate():
+    with pytest.raises(ValueError, match=r"lr=-1; it must be a finite number above 0\. Usual is lr=0\.7$"):
+        dtkit.OuterSGD(lr=-1)
+    with pytest.raises(TypeError, match="lr=None; it must be a number above 0, such as lr=1.0"):
+        dtkit.OuterSGD(lr=None)
+    with pytest.raises(ValueError, match="momentum=1; it must be at least 0 and less than 1"):
+        dtkit.OuterSGD(momentum=1)
+    with pytest.raises(TypeError, match="momentum='0.9'; it must be a number"):
+        dtkit.OuterSGD(momentum="0.9")
+    with pytest.raises(TypeError, match="nesterov=None; it must be True or False"):
+        dtkit.OuterSGD(nesterov=None)
+
+
+def test_degrees_are_told_by_the_names_that_were_typed():
+    with pytest.raises(ValueError, match=r"replicas 1 x stages 3 = 3, but there are 2 ranks.*replicas 1 x stages 2"):
+        dtkit.Pipeline(3, 4).mesh(2)
+    with pytest.raises(ValueError, match=r"replicas 1 x ways 3 = 3, but there are 4 ranks"):
+        dtkit.TensorParallel(3).mesh(4)
+    with pytest.raises(ValueError, match=r"replicas 3 x shards 1 = 3, but there are 4 ranks"):
+        dtkit.Sharded(replicas=3).mesh(4)
+
+
+# -- what strategies do alike with gradients ---------------------------------------------------------------------
+
+
+def test_gradients_are_summed_in_one_go_and_unused_ones_stay_away():
+    parameters = [torch.zeros(2, 3, dtype=torch.float64), torch.zeros(4, dtype=torch.float64), torch.zeros(1)]
+    own = [torch.ones(2, 3, dtype=torch.float64), None, None]
+    elsewhere = [torch.ones(2, 3), torch.full((4,), 5.0), None]
+    calls = []
+
+    def all_reduce(flat):
+        calls.append(flat.numel())
+        flat += torch.cat([torch.tensor([1.0, 1.0, 0.0]), *(torch.ones(6), torch.full((4,), 5.0), torch.zeros(1))])
+
+    found = gradients.summed(parameters, own, all_reduce)
+    assert calls == [3 + 6 + 4 + 1]
+    assert torch.equal(found[0], own[0] + elsewhere[0])
+    assert torch.equal(found[1], elsewhere[1].double())
+    assert found[2] is None
+
+
+def test_scaling_is_the_same_fused_and_one_by_one():
+    fused = [torch.arange(3.0), torch.ones(2, 2)]
+    mixed = [torch.arange(3.0), torch.ones(2, 2, dtype=torch.float64), torch.ones(2).to_sparse()]
+    gradients.scale(fused, 0.5)
+    gradients.scale(mixed, torch.tensor(0.5, dtype=torch.float64))
+    gradients.scale([], 0.5)
+    assert torch.equal(fused[0], mixed[0])
+    assert torch.equal(fused[1], mixed[1].float())
+    assert torch.equal(mixed[2].to_dense(), torch.full((2,), 0.5))
+
+
+def test_squares_and_clipping():
+    found = gradients.squares([torch.tensor([3.0, 4.0]), torch.tensor([1.0, 2.0], dtype=torch.float64).to_sparse()])
+    assert torch.allclose(found, torch.tensor([25.0, 5.0], dtype=torch.float64))
+    assert gradients.clipping(5.0, None) == gradients.clipping(5.0, 5.0) == 1.0
+    assert gradients.clipping(5.0, 1.0) == 1 / (5 + 1e-6)
+
+
+def test_no_weight_at_all_divides_by_nothing():
+    assert float(gradients.per_weight(torch.tensor(4.0, dtype=torch.float64))) == 0.25
+    nothing = torch.tensor(0.0, dtype=torch.float64)
+    assert float(gradients.per_weight(nothing)) < float("inf")
+    assert float(nothing) > 0
+
+
+def test_the_form_of_a_loss_is_told_by_who_knows_it():
+    assert gradients.agree_on_form(MEAN, None) == MEAN
+    assert gradients.agree_on_form(PAIR, None) == PAIR
+
+
+class _Disagreeing:
+    def all_reduce(self, votes):
+        votes += 1
+
+
+def test_ranks_with_two_forms_of_loss_are_refused():
+    with pytest.raises(TypeError, match="a scalar on some ranks and a"):
+        gradients.agree_on_form(MEAN, _Disagreeing())

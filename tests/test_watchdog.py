@@ -1,0 +1,293 @@
+"""What a watchdog says of the process that it is in, and what the notebook makes of its files."""
+
+from __future__ import annotations
+
+import dataclasses
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+
+from dtkit import stacks
+from dtkit.engine import stack
+from dtkit.engine.phases import Phases
+from dtkit.engine.probe import Clock
+from dtkit.engine.watchdog import Watchdog
+from dtkit.records import GroupSpec, NodeInfo, Request
+from dtkit.standing import Frame, Standing, dump_file, remove, status_file
+from dtkit.suspects import Seen
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+USER = Frame("/home/me/net.py", 14, "forward", "user")
+OWN = Frame("/x/dtkit/engine/trainer.py", 9, "advance", "dtkit")
+LIBRARY = Frame("/x/site-packages/torch/autograd/graph.py", 979, "backward")
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> GroupSpec:
+    return GroupSpec(1, 2, 3, "gloo", "cpu", str(tmp_path / "store-3"), "lo", 1, 5.0)
+
+
+@pytest.fixture
+def node() -> NodeInfo:
+    return NodeInfo(1, 11, socket.gethostname(), os.getpid(), "cpu", 1, 1, 1)
+
+
+def job(**changed: Any) -> Any:
+    """As much of a job as a watchdog reads."""
+    setting = SimpleNamespace(phases=Phases(Clock()), mesh=SimpleNamespace(axes={"dp": 2}))
+    return SimpleNamespace(step=7, setting=setting, median_step_s=lambda: 0.25, **changed)
+
+
+@pytest.fixture
+def watchdog(spec: GroupSpec) -> Iterator[Watchdog]:
+    found = Watchdog({"job-1": job()})
+    found.join(spec)
+    yield found
+    found.leave()
+    faulthandler.unregister(signal.SIGUSR1)
+
+
+def request(op: str = "advance") -> Request:
+    return Request(op, 1, 3, {"job": "job-1"})
+
+
+def until(condition: Callable[[], Any], timeout: float = 10.0) -> Any:
+    deadline, pause = time.monotonic() + timeout, threading.Event()
+    while not (found := condition()):
+        assert time.monotonic() < deadline
+        pause.wait(0.02)
+    return found
+
+
+# -- what it says ------------------------------------------------------------------------------------------
+
+
+def test_an_idle_engine_says_so(watchdog: Watchdog, spec: GroupSpec):
+    watchdog._main = 0  # this test's own thread is at work
+    found = watchdog.look(spec)
+    assert (found.rank, found.op, found.phase, found.stack, found.blocked) == (1, None, "idle", (), False)
+
+
+def test_code_that_came_past_dtkit_is_a_cell(watchdog: Watchdog, spec: GroupSpec):
+    assert watchdog.look(spec).phase == "cell"
+
+
+def test_phase_and_step_are_the_jobs(watchdog: Watchdog, spec: GroupSpec):
+    phases = watchdog._jobs["job-1"].setting.phases
+    with watchdog.serving(request()):
+        assert watchdog.look(spec).phase == "step"
+        phases.enter("forward")
+        found = watchdog.look(spec)
+        assert (found.phase, found.step, found.median_step_s, found.blocked) == ("forward", 7, 0.25, False)
+        phases.enter("sync")
+        assert watchdog.look(spec).phase == "collective"
+        phases.finish()
+        assert watchdog.look(spec).phase == "step"
+    with watchdog.serving(request("evaluate")):
+        assert watchdog.look(spec).phase == "evaluate"
+    assert watchdog._call is None
+
+
+def test_the_users_line_is_the_innermost_of_its_own(watchdog: Watchdog, spec: GroupSpec):
+    with watchdog.serving(request("call")):
+        found = watchdog.look(spec)
+    line = found.line()
+    assert line is not None
+    assert (line.file, line.function) == (__file__, "test_the_users_line_is_the_innermost_of_its_own")
+    assert found.stack[0].kind == "dtkit"
+
+
+def test_it_moves_with_marks_and_steps_only(watchdog: Watchdog, spec: GroupSpec):
+    held = watchdog._jobs["job-1"]
+    with watchdog.serving(request()):
+        held.setting.phases.enter("forward")
+        first = watchdog.look(spec)
+        assert watchdog.look(spec).still_s > first.still_s == 0
+        held.setting.phases.enter("forward")  # of the next micro-batch: it moves, and the phase is as old as before
+        second = watchdog.look(spec)
+        assert (second.still_s, second.since) == (0, first.since)
+        held.step += 1
+        assert watchdog.look(spec).still_s == 0
+
+
+def test_it_tells_how_often_it_was_blocked_in_this_job(watchdog: Watchdog, spec: GroupSpec, monkeypatch: Any):
+    monkeypatch.setattr("dtkit.engine.watchdog._in_user_code", lambda _: False)
+    monkeypatch.setattr(stack, "in_collective", lambda rows: bool(waiting))
+    waiting: list[int] = []
+    with watchdog.serving(request()):
+        assert [watchdog.look(spec).waited for _ in range(3)] == [None, None, 0.0]
+        waiting.append(1)
+        assert watchdog.look(spec).waited == 0.25
+    with watchdog.serving(request("call") if not waiting else Request("call", 1, 3, {})):
+        assert watchdog.look(spec).waited is None
+    assert watchdog.look(spec).waited is None
+
+
+def test_it_writes_for_this_user_alone_and_stops_when_left(watchdog: Watchdog, spec: GroupSpec, tmp_path: Path):
+    path = status_file(tmp_path, 1)
+    until(path.exists)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert dump_file(tmp_path, 1).stat().st_mode & 0o777 == 0o600
+    found = Standing.from_json(path.read_text())
+    assert (found.pid, found.generation, found.dumps) == (os.getpid(), 3, True)
+    watchdog.leave()
+    remove(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_owner_of_the_signal_keeps_it(spec: GroupSpec):
+    def mine(*_: object) -> None: ...
+
+    before = signal.signal(signal.SIGUSR1, mine)
+    found = Watchdog({})
+    try:
+        found.join(spec)
+        assert signal.getsignal(signal.SIGUSR1) is mine
+        assert not found.look(spec).dumps
+    finally:
+        found.leave()
+        signal.signal(signal.SIGUSR1, before)
+
+
+# -- stacks ------------------------------------------------------------------------------------------------
+
+
+def test_whose_code_a_file_is():
+    assert stack.kind(stack.__file__) == "dtkit"
+    assert stack.kind(threading.__file__) == stack.kind(psutil.__file__) == stack.kind("<frozen runpy>") == "library"
+    assert stack.kind("/tmp/ipykernel_1/2.py") == stack.kind(__file__) == "user"
+
+
+def test_outer_frames_that_all_calls_have_are_left_out():
+    door = Frame(str(stack._DOORS[0]), 1, "handle", "dtkit")
+    assert stack.trimmed([LIBRARY, USER, OWN, door, door, LIBRARY]) == (LIBRARY, USER, OWN)
+    assert stack.trimmed([LIBRARY]) == ()
+
+
+@pytest.mark.parametrize(
+    ("files", "blocked"),
+    [
+        (["torch/distributed/distributed_c10d.py"], True),
+        (["torch/_ops.py", "torch/distributed/_functional_collectives.py"], True),
+        (["torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py"], True),
+        (["torch/distributed/tensor/_dispatch.py"], False),
+        (["torch/nn/functional.py", "torch/distributed/tensor/_dispatch.py"], False),
+        ([], False),
+    ],
+)
+def test_a_collective_is_known_by_its_innermost_line(files: list[str], blocked: bool):  # noqa: FBT001 - a parameter
+    rows = [Frame(f"/x/site-packages/{file}", 1, "f") for file in files]
+    assert stack.in_collective([*rows, USER] if rows else []) == blocked
+
+
+def test_a_loader_in_a_thread_is_seen():
+    go, there = threading.Event(), threading.Event()
+
+    def load() -> None:
+        there.set()
+        go.wait(10)
+
+    thread = threading.Thread(target=load, name="loader")
+    thread.start()
+    assert there.wait(10)
+    found = stack.helpers(0)
+    go.set()
+    thread.join(10)
+    assert any(frame.function == "load" for frame in found["loader"])
+
+
+# -- the notebook's side -----------------------------------------------------------------------------------
+
+
+def test_a_standing_travels_as_text(watchdog: Watchdog, spec: GroupSpec):
+    with watchdog.serving(request("call")):
+        found = dataclasses.replace(watchdog.look(spec), threads={"loader": (USER,)})
+    assert Standing.from_json(found.to_json()) == found
+
+
+def test_what_another_process_wrote_is_not_believed(watchdog: Watchdog, node: NodeInfo, tmp_path: Path):
+    until(status_file(tmp_path, 1).exists)
+    assert stacks.look(tmp_path, node).process in ("running", "sleeping")
+    other = stacks.look(tmp_path, dataclasses.replace(node, pid=node.pid + 1))
+    assert (other.standing, other.process) == (None, "unknown")
+    watchdog.leave()
+    status_file(tmp_path, 1).write_text('{"rank": ')
+    assert stacks.look(tmp_path, node).standing is None
+
+
+def test_a_number_that_went_to_another_process_is_no_engine():
+    created = psutil.Process().create_time()
+    assert stacks.state_of(os.getpid(), created) in ("running", "sleeping")
+    assert stacks.state_of(os.getpid(), created - 60) == "ended"
+    assert stacks.state_of(2**22 + 1, created) == "ended"
+
+
+def test_a_process_writes_its_stack_by_itself(watchdog: Watchdog, node: NodeInfo, tmp_path: Path):
+    until(status_file(tmp_path, 1).exists)
+    found = stacks.look(tmp_path, node)
+    frames = stacks.dump(tmp_path, found)
+    assert any(frame.function == "test_a_process_writes_its_stack_by_itself" for frame in frames)
+    again = stacks.dump(tmp_path, found)
+    assert [frame.function for frame in again] == [frame.function for frame in frames]
+
+
+def test_no_signal_where_it_would_kill(monkeypatch: pytest.MonkeyPatch, watchdog: Watchdog, spec: GroupSpec, tmp_path):
+    monkeypatch.setattr(os, "kill", lambda *_: pytest.fail("a signal was sent"))
+    found = watchdog.look(spec)
+    for process, dumps in (("sleeping", False), ("stopped", True), ("ended", True), ("unknown", True)):
+        one = Seen(1, "here", found.pid, process, 0.1, dataclasses.replace(found, dumps=dumps))
+        assert stacks.dump(tmp_path, one) == ()
+
+
+def test_the_thread_is_found_in_what_was_written():
+    text = (
+        'Thread 0x00007f01 (most recent call first):\n  File "/a/b.py", line 3 in wait\n\n'
+        'Current thread 0x00007f02 (most recent call first):\n  File "/c d/e.py", line 5 in f\n'
+        '  File "/c d/e.py", line 9 in <module>\n'
+    )
+    assert stacks.parsed(text, 0x7F02) == (
+        Frame("/c d/e.py", 5, "f", "user"),
+        Frame("/c d/e.py", 9, "<module>", "user"),
+    )
+    assert stacks.parsed(text, 0x7F03) == ()
+
+
+def test_what_is_shown():
+    found = Standing(0, 2, 0, "here", 7, 1.0, 50.0, "advance", "forward", 44.0, 6.0, False, None)
+    one = dataclasses.replace(found, step=12, stack=(LIBRARY, dataclasses.replace(USER, function="<lambda>"), OWN))
+    shown = stacks.Stacks(
+        [
+            Seen(0, "here", 7, "sleeping", 0.1, one),
+            Seen(1, "here", 8, "stopped", 9.0, dataclasses.replace(one, rank=1)),
+            Seen(2, "there", 9, "unknown"),
+        ]
+    )
+    lines = repr(shown).splitlines()
+    assert lines[0] == "rank 0, here, pid 7, sleeping, forward of step 12, for 6 s"
+    assert lines[1:3] == ["    torch/autograd/graph.py:979 in backward", "  > /home/me/net.py:14 in <lambda>"]
+    assert "rank 1, here, pid 8, stopped (SIGSTOP), last seen in forward of step 12, for 15 s, silent for 9 s" in lines
+    assert lines[-1] == "rank 2, there, pid 9, unknown, nothing is known of what it does"
+    page = shown._repr_html_()
+    assert "&lt;lambda&gt;" in page
+    assert "<lambda>" not in page
+    assert (len(shown), shown[0][0], shown[2]) == (3, LIBRARY, ())
+
+
+def test_the_watchdog_needs_no_torch():
+    import subprocess
+
+    code = "import sys, dtkit.engine.watchdog, dtkit.stacks, dtkit.lookout; print('torch' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
+    assert out.stdout.strip() == "False"

@@ -21,7 +21,7 @@ NOTEBOOK_TESTS := notebook or browser
 AS_ROOT = $(shell test "$$(id -u)" -ne 0 || echo --allow-root)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo lab check test bench chromium clean
+.PHONY: help venv demo lab check test faults soak bench chromium clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -51,6 +51,12 @@ check: venv  ## format, lint, strict types and unit tests
 test: check chromium  ## check, then every other test: real clusters, notebooks, a real browser
 	$(BIN)/python -m pytest -m '$(CLUSTER_TESTS)'
 	$(BIN)/python -m pytest -m '$(NOTEBOOK_TESTS)'
+
+faults: venv  ## break each part of a training in each way, and print what came of it (half an hour or so)
+	$(BIN)/python -m tests.faults
+
+soak: venv  ## train for 30 minutes with a fault every 20 s, and look for leaks
+	$(BIN)/python -m tests.faults.soak
 
 bench: venv  ## measure speed, memory and start-up next to their references
 	$(BIN)/python -m tests.bench

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dtkit.callbacks import EarlyStopping
     from dtkit.checkpoint import Checkpoint, checkpoints
-    from dtkit.cluster import Cluster, attach
+    from dtkit.cluster import Cluster
     from dtkit.dashboard.compare import compare
     from dtkit.dashboard.custom import panel
     from dtkit.engine.channel import log
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from dtkit.strategies.pipeline import Pipeline
     from dtkit.strategies.sharded import Sharded
     from dtkit.strategies.tensor import TensorParallel
+    from dtkit.takeover import attach
 
 __version__ = "0.1.0"
 
@@ -75,7 +76,7 @@ _HOMES = {
     "StepRecord": "records",
     "TensorParallel": "strategies.tensor",
     "VersionMismatch": "errors",
-    "attach": "cluster",
+    "attach": "takeover",
     "checkpoints": "checkpoint",
     "compare": "dashboard.compare",
     "log": "engine.channel",

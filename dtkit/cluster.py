@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import html
+import os
 import shutil
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from dtkit import engines, shared, standing, units, warden
+from dtkit import engines, papers, shared, standing, units, warden
 from dtkit.dashboard.progress import waiting
 from dtkit.devices import DevicePlan, checked_size, plan_devices
 from dtkit.engines import Start, StartedEngines
@@ -23,8 +26,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from types import TracebackType
 
+    from dtkit.papers import Papers
     from dtkit.partition import Partition
     from dtkit.plan import Benchmark, Plan
+    from dtkit.records import Heritage
     from dtkit.replicas import Replicas
     from dtkit.run import Run
     from dtkit.stacks import Stacks
@@ -106,6 +111,58 @@ class Cluster(Ranks):
         self._open(transport, folder, shared.Owner.of(), plan, timeout, step_timeout, interface)
         return self
 
+    @classmethod
+    def taken(cls, found: Papers) -> Cluster:
+        """A cluster that another notebook had: see :func:`dtkit.attach`."""
+        self = cls.__new__(cls)
+        transport = StartedEngines.again(found)
+        how = transport.how
+        Ranks.__init__(
+            self,
+            transport,
+            transport.folder,
+            transport.keeper,
+            how.plan,
+            how.timeout,
+            found.step_timeout,
+            found.interface,
+        )
+        self.current_run, self._benchmarks = None, {}
+        try:
+            self.heritage = self.adopt()
+            if not self.lost():
+                self.greet()
+                self.form()
+            self._begun = found.begun
+            self.sign()
+        except BaseException:
+            self.let_alone()
+            raise
+        atexit.register(self._at_exit)
+        return self
+
+    @property
+    def outlives(self) -> bool:
+        """Whether its engines live on when this notebook ends, so that another one may take them over."""
+        return isinstance(self._transport, StartedEngines)
+
+    def sign(self) -> None:
+        """Say in the folder who has this cluster, and which engines it has now."""
+        transport = self._transport
+        if isinstance(transport, StartedEngines):
+            papers.Papers(
+                folder=self.folder,
+                owner=self._owner,
+                notebook=papers.identity(os.getpid()),
+                warden=transport.watcher(),
+                engine_ids=tuple(transport.engine_ids),
+                spare_ids=tuple(transport.spare_ids),
+                begun=self._begun,
+                start=dataclasses.asdict(transport.how),
+                step_timeout=self.step_timeout,
+                interface=self._interface,
+            ).write()
+
     def _open(
         self,
         transport: Transport,
@@ -118,10 +175,13 @@ class Cluster(Ranks):
     ) -> None:
         super().__init__(transport, folder, keeper, plan, timeout, step_timeout, interface)
         self.current_run: Run | None = None
+        self.heritage: list[Heritage] = []
         self._benchmarks: dict[str, Benchmark] = {}
+        self._begun = time.time()
         try:
             self.greet()
             self.form()
+            self.sign()
             self.fan_out("warm")  # nobody waits for it: the first step will find it done
         except BaseException:
             self.close()
@@ -434,7 +494,13 @@ class Cluster(Ranks):
     # -- the end ----------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the run, then everything that this cluster started. Idempotent."""
+        """End the run, then everything that this cluster started. Idempotent.
+
+        Where another notebook has taken it over, it stays.
+        """
+        if self._superseded():
+            self.let_alone()
+            return
         with self._lock:
             if self._closed:
                 return
@@ -455,6 +521,36 @@ class Cluster(Ranks):
             shutil.rmtree(self._folder / SNAPSHOTS, ignore_errors=True)
             self._folder.rmdir()  # somebody else's engines: the folder is ours alone, and empty by now
         atexit.unregister(self._at_exit)
+
+    def _superseded(self) -> bool:
+        if not isinstance(self._transport, StartedEngines):
+            return False
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            return papers.read(self.folder).owner > self._owner
+        return False
+
+    def let_alone(self) -> None:
+        """Speak to these engines no more, and leave them to whoever has them. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        if isinstance(self._transport, StartedEngines):
+            self._transport.let_alone()
+        atexit.unregister(self._at_exit)
+
+    def repair(self) -> list[int]:
+        """Start engines in place of those that are gone. Returns their ranks.
+
+        A run goes on where survivors, or its last snapshot, stand; one that is running sees to that by itself.
+        """
+        self.check_open()
+        lost, run = self.lost(), self.current_run
+        if run is not None and not run.released:
+            run.repair()
+        elif lost:
+            self.replace(lost)
+        return lost
 
     def _leave(self) -> None:
         """Engines that live on leave our process group and forget what they held for us."""
@@ -477,9 +573,17 @@ class Cluster(Ranks):
     def __repr__(self) -> str:
         if self._closed:
             return "Cluster(closed)"
-        note = [self._plan.note] if self._plan.note else []
         head = f"Cluster of {units.plural(self.world_size, 'engine')}, {self.backend}"
-        return "\n".join([head, *_text_table(self._table()), *note])
+        return "\n".join([head, *_text_table(self._table()), *self._notes()])
+
+    def _notes(self) -> list[str]:
+        """What whoever looks at it should know."""
+        from dtkit.engine.comm import loopback
+
+        found = [self._plan.note] if self._plan.note else []
+        if self._interface not in (None, loopback()):
+            found.append(f"Tensors travel over {self._interface}, and that traffic is not encrypted.")
+        return found
 
     def _table(self) -> list[list[str]]:
         head = [
@@ -515,18 +619,8 @@ class Cluster(Ranks):
         head, *rows = self._table()
         cells = "".join(f"<th>{html.escape(c)}</th>" for c in head)
         body = "".join("<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in row) + "</tr>" for row in rows)
-        note = f"<p>{html.escape(self._plan.note)}</p>" if self._plan.note else ""
-        return f"<table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table>{note}"
-
-
-def attach(client: Any, **options: Any) -> Cluster:
-    """Take over the engines of an ipyparallel cluster that somebody else started, by whatever launcher.
-
-    `client` is a connected ``ipyparallel.Client``; the options are those of :class:`Cluster` that make sense for
-    engines that run already (device, threads, timeout, step_timeout, interface). ``close()`` leaves the engines
-    running.
-    """
-    return Cluster.over(engines.of_client(client), **options)
+        notes = "".join(f"<p>{html.escape(note)}</p>" for note in self._notes())
+        return f"<table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table>{notes}"
 
 
 def _in_kernel() -> bool:

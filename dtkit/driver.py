@@ -26,13 +26,15 @@ import numpy as np
 from dtkit import recovery, waiting
 from dtkit.balance import Balancer
 from dtkit.consistency import Watch
-from dtkit.errors import ClusterError, DtkitError, EngineError, NonFiniteError, RunError
+from dtkit.errors import ClusterError, DtkitError, EngineError, NonFiniteError, RunError, Superseded
+from dtkit.lookout import Lookout
 from dtkit.pace import Pace
 from dtkit.records import Advance, Consistency, Evaluation, Event, Failure, State
 from dtkit.saving import Save, Saver
+from dtkit.stacks import Probe
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from dtkit.cluster import Cluster
     from dtkit.history import History
@@ -112,6 +114,7 @@ class Driver:
         self._calling: object = None  # the callbacks' thread that is at work
         self._called = 0  # the step after which callbacks were called last
         self._cluster, self._history, self._changed = cluster, history, changed
+        self._lookout = Lookout(Probe(cluster.folder, lambda: cluster.nodes))
         self._inbox: queue.SimpleQueue[_Command | _Flight] = queue.SimpleQueue()
         self._gate = threading.Condition()  # guards `state`, and whether the inbox is still read
         self._flights: collections.deque[_Flight] = collections.deque()
@@ -141,6 +144,19 @@ class Driver:
         """Before `start`: the job goes on after so many steps; callbacks were called after `called`."""
         self.step, self._called = step, called
         self.saver.begin_at(step)
+
+    @property
+    def recorded(self) -> int:
+        """The step that the history ends before."""
+        totals = self._history.totals(self._history.steps - 1)
+        return int(totals["step"][-1]) + 1 if len(totals) else 0
+
+    def catch_up(self, unread: Mapping[int, Sequence[tuple[Advance, list[Any]]]]) -> None:
+        """Before `start`: record what dispatches returned that nobody has read, by rank."""
+        for parts in zip(*(unread[rank] for rank in sorted(unread)), strict=False):
+            advances = [advance for advance, _ in parts]
+            if len({(advance.step, len(np.asarray(advance.rows))) for advance in advances}) == 1:
+                self._record(advances, [items for _, items in parts])
 
     @property
     def called(self) -> int:
@@ -187,6 +203,7 @@ class Driver:
     # -- the loop ---------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        event: _Command | _Flight | None = None
         try:
             while not self.state.ended:
                 self._send()
@@ -200,14 +217,35 @@ class Driver:
                 if not self._flights:
                     self._rest()
         except Exception as error:  # noqa: BLE001 - the boundary of the run: whatever it is, the user is told
+            if isinstance(event, _Command):
+                self._waiting.append(event.answer)
             self._end(State.FAILED, error)
 
     def _take(self) -> _Command | _Flight:
         """The next event. Engines that say nothing for longer than a collective may take are stuck."""
-        try:
-            return self._inbox.get(timeout=self._cluster.patience if self._flights else None)
-        except queue.Empty:
-            return self._flights[0]
+        deadline = time.monotonic() + self._cluster.patience
+        while True:
+            try:
+                return self._inbox.get(timeout=_LOOK_S if self._flights else None)
+            except queue.Empty:
+                self._cluster.check_reachable()
+                self._look_out()
+                if time.monotonic() >= deadline:
+                    return self._flights[0]
+
+    def _look_out(self) -> None:
+        """Name the rank that keeps the others waiting, once a dispatch is overdue."""
+        found = self._lookout.look(time.monotonic())
+        if found is not None:
+            kind = "stuck" if found.kind == "stuck" else "note"
+            self._history.add(Event(self.step, kind, found.text, time.time(), found.rank))
+            self._changed()
+
+    @property
+    def finding(self) -> str:
+        """Who keeps the others waiting now; empty while all is well."""
+        found = self._lookout.finding
+        return "" if found is None else found.text
 
     def _send(self) -> None:
         while self.state is State.RUNNING and not self._halt and not self._lost_track:
@@ -228,7 +266,7 @@ class Driver:
             steps = min(steps, self.route.steps_per_epoch - self._next % self.route.steps_per_epoch)
         lr, answers = self._lr_wanted or (None, [])
         self._lr_wanted = None
-        more: dict[str, Any] = {"explain": True} if self._explain else {}
+        more: dict[str, Any] = {"explain": True, "seen": self.step} if self._explain else {"seen": self.step}
         if self.watch.due(time.monotonic()) or self._next + steps == self.route.steps:
             more["fingerprint"] = True
         if self._balancer is not None:
@@ -259,6 +297,7 @@ class Driver:
     def _launch(self, flight: _Flight, **args: Any) -> None:
         flight.futures = self._cluster.fan_out(flight.op, job=self.route.job, step=flight.step, **args)
         self._flights.append(flight)
+        self._lookout.sent(time.monotonic())
         left = len(flight.futures)
         lock = threading.Lock()
 
@@ -279,6 +318,7 @@ class Driver:
     def _land(self, flight: _Flight) -> None:
         replies = self._cluster.collect(flight.futures, _BREAK_S if self._breaking else _PATIENCE_S)
         self._flights.remove(flight)
+        self._lookout.landed(time.monotonic(), self.pace.step_s or None)
         failures = [reply.failure for reply in replies if reply.failure is not None]
         if failures:
             self._take_failures(flight, replies, failures)
@@ -347,6 +387,10 @@ class Driver:
         """A refusal, a lost engine and an interrupt can be gone on from; a failure of the user's code can't."""
         if flight.lr is not None and self._lr_wanted is None:
             self._lr_wanted = flight.lr, flight.answers
+        if any(f.type == "Superseded" for f in failures):
+            self._flights.clear()
+            self._end(State.FAILED, Superseded(_TAKEN.format(step=self.step)))
+            return
         if all(f.kind == "refused" for f in failures) and self._lost_track:
             self._withdraw(flight)
             return
@@ -357,6 +401,7 @@ class Driver:
             self._keep_common(self._cluster.collect(other.futures, _PATIENCE_S))
             self._withdraw(other)
         self._flights.clear()
+        self._lookout.reset()
         own = [f for f in failures if f.kind == "error" and not f.victim]
         lost = sorted({f.rank for f in failures if f.kind in ("lost", "stuck")} | set(self._cluster.lost()))
         if lost and not own:
@@ -384,7 +429,7 @@ class Driver:
         for failure in failures:
             if failure.rank in lost:
                 why = failure.message.partition(". ")[0]
-                self._note("lost", f"node {failure.rank} lost at step {self.step}: {why}")
+                self._note("lost", f"node {failure.rank} lost at step {self.step}: {why}", failure.rank)
         if self.route.on_failure == "pause":
             self._halt, self.exception = self._halt or "pause", EngineError(failures)
         else:
@@ -412,7 +457,8 @@ class Driver:
     def _level(self) -> None:
         """After a failure in which no engine was lost: form the group anew, and have all ranks at one step."""
         standings = recovery.stand(self._cluster, self.route.job)
-        if len(standings) < self._cluster.world_size or recovery.apart(standings):
+        self._lost = [rank for rank in range(self._cluster.world_size) if rank not in standings]
+        if self._lost or recovery.apart(standings):
             self._repair()
             return
         try:
@@ -507,8 +553,21 @@ class Driver:
             if self._flights:
                 self._cluster.hurry(self.route.job, wanted=True)
         else:
-            tasks = {"lr": self._set_lr, "resume": self._resume, "step": self._step, "save": self._want_save}
-            tasks.get(command.name, self._break)(command)
+            {
+                "lr": self._set_lr,
+                "resume": self._resume,
+                "step": self._step,
+                "save": self._want_save,
+                "break": self._break,
+                "repair": self._mend,
+            }[command.name](command)
+
+    def _mend(self, command: _Command) -> None:
+        """Somebody asks for what is lost to be replaced. While steps are taken it is seen to anyway."""
+        self._lost = sorted({*self._lost, *self._cluster.lost()})
+        if self._lost and self.state is not State.RUNNING:
+            self._repair()
+        _resolve(command.answer, self.step)
 
     def _want_save(self, command: _Command) -> None:
         self.saver.want(command.value)
@@ -602,7 +661,7 @@ class Driver:
         with self._gate:  # from here on nobody can put a command into the inbox
             self._set(state)
             while not self._inbox.empty():
-                event = self._inbox.get()
+                event = self._inbox.get_nowait()
                 if isinstance(event, _Command):
                     self._waiting.append(event.answer)
                     if event.name == "save":
@@ -633,11 +692,15 @@ class Driver:
         self.state = state
         self._gate.notify_all()
 
-    def _note(self, kind: str, text: str) -> None:
-        self._history.add(Event(self.step, kind, text, time.time()))
+    def _note(self, kind: str, text: str, rank: int | None = None) -> None:
+        self._history.add(Event(self.step, kind, text, time.time(), rank))
 
 
 _ENDED = {State.COMPLETED: "completed", State.STOPPED: "been stopped", State.FAILED: "failed"}
+_TAKEN = (
+    "another notebook has taken this cluster over, and the run with it, after step {step}. This one shows what was "
+    "until then; dtkit.attach() takes it back"
+)
 _WORDS = {
     "pause": "be paused",
     "resume": "be resumed",
@@ -646,6 +709,8 @@ _WORDS = {
     "lr": "change",
     "abandon": "end",
     "save": "be saved",
+    "break": "be interrupted",
+    "repair": "be repaired",
 }
 
 

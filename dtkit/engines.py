@@ -21,8 +21,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ipyparallel as ipp
+import psutil
 
-from dtkit import shared, units, warden
+from dtkit import papers, shared, units, warden
+from dtkit.devices import DevicePlan
 from dtkit.entry import MIMETYPE, Entry
 from dtkit.errors import ClusterError
 from dtkit.records import Failure, Reply
@@ -30,7 +32,7 @@ from dtkit.records import Failure, Reply
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from dtkit.devices import DevicePlan
+    from dtkit.papers import Papers
 
 LEASE_S, JOB_LEASE_S = 60.0, 1800.0
 _BEAT_MS = 500
@@ -93,6 +95,9 @@ class Engines:
         alive = [self.engine_ids[r] for r in ranks if self.engine_ids[r] in self._client.ids]
         if alive:
             self._client.send_signal(signal.SIGINT, targets=alive, block=False)
+
+    def check_reachable(self) -> None:
+        """Somebody else's controller can't be asked after."""
 
     def lost(self) -> list[int]:
         """The ranks whose engines have ended."""
@@ -180,6 +185,12 @@ class Start:
     spares: int = 0
     """Engines that are started along, and wait to replace one."""
 
+    @classmethod
+    def of(cls, said: dict[str, Any]) -> Start:
+        """From what `dataclasses.asdict` gave, and JSON."""
+        plan = DevicePlan(**{**said["plan"], "devices": tuple(said["plan"]["devices"])})
+        return cls(**{**said, "plan": plan})
+
 
 class StartedEngines(Engines):
     """A transport over engines that we start, and end."""
@@ -187,6 +198,7 @@ class StartedEngines(Engines):
     def __init__(self, n: int, how: Start) -> None:
         self._how = how
         self._sets: list[str] = []
+        self._controller_seen: tuple[int, float] | None = None
         self._spares: list[int] = []
         self._starting = threading.Lock()  # who holds it knows that an engine that comes is its own
         self._closing = False
@@ -197,6 +209,7 @@ class StartedEngines(Engines):
         self._lock_descriptor = warden.take_lock(self.folder)
         warden.write_members(self.folder, [], *self._lease)
         self._warden = warden.start(self.folder)
+        self._watcher = papers.identity(self._warden.pid)
         self.keeper = shared.Owner.of(self._warden.pid)
         try:
             client = self._start_controller()
@@ -206,9 +219,11 @@ class StartedEngines(Engines):
             self.close()
             raise
         self.engine_ids, self._spares = ids[:n], ids[n:]
+        if self._spares:
+            self._client.direct_view(self._spares).apply_async(_load_torch)
 
     def _start_controller(self) -> ipp.Client:
-        launcher, timeout = self._how.launcher, self._how.timeout
+        launcher = self._how.launcher
         self._cluster = cluster = ipp.Cluster(
             controller_ip="127.0.0.1" if launcher == "local" else "",  # "": the launcher's own choice
             engine_launcher_class=launcher,
@@ -224,14 +239,86 @@ class StartedEngines(Engines):
         )
         cluster.start_controller_sync()
         self._watch()
+        return self._connect()
+
+    def _connect(self) -> ipp.Client:
+        timeout = self._how.timeout
         try:
-            return cluster.connect_client_sync(timeout=timeout)
+            return self._cluster.connect_client_sync(timeout=timeout)
         except TimeoutError:
             raise ClusterError(
                 f"the controller did not answer within {timeout:g} s; give it longer with timeout="
             ) from None
 
+    @classmethod
+    def again(cls, found: Papers) -> StartedEngines:
+        """Those that another notebook started, with their ids by rank."""
+        self = cls.__new__(cls)
+        self._how = Start.of(found.start)
+        self._controller_seen = None
+        self._sets, self._spares = [], list(found.spare_ids)
+        self._starting, self._closing = threading.Lock(), False
+        self.folder, self._warden = found.folder, None
+        self._watcher = found.warden
+        lease = self._how.lease
+        self._lease = (LEASE_S if lease is None else lease, JOB_LEASE_S if lease is None else lease)
+        self._lock_descriptor = -1
+        self.keeper = shared.Owner.of(found.warden[0])
+        self._cluster = ipp.Cluster.from_file(profile_dir=str(self.folder), cluster_id="dtkit")
+        self._sets = list(self._cluster.engines)
+        client = self._connect()
+        Engines.__init__(self, client, list(found.engine_ids))
+        threading.Thread(target=self._own, name="dtkit-lock", daemon=True).start()
+        return self
+
+    def _own(self) -> None:
+        """Hold the lock by which the warden knows that somebody is there; an older notebook may still have it."""
+        pause = threading.Event()
+        while not self._closing:
+            with contextlib.suppress(BlockingIOError, FileNotFoundError):
+                self._lock_descriptor = warden.take_lock(self.folder, timeout=0.0)
+                return
+            pause.wait(0.5)
+
+    def check_reachable(self) -> None:
+        """The controller is a process of ours: messages go through it."""
+        controller = self._controller
+        if controller is not None and not papers.lives(*controller):
+            raise ClusterError(
+                "the controller, through which every message goes, has ended. This cluster can't be used any more: "
+                "cluster.close() ends its engines. Start another one, and train with resume= from the last checkpoint"
+            )
+
+    def watcher(self) -> tuple[int, float]:
+        """Pid and start time of the warden."""
+        return self._watcher
+
+    @property
+    def spare_ids(self) -> list[int]:
+        """Ipyparallel's ids of the engines that wait."""
+        return list(self._spares)
+
+    @property
+    def how(self) -> Start:
+        """How they were started."""
+        return self._how
+
+    def let_alone(self) -> None:
+        """Somebody else has these engines now: speak to them no more."""
+        self._closing = True
+        self._client.close()
+        if self._lock_descriptor >= 0:
+            os.close(self._lock_descriptor)
+            self._lock_descriptor = -1
+
     # -- engines ----------------------------------------------------------------------------------------------
+
+    @property
+    def _controller(self) -> tuple[int, float] | None:
+        if self._controller_seen is None and hasattr(self._cluster.controller, "process"):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self._controller_seen = papers.identity(self._cluster.controller.process.pid)
+        return self._controller_seen
 
     def _start_engines(self, n: int) -> list[int]:
         """Start so many, and wait for them. Returns their ids."""
@@ -248,6 +335,7 @@ class StartedEngines(Engines):
             if not _until(lambda: len(set(self._client.ids) - known) >= n or self._closing, how.timeout):
                 self._tell_missing(len(set(self._client.ids) - known), n)
             self._watch()  # the nannies, too
+            _seal(self.folder)
             return sorted(set(self._client.ids) - known)[:n]
 
     def _tell_missing(self, came: int, n: int) -> None:
@@ -280,14 +368,14 @@ class StartedEngines(Engines):
         wanted = self._how.spares - len(self._spares)
         with contextlib.suppress(ClusterError):  # then there is no spare, and a replacement takes longer
             found = self._start_engines(wanted)
+            if not found:  # the cluster is closing
+                return
             view = self._client.direct_view(found)
             view.apply_async(_load_torch)
             self._spares += found
 
     def _watch(self) -> None:
         """Tell the warden all processes that run by now."""
-        import psutil
-
         roots = [self._cluster.controller.process.pid] if hasattr(self._cluster.controller, "process") else []
         for name in self._sets:
             launchers = getattr(self._cluster.engines.get(name), "launchers", {})
@@ -318,12 +406,19 @@ class StartedEngines(Engines):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._warden.wait(timeout=10)
             self._warden = None
+        elif papers.lives(*self._watcher):
+            psutil.Process(self._watcher[0]).terminate()
+            _until(lambda: not papers.lives(*self._watcher), 10)
+        if self._lock_descriptor >= 0:
             os.close(self._lock_descriptor)
+            self._lock_descriptor = -1
 
 
 def _load_torch() -> None:
-    """What takes longest when an engine joins."""
-    import torch  # noqa: F401 - it is loaded, and stays
+    """What takes longest when an engine joins, and when it takes its first step."""
+    from dtkit.engine.session import preload
+
+    preload()
 
 
 def _until(condition: Callable[[], bool], timeout: float) -> bool:
@@ -341,14 +436,26 @@ def _lost(rank: int, why: str = "its process has ended") -> Reply:
     return Reply(failure=Failure(rank, "?", "EngineLost", message, "", kind="lost"))
 
 
-def _new_folder() -> Path:
-    """A folder that only this user can enter, where Jupyter keeps what lives as long as a session."""
+def runtime_folder() -> Path:
+    """Where Jupyter keeps what lives as long as a session."""
     from jupyter_core.paths import jupyter_runtime_dir
 
-    folder = Path(jupyter_runtime_dir()) / f"dtkit-{secrets.token_hex(4)}"
+    return Path(jupyter_runtime_dir())
+
+
+def _new_folder() -> Path:
+    """A folder that only this user can enter."""
+    folder = runtime_folder() / f"dtkit-{secrets.token_hex(4)}"
     folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder.mkdir(mode=0o700)
     return folder
+
+
+def _seal(folder: Path) -> None:
+    """Make what ipyparallel wrote as the umask says (logs, among others) the user's alone."""
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # engines write theirs anew all the time
+            path.chmod(0o700 if path.is_dir() else 0o600)
 
 
 def check_launcher(launcher: str) -> None:

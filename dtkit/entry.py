@@ -5,12 +5,14 @@ It is the one place on an engine that knows IPython: it hands the session a way 
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 MIMETYPE = "application/vnd.dtkit.items+json"
+_KEYS = "IPP_CONNECTION_INFO"  # how ipyparallel tells an engine where to connect, and the key: read by now
 
 
 class Entry:
@@ -20,6 +22,7 @@ class Entry:
         """Serve one request on this engine."""
         from dtkit.engine import session
 
+        os.environ.pop(_KEYS, None)  # a cell that prints its environment must not print it
         return session.handle(message, _publisher())
 
 

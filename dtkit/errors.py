@@ -5,6 +5,7 @@
     │   ├── ClusterClosed         a call on a cluster that was closed
     │   ├── VersionMismatch       notebook and engine can't work together; both versions are named
     │   └── Refused               a dispatch that does not match what the engine stands at; nothing was run
+    │       └── Superseded        another notebook has taken the cluster over
     ├── EngineError               user code, or the engine itself, failed on a rank; carries every rank's Failure
     │   └── NonFiniteError        the reduced gradients held NaN or infinity; parameters are as before that step
     ├── RunError                  the run's state does not allow what was asked
@@ -43,6 +44,10 @@ class VersionMismatch(ClusterError):  # noqa: N818 - reads as a state
 
 class Refused(ClusterError):  # noqa: N818 - what the engine did
     """A dispatch did not match the engine's owner, generation, job or step; nothing was run."""
+
+
+class Superseded(Refused):
+    """Another notebook has attached to the cluster since, and owns it now."""
 
 
 class RunError(DtkitError):

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     import pandas as pd
 
+    from dtkit.spool import Spool
+
 ROW = np.dtype(
     [
         ("step", "i4"),
@@ -115,6 +117,8 @@ class History:
         self._lock = threading.Lock()
         self.events: list[Event] = []
         self.evaluations: list[Evaluation] = []
+        self.spool: Spool | None = None
+        """Where all that comes is written too."""
 
     # -- writing (the run's driver thread) --------------------------------------------------------------------
 
@@ -129,9 +133,15 @@ class History:
         with self._lock:
             self._rows.append(block)
             self._totals.append(totals)
+        spool = self.spool
+        if spool is not None:
+            spool.rows(block)
 
     def add(self, event: Event | Evaluation) -> None:
         """Add an event or an evaluation."""
+        spool = self.spool
+        if spool is not None:
+            spool.note(event)
         (self.events if isinstance(event, Event) else self.evaluations).append(event)  # type: ignore[arg-type]
 
     def extend(self, other: History) -> None:

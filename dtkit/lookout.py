@@ -35,6 +35,7 @@ class Limits:
     """When to worry, in seconds; `factor` in times what a step should take."""
 
     least_s: float = 5.0
+    """More than the 1.25 s that a word may be old, so that none is from before the dispatch."""
     factor: float = 5.0
     silent_s: float = SILENT_S
     """An engine writes twice a second; older than this, it can't."""

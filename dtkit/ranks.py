@@ -25,7 +25,7 @@ import numpy as np
 from dtkit import __version__, warden, wire
 from dtkit.engine.probe import hello
 from dtkit.errors import ClusterClosed, ClusterError, EngineError, VersionMismatch
-from dtkit.records import HURRY, Failure, GroupSpec, NodeInfo, Reply, Request
+from dtkit.records import CALLED_OFF, HURRY, Failure, GroupSpec, Heritage, NodeInfo, Reply, Request
 from dtkit.shipment import Shipment, ship
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from dtkit.transport import Transport
 
 SNAPSHOTS = "snapshots"
+ALONE_S = 30.0  # for what an engine does by itself
 GRACE_S = 5.0  # for the other ranks once one has failed, and again after an interrupt
 _FIRST_STEP_S, _MARGIN_S = 1800.0, 30.0
 
@@ -60,6 +61,9 @@ class Ranks:
         self._lock = threading.RLock()
         self._owner = time.time_ns()  # later notebooks get larger numbers
         self._generation = -1
+        self._formed = False  # whether all ranks have joined it
+        self.bare: set[int] = set()
+        """Ranks of new engines, which hold no data and no model yet."""
         self._closed = False
         self._nodes: list[NodeInfo] = []
         self._engine_path: list[str] = []
@@ -183,6 +187,8 @@ class Ranks:
     def ask(self, op: str, *, timeout: float | None = None, **options: Any) -> list[Any]:
         """Fan out, wait, and return the values by rank. On failure the group is formed anew and the cause raised."""
         self._free_unwanted()
+        if not self._formed:  # the last try failed
+            self.form()
         replies = self.collect(self.fan_out(op, **options), timeout or self.patience, options.get("ranks"))
         return self.values(replies)
 
@@ -204,9 +210,9 @@ class Ranks:
 
     def heal(self, failures: Sequence[Failure]) -> None:
         """Form the group anew after failures, unless nothing was run or an engine is gone."""
-        if all(f.kind == "refused" for f in failures) or any(f.kind in ("lost", "stuck") for f in failures):
-            return
-        self.form()
+        nothing_ran = self._formed and all(f.kind == "refused" for f in failures)
+        if not nothing_ran and all(f.kind not in ("lost", "stuck") for f in failures):
+            self.form()
 
     @property
     def patience(self) -> float:
@@ -261,21 +267,46 @@ class Ranks:
         self.check_open()
         self._transport.interrupt(list(range(self.world_size)) if ranks is None else ranks)
 
+    def alone(self, op: str, ranks: Sequence[int], **options: Any) -> dict[int, Any]:
+        """What each of these ranks answers by itself, needing no group; those that fail in it give nothing."""
+        replies = self.collect(self.fan_out(op, ranks=ranks, **options), ALONE_S, ranks)
+        return {rank: reply.value for rank, reply in zip(ranks, replies, strict=True) if reply.failure is None}
+
+    def adopt(self) -> list[Heritage]:
+        """Take over engines that another notebook had, with what they hold. Of each that answers, what that is."""
+        lost = self.lost()
+        found = self.alone("adopt", [rank for rank in range(self.world_size) if rank not in lost])
+        if len(found) < self.world_size - len(lost) or not found:
+            raise ClusterError(f"{len(found)} of {self.world_size} engines answered; the others are busy, or stuck")
+        self._generation = max(heritage.generation for heritage in found.values())
+        return list(found.values())
+
+    def check_reachable(self) -> None:
+        """Raise ClusterError where nothing can reach the engines any more."""
+        self._transport.check_reachable()
+
     def lost(self) -> list[int]:
         """The ranks whose engines have ended."""
         return self._transport.lost()
 
+    def kill(self, ranks: Sequence[int]) -> None:
+        """End these engines' processes at once."""
+        self._transport.kill(ranks)
+
     def replace(self, ranks: Sequence[int]) -> None:
         """Have new engines at these ranks, with the data and models that the others hold. Jobs end: make them anew."""
+        self.bare |= set(ranks)
         self._transport.replace(ranks)
         self._greet(ranks)
         self.form(others=True)
-        kept = [rank for rank in range(self.world_size) if rank not in ranks]
         self.fan_out("warm", ranks=list(ranks))
+        kept = [rank for rank in range(self.world_size) if rank not in self.bare]
         if kept:
             (shipment,) = self.ask("hand_over", ranks=kept[:1])
-            self.ask("take_over", ranks=list(ranks), shipment=shipment)
+            self.ask("take_over", ranks=sorted(self.bare), shipment=shipment)
             shipment.discard()
+            self.bare.clear()
+        self.sign()
 
     def shrink(self, ranks: Sequence[int]) -> None:
         """Go on without these ranks, whose shards the others take. Those above move down. Jobs end: make them anew."""
@@ -285,6 +316,10 @@ class Ranks:
         self._plan = dataclasses.replace(self._plan, devices=devices)
         self.form(others=True)
         self.ask("redeal")
+        self.sign()
+
+    def sign(self) -> None:
+        """The ranks are others now: say so to whoever may come later."""
 
     def form(self, *, others: bool = False) -> None:
         """Form the process group (anew): the next generation, met at a file of its own.
@@ -293,17 +328,24 @@ class Ranks:
         """
         with self._lock:
             self._generation += 1
+            self._formed = False
             store = self._folder / f"store-{self._generation}"
+            store.touch(mode=0o600)
             specs = [self._group_spec(rank, store) for rank in range(self.world_size)]
             join = {"owner": self._owner, "keeper": self._keeper if self._one_host else None}
             each = [{"spec": s, "step_timeout": self.step_timeout, "others": others, **join} for s in specs]
             futures = self.fan_out("join", each=each)
+        called_off = store.with_name(store.name + CALLED_OFF)
+        for future in futures:
+            future.add_done_callback(lambda done: _call_off(called_off, done.result()))
         replies = self.collect(futures, self._timeout + 5)
         # The group's own file stays: subgroups (of a mesh) meet there too.
-        (self._folder / f"store-{self._generation - 1}").unlink(missing_ok=True)
+        for old in [store.with_name(f"store-{self._generation - 1}"), *self._folder.glob(f"{store.name}.*")]:
+            old.unlink(missing_ok=True)
         failures = [r.failure for r in replies if r.failure is not None]
         if failures:
             raise EngineError(failures)
+        self._formed = True
         self._take_nodes([r.value for r in replies])
         if not self._one_host:
             times = np.array(self.values(self.collect(self.fan_out("clock"), self._timeout)))
@@ -328,7 +370,7 @@ class Ranks:
 
     def new_key(self, kind: str) -> str:
         """A name that was not used before in this cluster."""
-        return f"{kind}-{next(self._keys)}"
+        return f"{kind}-{self._owner:x}-{next(self._keys)}"
 
     def pack(self, obj: Any, name: str | None = None) -> wire.Packed:
         """Take apart what is to travel; modules that the engines can't import travel by value."""
@@ -381,6 +423,7 @@ class Ranks:
 
     def snapshots(self, job: str) -> Path:
         """Where a run puts what it may have to go back to."""
+        (self._folder / SNAPSHOTS).mkdir(mode=0o700, exist_ok=True)
         return self._folder / SNAPSHOTS / job
 
     def note_job(self, *, present: bool) -> None:
@@ -390,6 +433,13 @@ class Ranks:
             mark.touch(mode=0o600)
         else:
             mark.unlink(missing_ok=True)
+
+
+def _call_off(mark: Path, reply: Reply) -> None:
+    """Let those who wait for a rank that could not join know; the folder may be gone by now."""
+    if reply.failure is not None:
+        with contextlib.suppress(OSError):
+            mark.touch(mode=0o600)
 
 
 def _for_rank(listen: Callable[[int, int, list[Any]], None], rank: int) -> Callable[[int, list[Any]], None]:

@@ -13,6 +13,10 @@ HURRY = "hurry-"
 """With a job's key, the name of a file in the cluster's folder: somebody waits for the dispatch under way to end."""
 
 
+CALLED_OFF = ".off"
+"""Behind the name of a group's store, the name of a file: a rank could not join, so nobody need wait for it."""
+
+
 class State(enum.Enum):
     """Where a run stands: ``PENDING -> RUNNING <-> PAUSED -> COMPLETED | STOPPED | FAILED``."""
 
@@ -146,7 +150,7 @@ class Event:
 
     step: int
     kind: str
-    """One of "start", "pause", "resume", "stop", "lr", "error", "note", "done", "print"."""
+    """One of "start", "pause", "resume", "stop", "lr", "error", "note", "done", "print", "stuck", "lost", "repair"."""
     text: str
     time: float
     """Seconds since the epoch, as time.time()."""
@@ -206,6 +210,16 @@ class Request:
     owner: int
     generation: int
     args: dict[str, object]
+
+
+@dataclasses.dataclass(frozen=True)
+class Heritage:
+    """What a notebook finds on an engine that it takes over."""
+
+    rank: int
+    generation: int
+    jobs: dict[str, int]
+    """Job and the step that it stands at."""
 
 
 @dataclasses.dataclass(frozen=True)

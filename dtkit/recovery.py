@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from dtkit.strategies.base import Strategy
 
 MODES = ("repair", "shrink", "pause")
-_PATIENCE_S = 30.0  # for what a survivor does by itself
 _TRIES = 3  # of a recovery in which further engines are lost
 
 
@@ -36,6 +35,7 @@ class Standing:
 
     step: int
     whole: bool
+    lr: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +84,7 @@ def choose(standings: Mapping[int, Standing], parts: Mapping[int, object]) -> tu
 
 def stand(cluster: Ranks, job: str, lost: Sequence[int] = ()) -> dict[int, Standing]:
     """Where every survivor stands. Needs no process group."""
-    found = _each(cluster, [r for r in range(cluster.world_size) if r not in lost], "standing", job=job)
+    found = cluster.alone("standing", [r for r in range(cluster.world_size) if r not in lost], job=job)
     return {rank: Standing(*said) for rank, said in found.items()}
 
 
@@ -102,7 +102,7 @@ def rescue(cluster: Ranks, job: str, lost: Sequence[int], parts: Mapping[int, ob
     step, sources = chosen
     level = [rank for rank, standing in standings.items() if standing.step == step]
     each = [{"tensors": rank in sources} for rank in level]
-    found = _each(cluster, level, "rescue", each=each, job=job)
+    found = cluster.alone("rescue", level, each=each, job=job)
     furthest = max(standing.step for standing in standings.values())
     return Rescued(step, furthest, tuple(found[rank] for rank in level if rank in found))
 
@@ -118,15 +118,25 @@ def recover(
     for attempt in range(_TRIES):
         try:
             _renew(cluster, todo, shrink=shrink)
+            _check_held(cluster)
             rebuild()
-        except EngineError:
-            todo = cluster.lost()
+        except EngineError as error:
+            todo = sorted({*cluster.lost(), *(f.rank for f in error.failures if f.kind == "stuck")})
             if not todo or attempt == _TRIES - 1:
                 raise
         else:
             break
     if rescued is not None:
         rescued.discard()
+
+
+def _check_held(cluster: Ranks) -> None:
+    if len(cluster.bare) == cluster.world_size:
+        cluster.bare.clear()  # they are alike again
+        raise ClusterError(
+            "no engine is left that holds the data and the model; the cluster is whole again, but empty. Train anew, "
+            "or from a checkpoint: cluster.train(..., resume=path)"
+        )
 
 
 def _renew(cluster: Ranks, lost: Sequence[int], *, shrink: bool) -> None:
@@ -136,14 +146,6 @@ def _renew(cluster: Ranks, lost: Sequence[int], *, shrink: bool) -> None:
         cluster.shrink(lost)
     else:
         cluster.replace(lost)
-
-
-def _each(
-    cluster: Ranks, ranks: Sequence[int], op: str, *, each: Sequence[dict[str, Any]] | None = None, **args: Any
-) -> dict[int, Any]:
-    """What each of these ranks answers by itself; those that fail in it give none."""
-    replies = cluster.collect(cluster.fan_out(op, ranks=ranks, each=each, **args), _PATIENCE_S, ranks)
-    return {rank: reply.value for rank, reply in zip(ranks, replies, strict=True) if reply.failure is None}
 
 
 @dataclasses.dataclass(frozen=True)

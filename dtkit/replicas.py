@@ -70,7 +70,8 @@ class Replicas:
         return "\n".join([self._headline(), *(f"  rank {r}  {c}" for r, c in enumerate(self.checksums))])
 
     def _repr_html_(self) -> str:
-        rows = "".join(f"<tr><td>{r}</td><td><code>{c}</code></td></tr>" for r, c in enumerate(self.checksums))
+        sums = [html.escape(c) for c in self.checksums]  # what an engine said
+        rows = "".join(f"<tr><td>{r}</td><td><code>{c}</code></td></tr>" for r, c in enumerate(sums))
         head = "<tr><th>rank</th><th>checksum</th></tr>"
         return f"<p>{html.escape(self._headline())}</p><table><thead>{head}</thead><tbody>{rows}</tbody></table>"
 
@@ -88,7 +89,7 @@ def broadcast(cluster: Cluster, model: Any, *, mapped: bool = False) -> Replicas
             shipment = cluster.upload(packed)
             cluster.ask("keep", key=key, shipment=shipment)
             found = Replicas(cluster, key, packed, model, ())
-            weakref.finalize(found, cluster.discard, shipment)
+            weakref.finalize(found, cluster.discard, shipment).atexit = False  # the engines may outlive this process
             return found
         checksums = cluster.deliver("place", packed, broadcast=True, key=key)
     return Replicas(cluster, key, packed, model, checksums)

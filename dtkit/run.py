@@ -22,10 +22,11 @@ import numpy as np
 
 from dtkit import pieces, placing
 from dtkit.driver import CALLBACKS, Driver, Route, evaluation
-from dtkit.errors import ClusterError, RunError
+from dtkit.errors import CannotSend, ClusterError, RunError
 from dtkit.history import History
 from dtkit.records import Event, Reply, State, Status
 from dtkit.saving import Save, Saved, Saves
+from dtkit.spool import RUNS, Spool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("dtkit")
 _SLOWEST = 100.0
 _PAUSE_S = 10.0  # that an interrupted cell waits for the engines
+_PART_S = 0.1
+_LOOK_S = 1.0  # between two looks at a run that is awaited
 
 _BUTTONS_LATER = "buttons act after this cell; the kernel's interrupt button pauses now"
 
@@ -119,6 +122,7 @@ class Run:
         spec: RunSpec,
         order: Order,
         extras: Extras,
+        job: str | None = None,
     ) -> None:
         self.spec = spec
         self.history = History(copies=extras.copies)
@@ -126,7 +130,7 @@ class Run:
         self.slowed: Mapping[int, float] = {}
         """The ranks that are slowed on purpose, and how many times slower."""
         self._cluster, self._order, self._extras = cluster, order, extras
-        self._job = cluster.new_key("job")
+        self._job = job or cluster.new_key("job")
         self._callbacks: list[Callable[[], None]] = []
         self._callbacks_lock = threading.Lock()
         self._message = ""
@@ -148,7 +152,70 @@ class Run:
             resumption.put_into_callbacks(self._extras.callbacks)
             self.note(resumption.text(self.spec))
         self._cluster.note_job(present=True)
+        self._write_down()
         self._driver.start()
+
+    # -- for a notebook that takes over ------------------------------------------------------------------------
+
+    def _write_down(self) -> None:
+        """What a notebook needs that takes this run over; and from here on all that comes of it."""
+        if not self._cluster.outlives:
+            return
+        order, extras = self._order, self._extras
+        said = {
+            "spec": self.spec,
+            "model": order.copies.key,
+            "data": placing.said(order.data),
+            "valid": None if extras.valid is None else placing.said(extras.valid),
+            "plan": order.plan,
+            "program": order.program,
+            "loading": order.loading,
+            "extras": dataclasses.replace(extras, valid=None),
+        }
+        spool = Spool(self._cluster.folder / RUNS / self._job)
+        try:
+            spool.order(self._cluster.dumps(said, name="the run"))
+        except CannotSend as error:
+            if extras.callbacks:
+                said["extras"] = dataclasses.replace(extras, valid=None, callbacks=())
+                spool.order(self._cluster.dumps(said, name="the run"))
+            self.note(f"a notebook that takes over will not have the callbacks: {error}".partition("\n")[0])
+        spool.begin(self.history)
+
+    @classmethod
+    def again(cls, cluster: Cluster, job: str, spec: RunSpec, order: Order, extras: Extras) -> Run:
+        """The run of a cluster that was taken over, with all that was written down of it. It stands paused."""
+        from dtkit import recovery, spool
+
+        run = cls(cluster, spec, order, extras, job)
+        folder = cluster.folder / RUNS / job
+        run.history.extend(spool.history(folder, copies=extras.copies))
+        run.history.spool = Spool(folder)
+        lost = cluster.lost()
+        standings = recovery.stand(cluster, job, lost)
+        if not lost:
+            run._driver.catch_up(cluster.alone("unread", range(cluster.world_size), job=job, seen=run._driver.recorded))
+        if lost or recovery.apart(standings):
+            found = run._recover(lost)
+            step, run._driver.lr = found.step, found.lr
+        else:
+            step, run._driver.lr = standings[0].step, standings[0].lr
+        run._driver.stand_at(step, step)
+        run.note(f"taken over at step {step}")
+        run._driver.start()
+        return run
+
+    @property
+    def released(self) -> bool:
+        """Whether the engines have forgotten it."""
+        return self._released
+
+    def repair(self) -> None:
+        """Go on from where survivors stand, with other engines in place of those that are gone."""
+        if not self._driver.state.ended:
+            self._ask("repair")
+        elif lost := self._cluster.lost():
+            self._recover(lost)
 
     def _route(self) -> Route:
         evaluate, more = None, self._extras
@@ -202,7 +269,7 @@ class Run:
             epoch=driver.step // self.spec.steps_per_epoch,
             elapsed_s=driver.elapsed_s,
             remaining_s=self._remaining(),
-            message=self._message,
+            message=driver.finding or self._message,
         )
 
     def _remaining(self) -> float | None:
@@ -304,6 +371,16 @@ class Run:
         others = {r: f for r, f in self.slowed.items() if r != rank}
         self.slowed = others if factor == 1 else dict(sorted({**others, rank: float(factor)}.items()))
         self.note(f"node {rank} " + ("runs at full speed" if factor == 1 else f"slowed {factor:g}x on purpose"))
+        return self._driver.step
+
+    def drill(self, name: str, rank: int) -> int:
+        """End a rank's process, for lessons: ``run.drill("kill", 1)``. Returns the steps taken so far."""
+        ranks = self._cluster.world_size
+        if name != "kill" or isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < ranks:
+            raise ValueError(f"drill({name!r}, {rank!r}): it is drill('kill', rank), with a rank from 0 to {ranks - 1}")
+        self._check_kept("drill")
+        self.note(f"node {rank} killed on purpose")
+        self._cluster.kill([rank])
         return self._driver.step
 
     def note(self, text: str) -> None:
@@ -422,7 +499,8 @@ class Run:
         try:
             while self._driver.state in (State.PENDING, State.RUNNING):
                 news.clear()
-                await news.wait()
+                with contextlib.suppress(TimeoutError):  # a word that never comes is no reason to wait for ever
+                    await asyncio.wait_for(news.wait(), _LOOK_S)
         except asyncio.CancelledError:
             with contextlib.suppress(RunError):
                 self.post("pause")
@@ -459,9 +537,9 @@ class Run:
         """Pause at a step boundary; a second interrupt meanwhile breaks off what the engines do."""
         with contextlib.suppress(RunError, TimeoutError):
             try:
-                self._driver.ask("pause").result(_PAUSE_S)
+                _until(self._driver.ask("pause"))
             except KeyboardInterrupt:
-                self._driver.ask("break").result(_PAUSE_S)
+                _until(self._driver.ask("break"))
 
     def _check_not_in_callback(self) -> None:
         if threading.current_thread().name == CALLBACKS:
@@ -472,6 +550,7 @@ class Run:
         from dtkit.dashboard import display
 
         if self._driver.state.ended:
+            self._driver.saver.join()  # who waits for a run may go on from its last checkpoint
             display.settle(self)
         if self.exception is not None:
             raise self.exception
@@ -572,6 +651,9 @@ class Run:
             self._cluster.ask("unload", keys=[self._job])
             self._cluster.note_job(present=False)
         shutil.rmtree(self._snapshots, ignore_errors=True)
+        written, self.history.spool = self.history.spool, None
+        if written is not None:
+            written.remove()
 
     def abandon(self) -> None:
         """The cluster is closing: end, keeping the weights where the engines still give them."""
@@ -654,6 +736,15 @@ class Run:
         from dtkit.dashboard import display
 
         display.show(self)
+
+
+def _until(answer: Future[int]) -> None:
+    """Wait for an answer in short parts: a signal that another thread received is seen between two of them."""
+    deadline = time.monotonic() + _PAUSE_S
+    while not answer.done() and time.monotonic() < deadline:
+        with contextlib.suppress(TimeoutError):
+            answer.result(_PART_S)
+    answer.result(0)
 
 
 def _checked_lr(lr: Any) -> float:

@@ -206,11 +206,15 @@ class Saver:
         self._threads = [t for t in self._threads if t.is_alive()] + [thread]
         thread.start()
 
-    def settle(self, timeout: float) -> None:
-        """Let saves that are at work end, for so long; then give them up."""
+    def join(self, timeout: float = STALL_S) -> None:
+        """Wait for saves that are at work, for so long at most."""
         deadline = time.monotonic() + timeout
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+
+    def settle(self, timeout: float) -> None:
+        """Let saves that are at work end, for so long; then give them up."""
+        self.join(timeout)
         self._closing.set()
 
     def _finish(self, save: Save, head: dict[str, Any], values: list[dict[str, Any]], history: History) -> None:

@@ -108,6 +108,8 @@ def state_of(pid: int, created: float) -> str:
         status = str(process.status())
     except psutil.NoSuchProcess:
         return "ended"
+    except psutil.Error:  # the system does not say
+        return "unknown"
     if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
         return "stopped"
     if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
@@ -121,10 +123,15 @@ def dump(folder: Path, seen: Seen) -> tuple[Frame, ...]:
     if standing is None or not standing.dumps or seen.process not in ("running", "sleeping"):
         return ()
     try:
-        begin = path.stat().st_size
-        os.kill(seen.pid, signal.SIGUSR1)  # who it is was compared a moment ago, by `look`
-    except OSError:
+        return parsed(_written(path, seen.pid), standing.thread)
+    except OSError:  # it has just ended, or its folder is gone
         return ()
+
+
+def _written(path: Path, pid: int) -> str:
+    """What a process appends to this file upon SIGUSR1. Who it is was compared a moment ago, by `look`."""
+    begin = path.stat().st_size
+    os.kill(pid, signal.SIGUSR1)
     pause, deadline, size = threading.Event(), time.monotonic() + DUMP_S, begin
     while time.monotonic() < deadline:
         pause.wait(0.03)
@@ -133,7 +140,7 @@ def dump(folder: Path, seen: Seen) -> tuple[Frame, ...]:
             break
     with path.open("rb") as file:
         file.seek(begin)
-        return parsed(file.read().decode(errors="replace"), standing.thread)
+        return file.read().decode(errors="replace")
 
 
 def parsed(text: str, thread: int) -> tuple[Frame, ...]:

@@ -185,6 +185,9 @@ class FakeTransport:
         if not self._open:
             self._cut(ranks)
 
+    def check_reachable(self) -> None:
+        """See :class:`~dtkit.transport.Transport`."""
+
     def lost(self) -> list[int]:
         """See :class:`~dtkit.transport.Transport`."""
         return [rank.number for rank in self._ranks if rank.lost]
@@ -375,8 +378,8 @@ class FakeTransport:
         rank.jobs[job] = _Job(model, share + (rank.number < rest), steps_per_epoch)
         return rank.lr
 
-    def _standing(self, rank: _Rank, *, job: str, **_: Any) -> tuple[int, bool]:
-        return rank.jobs[job].step, True
+    def _standing(self, rank: _Rank, *, job: str, **_: Any) -> tuple[int, bool, float]:
+        return rank.jobs[job].step, True, rank.lr
 
     def _rescue(self, rank: _Rank, *, job: str, **_: Any) -> Shipment:
         return ship(wire.pack((rank.jobs[job].step, rank.lr)), rank.keeper)

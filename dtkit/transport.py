@@ -33,6 +33,9 @@ class Transport(Protocol):
     def interrupt(self, ranks: Sequence[int]) -> None:
         """Send SIGINT to these engines, without waiting."""
 
+    def check_reachable(self) -> None:
+        """Raise ClusterError where no message can reach the engines any more. Without waiting."""
+
     def lost(self) -> list[int]:
         """The ranks whose engines have ended."""
 
@@ -40,7 +43,7 @@ class Transport(Protocol):
         """End these engines at once, and return when they are gone."""
 
     def replace(self, ranks: Sequence[int]) -> None:
-        """Have a new engine at each of these ranks; what still runs there is ended. ClusterError where none can come."""
+        """Have a new engine at each of these ranks; what still runs there is ended. Else ClusterError."""
 
     def drop(self, ranks: Sequence[int]) -> None:
         """Go on without these ranks: those above move down."""

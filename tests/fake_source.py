@@ -2,6 +2,7 @@
 
 import contextlib
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -160,7 +161,10 @@ class Drilled(FakeSource):
         self.asked.append((name, rank))
         return self.step
 
-    def save(self, path):
+    def save(self, path=None):
         if self.refuse:
             raise self.refuse
+        if path is None:
+            raise ValueError("there is no path")
         self.asked.append(("save", path))
+        return SimpleNamespace(step=self.step, path=f"/somewhere/{path}")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import pytest
 
 import dtkit
+from tests.syntax import nodes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -224,26 +225,13 @@ def _reached(file: str, imports: dict[str, list[Import]]) -> set[str]:
 
 
 def test_errors_are_caught_by_name_except_at_known_boundaries(root: Path):
-    broad = {place for place, node in _nodes(root / "dtkit") if _is_broad(node)}
+    broad = {place for place, node in nodes(root / "dtkit") if _is_broad(node)}
     assert broad == set(BROAD_EXCEPTS)
 
 
 def test_no_test_sleeps(root: Path):
-    sleeping = {place for place, node in _nodes(root / "tests") if _is_sleep(node)}
+    sleeping = {place for place, node in nodes(root / "tests") if _is_sleep(node)}
     assert sleeping == set(SLEEPS)
-
-
-def _nodes(folder: Path) -> Iterator[tuple[str, ast.AST]]:
-    """All syntax nodes of a folder's files, each with "file: function", the innermost one around it."""
-    for path in sorted(folder.rglob("*.py")):
-        name = path.relative_to(folder.parent).as_posix()
-        todo: list[tuple[str, ast.AST]] = [("module", ast.parse(path.read_text()))]
-        while todo:
-            function, node = todo.pop()
-            yield f"{name}: {function}", node
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                function = node.name
-            todo += [(function, child) for child in ast.iter_child_nodes(node)]
 
 
 def _is_broad(node: ast.AST) -> bool:

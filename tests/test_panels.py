@@ -20,6 +20,7 @@ from dtkit.dashboard.series import LOSS, sample
 from dtkit.dashboard.spotlight import POINTS, Spotlight
 from dtkit.dashboard.strip import KINDS, SPANS, STRIPS, strip
 from dtkit.records import Event, State
+from dtkit.schedule import Schedule
 from dtkit.timeline import SPAN, Timeline
 from tests.fake_source import Drilled, FakeSource
 from tests.test_live import Timers
@@ -134,6 +135,20 @@ def test_outliers_have_lines_in_the_kept_picture_too():
     assert (signs[5], signs[9], signs[1]) == ("▲", "✕", "1")
 
 
+def test_nodes_that_were_replaced_or_left_out_are_sent():
+    source = FakeSource(ranks=4)
+    source.advance(20)
+    feed = Feed(source)
+    feed.snapshot()
+    assert "nodes" not in feed.change().content
+    source.lose(3)
+    source.nodes = source.nodes[:3]
+    source.event("repair", "node 3 left out")
+    content = feed.change().content
+    assert len(content["nodes"]) == 3
+    assert next(tile for tile in content["tiles"] if tile["label"] == "nodes")["value"] == "3 / 4"
+
+
 # -- the timeline ----------------------------------------------------------------------------------------
 
 
@@ -163,6 +178,20 @@ def test_a_pipelines_boxes_have_their_micro_batches():
     own = found.boxes[found.boxes["rank"] == 2]
     assert own["micro_batch"].tolist() == [0, 1, 2, 3] * 2
     assert not len(found.plan)  # no schedule was given
+
+
+def test_the_planned_schedule_stands_behind_what_was_measured():
+    source = FakeSource(ranks=4, stages=4, strips=True)
+    source.advance(2)
+    measured = source.timeline.spans
+    found = strip(Timeline(measured, schedule=Schedule.named("GPipe", 4, 4)))
+    assert len(found.plan) == len(found.boxes) == 32
+    for rank in range(4):
+        plan, boxes = (part[part["rank"] == rank] for part in (found.plan, found.boxes))
+        assert plan["micro_batch"].tolist() == boxes["micro_batch"].tolist()
+        assert (plan["begin"] <= boxes["begin"] + 1e-9).all()  # sending is free in a plan
+    message = Feed(source).snapshot()
+    assert len(message.buffers[4]) == 8 * 32
 
 
 def test_of_many_nodes_some_are_shown_and_those_that_are_asked_for():
@@ -210,6 +239,9 @@ def test_a_timeline_that_fails_is_an_error_of_that_panel_alone(monkeypatch):
 # -- what a page asks for --------------------------------------------------------------------------------
 
 
+SAVED = "checkpoint of step 5 on all nodes saved: /somewhere/checkpoints/Conv-Net-1"
+
+
 def desk(source, *, drills=True):
     heard, news = [], threading.Event()
 
@@ -254,7 +286,7 @@ def test_what_a_run_answers_with_an_error_is_a_refusal(monkeypatch):
         ("slow", {"rank": 3, "factor": 2}, ("slow", 3, 2.0), "node 3 is slowed 2x since step 5"),
         ("slow", {"rank": 3, "factor": 1}, ("slow", 3, 1.0), "node 3 runs at full speed since step 5"),
         ("kill", {"rank": 1}, ("kill", 1), "node 1 was ended at step 5"),
-        ("save", None, ("save", "Conv-Net-1-step-5"), "checkpoint Conv-Net-1-step-5 saved at step 5"),
+        ("save", None, ("save", "checkpoints/Conv-Net-1"), SAVED),
     ],
 )
 def test_drills_and_checkpoints_are_done_on_a_thread(command, value, done, text):

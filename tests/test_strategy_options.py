@@ -31,11 +31,11 @@ def test_a_split_is_a_list_of_names():
 def test_an_outer_optimiser_needs_a_rate():
     with pytest.raises(ValueError, match=r"lr=-1; it must be a finite number above 0\. Usual is lr=0\.7$"):
         dtkit.OuterSGD(lr=-1)
-    with pytest.raises(TypeError, match="lr=None; it must be a number above 0, such as lr=1.0"):
+    with pytest.raises(TypeError, match=r"lr=None; it must be a number above 0, such as lr=1\.0"):
         dtkit.OuterSGD(lr=None)
     with pytest.raises(ValueError, match="momentum=1; it must be at least 0 and less than 1"):
         dtkit.OuterSGD(momentum=1)
-    with pytest.raises(TypeError, match="momentum='0.9'; it must be a number"):
+    with pytest.raises(TypeError, match=r"momentum='0\.9'; it must be a number"):
         dtkit.OuterSGD(momentum="0.9")
     with pytest.raises(TypeError, match="nesterov=None; it must be True or False"):
         dtkit.OuterSGD(nesterov=None)
@@ -79,6 +79,12 @@ def test_scaling_is_the_same_fused_and_one_by_one():
     assert torch.equal(fused[0], mixed[0])
     assert torch.equal(fused[1], mixed[1].float())
     assert torch.equal(mixed[2].to_dense(), torch.full((2,), 0.5))
+
+
+def test_a_factor_is_not_rounded_on_its_way():
+    exact = [torch.ones(2, dtype=torch.float64)]
+    gradients.scale(exact, 1 / 3)
+    assert exact[0].tolist() == [1 / 3, 1 / 3]
 
 
 def test_squares_and_clipping():

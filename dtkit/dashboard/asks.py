@@ -37,8 +37,8 @@ class Drilled(Protocol):
         """End a rank's process: ``drill("kill", 3)``."""
         ...
 
-    def save(self, path: str) -> Any:
-        """Write a checkpoint."""
+    def save(self, path: str | None = None) -> Any:
+        """Write a checkpoint; returns what has its step and path. ValueError without a path where none is known."""
         ...
 
 
@@ -104,12 +104,14 @@ class Desk:
         return lambda: f"node {rank} was ended at step {run.drill('kill', rank):,}"
 
     def _save(self, _value: Any) -> Callable[[], str]:
-        run, name = cast("Drilled", self._source), _file_name(self._source.spec.name)
-        path = f"{name}-step-{self._source.status.step}"
+        run, folder = cast("Drilled", self._source), f"checkpoints/{_file_name(self._source.spec.name)}"
 
         def act() -> str:
-            run.save(path)
-            return f"checkpoint {path} saved at step {self._source.status.step:,}"
+            try:
+                saved = run.save()
+            except ValueError:  # nobody said where to
+                saved = run.save(folder)
+            return f"checkpoint of step {saved.step:,} on all nodes saved: {saved.path}"
 
         return act
 

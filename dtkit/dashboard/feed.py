@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from dtkit.dashboard.fates import Lost
     from dtkit.dashboard.source import Source
     from dtkit.dashboard.strip import Strip
-    from dtkit.records import Event
+    from dtkit.records import Event, NodeInfo
 
 CHANGE_BYTES = 4800
 CHANGE_EVENTS = 12
@@ -77,6 +77,7 @@ class Feed:
         self._seq = self._events = self._evaluations = self._followed = 0
         self._packed: tuple[int, int | None] = -1, None  # of how many rows the last message was, and who was selected
         self._lost: Lost = {}
+        self._nodes: list[NodeInfo] = []
         self._strip_at, self._strip_step, self._strip_known = -math.inf, -1, False
         self.selected: int | None = None
         """The node that is highlighted."""
@@ -108,7 +109,7 @@ class Feed:
         events = source.history.events[: self._events]
         content = self._now("snapshot") | {
             "head": self._head(),
-            "nodes": [dataclasses.asdict(node) for node in source.nodes],
+            "nodes": self._told_nodes(),
             "events": [_line(event) for event in events[-LOG:]],
             "marks": [_line(event) for event in events if event.kind in MARKED][-MARKS:],
             "evaluations": self._evaluated(max(0, self._evaluations - LOG)),
@@ -121,6 +122,8 @@ class Feed:
         history = self._source.history
         self._read()
         content = self._now("change")
+        if self._nodes != list(self._source.nodes):  # an engine was replaced, or left out
+            content["nodes"] = self._told_nodes()
         if self._events < len(history.events):
             # A flood of prints is cut to what the page would keep anyway.
             self._events = max(self._events, len(history.events) - LOG)
@@ -181,6 +184,10 @@ class Feed:
             "selected": self.selected,
             "effect": self.effect,
         }
+
+    def _told_nodes(self) -> list[dict[str, Any]]:
+        self._nodes = list(self._source.nodes)
+        return [dataclasses.asdict(node) for node in self._nodes]
 
     def _head(self) -> dict[str, Any]:
         spec = self._source.spec

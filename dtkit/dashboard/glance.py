@@ -103,7 +103,8 @@ def tiles(source: Source, now: Glance) -> Iterator[Tile]:
     yield Tile("step time", units.duration(now.step_s), f"▲ slowest: {named(slow.ranks)}" if slow else "median")
     yield Tile("waiting", units.share(now.timing.waiting if now.timing.measured else None), "of all nodes' time")
     hosts = len({node.host for node in nodes})
-    alive = f"{spec.world_size - len(now.lost):,} / {spec.world_size:,}"
+    begun = len(now.by_rank)  # a run may go on without an engine that was lost
+    alive = f"{min(len(nodes) or spec.world_size, begun) - len(now.lost):,} / {begun:,}"
     note = f"on {units.plural(hosts, 'host')}" if hosts else ""
     yield Tile("nodes", alive, f"✕ {named(sorted(now.lost))} lost" if now.lost else note)
 

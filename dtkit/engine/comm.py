@@ -22,12 +22,15 @@ import socket
 import struct
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from dtkit.records import CALLED_OFF
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -39,10 +42,11 @@ if TYPE_CHECKING:
 
 _LOST_PEER = re.compile(
     r"connection (was likely )?(closed|reset|refused)|broken pipe|recvValue failed|sendBytes failed|socket closed"
-    r"|communicator was aborted|gloo.*(read|write)(v|Error)",
+    r"|communicator was aborted|gloo.*(read|write)(v|Error)|timed out waiting \d+ms|^wait timeout",
     re.IGNORECASE,
 )
 
+_GATHER_S = 0.002  # between two looks whether all ranks are here
 _MOST_PORTS = 64  # on which a rank listens, for this group and those along the axes of a mesh
 
 # Where linux/tcp.h has, in struct tcp_info, tcpi_notsent_bytes (4.6 and later), tcpi_bytes_sent and, behind it,
@@ -59,6 +63,7 @@ class Group:
         self.rank, self.world_size = spec.rank, spec.world_size
         self.generation, self.backend = spec.generation, spec.backend
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = spec.interface
+        _gather(spec)
         before = _sockets()
         store = dist.FileStore(spec.store, spec.world_size)  # type: ignore[attr-defined]  # torch exports it by name only
         dist.init_process_group(
@@ -166,6 +171,20 @@ class Group:
         self._connections = []
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _gather(spec: GroupSpec) -> None:
+    """Wait until all ranks are here, where an interrupt and the notebook's word get through: in torch neither does."""
+    Path(f"{spec.store}.{spec.rank}").touch(mode=0o600)
+    called_off = Path(f"{spec.store}{CALLED_OFF}")
+    deadline, pause = time.monotonic() + spec.timeout_s, threading.Event()
+    missing = list(range(spec.world_size))
+    while missing := [rank for rank in missing if not Path(f"{spec.store}.{rank}").exists()]:
+        if called_off.exists():
+            raise RuntimeError(f"Connection closed: a rank could not join generation {spec.generation} of the group")
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"Wait timeout: ranks {missing} did not join the group within {spec.timeout_s:g} s")
+        pause.wait(_GATHER_S)
 
 
 def lost_peer(error: BaseException) -> bool:

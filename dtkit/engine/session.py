@@ -28,8 +28,8 @@ from dtkit.engine import probe
 from dtkit.engine.channel import Channel, current
 from dtkit.engine.limits import limit_memory
 from dtkit.engine.watchdog import Watchdog
-from dtkit.errors import Refused
-from dtkit.records import HURRY, Failure, Reply, Request
+from dtkit.errors import Refused, Superseded
+from dtkit.records import HURRY, Failure, Heritage, Reply, Request
 from dtkit.shipment import Shipment, ship
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from dtkit.shared import Owner
 
 _ALONE = ("standing", "rescue")
-"""What an engine does by itself, also when its group is broken."""
+"""What an engine does by itself, also when its group is broken, or could not be formed."""
 FIRST_STEP_S, LEAST_STEP_S, STEP_FACTOR = 1800.0, 60.0, 20.0  # a collective's time limit: first step, then
 
 
@@ -69,6 +69,7 @@ class Session:
         self._data: dict[str, tuple[Source, Shards]] = {}
         self._streams: dict[str, StreamSource] = {}  # data that has no rows by number
         self._jobs: dict[str, Job] = {}
+        self._unread: dict[str, list[tuple[Advance, list[Any]]]] = {}  # the last dispatches of each job
         self._gauges: dict[str, Gauge] = {}  # of the memory that each job takes
         self._writer: Writer | None = None  # of checkpoints
         self._agent_store: Any = None
@@ -82,6 +83,8 @@ class Session:
         self._channel = None
         if request.op == "hello":  # asked before anybody joined, and of any version
             return probe.hello()
+        if request.op == "adopt":
+            return self._adopt(request.owner)
         if request.op != "join":
             self._admit(request)
         if request.op == "call":
@@ -89,22 +92,35 @@ class Session:
         return getattr(self, f"op_{request.op}")(**request.args)
 
     def _admit(self, request: Request) -> None:
-        if request.owner != self.owner:
-            raise Refused(
-                f"this engine belongs to owner {self.owner}, the call came from owner {request.owner}: another "
-                "notebook attached meanwhile. Attach again to take it back"
-            )
+        self._check_owner(request.owner)
+        if request.op in _ALONE:
+            return
         generation = -1 if self.group is None else self.group.generation
         if request.generation != generation:
             raise Refused(
                 f"the process group is at generation {generation}, the call is for {request.generation}: it was sent "
                 "before the group was formed anew"
             )
-        if self.group is not None and self.group.broken and request.op not in _ALONE:
+        if self.group is not None and self.group.broken:
             raise Refused(
                 "the process group is not formed: an error broke it up, or a call with own_group=True took its place. "
                 "Wait for that call's result, then call again"
             )
+
+    def _check_owner(self, owner: int) -> None:
+        if owner != self.owner:
+            raise Superseded(
+                f"this engine belongs to owner {self.owner}, the call came from owner {owner}: another notebook "
+                "attached meanwhile. Attach again to take it back"
+            )
+
+    def _adopt(self, owner: int) -> Heritage:
+        """Belong to another notebook from here on. What this engine holds, stays."""
+        if owner < self.owner:
+            self._check_owner(owner)
+        self.owner = owner
+        rank, generation = (-1, -1) if self._spec is None else (self._spec.rank, self._spec.generation)
+        return Heritage(rank, generation, {key: job.step for key, job in self._jobs.items()})
 
     # -- the group --------------------------------------------------------------------------------------------
 
@@ -126,7 +142,7 @@ class Session:
         from dtkit.engine.comm import Group
 
         if owner < self.owner:
-            raise Refused(f"owner {owner} was superseded by owner {self.owner}: another notebook attached meanwhile")
+            self._check_owner(owner)
         if owner != self.owner:
             self._forget()
         self.owner, self._keeper, self._step_timeout = owner, keeper, step_timeout
@@ -186,18 +202,8 @@ class Session:
         return times
 
     def op_warm(self) -> None:
-        """Load what the first step would load: the first optimiser takes over a second, for torch's dynamo."""
-        import torch
-        from torch.nn.parallel import DistributedDataParallel  # noqa: F401
-
-        import dtkit.engine.trainer
-        import dtkit.strategies.data_parallel  # noqa: F401
-
-        p = torch.nn.Parameter(torch.zeros(1))
-        p.grad = torch.zeros(1)
-        torch.optim.SGD([p], lr=0.1).step()
-        del p
-        _set_aside_what_is_loaded()
+        """Load what the first step would load, and set the limit of memory from there."""
+        preload()
         limit_memory()
 
     def _limit_collectives(self, seconds: float) -> None:
@@ -316,6 +322,7 @@ class Session:
 
             self._jobs.pop(job).close()
             self._gauges.pop(job, None)
+            self._unread.pop(job, None)
             memory.tidy()
 
     def op_keep(self, key: str, shipment: Shipment) -> None:
@@ -399,9 +406,11 @@ class Session:
         *,
         explain: bool = False,
         fingerprint: bool = False,
+        seen: int = 0,
     ) -> tuple[Advance, list[Any]]:
         """Take steps of a job that must stand at `step`. Returns rows, and what was printed.
 
+        The notebook has read all rows before step `seen`; later ones are kept, for one that may take its place.
         `lr` and `shares` of the batch by rank hold from this dispatch on.
         """
         from dtkit.engine import memory
@@ -417,7 +426,17 @@ class Session:
         if explain:
             memory.tidy()  # a microscope keeps copies, and leaves malloc with holes of their sizes
         self._tighten(found)
-        return found.harvest(fingerprint=fingerprint), channel.items
+        advance = found.harvest(fingerprint=fingerprint)
+        self._unread[job] = [*self.op_unread(job, seen), (advance, channel.items)]
+        return advance, channel.items
+
+    def op_unread(self, job: str, seen: int) -> list[tuple[Advance, list[Any]]]:
+        """What dispatches returned whose end lies behind step `seen`: nobody may have read it."""
+        return [one for one in self._unread.get(job, ()) if one[0].step > seen]
+
+    def op_model(self, key: str) -> Shipment:
+        """A model as it was sent."""
+        return ship(wire.pack(self._model(key)), self._keeper)
 
     def op_save(self, job: str, step: int, folder: str, token: str) -> dict[str, Any]:
         """Copy the state of a job that stands at `step`, and write it beside the training. See engine.writing."""
@@ -440,10 +459,10 @@ class Session:
 
     # -- what is left after a failure -------------------------------------------------------------------------
 
-    def op_standing(self, job: str) -> tuple[int, bool]:
-        """(step, whether this rank's parameters are of that step)."""
+    def op_standing(self, job: str) -> tuple[int, bool, float]:
+        """(step, whether this rank's parameters are of that step, learning rate)."""
         found = self._job(job)
-        return found.step, not found.torn
+        return found.step, not found.torn, found.lr
 
     def op_rescue(self, job: str, *, tensors: bool) -> Shipment:
         """What this rank holds of a job's state; without `tensors`, what is its own."""
@@ -560,6 +579,21 @@ def handle(message: bytes, publish: Callable[[int, list[Any]], None] | None) -> 
             if not isinstance(error, Refused) and _session.group is not None:
                 _session.group.break_up()
     return pickle.dumps(reply, protocol=5)
+
+
+def preload() -> None:
+    """Load what the first step would load: the first optimiser takes over a second, for torch's dynamo."""
+    import torch
+    from torch.nn.parallel import DistributedDataParallel  # noqa: F401
+
+    import dtkit.engine.trainer
+    import dtkit.strategies.data_parallel  # noqa: F401
+
+    p = torch.nn.Parameter(torch.zeros(1))
+    p.grad = torch.zeros(1)
+    torch.optim.SGD([p], lr=0.1).step()
+    del p
+    _set_aside_what_is_loaded()
 
 
 def _set_aside_what_is_loaded() -> None:

@@ -494,10 +494,11 @@ class Restore(Archive):
         """A tensor of a parameter's state, laid out as the parameter is."""
         shape = self._reader.shape(keys[0])
         assert shape is not None
+        sliced = isinstance(p, DTensor)
         if shape == tuple(p.shape):
             part = self._part(keys, p).to(p.device)
             return of_part(part, p) if isinstance(p, DTensor) else part
-        if isinstance(p, DTensor):
+        if sliced:
             raise ValueError(
                 f"the state {key!r} of {name} has shape {shape}, the parameter {tuple(p.shape)}: a strategy that cuts "
                 "parameters can't take over such an optimiser. Go on under DataParallel()"
@@ -538,8 +539,3 @@ def capture(job: Job) -> Captured:
 def restore(job: Job, reader: Reader) -> None:
     """Put saved state into a job. Raises ValueError where they don't fit."""
     job.exchange(Restore(job.setting, job.layout, reader))
-
-
-def mean_of(values: list[float]) -> float:
-    """For `Archive.own`: the mean."""
-    return sum(values) / len(values)

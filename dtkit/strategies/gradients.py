@@ -44,7 +44,7 @@ def clipping(norm: float, limit: float | None) -> float:
 def scale(gradients: list[torch.Tensor], factor: torch.Tensor | float) -> None:
     """Multiply in place: by one fused operation where they are of one kind."""
     if len({(g.dtype, g.device, g.layout) for g in gradients}) == 1 and not gradients[0].is_sparse:
-        torch._foreach_mul_(gradients, torch.as_tensor(factor).to(gradients[0]))
+        torch._foreach_mul_(gradients, torch.as_tensor(factor, dtype=torch.float64).to(gradients[0]))
     else:
         for gradient in gradients:
             gradient.mul_(float(factor))

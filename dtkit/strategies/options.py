@@ -49,11 +49,9 @@ def check_names(name: str, value: Any) -> tuple[str, ...] | None:
         raise TypeError(f"{name}={value!r}; it must be a list of names, such as {name}=[{value!r}]")
     if not isinstance(value, list | tuple):
         raise TypeError(f"{name} is a {type(value).__name__}; it must be a list of names, such as {name}=['4']")
-    wrong = [entry for entry in value if not isinstance(entry, str)]
-    if wrong:
-        raise TypeError(
-            f"{name}={list(value)!r}; names are strings, such as {name}={[str(entry) for entry in value]!r}"
-        )
+    names = [str(entry) for entry in value]
+    if names != list(value):
+        raise TypeError(f"{name}={list(value)!r}; names are strings, such as {name}={names!r}")
     return tuple(value)
 
 

@@ -29,9 +29,8 @@ UPDATES, STEPS_AN_UPDATE = 100, 10
 CLICKS, WATCHED_S = 7, 15.0
 
 SETUP = """
-import time, torch, dtkit
+import asyncio, time, torch, dtkit
 from torch import nn
-from dtkit.dashboard import display as shown
 cluster = dtkit.Cluster({engines}, threads=1)
 torch.manual_seed(0)
 layers = [nn.Linear(64, 512), nn.ReLU()]
@@ -42,12 +41,13 @@ data = torch.randn(8192, 64), torch.randint(10, (8192,))
 def train(steps, **more):
     return cluster.train(model, data, loss=nn.CrossEntropyLoss(), steps=steps, batch_size=512 * {engines},
                          optimizer=lambda p: torch.optim.SGD(p, lr=0.001), **more)
-async def speed(show, steps=300):
-    run = train(steps)
+async def speed(show, seconds=6.0):
+    run = train(10_000_000)
     if show:
         run.dashboard()
-    await run
-    print("speed", run.spec.steps / run.status.elapsed_s)
+    await asyncio.sleep(seconds)
+    steps = run.stop()
+    print("speed", steps / run.status.elapsed_s)
 """
 WATCH = """
 run = train(10_000_000)
@@ -127,7 +127,8 @@ def in_a_browser(engines: int) -> list[bool]:
             LANDED,
             *(f"await speed({k % 2 == 1})" for k in range(2 * PAIRS)),
         ]
-        lab.open(new_notebook(cells=[new_code_cell(cell) for cell in cells]))
+        kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+        lab.open(new_notebook(cells=[new_code_cell(cell) for cell in cells], metadata={"kernelspec": kernel}))
         _finish(lab, 0)
         met = _seen(lab) if engines == 1 else []
         following = iter(range(3, 3 + 2 * PAIRS))

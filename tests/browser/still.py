@@ -54,17 +54,14 @@ class Still:
         self.page = page
         self._feed = Feed(source, itertools.count().__next__)  # each look is a second after the last
         self._feed.offers = offers
-        dark = theme == "dark"
-        css = (STATIC / "dashboard.css").read_text(encoding="utf-8")
-        page.set_content(_PAGE.format(light=str(not dark).lower(), background="#111" if dark else "#fff", css=css))
-        page.evaluate(_START, [str(Dashboard._esm), *_plain(self._feed.snapshot())])
+        put(page, str(Dashboard._esm), self._feed.snapshot(), theme)
         self.root: Locator = page.get_by_test_id("dtkit-dashboard")
         self._wait()
 
     def update(self) -> None:
         """Send all that changed, and wait until it is drawn."""
         while True:
-            self.page.evaluate("([content, buffers]) => window.hear(content, buffers)", _plain(self._feed.change()))
+            self.page.evaluate("([content, buffers]) => window.hear(content, buffers)", plain(self._feed.change()))
             if not self._feed.pending:
                 break
         self._wait()
@@ -102,6 +99,14 @@ class Still:
         self.page.wait_for_function(shown, timeout=10_000)
 
 
-def _plain(message: Message) -> list[Any]:
+def plain(message: Message) -> list[Any]:
     json.dumps(message.content, allow_nan=False)  # what the wire would refuse is refused here
     return [message.content, [base64.b64encode(buffer).decode() for buffer in message.buffers]]
+
+
+def put(page: Page, module: str, opening: Message, theme: str) -> None:
+    """Load a widget's module on an empty page, with the message that it opens with."""
+    dark = theme == "dark"
+    css = (STATIC / "dashboard.css").read_text(encoding="utf-8")
+    page.set_content(_PAGE.format(light=str(not dark).lower(), background="#111" if dark else "#fff", css=css))
+    page.evaluate(_START, [module, *plain(opening)])

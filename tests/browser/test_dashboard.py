@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect
 
+import dtkit
 from dtkit.dashboard import figures
+from dtkit.dashboard.compare_live import CompareFeed, CompareView
 from dtkit.dashboard.timing import PHASES, timing
 from dtkit.records import Consistency, Evaluation, State
 from tests.browser.lab import Look
-from tests.browser.still import Still
+from tests.browser.still import Still, plain, put
 from tests.fake_source import FakeSource
 
 pytestmark = pytest.mark.browser
@@ -392,3 +394,29 @@ def test_every_panel_has_a_name_and_nothing_moves_where_that_is_asked_for(page: 
     assert unnamed == []
     expect(view.root.get_by_test_id("summary")).to_have_attribute("aria-live", "polite")
     expect(view.root.get_by_test_id("summary")).to_contain_text("node 11 was lost at step 300")
+
+
+# -- several runs -------------------------------------------------------------------------------------------------
+
+
+def test_runs_are_compared_live_with_a_legend_that_tells_them_apart(page: Page):
+    runs = [FakeSource(steps=400, seed=k, name=f"<i>Run</i> {k}") for k in range(3)]
+    for k, run in enumerate(runs):
+        run.advance(300 - 100 * k)
+    found = dtkit.compare(runs, labels=["one", "<b>two</b>", "three"])
+    feed = CompareFeed(found)
+    put(page, str(CompareView._esm), feed.snapshot(), "light")
+    root = page.get_by_test_id("dtkit-comparison")
+    expect(root).to_have_attribute("data-state", "running")
+    rows = root.get_by_test_id("runs-table").locator("tbody tr")
+    expect(rows.locator("th")).to_have_text([" 1: one", " 2: <b>two</b>", " 3: three"])
+    lines = root.locator(".dtk-lines path:not([d=''])")
+    assert lines.count() == 3
+    looks = lines.evaluate_all("(all) => all.map((el) => getComputedStyle(el).strokeDasharray)")
+    assert len(set(looks)) == 3  # without colours too
+    assert root.locator(".dtk-labels text").all_text_contents() == ["run 3", "run 2", "run 1"]
+    runs[0].advance(50)
+    message = feed.snapshot()
+    page.evaluate("([content, buffers]) => window.hear(content, buffers)", plain(message))
+    expect(rows.first.locator("td").nth(1)).to_have_text("350")
+    assert root.locator("b, i").count() == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import ipyparallel as ipp
 import pytest
@@ -76,7 +76,7 @@ def test_the_last_to_attach_owns_the_engines(cluster: dtkit.Cluster, client: ipp
         with pytest.raises(dtkit.EngineError, match="another notebook attached meanwhile"):
             cluster.run(print)
         run.resume()
-        with pytest.raises(dtkit.EngineError, match="belongs to owner"):
+        with pytest.raises(dtkit.Refused, match="another notebook has taken this cluster over"):
             run.wait(60)
         check_usable(other)
 
@@ -107,10 +107,9 @@ def test_an_engine_without_dtkit_is_refused(client: ipp.Client):
         check_usable(cluster)
 
 
-@pytest.mark.parametrize(("given", "kind"), [(3, TypeError), (None, TypeError)])
-def test_what_is_no_client_is_refused(given: Any, kind: type[Exception]):
-    with pytest.raises(kind, match=r"client must be an ipyparallel\.Client"):
-        dtkit.attach(client=given)
+def test_what_is_no_client_is_refused():
+    with pytest.raises(TypeError, match=r"client must be an ipyparallel\.Client"):
+        dtkit.attach(client=3)
 
 
 @pytest.fixture

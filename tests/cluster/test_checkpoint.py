@@ -200,6 +200,7 @@ def test_a_stream_is_read_again_up_to_where_it_stood(cluster2: dtkit.Cluster, tm
 def test_saves_by_themselves_keep_the_last_ones(cluster2: dtkit.Cluster, tmp_path: Path):
     run = small.train(cluster2, steps=20, save_every=6, save_to=tmp_path, keep=2)
     run.wait(60)
+    assert dtkit.Checkpoint(tmp_path).step == 20
     run.save(keep=2)
     found = dtkit.checkpoints(tmp_path)
     assert [one.step for one in found] == [20, 20]

@@ -53,7 +53,7 @@ def explained(cluster: dtkit.Cluster, strategy: Any, **how: Any) -> tuple[dtkit.
 def test_what_crosses_borders_arrives_as_it_was_sent_and_adds_up(cluster2: dtkit.Cluster, strategy: Any):
     run, found = explained(cluster2, strategy)
     assert isinstance(found, PipelineExplanation)
-    borders, m = strategy.parts_per_rank * 2 - 1, strategy.micro_batches
+    borders, m = strategy.table.stages - 1, strategy.micro_batches
     assert len(found.crossings) == 2 * borders * m
     assert {(c.kind, c.micro_batch) for c in found.crossings} == {
         (kind, k) for kind in ("activation", "gradient") for k in range(m)

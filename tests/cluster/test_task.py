@@ -291,28 +291,6 @@ def test_a_torchrun_script_runs_unchanged_and_again(cluster2):
     assert cluster2.run(lambda: "RANK" in os.environ) == [False, False]
 
 
-def test_nothing_listens_off_loopback_while_a_script_runs(cluster2, tmp_path):
-    def long_script(path: str) -> None:
-        dist.init_process_group("gloo")
-        dist.all_reduce(torch.ones(1))
-        print("formed")
-        while not Path(path).exists():
-            pass
-        dist.destroy_process_group()
-
-    task = cluster2.submit(long_script, str(tmp_path / "go"), own_group=True)
-    formed = threading.Event()
-    task.subscribe(lambda: len(task.output) == 2 and formed.set())
-    assert formed.wait(30) or len(task.output) == 2
-    listening = [
-        c for node in cluster2.nodes for c in psutil.Process(node.pid).net_connections() if c.status == "LISTEN"
-    ]
-    (tmp_path / "go").touch()
-    task.result(30)
-    assert listening
-    assert {c.laddr.ip for c in listening} <= {"127.0.0.1", "::1"}
-
-
 def test_a_script_that_fails_on_one_rank_leaves_the_cluster_usable(cluster2):
     def bad_script() -> None:
         dist.init_process_group("gloo")

@@ -45,7 +45,7 @@ export function apply(store, content, buffers) {
   for (const key of ["status", "lr", "tiles", "error", "remarks"]) store[key] = content[key];
   applyNow(store, content);
   if (whole) {
-    for (const key of ["head", "nodes", "marks", "evaluations"]) store[key] = content[key];
+    for (const key of ["head", "marks", "evaluations"]) store[key] = content[key];
     store.log = content.events;
     store.curves = { width: content.curves.width, origin: content.curves.origin, used: 0, data: new Float32Array(0) };
   } else {
@@ -54,6 +54,7 @@ export function apply(store, content, buffers) {
     store.marks = store.marks.concat(events.filter((e) => e.kind in MARKED)).slice(-60);
     store.evaluations = store.evaluations.concat(content.evaluations ?? []).slice(-LOG);
   }
+  store.nodes = content.nodes ?? store.nodes;
   applyCurves(store, content.curves, floats(buffers[0]));
   const ranks = floats(buffers[1]);
   if (ranks.length) store.ranks = ranks;

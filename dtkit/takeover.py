@@ -1,0 +1,106 @@
+"""A cluster that another notebook had, taken over: found on this machine, with its run and all that was seen of it.
+
+The engines go on where they stand; what the older notebook still has in flight is refused from here on. The run's
+history is read from the cluster's folder, where it was written as it came, and what the engines did after that is asked
+of them: they keep what nobody said to have read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dtkit import __version__, engines, papers, spool, wire
+from dtkit.cluster import Cluster
+from dtkit.errors import VersionMismatch
+from dtkit.placing import Flow, Placed
+from dtkit.replicas import Replicas
+
+if TYPE_CHECKING:
+    from dtkit.papers import Papers
+    from dtkit.run import Run
+
+
+def attach(name: Any = None, *, client: Any = None, **options: Any) -> Cluster:
+    """Take over a cluster that runs: one that a notebook started which has ended, or another one still has.
+
+    Parameters
+    ----------
+    name
+        Which, of several: as the error lists them. Without it the one whose notebook has ended.
+    client
+        Instead: a connected ``ipyparallel.Client``, for engines that somebody else started by whatever launcher.
+        ``close()`` then leaves the engines running.
+    options
+        With `client`: those of :class:`Cluster` that make sense for engines that run already (device, threads, timeout,
+        step_timeout, interface).
+
+    Returns
+    -------
+    Cluster
+        Its ``current_run`` is the run that was going on, paused where the engines stand, with its whole history;
+        ``current_run.resume()`` goes on.
+
+    Raises
+    ------
+    ClusterError
+        Where none is running, or several are; where one doesn't answer.
+    VersionMismatch
+        Where it was started by another version of dtkit.
+
+    """
+    if client is None and not isinstance(name, str | Path | None):
+        client, name = name, None
+    if client is not None:
+        return Cluster.over(engines.of_client(client), **options)
+    if options:
+        raise TypeError(
+            f"attach({', '.join(options)}=...): a cluster that is taken over stays as it was started; options are for "
+            "attach(client=...)"
+        )
+    found = papers.choose(papers.running(engines.runtime_folder()), None if name is None else str(name))
+    if found.version != __version__:
+        raise VersionMismatch(
+            f"{found.name} was started by dtkit {found.version}, and this is {__version__}. Take it over with "
+            "that version, or close it: its processes end by themselves when its notebook is gone"
+        )
+    cluster = Cluster.taken(found)
+    try:
+        cluster.current_run = _run(cluster, found)
+        if lost := cluster.lost():  # with a run, that has seen to it
+            cluster.replace(lost)
+    except BaseException:
+        cluster.let_alone()
+        raise
+    return cluster
+
+
+def _run(cluster: Cluster, found: Papers) -> Run | None:
+    """The run whose job the engines have."""
+    jobs = [job for heritage in cluster.heritage for job in heritage.jobs]
+    for job in dict.fromkeys(jobs):
+        data = spool.order(found.folder / spool.RUNS / job)
+        if data is not None:
+            return _again(cluster, job, wire.loads(data))
+    return None
+
+
+def _again(cluster: Cluster, job: str, said: dict[str, Any]) -> Run:
+    from dtkit.run import Order, Run
+
+    (rank, *_) = (h.rank for h in cluster.heritage)
+    (shipment,) = cluster.alone("model", [rank], key=said["model"]).values()
+    model = shipment.unload()
+    shipment.discard()
+    copies = Replicas(cluster, said["model"], cluster.pack(model, name="model"), model, ())
+    order = Order(copies, _placed(cluster, said["data"]), said["plan"], said["program"], said["loading"])
+    extras = dataclasses.replace(said["extras"], valid=_placed(cluster, said["valid"]))
+    return Run.again(cluster, job, said["spec"], order, extras)
+
+
+def _placed(cluster: Cluster, said: Any) -> Any:
+    if said is None:
+        return None
+    key, samples, columns = said
+    return Flow(cluster, key, columns) if samples is None else Placed(cluster, key, samples, columns)

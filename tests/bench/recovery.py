@@ -1,0 +1,119 @@
+"""How soon a lost or stuck engine is noticed, and how soon the run takes its next step without it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+import dtkit
+from tests.bench.pairs import Sample, report
+from tests.bench.work import SHORT, WORKS, optimizer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dtkit.records import Event
+
+KILLS, FAULTS = 7, 20
+COLD_S, SPARE_S = 8.0, 2.0
+KILLED_S, STUCK_S = 1.0, 10.0
+_LIMIT_S = 120.0
+_MANY = 1_000_000  # steps
+
+
+def recovery() -> bool:
+    """From SIGKILL to the next step, on 4 engines: with a new engine, and with one that waited."""
+    met = True
+    for spares, most in ((0, COLD_S), (1, SPARE_S)):
+        with dtkit.Cluster(4, threads=1, spares=spares) as cluster:
+            run = _start(cluster)
+            found = [_recover(cluster, run, k % 4) for k in range(KILLS)]
+            run.stop()
+        print(f"  with {spares} spare:", *(f"{seconds:.2f}" for seconds in found))
+        met &= report(f"kill to next step, 4 engines, spares={spares}", Sample(found), unit="s", most=most)
+    return met
+
+
+def detection() -> bool:
+    """From SIGKILL, and from SIGSTOP, to the word of it in the run's log. The worst counts."""
+    met = True
+    with dtkit.Cluster(2, threads=1, spares=1) as cluster:
+        run = _start(cluster)
+        for name, most, cause in (("killed", KILLED_S, _kill), ("stuck", STUCK_S, _freeze)):
+            found = [cause(cluster, run, k % 2) for k in range(FAULTS)]
+            sample = Sample(found)
+            print(f"  {name}: median {sample.median:.2f} s, worst {max(found):.2f} s of {FAULTS}")
+            met &= report(f"a {name} engine is noticed, at worst", Sample([max(found)]), unit="s", most=most)
+        run.stop()
+    return met
+
+
+def _start(cluster: dtkit.Cluster) -> dtkit.Run:
+    work = WORKS[SHORT]
+    how: dict[str, Any] = {"optimizer": optimizer, "batch_size": work.batch, "steps": _MANY}
+    run = cluster.train(work.model(), cluster.partition(work.data(), seed=0), loss=nn.CrossEntropyLoss(), **how)
+    _until(lambda: run.status.step > 20)
+    return run
+
+
+def _recover(cluster: dtkit.Cluster, run: dtkit.Run, rank: int) -> float:
+    """Seconds from the end of a rank's process to the next step of all."""
+    _ready(cluster)
+    at = _signal(cluster, rank, signal.SIGKILL)
+    _word(run, "repair", at)
+    step = run.status.step
+    _until(lambda: run.status.step > step)
+    return time.time() - at
+
+
+def _kill(cluster: dtkit.Cluster, run: dtkit.Run, rank: int) -> float:
+    _ready(cluster)
+    at = _signal(cluster, rank, signal.SIGKILL)
+    seconds = _word(run, "lost", at).time - at
+    _word(run, "repair", at)
+    return seconds
+
+
+def _freeze(cluster: dtkit.Cluster, run: dtkit.Run, rank: int) -> float:
+    step = run.status.step
+    _until(lambda: run.status.step > step)
+    at = _signal(cluster, rank, signal.SIGSTOP)
+    try:
+        return _word(run, "stuck", at).time - at
+    finally:
+        os.kill(cluster.nodes[rank].pid, signal.SIGCONT)
+
+
+def _ready(cluster: dtkit.Cluster) -> None:
+    """Nothing is being started any more: a spare engine waits, where there is to be one."""
+    _until(lambda: not any(thread.name == "dtkit-spares" for thread in threading.enumerate()))
+
+
+def _signal(cluster: dtkit.Cluster, rank: int, number: signal.Signals) -> float:
+    at = time.time()
+    os.kill(cluster.nodes[rank].pid, number)
+    return at
+
+
+def _word(run: dtkit.Run, kind: str, since: float) -> Event:
+    """The first event of that kind since then."""
+
+    def look() -> Event | None:
+        return next((event for event in run.history.events if event.kind == kind and event.time >= since), None)
+
+    found: Event = _until(look)
+    return found
+
+
+def _until(condition: Callable[[], Any]) -> Any:
+    deadline, pause = time.monotonic() + _LIMIT_S, threading.Event()
+    while not (found := condition()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not within {_LIMIT_S:g} s")
+        pause.wait(0.005)
+    return found

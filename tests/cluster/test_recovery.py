@@ -1,0 +1,254 @@
+"""Engines that are lost, and interrupts: the run goes on from where survivors stand, as if nothing had been."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import dtkit
+from tests.cluster.oracle import (
+    BATCH,
+    BOUND,
+    SEED,
+    data,
+    difference,
+    global_rows,
+    mean_loss,
+    mlp,
+    momentum,
+    one_process,
+)
+from tests.cluster.small import check_usable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+STEPS = 600
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[dtkit.Cluster]:
+    """Two engines, and one that waits."""
+    with dtkit.Cluster(2, threads=1, spares=1) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster: dtkit.Cluster) -> dict[str, Any]:
+    """What the same run makes of the model when nobody disturbs it."""
+    run = start(cluster)
+    run.wait(60)
+    return run.model.state_dict()  # type: ignore[no-any-return]
+
+
+def start(cluster: dtkit.Cluster, **options: Any) -> dtkit.Run:
+    how: dict[str, Any] = {"optimizer": momentum, "batch_size": BATCH, "steps": STEPS, "seed": SEED}
+    return cluster.train(mlp(), data(), **{"loss": mean_loss, "shuffle": "global", **how, **options})
+
+
+def at_step(run: dtkit.Run, step: int) -> None:
+    """Wait until so many steps are known of."""
+    there = threading.Event()
+    end = run.subscribe(lambda: run.status.step >= step and there.set())
+    assert run.status.step >= step or there.wait(60)
+    end()
+
+
+def kinds(run: dtkit.Run) -> list[str]:
+    return [event.kind for event in run.history.events if event.kind in ("lost", "repair")]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        (dtkit.DataParallel(), {}),
+        (dtkit.Sharded(), {"snapshot_every": 50}),
+        (dtkit.Pipeline(2, micro_batches=2), {"snapshot_every": 50}),
+    ],
+    ids=repr,
+)
+def test_a_killed_engine_is_replaced_and_training_is_as_undisturbed(
+    cluster: dtkit.Cluster, undisturbed: dict[str, Any], strategy: Any, options: dict[str, Any]
+):
+    expected = undisturbed
+    if strategy != dtkit.DataParallel():  # sums are rounded otherwise, and 600 steps make that larger
+        alone = start(cluster, strategy=strategy)
+        alone.wait(60)
+        expected = alone.model.state_dict()
+    run = start(cluster, strategy=strategy, **options)
+    at_step(run, 120)
+    os.kill(cluster.nodes[1].pid, signal.SIGKILL)
+    run.wait(120)
+    assert kinds(run) == ["lost", "repair"]
+    assert difference(run.model.state_dict(), expected) <= BOUND
+    assert sorted(set(run.history.totals()["step"])) == list(range(STEPS))
+    if not options:  # a survivor had it all
+        assert "no step lost" in next(e.text for e in run.history.events if e.kind == "repair")
+    check_usable(cluster)
+
+
+def test_a_run_goes_on_with_fewer():
+    with dtkit.Cluster(2, threads=1) as cluster:
+        run = start(cluster, on_failure="shrink", steps=60, start=False)
+        run.step(20)
+        cluster.kill([0])
+        run.resume()
+        run.wait(120)
+        assert (cluster.world_size, run.spec.world_size) == (1, 1)
+        assert difference(run.model.state_dict(), one_process(mlp(), global_rows, steps=60)) <= BOUND
+        check_usable(cluster)
+
+
+def test_a_run_waits_to_be_repaired(cluster: dtkit.Cluster, undisturbed: dict[str, Any]):
+    run = start(cluster, on_failure="pause")
+    at_step(run, 120)
+    cluster.kill([1])
+    with pytest.raises(dtkit.EngineError, match="rank 1 is gone"):
+        run.wait(60)
+    assert run.status.state is dtkit.State.PAUSED
+    assert cluster.repair() == [1]
+    run.resume()
+    run.wait(120)
+    assert difference(run.model.state_dict(), undisturbed) <= BOUND
+
+
+def test_an_idle_cluster_is_repaired_by_hand(cluster: dtkit.Cluster):
+    part, copies = cluster.partition(data()), cluster.broadcast(mlp())
+    done = cluster.train(copies, part, loss=mean_loss, optimizer=momentum, batch_size=BATCH, steps=3)
+    done.wait(60)
+    cluster.kill([0])
+    with pytest.raises(dtkit.EngineError, match=r"cluster\.repair\(\) starts another one"):
+        cluster.run(os.getpid)
+    assert cluster.repair() == [0]
+    assert len(set(cluster.run(os.getpid))) == 2
+    done.extend(steps=2)  # its job was made anew, with a survivor's state
+    done.wait(60)
+    run = cluster.train(copies, part, loss=mean_loss, optimizer=momentum, batch_size=BATCH, steps=3)  # so were these
+    run.wait(60)
+    assert run.status.state is dtkit.State.COMPLETED
+
+
+def interrupted(after: Callable[[], Any], times: int = 1) -> None:
+    """Interrupt this process's main thread, as the notebook's button does, once `after` has returned."""
+
+    def press() -> None:
+        after()
+        for _ in range(times):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=press, daemon=True).start()
+
+
+def test_an_interrupt_pauses_between_two_steps(cluster: dtkit.Cluster, undisturbed: dict[str, Any]):
+    run = start(cluster)
+    interrupted(lambda: at_step(run, 50))
+    with pytest.raises(KeyboardInterrupt):
+        run.wait(60)
+    assert run.status.state is dtkit.State.PAUSED
+    run.resume()
+    run.wait(60)
+    assert difference(run.model.state_dict(), undisturbed) <= BOUND
+
+
+class Sleepy:
+    """A loss that sleeps once, for long, in the midst of a step of one rank."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __call__(self, output: Any, target: Any) -> Any:
+        import torch.distributed as dist
+
+        flag = self.folder / "slept"
+        seen = self.calls = getattr(self, "calls", 0) + 1
+        if seen > 20 and dist.get_rank() == 1 and not flag.exists():
+            flag.touch()
+            time.sleep(600)
+        return mean_loss(output, target)
+
+
+def test_a_second_interrupt_breaks_off_what_is_stuck(
+    cluster: dtkit.Cluster, undisturbed: dict[str, Any], tmp_path: Path
+):
+    run = start(cluster, loss=Sleepy(tmp_path))
+    stuck = tmp_path / "slept"
+
+    def until_stuck() -> None:
+        deadline = time.monotonic() + 60
+        pause = threading.Event()
+        while not stuck.exists() and time.monotonic() < deadline:
+            pause.wait(0.01)
+
+    def twice() -> None:
+        until_stuck()
+        os.kill(os.getpid(), signal.SIGINT)
+        threading.Event().wait(0.3)
+
+    interrupted(twice)
+    with pytest.raises(KeyboardInterrupt):
+        run.wait(60)
+    assert run.status.state is dtkit.State.PAUSED
+    assert [e.text for e in run.history.events if "broken off" in e.text]
+    assert cluster.run(os.getpid)  # at once: nobody sleeps any more
+    run.resume()
+    run.wait(60)
+    assert difference(run.model.state_dict(), undisturbed) <= BOUND
+
+
+@pytest.fixture
+def waits() -> Iterator[Callable[[dtkit.Run], int]]:
+    """Waits for a run again and again, with ten interrupts meanwhile; how many of them it raised.
+
+    Interrupts may come late: outside of `wait` they are nobody's, as in a notebook between two cells.
+    """
+    waiting = False
+
+    def handle(*_: object) -> None:
+        if waiting:
+            raise KeyboardInterrupt
+
+    def waits(run: dtkit.Run) -> int:
+        nonlocal waiting
+        pressed, raised = threading.Event(), 0
+
+        def press() -> None:
+            for _ in range(10):
+                os.kill(os.getpid(), signal.SIGINT)
+                threading.Event().wait(0.05)
+            pressed.set()
+
+        threading.Thread(target=press, daemon=True).start()
+        while not pressed.is_set():
+            try:
+                waiting = True
+                run.wait(1)
+            except KeyboardInterrupt:
+                raised += 1
+            except TimeoutError:
+                pass
+            finally:
+                waiting = False
+        return raised
+
+    before = signal.signal(signal.SIGINT, handle)
+    yield waits
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ten_interrupts_leave_a_working_cluster(
+    cluster: dtkit.Cluster, undisturbed: dict[str, Any], waits: Callable[[dtkit.Run], int]
+):
+    run = start(cluster)
+    at_step(run, 30)
+    assert waits(run)
+    run.pause()
+    run.resume()
+    run.wait(60)
+    assert difference(run.model.state_dict(), undisturbed) <= BOUND
+    check_usable(cluster)

@@ -1,0 +1,135 @@
+"""A kernel that dies or is left behind, and the one that takes its cluster over."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import dtkit
+from tests.cluster.oracle import BATCH, BOUND, SEED, data, difference, mean_loss, mlp, momentum
+from tests.cluster.small import check_usable
+from tests.cluster.test_recovery import at_step
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    import torch
+
+STEPS = 2000
+NOTEBOOK = f"""
+import sys, threading
+import dtkit
+from tests.cluster import oracle
+
+class Net(oracle.torch.nn.Module):  # of a cell: it travels by value
+    def __init__(self):
+        super().__init__()
+        self.inner = oracle.mlp()
+
+    def forward(self, x):
+        return self.inner(x)
+
+if __name__ == "__main__":
+    cluster = dtkit.Cluster(2, threads=1, lease=30)
+    options = dict(loss=oracle.mean_loss, optimizer=oracle.momentum, batch_size={BATCH}, steps={STEPS}, seed={SEED})
+    run = cluster.train(Net(), oracle.data(), shuffle="global", **options)
+    there = threading.Event()
+    run.subscribe(lambda: run.status.step > 100 and there.set())
+    there.wait(60)
+    print("ready", flush=True)
+    sys.stdin.read()
+    print(type(run.exception).__name__, run.exception, flush=True)
+    cluster.close()
+"""
+
+
+@pytest.fixture(autouse=True)
+def _runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clusters of this test alone."""
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path))
+
+
+@contextlib.contextmanager
+def notebook() -> Iterator[subprocess.Popen[str]]:
+    """Another process, that has a cluster which trains."""
+    pipe: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", NOTEBOOK], **pipe) as process:
+        try:
+            assert process.stdout is not None
+            assert any(line == "ready\n" for line in process.stdout)
+            yield process
+        finally:
+            process.kill()
+
+
+def check_goes_on(cluster: dtkit.Cluster) -> None:
+    """With its whole history, to the parameters of a run that nobody disturbed."""
+    run = cluster.current_run
+    assert run is not None
+    assert run.status.state is dtkit.State.PAUSED
+    assert run.status.step > 100
+    assert list(run.history.totals()["step"]) == list(range(run.status.step))
+    run.resume()
+    run.wait(120)
+    assert list(run.history.totals()["step"]) == list(range(STEPS))
+    found = {name.removeprefix("inner."): value for name, value in run.model.state_dict().items()}
+    assert difference(found, undisturbed(cluster)) <= BOUND
+
+
+def undisturbed(cluster: dtkit.Cluster) -> dict[str, torch.Tensor]:
+    how: dict[str, Any] = {"loss": mean_loss, "optimizer": momentum, "batch_size": BATCH, "steps": STEPS, "seed": SEED}
+    run = cluster.train(mlp(), data(), shuffle="global", **how)
+    run.wait(60)
+    return run.model.state_dict()  # type: ignore[no-any-return]
+
+
+def test_the_kernel_was_killed():
+    with notebook() as process:
+        process.send_signal(signal.SIGKILL)
+        process.wait(10)
+        with dtkit.attach() as cluster:
+            check_goes_on(cluster)
+
+
+def test_the_kernel_was_killed_and_then_an_engine():
+    with notebook() as process:
+        process.send_signal(signal.SIGKILL)
+        process.wait(10)
+        with dtkit.attach() as cluster:
+            assert cluster.current_run is not None
+            cluster.kill([1])
+            run = cluster.current_run
+            check_goes_on(cluster)
+            assert "repair" in [event.kind for event in run.history.events]
+
+
+def test_the_older_notebook_is_told_and_leaves_the_cluster_alone():
+    with notebook() as process, dtkit.attach() as cluster:
+        check_goes_on(cluster)
+        said, _ = process.communicate("", timeout=30)
+        assert "Superseded another notebook has taken this cluster over" in said
+        check_usable(cluster)
+
+
+def test_a_second_takeover_finds_what_the_first_one_did():
+    with notebook() as process:
+        process.send_signal(signal.SIGKILL)
+        process.wait(10)
+        first = dtkit.attach()
+        assert first.current_run is not None
+        first.current_run.resume()
+        at_step(first.current_run, first.current_run.status.step + 50)
+        with dtkit.attach(first.folder.name) as cluster:
+            check_goes_on(cluster)
+        first.close()
+
+
+def test_without_a_cluster_there_is_none_to_take_over():
+    with pytest.raises(dtkit.ClusterError, match=r"no cluster of yours is running on this machine; start one"):
+        dtkit.attach()

@@ -1,0 +1,115 @@
+"""The table: which fault at which place under which strategy, and what must come of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import zlib
+
+from tests.faults.training import COPIED, STRATEGIES
+
+STEPS = 24
+FIRST, LAST = 3, 17
+"""A fault springs at a step from FIRST to LAST, drawn by the seed."""
+
+STEP_PLACES = ("forward", "backward", "data", "optimiser")
+ANYWHERE = "a step"
+"""One of STEP_PLACES, drawn by the seed."""
+BESIDE = "beside"
+"""No rank's code: see :mod:`tests.faults.besides`."""
+
+PLACES: dict[str, tuple[str, ...]] = {
+    "SIGKILL": (*STEP_PLACES, "checkpoint", "forming"),
+    "os._exit": (ANYWHERE, "checkpoint", "forming"),
+    "SIGSTOP": (ANYWHERE, "checkpoint", "forming"),
+    "exception": (*STEP_PLACES, "checkpoint", "forming"),
+    "endless loop": (ANYWHERE, "checkpoint"),
+    "deaf loop": (ANYWHERE,),
+    "out of memory": (ANYWHERE, "checkpoint"),
+    "mismatched shapes": ("forward", "data"),
+    "NaN loss": ("forward", "backward", "data"),
+    "10x slow": ("forward",),
+}
+"""Where each fault makes sense. A value that is wrong can't be in a checkpoint's or in the group's making, since no
+value of the user's is made there; what is slow there is slow, and nothing else."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One fault, and where."""
+
+    fault: str
+    strategy: str
+    place: str
+
+    @property
+    def name(self) -> str:
+        """As in the table, and as an argument of ``python -m tests.faults``."""
+        return f"{self.fault} x {self.strategy} x {self.place}"
+
+    def dice(self, seed: int) -> random.Random:
+        """This cell's own random numbers, whatever else is played."""
+        return random.Random(zlib.crc32(f"{self.name} {seed}".encode()))
+
+    @property
+    def outcome(self) -> str:
+        """ "repaired", "reformed", "failed", "paused", "named", "unsaved", "beside": see :mod:`tests.faults.expect`."""
+        if self.place == BESIDE:
+            return "beside"
+        if self.fault == "10x slow":
+            return "named"
+        if self.fault == "NaN loss":
+            return "paused"
+        if self.fault in ENDS or self.fault in HALTS:
+            return "repaired"
+        if self.place == "forming":
+            return "reformed"
+        return "unsaved" if self.place == "checkpoint" else "failed"
+
+    @property
+    def exact(self) -> bool:
+        """Whether the parameters must end as without the fault: a rank that averages takes some of its own along."""
+        return self.strategy != "ParameterAveraging" or self.outcome in ("named", "unsaved")
+
+
+ENDS = ("SIGKILL", "os._exit")
+"""Whose process is gone."""
+HALTS = ("SIGSTOP", "endless loop", "deaf loop")
+"""Who keeps the others waiting, until the time limit of a collective."""
+
+BESIDES = (
+    "interrupt once",
+    "interrupt twice",
+    "interrupt ten times",
+    "disk full",
+    "controller killed",
+    "kernel killed",
+)
+
+CELLS = (
+    *(Cell(fault, strategy, place) for fault, places in PLACES.items() for strategy in STRATEGIES for place in places),
+    *(Cell(fault, "DataParallel", BESIDE) for fault in BESIDES),
+)
+
+SAMPLE = (
+    Cell("SIGKILL", "DataParallel", "optimiser"),
+    Cell("SIGKILL", "Sharded", "forward"),
+    Cell("SIGKILL", "DataParallel", "forming"),
+    Cell("os._exit", "Pipeline", "checkpoint"),
+    Cell("SIGSTOP", "DataParallel", ANYWHERE),
+    Cell("exception", "TensorParallel", "backward"),
+    Cell("exception", "ParameterAveraging", "data"),
+    Cell("exception", "DataParallel", "checkpoint"),
+    Cell("out of memory", "Pipeline", ANYWHERE),
+    Cell("mismatched shapes", "Sharded", "forward"),
+    Cell("NaN loss", "DataParallel", "backward"),
+    Cell("10x slow", "DataParallel", "forward"),
+    Cell("interrupt twice", "DataParallel", BESIDE),
+    Cell("disk full", "DataParallel", BESIDE),
+)
+"""What CI plays: each outcome, each strategy and each place once at least, the costly ones as rarely as may be."""
+
+
+def most_lost(cell: Cell, snapshot: int) -> int:
+    """How many steps a repair may lose."""
+    return 1 if cell.strategy in COPIED else snapshot + 1

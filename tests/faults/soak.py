@@ -1,0 +1,198 @@
+"""``make soak``: one long training, a random fault every 20 seconds, and nothing that leaks.
+
+Twice, early and at the end, the run is paused, everything settles, and what the notebook and its cluster hold is
+counted. At the end the parameters must be those of a training without any fault, to 1e-12, and after `close` nothing
+may be left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import random
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+import dtkit
+from dtkit import shared
+from tests.faults import training
+from tests.faults.cells import STEP_PLACES
+from tests.faults.quiet import quiet
+from tests.faults.runner import ENGINES
+from tests.faults.trap import Minefield
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+FAULTS = ("SIGKILL", "os._exit", "SIGSTOP", "endless loop", "pause", "interrupt")
+STEP_S, COLLECTIVE_S, SETTLED_S = 0.05, 6.0, 120.0
+WARM = 1 / 6
+"""The share of the time after which memory may grow no more than GROWTH: five minutes of thirty."""
+GROWTH, BOUND = 0.05, 1e-12
+_MANY = 1_000_000  # steps: more than a soak takes
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """What the notebook and all that it started hold."""
+
+    processes: int
+    threads: int
+    """Of the notebook."""
+    descriptors: int
+    """Of the notebook, sockets among them."""
+    shared_files: int
+    memory: int
+    """Bytes that are theirs, what they share counted once."""
+
+    @classmethod
+    def now(cls) -> Held:
+        """As of now."""
+        own = psutil.Process()
+        family = [own, *own.children(recursive=True)]
+        alive = [process for process in family if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+        files = sum(len(list(Path(folder).glob("dtkit-*"))) for folder in shared.default_directories())
+        memory = sum(process.memory_full_info().pss for process in alive)
+        return cls(len(alive), own.num_threads(), own.num_fds(), files, memory)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.processes} processes, {self.threads} threads, {self.descriptors} descriptors, {self.shared_files} "
+            f"shared files, {self.memory / 1e6:.0f} MB"
+        )
+
+
+class Soak:
+    """One run, and what is done to it."""
+
+    def __init__(self, cluster: dtkit.Cluster, folder: Path, seed: int) -> None:
+        self._cluster, self._dice = cluster, random.Random(seed)
+        self._mines = Minefield(folder / "mine", STEP_S)
+        self.run = _start(cluster, self._mines, _MANY)
+        self.faults = 0
+
+    def go_on(self, until: float, every_s: float) -> None:
+        """A fault every so many seconds, until that time; each must be over before the next one."""
+        while time.monotonic() < until:
+            begun, fault = time.monotonic(), self._dice.choice(FAULTS)
+            rank, place = self._dice.randrange(ENGINES), self._dice.choice(STEP_PLACES)
+            self._befall(fault, rank, place)
+            self.faults += 1
+            print(f"{fault} on rank {rank} in {place}: over after {time.monotonic() - begun:.1f} s", flush=True)
+            threading.Event().wait(max(0.0, min(begun + every_s, until) - time.monotonic()))
+
+    def _befall(self, fault: str, rank: int, place: str) -> None:
+        before = self.run.status.step
+        if fault == "pause":
+            self.run.pause()
+            self.run.resume()
+        elif fault == "interrupt":
+            self.run._driver.ask("break").result(SETTLED_S)
+            self.run.resume()
+        else:
+            self._mines.lay(fault, rank, place)
+            _until(lambda: self._mines.sprung, "the fault has sprung")
+        _until(lambda: self.run.status.step > before + 20 or self._over(), "steps are taken again")
+        if self._over():
+            raise AssertionError(f"the run is {self.run.status.state.value}: {self.run.exception}")
+
+    def _over(self) -> bool:
+        return self.run.status.state is not dtkit.State.RUNNING
+
+    def rest(self) -> Held:
+        """Pause, let the spare engine come, count, and go on."""
+        self.run.pause()
+        _until(lambda: not _busy() and len(self._cluster._transport._spares) == 1, "a spare engine is there")
+        found = Held.now()
+        self.run.resume()
+        return found
+
+
+def _busy() -> bool:
+    """Whether a thread of dtkit's is at work that will end."""
+    return any(thread.name in ("dtkit-spares", "dtkit-checkpoint") for thread in threading.enumerate())
+
+
+def _start(cluster: dtkit.Cluster, trap: Any, steps: int) -> dtkit.Run:
+    return training.start(cluster, "DataParallel", trap, steps=steps, scheduler=None)
+
+
+def _until(condition: Callable[[], bool], what: str) -> None:
+    deadline, pause = time.monotonic() + SETTLED_S, threading.Event()
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {SETTLED_S:g} s: {what}")
+        pause.wait(0.05)
+
+
+def soak(minutes: float, every_s: float, seed: int) -> list[str]:
+    """What was wrong."""
+    before, problems = Held.now(), []
+    with tempfile.TemporaryDirectory() as folder, quiet_start() as cluster:
+        begun = time.monotonic()
+        one = Soak(cluster, Path(folder), seed)
+        one.run.resume()
+        one.go_on(begun + 60 * minutes * WARM, every_s)
+        early = one.rest()
+        print(f"early: {early}", flush=True)
+        one.go_on(begun + 60 * minutes, every_s)
+        late = one.rest()
+        print(f"late:  {late}", flush=True)
+        problems += compare(early, late) + _right(cluster, one)
+    after = Held.now()
+    print(f"after: {after}", flush=True)
+    left = [name for name in ("processes", "shared_files") if getattr(after, name) > getattr(before, name)]
+    return problems + [f"{name} are left after close" for name in left]
+
+
+def quiet_start() -> dtkit.Cluster:
+    """A cluster with a spare."""
+    with quiet():
+        return dtkit.Cluster(ENGINES, threads=1, step_timeout=COLLECTIVE_S, spares=1)
+
+
+def compare(early: Held, late: Held) -> list[str]:
+    """What grew."""
+    names = ("processes", "threads", "descriptors", "shared_files")
+    grown = [f"{n} grew: {getattr(early, n)}, then {getattr(late, n)}" for n in names if _more(early, late, n)]
+    growth = late.memory / early.memory - 1
+    return grown + ([f"memory grew by {growth:.1%}"] if growth > GROWTH else [])
+
+
+def _more(early: Held, late: Held, name: str) -> bool:
+    return int(getattr(late, name)) > int(getattr(early, name))
+
+
+def _right(cluster: dtkit.Cluster, one: Soak) -> list[str]:
+    """Whether the parameters are those of a training that nothing happened to."""
+    one.run.stop()
+    steps, found = one.run.status.step, one.run.model.state_dict()
+    plain = _start(cluster, None, steps)
+    plain.resume()
+    with quiet():
+        plain.wait(600 + steps)
+    off = training.difference(found, plain.model.state_dict())
+    print(f"{steps} steps, {one.faults} faults: parameters differ by {off:.1e} from an undisturbed run's", flush=True)
+    return [f"parameters differ by {off:.1e}"] if off > BOUND else []
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Exit status 0 where nothing leaked and the parameters are right."""
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.soak", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--every", type=float, default=20, help="seconds from one fault to the next")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    problems = soak(options.minutes, options.every, options.seed)
+    print(*(problems or ["nothing leaked, and the parameters are right"]), sep="\n")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

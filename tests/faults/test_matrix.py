@@ -1,0 +1,45 @@
+"""A sample of the fault matrix on a real cluster; ``make faults`` plays all of it.
+
+The seed draws ranks, steps and places: DTKIT_SEED gives another one, and each failure names it.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.faults.__main__ import line
+from tests.faults.besides import BESIDES
+from tests.faults.cells import BESIDES, CELLS, PLACES, SAMPLE
+from tests.faults.runner import Ground, play
+from tests.faults.training import STRATEGIES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+from tests.faults.cells import Cell
+
+SEED = int(os.environ.get("DTKIT_SEED", "0"))
+
+
+@pytest.fixture(scope="module")
+def ground() -> Iterator[Ground]:
+    with Ground() as made:
+        yield made
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("cell", SAMPLE, ids=lambda cell: cell.name)
+def test_cell(ground: Ground, cell: Cell):
+    outcome = play(cell, ground, SEED)
+    assert not outcome.problems, f"seed {SEED}\n{line(outcome)}"
+
+
+def test_the_sample_has_each_strategy_outcome_and_place():
+    assert {cell.strategy for cell in SAMPLE} == set(STRATEGIES)
+    assert {cell.outcome for cell in SAMPLE} == {cell.outcome for cell in CELLS}
+    assert {cell.place for cell in SAMPLE} >= {"forward", "backward", "data", "optimiser", "checkpoint", "forming"}
+    assert {cell.fault for cell in CELLS} == {*PLACES, *BESIDES}
+    assert set(SAMPLE) <= set(CELLS)

@@ -1,0 +1,39 @@
+"""What stays of the dashboard where nobody looks: nbclient executes a notebook, nbconvert makes a page of it."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import nbformat
+import pytest
+from nbconvert import HTMLExporter
+from nbformat.v4 import new_code_cell, new_notebook
+
+from tests.browser.test_everywhere import TRAIN
+from tests.notebook import execute
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.notebook
+
+COMPARE = "dtkit.compare([run, run.history], labels=['run', 'its history'])"
+
+
+def test_pictures_and_text_stay(tmp_path: Path):
+    """Displays of a run and of a comparison, live when their cells ran, are pictures when the run has ended."""
+    path = tmp_path / "run.ipynb"
+    sources = (TRAIN, "run.dashboard()", COMPARE, "run.resume(); await run", "run.report('run.html')")
+    nbformat.write(new_notebook(cells=[new_code_cell(source) for source in sources]), path)
+    done = execute(path, timeout=120)
+    for cell in done.cells[1:3]:
+        (output,) = cell.outputs
+        assert {"image/png", "text/plain"} <= set(output.data)
+        assert "application/vnd.jupyter.widget-view+json" not in output.data
+    assert "completed" in done.cells[1].outputs[0].data["text/plain"]
+    assert "its history" in done.cells[2].outputs[0].data["text/plain"]
+    page, _ = HTMLExporter().from_notebook_node(done)
+    assert len(re.findall(r"<img[^>]*data:image/png;base64,", page)) == 2
+    report = (tmp_path / "run.html").read_text(encoding="utf-8")
+    assert "<h2>Nodes</h2>" in report

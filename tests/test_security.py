@@ -1,0 +1,516 @@
+"""What dtkit never does: wait without a limit, run text, unpickle files, open ports, let others in.
+
+The first part reads the code. Each list names the exceptions by "file: function" and why they are none; a line too many
+fails as well as one too few. The cluster's side, ports and keys, is in ``tests/cluster/test_security.py``.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import errno
+import os
+import re
+import stat
+from html.parser import HTMLParser
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from torch import nn
+
+import dtkit
+from dtkit import engines, explaining, papers, shared, stacks
+from dtkit.dashboard import calls, report
+from dtkit.devices import plan_devices
+from dtkit.engine import session
+from dtkit.entry import Entry
+from dtkit.memory import Memory
+from dtkit.partition import Partition
+from dtkit.shared import Handle, Mapping
+from dtkit.standing import Frame, Standing
+from dtkit.suspects import Seen
+from dtkit.testing import FakeTransport
+from tests import test_checkpoint, test_compare, test_explanation, test_memory, test_plan, test_stage_explanation
+from tests.fake_source import FakeSource
+from tests.syntax import nodes, within
+from tests.test_verify import judged
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from dtkit.checkpoint import Checkpoints
+
+BY_THE_GROUP = "a collective: the process group's own limit, which cluster.train(step_timeout=) sets"
+DONE = "it is done: called when it was, or once it is known to be"
+INSIDE = "torch's or ipyparallel's call has a limit of its own"
+WAITS = {  # "file: function" -> what limits it nevertheless
+    "dtkit/dashboard/asks.py: _tell": DONE,
+    "dtkit/demo.py: main": "a run ends by itself, since every call to its engines has a limit; and Ctrl-C pauses it",
+    "dtkit/driver.py: _take": "while nothing is under way a run waits for its user; else the limit is `patience`",
+    "dtkit/driver.py: landed": DONE,
+    "dtkit/engine/collectives.py: _waited": BY_THE_GROUP,
+    "dtkit/engine/comm.py: _run": "the thread that waits for signals, a daemon: nobody waits for it",
+    "dtkit/engine/iterable.py: _next": "the user's stream: the notebook's `patience` and its interrupt end it",
+    "dtkit/engine/loading.py: __init__": "the user's Dataset, the same; torch looks every 5 s whether its workers live",
+    "dtkit/engine/loading.py: close": "what is being read of the user's files: the same",
+    "dtkit/engine/loading.py: load": "the user's Dataset: the same",
+    "dtkit/engine/measure.py: _overlap": BY_THE_GROUP,
+    "dtkit/engine/measure.py: links": BY_THE_GROUP,
+    "dtkit/engine/measure.py: times": BY_THE_GROUP,
+    "dtkit/engine/session.py: op_clock": BY_THE_GROUP,
+    "dtkit/engines.py: _start_controller": f"{INSIDE}: it starts a process, and goes on",
+    "dtkit/engines.py: _start_engines": f"{INSIDE}: 60 s for the connection file",
+    "dtkit/engines.py: close": f"{INSIDE}: 10 s for each process to end",
+    "dtkit/engines.py: execute": "a user's %%px, which may take as long as it likes; an interrupt ends it",
+    "dtkit/ranks.py: collect": DONE,
+    "dtkit/ranks.py: form": DONE,
+    "dtkit/ranks.py: note": DONE,
+    "dtkit/run.py: _left_running": "inside asyncio.wait_for, with a limit",
+    "dtkit/run.py: _settle": "Saver.join has a limit by default",
+    "dtkit/strategies/replica.py: _divide": BY_THE_GROUP,
+    "dtkit/strategies/replica.py: _explained": BY_THE_GROUP,
+    "dtkit/strategies/sliced.py: local": BY_THE_GROUP,
+    "dtkit/strategies/stages.py: forecast": BY_THE_GROUP,
+    "dtkit/testing.py: _serve": "a pretended engine waits for work, in a daemon thread that `close` ends",
+}
+LOCKS = {  # a file -> for how long its locks are held
+    "dtkit/dashboard/calls.py": "while a call's text is made and sent",
+    "dtkit/dashboard/compare_live.py": "while a message is made and sent",
+    "dtkit/dashboard/display.py": "while a handle is noted, or a picture made",
+    "dtkit/dashboard/live.py": "while a message is made and sent",
+    "dtkit/dashboard/throttle.py": "for a few assignments",
+    "dtkit/driver.py": "for a few assignments; a Condition's waits are in the list of waits",
+    "dtkit/engine/comm.py": "while a group's sockets are shut, which does not wait",
+    "dtkit/engine/parquet.py": "for a few assignments",
+    "dtkit/engine/session.py": "for a call; calls come one after the other anyway",
+    "dtkit/engine/watchdog.py": "while a status file of some kB is written",
+    "dtkit/engines.py": "while engines start, which has a limit",
+    "dtkit/history.py": "while rows are appended",
+    "dtkit/ranks.py": "while messages are handed to ipyparallel, which queues them",
+    "dtkit/run.py": "while a callback is noted",
+    "dtkit/saving.py": "for a checkpoint; ranks that write nothing for a while fail it",
+    "dtkit/task.py": "while lines are appended",
+    "dtkit/testing.py": "while a test's wish is noted",
+    "dtkit/wire.py": "while an object is pickled",
+}
+PORTS = {  # "file: function" -> who can connect
+    "dtkit/engine/comm.py: __init__": "nobody: a pair of sockets within the process, by which signals wake a thread",
+    "dtkit/engine/session.py: op_open_store": "this machine: it is bound to loopback, and lives as long as a script",
+}
+DANGERS = {  # "file: function" -> whose bytes these are
+    "dtkit/engine/measure.py: peaks": "the notebook's, which came in a call",
+    "dtkit/engine/measure.py: sizes": "the notebook's, which came in a call",
+    "dtkit/engine/measure.py: times": "the notebook's, which came in a call",
+    "dtkit/engine/session.py: handle": "the notebook's: engines run what it sends",
+    "dtkit/engine/session.py: op_build": "the notebook's, which came in a call",
+    "dtkit/engine/session.py: op_evaluate": "the notebook's, which came in a call",
+    "dtkit/engines.py: _read": "an engine's reply: engines are trusted, as the README says",
+    "dtkit/takeover.py: _run": "this user's earlier notebook's, from a folder that nobody else can write into",
+    "dtkit/testing.py: _answer": "the notebook's own, in the same process",
+    "dtkit/wire.py: loads": "its caller's: each is in this list",
+    "dtkit/wire.py: unpack": "an engine's or the notebook's, from a message or a file that it names (see shared.py)",
+}
+
+# -- what the code never does ------------------------------------------------------------------------------
+
+_ENDLESS = {"wait", "result", "exception", "join", "get", "acquire", "communicate", "shutdown", "barrier"}
+_SUBPROCESS = {"run", "call", "check_call", "check_output", "getoutput", "getstatusoutput"}
+
+
+def _called(node: ast.AST) -> tuple[str, str]:
+    """What a node calls: in full, and the last name of it. Empty for what is no call."""
+    if not isinstance(node, ast.Call):
+        return "", ""
+    full = ast.unparse(node.func)
+    return full, full.rsplit(".", 1)[-1]
+
+
+def _limited(call: ast.Call) -> bool:
+    """Whether an argument by name limits the wait: one that may be None doesn't."""
+    given = {k.arg: k.value for k in call.keywords}
+    limits = [given[name] for name in ("timeout", "wait", "block", "blocking") if name in given]
+    return any(not _may_be(limit, None) and not _may_be(limit, True) for limit in limits)
+
+
+def _may_be(value: ast.expr, what: object) -> bool:
+    if isinstance(value, ast.IfExp):
+        return _may_be(value.body, what) or _may_be(value.orelse, what)
+    return isinstance(value, ast.Constant) and value.value is what
+
+
+def _waits(node: ast.AST) -> bool:
+    """Whether this call may wait for ever, as far as its form tells."""
+    full, name = _called(node)
+    if not isinstance(node, ast.Call) or _limited(node):
+        return False
+    if name in _ENDLESS:
+        return "." in full and not node.args
+    if name in {"lockf", "flock"}:
+        return "LOCK_NB" not in ast.unparse(node)
+    unlimited = {"wait_for": 2, "select": 4, "create_connection": 2, "urlopen": 3}
+    return (
+        len(node.args) < unlimited.get(name, 0)
+        or name in {"recv", "recv_into", "recvfrom", "accept", "as_completed", "DataLoader"}
+        or (full.startswith("subprocess.") and name in _SUBPROCESS)
+        or re.fullmatch(r"(re)?(start|stop|connect)_\w+_sync", name) is not None
+    )
+
+
+def _locks(node: ast.AST) -> bool:
+    """Whether this makes a lock: ``with lock`` waits for whoever has it."""
+    return _called(node)[1] in {"Lock", "RLock", "Condition", "Semaphore", "BoundedSemaphore", "Barrier"}
+
+
+def _opens(node: ast.AST) -> bool:
+    """Whether this opens something to connect to."""
+    full, name = _called(node)
+    servers = {"create_server", "start_server", "TCPStore", "HTTPServer", "ThreadingHTTPServer", "TCPServer"}
+    return name in servers | {"init_rpc", "socketpair", "bind_to_random_port"} or (name == "bind" and "sock" in full)
+
+
+_UNPICKLE = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "np", "numpy", "shelve", "torch", "wire", "yaml"}
+
+
+def _dangerous(node: ast.AST) -> bool:
+    """Whether this runs text, a shell or a pickle, or ends processes by name."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return re.search(r"\b(pkill|killall)\b", node.value) is not None
+    full, name = _called(node)
+    if not isinstance(node, ast.Call):
+        return False
+    if full in {"eval", "exec", "compile", "__import__", "os.system", "os.popen"}:
+        return True
+    if any(k.arg == "shell" and not _may_be(k.value, False) for k in node.keywords):
+        return True
+    if re.fullmatch(r"(\w+_)?loads?(_all)?|open", name) and full.split(".")[0] in _UNPICKLE and "." in full:
+        return "allow_pickle=False" not in ast.unparse(node)
+    return name in {"Unpickler", "read_pickle", "mktemp"} or name.endswith(("_object_list", "_object"))
+
+
+@pytest.mark.parametrize(
+    ("sees", "known"), [(_waits, WAITS), (_opens, PORTS), (_dangerous, DANGERS)], ids=["waits", "ports", "dangers"]
+)
+def test_the_code_does_nothing_of_the_kind_but_what_is_listed(
+    root: Path, sees: Callable[[ast.AST], bool], known: dict[str, str]
+):
+    assert {place for place, node in nodes(root / "dtkit") if sees(node)} == set(known)
+
+
+def test_who_holds_a_lock_is_done_soon(root: Path):
+    found = {place.partition(":")[0] for place, node in nodes(root / "dtkit") if _locks(node)}
+    assert found == set(LOCKS)
+
+
+@pytest.mark.parametrize(
+    ("sees", "code"),
+    [
+        *((_waits, f"x.{name}()") for name in ("wait", "result", "join", "get", "acquire", "exception", "communicate")),
+        (_waits, "q.get(timeout=None)"),
+        (_waits, "q.get(timeout=5 if busy else None)"),
+        (_waits, "q.get(block=True)"),
+        (_waits, "c.wait_for(ready)"),
+        (_waits, "subprocess.run(command, check=True)"),
+        (_waits, "select.select(r, w, x)"),
+        (_waits, "fcntl.flock(f, fcntl.LOCK_EX)"),
+        (_waits, "cluster.start_engines_sync(2)"),
+        (_locks, "threading.RLock()"),
+        (_opens, "socketserver.TCPServer(address, handler)"),
+        (_opens, "sock.bind(('', 0))"),
+        (_dangerous, "torch.load(path, weights_only=True)"),
+        (_dangerous, "pickle.load(file)"),
+        (_dangerous, "np.load(path, allow_pickle=True)"),
+        (_dangerous, "yaml.safe_load(text)"),
+        (_dangerous, "eval(text)"),
+        (_dangerous, "subprocess.run(text, shell=True, timeout=1)"),
+        (_dangerous, "subprocess.run(['pkill', '-f', name], timeout=1)"),
+        (_dangerous, "dist.broadcast_object_list(things)"),
+    ],
+)
+def test_the_reading_sees_it(sees: Callable[[ast.AST], bool], code: str):
+    assert any(sees(node) for _, node in within(ast.parse(code)))
+
+
+@pytest.mark.parametrize(
+    ("sees", "code"),
+    [
+        (_waits, "x.wait(3); x.result(timeout=t); d.get('k'); ', '.join(a); subprocess.run(c, timeout=1)"),
+        (
+            _waits,
+            "q.get(timeout=5 if busy else 9); lock.acquire(blocking=False); q.get_nowait(); pool.shutdown(wait=False)",
+        ),
+        (_dangerous, "json.loads(t); self.load(3); np.load(p, allow_pickle=False); model.eval(); torch.compile(f)"),
+    ],
+)
+def test_the_reading_leaves_alone_what_has_a_limit(sees: Callable[[ast.AST], bool], code: str):
+    assert not any(sees(node) for _, node in within(ast.parse(code)))
+
+
+# -- what engines say is text, not HTML ------------------------------------------------------------------------
+
+HOSTILE = """<script>alert("1")</script><img src=x onerror='a()'>&amp;"""
+
+
+def _cluster() -> dtkit.Cluster:
+    cluster = dtkit.Cluster.over(FakeTransport(2), device="cpu", interface=HOSTILE)
+    cluster._nodes = [dataclasses.replace(node, host=HOSTILE, device=HOSTILE) for node in cluster.nodes]
+    cluster._plan = dataclasses.replace(cluster._plan, note=HOSTILE)
+    return cluster
+
+
+def _replicas(monkeypatch: pytest.MonkeyPatch) -> Any:
+    with dtkit.Cluster.over(FakeTransport(2), device="cpu") as cluster:
+        found = cluster.broadcast(nn.Linear(2, 2))
+    monkeypatch.setattr(found, "name", HOSTILE)
+    monkeypatch.setattr(found, "checksums", (HOSTILE, HOSTILE))
+    return found
+
+
+def _stacks() -> stacks.Stacks:
+    frame = Frame(HOSTILE, 3, HOSTILE, "user")
+    standing = Standing(0, 1, 0, HOSTILE, 7, 1.0, 50.0, "advance", HOSTILE, 44.0, 6.0, False, None)
+    standing = dataclasses.replace(standing, stack=(frame,), threads={HOSTILE: (frame,)})
+    return stacks.Stacks([Seen(0, HOSTILE, 7, HOSTILE, 0.1, standing)])
+
+
+def _checkpoints(folder: Path) -> Checkpoints:
+    """One that is whole, one that is damaged; all that can be said in them is hostile."""
+    made = folder / HOSTILE.replace("/", "|")
+    whole = test_checkpoint.write_one(made).done.result(20).path
+    broken = test_checkpoint.write_one(made, step=6).done.result(20).path
+    (broken / "checkpoint.json").write_text(HOSTILE)
+
+    def spoil(head: dict[str, Any]) -> None:
+        head["spec"] |= {"name": HOSTILE, "strategy": HOSTILE, "optimizer": HOSTILE}
+
+    test_checkpoint.rewritten(whole, spoil)
+    return dtkit.checkpoints(made)
+
+
+def _piped() -> Any:
+    reports = test_stage_explanation.piped()
+    for one in reports:
+        for crossing in one["sightings"]:
+            crossing["dtype"] = HOSTILE
+    return explaining.explanation(reports, HOSTILE, None)
+
+
+def _cut() -> Any:
+    reports = test_stage_explanation.cut()
+    for one in reports:
+        for collective in one["collectives"]:
+            collective |= {"phase": HOSTILE, "dtype": HOSTILE}
+        one |= {"before": HOSTILE, "after": HOSTILE}
+    return explaining.explanation(reports, HOSTILE, None)
+
+
+def _labels() -> Partition:
+    return Partition(4, 2, labels=[HOSTILE, "b", HOSTILE, "b"])
+
+
+PAGES: dict[str, Any] = {  # a class that shows itself as HTML -> one that is full of hostile text
+    "Benchmark": lambda *_: dataclasses.replace(test_plan.benchmark(), dtype=HOSTILE, backend=HOSTILE),
+    "Checkpoint": lambda folder, _: _checkpoints(folder)[0],
+    "Checkpoints": lambda folder, _: _checkpoints(folder),
+    "Cluster": lambda *_: _cluster(),
+    "Comparison": lambda *_: dtkit.compare([test_compare.run(), test_compare.run(HOSTILE, name=HOSTILE)]),
+    "Memory": lambda *_: Memory.from_reports(HOSTILE, HOSTILE, 3, [test_memory.held()]),
+    "Partition": lambda *_: _labels(),
+    "PipelineExplanation": lambda *_: _piped(),
+    "Plan": lambda *_: dataclasses.replace(test_plan.plan(model=HOSTILE), notes=(HOSTILE,)),
+    "Replicas": lambda _, monkeypatch: _replicas(monkeypatch),
+    "SliceExplanation": lambda *_: _cut(),
+    "Stacks": lambda *_: _stacks(),
+    "StepExplanation": lambda *_: test_explanation.told(test_explanation.RANKS[:1], (HOSTILE,), model=HOSTILE),
+    "Verification": lambda *_: dataclasses.replace(judged(modules=(HOSTILE,)), verdict=HOSTILE),
+}
+
+
+def test_every_class_that_shows_itself_as_html_is_in_the_list(root: Path):
+    found = {
+        node.name
+        for _, node in nodes(root / "dtkit")
+        if isinstance(node, ast.ClassDef) and any(getattr(part, "name", "") == "_repr_html_" for part in node.body)
+    }
+    assert found == set(PAGES)
+
+
+@pytest.mark.filterwarnings("ignore:Glyph")
+@pytest.mark.parametrize("name", PAGES)
+def test_what_engines_say_is_escaped(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    shown = PAGES[name](tmp_path, monkeypatch)
+    assert type(shown).__name__ == name
+    try:
+        _assert_harmless(shown._repr_html_())
+    finally:
+        if isinstance(shown, dtkit.Cluster):
+            shown.close()
+
+
+def test_a_call_and_a_report_escape_what_was_printed_and_raised(tmp_path: Path):
+    source = FakeSource(ranks=2, name=HOSTILE)
+    source.advance(5)
+    source.event("print", HOSTILE, rank=1)
+    source.exception = RuntimeError(HOSTILE)
+    report.write(source, tmp_path / "run.html")
+    _assert_harmless((tmp_path / "run.html").read_text(encoding="utf-8"))
+    engines = FakeTransport(2)
+    engines.say(0, ("text", HOSTILE), ("row", {HOSTILE: 1.0}))
+    with dtkit.Cluster.over(engines, device="cpu") as cluster:
+        task = cluster.submit(len, [1])
+        task.result(20)
+        _assert_harmless(calls.page(task))
+
+
+class _Tags(HTMLParser):
+    """What a browser would make of a page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bad: list[str] = []
+        self.texts: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        acts = any(name.startswith("on") for name in given)
+        loads = not (given.get("src") or "data:").startswith("data:")
+        if tag in {"script", "iframe", "object", "embed", "link"} or acts or loads:
+            self.bad.append(self.get_starttag_text() or tag)
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+def _assert_harmless(page: str) -> None:
+    """The hostile text is there, as text: nothing of it is a tag or an attribute."""
+    tags = _Tags()
+    tags.feed(page)
+    assert tags.bad == []
+    assert "<script>alert" in "".join(tags.texts)
+
+
+def test_views_in_the_browser_set_text_and_never_html(root: Path):
+    """The live dashboard: names and lines reach the page as text nodes. ``tests/browser`` tries it."""
+    parses = re.compile(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|\beval\(|new Function")
+    scripts = sorted((root / "dtkit").rglob("*.js"))
+    assert scripts
+    assert [path.name for path in scripts if parses.search(path.read_text(encoding="utf-8"))] == []
+
+
+# -- files are the user's alone, and only the user's are believed ----------------------------------------------
+
+
+def test_a_file_is_made_anew_and_never_through_a_name_that_somebody_planted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    theirs = tmp_path / "theirs"
+    theirs.write_bytes(b"untouched")
+    planted = tmp_path / "dtkit-planted"
+    monkeypatch.setattr(shared, "_new_name", lambda _: planted.name)
+    for plant in (lambda: planted.symlink_to(theirs), lambda: planted.write_bytes(b"")):
+        plant()
+        with pytest.raises(OSError, match="File exists"):
+            shared.write([b"secret"], directories=[str(tmp_path)])
+        planted.unlink()
+    assert theirs.read_bytes() == b"untouched"
+    handle = shared.write([b"secret"], directories=[str(tmp_path)])
+    assert stat.S_IMODE(planted.stat().st_mode) == 0o600
+    shared.remove(handle)
+
+
+def test_what_belongs_to_somebody_else_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    handle = shared.write([b"secret"], directories=[str(tmp_path)])
+    link = tmp_path / "link"
+    link.symlink_to(handle.path)
+    with pytest.raises(OSError, match="symbolic links") as found:
+        Mapping.open(Handle(str(link), handle.spans))
+    assert found.value.errno == errno.ELOOP
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    with pytest.raises(PermissionError, match="not a file of this user; refusing to map it"):
+        Mapping.open(handle)
+
+
+def test_a_cluster_s_folder_is_believed_only_where_nobody_else_can_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Taking a cluster over unpickles what lies there."""
+    me = papers.identity(os.getpid())
+    folder = tmp_path / "dtkit-mine"
+    folder.mkdir(mode=0o700)
+    papers.Papers(folder, 1, me, me, (0,), (), 0.0, {}).write()
+    assert [found.name for found in papers.running(tmp_path)] == ["dtkit-mine"]
+    (tmp_path / "dtkit-link").symlink_to(folder)
+    assert len(papers.running(tmp_path)) == 1
+    for mode in (0o770, 0o702, 0o750):
+        folder.chmod(mode)
+        assert papers.running(tmp_path) == []
+    folder.chmod(0o700)
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    assert papers.running(tmp_path) == []
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_a_checkpoint_is_as_private_as_the_user_s_other_files(tmp_path: Path, umask: int, mode: int):
+    """It goes where the user says, to be read by whom the user's umask lets: dtkit neither opens nor closes it."""
+    before = os.umask(umask)
+    try:
+        whole = test_checkpoint.write_one(tmp_path / "saved").done.result(20).path
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in whole.iterdir()} == {mode}
+    assert stat.S_IMODE(whole.stat().st_mode) == mode | (mode & 0o444) >> 2
+
+
+# -- loopback, and leaving it ----------------------------------------------------------------------------------------
+
+
+def test_leaving_loopback_is_asked_for_and_said(monkeypatch: pytest.MonkeyPatch):
+    plain = "Tensors travel over eth7, and that traffic is not encrypted."
+    with dtkit.Cluster.over(FakeTransport(2), device="cpu", interface="eth7") as cluster:
+        assert repr(cluster).endswith(plain)
+        assert f"<p>{plain}</p>" in cluster._repr_html_()
+    with dtkit.Cluster.over(FakeTransport(2), device="cpu") as cluster:
+        assert "encrypted" not in repr(cluster)
+    elsewhere = FakeTransport(2)
+    elsewhere.hello[1]["host"] = "another"
+    with pytest.raises(
+        dtkit.ClusterError, match=r"keeps to loopback by default.*Tensor traffic on it is not encrypted"
+    ):
+        dtkit.Cluster.over(elsewhere, device="cpu")
+
+
+@pytest.mark.parametrize(("launcher", "address"), [("local", "127.0.0.1"), ("ssh", "")])
+def test_a_controller_wants_a_key_wherever_it_listens(
+    launcher: str, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    asked: dict[str, Any] = {}
+
+    def start(**how: Any) -> None:
+        asked.update(how)
+        raise InterruptedError("that is enough")
+
+    monkeypatch.setattr(engines.ipp, "Cluster", start)
+    started = engines.StartedEngines.__new__(engines.StartedEngines)
+    started.folder, started._how = tmp_path, engines.Start(launcher, plan_devices(1, "cpu", 1), 1.0)
+    with pytest.raises(InterruptedError):
+        started._start_controller()
+    assert asked["controller_ip"] == address  # "": the launcher's own choice
+    assert "--IPController.enable_curve=True" in asked["controller_args"]
+
+
+def test_engines_forget_the_key_once_they_are_connected(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("IPP_CONNECTION_INFO", "secret")
+    monkeypatch.setattr(session, "handle", lambda message, _: message + str(dict(os.environ)).encode())
+    assert b"secret" not in Entry()(b"")
+
+
+# -- the page about it -----------------------------------------------------------------------------------------
+
+
+def test_the_readme_says_who_is_trusted_shortly(root: Path):
+    page = (
+        (root / "README.md").read_text(encoding="utf-8").partition("## Who is trusted\n\n")[2].partition("\n\n## ")[0]
+    )
+    assert len(page.splitlines()) <= 25
+    for word in ("unpickled", "CurveZMQ", "unencrypted", "loopback", "shared host", "interface=", "umask", "escaped"):
+        assert word in page

@@ -123,6 +123,7 @@ class Driver:
         self._halt: str | None = None  # "pause" or "stop", once nothing is in flight
         self._lost_track = False  # what is in flight will be refused; send nothing before it has landed
         self._tries = 0
+        self._beyond: list[np.ndarray] = []  # rows of the ranks that were further than others when one failed
         self._lost: list[int] = []  # ranks whose engines are gone, and that were not replaced yet
         self._breaking = False  # what is under way was interrupted
         self._broke_off = False  # and the log says so
@@ -396,9 +397,11 @@ class Driver:
             return
         self._lost_track = True
         self._tries += 1
+        self._beyond.clear()
         self._keep_common(replies)
+        patience = _BREAK_S if any(f.kind == "stuck" for f in failures) else _PATIENCE_S
         for other in self._flights:
-            self._keep_common(self._cluster.collect(other.futures, _PATIENCE_S))
+            self._keep_common(self._cluster.collect(other.futures, patience))
             self._withdraw(other)
         self._flights.clear()
         self._lookout.reset()
@@ -446,6 +449,7 @@ class Driver:
         except (DtkitError, ValueError) as error:
             self._end(State.FAILED, error)
             return
+        self._keep_beyond(found.step)
         self._lost, self.step, self.lr, self._tries = [], found.step, found.lr, 0
         self._next = self.step
         if self._balancer is not None and self.route.balance is not None:
@@ -477,7 +481,15 @@ class Driver:
         common = min(advance.step for advance in advances)
         cut = [dataclasses.replace(a, rows=_before(a, common)) for a in advances]
         self._record(cut, [items for _, items in found])
+        self._beyond += [np.asarray(a.rows)[np.asarray(a.rows)["step"] >= common] for a in advances]
         self.step = common
+
+    def _keep_beyond(self, step: int) -> None:
+        """Some ranks were further than others, and all go on from there: record what those did."""
+        rows = [part[part["step"] < step] for part in self._beyond]
+        self._beyond.clear()
+        if any(map(len, rows)):
+            self._history.append(np.concatenate(rows))
 
     def _record(self, advances: Sequence[Advance], items: Sequence[list[Any]]) -> None:
         rows = [np.asarray(advance.rows) for advance in advances]

@@ -238,6 +238,7 @@ class StartedEngines(Engines):
             ],
         )
         cluster.start_controller_sync()
+        self._controller_seen = self._controller  # while it surely lives
         self._watch()
         return self._connect()
 

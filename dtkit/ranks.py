@@ -296,6 +296,7 @@ class Ranks:
     def replace(self, ranks: Sequence[int]) -> None:
         """Have new engines at these ranks, with the data and models that the others hold. Jobs end: make them anew."""
         self.bare |= set(ranks)
+        self._end_silent(ranks)
         self._transport.replace(ranks)
         self._greet(ranks)
         self.form(others=True)
@@ -308,10 +309,16 @@ class Ranks:
             self.bare.clear()
         self.sign()
 
+    def _end_silent(self, ranks: Sequence[int]) -> None:
+        """The controller forgets an engine that is stopped: no message ends it, and it would stay for ever."""
+        here = [node for node in self._nodes if node.rank in ranks and node.host == socket.gethostname()]
+        warden.end(self._folder, [node.pid for node in here])
+
     def shrink(self, ranks: Sequence[int]) -> None:
         """Go on without these ranks, whose shards the others take. Those above move down. Jobs end: make them anew."""
         devices = tuple(device for rank, device in enumerate(self._plan.devices) if rank not in ranks)
         self._transport.kill(ranks)
+        self._end_silent(ranks)
         self._transport.drop(ranks)
         self._plan = dataclasses.replace(self._plan, devices=devices)
         self.form(others=True)

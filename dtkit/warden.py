@@ -23,10 +23,14 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
 from dtkit import shared
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 LOCK, MEMBERS, JOB = "owner.lock", "members.json", "job"
 PERIOD_S = 0.5
@@ -108,6 +112,15 @@ def _marked(process: psutil.Process, folder: Path) -> bool:
     with contextlib.suppress(psutil.Error, OSError):
         return bool(process.environ().get(MARK) == str(folder))
     return False
+
+
+def end(folder: Path, pids: Iterable[int]) -> None:
+    """End those of these processes that are the cluster's of this folder, at once."""
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            if _marked(process, folder):
+                process.kill()
 
 
 def _lives(process: psutil.Process) -> bool:

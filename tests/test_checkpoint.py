@@ -215,7 +215,7 @@ def test_newer_formats_holes_and_other_models_are_refused(whole: Path):
     with pytest.raises(dtkit.CheckpointError, match=r"0.bias is F32 there and F64 in the model"):
         dtkit.Checkpoint(whole).model_into(net().double())
     rewritten(whole, lambda head: head["index"]["model/0.weight"]["pieces"].pop())
-    with pytest.raises(dtkit.CheckpointError, match="lacks parts of model/0.weight"):
+    with pytest.raises(dtkit.CheckpointError, match=r"lacks parts of model/0.weight"):
         dtkit.Checkpoint(whole)
     rewritten(whole, lambda head: head.update(format=99))
     with pytest.raises(dtkit.CheckpointError, match="has format 99"):

@@ -9,8 +9,18 @@ import nbformat
 import pytest
 
 from dtkit.schedule import Schedule
-from tests.notebook import Done, check_as_committed, check_memory, check_nothing_is_left, code_of, printed, watched
-from tests.test_data_parallel_notebook import CLAIM, PREDICTED, SAID
+from tests.notebook import (
+    Done,
+    check_as_committed,
+    check_links,
+    check_memory,
+    check_nothing_is_left,
+    check_predictions,
+    code_of,
+    printed,
+    watched,
+)
+from tests.test_data_parallel_notebook import CLAIM, SAID
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,25 +58,11 @@ def test_it_is_committed_without_outputs(committed: NotebookNode):
 
 
 def test_its_links_lead_somewhere(committed: NotebookNode, root: Path):
-    text = "\n".join(cell.source for cell in committed.cells if cell.cell_type == "markdown")
-    headings = {heading.replace(" ", "-") for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE)}
-    links = re.findall(r"\]\(([^)\s]+)\)", text)
-    assert len(links) >= 8
-    for link in links:
-        assert link[1:] in headings if link.startswith("#") else (root / "notebooks" / link).is_file(), link
+    check_links(committed, root / "notebooks", 8)
 
 
 def test_every_prediction_is_typed_before_anything_is_measured(committed: NotebookNode):
-    typed: set[str] = set()
-    for cell in code_of(committed):
-        assigned = set(re.findall(r"^(predicted_\w+) = [\d_./ ]+$", cell.source, re.MULTILINE))
-        used = set(PREDICTED.findall(cell.source)) - assigned
-        assert used <= typed, cell.source
-        assert not assigned or len(assigned) == len(cell.source.splitlines()), "predictions have a cell of their own"
-        typed |= assigned
-    sources = "\n".join(cell.source for cell in code_of(committed))
-    assert len(typed) >= 13
-    assert {name for name in typed if len(re.findall(rf"\b{name}\b", sources)) < 2} == set()
+    check_predictions(committed, 13)
 
 
 def test_the_puzzle_can_be_solved_and_what_stands_there_does_not_give_it_away(committed: NotebookNode):

@@ -40,6 +40,7 @@ class FakeCluster:
 
     world_size = 2
     _closed = False
+    _formed = True
     collect = Cluster.collect
     values = Cluster.values
     heal = Cluster.heal

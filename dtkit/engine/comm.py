@@ -76,6 +76,7 @@ class Group:
         self._connections = self._own_connections(before)
         self._counted = "nccl" not in spec.backend and _sent(self._connections) is not None
         self._handed = 0.0
+        self._timeout_s = spec.timeout_s
         self._grids: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
         self.broken = False
 
@@ -104,6 +105,7 @@ class Group:
             before = _sockets()
             sizes, names = tuple(mesh.axes.values()), tuple(mesh.axes)
             self._grids[key] = init_device_mesh(device.type, sizes, mesh_dim_names=names)
+            self._limit(self._grids[key])
             self._connections += self._own_connections(before)
         return self._grids[key]
 
@@ -152,9 +154,15 @@ class Group:
 
     def set_timeout(self, seconds: float) -> None:
         """Limit every later collective. torch has no public call for it; without the private one, nothing changes."""
-        change = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
-        if change is not None:
-            change(dt.timedelta(seconds=seconds))
+        self._timeout_s = seconds
+        _set_timeout(seconds, None)
+        for grid in self._grids.values():
+            self._limit(grid)
+
+    def _limit(self, grid: DeviceMesh) -> None:
+        """The groups along its axes have time limits of their own."""
+        for group in grid.get_all_groups():
+            _set_timeout(self._timeout_s, group)
 
     def break_up(self) -> None:
         """Make every rank's blocked collective raise, now. The group is unusable afterwards. Any thread may call it."""
@@ -171,6 +179,12 @@ class Group:
         self._connections = []
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _set_timeout(seconds: float, group: dist.ProcessGroup | None) -> None:
+    change = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
+    if change is not None:
+        change(dt.timedelta(seconds=seconds), group)
 
 
 def _gather(spec: GroupSpec) -> None:

@@ -620,12 +620,23 @@ def _failure(error: BaseException, request: Request) -> Failure:
         rank=-1 if spec is None else spec.rank,
         host=socket.gethostname(),
         type=type(error).__name__,
-        message=str(error),
+        message=_message(error),
         traceback=_traceback(error),
         step=None if job is None else job.step,
         victim=lost_peer(error),
         kind=kind,
     )
+
+
+def _message(error: BaseException) -> str:
+    """What an error says; of one that wraps the user's (torch's pipelining does), first what that was."""
+    text, cause = str(error).strip(), error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    if cause is error:
+        return text
+    head, _, rest = text.partition("\n")
+    return f"{head} Caused by {type(cause).__name__}: {cause}\n{rest}".rstrip()
 
 
 def _traceback(error: BaseException) -> str:

@@ -132,6 +132,7 @@ class _Local(Replica):
         self._every, self._steps = strategy.every, 0
         self._weight = 0.0  # what this rank's parameters count for in the next mean
         self._broken = False  # a gradient was not finite since the last averaging
+        self._broken_mean: torch.Tensor | None = None  # and this was the loss then
         self._asked = False  # for a fingerprint, which the next averaging takes
         self._print: int | None = None
         self._outer = _Outer(strategy.outer, self._parameters) if strategy.outer is not None else None
@@ -148,8 +149,11 @@ class _Local(Replica):
             self._phases.enter("sync")
             healthy = not self._group.any(not healthy)
         if averaging and not healthy:
+            mean = self._broken_mean if self._broken else tally.mean
             self._broken = False
-            return Outcome(tally.mean, tally.weight, finite=False, norm=norm)
+            return Outcome(mean, tally.weight, finite=False, norm=norm)
+        if not (healthy or self._broken):
+            self._broken_mean = tally.mean
         self._broken = not healthy
         if healthy and batches:
             self._update()

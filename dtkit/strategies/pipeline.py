@@ -226,8 +226,10 @@ class _Piped(Worker):
         self._phases, self._rest = setting.phases, rest
         self._place = setting.mesh.coordinates(_rank(setting))
         self.model = nn.ModuleList(part.module for part in parts.values())
-        self.optimizer = make_optimizer(optimizer, self.model)
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
+        if not self._parameters:  # an optimiser wants one: this never gets a gradient, and is no part of the model
+            self.model.register_parameter("nothing", nn.Parameter(torch.zeros((), device=setting.device)))
+        self.optimizer = make_optimizer(optimizer, self.model)
         self._tally = Tally(1)
         self._form: int | None = None
         self._stages = Stages(strategy.table, parts, shapes, self._loss)
@@ -246,7 +248,8 @@ class _Piped(Worker):
         for module in self.model.children():
             named |= dict(module.named_parameters(remove_duplicate=False))
         archive.tensors("model", named)
-        archive.optimizer("optimizer", self.optimizer, named)
+        if self._parameters:
+            archive.optimizer("optimizer", self.optimizer, named)
         for module in self.model.children():
             buffers, extra = entries(module)
             archive.differing("model", buffers, None)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.cluster
 
 LOOPBACK = {"127.0.0.1", "::1"}
-PATIENCE_S = 1.5  # for a port to answer: they are on this machine
+PATIENCE_S = 1.0  # for a port to answer: they are on this machine
 NOBODY = 65534
 GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01"
 """How ZMTP 3.1 begins (rfc.zeromq.org/spec/37): signature and version. The answer, 64 bytes, names the mechanism that

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
     from dtkit.finding import Finding
 
+pytestmark = pytest.mark.cluster
+
 QUICK = Limits(least_s=1.5)  # more than a word may be old: none is from before the dispatch
 MANY = 100_000  # steps: more than a test waits for
 

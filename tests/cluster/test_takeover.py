@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     import torch
 
+pytestmark = pytest.mark.cluster
+
 STEPS = 2000
 NOTEBOOK = f"""
 import sys, threading

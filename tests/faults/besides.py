@@ -144,7 +144,7 @@ def _goes_on(stage: Stage, run: dtkit.Run) -> None:
 
 
 def disk_full(stage: Stage) -> None:
-    """On one rank: the checkpoint is not written and says why, the older one stays, the run goes on, and saves again."""
+    """On one rank: nothing is written, the error says why, the older checkpoint stays; the run goes on, and saves."""
     run, outcome, folder = stage.train(), stage.outcome, stage.trap.path.parent / "checkpoints"
     run.step(stage.trap.step - 1)
     with quiet():

@@ -8,7 +8,7 @@ import zlib
 
 from tests.faults.training import COPIED, STRATEGIES
 
-STEPS = 24
+ENGINES, STEPS = 2, 24
 FIRST, LAST = 3, 17
 """A fault springs at a step from FIRST to LAST, drawn by the seed."""
 
@@ -53,18 +53,18 @@ class Cell:
 
     @property
     def outcome(self) -> str:
-        """ "repaired", "reformed", "failed", "paused", "named", "unsaved", "beside": see :mod:`tests.faults.expect`."""
+        """What must come of it: see :mod:`tests.faults.expect`, and for "beside" :mod:`tests.faults.besides`."""
         if self.place == BESIDE:
             return "beside"
-        if self.fault == "10x slow":
-            return "named"
-        if self.fault == "NaN loss":
-            return "paused"
-        if self.fault in ENDS or self.fault in HALTS:
-            return "repaired"
-        if self.place == "forming":
-            return "reformed"
-        return "unsaved" if self.place == "checkpoint" else "failed"
+        if self.fault in OUTCOMES:
+            return OUTCOMES[self.fault]
+        return {"checkpoint": "unsaved", "forming": "reformed"}.get(self.place, "failed")
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Whom the fault may befall: a pipeline's last stage does not look at the rows' values."""
+        blind = self.strategy == "Pipeline" and (self.fault, self.place) == ("NaN loss", "data")
+        return (0,) if blind else tuple(range(ENGINES))
 
     @property
     def exact(self) -> bool:
@@ -86,6 +86,14 @@ BESIDES = (
     "kernel killed",
 )
 
+OUTCOMES = {
+    **dict.fromkeys((*ENDS, *HALTS), "repaired"),
+    "endless loop": "resumed",
+    "10x slow": "named",
+    "NaN loss": "paused",
+}
+"""What comes of a fault at any place. An error is told to whoever asked for what it befell."""
+
 CELLS = (
     *(Cell(fault, strategy, place) for fault, places in PLACES.items() for strategy in STRATEGIES for place in places),
     *(Cell(fault, "DataParallel", BESIDE) for fault in BESIDES),
@@ -104,7 +112,11 @@ SAMPLE = (
     Cell("mismatched shapes", "Sharded", "forward"),
     Cell("NaN loss", "DataParallel", "backward"),
     Cell("10x slow", "DataParallel", "forward"),
+    Cell("exception", "DataParallel", "forming"),
+    Cell("endless loop", "Sharded", ANYWHERE),
     Cell("interrupt twice", "DataParallel", BESIDE),
+    Cell("controller killed", "DataParallel", BESIDE),
+    Cell("kernel killed", "DataParallel", BESIDE),
     Cell("disk full", "DataParallel", BESIDE),
 )
 """What CI plays: each outcome, each strategy and each place once at least, the costly ones as rarely as may be."""

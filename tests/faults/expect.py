@@ -5,6 +5,8 @@ repaired  the lost or halted rank is replaced, the run goes on to its end, few s
 failed    the run ends with an error that names rank, step and the line; the others are out at once
 paused    all ranks stand before the update that was not finite; `resume` takes the step again
 named     the slow rank is named, and left alone
+resumed   what does not end is interrupted, and the run goes on to its end; only where that does not help (an update is
+          never torn) the rank is replaced
 reformed  the group is formed at the next try, and the run goes on to its end as if nothing had been
 unsaved   the checkpoint is not written, the error says why, older ones stay; the training goes on
 ========= ====================================================================================================
@@ -20,11 +22,13 @@ import re
 import time
 from typing import TYPE_CHECKING
 
+import psutil
+
 import dtkit
 from dtkit import State
 from dtkit.dashboard.timing import timing
 from tests.faults import training
-from tests.faults.cells import ENDS, FIRST, HALTS, LAST, most_lost
+from tests.faults.cells import ENDS, HALTS, most_lost
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,14 +39,10 @@ if TYPE_CHECKING:
 
 BOUND = 1e-12
 ENDED_S, HALTED_S, FAILED_S, CONTROLLER_S = 1.0, 10.0, 1.0, 5.0
-"""Most that it may take until a rank is known to have ended, to be stuck, to have failed; and the controller to have ended."""
+"""Most that it may take until a rank is known to have ended, to be stuck, to have failed, and the controller to have
+ended."""
 _WORDS = ("lost", "stuck", "error", "straggler")
 _LOST = re.compile(r"(\d+) steps? lost")
-
-
-def steps(_cell: Cell) -> tuple[int, int]:
-    """Between which steps its fault springs."""
-    return FIRST, LAST
 
 
 def limit_s(cell: Cell) -> float:
@@ -92,9 +92,17 @@ def _repaired(stage: Stage, run: dtkit.Run, error: BaseException | None) -> None
     check(outcome, error is None, f"the run raised {error}".partition("\n")[0])
     completed(stage, run)
     check(outcome, bool(outcome.lost), "the log tells of no repair")
+    left = stage.process.is_running() and stage.process.status() != psutil.STATUS_ZOMBIE
+    check(outcome, not left, "the process that was replaced lives on")
     gone = sum(int(number) for number in _LOST.findall(outcome.lost))
     most = most_lost(stage.cell, training.SNAPSHOT)
     check(outcome, gone <= most, f"{gone} steps were lost, at most {most} may be")
+
+
+def _resumed(stage: Stage, run: dtkit.Run, error: BaseException | None) -> None:
+    check(stage.outcome, error is None, f"the run raised {error}".partition("\n")[0])
+    stage.outcome.lost = stage.outcome.lost or "no step lost"
+    completed(stage, run)
 
 
 def _reformed(stage: Stage, run: dtkit.Run, error: BaseException | None) -> None:
@@ -113,6 +121,8 @@ def _failed(stage: Stage, run: dtkit.Run, error: BaseException | None) -> None:
     outcome.lost = "nothing"
     check(outcome, cause.rank == trap.rank, f"rank {cause.rank} is blamed, and it was {trap.rank}")
     check(outcome, cause.step == trap.step, f"step {cause.step} is named, and it was {trap.step}")
+    named = stage.cell.fault != "exception" or "Sprung: sprung on purpose" in outcome.shown
+    check(outcome, named, "the log names another error than the user's")
     check(outcome, 'File "' in cause.traceback, "there is no traceback of the engine")
     check(outcome, str(cause.rank) in str(error) and cause.type in str(error), "the error names no cause")
 
@@ -122,7 +132,8 @@ def _paused(stage: Stage, run: dtkit.Run, error: BaseException | None) -> None:
     check(outcome, run.status.state is State.PAUSED, f"the run is {run.status.state.value}, not paused")
     if isinstance(error, dtkit.NonFiniteError):
         blamed = [failure.rank for failure in error.failures]
-        check(outcome, stage.trap.rank in blamed, f"ranks {blamed} are named, and it was {stage.trap.rank}")
+        named = stage.trap.rank in blamed or stage.trap.place == "backward"  # where every rank's loss is finite
+        check(outcome, named, f"ranks {blamed} are named, and it was {stage.trap.rank}")
     else:
         check(outcome, False, f"the run raised {error!r}, not a NonFiniteError")
     finite = all(bool(value.isfinite().all()) for value in run.model.state_dict().values())
@@ -198,6 +209,7 @@ def check(outcome: Outcome, right: bool, otherwise: str) -> bool:  # noqa: FBT00
 
 CHECKS: dict[str, Callable[[Stage, dtkit.Run, BaseException | None], None]] = {
     "repaired": _repaired,
+    "resumed": _resumed,
     "reformed": _reformed,
     "failed": _failed,
     "paused": _paused,

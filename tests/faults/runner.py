@@ -9,10 +9,12 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+import psutil
+
 import dtkit
 from tests.faults import expect, training
 from tests.faults.besides import BESIDES
-from tests.faults.cells import ANYWHERE, BESIDE, STEP_PLACES, STEPS
+from tests.faults.cells import ANYWHERE, BESIDE, ENGINES, FIRST, LAST, STEP_PLACES, STEPS
 from tests.faults.plant import fail_on, plant
 from tests.faults.quiet import quiet
 from tests.faults.trap import Slowness, Trap
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 LIMIT_S = 150.0
 """What a cell may take in all; more, and it hangs."""
 COLLECTIVE_S = 6.0
-ENGINES, MEMORY = 2, "3GB"
+MEMORY = "3GB"
 
 
 @dataclasses.dataclass
@@ -100,13 +102,14 @@ class Ground:
 def play(cell: Cell, ground: Ground, seed: int) -> Outcome:
     """One cell, whatever becomes of it. A cluster that it ruined is closed."""
     dice = cell.dice(seed)
-    step, rank = dice.randint(*expect.steps(cell)), dice.randrange(ENGINES)
+    step, rank = dice.randint(FIRST, LAST), dice.choice(cell.ranks)
     place = cell.place if cell.place not in (ANYWHERE, BESIDE) else dice.choice(STEP_PLACES)
     outcome, begun = Outcome(cell, step, rank), time.monotonic()
     try:
         wanted = ground.undisturbed(cell.strategy)
         trap = Trap(cell.fault if cell.place != BESIDE else "endless loop", place, rank, step, ground.folder() / "trap")
-        _how(cell)(Stage(cell, ground.cluster, trap, wanted, outcome))
+        process = psutil.Process(ground.cluster.nodes[rank].pid)
+        _how(cell)(Stage(cell, ground.cluster, trap, wanted, outcome, process))
     except (dtkit.errors.DtkitError, AssertionError, TimeoutError, OSError, RuntimeError) as error:
         outcome.problems.append(f"{type(error).__name__}: {error}".partition("\n")[0])
     outcome.problems += _trains_on(cell, ground)
@@ -125,6 +128,8 @@ class Stage:
     trap: Trap
     wanted: dict[str, torch.Tensor]
     outcome: Outcome
+    process: psutil.Process
+    """Of the rank that the fault befalls."""
 
     def train(self, trap: Trap | Slowness | None = None, **options: Any) -> dtkit.Run:
         """Before its first step."""

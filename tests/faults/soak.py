@@ -22,9 +22,8 @@ import psutil
 import dtkit
 from dtkit import shared
 from tests.faults import training
-from tests.faults.cells import STEP_PLACES
+from tests.faults.cells import ENGINES, STEP_PLACES
 from tests.faults.quiet import quiet
-from tests.faults.runner import ENGINES
 from tests.faults.trap import Minefield
 
 if TYPE_CHECKING:
@@ -48,8 +47,8 @@ class Held:
     descriptors: int
     """Of the notebook, sockets among them."""
     shared_files: int
-    memory: int
-    """Bytes that are theirs, what they share counted once."""
+    memory: dict[int, int]
+    """Bytes that are each process's own, by its pid."""
 
     @classmethod
     def now(cls) -> Held:
@@ -57,14 +56,16 @@ class Held:
         own = psutil.Process()
         family = [own, *own.children(recursive=True)]
         alive = [process for process in family if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
-        files = sum(len(list(Path(folder).glob("dtkit-*"))) for folder in shared.default_directories())
-        memory = sum(process.memory_full_info().pss for process in alive)
-        return cls(len(alive), own.num_threads(), own.num_fds(), files, memory)
+        pids = {str(process.pid) for process in family}  # of the owner, as the third part of a file's name
+        files = [path for folder in shared.default_directories() for path in Path(folder).glob("dtkit-*-*-*")]
+        ours = sum(path.name.split("-")[2] in pids for path in files)
+        memory = {process.pid: process.memory_full_info().uss for process in alive}
+        return cls(len(alive), own.num_threads(), own.num_fds(), ours, memory)
 
     def __str__(self) -> str:
         return (
             f"{self.processes} processes, {self.threads} threads, {self.descriptors} descriptors, {self.shared_files} "
-            f"shared files, {self.memory / 1e6:.0f} MB"
+            f"shared files, {sum(self.memory.values()) / 1e6:.0f} MB"
         )
 
 
@@ -80,11 +81,13 @@ class Soak:
     def go_on(self, until: float, every_s: float) -> None:
         """A fault every so many seconds, until that time; each must be over before the next one."""
         while time.monotonic() < until:
-            begun, fault = time.monotonic(), self._dice.choice(FAULTS)
+            begun, fault, said = time.monotonic(), self._dice.choice(FAULTS), len(self.run.history.events)
             rank, place = self._dice.randrange(ENGINES), self._dice.choice(STEP_PLACES)
             self._befall(fault, rank, place)
             self.faults += 1
-            print(f"{fault} on rank {rank} in {place}: over after {time.monotonic() - begun:.1f} s", flush=True)
+            words = [event.text[:90] for event in self.run.history.events[said:] if event.kind in ("stuck", "repair")]
+            row = f"{fault} on rank {rank} in {place}: over after {time.monotonic() - begun:.1f} s"
+            print("\n    ".join([row, *words]), flush=True)
             threading.Event().wait(max(0.0, min(begun + every_s, until) - time.monotonic()))
 
     def _befall(self, fault: str, rank: int, place: str) -> None:
@@ -98,7 +101,8 @@ class Soak:
         else:
             self._mines.lay(fault, rank, place)
             _until(lambda: self._mines.sprung, "the fault has sprung")
-        _until(lambda: self.run.status.step > before + 20 or self._over(), "steps are taken again")
+            before = self.run.status.step
+        _until(lambda: self.run.status.step > before + 40 or self._over(), "steps are taken again")
         if self._over():
             raise AssertionError(f"the run is {self.run.status.state.value}: {self.run.exception}")
 
@@ -161,7 +165,9 @@ def compare(early: Held, late: Held) -> list[str]:
     """What grew."""
     names = ("processes", "threads", "descriptors", "shared_files")
     grown = [f"{n} grew: {getattr(early, n)}, then {getattr(late, n)}" for n in names if _more(early, late, n)]
-    growth = late.memory / early.memory - 1
+    both = early.memory.keys() & late.memory.keys()  # an engine that took another's place has its own history
+    growth = sum(late.memory[pid] for pid in both) / sum(early.memory[pid] for pid in both) - 1
+    print(f"memory of the {len(both)} processes that lived all the while grew by {growth:.1%}", flush=True)
     return grown + ([f"memory grew by {growth:.1%}"] if growth > GROWTH else [])
 
 

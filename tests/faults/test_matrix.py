@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.faults.__main__ import line
-from tests.faults.besides import BESIDES
 from tests.faults.cells import BESIDES, CELLS, PLACES, SAMPLE
 from tests.faults.runner import Ground, play
 from tests.faults.training import STRATEGIES

@@ -1,0 +1,57 @@
+"""Ranks gather before they form a group; and what is told of an error that wraps another."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+
+from dtkit.engine import comm, session
+from dtkit.records import CALLED_OFF, GroupSpec
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def spec(folder: Path, rank: int, timeout_s: float = 30.0) -> GroupSpec:
+    return GroupSpec(rank, 2, 7, "gloo", "cpu", str(folder / "store-7"), "lo", 1, timeout_s)
+
+
+def test_they_wait_for_each_other(tmp_path: Path):
+    other = threading.Thread(target=comm._gather, args=(spec(tmp_path, 1),))
+    other.start()
+    comm._gather(spec(tmp_path, 0))
+    other.join(30)
+    assert not other.is_alive()
+
+
+def test_one_that_can_not_join_ends_the_wait(tmp_path: Path):
+    (tmp_path / f"store-7{CALLED_OFF}").touch()
+    with pytest.raises(RuntimeError, match="a rank could not join generation 7") as raised:
+        comm._gather(spec(tmp_path, 0))
+    assert comm.lost_peer(raised.value)
+
+
+def test_who_is_missing_is_named(tmp_path: Path):
+    with pytest.raises(RuntimeError, match=r"ranks \[1\] did not join the group within 0.01 s") as raised:
+        comm._gather(spec(tmp_path, 0, timeout_s=0.01))
+    assert comm.lost_peer(raised.value)
+
+
+def test_a_collective_that_timed_out_is_a_victim():
+    error = RuntimeError("[unbound_buffer.cc:78] Timed out waiting 6000ms for recv operation to complete")
+    assert comm.lost_peer(error)
+
+
+def fail() -> None:
+    raise RuntimeError("\n  Failed to run stage backward:\n  details") from LookupError("a bad row")
+
+
+def test_a_wrapped_error_is_told_by_its_cause():
+    with pytest.raises(RuntimeError) as raised:
+        fail()
+    told = session._message(raised.value)
+    assert told.partition("\n")[0] == "Failed to run stage backward: Caused by LookupError: a bad row"
+    assert "details" in told
+    assert session._message(ValueError("plain")) == "plain"

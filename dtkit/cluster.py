@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import dataclasses
 import html
+import math
 import os
 import shutil
 import sys
@@ -65,6 +66,9 @@ class Cluster(Ranks):
         can reach; name another one to use engines on several hosts. Tensor traffic is not encrypted.
     spares
         Engines that are started along and wait, so that one that is lost can be replaced at once.
+    keep_alive
+        Whether engines outlive the script that started them too, and wait for :func:`dtkit.attach` as long as `lease`
+        says; without a `lease`, until somebody closes the cluster.
 
     """
 
@@ -81,6 +85,7 @@ class Cluster(Ranks):
         lease: float | None = None,
         interface: str | None = None,
         spares: int = 0,
+        keep_alive: bool = False,
     ) -> None:
         engines.check_launcher(launcher)
         n = checked_size(n, launcher)
@@ -89,7 +94,8 @@ class Cluster(Ranks):
         plan = plan_devices(n, device, threads)
         shared.sweep()
         with waiting(f"starting {units.plural(n, 'engine')}") as progress:
-            transport = StartedEngines(n, Start(launcher, plan, timeout, limit, lease, spares))
+            lease = math.inf if keep_alive and lease is None else lease
+            transport = StartedEngines(n, Start(launcher, plan, timeout, limit, lease, spares, keep_alive))
             progress.update(f"loading torch on {units.plural(n, 'engine')}")
             self._open(transport, transport.folder, transport.keeper, plan, timeout, step_timeout, interface)
 
@@ -558,7 +564,9 @@ class Cluster(Ranks):
             self.collect(self.fan_out("leave"), 5.0)
 
     def _at_exit(self) -> None:
-        """A script that ends takes its engines along; a kernel that ends leaves them to the lease."""
+        """A script that ends takes its engines along, unless told to keep them; a kernel leaves them to the lease."""
+        if isinstance(self._transport, StartedEngines) and self._transport.how.keep_alive:
+            return
         if not _in_kernel():
             self.close()
 

@@ -184,6 +184,8 @@ class Start:
     lease: float | None = None
     spares: int = 0
     """Engines that are started along, and wait to replace one."""
+    keep_alive: bool = False
+    """Whether they outlive a script."""
 
     @classmethod
     def of(cls, said: dict[str, Any]) -> Start:

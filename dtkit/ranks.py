@@ -334,6 +334,7 @@ class Ranks:
         `others`: some ranks are not who they were.
         """
         with self._lock:
+            self.check_open()
             self._generation += 1
             self._formed = False
             store = self._folder / f"store-{self._generation}"

@@ -69,6 +69,11 @@ def test_the_example_does_what_it_says(done: NotebookNode):
 
 
 @pytest.mark.notebook
+def test_a_lost_engine_is_replaced(done: NotebookNode):
+    assert "node 1 replaced: all go on from step 20" in said(done, "struck.history.events")
+
+
+@pytest.mark.notebook
 def test_own_loops_do_what_they_say(done: NotebookNode):
     first, second = re.search(r"\[([\d.]+), ([\d.]+)\]", said(done, "least_squares")).groups()
     assert first == second

@@ -322,7 +322,7 @@ class _Piped(Worker):
 
     def _sum_over_replicas(self) -> None:
         """Gradients of all replicas' samples, in one flat all-reduce among the ranks with the same stages."""
-        if self._strategy.replicas == 1:
+        if self._strategy.replicas == 1 or not self._parameters:
             return
         mates = self._grid.get_group("dp")
         own = [p.grad for p in self._parameters]

@@ -90,8 +90,11 @@ def _freeze(cluster: dtkit.Cluster, run: dtkit.Run, rank: int) -> float:
 
 
 def _ready(cluster: dtkit.Cluster) -> None:
-    """Nothing is being started any more: a spare engine waits, where there is to be one."""
+    """Nothing is being started any more: a spare engine waits, with torch loaded, where there is to be one."""
     _until(lambda: not any(thread.name == "dtkit-spares" for thread in threading.enumerate()))
+    transport = cluster._transport
+    if transport.spare_ids:
+        transport._client.direct_view(transport.spare_ids).apply_async(os.getpid).get(timeout=_LIMIT_S)
 
 
 def _signal(cluster: dtkit.Cluster, rank: int, number: signal.Signals) -> float:

@@ -132,6 +132,21 @@ def test_a_second_takeover_finds_what_the_first_one_did():
         first.close()
 
 
+SCRIPT = """
+import dtkit
+
+if __name__ == "__main__":
+    dtkit.Cluster(1, threads=1, keep_alive=True)
+"""
+
+
+def test_a_cluster_may_outlive_a_script():
+    subprocess.run([sys.executable, "-c", SCRIPT], check=True, timeout=60)
+    with dtkit.attach() as cluster:
+        assert cluster.current_run is None
+        check_usable(cluster)
+
+
 def test_without_a_cluster_there_is_none_to_take_over():
     with pytest.raises(dtkit.ClusterError, match=r"no cluster of yours is running on this machine; start one"):
         dtkit.attach()

@@ -221,7 +221,7 @@ def kernel(stage: Stage) -> None:
     """It is killed in the midst of a run; another one attaches, and goes on with the run and its whole history."""
     outcome = stage.outcome
     command = [sys.executable, "-m", "tests.faults.besides", str(stage.trap.path.parent)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as notebook:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as notebook:
         try:
             assert notebook.stdout is not None
             name = next(line.split()[1] for line in notebook.stdout if line.startswith("READY"))

@@ -1,0 +1,115 @@
+"""What a run and a cluster write down for a notebook that takes them over."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import dtkit
+from dtkit import papers, recovery, spool
+from dtkit.history import ROW, History
+from dtkit.records import Evaluation, Event
+from dtkit.recovery import Standing
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def rows(start: int, stop: int, ranks: int = 2) -> np.ndarray:
+    found = np.zeros((stop - start) * ranks, ROW)
+    found["step"], found["rank"] = np.repeat(np.arange(start, stop), ranks), np.tile(np.arange(ranks), stop - start)
+    found["loss"], found["weight"], found["samples"] = found["step"] + 0.5, 1, 3
+    return found
+
+
+def written(folder: Path) -> History:
+    history = History()
+    history.append(rows(0, 3))
+    spool.Spool(folder).begin(history)
+    history.append(rows(3, 10))
+    history.add(Event(10, "note", "half", 1.5))
+    history.append(rows(6, 12))  # after it went back to a snapshot
+    history.add(Evaluation(12, 4, {"loss": 0.25}))
+    return history
+
+
+def test_a_history_is_read_back_as_it_was(tmp_path: Path):
+    history = written(tmp_path / "run")
+    found = spool.history(tmp_path / "run", copies=1)
+    assert np.array_equal(found.rows(), history.rows())
+    assert np.array_equal(found.totals(), history.totals())
+    assert (found.events, found.evaluations) == (history.events, history.evaluations)
+
+
+def test_what_was_cut_off_is_left_out(tmp_path: Path):
+    folder = tmp_path / "run"
+    history = written(folder)
+    with (folder / "rows.bin").open("ab") as file:
+        file.write(b"half a row")
+    with (folder / "notes.jsonl").open("a") as file:
+        file.write('{"type": "Event", "st')
+    found = spool.history(folder, copies=1)
+    assert len(found) == len(history)
+    assert found.events == history.events
+
+
+def test_it_is_gone_when_nobody_will_ask(tmp_path: Path):
+    kept = spool.Spool(tmp_path / "run")
+    kept.order(b"what was asked for")
+    assert spool.order(tmp_path / "run") == b"what was asked for"
+    kept.remove()
+    assert spool.order(tmp_path / "run") is None
+
+
+def paper(where: Path, name: str, **more: Any) -> papers.Papers:
+    folder = where / name
+    folder.mkdir(mode=0o700)
+    me = papers.identity(os.getpid())
+    how: dict[str, Any] = {"owner": 1, "notebook": (1, 0.0), "warden": me, "engine_ids": (0, 1), "spare_ids": ()}
+    found = papers.Papers(folder=folder, begun=time.time(), start={"launcher": "local"}, **{**how, **more})
+    found.write()
+    return found
+
+
+def test_a_cluster_is_found_by_its_papers(tmp_path: Path):
+    mine = paper(tmp_path, "dtkit-a")
+    paper(tmp_path, "dtkit-b", warden=(1, 0.0))  # whose processes have ended
+    (tmp_path / "dtkit-c").mkdir(mode=0o700)
+    assert papers.running(tmp_path) == [mine]
+    assert papers.choose([mine], None) == mine
+    assert "dtkit-a: 2 engines" in mine.text()
+    assert "its notebook has ended" in mine.text()
+
+
+def test_of_several_the_one_without_a_notebook_is_meant(tmp_path: Path):
+    free = paper(tmp_path, "dtkit-a")
+    taken = paper(tmp_path, "dtkit-b", notebook=papers.identity(os.getpid()))
+    assert papers.choose([free, taken], None) == free
+    assert papers.choose([free, taken], "dtkit-b") == taken
+    both = [free, dataclasses.replace(free, folder=tmp_path / "dtkit-z")]
+    with pytest.raises(dtkit.ClusterError, match=r"2 clusters are running; name one, as in attach\('dtkit-z'\)"):
+        papers.choose(both, None)
+    with pytest.raises(dtkit.ClusterError, match=r"no cluster 'x' is running; there are:\n  dtkit-a"):
+        papers.choose(both, "x")
+
+
+@pytest.mark.parametrize(
+    ("standings", "parts", "expected"),
+    [
+        ({0: (5, True), 1: (6, True)}, [(), (), ()], (6, [1])),  # data parallel: whoever stands furthest
+        ({0: (5, True), 1: (6, False)}, [(), ()], (5, [0])),  # but for one whose update was broken off
+        ({0: (5, True)}, [(0,), (1,)], None),  # a part is nowhere
+        ({0: (5, True), 3: (5, True)}, [(0,), (1,), (0,), (1,)], (5, [0, 3])),  # two replicas make a whole
+        ({0: (6, True), 3: (5, True)}, [(0,), (1,), (0,), (1,)], None),  # not of one step
+        ({0: (6, True), 1: (5, True), 2: (5, True)}, [(0,), (1,), (0,)], (5, [1, 2])),
+        ({}, [()], None),
+    ],
+)
+def test_whose_state_a_run_goes_on_with(standings: dict[int, Any], parts: list[Any], expected: Any):
+    found = {rank: Standing(step, whole) for rank, (step, whole) in standings.items()}
+    assert recovery.choose(found, dict(enumerate(parts))) == expected

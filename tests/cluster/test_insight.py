@@ -280,8 +280,8 @@ def test_a_run_trains_on_after_early_stopping(cluster2):
         (lambda: dtkit.DataParallel(bucket_mb=0), "bucket_mb=0; it must be"),
         (lambda: dtkit.DataParallel(balance="always"), "balance='always'; it must be one of 'auto'"),
         (lambda: dtkit.ParameterAveraging(every=0), "every=0; it must be at least 1"),
-        (lambda: dtkit.OuterSGD(lr=0), r"OuterSGD\(lr=...\)=0; it must be"),
-        (lambda: dtkit.OuterSGD(momentum=1), r"OuterSGD\(momentum=1\); it must be"),
+        (lambda: dtkit.OuterSGD(lr=0), "lr=0; it must be"),
+        (lambda: dtkit.OuterSGD(momentum=1), "momentum=1; it must be"),
     ],
 )
 def test_options_that_can_t_be(make: Any, word: str):

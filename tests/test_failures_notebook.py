@@ -1,0 +1,92 @@
+"""Notebook 05 as it is committed, executed once: engines are killed, stopped and taken over, and every claim holds."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import nbformat
+import pytest
+
+from tests.notebook import (
+    Done,
+    check_as_committed,
+    check_links,
+    check_memory,
+    check_nothing_is_left,
+    check_predictions,
+    code_of,
+    printed,
+    watched,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from nbformat import NotebookNode
+
+pytestmark = pytest.mark.notebook
+
+NOTEBOOK = "notebooks/05_failures.ipynb"
+CLAIM = re.compile(r"^(PASS|FAIL)  (.+): measured (\S+)(?: \w+)?, at most (\S+); you said (\S+)$", re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def committed(root: Path) -> NotebookNode:
+    return nbformat.read(root / NOTEBOOK, as_version=4)
+
+
+@pytest.fixture(scope="module")
+def done(root: Path) -> Done:
+    return watched(root / NOTEBOOK)
+
+
+def test_it_is_committed_without_outputs(committed: NotebookNode):
+    check_as_committed(committed)
+
+
+def test_its_links_lead_somewhere(committed: NotebookNode, root: Path):
+    check_links(committed, root / "notebooks", 8)
+
+
+def test_every_prediction_is_typed_before_anything_is_measured(committed: NotebookNode):
+    check_predictions(committed, 9)
+
+
+def test_every_claim_holds(done: Done):
+    claims = CLAIM.findall(printed(done.notebook, "stdout"))
+    written = sum(len(re.findall(r"^within\(", cell.source, re.MULTILINE)) for cell in code_of(done.notebook))
+    assert len(claims) == written >= 14
+    assert [claim for claim in claims if claim[0] != "PASS"] == []
+    assert all(float(measured) <= float(limit) for _, _, measured, limit, _ in claims)
+    assert f"{written} of {written} hold" in printed(done.notebook, "stdout")
+
+
+def test_the_notebook_shows_who_failed_and_where(done: Done):
+    said = printed(done.notebook, "stdout")
+    assert re.search(r"repair +node 1 replaced: all go on from step \d+", said)
+    assert re.search(r"rank 1 on .*, step 49: ValueError: rank 1 does not like these \d+ rows", said)
+    assert "rank 1 is stopped (SIGSTOP)" in said
+    assert "KeyboardInterrupt: paused at step" in said
+    shown = "".join(
+        output.data["text/plain"]
+        for cell in code_of(done.notebook)
+        if cell.source == "where"
+        for output in cell.outputs
+    )
+    assert "rank 0" in shown
+    assert "stopped" in shown
+
+
+def test_its_pictures_are_there(done: Done):
+    drawn = [cell for cell in code_of(done.notebook) if cell.source == "run" or cell.source.endswith("\nfigure")]
+    assert len(drawn) == 2
+    assert all(any("image/png" in output.get("data", {}) for output in cell.outputs) for cell in drawn)
+
+
+def test_nothing_is_left(done: Done):
+    check_nothing_is_left(done, engines=3)
+
+
+def test_it_fits_binder(done: Done):
+    check_memory(done)

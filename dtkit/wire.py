@@ -383,7 +383,8 @@ def user_modules(engine_path: Sequence[str]) -> list[types.ModuleType]:
     return found
 
 
-_NEVER = frozenset({"dtkit", "__main__", "__mp_main__"})
+# The site's own modules may lie outside of the installation (Debian links one to /etc); each Python runs its own.
+_NEVER = frozenset({"dtkit", "__main__", "__mp_main__", "sitecustomize", "usercustomize"})
 
 
 def _source(module: types.ModuleType) -> str | None:

@@ -121,9 +121,12 @@ def wait_for_a_lock(sign: Path) -> None:
 
 
 def hold_the_interpreter(sign: Path) -> None:
-    """In C, for some seconds, without a call of the system that a signal would end."""
+    """In C, for about eight seconds on any machine, without a call of the system that a signal would end."""
     sign.unlink()
-    collections.deque(itertools.repeat(0, 600_000_000), maxlen=0)
+    count, began = 10_000_000, time.perf_counter()
+    collections.deque(itertools.repeat(0, count), maxlen=0)
+    count = int(count * 8 / (time.perf_counter() - began))
+    collections.deque(itertools.repeat(0, count), maxlen=0)
 
 
 @pytest.mark.parametrize(

@@ -465,11 +465,18 @@ class Driver:
         if self._lost or recovery.apart(standings):
             self._repair()
             return
+        self.step = next(iter(standings.values())).step
+        self._form_anew()
+
+    def _form_anew(self) -> None:
+        """Twice if need be: an interrupt may arrive at an engine late."""
+        with contextlib.suppress(DtkitError):
+            self._cluster.form()
+            return
         try:
             self._cluster.form()
         except DtkitError as error:
             self._note("error", f"the process group could not be formed anew: {error}")
-        self.step = next(iter(standings.values())).step
 
     def _keep_common(self, replies: Sequence[Reply]) -> None:
         """Record the steps that all ranks completed before one failed; of a lost rank nobody knows."""
@@ -603,7 +610,7 @@ class Driver:
         self._halt, self._breaking = self._halt or "pause", bool(self._flights)
         self._waiting.append(command.answer)
         if self._flights:
-            self._broke_off = True
+            self._broke_off, self._tries = True, 0
             self._note("pause", f"interrupted at step {self.step}: what was under way is broken off")
             self._cluster.interrupt()
 

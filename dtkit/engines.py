@@ -87,7 +87,8 @@ class Engines:
         except ipp.RemoteError as error:
             if error.ename == ipp.error.EngineError.__name__:  # so the client tells that an engine died in a call
                 return _lost(rank)
-            failure = Failure(rank, "?", error.ename, error.evalue, error.traceback or "")
+            kind = "interrupted" if error.ename == KeyboardInterrupt.__name__ else "error"  # between two calls
+            failure = Failure(rank, "?", error.ename, error.evalue, error.traceback or "", kind=kind)
             return Reply(failure=failure)
 
     def interrupt(self, ranks: Sequence[int]) -> None:

@@ -1,6 +1,7 @@
 """The door of an engine: ipyparallel calls an `Entry`, which is pickled by reference and imported there.
 
-It is the one place on an engine that knows IPython: it hands the session a way to publish, and nothing else.
+It is the one place on an engine that knows IPython: it hands the session a way to publish, and the kernel, whose
+handling of interrupts is the session's from then on.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ class Entry:
 
     def __call__(self, message: bytes) -> bytes:
         """Serve one request on this engine."""
+        from IPython import get_ipython
+
         from dtkit.engine import session
 
         os.environ.pop(_KEYS, None)  # a cell that prints its environment must not print it
-        return session.handle(message, _publisher())
+        shell = get_ipython()
+        if shell is None:
+            return session.handle(message, None)
+        session.govern(shell.kernel)
+        return session.handle(message, _publisher(shell))
 
 
-def _publisher() -> Callable[[int, list[tuple[str, Any]]], None] | None:
-    from IPython import get_ipython
-
-    shell = get_ipython()
-    if shell is None:
-        return None
-
+def _publisher(shell: Any) -> Callable[[int, list[tuple[str, Any]]], None]:
     def publish(first: int, items: list[tuple[str, Any]]) -> None:
         shell.display_pub.publish({MIMETYPE: {"first": first, "items": items}})
 

@@ -12,13 +12,14 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from types import FrameType
 
 
 class Attempt:
@@ -32,6 +33,9 @@ class Attempt:
         self.updating = self.updated = False
         """Whether the optimiser has begun; whether it has ended."""
         self._interrupted = False
+        self._before: Any = signal.default_int_handler
+        self.over = False
+        """Whether it ends now, well or not: an interrupt waits too. Set without a call, before which one would come."""
         optimizer.register_step_pre_hook(self._enter)
         optimizer.register_step_post_hook(self._leave)
 
@@ -48,7 +52,7 @@ class Attempt:
 
     def begin(self) -> None:
         """Keep what can be undone."""
-        self.updating = self.updated = False
+        self.updating = self.updated = self.over = False
         self._random = torch.get_rng_state()
         self._cuda = None if self._device is None else torch.cuda.get_rng_state(self._device)
         for kept, own in zip(self._kept, self._statistics, strict=True):
@@ -65,7 +69,7 @@ class Attempt:
 
     def end(self) -> None:
         """The step counts from here on. An interrupt that was held back comes now."""
-        self.updating = self.updated = False
+        self.updating = self.updated = self.over = False
         if self._interrupted:
             self._interrupted = False
             raise KeyboardInterrupt
@@ -76,15 +80,15 @@ class Attempt:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        self._interrupted = False
-        before = signal.signal(signal.SIGINT, self._hold)
+        self._interrupted = self.over = False
+        self._before = signal.signal(signal.SIGINT, self._hold)
         try:
             yield
         finally:
-            signal.signal(signal.SIGINT, before)
+            signal.signal(signal.SIGINT, self._before)
 
-    def _hold(self, *_: object) -> None:
-        if self.updating:
+    def _hold(self, number: int, frame: FrameType | None) -> None:
+        if self.updating or self.over:
             self._interrupted = True
         else:
-            raise KeyboardInterrupt
+            self._before(number, frame)

@@ -19,8 +19,6 @@ import os
 import re
 import signal
 import socket
-import struct
-import sys
 import threading
 import time
 from pathlib import Path
@@ -30,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from dtkit.engine import sockets
 from dtkit.records import CALLED_OFF
 
 if TYPE_CHECKING:
@@ -49,11 +48,6 @@ _LOST_PEER = re.compile(
 _GATHER_S = 0.002  # between two looks whether all ranks are here
 _MOST_PORTS = 64  # on which a rank listens, for this group and those along the axes of a mesh
 
-# Where linux/tcp.h has, in struct tcp_info, tcpi_notsent_bytes (4.6 and later), tcpi_bytes_sent and, behind it,
-# tcpi_bytes_retrans (4.19 and later).
-_TCP_INFO, _NOT_SENT, _BYTES_SENT = 11, 144, 200
-_TCP_INFO_SIZE = _BYTES_SENT + 16
-
 
 class Group:
     """This rank's membership in one generation of the process group."""
@@ -64,7 +58,7 @@ class Group:
         self.generation, self.backend = spec.generation, spec.backend
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = spec.interface
         _gather(spec)
-        before = _sockets()
+        before = sockets.present()
         store = dist.FileStore(spec.store, spec.world_size)  # type: ignore[attr-defined]  # torch exports it by name only
         dist.init_process_group(
             spec.backend,
@@ -73,24 +67,24 @@ class Group:
             world_size=spec.world_size,
             timeout=dt.timedelta(seconds=spec.timeout_s),
         )
-        self._connections = self._own_connections(before)
-        self._counted = "nccl" not in spec.backend and _sent(self._connections) is not None
+        self._connections = sockets.Connections()
+        self._find_connections(before)
+        self._counted = "nccl" not in spec.backend and self._connections.sent() is not None
         self._handed = 0.0
         self._timeout_s = spec.timeout_s
         self._grids: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
         self.broken = False
 
-    def _own_connections(self, before: set[int]) -> list[int]:
-        """Duplicates of the descriptors of this group's gloo connections (all ranks connect in the first collective).
+    def _find_connections(self, before: set[int]) -> None:
+        """Find gloo's own connections among the sockets that are new (all ranks connect in the first collective).
 
-        Every gloo connection has a listening port of some rank at one of its ends.
+        Each has a listening port of some rank at one of its ends.
         """
-        mine = [_port(fd) for fd in _sockets() - before if _listens(fd)]
+        mine = sockets.listening(before)[:_MOST_PORTS]
         ports = torch.zeros(self.world_size, _MOST_PORTS, dtype=torch.int64)
-        ports[self.rank, : len(mine[:_MOST_PORTS])] = torch.tensor(mine[:_MOST_PORTS], dtype=torch.int64)
+        ports[self.rank, : len(mine)] = torch.tensor(mine, dtype=torch.int64)
         dist.all_reduce(ports)
-        listening = set(ports.flatten().tolist()) - {0}
-        return [os.dup(fd) for fd in _sockets() - before if _connects(fd, listening)]
+        self._connections.add(before, set(ports.flatten().tolist()) - {0})
 
     def all_reduce(self, tensor: torch.Tensor, among: dist.ProcessGroup | None = None) -> torch.Tensor:
         """Sum in place over all ranks; or over those of a group along an axis of a grid."""
@@ -102,11 +96,11 @@ class Group:
         """Groups along each axis of a mesh, as torch's DeviceMesh. A collective; made once in a generation."""
         key = tuple(mesh.axes.items())
         if key not in self._grids:
-            before = _sockets()
+            before = sockets.present()
             sizes, names = tuple(mesh.axes.values()), tuple(mesh.axes)
             self._grids[key] = init_device_mesh(device.type, sizes, mesh_dim_names=names)
             self._limit(self._grids[key])
-            self._connections += self._own_connections(before)
+            self._find_connections(before)
         return self._grids[key]
 
     def start_all_reduce(self, tensor: torch.Tensor) -> torch.futures.Future[list[torch.Tensor]]:
@@ -126,7 +120,7 @@ class Group:
 
         Where it counts nothing (NCCL, or not Linux): the all-reduces' payload by the ring's formula.
         """
-        counted = _sent(self._connections) if self._counted else None
+        counted = self._connections.sent() if self._counted else None
         return round(self._handed) if counted is None else counted
 
     def any(self, flag: bool) -> bool:  # noqa: FBT001 - the one value that is agreed upon
@@ -167,16 +161,13 @@ class Group:
     def break_up(self) -> None:
         """Make every rank's blocked collective raise, now. The group is unusable afterwards. Any thread may call it."""
         self.broken = True
-        for fd in self._connections:
-            _shut(fd)
+        self._connections.shut_down()
         if "nccl" in self.backend:
             dist.distributed_c10d._abort_process_group()  # noqa: SLF001 - torch has no public abort
 
     def close(self) -> None:
         """Leave the group. Peers may be gone already."""
-        for fd in self._connections:
-            os.close(fd)
-        self._connections = []
+        self._connections.close()
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -204,21 +195,6 @@ def _gather(spec: GroupSpec) -> None:
 def lost_peer(error: BaseException) -> bool:
     """Whether an exception only says that another rank went away."""
     return isinstance(error, RuntimeError) and bool(_LOST_PEER.search(str(error)))
-
-
-def new_connections() -> Callable[[], None]:
-    """A function that shuts down every TCP connection that this process opened after now.
-
-    For groups that a user's script makes by itself, whose ports we don't know.
-    """
-    before = _sockets()
-
-    def break_up() -> None:
-        for fd in _sockets() - before:
-            if not _listens(fd):
-                _shut(fd)
-
-    return break_up
 
 
 @contextlib.contextmanager
@@ -253,79 +229,22 @@ class _Watcher:
         try:
             yield
         finally:
+            self._break_up = previous  # before any call, which an interrupt would come ahead of
             signal.set_wakeup_fd(descriptor)
             with self._lock:
-                self._break_up = previous
+                pass
 
     def _run(self) -> None:
         while signals := self._reader.recv(64):
             with self._lock:
-                if signal.SIGINT in signals and self._break_up is not None:
-                    self._break_up()
+                break_up = self._break_up
+                if signal.SIGINT in signals and break_up is not None:
+                    break_up()
 
 
 @functools.cache
 def _watcher() -> _Watcher:
     return _Watcher()
-
-
-def _shut(fd: int) -> None:
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
-        connection.shutdown(socket.SHUT_RDWR)
-
-
-def _sent(connections: Sequence[int]) -> int | None:
-    """Bytes that these TCP connections have sent, each once; None where the system does not say (Linux does)."""
-    total = 0
-    for fd in connections:
-        with _borrow(fd) as sock:
-            info = sock.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _TCP_INFO_SIZE) if sys.platform == "linux" else b""
-        if len(info) < _TCP_INFO_SIZE:
-            return None
-        sent, again = struct.unpack_from("=QQ", info, _BYTES_SENT)
-        (waiting,) = struct.unpack_from("=I", info, _NOT_SENT)  # handed over, and still in the socket's buffer
-        total += sent - again + waiting
-    return total
-
-
-def _sockets() -> set[int]:
-    """Descriptors of this process that are TCP sockets."""
-    found = set()
-    for name in os.listdir("/dev/fd"):  # noqa: PTH208 - names of descriptors, not files
-        fd = int(name)
-        with contextlib.suppress(OSError), _borrow(fd) as sock:
-            if sock.type == socket.SOCK_STREAM and sock.family in (socket.AF_INET, socket.AF_INET6):
-                found.add(fd)
-    return found
-
-
-@contextlib.contextmanager
-def _borrow(fd: int) -> Iterator[socket.socket]:
-    """A socket object on a descriptor that stays somebody else's."""
-    sock = socket.socket(fileno=fd)
-    try:
-        yield sock
-    finally:
-        sock.detach()
-
-
-def _listens(fd: int) -> bool:
-    with _borrow(fd) as sock:
-        return bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
-
-
-def _port(fd: int) -> int:
-    with _borrow(fd) as sock:
-        return int(sock.getsockname()[1])
-
-
-def _connects(fd: int, ports: set[int]) -> bool:
-    """Whether a socket is a connection with one of `ports` at either end (shutting a listening one aborts gloo)."""
-    if _listens(fd):
-        return False
-    with contextlib.suppress(OSError), _borrow(fd) as sock:
-        return sock.getsockname()[1] in ports or sock.getpeername()[1] in ports
-    return False
 
 
 def loopback() -> str:

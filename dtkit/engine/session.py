@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from dtkit import wire
 from dtkit.engine import probe
 from dtkit.engine.channel import Channel, current
+from dtkit.engine.interrupts import Interrupts
 from dtkit.engine.limits import limit_memory
 from dtkit.engine.watchdog import Watchdog
 from dtkit.errors import Refused, Superseded
@@ -75,6 +76,7 @@ class Session:
         self._agent_store: Any = None
         self._channel: Channel | None = None  # what is said in the call being served
         self.watchdog = Watchdog(self._jobs)
+        self.interrupts = Interrupts()
 
     # -- serving ----------------------------------------------------------------------------------------------
 
@@ -260,14 +262,15 @@ class Session:
         """Our group steps aside; the script makes its own from torchrun's environment variables."""
         import torch.distributed as dist
 
-        from dtkit.engine.comm import interruptible, new_connections
+        from dtkit.engine import sockets
+        from dtkit.engine.comm import interruptible
 
         assert self.group is not None
         spec = self._spec
         assert spec is not None
         self.group.close()
         self.group.broken = True  # what queued behind this call is refused until the group is formed anew
-        break_up = new_connections()
+        break_up = sockets.breaker()
         try:
             with _environment(_torchrun(spec, port, attempt)), interruptible(break_up):
                 return work()
@@ -423,6 +426,7 @@ class Session:
         channel = self._channel = Channel()
         with current(channel), contextlib.nullcontext() if explain else self._gauges[job].working():
             self._breaking(lambda: found.advance(steps, explain=explain, hurry=self._hurried(job)))
+        self.interrupts.over = True
         if explain:
             memory.tidy()  # a microscope keeps copies, and leaves malloc with holes of their sizes
         self._tighten(found)
@@ -571,14 +575,23 @@ _lock = threading.Lock()
 def handle(message: bytes, publish: Callable[[int, list[Any]], None] | None) -> bytes:
     """Serve one request. The boundary that reports: whatever is raised here becomes a Failure."""
     request: Request = pickle.loads(message)
-    with _lock, _session.watchdog.serving(request):
+    with _lock, _session.watchdog.serving(request), _session.interrupts.taken():
         try:
-            reply = Reply(_session.serve(request, publish))
+            _session.interrupts.check()
+            value = _session.serve(request, publish)
+            _session.interrupts.over = True
+            reply = Reply(value)
         except BaseException as error:  # noqa: BLE001 - reported to the notebook with its traceback
+            _session.interrupts.over = True
             reply = Reply(_session.partial(request), _failure(error, request))
             if not isinstance(error, Refused) and _session.group is not None:
                 _session.group.break_up()
     return pickle.dumps(reply, protocol=5)
+
+
+def govern(kernel: Any) -> None:
+    """Have the session decide what SIGINT does on this engine: see :mod:`dtkit.engine.interrupts`."""
+    _session.interrupts.govern(kernel)
 
 
 def preload() -> None:
@@ -613,7 +626,7 @@ def _failure(error: BaseException, request: Request) -> Failure:
 
     job = _session._jobs.get(str(request.args.get("job")))  # noqa: SLF001 - this module's own
     kind = "refused" if isinstance(error, Refused) else "error"
-    if isinstance(error, KeyboardInterrupt):
+    if kind == "error" and (_session.interrupts.came or isinstance(error, KeyboardInterrupt)):
         kind = "interrupted"
     spec = _session._spec  # noqa: SLF001
     return Failure(

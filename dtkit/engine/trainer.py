@@ -143,6 +143,7 @@ class Job:
         try:
             return self._one(explain=explain)
         except BaseException:
+            self._attempt.over = True
             self._give_up()
             raise
 

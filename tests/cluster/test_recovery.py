@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import threading
 import time
@@ -254,3 +255,20 @@ def test_ten_interrupts_leave_a_working_cluster(
     run.wait(60)
     assert difference(run.model.state_dict(), undisturbed) <= BOUND
     check_usable(cluster)
+
+
+def test_interrupts_at_any_moment_lose_no_row(cluster: dtkit.Cluster, undisturbed: dict[str, Any]):
+    """Also where one comes as an engine answers, or between two of its calls."""
+    run = start(cluster)
+    moments, pause = random.Random(SEED), threading.Event()
+    for _ in range(25):
+        pause.wait(moments.random() * 0.05)  # not for anything to happen: to come at another moment each time
+        if run.status.state.ended:
+            break
+        run._driver.ask("break").result(30)
+        assert run.status.state in (dtkit.State.PAUSED, dtkit.State.COMPLETED), run.exception
+        if run.status.state is dtkit.State.PAUSED:
+            run.resume()
+    run.wait(60)
+    assert run.history.totals()["step"].tolist() == list(range(STEPS))
+    assert difference(run.model.state_dict(), undisturbed) <= BOUND

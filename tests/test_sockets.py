@@ -1,0 +1,74 @@
+"""A process group's connections: found among this process's sockets, and shut down reading side first."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+
+from dtkit.engine import sockets
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def connected() -> Iterator[tuple[int, socket.socket, socket.socket]]:
+    """(port, the end that connected, the end that was called)."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as caller, listener.accept()[0] as called:
+            yield port, caller, called
+
+
+def test_connections_are_those_to_the_ports_that_are_told_and_newer():
+    with connected() as (old, _, _):
+        before = sockets.present()
+        with connected() as (port, caller, _), connected():
+            assert port in sockets.listening(before)
+            assert old not in sockets.listening(before)
+            group = sockets.Connections()
+            group.add(before, {port, old})
+            assert {os.fstat(fd).st_ino for fd, _ in group._held.values()} >= {os.fstat(caller.fileno()).st_ino}
+            assert len(group._held) == 2  # both ends lie in this process
+            group.close()
+
+
+def test_the_reading_side_ends_before_the_writing_side():
+    before = sockets.present()
+    with connected() as (port, caller, called):
+        group = sockets.Connections()
+        group.add(before, {port})
+        read: list[bytes] = []
+
+        def reader() -> None:
+            """As gloo does: closes its own end once it reads that the connection has ended."""
+            read.append(caller.recv(1))
+            called.sendall(b"x")  # can still be written: nobody has been told at the other end
+            caller.close()
+            called.close()
+
+        caller.settimeout(5)
+        thread = threading.Thread(target=reader)
+        thread.start()
+        group.shut_down()
+        thread.join(5)
+        assert read == [b""]
+        group.close()
+
+
+def test_bytes_are_counted_where_the_system_counts_them():
+    before = sockets.present()
+    with connected() as (port, caller, called):
+        group = sockets.Connections()
+        group.add(before, {port})
+        if group.sent() is None:
+            pytest.skip("this system does not count bytes by connection")
+        caller.sendall(bytes(1000))
+        called.recv(1000, socket.MSG_WAITALL)
+        assert group.sent() == 1000
+        group.close()

@@ -1,14 +1,14 @@
 """How many steps to send in one dispatch: pure arithmetic on measured times.
 
-A dispatch should last three quarters of a second: long enough that what happens between two of them (5 to 8 ms on two
-busy cores) costs about one per cent, short enough that pause, a new learning rate and the picture come soon. The number
-starts at one, since the first steps compile and warm up and say nothing of the later ones, and grows at most fourfold
-at a time.
+A dispatch should last a second: long enough that what happens between two of them (8 to 12 ms on two busy cores) costs
+about one per cent, short enough that a new learning rate and the picture come soon. (A pause does not wait for its
+end.) The number starts at one, since the first steps compile and warm up and say nothing of the later ones, and grows
+at most fourfold at a time.
 """
 
 from __future__ import annotations
 
-DISPATCH_S = 0.75  # what a dispatch should last
+DISPATCH_S = 1.0  # what a dispatch should last
 SLOW_STEP_S = 0.5  # steps that take longer go one by one, and the next is sent when one has landed
 GROWTH = 4
 SEND_SHARE = 0.05  # of a dispatch's time that sending it may take

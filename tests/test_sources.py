@@ -451,3 +451,12 @@ def test_mapping_is_read_only(files: tuple[str, str]):
     array = found_in(files[0], Columns()).open()
     assert not array.flags.writeable
     assert mapped.load(files[0]).mode == "r"
+
+
+def test_micro_batches_are_taken_at_once_and_are_the_rows_asked_for():
+    x, y = torch.arange(20.0).reshape(10, 2), torch.arange(10)
+    pieces = [np.array([7, 1, 3]), np.array([2]), np.array([9, 0])]
+    source = ArraySource([x, y])
+    for taken, rows in zip(source.take_pieces(pieces), pieces, strict=True):
+        for found, expected in zip(taken, source.take(rows), strict=True):
+            assert torch.equal(found, expected)

@@ -27,7 +27,7 @@ import torch
 
 from dtkit.engine.data import Stream
 from dtkit.engine.iterable import IterableStream, StreamSource
-from dtkit.engine.sources import DatasetSource, on_tensors
+from dtkit.engine.sources import ArraySource, DatasetSource, on_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -188,12 +188,14 @@ class Direct:
     def take(self, step: int, pieces: Pieces) -> Pieces:
         """The batches of these rows."""
         with explained(f"{self._unit} {step}", pieces, self._rank):
-            return [(count, self._one(rows)) for count, rows in pieces]
+            several = [rows for _, rows in pieces if rows is not None]
+            if isinstance(self._source, ArraySource) and len(several) > 1:
+                made = iter(self._source.take_pieces(several))
+            else:
+                made = map(self._source.take, several)
+            return [(count, None if rows is None else self._pinned(next(made))) for count, rows in pieces]
 
-    def _one(self, rows: np.ndarray | None) -> Any:
-        if rows is None:
-            return None
-        batch = self._source.take(rows)
+    def _pinned(self, batch: Any) -> Any:
         return on_tensors(batch, torch.Tensor.pin_memory) if self._pin else batch
 
     def close(self) -> None:

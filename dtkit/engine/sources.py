@@ -54,6 +54,11 @@ class ArraySource:
         index = torch.from_numpy(rows)
         return tuple(t.index_select(0, index) for t in self._tensors)
 
+    def take_pieces(self, pieces: Sequence[np.ndarray]) -> list[tuple[torch.Tensor, ...]]:
+        """Batches of these rows, for micro-batches: still one `index_select` a tensor."""
+        sizes = [len(rows) for rows in pieces]
+        return list(zip(*(torch.split(t, sizes) for t in self.take(np.concatenate(pieces))), strict=True))
+
 
 class MappedSource:
     """As :class:`ArraySource`, for arrays of which some stay in their file: rows are copied out as they are taken."""

@@ -53,7 +53,7 @@ def scale(gradients: list[torch.Tensor], factor: torch.Tensor | float) -> None:
 def squares(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """The sum of squares of each one's numbers, in float64. All on one device, and at least one."""
     norms = torch._foreach_norm([values(g) for g in gradients])  # noqa: SLF001 - as clip_grad_norm_ does
-    return torch.stack([norm.double() for norm in norms]).square()
+    return torch.stack(norms).double().square()
 
 
 def values(gradient: torch.Tensor) -> torch.Tensor:

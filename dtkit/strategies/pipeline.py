@@ -305,11 +305,15 @@ class _Piped(Worker):
         found = []
         for k in range(self._strategy.micro_batches):
             count, batch = batches[k] if k < len(batches) else (0, batches[0][1])
-            index = torch.arange(rows, device=self._setting.device)
-            index[max(count, 1) :] = 0
-            inputs, target = split(_rows(batch, index))
+            inputs, target = split(batch if count == rows else _rows(batch, self._padding(count, rows)))
             found.append((_tensors(inputs), target, count))
         return found
+
+    def _padding(self, count: int, rows: int) -> torch.Tensor:
+        """An index of `rows` rows of a batch of fewer: the first one again where there is none."""
+        index = torch.arange(rows, device=self._setting.device)
+        index[max(count, 1) :] = 0
+        return index
 
     def _loss(self, output: Any, given: tuple[Any, int]) -> torch.Tensor:
         """A micro-batch's part of the global mean (or of the sum), to differentiate; its filling left out."""

@@ -43,7 +43,7 @@ WORKS = {
     WIDE: Work(width=3510, depth=2, batch=2, steps=20, warm=4),
     LINK: Work(width=1120, depth=2, batch=32, steps=8, warm=8),
     COMPUTING: Work(width=256, depth=3, batch=4096, steps=60, warm=60),
-    MIDDLING: Work(width=512, depth=4, batch=512, steps=40, warm=8),
+    MIDDLING: Work(width=512, depth=4, batch=512, steps=120, warm=40),
     BRIEF: Work(width=64, depth=4, batch=64, steps=200, warm=30),
 }
 

@@ -23,15 +23,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dtkit import recovery, waiting
+from dtkit import recovery
 from dtkit.balance import Balancer
 from dtkit.consistency import Watch
 from dtkit.errors import ClusterError, DtkitError, EngineError, NonFiniteError, RunError, Superseded
 from dtkit.lookout import Lookout
 from dtkit.pace import Pace
-from dtkit.records import Advance, Consistency, Evaluation, Event, Failure, State
+from dtkit.recording import Recorder, nonfinite
+from dtkit.records import Advance, Consistency, Failure, State
 from dtkit.saving import Save, Saver
 from dtkit.stacks import Probe
+from dtkit.turn import Turn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -41,8 +43,6 @@ if TYPE_CHECKING:
     from dtkit.records import Reply
     from dtkit.recovery import Recovered
 
-CALLBACKS = "dtkit-callbacks"
-"""The name of the thread that callbacks run on."""
 _PATIENCE_S = 10.0  # for the other ranks, once one has answered
 _BREAK_S = 1.0  # for the same, once they were interrupted
 _LOOK_S = 0.5
@@ -111,9 +111,9 @@ class Driver:
         self._balancer = Balancer(route.balance) if route.balance is not None else None
         self._explain = False
         self._last_evaluation = False  # due where a stream ended between two epochs
-        self._calling: object = None  # the callbacks' thread that is at work
-        self._called = 0  # the step after which callbacks were called last
         self._cluster, self._history, self._changed = cluster, history, changed
+        self._recorder = Recorder(cluster, history)
+        self._turn = Turn(route.callbacks)
         self._lookout = Lookout(Probe(cluster.folder, lambda: cluster.nodes))
         self._inbox: queue.SimpleQueue[_Command | _Flight] = queue.SimpleQueue()
         self._gate = threading.Condition()  # guards `state`, and whether the inbox is still read
@@ -123,7 +123,6 @@ class Driver:
         self._halt: str | None = None  # "pause" or "stop", once nothing is in flight
         self._lost_track = False  # what is in flight will be refused; send nothing before it has landed
         self._tries = 0
-        self._beyond: list[np.ndarray] = []  # rows of the ranks that were further than others when one failed
         self._lost: list[int] = []  # ranks whose engines are gone, and that were not replaced yet
         self._breaking = False  # what is under way was interrupted
         self._broke_off = False  # and the log says so
@@ -137,32 +136,29 @@ class Driver:
     def start(self) -> None:
         """Begin (or, after the end, begin again) to take commands; the run stands paused."""
         self._next = self._goal = self.step
-        self._halt, self._lost_track, self._tries, self._calling = None, False, 0, None
+        self._halt, self._lost_track, self._tries = None, False, 0
+        self._turn.forget()
         self._enter(State.PAUSED)
         threading.Thread(target=self._run, name=f"dtkit-{self.route.job}", daemon=True).start()
 
     def stand_at(self, step: int, called: int) -> None:
         """Before `start`: the job goes on after so many steps; callbacks were called after `called`."""
-        self.step, self._called = step, called
+        self.step, self._turn.called = step, called
         self.saver.begin_at(step)
 
     @property
     def recorded(self) -> int:
         """The step that the history ends before."""
-        totals = self._history.totals(self._history.steps - 1)
-        return int(totals["step"][-1]) + 1 if len(totals) else 0
+        return self._recorder.end
 
     def catch_up(self, unread: Mapping[int, Sequence[tuple[Advance, list[Any]]]]) -> None:
         """Before `start`: record what dispatches returned that nobody has read, by rank."""
-        for parts in zip(*(unread[rank] for rank in sorted(unread)), strict=False):
-            advances = [advance for advance, _ in parts]
-            if len({(advance.step, len(np.asarray(advance.rows))) for advance in advances}) == 1:
-                self._record(advances, [items for _, items in parts])
+        self._recorder.unread(unread)
 
     @property
     def called(self) -> int:
         """The step after which callbacks were called last."""
-        return self._called
+        return self._turn.called
 
     def ask(self, name: str, value: Any = None) -> Future[int]:
         """Put a command into the inbox; the answer is the step at which it took effect."""
@@ -239,7 +235,7 @@ class Driver:
         found = self._lookout.look(time.monotonic())
         if found is not None:
             kind = "stuck" if found.kind == "stuck" else "note"
-            self._history.add(Event(self.step, kind, found.text, time.time(), found.rank))
+            self._note(kind, found.text, found.rank)
             self._changed()
 
     @property
@@ -333,7 +329,7 @@ class Driver:
 
     def _take_steps(self, flight: _Flight, values: Sequence[Any]) -> None:
         advances: list[Advance] = [advance for advance, _ in values]
-        self._record(advances, [items for _, items in values])
+        self._recorder.steps(values)
         first = advances[0]
         done, self.step, self.lr = first.step - flight.step, first.step, first.lr
         if done:
@@ -376,13 +372,11 @@ class Driver:
 
     def _take_nonfinite(self, advances: Sequence[Advance]) -> None:
         self._lost_track, self._halt = True, self._halt or "pause"
-        self.exception = NonFiniteError(_nonfinite(self.step, advances, self._cluster.nodes))
+        self.exception = NonFiniteError(nonfinite(self.step, advances, self._cluster.nodes))
         self._note("error", f"not finite at step {self.step}; all ranks paused before the update")
 
     def _take_evaluation(self, step: int, values: Sequence[Any]) -> None:
-        found = evaluation(step, values)
-        self._history.add(found)
-        self._note("note", ", ".join(f"valid {name} {value:.4g}" for name, value in found.values.items()))
+        self._recorder.evaluation(step, values)
 
     def _take_failures(self, flight: _Flight, replies: Sequence[Reply], failures: Sequence[Failure]) -> None:
         """A refusal, a lost engine and an interrupt can be gone on from; a failure of the user's code can't."""
@@ -397,7 +391,7 @@ class Driver:
             return
         self._lost_track = True
         self._tries += 1
-        self._beyond.clear()
+        self._recorder.failing()
         self._keep_common(replies)
         patience = _BREAK_S if any(f.kind == "stuck" for f in failures) else _PATIENCE_S
         for other in self._flights:
@@ -449,7 +443,7 @@ class Driver:
         except (DtkitError, ValueError) as error:
             self._end(State.FAILED, error)
             return
-        self._keep_beyond(found.step)
+        self._recorder.beyond(found.step)
         self._lost, self.step, self.lr, self._tries = [], found.step, found.lr, 0
         self._next = self.step
         if self._balancer is not None and self.route.balance is not None:
@@ -479,76 +473,10 @@ class Driver:
             self._note("error", f"the process group could not be formed anew: {error}")
 
     def _keep_common(self, replies: Sequence[Reply]) -> None:
-        """Record the steps that all ranks completed before one failed; of a lost rank nobody knows."""
-        known = [reply for reply in replies if reply.failure is None or reply.failure.kind not in ("lost", "stuck")]
-        found: list[Any] = [reply.value for reply in known if isinstance(reply.value, tuple)]
-        advances = [advance for advance, _ in found if isinstance(advance, Advance)]
-        if not advances or len(advances) < len(known):
-            return
-        common = min(advance.step for advance in advances)
-        cut = [dataclasses.replace(a, rows=_before(a, common)) for a in advances]
-        self._record(cut, [items for _, items in found])
-        self._beyond += [np.asarray(a.rows)[np.asarray(a.rows)["step"] >= common] for a in advances]
-        self.step = common
-
-    def _keep_beyond(self, step: int) -> None:
-        """Some ranks were further than others, and all go on from there: record what those did."""
-        rows = [part[part["step"] < step] for part in self._beyond]
-        self._beyond.clear()
-        if any(map(len, rows)):
-            self._history.append(np.concatenate(rows))
-
-    def _record(self, advances: Sequence[Advance], items: Sequence[list[Any]]) -> None:
-        rows = [np.asarray(advance.rows) for advance in advances]
-        self._tell_waiting(rows, advances)
-        self._history.append(np.concatenate(rows))
-        for rank, said in enumerate(items):
-            for kind, what in said:
-                text = what if kind == "text" else " ".join(f"{k}={v:.6g}" for k, v in what.items())
-                self._history.add(Event(self.step, "print", text, time.time(), rank))
-
-    def _tell_waiting(self, rows: Sequence[np.ndarray], advances: Sequence[Advance]) -> None:
-        """Of the time that ranks were blocked, tell apart what they waited for each other."""
-        spans = [advance.blocked for advance in advances]
-        if any(span is None for span in spans):
-            return
-        steps = min(map(len, rows))
-        waits, transfers = waiting.split([np.asarray(span)[:steps] for span in spans], self._cluster.clock_offsets)
-        for mine, wait, transfer in zip(rows, waits, transfers, strict=True):
-            mine["wait_s"][:steps] += wait
-            mine["comm_s"][:steps] = transfer
-
-    # -- callbacks --------------------------------------------------------------------------------------------
-
-    def _calls_due(self, step: int) -> bool:
-        """Whether callbacks are to be called after so many steps, or are at work: nothing is sent before."""
-        if self._calling is not None:
-            return True
-        ended = step % self.route.steps_per_epoch == 0
-        return self.route.callbacks is not None and ended and step > self._called
-
-    def _call(self, callbacks: Callable[[], None]) -> None:
-        """Call on a thread of their own: they may ask this one for anything."""
-        token = self._calling = object()
-        self._called = self.step
-
-        def call() -> None:
-            error: BaseException | None = None
-            try:
-                callbacks()
-            except BaseException as raised:  # noqa: BLE001 - the user's function; the run reports it
-                error = raised
-            self._inbox.put(_Command("called", (token, error), Future()))
-
-        threading.Thread(target=call, name=CALLBACKS, daemon=True).start()
-
-    def _take_call(self, token: object, error: BaseException | None) -> None:
-        if token is not self._calling:
-            return
-        self._calling = None
-        if error is not None:
-            self._halt, self.exception = self._halt or "pause", error
-            self._note("error", f"a callback failed: {type(error).__name__}: {error}".partition("\n")[0])
+        """Record the steps that all ranks completed before one failed."""
+        common = self._recorder.common(replies)
+        if common is not None:
+            self.step = common
 
     # -- commands ---------------------------------------------------------------------------------------------
 
@@ -560,7 +488,7 @@ class Driver:
             self._waiting.append(command.answer)
             self._answer()
         elif command.name == "called":
-            self._take_call(*command.value)
+            self._take_back(*command.value)
         elif command.name == "abandon":
             for flight in self._flights:
                 self._withdraw(flight)
@@ -580,6 +508,15 @@ class Driver:
                 "break": self._break,
                 "repair": self._mend,
             }[command.name](command)
+
+    def _calls_due(self, step: int) -> bool:
+        return self._turn.due(step, self.route.steps_per_epoch)
+
+    def _take_back(self, token: object, error: BaseException | None) -> None:
+        """Callbacks have returned."""
+        if self._turn.ended(token) and error is not None:
+            self._halt, self.exception = self._halt or "pause", error
+            self._note("error", f"a callback failed: {type(error).__name__}: {error}".partition("\n")[0])
 
     def _mend(self, command: _Command) -> None:
         """Somebody asks for what is lost to be replaced. While steps are taken it is seen to anyway."""
@@ -624,7 +561,7 @@ class Driver:
             self._enter(State.RUNNING)
 
     def _set_lr(self, command: _Command) -> None:
-        running = self.state is State.RUNNING and self._calling is None  # callbacks are called between steps
+        running = self.state is State.RUNNING and not self._turn.taken  # callbacks are called between steps
         waiting = self._lr_wanted[1] if self._lr_wanted else []
         if running:
             waiting.append(command.answer)
@@ -660,8 +597,7 @@ class Driver:
             self._last_evaluation = False
             self._launch(_Flight("evaluate", self.step, 0, None, []), **self.route.evaluation)
         elif not self._halt and self._calls_due(self.step):
-            if self._calling is None and self.route.callbacks is not None:
-                self._call(self.route.callbacks)
+            self._turn.take(self.step, lambda *found: self._inbox.put(_Command("called", found, Future())))
         elif self.step >= self.route.steps:
             self._note("done", f"done after {self.step} steps")
             self._end(State.COMPLETED)
@@ -712,7 +648,7 @@ class Driver:
         self._gate.notify_all()
 
     def _note(self, kind: str, text: str, rank: int | None = None) -> None:
-        self._history.add(Event(self.step, kind, text, time.time(), rank))
+        self._recorder.note(self.step, kind, text, rank)
 
 
 _ENDED = {State.COMPLETED: "completed", State.STOPPED: "been stopped", State.FAILED: "failed"}
@@ -733,16 +669,6 @@ _WORDS = {
 }
 
 
-def evaluation(step: int, parts: Sequence[tuple[int, dict[str, tuple[float, float]]]]) -> Evaluation:
-    """Add up what every rank found in its part: (samples, {name: (sum, weight)})."""
-    names = parts[0][1]
-    values = {}
-    for name in names:
-        total, weight = (sum(part[1][name][k] for part in parts) for k in (0, 1))
-        values[name] = total / weight if weight else math.nan
-    return Evaluation(step, sum(part[0] for part in parts), values)
-
-
 def _told(lost: Sequence[int], how: str, before: int, found: Recovered) -> str:
     """What a repair did, in a line."""
     names = ", ".join(map(str, lost))
@@ -757,34 +683,6 @@ def _resolve(answer: Future[int], step: int) -> None:
         answer.set_result(step)
 
 
-def _before(advance: Advance, step: int) -> np.ndarray:
-    rows = np.asarray(advance.rows)
-    return rows[rows["step"] < step]
-
-
 def _step_s(advances: Sequence[Advance]) -> float:
     """Seconds a step: the slowest rank's median."""
     return max(float(np.median(np.asarray(advance.rows)["step_s"])) for advance in advances)
-
-
-def _nonfinite(step: int, advances: Sequence[Advance], nodes: Sequence[Any]) -> list[Failure]:
-    """One failure for each rank whose loss was not finite; or, where all were, one that says so."""
-    hosts = {node.rank: node.host for node in nodes}
-    remedy = (
-        "All ranks paused before that update: parameters are as after the step before. Lower the learning rate "
-        "(run.set(lr=...)) or repair the data or the loss; run.resume() takes the same step again, run.stop() ends "
-        "the run"
-    )
-    losses: list[tuple[int, float | None]] = [(r, a.loss) for r, a in enumerate(advances)]
-    bad: list[tuple[int, float | None]] = [
-        (r, loss) for r, loss in losses if loss is not None and not math.isfinite(loss)
-    ]
-    message = f"the gradients over all ranks are not finite, with this rank's loss {{}}. {remedy}"
-    if not bad:
-        found = ", ".join(f"{loss:.4g}" for _, loss in losses if loss is not None)
-        bad = losses[:1]
-        message = f"the gradients over all ranks are not finite, though every rank's loss is ({found}). {remedy}"
-    return [
-        Failure(r, hosts.get(r, "?"), "NonFinite", message.format(loss), "", step=step, kind="nonfinite")
-        for r, loss in bad
-    ]

@@ -21,12 +21,14 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 
 from dtkit import pieces, placing
-from dtkit.driver import CALLBACKS, Driver, Route, evaluation
+from dtkit.driver import Driver, Route
 from dtkit.errors import CannotSend, ClusterError, RunError
 from dtkit.history import History
+from dtkit.recording import evaluation
 from dtkit.records import Event, Reply, State, Status
 from dtkit.saving import Save, Saved, Saves
 from dtkit.spool import RUNS, Spool
+from dtkit.turn import CALLBACKS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence

@@ -42,7 +42,7 @@ BROAD_EXCEPTS: dict[str, str] = {  # "file: function" -> the boundary that it is
     "dtkit/dashboard/display.py: _kept_or_text": "a view and the run: the text says why there is no picture",
     "dtkit/dashboard/live.py: _ask": "a page and the run: the page shows it beside the button",
     "dtkit/dashboard/throttle.py: _run": "a view and the training: it is logged once",
-    "dtkit/driver.py: call": "a user's callback: it becomes the run's exception, and pauses it",
+    "dtkit/turn.py: call": "a user's callback: it becomes the run's exception, and pauses it",
     "dtkit/driver.py: _run": "the run's thread: it becomes the run's exception",
     "dtkit/engine/measure.py: _tried": "user code on tensors without numbers: the plan notes it and tries with numbers",
     "dtkit/engine/session.py: handle": "an engine and the notebook: it becomes a Failure with its traceback",

@@ -63,7 +63,7 @@ def test_dispatches_start_with_one_step_and_grow_to_what_one_should_last(cluster
     run.wait(10)
     sizes = [steps for _, steps in dispatches(engines)]
     assert sizes[0] == 1
-    assert max(sizes) == 15
+    assert max(sizes) == 20
     assert sum(sizes) == 200
 
 

@@ -1,0 +1,144 @@
+"""What ranks report, made into a run's history: rows of steps, what was printed, and what only all ranks tell together.
+
+Ranks that failed with others may stand a step apart. What all of them completed is recorded at once; what some did
+beyond that is kept until it is known from where all go on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dtkit import waiting
+from dtkit.records import Advance, Evaluation, Event, Failure
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from dtkit.history import History
+    from dtkit.ranks import Ranks
+    from dtkit.records import Reply
+
+
+class Recorder:
+    """Writes one run's history."""
+
+    def __init__(self, ranks: Ranks, history: History) -> None:
+        self._ranks, self._history = ranks, history
+        self._beyond: list[np.ndarray] = []  # rows of the ranks that were further than others when one failed
+
+    @property
+    def end(self) -> int:
+        """The step that the history ends before."""
+        totals = self._history.totals(self._history.steps - 1)
+        return int(totals["step"][-1]) + 1 if len(totals) else 0
+
+    def note(self, step: int, kind: str, text: str, rank: int | None = None) -> None:
+        """An event."""
+        self._history.add(Event(step, kind, text, time.time(), rank))
+
+    def steps(self, values: Sequence[tuple[Advance, Sequence[Any]]]) -> None:
+        """What all ranks did in a dispatch, and said meanwhile. By rank."""
+        advances = [advance for advance, _ in values]
+        rows = [np.asarray(advance.rows) for advance in advances]
+        self._tell_waiting(rows, advances)
+        self._history.append(np.concatenate(rows))
+        step = int(rows[0]["step"][0]) if len(rows[0]) else advances[0].step
+        for rank, (_, items) in enumerate(values):
+            for kind, what in items:
+                text = what if kind == "text" else " ".join(f"{k}={v:.6g}" for k, v in what.items())
+                self.note(step, "print", text, rank)
+
+    def unread(self, unread: Mapping[int, Sequence[tuple[Advance, list[Any]]]]) -> None:
+        """What dispatches returned that nobody has read, by rank."""
+        for values in zip(*(unread[rank] for rank in sorted(unread)), strict=False):
+            if len({(advance.step, len(np.asarray(advance.rows))) for advance, _ in values}) == 1:
+                self.steps(values)
+
+    def evaluation(self, step: int, parts: Sequence[tuple[int, dict[str, tuple[float, float]]]]) -> None:
+        """What all ranks found in their parts of the held-out data."""
+        found = evaluation(step, parts)
+        self._history.add(found)
+        self.note(step, "note", ", ".join(f"valid {name} {value:.4g}" for name, value in found.values.items()))
+
+    def _tell_waiting(self, rows: Sequence[np.ndarray], advances: Sequence[Advance]) -> None:
+        """Of the time that ranks were blocked, tell apart what they waited for each other."""
+        spans = [advance.blocked for advance in advances]
+        if any(span is None for span in spans):
+            return
+        steps = min(map(len, rows))
+        waits, transfers = waiting.split([np.asarray(span)[:steps] for span in spans], self._ranks.clock_offsets)
+        for mine, wait, transfer in zip(rows, waits, transfers, strict=True):
+            mine["wait_s"][:steps] += wait
+            mine["comm_s"][:steps] = transfer
+
+    # -- after a failure --------------------------------------------------------------------------------------
+
+    def failing(self) -> None:
+        """Some rank has failed: nothing is known of who stands further."""
+        self._beyond.clear()
+
+    def common(self, replies: Sequence[Reply]) -> int | None:
+        """Record the steps that all ranks completed before one failed: the step after them, None where none is known.
+
+        Of a lost rank nobody knows.
+        """
+        known = [reply for reply in replies if reply.failure is None or reply.failure.kind not in ("lost", "stuck")]
+        found: list[Any] = [reply.value for reply in known if isinstance(reply.value, tuple)]
+        found = [value for value in found if isinstance(value[0], Advance)]
+        if not found or len(found) < len(known):
+            return None
+        common: int = min(advance.step for advance, _ in found)
+        self.steps([(dataclasses.replace(advance, rows=_before(advance, common)), items) for advance, items in found])
+        rows = [np.asarray(advance.rows) for advance, _ in found]
+        self._beyond += [part[part["step"] >= common] for part in rows]
+        return common
+
+    def beyond(self, step: int) -> None:
+        """All go on from `step`, where some were and others not: record what those did."""
+        rows = [part[part["step"] < step] for part in self._beyond]
+        self._beyond.clear()
+        if any(map(len, rows)):
+            self._history.append(np.concatenate(rows))
+
+
+def _before(advance: Advance, step: int) -> np.ndarray:
+    rows = np.asarray(advance.rows)
+    return rows[rows["step"] < step]
+
+
+def evaluation(step: int, parts: Sequence[tuple[int, dict[str, tuple[float, float]]]]) -> Evaluation:
+    """Add up what every rank found in its part: (samples, {name: (sum, weight)})."""
+    names = parts[0][1]
+    values = {}
+    for name in names:
+        total, weight = (sum(part[1][name][k] for part in parts) for k in (0, 1))
+        values[name] = total / weight if weight else math.nan
+    return Evaluation(step, sum(part[0] for part in parts), values)
+
+
+def nonfinite(step: int, advances: Sequence[Advance], nodes: Sequence[Any]) -> list[Failure]:
+    """One failure for each rank whose loss was not finite; or, where all were, one that says so."""
+    hosts = {node.rank: node.host for node in nodes}
+    remedy = (
+        "All ranks paused before that update: parameters are as after the step before. Lower the learning rate "
+        "(run.set(lr=...)) or repair the data or the loss; run.resume() takes the same step again, run.stop() ends "
+        "the run"
+    )
+    losses: list[tuple[int, float | None]] = [(r, a.loss) for r, a in enumerate(advances)]
+    bad: list[tuple[int, float | None]] = [
+        (r, loss) for r, loss in losses if loss is not None and not math.isfinite(loss)
+    ]
+    message = f"the gradients over all ranks are not finite, with this rank's loss {{}}. {remedy}"
+    if not bad:
+        found = ", ".join(f"{loss:.4g}" for _, loss in losses if loss is not None)
+        bad = losses[:1]
+        message = f"the gradients over all ranks are not finite, though every rank's loss is ({found}). {remedy}"
+    return [
+        Failure(r, hosts.get(r, "?"), "NonFinite", message.format(loss), "", step=step, kind="nonfinite")
+        for r, loss in bad
+    ]

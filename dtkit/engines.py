@@ -420,7 +420,7 @@ class StartedEngines(Engines):
 
 def _load_torch() -> None:
     """What takes longest when an engine joins, and when it takes its first step."""
-    from dtkit.engine.session import preload
+    from dtkit.engine.preloading import preload
 
     preload()
 

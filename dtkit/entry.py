@@ -1,7 +1,7 @@
 """The door of an engine: ipyparallel calls an `Entry`, which is pickled by reference and imported there.
 
-It is the one place on an engine that knows IPython: it hands the session a way to publish, and the kernel, whose
-handling of interrupts is the session's from then on.
+It is the one place on an engine that knows IPython: it hands whoever serves a way to publish, and the kernel, whose
+handling of interrupts is decided there from then on.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class Entry:
         """Serve one request on this engine."""
         from IPython import get_ipython
 
-        from dtkit.engine import session
+        from dtkit.engine import serving
 
         os.environ.pop(_KEYS, None)  # a cell that prints its environment must not print it
         shell = get_ipython()
         if shell is None:
-            return session.handle(message, None)
-        session.govern(shell.kernel)
-        return session.handle(message, _publisher(shell))
+            return serving.handle(message, None)
+        serving.govern(shell.kernel)
+        return serving.handle(message, _publisher(shell))
 
 
 def _publisher(shell: Any) -> Callable[[int, list[tuple[str, Any]]], None]:

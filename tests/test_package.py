@@ -45,7 +45,7 @@ BROAD_EXCEPTS: dict[str, str] = {  # "file: function" -> the boundary that it is
     "dtkit/turn.py: call": "a user's callback: it becomes the run's exception, and pauses it",
     "dtkit/driver.py: _run": "the run's thread: it becomes the run's exception",
     "dtkit/engine/measure.py: _tried": "user code on tensors without numbers: the plan notes it and tries with numbers",
-    "dtkit/engine/session.py: handle": "an engine and the notebook: it becomes a Failure with its traceback",
+    "dtkit/engine/serving.py: handle": "an engine and the notebook: it becomes a Failure with its traceback",
     "dtkit/strategies/stages.py: _traced": "torch's exporter, which raises of any kind: it becomes a ValueError",
     "dtkit/run.py: _notify": "a view and the run: it is logged",
     "dtkit/task.py: _collect": "the call's thread: result() raises it",

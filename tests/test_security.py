@@ -22,7 +22,7 @@ import dtkit
 from dtkit import engines, explaining, papers, shared, stacks
 from dtkit.dashboard import calls, report
 from dtkit.devices import plan_devices
-from dtkit.engine import session
+from dtkit.engine import serving
 from dtkit.entry import Entry
 from dtkit.memory import Memory
 from dtkit.partition import Partition
@@ -83,7 +83,7 @@ LOCKS = {  # a file -> for how long its locks are held
     "dtkit/driver.py": "for a few assignments; a Condition's waits are in the list of waits",
     "dtkit/engine/comm.py": "while a group's sockets are shut, for a quarter of a second at most",
     "dtkit/engine/parquet.py": "for a few assignments",
-    "dtkit/engine/session.py": "for a call; calls come one after the other anyway",
+    "dtkit/engine/serving.py": "for a call; calls come one after the other anyway",
     "dtkit/engine/sockets.py": "while a group's sockets are shut, for a quarter of a second at most",
     "dtkit/engine/watchdog.py": "while a status file of some kB is written",
     "dtkit/engines.py": "while engines start, which has a limit",
@@ -97,13 +97,13 @@ LOCKS = {  # a file -> for how long its locks are held
 }
 PORTS = {  # "file: function" -> who can connect
     "dtkit/engine/comm.py: __init__": "nobody: a pair of sockets within the process, by which signals wake a thread",
-    "dtkit/engine/session.py: op_open_store": "this machine: it is bound to loopback, and lives as long as a script",
+    "dtkit/engine/torchrun.py: open_store": "this machine: it is bound to loopback, and lives as long as a script",
 }
 DANGERS = {  # "file: function" -> whose bytes these are
     "dtkit/engine/measure.py: peaks": "the notebook's, which came in a call",
     "dtkit/engine/measure.py: sizes": "the notebook's, which came in a call",
     "dtkit/engine/measure.py: times": "the notebook's, which came in a call",
-    "dtkit/engine/session.py: handle": "the notebook's: engines run what it sends",
+    "dtkit/engine/serving.py: handle": "the notebook's: engines run what it sends",
     "dtkit/engine/session.py: op_build": "the notebook's, which came in a call",
     "dtkit/engine/session.py: op_evaluate": "the notebook's, which came in a call",
     "dtkit/engines.py: _read": "an engine's reply: engines are trusted, as the README says",
@@ -501,7 +501,7 @@ def test_a_controller_wants_a_key_wherever_it_listens(
 
 def test_engines_forget_the_key_once_they_are_connected(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("IPP_CONNECTION_INFO", "secret")
-    monkeypatch.setattr(session, "handle", lambda message, _: message + str(dict(os.environ)).encode())
+    monkeypatch.setattr(serving, "handle", lambda message, _: message + str(dict(os.environ)).encode())
     assert b"secret" not in Entry()(b"")
 
 

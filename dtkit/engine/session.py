@@ -1,40 +1,31 @@
 """The one session of an engine process: its process group, its data, its jobs.
 
-`handle` is the only way in. It takes a pickled :class:`~dtkit.records.Request` and gives back a pickled
-:class:`~dtkit.records.Reply`; whatever goes wrong becomes a :class:`~dtkit.records.Failure` in it, never an
-exception, so that each rank answers for itself. A rank that fails breaks the group up, so that its peers are out of
-their collective at once; the notebook then forms the next generation.
-
-A request of another owner or another generation, or a dispatch for another step than the job stands at, is refused
-before any collective.
+It is reached through :mod:`dtkit.engine.serving`. A request of another owner or another generation, or a dispatch for
+another step than the job stands at, is refused before any collective.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
-import pickle
 import socket
 import sys
-import threading
 import time
-import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtkit import wire
-from dtkit.engine import probe
+from dtkit.engine import preloading, probe, told
 from dtkit.engine.channel import Channel, current
 from dtkit.engine.interrupts import Interrupts
 from dtkit.engine.limits import limit_memory
 from dtkit.engine.watchdog import Watchdog
 from dtkit.errors import Refused, Superseded
-from dtkit.records import HURRY, Failure, Heritage, Reply, Request
+from dtkit.records import HURRY, Failure, Heritage, Request
 from dtkit.shipment import Shipment, ship
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     import numpy as np
     import torch
@@ -205,7 +196,7 @@ class Session:
 
     def op_warm(self) -> None:
         """Load what the first step would load, and set the limit of memory from there."""
-        preload()
+        preloading.preload()
         limit_memory()
 
     def _limit_collectives(self, seconds: float) -> None:
@@ -242,44 +233,22 @@ class Session:
             return work()
 
     def op_open_store(self) -> int:
-        """Rank 0: a TCPStore for a script's own group, on loopback only. Its port."""
-        import torch.distributed as dist
+        """Rank 0: a store for a script's own group. Its port."""
+        from dtkit.engine import torchrun
 
         assert self.group is not None
-        listener = socket.create_server(("127.0.0.1", 0))
-        port = int(listener.getsockname()[1])
-        self._agent_store = dist.TCPStore(  # type: ignore[attr-defined]  # torch exports it by name only
-            "127.0.0.1",
-            port,
-            self.group.world_size,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
+        self._agent_store, port = torchrun.open_store(self.group.world_size)
         return port
 
     def _as_torchrun(self, work: Callable[[], Any], port: int, attempt: int) -> Any:
         """Our group steps aside; the script makes its own from torchrun's environment variables."""
-        import torch.distributed as dist
-
-        from dtkit.engine import sockets
-        from dtkit.engine.comm import interruptible
+        from dtkit.engine import torchrun
 
         assert self.group is not None
-        spec = self._spec
-        assert spec is not None
+        assert self._spec is not None
         self.group.close()
         self.group.broken = True  # what queued behind this call is refused until the group is formed anew
-        break_up = sockets.breaker()
-        try:
-            with _environment(_torchrun(spec, port, attempt)), interruptible(break_up):
-                return work()
-        except BaseException:
-            break_up()
-            raise
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
+        return torchrun.call(work, torchrun.variables(self._spec, port, attempt))
 
     # -- data and models --------------------------------------------------------------------------------------
 
@@ -567,97 +536,32 @@ class Session:
             return job.harvest(), said
         return (None, said) if request.op == "call" else None
 
+    def failure(self, error: BaseException, request: Request) -> Failure:
+        """What to tell of an error that ended a request."""
+        from dtkit.engine.comm import lost_peer
+
+        job = self._jobs.get(str(request.args.get("job")))
+        kind = "refused" if isinstance(error, Refused) else "error"
+        if kind == "error" and (self.interrupts.came or isinstance(error, KeyboardInterrupt)):
+            kind = "interrupted"
+        return Failure(
+            rank=-1 if self._spec is None else self._spec.rank,
+            host=socket.gethostname(),
+            type=type(error).__name__,
+            message=told.message(error),
+            traceback=told.trace(error),
+            step=None if job is None else job.step,
+            victim=lost_peer(error),
+            kind=kind,
+        )
+
 
 _session = Session()
-_lock = threading.Lock()
 
 
-def handle(message: bytes, publish: Callable[[int, list[Any]], None] | None) -> bytes:
-    """Serve one request. The boundary that reports: whatever is raised here becomes a Failure."""
-    request: Request = pickle.loads(message)
-    with _lock, _session.watchdog.serving(request), _session.interrupts.taken():
-        try:
-            _session.interrupts.check()
-            value = _session.serve(request, publish)
-            _session.interrupts.over = True
-            reply = Reply(value)
-        except BaseException as error:  # noqa: BLE001 - reported to the notebook with its traceback
-            _session.interrupts.over = True
-            reply = Reply(_session.partial(request), _failure(error, request))
-            if not isinstance(error, Refused) and _session.group is not None:
-                _session.group.break_up()
-    return pickle.dumps(reply, protocol=5)
-
-
-def govern(kernel: Any) -> None:
-    """Have the session decide what SIGINT does on this engine: see :mod:`dtkit.engine.interrupts`."""
-    _session.interrupts.govern(kernel)
-
-
-def preload() -> None:
-    """Load what the first step would load: the first optimiser takes over a second, for torch's dynamo."""
-    import torch
-    from torch.nn.parallel import DistributedDataParallel  # noqa: F401
-
-    import dtkit.engine.trainer
-    import dtkit.strategies.data_parallel  # noqa: F401
-
-    p = torch.nn.Parameter(torch.zeros(1))
-    p.grad = torch.zeros(1)
-    torch.optim.SGD([p], lr=0.1).step()
-    del p
-    _set_aside_what_is_loaded()
-
-
-def _set_aside_what_is_loaded() -> None:
-    """Have garbage collections pass over modules: the one between two jobs took 0.15 s for them, and more under load.
-
-    Only where there is no tensor yet: what is set aside is never collected, and nobody's model may be among it.
-    """
-    import torch
-
-    gc.collect()
-    if not any(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()):
-        gc.freeze()
-
-
-def _failure(error: BaseException, request: Request) -> Failure:
-    from dtkit.engine.comm import lost_peer
-
-    job = _session._jobs.get(str(request.args.get("job")))  # noqa: SLF001 - this module's own
-    kind = "refused" if isinstance(error, Refused) else "error"
-    if kind == "error" and (_session.interrupts.came or isinstance(error, KeyboardInterrupt)):
-        kind = "interrupted"
-    spec = _session._spec  # noqa: SLF001
-    return Failure(
-        rank=-1 if spec is None else spec.rank,
-        host=socket.gethostname(),
-        type=type(error).__name__,
-        message=_message(error),
-        traceback=_traceback(error),
-        step=None if job is None else job.step,
-        victim=lost_peer(error),
-        kind=kind,
-    )
-
-
-def _message(error: BaseException) -> str:
-    """What an error says; of one that wraps the user's (torch's pipelining does), first what that was."""
-    text, cause = str(error).strip(), error
-    while cause.__cause__ is not None:
-        cause = cause.__cause__
-    if cause is error:
-        return text
-    head, _, rest = text.partition("\n")
-    return f"{head} Caused by {type(cause).__name__}: {cause}\n{rest}".rstrip()
-
-
-def _traceback(error: BaseException) -> str:
-    """The traceback without the frames of this module, which are the same for every error."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename == __file__:
-        trace = trace.tb_next
-    return "".join(traceback.format_exception(type(error), error, trace))
+def of_this_engine() -> Session:
+    """The one that there is."""
+    return _session
 
 
 def checksum(model: torch.nn.Module) -> str:
@@ -665,41 +569,3 @@ def checksum(model: torch.nn.Module) -> str:
     from dtkit.engine.explain import digest
 
     return digest(model.state_dict().items())
-
-
-@contextlib.contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-def _torchrun(spec: GroupSpec, port: int, attempt: int) -> dict[str, str]:
-    """The environment that torchrun gives to a worker (torch.distributed.run, "Environment Variables")."""
-    rank, world = str(spec.rank), str(spec.world_size)
-    return {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "ROLE_RANK": rank,
-        "GROUP_RANK": "0",
-        "ROLE_NAME": "default",
-        "WORLD_SIZE": world,
-        "LOCAL_WORLD_SIZE": world,
-        "ROLE_WORLD_SIZE": world,
-        "GROUP_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_RESTART_COUNT": str(attempt),
-        "TORCHELASTIC_MAX_RESTARTS": "0",
-        "TORCHELASTIC_RUN_ID": "dtkit",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_ERROR_FILE": os.devnull,
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(spec.threads or 1)),
-    }

@@ -5,16 +5,12 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-import nbformat
 import pytest
 
 from tests.notebook import (
     Done,
-    check_as_committed,
-    check_links,
     check_memory,
     check_nothing_is_left,
-    check_predictions,
     code_of,
     printed,
     watched,
@@ -23,8 +19,6 @@ from tests.notebook import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from nbformat import NotebookNode
-
 pytestmark = pytest.mark.notebook
 
 NOTEBOOK = "notebooks/05_failures.ipynb"
@@ -32,25 +26,8 @@ CLAIM = re.compile(r"^(PASS|FAIL)  (.+): measured (\S+)(?: \w+)?, at most (\S+);
 
 
 @pytest.fixture(scope="module")
-def committed(root: Path) -> NotebookNode:
-    return nbformat.read(root / NOTEBOOK, as_version=4)
-
-
-@pytest.fixture(scope="module")
 def done(root: Path) -> Done:
     return watched(root / NOTEBOOK)
-
-
-def test_it_is_committed_without_outputs(committed: NotebookNode):
-    check_as_committed(committed)
-
-
-def test_its_links_lead_somewhere(committed: NotebookNode, root: Path):
-    check_links(committed, root / "notebooks", 8)
-
-
-def test_every_prediction_is_typed_before_anything_is_measured(committed: NotebookNode):
-    check_predictions(committed, 9)
 
 
 def test_every_claim_holds(done: Done):

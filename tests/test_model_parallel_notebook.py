@@ -8,16 +8,12 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-import nbformat
 import pytest
 
 from tests.notebook import (
     Done,
-    check_as_committed,
-    check_links,
     check_memory,
     check_nothing_is_left,
-    check_predictions,
     code_of,
     printed,
     watched,
@@ -27,8 +23,6 @@ from tests.test_data_parallel_notebook import CLAIM, SAID
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from nbformat import NotebookNode
-
 pytestmark = pytest.mark.notebook
 
 NOTEBOOK = "notebooks/03_model_parallel.ipynb"
@@ -36,28 +30,8 @@ PICTURE = "data:image/png;base64,iVBOR"
 
 
 @pytest.fixture(scope="module")
-def committed(root: Path) -> NotebookNode:
-    return nbformat.read(root / NOTEBOOK, as_version=4)
-
-
-@pytest.fixture(scope="module")
 def done(root: Path) -> Done:
     return watched(root / NOTEBOOK)
-
-
-# -- as it is committed ---------------------------------------------------------------------------------------
-
-
-def test_it_is_committed_without_outputs(committed: NotebookNode):
-    check_as_committed(committed)
-
-
-def test_its_links_lead_somewhere(committed: NotebookNode, root: Path):
-    check_links(committed, root / "notebooks", 7)
-
-
-def test_every_prediction_is_typed_before_anything_is_measured(committed: NotebookNode):
-    check_predictions(committed, 15)
 
 
 # -- executed -------------------------------------------------------------------------------------------------

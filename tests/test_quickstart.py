@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import nbformat
 import pytest
 
-from tests.notebook import Done, check_as_committed, check_memory, check_nothing_is_left, printed, watched
+from tests.notebook import Done, check_memory, check_nothing_is_left, printed, watched
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,10 +21,6 @@ NOTEBOOK = "notebooks/01_quickstart.ipynb"
 @pytest.fixture(scope="module")
 def done(root: Path) -> Done:
     return watched(root / NOTEBOOK)
-
-
-def test_it_is_committed_without_outputs(root: Path):
-    check_as_committed(nbformat.read(root / NOTEBOOK, as_version=4))
 
 
 def test_the_cluster_is_a_table_of_two_ranks(done: Done):

@@ -11,11 +11,8 @@ import pytest
 from dtkit.schedule import Schedule
 from tests.notebook import (
     Done,
-    check_as_committed,
-    check_links,
     check_memory,
     check_nothing_is_left,
-    check_predictions,
     code_of,
     printed,
     watched,
@@ -51,18 +48,6 @@ def tables(notebook: NotebookNode) -> dict[str, Schedule]:
 
 
 # -- as it is committed ---------------------------------------------------------------------------------------
-
-
-def test_it_is_committed_without_outputs(committed: NotebookNode):
-    check_as_committed(committed)
-
-
-def test_its_links_lead_somewhere(committed: NotebookNode, root: Path):
-    check_links(committed, root / "notebooks", 8)
-
-
-def test_every_prediction_is_typed_before_anything_is_measured(committed: NotebookNode):
-    check_predictions(committed, 13)
 
 
 def test_the_puzzle_can_be_solved_and_what_stands_there_does_not_give_it_away(committed: NotebookNode):

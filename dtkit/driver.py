@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from dtkit.cluster import Cluster
+    from dtkit.finding import Finding
     from dtkit.history import History
     from dtkit.records import Reply
     from dtkit.recovery import Recovered
@@ -236,13 +237,13 @@ class Driver:
         if found is not None:
             kind = "stuck" if found.kind == "stuck" else "note"
             self._note(kind, found.text, found.rank)
+        if found is not None or self.finding is not None:  # views show for how long
             self._changed()
 
     @property
-    def finding(self) -> str:
-        """Who keeps the others waiting now; empty while all is well."""
-        found = self._lookout.finding
-        return "" if found is None else found.text
+    def finding(self) -> Finding | None:
+        """Who keeps the others waiting now; None while all is well."""
+        return self._lookout.finding
 
     def _send(self) -> None:
         while self.state is State.RUNNING and not self._halt and not self._lost_track:
@@ -325,6 +326,7 @@ class Driver:
             self._take_evaluation(flight.step, [reply.value for reply in replies])
         else:
             self._take_steps(flight, [reply.value for reply in replies])
+        self._look_out()  # who kept the others waiting goes on: nobody may ask again for long
         self._changed()
 
     def _take_steps(self, flight: _Flight, values: Sequence[Any]) -> None:
@@ -361,7 +363,8 @@ class Driver:
     def _tell_of_ranks(self, found: Consistency) -> None:
         if found.differing:
             names = ", ".join(map(str, found.differing))
-            self._note("error", f"parameters are not equal on all nodes: {names} differ since step {found.since}")
+            where = "on all nodes" if found.copies is None else "on all nodes that hold the same ones"
+            self._note("error", f"parameters are not equal {where}: {names} differ since step {found.since}")
 
     def _take_end(self) -> None:
         """A stream without length has ended on all ranks: the run is as long as that, and one epoch."""
@@ -570,7 +573,7 @@ class Driver:
         self._lr_wanted = command.value, waiting
         if not running:
             self.lr = command.value
-        self._note("lr", f"learning rate {command.value:g}")
+        self._recorder.note(self._next, "lr", f"learning rate {command.value:g}")  # what is under way has the old one
         self._changed()
 
     # -- states -----------------------------------------------------------------------------------------------

@@ -75,8 +75,8 @@ class Lookout:
 
     def reset(self) -> None:
         """Nothing is in flight any more: after a failure, or for a new group."""
-        self._flights = 0
-        self._straggler = None
+        self._flights, self._moved = 0, {}
+        self.finding = self._told = self._straggler = None
 
     @property
     def median_step_s(self) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+from collections.abc import Mapping
 
 HURRY = "hurry-"
 """With a job's key, the name of a file in the cluster's folder: somebody waits for the dispatch under way to end."""
@@ -15,6 +16,11 @@ HURRY = "hurry-"
 
 CALLED_OFF = ".off"
 """Behind the name of a group's store, the name of a file: a rank could not join, so nobody need wait for it."""
+
+
+Fingerprint = Mapping[tuple[int, ...], int]
+"""Checksums of the parameters that lie on one rank, by the part of the model that they are of, called as in
+`Strategy.part_of`; () is what lies on all ranks. Ranks that tell of the same part must have the same number."""
 
 
 class State(enum.Enum):
@@ -125,14 +131,17 @@ class StepRecord:
 
 @dataclasses.dataclass(frozen=True)
 class Consistency:
-    """The last comparison of the parameters' checksums over the ranks."""
+    """The last comparison of the parameters' checksums, over the ranks that hold the same ones."""
 
     step: int
     """After so many updates they were compared."""
     differing: tuple[int, ...]
-    """The ranks whose parameters are not those of most ranks; empty when all are identical."""
+    """The ranks whose parameters are not those of most ranks that hold the same part; empty when all are identical."""
     since: int | None
     """The step of the first comparison that showed the difference."""
+    copies: int | None = None
+    """On how many ranks each part of the model lies, and was compared; 1: only what lies on all ranks could be. None
+    where every rank holds the whole model."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,8 +253,8 @@ class Advance:
     """With "nonfinite": this rank's loss in the step that was not taken."""
     blocked: object = None
     """(steps, collectives, 2): when this rank was blocked, from and to, in seconds on its clock; NaN for none."""
-    fingerprint: int | None = None
-    """Where asked for, and where ranks must agree: a checksum of the parameters after the last step."""
+    fingerprint: Fingerprint | None = None
+    """Where asked for, and where ranks must agree: of the parameters after the last step."""
     fingerprint_s: float = 0.0
     """What that took."""
     report: object = None

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from dtkit.cluster import Cluster
     from dtkit.engine.loading import Loading
     from dtkit.explaining import Explanation
+    from dtkit.finding import Finding
     from dtkit.memory import Memory
     from dtkit.placing import Placed
     from dtkit.plan import Plan
@@ -264,6 +265,7 @@ class Run:
     def status(self) -> Status:
         """State, step, epoch, seconds spent running and seconds left, as of now."""
         driver = self._driver
+        finding = driver.finding
         return Status(
             state=driver.state,
             step=driver.step,
@@ -271,7 +273,7 @@ class Run:
             epoch=driver.step // self.spec.steps_per_epoch,
             elapsed_s=driver.elapsed_s,
             remaining_s=self._remaining(),
-            message=driver.finding or self._message,
+            message=self._message if finding is None else finding.text,
         )
 
     def _remaining(self) -> float | None:
@@ -313,6 +315,11 @@ class Run:
     def consistency(self) -> Consistency | None:
         """What the last comparison of the parameters over the ranks found; None before the first."""
         return self._driver.watch.found
+
+    @property
+    def finding(self) -> Finding | None:
+        """Who keeps the others waiting now: rank, phase, line, for how many seconds; None while all is well."""
+        return self._driver.finding
 
     # -- what one asks of it ----------------------------------------------------------------------------------
 

@@ -2,8 +2,11 @@
 
 With sharded or tensor-parallel training no rank ever holds whole gradients, so there are none to be shown before and
 after a sum. What can be shown is what ranks said to each other: each collective in order, how large it was, what the
-textbook says that it sends, and what was counted on the connections. A result that should be the same on all ranks is
-compared by digest.
+textbook says that it sends, and what was counted on the connections. A result that should be the same on several ranks
+is compared by digest.
+
+With replicas, a collective is among the ranks that share a replica, or among those that hold the same part, or among
+all. Replicas may differ in their samples, and so in what they send. So ranks are held against those of the same group.
 
 Plain data: nothing here imports torch, and matplotlib only when a figure is asked for.
 """
@@ -11,6 +14,7 @@ Plain data: nothing here imports torch, and matplotlib only when a figure is ask
 from __future__ import annotations
 
 import base64
+import collections
 import dataclasses
 import functools
 import math
@@ -19,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from dtkit.explanation import RankReport
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     import numpy as np
     import pandas as pd
@@ -41,15 +45,17 @@ class CollectiveReport(TypedDict):
     dtype: str
     nbytes: int
     """Of all of it: what is summed, what is gathered, what is summed before it is scattered."""
-    ranks: int
+    ranks: tuple[int, ...]
+    """Those that made it together, this one among them."""
     digest: str | None
-    """Of the result, where that should be the same on all ranks."""
+    """Of the result, where that should be the same on all of them."""
 
 
 class SliceReport(RankReport):
     """What one rank tells of the step: plain numbers, which travel as they are."""
 
     collectives: list[CollectiveReport]
+    speaks: bool
     sent_bytes: int
     held_bytes: int
     whole_bytes: int
@@ -57,7 +63,7 @@ class SliceReport(RankReport):
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective of the step, in the order that all ranks made them in."""
+    """One collective of the step."""
 
     order: int
     what: str
@@ -65,20 +71,21 @@ class Collective:
     shape: tuple[int, ...]
     dtype: str
     nbytes: int
-    ranks: int
+    ranks: tuple[int, ...]
+    """Those that made it together."""
     textbook_bytes: float
     """What each of these ranks sends in a ring."""
     digests: tuple[str | None, ...]
-    """Of the result, by rank; None where ranks get different parts."""
+    """Of the result, on each of these ranks; None where they get different parts."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CollectiveGroup:
-    """All collectives of a kind in one phase of the step."""
+    """All collectives of a kind among the same ranks in one phase of the step."""
 
     phase: str
     what: str
-    ranks: int
+    ranks: tuple[int, ...]
     count: int
     nbytes: int
     textbook_bytes: float
@@ -92,6 +99,8 @@ class SliceRank:
     rows: np.ndarray | None
     """Numbers of the rows that it took (int64); None for a stream."""
     samples: int
+    speaks: bool
+    """Whether it counts these samples: one of the ranks that take the same ones."""
     loss: float | None
     weight: float
     lr: float | None
@@ -115,29 +124,37 @@ class SliceExplanation:
     epoch: int
     ranks: tuple[SliceRank, ...]
     collectives: tuple[Collective, ...]
+    """In the order in which `witness` made them."""
+    witness: int
+    """The rank that took part in these: the first of those that made most."""
     aligned: bool
-    """Whether all ranks made the same collectives in the same order."""
+    """Whether the ranks of each group made the same collectives in the same order."""
+    agreed: bool
+    """Whether, beyond that, each result that should be the same on all ranks of its group is so, bit by bit."""
 
     @classmethod
     def from_reports(cls, reports: Sequence[SliceReport], model: str) -> SliceExplanation:
         """From the reports of all ranks, in any order."""
         reports = sorted(reports, key=lambda report: report["rank"])
         names = [field.name for field in dataclasses.fields(SliceRank)]
-        kinds = [[(c["phase"], c["what"], c["nbytes"]) for c in report["collectives"]] for report in reports]
-        first = reports[0]
+        groups = _groups(reports)
+        first, witness = reports[0], max(reports, key=lambda report: len(report["collectives"]))
+        aligned = all(_alike(group, "phase", "what", "nbytes") for group in groups.values())
         return cls(
             model=model,
             step=first["step"],
             epoch=first["epoch"],
             ranks=tuple(SliceRank(**{name: report[name] for name in names}) for report in reports),  # type: ignore[literal-required]  # the fields are the report's keys
-            collectives=tuple(_collectives(reports)),
-            aligned=all(kind == kinds[0] for kind in kinds),
+            collectives=tuple(_collectives(witness, groups)),
+            witness=witness["rank"],
+            aligned=aligned,
+            agreed=aligned and all(_alike(group, "digest") for group in groups.values()),
         )
 
     @property
     def samples(self) -> int:
-        """Samples that ranks took, added up; ranks that share a replica take the same ones."""
-        return sum(rank.samples for rank in self.ranks)
+        """Samples of the step: those that several ranks take together count once."""
+        return sum(rank.samples for rank in self.ranks if rank.speaks)
 
     @property
     def loss(self) -> float:
@@ -152,17 +169,9 @@ class SliceExplanation:
         return all(rank.after is not None for rank in self.ranks)
 
     @property
-    def agreed(self) -> bool:
-        """Whether each result that should be the same on all ranks is so, bit by bit, and ranks were in step.
-
-        Judged where a collective was among all ranks; of smaller groups it is not known here who was in which.
-        """
-        return self.aligned and all(len(set(c.digests)) == 1 for c in self.collectives if c.ranks == len(self.ranks))
-
-    @property
     def groups(self) -> tuple[CollectiveGroup, ...]:
         """Collectives of a kind together, in the order in which the first of each was made."""
-        found: dict[tuple[str, str, int], list[Collective]] = {}
+        found: dict[tuple[str, str, tuple[int, ...]], list[Collective]] = {}
         for one in self.collectives:
             found.setdefault((one.phase, one.what, one.ranks), []).append(one)
         return tuple(
@@ -172,13 +181,13 @@ class SliceExplanation:
 
     @property
     def textbook_bytes(self) -> float:
-        """What a rank sends in all of them together, in rings."""
+        """What `witness` sends in all of them together, in rings."""
         return sum(c.textbook_bytes for c in self.collectives)
 
     @property
     def sent_bytes(self) -> int:
-        """What was counted on connections, of the rank that sent most."""
-        return max(rank.sent_bytes for rank in self.ranks)
+        """What was counted on the connections of `witness`."""
+        return next(rank.sent_bytes for rank in self.ranks if rank.rank == self.witness)
 
     def to_pandas(self) -> pd.DataFrame:
         """A DataFrame with a row per collective. Needs pandas."""
@@ -213,10 +222,32 @@ class SliceExplanation:
         return f"<div>{slices_view.page(self)}{self._image}</div>"
 
 
-def _collectives(reports: Sequence[SliceReport]) -> Iterator[Collective]:
-    """As rank 0 saw them, with the other ranks' digests."""
-    for order, one in enumerate(reports[0]["collectives"]):
-        others = [r["collectives"][order]["digest"] if order < len(r["collectives"]) else None for r in reports]
-        ring = _ROUNDS.get(one["what"], 0) * (one["ranks"] - 1) / one["ranks"] * one["nbytes"]
+def _collectives(witness: SliceReport, groups: _Groups) -> Iterator[Collective]:
+    """As one rank saw them, with the digests of those that it made them with."""
+    made: collections.Counter[tuple[int, ...]] = collections.Counter()
+    for order, one in enumerate(witness["collectives"]):
+        others, place = groups[one["ranks"]], made[one["ranks"]]
+        made[one["ranks"]] += 1
+        digests = tuple(line[place]["digest"] if place < len(line) else None for line in others.values())
+        count = len(one["ranks"])
+        ring = _ROUNDS.get(one["what"], 0) * (count - 1) / count * one["nbytes"]
         plain: dict[str, Any] = {key: value for key, value in one.items() if key != "digest"}
-        yield Collective(order=order, textbook_bytes=ring, digests=tuple(others), **plain)
+        yield Collective(order=order, textbook_bytes=ring, digests=digests, **plain)
+
+
+_Groups = dict[tuple[int, ...], dict[int, list[CollectiveReport]]]
+"""By the ranks that make collectives together: what each of them made there, in order."""
+
+
+def _groups(reports: Sequence[SliceReport]) -> _Groups:
+    found: _Groups = {}
+    for report in reports:
+        for one in report["collectives"]:
+            found.setdefault(one["ranks"], {rank: [] for rank in one["ranks"]})[report["rank"]].append(one)
+    return found
+
+
+def _alike(group: Mapping[int, Sequence[CollectiveReport]], *keys: str) -> bool:
+    """Whether all of a group tell the same of these."""
+    lines = [[tuple(one[key] for key in keys) for one in line] for line in group.values()]  # type: ignore[literal-required]  # keys of a report
+    return all(line == lines[0] for line in lines)

@@ -195,6 +195,13 @@ class PipelineExplanation:
         return sum(rank.samples for rank in self.ranks if 0 in rank.stages)
 
     @property
+    def replicas(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each replica, which are next to each other: as many as there are of the first stage."""
+        count = max(1, sum(0 in rank.stages for rank in self.ranks))
+        ranks, size = [rank.rank for rank in self.ranks], len(self.ranks) // count
+        return tuple(tuple(ranks[start : start + size]) for start in range(0, count * size, size))
+
+    @property
     def micro_batches(self) -> int:
         """Parts that a replica's samples came in."""
         return max((len(stage.parts) for stage in self.stages), default=0)
@@ -215,6 +222,12 @@ class PipelineExplanation:
     def adds_up(self) -> bool:
         """Whether every stage's gradient is the sum of its micro-batches' parts, up to rounding."""
         return all(stage.adds_up for stage in self.stages)
+
+    @property
+    def identical(self) -> bool:
+        """Whether all replicas have the same stages after the step, bit by bit, as they should."""
+        after = {rank.rank: rank.after or rank.before for rank in self.ranks}
+        return all(len({after[rank] for rank in mates}) == 1 for mates in zip(*self.replicas, strict=True))
 
     @property
     def updated(self) -> bool:

@@ -1,11 +1,14 @@
 """A source for views: a real history, fed by hand, and every part of the protocol settable."""
 
 import contextlib
+import dataclasses
 from concurrent.futures import Future
 from types import SimpleNamespace
 
 import numpy as np
 
+from dtkit.dashboard.fates import follow
+from dtkit.finding import Finding
 from dtkit.history import ROW, History
 from dtkit.records import Event, NodeInfo, RunSpec, State, Status
 from dtkit.timeline import SPAN, Timeline
@@ -33,7 +36,7 @@ class FakeSource:
         self.step = 0
         self.posted = []
         self.refuse = None
-        self.slowed, self.consistency = {}, None
+        self.slowed, self.consistency, self.finding = {}, None, None
         self.sends = lambda _step: 400_000 if ranks > 1 else 0  # bytes of a rank in a step
         self.slowness = {}  # rank -> how many times longer it computes
         self._stages, self._strips = stages, strips
@@ -82,7 +85,7 @@ class FakeSource:
         rows["grad_norm"] = 2 * decay * (1 + 0.1 * np.abs(self._random.normal(size=len(rows))))
         rows["sent_bytes"] = self.sends(rows["step"])
         rows["memory_bytes"] = 315_000_000 + 1_000_000 * rows["rank"]
-        lost = {event.rank for event in self.history.events if event.kind == "lost"}
+        lost = follow({}, self.history.events)
         self.history.append(rows[~np.isin(rows["rank"], list(lost))])
         self.step += steps
         self.changed()
@@ -130,6 +133,20 @@ class FakeSource:
     def lose(self, rank):
         """A node is gone."""
         self.event("lost", f"node {rank} was lost", rank)
+
+    def stick(self, rank, seconds=12.3, phase="forward"):
+        """A node is found to keep the others waiting; with None as the rank, no node moves."""
+        kind, line = ("together", "") if rank is None else ("stuck", "train.py:12 in step")
+        remedy = "cluster.stacks() shows where all ranks stand"
+        self.finding = Finding(kind, rank, "host0", phase, self.step + 1, line, "it waits", remedy, seconds)
+        self.event("stuck", "no node moves" if rank is None else f"node {rank} is stuck", rank)
+
+    def shrink(self, ranks):
+        """A node is lost, and the run goes on with so many, whose ranks have moved down."""
+        self.lose(1)
+        self.spec = dataclasses.replace(self.spec, world_size=ranks)
+        self.nodes = self.nodes[:ranks]
+        self.event("repair", "node 1 left out")
 
     def event(self, kind, text, rank=None):
         self.history.add(Event(self.step, kind, text, 1_700_000_000.0 + self.step, rank))

@@ -5,12 +5,19 @@ from __future__ import annotations
 import signal
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.test_trainer import data, job
+from dtkit.engine import probe
+from dtkit.engine.phases import Phases
+from dtkit.strategies import averaging
+from dtkit.strategies.averaging import ParameterAveraging
+from dtkit.strategies.base import Setting
+from dtkit.strategies.objective import Objective
+from tests.test_trainer import CPU, data, job, net, sgd
 
 
 def noisy() -> nn.Module:
@@ -73,6 +80,10 @@ def test_a_step_that_fails_after_its_update_counts():
     with pytest.raises(RuntimeError, match="too late"):
         made.advance(5)
     assert (made.step, made.torn) == (3, False)
+    rows = made.harvest().rows
+    assert rows["step"].tolist() == [0, 1, 2]
+    assert np.isfinite(rows["loss"]).all()
+    assert (rows["step_s"] > 0).all()
     made.advance(2)
 
     def plain(optimizer: torch.optim.Optimizer) -> Any:
@@ -80,6 +91,21 @@ def test_a_step_that_fails_after_its_update_counts():
 
     for found, expected in zip(state(made), undisturbed(5, scheduler=plain), strict=True):
         assert torch.equal(found, expected)
+
+
+def test_a_step_whose_averaging_fails_counts_with_its_loss(monkeypatch: pytest.MonkeyPatch):
+    def fail(_: Any) -> None:
+        raise RuntimeError("the others are gone")
+
+    monkeypatch.setattr(averaging._Local, "_average", fail)
+    setting = Setting(None, CPU, Phases(probe.clock(CPU)), [0])
+    worker = ParameterAveraging(every=2).setup(net(), Objective(F.cross_entropy, None), sgd, setting)
+    batch = data(4)
+    first = worker.step([(4, batch)], [4])
+    with pytest.raises(RuntimeError, match="gone"):
+        worker.step([(4, batch)], [4])
+    assert worker.outcome is not None
+    assert 0 < float(worker.outcome.loss) < float(first.loss)
 
 
 class Breaking(torch.optim.SGD):

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from dtkit.balance import STEPS, Balancer
-from dtkit.consistency import LEAST_S, SHARE, Watch
+from dtkit.consistency import ALONE_S, LEAST_S, SHARE, Watch
 from dtkit.history import ROW
 from dtkit.partition import proportional
+from dtkit.records import Consistency
 from dtkit.strategies.replica import bits
 
 
@@ -78,40 +79,50 @@ def test_every_rank_gets_a_sample_while_there_are_enough():
 # -- checksums ------------------------------------------------------------------------------------------------
 
 
+def whole(*values: int) -> list[dict[tuple[int, ...], int]]:
+    """Checksums of ranks each of which holds the whole model."""
+    return [{(): value} for value in values]
+
+
+def cut(*rows: tuple[int, int]) -> list[dict[tuple[int, ...], int]]:
+    """Checksums of replicas, each of two ranks with another part of the model."""
+    return [{(part,): value} for row in rows for part, value in enumerate(row)]
+
+
 def test_equal_checksums_are_identical_parameters():
     watch = Watch()
     assert watch.due(0.0)
-    assert watch.landed(0.0, 5, [7, 7, 7], 0.0)
+    assert watch.landed(0.0, 5, whole(7, 7, 7), 0.0)
     assert watch.found is not None
-    assert (watch.found.step, watch.found.differing, watch.found.since) == (5, (), None)
-    assert not watch.landed(2.0, 9, [8, 8, 8], 0.0)  # no news
+    assert watch.found == Consistency(5, (), None)
+    assert not watch.landed(2.0, 9, whole(8, 8, 8), 0.0)  # no news
     assert watch.found.step == 9
 
 
 def test_the_rank_that_differs_is_named_since_it_was_seen_first():
     watch = Watch()
-    watch.landed(0.0, 5, [7, 7, 7], 0.0)
-    assert watch.landed(2.0, 8, [7, 9, 7], 0.0)
+    watch.landed(0.0, 5, whole(7, 7, 7), 0.0)
+    assert watch.landed(2.0, 8, whole(7, 9, 7), 0.0)
     assert (watch.found.differing, watch.found.since) == ((1,), 8)
-    assert not watch.landed(4.0, 11, [1, 9, 1], 0.0)
+    assert not watch.landed(4.0, 11, whole(1, 9, 1), 0.0)
     assert (watch.found.step, watch.found.since) == (11, 8)
-    assert watch.landed(6.0, 13, [1, 1, 1], 0.0)
+    assert watch.landed(6.0, 13, whole(1, 1, 1), 0.0)
     assert (watch.found.differing, watch.found.since) == ((), None)
 
 
 def test_without_a_majority_all_differ():
     watch = Watch()
-    watch.landed(0.0, 5, [7, 9], 0.0)
+    watch.landed(0.0, 5, whole(7, 9), 0.0)
     assert watch.found.differing == (0, 1)
 
 
 def test_costly_checksums_are_asked_for_rarely():
     watch = Watch()
-    watch.landed(10.0, 5, [7, 7], 0.1)
+    watch.landed(10.0, 5, whole(7, 7), 0.1)
     assert not watch.due(10.0 + 0.99 * 0.1 / SHARE)
     assert watch.due(10.0 + 0.1 / SHARE)
     cheap = Watch()
-    cheap.landed(10.0, 5, [7, 7], 1e-6)
+    cheap.landed(10.0, 5, whole(7, 7), 1e-6)
     assert not cheap.due(10.0 + 0.99 * LEAST_S)
 
 
@@ -120,6 +131,43 @@ def test_parameters_that_need_not_be_equal_now_are_asked_for_again():
     assert not watch.landed(0.0, 5, [None, None], 0.0)
     assert watch.found is None
     assert watch.due(0.0)
+
+
+def test_a_part_is_compared_with_the_same_part_of_other_replicas():
+    watch = Watch()
+    assert watch.landed(0.0, 5, cut((7, 8), (7, 8)), 0.0)
+    assert watch.found == Consistency(5, (), None, copies=2)
+    assert watch.landed(2.0, 8, cut((7, 8), (7, 9)), 0.0)
+    assert watch.found == Consistency(8, (1, 3), 8, copies=2)  # of two, nobody can say who is right
+    assert not watch.landed(4.0, 9, cut((7, 8), (7, 9)), 0.0)
+    assert watch.found == Consistency(9, (1, 3), 8, copies=2)
+    assert not watch.landed(6.0, 10, cut((8, 8), (8, 9)), 0.0)  # equal numbers of different parts mean nothing
+    three = Watch()
+    three.landed(0.0, 5, cut((7, 8), (7, 9), (7, 8)), 0.0)
+    assert three.found == Consistency(5, (3,), 5, copies=3)
+
+
+def test_what_is_not_cut_is_compared_over_all_ranks():
+    sums = [found | {(): 1} for found in cut((7, 8), (7, 8))]
+    watch = Watch()
+    watch.landed(0.0, 5, sums, 0.0)
+    assert watch.found == Consistency(5, (), None, copies=2)
+    watch.landed(2.0, 6, [*sums[:3], sums[3] | {(): 2}], 0.0)
+    assert watch.found == Consistency(6, (3,), 6, copies=2)
+    alone = Watch()
+    alone.landed(0.0, 5, sums[:2], 0.0)
+    assert alone.found == Consistency(5, (), None, copies=1)
+
+
+def test_where_nothing_lies_twice_nothing_is_said_and_seldom_asked():
+    watch = Watch()
+    assert not watch.landed(10.0, 5, cut((7, 8)), 1e-6)
+    assert watch.found is None
+    assert not watch.due(9.9 + ALONE_S)
+    assert watch.due(10.0 + ALONE_S)
+    assert watch.landed(100.0, 6, cut((7, 8), (7, 8)), 0.0)
+    assert not watch.landed(102.0, 7, cut((7, 8)), 0.0)  # the other replica is gone, and what was said of it too
+    assert watch.found is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.int8])

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from dtkit.engine import comm, session
+from dtkit.engine import comm, told
 from dtkit.records import CALLED_OFF, GroupSpec
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def fail() -> None:
 def test_a_wrapped_error_is_told_by_its_cause():
     with pytest.raises(RuntimeError) as raised:
         fail()
-    told = session._message(raised.value)
-    assert told.partition("\n")[0] == "Failed to run stage backward: Caused by LookupError: a bad row"
-    assert "details" in told
-    assert session._message(ValueError("plain")) == "plain"
+    text = told.message(raised.value)
+    assert text.partition("\n")[0] == "Failed to run stage backward: Caused by LookupError: a bad row"
+    assert "details" in text
+    assert told.message(ValueError("plain")) == "plain"

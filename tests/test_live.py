@@ -1,6 +1,7 @@
 """The live view: down-sampling, messages, throttling, the widget, and the display replaced at the end."""
 
 import base64
+import dataclasses
 import itertools
 import json
 import logging
@@ -15,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dtkit.dashboard import display, live
+from dtkit.dashboard import display, live, stuck
 from dtkit.dashboard.bundle import bundle
 from dtkit.dashboard.feed import CHANGE_EVENTS, LOG, Feed
 from dtkit.dashboard.series import BUDGET, CHARTS, LOSS, Curves, sample
@@ -305,11 +306,12 @@ def test_tiles_say_what_the_records_say():
     tiles = {tile["label"]: tile for tile in Feed(source).snapshot().content["tiles"]}
     totals = source.history.totals(150)
     assert tiles["throughput"]["value"] == f"{totals['samples'].sum() / totals['step_s'].sum():,.0f}"
-    assert tiles["mean loss"] == {"label": "mean loss", "value": "0.250", "note": "spread 0"}
+    assert (tiles["mean loss"]["value"], tiles["mean loss"]["note"]) == ("0.250", "spread 0")
+    assert not any(tile["alert"] for tile in tiles.values())
     rows = source.history.rows(120 * 4)
     waiting = f"{100 * rows['wait_s'].sum() / rows['step_s'].sum():.0f} %"
-    assert tiles["waiting"] == {"label": "waiting", "value": waiting, "note": "of all nodes' time"}
-    assert tiles["nodes"] == {"label": "nodes", "value": "4 / 4", "note": "on 1 host"}
+    assert (tiles["waiting"]["value"], tiles["waiting"]["note"]) == (waiting, "of all nodes' time")
+    assert tiles["nodes"] == {"label": "nodes", "value": "4 / 4", "note": "on 1 host", "alert": False}
     assert list(tiles) == ["throughput", "mean loss", "step time", "waiting", "nodes"]
 
 
@@ -348,6 +350,69 @@ def test_remarks_are_sent_with_their_kind():
         {"kind": "identical", "text": "parameters identical on 4 nodes, checked at step 412"},
         {"kind": "slowed", "text": "node 1 slowed 2x on purpose"},
     ]
+
+
+def test_a_stuck_node_is_told_while_it_lasts():
+    source = FakeSource(ranks=4)
+    source.advance(30)
+    feed = Feed(source)
+    feed.snapshot()
+    source.message = "rank 1 keeps the others waiting"  # as a run has it: the finding's text
+    source.stick(1)
+    content = feed.change().content
+    nodes = {tile["label"]: tile for tile in content["tiles"]}["nodes"]
+    assert nodes == {"label": "nodes", "value": "4 / 4", "note": "⊘ node 1 stuck: forward, 12 s", "alert": True}
+    assert content["nodes_now"]["stuck"] == [1]
+    assert content["remarks"] == [
+        {
+            "kind": "stuck",
+            "text": "node 1 is stuck in forward of step 31, and the others wait for it. It stands at train.py:12 in "
+            "step. cluster.stacks() shows where all ranks stand",
+        }
+    ]
+    assert content["status"]["message"] == ""  # said once
+    assert [mark["kind"] for mark in feed.snapshot().content["marks"]] == ["stuck"]
+    said = content["remarks"]
+    source.stick(1, seconds=40.0)
+    content = feed.change().content
+    assert {tile["label"]: tile for tile in content["tiles"]}["nodes"]["note"] == "⊘ node 1 stuck: forward, 40 s"
+    assert content["remarks"] == said  # an alert is read out anew with every word that changes
+    source.finding, source.message = None, ""
+    content = feed.change().content
+    assert (content["remarks"], content["nodes_now"]["stuck"]) == ([], [])
+    assert [mark["kind"] for mark in feed.snapshot().content["marks"]] == ["stuck", "stuck"]
+
+
+def test_a_run_in_which_no_node_moves_says_so_and_a_straggler_is_not_stuck():
+    source = FakeSource(ranks=4)
+    source.advance(30)
+    source.stick(None, seconds=75.0)
+    content = Feed(source).snapshot().content
+    assert {tile["label"]: tile for tile in content["tiles"]}["nodes"]["note"] == "⊘ no node moves: 1 min 15 s"
+    assert content["remarks"][0]["text"] == "no node moves. cluster.stacks() shows where all ranks stand"
+    assert content["nodes_now"]["stuck"] == []
+    source.finding = dataclasses.replace(source.finding, kind="straggler", rank=2)
+    content = Feed(source).snapshot().content
+    assert (content["remarks"], content["nodes_now"]["stuck"]) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("phase", "step", "tile", "place"),
+    [
+        ("idle", None, "not in the call", "is stuck: not in the call"),
+        ("idle", 12, "not in the call", "is stuck: not in the call"),
+        ("collective", None, "a collective", "is stuck in a collective"),
+        ("step", 12, "a step", "is stuck in step 12"),
+        ("unknown", None, "", "is stuck"),
+        ("backward", 12, "backward", "is stuck in backward of step 12"),
+    ],
+)
+def test_every_place_in_which_a_node_is_stuck_has_words(phase, step, tile, place):
+    source = FakeSource(ranks=2)
+    source.stick(1, phase=phase)
+    found = dataclasses.replace(source.finding, step=step)
+    assert stuck.short(found) == f"⊘ node 1 stuck: {tile}, 12 s".replace(": ,", ":")
+    assert stuck.sentence(found).startswith(f"node 1 {place}, and the others wait for it. It stands at train.py:12")
 
 
 def test_what_is_the_same_on_all_ranks_has_one_line():

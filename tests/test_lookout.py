@@ -231,6 +231,17 @@ def test_a_recovery_is_told_once(world: World, recover: Callable[[Lookout, World
     assert lookout.finding is None
 
 
+def test_after_a_failure_nobody_is_stuck_and_nobody_goes_on(world: World):
+    """The rank was interrupted, or replaced: it did not recover."""
+    lookout = Lookout(world)
+    lookout.sent(0.0)
+    assert lookout.look(6.0) is not None
+    lookout.reset()
+    assert lookout.finding is None
+    assert not lookout.overdue
+    assert lookout.look(6.5) is None
+
+
 def test_a_rank_that_moves_is_a_straggler_and_is_named_once(world: World):
     def shares(step: int) -> list[Seen]:
         slow = seen(1, still_s=0.5, step=step, waited=0.0, slowness=10.0, **AWAY)

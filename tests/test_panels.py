@@ -1,5 +1,6 @@
 """What panels show beyond curves: lost nodes, outliers and their lines, strips, the user's own panels, reports."""
 
+import dataclasses
 import json
 import re
 import threading
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 import dtkit
-from dtkit.dashboard import compare_live, custom, figures, live, report
+from dtkit.dashboard import axes, compare_live, custom, figures, live, report
 from dtkit.dashboard.asks import Desk
 from dtkit.dashboard.fates import follow
 from dtkit.dashboard.feed import Feed
@@ -19,6 +20,7 @@ from dtkit.dashboard.remarks import remarks
 from dtkit.dashboard.series import LOSS, sample
 from dtkit.dashboard.spotlight import POINTS, Spotlight
 from dtkit.dashboard.strip import KINDS, SPANS, STRIPS, strip
+from dtkit.dashboard.timing import bars, timing
 from dtkit.records import Event, State
 from dtkit.schedule import Schedule
 from dtkit.timeline import SPAN, Timeline
@@ -141,12 +143,64 @@ def test_nodes_that_were_replaced_or_left_out_are_sent():
     feed = Feed(source)
     feed.snapshot()
     assert "nodes" not in feed.change().content
+    source.shrink(3)
+    source.advance(20)
+    told = feed.change().content
+    assert len(told["nodes"]) == 3
+    later = Feed(source).snapshot().content  # a page that is opened now, or that a new kernel opens
+    assert (feed.snapshot().content["head"]["ranks"], later["head"]["ranks"]) == (4, 4)  # there are lines of four
+    assert told["head"]["overall"] == later["head"]["overall"] == "all ÷ n"  # was divided by 4, and is by 3
+    source.advance(40)
+    assert "head" not in feed.change().content
+    assert [bar.rank for bar in bars(timing(source.history, 4))] == [0, 1, 2]  # of the last 50 steps
+    for content in (told, later):
+        nodes = next(tile for tile in content["tiles"] if tile["label"] == "nodes")
+        assert nodes == {"label": "nodes", "value": "3 / 3", "note": "was 4: 1 left out", "alert": False}
+        assert content["remarks"] == [{"kind": "fewer", "text": "3 nodes: 1 of 4 was lost and left out"}]
+        assert (content["nodes_now"]["world"], content["nodes_now"]["lost"]) == (3, [])
+
+
+def test_while_nodes_are_being_left_out_they_are_lost():
+    """The world is the new one before the event says so."""
+    source = FakeSource(ranks=4)
+    source.advance(20)
+    feed = Feed(source)
     source.lose(3)
-    source.nodes = source.nodes[:3]
-    source.event("repair", "node 3 left out")
-    content = feed.change().content
-    assert len(content["nodes"]) == 3
-    assert next(tile for tile in content["tiles"] if tile["label"] == "nodes")["value"] == "3 / 4"
+    source.spec = dataclasses.replace(source.spec, world_size=3)
+    content = feed.snapshot().content
+    nodes = next(tile for tile in content["tiles"] if tile["label"] == "nodes")
+    assert (nodes["value"], nodes["note"], nodes["alert"]) == ("3 / 4", "✕ node 3 lost", True)
+    assert [remark["kind"] for remark in content["remarks"]] == ["lost"]
+
+
+def said(figure):
+    """What stands below the title of a kept picture."""
+    return [text.get_text() for text in figure.texts if (text.get_gid() or "").startswith("remark-")]
+
+
+def test_the_kept_picture_says_who_is_stuck_who_was_left_out_and_what_marks_mean():
+    source = FakeSource(ranks=4)
+    source.advance(20)
+    source.lr = 0.01
+    source.event("lr", "learning rate 0.01")
+    source.shrink(3)
+    source.advance(20)
+    assert source.history.events[-1].kind == "repair"
+    source.stick(2)
+    figure = figures.run_figure(source)
+    assert " · 3 nodes (was 4) · " in figure._suptitle.get_text()
+    first, second, *others = said(figure)
+    assert first.startswith("⊘ node 2 is stuck in forward of step 41, and the others wait for it. It stands at train")
+    assert second == "    ranks stand"  # a long one goes on below
+    assert others == [
+        "○ 3 nodes: 1 of 4 was lost and left out",
+        "marks:  lr new learning rate   † node 1 lost   + repaired   ⊘ node 2 stuck",
+    ]
+    alerts = {text.get_gid() for text in figure.texts if text.get_color() == axes.ALERT}
+    assert alerts == {"remark-stuck"}
+    quiet = FakeSource(ranks=2)
+    quiet.advance(20)
+    assert said(figures.run_figure(quiet)) == []
 
 
 # -- the timeline ----------------------------------------------------------------------------------------
@@ -496,10 +550,10 @@ def test_a_report_is_one_file_that_needs_nothing_else(tmp_path):
 def test_every_time_axis_marks_what_happened():
     source = FakeSource()
     source.advance(30)
-    for kind, rank in (("lost", 1), ("repair", 1), ("save", None), ("error", None)):
+    for kind, rank in (("stuck", 1), ("lost", 1), ("repair", 1), ("save", None), ("error", None)):
         source.event(kind, kind, rank)
         source.advance(10)
     for ax in figures.run_figure(source).axes:
         if ax._left_title.get_text() in {"Loss", "Throughput", "Gradient norm", "Learning rate"}:
             marks = [line.get_gid() for line in ax.get_lines() if line.get_gid().startswith("event-")]
-            assert marks == ["event-lost", "event-repair", "event-save", "event-error"]
+            assert marks == ["event-stuck", "event-lost", "event-repair", "event-save", "event-error"]

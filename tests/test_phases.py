@@ -47,6 +47,29 @@ def test_a_phase_that_comes_again_is_added():
     assert found["backward"] == 2 + 4
 
 
+def test_a_collective_in_the_midst_of_a_phase_is_taken_out_of_it():
+    phases = Phases(Ticking([0, 2, 5, 6]))
+    phases.enter("forward")
+    phases.block()
+    assert (phases.now, phases.around) == ("sync", "forward")
+    phases.unblock()
+    assert (phases.now, phases.around) == ("forward", "forward")
+    marks = phases.finish()
+    assert durations(marks, Clock()) == {"forward": 2 + 1, "sync": 3, "step": 6}
+    assert blocked([marks], Clock()).tolist() == [[[2, 5]]]
+
+
+def test_a_collective_between_steps_is_not_marked():
+    phases = Phases(Ticking([0, 1]))
+    phases.block()
+    phases.unblock()
+    assert phases.seen() == ("", 0)
+    phases.enter("backward")
+    phases.block()
+    phases.abandon()
+    assert phases.around == ""
+
+
 def test_a_failed_step_leaves_no_mark_in_the_next():
     phases = Phases(Ticking([0, 1, 2]))
     phases.enter("forward")

@@ -11,6 +11,7 @@ from torch import nn
 
 import dtkit
 from dtkit import State
+from dtkit.finding import Finding
 from dtkit.testing import FakeTransport
 
 ROWS = torch.zeros(64, 2), torch.zeros(64, dtype=torch.int64)
@@ -218,7 +219,19 @@ def test_a_learning_rate_travels_with_the_next_dispatch(cluster, engines):
     rows = run.history.rows()
     assert (rows["lr"][rows["step"] < at] == 0.1).all()
     assert (rows["lr"][rows["step"] >= at] == 0.5).all()
+    assert [event.step for event in run.history.events if event.kind == "lr"] == [at]  # where its mark belongs
     assert at in [step for step, _ in dispatches(engines)]
+
+
+def test_who_was_stuck_goes_on_with_the_first_dispatch_that_lands(cluster):
+    """While dispatches land one after the other, nobody looks out for a rank that keeps the others waiting."""
+    run = train(cluster, steps=100_000)
+    until(run, lambda: run.status.step > 3)
+    run._driver._lookout.finding = Finding("stuck", 1, "here", "forward", 3, "net.py:14", "it waits", "wait", 8.0)
+    until(run, lambda: run.finding is None)
+    told = [event.text for event in run.history.events if event.kind == "note"]
+    run.stop()
+    assert told == ["rank 1 goes on after 8 s."]
 
 
 def test_held_out_data_is_evaluated_at_the_end_of_each_epoch_without_a_pause_between(cluster, engines):

@@ -71,7 +71,6 @@ WAITS = {  # "file: function" -> what limits it nevertheless
     "dtkit/strategies/replica.py: _divide": BY_THE_GROUP,
     "dtkit/strategies/replica.py: _explained": BY_THE_GROUP,
     "dtkit/strategies/sliced.py: local": BY_THE_GROUP,
-    "dtkit/strategies/stages.py: forecast": BY_THE_GROUP,
     "dtkit/testing.py: _serve": "a pretended engine waits for work, in a daemon thread that `close` ends",
 }
 LOCKS = {  # a file -> for how long its locks are held

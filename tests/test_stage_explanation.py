@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dtkit import explaining
-from dtkit.dashboard import stages_figure, stages_text
+from dtkit.dashboard import stages_text
 from dtkit.explanation import StepExplanation
 from dtkit.slice_explanation import SliceExplanation
 from dtkit.stage_explanation import PipelineExplanation
@@ -134,19 +134,48 @@ def test_many_crossings_and_micro_batches_are_cut_short():
     assert len(found.figure().axes) == 3
 
 
-def test_the_figure_draws_the_first_replica():
-    reports = piped()
+def copies(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same on two ranks more: another replica."""
     others = copy.deepcopy(reports)
     for report in others:
         report["rank"] += 2
         for seen in report["sightings"]:
             seen["rank"], seen["peer"] = seen["rank"] + 2, seen["peer"] + 2
-    found = explained(reports + others)
+    return reports + others
+
+
+def test_replicas_are_told_one_after_the_other_and_the_first_is_drawn():
+    found = explained(copies(piped()))
     assert len(found.crossings) == 8
-    assert stages_figure._replica(found) == {0, 1}
+    assert found.replicas == ((0, 1), (2, 3))
+    assert (found.samples, found.identical) == (16, True)
     arrows = found.figure().axes[0]
     assert [label.get_text() for label in arrows.get_yticklabels()] == ["stage 0, rank 0", "stage 1, rank 1"]
-    assert arrows.get_title(loc="right") == "of the replica with rank 0"
+    assert arrows.get_title(loc="left") == "What crossed the borders between stages: replica 1 of 2"
+    text = repr(found)
+    assert text.startswith("Step 4 of Net in 2 stages and 2 replicas on 4 ranks")
+    senders = [line.split()[6] for line in text.splitlines() if "float32" in line]
+    assert senders == ["0", "0", "1", "1", "2", "2", "3", "3"]  # though all was sent at the same times
+    assert "All replicas have the same stages, bit by bit." in text
+
+
+def test_a_replica_without_samples_is_not_the_one_that_is_drawn():
+    reports = copies(piped())
+    for report in reports[:2]:
+        report["sightings"], report["parts"] = [], []
+    found = explained(reports)
+    assert found.replicas == ((0, 1), (2, 3))
+    arrows = found.figure().axes[0]
+    assert [label.get_text() for label in arrows.get_yticklabels()] == ["stage 0, rank 2", "stage 1, rank 3"]
+    assert arrows.get_title(loc="left").endswith("replica 2 of 2")
+
+
+def test_a_replica_whose_stages_are_others_is_told():
+    reports = copies(piped())
+    reports[3]["after"] = "c"
+    found = explained(reports)
+    assert not found.identical
+    assert "The replicas do NOT have the same stages." in repr(found)
 
 
 def test_an_empty_replica_is_told():
@@ -160,13 +189,13 @@ def test_an_empty_replica_is_told():
 
 
 def collective(what: str, phase: str, nbytes: int, digest: str | None) -> dict[str, Any]:
-    shape = {"shape": (nbytes // 4,), "dtype": "float32", "nbytes": nbytes, "ranks": 2}
+    shape = {"shape": (nbytes // 4,), "dtype": "float32", "nbytes": nbytes, "ranks": (0, 1)}
     return {"what": what, "phase": phase, "digest": digest} | shape
 
 
 def cut(sent: int = 300) -> list[dict[str, Any]]:
     found = [collective("all_gather", "forward", 200, "x"), collective("reduce_scatter", "backward", 200, None)]
-    more = {"sent_bytes": sent, "held_bytes": 100, "whole_bytes": 200, "weight": 8.0}
+    more = {"speaks": True, "sent_bytes": sent, "held_bytes": 100, "whole_bytes": 200, "weight": 8.0}
     return [base(r, collectives=copy.deepcopy(found), loss=0.5 + r, **more) for r in (0, 1)]
 
 
@@ -195,6 +224,45 @@ def test_results_that_differ_and_ranks_out_of_step_are_told():
     found = SliceExplanation.from_reports(reports, "Net")  # type: ignore[arg-type]  # made by hand
     assert not found.aligned
     assert "did NOT make the same collectives" in repr(found)
+
+
+def sliced(samples: list[int]) -> list[dict[str, Any]]:
+    """Reports of two replicas of two slices: ranks 0 and 1, 2 and 3; with samples of their own."""
+    found = []
+    for rank in range(4):
+        replica, piece = divmod(rank, 2)
+        mates, twins, own = (2 * replica, 2 * replica + 1), (piece, piece + 2), samples[replica]
+        within = collective("all_reduce", "forward", 4 * own, f"of {mates}") | {"ranks": mates}
+        over = collective("all_reduce", "sync", 80, f"of slice {piece}") | {"ranks": twins}
+        more = {"sent_bytes": 500, "held_bytes": 100, "whole_bytes": 200, "speaks": piece == 0, "samples": own}
+        found.append(base(rank, collectives=[within, over] if own else [over], **more))
+    return found
+
+
+@pytest.mark.parametrize(("samples", "witness"), [([5, 4], 0), ([1, 0], 0), ([0, 1], 2)])
+def test_ranks_are_held_against_those_of_their_group(samples: list[int], witness: int):
+    """Replicas with other numbers of samples, or with none, do other things, and all is well."""
+    found = SliceExplanation.from_reports(sliced(samples), "Net")  # type: ignore[arg-type]  # made by hand
+    assert found.aligned
+    assert found.agreed
+    assert found.samples == sum(samples)
+    assert found.witness == witness
+    assert [c.ranks for c in found.collectives] == [(witness, witness + 1), (0, 2)]
+    assert found.collectives[1].digests == ("of slice 0", "of slice 0")
+    text = " ".join(repr(found).split())
+    assert f"Collectives of rank {witness} by phase:" in text
+    assert "The ranks of each group made the same collectives" in text
+    labels = [label.get_text() for label in found.figure().axes[0].get_yticklabels()]
+    assert labels == [f"forward: all-reduce, ranks {witness}, {witness + 1}", "sync: all-reduce, ranks 0, 2"]
+
+
+def test_a_group_that_differs_is_found_though_no_collective_of_it_is_shown():
+    reports = sliced([4, 4])
+    reports[3]["collectives"][0]["digest"] = "other"
+    found = SliceExplanation.from_reports(reports, "Net")  # type: ignore[arg-type]  # made by hand
+    assert (found.aligned, found.agreed, found.witness) == (True, False, 0)
+    del reports[3]["collectives"][0]
+    assert not SliceExplanation.from_reports(reports, "Net").aligned  # type: ignore[arg-type]  # made by hand
 
 
 def test_replicas_get_the_explanation_of_replicas():

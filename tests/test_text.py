@@ -119,6 +119,38 @@ def test_the_summary_says_who_is_slowed_who_waits_and_whether_ranks_agree():
 
 
 @pytest.mark.parametrize(
+    ("copies", "words"),
+    [
+        (2, "parameters identical between 2 replicas"),
+        (1, "parameters that are not cut identical on 4 nodes"),
+    ],
+)
+def test_what_was_compared_is_said(copies: int, words: str):
+    source = FakeSource(ranks=4)
+    source.consistency = Consistency(40, (), None, copies)
+    source.advance(40)
+    assert f"✓ {words}, checked at step 40" in text.summary(source).splitlines()
+
+
+def test_the_summary_says_who_is_stuck_and_for_how_long_and_who_was_left_out():
+    source = FakeSource(ranks=4)
+    source.advance(40)
+    source.stick(1)
+    progress = text.TextProgress(source, io.StringIO(), tty=False)
+    said = (
+        "⊘ node 1 stuck: forward, 12 s. It stands at train.py:12 in step. cluster.stacks() shows where all ranks stand"
+    )
+    assert progress.block()[2] == f"  {said}"
+    assert progress.block()[3].startswith("  node 0 ")  # it is said once
+    source.finding = None
+    source.shrink(3)
+    source.advance(40)
+    lines = text.summary(source).splitlines()
+    assert lines[3] == "○ 3 nodes: 1 of 4 was lost and left out"
+    assert [line.split()[:2] for line in lines[4:]] == [["node", str(k)] for k in range(3)]
+
+
+@pytest.mark.parametrize(
     ("slowed", "said"),
     [
         ({}, []),

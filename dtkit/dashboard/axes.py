@@ -13,6 +13,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from matplotlib.transforms import ScaledTranslation
 
 from dtkit.dashboard.feed import MARKED
+from dtkit.dashboard.timing import named
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -28,8 +29,13 @@ COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8
 INK, MUTED, GRID, ALERT = "#1a1a1a", "#5f5f5f", "#e4e4e4", "#b84a00"
 MARK_GLYPH = {
     "pause": "‖", "resume": "▶", "lr": "lr", "error": "✕", "stop": "■", "lost": "†", "repair": "+", "save": "↓",
+    "stuck": "⊘",
 }  # fmt: skip
-_URGENT = ("error", "lost")
+_MARK_WORDS = {
+    "pause": "paused", "resume": "resumed", "lr": "new learning rate", "error": "error", "stop": "stopped",
+    "lost": "lost", "repair": "repaired", "save": "saved", "stuck": "stuck",
+}  # fmt: skip
+_URGENT = ("error", "lost", "stuck")
 _OUTLIERS = (5, 6, 3, 2)  # colours that the band's blue does not swallow
 _NARROW = 7.5  # inches: below that a legend is broken
 _LABEL_GAP = 0.062  # of the axes' height: two labels closer than that would overlap
@@ -171,14 +177,24 @@ def mark_events(ax: Axes, events: Sequence[Event]) -> None:
     free = left
     for event in [event for event in events if event.kind in MARKED][-20:]:
         colour = COLOURS[5] if event.kind in _URGENT else MUTED
-        ax.axvline(event.step, color=colour, linewidth=0.8, linestyle=":", gid=f"event-{event.kind}")
+        ax.axvline(event.step, 0, 0.94, color=colour, linewidth=0.8, linestyle=":", gid=f"event-{event.kind}")
         if event.step < free:
             continue  # its glyph would lie on the one before
         free = event.step + 0.025 * (right - left)
         ax.annotate(
             MARK_GLYPH.get(event.kind, "•"), (event.step, 1.0), xycoords=("data", "axes fraction"), va="top",
-            ha="center", fontsize=7, color=colour, annotation_clip=True,
+            ha="center", fontsize=8, color=colour, annotation_clip=True,
         )  # fmt: skip
+
+
+def mark_key(events: Sequence[Event]) -> str:
+    """What the marks mean that these events have, and of which nodes they are; empty where there is none."""
+    of: dict[str, set[int]] = {}
+    for event in events:
+        if event.kind in MARKED:
+            of.setdefault(event.kind, set()).update(() if event.rank is None else {event.rank})
+    who = {kind: f"{named(sorted(ranks))} " if ranks else "" for kind, ranks in of.items()}
+    return "   ".join(f"{MARK_GLYPH[kind]} {who[kind]}{_MARK_WORDS[kind]}" for kind in of)
 
 
 def last(part: Part) -> float:

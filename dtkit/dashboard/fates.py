@@ -1,6 +1,7 @@
 """Which nodes are lost: read from the events of a run, "lost" and "repair", each with the node's rank.
 
-A repair without a rank brings all of them back.
+A repair without a rank ends all of that: the lost were replaced, or the run goes on without them. Then its world is
+smaller than the one that it began with, and the ranks above those that were left out have moved down.
 """
 
 from __future__ import annotations
@@ -10,10 +11,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from dtkit.dashboard.source import Source
     from dtkit.records import Event
 
 Lost = dict[int, int]
 """The step at which each lost node went, by rank."""
+
+_FIRST = 1024  # rows: the first step of every rank is among them
 
 
 def follow(lost: Lost, events: Iterable[Event]) -> Lost:
@@ -27,3 +31,9 @@ def follow(lost: Lost, events: Iterable[Event]) -> Lost:
         elif event.kind == "repair" and event.rank is not None:
             found.pop(event.rank, None)
     return found
+
+
+def begun(source: Source) -> int:
+    """How many nodes the run began with: more than its world has now, where some were left out."""
+    first = source.history.rows(0, min(_FIRST, len(source.history)))["rank"]
+    return max(source.spec.world_size, int(first.max(initial=-1)) + 1)

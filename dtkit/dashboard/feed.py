@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dtkit import units
-from dtkit.dashboard.fates import follow
+from dtkit.dashboard.fates import begun, follow
 from dtkit.dashboard.glance import epoch, glance, tiles
 from dtkit.dashboard.outliers import outliers
 from dtkit.dashboard.remarks import remarks
@@ -35,6 +35,7 @@ from dtkit.dashboard.series import CHARTS, MAX_LINES, Curves, overall_rate
 from dtkit.dashboard.spotlight import CHARTS as SPOT_CHARTS
 from dtkit.dashboard.spotlight import Spotlight
 from dtkit.dashboard.strip import KINDS, strip
+from dtkit.dashboard.stuck import halted
 from dtkit.dashboard.timing import PHASES, bars
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ LOG = 200
 """Lines of the log that a page keeps."""
 MARKS = 60
 """Events that a page marks on the step axis."""
-MARKED = frozenset({"pause", "resume", "lr", "error", "stop", "lost", "repair", "save"})
+MARKED = frozenset({"pause", "resume", "lr", "error", "stop", "stuck", "lost", "repair", "save"})
 """The kinds of events that get a mark; the others are in the log alone."""
 STRIP_S = 1.0
 """Seconds between two timelines: its boxes are most of the bytes, and it is looked at and not watched."""
@@ -70,7 +71,7 @@ class Feed:
 
     def __init__(self, source: Source, clock: Callable[[], float] = time.monotonic) -> None:
         self._source, self._clock = source, clock
-        self._ranks = source.spec.world_size
+        self._ranks = begun(source)  # a run that goes on without some had lines of theirs
         self._curves = Curves(CHARTS, self._ranks)
         self._limit = max(1, CHANGE_BYTES // (12 * self._curves.columns))  # a bucket: three float32 a column
         self._spotlight = Spotlight(self._ranks) if self._ranks > MAX_LINES else None
@@ -78,6 +79,7 @@ class Feed:
         self._packed: tuple[int, int | None] = -1, None  # of how many rows the last message was, and who was selected
         self._lost: Lost = {}
         self._nodes: list[NodeInfo] = []
+        self._world = self._ranks
         self._strip_at, self._strip_step, self._strip_known = -math.inf, -1, False
         self.selected: int | None = None
         """The node that is highlighted."""
@@ -124,6 +126,8 @@ class Feed:
         content = self._now("change")
         if self._nodes != list(self._source.nodes):  # an engine was replaced, or left out
             content["nodes"] = self._told_nodes()
+        if self._world != self._source.spec.world_size:
+            content["head"] = self._head()
         if self._events < len(history.events):
             # A flood of prints is cut to what the page would keep anyway.
             self._events = max(self._events, len(history.events) - LOG)
@@ -153,8 +157,10 @@ class Feed:
         """What every message has: the state and the figures of now."""
         source, status = self._source, self._source.status
         base, self._seq = self._seq, self._seq + 1
+        stuck = halted(source)
         self._glance = glance(source.history, self._ranks, self._lost)
-        self._outliers = outliers(self._glance, self._lost)
+        halt = [] if stuck is None or stuck.rank is None else [stuck.rank]
+        self._outliers = outliers(self._glance, {*self._lost, *halt})
         at, of = epoch(source.spec, status.step)
         error = source.exception
         return {
@@ -169,14 +175,16 @@ class Feed:
                 "epochs": of,
                 "elapsed": _finite(status.elapsed_s),
                 "remaining": _finite(status.remaining_s),
-                "message": units.plain(status.message),
+                "message": "" if stuck else units.plain(status.message),  # a remark says it, with the same words
             },
             "lr": _finite(source.lr),
             "tiles": [dataclasses.asdict(tile) for tile in tiles(source, self._glance)],
             "error": None if error is None else _error(error),
             "remarks": [dataclasses.asdict(remark) for remark in remarks(source, self._lost)],
             "nodes_now": {
+                "world": source.spec.world_size,
                 "lost": sorted(self._lost),
+                "stuck": halt,
                 "outliers": self._outliers,
                 "slow": list(self._glance.timing.straggler.ranks) if self._glance.timing.straggler else [],
                 "slowed": sorted(source.slowed),
@@ -191,11 +199,12 @@ class Feed:
 
     def _head(self) -> dict[str, Any]:
         spec = self._source.spec
+        self._world = spec.world_size
         return {
             "name": units.plain(spec.name, 80),
             "strategy": units.plain(spec.strategy, 120),
             "ranks": self._ranks,
-            "overall": overall_rate(self._ranks, self._source.history.copies),
+            "overall": overall_rate(spec.world_size, self._source.history.copies, self._ranks),
             "batch": spec.batch_size,
             "charts": {layout.name: dataclasses.asdict(layout) for layout in self._curves.layouts},
             "columns": self._curves.columns,

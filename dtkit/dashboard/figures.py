@@ -6,6 +6,7 @@ Only ``Figure`` and the Agg canvas are used, never pyplot: pictures are drawn on
 from __future__ import annotations
 
 import io
+import textwrap
 from typing import TYPE_CHECKING, Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -14,7 +15,8 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from dtkit import units
 from dtkit.dashboard import custom
-from dtkit.dashboard.axes import ALERT, COLOURS, GRID, INK, MUTED
+from dtkit.dashboard.axes import ALERT, COLOURS, GRID, INK, MUTED, mark_key
+from dtkit.dashboard.fates import begun
 from dtkit.dashboard.panels import (
     gradient_norm,
     learning_rate,
@@ -44,6 +46,7 @@ __all__ = ["COLOURS", "GRID", "INK", "MUTED", "new_figure", "panels_of", "png", 
 _DPI = 160
 _WIDTH, _ROW, _LOW = 10.8, 3.1, 2.3  # inches: of a figure with two columns, and the height of a row of charts
 _LINE = 0.24  # the height of a line of the title
+_LETTERS = 140  # in such a line
 
 
 def run_figure(source: Source, panels: Sequence[Panel] | None = None) -> Figure:
@@ -54,9 +57,10 @@ def run_figure(source: Source, panels: Sequence[Panel] | None = None) -> Figure:
     wide = {} if panels else _wide(source)
     rows = _rows([*panels_of(source.history), *_own()] if panels is None else panels, wide)
     heights = [wide[row[0]] if row[0] in wide else _height(row, source.spec.world_size) for row in rows]
-    head = _LINE * (1 + len(remarks(source))) + 0.14
+    said = _said(source)
+    head = _LINE * (1 + len(said)) + 0.14
     figure = new_figure(_WIDTH, sum(heights) + head)
-    _title(figure, source, head)
+    _title(figure, source, said, head)
     grid = figure.add_gridspec(len(rows), 2, height_ratios=heights)
     for k, row in enumerate(rows):
         for column, panel in enumerate(row):
@@ -131,14 +135,24 @@ def _height(row: list[Panel], ranks: int) -> float:
     return _LOW if gradient_norm.draw in row or learning_rate.draw in row else _ROW
 
 
-def _title(figure: Figure, source: Source, head: float) -> None:
-    """One line: what, how, how far; and a line for each remark. They take the top `head` inches."""
-    spec, status, height = source.spec, source.status, figure.get_figheight()
+def _said(source: Source) -> list[tuple[str, str]]:
+    """(kind, text) of each line below the title: the remarks, and what the marks on the time axes mean."""
+    lines = []
+    for remark in remarks(source):
+        parts = textwrap.wrap(f"{GLYPHS[remark.kind]} {remark.text}", _LETTERS, subsequent_indent="    ")
+        lines += [(remark.kind, part) for part in parts]
+    key = mark_key(source.history.events)
+    return [*lines, ("marks", f"marks:  {key}")] if key else lines
+
+
+def _title(figure: Figure, source: Source, said: Sequence[tuple[str, str]], head: float) -> None:
+    """One line: what, how, how far; below it those of `said`. They take the top `head` inches."""
+    spec, status, height, first = source.spec, source.status, figure.get_figheight(), begun(source)
     text = " · ".join(
         (
             units.plain(spec.name, 40),
             units.plain(spec.strategy, 60),
-            units.plural(spec.world_size, "node"),
+            units.plural(spec.world_size, "node") + (f" (was {first:,})" if first > spec.world_size else ""),
             status.state.value,
             f"{status.step:,} of {status.steps:,} steps",
         )
@@ -148,10 +162,9 @@ def _title(figure: Figure, source: Source, head: float) -> None:
     engine.set(rect=(0, 0, 1, 1 - head / height), h_pad=0.08, hspace=0.04)
     style: dict[str, Any] = {"x": 0.012, "ha": "left", "va": "top", "parse_math": False}
     figure.suptitle(text, y=1 - 0.09 / height, fontsize=11.5, fontweight="bold", color=INK, **style)
-    for k, remark in enumerate(remarks(source)):
-        alert = remark.kind in ALERTS
-        line = f"{GLYPHS[remark.kind]} {remark.text}"
+    for k, (kind, line) in enumerate(said):
+        alert = kind in ALERTS
         figure.text(
             y=1 - (0.11 + _LINE * (k + 1)) / height, s=line, fontsize=9.5, fontweight="bold" if alert else "normal",
-            color=ALERT if alert else MUTED, gid=f"remark-{remark.kind}", **style,
+            color=ALERT if alert else MUTED, gid=f"remark-{kind}", **style,
         )  # fmt: skip

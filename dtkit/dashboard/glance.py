@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dtkit import units
-from dtkit.dashboard.fates import follow
+from dtkit.dashboard.fates import begun, follow
 from dtkit.dashboard.series import lossless
+from dtkit.dashboard.stuck import halted, short
 from dtkit.dashboard.timing import Timing, named, timing
 
 if TYPE_CHECKING:
@@ -87,26 +88,38 @@ def epoch(spec: RunSpec, step: int) -> tuple[int, int]:
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """One of the large figures: what it is, its value, and a line under it."""
+    """One of the large figures: what it is, its value, and a line under it, which may be an alert."""
 
     label: str
     value: str
     note: str
+    alert: bool = False
 
 
 def tiles(source: Source, now: Glance) -> Iterator[Tile]:
     """The figures at the top of a view, ready to be read."""
-    spec, nodes = source.spec, source.nodes
     yield Tile("throughput", units.rate(now.throughput), "samples/s, all nodes")
     yield Tile("mean loss", units.loss(now.loss), _loss_note(source, now))
     slow = now.timing.straggler
     yield Tile("step time", units.duration(now.step_s), f"▲ slowest: {named(slow.ranks)}" if slow else "median")
     yield Tile("waiting", units.share(now.timing.waiting if now.timing.measured else None), "of all nodes' time")
-    hosts = len({node.host for node in nodes})
-    begun = len(now.by_rank)  # a run may go on without an engine that was lost
-    alive = f"{min(len(nodes) or spec.world_size, begun) - len(now.lost):,} / {begun:,}"
-    note = f"on {units.plural(hosts, 'host')}" if hosts else ""
-    yield Tile("nodes", alive, f"✕ {named(sorted(now.lost))} lost" if now.lost else note)
+    yield _nodes(source, now)
+
+
+def _nodes(source: Source, now: Glance) -> Tile:
+    """How many of the world are alive, and the worst that is to be said of them."""
+    # While a repair is under way the world may be the new one already, and the lost are still counted in the old one.
+    world = len(now.by_rank) if now.lost else source.spec.world_size
+    alive = f"{world - len(now.lost):,} / {world:,}"
+    stuck, first = halted(source), begun(source)
+    if now.lost:
+        return Tile("nodes", alive, f"✕ {named(sorted(now.lost))} lost", alert=True)
+    if stuck is not None:
+        return Tile("nodes", alive, short(stuck), alert=True)
+    if first > world:
+        return Tile("nodes", alive, f"was {first:,}: {first - world:,} left out")
+    hosts = len({node.host for node in source.nodes})
+    return Tile("nodes", alive, f"on {units.plural(hosts, 'host')}" if hosts else "")
 
 
 def _loss_note(source: Source, now: Glance) -> str:

@@ -1,4 +1,4 @@
-"""What every view says in words: who is lost, whether the ranks agree, and who is slowed on purpose.
+"""What every view says in words: who is lost or stuck, whether the ranks agree, and who is slowed on purpose.
 
 A remark has a kind, by which a view chooses glyph and colour. Its text alone says everything.
 """
@@ -10,7 +10,8 @@ import math
 from typing import TYPE_CHECKING
 
 from dtkit import units
-from dtkit.dashboard.fates import follow
+from dtkit.dashboard.fates import begun, follow
+from dtkit.dashboard.stuck import GLYPH, halted, sentence
 from dtkit.dashboard.timing import named
 
 if TYPE_CHECKING:
@@ -20,10 +21,10 @@ if TYPE_CHECKING:
     from dtkit.dashboard.source import Source
     from dtkit.records import Consistency
 
-GLYPHS = {"lost": "✕", "differs": "✕", "identical": "✓", "slowed": "▼"}
+GLYPHS = {"lost": "✕", "stuck": GLYPH, "differs": "✕", "identical": "✓", "fewer": "○", "slowed": "▼"}
 """The kinds of remarks, the most urgent first, and the sign that stands before each."""
 
-ALERTS = ("lost", "differs")
+ALERTS = ("lost", "stuck", "differs")
 """The kinds that are alerts."""
 
 
@@ -39,7 +40,13 @@ def remarks(source: Source, lost: Lost | None = None) -> list[Remark]:
     """All that is to be said now, the most urgent first; `lost` is read from the events unless the caller knows."""
     lost = follow({}, source.history.events) if lost is None else lost
     ranks = source.spec.world_size
-    return [*_lost(lost, ranks), *_consistency(source.consistency, ranks), *_slowed(source)]
+    return [
+        *_lost(lost, ranks),
+        *_stuck(source),
+        *_consistency(source.consistency, ranks),
+        *([] if lost else _fewer(source)),
+        *_slowed(source),
+    ]
 
 
 def _lost(lost: Lost, ranks: int) -> Iterator[Remark]:
@@ -52,16 +59,39 @@ def _lost(lost: Lost, ranks: int) -> Iterator[Remark]:
         )
 
 
+def _stuck(source: Source) -> Iterator[Remark]:
+    found = halted(source)
+    if found is not None:
+        yield Remark("stuck", units.plain(sentence(found), 600))
+
+
+def _fewer(source: Source) -> Iterator[Remark]:
+    """That nodes were left out for good."""
+    first, ranks = begun(source), source.spec.world_size
+    if first > ranks:
+        out = first - ranks
+        be = "was" if out == 1 else "were"
+        yield Remark("fewer", f"{units.plural(ranks, 'node')}: {out:,} of {first:,} {be} lost and left out")
+
+
 def _consistency(found: Consistency | None, ranks: int) -> Iterator[Remark]:
     if found is None or ranks < 2:
         return
     if not found.differing:
-        text = f"parameters identical on {units.plural(ranks, 'node')}, checked at step {found.step:,}"
-        yield Remark("identical", text)
+        yield Remark("identical", f"{_same(found, ranks)}, checked at step {found.step:,}")
         return
     differ = "differs" if len(found.differing) == 1 else "differ"
     since = found.step if found.since is None else found.since
     yield Remark("differs", f"{named(found.differing)} {differ} since step {since:,}: parameters are no longer equal")
+
+
+def _same(found: Consistency, ranks: int) -> str:
+    """What was compared: copies of the whole model, or of its parts, or what is not cut into parts."""
+    if found.copies is None:
+        return f"parameters identical on {units.plural(ranks, 'node')}"
+    if found.copies > 1:
+        return f"parameters identical between {units.plural(found.copies, 'replica')}"
+    return f"parameters that are not cut identical on {units.plural(ranks, 'node')}"
 
 
 def _slowed(source: Source) -> Iterator[Remark]:

@@ -85,9 +85,14 @@ def replicas(ranks: int, copies: int) -> int:
     return max(1, ranks // copies)
 
 
-def overall_rate(ranks: int, copies: int) -> str:
-    """The name of throughput's line over all nodes: ``all ÷ 4``, and ``all`` where all take the same samples."""
+def overall_rate(ranks: int, copies: int, begun: int | None = None) -> str:
+    """The name of throughput's line over all nodes: ``all ÷ 4``, and ``all`` where all take the same samples.
+
+    A run that began with more nodes than there are now was divided by other numbers before: ``all ÷ n``.
+    """
     count = replicas(ranks, copies)
+    if begun is not None and count != replicas(begun, copies):
+        return "all ÷ n"
     return f"all ÷ {count}" if count > 1 else "all"
 
 

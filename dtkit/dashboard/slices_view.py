@@ -13,12 +13,15 @@ from dtkit.dashboard.figures import new_figure
 from dtkit.dashboard.step_text import MAX_RANKS, number
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     from dtkit.slice_explanation import CollectiveGroup, SliceExplanation, SliceRank
 
 _COLOURS = dict(zip(("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all"), COLOURS, strict=False))
+_NAMED = 4  # ranks of a group, up to which they are listed
 _MORE = 1.2  # times the textbook's bytes, from which on somebody sends otherwise than in a ring
 
 
@@ -48,7 +51,13 @@ def verdict(explanation: SliceExplanation) -> str:
         return "The ranks did NOT make the same collectives in the same order."
     if not explanation.agreed:
         return "Some results that should be the same on all ranks are NOT."
-    return "All ranks made the same collectives, and got the same results where they should, bit by bit."
+    who = "All ranks" if among_all(explanation) else "The ranks of each group"
+    return f"{who} made the same collectives, and got the same results where they should, bit by bit."
+
+
+def among_all(explanation: SliceExplanation) -> bool:
+    """Whether every collective is among all ranks; with replicas, some are among some of them only."""
+    return all(len(one.ranks) == len(explanation.ranks) for one in explanation.collectives)
 
 
 def traffic(explanation: SliceExplanation) -> str:
@@ -73,30 +82,43 @@ def _ranks(explanation: SliceExplanation) -> Chapter:
     return Chapter(
         "Each rank holds a part of the parameters.",
         Table(("rank", "samples", "loss", "bytes of parameters", "of all"), body, frozenset()),
-        [*_more(explanation), f"loss of the step: {number(explanation.loss)}"],
+        [*_more(explanation), *_shared(explanation), f"loss of the step: {number(explanation.loss)}"],
     )
+
+
+def _shared(explanation: SliceExplanation) -> list[str]:
+    """That samples in the table count once."""
+    if all(rank.speaks for rank in explanation.ranks):
+        return []
+    return [f"Ranks that share a replica take the same samples: {units.plural(explanation.samples, 'sample')} in all."]
 
 
 def _collectives(explanation: SliceExplanation) -> Chapter:
     body = [_group_row(group) for group in explanation.groups]
+    which = "Collectives" if among_all(explanation) else f"Collectives of rank {explanation.witness}"
     return Chapter(
-        "Ranks put together what they need, and add up what they have, while they compute. Collectives by phase:",
+        f"Ranks put together what they need, and add up what they have, while they compute. {which} by phase:",
         Table(("phase", "collective", "ranks", "count", "bytes", "sent by a rank, in a ring"), body, _WORDS),
         [traffic(explanation), verdict(explanation)],
     )
 
 
-_WORDS = frozenset({"phase", "collective"})
+_WORDS = frozenset({"phase", "collective", "ranks"})
 
 
 def _group_row(group: CollectiveGroup) -> list[str]:
     sent = f"{group.textbook_bytes:,.0f}"
-    return [group.phase, name(group.what), str(group.ranks), f"{group.count:,}", f"{group.nbytes:,}", sent]
+    return [group.phase, name(group.what), among(group.ranks), f"{group.count:,}", f"{group.nbytes:,}", sent]
 
 
 def name(what: str) -> str:
     """``all-reduce`` and so on, as people write it."""
     return what.replace("_", "-")
+
+
+def among(ranks: Sequence[int]) -> str:
+    """``0, 2``, or how many where these are many."""
+    return ", ".join(map(str, ranks)) if len(ranks) <= _NAMED else f"{len(ranks):,} ranks"
 
 
 def _update(explanation: SliceExplanation) -> Chapter:
@@ -130,7 +152,8 @@ def slices_figure(explanation: SliceExplanation) -> Figure:
     parts, sums = figure.subplots(1, 2, width_ratios=(1.5, 1))
     longest = max(explanation.textbook_bytes, explanation.sent_bytes, 1)
     unit, one = units.unit_for(longest, units.BYTES)
-    _draw_groups(parts, groups, one)
+    among_some = None if among_all(explanation) else explanation.witness
+    _draw_groups(parts, groups, one, among_some)
     _draw_sums(sums, explanation, one)
     for ax in (parts, sums):
         _tidy(ax, unit)
@@ -138,17 +161,20 @@ def slices_figure(explanation: SliceExplanation) -> Figure:
     return figure
 
 
-def _draw_groups(ax: Axes, groups: tuple[CollectiveGroup, ...], one: float) -> None:
+def _draw_groups(ax: Axes, groups: tuple[CollectiveGroup, ...], one: float, witness: int | None) -> None:
+    """A bar a group. Where they are not all among all ranks, they are those of `witness`, and named by their ranks."""
     for k, group in enumerate(groups):
         ax.barh(k, group.textbook_bytes / one, height=0.66, color=_COLOURS[group.what])
         ax.annotate(
             f"{group.count:,} of {units.size(group.nbytes)} together", (group.textbook_bytes / one, k), xytext=(5, 0),
             textcoords="offset points", va="center", fontsize=8, color=INK,
         )  # fmt: skip
-    ax.set_yticks(range(len(groups)), [f"{group.phase}: {name(group.what)}" for group in groups])
+    whose, named = ("a rank", False) if witness is None else (f"rank {witness}", True)
+    names = [f"{g.phase}: {name(g.what)}{f', ranks {among(g.ranks)}' if named else ''}" for g in groups]
+    ax.set_yticks(range(len(groups)), names)
     ax.set_ylim(len(groups) - 0.4, -0.6)
     ax.set_xlim(0, 1.55 * max((g.textbook_bytes for g in groups), default=1) / one or 1)
-    ax.set_title("Sent by a rank, in a ring", loc="left", fontsize=10, fontweight="bold", color=INK)
+    ax.set_title(f"Sent by {whose}, in a ring", loc="left", fontsize=10, fontweight="bold", color=INK)
 
 
 def _draw_sums(ax: Axes, explanation: SliceExplanation, one: float) -> None:
@@ -165,7 +191,7 @@ def _draw_sums(ax: Axes, explanation: SliceExplanation, one: float) -> None:
     ax.set_yticks((0, 1), ["textbook", "counted"])
     ax.set_ylim(1.6, -0.6)
     ax.set_xlim(0, 1.3 * longest or 1)
-    note = "more than rings would" if more else ""
+    note = "more than rings" if more else ""
     ax.set_title("All of a step together", loc="left", fontsize=10, fontweight="bold", color=INK)
     ax.set_title(note, loc="right", fontsize=8, color=MUTED)
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from concurrent.futures import Future
 
+    from dtkit.finding import Finding
     from dtkit.history import History
     from dtkit.records import Consistency, NodeInfo, RunSpec, Status
 
@@ -58,6 +59,11 @@ class Source(Protocol):
     @property
     def consistency(self) -> Consistency | None:
         """What the last comparison of parameters over the ranks found; None before the first."""
+        ...
+
+    @property
+    def finding(self) -> Finding | None:
+        """Who keeps the others waiting now, as far as anybody had to ask; None while all is well."""
         ...
 
     def subscribe(self, callback: Callable[[], None]) -> Callable[[], None]:

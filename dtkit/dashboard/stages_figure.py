@@ -6,7 +6,7 @@ micro-batch. Below, how large these tensors were, and what each micro-batch gave
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.ticker import MaxNLocator
@@ -31,14 +31,16 @@ _LOWER, _FRAME = 2.1, 1.7
 _NUMBERED = 48  # crossings from which on arrows have no numbers
 _LOG_FROM = 30.0  # the ratio of norms from which their axis is logarithmic
 _SHOWN = 8  # stages, or borders, with bars of their own
+_TITLE: dict[str, Any] = {"loc": "left", "fontsize": 10, "fontweight": "bold", "color": INK}
 _KINDS = {"activation": COLOURS[0], "gradient": COLOURS[5]}
 
 
 def stages_figure(explanation: PipelineExplanation) -> Figure:
-    """Draw the step of the first replica: what crossed, how large it was, what stages made of it."""
-    first = explanation.ranks[0].rank
-    mates = _replica(explanation)
-    crossings = [c for c in explanation.crossings if c.sender in mates]
+    """Draw the step of one replica: what crossed, how large it was, what stages made of it."""
+    found = stages_text.by_replica(explanation)
+    place = found[0][0] if found else 0  # the first one that had samples
+    mates = explanation.replicas[place]
+    crossings = [crossing for of, crossing in found if of == place]
     stages = [s for s in explanation.stages if s.rank in mates]
     stages.sort(key=lambda s: s.stage)
     upper = max(_LEAST, _LANE * len(stages))
@@ -50,23 +52,15 @@ def stages_figure(explanation: PipelineExplanation) -> Figure:
     grid = figure.add_gridspec(2, 2, height_ratios=(upper, _LOWER))
     arrows = figure.add_subplot(grid[0, :])
     _draw_arrows(arrows, crossings, stages)
-    if len(mates) < len(explanation.ranks):
-        arrows.set_title(f"of the replica with rank {first}", loc="right", fontsize=8, color=MUTED)
+    if len(explanation.replicas) > 1:
+        which = f"replica {place + 1:,} of {len(explanation.replicas):,}"
+        arrows.set_title(f"What crossed the borders between stages: {which}", **_TITLE)
     _draw_norms(figure.add_subplot(grid[1, 0]), crossings)
     _draw_parts(figure.add_subplot(grid[1, 1]), stages)
     fine = explanation.intact and explanation.adds_up
     words = f"{stages_text.verdict(explanation)} {stages_text.sums(explanation)}"
     figure.supxlabel(words, x=0.012, ha="left", fontsize=9, fontweight="bold", color=INK if fine else ALERT)
     return figure
-
-
-def _replica(explanation: PipelineExplanation) -> set[int]:
-    """The ranks that share the model with the first one: those that it is linked to by crossings."""
-    mates, before = {explanation.ranks[0].rank}, 0
-    while len(mates) > before:
-        before = len(mates)
-        mates |= {r for c in explanation.crossings if {c.sender, c.receiver} & mates for r in (c.sender, c.receiver)}
-    return mates
 
 
 def _draw_arrows(ax: Axes, crossings: Sequence[Crossing], stages: Sequence[StageRecord]) -> None:
@@ -159,4 +153,4 @@ def _tidy(ax: Axes, title: str) -> None:
     for side in ("left", "bottom"):
         ax.spines[side].set_color(MUTED)
     ax.tick_params(colors=MUTED, labelcolor=INK, labelsize=8)
-    ax.set_title(title, loc="left", fontsize=10, fontweight="bold", color=INK)
+    ax.set_title(title, **_TITLE)

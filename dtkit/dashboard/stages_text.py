@@ -36,7 +36,8 @@ def page(explanation: PipelineExplanation) -> str:
 def headline(explanation: PipelineExplanation) -> str:
     """``Step 7 of Net in 4 stages on 2 ranks, epoch 2: 64 samples in 8 micro-batches``."""
     stages = units.plural(len({stage.stage for stage in explanation.stages}), "stage")
-    where = f"Step {explanation.step:,} of {units.plain(explanation.model, 60)} in {stages}"
+    several = f" and {len(explanation.replicas):,} replicas" if len(explanation.replicas) > 1 else ""
+    where = f"Step {explanation.step:,} of {units.plain(explanation.model, 60)} in {stages}{several}"
     ranks, samples = units.plural(len(explanation.ranks), "rank"), units.plural(explanation.samples, "sample")
     micro = units.plural(explanation.micro_batches, "micro-batch").replace("batchs", "batches")
     return f"{where} on {ranks}, epoch {explanation.epoch + 1:,}: {samples} in {micro}"
@@ -70,20 +71,28 @@ def _chapters(explanation: PipelineExplanation) -> tuple[Chapter, Chapter, Chapt
 
 
 def _borders(explanation: PipelineExplanation) -> Chapter:
-    shown = explanation.crossings[:MAX_CROSSINGS]
+    shown = [crossing for _, crossing in by_replica(explanation)[:MAX_CROSSINGS]]
     several = any(crossing.tensor for crossing in explanation.crossings)
     body = [_crossing_row(crossing, several=several) for crossing in shown]
     head = ("", "micro-batch", "what", "stages", "ranks", "shape", "bytes", "norm", "first numbers", "sent", "arrived")
     rest = len(explanation.crossings) - len(shown)
     down, up = (units.size(explanation.sent_bytes(kind)) for kind in ("activation", "gradient"))
+    order = "Replica by replica, in" if len(explanation.replicas) > 1 else "In"
     return Chapter(
-        "Activations go down through the stages, gradients with respect to them come back up. In the order of sending:",
+        "Activations go down through the stages, gradients with respect to them come back up. "
+        f"{order} the order of sending:",
         Table(head, body, frozenset({"what", "stages", "ranks", "shape", "first numbers", "sent", "arrived"})),
         [
             *([f"and {units.plural(rest, 'more tensor')}"] if rest > 0 else []),
             f"{verdict(explanation)} From rank to rank went {down} of activations and {up} of gradients.",
         ],
     )
+
+
+def by_replica(explanation: PipelineExplanation) -> list[tuple[int, Crossing]]:
+    """(the how-manieth replica, what crossed in it), each replica's in the order of sending."""
+    places = {rank: place for place, ranks in enumerate(explanation.replicas) for rank in ranks}
+    return sorted(((places[c.sender], c) for c in explanation.crossings), key=lambda pair: (pair[0], pair[1].order))
 
 
 def _crossing_row(crossing: Crossing, *, several: bool) -> list[str]:
@@ -114,8 +123,13 @@ def _gradients(explanation: PipelineExplanation) -> Chapter:
     return Chapter(
         "Each stage adds up what its micro-batches give to its gradient. Norms:",
         Table(head, body, frozenset()),
-        [*_more(len(explanation.stages), "stage"), sums(explanation)],
+        [*_more(len(explanation.stages), "stage"), sums(explanation), *_over_replicas(explanation)],
     )
+
+
+def _over_replicas(explanation: PipelineExplanation) -> list[str]:
+    count = len(explanation.replicas)
+    return [f"Then each stage's gradient is added up over the {count:,} replicas."] if count > 1 else []
 
 
 def _columns(count: int) -> Sequence[int | None]:
@@ -134,7 +148,7 @@ def _update(explanation: PipelineExplanation) -> Chapter:
     body = [_rank_row(rank) for rank in explanation.ranks[:MAX_RANKS]]
     head = ("rank", "stages", "samples", "loss", "before", "after")
     table = Table(head, body, frozenset({"stages", "before", "after"}))
-    notes = [*_more(len(explanation.ranks), "rank"), *_clipping(explanation)]
+    notes = [*_more(len(explanation.ranks), "rank"), *_clipping(explanation), *_equal(explanation)]
     notes.append(f"loss of the step: {number(explanation.loss)}, known to the last stage alone")
     if not explanation.updated:
         return Chapter("No update: the gradients are not finite. Checksums of each rank's parameters:", table, notes)
@@ -147,6 +161,14 @@ def _rank_row(rank: StageRank) -> list[str]:
     stages = ", ".join(map(str, rank.stages))
     after = units.NOTHING if rank.after is None else rank.after
     return [str(rank.rank), stages, f"{rank.samples:,}", number(rank.loss), rank.before, after]
+
+
+def _equal(explanation: PipelineExplanation) -> list[str]:
+    if len(explanation.replicas) < 2:
+        return []
+    if explanation.identical:
+        return ["All replicas have the same stages, bit by bit."]
+    return ["The replicas do NOT have the same stages."]
 
 
 def _clipping(explanation: PipelineExplanation) -> list[str]:

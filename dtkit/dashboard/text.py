@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TextIO
 from dtkit import units
 from dtkit.dashboard.glance import Glance, epoch, glance
 from dtkit.dashboard.remarks import GLYPHS, remarks
+from dtkit.dashboard.stuck import halted, line
 from dtkit.dashboard.throttle import Throttle, on_timer
 
 if TYPE_CHECKING:
@@ -65,8 +66,10 @@ def _figures(now: Glance) -> str:
 
 
 def _said(source: Source, now: Glance) -> list[str]:
-    """What there is to say in words: whether the ranks agree, who is slowed, who keeps the others waiting."""
-    lines = [f"{GLYPHS[remark.kind]} {remark.text}" for remark in remarks(source)]
+    """What there is to say in words: who is stuck and for how long, whether the ranks agree, who is slow."""
+    stuck = halted(source)
+    lines = [] if stuck is None else [units.plain(line(stuck))]
+    lines += [f"{GLYPHS[remark.kind]} {remark.text}" for remark in remarks(source) if remark.kind != "stuck"]
     if now.timing.straggler is not None:
         lines.append(f"▲ {now.timing.straggler.text}")
     return lines

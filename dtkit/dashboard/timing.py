@@ -116,6 +116,8 @@ def timing(history: History, ranks: int, steps: int = STEPS) -> Timing:
     at = history.totals(history.steps - steps)["step"]
     rows = history.rows(len(history) - steps * ranks)
     rows = rows[(rows["rank"] < ranks) & (rows["rank"] >= 0)]
+    if len(at):  # where nodes were left out, so many rows reach further back
+        rows = rows[rows["step"] >= at[0]]
     if not len(rows):
         return Timing(0, np.full((ranks, len(PHASES)), np.nan), np.full(ranks, np.nan), None)
     seconds, table, alike = _means(rows, ranks), _computing(rows, at, ranks), _alike(rows, ranks)

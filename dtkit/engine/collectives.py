@@ -34,10 +34,15 @@ _EQUAL = ("all_reduce", "all_gather", "broadcast")
 class CollectiveScope(Microscope):
     """Collects one rank's numbers of one step."""
 
-    def __init__(self, model: torch.nn.Module, phase: Callable[[], str], sent: Callable[[], int], **where: int) -> None:
-        """`phase` tells what the step is doing; `sent` how many bytes this rank has sent so far."""
+    def __init__(
+        self, model: torch.nn.Module, phase: Callable[[], str], sent: Callable[[], int], *, speaks: bool, **where: int
+    ) -> None:
+        """`phase` tells what the step is doing; `sent` how many bytes this rank has sent so far.
+
+        `speaks`: of the ranks that take the same samples, this is the one that counts them.
+        """
         super().__init__(model, **where)
-        self._phase, self._count = phase, sent
+        self._phase, self._count, self._speaks = phase, sent, speaks
         self._found: list[CollectiveReport] = []
         self._begun = self._ended = sent()
 
@@ -49,7 +54,7 @@ class CollectiveScope(Microscope):
             yield
         self._ended = self._count()
 
-    def _note(self, kind: str, nbytes: int, made: Sequence[torch.Tensor], ranks: int) -> None:
+    def _note(self, kind: str, nbytes: int, made: Sequence[torch.Tensor], ranks: tuple[int, ...]) -> None:
         first = made[0]
         self._found.append(
             {
@@ -69,6 +74,7 @@ class CollectiveScope(Microscope):
         found: SliceReport = {
             **super().report(),
             "collectives": self._found,
+            "speaks": self._speaks,
             "sent_bytes": self._ended - self._begun,
             "held_bytes": bytes_of(parameters),
             "whole_bytes": sum(p.numel() * p.element_size() for p in parameters),
@@ -79,7 +85,7 @@ class CollectiveScope(Microscope):
 class _Witness(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's modes have no types
     """Tells of each collective that is dispatched while it is active, once that has ended."""
 
-    def __init__(self, tell: Callable[[str, int, Sequence[torch.Tensor], int], None]) -> None:
+    def __init__(self, tell: Callable[[str, int, Sequence[torch.Tensor], tuple[int, ...]], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._tell = tell
 
@@ -118,13 +124,13 @@ def _waited(made: Any) -> list[torch.Tensor]:
     return [torch.ops._c10d_functional.wait_tensor(t) for t in results]  # noqa: SLF001 - torch's own name for it
 
 
-def _ranks(args: tuple[Any, ...]) -> int:
-    """How many ranks a collective is among: by its process group, or that group's name."""
+def _ranks(args: tuple[Any, ...]) -> tuple[int, ...]:
+    """The ranks that a collective is among: by its process group, or that group's name."""
     for arg in reversed(args):
         if isinstance(arg, torch.ScriptObject):
-            with contextlib.suppress(AttributeError, RuntimeError, TypeError):
-                return int(dist.ProcessGroup.unbox(arg).size())
+            with contextlib.suppress(AttributeError, RuntimeError, TypeError, KeyError):
+                return tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(arg)))
         if isinstance(arg, str):
             with contextlib.suppress(AttributeError, RuntimeError, KeyError):
-                return int(vars(dist.distributed_c10d)["_resolve_process_group"](arg).size())
-    return dist.get_world_size()
+                return tuple(dist.get_process_group_ranks(vars(dist.distributed_c10d)["_resolve_process_group"](arg)))
+    return tuple(range(dist.get_world_size()))

@@ -71,7 +71,8 @@ class Group:
         self._find_connections(before)
         self._counted = "nccl" not in spec.backend and self._connections.sent() is not None
         self._handed = 0.0
-        self._timeout_s = spec.timeout_s
+        self.timeout_s = spec.timeout_s
+        """What every later collective may take."""
         self._grids: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
         self.broken = False
 
@@ -93,12 +94,17 @@ class Group:
         return tensor
 
     def grid(self, mesh: Mesh, device: torch.device) -> DeviceMesh:
-        """Groups along each axis of a mesh, as torch's DeviceMesh. A collective; made once in a generation."""
-        key = tuple(mesh.axes.items())
+        """Groups along each axis of a mesh, as torch's DeviceMesh. A collective; made once in a generation.
+
+        Outer axes of one rank are left out: an axis that is then alone needs no connections and threads of its own,
+        since torch takes the group of all ranks for it.
+        """
+        *_, last = mesh.axes
+        axes = {name: size for name, size in mesh.axes.items() if size > 1 or name == last}
+        key = tuple(axes.items())
         if key not in self._grids:
             before = sockets.present()
-            sizes, names = tuple(mesh.axes.values()), tuple(mesh.axes)
-            self._grids[key] = init_device_mesh(device.type, sizes, mesh_dim_names=names)
+            self._grids[key] = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
             self._limit(self._grids[key])
             self._find_connections(before)
         return self._grids[key]
@@ -148,7 +154,7 @@ class Group:
 
     def set_timeout(self, seconds: float) -> None:
         """Limit every later collective. torch has no public call for it; without the private one, nothing changes."""
-        self._timeout_s = seconds
+        self.timeout_s = seconds
         _set_timeout(seconds, None)
         for grid in self._grids.values():
             self._limit(grid)
@@ -156,7 +162,7 @@ class Group:
     def _limit(self, grid: DeviceMesh) -> None:
         """The groups along its axes have time limits of their own."""
         for group in grid.get_all_groups():
-            _set_timeout(self._timeout_s, group)
+            _set_timeout(self.timeout_s, group)
 
     def break_up(self) -> None:
         """Make every rank's blocked collective raise, now. The group is unusable afterwards. Any thread may call it."""

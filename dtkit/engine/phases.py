@@ -41,12 +41,30 @@ class Phases:
         self.slowness = 1.0
         """How many times longer this rank's computing takes, by sleeping: 1 for not at all."""
         self._marks: Marks = []
+        self._around = ""  # the phase in whose midst a collective runs
 
     def enter(self, phase: str, where: tuple[int, int] | None = None) -> None:
         """The phase that ran so far ends here and `phase` begins, in a pipeline for (stage, micro-batch)."""
         if self.slowness > 1 and self._marks and self._marks[-1][0] in COMPUTING:
             self._drag(self._marks[-1][1])
         self._marks.append((phase, self.clock.mark(), where))
+
+    def block(self) -> None:
+        """A collective begins in the midst of a phase. Between steps (in an evaluation) nothing is marked."""
+        if self._marks and not self._around:
+            self._around = self.now
+            self.enter("sync")
+
+    def unblock(self) -> None:
+        """It has ended, and the phase around it goes on."""
+        if self._around:
+            phase, self._around = self._around, ""
+            self.enter(phase)
+
+    @property
+    def around(self) -> str:
+        """The phase that runs; during a collective in the midst of one, that one."""
+        return self._around or self.now
 
     @property
     def now(self) -> str:
@@ -71,7 +89,7 @@ class Phases:
 
     def abandon(self) -> None:
         """Forget a step that failed."""
-        self._marks = []
+        self._marks, self._around = [], ""
 
 
 def durations(marks: Marks, clock: Clock) -> dict[str, float]:

@@ -7,6 +7,7 @@ returns one row a step. Losses stay on the device, and clocks are read, only whe
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 import time
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from dtkit.engine.schedule import Rates
 from dtkit.engine.sources import to_device
 from dtkit.history import ROW
 from dtkit.records import Advance
+from dtkit.strategies.base import Outcome
 
 if TYPE_CHECKING:
     import contextlib
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from dtkit.engine.memory import Gauge
     from dtkit.engine.state import Archive
     from dtkit.memory import Held
-    from dtkit.strategies.base import Forecast, Outcome, Program, Setting, Worker
+    from dtkit.strategies.base import Forecast, Program, Setting, Worker
 
 SHOWN_STEPS = 2  # of a dispatch, of which the timeline shows everything
 SLOW_S = 2.0  # a dispatch that has lasted so long ends at the next agreed step
@@ -78,6 +80,7 @@ class Job:
         self._done: list[_Done] = []
         self._ended = "done"
         self._loss: float | None = None
+        self._begun = (0, 0.0, 0)  # of the step that is being taken: samples, learning rate, bytes sent before it
 
     @property
     def lr(self) -> float:
@@ -150,6 +153,7 @@ class Job:
     def _give_up(self) -> None:
         """A step failed. It counts if the update was made; until the update began, nothing of it stays."""
         if self._attempt.updated:
+            self._done.append(self._taken(self._worker.outcome or Outcome(None, 0.0, finite=True, norm=math.nan)))
             self._rates.keep_up(self.step + 1, self._stream.steps_per_epoch)
             self.step += 1
         elif self._attempt.torn:
@@ -159,17 +163,19 @@ class Job:
 
     def _one(self, *, explain: bool) -> _Done | None:
         """One step: batches, then the strategy's work on them. None where it was not taken."""
-        phases, sent, lr = self.setting.phases, self._sent_bytes(), self.lr
-        phases.enter("data")
+        self._worker.outcome = None
+        sent, lr = self._sent_bytes(), self.lr
+        self.setting.phases.enter("data")
         counts = self._stream.counts(self.step)
         if not any(counts):  # of a stream without length, which has ended: on all ranks at this step
             self._ended = "exhausted"
             return None
         samples = sum(counts[s] for s in self.setting.shards)
+        self._begun = samples, lr, sent
         batches = self._batches()
         microscope = self._microscope(samples) if explain else None
         try:
-            outcome = self._worker.step(batches, counts, microscope)
+            outcome = self._worker.outcome = self._worker.step(batches, counts, microscope)
         except ValueError as error:
             checks.explain(error)
             raise
@@ -183,7 +189,12 @@ class Job:
         self._rates.after(outcome, self.step + 1, self._stream.steps_per_epoch, self.setting.group)
         if microscope is not None:
             self.report = microscope.report()
-        return _Done(self.step, samples, lr, outcome, phases.finish(), self._sent_bytes() - sent)
+        return self._taken(outcome)
+
+    def _taken(self, outcome: Outcome) -> _Done:
+        """What there is to tell of the step that ends now."""
+        samples, lr, sent = self._begun
+        return _Done(self.step, samples, lr, outcome, self.setting.phases.finish(), self._sent_bytes() - sent)
 
     def _batches(self) -> list[tuple[int, Any]]:
         if self._worker.by_shard:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from dtkit.engine.explain import Microscope
     from dtkit.engine.state import Archive
     from dtkit.plan import Benchmark, Facts
+    from dtkit.records import Fingerprint
     from dtkit.strategies.objective import Objective
 
 
@@ -134,7 +135,7 @@ class _Local(Replica):
         self._broken = False  # a gradient was not finite since the last averaging
         self._broken_mean: torch.Tensor | None = None  # and this was the loss then
         self._asked = False  # for a fingerprint, which the next averaging takes
-        self._print: int | None = None
+        self._print: Fingerprint | None = None
         self._outer = _Outer(strategy.outer, self._parameters) if strategy.outer is not None else None
 
     def step(
@@ -159,9 +160,10 @@ class _Local(Replica):
             self._update()
         self._weight += float(tally.weight)
         self._steps += 1
+        self.outcome = self._outcome(tally, counts, finite=True, norm=norm)
         if averaging:
             self._average()
-        return self._outcome(tally, counts, finite=True, norm=norm)
+        return self.outcome
 
     def _differentiate(self, batches: Sequence[tuple[int, Any]], samples: int) -> Tally:
         """Gradients of the mean over this rank's own samples."""
@@ -236,7 +238,7 @@ class _Local(Replica):
         with super().whole() as model, self._averaged(self._parameters, self._weight):
             yield model
 
-    def fingerprint(self) -> int | None:
+    def fingerprint(self) -> Fingerprint | None:
         """Parameters are equal just after an averaging only: now, or as they were at one since this was asked first."""
         if self._steps % self._every == 0:
             return super().fingerprint()

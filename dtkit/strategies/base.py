@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from dtkit.engine.phases import Phases
     from dtkit.engine.state import Archive
     from dtkit.plan import Benchmark, Cost, Facts
+    from dtkit.records import Fingerprint
     from dtkit.schedule import Schedule
     from dtkit.strategies.objective import Objective
 
@@ -162,6 +163,8 @@ class Worker(abc.ABC):
     """Whether a forward pass is a collective, so that all ranks must make equally many."""
     by_shard: bool = False
     """Whether it takes one batch for each of its shards, in place of micro-batches of all of them together."""
+    outcome: Outcome | None = None
+    """Of the step that is being taken, once it is known: a step counts whose update was made, whatever fails then."""
 
     @abc.abstractmethod
     def step(
@@ -200,8 +203,8 @@ class Worker(abc.ABC):
         """Show all state that a step depends on to `archive`, which takes it or fills it in. A collective."""
         raise NotImplementedError(f"{type(self).__name__} works alone, and is made anew where it is needed")
 
-    def fingerprint(self) -> int | None:
-        """A number of all parameters' bits, to be equal on all ranks; None where they need not be equal now."""
+    def fingerprint(self) -> Fingerprint | None:
+        """Of the trainable parameters that lie here; None where ranks need not agree now."""
         return None
 
 

@@ -38,7 +38,7 @@ from dtkit.strategies.base import Forward, Outcome, Setting, Strategy, Worker, e
 from dtkit.strategies.data_parallel import DataParallel
 from dtkit.strategies.objective import PAIR, split
 from dtkit.strategies.options import check_choice, check_count, check_names, check_positive
-from dtkit.strategies.replica import Tally, evaluating, kept
+from dtkit.strategies.replica import Tally, bits, evaluating, kept
 from dtkit.strategies.stages import Part, Stages, borders, parts_of
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from dtkit.engine.explain import Microscope
     from dtkit.engine.state import Archive
     from dtkit.plan import Benchmark, Facts
+    from dtkit.records import Fingerprint
     from dtkit.strategies.objective import Objective
 
 
@@ -240,7 +241,7 @@ class _Piped(Worker):
         """Stages hold their group: make them anew, over the same parameters."""
         self._group = group
         self._grid = group.grid(self._setting.mesh, self._setting.device)
-        self._stages.join(self._grid.get_group("pp"), self._setting.device, self._phases)
+        self._stages.join(self._grid.get_group("pp"), self._setting.device, self._phases, lambda: group.timeout_s)
 
     def exchange(self, archive: Archive) -> None:
         """This rank's stages, under the whole model's names; each replica has batch statistics of its own."""
@@ -355,6 +356,11 @@ class _Piped(Worker):
 
     def _gradients(self) -> list[torch.Tensor]:
         return [p.grad for p in self._parameters if p.grad is not None]
+
+    def fingerprint(self) -> Fingerprint:
+        """A checksum of this rank's stages, to be equal in all replicas."""
+        part = self._strategy.part_of(self._group.world_size, self._group.rank)
+        return {part: bits(self._parameters)}
 
     # -- the whole model --------------------------------------------------------------------------------------
 

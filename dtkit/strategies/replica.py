@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from dtkit.engine.comm import Group
     from dtkit.engine.explain import Microscope
     from dtkit.engine.state import Archive
+    from dtkit.records import Fingerprint
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _WORD, _PIECE = 8, 2**20  # bytes
@@ -276,9 +277,9 @@ class Replica(Worker):
             for tensor, value in zip(tensors, own, strict=False):
                 tensor.detach().copy_(value)
 
-    def fingerprint(self) -> int | None:
-        """A checksum of all trainable parameters' bits."""
-        return bits(self._parameters)
+    def fingerprint(self) -> Fingerprint | None:
+        """A checksum of all trainable parameters' bits, to be equal on all ranks."""
+        return {(): bits(self._parameters)}
 
 
 @contextlib.contextmanager

@@ -34,18 +34,17 @@ from torch.distributed.tensor import DTensor
 from dtkit.engine.sources import to_device
 from dtkit.mesh import Mesh
 from dtkit.plan import Cost, ring_bytes
-from dtkit.strategies.base import Outcome, Setting, Strategy, Worker
-from dtkit.strategies.data_parallel import DataParallel
-from dtkit.strategies.options import check_choice, check_count, check_positive
+from dtkit.strategies.options import check_choice
 from dtkit.strategies.replica import PRECISIONS, Tally
-from dtkit.strategies.sliced import Sliced, grid
+from dtkit.strategies.sliced import Sliced, Slicing, grid
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from dtkit.engine.comm import Group
+    from dtkit.engine.phases import Phases
     from dtkit.plan import Benchmark, Facts
-    from dtkit.strategies.base import Forward
+    from dtkit.strategies.base import Forward, Outcome, Setting
     from dtkit.strategies.objective import Objective
 
 FILLER = 2  # rows of a batch that counts for nothing: a BatchNorm1d can't normalise one
@@ -53,7 +52,7 @@ _WHOLE_AT_ONCE = 9  # largest tensors that are there in full: 3 blocks (two gath
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Sharded(Strategy):
+class Sharded(Slicing):
     """Parameters, gradients and optimiser state are cut among the ranks; a block at a time is put together to compute.
 
     Parameters
@@ -75,19 +74,10 @@ class Sharded(Strategy):
     clip_norm: float | None = None
     accumulate: int = 1
 
-    partial = True
-
     def __post_init__(self) -> None:
         """Refuse what is no option."""
-        check_count("replicas", self.replicas)
+        super().__post_init__()
         check_choice("precision", self.precision, ("bf16",))
-        check_positive("clip_norm", self.clip_norm)
-        check_count("accumulate", self.accumulate)
-
-    @property
-    def parts(self) -> int:
-        """`accumulate`."""
-        return self.accumulate
 
     def mesh(self, world_size: int) -> Mesh:
         """Every rank takes samples of its own."""
@@ -104,10 +94,6 @@ class Sharded(Strategy):
     def part_of(self, world_size: int, rank: int) -> tuple[int, ...]:
         """Its shard."""
         return (self.cut(world_size).coordinates(rank)["shard"],)
-
-    def check(self, world_size: int, batch_size: int) -> None:
-        """Raise ValueError where no rank could have so many micro-batches."""
-        DataParallel(accumulate=self.accumulate).check(world_size, batch_size)
 
     def check_model(self, model: nn.Module) -> None:
         """Raise ValueError for what FSDP2 can't shard."""
@@ -145,11 +131,9 @@ class Sharded(Strategy):
             activations=round(facts.activations.at(facts.rows / self.accumulate)) + gathered,
         )
 
-    def setup(self, model: nn.Module, objective: Objective, optimizer: Callable[..., Any], setting: Setting) -> Worker:
-        """This rank's shards. The parameters must be equal on all ranks already; alone, a plain training."""
-        if setting.group is None:
-            plain = DataParallel(clip_norm=self.clip_norm, accumulate=self.accumulate)
-            return plain.setup(model, objective, optimizer, setting)
+    def _worker(
+        self, model: nn.Module, objective: Objective, optimizer: Callable[..., Any], setting: Setting
+    ) -> Sliced:
         check_model(model)
         return _Shards(self, model, objective, optimizer, setting)
 
@@ -163,6 +147,8 @@ def _largest(facts: Facts) -> float:
 class _Shards(Sliced):
     """One rank's shards, under FSDP2."""
 
+    _strategy: Sharded
+
     def __init__(
         self,
         strategy: Sharded,
@@ -171,22 +157,23 @@ class _Shards(Sliced):
         optimizer: Callable[..., Any],
         setting: Setting,
     ) -> None:
-        self._strategy = strategy
         self._spare: Any = None
-        super().__init__(model, objective, optimizer, setting, clip_norm=strategy.clip_norm)
+        super().__init__(strategy, model, objective, optimizer, setting)
 
     def _cut(self, model: nn.Module, group: Group) -> None:
         mesh = self._strategy.cut(group.world_size)
         dtype = PRECISIONS.get(self._strategy.precision or "")
         reduced = None if dtype is None else torch.float32
+        # On CUDA collectives run in streams of their own, beside the computing, and are no phase of it.
+        phases = self._setting.phases if self._setting.device.type == "cpu" else None
         options: dict[str, Any] = {"mesh": grid(group, mesh, self._setting.device)[""]}
         if numbers := {p for p in model.parameters() if not p.dim()}:
             options["ignored_params"] = numbers
         for name, block in blocks(model):
             policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced)
-            shard(block, name, mesh.axes["shard"], mp_policy=policy, **options)
+            shard(block, name, mesh.axes["shard"], phases, mp_policy=policy, **options)
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced, output_dtype=reduced)
-        shard(model, "what lies outside of blocks", mesh.axes["shard"], mp_policy=policy, **options)
+        shard(model, "what lies outside of blocks", mesh.axes["shard"], phases, mp_policy=policy, **options)
 
     @property
     def _replica(self) -> int:
@@ -289,8 +276,11 @@ def _layers(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
             yield from _layers(child, f"{prefix}{name}.")
 
 
-def shard(module: nn.Module, name: str, shards: int, **options: Any) -> None:
-    """Shard the parameters of a module that are whole yet; gradients are summed, and never of some of them only."""
+def shard(module: nn.Module, name: str, shards: int, phases: Phases | None, **options: Any) -> None:
+    """Shard the parameters of a module that are whole yet; gradients are summed, and never of some of them only.
+
+    With `phases`, the collectives are marked in the midst of forward and backward.
+    """
     own = [p for p in module.parameters() if p.requires_grad and p.dim() and not isinstance(p, DTensor)]
     dtypes = {p.dtype for p in own}
     if len(dtypes) > 1:
@@ -304,18 +294,51 @@ def shard(module: nn.Module, name: str, shards: int, **options: Any) -> None:
     divide(1.0)
     made.set_force_sum_reduction_for_comms(True)  # gloo has no sum that divides
     expected = sum(math.prod(p.shape[1:]) * -(-p.shape[0] // shards) * shards for p in own)
-    made.set_custom_reduce_scatter(_CheckedReduceScatter(name, expected))  # type: ignore[arg-type]  # the base class is private
+    made.set_custom_reduce_scatter(_CheckedReduceScatter(phases, name, expected))  # type: ignore[arg-type]  # the base class is private
+    if phases is not None:
+        made.set_custom_all_gather(_AllGather(phases))  # type: ignore[arg-type]  # as above
+        made.set_all_reduce_hook(lambda _: phases.unblock())  # also where replicas have nothing to sum
 
 
-class _CheckedReduceScatter:
-    """torch's reduce-scatter, after a look whether all parameters of the block have a gradient: peers expect them."""
+class _Collective:
+    """One of torch's, of which the phases know."""
 
-    def __init__(self, name: str, expected: int) -> None:
-        self._name, self._expected = name, expected
+    def __init__(self, phases: Phases | None) -> None:
+        self._phases = phases
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Memory for it."""
         return torch.empty(size, dtype=dtype, device=device)
+
+    def _begin(self) -> None:
+        if self._phases is not None:
+            self._phases.block()
+
+
+class _AllGather(_Collective):
+    """Puts a block's parameters together."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,  # noqa: FBT001, FBT002 - torch's signature
+    ) -> Any:
+        """Gather."""
+        self._begin()
+        work = _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+        if self._phases is not None:
+            self._phases.unblock()
+        return work
+
+
+class _CheckedReduceScatter(_Collective):
+    """After a look whether all parameters of the block have a gradient: peers expect them."""
+
+    def __init__(self, phases: Phases | None, name: str, expected: int) -> None:
+        super().__init__(phases)
+        self._name, self._expected = name, expected
 
     def __call__(
         self,
@@ -325,13 +348,15 @@ class _CheckedReduceScatter:
         op: Any,
         async_op: bool = False,  # noqa: FBT001, FBT002 - torch's signature
     ) -> Any:
-        """Reduce, or raise ValueError."""
+        """Reduce, or raise ValueError. The sum over replicas follows, and then the hook that ends the mark."""
         if input_tensor.numel() != self._expected:
             raise ValueError(f"a parameter of {self._name} got no gradient: {_ALL_USED}")
+        self._begin()
         return _reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
-# torch 2.13 renamed it, and warns of the old name.
+# torch 2.13 renamed them, and warns of the old names.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 

@@ -30,7 +30,9 @@ from dtkit.engine.collectives import CollectiveScope
 from dtkit.mesh import Mesh
 from dtkit.pieces import Piece
 from dtkit.strategies import gradients
-from dtkit.strategies.base import Outcome, Setting, make_optimizer
+from dtkit.strategies.base import Outcome, Setting, Strategy, Worker, make_optimizer
+from dtkit.strategies.data_parallel import DataParallel
+from dtkit.strategies.options import check_count, check_positive
 from dtkit.strategies.replica import Replica, Tally, bits, kept
 
 if TYPE_CHECKING:
@@ -41,30 +43,73 @@ if TYPE_CHECKING:
     from dtkit.engine.comm import Group
     from dtkit.engine.explain import Microscope
     from dtkit.engine.state import Archive
+    from dtkit.records import Fingerprint
     from dtkit.strategies.objective import Objective
+
+
+class Slicing(Strategy):
+    """What strategies have in common that cut parameters: replicas of the model, and micro-batches for less memory."""
+
+    replicas: int
+    clip_norm: float | None
+    accumulate: int
+
+    partial = True
+
+    def __post_init__(self) -> None:
+        """Refuse what is no option."""
+        check_count("replicas", self.replicas)
+        check_positive("clip_norm", self.clip_norm)
+        check_count("accumulate", self.accumulate)
+
+    @property
+    def parts(self) -> int:
+        """`accumulate`."""
+        return self.accumulate
+
+    def check(self, world_size: int, batch_size: int) -> None:
+        """Raise ValueError where nobody could have so many micro-batches."""
+        self._alone.check(self.mesh(world_size).replicas, batch_size)
+
+    def setup(self, model: nn.Module, objective: Objective, optimizer: Callable[..., Any], setting: Setting) -> Worker:
+        """This rank's slices. The parameters must be equal on all ranks already; alone, a plain training."""
+        make = self._alone.setup if setting.group is None else self._worker
+        return make(model, objective, optimizer, setting)
+
+    @property
+    def _alone(self) -> DataParallel:
+        """The same training where nothing is cut."""
+        return DataParallel(clip_norm=self.clip_norm, accumulate=self.accumulate)
+
+    @abc.abstractmethod
+    def _worker(
+        self, model: nn.Module, objective: Objective, optimizer: Callable[..., Any], setting: Setting
+    ) -> Sliced:
+        """This rank's slices of `model`."""
 
 
 class Sliced(Replica, abc.ABC):
     """One rank's slices. Subclasses cut the model, and say what a step is."""
 
     collective = True
+    _strategy: Slicing
 
     def __init__(
         self,
+        strategy: Slicing,
         model: nn.Module,
         objective: Objective,
         optimizer: Callable[..., Any],
         setting: Setting,
-        *,
-        clip_norm: float | None,
     ) -> None:
         """`model` is the whole one, and stays as it is. `optimizer` makes one, once parameters are cut."""
         assert setting.group is not None
-        self._setting, self._skeleton, self._stale = setting, skeleton(model), False
+        self._strategy, self._setting = strategy, setting
+        self._skeleton, self._stale = skeleton(model), False
         mine = copy.deepcopy(self._skeleton)
         self._cut(mine, setting.group)
         take_slices(model, mine, setting.device)
-        super().__init__(mine, objective, make_optimizer(optimizer, mine), setting, clip_norm=clip_norm)
+        super().__init__(mine, objective, make_optimizer(optimizer, mine), setting, clip_norm=strategy.clip_norm)
         self._note(mine)
 
     def step(
@@ -90,7 +135,7 @@ class Sliced(Replica, abc.ABC):
         self._renew()
         group = self._group
         assert group is not None
-        return CollectiveScope(self._model, lambda: self._phases.now, group.sent_bytes, **where)
+        return CollectiveScope(self._model, lambda: self._phases.around, group.sent_bytes, speaks=self._speaks, **where)
 
     @abc.abstractmethod
     def _cut(self, model: nn.Module, group: Group) -> None:
@@ -172,10 +217,13 @@ class Sliced(Replica, abc.ABC):
         with super().whole() as model:
             yield model
 
-    def fingerprint(self) -> int | None:
-        """A checksum of the parameters that lie on all ranks; None where all are cut."""
-        common = [local(p) for p in self._parameters if parts(p) == 1]
-        return bits(common) if common else None
+    def fingerprint(self) -> Fingerprint:
+        """A checksum of the slices, to be equal in all replicas, and one of what is not cut and lies on all ranks."""
+        assert self._group is not None
+        mine = self._strategy.part_of(self._group.world_size, self._group.rank)
+        whole = [local(p) for p in self._parameters if parts(p) == 1]
+        cut = [local(p) for p in self._parameters if parts(p) > 1]
+        return {part: bits(tensors) for part, tensors in (((), whole), (mine, cut)) if tensors}
 
     # -- another process group --------------------------------------------------------------------------------
 
@@ -197,10 +245,10 @@ class Sliced(Replica, abc.ABC):
 
 
 def grid(group: Group, mesh: Mesh, device: torch.device) -> dict[str, DeviceMesh]:
-    """Groups along each axis of a mesh by name, and along all of them as "": unlike any of another generation."""
+    """Groups along each axis of several ranks by name, and along all as "": unlike any of another generation."""
     names = {axis: f"{axis}{group.generation}" for axis in mesh.axes}
     whole = group.grid(Mesh({names[axis]: size for axis, size in mesh.axes.items()}), device)
-    return {"": whole} | {axis: whole[name] for axis, name in names.items()}
+    return {"": whole} | {axis: whole[name] for axis, name in names.items() if name in (whole.mesh_dim_names or ())}
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import datetime as dt
 import logging
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.distributed import pipelining
-from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleSingle,
     _Action,
@@ -51,6 +52,8 @@ SCHEDULES: dict[str, type[Any]] = {
     "ZBVZeroBubble": pipelining.ScheduleZBVZeroBubble,
 }
 """torch's own; each does what the table of its name says."""
+
+_WAIT = "_wait_batch_p2p"  # the function in which they do all their waiting
 
 
 # -- a model in parts ----------------------------------------------------------------------------------------
@@ -221,9 +224,11 @@ class Stages:
         """The place of the part that makes the output."""
         self.speaks = self.last in parts
 
-    def join(self, group: dist.ProcessGroup, device: torch.device, phases: Phases) -> None:
-        """Make torch's stages and schedule for a group; again for each group."""
-        self._group, self._device, self._phases = group, device, phases
+    def join(
+        self, group: dist.ProcessGroup, device: torch.device, phases: Phases, limit_s: Callable[[], float]
+    ) -> None:
+        """Make torch's stages and schedule for a group; again for each group. `limit_s`: for what other ranks send."""
+        self._group, self._device, self._phases, self._limit_s = group, device, phases, limit_s
         self._stages = [
             Stage(
                 part.module,
@@ -264,9 +269,31 @@ class Stages:
         for stage in self._stages:
             stage.has_backward = True
             stage.clear_runtime_states()
-        self._schedule._step_microbatches(  # noqa: SLF001 - the public `step` would cut micro-batches by itself
-            list(inputs), [{} for _ in inputs], list(enumerate(targets)), None, return_outputs=False
-        )
+        with self._limited():
+            self._schedule._step_microbatches(  # noqa: SLF001 - the public `step` would cut micro-batches by itself
+                list(inputs), [{} for _ in inputs], list(enumerate(targets)), None, return_outputs=False
+            )
+
+    @contextlib.contextmanager
+    def _limited(self) -> Iterator[None]:
+        """Have torch's schedules wait for other ranks no longer than a collective would.
+
+        A gloo group's connections keep the limit that it was formed with, whatever is set later; NCCL ends what takes
+        too long by itself, and would have the host wait where it is given a limit.
+        """
+        names = vars(schedules)
+        before = names[_WAIT]
+        names[_WAIT] = self._wait
+        try:
+            yield
+        finally:
+            names[_WAIT] = before
+
+    def _wait(self, works: Sequence[dist.Work | None]) -> None:
+        limit = (dt.timedelta(seconds=self._limit_s()),) if self._device.type == "cpu" else ()
+        for work in works:
+            assert work is not None  # this rank is in the group
+            work.wait(*limit)
 
     def forecast(self, inputs: tuple[Any, ...]) -> Any:
         """The output of one micro-batch, part after part; None on ranks without the last part."""
@@ -279,13 +306,12 @@ class Stages:
             if rank == here:
                 if place and before != here:
                     given = tuple(torch.empty_like(t, requires_grad=False) for t in self.shapes[place])
-                    for tensor in given:
-                        dist.recv(tensor, group=self._group, group_src=before)
+                    self._wait([dist.irecv(t, group=self._group, group_src=before) for t in given])
                 made = self.parts[place].forecast(*given)
                 given = made if isinstance(made, tuple) else (made,)
             elif rank == before:
-                for tensor in given:
-                    dist.send(tensor.contiguous(), group=self._group, group_dst=here)
+                sent = [t.contiguous() for t in given]
+                self._wait([dist.isend(t, group=self._group, group_dst=here) for t in sent])
         if not self.speaks:
             return None
         return given if len(given) > 1 else given[0]

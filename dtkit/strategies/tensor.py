@@ -37,11 +37,9 @@ from dtkit.engine.sources import to_device
 from dtkit.mesh import Mesh
 from dtkit.plan import Cost, ring_bytes
 from dtkit.strategies import gradients, tensor_plan
-from dtkit.strategies.base import Forecast, Outcome, Setting, Strategy, Worker
-from dtkit.strategies.data_parallel import DataParallel
-from dtkit.strategies.options import check_count, check_positive
+from dtkit.strategies.options import check_count
 from dtkit.strategies.replica import Tally
-from dtkit.strategies.sliced import Sliced, grid, local, of_part, squares
+from dtkit.strategies.sliced import Sliced, Slicing, grid, local, of_part, squares
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -50,7 +48,7 @@ if TYPE_CHECKING:
 
     from dtkit.engine.comm import Group
     from dtkit.plan import Benchmark, Facts
-    from dtkit.strategies.base import Forward
+    from dtkit.strategies.base import Forecast, Forward, Outcome, Setting
     from dtkit.strategies.objective import Objective
     from dtkit.strategies.tensor_plan import Plan, Style
 
@@ -58,7 +56,7 @@ _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}  # relative, between a m
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class TensorParallel(Strategy):
+class TensorParallel(Slicing):
     """Layers are cut into `ways` slices, one a rank; the ranks of a replica compute on the same samples.
 
     Parameters
@@ -84,14 +82,10 @@ class TensorParallel(Strategy):
     clip_norm: float | None = None
     accumulate: int = 1
 
-    partial = True
-
     def __post_init__(self) -> None:
         """Refuse what is no option."""
         check_count("ways", self.ways)
-        check_count("replicas", self.replicas)
-        check_positive("clip_norm", self.clip_norm)
-        check_count("accumulate", self.accumulate)
+        super().__post_init__()
         if isinstance(self.plan, str) and self.plan != "auto":
             raise ValueError(f"plan={self.plan!r}; it must be 'auto', or styles by module name: {_EXAMPLE}")
         if not isinstance(self.plan, (str, dict, type(None))):
@@ -99,18 +93,9 @@ class TensorParallel(Strategy):
         if self.plan == {}:
             raise ValueError(f"plan={{}} cuts nothing; name some modules, as in {_EXAMPLE}, or use 'auto'")
 
-    @property
-    def parts(self) -> int:
-        """`accumulate`."""
-        return self.accumulate
-
     def mesh(self, world_size: int) -> Mesh:
         """Replicas of slices."""
         return Mesh({"dp": self.replicas, "tp": self.ways}).check(world_size, dp="replicas", tp="ways")
-
-    def check(self, world_size: int, batch_size: int) -> None:
-        """Raise ValueError where no replica could have so many micro-batches."""
-        DataParallel(accumulate=self.accumulate).check(self.mesh(world_size).replicas, batch_size)
 
     def check_model(self, model: nn.Module) -> None:
         """Raise ValueError where the plan can't be followed in `model`."""
@@ -147,11 +132,9 @@ class TensorParallel(Strategy):
             compute_s=dataclasses.replace(facts, rows=rows).compute_s(self.accumulate) * share,
         )
 
-    def setup(self, model: nn.Module, objective: Objective, optimizer: Callable[..., Any], setting: Setting) -> Worker:
-        """This rank's slices. The parameters must be equal on all ranks already; alone, a plain training."""
-        if setting.group is None:
-            plain = DataParallel(clip_norm=self.clip_norm, accumulate=self.accumulate)
-            return plain.setup(model, objective, optimizer, setting)
+    def _worker(
+        self, model: nn.Module, objective: Objective, optimizer: Callable[..., Any], setting: Setting
+    ) -> Sliced:
         return _Slices(self, model, objective, optimizer, setting)
 
 
@@ -175,6 +158,8 @@ class _Trial:
 class _Slices(Sliced):
     """One rank's slices of its replica."""
 
+    _strategy: TensorParallel
+
     def __init__(
         self,
         strategy: TensorParallel,
@@ -184,18 +169,18 @@ class _Slices(Sliced):
         setting: Setting,
     ) -> None:
         assert setting.group is not None
-        self._strategy, self._plan = strategy, strategy.plan_for(model)
+        self._plan = strategy.plan_for(model)
         self._place = setting.mesh.coordinates(setting.group.rank)
         self._objective, self._setting = objective, setting
         whole = [p for p in model.parameters() if p.requires_grad]
         before = None if setting.sample is None else self._try(model, whole, [1] * len(whole))
-        super().__init__(model, objective, optimizer, setting, clip_norm=strategy.clip_norm)
+        super().__init__(strategy, model, objective, optimizer, setting)
         if before is not None:
             self._check_plan(before)
 
     def _cut(self, model: nn.Module, group: Group) -> None:
         axes = grid(group, self._setting.mesh, self._setting.device)
-        self._mates = axes["dp"].get_group()
+        self._mates = axes["dp"].get_group() if "dp" in axes else None
         for name, style in self._plan.styles.items():
             module = model.get_submodule(name)
             parallelize_module(module, axes["tp"], torch_style(module, style), src_data_rank=None)

@@ -140,6 +140,41 @@ def test_whether_the_ranks_agree_is_said_and_a_difference_is_an_alert(page: Page
     expect(remarks).to_be_hidden()
 
 
+def test_a_stuck_node_is_seen_everywhere_and_told_politely(page: Page):
+    made = source(4, slow=False)
+    view = Still(page, made)
+    tile, row = view.root.get_by_test_id("tiles").locator(".dtk-tile").last, "tbody tr[data-rank='2']"
+    made.stick(2)
+    view.update()
+    expect(tile).to_have_text("nodes4 / 4⊘ node 2 stuck: forward, 12 s")
+    expect(tile.locator(".dtk-alert")).to_be_visible()
+    expect(view.root.get_by_test_id("alert")).to_contain_text("⊘ node 2 is stuck in forward of step 341")
+    expect(view.root.get_by_test_id("nodes-table").locator(row).get_by_role("button")).to_have_text("⊘ 2")
+    for chart in ("loss-chart", "throughput-chart"):
+        panel = view.root.get_by_test_id(chart)
+        assert panel.locator(".dtk-mark-stuck text").text_content() == "⊘"
+        assert "⊘ node 2" in panel.locator(".dtk-labels text").all_text_contents()
+    expect(view.root.get_by_test_id("summary")).to_contain_text("⊘ node 2 stuck: forward, 12 s")  # at once
+    assert overflowing(page) == []
+    made.finding = None
+    view.update()
+    expect(view.root.get_by_test_id("alert")).to_be_hidden()
+    expect(view.root.get_by_test_id("summary")).not_to_contain_text("stuck")
+
+
+def test_nodes_that_were_left_out_are_no_longer_counted(page: Page):
+    made = source(4, slow=False)
+    made.shrink(3)
+    made.advance(60)
+    view = Still(page, made, offers=["slow", "kill"])
+    expect(view.root.locator("header .dtk-note")).to_contain_text("3 nodes (was 4)")
+    expect(view.root.get_by_test_id("tiles").locator(".dtk-tile").last).to_have_text("nodes3 / 3was 4: 1 left out")
+    assert view.root.get_by_test_id("drill-node").locator("option").count() == 3
+    assert view.root.get_by_test_id("nodes-table").locator("tbody tr").count() == 3
+    assert view.root.get_by_test_id("time-panel").locator(".dtk-row").count() == 3
+    assert "○ node 3" in view.root.get_by_test_id("loss-chart").locator(".dtk-labels text").all_text_contents()
+
+
 def test_bars_are_read_with_the_keyboard(page: Page):
     view = Still(page, source(4))
     panel = view.root.get_by_test_id("time-panel")
@@ -205,6 +240,7 @@ def test_before_the_first_step_only_what_is_known_is_shown(page: Page):
     view = Still(page, made)
     for panel in ("time-panel", "gradient-norm-chart", "learning-rate-chart"):
         expect(view.root.get_by_test_id(panel)).to_be_hidden()
+    assert view.root.get_by_test_id("loss-chart").locator("text").all_text_contents() == ["no step yet"]
     made.state = State.RUNNING
     made.advance(10)
     view.update()

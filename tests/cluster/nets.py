@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -212,9 +213,14 @@ def quickly(seconds: float) -> Iterator[None]:
 
 
 def forwards(run: dtkit.Run) -> list[int]:
-    """How many micro-batches each rank took in the last step, as the timeline saw it."""
-    spans = run.timeline.of(run.timeline.steps[-1])
-    return [int(((spans["rank"] == rank) & (spans["phase"] == "forward")).sum()) for rank in run.timeline.ranks]
+    """How many micro-batches each rank took in the last step, as the timeline saw it; "sync" may part a pass in two."""
+    last = run.timeline.steps[-1]
+    found = []
+    for rank in run.timeline.ranks:
+        phases = [s["phase"] for s in sorted(run.timeline.of(last, rank), key=lambda s: s["begin"])]
+        passes = [phase for phase, _ in itertools.groupby(phase for phase in phases if phase != "sync")]
+        found.append(passes.count("forward"))
+    return found
 
 
 def go(run: dtkit.Run) -> None:

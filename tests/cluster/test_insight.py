@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 import dtkit
+from dtkit.dashboard.remarks import remarks
+from tests.cluster.nets import go, worker
 from tests.cluster.small import check_usable, data, net, sgd, train
 
 pytestmark = pytest.mark.cluster
@@ -129,6 +131,40 @@ def test_a_rank_that_goes_astray_is_seen(cluster2):
     assert run.consistency is not None
     assert run.consistency.differing == (0, 1)  # of two, nobody can say who is right
     assert any("parameters are not equal on all nodes" in event.text for event in run.history.events)
+
+
+@pytest.mark.parametrize("cluster", [4], indirect=True, scope="session")
+@pytest.mark.parametrize(
+    "strategy",
+    [dtkit.Pipeline(2, 2, replicas=2), dtkit.TensorParallel(2, replicas=2), dtkit.Sharded(replicas=2)],
+    ids=str,
+)
+def test_a_replica_that_goes_astray_is_seen(cluster: dtkit.Cluster, strategy: Any):
+    """Its last rank has a part that rank 1 has, too, and no other rank."""
+
+    def stray() -> None:
+        from dtkit.strategies.sliced import local
+
+        with torch.no_grad():
+            local(worker()._parameters[0]).view(-1)[0] += 1e-3
+
+    run = train(cluster, steps=4, strategy=strategy, start=False)
+    run.step()
+    assert run.consistency == dtkit.Consistency(1, (), None, copies=2)
+    assert remarks(run)[0].text == "parameters identical between 2 replicas, checked at step 1"
+    cluster.run(lambda: stray() if rank() == 3 else None)
+    go(run)
+    assert run.consistency is not None
+    assert (run.consistency.step, run.consistency.differing) == (4, (1, 3))
+    assert remarks(run)[0].text.startswith("nodes 1 and 3 differ since step ")
+    assert any("not equal on all nodes that hold the same ones: 1, 3" in event.text for event in run.history.events)
+
+
+def rank() -> int:
+    """On an engine: which one this is."""
+    import torch.distributed as dist
+
+    return dist.get_rank()
 
 
 # -- a step taken apart ---------------------------------------------------------------------------------------

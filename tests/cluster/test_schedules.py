@@ -9,7 +9,7 @@ import pytest
 import dtkit
 from dtkit.timeline import KINDS, Timeline
 from tests.cluster.nets import net
-from tests.cluster.oracle import BOUND, difference, global_rows, one_process, train
+from tests.cluster.oracle import BOUND, difference, global_rows, one_process, reference, train
 from tests.cluster.small import check_usable
 from tests.cluster.test_pipeline import deep
 from tests.test_timeline import follows_the_trace_event_format
@@ -29,6 +29,16 @@ TABLES = {
     "more stages on one rank": "0F0 0F1 0B1 0B0\n1F0 2F0 1F1 2F1 2B1 1B1 2B0 1B0",
     "fewer activations": "F0 B0 F1 B1 F2 B2\nF0 B0 F1 B1 F2 B2",
 }
+
+
+FOUR = {
+    "out of order": "F1 F0 F2 F3 B1 B0 B3 B2\nF1 F0 F2 B1 F3 B0 B3 B2\n"
+    "F1 F0 B1 F2 B0 F3 B3 B2\nF1 B1 F0 B0 F2 F3 B3 B2",
+    "halves": "F0 F1 F2 B0 B1 B2\nF0 F1 F2 B0 B1 B2\nF0 F1 I0 F2 I1 W0 I2 W1 W2\nF0 I0 F1 I1 F2 I2 W0 W1 W2",
+    "there and back": "0F0 0F1 7F0 7F1 7B0 7B1 0B0 0B1\n1F0 1F1 6F0 6F1 6B0 6B1 1B0 1B1\n"
+    "2F0 2F1 5F0 5F1 5B0 5B1 2B0 2B1\n3F0 4F0 3F1 4F1 4B0 3B0 4B1 3B1",
+}
+FOUR_STEPS = 10
 
 
 def steps(cluster: dtkit.Cluster, schedule: Any, micro_batches: int = 0) -> dtkit.Run:
@@ -59,6 +69,32 @@ def test_a_table_trains_as_one_process_and_runs_as_written(cluster2: dtkit.Clust
     assert ran(timeline) == written(table)
     assert tuple(timeline.held(rank) for rank in timeline.ranks) == table.simulate().held
     assert timeline.memory() == table.simulate().memory
+
+
+on_four = pytest.mark.parametrize("cluster", [4], indirect=True, scope="session")
+
+
+@on_four
+@pytest.mark.parametrize(
+    ("text", "replicas"),
+    [
+        *(pytest.param(text, 1, id=f"four stages, {name}") for name, text in FOUR.items()),
+        *(pytest.param(TABLES[name], 2, id=f"two replicas, {name}") for name in ("halves", "there and back")),
+    ],
+)
+def test_a_table_on_four_engines_trains_as_one_process(cluster: dtkit.Cluster, text: str, replicas: int):
+    """Four stages in a row, or two replicas of two stages: of these each runs the table by itself."""
+    table = dtkit.Schedule(text)
+    strategy = dtkit.Pipeline(4 // replicas, schedule=table, replicas=replicas, by="parameters")
+    run = train(cluster, net(deep), strategy=strategy, shuffle="global", steps=FOUR_STEPS)
+    expected = reference(net(deep), global_rows, steps=FOUR_STEPS)
+    assert difference(run.model.state_dict(), expected.state) <= BOUND
+    assert abs(run.history.loss()[1] - expected.losses).max() <= BOUND
+    taken = run.history.column("samples").reshape(FOUR_STEPS, 4)
+    assert (taken[5] == 0).any() == (replicas == 2)  # the step of one sample, which one replica has
+    timeline = run.timeline
+    assert ran(timeline) == replicas * written(table)
+    assert tuple(timeline.held(rank) for rank in timeline.ranks) == replicas * table.simulate().held
 
 
 @pytest.mark.parametrize("name", ["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"])

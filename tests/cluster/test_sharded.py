@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import dtkit
+from dtkit.dashboard.timing import timing
 from dtkit.strategies.sharded import Sharded, check_model
 from tests.cluster.nets import adamw, go, held, net, quickly, worker
 from tests.cluster.oracle import BOUND, CLASSES, FEATURES, data, difference, mlp, train
@@ -41,6 +45,24 @@ def test_each_rank_holds_its_part_only(cluster: dtkit.Cluster, strategy: Sharded
     assert max(parameters) <= 1.1 * whole / 2
     assert max(state) <= 2.2 * whole / 2
     assert run.verify(steps=2)
+
+
+class Dawdling(nn.Tanh):
+    """Takes much longer on one rank."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if dist.get_rank() == 1:
+            threading.Event().wait(0.03)
+        return super().forward(x)
+
+
+def test_a_slow_rank_is_told_from_those_that_wait_for_it_in_a_gathering(cluster: dtkit.Cluster, strategy: Sharded):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(FEATURES, 8), Dawdling(), nn.Linear(8, 8), Dawdling(), nn.Linear(8, CLASSES))
+    run = train(cluster, model.double(), strategy=strategy, steps=14)
+    found = timing(run.history, cluster.world_size)
+    assert found.straggler is not None
+    assert found.straggler.ranks == (1,)
 
 
 class Choosing(nn.Module):

@@ -273,5 +273,39 @@ def test_it_is_named_within_ten_seconds_by_the_usual_limits(cluster2: dtkit.Clus
     found, _ = named(cluster2, Limits())
     assert time.monotonic() - begun < 10
     assert (found.rank, found.phase) == (0, "forward")
+    told = until(lambda: run.finding)
+    assert (told.kind, told.rank) == ("stuck", 0)
+    assert run.status.message.startswith("rank 0 keeps the other one waiting")
     sign.unlink()
+    until(lambda: run.finding is None, timeout=5)  # dispatches land again, and none of them is late
+    assert any(event.text.startswith("rank 0 goes on after") for event in run.history.events)
     run.stop()
+
+
+class Stalling(nn.Tanh):
+    """Does not end while the sign is there, which it takes away when it is interrupted."""
+
+    def __init__(self, sign: Path) -> None:
+        super().__init__()
+        self.sign = sign
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        try:
+            loop_for_ever(self.sign)
+        except KeyboardInterrupt:
+            self.sign.unlink(missing_ok=True)
+            raise
+        return super().forward(x)
+
+
+def test_a_stage_waits_for_another_no_longer_than_step_timeout(sign: Path):
+    """A gloo connection's own limit is that of its group's making; a run's is half a minute more than step_timeout."""
+    layers = nn.Linear(4, 8), Stalling(sign), nn.Linear(8, 3)
+    with dtkit.Cluster(2, threads=1, step_timeout=2) as cluster:
+        pipeline = dtkit.Pipeline(2, 2, split=["2"])
+        run = small.train(cluster, nn.Sequential(*layers), strategy=pipeline, steps=3, start=False)
+        sign.touch()
+        run.resume()
+        run.wait(28)
+        assert run.status.state is dtkit.State.COMPLETED
+        assert not sign.exists()

@@ -21,6 +21,11 @@ PIPELINES = [
     dtkit.Pipeline(2, 3, "GPipe", by="parameters"),
     dtkit.Pipeline(2, 4, "ZBVZeroBubble", by="parameters"),
 ]
+WITH_REPLICAS = [
+    dtkit.Pipeline(2, 2, replicas=2, by="parameters"),
+    dtkit.TensorParallel(2, replicas=2),
+    dtkit.Sharded(replicas=2),
+]
 CUT = [dtkit.TensorParallel(2), dtkit.Sharded(clip_norm=0.1)]
 
 
@@ -83,7 +88,7 @@ def test_collectives_are_told_with_their_bytes(cluster2: dtkit.Cluster, strategy
     run, found = explained(cluster2, strategy)
     assert isinstance(found, SliceExplanation)
     assert found.agreed
-    assert {c.ranks for c in found.collectives} == {2}
+    assert {c.ranks for c in found.collectives} == {(0, 1)}
     assert found.sent_bytes == int(run.history.rows()["sent_bytes"][-1])
     numbers = sum(p.numel() for p in net().parameters())
     by_kind = {
@@ -92,11 +97,47 @@ def test_collectives_are_told_with_their_bytes(cluster2: dtkit.Cluster, strategy
     if isinstance(strategy, dtkit.Sharded):
         padded = 8 * (numbers + 1)  # the last layer's 3 rows and 3 biases are cut in halves of 2
         assert by_kind["all_gather"] == pytest.approx(2 * padded, rel=0.15)
+        assert {c.phase for c in found.collectives if c.what == "all_gather"} == {"forward", "backward"}
         assert all(rank.held_bytes < 0.6 * rank.whole_bytes for rank in found.ranks)
     else:  # two pairs of layers: two outputs forward, and the gradient of one input backward, of 16 rows
         within = [c for c in found.collectives if c.phase in ("forward", "backward")]
         assert sorted(c.nbytes for c in within) == [8 * 16 * 3, 8 * 16 * WIDTH, 8 * 16 * WIDTH]
         assert {c.what for c in within} == {"all_reduce"}
+
+
+@pytest.mark.parametrize("cluster", [4], indirect=True, scope="session")
+@pytest.mark.parametrize("strategy", WITH_REPLICAS, ids=str)
+def test_replicas_are_told_apart(cluster: dtkit.Cluster, strategy: Any):
+    """Of 17 samples, so that replicas have different numbers of them; and of one, which one replica has."""
+    _, found = explained(cluster, strategy, batch_size=17)
+    check_replicas(found)
+    assert found.samples == 17
+    run = train(cluster, net(), rows(), steps=4, strategy=strategy, start=False, batch_size=21)
+    run.step(3)
+    found = run.step(explain=True)
+    check_replicas(found)
+    assert found.samples == 1
+    assert found.loss == pytest.approx(float(run.history.totals()["loss"][3]))
+
+
+def check_replicas(found: PipelineExplanation | SliceExplanation) -> None:
+    """All is well within each replica and between them, and is said and drawn so."""
+    text = " ".join(repr(found).split())
+    if isinstance(found, PipelineExplanation):
+        assert found.replicas == ((0, 1), (2, 3))
+        assert {frozenset((c.sender, c.receiver)) for c in found.crossings} <= {frozenset(r) for r in found.replicas}
+        assert found.intact
+        assert found.adds_up
+        assert found.identical
+        assert "All replicas have the same stages, bit by bit." in text
+        assert "replica 1 of 2" in found.figure().axes[0].get_title(loc="left")
+    else:
+        assert found.agreed
+        assert {c.ranks for c in found.collectives} == {(0, 1), (0, 2), (0, 1, 2, 3)}
+        assert "The ranks of each group made the same collectives" in text
+        labels = [label.get_text() for label in found.figure().axes[0].get_yticklabels()]
+        assert labels[0].endswith("ranks 0, 1")
+        assert "ranks 0, 2" in "".join(labels)
 
 
 # -- memory ---------------------------------------------------------------------------------------------------

@@ -45,12 +45,12 @@ def test_each_rank_holds_its_slices(cluster: dtkit.Cluster, strategy: TensorPara
 
 
 def test_dropout_draws_alike_on_ranks_that_share_a_replica(cluster: dtkit.Cluster, strategy: TensorParallel):
-    """What every rank holds whole stays equal on all of them."""
+    """What every rank holds whole stays equal on all of them, and each slice in all replicas."""
     model = net(lambda: Decoder(dropout=0.3))
-    train(cluster, model, strategy=strategy, optimizer=adamw, steps=20)
+    run = train(cluster, model, strategy=strategy, optimizer=adamw, steps=20)
+    assert run.consistency == dtkit.Consistency(20, (), None, copies=strategy.replicas)
     fingerprints = cluster.run(lambda: worker().fingerprint())
-    assert None not in fingerprints
-    assert len(set(fingerprints)) == 1
+    assert [set(found) for found in fingerprints] == strategy.replicas * [{(), (0,)}, {(), (1,)}]
 
 
 class Learned(nn.Module):

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from dtkit.history import History
 
-_MANY_POINTS = 20  # more validation points than this are drawn smaller: a chain of large ones would hide the lines
+_MANY_POINTS = 20  # of more validation points some are drawn, and a line joins all: a chain would hide the lines
 
 
 def draw(ax: Axes, history: History) -> None:
@@ -27,7 +27,11 @@ def draw(ax: Axes, history: History) -> None:
     points = [(e.step, e.values["loss"]) for e in history.evaluations if "loss" in e.values]
     points = [(step, value) for step, value in points if np.isfinite(value)]
     if points:
-        size = 3 if len(points) > _MANY_POINTS else 5
-        ax.plot(*zip(*points, strict=True), "D", color=axes.INK, markerfacecolor="white", markersize=size, gid="valid")
+        many = len(points) > _MANY_POINTS
+        every = -(-len(points) // _MANY_POINTS)
+        ax.plot(
+            *zip(*points, strict=True), "D-" if many else "D", color=axes.INK, linewidth=0.8, markerfacecolor="white",
+            markersize=4 if many else 5, markevery=((len(points) - 1) % every, every), gid="valid",
+        )  # fmt: skip
         axes.end_labels(ax, [*axes.labels_of(ax), ("valid", points[-1][1], axes.INK)])
     axes.mark_events(ax, history.events)

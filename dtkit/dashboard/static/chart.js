@@ -122,12 +122,20 @@ function orElse(v, other) {
 
 function drawGrid(view, low, high, width) {
   const { x, y, first, end, width: inner } = view.frame, parts = [];
+  if (!view.grain.used) {
+    view.layers.grid.replaceChildren(s("text", { x: width / 2, y: view.height / 2, "text-anchor": "middle" }, "no step yet"));
+    return;
+  }
   for (const v of ticks(low, high, view.height > 150 ? 5 : 3)) {
     parts.push(s("line", { x1: LEFT, x2: LEFT + inner, y1: y(v), y2: y(v) }));
     parts.push(s("text", { x: LEFT - 7, y: y(v) + 4, "text-anchor": "end" }, tick(v)));
   }
   const whole = ticks(first, end, width > 420 ? 6 : 4).filter(Number.isInteger);
-  for (const v of whole) parts.push(s("text", { x: x(v), y: view.height - 5, "text-anchor": "middle" }, tick(v)));
+  parts.push(s("text", { x: LEFT - 7, y: view.height - 5, "text-anchor": "end" }, "step"));
+  for (const v of whole) {
+    if (x(v) - 3.3 * tick(v).length < LEFT - 4) continue; // it would lie on that word
+    parts.push(s("text", { x: x(v), y: view.height - 5, "text-anchor": "middle" }, tick(v)));
+  }
   view.layers.grid.replaceChildren(...parts);
 }
 
@@ -213,10 +221,19 @@ function pathOf(view, key, layer, cls, rank) {
 
 function drawPoints(view, points, ends) {
   const { x, y } = view.frame;
-  const r = points.length > 20 ? 2.5 : 4; // a chain of large ones would hide the lines
-  view.layers.points.replaceChildren(...points.map((p) =>
+  const r = points.length > 20 ? 3 : 4;
+  const chain = points.length > 20 ? [s("path", { class: "dtk-chain", d: points.map((p, k) => `${k ? "L" : "M"}${x(p.step)},${y(p.value)}`).join("") })] : [];
+  view.layers.points.replaceChildren(...chain, ...apart(points, x).map((p) =>
     s("path", { d: `M${x(p.step)},${y(p.value)}m${-r},0l${r},${-r}l${r},${r}l${-r},${r}z` }, s("title", {}, `step ${p.step}: validation ${number(p.value)}`))));
   if (points.length) ends.push({ y: y(points.at(-1).value), label: "◇ valid", hue: "all" });
+}
+
+/** Points that don't lie on each other, the last one among them; a line joins those that are left out. */
+function apart(points, x) {
+  if (points.length <= 20) return points;
+  const kept = [];
+  for (const point of [...points].reverse()) if (!kept.length || x(kept.at(-1).step) - x(point.step) >= 16) kept.push(point);
+  return kept.reverse();
 }
 
 /** Names at the lines' ends, pushed apart where they would overlap. */
@@ -224,7 +241,7 @@ function drawLabels(view, ends, width) {
   ends.sort((a, b) => a.y - b.y);
   const placed = spread(ends.map((end) => end.y), 12, TOP, view.height - BOTTOM);
   view.layers.labels.replaceChildren(...ends.map((end, k) => {
-    const text = s("text", { x: width - RIGHT + 6, y: placed[k] + 4, class: `dtk-${end.hue}${pickedClass(view.store, end.rank)}` }, end.label);
+    const text = s("text", { x: width - RIGHT + 8, y: placed[k] + 4, class: `dtk-${end.hue}${pickedClass(view.store, end.rank)}` }, end.label);
     if (end.rank !== undefined) text.addEventListener("click", () => pick(view.store, end.rank));
     return text;
   }));

@@ -30,7 +30,7 @@ import { apply, newStore } from "./store.js";
 import { followTheme } from "./theme.js";
 
 const PANELS = [
-  header, progress, remarks, controls, tiles, banner, waffle, lossChart, throughputChart, stepTime, timeline, gradientNormChart,
+  header, progress, banner, remarks, controls, tiles, waffle, lossChart, throughputChart, stepTime, timeline, gradientNormChart,
   learningRateChart, pictures, memory, nodesTable, log, summary,
 ];
 

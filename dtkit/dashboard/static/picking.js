@@ -12,13 +12,15 @@ export function pickedClass(store, rank) {
   if (store.selected === null || rank === undefined) return "";
   return store.selected === rank ? " dtk-picked" : " dtk-faded";
 }
-/** What is the matter with a node: lost, slow (keeps the others waiting), slowed on purpose; or nothing. */
+/** What is the matter with a node: lost, stuck, left out, slow (keeps the others waiting), slowed on purpose; or nothing. */
 export function condition(store, rank) {
-  const { lost, slow, slowed } = store.nodesNow;
-  return lost.includes(rank) ? "lost" : slow.includes(rank) ? "slow" : slowed.includes(rank) ? "slowed" : "";
+  const { world, lost, stuck, slow, slowed } = store.nodesNow;
+  if (lost.includes(rank)) return "lost";
+  if (stuck.includes(rank)) return "stuck";
+  return rank >= world ? "out" : slow.includes(rank) ? "slow" : slowed.includes(rank) ? "slowed" : "";
 }
-export const CONDITION_GLYPH = { lost: "✕", slow: "▲", slowed: "▼", "": "" };
-export const CONDITION_WORDS = { lost: "lost", slow: "keeps the others waiting", slowed: "slowed on purpose", "": "" };
+export const CONDITION_GLYPH = { lost: "✕", stuck: "⊘", out: "○", slow: "▲", slowed: "▼", "": "" };
+export const CONDITION_WORDS = { lost: "lost", stuck: "stuck", out: "left out", slow: "keeps the others waiting", slowed: "slowed on purpose", "": "" };
 
 /** A node's name with its sign: "▲ node 3". */
 export function nodeName(store, rank) {

@@ -6,7 +6,7 @@ const LOG = 200;
 export const LIVE = ["pending", "running", "paused"];
 
 /** The kinds of events that get a mark on the step axis, and the mark. */
-export const MARKED = { pause: "‖", resume: "▶", lr: "lr", error: "✕", stop: "■", lost: "†", repair: "+", save: "↓" };
+export const MARKED = { pause: "‖", resume: "▶", lr: "lr", error: "✕", stop: "■", lost: "†", repair: "+", save: "↓", stuck: "⊘" };
 
 /**
  * An empty store. `curves.data` is Float32 of shape (buckets, columns, 3): smallest, mean, largest; which columns are
@@ -17,7 +17,7 @@ export const MARKED = { pause: "‖", resume: "▶", lr: "lr", error: "✕", sto
 export function newStore() {
   return {
     seq: 0, received: 0, head: null, nodes: [], status: null, lr: null, tiles: [], error: null, refused: null,
-    remarks: [], time: null, bars: new Float32Array(0), nodesNow: { lost: [], outliers: [], slow: [], slowed: [] },
+    remarks: [], time: null, bars: new Float32Array(0), nodesNow: { world: 0, lost: [], stuck: [], outliers: [], slow: [], slowed: [] },
     selected: null, picking: false, effect: { count: 0, text: "" }, spot: null, strip: null, pictures: new Map(),
     send: () => {}, redraw: () => {},
     log: [], marks: [], evaluations: [], ranks: new Float32Array(0), asked: new Map(), hover: null,
@@ -44,8 +44,9 @@ export function apply(store, content, buffers) {
   store.received = Date.now();
   for (const key of ["status", "lr", "tiles", "error", "remarks"]) store[key] = content[key];
   applyNow(store, content);
+  store.head = content.head ?? store.head; // its words change where nodes were left out
   if (whole) {
-    for (const key of ["head", "marks", "evaluations"]) store[key] = content[key];
+    for (const key of ["marks", "evaluations"]) store[key] = content[key];
     store.log = content.events;
     store.curves = { width: content.curves.width, origin: content.curves.origin, used: 0, data: new Float32Array(0) };
   } else {

@@ -75,8 +75,9 @@ function drillField(store, ask, redraw) {
     redraw();
   });
   const update = () => {
-    const { offers, ranks } = store.head, live = LIVE.includes(store.status.state);
+    const { offers } = store.head, { world: ranks } = store.nodesNow, live = LIVE.includes(store.status.state);
     el.hidden = !offers.includes("slow") && !offers.includes("kill");
+    while (node.children.length > ranks) node.lastChild.remove();
     while (node.children.length < ranks) node.append(h("option", { value: node.children.length }, `node ${node.children.length}`));
     slow.hidden = factor.hidden = !offers.includes("slow");
     kill.hidden = !offers.includes("kill");

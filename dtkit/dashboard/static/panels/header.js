@@ -9,7 +9,8 @@ export function header(store) {
   const update = () => {
     const { head, status } = store;
     setText(name, head.name);
-    setText(what, `${head.strategy} · ${head.ranks} ${head.ranks === 1 ? "node" : "nodes"} · batch ${head.batch.toLocaleString("en-US")}`);
+    const { world } = store.nodesNow, was = head.ranks > world ? ` (was ${head.ranks})` : "";
+    setText(what, `${head.strategy} · ${world} ${world === 1 ? "node" : "nodes"}${was} · batch ${head.batch.toLocaleString("en-US")}`);
     setText(chip, `${STATE_GLYPH[status.state] ?? ""} ${status.state}`);
   };
   return { el: h("header", {}, name, what, chip), update };

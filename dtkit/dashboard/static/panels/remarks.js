@@ -1,14 +1,14 @@
-// Whether the ranks agree, and who is slowed on purpose; the words are remarks.py's.
+// Who is lost or stuck, whether the ranks agree, and who is slowed on purpose; the words are remarks.py's.
 
 import { h, setText } from "../elements.js";
 
-const GLYPH = { lost: "✕", differs: "✕", identical: "✓", slowed: "▼" }, URGENT = ["lost", "differs"];
+const GLYPH = { lost: "✕", stuck: "⊘", differs: "✕", identical: "✓", fewer: "○", slowed: "▼" }, URGENT = ["lost", "stuck", "differs"];
 
 /** Alerts stand apart: a screen reader says them at once, and only when their text is new. */
 export function remarks(store) {
   const alerts = h("div", { class: "dtk-banner", role: "alert", "data-testid": "alert", hidden: "" });
   const quiet = h("ul", { class: "dtk-remarks", "data-testid": "remarks", "aria-label": "remarks" });
-  const el = h("div", { class: "dtk-said-of-all" }, quiet, alerts);
+  const el = h("div", { class: "dtk-said-of-all" }, alerts, quiet);
   const update = () => {
     el.hidden = !store.remarks.length;
     const urgent = store.remarks.filter((remark) => URGENT.includes(remark.kind));

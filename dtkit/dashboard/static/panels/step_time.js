@@ -73,7 +73,7 @@ function drawAxis(layer, { longest, scale, left, height, width }) {
   const parts = [];
   for (const v of ticks(0, longest * 1e3, width > 620 ? 8 : 4)) {
     const x = left + v / 1e3 * scale;
-    parts.push(s("line", { x1: x, x2: x, y1: 0, y2: height - AXIS }), s("text", { x, y: height - 6, "text-anchor": "middle" }, tick(v)));
+    parts.push(s("line", { x1: x, x2: x, y1: 0, y2: height - AXIS }), s("text", { x, y: height - 6, "text-anchor": "middle" }, `${tick(v)}${v === 0 ? " ms" : ""}`));
   }
   layer.replaceChildren(...parts);
 }

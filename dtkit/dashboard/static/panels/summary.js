@@ -1,4 +1,4 @@
-// For screen readers: the state at once, the numbers every quarter of a minute.
+// For screen readers: the state at once, as when a node gets stuck or goes on; the numbers every quarter of a minute.
 
 import { h, setText } from "../elements.js";
 
@@ -7,10 +7,12 @@ export function summary(store) {
   let state = null, spoken = 0;
   const update = () => {
     const st = store.status;
-    if (st.state === state && Date.now() - spoken < 15000) return;
-    [state, spoken] = [st.state, Date.now()];
+    const now = `${st.state} ${store.nodesNow.stuck}`;
+    if (now === state && Date.now() - spoken < 15000) return;
+    [state, spoken] = [now, Date.now()];
     const numbers = store.tiles.slice(0, 2).map((tile) => `${tile.label} ${tile.value}`).join(", ");
-    const more = [...store.remarks.map((remark) => remark.text), store.time?.straggler].filter(Boolean).map((text) => `; ${text}`).join("");
+    const alerts = store.tiles.filter((tile) => tile.alert).map((tile) => tile.note);
+    const more = [...alerts, ...store.remarks.map((remark) => remark.text), store.time?.straggler].filter(Boolean).map((text) => `; ${text}`).join("");
     setText(el, `${store.head.name} ${st.state}, step ${st.step} of ${st.steps}, ${numbers}${more}`);
   };
   return { el, update };

@@ -1,6 +1,6 @@
 // The large figures; their text is made in glance.py.
 
-import { h, setText } from "../elements.js";
+import { h, setAttr, setText } from "../elements.js";
 
 export function tiles(store) {
   const el = h("div", { class: "dtk-tiles", role: "list", "data-testid": "tiles" }); // JupyterLab styles dl, dt and dd
@@ -11,6 +11,7 @@ export function tiles(store) {
     store.tiles.forEach((tile, k) => {
       const [label, value, note] = el.children[k].children;
       setText(label, tile.label); setText(value, tile.value); setText(note, tile.note);
+      setAttr(note, "class", `dtk-note${tile.alert ? " dtk-alert" : ""}`);
     });
   };
   return { el, update };

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -189,11 +190,13 @@ class _Replica(Replica):
                 find_unused_parameters=self._strategy.find_unused_parameters,
             )
         self._reduce = compression.hook(self._strategy.compress, self._group)
-        # DDP reads the hook's annotations and wants objects there, not the names that this module has.
-        module.register_comm_hook(None, lambda _, bucket: self._launch(bucket))
+        # DDP's reducer, which we hold, holds the hook in C++, where no garbage collection sees it: a hook that held us
+        # would keep every model for ever. (DDP reads its annotations, and wants objects there, not names.)
+        this = weakref.proxy(self)
+        module.register_comm_hook(None, lambda _, bucket: this.launch(bucket))
         return module
 
-    def _launch(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    def launch(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         """A bucket is ready; with the last one there is nothing left to compute."""
         if bucket.is_last():
             self._phases.enter("sync")

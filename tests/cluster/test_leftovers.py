@@ -247,3 +247,19 @@ def test_nothing_is_left_after_the_notebook_was_killed(runtime: Path, tmp_path: 
         process.send_signal(signal.SIGKILL)
         process.wait(10)
     assert_nothing_left(processes, runtime, timeout=20)
+
+
+def test_a_run_that_was_replaced_leaves_no_replica_on_the_engines(cluster2: dtkit.Cluster):
+    """DDP's reducer holds its hook in C++: one that held the replica would keep it for ever."""
+    for _ in range(3):
+        train(cluster2, steps=2).wait(60)
+    assert max(cluster2.run(replicas_alive)) <= 1
+
+
+def replicas_alive() -> int:
+    import gc
+
+    from torch.nn.parallel import DistributedDataParallel
+
+    gc.collect()
+    return sum(isinstance(thing, DistributedDataParallel) for thing in gc.get_objects())

@@ -396,9 +396,11 @@ class Driver:
         self._tries += 1
         self._recorder.failing()
         self._keep_common(replies)
+        gone = {f.rank for f in failures if f.kind in ("lost", "stuck")}  # they have had their time
         patience = _BREAK_S if any(f.kind == "stuck" for f in failures) else _PATIENCE_S
         for other in self._flights:
-            self._keep_common(self._cluster.collect(other.futures, patience))
+            ranks = [rank for rank in range(len(other.futures)) if rank not in gone]
+            self._keep_common(self._cluster.collect([other.futures[r] for r in ranks], patience, ranks))
             self._withdraw(other)
         self._flights.clear()
         self._lookout.reset()

@@ -204,7 +204,9 @@ def test_a_plan_leaves_the_cluster_as_it_was(cluster2: dtkit.Cluster):
     assert all(row.step_s > 0 for row in found.rows)
     gc.collect()
     cluster2.ask("info")  # what nobody holds is let go of with the next call
-    assert cluster2.run(kept) == before
+    for now, then in zip(cluster2.run(kept), before, strict=True):  # runs of earlier tests may have gone meanwhile
+        assert now[0] <= then[0]
+        assert now[1] <= then[1]
     check_usable(cluster2)
 
 

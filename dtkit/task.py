@@ -7,11 +7,11 @@ fills the gaps. Each rank answers for itself, so the first failure is seen at on
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+from dtkit.boundary import contain, itself, notify
 from dtkit.dashboard import calls
 from dtkit.errors import DtkitError
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from dtkit.records import Reply
     from dtkit.shipment import Shipment
 
-_log = logging.getLogger("dtkit")
 # A user's loop may train for days. What can't wait is seen otherwise: a failed rank at once, a lost engine by its
 # nanny.
 _FOR_EVER_S = 1e7
@@ -81,19 +80,19 @@ class Task:
         threading.Thread(target=self._collect, args=(shipment,), name=f"dtkit-{self.name}", daemon=True).start()
 
     def _collect(self, shipment: Shipment) -> None:
-        """Wait for all ranks and settle."""
+        """Settle; whatever goes wrong, `result` raises it."""
+        self._error = contain(lambda: self._settle(shipment), itself)
+        self.state = "done" if self._error is None else "failed"
+        self._over.set()
+        self._notify()
+
+    def _settle(self, shipment: Shipment) -> None:
+        """Wait for all ranks, and take what they say."""
         try:
-            try:
-                replies = self._cluster.collect(self._futures, _FOR_EVER_S)
-            finally:
-                self._cluster.discard(shipment)
-            self._take(replies)
-        except BaseException as error:  # noqa: BLE001 - the boundary of the call: `result` raises it
-            self._error = error
+            replies = self._cluster.collect(self._futures, _FOR_EVER_S)
         finally:
-            self.state = "done" if self._error is None else "failed"
-            self._over.set()
-            self._notify()
+            self._cluster.discard(shipment)
+        self._take(replies)
 
     def _take(self, replies: Sequence[Reply]) -> None:
         results: list[Shipment] = []
@@ -180,11 +179,7 @@ class Task:
         return unsubscribe
 
     def _notify(self) -> None:
-        for callback in list(self._callbacks):
-            try:
-                callback()
-            except Exception:  # noqa: BLE001 - an error in a view never touches the call; it is logged
-                _log.exception("a view of %s failed", self.name)
+        notify(list(self._callbacks), self.name)
 
     def __repr__(self) -> str:
         return calls.summary(self)

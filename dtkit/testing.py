@@ -15,6 +15,7 @@ or while they are held: a rank that has answered already can't take part.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pickle
 import queue
 import threading
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dtkit import wire
+from dtkit.boundary import contain
 from dtkit.engine.probe import hello
 from dtkit.errors import Refused
 from dtkit.history import ROW
@@ -240,26 +242,24 @@ class FakeTransport:
         while (item := rank.inbox.get()) is not None:
             number, message, listen, future = item
             self._await_turn(rank, number)
-            future.set_result(self._answer(rank, message, listen, interrupted=number <= rank.cut))
+            answer = functools.partial(self._answer, rank, message, listen, interrupted=number <= rank.cut)
+            future.set_result(contain(answer, functools.partial(_failed, rank)))  # as on an engine
 
     def _await_turn(self, rank: _Rank, number: int) -> None:
         with self._gate:
             self._gate.wait_for(lambda: self._open or number <= rank.cut, timeout=HELD_S)
 
     def _answer(self, rank: _Rank, message: bytes, listen: Any, *, interrupted: bool) -> Reply:
-        try:
-            request: Request = pickle.loads(message)
-            self.served.append((rank.number, request.op, request.args))
-            if rank.lost:
-                return _lost(rank)
-            self._admit(rank, request)
-            if interrupted and not rank.broken:
-                return _failed(rank, KeyboardInterrupt())
-            if (fault := self._fault(rank, request)) is not None:
-                return self._fail_together(rank, request, fault)
-            return Reply(getattr(self, f"_{request.op}")(rank, listen=listen, **request.args))
-        except BaseException as error:  # noqa: BLE001 - as on an engine: it goes to the notebook
-            return _failed(rank, error)
+        request: Request = pickle.loads(message)
+        self.served.append((rank.number, request.op, request.args))
+        if rank.lost:
+            return _lost(rank)
+        self._admit(rank, request)
+        if interrupted and not rank.broken:
+            return _failed(rank, KeyboardInterrupt())
+        if (fault := self._fault(rank, request)) is not None:
+            return self._fail_together(rank, request, fault)
+        return Reply(getattr(self, f"_{request.op}")(rank, listen=listen, **request.args))
 
     def _admit(self, rank: _Rank, request: Request) -> None:
         if request.op in ("hello", "join"):

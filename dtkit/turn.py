@@ -8,6 +8,8 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
+from dtkit.boundary import contain, itself
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -44,12 +46,7 @@ class Turn:
         self.called = step
 
         def call() -> None:
-            error: BaseException | None = None
-            try:
-                callbacks()
-            except BaseException as raised:  # noqa: BLE001 - the user's function; the run reports it
-                error = raised
-            over(token, error)
+            over(token, contain(callbacks, itself))
 
         threading.Thread(target=call, name=CALLBACKS, daemon=True).start()
 

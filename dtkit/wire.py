@@ -27,11 +27,12 @@ import sysconfig
 import threading
 import types
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import cloudpickle
 import numpy as np
 
+from dtkit.boundary import attempt, itself
 from dtkit.errors import CannotSend
 
 if TYPE_CHECKING:
@@ -99,16 +100,16 @@ def _dump(
     name: str | None,
     buffer_callback: Callable[[pickle.PickleBuffer], Any] | None,
 ) -> bytes:
-    with _registered(by_value):
-        try:
-            return _pickled(obj, buffer_callback)
-        except Exception as error:  # noqa: BLE001 - a user's __reduce__ may raise anything; it is reported by name
-            path, cause = _smallest(obj, name or _default_name(obj), error)
-    raise CannotSend(
-        f"{path}: {_first_line(cause)}. What is sent to an engine must be picklable. Create it on the "
-        f"engine (in the function, or at the first forward), or leave it out of the object's state with "
-        f"__getstate__."
-    ) from cause
+    def refuse(error: Exception) -> NoReturn:
+        path, cause = _smallest(obj, name or _default_name(obj), error)
+        raise CannotSend(
+            f"{path}: {_first_line(cause)}. What is sent to an engine must be picklable. Create it on the "
+            f"engine (in the function, or at the first forward), or leave it out of the object's state with "
+            f"__getstate__."
+        ) from cause
+
+    with _registered(by_value):  # a user's __reduce__ may raise anything
+        return attempt(lambda: _pickled(obj, buffer_callback), refuse)
 
 
 def _pickled(obj: Any, buffer_callback: Callable[[pickle.PickleBuffer], Any] | None) -> bytes:
@@ -263,11 +264,11 @@ def _first_line(error: BaseException) -> str:
 
 def _failure(obj: Any) -> Exception | None:
     """Why `obj` alone can't be pickled, or None."""
-    try:
+
+    def fail() -> None:
         _pickled(obj, lambda _: None)
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is returned to be reported
-        return error
-    return None
+
+    return attempt(fail, itself)
 
 
 def _smallest(obj: Any, path: str, error: Exception) -> tuple[str, Exception]:
@@ -330,10 +331,8 @@ def _names(code: types.CodeType) -> set[str]:
 
 def _object_parts(obj: Any) -> Iterator[tuple[str, Any]]:
     """What the object itself gives to pickle, so that a __getstate__ is respected."""
-    try:
-        reduced = obj.__reduce_ex__(_PROTOCOL)
-    except Exception:  # noqa: BLE001 - then it is this object that fails, and the caller holds its error
-        return
+    # Where this fails it is this object that can't be sent: the caller holds its error.
+    reduced = attempt(lambda: obj.__reduce_ex__(_PROTOCOL), lambda _: None)
     if not isinstance(reduced, tuple):
         return
     _, args, state, items, pairs = (*reduced, None, None, None, None)[:5]

@@ -34,26 +34,12 @@ FORBIDDEN = {  # a file or folder of dtkit/, the longest match counts -> what it
     "": {"ipyparallel"},
 }
 BROAD_EXCEPTS: dict[str, str] = {  # "file: function" -> the boundary that it is, and where the error is reported
-    "dtkit/dashboard/asks.py: work": "a page and the run: the page shows it beside the button",
-    "dtkit/dashboard/custom.py: _picture": "a user's panel: the live view shows it in that panel",
-    "dtkit/dashboard/custom.py: whole": "a user's panel: the kept picture shows it in that panel",
-    "dtkit/dashboard/feed.py: _strip": "the timeline: the page shows it in that panel",
-    "dtkit/dashboard/calls.py: _update_last": "a view and the call: it is logged",
-    "dtkit/dashboard/display.py: _kept_or_text": "a view and the run: the text says why there is no picture",
-    "dtkit/dashboard/live.py: _ask": "a page and the run: the page shows it beside the button",
-    "dtkit/dashboard/throttle.py: _run": "a view and the training: it is logged once",
-    "dtkit/turn.py: call": "a user's callback: it becomes the run's exception, and pauses it",
-    "dtkit/driver.py: _run": "the run's thread: it becomes the run's exception",
-    "dtkit/engine/measure.py: _tried": "user code on tensors without numbers: the plan notes it and tries with numbers",
     "dtkit/engine/serving.py: handle": "an engine and the notebook: it becomes a Failure with its traceback",
-    "dtkit/strategies/stages.py: _traced": "torch's exporter, which raises of any kind: it becomes a ValueError",
-    "dtkit/run.py: _notify": "a view and the run: it is logged",
-    "dtkit/task.py: _collect": "the call's thread: result() raises it",
-    "dtkit/task.py: _notify": "a view and the call: it is logged",
-    "dtkit/testing.py: _answer": "a pretended engine: it becomes a Failure, as on a real one",
-    "dtkit/wire.py: _dump": "a user's own __reduce__: CannotSend names it",
-    "dtkit/wire.py: _failure": "a user's own __reduce__: it is returned",
-    "dtkit/wire.py: _object_parts": "a user's own __reduce__: its caller holds the error",
+    "dtkit/boundary.py: attempt": "a user's function, or a view: it goes to the function that is given to report to",
+    "dtkit/boundary.py: contain": "the same, in a thread whose end nobody would see",
+}
+SILENT: dict[str, str] = {  # what goes through dtkit/boundary.py and is not told there -> who tells it
+    "dtkit/wire.py: _object_parts": "its caller, which looks for the part that can't be sent and has that error",
 }
 SLEEPS: dict[str, str] = {  # "file: function" -> why this isn't a wait in disguise
     "tests/bench/bubble.py: forward": "a declared cost of a stage, next to which a busy machine's noise is small",
@@ -235,15 +221,93 @@ def test_no_test_sleeps(root: Path):
     assert sleeping == set(SLEEPS)
 
 
+def test_what_is_caught_at_a_boundary_is_reported(root: Path):
+    silent = {place for place, node in nodes(root / "dtkit") if _is_silent(node)}
+    assert silent == set(SILENT)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "try: f()\nexcept Exception: pass",
+        "try: f()\nexcept (ValueError, BaseException) as error: raise KeyError from error",
+        "try: f()\nexcept builtins.Exception: pass",
+        "try: f()\nexcept: pass",
+        "try: f()\nexcept kinds: pass",
+        "with contextlib.suppress(OSError, Exception): f()",
+        "class Quiet:\n def __exit__(self, *error) -> bool: return True",
+    ],
+)
+def test_each_way_to_catch_everything_is_seen(code: str):
+    assert any(map(_is_broad, ast.walk(ast.parse(code))))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "try: f()\nexcept BaseException:\n    tidy()\n    raise",
+        "try: f()\nexcept (OSError, psutil.Error): pass",
+        "with contextlib.suppress(OSError): f()",
+        "class Open:\n def __exit__(self, *error) -> None: self.close()",
+    ],
+)
+def test_what_catches_by_name_or_tidies_up_is_not_broad(code: str):
+    assert not any(map(_is_broad, ast.walk(ast.parse(code))))
+
+
+@pytest.mark.parametrize(
+    ("code", "silent"),
+    [
+        ("attempt(work, lambda _: None)", True),
+        ("attempt(work, lambda error: [])", True),
+        ("boundary.contain(work, report=lambda error: 0)", True),
+        ("threading.Thread(target=attempt, args=(work, lambda error: None))", True),
+        ("attempt(work, lambda error: log(error))", False),
+        ("contain(work, itself)", False),
+    ],
+)
+def test_a_report_that_does_not_look_at_its_error_is_seen(code: str, silent: bool):  # noqa: FBT001 - a row of the table
+    assert any(map(_is_silent, ast.walk(ast.parse(code)))) == silent
+
+
 def _is_broad(node: ast.AST) -> bool:
     """Whether this catches any error: what cleans up and ends in a bare `raise` doesn't."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):  # one that returns something may swallow the error
+        return node.name in {"__exit__", "__aexit__"} and ast.unparse(node.returns or ast.Constant("?")) != "None"
+    if isinstance(node, ast.Call) and _last_name(node.func) == "suppress":
+        return any(map(_names_any_error, node.args))
     if not isinstance(node, ast.ExceptHandler):
         return False
     if isinstance(node.body[-1], ast.Raise) and node.body[-1].exc is None:
         return False
-    if node.type is None:
-        return True
-    return any(isinstance(n, ast.Name) and n.id in {"Exception", "BaseException"} for n in ast.walk(node.type))
+    return node.type is None or _names_any_error(node.type)
+
+
+def _names_any_error(kinds: ast.expr) -> bool:
+    """Whether Exception or BaseException is among these, or may be: a variable holds what it is given."""
+    names = [_last_name(kind) for kind in (kinds.elts if isinstance(kinds, ast.Tuple) else [kinds])]
+    return any(name in {"Exception", "BaseException"} or not name.lstrip("_")[:1].isupper() for name in names)
+
+
+def _is_silent(node: ast.AST) -> bool:
+    """Whether this hands over a function to report an error to that doesn't look at it."""
+    if not isinstance(node, ast.Call):
+        return False
+    given = [node.func, *node.args, *(keyword.value for keyword in node.keywords)]
+    if not {"attempt", "contain"} & {_last_name(value) for value in given}:
+        return False
+    lambdas = (found for value in given[1:] for found in ast.walk(value) if isinstance(found, ast.Lambda))
+    return any(_ignores_its_argument(found) for found in lambdas)
+
+
+def _ignores_its_argument(function: ast.Lambda) -> bool:
+    used = {name.id for name in ast.walk(function.body) if isinstance(name, ast.Name)}
+    return any(argument.arg not in used for argument in function.args.args)
+
+
+def _last_name(node: ast.expr) -> str:
+    """`suppress` of `contextlib.suppress`."""
+    return ast.unparse(node).rsplit(".", 1)[-1]
 
 
 def _is_sleep(node: ast.AST) -> bool:

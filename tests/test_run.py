@@ -211,6 +211,19 @@ def test_resume_takes_a_pause_back(cluster, engines):
     assert run.status.state is State.COMPLETED
 
 
+def test_a_command_that_fails_ends_the_run_and_leaves_nobody_waiting(cluster, monkeypatch: pytest.MonkeyPatch):
+    run = train(cluster, start=False)
+
+    def fail(*_: object) -> None:
+        raise OSError("no room for the recovery's files")
+
+    monkeypatch.setattr(run._driver, "_resume", fail)
+    assert run.post("resume").result(10) == 0
+    assert run.status.state is State.FAILED
+    with pytest.raises(OSError, match="no room"):
+        run.wait(10)
+
+
 def test_a_learning_rate_travels_with_the_next_dispatch(cluster, engines):
     run = train(cluster, steps=100_000)
     until(run, lambda: run.status.step > 3)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from dtkit.strategies import stages
 from dtkit.strategies.splitting import Cut, balanced, chain, named, parameter_costs, time_costs
 
 
@@ -106,3 +107,21 @@ def test_a_layer_that_takes_no_part():
     model = Odd()
     with pytest.raises(ValueError, match=r"blocks.1 took no part"):
         time_costs(model, chain(model), [torch.zeros(1, 2)])
+
+
+class Undecided(nn.Module):
+    """Its way depends on the data, which no trace can follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[1](self.blocks[0](x)) if x.sum() > 0 else self.blocks[0](x)
+
+
+def test_a_model_that_cannot_be_traced_is_refused_with_what_to_do():
+    cut = Cut(("blocks.0", "blocks.1"), (1.0, 1.0), (0, 1))
+    with pytest.raises(ValueError, match=r"Undecided can't be traced.*use strategy=dtkit.Sharded\(\)") as raised:
+        stages.parts_of(Undecided(), cut, (torch.ones(4, 2),))
+    assert raised.value.__cause__ is not None  # torch's own error says where

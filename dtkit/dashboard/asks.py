@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from dtkit import units
+from dtkit.boundary import attempt
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -79,12 +80,12 @@ class Desk:
         act = {"slow": self._slow, "kill": self._kill, "save": self._save}[command](value)
 
         def work() -> None:
-            try:
-                self._said("effect", command, act())
-            except Exception as error:  # noqa: BLE001 - the boundary between a page and the run; the page shows it
-                self._said("refused", command, str(error))
+            self._said("effect", command, act())
 
-        threading.Thread(target=work, name=f"dtkit-{command}", daemon=True).start()
+        def refuse(error: Exception) -> None:
+            self._said("refused", command, str(error))
+
+        threading.Thread(target=attempt, args=(work, refuse), name=f"dtkit-{command}", daemon=True).start()
 
     # Each checks what the page sent, and returns what is to be done on a thread.
 

@@ -13,6 +13,7 @@ import threading
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from dtkit import units
+from dtkit.boundary import attempt
 from dtkit.dashboard.display import in_notebook
 from dtkit.dashboard.throttle import Throttle
 from dtkit.engine.channel import OWN_COLUMNS
@@ -194,10 +195,11 @@ def following(call: Call, stream: TextIO | None = None) -> Iterator[None]:
 
 def _update_last(view: _View) -> None:
     """The last state, on the caller's thread: the call's own outcome must not be lost with it."""
-    try:
-        view.update()
-    except Exception as error:  # noqa: BLE001 - the boundary between a view and the call
+
+    def report(error: Exception) -> None:
         _log.warning("a view failed; the call is not touched: %s: %s", type(error).__name__, error, exc_info=error)
+
+    attempt(view.update, report)
 
 
 def show(call: Call) -> None:

@@ -16,6 +16,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from dtkit import units
+from dtkit.boundary import attempt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -69,13 +70,13 @@ def titled(name: str, draw: Draw) -> Draw:
     def whole(ax: Axes, history: History) -> None:
         from dtkit.dashboard import axes
 
-        axes.tidy(ax)
-        try:
-            draw(ax, history)
-        except Exception as error:  # noqa: BLE001 - the boundary of a user's panel; it is shown in the panel
+        def fail(error: Exception) -> None:
             ax.clear()
             ax.set_axis_off()
             axes.nothing(ax, f"this panel failed: {_said(error)}")
+
+        axes.tidy(ax)
+        attempt(lambda: draw(ax, history), fail)
         axes.title(ax, units.plain(name, 60))
 
     return whole
@@ -121,10 +122,10 @@ class Gallery:
 
     def _picture(self, name: str, function: Draw) -> Picture:
         title = units.plain(name, 60)
-        try:
-            return Picture(title, _png(function, self._history), None)
-        except Exception as error:  # noqa: BLE001 - the boundary of a user's panel; it is shown in the panel
-            return Picture(title, b"", _said(error))
+        return attempt(
+            lambda: Picture(title, _png(function, self._history), None),
+            lambda error: Picture(title, b"", _said(error)),
+        )
 
 
 def _png(function: Draw, history: History) -> bytes:

@@ -15,6 +15,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
+from dtkit.boundary import attempt
 from dtkit.dashboard import text
 from dtkit.dashboard.throttle import Throttle
 
@@ -115,10 +116,11 @@ class _Displays:
 
 def _kept_or_text(source: Source) -> tuple[dict[str, str], dict[str, Any]]:
     """The kept picture; where it can't be drawn, the text with the reason."""
-    try:
-        return kept(source)
-    except Exception as error:  # noqa: BLE001 - the boundary of a view; what it caught is shown in its place
+
+    def say(error: Exception) -> tuple[dict[str, str], dict[str, Any]]:
         return {"text/plain": f"{text.summary(source)}\nno picture: {type(error).__name__}: {error}"}, {}
+
+    return attempt(lambda: kept(source), say)
 
 
 _lock = threading.Lock()

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dtkit import units
+from dtkit.boundary import attempt
 from dtkit.dashboard.fates import begun, follow
 from dtkit.dashboard.glance import epoch, glance, tiles
 from dtkit.dashboard.outliers import outliers
@@ -261,13 +262,17 @@ class Feed:
             return np.empty(0)
         wanted = [self.selected] if self.selected is not None else []
         self._strip_at, self._strip_step = now, step
-        try:
+
+        def draw() -> np.ndarray:
             found = strip(getattr(self._source, "timeline", None), [*wanted, *self._outliers])
-        except Exception as error:  # noqa: BLE001 - the boundary of a panel; it is shown in that panel
+            self._strip_known = found is not None
+            return np.empty(0) if found is None else self._pack_strip(content, found)
+
+        def say(error: Exception) -> np.ndarray:
             content["strip"] = {"error": _error(error)}
             return np.empty(0)
-        self._strip_known = found is not None
-        return np.empty(0) if found is None else self._pack_strip(content, found)
+
+        return attempt(draw, say)
 
     def _pack_strip(self, content: dict[str, Any], found: Strip) -> np.ndarray:
         content["strip"] = {

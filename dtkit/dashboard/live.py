@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import anywidget
 import traitlets
 
+from dtkit.boundary import attempt
 from dtkit.dashboard.asks import Desk
 from dtkit.dashboard.bundle import bundle
 from dtkit.dashboard.custom import LEAST_S, Gallery
@@ -168,10 +169,7 @@ class Dashboard(anywidget.AnyWidget):
 
     def _ask(self, command: str, value: Any) -> None:
         """Pass a command on. What the run says against it is shown where the button is."""
-        try:
-            self._desk.ask(command, value)
-        except Exception as error:  # noqa: BLE001 - the boundary between a page and the run; the page shows it
-            self._say("refused", command, str(error))
+        attempt(lambda: self._desk.ask(command, value), lambda error: self._say("refused", command, str(error)))
 
     def _say(self, kind: str, command: str, text: str) -> None:
         """Have pages say that a command took effect, or why not. Called on any thread, with no lock held."""

@@ -12,6 +12,8 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from dtkit.boundary import attempt
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -69,10 +71,7 @@ class Throttle:
             if self._closed:
                 return
             self._running, self._again, self._last = True, False, self._clock()
-        try:
-            self._work()
-        except Exception as error:  # noqa: BLE001 - the boundary between a view and the training
-            self._report(error)
+        attempt(self._work, self._report)
         with self._lock:
             self._running = False
             again = self._again

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 
 from dtkit import pieces, placing
+from dtkit.boundary import notify
 from dtkit.driver import Driver, Route
 from dtkit.errors import CannotSend, ClusterError, RunError
 from dtkit.history import History
@@ -71,6 +72,8 @@ class Order:
     program: bytes
     """Objective, optimiser and strategy, pickled."""
     loading: Loading | None = None
+    own: tuple[str, ...] = ()
+    """Keys of what was brought to the engines for this run alone: not needed after it."""
 
     def build(self, cluster: Cluster, job: str, *, ranks: list[int] | None = None, alone: bool = False) -> float:
         """Make a job of it on all ranks, or alone on one. Returns the learning rate."""
@@ -147,13 +150,16 @@ class Run:
 
     def build(self, resumption: Resumption | None = None) -> None:
         """Make the job on the engines; the run then stands paused before its first step, or where it was saved."""
-        self._driver.lr = self._order.build(self._cluster, self._job)
-        if resumption is not None:
-            self._driver.lr = resumption.put_into(self._cluster, self._job)
-            self.history.extend(resumption.checkpoint.history())
-            self._driver.stand_at(resumption.step, resumption.called)
-            resumption.put_into_callbacks(self._extras.callbacks)
-            self.note(resumption.text(self.spec))
+        with contextlib.ExitStack() as otherwise:
+            otherwise.callback(self._forget)
+            self._driver.lr = self._order.build(self._cluster, self._job)
+            if resumption is not None:
+                self._driver.lr = resumption.put_into(self._cluster, self._job)
+                self.history.extend(resumption.checkpoint.history())
+                self._driver.stand_at(resumption.step, resumption.called)
+                resumption.put_into_callbacks(self._extras.callbacks)
+                self.note(resumption.text(self.spec))
+            otherwise.pop_all()
         self._cluster.note_job(present=True)
         self._write_down()
         self._driver.start()
@@ -656,13 +662,17 @@ class Run:
             self.stop()
         self._fetch_if_possible()
         self._released = True
-        with contextlib.suppress(ClusterError):
-            self._cluster.ask("unload", keys=[self._job])
-            self._cluster.note_job(present=False)
+        self._forget()
         shutil.rmtree(self._snapshots, ignore_errors=True)
         written, self.history.spool = self.history.spool, None
         if written is not None:
             written.remove()
+
+    def _forget(self) -> None:
+        """Have the engines let go of the job, so far as they have one."""
+        with contextlib.suppress(ClusterError):
+            self._cluster.ask("unload", keys=[*self._order.own, self._job])
+            self._cluster.note_job(present=False)
 
     def abandon(self) -> None:
         """The cluster is closing: end, keeping the weights where the engines still give them."""
@@ -706,11 +716,7 @@ class Run:
             self.spec = dataclasses.replace(self.spec, steps=route.steps, steps_per_epoch=route.steps_per_epoch)
         with self._callbacks_lock:
             callbacks = list(self._callbacks)
-        for callback in callbacks:
-            try:
-                callback()
-            except Exception:  # noqa: BLE001 - an error in a view never touches training; it is logged
-                _log.exception("a view of %s failed", self.spec.name)
+        notify(callbacks, self.spec.name)
 
     def figure(self) -> Figure:
         """The run as a matplotlib Figure, at any time: loss and throughput, per node and together."""

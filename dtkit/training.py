@@ -15,7 +15,7 @@ import numpy as np
 
 from dtkit import placing, planning, replicas, resuming
 from dtkit.partition import Partition, caller_level
-from dtkit.placing import Flow
+from dtkit.placing import Flow, Placed
 from dtkit.records import JobPlan, RunSpec
 from dtkit.recovery import MODES
 from dtkit.replicas import Replicas
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from dtkit.cluster import Cluster
-    from dtkit.placing import Placed
     from dtkit.strategies.base import Strategy
 
 SNAPSHOT_S = 30.0
@@ -91,13 +90,23 @@ def train(cluster: Cluster, model: Any, data: Any, options: Options) -> Run:
         previous.release()
     plan = JobPlan(spec.batch_size, spec.steps, options.shuffle, spec.seed)
     extras = _extras(options, strategy, _sizes(cluster, part), valid)
-    run = Run(cluster, spec, Order(copies, source, plan, program, loading), extras)
+    own = _own((model, copies), (data, source), (options.valid, valid))
+    run = Run(cluster, spec, Order(copies, source, plan, program, loading, own), extras)
     run.build(resumption)
     _warn_of_batch_statistics(cluster, copies, strategy)
     cluster.current_run = run
     if options.start:
         run.resume()
     return run
+
+
+def _own(*pairs: tuple[Any, Replicas | Placed | None]) -> tuple[str, ...]:
+    """Keys of what was placed here, of (what the user gave, what lies on the engines)."""
+    return tuple(
+        placed.key
+        for given, placed in pairs
+        if placed is not None and not isinstance(given, (Replicas, Partition, Placed))
+    )
 
 
 def _program(cluster: Cluster, options: Options, strategy: Strategy) -> bytes:

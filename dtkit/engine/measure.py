@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from dtkit import wire
+from dtkit.boundary import attempt
 from dtkit.engine import dry_run, memory, probe
 from dtkit.engine.sources import to_device
 from dtkit.plan import Times
@@ -255,11 +256,12 @@ def peaks(
 
 def _tried(work: Callable[[], Any], otherwise: Any) -> tuple[Any, str]:
     """(the work's result, "") or (otherwise, why not)."""
-    try:
-        return work(), ""
-    except Exception as error:  # noqa: BLE001 - user code on tensors without numbers may raise anything; it is noted
+
+    def note(error: Exception) -> tuple[Any, str]:
         first = str(error).strip().splitlines()[:1] or [""]
         return otherwise, f"{type(error).__name__}: {first[0]}"[:200]
+
+    return attempt(lambda: (work(), ""), note)
 
 
 def _rows(source: Source, count: int) -> np.ndarray:
@@ -300,16 +302,22 @@ def times(
 
 
 def _rehearsed(seat: Seat, start: Callable[[], Rehearsal], rows: int, *, ledger: bool) -> Times:
-    large = start().affordable(rows)
+    large = _affordable(start, rows)
     memory.tidy()  # steps of several sizes leave a heap in pieces that training's would not
     before = memory.reset_peak(seat.device)
-    rehearsal = start()
-    rehearsal.train(large)
-    grown = None if before is None else memory.peak(seat.device) - before
-    pair = (large, 2 * large) if large < 2 * LEAST_ROWS else (large // 2, large)
-    points = [(count, *rehearsal.seconds(count)) for count in pair]
-    held = [rehearsal.peak(count) for count in pair] if ledger else []
-    return Times(points, rehearsal.update_seconds(), rehearsal.state_bytes(), large, grown, held)
+    with contextlib.closing(start()) as rehearsal:
+        rehearsal.train(large)
+        grown = None if before is None else memory.peak(seat.device) - before
+        pair = (large, 2 * large) if large < 2 * LEAST_ROWS else (large // 2, large)
+        points = [(count, *rehearsal.seconds(count)) for count in pair]
+        held = [rehearsal.peak(count) for count in pair] if ledger else []
+        return Times(points, rehearsal.update_seconds(), rehearsal.state_bytes(), large, grown, held)
+
+
+def _affordable(start: Callable[[], Rehearsal], rows: int) -> int:
+    """In a function of its own, after which nothing of that rehearsal is left."""
+    with contextlib.closing(start()) as rehearsal:
+        return rehearsal.affordable(rows)
 
 
 class Rehearsal:
@@ -339,6 +347,11 @@ class Rehearsal:
     def _to_bucket(self, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
         parameter.grad = self._places[parameter].copy_(parameter.grad)
+
+    def close(self) -> None:
+        """Let go of the model: torch holds hooks where Python's collector of cycles does not look."""
+        for hook in self._hooks:
+            hook.remove()
 
     def affordable(self, rows: int) -> int:
         """`rows`, or as many as a step can take within the longest time: by steps of growing size."""
@@ -395,8 +408,7 @@ class Rehearsal:
     def peak(self, rows: int) -> Peaks:
         """What a step on so many rows holds besides, by the ledger."""
         self._optimizer.zero_grad()
-        for hook in self._hooks:
-            hook.remove()
+        self.close()
         return dry_run.peak_of(self._model, self._objective, self._batch(rows), rows, self._autocast)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import signal
 import subprocess
@@ -19,15 +20,14 @@ from typing import TYPE_CHECKING
 
 import psutil
 import pytest
+import torch
 import torch.distributed as dist
 
 import dtkit
-from tests.cluster.small import data, train
+from tests.cluster.small import data, sgd, train
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    import torch
 
 pytestmark = pytest.mark.cluster
 
@@ -256,9 +256,54 @@ def test_a_run_that_was_replaced_leaves_no_replica_on_the_engines(cluster2: dtki
     assert max(cluster2.run(replicas_alive)) <= 1
 
 
-def replicas_alive() -> int:
-    import gc
+def test_a_training_that_could_not_be_set_up_leaves_no_replica_either(cluster2: dtkit.Cluster):
+    with pytest.raises(dtkit.EngineError, match="on purpose"):
+        train(cluster2, scheduler=refuse)
+    with pytest.raises(dtkit.EngineError, match="on purpose"):
+        train(cluster2, scheduler=refuse, strategy=dtkit.Pipeline(2, 2))
+    assert cluster2.current_run is None
+    assert cluster2.run(replicas_alive) == [0, 0]
 
+
+def refuse(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    raise LookupError("on purpose")
+
+
+@pytest.mark.parametrize("strategy", [dtkit.DataParallel(), dtkit.Pipeline(2, 2)], ids=["data", "pipeline"])
+def test_a_released_run_leaves_no_tensor_on_the_engines(cluster2: dtkit.Cluster, strategy: dtkit.Strategy):
+    """Nor does its model as it was sent, though the notebook may hold the run for ever."""
+    before = cluster2.run(large_tensors)
+    first = train(cluster2, wide(), strategy=strategy, steps=2)
+    first.wait(60)
+    second = train(cluster2, wide(), strategy=strategy, steps=2)
+    second.wait(60)
+    assert (first.released, second.released) == (True, False)
+    assert max(cluster2.run(large_tensors)) > max(before)  # of the second
+    second.release()
+    assert cluster2.run(large_tensors) == before
+
+
+def test_a_plan_leaves_no_tensor_on_the_engines(cluster2: dtkit.Cluster):
+    """torch holds the hooks of a rehearsal where Python's collector of cycles does not look."""
+    before = cluster2.run(large_tensors)
+    inputs, targets = data()
+    sample = inputs[:4], targets[:4]
+    cluster2.plan(wide(), batch_size=16, optimizer=sgd, loss=torch.nn.CrossEntropyLoss(), sample=sample)
+    gc.collect()
+    cluster2.ask("info")  # what nobody holds is let go of with the next call
+    assert cluster2.run(large_tensors) == before
+
+
+def wide() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(4, 50_000), torch.nn.ReLU(), torch.nn.Linear(50_000, 3))
+
+
+def large_tensors() -> int:
+    gc.collect()
+    return sum(type(t) in (torch.Tensor, torch.nn.Parameter) and t.numel() > 100_000 for t in gc.get_objects())
+
+
+def replicas_alive() -> int:
     from torch.nn.parallel import DistributedDataParallel
 
     gc.collect()

@@ -25,11 +25,13 @@ import numpy as np
 
 from dtkit import recovery
 from dtkit.balance import Balancer
+from dtkit.boundary import attempt
 from dtkit.consistency import Watch
 from dtkit.errors import ClusterError, DtkitError, EngineError, NonFiniteError, RunError, Superseded
 from dtkit.lookout import Lookout
+from dtkit.nonfinite import nonfinite
 from dtkit.pace import Pace
-from dtkit.recording import Recorder, nonfinite
+from dtkit.recording import Recorder
 from dtkit.records import Advance, Consistency, Failure, State
 from dtkit.saving import Save, Saver
 from dtkit.stacks import Probe
@@ -201,23 +203,27 @@ class Driver:
     # -- the loop ---------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        event: _Command | _Flight | None = None
-        try:
-            while not self.state.ended:
-                self._send()
-                event = self._take()
-                if isinstance(event, _Command):
-                    self._obey(event)
-                elif event in self._flights:
-                    event.arrived = True
-                    while self._flights and self._flights[0].arrived:  # what was sent first is taken in first
-                        self._land(self._flights[0])
-                if not self._flights:
-                    self._rest()
-        except Exception as error:  # noqa: BLE001 - the boundary of the run: whatever it is, the user is told
+        attempt(self._loop, lambda error: self._end(State.FAILED, error))
+
+    def _loop(self) -> None:
+        while not self.state.ended:
+            self._send()
+            event = self._take()
             if isinstance(event, _Command):
-                self._waiting.append(event.answer)
-            self._end(State.FAILED, error)
+                self._obey_or_answer(event)
+            elif event in self._flights:
+                event.arrived = True
+                while self._flights and self._flights[0].arrived:  # what was sent first is taken in first
+                    self._land(self._flights[0])
+            if not self._flights:
+                self._rest()
+
+    def _obey_or_answer(self, command: _Command) -> None:
+        """The run ends where it can't obey; then too nobody is left waiting."""
+        with contextlib.ExitStack() as otherwise:
+            otherwise.callback(self._waiting.append, command.answer)
+            self._obey(command)
+            otherwise.pop_all()
 
     def _take(self) -> _Command | _Flight:
         """The next event. Engines that say nothing for longer than a collective may take are stuck."""

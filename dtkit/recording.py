@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dtkit import waiting
-from dtkit.records import Advance, Evaluation, Event, Failure
+from dtkit.records import Advance, Evaluation, Event
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -119,26 +119,3 @@ def evaluation(step: int, parts: Sequence[tuple[int, dict[str, tuple[float, floa
         total, weight = (sum(part[1][name][k] for part in parts) for k in (0, 1))
         values[name] = total / weight if weight else math.nan
     return Evaluation(step, sum(part[0] for part in parts), values)
-
-
-def nonfinite(step: int, advances: Sequence[Advance], nodes: Sequence[Any]) -> list[Failure]:
-    """One failure for each rank whose loss was not finite; or, where all were, one that says so."""
-    hosts = {node.rank: node.host for node in nodes}
-    remedy = (
-        "All ranks paused before that update: parameters are as after the step before. Lower the learning rate "
-        "(run.set(lr=...)) or repair the data or the loss; run.resume() takes the same step again, run.stop() ends "
-        "the run"
-    )
-    losses: list[tuple[int, float | None]] = [(r, a.loss) for r, a in enumerate(advances)]
-    bad: list[tuple[int, float | None]] = [
-        (r, loss) for r, loss in losses if loss is not None and not math.isfinite(loss)
-    ]
-    message = f"the gradients over all ranks are not finite, with this rank's loss {{}}. {remedy}"
-    if not bad:
-        found = ", ".join(f"{loss:.4g}" for _, loss in losses if loss is not None)
-        bad = losses[:1]
-        message = f"the gradients over all ranks are not finite, though every rank's loss is ({found}). {remedy}"
-    return [
-        Failure(r, hosts.get(r, "?"), "NonFinite", message.format(loss), "", step=step, kind="nonfinite")
-        for r, loss in bad
-    ]

@@ -239,6 +239,10 @@ class Reply:
     failure: Failure | None = None
 
 
+Astray = tuple[tuple[int, str], ...]
+"""(stage, "output" or "gradient"), for each of a rank's that was not finite."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Advance:
     """What a dispatch did on one rank: rows of dtype ``history.ROW`` and where the job stands now."""
@@ -251,6 +255,8 @@ class Advance:
     length has ended on all ranks)."""
     loss: float | None = None
     """With "nonfinite": this rank's loss in the step that was not taken."""
+    astray: Astray = ()
+    """With "nonfinite", of a model in stages: what this rank's made that is not finite."""
     blocked: object = None
     """(steps, collectives, 2): when this rank was blocked, from and to, in seconds on its clock; NaN for none."""
     fingerprint: Fingerprint | None = None

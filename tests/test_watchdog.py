@@ -122,6 +122,23 @@ def test_it_moves_with_marks_and_steps_only(watchdog: Watchdog, spec: GroupSpec)
         assert watchdog.look(spec).still_s == 0
 
 
+def test_time_in_which_it_could_not_look_is_not_held_against_the_rank(
+    watchdog: Watchdog, spec: GroupSpec, monkeypatch: pytest.MonkeyPatch
+):
+    """A rank goes on after SIGSTOP: its watchdog may run before all else, and must not say that it is stuck still."""
+    watchdog.leave()  # the thread looks no more, this test does
+    now = time.time()
+    monkeypatch.setattr("dtkit.engine.watchdog.time.time", lambda: now)
+    with watchdog.serving(request()):
+        watchdog.look(spec)
+        now += 1
+        assert watchdog.look(spec).still_s == 1
+        now += 60
+        assert watchdog.look(spec).still_s == 0
+        now += 1
+        assert watchdog.look(spec).still_s == 1
+
+
 def test_it_tells_how_often_it_was_blocked_in_this_job(watchdog: Watchdog, spec: GroupSpec, monkeypatch: Any):
     monkeypatch.setattr("dtkit.engine.watchdog._in_user_code", lambda _: False)
     monkeypatch.setattr(stack, "in_collective", lambda rows: bool(waiting))

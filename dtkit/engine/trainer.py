@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from dtkit.engine.memory import Gauge
     from dtkit.engine.state import Archive
     from dtkit.memory import Held
+    from dtkit.records import Astray
     from dtkit.strategies.base import Forecast, Program, Setting, Worker
 
 SHOWN_STEPS = 2  # of a dispatch, of which the timeline shows everything
@@ -80,6 +81,7 @@ class Job:
         self._done: list[_Done] = []
         self._ended = "done"
         self._loss: float | None = None
+        self._astray: Astray = ()
         self._begun = (0, 0.0, 0)  # of the step that is being taken: samples, learning rate, bytes sent before it
 
     @property
@@ -108,7 +110,7 @@ class Job:
         self._done.clear()
         self.setting.phases.abandon()
         self.setting.phases.clock.start()
-        self._ended, self._loss, self.report = "failed", None, None
+        self._ended, self._loss, self._astray, self.report = "failed", None, (), None
         votes, begun = _votes(steps), time.perf_counter()
         with self._random, self._attempt.guarded():
             for k in range(steps):
@@ -133,7 +135,17 @@ class Job:
         found = self._worker.fingerprint() if fingerprint else None
         took = time.perf_counter() - begun
         return Advance(
-            rows, self.step, self.lr, self._ended, self._loss, waits, found, took, self.report, spans=timeline
+            rows,
+            self.step,
+            self.lr,
+            self._ended,
+            self._loss,
+            self._astray,
+            blocked=waits,
+            fingerprint=found,
+            fingerprint_s=took,
+            report=self.report,
+            spans=timeline,
         )
 
     def _spans(self, done: Sequence[_Done]) -> np.ndarray:
@@ -185,6 +197,7 @@ class Job:
             self._ended = "nonfinite"
             # Without weight the mean is 0 / 0, which says nothing of this rank's samples.
             self._loss = float(outcome.loss) if outcome.loss is not None and float(outcome.weight) else None
+            self._astray = outcome.astray
             return None
         self._rates.after(outcome, self.step + 1, self._stream.steps_per_epoch, self.setting.group)
         if microscope is not None:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from dtkit.standing import Frame
 
 PERIOD_S = 0.5
+_MISSED_S = 2.5 * PERIOD_S  # a look that comes this late: the process was stopped, or its interpreter held
 _LOOKS, _FEWEST_LOOKS = 8, 3  # of which the part that was blocked is told
 _WAITING = ("sync", "recv")
 _SHOWN = {"sync": "collective", "end": "step"}  # how phases are called here, where it isn't as in the marks
@@ -78,6 +79,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
         self._never = threading.Event()
         self._call: _Call | None = None
+        self._looked = time.time()
         self._moved: tuple[object, float] = (None, time.time())
         self._phase: tuple[object, float] = (None, time.time())
         self._blocked: collections.deque[bool] = collections.deque(maxlen=_LOOKS)
@@ -152,6 +154,9 @@ class Watchdog:
         blocked = busy and (stack.in_collective(rows) or (place.waiting and not _in_user_code(rows)))
         waited = self._share(call, blocked=blocked)
         key = (None if call is None else call.begun, place.step, place.phase)
+        if now - self._looked > _MISSED_S:  # nobody saw whether it moved, and a process that was stopped could not
+            self._moved = (None, now)
+        self._looked = now
         self._moved = _since_when(self._moved, (key, place.marks, counts), now)
         self._phase = _since_when(self._phase, key, now)
         return Standing(

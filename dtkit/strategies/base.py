@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from dtkit.engine.phases import Phases
     from dtkit.engine.state import Archive
     from dtkit.plan import Benchmark, Cost, Facts
-    from dtkit.records import Fingerprint
+    from dtkit.records import Astray, Fingerprint
     from dtkit.schedule import Schedule
     from dtkit.strategies.objective import Objective
 
@@ -59,6 +59,8 @@ class Outcome:
     """Whether the gradients, reduced over all ranks, are finite: equal on all ranks. If not, nothing was updated."""
     norm: float
     """Of the gradient that was updated with, before clipping; NaN where there was none."""
+    astray: Astray = ()
+    """Where it is not finite: what this rank's stages made that is not, for a model in stages."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -288,7 +288,7 @@ class _Piped(Worker):
             self.optimizer.step()
             if scope is not None:
                 scope.updated(float(self.optimizer.param_groups[0]["lr"]))
-        return Outcome(self._tally.mean, self._tally.weight, finite, norm)
+        return Outcome(self._tally.mean, self._tally.weight, finite, norm, () if finite else self._stages.astray())
 
     def microscope(self, **where: int) -> Microscope:
         """What looks at the borders of this rank's stages."""

@@ -16,7 +16,7 @@ import dataclasses
 import datetime as dt
 import logging
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -29,6 +29,7 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
 )
 
+from dtkit.boundary import attempt
 from dtkit.strategies.splitting import chain
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from dtkit.engine.phases import Phases
+    from dtkit.records import Astray
     from dtkit.schedule import Schedule
     from dtkit.strategies.splitting import Cut
 
@@ -85,16 +87,18 @@ def parts_of(model: nn.Module, cut: Cut, inputs: Sequence[Any]) -> list[Part]:
 
 
 def _traced(model: nn.Module, begins: Sequence[str], inputs: Sequence[Any]) -> list[nn.Module]:
-    try:
-        pipe = pipelining.pipeline(
-            _unsplit(model), tuple(inputs), split_spec=dict.fromkeys(begins, pipelining.SplitPoint.BEGINNING)
-        )
-    except Exception as error:
+    def refuse(error: Exception) -> NoReturn:
         raise ValueError(
             f"{type(model).__name__} can't be traced, and so not be cut into stages: {_first_line(error)}. What can be "
             "cut is an nn.Sequential, or a model whose forward has no control flow that depends on the data. Wrap its "
             "layers in an nn.Sequential, or use strategy=dtkit.Sharded()"
         ) from error
+
+    def trace() -> pipelining.Pipe:
+        starts = dict.fromkeys(begins, pipelining.SplitPoint.BEGINNING)
+        return pipelining.pipeline(_unsplit(model), tuple(inputs), split_spec=starts)
+
+    pipe = attempt(trace, refuse)
     if pipe.num_stages != len(begins) + 1:
         raise ValueError(
             f"{type(model).__name__} came apart into {pipe.num_stages} parts in place of {len(begins) + 1}: the blocks "
@@ -152,11 +156,16 @@ class Stage(PipelineStage):
     def __init__(self, *args: Any, phases: Phases, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._phases = phases
+        self.sums: list[torch.Tensor] = []
+        """Of each output of this step: not finite where an element is not. On the device, read only if need be."""
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """One micro-batch forward."""
         with self._at("forward", fwd_chunk_id):
-            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+            output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+            if not self.is_last:  # of the last one the loss tells
+                self.sums += map(_sum, output if isinstance(output, tuple) else (output,))
+            return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         """One micro-batch backward, or the half of it that the stage before waits for."""
@@ -179,6 +188,12 @@ class Stage(PipelineStage):
                 raise error.__cause__ from None
             raise
         self._phases.enter("recv")
+
+
+def _sum(output: torch.Tensor) -> torch.Tensor:
+    """In a type in which finite numbers stay finite."""
+    found = output.detach()
+    return found.sum(dtype=torch.promote_types(found.dtype, torch.float32))
 
 
 class TableRuntime(_PipelineScheduleRuntime):
@@ -268,11 +283,22 @@ class Stages:
         """Forward and backward of all micro-batches; gradients are added to what parameters have."""
         for stage in self._stages:
             stage.has_backward = True
+            stage.sums.clear()
             stage.clear_runtime_states()
         with self._limited():
             self._schedule._step_microbatches(  # noqa: SLF001 - the public `step` would cut micro-batches by itself
                 list(inputs), [{} for _ in inputs], list(enumerate(targets)), None, return_outputs=False
             )
+
+    def astray(self) -> Astray:
+        """What the last step made here that is not finite."""
+        found = []
+        for stage in self._stages:
+            if not all(map(torch.isfinite, stage.sums)):
+                found.append((stage.stage_index, "output"))
+            if not all(p.grad.isfinite().all() for p in stage.submod.parameters() if p.grad is not None):
+                found.append((stage.stage_index, "gradient"))
+        return tuple(found)
 
     @contextlib.contextmanager
     def _limited(self) -> Iterator[None]:

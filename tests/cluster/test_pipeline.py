@@ -85,6 +85,43 @@ def test_an_error_in_a_stage_is_told_as_it_was(cluster: dtkit.Cluster, strategy:
     check_usable(cluster)
 
 
+class Spoils(nn.Module):
+    """Makes its output, or the gradient that goes through it, not a number."""
+
+    def __init__(self, *, backward: bool) -> None:
+        super().__init__()
+        self.backward = backward
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.backward:
+            return x * torch.nan
+        if x.requires_grad:
+            x.register_hook(lambda gradient: gradient * torch.nan)
+        return x * 1.0
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
+def test_what_is_not_finite_is_put_down_to_the_stage_that_made_it(
+    cluster: dtkit.Cluster, schedule: str, direction: str
+):
+    """Though the last stage alone knows a loss, and the gradients of all stages are not finite in the end."""
+    size = cluster.world_size
+    stages = size * (2 if schedule != "1F1B" else 1)
+    where = stages - 2  # of the stages, the one that spoils
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(FEATURES if k == 0 else 8, 8), nn.Tanh()) for k in range(stages)]
+    layers[where].append(Spoils(backward=direction == "backward"))
+    model = nn.Sequential(*layers, nn.Linear(8, CLASSES)).double()
+    split = [str(k) for k in range(1, stages)]
+    run = train(cluster, model, strategy=dtkit.Pipeline(size, size, schedule, split=split), start=False)
+    run.resume()
+    with pytest.raises(dtkit.NonFiniteError, match=rf"this rank's stage {where}\b") as caught:
+        run.wait(60)
+    assert [failure.rank for failure in caught.value.failures] == [where % size]
+    run.stop()
+
+
 @on_two
 def test_what_can_t_be_cut(cluster: dtkit.Cluster):
     strategy = dtkit.Pipeline(2, 4)

@@ -1,0 +1,64 @@
+"""Whom a step that is not finite is put down to, by what ranks report of it."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from dtkit.nonfinite import nonfinite
+from dtkit.records import Advance, Astray
+
+NODES = [SimpleNamespace(rank=rank, host=f"host{rank}") for rank in range(4)]
+
+
+def said(*ranks: tuple[float | None, Astray]) -> dict[int, str]:
+    """{rank: message} for each rank's (loss, what of its stages went astray)."""
+    advances = [Advance(None, 5, 0.1, "nonfinite", loss, astray) for loss, astray in ranks]
+    failures = nonfinite(5, advances, NODES)
+    assert {(f.kind, f.step, f.host) for f in failures} == {("nonfinite", 5, f"host{f.rank}") for f in failures}
+    assert all("run.resume() takes the same step again" in f.message for f in failures)
+    return {f.rank: f.message for f in failures}
+
+
+def test_the_ranks_whose_losses_are_not_finite():
+    found = said((1.0, ()), (math.nan, ()), (2.0, ()), (math.inf, ()))
+    assert list(found) == [1, 3]
+    assert "this rank's loss nan" in found[1]
+    assert "this rank's loss inf" in found[3]
+
+
+def test_where_all_losses_are_finite_nobody_knows():
+    found = said((1.0, ()), (None, ()), (2.5, ()))
+    assert list(found) == [0]
+    assert "though every rank's loss is (1, 2.5)" in found[0]
+
+
+def test_the_first_stage_whose_output_is_not_finite_and_not_the_last_one_which_knows_the_loss():
+    every = tuple((stage, "gradient") for stage in (0,))
+    found = said((None, every), (None, ((1, "output"), (1, "gradient"))), (None, ((2, "output"),)), (math.nan, ()))
+    assert list(found) == [1]
+    assert "outputs of this rank's stage 1 (its inputs are stage 0's, which are finite)" in found[1]
+
+
+def test_a_first_stage_has_rows_of_data():
+    found = said((None, ((0, "output"), (2, "output"))), (math.nan, ((1, "output"),)))
+    assert list(found) == [0]
+    assert "stage 0 (its inputs are rows of data)" in found[0]
+
+
+def test_a_last_stage_has_its_loss():
+    found = said((None, ((0, "gradient"),)), (math.nan, ((1, "gradient"),)))
+    assert list(found) == [1]
+    assert "this rank's loss nan" in found[1]
+
+
+@pytest.mark.parametrize(("last", "rank"), [(1, 1), (0, 0)])
+def test_backward_runs_from_last_to_first(last: int, rank: int):
+    ranks: list[tuple[float | None, Astray]] = [(None, ((0, "gradient"),)), (0.7, ())]
+    if last:
+        ranks[1] = (0.7, ((1, "gradient"),))
+    found = said(*ranks)
+    assert list(found) == [rank]
+    assert f"those of this rank's stage {last}" in found[rank]

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import socket
+import sys
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from dtkit.engine import sockets
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+    from types import FrameType
 
 
 @contextlib.contextmanager
@@ -33,7 +36,9 @@ def test_connections_are_those_to_the_ports_that_are_told_and_newer():
             assert old not in sockets.listening(before)
             group = sockets.Connections()
             group.add(before, {port, old})
-            assert {os.fstat(fd).st_ino for fd, _ in group._held.values()} >= {os.fstat(caller.fileno()).st_ino}
+            assert {os.fstat(own.fileno()).st_ino for own, _ in group._held.values()} >= {
+                os.fstat(caller.fileno()).st_ino
+            }
             assert len(group._held) == 2  # both ends lie in this process
             group.close()
 
@@ -72,3 +77,51 @@ def test_bytes_are_counted_where_the_system_counts_them():
         called.recv(1000, socket.MSG_WAITALL)
         assert group.sent() == 1000
         group.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # duplicates that nobody came to close
+def test_an_interrupt_at_any_moment_closes_nobodys_socket(monkeypatch: pytest.MonkeyPatch):
+    """An engine is interrupted while it looks at all of its sockets, ZeroMQ's among them: each line is tried."""
+    with connected() as (port, caller, called):
+        monkeypatch.setattr(sockets.os, "listdir", lambda _: [caller.fileno(), called.fileno()])
+        for count in range(1000):
+            group = sockets.Connections()
+            ended = interrupted_at(count, functools.partial(look, group, port))
+            assert caller.getpeername() == called.getsockname()  # OSError where one was closed
+            group.close()
+            if ended:
+                break
+        assert ended
+        assert count > 50
+
+
+def look(group: sockets.Connections, port: int) -> None:
+    sockets.listening(set())
+    group.add(set(), {port})
+    group.sent()
+
+
+def interrupted_at(count: int, work: Callable[[], None]) -> bool:
+    """Call `work`, with KeyboardInterrupt at the `count`-th line of the module that it runs; whether it ended first."""
+    left = count
+
+    def trace(frame: FrameType, event: str, _argument: object) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename != sockets.__file__:
+            return None
+        if event in ("line", "return"):
+            left -= 1
+            if left < 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    previous = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    except KeyboardInterrupt:
+        return False
+    finally:
+        sys.settrace(previous)
+    return True

@@ -19,6 +19,7 @@ import os
 import re
 import signal
 import socket
+import sys
 import threading
 import time
 from pathlib import Path
@@ -28,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from dtkit.engine import sockets
+from dtkit.engine import leftovers, sockets
 from dtkit.records import CALLED_OFF
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class Group:
         _gather(spec)
         before = sockets.present()
         store = dist.FileStore(spec.store, spec.world_size)  # type: ignore[attr-defined]  # torch exports it by name only
+        hook = sys.excepthook
         dist.init_process_group(
             spec.backend,
             store=store,
@@ -67,6 +69,7 @@ class Group:
             world_size=spec.world_size,
             timeout=dt.timedelta(seconds=spec.timeout_s),
         )
+        sys.excepthook = hook  # torch puts another one around it in each generation
         self._connections = sockets.Connections()
         self._find_connections(before)
         self._counted = "nccl" not in spec.backend and self._connections.sent() is not None
@@ -176,6 +179,8 @@ class Group:
         self._connections.close()
         if dist.is_initialized():
             dist.destroy_process_group()
+        leftovers.let_go(self._grids.values())
+        self._grids.clear()
 
 
 def _set_timeout(seconds: float, group: dist.ProcessGroup | None) -> None:

@@ -132,6 +132,7 @@ class Session:
         """
         import torch
 
+        from dtkit.engine import memory
         from dtkit.engine.comm import Group
 
         if owner < self.owner:
@@ -139,6 +140,7 @@ class Session:
         if owner != self.owner:
             self._forget()
         self.owner, self._keeper, self._step_timeout = owner, keeper, step_timeout
+        again = self.group is not None
         if self.group is not None:
             self.group.close()
             self.group = None
@@ -152,12 +154,19 @@ class Session:
         self.watchdog.join(spec)
         self.group = Group(spec)
         self._limit_collectives(step_timeout or FIRST_STEP_S)
+        self._move_jobs(others=others)
+        if again:  # what held the old group, its threads and connections, lies in cycles
+            memory.tidy()
+        return self.op_info()
+
+    def _move_jobs(self, *, others: bool) -> None:
+        """Have jobs go on in the group that there is now; or end them."""
+        assert self.group is not None
         for job in list(self._jobs):
             if others:
                 self._end(job)
             else:
                 self._jobs[job].regroup(self.group)
-        return self.op_info()
 
     def op_leave(self) -> None:
         """The notebook goes and the engine stays: leave the group, and forget what it held."""

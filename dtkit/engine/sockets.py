@@ -1,6 +1,8 @@
 """The TCP sockets of this process: which are gloo's, what they have sent, and how they are shut down.
 
-A socket is known by its inode, since the number of a descriptor is another's as soon as it is closed.
+A socket is known by its inode, since the number of a descriptor is another's as soon as it is closed. What is done to
+one is done to a duplicate. Python closes the descriptor of a socket object that nobody holds any more, and an interrupt
+may come between any two of its instructions: with one made on gloo's or ZeroMQ's own descriptor it closed theirs.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 _NOTICED_S = 0.2  # for gloo, to see that a connection has ended
 _ALIKE_S = 0.02  # for other ranks that were interrupted too, to do the same
@@ -45,7 +47,7 @@ def breaker() -> Callable[[], None]:
     before = present()
 
     def break_up() -> None:
-        _shut_down({inode: (fd, fd) for inode, fd in _new(before).items() if not _listens(fd)})
+        _shut_down({inode: (_duplicate(fd), fd) for inode, fd in _new(before).items() if not _listens(fd)})
 
     return break_up
 
@@ -54,22 +56,19 @@ class Connections:
     """A process group's own connections: duplicates of gloo's descriptors, which stay when gloo closes its own."""
 
     def __init__(self) -> None:
-        self._held: dict[int, tuple[int, int]] = {}  # by inode: (duplicate, gloo's)
+        self._held: dict[int, tuple[socket.socket, int]] = {}  # by inode: (duplicate, gloo's descriptor)
         self._lock = threading.Lock()  # nothing is closed while it is being shut down: its number would be another's
 
     def add(self, before: set[int], ports: set[int]) -> None:
         """Those of the sockets newer than `before` that connect to one of these ports."""
         found = {inode: fd for inode, fd in _new(before).items() if not _listens(fd) and ports & set(_ports(fd))}
-        self._held.update({inode: (os.dup(fd), fd) for inode, fd in found.items()})
+        self._held.update({inode: (_duplicate(fd), fd) for inode, fd in found.items()})
 
     def sent(self) -> int | None:
         """Bytes that they have sent, each once; None where the system does not say (Linux does)."""
         total = 0
-        for fd, _ in self._held.values():
-            with _borrow(fd) as sock:
-                info = (
-                    sock.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _TCP_INFO_SIZE) if sys.platform == "linux" else b""
-                )
+        for own, _ in self._held.values():
+            info = own.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _TCP_INFO_SIZE) if sys.platform == "linux" else b""
             if len(info) < _TCP_INFO_SIZE:
                 return None
             sent, again = struct.unpack_from("=QQ", info, _BYTES_SENT)
@@ -86,10 +85,10 @@ class Connections:
         """Let go of the duplicates."""
         with self._lock:
             while self._held:
-                os.close(self._held.popitem()[1][0])
+                self._held.popitem()[1][0].close()
 
 
-def _shut_down(held: dict[int, tuple[int, int]]) -> None:
+def _shut_down(held: dict[int, tuple[socket.socket, int]]) -> None:
     """First have gloo here see them as ended, then the peers.
 
     gloo tells all that wait once it reads a connection's end, and refuses to write from then on. But a message that it
@@ -103,16 +102,15 @@ def _shut_down(held: dict[int, tuple[int, int]]) -> None:
     while time.monotonic() < deadline and any(_inode(fd) == inode for inode, (_, fd) in held.items()):
         pause.wait(_LOOK_S)
     pause.wait(_ALIKE_S)
-    for inode, (own, _) in held.items():
-        if _inode(own) == inode:
-            _shut(own, socket.SHUT_RDWR)
+    for own, _ in held.values():
+        _shut(own, socket.SHUT_RDWR)
 
 
 def _sockets() -> dict[int, int]:
     """Descriptors of TCP sockets by inode; of several, the first."""
     found: dict[int, int] = {}
     for fd in sorted(map(int, os.listdir("/dev/fd"))):  # noqa: PTH208 - names of descriptors, not files
-        with contextlib.suppress(OSError), _borrow(fd) as sock:
+        with contextlib.suppress(OSError), _duplicate(fd) as sock:
             if sock.type == socket.SOCK_STREAM and sock.family in (socket.AF_INET, socket.AF_INET6):
                 found.setdefault(os.fstat(fd).st_ino, fd)
     return found
@@ -122,19 +120,19 @@ def _new(before: set[int]) -> dict[int, int]:
     return {inode: fd for inode, fd in _sockets().items() if inode not in before}
 
 
-@contextlib.contextmanager
-def _borrow(fd: int) -> Iterator[socket.socket]:
-    """A socket object on a descriptor that stays somebody else's."""
-    sock = socket.socket(fileno=fd)
+def _duplicate(fd: int) -> socket.socket:
+    """The same socket under a descriptor of ours; OSError where it is none."""
+    own = os.dup(fd)
     try:
-        yield sock
-    finally:
-        sock.detach()
+        return socket.socket(fileno=own)
+    except OSError:
+        os.close(own)
+        raise
 
 
 def _listens(fd: int) -> bool:
     """Whether it listens. (Shutting such a one aborts gloo.) One that was closed meanwhile does not."""
-    with contextlib.suppress(OSError), _borrow(fd) as sock:
+    with contextlib.suppress(OSError), _duplicate(fd) as sock:
         return bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
     return False
 
@@ -142,7 +140,7 @@ def _listens(fd: int) -> bool:
 def _ports(fd: int) -> list[int]:
     """The port here, and the one at the other end where there is one."""
     found: list[int] = []
-    with contextlib.suppress(OSError), _borrow(fd) as sock:
+    with contextlib.suppress(OSError), _duplicate(fd) as sock:
         found.append(int(sock.getsockname()[1]))
         found.append(int(sock.getpeername()[1]))
     return found
@@ -154,6 +152,6 @@ def _inode(fd: int) -> int | None:
     return None
 
 
-def _shut(fd: int, how: int) -> None:
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
+def _shut(connection: socket.socket, how: int) -> None:
+    with contextlib.suppress(OSError):
         connection.shutdown(how)

@@ -82,12 +82,13 @@ class Replica(Worker):
             self._scaler = torch.amp.GradScaler(setting.device.type, init_scale=2.0**12)
         if self._scaler is not None:
             self._scaler.scale(torch.zeros((), device=setting.device))  # it must know its factor, even without samples
-        self._form: int | None = None  # MEAN or PAIR: agreed upon in the first step
+        self._form: int | None = None  # MEAN or PAIR: agreed upon in the first step of each generation of the group
         self._seen = 0  # samples that this rank's buffers (batch statistics) were made from
 
     def regroup(self, group: Group) -> None:
         """Go on in a new generation of the process group."""
         self._group = group
+        self._form = None  # of a step that was broken off, some ranks may know it and others not
 
     # -- parts of a step --------------------------------------------------------------------------------------
 

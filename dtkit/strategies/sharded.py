@@ -175,6 +175,13 @@ class _Shards(Sliced):
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced, output_dtype=reduced)
         shard(model, "what lies outside of blocks", mesh.axes["shard"], phases, mp_policy=policy, **options)
 
+    def regroup(self, group: Group) -> None:
+        """Go on in a new generation of the process group, from the next use on; hold the old one no longer."""
+        super().regroup(group)
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                _let_go(module)
+
     @property
     def _replica(self) -> int:
         assert self._group is not None
@@ -298,6 +305,16 @@ def shard(module: nn.Module, name: str, shards: int, phases: Phases | None, **op
     if phases is not None:
         made.set_custom_all_gather(_AllGather(phases))  # type: ignore[arg-type]  # as above
         made.set_all_reduce_hook(lambda _: phases.unblock())  # also where replicas have nothing to sum
+
+
+def _let_go(module: FSDPModule) -> None:
+    """Have FSDP hold no process group for a module that will not be used again: its threads would stay till then."""
+    state = module._get_fsdp_state()  # noqa: SLF001 - torch has no public way
+    parts = getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group])  # noqa: SLF001 - its old name
+    for part in parts:
+        for name, value in list(vars(part.mesh_info).items()):
+            if isinstance(value, dist.ProcessGroup):
+                setattr(part.mesh_info, name, None)
 
 
 class _Collective:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import importlib
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,8 +24,10 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 import dtkit
+from dtkit.engine import sockets
 from tests.cluster.small import data, sgd, train
 
 if TYPE_CHECKING:
@@ -292,6 +296,102 @@ def test_a_plan_leaves_no_tensor_on_the_engines(cluster2: dtkit.Cluster):
     gc.collect()
     cluster2.ask("info")  # what nobody holds is let go of with the next call
     assert cluster2.run(large_tensors) == before
+
+
+STRATEGIES = {
+    "data": dtkit.DataParallel(),
+    "compressed": dtkit.DataParallel(compress="powersgd"),
+    "averaging": dtkit.ParameterAveraging(every=2),
+    "pipeline": dtkit.Pipeline(2, 2),
+    "tensor": dtkit.TensorParallel(ways=2),
+    "sharded": dtkit.Sharded(),
+    "hybrid": dtkit.Sharded(replicas=2),  # with groups along the axes of its mesh
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
+def test_a_group_that_was_left_leaves_no_thread_and_no_connection(cluster2: dtkit.Cluster, strategy: dtkit.Strategy):
+    """Nor an object: a training that goes on in the next one must not hold it, and torch's caches must not either."""
+    fresh = cluster2.run(of_gloo)
+    assert all(threads and sockets for threads, sockets in fresh)
+    run = train(cluster2, strategy=strategy, steps=LONG)
+    run.pause()
+    during = cluster2.run(of_gloo)
+    for _ in range(3):
+        cluster2.form()
+        assert max(cluster2.run(of_gloo)) <= max(during)  # groups along axes may be formed with the next step
+        run.step()
+        assert cluster2.run(of_gloo) == during
+    run.stop()
+    run.release()
+    cluster2.form()
+    assert cluster2.run(of_gloo) == fresh
+
+
+def of_gloo() -> tuple[int, int]:
+    """(gloo's threads, this process's TCP sockets)."""
+    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    return sum("gloo" in name for name in names), len(sockets.present())
+
+
+@pytest.mark.parametrize("strategy", [dtkit.TensorParallel(ways=2), dtkit.Sharded()], ids=["tensor", "sharded"])
+def test_meshes_of_groups_that_were_left_are_forgotten(cluster2: dtkit.Cluster, strategy: dtkit.Strategy):
+    run = train(cluster2, strategy=strategy, steps=LONG)
+    run.pause()
+    found = []
+    for _ in range(4):
+        cluster2.form()
+        run.step()
+        found.append(cluster2.run(meshes))
+    assert found[1:] == found[:1] * 3
+    run.stop()
+
+
+def meshes() -> int:
+    gc.collect()
+    return sum(isinstance(thing, DeviceMesh) for thing in gc.get_objects())
+
+
+def test_a_group_that_was_broken_leaves_nothing_either(cluster2: dtkit.Cluster):
+    """torch's differentiable collectives have the group for a default that there was as they were loaded."""
+    cluster2.form()
+    fresh = cluster2.run(of_gloo)
+    cluster2.run(load_differentiable)
+    for _ in range(3):
+        with pytest.raises(dtkit.EngineError, match="on purpose"):
+            cluster2.run(fail_on_one)
+        assert cluster2.run(differentiable_sum) == [2.0, 2.0]
+        assert cluster2.run(of_gloo) == fresh
+
+
+def load_differentiable() -> None:
+    from torch.distributed.nn import functional
+
+    importlib.reload(functional)
+
+
+def fail_on_one() -> None:
+    if dist.get_rank() == 0:
+        raise LookupError("on purpose")
+    dist.barrier()
+
+
+def differentiable_sum() -> float:
+    from torch.distributed.nn import functional
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # other collectives are to take their place
+        return float(functional.all_reduce(torch.ones(1)))
+
+
+def test_forming_a_group_leaves_the_hook_for_exceptions_alone(cluster2: dtkit.Cluster):
+    before = cluster2.run(excepthook)
+    cluster2.form()
+    assert cluster2.run(excepthook) == before
+
+
+def excepthook() -> int:
+    return id(sys.excepthook)
 
 
 def wide() -> torch.nn.Module:

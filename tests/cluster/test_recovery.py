@@ -257,6 +257,36 @@ def test_ten_interrupts_leave_a_working_cluster(
     check_usable(cluster)
 
 
+@pytest.mark.parametrize("strategy", [dtkit.DataParallel(), dtkit.Pipeline(2, 2)], ids=["data", "pipeline"])
+def test_ranks_agree_anew_where_one_was_interrupted_as_they_had_agreed(
+    cluster: dtkit.Cluster, strategy: dtkit.Strategy
+):
+    """The other knows the loss's form, so that its next collective would be another one: gloo ends a process for it."""
+    engines = [node.pid for node in cluster.nodes]
+    cluster.run(interrupt_once_agreed)
+    run = start(cluster, strategy=strategy, steps=20)
+    run.wait(60)
+    assert run.status.state is dtkit.State.COMPLETED
+    assert [node.pid for node in cluster.nodes] == engines
+    assert kinds(run) == []
+
+
+def interrupt_once_agreed() -> None:
+    import torch.distributed as dist
+
+    from dtkit.strategies import gradients
+
+    agree = gradients.agree_on_form
+
+    def agree_and_be_interrupted(*args: Any) -> int:
+        agree(*args)
+        gradients.agree_on_form = agree
+        raise KeyboardInterrupt
+
+    if dist.get_rank() == 0:
+        gradients.agree_on_form = agree_and_be_interrupted
+
+
 def test_interrupts_at_any_moment_lose_no_row(cluster: dtkit.Cluster, undisturbed: dict[str, Any]):
     """Also where one comes as an engine answers, or between two of its calls."""
     run = start(cluster)

@@ -66,6 +66,23 @@ def test_the_reading_side_ends_before_the_writing_side():
         group.close()
 
 
+def test_a_connection_is_known_to_have_ended_at_either_end():
+    for end in (0, 1):
+        before = sockets.present()
+        with connected() as (port, *ends):
+            group = sockets.Connections()
+            group.add(before, {port})
+            if sys.platform != "linux":
+                pytest.skip("this system does not say")
+            assert not group.ended()
+            ends[end].shutdown(socket.SHUT_WR)
+            ends[1 - end].settimeout(5)
+            assert ends[1 - end].recv(1) == b""
+            assert group.ended()
+            group.close()
+            assert not group.ended()
+
+
 def test_bytes_are_counted_where_the_system_counts_them():
     before = sockets.present()
     with connected() as (port, caller, called):

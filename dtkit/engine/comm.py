@@ -167,6 +167,10 @@ class Group:
         for group in grid.get_all_groups():
             _set_timeout(self.timeout_s, group)
 
+    def ended(self) -> bool:
+        """Whether a connection to another rank has ended, or is about to."""
+        return self.broken or self._connections.ended()
+
     def break_up(self) -> None:
         """Make every rank's blocked collective raise, now. The group is unusable afterwards. Any thread may call it."""
         self.broken = True

@@ -24,9 +24,10 @@ _ALIKE_S = 0.02  # for other ranks that were interrupted too, to do the same
 _LOOK_S = 0.0005
 
 # Where linux/tcp.h has, in struct tcp_info, tcpi_notsent_bytes (4.6 and later), tcpi_bytes_sent and, behind it,
-# tcpi_bytes_retrans (4.19 and later).
+# tcpi_bytes_retrans (4.19 and later). At its beginning is the state.
 _TCP_INFO, _NOT_SENT, _BYTES_SENT = 11, 144, 200
 _TCP_INFO_SIZE = _BYTES_SENT + 16
+_ESTABLISHED = b"\x01"
 
 
 def present() -> set[int]:
@@ -68,13 +69,18 @@ class Connections:
         """Bytes that they have sent, each once; None where the system does not say (Linux does)."""
         total = 0
         for own, _ in self._held.values():
-            info = own.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _TCP_INFO_SIZE) if sys.platform == "linux" else b""
+            info = _info(own)
             if len(info) < _TCP_INFO_SIZE:
                 return None
             sent, again = struct.unpack_from("=QQ", info, _BYTES_SENT)
             (waiting,) = struct.unpack_from("=I", info, _NOT_SENT)  # handed over, and still in the socket's buffer
             total += sent - again + waiting
         return total
+
+    def ended(self) -> bool:
+        """Whether one of them has been closed, at either end. Where the system does not say, none has."""
+        states = [_info(own)[:1] for own, _ in list(self._held.values())]
+        return any(state not in (b"", _ESTABLISHED) for state in states)
 
     def shut_down(self) -> None:
         """Have whoever waits for one of them wait no more, here and at the other end. Any thread may call it."""
@@ -128,6 +134,11 @@ def _duplicate(fd: int) -> socket.socket:
     except OSError:
         os.close(own)
         raise
+
+
+def _info(own: socket.socket) -> bytes:
+    """What the kernel knows of a connection (struct tcp_info of linux/tcp.h); nothing on other systems."""
+    return own.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _TCP_INFO_SIZE) if sys.platform == "linux" else b""
 
 
 def _listens(fd: int) -> bool:

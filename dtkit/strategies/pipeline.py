@@ -241,7 +241,7 @@ class _Piped(Worker):
         """Stages hold their group: make them anew, over the same parameters."""
         self._group = group
         self._grid = group.grid(self._setting.mesh, self._setting.device)
-        self._stages.join(self._grid.get_group("pp"), self._setting.device, self._phases, lambda: group.timeout_s)
+        self._stages.join(self._grid.get_group("pp"), self._setting.device, self._phases, group)
 
     def exchange(self, archive: Archive) -> None:
         """This rank's stages, under the whole model's names; each replica has batch statistics of its own."""

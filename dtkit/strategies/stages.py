@@ -30,6 +30,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from dtkit.boundary import attempt
+from dtkit.engine.waiter import LARGE, Waiter
 from dtkit.strategies.splitting import chain
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
     import torch.distributed as dist
 
+    from dtkit.engine.comm import Group
     from dtkit.engine.phases import Phases
     from dtkit.records import Astray
     from dtkit.schedule import Schedule
@@ -239,11 +241,11 @@ class Stages:
         """The place of the part that makes the output."""
         self.speaks = self.last in parts
 
-    def join(
-        self, group: dist.ProcessGroup, device: torch.device, phases: Phases, limit_s: Callable[[], float]
-    ) -> None:
-        """Make torch's stages and schedule for a group; again for each group. `limit_s`: for what other ranks send."""
-        self._group, self._device, self._phases, self._limit_s = group, device, phases, limit_s
+    def join(self, along: dist.ProcessGroup, device: torch.device, phases: Phases, group: Group) -> None:
+        """Make torch's stages and schedule for the ranks of a pipeline, of a `group`; again for each group."""
+        self._group, self._device, self._phases, self._whole = along, device, phases, group
+        large = any(t.nbytes >= LARGE for shapes in self.shapes[1:-1] for t in shapes)
+        self._waiter = Waiter(group.ended) if large and device.type == "cpu" else None
         self._stages = [
             Stage(
                 part.module,
@@ -252,7 +254,7 @@ class Stages:
                 device,
                 input_args=self.shapes[place],
                 output_args=self.shapes[place + 1],
-                group=group,
+                group=along,
                 phases=phases,
             )
             for place, part in self.parts.items()
@@ -316,9 +318,12 @@ class Stages:
             names[_WAIT] = before
 
     def _wait(self, works: Sequence[dist.Work | None]) -> None:
-        limit = (dt.timedelta(seconds=self._limit_s()),) if self._device.type == "cpu" else ()
-        for work in works:
-            assert work is not None  # this rank is in the group
+        limit = (dt.timedelta(seconds=self._whole.timeout_s),) if self._device.type == "cpu" else ()
+        mine = [work for work in works if work is not None]
+        if mine and self._waiter is not None:
+            self._waiter.wait(mine, *limit)
+            return
+        for work in mine:
             work.wait(*limit)
 
     def forecast(self, inputs: tuple[Any, ...]) -> Any:

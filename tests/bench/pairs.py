@@ -27,11 +27,13 @@ class Sample:
 
 
 def alternate(measure: Callable[[], float], reference: Callable[[], float], pairs: int) -> tuple[Sample, Sample]:
-    """`measure` and `reference` in turn; each returns its figure."""
-    found, bare = [], []
-    for _ in range(pairs):
-        bare.append(reference())
-        found.append(measure())
+    """`measure` and `reference` in turn, each of them first in every other pair; each returns its figure."""
+    found: list[float] = []
+    bare: list[float] = []
+    for k in range(pairs):
+        turns = [(bare, reference), (found, measure)]
+        for figures, work in turns if k % 2 == 0 else reversed(turns):
+            figures.append(work())
         print(f"  pair: {found[-1]:.4g} against {bare[-1]:.4g}, ratio {found[-1] / bare[-1]:.3f}", flush=True)
     return Sample(found), Sample(bare)
 

@@ -1,0 +1,83 @@
+"""Waiting for messages: they come, they fail, or the connection ends while one of them is half way."""
+
+from __future__ import annotations
+
+import datetime as dt
+import gc
+import threading
+from typing import Any
+
+import pytest
+
+from dtkit.engine.waiter import Waiter
+
+LIMIT = dt.timedelta(seconds=30)
+
+
+class Message:
+    """As torch's Work: comes when it is told to, and raises where it is told to."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.came, self.error = threading.Event(), error
+        if error is not None:
+            self.came.set()
+
+    def wait(self, limit: dt.timedelta) -> None:
+        assert self.came.wait(limit.total_seconds())
+        if self.error is not None:
+            raise self.error
+
+
+def waiter(ended: threading.Event | None = None) -> Any:
+    return Waiter((ended or threading.Event()).is_set)
+
+
+def test_all_have_come():
+    one, other = Message(), Message()
+    made, over = waiter(), threading.Event()
+
+    def wait() -> None:
+        made.wait([one, other], LIMIT)
+        over.set()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    one.came.set()
+    assert not over.wait(0.2)
+    other.came.set()
+    thread.join(10)
+    assert over.is_set()
+
+
+def test_its_error_is_the_callers():
+    made = waiter()
+    with pytest.raises(RuntimeError, match="Timed out"):
+        made.wait([Message(RuntimeError("Timed out waiting 10ms"))], LIMIT)
+    late = Message()
+    late.came.set()
+    made.wait([late], LIMIT)  # the thread goes on
+
+
+def test_who_waits_gives_up_when_the_connection_ends():
+    from dtkit.engine.comm import lost_peer
+
+    ended, never = threading.Event(), Message()
+    made = waiter(ended)
+    timer = threading.Timer(0.05, ended.set)
+    timer.start()
+    try:
+        with pytest.raises(RuntimeError, match="broke off half way") as caught:
+            made.wait([never], LIMIT)
+        assert lost_peer(caught.value)  # nobody takes it for this rank's own fault
+    finally:
+        never.came.set()
+
+
+def test_the_thread_ends_with_its_waiter():
+    before = set(threading.enumerate())
+    made = waiter()
+    (thread,) = set(threading.enumerate()) - before
+    del made
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import resource
+import shutil
 import signal
+import subprocess
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -260,6 +263,43 @@ def test_a_folder_that_can_t_be_made_fails_the_save_and_not_the_run(cluster2: dt
         run.save()
     assert run.status.state is dtkit.State.COMPLETED
     assert sum(event.kind == "error" for event in run.history.events) == 3
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of one megabyte, where this user may mount one."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1M", "dtkit-test", str(folder)]
+    if shutil.which("mount") is None or subprocess.call(mount, stderr=subprocess.DEVNULL, timeout=10):
+        pytest.skip("mounting a file system takes rights that this user does not have")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True, timeout=10)
+
+
+def test_a_disk_that_is_full_costs_the_checkpoint_and_nothing_else(cluster2: dtkit.Cluster, small_disk: Path):
+    run = small.train(cluster2, steps=60, start=False)
+    run.step(20)
+    run.save(small_disk)
+    filler = small_disk / "filler"
+    with contextlib.suppress(OSError):
+        filler.write_bytes(bytes(2**20))
+    assert shutil.disk_usage(small_disk).free == 0
+    run.step()
+    with pytest.raises(dtkit.CheckpointError, match="No space left"):
+        run.save(small_disk)
+    assert any(event.kind == "error" and "No space left" in event.text for event in run.history.events)
+    run.step(9)  # the training goes on
+    assert dtkit.Checkpoint(small_disk).step == 20
+    assert small.train(cluster2, steps=60, resume=small_disk, start=False).status.step == 20
+    filler.unlink()
+    again = cluster2.current_run
+    assert again is not None
+    again.step()
+    again.save(small_disk)
+    assert dtkit.Checkpoint(small_disk).step == 21
 
 
 def test_state_that_is_no_plain_data_is_refused_and_the_run_goes_on(cluster2: dtkit.Cluster, tmp_path: Path):

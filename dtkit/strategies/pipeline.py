@@ -240,6 +240,7 @@ class _Piped(Worker):
     def regroup(self, group: Group) -> None:
         """Stages hold their group: make them anew, over the same parameters."""
         self._group = group
+        self._form = None  # of a step that was broken off, some ranks may know it and others not
         self._grid = group.grid(self._setting.mesh, self._setting.device)
         self._stages.join(self._grid.get_group("pp"), self._setting.device, self._phases, group)
 

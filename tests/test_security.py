@@ -59,6 +59,8 @@ WAITS = {  # "file: function" -> what limits it nevertheless
     "dtkit/engine/measure.py: links": BY_THE_GROUP,
     "dtkit/engine/measure.py: times": BY_THE_GROUP,
     "dtkit/engine/session.py: op_clock": BY_THE_GROUP,
+    "dtkit/engine/waiter.py: _serve": "the thread that waits for messages, a daemon: nobody waits for it",
+    "dtkit/engine/waiter.py: wait": DONE,
     "dtkit/engines.py: _start_controller": f"{INSIDE}: it starts a process, and goes on",
     "dtkit/engines.py: _start_engines": f"{INSIDE}: 60 s for the connection file",
     "dtkit/engines.py: close": f"{INSIDE}: 10 s for each process to end",

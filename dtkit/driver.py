@@ -50,6 +50,7 @@ _PATIENCE_S = 10.0  # for the other ranks, once one has answered
 _BREAK_S = 1.0  # for the same, once they were interrupted
 _LOOK_S = 0.5
 _TRIES = 3  # refusals in a row, without a step between them, before the run gives up
+_FALLS = 3  # engines are lost so often at one step before it does: whatever ends them there, ends others too
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +127,7 @@ class Driver:
         self._halt: str | None = None  # "pause" or "stop", once nothing is in flight
         self._lost_track = False  # what is in flight will be refused; send nothing before it has landed
         self._tries = 0
+        self._fell, self._falls = -1, 0  # the step at which engines were lost last, and how often in a row
         self._lost: list[int] = []  # ranks whose engines are gone, and that were not replaced yet
         self._breaking = False  # what is under way was interrupted
         self._broke_off = False  # and the log says so
@@ -289,7 +291,9 @@ class Driver:
     def _saves(self) -> bool:
         """With nothing else in flight: send a save that is due. Callbacks and the last evaluation come before it."""
         ahead = self._halt or self._last_evaluation or self._calls_due(self.step)
-        if self.saver.wanted or (self.state is State.RUNNING and not ahead):
+        if self._lost:  # none can be written, and who waits for one must hear of it
+            self.saver.drop(f"{_ranks(self._lost)} lost; run.resume() or run.repair() replaces what is lost")
+        elif self.saver.wanted or (self.state is State.RUNNING and not ahead):
             self._save(self.step)
         return bool(self._flights)
 
@@ -438,8 +442,15 @@ class Driver:
             if failure.rank in lost:
                 why = failure.message.partition(". ")[0]
                 self._note("lost", f"node {failure.rank} lost at step {self.step}: {why}", failure.rank)
+        self._falls = self._falls + 1 if self.step == self._fell else 1
+        self._fell = self.step
         if self.route.on_failure == "pause":
             self._halt, self.exception = self._halt or "pause", EngineError(failures)
+        elif self._falls > _FALLS:
+            self._note(
+                "error", f"engines were lost {self._falls} times in a row at step {self.step}: so would others be"
+            )
+            self._end(State.FAILED, EngineError(failures))
         else:
             self._repair()
 
@@ -462,6 +473,8 @@ class Driver:
         if lost:
             how = "replaced" if self._cluster.world_size == size else "left out"
             self._note("repair", _told(lost, how, before, found))
+        elif (gone := before - found.step) > 0:
+            self._note("note", f"all go back to step {found.step}, {gone} step{'s' * (gone > 1)} lost: {_TORN}")
 
     def _level(self) -> None:
         """After a failure in which no engine was lost: form the group anew, and have all ranks at one step."""
@@ -663,6 +676,7 @@ class Driver:
 
 
 _ENDED = {State.COMPLETED: "completed", State.STOPPED: "been stopped", State.FAILED: "failed"}
+_TORN = "an update had begun on a rank and not ended, so that its part of the model was of no step"
 _TAKEN = (
     "another notebook has taken this cluster over, and the run with it, after step {step}. This one shows what was "
     "until then; dtkit.attach() takes it back"
@@ -678,6 +692,10 @@ _WORDS = {
     "break": "be interrupted",
     "repair": "be repaired",
 }
+
+
+def _ranks(lost: Sequence[int]) -> str:
+    return f"rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))} {'are' if len(lost) > 1 else 'is'}"
 
 
 def _told(lost: Sequence[int], how: str, before: int, found: Recovered) -> str:

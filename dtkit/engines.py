@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 LEASE_S, JOB_LEASE_S = 60.0, 1800.0
 _BEAT_MS = 500
-_HUB_BYTES = 256 * 1024**2  # what the hub keeps of requests and results at most
+_HUB_RECORDS = 256  # of requests and results that the hub keeps, for nobody: they must not grow all the while
 
 
 def of_client(client: Any) -> Engines:
@@ -237,7 +237,7 @@ class StartedEngines(Engines):
             controller_args=[
                 f"--HeartMonitor.period={_BEAT_MS}",  # engines are registered on a beat
                 "--IPController.enable_curve=True",
-                f"--DictDB.size_limit={_HUB_BYTES}",
+                f"--DictDB.record_limit={_HUB_RECORDS}",
             ],
         )
         cluster.start_controller_sync()

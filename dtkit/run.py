@@ -23,7 +23,7 @@ import numpy as np
 from dtkit import pieces, placing
 from dtkit.boundary import notify
 from dtkit.driver import Driver, Route
-from dtkit.errors import CannotSend, ClusterError, RunError
+from dtkit.errors import CannotSend, DtkitError, RunError
 from dtkit.history import History
 from dtkit.recording import evaluation
 from dtkit.records import Event, Reply, State, Status
@@ -202,8 +202,8 @@ class Run:
         run.history.spool = Spool(folder)
         lost = cluster.lost()
         standings = recovery.stand(cluster, job, lost)
-        if not lost:
-            run._driver.catch_up(cluster.alone("unread", range(cluster.world_size), job=job, seen=run._driver.recorded))
+        there = [rank for rank in range(cluster.world_size) if rank not in lost]
+        run._driver.catch_up(cluster.alone("unread", there, job=job, seen=run._driver.recorded))
         if lost or recovery.apart(standings):
             found = run._recover(lost)
             step, run._driver.lr = found.step, found.lr
@@ -353,7 +353,7 @@ class Run:
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
             raise ValueError(f"step({n!r}): the number of steps must be an integer from 1 up")
         if not explain:
-            return self._ask("step", (n, False))
+            return self._stepped(n)
         if n != 1:
             raise ValueError(f"step({n}, explain=True): one step is explained at a time; call run.step(explain=True)")
         if not self._extras.explains:
@@ -363,6 +363,13 @@ class Run:
                 "or TensorParallel() to see a step taken apart"
             )
         return self._explained()
+
+    def _stepped(self, n: int) -> int:
+        try:
+            return self._ask("step", (n, False))
+        except KeyboardInterrupt:
+            self._pause_or_break()
+            raise
 
     def _explained(self) -> Explanation:
         from dtkit import explaining
@@ -466,7 +473,7 @@ class Run:
             return
         try:
             values: list[Any] = self._cluster.ask("save", job=self._job, step=step, **save.args())
-        except ClusterError as error:
+        except DtkitError as error:
             saver.failed(save, step, error)
         else:
             saver.landed(save, step, [Reply(value) for value in values])
@@ -670,7 +677,7 @@ class Run:
 
     def _forget(self) -> None:
         """Have the engines let go of the job, so far as they have one."""
-        with contextlib.suppress(ClusterError):
+        with contextlib.suppress(DtkitError):
             self._cluster.ask("unload", keys=[*self._order.own, self._job])
             self._cluster.note_job(present=False)
 
@@ -684,7 +691,7 @@ class Run:
         """An engine that is gone can't give its weights; then there are none to keep."""
         try:
             self._state = self._driver.step, self._fetch()
-        except ClusterError as error:
+        except DtkitError as error:
             _log.warning("the weights of %s were not kept: %s", self.spec.name, error)
 
     def _running(self) -> bool:

@@ -156,6 +156,22 @@ def test_a_run_may_wait_for_somebody_to_look(cluster, engines):
     assert run.status.state is State.COMPLETED
 
 
+def test_a_checkpoint_of_a_run_that_has_lost_an_engine_is_refused_at_once(cluster, engines, tmp_path):
+    run = train(cluster, start=False, on_failure="pause")
+    run.step()
+    engines.lose(1)
+    run.resume()
+    with pytest.raises(dtkit.EngineError):
+        run.wait(10)
+    said = len(run.history.events)
+    with pytest.raises(dtkit.CheckpointError, match=r"rank 1 is lost; run.resume\(\) or run.repair\(\) replaces"):
+        run.save(tmp_path)
+    assert "lost" not in [event.kind for event in run.history.events[said:]]
+    run.resume()
+    run.wait(10)
+    assert run.status.state is State.COMPLETED
+
+
 def test_what_to_do_about_a_lost_engine_is_checked(cluster):
     with pytest.raises(ValueError, match="on_failure='ignore'; it must be 'repair'"):
         train(cluster, on_failure="ignore")

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from dtkit.records import Advance, GroupSpec, JobPlan
     from dtkit.shared import Owner
 
-_ALONE = ("standing", "rescue")
+_ALONE = ("standing", "rescue", "model", "unread")
 """What an engine does by itself, also when its group is broken, or could not be formed."""
 FIRST_STEP_S, LEAST_STEP_S, STEP_FACTOR = 1800.0, 60.0, 20.0  # a collective's time limit: first step, then
 
@@ -540,9 +540,14 @@ class Session:
     def partial(self, request: Request) -> Any:
         """What a failed dispatch had completed, or a failed call had said: its last words tell most."""
         said = [] if self._channel is None else self._channel.items
-        job = self._jobs.get(str(request.args.get("job"))) if request.op == "advance" else None
+        name = str(request.args.get("job"))
+        job = self._jobs.get(name) if request.op == "advance" else None
         if job is not None:
-            return job.harvest(), said
+            found = job.harvest(), said
+            rows: Any = found[0].rows
+            if len(rows):  # a notebook that is gone by now reads it no more than another one
+                self._unread[name] = [*self._unread.get(name, ()), found]
+            return found
         return (None, said) if request.op == "call" else None
 
     def failure(self, error: BaseException, request: Request) -> Failure:

@@ -125,6 +125,75 @@ def test_a_run_waits_to_be_repaired(cluster: dtkit.Cluster, undisturbed: dict[st
     assert difference(run.model.state_dict(), undisturbed) <= BOUND
 
 
+def test_engines_that_are_lost_at_one_step_again_and_again_end_the_run(cluster: dtkit.Cluster):
+    run = start(cluster, loss=leaving, steps=20)
+    with pytest.raises(dtkit.EngineError, match="its process has ended"):
+        run.wait(180)
+    assert run.status.state is dtkit.State.FAILED
+    assert kinds(run) == [*["lost", "repair"] * 3, "lost"]
+    assert "lost 4 times in a row at step 0" in run.history.events[-2].text + run.history.events[-1].text
+    assert cluster.repair() == [1]
+    check_usable(cluster)
+
+
+def leaving(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """As C code that crashes on one rank's samples."""
+    import torch.distributed as dist
+
+    if dist.get_rank() == 1:
+        os._exit(3)
+    return mean_loss(output, target)
+
+
+def test_what_an_update_that_fails_costs_is_told(cluster: dtkit.Cluster):
+    """A rank that fails amid its update has its part of the model torn, and there is no other copy of it."""
+    run = start(cluster, strategy=dtkit.Sharded(), optimizer=Failing, snapshot_every=25, start=False)
+    run.resume()
+    with pytest.raises(dtkit.EngineError, match="no more updates"):
+        run.wait(60)
+    at = run.status.step
+    assert at in (25, 50)
+    (told,) = [event.text for event in run.history.events if "go back" in event.text]
+    assert told.startswith(f"all go back to step {at}, {60 - at} steps lost")
+
+
+class Failing(torch.optim.SGD):
+    """Raises on rank 1 in its update of step 60."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.updates = 0
+
+    def step(self, closure: Any = None) -> Any:
+        import torch.distributed as dist
+
+        self.updates += 1
+        if self.updates > 60 and dist.get_rank() == 1:
+            raise RuntimeError("no more updates")
+        return super().step(closure)
+
+
+def test_after_all_engines_were_lost_one_trains_anew(cluster: dtkit.Cluster):
+    run = start(cluster, steps=100_000)
+    at_step(run, 30)
+    cluster.kill([0, 1])
+    with pytest.raises(dtkit.DtkitError):
+        run.wait(120)
+    cluster.repair()
+    check_usable(cluster)
+
+
+def test_an_interrupt_of_some_steps_pauses_them(cluster: dtkit.Cluster):
+    run = start(cluster, steps=200_000, start=False)
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        run.step(100_000)
+    assert run.status.state is dtkit.State.PAUSED
+    assert run.status.step < 100_000
+    run.stop()
+
+
 def test_an_idle_cluster_is_repaired_by_hand(cluster: dtkit.Cluster):
     part, copies = cluster.partition(data()), cluster.broadcast(mlp())
     done = cluster.train(copies, part, loss=mean_loss, optimizer=momentum, batch_size=BATCH, steps=3)

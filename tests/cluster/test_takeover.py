@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
 
 import dtkit
+from dtkit.standing import status_file
 from tests.cluster.oracle import BATCH, BOUND, SEED, data, difference, mean_loss, mlp, momentum
 from tests.cluster.small import check_usable
 from tests.cluster.test_recovery import at_step
@@ -109,6 +112,18 @@ def test_the_kernel_was_killed_and_then_an_engine():
             run = cluster.current_run
             check_goes_on(cluster)
             assert "repair" in [event.kind for event in run.history.events]
+
+
+def test_the_kernel_was_killed_and_an_engine_with_it(tmp_path: Path):
+    with notebook() as process:
+        (folder,) = tmp_path.iterdir()
+        engine = psutil.Process(json.loads(status_file(folder, 1).read_text())["pid"])
+        process.send_signal(signal.SIGKILL)
+        process.wait(10)
+        engine.kill()
+        engine.wait(10)
+        with dtkit.attach() as cluster:
+            check_goes_on(cluster)
 
 
 def test_the_older_notebook_is_told_and_leaves_the_cluster_alone():

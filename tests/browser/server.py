@@ -8,12 +8,14 @@ import os
 import queue
 import re
 import secrets
+import socket
 import subprocess
 import sys
 import threading
 import time
 from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import psutil
 
@@ -67,9 +69,26 @@ def jupyterlab(folder: Path, app: str = "jupyterlab") -> Iterator[Server]:
         text=True,
     )
     try:
-        yield Server(_wait_for_url(process), token, root, process.pid)
+        url = _wait_for_url(process)
+        _wait_until_it_listens(url)
+        yield Server(url, token, root, process.pid)
     finally:
         _stop(process)
+
+
+def _wait_until_it_listens(url: str) -> None:
+    """It may announce its address a moment before that."""
+    address = urlsplit(url)
+    deadline, pause = time.monotonic() + START_S, threading.Event()
+    while True:
+        try:
+            socket.create_connection((address.hostname or "", address.port or 0), timeout=START_S).close()
+        except ConnectionRefusedError:
+            if time.monotonic() > deadline:
+                raise
+            pause.wait(0.05)
+        else:
+            return
 
 
 def _environment(folder: Path, token: str) -> dict[str, str]:

@@ -189,7 +189,7 @@ class Saver:
         self._failed(save, step, str(error).partition("\n")[0])
 
     def drop(self, why: str) -> None:
-        """The run has ended before these were sent."""
+        """Those that were not sent yet will not be: the run has ended, or an engine is lost."""
         for save in self._wanted:
             save.fail(why)
         self._wanted.clear()

@@ -27,7 +27,7 @@ from dtkit import recovery
 from dtkit.balance import Balancer
 from dtkit.boundary import attempt
 from dtkit.consistency import Watch
-from dtkit.errors import ClusterError, DtkitError, EngineError, NonFiniteError, RunError, Superseded
+from dtkit.errors import ClusterError, DtkitError, EngineError, NonFiniteError, RunError, Superseded, which_ranks
 from dtkit.lookout import Lookout
 from dtkit.nonfinite import nonfinite
 from dtkit.pace import Pace
@@ -36,6 +36,7 @@ from dtkit.records import Advance, Consistency, Failure, State
 from dtkit.saving import Save, Saver
 from dtkit.stacks import Probe
 from dtkit.turn import Turn
+from dtkit.units import plural
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -292,7 +293,7 @@ class Driver:
         """With nothing else in flight: send a save that is due. Callbacks and the last evaluation come before it."""
         ahead = self._halt or self._last_evaluation or self._calls_due(self.step)
         if self._lost:  # none can be written, and who waits for one must hear of it
-            self.saver.drop(f"{_ranks(self._lost)} lost; run.resume() or run.repair() replaces what is lost")
+            self.saver.drop(f"lost: {which_ranks(self._lost)}; run.resume() or run.repair() replaces what is lost")
         elif self.saver.wanted or (self.state is State.RUNNING and not ahead):
             self._save(self.step)
         return bool(self._flights)
@@ -474,7 +475,7 @@ class Driver:
             how = "replaced" if self._cluster.world_size == size else "left out"
             self._note("repair", _told(lost, how, before, found))
         elif (gone := before - found.step) > 0:
-            self._note("note", f"all go back to step {found.step}, {gone} step{'s' * (gone > 1)} lost: {_TORN}")
+            self._note("note", f"all go back to step {found.step}, {plural(gone, 'step')} lost: {_TORN}")
 
     def _level(self) -> None:
         """After a failure in which no engine was lost: form the group anew, and have all ranks at one step."""
@@ -694,15 +695,11 @@ _WORDS = {
 }
 
 
-def _ranks(lost: Sequence[int]) -> str:
-    return f"rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))} {'are' if len(lost) > 1 else 'is'}"
-
-
 def _told(lost: Sequence[int], how: str, before: int, found: Recovered) -> str:
     """What a repair did, in a line."""
     names = ", ".join(map(str, lost))
     gone = max(found.lost_steps, before - found.step)
-    steps = "no step lost" if gone == 0 else f"{gone} step{'s' * (gone > 1)} lost"
+    steps = "no step lost" if gone == 0 else f"{plural(gone, 'step')} lost"
     nodes = f"node{'s' * (len(lost) > 1)} {names}"
     return f"{nodes} {how}: all go on from step {found.step} after {found.seconds:.1f} s, {steps}"
 

@@ -94,15 +94,15 @@ def _explain(failures: Sequence[Failure]) -> str:
     for (step, kind, message), same in alike.items():
         at = f", step {step}" if step is not None else ""
         hosts = ", ".join(dict.fromkeys(f.host for f in same))
-        lines.append(f"{_ranks([f.rank for f in same])} on {hosts}{at}: {kind}: {message}")
+        lines.append(f"{which_ranks([f.rank for f in same])} on {hosts}{at}: {kind}: {message}")
     if causes[0].traceback:
         lines.append(f"\nTraceback of rank {causes[0].rank}:\n{causes[0].traceback.rstrip()}")
     if victims:
-        lines.append(f"\n{_ranks(victims)} only lost {'its peer' if len(victims) == 1 else 'their peers'}.")
+        lines.append(f"\n{which_ranks(victims)} only lost {'its peer' if len(victims) == 1 else 'their peers'}.")
     return "\n".join(lines)
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def which_ranks(ranks: Sequence[int]) -> str:
     """In words: "rank 1", "ranks 0, 2 and 3"."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"

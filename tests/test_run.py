@@ -164,7 +164,7 @@ def test_a_checkpoint_of_a_run_that_has_lost_an_engine_is_refused_at_once(cluste
     with pytest.raises(dtkit.EngineError):
         run.wait(10)
     said = len(run.history.events)
-    with pytest.raises(dtkit.CheckpointError, match=r"rank 1 is lost; run.resume\(\) or run.repair\(\) replaces"):
+    with pytest.raises(dtkit.CheckpointError, match=r"lost: rank 1; run.resume\(\) or run.repair\(\) replaces"):
         run.save(tmp_path)
     assert "lost" not in [event.kind for event in run.history.events[said:]]
     run.resume()

@@ -13,7 +13,6 @@ Plain data: nothing here imports torch, and matplotlib only when a figure is ask
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import functools
 import math
@@ -248,9 +247,7 @@ class StepExplanation:
     def _image(self) -> str:
         from dtkit.dashboard import figures
 
-        figure = self.figure()
-        data = base64.b64encode(figures.png(figure)).decode("ascii")
-        return f'<img alt="the step as a picture" width="{figures.width(figure)}" src="data:image/png;base64,{data}">'
+        return figures.image(self.figure(), "the step as a picture")
 
     def __repr__(self) -> str:
         from dtkit.dashboard import step_text

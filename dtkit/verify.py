@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from dtkit.cluster import Cluster
-    from dtkit.run import Order
+    from dtkit.order import Order
 
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5}
 ZERO_TOLERANCE = {"float64": 1e-10, "float32": 1e-3}

@@ -6,7 +6,7 @@ style can't make text vanish on our white. All of this works on an ``Axes``, who
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from matplotlib.ticker import FuncFormatter, MaxNLocator
@@ -41,17 +41,16 @@ _NARROW = 7.5  # inches: below that a legend is broken
 _LABEL_GAP = 0.062  # of the axes' height: two labels closer than that would overlap
 
 
-def tidy(ax: Axes) -> None:
-    """Light axes: two spines and a horizontal grid."""
+def tidy(ax: Axes, grid: Literal["x", "y"] | None = "y", labels: str = MUTED) -> None:
+    """Light axes: two spines, and a grid along the numbers."""
     ax.set_facecolor("white")
-    ax.grid(visible=True, axis="y", color=GRID, linewidth=0.8, linestyle="-")
-    ax.grid(visible=False, axis="x")
+    ax.grid(visible=False)
+    if grid is not None:
+        ax.grid(visible=True, axis=grid, color=GRID, linewidth=0.8, linestyle="-")
     ax.set_axisbelow(True)
-    for side in ("top", "right"):
-        ax.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        ax.spines[side].set_color(MUTED)
-    ax.tick_params(colors=MUTED, labelcolor=MUTED, labelsize=8)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.spines[["left", "bottom"]].set_color(MUTED)
+    ax.tick_params(colors=MUTED, labelcolor=labels, labelsize=8)
 
 
 def step_axis(ax: Axes) -> None:

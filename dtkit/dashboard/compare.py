@@ -126,15 +126,9 @@ class Comparison:
     def _repr_html_(self) -> str:
         from dtkit.dashboard import figures
 
-        figure = self.figure()
-        picture = base64.b64encode(figures.png(figure)).decode("ascii")
         rows = self.rows
         said = "; ".join(f"{row.label}: loss {units.loss(row.loss)}, {units.size(row.sent_bytes)} sent" for row in rows)
-        image = (
-            f'<img src="data:image/png;base64,{picture}" width="{figures.width(figure)}" style="max-width: 100%" '
-            f'alt="{html.escape(f"Loss against steps and against bytes. {said}")}">'
-        )
-        return image + _html_table(rows)
+        return figures.image(self.figure(), f"Loss against steps and against bytes. {said}") + _html_table(rows)
 
 
 def compare(runs: Iterable[Trained | History], labels: Sequence[str] | None = None) -> Comparison:

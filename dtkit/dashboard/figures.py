@@ -5,6 +5,8 @@ Only ``Figure`` and the Agg canvas are used, never pyplot: pictures are drawn on
 
 from __future__ import annotations
 
+import base64
+import html
 import io
 import textwrap
 from typing import TYPE_CHECKING, Any
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
 
     Panel = Callable[[Axes, History], None]
 
-__all__ = ["COLOURS", "GRID", "INK", "MUTED", "new_figure", "panels_of", "png", "run_figure", "width"]
+__all__ = ["COLOURS", "GRID", "INK", "MUTED", "image", "new_figure", "panels_of", "png", "run_figure", "width"]
 
 _DPI = 160
 _WIDTH, _ROW, _LOW = 10.8, 3.1, 2.3  # inches: of a figure with two columns, and the height of a row of charts
@@ -92,6 +94,13 @@ def png(figure: Figure) -> bytes:
 def width(figure: Figure) -> int:
     """The figure's width in CSS pixels."""
     return round(figure.get_figwidth() * 92)
+
+
+def image(figure: Figure, alt: str) -> str:
+    """The figure within HTML, no wider than where it stands; `alt` says the same in words."""
+    data = base64.b64encode(png(figure)).decode("ascii")
+    place = f'width="{width(figure)}" style="max-width: 100%" alt="{html.escape(alt)}"'
+    return f'<img src="data:image/png;base64,{data}" {place}>'
 
 
 def _wide(source: Source) -> dict[Panel, float]:

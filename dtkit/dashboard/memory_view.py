@@ -6,9 +6,9 @@ import html
 from typing import TYPE_CHECKING, Any
 
 from dtkit import units
-from dtkit.dashboard.axes import ALERT, GRID, INK, MUTED
-from dtkit.dashboard.figures import new_figure
-from dtkit.dashboard.plan_view import PARTS, aligned, entitle, html_table, image
+from dtkit.dashboard.axes import ALERT, INK, MUTED, tidy
+from dtkit.dashboard.figures import image, new_figure
+from dtkit.dashboard.plan_view import PARTS, aligned, entitle, html_table
 from dtkit.memory import planned_parts
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ _PARTS = tuple(part for part in PARTS if part[0] != "overhead")  # which is meas
 _SHOWN = 16  # ranks; of more, those that held most
 _MEASURED, _PLANNED, _MARK = 0.46, 0.78, 0.43  # heights: of a bar, of the hollow one, and half of a limit's mark
 _NEAR = 4.0  # a limit further off than so many bars would make them vanish
+_ALT = "memory by rank: the same numbers as bars"
 _NOTE = (
     "activations: all that came and went while steps were taken (buffers of collectives, what malloc keeps), measured "
     "as the process's growth beyond the tensors that stay"
@@ -44,9 +45,8 @@ def text(memory: Memory) -> str:
 def page(memory: Memory) -> str:
     """The same as HTML, with the figure."""
     notes = "".join(f"<p>{html.escape(note)}</p>" for note in _notes(memory))
-    return (
-        f"<div><p>{html.escape(headline(memory))}</p>{html_table(_table(memory))}{notes}{image(figure(memory))}</div>"
-    )
+    shown = html_table(_table(memory)) + notes + image(figure(memory), _ALT)
+    return f"<div><p>{html.escape(headline(memory))}</p>{shown}</div>"
 
 
 def _listed(memory: Memory) -> list[MemoryRow]:
@@ -142,12 +142,7 @@ def _write(ax: Axes, rows: Sequence[MemoryRow], one: float, *, near: bool) -> No
 def _tidy(ax: Axes, unit: str, note: str) -> None:
     from matplotlib.ticker import StrMethodFormatter
 
-    ax.set_facecolor("white")
-    ax.set_axisbelow(True)
-    ax.grid(visible=True, axis="x", color=GRID, linewidth=0.8)
-    ax.spines[["top", "right"]].set_visible(False)
-    ax.spines[["left", "bottom"]].set_color(MUTED)
-    ax.tick_params(colors=MUTED, labelcolor=INK, labelsize=8)
+    tidy(ax, "x", INK)
     ax.set_title("Held at most by each rank", loc="left", fontsize=10, fontweight="bold", color=INK)
     ax.set_title(unit + note, loc="right", fontsize=8, color=MUTED)
     ax.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))

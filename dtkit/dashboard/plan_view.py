@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import base64
 import html
 import math
 import textwrap
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dtkit import units
 
@@ -27,6 +26,7 @@ PARTS = (
     ("activations", "activations", "#E69F00"),
     ("overhead", "overhead", "#F3D9A4"),
 )
+_ALT = "the same as a figure"
 _COMPUTING, _WAITING, _LIMIT = "#009E73", "#D55E00", "#1a1a1a"
 _SHOWN_RANKS = 8  # of more, only the rank that has least to spare is listed for each strategy
 _SHOWN_CELLS = 10  # ranks whose numbers are written into the heat map
@@ -99,10 +99,11 @@ def plan_text(plan: Plan) -> str:
 
 def plan_page(plan: Plan) -> str:
     """The plan as HTML: a table and its figure."""
+    from dtkit.dashboard.figures import image
+
     notes = "".join(f"<p>{html.escape(note)}</p>" for note in _notes(plan))
-    return (
-        f"<div><p>{html.escape(_headline(plan))}</p>{html_table(_table(plan))}{notes}{image(plan_figure(plan))}</div>"
-    )
+    shown = html_table(_table(plan)) + notes + image(plan_figure(plan), _ALT)
+    return f"<div><p>{html.escape(_headline(plan))}</p>{shown}</div>"
 
 
 def plan_figure(plan: Plan) -> Figure:
@@ -206,9 +207,11 @@ def benchmark_text(found: Benchmark) -> str:
 
 def benchmark_page(found: Benchmark) -> str:
     """The benchmark as HTML: tables and the heat maps."""
+    from dtkit.dashboard.figures import image
+
     sizes = html_table(_size_table(found)) if found.all_reduce else ""
     head = f"<p>{html.escape(_benchmark_headline(found))}</p>"
-    return f"<div>{head}{html_table(_rank_table(found))}{sizes}{image(benchmark_figure(found))}</div>"
+    return f"<div>{head}{html_table(_rank_table(found))}{sizes}{image(benchmark_figure(found), _ALT)}</div>"
 
 
 def benchmark_figure(found: Benchmark) -> Figure:
@@ -271,24 +274,11 @@ def entitle(figure: Figure, text: str) -> None:
 
 def _panel(ax: Axes, name: str, unit: str) -> None:
     """Light axes with a name on the left and a unit on the right."""
-    from dtkit.dashboard.figures import GRID, INK, MUTED
+    from dtkit.dashboard.axes import INK, MUTED, tidy
 
-    ax.set_facecolor("white")
+    tidy(ax, "x" if name.endswith(("rank", "step")) else "y", INK)
     ax.set_title(name, loc="left", fontsize=10, fontweight="bold", color=INK)
     ax.set_title(unit, loc="right", fontsize=8, color=MUTED)
-    ax.grid(visible=True, axis="x" if name.endswith(("rank", "step")) else "y", color=GRID, linewidth=0.8)
-    ax.set_axisbelow(True)
-    ax.spines[["top", "right"]].set_visible(False)
-    ax.spines[["left", "bottom"]].set_color(MUTED)
-    ax.tick_params(colors=MUTED, labelcolor=INK, labelsize=8)
-
-
-def image(figure: Any) -> str:
-    """A figure within HTML."""
-    from dtkit.dashboard.figures import png, width
-
-    picture = base64.b64encode(png(figure)).decode()
-    return f'<img alt="the same as a figure" width="{width(figure)}" src="data:image/png;base64,{picture}">'
 
 
 def aligned(rows: list[list[str]]) -> list[str]:

@@ -6,7 +6,6 @@ happened, the versions, and, next to the same training in one process, how it sc
 
 from __future__ import annotations
 
-import base64
 import html
 import importlib.metadata
 import platform
@@ -73,10 +72,8 @@ def _head(source: Source) -> Iterator[str]:
     yield _table((), asked)
     if source.exception is not None:
         yield f"<p><strong>{_escaped(f'{type(source.exception).__name__}: {source.exception}')}</strong></p>"
-    picture = base64.b64encode(figures.png(figure)).decode("ascii")
-    said = _escaped(" ".join(text.summary(source).split()))
     yield "<h2>What was seen</h2>"
-    yield f'<img src="data:image/png;base64,{picture}" width="{figures.width(figure)}" alt="{said}">'
+    yield figures.image(figure, " ".join(text.summary(source).split()))
 
 
 def _scaling(source: Source, alone: History | None) -> Iterator[str]:

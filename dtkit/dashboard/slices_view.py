@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from dtkit import units
 from dtkit.dashboard import chapters
-from dtkit.dashboard.axes import COLOURS, GRID, INK, MUTED
+from dtkit.dashboard.axes import COLOURS, INK, MUTED, tidy
 from dtkit.dashboard.chapters import Chapter, Table
 from dtkit.dashboard.figures import new_figure
 from dtkit.dashboard.step_text import MAX_RANKS, number
@@ -197,10 +197,5 @@ def _draw_sums(ax: Axes, explanation: SliceExplanation, one: float) -> None:
 
 
 def _tidy(ax: Axes, unit: str) -> None:
-    ax.set_facecolor("white")
-    ax.set_axisbelow(True)
-    ax.grid(visible=True, axis="x", color=GRID, linewidth=0.8)
-    ax.spines[["top", "right"]].set_visible(False)
-    ax.spines[["left", "bottom"]].set_color(MUTED)
-    ax.tick_params(colors=MUTED, labelcolor=INK, labelsize=8)
+    tidy(ax, "x", INK)
     ax.set_xlabel(unit, fontsize=8, color=MUTED)

@@ -6,14 +6,14 @@ micro-batch. Below, how large these tensors were, and what each micro-batch gave
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from matplotlib.ticker import MaxNLocator
 
 from dtkit import units
 from dtkit.dashboard import stages_text
-from dtkit.dashboard.axes import ALERT, COLOURS, GRID, INK, MUTED
+from dtkit.dashboard.axes import ALERT, COLOURS, GRID, INK, MUTED, tidy
 from dtkit.dashboard.figures import new_figure
 from dtkit.dashboard.step_text import number
 
@@ -65,7 +65,7 @@ def stages_figure(explanation: PipelineExplanation) -> Figure:
 
 def _draw_arrows(ax: Axes, crossings: Sequence[Crossing], stages: Sequence[StageRecord]) -> None:
     """Time runs to the right, by the order of sending; a line a stage."""
-    _tidy(ax, "What crossed the borders between stages")
+    _tidy(ax, "What crossed the borders between stages", None)
     lanes = {stage.stage: k for k, stage in enumerate(stages)}
     for lane in lanes.values():
         ax.axhline(lane, color=GRID, linewidth=6, zorder=1, solid_capstyle="butt")
@@ -94,7 +94,6 @@ def _draw_arrows(ax: Axes, crossings: Sequence[Crossing], stages: Sequence[Stage
 def _draw_norms(ax: Axes, crossings: Sequence[Crossing]) -> None:
     """How large what crossed was: a line a border and kind, on a logarithmic scale."""
     _tidy(ax, "How large these were: norm, by border")
-    ax.grid(visible=True, axis="y", color=GRID, linewidth=0.8)
     borders = sorted({(c.kind, c.from_stage, c.to_stage) for c in crossings})[: 2 * _SHOWN]
     for kind, start, end in borders:
         found = [c for c in crossings if (c.kind, c.from_stage, c.to_stage) == (kind, start, end) and not c.tensor]
@@ -117,7 +116,6 @@ def _draw_norms(ax: Axes, crossings: Sequence[Crossing]) -> None:
 def _draw_parts(ax: Axes, stages: Sequence[StageRecord]) -> None:
     """A group of bars a micro-batch, a bar a stage, and a line at the norm of each stage's sum."""
     _tidy(ax, "Gradient of each stage: parts, and their sum")
-    ax.grid(visible=True, axis="y", color=GRID, linewidth=0.8)
     shown = stages[:_SHOWN]
     wide = 0.8 / max(1, len(shown))
     for k, stage in enumerate(shown):
@@ -145,12 +143,6 @@ def _micro_batches(ax: Axes) -> None:
     ax.set_xlabel("micro-batch", fontsize=8, color=MUTED)
 
 
-def _tidy(ax: Axes, title: str) -> None:
-    ax.set_facecolor("white")
-    ax.set_axisbelow(True)
-    for side in ("top", "right"):
-        ax.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        ax.spines[side].set_color(MUTED)
-    ax.tick_params(colors=MUTED, labelcolor=INK, labelsize=8)
+def _tidy(ax: Axes, title: str, grid: Literal["y"] | None = "y") -> None:
+    tidy(ax, grid, INK)
     ax.set_title(title, **_TITLE)

@@ -18,7 +18,7 @@ from matplotlib.ticker import MaxNLocator
 
 from dtkit import units
 from dtkit.dashboard import step_text
-from dtkit.dashboard.figures import COLOURS, GRID, INK, MUTED
+from dtkit.dashboard.axes import COLOURS, INK, MUTED, tidy
 from dtkit.explanation import largest
 
 if TYPE_CHECKING:
@@ -235,15 +235,7 @@ def _name_ranks(ax: Axes, ranks: Sequence[RankRecord]) -> None:
 
 
 def _tidy(ax: Axes, title: str, xlabel: str, pad: float = 6.0) -> None:
-    """Light axes: two spines, a grid along the numbers."""
-    ax.set_facecolor("white")
-    ax.set_axisbelow(True)
-    ax.grid(visible=True, axis="x", color=GRID, linewidth=0.8)
-    for side in ("top", "right"):
-        ax.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        ax.spines[side].set_color(MUTED)
-    ax.tick_params(colors=MUTED, labelcolor=INK, labelsize=8)
+    tidy(ax, "x", INK)
     ax.set_title(title, loc="left", fontsize=10, fontweight="bold", color=INK, pad=pad)
     ax.set_xlabel(xlabel, fontsize=8, color=MUTED)
     ax.xaxis.set_major_locator(MaxNLocator(nbins=6))

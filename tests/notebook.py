@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 MOST_BYTES = 1.5e9
 SAMPLE_S = 0.25
+CLAIM = re.compile(r"^(PASS|FAIL)  (.+): measured (\S+); formula (.+) = (\S+), tolerance (\S+)$", re.MULTILINE)
+SAID = re.compile(r"^      you said (\S+): (right|off by \S+)$", re.MULTILINE)
+"""What a claim prints: see :func:`check_claims`."""
 
 
 def execute(path: str | Path, timeout: float, cwd: str | Path | None = None) -> NotebookNode:
@@ -169,6 +172,20 @@ def check_predictions(notebook: NotebookNode, least: int) -> None:
     sources = "\n".join(cell.source for cell in code_of(notebook))
     assert len(typed) >= least
     assert {name for name in typed if len(re.findall(rf"\b{name}\b", sources)) < 2} == set()
+
+
+def check_claims(done: Done, least: int) -> None:
+    """Every claim that the notebook's cells make is printed once, and passes; so does what the reader types first.
+
+    A claim is a number that the reader types, a measurement, and a formula with a tolerance.
+    """
+    text = printed(done.notebook, "stdout")
+    made = sum(len(re.findall(r"^claim\(", cell.source, re.MULTILINE)) for cell in code_of(done.notebook))
+    claims, said = CLAIM.findall(text), SAID.findall(text)
+    assert len(claims) == len(said) == made >= least
+    assert [found for found in claims if found[0] != "PASS"] == []
+    assert [found for found in said if found[1] != "right"] == []
+    assert f"{made} of {made} claims PASS" in done.text("verdicts.count(")
 
 
 def check_nothing_is_left(done: Done, engines: int = 2) -> None:

@@ -1,8 +1,4 @@
-"""Notebook 02 as it is committed, executed once: every claim in it holds, and its pictures are there.
-
-A claim is a number that the reader types first, a measurement, and a formula with a tolerance. What the cells print is
-held against the cells' own source: so many claims, so many times PASS.
-"""
+"""Notebook 02 as it is committed, executed once: every claim in it holds, and its pictures are there."""
 
 from __future__ import annotations
 
@@ -15,7 +11,10 @@ import nbformat
 import pytest
 
 from tests.notebook import (
+    CLAIM,
+    SAID,
     Done,
+    check_claims,
     check_memory,
     check_nothing_is_left,
     code_of,
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.notebook
 
 NOTEBOOK = "notebooks/02_data_parallel.ipynb"
-CLAIM = re.compile(r"^(PASS|FAIL)  (.+): measured (\S+); formula (.+) = (\S+), tolerance (\S+)$", re.MULTILINE)
-SAID = re.compile(r"^      you said (\S+): (right|off by \S+)$", re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
@@ -86,13 +83,7 @@ def test_a_claim_is_judged_by_its_formula_and_the_reader_apart_from_it(
 
 
 def test_every_claim_passes_and_every_prediction_is_right(done: Done):
-    text = printed(done.notebook, "stdout")
-    made = sum(len(re.findall(r"^claim\(", cell.source, re.MULTILINE)) for cell in code_of(done.notebook))
-    claims, said = CLAIM.findall(text), SAID.findall(text)
-    assert len(claims) == len(said) == made >= 20
-    assert [found for found in claims if found[0] != "PASS"] == []
-    assert [found for found in said if found[1] != "right"] == []
-    assert f"{made} of {made} claims PASS" in done.text("verdicts.count(")
+    check_claims(done, least=20)
 
 
 def test_only_the_skewed_partition_warns(done: Done):

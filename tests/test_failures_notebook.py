@@ -7,14 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.notebook import (
-    Done,
-    check_memory,
-    check_nothing_is_left,
-    code_of,
-    printed,
-    watched,
-)
+from tests.notebook import Done, check_memory, check_nothing_is_left, code_of, printed, watched
 
 if TYPE_CHECKING:
     from pathlib import Path

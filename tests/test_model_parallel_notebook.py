@@ -1,7 +1,4 @@
-"""Notebook 03 as it is committed, executed once: every claim in it holds, and its pictures are there.
-
-Claims are written and read as in notebook 02; see there.
-"""
+"""Notebook 03 as it is committed, executed once: every claim in it holds, and its pictures are there."""
 
 from __future__ import annotations
 
@@ -10,15 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.notebook import (
-    Done,
-    check_memory,
-    check_nothing_is_left,
-    code_of,
-    printed,
-    watched,
-)
-from tests.test_data_parallel_notebook import CLAIM, SAID
+from tests.notebook import Done, check_claims, check_memory, check_nothing_is_left, code_of, printed, watched
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,13 +27,7 @@ def done(root: Path) -> Done:
 
 
 def test_every_claim_passes_and_every_prediction_is_right(done: Done):
-    text = printed(done.notebook, "stdout")
-    made = sum(len(re.findall(r"^claim\(", cell.source, re.MULTILINE)) for cell in code_of(done.notebook))
-    claims, said = CLAIM.findall(text), SAID.findall(text)
-    assert len(claims) == len(said) == made >= 20
-    assert [found for found in claims if found[0] != "PASS"] == []
-    assert [found for found in said if found[1] != "right"] == []
-    assert f"{made} of {made} claims PASS" in done.text("verdicts.count(")
+    check_claims(done, least=20)
 
 
 def test_nothing_warns(done: Done):

@@ -9,15 +9,7 @@ import nbformat
 import pytest
 
 from dtkit.schedule import Schedule
-from tests.notebook import (
-    Done,
-    check_memory,
-    check_nothing_is_left,
-    code_of,
-    printed,
-    watched,
-)
-from tests.test_data_parallel_notebook import CLAIM, SAID
+from tests.notebook import Done, check_claims, check_memory, check_nothing_is_left, code_of, printed, watched
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -72,13 +64,7 @@ def test_what_to_do_next_can_be_done():
 
 
 def test_every_claim_passes_and_every_prediction_is_right(done: Done):
-    text = printed(done.notebook, "stdout")
-    made = sum(len(re.findall(r"^claim\(", cell.source, re.MULTILINE)) for cell in code_of(done.notebook))
-    claims, said = CLAIM.findall(text), SAID.findall(text)
-    assert len(claims) == len(said) == made >= 14
-    assert [found for found in claims if found[0] != "PASS"] == []
-    assert [found for found in said if found[1] != "right"] == []
-    assert f"{made} of {made} claims PASS" in done.text("verdicts.count(")
+    check_claims(done, least=14)
     assert printed(done.notebook, "stderr") == ""
 
 

@@ -34,7 +34,8 @@ class Work:
 
 SHORT, LONG, WIDE = "short steps (1 to 2 ms)", "steps of 20 ms and more", "100 MB of gradients"
 LINK, COMPUTING = "10 MB of gradients", "computing and little else"
-MIDDLING, BRIEF = "a model in parts, steps of 20 to 50 ms", "a model in parts, short steps"
+HEAVY, MIDDLING = "a model in parts, steps of 100 ms and more", "a model in parts, steps of 20 to 50 ms"
+BRIEF = "a model in parts, short steps"
 PIPELINE, TENSOR, SHARDED = "pipeline", "tensor", "sharded"
 MICRO_BATCHES = 4
 WORKS = {
@@ -43,6 +44,7 @@ WORKS = {
     WIDE: Work(width=3510, depth=2, batch=2, steps=20, warm=4),
     LINK: Work(width=1120, depth=2, batch=32, steps=8, warm=8),
     COMPUTING: Work(width=256, depth=3, batch=4096, steps=60, warm=60),
+    HEAVY: Work(width=1024, depth=4, batch=512, steps=40, warm=6),
     MIDDLING: Work(width=512, depth=4, batch=512, steps=120, warm=40),
     BRIEF: Work(width=64, depth=4, batch=64, steps=200, warm=30),
 }

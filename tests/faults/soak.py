@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import random
 import sys
 import tempfile
@@ -59,6 +60,7 @@ class Held:
     @classmethod
     def now(cls) -> Held:
         """As of now."""
+        gc.collect()  # Python does so by itself only once there is much more of it: garbage is not held
         own = psutil.Process()
         family = [own, *own.children(recursive=True)]
         alive = [process for process in family if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]

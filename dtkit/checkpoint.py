@@ -279,7 +279,7 @@ def read_head(folder: Path) -> dict[str, Any]:
     try:
         text = path.read_bytes()
     except OSError as error:
-        raise CheckpointError(f"{folder} is no checkpoint: {HEAD} can't be read ({error.strerror})") from None
+        raise CheckpointError(f"{folder} can't be used: {HEAD} can't be read ({error.strerror}). {_REMEDY}") from None
     try:
         head = json.loads(text)
         told = head.pop("digest")
@@ -333,14 +333,17 @@ def _covered(entry: Mapping[str, Any], files: int) -> bool:
 
 
 def newest(path: Path) -> Path:
-    """The folder itself if it is a checkpoint, else the newest one in it that can be read."""
+    """The folder itself if it is a checkpoint, else the newest one in it, whole or not: an older one is the user's
+    to choose.
+    """
+    path = path.expanduser()
     if (path / HEAD).exists() or _NAME.fullmatch(path.name):
         return path
     if not path.exists():
         raise CheckpointError(f"{path} is not there. Give a checkpoint's folder, or the one that run.save was given")
-    found = [p for p in folders(path) if (p / HEAD).exists()]
+    found = folders(path)
     if not found:
-        raise CheckpointError(f"{path} holds no checkpoint: no folder step-... with a {HEAD} in it")
+        raise CheckpointError(f"{path} holds no checkpoint: no folder step-... is in it")
     return found[-1]
 
 
@@ -366,7 +369,7 @@ class Checkpoints(list[Checkpoint]):
 
     def __init__(self, path: str | Path) -> None:
         super().__init__()
-        self.path = Path(path)
+        self.path = Path(path).expanduser()
         self.broken: dict[Path, str] = {}
         if not self.path.exists():
             raise CheckpointError(f"{self.path} is not there. Give the folder that run.save or save_to was given")
@@ -479,14 +482,23 @@ def _sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-def prune(path: Path, keep: int) -> list[Path]:
-    """Remove all checkpoints but the newest `keep`; returns those removed."""
-    old = folders(path)[:-keep]
+def prune(path: Path, keep: int, line: str | None = None) -> list[Path]:
+    """Remove all checkpoints but the newest `keep`; returns those removed. With `line`, only those that are of it."""
+    old = [folder for folder in folders(path) if line is None or _line(folder) == line][:-keep]
     for folder in old:
         away = path / f".saving-{socket.gethostname()}-{os.getpid()}-{os.urandom(4).hex()}"
         folder.rename(away)  # at once no checkpoint any more, and never half of one
         shutil.rmtree(away, ignore_errors=True)
     return old
+
+
+def _line(folder: Path) -> str | None:
+    """Of which line of runs a checkpoint is; None where that can't be read, and it is nobody's to remove."""
+    try:
+        line = read_head(folder).get("line")
+    except CheckpointError:
+        return None
+    return None if line is None else str(line)
 
 
 # -- what ranks report -----------------------------------------------------------------------------------------

@@ -109,10 +109,11 @@ class Cluster(Ranks):
         timeout: float = 60,
         step_timeout: float | None = None,
         interface: str | None = None,
+        folder: str | Path | None = None,
     ) -> Cluster:
         """A cluster over engines that somebody else started (see :func:`attach`), or over a test double."""
         self = cls.__new__(cls)
-        folder = Path(tempfile.mkdtemp(prefix="dtkit-"))
+        folder = _folder_in(folder)
         plan = plan_devices(len(transport.engine_ids), device, threads)
         self._open(transport, folder, shared.Owner.of(), plan, timeout, step_timeout, interface)
         return self
@@ -630,6 +631,16 @@ class Cluster(Ranks):
         body = "".join("<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in row) + "</tr>" for row in rows)
         notes = "".join(f"<p>{html.escape(note)}</p>" for note in self._notes())
         return f"<table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table>{notes}"
+
+
+def _folder_in(where: str | Path | None) -> Path:
+    """A new folder for a cluster, that only this user can enter: in `where`, or among this host's temporary ones."""
+    try:
+        return Path(tempfile.mkdtemp(prefix="dtkit-", dir=None if where is None else Path(where).expanduser()))
+    except OSError as error:
+        raise ValueError(
+            f"folder={str(where)!r}: {error.strerror}. It must be one that the notebook and all engines can write to"
+        ) from None
 
 
 def _in_kernel() -> bool:

@@ -111,8 +111,8 @@ class Driver:
         self.saver = Saver(history, changed)
         self.reports: list[Any] = []
         """Of the last step that was explained, what each rank saw."""
-        self.spans: list[np.ndarray] = []
-        """What each rank did when, in the last steps."""
+        self.spans: tuple[list[np.ndarray], list[float] | None] = [], None
+        """What each rank did when, in the last steps, and how far each one's clock was ahead."""
         self._balancer = Balancer(route.balance) if route.balance is not None else None
         self._explain = False
         self._last_evaluation = False  # due where a stream ended between two epochs
@@ -171,10 +171,8 @@ class Driver:
         answer: Future[int] = Future()
         with self._gate:
             if self.state.ended:
-                raise RunError(
-                    f"this run has {_ENDED[self.state]} at step {self.step}, so it can't {_WORDS[name]}. "
-                    "run.extend(epochs=1) trains on; cluster.train(...) starts anew"
-                )
+                word = f"this run has {_ENDED[self.state]} at step {self.step}, so it can't {_WORDS[name]}"
+                raise RunError(f"{word}. {ANEW if self.state is State.FAILED else _ON}")
             self._inbox.put(_Command(name, value, answer))
         return answer
 
@@ -349,7 +347,8 @@ class Driver:
             self._tries = 0
             self.pace.landed(done, _step_s(advances))
             self._look(advances)
-            self.spans = [np.asarray(a.spans) for a in advances if a.spans is not None]
+            spans = [np.asarray(a.spans) for a in advances if a.spans is not None]
+            self.spans = spans, self._cluster.clock_offsets
         if flight.explain:
             self.reports, self._explain = [advance.report for advance in advances], False
         for answer in flight.answers:
@@ -406,17 +405,18 @@ class Driver:
         self._lost_track = True
         self._tries += 1
         self._recorder.failing()
-        self._keep_common(replies)
-        gone = {f.rank for f in failures if f.kind in ("lost", "stuck")}  # they have had their time
+        self._keep_common(dict(enumerate(replies)))
+        gone = {f.rank for f in failures if f.gone}  # they have had their time
         patience = _BREAK_S if any(f.kind == "stuck" for f in failures) else _PATIENCE_S
         for other in self._flights:
             ranks = [rank for rank in range(len(other.futures)) if rank not in gone]
-            self._keep_common(self._cluster.collect([other.futures[r] for r in ranks], patience, ranks))
+            late = self._cluster.collect([other.futures[r] for r in ranks], patience, ranks)
+            self._keep_common(dict(zip(ranks, late, strict=True)))
             self._withdraw(other)
         self._flights.clear()
         self._lookout.reset()
         own = [f for f in failures if f.kind == "error" and not f.victim]
-        lost = sorted({f.rank for f in failures if f.kind in ("lost", "stuck")} | set(self._cluster.lost()))
+        lost = sorted(gone | set(self._cluster.lost()))
         if lost and not own:
             self._withdraw(flight)
             self._lose(lost, failures)
@@ -497,7 +497,7 @@ class Driver:
         except DtkitError as error:
             self._note("error", f"the process group could not be formed anew: {error}")
 
-    def _keep_common(self, replies: Sequence[Reply]) -> None:
+    def _keep_common(self, replies: Mapping[int, Reply]) -> None:
         """Record the steps that all ranks completed before one failed."""
         common = self._recorder.common(replies)
         if common is not None:
@@ -677,6 +677,9 @@ class Driver:
 
 
 _ENDED = {State.COMPLETED: "completed", State.STOPPED: "been stopped", State.FAILED: "failed"}
+ANEW = "run.exception says why. cluster.train(...) starts anew, with resume=path from a checkpoint"
+"""What to do when a run has failed."""
+_ON = "run.extend(epochs=1) trains on; cluster.train(...) starts anew"
 _TORN = "an update had begun on a rank and not ended, so that its part of the model was of no step"
 _TAKEN = (
     "another notebook has taken this cluster over, and the run with it, after step {step}. This one shows what was "

@@ -54,11 +54,6 @@ class Flow(Placed):
         super().__init__(cluster, key, None, columns)
 
 
-def said(placed: Placed) -> tuple[str, int | None, Columns]:
-    """What another notebook needs to speak of it: its key, its length, its columns."""
-    return placed.key, placed.samples, placed.columns
-
-
 @dataclasses.dataclass(frozen=True)
 class _Offer:
     """Rows by number, looked at in the notebook and ready to travel."""

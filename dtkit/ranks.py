@@ -24,7 +24,7 @@ import numpy as np
 
 from dtkit import __version__, warden, wire
 from dtkit.engine.probe import hello
-from dtkit.errors import ClusterClosed, ClusterError, EngineError, VersionMismatch
+from dtkit.errors import ClusterClosed, ClusterError, DtkitError, EngineError, VersionMismatch
 from dtkit.records import CALLED_OFF, HURRY, Failure, GroupSpec, Heritage, NodeInfo, Reply, Request
 from dtkit.shipment import Shipment, ship
 
@@ -205,13 +205,18 @@ class Ranks:
         failures = [r.failure for r in replies if r.failure is not None]
         if not failures:
             return [r.value for r in replies]
-        self.heal(failures)
-        raise EngineError(failures)
+        # What was refused since an engine is gone says nothing more than that.
+        cause = EngineError([f for f in failures if f.kind != "refused"] or failures)
+        try:
+            self.heal(failures)
+        except DtkitError as unformed:
+            raise cause from unformed
+        raise cause
 
     def heal(self, failures: Sequence[Failure]) -> None:
         """Form the group anew after failures, unless nothing was run or an engine is gone."""
         nothing_ran = self._formed and all(f.kind == "refused" for f in failures)
-        if not nothing_ran and all(f.kind not in ("lost", "stuck") for f in failures):
+        if not nothing_ran and not any(f.gone for f in failures):
             self.form()
 
     @property
@@ -355,6 +360,7 @@ class Ranks:
             raise EngineError(failures)
         self._formed = True
         self._take_nodes([r.value for r in replies])
+        self.clock_offsets = None
         if not self._one_host:
             times = np.array(self.values(self.collect(self.fan_out("clock"), self._timeout)))
             self.clock_offsets = np.median(times - times[0], axis=1).tolist()

@@ -41,14 +41,15 @@ class Recorder:
         """An event."""
         self._history.add(Event(step, kind, text, time.time(), rank))
 
-    def steps(self, values: Sequence[tuple[Advance, Sequence[Any]]]) -> None:
-        """What all ranks did in a dispatch, and said meanwhile. By rank."""
+    def steps(self, values: Sequence[tuple[Advance, Sequence[Any]]], ranks: Sequence[int] | None = None) -> None:
+        """What ranks did in a dispatch, and said meanwhile: all of them, by rank, unless `ranks` says whose it is."""
+        ranks = range(len(values)) if ranks is None else ranks
         advances = [advance for advance, _ in values]
         rows = [np.asarray(advance.rows) for advance in advances]
-        self._tell_waiting(rows, advances)
+        self._tell_waiting(rows, advances, ranks)
         self._history.append(np.concatenate(rows))
         step = int(rows[0]["step"][0]) if len(rows[0]) else advances[0].step
-        for rank, (_, items) in enumerate(values):
+        for rank, (_, items) in zip(ranks, values, strict=True):
             for kind, what in items:
                 text = what if kind == "text" else " ".join(f"{k}={v:.6g}" for k, v in what.items())
                 self.note(step, "print", text, rank)
@@ -57,7 +58,7 @@ class Recorder:
         """What dispatches returned that nobody has read, by rank."""
         for values in zip(*(unread[rank] for rank in sorted(unread)), strict=False):
             if len({(advance.step, len(np.asarray(advance.rows))) for advance, _ in values}) == 1:
-                self.steps(values)
+                self.steps(values, sorted(unread))
 
     def evaluation(self, step: int, parts: Sequence[tuple[int, dict[str, tuple[float, float]]]]) -> None:
         """What all ranks found in their parts of the held-out data."""
@@ -65,13 +66,15 @@ class Recorder:
         self._history.add(found)
         self.note(step, "note", ", ".join(f"valid {name} {value:.4g}" for name, value in found.values.items()))
 
-    def _tell_waiting(self, rows: Sequence[np.ndarray], advances: Sequence[Advance]) -> None:
+    def _tell_waiting(self, rows: Sequence[np.ndarray], advances: Sequence[Advance], ranks: Sequence[int]) -> None:
         """Of the time that ranks were blocked, tell apart what they waited for each other."""
         spans = [advance.blocked for advance in advances]
         if any(span is None for span in spans):
             return
         steps = min(map(len, rows))
-        waits, transfers = waiting.split([np.asarray(span)[:steps] for span in spans], self._ranks.clock_offsets)
+        clocks = self._ranks.clock_offsets
+        ahead = None if clocks is None else [clocks[rank] for rank in ranks]
+        waits, transfers = waiting.split([np.asarray(span)[:steps] for span in spans], ahead)
         for mine, wait, transfer in zip(rows, waits, transfers, strict=True):
             mine["wait_s"][:steps] += wait
             mine["comm_s"][:steps] = transfer
@@ -82,18 +85,19 @@ class Recorder:
         """Some rank has failed: nothing is known of who stands further."""
         self._beyond.clear()
 
-    def common(self, replies: Sequence[Reply]) -> int | None:
+    def common(self, replies: Mapping[int, Reply]) -> int | None:
         """Record the steps that all ranks completed before one failed: the step after them, None where none is known.
 
-        Of a lost rank nobody knows.
+        `replies` by rank. Of a lost rank nobody knows.
         """
-        known = [reply for reply in replies if reply.failure is None or reply.failure.kind not in ("lost", "stuck")]
-        found: list[Any] = [reply.value for reply in known if isinstance(reply.value, tuple)]
+        known = {r: reply for r, reply in replies.items() if reply.failure is None or not reply.failure.gone}
+        found: list[Any] = [reply.value for reply in known.values() if isinstance(reply.value, tuple)]
         found = [value for value in found if isinstance(value[0], Advance)]
         if not found or len(found) < len(known):
             return None
         common: int = min(advance.step for advance, _ in found)
-        self.steps([(dataclasses.replace(advance, rows=_before(advance, common)), items) for advance, items in found])
+        done = [(dataclasses.replace(advance, rows=_before(advance, common)), items) for advance, items in found]
+        self.steps(done, list(known))
         rows = [np.asarray(advance.rows) for advance, _ in found]
         self._beyond += [part[part["step"] >= common] for part in rows]
         return common

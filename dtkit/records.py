@@ -179,7 +179,13 @@ class Failure:
     victim: bool = False
     """True where the rank only lost its peer in a collective; the cause is another rank's."""
     kind: str = "error"
-    """"error" | "refused" | "nonfinite" | "interrupted"."""
+    """"error" | "refused" | "nonfinite" | "interrupted", as the engine tells; of one that tells nothing, "lost" (its
+    process has ended) | "stuck" (it answers nothing)."""
+
+    @property
+    def gone(self) -> bool:
+        """Whether the engine can't be asked any more, where it stands least of all."""
+        return self.kind in ("lost", "stuck")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dtkit.cluster import Cluster
+    from dtkit.order import Order
     from dtkit.ranks import Ranks
-    from dtkit.run import Order
     from dtkit.shipment import Shipment
     from dtkit.strategies.base import Strategy
 
@@ -197,7 +197,7 @@ class Recovery:
             snapshot = Checkpoint(self.snapshots)
         except CheckpointError:
             return 0, lr
-        return snapshot.step, Resumption(snapshot).put_into(self.cluster, self.job)
+        return snapshot.step, Resumption(snapshot).put_into(self.cluster, self.job)[0]
 
     def _check_fewer(self, world_size: int) -> None:
         if world_size < 1:

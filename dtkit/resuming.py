@@ -12,11 +12,13 @@ from dtkit.plain import Unsavable, decode, encode
 from dtkit.replicas import Replicas
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from dtkit.cluster import Cluster
     from dtkit.records import RunSpec
+
+    Overruled = Mapping[str, tuple[Any, Any]]  # {option: (as the checkpoint has it, as it was given)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +37,12 @@ class Resumption:
         """The step after which callbacks were called last."""
         return int(self.checkpoint.head.get("called", self.step))
 
+    @property
+    def line(self) -> str | None:
+        """Of which line of runs it is; None of one that was written without automatic saves."""
+        line = self.checkpoint.head.get("line")
+        return None if line is None else str(line)
+
     def check(self, spec: RunSpec) -> None:
         """Raise ValueError where nothing would be left to do."""
         if spec.steps <= self.step:
@@ -43,12 +51,15 @@ class Resumption:
                 f"all. Ask for more than {self.step}: steps= and epochs= count from the very start"
             )
 
-    def put_into(self, cluster: Cluster, job: str) -> float:
-        """Have all ranks of a job that was just made take over the state. Returns the learning rate."""
+    def put_into(self, cluster: Cluster, job: str) -> tuple[float, Overruled]:
+        """Have all ranks of a job that was just made take over the state.
+
+        Returns the learning rate, and which of the optimiser's options had been given otherwise.
+        """
         head = self.checkpoint.head
         where: dict[str, Any] = {"folder": str(self.checkpoint.path.absolute()), "files": list(head["files"])}
         found = cluster.ask("restore", job=job, index=head["index"], facts=head["facts"], **where)
-        return float(found[0][1])
+        return float(found[0][1]), {name: pair for rank in reversed(found) for name, pair in rank[2].items()}
 
     def put_into_callbacks(self, callbacks: Sequence[Any]) -> None:
         """Give callbacks their state again: those of the same class, at the same place of the list."""
@@ -56,7 +67,7 @@ class Resumption:
             if saved is not None and saved["class"] == type(callback).__name__:
                 callback.load_state_dict(decode(saved["state"]))
 
-    def text(self, spec: RunSpec) -> str:
+    def text(self, spec: RunSpec, overruled: Overruled) -> str:
         """What the run's log says: where it goes on from, and how it differs from one that never ended."""
         head = self.checkpoint.head
         before, now = head["spec"], dataclasses.asdict(spec)
@@ -73,7 +84,19 @@ class Resumption:
             said.append("each rank has other rows now, so the rows of a step differ from here on")
         if here != there:
             said.append(_own_state(head, spec))
+        if before["loss"] != spec.loss:
+            said.append(f"loss={spec.loss} was {before['loss']}")
+        said.append(_options(overruled))
         return "; ".join(word for word in said if word)
+
+
+def _options(overruled: Overruled) -> str:
+    """Which options are the checkpoint's, though others were given."""
+    if not overruled:
+        return ""
+    told = ", ".join(f"{name}={now!r} ({given!r} was given)" for name, (now, given) in sorted(overruled.items()))
+    change = "; run.set(lr=...) changes the learning rate" if "lr" in overruled else ""
+    return f"the optimiser goes on with the checkpoint's {told}{change}"
 
 
 _ORDER = ("samples", "batch_size", "shuffle", "seed")

@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
-from dtkit import pieces, placing
+from dtkit import handover, pieces, placing
 from dtkit.boundary import notify
-from dtkit.driver import Driver, Route
-from dtkit.errors import CannotSend, DtkitError, RunError
+from dtkit.driver import ANEW, Driver, Route
+from dtkit.errors import DtkitError, RunError
 from dtkit.history import History
 from dtkit.recording import evaluation
 from dtkit.records import Event, Reply, State, Status
-from dtkit.saving import Save, Saved, Saves
+from dtkit.saving import Save, Saved
 from dtkit.spool import RUNS, Spool
 from dtkit.turn import CALLBACKS
 
@@ -38,18 +38,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from dtkit.cluster import Cluster
-    from dtkit.engine.loading import Loading
     from dtkit.explaining import Explanation
     from dtkit.finding import Finding
     from dtkit.memory import Memory
+    from dtkit.order import Extras, Order
     from dtkit.placing import Placed
     from dtkit.plan import Plan
-    from dtkit.records import Consistency, Evaluation, JobPlan, NodeInfo, RunSpec
+    from dtkit.records import Consistency, Evaluation, NodeInfo, RunSpec
     from dtkit.recovery import Recovered
-    from dtkit.replicas import Replicas
     from dtkit.resuming import Resumption
-    from dtkit.schedule import Schedule
-    from dtkit.strategies.base import Strategy
     from dtkit.timeline import Timeline
     from dtkit.verify import Verification
 
@@ -60,58 +57,6 @@ _PART_S = 0.1
 _LOOK_S = 1.0  # between two looks at a run that is awaited
 
 _BUTTONS_LATER = "buttons act after this cell; the kernel's interrupt button pauses now"
-
-
-@dataclasses.dataclass(frozen=True)
-class Order:
-    """What the engines were told to make: enough to make it again, as `verify` does."""
-
-    copies: Replicas
-    data: Placed
-    plan: JobPlan
-    program: bytes
-    """Objective, optimiser and strategy, pickled."""
-    loading: Loading | None = None
-    own: tuple[str, ...] = ()
-    """Keys of what was brought to the engines for this run alone: not needed after it."""
-
-    def build(self, cluster: Cluster, job: str, *, ranks: list[int] | None = None, alone: bool = False) -> float:
-        """Make a job of it on all ranks, or alone on one. Returns the learning rate."""
-        args: dict[str, Any] = {
-            "job": job,
-            "model": self.copies.key,
-            "data": self.data.key,
-            "program": self.program,
-            "plan": self.plan,
-            "loading": self.loading,
-        }
-        return float(cluster.ask("build", ranks=ranks, alone=alone, **args)[0])
-
-
-@dataclasses.dataclass(frozen=True)
-class Extras:
-    """What a run does besides taking steps, and what it can't."""
-
-    strategy: Strategy
-    metrics: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
-    valid: Placed | None = None
-    callbacks: Sequence[Callable[[Run], Any]] = ()
-    balance: tuple[int, ...] | None = None
-    """Rows of each shard, where faster ranks are to take more of each batch."""
-    caveats: tuple[str, ...] = ()
-    """Why the training is not that of one process."""
-    explains: bool = True
-    """Whether the strategy can take a step apart."""
-    schedule: Schedule | None = None
-    """In a pipeline, what each rank is to do in which order."""
-    on_failure: str = "repair"
-    """What to do when an engine is lost."""
-    saves: Saves = dataclasses.field(default_factory=Saves)
-    """The checkpoints that it makes by itself."""
-    snapshots: Saves = dataclasses.field(default_factory=Saves)
-    """And those that it may have to go back to when an engine is lost."""
-    copies: int = 1
-    """Ranks that share one replica of the model, and so take the same samples."""
 
 
 class Run:
@@ -154,41 +99,25 @@ class Run:
             otherwise.callback(self._forget)
             self._driver.lr = self._order.build(self._cluster, self._job)
             if resumption is not None:
-                self._driver.lr = resumption.put_into(self._cluster, self._job)
+                self._driver.lr, overruled = resumption.put_into(self._cluster, self._job)
                 self.history.extend(resumption.checkpoint.history())
                 self._driver.stand_at(resumption.step, resumption.called)
                 resumption.put_into_callbacks(self._extras.callbacks)
-                self.note(resumption.text(self.spec))
+                self.note(resumption.text(self.spec, overruled))
             otherwise.pop_all()
         self._cluster.note_job(present=True)
-        self._write_down()
+        self._put_down()
         self._driver.start()
 
     # -- for a notebook that takes over ------------------------------------------------------------------------
 
-    def _write_down(self) -> None:
+    def _put_down(self) -> None:
         """What a notebook needs that takes this run over; and from here on all that comes of it."""
         if not self._cluster.outlives:
             return
-        order, extras = self._order, self._extras
-        said = {
-            "spec": self.spec,
-            "model": order.copies.key,
-            "data": placing.said(order.data),
-            "valid": None if extras.valid is None else placing.said(extras.valid),
-            "plan": order.plan,
-            "program": order.program,
-            "loading": order.loading,
-            "extras": dataclasses.replace(extras, valid=None),
-        }
-        spool = Spool(self._cluster.folder / RUNS / self._job)
-        try:
-            spool.order(self._cluster.dumps(said, name="the run"))
-        except CannotSend as error:
-            if extras.callbacks:
-                said["extras"] = dataclasses.replace(extras, valid=None, callbacks=())
-                spool.order(self._cluster.dumps(said, name="the run"))
-            self.note(f"a notebook that takes over will not have the callbacks: {error}".partition("\n")[0])
+        spool, lacks = handover.put_down(self._cluster, self._job, self.spec, self._order, self._extras)
+        if lacks:
+            self.note(lacks)
         spool.begin(self.history)
 
     @classmethod
@@ -309,8 +238,8 @@ class Run:
         """What every rank did when, in the last steps: a picture, and in a pipeline the bubble."""
         from dtkit.timeline import SPAN, Timeline, merge
 
-        parts = self._driver.spans
-        spans = merge(parts, self._cluster.clock_offsets) if parts else np.empty(0, SPAN)
+        parts, clocks = self._driver.spans
+        spans = merge(parts, clocks) if parts else np.empty(0, SPAN)
         return Timeline(spans, schedule=self._extras.schedule, title=f" of {self.spec.name}")
 
     def trace(self, path: str | Path) -> None:
@@ -458,7 +387,7 @@ class Run:
         if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
             raise ValueError(f"save(keep={keep!r}): it is how many checkpoints stay; an integer from 1 up")
         self._check_kept("save")
-        save = Save(Path(target).absolute(), keep)
+        save = Save(Path(target).expanduser().absolute(), keep)
         if self._driver.state.ended:
             self._save_ended(save)
         else:
@@ -652,7 +581,8 @@ class Run:
         if more < 1:
             raise ValueError(f"epochs={epochs}, steps={steps}: train on by at least one step")
         if self._driver.state not in (State.COMPLETED, State.STOPPED):
-            raise RunError(f"this run is {self._driver.state.value}; extend one that has completed or was stopped")
+            word = f"this run is {self._driver.state.value}; extend one that has completed or was stopped"
+            raise RunError(f"{word}. {ANEW}" if self._driver.state is State.FAILED else word)
         self._check_kept("extend")
         self.spec = dataclasses.replace(self.spec, steps=self._driver.step + more)
         self._driver.route = self._route()

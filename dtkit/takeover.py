@@ -7,18 +7,14 @@ of them: they keep what nobody said to have read.
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtkit import __version__, engines, papers, spool, wire
+from dtkit import __version__, engines, handover, papers
 from dtkit.cluster import Cluster
 from dtkit.errors import VersionMismatch
-from dtkit.placing import Flow, Placed
-from dtkit.replicas import Replicas
 
 if TYPE_CHECKING:
-    from dtkit.papers import Papers
     from dtkit.run import Run
 
 
@@ -34,7 +30,7 @@ def attach(name: Any = None, *, client: Any = None, **options: Any) -> Cluster:
         ``close()`` then leaves the engines running.
     options
         With `client`: those of :class:`Cluster` that make sense for engines that run already (device, threads, timeout,
-        step_timeout, interface).
+        step_timeout, interface); and ``folder=``, where they meet: on several hosts one that all of them see.
 
     Returns
     -------
@@ -67,7 +63,7 @@ def attach(name: Any = None, *, client: Any = None, **options: Any) -> Cluster:
         )
     cluster = Cluster.taken(found)
     try:
-        cluster.current_run = _run(cluster, found)
+        cluster.current_run = _run(cluster)
         if lost := cluster.lost():  # with a run, that has seen to it
             cluster.replace(lost)
     except BaseException:
@@ -76,31 +72,13 @@ def attach(name: Any = None, *, client: Any = None, **options: Any) -> Cluster:
     return cluster
 
 
-def _run(cluster: Cluster, found: Papers) -> Run | None:
+def _run(cluster: Cluster) -> Run | None:
     """The run whose job the engines have."""
+    from dtkit.run import Run
+
     jobs = [job for heritage in cluster.heritage for job in heritage.jobs]
     for job in dict.fromkeys(jobs):
-        data = spool.order(found.folder / spool.RUNS / job)
-        if data is not None:
-            return _again(cluster, job, wire.loads(data))
+        found = handover.take_up(cluster, job)
+        if found is not None:
+            return Run.again(cluster, job, *found)
     return None
-
-
-def _again(cluster: Cluster, job: str, said: dict[str, Any]) -> Run:
-    from dtkit.run import Order, Run
-
-    (rank, *_) = (h.rank for h in cluster.heritage)
-    (shipment,) = cluster.alone("model", [rank], key=said["model"]).values()
-    model = shipment.unload()
-    shipment.discard()
-    copies = Replicas(cluster, said["model"], cluster.pack(model, name="model"), model, ())
-    order = Order(copies, _placed(cluster, said["data"]), said["plan"], said["program"], said["loading"])
-    extras = dataclasses.replace(said["extras"], valid=_placed(cluster, said["valid"]))
-    return Run.again(cluster, job, said["spec"], order, extras)
-
-
-def _placed(cluster: Cluster, said: Any) -> Any:
-    if said is None:
-        return None
-    key, samples, columns = said
-    return Flow(cluster, key, columns) if samples is None else Placed(cluster, key, samples, columns)

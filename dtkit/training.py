@@ -7,6 +7,7 @@ engine can know (the optimiser's own complaints, say) comes back from making the
 from __future__ import annotations
 
 import dataclasses
+import os
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dtkit import placing, planning, replicas, resuming
+from dtkit.order import Extras, Order
 from dtkit.partition import Partition, caller_level
 from dtkit.placing import Flow, Placed
 from dtkit.records import JobPlan, RunSpec
 from dtkit.recovery import MODES
 from dtkit.replicas import Replicas
-from dtkit.run import Extras, Order, Run
+from dtkit.run import Run
 from dtkit.saving import Saves
 
 if TYPE_CHECKING:
@@ -72,6 +74,7 @@ def train(cluster: Cluster, model: Any, data: Any, options: Options) -> Run:
     strategy = _check_options(options)
     strategy.mesh(cluster.world_size)
     strategy.check(cluster.world_size, options.batch_size)
+    _check_shrinks(cluster.world_size, options, strategy)
     _check_model(cluster, model)
     if not isinstance(model, Replicas):
         strategy.check_model(model)
@@ -89,7 +92,8 @@ def train(cluster: Cluster, model: Any, data: Any, options: Options) -> Run:
     if previous is not None:
         previous.release()
     plan = JobPlan(spec.batch_size, spec.steps, options.shuffle, spec.seed)
-    extras = _extras(options, strategy, _sizes(cluster, part), valid)
+    saves = _saves(options, None if resumption is None else resumption.line)
+    extras = _extras(options, strategy, _sizes(cluster, part), valid, saves)
     own = _own((model, copies), (data, source), (options.valid, valid))
     run = Run(cluster, spec, Order(copies, source, plan, program, loading, own), extras)
     run.build(resumption)
@@ -130,7 +134,7 @@ def _sizes(cluster: Cluster, part: Partition | Flow) -> tuple[int, ...]:
     return (1,) * cluster.world_size if isinstance(part, Flow) else part.sizes
 
 
-def _extras(options: Options, strategy: Strategy, sizes: tuple[int, ...], valid: Placed | None) -> Extras:
+def _extras(options: Options, strategy: Strategy, sizes: tuple[int, ...], valid: Placed | None, saves: Saves) -> Extras:
     return Extras(
         strategy=strategy,
         on_failure=options.on_failure,
@@ -141,7 +145,7 @@ def _extras(options: Options, strategy: Strategy, sizes: tuple[int, ...], valid:
         caveats=strategy.caveats(),
         explains=strategy.explains,
         schedule=strategy.table,
-        saves=_saves(options),
+        saves=saves,
         snapshots=_snapshots(options, strategy, len(sizes)),
         copies=len(sizes) // strategy.mesh(len(sizes)).replicas,
     )
@@ -157,9 +161,9 @@ def _snapshots(options: Options, strategy: Strategy, world_size: int) -> Saves:
     return Saves(options.snapshot_every, keep=2, seconds=seconds, quiet=True)
 
 
-def _saves(options: Options) -> Saves:
-    to = None if options.save_to is None else Path(options.save_to).absolute()
-    return Saves(options.save_every, to, options.keep)
+def _saves(options: Options, line: str | None) -> Saves:
+    to = None if options.save_to is None else Path(options.save_to).expanduser().absolute()
+    return Saves(options.save_every, to, options.keep, line=line or os.urandom(8).hex())
 
 
 def _partition(cluster: Cluster, model: Any, data: Any, options: Options, strategy: Strategy) -> Partition | Flow:
@@ -212,6 +216,20 @@ def _check_options(options: Options) -> Strategy:
     _check_scheduler(options)
     _check_callbacks(options)
     return _check_strategy(options.strategy)
+
+
+def _check_shrinks(world_size: int, options: Options, strategy: Strategy) -> None:
+    """Refuse on_failure='shrink' where the strategy could not go on without one of the ranks."""
+    if options.on_failure != "shrink" or world_size == 1:
+        return
+    try:
+        strategy.mesh(world_size - 1)
+        strategy.check(world_size - 1, options.batch_size)
+    except ValueError as error:
+        raise ValueError(
+            f"on_failure='shrink' goes on without a lost rank, and {strategy!r} can't work on {world_size - 1} of "
+            f"{world_size}: {error}. Use on_failure='repair', which starts another engine in its place"
+        ) from None
 
 
 def _check_count(name: str, value: Any) -> None:

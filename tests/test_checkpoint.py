@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import collections
+import dataclasses
 import errno
 import json
 import math
@@ -138,9 +139,15 @@ def vars_of(spec: RunSpec) -> dict[str, Any]:
 
 
 def write_one(path: Path, step: int = 5, keep: int | None = None, history: History | None = None) -> Save:
-    """Save as a run does, with the ranks' part done here."""
+    """Save by hand, with the ranks' part done here."""
     made = saver(History() if history is None else history, path)
     made.want(Save(path, keep))
+    return write_with(made, step)
+
+
+def write_with(made: Saver, step: int) -> Save:
+    """The save that is due, with the ranks' part done here."""
+    assert made.due(step, 10**9)
     save = made.next(step)
     assert save is not None
     assert save.folder is not None
@@ -298,6 +305,33 @@ def test_the_last_ones_stay_and_none_is_written_over(tmp_path: Path):
         write_one(tmp_path, step, keep=2).done.result(20)
     assert [one.path.name for one in dtkit.checkpoints(tmp_path)] == ["step-00000005", "step-00000005.2"]
     assert dtkit.Checkpoint(tmp_path).path.name == "step-00000005.2"
+
+
+def test_of_two_runs_in_one_folder_neither_removes_what_the_other_wrote(tmp_path: Path):
+    saved = [write_one(tmp_path, 1).done.result(20).path]  # by hand: it belongs to no line
+    for step in (5, 10, 15):
+        for line in ("first", "second"):
+            made = saver(History(), tmp_path)
+            made.plan = dataclasses.replace(made.plan, keep=2, line=line)
+            saved.append(write_with(made, step).done.result(20).path)
+    assert dtkit.checkpoints(tmp_path).broken == {}
+    assert sorted(one.path for one in dtkit.checkpoints(tmp_path)) == sorted([saved[0], *saved[-4:]])
+
+
+def test_the_newest_without_its_checkpoint_json_is_refused_and_no_older_one_taken(tmp_path: Path):
+    older, newest = (write_one(tmp_path, step).done.result(20).path for step in (5, 10))
+    (newest / "checkpoint.json").unlink()
+    with pytest.raises(dtkit.CheckpointError, match=f"{newest.name} can't be used: checkpoint.json .*older checkpoint"):
+        dtkit.Checkpoint(tmp_path)
+    assert dtkit.Checkpoint(older).step == 5
+    assert [one.path for one in dtkit.checkpoints(tmp_path)] == [older]
+    assert list(dtkit.checkpoints(tmp_path).broken) == [newest]
+
+
+def test_a_path_may_begin_at_home(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert dtkit.Checkpoint("~").path == whole
+    assert [one.path for one in dtkit.checkpoints("~")] == [whole]
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])

@@ -143,13 +143,48 @@ def test_a_run_may_go_on_with_fewer(cluster, engines):
     assert len(run.history) == 2 + 39
 
 
-def test_a_run_may_wait_for_somebody_to_look(cluster, engines):
+@pytest.mark.parametrize(
+    ("strategy", "why"),
+    [(dtkit.Pipeline(2, 2), "stages 2"), (dtkit.Sharded(replicas=2), "replicas")],
+)
+def test_a_strategy_that_needs_all_ranks_can_t_go_on_with_fewer(strategy, why):
+    with dtkit.Cluster.over(FakeTransport(2), device="cpu") as cluster:
+        with pytest.raises(ValueError, match=f"on_failure='shrink' .* can't work on 1 of 2.*{why}.*'repair'"):
+            train(cluster, strategy=strategy, on_failure="shrink")
+        assert cluster.current_run is None
+
+
+def test_a_failed_run_says_why_it_can_t_go_on(cluster, engines):
+    run = train(cluster, start=False)
+    run.step()
+    engines.fail(1, "advance", ValueError("no such row"))
+    run.resume()
+    with pytest.raises(dtkit.EngineError, match="no such row"):
+        run.wait(10)
+    for ask in (run.resume, run.stop, lambda: run.extend(steps=1)):
+        with pytest.raises(dtkit.RunError, match=r"run\.exception says why.*resume=path"):
+            ask()
+
+
+def paused_for_a_lost_engine(cluster: dtkit.Cluster, engines: FakeTransport) -> dtkit.Run:
     run = train(cluster, start=False, on_failure="pause")
     run.step()
     engines.lose(1)
     run.resume()
     with pytest.raises(dtkit.EngineError, match="its process has ended"):
         run.wait(10)
+    return run
+
+
+def test_a_lost_engine_is_named_alone_where_the_others_only_refuse(cluster, engines):
+    run = paused_for_a_lost_engine(cluster, engines)
+    with pytest.raises(dtkit.EngineError, match="its process has ended") as caught:
+        _ = run.model
+    assert "Refused" not in str(caught.value)
+
+
+def test_a_run_may_wait_for_somebody_to_look(cluster, engines):
+    run = paused_for_a_lost_engine(cluster, engines)
     assert run.status.state is State.PAUSED
     run.resume()  # which replaces it
     run.wait(10)
@@ -157,12 +192,7 @@ def test_a_run_may_wait_for_somebody_to_look(cluster, engines):
 
 
 def test_a_checkpoint_of_a_run_that_has_lost_an_engine_is_refused_at_once(cluster, engines, tmp_path):
-    run = train(cluster, start=False, on_failure="pause")
-    run.step()
-    engines.lose(1)
-    run.resume()
-    with pytest.raises(dtkit.EngineError):
-        run.wait(10)
+    run = paused_for_a_lost_engine(cluster, engines)
     said = len(run.history.events)
     with pytest.raises(dtkit.CheckpointError, match=r"lost: rank 1; run.resume\(\) or run.repair\(\) replaces"):
         run.save(tmp_path)
@@ -315,3 +345,11 @@ def test_the_text_of_a_run_says_what_it_is(cluster):
     assert repr(run).startswith("Linear · DataParallel() · completed\nstep 40 of 40")
     assert run.status.remaining_s is None
     assert run.figure().axes
+
+
+def test_the_cause_is_told_also_where_the_group_can_t_be_formed_anew(cluster, engines):
+    engines.fail(1, "build", ValueError("no such layer"))
+    engines.fail(0, "join", RuntimeError("no port is left"))
+    with pytest.raises(dtkit.EngineError, match="rank 1 on fake: ValueError: no such layer") as caught:
+        train(cluster)
+    assert "no port is left" in str(caught.value.__cause__)

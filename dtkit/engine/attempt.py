@@ -72,7 +72,7 @@ class Attempt:
         self.updating = self.updated = self.over = False
         if self._interrupted:
             self._interrupted = False
-            raise KeyboardInterrupt
+            self._before(signal.SIGINT, None)
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:

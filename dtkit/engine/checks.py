@@ -1,16 +1,21 @@
-"""What an engine can see to be wrong with a job before its first step."""
+"""What an engine can see to be wrong before it begins: with where it is to work, and with a job."""
 
 from __future__ import annotations
 
+import os
+import socket
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from dtkit.engine.sources import to_device
+from dtkit.errors import ClusterError
 from dtkit.strategies.objective import split
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from dtkit.engine.data import Stream
     from dtkit.engine.sources import Source
     from dtkit.strategies.base import Program
@@ -84,4 +89,13 @@ def explain(error: ValueError) -> None:
         error.add_note(
             "A batch normalisation in training can't normalise one sample, and this step gave one to this rank. "
             "Choose a batch_size that leaves every rank two samples or none, or use LayerNorm or GroupNorm"
+        )
+
+
+def check_folder(folder: Path) -> None:
+    """Raise ClusterError where this engine can't write to the cluster's folder: on another host it may not be there."""
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ClusterError(
+            f"{socket.gethostname()} can't write to {folder}, where the ranks meet. On several hosts that must be a "
+            "folder which the notebook and all engines see: dtkit.attach(client=client, folder='/shared/dtkit'), say"
         )

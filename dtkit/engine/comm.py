@@ -61,6 +61,7 @@ class Group:
         _gather(spec)
         before = sockets.present()
         store = dist.FileStore(spec.store, spec.world_size)  # type: ignore[attr-defined]  # torch exports it by name only
+        store.set_timeout(dt.timedelta(seconds=spec.timeout_s))  # subgroups wait in it too: five minutes
         hook = sys.excepthook
         dist.init_process_group(
             spec.backend,
@@ -106,6 +107,7 @@ class Group:
         axes = {name: size for name, size in mesh.axes.items() if size > 1 or name == last}
         key = tuple(axes.items())
         if key not in self._grids:
+            self.barrier()  # who waits here can be broken off; who waits in torch for a rank that failed before, can't
             before = sockets.present()
             self._grids[key] = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
             self._limit(self._grids[key])

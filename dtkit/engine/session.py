@@ -132,9 +132,10 @@ class Session:
         """
         import torch
 
-        from dtkit.engine import memory
+        from dtkit.engine import checks, memory
         from dtkit.engine.comm import Group
 
+        checks.check_folder(Path(spec.store).parent)
         if owner < self.owner:
             self._check_owner(owner)
         if owner != self.owner:
@@ -428,8 +429,8 @@ class Session:
         writer = self._writer = self._writer or Writer()
         return self._breaking(lambda: writer.save(found, folder, token))  # type: ignore[no-any-return]
 
-    def op_restore(self, job: str, **checkpoint: Any) -> tuple[int, float]:
-        """Put a checkpoint's state into a job that stands before its first step. Returns step and learning rate."""
+    def op_restore(self, job: str, **checkpoint: Any) -> tuple[int, float, dict[str, tuple[Any, Any]]]:
+        """Put a checkpoint's state into a job that stands before its first step. What came of it: see writing.read."""
         from dtkit.engine import writing
 
         found = self._job(job)
@@ -556,7 +557,7 @@ class Session:
 
         job = self._jobs.get(str(request.args.get("job")))
         kind = "refused" if isinstance(error, Refused) else "error"
-        if kind == "error" and (self.interrupts.came or isinstance(error, KeyboardInterrupt)):
+        if kind == "error" and self.interrupts.came:  # a KeyboardInterrupt of the user's own code is an error
             kind = "interrupted"
         return Failure(
             rank=-1 if self._spec is None else self._spec.rank,

@@ -369,6 +369,8 @@ class Restore(Archive):
         self._reader, self._facts = reader, reader.facts
         self.same_layout = self._facts["layout"] == layout
         self._ranks: dict[str, Any] = self._facts["own"]
+        self.overruled: dict[str, tuple[Any, Any]] = {}
+        """Options of an optimiser that were given otherwise: {name: (now, given)}."""
 
     def value(self, name: str, now: Any) -> Any:
         """See :class:`Archive`."""
@@ -469,10 +471,18 @@ class Restore(Archive):
                 )
             for key, value in decode(wanted[0], self.setting.device).items() if wanted else ():
                 now = group.get(key)
+                if key in group and not (key == "lr" and "initial_lr" in group):  # else a scheduler's to say
+                    self._compare(key, value, now)
                 if isinstance(now, torch.Tensor):
                     now.fill_(value)
                 else:
                     group[key] = value
+
+    def _compare(self, key: str, saved: Any, given: Any) -> None:
+        there, here = (v.item() if isinstance(v, torch.Tensor) and v.numel() == 1 else v for v in (saved, given))
+        plain = all(isinstance(v, int | float | tuple | list | type(None)) for v in (there, here))
+        if plain and there != here:
+            self.overruled.setdefault(key, (there, here))
 
     def _fill_state(
         self, place: str, optimizer: torch.optim.Optimizer, name: str, p: torch.Tensor, sources: Mapping[str, Any]
@@ -536,6 +546,11 @@ def capture(job: Job) -> Captured:
     return found
 
 
-def restore(job: Job, reader: Reader) -> None:
-    """Put saved state into a job. Raises ValueError where they don't fit."""
-    job.exchange(Restore(job.setting, job.layout, reader))
+def restore(job: Job, reader: Reader) -> dict[str, tuple[Any, Any]]:
+    """Put saved state into a job. Raises ValueError where they don't fit.
+
+    Returns options of its optimisers that are now other ones than were given: {name: (now, given)}.
+    """
+    archive = Restore(job.setting, job.layout, reader)
+    job.exchange(archive)
+    return archive.overruled

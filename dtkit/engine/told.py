@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from pathlib import Path
 
+_MOST = 4000  # characters of a message, and of a traceback ten times as many: what a notebook can show
 _DOORS = tuple(str(Path(__file__).with_name(name)) for name in ("serving.py", "session.py"))
 
 
@@ -14,9 +15,9 @@ def message(error: BaseException) -> str:
     while cause.__cause__ is not None:
         cause = cause.__cause__
     if cause is error:
-        return text
+        return _shortened(text, _MOST)
     head, _, rest = text.partition("\n")
-    return f"{head} Caused by {type(cause).__name__}: {cause}\n{rest}".rstrip()
+    return _shortened(f"{head} Caused by {type(cause).__name__}: {cause}\n{rest}".rstrip(), _MOST)
 
 
 def trace(error: BaseException) -> str:
@@ -24,4 +25,12 @@ def trace(error: BaseException) -> str:
     frames = error.__traceback__
     while frames is not None and frames.tb_next is not None and frames.tb_frame.f_code.co_filename in _DOORS:
         frames = frames.tb_next
-    return "".join(traceback.format_exception(type(error), error, frames))
+    return _shortened("".join(traceback.format_exception(type(error), error, frames)), 10 * _MOST)
+
+
+def _shortened(text: str, most: int) -> str:
+    """Without its middle where it is longer: a tensor in a message may be megabytes, on every rank."""
+    if len(text) <= most:
+        return text
+    end = most // 4
+    return f"{text[: most - end]}\n[... {len(text) - most:,} characters left out ...]\n{text[-end:]}"

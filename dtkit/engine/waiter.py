@@ -7,10 +7,10 @@ is hardly ever caught half way. A large one is, so whether connections still sta
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import weakref
-from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -23,7 +23,8 @@ LARGE = 2**18
 """Bytes from which a message may well be caught half way: more than one read takes in."""
 _LOOK_S = 0.1  # between two looks whether the connections still stand
 
-_Order = tuple["Sequence[dist.Work]", "dt.timedelta", "Future[None]"]
+_Answer = queue.SimpleQueue["RuntimeError | None"]
+_Order = tuple["Sequence[dist.Work]", "dt.timedelta", _Answer]
 
 
 class Waiter:
@@ -38,30 +39,28 @@ class Waiter:
 
     def wait(self, works: Sequence[dist.Work], limit: dt.timedelta) -> None:
         """Until all have come. RuntimeError where they can't any more, or not within `limit` each."""
-        done: Future[None] = Future()
-        self._orders.put((works, limit, done))
-        while not _ended(done, _LOOK_S):
-            if self._over() and not _ended(done, _LOOK_S):
+        answer: _Answer = queue.SimpleQueue()  # a Future, made in Python, took 0.1 ms of a step's time
+        self._orders.put((works, limit, answer))
+        ended = False
+        while True:
+            with contextlib.suppress(queue.Empty):
+                error = answer.get(timeout=_LOOK_S)
+                break
+            if ended:
                 raise RuntimeError("Connection closed: a message from another rank, or to one, broke off half way")
-        done.result()
-
-
-def _ended(done: Future[None], seconds: float) -> bool:
-    try:
-        done.exception(seconds)
-    except TimeoutError:
-        return False
-    return True
+            ended = self._over()
+        if error is not None:
+            raise error
 
 
 def _serve(orders: queue.SimpleQueue[_Order | None]) -> None:
     while (order := orders.get()) is not None:
-        works, limit, done = order
+        works, limit, answer = order
         try:
             for work in works:
                 work.wait(limit)
         except RuntimeError as error:
-            done.set_exception(error)
+            answer.put(error)
         else:
-            done.set_result(None)
-        del works, order, done  # the tensors that they hold are not this thread's
+            answer.put(None)
+        del works, order, answer  # the tensors that they hold are not this thread's

@@ -104,8 +104,8 @@ def _report(path: Path, captured: Captured) -> dict[str, Any]:
 
 def read(
     job: Job, folder: str, index: Mapping[str, Any], files: Sequence[str], facts: Mapping[str, Any]
-) -> tuple[int, float]:
-    """Put a checkpoint's state into a job. A collective. (step, learning rate)."""
+) -> tuple[int, float, dict[str, tuple[Any, Any]]]:
+    """Put a checkpoint's state into a job. A collective. (step, learning rate, options that it overruled)."""
     with FileReader(Path(folder), index, files, facts) as reader:
-        restore(job, reader)
-    return job.step, job.lr
+        overruled = restore(job, reader)
+    return job.step, job.lr, overruled

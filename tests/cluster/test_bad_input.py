@@ -179,6 +179,19 @@ def test_the_rank_that_fails_is_named_and_the_other_folded(cluster2: dtkit.Clust
     assert "rank 0 only lost its peer" in str(caught.value)
 
 
+def test_an_interrupt_of_the_users_own_making_is_an_error_as_any_other(cluster2: dtkit.Cluster):
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if torch.distributed.get_rank() == 1:
+            raise KeyboardInterrupt("enough of this")
+        return nn.functional.cross_entropy(output, target)
+
+    run = train(cluster2, loss=loss)
+    with pytest.raises(dtkit.EngineError, match=r"rank 1 on .* KeyboardInterrupt: enough of this"):
+        run.wait(60)
+    assert run.status.state is dtkit.State.FAILED
+    check_usable(cluster2)
+
+
 def test_an_optimiser_that_fails_to_update_on_one_rank(cluster2: dtkit.Cluster):
     """The failure comes between two collectives: the other rank is found waiting in the next step."""
 

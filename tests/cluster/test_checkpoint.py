@@ -335,3 +335,26 @@ def test_what_does_not_fit_is_refused_before_anything_changes(
     with pytest.raises(dtkit.EngineError, match="made with AdamW, and optimizer= makes a SGD"):
         train(cluster2, optimizer=oracle.momentum, resume=saved["data"])
     small.check_usable(cluster2)
+
+
+def test_options_that_the_checkpoint_overrules_are_said(cluster2: dtkit.Cluster, tmp_path: Path):
+    small.train(cluster2, steps=4, save_every=4, save_to=tmp_path).wait(60)
+
+    def other(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.5, momentum=0.5, weight_decay=0)
+
+    run = small.train(cluster2, steps=8, resume=tmp_path, optimizer=other, start=False)
+    said = run.history.events[-1].text
+    assert "the optimiser goes on with the checkpoint's lr=0.1 (0.5 was given), momentum=0.9 (0.5 was given)" in said
+    assert "weight_decay" not in said
+    assert "run.set(lr=...)" in said
+    run.set(lr=0.5)
+    run.resume()
+    run.wait(60)
+    assert run.history.rows()["lr"][-1] == 0.5
+
+
+def test_a_learning_rate_on_its_schedule_is_no_option_that_was_overruled(cluster2: dtkit.Cluster, tmp_path: Path):
+    train(cluster2, steps=4, save_every=4, save_to=tmp_path)
+    run = train(cluster2, steps=8, resume=tmp_path)
+    assert not [event for event in run.history.events if "was given" in event.text]

@@ -1,0 +1,76 @@
+"""What a run was asked to be: what its job on the engines is made of, and what it does besides taking steps.
+
+It outlives the job: a lost engine's part is made anew from it, `verify` makes the training again, and a notebook that
+takes the cluster over makes the run again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from dtkit.saving import Saves
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from dtkit.cluster import Cluster
+    from dtkit.engine.loading import Loading
+    from dtkit.placing import Placed
+    from dtkit.records import JobPlan
+    from dtkit.replicas import Replicas
+    from dtkit.run import Run
+    from dtkit.schedule import Schedule
+    from dtkit.strategies.base import Strategy
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """What the engines were told to make: enough to make it again, as `verify` does."""
+
+    copies: Replicas
+    data: Placed
+    plan: JobPlan
+    program: bytes
+    """Objective, optimiser and strategy, pickled."""
+    loading: Loading | None = None
+    own: tuple[str, ...] = ()
+    """Keys of what was brought to the engines for this run alone: not needed after it."""
+
+    def build(self, cluster: Cluster, job: str, *, ranks: list[int] | None = None, alone: bool = False) -> float:
+        """Make a job of it on all ranks, or alone on one. Returns the learning rate."""
+        args: dict[str, Any] = {
+            "job": job,
+            "model": self.copies.key,
+            "data": self.data.key,
+            "program": self.program,
+            "plan": self.plan,
+            "loading": self.loading,
+        }
+        return float(cluster.ask("build", ranks=ranks, alone=alone, **args)[0])
+
+
+@dataclasses.dataclass(frozen=True)
+class Extras:
+    """What a run does besides taking steps, and what it can't."""
+
+    strategy: Strategy
+    metrics: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
+    valid: Placed | None = None
+    callbacks: Sequence[Callable[[Run], Any]] = ()
+    balance: tuple[int, ...] | None = None
+    """Rows of each shard, where faster ranks are to take more of each batch."""
+    caveats: tuple[str, ...] = ()
+    """Why the training is not that of one process."""
+    explains: bool = True
+    """Whether the strategy can take a step apart."""
+    schedule: Schedule | None = None
+    """In a pipeline, what each rank is to do in which order."""
+    on_failure: str = "repair"
+    """What to do when an engine is lost."""
+    saves: Saves = dataclasses.field(default_factory=Saves)
+    """The checkpoints that it makes by itself."""
+    snapshots: Saves = dataclasses.field(default_factory=Saves)
+    """And those that it may have to go back to when an engine is lost."""
+    copies: int = 1
+    """Ranks that share one replica of the model, and so take the same samples."""

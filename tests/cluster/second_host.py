@@ -1,0 +1,101 @@
+"""A second host on this machine: a network, a name and a shared memory of its own, by Linux namespaces.
+
+What the two hosts share is the network between them and, as everywhere where dtkit trains on several hosts, a folder.
+Temporary files are each one's own. Making a host takes root's rights and the tools ip and unshare.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import ipyparallel as ipp
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+NAME = "otherhost"
+_WAIT_S = 60.0
+_ALONE = ("unshare", "--uts", "--mount", "--fork", "--kill-child", "sh", "-c")  # with a name and mounts of its own
+
+
+@dataclasses.dataclass(frozen=True)
+class Hosts:
+    """Two engines, of which the second is on the other host."""
+
+    client: ipp.Client
+    interface: str
+    """The network between them, by the name that it has on both."""
+    folder: Path
+    """That both see."""
+
+
+@contextlib.contextmanager
+def engines_on_two_hosts() -> Iterator[Hosts]:
+    """Start them, and the other host."""
+    pid = os.getpid()
+    interface, subnet = f"dtkit{pid}"[:15], f"10.{200 + pid % 50}.{pid // 50 % 250}"
+    with (
+        tempfile.TemporaryDirectory(prefix=".dtkit-hosts-", dir=Path.home()) as profile,
+        _network(f"dtkit-{pid}", interface, subnet) as namespace,
+        ipp.Cluster(
+            n=1,
+            profile_dir=profile,
+            cluster_id=NAME,
+            controller_args=[f"--ip={subnet}.1", f"--location={subnet}.1", "--IPController.enable_curve=True"],
+            log_level=50,
+        ) as client,
+    ):
+        client.wait_for_engines(1, timeout=_WAIT_S, interactive=False)
+        with _engine(namespace, Path(profile)):
+            client.wait_for_engines(2, timeout=_WAIT_S, interactive=False)
+            yield Hosts(client, interface, Path(profile))
+
+
+@contextlib.contextmanager
+def _network(namespace: str, interface: str, subnet: str) -> Iterator[str]:
+    """Two ends of a cable, both of the same name: one here, one in a namespace."""
+    if os.getuid() != 0 or not all(map(shutil.which, ("ip", "unshare"))):
+        pytest.skip("a second host takes root's rights, ip and unshare")
+    try:
+        _run("ip", "netns", "add", namespace)
+    except subprocess.CalledProcessError:
+        pytest.skip("this system gives no network namespaces")
+    inside = ["ip", "netns", "exec", namespace]
+    try:
+        _run("ip", "link", "add", interface, "type", "veth", "peer", "name", interface, "netns", namespace)
+        for place, address in (([], f"{subnet}.1/24"), (inside, f"{subnet}.2/24")):
+            _run(*place, "ip", "addr", "add", address, "dev", interface)
+            _run(*place, "ip", "link", "set", interface, "up")
+        _run(*inside, "ip", "link", "set", "lo", "up")
+        yield namespace
+    finally:
+        _run("ip", "netns", "delete", namespace)  # and with it both ends of the cable, once its processes are gone
+        subprocess.run(["ip", "link", "delete", interface], capture_output=True, timeout=_WAIT_S, check=False)
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, timeout=_WAIT_S)
+
+
+@contextlib.contextmanager
+def _engine(namespace: str, profile: Path) -> Iterator[None]:
+    keys = profile / "security" / f"ipcontroller-{NAME}-engine.json"
+    start = (
+        f"hostname {NAME} && mount -t tmpfs none /dev/shm && mount -t tmpfs none /tmp && "
+        f"exec {sys.executable} -m ipyparallel.engine --profile-dir={profile} --file={keys}"
+    )
+    command = ["ip", "netns", "exec", namespace, *_ALONE, start]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            yield
+        finally:
+            process.terminate()

@@ -1,0 +1,36 @@
+"""An error, as the notebook is told of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from dtkit.engine import told
+
+
+def raised(error: Exception, cause: Exception | None = None) -> Exception:
+    """As it is where it was caught: with a traceback."""
+    with pytest.raises(type(error)) as caught:
+        raise error from cause
+    return caught.value
+
+
+def test_a_message_that_can_be_read_is_told_as_it_is():
+    error = raised(ValueError("row 3 is empty\n  of file a"))
+    assert told.message(error) == "row 3 is empty\n  of file a"
+    assert told.trace(error).endswith("ValueError: row 3 is empty\n  of file a\n")
+
+
+def test_what_nobody_reads_is_left_out_of_the_middle():
+    error = raised(ValueError("the batch " + "1.25, " * 100_000 + " has a NaN"))
+    message, trace = told.message(error), told.trace(error)
+    assert message.startswith("the batch 1.25")
+    assert message.endswith("has a NaN")
+    assert "characters left out" in message
+    assert len(message) < 5000
+    assert len(trace) < 50_000
+    assert trace.startswith("Traceback")
+
+
+def test_what_was_wrapped_comes_first():
+    error = raised(RuntimeError("stage 1 failed\nwith details"), KeyError("x"))
+    assert told.message(error).startswith("stage 1 failed Caused by KeyError: 'x'")

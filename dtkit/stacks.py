@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtkit.engine.stack import kind, trimmed
+from dtkit.engine.stack import parsed
 from dtkit.standing import IDLE, Frame, Standing, dump_file, line_of, status_file
 from dtkit.suspects import SILENT_S, Seen
 
@@ -38,9 +38,7 @@ FRESH_S = 1.5  # for the watchdogs to write once more: three of their periods
 DUMP_S = 1.0  # for a dump to be written
 _SAME_S = 2.0  # start times this near are one process's: the system's clock may have been set since
 _AGAIN_S = 5.0  # between two signals to the same rank by a probe
-_THREAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+)", re.MULTILINE)
 _INSTALLED = re.compile(rf"^.*/(?:site|dist)-packages/|^{re.escape(str(Path(__file__).parent.parent))}/(?=dtkit/)")
-_LINE = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 
 class Probe:
@@ -123,7 +121,7 @@ def dump(folder: Path, seen: Seen) -> tuple[Frame, ...]:
     if standing is None or not standing.dumps or seen.process not in ("running", "sleeping"):
         return ()
     try:
-        return parsed(_written(path, seen.pid), standing.thread)
+        return parsed(_written(path, seen.pid)).get(standing.thread, ())
     except OSError:  # it has just ended, or its folder is gone
         return ()
 
@@ -141,17 +139,6 @@ def _written(path: Path, pid: int) -> str:
     with path.open("rb") as file:
         file.seek(begin)
         return file.read().decode(errors="replace")
-
-
-def parsed(text: str, thread: int) -> tuple[Frame, ...]:
-    """One thread's stack out of what faulthandler wrote, innermost first."""
-    heads = list(_THREAD.finditer(text))
-    for k, head in enumerate(heads):
-        if int(head[1], 16) == thread:
-            part = text[head.end() : heads[k + 1].start() if k + 1 < len(heads) else len(text)]
-            rows = [Frame(file, int(line), name, kind(file)) for file, line, name in _LINE.findall(part)]
-            return trimmed(rows)
-    return ()
 
 
 def with_dump(seen: Seen, frames: tuple[Frame, ...]) -> Seen:

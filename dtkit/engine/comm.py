@@ -33,7 +33,7 @@ from dtkit.engine import leftovers, sockets
 from dtkit.records import CALLED_OFF
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     import numpy as np
 
@@ -156,6 +156,16 @@ class Group:
     def barrier(self) -> None:
         """Wait until all ranks are here."""
         self.any(False)
+
+    def common(self, names: Iterable[str]) -> set[str]:
+        """Those names that every rank gives."""
+        text = "\n".join(names).encode()
+        longest = torch.tensor([len(text)])
+        dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+        rows = torch.zeros(self.world_size, int(longest), dtype=torch.uint8)
+        rows[self.rank, : len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+        dist.all_reduce(rows)
+        return set.intersection(*(set(bytes(row).rstrip(b"\0").decode().split("\n")) for row in rows.tolist()))
 
     def set_timeout(self, seconds: float) -> None:
         """Limit every later collective. torch has no public call for it; without the private one, nothing changes."""

@@ -155,19 +155,23 @@ class Session:
         self.watchdog.join(spec)
         self.group = Group(spec)
         self._limit_collectives(step_timeout or FIRST_STEP_S)
-        self._move_jobs(others=others)
+        self._breaking(lambda: self._move_jobs(others=others))
         if again:  # what held the old group, its threads and connections, lies in cycles
             memory.tidy()
         return self.op_info()
 
     def _move_jobs(self, *, others: bool) -> None:
-        """Have jobs go on in the group that there is now; or end them."""
+        """Have jobs go on in the group that there is now; or end them.
+
+        A job that failed to be built on some rank is of no use on the others, which would wait for that rank.
+        """
         assert self.group is not None
-        for job in list(self._jobs):
-            if others:
-                self._end(job)
-            else:
-                self._jobs[job].regroup(self.group)
+        shared = [name for name, job in self._jobs.items() if job.setting.group is not None]
+        ended = set(self._jobs) if others else set(shared) - self.group.common(shared)
+        for name in ended:
+            self._end(name)
+        for job in self._jobs.values():
+            job.regroup(self.group)
 
     def op_leave(self) -> None:
         """The notebook goes and the engine stays: leave the group, and forget what it held."""

@@ -1,23 +1,31 @@
-"""What a thread of this process is doing: its stack, seen from another thread, and what that says.
+"""What the threads of this process are doing: their stacks, and what those say.
 
-Reading another thread's frames is safe while one holds the interpreter, since then nobody else runs Python. Nothing is
-read from disk here: source lines are looked up by whoever shows them.
+faulthandler writes them, and its text is read. Python's own way to another thread's frames,
+`sys._current_frames`, makes objects of them, which keep alive what a function had in hand while it returns: torch then
+finds a second owner of a tensor that should have one (an export failed by it, once in some hundred), and Python 3.11
+may follow such an object to memory that is used for something else by then. Nothing is read from disk here: source
+lines are looked up by whoever shows them.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import functools
-import sys
+import os
+import re
 import sysconfig
+import tempfile
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from dtkit.standing import Frame
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from types import FrameType
+    from collections.abc import Mapping, Sequence
+
+Stack = tuple[Frame, ...]
+"""Innermost first."""
 
 MOST_FRAMES = 60  # innermost; deeper ones say little, and recursion would fill the file
 _OWN = str(Path(__file__).parent.parent)
@@ -25,6 +33,9 @@ _DOORS = (str(Path(__file__).parent / "session.py"), str(Path(_OWN) / "entry.py"
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _COLLECTIVES = "/torch/distributed/"
 _COMPUTES = ("/torch/distributed/tensor/", "/torch/distributed/pipelining/")
+_THREAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+)", re.MULTILINE)
+_LINE = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+_ESCAPED = re.compile(r"\\(x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")
 _PAIRWISE = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
 
 
@@ -37,18 +48,39 @@ def kind(file: str) -> str:
     return "library" if installed or "/site-packages/" in file or "/dist-packages/" in file else "user"
 
 
-def frames(thread: int, found: dict[int, FrameType] | None = None) -> tuple[Frame, ...]:
-    """A thread's stack, innermost first, without what only led to the code of dtkit and the user; empty if it ended."""
-    frame = (sys._current_frames() if found is None else found).get(thread)  # noqa: SLF001 - public but for its name
-    rows: list[Frame] = []
-    while frame is not None and len(rows) < MOST_FRAMES:
-        code = frame.f_code
-        rows.append(Frame(code.co_filename, frame.f_lineno or 0, code.co_name, kind(code.co_filename)))
-        frame = frame.f_back
-    return trimmed(rows)
+def of_all_threads() -> dict[int, Stack]:
+    """The stacks of all threads by identity, innermost first, less what only led to the code of dtkit and the user."""
+    with _scratch() as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        return parsed(file.read().decode(errors="replace"))
 
 
-def trimmed(rows: Sequence[Frame]) -> tuple[Frame, ...]:
+def _scratch() -> IO[bytes]:
+    """A file without a name; in memory where the system has such, for a disk may be full."""
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("dtkit-stacks"), "w+b", buffering=0)
+    return tempfile.TemporaryFile(buffering=0)
+
+
+def parsed(text: str) -> dict[int, Stack]:
+    """What faulthandler wrote, as `of_all_threads` gives it."""
+    heads = list(_THREAD.finditer(text))
+    ends = [head.start() for head in heads[1:]] + [len(text)]
+    return {int(head[1], 16): _stack(text[head.end() : end]) for head, end in zip(heads, ends, strict=True)}
+
+
+def _stack(text: str) -> Stack:
+    rows = [(_plain(file), int(line), _plain(name)) for file, line, name in _LINE.findall(text)[:MOST_FRAMES]]
+    return trimmed([Frame(file, line, name, kind(file)) for file, line, name in rows])
+
+
+def _plain(name: str) -> str:
+    """With letters beyond ASCII, for which faulthandler writes their numbers."""
+    return _ESCAPED.sub(lambda found: chr(int(found[1][1:], 16)), name) if "\\" in name else name
+
+
+def trimmed(rows: Sequence[Frame]) -> Stack:
     """Without the outer frames that every call has: the kernel's, and dtkit's own door."""
     kept = len(rows)
     while kept and (rows[kept - 1].kind == "library" or rows[kept - 1].file in _DOORS):
@@ -56,12 +88,11 @@ def trimmed(rows: Sequence[Frame]) -> tuple[Frame, ...]:
     return tuple(rows[:kept])
 
 
-def helpers(thread: int) -> dict[str, tuple[Frame, ...]]:
-    """The stacks of other threads that run user code, by the threads' names."""
-    now = sys._current_frames()  # noqa: SLF001 - public but for its name
-    me = threading.get_ident()
-    stacks = {t.name: frames(t.ident or 0, now) for t in threading.enumerate() if t.ident not in (thread, me)}
-    return {name: stack for name, stack in stacks.items() if has_user_code(stack)}
+def helpers(stacks: Mapping[int, Stack], thread: int) -> dict[str, Stack]:
+    """Of these stacks, those of threads other than `thread` and this one that run user code, by the threads' names."""
+    known = {t.ident: t.name for t in threading.enumerate()}
+    others = stacks.keys() & known.keys() - {thread, threading.get_ident()}
+    return {known[ident]: stacks[ident] for ident in sorted(others) if has_user_code(stacks[ident])}
 
 
 def has_user_code(stack: Sequence[Frame]) -> bool:

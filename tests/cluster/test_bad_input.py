@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,9 @@ import dtkit
 from tests.cluster.small import check_usable, data, net, sgd, train
 
 pytestmark = pytest.mark.cluster
+
+
+WITHIN_S = 5.0  # an error is told
 
 
 class FailsOnRankOne(nn.Module):
@@ -177,6 +181,26 @@ def test_the_rank_that_fails_is_named_and_the_other_folded(cluster2: dtkit.Clust
         run.wait(60)
     assert caught.value.cause.rank == 1
     assert "rank 0 only lost its peer" in str(caught.value)
+
+
+STRATEGIES = [dtkit.DataParallel(), dtkit.Sharded(), dtkit.TensorParallel(2), dtkit.Pipeline(2, 4)]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
+def test_a_rank_that_fails_to_build_what_others_have_built(cluster2: dtkit.Cluster, strategy: Any):
+    """Those formed the group anew with a job that the failed rank did not have, and waited for it."""
+
+    def fails(parameters: Any) -> torch.optim.Optimizer:
+        if dist.get_rank() == 1:
+            raise ValueError("no optimiser here")
+        return sgd(parameters)
+
+    train(cluster2, strategy=strategy, steps=2).wait(60)  # the groups of its mesh are there: nobody waits in a build
+    begun = time.monotonic()
+    with pytest.raises(dtkit.EngineError, match=r"rank 1 .*no optimiser here"):
+        train(cluster2, strategy=strategy, optimizer=fails)
+    assert time.monotonic() - begun < WITHIN_S
+    check_usable(cluster2)
 
 
 def test_an_interrupt_of_the_users_own_making_is_an_error_as_any_other(cluster2: dtkit.Cluster):

@@ -9,25 +9,63 @@ import pytest
 import dtkit
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
+
+_FAILED = pytest.StashKey[bool]()
+
+
+class Shared:
+    """One cluster at a time, for as long as tests want that many engines, and none of them fails."""
+
+    def __init__(self) -> None:
+        self._cluster: dtkit.Cluster | None = None
+
+    def of(self, engines: int) -> dtkit.Cluster:
+        """So many, each with one thread."""
+        if self._cluster is None or self._cluster.world_size != engines:
+            self.close()
+            self._cluster = dtkit.Cluster(engines, threads=1)
+        return self._cluster
+
+    def close(self) -> None:
+        """End it."""
+        if self._cluster is not None:
+            self._cluster.close()
+        self._cluster = None
 
 
 @pytest.fixture(scope="session")
-def cluster2() -> Iterator[dtkit.Cluster]:
-    """Two engines, shared by the tests of this folder."""
-    with dtkit.Cluster(2) as cluster:
-        yield cluster
+def shared() -> Iterator[Shared]:
+    """What clusters are lent from."""
+    found = Shared()
+    yield found
+    found.close()
 
 
-@pytest.fixture(scope="session", params=[2, 4], ids="world{}".format)
-def cluster(request: pytest.FixtureRequest) -> Iterator[dtkit.Cluster]:
-    """Two engines, then four, each with one thread. Other numbers: ``parametrize("cluster", [3], indirect=True)``.
+@pytest.fixture
+def cluster2(request: pytest.FixtureRequest, shared: Shared) -> Iterator[dtkit.Cluster]:
+    """Two engines."""
+    yield from _lent(request, shared, 2)
 
-    Where other arguments are parametrised along with it, pytest wants to be told ``scope="session"``, or it starts a
-    cluster for each test.
-    """
-    with dtkit.Cluster(request.param, threads=1) as started:
-        yield started
+
+@pytest.fixture(params=[2, 4], ids="world{}".format)
+def cluster(request: pytest.FixtureRequest, shared: Shared) -> Iterator[dtkit.Cluster]:
+    """Two engines, then four. Other numbers: ``parametrize("cluster", [3], indirect=True)``."""
+    yield from _lent(request, shared, request.param)
+
+
+def _lent(request: pytest.FixtureRequest, shared: Shared, engines: int) -> Iterator[dtkit.Cluster]:
+    yield shared.of(engines)
+    if request.node.stash.get(_FAILED, False):  # what broke it is told once, not again by all tests that follow
+        shared.close()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Remember which tests failed."""
+    report = yield
+    item.stash[_FAILED] = item.stash.get(_FAILED, False) or report.failed
+    return report
 
 
 @pytest.hookimpl(trylast=True)

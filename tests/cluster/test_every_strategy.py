@@ -34,7 +34,7 @@ EVERY = [*SLICED, (2, Pipeline(2, 4)), (4, Pipeline(2, 4, replicas=2))]
 def each(strategies: Sequence[tuple[int, Strategy]]) -> Any:
     """Parametrise by (engines, strategy)."""
     cases = [pytest.param(world, strategy, id=f"world{world}, {strategy}") for world, strategy in strategies]
-    return pytest.mark.parametrize(("cluster", "strategy"), cases, indirect=["cluster"], scope="session")
+    return pytest.mark.parametrize(("cluster", "strategy"), cases, indirect=["cluster"])
 
 
 @each(EVERY)

@@ -133,7 +133,7 @@ def test_a_rank_that_goes_astray_is_seen(cluster2):
     assert any("parameters are not equal on all nodes" in event.text for event in run.history.events)
 
 
-@pytest.mark.parametrize("cluster", [4], indirect=True, scope="session")
+@pytest.mark.parametrize("cluster", [4], indirect=True)
 @pytest.mark.parametrize(
     "strategy",
     [dtkit.Pipeline(2, 2, replicas=2), dtkit.TensorParallel(2, replicas=2), dtkit.Sharded(replicas=2)],

@@ -158,7 +158,7 @@ def expected(net_name: str, optimizer: str, clip: float | None, loss: str, batch
     return reference(net(net_name), functools.partial(global_rows, batch=batch), LOSSES[loss][1], make, steps)
 
 
-@pytest.mark.parametrize(("cluster", "row", "net_name", "optimizer"), cases(), indirect=["cluster"], scope="session")
+@pytest.mark.parametrize(("cluster", "row", "net_name", "optimizer"), cases(), indirect=["cluster"])
 def test_training_is_that_of_one_process(cluster: dtkit.Cluster, row: Row, net_name: str, optimizer: str):
     run = train(
         cluster,

@@ -71,7 +71,7 @@ def test_a_table_trains_as_one_process_and_runs_as_written(cluster2: dtkit.Clust
     assert timeline.memory() == table.simulate().memory
 
 
-on_four = pytest.mark.parametrize("cluster", [4], indirect=True, scope="session")
+on_four = pytest.mark.parametrize("cluster", [4], indirect=True)
 
 
 @on_four

@@ -105,7 +105,7 @@ def test_collectives_are_told_with_their_bytes(cluster2: dtkit.Cluster, strategy
         assert {c.what for c in within} == {"all_reduce"}
 
 
-@pytest.mark.parametrize("cluster", [4], indirect=True, scope="session")
+@pytest.mark.parametrize("cluster", [4], indirect=True)
 @pytest.mark.parametrize("strategy", WITH_REPLICAS, ids=str)
 def test_replicas_are_told_apart(cluster: dtkit.Cluster, strategy: Any):
     """Of 17 samples, so that replicas have different numbers of them; and of one, which one replica has."""

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
+    from tests.cluster.conftest import Shared
+
 pytestmark = pytest.mark.cluster
 
 BREAK, STEPS = 11, 25  # an epoch has 6 steps: a break within one
@@ -69,17 +71,17 @@ def cluster4() -> Iterator[dtkit.Cluster]:
 
 
 @pytest.fixture(scope="module")
-def whole(cluster2: dtkit.Cluster) -> dict[str, torch.Tensor]:
+def whole(shared: Shared) -> dict[str, torch.Tensor]:
     """What an uninterrupted run comes to: the same on any layout, since the rows of a step are."""
-    return dict(weights(train(cluster2)))
+    return dict(weights(train(shared.of(2))))
 
 
 @pytest.fixture(scope="module")
-def saved(cluster2: dtkit.Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def saved(shared: Shared, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Checkpoints at BREAK, by each strategy that trains as one process does, on two engines."""
     found = {}
     for name, strategy in strategies(2).items():
-        run = train(cluster2, steps=BREAK, strategy=strategy)
+        run = train(shared.of(2), steps=BREAK, strategy=strategy)
         found[name] = run.save(tmp_path_factory.mktemp(name)).path
     return found
 

@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from tests.cluster.conftest import Shared
+
 datasets = pytest.importorskip("datasets")
+pytestmark = pytest.mark.cluster
 
 ROWS = small.ROWS
 
@@ -72,9 +75,9 @@ KINDS: dict[str, tuple[Callable[[Path], Any], str | None]] = {
 
 
 @pytest.fixture(scope="module")
-def expected(cluster2: dtkit.Cluster) -> tuple[list[float], float]:
+def expected(shared: Shared) -> tuple[list[float], float]:
     """The losses of training on plain arrays in the order of their rows; and a loss at the end."""
-    return outcome(cluster2, small.data(), None)
+    return outcome(shared.of(2), small.data(), None)
 
 
 def outcome(cluster: dtkit.Cluster, rows: Any, target: str | None) -> tuple[list[float], float]:

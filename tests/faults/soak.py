@@ -22,6 +22,7 @@ import psutil
 
 import dtkit
 from dtkit import shared
+from dtkit.history import ROW
 from tests.faults import training
 from tests.faults.cells import ENGINES, STEP_PLACES
 from tests.faults.quiet import quiet
@@ -54,11 +55,13 @@ class Held:
     child_descriptors: int
     """The most that any other process has: an engine's, which forms the process group anew again and again."""
     shared_files: int
-    memory: dict[int, int]
-    """Bytes that are each process's own, by its pid."""
+    memory: dict[tuple[int, str], int]
+    """Bytes that are each process's own, by its pid and what it runs."""
+    history: int
+    """Bytes of the rows that the notebook keeps of all steps."""
 
     @classmethod
-    def now(cls) -> Held:
+    def now(cls, history: int = 0) -> Held:
         """As of now."""
         gc.collect()  # Python does so by itself only once there is much more of it: garbage is not held
         own = psutil.Process()
@@ -67,11 +70,11 @@ class Held:
         pids = {str(process.pid) for process in family}  # of the owner, as the third part of a file's name
         files = [path for folder in shared.default_directories() for path in Path(folder).glob("dtkit-*-*-*")]
         ours = sum(path.name.split("-")[2] in pids for path in files)
-        memory = {process.pid: process.memory_full_info().uss for process in alive}
+        memory = {(process.pid, _runs(process)): process.memory_full_info().uss for process in alive}
         others = [process for process in alive if process != own]
         threads = max((process.num_threads() for process in others), default=0)
         descriptors = max((process.num_fds() for process in others), default=0)
-        return cls(len(alive), own.num_threads(), own.num_fds(), threads, descriptors, ours, memory)
+        return cls(len(alive), own.num_threads(), own.num_fds(), threads, descriptors, ours, memory, history)
 
     def __str__(self) -> str:
         return (
@@ -79,6 +82,14 @@ class Held:
             f"{self.child_threads} and {self.child_descriptors} in another process), {self.shared_files} shared files, "
             f"{sum(self.memory.values()) / 1e6:.0f} MB"
         )
+
+
+def _runs(process: psutil.Process) -> str:
+    """The module that a process runs."""
+    if process.pid == psutil.Process().pid:
+        return "notebook"
+    words = process.cmdline()
+    return words[words.index("-m") + 1] if "-m" in words else process.name()
 
 
 class Soak:
@@ -125,7 +136,7 @@ class Soak:
         """Pause, let the spare engine come, count, and go on."""
         self.run.pause()
         _until(lambda: not _busy() and len(self._cluster._transport._spares) == 1, "a spare engine is there")
-        found = Held.now()
+        found = Held.now(len(self.run.history) * ROW.itemsize)
         self.run.resume()
         return found
 
@@ -178,8 +189,11 @@ def compare(early: Held, late: Held) -> list[str]:
     names = ("processes", "threads", "descriptors", "child_threads", "child_descriptors", "shared_files")
     grown = [f"{n} grew: {getattr(early, n)}, then {getattr(late, n)}" for n in names if _more(early, late, n)]
     both = early.memory.keys() & late.memory.keys()  # an engine that took another's place has its own history
-    growth = sum(late.memory[pid] for pid in both) / sum(early.memory[pid] for pid in both) - 1
-    print(f"memory of the {len(both)} processes that lived all the while grew by {growth:.1%}", flush=True)
+    for one in sorted(both, key=lambda one: early.memory[one] - late.memory[one]):
+        print(f"  {one[1]}: {early.memory[one] / 1e6:.1f} MB, then {late.memory[one] / 1e6:.1f} MB", flush=True)
+    growth = sum(late.memory[one] for one in both) / sum(early.memory[one] for one in both) - 1
+    rows = f"{(late.history - early.history) / 1e6:.1f} MB of it are rows of the history"
+    print(f"memory of the {len(both)} processes that lived all the while grew by {growth:.1%}; {rows}", flush=True)
     return grown + ([f"memory grew by {growth:.1%}"] if growth > GROWTH else [])
 
 

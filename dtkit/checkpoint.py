@@ -54,6 +54,9 @@ _CHUNK = 4 * 2**20
 _SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1, "C64": 8}
 
 
+Line = tuple[str, ...]
+"""The names of runs that went on from one another, oldest first."""
+
 _at_work: set[Path] = set()  # folders that this process is writing
 
 
@@ -357,8 +360,8 @@ def folders(path: Path) -> list[Path]:
 
 
 def _changed(folder: Path) -> float:
-    """When its checkpoint.json was written: a rename changes the folder's own time only."""
-    for path in (folder / HEAD, folder):
+    """When it was written: a rename, or a file that is removed, changes the folder's own time."""
+    for path in (folder / HEAD, folder / HISTORY, folder):
         with contextlib.suppress(OSError):
             return path.stat().st_mtime
     return 0.0
@@ -482,9 +485,11 @@ def _sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-def prune(path: Path, keep: int, line: str | None = None) -> list[Path]:
-    """Remove all checkpoints but the newest `keep`; returns those removed. With `line`, only those that are of it."""
-    old = [folder for folder in folders(path) if line is None or _line(folder) == line][:-keep]
+def prune(path: Path, keep: int, line: Line = ()) -> list[Path]:
+    """Remove all checkpoints but the newest `keep`; returns those removed. With `line`, only that run's and those of
+    the runs that it goes on from.
+    """
+    old = [folder for folder in folders(path) if not line or _is_of(folder, line)][:-keep]
     for folder in old:
         away = path / f".saving-{socket.gethostname()}-{os.getpid()}-{os.urandom(4).hex()}"
         folder.rename(away)  # at once no checkpoint any more, and never half of one
@@ -492,13 +497,18 @@ def prune(path: Path, keep: int, line: str | None = None) -> list[Path]:
     return old
 
 
-def _line(folder: Path) -> str | None:
-    """Of which line of runs a checkpoint is; None where that can't be read, and it is nobody's to remove."""
+def line_of(head: Mapping[str, Any]) -> Line:
+    """Of which run a checkpoint is, after those that led to it; empty of one that was saved by hand."""
+    return tuple(map(str, head.get("line") or ()))
+
+
+def _is_of(folder: Path, line: Line) -> bool:
+    """Whether a checkpoint is of this run, or of one before it. What can't be read is nobody's to remove."""
     try:
-        line = read_head(folder).get("line")
+        found = line_of(read_head(folder))
     except CheckpointError:
-        return None
-    return None if line is None else str(line)
+        return False
+    return bool(found) and found == line[: len(found)]
 
 
 # -- what ranks report -----------------------------------------------------------------------------------------

@@ -635,11 +635,12 @@ class Cluster(Ranks):
 
 def _folder_in(where: str | Path | None) -> Path:
     """A new folder for a cluster, that only this user can enter: in `where`, or among this host's temporary ones."""
+    parent = Path(tempfile.gettempdir() if where is None else where).expanduser().absolute()
     try:
-        return Path(tempfile.mkdtemp(prefix="dtkit-", dir=None if where is None else Path(where).expanduser()))
+        return Path(tempfile.mkdtemp(prefix="dtkit-", dir=parent))
     except OSError as error:
         raise ValueError(
-            f"folder={str(where)!r}: {error.strerror}. It must be one that the notebook and all engines can write to"
+            f"folder={str(parent)!r}: {error.strerror}. It must be one that the notebook and all engines can write to"
         ) from None
 
 

@@ -65,13 +65,14 @@ def put_down(cluster: Cluster, job: str, spec: RunSpec, order: Order, extras: Ex
     data, lacks = _Keys.of(order.data), ""
     said = _Testament(spec, order.copies.key, data, valid, order.plan, order.program, order.loading, there)
     written = spool.Spool(cluster.folder / spool.RUNS / job)
-    try:
-        written.order(cluster.dumps(said, name="the run"))
-    except CannotSend as error:
-        if extras.callbacks:
-            said = dataclasses.replace(said, extras=dataclasses.replace(there, callbacks=()))
+    for lacking in ("the callbacks", "this run"):
+        try:
             written.order(cluster.dumps(said, name="the run"))
-        lacks = f"a notebook that takes over will not have the callbacks: {error}".partition("\n")[0]
+        except CannotSend as error:
+            lacks = f"a notebook that takes over will not have {lacking}: {error}".partition("\n")[0]
+            said = dataclasses.replace(said, extras=dataclasses.replace(there, callbacks=()))
+        else:
+            break
     return written, lacks
 
 

@@ -360,10 +360,12 @@ class Ranks:
             raise EngineError(failures)
         self._formed = True
         self._take_nodes([r.value for r in replies])
-        self.clock_offsets = None
-        if not self._one_host:
-            times = np.array(self.values(self.collect(self.fan_out("clock"), self._timeout)))
-            self.clock_offsets = np.median(times - times[0], axis=1).tolist()
+        self.clock_offsets = None if self._one_host else self._compare_clocks()
+
+    def _compare_clocks(self) -> list[float]:
+        """How far each rank's clock is ahead of the first one's, in seconds."""
+        times = np.array(self.values(self.collect(self.fan_out("clock"), self._timeout)))
+        return list(np.median(times - times[0], axis=1).tolist())
 
     def _group_spec(self, rank: int, store: Path) -> GroupSpec:
         from dtkit.engine.comm import loopback

@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from dtkit import units
-from dtkit.checkpoint import Checkpoint
+from dtkit.checkpoint import Checkpoint, Line, line_of
 from dtkit.errors import CheckpointError
 from dtkit.plain import Unsavable, decode, encode
 from dtkit.replicas import Replicas
@@ -38,10 +38,9 @@ class Resumption:
         return int(self.checkpoint.head.get("called", self.step))
 
     @property
-    def line(self) -> str | None:
-        """Of which line of runs it is; None of one that was written without automatic saves."""
-        line = self.checkpoint.head.get("line")
-        return None if line is None else str(line)
+    def line(self) -> Line:
+        """The runs that led to it; none where it was saved by hand."""
+        return line_of(self.checkpoint.head)
 
     def check(self, spec: RunSpec) -> None:
         """Raise ValueError where nothing would be left to do."""

@@ -62,8 +62,8 @@ class Saves:
     """Instead of `every`: seconds from one to the next."""
     quiet: bool = False
     """Whether the log says nothing of those that were written."""
-    line: str | None = None
-    """A name of this run and of those that it goes on from: `keep` removes none of another run in the same folder."""
+    line: checkpoint.Line = ()
+    """This run's name, after those of the runs that it goes on from: `keep` removes none of another run's."""
 
     def due(self, step: int, last: int, asked: tuple[int, float]) -> bool:
         """Whether to save after so many steps, of `last` in all, after one that was asked for at (step, time)."""
@@ -251,11 +251,11 @@ class Saver:
             "files": files,
             "index": checkpoint.index_of(reports),
             "facts": checkpoint.merge([report["facts"] for report in reports]),
-            "line": self.plan.line,
+            "line": () if save.plan is None else save.plan.line,
         }
         path = checkpoint.finish(save.folder, head)
         if save.keep is not None:
-            checkpoint.prune(save.path, save.keep, None if save.plan is None else save.plan.line)
+            checkpoint.prune(save.path, save.keep, () if save.plan is None else save.plan.line)
         stood, size = max(value["seconds"] for value in values), sum(file["bytes"] for file in files.values())
         return Saved(path, head["step"], size, time.monotonic() - save.begun, stood)
 

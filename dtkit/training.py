@@ -27,6 +27,7 @@ from dtkit.saving import Saves
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from dtkit.checkpoint import Line
     from dtkit.cluster import Cluster
     from dtkit.strategies.base import Strategy
 
@@ -92,7 +93,7 @@ def train(cluster: Cluster, model: Any, data: Any, options: Options) -> Run:
     if previous is not None:
         previous.release()
     plan = JobPlan(spec.batch_size, spec.steps, options.shuffle, spec.seed)
-    saves = _saves(options, None if resumption is None else resumption.line)
+    saves = _saves(options, () if resumption is None else resumption.line)
     extras = _extras(options, strategy, _sizes(cluster, part), valid, saves)
     own = _own((model, copies), (data, source), (options.valid, valid))
     run = Run(cluster, spec, Order(copies, source, plan, program, loading, own), extras)
@@ -161,9 +162,9 @@ def _snapshots(options: Options, strategy: Strategy, world_size: int) -> Saves:
     return Saves(options.snapshot_every, keep=2, seconds=seconds, quiet=True)
 
 
-def _saves(options: Options, line: str | None) -> Saves:
+def _saves(options: Options, before: Line) -> Saves:
     to = None if options.save_to is None else Path(options.save_to).expanduser().absolute()
-    return Saves(options.save_every, to, options.keep, line=line or os.urandom(8).hex())
+    return Saves(options.save_every, to, options.keep, line=(*before, os.urandom(8).hex()))
 
 
 def _partition(cluster: Cluster, model: Any, data: Any, options: Options, strategy: Strategy) -> Partition | Flow:
@@ -228,7 +229,8 @@ def _check_shrinks(world_size: int, options: Options, strategy: Strategy) -> Non
     except ValueError as error:
         raise ValueError(
             f"on_failure='shrink' goes on without a lost rank, and {strategy!r} can't work on {world_size - 1} of "
-            f"{world_size}: {error}. Use on_failure='repair', which starts another engine in its place"
+            f"{world_size}: {error}. Use on_failure='repair', which starts another engine in its place; where engines "
+            "were attached and none can be started, save_to= and a training anew with resume="
         ) from None
 
 

@@ -310,12 +310,27 @@ def test_the_last_ones_stay_and_none_is_written_over(tmp_path: Path):
 def test_of_two_runs_in_one_folder_neither_removes_what_the_other_wrote(tmp_path: Path):
     saved = [write_one(tmp_path, 1).done.result(20).path]  # by hand: it belongs to no line
     for step in (5, 10, 15):
-        for line in ("first", "second"):
+        for name in ("first", "second"):
             made = saver(History(), tmp_path)
-            made.plan = dataclasses.replace(made.plan, keep=2, line=line)
+            made.plan = dataclasses.replace(made.plan, keep=2, line=(name,))
             saved.append(write_with(made, step).done.result(20).path)
     assert dtkit.checkpoints(tmp_path).broken == {}
     assert sorted(one.path for one in dtkit.checkpoints(tmp_path)) == sorted([saved[0], *saved[-4:]])
+
+
+def test_runs_that_go_on_from_the_same_one_remove_that_one_s_only(tmp_path: Path):
+    def save(step: int, *line: str) -> Path:
+        made = saver(History(), tmp_path)
+        made.plan = dataclasses.replace(made.plan, keep=2, line=line)
+        return write_with(made, step).done.result(20).path
+
+    save(5, "root")
+    save(10, "root")
+    one, two = save(15, "root", "a"), save(20, "root", "a")
+    other = save(15, "root", "b")
+    assert sorted(path.path for path in dtkit.checkpoints(tmp_path)) == sorted([one, two, other])
+    again = save(20, "root", "b")
+    assert sorted(path.path for path in dtkit.checkpoints(tmp_path)) == sorted([one, two, other, again])
 
 
 def test_the_newest_without_its_checkpoint_json_is_refused_and_no_older_one_taken(tmp_path: Path):

@@ -135,7 +135,6 @@ class Session:
         from dtkit.engine import checks, memory
         from dtkit.engine.comm import Group
 
-        checks.check_folder(Path(spec.store).parent)
         if owner < self.owner:
             self._check_owner(owner)
         if owner != self.owner:
@@ -152,6 +151,7 @@ class Session:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self._spec = spec
+        checks.check_folder(Path(spec.store).parent)
         self.watchdog.join(spec)
         self.group = Group(spec)
         self._limit_collectives(step_timeout or FIRST_STEP_S)
@@ -370,14 +370,9 @@ class Session:
         kept = self._models[model]
         self._gauges[job] = Gauge(self.device, None if isinstance(kept, Shipment) else kept)
         held = self._streams[data] if data in self._streams else self._data[data]
-        made = assemble(
-            wire.loads(program),
-            self._model(model),
-            held,
-            plan,
-            loading or Loading(),
-            (self.group, self.device),
-            alone=alone,
+        place, network, loads = (self.group, self.device), self._model(model), loading or Loading()
+        made: Job = self._breaking(
+            lambda: assemble(wire.loads(program), network, held, plan, loads, place, alone=alone)
         )
         self._jobs[job] = made
         return made.lr

@@ -9,6 +9,7 @@ lines are looked up by whoever shows them.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import functools
 import os
@@ -17,7 +18,7 @@ import sysconfig
 import tempfile
 import threading
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 from dtkit.standing import Frame
 
@@ -36,6 +37,7 @@ _COMPUTES = ("/torch/distributed/tensor/", "/torch/distributed/pipelining/")
 _THREAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+)", re.MULTILINE)
 _LINE = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _ESCAPED = re.compile(r"\\(x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")
+_looking = threading.Lock()
 _PAIRWISE = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
 
 
@@ -49,18 +51,26 @@ def kind(file: str) -> str:
 
 
 def of_all_threads() -> dict[int, Stack]:
-    """The stacks of all threads by identity, innermost first, less what only led to the code of dtkit and the user."""
-    with _scratch() as file:
+    """The stacks of threads by identity, innermost first, less what only led to the code of dtkit and the user.
+
+    Of more than a hundred threads, of the hundred youngest: faulthandler writes no more.
+    """
+    with _looking:
+        file = _scratch()
+        os.ftruncate(file, 0)
+        os.lseek(file, 0, os.SEEK_SET)
         faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        return parsed(file.read().decode(errors="replace"))
+        text = os.pread(file, os.fstat(file).st_size, 0)
+    return parsed(text.decode(errors="replace"))
 
 
-def _scratch() -> IO[bytes]:
-    """A file without a name; in memory where the system has such, for a disk may be full."""
-    if hasattr(os, "memfd_create"):
-        return os.fdopen(os.memfd_create("dtkit-stacks"), "w+b", buffering=0)
-    return tempfile.TemporaryFile(buffering=0)
+@functools.cache
+def _scratch() -> int:
+    """A file without a name, as a descriptor that stays: they may run out. In memory where it can be: disks fill up."""
+    with contextlib.suppress(AttributeError, OSError):  # not Linux, or it is forbidden
+        return os.memfd_create("dtkit-stacks")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
 
 
 def parsed(text: str) -> dict[int, Stack]:

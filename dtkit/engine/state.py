@@ -471,7 +471,7 @@ class Restore(Archive):
                 )
             for key, value in decode(wanted[0], self.setting.device).items() if wanted else ():
                 now = group.get(key)
-                if key in group and not (key == "lr" and "initial_lr" in group):  # else a scheduler's to say
+                if key in group and key not in _scheduled(group):
                     self._compare(key, value, now)
                 if isinstance(now, torch.Tensor):
                     now.fill_(value)
@@ -532,6 +532,12 @@ class Restore(Archive):
         for name in entries.keys() & self._facts["extra"].keys():
             module = model.get_submodule(name.rpartition(".")[0])
             module.set_extra_state(decode(self._facts["extra"][name]))
+
+
+def _scheduled(group: Mapping[str, Any]) -> set[str]:
+    """The options of a group of parameters that a scheduler sets: it has left its own there."""
+    found = {"lr"} if "initial_lr" in group else set()
+    return found | {"momentum", "betas"} if "max_momentum" in group else found
 
 
 # -- a job ---------------------------------------------------------------------------------------------------

@@ -56,11 +56,14 @@ class Waiter:
 def _serve(orders: queue.SimpleQueue[_Order | None]) -> None:
     while (order := orders.get()) is not None:
         works, limit, answer = order
-        try:
-            for work in works:
-                work.wait(limit)
-        except RuntimeError as error:
-            answer.put(error)
-        else:
-            answer.put(None)
+        answer.put(_awaited(works, limit))
         del works, order, answer  # the tensors that they hold are not this thread's
+
+
+def _awaited(works: Sequence[dist.Work], limit: dt.timedelta) -> RuntimeError | None:
+    try:
+        for work in works:
+            work.wait(limit)
+    except RuntimeError as error:
+        return error
+    return None

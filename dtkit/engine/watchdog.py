@@ -132,15 +132,15 @@ class Watchdog:
         while not self._never.wait(PERIOD_S):
             with self._lock:
                 if self._spec is not None:
-                    self._write(self.look(self._spec))
+                    with contextlib.suppress(OSError):  # a full disk, or the folder is gone: then nobody reads it
+                        self._write(self.look(self._spec))
 
     def _write(self, found: Standing) -> None:
         path = status_file(self._folder, found.rank)
         part = path.with_suffix(".json.part")
-        with contextlib.suppress(OSError):  # a full disk, or the cluster's folder is gone: then nobody reads it
-            with _private(part) as file:
-                file.write(found.to_json())
-            part.replace(path)
+        with _private(part) as file:
+            file.write(found.to_json())
+        part.replace(path)
 
     def look(self, spec: GroupSpec) -> Standing:
         """Where this engine stands now."""

@@ -29,9 +29,9 @@ class Shared:
 
     def close(self) -> None:
         """End it."""
-        if self._cluster is not None:
-            self._cluster.close()
-        self._cluster = None
+        cluster, self._cluster = self._cluster, None
+        if cluster is not None:
+            cluster.close()
 
 
 @pytest.fixture(scope="session")

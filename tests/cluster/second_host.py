@@ -98,4 +98,5 @@ def _engine(namespace: str, profile: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            process.terminate()
+            process.kill()  # unshare takes no SIGTERM, and ends its child with itself
+            process.wait(_WAIT_S)

@@ -356,7 +356,14 @@ def test_options_that_the_checkpoint_overrules_are_said(cluster2: dtkit.Cluster,
     assert run.history.rows()["lr"][-1] == 0.5
 
 
-def test_a_learning_rate_on_its_schedule_is_no_option_that_was_overruled(cluster2: dtkit.Cluster, tmp_path: Path):
-    train(cluster2, steps=4, save_every=4, save_to=tmp_path)
-    run = train(cluster2, steps=8, resume=tmp_path)
+def one_cycle(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=20)
+
+
+@pytest.mark.parametrize("options", [{}, {"scheduler": one_cycle}], ids=["as the others", "of the momentum too"])
+def test_what_a_scheduler_sets_is_no_option_that_was_overruled(
+    cluster2: dtkit.Cluster, tmp_path: Path, options: dict[str, Any]
+):
+    train(cluster2, steps=4, save_every=4, save_to=tmp_path, **options)
+    run = train(cluster2, steps=8, resume=tmp_path, **options)
     assert not [event for event in run.history.events if "was given" in event.text]

@@ -46,9 +46,10 @@ def cluster3() -> Iterator[dtkit.Cluster]:
 @pytest.fixture(autouse=True)
 def _no_run_goes_on(request: pytest.FixtureRequest) -> Iterator[None]:
     """A test that fails must not take the next ones along."""
+    clusters = [request.getfixturevalue(name) for name in {"cluster2", "cluster3"} & set(request.fixturenames)]
     yield
-    for name in {"cluster2", "cluster3"} & set(request.fixturenames):
-        run = request.getfixturevalue(name).current_run
+    for cluster in clusters:
+        run = cluster.current_run
         if run is not None and not run.status.state.ended:
             run.stop()
 

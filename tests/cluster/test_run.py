@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import resource
 import signal
 import threading
 
@@ -364,3 +365,21 @@ def test_the_client_forgets_calls_that_have_landed(cluster2):
         cluster2.refresh()
     for table in (client._futures, client._output_futures, client.results, client.history):
         assert len(table) < 50
+
+
+def page_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def test_a_step_takes_again_what_the_step_before_has_freed(cluster2: dtkit.Cluster):
+    """Activations of half a MB each: page by page from the system they would take thousands of faults a step."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(1024, 1024), nn.ReLU()) for _ in range(4)]
+    rows = torch.randn(512, 1024), torch.randint(1024, (512,))
+    how = {"strategy": dtkit.Pipeline(2, 4), "batch_size": 512, "steps": 40}
+    run = train(cluster2, nn.Sequential(*layers), rows, start=False, **how)
+    run.step(20)
+    before = np.array(cluster2.run(page_faults))
+    run.step(20)
+    assert ((np.array(cluster2.run(page_faults)) - before) / 20 < 300).all()
+    run.stop()

@@ -481,7 +481,7 @@ class Session:
             self._data[key] = source, Shards(rows, [len(part) for part in np.array_split(rows, n)])
 
     def _hurried(self, job: str) -> Callable[[], bool]:
-        """Whether the notebook has left word that it waits for this dispatch to end. (Only on the notebook's host.)"""
+        """Whether the notebook has left word, in the folder that both see, that it waits for this dispatch to end."""
         assert self._spec is not None
         return (Path(self._spec.store).parent / f"{HURRY}{job}").exists
 

@@ -196,10 +196,11 @@ def test_a_rank_that_fails_to_build_what_others_have_built(cluster2: dtkit.Clust
         return sgd(parameters)
 
     train(cluster2, strategy=strategy, steps=2).wait(60)  # the groups of its mesh are there: nobody waits in a build
-    begun = time.monotonic()
-    with pytest.raises(dtkit.EngineError, match=r"rank 1 .*no optimiser here"):
-        train(cluster2, strategy=strategy, optimizer=fails)
-    assert time.monotonic() - begun < WITHIN_S
+    for _ in range(2):  # and the second time, in a new group, they are not
+        begun = time.monotonic()
+        with pytest.raises(dtkit.EngineError, match=r"rank 1 .*no optimiser here"):
+            train(cluster2, strategy=strategy, optimizer=fails)
+        assert time.monotonic() - begun < WITHIN_S
     check_usable(cluster2)
 
 

@@ -7,11 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dtkit.explanation import StepExplanation
-    from dtkit.slice_explanation import SliceExplanation
-    from dtkit.stage_explanation import PipelineExplanation
-
-    Explanation = StepExplanation | PipelineExplanation | SliceExplanation
+    from dtkit.explanation import Explanation
 
 
 def explanation(reports: Sequence[Any], model: str, offsets: Sequence[float] | None) -> Explanation:

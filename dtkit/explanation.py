@@ -13,6 +13,7 @@ Plain data: nothing here imports torch, and matplotlib only when a figure is ask
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 import math
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, TypedDict
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+    from types import ModuleType
 
     import numpy as np
     import pandas as pd
@@ -126,20 +128,47 @@ class LayerRecord:
     """Whether all ranks hold the same bits after the step."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class StepExplanation:
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Explanation(abc.ABC):
+    """One step of a run, taken apart: words in a terminal, in a notebook a page with a picture under them."""
+
+    model: str
+    """The model's name, as the run has it."""
+    step: int
+    """Number of the step, from 0: as in ``run.history``."""
+    epoch: int
+    """Number of the epoch, from 0."""
+
+    @abc.abstractmethod
+    def figure(self) -> Figure:
+        """A picture of the step as a matplotlib Figure."""
+
+    @property
+    @abc.abstractmethod
+    def _words(self) -> ModuleType:
+        """What makes ``text`` and ``page`` of it: imported when it is shown."""
+
+    @functools.cached_property
+    def _image(self) -> str:
+        from dtkit.dashboard import figures
+
+        return figures.image(self.figure(), "the step as a picture")
+
+    def __repr__(self) -> str:
+        return str(self._words.text(self))
+
+    def _repr_html_(self) -> str:
+        return f"<div>{self._words.page(self)}{self._image}</div>"
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class StepExplanation(Explanation):
     """One step of a run, taken apart. Print it, call :meth:`figure`, or read the numbers.
 
     ``ranks`` has a record per rank, ``layers`` one per trainable parameter, in the model's order. Both are plain
     dataclasses: ``pandas.DataFrame(explanation.ranks)`` works.
     """
 
-    model: str
-    """The model's class."""
-    step: int
-    """Number of the step, from 0: as in ``run.history``."""
-    epoch: int
-    """Number of the epoch, from 0."""
     ranks: tuple[RankRecord, ...]
     layers: tuple[LayerRecord, ...]
 
@@ -243,21 +272,11 @@ class StepExplanation:
 
         return step_figure(self)
 
-    @functools.cached_property
-    def _image(self) -> str:
-        from dtkit.dashboard import figures
-
-        return figures.image(self.figure(), "the step as a picture")
-
-    def __repr__(self) -> str:
+    @property
+    def _words(self) -> ModuleType:
         from dtkit.dashboard import step_text
 
-        return step_text.text(self)
-
-    def _repr_html_(self) -> str:
-        from dtkit.dashboard import step_text
-
-        return f"<div>{step_text.page(self)}{self._image}</div>"
+        return step_text
 
 
 _NUMBERS = ("own", "contribution", "reduced", "cosine", "update", "value")

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from dtkit.cluster import Cluster
-    from dtkit.explaining import Explanation
+    from dtkit.explanation import Explanation
     from dtkit.finding import Finding
     from dtkit.memory import Memory
     from dtkit.order import Extras, Order

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import math
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from dtkit.explanation import RankReport
+from dtkit.explanation import Explanation, RankReport
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+    from types import ModuleType
 
     import numpy as np
     import pandas as pd
@@ -113,14 +113,10 @@ class SliceRank:
     """Counted on this rank's connections during the step."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class SliceExplanation:
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class SliceExplanation(Explanation):
     """One step of sharded or tensor-parallel training. Print it, call :meth:`figure`, or read the numbers."""
 
-    model: str
-    step: int
-    """Number of the step, from 0: as in ``run.history``."""
-    epoch: int
     ranks: tuple[SliceRank, ...]
     collectives: tuple[Collective, ...]
     """In the order in which `witness` made them."""
@@ -202,21 +198,11 @@ class SliceExplanation:
 
         return slices_figure(self)
 
-    @functools.cached_property
-    def _image(self) -> str:
-        from dtkit.dashboard import figures
-
-        return figures.image(self.figure(), "the step as a picture")
-
-    def __repr__(self) -> str:
+    @property
+    def _words(self) -> ModuleType:
         from dtkit.dashboard import slices_view
 
-        return slices_view.text(self)
-
-    def _repr_html_(self) -> str:
-        from dtkit.dashboard import slices_view
-
-        return f"<div>{slices_view.page(self)}{self._image}</div>"
+        return slices_view
 
 
 def _collectives(witness: SliceReport, groups: _Groups) -> Iterator[Collective]:

@@ -11,14 +11,14 @@ Plain data: nothing here imports torch, and matplotlib only when a figure is ask
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from dtkit.explanation import RankReport
+from dtkit.explanation import Explanation, RankReport
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+    from types import ModuleType
 
     import numpy as np
     import pandas as pd
@@ -153,20 +153,14 @@ class StageRank:
     """The same after it; None where no update was made."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class PipelineExplanation:
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class PipelineExplanation(Explanation):
     """One step of a pipeline, taken apart. Print it, call :meth:`figure`, or read the numbers.
 
     ``crossings`` has a record per tensor that crossed a border, in the order of sending; ``stages`` one per stage (and
     replica), ``ranks`` one per rank. All are plain dataclasses: ``pandas.DataFrame(explanation.crossings)`` works.
     """
 
-    model: str
-    """The model's name, as the run has it."""
-    step: int
-    """Number of the step, from 0: as in ``run.history``."""
-    epoch: int
-    """Number of the epoch, from 0."""
     ranks: tuple[StageRank, ...]
     crossings: tuple[Crossing, ...]
     stages: tuple[StageRecord, ...]
@@ -252,21 +246,11 @@ class PipelineExplanation:
 
         return stages_figure(self)
 
-    @functools.cached_property
-    def _image(self) -> str:
-        from dtkit.dashboard import figures
-
-        return figures.image(self.figure(), "the step as a picture")
-
-    def __repr__(self) -> str:
+    @property
+    def _words(self) -> ModuleType:
         from dtkit.dashboard import stages_text
 
-        return stages_text.text(self)
-
-    def _repr_html_(self) -> str:
-        from dtkit.dashboard import stages_text
-
-        return f"<div>{stages_text.page(self)}{self._image}</div>"
+        return stages_text
 
 
 def _rank(report: PipelineReport) -> StageRank:

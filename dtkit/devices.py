@@ -29,7 +29,7 @@ class DevicePlan:
             # page took 35 to 58 ms (100 MB of gradients: 1.26 of bare DDP's steps per second with it, 0.90 without).
             found["THP_MEM_ALLOC_ENABLE"] = "1"
             # What a step frees, the next one takes again: glibc gave it back to the system, and 30 MB of activations
-            # came page by page (a pipeline: 0.94 of the bare loop's steps per second, 1.00 with it). A job's end trims.
+            # came page by page (a pipeline: 0.94 of the bare loop's speed, 0.96 to 1.00 with it). A job's end trims.
             found["MALLOC_MMAP_THRESHOLD_"] = str(_LARGEST_PIECE)
             found["MALLOC_TRIM_THRESHOLD_"] = str(_NEVER)
         if memory_limit is not None:

@@ -86,7 +86,6 @@ LOCKS = {  # a file -> for how long its locks are held
     "dtkit/engine/parquet.py": "for a few assignments",
     "dtkit/engine/serving.py": "for a call; calls come one after the other anyway",
     "dtkit/engine/sockets.py": "while a group's sockets are shut, for a quarter of a second at most",
-    "dtkit/engine/stack.py": "while stacks of some kB are written",
     "dtkit/engine/watchdog.py": "while a status file of some kB is written",
     "dtkit/engines.py": "while engines start, which has a limit",
     "dtkit/history.py": "while rows are appended",

@@ -7,6 +7,7 @@ import faulthandler
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -215,7 +216,7 @@ def test_names_may_have_letters_beyond_ascii(tmp_path: Path):
     path.write_text("def h\xe9las(look):\n    return look()\n")
     space: dict[str, Any] = {}
     exec(compile(path.read_text(), str(path), "exec"), space)
-    rows = space["h\xe9las"](stack.of_all_threads)[threading.get_ident()]
+    rows = space["h\xe9las"](lambda: stack.of_thread(threading.get_ident()))
     assert (str(path), 2, "h\xe9las") in [(row.file, row.line, row.function) for row in rows]
 
 
@@ -225,11 +226,11 @@ class Thing:
 
 def test_a_look_keeps_nothing_alive():
     """torch asks whether it is a tensor's only owner as a function returns it: a look may not own it too."""
-    over = threading.Event()
+    over, looked_at = threading.Event(), threading.get_ident()
 
     def look() -> None:
         while not over.is_set():
-            stack.of_all_threads()
+            stack.of_thread(looked_at)
 
     def make() -> weakref.ref[Thing]:
         thing = Thing()
@@ -248,6 +249,35 @@ def test_a_look_keeps_nothing_alive():
         thread.join(10)
 
 
+LOOKED_AT = """
+import sys, threading, time
+import torch
+import torch.distributed as dist
+from dtkit.engine import stack
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+over = threading.Event()
+
+def look():
+    while not over.is_set():
+        stack.of_thread(threading.main_thread().ident)
+
+thread = threading.Thread(target=look)
+thread.start()
+deadline = time.monotonic() + 4
+while time.monotonic() < deadline:  # each has a thread of gloo's become one of Python's for a moment
+    dist.all_reduce(torch.ones(1), async_op=True).get_future().then(lambda done: None).wait()
+over.set()
+thread.join()
+"""
+
+
+def test_threads_may_come_to_life_during_a_look():
+    """Whoever walks all threads without Python's lock meets one that is half made: the process died of it."""
+    done = subprocess.run([sys.executable, "-c", LOOKED_AT], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_loader_in_a_thread_is_seen():
     go, there = threading.Event(), threading.Event()
 
@@ -258,7 +288,7 @@ def test_a_loader_in_a_thread_is_seen():
     thread = threading.Thread(target=load, name="loader")
     thread.start()
     assert there.wait(10)
-    found = stack.helpers(stack.of_all_threads(), 0)
+    found = stack.of_helpers(0)
     go.set()
     thread.join(10)
     assert any(frame.function == "load" for frame in found["loader"])

@@ -1,29 +1,33 @@
 """What the threads of this process are doing: their stacks, and what those say.
 
-faulthandler writes them, and its text is read. Python's own way to another thread's frames,
-`sys._current_frames`, makes objects of them, which keep alive what a function had in hand while it returns: torch then
-finds a second owner of a tensor that should have one (an export failed by it, once in some hundred), and Python 3.11
-may follow such an object to memory that is used for something else by then. Nothing is read from disk here: source
-lines are looked up by whoever shows them.
+A look must leave no trace, and the two plain ways to look do. faulthandler walks all threads without the lock under
+which Python makes one: a thread of torch's that calls into Python at that moment is half made, and the process dies
+of it. `sys._current_frames` takes the lock, but makes objects of frames, and whoever still has one when its function
+returns keeps alive what that function had in hand: torch then finds a second owner of a tensor that should have one
+(an export failed by it, once in some hundred).
+
+So frames are made, followed and let go within one call of C code, during which no other thread runs Python. Nothing is
+read from disk: source lines are looked up by whoever shows them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import functools
-import os
 import re
+import sys
 import sysconfig
-import tempfile
 import threading
+from itertools import accumulate, chain, repeat, starmap
+from operator import attrgetter, methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtkit.standing import Frame
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
+    from types import CodeType
 
 Stack = tuple[Frame, ...]
 """Innermost first."""
@@ -37,7 +41,7 @@ _COMPUTES = ("/torch/distributed/tensor/", "/torch/distributed/pipelining/")
 _THREAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+)", re.MULTILINE)
 _LINE = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _ESCAPED = re.compile(r"\\(x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")
-_looking = threading.Lock()
+_PLACE = attrgetter("f_code", "f_lineno")
 _PAIRWISE = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
 
 
@@ -50,39 +54,30 @@ def kind(file: str) -> str:
     return "library" if installed or "/site-packages/" in file or "/dist-packages/" in file else "user"
 
 
-def of_all_threads() -> dict[int, Stack]:
-    """The stacks of threads by identity, innermost first, less what only led to the code of dtkit and the user.
-
-    Of more than a hundred threads, of the hundred youngest: faulthandler writes no more.
-    """
-    with _looking:
-        file = _scratch()
-        os.ftruncate(file, 0)
-        os.lseek(file, 0, os.SEEK_SET)
-        faulthandler.dump_traceback(file, all_threads=True)
-        text = os.pread(file, os.fstat(file).st_size, 0)
-    return parsed(text.decode(errors="replace"))
-
-
-@functools.cache
-def _scratch() -> int:
-    """A file without a name, as a descriptor that stays: they may run out. In memory where it can be: disks fill up."""
-    with contextlib.suppress(AttributeError, OSError):  # not Linux, or it is forbidden
-        return os.memfd_create("dtkit-stacks")
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
+def of_thread(thread: int) -> Stack:
+    """The stack of a thread by its identity, innermost first, less what only led to the code of dtkit and the user."""
+    rows: list[tuple[CodeType, int]] = []
+    innermost = map(methodcaller("get", thread), starmap(sys._current_frames, [()]))  # noqa: SLF001 - Python's only way
+    with contextlib.suppress(AttributeError):  # the outermost frame's `f_back`, or the thread has ended
+        # One call that runs no byte code, between two of which threads take turns: a loop here would be an error.
+        rows.extend(map(_PLACE, accumulate(chain(innermost, repeat("f_back", MOST_FRAMES - 1)), getattr)))
+    places = [(code.co_filename, line or code.co_firstlineno, code.co_name) for code, line in rows]
+    return _framed(places)
 
 
 def parsed(text: str) -> dict[int, Stack]:
-    """What faulthandler wrote, as `of_all_threads` gives it."""
+    """What faulthandler wrote of all threads, by their identities, each as `of_thread` gives it."""
     heads = list(_THREAD.finditer(text))
     ends = [head.start() for head in heads[1:]] + [len(text)]
     return {int(head[1], 16): _stack(text[head.end() : end]) for head, end in zip(heads, ends, strict=True)}
 
 
 def _stack(text: str) -> Stack:
-    rows = [(_plain(file), int(line), _plain(name)) for file, line, name in _LINE.findall(text)[:MOST_FRAMES]]
-    return trimmed([Frame(file, line, name, kind(file)) for file, line, name in rows])
+    return _framed([(_plain(file), int(line), _plain(name)) for file, line, name in _LINE.findall(text)[:MOST_FRAMES]])
+
+
+def _framed(places: Sequence[tuple[str, int, str]]) -> Stack:
+    return trimmed([Frame(file, line, name, kind(file)) for file, line, name in places])
 
 
 def _plain(name: str) -> str:
@@ -98,11 +93,11 @@ def trimmed(rows: Sequence[Frame]) -> Stack:
     return tuple(rows[:kept])
 
 
-def helpers(stacks: Mapping[int, Stack], thread: int) -> dict[str, Stack]:
-    """Of these stacks, those of threads other than `thread` and this one that run user code, by the threads' names."""
-    known = {t.ident: t.name for t in threading.enumerate()}
-    others = stacks.keys() & known.keys() - {thread, threading.get_ident()}
-    return {known[ident]: stacks[ident] for ident in sorted(others) if has_user_code(stacks[ident])}
+def of_helpers(thread: int) -> dict[str, Stack]:
+    """The stacks of threads other than `thread` and this one that run user code, by the threads' names."""
+    others = [t for t in threading.enumerate() if t.ident not in (None, thread, threading.get_ident())]
+    stacks = {t.name: of_thread(t.ident or 0) for t in others}
+    return {name: stack for name, stack in stacks.items() if has_user_code(stack)}
 
 
 def has_user_code(stack: Sequence[Frame]) -> bool:

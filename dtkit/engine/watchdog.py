@@ -146,8 +146,7 @@ class Watchdog:
         """Where this engine stands now."""
         call, now = self._call, time.time()
         thread = self._main if call is None else call.thread
-        stacks = stack.of_all_threads()
-        rows = stacks.get(thread, ())
+        rows = stack.of_thread(thread)
         place = self._place(call, rows)
         counts = {} if call is None else _since(call.counts)
         pairwise = place.pairwise or stack.in_pairs(rows)
@@ -183,7 +182,7 @@ class Watchdog:
             thread=thread,
             dumps=self._dump is not None and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL,
             stack=rows if busy else (),
-            threads=stack.helpers(stacks, thread) if busy else {},
+            threads=stack.of_helpers(thread) if busy else {},
         )
 
     def _share(self, call: _Call | None, *, blocked: bool) -> float | None:

@@ -135,10 +135,20 @@ class Group:
         return round(self._handed) if counted is None else counted
 
     def any(self, flag: bool) -> bool:  # noqa: FBT001 - the one value that is agreed upon
-        """Whether any rank says yes: a one-element MAX all-reduce on the CPU."""
+        """Whether any rank says yes."""
+        return self.ask(flag)()
+
+    def ask(self, flag: bool) -> Callable[[], bool]:  # noqa: FBT001 - the one value that is agreed upon
+        """As `any`, without waiting for the answer, which the returned function does: a MAX all-reduce on the CPU."""
         vote = torch.tensor([int(flag)])
-        dist.all_reduce(vote, op=dist.ReduceOp.MAX)
-        return bool(vote.item())
+        work = dist.all_reduce(vote, op=dist.ReduceOp.MAX, async_op=True)
+        assert work is not None
+
+        def answer() -> bool:
+            work.wait()
+            return bool(vote.item())
+
+        return answer
 
     def broadcast_buffers(self, buffers: Sequence[memoryview] | None, sizes: Sequence[int]) -> list[np.ndarray]:
         """Rank 0's byte buffers on every rank. `buffers` is given on rank 0; `sizes` (bytes) everywhere."""

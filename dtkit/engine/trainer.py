@@ -103,7 +103,7 @@ class Job:
 
     def advance(self, steps: int, *, explain: bool = False, hurry: Callable[[], bool] = lambda: False) -> None:
         """Take up to `steps` steps. Ends early, at the same step on all ranks, when steps have become slow, or when
-        `hurry` says on some rank that somebody waits for the end.
+        `hurry` says on some rank that somebody waits for the end: ranks ask each other, and a step later know.
 
         What was done is read by :meth:`harvest`, also after an exception.
         """
@@ -111,18 +111,21 @@ class Job:
         self.setting.phases.abandon()
         self.setting.phases.clock.start()
         self._ended, self._loss, self._astray, self.report = "failed", None, (), None
-        votes, begun = _votes(steps), time.perf_counter()
+        votes, begun, answer = _votes(steps), time.perf_counter(), _no
         with self._random, self._attempt.guarded():
             for k in range(steps):
-                if k in votes and self._agree(time.perf_counter() - begun > SLOW_S or hurry()):
+                if answer():
                     self._ended = "time"
                     return
+                answer = self._ask(time.perf_counter() - begun > SLOW_S or hurry()) if k in votes else _no
                 done = self._try(explain=explain)
                 if done is None:
+                    answer()
                     return
                 self._done.append(done)
                 self.step += 1
                 self._attempt.end()
+            answer()
         self._ended = "done"
 
     def harvest(self, *, fingerprint: bool = False) -> Advance:
@@ -225,9 +228,10 @@ class Job:
     def _sent_bytes(self) -> int:
         return 0 if self.setting.group is None else self.setting.group.sent_bytes()
 
-    def _agree(self, flag: bool) -> bool:  # noqa: FBT001 - the one value that is agreed upon
+    def _ask(self, flag: bool) -> Callable[[], bool]:  # noqa: FBT001 - the one value that is agreed upon
+        """Whether any rank says so, to be read after the next step: to wait for it before cost 2 ms."""
         group = self.setting.group
-        return flag if group is None else group.any(flag)
+        return (lambda: flag) if group is None else group.ask(flag)
 
     def _rows(self, done: list[_Done]) -> tuple[np.ndarray, np.ndarray]:
         """A row a step, and when each was blocked; how much of that was waiting, only all ranks together can tell."""
@@ -350,6 +354,10 @@ def _measure(forecast: Forecast, metrics: dict[str, Callable[..., Any]]) -> dict
             )
         found[name] = (float(total), None if weight is None else float(weight))
     return found
+
+
+def _no() -> bool:
+    return False
 
 
 def _votes(steps: int) -> set[int]:

@@ -50,6 +50,7 @@ WAITS = {  # "file: function" -> what limits it nevertheless
     "dtkit/driver.py: _take": "while nothing is under way a run waits for its user; else the limit is `patience`",
     "dtkit/driver.py: landed": DONE,
     "dtkit/engine/collectives.py: _waited": BY_THE_GROUP,
+    "dtkit/engine/comm.py: answer": BY_THE_GROUP,
     "dtkit/engine/comm.py: grid": BY_THE_GROUP,
     "dtkit/engine/comm.py: _run": "the thread that waits for signals, a daemon: nobody waits for it",
     "dtkit/engine/iterable.py: _next": "the user's stream: the notebook's `patience` and its interrupt end it",

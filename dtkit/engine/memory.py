@@ -8,7 +8,6 @@ count (VmHWM), which can be set back to what is resident now. So a peak between 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import gc
 from pathlib import Path
@@ -56,9 +55,7 @@ def room(device: torch.device, models: Iterable[torch.nn.Module], *, tidy_up: bo
 def tidy() -> None:
     """Give back to the system what is not used any more."""
     gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc keeps what was freed; others have no such call
-    if trim is not None:
-        trim(0)
+    host.give_back()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import threading
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from dtkit.engine import comm, told
 from dtkit.records import CALLED_OFF, GroupSpec
@@ -42,6 +45,24 @@ def test_who_is_missing_is_named(tmp_path: Path):
 def test_a_collective_that_timed_out_is_a_victim():
     error = RuntimeError("[unbound_buffer.cc:78] Timed out waiting 6000ms for recv operation to complete")
     assert comm.lost_peer(error)
+
+
+def test_so_is_another_one_that_was_under_way_then(tmp_path: Path):
+    """gloo closes the connection when the first one's time is over, and tells the other that, not that it timed out."""
+    store, groups = str(tmp_path / "store"), {}
+
+    def join(rank: int) -> None:
+        groups[rank] = dist.ProcessGroupGloo(dist.FileStore(store, 2), rank, 2, dt.timedelta(seconds=1))
+
+    other = threading.Thread(target=join, args=(1,))
+    other.start()
+    join(0)
+    other.join(30)
+    works = [groups[0].allreduce(torch.ones(4)) for _ in range(2)]
+    for work in works:
+        with pytest.raises(RuntimeError) as raised:
+            work.wait()
+        assert comm.lost_peer(raised.value), raised.value
 
 
 def fail() -> None:

@@ -67,21 +67,21 @@ def _network(namespace: str, interface: str, subnet: str) -> Iterator[str]:
         pytest.skip("a second host takes root's rights, ip and unshare")
     if Path(sys.prefix).is_relative_to("/tmp"):
         pytest.skip("a second host would not see this Python, which lies among temporary files")
+    inside = ("ip", "netns", "exec", namespace)
     try:
-        _run("ip", "netns", "add", namespace)
-    except subprocess.CalledProcessError:
-        pytest.skip("this system gives no network namespaces")
-    inside = ["ip", "netns", "exec", namespace]
-    try:
-        _run("ip", "link", "add", interface, "type", "veth", "peer", "name", interface, "netns", namespace)
-        for place, address in (([], f"{subnet}.1/24"), (inside, f"{subnet}.2/24")):
-            _run(*place, "ip", "addr", "add", address, "dev", interface)
-            _run(*place, "ip", "link", "set", interface, "up")
-        _run(*inside, "ip", "link", "set", "lo", "up")
+        try:
+            _run("ip", "netns", "add", namespace)
+            _run("ip", "link", "add", interface, "type", "veth", "peer", "name", interface, "netns", namespace)
+            for place, address in (((), f"{subnet}.1/24"), (inside, f"{subnet}.2/24")):
+                _run(*place, "ip", "addr", "add", address, "dev", interface)
+                _run(*place, "ip", "link", "set", interface, "up")
+            _run(*inside, "ip", "link", "set", "lo", "up")
+        except subprocess.CalledProcessError as refused:
+            pytest.skip(f"this system gives no second network with a cable to it: {refused.stderr.decode().strip()}")
         yield namespace
     finally:
-        _run("ip", "netns", "delete", namespace)  # and with it both ends of the cable, once its processes are gone
-        subprocess.run(["ip", "link", "delete", interface], capture_output=True, timeout=_WAIT_S, check=False)
+        for end in ("netns", namespace), ("link", interface):  # its namespace takes the cable along, but not at once
+            subprocess.run(["ip", end[0], "delete", end[1]], capture_output=True, timeout=_WAIT_S, check=False)
 
 
 def _run(*command: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 
 import dtkit
 from dtkit.dashboard.remarks import remarks
-from tests.cluster.nets import go, worker
+from tests.cluster.nets import go, quickly, worker
 from tests.cluster.small import check_usable, data, net, sgd, train
 
 pytestmark = pytest.mark.cluster
@@ -386,6 +387,39 @@ def test_a_failed_evaluation_pauses_a_training_that_is_whole(cluster2):
         train(cluster2, metrics={"loss": lambda output, _: output.mean()})
     with pytest.raises(TypeError, match="metrics is a list"):
         train(cluster2, metrics=[nn.MSELoss()])
+    check_usable(cluster2)
+
+
+def picky(output: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    """A metric that fails on one rank's rows."""
+    if rank() == 1:
+        raise LookupError("no such class")
+    return output.mean()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "victims"),
+    [(dtkit.DataParallel(), {1: False}), (dtkit.Sharded(), {1: False, 0: True})],
+    ids=["data", "sharded"],
+)
+def test_a_metric_that_raises_on_one_rank_is_told_with_its_line_and_the_other_is_out(
+    cluster2, strategy: Any, victims: dict[int, bool]
+):
+    """Whoever gathers parameters for the next batch waits for the one that failed."""
+    run = train(cluster2, epochs=2, valid=data(), metrics={"picky": picky}, strategy=strategy)
+    told = rf"^rank 1 on {re.escape(cluster2.nodes[1].host)}, step 4: LookupError: no such class"
+    with pytest.raises(dtkit.EngineError, match=told) as caught:
+        run.wait(60)
+    assert (run.status.state, run.status.step) == (dtkit.State.PAUSED, 4)
+    assert "Traceback of rank 1:" in str(caught.value)
+    assert 'in picky\n    raise LookupError("no such class")\n' in str(caught.value)
+    assert {failure.rank: failure.victim for failure in caught.value.failures} == victims
+    with quickly(2):
+        assert cluster2.run(rank) == [0, 1]
+    with quickly(5), pytest.raises(dtkit.EngineError, match=told):
+        run.evaluate(data())
+    assert run.evaluate(data(), metrics={}).samples == 64
+    run.stop()
     check_usable(cluster2)
 
 

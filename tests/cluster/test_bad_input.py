@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -15,12 +16,17 @@ from torch import nn
 from torch.nn import functional as F
 
 import dtkit
+from tests.cluster.nets import quickly
 from tests.cluster.small import check_usable, data, net, sgd, train
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 pytestmark = pytest.mark.cluster
 
 
 WITHIN_S = 5.0  # an error is told
+OUT_S = 2.0  # all ranks answer again, however many waited for the one that failed
 
 
 class FailsOnRankOne(nn.Module):
@@ -202,6 +208,48 @@ def test_a_rank_that_fails_to_build_what_others_have_built(cluster2: dtkit.Clust
             train(cluster2, strategy=strategy, optimizer=fails)
         assert time.monotonic() - begun < WITHIN_S
     check_usable(cluster2)
+
+
+class OnASign:
+    """A loss in which rank 1 stops once one file is there, and raises once another is."""
+
+    def __init__(self, folder: Path) -> None:
+        self.stop, self.fail = folder / "stop", folder / "fail"
+
+    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if dist.get_rank() == 1 and self.stop.exists():
+            pause = threading.Event()
+            while not self.fail.exists():
+                pause.wait(0.01)
+            raise LookupError("a bad row")
+        return F.cross_entropy(output, target)
+
+
+def blocked(cluster: dtkit.Cluster) -> list[bool]:
+    """Which ranks wait in a collective."""
+    return [seen.standing is not None and seen.standing.blocked for seen in cluster.stacks().ranks]
+
+
+@pytest.mark.parametrize("cluster", [4], indirect=True)
+@pytest.mark.parametrize(
+    "strategy", [dtkit.DataParallel(), dtkit.Sharded(replicas=2), dtkit.TensorParallel(2, replicas=2)], ids=repr
+)
+def test_ranks_that_wait_for_one_that_raises_are_out_at_once(cluster: dtkit.Cluster, strategy: Any, tmp_path: Path):
+    loss = OnASign(tmp_path)
+    run = train(cluster, loss=loss, strategy=strategy, start=False)
+    run.step(2)
+    loss.stop.touch()
+    run.resume()
+    deadline = time.monotonic() + 60
+    while blocked(cluster) != [True, False, True, True]:
+        assert time.monotonic() < deadline, cluster.stacks()
+    with quickly(OUT_S):
+        loss.fail.touch()
+        with pytest.raises(dtkit.EngineError, match=r"rank 1 on .*, step 2: LookupError: a bad row") as caught:
+            run.wait(60)
+        assert len(set(cluster.run(os.getpid))) == 4
+    assert {failure.rank: failure.victim for failure in caught.value.failures} == {1: False, 0: True, 2: True, 3: True}
+    check_usable(cluster)
 
 
 def test_an_interrupt_of_the_users_own_making_is_an_error_as_any_other(cluster2: dtkit.Cluster):

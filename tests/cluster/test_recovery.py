@@ -8,6 +8,7 @@ import re
 import signal
 import threading
 import time
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -138,6 +139,40 @@ def test_a_run_goes_on_with_fewer():
         run.wait(120)
         assert (cluster.world_size, run.spec.world_size) == (1, 1)
         assert difference(run.model.state_dict(), one_process(mlp(), global_rows, steps=60)) <= BOUND
+        check_usable(cluster)
+
+
+class Noting:
+    """A step that writes down which rows it was given: their first numbers, of which no two are equal."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __call__(self, model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        inputs, targets = batch
+        with (self.folder / str(os.getpid())).open("a") as file:
+            file.writelines(f"{number!r}\n" for number in inputs[:, 0].tolist())
+        return mean_loss(model(inputs), targets)
+
+
+@pytest.mark.parametrize(("shuffle", "at"), [("global", 20), ("shard", 18)], ids=["within", "between epochs"])
+def test_three_of_four_go_on_and_miss_no_row(tmp_path: Path, shuffle: str, at: int):
+    """Shards are dealt anew: within an epoch only one order of all rows goes on as if there had been as many ever."""
+    with dtkit.Cluster(4, threads=1) as cluster:
+        noting: dict[str, Any] = {"loss": None, "step": Noting(tmp_path)}
+        run = start(cluster, on_failure="shrink", shuffle=shuffle, steps=60, start=False, **noting)
+        run.step(at)
+        cluster.kill([1])
+        run.resume()
+        run.wait(60)
+        assert (cluster.world_size, run.spec.world_size, kinds(run)) == (3, 3, ["lost", "repair"])
+        assert run.history.totals()["ranks"].tolist() == [4] * at + [3] * (60 - at)
+        wanted = Counter(dict.fromkeys(data()[0][:, 0].tolist(), 10))
+        seen = Counter(float(line) for path in tmp_path.iterdir() for line in path.read_text().splitlines())
+        assert wanted <= seen
+        assert (seen - wanted).total() <= BATCH  # of a step that survivors had begun, and took again
+        if shuffle == "global":
+            assert difference(run.model.state_dict(), one_process(mlp(), global_rows, steps=60)) <= BOUND
         check_usable(cluster)
 
 

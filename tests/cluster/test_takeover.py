@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
 
 import dtkit
+from dtkit import papers
 from dtkit.standing import status_file
 from tests.cluster.oracle import BATCH, BOUND, SEED, data, difference, mean_loss, mlp, momentum
 from tests.cluster.small import check_usable
@@ -20,7 +23,6 @@ from tests.cluster.test_recovery import at_step
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     import torch
 
@@ -160,6 +162,38 @@ def test_a_cluster_may_outlive_a_script():
     with dtkit.attach() as cluster:
         assert cluster.current_run is None
         check_usable(cluster)
+
+
+CLOSING = """
+import dtkit
+
+if __name__ == "__main__":
+    dtkit.attach().close()
+"""
+
+
+@pytest.fixture
+def older(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a copy of dtkit that is of another version."""
+    folder = tmp_path_factory.mktemp("older")
+    shutil.copytree(Path(dtkit.__file__).parent, folder / "dtkit", ignore=shutil.ignore_patterns("__pycache__"))
+    front = folder / "dtkit" / "__init__.py"
+    front.write_text(front.read_text().replace(f'__version__ = "{dtkit.__version__}"', '__version__ = "0.0.1"'))
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    return folder
+
+
+def test_a_cluster_of_another_version_is_refused_and_left_to_that_one(older: Path, tmp_path: Path):
+    subprocess.run([sys.executable, "-c", SCRIPT], cwd=older, check=True, timeout=60)
+    try:
+        (found,) = papers.running(tmp_path)
+        told = rf"^{found.name} was started by dtkit 0\.0\.1, and this is {dtkit.__version__}\. Take it over with that"
+        with pytest.raises(dtkit.VersionMismatch, match=told):
+            dtkit.attach()
+        assert papers.running(tmp_path) == [found]
+    finally:
+        subprocess.run([sys.executable, "-c", CLOSING], cwd=older, check=True, timeout=60)
+    assert papers.running(tmp_path) == []
 
 
 def test_without_a_cluster_there_is_none_to_take_over():

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from dtkit import units
 from dtkit.checkpoint import Checkpoint, Line, line_of
 from dtkit.errors import CheckpointError
+from dtkit.mesh import Mesh
 from dtkit.plain import Unsavable, decode, encode
 from dtkit.replicas import Replicas
 
@@ -66,7 +67,7 @@ class Resumption:
             if saved is not None and saved["class"] == type(callback).__name__:
                 callback.load_state_dict(decode(saved["state"]))
 
-    def text(self, spec: RunSpec, overruled: Overruled) -> str:
+    def text(self, spec: RunSpec, mesh: Mesh, overruled: Overruled) -> str:
         """What the run's log says: where it goes on from, and how it differs from one that never ended."""
         head = self.checkpoint.head
         before, now = head["spec"], dataclasses.asdict(spec)
@@ -82,7 +83,7 @@ class Resumption:
         elif before["world_size"] != now["world_size"] and spec.shuffle != "global":
             said.append("each rank has other rows now, so the rows of a step differ from here on")
         if here != there:
-            said.append(_own_state(head, spec))
+            said.append(_own_state(head, spec, mesh))
         if before["loss"] != spec.loss:
             said.append(f"loss={spec.loss} was {before['loss']}")
         said.append(_options(overruled))
@@ -101,7 +102,7 @@ def _options(overruled: Overruled) -> str:
 _ORDER = ("samples", "batch_size", "shuffle", "seed")
 
 
-def _own_state(head: Any, spec: RunSpec) -> str:
+def _own_state(head: Any, spec: RunSpec, mesh: Mesh) -> str:
     """What becomes of state that is a rank's own."""
     facts = head["facts"]
     found = []
@@ -109,8 +110,8 @@ def _own_state(head: Any, spec: RunSpec) -> str:
     other_world = head["spec"]["world_size"] != spec.world_size
     if averaged and (other_world or not spec.strategy.startswith(facts["layout"]["strategy"])):
         found.append("optimisers' states of the ranks became their mean")
-    if other_world:
-        found.append("ranks that there were not draw random numbers of their own (dropout)")
+    if mesh.replicas > Mesh(facts["layout"]["mesh"]).replicas:
+        found.append("replicas that there were not draw random numbers of their own (dropout)")
     return ", ".join(found)
 
 

@@ -356,6 +356,71 @@ def test_options_that_the_checkpoint_overrules_are_said(cluster2: dtkit.Cluster,
     assert run.history.rows()["lr"][-1] == 0.5
 
 
+def said(cluster: dtkit.Cluster, path: Path, **options: Any) -> str:
+    """What the log says of a run that is to go on from there, after the checkpoint's name."""
+    rows = options.pop("rows", oracle.data())
+    run = cluster.train(oracle.mlp(), rows, **(HOW | {"steps": STEPS, "resume": path, "start": False} | options))
+    head, _, rest = run.history.events[-1].text.partition("; ")
+    assert head == f"goes on from {path.name}"
+    return rest
+
+
+@pytest.fixture(scope="module")
+def of_shards(shared: Shared, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of a run on two engines that each took rows of a shard of their own."""
+    run = train(shared.of(2), steps=BREAK, shuffle="shard")
+    return run.save(tmp_path_factory.mktemp("shards")).path
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({}, ""),
+        ({"shuffle": "global"}, "rows come in another order (shuffle='global' was 'shard')"),
+        (
+            {"rows": tuple(column[:100] for column in oracle.data()), "shuffle": None},
+            "rows come in another order (samples=100 was 121, shuffle=None was 'shard')",
+        ),
+        ({"batch_size": 20, "seed": 7}, "rows come in another order (batch_size=20 was 24, seed=7 was 5)"),
+        ({"loss": nn.CrossEntropyLoss()}, "loss=CrossEntropyLoss was mean_loss"),
+    ],
+    ids=["as before", "shuffle", "rows", "batch", "loss"],
+)
+def test_what_else_makes_steps_differ_is_said(
+    cluster2: dtkit.Cluster, of_shards: Path, options: dict[str, Any], text: str
+):
+    assert said(cluster2, of_shards, **{"shuffle": "shard"} | options) == text
+
+
+OTHER_ROWS = "each rank has other rows now, so the rows of a step differ from here on"
+OTHER_NUMBERS = "replicas that there were not draw random numbers of their own (dropout)"
+
+
+def test_what_another_number_of_engines_changes_is_said(
+    cluster2: dtkit.Cluster, cluster4: dtkit.Cluster, saved: dict[str, Path], of_shards: Path, tmp_path: Path
+):
+    more = "made by DataParallel() on 2 ranks, now DataParallel() on 4 ranks: the state is the same"
+    assert said(cluster4, of_shards, shuffle="shard") == f"{more}; {OTHER_ROWS}; {OTHER_NUMBERS}"
+    assert said(cluster4, saved["data"]) == f"{more}; {OTHER_NUMBERS}"
+    both = said(cluster4, of_shards)
+    assert both == f"{more}; rows come in another order (shuffle='global' was 'shard'); {OTHER_NUMBERS}"
+    path = train(cluster4, steps=BREAK, shuffle="shard").save(tmp_path).path
+    fewer = "made by DataParallel() on 4 ranks, now DataParallel() on 2 ranks: the state is the same"
+    assert said(cluster2, path, shuffle="shard") == f"{fewer}; {OTHER_ROWS}"
+
+
+def test_more_replicas_on_as_many_engines_have_other_random_numbers_and_the_same_rows(
+    cluster2: dtkit.Cluster, tmp_path: Path
+):
+    path = train(cluster2, steps=BREAK, strategy=strategies(2)["pipeline"], shuffle="shard").save(tmp_path).path
+    made = (
+        "made by Pipeline(stages=2, micro_batches=3) on 2 ranks, now DataParallel() on 2 ranks: the state is the same"
+    )
+    assert said(cluster2, path, shuffle="shard") == f"{made}; {OTHER_NUMBERS}"
+    found = weights(train(cluster2, shuffle="shard", resume=path))
+    assert difference(found, weights(train(cluster2, shuffle="shard"))) <= BOUND
+
+
 def one_cycle(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=20)
 

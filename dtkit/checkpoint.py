@@ -492,7 +492,8 @@ def prune(path: Path, keep: int, line: Line = ()) -> list[Path]:
     old = [folder for folder in folders(path) if not line or _is_of(folder, line)][:-keep]
     for folder in old:
         away = path / f".saving-{socket.gethostname()}-{os.getpid()}-{os.urandom(4).hex()}"
-        folder.rename(away)  # at once no checkpoint any more, and never half of one
+        with contextlib.suppress(FileNotFoundError):  # another run that goes on from it was quicker
+            folder.rename(away)  # at once no checkpoint any more, and never half of one
         shutil.rmtree(away, ignore_errors=True)
     return old
 

@@ -27,7 +27,16 @@ from dtkit import recovery
 from dtkit.balance import Balancer
 from dtkit.boundary import attempt
 from dtkit.consistency import Watch
-from dtkit.errors import ClusterError, DtkitError, EngineError, NonFiniteError, RunError, Superseded, which_ranks
+from dtkit.errors import (
+    ClusterError,
+    DtkitError,
+    EngineError,
+    NonFiniteError,
+    RunError,
+    Superseded,
+    telling,
+    which_ranks,
+)
 from dtkit.lookout import Lookout
 from dtkit.nonfinite import nonfinite
 from dtkit.pace import Pace
@@ -425,7 +434,7 @@ class Driver:
             self._level()
         else:
             self._level()
-            self._fail(flight, EngineError([f for f in failures if f.kind != "refused"] or failures))
+            self._fail(flight, EngineError(telling(failures)))
 
     def _fail(self, flight: _Flight, error: EngineError) -> None:
         if flight.save is not None:  # the training itself is whole

@@ -204,6 +204,7 @@ class StartedEngines(Engines):
         self._controller_seen: tuple[int, float] | None = None
         self._spares: list[int] = []
         self._starting = threading.Lock()  # who holds it knows that an engine that comes is its own
+        self._refilling = threading.Lock()  # who holds it knows how many spares are missing
         self._closing = False
         self._warden: subprocess.Popen[bytes] | None = None
         self.folder = _new_folder()
@@ -261,7 +262,7 @@ class StartedEngines(Engines):
         self._how = Start.of(found.start)
         self._controller_seen = None
         self._sets, self._spares = [], list(found.spare_ids)
-        self._starting, self._closing = threading.Lock(), False
+        self._starting, self._refilling, self._closing = threading.Lock(), threading.Lock(), False
         self.folder, self._warden = found.folder, None
         self._watcher = found.warden
         lease = self._how.lease
@@ -369,10 +370,9 @@ class StartedEngines(Engines):
 
     def _refill(self) -> None:
         """Start what is missing of the spares; whoever needs one meanwhile waits for a new engine anyway."""
-        wanted = self._how.spares - len(self._spares)
-        with contextlib.suppress(ClusterError):  # then there is no spare, and a replacement takes longer
-            found = self._start_engines(wanted)
-            if not found:  # the cluster is closing
+        with self._refilling, contextlib.suppress(ClusterError):  # then there is none, and a replacement takes longer
+            found = self._start_engines(max(0, self._how.spares - len(self._spares)))
+            if not found:  # another thread was quicker, or the cluster is closing
                 return
             view = self._client.direct_view(found)
             view.apply_async(_load_torch)

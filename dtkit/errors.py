@@ -62,6 +62,11 @@ class CannotSend(DtkitError):  # noqa: N818 - reads as a sentence
     """An object can't be pickled, so it can't travel to an engine."""
 
 
+def telling(failures: Sequence[Failure]) -> Sequence[Failure]:
+    """Without what was refused since an engine is gone, which says nothing more than that."""
+    return [f for f in failures if f.kind != "refused"] or failures
+
+
 class EngineError(DtkitError):
     """A call failed on one or more ranks.
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from dtkit import __version__, warden, wire
 from dtkit.engine.probe import hello
-from dtkit.errors import ClusterClosed, ClusterError, DtkitError, EngineError, VersionMismatch
+from dtkit.errors import ClusterClosed, ClusterError, DtkitError, EngineError, VersionMismatch, telling
 from dtkit.records import CALLED_OFF, HURRY, Failure, GroupSpec, Heritage, NodeInfo, Reply, Request
 from dtkit.shipment import Shipment, ship
 
@@ -205,8 +205,7 @@ class Ranks:
         failures = [r.failure for r in replies if r.failure is not None]
         if not failures:
             return [r.value for r in replies]
-        # What was refused since an engine is gone says nothing more than that.
-        cause = EngineError([f for f in failures if f.kind != "refused"] or failures)
+        cause = EngineError(telling(failures))
         try:
             self.heal(failures)
         except DtkitError as unformed:
@@ -254,7 +253,8 @@ class Ranks:
                 failed_at[:] = [now]
                 deadline = now + GRACE_S
                 continue
-            arrived.wait(min(limit - now, 1.0))
+            if not arrived.wait(min(limit - now, 1.0)):
+                self.check_reachable()
             arrived.clear()
         return [f.result() if f.done() else self._stuck(r, timeout) for r, f in zip(ranks, futures, strict=True)]
 
@@ -430,10 +430,11 @@ class Ranks:
             self._uploads.remove(shipment)
 
     def hurry(self, job: str, *, wanted: bool) -> None:
-        """Have a dispatch of this job end at the next step at which its ranks ask each other."""
+        """Have a dispatch of this job end where its ranks next decide whether to go on."""
         mark = self._folder / f"{HURRY}{job}"
         if wanted:
-            mark.touch(mode=0o600)
+            with contextlib.suppress(OSError):  # a full disk: then it ends when all its steps are taken
+                mark.touch(mode=0o600)
         else:
             mark.unlink(missing_ok=True)
 

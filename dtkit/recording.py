@@ -30,6 +30,7 @@ class Recorder:
     def __init__(self, ranks: Ranks, history: History) -> None:
         self._ranks, self._history = ranks, history
         self._beyond: list[np.ndarray] = []  # rows of the ranks that were further than others when one failed
+        self._troubled = False
 
     @property
     def end(self) -> int:
@@ -53,6 +54,19 @@ class Recorder:
             for kind, what in items:
                 text = what if kind == "text" else " ".join(f"{k}={v:.6g}" for k, v in what.items())
                 self.note(step, "print", text, rank)
+        self._tell_trouble(step)
+
+    def _tell_trouble(self, step: int) -> None:
+        """Say once that a disk does not take the history, and once that it does again."""
+        spool = self._history.spool
+        if spool is None or (spool.trouble is not None) == self._troubled:
+            return
+        self._troubled = not self._troubled
+        if self._troubled:
+            why = f"{spool.trouble}: {spool.folder}. It is kept in memory until there is room"
+            self.note(step, "error", f"the history can't be written to disk, for who takes this run over: {why}")
+        else:
+            self.note(step, "note", "the history is on disk again")
 
     def unread(self, unread: Mapping[int, Sequence[tuple[Advance, list[Any]]]]) -> None:
         """What dispatches returned that nobody has read, by rank."""

@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtkit.engine.stack import parsed
+from dtkit.engine.stack import MOST_FRAMES, Stack, framed
 from dtkit.standing import IDLE, Frame, Standing, dump_file, line_of, status_file
 from dtkit.suspects import SILENT_S, Seen
 
@@ -38,6 +38,9 @@ FRESH_S = 1.5  # for the watchdogs to write once more: three of their periods
 DUMP_S = 1.0  # for a dump to be written
 _SAME_S = 2.0  # start times this near are one process's: the system's clock may have been set since
 _AGAIN_S = 5.0  # between two signals to the same rank by a probe
+_THREAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+)", re.MULTILINE)
+_LINE = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+_ESCAPED = re.compile(r"\\(x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")
 _INSTALLED = re.compile(rf"^.*/(?:site|dist)-packages/|^{re.escape(str(Path(__file__).parent.parent))}/(?=dtkit/)")
 
 
@@ -124,6 +127,22 @@ def dump(folder: Path, seen: Seen) -> tuple[Frame, ...]:
         return parsed(_written(path, seen.pid)).get(standing.thread, ())
     except OSError:  # it has just ended, or its folder is gone
         return ()
+
+
+def parsed(text: str) -> dict[int, Stack]:
+    """What faulthandler wrote of all threads, by their identities."""
+    heads = list(_THREAD.finditer(text))
+    ends = [head.start() for head in heads[1:]] + [len(text)]
+    return {int(head[1], 16): _parsed(text[head.end() : end]) for head, end in zip(heads, ends, strict=True)}
+
+
+def _parsed(text: str) -> Stack:
+    return framed([(_plain(file), int(line), _plain(name)) for file, line, name in _LINE.findall(text)[:MOST_FRAMES]])
+
+
+def _plain(name: str) -> str:
+    """With letters beyond ASCII, for which faulthandler writes their numbers."""
+    return _ESCAPED.sub(lambda found: chr(int(found[1][1:], 16)), name) if "\\" in name else name
 
 
 def _written(path: Path, pid: int) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pytest
@@ -13,7 +14,8 @@ import pytest
 import dtkit
 from dtkit import papers, recovery, spool
 from dtkit.history import ROW, History
-from dtkit.records import Evaluation, Event
+from dtkit.recording import Recorder
+from dtkit.records import Advance, Evaluation, Event
 from dtkit.recovery import Standing
 
 if TYPE_CHECKING:
@@ -38,6 +40,10 @@ def written(folder: Path) -> History:
     return history
 
 
+def advance(start: int, stop: int) -> Advance:
+    return Advance(rows(start, stop, ranks=1), stop, 0.1, "done", None, ())
+
+
 def test_a_history_is_read_back_as_it_was(tmp_path: Path):
     history = written(tmp_path / "run")
     found = spool.history(tmp_path / "run", copies=1)
@@ -55,6 +61,31 @@ def test_what_was_cut_off_is_left_out(tmp_path: Path):
         file.write('{"type": "Event", "st')
     found = spool.history(folder, copies=1)
     assert len(found) == len(history)
+    assert found.events == history.events
+    found.spool = spool.Spool(folder)  # whoever takes the run over goes on behind the last whole record
+    found.append(rows(12, 14))
+    found.add(Event(14, "note", "on", 2.5))
+    again = spool.history(folder, copies=1)
+    assert np.array_equal(again.rows(), found.rows())
+    assert again.events == found.events
+
+
+def test_a_full_disk_costs_nothing_but_the_file(small_disk: Path):
+    history = written(small_disk / "run")
+    recorder = Recorder(cast("Any", None), history)
+    filler = small_disk / "filler"
+    with contextlib.suppress(OSError):
+        filler.write_bytes(bytes(2**20))
+    for start in range(12, 212, 100):
+        recorder.steps([(advance(start, start + 100), [])])
+    assert history.rows()["step"][-1] == 211
+    assert [event.kind for event in history.events] == ["note", "error"]  # told once
+    assert "No space left on device" in history.events[-1].text
+    filler.unlink()
+    recorder.steps([(advance(212, 213), [])])
+    assert history.events[-1].text == "the history is on disk again"
+    found = spool.history(small_disk / "run", copies=1)
+    assert np.array_equal(found.rows(), history.rows())
     assert found.events == history.events
 
 

@@ -245,10 +245,12 @@ def test_where_ranks_ask_each_other_for_the_time():
     assert all(len(_votes(k)) <= 5 and all(0 < at < k for at in _votes(k)) for k in range(1, 300))
 
 
-def test_a_dispatch_that_somebody_waits_for_ends_a_step_after_the_next_question():
+def test_a_dispatch_that_somebody_waits_for_ends_where_ranks_decide():
     made = job()
-    made.advance(64, hurry=lambda: made.step >= 10)
-    assert (made.step, made.harvest().ended) == (17, "time")
+    made.advance(64, hurry=lambda: made.step >= 15)
+    assert (made.step, made.harvest().ended) == (16, "time")
+    made.advance(64, hurry=lambda: made.step >= 32)  # the question was asked at step 31
+    assert (made.step, made.harvest().ended) == (48, "time")
 
 
 BAD_OPTIMIZERS = {

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from dtkit import stacks
-from dtkit.engine import stack
+from dtkit.engine import comm, stack
 from dtkit.engine.phases import Phases
 from dtkit.engine.probe import Clock
 from dtkit.engine.watchdog import Watchdog
@@ -211,6 +211,11 @@ def test_a_collective_is_known_by_its_innermost_line(files: list[str], blocked: 
     assert stack.in_collective([*rows, USER] if rows else []) == blocked
 
 
+def test_ranks_that_wait_for_what_they_asked_each_other_are_in_a_collective():
+    assert stack.in_collective([Frame(comm.__file__, 1, "answer"), USER])
+    assert not stack.in_collective([Frame(comm.__file__, 1, "all_reduce"), USER])
+
+
 def test_names_may_have_letters_beyond_ascii(tmp_path: Path):
     path = tmp_path / "\u0442\u0435\u0442\u0440\u0430\u0434\u044c-\xe9-\U0001f300.py"
     path.write_text("def h\xe9las(look):\n    return look()\n")
@@ -253,7 +258,7 @@ LOOKED_AT = """
 import sys, threading, time
 import torch
 import torch.distributed as dist
-from dtkit.engine import stack
+from dtkit.engine import comm, stack
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 over = threading.Event()
@@ -341,10 +346,12 @@ def test_the_thread_is_found_in_what_was_written():
     text = (
         'Thread 0x00007f01 (most recent call first):\n  File "/a/b.py", line 3 in wait\n\n'
         'Current thread 0x00007f02 (most recent call first):\n  File "/c d/e.py", line 5 in f\n'
-        '  File "/c d/e.py", line 9 in <module>\n'
+        '  File "/c d/e.py", line 9 in <module>\n\n'
+        'Thread 0x00007f03 (most recent call first):\n  File "/\\u0442-\\xe9-\\U0001f300.py", line 2 in h\\xe9las\n'
     )
-    assert stack.parsed(text) == {
+    assert stacks.parsed(text) == {
         0x7F01: (Frame("/a/b.py", 3, "wait", "user"),),
+        0x7F03: (Frame("/\u0442-\xe9-\U0001f300.py", 2, "h\xe9las", "user"),),
         0x7F02: (Frame("/c d/e.py", 5, "f", "user"), Frame("/c d/e.py", 9, "<module>", "user")),
     }
 

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 _LOST_PEER = re.compile(
     r"connection (was likely )?(closed|reset|refused)|broken pipe|recvValue failed|sendBytes failed|socket closed"
     r"|communicator was aborted|gloo.*(read|write)(v|Error)|timed out waiting \d+ms|^wait timeout"
-    r"|application timeout|operation timed out",
+    r"|application timeout caused pair closure|operation timed out!",
     re.IGNORECASE,
 )
 

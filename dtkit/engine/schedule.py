@@ -29,6 +29,8 @@ class Rates:
         self.schedule: Schedule | None = None
         if program.scheduler is not None:
             self.schedule = Schedule(program.scheduler, optimizer, program.scheduler_every)
+            for group in self._groups:  # as most schedulers do, by which one sees that "lr" is theirs
+                group.setdefault("initial_lr", group["lr"])
 
     def set(self, lr: float) -> None:
         """Give the first group this rate, and the others in proportion."""

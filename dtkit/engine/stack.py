@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import re
+import gc
 import sys
 import sysconfig
 import threading
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from dtkit.standing import Frame
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from types import CodeType
 
 Stack = tuple[Frame, ...]
@@ -37,10 +37,8 @@ _OWN = str(Path(__file__).parent.parent)
 _DOORS = (str(Path(__file__).parent / "session.py"), str(Path(_OWN) / "entry.py"))
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _COLLECTIVES = "/torch/distributed/"
+_ANSWER = (str(Path(__file__).parent / "comm.py"), "answer")  # where ranks wait for what they asked each other
 _COMPUTES = ("/torch/distributed/tensor/", "/torch/distributed/pipelining/")
-_THREAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+)", re.MULTILINE)
-_LINE = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
-_ESCAPED = re.compile(r"\\(x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")
 _PLACE = attrgetter("f_code", "f_lineno")
 _PAIRWISE = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
 
@@ -58,31 +56,31 @@ def of_thread(thread: int) -> Stack:
     """The stack of a thread by its identity, innermost first, less what only led to the code of dtkit and the user."""
     rows: list[tuple[CodeType, int]] = []
     innermost = map(methodcaller("get", thread), starmap(sys._current_frames, [()]))  # noqa: SLF001 - Python's only way
-    with contextlib.suppress(AttributeError):  # the outermost frame's `f_back`, or the thread has ended
+    with _uncollected(), contextlib.suppress(AttributeError):  # the outermost frame's `f_back`, or the thread has ended
         # One call that runs no byte code, between two of which threads take turns: a loop here would be an error.
         rows.extend(map(_PLACE, accumulate(chain(innermost, repeat("f_back", MOST_FRAMES - 1)), getattr)))
     places = [(code.co_filename, line or code.co_firstlineno, code.co_name) for code, line in rows]
-    return _framed(places)
+    return framed(places)
 
 
-def parsed(text: str) -> dict[int, Stack]:
-    """What faulthandler wrote of all threads, by their identities, each as `of_thread` gives it."""
-    heads = list(_THREAD.finditer(text))
-    ends = [head.start() for head in heads[1:]] + [len(text)]
-    return {int(head[1], 16): _stack(text[head.end() : end]) for head, end in zip(heads, ends, strict=True)}
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without Python's garbage collector, which before 3.12 may begin in the midst of C code. What it finds may run
+    Python, and another thread with it: one that then makes a thread waits for Python's lock on the list of threads, and
+    who lists them for the interpreter (CPython issue 106883).
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
-def _stack(text: str) -> Stack:
-    return _framed([(_plain(file), int(line), _plain(name)) for file, line, name in _LINE.findall(text)[:MOST_FRAMES]])
-
-
-def _framed(places: Sequence[tuple[str, int, str]]) -> Stack:
+def framed(places: Sequence[tuple[str, int, str]]) -> Stack:
+    """A stack of (file, line, function), innermost first, less what is in every one."""
     return trimmed([Frame(file, line, name, kind(file)) for file, line, name in places])
-
-
-def _plain(name: str) -> str:
-    """With letters beyond ASCII, for which faulthandler writes their numbers."""
-    return _ESCAPED.sub(lambda found: chr(int(found[1][1:], 16)), name) if "\\" in name else name
 
 
 def trimmed(rows: Sequence[Frame]) -> Stack:
@@ -108,7 +106,9 @@ def has_user_code(stack: Sequence[Frame]) -> bool:
 def in_collective(stack: Sequence[Frame]) -> bool:
     """Whether the innermost Python code is that of a collective."""
     inner = _innermost(stack)
-    return inner is not None and _COLLECTIVES in inner.file and not any(part in inner.file for part in _COMPUTES)
+    if inner is None or (inner.file, inner.function) == _ANSWER:
+        return inner is not None
+    return _COLLECTIVES in inner.file and not any(part in inner.file for part in _COMPUTES)
 
 
 def in_pairs(stack: Sequence[Frame]) -> bool:

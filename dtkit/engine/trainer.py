@@ -103,7 +103,7 @@ class Job:
 
     def advance(self, steps: int, *, explain: bool = False, hurry: Callable[[], bool] = lambda: False) -> None:
         """Take up to `steps` steps. Ends early, at the same step on all ranks, when steps have become slow, or when
-        `hurry` says on some rank that somebody waits for the end: ranks ask each other, and a step later know.
+        `hurry` says on some rank that somebody waits for the end. Ranks ask each other a step before they decide.
 
         What was done is read by :meth:`harvest`, also after an exception.
         """
@@ -117,7 +117,7 @@ class Job:
                 if answer():
                     self._ended = "time"
                     return
-                answer = self._ask(time.perf_counter() - begun > SLOW_S or hurry()) if k in votes else _no
+                answer = self._ask(time.perf_counter() - begun > SLOW_S or hurry()) if k + 1 in votes else _no
                 done = self._try(explain=explain)
                 if done is None:
                     answer()
@@ -125,7 +125,6 @@ class Job:
                 self._done.append(done)
                 self.step += 1
                 self._attempt.end()
-            answer()
         self._ended = "done"
 
     def harvest(self, *, fingerprint: bool = False) -> Advance:
@@ -361,7 +360,7 @@ def _no() -> bool:
 
 
 def _votes(steps: int) -> set[int]:
-    """Where in a dispatch all ranks ask each other whether to go on: at most five times, the first one early."""
+    """After how many steps of a dispatch all ranks decide whether to go on: at most five times, the first one early."""
     return {k for k in (steps // 64, steps // 8, steps // 4, steps // 2, 3 * steps // 4) if k}
 
 

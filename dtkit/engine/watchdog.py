@@ -132,8 +132,9 @@ class Watchdog:
         while not self._never.wait(PERIOD_S):
             with self._lock:
                 if self._spec is not None:
+                    found = self.look(self._spec)
                     with contextlib.suppress(OSError):  # a full disk, or the folder is gone: then nobody reads it
-                        self._write(self.look(self._spec))
+                        self._write(found)
 
     def _write(self, found: Standing) -> None:
         path = status_file(self._folder, found.rank)

@@ -8,7 +8,6 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -267,20 +266,6 @@ def test_a_folder_that_can_t_be_made_fails_the_save_and_not_the_run(cluster2: dt
     assert sum(event.kind == "error" for event in run.history.events) == 3
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of one megabyte, where this user may mount one."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1M", "dtkit-test", str(folder)]
-    if shutil.which("mount") is None or subprocess.call(mount, stderr=subprocess.DEVNULL, timeout=10):
-        pytest.skip("mounting a file system takes rights that this user does not have")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", str(folder)], check=True, timeout=10)
-
-
 def test_a_disk_that_is_full_costs_the_checkpoint_and_nothing_else(cluster2: dtkit.Cluster, small_disk: Path):
     run = small.train(cluster2, steps=60, start=False)
     run.step(20)
@@ -302,6 +287,29 @@ def test_a_disk_that_is_full_costs_the_checkpoint_and_nothing_else(cluster2: dtk
     again.step()
     again.save(small_disk)
     assert dtkit.Checkpoint(small_disk).step == 21
+
+
+def test_a_disk_that_is_full_below_the_cluster_itself_costs_the_run_nothing(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(small_disk))
+    with dtkit.Cluster(2, threads=1) as cluster:
+        run = small.train(cluster, steps=2000, start=False)
+        run.step(2)
+        filler = small_disk / "filler"
+        with contextlib.suppress(OSError):
+            filler.write_bytes(bytes(2**20))
+        run.step(200)
+        run.resume()
+        run.pause()
+        filler.unlink()
+        run.resume()
+        run.wait(60)
+        assert run.status.state is dtkit.State.COMPLETED
+        assert len(run.history) == 2 * 2000
+        said = [event.text for event in run.history.events]
+        assert sum("No space left on device" in text for text in said) == 1
+        assert "the history is on disk again" in said
 
 
 def test_state_that_is_no_plain_data_is_refused_and_the_run_goes_on(cluster2: dtkit.Cluster, tmp_path: Path):

@@ -157,7 +157,7 @@ class Stage(PipelineStage):
 
     def __init__(self, *args: Any, phases: Phases, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._phases = phases
+        self._phases, self._promised = phases, kwargs["output_args"]
         self.sums: list[torch.Tensor] = []
         """Of each output of this step: not finite where an element is not. On the device, read only if need be."""
 
@@ -166,6 +166,7 @@ class Stage(PipelineStage):
         with self._at("forward", fwd_chunk_id):
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
             if not self.is_last:  # of the last one the loss tells
+                check_border(self.stage_index, output, self._promised)
                 self.sums += map(_sum, output if isinstance(output, tuple) else (output,))
             return output
 
@@ -190,6 +191,23 @@ class Stage(PipelineStage):
                 raise error.__cause__ from None
             raise
         self._phases.enter("recv")
+
+
+def check_border(place: int, output: Any, promised: Sequence[torch.Tensor]) -> None:
+    """Raise ValueError where a stage's output does not fit the buffers of the next one: gloo would end the process."""
+    made, wanted = (
+        [(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in tensors]
+        for tensors in (output if isinstance(output, tuple) else (output,), promised)
+    )
+    if made != wanted:
+        raise ValueError(
+            f"stage {place} made {_listed(made)} of a micro-batch, and {_listed(wanted)} of the first one. Stages send "
+            "tensors of one size: pad the samples to one, or use strategy=dtkit.Sharded()"
+        )
+
+
+def _listed(found: Sequence[tuple[tuple[int, ...], str]]) -> str:
+    return ", ".join(f"{dtype} of shape {shape}" for shape, dtype in found)
 
 
 def _sum(output: torch.Tensor) -> torch.Tensor:
@@ -339,6 +357,8 @@ class Stages:
                     given = tuple(torch.empty_like(t, requires_grad=False) for t in self.shapes[place])
                     self._wait([dist.irecv(t, group=self._group, group_src=before) for t in given])
                 made = self.parts[place].forecast(*given)
+                if place < self.last:
+                    check_border(place, made, self.shapes[place + 1])
                 given = made if isinstance(made, tuple) else (made,)
             elif rank == before:
                 sent = [t.contiguous() for t in given]

@@ -79,9 +79,36 @@ def test_an_error_in_a_stage_is_told_as_it_was(cluster: dtkit.Cluster, strategy:
     layers.insert(where, Raises())
     if where == 1:
         layers[0], layers[1] = nn.Linear(FEATURES, 12), layers[1]
-    with quickly(20), pytest.raises(dtkit.EngineError, match="this layer has had enough") as error:
+    with quickly(5), pytest.raises(dtkit.EngineError, match="this layer has had enough") as error:
         train(cluster, nn.Sequential(*layers).double(), strategy=strategy, steps=20)
     assert "ValueError" in str(error.value)
+    check_usable(cluster)
+
+
+class Grows(nn.Module):
+    """Makes twice as many rows of the fourth micro-batch that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += self.training
+        return torch.cat([x, x]) if self.seen > 3 else x
+
+
+def test_a_tensor_that_does_not_fit_at_a_border_is_refused_before_it_is_sent(
+    cluster: dtkit.Cluster, strategy: dtkit.Pipeline
+):
+    """gloo would end the process that receives it."""
+    layers = list(deep().children())
+    model = nn.Sequential(layers[0], Grows(), *layers[1:]).double()
+    with (
+        quickly(5),
+        pytest.raises(dtkit.EngineError, match=r"stage 0 made float64 of shape .* pad the samples") as error,
+    ):
+        train(cluster, model, strategy=strategy, steps=20)
+    assert error.value.cause.rank == 0
     check_usable(cluster)
 
 

@@ -53,7 +53,7 @@ class Cluster(Ranks):
     threads
         Torch threads per engine; by default the cores divided among the engines.
     memory_limit
-        Bytes (or text such as "600MB") that each engine's process may allocate for data.
+        Bytes (or text such as "600MB") that each engine's process may allocate for data; on a GPU, of its memory.
     timeout
         Seconds that starting may take, and forming the group.
     step_timeout

@@ -74,6 +74,16 @@ def test_records_have_the_device_s_memory_and_times_from_events():
     assert np.all(parts <= rows["step_s"] * 1.01 + 1e-5)
 
 
+def test_a_memory_limit_is_one_of_the_device():
+    with dtkit.Cluster(1, memory_limit="200MB") as cluster:
+        with pytest.raises(dtkit.EngineError, match="out of memory"):
+            cluster.run(lambda: torch.empty(300_000_000, dtype=torch.uint8, device="cuda"))
+        memory = train(cluster).memory()
+    assert memory.peak is not None
+    assert memory.rows[0].limit is not None
+    assert memory.peak <= memory.rows[0].limit <= 200_000_000
+
+
 def test_cuda_equals_cpu_within_float32_rounding():
     with dtkit.Cluster(1) as cluster:
         on_gpu = train(cluster).model.state_dict()

@@ -1,6 +1,8 @@
 """A limit on what an engine may allocate: too large a model is then an error there, and not the end of the host.
 
 RLIMIT_DATA counts private writable memory. Reaching it makes torch raise a plain RuntimeError, and the process goes on.
+On a GPU the limit is one of the device's memory, which torch's allocator keeps (CUDA itself maps far more than it uses,
+so that the process has none).
 """
 
 from __future__ import annotations
@@ -10,16 +12,28 @@ import os
 import resource
 from pathlib import Path
 
+import torch
+
 VARIABLE = "DTKIT_MEMORY_LIMIT"
 
 
-def limit_memory() -> None:
-    """Allow this process as many bytes as the environment says, on top of what it has loaded by now."""
+def given() -> int | None:
+    """The bytes that the environment allows; None for as many as there are."""
     text = os.environ.get(VARIABLE)
-    if text is None:
+    return None if text is None else int(text)
+
+
+def limit_memory(device: torch.device) -> None:
+    """Allow this process as many bytes as the environment says, on top of what it has loaded by now."""
+    limit = given()
+    if limit is None:
+        return
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
         return
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (_data_bytes() + int(text), hard))
+    resource.setrlimit(resource.RLIMIT_DATA, (_data_bytes() + limit, hard))
 
 
 def _data_bytes() -> int:

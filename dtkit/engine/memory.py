@@ -48,8 +48,14 @@ def room(device: torch.device, models: Iterable[torch.nn.Module], *, tidy_up: bo
     held = _held(device, models) if tidy_up else 0
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return Free(free + unused, 0, held, None)
+        limit = limits.given()
+        left = None if limit is None else max(0, limit - torch.cuda.memory_allocated(device))
+        return Free(free + unused, 0, held, left)
     return Free(free, host.swap(), held, limits.data_left())
+
+
+def _least(found: Free) -> int:
+    return found.free if found.limit is None else min(found.free, found.limit)
 
 
 def tidy() -> None:
@@ -113,7 +119,7 @@ class Gauge:
         tidy()
         self._device = device
         self._sent = bytes_of([*sent.parameters(), *sent.buffers()]) if sent is not None and device.type == "cpu" else 0
-        self._limit = limits.data_left() if device.type == "cpu" else room(device, ()).free
+        self._limit = limits.data_left() if device.type == "cpu" else _least(room(device, ()))
         self._before = reset_peak(device)
         self._grown: int | None = None
 

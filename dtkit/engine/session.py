@@ -211,7 +211,8 @@ class Session:
     def op_warm(self) -> None:
         """Load what the first step would load, and set the limit of memory from there."""
         preloading.preload()
-        limit_memory()
+        assert self.device is not None
+        limit_memory(self.device)
 
     def _limit_collectives(self, seconds: float) -> None:
         assert self.group is not None

@@ -172,6 +172,7 @@ def test_a_model_that_no_engine_can_hold_is_refused_and_then_trained_in_parts(en
             run = cluster.train(model, rows, strategy=strategy, **how)
             run.wait(60)
             assert min(cluster.run(left)) > 0
+            assert all(row.peak < row.limit for row in run.memory().rows)
             found = run.model.state_dict()
             assert found.keys() == start.keys()
             assert any(not torch.equal(found[name], value) for name, value in start.items())

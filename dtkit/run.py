@@ -274,7 +274,7 @@ class Run:
     def step(self, n: int = 1, *, explain: Literal[True]) -> Explanation: ...
 
     def step(self, n: int = 1, *, explain: bool = False) -> int | Explanation:
-        """Take `n` steps while paused. Returns how many were taken so far.
+        """Take `n` steps while paused. Returns how many were taken so far; raises what failed the run.
 
         With ``explain=True``, one step is taken apart. Of replicas: each rank's rows, loss and gradients, their sum,
         the update. Of a pipeline: the activations and gradients that cross the borders between stages. Where parameters
@@ -296,10 +296,13 @@ class Run:
 
     def _stepped(self, n: int) -> int:
         try:
-            return self._ask("step", (n, False))
+            taken = self._ask("step", (n, False))
         except KeyboardInterrupt:
             self._pause_or_break()
             raise
+        if self.exception is not None:
+            raise self.exception
+        return taken
 
     def _explained(self) -> Explanation:
         from dtkit import explaining

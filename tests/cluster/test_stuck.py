@@ -24,6 +24,7 @@ import dtkit
 from dtkit import stacks
 from dtkit.lookout import Limits, Lookout
 from tests.cluster import small
+from tests.cluster.nets import quickly
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -310,3 +311,19 @@ def test_a_stage_waits_for_another_no_longer_than_step_timeout(sign: Path):
         run.wait(28)
         assert run.status.state is dtkit.State.COMPLETED
         assert not sign.exists()
+
+
+def test_without_the_controller_every_call_says_so():
+    """Nothing is under way when it dies: nobody but the next call can find out."""
+    with dtkit.Cluster(2, threads=1) as cluster:
+        run = small.train(cluster, steps=50, start=False)
+        run.step(2)
+        controller = psutil.Process(cluster._transport._cluster.controller.process.pid)
+        for process in [*controller.children(recursive=True), controller]:
+            process.kill()
+        for call in (lambda: cluster.run(int), cluster.refresh, lambda: run.model, run.step):
+            with (
+                quickly(5),
+                pytest.raises(dtkit.errors.DtkitError, match="the controller, through which every message"),
+            ):
+                call()

@@ -377,7 +377,17 @@ class StartedEngines(Engines):
             view = self._client.direct_view(found)
             view.apply_async(_load_torch)
             self._spares += found
-        host.give_back()  # each such thread has an arena of malloc's; together they kept 20 MB in half an hour
+            self._forget_ended()
+        host.give_back()  # of an arena of malloc's that this thread may have had to itself
+
+    def _forget_ended(self) -> None:
+        """Let go of what started engines that have ended: ipyparallel keeps it, with an event loop each."""
+        for name in list(self._sets):
+            launchers = getattr(self._cluster.engines.get(name), "launchers", {})
+            if launchers and not any(engine.process.is_running() for engine in launchers.values()):
+                self._sets.remove(name)
+                self._cluster.engines.pop(name)
+        self._cluster.update_cluster_file()  # which a notebook that takes over reads
 
     def _watch(self) -> None:
         """Tell the warden all processes that run by now."""

@@ -239,10 +239,12 @@ class Ranks:
 
         for future in futures:
             future.add_done_callback(note)
-        interrupted = False
+        interrupted = silent = False
         while not all(f.done() for f in futures):
             if self._closed:  # nobody will answer any more
                 raise ClusterClosed("this cluster was closed during the call; start another one with dtkit.Cluster()")
+            if silent:
+                self.check_reachable()
             now = time.monotonic()
             limit = min(deadline, failed_at[0] + GRACE_S) if failed_at else deadline
             if now >= limit:
@@ -253,8 +255,7 @@ class Ranks:
                 failed_at[:] = [now]
                 deadline = now + GRACE_S
                 continue
-            if not arrived.wait(min(limit - now, 1.0)):
-                self.check_reachable()
+            silent = not arrived.wait(min(limit - now, 1.0))
             arrived.clear()
         return [f.result() if f.done() else self._stuck(r, timeout) for r, f in zip(ranks, futures, strict=True)]
 

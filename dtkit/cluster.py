@@ -363,8 +363,9 @@ class Cluster(Ranks):
             or under another strategy with exactly the same state, and the run's log says what is different.
         on_failure
             What to do when an engine is lost. "repair": another one takes its place, with the state of a survivor; the
-            fourth time in a row at one step the run fails. "shrink": the others take its shard, and go on. "pause":
-            wait for ``run.resume()``, which repairs.
+            fourth time in a row at one step the run fails. "shrink": the others take its shard, and go on (of the epoch
+            that is under way, ``shuffle="shard"`` then sees some rows twice and some not). "pause": wait for
+            ``run.resume()``, which repairs.
         snapshot_every
             Steps from one snapshot to the next, for strategies that keep the only copy of a part of the model on one
             rank: what the run goes back to when that is lost. By default every 30 seconds.

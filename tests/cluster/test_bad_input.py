@@ -167,10 +167,10 @@ def test_a_layer_that_is_not_used_is_named_in_the_first_step(cluster2: dtkit.Clu
     """torch would say so a step later, and until then the other rank would wait: in a single step for ever."""
     run = train(cluster2, LeavesOut(*ranks), start=False)
     before = run.model.state_dict()
-    run.step()
     message = r"spare.weight, spare.bias got no gradient.*DataParallel\(find_unused_parameters=True\), or freeze"
     with pytest.raises(dtkit.EngineError, match=message) as caught:
-        run.wait(60)
+        run.step()
+    assert run.exception is caught.value
     assert [f.rank for f in caught.value.failures if not f.victim] == list(ranks)
     assert caught.value.cause.step == 0
     assert len(run.history) == 0

@@ -224,16 +224,24 @@ class Ranks:
         return (self.step_timeout or _FIRST_STEP_S) + _MARGIN_S
 
     def collect(
-        self, futures: Sequence[Future[Reply]], timeout: float, ranks: Sequence[int] | None = None
+        self,
+        futures: Sequence[Future[Reply]],
+        timeout: float,
+        ranks: Sequence[int] | None = None,
+        *,
+        together: bool = False,
     ) -> list[Reply]:
-        """Wait for one reply per rank (of `ranks`). Once one failed the others get a moment, then an interrupt."""
+        """Wait for one reply per rank (of `ranks`). Once one failed the others get a moment, then an interrupt.
+
+        With `together`, once one has answered: whoever is far behind then waits for it in vain.
+        """
         ranks = range(len(futures)) if ranks is None else ranks
         deadline = time.monotonic() + timeout
         arrived = threading.Event()
         failed_at: list[float] = []
 
         def note(future: Future[Reply]) -> None:
-            if future.result().failure is not None:
+            if together or future.result().failure is not None:
                 failed_at.append(time.monotonic())
             arrived.set()
 
@@ -273,15 +281,16 @@ class Ranks:
         self.check_open()
         self._transport.interrupt(list(range(self.world_size)) if ranks is None else ranks)
 
-    def alone(self, op: str, ranks: Sequence[int], **options: Any) -> dict[int, Any]:
+    def alone(self, op: str, ranks: Sequence[int], *, together: bool = False, **options: Any) -> dict[int, Any]:
         """What each of these ranks answers by itself, needing no group; those that fail in it give nothing."""
-        replies = self.collect(self.fan_out(op, ranks=ranks, **options), ALONE_S, ranks)
+        replies = self.collect(self.fan_out(op, ranks=ranks, **options), ALONE_S, ranks, together=together)
         return {rank: reply.value for rank, reply in zip(ranks, replies, strict=True) if reply.failure is None}
 
     def adopt(self) -> list[Heritage]:
         """Take over engines that another notebook had, with what they hold. Of each that answers, what that is."""
         lost = self.lost()
-        found = self.alone("adopt", [rank for rank in range(self.world_size) if rank not in lost])
+        # A notebook that died while it sent a dispatch has left ranks with it, who wait for those without.
+        found = self.alone("adopt", [rank for rank in range(self.world_size) if rank not in lost], together=True)
         if len(found) < self.world_size - len(lost) or not found:
             raise ClusterError(f"{len(found)} of {self.world_size} engines answered; the others are busy, or stuck")
         self._generation = max(heritage.generation for heritage in found.values())

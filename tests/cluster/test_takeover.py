@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,10 +64,10 @@ def _runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.contextmanager
-def notebook() -> Iterator[subprocess.Popen[str]]:
+def notebook(code: str = NOTEBOOK) -> Iterator[subprocess.Popen[str]]:
     """Another process, that has a cluster which trains."""
     pipe: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", NOTEBOOK], **pipe) as process:
+    with subprocess.Popen([sys.executable, "-c", code], **pipe) as process:
         try:
             assert process.stdout is not None
             assert any(line == "ready\n" for line in process.stdout)
@@ -101,6 +102,27 @@ def test_the_kernel_was_killed():
         process.send_signal(signal.SIGKILL)
         process.wait(10)
         with dtkit.attach() as cluster:
+            check_goes_on(cluster)
+
+
+def test_the_kernel_was_killed_while_it_sent_a_dispatch():
+    """One rank has it, and waits for the other one, which never gets it."""
+    half = """
+    send = cluster._transport.send
+
+    def half(rank, message, listen=None):
+        threading.Event().wait() if there.is_set() and rank == 1 else None
+        return send(rank, message, listen)
+
+    cluster._transport.send = half
+    there.wait(60)
+"""
+    with notebook(NOTEBOOK.replace("    there.wait(60)\n", half.lstrip("\n"))) as process:
+        process.send_signal(signal.SIGKILL)
+        process.wait(10)
+        begun = time.monotonic()
+        with dtkit.attach() as cluster:
+            assert time.monotonic() - begun < 20  # not the 30 s that an engine may take for what it does by itself
             check_goes_on(cluster)
 
 

@@ -377,9 +377,9 @@ def test_what_is_shown():
     assert (len(shown), shown[0][0], shown[2]) == (3, LIBRARY, ())
 
 
-def test_the_watchdog_needs_no_torch():
-    import subprocess
-
-    code = "import sys, dtkit.engine.watchdog, dtkit.stacks, dtkit.lookout; print('torch' in sys.modules)"
+def test_neither_the_watchdog_nor_a_plan_of_devices_needs_torch():
+    code = (
+        "import sys, dtkit.engine.watchdog, dtkit.stacks, dtkit.lookout, dtkit.devices; print('torch' in sys.modules)"
+    )
     out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
     assert out.stdout.strip() == "False"

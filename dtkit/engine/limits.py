@@ -11,8 +11,10 @@ import ctypes
 import os
 import resource
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 VARIABLE = "DTKIT_MEMORY_LIMIT"
 
@@ -29,6 +31,8 @@ def limit_memory(device: torch.device) -> None:
     if limit is None:
         return
     if device.type == "cuda":
+        import torch  # not by the notebook, which knows of limits before it needs torch
+
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
         return

@@ -106,9 +106,10 @@ def has_user_code(stack: Sequence[Frame]) -> bool:
 def in_collective(stack: Sequence[Frame]) -> bool:
     """Whether the innermost Python code is that of a collective."""
     inner = _innermost(stack)
-    if inner is None or (inner.file, inner.function) == _ANSWER:
-        return inner is not None
-    return _COLLECTIVES in inner.file and not any(part in inner.file for part in _COMPUTES)
+    if inner is None:
+        return False
+    of_torch = _COLLECTIVES in inner.file and not any(part in inner.file for part in _COMPUTES)
+    return of_torch or (inner.file, inner.function) == _ANSWER
 
 
 def in_pairs(stack: Sequence[Frame]) -> bool:

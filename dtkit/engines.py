@@ -91,11 +91,12 @@ class Engines:
             failure = Failure(rank, "?", error.ename, error.evalue, error.traceback or "", kind=kind)
             return Reply(failure=failure)
 
-    def interrupt(self, ranks: Sequence[int]) -> None:
+    def interrupt(self, ranks: Sequence[int], *, wake: bool = False) -> None:
         """Through each engine's nanny."""
         alive = [self.engine_ids[r] for r in ranks if self.engine_ids[r] in self._client.ids]
-        if alive:
-            self._client.send_signal(signal.SIGINT, targets=alive, block=False)
+        for number in (signal.SIGCONT, signal.SIGINT) if wake else (signal.SIGINT,):
+            if alive:
+                self._client.send_signal(number, targets=alive, block=False)
 
     def check_reachable(self) -> None:
         """Somebody else's controller can't be asked after."""

@@ -259,7 +259,7 @@ class Ranks:
                 if interrupted:
                     break
                 interrupted = True
-                self.interrupt([r for r, f in zip(ranks, futures, strict=True) if not f.done()])
+                self._transport.interrupt([r for r, f in zip(ranks, futures, strict=True) if not f.done()])
                 failed_at[:] = [now]
                 deadline = now + GRACE_S
                 continue
@@ -277,9 +277,12 @@ class Ranks:
         return Reply(failure=failure)
 
     def interrupt(self, ranks: Sequence[int] | None = None) -> None:
-        """Send SIGINT to engines, as the notebook's interrupt button does for the kernel. Without waiting."""
+        """Send SIGINT to engines, as the notebook's interrupt button does for the kernel. Without waiting.
+
+        One that is stopped goes on (SIGCONT), else it would not hear.
+        """
         self.check_open()
-        self._transport.interrupt(list(range(self.world_size)) if ranks is None else ranks)
+        self._transport.interrupt(list(range(self.world_size)) if ranks is None else ranks, wake=True)
 
     def alone(self, op: str, ranks: Sequence[int], *, together: bool = False, **options: Any) -> dict[int, Any]:
         """What each of these ranks answers by itself, needing no group; those that fail in it give nothing."""

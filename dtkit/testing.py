@@ -181,7 +181,7 @@ class FakeTransport:
                 engine.inbox.put((engine.sent, message, listen, future))
         return future
 
-    def interrupt(self, ranks: Sequence[int]) -> None:
+    def interrupt(self, ranks: Sequence[int], *, wake: bool = False) -> None:  # noqa: ARG002 - none is ever stopped
         """Note who was interrupted. The first call that is held there ends with KeyboardInterrupt."""
         self.interrupted += ranks
         if not self._open:

@@ -30,8 +30,8 @@ class Transport(Protocol):
         `listen(first, items)` is called with what the engine publishes meanwhile, from any thread.
         """
 
-    def interrupt(self, ranks: Sequence[int]) -> None:
-        """Send SIGINT to these engines, without waiting."""
+    def interrupt(self, ranks: Sequence[int], *, wake: bool = False) -> None:
+        """Send SIGINT to these engines, without waiting; with `wake`, SIGCONT first: a stopped one hears nothing."""
 
     def check_reachable(self) -> None:
         """Raise ClusterError where no message can reach the engines any more. Without waiting."""

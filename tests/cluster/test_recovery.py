@@ -296,28 +296,51 @@ def test_an_interrupt_pauses_between_two_steps(cluster: dtkit.Cluster, undisturb
     assert difference(run.model.state_dict(), undisturbed) <= BOUND
 
 
-class Sleepy:
-    """A loss that sleeps once, for long, in the midst of a step of one rank."""
+def sleep_for_long() -> None:
+    """What an interrupt ends."""
+    time.sleep(600)
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+
+def stop_this_process() -> None:
+    """It hears of no interrupt, unless somebody has it go on."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class Stuck:
+    """A loss that does not return, once, in the midst of a step of one rank."""
+
+    def __init__(self, folder: Path, how: Callable[[], None]) -> None:
+        self.folder, self.how = folder, how
 
     def __call__(self, output: Any, target: Any) -> Any:
         import torch.distributed as dist
 
-        flag = self.folder / "slept"
+        flag = self.folder / "stuck"
         seen = self.calls = getattr(self, "calls", 0) + 1
         if seen > 20 and dist.get_rank() == 1 and not flag.exists():
             flag.touch()
-            time.sleep(600)
+            self.how()
         return mean_loss(output, target)
 
 
+@pytest.mark.parametrize(
+    ("how", "strategy"),
+    [
+        (sleep_for_long, dtkit.DataParallel()),
+        (stop_this_process, dtkit.DataParallel()),
+        (stop_this_process, dtkit.Pipeline(2, 2)),
+    ],
+    ids=["asleep", "stopped", "stopped in a pipeline"],
+)
 def test_a_second_interrupt_breaks_off_what_is_stuck(
-    cluster: dtkit.Cluster, undisturbed: dict[str, Any], tmp_path: Path
+    cluster: dtkit.Cluster, tmp_path: Path, how: Any, strategy: dtkit.Strategy
 ):
-    run = start(cluster, loss=Sleepy(tmp_path))
-    stuck = tmp_path / "slept"
+    straight = start(cluster, strategy=strategy)
+    straight.wait(60)
+    undisturbed = straight.model.state_dict()
+    run = start(cluster, loss=Stuck(tmp_path, how), strategy=strategy)
+    stuck, engines = tmp_path / "stuck", [node.pid for node in cluster.nodes]
+    pressed: list[float] = []
 
     def until_stuck() -> None:
         deadline = time.monotonic() + 60
@@ -329,11 +352,14 @@ def test_a_second_interrupt_breaks_off_what_is_stuck(
         until_stuck()
         os.kill(os.getpid(), signal.SIGINT)
         threading.Event().wait(0.3)
+        pressed.append(time.monotonic())
 
     interrupted(twice)
     with pytest.raises(KeyboardInterrupt):
         run.wait(60)
+    assert time.monotonic() - pressed[0] < 3
     assert run.status.state is dtkit.State.PAUSED
+    assert [node.pid for node in cluster.nodes] == engines
     assert [e.text for e in run.history.events if "broken off" in e.text]
     assert cluster.run(os.getpid)  # at once: nobody sleeps any more
     run.resume()

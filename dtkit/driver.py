@@ -334,6 +334,7 @@ class Driver:
     def _land(self, flight: _Flight) -> None:
         replies = self._cluster.collect(flight.futures, _BREAK_S if self._breaking else _PATIENCE_S)
         self._flights.remove(flight)
+        flight.futures.clear()  # they hold the flight by their callbacks, and what it brought
         self._lookout.landed(time.monotonic(), self.pace.step_s or None)
         failures = [reply.failure for reply in replies if reply.failure is not None]
         if failures:

@@ -62,34 +62,36 @@ class Engines:
     def send(self, rank: int, message: bytes, listen: Callable[[int, list[Any]], None] | None = None) -> Future[Reply]:
         """See :class:`~dtkit.transport.Transport`."""
         reply: Future[Reply] = Future()
-        if self.engine_ids[rank] not in self._client.ids:
+        client = self._client
+        engine = client._engines.get(self.engine_ids[rank])  # noqa: SLF001 - a view would make ten objects for each
+        if engine is None:
             reply.set_result(_lost(rank))
             return reply
-        view = self._client.direct_view(self.engine_ids[rank])
-        result = view.apply_async(self._entry, message)
+        sent = client.send_apply_request(client._mux_stream, self._entry, [message], ident=engine.encode())  # noqa: SLF001
         if listen is not None:
-            _Listener(self._client, result, listen, reply).start()
-        result.add_done_callback(lambda done: reply.set_result(self._read(rank, done)))
+            _Listener(sent.output.metadata, listen, reply).start()
+        waiting = [reply]
+        sent.add_done_callback(lambda done: waiting.pop().set_result(self._read(rank, done)))
         return reply
 
     def _read(self, rank: int, done: Any) -> Reply:
         """What came back, whatever it is; and forget it in the client's history, which would grow for ever.
 
-        The client's other tables clear themselves once the engine has reported idle, which they are needed for.
+        The client's other tables clear themselves once the engine has reported idle, which they are needed for. Its
+        futures lie in cycles, until Python next looks for garbage among all that a notebook holds: hence the answer is
+        taken out of them, as is the future that waits for it.
         """
-        for msg_id in done.msg_ids:
-            with contextlib.suppress(ValueError):
-                self._client.history.remove(msg_id)
-        try:
-            return pickle.loads(done.result(timeout=0))  # type: ignore[no-any-return]
-        except ipp.error.EngineError as error:
-            return _lost(rank, str(error))
-        except ipp.RemoteError as error:
-            if error.ename == ipp.error.EngineError.__name__:  # so the client tells that an engine died in a call
-                return _lost(rank)
-            kind = "interrupted" if error.ename == KeyboardInterrupt.__name__ else "error"  # between two calls
-            failure = Failure(rank, "?", error.ename, error.evalue, error.traceback or "", kind=kind)
-            return Reply(failure=failure)
+        with contextlib.suppress(ValueError):
+            self._client.history.remove(done.msg_id)
+        found = done.result(timeout=0)
+        if isinstance(found, list):
+            return pickle.loads(found.pop())  # type: ignore[no-any-return]
+        name = getattr(found, "ename", type(found).__name__)
+        if name == ipp.error.EngineError.__name__:  # so the client tells that an engine died in a call
+            return _lost(rank)
+        kind = "interrupted" if name == KeyboardInterrupt.__name__ else "error"  # between two calls
+        trace = getattr(found, "traceback", None) or ""
+        return Reply(failure=Failure(rank, "?", name, getattr(found, "evalue", str(found)), trace, kind=kind))
 
     def interrupt(self, ranks: Sequence[int], *, wake: bool = False) -> None:
         """Through each engine's nanny."""
@@ -139,10 +141,8 @@ class Engines:
 class _Listener:
     """Hands on what an engine publishes while a call runs: the client collects, a thread looks."""
 
-    def __init__(
-        self, client: ipp.Client, result: Any, listen: Callable[[int, list[Any]], None], reply: Future[Reply]
-    ) -> None:
-        self._metadata = client.metadata[result.msg_ids[0]]
+    def __init__(self, metadata: Any, listen: Callable[[int, list[Any]], None], reply: Future[Reply]) -> None:
+        self._metadata = metadata
         self._listen, self._over = listen, threading.Event()
         self._seen = 0
         reply.add_done_callback(lambda _: self._over.set())

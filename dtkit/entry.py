@@ -17,9 +17,9 @@ _KEYS = "IPP_CONNECTION_INFO"  # how ipyparallel tells an engine where to connec
 
 
 class Entry:
-    """Callable with one message of bytes; answers bytes."""
+    """Callable with one message of bytes; answers a list of one, so that who reads it can take it out."""
 
-    def __call__(self, message: bytes) -> bytes:
+    def __call__(self, message: bytes) -> list[bytes]:
         """Serve one request on this engine."""
         from IPython import get_ipython
 
@@ -28,9 +28,9 @@ class Entry:
         os.environ.pop(_KEYS, None)  # a cell that prints its environment must not print it
         shell = get_ipython()
         if shell is None:
-            return serving.handle(message, None)
+            return [serving.handle(message, None)]
         serving.govern(shell.kernel)
-        return serving.handle(message, _publisher(shell))
+        return [serving.handle(message, _publisher(shell))]
 
 
 def _publisher(shell: Any) -> Callable[[int, list[tuple[str, Any]]], None]:

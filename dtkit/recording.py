@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dtkit import waiting
+from dtkit import messages, waiting
 from dtkit.records import Advance, Evaluation, Event
 
 if TYPE_CHECKING:
@@ -89,9 +89,11 @@ class Recorder:
         clocks = self._ranks.clock_offsets
         ahead = None if clocks is None else [clocks[rank] for rank in ranks]
         waits, transfers = waiting.split([np.asarray(span)[:steps] for span in spans], ahead)
-        for mine, wait, transfer in zip(rows, waits, transfers, strict=True):
-            mine["wait_s"][:steps] += wait
-            mine["comm_s"][:steps] = transfer
+        sent = _in_messages([part[:steps] for part in rows], advances, ranks, self._history.copies, ahead)
+        for mine, *found in zip(rows, waits, transfers, *sent, strict=True):
+            wait, transfer, waited, moved = found
+            mine["wait_s"][:steps] = wait + waited
+            mine["comm_s"][:steps] = transfer + moved
 
     # -- after a failure --------------------------------------------------------------------------------------
 
@@ -122,6 +124,27 @@ class Recorder:
         self._beyond.clear()
         if any(map(len, rows)):
             self._history.append(np.concatenate(rows))
+
+
+def _in_messages(
+    rows: Sequence[np.ndarray],
+    advances: Sequence[Advance],
+    ranks: Sequence[int],
+    per: int,
+    ahead: Sequence[float] | None,
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """(waited, moved) in seconds, of each rank an array by step: what it waited for in messages, and the rest of them.
+
+    `per` is how many ranks a pipeline has.
+    """
+    parts = [np.empty(0, messages.MESSAGE) if a.messages is None else np.asarray(a.messages) for a in advances]
+    waited, moved = [], []
+    for mine, part, seconds in zip(rows, parts, messages.waited(parts, ranks, per, ahead), strict=True):
+        at = part["step"] - (mine["step"][0] if len(mine) else 0)
+        known = (at >= 0) & (at < len(mine))  # of those that all ranks completed
+        waited.append(np.bincount(at[known], seconds[known], len(mine)))
+        moved.append(np.bincount(at[known], (part["end"] - part["begin"] - seconds)[known], len(mine)))
+    return waited, moved
 
 
 def _before(advance: Advance, step: int) -> np.ndarray:

@@ -120,9 +120,11 @@ class StepRecord:
     memory_bytes: int
     """Device memory allocated by this process on CUDA, else its resident set."""
     comm_s: float = 0.0
-    """Exposed communication: blocked in a collective that every rank had reached."""
+    """Exposed communication: blocked in a collective that every rank had reached, or in a message between stages
+    whose other rank had begun it as well."""
     wait_s: float = 0.0
-    """Blocked in a collective that another rank had not reached yet. The rank that waits least is the straggler."""
+    """Blocked in a collective, or in a message, that another rank had not reached yet. Of ranks that do the same work,
+    the one that waits least is the straggler."""
     sent_bytes: int = 0
     """What this rank sent for synchronisation."""
     grad_norm: float = math.nan
@@ -265,6 +267,9 @@ class Advance:
     """With "nonfinite", of a model in stages: what this rank's made that is not finite."""
     blocked: object = None
     """(steps, collectives, 2): when this rank was blocked, from and to, in seconds on its clock; NaN for none."""
+    messages: object = None
+    """When this rank was in which message to or from another stage: an array of dtype ``messages.MESSAGE``; None
+    without any."""
     fingerprint: Fingerprint | None = None
     """Where asked for, and where ranks must agree: of the parameters after the last step."""
     fingerprint_s: float = 0.0

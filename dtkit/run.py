@@ -237,10 +237,11 @@ class Run:
     @property
     def timeline(self) -> Timeline:
         """What every rank did when, in the last steps: a picture, and in a pipeline the bubble."""
+        from dtkit.messages import cut
         from dtkit.timeline import SPAN, Timeline, merge
 
         parts, clocks = self._driver.spans
-        spans = merge(parts, clocks) if parts else np.empty(0, SPAN)
+        spans = cut(merge(parts, clocks), self.history.copies) if parts else np.empty(0, SPAN)
         return Timeline(spans, schedule=self._extras.schedule, title=f" of {self.spec.name}")
 
     def trace(self, path: str | Path) -> None:

@@ -47,7 +47,8 @@ class Standing:
     op: str | None
     """What is being served: "advance", "evaluate", "call", ...; "cell" for code that came past dtkit; None if idle."""
     phase: str
-    """"data", "forward", "backward", "collective", "recv", "update", "step" (between those), else `op`, or "idle"."""
+    """"data", "forward", "backward", "collective", "send", "receive", "update", "step" (between those), else `op`, or
+    "idle"."""
     since: float
     """When that was first seen to be so: up to half a second late."""
     still_s: float

@@ -3,12 +3,16 @@
 The *bubble* is the share of the ranks' time, from the first micro-batch's begin to the last one's end, in which they
 compute nothing. For p ranks and m micro-batches of equal cost it is (p - 1) / (m + p - 1) of the whole (Huang et al.,
 NeurIPS 2019), and with v parts of the model on each rank (p - 1) / (v m + p - 1) (Narayanan et al., SC 2021). Where no
-formula is known, the schedule is played through with backward twice as long as forward.
+formula is known, the schedule is played through with backward twice as long as forward: that is "by simulation".
+
+What a rank does between its passes is to "send" (its own messages), to "receive" (a message that the other stage has
+sent), and to "wait" for a stage that has not come so far (:mod:`dtkit.messages`).
 
 What was *planned* is the schedule played through with the durations that were measured, and with sending free: what
 the measured bubble has more than that went into sending, and into waiting for a busy machine.
 
-Traces are in the JSON format of Chrome's tracing, which https://ui.perfetto.dev opens.
+Traces are in the JSON format of Chrome's tracing, which https://ui.perfetto.dev opens; an arrow leads from where a
+message is sent to where it is received.
 """
 
 from __future__ import annotations
@@ -19,6 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from dtkit import messages
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,7 +38,7 @@ SPAN = np.dtype(
     [
         ("step", "i4"),
         ("rank", "i4"),
-        ("phase", "U16"),
+        ("phase", "U16"),  # those of messages say which pass they belong to: "send forward"
         ("stage", "i4"),  # -1 outside of a pipeline, as is the micro-batch
         ("micro_batch", "i4"),
         ("begin", "f8"),
@@ -104,8 +110,13 @@ class Timeline:
         ranks = len(np.unique(self.spans["rank"][self.spans["stage"] >= 0]))
         return "(p-1)/(m+p-1)", (ranks - 1) / (self.micro_batches + ranks - 1)
 
+    @property
+    def source(self) -> str:
+        """Where the ideal bubble is from: "formula" or "simulation"."""
+        return "formula" if self.formula[0].startswith("(") else "simulation"
+
     def ideal_bubble(self) -> float:
-        """What the formula says, for stages of equal cost and no cost of sending."""
+        """What formula or simulation says, for stages of equal cost and no cost of sending."""
         return self.formula[1]
 
     def planned(self, step: int | None = None) -> Timeline:
@@ -144,13 +155,14 @@ class Timeline:
         return Score(names[0], names[1], times[0], times[1], self.memory(), other.memory())
 
     def trace(self, path: str | Path) -> None:
-        """Write a Chrome trace: a row per rank."""
+        """Write a Chrome trace: a row per rank, and an arrow per message."""
         start = float(self.spans["begin"].min(initial=np.inf))
         events: list[dict[str, Any]] = [
             {"ph": "M", "pid": 0, "tid": rank, "name": "thread_name", "args": {"name": f"rank {rank}"}}
             for rank in self.ranks
         ]
         events += [_event(span, start) for span in self.spans]
+        events += _arrows(self.spans, start, len(self.ranks) if self.schedule is None else self.schedule.ranks)
         Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
 
     def figure(self) -> Figure:
@@ -170,7 +182,7 @@ class Timeline:
         steps = f"steps {self.steps[0]} to {self.steps[-1]}, {len(self.ranks)} ranks"
         if not self.piped:
             return f"Timeline({steps})"
-        how = "the formula" if self.formula[0].startswith("(") else "simulation"
+        how = "the formula" if self.source == "formula" else self.source
         return f"Timeline({steps}, bubble {self.bubble():.1%} measured, {self.ideal_bubble():.1%} by {how})"
 
 
@@ -237,11 +249,27 @@ def _event(span: np.void, start: float) -> dict[str, Any]:
         "pid": 0,
         "tid": int(span["rank"]),
         "name": _name(span),
-        "cat": str(span["phase"]),
+        "cat": messages.kind(str(span["phase"])),
         "ts": 1e6 * (float(span["begin"]) - start),
         "dur": 1e6 * float(span["end"] - span["begin"]),
-        "args": {"step": int(span["step"])},
+        "args": _args(span),
     }
+
+
+def _args(span: np.void) -> dict[str, int]:
+    known = ("step", "stage", "micro_batch") if span["micro_batch"] >= 0 else ("step",)
+    return {name: int(span[name]) for name in known}
+
+
+def _arrows(spans: np.ndarray, start: float, ranks: int) -> list[dict[str, Any]]:
+    """From the begin of each message's sending to that of its receiving; within the boxes of these, as is asked for."""
+    events: list[dict[str, Any]] = []
+    for number, (sent, received) in enumerate(messages.pairs(spans, ranks)):
+        for ph, span in (("s", spans[sent]), ("f", spans[received])):
+            arrow = {"ph": ph, "pid": 0, "tid": int(span["rank"]), "name": "message", "cat": "message", "id": number}
+            ends = {"bp": "e"} if ph == "f" else {}
+            events.append({**arrow, **ends, "ts": 1e6 * (float(span["begin"]) - start), "args": _args(span)})
+    return events
 
 
 def _name(span: np.void) -> str:

@@ -90,7 +90,7 @@ def test_a_wait_that_shows_no_line_is_told_by_the_count():
 
 
 def test_counts_mean_nothing_where_ranks_send_in_pairs():
-    stages = [seen(rank, pairwise=True, phase="recv", counts={"0": 3 + rank}) for rank in range(3)]
+    stages = [seen(rank, pairwise=True, phase="receive", counts={"0": 3 + rank}) for rank in range(3)]
     stages[1] = seen(1, pairwise=True, blocked=False, phase="forward", counts={"0": 9})
     assert judge(stages) == Verdict("away", 1)
 

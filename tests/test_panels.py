@@ -23,7 +23,7 @@ from dtkit.dashboard.strip import KINDS, SPANS, STRIPS, strip
 from dtkit.dashboard.timing import bars, timing
 from dtkit.records import Event, State
 from dtkit.schedule import Schedule
-from dtkit.timeline import SPAN, Timeline
+from dtkit.timeline import SPAN, Timeline, spans_of
 from tests.fake_source import Drilled, FakeSource
 from tests.test_live import Timers
 
@@ -228,7 +228,7 @@ def test_a_pipelines_boxes_have_their_micro_batches():
     source.advance(2)
     found = strip(source.timeline)
     assert found.piped
-    assert "bubble" in found.note
+    assert re.fullmatch(r"step 2 · bubble \d+ % measured, 43 % by formula", found.note)
     own = found.boxes[found.boxes["rank"] == 2]
     assert own["micro_batch"].tolist() == [0, 1, 2, 3] * 2
     assert not len(found.plan)  # no schedule was given
@@ -245,7 +245,27 @@ def test_the_planned_schedule_stands_behind_what_was_measured():
         assert plan["micro_batch"].tolist() == boxes["micro_batch"].tolist()
         assert (plan["begin"] <= boxes["begin"] + 1e-9).all()  # sending is free in a plan
     message = Feed(source).snapshot()
-    assert len(message.buffers[4]) == 8 * 32
+    assert len(message.buffers[4]) == 10 * 32
+
+
+def test_a_schedule_without_a_formula_was_simulated():
+    zero = Schedule.named("ZBVZeroBubble", 2, 4)
+    assert strip(Timeline(spans_of(zero.simulate()), schedule=zero)).note.endswith("measured, 4 % by simulation")
+
+
+def test_messages_have_kinds_of_their_own():
+    spans = [
+        (3, 0, "send forward", 0, 1, 0, 1),
+        (3, 0, "wait", 0, 1, 1, 3),
+        (3, 0, "receive backward", 0, 0, 3, 6),
+        (3, 0, "backward", 0, 0, 6, 9),
+    ]
+    found = strip(Timeline(np.array(spans, SPAN)))
+    assert [(kind, seconds // 1000) for kind, seconds in named(found, 0)] == [
+        ("send", 1), ("waiting", 2), ("receive", 3), ("backward", 3)
+    ]  # fmt: skip
+    assert found.boxes["micro_batch"].tolist() == [1, 1, 0, 0]
+    assert found.boxes["stage"].tolist() == [0] * 4
 
 
 def test_of_many_nodes_some_are_shown_and_those_that_are_asked_for():
@@ -270,7 +290,7 @@ def test_a_timeline_is_sent_when_it_changes_and_once_a_second_at_most():
     feed = Feed(source, lambda: now[0])
     first = feed.snapshot()
     assert first.content["strip"]["step"] == 5
-    assert len(first.buffers[4]) == 8 * first.content["strip"]["boxes"]
+    assert len(first.buffers[4]) == 10 * first.content["strip"]["boxes"]
     source.advance(5)
     assert "strip" not in feed.change().content  # too soon
     assert feed.pending

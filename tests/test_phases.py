@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dtkit import waiting
-from dtkit.engine.phases import Phases, blocked, durations
+from dtkit.engine.phases import BETWEEN, Phases, blocked, durations, messages, spans
 from dtkit.engine.probe import Clock
 
 
@@ -85,6 +85,20 @@ def test_times_of_blocking_are_kept_and_padded():
     assert found[0, 0].tolist() == [7, 12]
     assert np.isnan(found[0, 1]).all()
     assert found[1].tolist() == [[1, 2], [5, 6]]
+
+
+def test_messages_are_told_by_step_and_what_is_between_phases_is_left_out():
+    phases = Phases(Ticking([1, 2, 4, 7, 9]))
+    phases.enter("send forward", (1, 0))
+    phases.enter(BETWEEN)
+    phases.enter("receive backward", (1, 2))
+    phases.keep("receive backward", (1, 2))  # goes on
+    phases.keep("receive backward", (1, 3))
+    marks = phases.finish()
+    rows = messages([(5, marks)], Clock())
+    assert rows.tolist() == [(5, 0, 1, 0, 1, 2), (5, 3, 1, 2, 4, 7), (5, 3, 1, 3, 7, 9)]
+    assert spans([(5, marks)], 0, Clock())["phase"].tolist() == ["send forward", *["receive backward"] * 2]
+    assert not len(messages([(0, steps(STEP)[0])], Clock()))
 
 
 def test_no_collective_at_all():

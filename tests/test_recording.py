@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import types
 
 import numpy as np
 import pytest
 
 from dtkit.history import ROW, History
+from dtkit.messages import MESSAGE, PHASES
 from dtkit.recording import Recorder
 from dtkit.records import Advance, Failure, Reply
 
@@ -34,6 +36,23 @@ def recorder(history: History) -> Recorder:
 def test_waiting_is_told_on_one_clock(recorder: Recorder, history: History):
     recorder.steps([(advance(rank, 2, 100.0 * rank + 0.25 * rank), []) for rank in range(3)])
     assert history.rows()["wait_s"].reshape(2, 3) == pytest.approx(np.array([[0.5, 0.25, 0.0]] * 2))
+
+
+def test_waiting_for_another_stage_is_no_communication():
+    history = History(copies=2)
+    recorder = Recorder(types.SimpleNamespace(clock_offsets=[0.0, 100.0]), history)
+    advances = []
+    for rank, (phase, begin, end) in enumerate([("send forward", 3.0, 4.0), ("receive forward", 101.0, 103.5)]):
+        sent = [(step, PHASES.index(phase), rank, 0, begin + 10 * step, end + 10 * step) for step in range(3)]
+        steps = 3 - rank  # one of them is a step further
+        found = advance(rank, steps, 200.0)
+        advances.append(dataclasses.replace(found, messages=np.array(sent, MESSAGE), blocked=np.empty((steps, 0, 2))))
+    recorder.steps([(one, []) for one in advances])
+    rows = history.rows()
+    for rank, wait, comm in ((0, 0.0, 1.0), (1, 2.0, 0.5)):
+        own = rows[(rows["rank"] == rank) & (rows["step"] < 2)]
+        assert own["wait_s"].tolist() == [wait] * 2
+        assert own["comm_s"].tolist() == [comm] * 2
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2])

@@ -114,7 +114,6 @@ def test_activations_are_held_until_their_backward_has_ended():
 def test_the_loss_is_a_part_of_its_forward_pass():
     spans = [
         (0, 0, "forward", 0, 0, 0, 1),
-        (0, 0, "recv", -1, -1, 1, 1.5),
         (0, 0, "forward", 0, 0, 1.5, 2),
         (0, 0, "backward", 0, 0, 2, 3),
     ]
@@ -158,7 +157,7 @@ def test_a_trace_has_a_row_per_rank_and_an_event_per_span(tmp_path):
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert [e["args"]["name"] for e in events if e["ph"] == "M"] == ["rank 0", "rank 1"]
     spans = [e for e in events if e["ph"] == "X"]
-    assert len(spans) == 16
+    assert len(spans) == len(events) - 2 == 16
     assert spans[0] == {
         "ph": "X",
         "pid": 0,
@@ -167,23 +166,46 @@ def test_a_trace_has_a_row_per_rank_and_an_event_per_span(tmp_path):
         "cat": "forward",
         "ts": 0.0,
         "dur": 1e6,
-        "args": {"step": 0},
+        "args": {"step": 0, "stage": 0, "micro_batch": 0},
     }
 
 
+def test_an_arrow_leads_from_where_a_message_is_sent_to_where_it_is_received(tmp_path):
+    spans = [
+        (0, 0, "send forward", 0, 0, 1, 1.25),
+        (0, 0, "send forward", 0, 0, 2, 2.5),  # awaited
+        (0, 1, "receive forward", 1, 0, 0.5, 0.75),  # asked for
+        (0, 1, "wait", 1, 0, 0.75, 1),
+        (0, 1, "receive forward", 1, 0, 1, 2),
+        (0, 1, "send backward", 1, 0, 3, 4),  # nobody received it
+    ]
+    Timeline(np.array(spans, SPAN)).trace(tmp_path / "trace.json")
+    text = (tmp_path / "trace.json").read_text()
+    events = follows_the_trace_event_format(text)["traceEvents"]
+    (start,) = [e for e in events if e["ph"] == "s"]
+    (end,) = [e for e in events if e["ph"] == "f"]
+    assert (start["tid"], start["ts"], end["tid"], end["ts"]) == (0, 5e5, 1, 5e5)
+    assert [e["cat"] for e in events if e["ph"] == "X"] == ["send", "send", "receive", "wait", "receive", "send"]
+    assert end["args"] == {"step": 0, "stage": 1, "micro_batch": 0}
+
+
 def follows_the_trace_event_format(text):
-    """What the format asks of a JSON object with complete events ("X") and metadata ("M"), as are written here."""
+    """What the format asks of a JSON object with complete events ("X"), metadata ("M") and flows ("s", "f")."""
     trace = json.loads(text)
     assert trace["displayTimeUnit"] in {"ms", "ns"}
-    ends = {}
+    ends, boxes, flows = {}, {}, {}
     for event in trace["traceEvents"]:
-        assert event["ph"] in {"X", "M"}
+        assert event["ph"] in {"X", "M", "s", "f"}
         assert isinstance(event["name"], str)
         assert event["name"]
         assert all(isinstance(event[key], int) for key in ("pid", "tid"))
         if event["ph"] == "M":
             assert event["name"] in {"process_name", "thread_name", "thread_sort_index"}
             assert event["args"]
+            continue
+        if event["ph"] in {"s", "f"}:
+            assert event["ph"] == "s" or event["bp"] == "e"
+            flows.setdefault((event["cat"], event["name"], event["id"]), []).append(event)
             continue
         assert all(isinstance(event[key], float) and np.isfinite(event[key]) for key in ("ts", "dur"))
         assert event["ts"] >= 0
@@ -192,6 +214,12 @@ def follows_the_trace_event_format(text):
         row = event["pid"], event["tid"]
         assert event["ts"] >= ends.get(row, 0) - 1e-3, "events of a thread don't overlap, unless they nest"
         ends[row] = event["ts"] + event["dur"]
+        boxes.setdefault(row, []).append((event["ts"], ends[row]))
+    for start, end in flows.values():
+        assert (start["ph"], end["ph"]) == ("s", "f")
+        assert start["ts"] <= end["ts"] + 1e-3
+        for event in (start, end):  # each is bound to the box around it
+            assert any(a - 1e-3 <= event["ts"] <= b + 1e-3 for a, b in boxes[event["pid"], event["tid"]])
     return trace
 
 

@@ -38,6 +38,7 @@ _MARK_WORDS = {
 _URGENT = ("error", "lost", "stuck")
 _OUTLIERS = (5, 6, 3, 2)  # colours that the band's blue does not swallow
 _NARROW = 7.5  # inches: below that a legend is broken
+_ACROSS = 10  # entries of a legend that have room next to each other
 _LABEL_GAP = 0.062  # of the axes' height: two labels closer than that would overlap
 
 
@@ -156,8 +157,13 @@ def draw_outliers(ax: Axes, part: Part, ranks: Sequence[int], lost: Collection[i
     end_labels(ax, labels_of(ax))
 
 
+def columns(count: int) -> int:
+    """Of a legend across the whole figure: one row, or two of equal length."""
+    return count if count <= _ACROSS else -(-count // 2)
+
+
 def legend_below(ax: Axes, patches: Sequence[Patch]) -> None:
-    """What the looks of a panel of bars mean, below the axis' name; in two rows where the panel is narrow."""
+    """What the looks of a panel of bars mean, below the axis' name; in rows where it is narrow or they are many."""
     figure = ax.get_figure(root=True)
     assert figure is not None
     narrow = ax.get_position().width * figure.get_figwidth() < _NARROW
@@ -165,7 +171,7 @@ def legend_below(ax: Axes, patches: Sequence[Patch]) -> None:
     ax.legend(
         handles=list(patches),
         loc="upper left", bbox_to_anchor=(0, 0), bbox_transform=ax.transAxes + below, frameon=False, fontsize=8,
-        ncols=4 if narrow else len(patches), labelcolor=INK, handlelength=1.8, handleheight=1.0,
+        ncols=4 if narrow else columns(len(patches)), labelcolor=INK, handlelength=1.8, handleheight=1.0,
         columnspacing=1.6, borderaxespad=0, borderpad=0,
     )  # fmt: skip
 

@@ -252,9 +252,10 @@ class Feed:
         return found.means
 
     def _strip(self, content: dict[str, Any]) -> np.ndarray:
-        """The timeline: the words into `content`; returns its boxes, and then the plan's, as (boxes, 4).
+        """The timeline: the words into `content`; returns its boxes, and then the plan's, as (boxes, 5).
 
-        That is the rank's place, begin and end in 1/60,000 of the step, and the kind + 16 times (micro-batch + 1).
+        That is the rank's place, begin and end in 1/60,000 of the step, the kind + 16 times (micro-batch + 1), and the
+        stage + 1.
         """
         now, step = self._clock(), self._source.status.step
         whole = content["kind"] == "snapshot"
@@ -299,12 +300,13 @@ class Feed:
 
 
 def _boxes(found: Strip, boxes: np.ndarray) -> np.ndarray:
-    """Boxes of a timeline as four uint16 each."""
-    packed = np.zeros((len(boxes), 4), "u2")
+    """Boxes of a timeline as five uint16 each."""
+    packed = np.zeros((len(boxes), 5), "u2")
     packed[:, 0] = np.searchsorted(found.ranks, boxes["rank"])
     for column, name in ((1, "begin"), (2, "end")):
         packed[:, column] = np.clip(boxes[name] / found.seconds * 60_000, 0, 65_535)
     packed[:, 3] = boxes["kind"] + 16 * np.clip(boxes["micro_batch"] + 1, 0, 4095)
+    packed[:, 4] = boxes["stage"] + 1
     return packed
 
 

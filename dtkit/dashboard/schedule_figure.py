@@ -20,7 +20,7 @@ def draw(schedule: Schedule) -> Figure:
     spans = spans_of(played)
     figure, ax = house.sheet(schedule.ranks)
     house.strips(ax, spans, 0.0, 1.0)
-    house.legend(figure, ax, house.used(spans))
+    house.legend(figure, ax, [*house.used(spans), house.idle("waiting")])
     house.axes(ax, schedule.ranks, "forward passes of a stage (backward takes two)")
     house.titles(ax, f"{schedule.name}: {schedule.micro_batches} micro-batches, planned", _note(played))
     return figure

@@ -1,8 +1,9 @@
 """What each node did when in the last step, as strips: the live timeline and the kept one draw these.
 
 The time that a node was blocked in a collective is cut where the last node arrived (as in :mod:`dtkit.waiting`): before
-that it waited, after it data moved. In a pipeline, receiving is waiting for the stage before. Of many nodes some are
-shown: those that are asked for, and others at equal distances.
+that it waited, after it data moved. Messages between stages are cut already (:mod:`dtkit.messages`): into waiting, and
+sending or receiving. What is between phases is left empty. Of many nodes some are shown: those that are asked for, and
+others at equal distances.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dtkit import units
+from dtkit import messages, units
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -26,27 +27,36 @@ KINDS = (
     "backward input",
     "backward weight",
     "waiting",
+    "send",
+    "receive",
     "communication",
     "update",
     "other",
 )
-"""What a strip is made of; as the phases of :mod:`dtkit.dashboard.timing`, with a pipeline's two halves of backward."""
+"""What a strip is made of; as the phases of :mod:`dtkit.dashboard.timing`, with a pipeline's two halves of backward and
+its messages."""
+
+NUMBERED = tuple(kind for kind in KINDS if kind.startswith(("forward", "backward")))
+"""Of which a box carries its micro-batch's number."""
 
 STRIPS = 16
 """Nodes at most."""
 
 SPANS = 1500
-"""Spans at most: 9 kB on their way to a page."""
+"""Spans at most: 15 kB on their way to a page."""
 
-_NAMED = {"sync": "communication", "recv": "waiting", "send": "communication"}
-_BOX = np.dtype([("rank", "i4"), ("kind", "u1"), ("micro_batch", "i4"), ("begin", "f8"), ("end", "f8")])
+_NAMED = {"sync": "communication", messages.WAIT: "waiting"}
+_BOX = np.dtype(
+    [("rank", "i4"), ("kind", "u1"), ("stage", "i4"), ("micro_batch", "i4"), ("begin", "f8"), ("end", "f8")]
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Strip:
     """Boxes of one step in seconds from its begin, by rank and time; `plan` is the schedule behind them, if known.
 
-    `boxes` and `plan` have the fields rank, kind (an index of ``KINDS``), micro_batch (-1 for none), begin and end.
+    `boxes` and `plan` have the fields rank, kind (an index of ``KINDS``), stage, micro_batch (both -1 for none), begin
+    and end.
     """
 
     step: int
@@ -89,7 +99,7 @@ def _chosen(ranks: np.ndarray, wanted: Iterable[int]) -> tuple[int, ...]:
 
 def _boxes(spans: np.ndarray, start: float) -> np.ndarray:
     boxes = np.zeros(len(spans), _BOX)
-    for name in ("rank", "micro_batch"):
+    for name in ("rank", "stage", "micro_batch"):
         boxes[name] = spans[name]
     boxes["begin"], boxes["end"] = spans["begin"] - start, spans["end"] - start
     boxes["kind"] = _kinds(spans["phase"])
@@ -99,7 +109,7 @@ def _boxes(spans: np.ndarray, start: float) -> np.ndarray:
 
 def _kinds(phases: np.ndarray) -> np.ndarray:
     names, place = np.unique(phases, return_inverse=True)
-    known = [_NAMED.get(str(name), str(name)) for name in names]
+    known = [_NAMED.get(str(name), messages.kind(str(name))) for name in names]
     numbers = [KINDS.index(name) if name in KINDS else KINDS.index("other") for name in known]
     return np.asarray(numbers, "u1")[place]
 
@@ -131,4 +141,4 @@ def _note(timeline: Timeline, step: int, *, piped: bool) -> str:
     if not piped:
         return f"step {step:,}"
     measured, ideal = units.share(timeline.bubble(step)), units.share(timeline.ideal_bubble())
-    return f"step {step:,} · bubble {measured}, {ideal} by formula"
+    return f"step {step:,} · bubble {measured} measured, {ideal} by {timeline.source}"

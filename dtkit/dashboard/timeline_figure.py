@@ -1,4 +1,4 @@
-"""The kept picture of a timeline: a strip per rank, boxes named as in a schedule, what no rank computes left white.
+"""The kept picture of a timeline: a strip per rank, boxes named as in a schedule, what no phase is of left white.
 
 In a pipeline, what was planned stands behind: the schedule played through with the measured durations, as hollow boxes
 a little higher than the measured ones. A box that came late has its empty outline to the left of it.
@@ -8,32 +8,40 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from dtkit.dashboard.axes import INK, MUTED
-from dtkit.timeline import KINDS
+from dtkit.dashboard.axes import INK, MUTED, columns
+from dtkit.messages import WAIT, kind
+from dtkit.timeline import COMPUTING, KINDS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import numpy as np
     from matplotlib.axes import Axes
 
     from dtkit.timeline import Timeline
 
-# (colour, hatch, word): told apart without colours too. What is not here is waiting, and stays white.
+# (colour, hatch, word): told apart without colours too.
 STYLES = {
     "data": ("#56B4E9", "...", "data"),
     "forward": ("#0072B2", "", "forward"),
     "backward": ("#009E73", "", "backward"),
     "backward input": ("#009E73", "\\\\", "its half of the input"),
     "backward weight": ("#8A8A00", "///", "its half of the weights"),
+    WAIT: ("#F4F4F4", "\\\\\\\\", "waiting"),
+    "send": ("#D55E00", "||||", "send"),
+    "receive": ("#F0E442", "...", "receive"),
     "sync": ("#E69F00", "xx", "collective"),
     "update": ("#CC79A7", "--", "update"),
 }
+_EDGES = {WAIT: ("#9A9A9A", 0.6), "send": ("white", 0), "receive": ("#6B6300", 0)}
+# (colour, width), also of the hatching; messages are often narrower than an edge is wide.
+_EDGE = ("white", 0.6)
 _NAMED = 64  # actions at most in a strip whose boxes carry names
+_WIDE = 0.012  # of the whole: a box from here on has room for its name
 _TOP, _ROW, _FOOT = 0.62, 0.5, 0.85  # inches: titles, a rank's strip, axis and legend
 
 
@@ -51,7 +59,9 @@ def draw(timeline: Timeline) -> Figure:
     if timeline.piped and timeline.schedule is not None:
         outline(ax, timeline.planned(step).spans, start, 1e3)
     strips(ax, spans, start, 1e3)
-    legend(figure, ax, [*used(spans), *_hollow(timeline)])
+    legend(
+        figure, ax, [*used(spans), *([] if (spans["phase"] == WAIT).any() else [idle("waiting")]), *_hollow(timeline)]
+    )
     axes(ax, len(ranks), "ms")
     titles(ax, f"Step {step}{timeline.title}", _note(timeline, step))
     return figure
@@ -67,27 +77,33 @@ def sheet(rows: int) -> tuple[Figure, Axes]:
 def strips(ax: Axes, spans: np.ndarray, start: float, scale: float) -> None:
     """The boxes of all ranks, in `scale` times a second from `start` on, rank 0 on top."""
     several = len({int(s) for s in spans["stage"][(spans["rank"] == 0) & (spans["stage"] >= 0)]}) > 1
+    kinds, whole = _kinds(spans), scale * float(np.ptp(np.append(spans["begin"], spans["end"])))
     for phase, (colour, hatch, _) in STYLES.items():
+        edge, wide = _EDGES.get(phase, _EDGE)
         for rank in sorted({int(r) for r in spans["rank"]}):
-            own = spans[(spans["phase"] == phase) & (spans["rank"] == rank)]
+            own = spans[(kinds == phase) & (spans["rank"] == rank)]
             bars = [(scale * (s["begin"] - start), scale * (s["end"] - s["begin"])) for s in own]
             ax.broken_barh(
-                bars, (rank - 0.34, 0.68), facecolors=colour, hatch=hatch, edgecolor="white", linewidth=0.6, gid=phase
+                bars, (rank - 0.34, 0.68), facecolors=colour, hatch=hatch, edgecolor=edge, linewidth=wide, gid=phase
             )
             if phase in KINDS and _actions(spans, rank) <= _NAMED:
-                _name(ax, own, bars, several=several)
+                _name(ax, own, bars, room=_WIDE * whole, several=several)
+
+
+def _kinds(spans: np.ndarray) -> np.ndarray:
+    return np.array([kind(str(phase)) for phase in spans["phase"]], "U16")
 
 
 def _actions(spans: np.ndarray, rank: int) -> int:
-    return int(((spans["rank"] == rank) & (spans["micro_batch"] >= 0)).sum())
+    return int(((spans["rank"] == rank) & np.isin(spans["phase"], COMPUTING) & (spans["micro_batch"] >= 0)).sum())
 
 
-def _name(ax: Axes, spans: np.ndarray, bars: Sequence[tuple[float, float]], *, several: bool) -> None:
-    """Each box's action and micro-batch, once; where ranks have several stages, the stage below it in small."""
+def _name(ax: Axes, spans: np.ndarray, bars: Sequence[tuple[float, float]], *, room: float, several: bool) -> None:
+    """Each wide box's action and micro-batch, once; where ranks have several stages, the stage below it in small."""
     told: set[tuple[int, int]] = set()
     for span, (left, width) in zip(spans, bars, strict=True):
         key = int(span["stage"]), int(span["micro_batch"])
-        if key[1] < 0 or key in told:
+        if key[1] < 0 or key in told or width < room:
             continue
         told.add(key)
         phase = str(span["phase"])
@@ -108,9 +124,17 @@ def outline(ax: Axes, spans: np.ndarray, start: float, scale: float) -> None:
 
 def used(spans: np.ndarray) -> list[Patch]:
     """What the legend has to explain."""
-    there = [style for phase, style in STYLES.items() if (spans["phase"] == phase).any()]
-    patches = [Patch(facecolor=colour, hatch=hatch, edgecolor="white", label=word) for colour, hatch, word in there]
-    return [*patches, Patch(facecolor="white", edgecolor="#d0d0d0", label="waiting")]
+    there = set(_kinds(spans))
+    return [
+        Patch(facecolor=colour, hatch=hatch, edgecolor=_EDGES.get(phase, _EDGE)[0], label=word)
+        for phase, (colour, hatch, word) in STYLES.items()
+        if phase in there
+    ]
+
+
+def idle(word: str) -> Patch:
+    """What is left white."""
+    return Patch(facecolor="white", edgecolor="#d0d0d0", label=word)
 
 
 def _hollow(timeline: Timeline) -> list[Patch]:
@@ -120,11 +144,11 @@ def _hollow(timeline: Timeline) -> list[Patch]:
 
 
 def legend(figure: Figure, ax: Axes, patches: Sequence[Patch]) -> None:
-    """One row below the axis, in a place that does not depend on how many ranks there are."""
+    """Below the axis, in a place that does not depend on how many ranks there are."""
     figure.legend(
         handles=list(patches),
         loc="outside lower center",
-        ncols=len(patches),
+        ncols=columns(len(patches)),
         fontsize=8,
         frameon=False,
         columnspacing=1.4,
@@ -158,7 +182,7 @@ def _note(timeline: Timeline, step: int) -> str:
     if not timeline.piped:
         return ""
     formula, value = timeline.formula
-    how = f"by formula, {formula}" if formula.startswith("(") else "by simulation with equal stages"
+    how = f"by formula, {formula}" if timeline.source == "formula" else "by simulation with equal stages"
     note = f"bubble: {timeline.bubble(step):.1%} of the time as measured, {value:.1%} {how}"
     if timeline.schedule is None:
         return note

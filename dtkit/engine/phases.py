@@ -2,11 +2,13 @@
 
 A step runs through "data", "forward", "backward", "sync" and "update", in any order and as often as it likes: whoever
 does the work says what begins. A pipeline also says which micro-batch of which stage, tells the halves of backward
-apart ("backward input", "backward weight"), and has "recv" for its waiting between them. Marking costs a clock's
-reading and a list's append, so that measuring is never the reason why a step is slow.
+apart ("backward input", "backward weight"), and has a phase for each message to and from other stages
+(:data:`dtkit.messages.PHASES`); "other" is what is between these. Marking costs a clock's reading and a list's append,
+so that measuring is never the reason why a step is slow.
 
-"sync" is time blocked in a collective. How much of it was waiting for others can only be told from all ranks' marks
-(see :mod:`dtkit.waiting`), so those are kept as times and not only as durations.
+"sync" is time blocked in a collective. How much of that and of messages was waiting for others can only be told from
+all ranks' marks (see :mod:`dtkit.waiting` and :mod:`dtkit.messages`), so those are kept as times and not only as
+durations.
 
 A rank can be slowed on purpose, for lessons: it then sleeps after each piece of computing, in proportion to it.
 """
@@ -19,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dtkit.messages import MESSAGE, PHASES
 from dtkit.timeline import SPAN
 
 if TYPE_CHECKING:
@@ -27,7 +30,8 @@ if TYPE_CHECKING:
     from dtkit.engine.probe import Clock
 
 COMPUTING = ("forward", "backward", "backward input", "backward weight")
-END = "end"
+BETWEEN, END = "other", "end"
+_MESSAGES = {phase: number for number, phase in enumerate(PHASES)}
 
 Marks = list[tuple[str, object, tuple[int, int] | None]]
 """(phase, mark at which it began, (stage, micro-batch) or None) in order, closed by an "end"."""
@@ -48,6 +52,11 @@ class Phases:
         if self.slowness > 1 and self._marks and self._marks[-1][0] in COMPUTING:
             self._drag(self._marks[-1][1])
         self._marks.append((phase, self.clock.mark(), where))
+
+    def keep(self, phase: str, where: tuple[int, int]) -> None:
+        """`phase` goes on where it runs already, else it begins."""
+        if not self._marks or self._marks[-1][0] != phase or self._marks[-1][2] != where:
+            self.enter(phase, where)
 
     def block(self) -> None:
         """A collective begins in the midst of a phase. Between steps (in an evaluation) nothing is marked."""
@@ -102,13 +111,25 @@ def durations(marks: Marks, clock: Clock) -> dict[str, float]:
 
 
 def spans(steps: Sequence[tuple[int, Marks]], rank: int, clock: Clock) -> np.ndarray:
-    """What a rank did when in these (step, marks): rows of dtype :data:`dtkit.timeline.SPAN`."""
+    """What a rank did when in these (step, marks): rows of dtype :data:`dtkit.timeline.SPAN`; none of BETWEEN."""
     rows = [
         (step, rank, phase, *(where or (-1, -1)), clock.at(begun), clock.at(ended))
         for step, marks in steps
         for (phase, begun, where), (_, ended, _) in itertools.pairwise(marks)
+        if phase != BETWEEN
     ]
     return np.array(rows, SPAN)
+
+
+def messages(steps: Sequence[tuple[int, Marks]], clock: Clock) -> np.ndarray:
+    """What these (step, marks) tell of messages: rows of dtype :data:`dtkit.messages.MESSAGE`."""
+    rows = [
+        (step, _MESSAGES[phase], *where, clock.at(begun), clock.at(ended))
+        for step, marks in steps
+        for (phase, begun, where), (_, ended, _) in itertools.pairwise(marks)
+        if where is not None and phase in _MESSAGES
+    ]
+    return np.array(rows, MESSAGE)
 
 
 def blocked(steps: Sequence[Marks], clock: Clock) -> np.ndarray:

@@ -17,10 +17,11 @@ import torch
 
 from dtkit.engine import checks, probe, randomness
 from dtkit.engine.attempt import Attempt
-from dtkit.engine.phases import Marks, blocked, durations, spans
+from dtkit.engine.phases import Marks, blocked, durations, messages, spans
 from dtkit.engine.schedule import Rates
 from dtkit.engine.sources import to_device
 from dtkit.history import ROW
+from dtkit.messages import PHASES
 from dtkit.records import Advance
 from dtkit.strategies.base import Outcome
 
@@ -131,6 +132,7 @@ class Job:
         """The rows of the steps that the last `advance` completed; and, if asked for, the parameters' checksum."""
         rows, waits = self._rows(self._done)
         timeline = self._spans(self._done[-SHOWN_STEPS:])
+        sent = messages([(one.step, one.marks) for one in self._done], self.setting.phases.clock)
         self._done.clear()
         self._recent = (self._recent + rows["step_s"].tolist())[-50:]
         begun = time.perf_counter()
@@ -144,6 +146,7 @@ class Job:
             self._loss,
             self._astray,
             blocked=waits,
+            messages=sent if len(sent) else None,
             fingerprint=found,
             fingerprint_s=took,
             report=self.report,
@@ -233,7 +236,7 @@ class Job:
         return (lambda: flag) if group is None else group.ask(flag)
 
     def _rows(self, done: list[_Done]) -> tuple[np.ndarray, np.ndarray]:
-        """A row a step, and when each was blocked; how much of that was waiting, only all ranks together can tell."""
+        """A row a step, and when each was blocked; what of `comm_s` was waiting, only all ranks together can tell."""
         clock, memory = self.setting.phases.clock, probe.memory_used(self.setting.device)
         clock.settle()
         rank = 0 if self.setting.group is None else self.setting.group.rank
@@ -246,7 +249,7 @@ class Job:
             for phase in ("data", "forward", "update", "step"):
                 row[f"{phase}_s"] = spent.get(phase, 0.0)
             row["backward_s"] = sum(s for phase, s in spent.items() if phase.startswith("backward"))
-            row["comm_s"], row["wait_s"] = spent.get("sync", 0.0), spent.get("recv", 0.0)
+            row["comm_s"] = sum(spent.get(phase, 0.0) for phase in ("sync", *PHASES))
             row["memory_bytes"], row["sent_bytes"], row["grad_norm"] = memory, one.sent_bytes, outcome.norm
         return rows, blocked([one.marks for one in done], clock)
 

@@ -28,6 +28,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from dtkit.engine import stack
+from dtkit.engine.phases import BETWEEN
+from dtkit.messages import PHASES
 from dtkit.standing import IDLE, Standing, dump_file, status_file
 
 if TYPE_CHECKING:
@@ -40,8 +42,9 @@ if TYPE_CHECKING:
 PERIOD_S = 0.5
 _MISSED_S = 2.5 * PERIOD_S  # a look that comes this late: the process was stopped, or its interpreter held
 _LOOKS, _FEWEST_LOOKS = 8, 3  # of which the part that was blocked is told
-_WAITING = ("sync", "recv")
-_SHOWN = {"sync": "collective", "end": "step"}  # how phases are called here, where it isn't as in the marks
+_WAITING = ("sync", *PHASES)
+_SHOWN = {"sync": "collective", "end": "step", BETWEEN: "step"} | {phase: phase.split()[0] for phase in PHASES}
+# how phases are called here, where it isn't as in the marks
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,6 +29,7 @@ import torch
 from torch import nn
 
 from dtkit.engine.crossings import StageScope
+from dtkit.engine.phases import BETWEEN
 from dtkit.engine.sources import on_tensors, to_device
 from dtkit.mesh import Mesh
 from dtkit.plan import Cost, ring_bytes
@@ -270,7 +271,7 @@ class _Piped(Worker):
         self._tally = Tally(sum(counts))
         if batches:  # a replica without samples has nothing to run, and all of its ranks know
             filled = self._filled(batches)
-            self._phases.enter("recv")
+            self._phases.enter(BETWEEN)
             with contextlib.nullcontext() if scope is None else scope.over(self._stages.working):
                 self._stages.run([inputs for inputs, _, _ in filled], [(target, count) for _, target, count in filled])
         if scope is not None:

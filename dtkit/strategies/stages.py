@@ -4,8 +4,9 @@ A chain in an ``nn.Sequential`` is cut into slices. Any other model is traced by
 begins; the parts keep the names of their parameters. A trace is of training or of evaluation, never of both, so where
 that makes a difference (dropout, batch normalisation) the model is traced twice, over the same parameters.
 
-Private names of torch are used here and nowhere else: a schedule is handed micro-batches that are cut already, and a
-user's table goes to the runtime that torch's own looped schedules are made of, which derives what is sent and received.
+Private names of torch are used here (and in `traffic.py`) and nowhere else: a schedule is handed micro-batches that are
+cut already, and a user's table goes to the runtime that torch's own looped schedules are made of, which derives what is
+sent and received.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 from torch.distributed import pipelining
-from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleSingle,
     _Action,
@@ -30,8 +31,10 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from dtkit.boundary import attempt
+from dtkit.engine.phases import BETWEEN
 from dtkit.engine.waiter import LARGE, Waiter
 from dtkit.strategies.splitting import chain
+from dtkit.strategies.traffic import Traffic, labelled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -56,8 +59,6 @@ SCHEDULES: dict[str, type[Any]] = {
     "ZBVZeroBubble": pipelining.ScheduleZBVZeroBubble,
 }
 """torch's own; each does what the table of its name says."""
-
-_WAIT = "_wait_batch_p2p"  # the function in which they do all their waiting
 
 
 # -- a model in parts ----------------------------------------------------------------------------------------
@@ -153,7 +154,7 @@ def borders(parts: Sequence[Part], inputs: Sequence[torch.Tensor]) -> list[tuple
 
 
 class Stage(PipelineStage):
-    """torch's stage, which says what it is doing and lets a user's error through as it was."""
+    """torch's stage, which says what it does and what its messages are, and lets a user's error through as it was."""
 
     def __init__(self, *args: Any, phases: Phases, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -181,6 +182,22 @@ class Stage(PipelineStage):
         with self._at("backward weight", bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """A micro-batch's activation, for the next stage."""
+        return labelled(super().get_fwd_send_ops(fwd_chunk_id), "send forward", self.stage_index, fwd_chunk_id)
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """The one that the stage before sends."""
+        return labelled(super().get_fwd_recv_ops(fwd_chunk_id), "receive forward", self.stage_index, fwd_chunk_id)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """A micro-batch's gradient, for the stage before."""
+        return labelled(super().get_bwd_send_ops(bwd_chunk_id), "send backward", self.stage_index, bwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """The one that the next stage sends."""
+        return labelled(super().get_bwd_recv_ops(bwd_chunk_id), "receive backward", self.stage_index, bwd_chunk_id)
+
     @contextlib.contextmanager
     def _at(self, what: str, micro_batch: int) -> Iterator[None]:
         self._phases.enter(what, (self.stage_index, micro_batch))
@@ -190,7 +207,7 @@ class Stage(PipelineStage):
             if error.__cause__ is not None and "failed to run forward" in str(error):
                 raise error.__cause__ from None
             raise
-        self._phases.enter("recv")
+        self._phases.enter(BETWEEN)
 
 
 def check_border(place: int, output: Any, promised: Sequence[torch.Tensor]) -> None:
@@ -278,6 +295,7 @@ class Stages:
             for place, part in self.parts.items()
         ]
         self._schedule = self._make()
+        self._traffic = Traffic(phases, self._wait)
 
     @property
     def working(self) -> Sequence[Any]:
@@ -296,7 +314,7 @@ class Stages:
         micro_batch, target = given
         self._phases.enter("forward", (self.last, micro_batch))
         found = self._loss(output, target)
-        self._phases.enter("recv")
+        self._phases.enter(BETWEEN)
         return found
 
     def run(self, inputs: Sequence[tuple[Any, ...]], targets: Sequence[Any]) -> None:
@@ -305,7 +323,7 @@ class Stages:
             stage.has_backward = True
             stage.sums.clear()
             stage.clear_runtime_states()
-        with self._limited():
+        with self._traffic.watched():
             self._schedule._step_microbatches(  # noqa: SLF001 - the public `step` would cut micro-batches by itself
                 list(inputs), [{} for _ in inputs], list(enumerate(targets)), None, return_outputs=False
             )
@@ -320,28 +338,17 @@ class Stages:
                 found.append((stage.stage_index, "gradient"))
         return tuple(found)
 
-    @contextlib.contextmanager
-    def _limited(self) -> Iterator[None]:
-        """Have torch's schedules wait for other ranks no longer than a collective would.
+    def _wait(self, works: Sequence[Any]) -> None:
+        """For other ranks no longer than a collective would.
 
         A gloo group's connections keep the limit that it was formed with, whatever is set later; NCCL ends what takes
         too long by itself, and would have the host wait where it is given a limit.
         """
-        names = vars(schedules)
-        before = names[_WAIT]
-        names[_WAIT] = self._wait
-        try:
-            yield
-        finally:
-            names[_WAIT] = before
-
-    def _wait(self, works: Sequence[dist.Work | None]) -> None:
         limit = (dt.timedelta(seconds=self._whole.timeout_s),) if self._device.type == "cpu" else ()
-        mine = [work for work in works if work is not None]
-        if mine and self._waiter is not None:
-            self._waiter.wait(mine, *limit)
+        if self._waiter is not None:
+            self._waiter.wait(works, *limit)
             return
-        for work in mine:
+        for work in works:
             work.wait(*limit)
 
     def forecast(self, inputs: tuple[Any, ...]) -> Any:

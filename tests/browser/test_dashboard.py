@@ -346,7 +346,7 @@ def test_a_pipelines_micro_batches_are_numbered(page: Page):
     assert panel.locator(".dtk-name").all_text_contents() == [f"node {k}" for k in range(4)]
     assert panel.locator("[data-phase=forward]").count() == 2  # all boxes of a kind are one path; and the legend's
     assert panel.locator(".dtk-strip-numbers text").all_text_contents() == ["0", "1", "2", "3"] * 8
-    expect(panel.locator("h3 .dtk-note")).to_have_text(re.compile(r"^step 30 · bubble \d+ %, 43 % by formula"))
+    expect(panel.locator("h3 .dtk-note")).to_have_text(re.compile(r"^step 30 · bubble \d+ % measured, 43 % by formula"))
     label = panel.locator("svg[role=img]").get_attribute("aria-label") or ""
     assert re.search(r"node 0 works 5\d %, node 1 works", label)
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 import dtkit
-from dtkit.timeline import KINDS, Timeline
+from dtkit.messages import PHASES, WAIT, pairs
+from dtkit.schedule_kinds import KINDS as SCHEDULES
+from dtkit.timeline import COMPUTING, KINDS, Timeline
 from tests.cluster.nets import net
 from tests.cluster.oracle import BOUND, difference, global_rows, one_process, reference, train
 from tests.cluster.small import check_usable
@@ -50,7 +54,7 @@ def ran(timeline: Timeline) -> list[list[str]]:
     """What each rank computed in the last step, in order."""
     found = []
     for rank in timeline.ranks:
-        spans = [s for s in timeline.of(timeline.steps[-1], rank) if s["micro_batch"] >= 0]
+        spans = [s for s in timeline.of(timeline.steps[-1], rank) if s["phase"] in KINDS]
         named = [f"{s['stage']}{KINDS[s['phase']]}{s['micro_batch']}" for s in sorted(spans, key=lambda s: s["begin"])]
         found.append(list(dict.fromkeys(named)))  # the loss is a span of its own
     return found
@@ -103,6 +107,59 @@ def test_known_schedules_run_as_their_tables_say(cluster2: dtkit.Cluster, name: 
     table = dtkit.Schedule.named(name, 2, 4)
     assert ran(timeline) == written(table)
     assert timeline.schedule == table
+
+
+def messages_of(table: dtkit.Schedule) -> set[tuple[str, int, int]]:
+    """(phase, stage, micro-batch) of both ends of all that must cross a border between ranks."""
+    borders = [s for s in range(table.stages - 1) if table.homes[s] != table.homes[s + 1]]
+    ends = (("send forward", 0), ("receive forward", 1), ("send backward", 1), ("receive backward", 0))
+    return {(phase, s + k, m) for s in borders for m in range(table.micro_batches) for phase, k in ends}
+
+
+@pytest.mark.parametrize("name", [*SCHEDULES, "halves", "there and back"])
+def test_what_is_computed_sent_and_received_is_told_once_each_and_in_order(
+    cluster2: dtkit.Cluster, name: str, tmp_path: Path
+):
+    run = steps(cluster2, TABLES.get(name, name), 0 if name in TABLES else 4)
+    timeline = run.timeline
+    table = timeline.schedule
+    assert table is not None
+    spans = timeline.of(timeline.steps[-1])
+
+    for rank in range(2):  # one thing at a time
+        own = np.sort(spans[spans["rank"] == rank], order=["begin", "end"])
+        assert (own["begin"][1:] >= own["end"][:-1]).all()
+
+    passes = spans[np.isin(spans["phase"], COMPUTING)]
+    found = Counter((KINDS[s["phase"]], int(s["stage"]), int(s["micro_batch"])) for s in passes)
+    last = table.stages - 1  # whose loss is a span of its own
+    actions = {(a.kind, a.stage, a.micro_batch) for _, _, a in table.actions()}
+    assert found == {(kind, s, m): 1 + (kind == "F" and s == last) for kind, s, m in actions}
+    assert {(int(s["stage"]), int(s["rank"])) for s in passes} == set(enumerate(table.homes))
+
+    sent = spans[np.isin(spans["phase"], PHASES)]
+    assert {(str(s["phase"]), int(s["stage"]), int(s["micro_batch"])) for s in sent} == messages_of(table)
+    matched = pairs(spans, table.ranks)
+    assert len(matched) == len(messages_of(table)) // 2
+    for begun, received in matched:
+        assert spans["begin"][begun] <= spans["end"][received]
+        assert spans["rank"][begun] != spans["rank"][received]
+    assert {(int(s["stage"]), int(s["rank"])) for s in spans[spans["phase"] == WAIT]} <= set(enumerate(table.homes))
+
+    blocked = spans[np.isin(spans["phase"], [WAIT, "sync", *PHASES])]
+    rows = run.history.rows()
+    for rank in range(2):
+        row = rows[(rows["rank"] == rank) & (rows["step"] == timeline.steps[-1])][0]
+        own = blocked[blocked["rank"] == rank]
+        seconds = own["end"] - own["begin"]
+        assert row["wait_s"] + row["comm_s"] == pytest.approx(seconds.sum(), rel=1e-4)
+        assert row["wait_s"] >= seconds[own["phase"] == WAIT].sum() * (1 - 1e-4)
+        assert row["comm_s"] >= seconds[np.isin(own["phase"], PHASES)].sum() * (1 - 1e-4)
+
+    timeline.trace(tmp_path / "trace.json")
+    events = follows_the_trace_event_format((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert sum(e["ph"] == "s" for e in events) == len(pairs(timeline.spans, table.ranks))
+    assert {"send", "receive"} <= {e.get("cat") for e in events}
 
 
 def test_its_timeline_has_a_plan_and_its_trace_obeys_the_format(cluster2: dtkit.Cluster, tmp_path: Path):

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from matplotlib.patches import Patch
 
 from dtkit.dashboard import axes
 from dtkit.dashboard.panels.step_time import STYLES
-from dtkit.dashboard.strip import KINDS, strip
+from dtkit.dashboard.strip import KINDS, NUMBERED, strip
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import numpy as np
     from matplotlib.axes import Axes
 
     from dtkit.dashboard.strip import Strip
@@ -24,8 +24,11 @@ _LOOKS: dict[str, dict[str, Any]] = {
     **STYLES,
     "backward input": STYLES["backward"],
     "backward weight": {"facecolor": "#8A8A00", "hatch": "||||", "edgecolor": "white"},
+    # Often narrower than an edge is wide, so they have none.
+    "send": {"facecolor": "#D55E00", "hatch": "||||", "edgecolor": "white", "linewidth": 0},
+    "receive": {"facecolor": "#F0E442", "hatch": "....", "edgecolor": "#6b6300", "linewidth": 0},
 }
-_NUMBERED = 200  # boxes at most that carry their micro-batch's number
+_MOST = 200  # boxes at most that carry their micro-batch's number
 _WIDE = 0.018  # of the step: a box from here on has room for a number
 _BELOW = 0.3  # inches, of the legend below the axis' name
 
@@ -53,9 +56,11 @@ def _draw(ax: Axes, found: Strip) -> None:
         own = found.boxes[found.boxes["rank"] == rank]
         for kind, name in enumerate(KINDS):
             bars = [_bar(box) for box in own[own["kind"] == kind]]
-            ax.broken_barh(bars, (place - 0.36, 0.72), linewidth=0.5, gid=f"{name}-{rank}", **_LOOKS[name])
-        if len(found.boxes) <= _NUMBERED:
-            _number(ax, place, own, found.seconds)
+            ax.broken_barh(bars, (place - 0.36, 0.72), gid=f"{name}-{rank}", **{"linewidth": 0.5, **_LOOKS[name]})
+    passes = found.boxes[np.isin(found.boxes["kind"], [KINDS.index(name) for name in NUMBERED])]
+    if len(passes) <= _MOST:
+        for place, rank in enumerate(found.ranks):
+            _number(ax, place, passes[passes["rank"] == rank], found.seconds)
     _label(ax, found)
 
 
@@ -83,7 +88,7 @@ def _label(ax: Axes, found: Strip) -> None:
     ax.grid(visible=False, axis="y")
     ax.spines["left"].set_visible(False)
     used = [name for kind, name in enumerate(KINDS) if (found.boxes["kind"] == kind).any()]
-    patches = [Patch(label=name, linewidth=0.6, **_LOOKS[name]) for name in used]
+    patches = [Patch(label=name, **{"linewidth": 0.6, **_LOOKS[name]}) for name in used]
     if len(found.plan):
         patches.append(Patch(label="planned", facecolor="none", edgecolor=axes.MUTED, linestyle=":"))
     axes.legend_below(ax, patches)

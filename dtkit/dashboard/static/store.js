@@ -11,7 +11,7 @@ export const MARKED = { pause: "‖", resume: "▶", lr: "lr", error: "✕", sto
 /**
  * An empty store. `curves.data` is Float32 of shape (buckets, columns, 3): smallest, mean, largest; which columns are
  * whose says `head.charts`. `bars` is Float32 of shape (bars, phases), in seconds; `ranks` of shape (ranks, 3); `spot.data`
- * of shape (buckets, charts, ranks); `strip.boxes` is Uint16 of shape (boxes, 4), see feed.py. `send` and `redraw` are set
+ * of shape (buckets, charts, ranks); `strip.boxes` is Uint16 of shape (boxes, 5), see feed.py. `send` and `redraw` are set
  * by who owns the store.
  */
 export function newStore() {

@@ -9,6 +9,8 @@ export const TEXTURE = {
   "backward input": "M-2,2l4,-4M0,8l8,-8M6,10l4,-4",
   "backward weight": "M2,0v8M6,0v8",
   waiting: "M-2,6l4,4M0,0l8,8M6,-2l4,4",
+  send: "M0,2l3,2l-3,2M4,2l3,2l-3,2",
+  receive: "M2,2h2v2h-2zM6,6h2v2h-2z",
   communication: "M0,8l8,-8M0,0l8,8",
   update: "M0,2h8M0,6h8",
 };

@@ -1,14 +1,15 @@
 // What each node did when, in the last step: a strip a node; its kept half is panels/timeline.py.
 //
 // All boxes of a kind are one path, so that a pipeline of many micro-batches stays light. The schedule that was planned
-// stands behind what was measured, hollow.
+// stands behind what was measured, hollow. What a box is, the panel's note tells while it is pointed at.
 
 import { h, s, setAttr, setText } from "../elements.js";
-import { tick, ticks } from "../numbers.js";
+import { duration, tick, ticks } from "../numbers.js";
 import { nodeName, pick, pickedClass } from "../picking.js";
 import { drawLegend, newPrefix, phaseLook, textures } from "../textures.js";
 
-const FEW = 8, FOOT = 20, RIM = 14, WHOLE = 60000, NUMBERED = 400;
+const FEW = 8, FOOT = 20, RIM = 14, WHOLE = 60000, NUMBERED = 400, EACH = 5, NEAR = 3;
+const PASSES = ["forward", "backward", "backward input", "backward weight"];
 
 export function timeline(store) {
   const note = h("span", { class: "dtk-note" }), prefix = newPrefix();
@@ -17,17 +18,24 @@ export function timeline(store) {
   const svg = s("svg", { class: "dtk-chart", role: "img" }, textures(prefix), ...Object.values(layers));
   const legend = h("ul", { class: "dtk-legend", "aria-label": "kinds of work" });
   const el = h("section", { class: "dtk-panel dtk-wide", "data-testid": "timeline-panel" }, h("h3", {}, "Timeline ", note), svg, legend);
-  const view = { store, svg, layers, prefix, width: 0, boxes: null };
+  const view = { store, svg, layers, prefix, width: 0, boxes: null, pointed: null };
+  const say = () => setText(note, pointedAt(view) ?? `${store.strip.note}, what each node did when`);
+  const point = (to) => { view.pointed = to; if (!store.strip?.error) say(); };
+  svg.addEventListener("pointermove", ({ clientX, clientY }) => {
+    const { left, top } = svg.getBoundingClientRect();
+    point([clientX - left, clientY - top]);
+  });
+  svg.addEventListener("pointerleave", () => point(null));
   const update = () => {
     const { strip } = store;
     el.hidden = !strip;
     if (el.hidden) return;
     if (strip.error) throw new Error(strip.error);
-    setText(note, `${strip.note}, what each node did when`);
     const width = Math.max(260, el.clientWidth || 0);
     drawStripNames(view);
     if (view.width === width && view.boxes === strip.boxes) return;
     [view.width, view.boxes] = [width, strip.boxes];
+    say();
     drawStrip(view, width);
     const used = usedKinds(store);
     drawLegend(legend, used, prefix);
@@ -36,9 +44,9 @@ export function timeline(store) {
   return { el, update };
 }
 
-/** How high a strip is: many are lower. */
-function tallOf({ ranks }) {
-  return ranks.length > FEW ? 15 : 24;
+/** How high a strip is: many are lower, and a pipeline's have room for the plan. */
+function tallOf({ ranks, piped }) {
+  return ranks.length > FEW ? 15 : piped ? 32 : 24;
 }
 function frameOf({ store: { strip } }, width) {
   const left = 64, rowTall = tallOf(strip);
@@ -47,18 +55,18 @@ function frameOf({ store: { strip } }, width) {
 
 function drawStrip(view, width) {
   const { store: { strip, head }, svg, layers } = view, frame = frameOf(view, width);
-  const height = frame.foot + FOOT, rowTall = tallOf(strip), gap = rowTall > 20 ? 4 : 2;
+  const height = frame.foot + FOOT, rowTall = tallOf(strip), gap = rowTall > 24 ? 7 : rowTall > 20 ? 4 : 2;
   for (const [name, value] of Object.entries({ width, height, viewBox: `0 0 ${width} ${height}` })) setAttr(svg, name, value);
   drawStripAxis(view, frame);
   const drawn = new Map(), plan = [], numbers = [];
-  for (let at = 0; at < strip.boxes.length; at += 4) {
-    const [place, begin, end, code] = strip.boxes.subarray(at, at + 4);
-    const kind = head.kinds[code & 15], batch = (code >> 4) - 1, planned = at >= 4 * strip.measured;
+  for (let at = 0; at < strip.boxes.length; at += EACH) {
+    const [place, begin, end, code] = strip.boxes.subarray(at, at + EACH);
+    const kind = head.kinds[code & 15], batch = (code >> 4) - 1, planned = at >= EACH * strip.measured;
     const x = frame.x(begin), wide = Math.max(0.6, frame.x(end) - x), top = frame.y(place) + (planned ? 1 : gap), tall = rowTall - (planned ? 2 : 2 * gap);
     const d = `M${x.toFixed(1)},${top}h${wide.toFixed(1)}v${tall}h${(-wide).toFixed(1)}z`;
     if (planned) plan.push(d);
     else drawn.set(kind, (drawn.get(kind) ?? "") + d);
-    if (!planned && batch >= 0 && wide > 13 && numbers.length < NUMBERED) numbers.push(...microBatch(x + wide / 2, frame.y(place), batch, rowTall));
+    if (!planned && batch >= 0 && wide > 13 && PASSES.includes(kind) && numbers.length < NUMBERED) numbers.push(...microBatch(x + wide / 2, frame.y(place), batch, rowTall));
   }
   layers.boxes.replaceChildren(...[...drawn].map(([kind, d]) => s("path", { d, ...phaseLook(view.prefix, kind) })));
   layers.plan.replaceChildren(...(plan.length ? [s("path", { d: plan.join(""), class: "dtk-planned" })] : []));
@@ -68,6 +76,23 @@ function microBatch(x, top, batch, rowTall) {
   const text = String(batch), wide = text.length * 6.5 + 4;
   return [s("rect", { class: "dtk-pill", x: x - wide / 2, y: top + rowTall / 2 - 6, width: wide, height: 12, rx: 3 }),
     s("text", { class: "dtk-share", x, y: top + rowTall / 2 + 4, "text-anchor": "middle" }, text)];
+}
+
+/** What the box under the pointer is, or one close by, in words: the narrowest of several; null where none is. */
+function pointedAt(view) {
+  const { store, store: { strip, head }, pointed } = view;
+  if (!pointed) return null;
+  const frame = frameOf(view, view.width), [x, y] = pointed, row = Math.floor(y / tallOf(strip));
+  let found = null, least = Infinity;
+  for (let at = 0; at < EACH * strip.measured; at += EACH) {
+    const [place, begin, end] = strip.boxes.subarray(at, at + EACH), left = frame.x(begin), right = frame.x(end);
+    const off = Math.max(left - x, x - right, 0) + (right - left) / 1e4;
+    if (place === row && off < Math.min(least, NEAR)) [found, least] = [at, off];
+  }
+  if (found === null) return null;
+  const [place, begin, end, code, stage] = strip.boxes.subarray(found, found + EACH), batch = (code >> 4) - 1;
+  const which = [...(batch >= 0 ? [`micro-batch ${batch}`] : []), ...(stage ? [`stage ${stage - 1}`] : [])];
+  return [`${nodeName(store, strip.ranks[place])}: ${head.kinds[code & 15]}`, ...which, duration((end - begin) / WHOLE * strip.seconds)].join(" · ");
 }
 
 function drawStripAxis(view, frame) {
@@ -97,15 +122,16 @@ function drawStripNames(view) {
 
 function usedKinds({ strip, head }) {
   const used = new Set();
-  for (let at = 3; at < 4 * strip.measured; at += 4) used.add(strip.boxes[at] & 15);
-  return head.kinds.filter((_, k) => used.has(k));
+  for (let at = 3; at < EACH * strip.measured; at += EACH) used.add(strip.boxes[at] & 15);
+  const planned = strip.boxes.length > EACH * strip.measured ? ["planned"] : [];
+  return [...head.kinds.filter((_, k) => used.has(k)), ...planned];
 }
 
 /** For a screen reader: how much of the step each node of the first few works. */
 function describeStrip({ strip, head }) {
-  const idle = ["waiting", "communication"].map((kind) => head.kinds.indexOf(kind)), busy = strip.ranks.map(() => 0);
-  for (let at = 0; at < 4 * strip.measured; at += 4) {
-    const [place, begin, end, code] = strip.boxes.subarray(at, at + 4);
+  const idle = ["waiting", "send", "receive", "communication"].map((kind) => head.kinds.indexOf(kind)), busy = strip.ranks.map(() => 0);
+  for (let at = 0; at < EACH * strip.measured; at += EACH) {
+    const [place, begin, end, code] = strip.boxes.subarray(at, at + EACH);
     if (!idle.includes(code & 15)) busy[place] += end - begin;
   }
   const said = strip.ranks.slice(0, 8).map((rank, place) => `node ${rank} works ${Math.round((100 * busy[place]) / WHOLE)} %`);

@@ -295,7 +295,7 @@ class Stages:
             for place, part in self.parts.items()
         ]
         self._schedule = self._make()
-        self._traffic = Traffic(phases, self._wait)
+        self._traffic = Traffic(phases, lambda work: self._wait([work]))
 
     @property
     def working(self) -> Sequence[Any]:

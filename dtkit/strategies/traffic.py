@@ -7,7 +7,6 @@ these two are ours: what is posted is marked as begun, by what it is labelled wi
 from __future__ import annotations
 
 import contextlib
-import itertools
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.pipelining import schedules
@@ -38,8 +37,8 @@ def labelled(ops: list[dist.P2POp], phase: str, stage: int, micro_batch: int) ->
 class Traffic:
     """One rank's messages."""
 
-    def __init__(self, phases: Phases, wait: Callable[[Sequence[dist.Work]], None]) -> None:
-        """`wait` waits until all of these have come or gone."""
+    def __init__(self, phases: Phases, wait: Callable[[dist.Work], None]) -> None:
+        """`wait` waits until that has come or gone."""
         self._phases, self._await = phases, wait
         self._post: Any = vars(schedules)[_POST]
         self._under_way: dict[int, Label] = {}  # by the identity of a work, which who posted it keeps
@@ -71,9 +70,10 @@ class Traffic:
     def wait(self, works: Sequence[dist.Work | None]) -> None:
         """Until all have come or gone, message by message."""
         mine = [work for work in works if work is not None]
-        for label, several in itertools.groupby(mine, lambda work: self._under_way.pop(id(work), None)):
+        for work in mine:
+            label = self._under_way.pop(id(work), None)
             if label is not None:
                 self._phases.keep(*label)
-            self._await(list(several))
+            self._await(work)
         if mine:
             self._phases.enter(BETWEEN)

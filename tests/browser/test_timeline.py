@@ -98,7 +98,7 @@ def test_the_planned_schedule_stands_hollow_behind_the_measured_one(lab: Lab, tm
     legend = panel.locator(".dtk-legend li").all_text_contents()
     assert kinds | {"planned"} == set(legend)
 
-    plan = panel.locator(".dtk-planned")
+    plan = panel.locator(".dtk-strip-plan path")
     assert plan.evaluate("(el) => getComputedStyle(el).fill") == "none"
     assert plan.evaluate("(el) => getComputedStyle(el).stroke") != "none"
     assert len(re.findall("M", plan.get_attribute("d") or "")) == 2 * 2 * 4 * 3  # F, I and W of two stages a rank

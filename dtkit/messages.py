@@ -93,7 +93,7 @@ def waited(
 
 
 def _numbers(own: np.ndarray) -> np.ndarray:
-    return np.select([own["phase"] == name for name in PHASES], range(len(PHASES)))
+    return np.array([PHASES.index(str(phase)) for phase in own["phase"]], int)
 
 
 def _ends(own: np.ndarray, way: np.ndarray, pipeline: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

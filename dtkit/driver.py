@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from dtkit.history import History
     from dtkit.records import Reply
     from dtkit.recovery import Recovered
+    from dtkit.unread import Left
 
 _PATIENCE_S = 10.0  # for the other ranks, once one has answered
 _BREAK_S = 1.0  # for the same, once they were interrupted
@@ -158,17 +159,13 @@ class Driver:
 
     def stand_at(self, step: int, called: int) -> None:
         """Before `start`: the job goes on after so many steps; callbacks were called after `called`."""
+        self._recorder.beyond(step)
         self.step, self._turn.called = step, called
         self.saver.begin_at(step)
 
-    @property
-    def recorded(self) -> int:
-        """The step that the history ends before."""
-        return self._recorder.end
-
-    def catch_up(self, unread: Mapping[int, Sequence[tuple[Advance, list[Any]]]]) -> None:
-        """Before `start`: record what dispatches returned that nobody has read, by rank."""
-        self._recorder.unread(unread)
+    def catch_up(self, left: Mapping[int, Left], common: int) -> None:
+        """Before `start`: record what dispatches left unread, by rank; all that are there have taken `common` steps."""
+        self._recorder.unread(left, common)
 
     @property
     def called(self) -> int:

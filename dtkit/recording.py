@@ -15,6 +15,7 @@ import numpy as np
 
 from dtkit import messages, waiting
 from dtkit.records import Advance, Evaluation, Event
+from dtkit.unread import line
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from dtkit.history import History
     from dtkit.ranks import Ranks
     from dtkit.records import Reply
+    from dtkit.unread import Left
 
 
 class Recorder:
@@ -51,9 +53,8 @@ class Recorder:
         self._history.append(np.concatenate(rows))
         step = int(rows[0]["step"][0]) if len(rows[0]) else advances[0].step
         for rank, (_, items) in zip(ranks, values, strict=True):
-            for kind, what in items:
-                text = what if kind == "text" else " ".join(f"{k}={v:.6g}" for k, v in what.items())
-                self.note(step, "print", text, rank)
+            for item in items:
+                self.note(step, "print", line(*item), rank)
         self._tell_trouble(step)
 
     def _tell_trouble(self, step: int) -> None:
@@ -68,11 +69,19 @@ class Recorder:
         else:
             self.note(step, "note", "the history is on disk again")
 
-    def unread(self, unread: Mapping[int, Sequence[tuple[Advance, list[Any]]]]) -> None:
-        """What dispatches returned that nobody has read, by rank."""
-        for values in zip(*(unread[rank] for rank in sorted(unread)), strict=False):
-            if len({(advance.step, len(np.asarray(advance.rows))) for advance, _ in values}) == 1:
-                self.steps(values, sorted(unread))
+    def unread(self, left: Mapping[int, Left], common: int) -> None:
+        """What dispatches left that nobody may have read, by rank. All ranks that are there have taken `common` steps:
+        what they did until then is recorded, with what lost ranks left of it.
+        """
+        seen = self.end
+        dispatches: dict[int, dict[int, tuple[Advance, list[Any]]]] = {}
+        for rank in sorted(left):
+            for advance, items in left[rank]:
+                if advance.step > seen:
+                    begun = advance.step - len(np.asarray(advance.rows))
+                    dispatches.setdefault(begun, {})[rank] = _between(advance, seen, advance.step), items
+        for begun in sorted(dispatches):
+            self._until(common, dispatches[begun])
 
     def evaluation(self, step: int, parts: Sequence[tuple[int, dict[str, tuple[float, float]]]]) -> None:
         """What all ranks found in their parts of the held-out data."""
@@ -112,11 +121,13 @@ class Recorder:
         if not found or len(found) < len(known):
             return None
         common: int = min(advance.step for advance, _ in found)
-        done = [(dataclasses.replace(advance, rows=_before(advance, common)), items) for advance, items in found]
-        self.steps(done, list(known))
-        rows = [np.asarray(advance.rows) for advance, _ in found]
-        self._beyond += [part[part["step"] >= common] for part in rows]
+        self._until(common, dict(zip(known, found, strict=True)))
         return common
+
+    def _until(self, common: int, values: Mapping[int, tuple[Advance, Sequence[Any]]]) -> None:
+        """Record what ranks did in a dispatch before step `common`; what some did beyond may be of use later."""
+        self.steps([(_between(advance, 0, common), items) for advance, items in values.values()], list(values))
+        self._beyond += [np.asarray(_between(advance, common, advance.step).rows) for advance, _ in values.values()]
 
     def beyond(self, step: int) -> None:
         """All go on from `step`, where some were and others not: record what those did."""
@@ -147,9 +158,12 @@ def _in_messages(
     return waited, moved
 
 
-def _before(advance: Advance, step: int) -> np.ndarray:
+def _between(advance: Advance, first: int, stop: int) -> Advance:
+    """What was done in these steps."""
     rows = np.asarray(advance.rows)
-    return rows[rows["step"] < step]
+    inside = (rows["step"] >= first) & (rows["step"] < stop)
+    blocked = None if advance.blocked is None else np.asarray(advance.blocked)[inside]
+    return dataclasses.replace(advance, rows=rows[inside], blocked=blocked)
 
 
 def evaluation(step: int, parts: Sequence[tuple[int, dict[str, tuple[float, float]]]]) -> Evaluation:

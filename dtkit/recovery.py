@@ -13,6 +13,7 @@ import dataclasses
 import time
 from typing import TYPE_CHECKING, Any
 
+from dtkit import unread
 from dtkit.errors import CheckpointError, ClusterError, EngineError
 
 if TYPE_CHECKING:
@@ -177,6 +178,7 @@ class Recovery:
         found: list[tuple[int, float]] = []
 
         def rebuild() -> None:
+            unread.remove(self.cluster.folder, self.job)  # of lost ranks, too; whoever recovers has read it
             lr = self.order.build(self.cluster, self.job)
             if rescued is not None:
                 found[:] = self.cluster.ask("revive", job=self.job, shipments=rescued.shipments)

@@ -124,7 +124,7 @@ class Run:
     @classmethod
     def again(cls, cluster: Cluster, job: str, spec: RunSpec, order: Order, extras: Extras) -> Run:
         """The run of a cluster that was taken over, with all that was written down of it. It stands paused."""
-        from dtkit import recovery, spool
+        from dtkit import recovery, spool, unread
 
         run = cls(cluster, spec, order, extras, job)
         folder = cluster.folder / RUNS / job
@@ -132,8 +132,8 @@ class Run:
         run.history.spool = Spool(folder)
         lost = cluster.lost()
         standings = recovery.stand(cluster, job, lost)
-        there = [rank for rank in range(cluster.world_size) if rank not in lost]
-        run._driver.catch_up(cluster.alone("unread", there, job=job, seen=run._driver.recorded))
+        left = {rank: unread.read(cluster.folder, job, rank) for rank in range(cluster.world_size)}
+        run._driver.catch_up(left, min(standing.step for standing in standings.values()))
         if lost or recovery.apart(standings):
             found = run._recover(lost)
             step, run._driver.lr = found.step, found.lr

@@ -1,8 +1,8 @@
 """A cluster that another notebook had, taken over: found on this machine, with its run and all that was seen of it.
 
 The engines go on where they stand; what the older notebook still has in flight is refused from here on. The run's
-history is read from the cluster's folder, where it was written as it came, and what the engines did after that is asked
-of them: they keep what nobody said to have read.
+history is read from the cluster's folder, where it was written as it came, and so is what the engines did after that:
+they keep there what nobody said to have read (:mod:`dtkit.unread`).
 """
 
 from __future__ import annotations

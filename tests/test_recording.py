@@ -66,3 +66,66 @@ def test_of_a_lost_rank_the_others_are_recorded_each_on_its_own_clock(recorder: 
     assert (rows["wait_s"] == 0).all()  # by their own clocks all began at the same time
     assert (rows["comm_s"] == 1).all()
     assert [event.rank for event in history.events] == left
+
+
+def left(rank: int, start: int, stop: int, said: str = "") -> tuple[Advance, list[tuple[str, str]]]:
+    """A dispatch that nobody has read: blocked in each step from a quarter of a second per rank on."""
+    rows = np.zeros(stop - start, ROW)
+    rows["step"], rows["rank"] = range(start, stop), rank
+    blocked = np.array([[[step + 0.25 * rank, step + 1.0]] for step in range(start, stop)]).reshape(-1, 1, 2)
+    return Advance(rows, stop, 0.1, blocked=blocked), [("text", said)] if said else []
+
+
+def cells(history: History) -> list[tuple[int, int]]:
+    return [(step, rank) for step, rank in history.rows()[["step", "rank"]].tolist()]
+
+
+@pytest.fixture
+def one_host(history: History) -> Recorder:
+    """Of a run of which 4 steps were read."""
+    for rank in range(2):
+        history.append(np.asarray(left(rank, 0, 4)[0].rows))
+    return Recorder(types.SimpleNamespace(clock_offsets=None), history)
+
+
+def test_of_what_was_left_unread_each_step_is_recorded_once(one_host: Recorder, history: History):
+    before = len(history)
+    unread = {rank: [left(rank, 2, 4, "read"), left(rank, 4, 6, "hello"), left(rank, 6, 7)] for rank in range(2)}
+    one_host.unread(unread, 7)
+    one_host.beyond(7)
+    assert cells(history)[before:] == [(step, rank) for step in (4, 5, 6) for rank in range(2)]
+    assert history.rows()["wait_s"][before:].reshape(3, 2) == pytest.approx(np.array([[0.25, 0.0]] * 3))
+    assert [(event.step, event.text, event.rank) for event in history.events] == [(4, "hello", 0), (4, "hello", 1)]
+
+
+def test_what_a_lost_rank_left_is_recorded_as_far_as_the_others_came(one_host: Recorder, history: History):
+    """Rank 1 ended before it had written what it did last; rank 2 while the others were a step behind."""
+    before = len(history)
+    unread = {
+        0: [left(0, 4, 6), left(0, 6, 9)],
+        1: [left(1, 4, 6)],
+        2: [left(2, 4, 6), left(2, 6, 10)],
+    }
+    one_host.unread(unread, 9)
+    one_host.beyond(9)
+    expected = [(step, rank) for step in (4, 5) for rank in range(3)] + [(s, r) for s in (6, 7, 8) for r in (0, 2)]
+    assert cells(history)[before:] == expected
+    assert list(history.totals()["step"][-5:]) == [4, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize(("on", "more"), [(5, []), (6, [(5, 0)]), (3, [])])
+def test_what_one_rank_did_beyond_counts_where_all_go_on_from_there(
+    one_host: Recorder, history: History, on: int, more: list[tuple[int, int]]
+):
+    before = len(history)
+    one_host.unread({0: [left(0, 4, 6)], 1: [left(1, 4, 5)]}, 5)
+    assert cells(history)[before:] == [(4, 0), (4, 1)]
+    one_host.beyond(on)
+    assert cells(history)[before + 2 :] == more
+
+
+def test_of_a_dispatch_that_was_read_in_part_the_rest_is_recorded(one_host: Recorder, history: History):
+    before = len(history)
+    one_host.unread({0: [left(0, 2, 6)], 1: [left(1, 2, 4)]}, 4)
+    one_host.beyond(6)
+    assert cells(history)[before:] == [(4, 0), (5, 0)]

@@ -23,6 +23,7 @@ from dtkit.engine.watchdog import Watchdog
 from dtkit.errors import Refused, Superseded
 from dtkit.records import HURRY, Failure, Heritage, Request
 from dtkit.shipment import Shipment, ship
+from dtkit.unread import Unread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from dtkit.records import Advance, GroupSpec, JobPlan
     from dtkit.shared import Owner
 
-_ALONE = ("standing", "rescue", "model", "unread")
+_ALONE = ("standing", "rescue", "model")
 """What an engine does by itself, also when its group is broken, or could not be formed."""
 FIRST_STEP_S, LEAST_STEP_S, STEP_FACTOR = 1800.0, 60.0, 20.0  # a collective's time limit: first step, then
 
@@ -61,7 +62,7 @@ class Session:
         self._data: dict[str, tuple[Source, Shards]] = {}
         self._streams: dict[str, StreamSource] = {}  # data that has no rows by number
         self._jobs: dict[str, Job] = {}
-        self._unread: dict[str, list[tuple[Advance, list[Any]]]] = {}  # the last dispatches of each job
+        self._unread: dict[str, Unread] = {}  # the last dispatches of each job
         self._gauges: dict[str, Gauge] = {}  # of the memory that each job takes
         self._writer: Writer | None = None  # of checkpoints
         self._agent_store: Any = None
@@ -309,7 +310,8 @@ class Session:
 
             self._jobs.pop(job).close()
             self._gauges.pop(job, None)
-            self._unread.pop(job, None)
+            if job in self._unread:
+                self._unread.pop(job).drop()
             memory.tidy()
 
     def op_keep(self, key: str, shipment: Shipment) -> None:
@@ -392,7 +394,7 @@ class Session:
     ) -> tuple[Advance, list[Any]]:
         """Take steps of a job that must stand at `step`. Returns rows, and what was printed.
 
-        The notebook has read all rows before step `seen`; later ones are kept, for one that may take its place.
+        The notebook has read all rows before step `seen`; later ones stay on disk, for one that may take its place.
         `lr` and `shares` of the batch by rank hold from this dispatch on.
         """
         from dtkit.engine import memory
@@ -410,12 +412,17 @@ class Session:
             memory.tidy()  # a microscope keeps copies, and leaves malloc with holes of their sizes
         self._tighten(found)
         advance = found.harvest(fingerprint=fingerprint)
-        self._unread[job] = [*self.op_unread(job, seen), (advance, channel.items)]
+        unread = self._unread_of(job)
+        unread.drop(seen)
+        unread.keep(advance, channel.items)
         return advance, channel.items
 
-    def op_unread(self, job: str, seen: int) -> list[tuple[Advance, list[Any]]]:
-        """What dispatches returned whose end lies behind step `seen`: nobody may have read it."""
-        return [one for one in self._unread.get(job, ()) if one[0].step > seen]
+    def _unread_of(self, job: str) -> Unread:
+        """Where a job's dispatches are kept until the notebook has read them."""
+        if job not in self._unread:
+            assert self._spec is not None
+            self._unread[job] = Unread(Path(self._spec.store).parent, job, self._spec.rank)
+        return self._unread[job]
 
     def op_model(self, key: str) -> Shipment:
         """A model as it was sent."""
@@ -544,11 +551,9 @@ class Session:
         name = str(request.args.get("job"))
         job = self._jobs.get(name) if request.op == "advance" else None
         if job is not None:
-            found = job.harvest(), said
-            rows: Any = found[0].rows
-            if len(rows):  # a notebook that is gone by now reads it no more than another one
-                self._unread[name] = [*self._unread.get(name, ()), found]
-            return found
+            advance = job.harvest()
+            self._unread_of(name).keep(advance, said)  # a notebook that is gone by now reads no failure either
+            return advance, said
         return (None, said) if request.op == "call" else None
 
     def failure(self, error: BaseException, request: Request) -> Failure:

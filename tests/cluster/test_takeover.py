@@ -12,15 +12,17 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import psutil
 import pytest
 
 import dtkit
-from dtkit import papers
-from dtkit.standing import status_file
+from dtkit import papers, unread
+from dtkit.standing import Standing, status_file
 from tests.cluster.oracle import BATCH, BOUND, SEED, data, difference, mean_loss, mlp, momentum
 from tests.cluster.small import check_usable
 from tests.cluster.test_recovery import at_step
+from tests.test_watchdog import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -138,16 +140,66 @@ def test_the_kernel_was_killed_and_then_an_engine():
             assert "repair" in [event.kind for event in run.history.events]
 
 
+def engine_of(folder: Path, rank: int) -> psutil.Process:
+    return psutil.Process(json.loads(status_file(folder, rank).read_text())["pid"])
+
+
+def left_by(folder: Path, rank: int) -> set[int]:
+    """The steps of dispatches that a rank has on disk."""
+    (job,) = (path.name for path in (folder / "runs").iterdir())
+    return {int(step) for one, _ in unread.read(folder, job, rank) for step in np.asarray(one.rows)["step"]}
+
+
+def check_rows(cluster: dtkit.Cluster, lost: set[int]) -> None:
+    """Of the survivor a row for each step, of rank 1 one for each that it left; none twice."""
+    assert cluster.current_run is not None
+    rows, stop = cluster.current_run.history.rows(), cluster.current_run.status.step
+    found = {rank: rows["step"][rows["rank"] == rank].tolist() for rank in (0, 1)}
+    assert found[0] == list(range(stop))
+    assert found[1] == list(range(min(max(lost) + 1, stop)))
+
+
 def test_the_kernel_was_killed_and_an_engine_with_it(tmp_path: Path):
+    """In the midst of a dispatch, after one that the notebook had no time to read."""
     with notebook() as process:
         (folder,) = tmp_path.iterdir()
-        engine = psutil.Process(json.loads(status_file(folder, 1).read_text())["pid"])
+        engine = engine_of(folder, 1)
+        process.send_signal(signal.SIGSTOP)
+        before = left_by(folder, 1)
+        until(lambda: max(left_by(folder, 1), default=-1) > max(before, default=-1) or idle(folder, 1))
+        engine.kill()
         process.send_signal(signal.SIGKILL)
         process.wait(10)
+        engine.wait(10)
+        lost = left_by(folder, 1)
+        assert lost
+        with dtkit.attach() as cluster:
+            check_rows(cluster, lost)
+            check_goes_on(cluster)
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_the_kernel_was_killed_and_an_engine_once_it_had_nothing_to_do(tmp_path: Path):
+    """What it did last nobody has read, and nobody can ask it any more."""
+    with notebook() as process:
+        (folder,) = tmp_path.iterdir()
+        process.send_signal(signal.SIGKILL)
+        process.wait(10)
+        until(lambda: all(idle(folder, rank) for rank in (0, 1)))
+        engine = engine_of(folder, 1)
         engine.kill()
         engine.wait(10)
         with dtkit.attach() as cluster:
+            run = cluster.current_run
+            assert run is not None
+            check_rows(cluster, {run.status.step - 1})  # no step is without its row of either rank
             check_goes_on(cluster)
+            assert not (folder / "runs" / run._job).exists()  # it was released
+
+
+def idle(folder: Path, rank: int) -> bool:
+    found = Standing.from_json(status_file(folder, rank).read_text())
+    return found.op is None and found.still_s > 1
 
 
 def test_the_older_notebook_is_told_and_leaves_the_cluster_alone():

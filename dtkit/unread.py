@@ -1,0 +1,128 @@
+"""What an engine's dispatches returned, on disk until the notebook says to have read it: rows outlive who made them.
+
+An engine writes what a dispatch did before it answers, into the run's folder (see :mod:`dtkit.spool`), one small file a
+dispatch. The next dispatch says up to which step the notebook has read, and the files before that are removed. A
+notebook that takes the cluster over reads what is left there, also of an engine that died along with the older one.
+
+A file is a line of JSON and two arrays as they lie in memory. One that was cut off, by whatever ended its engine, is
+left out, and so is one that is not of that form. What a full disk does not take is tried again with the next dispatch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dtkit.history import ROW
+from dtkit.records import Advance
+from dtkit.spool import RUNS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+Left = list[tuple[Advance, list[Any]]]
+"""As a dispatch returns it, as far as a history needs it: rows, when they were blocked, and what was printed."""
+
+_SPAN = 2 * 8  # bytes of a begin and an end
+
+
+class Unread:
+    """One rank's dispatches of one job, on its engine. `folder` is the cluster's."""
+
+    def __init__(self, folder: Path, job: str, rank: int) -> None:
+        self._folder, self._rank = folder / RUNS / job, rank
+        self._kept: list[_File] = []
+
+    def keep(self, advance: Advance, items: Sequence[Any]) -> None:
+        """Put down what a dispatch did and said. That there is no room for it is no error."""
+        rows = np.asarray(advance.rows)
+        if len(rows) and os.access(self._folder, os.W_OK):  # else nobody will take this run over
+            path = self._folder / f"{_begin(self._rank)}{rows['step'][0]}"
+            self._kept.append(_File(path, advance.step, _packed(advance, items)))
+        for file in self._kept:
+            file.write()
+
+    def drop(self, seen: float = math.inf) -> None:
+        """Remove what came before step `seen`; by default all."""
+        for file in self._kept:
+            if file.end <= seen:
+                with contextlib.suppress(OSError):
+                    file.path.unlink()
+        self._kept = [file for file in self._kept if file.end > seen]
+
+
+@dataclasses.dataclass
+class _File:
+    """What one dispatch did."""
+
+    path: Path
+    end: int
+    """The step behind it."""
+    unwritten: bytes | None
+
+    def write(self) -> None:
+        """Unless that is done."""
+        if self.unwritten is None:
+            return
+        with contextlib.suppress(OSError):
+            descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            with os.fdopen(descriptor, "wb", buffering=0) as file:
+                if file.write(self.unwritten) == len(self.unwritten):
+                    self.unwritten = None
+
+
+def line(kind: str, what: Any) -> str:
+    """What was said, as a history shows it: a printed line, or numbers by name."""
+    return str(what) if kind == "text" else " ".join(f"{name}={value:.6g}" for name, value in what.items())
+
+
+def _begin(rank: int) -> str:
+    """Of the names of a rank's files; the first step of the dispatch follows."""
+    return f"unread-{rank}."
+
+
+def _packed(advance: Advance, items: Sequence[Any]) -> bytes:
+    rows, blocked = np.asarray(advance.rows), advance.blocked
+    spans = None if blocked is None else np.asarray(blocked, "f8")
+    lines = [line(kind, what) for kind, what in items]
+    head = {"rows": len(rows), "places": None if spans is None else spans.shape[1], "lines": lines}
+    return b"".join((json.dumps(head).encode(), b"\n", rows.tobytes(), b"" if spans is None else spans.tobytes()))
+
+
+def read(folder: Path, job: str, rank: int) -> Left:
+    """What is left of a rank's dispatches, in their order."""
+    found = [_unpacked(path, rank) for path in (folder / RUNS / job).glob(f"{_begin(rank)}*")]
+    return sorted((one for one in found if one is not None), key=lambda one: one[0].step)
+
+
+def remove(folder: Path, job: str) -> None:
+    """Delete what all ranks left: the job is made anew, and ranks may be others."""
+    for path in (folder / RUNS / job).glob("unread-*"):
+        path.unlink(missing_ok=True)
+
+
+def _unpacked(path: Path, rank: int) -> tuple[Advance, list[Any]] | None:
+    """One dispatch; None where the file is not whole."""
+    try:
+        head, _, data = path.read_bytes().partition(b"\n")
+        said = json.loads(head)
+        count, places, lines = said["rows"], said["places"], said["lines"]
+        size = count * ROW.itemsize
+        if count < 1 or len(data) != size + count * (places or 0) * _SPAN:
+            return None
+        rows = np.frombuffer(data[:size], ROW).copy()
+        blocked = None if places is None else np.frombuffer(data[size:], "f8").reshape(count, places, 2)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    first = int(rows["step"][0])
+    in_order = np.array_equal(rows["step"], np.arange(first, first + count)) and (rows["rank"] == rank).all()
+    if not in_order or not isinstance(lines, list) or not all(isinstance(text, str) for text in lines):
+        return None
+    return Advance(rows, first + count, float(rows["lr"][-1]), blocked=blocked), [("text", text) for text in lines]

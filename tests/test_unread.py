@@ -1,0 +1,168 @@
+"""What a dispatch returned, on disk until it is read: written by an engine, read by a notebook that takes over."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from dtkit import unread
+from dtkit.history import ROW
+from dtkit.records import Advance
+from dtkit.unread import Unread
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+JOB, RANK = "job-1", 1
+SAID: list[Any] = [("text", "h\xe9llo"), ("row", {"loss": 0.25, "far": float("inf")})]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run's folder in a cluster's."""
+    found = tmp_path / "runs" / JOB
+    found.mkdir(parents=True)
+    return found
+
+
+@pytest.fixture
+def kept(tmp_path: Path, run: Path) -> Unread:
+    return Unread(tmp_path, JOB, RANK)
+
+
+def advance(start: int, stop: int, places: int = 2, rank: int = RANK) -> Advance:
+    rows = np.zeros(stop - start, ROW)
+    rows["step"], rows["rank"], rows["loss"], rows["lr"] = range(start, stop), rank, np.nan, 0.1
+    blocked = np.arange((stop - start) * places * 2, dtype="f8").reshape(stop - start, places, 2)
+    return Advance(rows, stop, 0.1, blocked=blocked)
+
+
+def steps(folder: Path, rank: int = RANK) -> list[int]:
+    return [int(step) for one, _ in unread.read(folder, JOB, rank) for step in np.asarray(one.rows)["step"]]
+
+
+def test_it_is_read_back_as_it_was(tmp_path: Path, kept: Unread):
+    first, second = advance(8, 12), advance(12, 14, places=0)
+    kept.keep(first, SAID)
+    kept.keep(second, [])
+    found = unread.read(tmp_path, JOB, RANK)
+    for (back, _), one in zip(found, (first, second), strict=True):
+        assert np.asarray(back.rows).tobytes() == np.asarray(one.rows).tobytes()
+        assert np.array_equal(np.asarray(back.blocked), np.asarray(one.blocked))
+        assert back.step == one.step
+    assert [items for _, items in found] == [[("text", "h\xe9llo"), ("text", "loss=0.25 far=inf")], []]
+    np.asarray(found[0][0].rows)["wait_s"] += 1  # whoever compares ranks writes there
+    assert unread.read(tmp_path, JOB, 0) == []
+
+
+def test_dispatches_are_read_in_the_order_of_their_steps(tmp_path: Path, kept: Unread):
+    for start in (8, 9, 10, 99, 100):
+        kept.keep(advance(start, start + 1), [])
+    assert steps(tmp_path) == [8, 9, 10, 99, 100]
+
+
+def test_ranks_are_told_apart(tmp_path: Path, kept: Unread):
+    kept.keep(advance(0, 2), [])
+    Unread(tmp_path, JOB, 11).keep(advance(5, 6, rank=11), [])
+    assert (steps(tmp_path, 1), steps(tmp_path, 11)) == ([0, 1], [5])
+
+
+def test_nobody_else_can_read_it(run: Path, kept: Unread):
+    kept.keep(advance(0, 3), [])
+    assert [path.stat().st_mode & 0o777 for path in run.iterdir()] == [0o600]
+
+
+def test_what_was_read_is_let_go(tmp_path: Path, run: Path, kept: Unread):
+    for start in (0, 4, 8):
+        kept.keep(advance(start, start + 4), [])
+    kept.drop(3)
+    assert steps(tmp_path) == list(range(12))
+    kept.drop(8)
+    assert steps(tmp_path) == [8, 9, 10, 11]
+    kept.drop()
+    assert list(run.iterdir()) == []
+
+
+def test_what_lost_ranks_left_goes_too(tmp_path: Path, run: Path, kept: Unread):
+    kept.keep(advance(0, 4), [])
+    Unread(tmp_path, JOB, 7).keep(advance(0, 4, rank=7), [])
+    (run / "rows.bin").touch()
+    unread.remove(tmp_path, JOB)
+    assert [path.name for path in run.iterdir()] == ["rows.bin"]
+    unread.remove(tmp_path, "job-2")  # nothing is there
+    kept.drop()
+
+
+def test_a_dispatch_without_a_step_leaves_nothing(run: Path, kept: Unread):
+    kept.keep(advance(4, 4), SAID)
+    assert list(run.iterdir()) == []
+
+
+def test_where_nobody_takes_over_nothing_is_written(tmp_path: Path):
+    kept = Unread(tmp_path, "job-2", 0)
+    kept.keep(advance(0, 4), [])
+    assert list(tmp_path.iterdir()) == []
+    assert kept._kept == []
+
+
+def test_one_that_was_cut_off_is_left_out(tmp_path: Path, run: Path, kept: Unread):
+    kept.keep(advance(0, 4), SAID)
+    kept.keep(advance(4, 8), SAID)
+    last = run / "unread-1.4"
+    whole = last.read_bytes()
+    for size in range(len(whole)):
+        last.write_bytes(whole[:size])
+        assert steps(tmp_path) == [0, 1, 2, 3]
+    last.write_bytes(whole)
+    assert steps(tmp_path) == list(range(8))
+
+
+def _head(**changed: Any) -> bytes:
+    return json.dumps({"rows": 4, "places": 2, "lines": [], **changed}).encode()
+
+
+BODY = np.asarray(advance(4, 8).rows).tobytes() + np.asarray(advance(4, 8).blocked).tobytes()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x80\x04\x95\x0b.",  # a pickle
+        b"\xff\xfe\n" + BODY,
+        b"[" * 100_000 + b"\n" + BODY,
+        b"[4, 2, []]\n" + BODY,
+        b"{}\n" + BODY,
+        _head() + b"\n" + BODY + b"\0",
+        *(_head(rows=count) + b"\n" + BODY for count in (0, -4, 3, 2**62, 4.0, "4", None, [4])),
+        *(_head(places=count) + b"\n" + BODY for count in (0, -2, 3, 2**62, 2.5, "2", None)),
+        *(_head(lines=lines) + b"\n" + BODY for lines in (None, "text", [["text", "hello"]], [4])),
+        _head() + b"\n" + np.asarray(advance(4, 8, rank=0).rows).tobytes() + BODY[-128:],  # another rank's
+        _head() + b"\n" + np.asarray(advance(4, 8).rows)[::-1].tobytes() + BODY[-128:],
+        _head() + b"\n" + bytes(len(BODY)),
+    ],
+)
+def test_what_is_not_of_that_form_is_left_out(tmp_path: Path, run: Path, data: bytes):
+    path = run / "unread-1.4"
+    path.write_bytes(_head() + b"\n" + BODY)
+    assert steps(tmp_path) == [4, 5, 6, 7]
+    path.write_bytes(data)
+    assert steps(tmp_path) == []
+
+
+def test_a_full_disk_is_no_error_and_is_tried_again(small_disk: Path):
+    (small_disk / "runs" / JOB).mkdir(parents=True)
+    kept, filler = Unread(small_disk, JOB, RANK), small_disk / "filler"
+    kept.keep(advance(0, 100), [])
+    with contextlib.suppress(OSError):
+        filler.write_bytes(bytes(2**20))
+    kept.keep(advance(100, 200), [])
+    kept.keep(advance(200, 300), [])
+    assert steps(small_disk) == list(range(100))
+    filler.unlink()
+    kept.drop(100)
+    kept.keep(advance(300, 301), [])
+    assert steps(small_disk) == list(range(100, 301))

@@ -2,6 +2,8 @@
 
 ``cluster.json`` is written when a cluster has started, and again whenever it has other engines or another owner. It
 holds no secret: the keys are in ipyparallel's connection files beside it, in a folder that only the user can enter.
+
+Every version of dtkit writes ``version``, ``begun``, and who ``notebook`` and ``warden`` are; the rest may change.
 """
 
 from __future__ import annotations
@@ -66,7 +68,13 @@ class Papers:
         """One line."""
         age = units.duration(max(0.0, time.time() - self.begun))
         notebook = "its notebook still runs" if self.owned else "its notebook has ended"
-        return f"{self.name}: {units.plural(len(self.engine_ids), 'engine')}, started {age} ago, {notebook}"
+        what = f"of dtkit {self.version}" if self.foreign else units.plural(len(self.engine_ids), "engine")
+        return f"{self.name}: {what}, started {age} ago, {notebook}"
+
+    @property
+    def foreign(self) -> bool:
+        """Whether another version of dtkit has it: then only those fields hold that every version writes."""
+        return self.version != __version__
 
     def write(self) -> None:
         """Put them into the folder, all at once."""
@@ -77,11 +85,24 @@ class Papers:
         temporary.replace(self.folder / FILE)
 
 
+_FIELDS = {field.name for field in dataclasses.fields(Papers)} - {"folder"}
+
+
 def read(folder: Path) -> Papers:
-    """Of one folder. FileNotFoundError or ValueError where there are none."""
+    """Of one folder. FileNotFoundError, or ValueError, TypeError or KeyError where they are none."""
     said = json.loads((folder / FILE).read_text(encoding="utf-8"))
+    if said["version"] != __version__ or said.keys() != _FIELDS:
+        return _foreign(folder, said)
     lists = {name: tuple(said[name]) for name in ("notebook", "warden", "engine_ids", "spare_ids")}
     return Papers(folder=folder, **{**said, **lists})
+
+
+def _foreign(folder: Path, said: dict[str, Any]) -> Papers:
+    """Another version's, which may say more, or less: no more of them than what is needed to refuse it by name."""
+    notebook, warden = ((int(pid), float(created)) for pid, created in (said["notebook"], said["warden"]))
+    begun, version = float(said["begun"]), str(said["version"])
+    version += " (another build)" if version == __version__ else ""
+    return Papers(folder, 0, notebook, warden, engine_ids=(), spare_ids=(), begun=begun, start={}, version=version)
 
 
 def running(where: Path) -> list[Papers]:
@@ -89,9 +110,9 @@ def running(where: Path) -> list[Papers]:
     found = []
     for folder in where.glob("dtkit-*"):
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            if _is_ours(folder):
-                found.append(read(folder))
-    return sorted((papers for papers in found if papers.alive), key=lambda papers: papers.begun)
+            if _is_ours(folder) and (papers := read(folder)).alive:
+                found.append(papers)
+    return sorted(found, key=lambda papers: papers.begun)
 
 
 def _is_ours(folder: Path) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import time
 from typing import TYPE_CHECKING, Any, cast
@@ -115,6 +116,40 @@ def test_a_cluster_is_found_by_its_papers(tmp_path: Path):
     assert papers.choose([mine], None) == mine
     assert "dtkit-a: 2 engines" in mine.text()
     assert "its notebook has ended" in mine.text()
+
+
+@pytest.mark.parametrize(
+    ("changed", "version"),
+    [
+        ({"version": "99.0", "color": "red"}, r"99\.0"),
+        ({"version": "0.0.1", "owner": None, "start": None, "spare_ids": None, "engine_ids": {"0": 7}}, r"0\.0\.1"),
+        ({"color": "red"}, rf"{dtkit.__version__} \(another build\)"),
+        ({"interface": None}, rf"{dtkit.__version__} \(another build\)"),
+    ],
+)
+def test_a_cluster_of_another_version_is_listed_and_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], version: str
+):
+    """Whatever else it says of itself, or does not."""
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path))
+    path = paper(tmp_path, "dtkit-a").folder / papers.FILE
+    said = {**json.loads(path.read_text()), **changed}
+    path.write_text(json.dumps({name: value for name, value in said.items() if value is not None}))
+    told = rf"^dtkit-a was started by dtkit {version}, and this is {dtkit.__version__}\. Take it over with that version"
+    for name in (None, "dtkit-a"):
+        with pytest.raises(dtkit.VersionMismatch, match=told):
+            dtkit.attach(name)
+    paper(tmp_path, "dtkit-b")
+    listed = rf"2 clusters are running; (?s:.*)\n  dtkit-a: of dtkit {version}, started .* ago, its notebook has ended"
+    with pytest.raises(dtkit.ClusterError, match=listed):
+        dtkit.attach()
+
+
+@pytest.mark.parametrize("changed", [{"warden": [1, 0.0]}, {"warden": "me"}, {"warden": [-1, 0.0]}, {"begun": "today"}])
+def test_of_another_version_only_what_runs_is_listed(tmp_path: Path, changed: dict[str, Any]):
+    path = paper(tmp_path, "dtkit-a").folder / papers.FILE
+    path.write_text(json.dumps({**json.loads(path.read_text()), "version": "99.0", **changed}))
+    assert papers.running(tmp_path) == []
 
 
 def test_of_several_the_one_without_a_notebook_is_meant(tmp_path: Path):

@@ -166,6 +166,26 @@ def test_it_writes_for_this_user_alone_and_stops_when_left(watchdog: Watchdog, s
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_look_that_fails_is_told_once_and_not_the_last(watchdog: Watchdog, tmp_path: Path):
+    path, held, looks = status_file(tmp_path, 1), watchdog._jobs["job-1"], []
+
+    def median_step_s() -> float:
+        looks.append(1)
+        raise ValueError("no median")
+
+    until(path.exists)
+    fine, held.median_step_s = held.median_step_s, median_step_s
+    with watchdog.serving(request()):
+        until(lambda: len(looks) > 2)
+        assert not path.exists()  # one that grows old says that the engine is stuck
+        held.median_step_s = fine
+        until(path.exists)
+    assert watchdog.complaint() == (
+        "dtkit's watchdog could not tell where this engine stands, and goes on looking: ValueError: no median"
+    )
+    assert watchdog.complaint() is None
+
+
 def test_another_owner_of_the_signal_keeps_it(spec: GroupSpec):
     def mine(*_: object) -> None: ...
 

@@ -405,6 +405,8 @@ class Session:
         if shares is not None:
             found.set_shares(shares)
         channel = self._channel = Channel()
+        if (complaint := self.watchdog.complaint()) is not None:
+            channel.line(complaint)
         with current(channel), contextlib.nullcontext() if explain else self._gauges[job].working():
             self._breaking(lambda: found.advance(steps, explain=explain, hurry=self._hurried(job)))
         self.interrupts.over = True

@@ -27,6 +27,7 @@ import time
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from dtkit.boundary import attempt
 from dtkit.engine import stack
 from dtkit.engine.phases import BETWEEN
 from dtkit.messages import PHASES
@@ -45,6 +46,7 @@ _LOOKS, _FEWEST_LOOKS = 8, 3  # of which the part that was blocked is told
 _WAITING = ("sync", *PHASES)
 _SHOWN = {"sync": "collective", "end": "step", BETWEEN: "step"} | {phase: phase.split()[0] for phase in PHASES}
 # how phases are called here, where it isn't as in the marks
+_LOOKS_ON = "dtkit's watchdog could not tell where this engine stands, and goes on looking: {error}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +89,8 @@ class Watchdog:
         self._phase: tuple[object, float] = (None, time.time())
         self._blocked: collections.deque[bool] = collections.deque(maxlen=_LOOKS)
         self._blocked_in: object = None  # the job, or the call, that those looks were at
+        self._complaint: str | None = None
+        self._complained = False
         self._dump: IO[str] | None = None
         self._main = threading.main_thread().ident or 0
 
@@ -120,6 +124,11 @@ class Watchdog:
         with self._lock:
             self._spec = None
 
+    def complaint(self) -> str | None:
+        """Why a look has failed, if one has: once, for the notebook."""
+        said, self._complaint = self._complaint, None
+        return said
+
     def _register(self, path: Path) -> None:
         """Have SIGUSR1 write all stacks. An owner of that signal (a batch system's, a library's) keeps it."""
         if not hasattr(faulthandler, "register") or signal.getsignal(signal.SIGUSR1) != signal.SIG_DFL:
@@ -133,11 +142,22 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._never.wait(PERIOD_S):
-            with self._lock:
-                if self._spec is not None:
-                    found = self.look(self._spec)
-                    with contextlib.suppress(OSError):  # a full disk, or the folder is gone: then nobody reads it
-                        self._write(found)
+            attempt(self._look_and_write, self._complain)
+
+    def _look_and_write(self) -> None:
+        with self._lock:
+            if self._spec is not None:
+                found = self.look(self._spec)
+                with contextlib.suppress(OSError):  # a full disk, or the folder is gone: then nobody reads it
+                    self._write(found)
+
+    def _complain(self, error: Exception) -> None:
+        """A look has failed, and the next one may too: an old file would say that this engine is stuck."""
+        with self._lock, contextlib.suppress(OSError):
+            if self._spec is not None:
+                status_file(self._folder, self._spec.rank).unlink()
+        if not self._complained:
+            self._complaint, self._complained = _LOOKS_ON.format(error=f"{type(error).__name__}: {error}"), True
 
     def _write(self, found: Standing) -> None:
         path = status_file(self._folder, found.rank)

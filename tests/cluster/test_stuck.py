@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from dtkit.finding import Finding
+    from dtkit.records import Event
 
 pytestmark = pytest.mark.cluster
 
@@ -327,3 +328,35 @@ def test_without_the_controller_every_call_says_so():
                 pytest.raises(dtkit.errors.DtkitError, match="the controller, through which every message"),
             ):
                 call()
+
+
+def upset() -> None:
+    """Of rank 1 one look fails."""
+    from dtkit.engine.session import of_this_engine
+
+    watchdog: Any = of_this_engine().watchdog
+
+    def look(_spec: Any) -> None:
+        del watchdog.look
+        raise ValueError("it could not be told")
+
+    if dist.get_rank() == 1:
+        watchdog.look = look
+
+
+def test_a_watchdog_that_fails_goes_on_and_the_run_is_told(cluster2: dtkit.Cluster):
+    cluster2.run(upset)
+    run, told = small.train(cluster2, steps=MANY), threading.Event()
+    unsubscribe = run.subscribe(lambda: complaints(run) and told.set())
+    assert told.wait(20)
+    unsubscribe()
+    (said,) = complaints(run)
+    assert (said.rank, said.text.partition(": ")[2]) == (1, "ValueError: it could not be told")
+    seen = cluster2.stacks().ranks[1].standing
+    assert seen is not None
+    assert seen.op == "advance"
+    run.stop()
+
+
+def complaints(run: dtkit.Run) -> list[Event]:
+    return [event for event in run.history.events if "watchdog" in event.text]

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import html
 import json
@@ -506,10 +507,16 @@ def line_of(head: Mapping[str, Any]) -> Line:
 def _is_of(folder: Path, line: Line) -> bool:
     """Whether a checkpoint is of this run, or of one before it. What can't be read is nobody's to remove."""
     try:
-        found = line_of(read_head(folder))
+        found = _line_in(folder, _changed(folder))
     except CheckpointError:
         return False
     return bool(found) and found == line[: len(found)]
+
+
+@functools.lru_cache(maxsize=1024)
+def _line_in(folder: Path, _changed: float) -> Line:
+    """As `line_of`. A large model's checkpoint.json takes long to read: it is read once, for as long as it stays."""
+    return line_of(read_head(folder))
 
 
 # -- what ranks report -----------------------------------------------------------------------------------------

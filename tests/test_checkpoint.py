@@ -318,6 +318,22 @@ def test_of_two_runs_in_one_folder_neither_removes_what_the_other_wrote(tmp_path
     assert sorted(one.path for one in dtkit.checkpoints(tmp_path)) == sorted([saved[0], *saved[-4:]])
 
 
+def test_what_stays_is_not_read_again_with_each_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A large model's checkpoint.json takes long to read."""
+    read, seen = checkpoint.read_head, []
+    monkeypatch.setattr(checkpoint, "read_head", lambda folder: seen.append(folder) or read(folder))
+    made = saver(History(), tmp_path)
+    made.plan = dataclasses.replace(made.plan, keep=4, line=("first",))
+    saved = [write_with(made, step).done.result(20).path for step in range(5, 35, 5)]
+    assert sorted(seen) == saved
+    assert sorted(tmp_path.iterdir()) == saved[-4:]
+    shutil.copy(saved[2] / "history.jsonl", saved[-1] / "checkpoint.json")  # who changes one has it read anew
+    other = saver(History(), tmp_path)
+    other.plan = dataclasses.replace(other.plan, keep=1, line=("first",))
+    last = write_with(other, 35).done.result(20).path
+    assert sorted(tmp_path.iterdir()) == [saved[-1], last]  # what can't be read is nobody's to remove
+
+
 def test_runs_that_go_on_from_the_same_one_remove_that_one_s_only(tmp_path: Path):
     def save(step: int, *line: str) -> Path:
         made = saver(History(), tmp_path)

@@ -4,7 +4,7 @@ An engine writes what a dispatch did before it answers, into the run's folder (s
 dispatch. The next dispatch says up to which step the notebook has read, and the files before that are removed. A
 notebook that takes the cluster over reads what is left there, also of an engine that died along with the older one.
 
-A file is a line of JSON and two arrays as they lie in memory. One that was cut off, by whatever ended its engine, is
+A file is a line of JSON and three arrays as they lie in memory. One that was cut off, by whatever ended its engine, is
 left out, and so is one that is not of that form. What a full disk does not take is tried again with the next dispatch.
 """
 
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dtkit.history import ROW
+from dtkit.messages import MESSAGE
 from dtkit.records import Advance
 from dtkit.spool import RUNS
 
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 Left = list[tuple[Advance, list[Any]]]
-"""As a dispatch returns it, as far as a history needs it: rows, when they were blocked, and what was printed."""
+"""As a dispatch returns it, as far as a history needs it: rows, when they were blocked and in what, and what was
+printed."""
 
 _SPAN = 2 * 8  # bytes of a begin and an end
 
@@ -89,11 +91,17 @@ def _begin(rank: int) -> str:
 
 
 def _packed(advance: Advance, items: Sequence[Any]) -> bytes:
-    rows, blocked = np.asarray(advance.rows), advance.blocked
-    spans = None if blocked is None else np.asarray(blocked, "f8")
-    lines = [line(kind, what) for kind, what in items]
-    head = {"rows": len(rows), "places": None if spans is None else spans.shape[1], "lines": lines}
-    return b"".join((json.dumps(head).encode(), b"\n", rows.tobytes(), b"" if spans is None else spans.tobytes()))
+    rows = np.asarray(advance.rows)
+    spans = None if advance.blocked is None else np.asarray(advance.blocked, "f8")
+    sent = None if advance.messages is None else np.asarray(advance.messages)
+    head = {
+        "rows": len(rows),
+        "places": None if spans is None else spans.shape[1],
+        "messages": None if sent is None else len(sent),
+        "lines": [line(kind, what) for kind, what in items],
+    }
+    arrays = [part.tobytes() for part in (rows, spans, sent) if part is not None]
+    return b"".join((json.dumps(head).encode(), b"\n", *arrays))
 
 
 def read(folder: Path, job: str, rank: int) -> Left:
@@ -113,16 +121,18 @@ def _unpacked(path: Path, rank: int) -> tuple[Advance, list[Any]] | None:
     try:
         head, _, data = path.read_bytes().partition(b"\n")
         said = json.loads(head)
-        count, places, lines = said["rows"], said["places"], said["lines"]
-        size = count * ROW.itemsize
-        if count < 1 or len(data) != size + count * (places or 0) * _SPAN:
+        count, places, sent, lines = said["rows"], said["places"], said["messages"], said["lines"]
+        ends = np.cumsum([count * ROW.itemsize, count * (places or 0) * _SPAN, (sent or 0) * MESSAGE.itemsize])
+        if count < 1 or len(data) != ends[-1]:
             return None
-        rows = np.frombuffer(data[:size], ROW).copy()
-        blocked = None if places is None else np.frombuffer(data[size:], "f8").reshape(count, places, 2)
+        rows = np.frombuffer(data[: ends[0]], ROW).copy()
+        blocked = None if places is None else np.frombuffer(data[ends[0] : ends[1]], "f8").reshape(count, places, 2)
+        messages = None if sent is None else np.frombuffer(data[ends[1] :], MESSAGE)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     first = int(rows["step"][0])
     in_order = np.array_equal(rows["step"], np.arange(first, first + count)) and (rows["rank"] == rank).all()
     if not in_order or not isinstance(lines, list) or not all(isinstance(text, str) for text in lines):
         return None
-    return Advance(rows, first + count, float(rows["lr"][-1]), blocked=blocked), [("text", text) for text in lines]
+    advance = Advance(rows, first + count, float(rows["lr"][-1]), blocked=blocked, messages=messages)
+    return advance, [("text", text) for text in lines]

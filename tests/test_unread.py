@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from dtkit import unread
 from dtkit.history import ROW
+from dtkit.messages import MESSAGE
 from dtkit.records import Advance
 from dtkit.unread import Unread
 
@@ -41,18 +43,26 @@ def advance(start: int, stop: int, places: int = 2, rank: int = RANK) -> Advance
     return Advance(rows, stop, 0.1, blocked=blocked)
 
 
+def piped(one: Advance) -> Advance:
+    """The same of a pipeline: a message a step."""
+    sent = np.zeros(len(np.asarray(one.rows)), MESSAGE)
+    sent["step"], sent["phase"], sent["end"] = np.asarray(one.rows)["step"], 2, 0.5
+    return dataclasses.replace(one, messages=sent)
+
+
 def steps(folder: Path, rank: int = RANK) -> list[int]:
     return [int(step) for one, _ in unread.read(folder, JOB, rank) for step in np.asarray(one.rows)["step"]]
 
 
 def test_it_is_read_back_as_it_was(tmp_path: Path, kept: Unread):
-    first, second = advance(8, 12), advance(12, 14, places=0)
+    first, second = piped(advance(8, 12)), advance(12, 14, places=0)
     kept.keep(first, SAID)
     kept.keep(second, [])
     found = unread.read(tmp_path, JOB, RANK)
     for (back, _), one in zip(found, (first, second), strict=True):
         assert np.asarray(back.rows).tobytes() == np.asarray(one.rows).tobytes()
         assert np.array_equal(np.asarray(back.blocked), np.asarray(one.blocked))
+        assert np.array_equal(np.asarray(back.messages), np.asarray(one.messages))
         assert back.step == one.step
     assert [items for _, items in found] == [[("text", "h\xe9llo"), ("text", "loss=0.25 far=inf")], []]
     np.asarray(found[0][0].rows)["wait_s"] += 1  # whoever compares ranks writes there
@@ -122,10 +132,12 @@ def test_one_that_was_cut_off_is_left_out(tmp_path: Path, run: Path, kept: Unrea
 
 
 def _head(**changed: Any) -> bytes:
-    return json.dumps({"rows": 4, "places": 2, "lines": [], **changed}).encode()
+    return json.dumps({"rows": 4, "places": 2, "messages": 4, "lines": [], **changed}).encode()
 
 
-BODY = np.asarray(advance(4, 8).rows).tobytes() + np.asarray(advance(4, 8).blocked).tobytes()
+WHOLE = piped(advance(4, 8))
+REST = np.asarray(WHOLE.blocked).tobytes() + np.asarray(WHOLE.messages).tobytes()
+BODY = np.asarray(WHOLE.rows).tobytes() + REST
 
 
 @pytest.mark.parametrize(
@@ -139,9 +151,10 @@ BODY = np.asarray(advance(4, 8).rows).tobytes() + np.asarray(advance(4, 8).block
         _head() + b"\n" + BODY + b"\0",
         *(_head(rows=count) + b"\n" + BODY for count in (0, -4, 3, 2**62, 4.0, "4", None, [4])),
         *(_head(places=count) + b"\n" + BODY for count in (0, -2, 3, 2**62, 2.5, "2", None)),
+        *(_head(messages=count) + b"\n" + BODY for count in (0, -4, 3, 2**62, 4.5, "4", None)),
         *(_head(lines=lines) + b"\n" + BODY for lines in (None, "text", [["text", "hello"]], [4])),
-        _head() + b"\n" + np.asarray(advance(4, 8, rank=0).rows).tobytes() + BODY[-128:],  # another rank's
-        _head() + b"\n" + np.asarray(advance(4, 8).rows)[::-1].tobytes() + BODY[-128:],
+        _head() + b"\n" + np.asarray(advance(4, 8, rank=0).rows).tobytes() + REST,  # another rank's
+        _head() + b"\n" + np.asarray(advance(4, 8).rows)[::-1].tobytes() + REST,
         _head() + b"\n" + bytes(len(BODY)),
     ],
 )

@@ -104,7 +104,8 @@ class Job:
 
     def advance(self, steps: int, *, explain: bool = False, hurry: Callable[[], bool] = lambda: False) -> None:
         """Take up to `steps` steps. Ends early, at the same step on all ranks, when steps have become slow, or when
-        `hurry` says on some rank that somebody waits for the end. Ranks ask each other a step before they decide.
+        `hurry` says on some rank that somebody waits for the end. Ranks ask each other a step before they decide; at
+        the beginning they wait for the answer, so that of what was sent ahead nothing is begun.
 
         What was done is read by :meth:`harvest`, also after an exception.
         """
@@ -112,8 +113,9 @@ class Job:
         self.setting.phases.abandon()
         self.setting.phases.clock.start()
         self._ended, self._loss, self._astray, self.report = "failed", None, (), None
-        votes, begun, answer = _votes(steps), time.perf_counter(), _no
+        votes, begun = _votes(steps), time.perf_counter()
         with self._random, self._attempt.guarded():
+            answer = _no if explain else self._ask(hurry())
             for k in range(steps):
                 if answer():
                     self._ended = "time"
@@ -363,8 +365,8 @@ def _no() -> bool:
 
 
 def _votes(steps: int) -> set[int]:
-    """After how many steps of a dispatch all ranks decide whether to go on: at most five times, the first one early."""
-    return {k for k in (steps // 64, steps // 8, steps // 4, steps // 2, 3 * steps // 4) if k}
+    """After how many steps of a dispatch all ranks decide whether to go on: after each eighth, and once early."""
+    return {k for k in (steps // 64, *(eighth * steps // 8 for eighth in range(1, 8))) if k}
 
 
 class _Random:

@@ -185,6 +185,12 @@ class Lab:
         """Press the kernel's interrupt button."""
         self.command("notebook:interrupt-kernel")
 
+    def restart(self) -> None:
+        """Choose *Restart Kernel* in the menu, confirm, and wait for the new kernel."""
+        self._run("kernelmenu:restart")
+        self.page.locator(".jp-Dialog button.jp-mod-accept").click()
+        self.page.wait_for_function("() => window.dtkitLab.idle()", timeout=START_MS)
+
     def set_theme(self, name: str) -> None:
         """Change JupyterLab's theme ("JupyterLab Light", "JupyterLab Dark") and wait until it shows."""
         self._theme = name

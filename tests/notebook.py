@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import nbformat
 import psutil
@@ -36,18 +36,21 @@ SAID = re.compile(r"^      you said (\S+): (right|off by \S+)$", re.MULTILINE)
 """What a claim prints: see :func:`check_claims`."""
 
 
-def execute(path: str | Path, timeout: float, cwd: str | Path | None = None) -> NotebookNode:
+def execute(
+    path: str | Path, timeout: float, cwd: str | Path | None = None, restart_before: str | None = None
+) -> NotebookNode:
     """Run all cells of the notebook at `path` and return it with their outputs; the file is not touched.
 
-    A cell may take `timeout` seconds. `cwd` is where the kernel starts: by default beside the notebook. The
-    kernel is the Python that runs the tests, with an IPython profile of its own: nothing of the user's takes
-    part. Raises nbclient's CellExecutionError, which shows the failing cell's source and its traceback,
-    CellTimeoutError, or DeadKernelError.
+    A cell may take `timeout` seconds. `cwd` is where the kernel starts: by default beside the notebook. The kernel is
+    restarted before the cell that has `restart_before` in its source. It is the Python that runs the tests, with an
+    IPython profile of its own: nothing of the user's takes part. Raises nbclient's CellExecutionError, which shows the
+    failing cell's source and its traceback, CellTimeoutError, or DeadKernelError.
     """
     path = Path(path)
     notebook = nbformat.read(path, as_version=4)
-    client = NotebookClient(
+    client = _Client(
         notebook,
+        restart_before,
         kernel_name="python3",
         kernel_manager_class=_ThisPython,
         timeout=timeout,
@@ -59,6 +62,20 @@ def execute(path: str | Path, timeout: float, cwd: str | Path | None = None) -> 
     with tempfile.TemporaryDirectory(prefix="ipython-") as profile:
         client.execute(env=os.environ | {"IPYTHONDIR": profile})
     return notebook
+
+
+class _Client(NotebookClient):
+    """Restarts the kernel before one cell, as the menu does."""
+
+    def __init__(self, notebook: NotebookNode, restart_before: str | None, **options: Any) -> None:
+        super().__init__(notebook, **options)
+        self._restart_before = restart_before
+
+    async def async_execute_cell(self, cell: NotebookNode, *args: Any, **options: Any) -> NotebookNode:
+        if self._restart_before is not None and self._restart_before in cell.source:
+            await self.km.restart_kernel()
+            await self.kc.wait_for_ready(timeout=self.startup_timeout)
+        return await super().async_execute_cell(cell, *args, **options)
 
 
 class _ThisPython(AsyncKernelManager):
@@ -81,11 +98,14 @@ class Footprint:
     def sample(self) -> None:
         # Once seen, always counted: a process whose parent has ended is no longer among the descendants.
         self.seen |= set(psutil.Process().children(recursive=True))
-        total = engines = 0
+        total, parents = 0, {}
         for process in self.seen:
             with contextlib.suppress(psutil.Error):
                 total += process.memory_full_info().pss if sys.platform == "linux" else 0
-                engines += "ipyparallel.engine" in process.cmdline()
+                if "ipyparallel.engine" in process.cmdline():
+                    parents[process.pid] = process.ppid()
+        # What an engine has forked has its command line, until it begins a program of its own.
+        engines = sum(parent not in parents for parent in parents.values())
         self.peak, self.engines = max(self.peak, total), max(self.engines, engines)
 
     @contextlib.contextmanager
@@ -125,11 +145,11 @@ class Done:
         )
 
 
-def watched(path: str | Path, timeout: float = 120) -> Done:
+def watched(path: str | Path, timeout: float = 120, restart_before: str | None = None) -> Done:
     """As :func:`execute`, with an eye on all processes."""
     footprint = Footprint()
     with footprint.watching():
-        notebook = execute(path, timeout)
+        notebook = execute(path, timeout, restart_before=restart_before)
     return Done(notebook, footprint)
 
 

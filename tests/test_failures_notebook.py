@@ -1,4 +1,7 @@
-"""Notebook 05 as it is committed, executed once: engines are killed, stopped and taken over, and every claim holds."""
+"""Notebook 05 as it is committed: engines are killed, stopped and taken over, and every claim holds.
+
+It is executed twice: as by *Run All Cells*, and with the kernel restarted where the text says so.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +21,19 @@ NOTEBOOK = "notebooks/05_failures.ipynb"
 CLAIM = re.compile(r"^(PASS|FAIL)  (.+): measured (\S+)(?: \w+)?, at most (\S+); you said (\S+)$", re.MULTILINE)
 
 
-@pytest.fixture(scope="module")
-def done(root: Path) -> Done:
-    return watched(root / NOTEBOOK)
+FIRST = "predicted_attached = 4"
+"""In the source of the cell that a new kernel begins with."""
+
+
+@pytest.fixture(scope="module", params=[None, FIRST], ids=["run all", "restarted"])
+def done(root: Path, request: pytest.FixtureRequest) -> Done:
+    return watched(root / NOTEBOOK, restart_before=request.param)
 
 
 def test_every_claim_holds(done: Done):
     claims = CLAIM.findall(printed(done.notebook, "stdout"))
     written = sum(len(re.findall(r"^within\(", cell.source, re.MULTILINE)) for cell in code_of(done.notebook))
-    assert len(claims) == written >= 14
+    assert len(claims) == written >= 15
     assert [claim for claim in claims if claim[0] != "PASS"] == []
     assert all(float(measured) <= float(limit) for _, _, measured, limit, _ in claims)
     assert f"{written} of {written} hold" in printed(done.notebook, "stdout")
@@ -48,9 +55,16 @@ def test_the_notebook_shows_who_failed_and_where(done: Done):
     assert "stopped" in shown
 
 
+def test_a_kernel_was_taken_over_by_a_new_one_or_by_this_one(done: Done, request: pytest.FixtureRequest):
+    restarted = "[restarted]" in request.node.name
+    assert done.text("restarted = ").endswith("a new kernel\n" if restarted else "the kernel was not restarted\n")
+    assert done.text("if not restarted:").startswith("killed the kernel of") is not restarted
+    assert re.search(r"paused\nstep [\d,]+ of 1,000,000", done.text("dtkit.attach("))
+
+
 def test_its_pictures_are_there(done: Done):
     drawn = [cell for cell in code_of(done.notebook) if cell.source == "run" or cell.source.endswith("\nfigure")]
-    assert len(drawn) == 2
+    assert len(drawn) == 3
     assert all(any("image/png" in output.get("data", {}) for output in cell.outputs) for cell in drawn)
 
 

@@ -60,7 +60,8 @@ class Cluster(Ranks):
         Seconds that a collective may wait. By default 30 minutes for the first step of a job, then 60 seconds or 20
         median steps, whichever is longer.
     lease
-        Seconds that engines live without a notebook: by default 60, or 30 minutes with a job in memory.
+        Seconds that engines live without a notebook, whose kernel may restart: by default 60, or 30 minutes with a job
+        in memory.
     interface
         Network interface of the collectives. By default the loopback interface, which nobody outside this host
         can reach; name another one to use engines on several hosts. Tensor traffic is not encrypted.

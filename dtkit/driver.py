@@ -43,6 +43,7 @@ from dtkit.pace import Pace
 from dtkit.recording import Recorder
 from dtkit.records import Advance, Consistency, Failure, State
 from dtkit.saving import Save, Saver
+from dtkit.snapshots import Snapshots
 from dtkit.stacks import Probe
 from dtkit.turn import Turn
 from dtkit.units import plural
@@ -119,6 +120,7 @@ class Driver:
         self.pace = Pace()
         self.watch = Watch()
         self.saver = Saver(history, changed)
+        self.snapshots = Snapshots()
         self.reports: list[Any] = []
         """Of the last step that was explained, what each rank saw."""
         self.spans: tuple[list[np.ndarray], list[float] | None] = [], None
@@ -162,6 +164,7 @@ class Driver:
         self._recorder.beyond(step)
         self.step, self._turn.called = step, called
         self.saver.begin_at(step)
+        self.snapshots.begin_at(step)
 
     def catch_up(self, left: Mapping[int, Left], common: int) -> None:
         """Before `start`: record what dispatches left unread, by rank; all that are there have taken `common` steps."""
@@ -272,7 +275,8 @@ class Driver:
                 self._launch(_Flight("evaluate", self._next, 0, None, []), **self.route.evaluation)
 
     def _send_steps(self) -> None:
-        steps = min(self.pace.steps, self._goal - self._next, self.saver.room(self._next))
+        steps = min(self.pace.steps, self._goal - self._next)
+        steps = min(steps, self.saver.room(self._next), self.snapshots.room(self._next))
         if self.route.evaluation or self.route.callbacks:
             steps = min(steps, self.route.steps_per_epoch - self._next % self.route.steps_per_epoch)
         lr, answers = self._lr_wanted or (None, [])
@@ -289,9 +293,20 @@ class Driver:
         self._next += steps
 
     def _save(self, step: int) -> None:
-        """Send a save, if one is due after so many steps."""
+        """Send a save, if one is due after so many steps; with a snapshot, if that is due, it is written of its copy.
+
+        Who waits for a save is to hear what is wrong with the state: that one goes first, with a copy of its own.
+        """
+        copied = not self.saver.wanted and self._snapshot(step)
         if self.saver.due(step, self.route.steps) and (save := self.saver.next(step)) is not None:
-            self._launch(_Flight("save", step, 0, None, [], save=save), **save.args())
+            self._launch(_Flight("save", step, 0, None, [], save=save), copied=copied, **save.args())
+
+    def _snapshot(self, step: int) -> bool:
+        """Have the ranks keep a snapshot in memory, if one is due after so many steps. Whether that was asked for."""
+        if due := self.snapshots.due(step):
+            self.snapshots.sent(step)
+            self._launch(_Flight("snapshot", step, 0, None, []))
+        return due
 
     def _saves(self) -> bool:
         """With nothing else in flight: send a save that is due. Callbacks and the last evaluation come before it."""
@@ -306,6 +321,8 @@ class Driver:
         """A save was not taken: it is due again."""
         if flight.save is not None:
             self.saver.refused(flight.save)
+        elif flight.op == "snapshot":
+            self.snapshots.refused()
 
     def _launch(self, flight: _Flight, **args: Any) -> None:
         flight.futures = self._cluster.fan_out(flight.op, job=self.route.job, step=flight.step, **args)
@@ -340,6 +357,8 @@ class Driver:
             self.saver.landed(flight.save, flight.step, replies)
         elif flight.op == "evaluate":
             self._take_evaluation(flight.step, [reply.value for reply in replies])
+        elif flight.op == "snapshot":
+            self._take_snapshot([reply.value for reply in replies])
         else:
             self._take_steps(flight, [reply.value for reply in replies])
         self._look_out()  # who kept the others waiting goes on: nobody may ask again for long
@@ -398,6 +417,11 @@ class Driver:
     def _take_evaluation(self, step: int, values: Sequence[Any]) -> None:
         self._recorder.evaluation(step, values)
 
+    def _take_snapshot(self, values: Sequence[Any]) -> None:
+        word = self.snapshots.landed(values)
+        if word is not None:
+            self._note("note", word)
+
     def _take_failures(self, flight: _Flight, replies: Sequence[Reply], failures: Sequence[Failure]) -> None:
         """A refusal, a lost engine and an interrupt can be gone on from; a failure of the user's code can't."""
         if flight.lr is not None and self._lr_wanted is None:
@@ -437,6 +461,8 @@ class Driver:
     def _fail(self, flight: _Flight, error: EngineError) -> None:
         if flight.save is not None:  # the training itself is whole
             self.saver.failed(flight.save, self.step, error)
+        elif flight.op == "snapshot":
+            self._note("error", f"the snapshot in memory failed: {error}".partition("\n")[0])
         elif flight.op == "evaluate":  # here too
             self._halt, self.exception = self._halt or "pause", error
             self._note("error", f"the evaluation failed: {error}".partition("\n")[0])
@@ -476,13 +502,15 @@ class Driver:
         self._recorder.beyond(found.step)
         self._lost, self.step, self.lr, self._tries = [], found.step, found.lr, 0
         self._next = self.step
+        self.snapshots.begin_at(self.step)
         if self._balancer is not None and self.route.balance is not None:
             self._balancer = Balancer(self.route.balance)
         if lost:
             how = "replaced" if self._cluster.world_size == size else "left out"
             self._note("repair", _told(lost, how, before, found))
         elif (gone := before - found.step) > 0:
-            self._note("note", f"all go back to step {found.step}, {plural(gone, 'step')} lost: {_TORN}")
+            source = f" ({found.source})" if found.source else ""
+            self._note("note", f"all go back to step {found.step}, {plural(gone, 'step')} lost{source}: {_TORN}")
 
     def _level(self) -> None:
         """After a failure in which no engine was lost: form the group anew, and have all ranks at one step."""
@@ -711,7 +739,8 @@ def _told(lost: Sequence[int], how: str, before: int, found: Recovered) -> str:
     gone = max(found.lost_steps, before - found.step)
     steps = "no step lost" if gone == 0 else f"{plural(gone, 'step')} lost"
     nodes = f"node{'s' * (len(lost) > 1)} {names}"
-    return f"{nodes} {how}: all go on from step {found.step} after {found.seconds:.1f} s, {steps}"
+    source = f" ({found.source})" if found.source else ""
+    return f"{nodes} {how}: all go on from step {found.step}{source} after {found.seconds:.1f} s, {steps}"
 
 
 def _resolve(answer: Future[int], step: int) -> None:

@@ -36,6 +36,8 @@ class Held:
     """The most that the process grew by while it took steps; None before the first, or where nobody counts."""
     limit: int | None
     """What the job could have had when it was made; None without a limit of its own."""
+    snapshots: int = 0
+    """Of its part and of a peer's, in the process's memory; not in `grown`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +56,8 @@ class MemoryRow:
     limit: int | None
     """What it could have had; None without a limit of its own."""
     planned: PlanRow | None = None
+    snapshots: int = 0
+    """What snapshots in memory take besides, where there is room for them; in none of the others, and in no plan."""
 
     @classmethod
     def of(cls, rank: int, held: Held, planned: PlanRow | None) -> MemoryRow:
@@ -69,6 +73,7 @@ class MemoryRow:
             peak=None if held.grown is None else held.sent_model + max(held.grown, stays),
             limit=None if held.limit is None else held.limit + held.sent_model,
             planned=planned,
+            snapshots=held.snapshots,
         )
 
     @property
@@ -121,7 +126,7 @@ class Memory:
         found = []
         for row in self.rows:
             parts = planned_parts(row)
-            line = {"rank": row.rank, **{name: getattr(row, name) for name in names}, "limit": row.limit}
+            line = {"rank": row.rank, **{name: getattr(row, name) for name in (*names, "limit", "snapshots")}}
             found.append(line | {f"planned_{name}": parts and parts[name] for name in names})
         return pd.DataFrame(found)
 

@@ -10,6 +10,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from dtkit.saving import Saves
+from dtkit.snapshots import Rhythm
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -72,5 +73,7 @@ class Extras:
     """The checkpoints that it makes by itself."""
     snapshots: Saves = dataclasses.field(default_factory=Saves)
     """And those that it may have to go back to when an engine is lost."""
+    rhythm: Rhythm = dataclasses.field(default_factory=Rhythm)
+    """When the engines are to keep such snapshots in memory."""
     copies: int = 1
     """Ranks that share one replica of the model, and so take the same samples."""

@@ -3,8 +3,10 @@
 Each survivor says at which step it stands, and whether its parameters are of that step (an update that was broken off
 in the midst leaves none). The furthest step of which every part of the model is held by some survivor is the one to go
 on from: under data parallelism any one survivor will do. What it holds goes through shared memory to all ranks, so that
-they are equal again whatever happened. Where a part is held by nobody, the run goes back to its last snapshot: a
-checkpoint that it writes by itself, beside the training, into the cluster's folder.
+they are equal again whatever happened. Where a part is held by nobody, the run goes back to its last snapshot. Of the
+last ones in memory (:mod:`dtkit.engine.peers`), each survivor says whose parts it has copies of; the furthest one of
+which every rank's part is there is taken, and goes the same way. Where a part is lost together with its copy, there is
+the one on disk: a checkpoint that the run writes by itself, beside the training, into the cluster's folder.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
+    from dtkit.checkpoint import Checkpoint
     from dtkit.cluster import Cluster
     from dtkit.order import Order
     from dtkit.ranks import Ranks
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     from dtkit.strategies.base import Strategy
 
 MODES = ("repair", "shrink", "pause")
+_DISK, _NOWHERE = "the last snapshot, from disk", "the beginning, for want of a snapshot"
 _TRIES = 3  # of a recovery in which further engines are lost
 
 
@@ -37,6 +41,8 @@ class Standing:
     step: int
     whole: bool
     lr: float = 0.0
+    copies: Mapping[int, Sequence[int]] = dataclasses.field(default_factory=dict)
+    """Of which snapshots there are copies in its memory: {step: ranks whose parts these are}."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +56,8 @@ class Recovered:
     """Updates that were made and are gone."""
     seconds: float
     """What it took."""
+    source: str = ""
+    """Where the state comes from, in words, unless survivors stood there."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,9 +65,9 @@ class Rescued:
     """State that survivors gave: of this step, in these shipments."""
 
     step: int
-    furthest: int
-    """Where some survivor stood."""
     shipments: tuple[Shipment, ...]
+    source: str = ""
+    """See :class:`Recovered`."""
 
     def discard(self) -> None:
         """Free the shared memory."""
@@ -83,6 +91,19 @@ def choose(standings: Mapping[int, Standing], parts: Mapping[int, object]) -> tu
     return None
 
 
+def remembered(standings: Mapping[int, Standing], world_size: int) -> tuple[int, dict[int, list[int]]] | None:
+    """(step, {rank: whose parts it gives}) of the furthest snapshot that survivors have in memory, every rank its own
+    part if it can; None where each lacks some.
+    """
+    for step in sorted({step for standing in standings.values() for step in standing.copies}, reverse=True):
+        there = {rank: standing.copies.get(step, ()) for rank, standing in sorted(standings.items())}
+        holders = {part: rank for rank, parts in there.items() for part in parts}
+        holders |= {rank: rank for rank, parts in there.items() if rank in parts}
+        if len(holders) == world_size:
+            return step, {rank: [p for p in range(world_size) if holders[p] == rank] for rank in set(holders.values())}
+    return None
+
+
 def stand(cluster: Ranks, job: str, lost: Sequence[int] = ()) -> dict[int, Standing]:
     """Where every survivor stands. Needs no process group."""
     found = cluster.alone("standing", [r for r in range(cluster.world_size) if r not in lost], job=job)
@@ -94,18 +115,51 @@ def apart(standings: Mapping[int, Standing]) -> bool:
     return len({standing.step for standing in standings.values()}) > 1 or not all(s.whole for s in standings.values())
 
 
-def rescue(cluster: Ranks, job: str, lost: Sequence[int], parts: Mapping[int, object]) -> Rescued | None:
+def rescue(cluster: Ranks, job: str, standings: Mapping[int, Standing], parts: Mapping[int, object]) -> Rescued | None:
     """Take the state from the survivors, before anything is formed anew; None where they don't have all of it."""
-    standings = stand(cluster, job, lost)
-    chosen = choose(standings, parts)
-    if chosen is None:
-        return None
-    step, sources = chosen
-    level = [rank for rank, standing in standings.items() if standing.step == step]
-    each = [{"tensors": rank in sources} for rank in level]
-    found = cluster.alone("rescue", level, each=each, job=job)
-    furthest = max(standing.step for standing in standings.values())
-    return Rescued(step, furthest, tuple(found[rank] for rank in level if rank in found))
+    left = dict(standings)
+    while (chosen := choose(left, parts)) is not None:
+        step, sources = chosen
+        level = [rank for rank, standing in left.items() if standing.step == step]
+        each = [{"tensors": rank in sources} for rank in level]
+        found = cluster.alone("rescue", level, each=each, job=job)
+        if found.keys() >= set(sources):
+            return Rescued(step, tuple(found.values()))
+        _without(left, sources, found)
+    return None
+
+
+def recall(
+    cluster: Ranks, job: str, standings: Mapping[int, Standing], world_size: int, *, beyond: int
+) -> Rescued | None:
+    """The same of a snapshot in the survivors' memory; None where there is none behind step `beyond`."""
+    left = dict(standings)
+    while (chosen := remembered(left, world_size)) is not None and chosen[0] > beyond:
+        step, givers = chosen
+        ranks = sorted(givers)
+        each = [{"parts": givers[rank]} for rank in ranks]
+        found = cluster.alone("recall", ranks, each=each, job=job, step=step)
+        if found.keys() >= set(ranks):
+            return Rescued(step, tuple(found.values()), f"the last snapshot, from {_memory_of(givers)}")
+        _without(left, ranks, found)
+    return None
+
+
+def _without(standings: dict[int, Standing], ranks: Sequence[int], found: Mapping[int, Shipment]) -> None:
+    """Who gave nothing has been lost meanwhile, or has no memory for it; what others gave is of no use."""
+    for rank in ranks:
+        if rank not in found:
+            del standings[rank]
+    for shipment in found.values():
+        shipment.discard()
+
+
+def _memory_of(givers: Mapping[int, Sequence[int]]) -> str:
+    """In whose memory that lay which is lost; where nothing is, each had its own."""
+    mirrors = [str(rank) for rank, parts in sorted(givers.items()) if set(parts) - {rank}]
+    if not mirrors:
+        return "each node's own memory"
+    return f"node {mirrors[0]}'s memory" if len(mirrors) == 1 else f"the memory of nodes {' and '.join(mirrors)}"
 
 
 def recover(
@@ -174,7 +228,12 @@ class Recovery:
         if shrink:
             self._check_fewer(world_size - len(lost))
         parts = {rank: self.strategy.part_of(world_size, rank) for rank in range(world_size)}
-        rescued = rescue(self.cluster, self.job, lost, parts)
+        standings = stand(self.cluster, self.job, lost)
+        rescued = rescue(self.cluster, self.job, standings, parts)
+        disk = None if rescued is not None else self._on_disk()
+        if rescued is None:
+            beyond = 0 if disk is None else disk.step - 1
+            rescued = recall(self.cluster, self.job, standings, world_size, beyond=beyond)
         found: list[tuple[int, float]] = []
 
         def rebuild() -> None:
@@ -183,21 +242,28 @@ class Recovery:
             if rescued is not None:
                 found[:] = self.cluster.ask("revive", job=self.job, shipments=rescued.shipments)
             else:
-                found[:] = [self._back(lr)]
+                found[:] = [self._back(disk, lr)]
 
         recover(self.cluster, lost, rescued, rebuild, shrink=shrink)
         step, lr = found[0]
-        furthest = 0 if rescued is None else rescued.furthest
-        return Recovered(step, lr, max(0, furthest - step), time.monotonic() - began)
+        furthest = max((standing.step for standing in standings.values()), default=0)
+        source = (_DISK if disk is not None else _NOWHERE) if rescued is None else rescued.source
+        return Recovered(step, lr, max(0, furthest - step), time.monotonic() - began, source)
 
-    def _back(self, lr: float) -> tuple[int, float]:
-        """To the last snapshot; without one, to where the training began."""
+    def _on_disk(self) -> Checkpoint | None:
+        """The last snapshot there."""
         from dtkit.checkpoint import Checkpoint
-        from dtkit.resuming import Resumption
 
         try:
-            snapshot = Checkpoint(self.snapshots)
+            return Checkpoint(self.snapshots)
         except CheckpointError:
+            return None
+
+    def _back(self, snapshot: Checkpoint | None, lr: float) -> tuple[int, float]:
+        """To the last snapshot on disk; without one, to where the training began."""
+        from dtkit.resuming import Resumption
+
+        if snapshot is None:
             return 0, lr
         return snapshot.step, Resumption(snapshot).put_into(self.cluster, self.job)[0]
 

@@ -92,6 +92,7 @@ class Run:
         saver = self._driver.saver
         saver.plan, saver.describe = extras.saves, self._described
         saver.snapshots = dataclasses.replace(extras.snapshots, to=self._snapshots)
+        self._driver.snapshots.rhythm = extras.rhythm
 
     def build(self, resumption: Resumption | None = None) -> None:
         """Make the job on the engines; the run then stands paused before its first step, or where it was saved."""

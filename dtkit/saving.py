@@ -62,6 +62,8 @@ class Saves:
     """Instead of `every`: seconds from one to the next."""
     quiet: bool = False
     """Whether the log says nothing of those that were written."""
+    yields: bool = False
+    """Whether one is left out while another is being written: there are others, in memory."""
     line: checkpoint.Line = ()
     """This run's name, after those of the runs that it goes on from: `keep` removes none of another run's."""
 
@@ -148,8 +150,12 @@ class Saver:
         return self.wanted or self._due(step) is not None
 
     def _due(self, step: int) -> Saves | None:
-        plans = self.plan, self.snapshots
+        plans = [p for p in (self.plan, self.snapshots) if not (p.yields and self._writing)]
         return next((p for p in plans if p.due(step, self._last, self._asked.get(p, self._begun))), None)
+
+    @property
+    def _writing(self) -> bool:
+        return any(thread.is_alive() for thread in self._threads)
 
     def room(self, step: int) -> int:
         """Steps until the next save is due."""

@@ -23,6 +23,7 @@ from dtkit.recovery import MODES
 from dtkit.replicas import Replicas
 from dtkit.run import Run
 from dtkit.saving import Saves
+from dtkit.snapshots import SECONDS, Rhythm
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -148,18 +149,31 @@ def _extras(options: Options, strategy: Strategy, sizes: tuple[int, ...], valid:
         schedule=strategy.table,
         saves=saves,
         snapshots=_snapshots(options, strategy, len(sizes)),
+        rhythm=_rhythm(options, strategy, len(sizes)),
         copies=len(sizes) // strategy.mesh(len(sizes)).replicas,
     )
 
 
 def _snapshots(options: Options, strategy: Strategy, world_size: int) -> Saves:
-    """None, where another rank holds what is lost with one."""
-    parts = [strategy.part_of(world_size, rank) for rank in range(world_size)]
-    alone = any(parts.count(part) == 1 for part in parts) and len(set(parts)) > 1
+    """On disk. None, where another rank holds what is lost with one."""
+    alone = _single_copies(strategy, world_size)
     if options.snapshot_every is None and (not alone or options.on_failure == "pause"):
         return Saves(quiet=True)
     seconds = SNAPSHOT_S if options.snapshot_every is None else None
-    return Saves(options.snapshot_every, keep=2, seconds=seconds, quiet=True)
+    return Saves(options.snapshot_every, keep=2, seconds=seconds, quiet=True, yields=alone)
+
+
+def _rhythm(options: Options, strategy: Strategy, world_size: int) -> Rhythm:
+    """Of those in memory. A part that another rank holds needs none there."""
+    if not _single_copies(strategy, world_size):
+        return Rhythm()
+    return Rhythm(options.snapshot_every, SECONDS if options.snapshot_every is None else None)
+
+
+def _single_copies(strategy: Strategy, world_size: int) -> bool:
+    """Whether a part of the model is lost with the one rank that holds it."""
+    parts = [strategy.part_of(world_size, rank) for rank in range(world_size)]
+    return any(parts.count(part) == 1 for part in parts) and len(set(parts)) > 1
 
 
 def _saves(options: Options, before: Line) -> Saves:

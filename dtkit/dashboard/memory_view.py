@@ -28,6 +28,7 @@ _NOTE = (
     "activations: all that came and went while steps were taken (buffers of collectives, what malloc keeps), measured "
     "as the process's growth beyond the tensors that stay"
 )
+_SNAPSHOTS = "snapshots on a rank at most, of its part and of a peer's: kept where training leaves the room"
 
 
 def headline(memory: Memory) -> str:
@@ -57,7 +58,9 @@ def _listed(memory: Memory) -> list[MemoryRow]:
 
 def _notes(memory: Memory) -> list[str]:
     rest = len(memory.rows) - _SHOWN
-    return [_NOTE, *([f"and {units.plural(rest, 'more rank')}, which held less"] if rest > 0 else [])]
+    kept = max(row.snapshots for row in memory.rows)
+    besides = [f"besides, {units.size(kept)} of {_SNAPSHOTS}"] if kept else []
+    return [_NOTE, *besides, *([f"and {units.plural(rest, 'more rank')}, which held less"] if rest > 0 else [])]
 
 
 def _table(memory: Memory) -> list[list[str]]:

@@ -124,16 +124,23 @@ class Gauge:
         self._grown: int | None = None
 
     @contextlib.contextmanager
-    def working(self) -> Iterator[None]:
-        """While the job takes steps."""
+    def working(self, beside: int = 0) -> Iterator[None]:
+        """While the job takes steps. What this process holds `beside` (snapshots, in bytes) is none of its growth."""
+        beside = 0 if self._device.type == "cuda" else beside
         known = reset_peak(self._device) is not None and self._before is not None
         try:
             yield
         finally:
             if known and self._before is not None:
-                self._grown = max(self._grown or 0, peak(self._device) - self._before)
+                self._grown = max(self._grown or 0, peak(self._device) - self._before - beside)
 
-    def read(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Held:
+    def spare(self) -> int | None:
+        """Bytes of a limit on this process's memory that its steps have left so far; None without such a limit."""
+        if self._device.type == "cuda" or self._limit is None:
+            return None
+        return max(0, self._limit - (self._grown or 0))
+
+    def read(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, snapshots: int = 0) -> Held:
         """What there is now of the job's tensors, and how far the process grew."""
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         state = [leaf for leaf in tree_leaves(list(optimizer.state.values())) if isinstance(leaf, torch.Tensor)]
@@ -144,6 +151,7 @@ class Gauge:
             optimizer=bytes_of(state),
             grown=self._grown,
             limit=self._limit,
+            snapshots=snapshots,
         )
 
 

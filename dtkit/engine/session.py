@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from dtkit.engine.iterable import StreamSource
     from dtkit.engine.loading import Loading
     from dtkit.engine.memory import Gauge
+    from dtkit.engine.peers import Copies
     from dtkit.engine.sources import Source
     from dtkit.engine.trainer import Job
     from dtkit.engine.writing import Writer
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from dtkit.records import Advance, GroupSpec, JobPlan
     from dtkit.shared import Owner
 
-_ALONE = ("standing", "rescue", "model")
+_ALONE = ("standing", "rescue", "recall", "model")
 """What an engine does by itself, also when its group is broken, or could not be formed."""
 FIRST_STEP_S, LEAST_STEP_S, STEP_FACTOR = 1800.0, 60.0, 20.0  # a collective's time limit: first step, then
 
@@ -64,6 +65,7 @@ class Session:
         self._jobs: dict[str, Job] = {}
         self._unread: dict[str, Unread] = {}  # the last dispatches of each job
         self._gauges: dict[str, Gauge] = {}  # of the memory that each job takes
+        self._copies: dict[str, list[Copies]] = {}  # snapshots of each job: of this rank's part, and of a peer's
         self._writer: Writer | None = None  # of checkpoints
         self._agent_store: Any = None
         self._channel: Channel | None = None  # what is said in the call being served
@@ -310,6 +312,7 @@ class Session:
 
             self._jobs.pop(job).close()
             self._gauges.pop(job, None)
+            self._copies.pop(job, None)
             if job in self._unread:
                 self._unread.pop(job).drop()
             memory.tidy()
@@ -407,7 +410,7 @@ class Session:
         channel = self._channel = Channel()
         if (complaint := self.watchdog.complaint()) is not None:
             channel.line(complaint)
-        with current(channel), contextlib.nullcontext() if explain else self._gauges[job].working():
+        with current(channel), contextlib.nullcontext() if explain else self._working(job):
             self._breaking(lambda: found.advance(steps, explain=explain, hurry=self._hurried(job)))
         self.interrupts.over = True
         if explain:
@@ -430,13 +433,32 @@ class Session:
         """A model as it was sent."""
         return ship(wire.pack(self._model(key)), self._keeper)
 
-    def op_save(self, job: str, step: int, folder: str, token: str) -> dict[str, Any]:
-        """Copy the state of a job that stands at `step`, and write it beside the training. See engine.writing."""
+    def op_save(self, job: str, step: int, folder: str, token: str, *, copied: bool = False) -> dict[str, Any]:
+        """Copy the state of a job that stands at `step`, and write it beside the training. See engine.writing.
+
+        `copied`: the last call was for a snapshot, whose copy is written, if there is one.
+        """
+        from dtkit.engine import peers
         from dtkit.engine.writing import Writer
 
-        found = self._job(job, step)
+        found, group = self._job(job, step), self.group
+        assert group is not None
+        copy = peers.own(self._copies.get(job, ()), step, group.rank) if copied else None
         writer = self._writer = self._writer or Writer()
-        return self._breaking(lambda: writer.save(found, folder, token))  # type: ignore[no-any-return]
+        return self._breaking(lambda: writer.save(found, folder, token, copy))  # type: ignore[no-any-return]
+
+    def op_snapshot(self, job: str, step: int) -> dict[str, Any]:
+        """Keep copies of the state of a job that stands at `step`: of this rank's part and of a peer's. See peers."""
+        from dtkit.engine import peers
+
+        found, kept = self._job(job, step), self._copies.setdefault(job, [])
+        return self._breaking(lambda: peers.take(found, kept, self._gauges[job].spare()))  # type: ignore[no-any-return]
+
+    def _copied_bytes(self, job: str) -> int:
+        return sum(copies.nbytes for copies in self._copies.get(job, ()))
+
+    def _working(self, job: str) -> contextlib.AbstractContextManager[None]:
+        return self._gauges[job].working(self._copied_bytes(job))
 
     def op_restore(self, job: str, **checkpoint: Any) -> tuple[int, float, dict[str, tuple[Any, Any]]]:
         """Put a checkpoint's state into a job that stands before its first step. What came of it: see writing.read."""
@@ -447,27 +469,36 @@ class Session:
 
     def op_memory(self, job: str) -> Held:
         """What this rank's part of a job takes: tensors as they are now, growth as it was at most."""
-        return self._job(job).weigh(self._gauges[job])
+        return self._job(job).weigh(self._gauges[job], self._copied_bytes(job))
 
     # -- what is left after a failure -------------------------------------------------------------------------
 
-    def op_standing(self, job: str) -> tuple[int, bool, float]:
-        """(step, whether this rank's parameters are of that step, learning rate)."""
+    def op_standing(self, job: str) -> tuple[int, bool, float, dict[int, tuple[int, ...]]]:
+        """(step, whether this rank's parameters are of that step, learning rate, {step: ranks of whose parts, as of
+        then, there are copies here}).
+        """
         found = self._job(job)
-        return found.step, not found.torn, found.lr
+        copies = {one.step: tuple(one.parts) for one in self._copies.get(job, ())}
+        return found.step, not found.torn, found.lr, copies
 
     def op_rescue(self, job: str, *, tensors: bool) -> Shipment:
         """What this rank holds of a job's state; without `tensors`, what is its own."""
         from dtkit.engine.rescue import rescue
 
-        return ship(wire.pack(rescue(self._job(job), tensors=tensors)), self._keeper)
+        return ship(wire.pack([rescue(self._job(job), tensors=tensors)]), self._keeper)
+
+    def op_recall(self, job: str, step: int, parts: Sequence[int]) -> Shipment:
+        """Copies that are kept here of these ranks' parts of a job, as of `step`."""
+        from dtkit.engine import peers
+
+        return ship(wire.pack(peers.give(self._copies[job], step, parts)), self._keeper)
 
     def op_revive(self, job: str, shipments: Sequence[Shipment]) -> tuple[int, float]:
-        """Put what survivors gave into a job that stands before its first step. Returns step and learning rate."""
+        """Put what survivors gave, or had kept, into a job that stands before its first step: (step, learning rate)."""
         from dtkit.engine.rescue import revive
 
         found = self._job(job)
-        revive(found, [shipment.unload() for shipment in shipments])
+        revive(found, [part for shipment in shipments for part in shipment.unload()])
         return found.step, found.lr
 
     def op_hand_over(self) -> Shipment:

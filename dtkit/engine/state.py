@@ -49,7 +49,9 @@ class Slab:
 
 @dataclasses.dataclass(frozen=True)
 class Captured:
-    """What one rank gives. `slabs` are copies on the CPU; `facts` are JSON, to be merged over the ranks."""
+    """What one rank gives. `slabs` may be in use, unless they were copied; `facts` are JSON, to be merged over the
+    ranks.
+    """
 
     slabs: dict[str, Slab]
     facts: dict[str, Any]
@@ -229,7 +231,7 @@ class Capture(Archive):
         elif weight is None:
             self.own_tensors(place, named)
             self.tensors(place, {} if self.place else named)
-        elif len(set(_tell(group, bits([local(t) for t in named.values()])))) == 1:
+        elif len(set(tell(group, bits([local(t) for t in named.values()])))) == 1:
             self.tensors(place, named)
         else:
             self.own_tensors(place, named)
@@ -303,16 +305,16 @@ class Capture(Archive):
             self._slabs[name] = slab
 
     def finish(self) -> Captured:
-        """This rank's share of what was shown. A collective. Raises Unsavable, on all ranks, with all problems."""
+        """This rank's share of what was shown, not copied. A collective. Raises Unsavable, on all ranks, with all
+        problems.
+        """
         holdings = sorted((name, slab.offset, slab.tensor.nbytes) for name, slab in self._slabs.items())
-        told = _tell(self.setting.group, {"problems": self.problems, "holds": holdings})
+        told = tell(self.setting.group, {"problems": self.problems, "holds": holdings})
         problems = list(dict.fromkeys(problem for one in told for problem in one["problems"]))
         if problems:
             raise Unsavable(f"{'; '.join(problems)}: a checkpoint holds tensors, numbers and text only")
         mine = share_out([one["holds"] for one in told])[self.rank]
-        slabs = {
-            name: dataclasses.replace(s, tensor=_copied(s.tensor)) for name, s in self._slabs.items() if name in mine
-        }
+        slabs = {name: slab for name, slab in self._slabs.items() if name in mine}
         return Captured(slabs, {**self._facts, "own": {str(self.rank): self._own}})
 
 
@@ -341,7 +343,7 @@ def share_out(holdings: Sequence[Sequence[Any]]) -> list[set[str]]:
     return given
 
 
-def _tell(group: Group | None, mine: Any) -> list[Any]:
+def tell(group: Group | None, mine: Any) -> list[Any]:
     """What every rank says, as JSON over the data plane. A collective."""
     if group is None:
         return [mine]
@@ -544,7 +546,14 @@ def _scheduled(group: Mapping[str, Any]) -> set[str]:
 
 
 def capture(job: Job) -> Captured:
-    """A copy of this rank's part of a job's state. A collective. Raises Unsavable, on all ranks alike."""
+    """A copy of this rank's part of a job's state, on the CPU. A collective. Raises Unsavable, on all ranks alike."""
+    found = share(job)
+    slabs = {name: dataclasses.replace(s, tensor=_copied(s.tensor)) for name, s in found.slabs.items()}
+    return dataclasses.replace(found, slabs=slabs)
+
+
+def share(job: Job) -> Captured:
+    """This rank's part of a job's state as it lies here, in use. A collective. Raises Unsavable, on all alike."""
     archive = Capture(job.setting, job.layout)
     job.exchange(archive)
     found = archive.finish()

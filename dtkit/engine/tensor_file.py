@@ -37,7 +37,7 @@ DTYPES = {
     torch.bool: "BOOL",
     torch.complex64: "C64",
 }
-_NAMES = {name: dtype for dtype, name in DTYPES.items()}
+NAMES = {name: dtype for dtype, name in DTYPES.items()}
 _CHUNK = 4 * 2**20  # bytes written and digested at once
 
 
@@ -86,7 +86,7 @@ class FileReader:
     def read(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
         """The part of a tensor that begins at `offset`, of this shape, on the CPU."""
         entry = self._index[name]
-        found = torch.empty(tuple(shape), dtype=_NAMES[entry["dtype"]])
+        found = torch.empty(tuple(shape), dtype=NAMES[entry["dtype"]])
         for file, begin, size in entry["pieces"]:
             common = overlap(begin, size, offset, shape)
             if common is None:

@@ -255,9 +255,9 @@ class Job:
             row["memory_bytes"], row["sent_bytes"], row["grad_norm"] = memory, one.sent_bytes, outcome.norm
         return rows, blocked([one.marks for one in done], clock)
 
-    def weigh(self, gauge: Gauge) -> Held:
-        """What this rank's part of the job takes of its memory."""
-        return gauge.read(self._worker.model, self._worker.optimizer)
+    def weigh(self, gauge: Gauge, snapshots: int) -> Held:
+        """What this rank's part of the job takes of its memory, with so many bytes of snapshots."""
+        return gauge.read(self._worker.model, self._worker.optimizer, snapshots)
 
     def exchange(self, archive: Archive) -> None:
         """Show all that the next step depends on, besides the data, which follow from the step. A collective."""

@@ -38,8 +38,8 @@ class Writer:
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
 
-    def save(self, job: Job, folder: str, token: str) -> dict[str, Any]:
-        """Copy a job's state and begin to write it. A collective.
+    def save(self, job: Job, folder: str, token: str, captured: Captured | None = None) -> dict[str, Any]:
+        """Copy a job's state and begin to write it. A collective, unless it is given what was `captured` already.
 
         {"error": why this rank can't, or None; "seconds": for which training stood still, ...}; nothing is raised that
         would be the disk's or the state's fault, since training goes on.
@@ -48,10 +48,10 @@ class Writer:
         rank = 0 if job.setting.group is None else job.setting.group.rank
         error = self._settled() or _unseen(Path(folder), token) or (_TORN if job.torn else None)
         try:
-            captured = capture(job)
+            captured = capture(job) if captured is None else captured
         except Unsavable as problem:
             error = str(problem)
-        if error is None:
+        if error is None and captured is not None:
             self._thread = threading.Thread(target=_write, args=(Path(folder), rank, captured), name="dtkit-checkpoint")
             self._thread.start()
         told = None if error is None else f"rank {rank} on {socket.gethostname()}: {error}"

@@ -40,7 +40,7 @@ class Snapshots:
         self._asked = 0, time.monotonic()
         self._now = False
         self._pause_s = 0.0  # as the last one was long
-        self._error: str | None = None
+        self._told = False
 
     def begin_at(self, step: int) -> None:
         """A run begins, or goes on, at a step whose state lies in nobody's memory but as it is in use."""
@@ -71,10 +71,10 @@ class Snapshots:
         self._now = True
 
     def landed(self, values: Sequence[Any]) -> str | None:
-        """All ranks have answered. What is to be said of it, once for each reason."""
+        """All ranks have answered. What is to be said of it, the first time that none is kept."""
         self._pause_s = max(value["seconds"] for value in values) / _SHARE
-        error, before = values[0]["error"], self._error
-        self._error = error
-        if error is None or error == before:
+        error = values[0]["error"]
+        if error is None or self._told:
             return None
+        self._told = True
         return f"no snapshot is kept in memory, only on disk: {error}"

@@ -60,6 +60,7 @@ WAITS = {  # "file: function" -> what limits it nevertheless
     "dtkit/engine/measure.py: _overlap": BY_THE_GROUP,
     "dtkit/engine/measure.py: links": BY_THE_GROUP,
     "dtkit/engine/measure.py: times": BY_THE_GROUP,
+    "dtkit/engine/peers.py: _taken": BY_THE_GROUP,
     "dtkit/engine/session.py: op_clock": BY_THE_GROUP,
     "dtkit/engine/waiter.py: _serve": "the thread that waits for messages, a daemon: nobody waits for it",
     "dtkit/engines.py: _start_controller": f"{INSIDE}: it starts a process, and goes on",

@@ -1,0 +1,217 @@
+"""Snapshots in memory: when one is due, how a part is packed, who keeps it, and whose copies a run goes back to."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import dtkit
+from dtkit import recovery, training
+from dtkit.engine.packed import Packing, unpack
+from dtkit.engine.peers import distance
+from dtkit.engine.state import Captured, Slab
+from dtkit.history import History
+from dtkit.recovery import Standing
+from dtkit.saving import Saver, Saves
+from dtkit.snapshots import Rhythm, Snapshots
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def answers(error: str | None = None, seconds: float = 0.0) -> list[dict[str, Any]]:
+    return [{"error": error, "seconds": seconds}] * 2
+
+
+# -- when ----------------------------------------------------------------------------------------------------
+
+
+def test_by_steps():
+    found = Snapshots(Rhythm(every=5))
+    assert [step for step in range(12) if found.due(step)] == [5, 10]
+    assert (found.room(0), found.room(7)) == (5, 3)
+    found.sent(5)
+    assert not found.due(5)
+    found.refused()
+    assert found.due(5)
+
+
+def test_by_time_and_for_a_hundredth_of_it_at_most():
+    found = Snapshots(Rhythm(seconds=0.0))
+    assert not found.due(0)
+    assert found.due(1)
+    found.sent(1)
+    assert found.landed(answers(seconds=1000.0)) is None
+    assert not found.due(2)
+    assert not Snapshots(Rhythm(seconds=1000.0)).due(1)
+
+
+def test_what_a_run_goes_on_from_is_kept_at_once():
+    """Else what is lost before the next one is due takes it back to where there was one last, or to the beginning."""
+    found = Snapshots(Rhythm(every=50))
+    found.begin_at(20)
+    assert found.due(20)
+    found.sent(20)
+    assert not found.due(20)
+    found.begin_at(0)
+    assert not found.due(0)
+
+
+def test_none_are_due_where_none_are_wanted():
+    found = Snapshots()
+    found.begin_at(20)
+    assert not any(found.due(step) for step in range(20, 200))
+
+
+def test_what_keeps_them_from_being_is_said_once():
+    found = Snapshots(Rhythm(every=5))
+    said = [found.landed(answers(error)) for error in (None, "2 MB short", "3 MB short", None, "2 MB short")]
+    assert said == [None, "no snapshot is kept in memory, only on disk: 2 MB short", None, None, None]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "expected"),
+    [
+        (dtkit.DataParallel(), {}, Rhythm()),
+        (dtkit.DataParallel(), {"snapshot_every": 5}, Rhythm()),  # any survivor has it all
+        (dtkit.Sharded(replicas=2), {}, Rhythm()),
+        (dtkit.Sharded(), {}, Rhythm(seconds=5.0)),
+        (dtkit.Sharded(), {"on_failure": "pause"}, Rhythm(seconds=5.0)),
+        (dtkit.TensorParallel(4), {"snapshot_every": 5}, Rhythm(every=5)),
+        (dtkit.Pipeline(2, 2, replicas=2), {}, Rhythm()),
+    ],
+    ids=repr,
+)
+def test_where_a_part_is_in_one_place_only(strategy: Any, options: dict[str, Any], expected: Rhythm):
+    asked = training.Options(optimizer=torch.optim.SGD, batch_size=8, **options)
+    assert training._rhythm(asked, strategy, 4) == expected
+
+
+def test_the_disk_is_left_alone_while_it_writes(tmp_path: Path):
+    saver, written = Saver(History(), lambda: None), threading.Event()
+    saver.snapshots = Saves(5, to=tmp_path, quiet=True, yields=True)
+    writing = threading.Thread(target=written.wait, args=(60,))
+    saver._threads = [writing]
+    writing.start()
+    assert not saver.due(5, 100)
+    saver.plan = Saves(5, to=tmp_path / "asked")
+    assert saver.due(5, 100)  # what the user asked for is written
+    saver.plan = Saves()
+    written.set()
+    writing.join(60)
+    assert saver.due(5, 100)
+
+
+# -- one piece of memory -------------------------------------------------------------------------------------
+
+
+def packed(captured: Captured) -> torch.Tensor:
+    packing = Packing(captured)
+    block = torch.empty(packing.nbytes, dtype=torch.uint8)
+    packing.fill(block)
+    return block
+
+
+def test_what_is_packed_comes_out_as_it_was():
+    tensors = {
+        "odd": torch.tensor([True, False, True]),
+        "float": torch.randn(3, 5, dtype=torch.float64),
+        "half": torch.randn(7).to(torch.bfloat16),
+        "turned": torch.arange(12, dtype=torch.int32).view(3, 4).T,
+        "one": torch.tensor(3.5),
+        "none": torch.empty(0, 4),
+        "complex": torch.tensor([1 + 2j]),
+    }
+    slabs = {name: Slab(tensor, (9, *tensor.shape[1:]), (1,)) for name, tensor in tensors.items()}
+    facts = {"own": {"1": {"values": {"random": "abc"}}}, "step": 7}
+    block = packed(Captured(slabs, facts))
+    found = unpack(block.clone())
+    assert found.facts == facts
+    assert list(found.slabs) == list(tensors)
+    for name, slab in found.slabs.items():
+        assert slab.tensor.dtype == tensors[name].dtype
+        assert torch.equal(slab.tensor, tensors[name])
+        assert (slab.shape, slab.offset) == (slabs[name].shape, slabs[name].offset)
+        assert slab.tensor.is_contiguous()
+
+
+def test_what_is_packed_is_a_copy():
+    weights = torch.ones(4)
+    block = packed(Captured({"w": Slab(weights, (4,), (0,))}, {}))
+    weights.zero_()
+    assert unpack(block).slabs["w"].tensor.tolist() == [1.0] * 4
+
+
+# -- who keeps whose ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("hosts", "expected"),
+    [("aa", 1), ("ab", 1), ("aaaa", 1), ("abab", 1), ("aabb", 2), ("aabbcc", 2), ("aaabbb", 3), ("aaab", 1)],
+)
+def test_a_copy_is_kept_on_another_host(hosts: str, expected: int):
+    assert distance(hosts) == expected
+
+
+# -- whose copies ---------------------------------------------------------------------------------------------
+
+RING = {0: (0, 3), 1: (1, 0), 2: (2, 1), 3: (3, 2)}  # who keeps whose, of four
+
+
+def survivors(*ranks: int, steps: dict[int, tuple[int, ...]] | None = None) -> dict[int, Standing]:
+    """Those of four that are left, each with copies of the snapshots at these steps, or of that at 20."""
+    had = steps or dict.fromkeys(ranks, (20,))
+    return {rank: Standing(27, True, 0.1, dict.fromkeys(had[rank], RING[rank])) for rank in ranks}
+
+
+@pytest.mark.parametrize(
+    ("standings", "expected"),
+    [
+        (survivors(0, 2, 3), (20, {0: [0], 2: [1, 2], 3: [3]})),
+        (survivors(0, 2), (20, {0: [0, 3], 2: [1, 2]})),  # two whose copies the other two have
+        (survivors(0, 1, 2, 3), (20, {0: [0], 1: [1], 2: [2], 3: [3]})),  # nobody is lost: one has a torn update
+        (survivors(0, 3), None),  # the part of 1 is lost with its copy on 2
+        (survivors(2), None),
+        ({}, None),
+        # One of them was lost in the midst of a snapshot: that before is whole, and perhaps the new one too.
+        (survivors(0, 2, 3, steps={0: (20, 25), 2: (20,), 3: (20, 25)}), (20, {0: [0], 2: [1, 2], 3: [3]})),
+        (survivors(0, 2, 3, steps={0: (25,), 2: (20, 25), 3: (20, 25)}), (25, {0: [0], 2: [1, 2], 3: [3]})),
+        (survivors(0, 2, 3, steps={0: (25,), 2: (20,), 3: (20,)}), None),
+    ],
+)
+def test_whose_copies_a_run_goes_back_to(standings: dict[int, Standing], expected: Any):
+    assert recovery.remembered(standings, 4) == expected
+
+
+class Giving:
+    """Survivors that are asked for copies; those in `gone` have been lost meanwhile."""
+
+    def __init__(self, *gone: int) -> None:
+        self.gone, self.asked, self.discarded = set(gone), [], 0
+
+    def alone(self, op: str, ranks: Any, *, each: Any, **_: Any) -> dict[int, Any]:
+        self.asked.append((op, {rank: one["parts"] for rank, one in zip(ranks, each, strict=True)}))
+        return {rank: self for rank in ranks if rank not in self.gone}
+
+    def discard(self) -> None:
+        self.discarded += 1
+
+
+def test_who_is_lost_while_it_gives_is_done_without():
+    giving: Any = Giving(1)
+    found = recovery.recall(giving, "job", survivors(0, 1, 2), 4, beyond=0)
+    assert [asked for _, asked in giving.asked] == [{0: [0, 3], 1: [1], 2: [2]}, {0: [0, 3], 2: [1, 2]}]
+    assert found is not None
+    assert (found.step, len(found.shipments), giving.discarded) == (20, 2, 2)
+    assert found.source == "the last snapshot, from the memory of nodes 0 and 2"
+
+
+def test_what_the_disk_has_of_a_later_step_is_better():
+    giving: Any = Giving()
+    assert recovery.recall(giving, "job", survivors(0, 2, 3), 4, beyond=20) is None
+    found = recovery.recall(giving, "job", survivors(0, 2, 3), 4, beyond=19)
+    assert found is not None
+    assert found.source == "the last snapshot, from node 2's memory"

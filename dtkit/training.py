@@ -23,7 +23,7 @@ from dtkit.recovery import MODES
 from dtkit.replicas import Replicas
 from dtkit.run import Run
 from dtkit.saving import Saves
-from dtkit.snapshots import SECONDS, Rhythm
+from dtkit.snapshots import MOST_S, SECONDS, Rhythm
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from dtkit.cluster import Cluster
     from dtkit.strategies.base import Strategy
 
-SNAPSHOT_S = 30.0
 SHUFFLES = ("shard", "global", None)
 
 
@@ -159,7 +158,7 @@ def _snapshots(options: Options, strategy: Strategy, world_size: int) -> Saves:
     alone = _single_copies(strategy, world_size)
     if options.snapshot_every is None and (not alone or options.on_failure == "pause"):
         return Saves(quiet=True)
-    seconds = SNAPSHOT_S if options.snapshot_every is None else None
+    seconds = MOST_S if options.snapshot_every is None else None
     return Saves(options.snapshot_every, keep=2, seconds=seconds, quiet=True, yields=alone)
 
 

@@ -39,13 +39,16 @@ def test_by_steps():
     assert found.due(5)
 
 
-def test_by_time_and_for_a_hundredth_of_it_at_most():
+def test_by_time_and_for_a_fiftieth_of_it_at_most():
     found = Snapshots(Rhythm(seconds=0.0))
     assert not found.due(0)
     assert found.due(1)
     found.sent(1)
     assert found.landed(answers(seconds=1000.0)) is None
     assert not found.due(2)
+    assert found._pause_s == 30.0  # there is one on disk by then
+    assert found.landed(answers(seconds=0.2)) is None
+    assert found._pause_s == pytest.approx(10.0)
     assert not Snapshots(Rhythm(seconds=1000.0)).due(1)
 
 

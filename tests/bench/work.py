@@ -36,6 +36,7 @@ SHORT, LONG, WIDE = "short steps (1 to 2 ms)", "steps of 20 ms and more", "100 M
 LINK, COMPUTING = "10 MB of gradients", "computing and little else"
 HEAVY, MIDDLING = "a model in parts, steps of 100 ms and more", "a model in parts, steps of 20 to 50 ms"
 BRIEF = "a model in parts, short steps"
+SAVED_50, SAVED_200 = "50 MB of parameters and momentum", "200 MB of parameters and momentum"
 PIPELINE, TENSOR, SHARDED = "pipeline", "tensor", "sharded"
 MICRO_BATCHES = 4
 WORKS = {
@@ -47,6 +48,8 @@ WORKS = {
     HEAVY: Work(width=1024, depth=4, batch=512, steps=40, warm=6),
     MIDDLING: Work(width=512, depth=4, batch=512, steps=120, warm=40),
     BRIEF: Work(width=64, depth=4, batch=64, steps=200, warm=30),
+    SAVED_50: Work(width=1750, depth=2, batch=64, steps=100, warm=20),
+    SAVED_200: Work(width=3510, depth=2, batch=64, steps=60, warm=20),
 }
 
 

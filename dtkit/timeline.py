@@ -157,10 +157,8 @@ class Timeline:
     def trace(self, path: str | Path) -> None:
         """Write a Chrome trace: a row per rank, and an arrow per message."""
         start = float(self.spans["begin"].min(initial=np.inf))
-        events: list[dict[str, Any]] = [
-            {"ph": "M", "pid": 0, "tid": rank, "name": "thread_name", "args": {"name": f"rank {rank}"}}
-            for rank in self.ranks
-        ]
+        step = "step" if len(self.steps) == 1 else "steps"
+        events = _rows(self.ranks, f"{step} {', '.join(map(str, self.steps))}{self.title}")
         events += [_event(span, start) for span in self.spans]
         events += _arrows(self.spans, start, len(self.ranks) if self.schedule is None else self.schedule.ranks)
         Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
@@ -241,6 +239,17 @@ def spans_of(played: Simulation, step: int = 0, first_rank: int = 0) -> np.ndarr
         return step, first_rank + homes[action.stage], phases[action.kind], *where, *played.times[action]
 
     return np.array([row(action) for action in played.times], SPAN)
+
+
+def _rows(ranks: Sequence[int], title: str) -> list[dict[str, Any]]:
+    """Names of the whole and of its rows, and the order of these: by name, rank 10 would come before rank 2."""
+
+    def told(what: str, rank: int, **args: object) -> dict[str, Any]:
+        return {"ph": "M", "pid": 0, "tid": rank, "name": what, "args": args}
+
+    names = [told("thread_name", rank, name=f"rank {rank}") for rank in ranks]
+    order = [told("thread_sort_index", rank, sort_index=rank) for rank in ranks]
+    return [told("process_name", 0, name=title), *names, *order] if ranks else []
 
 
 def _event(span: np.void, start: float) -> dict[str, Any]:

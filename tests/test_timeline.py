@@ -152,10 +152,13 @@ def test_the_last_step_is_shown_and_the_others_are_there():
 
 
 def test_a_trace_has_a_row_per_rank_and_an_event_per_span(tmp_path):
-    timeline = Timeline(gpipe(2, 4))
+    timeline = Timeline(gpipe(2, 4), title=" of a net")
     timeline.trace(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert [e["args"]["name"] for e in events if e["ph"] == "M"] == ["rank 0", "rank 1"]
+    names = [(e["name"], e["tid"], *e["args"].values()) for e in events if e["ph"] == "M"]
+    assert names[0] == ("process_name", 0, "step 0 of a net")
+    assert [name[1:] for name in names if name[0] == "thread_name"] == [(0, "rank 0"), (1, "rank 1")]
+    assert [name[1:] for name in names if name[0] == "thread_sort_index"] == [(0, 0), (1, 1)]
     spans = [e for e in events if e["ph"] == "X"]
     assert len(spans) == len(events) - 2 == 16
     assert spans[0] == {

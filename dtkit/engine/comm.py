@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import functools
+import json
 import os
 import re
 import signal
@@ -164,6 +165,26 @@ class Group:
             received.append(data.numpy())
         return received
 
+    def hand_round(
+        self, tensors: Sequence[torch.Tensor] | None, source: int, device: torch.device
+    ) -> tuple[torch.Tensor, ...]:
+        """One rank's tensors on every rank, laid out as there. `tensors` are given on rank `source`, None elsewhere."""
+        told = json.dumps([_layout(t) for t in tensors or ()]).encode()
+        length = torch.tensor([len(told)])
+        dist.broadcast(length, src=source)
+        text = torch.tensor(list(told)) if tensors is not None else torch.zeros(int(length), dtype=torch.int64)
+        dist.broadcast(text, src=source)
+        found = []
+        for k, (shape, stride, dtype, wanted) in enumerate(json.loads(bytes(text.tolist()))):
+            numbers = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+            if tensors is not None:
+                numbers.copy_(tensors[k].detach())
+            if numbers.numel():
+                dist.broadcast(numbers.view(-1).view(torch.uint8), src=source)  # gloo does not know all types
+            laid = torch.empty_strided(shape, stride, dtype=numbers.dtype, device=device).copy_(numbers)
+            found.append(laid.requires_grad_(wanted))
+        return tuple(found)
+
     def barrier(self) -> None:
         """Wait until all ranks are here."""
         self.any(False)
@@ -208,6 +229,12 @@ class Group:
             dist.destroy_process_group()
         leftovers.let_go(self._grids.values())
         self._grids.clear()
+
+
+def _layout(tensor: torch.Tensor) -> tuple[list[int], list[int], str, bool]:
+    """(shape, strides, dtype, whether it wants a gradient), as JSON can tell it."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return list(tensor.shape), list(tensor.stride()), dtype, tensor.requires_grad
 
 
 def _set_timeout(seconds: float, group: dist.ProcessGroup | None) -> None:

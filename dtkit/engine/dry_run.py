@@ -79,12 +79,13 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's mod
 def hollow(model: nn.Module, device: torch.device = META) -> nn.Module:
     """A copy of the model in which parameters and buffers are shapes; ties between them stay."""
     tensors = [*model.parameters(), *model.buffers()]
-    return copy.deepcopy(model, {id(t): _blank(t, device) for t in tensors if t.layout is torch.strided})
+    return copy.deepcopy(model, {id(t): blank(t, device) for t in tensors if t.layout is torch.strided})
 
 
-def _blank(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    blank = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-    return nn.Parameter(blank, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else blank
+def blank(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor or parameter of the same shape, strides and type."""
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
 
 def nbytes(tensors: Iterator[torch.Tensor] | Sequence[torch.Tensor]) -> int:

@@ -6,10 +6,10 @@ Narayanan et al., SC 2021; zero bubble: Qi et al., ICLR 2024). What it asks for,
 *Shapes never change.* Its receive buffers have the shape of the first micro-batch, and a larger one would end the
 process. So every step has the same number of micro-batches of one size; where a batch leaves a rest, micro-batches are
 filled up with copies of their first row, which the loss leaves out. That is exact for any batch, and for fewer samples
-than micro-batches. The shapes at the borders between stages are found by one forward pass, which every rank makes
-before anything is sent.
+than micro-batches. The shapes at the borders between stages are found by one forward pass before the first step.
 
-*Only own parts are kept.* A rank looks at the whole model once, to cut it, and copies its own stages.
+*Only own parts are kept.* A rank cuts the whole model where it is held, on the host, and copies its own stages to its
+device: nothing else of the model ever gets there, but for rank 0's, which times the layers there one by one.
 
 *Only the last stage knows the loss*, so its rank alone reports one. The norm of gradients is added up over stages.
 
@@ -34,13 +34,13 @@ from dtkit.engine.sources import on_tensors, to_device
 from dtkit.mesh import Mesh
 from dtkit.plan import Cost, ring_bytes
 from dtkit.schedule import Schedule
-from dtkit.strategies import gradients, splitting
+from dtkit.strategies import gradients, layer_costs, splitting
 from dtkit.strategies.base import Forward, Outcome, Setting, Strategy, Worker, entries, make_optimizer
 from dtkit.strategies.data_parallel import DataParallel
 from dtkit.strategies.objective import PAIR, split
 from dtkit.strategies.options import check_choice, check_count, check_names, check_positive
 from dtkit.strategies.replica import Tally, bits, evaluating, kept
-from dtkit.strategies.stages import Part, Stages, borders, parts_of
+from dtkit.strategies.stages import Part, Stages, borders, moved, parts_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -157,6 +157,23 @@ class Pipeline(Strategy):
             exposed_s=benchmark.all_reduce_s(gradients) if self.replicas > 1 else 0.0,
         )
 
+    def plan_for(self, model: nn.Module, *inputs: torch.Tensor) -> splitting.Cut:
+        """Where `model` is cut and what its stages cost, as a table; ValueError where it can't be.
+
+        `inputs` are a micro-batch of what the model takes. Time is measured here and without a loss, so that engines,
+        which do so for themselves, may come to other figures.
+        """
+        names = self._layers(model)
+        by_time = self.by == "time"
+        costs = (
+            layer_costs.by_time(model, inputs, inputs[0].device)
+            if by_time
+            else layer_costs.by_parameters(model, inputs)
+        )
+        if self.split is not None:
+            return splitting.Cut(names, costs, splitting.named(self.split, names, self.table.stages), self.by)
+        return self._balanced(names, costs)
+
     def setup(self, model: nn.Module, objective: Objective, optimizer: Callable[..., Any], setting: Setting) -> Worker:
         """This rank's stages. Alone, the whole model in one process."""
         if setting.group is None:
@@ -167,46 +184,67 @@ class Pipeline(Strategy):
                 "a pipeline needs loss=, a function of (output, target): a step= of your own runs the model by itself, "
                 "and here no rank has all of it"
             )
-        return _Piped(self, *self._place(model, setting), objective, optimizer, setting)
+        return _Piped(self, *self._place(model, objective, setting), objective, optimizer, setting)
 
-    def _place(self, model: nn.Module, setting: Setting) -> tuple[dict[int, Part], list[Any], dict[str, Any]]:
-        """(this rank's parts by place, tensors at the borders, entries of the state dict that no part has)."""
+    def _place(
+        self, model: nn.Module, objective: Objective, setting: Setting
+    ) -> tuple[dict[int, Part], list[Any], dict[str, Any]]:
+        """(this rank's parts by place, tensors at the borders, entries of the state dict that no part has).
+
+        The model is cut where it is held, on the host: a device is given its own parts and nothing else.
+        """
         assert setting.sample is not None
-        rows = -(-setting.largest // self.micro_batches)
-        inputs = _tensors(split(to_device(setting.sample(rows), setting.device))[0])
-        model = model.to(setting.device)
-        cut = self._cut(model, inputs, setting)
-        parts = parts_of(model, cut, inputs)
+        assert setting.group is not None
+        batch = setting.sample(-(-setting.largest // self.micro_batches))
+        inputs = _tensors(split(batch)[0])
+        cut = self._cut(model, batch, objective, setting)
+        parts = parts_of(model, cut, inputs, setting.device)
         _check_shared(model, parts)
-        shapes = borders(parts, inputs)
         held = {name for part in parts for name in part.module.state_dict()}
         rest = {name: kept(value) for name, value in model.state_dict().items() if name not in held}
-        mine = self.table.places(setting.mesh.coordinates(_rank(setting))["pp"])
-        return {place: _own(parts[place]) for place in mine}, shapes, rest
+        places = self.table.places(setting.mesh.coordinates(setting.group.rank)["pp"])
+        mine = {place: moved(parts[place], model, setting.device) for place in places}
+        homes = [setting.mesh.rank(pp=home) for home in self.table.homes]
+        return mine, borders(mine, homes, to_device(inputs, setting.device), setting.group), rest
 
-    def _cut(self, model: nn.Module, inputs: Sequence[Any], setting: Setting) -> splitting.Cut:
+    def _cut(self, model: nn.Module, batch: Any, objective: Objective, setting: Setting) -> splitting.Cut:
         """Where to cut: as named, or by rank 0's costs, so that all ranks cut alike."""
-        count = self.table.stages
-        layers = splitting.chain(model)
-        names = tuple(name for name, _ in layers)
-        if len(layers) < count:
-            raise ValueError(
-                f"{type(model).__name__} has {len(layers)} layers in a chain ({', '.join(names) or 'none'}), too few "
-                f"for {count} stages. What can be cut is an nn.Sequential, or a model with an nn.ModuleList of blocks; "
-                "use fewer stages, or strategy=dtkit.Sharded() or dtkit.TensorParallel()"
-            )
+        names = self._layers(model)
         if self.split is not None:
-            return splitting.Cut(names, (1.0,) * len(names), splitting.named(self.split, names, count))
+            alike = splitting.Costs((1.0,) * len(names))
+            return splitting.Cut(names, alike, splitting.named(self.split, names, self.table.stages), self.by)
         assert setting.group is not None
-        costs = torch.zeros(len(layers), dtype=torch.float64)
+        costs = torch.zeros(len(names) + 2, dtype=torch.float64)
         if setting.group.rank == 0:
-            found = (
-                splitting.time_costs(model, layers, inputs) if self.by == "time" else splitting.parameter_costs(layers)
+            found = self._costs(model, batch, objective, setting.device)
+            costs += torch.tensor([found.before, *found.layers, found.after], dtype=torch.float64)
+        before, *layers, after = setting.group.all_reduce(costs).tolist()
+        return self._balanced(names, splitting.Costs(tuple(layers), before, after))
+
+    def _layers(self, model: nn.Module) -> tuple[str, ...]:
+        """The names of the layers at which `model` may be cut; ValueError where there are too few."""
+        names = tuple(name for name, _ in splitting.chain(model))
+        if len(names) < self.table.stages:
+            raise ValueError(
+                f"{type(model).__name__} has {len(names)} layers in a chain ({', '.join(names) or 'none'}), too few "
+                f"for {self.table.stages} stages. What can be cut is an nn.Sequential, or a model with an "
+                "nn.ModuleList of blocks; use fewer stages, or strategy=dtkit.Sharded() or dtkit.TensorParallel()"
             )
-            costs += torch.tensor(found, dtype=torch.float64)
-        setting.group.all_reduce(costs)
-        found = costs.tolist()
-        return splitting.Cut(names, tuple(found), splitting.balanced(found, count))
+        return names
+
+    def _costs(self, model: nn.Module, batch: Any, objective: Objective, device: torch.device) -> splitting.Costs:
+        """What the layers of a model cost, and what runs around them; the loss is a part of that."""
+        inputs, target = split(batch)
+        if self.by == "parameters":
+            return layer_costs.by_parameters(model, inputs)
+        inputs, target = to_device((inputs, target), device)
+        return layer_costs.by_time(model, inputs, device, lambda output: objective.judge(output, target).loss)
+
+    def _balanced(self, names: tuple[str, ...], costs: splitting.Costs) -> splitting.Cut:
+        """The cut with the fastest slowest stage, and of these one that loads ranks alike."""
+        starts = splitting.balanced(costs.joined, self.table.stages)
+        starts = splitting.evened(costs.joined, starts, self.table.homes)
+        return splitting.Cut(names, costs, starts, self.by)
 
 
 class _Piped(Worker):
@@ -400,13 +438,6 @@ def _rank(setting: Setting) -> int:
     return setting.group.rank
 
 
-def _own(part: Part) -> Part:
-    """A copy of a part, both of its modules over the same new parameters."""
-    memo: dict[int, Any] = {}
-    module = copy.deepcopy(part.module, memo)
-    return Part(module, module if part.forecast is part.module else copy.deepcopy(part.forecast, memo))
-
-
 def _rows(batch: Any, index: torch.Tensor) -> Any:
     return on_tensors(batch, lambda t: t.index_select(0, index))
 
@@ -426,19 +457,19 @@ def _cut_rows(value: Any, count: int) -> Any:
 
 
 def _check_shared(model: nn.Module, parts: Sequence[Part]) -> None:
-    """A parameter in two stages would be two parameters, each trained on its own; so would be one in a trace twice."""
+    """A parameter in two stages would be two parameters, each trained on its own."""
     names: dict[int, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(p), []).append(name)
     for tied in names.values():
         found = {
-            (name, place, p.data_ptr())
+            (name, place)
             for place, part in enumerate(parts)
-            for name, p in part.module.named_parameters(remove_duplicate=False)
+            for name, _ in part.module.named_parameters(remove_duplicate=False)
             if name in tied
         }
-        if len({place for _, place, _ in found}) > 1 or len({pointer for _, _, pointer in found}) > 1:
-            where = ", ".join(f"{name} (stage {place})" for name, place, _ in sorted(found))
+        if len({place for _, place in found}) > 1:
+            where = ", ".join(f"{name} (stage {place})" for name, place in sorted(found))
             raise ValueError(
                 f"{where} are one parameter (tied weights), and stages are on different ranks. Cut the model so that "
                 "they are in one stage, untie them, or use strategy=dtkit.Sharded()"

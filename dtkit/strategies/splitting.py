@@ -1,45 +1,87 @@
 """Where to cut a model into stages: a chain of layers in contiguous parts, the slowest part made as fast as possible.
 
 A model can be cut where one of its layers begins. The layers of an ``nn.Sequential`` are its children; of any other
-model, the blocks of the ``nn.ModuleList`` or inner ``nn.Sequential`` with most parameters, with what runs before the
-first block joined to that, and what runs after the last joined to the last. The cost of a layer is its measured time,
-forward and backward on one micro-batch, or its parameters.
+model, the blocks of the ``nn.ModuleList`` or inner ``nn.Sequential`` with most parameters. What runs before the first
+layer (embeddings) goes to the first stage, and what runs after the last (a head, the loss) to the last one: what that
+costs is counted there. What a layer costs (:mod:`dtkit.strategies.layer_costs`) is its measured time or its parameters.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
+
+from dtkit import units
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-ROUNDS = 3  # timings of each layer, of which the fastest counts
-
 
 @dataclasses.dataclass(frozen=True)
+class Costs:
+    """What each layer costs, and what runs around them: seconds, or numbers of parameters."""
+
+    layers: tuple[float, ...]
+    before: float = 0.0
+    """Of what runs before the first layer."""
+    after: float = 0.0
+    """Of what runs after the last one."""
+
+    @property
+    def joined(self) -> list[float]:
+        """By layer, with what can't be cut off from the first and the last one."""
+        found = list(self.layers)
+        found[0] += self.before
+        found[-1] += self.after
+        return found
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
 class Cut:
-    """A model's layers, what each costs, and where stages begin."""
+    """A model's layers, what each costs, and where stages begin. Shows itself as a table."""
 
     layers: tuple[str, ...]
-    costs: tuple[float, ...]
+    costs: Costs
     starts: tuple[int, ...]
     """For each stage, the place of its first layer."""
+    by: str = "time"
+    """What the costs are: "time" or "parameters"."""
 
     @property
     def stages(self) -> list[range]:
         """The places of each stage's layers."""
-        ends = [*self.starts[1:], len(self.layers)]
-        return [range(a, b) for a, b in zip(self.starts, ends, strict=True)]
+        return [range(a, b) for a, b in itertools.pairwise([*self.starts, len(self.layers)])]
 
     def cost(self, stage: int) -> float:
-        """What a stage's layers cost together."""
-        return sum(self.costs[k] for k in self.stages[stage])
+        """What a stage costs: its layers, and in the first and the last one what runs around them."""
+        joined = self.costs.joined
+        return sum(joined[k] for k in self.stages[stage])
+
+    def __repr__(self) -> str:
+        return _table(self)
+
+
+def _table(cut: Cut) -> str:
+    """A row for each stage: its layers, what they cost, and what runs before and after all of them."""
+    told = units.duration if cut.by == "time" else lambda count: f"{count:,.0f}"
+    head = ("stage", "from", "to", "layers", "before them", "after them", "in all")
+    rows, last = [], len(cut.stages) - 1
+    for k, places in enumerate(cut.stages):
+        around = [told(cut.costs.before) if k == 0 else "", told(cut.costs.after) if k == last else ""]
+        own = told(sum(cut.costs.layers[place] for place in places))
+        rows.append((str(k), cut.layers[places[0]], cut.layers[places[-1]], own, *around, told(cut.cost(k))))
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = [f"{units.plural(len(cut.layers), 'layer')} in {units.plural(last + 1, 'stage')}, by {cut.by}"]
+    for row in (head, *rows):
+        cells = [
+            cell.ljust(w) if k in (1, 2) else cell.rjust(w) for k, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
 
 
 def chain(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -49,11 +91,12 @@ def chain(model: nn.Module) -> list[tuple[str, nn.Module]]:
     lists = [(name, m) for name, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
     if not lists:
         return []
-    name, blocks = max(lists, key=lambda found: (_size(found[1]), len(found[1])))
+    name, blocks = max(lists, key=lambda found: (numbers(found[1]), len(found[1])))
     return [(f"{name}.{k}", block) for k, block in blocks.named_children()]
 
 
-def _size(module: nn.Module) -> int:
+def numbers(module: nn.Module) -> int:
+    """In a module's parameters."""
     return sum(p.numel() for p in module.parameters())
 
 
@@ -81,6 +124,35 @@ def balanced(costs: Sequence[float], parts: int) -> tuple[int, ...]:
     return tuple(reversed(starts))
 
 
+def evened(costs: Sequence[float], starts: Sequence[int], homes: Sequence[int]) -> tuple[int, ...]:
+    """The same parts with their ranks' sums made more alike, where some ranks have several: `homes` says which.
+
+    Layers next to a border move over it as long as that helps, and the largest part grows no larger: a rank that has
+    the first stage and the last one, with all that runs around the layers, is given fewer of these.
+    """
+    ends = [*starts, len(costs)]
+    parts = [sum(costs[a:b]) for a, b in itertools.pairwise(ends)]
+    largest = max(parts)
+    ranks = [
+        sum(cost for cost, home in zip(parts, homes, strict=True) if home == rank) for rank in range(max(homes) + 1)
+    ]
+    moved = True
+    while moved:  # each move makes the sum of squares over ranks smaller
+        moved = False
+        for k, step in itertools.product(range(1, len(starts)), (-1, 1)):
+            giving, taking = (k - 1, k) if step < 0 else (k, k - 1)
+            if ends[giving + 1] - ends[giving] < 2:
+                continue
+            cost = costs[ends[k] - (step < 0)]
+            if parts[taking] + cost <= largest and ranks[homes[giving]] - ranks[homes[taking]] > cost * (1 + 1e-9):
+                ends[k] += step
+                parts[giving], parts[taking] = parts[giving] - cost, parts[taking] + cost
+                ranks[homes[giving]] -= cost
+                ranks[homes[taking]] += cost
+                moved = True
+    return tuple(ends[:-1])
+
+
 def named(names: Sequence[str], layers: Sequence[str], stages: int) -> tuple[int, ...]:
     """The starts that a user gave: names of the layers at which the second and later stages begin."""
     unknown = [name for name in names if name not in layers]
@@ -96,54 +168,3 @@ def named(names: Sequence[str], layers: Sequence[str], stages: int) -> tuple[int
             f"order, the {stages - 1} layers at which the second and later stages begin, from {', '.join(layers[1:])}"
         )
     return (0, *places)
-
-
-def parameter_costs(layers: Sequence[tuple[str, nn.Module]]) -> list[float]:
-    """Parameters of each layer."""
-    return [float(_size(layer)) for _, layer in layers]
-
-
-def time_costs(model: nn.Module, layers: Sequence[tuple[str, nn.Module]], inputs: Sequence[Any]) -> list[float]:
-    """Seconds of forward and backward of each layer, on what reaches it when `model` is given `inputs`."""
-    reached: dict[int, tuple[Any, ...]] = {}
-
-    def noting(place: int) -> Any:
-        def hook(_module: nn.Module, given: tuple[Any, ...]) -> None:
-            reached[place] = given
-
-        return hook
-
-    handles = [layer.register_forward_pre_hook(noting(k)) for k, (_, layer) in enumerate(layers)]
-    try:
-        with torch.no_grad():
-            model(*inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
-    missed = [name for k, (name, _) in enumerate(layers) if k not in reached]
-    if missed:
-        raise ValueError(f"{', '.join(missed)} took no part in the model's forward pass, so it is no chain of layers")
-    return [_seconds(layer, reached[k]) for k, (_, layer) in enumerate(layers)]
-
-
-def _seconds(layer: nn.Module, given: tuple[Any, ...]) -> float:
-    own = [p for p in layer.parameters() if p.requires_grad]
-    inputs = [_fresh(value) for value in given]
-    wanted = own + [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
-    found = []
-    for _ in range(ROUNDS):
-        begun = time.perf_counter()
-        out = layer(*inputs)
-        first = out[0] if isinstance(out, tuple) else out
-        if wanted and isinstance(first, torch.Tensor) and first.requires_grad:
-            torch.autograd.grad(first, wanted, torch.ones_like(first), allow_unused=True)
-        if isinstance(first, torch.Tensor) and first.is_cuda:
-            torch.cuda.synchronize(first.device)
-        found.append(time.perf_counter() - begun)
-    return min(found)
-
-
-def _fresh(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.detach().clone().requires_grad_(value.is_floating_point())

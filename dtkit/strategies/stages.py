@@ -1,8 +1,9 @@
 """The seam to torch's pipelining: a model made into stages, and stages run by a schedule.
 
 A chain in an ``nn.Sequential`` is cut into slices. Any other model is traced by torch's exporter and cut where a block
-begins; the parts keep the names of their parameters. A trace is of training or of evaluation, never of both, so where
-that makes a difference (dropout, batch normalisation) the model is traced twice, over the same parameters.
+begins; the parts keep the names of their parameters, and get their numbers by these. A trace is of training or of
+evaluation, never of both, so where that makes a difference (dropout, batch normalisation) the model is traced twice,
+over the same parameters.
 
 Private names of torch are used here (and in `traffic.py`) and nowhere else: a schedule is handed micro-batches that are
 cut already, and a user's table goes to the runtime that torch's own looped schedules are made of, which derives what is
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
@@ -31,13 +33,15 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from dtkit.boundary import attempt
+from dtkit.engine.dry_run import blank
 from dtkit.engine.phases import BETWEEN
 from dtkit.engine.waiter import LARGE, Waiter
+from dtkit.strategies.moving import copied, on_device
 from dtkit.strategies.splitting import chain
 from dtkit.strategies.traffic import Traffic, labelled
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import torch.distributed as dist
 
@@ -72,24 +76,30 @@ class Part:
     forecast: nn.Module
 
 
-def parts_of(model: nn.Module, cut: Cut, inputs: Sequence[Any]) -> list[Part]:
-    """All parts of a model, over its own parameters."""
+def parts_of(model: nn.Module, cut: Cut, inputs: Sequence[torch.Tensor], device: torch.device) -> list[Part]:
+    """All parts of a model, to be :func:`moved` to a device: of the layers of a Sequential, or of a trace.
+
+    A trace is made as on the device, where operations may lay out their results in another way than on the host; but
+    on torch's fake tensors, so that the model is neither moved nor copied for it, and has no numbers.
+    """
     if isinstance(model, nn.Sequential):
         layers = chain(model)
         slices = [nn.Sequential(OrderedDict(layers[k] for k in stage)) for stage in cut.stages]
         return [Part(piece, piece) for piece in slices]
     begins = [cut.layers[start] for start in cut.starts[1:]]
-    training = _traced(model.train(), begins, inputs)
+    training = _traced(model.train(), begins, inputs, device)
     if not _differs_in_evaluation(model):
         return [Part(module, module) for module in training]
     try:
-        forecasts = _traced(model.eval(), begins, inputs)
+        forecasts = _traced(model.eval(), begins, inputs, device)
     finally:
         model.train()
     return [Part(module, forecast) for module, forecast in zip(training, forecasts, strict=True)]
 
 
-def _traced(model: nn.Module, begins: Sequence[str], inputs: Sequence[Any]) -> list[nn.Module]:
+def _traced(
+    model: nn.Module, begins: Sequence[str], inputs: Sequence[torch.Tensor], device: torch.device
+) -> list[nn.Module]:
     def refuse(error: Exception) -> NoReturn:
         raise ValueError(
             f"{type(model).__name__} can't be traced, and so not be cut into stages: {_first_line(error)}. What can be "
@@ -99,7 +109,10 @@ def _traced(model: nn.Module, begins: Sequence[str], inputs: Sequence[Any]) -> l
 
     def trace() -> pipelining.Pipe:
         starts = dict.fromkeys(begins, pipelining.SplitPoint.BEGINNING)
-        return pipelining.pipeline(_unsplit(model), tuple(inputs), split_spec=starts)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            shapes = {id(t): blank(t, device) for t in (*model.parameters(), *model.buffers(), *inputs)}
+        view = copy.deepcopy(model, dict[int, Any](shapes))  # torch marks split points in what it is given
+        return pipelining.pipeline(view, tuple(shapes[id(t)] for t in inputs), split_spec=starts)
 
     pipe = attempt(trace, refuse)
     if pipe.num_stages != len(begins) + 1:
@@ -108,12 +121,6 @@ def _traced(model: nn.Module, begins: Sequence[str], inputs: Sequence[Any]) -> l
             f"{', '.join(begins)} are not called one after the other. Name others: split=[...]"
         )
     return [pipe.get_stage_module(k) for k in range(pipe.num_stages)]
-
-
-def _unsplit(model: nn.Module) -> nn.Module:
-    """A view of the model over the same parameters: torch marks split points in the modules that it is given."""
-    memo = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    return copy.deepcopy(model, memo)
 
 
 def _first_line(error: BaseException) -> str:
@@ -129,25 +136,58 @@ def _differs_in_evaluation(model: nn.Module) -> bool:
     )
 
 
-def borders(parts: Sequence[Part], inputs: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, ...]]:
-    """What is given to each part, and last what comes out: tensors like those of every micro-batch.
+def moved(part: Part, model: nn.Module, device: torch.device) -> Part:
+    """A copy of a part of `model` on a device, both of its modules over the same new parameters."""
+    whole, lasting = tensors(model), set(model.state_dict())
+    copies: dict[int, torch.Tensor] = {}
 
-    One forward pass; batch statistics stay as they were.
+    def lay(module: nn.Module) -> nn.Module:
+        memo: dict[int, Any] = {}
+        for name, shape in tensors(module).items():
+            origin = whole.get(name, shape)
+            if id(origin) not in copies:
+                copies.update(on_device([origin], device))
+            memo[id(shape)] = copies[id(origin)]
+        made = copied(module, device, memo)
+        for name, buffer in list(made.named_buffers(remove_duplicate=False)):
+            if name not in lasting:  # a constant in the model's code is a buffer to torch's exporter
+                owner, _, last = name.rpartition(".")
+                made.get_submodule(owner).register_buffer(last, buffer, persistent=False)
+        return made
+
+    module = lay(part.module)
+    return Part(module, module if part.forecast is part.module else lay(part.forecast))
+
+
+def tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """A module's parameters and buffers, by all of their names."""
+    found: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    return found | dict(module.named_buffers(remove_duplicate=False))
+
+
+def borders(
+    parts: Mapping[int, Part], homes: Sequence[int], inputs: Sequence[torch.Tensor], group: Group
+) -> list[tuple[torch.Tensor, ...]]:
+    """What is given to each part, and last what comes out: tensors like those of every micro-batch. A collective.
+
+    One forward pass: the rank in `homes` runs its part, and hands on what that made. Batch statistics stay as they
+    were.
     """
-    buffers = [b for part in parts for b in part.module.buffers()]
-    before = [b.clone() for b in buffers]
-    found, given = [tuple(inputs)], tuple(inputs)
-    devices = [inputs[0].device] if inputs[0].is_cuda else []
-    with torch.random.fork_rng(devices):
-        for part in parts:
-            made = part.module(*given)
-            made = made if isinstance(made, tuple) else (made,)
-            given = tuple(t.detach().requires_grad_(t.requires_grad) for t in made)
-            found.append(given)
-    with torch.no_grad():
-        for buffer, value in zip(buffers, before, strict=True):
-            buffer.copy_(value)
+    found = [tuple(inputs)]
+    for place, home in enumerate(homes):
+        made = _tried(parts[place].module, found[-1]) if home == group.rank else None
+        found.append(group.hand_round(made, home, inputs[0].device))
     return found
+
+
+def _tried(module: nn.Module, given: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    before = [(b, b.clone()) for b in module.buffers()]
+    with torch.random.fork_rng([given[0].device] if given[0].is_cuda else []):
+        made = module(*given)
+    with torch.no_grad():
+        for buffer, value in before:
+            buffer.copy_(value)
+    return made if isinstance(made, tuple) else (made,)
 
 
 # -- parts at work -------------------------------------------------------------------------------------------

@@ -10,9 +10,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import dtkit
-from tests.cluster.nets import Decoder, deep, net, quickly, worker
+from tests.cluster.nets import WIDTH, Decoder, deep, net, quickly, worker
 from tests.cluster.oracle import BOUND, CLASSES, FEATURES, data, difference, global_rows, one_process, train
 from tests.cluster.small import check_usable
+from tests.test_splitting import best
 
 pytestmark = pytest.mark.cluster
 
@@ -49,6 +50,24 @@ def test_each_rank_holds_its_part_of_the_model(cluster: dtkit.Cluster):
     assert run.model.state_dict().keys() == model.state_dict().keys()
 
 
+def test_a_large_head_is_in_the_balance(cluster: dtkit.Cluster):
+    """Blocks alone would be cut in equal parts, and the last rank hold the head besides."""
+
+    def numbers() -> int:
+        return sum(p.numel() for p in worker().model.parameters())
+
+    size = cluster.world_size
+    model = net(lambda: Decoder(blocks=8))
+    block = sum(p.numel() for p in model.h[0].parameters())
+    torch.manual_seed(0)
+    model.head = nn.Sequential(nn.Linear(WIDTH, 3 * block // WIDTH), nn.Linear(3 * block // WIDTH, CLASSES)).double()
+    stem, head = 18 * WIDTH, sum(p.numel() for part in (model.norm, model.head) for p in part.parameters())
+    assert head > 3 * block
+    train(cluster, model, strategy=dtkit.Pipeline(size, 4, by="parameters"), steps=2)
+    costs = [stem + block, *[block] * 6, block + head]
+    assert max(cluster.run(numbers)) == best(costs, size)
+
+
 @on_two
 def test_a_stage_may_have_no_parameters(cluster: dtkit.Cluster):
     def model() -> nn.Module:
@@ -57,6 +76,26 @@ def test_a_stage_may_have_no_parameters(cluster: dtkit.Cluster):
 
     run = train(cluster, model(), strategy=dtkit.Pipeline(2, 4, split=["2"]), shuffle="global", steps=8)
     assert difference(run.model.state_dict(), one_process(model(), global_rows, steps=8)) <= BOUND
+
+
+class Constant(Decoder):
+    """Has tensors that are no part of its state dict: torch's exporter makes buffers of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors = torch.full((WIDTH,), 1.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * self.factors[0]) * torch.tensor([1.0, 2.0, 3.0])
+
+
+@on_two
+def test_constants_in_a_model_s_code_are_no_part_of_its_state(cluster: dtkit.Cluster):
+    model = net(Constant)
+    run = train(cluster, model, strategy=dtkit.Pipeline(2, 4), shuffle="global", steps=3)
+    assert run.model.state_dict().keys() == model.state_dict().keys()
+    expected = one_process(net(Constant), global_rows, steps=3)
+    assert difference(run.model.state_dict(), expected) <= BOUND
 
 
 class Raises(nn.Module):

@@ -207,6 +207,8 @@ def test_a_cut_shows_what_runs_around_the_layers():
 def test_a_plan_for_a_model_that_can_t_be_cut_says_why():
     with pytest.raises(ValueError, match=r"Linear has 0 layers in a chain \(none\), too few for 2 stages.*Sharded"):
         dtkit.Pipeline(2, 2).plan_for(nn.Linear(2, 2), torch.zeros(1, 2))
+    with pytest.raises(TypeError, match=r"a micro-batch, plan_for\(model, X\[:8\]\)"):
+        dtkit.Pipeline(2, 2).plan_for(Decoder())
     cut = dtkit.Pipeline(2, 2, split=["blocks.3"]).plan_for(Decoder(), TOKENS)
     assert cut.starts == (0, 3)
 

@@ -164,12 +164,14 @@ class Pipeline(Strategy):
         which do so for themselves, may come to other figures.
         """
         names = self._layers(model)
-        by_time = self.by == "time"
-        costs = (
-            layer_costs.by_time(model, inputs, inputs[0].device)
-            if by_time
-            else layer_costs.by_parameters(model, inputs)
-        )
+        if not inputs:
+            raise TypeError(
+                "plan_for needs what the model takes besides the model: a micro-batch, plan_for(model, X[:8])"
+            )
+        if self.by == "time":
+            costs = layer_costs.by_time(model, inputs, inputs[0].device)
+        else:
+            costs = layer_costs.by_parameters(model, inputs)
         if self.split is not None:
             return splitting.Cut(names, costs, splitting.named(self.split, names, self.table.stages), self.by)
         return self._balanced(names, costs)

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
@@ -108,6 +107,8 @@ def _traced(
         ) from error
 
     def trace() -> pipelining.Pipe:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
         starts = dict.fromkeys(begins, pipelining.SplitPoint.BEGINNING)
         with FakeTensorMode(allow_non_fake_inputs=True):
             shapes = {id(t): blank(t, device) for t in (*model.parameters(), *model.buffers(), *inputs)}

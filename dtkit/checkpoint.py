@@ -85,6 +85,13 @@ def overlap(
     return tuple(theirs), tuple(mine)
 
 
+def moved(where: tuple[slice, ...], rows: int = 0) -> tuple[slice, ...]:
+    """The same part, so many rows further on."""
+    if not rows:
+        return where
+    return (slice(where[0].start + rows, where[0].stop + rows), *where[1:])
+
+
 # -- one checkpoint ------------------------------------------------------------------------------------------
 
 
@@ -323,14 +330,15 @@ def _check_head(path: Path, head: Mapping[str, Any]) -> None:
 def _covered(entry: Mapping[str, Any], files: int) -> bool:
     """Whether the pieces of a tensor make up the whole, each within it and none upon another."""
     shape, pieces = entry["shape"], entry["pieces"]
-    if entry["dtype"] not in _SIZES or not all(file in range(files) for file, _, _ in pieces):
+    if entry["dtype"] not in _SIZES or not all(file in range(files) for file, *_ in pieces):
         return False
     inside = all(
         len(begin) == len(size) == len(shape)
         and all(min(b, n) >= 0 and b + n <= whole for b, n, whole in zip(begin, size, shape, strict=True))
-        for _, begin, size in pieces
+        and (not row or (len(row) == 1 and len(shape) > 0 and row[0] >= 0))
+        for _, begin, size, *row in pieces
     )
-    return bool(inside and sum(math.prod(size) for _, _, size in pieces) == math.prod(shape))
+    return bool(inside and sum(math.prod(size) for _, _, size, *_ in pieces) == math.prod(shape))
 
 
 # -- folders of checkpoints ------------------------------------------------------------------------------------
@@ -551,10 +559,14 @@ def _one_optimizer(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def index_of(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Which part of which tensor lies in which file, from what each rank reports: {name: dtype, shape, pieces}."""
+    """Which part of which tensor lies in which file, from what each rank reports: {name: dtype, shape, pieces}.
+
+    A piece is a file's number, where in the whole it begins, its shape, and the row of that file's tensor of the same
+    name at which it begins, where that is not the first.
+    """
     index: dict[str, Any] = {}
     for number, report in enumerate(reports):
-        for name, (dtype, shape, offset, size) in report["slabs"].items():
+        for name, (dtype, shape, blocks) in report["slabs"].items():
             entry = index.setdefault(name, {"dtype": dtype, "shape": shape, "pieces": []})
-            entry["pieces"].append([number, offset, size])
+            entry["pieces"] += [[number, begin, size, *([row] if row else [])] for begin, size, row in blocks]
     return index

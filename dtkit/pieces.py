@@ -1,7 +1,8 @@
 """A model's state dict in parts that lie on several ranks, and how the notebook joins them.
 
 Each rank sends what it holds, so that no rank ever needs room for the whole. A tensor that was cut along a dimension
-comes as one piece from each rank that holds a part of it, in order.
+comes as one piece from each rank that holds a part of it, in order. A tensor that is several in one (queries, keys and
+values) was cut in each of them: a piece then has a part of the first, a part of the second, and so on.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ class Piece:
     """The dimension along which it was cut."""
     place: int
     """The how-manieth part it is, from 0."""
+    folds: int = 1
+    """Of how many equal blocks of the whole it has a part each, one after another."""
 
 
 def join(parts: Iterable[Mapping[str, Any] | None]) -> dict[str, Any]:
@@ -42,7 +45,10 @@ def join(parts: Iterable[Mapping[str, Any] | None]) -> dict[str, Any]:
         pieces.sort(key=lambda piece: piece.place)
         if [piece.place for piece in pieces] != list(range(len(pieces))):
             raise ValueError(f"{name} came in parts {[p.place for p in pieces]}; one is missing or came twice")
-        whole[name] = torch.cat([piece.tensor for piece in pieces], pieces[0].dim)
+        blocks = [piece.tensor.chunk(piece.folds, piece.dim) for piece in pieces]
+        whole[name] = torch.cat(
+            [block for blocks_alike in zip(*blocks, strict=True) for block in blocks_alike], pieces[0].dim
+        )
     return whole
 
 

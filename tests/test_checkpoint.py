@@ -28,6 +28,7 @@ from dtkit.engine import randomness, tensor_file, writing
 from dtkit.engine.state import Captured, MemoryReader, Slab, share_out
 from dtkit.engine.tensor_file import FileReader
 from dtkit.history import History
+from dtkit.pieces import Piece, join
 from dtkit.records import Reply, RunSpec
 from dtkit.saving import Save, Saver, Saves
 from tests.cluster.small import net
@@ -103,6 +104,26 @@ def test_a_part_is_put_together_from_pieces_that_were_cut_otherwise(tmp_path: Pa
             assert source.shape("v") is None
             assert torch.equal(source.read("w", (1, 2), (3, 4)), whole[1:4, 2:6])
             assert source.read("w", (5, 0), (0, 7)).shape == (0, 7)
+
+
+def test_what_is_several_in_one_is_put_together_from_parts_of_each(tmp_path: Path):
+    """Queries, keys and values: each of two ranks has half of the rows of each."""
+    whole = torch.arange(24.0).reshape(12, 2)
+    parts = [torch.cat([third.chunk(2)[rank] for third in whole.chunk(3)]) for rank in range(2)]
+    slabs = [Slab(part, (12, 2), (2 * rank, 0), folds=3) for rank, part in enumerate(parts)]
+    reports = []
+    for rank, slab in enumerate(slabs):
+        facts = {"layout": {}, "values": {}, "optimizers": {}, "aliases": {}, "extra": {}, "own": {}}
+        reports.append(writing._report(tmp_path / checkpoint.rank_file(rank), Captured({"w": slab}, facts)))
+    index, files = checkpoint.index_of(json.loads(json.dumps(reports))), [checkpoint.rank_file(r) for r in range(2)]
+    assert checkpoint._covered(index["w"], 2)
+    assert not checkpoint._covered({**index["w"], "pieces": index["w"]["pieces"][1:]}, 2)
+    with FileReader(tmp_path, index, files, {}) as reader:
+        for source in (reader, MemoryReader([{"w": slab} for slab in slabs], {})):
+            assert torch.equal(source.read("w", (0, 0), (12, 2)), whole)
+            assert torch.equal(source.read("w", (3, 1), (6, 1)), whole[3:9, 1:])
+    pieces = [{"w": Piece(part, 0, rank, folds=3)} for rank, part in enumerate(parts)]
+    assert torch.equal(join(pieces)["w"], whole)
 
 
 def test_what_several_hold_one_gives_and_bytes_are_balanced():

@@ -24,11 +24,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from dtkit.checkpoint import overlap
+from dtkit.checkpoint import moved, overlap
 from dtkit.engine.tensor_file import DTYPES
 from dtkit.plain import Unsavable, decode, encode
 from dtkit.strategies.replica import bits
-from dtkit.strategies.sliced import local, of_part, parts, place_of
+from dtkit.strategies.sliced import folds, local, of_part, parts, place_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -40,11 +40,23 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Slab:
-    """A part of a tensor: what lies here, the whole's shape, and where in the whole it begins."""
+    """A part of a tensor: what lies here, the whole's shape, and where in the whole it begins.
+
+    With `folds`, the whole is so many equal blocks of rows, and here lies the same part of each, one after another.
+    """
 
     tensor: torch.Tensor
     shape: tuple[int, ...]
     offset: tuple[int, ...]
+    folds: int = 1
+
+    def blocks(self) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
+        """Of each block: (where in the whole its part begins, that part's shape, its first row in `tensor`)."""
+        if self.folds == 1:
+            return [(self.offset, tuple(self.tensor.shape), 0)]
+        rows, apart = len(self.tensor) // self.folds, self.shape[0] // self.folds
+        size = (rows, *self.tensor.shape[1:])
+        return [((self.offset[0] + k * apart, *self.offset[1:]), size, k * rows) for k in range(self.folds)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,10 +107,11 @@ class MemoryReader:
         slabs = self._slabs[name]
         found = torch.empty(tuple(shape), dtype=slabs[0].tensor.dtype)
         for slab in slabs:
-            common = overlap(slab.offset, slab.tensor.shape, offset, shape)
-            if common is not None:
-                theirs, mine = common
-                found[mine] = slab.tensor[theirs]
+            for begin, size, first in slab.blocks():
+                common = overlap(begin, size, offset, shape)
+                if common is not None:
+                    theirs, mine = common
+                    found[mine] = slab.tensor[moved(theirs, first)]
         return found
 
 
@@ -174,14 +187,16 @@ def first_names(named: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tens
     return kept, aliases
 
 
-def slab_of(tensor: torch.Tensor) -> Slab:
-    """What lies here of a tensor, as a part of the whole."""
+def slab_of(tensor: torch.Tensor, blocks: int = 1) -> Slab:
+    """What lies here of a tensor, as a part of the whole; of each of so many blocks of its rows."""
     here, offset = local(tensor.detach()), [0] * tensor.dim()
     cut = place_of(tensor) if isinstance(tensor, DTensor) else None
-    if cut is not None:
-        dim, place = cut
-        offset[dim] = min(place * -(-tensor.shape[dim] // parts(tensor)), tensor.shape[dim])  # as torch.chunk cuts
-    return Slab(here, tuple(tensor.shape), tuple(offset))
+    if cut is None:
+        return Slab(here, tuple(tensor.shape), tuple(offset))
+    dim, place = cut
+    length = tensor.shape[dim] // blocks
+    offset[dim] = min(place * -(-length // parts(tensor)), length)  # as torch.chunk cuts
+    return Slab(here, tuple(tensor.shape), tuple(offset), blocks)
 
 
 # -- out -----------------------------------------------------------------------------------------------------
@@ -212,7 +227,7 @@ class Capture(Archive):
         kept, aliases = first_names(named)
         self._facts["aliases"].setdefault(place, {}).update(aliases)
         for name, tensor in kept.items():
-            self._take(f"{place}/{name}", tensor)
+            self._take(f"{place}/{name}", tensor, folds(tensor))
         return True
 
     def own_tensors(self, place: str, named: Mapping[str, torch.Tensor], *, share: float | None = None) -> None:  # noqa: ARG002 - both ways
@@ -273,7 +288,7 @@ class Capture(Archive):
                 found[key] = {"value": self._plain(value, f"the state {key!r} of {name}")}
             elif value.shape == p.shape or not isinstance(p, DTensor):
                 found[key] = None
-                self._take((f"rank{self.rank}/" if own else "") + f"{place}/{name}/{key}", value)
+                self._take((f"rank{self.rank}/" if own else "") + f"{place}/{name}/{key}", value, folds(p))
             else:
                 self.problems.append(f"the state {key!r} of {name} has another shape than the parameter, which is cut")
         return found
@@ -297,8 +312,8 @@ class Capture(Archive):
             self.problems.append(str(error))
             return None
 
-    def _take(self, name: str, tensor: torch.Tensor) -> None:
-        slab = slab_of(tensor)
+    def _take(self, name: str, tensor: torch.Tensor, blocks: int = 1) -> None:
+        slab = slab_of(tensor, blocks)
         if slab.tensor.is_sparse or slab.tensor.dtype not in DTYPES:
             self.problems.append(f"{name} is a tensor of {slab.tensor.dtype}, {slab.tensor.layout}")
         elif slab.tensor.numel() or not math.prod(slab.shape):
@@ -418,8 +433,8 @@ class Restore(Archive):
 
     def _part(self, keys: Sequence[str], like: torch.Tensor) -> torch.Tensor:
         """What belongs here of a saved tensor, or of the mean of several, laid out as `like` is."""
-        slab = slab_of(like)
-        found = [self._reader.read(key, slab.offset, slab.tensor.shape) for key in keys]
+        blocks = slab_of(like, folds(like)).blocks()
+        found = [_joined([self._reader.read(key, begin, size) for begin, size, _ in blocks]) for key in keys]
         if len(found) == 1:
             return found[0]
         return torch.stack([part.double() for part in found]).mean(0).to(found[0].dtype)
@@ -534,6 +549,10 @@ class Restore(Archive):
         for name in entries.keys() & self._facts["extra"].keys():
             module = model.get_submodule(name.rpartition(".")[0])
             module.set_extra_state(decode(self._facts["extra"][name]))
+
+
+def _joined(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
+    return blocks[0] if len(blocks) == 1 else torch.cat(list(blocks))
 
 
 def _scheduled(group: Mapping[str, Any]) -> set[str]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from safetensors import safe_open
 
-from dtkit.checkpoint import overlap
+from dtkit.checkpoint import moved, overlap
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -87,7 +87,7 @@ class FileReader:
         """The part of a tensor that begins at `offset`, of this shape, on the CPU."""
         entry = self._index[name]
         found = torch.empty(tuple(shape), dtype=NAMES[entry["dtype"]])
-        for file, begin, size in entry["pieces"]:
+        for file, begin, size, *row in entry["pieces"]:
             common = overlap(begin, size, offset, shape)
             if common is None:
                 continue
@@ -95,7 +95,7 @@ class FileReader:
             if not size:
                 return handle.get_tensor(name)  # type: ignore[no-any-return]
             theirs, mine = common
-            found[mine] = handle.get_slice(name)[theirs]
+            found[mine] = handle.get_slice(name)[moved(theirs, *row)]
         return found
 
     def _handle(self, name: str) -> Any:

@@ -96,7 +96,8 @@ def _write(folder: Path, rank: int, captured: Captured) -> None:
 def _report(path: Path, captured: Captured) -> dict[str, Any]:
     slabs = captured.slabs
     told = {
-        name: [DTYPES[s.tensor.dtype], list(s.shape), list(s.offset), list(s.tensor.shape)] for name, s in slabs.items()
+        name: [DTYPES[s.tensor.dtype], list(s.shape), [[list(at), list(size), row] for at, size, row in s.blocks()]]
+        for name, s in slabs.items()
     }
     written = tensor_file.write(path, {name: slab.tensor for name, slab in slabs.items()})
     return {"file": {path.name: written}, "slabs": told, "facts": captured.facts}

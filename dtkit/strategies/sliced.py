@@ -4,6 +4,10 @@ A sliced parameter is a torch DTensor: this rank's part of it, and the mesh of r
 done with gradients here (their norm, clipping, the check that they are finite) is done on the parts that lie on this
 rank, with one number summed over all ranks: a part that lies on `copies` ranks counts for 1 / `copies` on each.
 
+A parameter may be several in one: of the rows of queries, keys and values, a rank that holds some heads has a part
+of each. To torch that is a DTensor cut by rows like any other; the parameter says of how many such blocks its part is
+made (:func:`folds`), and wherever numbers come in or go out, that is undone.
+
 A rank never copies the whole model: a skeleton of it without numbers is cut, and this rank's slices of the numbers
 are put into it.
 
@@ -205,7 +209,7 @@ class Sliced(Replica, abc.ABC):
             for name, value in model.state_dict().items():
                 cut = place_of(value) if isinstance(value, DTensor) else None
                 if cut is not None and self._replica == 0:
-                    found[name] = Piece(kept(local(value)), *cut)
+                    found[name] = Piece(kept(local(value)), *cut, folds(self._slices[name]))
                 elif cut is None and self._group.rank == 0:
                     found[name] = kept(local(value) if isinstance(value, torch.Tensor) else value)
         return found
@@ -276,6 +280,21 @@ def parts(tensor: torch.Tensor) -> int:
     return cuts[0] if cuts else 1
 
 
+def folds(parameter: torch.Tensor) -> int:
+    """Of how many equal blocks of rows a rank has its part each: 3 where queries, keys and values are one parameter."""
+    found: int = getattr(parameter, _FOLDS, 1)
+    return found
+
+
+def fold(parameter: nn.Parameter, blocks: int) -> nn.Parameter:
+    """Say of how many blocks of rows a parameter, cut by rows, has a part each."""
+    setattr(parameter, _FOLDS, blocks)
+    return parameter
+
+
+_FOLDS = "dtkit_folds"
+
+
 def squares(tensors: Sequence[torch.Tensor], copies: Sequence[int], device: torch.device) -> torch.Tensor:
     """The sum of squares of each tensor's numbers, over its copies, in float64."""
     if not tensors:
@@ -336,7 +355,7 @@ def _fill(
     for name, like in list(model.named_parameters(remove_duplicate=False)):
         p = numbers[name]
         if p not in made:
-            made[p] = lay(p, like)
+            made[p] = fold(lay(p, like), folds(like))
         module, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(module), attribute, made[p])
     return made
@@ -347,6 +366,8 @@ def this_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
     cut = place_of(like)
     if cut is None:
         return whole
+    if folds(like) > 1:
+        return torch.cat([block.chunk(parts(like))[cut[1]] for block in whole.chunk(folds(like))])
     chunks = whole.chunk(parts(like), cut[0])
     return chunks[cut[1]] if cut[1] < len(chunks) else whole.narrow(cut[0], 0, 0)
 

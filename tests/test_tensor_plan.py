@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -12,7 +14,7 @@ from dtkit.strategies import tensor_plan
 from dtkit.strategies.sharded import Sharded, blocks
 from dtkit.strategies.sliced import skeleton
 from dtkit.strategies.tensor import TensorParallel
-from tests.cluster.nets import Convolution, Decoder, Encoder
+from tests.cluster.nets import GPT, WIDTH, Attention, Convolution, Decoder, Encoder
 
 
 def mlp(hidden: int = 8) -> nn.Sequential:
@@ -39,14 +41,45 @@ def test_pairs_follow_each_other():
     assert tensor_plan.auto(net, 2).styles == {"0": "colwise", "2": "rowwise", "4": "colwise", "6": "rowwise"}
 
 
-def test_the_feed_forward_pair_of_torch_s_encoder_is_cut_and_its_attention_is_not():
+def test_torch_s_encoder_is_cut_in_its_feed_forward_pair_and_its_attention():
     plan = tensor_plan.auto(Encoder(), 2)
-    assert plan.styles == {
-        f"layers.layers.{k}.linear{j}": style for k in (0, 1) for j, style in ((1, "colwise"), (2, "rowwise"))
-    }
+    layer = {"self_attn": "heads", "self_attn.out_proj": "rowwise", "linear1": "colwise", "linear2": "rowwise"}
+    assert plan.styles == {f"layers.layers.{k}.{name}": style for k in (0, 1) for name, style in layer.items()}
     by_name = {row.name: row for row in plan.rows}
-    assert by_name["layers.layers.0.self_attn"].style == "whole"
-    assert "in one piece" in by_name["layers.layers.0.self_attn"].note
+    attention = by_name["layers.layers.0.self_attn"]
+    assert (attention.parameters, attention.here) == (216, 108)
+    assert attention.note == "4 heads, 2 on each rank"
+    assert "4 heads, 2 on each rank" in repr(plan)
+
+
+class Named(nn.MultiheadAttention):
+    """Might do anything."""
+
+
+@pytest.mark.parametrize(
+    ("attention", "ways", "why"),
+    [
+        (nn.MultiheadAttention(12, 6), 4, "6 heads can't be cut into 4 equal parts"),
+        (nn.MultiheadAttention(8, 4, add_bias_kv=True), 2, "add_bias_kv and add_zero_attn can't be cut by heads"),
+        (nn.MultiheadAttention(8, 4, add_zero_attn=True), 2, "add_bias_kv and add_zero_attn can't be cut by heads"),
+        (Named(8, 4), 2, "heads is for nn.MultiheadAttention itself, and this is a Named, made of it"),
+    ],
+)
+def test_torch_s_attention_that_can_not_be_cut_stays_whole_and_the_table_says_why(
+    attention: nn.MultiheadAttention, ways: int, why: str
+):
+    net = nn.ModuleDict({"mlp": mlp(), "attention": attention})
+    plan = tensor_plan.auto(net, ways)
+    assert set(plan.styles) == {"mlp.0", "mlp.3"}
+    notes = {row.name: row.note for row in plan.rows}
+    assert why in notes["attention"]
+    assert why in notes["attention.out_proj"]
+    with pytest.raises(ValueError, match="'attention': .*" + why):
+        tensor_plan.check(net, ways, {"attention": "heads"})
+
+
+def test_attention_alone_is_a_model_too():
+    assert tensor_plan.auto(nn.MultiheadAttention(8, 4), 2).styles == {"": "heads", "out_proj": "rowwise"}
 
 
 def test_attention_is_cut_by_heads_where_they_divide():
@@ -56,13 +89,50 @@ def test_attention_is_cut_by_heads_where_they_divide():
     assert (styles["h.1.mlp.0"], styles["h.1.mlp.2"]) == ("colwise", "rowwise")
 
 
-@pytest.mark.parametrize("ways", [2, 8])
-def test_attention_whose_heads_do_not_divide_or_that_is_fused_is_computed_whole(ways: int):
-    model = Decoder("fused" if ways == 2 else "torch")  # 4 heads
-    plan = tensor_plan.auto(model, ways)
-    first = "h.0.c_attn" if ways == 2 else "h.0.q"
-    assert (plan.styles[first], plan.styles["h.0.proj"]) == ("gathered", "scattered")
-    assert "attention itself is computed whole" in {row.name: row.note for row in plan.rows}[first]
+def test_attention_in_one_layer_is_cut_by_heads_where_its_forward_can_be():
+    plan = tensor_plan.auto(GPT(), 2)
+    layer = {"attn.c_attn": "fused", "attn.c_proj": "rowwise", "mlp.c_fc": "colwise", "mlp.c_proj": "rowwise"}
+    assert plan.styles == {f"h.{k}.{name}": style for k in (0, 1) for name, style in layer.items()}
+    row = next(row for row in plan.rows if row.name == "h.1.attn.c_attn")
+    assert (row.parameters, row.here, row.note) == (216, 108, "4 heads, 2 on each rank")
+
+
+class ByHead(Attention):
+    """Each head has its queries, keys and values together."""
+
+    def parts(self, x: torch.Tensor) -> Any:
+        each = self.c_attn(x).view(*x.shape[:2], self.n_head, 3, -1)
+        return (each[..., k, :].flatten(2) for k in range(3))
+
+
+class Wider(Attention):
+    """Fewer keys and values than queries would do so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c_attn = nn.Linear(WIDTH, 5 * WIDTH)
+
+
+@pytest.mark.parametrize(
+    ("attention", "ways", "why"),
+    [
+        (Attention, 8, "4 heads can't be cut into 8 equal parts"),
+        (ByHead, 2, "its heads meet before c_proj"),
+        (Wider, 2, "c_attn makes 40 numbers, and not three times the 8 of c_proj"),
+    ],
+)
+def test_attention_in_one_layer_that_can_not_be_cut_is_computed_whole(attention: Any, ways: int, why: str):
+    plan = tensor_plan.auto(nn.ModuleDict({"attn": attention(), "mlp": mlp()}), ways)
+    assert (plan.styles["attn.c_attn"], plan.styles["attn.c_proj"]) == ("gathered", "scattered")
+    note = {row.name: row.note for row in plan.rows}["attn.c_attn"]
+    assert note.startswith(f"attention itself is computed whole on each rank: {why}")
+
+
+def test_attention_whose_heads_do_not_divide_is_computed_whole():
+    plan = tensor_plan.auto(Decoder(), 8)  # 4 heads
+    assert (plan.styles["h.0.q"], plan.styles["h.0.proj"]) == ("gathered", "scattered")
+    note = {row.name: row.note for row in plan.rows}["h.0.q"]
+    assert note == "attention itself is computed whole on each rank: 4 heads can't be cut into 8 equal parts (heads)"
 
 
 def test_what_does_not_divide_stays_whole_and_the_table_says_why():
@@ -110,6 +180,32 @@ def test_everything_wrong_with_a_plan_is_listed_at_once():
         "named_modules()",
     ):
         assert expected in message
+
+
+def test_heads_that_do_not_divide_are_listed():
+    net = nn.ModuleDict({"a": nn.MultiheadAttention(12, 6), "b": Attention(12, 6), "c": Decoder().h[0]})
+    plan = {"a": "heads", "b.c_attn": "fused", "c.q": "heads", "c.proj": "fused", "b": "heads"}
+    with pytest.raises(ValueError, match="can't follow") as caught:
+        tensor_plan.check(net, 8, plan)
+    message = str(caught.value)
+    for expected in (
+        "'a': 6 heads can't be cut into 8 equal parts (heads)",
+        "'a.out_proj': 12 inputs can't be cut into 8 equal parts (rowwise)",
+        "'b.c_attn': 6 heads can't be cut into 8 equal parts (heads)",
+        "'b.c_attn': 12 queries (and as many keys and values) can't be cut into 8 equal parts (fused)",
+        "'c.q': 4 heads can't be cut into 8 equal parts (heads)",
+        "'c.proj': 8 outputs are no queries, keys and values of one size (fused)",
+        "'b': heads is for a Linear or an Embedding, and this is a Attention",
+    ):
+        assert expected in message
+
+
+def test_attention_by_name():
+    plan = tensor_plan.check(GPT(), 2, {"h.*.attn.c_attn": "fused", "h.*.attn.c_proj": "rowwise"})
+    assert len(plan.styles) == 4
+    plan = tensor_plan.check(Encoder(), 2, {"layers.layers.*.self_attn": "heads"})
+    assert plan.styles["layers.layers.1.self_attn.out_proj"] == "rowwise"  # what takes the heads goes with them
+    assert "4 heads, 2 on each rank" in repr(plan)
 
 
 def test_a_name_nearly_right_is_suggested():

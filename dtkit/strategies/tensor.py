@@ -10,20 +10,19 @@ part of its gradient only. So the engine tries a plan before the first step: two
 the model before it is cut, and after, and the output, the loss and the norm of every gradient must agree.
 
 Ranks of one replica draw the same random numbers, so that dropout agrees wherever they hold the same activations;
-between a colwise and a rowwise layer each slice then drops the same places.
+between a colwise and a rowwise layer, as within attention, each slice then drops the same places.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
-from torch.distributed.tensor.experimental import implicit_replication, register_sharding
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -37,6 +36,7 @@ from dtkit.engine.sources import to_device
 from dtkit.mesh import Mesh
 from dtkit.plan import Cost, ring_bytes
 from dtkit.strategies import gradients, tensor_plan
+from dtkit.strategies.attention import FusedHeads, Heads, teach_attention
 from dtkit.strategies.options import check_count
 from dtkit.strategies.replica import Tally
 from dtkit.strategies.sliced import Sliced, Slicing, grid, local, of_part, squares
@@ -197,16 +197,17 @@ class _Slices(Sliced):
     def _running(self) -> Iterator[None]:
         """What must be so while slices compute."""
         styles = set(self._plan.styles.values())
+        by_heads = not styles.isdisjoint(("heads", "fused"))
         fast = torch.backends.mha.get_fastpath_enabled()
         with contextlib.ExitStack() as stack:
             # The fast path of nn.TransformerEncoderLayer goes past its layers, and so past what cuts them.
             torch.backends.mha.set_fastpath_enabled(False)
             stack.callback(torch.backends.mha.set_fastpath_enabled, fast)
-            if "heads" in styles:
+            if by_heads:
                 teach_attention()
             if "loss" in styles:
                 stack.enter_context(loss_parallel())
-            if any(style in ("heads", "loss") or not isinstance(style, str) for style in styles):
+            if by_heads or any(style == "loss" or not isinstance(style, str) for style in styles):
                 stack.enter_context(implicit_replication())  # masks and targets are the same on all ranks
             yield
 
@@ -386,7 +387,8 @@ def torch_style(module: nn.Module, style: Style) -> ParallelStyle:
     found: dict[str, ParallelStyle] = {
         "colwise": ColwiseParallel(),
         "gathered": ColwiseParallel(output_layouts=Replicate()),
-        "heads": ColwiseParallel(use_local_output=False),
+        "heads": Heads() if isinstance(module, nn.MultiheadAttention) else ColwiseParallel(use_local_output=False),
+        "fused": FusedHeads(),
         "loss": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
         "rowwise": RowwiseParallel(input_layouts=Replicate() if whole else None),
         "scattered": RowwiseParallel(input_layouts=Replicate()),
@@ -417,30 +419,3 @@ class _Sequence(ParallelStyle):
     @staticmethod
     def _join(_module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
         return output.redistribute(mesh, [Replicate()]).to_local()
-
-
-@functools.cache
-def teach_attention() -> None:
-    """Tell DTensor that attention on a CPU can be cut by heads: torch registers that for GPUs alone."""
-    aten = torch.ops.aten
-    forward = getattr(aten, "_scaled_dot_product_flash_attention_for_cpu", None)
-    backward = getattr(aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
-    if forward is None or backward is None:
-        return
-    layouts = (Replicate(), Shard(1))
-
-    def mask(given: Any, layout: Any) -> list[Any]:
-        """A mask for each head is cut along."""
-        if given is None:
-            return []
-        return [layout if len(given.shape) == 4 and given.shape[1] > 1 else Replicate()]
-
-    def of_forward(*args: Any, attn_mask: Any = None, **_kwargs: Any) -> Any:
-        scalars = [None] * (len(args) - 3)
-        return [([x, x], [x, x, x, *scalars, *mask(attn_mask, x)]) for x in layouts]
-
-    def of_backward(*_args: Any, attn_mask: Any = None, **_kwargs: Any) -> Any:
-        return [([x] * 3, [x] * 6 + [None, None] + mask(attn_mask, x)) for x in layouts]
-
-    register_sharding(forward.default)(of_forward)
-    register_sharding(backward.default)(of_backward)

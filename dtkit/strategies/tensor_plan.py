@@ -7,14 +7,18 @@ colwise     a Linear's outputs (an Embedding's features) are cut; what follows g
 rowwise     a Linear's inputs (an Embedding's rows) are cut: takes a colwise layer's part, and adds up over ranks
 gathered    as colwise, and what follows gets all outputs
 scattered   as rowwise, and takes all inputs
-heads       as colwise, for queries, keys and values: what follows sees the whole tensor, cut by heads
+heads       as colwise, for queries, keys and values: what follows sees the whole tensor, cut by heads;
+            an nn.MultiheadAttention computes this rank's heads (and its out_proj is rowwise)
+fused       as heads, for one Linear that makes queries, keys and values, one after another
 sequence    a LayerNorm or RMSNorm works on this rank's part of the sequence (the second dimension)
 loss        as colwise for the last Linear: the loss is computed from cut outputs (cross entropy alone can)
 =========== ===================================================================================================
 
 A colwise layer, anything that works on each number by itself, and a rowwise layer make a pair with one sum over ranks
-in forward and one in backward (Shoeybi et al., Megatron-LM, 2019). `auto` looks for such pairs, and for attention
-with queries, keys and values in layers of their own; what else a model has, every rank keeps whole.
+in forward and one in backward (Shoeybi et al., Megatron-LM, 2019). Attention is such a pair, too: what lies between is
+done for each head by itself. `auto` looks for both, for attention as nn.MultiheadAttention, with queries, keys and
+values in layers of their own, or in one layer where the module's own forward, tried here, can be cut by heads. What
+else a model has, every rank keeps whole.
 """
 
 from __future__ import annotations
@@ -27,11 +31,13 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from dtkit.strategies.attention_trial import objection
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-STYLES = ("colwise", "rowwise", "gathered", "scattered", "heads", "sequence", "loss")
-_OUTPUTS, _INPUTS = ("colwise", "gathered", "heads", "loss"), ("rowwise", "scattered")
+STYLES = ("colwise", "rowwise", "gathered", "scattered", "heads", "fused", "sequence", "loss")
+_OUTPUTS, _INPUTS = ("colwise", "gathered", "heads", "fused", "loss"), ("rowwise", "scattered")
 
 # Layers that do with each number what they do with every other one, and have no parameters.
 _ELEMENTWISE = (
@@ -130,8 +136,12 @@ def check(model: nn.Module, ways: int, wanted: Mapping[str, Style]) -> Plan:
         if not found:
             wrong.append(f"{pattern!r}: no such module{_near(pattern, modules)}")
         styles.update(dict.fromkeys(found, style))
+    for name in [name for name, style in styles.items() if _is_attention(modules[name], style)]:
+        styles.setdefault(_of(name, "out_proj"), "rowwise")
     for name, style in styles.items():
         wrong += [f"{name!r}: {problem}" for problem in _problems(modules[name], style, ways)]
+        if style in ("heads", "fused") and isinstance(modules[name], nn.Linear):
+            wrong += [f"{name!r}: {uneven}" for uneven in _uneven(modules[name.rpartition(".")[0]], ways)]
     wrong += [f"{name!r}: {problem}" for name, problem in _shared(model, styles)]
     if wrong:
         listed = "\n".join(f"  {line}" for line in wrong)
@@ -139,7 +149,18 @@ def check(model: nn.Module, ways: int, wanted: Mapping[str, Style]) -> Plan:
             f"TensorParallel({ways}) can't follow its plan for {type(model).__name__}:\n{listed}\n"
             "Name modules as model.named_modules() does (* stands for any one part of a name), or use plan='auto'"
         )
-    return Plan(type(model).__name__, ways, styles, _rows(model, ways, styles, {}))
+    notes = {
+        n: _shared_out(modules[n].num_heads, ways) for n, style in styles.items() if _is_attention(modules[n], style)
+    }
+    return Plan(type(model).__name__, ways, styles, _rows(model, ways, styles, notes))
+
+
+def _of(name: str, child: str) -> str:
+    return f"{name}.{child}" if name and child else name or child
+
+
+def _is_attention(module: nn.Module, style: Style) -> bool:
+    return style == "heads" and isinstance(module, nn.MultiheadAttention)
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -162,18 +183,42 @@ def _problems(module: nn.Module, style: Style, ways: int) -> Iterator[str]:
     elif style == "sequence":
         if not isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
             yield f"sequence is for a LayerNorm or RMSNorm, and this is a {kind}"
+    elif style == "heads" and isinstance(module, nn.MultiheadAttention):
+        yield from _problems_of_attention(module, ways)
     elif not isinstance(module, (nn.Linear, nn.Embedding)):
         yield f"{style} is for a Linear or an Embedding, and this is a {kind}"
-    elif isinstance(module, nn.Embedding) and style in ("heads", "loss"):
+    elif isinstance(module, nn.Embedding) and style in ("heads", "fused", "loss"):
         yield f"{style} is for a Linear, and this is an Embedding"
+    elif style == "fused" and module.out_features % 3:  # type: ignore[operator]  # a Linear, by now
+        yield f"{module.out_features} outputs are no queries, keys and values of one size (fused)"
     else:
         size, noun = _cut_size(module, style)
         if size % ways:
             yield f"{size} {noun} can't be cut into {ways} equal parts ({style})"
 
 
+def _problems_of_attention(module: nn.MultiheadAttention, ways: int) -> Iterator[str]:
+    """What keeps a module of torch's from computing some of its heads on each rank."""
+    if type(module) is not nn.MultiheadAttention:
+        yield f"heads is for nn.MultiheadAttention itself, and this is a {type(module).__name__}, made of it"
+    if module.bias_k is not None or module.add_zero_attn:
+        yield "add_bias_kv and add_zero_attn can't be cut by heads"
+    if module.num_heads % ways:
+        yield _too_few(module.num_heads, ways)
+
+
+def _too_few(heads: int, ways: int) -> str:
+    return f"{heads} heads can't be cut into {ways} equal parts (heads)"
+
+
+def _shared_out(heads: int, ways: int) -> str:
+    return f"{heads} heads, {heads // ways} on each rank"
+
+
 def _cut_size(module: nn.Linear | nn.Embedding, style: str) -> tuple[int, str]:
     """(the size of the dimension that a style cuts, what it is)."""
+    if isinstance(module, nn.Linear) and style == "fused":
+        return module.out_features // 3, "queries (and as many keys and values)"
     if isinstance(module, nn.Embedding):
         by_outputs = style in _OUTPUTS
         return (module.embedding_dim, "features") if by_outputs else (module.num_embeddings, "rows")
@@ -205,23 +250,24 @@ def auto(model: nn.Module, ways: int) -> Plan:
     styles: dict[str, Style] = {}
     notes: dict[str, str] = {}
     for name, module in model.named_modules():
-        prefix = f"{name}." if name else ""
-        for found in _guesses(module, ways):
-            _take(model, ways, {prefix + child: style for child, style in found.items()}, styles, notes)
-        if isinstance(module, nn.MultiheadAttention):
-            notes[name] = notes[f"{prefix}out_proj"] = "nn.MultiheadAttention has queries, keys and values in one piece"
+        for found, note in _guesses(module, ways):
+            whole_names = {_of(name, child): style for child, style in found.items()}
+            _take(model, ways, whole_names, note, styles, notes)
     if not styles:
-        reasons = "".join(f"\n  {name}: {note}" for name, note in notes.items())
+        reasons = "".join(f"\n  {name or '(itself)'}: {note}" for name, note in notes.items())
         raise ValueError(
             f"TensorParallel({ways}) finds nothing in {type(model).__name__} that it could cut into {ways} by itself: "
-            "it looks for two Linear layers with nothing but an activation between them, and for attention with "
-            f"q, k, v and an output layer. Say what to cut, as in plan={{'fc1': 'colwise', 'fc2': 'rowwise'}}{reasons}"
+            "it looks for two Linear layers with nothing but an activation between them, for nn.MultiheadAttention, "
+            "and for attention with q, k, v and an output layer. Say what to cut, as in "
+            f"plan={{'fc1': 'colwise', 'fc2': 'rowwise'}}{reasons}"
         )
     return Plan(type(model).__name__, ways, styles, _rows(model, ways, styles, notes))
 
 
-def _take(model: nn.Module, ways: int, found: dict[str, str], styles: dict[str, Style], notes: dict[str, str]) -> None:
-    """Add layers that belong together to the plan, or note why not."""
+def _take(
+    model: nn.Module, ways: int, found: dict[str, str], note: str, styles: dict[str, Style], notes: dict[str, str]
+) -> None:
+    """Add layers that belong together to the plan, with a note, or note why not."""
     if any(name in styles for name in found):
         return
     reasons = [r for name, style in found.items() for r in _problems(model.get_submodule(name), style, ways)]
@@ -230,33 +276,63 @@ def _take(model: nn.Module, ways: int, found: dict[str, str], styles: dict[str, 
         notes.update(dict.fromkeys(found, reasons[0]))
     else:
         styles.update(found)
-        if "heads" not in found.values() and "gathered" in found.values():
-            notes.update(dict.fromkeys(found, "attention itself is computed whole on each rank"))
+        if note:
+            notes.update(dict.fromkeys(found, note))
 
 
-def _guesses(module: nn.Module, ways: int) -> Iterator[dict[str, str]]:
-    """Groups of layers of one module that can be cut together: {child: style}."""
+def _guesses(module: nn.Module, ways: int) -> Iterator[tuple[dict[str, str], str]]:
+    """Groups of layers of one module that can be cut together: ({child, or "" for itself: style}, a note)."""
     children = dict(module.named_children())
     if isinstance(module, nn.Sequential):
-        yield from _in_sequence(list(children.items()))
+        yield from ((found, "") for found in _in_sequence(list(children.items())))
+        return
+    if isinstance(module, nn.MultiheadAttention):
+        yield {"": "heads", "out_proj": "rowwise"}, _shared_out(module.num_heads, ways)
         return
     for outputs, inputs in _PAIRS:
         if _fits(children, outputs, inputs):
-            yield {**dict.fromkeys(outputs, "colwise"), inputs: "rowwise"}
+            yield {**dict.fromkeys(outputs, "colwise"), inputs: "rowwise"}, ""
             break
     projection = next((n for n in _PROJECTIONS if isinstance(children.get(n), nn.Linear)), None)
-    if projection is None:
-        return
+    if projection is not None:
+        yield from _attention(module, children, projection, ways)
+
+
+def _attention(
+    module: nn.Module, children: Mapping[str, nn.Module], projection: str, ways: int
+) -> Iterator[tuple[dict[str, str], str]]:
+    """Queries, keys and values in layers of their own, or in one, and the layer that takes what heads found."""
+    heads = _number(module, _HEADS)
     for names in _QUERIES:
         if all(isinstance(children.get(n), nn.Linear) for n in names):
-            by_heads = _heads_divide(module, ways)
-            styles = ("heads", "rowwise") if by_heads else ("gathered", "scattered")
-            yield {**dict.fromkeys(names, styles[0]), projection: styles[1]}
+            why = next(_uneven(module, ways), "" if heads else "it does not say how many heads it has")
+            first, last = ("gathered", "scattered") if why else ("heads", "rowwise")
+            yield {**dict.fromkeys(names, first), projection: last}, _note(heads, ways, why)
             return
     for name in _FUSED:
         if isinstance(children.get(name), nn.Linear):
-            yield {name: "gathered", projection: "scattered"}
+            why = next(_uneven(module, ways), "") or _objection(module, name, projection, ways)
+            first, last = ("gathered", "scattered") if why else ("fused", "rowwise")
+            yield {name: first, projection: last}, _note(heads, ways, why)
             return
+
+
+def _note(heads: int | None, ways: int, why_not: str) -> str:
+    if why_not:
+        return f"attention itself is computed whole on each rank: {why_not}"
+    return _shared_out(heads, ways) if heads else "cut by heads"
+
+
+def _objection(module: nn.Module, first: str, last: str, ways: int) -> str:
+    """Why a layer can't be cut as queries, keys and values one after another; empty where it can."""
+    makes, takes = module.get_submodule(first), module.get_submodule(last)
+    assert isinstance(makes, nn.Linear)
+    assert isinstance(takes, nn.Linear)
+    if makes.out_features != 3 * takes.in_features:
+        return f"{first} makes {makes.out_features} numbers, and not three times the {takes.in_features} of {last}"
+    if takes.in_features % ways:
+        return f"{takes.in_features} numbers of all heads can't be cut into {ways} equal parts"
+    return objection(module, first, last, ways)
 
 
 def _fits(children: Mapping[str, nn.Module], outputs: Sequence[str], inputs: str) -> bool:
@@ -282,10 +358,11 @@ def _in_sequence(children: Sequence[tuple[str, nn.Module]]) -> Iterator[dict[str
             first = None
 
 
-def _heads_divide(module: nn.Module, ways: int) -> bool:
-    """Whether an attention says how many heads it has, and they divide."""
-    heads = [_number(module, _HEADS), _number(module, _KEY_HEADS)]
-    return heads[0] is not None and all(h % ways == 0 for h in heads if h is not None)
+def _uneven(module: nn.Module, ways: int) -> Iterator[str]:
+    """What an attention says of its heads that keeps them from being cut."""
+    for heads in (_number(module, _HEADS), _number(module, _KEY_HEADS)):
+        if heads is not None and heads % ways:
+            yield _too_few(heads, ways)
 
 
 def _number(module: nn.Module, names: Sequence[str]) -> int | None:

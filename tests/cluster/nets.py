@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     import dtkit
+    from dtkit.strategies.tensor_plan import Plan
 
 WIDTH, HEADS = 8, 4
 
@@ -36,11 +37,11 @@ class Convolution(nn.Module):
 class Encoder(nn.Module):
     """Torch's transformer encoder over the features as a sequence of numbers."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.embed = nn.Linear(1, WIDTH)
         self.place = nn.Parameter(torch.randn(FEATURES, WIDTH) / 4)
-        layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, dropout=0.0, batch_first=True)
+        layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, dropout=dropout, batch_first=True)
         self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.out = nn.Linear(WIDTH, CLASSES)
 
@@ -100,6 +101,91 @@ class Decoder(nn.Module):
         return self.head(self.norm(z))[:, -1]
 
 
+class Attention(nn.Module):
+    """Causal attention with queries, keys and values from one layer, written as nanoGPT writes it."""
+
+    def __init__(self, width: int = WIDTH, heads: int = HEADS, *, dropout: float = 0.0, flash: bool = True) -> None:
+        super().__init__()
+        self.n_head, self.n_embd, self.dropout, self.flash = heads, width, dropout, flash
+        self.c_attn, self.c_proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.attn_dropout, self.resid_dropout = nn.Dropout(dropout), nn.Dropout(dropout)
+        self.register_buffer("bias", torch.tril(torch.ones(FEATURES, FEATURES)).view(1, 1, FEATURES, FEATURES))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        B, T, C = x.size()
+        q, k, v = self.parts(x)
+        k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+        q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+        v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+        if self.flash:
+            p = self.dropout if self.training else 0
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=None, dropout_p=p, is_causal=True)
+        else:
+            att = (q @ k.transpose(-2, -1)) * (1.0 / k.size(-1) ** 0.5)
+            att = att.masked_fill(self.bias[:, :, :T, :T] == 0, float("-inf"))
+            y = self.attn_dropout(F.softmax(att, dim=-1)) @ v
+        return self.resid_dropout(self.c_proj(y.transpose(1, 2).contiguous().view(B, T, C)))
+
+    def parts(self, x: torch.Tensor) -> Any:
+        return self.c_attn(x).split(self.n_embd, dim=2)
+
+
+class GPT(nn.Module):
+    """As nanoGPT: blocks of such attention and an MLP."""
+
+    def __init__(self, attention: Callable[[], nn.Module] = Attention, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(12, WIDTH), nn.Embedding(FEATURES, WIDTH)
+        self.h = nn.ModuleList([GPTBlock(attention(), dropout) for _ in range(2)])
+        self.ln_f, self.lm_head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, CLASSES, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = (x * 2).round().long().clamp(-6, 5) + 6
+        z = self.wte(tokens) + self.wpe(torch.arange(x.shape[1], device=x.device))
+        for block in self.h:
+            z = block(z)
+        return self.lm_head(self.ln_f(z))[:, -1]
+
+
+class GPTBlock(nn.Module):
+    def __init__(self, attention: nn.Module, dropout: float) -> None:
+        super().__init__()
+        self.ln_1, self.attn, self.ln_2 = nn.LayerNorm(WIDTH), attention, nn.LayerNorm(WIDTH)
+        self.mlp = nn.ModuleDict({"c_fc": nn.Linear(WIDTH, 4 * WIDTH), "c_proj": nn.Linear(4 * WIDTH, WIDTH)})
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attn(self.ln_1(x))
+        return x + self.dropout(self.mlp["c_proj"](F.gelu(self.mlp["c_fc"](self.ln_2(x)))))
+
+
+class Translator(nn.Module):
+    """Torch's layers of an encoder and of a decoder with masks of both kinds, and attention whose weights are used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.place = nn.Embedding(12, WIDTH), nn.Parameter(torch.randn(FEATURES, 1, WIDTH) / 4)
+        how: dict[str, Any] = {"dropout": 0.0, "norm_first": True, "bias": False}
+        self.encoder = nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, **how)
+        self.decoder = nn.TransformerDecoderLayer(WIDTH, HEADS, 2 * WIDTH, dropout=0.0)
+        self.look = nn.MultiheadAttention(WIDTH, HEADS, kdim=2, vdim=2, batch_first=True)
+        self.out = nn.Linear(WIDTH + FEATURES, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = (x * 2).round().long().clamp(-6, 5) + 6
+        padding = x > 1
+        padding[:, 0] = False  # a row that may look at nothing has no softmax
+        causal = torch.ones(FEATURES, FEATURES, device=x.device).triu(1).bool()
+        z = self.embed(tokens.T) + self.place
+        memory = self.encoder(z, src_key_padding_mask=padding)
+        z = self.decoder(z, memory, tgt_mask=causal, memory_key_padding_mask=padding, tgt_is_causal=True)
+        numbers = x[..., None].expand(-1, -1, 2)
+        # The trial of a plan is made in evaluation, and so meets the other way.
+        found, weights = self.look(z.transpose(0, 1), numbers, numbers, average_attn_weights=self.training)
+        weights = weights if self.training else weights.mean(1)
+        return self.out(torch.cat([found.mean(1), weights.mean(1) * x], 1))
+
+
 def deep() -> nn.Module:
     """Eight pairs of layers in a chain: two parts of a model for each of four ranks."""
     width = 12
@@ -133,6 +219,9 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "decoder by hand": functools.partial(Decoder, "by hand"),
     "decoder with a mask": functools.partial(Decoder, "mask"),
     "decoder fused": functools.partial(Decoder, "fused"),
+    "gpt": GPT,
+    "gpt by hand": functools.partial(GPT, functools.partial(Attention, flash=False)),
+    "translator": Translator,
     "decoder of four blocks": functools.partial(Decoder, blocks=4),
     "decoder tied": functools.partial(Decoder, tied=True),
     "deep": deep,
@@ -141,6 +230,16 @@ NETS: dict[str, Callable[[], nn.Module]] = {
 }
 KINDS = ("mlp", "convolution", "encoder", "decoder")
 """One net of each kind that every strategy must train."""
+
+
+IN_PROJECTIONS = {
+    "encoder": "layers.layers.1.self_attn.in_proj_weight",
+    "decoder fused": "h.1.c_attn.weight",
+    "gpt": "h.1.attn.c_attn.weight",
+    "gpt by hand": "h.1.attn.c_attn.weight",
+    "translator": "decoder.multihead_attn.in_proj_weight",
+}
+"""Queries, keys and values in one parameter: 3 x WIDTH rows."""
 
 
 def net(name: str | Callable[[], nn.Module]) -> nn.Module:
@@ -158,7 +257,7 @@ OPTIMIZERS = {"momentum": momentum, "adamw": adamw}
 
 def bound(name: str, optimizer: str) -> float:
     """AdamW amplifies rounding where the true gradient is zero: the key bias of attention."""
-    return 1e-10 if optimizer == "adamw" and name.startswith(("encoder", "decoder")) else BOUND
+    return 1e-10 if optimizer == "adamw" and name.startswith(("encoder", "decoder", "gpt", "translator")) else BOUND
 
 
 class Clipped:
@@ -197,9 +296,21 @@ def held() -> tuple[int, int]:
     from dtkit.strategies.sliced import local
 
     mine = worker()
-    parameters = [local(p) for p in mine._slices.values()]
+    parameters = [local(p) for p in set(mine._slices.values())]
     state = [v for s in mine.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor) and v.dim()]
     return sum(p.nbytes for p in parameters), sum(local(v).nbytes for v in state)
+
+
+def slices(name: str) -> torch.Tensor:
+    """On an engine: what lies here of a parameter."""
+    from dtkit.strategies.sliced import local
+
+    return local(worker()._slices[name]).detach().clone()
+
+
+def cut_by_heads(plan: Plan) -> list[str]:
+    """The layers of attention of which a rank computes some heads."""
+    return [row.name for row in plan.rows if row.note.endswith("on each rank") and row.style in ("heads", "fused")]
 
 
 @contextlib.contextmanager

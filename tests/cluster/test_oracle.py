@@ -28,7 +28,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from dtkit import DataParallel, NaiveDataParallel, Pipeline, Sharded, TensorParallel
-from tests.cluster.nets import KINDS, OPTIMIZERS, Clipped, bound, forwards, net
+from tests.cluster.nets import IN_PROJECTIONS, KINDS, OPTIMIZERS, WIDTH, Clipped, bound, forwards, net, slices
 from tests.cluster.oracle import LOSSES, SAMPLES, Trained, difference, global_rows, reference, train
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def option(worlds: Sequence[int], strategy: Strategy, net_name: str = "mlp", **o
     return Row(worlds, strategy, **{"nets": (net_name,), "optimizers": ("momentum",), "batch": 25, **other})
 
 
-ATTENTION = ("decoder by hand", "decoder with a mask", "decoder fused")
+ATTENTION = ("decoder by hand", "decoder with a mask", "decoder fused", "gpt by hand", "translator")
 CONVOLUTION = {"out": "scattered"}  # `auto` finds nothing in it
 WITH_AUTO = tuple(name for name in KINDS if name != "convolution")
 PLANS: dict[str, dict[str, Any]] = {
@@ -113,6 +113,9 @@ TABLE = [
     Row([2], TensorParallel(2), WITH_AUTO),
     Row([4], TensorParallel(4), WITH_AUTO),
     Row([4], TensorParallel(2, replicas=2), WITH_AUTO),
+    Row([2], TensorParallel(2), ["gpt"]),
+    Row([4], TensorParallel(4), ["gpt"]),
+    Row([4], TensorParallel(2, replicas=2), ["gpt"]),
     Row([2], TensorParallel(2, CONVOLUTION), ["convolution"]),
     Row([4], TensorParallel(4, CONVOLUTION), ["convolution"]),
     Row([4], TensorParallel(2, CONVOLUTION, 2), ["convolution"]),
@@ -121,6 +124,7 @@ TABLE = [
     option([2], TensorParallel(1, replicas=2)),
     option([2], TensorParallel(2, clip_norm=0.2)),
     option([4], TensorParallel(4, accumulate=3)),
+    option([4], TensorParallel(4), "translator"),
     option([4], TensorParallel(2, replicas=2, accumulate=3, clip_norm=0.2)),
     option([2], TensorParallel(2), loss="pair"),
     option([4], TensorParallel(2, replicas=2), loss="pair"),
@@ -175,6 +179,9 @@ def test_training_is_that_of_one_process(cluster: dtkit.Cluster, row: Row, net_n
     assert difference(run.model.state_dict(), truth.state) <= limit
     assert np.abs(run.history.loss()[1] - truth.losses).max() <= limit
     check_that_what_is_awkward_took_place(run, row)
+    if isinstance(row.strategy, TensorParallel) and net_name in IN_PROJECTIONS:
+        rows = {len(here) for here in cluster.run(slices, IN_PROJECTIONS[net_name])}
+        assert rows == {3 * WIDTH // row.strategy.ways}  # attention was cut, and not only right
 
 
 def check_that_what_is_awkward_took_place(run: dtkit.Run, row: Row) -> None:

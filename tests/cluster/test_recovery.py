@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import dtkit
+from tests.cluster.nets import net
 from tests.cluster.oracle import (
     BATCH,
     BOUND,
@@ -56,9 +57,11 @@ def undisturbed(cluster: dtkit.Cluster) -> dict[str, Any]:
     return run.model.state_dict()  # type: ignore[no-any-return]
 
 
-def start(cluster: dtkit.Cluster, **options: Any) -> dtkit.Run:
+def start(cluster: dtkit.Cluster, model: nn.Module | None = None, **options: Any) -> dtkit.Run:
     how: dict[str, Any] = {"optimizer": momentum, "batch_size": BATCH, "steps": STEPS, "seed": SEED}
-    return cluster.train(mlp(), data(), **{"loss": mean_loss, "shuffle": "global", **how, **options})
+    return cluster.train(
+        mlp() if model is None else model, data(), **{"loss": mean_loss, "shuffle": "global", **how, **options}
+    )
 
 
 def at_step(run: dtkit.Run, step: int) -> None:
@@ -127,6 +130,24 @@ def test_three_that_survive_the_fourth_lose_one_step_at_most(cluster4: dtkit.Clu
     assert [node.rank for node in cluster4.nodes if node.pid not in before] == [1]
     assert sorted(set(run.history.totals()["step"])) == list(range(steps))
     assert difference(run.model.state_dict(), expected) <= BOUND
+    check_usable(cluster4)
+
+
+@pytest.mark.parametrize("kind", ["encoder", "gpt"])
+def test_the_heads_of_a_lost_engine_come_from_the_other_replica(cluster4: dtkit.Cluster, kind: str):
+    """Of queries, keys and values in one parameter, survivors have parts of each."""
+    steps, strategy = 40, dtkit.TensorParallel(2, replicas=2)
+    alone = start(cluster4, net(kind), strategy=strategy, steps=steps)
+    alone.wait(60)
+    expected = alone.model.state_dict()
+    run = start(cluster4, net(kind), strategy=strategy, steps=steps, start=False)
+    run.step(10)
+    os.kill(cluster4.nodes[1].pid, signal.SIGKILL)
+    run.resume()
+    run.wait(60)
+    assert kinds(run) == ["lost", "repair"]
+    assert sorted(set(run.history.totals()["step"])) == list(range(steps))
+    assert difference(run.model.state_dict(), expected) <= 1e-10
     check_usable(cluster4)
 
 

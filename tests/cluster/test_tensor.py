@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import pytest
 import torch
 from torch import nn
@@ -9,9 +11,26 @@ from torch.nn import functional as F
 
 import dtkit
 from dtkit.strategies.tensor import TensorParallel
-from tests.cluster.nets import Decoder, accuracy, adamw, held, net, quickly, worker
-from tests.cluster.oracle import CLASSES, FEATURES, data, mlp, train
+from tests.cluster.nets import (
+    GPT,
+    IN_PROJECTIONS,
+    Attention,
+    Decoder,
+    Encoder,
+    accuracy,
+    adamw,
+    cut_by_heads,
+    held,
+    net,
+    quickly,
+    slices,
+    worker,
+)
+from tests.cluster.oracle import CLASSES, FEATURES, data, difference, mlp, train
 from tests.cluster.small import check_usable
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 pytestmark = pytest.mark.cluster
 
@@ -44,9 +63,77 @@ def test_each_rank_holds_its_slices(cluster: dtkit.Cluster, strategy: TensorPara
     assert run.history.totals()["samples"].tolist() == [24, 24, 24]  # told by several ranks, counted once
 
 
-def test_dropout_draws_alike_on_ranks_that_share_a_replica(cluster: dtkit.Cluster, strategy: TensorParallel):
-    """What every rank holds whole stays equal on all of them, and each slice in all replicas."""
-    model = net(lambda: Decoder(dropout=0.3))
+@pytest.mark.parametrize("kind", ["encoder", "gpt"])
+def test_each_rank_has_the_rows_of_its_heads(cluster: dtkit.Cluster, strategy: TensorParallel, kind: str):
+    """Of queries, keys and values those of half of the heads; and so half of them computes on each rank."""
+    model = net(kind)
+    plan = strategy.plan_for(model)
+    run = train(cluster, model, strategy=strategy, optimizer=adamw, steps=3)
+    assert len(cut_by_heads(plan)) == 2
+    expected = 8 * sum(row.here for row in plan.rows)
+    assert set(cluster.run(held)) == {(expected, 2 * expected)}
+    for what in ("weight", "bias"):
+        name = IN_PROJECTIONS[kind].replace("weight", what)
+        whole = run.model.state_dict()[name].chunk(3)
+        for rank, found in enumerate(cluster.run(slices, name)):
+            assert torch.equal(found, torch.cat([third.chunk(2)[rank % 2] for third in whole]))
+
+
+@pytest.mark.parametrize("kind", ["encoder", "gpt", "translator"])
+def test_attention_takes_one_sum_forward_and_one_backward(cluster: dtkit.Cluster, strategy: TensorParallel, kind: str):
+    """As the MLP beside it does, and nothing is gathered. The gradient of keys that come from elsewhere is one more."""
+    run = train(cluster, net(kind), strategy=strategy, start=False)
+    within = [c for c in run.step(explain=True).collectives if c.ranks == (0, 1) and len(c.shape) > 1]
+    found = [(c.what, c.phase) for c in within]
+    pairs, more = {"encoder": (4, 0), "gpt": (4, 0), "translator": (6, 1)}[kind]
+    assert {what for what, _ in found} == {"all_reduce"}
+    assert found.count(("all_reduce", "forward")) == pairs + (kind == "translator")  # its weights are used
+    assert found.count(("all_reduce", "backward")) == pairs + more
+
+
+@pytest.mark.parametrize("kind", ["encoder", "gpt"])
+def test_evaluation_with_attention_cut_is_the_whole_model_s(
+    cluster: dtkit.Cluster, strategy: TensorParallel, kind: str
+):
+    """The encoder would take torch's fast path here, past what was cut."""
+    inputs, targets = data()
+    run = train(cluster, net(kind), strategy=strategy, steps=3)
+    with torch.no_grad():
+        expected = F.cross_entropy(run.model.eval()(inputs), targets).item()
+    assert run.evaluate((inputs, targets)).values["loss"] == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["encoder", "gpt"])
+def test_heads_are_put_together_in_a_checkpoint(
+    cluster: dtkit.Cluster, strategy: TensorParallel, kind: str, tmp_path: Path
+):
+    """Each tensor as the model has it, bit by bit, and the optimiser's numbers: training goes on cut otherwise."""
+    how: dict[str, Any] = {"optimizer": adamw, "shuffle": "global"}
+    undisturbed = train(cluster, net(kind), strategy=strategy, steps=12, **how)
+    run = train(cluster, net(kind), strategy=strategy, steps=6, **how)
+    saved = run.save(tmp_path)
+    found = dtkit.Checkpoint(saved.path).state_dict()
+    assert all(torch.equal(value, found[name]) for name, value in run.model.state_dict().items())
+    others = (dtkit.Sharded(), TensorParallel(cluster.world_size), strategy)
+    for other in others[:1] if cluster.world_size == 2 else others:
+        there = train(cluster, net(kind), strategy=other, steps=9, resume=saved.path, **how)
+        back = there.save(tmp_path / type(other).__name__)
+        run = train(cluster, net(kind), strategy=strategy, steps=12, resume=back.path, **how)
+        assert difference(run.model.state_dict(), undisturbed.model.state_dict()) <= 1e-10
+
+
+DROPPING = {
+    "decoder": lambda: Decoder(dropout=0.3),
+    "encoder": lambda: Encoder(dropout=0.3),
+    "gpt": lambda: GPT(lambda: Attention(dropout=0.3), dropout=0.3),
+    "gpt by hand": lambda: GPT(lambda: Attention(dropout=0.3, flash=False), dropout=0.3),
+}
+
+
+@pytest.mark.parametrize("kind", list(DROPPING))
+def test_dropout_draws_alike_on_ranks_that_share_a_replica(cluster: dtkit.Cluster, strategy: TensorParallel, kind: str):
+    """What every rank holds whole stays equal on all of them, and each slice in all replicas; in attention, too."""
+    model = net(DROPPING[kind])
     run = train(cluster, model, strategy=strategy, optimizer=adamw, steps=20)
     assert run.consistency == dtkit.Consistency(20, (), None, copies=strategy.replicas)
     fingerprints = cluster.run(lambda: worker().fingerprint())

@@ -128,7 +128,7 @@ def test_what_is_packed_comes_out_as_it_was():
         "none": torch.empty(0, 4),
         "complex": torch.tensor([1 + 2j]),
     }
-    slabs = {name: Slab(tensor, (9, *tensor.shape[1:]), (1,)) for name, tensor in tensors.items()}
+    slabs = {name: Slab(tensor, (9, *tensor.shape[1:]), (1,), len(name)) for name, tensor in tensors.items()}
     facts = {"own": {"1": {"values": {"random": "abc"}}}, "step": 7}
     block = packed(Captured(slabs, facts))
     found = unpack(block.clone())
@@ -137,7 +137,7 @@ def test_what_is_packed_comes_out_as_it_was():
     for name, slab in found.slabs.items():
         assert slab.tensor.dtype == tensors[name].dtype
         assert torch.equal(slab.tensor, tensors[name])
-        assert (slab.shape, slab.offset) == (slabs[name].shape, slabs[name].offset)
+        assert (slab.shape, slab.offset, slab.folds) == ((9, *tensors[name].shape[1:]), (1,), len(name))
         assert slab.tensor.is_contiguous()
 
 

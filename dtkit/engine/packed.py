@@ -1,8 +1,8 @@
 """A rank's part of a job's state in one piece of memory, so that it can be sent, and kept, in one go.
 
 Eight bytes (the length of the header), the header (JSON: the facts; of every tensor its type, the shape of the whole,
-where in it the part begins, the shape of the part) and the tensors, each at a multiple of 64 bytes. Nothing in it is
-ever unpickled.
+where in it the part begins, the shape of the part, of how many blocks of rows it is) and the tensors, each at a
+multiple of 64 bytes. Nothing in it is ever unpickled.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Packing:
         """`captured` may be in use, and on a device: it is copied by `fill`."""
         self._slabs = list(captured.slabs.values())
         told = [
-            (name, DTYPES[s.tensor.dtype], list(s.shape), list(s.offset), list(s.tensor.shape))
+            (name, DTYPES[s.tensor.dtype], list(s.shape), list(s.offset), list(s.tensor.shape), s.folds)
             for name, s in captured.slabs.items()
         ]
         self._header = json.dumps({"facts": captured.facts, "slabs": told}).encode()
@@ -50,10 +50,10 @@ def unpack(block: torch.Tensor) -> Captured:
     """What was packed. Its tensors lie in the block: they are not copied."""
     (length,) = _LENGTH.unpack(block[: _LENGTH.size].numpy().tobytes())
     said = json.loads(block[_LENGTH.size : _LENGTH.size + length].numpy().tobytes())
-    sizes = [math.prod(size) * NAMES[dtype].itemsize for _, dtype, _, _, size in said["slabs"]]
+    sizes = [math.prod(size) * NAMES[dtype].itemsize for _, dtype, _, _, size, _ in said["slabs"]]
     slabs = {
-        name: Slab(_view(block, begin, NAMES[dtype], size), tuple(shape), tuple(offset))
-        for (name, dtype, shape, offset, size), begin in zip(said["slabs"], _bounds(length, sizes), strict=False)
+        name: Slab(_view(block, begin, NAMES[dtype], size), tuple(shape), tuple(offset), folds)
+        for (name, dtype, shape, offset, size, folds), begin in zip(said["slabs"], _bounds(length, sizes), strict=False)
     }
     return Captured(slabs, said["facts"])
 

@@ -3,6 +3,13 @@
 What came of it stands in a file of its own, ``report-000.json``, in the folder where the rank's tensors go: the
 notebook looks for it there, and no engine has to be asked while it computes. One save is at work at a time; the next
 one waits for it, so that memory holds one copy at most.
+
+Where it pays. Training stands still for the copy alone, about a tenth of the time until all is written: 0.04 s for
+0.40 s with 50 MB on two ranks, 0.08 s for 0.65 s with 200 MB. But the thread computes digests and has the system copy,
+which takes a core. Where ranks leave none free, steps get longer by what the writing takes, and as many are taken as if
+training had stood still for it (0.89 to 1.07 of them, with two engines on two crowded cores and a local disk). More can
+only be taken where a core is free or writing waits: on GPUs, over a network; that was not measured.
+``python -m tests.bench saving`` does so.
 """
 
 from __future__ import annotations

@@ -48,8 +48,8 @@ WORKS = {
     HEAVY: Work(width=1024, depth=4, batch=512, steps=40, warm=6),
     MIDDLING: Work(width=512, depth=4, batch=512, steps=120, warm=40),
     BRIEF: Work(width=64, depth=4, batch=64, steps=200, warm=30),
-    SAVED_50: Work(width=1750, depth=2, batch=64, steps=100, warm=20),
-    SAVED_200: Work(width=3510, depth=2, batch=64, steps=60, warm=20),
+    SAVED_50: Work(width=1750, depth=2, batch=16, steps=60, warm=20),
+    SAVED_200: Work(width=3510, depth=2, batch=16, steps=40, warm=20),
 }
 
 

@@ -430,11 +430,7 @@ class Run:
         """
         self._check_not_in_callback()
         with self._watched():
-            try:
-                left = self._driver.wait(timeout)
-            except KeyboardInterrupt:
-                self._pause_or_break()
-                raise
+            left = self._driver.wait(timeout)
         if not left:
             raise TimeoutError(
                 f"the run is at step {self.status.step} of {self.spec.steps} after {timeout} s and goes on; wait "
@@ -468,23 +464,26 @@ class Run:
 
     @contextlib.contextmanager
     def _watched(self) -> Generator[None, None, None]:
-        """While a cell blocks: text progress in a terminal, and in a notebook a word on the buttons."""
+        """While a cell blocks, it says so; an interrupt pauses the run, from the first moment on."""
+        with contextlib.ExitStack() as after:
+            try:
+                self._say_blocked(after)
+                yield
+            except KeyboardInterrupt:
+                self._pause_or_break()
+                raise
+
+    def _say_blocked(self, after: contextlib.ExitStack) -> None:
+        """Text progress in a terminal, and in a notebook a word on the buttons; `after` ends it."""
         from dtkit.dashboard import display, text
 
         if self._driver.state.ended:
-            yield
-        elif display.in_notebook():
+            return
+        if display.in_notebook():
+            after.callback(self._say, "")
             self._say(_BUTTONS_LATER)
-            try:
-                yield
-            finally:
-                self._say("")
         else:
-            unfollow = text.follow(self)
-            try:
-                yield
-            finally:
-                unfollow()
+            after.callback(text.follow(self))
 
     def _say(self, message: str) -> None:
         self._message = message

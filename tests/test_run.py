@@ -11,6 +11,7 @@ from torch import nn
 
 import dtkit
 from dtkit import State
+from dtkit.dashboard import text
 from dtkit.finding import Finding
 from dtkit.testing import FakeTransport
 
@@ -47,6 +48,18 @@ def until(run: dtkit.Run, reached: Any) -> None:
         assert changed.wait(10), run.status
         changed.clear()
     unsubscribe()
+
+
+def test_an_interrupt_before_the_waiting_has_begun_pauses_the_run_too(cluster, monkeypatch):
+    run = train(cluster, steps=1_000_000)
+
+    def press(_run: dtkit.Run) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(text, "follow", press)
+    with pytest.raises(KeyboardInterrupt):
+        run.wait(10)
+    assert run.status.state is State.PAUSED
 
 
 def test_a_run_takes_every_step_once_and_ends(cluster, engines):

@@ -105,11 +105,19 @@ there, enough = threading.Event(), run.status.step + {steps}
 unsubscribe = run.subscribe(lambda: run.status.step >= enough and there.set())
 assert there.wait(60)
 unsubscribe()
-print("waits", flush=True)
+told = threading.Event()
+
+def tell():
+    if run.status.message and not told.is_set():  # that buttons act later: the cell waits
+        told.set()
+        print("waits", flush=True)
+
+unsubscribe = run.subscribe(tell)
 try:
     run.wait(60)
 except KeyboardInterrupt:
     ended = time.time()
+unsubscribe()
 totals = run.history.totals()
 assert list(totals["step"]) == list(range(run.status.step))
 print(json.dumps([ended, run.status.state.value, sum(totals["step_s"][-2:])]))

@@ -88,12 +88,12 @@ def check_went_back(run: dtkit.Run, where: str) -> int:
     """To a snapshot, from there, and at most as far as it is from one to the next. The step."""
     (told,) = repairs(run)
     found = re.search(
-        rf"all go on from step (\d+) \(the last snapshot, from {where}\) after .* s, (\d+) steps? lost$", told
+        rf"all go on from step (\d+) \(the last snapshot, from {where}\) after .* s, (\d+|no) steps? lost$", told
     )
     assert found is not None, told
-    step, lost = map(int, found.groups())
+    step, lost = int(found[1]), 0 if found[2] == "no" else int(found[2])  # none where it came right after a snapshot
     assert step % EVERY == 0
-    assert 0 < lost <= EVERY
+    assert 0 <= lost <= EVERY
     return step
 
 

@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,7 @@ _LOST_PEER = re.compile(
 )
 
 _GATHER_S = 0.002  # between two looks whether all ranks are here
+_HELD_S = 0.1  # between two looks whether what a group had under way is over
 _MOST_PORTS = 64  # on which a rank listens, for this group and those along the axes of a mesh
 
 
@@ -81,6 +82,7 @@ class Group:
         """What every later collective may take."""
         self._grids: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
         self.broken = False
+        self._asked: dist.Work | None = None  # what was asked last, if nobody has waited for the answer
 
     def _find_connections(self, before: set[int]) -> None:
         """Find gloo's own connections among the sockets that are new (all ranks connect in the first collective).
@@ -143,11 +145,12 @@ class Group:
     def ask(self, flag: bool) -> Callable[[], bool]:  # noqa: FBT001 - the one value that is agreed upon
         """As `any`, without waiting for the answer, which the returned function does: a MAX all-reduce on the CPU."""
         vote = torch.tensor([int(flag)])
-        work = dist.all_reduce(vote, op=dist.ReduceOp.MAX, async_op=True)
+        work = self._asked = dist.all_reduce(vote, op=dist.ReduceOp.MAX, async_op=True)
         assert work is not None
 
         def answer() -> bool:
             work.wait()
+            self._asked = None
             return bool(vote.item())
 
         return answer
@@ -225,6 +228,9 @@ class Group:
     def close(self) -> None:
         """Leave the group. Peers may be gone already."""
         self._connections.close()
+        if self._asked is not None and not self._asked.is_completed():
+            keep_until(self._asked, dist.group.WORLD)
+            self._asked = None
         if dist.is_initialized():
             dist.destroy_process_group()
         leftovers.let_go(self._grids.values())
@@ -255,6 +261,21 @@ def _gather(spec: GroupSpec) -> None:
         if time.monotonic() > deadline:
             raise RuntimeError(f"Wait timeout: ranks {missing} did not join the group within {spec.timeout_s:g} s")
         pause.wait(_GATHER_S)
+
+
+def keep_until(work: dist.Work, group: Any) -> None:
+    """Hold a group until this is over, in a thread of its own.
+
+    Whoever lets go of a gloo group last waits for what it has under way. A question that stands behind a large message
+    which broke off half way (see :mod:`dtkit.engine.waiter`) ends with the time limit only.
+    """
+
+    def hold(work: dist.Work, _group: Any) -> None:
+        pause = threading.Event()
+        while not work.is_completed():
+            pause.wait(_HELD_S)
+
+    threading.Thread(target=hold, args=(work, group), name="dtkit-held", daemon=True).start()
 
 
 def lost_peer(error: BaseException) -> bool:

@@ -6,8 +6,10 @@ import json
 import threading
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
 
+from dtkit import papers
 from tests.cluster.oracle import BATCH, BOUND, SEED
 from tests.faults.expect import crowd
 from tests.kernel import Kernel
@@ -69,9 +71,11 @@ cluster.close()
 
 @pytest.fixture
 def kernel(tmp_path: Path, root: Path) -> Iterator[Kernel]:
-    """With clusters of this test alone."""
+    """With clusters of this test alone, which end with it."""
     with Kernel.started(tmp_path, root) as started:
         yield started
+    for left in papers.running(tmp_path):  # of a test that failed: a kernel leaves them to the lease
+        psutil.Process(left.warden[0]).terminate()
 
 
 @pytest.mark.parametrize("cell", ["", "run.wait()"], ids=["idle", "waiting"])

@@ -1,0 +1,36 @@
+"""A process group, without one: what becomes of it when it is left."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+from dtkit.engine.comm import keep_until
+
+
+class Work:
+    """Of a group, under way until it is told to have ended; torch's group waits for that as it is let go of."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+
+    def is_completed(self) -> bool:
+        return self.ended.is_set()
+
+
+class Group:
+    """Something that can be let go of."""
+
+
+def test_a_group_is_held_while_something_is_under_way_in_it_and_let_go_of_in_a_thread():
+    work, group, gone = Work(), Group(), threading.Event()
+    by: list[str] = []
+    weakref.finalize(group, lambda: (by.append(threading.current_thread().name), gone.set()))
+    held: Any = work
+    keep_until(held, group)
+    del group
+    assert not gone.is_set()
+    work.ended.set()
+    assert gone.wait(10)
+    assert by == ["dtkit-held"]

@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -99,12 +99,20 @@ def _processes(folder: Path) -> list[psutil.Process]:
     controller's schedulers), or by a start that was killed half-way.
     """
     found = [process for process in psutil.process_iter() if _marked(process, folder)]
-    for pid, created in json.loads((folder / MEMBERS).read_text())["members"]:
+    for pid, created in _read(folder)["members"]:
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(pid)
             if process.create_time() == created:
                 found += [process, *process.children(recursive=True)]
     return [process for process in dict.fromkeys(found) if _lives(process)]
+
+
+def _read(folder: Path) -> Any:
+    """What `write_members` wrote; of a folder that somebody removed, that there are none, and no lease."""
+    try:
+        return json.loads((folder / MEMBERS).read_text())
+    except FileNotFoundError:
+        return {"members": [], "lease_s": 0.0, "job_lease_s": 0.0}
 
 
 def _marked(process: psutil.Process, folder: Path) -> bool:
@@ -159,9 +167,9 @@ def main(folder: Path) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     free_since: float | None = None
     while not asked.wait(PERIOD_S):
-        if not folder.exists():
-            return
-        lease = json.loads((folder / MEMBERS).read_text())
+        if not folder.exists():  # nobody can take over what is left, or find it: the mark does
+            break
+        lease = _read(folder)
         if _owned(folder):
             free_since = None
             continue

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 import dtkit
-from dtkit import papers, unread
+from dtkit import papers, unread, warden
 from dtkit.standing import Standing, status_file
 from tests.cluster.oracle import BATCH, BOUND, SEED, data, difference, mean_loss, mlp, momentum
 from tests.cluster.small import check_usable
@@ -236,6 +236,16 @@ def test_a_cluster_may_outlive_a_script():
     with dtkit.attach() as cluster:
         assert cluster.current_run is None
         check_usable(cluster)
+
+
+def test_a_cluster_whose_folder_somebody_removed_ends(tmp_path: Path):
+    """As systemd does with the runtime folder when a user logs out: nobody could find what is left."""
+    subprocess.run([sys.executable, "-c", SCRIPT], check=True, timeout=60)
+    (folder,) = tmp_path.iterdir()
+    processes = warden._processes(folder)
+    assert len(processes) > 3  # controller, schedulers, engine, nanny
+    shutil.rmtree(folder)
+    assert not psutil.wait_procs(processes, timeout=30)[1]
 
 
 CLOSING = """

@@ -371,7 +371,7 @@ class Cluster(Ranks):
             Steps from one snapshot to the next, for strategies that keep the only copy of a part of the model on one
             rank: what the run goes back to when that is lost. Each rank keeps a copy of its own part and of another
             rank's in memory, where there is room; on disk they are written as often as it keeps up, for what is lost
-            together with its copy. By default every 5 seconds in memory, and every 30 on disk.
+            together with its copy. By default every 10 seconds in memory, and every 30 on disk.
 
         Raises
         ------

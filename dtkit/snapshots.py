@@ -1,9 +1,9 @@
 """A run's snapshots in its engines' memory, as the notebook sees to them: when one is due, and what the log says.
 
 They are for strategies of which a rank holds the only copy of a part: see :mod:`dtkit.engine.peers` for what an engine
-does. Training stands still for it, so unless steps are given the next one waits until that is a fiftieth of the time at
-most, but no longer than until there is one on disk. Those (:mod:`dtkit.saving`) are for what is lost together with its
-copy.
+does. Training stands still for it, so unless steps are given the next one waits until that is a hundredth of the time
+at most, but no longer than until there is one on disk. Those (:mod:`dtkit.saving`) are for what is lost together with
+its copy.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-SECONDS, MOST_S = 5.0, 30.0  # from one to the next
-_SHARE = 0.02  # of the time, that training may stand still for them
+SECONDS, MOST_S = 10.0, 30.0  # from one to the next
+_SHARE = 0.01  # of the time, that training may stand still for them
 _FAR = 2**31
 
 

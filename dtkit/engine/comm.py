@@ -229,7 +229,7 @@ class Group:
         """Leave the group. Peers may be gone already."""
         self._connections.close()
         if self._asked is not None and not self._asked.is_completed():
-            keep_until(self._asked, dist.group.WORLD)
+            keep_until(self._asked, dist.group.WORLD, self.timeout_s)
             self._asked = None
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -263,16 +263,16 @@ def _gather(spec: GroupSpec) -> None:
         pause.wait(_GATHER_S)
 
 
-def keep_until(work: dist.Work, group: Any) -> None:
-    """Hold a group until this is over, in a thread of its own.
+def keep_until(work: dist.Work, group: Any, limit: float) -> None:
+    """Hold a group until this is over, at most so many seconds, in a thread of its own.
 
     Whoever lets go of a gloo group last waits for what it has under way. A question that stands behind a large message
     which broke off half way (see :mod:`dtkit.engine.waiter`) ends with the time limit only.
     """
 
     def hold(work: dist.Work, _group: Any) -> None:
-        pause = threading.Event()
-        while not work.is_completed():
+        deadline, pause = time.monotonic() + limit, threading.Event()
+        while not work.is_completed() and time.monotonic() < deadline:
             pause.wait(_HELD_S)
 
     threading.Thread(target=hold, args=(work, group), name="dtkit-held", daemon=True).start()

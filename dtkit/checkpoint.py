@@ -403,8 +403,7 @@ class Checkpoints(list[Checkpoint]):
 
     def __repr__(self) -> str:
         rows = self._rows()
-        widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]) - 1)] + [0]
-        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines = units.columns(rows, left=range(len(rows[0])))
         return "\n".join([f"checkpoints in {self.path}", *lines]) if len(rows) > 1 else f"no checkpoints in {self.path}"
 
     def _repr_html_(self) -> str:

@@ -24,7 +24,7 @@ from dtkit.ranks import SNAPSHOTS, Ranks
 from dtkit.records import HURRY
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from types import TracebackType
 
     from dtkit.papers import Papers
@@ -588,7 +588,7 @@ class Cluster(Ranks):
         if self._closed:
             return "Cluster(closed)"
         head = f"Cluster of {units.plural(self.world_size, 'engine')}, {self.backend}"
-        return "\n".join([head, *_text_table(self._table()), *self._notes()])
+        return "\n".join([head, *units.columns(self._table()), *self._notes()])
 
     def _notes(self) -> list[str]:
         """What whoever looks at it should know."""
@@ -659,9 +659,3 @@ def _check_spares(spares: int) -> None:
         raise ValueError(
             f"spares={spares!r}; it is how many engines wait to replace one that is lost. Use an integer from 0 up"
         )
-
-
-def _text_table(rows: list[list[str]]) -> Iterator[str]:
-    widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
-    for row in rows:
-        yield "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))

@@ -1,4 +1,4 @@
-"""Numbers as people read them, the same in every view: ``4,258 samples/s``, ``119 ms``, ``1.2 GB``."""
+"""Numbers as people read them, the same in every view (``4,258 samples/s``, ``119 ms``, ``1.2 GB``); tables."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping, Sequence
 
 NOTHING = "—"
 """Stands where a number is not known."""
@@ -112,6 +112,18 @@ def plain(text: str, limit: int = 300) -> str:
     """`text` of an engine made safe to show: no control characters, one line, at most `limit` characters."""
     clean = "".join(c if c.isprintable() else " " for c in text[: 2 * limit]).strip()
     return clean if len(clean) <= limit else clean[: limit - 1] + "…"
+
+
+def columns(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> list[str]:
+    """A table's rows as lines: columns two spaces apart and to the right, those of these numbers to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if k in left else cell.rjust(width)
+            for k, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 _FACTORS = {

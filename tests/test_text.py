@@ -86,6 +86,11 @@ def test_the_unit_of_an_axis_follows_the_size(largest, ladder, name):
     assert units.unit_for(largest, ladder) == (name, ladder[name])
 
 
+def test_columns_line_up_words_to_the_left_and_numbers_to_the_right():
+    rows = [["layer", "size", "note"], ["a", "1,024", ""], ["embedding", "8", "tied"]]
+    assert units.columns(rows, left=(0, 2)) == ["layer       size  note", "a          1,024", "embedding      8  tied"]
+
+
 def test_plain_removes_what_a_terminal_obeys():
     assert units.plain("a\x1b[2Jb\r\nc\x00") == "a [2Jb  c"
     assert units.plain("x" * 1000, 10) == "x" * 9 + "…"

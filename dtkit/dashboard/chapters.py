@@ -10,6 +10,8 @@ import html
 import textwrap
 from typing import TYPE_CHECKING
 
+from dtkit import units
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -58,14 +60,8 @@ def _wrapped(sentence: str, start: str) -> list[str]:
 
 def _lines(table: Table) -> list[str]:
     """Columns two spaces apart, words to the left and numbers to the right."""
-    rows = [table.head, *table.body]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["   " + "  ".join(_padded(table, row, widths)).rstrip() for row in rows]
-
-
-def _padded(table: Table, row: Sequence[str], widths: Sequence[int]) -> list[str]:
-    cells = zip(table.head, row, widths, strict=True)
-    return [cell.ljust(width) if name in table.left else cell.rjust(width) for name, cell, width in cells]
+    left = [k for k, name in enumerate(table.head) if name in table.left]
+    return ["   " + line for line in units.columns([table.head, *table.body], left)]
 
 
 def _html(table: Table) -> str:

@@ -95,11 +95,8 @@ class Comparison:
         return pd.DataFrame([dataclasses.asdict(row) for row in self.rows]).set_index("label")
 
     def __repr__(self) -> str:
-        columns = list(zip(*_table(self.rows), strict=True))
-        widths = [max(map(len, column)) for column in columns]
-        sides = [">" if column[0] in _NUMBERS else "<" for column in columns]
-        form = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))
-        return "\n".join(form.format(*line).rstrip() for line in zip(*columns, strict=True))
+        rows = list(_table(self.rows))
+        return "\n".join(units.columns(rows, left=[k for k, name in enumerate(rows[0]) if name not in _NUMBERS]))
 
     def bundle(self) -> dict[str, str]:
         """What stays of it in a notebook: a MIME bundle of the figure with its table, a PNG and text."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from dtkit import units
 from dtkit.dashboard.axes import ALERT, INK, MUTED, tidy
 from dtkit.dashboard.figures import image, new_figure
-from dtkit.dashboard.plan_view import PARTS, aligned, entitle, html_table
+from dtkit.dashboard.plan_view import PARTS, entitle, html_table
 from dtkit.memory import planned_parts
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def headline(memory: Memory) -> str:
 
 def text(memory: Memory) -> str:
     """The table as lines of text."""
-    return "\n".join([headline(memory), *aligned(_table(memory)), *_notes(memory)])
+    return "\n".join([headline(memory), *units.columns(_table(memory), left=(0,)), *_notes(memory)])
 
 
 def page(memory: Memory) -> str:

@@ -94,7 +94,7 @@ def _notes(plan: Plan) -> list[str]:
 
 def plan_text(plan: Plan) -> str:
     """The plan as lines of text."""
-    return "\n".join([_headline(plan), *aligned(_table(plan)), *_notes(plan)])
+    return "\n".join([_headline(plan), *units.columns(_table(plan), left=(0,)), *_notes(plan)])
 
 
 def plan_page(plan: Plan) -> str:
@@ -201,8 +201,8 @@ def _size_table(found: Benchmark) -> list[list[str]]:
 
 def benchmark_text(found: Benchmark) -> str:
     """The benchmark as lines of text."""
-    lines = [_benchmark_headline(found), *aligned(_rank_table(found))]
-    return "\n".join(lines + (list(aligned(_size_table(found))) if found.all_reduce else []))
+    lines = [_benchmark_headline(found), *units.columns(_rank_table(found), left=(0,))]
+    return "\n".join(lines + (units.columns(_size_table(found), left=(0,)) if found.all_reduce else []))
 
 
 def benchmark_page(found: Benchmark) -> str:
@@ -279,15 +279,6 @@ def _panel(ax: Axes, name: str, unit: str) -> None:
     tidy(ax, "x" if name.endswith(("rank", "step")) else "y", INK)
     ax.set_title(name, loc="left", fontsize=10, fontweight="bold", color=INK)
     ax.set_title(unit, loc="right", fontsize=8, color=MUTED)
-
-
-def aligned(rows: list[list[str]]) -> list[str]:
-    """Columns to the right, the first one to the left."""
-    widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
-    return [
-        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
-        for row in rows
-    ]
 
 
 def html_table(rows: list[list[str]]) -> str:

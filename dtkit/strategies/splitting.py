@@ -74,14 +74,8 @@ def _table(cut: Cut) -> str:
         around = [told(cut.costs.before) if k == 0 else "", told(cut.costs.after) if k == last else ""]
         own = told(sum(cut.costs.layers[place] for place in places))
         rows.append((str(k), cut.layers[places[0]], cut.layers[places[-1]], own, *around, told(cut.cost(k))))
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    lines = [f"{units.plural(len(cut.layers), 'layer')} in {units.plural(last + 1, 'stage')}, by {cut.by}"]
-    for row in (head, *rows):
-        cells = [
-            cell.ljust(w) if k in (1, 2) else cell.rjust(w) for k, (cell, w) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+    title = f"{units.plural(len(cut.layers), 'layer')} in {units.plural(last + 1, 'stage')}, by {cut.by}"
+    return "\n".join([title, *units.columns([head, *rows], left=(1, 2))])
 
 
 def chain(model: nn.Module) -> list[tuple[str, nn.Module]]:

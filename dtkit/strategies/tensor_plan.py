@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from dtkit import units
 from dtkit.strategies.attention_trial import objection
 
 if TYPE_CHECKING:
@@ -109,15 +110,7 @@ def describe(plan: Plan) -> str:
     total, here = sum(r.parameters for r in plan.rows), sum(r.here for r in plan.rows)
     share = here / total if total else 1.0
     rows.append(("in all", "", "", f"{total:,}", f"{here:,}", f"{share:.0%} of the parameters on each rank"))
-    widths = [max(len(row[k]) for row in (head, *rows)) for k in range(5)]
-    lines = [f"{plan.model} in {plan.ways} slices"]
-    for row in (head, *rows):
-        cells = [
-            cell.rjust(w) if k in (3, 4) else cell.ljust(w)
-            for k, (cell, w) in enumerate(zip(row[:5], widths, strict=True))
-        ]
-        lines.append("  ".join([*cells, row[5]]).rstrip())
-    return "\n".join(lines)
+    return "\n".join([f"{plan.model} in {plan.ways} slices", *units.columns([head, *rows], left=(0, 1, 2, 5))])
 
 
 # --- a user's own plan --------------------------------------------------------------------------------------

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from matplotlib.figure import Figure
+    from torch import nn
+
+    from dtkit.strategies.splitting import Layers
 
 
 # --- what was measured --------------------------------------------------------------------------------------
@@ -100,6 +103,11 @@ class Facts:
     update_s: float = 0.0
     shapes: tuple[tuple[int, ...], ...] = ()
     """Of the gradients."""
+    rank: int = 0
+    model: nn.Module | None = None
+    """Where the notebook has it, for what depends on its form. Nobody runs it."""
+    layers: Layers | None = None
+    """Its chain of layers, for a strategy that cuts it there; None where they are not known."""
 
     def compute_s(self, micro_batches: int = 1) -> float:
         """Seconds of computing in one step, whose rows come in so many micro-batches."""

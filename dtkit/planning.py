@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from dtkit.engine.dry_run import Peaks
     from dtkit.engine.measure import Sizes
     from dtkit.strategies.base import Strategy
+    from dtkit.strategies.splitting import Layers
 
 _SURELY = 12  # times a model's parameters: gradients, and more state than any common optimiser has
 _MARGIN = 0.85  # of the free memory: a rehearsal is not worth the risk of running out of it
@@ -109,6 +110,9 @@ def plan(cluster: Cluster, model: Any, wish: Wish) -> Plan:
         rows = []
         for strategy in strategies:
             facts = study.facts(getattr(strategy, "precision", None), network)
+            if strategy.table is not None:
+                layers = study.layers(strategy.parts)
+                facts = [dataclasses.replace(fact, layers=layers) for fact in facts]
             if strategy.partial:  # the model is mapped, and taken apart
                 facts = [dataclasses.replace(fact, sent=0) for fact in facts]
             costs = [strategy.cost(fact, network) for fact in facts]
@@ -138,6 +142,8 @@ class _Study:
         self._sizes: Sizes = self._ask_first("sizes")
         self._copies: Replicas | None = None
         self._known: dict[str | None, list[Facts]] = {}
+        self._chains: dict[int, Layers | None] = {}
+        self._stepped = False  # whether real steps were taken: it fits, then
 
     def _ask_first(self, what: str, **args: Any) -> Any:
         return self._cluster.ask("measure", ranks=[0], what=what, program=self._program, model=self._key, **args)[0]
@@ -148,10 +154,31 @@ class _Study:
             self._known[precision] = self._find(precision, network)
         return self._known[precision]
 
+    def layers(self, micro_batches: int) -> Layers | None:
+        """What there is to cut, timed where real steps were taken, on a micro-batch of a pipeline over all ranks."""
+        rows = max(1, sum(self._shares) // micro_batches)
+        if rows not in self._chains:
+            self._say(f"looking for where to cut {_name(self._model)}")
+            key = self._placed() if self._stepped else self._key
+            found, why = self._cluster.ask(
+                "measure",
+                ranks=[0],
+                what="layers",
+                program=self._program,
+                model=key,
+                data=self._data.key,
+                rows=rows,
+                timed=self._stepped,
+            )[0]
+            self._note(f"stages of a pipeline are taken as equal: its layers can't be measured ({why})", unless=not why)
+            self._chains[rows] = found
+        return self._chains[rows]
+
     def _find(self, precision: str | None, network: Benchmark) -> list[Facts]:
         big = max(*self._shares, 4)
         found, why = self._ask_first("peaks", data=self._data.key, rows=(max(2, big // 2), big), precision=precision)
         times = self._times(precision, _held(found), ledger=not found)
+        self._stepped = self._stepped or bool(times)
         if not found:
             self._note(f"the model was tried with numbers, on a few rows: {why}", unless=not times)
             self._note(f"activations are not counted: the model can't be tried without numbers ({why})", unless=times)
@@ -197,6 +224,8 @@ class _Study:
             backward_s=Line.through([(rows, seconds) for rows, _, seconds in times.points]),
             update_s=times.update_s,
             shapes=sizes.shapes,
+            rank=rank,
+            model=None if isinstance(self._model, Replicas) else self._model,
         )
 
     def _times(self, precision: str | None, held: Line, *, ledger: bool) -> list[Times] | None:
@@ -301,6 +330,8 @@ def _strategies(cluster: Cluster, model: Any, wish: Wish) -> Sequence[Strategy]:
                 f"strategies holds {strategy!r}; each must be a dtkit strategy such as dtkit.DataParallel()"
             )
         strategy.check(cluster.world_size, wish.batch_size)
+        if not isinstance(model, Replicas):
+            strategy.check_model(model)
     if wish.strategies is not None and not wish.strategies:
         raise ValueError("strategies is empty; leave it out to compare all that exist")
     return wish.strategies or candidates(cluster, model)

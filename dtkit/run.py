@@ -561,6 +561,15 @@ class Run:
         step, found = self._driver.step, self._cluster.ask("memory", job=self._job)
         return Memory.from_reports(self.spec.name, self.spec.strategy, step, found, plan)
 
+    def placement(self) -> Any:
+        """Which part of the model lies where, as the engines placed it: a table, by the strategy.
+
+        Of a Pipeline its stages, with what their layers were measured to cost; of TensorParallel what each module is
+        cut into. None where every rank has the whole model, or an even part of every parameter.
+        """
+        self._check_kept("placement")
+        return self._cluster.ask("placement", ranks=[0], job=self._job)[0]
+
     def verify(self, steps: int = 20) -> Verification:
         """Is this training the same as in one process? Prints the answer, and returns it.
 

@@ -125,15 +125,20 @@ class Schedule:
 
     # -- what it would do ------------------------------------------------------------------------------------
 
-    def simulate(self, forward: float = 1.0, backward: float = 2.0) -> Simulation:
-        """What it does when, with these durations for every stage; sending is free.
+    def simulate(
+        self, forward: float = 1.0, backward: float = 2.0, weights: Sequence[float] | None = None
+    ) -> Simulation:
+        """What it does when, with these durations for every stage (times its weight); sending is free.
 
         The halves of backward take half of it each; but on stage 0, where no gradient of an input is asked for, torch
         leaves all of backward to W.
         """
+        if weights is not None and len(weights) != self.stages:
+            raise ValueError(f"weights={list(weights)}; there must be one for each of the {self.stages} stages")
         cost = {"F": forward, "B": backward, "I": backward / 2, "W": backward / 2}
         first = cost | {"I": 0.0, "W": backward}
-        return self.simulate_with(lambda action: (cost if action.stage else first)[action.kind])
+        heavy = weights or (1.0,) * self.stages
+        return self.simulate_with(lambda a: (cost if a.stage else first)[a.kind] * heavy[a.stage])
 
     def simulate_with(self, duration: Callable[[Action], float]) -> Simulation:
         """The same with a duration of each action."""

@@ -446,7 +446,8 @@ class FakeTransport:
         if what == "times":
             return Times([(1, 0.001, 0.002), (args["rows"], 0.001 * args["rows"], 0.002 * args["rows"])], 0.001)
         seat: Any = measure.Seat(None, torch.device("cpu"), rank.models, {})  # type: ignore[arg-type]  # no collective
-        return measure.serve(seat, what, **args) if what == "sizes" else ([], "a double has no data")
+        nothing: Any = None if what == "layers" else []
+        return measure.serve(seat, what, **args) if what == "sizes" else (nothing, "a double has no data")
 
     def _call(self, rank: _Rank, *, shipment: Shipment, listen: Any, port: int | None = None, **_: Any) -> Any:
         fn, args, kwargs = shipment.unload()

@@ -20,6 +20,7 @@ from dtkit.plan import Benchmark, Cost, Facts, Line, Plan, PlanRow, Room, budget
 from dtkit.strategies.averaging import OuterSGD, ParameterAveraging
 from dtkit.strategies.naive import NaiveDataParallel
 from dtkit.strategies.objective import Objective
+from dtkit.strategies.splitting import Costs, Layers
 from dtkit.testing import FakeTransport
 
 if TYPE_CHECKING:
@@ -120,6 +121,41 @@ def test_what_hides_behind_backward_is_all_but_the_last_bucket():
     assert dtkit.DataParallel().cost(facts(), hiding).exposed_s == pytest.approx(last)
     short = facts(backward_s=Line(0.01, 0.0))
     assert dtkit.DataParallel().cost(short, hiding).exposed_s == pytest.approx(LINKS.all_reduce_s(80 * MB) - 0.01)
+
+
+ONES = (1.0, 1.0, 1.0, 1.0)
+LAYERS = Layers(tuple("abcd"), Costs(ONES, before=4.0, after=2.0), Costs(ONES, after=2.0))
+
+
+def test_a_pipeline_costs_its_stages():
+    equal = [dtkit.Pipeline(2, 4).cost(facts(rank=rank), LINKS) for rank in (0, 1)]
+    assert [cost.parameters for cost in equal] == [50 * MB, 50 * MB]
+    assert equal[0].activations > equal[1].activations  # 1F1B: the first rank holds more micro-batches
+    known = [dtkit.Pipeline(2, 4).cost(facts(rank=rank, layers=LAYERS), LINKS) for rank in (0, 1)]
+    assert [cost.parameters for cost in known] == [70 * MB, 30 * MB]  # cut in a | b by time; before them lie 4 of 10
+    assert [cost.gradients for cost in known] == [56 * MB, 24 * MB]
+    named = [dtkit.Pipeline(2, 4, split=["b"]).cost(facts(rank=rank, layers=LAYERS), LINKS) for rank in (0, 1)]
+    assert [cost.parameters for cost in named] == [50 * MB, 50 * MB]
+    assert named[0].compute_s > known[0].compute_s  # its second stage has 5/6 of the work
+
+
+def test_a_pipeline_that_was_not_timed_is_cut_as_if_layers_took_the_same():
+    untimed = dataclasses.replace(LAYERS, seconds=None)
+    found = [dtkit.Pipeline(2, 4).cost(facts(rank=rank, layers=untimed), LINKS) for rank in (0, 1)]
+    assert [cost.parameters for cost in found] == [60 * MB, 40 * MB]
+    assert found[0].compute_s == pytest.approx(dtkit.Pipeline(2, 4).cost(facts(), LINKS).compute_s, rel=0.02)
+    numbers = dtkit.Pipeline(2, 4, by="parameters").cost(facts(layers=untimed), LINKS)
+    assert numbers.parameters == 50 * MB  # a stage of what lies before and one layer
+
+
+def test_slices_cost_what_their_plan_says():
+    model = nn.Sequential(nn.Linear(10, 30), nn.ReLU(), nn.Linear(30, 10), nn.ReLU(), nn.Linear(10, 1000))
+    strategy = dtkit.TensorParallel(2)
+    cost = strategy.cost(facts(model=model), LINKS)
+    rows = strategy.plan_for(model).rows
+    assert cost.parameters == round(100 * MB * sum(r.here for r in rows) / sum(r.parameters for r in rows))
+    shapes = tuple(tuple(p.shape) for p in model.parameters())
+    assert cost.parameters > strategy.cost(facts(shapes=shapes), LINKS).parameters  # as if the last one were cut, too
 
 
 def test_micro_batches_hold_less_and_gather_gradients_apart():
@@ -544,6 +580,17 @@ def test_a_partition_smaller_than_the_batch(cluster: dtkit.Cluster):
     part = cluster.partition(batch(8, 100))
     with pytest.raises(ValueError, match="batch_size=16 is more than the 8 samples"):
         ask(cluster, sample=part)
+
+
+def test_a_plan_of_a_model_that_the_strategy_can_t_take(cluster: dtkit.Cluster):
+    with pytest.raises(ValueError, match="has 0 layers in a chain"):
+        ask(cluster, nn.Linear(100, 10), strategies=[dtkit.Pipeline(2, 4)])
+
+
+def test_stages_of_layers_that_can_t_be_measured_are_taken_as_equal(cluster: dtkit.Cluster):
+    found = ask(cluster, strategies=[dtkit.Pipeline(2, 4)])
+    assert "stages of a pipeline are taken as equal: its layers can't be measured (a double has no data)" in found.notes
+    assert found.rows[0].parameters == found.rows[1].parameters == BYTES // 2
 
 
 def test_a_plan_of_unequal_shards(cluster: dtkit.Cluster):

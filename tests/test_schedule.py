@@ -171,6 +171,10 @@ def test_what_is_held_at_most():
     assert Schedule.named("1F1B", 4, 8).simulate().memory == 1
     assert Schedule.named("Interleaved1F1B", 2, 4).simulate().held == (5, 3)
     assert Schedule.named("Interleaved1F1B", 2, 4).simulate().memory == 5 / 4
+    heavy = Schedule.named("GPipe", 2, 4).simulate(1.0, 2.0, weights=[1, 3])
+    assert heavy.makespan == 1 + 4 * 3 + 4 * 6 + 2  # the second rank never waits, once it has begun
+    with pytest.raises(ValueError, match=r"weights=\[1\]; there must be one for each of the 2 stages"):
+        Schedule.named("GPipe", 2, 4).simulate(weights=[1])
     assert Schedule(HALVES).simulate().held == (3, 2)  # what W needs is held until then
 
 

@@ -253,7 +253,7 @@ def test_a_device_is_given_its_own_stages_and_not_the_model(make, border, schedu
     objective = Objective(lambda output, _: output.sum(), None)
     before = {name: (value, value.clone()) for name, value in model.state_dict(keep_vars=True).items()}
     with Arrivals(META) as arrivals:
-        mine, shapes, rest = strategy._place(model, objective, setting)
+        _, mine, shapes, rest = strategy._place(model, objective, setting)
     own = [tensor for part in mine.values() for tensor in (*part.module.parameters(), *part.module.buffers())]
     assert list(mine) == strategy.table.places(rank)
     assert len(shapes) == strategy.table.stages + 1

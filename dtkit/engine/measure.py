@@ -25,7 +25,10 @@ from dtkit.boundary import attempt
 from dtkit.engine import dry_run, memory, probe
 from dtkit.engine.sources import to_device
 from dtkit.plan import Times
+from dtkit.strategies import layer_costs
 from dtkit.strategies.base import make_optimizer
+from dtkit.strategies.objective import split
+from dtkit.strategies.splitting import Layers, chain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -254,6 +257,31 @@ def peaks(
     return found, why
 
 
+def layers(
+    seat: Seat, program: bytes, model: str | None, data: str, rows: int, *, timed: bool
+) -> tuple[Layers | None, str]:
+    """What the layers of a model's chain are and cost; `timed` in steps on `rows`, of a model that is placed here.
+
+    None, and the reason, where that can't be told. By this rank alone.
+    """
+    hollow, objective, _ = wire.loads(program)
+    network = hollow if model is None else seat.models[model]
+    source = seat.data[data][0]
+    batch = to_device(source.take(_rows(source, rows)), seat.device)
+    return _tried(lambda: _layers(network, objective, batch, seat.device if timed else None), None)
+
+
+def _layers(network: torch.nn.Module, objective: Objective, batch: Any, device: torch.device | None) -> Layers | None:
+    names = tuple(name for name, _ in chain(network))
+    if not names:
+        return None
+    inputs, target = split(batch)
+    seconds = None
+    if device is not None:
+        seconds = layer_costs.by_time(network, inputs, device, lambda output: objective.judge(output, target).loss)
+    return Layers(names, layer_costs.by_parameters(network, inputs), seconds)
+
+
 def _tried(work: Callable[[], Any], otherwise: Any) -> tuple[Any, str]:
     """(the work's result, "") or (otherwise, why not)."""
 
@@ -437,6 +465,7 @@ MEASURES: dict[str, Callable[..., Any]] = {
     "links": links,
     "sizes": sizes,
     "peaks": peaks,
+    "layers": layers,
     "times": times,
     "room": lambda seat, **args: memory.room(seat.device, seat.models.values(), **args),
 }

@@ -471,6 +471,10 @@ class Session:
         """What this rank's part of a job takes: tensors as they are now, growth as it was at most."""
         return self._job(job).weigh(self._gauges[job], self._copied_bytes(job))
 
+    def op_placement(self, job: str) -> Any:
+        """Which part of a job's model lies where: a table, or None."""
+        return self._job(job).placement
+
     # -- what is left after a failure -------------------------------------------------------------------------
 
     def op_standing(self, job: str) -> tuple[int, bool, float, dict[int, tuple[int, ...]]]:

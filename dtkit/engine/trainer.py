@@ -90,6 +90,11 @@ class Job:
         """The first parameter group's learning rate."""
         return float(self._worker.optimizer.param_groups[0]["lr"])
 
+    @property
+    def placement(self) -> Any:
+        """Which part of the model lies where, as its strategy tells it."""
+        return self._worker.placement
+
     def set_lr(self, lr: float) -> None:
         """Give the first group this learning rate, and the others in proportion; a schedule is scaled along."""
         self._rates.set(lr)

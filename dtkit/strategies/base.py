@@ -163,6 +163,8 @@ class Worker(abc.ABC):
     """What this rank holds of the model."""
     collective: bool = False
     """Whether a forward pass is a collective, so that all ranks must make equally many."""
+    placement: Any = None
+    """Which part of the model lies where, as a table; None where every rank has all of it, or an even part."""
     by_shard: bool = False
     """Whether it takes one batch for each of its shards, in place of micro-batches of all of them together."""
     outcome: Outcome | None = None

@@ -137,25 +137,42 @@ class Pipeline(Strategy):
         return Mesh({"dp": self.replicas, "pp": self.stages}).check(world_size, dp="replicas", pp="stages")
 
     def cost(self, facts: Facts, benchmark: Benchmark) -> Cost:
-        """Equal stages are assumed; what crosses the borders is not known before the model is cut, and not counted.
+        """As the model would be cut now, or as if in equal stages where its layers are not known.
 
         The schedule is played through: what it takes, and how many micro-batches' activations a rank holds meanwhile.
+        Activations are taken as equal in all stages; what crosses the borders is not counted.
         """
-        p, m, cuts = self.stages, self.micro_batches, self.table.stages
-        rows = facts.rows * p / m  # of one micro-batch
-        played = self.table.simulate(facts.forward_s.at(rows) / cuts, facts.backward_s.at(rows) / cuts)
-        gradients = facts.gradients // p
+        rank, stages = facts.rank % self.stages, self.table.stages
+        rows = facts.rows * self.stages / self.micro_batches  # of one micro-batch
+        seconds, numbers = self._shares(facts.layers)
+        played = self.table.simulate(facts.forward_s.at(rows), facts.backward_s.at(rows), seconds)
+        part = sum(numbers[place] for place in self.table.places(rank))
+        gradients = round(facts.gradients * part)
         return Cost(
-            parameters=facts.parameters // p,
+            parameters=round(facts.parameters * part),
             gradients=gradients,
-            state=facts.state // p,
-            activations=round(played.memory * facts.activations.at(rows)),
-            temporaries=facts.update // p + (gradients if self.replicas > 1 else 0),
+            state=round(facts.state * part),
+            activations=round(played.held[rank] / stages * facts.activations.at(rows)),
+            temporaries=round(facts.update * part) + (gradients if self.replicas > 1 else 0),
             overhead=round(facts.overhead.at(rows)),
             sent_bytes=ring_bytes(gradients, self.replicas),
-            compute_s=played.makespan + facts.update_s / p,
+            compute_s=played.makespan + facts.update_s * part,
             exposed_s=benchmark.all_reduce_s(gradients) if self.replicas > 1 else 0.0,
         )
+
+    def _shares(self, layers: splitting.Layers | None) -> tuple[Sequence[float], Sequence[float]]:
+        """(of the time, of the parameters) what each stage has."""
+        equal = (1 / self.table.stages,) * self.table.stages
+        if layers is None:
+            return equal, equal
+        alike = splitting.Costs((1.0,) * len(layers.names))
+        by = layers.numbers if self.by == "parameters" else layers.seconds or alike
+        cut = self._cut_by(layers.names, by)
+        return cut.shares(layers.seconds or alike), cut.shares(layers.numbers)
+
+    def check_model(self, model: nn.Module) -> None:
+        """Raise ValueError where `model` has too few layers in a chain, or not those that the split names."""
+        self._starts(self._layers(model))
 
     def plan_for(self, model: nn.Module, *inputs: torch.Tensor) -> splitting.Cut:
         """Where `model` is cut and what its stages cost, as a table; ValueError where it can't be.
@@ -172,9 +189,7 @@ class Pipeline(Strategy):
             costs = layer_costs.by_time(model, inputs, inputs[0].device)
         else:
             costs = layer_costs.by_parameters(model, inputs)
-        if self.split is not None:
-            return splitting.Cut(names, costs, splitting.named(self.split, names, self.table.stages), self.by)
-        return self._balanced(names, costs)
+        return self._cut_by(names, costs)
 
     def setup(self, model: nn.Module, objective: Objective, optimizer: Callable[..., Any], setting: Setting) -> Worker:
         """This rank's stages. Alone, the whole model in one process."""
@@ -190,8 +205,8 @@ class Pipeline(Strategy):
 
     def _place(
         self, model: nn.Module, objective: Objective, setting: Setting
-    ) -> tuple[dict[int, Part], list[Any], dict[str, Any]]:
-        """(this rank's parts by place, tensors at the borders, entries of the state dict that no part has).
+    ) -> tuple[splitting.Cut, dict[int, Part], list[Any], dict[str, Any]]:
+        """(the cut, this rank's parts by place, tensors at the borders, entries of the state dict that no part has).
 
         The model is cut where it is held, on the host: a device is given its own parts and nothing else.
         """
@@ -207,21 +222,20 @@ class Pipeline(Strategy):
         places = self.table.places(setting.mesh.coordinates(setting.group.rank)["pp"])
         mine = {place: moved(parts[place], model, setting.device) for place in places}
         homes = [setting.mesh.rank(pp=home) for home in self.table.homes]
-        return mine, borders(mine, homes, to_device(inputs, setting.device), setting.group), rest
+        return cut, mine, borders(mine, homes, to_device(inputs, setting.device), setting.group), rest
 
     def _cut(self, model: nn.Module, batch: Any, objective: Objective, setting: Setting) -> splitting.Cut:
         """Where to cut: as named, or by rank 0's costs, so that all ranks cut alike."""
         names = self._layers(model)
-        if self.split is not None:
-            alike = splitting.Costs((1.0,) * len(names))
-            return splitting.Cut(names, alike, splitting.named(self.split, names, self.table.stages), self.by)
+        if (starts := self._starts(names)) is not None:
+            return splitting.Cut(names, layer_costs.by_parameters(model, split(batch)[0]), starts, "parameters")
         assert setting.group is not None
         costs = torch.zeros(len(names) + 2, dtype=torch.float64)
         if setting.group.rank == 0:
             found = self._costs(model, batch, objective, setting.device)
             costs += torch.tensor([found.before, *found.layers, found.after], dtype=torch.float64)
         before, *layers, after = setting.group.all_reduce(costs).tolist()
-        return self._balanced(names, splitting.Costs(tuple(layers), before, after))
+        return self._cut_by(names, splitting.Costs(tuple(layers), before, after))
 
     def _layers(self, model: nn.Module) -> tuple[str, ...]:
         """The names of the layers at which `model` may be cut; ValueError where there are too few."""
@@ -242,11 +256,17 @@ class Pipeline(Strategy):
         inputs, target = to_device((inputs, target), device)
         return layer_costs.by_time(model, inputs, device, lambda output: objective.judge(output, target).loss)
 
-    def _balanced(self, names: tuple[str, ...], costs: splitting.Costs) -> splitting.Cut:
-        """The cut with the fastest slowest stage, and of these one that loads ranks alike."""
-        starts = splitting.balanced(costs.joined, self.table.stages)
-        starts = splitting.evened(costs.joined, starts, self.table.homes)
+    def _cut_by(self, names: tuple[str, ...], costs: splitting.Costs) -> splitting.Cut:
+        """The cut as named; else the one with the fastest slowest stage, and of these one that loads ranks alike."""
+        starts = self._starts(names)
+        if starts is None:
+            starts = splitting.balanced(costs.joined, self.table.stages)
+            starts = splitting.evened(costs.joined, starts, self.table.homes)
         return splitting.Cut(names, costs, starts, self.by)
+
+    def _starts(self, names: tuple[str, ...]) -> tuple[int, ...] | None:
+        """Where the user wants parts to begin; None where dtkit is to choose."""
+        return None if self.split is None else splitting.named(self.split, names, self.table.stages)
 
 
 class _Piped(Worker):
@@ -257,6 +277,7 @@ class _Piped(Worker):
     def __init__(
         self,
         strategy: Pipeline,
+        cut: splitting.Cut,
         parts: dict[int, Part],
         shapes: list[Any],
         rest: dict[str, Any],
@@ -265,6 +286,7 @@ class _Piped(Worker):
         setting: Setting,
     ) -> None:
         self._strategy, self._objective, self._setting = strategy, objective, setting
+        self.placement = cut
         self._phases, self._rest = setting.phases, rest
         self._place = setting.mesh.coordinates(_rank(setting))
         self.model = nn.ModuleList(part.module for part in parts.values())

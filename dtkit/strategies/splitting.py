@@ -40,6 +40,17 @@ class Costs:
         return found
 
 
+@dataclasses.dataclass(frozen=True)
+class Layers:
+    """A model's chain of layers, by name, and what is known of them before it is cut."""
+
+    names: tuple[str, ...]
+    numbers: Costs
+    """In their parameters."""
+    seconds: Costs | None = None
+    """As measured; None where no step was taken."""
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
 class Cut:
     """A model's layers, what each costs, and where stages begin. Shows itself as a table."""
@@ -60,6 +71,13 @@ class Cut:
         """What a stage costs: its layers, and in the first and the last one what runs around them."""
         joined = self.costs.joined
         return sum(joined[k] for k in self.stages[stage])
+
+    def shares(self, costs: Costs | None = None) -> tuple[float, ...]:
+        """Each stage's part of all that the model costs, or of other costs of the same layers."""
+        cut = self if costs is None else dataclasses.replace(self, costs=costs)
+        found = [cut.cost(k) for k in range(len(self.starts))]
+        total = sum(found)
+        return tuple(cost / total if total else 1 / len(found) for cost in found)
 
     def __repr__(self) -> str:
         return _table(self)

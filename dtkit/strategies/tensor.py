@@ -108,14 +108,12 @@ class TensorParallel(Slicing):
         return tensor_plan.auto(model, self.ways)
 
     def cost(self, facts: Facts, benchmark: Benchmark) -> Cost:
-        """As if every matrix were cut and nothing else: the least that a plan can come to, told without the model.
+        """By the plan for the model; where the notebook does not have it, as if all matrices were cut, and only these.
 
         Activations are counted in full, which is the most. What layers send depends on the plan and on the sequence's
         length, and is left out; sent is what replicas sum.
         """
-        numbers = [(_numbers(shape), len(shape) > 1) for shape in facts.shapes]
-        total = sum(n for n, _ in numbers)
-        share = sum(n / self.ways if cut else n for n, cut in numbers) / total if total else 1.0
+        share = self._share(facts)
         rows = facts.rows * self.ways  # a replica's samples go through all of its ranks
         gradients = round(facts.gradients * share)
         return dataclasses.replace(
@@ -131,6 +129,16 @@ class TensorParallel(Slicing):
             parameters=round(facts.parameters * share),
             compute_s=dataclasses.replace(facts, rows=rows).compute_s(self.accumulate) * share,
         )
+
+    def _share(self, facts: Facts) -> float:
+        """Of the model's parameters, what each rank holds."""
+        if facts.model is not None:
+            rows = self.plan_for(facts.model).rows
+            here, total = sum(row.here for row in rows), sum(row.parameters for row in rows)
+        else:
+            numbers = [(_numbers(shape), len(shape) > 1) for shape in facts.shapes]
+            here, total = sum(n // self.ways if cut else n for n, cut in numbers), sum(n for n, _ in numbers)
+        return here / total if total else 1.0
 
     def _worker(
         self, model: nn.Module, objective: Objective, optimizer: Callable[..., Any], setting: Setting
@@ -169,7 +177,7 @@ class _Slices(Sliced):
         setting: Setting,
     ) -> None:
         assert setting.group is not None
-        self._plan = strategy.plan_for(model)
+        self._plan = self.placement = strategy.plan_for(model)
         self._place = setting.mesh.coordinates(setting.group.rank)
         self._objective, self._setting = objective, setting
         whole = [p for p in model.parameters() if p.requires_grad]

@@ -191,8 +191,11 @@ def test_what_is_not_finite_is_put_down_to_the_stage_that_made_it(
 @on_two
 def test_what_can_t_be_cut(cluster: dtkit.Cluster):
     strategy = dtkit.Pipeline(2, 4)
+    line = nn.Linear(FEATURES, CLASSES).double()
+    with pytest.raises(ValueError, match=r"has 0 layers in a chain \(none\), too few for 2 stages"):
+        train(cluster, line, strategy=strategy)
     with pytest.raises(dtkit.EngineError, match=r"has 0 layers in a chain \(none\), too few for 2 stages"):
-        train(cluster, nn.Linear(FEATURES, CLASSES).double(), strategy=strategy)
+        train(cluster, cluster.broadcast(line), strategy=strategy)
     with pytest.raises(dtkit.EngineError, match=r"are one parameter \(tied weights\)"):
         train(cluster, net(lambda: Decoder(tied=True)), strategy=strategy)
     twice = nn.Linear(FEATURES, FEATURES)
@@ -200,7 +203,7 @@ def test_what_can_t_be_cut(cluster: dtkit.Cluster):
     split = dtkit.Pipeline(2, 4, split=["2"])
     with pytest.raises(dtkit.EngineError, match=r"0\.weight \(stage 0\), 2\.weight \(stage 1\) are one parameter"):
         train(cluster, twin, strategy=split)
-    with pytest.raises(dtkit.EngineError, match=r"split has 'h\.7', which begins no layer of this model"):
+    with pytest.raises(ValueError, match=r"split has 'h\.7', which begins no layer of this model"):
         train(cluster, net("decoder"), strategy=dtkit.Pipeline(2, 4, split=["h.7"]))
 
     def step(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -209,6 +212,22 @@ def test_what_can_t_be_cut(cluster: dtkit.Cluster):
     with pytest.raises(dtkit.EngineError, match="a pipeline needs loss="):
         train(cluster, net("deep"), loss=None, step=step, strategy=strategy)
     check_usable(cluster)
+
+
+@on_two
+@pytest.mark.parametrize("split", [None, ["h.1"]])
+def test_a_run_tells_which_layers_lie_where(cluster: dtkit.Cluster, split: list[str] | None):
+    model = net("decoder")
+    run = train(cluster, model, strategy=dtkit.Pipeline(2, 4, split=split), start=False)
+    cut = run.placement()
+    by = "parameters" if split else "time"
+    assert repr(cut).splitlines()[0] == f"{len(cut.layers)} layers in 2 stages, by {by}"
+    assert cut.layers[cut.starts[1]] == (split or [cut.layers[cut.starts[1]]])[0]
+    numbers = [sum(p.numel() for name, p in model.named_parameters() if name.startswith(cut.layers[k])) for k in (0, 1)]
+    held = [memory.parameters for memory in run.memory().rows]
+    assert sum(held) == 8 * sum(p.numel() for p in model.parameters())
+    assert all(taken > 8 * count for taken, count in zip(held, numbers, strict=True))
+    assert train(cluster, model, start=False).placement() is None
 
 
 @on_two

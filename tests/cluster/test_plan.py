@@ -140,6 +140,65 @@ def test_the_predicted_peak_of_memory_is_within_a_fifth(cluster2: dtkit.Cluster,
     assert table[table.step >= 2].sent_bytes.mean() == pytest.approx(plan.rows[0].sent_bytes, rel=0.02)
 
 
+class Decoder(nn.Module):
+    """Most of it lies around its blocks."""
+
+    def __init__(self, words: int = 3000, width: int = 64) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(words, width), nn.Linear(width, words)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(6)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.words(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden.mean(1))
+
+
+@pytest.mark.parametrize("by", ["parameters", "time"])
+def test_a_plan_counts_what_runs_around_the_layers_in_the_first_and_the_last_stage(cluster2: dtkit.Cluster, by: str):
+    x = torch.randint(3000, (64, 16))
+    model, strategy, loss = Decoder(), dtkit.Pipeline(2, 4, by=by), nn.CrossEntropyLoss()
+    asked: dict[str, Any] = {"batch_size": 32, "optimizer": adam, "loss": loss, "strategies": [strategy]}
+    plan = cluster2.plan(model, sample=(x[:4], x[:4, 0]), **asked)
+    run = cluster2.train(model, (x, x[:, 0]), loss=loss, optimizer=adam, batch_size=32, strategy=strategy, steps=2)
+    run.wait(60)
+    planned, held = plan.of(strategy), run.memory(plan).rows
+    around = [4 * 3000 * 64, 4 * 3000 * 65]
+    assert all(row.parameters > part for row, part in zip(planned, around, strict=True))
+    assert [row.parameters for row in planned] == pytest.approx([row.parameters for row in held], rel=0.1)
+    if by == "parameters":  # of which nothing varies
+        assert [row.parameters for row in planned] == [row.parameters for row in held]
+        assert [row.optimizer for row in planned] == pytest.approx([row.optimizer for row in held], rel=0.01)
+    cuts = [dtkit.Pipeline(2, 4, split=[f"blocks.{k}"]) for k in (1, 5)]
+    found = cluster2.plan(model, sample=(x[:4], x[:4, 0]), **(asked | {"strategies": cuts}))
+    assert found.of(cuts[0])[0].parameters < found.of(cuts[1])[0].parameters
+
+
+def test_a_chain_that_is_none_is_planned_as_if_in_equal_stages(cluster2: dtkit.Cluster):
+    class Partly(nn.Module):
+        """Its second block is never called."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Linear(100, 100), nn.Linear(100, 100)])
+            self.head = nn.Linear(100, 10)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.blocks[0](x))
+
+    found = cluster2.plan(
+        Partly(),
+        batch_size=16,
+        optimizer=adam,
+        loss=nn.CrossEntropyLoss(),
+        sample=rows(4, 100),
+        strategies=[dtkit.Pipeline(2, 4)],
+    )
+    assert any("blocks.1 took no part" in note and "taken as equal" in note for note in found.notes)
+    assert found.rows[0].parameters == found.rows[1].parameters
+
+
 @pytest.mark.parametrize("make", [AsksForNumbers, Recurrent])
 def test_a_model_that_cannot_be_tried_without_numbers_is_tried_with_them(
     cluster2: dtkit.Cluster, make: Callable[[], nn.Module]

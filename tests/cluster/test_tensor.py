@@ -57,6 +57,7 @@ def test_each_rank_holds_its_slices(cluster: dtkit.Cluster, strategy: TensorPara
     model = net("decoder")
     run = train(cluster, model, strategy=strategy, optimizer=adamw, steps=3)
     expected = 8 * sum(row.here for row in strategy.plan_for(model).rows)
+    assert repr(run.placement()) == repr(strategy.plan_for(model))
     parameters, state = zip(*cluster.run(held), strict=True)
     assert set(parameters) == {expected}
     assert set(state) == {2 * expected}

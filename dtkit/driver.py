@@ -159,10 +159,10 @@ class Driver:
         self._enter(State.PAUSED)
         threading.Thread(target=self._run, name=f"dtkit-{self.route.job}", daemon=True).start()
 
-    def stand_at(self, step: int, called: int) -> None:
-        """Before `start`: the job goes on after so many steps; callbacks were called after `called`."""
+    def stand_at(self, step: int, called: int, ran_s: float = 0.0) -> None:
+        """Before `start`: the job goes on after so many steps, and seconds; callbacks were called after `called`."""
         self._recorder.beyond(step)
-        self.step, self._turn.called = step, called
+        self.step, self._turn.called, self._ran = step, called, ran_s
         self.saver.begin_at(step)
         self.snapshots.begin_at(step)
 

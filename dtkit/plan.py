@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from matplotlib.figure import Figure
-    from torch import nn
 
     from dtkit.strategies.splitting import Layers
 
@@ -104,8 +103,8 @@ class Facts:
     shapes: tuple[tuple[int, ...], ...] = ()
     """Of the gradients."""
     rank: int = 0
-    model: nn.Module | None = None
-    """Where the notebook has it, for what depends on its form. Nobody runs it."""
+    model: Any = None
+    """The nn.Module where the notebook has it, for what depends on its form. Nobody runs it."""
     layers: Layers | None = None
     """Its chain of layers, for a strategy that cuts it there; None where they are not known."""
 

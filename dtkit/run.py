@@ -140,7 +140,7 @@ class Run:
             step, run._driver.lr = found.step, found.lr
         else:
             step, run._driver.lr = standings[0].step, standings[0].lr
-        run._driver.stand_at(step, step)
+        run._driver.stand_at(step, step, ran_s=float(run.history.totals()["step_s"].sum()))
         run.note(f"taken over at step {step}")
         run._driver.start()
         return run

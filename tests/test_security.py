@@ -103,6 +103,7 @@ PORTS = {  # "file: function" -> who can connect
     "dtkit/engine/torchrun.py: open_store": "this machine: it is bound to loopback, and lives as long as a script",
 }
 DANGERS = {  # "file: function" -> whose bytes these are
+    "dtkit/engine/measure.py: layers": "the notebook's, which came in a call",
     "dtkit/engine/measure.py: peaks": "the notebook's, which came in a call",
     "dtkit/engine/measure.py: sizes": "the notebook's, which came in a call",
     "dtkit/engine/measure.py: times": "the notebook's, which came in a call",

@@ -85,6 +85,7 @@ def check_goes_on(cluster: dtkit.Cluster) -> None:
     assert run.status.state is dtkit.State.PAUSED
     assert run.status.step > 100
     assert list(run.history.totals()["step"]) == list(range(run.status.step))
+    assert run.status.elapsed_s == pytest.approx(run.history.totals()["step_s"].sum())
     run.resume()
     run.wait(120)
     assert list(run.history.totals()["step"]) == list(range(STEPS))

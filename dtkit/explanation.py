@@ -316,6 +316,13 @@ def _group(name: str, layers: Sequence[LayerRecord], ranks: int) -> LayerRecord:
     )
 
 
+def mean_loss(found: Iterable[tuple[float, float | None]]) -> float:
+    """The mean of ranks' losses by their weights; NaN where none had a sample."""
+    known = [(weight, loss) for weight, loss in found if loss is not None and weight]
+    total = math.fsum(weight for weight, _ in known)
+    return math.fsum(weight / total * loss for weight, loss in known) if known else math.nan
+
+
 def _norm(norms: Iterable[float | None]) -> float | None:
     """The norm of tensors put end to end; what isn't there adds nothing."""
     there = [norm for norm in norms if norm is not None]

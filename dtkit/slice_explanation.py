@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import math
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from dtkit.explanation import Explanation, RankReport
+from dtkit.explanation import Explanation, RankReport, mean_loss
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -154,9 +153,7 @@ class SliceExplanation(Explanation):
     @property
     def loss(self) -> float:
         """The weighted mean over ranks; NaN where none had a sample."""
-        known = [(rank.weight, rank.loss) for rank in self.ranks if rank.loss is not None and rank.weight]
-        total = math.fsum(weight for weight, _ in known)
-        return math.fsum(weight / total * loss for weight, loss in known) if known else math.nan
+        return mean_loss((rank.weight, rank.loss) for rank in self.ranks)
 
     @property
     def updated(self) -> bool:

@@ -11,10 +11,9 @@ Plain data: nothing here imports torch, and matplotlib only when a figure is ask
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from dtkit.explanation import Explanation, RankReport
+from dtkit.explanation import Explanation, RankReport, mean_loss
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -202,9 +201,7 @@ class PipelineExplanation(Explanation):
     @property
     def loss(self) -> float:
         """The loss of the step, as the last stages know it; NaN where none had a sample."""
-        known = [(rank.weight, rank.loss) for rank in self.ranks if rank.loss is not None and rank.weight]
-        total = math.fsum(weight for weight, _ in known)
-        return math.fsum(weight / total * loss for weight, loss in known) if known else math.nan
+        return mean_loss((rank.weight, rank.loss) for rank in self.ranks)
 
     @property
     def intact(self) -> bool:

@@ -39,7 +39,7 @@ BROAD_EXCEPTS: dict[str, str] = {  # "file: function" -> the boundary that it is
     "dtkit/boundary.py: contain": "the same, in a thread whose end nobody would see",
 }
 SILENT: dict[str, str] = {  # what goes through dtkit/boundary.py and is not told there -> who tells it
-    "dtkit/strategies/layer_costs.py: by_parameters": "the tracing that follows it, which fails at the same",
+    "dtkit/strategies/layer_costs.py: sizes": "the tracing that follows it, which fails at the same",
     "dtkit/wire.py: _object_parts": "its caller, which looks for the part that can't be sent and has that error",
 }
 SLEEPS: dict[str, str] = {  # "file: function" -> why this isn't a wait in disguise

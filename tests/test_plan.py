@@ -134,6 +134,13 @@ def test_a_pipeline_costs_its_stages():
     known = [dtkit.Pipeline(2, 4).cost(facts(rank=rank, layers=LAYERS), LINKS) for rank in (0, 1)]
     assert [cost.parameters for cost in known] == [70 * MB, 30 * MB]  # cut in a | b by time; before them lie 4 of 10
     assert [cost.gradients for cost in known] == [56 * MB, 24 * MB]
+    assert [cost.sent_bytes for cost in known] == [0.0, 0.0]  # nobody knows what comes out of layers
+    handing = dataclasses.replace(LAYERS, outputs=(100.0, 200.0, 300.0, 400.0))
+    sent = [dtkit.Pipeline(2, 4).cost(facts(rank=rank, layers=handing), LINKS).sent_bytes for rank in (0, 1)]
+    assert sent == [16 * 300, 16 * 300]  # of 16 rows forward, and gradients as large back: cut behind c
+    looped = dtkit.Pipeline(2, 4, "Interleaved1F1B")
+    sent = [looped.cost(facts(rank=rank, layers=handing), LINKS).sent_bytes for rank in (0, 1)]
+    assert sent == [16 * 600, 16 * 600]  # three borders, each between both ranks
     named = [dtkit.Pipeline(2, 4, split=["b"]).cost(facts(rank=rank, layers=LAYERS), LINKS) for rank in (0, 1)]
     assert [cost.parameters for cost in named] == [50 * MB, 50 * MB]
     assert named[0].compute_s > known[0].compute_s  # its second stage has 5/6 of the work

@@ -134,7 +134,8 @@ def test_layers_of_another_model_are_its_blocks():
 
 
 def test_parameters_around_the_blocks_belong_to_where_they_are_used_and_not_to_where_they_are_declared():
-    costs = layer_costs.by_parameters(Decoder(), [TOKENS])
+    costs, outputs = layer_costs.sizes(Decoder(), [TOKENS])
+    assert outputs == (4 * 3 * 5 * 8,) * 4  # of so many rows, places and features, in float32
     assert costs == Costs((72,) * 4, before=7 * 8 + 8, after=8 * 7 + 7 + 3 * 8)
 
 

@@ -276,10 +276,11 @@ def _layers(network: torch.nn.Module, objective: Objective, batch: Any, device: 
     if not names:
         return None
     inputs, target = split(batch)
+    numbers, outputs = layer_costs.sizes(network, inputs)
     seconds = None
     if device is not None:
         seconds = layer_costs.by_time(network, inputs, device, lambda output: objective.judge(output, target).loss)
-    return Layers(names, layer_costs.by_parameters(network, inputs), seconds)
+    return Layers(names, numbers, seconds, tuple(nbytes / len(inputs[0]) for nbytes in outputs))
 
 
 def _tried(work: Callable[[], Any], otherwise: Any) -> tuple[Any, str]:

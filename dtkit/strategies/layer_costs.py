@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dtkit.boundary import attempt
-from dtkit.engine.dry_run import hollow
+from dtkit.engine.dry_run import hollow, nbytes
 from dtkit.strategies.moving import copied, on_device
 from dtkit.strategies.splitting import Costs, chain, numbers
 
@@ -127,9 +127,13 @@ class _Walk:
         return time.perf_counter()
 
 
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
 def _graphs(value: Any) -> list[torch.Tensor]:
     """The tensors that can be differentiated."""
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    return [leaf for leaf in _tensors(value) if leaf.requires_grad]
 
 
 def _fresh(value: Any) -> tuple[list[torch.Tensor], Any]:
@@ -158,13 +162,18 @@ def _differentiate(made: list[torch.Tensor], wanted: list[torch.Tensor]) -> None
 
 def by_parameters(model: nn.Module, inputs: Sequence[Any]) -> Costs:
     """Numbers in the parameters of a model's layers, and in those that are used before and after them."""
+    return sizes(model, inputs)[0]
+
+
+def sizes(model: nn.Module, inputs: Sequence[Any]) -> tuple[Costs, tuple[int, ...]]:
+    """(:func:`by_parameters`, bytes that come out of each layer); no bytes where that can't be told."""
     around = {id(t): t.numel() for t in outside(model) if isinstance(t, nn.Parameter)}
-    late: set[int] = set()
-    if around:  # a model that does not run on fake tensors can't be traced either: that is told when it is cut
-        late = attempt(lambda: _used_late(model, inputs), lambda _: late)
+    nothing: tuple[set[int], tuple[int, ...]] = set(), ()
+    # a model that does not run on fake tensors can't be traced either: that is told when it is cut
+    late, outputs = attempt(lambda: _passed(model, inputs), lambda _: nothing)
     after = sum(count for key, count in around.items() if key in late)
     layers = tuple(float(numbers(layer)) for _, layer in chain(model))
-    return Costs(layers, float(sum(around.values()) - after), float(after))
+    return Costs(layers, float(sum(around.values()) - after), float(after)), outputs
 
 
 def outside(model: nn.Module) -> list[torch.Tensor]:
@@ -175,19 +184,26 @@ def outside(model: nn.Module) -> list[torch.Tensor]:
     return list({id(t): t for t in found}.values())
 
 
-def _used_late(model: nn.Module, inputs: Sequence[Any]) -> set[int]:
-    """Ids of the parameters that are first used once the last layer has run. Without numbers."""
+def _passed(model: nn.Module, inputs: Sequence[Any]) -> tuple[set[int], tuple[int, ...]]:
+    """(ids of the parameters that are first used once the last layer has run, bytes that came out of each layer).
+
+    Without numbers.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     before: set[int] = set()
+    outputs: list[int] = []
     with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng([]):
         view = hollow(model, torch.device("cpu")).train()
-        *_, (_, last) = chain(view)
+        layers = [layer for _, layer in chain(view)]
         with _Uses() as uses:
-            last.register_forward_hook(lambda *_: before.update(uses.seen))
+            for layer in {id(layer): layer for layer in layers}.values():
+                layer.register_forward_hook(lambda *found: outputs.append(nbytes(_tensors(found[-1]))))
+            layers[-1].register_forward_hook(lambda *_: before.update(uses.seen))
             view(*inputs)
         pairs = zip(model.parameters(), view.parameters(), strict=True)
-        return {id(p) for p, shape in pairs if id(shape) in uses.seen - before}
+        late = {id(p) for p, shape in pairs if id(shape) in uses.seen - before}
+        return late, tuple(outputs) if len(outputs) == len(layers) else ()
 
 
 class _Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's modes have no types

@@ -140,11 +140,11 @@ class Pipeline(Strategy):
         """As the model would be cut now, or as if in equal stages where its layers are not known.
 
         The schedule is played through: what it takes, and how many micro-batches' activations a rank holds meanwhile.
-        Activations are taken as equal in all stages; what crosses the borders is not counted.
+        Activations are taken as equal in all stages.
         """
         rank, stages = facts.rank % self.stages, self.table.stages
         rows = facts.rows * self.stages / self.micro_batches  # of one micro-batch
-        seconds, numbers = self._shares(facts.layers)
+        seconds, numbers, outputs = self._foreseen(facts.layers)
         played = self.table.simulate(facts.forward_s.at(rows), facts.backward_s.at(rows), seconds)
         part = sum(numbers[place] for place in self.table.places(rank))
         gradients = round(facts.gradients * part)
@@ -155,20 +155,28 @@ class Pipeline(Strategy):
             activations=round(played.held[rank] / stages * facts.activations.at(rows)),
             temporaries=round(facts.update * part) + (gradients if self.replicas > 1 else 0),
             overhead=round(facts.overhead.at(rows)),
-            sent_bytes=ring_bytes(gradients, self.replicas),
+            sent_bytes=ring_bytes(gradients, self.replicas) + self._crossing(rank, outputs) * rows * self.micro_batches,
             compute_s=played.makespan + facts.update_s * part,
             exposed_s=benchmark.all_reduce_s(gradients) if self.replicas > 1 else 0.0,
         )
 
-    def _shares(self, layers: splitting.Layers | None) -> tuple[Sequence[float], Sequence[float]]:
-        """(of the time, of the parameters) what each stage has."""
-        equal = (1 / self.table.stages,) * self.table.stages
+    def _foreseen(self, layers: splitting.Layers | None) -> tuple[Sequence[float], Sequence[float], Sequence[float]]:
+        """(each stage's share of the time, of the parameters, bytes of one row that it hands on) as far as is known."""
+        count = self.table.stages
         if layers is None:
-            return equal, equal
+            return (1 / count,) * count, (1 / count,) * count, (0.0,) * count
         alike = splitting.Costs((1.0,) * len(layers.names))
         by = layers.numbers if self.by == "parameters" else layers.seconds or alike
         cut = self._cut_by(layers.names, by)
-        return cut.shares(layers.seconds or alike), cut.shares(layers.numbers)
+        outputs = layers.outputs or (0.0,) * len(layers.names)
+        handed = [outputs[places[-1]] for places in cut.stages[:-1]]
+        return cut.shares(layers.seconds or alike), cut.shares(layers.numbers), (*handed, 0.0)
+
+    def _crossing(self, rank: int, outputs: Sequence[float]) -> float:
+        """Of what stages hand on and of its gradients, what this rank sends to others."""
+        homes = self.table.homes
+        borders = [(k, k + 1) for k in range(len(homes) - 1) if homes[k] != homes[k + 1]]
+        return sum(outputs[k] for k, behind in borders if rank in (homes[k], homes[behind]))
 
     def check_model(self, model: nn.Module) -> None:
         """Raise ValueError where `model` has too few layers in a chain, or not those that the split names."""

@@ -49,6 +49,8 @@ class Layers:
     """In their parameters."""
     seconds: Costs | None = None
     """As measured; None where no step was taken."""
+    outputs: tuple[float, ...] = ()
+    """Bytes that come out of each, for one row of a batch; none where that is not known."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -167,6 +167,11 @@ def test_a_plan_counts_what_runs_around_the_layers_in_the_first_and_the_last_sta
     around = [4 * 3000 * 64, 4 * 3000 * 65]
     assert all(row.parameters > part for row, part in zip(planned, around, strict=True))
     assert [row.parameters for row in planned] == pytest.approx([row.parameters for row in held], rel=0.1)
+    taken = run.history.rows()
+    for rank in (0, 1):
+        sent = taken[(taken["rank"] == rank) & (taken["step"] > 0)]["sent_bytes"].mean()
+        assert planned[rank].sent_bytes == pytest.approx(sent, rel=0.02)
+        assert planned[rank].sent_bytes == 4 * 32 * 16 * 64
     if by == "parameters":  # of which nothing varies
         assert [row.parameters for row in planned] == [row.parameters for row in held]
         assert [row.optimizer for row in planned] == pytest.approx([row.optimizer for row in held], rel=0.01)

@@ -191,7 +191,10 @@ def ring_bytes(nbytes: float, world_size: int) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What a strategy asks of one rank. Bytes and seconds; what is sent and how long, per step on average."""
+    """What a strategy asks of one rank. Bytes and seconds; what is sent and how long, per step on average.
+
+    What is sent is NaN where it can't be told.
+    """
 
     parameters: int
     gradients: int
@@ -295,8 +298,8 @@ class PlanRow:
     """The sum of these."""
     free: int
     """This rank's part of the memory that is free."""
-    sent_bytes: int
-    """Per step."""
+    sent_bytes: float
+    """Per step; NaN where that is not counted."""
     compute_s: float
     communication_s: float
     """Not hidden behind computing."""
@@ -381,7 +384,7 @@ def rows_of(strategy: str, facts: Sequence[Facts], costs: Sequence[Cost], rooms:
             overhead=cost.overhead,
             needed=need,
             free=free,
-            sent_bytes=round(cost.sent_bytes),
+            sent_bytes=cost.sent_bytes if math.isnan(cost.sent_bytes) else round(cost.sent_bytes),
             compute_s=cost.compute_s,
             communication_s=cost.exposed_s,
             step_s=step_s,

@@ -9,6 +9,7 @@ nothing is refused that could have worked.
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from dtkit import plan as plans
 from dtkit.dashboard.progress import waiting
 from dtkit.errors import RunError
 from dtkit.partition import Partition
-from dtkit.plan import Benchmark, Facts, Line, Plan, Room, Times
+from dtkit.plan import Benchmark, Facts, Line, Plan, PlanRow, Room, Times
 from dtkit.records import State
 from dtkit.replicas import Replicas
 
@@ -123,8 +124,14 @@ def plan(cluster: Cluster, model: Any, wish: Wish) -> Plan:
         world_size=cluster.world_size,
         rows=tuple(rows),
         benchmark=network,
-        notes=tuple(dict.fromkeys([*study.notes, NOT_COUNTED])),
+        notes=tuple(dict.fromkeys([*study.notes, *_unsaid(rows), NOT_COUNTED])),
     )
+
+
+def _unsaid(rows: Sequence[PlanRow]) -> list[str]:
+    """What is not known of the strategies themselves."""
+    names = dict.fromkeys(row.strategy for row in rows if math.isnan(row.sent_bytes))
+    return [f"not counted: what {', '.join(names)} sends within layers, and the time that takes"] if names else []
 
 
 class _Study:

@@ -594,6 +594,14 @@ def test_a_plan_of_a_model_that_the_strategy_can_t_take(cluster: dtkit.Cluster):
         ask(cluster, nn.Linear(100, 10), strategies=[dtkit.Pipeline(2, 4)])
 
 
+def test_what_slices_send_is_not_told_as_nothing(cluster: dtkit.Cluster):
+    strategies = [dtkit.TensorParallel(2), dtkit.DataParallel()]
+    found = ask(cluster, strategies=strategies)
+    assert any("not counted: what TensorParallel(ways=2) sends" in note for note in found.notes)
+    assert [math.isnan(found.of(strategy)[0].sent_bytes) for strategy in strategies] == [True, False]
+    assert "what is sent not counted" in " ".join(text.get_text() for text in found.figure().axes[1].texts)
+
+
 def test_stages_of_layers_that_can_t_be_measured_are_taken_as_equal(cluster: dtkit.Cluster):
     found = ask(cluster, strategies=[dtkit.Pipeline(2, 4)])
     assert "stages of a pipeline are taken as equal: its layers can't be measured (a double has no data)" in found.notes

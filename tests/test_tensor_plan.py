@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -306,7 +307,8 @@ def test_sharded_costs_a_part_of_everything():
 def test_tensor_parallel_costs_a_part_of_the_matrices():
     cost = TensorParallel(2).cost(FACTS, Benchmark.unmeasured(2))
     assert cost.parameters == cost.gradients == 4000 // 2 + 400
-    assert cost.sent_bytes == 0
+    assert math.isnan(cost.sent_bytes)  # that depends on what the layers pass on
+    assert TensorParallel(1).cost(FACTS, Benchmark.unmeasured(1)).sent_bytes == 0
 
 
 # -- blocks and skeletons ------------------------------------------------------------------------------------

@@ -151,7 +151,8 @@ def _draw_time(ax: Axes, rows: Sequence[PlanRow]) -> None:
     ax.barh(range(len(rows)), computing, height=0.62, color=_COMPUTING, label="computing, slowest rank")
     ax.barh(range(len(rows)), waiting, left=computing, height=0.62, color=_WAITING, label="communication not hidden")
     for y, row in enumerate(rows):
-        text = f"{units.duration(row.step_s)}, {units.size(row.sent_bytes)} sent"
+        sent = "what is sent not counted" if math.isnan(row.sent_bytes) else f"{units.size(row.sent_bytes)} sent"
+        text = f"{units.duration(row.step_s)}, {sent}"
         ax.annotate(text, (row.step_s / one, y), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8)
     ax.set_xlim(0, 1.7 * longest / one or 1)
     _panel(ax, "Time per step", unit)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -111,7 +112,7 @@ class TensorParallel(Slicing):
         """By the plan for the model; where the notebook does not have it, as if all matrices were cut, and only these.
 
         Activations are counted in full, which is the most. What layers send depends on the plan and on the sequence's
-        length, and is left out; sent is what replicas sum.
+        length: it is not counted, nor the time it takes.
         """
         share = self._share(facts)
         rows = facts.rows * self.ways  # a replica's samples go through all of its ranks
@@ -123,7 +124,7 @@ class TensorParallel(Slicing):
                 gradients=2 * gradients if self.replicas > 1 else gradients,
                 state=round(facts.state * share),
                 temporaries=round(facts.update * share),
-                sent_bytes=ring_bytes(gradients, self.replicas),
+                sent_bytes=math.nan if self.ways > 1 else ring_bytes(gradients, self.replicas),
                 exposed_s=benchmark.all_reduce_s(gradients) if self.replicas > 1 else 0.0,
             ),
             parameters=round(facts.parameters * share),

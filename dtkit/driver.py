@@ -14,6 +14,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import math
 import queue
 import threading
@@ -37,6 +38,7 @@ from dtkit.errors import (
     telling,
     which_ranks,
 )
+from dtkit.flight import Flight, Rate
 from dtkit.lookout import Lookout
 from dtkit.nonfinite import nonfinite
 from dtkit.pace import Pace
@@ -85,21 +87,13 @@ class Route:
     """What to do without being asked when an engine is lost: see :data:`dtkit.recovery.MODES`."""
 
 
-@dataclasses.dataclass(eq=False)
-class _Flight:
-    """One request to all ranks that has not landed yet."""
+@dataclasses.dataclass(frozen=True)
+class _Order:
+    """Steps that were sent for."""
 
-    op: str
-    step: int
     steps: int
-    lr: float | None
-    answers: list[Future[int]]
-    """Who waits for this learning rate."""
-    explain: bool = False
-    save: Save | None = None
-    arrived: bool = False
-    """Whether all ranks have answered, or one has failed."""
-    futures: list[Future[Reply]] = dataclasses.field(default_factory=list)
+    rate: Rate | None
+    explain: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,9 +126,9 @@ class Driver:
         self._recorder = Recorder(cluster, history)
         self._turn = Turn(route.callbacks)
         self._lookout = Lookout(Probe(cluster.folder, lambda: cluster.nodes))
-        self._inbox: queue.SimpleQueue[_Command | _Flight] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Command | Flight] = queue.SimpleQueue()
         self._gate = threading.Condition()  # guards `state`, and whether the inbox is still read
-        self._flights: collections.deque[_Flight] = collections.deque()
+        self._flights: collections.deque[Flight] = collections.deque()
         self._next = 0  # the step that the next dispatch starts at
         self._goal = 0
         self._halt: str | None = None  # "pause" or "stop", once nothing is in flight
@@ -145,7 +139,7 @@ class Driver:
         self._breaking = False  # what is under way was interrupted
         self._broke_off = False  # and the log says so
         self._waiting: list[Future[int]] = []
-        self._lr_wanted: tuple[float, list[Future[int]]] | None = None
+        self._rate: Rate | None = None  # that the next dispatch is to begin with
         self._ran = 0.0
         self._since: float | None = None
 
@@ -235,7 +229,7 @@ class Driver:
             self._obey(command)
             otherwise.pop_all()
 
-    def _take(self) -> _Command | _Flight:
+    def _take(self) -> _Command | Flight:
         """The next event. Engines that say nothing for longer than a collective may take are stuck."""
         deadline = time.monotonic() + self._cluster.patience
         while True:
@@ -272,23 +266,29 @@ class Driver:
             self._send_steps()
             per_epoch = self.route.steps_per_epoch
             if self.route.evaluation and (self._next % per_epoch == 0 or self._next == self.route.steps):
-                self._launch(_Flight("evaluate", self._next, 0, None, []), **self.route.evaluation)
+                self._evaluate(self._next)
 
     def _send_steps(self) -> None:
         steps = min(self.pace.steps, self._goal - self._next)
         steps = min(steps, self.saver.room(self._next), self.snapshots.room(self._next))
         if self.route.evaluation or self.route.callbacks:
             steps = min(steps, self.route.steps_per_epoch - self._next % self.route.steps_per_epoch)
-        lr, answers = self._lr_wanted or (None, [])
-        self._lr_wanted = None
+        order = _Order(steps, self._rate, self._explain)
+        self._rate = None
         more: dict[str, Any] = {"explain": True, "seen": self.step} if self._explain else {"seen": self.step}
         if self.watch.due(time.monotonic()) or self._next + steps == self.route.steps:
             more["fingerprint"] = True
         if self._balancer is not None:
             more["shares"] = self._balancer.shares
-        flight = _Flight("advance", self._next, steps, lr, answers, explain=self._explain)
+        flight = Flight(
+            "advance",
+            self._next,
+            landed=functools.partial(self._take_steps, order),
+            failed=functools.partial(self._steps_failed, order),
+            withdrawn=functools.partial(self._want_rate, order.rate),
+        )
         begun = time.perf_counter()
-        self._launch(flight, steps=steps, lr=lr, **more)
+        self._launch(flight, steps=steps, lr=order.rate and order.rate.value, **more)
         self.pace.sent(time.perf_counter() - begun)
         self._next += steps
 
@@ -299,14 +299,27 @@ class Driver:
         """
         copied = not self.saver.wanted and self._snapshot(step)
         if self.saver.due(step, self.route.steps) and (save := self.saver.next(step)) is not None:
-            self._launch(_Flight("save", step, 0, None, [], save=save), copied=copied, **save.args())
+            flight = Flight(
+                "save",
+                step,
+                landed=functools.partial(self.saver.landed, save),
+                failed=functools.partial(self._save_failed, save),
+                withdrawn=functools.partial(self.saver.refused, save),
+            )
+            self._launch(flight, copied=copied, **save.args())
 
     def _snapshot(self, step: int) -> bool:
         """Have the ranks keep a snapshot in memory, if one is due after so many steps. Whether that was asked for."""
         if due := self.snapshots.due(step):
             self.snapshots.sent(step)
-            self._launch(_Flight("snapshot", step, 0, None, []))
+            flight = Flight("snapshot", step, self._take_snapshot, self._snapshot_failed, self.snapshots.refused)
+            self._launch(flight)
         return due
+
+    def _evaluate(self, step: int) -> None:
+        assert self.route.evaluation is not None
+        flight = Flight("evaluate", step, self._recorder.evaluation, self._evaluation_failed)
+        self._launch(flight, **self.route.evaluation)
 
     def _saves(self) -> bool:
         """With nothing else in flight: send a save that is due. Callbacks and the last evaluation come before it."""
@@ -317,14 +330,7 @@ class Driver:
             self._save(self.step)
         return bool(self._flights)
 
-    def _withdraw(self, flight: _Flight) -> None:
-        """A save was not taken: it is due again."""
-        if flight.save is not None:
-            self.saver.refused(flight.save)
-        elif flight.op == "snapshot":
-            self.snapshots.refused()
-
-    def _launch(self, flight: _Flight, **args: Any) -> None:
+    def _launch(self, flight: Flight, **args: Any) -> None:
         flight.futures = self._cluster.fan_out(flight.op, job=self.route.job, step=flight.step, **args)
         self._flights.append(flight)
         self._lookout.sent(time.monotonic())
@@ -345,7 +351,7 @@ class Driver:
 
     # -- what lands -------------------------------------------------------------------------------------------
 
-    def _land(self, flight: _Flight) -> None:
+    def _land(self, flight: Flight) -> None:
         replies = self._cluster.collect(flight.futures, _BREAK_S if self._breaking else _PATIENCE_S)
         self._flights.remove(flight)
         flight.futures.clear()  # they hold the flight by their callbacks, and what it brought
@@ -353,37 +359,31 @@ class Driver:
         failures = [reply.failure for reply in replies if reply.failure is not None]
         if failures:
             self._take_failures(flight, replies, failures)
-        elif flight.save is not None:
-            self.saver.landed(flight.save, flight.step, replies)
-        elif flight.op == "evaluate":
-            self._take_evaluation(flight.step, [reply.value for reply in replies])
-        elif flight.op == "snapshot":
-            self._take_snapshot([reply.value for reply in replies])
         else:
-            self._take_steps(flight, [reply.value for reply in replies])
+            flight.landed(flight.step, [reply.value for reply in replies])
         self._look_out()  # who kept the others waiting goes on: nobody may ask again for long
         self._changed()
 
-    def _take_steps(self, flight: _Flight, values: Sequence[Any]) -> None:
+    def _take_steps(self, order: _Order, step: int, values: Sequence[Any]) -> None:
         advances: list[Advance] = [advance for advance, _ in values]
         self._recorder.steps(values)
         first = advances[0]
-        done, self.step, self.lr = first.step - flight.step, first.step, first.lr
+        done, self.step, self.lr = first.step - step, first.step, first.lr
         if done:
             self._tries = 0
             self.pace.landed(done, _step_s(advances))
             self._look(advances)
             spans = [np.asarray(a.spans) for a in advances if a.spans is not None]
             self.spans = spans, self._cluster.clock_offsets
-        if flight.explain:
+        if order.explain:
             self.reports, self._explain = [advance.report for advance in advances], False
-        for answer in flight.answers:
-            _resolve(answer, flight.step)
+        for answer in order.rate.answers if order.rate else ():
+            _resolve(answer, step)
         if first.ended == "nonfinite":
             self._take_nonfinite(advances)
         elif first.ended == "exhausted":
             self._take_end()
-        elif self.step != flight.step + flight.steps:
+        elif self.step != step + order.steps:
             self._lost_track = True
 
     def _look(self, advances: Sequence[Advance]) -> None:
@@ -414,24 +414,20 @@ class Driver:
         self.exception = NonFiniteError(nonfinite(self.step, advances, self._cluster.nodes))
         self._note("error", f"not finite at step {self.step}; all ranks paused before the update")
 
-    def _take_evaluation(self, step: int, values: Sequence[Any]) -> None:
-        self._recorder.evaluation(step, values)
-
-    def _take_snapshot(self, values: Sequence[Any]) -> None:
+    def _take_snapshot(self, _step: int, values: Sequence[Any]) -> None:
         word = self.snapshots.landed(values)
         if word is not None:
             self._note("note", word)
 
-    def _take_failures(self, flight: _Flight, replies: Sequence[Reply], failures: Sequence[Failure]) -> None:
+    def _take_failures(self, flight: Flight, replies: Sequence[Reply], failures: Sequence[Failure]) -> None:
         """A refusal, a lost engine and an interrupt can be gone on from; a failure of the user's code can't."""
-        if flight.lr is not None and self._lr_wanted is None:
-            self._lr_wanted = flight.lr, flight.answers
         if any(f.type == "Superseded" for f in failures):
-            self._flights.clear()
+            self._withdraw_all()
+            flight.withdrawn()
             self._end(State.FAILED, Superseded(_TAKEN.format(step=self.step)))
             return
         if all(f.kind == "refused" for f in failures) and self._lost_track:
-            self._withdraw(flight)
+            flight.withdrawn()
             return
         self._lost_track = True
         self._tries += 1
@@ -443,31 +439,39 @@ class Driver:
             ranks = [rank for rank in range(len(other.futures)) if rank not in gone]
             late = self._cluster.collect([other.futures[r] for r in ranks], patience, ranks)
             self._keep_common(dict(zip(ranks, late, strict=True)))
-            self._withdraw(other)
-        self._flights.clear()
+        self._withdraw_all()
         self._lookout.reset()
         own = [f for f in failures if f.kind == "error" and not f.victim]
         lost = sorted(gone | set(self._cluster.lost()))
         if lost and not own:
-            self._withdraw(flight)
+            flight.withdrawn()
             self._lose(lost, failures)
         elif not own and (self._breaking or self._tries < _TRIES):
-            self._withdraw(flight)
+            flight.withdrawn()
             self._level()
         else:
             self._level()
-            self._fail(flight, EngineError(telling(failures)))
+            flight.failed(EngineError(telling(failures)))
 
-    def _fail(self, flight: _Flight, error: EngineError) -> None:
-        if flight.save is not None:  # the training itself is whole
-            self.saver.failed(flight.save, self.step, error)
-        elif flight.op == "snapshot":
-            self._note("error", f"the snapshot in memory failed: {error}".partition("\n")[0])
-        elif flight.op == "evaluate":  # here too
-            self._halt, self.exception = self._halt or "pause", error
-            self._note("error", f"the evaluation failed: {error}".partition("\n")[0])
-        else:
-            self._end(State.FAILED, error)
+    def _withdraw_all(self) -> None:
+        """Nothing that is under way is waited for any longer."""
+        for flight in reversed(self._flights):  # so that what is wanted again stands in order
+            flight.withdrawn()
+        self._flights.clear()
+
+    def _steps_failed(self, order: _Order, error: EngineError) -> None:
+        self._want_rate(order.rate)  # who waits for it is told as the run ends
+        self._end(State.FAILED, error)
+
+    def _save_failed(self, save: Save, error: EngineError) -> None:
+        self.saver.failed(save, self.step, error)  # the training itself is whole
+
+    def _snapshot_failed(self, error: EngineError) -> None:  # here too
+        self._note("error", f"the snapshot in memory failed: {error}".partition("\n")[0])
+
+    def _evaluation_failed(self, error: EngineError) -> None:  # and here
+        self._halt, self.exception = self._halt or "pause", error
+        self._note("error", f"the evaluation failed: {error}".partition("\n")[0])
 
     def _lose(self, lost: list[int], failures: Sequence[Failure]) -> None:
         """Engines are gone: go on with others or without, or pause until somebody asks for that."""
@@ -550,9 +554,7 @@ class Driver:
         elif command.name == "called":
             self._take_back(*command.value)
         elif command.name == "abandon":
-            for flight in self._flights:
-                self._withdraw(flight)
-            self._flights.clear()
+            self._withdraw_all()
             self._end(State.STOPPED)
         elif command.name in ("pause", "stop"):
             self._halt = "stop" if "stop" in (self._halt, command.name) else "pause"
@@ -611,6 +613,15 @@ class Driver:
             self._note("pause", f"interrupted at step {self.step}: what was under way is broken off")
             self._cluster.interrupt()
 
+    def _want_rate(self, rate: Rate | None) -> None:
+        """A rate that was sent took no effect: the next dispatch has it, unless another was asked for meanwhile."""
+        if rate is None:
+            return
+        if self._rate is None:
+            self._rate = rate
+        else:
+            self._rate.answers.extend(rate.answers)
+
     def _go(self, goal: int, event: str | None) -> None:
         self._goal, self.exception = goal, None
         if self._halt == "pause":
@@ -622,12 +633,12 @@ class Driver:
 
     def _set_lr(self, command: _Command) -> None:
         running = self.state is State.RUNNING and not self._turn.taken  # callbacks are called between steps
-        waiting = self._lr_wanted[1] if self._lr_wanted else []
+        waiting = self._rate.answers if self._rate else []
         if running:
             waiting.append(command.answer)
         else:
             _resolve(command.answer, self.step)
-        self._lr_wanted = command.value, waiting
+        self._rate = Rate(command.value, waiting)
         if not running:
             self.lr = command.value
         self._recorder.note(self._next, "lr", f"learning rate {command.value:g}")  # what is under way has the old one
@@ -655,7 +666,7 @@ class Driver:
         """What is to be done before the next step, if there is one."""
         if self._last_evaluation and self.route.evaluation:
             self._last_evaluation = False
-            self._launch(_Flight("evaluate", self.step, 0, None, []), **self.route.evaluation)
+            self._evaluate(self.step)
         elif not self._halt and self._calls_due(self.step):
             self._turn.take(self.step, lambda *found: self._inbox.put(_Command("called", found, Future())))
         elif self.step >= self.route.steps:
@@ -687,11 +698,10 @@ class Driver:
 
     def _answer(self) -> None:
         """Tell those who wait where the run stands now."""
-        for answer in [*self._waiting, *(self._lr_wanted[1] if self._lr_wanted else [])]:
-            _resolve(answer, self.step)
-        self._waiting.clear()
-        if self._lr_wanted:
-            self._lr_wanted[1].clear()
+        for waiting in (self._waiting, self._rate.answers if self._rate else []):
+            for answer in waiting:
+                _resolve(answer, self.step)
+            waiting.clear()
 
     def _enter(self, state: State) -> None:
         with self._gate:

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dtkit.history import History
-    from dtkit.records import Reply
 
 STALL_S = 120.0  # without a byte more in the folder: a rank has ended, or its disk hangs
 _LOOK_S = 0.02
@@ -204,12 +203,11 @@ class Saver:
 
     # -- what makes a checkpoint of it ------------------------------------------------------------------------
 
-    def landed(self, save: Save, step: int, replies: Sequence[Reply]) -> None:
+    def landed(self, save: Save, step: int, values: Sequence[Any]) -> None:
         """All ranks have copied their state as after `step` steps, and are writing."""
-        values: list[Any] = [reply.value for reply in replies]
         head = {**self.describe(), "step": step, "torch": values[0]["torch"]}
         upto = len(self._history), len(self._history.events), len(self._history.evaluations)
-        args = save, head, values, self._history.until(*upto)
+        args = save, head, list(values), self._history.until(*upto)
         thread = threading.Thread(target=self._finish, args=args, name="dtkit-checkpoint", daemon=True)
         self._threads = [t for t in self._threads if t.is_alive()] + [thread]
         thread.start()

@@ -12,6 +12,7 @@ from torch import nn
 import dtkit
 from dtkit import State
 from dtkit.dashboard import text
+from dtkit.errors import Refused
 from dtkit.finding import Finding
 from dtkit.testing import FakeTransport
 
@@ -293,6 +294,22 @@ def test_a_learning_rate_travels_with_the_next_dispatch(cluster, engines):
     assert (rows["lr"][rows["step"] >= at] == 0.5).all()
     assert [event.step for event in run.history.events if event.kind == "lr"] == [at]  # where its mark belongs
     assert at in [step for step, _ in dispatches(engines)]
+
+
+def test_a_learning_rate_that_was_under_way_behind_a_failure_is_sent_again(cluster, engines):
+    run = train(cluster, steps=300, start=False)
+    run.step()
+    engines.hold()
+    run.resume()
+    asked = run.post("lr", 0.5)  # travels behind the first of two dispatches, and the second one fails
+    engines.fail(1, "advance", Refused("another generation"), after=1)
+    engines.let_go()
+    at = asked.result(10)
+    run.wait(10)
+    rows = run.history.rows()
+    assert (rows["lr"][rows["step"] < at] == 0.1).all()
+    assert (rows["lr"][rows["step"] >= at] == 0.5).all()
+    assert list(run.history.totals()["step"]) == list(range(300))
 
 
 def test_who_was_stuck_goes_on_with_the_first_dispatch_that_lands(cluster):

@@ -378,7 +378,7 @@ def test_what_dispatches_brought_is_let_go_without_a_search_for_garbage(cluster2
         run.wait(60)
         gc.set_debug(gc.DEBUG_SAVEALL)
         gc.collect()
-        kept = {type(thing).__name__ for thing in gc.garbage} & {"Reply", "Advance", "_Flight"}
+        kept = {type(thing).__name__ for thing in gc.garbage} & {"Reply", "Advance", "Flight"}
     finally:
         gc.set_debug(0)
         gc.garbage.clear()

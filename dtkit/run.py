@@ -26,7 +26,7 @@ from dtkit.driver import ANEW, Driver, Route
 from dtkit.errors import DtkitError, RunError
 from dtkit.history import History
 from dtkit.recording import evaluation
-from dtkit.records import Event, Reply, State, Status
+from dtkit.records import Event, State, Status
 from dtkit.saving import Save, Saved
 from dtkit.spool import RUNS, Spool
 from dtkit.turn import CALLBACKS
@@ -411,7 +411,7 @@ class Run:
         except DtkitError as error:
             saver.failed(save, step, error)
         else:
-            saver.landed(save, step, [Reply(value) for value in values])
+            saver.landed(save, step, values)
 
     def _described(self) -> dict[str, Any]:
         """What a checkpoint says of this run, besides its state on the engines."""

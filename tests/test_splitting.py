@@ -268,7 +268,7 @@ def test_a_device_is_given_its_own_stages_and_not_the_model(make, border, schedu
         assert arrivals.numbers == sum(t.numel() for t in {id(t): t for t in own}.values())
     for part in mine.values():  # traces make their own tensors there as well
         inputs = shapes[next(place for place, other in mine.items() if other is part)]
-        for module in (part.module, part.forecast):
+        for module in (part.module, part.evaluation.module):
             assert module(*inputs).device == META
 
 

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from dtkit.engine.crossings import StageScope
 from dtkit.engine.phases import BETWEEN
@@ -40,7 +41,7 @@ from dtkit.strategies.data_parallel import DataParallel
 from dtkit.strategies.objective import PAIR, split
 from dtkit.strategies.options import check_choice, check_count, check_names, check_positive
 from dtkit.strategies.replica import Tally, bits, evaluating, kept
-from dtkit.strategies.stages import Part, Stages, borders, moved, parts_of
+from dtkit.strategies.stages import Part, Stages, borders, in_model, moved, parts_of, tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -225,7 +226,7 @@ class Pipeline(Strategy):
         cut = self._cut(model, batch, objective, setting)
         parts = parts_of(model, cut, inputs, setting.device)
         _check_shared(model, parts)
-        held = {name for part in parts for name in part.module.state_dict()}
+        held = {in_model(name) for part in parts for name in part.module.state_dict()}
         rest = {name: kept(value) for name, value in model.state_dict().items() if name not in held}
         places = self.table.places(setting.mesh.coordinates(setting.group.rank)["pp"])
         mine = {place: moved(parts[place], model, setting.device) for place in places}
@@ -392,7 +393,7 @@ class _Piped(Worker):
         """A micro-batch's part of the global mean (or of the sum), to differentiate; its filling left out."""
         target, count = given
         if not count:
-            first: torch.Tensor = output[0] if isinstance(output, tuple) else output
+            first: torch.Tensor = tree_leaves(output)[0]
             return first.sum() * 0  # keeps every rank's backward in step
         forecast = self._objective.judge(_cut_rows(output, count), _cut_rows(target, count))
         return self._tally.add(forecast.loss, forecast.weight, count)
@@ -449,7 +450,7 @@ class _Piped(Worker):
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             for part in self._stages.parts.values():
-                stack.enter_context(evaluating(part.forecast))
+                stack.enter_context(evaluating(part.evaluation.module))
             yield self._forecast
 
     def _forecast(self, batch: Any) -> Any:
@@ -462,7 +463,7 @@ class _Piped(Worker):
             outputs.append(self._stages.forecast(_tensors(_rows(inputs, index))))
         if not self._stages.speaks:
             return None
-        return self._objective.judge(torch.cat(outputs)[:count], target)
+        return self._objective.judge(tree_map(lambda *parts: torch.cat(parts)[:count], *outputs), target)
 
 
 def _rank(setting: Setting) -> int:
@@ -494,12 +495,7 @@ def _check_shared(model: nn.Module, parts: Sequence[Part]) -> None:
     for name, p in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(p), []).append(name)
     for tied in names.values():
-        found = {
-            (name, place)
-            for place, part in enumerate(parts)
-            for name, _ in part.module.named_parameters(remove_duplicate=False)
-            if name in tied
-        }
+        found = {(name, place) for place, part in enumerate(parts) for name in tensors(part.module) if name in tied}
         if len({place for _, place in found}) > 1:
             where = ", ".join(f"{name} (stage {place})" for name, place in sorted(found))
             raise ValueError(

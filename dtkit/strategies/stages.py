@@ -17,6 +17,7 @@ import copy
 import dataclasses
 import datetime as dt
 import logging
+import re
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -30,12 +31,14 @@ from torch.distributed.pipelining.schedules import (
     _ComputationType,
     _PipelineScheduleRuntime,
 )
+from torch.utils._pytree import tree_flatten
 
 from dtkit.boundary import attempt
 from dtkit.engine.dry_run import blank
 from dtkit.engine.phases import BETWEEN
 from dtkit.engine.waiter import LARGE, Waiter
 from dtkit.strategies.moving import copied, on_device
+from dtkit.strategies.routes import Piece, routes, sendable
 from dtkit.strategies.splitting import chain
 from dtkit.strategies.traffic import Traffic, labelled
 
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import torch.distributed as dist
+    from torch.utils._pytree import TreeSpec
 
     from dtkit.engine.comm import Group
     from dtkit.engine.phases import Phases
@@ -69,36 +73,40 @@ SCHEDULES: dict[str, type[Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A contiguous part of a model. `forecast` is the module to evaluate with, over the same parameters."""
+    """A contiguous part of a model, to train and to evaluate with: two pieces over the same parameters, or one."""
 
-    module: nn.Module
-    forecast: nn.Module
+    training: Piece
+    evaluation: Piece
+
+    @property
+    def module(self) -> nn.Module:
+        """That trains."""
+        return self.training.module
 
 
 def parts_of(model: nn.Module, cut: Cut, inputs: Sequence[torch.Tensor], device: torch.device) -> list[Part]:
     """All parts of a model, to be :func:`moved` to a device: of the layers of a Sequential, or of a trace.
 
     A trace is made as on the device, where operations may lay out their results in another way than on the host; but
-    on torch's fake tensors, so that the model is neither moved nor copied for it, and has no numbers.
+    on torch's fake tensors, so that the model is neither moved nor copied for it, and has no numbers. It is of
+    training or of evaluation, so there are two.
     """
     if isinstance(model, nn.Sequential):
         layers = chain(model)
-        slices = [nn.Sequential(OrderedDict(layers[k] for k in stage)) for stage in cut.stages]
+        slices = [Piece(nn.Sequential(OrderedDict(layers[k] for k in stage))) for stage in cut.stages]
         return [Part(piece, piece) for piece in slices]
     begins = [cut.layers[start] for start in cut.starts[1:]]
     training = _traced(model.train(), begins, inputs, device)
-    if not _differs_in_evaluation(model):
-        return [Part(module, module) for module in training]
     try:
-        forecasts = _traced(model.eval(), begins, inputs, device)
+        evaluation = _traced(model.eval(), begins, inputs, device)
     finally:
         model.train()
-    return [Part(module, forecast) for module, forecast in zip(training, forecasts, strict=True)]
+    return [Part(*pieces) for pieces in zip(training, evaluation, strict=True)]
 
 
 def _traced(
     model: nn.Module, begins: Sequence[str], inputs: Sequence[torch.Tensor], device: torch.device
-) -> list[nn.Module]:
+) -> list[Piece]:
     def refuse(error: Exception) -> NoReturn:
         raise ValueError(
             f"{type(model).__name__} can't be traced, and so not be cut into stages: {_first_line(error)}. What can be "
@@ -106,22 +114,30 @@ def _traced(
             "layers in an nn.Sequential, or use strategy=dtkit.Sharded()"
         ) from error
 
-    def trace() -> pipelining.Pipe:
+    def trace() -> tuple[pipelining.Pipe, TreeSpec]:
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         starts = dict.fromkeys(begins, pipelining.SplitPoint.BEGINNING)
         with FakeTensorMode(allow_non_fake_inputs=True):
             shapes = {id(t): blank(t, device) for t in (*model.parameters(), *model.buffers(), *inputs)}
+            like = tuple(shapes[id(t)] for t in inputs)
+            with torch.random.fork_rng([]):
+                form = tree_flatten(copy.deepcopy(model, dict[int, Any](shapes))(*like))[1]
         view = copy.deepcopy(model, dict[int, Any](shapes))  # torch marks split points in what it is given
-        return pipelining.pipeline(view, tuple(shapes[id(t)] for t in inputs), split_spec=starts)
+        return pipelining.pipeline(view, like, split_spec=starts), form
 
-    pipe = attempt(trace, refuse)
+    pipe, form = attempt(trace, refuse)
     if pipe.num_stages != len(begins) + 1:
         raise ValueError(
             f"{type(model).__name__} came apart into {pipe.num_stages} parts in place of {len(begins) + 1}: the blocks "
             f"{', '.join(begins)} are not called one after the other. Name others: split=[...]"
         )
-    return [pipe.get_stage_module(k) for k in range(pipe.num_stages)]
+    modules = [pipe.get_stage_module(k) for k in range(pipe.num_stages)]
+    found = routes(pipe.split_gm, modules)
+    return [Piece(module, route, form) for module, route in zip(modules, found, strict=True)]
+
+
+_AGAIN = re.compile(r"@\d+")
 
 
 def _first_line(error: BaseException) -> str:
@@ -129,16 +145,10 @@ def _first_line(error: BaseException) -> str:
     return lines[0].strip()[:300]
 
 
-def _differs_in_evaluation(model: nn.Module) -> bool:
-    dropouts = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)  # noqa: SLF001 - torch names no public base
-    return any(
-        (isinstance(m, dropouts) and getattr(m, "p", 1)) or (isinstance(m, nn.MultiheadAttention) and m.dropout)
-        for m in model.modules()
-    )
-
-
 def moved(part: Part, model: nn.Module, device: torch.device) -> Part:
     """A copy of a part of `model` on a device, both of its modules over the same new parameters."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
     whole, lasting = tensors(model), set(model.state_dict())
     copies: dict[int, torch.Tensor] = {}
 
@@ -146,24 +156,54 @@ def moved(part: Part, model: nn.Module, device: torch.device) -> Part:
         memo: dict[int, Any] = {}
         for name, shape in tensors(module).items():
             origin = whole.get(name, shape)
+            if isinstance(origin, FakeTensor):  # it would train on shapes
+                raise ValueError(
+                    f"{name} of the trace is no parameter or buffer of {type(model).__name__}, so nobody knows its "
+                    "numbers. Wrap the model's layers in an nn.Sequential, or use strategy=dtkit.Sharded()"
+                )
             if id(origin) not in copies:
                 copies.update(on_device([origin], device))
             memo[id(shape)] = copies[id(origin)]
         made = copied(module, device, memo)
+        rename(made)
         for name, buffer in list(made.named_buffers(remove_duplicate=False)):
             if name not in lasting:  # a constant in the model's code is a buffer to torch's exporter
                 owner, _, last = name.rpartition(".")
                 made.get_submodule(owner).register_buffer(last, buffer, persistent=False)
         return made
 
-    module = lay(part.module)
-    return Part(module, module if part.forecast is part.module else lay(part.forecast))
+    training = dataclasses.replace(part.training, module=lay(part.module))
+    if part.evaluation is part.training:
+        return Part(training, training)
+    return Part(training, dataclasses.replace(part.evaluation, module=lay(part.evaluation.module)))
 
 
 def tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """A module's parameters and buffers, by all of their names."""
+    """A module's parameters and buffers, by all of the names that they have in the model."""
     found: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
-    return found | dict(module.named_buffers(remove_duplicate=False))
+    return {in_model(name): t for name, t in (found | dict(module.named_buffers(remove_duplicate=False))).items()}
+
+
+def in_model(name: str) -> str:
+    """A name in the model of one in its trace: of a layer that is called again the exporter makes another, layer@1."""
+    return _AGAIN.sub("", name)
+
+
+def rename(module: nn.Module) -> None:
+    """Have tensors of a trace stand under their names in the model alone; layers that are called again keep the use."""
+    for name, layer in list(module.named_modules()):
+        if in_model(name) == name:
+            continue
+        owner = module
+        for step in in_model(name).split("."):
+            if step not in owner._modules:  # noqa: SLF001 - hasattr would find attributes, too
+                owner.add_module(step, nn.Module())
+            owner = owner.get_submodule(step)
+        for kept, there in ((layer._parameters, owner._parameters), (layer._buffers, owner._buffers)):  # noqa: SLF001
+            for own, tensor in list(kept.items()):
+                there.setdefault(own, tensor)
+                del kept[own]
+                vars(layer)[own] = tensor
 
 
 def borders(
@@ -176,19 +216,19 @@ def borders(
     """
     found = [tuple(inputs)]
     for place, home in enumerate(homes):
-        made = _tried(parts[place].module, found[-1]) if home == group.rank else None
+        made = _tried(parts[place].training, found[-1]) if home == group.rank else None
         found.append(group.hand_round(made, home, inputs[0].device))
     return found
 
 
-def _tried(module: nn.Module, given: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    before = [(b, b.clone()) for b in module.buffers()]
+def _tried(piece: Piece, given: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    before = [(b, b.clone()) for b in piece.module.buffers()]
     with torch.random.fork_rng([given[0].device] if given[0].is_cuda else []):
-        made = module(*given)
+        made = sendable(piece(*given), given)
     with torch.no_grad():
         for buffer, value in before:
             buffer.copy_(value)
-    return made if isinstance(made, tuple) else (made,)
+    return made
 
 
 # -- parts at work -------------------------------------------------------------------------------------------
@@ -197,9 +237,11 @@ def _tried(module: nn.Module, given: Sequence[torch.Tensor]) -> tuple[torch.Tens
 class Stage(PipelineStage):
     """torch's stage, which says what it does and what its messages are, and lets a user's error through as it was."""
 
-    def __init__(self, *args: Any, phases: Phases, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._phases, self._promised = phases, kwargs["output_args"]
+    def __init__(self, piece: Piece, *args: Any, phases: Phases, **kwargs: Any) -> None:
+        super().__init__(piece.module, *args, **kwargs)
+        self._piece, self._phases, self._promised = piece, phases, kwargs["output_args"]
+        self.unhalved: set[int] = set()
+        """Micro-batches of this step whose backward was taken whole, though halves were asked for."""
         self.sums: list[torch.Tensor] = []
         """Of each output of this step: not finite where an element is not. On the device, read only if need be."""
 
@@ -209,17 +251,34 @@ class Stage(PipelineStage):
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
             if not self.is_last:  # of the last one the loss tells
                 check_border(self.stage_index, output, self._promised)
-                self.sums += map(_sum, output if isinstance(output, tuple) else (output,))
+                self.sums += map(_sum, output)
             return output
+
+    def forward_maybe_with_nosync(self, *args: Any, **_: Any) -> tuple[torch.Tensor, ...]:
+        """Torch's way to call the module, with what came over the border; what goes over the next one."""
+        made = self._piece(*args)
+        return made if self.is_last else sendable(made, args)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         """One micro-batch backward, or the half of it that the stage before waits for."""
         whole = kwargs.get("full_backward", True)
+        if not whole and not self._halves(bwd_chunk_id):
+            whole = kwargs["full_backward"] = True
+            self.unhalved.add(bwd_chunk_id)
         with self._at("backward" if whole else "backward input", bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
+    def _halves(self, micro_batch: int) -> bool:
+        """Whether backward comes in halves here. Torch finds a weight's half by way of the inputs' gradients: it would
+        leave weights out where inputs have none, as behind frozen stages. (It sees to its first stage itself.)
+        """
+        return self.is_first or any(t.requires_grad for t in self.fwd_cache[micro_batch][1])
+
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         """The other half: the gradients of the weights."""
+        if bwd_chunk_id in self.unhalved:
+            self.unhalved.remove(bwd_chunk_id)
+            return
         with self._at("backward weight", bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
@@ -233,6 +292,8 @@ class Stage(PipelineStage):
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """A micro-batch's gradient, for the stage before."""
+        if bwd_chunk_id in self.bwd_cache:
+            self.bwd_cache[bwd_chunk_id] = tuple(map(_dense, self.bwd_cache[bwd_chunk_id]))
         return labelled(super().get_bwd_send_ops(bwd_chunk_id), "send backward", self.stage_index, bwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
@@ -251,11 +312,14 @@ class Stage(PipelineStage):
         self._phases.enter(BETWEEN)
 
 
-def check_border(place: int, output: Any, promised: Sequence[torch.Tensor]) -> None:
+def _dense(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    return None if gradient is None else gradient.contiguous()
+
+
+def check_border(place: int, output: Sequence[torch.Tensor], promised: Sequence[torch.Tensor]) -> None:
     """Raise ValueError where a stage's output does not fit the buffers of the next one: gloo would end the process."""
     made, wanted = (
-        [(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in tensors]
-        for tensors in (output if isinstance(output, tuple) else (output,), promised)
+        [(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in tensors] for tensors in (output, promised)
     )
     if made != wanted:
         raise ValueError(
@@ -324,7 +388,7 @@ class Stages:
         self._waiter = Waiter(group.ended) if large and device.type == "cpu" else None
         self._stages = [
             Stage(
-                part.module,
+                part.training,
                 place,
                 self.last + 1,
                 device,
@@ -354,15 +418,16 @@ class Stages:
         """The loss of a micro-batch: a part of its forward pass."""
         micro_batch, target = given
         self._phases.enter("forward", (self.last, micro_batch))
-        found = self._loss(output, target)
+        found = self._loss(self.parts[self.last].training.whole(output), target)
         self._phases.enter(BETWEEN)
-        return found
+        return found.clone()  # torch may detach it in place, which no view allows
 
     def run(self, inputs: Sequence[tuple[Any, ...]], targets: Sequence[Any]) -> None:
         """Forward and backward of all micro-batches; gradients are added to what parameters have."""
         for stage in self._stages:
             stage.has_backward = True
             stage.sums.clear()
+            stage.unhalved.clear()
             stage.clear_runtime_states()
         with self._traffic.watched():
             self._schedule._step_microbatches(  # noqa: SLF001 - the public `step` would cut micro-batches by itself
@@ -404,13 +469,10 @@ class Stages:
                 if place and before != here:
                     given = tuple(torch.empty_like(t, requires_grad=False) for t in self.shapes[place])
                     self._wait([dist.irecv(t, group=self._group, group_src=before) for t in given])
-                made = self.parts[place].forecast(*given)
+                given = self.parts[place].evaluation(*given)
                 if place < self.last:
-                    check_border(place, made, self.shapes[place + 1])
-                given = made if isinstance(made, tuple) else (made,)
+                    check_border(place, given, self.shapes[place + 1])
             elif rank == before:
                 sent = [t.contiguous() for t in given]
                 self._wait([dist.isend(t, group=self._group, group_dst=here) for t in sent])
-        if not self.speaks:
-            return None
-        return given if len(given) > 1 else given[0]
+        return self.parts[self.last].evaluation.whole(given) if self.speaks else None

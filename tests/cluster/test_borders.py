@@ -1,0 +1,257 @@
+"""What crosses the borders between a pipeline's stages, for models as people write them; each against one process."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import dtkit
+from tests.cluster.nets import WIDTH
+from tests.cluster.oracle import (
+    BATCH,
+    BOUND,
+    CLASSES,
+    FEATURES,
+    SEED,
+    data,
+    difference,
+    global_rows,
+    momentum,
+    weighted,
+    weighted_pair,
+)
+from tests.cluster.small import check_usable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+pytestmark = [pytest.mark.cluster, pytest.mark.parametrize("cluster", [2], indirect=True)]
+
+STEPS = 6
+SCHEDULES = [dtkit.Pipeline(2, 3, by="parameters"), dtkit.Pipeline(2, 4, "Interleaved1F1B", by="parameters")]
+HALVED = [
+    dtkit.Pipeline(2, 4, "ZBVZeroBubble", by="parameters"),
+    dtkit.Pipeline(2, 4, "InterleavedZeroBubble", by="parameters"),
+    dtkit.Pipeline(2, schedule=["F0 F1 B0 B1", "F0 I0 F1 I1 W0 W1"], by="parameters"),
+]
+ALL = [*SCHEDULES, *HALVED]
+
+
+class Blocks(nn.Module):
+    """Four blocks between an embedding and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(FEATURES, WIDTH)
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+        self.head = nn.Linear(WIDTH, CLASSES)
+        self.register_buffer("waves", torch.linspace(0.5, 1.5, 2 * WIDTH))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x)
+
+
+class SecondFirst(Blocks):
+    """Takes two inputs and uses the second one first; both in every block."""
+
+    def forward(self, x: torch.Tensor, z: torch.Tensor) -> Any:
+        z, x = self.embed(z), self.embed(x)
+        for block in self.blocks:
+            x = torch.tanh(block(x) + z)
+        return self.head(x)
+
+
+class Masked(Blocks):
+    """A mask of the input, which has no gradient, and a slice of a buffer in every block."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        mask, waves = x.sum(1, keepdim=True) > 0, self.waves[:WIDTH]
+        x = self.embed(x)
+        for block in self.blocks:
+            x = torch.tanh(block(x * waves)).masked_fill(mask, 0.5) + x
+        return self.head(x)
+
+
+class Returning(Blocks):
+    """Uses its first layer's output again in its head, over all stages."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = first = self.embed(x)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x + first)
+
+
+class Named(Blocks):
+    """Returns a dict, one entry of it made in the first stage."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        first = self.embed(x)
+        x = first
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return {"first": first, "scores": self.head(x)}
+
+
+class Strided(Blocks):
+    """Hands on what lies in memory the other way round, as pictures cut into patches do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Conv1d(1, WIDTH, 1)
+        self.place = nn.Parameter(torch.randn(FEATURES, WIDTH) / 4)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.embed(x[:, None]).transpose(1, 2) + self.place
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return self.head(x.mean(1))
+
+
+class Expanded(Blocks):
+    """Its blocks return a view that is an expansion, and the gradients that come back are one."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = torch.tanh(block(x)).mean(1, keepdim=True).expand(-1, WIDTH)
+        return self.head(x)
+
+
+def flattened() -> nn.Module:
+    """A Sequential with layers that return views, cut right behind them."""
+    net = [nn.Unflatten(1, (2, FEATURES // 2)), nn.Flatten(), nn.Linear(FEATURES, WIDTH), nn.Tanh(), nn.Identity()]
+    return nn.Sequential(
+        *net, nn.Linear(WIDTH, WIDTH), nn.Unflatten(1, (2, -1)), nn.Flatten(), nn.Linear(WIDTH, CLASSES)
+    )
+
+
+def frozen(first: int) -> Callable[[], nn.Module]:
+    """So many first layers are not trained."""
+
+    def make() -> nn.Module:
+        sizes = [FEATURES, *[WIDTH] * 7, CLASSES]
+        net = nn.Sequential(*[nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in itertools.pairwise(sizes)])
+        for layer in net[:first]:
+            layer.requires_grad_(requires_grad=False)
+        return net
+
+    return make
+
+
+def scores(output: Any) -> torch.Tensor:
+    return output["scores"] + output["first"].sum(1, keepdim=True).tanh() if isinstance(output, dict) else output
+
+
+def loss(output: Any, target: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(scores(output), target)
+
+
+def made(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(2)
+    return make().double()
+
+
+def rows(make: Callable[[], nn.Module]) -> tuple[torch.Tensor, ...]:
+    inputs, targets = data()
+    return (inputs, inputs * 2, targets) if make is SecondFirst else (inputs, targets)
+
+
+def alone(make: Callable[[], nn.Module], judge: Callable[..., torch.Tensor]) -> nn.Module:
+    """One process."""
+    model, (*inputs, targets) = made(make), rows(make)
+    update = momentum([p for p in model.parameters() if p.requires_grad])
+    for step in range(STEPS):
+        chosen = torch.from_numpy(global_rows(step))
+        update.zero_grad()
+        judge(model(*(x[chosen] for x in inputs)), targets[chosen]).backward()
+        update.step()
+    return model
+
+
+def train(cluster: dtkit.Cluster, make: Callable[[], nn.Module], strategy: Any, judge: Any = loss) -> dtkit.Run:
+    how: dict[str, Any] = {
+        "optimizer": momentum,
+        "batch_size": BATCH,
+        "steps": STEPS,
+        "seed": SEED,
+        "shuffle": "global",
+    }
+    run = cluster.train(made(make), rows(make), loss=judge, strategy=strategy, **how)
+    run.wait(60)
+    return run
+
+
+def check(cluster: dtkit.Cluster, make: Callable[[], nn.Module], strategies: Sequence[Any]) -> None:
+    expected = alone(make, loss)
+    *inputs, targets = rows(make)
+    with torch.no_grad():
+        expected_loss = loss(expected.eval()(*inputs), targets).item()
+    for strategy in strategies:
+        run = train(cluster, make, strategy)
+        assert difference(run.model.state_dict(), expected.state_dict()) <= BOUND, strategy
+        assert run.evaluate(rows(make)).values["loss"] == pytest.approx(expected_loss, abs=BOUND), strategy
+
+
+@pytest.mark.parametrize("make", [SecondFirst, Masked, Returning, Named, Strided, Expanded])
+def test_a_model_of_blocks(cluster: dtkit.Cluster, make: Callable[[], nn.Module]):
+    """Four engines' worth of stages on two: values pass whole stages by, and a V hands them on without sending."""
+    check(cluster, make, ALL)
+
+
+@pytest.mark.parametrize("make", [flattened, frozen(1), frozen(3), frozen(5)], ids=["views", "1", "3", "5"])
+def test_a_sequence_of_layers(cluster: dtkit.Cluster, make: Callable[[], nn.Module]):
+    """Torch's halved backward passes find weights by way of the inputs' gradients, which frozen stages have none of."""
+    check(cluster, make, ALL)
+
+
+def test_a_loss_that_is_a_pair_and_a_view(cluster: dtkit.Cluster):
+    expected = alone(Blocks, weighted)
+    for strategy in ALL:
+        run = train(cluster, Blocks, strategy, weighted_pair)
+        assert difference(run.model.state_dict(), expected.state_dict()) <= BOUND
+
+
+class Asking(Blocks):
+    """Asks itself whether it is training, in place of a module that does."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = F.dropout(torch.tanh(block(x)), 0.5, self.training)
+        return self.head(x * 3 if self.training else x)
+
+
+def test_evaluation_is_of_the_model_that_evaluates(cluster: dtkit.Cluster):
+    run = train(cluster, Asking, SCHEDULES[0])
+    inputs, targets = data()
+    with torch.no_grad():
+        expected = loss(run.model.eval()(inputs), targets).item()
+    assert run.evaluate(rows(Asking)).values["loss"] == pytest.approx(expected, abs=BOUND)
+
+
+def test_an_explained_step_of_values_that_pass_by(cluster: dtkit.Cluster):
+    strategy = SCHEDULES[1]
+    how: dict[str, Any] = {"optimizer": momentum, "batch_size": BATCH, "steps": 2, "loss": loss}
+    run = cluster.train(made(Returning), data(), strategy=strategy, start=False, **how)
+    assert run.step(explain=True).intact
+    run.stop()
+
+
+class Counting(Blocks):
+    def forward(self, x: torch.Tensor) -> Any:
+        return {"scores": super().forward(x), "rows": len(x)}
+
+
+def test_what_is_no_tensor_can_t_be_handed_on(cluster: dtkit.Cluster):
+    with pytest.raises(dtkit.EngineError, match=r"returns int besides tensors.*dtkit\.Sharded"):
+        train(cluster, Counting, SCHEDULES[0])
+    check_usable(cluster)

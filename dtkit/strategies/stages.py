@@ -147,7 +147,7 @@ def _first_line(error: BaseException) -> str:
 
 def moved(part: Part, model: nn.Module, device: torch.device) -> Part:
     """A copy of a part of `model` on a device, both of its modules over the same new parameters."""
-    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.fake_tensor import is_fake
 
     whole, lasting = tensors(model), set(model.state_dict())
     copies: dict[int, torch.Tensor] = {}
@@ -156,7 +156,7 @@ def moved(part: Part, model: nn.Module, device: torch.device) -> Part:
         memo: dict[int, Any] = {}
         for name, shape in tensors(module).items():
             origin = whole.get(name, shape)
-            if isinstance(origin, FakeTensor):  # it would train on shapes
+            if is_fake(origin):  # it would train on shapes
                 raise ValueError(
                     f"{name} of the trace is no parameter or buffer of {type(model).__name__}, so nobody knows its "
                     "numbers. Wrap the model's layers in an nn.Sequential, or use strategy=dtkit.Sharded()"

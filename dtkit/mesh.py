@@ -74,7 +74,10 @@ class Mesh:
         )
 
     def _near(self, world_size: int, most: int = 3) -> list[dict[str, int]]:
-        """Degrees that multiply to `world_size`, the nearest to these first (by the factors they differ in)."""
+        """Degrees that multiply to `world_size`, the nearest to these first (by the factors they differ in).
+
+        Of ways as near as each other, those that only change the number of replicas come first.
+        """
         divisors = [d for d in range(1, world_size + 1) if world_size % d == 0]
         names = list(self.axes)
         ways = [
@@ -82,4 +85,9 @@ class Mesh:
             for sizes in itertools.product(divisors, repeat=len(names))
             if math.prod(sizes) == world_size
         ]
-        return sorted(ways, key=lambda way: sum(abs(math.log(way[n] / max(1, self.axes[n]))) for n in names))[:most]
+
+        def distance(way: Mapping[str, int]) -> tuple[float, int]:
+            factors = sum(abs(math.log(way[n] / max(1, self.axes[n]))) for n in names)
+            return round(factors, 9), sum(way[n] != self.axes[n] for n in names if n != "dp")
+
+        return sorted(ways, key=distance)[:most]

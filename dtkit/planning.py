@@ -8,6 +8,7 @@ nothing is refused that could have worked.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import time
@@ -312,12 +313,13 @@ def _shares(cluster: Cluster, wish: Wish) -> list[int]:
 
 
 def candidates(cluster: Cluster, model: Any) -> list[Strategy]:
-    """One of each strategy that exists, as a plan compares them; a pipeline where the model can be cut for it."""
+    """One of each strategy that exists, as a plan compares them; stages and slices where the model can be cut so."""
     from dtkit.strategies.averaging import OuterSGD, ParameterAveraging
     from dtkit.strategies.data_parallel import DataParallel
     from dtkit.strategies.pipeline import Pipeline
     from dtkit.strategies.sharded import Sharded
     from dtkit.strategies.splitting import chain
+    from dtkit.strategies.tensor import TensorParallel
 
     found: list[Strategy] = [DataParallel(), ParameterAveraging(every=8), ParameterAveraging(8, OuterSGD())]
     ranks = cluster.world_size
@@ -325,6 +327,11 @@ def candidates(cluster: Cluster, model: Any) -> list[Strategy]:
         found.append(Sharded())
     if ranks > 1 and not isinstance(model, Replicas) and len(chain(model)) >= ranks:
         found.append(Pipeline(ranks, 2 * ranks))
+    if ranks > 1 and not isinstance(model, Replicas):
+        with contextlib.suppress(ValueError):
+            slices = TensorParallel(ranks)
+            slices.check_model(model)
+            found.append(slices)
     return found
 
 
@@ -421,16 +428,23 @@ def check_fits(cluster: Cluster, model: Any, optimizer: Callable[..., Any], stra
 
 
 def _lack(strategy: Strategy, fact: Facts, rooms: Sequence[Room]) -> tuple[int, int, int] | None:
-    if strategy.partial:  # it is mapped, and taken apart
-        fact = dataclasses.replace(fact, sent=0)
-    if getattr(strategy, "find_unused_parameters", False):  # what is never used has no gradient and no state
-        fact = dataclasses.replace(fact, gradients=0, state=0, shapes=())
+    fact = _as_certain(strategy, fact)
     cost = strategy.cost(fact, Benchmark.unmeasured(len(rooms)))
     return plans.shortage([fact.sent + cost.certain] * len(rooms), rooms)
 
 
+def _as_certain(strategy: Strategy, fact: Facts) -> Facts:
+    """What of these facts is certain of a strategy."""
+    if strategy.partial:  # it is mapped, and taken apart
+        fact = dataclasses.replace(fact, sent=0)
+    if getattr(strategy, "find_unused_parameters", False):  # what is never used has no gradient and no state
+        fact = dataclasses.replace(fact, gradients=0, state=0, shapes=())
+    return fact
+
+
 def _refusal(name: str, strategy: Strategy, fact: Facts, lack: tuple[int, int, int], others: Sequence[Strategy]) -> str:
     rank, needed, free = lack
+    fact = _as_certain(strategy, fact)
     parts = plans.parts_text(strategy.cost(fact, Benchmark.unmeasured(1)), fact.sent)
     if others:
         remedy = f"These would fit: {', '.join(map(repr, others))}"

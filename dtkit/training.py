@@ -79,6 +79,8 @@ def train(cluster: Cluster, model: Any, data: Any, options: Options) -> Run:
     _check_model(cluster, model)
     if not isinstance(model, Replicas):
         strategy.check_model(model)
+        if (shown := strategy.preview(model)) is not None:
+            print(shown)  # noqa: T201 - a plan is shown before it is used
     resumption = None if options.resume is None else resuming.find(options.resume, model)
     loading = Loading(options.workers, options.pin_memory, options.prefetch)
     program = _program(cluster, options, strategy)

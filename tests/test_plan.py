@@ -594,6 +594,20 @@ def test_a_plan_of_a_model_that_the_strategy_can_t_take(cluster: dtkit.Cluster):
         ask(cluster, nn.Linear(100, 10), strategies=[dtkit.Pipeline(2, 4)])
 
 
+def test_slices_are_compared_where_the_model_can_be_cut_so(cluster: dtkit.Cluster):
+    pairs = nn.Sequential(nn.Linear(100, 20), nn.ReLU(), nn.Linear(20, 10))
+    assert "TensorParallel(ways=2)" in ask(cluster, pairs).strategies
+    assert "TensorParallel(ways=2)" not in ask(cluster, nn.Linear(100, 10)).strategies
+
+
+def test_what_a_refusal_lists_adds_up(cluster: dtkit.Cluster, engines: FakeTransport):
+    engines.memory_free = 200_000
+    strategy = dtkit.Pipeline(1, 4, replicas=2)
+    refusal = r"it needs 355 kB .*\(parameters 88\.8 kB, gradients 88\.8 kB, optimiser state 178 kB\)"
+    with pytest.raises(ValueError, match=refusal):  # the model as it was sent is mapped
+        planning.check_fits(cluster, perceptron(), adam, strategy)
+
+
 def test_what_slices_send_is_not_told_as_nothing(cluster: dtkit.Cluster):
     strategies = [dtkit.TensorParallel(2), dtkit.DataParallel()]
     found = ask(cluster, strategies=strategies)

@@ -73,6 +73,16 @@ def test_a_run_takes_every_step_once_and_ends(cluster, engines):
     assert dispatches(engines, 0) == dispatches(engines, 1)
 
 
+def test_a_plan_that_was_asked_for_by_auto_is_shown_before_it_is_used(cluster, capsys):
+    net = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 2))
+    how = {"loss": nn.CrossEntropyLoss(), "optimizer": torch.optim.SGD, "batch_size": 16, "steps": 3, "start": False}
+    cluster.train(net, ROWS, strategy=dtkit.TensorParallel(2), **how)
+    assert "colwise" not in capsys.readouterr().out
+    strategy = dtkit.TensorParallel(2, plan="auto")
+    cluster.train(net, ROWS, strategy=strategy, **how)
+    assert repr(strategy.plan_for(net)) in capsys.readouterr().out
+
+
 def test_dispatches_start_with_one_step_and_grow_to_what_one_should_last(cluster, engines):
     run = train(cluster, steps=200)  # of 50 ms each
     run.wait(10)

@@ -165,6 +165,12 @@ def test_nothing_to_cut():
         tensor_plan.auto(Convolution(), 2)
 
 
+def test_what_does_not_divide_is_named_first():
+    net = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 2))
+    with pytest.raises(ValueError, match=r"(?s)by itself: these do not divide by 3.*32.*Use other ways, or say"):
+        tensor_plan.auto(net, 3)
+
+
 # -- a user's plan -------------------------------------------------------------------------------------------
 
 

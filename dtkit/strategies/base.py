@@ -136,6 +136,10 @@ class Strategy(abc.ABC):
     def check_model(self, model: torch.nn.Module) -> None:  # noqa: B027 - most strategies take any model
         """Raise ValueError for a model that it can't place, as far as can be seen of it in the notebook."""
 
+    def preview(self, model: torch.nn.Module) -> Any:  # noqa: ARG002 - most have nothing to show
+        """What to show of `model` before training begins: a table; None where nobody asked for one."""
+        return None
+
     def caveats(self) -> tuple[str, ...]:
         """Why its training is not that of one process even in exact arithmetic, or far less exact; mostly nothing."""
         return ()

@@ -71,7 +71,8 @@ class _Walk:
         missed = [name for name, layer in self._layers if id(layer) not in self._seconds]
         if missed:
             raise ValueError(
-                f"{', '.join(missed)} took no part in the model's forward pass, so it is no chain of layers"
+                f"{', '.join(missed)} took no part in the model's forward pass, so it is no chain of layers. Leave "
+                "out what is not called, name where to cut (split=[...]), or use strategy=dtkit.Sharded()"
             )
         places = [id(layer) for _, layer in self._layers]
         return tuple(self._seconds[key] / places.count(key) for key in places)

@@ -18,6 +18,7 @@ import dataclasses
 import datetime as dt
 import logging
 import re
+import textwrap
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -137,12 +138,19 @@ def _traced(
     return [Piece(module, route, form) for module, route in zip(modules, found, strict=True)]
 
 
+_PLACE = re.compile(r'File "([^"]+)", line (\d+), in \w+\s*\n\s*(.+)')
 _AGAIN = re.compile(r"@\d+")
 
 
 def _first_line(error: BaseException) -> str:
+    """Of an exporter's error, and the last line of the user's code that it names."""
     lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return lines[0].strip()[:300]
+    first = textwrap.shorten(lines[0], 200, placeholder=" …")
+    own = [found for found in _PLACE.findall(str(error)) if "/torch/" not in found[0]]
+    if not own:
+        return first
+    path, line, code = own[-1]
+    return f"{first} (at {path.rpartition('/')[2]}:{line}: {code.strip()})"
 
 
 def moved(part: Part, model: nn.Module, device: torch.device) -> Part:

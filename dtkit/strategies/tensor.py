@@ -66,8 +66,9 @@ class TensorParallel(Slicing):
         Slices of each layer: ranks that share one replica of the model.
     plan
         {module name: style} with the styles of :mod:`dtkit.strategies.tensor_plan` ("colwise", "rowwise", ...), or
-        torch's own ``ParallelStyle`` objects; ``*`` stands for one part of a name. Or "auto" (the default), which
-        looks for pairs of layers and for attention: :meth:`plan_for` shows what it finds.
+        torch's own ``ParallelStyle`` objects; ``*`` stands for one part of a name. Or "auto", which looks for pairs
+        of layers and for attention, and is what is done without a plan: :meth:`plan_for` shows what it finds, and
+        where you say "auto" yourself, that is printed before training begins.
     replicas
         Groups of `ways` ranks, each with samples of its own: `ways` x `replicas` is the world size.
     clip_norm
@@ -107,6 +108,10 @@ class TensorParallel(Slicing):
         if isinstance(self.plan, dict):
             return tensor_plan.check(model, self.ways, self.plan)
         return tensor_plan.auto(model, self.ways)
+
+    def preview(self, model: nn.Module) -> Plan | None:
+        """The plan that was asked for by "auto"."""
+        return self.plan_for(model) if self.plan == "auto" else None
 
     def cost(self, facts: Facts, benchmark: Benchmark) -> Cost:
         """By the plan for the model; where the notebook does not have it, as if all matrices were cut, and only these.

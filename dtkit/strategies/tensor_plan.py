@@ -248,11 +248,15 @@ def auto(model: nn.Module, ways: int) -> Plan:
             _take(model, ways, whole_names, note, styles, notes)
     if not styles:
         reasons = "".join(f"\n  {name or '(itself)'}: {note}" for name, note in notes.items())
+        looked = (
+            f"these do not divide by {ways}, or can't be cut for other reasons:{reasons}\nUse other ways"
+            if reasons
+            else "it looks for two Linear layers with nothing but an activation between them, for "
+            "nn.MultiheadAttention, and for attention with q, k, v and an output layer. Use another strategy"
+        )
         raise ValueError(
             f"TensorParallel({ways}) finds nothing in {type(model).__name__} that it could cut into {ways} by itself: "
-            "it looks for two Linear layers with nothing but an activation between them, for nn.MultiheadAttention, "
-            "and for attention with q, k, v and an output layer. Say what to cut, as in "
-            f"plan={{'fc1': 'colwise', 'fc2': 'rowwise'}}{reasons}"
+            f"{looked}, or say what to cut, as in plan={{'fc1': 'colwise', 'fc2': 'rowwise'}}"
         )
     return Plan(type(model).__name__, ways, styles, _rows(model, ways, styles, notes))
 

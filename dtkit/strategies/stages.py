@@ -119,13 +119,13 @@ def _traced(
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         starts = dict.fromkeys(begins, pipelining.SplitPoint.BEGINNING)
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with FakeTensorMode(allow_non_fake_inputs=True) as fake:
             shapes = {id(t): blank(t, device) for t in (*model.parameters(), *model.buffers(), *inputs)}
-            like = tuple(shapes[id(t)] for t in inputs)
-            with torch.random.fork_rng([]):
-                form = tree_flatten(copy.deepcopy(model, dict[int, Any](shapes))(*like))[1]
-        view = copy.deepcopy(model, dict[int, Any](shapes))  # torch marks split points in what it is given
-        return pipelining.pipeline(view, like, split_spec=starts), form
+        like = tuple(shapes[id(t)] for t in inputs)
+        view, marked = (copy.deepcopy(model, dict[int, Any](shapes)) for _ in range(2))
+        with fake, torch.random.fork_rng([]):
+            form = tree_flatten(view(*like))[1]
+        return pipelining.pipeline(marked, like, split_spec=starts), form  # torch marks split points in the model
 
     pipe, form = attempt(trace, refuse)
     if pipe.num_stages != len(begins) + 1:

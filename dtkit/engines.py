@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 
 LEASE_S, JOB_LEASE_S = 60.0, 1800.0
 _BEAT_MS = 500
+SILENT_S = 8.0
+"""After so long without a heartbeat an engine is given up. That its process has ended is known at once, by other ways:
+this is for one that is stopped, and nothing may wait for that over 10 s without a word, not even as a group forms."""
 _HUB_RECORDS = 256  # of requests and results that the hub keeps, for nobody: they must not grow all the while
 
 
@@ -238,6 +241,7 @@ class StartedEngines(Engines):
             log_level=50,
             controller_args=[
                 f"--HeartMonitor.period={_BEAT_MS}",  # engines are registered on a beat
+                f"--HeartMonitor.max_heartmonitor_misses={round(SILENT_S * 1000 / _BEAT_MS)}",
                 "--IPController.enable_curve=True",
                 f"--DictDB.record_limit={_HUB_RECORDS}",
             ],
@@ -447,7 +451,7 @@ def _until(condition: Callable[[], bool], timeout: float) -> bool:
     return True
 
 
-def _lost(rank: int, why: str = "its process has ended") -> Reply:
+def _lost(rank: int, why: str = f"its process has ended, or was silent for {SILENT_S:.0f} s") -> Reply:
     message = f"the engine of rank {rank} is gone: {why}. cluster.repair() starts another one in its place"
     return Reply(failure=Failure(rank, "?", "EngineLost", message, "", kind="lost"))
 

@@ -32,10 +32,10 @@ def split(blocked: Sequence[np.ndarray], offsets: Sequence[float] | None = None)
     if offsets is not None:
         ahead = np.asarray(offsets)[:, None, None]
         begin, end = begin - ahead, end - ahead
+    rank, step, _ = known = np.nonzero(~np.isnan(among))
+    numbers, number = np.unique(among[known], return_inverse=True)
     latest = np.full_like(begin, np.nan)
-    for number in np.unique(among[~np.isnan(among)]):
-        own = among == number
-        latest[own] = _latest(begin, own)[own]
+    latest[known] = _latest(begin[known], rank, step * len(numbers) + number.reshape(-1))
     waiting = np.clip(np.minimum(latest, end) - begin, 0, None)
     return np.nansum(waiting, axis=2), np.nansum(np.clip(end - begin - waiting, 0, None), axis=2)
 
@@ -44,13 +44,22 @@ def _padded(spans: np.ndarray, places: int) -> np.ndarray:
     return np.pad(spans, ((0, 0), (0, places - spans.shape[1]), (0, 0)), constant_values=np.nan)
 
 
-def _latest(begin: np.ndarray, own: np.ndarray) -> np.ndarray:
-    """When the last rank came to each of those that are `own`; all of shape (ranks, steps, collectives)."""
-    which = np.maximum(np.cumsum(own, axis=2) - 1, 0)
-    step = np.broadcast_to(np.arange(begin.shape[1])[:, None], begin.shape)
-    found = np.full(begin.shape[1:], -np.inf)
-    np.maximum.at(found, (step[own], which[own]), begin[own])
-    latest: np.ndarray = found[step, which]
+def _latest(begin: np.ndarray, rank: np.ndarray, meeting: np.ndarray) -> np.ndarray:
+    """When the last rank came to each of these, which are in order on each rank.
+
+    `meeting` is a number for a step and the ranks that meet in it.
+    """
+    if not len(begin):
+        return begin
+    whose = meeting * (rank.max() + 1) + rank
+    order = np.argsort(whose, kind="stable")
+    first = np.flatnonzero(np.diff(whose[order], prepend=-1))
+    which = np.empty_like(order)
+    which[order] = np.arange(len(order)) - np.repeat(first, np.diff(np.append(first, len(order))))
+    collective = meeting * (which.max() + 1) + which
+    found = np.full(collective.max() + 1, -np.inf)
+    np.maximum.at(found, collective, begin)
+    latest: np.ndarray = found[collective]
     return latest
 
 
@@ -63,7 +72,7 @@ def cut(spans: np.ndarray) -> np.ndarray:
     at = np.flatnonzero(np.char.startswith(spans["phase"], SYNC))
     if not len(at):
         return spans
-    own = spans[at]
+    own = spans[at[np.argsort(spans["begin"][at], kind="stable")]]
     waits, rest = own.copy(), own.copy()
     waits["phase"] = WAIT
     waits["end"] = rest["begin"] = np.clip(_arrived(own), own["begin"], own["end"])
@@ -73,13 +82,9 @@ def cut(spans: np.ndarray) -> np.ndarray:
 
 def _arrived(own: np.ndarray) -> np.ndarray:
     """When the last rank came to each of these collectives: its own begin, where that is not known."""
-    found = own["begin"].copy()
-    kinds = np.unique(own[["step", "phase"]], return_inverse=True)[1].reshape(-1)
-    for number in range(int(kinds.max()) + 1):
-        same = np.flatnonzero(kinds == number)
-        same = same[np.lexsort((own["begin"][same], own["rank"][same]))]
-        ranks, counts = np.unique(own["rank"][same], return_counts=True)
-        if len(set(counts.tolist())) == 1:
-            latest = own["begin"][same].reshape(len(ranks), -1).max(axis=0)
-            found[same] = np.tile(latest, len(ranks))
-    return found
+    meeting = np.unique(own[["step", "phase"]], return_inverse=True)[1].reshape(-1)
+    ranks, rank = np.unique(own["rank"], return_inverse=True)
+    counts = np.zeros((meeting.max() + 1, len(ranks)), int)
+    np.add.at(counts, (meeting, rank), 1)
+    uneven = (counts != counts.max(axis=1, keepdims=True)) & (counts > 0)
+    return np.where(uneven.any(axis=1)[meeting], own["begin"], _latest(own["begin"], own["rank"], meeting))

@@ -26,6 +26,9 @@ _RECEIVES = 2  # from here on in PHASES; the odd ones are backward
 WAIT = "wait"
 """What a part of these is, once it is known when the other rank began."""
 
+SYNC = "sync"
+"""What a rank marks while it is blocked in a collective; among fewer than all, followed by the ranks: "sync 0-1"."""
+
 MESSAGE = np.dtype(
     [
         ("step", "i4"),
@@ -40,8 +43,9 @@ MESSAGE = np.dtype(
 
 
 def kind(phase: str) -> str:
-    """A phase, of a message without its direction: "send" or "receive"."""
-    return phase.partition(" ")[0] if phase in PHASES else phase
+    """A phase; of a message without its direction ("send" or "receive"), of a collective without its ranks."""
+    first = phase.partition(" ")[0]
+    return first if first == SYNC or phase in PHASES else phase
 
 
 def cut(spans: np.ndarray, ranks: int) -> np.ndarray:

@@ -266,7 +266,8 @@ class Advance:
     astray: Astray = ()
     """With "nonfinite", of a model in stages: what this rank's made that is not finite."""
     blocked: object = None
-    """(steps, collectives, 2): when this rank was blocked, from and to, in seconds on its clock; NaN for none."""
+    """(steps, collectives, 3): when this rank was blocked, from and to, in seconds on its clock, and a number for the
+    ranks among which; NaN for none."""
     messages: object = None
     """When this rank was in which message to or from another stage: an array of dtype ``messages.MESSAGE``; None
     without any."""

@@ -18,8 +18,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-import numpy as np
-
 from dtkit import handover, pieces, placing
 from dtkit.boundary import notify
 from dtkit.driver import ANEW, Driver, Route
@@ -238,11 +236,10 @@ class Run:
     @property
     def timeline(self) -> Timeline:
         """What every rank did when, in the last steps: a picture, and in a pipeline the bubble."""
-        from dtkit.messages import cut
-        from dtkit.timeline import SPAN, Timeline, merge
+        from dtkit import messages, waiting
+        from dtkit.timeline import Timeline, merge
 
-        parts, clocks = self._driver.spans
-        spans = cut(merge(parts, clocks), self.history.copies) if parts else np.empty(0, SPAN)
+        spans = waiting.cut(messages.cut(merge(*self._driver.spans), self.history.copies))
         return Timeline(spans, schedule=self._extras.schedule, title=f" of {self.spec.name}")
 
     def trace(self, path: str | Path) -> None:

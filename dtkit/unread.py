@@ -32,7 +32,7 @@ Left = list[tuple[Advance, list[Any]]]
 """As a dispatch returns it, as far as a history needs it: rows, when they were blocked and in what, and what was
 printed."""
 
-_SPAN = 2 * 8  # bytes of a begin and an end
+_SPAN = 3 * 8  # bytes of a begin, an end, and among whom
 
 
 class Unread:
@@ -126,7 +126,7 @@ def _unpacked(path: Path, rank: int) -> tuple[Advance, list[Any]] | None:
         if count < 1 or len(data) != ends[-1]:
             return None
         rows = np.frombuffer(data[: ends[0]], ROW).copy()
-        blocked = None if places is None else np.frombuffer(data[ends[0] : ends[1]], "f8").reshape(count, places, 2)
+        blocked = None if places is None else np.frombuffer(data[ends[0] : ends[1]], "f8").reshape(count, places, 3)
         messages = None if sent is None else np.frombuffer(data[ends[1] :], MESSAGE)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None

@@ -48,6 +48,8 @@ SLEEPS: dict[str, str] = {  # "file: function" -> why this isn't a wait in disgu
     "tests/bench/link.py: _namespace": "looks every 10 ms whether a process has left our network, 10 s at most",
     "tests/cluster/test_speed.py: costly": "a declared cost that differs between ranks",
     "tests/cluster/test_insight.py: costly": "a step of a declared cost, as a machine under load promises no other",
+    "tests/cluster/test_waiting.py: costly": "the same",
+    "tests/cluster/test_waiting.py: uneven": "a declared cost that differs between ranks",
     "tests/cluster/test_recovery.py: sleep_for_long": "what is tested: a rank that sleeps in the midst of a step",
     "tests/cluster/test_leftovers.py: hold_the_interpreter": "what is tested: an engine that holds the GIL for ever",
 }

@@ -8,6 +8,7 @@ import pytest
 from dtkit import waiting
 from dtkit.engine.phases import BETWEEN, Phases, blocked, durations, messages, spans
 from dtkit.engine.probe import Clock
+from dtkit.timeline import SPAN
 
 
 class Ticking(Clock):
@@ -56,7 +57,7 @@ def test_a_collective_in_the_midst_of_a_phase_is_taken_out_of_it():
     assert (phases.now, phases.around) == ("forward", "forward")
     marks = phases.finish()
     assert durations(marks, Clock()) == {"forward": 2 + 1, "sync": 3, "step": 6}
-    assert blocked([marks], Clock()).tolist() == [[[2, 5]]]
+    assert blocked([marks], Clock()).tolist() == [[[2, 5, -1]]]
 
 
 def test_a_collective_between_steps_is_not_marked():
@@ -81,10 +82,10 @@ def test_a_failed_step_leaves_no_mark_in_the_next():
 def test_times_of_blocking_are_kept_and_padded():
     twice = [("sync", 1), ("backward", 2), ("sync", 5), ("update", 6), ("end", 7)]
     found = blocked(steps(STEP, twice), Clock())
-    assert found.shape == (2, 2, 2)
-    assert found[0, 0].tolist() == [7, 12]
+    assert found.shape == (2, 2, 3)
+    assert found[0, 0].tolist() == [7, 12, -1]
     assert np.isnan(found[0, 1]).all()
-    assert found[1].tolist() == [[1, 2], [5, 6]]
+    assert found[1].tolist() == [[1, 2, -1], [5, 6, -1]]
 
 
 def test_messages_are_told_by_step_and_what_is_between_phases_is_left_out():
@@ -103,12 +104,11 @@ def test_messages_are_told_by_step_and_what_is_between_phases_is_left_out():
 
 def test_no_collective_at_all():
     [marks] = steps([("forward", 0), ("end", 1)])
-    assert blocked([marks], Clock()).shape == (1, 0, 2)
+    assert blocked([marks], Clock()).shape == (1, 0, 3)
 
 
 def test_a_slowed_rank_sleeps_in_proportion_to_its_computing(monkeypatch):
-    slept = []
-    monkeypatch.setattr("dtkit.engine.phases.time.sleep", slept.append)
+    slept = sleeping(monkeypatch, late=0.0)
     phases = Phases(Ticking(range(100)))
     phases.slowness = 3.0
     for phase in ("data", "forward", "backward", "sync", "update"):
@@ -117,9 +117,79 @@ def test_a_slowed_rank_sleeps_in_proportion_to_its_computing(monkeypatch):
     assert slept == [2.0, 2.0]  # one tick of forward and one of backward, twice again; nothing for the rest
 
 
+def test_waiting_in_a_collective_is_not_slowed(monkeypatch):
+    slept = sleeping(monkeypatch, late=0.0)
+    phases = Phases(Ticking([0, 1, 2, 3, 100, 101, 102, 103]))
+    phases.slowness = 3.0
+    phases.enter("forward")
+    phases.block()
+    phases.unblock()
+    phases.finish()
+    assert slept == [2.0, 2.0]
+
+
+def test_a_slowed_rank_is_late_before_it_begins_what_others_wait_for(monkeypatch):
+    slept = sleeping(monkeypatch, late=0.0)
+    phases = Phases(Ticking(range(100)))
+    phases.catch_up()  # between steps
+    phases.enter("forward", (0, 1))
+    phases.catch_up()  # not slowed
+    phases.slowness = 3.0
+    phases.catch_up()
+    assert slept == [2.0]
+    phases.enter("sync")
+    phases.catch_up()
+    marks = phases.finish()
+    assert slept == [2.0, 2.0]  # each part of the pass once
+    assert [(phase, where) for phase, _, where in marks] == [
+        ("forward", (0, 1)), ("sync", None), ("end", None)
+    ]  # fmt: skip
+
+
+def test_what_was_slept_too_much_is_taken_off_the_next_pieces(monkeypatch):
+    slept = sleeping(monkeypatch, late=3.0)
+    phases = Phases(Ticking(range(100)))
+    phases.slowness = 3.0
+    for phase in ("forward", "sync") * 6:
+        phases.enter(phase)
+    phases.finish()
+    assert sum(slept) + 3.0 * len(slept) == pytest.approx(2.0 * 6, abs=3.0)
+    assert len(slept) < 6
+
+
+def sleeping(monkeypatch, late):
+    """What is slept of each time, as asked for; it takes longer by `late`."""
+    slept = []
+
+    def sleep(seconds):
+        slept.append(seconds)
+        return seconds + late
+
+    monkeypatch.setattr("dtkit.engine.phases._slept", sleep)
+    return slept
+
+
+def test_a_collective_among_some_ranks_says_which():
+    phases = Phases(Ticking([0, 1, 2, 4, 5, 7]))
+    phases.enter("forward")
+    phases.block((2, 3))
+    phases.unblock()
+    phases.enter("sync")
+    phases.block((2, 3))  # in the midst of a collective: it goes on
+    phases.unblock()
+    marks = phases.finish()
+    assert [(s["phase"], s["begin"], s["end"]) for s in spans([(0, marks)], 2, Clock())] == [
+        ("forward", 0, 1), ("sync 2-3", 1, 2), ("forward", 2, 4), ("sync", 4, 5)
+    ]  # fmt: skip
+    assert {(int(s["stage"]), int(s["micro_batch"])) for s in spans([(0, marks)], 2, Clock())} == {(-1, -1)}
+    [[[*inner, number], [*all_, everybody]]] = blocked([marks], Clock()).tolist()
+    assert (inner, all_) == ([1, 2], [4, 5])
+    assert everybody == -1 != number
+
+
 def of_rank(*spans):
     """One rank's blocked times: one collective a step."""
-    return np.array(spans, float).reshape(len(spans), 1, 2)
+    return np.array([(*span, -1) for span in spans], float).reshape(len(spans), 1, 3)
 
 
 def test_the_last_to_come_waits_for_nobody():
@@ -143,8 +213,8 @@ def test_clocks_of_several_hosts_are_put_right():
 
 
 def test_several_collectives_in_a_step_and_steps_with_fewer():
-    one = np.array([[[0, 2], [4, 6]], [[0, 1], [np.nan, np.nan]]], float)
-    other = np.array([[[1, 2], [3, 6]], [[0.5, 1], [np.nan, np.nan]]], float)
+    one = np.array([[[0, 2, -1], [4, 6, -1]], [[0, 1, -1], [np.nan] * 3]], float)
+    other = np.array([[[1, 2, -1], [3, 6, -1]], [[0.5, 1, -1], [np.nan] * 3]], float)
     waits, transfers = waiting.split([one, other])
     assert waits.tolist() == [[1, 0.5], [1, 0]]
     assert transfers.tolist() == [[3, 0.5], [3, 0.5]]
@@ -152,6 +222,49 @@ def test_several_collectives_in_a_step_and_steps_with_fewer():
 
 @pytest.mark.parametrize("steps", [0, 3])
 def test_ranks_that_never_met(steps):
-    waits, transfers = waiting.split([np.empty((steps, 0, 2))] * 2)
+    waits, transfers = waiting.split([np.empty((steps, 0, 3))] * 2)
     assert waits.shape == transfers.shape == (2, steps)
     assert not waits.any()
+
+
+LEFT, RIGHT, ALL = 1, 2, -1
+REPLICAS = [
+    [(0, 2, LEFT), (10, 12, ALL)],
+    [(1, 2, LEFT), (9, 12, ALL)],
+    [(5, 7, RIGHT), (7.5, 8, RIGHT), (8, 12, ALL)],  # a micro-batch more
+    [(5, 7, RIGHT), (7, 8, RIGHT), (11, 12, ALL)],
+]
+"""Of two replicas of two ranks each, what each rank is blocked in: begin, end, among whom."""
+
+
+def test_ranks_wait_for_those_of_their_own_replica():
+    waits, transfers = waiting.split([np.array([rank], float) for rank in REPLICAS])
+    assert waits[:, 0].tolist() == [1 + 1, 0 + 2, 0 + 0 + 3, 0 + 0.5 + 0]
+    assert transfers[:, 0].tolist() == [1 + 1, 1 + 1, 2 + 0.5 + 1, 2 + 0.5 + 1]
+
+
+def as_spans(ranks):
+    """The same as a timeline has it."""
+    names = {LEFT: "sync 0-1", RIGHT: "sync 2-3", ALL: "sync"}
+    found = [(5, r, names[who], -1, -1, begin, end) for r, own in enumerate(ranks) for begin, end, who in own]
+    return np.array([*found, (5, 0, "forward", -1, -1, 2, 10)], SPAN)
+
+
+def test_waiting_is_cut_off_the_spans_of_collectives():
+    found = waiting.cut(as_spans(REPLICAS))
+    told = [[(s["phase"], s["begin"], s["end"]) for s in found[found["rank"] == rank]] for rank in (0, 3)]
+    assert told[0] == [
+        ("wait", 0, 1), ("sync 0-1", 1, 2), ("forward", 2, 10), ("wait", 10, 11), ("sync", 11, 12)
+    ]  # fmt: skip
+    assert told[1] == [("sync 2-3", 5, 7), ("wait", 7, 7.5), ("sync 2-3", 7.5, 8), ("sync", 11, 12)]
+    assert np.array_equal(waiting.cut(found), found)
+    lengths = [float((found["end"] - found["begin"])[found["rank"] == r].sum()) for r in (1, 2, 3)]
+    assert lengths == [4, 6.5, 4]
+
+
+def test_spans_of_a_rank_that_failed_are_not_cut():
+    found = as_spans([REPLICAS[0], REPLICAS[1][:1]])
+    assert waiting.cut(found)["phase"].tolist().count("wait") == 1  # of what both were in
+    alone = found[found["rank"] == 0]
+    assert "wait" not in waiting.cut(alone)["phase"]
+    assert not len(waiting.cut(found[:0]))

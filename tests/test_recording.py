@@ -18,7 +18,7 @@ def advance(rank: int, steps: int, begun: float) -> Advance:
     """Each step is blocked for a second from `begun` on, on the rank's own clock."""
     rows = np.zeros(steps, ROW)
     rows["step"], rows["rank"] = range(steps), rank
-    blocked = np.array([[[begun + step, begun + step + 1.0]] for step in range(steps)])
+    blocked = np.array([[[begun + step, begun + step + 1.0, -1]] for step in range(steps)])
     return Advance(rows, steps, 0.1, blocked=blocked)
 
 
@@ -46,7 +46,7 @@ def test_waiting_for_another_stage_is_no_communication():
         sent = [(step, PHASES.index(phase), rank, 0, begin + 10 * step, end + 10 * step) for step in range(3)]
         steps = 3 - rank  # one of them is a step further
         found = advance(rank, steps, 200.0)
-        advances.append(dataclasses.replace(found, messages=np.array(sent, MESSAGE), blocked=np.empty((steps, 0, 2))))
+        advances.append(dataclasses.replace(found, messages=np.array(sent, MESSAGE), blocked=np.empty((steps, 0, 3))))
     recorder.steps([(one, []) for one in advances])
     rows = history.rows()
     for rank, wait, comm in ((0, 0.0, 1.0), (1, 2.0, 0.5)):
@@ -72,7 +72,7 @@ def left(rank: int, start: int, stop: int, said: str = "") -> tuple[Advance, lis
     """A dispatch that nobody has read: blocked in each step from a quarter of a second per rank on."""
     rows = np.zeros(stop - start, ROW)
     rows["step"], rows["rank"] = range(start, stop), rank
-    blocked = np.array([[[step + 0.25 * rank, step + 1.0]] for step in range(start, stop)]).reshape(-1, 1, 2)
+    blocked = np.array([[[step + 0.25 * rank, step + 1.0, -1]] for step in range(start, stop)]).reshape(-1, 1, 3)
     return Advance(rows, stop, 0.1, blocked=blocked), [("text", said)] if said else []
 
 

@@ -39,7 +39,7 @@ def kept(tmp_path: Path, run: Path) -> Unread:
 def advance(start: int, stop: int, places: int = 2, rank: int = RANK) -> Advance:
     rows = np.zeros(stop - start, ROW)
     rows["step"], rows["rank"], rows["loss"], rows["lr"] = range(start, stop), rank, np.nan, 0.1
-    blocked = np.arange((stop - start) * places * 2, dtype="f8").reshape(stop - start, places, 2)
+    blocked = np.arange((stop - start) * places * 3, dtype="f8").reshape(stop - start, places, 3)
     return Advance(rows, stop, 0.1, blocked=blocked)
 
 

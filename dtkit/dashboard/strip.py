@@ -1,7 +1,7 @@
 """What each node did when in the last step, as strips: the live timeline and the kept one draw these.
 
-The time that a node was blocked in a collective is cut where the last node arrived (as in :mod:`dtkit.waiting`): before
-that it waited, after it data moved. Messages between stages are cut already (:mod:`dtkit.messages`): into waiting, and
+The time that a node was blocked in a collective is cut where the last node arrived (:mod:`dtkit.waiting`): before that
+it waited, after it data moved. Messages between stages are cut already (:mod:`dtkit.messages`): into waiting, and
 sending or receiving. What is between phases is left empty. Of many nodes some are shown: those that are asked for, and
 others at equal distances.
 """
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dtkit import messages, units
+from dtkit import messages, units, waiting
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -45,7 +45,7 @@ STRIPS = 16
 SPANS = 1500
 """Spans at most: 15 kB on their way to a page."""
 
-_NAMED = {"sync": "communication", messages.WAIT: "waiting"}
+_NAMED = {messages.SYNC: "communication", messages.WAIT: "waiting"}
 _BOX = np.dtype(
     [("rank", "i4"), ("kind", "u1"), ("stage", "i4"), ("micro_batch", "i4"), ("begin", "f8"), ("end", "f8")]
 )
@@ -73,7 +73,7 @@ def strip(timeline: Timeline | None, wanted: Iterable[int] = ()) -> Strip | None
     if timeline is None or not len(timeline.spans):
         return None
     step = int(timeline.spans["step"].max())
-    spans = timeline.of(step)
+    spans = waiting.cut(timeline.of(step))
     spans = spans[spans["end"] > spans["begin"]]
     if not len(spans):
         return None
@@ -103,30 +103,15 @@ def _boxes(spans: np.ndarray, start: float) -> np.ndarray:
         boxes[name] = spans[name]
     boxes["begin"], boxes["end"] = spans["begin"] - start, spans["end"] - start
     boxes["kind"] = _kinds(spans["phase"])
-    boxes = _cut(boxes[np.lexsort((boxes["begin"], boxes["rank"]))])
     return boxes[np.lexsort((boxes["begin"], boxes["rank"]))]
 
 
 def _kinds(phases: np.ndarray) -> np.ndarray:
     names, place = np.unique(phases, return_inverse=True)
-    known = [_NAMED.get(str(name), messages.kind(str(name))) for name in names]
+    plain = [messages.kind(str(name)) for name in names]
+    known = [_NAMED.get(name, name) for name in plain]
     numbers = [KINDS.index(name) if name in KINDS else KINDS.index("other") for name in known]
     return np.asarray(numbers, "u1")[place]
-
-
-def _cut(boxes: np.ndarray) -> np.ndarray:
-    """Each rank's k-th collective, cut where the last rank began its own; as they are where the counts differ."""
-    sync = np.flatnonzero(boxes["kind"] == KINDS.index("communication"))
-    ranks, counts = np.unique(boxes["rank"][sync], return_counts=True)
-    if len(ranks) < 2 or len(set(counts.tolist())) > 1:
-        return boxes
-    latest = np.tile(boxes["begin"][sync].reshape(len(ranks), -1).max(axis=0), len(ranks))
-    moved = boxes[sync]
-    waits = moved.copy()
-    waits["kind"] = KINDS.index("waiting")
-    waits["end"] = moved["begin"] = np.clip(latest, moved["begin"], moved["end"])
-    both = np.concatenate([np.delete(boxes, sync), waits, moved])
-    return both[both["end"] > both["begin"]]
 
 
 def _planned(timeline: Timeline, step: int, start: float, ranks: tuple[int, ...]) -> np.ndarray:

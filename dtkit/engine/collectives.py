@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import _functional_collectives
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -121,7 +122,8 @@ def _waited(made: Any) -> list[torch.Tensor]:
         if isinstance(leaf, torch.ScriptObject):
             leaf.wait()  # type: ignore[attr-defined]  # a c10d Work
             return results
-    return [torch.ops._c10d_functional.wait_tensor(t) for t in results]  # noqa: SLF001 - torch's own name for it
+    wait: Callable[[Any], torch.Tensor] = vars(_functional_collectives)["wait_tensor"]  # which may be marked just now
+    return [wait(tensor) for tensor in results]
 
 
 def _ranks(args: tuple[Any, ...]) -> tuple[int, ...]:

@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor
 from dtkit.engine.sources import to_device
 from dtkit.mesh import Mesh
 from dtkit.plan import Cost, ring_bytes
+from dtkit.strategies.awaited import among
 from dtkit.strategies.options import check_choice
 from dtkit.strategies.replica import PRECISIONS, Tally
 from dtkit.strategies.sliced import Sliced, Slicing, grid
@@ -327,9 +328,9 @@ class _Collective:
         """Memory for it."""
         return torch.empty(size, dtype=dtype, device=device)
 
-    def _begin(self) -> None:
+    def _begin(self, group: dist.ProcessGroup) -> None:
         if self._phases is not None:
-            self._phases.block()
+            self._phases.block(among(group))
 
 
 class _AllGather(_Collective):
@@ -343,7 +344,7 @@ class _AllGather(_Collective):
         async_op: bool = False,  # noqa: FBT001, FBT002 - torch's signature
     ) -> Any:
         """Gather."""
-        self._begin()
+        self._begin(group)
         work = _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
         if self._phases is not None:
             self._phases.unblock()
@@ -368,7 +369,7 @@ class _CheckedReduceScatter(_Collective):
         """Reduce, or raise ValueError. The sum over replicas follows, and then the hook that ends the mark."""
         if input_tensor.numel() != self._expected:
             raise ValueError(f"a parameter of {self._name} got no gradient: {_ALL_USED}")
-        self._begin()
+        self._begin(group)
         return _reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 

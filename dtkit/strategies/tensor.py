@@ -38,6 +38,7 @@ from dtkit.mesh import Mesh
 from dtkit.plan import Cost, ring_bytes
 from dtkit.strategies import gradients, tensor_plan
 from dtkit.strategies.attention import FusedHeads, Heads, teach_attention
+from dtkit.strategies.awaited import among, marked
 from dtkit.strategies.options import check_count
 from dtkit.strategies.replica import Tally
 from dtkit.strategies.sliced import Sliced, Slicing, grid, local, of_part, squares
@@ -195,6 +196,7 @@ class _Slices(Sliced):
     def _cut(self, model: nn.Module, group: Group) -> None:
         axes = grid(group, self._setting.mesh, self._setting.device)
         self._mates = axes["dp"].get_group() if "dp" in axes else None
+        self._shared = among(axes["tp"].get_group())
         for name, style in self._plan.styles.items():
             module = model.get_submodule(name)
             parallelize_module(module, axes["tp"], torch_style(module, style), src_data_rank=None)
@@ -231,7 +233,8 @@ class _Slices(Sliced):
         """Forward and backward together with the ranks of this replica, a sum over replicas, each slice's update."""
         self._clear()
         tally = Tally(sum(counts))
-        local_gradients = self._local_gradients(batches, tally)
+        with marked(self._phases, self._shared):
+            local_gradients = self._local_gradients(batches, tally)
         total = self._announce(tally)
         self._sum_gradients(local_gradients)
         self._divide(total)

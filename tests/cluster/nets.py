@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from dtkit.timeline import COMPUTING
 from tests.cluster.oracle import BOUND, CLASSES, FEATURES, mlp, momentum
 
 if TYPE_CHECKING:
@@ -324,12 +325,12 @@ def quickly(seconds: float) -> Iterator[None]:
 
 
 def forwards(run: dtkit.Run) -> list[int]:
-    """How many micro-batches each rank took in the last step, as the timeline saw it; "sync" may part a pass in two."""
+    """How many micro-batches each rank took in the last step, as the timeline saw it; collectives may part a pass."""
     last = run.timeline.steps[-1]
     found = []
     for rank in run.timeline.ranks:
         phases = [s["phase"] for s in sorted(run.timeline.of(last, rank), key=lambda s: s["begin"])]
-        passes = [phase for phase, _ in itertools.groupby(phase for phase in phases if phase != "sync")]
+        passes = [phase for phase, _ in itertools.groupby(phase for phase in phases if phase in COMPUTING)]
         found.append(passes.count("forward"))
     return found
 

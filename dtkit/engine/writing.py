@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import threading
 import time
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from dtkit.engine.trainer import Job
 
 PATIENCE_S = 600.0  # for the save before
+_ROOM = 4096  # bytes: an error fits in
 _TORN = "an update of its parameters failed half-way, so they are of no step"
 
 
@@ -58,6 +60,7 @@ class Writer:
             captured = capture(job) if captured is None else captured
         except Unsavable as problem:
             error = str(problem)
+        error = error or _reserve(Path(folder), rank)
         if error is None and captured is not None:
             self._thread = threading.Thread(target=_write, args=(Path(folder), rank, captured), name="dtkit-checkpoint")
             self._thread.start()
@@ -88,16 +91,36 @@ def _write(folder: Path, rank: int, captured: Captured) -> None:
     """Write a rank's file, and then what came of it."""
     path = folder / rank_file(rank)
     try:
-        report = _report(path, captured)
+        _tell(folder, rank, _report(path, captured))
     except (OSError, MemoryError) as error:
         with contextlib.suppress(OSError):
-            path.unlink()  # a full disk then has room for the word that it was full
+            path.unlink()
         why = error.strerror if isinstance(error, OSError) and error.strerror else type(error).__name__
-        report = {"error": f"rank {rank} on {socket.gethostname()}: {why}"}
-    with contextlib.suppress(OSError):  # then the notebook misses the report, and says so
-        unready = folder / f".{report_file(rank)}"
-        write_text(unready, json.dumps(report))
-        unready.replace(folder / report_file(rank))
+        with contextlib.suppress(OSError):  # then the notebook misses the report, and says so
+            _tell(folder, rank, {"error": f"rank {rank} on {socket.gethostname()}: {why}"})
+
+
+def _reserve(folder: Path, rank: int) -> str | None:
+    """Make room for the word of what came of it, which a full disk would not take: why that can't be done, if so."""
+    try:
+        write_text(_unready(folder, rank), " " * _ROOM)
+    except OSError as error:
+        return error.strerror or type(error).__name__
+    return None
+
+
+def _tell(folder: Path, rank: int, report: Mapping[str, Any]) -> None:
+    """In the room that is there, as far as it goes; under its name once it is whole."""
+    with _unready(folder, rank).open("r+", encoding="utf-8") as file:
+        file.write(json.dumps(report))
+        file.flush()
+        os.fsync(file.fileno())
+        file.truncate()
+    _unready(folder, rank).replace(folder / report_file(rank))
+
+
+def _unready(folder: Path, rank: int) -> Path:
+    return folder / f".{report_file(rank)}"
 
 
 def _report(path: Path, captured: Captured) -> dict[str, Any]:

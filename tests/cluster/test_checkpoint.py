@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import resource
@@ -287,6 +288,28 @@ def test_a_disk_that_is_full_costs_the_checkpoint_and_nothing_else(cluster2: dtk
     again.step()
     again.save(small_disk)
     assert dtkit.Checkpoint(small_disk).step == 21
+
+
+def test_a_disk_that_takes_some_of_a_checkpoint_names_what_it_lacks(cluster2: dtkit.Cluster, small_disk: Path):
+    """Wherever it ends: at a rank's tensors, or at the word of what came of them. Nobody waits for what never comes."""
+    run = small.train(cluster2, steps=60, start=False)
+    run.step(2)
+    filler, came = small_disk / "filler", []
+    for left in range(1, 40, 3):  # blocks
+        with contextlib.suppress(OSError):
+            filler.write_bytes(bytes(2**20))
+        os.truncate(filler, filler.stat().st_size - left * 4096)
+        try:
+            came.append(run.save(small_disk / "saved").step)
+        except dtkit.CheckpointError:
+            came.append(None)
+        shutil.rmtree(small_disk / "saved", ignore_errors=True)
+    assert None in came
+    assert 2 in came
+    errors = [event for event in run.history.events if event.kind == "error"]
+    assert len(errors) == came.count(None)
+    assert all("No space left" in event.text for event in errors)
+    assert max(later.time - earlier.time for earlier, later in itertools.pairwise(errors)) < 60
 
 
 def test_a_disk_that_is_full_below_the_cluster_itself_costs_the_run_nothing(

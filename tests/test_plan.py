@@ -550,7 +550,9 @@ def test_a_limit_holds_in_users_work_and_not_while_groups_are_formed_amid_it(lim
     assert soft() == most
 
 
-def test_an_answer_has_room_where_work_has_used_the_limit_up(limited: limits.Allowance, monkeypatch: pytest.MonkeyPatch):
+def test_an_answer_has_room_where_work_has_used_the_limit_up(
+    limited: limits.Allowance, monkeypatch: pytest.MonkeyPatch
+):
     most = soft()
     monkeypatch.setattr(limits, "_data_bytes", lambda: most + MB)  # threads' stacks took more than there was
     for doing in (limited.kept, limited.waived):

@@ -6,8 +6,9 @@ so that the process has none).
 
 The limit is on what users' work allocates. What dtkit needs to get out of a failure must not be refused for want of
 memory. Above all threads, whose stacks of 8 MB count: a process group has three, and where the second one of gloo's
-workers can't be started, C++ ends the process instead of raising (ProcessGroupGloo's constructor unwinds past the first
-one, which runs). So the limit is lifted while groups are made and jobs let go of, and an answer has some room beyond it.
+workers can't be started, C++ ends the process instead of raising (ProcessGroupGloo's constructor unwinds past the
+first one, which runs). So the limit is lifted while groups are made and jobs let go of, and an answer has some room
+beyond it.
 """
 
 from __future__ import annotations

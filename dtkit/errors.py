@@ -70,12 +70,13 @@ def telling(failures: Sequence[Failure]) -> Sequence[Failure]:
 class EngineError(DtkitError):
     """A call failed on one or more ranks.
 
-    ``failures`` holds the ranks' :class:`~dtkit.records.Failure`, causes before victims, then by rank. Ranks that
-    only lost their peer are folded into one line of the message.
+    ``failures`` holds the ranks' :class:`~dtkit.records.Failure`, causes before victims, then by rank; one that is
+    stuck may be so since another's engine is gone. Ranks that only lost their peer are folded into one line of the
+    message.
     """
 
     def __init__(self, failures: Sequence[Failure]) -> None:
-        self.failures = tuple(sorted(failures, key=lambda f: (f.victim, f.kind == "interrupted", f.rank)))
+        self.failures = tuple(sorted(failures, key=lambda f: (f.victim, f.kind in ("interrupted", "stuck"), f.rank)))
         super().__init__(_explain(self.failures))
 
     @property

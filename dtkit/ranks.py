@@ -236,7 +236,8 @@ class Ranks:
         With `together`, once one has answered: whoever is far behind then waits for it in vain.
         """
         ranks = range(len(futures)) if ranks is None else ranks
-        deadline = time.monotonic() + timeout
+        begun = time.monotonic()
+        deadline = begun + timeout
         arrived = threading.Event()
         failed_at: list[float] = []
 
@@ -265,12 +266,13 @@ class Ranks:
                 continue
             silent = not arrived.wait(min(limit - now, 1.0))
             arrived.clear()
-        return [f.result() if f.done() else self._stuck(r, timeout) for r, f in zip(ranks, futures, strict=True)]
+        waited = time.monotonic() - begun
+        return [f.result() if f.done() else self._stuck(r, waited) for r, f in zip(ranks, futures, strict=True)]
 
-    def _stuck(self, rank: int, timeout: float) -> Reply:
+    def _stuck(self, rank: int, waited: float) -> Reply:
         node = self._nodes[rank] if rank < len(self._nodes) else None
         message = (
-            f"no answer within {timeout:.0f} s, nor to an interrupt. The engine is stuck; close this cluster and start "
+            f"no answer within {waited:.0f} s, nor to an interrupt. The engine is stuck; close this cluster and start "
             "another one"
         )
         failure = Failure(rank, node.host if node else "?", "TimeoutError", message, "", kind="stuck")

@@ -523,6 +523,55 @@ def test_what_a_limit_leaves(monkeypatch: pytest.MonkeyPatch):
     assert 450 * MB < limits.data_left() < 500 * MB + limits._malloc_keeps() + 50 * MB
 
 
+@pytest.fixture
+def limited(monkeypatch: pytest.MonkeyPatch) -> Iterator[limits.Allowance]:
+    """This process, with a limit far above what it takes."""
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    monkeypatch.setenv(limits.VARIABLE, str(20_000 * MB))
+    found = limits.Allowance()
+    found.begin(CPU)
+    yield found
+    resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def soft() -> int:
+    return resource.getrlimit(resource.RLIMIT_DATA)[0]
+
+
+def test_a_limit_holds_in_users_work_and_not_while_groups_are_formed_amid_it(limited: limits.Allowance):
+    most = soft()
+    assert most != resource.RLIM_INFINITY
+    with limited.waived():
+        assert soft() == resource.RLIM_INFINITY
+    with limited.kept():
+        with limits.lifted():
+            assert soft() == resource.RLIM_INFINITY
+        assert soft() == most
+    assert soft() == most
+
+
+def test_an_answer_has_room_where_work_has_used_the_limit_up(
+    limited: limits.Allowance, monkeypatch: pytest.MonkeyPatch
+):
+    most = soft()
+    monkeypatch.setattr(limits, "_data_bytes", lambda: most + MB)  # threads' stacks took more than there was
+    for doing in (limited.kept, limited.waived):
+        with doing():
+            pass
+        assert soft() > most + 10 * MB
+    monkeypatch.setattr(limits, "_data_bytes", lambda: most // 2)
+    with limited.kept():
+        assert soft() == most
+    assert soft() == most
+
+
+def test_a_limit_of_the_users_own_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv(limits.VARIABLE, raising=False)
+    monkeypatch.setattr(limits.resource, "setrlimit", lambda *_: pytest.fail("it was changed"))
+    with limits.lifted(), limits.Allowance().kept():
+        pass
+
+
 # -- asking, over pretended engines ----------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -10,10 +11,11 @@ import torch
 from torch import nn
 
 import dtkit
-from dtkit import State
+from dtkit import State, ranks
 from dtkit.dashboard import text
 from dtkit.errors import Refused
 from dtkit.finding import Finding
+from dtkit.records import Failure, Reply
 from dtkit.testing import FakeTransport
 
 ROWS = torch.zeros(64, 2), torch.zeros(64, dtype=torch.int64)
@@ -61,6 +63,16 @@ def test_an_interrupt_before_the_waiting_has_begun_pauses_the_run_too(cluster, m
     with pytest.raises(KeyboardInterrupt):
         run.wait(10)
     assert run.status.state is State.PAUSED
+
+
+def test_who_does_not_answer_is_told_with_what_was_waited_for_and_who_is_gone_comes_first(cluster, monkeypatch):
+    monkeypatch.setattr(ranks, "GRACE_S", 0.01)
+    gone: Future[Reply] = Future()
+    gone.set_result(Reply(failure=Failure(1, "?", "EngineLost", "rank 1 is gone", "", kind="lost")))
+    replies = cluster.collect([Future(), gone], 10_000_000)
+    error = dtkit.EngineError([reply.failure for reply in replies])
+    assert error.cause.kind == "lost"
+    assert "no answer within 0 s" in str(error)
 
 
 def test_a_run_takes_every_step_once_and_ends(cluster, engines):

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from dtkit.engine import leftovers, sockets
+from dtkit.engine import leftovers, limits, sockets
 from dtkit.records import CALLED_OFF
 
 if TYPE_CHECKING:
@@ -113,7 +113,8 @@ class Group:
         if key not in self._grids:
             self.barrier()  # who waits here can be broken off; who waits in torch for a rank that failed before, can't
             before = sockets.present()
-            self._grids[key] = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+            with limits.lifted():
+                self._grids[key] = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
             self._limit(self._grids[key])
             self._find_connections(before)
         return self._grids[key]

@@ -3,10 +3,17 @@
 RLIMIT_DATA counts private writable memory. Reaching it makes torch raise a plain RuntimeError, and the process goes on.
 On a GPU the limit is one of the device's memory, which torch's allocator keeps (CUDA itself maps far more than it uses,
 so that the process has none).
+
+The limit is on what users' work allocates. What dtkit needs to get out of a failure must not be refused for want of
+memory. Above all threads, whose stacks of 8 MB count: a process group has three, and where the second one of gloo's
+workers can't be started, C++ ends the process instead of raising (ProcessGroupGloo's constructor unwinds past the
+first one, which runs). So the limit is lifted while groups are made and jobs let go of, and an answer has some room
+beyond it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import resource
@@ -14,9 +21,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import torch
 
 VARIABLE = "DTKIT_MEMORY_LIMIT"
+_TO_ANSWER = 2**24  # bytes that there are at least between two calls, for an answer to leave and a request to come
 
 
 def given() -> int | None:
@@ -25,19 +35,69 @@ def given() -> int | None:
     return None if text is None else int(text)
 
 
-def limit_memory(device: torch.device) -> None:
-    """Allow this process as many bytes as the environment says, on top of what it has loaded by now."""
-    limit = given()
-    if limit is None:
-        return
-    if device.type == "cuda":
-        import torch  # not by the notebook, which knows of limits before it needs torch
+class Allowance:
+    """How much an engine's process may allocate: as much as the environment says, on top of what it has loaded."""
 
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
+    def __init__(self) -> None:
+        self._most: int | None = None  # of private data; None while there is no limit on it
+
+    def begin(self, device: torch.device) -> None:
+        """From now on. What this process holds by now is not counted."""
+        limit = given()
+        if limit is None:
+            return
+        if device.type == "cuda":
+            import torch  # not by the notebook, which knows of limits before it needs torch
+
+            total = torch.cuda.get_device_properties(device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
+            return
+        self._most = _data_bytes() + limit
+        _limit_data(self._most)
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """While users' work is done. Behind it there is room for an answer, however much that work has left."""
+        if self._most is not None:
+            _limit_data(self._most)
+        try:
+            yield
+        finally:
+            self._leave_room()
+
+    @contextlib.contextmanager
+    def waived(self) -> Iterator[None]:
+        """While dtkit sees to itself; see `lifted`. Behind it, too, there is room for an answer."""
+        try:
+            with lifted():
+                yield
+        finally:
+            self._leave_room()
+
+    def _leave_room(self) -> None:
+        if self._most is not None:
+            _limit_data(max(self._most, _data_bytes() + _TO_ANSWER))
+
+
+@contextlib.contextmanager
+def lifted() -> Iterator[None]:
+    """While dtkit does what must not fail for want of memory, and is small beside a model."""
+    if given() is None:  # a limit that there may be is none of ours
+        yield
         return
+    before, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    _limit_data(resource.RLIM_INFINITY)
+    try:
+        yield
+    finally:
+        _limit_data(before)
+
+
+def _limit_data(most: int) -> None:
+    """Set the soft limit, which can be raised again as far as the hard one."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (_data_bytes() + limit, hard))
+    finite = [limit for limit in (most, hard) if limit != resource.RLIM_INFINITY]  # which is -1
+    resource.setrlimit(resource.RLIMIT_DATA, (min(finite, default=most), hard))
 
 
 def _data_bytes() -> int:

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtkit import wire
-from dtkit.engine import preloading, probe, told
+from dtkit.engine import limits, preloading, probe, told
 from dtkit.engine.channel import Channel, current
 from dtkit.engine.interrupts import Interrupts
-from dtkit.engine.limits import limit_memory
 from dtkit.engine.watchdog import Watchdog
 from dtkit.errors import Refused, Superseded
 from dtkit.records import HURRY, Failure, Heritage, Request
@@ -46,6 +45,8 @@ if TYPE_CHECKING:
 
 _ALONE = ("standing", "rescue", "recall", "model")
 """What an engine does by itself, also when its group is broken, or could not be formed."""
+_UNLIMITED = ("adopt", "join", "leave", "info", "unload", "standing")
+"""What gets an engine out of a failure: a limit on memory, which that may have used up, is none on this."""
 FIRST_STEP_S, LEAST_STEP_S, STEP_FACTOR = 1800.0, 60.0, 20.0  # a collective's time limit: first step, then
 
 
@@ -71,11 +72,16 @@ class Session:
         self._channel: Channel | None = None  # what is said in the call being served
         self.watchdog = Watchdog(self._jobs)
         self.interrupts = Interrupts()
+        self.allowance = limits.Allowance()
 
     # -- serving ----------------------------------------------------------------------------------------------
 
     def serve(self, request: Request, publish: Callable[[int, list[Any]], None] | None) -> Any:
         """Check who asks, then do it."""
+        with self.allowance.waived() if request.op in _UNLIMITED else self.allowance.kept():
+            return self._serve(request, publish)
+
+    def _serve(self, request: Request, publish: Callable[[int, list[Any]], None] | None) -> Any:
         self._channel = None
         if request.op == "hello":  # asked before anybody joined, and of any version
             return probe.hello()
@@ -215,7 +221,7 @@ class Session:
         """Load what the first step would load, and set the limit of memory from there."""
         preloading.preload()
         assert self.device is not None
-        limit_memory(self.device)
+        self.allowance.begin(self.device)
 
     def _limit_collectives(self, seconds: float) -> None:
         assert self.group is not None

@@ -29,7 +29,7 @@ from dtkit.engine.state import Captured, MemoryReader, Slab, share_out
 from dtkit.engine.tensor_file import FileReader
 from dtkit.history import History
 from dtkit.pieces import Piece, join
-from dtkit.records import Reply, RunSpec
+from dtkit.records import RunSpec
 from dtkit.saving import Save, Saver, Saves
 from tests.cluster.small import net
 
@@ -174,7 +174,7 @@ def write_with(made: Saver, step: int) -> Save:
     assert save.folder is not None
     for rank in range(2):
         writing._write(save.folder, rank, captured(rank))
-    made.landed(save, step, [Reply({"error": None, "seconds": 0.0, "torch": "2"})] * 2)
+    made.landed(save, step, [{"error": None, "seconds": 0.0, "torch": "2"}] * 2)
     return save
 
 

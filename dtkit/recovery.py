@@ -224,6 +224,7 @@ class Recovery:
 
         Raises ClusterError where that can't be, ValueError where the strategy can't work on fewer ranks.
         """
+        self.cluster.check_owned()  # before any engine is ended
         began = time.monotonic()
         world_size = self.cluster.world_size
         shrink = bool(lost) and self.shrinks

@@ -130,7 +130,7 @@ class Run:
         run = cls(cluster, spec, order, extras, job)
         folder = cluster.folder / RUNS / job
         run.history.extend(spool.history(folder, copies=extras.copies))
-        run.history.spool = Spool(folder)
+        Spool(folder).begin(run.history)
         lost = cluster.lost()
         standings = recovery.stand(cluster, job, lost)
         left = {rank: unread.read(cluster.folder, job, rank) for rank in range(cluster.world_size)}
@@ -614,8 +614,10 @@ class Run:
         self._fetch_if_possible()
         self._released = True
         self._forget()
-        shutil.rmtree(self._snapshots, ignore_errors=True)
         written, self.history.spool = self.history.spool, None
+        if self._cluster.superseded:  # what lies in its folder is another notebook's now
+            return
+        shutil.rmtree(self._snapshots, ignore_errors=True)
         if written is not None:
             written.remove()
 

@@ -304,6 +304,23 @@ def test_a_cluster_may_outlive_a_script():
         check_usable(cluster)
 
 
+def test_a_cluster_whose_controller_was_killed_is_refused(tmp_path: Path):
+    subprocess.run([sys.executable, "-c", SCRIPT], check=True, timeout=60)
+    (folder,) = tmp_path.iterdir()
+    processes = warden._processes(folder)
+    controllers = [process for process in processes if any("controller" in word for word in process.cmdline())]
+    try:
+        for process in controllers:
+            process.kill()
+        until(lambda: not any(papers.lives(process.pid, process.create_time()) for process in controllers))
+        told = rf"the controller of {folder.name}, .* has ended.*Start another cluster with dtkit\.Cluster\(\)"
+        with pytest.raises(dtkit.ClusterError, match=told):
+            dtkit.attach(folder.name)
+    finally:
+        shutil.rmtree(folder)
+    assert not psutil.wait_procs(processes, timeout=30)[1]
+
+
 def test_a_cluster_whose_folder_somebody_removed_ends(tmp_path: Path):
     """As systemd does with the runtime folder when a user logs out: nobody could find what is left."""
     subprocess.run([sys.executable, "-c", SCRIPT], check=True, timeout=60)

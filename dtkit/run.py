@@ -15,12 +15,11 @@ import math
 import shutil
 import threading
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
-from dtkit import handover, pieces, placing
+from dtkit import checkpoint, handover, pieces, placing
 from dtkit.boundary import notify
 from dtkit.driver import ANEW, Driver, Route
 from dtkit.errors import DtkitError, RunError
@@ -34,6 +33,7 @@ from dtkit.turn import CALLBACKS
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
     from concurrent.futures import Future
+    from pathlib import Path
 
     from matplotlib.figure import Figure
 
@@ -393,7 +393,7 @@ class Run:
         if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
             raise ValueError(f"save(keep={keep!r}): it is how many checkpoints stay; an integer from 1 up")
         self._check_kept("save")
-        save = Save(Path(target).expanduser().absolute(), keep)
+        save = Save(checkpoint.given("save(path", target).absolute(), keep)
         if self._driver.state.ended:
             self._save_ended(save)
         else:

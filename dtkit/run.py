@@ -614,7 +614,8 @@ class Run:
         self._fetch_if_possible()
         self._released = True
         self._forget()
-        written, self.history.spool = self.history.spool, None
+        written = self.history.spool
+        self.history.part()
         if self._cluster.superseded:  # what lies in its folder is another notebook's now
             return
         shutil.rmtree(self._snapshots, ignore_errors=True)
@@ -631,6 +632,7 @@ class Run:
         """The cluster is closing: end, keeping the weights where the engines still give them."""
         self._driver.abandon(timeout=3.0)
         self._driver.saver.settle(timeout=10.0)
+        self.history.part()
         self._released = True
 
     def _fetch_if_possible(self) -> None:

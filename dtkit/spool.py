@@ -24,12 +24,16 @@ import threading
 import time
 import weakref
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from dtkit.history import ROW, History
 from dtkit.records import Evaluation, Event
 from dtkit.units import plural
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 RUNS = "runs"
 """The folder of runs in that of a cluster."""
@@ -69,8 +73,14 @@ class Spool:
         """An event or an evaluation."""
         self._notes.append(_line(item))
 
+    def close(self) -> None:
+        """Write nothing more. Idempotent."""
+        self._rows.close()
+        self._notes.close()
+
     def remove(self) -> None:
         """Nobody will ask for this run any more."""
+        self.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -82,7 +92,8 @@ class _Growing:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._descriptor = path, -1
+        self._path, self._descriptor, self._closed = path, -1, False
+        self._let_go: Callable[[], object] = bool
         self._temporary: Path | None = None
         self._end, self._unwritten = 0, b""
         self._lock = threading.Lock()  # a run's log is written to from several threads
@@ -91,11 +102,19 @@ class _Growing:
     def append(self, data: bytes) -> None:
         """After all that came before, now or with a later call."""
         with self._lock:
+            if self._closed:
+                return
             self._unwritten += data
             try:
                 self._write()
             except OSError as error:
                 self.trouble = error.strerror or str(error)
+
+    def close(self) -> None:
+        """Let go of the file: an open one keeps its disk from being unmounted."""
+        with self._lock:
+            self._closed = True
+            self._let_go()
 
     def _write(self) -> None:
         if self._descriptor < 0:
@@ -110,7 +129,7 @@ class _Growing:
 
     def _open(self) -> None:
         self._descriptor, name = tempfile.mkstemp(prefix=f".{self._path.name}-", dir=self._path.parent)
-        weakref.finalize(self, os.close, self._descriptor)
+        self._let_go = weakref.finalize(self, os.close, self._descriptor)
         self._temporary = Path(name)
 
 

@@ -8,7 +8,8 @@ import json
 import os
 import threading
 import time
-from typing import TYPE_CHECKING, Any, cast
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -19,9 +20,6 @@ from dtkit.history import ROW, History
 from dtkit.recording import Recorder
 from dtkit.records import Advance, Evaluation, Event
 from dtkit.recovery import Standing
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def rows(start: int, stop: int, ranks: int = 2) -> np.ndarray:
@@ -99,6 +97,26 @@ def test_a_line_that_cannot_be_read_costs_that_line(tmp_path: Path):
     assert (found.events[:-1], found.evaluations) == (history.events, history.evaluations)
     assert (found.events[-1].kind, found.events[-1].step) == ("error", 12)
     assert found.events[-1].text.startswith("5 lines of this log can't be read")
+
+
+def test_a_closed_one_holds_no_file_and_writes_none(tmp_path: Path):
+    """Its disk can be unmounted; and what is said later takes no newer notebook's place."""
+    history = written(tmp_path / "run")
+    before = (tmp_path / "run" / "notes.jsonl").read_bytes()
+
+    def held() -> list[str]:
+        links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+        return [name for link in links if str(tmp_path) in (name := os.path.realpath(link))]
+
+    assert len(held()) == 2
+    kept = history.spool
+    history.part()
+    history.part()
+    history.add(Event(14, "note", "later", 2.5))
+    assert kept is not None
+    kept.note(Event(14, "note", "from a thread that was late", 2.5))
+    assert held() == []
+    assert (tmp_path / "run" / "notes.jsonl").read_bytes() == before
 
 
 def test_threads_write_whole_lines(tmp_path: Path):

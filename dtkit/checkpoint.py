@@ -36,7 +36,7 @@ from dtkit import units
 from dtkit.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     import torch
 
@@ -108,7 +108,7 @@ class Checkpoint:
 
     def __init__(self, path: str | Path) -> None:
         """Raises CheckpointError where there is none, or where it can't be read."""
-        folder = newest(Path(path))
+        folder = newest(given("Checkpoint(path", path))
         object.__setattr__(self, "path", folder)
         object.__setattr__(self, "head", read_head(folder))
 
@@ -294,7 +294,7 @@ def read_head(folder: Path) -> dict[str, Any]:
     try:
         head = json.loads(text)
         told = head.pop("digest")
-    except (ValueError, KeyError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(f"{path} is damaged: it is cut short, or no JSON of a checkpoint. {_REMEDY}") from None
     if told != _self_digest(head):
         raise CheckpointError(f"{path} is not as it was written (its digest differs). {_REMEDY}")
@@ -309,22 +309,58 @@ def _self_digest(head: Mapping[str, Any]) -> str:
 
 
 def _check_head(path: Path, head: Mapping[str, Any]) -> None:
-    if head.get("format", 0) > FORMAT:
+    format_ = head.get("format")
+    if isinstance(format_, int) and format_ > FORMAT:
         raise CheckpointError(
-            f"{path} has format {head['format']}, made by dtkit {head.get('dtkit')}; this dtkit reads up to {FORMAT}. "
+            f"{path} has format {format_}, made by dtkit {head.get('dtkit')}; this dtkit reads up to {FORMAT}. "
             "Use a newer dtkit"
         )
+    if wrong := _wrong_in(head):
+        raise CheckpointError(f"{path} {wrong}. {_REMEDY}")
     try:
-        wrong = [name for name in head["files"] if not _FILE.fullmatch(name)]
+        strangers = [name for name in head["files"] if not _FILE.fullmatch(name)]
         holes = [name for name, entry in head["index"].items() if not _covered(entry, len(head["files"]))]
-        lacks = {"step", "spec", "facts", "created"} - head.keys()
+        sizes = sum(int(entry["bytes"]) for entry in head["files"].values())
     except (KeyError, TypeError, AttributeError, ValueError):
         raise CheckpointError(f"{path} lacks what a checkpoint must say. {_REMEDY}") from None
-    if wrong:
-        raise CheckpointError(f"{path} names {wrong[0]!r}, which is no file of a checkpoint; it is not used")
-    if holes or lacks:
-        what = f"parts of {_listed(holes)}" if holes else _listed(lacks)
-        raise CheckpointError(f"{path} lacks {what}. {_REMEDY}")
+    if strangers:
+        raise CheckpointError(f"{path} names {strangers[0]!r}, which is no file of a checkpoint; it is not used")
+    if holes or sizes < 0:
+        raise CheckpointError(f"{path} lacks {f'parts of {_listed(holes)}' if holes else 'its files'}. {_REMEDY}")
+
+
+_COUNT, _FROM_1, _NUMBER = "an integer from 0 up", "an integer from 1 up", "a finite number"
+_OBJECT, _TEXT = "an object", "text"
+_KINDS: dict[str, Callable[[Any], bool]] = {
+    _COUNT: lambda value: type(value) is int and value >= 0,
+    _FROM_1: lambda value: type(value) is int and value >= 1,
+    _NUMBER: lambda value: type(value) in (int, float) and math.isfinite(value),
+    _OBJECT: lambda value: isinstance(value, dict),
+    _TEXT: lambda value: isinstance(value, str),
+}
+_SAID = {
+    "format": _FROM_1,
+    "created": _NUMBER,
+    "step": _COUNT,
+    **dict.fromkeys(("spec", "facts", "files", "index"), _OBJECT),
+    **{f"spec/{name}": _TEXT for name in ("name", "strategy", "optimizer", "loss")},
+    **{f"spec/{name}": _FROM_1 for name in ("world_size", "batch_size", "steps", "steps_per_epoch")},
+    **{f"facts/{name}": _OBJECT for name in ("layout", "values", "optimizers", "aliases", "extra", "own")},
+}
+"""What checkpoint.json must say, in this order."""
+
+
+def _wrong_in(head: Mapping[str, Any]) -> str:
+    """The first thing that is not said, or is not of its kind; empty where all is well."""
+    for path, kind in _SAID.items():
+        name, _, inner = path.partition("/")
+        found = head[name] if inner else head
+        key = inner or name
+        if key not in found:
+            return f"lacks {path}"
+        if not _KINDS[kind](found[key]):
+            return f"says {path}={str(found[key])[:40]!r}, which must be {kind}"
+    return ""
 
 
 def _covered(entry: Mapping[str, Any], files: int) -> bool:
@@ -344,11 +380,23 @@ def _covered(entry: Mapping[str, Any], files: int) -> bool:
 # -- folders of checkpoints ------------------------------------------------------------------------------------
 
 
+def given(argument: str, path: Any) -> Path:
+    """A folder's name as it was given for this argument. Raises TypeError or ValueError for what can't be one."""
+    told = f"{argument}={path!r}{')' * argument.count('(')}"
+    if not isinstance(path, str | Path):
+        raise TypeError(f"{told}: it is the name of a folder, a text or a Path, such as 'checkpoints/first'")
+    if not str(path).strip() or "\0" in str(path):
+        raise ValueError(f"{told}: no folder is called that. Name one, such as 'checkpoints/first'")
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ValueError(f"{told}: there is no such user. Write the home folder out, or '~' for yours") from None
+
+
 def newest(path: Path) -> Path:
     """The folder itself if it is a checkpoint, else the newest one in it, whole or not: an older one is the user's
     to choose.
     """
-    path = path.expanduser()
     if (path / HEAD).exists() or _NAME.fullmatch(path.name):
         return path
     if not path.exists():
@@ -381,7 +429,7 @@ class Checkpoints(list[Checkpoint]):
 
     def __init__(self, path: str | Path) -> None:
         super().__init__()
-        self.path = Path(path).expanduser()
+        self.path = given("checkpoints(path", path)
         self.broken: dict[Path, str] = {}
         if not self.path.exists():
             raise CheckpointError(f"{self.path} is not there. Give the folder that run.save or save_to was given")

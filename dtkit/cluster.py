@@ -19,7 +19,7 @@ from dtkit import engines, papers, shared, standing, units, warden
 from dtkit.dashboard.progress import waiting
 from dtkit.devices import DevicePlan, checked_size, plan_devices
 from dtkit.engines import Start, StartedEngines
-from dtkit.errors import ClusterError
+from dtkit.errors import ClusterError, Superseded
 from dtkit.ranks import SNAPSHOTS, Ranks
 from dtkit.records import HURRY
 
@@ -144,7 +144,7 @@ class Cluster(Ranks):
             self._begun = found.begun
             self.sign()
         except BaseException:
-            self.let_alone()
+            self.give_back(found)
             raise
         atexit.register(self._at_exit)
         return self
@@ -510,7 +510,7 @@ class Cluster(Ranks):
 
         Where another notebook has taken it over, it stays.
         """
-        if self._superseded():
+        if self.superseded:
             self.let_alone()
             return
         with self._lock:
@@ -534,12 +534,27 @@ class Cluster(Ranks):
             self._folder.rmdir()  # somebody else's engines: the folder is ours alone, and empty by now
         atexit.unregister(self._at_exit)
 
-    def _superseded(self) -> bool:
+    @property
+    def superseded(self) -> bool:
+        """Whether another notebook has taken it over."""
         if not isinstance(self._transport, StartedEngines):
             return False
         with contextlib.suppress(FileNotFoundError, ValueError):
             return papers.read(self.folder).owner > self._owner
         return False
+
+    def check_owned(self) -> None:
+        """See :class:`~dtkit.ranks.Ranks`."""
+        if self.superseded:
+            raise Superseded("another notebook has taken this cluster over; dtkit.attach() takes it back")
+
+    def give_back(self, found: Papers) -> None:
+        """It could not be taken over after all: say in the folder that it is whose it was, and let it alone."""
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            now = papers.read(self.folder)
+            if now.owner == self._owner:
+                dataclasses.replace(now, owner=found.owner, notebook=found.notebook).write()
+        self.let_alone()
 
     def let_alone(self) -> None:
         """Speak to these engines no more, and leave them to whoever has them. Idempotent."""
@@ -557,6 +572,7 @@ class Cluster(Ranks):
         A run goes on where survivors, or its last snapshot, stand; one that is running sees to that by itself.
         """
         self.check_open()
+        self.check_owned()
         lost, run = self.lost(), self.current_run
         if run is not None and not run.released:
             run.repair()

@@ -424,6 +424,7 @@ class Driver:
         if any(f.type == "Superseded" for f in failures):
             self._withdraw_all()
             flight.withdrawn()
+            self._history.part()  # the other notebook writes there
             self._end(State.FAILED, Superseded(_TAKEN.format(step=self.step)))
             return
         if all(f.kind == "refused" for f in failures) and self._lost_track:

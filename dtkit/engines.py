@@ -253,6 +253,14 @@ class StartedEngines(Engines):
 
     def _connect(self) -> ipp.Client:
         timeout = self._how.timeout
+        controller = self._controller
+        ended = controller is not None and not papers.lives(*controller)
+        if ended or self._cluster.controller is None:  # so ipyparallel says it
+            raise ClusterError(
+                f"the controller of {self.folder.name}, through which every message goes, has ended, so that nobody "
+                "can reach its engines. They end by themselves soon after its notebook, or as that closes it. Start "
+                "another cluster with dtkit.Cluster(), and train with resume= from the last checkpoint"
+            )
         try:
             return self._cluster.connect_client_sync(timeout=timeout)
         except TimeoutError:

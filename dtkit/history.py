@@ -144,6 +144,12 @@ class History:
             spool.note(event)
         (self.events if isinstance(event, Event) else self.evaluations).append(event)  # type: ignore[arg-type]
 
+    def part(self) -> None:
+        """Write no more of it anywhere."""
+        spool, self.spool = self.spool, None
+        if spool is not None:
+            spool.close()
+
     def extend(self, other: History) -> None:
         """Begin with all that another history has: of a run that this one goes on with."""
         with self._lock:

@@ -79,6 +79,9 @@ class Ranks:
         if self._closed:
             raise ClusterClosed("this cluster was closed; start another one with dtkit.Cluster()")
 
+    def check_owned(self) -> None:
+        """Raise Superseded where another notebook is known to have these engines."""
+
     # -- who is there -----------------------------------------------------------------------------------------
 
     @property

@@ -18,6 +18,10 @@ CALLED_OFF = ".off"
 """Behind the name of a group's store, the name of a file: a rank could not join, so nobody need wait for it."""
 
 
+ALL, OWN, OPTIMIZERS = "all", "own", "optimizers"
+"""What a survivor is asked for of a job's state: all of it, what is its rank's own, or of that its optimisers only."""
+
+
 Fingerprint = Mapping[tuple[int, ...], int]
 """Checksums of the parameters that lie on one rank, by the part of the model that they are of, called as in
 `Strategy.part_of`; () is what lies on all ranks. Ranks that tell of the same part must have the same number."""

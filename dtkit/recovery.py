@@ -3,7 +3,8 @@
 Each survivor says at which step it stands, and whether its parameters are of that step (an update that was broken off
 in the midst leaves none). The furthest step of which every part of the model is held by some survivor is the one to go
 on from: under data parallelism any one survivor will do. What it holds goes through shared memory to all ranks, so that
-they are equal again whatever happened. Where a part is held by nobody, the run goes back to its last snapshot. Of the
+they are equal again whatever happened; and what each has for itself goes with it, back to that rank
+(:mod:`dtkit.engine.rescue`). Where a part is held by nobody, the run goes back to its last snapshot. Of the
 last ones in memory (:mod:`dtkit.engine.peers`), each survivor says whose parts it has copies of; the furthest one of
 which every rank's part is there is taken, and goes the same way. Where a part is lost together with its copy, there is
 the one on disk: a checkpoint that the run writes by itself, beside the training, into the cluster's folder.
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtkit import unread
 from dtkit.errors import CheckpointError, ClusterError, EngineError
+from dtkit.records import ALL, OPTIMIZERS, OWN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -120,9 +122,9 @@ def rescue(cluster: Ranks, job: str, standings: Mapping[int, Standing], parts: M
     left = dict(standings)
     while (chosen := choose(left, parts)) is not None:
         step, sources = chosen
-        level = [rank for rank, standing in left.items() if standing.step == step]
-        each = [{"tensors": rank in sources} for rank in level]
-        found = cluster.alone("rescue", level, each=each, job=job)
+        whole = {rank: standing.step == step for rank, standing in left.items() if standing.whole}
+        each = [{"what": ALL if rank in sources else OWN if level else OPTIMIZERS} for rank, level in whole.items()]
+        found = cluster.alone("rescue", list(whole), each=each, job=job)
         if found.keys() >= set(sources):
             return Rescued(step, tuple(found.values()))
         _without(left, sources, found)
@@ -222,6 +224,7 @@ class Recovery:
 
         Raises ClusterError where that can't be, ValueError where the strategy can't work on fewer ranks.
         """
+        self.cluster.check_owned()  # before any engine is ended
         began = time.monotonic()
         world_size = self.cluster.world_size
         shrink = bool(lost) and self.shrinks

@@ -15,10 +15,9 @@ import math
 import shutil
 import threading
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from dtkit import handover, pieces, placing
+from dtkit import checkpoint, handover, pieces, placing
 from dtkit.boundary import notify
 from dtkit.driver import ANEW, Driver, Route
 from dtkit.errors import DtkitError, RunError
@@ -32,6 +31,7 @@ from dtkit.turn import CALLBACKS
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
     from concurrent.futures import Future
+    from pathlib import Path
 
     from matplotlib.figure import Figure
 
@@ -128,7 +128,7 @@ class Run:
         run = cls(cluster, spec, order, extras, job)
         folder = cluster.folder / RUNS / job
         run.history.extend(spool.history(folder, copies=extras.copies))
-        run.history.spool = Spool(folder)
+        Spool(folder).begin(run.history)
         lost = cluster.lost()
         standings = recovery.stand(cluster, job, lost)
         left = {rank: unread.read(cluster.folder, job, rank) for rank in range(cluster.world_size)}
@@ -390,7 +390,7 @@ class Run:
         if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
             raise ValueError(f"save(keep={keep!r}): it is how many checkpoints stay; an integer from 1 up")
         self._check_kept("save")
-        save = Save(Path(target).expanduser().absolute(), keep)
+        save = Save(checkpoint.given("save(path", target).absolute(), keep)
         if self._driver.state.ended:
             self._save_ended(save)
         else:
@@ -611,8 +611,11 @@ class Run:
         self._fetch_if_possible()
         self._released = True
         self._forget()
+        written = self.history.spool
+        self.history.part()
+        if self._cluster.superseded:  # what lies in its folder is another notebook's now
+            return
         shutil.rmtree(self._snapshots, ignore_errors=True)
-        written, self.history.spool = self.history.spool, None
         if written is not None:
             written.remove()
 
@@ -626,6 +629,7 @@ class Run:
         """The cluster is closing: end, keeping the weights where the engines still give them."""
         self._driver.abandon(timeout=3.0)
         self._driver.saver.settle(timeout=10.0)
+        self.history.part()
         self._released = True
 
     def _fetch_if_possible(self) -> None:

@@ -170,7 +170,7 @@ class Saver:
             save.token = os.urandom(8).hex()
             checkpoint.write_text(save.folder / checkpoint.TOKEN, save.token)
         except OSError as error:
-            self._failed(save, step, f"{save.path}: {error.strerror}")
+            self._failed(save, step, _told(save, error))
             return None
         return save
 
@@ -228,7 +228,7 @@ class Saver:
             try:
                 saved = self._made(save, head, values, history)
             except OSError as error:
-                self._failed(save, head["step"], f"{save.path}: {error.strerror or error}")
+                self._failed(save, head["step"], _told(save, error))
             except CheckpointError as error:
                 self._failed(save, head["step"], str(error))
             else:
@@ -288,6 +288,12 @@ class Saver:
     def _note(self, step: int, kind: str, text: str) -> None:
         self._history.add(Event(step, kind, text, time.time()))
         self._changed()
+
+
+def _told(save: Save, error: OSError) -> str:
+    """What the system says of a folder, and what to do."""
+    why = error.strerror or error
+    return f"{save.path}: {why}. Name a folder that the notebook and all engines can write to, with room for it"
 
 
 def _size(folder: Path) -> int:

@@ -67,7 +67,7 @@ def attach(name: Any = None, *, client: Any = None, **options: Any) -> Cluster:
         if lost := cluster.lost():  # with a run, that has seen to it
             cluster.replace(lost)
     except BaseException:
-        cluster.let_alone()
+        cluster.give_back(found)
         raise
     return cluster
 

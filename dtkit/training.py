@@ -9,12 +9,11 @@ from __future__ import annotations
 import dataclasses
 import os
 import warnings
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dtkit import placing, planning, replicas, resuming
+from dtkit import checkpoint, placing, planning, replicas, resuming
 from dtkit.order import Extras, Order
 from dtkit.partition import Partition, caller_level
 from dtkit.placing import Flow, Placed
@@ -27,6 +26,7 @@ from dtkit.snapshots import MOST_S, SECONDS, Rhythm
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
 
     from dtkit.checkpoint import Line
     from dtkit.cluster import Cluster
@@ -178,7 +178,7 @@ def _single_copies(strategy: Strategy, world_size: int) -> bool:
 
 
 def _saves(options: Options, before: Line) -> Saves:
-    to = None if options.save_to is None else Path(options.save_to).expanduser().absolute()
+    to = None if options.save_to is None else checkpoint.given("save_to", options.save_to).absolute()
     return Saves(options.save_every, to, options.keep, line=(*before, os.urandom(8).hex()))
 
 
@@ -210,6 +210,9 @@ def _check_options(options: Options) -> Strategy:
     _check_optimizer(options.optimizer)
     for name in ("batch_size", "epochs", "steps", "save_every", "keep", "snapshot_every"):
         _check_count(name, getattr(options, name))
+    for name in ("save_to", "resume"):
+        if (path := getattr(options, name)) is not None:
+            checkpoint.given(name, path)
     if options.save_every is not None and options.save_to is None:
         raise ValueError(f"save_every={options.save_every}, but not where to: save_to='checkpoints/first', say")
     if (options.epochs is None) == (options.steps is None):

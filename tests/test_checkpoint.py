@@ -15,7 +15,8 @@ import signal
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,9 +33,6 @@ from dtkit.pieces import Piece, join
 from dtkit.records import RunSpec
 from dtkit.saving import Save, Saver, Saves
 from tests.cluster.small import net
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SPEC = RunSpec("Net", "DataParallel()", 2, 64, 16, 20, 4, "global", 0, "loss", "SGD")
 
@@ -232,6 +230,65 @@ def test_names_stay_within_the_folder(whole: Path, name: str):
     rewritten(whole, lambda head: head["files"].update({name: {"bytes": 1, "digest": ""}}))
     with pytest.raises(dtkit.CheckpointError, match="is no file of a checkpoint"):
         dtkit.Checkpoint(whole)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"format": "x"}, "says format='x', which must be an integer from 1 up"),
+        ({"step": "x"}, "says step='x', which must be an integer from 0 up"),
+        ({"step": -1}, "says step='-1', which must be"),
+        ({"step": True}, "says step='True', which must be"),
+        ({"created": None}, "says created='None', which must be a finite number"),
+        ({"spec": {}}, "lacks spec/name"),
+        ({"spec": []}, r"says spec='\[\]', which must be an object"),
+        ({"spec": {**vars_of(SPEC), "steps_per_epoch": 0}}, "says spec/steps_per_epoch='0', which must be"),
+        ({"facts": {}}, "lacks facts/layout"),
+        ({"files": 3}, "says files='3', which must be an object"),
+        ({"files": {"rank-000.safetensors": {}}}, "lacks what a checkpoint must say"),
+    ],
+    ids=str,
+)
+def test_what_a_forged_head_says_is_looked_at(whole: Path, change: dict[str, Any], told: str):
+    rewritten(whole, lambda head: head.update(change))
+    with pytest.raises(dtkit.CheckpointError, match=rf"checkpoint\.json {told}.*Use an older checkpoint"):
+        dtkit.Checkpoint(whole)
+    found = dtkit.checkpoints(whole.parent)
+    assert (len(found), list(found.broken)) == (0, [whole])
+
+
+@pytest.mark.parametrize("text", ["[]", "[1]", "3", "null", '"digest"'])
+def test_a_head_that_is_no_object_costs_its_checkpoint_alone(whole: Path, text: str):
+    other = write_one(whole.parent, 6).done.result(20).path
+    (whole / "checkpoint.json").write_text(text)
+    with pytest.raises(dtkit.CheckpointError, match="no JSON of a checkpoint"):
+        dtkit.Checkpoint(whole)
+    assert [one.path for one in dtkit.checkpoints(whole.parent)] == [other]
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "told"),
+    [
+        ("", ValueError, "=''.*: no folder is called that. Name one, such as 'checkpoints/first'"),
+        ("a\0b", ValueError, "no folder is called that"),
+        (5, TypeError, "=5.*: it is the name of a folder, a text or a Path"),
+        ("~nobody-of-that-name/x", ValueError, "there is no such user"),
+    ],
+    ids=repr,
+)
+def test_a_path_that_is_none_is_named(path: Any, kind: type[Exception], told: str):
+    for read in (dtkit.Checkpoint, dtkit.checkpoints):
+        with pytest.raises(kind, match=rf"^{read.__name__}\(path{told}" if "=" in told else told):
+            read(path)
+
+
+def test_a_folder_that_cannot_be_made_is_told_with_what_to_do():
+    made = saver(History(), Path("unused"))
+    wanted = Save(Path("/proc/x"), None)
+    made.want(wanted)
+    assert made.next(5) is None
+    with pytest.raises(dtkit.CheckpointError, match=r"/proc/x: No such file.* Name a folder that the notebook and all"):
+        wanted.result(1)
 
 
 def test_newer_formats_holes_and_other_models_are_refused(whole: Path):

@@ -238,6 +238,21 @@ def test_a_checkpoint_of_a_run_that_has_lost_an_engine_is_refused_at_once(cluste
     assert run.status.state is State.COMPLETED
 
 
+def test_a_folder_that_is_none_is_refused_by_the_argument_s_name(cluster):
+    run = train(cluster, start=False)
+    with pytest.raises(ValueError, match=r"^save\(path=''\): no folder is called that\. Name one, such as 'check"):
+        run.save("")
+    with pytest.raises(TypeError, match=r"^save\(path=5\): it is the name of a folder"):
+        run.save(5)  # type: ignore[arg-type]
+    run.stop()
+    with pytest.raises(TypeError, match=r"^resume=123: it is the name of a folder, a text or a Path, such as"):
+        train(cluster, resume=123)
+    with pytest.raises(ValueError, match=r"^save_to='': no folder is called that"):
+        train(cluster, save_every=5, save_to="")
+    with pytest.raises(dtkit.CheckpointError, match="/nowhere/x is not there"):
+        train(cluster, resume="/nowhere/x")
+
+
 def test_what_to_do_about_a_lost_engine_is_checked(cluster):
     with pytest.raises(ValueError, match="on_failure='ignore'; it must be 'repair'"):
         train(cluster, on_failure="ignore")

@@ -94,6 +94,7 @@ LOCKS = {  # a file -> for how long its locks are held
     "dtkit/ranks.py": "while messages are handed to ipyparallel, which queues them",
     "dtkit/run.py": "while a callback is noted",
     "dtkit/saving.py": "for a checkpoint; ranks that write nothing for a while fail it",
+    "dtkit/spool.py": "while a record is written to a file",
     "dtkit/task.py": "while lines are appended",
     "dtkit/testing.py": "while a test's wish is noted",
     "dtkit/wire.py": "while an object is pickled",

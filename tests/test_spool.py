@@ -6,8 +6,10 @@ import contextlib
 import dataclasses
 import json
 import os
+import threading
 import time
-from typing import TYPE_CHECKING, Any, cast
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,9 +20,6 @@ from dtkit.history import ROW, History
 from dtkit.recording import Recorder
 from dtkit.records import Advance, Evaluation, Event
 from dtkit.recovery import Standing
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def rows(start: int, stop: int, ranks: int = 2) -> np.ndarray:
@@ -63,12 +62,82 @@ def test_what_was_cut_off_is_left_out(tmp_path: Path):
     found = spool.history(folder, copies=1)
     assert len(found) == len(history)
     assert found.events == history.events
-    found.spool = spool.Spool(folder)  # whoever takes the run over goes on behind the last whole record
+    spool.Spool(folder).begin(found)  # whoever takes the run over goes on behind the last whole record
     found.append(rows(12, 14))
     found.add(Event(14, "note", "on", 2.5))
     again = spool.history(folder, copies=1)
     assert np.array_equal(again.rows(), found.rows())
     assert again.events == found.events
+
+
+def test_an_older_notebook_writes_nothing_more(tmp_path: Path):
+    """It may not know yet that another one has taken the run over, and ends amid a line."""
+    folder = tmp_path / "run"
+    older = written(folder)
+    newer = spool.history(folder, copies=1)
+    spool.Spool(folder).begin(newer)
+    older.append(rows(12, 14))
+    older.add(Event(14, "error", "another notebook has taken this cluster over, as this long line says", 2.5))
+    newer.add(Event(12, "note", "on", 2.5))
+    newer.append(rows(12, 13))
+    older.add(Event(14, "note", "still here", 3.5))
+    found = spool.history(folder, copies=1)
+    assert np.array_equal(found.rows(), newer.rows())
+    assert (found.events, found.evaluations) == (newer.events, newer.evaluations)
+    assert sorted(path.name for path in folder.iterdir()) == ["notes.jsonl", "rows.bin"]
+
+
+def test_a_line_that_cannot_be_read_costs_that_line(tmp_path: Path):
+    folder = tmp_path / "run"
+    history = written(folder)
+    path = folder / "notes.jsonl"
+    bad = b'ote", "text": "on"}\n[1]\n{"type": "Row"}\n{"type": "Event", "colour": 1}\n\xff\n'
+    path.write_bytes(bad + path.read_bytes())
+    found = spool.history(folder, copies=1)
+    assert (found.events[:-1], found.evaluations) == (history.events, history.evaluations)
+    assert (found.events[-1].kind, found.events[-1].step) == ("error", 12)
+    assert found.events[-1].text.startswith("5 lines of this log can't be read")
+
+
+def test_a_closed_one_holds_no_file_and_writes_none(tmp_path: Path):
+    """Its disk can be unmounted; and what is said later takes no newer notebook's place."""
+    history = written(tmp_path / "run")
+    before = (tmp_path / "run" / "notes.jsonl").read_bytes()
+
+    def held() -> list[str]:
+        links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+        return [name for link in links if str(tmp_path) in (name := os.path.realpath(link))]
+
+    assert len(held()) == 2
+    kept = history.spool
+    history.part()
+    history.part()
+    history.add(Event(14, "note", "later", 2.5))
+    assert kept is not None
+    kept.note(Event(14, "note", "from a thread that was late", 2.5))
+    assert held() == []
+    assert (tmp_path / "run" / "notes.jsonl").read_bytes() == before
+
+
+def test_threads_write_whole_lines(tmp_path: Path):
+    history = written(tmp_path / "run")
+    before = len(history.events)
+    writers = [
+        threading.Thread(target=lambda k=k: [history.add(Event(k, "note", "x" * 5000 * k, 0.0)) for _ in range(200)])
+        for k in range(4)
+    ]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(30)
+    found = spool.history(tmp_path / "run", copies=1)
+    assert len(found.events) == before + 800
+    assert {event.kind for event in found.events} == {"note"}
+
+
+def test_what_was_never_written_is_empty(tmp_path: Path):
+    spool.Spool(tmp_path / "run").order(b"what was asked for")
+    assert len(spool.history(tmp_path / "run", copies=1)) == 0
 
 
 def test_a_full_disk_costs_nothing_but_the_file(small_disk: Path):

@@ -491,11 +491,11 @@ class Session:
         copies = {one.step: tuple(one.parts) for one in self._copies.get(job, ())}
         return found.step, not found.torn, found.lr, copies
 
-    def op_rescue(self, job: str, *, tensors: bool) -> Shipment:
-        """What this rank holds of a job's state; without `tensors`, what is its own."""
+    def op_rescue(self, job: str, what: str) -> Shipment:
+        """What this rank holds of a job's state: see :func:`dtkit.engine.rescue.rescue`."""
         from dtkit.engine.rescue import rescue
 
-        return ship(wire.pack([rescue(self._job(job), tensors=tensors)]), self._keeper)
+        return ship(wire.pack([rescue(self._job(job), what)]), self._keeper)
 
     def op_recall(self, job: str, step: int, parts: Sequence[int]) -> Shipment:
         """Copies that are kept here of these ranks' parts of a job, as of `step`."""

@@ -148,6 +148,7 @@ class Archive(abc.ABC):
         """Tensors of this rank's, filled in place.
 
         On another layout they stay as they are; with `share` they become that part of the sum over all saved ranks.
+        (On the same one, of a rank that was lost, they stay: the others keep what was theirs.)
         """
 
     @abc.abstractmethod
@@ -422,7 +423,7 @@ class Restore(Archive):
             mine = f"rank{self.rank}/{place}/{name}"
             if self.same_layout and mine in there:
                 local(tensor).copy_(self._part([mine], tensor))
-            elif share is not None and there:
+            elif share is not None and there and not self.same_layout:
                 local(tensor).copy_(self._part(there, tensor) * (len(there) * share))
 
     @torch.no_grad()

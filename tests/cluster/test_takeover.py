@@ -211,6 +211,71 @@ def test_the_older_notebook_is_told_and_leaves_the_cluster_alone():
         check_usable(cluster)
 
 
+LISTENING = NOTEBOOK.replace(
+    "    sys.stdin.read()\n",
+    """
+    for line in sys.stdin:
+        try:
+            exec(line)
+        except BaseException as error:
+            print(">", type(error).__name__, str(error).partition(chr(10))[0], flush=True)
+        else:
+            print("> done", flush=True)
+""",
+)
+
+
+def tell(process: subprocess.Popen[str], line: str) -> str:
+    """Have another notebook execute a line; what becomes of it."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(line + "\n")
+    process.stdin.flush()
+    return next(line for line in process.stdout if line.startswith("> ")).removeprefix("> ")
+
+
+def test_an_older_notebook_spoils_nothing(tmp_path: Path):
+    """It does not know yet, and goes on with its run: what is written down of the run is the newer one's alone."""
+    with notebook(LISTENING) as process:
+        assert tell(process, "run.pause()") == "done\n"
+        newer = dtkit.attach(next(tmp_path.iterdir()).name)
+        run = newer.current_run
+        assert run is not None
+        assert tell(process, "run.note('I am still here')") == "done\n"
+        assert tell(process, "run.resume()") == "done\n"
+        assert tell(process, "run.wait(60)").startswith("Superseded another notebook has taken this cluster over")
+        assert tell(process, "cluster.repair()").startswith("Superseded another notebook has taken this cluster over")
+        tell(process, "run.note('and on')")
+        tell(process, "run.release()")
+        run.resume()
+        at_step(run, run.status.step + 50)
+        run.pause()
+        with dtkit.attach(newer.folder.name) as cluster:
+            last = cluster.current_run
+            assert last is not None
+            assert [e.text for e in last.history.events[:-1]] == [e.text for e in run.history.events]
+            assert "taken over" in last.history.events[-1].text
+            assert "here" not in " ".join(event.text for event in last.history.events)
+            check_goes_on(cluster)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_takeover_that_fails_takes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Whoever had the cluster still has it, and ends it."""
+    subprocess.run([sys.executable, "-c", SCRIPT], check=True, timeout=60)
+    cluster = dtkit.attach()
+    monkeypatch.setattr("dtkit.takeover._run", fail)
+    with pytest.raises(LookupError, match="unreadable"):
+        dtkit.attach(cluster.folder.name)
+    assert not cluster.superseded
+    cluster.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def fail(_cluster: dtkit.Cluster) -> None:
+    raise LookupError("unreadable")
+
+
 def test_a_second_takeover_finds_what_the_first_one_did():
     with notebook() as process:
         process.send_signal(signal.SIGKILL)
@@ -237,6 +302,23 @@ def test_a_cluster_may_outlive_a_script():
     with dtkit.attach() as cluster:
         assert cluster.current_run is None
         check_usable(cluster)
+
+
+def test_a_cluster_whose_controller_was_killed_is_refused(tmp_path: Path):
+    subprocess.run([sys.executable, "-c", SCRIPT], check=True, timeout=60)
+    (folder,) = tmp_path.iterdir()
+    processes = warden._processes(folder)
+    controllers = [process for process in processes if any("controller" in word for word in process.cmdline())]
+    try:
+        for process in controllers:
+            process.kill()
+        until(lambda: not any(papers.lives(process.pid, process.create_time()) for process in controllers))
+        told = rf"the controller of {folder.name}, .* has ended.*Start another cluster with dtkit\.Cluster\(\)"
+        with pytest.raises(dtkit.ClusterError, match=told):
+            dtkit.attach(folder.name)
+    finally:
+        shutil.rmtree(folder)
+    assert not psutil.wait_procs(processes, timeout=30)[1]
 
 
 def test_a_cluster_whose_folder_somebody_removed_ends(tmp_path: Path):

@@ -38,6 +38,7 @@ from dtkit.errors import (
     telling,
     which_ranks,
 )
+from dtkit.evaluations import Evaluations
 from dtkit.flight import Flight, Rate
 from dtkit.lookout import Lookout
 from dtkit.nonfinite import nonfinite
@@ -115,13 +116,13 @@ class Driver:
         self.watch = Watch()
         self.saver = Saver(history, changed)
         self.snapshots = Snapshots()
+        self.evaluations = Evaluations()
         self.reports: list[Any] = []
         """Of the last step that was explained, what each rank saw."""
         self.spans: tuple[list[np.ndarray], list[float] | None] = [], None
         """What each rank did when, in the last steps, and how far each one's clock was ahead."""
         self._balancer = Balancer(route.balance) if route.balance is not None else None
         self._explain = False
-        self._last_evaluation = False  # due where a stream ended between two epochs
         self._cluster, self._history, self._changed = cluster, history, changed
         self._recorder = Recorder(cluster, history)
         self._turn = Turn(route.callbacks)
@@ -153,10 +154,13 @@ class Driver:
         self._enter(State.PAUSED)
         threading.Thread(target=self._run, name=f"dtkit-{self.route.job}", daemon=True).start()
 
-    def stand_at(self, step: int, called: int, ran_s: float = 0.0) -> None:
-        """Before `start`: the job goes on after so many steps, and seconds; callbacks were called after `called`."""
+    def stand_at(self, step: int, called: int, evaluated: int, ran_s: float = 0.0) -> None:
+        """Before `start`: the job goes on after so many steps, and seconds; callbacks were called after `called`, and
+        held-out data evaluated after `evaluated` of them.
+        """
         self._recorder.beyond(step)
         self.step, self._turn.called, self._ran = step, called, ran_s
+        self.evaluations.begin_at(step, evaluated)
         self.saver.begin_at(step)
         self.snapshots.begin_at(step)
 
@@ -257,6 +261,8 @@ class Driver:
 
     def _send(self) -> None:
         while self.state is State.RUNNING and not self._halt and not self._lost_track:
+            if self._evaluation_due(self._next):
+                self._evaluate(self._next)
             dispatches = sum(flight.op == "advance" for flight in self._flights)
             if dispatches >= self.pace.ahead or self._calls_due(self._next):
                 return
@@ -264,9 +270,6 @@ class Driver:
             if self._next >= self._goal:
                 return
             self._send_steps()
-            per_epoch = self.route.steps_per_epoch
-            if self.route.evaluation and (self._next % per_epoch == 0 or self._next == self.route.steps):
-                self._evaluate(self._next)
 
     def _send_steps(self) -> None:
         steps = min(self.pace.steps, self._goal - self._next)
@@ -318,12 +321,18 @@ class Driver:
 
     def _evaluate(self, step: int) -> None:
         assert self.route.evaluation is not None
-        flight = Flight("evaluate", step, self._recorder.evaluation, self._evaluation_failed)
+        self.evaluations.sent(step)
+        failed = functools.partial(self._evaluation_failed, step)
+        flight = Flight("evaluate", step, self._take_evaluation, failed, self.evaluations.withdrawn)
         self._launch(flight, **self.route.evaluation)
 
+    def _evaluation_due(self, step: int) -> bool:
+        route = self.route
+        return route.evaluation is not None and self.evaluations.due(step, route.steps_per_epoch, route.steps)
+
     def _saves(self) -> bool:
-        """With nothing else in flight: send a save that is due. Callbacks and the last evaluation come before it."""
-        ahead = self._halt or self._last_evaluation or self._calls_due(self.step)
+        """With nothing else in flight: send a save that is due. An evaluation and callbacks come before it."""
+        ahead = self._halt or self._evaluation_due(self.step) or self._calls_due(self.step)
         if self._lost:  # none can be written, and who waits for one must hear of it
             self.saver.drop(f"lost: {which_ranks(self._lost)}; run.resume() or run.repair() replaces what is lost")
         elif self.saver.wanted or (self.state is State.RUNNING and not ahead):
@@ -404,7 +413,7 @@ class Driver:
 
     def _take_end(self) -> None:
         """A stream without length has ended on all ranks: the run is as long as that, and one epoch."""
-        self._lost_track = self._last_evaluation = True
+        self._lost_track = True
         self._goal = self.step
         self.route = dataclasses.replace(self.route, steps=self.step, steps_per_epoch=max(1, self.step))
         self._note("note", f"the stream ended after {self.step} steps")
@@ -413,6 +422,10 @@ class Driver:
         self._lost_track, self._halt = True, self._halt or "pause"
         self.exception = NonFiniteError(nonfinite(self.step, advances, self._cluster.nodes))
         self._note("error", f"not finite at step {self.step}; all ranks paused before the update")
+
+    def _take_evaluation(self, step: int, values: Sequence[Any]) -> None:
+        self.evaluations.done(step)
+        self._recorder.evaluation(step, values)
 
     def _take_snapshot(self, _step: int, values: Sequence[Any]) -> None:
         word = self.snapshots.landed(values)
@@ -469,7 +482,8 @@ class Driver:
     def _snapshot_failed(self, error: EngineError) -> None:  # here too
         self._note("error", f"the snapshot in memory failed: {error}".partition("\n")[0])
 
-    def _evaluation_failed(self, error: EngineError) -> None:  # and here
+    def _evaluation_failed(self, step: int, error: EngineError) -> None:  # and here
+        self.evaluations.done(step)
         self._halt, self.exception = self._halt or "pause", error
         self._note("error", f"the evaluation failed: {error}".partition("\n")[0])
 
@@ -506,6 +520,7 @@ class Driver:
         self._recorder.beyond(found.step)
         self._lost, self.step, self.lr, self._tries = [], found.step, found.lr, 0
         self._next = self.step
+        self.evaluations.begin_at(self.step)
         self.snapshots.begin_at(self.step)
         if self._balancer is not None and self.route.balance is not None:
             self._balancer = Balancer(self.route.balance)
@@ -664,12 +679,12 @@ class Driver:
 
     def _rest_running(self) -> None:
         """What is to be done before the next step, if there is one."""
-        if self._last_evaluation and self.route.evaluation:
-            self._last_evaluation = False
+        due = self._evaluation_due(self.step)
+        if due and not self._halt:
             self._evaluate(self.step)
         elif not self._halt and self._calls_due(self.step):
             self._turn.take(self.step, lambda *found: self._inbox.put(_Command("called", found, Future())))
-        elif self.step >= self.route.steps:
+        elif self.step >= self.route.steps and not due:
             self._note("done", f"done after {self.step} steps")
             self._end(State.COMPLETED)
         elif self._halt or self.step >= self._goal:

@@ -102,7 +102,7 @@ class Run:
             if resumption is not None:
                 self._driver.lr, overruled = resumption.put_into(self._cluster, self._job)
                 self.history.extend(resumption.checkpoint.history())
-                self._driver.stand_at(resumption.step, resumption.called)
+                self._driver.stand_at(resumption.step, resumption.called, resumption.evaluated)
                 resumption.put_into_callbacks(self._extras.callbacks)
                 mesh = self._extras.strategy.mesh(self.spec.world_size)
                 self.note(resumption.text(self.spec, mesh, overruled))
@@ -140,7 +140,8 @@ class Run:
             step, run._driver.lr = found.step, found.lr
         else:
             step, run._driver.lr = standings[0].step, standings[0].lr
-        run._driver.stand_at(step, step, ran_s=float(run.history.totals()["step_s"].sum()))
+        evaluated = max((one.step for one in run.history.evaluations), default=0)
+        run._driver.stand_at(step, step, evaluated, ran_s=float(run.history.totals()["step_s"].sum()))
         run.note(f"taken over at step {step}")
         run._driver.start()
         return run
@@ -418,7 +419,10 @@ class Run:
         from dtkit.resuming import callback_states
 
         callbacks = callback_states(self._extras.callbacks)
-        return {"spec": dataclasses.asdict(self.spec), "called": self._driver.called, "callbacks": callbacks}
+        found = {"spec": dataclasses.asdict(self.spec), "called": self._driver.called, "callbacks": callbacks}
+        if self._extras.valid is not None:
+            found["evaluated"] = self._driver.evaluations.made
+        return found
 
     # -- waiting ----------------------------------------------------------------------------------------------
 

@@ -331,6 +331,46 @@ def test_held_out_data_is_evaluated_at_the_end_of_each_epoch_without_a_pause_bet
     assert run.history.evaluations[0].samples == 8
 
 
+def calls(engines: FakeTransport, *ops: str) -> list[tuple[str, int]]:
+    """(op, step) of what rank 0 was asked for after steps, in order."""
+    return [(op, args["step"]) for rank, op, args in engines.served if rank == 0 and op in ops]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("Connection closed by peer")], ids=repr)
+@pytest.mark.parametrize("at", [1, 4], ids=["amid", "at the end"])
+def test_an_evaluation_that_is_broken_off_is_made_before_the_next_step(cluster, engines, at, error):
+    """And before callbacks are called, which look at what it found."""
+    seen = []
+    engines.fail(1, "evaluate", error, after=at)
+    run = train(cluster, epochs=5, valid=ROWS, callbacks=[lambda r: seen.append(r.history.evaluations[-1].step)])
+    run.wait(10)
+    assert run.status.state is State.COMPLETED
+    assert [e.step for e in run.history.evaluations] == seen == [4, 8, 12, 16, 20]
+    steps = [step for _, step in calls(engines, "evaluate")]
+    assert steps == sorted([4, 8, 12, 16, 20, 4 * (at + 1)])  # that one again, and no other
+    asked = calls(engines, "evaluate", "advance")
+    last = max(k for k, call in enumerate(asked) if call == ("evaluate", 4 * (at + 1)))
+    assert all(step > 4 * at for _, step in asked[last:])
+
+
+@pytest.mark.parametrize("step", [8, 20], ids=["amid", "at the end"])
+def test_an_evaluation_that_is_broken_off_by_a_pause_is_made_when_the_run_goes_on(cluster, engines, step):
+    run = train(cluster, steps=20, valid=ROWS, start=False)
+    run.step(step - 1)
+    engines.fail(0, "evaluate", KeyboardInterrupt())
+    engines.hold()
+    run.post("step", (1, False))
+    run.post("pause")
+    engines.let_go()
+    run.wait(10)
+    assert (run.status.state, run.status.step) == (State.PAUSED, step)
+    assert step not in [e.step for e in run.history.evaluations]
+    run.resume()
+    run.wait(10)
+    assert run.status.state is State.COMPLETED
+    assert [e.step for e in run.history.evaluations] == [4, 8, 12, 16, 20]
+
+
 def test_extend_goes_on_where_it_ended(cluster):
     run = train(cluster)
     run.wait(10)

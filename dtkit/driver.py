@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from dtkit.history import History
     from dtkit.records import Reply
     from dtkit.recovery import Recovered
-    from dtkit.unread import Left
+    from dtkit.unread import Found, Left
 
 _PATIENCE_S = 10.0  # for the other ranks, once one has answered
 _BREAK_S = 1.0  # for the same, once they were interrupted
@@ -164,9 +164,17 @@ class Driver:
         self.saver.begin_at(step)
         self.snapshots.begin_at(step)
 
-    def catch_up(self, left: Mapping[int, Left], common: int) -> None:
-        """Before `start`: record what dispatches left unread, by rank; all that are there have taken `common` steps."""
+    def catch_up(self, left: Mapping[int, Left], evaluated: Mapping[int, Mapping[int, Found]], common: int) -> None:
+        """Before `start`: record what dispatches and evaluations left unread, by rank; all that are there have taken
+        `common` steps. An evaluation that is missing there is made as the run goes on.
+        """
+        route, seen = self.route, self._recorder.end
         self._recorder.unread(left, common)
+        every = route.steps_per_epoch
+        due = range(max(1, -(-seen // every)) * every, common, every) if route.evaluation is not None else ()
+        if missing := self._recorder.evaluated(evaluated, due):
+            steps = ", ".join(map(str, missing))
+            self._recorder.note(common, "note", f"what evaluations found after these steps was lost: {steps}")
 
     @property
     def called(self) -> int:

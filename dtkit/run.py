@@ -133,8 +133,10 @@ class Run:
         run.history.spool = Spool(folder)
         lost = cluster.lost()
         standings = recovery.stand(cluster, job, lost)
-        left = {rank: unread.read(cluster.folder, job, rank) for rank in range(cluster.world_size)}
-        run._driver.catch_up(left, min(standing.step for standing in standings.values()))
+        ranks = range(cluster.world_size)
+        left = {rank: unread.read(cluster.folder, job, rank) for rank in ranks}
+        found_last = {rank: unread.evaluations(cluster.folder, job, rank) for rank in ranks}
+        run._driver.catch_up(left, found_last, min(standing.step for standing in standings.values()))
         if lost or recovery.apart(standings):
             found = run._recover(lost)
             step, run._driver.lr = found.step, found.lr

@@ -359,7 +359,7 @@ def test_an_evaluation_that_is_broken_off_by_a_pause_is_made_when_the_run_goes_o
     run.step(step - 1)
     engines.fail(0, "evaluate", KeyboardInterrupt())
     engines.hold()
-    run.post("step", (1, False))
+    run.post("step")
     run.post("pause")
     engines.let_go()
     run.wait(10)
@@ -369,6 +369,15 @@ def test_an_evaluation_that_is_broken_off_by_a_pause_is_made_when_the_run_goes_o
     run.wait(10)
     assert run.status.state is State.COMPLETED
     assert [e.step for e in run.history.evaluations] == [4, 8, 12, 16, 20]
+
+
+def test_a_notebook_that_takes_over_is_told_of_evaluations_that_were_lost(cluster):
+    run = train(cluster, valid=ROWS, start=False)
+    made = 4, {"loss": (2.0, 4.0)}
+    run._driver.catch_up({0: [], 1: []}, {0: {8: made}, 1: {8: made, 12: made}}, 16)
+    assert [e.step for e in run.history.evaluations] == [8]
+    told = [event.text for event in run.history.events if "lost" in event.text]
+    assert told == ["what evaluations found after these steps was lost: 4, 12"]  # where it stands, one will be made
 
 
 def test_extend_goes_on_where_it_ended(cluster):

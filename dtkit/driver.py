@@ -63,6 +63,8 @@ if TYPE_CHECKING:
 
 _PATIENCE_S = 10.0  # for the other ranks, once one has answered
 _BREAK_S = 1.0  # for the same, once they were interrupted
+_GRACE_S = 0.5  # and two steps: what a pause takes where nothing is stuck
+_MOST_GRACE_S = 1.0  # so that with what a break takes it is less than the three seconds that it may last
 _LOOK_S = 0.5
 _TRIES = 3  # refusals in a row, without a step between them, before the run gives up
 _FALLS = 3  # engines are lost so often at one step before it does: whatever ends them there, ends others too
@@ -137,6 +139,8 @@ class Driver:
         self._tries = 0
         self._fell, self._falls = -1, 0  # the step at which engines were lost last, and how often in a row
         self._lost: list[int] = []  # ranks whose engines are gone, and that were not replaced yet
+        self._pause_asked = 0.0  # when somebody began to wait for the end of what is under way
+        self._break_at = math.inf  # when what is under way then still is to be interrupted
         self._breaking = False  # what is under way was interrupted
         self._broke_off = False  # and the log says so
         self._waiting: list[Future[int]] = []
@@ -245,8 +249,12 @@ class Driver:
         """The next event. Engines that say nothing for longer than a collective may take are stuck."""
         deadline = time.monotonic() + self._cluster.patience
         while True:
+            left = self._break_at - time.monotonic()
+            if left <= 0:
+                self._break_off()
+                continue
             try:
-                return self._inbox.get(timeout=_LOOK_S if self._flights else None)
+                return self._inbox.get(timeout=min(_LOOK_S, left) if self._flights else None)
             except queue.Empty:
                 self._cluster.check_reachable()
                 self._look_out()
@@ -514,8 +522,11 @@ class Driver:
         else:
             self._repair()
 
-    def _repair(self) -> None:
-        """Bring all ranks to one step, the lost ones replaced or left out. What can't be repaired ends the run."""
+    def _repair(self, why: str = "") -> None:
+        """Bring all ranks to one step, the lost ones replaced or left out. What can't be repaired ends the run.
+
+        `why` that is to be done, where none is lost.
+        """
         if self.route.recover is None:
             raise ClusterError("this run can't be repaired")
         lost, before, size = self._lost, self.step, self._cluster.world_size
@@ -537,14 +548,16 @@ class Driver:
             self._note("repair", _told(lost, how, before, found))
         elif (gone := before - found.step) > 0:
             source = f" ({found.source})" if found.source else ""
-            self._note("note", f"all go back to step {found.step}, {plural(gone, 'step')} lost{source}: {_TORN}")
+            self._note("note", f"all go back to step {found.step}, {plural(gone, 'step')} lost{source}: {why}")
+        else:
+            self._note("note", f"all go on from step {found.step}, no step lost: {why}")
 
     def _level(self) -> None:
         """After a failure in which no engine was lost: form the group anew, and have all ranks at one step."""
         standings = recovery.stand(self._cluster, self.route.job)
         self._lost = [rank for rank in range(self._cluster.world_size) if rank not in standings]
         if self._lost or recovery.apart(standings):
-            self._repair()
+            self._repair(recovery.why_apart(standings))
             return
         self.step = next(iter(standings.values())).step
         self._form_anew()
@@ -580,6 +593,8 @@ class Driver:
             self._withdraw_all()
             self._end(State.STOPPED)
         elif command.name in ("pause", "stop"):
+            if not self._halt:
+                self._pause_asked = time.monotonic()
             self._halt = "stop" if "stop" in (self._halt, command.name) else "pause"
             self._waiting.append(command.answer)
             if self._flights:
@@ -628,13 +643,23 @@ class Driver:
         self._go(min(self.step + steps, self.route.steps), None)
 
     def _break(self, command: _Command) -> None:
-        """Interrupt what the engines do, and pause where that leaves them."""
-        self._halt, self._breaking = self._halt or "pause", bool(self._flights)
+        """Interrupt what the engines do, and pause where that leaves them.
+
+        Where nothing is known to be stuck, the pause that was asked for has a moment to take effect: broken off amid a
+        step, ranks may stand apart, and where each has a part of its own all go back to the last snapshot.
+        """
+        if not self._halt:
+            self._pause_asked, self._halt = time.monotonic(), "pause"
         self._waiting.append(command.answer)
         if self._flights:
-            self._broke_off, self._tries = True, 0
-            self._note("pause", f"interrupted at step {self.step}: what was under way is broken off")
-            self._cluster.interrupt()
+            stuck = self.finding is not None and self.finding.kind == "stuck"
+            grace = min(_MOST_GRACE_S, _GRACE_S + 2 * self._lookout.median_step_s)
+            self._break_at = -math.inf if stuck or self._breaking else self._pause_asked + grace
+
+    def _break_off(self) -> None:
+        self._break_at, self._breaking, self._broke_off, self._tries = math.inf, True, True, 0
+        self._note("pause", f"interrupted at step {self.step}: what was under way is broken off")
+        self._cluster.interrupt()
 
     def _want_rate(self, rate: Rate | None) -> None:
         """A rate that was sent took no effect: the next dispatch has it, unless another was asked for meanwhile."""
@@ -648,7 +673,7 @@ class Driver:
     def _go(self, goal: int, event: str | None) -> None:
         self._goal, self.exception = goal, None
         if self._halt == "pause":
-            self._halt = None
+            self._halt, self._break_at = None, math.inf
         if self.state is not State.RUNNING:
             if event:
                 self._note(event, f"{event} at step {self.step}")
@@ -671,7 +696,7 @@ class Driver:
 
     def _rest(self) -> None:
         """Nothing is in flight: all ranks stand at `step`."""
-        self._next, self._lost_track, self._breaking = self.step, False, False
+        self._next, self._lost_track, self._breaking, self._break_at = self.step, False, False, math.inf
         if self._halt:
             self._cluster.hurry(self.route.job, wanted=False)
         if self.state.ended or self._saves():
@@ -748,7 +773,6 @@ _ENDED = {State.COMPLETED: "completed", State.STOPPED: "been stopped", State.FAI
 ANEW = "run.exception says why. cluster.train(...) starts anew, with resume=path from a checkpoint"
 """What to do when a run has failed."""
 _ON = "run.extend(epochs=1) trains on; cluster.train(...) starts anew"
-_TORN = "an update had begun on a rank and not ended, so that its part of the model was of no step"
 _TAKEN = (
     "another notebook has taken this cluster over, and the run with it, after step {step}. This one shows what was "
     "until then; dtkit.attach() takes it back"

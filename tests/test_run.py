@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 import dtkit
-from dtkit import State
+from dtkit import State, driver
 from dtkit.dashboard import text
 from dtkit.errors import Refused
 from dtkit.finding import Finding
 from dtkit.testing import FakeTransport
+from tests.test_watchdog import until as watched
 
 ROWS = torch.zeros(64, 2), torch.zeros(64, dtype=torch.int64)
 
@@ -258,6 +259,56 @@ def test_pause_waits_for_what_is_in_flight(cluster, engines):
     assert run.status.step == run.history.steps
     sent = sum(steps for _, steps in dispatches(engines))
     assert run.status.step == sent
+
+
+@pytest.fixture
+def gracious(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pause has all the time to take effect before anything is broken off."""
+    monkeypatch.setattr(driver, "_GRACE_S", 600.0)
+    monkeypatch.setattr(driver, "_MOST_GRACE_S", 600.0)
+
+
+def under_way(cluster: dtkit.Cluster, engines: FakeTransport) -> dtkit.Run:
+    """A run with dispatches that do not land, which is to pause."""
+    run = train(cluster, steps=100_000, start=False)
+    run.step(5)
+    engines.hold()
+    run.resume()
+    run.post("pause")
+    return run
+
+
+@pytest.mark.usefixtures("gracious")
+def test_a_second_interrupt_leaves_the_pause_time_to_take_effect(cluster, engines):
+    run = under_way(cluster, engines)
+    broken = run._driver.ask("break")
+    engines.let_go()
+    assert broken.result(10) == run.status.step > 5
+    assert run.status.state is State.PAUSED
+    assert engines.interrupted == []
+    assert [event.text for event in run.history.events if event.kind == "pause"] == [
+        f"paused at step {run.status.step}"
+    ]
+
+
+def check_broken_off(run: dtkit.Run, engines: FakeTransport) -> None:
+    answer = run._driver.ask("break")
+    watched(lambda: engines.interrupted == [0, 1])
+    engines.let_go()
+    assert answer.result(10) == 5
+    assert run.status.state is State.PAUSED
+
+
+@pytest.mark.usefixtures("gracious")
+def test_what_is_known_to_be_stuck_is_broken_off_at_once(cluster, engines, monkeypatch):
+    run = under_way(cluster, engines)
+    monkeypatch.setattr(run._driver._lookout, "look", lambda _now: None)
+    run._driver._lookout.finding = Finding("stuck", 1, "here", "forward", 3, "net.py:14", "it waits", "wait", 8.0)
+    check_broken_off(run, engines)
+
+
+def test_what_has_not_paused_in_time_is_broken_off(cluster, engines):
+    check_broken_off(under_way(cluster, engines), engines)
 
 
 def test_resume_takes_a_pause_back(cluster, engines):

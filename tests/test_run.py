@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from typing import Any
 
@@ -411,9 +413,9 @@ def test_an_evaluation_that_is_broken_off_by_a_pause_is_made_when_the_run_goes_o
     engines.fail(0, "evaluate", KeyboardInterrupt())
     engines.hold()
     run.post("step")
-    run.post("pause")
+    paused = run.post("pause")
     engines.let_go()
-    run.wait(10)
+    assert paused.result(10) == step
     assert (run.status.state, run.status.step) == (State.PAUSED, step)
     assert step not in [e.step for e in run.history.evaluations]
     run.resume()
@@ -429,6 +431,39 @@ def test_a_notebook_that_takes_over_is_told_of_evaluations_that_were_lost(cluste
     assert [e.step for e in run.history.evaluations] == [8]
     told = [event.text for event in run.history.events if "lost" in event.text]
     assert told == ["what evaluations found after these steps was lost: 4, 12"]  # where it stands, one will be made
+
+
+@pytest.mark.parametrize("presses", [1, 2])
+def test_a_call_that_is_interrupted_ends_on_the_engines_too_and_the_next_one_works(
+    cluster, engines, monkeypatch, presses
+):
+    run = train(cluster, start=False)
+    run.step(4)
+    generation, collect, waits = cluster.generation, cluster.collect, threading.Event()
+    monkeypatch.setattr(cluster, "collect", lambda *given, **how: (waits.set(), collect(*given, **how))[1])
+    engines.hold()
+
+    def press() -> None:
+        assert waits.wait(10)
+        os.kill(os.getpid(), signal.SIGINT)
+        watched(lambda: engines.interrupted == [0, 1])
+        if presses == 1:
+            engines.let_go()
+        else:  # what was sent to the engines since is held: nobody waits for it
+            os.kill(os.getpid(), signal.SIGINT)
+
+    presser = threading.Thread(target=press, daemon=True)
+    presser.start()
+    with pytest.raises(KeyboardInterrupt):
+        run.evaluate(ROWS)
+    presser.join(10)
+    engines.let_go()
+    assert run.evaluate(ROWS).values == {"loss": 0.5}
+    assert cluster.generation > generation
+    assert (run.status.state, run.status.step) == (State.PAUSED, 4)
+    run.resume()
+    run.wait(10)
+    assert run.status.state is State.COMPLETED
 
 
 def test_extend_goes_on_where_it_ended(cluster):

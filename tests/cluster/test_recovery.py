@@ -33,6 +33,7 @@ from tests.cluster.oracle import (
     one_process,
 )
 from tests.cluster.small import check_usable
+from tests.test_watchdog import until as watched
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -468,6 +469,46 @@ def test_a_second_interrupt_breaks_off_what_is_stuck(
     run.resume()
     run.wait(60)
     assert difference(run.model.state_dict(), undisturbed) <= BOUND
+
+
+class Endless:
+    """A metric that does not return. It says when it was begun."""
+
+    def __init__(self, begun: Path) -> None:
+        self.begun = begun
+
+    def __call__(self, *_: Any) -> float:
+        self.begun.touch()
+        while True:
+            threading.Event().wait(0.01)
+
+
+def test_an_evaluation_by_hand_that_is_interrupted_ends_on_the_engines_too(cluster: dtkit.Cluster, tmp_path: Path):
+    """Whether or not a second interrupt comes before they have ended it."""
+    run = start(cluster, start=False)
+    run.step(5)
+    engines = [node.pid for node in cluster.nodes]
+    for presses in (1, 2):
+        begun = tmp_path / f"begun-{presses}"
+
+        def press(begun: Path = begun, presses: int = presses) -> None:
+            watched(begun.exists)
+            for _ in range(presses):
+                os.kill(os.getpid(), signal.SIGINT)
+                threading.Event().wait(0.02)
+
+        presser = threading.Thread(target=press, daemon=True)
+        presser.start()
+        with contextlib.suppress(KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+            run.evaluate(data(), metrics={"endless": Endless(begun)})
+        with contextlib.suppress(KeyboardInterrupt):  # the second may come as late as here
+            presser.join(10)
+        presser.join(10)
+        assert cluster.run(os.getpid) == engines
+    assert run.evaluate(data()).samples == len(data()[0])
+    run.step(5)
+    assert run.status.step == 10
+    run.stop()
 
 
 @pytest.fixture

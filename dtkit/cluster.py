@@ -211,6 +211,7 @@ class Cluster(Ranks):
         """As :meth:`run`, without waiting: a handle that shows itself."""
         from dtkit import task
 
+        self.settled()
         return task.start(self, fn, args, kwargs, own_group=own_group)
 
     def partition(

@@ -38,6 +38,7 @@ from dtkit.errors import (
     telling,
     which_ranks,
 )
+from dtkit.evaluations import Evaluations
 from dtkit.flight import Flight, Rate
 from dtkit.lookout import Lookout
 from dtkit.nonfinite import nonfinite
@@ -58,10 +59,12 @@ if TYPE_CHECKING:
     from dtkit.history import History
     from dtkit.records import Reply
     from dtkit.recovery import Recovered
-    from dtkit.unread import Left
+    from dtkit.unread import Found, Left
 
 _PATIENCE_S = 10.0  # for the other ranks, once one has answered
 _BREAK_S = 1.0  # for the same, once they were interrupted
+_GRACE_S = 0.5  # and two steps: what a pause takes where nothing is stuck
+_MOST_GRACE_S = 1.0  # so that with what a break takes it is less than the three seconds that it may last
 _LOOK_S = 0.5
 _TRIES = 3  # refusals in a row, without a step between them, before the run gives up
 _FALLS = 3  # engines are lost so often at one step before it does: whatever ends them there, ends others too
@@ -115,13 +118,13 @@ class Driver:
         self.watch = Watch()
         self.saver = Saver(history, changed)
         self.snapshots = Snapshots()
+        self.evaluations = Evaluations()
         self.reports: list[Any] = []
         """Of the last step that was explained, what each rank saw."""
         self.spans: tuple[list[np.ndarray], list[float] | None] = [], None
         """What each rank did when, in the last steps, and how far each one's clock was ahead."""
         self._balancer = Balancer(route.balance) if route.balance is not None else None
         self._explain = False
-        self._last_evaluation = False  # due where a stream ended between two epochs
         self._cluster, self._history, self._changed = cluster, history, changed
         self._recorder = Recorder(cluster, history)
         self._turn = Turn(route.callbacks)
@@ -136,6 +139,8 @@ class Driver:
         self._tries = 0
         self._fell, self._falls = -1, 0  # the step at which engines were lost last, and how often in a row
         self._lost: list[int] = []  # ranks whose engines are gone, and that were not replaced yet
+        self._pause_asked = 0.0  # when somebody began to wait for the end of what is under way
+        self._break_at = math.inf  # when what is under way then still is to be interrupted
         self._breaking = False  # what is under way was interrupted
         self._broke_off = False  # and the log says so
         self._waiting: list[Future[int]] = []
@@ -153,16 +158,27 @@ class Driver:
         self._enter(State.PAUSED)
         threading.Thread(target=self._run, name=f"dtkit-{self.route.job}", daemon=True).start()
 
-    def stand_at(self, step: int, called: int, ran_s: float = 0.0) -> None:
-        """Before `start`: the job goes on after so many steps, and seconds; callbacks were called after `called`."""
+    def stand_at(self, step: int, called: int, evaluated: int, ran_s: float = 0.0) -> None:
+        """Before `start`: the job goes on after so many steps, and seconds; callbacks were called after `called`, and
+        held-out data evaluated after `evaluated` of them.
+        """
         self._recorder.beyond(step)
         self.step, self._turn.called, self._ran = step, called, ran_s
+        self.evaluations.begin_at(step, evaluated)
         self.saver.begin_at(step)
         self.snapshots.begin_at(step)
 
-    def catch_up(self, left: Mapping[int, Left], common: int) -> None:
-        """Before `start`: record what dispatches left unread, by rank; all that are there have taken `common` steps."""
+    def catch_up(self, left: Mapping[int, Left], evaluated: Mapping[int, Mapping[int, Found]], common: int) -> None:
+        """Before `start`: record what dispatches and evaluations left unread, by rank; all that are there have taken
+        `common` steps. An evaluation that is missing there is made as the run goes on.
+        """
+        route, seen = self.route, self._recorder.end
         self._recorder.unread(left, common)
+        every = route.steps_per_epoch
+        due = range(max(1, -(-seen // every)) * every, common, every) if route.evaluation is not None else ()
+        if missing := self._recorder.evaluated(evaluated, due):
+            steps = ", ".join(map(str, missing))
+            self._recorder.note(common, "note", f"what evaluations found after these steps was lost: {steps}")
 
     @property
     def called(self) -> int:
@@ -233,8 +249,12 @@ class Driver:
         """The next event. Engines that say nothing for longer than a collective may take are stuck."""
         deadline = time.monotonic() + self._cluster.patience
         while True:
+            left = self._break_at - time.monotonic()
+            if left <= 0:
+                self._break_off()
+                continue
             try:
-                return self._inbox.get(timeout=_LOOK_S if self._flights else None)
+                return self._inbox.get(timeout=min(_LOOK_S, left) if self._flights else None)
             except queue.Empty:
                 self._cluster.check_reachable()
                 self._look_out()
@@ -257,6 +277,8 @@ class Driver:
 
     def _send(self) -> None:
         while self.state is State.RUNNING and not self._halt and not self._lost_track:
+            if self._evaluation_due(self._next):
+                self._evaluate(self._next)
             dispatches = sum(flight.op == "advance" for flight in self._flights)
             if dispatches >= self.pace.ahead or self._calls_due(self._next):
                 return
@@ -264,9 +286,6 @@ class Driver:
             if self._next >= self._goal:
                 return
             self._send_steps()
-            per_epoch = self.route.steps_per_epoch
-            if self.route.evaluation and (self._next % per_epoch == 0 or self._next == self.route.steps):
-                self._evaluate(self._next)
 
     def _send_steps(self) -> None:
         steps = min(self.pace.steps, self._goal - self._next)
@@ -318,12 +337,18 @@ class Driver:
 
     def _evaluate(self, step: int) -> None:
         assert self.route.evaluation is not None
-        flight = Flight("evaluate", step, self._recorder.evaluation, self._evaluation_failed)
+        self.evaluations.sent(step)
+        failed = functools.partial(self._evaluation_failed, step)
+        flight = Flight("evaluate", step, self._take_evaluation, failed, self.evaluations.withdrawn)
         self._launch(flight, **self.route.evaluation)
 
+    def _evaluation_due(self, step: int) -> bool:
+        route = self.route
+        return route.evaluation is not None and self.evaluations.due(step, route.steps_per_epoch, route.steps)
+
     def _saves(self) -> bool:
-        """With nothing else in flight: send a save that is due. Callbacks and the last evaluation come before it."""
-        ahead = self._halt or self._last_evaluation or self._calls_due(self.step)
+        """With nothing else in flight: send a save that is due. An evaluation and callbacks come before it."""
+        ahead = self._halt or self._evaluation_due(self.step) or self._calls_due(self.step)
         if self._lost:  # none can be written, and who waits for one must hear of it
             self.saver.drop(f"lost: {which_ranks(self._lost)}; run.resume() or run.repair() replaces what is lost")
         elif self.saver.wanted or (self.state is State.RUNNING and not ahead):
@@ -404,7 +429,7 @@ class Driver:
 
     def _take_end(self) -> None:
         """A stream without length has ended on all ranks: the run is as long as that, and one epoch."""
-        self._lost_track = self._last_evaluation = True
+        self._lost_track = True
         self._goal = self.step
         self.route = dataclasses.replace(self.route, steps=self.step, steps_per_epoch=max(1, self.step))
         self._note("note", f"the stream ended after {self.step} steps")
@@ -413,6 +438,10 @@ class Driver:
         self._lost_track, self._halt = True, self._halt or "pause"
         self.exception = NonFiniteError(nonfinite(self.step, advances, self._cluster.nodes))
         self._note("error", f"not finite at step {self.step}; all ranks paused before the update")
+
+    def _take_evaluation(self, step: int, values: Sequence[Any]) -> None:
+        self.evaluations.done(step)
+        self._recorder.evaluation(step, values)
 
     def _take_snapshot(self, _step: int, values: Sequence[Any]) -> None:
         word = self.snapshots.landed(values)
@@ -470,7 +499,8 @@ class Driver:
     def _snapshot_failed(self, error: EngineError) -> None:  # here too
         self._note("error", f"the snapshot in memory failed: {error}".partition("\n")[0])
 
-    def _evaluation_failed(self, error: EngineError) -> None:  # and here
+    def _evaluation_failed(self, step: int, error: EngineError) -> None:  # and here
+        self.evaluations.done(step)
         self._halt, self.exception = self._halt or "pause", error
         self._note("error", f"the evaluation failed: {error}".partition("\n")[0])
 
@@ -493,8 +523,11 @@ class Driver:
         else:
             self._repair()
 
-    def _repair(self) -> None:
-        """Bring all ranks to one step, the lost ones replaced or left out. What can't be repaired ends the run."""
+    def _repair(self, why: str = "") -> None:
+        """Bring all ranks to one step, the lost ones replaced or left out. What can't be repaired ends the run.
+
+        `why` that is to be done, where none is lost.
+        """
         if self.route.recover is None:
             raise ClusterError("this run can't be repaired")
         lost, before, size = self._lost, self.step, self._cluster.world_size
@@ -507,6 +540,7 @@ class Driver:
         self._recorder.beyond(found.step)
         self._lost, self.step, self.lr, self._tries = [], found.step, found.lr, 0
         self._next = self.step
+        self.evaluations.begin_at(self.step)
         self.snapshots.begin_at(self.step)
         if self._balancer is not None and self.route.balance is not None:
             self._balancer = Balancer(self.route.balance)
@@ -515,14 +549,16 @@ class Driver:
             self._note("repair", _told(lost, how, before, found))
         elif (gone := before - found.step) > 0:
             source = f" ({found.source})" if found.source else ""
-            self._note("note", f"all go back to step {found.step}, {plural(gone, 'step')} lost{source}: {_TORN}")
+            self._note("note", f"all go back to step {found.step}, {plural(gone, 'step')} lost{source}: {why}")
+        else:
+            self._note("note", f"all go on from step {found.step}, no step lost: {why}")
 
     def _level(self) -> None:
         """After a failure in which no engine was lost: form the group anew, and have all ranks at one step."""
         standings = recovery.stand(self._cluster, self.route.job)
         self._lost = [rank for rank in range(self._cluster.world_size) if rank not in standings]
         if self._lost or recovery.apart(standings):
-            self._repair()
+            self._repair(recovery.why_apart(standings))
             return
         self.step = next(iter(standings.values())).step
         self._form_anew()
@@ -558,6 +594,8 @@ class Driver:
             self._withdraw_all()
             self._end(State.STOPPED)
         elif command.name in ("pause", "stop"):
+            if not self._halt:
+                self._pause_asked = time.monotonic()
             self._halt = "stop" if "stop" in (self._halt, command.name) else "pause"
             self._waiting.append(command.answer)
             if self._flights:
@@ -606,13 +644,23 @@ class Driver:
         self._go(min(self.step + steps, self.route.steps), None)
 
     def _break(self, command: _Command) -> None:
-        """Interrupt what the engines do, and pause where that leaves them."""
-        self._halt, self._breaking = self._halt or "pause", bool(self._flights)
+        """Interrupt what the engines do, and pause where that leaves them.
+
+        Where nothing is known to be stuck, the pause that was asked for has a moment to take effect: broken off amid a
+        step, ranks may stand apart, and where each has a part of its own all go back to the last snapshot.
+        """
+        if not self._halt:
+            self._pause_asked, self._halt = time.monotonic(), "pause"
         self._waiting.append(command.answer)
         if self._flights:
-            self._broke_off, self._tries = True, 0
-            self._note("pause", f"interrupted at step {self.step}: what was under way is broken off")
-            self._cluster.interrupt()
+            stuck = self.finding is not None and self.finding.kind == "stuck"
+            grace = min(_MOST_GRACE_S, _GRACE_S + 2 * self._lookout.median_step_s)
+            self._break_at = -math.inf if stuck or self._breaking else self._pause_asked + grace
+
+    def _break_off(self) -> None:
+        self._break_at, self._breaking, self._broke_off, self._tries = math.inf, True, True, 0
+        self._note("pause", f"interrupted at step {self.step}: what was under way is broken off")
+        self._cluster.interrupt()
 
     def _want_rate(self, rate: Rate | None) -> None:
         """A rate that was sent took no effect: the next dispatch has it, unless another was asked for meanwhile."""
@@ -626,7 +674,7 @@ class Driver:
     def _go(self, goal: int, event: str | None) -> None:
         self._goal, self.exception = goal, None
         if self._halt == "pause":
-            self._halt = None
+            self._halt, self._break_at = None, math.inf
         if self.state is not State.RUNNING:
             if event:
                 self._note(event, f"{event} at step {self.step}")
@@ -649,7 +697,7 @@ class Driver:
 
     def _rest(self) -> None:
         """Nothing is in flight: all ranks stand at `step`."""
-        self._next, self._lost_track, self._breaking = self.step, False, False
+        self._next, self._lost_track, self._breaking, self._break_at = self.step, False, False, math.inf
         if self._halt:
             self._cluster.hurry(self.route.job, wanted=False)
         if self.state.ended or self._saves():
@@ -665,12 +713,12 @@ class Driver:
 
     def _rest_running(self) -> None:
         """What is to be done before the next step, if there is one."""
-        if self._last_evaluation and self.route.evaluation:
-            self._last_evaluation = False
+        due = self._evaluation_due(self.step)
+        if due and not self._halt:
             self._evaluate(self.step)
         elif not self._halt and self._calls_due(self.step):
             self._turn.take(self.step, lambda *found: self._inbox.put(_Command("called", found, Future())))
-        elif self.step >= self.route.steps:
+        elif self.step >= self.route.steps and not due:
             self._note("done", f"done after {self.step} steps")
             self._end(State.COMPLETED)
         elif self._halt or self.step >= self._goal:
@@ -726,7 +774,6 @@ _ENDED = {State.COMPLETED: "completed", State.STOPPED: "been stopped", State.FAI
 ANEW = "run.exception says why. cluster.train(...) starts anew, with resume=path from a checkpoint"
 """What to do when a run has failed."""
 _ON = "run.extend(epochs=1) trains on; cluster.train(...) starts anew"
-_TORN = "an update had begun on a rank and not ended, so that its part of the model was of no step"
 _TAKEN = (
     "another notebook has taken this cluster over, and the run with it, after step {step}. This one shows what was "
     "until then; dtkit.attach() takes it back"

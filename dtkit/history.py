@@ -138,11 +138,18 @@ class History:
             spool.rows(block)
 
     def add(self, event: Event | Evaluation) -> None:
-        """Add an event or an evaluation."""
+        """Add an event or an evaluation; one after as many steps as an earlier one takes its place."""
         spool = self.spool
         if spool is not None:
             spool.note(event)
-        (self.events if isinstance(event, Event) else self.evaluations).append(event)  # type: ignore[arg-type]
+        if isinstance(event, Event):
+            self.events.append(event)
+            return
+        for k, known in enumerate(self.evaluations):
+            if known.step == event.step:  # a run went back before it
+                self.evaluations[k] = event
+                return
+        self.evaluations.append(event)
 
     def part(self) -> None:
         """Write no more of it anywhere."""

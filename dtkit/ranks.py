@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 SNAPSHOTS = "snapshots"
 ALONE_S = 30.0  # for what an engine does by itself
 GRACE_S = 5.0  # for the other ranks once one has failed, and again after an interrupt
+_SETTLED_S = 30.0  # for what an interrupt broke to be formed anew
+_PART_S = 0.1
 _FIRST_STEP_S, _MARGIN_S = 1800.0, 30.0
 
 
@@ -65,6 +67,7 @@ class Ranks:
         self.bare: set[int] = set()
         """Ranks of new engines, which hold no data and no model yet."""
         self._closed = False
+        self._settling: threading.Thread | None = None
         self._nodes: list[NodeInfo] = []
         self._engine_path: list[str] = []
         self._one_host = True
@@ -189,11 +192,46 @@ class Ranks:
 
     def ask(self, op: str, *, timeout: float | None = None, **options: Any) -> list[Any]:
         """Fan out, wait, and return the values by rank. On failure the group is formed anew and the cause raised."""
+        self.settled()
         self._free_unwanted()
         if not self._formed:  # the last try failed
             self.form()
-        replies = self.collect(self.fan_out(op, **options), timeout or self.patience, options.get("ranks"))
+        futures: list[Future[Reply]] = []
+        try:
+            futures = self.fan_out(op, **options)
+            replies = self.collect(futures, timeout or self.patience, options.get("ranks"))
+        except KeyboardInterrupt:
+            self._give_up(futures, options.get("ranks"))
+            raise
         return self.values(replies)
+
+    def _give_up(self, futures: Sequence[Future[Reply]], ranks: Sequence[int] | None) -> None:
+        """Nobody waits for a call any longer: end it on the engines too, and form the group anew.
+
+        A further interrupt doesn't wait for that; the next call does.
+        """
+        asked = range(self.world_size) if ranks is None else ranks
+        self._settling = threading.Thread(target=self._settle, args=(futures, asked), name="dtkit-settle", daemon=True)
+        self._settling.start()
+        self.settled()
+
+    def _settle(self, futures: Sequence[Future[Reply]], ranks: Sequence[int]) -> None:
+        """Without `futures` the sending was interrupted: some ranks may have the call, and wait there for others."""
+        with contextlib.suppress(DtkitError):  # the next call meets the same, and says so
+            self.interrupt([r for k, r in enumerate(ranks) if not futures or not futures[k].done()])
+            if not futures:
+                self.form()
+                return
+            replies = self.collect(futures, GRACE_S, ranks)
+            self.heal([reply.failure for reply in replies if reply.failure is not None])
+
+    def settled(self) -> None:
+        """Wait until the group is formed anew that an interrupt broke; a signal is seen between two waits."""
+        deadline, settling = time.monotonic() + _SETTLED_S, self._settling
+        if settling is threading.current_thread():
+            return
+        while settling is not None and settling.is_alive() and time.monotonic() < deadline:
+            settling.join(_PART_S)
 
     def _free_unwanted(self) -> None:
         keys = []
@@ -356,6 +394,7 @@ class Ranks:
 
         `others`: some ranks are not who they were.
         """
+        self.settled()
         with self._lock:
             self.check_open()
             self._generation += 1
@@ -369,7 +408,11 @@ class Ranks:
         called_off = store.with_name(store.name + CALLED_OFF)
         for future in futures:
             future.add_done_callback(lambda done: _call_off(called_off, done.result()))
-        replies = self.collect(futures, self._timeout + 5)
+        try:
+            replies = self.collect(futures, self._timeout + 5)
+        except KeyboardInterrupt:  # who waits there for a rank that does not come is to wait no longer either
+            called_off.touch(mode=0o600)
+            raise
         # The group's own file stays: subgroups (of a mesh) meet there too.
         for old in [store.with_name(f"store-{self._generation - 1}"), *self._folder.glob(f"{store.name}.*")]:
             old.unlink(missing_ok=True)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dtkit.history import History
     from dtkit.ranks import Ranks
     from dtkit.records import Reply
-    from dtkit.unread import Left
+    from dtkit.unread import Found, Left
 
 
 class Recorder:
@@ -83,7 +83,20 @@ class Recorder:
         for begun in sorted(dispatches):
             self._until(common, dispatches[begun])
 
-    def evaluation(self, step: int, parts: Sequence[tuple[int, dict[str, tuple[float, float]]]]) -> None:
+    def evaluated(self, left: Mapping[int, Mapping[int, Found]], due: Sequence[int]) -> list[int]:
+        """What evaluations left that nobody may have read, by rank: those that all ranks made are recorded.
+
+        Of the steps after which they were `due`, those for which there is none.
+        """
+        known = {one.step for one in self._history.evaluations}
+        for step in sorted(set.intersection(*(set(found) for found in left.values())) - known):
+            parts = [left[rank][step] for rank in sorted(left)]
+            if len({tuple(sums) for _, sums in parts}) == 1:
+                self.evaluation(step, parts)
+                known.add(step)
+        return [step for step in due if step not in known]
+
+    def evaluation(self, step: int, parts: Sequence[Found]) -> None:
         """What all ranks found in their parts of the held-out data."""
         found = evaluation(step, parts)
         self._history.add(found)
@@ -166,7 +179,7 @@ def _between(advance: Advance, first: int, stop: int) -> Advance:
     return dataclasses.replace(advance, rows=rows[inside], blocked=blocked)
 
 
-def evaluation(step: int, parts: Sequence[tuple[int, dict[str, tuple[float, float]]]]) -> Evaluation:
+def evaluation(step: int, parts: Sequence[Found]) -> Evaluation:
     """Add up what every rank found in its part: (samples, {name: (sum, weight)})."""
     names = parts[0][1]
     values = {}

@@ -17,7 +17,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from dtkit import unread
-from dtkit.errors import CheckpointError, ClusterError, EngineError
+from dtkit.errors import CheckpointError, ClusterError, EngineError, which_ranks
 from dtkit.records import ALL, OPTIMIZERS, OWN
 
 if TYPE_CHECKING:
@@ -115,6 +115,18 @@ def stand(cluster: Ranks, job: str, lost: Sequence[int] = ()) -> dict[int, Stand
 def apart(standings: Mapping[int, Standing]) -> bool:
     """Whether ranks differ in step, or one is torn."""
     return len({standing.step for standing in standings.values()}) > 1 or not all(s.whole for s in standings.values())
+
+
+_TORN = "an update had begun on a rank and not ended, so that its part of the model was of no step"
+
+
+def why_apart(standings: Mapping[int, Standing]) -> str:
+    """Why ranks can't go on as they stand, in words."""
+    if not all(standing.whole for standing in standings.values()):
+        return _TORN
+    furthest = max(standing.step for standing in standings.values())
+    ahead = [rank for rank, standing in sorted(standings.items()) if standing.step == furthest]
+    return f"{which_ranks(ahead)} had made the update of step {furthest - 1}, and others were broken off before theirs"
 
 
 def rescue(cluster: Ranks, job: str, standings: Mapping[int, Standing], parts: Mapping[int, object]) -> Rescued | None:

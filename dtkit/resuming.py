@@ -39,6 +39,11 @@ class Resumption:
         return int(self.checkpoint.head.get("called", self.step))
 
     @property
+    def evaluated(self) -> int:
+        """The step after which held-out data were evaluated last."""
+        return int(self.checkpoint.head.get("evaluated", self.step))
+
+    @property
     def line(self) -> Line:
         """The runs that led to it; none where it was saved by hand."""
         return line_of(self.checkpoint.head)

@@ -100,7 +100,7 @@ class Run:
             if resumption is not None:
                 self._driver.lr, overruled = resumption.put_into(self._cluster, self._job)
                 self.history.extend(resumption.checkpoint.history())
-                self._driver.stand_at(resumption.step, resumption.called)
+                self._driver.stand_at(resumption.step, resumption.called, resumption.evaluated)
                 resumption.put_into_callbacks(self._extras.callbacks)
                 mesh = self._extras.strategy.mesh(self.spec.world_size)
                 self.note(resumption.text(self.spec, mesh, overruled))
@@ -131,14 +131,17 @@ class Run:
         Spool(folder).begin(run.history)
         lost = cluster.lost()
         standings = recovery.stand(cluster, job, lost)
-        left = {rank: unread.read(cluster.folder, job, rank) for rank in range(cluster.world_size)}
-        run._driver.catch_up(left, min(standing.step for standing in standings.values()))
+        ranks = range(cluster.world_size)
+        left = {rank: unread.read(cluster.folder, job, rank) for rank in ranks}
+        found_last = {rank: unread.evaluations(cluster.folder, job, rank) for rank in ranks}
+        run._driver.catch_up(left, found_last, min(standing.step for standing in standings.values()))
         if lost or recovery.apart(standings):
             found = run._recover(lost)
             step, run._driver.lr = found.step, found.lr
         else:
             step, run._driver.lr = standings[0].step, standings[0].lr
-        run._driver.stand_at(step, step, ran_s=float(run.history.totals()["step_s"].sum()))
+        evaluated = max((one.step for one in run.history.evaluations), default=0)
+        run._driver.stand_at(step, step, evaluated, ran_s=float(run.history.totals()["step_s"].sum()))
         run.note(f"taken over at step {step}")
         run._driver.start()
         return run
@@ -415,7 +418,10 @@ class Run:
         from dtkit.resuming import callback_states
 
         callbacks = callback_states(self._extras.callbacks)
-        return {"spec": dataclasses.asdict(self.spec), "called": self._driver.called, "callbacks": callbacks}
+        found = {"spec": dataclasses.asdict(self.spec), "called": self._driver.called, "callbacks": callbacks}
+        if self._extras.valid is not None:
+            found["evaluated"] = self._driver.evaluations.made
+        return found
 
     # -- waiting ----------------------------------------------------------------------------------------------
 

@@ -4,8 +4,11 @@ An engine writes what a dispatch did before it answers, into the run's folder (s
 dispatch. The next dispatch says up to which step the notebook has read, and the files before that are removed. A
 notebook that takes the cluster over reads what is left there, also of an engine that died along with the older one.
 
-A file is a line of JSON and three arrays as they lie in memory. One that was cut off, by whatever ended its engine, is
-left out, and so is one that is not of that form. What a full disk does not take is tried again with the next dispatch.
+What a rank found in an evaluation between two dispatches is kept in the same way, until one behind it was read.
+
+A file is a line of JSON and three arrays as they lie in memory; of an evaluation, the line alone. One that was cut off,
+by whatever ended its engine, is left out, and so is one that is not of that form. What a full disk does not take is
+tried again with the next dispatch.
 """
 
 from __future__ import annotations
@@ -31,6 +34,8 @@ if TYPE_CHECKING:
 Left = list[tuple[Advance, list[Any]]]
 """As a dispatch returns it, as far as a history needs it: rows, when they were blocked and in what, and what was
 printed."""
+Found = tuple[int, dict[str, tuple[float, float]]]
+"""One rank's part of an evaluation: (samples, {name: (sum, weight)})."""
 
 _SPAN = 3 * 8  # bytes of a begin, an end, and among whom
 
@@ -45,9 +50,16 @@ class Unread:
     def keep(self, advance: Advance, items: Sequence[Any]) -> None:
         """Put down what a dispatch did and said. That there is no room for it is no error."""
         rows = np.asarray(advance.rows)
-        if len(rows) and os.access(self._folder, os.W_OK):  # else nobody will take this run over
-            path = self._folder / f"{_begin(self._rank)}{rows['step'][0]}"
-            self._kept.append(_File(path, advance.step, _packed(advance, items)))
+        if len(rows):
+            self._keep(f"{_begin(self._rank)}{rows['step'][0]}", advance.step, _packed(advance, items))
+
+    def keep_evaluation(self, step: int, found: Found) -> None:
+        """The same of what an evaluation after so many steps found."""
+        self._keep(f"{_begin_evaluated(self._rank)}{step}", step + 1, json.dumps(found).encode() + b"\n")
+
+    def _keep(self, name: str, end: int, data: bytes) -> None:
+        if os.access(self._folder, os.W_OK):  # else nobody will take this run over
+            self._kept.append(_File(self._folder / name, end, data))
         for file in self._kept:
             file.write()
 
@@ -62,11 +74,11 @@ class Unread:
 
 @dataclasses.dataclass
 class _File:
-    """What one dispatch did."""
+    """What one dispatch did, or one evaluation."""
 
     path: Path
     end: int
-    """The step behind it."""
+    """Who has read all before this step, has read it."""
     unwritten: bytes | None
 
     def write(self) -> None:
@@ -90,6 +102,11 @@ def _begin(rank: int) -> str:
     return f"unread-{rank}."
 
 
+def _begin_evaluated(rank: int) -> str:
+    """The same for evaluations; the step follows."""
+    return f"unread-evaluation-{rank}."
+
+
 def _packed(advance: Advance, items: Sequence[Any]) -> bytes:
     rows = np.asarray(advance.rows)
     spans = None if advance.blocked is None else np.asarray(advance.blocked, "f8")
@@ -108,6 +125,24 @@ def read(folder: Path, job: str, rank: int) -> Left:
     """What is left of a rank's dispatches, in their order."""
     found = [_unpacked(path, rank) for path in (folder / RUNS / job).glob(f"{_begin(rank)}*")]
     return sorted((one for one in found if one is not None), key=lambda one: one[0].step)
+
+
+def evaluations(folder: Path, job: str, rank: int) -> dict[int, Found]:
+    """What is left of a rank's evaluations, by the steps after which they were made."""
+    begin = _begin_evaluated(rank)
+    found = {path.name.removeprefix(begin): _evaluated(path) for path in (folder / RUNS / job).glob(f"{begin}*")}
+    return {int(step): one for step, one in found.items() if one is not None and step.isdecimal()}
+
+
+def _evaluated(path: Path) -> Found | None:
+    """One evaluation; None where the file is not whole."""
+    try:
+        line, end, _ = path.read_bytes().partition(b"\n")
+        samples, sums = json.loads(line)
+        found = {str(name): (float(total), float(weight)) for name, (total, weight) in sums.items()}
+        return (int(samples), found) if end else None
+    except (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError):
+        return None
 
 
 def remove(folder: Path, job: str) -> None:

@@ -107,6 +107,19 @@ def test_or_in_the_held_out_loss():
     assert optimizer.param_groups[0]["lr"] == 0.05
 
 
+def test_an_evaluation_that_is_made_over_is_taken_once():
+    """Of one that was broken off nobody knows on which ranks it was taken."""
+    found, optimizer = rates(plateau, has_valid=True, groups=2)
+    seen = []
+    for updates, losses in ((4, [3.0]), (8, [4.0, 4.0]), (12, [2.0]), (16, [4.0, 4.0, 4.0])):
+        for loss in losses:
+            found.held_out(updates, loss, 1.0, None)
+        seen.append([group["lr"] for group in optimizer.param_groups])
+    assert seen == [[0.1, 0.01], [0.05, 0.005], [0.05, 0.005], [0.025, 0.0025]]
+    found.held_out(16, 1.0, 1.0, None)  # as if it had been another all along
+    assert optimizer.param_groups[0]["lr"] == 0.05
+
+
 def test_what_is_no_scheduler():
     with pytest.raises(TypeError, match="scheduler\\(optimizer\\) returned int; it must return a torch scheduler"):
         rates(lambda o: 3)

@@ -11,7 +11,7 @@ import pytest
 from dtkit.history import ROW, History
 from dtkit.messages import MESSAGE, PHASES
 from dtkit.recording import Recorder
-from dtkit.records import Advance, Failure, Reply
+from dtkit.records import Advance, Evaluation, Failure, Reply
 
 
 def advance(rank: int, steps: int, begun: float) -> Advance:
@@ -129,3 +129,16 @@ def test_of_a_dispatch_that_was_read_in_part_the_rest_is_recorded(one_host: Reco
     one_host.unread({0: [left(0, 2, 6)], 1: [left(1, 2, 4)]}, 4)
     one_host.beyond(6)
     assert cells(history)[before:] == [(4, 0), (5, 0)]
+
+
+def test_of_evaluations_that_were_left_unread_those_of_all_ranks_are_recorded_once(
+    one_host: Recorder, history: History
+):
+    history.add(Evaluation(4, 8, {"loss": 0.5}))
+    mine, theirs, other = (4, {"loss": (2.0, 4.0)}), (2, {"loss": (4.0, 2.0)}), (2, {"hits": (4.0, 2.0)})
+    left = {0: {4: mine, 8: mine, 12: mine, 16: mine}, 1: {4: theirs, 8: theirs, 16: other}}
+    assert one_host.evaluated(left, [4, 8, 12, 16]) == [12, 16]
+    assert [(e.step, e.samples, e.values) for e in history.evaluations] == [
+        (4, 8, {"loss": 0.5}),
+        (8, 6, {"loss": 1.0}),
+    ]

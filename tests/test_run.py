@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from concurrent.futures import Future
 from typing import Any
@@ -11,12 +13,13 @@ import torch
 from torch import nn
 
 import dtkit
-from dtkit import State, ranks
+from dtkit import State, driver, ranks
 from dtkit.dashboard import text
 from dtkit.errors import Refused
 from dtkit.finding import Finding
 from dtkit.records import Failure, Reply
 from dtkit.testing import FakeTransport
+from tests.test_watchdog import until as watched
 
 ROWS = torch.zeros(64, 2), torch.zeros(64, dtype=torch.int64)
 
@@ -297,6 +300,56 @@ def test_pause_waits_for_what_is_in_flight(cluster, engines):
     assert run.status.step == sent
 
 
+@pytest.fixture
+def gracious(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pause has all the time to take effect before anything is broken off."""
+    monkeypatch.setattr(driver, "_GRACE_S", 600.0)
+    monkeypatch.setattr(driver, "_MOST_GRACE_S", 600.0)
+
+
+def under_way(cluster: dtkit.Cluster, engines: FakeTransport) -> dtkit.Run:
+    """A run with dispatches that do not land, which is to pause."""
+    run = train(cluster, steps=100_000, start=False)
+    run.step(5)
+    engines.hold()
+    run.resume()
+    run.post("pause")
+    return run
+
+
+@pytest.mark.usefixtures("gracious")
+def test_a_second_interrupt_leaves_the_pause_time_to_take_effect(cluster, engines):
+    run = under_way(cluster, engines)
+    broken = run._driver.ask("break")
+    engines.let_go()
+    assert broken.result(10) == run.status.step > 5
+    assert run.status.state is State.PAUSED
+    assert engines.interrupted == []
+    assert [event.text for event in run.history.events if event.kind == "pause"] == [
+        f"paused at step {run.status.step}"
+    ]
+
+
+def check_broken_off(run: dtkit.Run, engines: FakeTransport) -> None:
+    answer = run._driver.ask("break")
+    watched(lambda: engines.interrupted == [0, 1])
+    engines.let_go()
+    assert answer.result(10) == 5
+    assert run.status.state is State.PAUSED
+
+
+@pytest.mark.usefixtures("gracious")
+def test_what_is_known_to_be_stuck_is_broken_off_at_once(cluster, engines, monkeypatch):
+    run = under_way(cluster, engines)
+    monkeypatch.setattr(run._driver._lookout, "look", lambda _now: None)
+    run._driver._lookout.finding = Finding("stuck", 1, "here", "forward", 3, "net.py:14", "it waits", "wait", 8.0)
+    check_broken_off(run, engines)
+
+
+def test_what_has_not_paused_in_time_is_broken_off(cluster, engines):
+    check_broken_off(under_way(cluster, engines), engines)
+
+
 def test_resume_takes_a_pause_back(cluster, engines):
     run = train(cluster, start=False)
     engines.hold()
@@ -366,6 +419,88 @@ def test_held_out_data_is_evaluated_at_the_end_of_each_epoch_without_a_pause_bet
     assert [e.step for e in run.history.evaluations] == [4, 8, 12, 16, 20]
     assert run.history.evaluations[0].values == {"loss": 0.5}
     assert run.history.evaluations[0].samples == 8
+
+
+def calls(engines: FakeTransport, *ops: str) -> list[tuple[str, int]]:
+    """(op, step) of what rank 0 was asked for after steps, in order."""
+    return [(op, args["step"]) for rank, op, args in engines.served if rank == 0 and op in ops]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("Connection closed by peer")], ids=repr)
+@pytest.mark.parametrize("at", [1, 4], ids=["amid", "at the end"])
+def test_an_evaluation_that_is_broken_off_is_made_before_the_next_step(cluster, engines, at, error):
+    """And before callbacks are called, which look at what it found."""
+    seen = []
+    engines.fail(1, "evaluate", error, after=at)
+    run = train(cluster, epochs=5, valid=ROWS, callbacks=[lambda r: seen.append(r.history.evaluations[-1].step)])
+    run.wait(10)
+    assert run.status.state is State.COMPLETED
+    assert [e.step for e in run.history.evaluations] == seen == [4, 8, 12, 16, 20]
+    steps = [step for _, step in calls(engines, "evaluate")]
+    assert steps == sorted([4, 8, 12, 16, 20, 4 * (at + 1)])  # that one again, and no other
+    asked = calls(engines, "evaluate", "advance")
+    last = max(k for k, call in enumerate(asked) if call == ("evaluate", 4 * (at + 1)))
+    assert all(step > 4 * at for _, step in asked[last:])
+
+
+@pytest.mark.parametrize("step", [8, 20], ids=["amid", "at the end"])
+def test_an_evaluation_that_is_broken_off_by_a_pause_is_made_when_the_run_goes_on(cluster, engines, step):
+    run = train(cluster, steps=20, valid=ROWS, start=False)
+    run.step(step - 1)
+    engines.fail(0, "evaluate", KeyboardInterrupt())
+    engines.hold()
+    run.post("step")
+    paused = run.post("pause")
+    engines.let_go()
+    assert paused.result(10) == step
+    assert (run.status.state, run.status.step) == (State.PAUSED, step)
+    assert step not in [e.step for e in run.history.evaluations]
+    run.resume()
+    run.wait(10)
+    assert run.status.state is State.COMPLETED
+    assert [e.step for e in run.history.evaluations] == [4, 8, 12, 16, 20]
+
+
+def test_a_notebook_that_takes_over_is_told_of_evaluations_that_were_lost(cluster):
+    run = train(cluster, valid=ROWS, start=False)
+    made = 4, {"loss": (2.0, 4.0)}
+    run._driver.catch_up({0: [], 1: []}, {0: {8: made}, 1: {8: made, 12: made}}, 16)
+    assert [e.step for e in run.history.evaluations] == [8]
+    told = [event.text for event in run.history.events if "lost" in event.text]
+    assert told == ["what evaluations found after these steps was lost: 4, 12"]  # where it stands, one will be made
+
+
+@pytest.mark.parametrize("presses", [1, 2])
+def test_a_call_that_is_interrupted_ends_on_the_engines_too_and_the_next_one_works(
+    cluster, engines, monkeypatch, presses
+):
+    run = train(cluster, start=False)
+    run.step(4)
+    generation, collect, waits = cluster.generation, cluster.collect, threading.Event()
+    monkeypatch.setattr(cluster, "collect", lambda *given, **how: (waits.set(), collect(*given, **how))[1])
+    engines.hold()
+
+    def press() -> None:
+        assert waits.wait(10)
+        os.kill(os.getpid(), signal.SIGINT)
+        watched(lambda: engines.interrupted == [0, 1])
+        if presses == 1:
+            engines.let_go()
+        else:  # what was sent to the engines since is held: nobody waits for it
+            os.kill(os.getpid(), signal.SIGINT)
+
+    presser = threading.Thread(target=press, daemon=True)
+    presser.start()
+    with pytest.raises(KeyboardInterrupt):
+        run.evaluate(ROWS)
+    presser.join(10)
+    engines.let_go()
+    assert run.evaluate(ROWS).values == {"loss": 0.5}
+    assert cluster.generation > generation
+    assert (run.status.state, run.status.step) == (State.PAUSED, 4)
+    run.resume()
+    run.wait(10)
+    assert run.status.state is State.COMPLETED
 
 
 def test_extend_goes_on_where_it_ended(cluster):

@@ -218,3 +218,19 @@ def test_what_the_disk_has_of_a_later_step_is_better():
     found = recovery.recall(giving, "job", survivors(0, 2, 3), 4, beyond=19)
     assert found is not None
     assert found.source == "the last snapshot, from node 2's memory"
+
+
+@pytest.mark.parametrize(
+    ("standings", "why"),
+    [
+        (
+            {0: Standing(7, whole=True), 1: Standing(6, whole=True), 2: Standing(7, whole=True)},
+            "ranks 0 and 2 had made the update of step 6, and others were broken off before theirs",
+        ),
+        ({0: Standing(6, whole=True), 1: Standing(6, whole=False)}, "an update had begun on a rank and not ended"),
+        ({0: Standing(7, whole=True), 1: Standing(6, whole=False)}, "an update had begun on a rank and not ended"),
+    ],
+)
+def test_why_ranks_can_t_go_on_is_told_as_it_is(standings: dict[int, Standing], why: str):
+    assert recovery.apart(standings)
+    assert recovery.why_apart(standings).startswith(why)

@@ -160,6 +160,20 @@ def test_evaluate_counts_rows_and_not_what_is_in_them():
     assert total / weight == pytest.approx(F.cross_entropy(net()(inputs), targets).item(), abs=1e-12)
 
 
+def test_an_evaluation_that_draws_random_numbers_changes_none_of_the_training():
+    """However often it is broken off and made again."""
+    found = []
+    for evaluations in (0, 1, 2):
+        torch.manual_seed(0)
+        made = job(nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3)).double())
+        made.advance(2)
+        for _ in range(evaluations):
+            made.evaluate([(20, data())], {"noise": lambda output, _: torch.rand(1, dtype=output.dtype)})
+        made.advance(2)
+        found.append(made.harvest().rows["loss"].tolist())
+    assert found[0] == found[1] == found[2]
+
+
 def test_evaluate_is_exact_for_parts_of_any_size_and_leaves_the_training_alone():
     def accuracy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return (output.argmax(1) == target).double().mean()

@@ -131,6 +131,38 @@ def test_one_that_was_cut_off_is_left_out(tmp_path: Path, run: Path, kept: Unrea
     assert steps(tmp_path) == list(range(8))
 
 
+FOUND: unread.Found = (4, {"loss": (2.0, 4.0), "hits": (float("inf"), 4.0)})
+
+
+def test_evaluations_are_kept_until_a_dispatch_behind_them_was_read(tmp_path: Path, run: Path, kept: Unread):
+    for step in (4, 8):
+        kept.keep_evaluation(step, FOUND)
+    kept.keep(advance(8, 12), [])
+    kept.drop(8)  # all steps before were read, and perhaps not yet what was found behind them
+    assert unread.evaluations(tmp_path, JOB, RANK) == {8: FOUND}
+    assert unread.evaluations(tmp_path, JOB, 0) == {}
+    assert steps(tmp_path) == [8, 9, 10, 11]
+    assert {path.stat().st_mode & 0o777 for path in run.iterdir()} == {0o600}
+    kept.drop(12)
+    assert list(run.iterdir()) == []
+    kept.keep_evaluation(12, FOUND)
+    unread.remove(tmp_path, JOB)
+    assert list(run.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [*(json.dumps(FOUND)[:size] for size in (0, 1, 10, -1)), json.dumps(FOUND), "[" * 100_000 + "\n"]
+    + [
+        f"{json.dumps(what)}\n"
+        for what in (4, {}, [4], [4, [1]], ["x", {}], [4, {"loss": 1}], [4, {"loss": [1, None]}])
+    ],
+)
+def test_an_evaluation_that_is_not_of_that_form_is_left_out(tmp_path: Path, run: Path, text: str):
+    (run / "unread-evaluation-1.4").write_text(text)
+    assert unread.evaluations(tmp_path, JOB, RANK) == {}
+
+
 def _head(**changed: Any) -> bytes:
     return json.dumps({"rows": 4, "places": 2, "messages": 4, "lines": [], **changed}).encode()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +27,7 @@ class Rates:
         self._on_train = not program.has_valid
         self._losses: list[tuple[torch.Tensor, torch.Tensor | float]] = []  # (sum, weight) of each step of the epoch
         self._updates = 0  # that the schedule knows of
+        self._before: dict[str, Any] | None = None  # how all was before held-out data were last evaluated
         self.schedule: Schedule | None = None
         if program.scheduler is not None:
             self.schedule = Schedule(program.scheduler, optimizer, program.scheduler_every)
@@ -64,6 +66,8 @@ class Rates:
         if self.schedule is None:
             return
         self.schedule.exchange(archive)
+        if self.schedule.wants_metric:
+            self._before = archive.value("lr before", self._before)
         losses = [(float(total), float(weight)) for total, weight in self._losses]
         first = archive.rank == 0
         self._losses = archive.own(
@@ -75,6 +79,27 @@ class Rates:
         if self.schedule is not None and updates != self._updates:
             self._updates = updates
             self.schedule.step(epoch_ended=updates % steps_per_epoch == 0)
+
+    def held_out(self, updates: int, total: float, weight: float, group: Group | None) -> None:
+        """As `evaluated`, of held-out data, after so many updates. If that was done it is done over, and not twice.
+
+        When an evaluation is broken off, some ranks may have taken their losses' mean and others not. How all was
+        before is put down before ranks tell each other theirs: where one has taken the mean, all can go back, whoever's
+        state they go on with.
+        """
+        if self.schedule is None or not self.schedule.wants_metric:
+            return
+        if self._before is not None and self._before["updates"] == updates:
+            self._put_back(self.schedule, self._before)
+        else:
+            rates = [float(group["lr"]) for group in self._groups]
+            self._before = {"updates": updates, "rates": rates, "schedule": self.schedule.state()}
+        self.evaluated(total, weight, group)
+
+    def _put_back(self, schedule: Schedule, before: dict[str, Any]) -> None:
+        schedule.set_state(before["schedule"])
+        for group, rate in zip(self._groups, before["rates"], strict=True):
+            group["lr"] = rate
 
     def evaluated(self, total: float, weight: float, group: Group | None) -> None:
         """An epoch has ended with this rank's loss of total / weight. A collective, where the schedule wants it."""
@@ -109,6 +134,14 @@ class Schedule:
     def exchange(self, archive: Archive) -> None:
         """Show the scheduler's state."""
         archive.states("scheduler", self._scheduler, "the scheduler")
+
+    def state(self) -> dict[str, Any]:
+        """A copy of the scheduler's state."""
+        return copy.deepcopy(self._scheduler.state_dict())
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Make that the scheduler's state, of which it holds a copy."""
+        self._scheduler.load_state_dict(copy.deepcopy(state))
 
     def step(self, *, epoch_ended: bool) -> None:
         """An update was made."""

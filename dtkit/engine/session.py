@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from dtkit.memory import Held
     from dtkit.records import Advance, GroupSpec, JobPlan
     from dtkit.shared import Owner
+    from dtkit.unread import Found
 
 _ALONE = ("standing", "rescue", "recall", "model")
 """What an engine does by itself, also when its group is broken, or could not be formed."""
@@ -564,8 +565,10 @@ class Session:
         batch_size: int,
         step: int | None = None,
         loading: Loading | None = None,
-    ) -> tuple[int, dict[str, tuple[float, float]]]:
-        """(samples, {name: (sum, weight)}) of this rank's shard, for a job that stands at `step` if that is given."""
+    ) -> Found:
+        """(samples, {name: (sum, weight)}) of this rank's shard. With `step`: between two steps of a run, which must
+        stand there, and which a notebook that takes it over is to know of.
+        """
         from dtkit.engine.loading import Loading, held_out
 
         assert self.group is not None
@@ -575,9 +578,11 @@ class Session:
         parts = shards.for_replicas(found.setting.mesh.replicas)
         batches = held_out(source, parts[found.setting.shards[0]], batch_size, loading or Loading(), self.group.rank)
         rounds = -(-max(map(len, parts)) // batch_size)
-        return self._breaking(  # type: ignore[no-any-return]
-            lambda: found.evaluate(batches, metrics, rounds, after_epoch=step is not None)
-        )
+        value: Found = self._breaking(lambda: found.evaluate(batches, metrics, rounds, after_epoch=step is not None))
+        if step is not None:
+            self.interrupts.over = True
+            self._unread_of(job).keep_evaluation(step, value)
+        return value
 
     def _job(self, job: str, step: int | None = None) -> Job:
         """The job, which must stand at `step` if that is given."""

@@ -6,6 +6,7 @@ returns one row a step. Losses stay on the device, and clocks are read, only whe
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import statistics
@@ -26,7 +27,6 @@ from dtkit.records import Advance
 from dtkit.strategies.base import Outcome
 
 if TYPE_CHECKING:
-    import contextlib
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from dtkit.engine.comm import Group
@@ -313,7 +313,7 @@ class Job:
             )
         sums: dict[str, list[float]] = {name: [0.0, 0.0] for name in ("loss", *metrics)}
         samples = 0
-        with self._worker.forwards() as forward, self._random:
+        with self._worker.forwards() as forward, self._random.lent():
             for count, batch in self._filled(batches, rounds):
                 forecast = forward(to_device(batch, self.setting.device))
                 if forecast is None or not count:
@@ -323,7 +323,7 @@ class Job:
                     sums[name][0] += value if weight is not None else value * count
                     sums[name][1] += weight if weight is not None else count
         if after_epoch and self.step % self._stream.steps_per_epoch == 0:
-            self._rates.evaluated(sums["loss"][0], sums["loss"][1], self.setting.group)
+            self._rates.held_out(self.step, sums["loss"][0], sums["loss"][1], self.setting.group)
         return samples, {name: (total, weight) for name, (total, weight) in sums.items()}
 
     def _filled(self, batches: Iterable[tuple[int, Any]], rounds: int) -> Iterator[tuple[int, Any]]:
@@ -409,6 +409,16 @@ class _Random:
     def _keep(self) -> None:
         self._cpu = torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state(self._device) if self._device else None
+
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[None]:
+        """As within, and then as before: however often that is done, training draws the same numbers."""
+        before = self._cpu, self._cuda
+        try:
+            with self:
+                yield
+        finally:
+            self._cpu, self._cuda = before
 
     def __enter__(self) -> None:
         self._fork = self._forked()

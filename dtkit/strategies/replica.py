@@ -267,12 +267,12 @@ class Replica(Worker):
     def _averaged(self, tensors: Sequence[torch.Tensor], weight: float) -> Iterator[None]:
         """Have tensors hold their weighted mean over ranks, and then their own values again."""
         own = [t.detach().clone() for t in tensors] if self._group is not None else []
-        if own and self._group is not None:
-            total = self._group.all_reduce(torch.tensor([weight], dtype=torch.float64)).item()
-            if total:
-                for tensor in tensors:
-                    self._group.all_reduce(tensor.detach().mul_(weight / total))
         try:
+            if own and self._group is not None:
+                total = self._group.all_reduce(torch.tensor([weight], dtype=torch.float64)).item()
+                if total:
+                    for tensor in tensors:
+                        self._group.all_reduce(tensor.detach().mul_(weight / total))
             yield
         finally:
             for tensor, value in zip(tensors, own, strict=False):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import re
@@ -32,6 +33,7 @@ from tests.cluster.oracle import (
     one_process,
 )
 from tests.cluster.small import check_usable
+from tests.test_watchdog import until as watched
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -103,6 +105,87 @@ def test_a_killed_engine_is_replaced_and_training_is_as_undisturbed(
     if not options:  # a survivor had it all
         assert "no step lost" in next(e.text for e in run.history.events if e.kind == "repair")
     check_usable(cluster)
+
+
+def once(path: Path) -> None:
+    """End this process, if there is this file; then there is none any more."""
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class DeadlyRows(torch.utils.data.Dataset[Any]):
+    """Held-out data. Who reads a row of it where there is the file, ends."""
+
+    def __init__(self, deadly: Path) -> None:
+        self.rows, self.deadly = data(), deadly
+
+    def __len__(self) -> int:
+        return 11
+
+    def __getitem__(self, index: int) -> Any:
+        once(self.deadly)
+        return self.rows[0][index], self.rows[1][index]
+
+
+class DeadlyPlateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
+    """Halves the learning rate after every epoch but the first. Rank 1 then ends, where there is the file."""
+
+    def __init__(self, optimizer: Any, deadly: Path) -> None:
+        super().__init__(optimizer, factor=0.5, patience=0, threshold=0.99)
+        self.deadly = deadly
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in super().state_dict().items() if name != "deadly"}
+
+    def step(self, metrics: Any, epoch: Any = None) -> None:
+        super().step(metrics, epoch)
+        if torch.distributed.get_rank() == 1:
+            once(self.deadly)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [(dtkit.DataParallel(), {}), (dtkit.Pipeline(2, micro_batches=2), {"snapshot_every": 4})],
+    ids=["replicas", "pipeline"],
+)
+@pytest.mark.parametrize(("moment", "epoch"), [("amid", 2), ("behind", 2), ("amid", 4)])
+def test_an_evaluation_in_which_an_engine_is_lost_is_made_again_and_taken_once(
+    cluster: dtkit.Cluster, tmp_path: Path, strategy: Any, options: dict[str, Any], moment: str, epoch: int
+):
+    """`behind`: another rank had taken its loss. `epoch` 4 is the last one; callbacks see all four in any case."""
+    amid, behind, seen = tmp_path / "amid", tmp_path / "behind", []
+
+    def begin() -> dtkit.Run:
+        return start(
+            cluster,
+            strategy=strategy,
+            steps=24,
+            valid=DeadlyRows(amid),
+            scheduler=lambda optimizer: DeadlyPlateau(optimizer, behind),
+            scheduler_every="epoch",
+            callbacks=[lambda run: seen.append([e.step for e in run.history.evaluations])],
+            start=False,
+            **options,
+        )
+
+    straight = begin()
+    straight.resume()
+    straight.wait(60)
+    assert straight.history.rows()["lr"][-1] == 0.025
+    expected, told = straight.model.state_dict(), list(seen)
+    seen.clear()
+    run = begin()
+    run.step(6 * epoch - 2)
+    (tmp_path / moment).touch()
+    run.resume()
+    run.wait(60)
+    assert kinds(run) == ["lost", "repair"]
+    assert seen == told == [[6], [6, 12], [6, 12, 18], [6, 12, 18, 24]]
+    assert run.history.rows()["lr"][-1] == 0.025
+    assert difference(run.model.state_dict(), expected) <= BOUND
+    ours, theirs = ([e.values["loss"] for e in one.history.evaluations] for one in (run, straight))
+    assert ours == pytest.approx(theirs, abs=BOUND)
 
 
 @pytest.fixture(scope="module")
@@ -386,6 +469,46 @@ def test_a_second_interrupt_breaks_off_what_is_stuck(
     run.resume()
     run.wait(60)
     assert difference(run.model.state_dict(), undisturbed) <= BOUND
+
+
+class Endless:
+    """A metric that does not return. It says when it was begun."""
+
+    def __init__(self, begun: Path) -> None:
+        self.begun = begun
+
+    def __call__(self, *_: Any) -> float:
+        self.begun.touch()
+        while True:
+            threading.Event().wait(0.01)
+
+
+def test_an_evaluation_by_hand_that_is_interrupted_ends_on_the_engines_too(cluster: dtkit.Cluster, tmp_path: Path):
+    """Whether or not a second interrupt comes before they have ended it."""
+    run = start(cluster, start=False)
+    run.step(5)
+    engines = [node.pid for node in cluster.nodes]
+    for presses in (1, 2):
+        begun = tmp_path / f"begun-{presses}"
+
+        def press(begun: Path = begun, presses: int = presses) -> None:
+            watched(begun.exists)
+            for _ in range(presses):
+                os.kill(os.getpid(), signal.SIGINT)
+                threading.Event().wait(0.02)
+
+        presser = threading.Thread(target=press, daemon=True)
+        presser.start()
+        with contextlib.suppress(KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+            run.evaluate(data(), metrics={"endless": Endless(begun)})
+        with contextlib.suppress(KeyboardInterrupt):  # the second may come as late as here
+            presser.join(10)
+        presser.join(10)
+        assert cluster.run(os.getpid) == engines
+    assert run.evaluate(data()).samples == len(data()[0])
+    run.step(5)
+    assert run.status.step == 10
+    run.stop()
 
 
 @pytest.fixture

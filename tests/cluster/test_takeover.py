@@ -198,6 +198,27 @@ def test_the_kernel_was_killed_and_an_engine_once_it_had_nothing_to_do(tmp_path:
             assert not (folder / "runs" / run._job).exists()  # it was released
 
 
+EVALUATES = NOTEBOOK.replace(
+    "    run = cluster.train(", "    options.update(valid=oracle.data())\n    run = cluster.train("
+)
+
+
+def test_what_evaluations_found_that_the_notebook_did_not_read_is_in_the_history(tmp_path: Path):
+    with notebook(EVALUATES) as process:
+        (folder,) = tmp_path.iterdir()
+        process.send_signal(signal.SIGKILL)
+        process.wait(10)
+        until(lambda: all(list((folder / "runs").glob(f"*/unread-evaluation-{rank}.*")) for rank in (0, 1)))
+        with dtkit.attach() as cluster:
+            run = cluster.current_run
+            assert run is not None
+            stands = run.status.step
+            found = [e.step for e in run.history.evaluations]
+            assert found == list(range(6, stands + (stands in found), 6))  # where the run stands, it may be due
+            run.step(6)
+            assert [e.step for e in run.history.evaluations] == list(range(6, stands + 7, 6))
+
+
 def idle(folder: Path, rank: int) -> bool:
     found = Standing.from_json(status_file(folder, rank).read_text())
     return found.op is None and found.still_s > 1

@@ -171,6 +171,7 @@ def write_with(made: Saver, step: int) -> Save:
     assert save is not None
     assert save.folder is not None
     for rank in range(2):
+        assert writing._reserve(save.folder, rank) is None
         writing._write(save.folder, rank, captured(rank))
     made.landed(save, step, [{"error": None, "seconds": 0.0, "torch": "2"}] * 2)
     return save
@@ -462,6 +463,7 @@ def test_a_disk_without_room_is_an_error_of_the_save_alone(
 def test_a_real_full_disk(tmp_path: Path):
     """/dev/full takes nothing."""
     (tmp_path / "rank-000.safetensors").symlink_to("/dev/full")
+    assert writing._reserve(tmp_path, 0) is None
     writing._write(tmp_path, 0, captured(0))
     report = json.loads((tmp_path / "report-000.json").read_text())
     assert "No space left on device" in report["error"]

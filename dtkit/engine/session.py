@@ -380,13 +380,12 @@ class Session:
 
         assert self.group is not None
         assert self.device is not None
-        kept = self._models[model]
+        what, kept = wire.loads(program), self._models[model]
+        what.strategy.load()
         self._gauges[job] = Gauge(self.device, None if isinstance(kept, Shipment) else kept)
         held = self._streams[data] if data in self._streams else self._data[data]
         place, network, loads = (self.group, self.device), self._model(model), loading or Loading()
-        made: Job = self._breaking(
-            lambda: assemble(wire.loads(program), network, held, plan, loads, place, alone=alone)
-        )
+        made: Job = self._breaking(lambda: assemble(what, network, held, plan, loads, place, alone=alone))
         self._jobs[job] = made
         return made.lr
 

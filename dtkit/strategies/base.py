@@ -136,6 +136,9 @@ class Strategy(abc.ABC):
     def check_model(self, model: torch.nn.Module) -> None:  # noqa: B027 - most strategies take any model
         """Raise ValueError for a model that it can't place, as far as can be seen of it in the notebook."""
 
+    def load(self) -> None:  # noqa: B027 - most need nothing that is not there
+        """Load on an engine what setting up would load, before the memory is counted that a model takes."""
+
     def preview(self, model: torch.nn.Module) -> Any:  # noqa: ARG002 - most have nothing to show
         """What to show of `model` before training begins: a table; None where nobody asked for one."""
         return None

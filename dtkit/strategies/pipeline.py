@@ -41,7 +41,7 @@ from dtkit.strategies.data_parallel import DataParallel
 from dtkit.strategies.objective import PAIR, split
 from dtkit.strategies.options import check_choice, check_count, check_names, check_positive
 from dtkit.strategies.replica import Tally, bits, evaluating, kept
-from dtkit.strategies.stages import Part, Stages, borders, in_model, moved, parts_of, tensors
+from dtkit.strategies.stages import Part, Stages, borders, in_model, load_exporter, moved, parts_of, tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -199,6 +199,10 @@ class Pipeline(Strategy):
         else:
             costs = layer_costs.by_parameters(model, inputs)
         return self._cut_by(names, costs)
+
+    def load(self) -> None:
+        """What a first trace loads."""
+        load_exporter()
 
     def setup(self, model: nn.Module, objective: Objective, optimizer: Callable[..., Any], setting: Setting) -> Worker:
         """This rank's stages. Alone, the whole model in one process."""

@@ -16,6 +16,7 @@ import contextlib
 import copy
 import dataclasses
 import datetime as dt
+import functools
 import logging
 import re
 import textwrap
@@ -67,6 +68,13 @@ SCHEDULES: dict[str, type[Any]] = {
     "ZBVZeroBubble": pipelining.ScheduleZBVZeroBubble,
 }
 """torch's own; each does what the table of its name says."""
+
+
+@functools.cache
+def load_exporter() -> None:
+    """Trace something. What torch's exporter loads by that stays, some 25 MB, and belongs to no model."""
+    starts = {"1": pipelining.SplitPoint.BEGINNING}
+    pipelining.pipeline(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), (torch.zeros(1, 1),), split_spec=starts)
 
 
 # -- a model in parts ----------------------------------------------------------------------------------------

@@ -230,6 +230,13 @@ def test_a_run_tells_which_layers_lie_where(cluster: dtkit.Cluster, split: list[
     assert train(cluster, model, start=False).placement() is None
 
 
+def test_what_tracing_loads_is_not_counted_as_a_model_s_memory():
+    """Of a cluster's first pipeline, that is."""
+    with dtkit.Cluster(2, threads=1) as fresh:
+        run = train(fresh, net("decoder"), strategy=dtkit.Pipeline(2, 4), steps=3)
+        assert max(row.activations for row in run.memory().rows) < 30e6  # it was 45 MB, for 20 kB of parameters
+
+
 @on_two
 def test_degrees_that_don_t_multiply_to_the_ranks(cluster: dtkit.Cluster):
     with pytest.raises(ValueError, match=r"replicas 1 x stages 3 = 3, but there are \d ranks"):

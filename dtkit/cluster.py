@@ -211,7 +211,7 @@ class Cluster(Ranks):
         """As :meth:`run`, without waiting: a handle that shows itself."""
         from dtkit import task
 
-        self.settled()
+        self.make_ready()
         return task.start(self, fn, args, kwargs, own_group=own_group)
 
     def partition(

@@ -192,18 +192,23 @@ class Ranks:
 
     def ask(self, op: str, *, timeout: float | None = None, **options: Any) -> list[Any]:
         """Fan out, wait, and return the values by rank. On failure the group is formed anew and the cause raised."""
-        self.settled()
+        self.make_ready()
         self._free_unwanted()
-        if not self._formed:  # the last try failed
-            self.form()
         futures: list[Future[Reply]] = []
         try:
             futures = self.fan_out(op, **options)
             replies = self.collect(futures, timeout or self.patience, options.get("ranks"))
         except KeyboardInterrupt:
+            self._formed = False  # before all else: another interrupt may come any moment
             self._give_up(futures, options.get("ranks"))
             raise
         return self.values(replies)
+
+    def make_ready(self) -> None:
+        """Have the group formed, where an interrupt broke it or the last try to form it failed."""
+        self.settled()
+        if not self._formed:
+            self.form()
 
     def _give_up(self, futures: Sequence[Future[Reply]], ranks: Sequence[int] | None) -> None:
         """Nobody waits for a call any longer: end it on the engines too, and form the group anew.

@@ -503,6 +503,22 @@ def test_a_call_that_is_interrupted_ends_on_the_engines_too_and_the_next_one_wor
     assert run.status.state is State.COMPLETED
 
 
+def test_an_interrupt_that_comes_as_the_one_before_is_seen_to_leaves_nothing_broken(cluster, engines, monkeypatch):
+    def interrupted(*_: Any) -> None:
+        engines.let_go()
+        raise KeyboardInterrupt
+
+    engines.hold()
+    with monkeypatch.context() as patch:
+        patch.setattr(cluster, "collect", interrupted)
+        patch.setattr(cluster, "_give_up", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            cluster.ask("info")
+    before = cluster.generation
+    assert cluster.run(int, "3") == [3, 3]
+    assert cluster.generation == before + 1
+
+
 def test_extend_goes_on_where_it_ended(cluster):
     run = train(cluster)
     run.wait(10)

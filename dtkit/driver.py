@@ -698,8 +698,7 @@ class Driver:
     def _rest(self) -> None:
         """Nothing is in flight: all ranks stand at `step`."""
         self._next, self._lost_track, self._breaking, self._break_at = self.step, False, False, math.inf
-        if self._halt:
-            self._cluster.hurry(self.route.job, wanted=False)
+        self._cluster.hurry(self.route.job, wanted=False)  # whoever left the word: a kernel that was killed since, too
         if self.state.ended or self._saves():
             return
         if self._halt == "stop":

@@ -97,6 +97,16 @@ def test_wait_returns_when_the_run_was_paused(cluster2):
     assert run.status.state is State.PAUSED
 
 
+def test_a_pause_that_is_taken_back_leaves_no_trace(cluster2):
+    run = train(cluster2, steps=LONG)
+    until(run, lambda: run.status.step > 20)
+    for _ in range(20):  # now before, now after the engines have heard that somebody waits
+        run.post("pause")
+        stood = run.resume()
+        until(run, lambda stood=stood: run.status.step > stood + 20)
+    run.stop()
+
+
 def test_wait_with_a_timeout_leaves_the_run_running(cluster2):
     run = train(cluster2, steps=LONG)
     with pytest.raises(TimeoutError, match="goes on"):

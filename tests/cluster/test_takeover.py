@@ -18,6 +18,7 @@ import pytest
 
 import dtkit
 from dtkit import papers, unread, warden
+from dtkit.records import HURRY
 from dtkit.standing import Standing, status_file
 from tests.cluster.oracle import BATCH, BOUND, SEED, data, difference, mean_loss, mlp, momentum
 from tests.cluster.small import check_usable
@@ -104,6 +105,23 @@ def test_the_kernel_was_killed():
     with notebook() as process:
         process.send_signal(signal.SIGKILL)
         process.wait(10)
+        with dtkit.attach() as cluster:
+            check_goes_on(cluster)
+
+
+def test_the_kernel_was_killed_while_it_waited_for_a_pause(tmp_path: Path):
+    """Its word to the engines, to end what they do, is still there: every step was put off, for ever. Jupyter
+    interrupts a kernel before it kills it, so this is what a restart does.
+    """
+    asks = """
+    there.wait(60)
+    hurry, cluster.hurry = cluster.hurry, lambda *_, **__: None  # from here on its driver gets no further
+    hurry(run._driver.route.job, wanted=True)
+"""
+    with notebook(NOTEBOOK.replace("    there.wait(60)\n", asks.lstrip("\n"))) as process:
+        process.send_signal(signal.SIGKILL)
+        process.wait(10)
+        assert list(tmp_path.glob(f"*/{HURRY}*"))
         with dtkit.attach() as cluster:
             check_goes_on(cluster)
 

@@ -202,9 +202,9 @@ def test_the_kernel_was_killed_and_an_engine_once_it_had_nothing_to_do(tmp_path:
     """What it did last nobody has read, and nobody can ask it any more."""
     with notebook() as process:
         (folder,) = tmp_path.iterdir()
+        stop_between_dispatches(process, folder)
         process.send_signal(signal.SIGKILL)
         process.wait(10)
-        until(lambda: all(idle(folder, rank) for rank in (0, 1)))
         engine = engine_of(folder, 1)
         engine.kill()
         engine.wait(10)
@@ -240,6 +240,17 @@ def test_what_evaluations_found_that_the_notebook_did_not_read_is_in_the_history
 def idle(folder: Path, rank: int) -> bool:
     found = Standing.from_json(status_file(folder, rank).read_text())
     return found.op is None and found.still_s > 1
+
+
+def stop_between_dispatches(process: subprocess.Popen[str], folder: Path) -> None:
+    """Once more where it was sending one: the rank that has it waits for the other then."""
+    for _ in range(5):
+        process.send_signal(signal.SIGSTOP)
+        with contextlib.suppress(AssertionError):
+            until(lambda: all(idle(folder, rank) for rank in (0, 1)))
+            return
+        process.send_signal(signal.SIGCONT)
+    raise AssertionError("an engine had something to do whenever its notebook was stopped")
 
 
 def test_the_older_notebook_is_told_and_leaves_the_cluster_alone():

@@ -368,6 +368,9 @@ class StartedEngines(Engines):
         self.kill(ranks)
         missing = [rank for rank in ranks if not self._take_spare(rank)]
         if missing:
+            with self._refilling:  # what is being started already is there sooner than what would be from now on
+                missing = [rank for rank in missing if not self._take_spare(rank)]
+        if missing:
             for rank, engine in zip(missing, self._start_engines(len(missing)), strict=True):
                 self.engine_ids[rank] = engine
         if len(self._spares) < self._how.spares:
@@ -382,7 +385,7 @@ class StartedEngines(Engines):
         return False
 
     def _refill(self) -> None:
-        """Start what is missing of the spares; whoever needs one meanwhile waits for a new engine anyway."""
+        """Start what is missing of the spares; whoever needs one meanwhile waits for it."""
         with self._refilling, contextlib.suppress(ClusterError):  # then there is none, and a replacement takes longer
             found = self._start_engines(max(0, self._how.spares - len(self._spares)))
             if not found:  # another thread was quicker, or the cluster is closing

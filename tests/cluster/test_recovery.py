@@ -188,6 +188,20 @@ def test_an_evaluation_in_which_an_engine_is_lost_is_made_again_and_taken_once(
     assert ours == pytest.approx(theirs, abs=BOUND)
 
 
+def test_a_second_loss_is_given_the_engine_that_was_to_be_the_next_spare(cluster: dtkit.Cluster):
+    """It comes sooner than one that is started when that has come."""
+    transport: Any = cluster._transport
+    watched(lambda: transport.spare_ids, 60)
+    spare = transport.spare_ids[0]
+    cluster.kill([1])
+    assert cluster.repair() == [1]
+    assert transport.engine_ids[1] == spare
+    cluster.kill([0])
+    assert cluster.repair() == [0]
+    assert transport.engine_ids[0] == spare + 1  # engines are numbered as they come
+    check_usable(cluster)
+
+
 @pytest.fixture(scope="module")
 def cluster4() -> Iterator[dtkit.Cluster]:
     """Four engines, and one that waits."""

@@ -145,8 +145,10 @@ class Driver:
         self._broke_off = False  # and the log says so
         self._waiting: list[Future[int]] = []
         self._rate: Rate | None = None  # that the next dispatch is to begin with
+        self._held_since: tuple[int, float] | None = None  # since which step the last one holds
         self._ran = 0.0
         self._since: float | None = None
+        self._thread: threading.Thread | None = None
 
     # -- from other threads -----------------------------------------------------------------------------------
 
@@ -156,7 +158,15 @@ class Driver:
         self._halt, self._lost_track, self._tries = None, False, 0
         self._turn.forget()
         self._enter(State.PAUSED)
-        threading.Thread(target=self._run, name=f"dtkit-{self.route.job}", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name=f"dtkit-{self.route.job}", daemon=True)
+        self._thread.start()
+
+    def over(self, timeout: float) -> bool:
+        """Whether within so many seconds the run has ended, and all views have been told."""
+        if self._thread is not None and not self._mine:
+            self._thread.join(timeout)
+            return not self._thread.is_alive()
+        return self.state.ended
 
     def stand_at(self, step: int, called: int, evaluated: int, ran_s: float = 0.0) -> None:
         """Before `start`: the job goes on after so many steps, and seconds; callbacks were called after `called`, and
@@ -223,10 +233,19 @@ class Driver:
     # -- the loop ---------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        attempt(self._loop, lambda error: self._end(State.FAILED, error))
+        attempt(self._loop, self._fail)
+
+    def _fail(self, error: Exception) -> None:
+        self._withdraw_all()  # those who wait for what is under way are answered, too
+        self._end(State.FAILED, error)
+
+    @property
+    def _mine(self) -> bool:
+        """Whether this is the run's thread; a view that is told of the end may have it begin again, with another."""
+        return self._thread is threading.current_thread()
 
     def _loop(self) -> None:
-        while not self.state.ended:
+        while self._mine and not self.state.ended:
             self._send()
             event = self._take()
             if isinstance(event, _Command):
@@ -235,7 +254,7 @@ class Driver:
                 event.arrived = True
                 while self._flights and self._flights[0].arrived:  # what was sent first is taken in first
                     self._land(self._flights[0])
-            if not self._flights:
+            if self._mine and not self._flights:
                 self._rest()
 
     def _obey_or_answer(self, command: _Command) -> None:
@@ -285,16 +304,21 @@ class Driver:
             self._save(self._next)
             if self._next >= self._goal:
                 return
-            self._send_steps()
+            self._send_steps(self._room())
 
-    def _send_steps(self) -> None:
+    def _room(self) -> int:
+        """How many steps to send for: to the next thing that is due, and no more than are sent at once."""
         steps = min(self.pace.steps, self._goal - self._next)
         steps = min(steps, self.saver.room(self._next), self.snapshots.room(self._next))
         if self.route.evaluation or self.route.callbacks:
             steps = min(steps, self.route.steps_per_epoch - self._next % self.route.steps_per_epoch)
-        order = _Order(steps, self._rate, self._explain)
+        return steps
+
+    def _send_steps(self, steps: int) -> None:
+        """So many, with what they are to begin with; none, for that alone."""
+        order = _Order(steps, self._rate, self._explain and steps > 0)
         self._rate = None
-        more: dict[str, Any] = {"explain": True, "seen": self.step} if self._explain else {"seen": self.step}
+        more: dict[str, Any] = {"explain": True, "seen": self.step} if order.explain else {"seen": self.step}
         if self.watch.due(time.monotonic()) or self._next + steps == self.route.steps:
             more["fingerprint"] = True
         if self._balancer is not None:
@@ -304,7 +328,7 @@ class Driver:
             self._next,
             landed=functools.partial(self._take_steps, order),
             failed=functools.partial(self._steps_failed, order),
-            withdrawn=functools.partial(self._want_rate, order.rate),
+            withdrawn=functools.partial(self._steps_withdrawn, order, self._next),
         )
         begun = time.perf_counter()
         self._launch(flight, steps=steps, lr=order.rate and order.rate.value, **more)
@@ -316,8 +340,11 @@ class Driver:
 
         Who waits for a save is to hear what is wrong with the state: that one goes first, with a copy of its own.
         """
+        due = self.saver.due(step, self.route.steps)
+        if due and self._rate is not None:
+            self._send_steps(0)  # what was set before it is saved along
         copied = not self.saver.wanted and self._snapshot(step)
-        if self.saver.due(step, self.route.steps) and (save := self.saver.next(step)) is not None:
+        if due and (save := self.saver.next(step)) is not None:
             flight = Flight(
                 "save",
                 step,
@@ -353,11 +380,13 @@ class Driver:
             self.saver.drop(f"lost: {which_ranks(self._lost)}; run.resume() or run.repair() replaces what is lost")
         elif self.saver.wanted or (self.state is State.RUNNING and not ahead):
             self._save(self.step)
+            while self.saver.wanted and not self._flights:  # one that can't be begun keeps no other one waiting
+                self._save(self.step)
         return bool(self._flights)
 
     def _launch(self, flight: Flight, **args: Any) -> None:
-        flight.futures = self._cluster.fan_out(flight.op, job=self.route.job, step=flight.step, **args)
         self._flights.append(flight)
+        flight.futures = self._cluster.fan_out(flight.op, job=self.route.job, step=flight.step, **args)
         self._lookout.sent(time.monotonic())
         left = len(flight.futures)
         lock = threading.Lock()
@@ -382,10 +411,13 @@ class Driver:
         flight.futures.clear()  # they hold the flight by their callbacks, and what it brought
         self._lookout.landed(time.monotonic(), self.pace.step_s or None)
         failures = [reply.failure for reply in replies if reply.failure is not None]
-        if failures:
-            self._take_failures(flight, replies, failures)
-        else:
-            flight.landed(flight.step, [reply.value for reply in replies])
+        with contextlib.ExitStack() as otherwise:
+            otherwise.callback(flight.withdrawn)
+            if failures:
+                self._take_failures(flight, replies, failures)
+            else:
+                flight.landed(flight.step, [reply.value for reply in replies])
+            otherwise.pop_all()
         self._look_out()  # who kept the others waiting goes on: nobody may ask again for long
         self._changed()
 
@@ -402,8 +434,8 @@ class Driver:
             self.spans = spans, self._cluster.clock_offsets
         if order.explain:
             self.reports, self._explain = [advance.report for advance in advances], False
-        for answer in order.rate.answers if order.rate else ():
-            _resolve(answer, step)
+        if order.rate:
+            self._rate_holds(order.rate, step)
         if first.ended == "nonfinite":
             self._take_nonfinite(advances)
         elif first.ended == "exhausted":
@@ -489,6 +521,12 @@ class Driver:
             flight.withdrawn()
         self._flights.clear()
 
+    def _steps_withdrawn(self, order: _Order, step: int) -> None:
+        if order.rate and self.step > step:
+            self._rate_holds(order.rate, step)
+        else:
+            self._want_rate(order.rate)
+
     def _steps_failed(self, order: _Order, error: EngineError) -> None:
         self._want_rate(order.rate)  # who waits for it is told as the run ends
         self._end(State.FAILED, error)
@@ -540,6 +578,8 @@ class Driver:
         self._recorder.beyond(found.step)
         self._lost, self.step, self.lr, self._tries = [], found.step, found.lr, 0
         self._next = self.step
+        if self._held_since is not None and self.step <= self._held_since[0] and self._rate is None:
+            self._rate = Rate(self._held_since[1], [])  # the state is older than it
         self.evaluations.begin_at(self.step)
         self.snapshots.begin_at(self.step)
         if self._balancer is not None and self.route.balance is not None:
@@ -631,6 +671,10 @@ class Driver:
         _resolve(command.answer, self.step)
 
     def _resume(self, command: _Command) -> None:
+        if self._halt != "stop":  # a pause, or the end of some steps, that is overtaken
+            self._broke_off = self._explain = False
+            while self._waiting:
+                _resolve(self._waiting.pop(), self.step)
         self._go(self.route.steps, "resume" if self.step else "start")
         _resolve(command.answer, self.step)
 
@@ -661,6 +705,12 @@ class Driver:
         self._break_at, self._breaking, self._broke_off, self._tries = math.inf, True, True, 0
         self._note("pause", f"interrupted at step {self.step}: what was under way is broken off")
         self._cluster.interrupt()
+
+    def _rate_holds(self, rate: Rate, step: int) -> None:
+        """All ranks have had it from this step on."""
+        self._held_since = step, rate.value
+        for answer in rate.answers:
+            _resolve(answer, step)
 
     def _want_rate(self, rate: Rate | None) -> None:
         """A rate that was sent took no effect: the next dispatch has it, unless another was asked for meanwhile."""

@@ -501,7 +501,7 @@ class Ranks:
         if wanted:
             with contextlib.suppress(OSError):  # a full disk: then it ends when all its steps are taken
                 mark.touch(mode=0o600)
-        else:
+        elif mark.exists():  # where there is none, the folder may be one that nobody can write to any more
             mark.unlink(missing_ok=True)
 
     def snapshots(self, job: str) -> Path:

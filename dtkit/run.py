@@ -52,6 +52,7 @@ _log = logging.getLogger("dtkit")
 _SLOWEST = 100.0
 _PAUSE_S = 10.0  # that an interrupted cell waits for the engines
 _PART_S = 0.1
+_END_S = 10.0  # that views are given to take in the end of a run
 _LOOK_S = 1.0  # between two looks at a run that is awaited
 
 _BUTTONS_LATER = "buttons act after this cell; the kernel's interrupt button pauses now"
@@ -601,6 +602,8 @@ class Run:
             word = f"this run is {self._driver.state.value}; extend one that has completed or was stopped"
             raise RunError(f"{word}. {ANEW}" if self._driver.state is State.FAILED else word)
         self._check_kept("extend")
+        if not self._driver.over(_END_S):
+            raise RunError(f"the run has ended, and a view has not yet taken that in after {_END_S:.0f} s; try again")
         self.spec = dataclasses.replace(self.spec, steps=self._driver.step + more)
         self._driver.route = self._route()
         self._driver.start()

@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from dtkit import checkpoint, units
+from dtkit.boundary import attempt
 from dtkit.errors import CheckpointError
 from dtkit.records import Event
 
@@ -205,7 +206,10 @@ class Saver:
 
     def landed(self, save: Save, step: int, values: Sequence[Any]) -> None:
         """All ranks have copied their state as after `step` steps, and are writing."""
-        head = {**self.describe(), "step": step, "torch": values[0]["torch"]}
+        attempt(lambda: self._write(save, step, values), lambda error: self._failed(save, step, _word(error)))
+
+    def _write(self, save: Save, step: int, values: Sequence[Any]) -> None:
+        head = {**self.describe(), "step": step, "torch": values[0]["torch"]}  # callbacks speak, which are the user's
         upto = len(self._history), len(self._history.events), len(self._history.evaluations)
         args = save, head, list(values), self._history.until(*upto)
         thread = threading.Thread(target=self._finish, args=args, name="dtkit-checkpoint", daemon=True)
@@ -288,6 +292,10 @@ class Saver:
     def _note(self, step: int, kind: str, text: str) -> None:
         self._history.add(Event(step, kind, text, time.time()))
         self._changed()
+
+
+def _word(error: Exception) -> str:
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
 def _told(save: Save, error: OSError) -> str:

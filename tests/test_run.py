@@ -18,6 +18,7 @@ from dtkit.dashboard import text
 from dtkit.errors import Refused
 from dtkit.finding import Finding
 from dtkit.records import Failure, Reply
+from dtkit.saving import Save
 from dtkit.testing import FakeTransport
 from tests.test_watchdog import until as watched
 
@@ -359,6 +360,80 @@ def test_resume_takes_a_pause_back(cluster, engines):
     engines.let_go()
     run.wait(10)
     assert run.status.state is State.COMPLETED
+
+
+def test_a_pause_that_is_taken_back_is_answered(cluster, engines):
+    run = train(cluster, steps=100_000, start=False)
+    engines.hold()
+    run.resume()
+    pause = run.post("pause")
+    run.post("resume").result(10)
+    assert pause.result(1) == 0  # and not when the run next comes to an end
+    engines.let_go()
+    run.stop()
+
+
+def test_a_view_that_is_slow_to_hear_of_the_end_meets_no_second_thread(cluster):
+    """The run goes on from there, and both would send."""
+    run = train(cluster, steps=20)
+    run.subscribe(lambda: run.status.state.ended and threading.Event().wait(0.1))
+    run.wait(10)
+    run.extend(steps=100_000)
+    until(run, lambda: run.status.step > 50_000 or run.status.state.ended)
+    end = run.stop()
+    assert list(run.history.totals()["step"]) == list(range(end))
+    run._driver.over(10)
+
+
+def test_a_view_that_hears_of_the_end_may_extend_the_run(cluster):
+    run = train(cluster, steps=20, start=False)
+    once = threading.Event()
+
+    def more() -> None:
+        if run.status.state.ended and not once.is_set():
+            once.set()
+            run.extend(steps=30)
+
+    run.subscribe(more)
+    run.resume()
+    until(run, lambda: run.status.step == 50 and run.status.state.ended)
+    assert list(run.history.totals()["step"]) == list(range(50))
+
+
+def test_who_waits_for_what_is_under_way_hears_of_the_end_of_its_run(cluster, engines, monkeypatch, tmp_path):
+    run = train(cluster, steps=100_000, start=False)
+    engines.hold()
+    save = Save(tmp_path, None)
+    run._driver.ask("save", save).result(10)
+    run.resume()
+
+    def refuse() -> None:
+        raise dtkit.ClusterError("the controller has ended")
+
+    monkeypatch.setattr(cluster, "check_reachable", refuse)
+    with pytest.raises(dtkit.CheckpointError, match="has failed at step 0"):
+        save.done.result(10)
+    with pytest.raises(dtkit.ClusterError, match="the controller has ended"):
+        run.wait(10)
+    engines.let_go()
+
+
+def test_a_save_that_can_t_be_begun_keeps_no_other_one_waiting(cluster, engines, tmp_path):
+    run = train(cluster, steps=100_000, start=False)
+    run.step(1)
+    engines.hold()
+    run.resume()
+    run.post("pause")
+    (tmp_path / "file").touch()
+    saves = [Save(tmp_path / "file", None) for _ in range(2)]
+    for save in saves:
+        run._driver.ask("save", save)
+    engines.let_go()
+    for save in saves:
+        with pytest.raises(dtkit.CheckpointError, match="was not written"):
+            save.done.result(10)
+    run.wait(10)
+    assert run.status.state is State.PAUSED
 
 
 def test_a_command_that_fails_ends_the_run_and_leaves_nobody_waiting(cluster, monkeypatch: pytest.MonkeyPatch):

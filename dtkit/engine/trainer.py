@@ -120,7 +120,7 @@ class Job:
         self._ended, self._loss, self._astray, self.report = "failed", None, (), None
         votes, begun = _votes(steps), time.perf_counter()
         with self._random, self._attempt.guarded():
-            answer = _no if explain else self._ask(hurry())
+            answer = _no if explain or not steps else self._ask(hurry())
             for k in range(steps):
                 if answer():
                     self._ended = "time"

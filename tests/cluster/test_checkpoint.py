@@ -370,6 +370,38 @@ def test_what_does_not_fit_is_refused_before_anything_changes(
     small.check_usable(cluster2)
 
 
+def test_a_learning_rate_that_was_set_before_a_save_is_saved(cluster2: dtkit.Cluster, tmp_path: Path):
+    """Also where no step was taken with it yet."""
+    run = small.train(cluster2, start=False)
+    run.step(4)
+    run.set(lr=0.025)
+    saved = run.save(tmp_path)
+    assert saved.step == run.status.step == 4
+    run.stop()
+    again = small.train(cluster2, resume=saved.path, start=False)
+    assert again.lr == 0.025
+    again.stop()
+
+
+def test_a_callback_that_can_t_be_saved_fails_the_save_and_not_the_run(cluster2: dtkit.Cluster, tmp_path: Path):
+    class Counts:
+        def __call__(self, _run: dtkit.Run) -> None: ...
+
+        def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+        def state_dict(self) -> dict[str, int]:
+            return {"per epoch": 1 // 0}
+
+    run = small.train(cluster2, callbacks=[Counts()], start=False)
+    run.step(2)
+    with pytest.raises(dtkit.CheckpointError, match="was not written: ZeroDivisionError"):
+        run.save(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    run.resume()
+    run.wait(60)
+    assert run.status.state is dtkit.State.COMPLETED
+
+
 def test_options_that_the_checkpoint_overrules_are_said(cluster2: dtkit.Cluster, tmp_path: Path):
     small.train(cluster2, steps=4, save_every=4, save_to=tmp_path).wait(60)
 

@@ -202,6 +202,21 @@ def test_a_second_loss_is_given_the_engine_that_was_to_be_the_next_spare(cluster
     check_usable(cluster)
 
 
+def test_a_learning_rate_outlives_a_snapshot_that_is_older(cluster: dtkit.Cluster):
+    run = start(cluster, strategy=dtkit.Pipeline(2, micro_batches=2), snapshot_every=10, steps=40, start=False)
+    run.step(14)
+    run.set(lr=0.025)
+    run.step(2)
+    cluster.kill([1])
+    run.resume()
+    run.wait(60)
+    (told,) = (event.text for event in run.history.events if event.kind == "repair")
+    assert "6 steps lost" in told
+    again = run.history.rows()[-2 * 30 :]
+    assert set(again["step"]) == set(range(10, 40))
+    assert set(again["lr"]) == {0.025}  # none is taken with a rate that nobody wants any more
+
+
 @pytest.fixture(scope="module")
 def cluster4() -> Iterator[dtkit.Cluster]:
     """Four engines, and one that waits."""

@@ -39,7 +39,8 @@ from dtkit.errors import (
     which_ranks,
 )
 from dtkit.evaluations import Evaluations
-from dtkit.flight import Flight, Rate
+from dtkit.flight import Flight, resolve
+from dtkit.learning_rate import LearningRate, Rate
 from dtkit.lookout import Lookout
 from dtkit.nonfinite import nonfinite
 from dtkit.pace import Pace
@@ -144,8 +145,7 @@ class Driver:
         self._breaking = False  # what is under way was interrupted
         self._broke_off = False  # and the log says so
         self._waiting: list[Future[int]] = []
-        self._rate: Rate | None = None  # that the next dispatch is to begin with
-        self._held_since: tuple[int, float] | None = None  # since which step the last one holds
+        self._rate = LearningRate()
         self._ran = 0.0
         self._since: float | None = None
         self._thread: threading.Thread | None = None
@@ -316,8 +316,7 @@ class Driver:
 
     def _send_steps(self, steps: int) -> None:
         """So many, with what they are to begin with; none, for that alone."""
-        order = _Order(steps, self._rate, self._explain and steps > 0)
-        self._rate = None
+        order = _Order(steps, self._rate.take(), self._explain and steps > 0)
         more: dict[str, Any] = {"explain": True, "seen": self.step} if order.explain else {"seen": self.step}
         if self.watch.due(time.monotonic()) or self._next + steps == self.route.steps:
             more["fingerprint"] = True
@@ -327,7 +326,7 @@ class Driver:
             "advance",
             self._next,
             landed=functools.partial(self._take_steps, order),
-            failed=functools.partial(self._steps_failed, order),
+            failed=functools.partial(self._steps_failed, order, self._next),
             withdrawn=functools.partial(self._steps_withdrawn, order, self._next),
         )
         begun = time.perf_counter()
@@ -341,7 +340,7 @@ class Driver:
         Who waits for a save is to hear what is wrong with the state: that one goes first, with a copy of its own.
         """
         due = self.saver.due(step, self.route.steps)
-        if due and self._rate is not None:
+        if due and self._rate.wanted:
             self._send_steps(0)  # what was set before it is saved along
         copied = not self.saver.wanted and self._snapshot(step)
         if due and (save := self.saver.next(step)) is not None:
@@ -434,8 +433,7 @@ class Driver:
             self.spans = spans, self._cluster.clock_offsets
         if order.explain:
             self.reports, self._explain = [advance.report for advance in advances], False
-        if order.rate:
-            self._rate_holds(order.rate, step)
+        self._rate.landed(order.rate, step)
         if first.ended == "nonfinite":
             self._take_nonfinite(advances)
         elif first.ended == "exhausted":
@@ -522,13 +520,10 @@ class Driver:
         self._flights.clear()
 
     def _steps_withdrawn(self, order: _Order, step: int) -> None:
-        if order.rate and self.step > step:
-            self._rate_holds(order.rate, step)
-        else:
-            self._want_rate(order.rate)
+        self._rate.withdrawn(order.rate, step, self.step)
 
-    def _steps_failed(self, order: _Order, error: EngineError) -> None:
-        self._want_rate(order.rate)  # who waits for it is told as the run ends
+    def _steps_failed(self, order: _Order, step: int, error: EngineError) -> None:
+        self._steps_withdrawn(order, step)  # who waits for it is told as the run ends
         self._end(State.FAILED, error)
 
     def _save_failed(self, save: Save, error: EngineError) -> None:
@@ -578,8 +573,7 @@ class Driver:
         self._recorder.beyond(found.step)
         self._lost, self.step, self.lr, self._tries = [], found.step, found.lr, 0
         self._next = self.step
-        if self._held_since is not None and self.step <= self._held_since[0] and self._rate is None:
-            self._rate = Rate(self._held_since[1], [])  # the state is older than it
+        self._rate.back_at(self.step)
         self.evaluations.begin_at(self.step)
         self.snapshots.begin_at(self.step)
         if self._balancer is not None and self.route.balance is not None:
@@ -664,19 +658,19 @@ class Driver:
         self._lost = sorted({*self._lost, *self._cluster.lost()})
         if self._lost and self.state is not State.RUNNING:
             self._repair()
-        _resolve(command.answer, self.step)
+        resolve(command.answer, self.step)
 
     def _want_save(self, command: _Command) -> None:
         self.saver.want(command.value)
-        _resolve(command.answer, self.step)
+        resolve(command.answer, self.step)
 
     def _resume(self, command: _Command) -> None:
         if self._halt != "stop":  # a pause, or the end of some steps, that is overtaken
             self._broke_off = self._explain = False
             while self._waiting:
-                _resolve(self._waiting.pop(), self.step)
+                resolve(self._waiting.pop(), self.step)
         self._go(self.route.steps, "resume" if self.step else "start")
-        _resolve(command.answer, self.step)
+        resolve(command.answer, self.step)
 
     def _step(self, command: _Command) -> None:
         if self.state is State.RUNNING:
@@ -706,21 +700,6 @@ class Driver:
         self._note("pause", f"interrupted at step {self.step}: what was under way is broken off")
         self._cluster.interrupt()
 
-    def _rate_holds(self, rate: Rate, step: int) -> None:
-        """All ranks have had it from this step on."""
-        self._held_since = step, rate.value
-        for answer in rate.answers:
-            _resolve(answer, step)
-
-    def _want_rate(self, rate: Rate | None) -> None:
-        """A rate that was sent took no effect: the next dispatch has it, unless another was asked for meanwhile."""
-        if rate is None:
-            return
-        if self._rate is None:
-            self._rate = rate
-        else:
-            self._rate.answers.extend(rate.answers)
-
     def _go(self, goal: int, event: str | None) -> None:
         self._goal, self.exception = goal, None
         if self._halt == "pause":
@@ -732,14 +711,10 @@ class Driver:
 
     def _set_lr(self, command: _Command) -> None:
         running = self.state is State.RUNNING and not self._turn.taken  # callbacks are called between steps
-        waiting = self._rate.answers if self._rate else []
-        if running:
-            waiting.append(command.answer)
-        else:
-            _resolve(command.answer, self.step)
-        self._rate = Rate(command.value, waiting)
+        self._rate.want(command.value, command.answer if running else None)
         if not running:
             self.lr = command.value
+            resolve(command.answer, self.step)
         self._recorder.note(self._next, "lr", f"learning rate {command.value:g}")  # what is under way has the old one
         self._changed()
 
@@ -796,10 +771,9 @@ class Driver:
 
     def _answer(self) -> None:
         """Tell those who wait where the run stands now."""
-        for waiting in (self._waiting, self._rate.answers if self._rate else []):
-            for answer in waiting:
-                _resolve(answer, self.step)
-            waiting.clear()
+        while self._waiting:
+            resolve(self._waiting.pop(), self.step)
+        self._rate.answer(self.step)
 
     def _enter(self, state: State) -> None:
         with self._gate:
@@ -848,11 +822,6 @@ def _told(lost: Sequence[int], how: str, before: int, found: Recovered) -> str:
     nodes = f"node{'s' * (len(lost) > 1)} {names}"
     source = f" ({found.source})" if found.source else ""
     return f"{nodes} {how}: all go on from step {found.step}{source} after {found.seconds:.1f} s, {steps}"
-
-
-def _resolve(answer: Future[int], step: int) -> None:
-    if not answer.done():
-        answer.set_result(step)
 
 
 def _step_s(advances: Sequence[Advance]) -> float:

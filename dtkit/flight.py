@@ -35,9 +35,7 @@ class Flight:
     futures: list[Future[Reply]] = dataclasses.field(default_factory=list)
 
 
-@dataclasses.dataclass(frozen=True)
-class Rate:
-    """A learning rate from a dispatch on, and who waits to hear at which step it took effect."""
-
-    value: float
-    answers: list[Future[int]]
+def resolve(answer: Future[int], step: int) -> None:
+    """Tell who waits for it that the run stands at this step, unless that was told."""
+    if not answer.done():
+        answer.set_result(step)

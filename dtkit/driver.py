@@ -177,6 +177,8 @@ class Driver:
         self.evaluations.begin_at(step, evaluated)
         self.saver.begin_at(step)
         self.snapshots.begin_at(step)
+        if self.route.balance is not None:  # of as many ranks as there are now
+            self._balancer = Balancer(self.route.balance)
 
     def catch_up(self, left: Mapping[int, Left], evaluated: Mapping[int, Mapping[int, Found]], common: int) -> None:
         """Before `start`: record what dispatches and evaluations left unread, by rank; all that are there have taken

@@ -1,7 +1,8 @@
 """A run as one notebook puts it down for another: what the one writes, the other reads, and both are here.
 
-It is written when the job is made, into the cluster's folder (see :mod:`dtkit.spool`): the run's description, and the
-keys by which the engines know its model and data. The model itself comes back from an engine.
+It is written when the job is made, and again when the run is extended, into the cluster's folder (see
+:mod:`dtkit.spool`): the run's description, and the keys by which the engines know its model and data. The model itself
+comes back from an engine, and how many ranks there are is the cluster's to say.
 """
 
 from __future__ import annotations

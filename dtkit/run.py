@@ -121,11 +121,22 @@ class Run:
             self.note(lacks)
         spool.begin(self.history)
 
+    def _put_down_anew(self) -> None:
+        """The run is to go on otherwise than was put down. Its history follows where it did."""
+        if self.history.spool is None or self._cluster.superseded:  # what lies there is another notebook's
+            return
+        try:
+            handover.put_down(self._cluster, self._job, self.spec, self._order, self._extras)
+        except OSError as error:
+            why = f"{error.strerror or error}: {self.history.spool.folder}"
+            self.note(f"a notebook that takes over will take the run to end as it was to before: {why}")
+
     @classmethod
     def again(cls, cluster: Cluster, job: str, spec: RunSpec, order: Order, extras: Extras) -> Run:
         """The run of a cluster that was taken over, with all that was written down of it. It stands paused."""
         from dtkit import recovery, spool, unread
 
+        spec, extras = _of_size(cluster.world_size, spec, extras)
         run = cls(cluster, spec, order, extras, job)
         folder = cluster.folder / RUNS / job
         run.history.extend(spool.history(folder, copies=extras.copies))
@@ -184,12 +195,8 @@ class Run:
             self._cluster, self._job, self._order, more.strategy, self.spec.batch_size, shrinks, self._snapshots
         )
         found = recover(lost)
-        size = self._cluster.world_size
-        if size != self.spec.world_size:
-            self.spec = dataclasses.replace(self.spec, world_size=size)
-            even = None if more.balance is None else (1,) * size
-            copies = size // more.strategy.mesh(size).replicas
-            self._extras = dataclasses.replace(more, balance=even, copies=copies)
+        if self._cluster.world_size != self.spec.world_size:
+            self.spec, self._extras = _of_size(self._cluster.world_size, self.spec, more)
             self._driver.route = self._route()
         self.slowed = {}  # the new jobs run at full speed
         return found
@@ -607,6 +614,7 @@ class Run:
         self.spec = dataclasses.replace(self.spec, steps=self._driver.step + more)
         self._driver.route = self._route()
         self._driver.start()
+        self._put_down_anew()
         self.resume()
 
     def release(self) -> None:
@@ -712,6 +720,15 @@ class Run:
         from dtkit.dashboard import display
 
         display.show(self)
+
+
+def _of_size(size: int, spec: RunSpec, extras: Extras) -> tuple[RunSpec, Extras]:
+    """What was asked for, for as many ranks as there are: some may have been left out since."""
+    if size == spec.world_size:
+        return spec, extras
+    even = None if extras.balance is None else (1,) * size
+    copies = size // extras.strategy.mesh(size).replicas
+    return dataclasses.replace(spec, world_size=size), dataclasses.replace(extras, balance=even, copies=copies)
 
 
 def _until(answer: Future[int]) -> None:

@@ -50,8 +50,15 @@ class Spool:
         self._rows, self._notes = _Growing(folder / _ROWS), _Growing(folder / _NOTES)
 
     def order(self, data: bytes) -> None:
-        """What was asked for, pickled."""
-        _private(self.folder / _ORDER).write_bytes(data)
+        """What was asked for, pickled: in place of what was put down before, which is there until this is whole."""
+        descriptor, name = tempfile.mkstemp(prefix=f".{_ORDER}-", dir=self.folder)
+        part = Path(name)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(data)
+            part.replace(self.folder / _ORDER)
+        finally:
+            part.unlink(missing_ok=True)
 
     def begin(self, history: History) -> None:
         """Write what is there already, and have the rest follow."""
@@ -176,8 +183,3 @@ def _whole(path: Path) -> bytes:
         return b""
     size = len(data) // ROW.itemsize * ROW.itemsize if path.name == _ROWS else data.rfind(b"\n") + 1
     return data[:size]
-
-
-def _private(path: Path) -> Path:
-    path.touch(mode=0o600)
-    return path

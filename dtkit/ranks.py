@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dtkit import __version__, warden, wire
+from dtkit import __version__, stacks, warden, wire
 from dtkit.engine.probe import hello
 from dtkit.errors import ClusterClosed, ClusterError, DtkitError, EngineError, VersionMismatch, telling
+from dtkit.queued import Queued
 from dtkit.records import CALLED_OFF, HURRY, Failure, GroupSpec, Heritage, NodeInfo, Reply, Request
 from dtkit.shipment import Shipment, ship
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
     from dtkit import shared
     from dtkit.devices import DevicePlan
+    from dtkit.standing import Standing
     from dtkit.transport import Transport
 
 SNAPSHOTS = "snapshots"
@@ -195,12 +197,13 @@ class Ranks:
         self.make_ready()
         self._free_unwanted()
         futures: list[Future[Reply]] = []
+        ranks, generation = options.get("ranks"), self._generation
         try:
             futures = self.fan_out(op, **options)
-            replies = self.collect(futures, timeout or self.patience, options.get("ranks"))
+            replies = self.collect(futures, timeout or self.patience, ranks)
         except KeyboardInterrupt:
             self._formed = False  # before all else: another interrupt may come any moment
-            self._give_up(futures, options.get("ranks"))
+            self._give_up(Queued(op, generation, range(self.world_size) if ranks is None else ranks, futures))
             raise
         return self.values(replies)
 
@@ -210,25 +213,40 @@ class Ranks:
         if not self._formed:
             self.form()
 
-    def _give_up(self, futures: Sequence[Future[Reply]], ranks: Sequence[int] | None) -> None:
-        """Nobody waits for a call any longer: end it on the engines too, and form the group anew.
+    def _give_up(self, call: Queued) -> None:
+        """Nobody waits for a call any longer: end it on the engines too, and form the group anew where that broke it.
 
         A further interrupt doesn't wait for that; the next call does.
         """
-        asked = range(self.world_size) if ranks is None else ranks
-        self._settling = threading.Thread(target=self._settle, args=(futures, asked), name="dtkit-settle", daemon=True)
+        self._settling = threading.Thread(target=self._settle, args=(call,), name="dtkit-settle", daemon=True)
         self._settling.start()
         self.settled()
 
-    def _settle(self, futures: Sequence[Future[Reply]], ranks: Sequence[int]) -> None:
-        """Without `futures` the sending was interrupted: some ranks may have the call, and wait there for others."""
+    def _settle(self, call: Queued) -> None:
+        """Where the sending was interrupted, some ranks may have the call, and wait there for others."""
         with contextlib.suppress(DtkitError):  # the next call meets the same, and says so
-            self.interrupt([r for k, r in enumerate(ranks) if not futures or not futures[k].done()])
-            if not futures:
+            if not call.futures:
+                self.interrupt(call.ranks)
                 self.form()
-                return
-            replies = self.collect(futures, GRACE_S, ranks)
-            self.heal([reply.failure for reply in replies if reply.failure is not None])
+            elif not call.come(self._look):
+                self._let_be(call)  # it will be done in its turn, for nobody
+            elif left := call.undone():
+                self.interrupt(left)
+                replies = self.collect(call.futures, GRACE_S, call.ranks)
+                self.heal([reply.failure for reply in replies if reply.failure is not None])
+            elif failures := [f for future in call.futures if (f := future.result(0).failure) is not None]:
+                self.heal(failures)
+            else:
+                self._let_be(call)
+
+    def _let_be(self, call: Queued) -> None:
+        """Nothing was broken off: its group is whole, unless another one was formed since."""
+        if self._generation == call.generation:
+            self._formed = True
+
+    def _look(self, rank: int) -> Standing | None:
+        """What a rank's watchdog wrote last."""
+        return stacks.read(self._folder, self._nodes[rank]) if rank < len(self._nodes) else None
 
     def settled(self) -> None:
         """Wait until the group is formed anew that an interrupt broke; a signal is seen between two waits."""

@@ -181,22 +181,27 @@ def recover(
 ) -> None:
     """Replace the engines of these ranks, or go on without them, and have `rebuild` make the job anew and fill it.
 
-    Tried again when further engines are lost on the way.
+    Tried again when further engines are lost on the way. What was `rescued` is gone then, also where it failed.
     """
-    todo = list(lost)
+    try:
+        _recover(cluster, list(lost), rebuild, shrink=shrink)
+    finally:
+        if rescued is not None:
+            rescued.discard()
+
+
+def _recover(cluster: Ranks, lost: list[int], rebuild: Callable[[], Any], *, shrink: bool) -> None:
     for attempt in range(_TRIES):
         try:
-            _renew(cluster, todo, shrink=shrink)
+            _renew(cluster, lost, shrink=shrink)
             _check_held(cluster)
             rebuild()
         except EngineError as error:
-            todo = sorted({*cluster.lost(), *(f.rank for f in error.failures if f.kind == "stuck")})
-            if not todo or attempt == _TRIES - 1:
+            lost = sorted({*cluster.lost(), *(f.rank for f in error.failures if f.kind == "stuck")})
+            if not lost or attempt == _TRIES - 1:
                 raise
         else:
             break
-    if rescued is not None:
-        rescued.discard()
 
 
 def _check_held(cluster: Ranks) -> None:

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import dtkit
-from dtkit import recovery, training
+from dtkit import recovery, shared, training, wire
 from dtkit.engine.packed import Packing, unpack
 from dtkit.engine.peers import distance
 from dtkit.engine.state import Captured, Slab
 from dtkit.history import History
 from dtkit.recovery import Standing
 from dtkit.saving import Saver, Saves
+from dtkit.shipment import ship
 from dtkit.snapshots import Rhythm, Snapshots
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def answers(error: str | None = None, seconds: float = 0.0) -> list[dict[str, Any]]:
@@ -234,3 +233,26 @@ def test_what_the_disk_has_of_a_later_step_is_better():
 def test_why_ranks_can_t_go_on_is_told_as_it_is(standings: dict[int, Standing], why: str):
     assert recovery.apart(standings)
     assert recovery.why_apart(standings).startswith(why)
+
+
+class Whole:
+    """Two engines that form a group."""
+
+    world_size, bare = 2, frozenset[int]()
+
+    def form(self, *, others: bool) -> None:
+        assert others
+
+
+def test_what_survivors_gave_is_freed_also_where_the_job_can_t_be_made_anew():
+    sent = ship(wire.pack(torch.zeros(9)), shared.Owner.of(), small=0)
+    assert sent.handle is not None
+    assert Path(sent.handle.path).exists()
+
+    def rebuild() -> None:
+        raise dtkit.ClusterError("no memory for it")
+
+    cluster: Any = Whole()
+    with pytest.raises(dtkit.ClusterError, match="no memory for it"):
+        recovery.recover(cluster, [], recovery.Rescued(3, (sent,)), rebuild, shrink=False)
+    assert not Path(sent.handle.path).exists()

@@ -192,6 +192,15 @@ class Driver:
             steps = ", ".join(map(str, missing))
             self._recorder.note(common, "note", f"what evaluations found after these steps was lost: {steps}")
 
+    def mended(self, lost: Sequence[int], size: int, found: Recovered) -> None:
+        """After the end: of `size` ranks these were lost, and the job that was made anew may stand further back."""
+        before = self.step
+        self.stand_at(found.step, self.called, self.evaluations.made, self._ran)
+        self._lost, self.lr = [], found.lr
+        how = "replaced" if self._cluster.world_size == size else "left out"
+        self._note("repair", _told(lost, how, before, found))
+        self._changed()
+
     @property
     def called(self) -> int:
         """The step after which callbacks were called last."""

@@ -168,7 +168,8 @@ class Run:
         if not self._driver.state.ended:
             self._ask("repair")
         elif lost := self._cluster.lost():
-            self._recover(lost)
+            size = self._cluster.world_size
+            self._driver.mended(lost, size, self._recover(lost))
 
     def _route(self) -> Route:
         evaluate, more = None, self._extras

@@ -322,6 +322,29 @@ def test_a_run_waits_to_be_repaired(cluster: dtkit.Cluster, undisturbed: dict[st
     assert difference(run.model.state_dict(), undisturbed) <= BOUND
 
 
+def test_a_run_that_has_ended_is_repaired_saved_and_extended_from_where_that_leaves_it(
+    cluster: dtkit.Cluster, tmp_path: Path
+):
+    """A part of it is nowhere but in a snapshot, of an earlier step."""
+    options: dict[str, Any] = {"strategy": dtkit.Pipeline(2, micro_batches=2), "snapshot_every": 50}
+    alone = start(cluster, steps=140, **options)
+    alone.wait(60)
+    expected = alone.model.state_dict()
+    run = start(cluster, steps=120, **options)
+    run.wait(60)
+    cluster.kill([1])
+    run.repair()
+    assert (run.status.state, run.status.step, run.lr) == (dtkit.State.COMPLETED, 100, 0.1)
+    assert "all go on from step 100" in next(e.text for e in run.history.events if e.kind == "repair")
+    assert run.save(tmp_path / "saved").step == 100
+    run.extend(steps=40)
+    assert run.spec.steps == 140
+    run.wait(60)
+    assert sorted(set(run.history.totals()["step"])) == list(range(140))
+    assert difference(run.model.state_dict(), expected) <= BOUND
+    check_usable(cluster)
+
+
 def test_engines_that_are_lost_at_one_step_again_and_again_end_the_run(cluster: dtkit.Cluster):
     run = start(cluster, loss=leaving, steps=20)
     with pytest.raises(dtkit.EngineError, match="its process has ended"):

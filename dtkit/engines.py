@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import pickle
 import secrets
 import signal
@@ -214,7 +213,8 @@ class StartedEngines(Engines):
         self.folder = _new_folder()
         lease = how.lease
         self._lease = (LEASE_S if lease is None else lease, JOB_LEASE_S if lease is None else lease)
-        self._lock_descriptor = warden.take_lock(self.folder)
+        self._owning, self._owns = threading.Lock(), False
+        self._take_lock(timeout=5.0)
         warden.write_members(self.folder, [], *self._lease)
         self._warden = warden.start(self.folder)
         self._watcher = papers.identity(self._warden.pid)
@@ -280,7 +280,7 @@ class StartedEngines(Engines):
         self._watcher = found.warden
         lease = self._how.lease
         self._lease = (LEASE_S if lease is None else lease, JOB_LEASE_S if lease is None else lease)
-        self._lock_descriptor = -1
+        self._owning, self._owns = threading.Lock(), False
         self.keeper = shared.Owner.of(found.warden[0])
         self._cluster = ipp.Cluster.from_file(profile_dir=str(self.folder), cluster_id="dtkit")
         self._sets = list(self._cluster.engines)
@@ -294,9 +294,21 @@ class StartedEngines(Engines):
         pause = threading.Event()
         while not self._closing:
             with contextlib.suppress(BlockingIOError, FileNotFoundError):
-                self._lock_descriptor = warden.take_lock(self.folder, timeout=0.0)
+                self._take_lock(timeout=0.0)
                 return
             pause.wait(0.5)
+
+    def _take_lock(self, timeout: float) -> None:
+        with self._owning:  # else one that is taken while somebody closes is never released
+            if not self._closing:
+                warden.take_lock(self.folder, timeout)
+                self._owns = True
+
+    def _release_lock(self) -> None:
+        with self._owning:
+            if self._owns:
+                self._owns = False
+                warden.release_lock(self.folder)
 
     def check_reachable(self) -> None:
         """The controller is a process of ours: messages go through it."""
@@ -325,9 +337,7 @@ class StartedEngines(Engines):
         """Somebody else has these engines now: speak to them no more."""
         self._closing = True
         self._client.close()
-        if self._lock_descriptor >= 0:
-            os.close(self._lock_descriptor)
-            self._lock_descriptor = -1
+        self._release_lock()
 
     # -- engines ----------------------------------------------------------------------------------------------
 
@@ -440,9 +450,7 @@ class StartedEngines(Engines):
         elif papers.lives(*self._watcher):
             psutil.Process(self._watcher[0]).terminate()
             _until(lambda: not papers.lives(*self._watcher), 10)
-        if self._lock_descriptor >= 0:
-            os.close(self._lock_descriptor)
-            self._lock_descriptor = -1
+        self._release_lock()
 
 
 def _load_torch() -> None:

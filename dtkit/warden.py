@@ -12,6 +12,7 @@ Processes are known by pid and start time, so a pid that was used again is left 
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import fcntl
 import json
@@ -65,25 +66,73 @@ def write_members(folder: Path, pids: list[int], lease_s: float, job_lease_s: fl
     temporary.replace(folder / MEMBERS)
 
 
-def take_lock(folder: Path, timeout: float = 5.0) -> int:
-    """Own the cluster: a descriptor to keep open. The warden holds the lock for moments only, so it is tried again."""
-    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+_descriptors: dict[Path, int] = {}  # of the locks that this process holds
+_holders: collections.Counter[Path] = collections.Counter()  # how many want each
+_table = threading.Lock()
+
+
+def take_lock(folder: Path, timeout: float = 5.0) -> None:
+    """Own the cluster, until `release_lock`. The warden holds the lock for moments only, so it is tried again.
+
+    A lock belongs to the process, not to who took it in there: a second one would get it too, and whoever closes any
+    descriptor of the file gives it up for both. So there is one descriptor, and a count of those who hold it.
+    """
     deadline = time.monotonic() + timeout
     pause = threading.Event()
     while True:
         try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _hold(folder)
         except BlockingIOError:
             if time.monotonic() > deadline:
-                os.close(descriptor)
                 raise
             pause.wait(0.01)
         else:
-            return descriptor
+            return
+
+
+def _hold(folder: Path) -> None:
+    with _table:
+        if folder not in _descriptors:
+            _descriptors[folder] = _locked(folder)
+        _holders[folder] += 1
+
+
+def _locked(folder: Path) -> int:
+    """A descriptor that holds the lock. BlockingIOError where another process does."""
+    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def release_lock(folder: Path) -> None:
+    """Own it no longer; the last holder in this process gives it up. In a process that was forked it does nothing."""
+    with _table:
+        if folder not in _descriptors:
+            return
+        _holders[folder] -= 1
+        if not _holders[folder]:
+            del _holders[folder]
+            os.close(_descriptors.pop(folder))
+
+
+def _after_fork() -> None:
+    """A child holds none of its parent's locks; the table may have been in use as it was copied."""
+    global _table  # noqa: PLW0603 - nobody in the child could release the old one
+    _table = threading.Lock()
+    _holders.clear()
+    while _descriptors:
+        os.close(_descriptors.popitem()[1])  # which takes nothing from the parent
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _owned(folder: Path) -> bool:
-    """Whether some process holds the lock."""
+    """Whether another process holds the lock. One that holds it must not ask: it would give it up."""
     with (folder / LOCK).open("r+") as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

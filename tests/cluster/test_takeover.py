@@ -23,6 +23,7 @@ from dtkit.standing import Standing, status_file
 from tests.cluster.oracle import BATCH, BOUND, SEED, data, difference, mean_loss, mlp, momentum
 from tests.cluster.small import check_usable
 from tests.cluster.test_recovery import at_step
+from tests.test_warden import owned
 from tests.test_watchdog import until
 
 if TYPE_CHECKING:
@@ -318,6 +319,7 @@ def test_a_takeover_that_fails_takes_nothing(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(LookupError, match="unreadable"):
         dtkit.attach(cluster.folder.name)
     assert not cluster.superseded
+    assert owned(cluster.folder)  # else its warden ends it
     cluster.close()
     assert list(tmp_path.iterdir()) == []
 

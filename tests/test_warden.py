@@ -1,0 +1,63 @@
+"""The lock by which the warden knows that a notebook is there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+from dtkit import warden
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def owned(folder: Path) -> bool:
+    """What the warden finds, which is a process of its own."""
+    ask = f"from pathlib import Path; from dtkit import warden; print(warden._owned(Path({str(folder)!r})))"
+    said = subprocess.run([sys.executable, "-c", ask], check=True, capture_output=True, text=True, timeout=30)
+    return said.stdout == "True\n"
+
+
+def test_a_lock_is_held_until_its_last_holder_lets_go(tmp_path: Path):
+    """A kernel that attaches to its own cluster has two Cluster objects, of which either may be closed first."""
+    warden.take_lock(tmp_path)
+    warden.take_lock(tmp_path)
+    assert owned(tmp_path)
+    warden.release_lock(tmp_path)
+    assert owned(tmp_path)
+    warden.release_lock(tmp_path)
+    assert not owned(tmp_path)
+    warden.release_lock(tmp_path)  # once too often
+    warden.take_lock(tmp_path)
+    assert owned(tmp_path)
+    warden.release_lock(tmp_path)
+
+
+def test_a_forked_child_gives_up_no_lock_and_holds_none(tmp_path: Path):
+    script = f"""
+import os
+from pathlib import Path
+from dtkit import warden
+
+folder = Path({str(tmp_path)!r})
+warden.take_lock(folder)
+if (child := os.fork()) == 0:
+    warden.release_lock(folder)
+    held = True
+    try:
+        warden.take_lock(folder, timeout=0)
+    except BlockingIOError:
+        held = False
+    os._exit(held)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+input()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == "0\n"
+        assert owned(tmp_path)
+        parent.communicate("\n", timeout=30)
+    assert not owned(tmp_path)

@@ -19,7 +19,7 @@ from dtkit import engines, papers, shared, standing, units, warden
 from dtkit.dashboard.progress import waiting
 from dtkit.devices import DevicePlan, checked_size, plan_devices
 from dtkit.engines import Start, StartedEngines
-from dtkit.errors import ClusterError, Superseded
+from dtkit.errors import ClusterError, DtkitError, Superseded
 from dtkit.ranks import SNAPSHOTS, Ranks
 from dtkit.records import HURRY
 
@@ -550,12 +550,20 @@ class Cluster(Ranks):
             raise Superseded("another notebook has taken this cluster over; dtkit.attach() takes it back")
 
     def give_back(self, found: Papers) -> None:
-        """It could not be taken over after all: say in the folder that it is whose it was, and let it alone."""
+        """It could not be taken over after all: it is whose it was, say so to the engines and in the folder."""
+        try:
+            if found.owned:  # else nobody is there to call them
+                with contextlib.suppress(DtkitError):  # the other one is told that it has them no more
+                    self.hand_back(found.owner)
+        finally:
+            self._sign_back(found)
+            self.let_alone()
+
+    def _sign_back(self, found: Papers) -> None:
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             now = papers.read(self.folder)
             if now.owner == self._owner:
                 dataclasses.replace(now, owner=found.owner, notebook=found.notebook).write()
-        self.let_alone()
 
     def let_alone(self) -> None:
         """Speak to these engines no more, and leave them to whoever has them. Idempotent."""

@@ -64,7 +64,7 @@ class Ranks:
         self._timeout, self.step_timeout, self._interface = timeout, step_timeout, interface
         self._lock = threading.RLock()
         self._owner = time.time_ns()  # later notebooks get larger numbers
-        self._generation = -1
+        self._generation = self._adopted_at = -1
         self._formed = False  # whether all ranks have joined it
         self.bare: set[int] = set()
         """Ranks of new engines, which hold no data and no model yet."""
@@ -362,8 +362,23 @@ class Ranks:
         found = self.alone("adopt", [rank for rank in range(self.world_size) if rank not in lost], together=True)
         if len(found) < self.world_size - len(lost) or not found:
             raise ClusterError(f"{len(found)} of {self.world_size} engines answered; the others are busy, or stuck")
-        self._generation = max(heritage.generation for heritage in found.values())
+        self._generation = self._adopted_at = max(heritage.generation for heritage in found.values())
         return list(found.values())
+
+    def hand_back(self, owner: int) -> None:
+        """Have the engines belong to another notebook again, in a group of the generation that it knows.
+
+        Where another one has adopted them meanwhile, they refuse. DtkitError where the group can't be formed; without
+        one they stay, since no call would get through to them.
+        """
+        lost, ours = self.lost(), self._generation
+        if ours > self._adopted_at and not lost:
+            self._generation = self._adopted_at - 1
+            _remove_store(self._folder / f"store-{self._adopted_at}")
+            self.form()
+            for generation in range(self._adopted_at + 1, ours + 1):
+                _remove_store(self._folder / f"store-{generation}")
+        self.alone("yield_to", [rank for rank in range(self.world_size) if rank not in lost], owner=owner)
 
     def check_reachable(self) -> None:
         """Raise ClusterError where nothing can reach the engines any more."""
@@ -534,6 +549,12 @@ class Ranks:
             mark.touch(mode=0o600)
         else:
             mark.unlink(missing_ok=True)
+
+
+def _remove_store(store: Path) -> None:
+    """Of a generation that is over, or was never formed, with what its ranks left beside it."""
+    for path in [store, *store.parent.glob(f"{store.name}.*")]:
+        path.unlink(missing_ok=True)
 
 
 def _call_off(mark: Path, reply: Reply) -> None:

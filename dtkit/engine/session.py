@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     from dtkit.shared import Owner
     from dtkit.unread import Found
 
-_ALONE = ("standing", "rescue", "recall", "model")
+_ALONE = ("standing", "rescue", "recall", "model", "yield_to")
 """What an engine does by itself, also when its group is broken, or could not be formed."""
-_UNLIMITED = ("adopt", "join", "leave", "info", "unload", "standing")
+_UNLIMITED = ("adopt", "yield_to", "join", "leave", "info", "unload", "standing")
 """What gets an engine out of a failure: a limit on memory, which that may have used up, is none on this."""
 FIRST_STEP_S, LEAST_STEP_S, STEP_FACTOR = 1800.0, 60.0, 20.0  # a collective's time limit: first step, then
 
@@ -124,6 +124,10 @@ class Session:
         self.owner = owner
         rank, generation = (-1, -1) if self._spec is None else (self._spec.rank, self._spec.generation)
         return Heritage(rank, generation, {key: job.step for key, job in self._jobs.items()})
+
+    def op_yield_to(self, owner: int) -> None:
+        """Belong to the former notebook again: whoever has this engine could not take the cluster over after all."""
+        self.owner = owner
 
     # -- the group --------------------------------------------------------------------------------------------
 

@@ -320,6 +320,7 @@ def test_a_takeover_that_fails_takes_nothing(tmp_path: Path, monkeypatch: pytest
         dtkit.attach(cluster.folder.name)
     assert not cluster.superseded
     assert owned(cluster.folder)  # else its warden ends it
+    check_usable(cluster)
     cluster.close()
     assert list(tmp_path.iterdir()) == []
 

@@ -439,6 +439,7 @@ class Ranks:
             self._formed = False
             store = self._folder / f"store-{self._generation}"
             store.touch(mode=0o600)
+            generation = self._generation
             specs = [self._group_spec(rank, store) for rank in range(self.world_size)]
             join = {"owner": self._owner, "keeper": self._keeper if self._one_host else None}
             each = [{"spec": s, "step_timeout": self.step_timeout, "others": others, **join} for s in specs]
@@ -451,8 +452,8 @@ class Ranks:
         except KeyboardInterrupt:  # who waits there for a rank that does not come is to wait no longer either
             called_off.touch(mode=0o600)
             raise
-        # The group's own file stays: subgroups (of a mesh) meet there too.
-        for old in [store.with_name(f"store-{self._generation - 1}"), *self._folder.glob(f"{store.name}.*")]:
+        _remove_store(store.with_name(f"store-{generation - 1}"))  # also what an interrupt left: all have come on
+        for old in self._folder.glob(f"{store.name}.*"):  # the group's own file stays: subgroups (of a mesh) meet there
             old.unlink(missing_ok=True)
         failures = [r.failure for r in replies if r.failure is not None]
         if failures:

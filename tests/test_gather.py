@@ -36,6 +36,20 @@ def test_one_that_can_not_join_ends_the_wait(tmp_path: Path):
     assert comm.lost_peer(raised.value)
 
 
+def test_who_comes_last_to_one_that_was_called_off_does_not_join_it(tmp_path: Path):
+    """Nobody is missing, but who came first has left: torch would wait for it, and no interrupt gets through."""
+    (tmp_path / "store-7.0").touch()
+    (tmp_path / f"store-7{CALLED_OFF}").touch()
+    with pytest.raises(RuntimeError, match="a rank could not join generation 7"):
+        comm._gather(spec(tmp_path, 1))
+
+
+def test_who_leaves_is_not_there_any_more(tmp_path: Path):
+    with pytest.raises(RuntimeError, match="did not join"):
+        comm._gather(spec(tmp_path, 0, timeout_s=0.01))
+    assert not (tmp_path / "store-7.0").exists()
+
+
 def test_who_is_missing_is_named(tmp_path: Path):
     with pytest.raises(RuntimeError, match=r"ranks \[1\] did not join the group within 0.01 s") as raised:
         comm._gather(spec(tmp_path, 0, timeout_s=0.01))

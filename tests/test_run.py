@@ -646,3 +646,11 @@ def test_the_cause_is_told_also_where_the_group_can_t_be_formed_anew(cluster, en
     with pytest.raises(dtkit.EngineError, match="rank 1 on fake: ValueError: no such layer") as caught:
         train(cluster)
     assert "no port is left" in str(caught.value.__cause__)
+
+
+def test_what_an_interrupt_left_of_a_group_is_removed_with_the_next_one(cluster):
+    left = [cluster.folder / f"store-{cluster.generation}{what}" for what in (".off", ".1")]
+    for path in left:
+        path.touch()
+    cluster.form()
+    assert not any(path.exists() for path in left)

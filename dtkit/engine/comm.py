@@ -252,16 +252,30 @@ def _set_timeout(seconds: float, group: dist.ProcessGroup | None) -> None:
 
 def _gather(spec: GroupSpec) -> None:
     """Wait until all ranks are here, where an interrupt and the notebook's word get through: in torch neither does."""
-    Path(f"{spec.store}.{spec.rank}").touch(mode=0o600)
+    here = Path(f"{spec.store}.{spec.rank}")
+    here.touch(mode=0o600)
+    try:
+        _wait_for_all(spec)
+    except BaseException:
+        here.unlink(missing_ok=True)  # who comes later would find nobody missing, and wait in torch for this one
+        raise
+
+
+def _wait_for_all(spec: GroupSpec) -> None:
     called_off = Path(f"{spec.store}{CALLED_OFF}")
     deadline, pause = time.monotonic() + spec.timeout_s, threading.Event()
     missing = list(range(spec.world_size))
     while missing := [rank for rank in missing if not Path(f"{spec.store}.{rank}").exists()]:
-        if called_off.exists():
-            raise RuntimeError(f"Connection closed: a rank could not join generation {spec.generation} of the group")
+        _check_wanted(spec, called_off)
         if time.monotonic() > deadline:
             raise RuntimeError(f"Wait timeout: ranks {missing} did not join the group within {spec.timeout_s:g} s")
         pause.wait(_GATHER_S)
+    _check_wanted(spec, called_off)  # whoever comes last has not looked yet, and some may have left again
+
+
+def _check_wanted(spec: GroupSpec, called_off: Path) -> None:
+    if called_off.exists():
+        raise RuntimeError(f"Connection closed: a rank could not join generation {spec.generation} of the group")
 
 
 def keep_until(work: dist.Work, group: Any, limit: float) -> None:

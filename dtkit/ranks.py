@@ -458,7 +458,8 @@ class Ranks:
         failures = [r.failure for r in replies if r.failure is not None]
         if failures:
             raise EngineError(failures)
-        self._formed = True
+        with self._lock:
+            self._formed = self._generation == generation  # another thread may have begun the next one meanwhile
         self._take_nodes([r.value for r in replies])
         self.clock_offsets = None if self._one_host else self._compare_clocks()
 

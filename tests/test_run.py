@@ -654,3 +654,25 @@ def test_what_an_interrupt_left_of_a_group_is_removed_with_the_next_one(cluster)
         path.touch()
     cluster.form()
     assert not any(path.exists() for path in left)
+
+
+def test_a_group_of_which_a_newer_one_was_begun_meanwhile_is_not_formed(cluster, monkeypatch):
+    """That one was interrupted; calls would be refused for ever, as sent before it, and nobody would form it."""
+    collect = cluster.collect
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    def meanwhile(*args: Any, **options: Any) -> Any:
+        replies = collect(*args, **options)
+        monkeypatch.setattr(cluster, "collect", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            cluster.form()
+        monkeypatch.setattr(cluster, "collect", collect)
+        return replies
+
+    monkeypatch.setattr(cluster, "collect", meanwhile)
+    cluster.form()
+    before = cluster.generation
+    assert cluster.run(int, "3") == [3, 3]
+    assert cluster.generation == before + 1

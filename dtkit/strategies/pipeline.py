@@ -379,13 +379,17 @@ class _Piped(Worker):
 
     def _filled(self, batches: Sequence[tuple[int, Any]]) -> list[tuple[tuple[Any, ...], Any, int]]:
         """(inputs, target, rows that count) of every micro-batch, each of full size."""
-        rows = self._stages.shapes[0][0].shape[0]
-        found = []
+        rows, found = self._rows, []
         for k in range(self._strategy.micro_batches):
             count, batch = batches[k] if k < len(batches) else (0, batches[0][1])
             inputs, target = split(batch if count == rows else _rows(batch, self._padding(count, rows)))
             found.append((_tensors(inputs), target, count))
         return found
+
+    @property
+    def _rows(self) -> int:
+        """Of each micro-batch, those included that fill it up."""
+        return int(self._stages.shapes[0][0].shape[0])
 
     def _padding(self, count: int, rows: int) -> torch.Tensor:
         """An index of `rows` rows of a batch of fewer: the first one again where there is none."""
@@ -399,7 +403,10 @@ class _Piped(Worker):
         if not count:
             first: torch.Tensor = tree_leaves(output)[0]
             return first.sum() * 0  # keeps every rank's backward in step
-        forecast = self._objective.judge(_cut_rows(output, count), _cut_rows(target, count))
+        if count < self._rows:
+            _check_rows(output, self._rows)
+            output, target = _cut_rows(output, count), _cut_rows(target, count)
+        forecast = self._objective.judge(output, target)
         return self._tally.add(forecast.loss, forecast.weight, count)
 
     def _sum_over_replicas(self) -> None:
@@ -458,16 +465,14 @@ class _Piped(Worker):
             yield self._forecast
 
     def _forecast(self, batch: Any) -> Any:
-        rows = self._stages.shapes[0][0].shape[0]
         inputs, target = split(batch)
-        count = len(inputs[0])
-        outputs = []
+        count, rows, outputs = len(inputs[0]), self._rows, []
         for start in range(0, count, rows):
             index = torch.arange(start, start + rows, device=self._setting.device).clamp_(max=count - 1)
             outputs.append(self._stages.forecast(_tensors(_rows(inputs, index))))
         if not self._stages.speaks:
             return None
-        return self._objective.judge(tree_map(lambda *parts: torch.cat(parts)[:count], *outputs), target)
+        return self._objective.judge(outputs[0] if count == rows else _joined(outputs, rows, count), target)
 
 
 def _rank(setting: Setting) -> int:
@@ -490,7 +495,26 @@ def _tensors(inputs: Sequence[Any]) -> tuple[torch.Tensor, ...]:
 
 
 def _cut_rows(value: Any, count: int) -> Any:
-    return on_tensors(value, lambda t: t[:count])
+    return tree_map(lambda t: t[:count] if isinstance(t, torch.Tensor) else t, value)
+
+
+def _joined(outputs: Sequence[Any], rows: int, count: int) -> Any:
+    """The output for `count` samples, of that of micro-batches of `rows`."""
+    for output in outputs:
+        _check_rows(output, rows)
+    return tree_map(lambda *parts: torch.cat(parts)[:count], *outputs)
+
+
+def _check_rows(output: Any, rows: int) -> None:
+    """Raise ValueError where an output can't be cut: where rows of it are not those of samples."""
+    wrong = [tuple(t.shape) for t in tree_leaves(output) if t.shape[:1] != (rows,)]
+    if wrong:
+        raise ValueError(
+            f"the model returned a tensor of shape {wrong[0]} for {rows} samples. A pipeline cuts the output where a "
+            "micro-batch is filled up, and joins it in an evaluation: for that, it must have one row for each sample. "
+            "Return such an output (and reshape it in the loss), or train with a batch_size that replicas * "
+            "micro_batches divides, on data that batch_size divides"
+        )
 
 
 def _check_shared(model: nn.Module, parts: Sequence[Part]) -> None:

@@ -165,11 +165,11 @@ def rows(make: Callable[[], nn.Module]) -> tuple[torch.Tensor, ...]:
     return (inputs, inputs * 2, targets) if make is SecondFirst else (inputs, targets)
 
 
-def alone(make: Callable[[], nn.Module], judge: Callable[..., torch.Tensor]) -> nn.Module:
+def alone(make: Callable[[], nn.Module], judge: Callable[..., torch.Tensor], steps: int = STEPS) -> nn.Module:
     """One process."""
     model, (*inputs, targets) = made(make), rows(make)
     update = momentum([p for p in model.parameters() if p.requires_grad])
-    for step in range(STEPS):
+    for step in range(steps):
         chosen = torch.from_numpy(global_rows(step))
         update.zero_grad()
         judge(model(*(x[chosen] for x in inputs)), targets[chosen]).backward()
@@ -177,11 +177,13 @@ def alone(make: Callable[[], nn.Module], judge: Callable[..., torch.Tensor]) -> 
     return model
 
 
-def train(cluster: dtkit.Cluster, make: Callable[[], nn.Module], strategy: Any, judge: Any = loss) -> dtkit.Run:
+def train(
+    cluster: dtkit.Cluster, make: Callable[[], nn.Module], strategy: Any, judge: Any = loss, steps: int = STEPS
+) -> dtkit.Run:
     how: dict[str, Any] = {
         "optimizer": momentum,
         "batch_size": BATCH,
-        "steps": STEPS,
+        "steps": steps,
         "seed": SEED,
         "shuffle": "global",
     }

@@ -1,0 +1,79 @@
+"""What a pipeline's stages do to outputs, inputs and buffers of models as people write them; against one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import dtkit
+from tests.cluster.oracle import BOUND, CLASSES, difference
+from tests.cluster.small import check_usable
+from tests.cluster.test_borders import ALL, SCHEDULES, STEPS, Blocks, alone, rows, train
+
+pytestmark = [pytest.mark.cluster, pytest.mark.parametrize("cluster", [2], indirect=True)]
+
+# -- outputs that have other rows than there are samples ----------------------------------------------------------
+
+
+class Views(Blocks):
+    """Two views of each sample, one behind the other, as for a contrastive loss."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(torch.cat([x, x * 2]))
+
+
+class Tokens(Blocks):
+    """Several rows of scores for each sample, in one matrix."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        found = super().forward(x)
+        return torch.stack([found, found * 2], 1).view(-1, CLASSES)
+
+
+class Auxiliary(Blocks):
+    """A number besides the scores."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        found = super().forward(x)
+        return {"scores": found, "size": found.square().mean()}
+
+
+def of_views(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    one, other = output.chunk(2)
+    return F.cross_entropy(one * other, target)
+
+
+def of_tokens(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(output, target.repeat_interleave(2))
+
+
+def of_both(output: Any, target: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(output["scores"], target) + output["size"]
+
+
+OTHERWISE = [(Views, of_views), (Tokens, of_tokens), (Auxiliary, of_both)]
+
+
+@pytest.mark.parametrize(("make", "judge"), OTHERWISE)
+def test_an_output_that_need_not_be_cut_is_judged_as_it_is(cluster: dtkit.Cluster, make: Any, judge: Any):
+    """All micro-batches of five batches of 24 samples are full."""
+    expected = alone(make, judge, STEPS - 1)
+    for strategy in ALL:
+        run = train(cluster, make, strategy, judge, STEPS - 1)
+        assert difference(run.model.state_dict(), expected.state_dict()) <= BOUND, strategy
+
+
+@pytest.mark.parametrize(("make", "judge"), OTHERWISE)
+def test_an_output_that_can_t_be_cut_is_refused(cluster: dtkit.Cluster, make: Any, judge: Any):
+    """The sixth batch has one sample; and an evaluation joins the outputs of micro-batches."""
+    rule = r"returned a tensor of shape .* for 8 samples.* one row for each sample.*replicas \* micro_batches divides"
+    with pytest.raises(dtkit.EngineError, match=rule):
+        train(cluster, make, SCHEDULES[0], judge)
+    check_usable(cluster)
+    run = train(cluster, make, SCHEDULES[0], judge, 1)
+    with pytest.raises(dtkit.EngineError, match=rule):
+        run.evaluate(rows(make))
+    check_usable(cluster)

@@ -147,6 +147,78 @@ def frozen(first: int) -> Callable[[], nn.Module]:
     return make
 
 
+class Conditioned(Blocks):
+    """Its first layers are frozen, but for one whose output is used in the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cond = nn.Linear(FEATURES, WIDTH)
+        for layer in (self.embed, self.blocks[0]):
+            layer.requires_grad_(requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        c, x = self.cond(x), self.embed(x)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x + c)
+
+
+class Queries(nn.Module):
+    """Learned queries attend to each other, and then to what comes in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = nn.Parameter(torch.randn(1, 2, WIDTH))
+        self.first, self.second = (nn.MultiheadAttention(WIDTH, 2, batch_first=True) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, z = self.q.expand(len(x), -1, -1), torch.stack([x, x.tanh()], 1)
+        q = q + self.first(q, q, q)[0]
+        return x + self.second(q, z, z)[0].sum(1)
+
+
+class Tied(nn.Module):
+    """One matrix twice, each time with another bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = (nn.Parameter(torch.randn(WIDTH)) for _ in range(2))
+        self.w = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(F.linear(torch.tanh(F.linear(x, self.w, self.one)), self.w, self.other))
+
+
+class Around(nn.Module):
+    """One matrix twice, and another one between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.between = (nn.Parameter(torch.randn(WIDTH, WIDTH) / 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for w in (self.w, self.between, self.w):
+            x = torch.tanh(x @ w)
+        return x
+
+
+class Adapted(nn.Module):
+    """Two matrices that a third one is added to, or what is made of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.lora = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        change = self.lora.weight.tanh()
+        return torch.tanh(F.linear(x, self.q.weight + change)) * F.linear(x, self.k.weight + change)
+
+
+def layers_of(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """Three of a kind in a sequence."""
+    return lambda: nn.Sequential(nn.Linear(FEATURES, WIDTH), make(), make(), make(), nn.Linear(WIDTH, CLASSES))
+
+
 def scores(output: Any) -> torch.Tensor:
     return output["scores"] + output["first"].sum(1, keepdim=True).tanh() if isinstance(output, dict) else output
 
@@ -213,6 +285,16 @@ def test_a_model_of_blocks(cluster: dtkit.Cluster, make: Callable[[], nn.Module]
 def test_a_sequence_of_layers(cluster: dtkit.Cluster, make: Callable[[], nn.Module]):
     """Torch's halved backward passes find weights by way of the inputs' gradients, which frozen stages have none of."""
     check(cluster, make, ALL)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [Conditioned, *map(layers_of, (Queries, Tied, Around, Adapted))],
+    ids=["frozen", "queries", "tied", "around", "lora"],
+)
+def test_weights_that_can_t_wait_for_the_second_half(cluster: dtkit.Cluster, make: Callable[[], nn.Module]):
+    """Torch's second half would leave some of them out, or come through what another one's has freed."""
+    check(cluster, make, HALVED)
 
 
 def test_a_loss_that_is_a_pair_and_a_view(cluster: dtkit.Cluster):

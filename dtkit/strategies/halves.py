@@ -1,0 +1,59 @@
+"""Whether torch can take a stage's backward pass in halves: first what the stage before waits for, then the weights.
+
+For the second half torch makes groups of weights: it keeps the gradients at those nodes of the inputs' graph that a
+weight's path meets first, and later goes on from there, group by group. Each of these passes frees what it ran through.
+That gives every weight its gradient only where each one's path meets the inputs' graph, and where no pass runs through
+what another one needs. Neither holds for all models: a weight may be used by itself (learned queries that attend to
+each other, a sum of two weights), behind what is frozen, or twice with others in between.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.pipelining._backward import _get_grad_fn_or_grad_acc, construct_reverse_graph, get_param_groups
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    import torch
+    from torch.autograd.graph import Node
+
+
+def separable(outputs: Iterable[torch.Tensor], inputs: Iterable[torch.Tensor], weights: Iterable[torch.Tensor]) -> bool:
+    """Whether backward from `outputs` can be taken in halves: to the `inputs`, and to the `weights` later."""
+    roots = _nodes(outputs)
+    reverse = construct_reverse_graph(roots)
+    own = [node for node in _nodes(weights) if node in reverse or node in roots]
+    groups = get_param_groups(_nodes(inputs), own, reverse)
+    if sum(len(group["params"]) for group in groups) != len(own) or {w for g in groups for w in g["params"]} != {*own}:
+        return False  # left out of all groups, or in several
+    passes = [_run_through(group["intermediates"], group["params"], reverse) for group in groups]
+    return len(set[Any]().union(*passes)) == sum(map(len, passes))
+
+
+def _nodes(tensors: Iterable[torch.Tensor]) -> list[Node]:
+    """Where the gradients of those that have one come out."""
+    found = (_get_grad_fn_or_grad_acc(t) for t in tensors)
+    return [node for node in found if node is not None]
+
+
+def _run_through(starts: set[Node], ends: set[Node], reverse: dict[Node, list[Node]]) -> set[Node]:
+    """The nodes on all ways from a group's `starts` to the weights at its `ends`, the latter left out."""
+    if len(starts) == 1:  # as of most groups: all ways up from the ends lead to it, and there's nothing to find above
+        return (_reached(ends, lambda node: () if node in starts else reverse[node]) | starts) - ends
+    return (_reached(ends, reverse.__getitem__) & _reached(starts, _behind)) - ends
+
+
+def _behind(node: Node) -> list[Node]:
+    return [found for found, _ in node.next_functions if found is not None]
+
+
+def _reached(starts: Iterable[Node], following: Callable[[Node], Iterable[Node]]) -> set[Node]:
+    """These and all that follow."""
+    found, waiting = set(starts), list(starts)
+    while waiting:
+        new = set(following(waiting.pop())) - found
+        found |= new
+        waiting += new
+    return found

@@ -43,9 +43,16 @@ class Piece:
     route: Route | None = None
     form: TreeSpec | None = None
     """Of what the model returns, where this is the last stage."""
+    written: frozenset[int] = frozenset()
+    """Which of the values that come over the border before it are written to, as nn.ReLU(inplace=True) does."""
 
     def __call__(self, *given: Any) -> tuple[torch.Tensor, ...]:
-        """What goes over the border behind it, of what came over the one before."""
+        """What goes over the border behind it, of what came over the one before.
+
+        That is a leaf to autograd, and may be the very tensor that the stage before it has made: where this one writes
+        to it, it gets a copy.
+        """
+        given = tuple(t.clone() if k in self.written else t for k, t in enumerate(given))
         if self.route is None:
             found, self.form = tree_flatten(self.module(*given))
             return _tensors(found)

@@ -228,8 +228,8 @@ def borders(
 ) -> list[tuple[torch.Tensor, ...]]:
     """What is given to each part, and last what comes out: tensors like those of every micro-batch. A collective.
 
-    One forward pass: the rank in `homes` runs its part, and hands on what that made. Batch statistics stay as they
-    were.
+    One forward pass: the rank in `homes` runs its part, and hands on what that made; the part notes to which of its
+    inputs it writes. Batch statistics stay as they were.
     """
     found = [tuple(inputs)]
     for place, home in enumerate(homes):
@@ -240,8 +240,10 @@ def borders(
 
 def _tried(piece: Piece, given: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     before = [(b, b.clone()) for b in piece.module.buffers()]
+    copies = [t.clone() for t in given]
     with torch.random.fork_rng([given[0].device] if given[0].is_cuda else []):
-        made = sendable(piece(*given), given)
+        made = sendable(piece(*copies), copies)
+    piece.written = frozenset(k for k, t in enumerate(copies) if t._version)  # noqa: SLF001 - how often it was written to
     with torch.no_grad():
         for buffer, value in before:
             buffer.copy_(value)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 import dtkit
-from tests.cluster.oracle import BOUND, CLASSES, difference
+from tests.cluster.nets import WIDTH
+from tests.cluster.oracle import BOUND, CLASSES, FEATURES, difference
 from tests.cluster.small import check_usable
-from tests.cluster.test_borders import ALL, SCHEDULES, STEPS, Blocks, alone, rows, train
+from tests.cluster.test_borders import ALL, SCHEDULES, STEPS, Blocks, alone, check, rows, train
 
 pytestmark = [pytest.mark.cluster, pytest.mark.parametrize("cluster", [2], indirect=True)]
 
@@ -77,3 +81,50 @@ def test_an_output_that_can_t_be_cut_is_refused(cluster: dtkit.Cluster, make: An
     with pytest.raises(dtkit.EngineError, match=rule):
         run.evaluate(rows(make))
     check_usable(cluster)
+
+
+# -- inputs that are written to -------------------------------------------------------------------------------
+
+
+def rectified() -> nn.Module:
+    """Every second layer changes what it is given, in place."""
+    sizes = [FEATURES, *[WIDTH] * 4]
+    pairs = [(nn.Linear(a, b), nn.ReLU(inplace=True)) for a, b in itertools.pairwise(sizes)]
+    return nn.Sequential(*itertools.chain(*pairs), nn.Linear(WIDTH, CLASSES))
+
+
+class Moving(nn.Module):
+    """Changes what it is given, which no flag tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight(x.mul_(2))
+
+
+class Overwriting(Blocks):
+    """Uses its layers' inputs again, as changed by them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Moving() for _ in range(4)])
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = torch.tanh(block(x)) + x
+        return self.head(x)
+
+
+def test_a_stage_may_begin_with_a_layer_that_writes_to_its_input(cluster: dtkit.Cluster):
+    check(
+        cluster,
+        rectified,
+        [dataclasses.replace(s, split=["1", "3", "5"] if s.table.stages == 4 else ["3"]) for s in ALL],
+    )
+
+
+def test_what_a_stage_has_written_to_is_used_again(cluster: dtkit.Cluster):
+    check(cluster, Overwriting, ALL)

@@ -254,10 +254,10 @@ def test_a_device_is_given_its_own_stages_and_not_the_model(make, border, schedu
     objective = Objective(lambda output, _: output.sum(), None)
     before = {name: (value, value.clone()) for name, value in model.state_dict(keep_vars=True).items()}
     with Arrivals(META) as arrivals:
-        _, mine, shapes, rest = strategy._place(model, objective, setting)
+        _, mine, found, rest = strategy._place(model, objective, setting)
     own = [tensor for part in mine.values() for tensor in (*part.module.parameters(), *part.module.buffers())]
     assert list(mine) == strategy.table.places(rank)
-    assert len(shapes) == strategy.table.stages + 1
+    assert len(found.training) == len(found.evaluation) == strategy.table.stages + 1
     assert {t.device for t in own} == {META}
     assert all(value.device == CPU and torch.equal(value, kept) for value, kept in before.values())
     assert all(value is model.state_dict(keep_vars=True)[name] for name, (value, _) in before.items())
@@ -267,7 +267,7 @@ def test_a_device_is_given_its_own_stages_and_not_the_model(make, border, schedu
     if by == "parameters" or rank == 1:  # but for rank 0's, which times layers there, one by one
         assert arrivals.numbers == sum(t.numel() for t in {id(t): t for t in own}.values())
     for part in mine.values():  # traces make their own tensors there as well
-        inputs = shapes[next(place for place, other in mine.items() if other is part)]
+        inputs = found.training[next(place for place, other in mine.items() if other is part)]
         for module in (part.module, part.evaluation.module):
             assert module(*inputs).device == META
 

@@ -6,7 +6,7 @@ Narayanan et al., SC 2021; zero bubble: Qi et al., ICLR 2024). What it asks for,
 *Shapes never change.* Its receive buffers have the shape of the first micro-batch, and a larger one would end the
 process. So every step has the same number of micro-batches of one size; where a batch leaves a rest, micro-batches are
 filled up with copies of their first row, which the loss leaves out. That is exact for any batch, and for fewer samples
-than micro-batches. The shapes at the borders between stages are found by one forward pass before the first step.
+than micro-batches. The shapes at the borders between stages are found by forward passes before the first step.
 
 *Only own parts are kept.* A rank cuts the whole model where it is held, on the host, and copies its own stages to its
 device: nothing else of the model ever gets there, but for rank 0's, which times the layers there one by one.
@@ -41,7 +41,7 @@ from dtkit.strategies.data_parallel import DataParallel
 from dtkit.strategies.objective import PAIR, split
 from dtkit.strategies.options import check_choice, check_count, check_names, check_positive
 from dtkit.strategies.replica import Tally, bits, evaluating, kept
-from dtkit.strategies.stages import Part, Stages, borders, in_model, load_exporter, moved, parts_of, tensors
+from dtkit.strategies.stages import Borders, Part, Stages, borders, in_model, load_exporter, moved, parts_of, tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -218,7 +218,7 @@ class Pipeline(Strategy):
 
     def _place(
         self, model: nn.Module, objective: Objective, setting: Setting
-    ) -> tuple[splitting.Cut, dict[int, Part], list[Any], dict[str, Any]]:
+    ) -> tuple[splitting.Cut, dict[int, Part], Borders, dict[str, Any]]:
         """(the cut, this rank's parts by place, tensors at the borders, entries of the state dict that no part has).
 
         The model is cut where it is held, on the host: a device is given its own parts and nothing else.
@@ -292,7 +292,7 @@ class _Piped(Worker):
         strategy: Pipeline,
         cut: splitting.Cut,
         parts: dict[int, Part],
-        shapes: list[Any],
+        found: Borders,
         rest: dict[str, Any],
         objective: Objective,
         optimizer: Callable[..., Any],
@@ -309,7 +309,7 @@ class _Piped(Worker):
         self.optimizer = make_optimizer(optimizer, self.model)
         self._tally = Tally(1)
         self._form: int | None = None
-        self._stages = Stages(strategy.table, parts, shapes, self._loss)
+        self._stages = Stages(strategy.table, parts, found, self._loss)
         assert setting.group is not None
         self.regroup(setting.group)
 

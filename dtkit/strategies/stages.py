@@ -41,6 +41,7 @@ from dtkit.engine.phases import BETWEEN
 from dtkit.engine.waiter import LARGE, Waiter
 from dtkit.strategies.halves import separable
 from dtkit.strategies.moving import copied, on_device
+from dtkit.strategies.replica import evaluating
 from dtkit.strategies.routes import Piece, routes, sendable
 from dtkit.strategies.splitting import chain
 from dtkit.strategies.traffic import Traffic, labelled
@@ -223,19 +224,36 @@ def rename(module: nn.Module) -> None:
                 vars(layer)[own] = tensor
 
 
-def borders(
-    parts: Mapping[int, Part], homes: Sequence[int], inputs: Sequence[torch.Tensor], group: Group
-) -> list[tuple[torch.Tensor, ...]]:
-    """What is given to each part, and last what comes out: tensors like those of every micro-batch. A collective.
+@dataclasses.dataclass(frozen=True)
+class Borders:
+    """What is given to each part, and last what comes out: tensors like those of every micro-batch.
 
-    One forward pass: the rank in `homes` runs its part, and hands on what that made; the part notes to which of its
-    inputs it writes. Batch statistics stay as they were.
+    A model may return more in training than in evaluation, and then hands on more.
     """
-    found = [tuple(inputs)]
-    for place, home in enumerate(homes):
-        made = _tried(parts[place].training, found[-1]) if home == group.rank else None
-        found.append(group.hand_round(made, home, inputs[0].device))
-    return found
+
+    training: list[tuple[torch.Tensor, ...]]
+    evaluation: list[tuple[torch.Tensor, ...]]
+
+
+def borders(parts: Mapping[int, Part], homes: Sequence[int], inputs: Sequence[torch.Tensor], group: Group) -> Borders:
+    """Find them in a forward pass of each kind: the rank in `homes` runs its part, and hands on what that made.
+
+    The part notes to which of its inputs it writes. Batch statistics stay as they were. A collective.
+    """
+
+    def passed(run: Callable[[Part, Sequence[torch.Tensor]], tuple[torch.Tensor, ...]]) -> list[Any]:
+        found = [tuple(inputs)]
+        for place, home in enumerate(homes):
+            made = run(parts[place], found[-1]) if home == group.rank else None
+            found.append(group.hand_round(made, home, inputs[0].device))
+        return found
+
+    return Borders(passed(lambda part, given: _tried(part.training, given)), passed(_tried_out))
+
+
+def _tried_out(part: Part, given: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    with evaluating(part.evaluation.module):
+        return _tried(part.evaluation, given)
 
 
 def _tried(piece: Piece, given: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -243,7 +261,7 @@ def _tried(piece: Piece, given: Sequence[torch.Tensor]) -> tuple[torch.Tensor, .
     copies = [t.clone() for t in given]
     with torch.random.fork_rng([given[0].device] if given[0].is_cuda else []):
         made = sendable(piece(*copies), copies)
-    piece.written = frozenset(k for k, t in enumerate(copies) if t._version)  # noqa: SLF001 - how often it was written to
+    piece.written |= frozenset(k for k, t in enumerate(copies) if t._version)  # noqa: SLF001 - how often it was written to
     with torch.no_grad():
         for buffer, value in before:
             buffer.copy_(value)
@@ -392,11 +410,12 @@ class Stages:
         self,
         table: Schedule,
         parts: dict[int, Part],
-        shapes: Sequence[tuple[torch.Tensor, ...]],
+        found: Borders,
         loss: Callable[[Any, Any], torch.Tensor],
     ) -> None:
-        """`parts` are this rank's, by place; `shapes` what :func:`borders` found."""
-        self.table, self.parts, self.shapes, self._loss = table, parts, shapes, loss
+        """`parts` are this rank's, by place; `found` what :func:`borders` did."""
+        self.table, self.parts, self._loss = table, parts, loss
+        self.shapes, self._forecasts = found.training, found.evaluation
         self.last = table.stages - 1
         """The place of the part that makes the output."""
         self.speaks = self.last in parts
@@ -487,11 +506,11 @@ class Stages:
             here, before = homes[place], homes[max(0, place - 1)]
             if rank == here:
                 if place and before != here:
-                    given = tuple(torch.empty_like(t, requires_grad=False) for t in self.shapes[place])
+                    given = tuple(torch.empty_like(t, requires_grad=False) for t in self._forecasts[place])
                     self._wait([dist.irecv(t, group=self._group, group_src=before) for t in given])
                 given = self.parts[place].evaluation(*given)
                 if place < self.last:
-                    check_border(place, given, self.shapes[place + 1])
+                    check_border(place, given, self._forecasts[place + 1])
             elif rank == before:
                 sent = [t.contiguous() for t in given]
                 self._wait([dist.isend(t, group=self._group, group_dst=here) for t in sent])

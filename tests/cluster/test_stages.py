@@ -128,3 +128,35 @@ def test_a_stage_may_begin_with_a_layer_that_writes_to_its_input(cluster: dtkit.
 
 def test_what_a_stage_has_written_to_is_used_again(cluster: dtkit.Cluster):
     check(cluster, Overwriting, ALL)
+
+
+# -- what is returned in training alone -----------------------------------------------------------------------
+
+
+class Supervised(Blocks):
+    """Returns scores of a block in its midst, too, while it trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.aux = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = first = self.blocks[0](self.embed(x))
+        for block in self.blocks[1:]:
+            x = torch.tanh(block(x))
+        return (self.head(x), self.aux(first)) if self.training else self.head(x)
+
+
+def of_all(output: Any, target: torch.Tensor) -> torch.Tensor:
+    return sum(F.cross_entropy(scores, target) for scores in (output if isinstance(output, tuple) else (output,)))
+
+
+def test_evaluation_of_a_model_that_returns_more_in_training(cluster: dtkit.Cluster):
+    expected = alone(Supervised, of_all)
+    inputs, targets = rows(Supervised)
+    with torch.no_grad():
+        expected_loss = of_all(expected.eval()(inputs), targets).item()
+    for strategy in ALL:
+        run = train(cluster, Supervised, strategy, of_all)
+        assert difference(run.model.state_dict(), expected.state_dict()) <= BOUND
+        assert run.evaluate(rows(Supervised)).values["loss"] == pytest.approx(expected_loss, abs=BOUND), strategy

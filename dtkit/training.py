@@ -361,12 +361,16 @@ def _check_callbacks(options: Options) -> None:
 def _warn_of_batch_statistics(cluster: Cluster, copies: Replicas, strategy: Strategy) -> None:
     """Batch normalisation makes training depend on how a batch is cut; said once, before it starts."""
     synchronised = cluster.nodes[0].device.startswith("cuda") and getattr(strategy, "sync_batch_norm", False)
-    if strategy.mesh(cluster.world_size).replicas == 1 or synchronised:
+    if strategy.table is not None:
+        own = "a stage has those of a micro-batch only, with the copies that fill up one with fewer samples"
+    elif strategy.mesh(cluster.world_size).replicas == 1 or synchronised:
         return
+    else:
+        own = "each rank has those of its own part only"
     if copies.batch_norms:
         warnings.warn(
-            f"{copies.batch_norms[0]} normalises with the statistics of a batch, and each rank has those of its own "
-            "part only: training differs a little from one process. GroupNorm and LayerNorm don't depend on the batch",
+            f"{copies.batch_norms[0]} normalises with the statistics of a batch, and {own}: training differs a little "
+            "from one process. GroupNorm and LayerNorm don't depend on the batch",
             stacklevel=caller_level(),
         )
 

@@ -6,7 +6,9 @@ Narayanan et al., SC 2021; zero bubble: Qi et al., ICLR 2024). What it asks for,
 *Shapes never change.* Its receive buffers have the shape of the first micro-batch, and a larger one would end the
 process. So every step has the same number of micro-batches of one size; where a batch leaves a rest, micro-batches are
 filled up with copies of their first row, which the loss leaves out. That is exact for any batch, and for fewer samples
-than micro-batches. The shapes at the borders between stages are found by forward passes before the first step.
+than micro-batches, where each row's output depends on that row alone. Batch normalisation mixes rows: in a micro-batch
+that is filled up it sees the copies, too; one without a sample leaves its statistics as they were. The shapes at the
+borders between stages are found by forward passes before the first step.
 
 *Only own parts are kept.* A rank cuts the whole model where it is held, on the host, and copies its own stages to its
 device: nothing else of the model ever gets there, but for rank 0's, which times the layers there one by one.
@@ -348,7 +350,8 @@ class _Piped(Worker):
             filled = self._filled(batches)
             self._phases.enter(BETWEEN)
             with contextlib.nullcontext() if scope is None else scope.over(self._stages.working):
-                self._stages.run([inputs for inputs, _, _ in filled], [(target, count) for _, target, count in filled])
+                inputs, targets = [x for x, _, _ in filled], [(target, count) for _, target, count in filled]
+                self._stages.run(inputs, targets, [k for k, (_, _, count) in enumerate(filled) if not count])
         if scope is not None:
             scope.summed()
         self._phases.enter("sync")

@@ -47,7 +47,7 @@ from dtkit.strategies.splitting import chain
 from dtkit.strategies.traffic import Traffic, labelled
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     import torch.distributed as dist
     from torch.utils._pytree import TreeSpec
@@ -257,15 +257,22 @@ def _tried_out(part: Part, given: Sequence[torch.Tensor]) -> tuple[torch.Tensor,
 
 
 def _tried(piece: Piece, given: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    before = [(b, b.clone()) for b in piece.module.buffers()]
     copies = [t.clone() for t in given]
-    with torch.random.fork_rng([given[0].device] if given[0].is_cuda else []):
+    with buffers_kept(piece.module), torch.random.fork_rng([given[0].device] if given[0].is_cuda else []):
         made = sendable(piece(*copies), copies)
     piece.written |= frozenset(k for k, t in enumerate(copies) if t._version)  # noqa: SLF001 - how often it was written to
-    with torch.no_grad():
-        for buffer, value in before:
-            buffer.copy_(value)
     return made
+
+
+@contextlib.contextmanager
+def buffers_kept(module: nn.Module) -> Iterator[None]:
+    """Leave batch statistics, and buffers of any other kind, as they were before a forward pass that is to have no
+    trace. Backward passes that wait may hold them: to autograd, `data` is not written to.
+    """
+    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    yield
+    for buffer, value in before:
+        buffer.data.copy_(value)
 
 
 # -- parts at work -------------------------------------------------------------------------------------------
@@ -279,12 +286,15 @@ class Stage(PipelineStage):
         self._piece, self._phases, self._promised = piece, phases, kwargs["output_args"]
         self.unhalved: set[int] = set()
         """Micro-batches of this step whose backward was taken whole, though halves were asked for."""
+        self.empty: frozenset[int] = frozenset()
+        """Micro-batches of this step without a sample, which are there to keep ranks in step."""
         self.sums: list[torch.Tensor] = []
         """Of each output of this step: not finite where an element is not. On the device, read only if need be."""
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """One micro-batch forward."""
-        with self._at("forward", fwd_chunk_id):
+        lost = buffers_kept(self.submod) if fwd_chunk_id in self.empty else contextlib.nullcontext()
+        with self._at("forward", fwd_chunk_id), lost:
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
             if not self.is_last:  # of the last one the loss tells
                 check_border(self.stage_index, output, self._promised)
@@ -461,10 +471,13 @@ class Stages:
         self._phases.enter(BETWEEN)
         return found.clone()  # torch may detach it in place, which no view allows
 
-    def run(self, inputs: Sequence[tuple[Any, ...]], targets: Sequence[Any]) -> None:
-        """Forward and backward of all micro-batches; gradients are added to what parameters have."""
+    def run(self, inputs: Sequence[tuple[Any, ...]], targets: Sequence[Any], empty: Iterable[int] = ()) -> None:
+        """Forward and backward of all micro-batches; gradients are added to what parameters have.
+
+        Those that are `empty`, by number, leave no trace in batch statistics.
+        """
         for stage in self._stages:
-            stage.has_backward = True
+            stage.has_backward, stage.empty = True, frozenset(empty)
             stage.sums.clear()
             stage.unhalved.clear()
             stage.clear_runtime_states()

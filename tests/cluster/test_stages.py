@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,9 +14,9 @@ from torch.nn import functional as F
 
 import dtkit
 from tests.cluster.nets import WIDTH
-from tests.cluster.oracle import BOUND, CLASSES, FEATURES, difference
+from tests.cluster.oracle import BOUND, CLASSES, FEATURES, SEED, data, difference, momentum
 from tests.cluster.small import check_usable
-from tests.cluster.test_borders import ALL, SCHEDULES, STEPS, Blocks, alone, check, rows, train
+from tests.cluster.test_borders import ALL, SCHEDULES, STEPS, Blocks, alone, check, loss, rows, train
 
 pytestmark = [pytest.mark.cluster, pytest.mark.parametrize("cluster", [2], indirect=True)]
 
@@ -160,3 +161,31 @@ def test_evaluation_of_a_model_that_returns_more_in_training(cluster: dtkit.Clus
         run = train(cluster, Supervised, strategy, of_all)
         assert difference(run.model.state_dict(), expected.state_dict()) <= BOUND
         assert run.evaluate(rows(Supervised)).values["loss"] == pytest.approx(expected_loss, abs=BOUND), strategy
+
+
+# -- batch statistics -----------------------------------------------------------------------------------------
+
+
+def normalised() -> nn.Module:
+    torch.manual_seed(2)
+    first = [nn.Unflatten(1, (1, FEATURES)), nn.Conv1d(1, 4, 3), nn.BatchNorm1d(4), nn.Tanh()]
+    return nn.Sequential(*first, nn.Conv1d(4, 4, 2), nn.BatchNorm1d(4), nn.Flatten(), nn.Linear(12, CLASSES)).double()
+
+
+def test_a_micro_batch_without_a_sample_leaves_no_trace_in_batch_statistics(cluster: dtkit.Cluster):
+    """Eight samples, and then three, in eight micro-batches: those of one sample are in no need of copies."""
+    (inputs, targets), expected = (t[:11] for t in data()), normalised()
+    update = momentum(expected.parameters())
+    order = np.random.default_rng([SEED, 0]).permutation(np.arange(11))  # as shuffle="global" promises
+    for step in (order[:8], order[8:]):
+        update.zero_grad()
+        for k in step:
+            (loss(expected(inputs[k : k + 1]), targets[k : k + 1]) / len(step)).backward()
+        update.step()
+    for schedule in ("GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"):
+        how: dict[str, Any] = {"optimizer": momentum, "loss": loss, "batch_size": 8, "steps": 2, "seed": SEED}
+        strategy = dtkit.Pipeline(2, 8, schedule, by="parameters")
+        with pytest.warns(UserWarning, match=r"2 \(BatchNorm1d\) normalises .* those of a micro-batch only"):
+            run = cluster.train(normalised(), (inputs, targets), strategy=strategy, shuffle="global", **how)
+        run.wait(60)
+        assert difference(run.model.state_dict(), expected.state_dict()) <= BOUND, schedule

@@ -146,15 +146,16 @@ class Run:
         ranks = range(cluster.world_size)
         left = {rank: unread.read(cluster.folder, job, rank) for rank in ranks}
         found_last = {rank: unread.evaluations(cluster.folder, job, rank) for rank in ranks}
-        run._driver.catch_up(left, found_last, min(standing.step for standing in standings.values()))
-        if lost or recovery.apart(standings):
+        common = min((standing.step for standing in standings.values()), default=0)
+        run._driver.catch_up(left, found_last, common)
+        if lost or len(standings) < cluster.world_size or recovery.apart(standings):
             found = run._recover(lost)
-            step, run._driver.lr = found.step, found.lr
+            step, run._driver.lr, source = found.step, found.lr, f" ({found.source})" if found.source else ""
         else:
-            step, run._driver.lr = standings[0].step, standings[0].lr
+            step, run._driver.lr, source = standings[0].step, standings[0].lr, ""
         evaluated = max((one.step for one in run.history.evaluations), default=0)
         run._driver.stand_at(step, step, evaluated, ran_s=float(run.history.totals()["step_s"].sum()))
-        run.note(f"taken over at step {step}")
+        run.note(f"taken over at step {step}{source}")
         run._driver.start()
         return run
 

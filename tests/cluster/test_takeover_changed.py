@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import signal
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 import dtkit
+from dtkit import handover
 from tests.cluster.oracle import BATCH, SAMPLES
 from tests.cluster.test_takeover import NOTEBOOK, STEPS, check_goes_on, engine_of, notebook
 
@@ -97,3 +98,28 @@ def test_a_run_that_goes_on_with_fewer_as_it_is_taken_over_is_shared_by_those(tm
         engine.wait(10)
         with dtkit.attach() as cluster:
             check_two_share(cluster)
+
+
+@pytest.mark.parametrize("ranks", [[0], [0, 1]], ids=["of one engine", "of all"])
+def test_a_job_that_ended_as_it_was_taken_over_is_made_anew(monkeypatch: pytest.MonkeyPatch, ranks: list[int]):
+    """From what the others hold; where none has it, from the last snapshot, and of replicas there is none."""
+    take_up = handover.take_up
+
+    def taken_up(cluster: dtkit.Cluster, job: str) -> Any:
+        found = take_up(cluster, job)
+        cluster.ask("unload", keys=[job], ranks=ranks)
+        return found
+
+    monkeypatch.setattr(handover, "take_up", taken_up)
+    with notebook() as process:
+        kill(process)
+        with dtkit.attach() as cluster:
+            run = cluster.current_run
+            assert run is not None
+            if ranks == [0]:
+                check_goes_on(cluster)
+            else:
+                assert run.history.events[-1].text == "taken over at step 0 (the beginning, for want of a snapshot)"
+                run.resume()
+                run.wait(60)
+                assert run.history.totals()["step"].tolist()[-STEPS:] == list(range(STEPS))

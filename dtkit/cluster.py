@@ -138,8 +138,9 @@ class Cluster(Ranks):
         self.current_run, self._benchmarks = None, {}
         try:
             self.heritage = self.adopt()
-            if not self.lost():
-                self.greet()
+            lost = self.lost()
+            self.greet([rank for rank in range(self.world_size) if rank not in lost])
+            if not lost:
                 self.form()
             self._begun = found.begun
             self.sign()

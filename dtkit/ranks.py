@@ -72,6 +72,7 @@ class Ranks:
         self._settling: threading.Thread | None = None
         self._nodes: list[NodeInfo] = []
         self._engine_path: list[str] = []
+        self._hosts: dict[int, str] = {}  # by rank, of those that were greeted
         self._one_host = True
         self.clock_offsets: list[float] | None = None
         """Seconds that each rank's clock is ahead of rank 0's; None on one host, where there is one clock."""
@@ -131,17 +132,12 @@ class Ranks:
         ids = self._transport.engine_ids
         self._nodes = [NodeInfo(rank=r, engine_id=ids[r], **info) for r, info in enumerate(infos)]
 
-    def greet(self) -> None:
-        """Compare versions with every engine, before anything else is said, and note what they can import."""
-        ranks = list(range(self.world_size))
+    def greet(self, ranks: Sequence[int] | None = None) -> None:
+        """Compare versions with every engine (of `ranks`: the others are gone), before anything else is said, and note
+        where they are and what they can import.
+        """
+        ranks = list(range(self.world_size)) if ranks is None else ranks
         replies = self._greet(ranks)
-        hosts = {str(r.value["host"]) for r in replies if isinstance(r.value, dict)}
-        self._one_host = hosts == {socket.gethostname()}
-        if len(hosts) > 1 and self._interface is None:
-            raise ClusterError(
-                f"the engines run on {len(hosts)} hosts ({', '.join(sorted(hosts))}) and dtkit keeps to loopback by "
-                "default; name the network between them, as in interface='eth0'. Tensor traffic on it is not encrypted"
-            )
         self._engine_path = list(replies[0].value["path"])  # type: ignore[index]
 
     def _greet(self, ranks: Sequence[int]) -> list[Reply]:
@@ -161,7 +157,18 @@ class Ranks:
                         f"{name} is {mine[name]} in the notebook and {theirs.get(name)} on rank {rank} "
                         f"({theirs['host']}); they must be equal. Start the engines from the notebook's environment"
                     )
+        self._hosts |= {rank: str(reply.value["host"]) for rank, reply in zip(ranks, replies, strict=True)}  # type: ignore[index]
+        self._look_at_hosts()
         return replies
+
+    def _look_at_hosts(self) -> None:
+        hosts = set(self._hosts.values())
+        self._one_host = hosts == {socket.gethostname()}
+        if len(hosts) > 1 and self._interface is None:
+            raise ClusterError(
+                f"the engines run on {len(hosts)} hosts ({', '.join(sorted(hosts))}) and dtkit keeps to loopback by "
+                "default; name the network between them, as in interface='eth0'. Tensor traffic on it is not encrypted"
+            )
 
     # -- calls ------------------------------------------------------------------------------------------------
 
@@ -420,6 +427,8 @@ class Ranks:
         self._end_silent(ranks)
         self._transport.drop(ranks)
         self._plan = dataclasses.replace(self._plan, devices=devices)
+        self._hosts = dict(enumerate(host for rank, host in sorted(self._hosts.items()) if rank not in ranks))
+        self._look_at_hosts()
         self.form(others=True)
         self.ask("redeal")
         self.sign()

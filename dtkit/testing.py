@@ -346,6 +346,9 @@ class FakeTransport:
         memory = {"memory_total": 8_000_000_000, "memory_free": self.memory_free}
         return {"host": "fake", "pid": 4000 + rank.number, "device": "cpu", "threads": 1, **memory}
 
+    def _clock(self, _rank: _Rank, **_: Any) -> list[float]:
+        return [0.0]
+
     def _warm(self, _rank: _Rank, **_: Any) -> None:
         return None
 

@@ -676,3 +676,22 @@ def test_a_group_of_which_a_newer_one_was_begun_meanwhile_is_not_formed(cluster,
     before = cluster.generation
     assert cluster.run(int, "3") == [3, 3]
     assert cluster.generation == before + 1
+
+
+def test_hosts_are_known_also_while_an_engine_is_lost_and_after_it_was_replaced():
+    engines = FakeTransport(3)
+    with dtkit.Cluster.over(engines, device="cpu", interface="lo") as cluster:
+        assert cluster.one_host
+        engines.lose(2)
+        engines.hello[1]["host"] = "another"
+        cluster.greet([0, 1])
+        assert not cluster.one_host
+        engines.hello[2]["host"] = "a third"
+        cluster.replace([2])
+        assert cluster._hosts[2] == "a third"
+        engines.lose(1)
+        cluster.shrink([1])
+        assert list(cluster._hosts) == [0, 1]
+        assert not cluster.one_host
+        cluster.shrink([1])
+        assert cluster.one_host

@@ -212,6 +212,7 @@ def test_the_kernel_was_killed_and_an_engine_once_it_had_nothing_to_do(tmp_path:
         with dtkit.attach() as cluster:
             run = cluster.current_run
             assert run is not None
+            assert cluster._engine_path  # the one that is left was asked
             check_rows(cluster, {run.status.step - 1})  # no step is without its row of either rank
             check_goes_on(cluster)
             assert not (folder / "runs" / run._job).exists()  # it was released

@@ -269,7 +269,8 @@ class _Slices(Sliced):
 
     def _add_up(self, flat: torch.Tensor) -> None:
         assert self._group is not None
-        self._phases.enter("sync")
+        assert self._mates is not None
+        self._phases.enter("sync", among(self._mates))
         self._group.all_reduce(flat, self._mates)
 
     @contextlib.contextmanager

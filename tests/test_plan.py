@@ -146,6 +146,40 @@ def test_a_pipeline_costs_its_stages():
     assert named[0].compute_s > known[0].compute_s  # its second stage has 5/6 of the work
 
 
+def test_a_pipeline_holds_what_depends_on_no_row_once():
+    fixed, per_row = (
+        [dtkit.Pipeline(2, 4).cost(facts(rank=rank, activations=line, shapes=()), LINKS) for rank in (0, 1)]
+        for line in (Line(10 * MB, 0), Line(0, 5 * MB))
+    )
+    assert [cost.activations for cost in fixed] == [5 * MB, 5 * MB]
+    assert [cost.activations for cost in per_row] == [2 * 4 * 5 * MB // 2, 4 * 5 * MB // 2]  # 1F1B: two and one
+    uneven = facts(rows=9, activations=Line(0, 5 * MB), shapes=())
+    assert dtkit.Pipeline(2, 4).cost(uneven, LINKS).activations == 5 * 5 * MB  # of 18 rows in four, five at a time
+
+
+def test_a_pipeline_has_buffers_for_what_every_micro_batch_sends():
+    handing = dataclasses.replace(LAYERS, outputs=(100.0, 200.0, 300.0, 400.0))
+    for schedule, expected in (("1F1B", [300, 300]), ("Interleaved1F1B", [100 + 200 + 300, 100 + 200 + 300])):
+        for rank in (0, 1):
+            strategy = dtkit.Pipeline(2, 4, schedule)
+            with_, without = (
+                strategy.cost(facts(rank=rank, layers=layers), LINKS)
+                for layers in (handing, dataclasses.replace(handing, outputs=()))
+            )
+            assert with_.activations - without.activations == 16 * expected[rank]
+            assert with_.temporaries - without.temporaries == 16 * expected[rank]
+
+
+@pytest.mark.parametrize(("schedule", "times"), [("1F1B", 1), ("Interleaved1F1B", 1), ("ZBVZeroBubble", 2)])
+def test_gradients_on_their_way_are_held_besides(schedule: str, times: int):
+    """Two in halves: of a matrix of a million numbers in twenty million."""
+    known, unknown = (
+        dtkit.Pipeline(2, 4, schedule).cost(facts(shapes=shapes), LINKS)
+        for shapes in (((1000, 1000), *[(1_000_000,)] * 19), ())
+    )
+    assert known.activations - unknown.activations == times * 4 * MB
+
+
 def test_a_pipeline_that_was_not_timed_is_cut_as_if_layers_took_the_same():
     untimed = dataclasses.replace(LAYERS, seconds=None)
     found = [dtkit.Pipeline(2, 4).cost(facts(rank=rank, layers=untimed), LINKS) for rank in (0, 1)]

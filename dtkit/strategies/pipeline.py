@@ -146,17 +146,19 @@ class Pipeline(Strategy):
         Activations are taken as equal in all stages.
         """
         rank, stages = facts.rank % self.stages, self.table.stages
-        rows = facts.rows * self.stages / self.micro_batches  # of one micro-batch
+        rows = math.ceil(facts.rows * self.stages / self.micro_batches)  # of one micro-batch
         seconds, numbers, outputs = self._foreseen(facts.layers)
         played = self.table.simulate(facts.forward_s.at(rows), facts.backward_s.at(rows), seconds)
         part = sum(numbers[place] for place in self.table.places(rank))
         gradients = round(facts.gradients * part)
+        kept = facts.activations.fixed + facts.activations.per_row * rows * played.held[rank]
+        buffers = round(self._received(rank, outputs) * rows * self.micro_batches)
         return Cost(
             parameters=round(facts.parameters * part),
             gradients=gradients,
             state=round(facts.state * part),
-            activations=round(played.held[rank] / stages * facts.activations.at(rows)),
-            temporaries=round(facts.update * part) + (gradients if self.replicas > 1 else 0),
+            activations=round(kept / stages) + buffers + min(gradients, self._passing(facts)),
+            temporaries=round(facts.update * part) + (gradients if self.replicas > 1 else 0) + buffers,
             overhead=round(facts.overhead.at(rows)),
             sent_bytes=ring_bytes(gradients, self.replicas) + self._crossing(rank, outputs) * rows * self.micro_batches,
             compute_s=played.makespan + facts.update_s * part,
@@ -180,6 +182,23 @@ class Pipeline(Strategy):
         homes = self.table.homes
         borders = [(k, k + 1) for k in range(len(homes) - 1) if homes[k] != homes[k + 1]]
         return sum(outputs[k] for k, behind in borders if rank in (homes[k], homes[behind]))
+
+    def _received(self, rank: int, outputs: Sequence[float]) -> float:
+        """Of what stages hand on, what this rank has buffers for: of its stages' inputs and their outputs' gradients.
+
+        Torch has one of each for every micro-batch, from the first step on.
+        """
+        handed = (0.0, *outputs)
+        return sum(handed[place] + handed[place + 1] for place in self.table.places(rank))
+
+    def _passing(self, facts: Facts) -> int:
+        """The most that comes and goes of gradients: a new one beside the sum that it is added to.
+
+        Where weights' gradients come apart, torch holds two.
+        """
+        sizes = [math.prod(shape) for shape in facts.shapes]
+        apart = any(action and action.kind == "W" for row in self.table.rows for action in row)
+        return round((1 + apart) * facts.gradients * max(sizes) / sum(sizes)) if any(sizes) else 0
 
     def check_model(self, model: nn.Module) -> None:
         """Raise ValueError where `model` has too few layers in a chain, or not those that the split names."""

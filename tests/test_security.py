@@ -97,6 +97,7 @@ LOCKS = {  # a file -> for how long its locks are held
     "dtkit/spool.py": "while a record is written to a file",
     "dtkit/task.py": "while lines are appended",
     "dtkit/testing.py": "while a test's wish is noted",
+    "dtkit/warden.py": "while a file is locked, which is tried once",
     "dtkit/wire.py": "while an object is pickled",
 }
 PORTS = {  # "file: function" -> who can connect

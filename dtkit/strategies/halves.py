@@ -9,9 +9,10 @@ each other, a sum of two weights), behind what is frozen, or twice with others i
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed.pipelining._backward import _get_grad_fn_or_grad_acc, construct_reverse_graph, get_param_groups
+from torch.distributed.pipelining._backward import _get_grad_fn_or_grad_acc, construct_reverse_graph, reverse_closure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -25,11 +26,38 @@ def separable(outputs: Iterable[torch.Tensor], inputs: Iterable[torch.Tensor], w
     roots = _nodes(outputs)
     reverse = construct_reverse_graph(roots)
     own = [node for node in _nodes(weights) if node in reverse or node in roots]
-    groups = get_param_groups(_nodes(inputs), own, reverse)
-    if sum(len(group["params"]) for group in groups) != len(own) or {w for g in groups for w in g["params"]} != {*own}:
-        return False  # left out of all groups, or in several
-    passes = [_run_through(group["intermediates"], group["params"], reverse) for group in groups]
+    groups = _groups(own, _nodes(inputs), reverse)
+    if groups is None:
+        return False
+    passes = [_run_through(group.met, group.weights, reverse) for group in groups]
     return len(set[Any]().union(*passes)) == sum(map(len, passes))
+
+
+@dataclasses.dataclass(eq=False)
+class _Group:
+    """Weights, and where their ways to the outputs meet the inputs'."""
+
+    weights: set[Node]
+    met: set[Node]
+
+
+def _groups(weights: Iterable[Node], inputs: list[Node], reverse: dict[Node, list[Node]]) -> list[_Group] | None:
+    """As torch makes them; None where a weight has none, or torch's depend on how it goes through a set.
+
+    It takes the nodes that a weight's ways meet one by one. Where some of them have a group and others none, or have
+    different ones, groups that overlap may come of that: not with every run, since a set's order follows addresses.
+    """
+    closure, _ = reverse_closure(inputs, set(), reverse)
+    found: dict[Node, _Group] = {}
+    for weight in weights:
+        _, met = reverse_closure([weight], closure, reverse)
+        known = {found[node] for node in met if node in found}
+        if not met or len(known) > 1 or (known and not met <= found.keys()):
+            return None
+        group = known.pop() if known else _Group(set(), met)
+        group.weights.add(weight)
+        found.update(dict.fromkeys(met, group))
+    return list(dict.fromkeys(found.values()))
 
 
 def _nodes(tensors: Iterable[torch.Tensor]) -> list[Node]:

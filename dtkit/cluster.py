@@ -11,6 +11,7 @@ import os
 import shutil
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -135,7 +136,7 @@ class Cluster(Ranks):
             found.step_timeout,
             found.interface,
         )
-        self.current_run, self._benchmarks = None, {}
+        self.current_run, self._benchmarks, self._signing = None, {}, threading.Lock()
         try:
             self.heritage = self.adopt()
             lost = self.lost()
@@ -159,18 +160,29 @@ class Cluster(Ranks):
         """Say in the folder who has this cluster, and which engines it has now."""
         transport = self._transport
         if isinstance(transport, StartedEngines):
-            papers.Papers(
-                folder=self.folder,
-                owner=self._owner,
-                notebook=papers.identity(os.getpid()),
-                warden=transport.watcher(),
-                engine_ids=tuple(transport.engine_ids),
-                spare_ids=tuple(transport.spare_ids),
-                begun=self._begun,
-                start=dataclasses.asdict(transport.how),
-                step_timeout=self.step_timeout,
-                interface=self._interface,
-            ).write()
+            with self._signing:
+                self._papers(transport).write()
+            transport.on_refill = self._sign_spares
+
+    def _sign_spares(self) -> None:
+        """Else a notebook that takes over would not know them: they would wait for ever, and others be started."""
+        if not self._closed and not self.superseded:
+            with contextlib.suppress(OSError):  # closed meanwhile; or a full disk, and then nobody waits here for it
+                self.sign()
+
+    def _papers(self, transport: StartedEngines) -> Papers:
+        return papers.Papers(
+            folder=self.folder,
+            owner=self._owner,
+            notebook=papers.identity(os.getpid()),
+            warden=transport.watcher(),
+            engine_ids=tuple(transport.engine_ids),
+            spare_ids=tuple(transport.spare_ids),
+            begun=self._begun,
+            start=dataclasses.asdict(transport.how),
+            step_timeout=self.step_timeout,
+            interface=self._interface,
+        )
 
     def _open(
         self,
@@ -186,7 +198,7 @@ class Cluster(Ranks):
         self.current_run: Run | None = None
         self.heritage: list[Heritage] = []
         self._benchmarks: dict[str, Benchmark] = {}
-        self._begun = time.time()
+        self._begun, self._signing = time.time(), threading.Lock()
         try:
             self.greet()
             self.form()

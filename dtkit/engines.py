@@ -201,8 +201,12 @@ class Start:
 class StartedEngines(Engines):
     """A transport over engines that we start, and end."""
 
+    on_refill: Callable[[], None]
+    """Called in a thread when there are other spares."""
+
     def __init__(self, n: int, how: Start) -> None:
         self._how = how
+        self.on_refill = _nothing
         self._sets: list[str] = []
         self._controller_seen: tuple[int, float] | None = None
         self._spares: list[int] = []
@@ -273,6 +277,7 @@ class StartedEngines(Engines):
         """Those that another notebook started, with their ids by rank."""
         self = cls.__new__(cls)
         self._how = Start.of(found.start)
+        self.on_refill = _nothing
         self._controller_seen = None
         self._sets, self._spares = [], list(found.spare_ids)
         self._starting, self._refilling, self._closing = threading.Lock(), threading.Lock(), False
@@ -404,6 +409,7 @@ class StartedEngines(Engines):
             view.apply_async(_load_torch)
             self._spares += found
             self._forget_ended()
+            self.on_refill()
         host.give_back()  # of an arena of malloc's that this thread may have had to itself
 
     def _forget_ended(self) -> None:
@@ -451,6 +457,10 @@ class StartedEngines(Engines):
             psutil.Process(self._watcher[0]).terminate()
             _until(lambda: not papers.lives(*self._watcher), 10)
         self._release_lock()
+
+
+def _nothing() -> None:
+    """Until somebody wants to know that there are other spares."""
 
 
 def _load_torch() -> None:

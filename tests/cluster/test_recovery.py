@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import dtkit
+from dtkit import papers
 from tests.cluster.nets import net
 from tests.cluster.oracle import (
     BATCH,
@@ -200,6 +201,7 @@ def test_a_second_loss_is_given_the_engine_that_was_to_be_the_next_spare(cluster
     assert cluster.repair() == [0]
     assert transport.engine_ids[0] == spare + 1  # engines are numbered as they come
     check_usable(cluster)
+    assert watched(lambda: papers.read(cluster.folder).spare_ids == (spare + 2,), 30)  # where a takeover finds it
 
 
 def test_a_learning_rate_outlives_a_snapshot_that_is_older(cluster: dtkit.Cluster):

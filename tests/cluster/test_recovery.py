@@ -201,7 +201,18 @@ def test_a_second_loss_is_given_the_engine_that_was_to_be_the_next_spare(cluster
     assert cluster.repair() == [0]
     assert transport.engine_ids[0] == spare + 1  # engines are numbered as they come
     check_usable(cluster)
-    assert watched(lambda: papers.read(cluster.folder).spare_ids == (spare + 2,), 30)  # where a takeover finds it
+    watched(lambda: transport.spare_ids == [spare + 2], 30)
+
+
+def test_a_spare_that_was_started_later_is_where_a_takeover_finds_it(cluster: dtkit.Cluster):
+    transport: Any = cluster._transport
+    watched(lambda: transport.spare_ids, 60)
+    spare = transport.spare_ids[0]
+    transport._take_spare(1)  # and no replacing after it, which would sign, too
+    transport._refill()
+    assert papers.read(cluster.folder).spare_ids == (spare + 1,)
+    cluster.form(others=True)
+    check_usable(cluster)
 
 
 def test_a_learning_rate_outlives_a_snapshot_that_is_older(cluster: dtkit.Cluster):

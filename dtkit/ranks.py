@@ -474,7 +474,10 @@ class Ranks:
 
     def _compare_clocks(self) -> list[float]:
         """How far each rank's clock is ahead of the first one's, in seconds."""
-        times = np.array(self.values(self.collect(self.fan_out("clock"), self._timeout)))
+        replies = self.collect(self.fan_out("clock"), self._timeout)
+        if failures := [reply.failure for reply in replies if reply.failure is not None]:
+            raise EngineError(telling(failures))  # `values` would form the group anew, which ends in here
+        times = np.array([reply.value for reply in replies])
         return list(np.median(times - times[0], axis=1).tolist())
 
     def _group_spec(self, rank: int, store: Path) -> GroupSpec:

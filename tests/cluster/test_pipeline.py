@@ -43,7 +43,7 @@ def test_each_rank_holds_its_part_of_the_model(cluster: dtkit.Cluster):
         return sum(p.numel() for p in worker().model.parameters())
 
     model = net("deep")
-    run = train(cluster, model, strategy=dtkit.Pipeline(cluster.world_size, 4), steps=2)
+    run = train(cluster, model, strategy=dtkit.Pipeline(cluster.world_size, 4, by="parameters"), steps=2)
     held = cluster.run(numbers)
     assert sum(held) == sum(p.numel() for p in model.parameters())
     assert max(held) < sum(held)

@@ -78,6 +78,7 @@ WAITS = {  # "file: function" -> what limits it nevertheless
     "dtkit/testing.py: _serve": "a pretended engine waits for work, in a daemon thread that `close` ends",
 }
 LOCKS = {  # a file -> for how long its locks are held
+    "dtkit/cluster.py": "while a file of some hundred bytes is written",
     "dtkit/dashboard/calls.py": "while a call's text is made and sent",
     "dtkit/dashboard/compare_live.py": "while a message is made and sent",
     "dtkit/dashboard/display.py": "while a handle is noted, or a picture made",

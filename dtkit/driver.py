@@ -44,6 +44,7 @@ from dtkit.learning_rate import LearningRate, Rate
 from dtkit.lookout import Lookout
 from dtkit.nonfinite import nonfinite
 from dtkit.pace import Pace
+from dtkit.ranks import GRACE_S
 from dtkit.recording import Recorder
 from dtkit.records import Advance, Consistency, Failure, State
 from dtkit.saving import Save, Saver
@@ -416,7 +417,7 @@ class Driver:
     # -- what lands -------------------------------------------------------------------------------------------
 
     def _land(self, flight: Flight) -> None:
-        replies = self._cluster.collect(flight.futures, _BREAK_S if self._breaking else _PATIENCE_S)
+        replies = self._collect(flight)
         self._flights.remove(flight)
         flight.futures.clear()  # they hold the flight by their callbacks, and what it brought
         self._lookout.landed(time.monotonic(), self.pace.step_s or None)
@@ -430,6 +431,16 @@ class Driver:
             otherwise.pop_all()
         self._look_out()  # who kept the others waiting goes on: nobody may ask again for long
         self._changed()
+
+    def _collect(self, flight: Flight) -> list[Reply]:
+        """Of ranks that were interrupted, one that lets none in (in C code) is given up as soon as steps allow.
+
+        Where they are short, that is three seconds after somebody asked for it.
+        """
+        if not self._breaking:
+            return self._cluster.collect(flight.futures, _PATIENCE_S)
+        grace = min(GRACE_S, max(_BREAK_S, 2 * self._lookout.median_step_s))
+        return self._cluster.collect(flight.futures, _BREAK_S, grace=grace)
 
     def _take_steps(self, order: _Order, step: int, values: Sequence[Any]) -> None:
         advances: list[Advance] = [advance for advance, _ in values]

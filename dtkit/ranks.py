@@ -301,12 +301,15 @@ class Ranks:
         ranks: Sequence[int] | None = None,
         *,
         together: bool = False,
+        grace: float | None = None,
     ) -> list[Reply]:
         """Wait for one reply per rank (of `ranks`). Once one failed the others get a moment, then an interrupt.
 
-        With `together`, once one has answered: whoever is far behind then waits for it in vain.
+        Each of the two is given `grace` seconds to take effect. With `together`, once one has answered: whoever is far
+        behind then waits for it in vain.
         """
         ranks = range(len(futures)) if ranks is None else ranks
+        grace = GRACE_S if grace is None else grace
         begun = time.monotonic()
         deadline = begun + timeout
         arrived = threading.Event()
@@ -326,14 +329,14 @@ class Ranks:
             if silent:
                 self.check_reachable()
             now = time.monotonic()
-            limit = min(deadline, failed_at[0] + GRACE_S) if failed_at else deadline
+            limit = min(deadline, failed_at[0] + grace) if failed_at else deadline
             if now >= limit:
                 if interrupted:
                     break
                 interrupted = True
                 self._transport.interrupt([r for r, f in zip(ranks, futures, strict=True) if not f.done()])
                 failed_at[:] = [now]
-                deadline = now + GRACE_S
+                deadline = now + grace
                 continue
             silent = not arrived.wait(min(limit - now, 1.0))
             arrived.clear()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import itertools
 import os
 import random
 import re
 import signal
 import threading
 import time
-from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -313,8 +314,8 @@ def test_three_of_four_go_on_and_miss_no_row(tmp_path: Path, shuffle: str, at: i
         run.wait(60)
         assert (cluster.world_size, run.spec.world_size, kinds(run)) == (3, 3, ["lost", "repair"])
         assert run.history.totals()["ranks"].tolist() == [4] * at + [3] * (60 - at)
-        wanted = Counter(dict.fromkeys(data()[0][:, 0].tolist(), 10))
-        seen = Counter(float(line) for path in tmp_path.iterdir() for line in path.read_text().splitlines())
+        wanted = collections.Counter(dict.fromkeys(data()[0][:, 0].tolist(), 10))
+        seen = collections.Counter(float(line) for path in tmp_path.iterdir() for line in path.read_text().splitlines())
         assert wanted <= seen
         assert (seen - wanted).total() <= BATCH  # of a step that survivors had begun, and took again
         if shuffle == "global":
@@ -534,6 +535,35 @@ def test_a_second_interrupt_breaks_off_what_is_stuck(
     run.resume()
     run.wait(60)
     assert difference(run.model.state_dict(), undisturbed) <= BOUND
+
+
+def run_in_c() -> None:
+    """It holds the interpreter, and looks for no signal."""
+    collections.deque(itertools.repeat(None), maxlen=0)
+
+
+def test_a_second_interrupt_gives_up_a_rank_that_lets_none_in(cluster: dtkit.Cluster, tmp_path: Path):
+    """It is ended, and the spare takes its place: nothing else gets the others out."""
+    watched(lambda: cluster._transport.spare_ids, 60)  # type: ignore[attr-defined]
+    run = start(cluster, loss=Stuck(tmp_path, run_in_c))
+    stuck, pressed = tmp_path / "stuck", list[float]()
+
+    def twice() -> None:
+        watched(stuck.exists, 60)
+        os.kill(os.getpid(), signal.SIGINT)
+        threading.Event().wait(0.3)
+        pressed.append(time.monotonic())
+
+    interrupted(twice)
+    with pytest.raises(KeyboardInterrupt):
+        run.wait(60)
+    assert run._driver.wait(10)
+    assert time.monotonic() - pressed[0] < 5  # two in which it is found out, and what a repair takes
+    assert run.status.state is dtkit.State.PAUSED
+    assert kinds(run) == ["lost", "repair"]
+    run.resume()
+    run.wait(60)
+    assert run.history.totals()["step"].tolist() == list(range(STEPS))
 
 
 class Endless:

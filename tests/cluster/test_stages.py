@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from typing import Any
 
@@ -190,33 +189,3 @@ def test_a_micro_batch_without_a_sample_leaves_no_trace_in_batch_statistics(clus
             run = cluster.train(normalised(), (inputs, targets), strategy=strategy, shuffle="global", **how)
         run.wait(60)
         assert difference(run.model.state_dict(), expected.state_dict()) <= BOUND, schedule
-
-
-# -- gradients ------------------------------------------------------------------------------------------------
-
-
-class Alternating(nn.Module):
-    """Takes part in every second step, of so many calls each."""
-
-    def __init__(self, calls: int) -> None:
-        super().__init__()
-        self.weight, self._each = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4), calls
-        self.register_buffer("calls", torch.tensor(0), persistent=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        step = int(self.calls) // self._each
-        self.calls += self.training
-        return torch.tanh(x if step % 2 else x @ self.weight)
-
-
-def alternating(calls: int) -> nn.Module:
-    layers = [Alternating(calls) for _ in range(4)]
-    return nn.Sequential(nn.Linear(FEATURES, WIDTH), *layers, nn.Linear(WIDTH, CLASSES))
-
-
-def test_what_takes_no_part_in_a_step_has_no_gradient_of_the_last_one(cluster: dtkit.Cluster):
-    """Nor one of zero: momentum would go on."""
-    expected = alone(lambda: alternating(1), loss, STEPS - 1)
-    for strategy in ALL:
-        run = train(cluster, functools.partial(alternating, strategy.micro_batches), strategy, loss, STEPS - 1)
-        assert difference(run.model.state_dict(), expected.state_dict()) <= BOUND, strategy

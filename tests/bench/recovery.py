@@ -84,7 +84,7 @@ def _freeze(cluster: dtkit.Cluster, run: dtkit.Run, rank: int) -> float:
     _until(lambda: run.status.step > step)
     at = _signal(cluster, rank, signal.SIGSTOP)
     try:
-        return _word(run, "stuck", at).time - at
+        return _word(run, "stuck", at, "lost").time - at  # it is given up where its heartbeats end first
     finally:
         os.kill(cluster.nodes[rank].pid, signal.SIGCONT)
 
@@ -103,11 +103,12 @@ def _signal(cluster: dtkit.Cluster, rank: int, number: signal.Signals) -> float:
     return at
 
 
-def _word(run: dtkit.Run, kind: str, since: float) -> Event:
-    """The first event of that kind since then."""
+def _word(run: dtkit.Run, kind: str, since: float, *others: str) -> Event:
+    """The first event of that kind, or of one of the others, since then."""
+    kinds = (kind, *others)
 
     def look() -> Event | None:
-        return next((event for event in run.history.events if event.kind == kind and event.time >= since), None)
+        return next((event for event in run.history.events if event.kind in kinds and event.time >= since), None)
 
     found: Event = _until(look)
     return found

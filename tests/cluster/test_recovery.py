@@ -493,6 +493,20 @@ class Stuck:
         return mean_loss(output, target)
 
 
+def press_twice(stuck: Path) -> list[float]:
+    """Interrupt this process once a rank is stuck, and once more; the list gets the time of the second interrupt."""
+    pressed: list[float] = []
+
+    def twice() -> None:
+        watched(stuck.exists, 60)
+        os.kill(os.getpid(), signal.SIGINT)
+        threading.Event().wait(0.3)
+        pressed.append(time.monotonic())
+
+    interrupted(twice)
+    return pressed
+
+
 @pytest.mark.parametrize(
     ("how", "strategy"),
     [
@@ -509,22 +523,8 @@ def test_a_second_interrupt_breaks_off_what_is_stuck(
     straight.wait(60)
     undisturbed = straight.model.state_dict()
     run = start(cluster, loss=Stuck(tmp_path, how), strategy=strategy)
-    stuck, engines = tmp_path / "stuck", [node.pid for node in cluster.nodes]
-    pressed: list[float] = []
-
-    def until_stuck() -> None:
-        deadline = time.monotonic() + 60
-        pause = threading.Event()
-        while not stuck.exists() and time.monotonic() < deadline:
-            pause.wait(0.01)
-
-    def twice() -> None:
-        until_stuck()
-        os.kill(os.getpid(), signal.SIGINT)
-        threading.Event().wait(0.3)
-        pressed.append(time.monotonic())
-
-    interrupted(twice)
+    engines = [node.pid for node in cluster.nodes]
+    pressed = press_twice(tmp_path / "stuck")
     with pytest.raises(KeyboardInterrupt):
         run.wait(60)
     assert time.monotonic() - pressed[0] < 3
@@ -546,15 +546,7 @@ def test_a_second_interrupt_gives_up_a_rank_that_lets_none_in(cluster: dtkit.Clu
     """It is ended, and the spare takes its place: nothing else gets the others out."""
     watched(lambda: cluster._transport.spare_ids, 60)  # type: ignore[attr-defined]
     run = start(cluster, loss=Stuck(tmp_path, run_in_c))
-    stuck, pressed = tmp_path / "stuck", list[float]()
-
-    def twice() -> None:
-        watched(stuck.exists, 60)
-        os.kill(os.getpid(), signal.SIGINT)
-        threading.Event().wait(0.3)
-        pressed.append(time.monotonic())
-
-    interrupted(twice)
+    pressed = press_twice(tmp_path / "stuck")
     with pytest.raises(KeyboardInterrupt):
         run.wait(60)
     assert run._driver.wait(10)

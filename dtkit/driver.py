@@ -437,8 +437,8 @@ class Driver:
 
         Where they are short, that is three seconds after somebody asked for it.
         """
-        if not self._breaking:
-            return self._cluster.collect(flight.futures, _PATIENCE_S)
+        if not self._breaking:  # one may have failed or refused where another one is stuck
+            return self._cluster.collect(flight.futures, _PATIENCE_S, meanwhile=self._look_out)
         grace = min(GRACE_S, max(_BREAK_S, 2 * self._lookout.median_step_s))
         return self._cluster.collect(flight.futures, _BREAK_S, grace=grace)
 

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 SNAPSHOTS = "snapshots"
 ALONE_S = 30.0  # for what an engine does by itself
+_LOOK_S = 0.5  # between two looks at whether those who are waited for can answer
 GRACE_S = 5.0  # for the other ranks once one has failed, and again after an interrupt
 _SETTLED_S = 30.0  # for what an interrupt broke to be formed anew
 _PART_S = 0.1
@@ -302,11 +303,12 @@ class Ranks:
         *,
         together: bool = False,
         grace: float | None = None,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> list[Reply]:
         """Wait for one reply per rank (of `ranks`). Once one failed the others get a moment, then an interrupt.
 
         Each of the two is given `grace` seconds to take effect. With `together`, once one has answered: whoever is far
-        behind then waits for it in vain.
+        behind then waits for it in vain. `meanwhile` is called twice a second.
         """
         ranks = range(len(futures)) if ranks is None else ranks
         grace = GRACE_S if grace is None else grace
@@ -328,6 +330,7 @@ class Ranks:
                 raise ClusterClosed("this cluster was closed during the call; start another one with dtkit.Cluster()")
             if silent:
                 self.check_reachable()
+                meanwhile()
             now = time.monotonic()
             limit = min(deadline, failed_at[0] + grace) if failed_at else deadline
             if now >= limit:
@@ -338,7 +341,7 @@ class Ranks:
                 failed_at[:] = [now]
                 deadline = now + grace
                 continue
-            silent = not arrived.wait(min(limit - now, 1.0))
+            silent = not arrived.wait(min(limit - now, _LOOK_S))
             arrived.clear()
         waited = time.monotonic() - begun
         return [f.result() if f.done() else self._stuck(r, waited) for r, f in zip(ranks, futures, strict=True)]

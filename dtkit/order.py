@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from dtkit.replicas import Replicas
     from dtkit.run import Run
     from dtkit.schedule import Schedule
+    from dtkit.shipment import Shipment
     from dtkit.strategies.base import Strategy
 
 
@@ -38,17 +39,29 @@ class Order:
     own: tuple[str, ...] = ()
     """Keys of what was brought to the engines for this run alone: not needed after it."""
 
-    def build(self, cluster: Cluster, job: str, *, ranks: list[int] | None = None, alone: bool = False) -> float:
-        """Make a job of it on all ranks, or alone on one. Returns the learning rate."""
-        args: dict[str, Any] = {
-            "job": job,
+    def build(
+        self, cluster: Cluster, job: str, *, ranks: list[int] | None = None, alone: bool = False, hollow: bool = False
+    ) -> float:
+        """Make a job of it on all ranks, or alone on one. Returns the learning rate.
+
+        `hollow`: its state is still to be restored, and whoever looks at it before that finds none.
+        """
+        how = {"alone": alone, "hollow": hollow}
+        return float(cluster.ask("build", ranks=ranks, job=job, **how, **self._said())[0])
+
+    def revive(self, cluster: Cluster, job: str, shipments: Sequence[Shipment]) -> tuple[int, float]:
+        """Make a job of it again, with the state that is in these shipments: (step, learning rate)."""
+        step, lr = cluster.ask("revive", job=job, shipments=shipments, **self._said())[0]
+        return int(step), float(lr)
+
+    def _said(self) -> dict[str, Any]:
+        return {
             "model": self.copies.key,
             "data": self.data.key,
             "program": self.program,
             "plan": self.plan,
             "loading": self.loading,
         }
-        return float(cluster.ask("build", ranks=ranks, alone=alone, **args)[0])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,7 @@ the one on disk: a checkpoint that the run writes by itself, beside the training
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from dtkit import unread
 from dtkit.errors import CheckpointError, ClusterError, EngineError, which_ranks
 from dtkit.records import ALL, OPTIMIZERS, OWN
+from dtkit.rescued import Rescued, left_behind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -60,21 +62,6 @@ class Recovered:
     """What it took."""
     source: str = ""
     """Where the state comes from, in words, unless survivors stood there."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Rescued:
-    """State that survivors gave: of this step, in these shipments."""
-
-    step: int
-    shipments: tuple[Shipment, ...]
-    source: str = ""
-    """See :class:`Recovered`."""
-
-    def discard(self) -> None:
-        """Free the shared memory."""
-        for shipment in self.shipments:
-            shipment.discard()
 
 
 def choose(standings: Mapping[int, Standing], parts: Mapping[int, object]) -> tuple[int, list[int]] | None:
@@ -176,21 +163,11 @@ def _memory_of(givers: Mapping[int, Sequence[int]]) -> str:
     return f"node {mirrors[0]}'s memory" if len(mirrors) == 1 else f"the memory of nodes {' and '.join(mirrors)}"
 
 
-def recover(
-    cluster: Ranks, lost: Sequence[int], rescued: Rescued | None, rebuild: Callable[[], Any], *, shrink: bool
-) -> None:
+def recover(cluster: Ranks, lost: Sequence[int], rebuild: Callable[[], Any], *, shrink: bool) -> None:
     """Replace the engines of these ranks, or go on without them, and have `rebuild` make the job anew and fill it.
 
-    Tried again when further engines are lost on the way. What was `rescued` is gone then, also where it failed.
+    Tried again when further engines are lost on the way.
     """
-    try:
-        _recover(cluster, list(lost), rebuild, shrink=shrink)
-    finally:
-        if rescued is not None:
-            rescued.discard()
-
-
-def _recover(cluster: Ranks, lost: list[int], rebuild: Callable[[], Any], *, shrink: bool) -> None:
     for attempt in range(_TRIES):
         try:
             _renew(cluster, lost, shrink=shrink)
@@ -243,32 +220,46 @@ class Recovery:
         """
         self.cluster.check_owned()  # before any engine is ended
         began = time.monotonic()
-        world_size = self.cluster.world_size
         shrink = bool(lost) and self.shrinks
         if shrink:
-            self._check_fewer(world_size - len(lost))
-        parts = {rank: self.strategy.part_of(world_size, rank) for rank in range(world_size)}
+            self._check_fewer(self.cluster.world_size - len(lost))
         standings = stand(self.cluster, self.job, lost)
-        rescued = rescue(self.cluster, self.job, standings, parts)
-        disk = None if rescued is not None else self._on_disk()
-        if rescued is None:
-            beyond = 0 if disk is None else disk.step - 1
-            rescued = recall(self.cluster, self.job, standings, world_size, beyond=beyond)
+        rescued, disk = self._state(standings)
         found: list[tuple[int, float]] = []
 
         def rebuild() -> None:
             unread.remove(self.cluster.folder, self.job)  # of lost ranks, too; whoever recovers has read it
-            lr = self.order.build(self.cluster, self.job)
             if rescued is not None:
-                found[:] = self.cluster.ask("revive", job=self.job, shipments=rescued.shipments)
+                found[:] = [self.order.revive(self.cluster, self.job, rescued.shipments)]
             else:
-                found[:] = [self._back(disk, lr)]
+                found[:] = [self._back(disk)]
 
-        recover(self.cluster, lost, rescued, rebuild, shrink=shrink)
+        with contextlib.ExitStack() as finally_:
+            if rescued is not None:
+                finally_.enter_context(rescued.kept(self.cluster.folder, self.job, ours=self._owned))
+            recover(self.cluster, lost, rebuild, shrink=shrink)
         step, lr = found[0]
         furthest = max((standing.step for standing in standings.values()), default=0)
         source = (_DISK if disk is not None else _NOWHERE) if rescued is None else rescued.source
         return Recovered(step, lr, max(0, furthest - step), time.monotonic() - began, source)
+
+    def _state(self, standings: Mapping[int, Standing]) -> tuple[Rescued | None, Checkpoint | None]:
+        """What to go on with: survivors' state, or what a notebook had taken of it that died in a recovery; else the
+        furthest snapshot.
+        """
+        cluster, job, world_size = self.cluster, self.job, self.cluster.world_size
+        parts = {rank: self.strategy.part_of(world_size, rank) for rank in range(world_size)}
+        rescued, earlier = rescue(cluster, job, standings, parts), left_behind(cluster.folder, job)
+        if rescued is not None and earlier is not None:
+            earlier.drop(cluster.folder, job)
+        if rescued is not None or earlier is not None:
+            return rescued or earlier, None
+        disk = self._on_disk()
+        beyond = 0 if disk is None else disk.step - 1
+        return recall(cluster, job, standings, world_size, beyond=beyond), disk
+
+    def _owned(self) -> bool:
+        return not self.cluster.superseded
 
     def _on_disk(self) -> Checkpoint | None:
         """The last snapshot there."""
@@ -279,10 +270,11 @@ class Recovery:
         except CheckpointError:
             return None
 
-    def _back(self, snapshot: Checkpoint | None, lr: float) -> tuple[int, float]:
+    def _back(self, snapshot: Checkpoint | None) -> tuple[int, float]:
         """To the last snapshot on disk; without one, to where the training began."""
         from dtkit.resuming import Resumption
 
+        lr = self.order.build(self.cluster, self.job, hollow=snapshot is not None)
         if snapshot is None:
             return 0, lr
         return snapshot.step, Resumption(snapshot).put_into(self.cluster, self.job)[0]

@@ -134,7 +134,7 @@ class Run:
     @classmethod
     def again(cls, cluster: Cluster, job: str, spec: RunSpec, order: Order, extras: Extras) -> Run:
         """The run of a cluster that was taken over, with all that was written down of it. It stands paused."""
-        from dtkit import recovery, spool, unread
+        from dtkit import recovery, rescued, spool, unread
 
         spec, extras = _of_size(cluster.world_size, spec, extras)
         run = cls(cluster, spec, order, extras, job)
@@ -153,9 +153,13 @@ class Run:
             step, run._driver.lr, source = found.step, found.lr, f" ({found.source})" if found.source else ""
         else:
             step, run._driver.lr, source = standings[0].step, standings[0].lr, ""
+            if (state := rescued.left_behind(cluster.folder, job)) is not None:  # and put back before that one died
+                state.drop(cluster.folder, job)
         evaluated = max((one.step for one in run.history.evaluations), default=0)
         run._driver.stand_at(step, step, evaluated, ran_s=float(run.history.totals()["step_s"].sum()))
-        run.note(f"taken over at step {step}{source}")
+        last = next((e.kind for e in reversed(run.history.events) if e.kind in ("lost", "repair")), "repair")
+        kind = "note" if last == "repair" else "repair"  # that one died before it could say so
+        run.history.add(Event(step, kind, f"taken over at step {step}{source}", time.time()))
         run._driver.start()
         return run
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtkit import __version__, engines, handover, papers
+from dtkit import __version__, engines, handover, papers, rescued
 from dtkit.cluster import Cluster
 from dtkit.errors import VersionMismatch
 
@@ -77,6 +77,7 @@ def _run(cluster: Cluster) -> Run | None:
     from dtkit.run import Run
 
     jobs = [job for heritage in cluster.heritage for job in heritage.jobs]
+    jobs += rescued.jobs(cluster.folder)  # that ended on the engines, to be made anew
     for job in dict.fromkeys(jobs):
         found = handover.take_up(cluster, job)
         if found is not None:

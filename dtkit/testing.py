@@ -270,7 +270,7 @@ class FakeTransport:
             raise Refused(f"the group is at generation {rank.generation}, the call is for {request.generation}")
         if rank.broken and request.op not in ("standing", "rescue"):
             raise Refused("the process group is not formed: an error broke it up")
-        if "job" in request.args and request.op != "build":
+        if "job" in request.args and request.op not in ("build", "revive"):
             self._stands(rank, str(request.args["job"]), request.args.get("step"))
 
     def _stands(self, rank: _Rank, job: str, step: object) -> None:
@@ -387,7 +387,8 @@ class FakeTransport:
     def _rescue(self, rank: _Rank, *, job: str, **_: Any) -> Shipment:
         return ship(wire.pack((rank.jobs[job].step, rank.lr)), rank.keeper)
 
-    def _revive(self, rank: _Rank, *, job: str, shipments: Sequence[Shipment], **_: Any) -> tuple[int, float]:
+    def _revive(self, rank: _Rank, *, job: str, shipments: Sequence[Shipment], **order: Any) -> tuple[int, float]:
+        self._build(rank, job=job, **order)
         rank.jobs[job].step, rank.lr = shipments[0].unload()
         return rank.jobs[job].step, rank.lr
 

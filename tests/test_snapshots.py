@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import dtkit
-from dtkit import recovery, shared, training, wire
+from dtkit import recovery, rescued, shared, spool, training, wire
 from dtkit.engine.packed import Packing, unpack
 from dtkit.engine.peers import distance
 from dtkit.engine.state import Captured, Slab
@@ -235,24 +235,28 @@ def test_why_ranks_can_t_go_on_is_told_as_it_is(standings: dict[int, Standing], 
     assert recovery.why_apart(standings).startswith(why)
 
 
-class Whole:
-    """Two engines that form a group."""
-
-    world_size, bare = 2, frozenset[int]()
-
-    def form(self, *, others: bool) -> None:
-        assert others
-
-
-def test_what_survivors_gave_is_freed_also_where_the_job_can_t_be_made_anew():
+@pytest.mark.parametrize("ours", [True, False], ids=["ours", "another notebook's by now"])
+def test_what_survivors_gave_is_freed_also_where_the_job_can_t_be_made_anew(tmp_path: Path, *, ours: bool):
     sent = ship(wire.pack(torch.zeros(9)), shared.Owner.of(), small=0)
     assert sent.handle is not None
-    assert Path(sent.handle.path).exists()
+    spool.Spool(tmp_path / spool.RUNS / "job")
+    given = rescued.Rescued(3, (sent,), "node 1's memory")
 
-    def rebuild() -> None:
-        raise dtkit.ClusterError("no memory for it")
+    def fails() -> None:
+        with given.kept(tmp_path, "job", ours=lambda: ours):
+            assert rescued.left_behind(tmp_path, "job") == given
+            assert rescued.jobs(tmp_path) == ["job"]
+            raise dtkit.ClusterError("no memory for it")
 
-    cluster: Any = Whole()
-    with pytest.raises(dtkit.ClusterError, match="no memory for it"):
-        recovery.recover(cluster, [], recovery.Rescued(3, (sent,)), rebuild, shrink=False)
+    with pytest.raises(dtkit.ClusterError, match="no memory"):
+        fails()
+    assert rescued.left_behind(tmp_path, "job") == (None if ours else given)
+    assert Path(sent.handle.path).exists() != ours
+    given.drop(tmp_path, "job")
     assert not Path(sent.handle.path).exists()
+    assert rescued.jobs(tmp_path) == []
+
+
+def test_nothing_is_put_down_for_a_run_that_nobody_can_take_over(tmp_path: Path):
+    with rescued.Rescued(3, ()).kept(tmp_path, "job", ours=lambda: True):
+        assert list(tmp_path.iterdir()) == []

@@ -366,7 +366,27 @@ class Session:
 
     # -- jobs -------------------------------------------------------------------------------------------------
 
-    def op_build(
+    def op_build(self, job: str, *, hollow: bool = False, **order: Any) -> float:
+        """Make a job. Returns the learning rate. `hollow`: until its state is restored it is at no step."""
+        made = self._assemble(job, **order)
+        made.torn = hollow
+        self._jobs[job] = made
+        return made.lr
+
+    def op_revive(self, job: str, shipments: Sequence[Shipment], **order: Any) -> tuple[int, float]:
+        """Make a job anew with what survivors gave, or had kept: (step, learning rate).
+
+        The old one stands until then: a notebook that dies here leaves either, and none before its first step.
+        """
+        from dtkit.engine.rescue import revive
+
+        made = self._assemble(job, **order)
+        parts = [part for shipment in shipments for part in shipment.unload()]
+        self._breaking(lambda: revive(made, parts))
+        self._jobs[job] = made
+        return made.step, made.lr
+
+    def _assemble(
         self,
         job: str,
         model: str,
@@ -376,8 +396,8 @@ class Session:
         loading: Loading | None = None,
         *,
         alone: bool = False,
-    ) -> float:
-        """Make a job. `alone`: this engine plays all shards by itself, without the group. Returns the learning rate."""
+    ) -> Job:
+        """`alone`: this engine plays all shards by itself, without the group."""
         from dtkit.engine.assembly import assemble
         from dtkit.engine.loading import Loading
         from dtkit.engine.memory import Gauge
@@ -390,8 +410,7 @@ class Session:
         held = self._streams[data] if data in self._streams else self._data[data]
         place, network, loads = (self.group, self.device), self._model(model), loading or Loading()
         made: Job = self._breaking(lambda: assemble(what, network, held, plan, loads, place, alone=alone))
-        self._jobs[job] = made
-        return made.lr
+        return made
 
     def op_advance(
         self,
@@ -475,7 +494,9 @@ class Session:
         from dtkit.engine import writing
 
         found = self._job(job)
-        return self._breaking(lambda: writing.read(found, **checkpoint))  # type: ignore[no-any-return]
+        read = self._breaking(lambda: writing.read(found, **checkpoint))
+        found.torn = False
+        return read  # type: ignore[no-any-return]
 
     def op_memory(self, job: str) -> Held:
         """What this rank's part of a job takes: tensors as they are now, growth as it was at most."""
@@ -506,14 +527,6 @@ class Session:
         from dtkit.engine import peers
 
         return ship(wire.pack(peers.give(self._copies[job], step, parts)), self._keeper)
-
-    def op_revive(self, job: str, shipments: Sequence[Shipment]) -> tuple[int, float]:
-        """Put what survivors gave, or had kept, into a job that stands before its first step: (step, learning rate)."""
-        from dtkit.engine.rescue import revive
-
-        found = self._job(job)
-        revive(found, [part for shipment in shipments for part in shipment.unload()])
-        return found.step, found.lr
 
     def op_hand_over(self) -> Shipment:
         """Data and models that this engine holds, for one that takes another's place."""

@@ -62,8 +62,8 @@ def _runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def dying(moment: str, strategy: dtkit.Strategy) -> str:
     """A notebook that loses an engine, and dies at that moment of what follows."""
     trains, ready = "    run = cluster.train(", '    print("ready", flush=True)\n'
-    every = 50 if strategy is PIPELINE else None
-    code = NOTEBOOK.replace("step > 100", "step > 120")  # so that a snapshot is behind 100
+    every = 60 if strategy is PIPELINE else None
+    code = NOTEBOOK.replace("step > 100", "step > 120")  # a pipeline goes back to 120
     code = code.replace(trains, f"    options.update(strategy=dtkit.{strategy!r}, snapshot_every={every})\n{trains}")
     return code.replace(ready, f"{DIES.lstrip()}    {MOMENTS[moment]}{LOSES}".replace("import", "    import", 1))
 

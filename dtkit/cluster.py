@@ -600,6 +600,7 @@ class Cluster(Ranks):
             run.repair()
         elif lost:
             self.replace(lost)
+            self.emptied()
         return lost
 
     def _leave(self) -> None:

@@ -405,6 +405,13 @@ class Ranks:
         """End these engines' processes at once."""
         self._transport.kill(ranks)
 
+    def emptied(self) -> bool:
+        """Whether none is left that holds what all held, asked once: they are alike again."""
+        none = len(self.bare) == self.world_size
+        if none:
+            self.bare.clear()
+        return none
+
     def replace(self, ranks: Sequence[int]) -> None:
         """Have new engines at these ranks, with the data and models that the others hold. Jobs end: make them anew."""
         self.bare |= set(ranks)

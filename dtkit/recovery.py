@@ -182,8 +182,7 @@ def recover(cluster: Ranks, lost: Sequence[int], rebuild: Callable[[], Any], *, 
 
 
 def _check_held(cluster: Ranks) -> None:
-    if len(cluster.bare) == cluster.world_size:
-        cluster.bare.clear()  # they are alike again
+    if cluster.emptied():
         raise ClusterError(
             "no engine is left that holds the data and the model; the cluster is whole again, but empty. Train anew, "
             "or from a checkpoint: cluster.train(..., resume=path)"

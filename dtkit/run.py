@@ -170,6 +170,7 @@ class Run:
 
     def repair(self) -> None:
         """Go on from where survivors stand, with other engines in place of those that are gone."""
+        self._check_kept("run.repair()")
         if not self._driver.state.ended:
             self._ask("repair")
         elif lost := self._cluster.lost():
@@ -203,6 +204,7 @@ class Run:
         found = recover(lost)
         if self._cluster.world_size != self.spec.world_size:
             self.spec, self._extras = _of_size(self._cluster.world_size, self.spec, more)
+            self.history.copies = self._extras.copies
             self._driver.route = self._route()
         self.slowed = {}  # the new jobs run at full speed
         return found

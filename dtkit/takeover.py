@@ -66,6 +66,7 @@ def attach(name: Any = None, *, client: Any = None, **options: Any) -> Cluster:
         cluster.current_run = _run(cluster)
         if lost := cluster.lost():  # with a run, that has seen to it
             cluster.replace(lost)
+            cluster.emptied()
     except BaseException:
         cluster.give_back(found)
         raise

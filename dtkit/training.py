@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dtkit import checkpoint, placing, planning, replicas, resuming
+from dtkit.errors import which_ranks
 from dtkit.order import Extras, Order
 from dtkit.partition import Partition, caller_level
 from dtkit.placing import Flow, Placed
@@ -83,6 +84,8 @@ def train(cluster: Cluster, model: Any, data: Any, options: Options) -> Run:
             print(shown)  # noqa: T201 - a plan is shown before it is used
     resumption = None if options.resume is None else resuming.find(options.resume, model)
     loading = Loading(options.workers, options.pin_memory, options.prefetch)
+    if options.on_failure == "repair":
+        _replace_lost(cluster)
     program = _program(cluster, options, strategy)
     part = _partition(cluster, model, data, options, strategy)
     source = part if isinstance(part, Flow) else placing.source_of(cluster, part)
@@ -105,6 +108,13 @@ def train(cluster: Cluster, model: Any, data: Any, options: Options) -> Run:
     if options.start:
         run.resume()
     return run
+
+
+def _replace_lost(cluster: Cluster) -> None:
+    """Who was lost while nothing was under way is replaced as it would be from here on."""
+    if lost := cluster.lost():
+        print(f"{which_ranks(lost)} gone: replaced before the training starts")  # noqa: T201 - it takes some seconds
+        cluster.repair()
 
 
 def _own(*pairs: tuple[Any, Replicas | Placed | None]) -> tuple[str, ...]:

@@ -172,6 +172,35 @@ def test_a_lost_engine_is_replaced_and_the_run_goes_on(cluster, engines):
     assert list(run.history.totals()["step"]) == list(range(40))
 
 
+@pytest.mark.parametrize("ranks", [[1], [0, 1]], ids=["one", "all"])
+def test_what_was_lost_before_a_training_is_replaced_first(cluster, engines, capsys, ranks):
+    for rank in ranks:
+        engines.lose(rank)
+    run = train(cluster, steps=100_000)
+    assert f"{ranks[-1]} gone: replaced before the training starts" in capsys.readouterr().out
+    until(run, lambda: run.status.step > 0)
+    engines.lose(1)  # what the other one holds is handed over, also where all began anew
+    until(run, lambda: any(event.kind == "repair" for event in run.history.events))
+    run.stop()
+    assert "from step 0 " not in run.history.events[-2].text
+
+
+def test_what_was_lost_before_a_training_that_is_not_to_be_repaired_is_told(cluster, engines):
+    engines.lose(1)
+    with pytest.raises(dtkit.EngineError, match=r"its process has ended"):
+        train(cluster, on_failure="pause")
+
+
+def test_a_run_that_was_released_is_not_repaired(cluster, engines):
+    run = train(cluster)
+    run.wait(10)
+    run.release()
+    engines.lose(1)
+    with pytest.raises(dtkit.RunError, match=r"run\.repair\(\) needs the job.*released"):
+        run.repair()
+    assert cluster.repair() == [1]
+
+
 def test_a_run_may_go_on_with_fewer(cluster, engines):
     run = train(cluster, start=False, on_failure="shrink")
     run.step()

@@ -52,6 +52,9 @@ class Notes:
     def interrupt(self, ranks: Any) -> None:
         """Nothing runs here."""
 
+    def lost(self) -> list[int]:
+        return []
+
     def close(self) -> None:
         """Nothing was started here."""
 

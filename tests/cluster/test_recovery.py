@@ -428,6 +428,15 @@ def test_an_interrupt_of_some_steps_pauses_them(cluster: dtkit.Cluster):
     run.stop()
 
 
+def test_a_training_replaces_first_what_was_lost_before_it(cluster: dtkit.Cluster):
+    part = cluster.partition(data())
+    cluster.kill([1])
+    run = cluster.train(mlp(), part, loss=mean_loss, optimizer=momentum, batch_size=BATCH, steps=3)
+    run.wait(60)
+    assert run.status.state is dtkit.State.COMPLETED
+    assert "lost" not in kinds(run)
+
+
 def test_an_idle_cluster_is_repaired_by_hand(cluster: dtkit.Cluster):
     part, copies = cluster.partition(data()), cluster.broadcast(mlp())
     done = cluster.train(copies, part, loss=mean_loss, optimizer=momentum, batch_size=BATCH, steps=3)

@@ -48,7 +48,7 @@ from dtkit.ranks import GRACE_S
 from dtkit.recording import Recorder
 from dtkit.records import Advance, Consistency, Failure, State
 from dtkit.saving import Save, Saver
-from dtkit.snapshots import Snapshots
+from dtkit.snapshots import Rhythm, Snapshots
 from dtkit.stacks import Probe
 from dtkit.turn import Turn
 from dtkit.units import plural
@@ -203,6 +203,11 @@ class Driver:
         self._changed()
 
     @property
+    def pausing(self) -> bool:
+        """Whether it was asked to pause or stop, and has not yet."""
+        return self.state is State.RUNNING and self._halt is not None
+
+    @property
     def called(self) -> int:
         """The step after which callbacks were called last."""
         return self._turn.called
@@ -217,12 +222,16 @@ class Driver:
             self._inbox.put(_Command(name, value, answer))
         return answer
 
-    def abandon(self, timeout: float) -> None:
-        """The cluster is closing: stop at a step boundary if that is soon, else just end. Idempotent."""
+    def abandon(self, timeout: float) -> bool:
+        """The cluster is closing: stop at a step boundary if that is soon (True), else just end. Idempotent."""
+        self.snapshots.rhythm = Rhythm()  # nobody will come back to one
+        stands = self.state.ended
         with contextlib.suppress(RunError, TimeoutError):
             self.ask("stop").result(timeout)
+            stands = True
         with contextlib.suppress(RunError):
             self.ask("abandon")
+        return stands
 
     def wait(self, timeout: float | None) -> bool:
         """Until the run has left RUNNING; whether it did within `timeout` seconds."""
@@ -368,10 +377,20 @@ class Driver:
     def _snapshot(self, step: int) -> bool:
         """Have the ranks keep a snapshot in memory, if one is due after so many steps. Whether that was asked for."""
         if due := self.snapshots.due(step):
-            self.snapshots.sent(step)
-            flight = Flight("snapshot", step, self._take_snapshot, self._snapshot_failed, self.snapshots.refused)
-            self._launch(flight)
+            self._send_snapshot(step)
         return due
+
+    def _send_snapshot(self, step: int) -> None:
+        self.snapshots.sent(step)
+        flight = Flight("snapshot", step, self._take_snapshot, self._snapshot_failed, self.snapshots.refused)
+        self._launch(flight)
+
+    def _keeps(self) -> bool:
+        """Before the run comes to rest, have what it stands at kept. Whether that is under way."""
+        wanted = not self._lost and self.snapshots.lacking(self.step)
+        if wanted:
+            self._send_snapshot(self.step)
+        return wanted
 
     def _evaluate(self, step: int) -> None:
         assert self.route.evaluation is not None
@@ -746,7 +765,7 @@ class Driver:
         """Nothing is in flight: all ranks stand at `step`."""
         self._next, self._lost_track, self._breaking, self._break_at = self.step, False, False, math.inf
         self._cluster.hurry(self.route.job, wanted=False)  # whoever left the word: a kernel that was killed since, too
-        if self.state.ended or self._saves():
+        if self.state.ended or self._saves() or (self._halt == "stop" and self._keeps()):
             return
         if self._halt == "stop":
             self._note("stop", f"stopped at step {self.step}")
@@ -764,6 +783,8 @@ class Driver:
             self._evaluate(self.step)
         elif not self._halt and self._calls_due(self.step):
             self._turn.take(self.step, lambda *found: self._inbox.put(_Command("called", found, Future())))
+        elif (self._halt or self.step >= self.route.steps) and self._keeps():
+            return
         elif self.step >= self.route.steps and not due:
             self._note("done", f"done after {self.step} steps")
             self._end(State.COMPLETED)

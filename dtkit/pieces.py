@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from dtkit.cluster import Cluster
+    from dtkit.shipment import Shipment
+
+_GRACE_S = 0.1  # for an interrupt of those who do not answer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +57,23 @@ def join(parts: Iterable[Mapping[str, Any] | None]) -> dict[str, Any]:
 
 def fetch(cluster: Cluster, what: str, job: str, ranks: list[int] | None = None) -> Mapping[str, Any]:
     """Named tensors of a job ("state" or "gradients"), joined from what each rank sends."""
-    shipments = [sent for sent in cluster.ask(what, job=job, ranks=ranks) if sent is not None]
+    return _unload(cluster.ask(what, job=job, ranks=ranks))
+
+
+def fetch_at_once(cluster: Cluster, what: str, job: str, seconds: float) -> Mapping[str, Any] | None:
+    """The same, where all ranks give it within so many seconds; else None, and nothing is mended."""
+    replies = cluster.collect(cluster.fan_out(what, job=job), seconds, grace=_GRACE_S)
+    sent: list[Any] = [reply.value for reply in replies if reply.failure is None]
+    if len(sent) == len(replies):
+        return _unload(sent)
+    for shipment in sent:
+        if shipment is not None:
+            shipment.discard()
+    return None
+
+
+def _unload(sent: Iterable[Shipment | None]) -> dict[str, Any]:
+    shipments = [shipment for shipment in sent if shipment is not None]
     try:
         return join(shipment.unload() for shipment in shipments)
     finally:

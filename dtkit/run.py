@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("dtkit")
 _SLOWEST = 100.0
+_LAST_S = 5.0  # for the weights, as the cluster closes
 _PAUSE_S = 10.0  # that an interrupted cell waits for the engines
 _PART_S = 0.1
 _END_S = 10.0  # that views are given to take in the end of a run
@@ -509,12 +510,16 @@ class Run:
         self._notify()
 
     def _pause_or_break(self) -> None:
-        """Pause at a step boundary; a second interrupt meanwhile breaks off what the engines do."""
+        """Pause at a step boundary; a second interrupt before it has breaks off what the engines do."""
+        first = not self._driver.pausing
         with contextlib.suppress(RunError, TimeoutError):
             try:
-                _until(self._driver.ask("pause"))
+                _until(self._driver.ask("pause" if first else "break"))
             except KeyboardInterrupt:
                 _until(self._driver.ask("break"))
+            except TimeoutError:
+                if first:
+                    self.note(f"not paused after {_PAUSE_S:.0f} s: another interrupt breaks off what is under way")
 
     def _check_not_in_callback(self) -> None:
         if threading.current_thread().name == CALLBACKS:
@@ -543,8 +548,8 @@ class Run:
             return self._state[1]
         if self._released:
             raise RunError(
-                "this run was released before its weights could be fetched (its cluster was closed, or an engine was "
-                "lost). Ask for run.model before closing the cluster"
+                "this run was released, and its weights could not be fetched before (an engine was lost or stuck, or "
+                "no step was made). Ask for run.model as soon as a run has ended"
             )
         before = self._driver.step
         state = pieces.fetch(self._cluster, "state", self._job)
@@ -652,8 +657,12 @@ class Run:
 
     def abandon(self) -> None:
         """The cluster is closing: end, keeping the weights where the engines still give them."""
-        self._driver.abandon(timeout=3.0)
+        stands = self._driver.abandon(timeout=3.0)
         self._driver.saver.settle(timeout=10.0)
+        if stands and self._driver.step and not self._released:
+            with contextlib.suppress(DtkitError):
+                state = pieces.fetch_at_once(self._cluster, "state", self._job, _LAST_S)
+                self._state = self._state if state is None else (self._driver.step, state)
         self.history.part()
         self._released = True
 

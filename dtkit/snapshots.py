@@ -58,6 +58,10 @@ class Snapshots:
             return step % every == 0
         return time.monotonic() - self._asked[1] >= max(seconds or 0.0, self._pause_s)
 
+    def lacking(self, step: int) -> bool:
+        """Whether none was asked for since: a run that comes to rest there may do so for long, or for good."""
+        return not self.rhythm.none and step > self._asked[0]
+
     def room(self, step: int) -> int:
         """Steps until the next one is due."""
         every = self.rhythm.every

@@ -59,11 +59,7 @@ def until(run: dtkit.Run, reached: Any) -> None:
 
 def test_an_interrupt_before_the_waiting_has_begun_pauses_the_run_too(cluster, monkeypatch):
     run = train(cluster, steps=1_000_000)
-
-    def press(_run: dtkit.Run) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(text, "follow", press)
+    press(monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         run.wait(10)
     assert run.status.state is State.PAUSED
@@ -387,6 +383,33 @@ def test_who_is_stuck_is_named_while_another_rank_has_failed_already(cluster, en
     engines.let_go()
 
 
+def test_an_interrupt_of_the_next_wait_is_a_second_one_while_the_first_has_not_paused(cluster, engines, monkeypatch):
+    monkeypatch.setattr("dtkit.run._PAUSE_S", 0.1)
+    run = train(cluster, steps=100_000, start=False)
+    run.step(5)
+    engines.hold()
+    run.resume()
+    press(monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        run.wait(10)
+    assert "another interrupt breaks off" in run.history.events[-1].text
+    assert engines.interrupted == []
+    with pytest.raises(KeyboardInterrupt):
+        run.wait(10)
+    watched(lambda: engines.interrupted == [0, 1])
+    engines.let_go()
+    until(run, lambda: run.status.state is State.PAUSED)
+
+
+def press(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interrupt whoever waits next."""
+
+    def pressed(_run: dtkit.Run) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(text, "follow", pressed)
+
+
 def test_what_has_not_paused_in_time_is_broken_off(cluster, engines):
     check_broken_off(under_way(cluster, engines), engines)
 
@@ -643,6 +666,14 @@ def test_extend_goes_on_where_it_ended(cluster):
     assert run.status.steps == 48
     with pytest.raises(ValueError, match="by one of them"):
         run.extend()
+
+
+@pytest.mark.parametrize("steps", [40, 1_000_000], ids=["done", "running"])
+def test_closing_the_cluster_keeps_the_weights(engines, steps):
+    with dtkit.Cluster.over(engines, device="cpu") as cluster:
+        run = train(cluster, steps=steps)
+        until(run, lambda: run.status.step > 30)
+    assert set(run.model.state_dict()) == {"weight", "bias"}
 
 
 def test_closing_the_cluster_ends_a_run_that_hangs(engines):

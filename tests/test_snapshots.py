@@ -28,6 +28,14 @@ def answers(error: str | None = None, seconds: float = 0.0) -> list[dict[str, An
 # -- when ----------------------------------------------------------------------------------------------------
 
 
+def test_what_a_run_comes_to_rest_at_is_kept_once():
+    found = Snapshots(Rhythm(seconds=100.0))
+    assert [found.lacking(step) for step in (0, 3)] == [False, True]
+    found.sent(3)
+    assert [found.lacking(step) for step in (3, 4)] == [False, True]
+    assert not Snapshots().lacking(3)  # others hold all of it
+
+
 def test_by_steps():
     found = Snapshots(Rhythm(every=5))
     assert [step for step in range(12) if found.due(step)] == [5, 10]

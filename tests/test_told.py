@@ -34,3 +34,17 @@ def test_what_nobody_reads_is_left_out_of_the_middle():
 def test_what_was_wrapped_comes_first():
     error = raised(RuntimeError("stage 1 failed\nwith details"), KeyError("x"))
     assert told.message(error).startswith("stage 1 failed Caused by KeyError: 'x'")
+
+
+class MuteError(ValueError):
+    def __str__(self) -> str:
+        raise KeyError("words")
+
+
+def test_an_error_without_words_is_told_by_its_name():
+    error = raised(MuteError())
+    assert told.message(error) == "(no words: its __str__ raised KeyError)"
+    assert "MuteError" in told.trace(error)
+    assert told.message(raised(RuntimeError("stage 1 failed"), MuteError())).startswith(
+        "stage 1 failed Caused by MuteError: (no"
+    )

@@ -5,19 +5,25 @@ from __future__ import annotations
 import traceback
 from pathlib import Path
 
+from dtkit.boundary import attempt
+
 _MOST = 4000  # characters of a message, and of a traceback ten times as many: what a notebook can show
 _DOORS = tuple(str(Path(__file__).with_name(name)) for name in ("serving.py", "session.py"))
 
 
 def message(error: BaseException) -> str:
     """What an error says; of one that wraps the user's (torch's pipelining does), first what that was."""
-    text, cause = str(error).strip(), error
+    text, cause = _words(error).strip(), error
     while cause.__cause__ is not None:
         cause = cause.__cause__
     if cause is error:
         return _shortened(text, _MOST)
     head, _, rest = text.partition("\n")
-    return _shortened(f"{head} Caused by {type(cause).__name__}: {cause}\n{rest}".rstrip(), _MOST)
+    return _shortened(f"{head} Caused by {type(cause).__name__}: {_words(cause)}\n{rest}".rstrip(), _MOST)
+
+
+def _words(error: BaseException) -> str:
+    return attempt(lambda: str(error), lambda other: f"(no words: its __str__ raised {type(other).__name__})")
 
 
 def trace(error: BaseException) -> str:

@@ -334,3 +334,26 @@ def test_a_snapshot_that_fails_fails_no_training(two: dtkit.Cluster):
     run.resume()
     run.wait(60)
     assert run.status.state is dtkit.State.COMPLETED
+
+
+@pytest.mark.parametrize("strategy", CUT, ids=str)
+def test_a_run_at_rest_loses_nothing(two: dtkit.Cluster, strategy: dtkit.Strategy):
+    """Paused, or done: it may stand there for long, and steps that would bring the next snapshot don't come."""
+    expected = undisturbed(two, strategy=strategy)
+    run = start(two, strategy=strategy, start=False, snapshot_every=None)
+
+    def until_paused() -> None:
+        at_step(run, 7)
+        run.pause()
+
+    for rank, comes_to_rest in enumerate((until_paused, lambda: run.wait(60))):
+        run.resume()
+        comes_to_rest()
+        stands = run.status.step
+        kill(two, rank)
+        until(two.lost)
+        assert two.repair() == [rank]
+        assert run.status.step == stands
+        assert repairs(run)[-1].endswith("no step lost")
+    assert run.status.state is dtkit.State.COMPLETED
+    assert difference(run.model.state_dict(), expected) <= BOUND

@@ -375,6 +375,7 @@ def test_what_is_known_to_be_stuck_is_broken_off_at_once(cluster, engines, monke
 def test_who_is_stuck_is_named_while_another_rank_has_failed_already(cluster, engines, monkeypatch):
     run = under_way(cluster, engines)
     found = Finding("stuck", 1, "here", "forward", 3, "net.py:14", "it waits", "wait", 8.0)
+    watched(lambda: len(run._driver._flights))
     answers = run._driver._flights[0].futures
     monkeypatch.setattr(run._driver._lookout, "look", lambda _now: found if answers and answers[0].done() else None)
     engines.interrupt([0])  # the other one is held

@@ -32,6 +32,7 @@ def attempt(work: Callable[[], _Result], report: Callable[[Exception], _Instead]
     """
     try:
         return work()
+    # broad: a user's function or a view; the error goes to `report`
     except Exception as error:  # noqa: BLE001 - the boundary itself: `report` is what it reports to
         return report(error)
 
@@ -43,6 +44,7 @@ def contain(work: Callable[[], _Result], report: Callable[[BaseException], _Inst
     """
     try:
         return work()
+    # broad: as in `attempt`, in a thread that nobody joins
     except BaseException as error:  # noqa: BLE001 - the boundary itself: `report` is what it reports to
         return report(error)
 

@@ -136,6 +136,7 @@ class Cluster(Ranks):
             found.step_timeout,
             found.interface,
         )
+        # locks: while a file of some hundred bytes is written
         self.current_run, self._benchmarks, self._signing = None, {}, threading.Lock()
         try:
             self.heritage = self.adopt()
@@ -198,6 +199,7 @@ class Cluster(Ranks):
         self.current_run: Run | None = None
         self.heritage: list[Heritage] = []
         self._benchmarks: dict[str, Benchmark] = {}
+        # locks: while a file of some hundred bytes is written
         self._begun, self._signing = time.time(), threading.Lock()
         try:
             self.greet()

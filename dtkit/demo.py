@@ -72,6 +72,7 @@ def main(arguments: list[str] | None = None) -> None:
             epochs=asked.epochs,
             metrics={"accuracy": accuracy},
         )
+        # waits: every call to the engines has a timeout, so the run ends by itself
         run.wait()
         found = run.evaluate(held_out)
         print(f"\naccuracy on {found.samples} rows that it never saw: {found.values['accuracy']:.1%}\n")

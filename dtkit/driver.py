@@ -132,6 +132,7 @@ class Driver:
         self._turn = Turn(route.callbacks)
         self._lookout = Lookout(Probe(cluster.folder, lambda: cluster.nodes))
         self._inbox: queue.SimpleQueue[_Command | Flight] = queue.SimpleQueue()
+        # locks: for a few assignments; waits on the Condition are marked
         self._gate = threading.Condition()  # guards `state`, and whether the inbox is still read
         self._flights: collections.deque[Flight] = collections.deque()
         self._next = 0  # the step that the next dispatch starts at
@@ -294,6 +295,7 @@ class Driver:
                 self._break_off()
                 continue
             try:
+                # waits: an idle run waits for its user; else the limit is `patience`
                 return self._inbox.get(timeout=min(_LOOK_S, left) if self._flights else None)
             except queue.Empty:
                 self._cluster.check_reachable()
@@ -419,6 +421,7 @@ class Driver:
         flight.futures = self._cluster.fan_out(flight.op, job=self.route.job, step=flight.step, **args)
         self._lookout.sent(time.monotonic())
         left = len(flight.futures)
+        # locks: for a few assignments; waits on the Condition are marked
         lock = threading.Lock()
 
         def landed(future: Future[Reply]) -> None:
@@ -427,6 +430,7 @@ class Driver:
             with lock:
                 left -= 1
                 last = left == 0
+            # waits: already done here
             if last or future.result().failure is not None:
                 self._inbox.put(flight)
 

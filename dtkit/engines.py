@@ -87,6 +87,7 @@ class Engines:
             self._client.history.remove(done.msg_id)
         found = done.result(timeout=0)
         if isinstance(found, list):
+            # unpickles: an engine's reply; engines are trusted (see the README)
             return pickle.loads(found.pop())  # type: ignore[no-any-return]
         name = getattr(found, "ename", type(found).__name__)
         if name == ipp.error.EngineError.__name__:  # so the client tells that an engine died in a call
@@ -173,6 +174,7 @@ class _LockedView(ipp.DirectView):  # type: ignore[misc]  # ipyparallel has no t
         with self.lock:
             result = super().execute(*args, block=False, **kwargs)
         if self.block if block is None else block:
+            # waits: a user's %%px may take as long as it likes; an interrupt ends it
             result.get()
         return result
 
@@ -210,13 +212,16 @@ class StartedEngines(Engines):
         self._sets: list[str] = []
         self._controller_seen: tuple[int, float] | None = None
         self._spares: list[int] = []
+        # locks: while engines start, which has a timeout
         self._starting = threading.Lock()  # who holds it knows that an engine that comes is its own
+        # locks: while engines start, which has a timeout
         self._refilling = threading.Lock()  # who holds it knows how many spares are missing
         self._closing = False
         self._warden: subprocess.Popen[bytes] | None = None
         self.folder = _new_folder()
         lease = how.lease
         self._lease = (LEASE_S if lease is None else lease, JOB_LEASE_S if lease is None else lease)
+        # locks: while engines start, which has a timeout
         self._owning, self._owns = threading.Lock(), False
         self._take_lock(timeout=5.0)
         warden.write_members(self.folder, [], *self._lease)
@@ -250,6 +255,7 @@ class StartedEngines(Engines):
                 f"--DictDB.record_limit={_HUB_RECORDS}",
             ],
         )
+        # waits: ipyparallel starts a process and returns
         cluster.start_controller_sync()
         self._controller_seen = self._controller  # while it surely lives
         self._watch()
@@ -280,11 +286,13 @@ class StartedEngines(Engines):
         self.on_refill = _nothing
         self._controller_seen = None
         self._sets, self._spares = [], list(found.spare_ids)
+        # locks: while engines start, which has a timeout
         self._starting, self._refilling, self._closing = threading.Lock(), threading.Lock(), False
         self.folder, self._warden = found.folder, None
         self._watcher = found.warden
         lease = self._how.lease
         self._lease = (LEASE_S if lease is None else lease, JOB_LEASE_S if lease is None else lease)
+        # locks: while engines start, which has a timeout
         self._owning, self._owns = threading.Lock(), False
         self.keeper = shared.Owner.of(found.warden[0])
         self._cluster = ipp.Cluster.from_file(profile_dir=str(self.folder), cluster_id="dtkit")
@@ -361,8 +369,10 @@ class StartedEngines(Engines):
             if how.launcher == "local":
                 # One set per engine: each has its own environment, and can be ended by itself.
                 environment = how.plan.environment(0, how.memory_limit)
+                # waits: ipyparallel waits at most 60 s for the connection file
                 self._sets += [self._cluster.start_engines_sync(1, environment=environment) for _ in range(n)]
             else:
+                # waits: ipyparallel waits at most 60 s for the connection file
                 self._sets.append(self._cluster.start_engines_sync(n))
             self._watch()
             if not _until(lambda: len(set(self._client.ids) - known) >= n or self._closing, how.timeout):
@@ -442,6 +452,7 @@ class StartedEngines(Engines):
         remote = getattr(self, "_cluster", None)
         if remote is not None and remote.engine_launcher_class is not ipp.cluster.launcher.LocalEngineSetLauncher:
             try:
+                # waits: ipyparallel waits at most 10 s for each process to end
                 remote.stop_cluster_sync()
             finally:
                 self._end_warden()

@@ -82,6 +82,7 @@ def take_up(cluster: Cluster, job: str) -> tuple[RunSpec, Order, Extras] | None:
     data = spool.order(cluster.folder / spool.RUNS / job)
     if data is None:
         return None
+    # unpickles: written by this user's earlier notebook; nobody else can write to its folder
     said: _Testament = wire.loads(data)
     copies = _copies(cluster, said.model)
     order = Order(copies, said.data.placed(cluster), said.plan, said.program, said.loading)

@@ -114,6 +114,7 @@ class History:
         self.copies = copies
         self._rows = _Column(ROW)
         self._totals = _Column(TOTAL)
+        # locks: while rows are appended
         self._lock = threading.Lock()
         self.events: list[Event] = []
         self.evaluations: list[Evaluation] = []

@@ -63,6 +63,7 @@ class Ranks:
     ) -> None:
         self._transport, self._folder, self._keeper, self._plan = transport, folder, keeper, plan
         self._timeout, self.step_timeout, self._interface = timeout, step_timeout, interface
+        # locks: while ipyparallel queues messages
         self._lock = threading.RLock()
         self._owner = time.time_ns()  # later notebooks get larger numbers
         self._generation = self._adopted_at = -1
@@ -318,6 +319,7 @@ class Ranks:
         failed_at: list[float] = []
 
         def note(future: Future[Reply]) -> None:
+            # waits: already done here
             if together or future.result().failure is not None:
                 failed_at.append(time.monotonic())
             arrived.set()
@@ -344,6 +346,7 @@ class Ranks:
             silent = not arrived.wait(min(limit - now, _LOOK_S))
             arrived.clear()
         waited = time.monotonic() - begun
+        # waits: already done here
         return [f.result() if f.done() else self._stuck(r, waited) for r, f in zip(ranks, futures, strict=True)]
 
     def _stuck(self, rank: int, waited: float) -> Reply:
@@ -468,6 +471,7 @@ class Ranks:
             futures = self.fan_out("join", each=each)
         called_off = store.with_name(store.name + CALLED_OFF)
         for future in futures:
+            # waits: already done here
             future.add_done_callback(lambda done: _call_off(called_off, done.result()))
         try:
             replies = self.collect(futures, self._timeout + 5)

@@ -70,6 +70,7 @@ def jobs(folder: Path) -> list[str]:
 def left_behind(folder: Path, job: str) -> Rescued | None:
     """What a notebook put down that ended in the midst of a recovery."""
     path = _path(folder, job)
+    # unpickles: written by this user's earlier notebook; nobody else can write to its folder
     return wire.loads(path.read_bytes()) if path.exists() else None
 
 

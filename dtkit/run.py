@@ -83,6 +83,7 @@ class Run:
         self._cluster, self._order, self._extras = cluster, order, extras
         self._job = job or cluster.new_key("job")
         self._callbacks: list[Callable[[], None]] = []
+        # locks: while a callback is noted
         self._callbacks_lock = threading.Lock()
         self._message = ""
         self._released = False
@@ -473,6 +474,7 @@ class Run:
             while self._driver.state in (State.PENDING, State.RUNNING):
                 news.clear()
                 with contextlib.suppress(TimeoutError):  # a word that never comes is no reason to wait for ever
+                    # waits: inside asyncio.wait_for, with a timeout
                     await asyncio.wait_for(news.wait(), _LOOK_S)
         except asyncio.CancelledError:
             with contextlib.suppress(RunError):
@@ -530,6 +532,7 @@ class Run:
         from dtkit.dashboard import display
 
         if self._driver.state.ended:
+            # waits: Saver.join has a default timeout
             self._driver.saver.join()  # who waits for a run may go on from its last checkpoint
             display.settle(self)
         if self.exception is not None:

@@ -124,6 +124,7 @@ class Saver:
         self._asked: dict[Saves, tuple[int, float]] = {}  # step and time of the last one of each plan
         self._begun = 0, time.monotonic()
         self._last = 0
+        # locks: for one checkpoint, which fails once ranks stop writing
         self._order = threading.Lock()  # saves are finished one after the other
         self._closing = threading.Event()
         self._threads: list[threading.Thread] = []

@@ -103,6 +103,7 @@ class _Growing:
         self._let_go: Callable[[], object] = bool
         self._temporary: Path | None = None
         self._end, self._unwritten = 0, b""
+        # locks: while a record is written to a file
         self._lock = threading.Lock()  # a run's log is written to from several threads
         self.trouble: str | None = None
 

@@ -49,6 +49,7 @@ class Task:
         self._heard = [0] * cluster.world_size  # items taken from each rank
         self._rows_of = [0] * cluster.world_size
         self._futures: Sequence[Future[Reply]] = ()
+        # locks: while lines are appended
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._value: list[Any] = []

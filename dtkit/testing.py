@@ -116,6 +116,7 @@ class FakeTransport:
         self.interrupted: list[int] = []
         self.hello: list[dict[str, Any]] = [{} for _ in range(world_size)]
         self._ranks = [_Rank(number) for number in range(world_size)]
+        # locks: for a few assignments
         self._gate = threading.Condition()  # guards what a test says, and the ranks' counts of calls
         self._open, self._closed = True, False
         self._faults: list[_Fault] = []
@@ -239,6 +240,7 @@ class FakeTransport:
     # -- an engine --------------------------------------------------------------------------------------------
 
     def _serve(self, rank: _Rank) -> None:
+        # waits: a fake engine's daemon thread waits for work until `close`
         while (item := rank.inbox.get()) is not None:
             number, message, listen, future = item
             self._await_turn(rank, number)
@@ -250,6 +252,7 @@ class FakeTransport:
             self._gate.wait_for(lambda: self._open or number <= rank.cut, timeout=HELD_S)
 
     def _answer(self, rank: _Rank, message: bytes, listen: Any, *, interrupted: bool) -> Reply:
+        # unpickles: made in the same process
         request: Request = pickle.loads(message)
         self.served.append((rank.number, request.op, request.args))
         if rank.lost:

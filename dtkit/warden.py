@@ -68,6 +68,7 @@ def write_members(folder: Path, pids: list[int], lease_s: float, job_lease_s: fl
 
 _descriptors: dict[Path, int] = {}  # of the locks that this process holds
 _holders: collections.Counter[Path] = collections.Counter()  # how many want each
+# locks: while a file is locked, which is tried once
 _table = threading.Lock()
 
 
@@ -122,6 +123,7 @@ def release_lock(folder: Path) -> None:
 def _after_fork() -> None:
     """A child holds none of its parent's locks; the table may have been in use as it was copied."""
     global _table  # noqa: PLW0603 - nobody in the child could release the old one
+    # locks: while a file is locked, which is tried once
     _table = threading.Lock()
     _holders.clear()
     while _descriptors:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     import torch
 
 _PROTOCOL = 5
+# locks: while an object is pickled
 _REGISTRY_LOCK = threading.RLock()
 
 
@@ -81,6 +82,7 @@ def unpack(skeleton: bytes | memoryview, buffers: Sequence[Any] = ()) -> Any:
     Arrays and tensors alias writable buffers. Over a read-only buffer an array is read-only, and a tensor,
     for which torch knows no such state, is a copy.
     """
+    # unpickles: sent by an engine or the notebook, in a message or a file that it names
     return pickle.loads(skeleton, buffers=buffers)
 
 
@@ -91,6 +93,7 @@ def dumps(obj: Any, by_value: Iterable[types.ModuleType] = (), *, name: str | No
 
 def loads(data: bytes | memoryview) -> Any:
     """Undo :func:`dumps`."""
+    # unpickles: given by the caller, each of which is marked
     return pickle.loads(data)
 
 
@@ -332,6 +335,7 @@ def _names(code: types.CodeType) -> set[str]:
 def _object_parts(obj: Any) -> Iterator[tuple[str, Any]]:
     """What the object itself gives to pickle, so that a __getstate__ is respected."""
     # Where this fails it is this object that can't be sent: the caller holds its error.
+    # silent: the caller has the error and looks for the part that can't be sent
     reduced = attempt(lambda: obj.__reduce_ex__(_PROTOCOL), lambda _: None)
     if not isinstance(reduced, tuple):
         return

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import pytest
 
 import dtkit
-from tests.syntax import nodes
+from tests.syntax import unmarked
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 VIEWS = {"IPython", "ipyparallel", "ipywidgets", "anywidget", "matplotlib"}
@@ -32,26 +32,6 @@ FORBIDDEN = {  # a file or folder of dtkit/, the longest match counts -> what it
     "engines.py": set(),
     "integrations": set(),
     "": {"ipyparallel"},
-}
-BROAD_EXCEPTS: dict[str, str] = {  # "file: function" -> the boundary that it is, and where the error is reported
-    "dtkit/engine/serving.py: handle": "an engine and the notebook: it becomes a Failure with its traceback",
-    "dtkit/boundary.py: attempt": "a user's function, or a view: it goes to the function that is given to report to",
-    "dtkit/boundary.py: contain": "the same, in a thread whose end nobody would see",
-}
-SILENT: dict[str, str] = {  # what goes through dtkit/boundary.py and is not told there -> who tells it
-    "dtkit/strategies/layer_costs.py: sizes": "the tracing that follows it, which fails at the same",
-    "dtkit/wire.py: _object_parts": "its caller, which looks for the part that can't be sent and has that error",
-}
-SLEEPS: dict[str, str] = {  # "file: function" -> why this isn't a wait in disguise
-    "tests/bench/bubble.py: forward": "a declared cost of a stage, next to which a busy machine's noise is small",
-    "tests/bench/bubble.py: backward": "the same, backward",
-    "tests/bench/link.py: _namespace": "looks every 10 ms whether a process has left our network, 10 s at most",
-    "tests/cluster/test_speed.py: costly": "a declared cost that differs between ranks",
-    "tests/cluster/test_insight.py: costly": "a step of a declared cost, as a machine under load promises no other",
-    "tests/cluster/test_waiting.py: costly": "the same",
-    "tests/cluster/test_waiting.py: uneven": "a declared cost that differs between ranks",
-    "tests/cluster/test_recovery.py: sleep_for_long": "what is tested: a rank that sleeps in the midst of a step",
-    "tests/cluster/test_leftovers.py: hold_the_interpreter": "what is tested: an engine that holds the GIL for ever",
 }
 CONDA_NAMES = {"torch": "pytorch-cpu", "matplotlib": "matplotlib-base"}
 
@@ -214,19 +194,12 @@ def _reached(file: str, imports: dict[str, list[Import]]) -> set[str]:
 # -- habits ----------------------------------------------------------------------------------------------
 
 
-def test_errors_are_caught_by_name_except_at_known_boundaries(root: Path):
-    broad = {place for place, node in nodes(root / "dtkit") if _is_broad(node)}
-    assert broad == set(BROAD_EXCEPTS)
-
-
-def test_no_test_sleeps(root: Path):
-    sleeping = {place for place, node in nodes(root / "tests") if _is_sleep(node)}
-    assert sleeping == set(SLEEPS)
-
-
-def test_what_is_caught_at_a_boundary_is_reported(root: Path):
-    silent = {place for place, node in nodes(root / "dtkit") if _is_silent(node)}
-    assert silent == set(SILENT)
+def test_a_missing_and_a_stale_mark_are_found(tmp_path: Path):
+    code = "def f():\n    # sleeps: why\n    sleep(1)\n    sleep(2)\n# sleeps: why\nx = 1\n"
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "a.py").write_text(code)
+    found = unmarked(tmp_path / "code", _is_sleep, "sleeps")
+    assert found == ["code/a.py:4 needs '# sleeps: why'", "code/a.py:6 has a stale '# sleeps:'"]
 
 
 @pytest.mark.parametrize(
@@ -320,6 +293,19 @@ def _is_sleep(node: ast.AST) -> bool:
     name = ast.unparse(node.func).rsplit(".", 1)[-1]
     yields = bool(node.args) and isinstance(node.args[0], ast.Constant) and node.args[0].value == 0
     return name in {"sleep", "wait_for_timeout"} and not yields
+
+
+@pytest.mark.parametrize(
+    ("folder", "sees", "marker"),
+    [
+        ("dtkit", _is_broad, "broad"),
+        ("dtkit", _is_silent, "silent"),
+        ("tests", _is_sleep, "sleeps"),
+    ],
+    ids=["broad excepts", "silent reports", "sleeps"],
+)
+def test_each_exception_gives_its_reason(root: Path, folder: str, sees: Callable[[ast.AST], bool], marker: str):
+    assert unmarked(root / folder, sees, marker) == []
 
 
 # -- what installs it ------------------------------------------------------------------------------------

@@ -70,8 +70,10 @@ class Desk:
     def _tell(self, command: str, value: float | None, done: Future[int]) -> None:
         if done.cancelled():
             return
+        # waits: already done here
         error = done.exception()
         if error is None:
+            # waits: already done here
             self._said("effect", command, _effect(command, value, done.result()))
         else:
             self._said("refused", command, str(error))

@@ -233,6 +233,7 @@ class _InNotebook:
         self._call, self._always = call, always
         self._handle: Any = None
         self._digest = Digest()
+        # locks: while a call's text is made and sent
         self._lock = threading.Lock()  # the last update may meet one that a timer began
 
     def update(self) -> None:
@@ -254,6 +255,7 @@ class _OnStream:
     def __init__(self, call: Call, stream: TextIO) -> None:
         self._call, self._stream = call, stream
         self._lines = self._rows = 0
+        # locks: while a call's text is made and sent
         self._lock = threading.Lock()  # the last update may meet one that a timer began
 
     def update(self) -> None:

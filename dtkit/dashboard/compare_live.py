@@ -117,6 +117,7 @@ class CompareView(anywidget.AnyWidget):
         later: Callable[[float, Callable[[], None]], None] = on_timer,
     ) -> None:
         self._feed = CompareFeed(comparison)
+        # locks: while a message is made and sent
         self._order = threading.Lock()
         self._throttle = Throttle(self._update, INTERVAL, clock=clock, later=later)
         first = self._feed.snapshot()

@@ -74,6 +74,7 @@ class _Displays:
         self.replaced = threading.Event()
         self._source = source
         self._handles: list[Any] = []
+        # locks: while a handle is noted, or a picture made
         self._lock = threading.Lock()  # a handle is added before the replacement, or not at all
         self._over = False
         self._model: Dashboard = Dashboard(source)
@@ -123,6 +124,7 @@ def _kept_or_text(source: Source) -> tuple[dict[str, str], dict[str, Any]]:
     return attempt(lambda: kept(source), say)
 
 
+# locks: while a handle is noted, or a picture made
 _lock = threading.Lock()
 _displays: dict[Source, _Displays] = {}
 """The live displays by run, so that showing a run again makes one more view and not one more model."""

@@ -64,6 +64,7 @@ class Dashboard(anywidget.AnyWidget):
         self._desk = Desk(source, self._say, drills=drills)
         self._feed.offers = self._desk.offers
         self._gallery = Gallery(source.history, clock)
+        # locks: while a message is made and sent
         self._order = threading.Lock()  # a message is composed and sent under it, so that they leave in order
         self._greeted = False
         self._opened = 0

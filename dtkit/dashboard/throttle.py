@@ -43,6 +43,7 @@ class Throttle:
         later: Callable[[float, Callable[[], None]], None] = on_timer,
     ) -> None:
         self._work, self._interval, self._clock, self._later = work, interval, clock, later
+        # locks: for a few assignments
         self._lock = threading.Lock()
         self._last = float("-inf")
         self._scheduled = self._running = self._again = self._closed = False

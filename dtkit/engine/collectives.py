@@ -120,6 +120,7 @@ def _waited(made: Any) -> list[torch.Tensor]:
     results = [leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)]
     for leaf in tree_leaves(made):
         if isinstance(leaf, torch.ScriptObject):
+            # waits: a collective, limited by the process group's timeout
             leaf.wait()  # type: ignore[attr-defined]  # a c10d Work
             return results
     wait: Callable[[Any], torch.Tensor] = vars(_functional_collectives)["wait_tensor"]  # which may be marked just now

@@ -111,6 +111,7 @@ class Group:
         axes = {name: size for name, size in mesh.axes.items() if size > 1 or name == last}
         key = tuple(axes.items())
         if key not in self._grids:
+            # waits: a collective, limited by the process group's timeout
             self.barrier()  # who waits here can be broken off; who waits in torch for a rank that failed before, can't
             before = sockets.present()
             with limits.lifted():
@@ -150,6 +151,7 @@ class Group:
         assert work is not None
 
         def answer() -> bool:
+            # waits: a collective, limited by the process group's timeout
             work.wait()
             self._asked = None
             return bool(vote.item())
@@ -316,8 +318,10 @@ class _Watcher:
     """One thread for all calls: starting one for each cost milliseconds a dispatch where all cores were busy."""
 
     def __init__(self) -> None:
+        # port: a socket pair within the process; nobody else can connect
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
+        # locks: while a group's sockets are shut, for a quarter of a second at most
         self._lock = threading.Lock()  # no call ends while its `break_up` runs
         self._break_up: Callable[[], None] | None = None
         threading.Thread(target=self._run, name="dtkit-interrupt", daemon=True).start()
@@ -336,6 +340,7 @@ class _Watcher:
                 pass
 
     def _run(self) -> None:
+        # waits: a daemon thread; nobody waits for it
         while signals := self._reader.recv(64):
             with self._lock:
                 break_up = self._break_up

@@ -178,8 +178,10 @@ class IterableStream:
         """The next samples of each part: drawn already, or now."""
         if self._future is None:
             return self._draw()
+        # waits: the user's stream; the notebook's patience and its interrupt end it
         self._future.exception()  # waits; an interrupt leaves the future for the next time
         future, self._future = self._future, None
+        # waits: the user's stream; the notebook's patience and its interrupt end it
         return future.result()
 
     def _draw(self) -> list[list[Any]]:

@@ -216,8 +216,10 @@ class Ahead:
         """See :class:`Loader`."""
         pieces, (begun, self._next) = plan(step), (self._next, None)
         if begun is not None and begun[0] == step and same(begun[1], pieces):
+            # waits: the user's Dataset; the notebook's patience and its interrupt end it
             batches = begun[2].result()
         else:
+            # waits: the user's Dataset; the notebook's patience and its interrupt end it
             batches = self._thread.submit(self._direct.take, step, pieces).result()  # sources are used by one thread
         following = plan(step + 1)
         self._next = step + 1, following, self._thread.submit(self._direct.take, step + 1, following)
@@ -226,6 +228,7 @@ class Ahead:
     def close(self) -> None:
         """End the thread once it has taken what it is at."""
         self._next = None
+        # waits: a read of the user's files, as in `load`
         self._thread.shutdown(cancel_futures=True)
 
 
@@ -268,6 +271,7 @@ class Workers:
         self._rank, self._unit, self._schedule = rank, unit, _Schedule(steps)
         self._iterator: Any = None
         fork = "fork" if sys.platform.startswith("linux") else None
+        # waits: the user's Dataset, as in `load`; torch checks every 5 s that its workers live
         self._loader: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(
             _Batches(source, seed, rank),
             batch_size=None,  # the schedule yields whole batches

@@ -81,6 +81,7 @@ class Links:
 def links(seat: Seat, dtype: str) -> Links:
     """Measure speed and links. A collective."""
     kind = getattr(torch, dtype)
+    # waits: a collective, limited by the process group's timeout
     seat.group.barrier()
     rate, product = _matrix_rate(seat, kind)
     if seat.group.world_size == 1:
@@ -188,16 +189,20 @@ def _overlap(seat: Seat, product: Callable[[], Any], nbytes: int) -> float:
     tensor = torch.zeros(nbytes // 4, device=seat.device)
     found = []
     for _ in range(5):
+        # waits: a collective, limited by the process group's timeout
         seat.group.barrier()
         alone = _all_reduce_s(seat, tensor)
         times = max(1, round(alone / _timed(seat, product)))
+        # waits: a collective, limited by the process group's timeout
         seat.group.barrier()
         computing = _timed(seat, functools.partial(_repeated, product, times))
+        # waits: a collective, limited by the process group's timeout
         seat.group.barrier()
         begun = time.perf_counter()
         work = dist.all_reduce(tensor, async_op=True)
         assert work is not None
         _repeated(product, times)
+        # waits: a collective, limited by the process group's timeout
         work.wait()
         _settle(seat)
         both = time.perf_counter() - begun
@@ -228,6 +233,7 @@ class Sizes:
 
 def sizes(seat: Seat, program: bytes, model: str | None) -> Sizes:
     """What a model takes whatever the batch. `program` has (hollow model or None, objective, optimiser's factory)."""
+    # unpickles: sent by the notebook in a call
     hollow, _, factory = wire.loads(program)
     network = hollow if model is None else seat.models[model]
     (state, update), why = _tried(lambda: dry_run.update_bytes(network, factory, seat.device), (None, 0))
@@ -246,6 +252,7 @@ def peaks(
     seat: Seat, program: bytes, model: str | None, data: str, rows: tuple[int, ...], precision: str | None = None
 ) -> tuple[list[Peaks], str]:
     """What forward and backward hold on so many rows, without numbers; none and the reason where that fails."""
+    # unpickles: sent by the notebook in a call
     hollow, objective, _ = wire.loads(program)
     network = hollow if model is None else seat.models[model]
     source = seat.data[data][0]
@@ -264,6 +271,7 @@ def layers(
 
     None, and the reason, where that can't be told. By this rank alone.
     """
+    # unpickles: sent by the notebook in a call
     hollow, objective, _ = wire.loads(program)
     network = hollow if model is None else seat.models[model]
     source = seat.data[data][0]
@@ -320,8 +328,10 @@ def times(
 
     `ledger` says whether to count what they allocate.
     """
+    # unpickles: sent by the notebook in a call
     _, objective, factory = wire.loads(program)
     start = functools.partial(Rehearsal, seat, seat.models[model], objective, factory, seat.data[data][0], precision)
+    # waits: a collective, limited by the process group's timeout
     seat.group.barrier()
     try:
         with torch.random.fork_rng(devices=[] if seat.device.type == "cpu" else [seat.device]):

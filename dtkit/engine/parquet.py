@@ -92,6 +92,7 @@ class ParquetSource:
             )
         self._budget = cache_bytes
         self._kept: collections.OrderedDict[int, tuple[torch.Tensor, ...]] = collections.OrderedDict()
+        # locks: for a few assignments
         self._lock = threading.Lock()
         self.groups_read: collections.Counter[int] = collections.Counter()
         largest = max(sizes, default=0) * self._row_bytes()

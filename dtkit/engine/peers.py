@@ -90,6 +90,7 @@ def _taken(job: Job, kept: list[Copies], spare: int | None) -> str | None:
     _exchange(group, (mine, target), (theirs, source), max(sizes))
     found = Copies(job.step, {group.rank: mine, source: theirs})
     kept.append(found)
+    # waits: a collective, limited by the process group's timeout
     group.barrier()
     kept[:] = [found]
     return None

@@ -20,11 +20,13 @@ if TYPE_CHECKING:
 
     from dtkit.records import Request
 
+# locks: for one call; calls never overlap anyway
 _lock = threading.Lock()
 
 
 def handle(message: bytes, publish: Callable[[int, list[Any]], None] | None) -> bytes:
     """Serve one request. The boundary that reports: whatever is raised here becomes a Failure."""
+    # unpickles: sent by the notebook; engines run what it sends
     request: Request = pickle.loads(message)
     session = of_this_engine()
     with _lock, session.watchdog.serving(request), session.interrupts.taken():
@@ -33,6 +35,7 @@ def handle(message: bytes, publish: Callable[[int, list[Any]], None] | None) -> 
             value = session.serve(request, publish)
             session.interrupts.over = True
             reply = Reply(value)
+        # broad: the error becomes a Failure in the engine's reply
         except BaseException as error:  # noqa: BLE001 - reported to the notebook with its traceback
             session.interrupts.over = True
             reply = Reply(session.partial(request), session.failure(error, request))

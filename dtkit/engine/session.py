@@ -218,6 +218,7 @@ class Session:
         assert self.group is not None
         times = []
         for _ in range(rounds):
+            # waits: a collective, limited by the process group's timeout
             self.group.barrier()
             times.append(time.perf_counter())
         return times
@@ -404,6 +405,7 @@ class Session:
 
         assert self.group is not None
         assert self.device is not None
+        # unpickles: sent by the notebook in a call
         what, kept = wire.loads(program), self._models[model]
         what.strategy.load()
         self._gauges[job] = Gauge(self.device, None if isinstance(kept, Shipment) else kept)
@@ -589,6 +591,7 @@ class Session:
 
         assert self.group is not None
         found = self._job(job, step)
+        # unpickles: sent by the notebook in a call
         metrics = wire.loads(program)
         source, shards = self._data[data]
         parts = shards.for_replicas(found.setting.mesh.replicas)

@@ -58,6 +58,7 @@ class Connections:
 
     def __init__(self) -> None:
         self._held: dict[int, tuple[socket.socket, int]] = {}  # by inode: (duplicate, gloo's descriptor)
+        # locks: while a group's sockets are shut, for a quarter of a second at most
         self._lock = threading.Lock()  # nothing is closed while it is being shut down: its number would be another's
 
     def add(self, before: set[int], ports: set[int]) -> None:

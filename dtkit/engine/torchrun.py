@@ -20,8 +20,10 @@ def open_store(world_size: int) -> tuple[Any, int]:
     """A TCPStore on loopback only, for as long as it is held; and its port."""
     import torch.distributed as dist
 
+    # port: bound to loopback for as long as the script runs
     listener = socket.create_server(("127.0.0.1", 0))
     port = int(listener.getsockname()[1])
+    # port: bound to loopback for as long as the script runs
     store = dist.TCPStore(  # type: ignore[attr-defined]  # torch exports it by name only
         "127.0.0.1",
         port,

@@ -54,6 +54,7 @@ class Waiter:
 
 
 def _serve(orders: queue.SimpleQueue[_Order | None]) -> None:
+    # waits: a daemon thread; nobody waits for it
     while (order := orders.get()) is not None:
         works, limit, answer = order
         answer.put(_awaited(works, limit))

@@ -80,6 +80,7 @@ class Watchdog:
     def __init__(self, jobs: Mapping[str, Job]) -> None:
         self._jobs = jobs
         self._spec: GroupSpec | None = None
+        # locks: while a status file of some kB is written
         self._lock = threading.Lock()  # who holds it may write; after `leave` nobody does
         self._thread: threading.Thread | None = None
         self._never = threading.Event()

@@ -171,6 +171,7 @@ def sizes(model: nn.Module, inputs: Sequence[Any]) -> tuple[Costs, tuple[int, ..
     around = {id(t): t.numel() for t in outside(model) if isinstance(t, nn.Parameter)}
     nothing: tuple[set[int], tuple[int, ...]] = set(), ()
     # a model that does not run on fake tensors can't be traced either: that is told when it is cut
+    # silent: the tracing that follows fails with the same error
     late, outputs = attempt(lambda: _passed(model, inputs), lambda _: nothing)
     after = sum(count for key, count in around.items() if key in late)
     layers = tuple(float(numbers(layer)) for _, layer in chain(model))

@@ -123,6 +123,7 @@ class Replica(Worker):
     def _divide(self, total: torch.futures.Future[list[torch.Tensor]] | None) -> None:
         """Gradients of a sum, made into those of the weighted mean."""
         if total is not None:
+            # waits: a collective, limited by the process group's timeout
             gradients.scale(self._gradients(), gradients.per_weight(total.wait()[0]))
 
     def _gradients(self) -> list[torch.Tensor]:
@@ -195,6 +196,7 @@ class Replica(Worker):
         self._sum_gradients(local)
         self._divide(total)
         if microscope is not None:
+            # waits: a collective, limited by the process group's timeout
             divisor = 1.0 if total is None else float(total.wait()[0])
             self._show(microscope, tally, counts, local, divisor)
         finite, norm = self._update()

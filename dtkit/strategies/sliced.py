@@ -259,6 +259,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     """What lies here of a tensor, without copying; the tensor itself where it is no DTensor."""
     with torch.no_grad():
         found = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        # waits: a collective, limited by the process group's timeout
         return found.wait() if isinstance(found, AsyncCollectiveTensor) else found
 
 

@@ -33,6 +33,7 @@ class Slow(nn.Module):
         self.layer = nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # sleeps: a declared cost of a stage, large next to a busy machine's noise
         time.sleep(PIECE_S)
         return _SlowBackward.apply(self.layer(x))
 
@@ -44,6 +45,7 @@ class _SlowBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(_ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        # sleeps: a declared cost, as in `forward`
         time.sleep(PIECE_S)
         return gradient
 

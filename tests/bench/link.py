@@ -99,6 +99,7 @@ def _namespace() -> Iterator[int]:
             while _namespace_of(holder.pid) in (own, None):
                 if holder.poll() is not None or time.monotonic() > limit:
                     raise NoLinkError("unshare made no network namespace (a container without the right to?)")
+                # sleeps: polls every 10 ms, for at most 10 s, until a process has left the namespace
                 time.sleep(0.01)
             yield holder.pid
         finally:

@@ -55,6 +55,7 @@ def test_the_others_wait_for_a_slowed_rank(cluster2):
 
 def costly(model: nn.Module, batch: Any) -> torch.Tensor:
     """A step of a declared cost."""
+    # sleeps: a declared cost, since a loaded machine guarantees no other
     time.sleep(0.01)
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 

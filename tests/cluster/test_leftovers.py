@@ -157,6 +157,7 @@ def hold_the_interpreter(sign: str) -> None:
     """Keep the GIL for ever: no thread of this process runs any more, and no signal handler of Python's."""
     if dist.get_rank() == 0:
         Path(sign).touch()
+        # sleeps: under test: an engine that holds the GIL forever
         ctypes.PyDLL(None).sleep(1000)
 
 

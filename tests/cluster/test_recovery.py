@@ -479,6 +479,7 @@ def test_an_interrupt_pauses_between_two_steps(cluster: dtkit.Cluster, undisturb
 
 def sleep_for_long() -> None:
     """What an interrupt ends."""
+    # sleeps: under test: a rank that sleeps during a step
     time.sleep(600)
 
 

@@ -33,12 +33,14 @@ UNEVEN = 0.08
 
 def costly(model: nn.Module, batch: Any) -> torch.Tensor:
     """A step of a declared cost, before what ranks compute together."""
+    # sleeps: a declared cost
     time.sleep(COST)
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
 def uneven(model: nn.Module, batch: Any) -> torch.Tensor:
     """A step that costs rank 0 more."""
+    # sleeps: a declared cost that differs between ranks
     time.sleep(UNEVEN if dist.get_rank() == 0 else 0.0)
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 

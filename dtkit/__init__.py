@@ -10,12 +10,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dtkit.callbacks import EarlyStopping
-    from dtkit.checkpoint import Checkpoint, checkpoints
-    from dtkit.cluster import Cluster
+    from dtkit.checkpoint.checkpoint import Checkpoint, checkpoints
+    from dtkit.cluster.attach import attach
+    from dtkit.cluster.cluster import Cluster
     from dtkit.dashboard.compare import compare
     from dtkit.dashboard.custom import panel
-    from dtkit.engine.channel import log
+    from dtkit.data.partition import Partition
+    from dtkit.engine.observe.call_output import log
     from dtkit.errors import (
         CannotSend,
         CheckpointError,
@@ -28,58 +29,57 @@ if TYPE_CHECKING:
         RunError,
         VersionMismatch,
     )
-    from dtkit.explanation import StepExplanation
-    from dtkit.history import History
-    from dtkit.partition import Partition
-    from dtkit.records import Consistency, NodeInfo, RunSpec, State, Status, StepRecord
-    from dtkit.run import Run
-    from dtkit.schedule import Schedule
+    from dtkit.explain.data_parallel import StepExplanation
+    from dtkit.history.history import History
+    from dtkit.schedules.schedule import Schedule
     from dtkit.strategies.averaging import OuterSGD, ParameterAveraging
     from dtkit.strategies.data_parallel import DataParallel
     from dtkit.strategies.naive import NaiveDataParallel
-    from dtkit.strategies.pipeline import Pipeline
+    from dtkit.strategies.pipeline.pipeline import Pipeline
     from dtkit.strategies.sharded import Sharded
-    from dtkit.strategies.tensor import TensorParallel
-    from dtkit.takeover import attach
+    from dtkit.strategies.tensor.tensor_parallel import TensorParallel
+    from dtkit.training.callbacks import EarlyStopping
+    from dtkit.training.run import Run
+    from dtkit.types import Consistency, NodeInfo, RunSpec, State, Status, StepRecord
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "CannotSend": "errors",
-    "Checkpoint": "checkpoint",
+    "Checkpoint": "checkpoint.checkpoint",
     "CheckpointError": "errors",
-    "Cluster": "cluster",
+    "Cluster": "cluster.cluster",
     "ClusterClosed": "errors",
     "ClusterError": "errors",
-    "Consistency": "records",
+    "Consistency": "types",
     "DataParallel": "strategies.data_parallel",
     "DtkitError": "errors",
-    "EarlyStopping": "callbacks",
+    "EarlyStopping": "training.callbacks",
     "EngineError": "errors",
-    "History": "history",
+    "History": "history.history",
     "NaiveDataParallel": "strategies.naive",
-    "NodeInfo": "records",
+    "NodeInfo": "types",
     "NonFiniteError": "errors",
     "OuterSGD": "strategies.averaging",
     "ParameterAveraging": "strategies.averaging",
-    "Partition": "partition",
-    "Pipeline": "strategies.pipeline",
+    "Partition": "data.partition",
+    "Pipeline": "strategies.pipeline.pipeline",
     "Refused": "errors",
-    "Run": "run",
+    "Run": "training.run",
     "RunError": "errors",
-    "RunSpec": "records",
-    "Schedule": "schedule",
+    "RunSpec": "types",
+    "Schedule": "schedules.schedule",
     "Sharded": "strategies.sharded",
-    "State": "records",
-    "Status": "records",
-    "StepExplanation": "explanation",
-    "StepRecord": "records",
-    "TensorParallel": "strategies.tensor",
+    "State": "types",
+    "Status": "types",
+    "StepExplanation": "explain.data_parallel",
+    "StepRecord": "types",
+    "TensorParallel": "strategies.tensor.tensor_parallel",
     "VersionMismatch": "errors",
-    "attach": "takeover",
-    "checkpoints": "checkpoint",
+    "attach": "cluster.attach",
+    "checkpoints": "checkpoint.checkpoint",
     "compare": "dashboard.compare",
-    "log": "engine.channel",
+    "log": "engine.observe.call_output",
     "panel": "dashboard.custom",
 }
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dtkit.records import Failure
+    from dtkit.types import Failure
 
 
 class DtkitError(Exception):
@@ -70,7 +70,7 @@ def telling(failures: Sequence[Failure]) -> Sequence[Failure]:
 class EngineError(DtkitError):
     """A call failed on one or more ranks.
 
-    ``failures`` holds the ranks' :class:`~dtkit.records.Failure`, causes before victims, then by rank; one that is
+    ``failures`` holds the ranks' :class:`~dtkit.types.Failure`, causes before victims, then by rank; one that is
     stuck may be so since another's engine is gone. Ranks that only lost their peer are folded into one line of the
     message.
     """

@@ -1,7 +1,7 @@
 """A public double of the engine processes, so that what stands above them can be tested without any.
 
-It stands where ipyparallel stands: at the :class:`~dtkit.transport.Transport`. One thread per rank serves requests in
-order, as an engine does, and refuses what a real one refuses; what a rank computes is made up.
+It stands where ipyparallel stands: at the :class:`~dtkit.rpc.transport.Transport`. One thread per rank serves requests
+in order, as an engine does, and refuses what a real one refuses; what a rank computes is made up.
 
     engines = FakeTransport(2)
     cluster = dtkit.Cluster.over(engines, device="cpu")
@@ -25,20 +25,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dtkit import wire
-from dtkit.boundary import contain
-from dtkit.engine.probe import hello
+from dtkit._util.guard import contain
+from dtkit.engine.node_info import hello
 from dtkit.errors import Refused
-from dtkit.history import ROW
-from dtkit.plan import Times
-from dtkit.records import Advance, Failure, Reply, Request
-from dtkit.shipment import Shipment, ship
+from dtkit.history.history import ROW
+from dtkit.planning.cost_model import Times
+from dtkit.rpc import pickling
+from dtkit.rpc.payload import Shipment, ship
+from dtkit.types import Advance, Failure, Reply, Request
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from dtkit.records import JobPlan
-    from dtkit.shared import Owner
+    from dtkit.rpc.shared_memory import Owner
+    from dtkit.types import JobPlan
 
 HELD_S, PEER_S = 600.0, 5.0  # no wait is for ever: of a held call, and of one rank for another
 _LOST_PEER = "Connection closed by peer"
@@ -171,7 +171,7 @@ class FakeTransport:
     # -- the transport ----------------------------------------------------------------------------------------
 
     def send(self, rank: int, message: bytes, listen: Callable[[int, list[Any]], None] | None = None) -> Future[Reply]:
-        """See :class:`~dtkit.transport.Transport`."""
+        """See :class:`~dtkit.rpc.transport.Transport`."""
         future: Future[Reply] = Future()
         engine = self._ranks[rank]
         with self._gate:
@@ -189,26 +189,26 @@ class FakeTransport:
             self._cut(ranks)
 
     def check_reachable(self) -> None:
-        """See :class:`~dtkit.transport.Transport`."""
+        """See :class:`~dtkit.rpc.transport.Transport`."""
 
     def lost(self) -> list[int]:
-        """See :class:`~dtkit.transport.Transport`."""
+        """See :class:`~dtkit.rpc.transport.Transport`."""
         return [rank.number for rank in self._ranks if rank.lost]
 
     def kill(self, ranks: Sequence[int]) -> None:
-        """See :class:`~dtkit.transport.Transport`."""
+        """See :class:`~dtkit.rpc.transport.Transport`."""
         for rank in ranks:
             self.lose(rank)
 
     def replace(self, ranks: Sequence[int]) -> None:
-        """See :class:`~dtkit.transport.Transport`."""
+        """See :class:`~dtkit.rpc.transport.Transport`."""
         for rank in ranks:
             old, self._ranks[rank] = self._ranks[rank], _Rank(rank)
             old.inbox.put(None)
             self._start(self._ranks[rank])
 
     def drop(self, ranks: Sequence[int]) -> None:
-        """See :class:`~dtkit.transport.Transport`."""
+        """See :class:`~dtkit.rpc.transport.Transport`."""
         kept = [rank for rank in self._ranks if rank.number not in ranks]
         self.engine_ids = [self.engine_ids[rank.number] for rank in kept]
         for number, rank in enumerate(kept):
@@ -388,7 +388,7 @@ class FakeTransport:
         return rank.jobs[job].step, True, rank.lr
 
     def _rescue(self, rank: _Rank, *, job: str, **_: Any) -> Shipment:
-        return ship(wire.pack((rank.jobs[job].step, rank.lr)), rank.keeper)
+        return ship(pickling.pack((rank.jobs[job].step, rank.lr)), rank.keeper)
 
     def _revive(self, rank: _Rank, *, job: str, shipments: Sequence[Shipment], **order: Any) -> tuple[int, float]:
         self._build(rank, job=job, **order)
@@ -396,7 +396,7 @@ class FakeTransport:
         return rank.jobs[job].step, rank.lr
 
     def _hand_over(self, rank: _Rank, **_: Any) -> Shipment:
-        return ship(wire.pack((rank.models, rank.rows)), rank.keeper)
+        return ship(pickling.pack((rank.models, rank.rows)), rank.keeper)
 
     def _take_over(self, rank: _Rank, *, shipment: Shipment, **_: Any) -> None:
         rank.models, rank.rows = shipment.unload()
@@ -430,10 +430,10 @@ class FakeTransport:
 
     def _state(self, rank: _Rank, *, job: str, **_: Any) -> Shipment | None:
         state = dict(rank.models[rank.jobs[job].model].state_dict())  # as it was placed: nothing was trained
-        return ship(wire.pack(state), rank.keeper) if rank.number == 0 else None
+        return ship(pickling.pack(state), rank.keeper) if rank.number == 0 else None
 
     def _gradients(self, rank: _Rank, **_: Any) -> Shipment:
-        return ship(wire.pack({}), rank.keeper)
+        return ship(pickling.pack({}), rank.keeper)
 
     def _evaluate(self, _rank: _Rank, **_: Any) -> tuple[int, dict[str, tuple[float, float]]]:
         return 4, {"loss": (2.0, 4.0)}
@@ -442,25 +442,25 @@ class FakeTransport:
         """Made up, except for sizes: those are told from the model's shapes, as on an engine."""
         import torch
 
-        from dtkit.engine import measure, memory
+        from dtkit.engine import benchmark, memory
 
         args.pop("listen")
         if what == "room":
             return memory.Free(self.memory_free, 0, 0, None)
         if what == "links":
             others = range(rank.number + 1, len(self._ranks))
-            return measure.Links(50e9, [(8, 1e-4), (2**20, 1e-3)], dict.fromkeys(others, (5e-5, 1e9)), 0.5)
+            return benchmark.Links(50e9, [(8, 1e-4), (2**20, 1e-3)], dict.fromkeys(others, (5e-5, 1e9)), 0.5)
         if what == "times":
             return Times([(1, 0.001, 0.002), (args["rows"], 0.001 * args["rows"], 0.002 * args["rows"])], 0.001)
-        seat: Any = measure.Seat(None, torch.device("cpu"), rank.models, {})  # type: ignore[arg-type]  # no collective
+        seat: Any = benchmark.Seat(None, torch.device("cpu"), rank.models, {})  # type: ignore[arg-type]  # no collective
         nothing: Any = None if what == "layers" else []
-        return measure.serve(seat, what, **args) if what == "sizes" else (nothing, "a double has no data")
+        return benchmark.serve(seat, what, **args) if what == "sizes" else (nothing, "a double has no data")
 
     def _call(self, rank: _Rank, *, shipment: Shipment, listen: Any, port: int | None = None, **_: Any) -> Any:
         fn, args, kwargs = shipment.unload()
         rank.broken = port is not None  # a script's own group takes ours' place, until it is formed anew
         items = self._say(rank, listen)
-        return ship(wire.pack(fn(*args, **kwargs), name="the function's result"), rank.keeper), items
+        return ship(pickling.pack(fn(*args, **kwargs), name="the function's result"), rank.keeper), items
 
     def _open_store(self, _rank: _Rank, **_: Any) -> int:
         return 1

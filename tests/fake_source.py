@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import numpy as np
 
 from dtkit.dashboard.fates import follow
-from dtkit.finding import Finding
-from dtkit.history import ROW, History
-from dtkit.records import Event, NodeInfo, RunSpec, State, Status
-from dtkit.timeline import SPAN, Timeline
+from dtkit.health.stall_report import Finding
+from dtkit.history.history import ROW, History
+from dtkit.history.timeline import SPAN, Timeline
+from dtkit.types import Event, NodeInfo, RunSpec, State, Status
 
 
 class FakeSource:

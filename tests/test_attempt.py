@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from dtkit.engine import probe
-from dtkit.engine.phases import Phases
+from dtkit.engine import node_info
+from dtkit.engine.observe.phase_timer import Phases
 from dtkit.strategies import averaging
 from dtkit.strategies.averaging import ParameterAveraging
 from dtkit.strategies.base import Setting
-from dtkit.strategies.objective import Objective
+from dtkit.strategies.loss import Objective
 from tests.test_trainer import CPU, data, job, net, sgd
 
 
@@ -98,7 +98,7 @@ def test_a_step_whose_averaging_fails_counts_with_its_loss(monkeypatch: pytest.M
         raise RuntimeError("the others are gone")
 
     monkeypatch.setattr(averaging._Local, "_average", fail)
-    setting = Setting(None, CPU, Phases(probe.clock(CPU)), [0])
+    setting = Setting(None, CPU, Phases(node_info.clock(CPU)), [0])
     worker = ParameterAveraging(every=2).setup(net(), Objective(F.cross_entropy, None), sgd, setting)
     batch = data(4)
     first = worker.step([(4, batch)], [4])

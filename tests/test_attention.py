@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F
 
-from dtkit.strategies.attention import Fused, Heads, HeadsHere, fused
-from dtkit.strategies.attention_trial import objection
-from dtkit.strategies.sliced import skeleton, take_slices
+from dtkit.strategies.dtensor_worker import skeleton, take_slices
+from dtkit.strategies.tensor.attention import Fused, Heads, HeadsHere, fused
+from dtkit.strategies.tensor.attention_check import objection
 from tests.cluster.nets import HEADS, WIDTH, Attention, Block
 
 if TYPE_CHECKING:

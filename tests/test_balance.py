@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from dtkit.balance import STEPS, Balancer
-from dtkit.consistency import ALONE_S, LEAST_S, SHARE, Watch
-from dtkit.history import ROW
-from dtkit.partition import proportional
-from dtkit.records import Consistency
-from dtkit.strategies.replica import bits
+from dtkit.data.partition import proportional
+from dtkit.history.history import ROW
+from dtkit.strategies.replicated import bits
+from dtkit.training.load_balancing import STEPS, Balancer
+from dtkit.training.replica_check import ALONE_S, LEAST_S, SHARE, Watch
+from dtkit.types import Consistency
 
 
 def rows(samples, seconds, steps=STEPS):

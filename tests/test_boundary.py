@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from dtkit.boundary import attempt, contain, itself, notify
+from dtkit._util.guard import attempt, contain, itself, notify
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

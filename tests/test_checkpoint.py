@@ -24,14 +24,15 @@ import torch
 from safetensors.torch import load_file
 
 import dtkit
-from dtkit import checkpoint, plain
-from dtkit.engine import randomness, tensor_file, writing
-from dtkit.engine.state import Captured, MemoryReader, Slab, share_out
-from dtkit.engine.tensor_file import FileReader
-from dtkit.history import History
-from dtkit.pieces import Piece, join
-from dtkit.records import RunSpec
-from dtkit.saving import Save, Saver, Saves
+from dtkit.checkpoint import checkpoint, json_values
+from dtkit.checkpoint.manager import Save, Saver, Saves
+from dtkit.engine import rng
+from dtkit.engine.state import safetensors_file, writer
+from dtkit.engine.state.capture import Captured, MemoryReader, Slab, share_out
+from dtkit.engine.state.safetensors_file import FileReader
+from dtkit.history.history import History
+from dtkit.training.state_dict import Piece, join
+from dtkit.types import RunSpec
 from tests.cluster.small import net
 
 SPEC = RunSpec("Net", "DataParallel()", 2, 64, 16, 20, 4, "global", 0, "loss", "SGD")
@@ -53,31 +54,31 @@ SPEC = RunSpec("Net", "DataParallel()", 2, 64, 16, 20, 4, "global", 0, "loss", "
     ids=repr,
 )
 def test_plain_values_come_back_as_they_were(value: Any):
-    found = plain.decode(json.loads(json.dumps(plain.encode(value, "it"), allow_nan=False)))
+    found = json_values.decode(json.loads(json.dumps(json_values.encode(value, "it"), allow_nan=False)))
     assert found == value
     assert type(found) is type(value)
 
 
 def test_what_is_no_data_is_refused_by_name():
-    with pytest.raises(plain.Unsavable, match=r"the scheduler\['fn'\] is a builtin_function_or_method"):
-        plain.encode({"fn": len}, "the scheduler")
+    with pytest.raises(json_values.Unsavable, match=r"the scheduler\['fn'\] is a builtin_function_or_method"):
+        json_values.encode({"fn": len}, "the scheduler")
 
 
 def test_random_states_come_back():
-    state = json.loads(json.dumps(plain.encode(randomness.shared(), "it")))
+    state = json.loads(json.dumps(json_values.encode(rng.shared(), "it")))
     wanted = random.random(), float(np.random.random())  # noqa: NPY002 - whose state is shared
-    randomness.set_shared(plain.decode(state))
+    rng.set_shared(json_values.decode(state))
     assert (random.random(), float(np.random.random())) == wanted  # noqa: NPY002 - as above
-    assert randomness.fresh_seed(0, 1, 2) != randomness.fresh_seed(0, 1, 3)
+    assert rng.fresh_seed(0, 1, 2) != rng.fresh_seed(0, 1, 3)
 
 
 # -- tensors -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", tensor_file.DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", safetensors_file.DTYPES, ids=str)
 def test_files_are_safetensors(tmp_path: Path, dtype: torch.dtype):
     tensors = {"a": torch.arange(6).reshape(2, 3).to(dtype), "b": torch.tensor(1).to(dtype), "c": torch.zeros(0, 2)}
-    written = tensor_file.write(tmp_path / "x.safetensors", tensors)
+    written = safetensors_file.write(tmp_path / "x.safetensors", tensors)
     assert written == {
         "bytes": (tmp_path / "x.safetensors").stat().st_size,
         "digest": checkpoint.digest_of(tmp_path / "x.safetensors"),
@@ -92,7 +93,7 @@ def test_a_part_is_put_together_from_pieces_that_were_cut_otherwise(tmp_path: Pa
     whole = torch.arange(35.0).reshape(5, 7)
     parts = [Slab(part.contiguous(), (5, 7), (0, k)) for part, k in ((whole[:, :3], 0), (whole[:, 3:], 3))]
     for rank, slab in enumerate(parts):
-        tensor_file.write(tmp_path / checkpoint.rank_file(rank), {"w": slab.tensor})
+        safetensors_file.write(tmp_path / checkpoint.rank_file(rank), {"w": slab.tensor})
     pieces = [[rank, list(slab.offset), list(slab.tensor.shape)] for rank, slab in enumerate(parts)]
     index = {"w": {"dtype": "F32", "shape": [5, 7], "pieces": pieces}}
     files = [checkpoint.rank_file(rank) for rank in range(2)]
@@ -112,7 +113,7 @@ def test_what_is_several_in_one_is_put_together_from_parts_of_each(tmp_path: Pat
     reports = []
     for rank, slab in enumerate(slabs):
         facts = {"layout": {}, "values": {}, "optimizers": {}, "aliases": {}, "extra": {}, "own": {}}
-        reports.append(writing._report(tmp_path / checkpoint.rank_file(rank), Captured({"w": slab}, facts)))
+        reports.append(writer._report(tmp_path / checkpoint.rank_file(rank), Captured({"w": slab}, facts)))
     index, files = checkpoint.index_of(json.loads(json.dumps(reports))), [checkpoint.rank_file(r) for r in range(2)]
     assert checkpoint._covered(index["w"], 2)
     assert not checkpoint._covered({**index["w"], "pieces": index["w"]["pieces"][1:]}, 2)
@@ -171,8 +172,8 @@ def write_with(made: Saver, step: int) -> Save:
     assert save is not None
     assert save.folder is not None
     for rank in range(2):
-        assert writing._reserve(save.folder, rank) is None
-        writing._write(save.folder, rank, captured(rank))
+        assert writer._reserve(save.folder, rank) is None
+        writer._write(save.folder, rank, captured(rank))
     made.landed(save, step, [{"error": None, "seconds": 0.0, "torch": "2"}] * 2)
     return save
 
@@ -310,13 +311,14 @@ def test_newer_formats_holes_and_other_models_are_refused(whole: Path):
 
 def test_nothing_in_a_checkpoint_is_unpickled(root: Path):
     """What reads checkpoints imports nothing that can, and calls no torch.load."""
-    files = ["checkpoint.py", "resuming.py", "saving.py", "plain.py", "engine/state.py", "engine/tensor_file.py"]
-    for name in [*files, "engine/writing.py", "engine/randomness.py"]:
+    files = ["checkpoint/checkpoint.py", "checkpoint/manager.py", "checkpoint/json_values.py", "training/resume.py"]
+    engine = ["state/capture.py", "state/safetensors_file.py", "state/writer.py", "rng.py"]
+    for name in [*files, *(f"engine/{name}" for name in engine)]:
         tree = ast.parse((root / "dtkit" / name).read_text())
         modules = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
         modules |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
         calls = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
-        assert not modules & {"pickle", "cloudpickle", "dill", "shelve", "marshal", "dtkit.wire"}, name
+        assert not modules & {"pickle", "cloudpickle", "dill", "shelve", "marshal", "dtkit.rpc.pickling"}, name
         assert not calls & {"torch.load", "torch.save", "eval", "exec", "np.load", "numpy.load"}, name
 
 
@@ -452,7 +454,7 @@ def test_a_disk_without_room_is_an_error_of_the_save_alone(
         raise OSError(code, os.strerror(code))
 
     history = History()
-    monkeypatch.setattr(tensor_file, "write", full)
+    monkeypatch.setattr(safetensors_file, "write", full)
     with pytest.raises(dtkit.CheckpointError, match=f"rank 0 on .*{os.strerror(code)}"):
         write_one(tmp_path, 6, history=history).done.result(20)
     assert [event.kind for event in history.events] == ["error"]
@@ -463,8 +465,8 @@ def test_a_disk_without_room_is_an_error_of_the_save_alone(
 def test_a_real_full_disk(tmp_path: Path):
     """/dev/full takes nothing."""
     (tmp_path / "rank-000.safetensors").symlink_to("/dev/full")
-    assert writing._reserve(tmp_path, 0) is None
-    writing._write(tmp_path, 0, captured(0))
+    assert writer._reserve(tmp_path, 0) is None
+    writer._write(tmp_path, 0, captured(0))
     report = json.loads((tmp_path / "report-000.json").read_text())
     assert "No space left on device" in report["error"]
 

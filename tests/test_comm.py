@@ -6,7 +6,7 @@ import threading
 import weakref
 from typing import Any
 
-from dtkit.engine.comm import keep_until
+from dtkit.engine.comm.process_group import keep_until
 
 
 class Work:

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from dtkit.engine.explain import Microscope, digest
+from dtkit.engine.observe.step_probe import Microscope, digest
 from dtkit.engine.session import checksum
-from dtkit.explanation import StepExplanation
+from dtkit.explain.data_parallel import StepExplanation
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -135,8 +135,8 @@ def test_every_number_is_what_one_process_finds(counts):
 
 def in_group(rank: int, store: str, counts: tuple[int, ...]) -> dict[str, Any]:
     """One rank of a real group; the all-reduce is in place, on the very tensors that the microscope was shown."""
-    from dtkit.engine.comm import Group, loopback
-    from dtkit.records import GroupSpec
+    from dtkit.engine.comm.process_group import Group, loopback
+    from dtkit.types import GroupSpec
 
     torch.set_num_threads(1)
     group = Group(GroupSpec(rank, len(counts), 0, "gloo", "cpu", store, loopback(), 1, 60.0))

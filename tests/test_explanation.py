@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dtkit.dashboard import figures, step_text
-from dtkit.explanation import StepExplanation, largest
+from dtkit.explain.data_parallel import StepExplanation, largest
 
 RANKS = [  # rank, rows, loss
     (0, [3, 18, 0], 1.0),
@@ -372,7 +372,7 @@ def test_reading_needs_neither_torch_nor_matplotlib_and_drawing_no_pyplot():
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
     code = (
-        "import sys, dtkit.explanation, dtkit.dashboard.step_text\n"
+        "import sys, dtkit.explain.data_parallel, dtkit.dashboard.step_text\n"
         "assert not {'torch', 'matplotlib'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

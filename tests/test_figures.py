@@ -5,10 +5,10 @@ import itertools
 import numpy as np
 import pytest
 
-from dtkit import units
+from dtkit._util import formatting
 from dtkit.dashboard import axes, figures
 from dtkit.dashboard.timing import PHASES, timing
-from dtkit.records import Consistency, Evaluation, State
+from dtkit.types import Consistency, Evaluation, State
 from tests.fake_source import FakeSource
 
 
@@ -145,7 +145,7 @@ def test_the_gradients_norm_and_the_learning_rate_are_shown_where_they_say_somet
     source = FakeSource()
     source.advance(30)
     figure = figures.run_figure(source)
-    assert lines(panel(figure, "Gradient norm")) == [units.loss(source.history.totals()["grad_norm"][-1])]
+    assert lines(panel(figure, "Gradient norm")) == [formatting.loss(source.history.totals()["grad_norm"][-1])]
     source.lr = 0.01
     source.advance(30)
     assert lines(panel(figures.run_figure(source), "Learning rate")) == ["0.01"]

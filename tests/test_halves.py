@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from dtkit.strategies.halves import separable
+from dtkit.strategies.pipeline.split_backward import separable
 from tests.cluster import nets
 from tests.cluster.test_borders import Adapted, Around, Queries, Tied
 

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from dtkit.engine.interrupts import Interrupts
+from dtkit.engine.comm.sigint import Interrupts
 
 
 def interrupt() -> None:

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from dtkit.learning_rate import LearningRate
+from dtkit.training.learning_rate import LearningRate
 
 
 def asked(rate: LearningRate, value: float) -> Future[int]:

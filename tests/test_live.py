@@ -23,8 +23,8 @@ from dtkit.dashboard.series import BUDGET, CHARTS, LOSS, Curves, sample
 from dtkit.dashboard.source import Source
 from dtkit.dashboard.throttle import Throttle
 from dtkit.dashboard.timing import PHASES, timing
-from dtkit.history import History
-from dtkit.records import Consistency, Evaluation, State, StepRecord
+from dtkit.history.history import History
+from dtkit.types import Consistency, Evaluation, State, StepRecord
 from tests.fake_source import FakeSource
 
 STATIC = Path(live.STATIC)

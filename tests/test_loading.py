@@ -15,14 +15,14 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from dtkit.engine.data import Shards, Stream
-from dtkit.engine.iterable import IterableStream, StreamSource, is_stream, takes_rank
-from dtkit.engine.loading import Ahead, Direct, Feeder, Loading, Workers, feed, feed_stream, held_out, loader_for
-from dtkit.engine.sources import ArraySource, DatasetSource, as_source, load
-from dtkit.frames import Columns
+from dtkit.data.columns import Columns
+from dtkit.data.partition import Partition
+from dtkit.engine.data.batches import Shards, Stream
+from dtkit.engine.data.iterable import IterableStream, StreamSource, is_stream, takes_rank
+from dtkit.engine.data.loader import Ahead, Direct, Feeder, Loading, Workers, feed, feed_stream, held_out, loader_for
+from dtkit.engine.data.sources import ArraySource, DatasetSource, as_source, load
 from dtkit.mesh import Mesh
-from dtkit.partition import Partition
-from dtkit.records import JobPlan
+from dtkit.types import JobPlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from dtkit.lookout import Limits, Lookout
-from dtkit.standing import Frame, Standing
-from dtkit.suspects import Seen, Verdict, judge, laggard
+from dtkit.health.detector import Limits, Lookout
+from dtkit.health.diagnosis import Seen, Verdict, judge, laggard
+from dtkit.health.status import Frame, Standing
 
 if TYPE_CHECKING:
     from collections.abc import Callable

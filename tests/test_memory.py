@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from dtkit.engine.memory import Gauge, bytes_of
-from dtkit.memory import Held, Memory, MemoryRow
-from dtkit.plan import Benchmark, Plan, PlanRow
+from dtkit.planning.cost_model import Benchmark, Plan, PlanRow
+from dtkit.planning.memory_report import Held, Memory, MemoryRow
 
 MB = 10**6
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from dtkit.nonfinite import nonfinite
-from dtkit.records import Advance, Astray
+from dtkit.training.nonfinite import nonfinite
+from dtkit.types import Advance, Astray
 
 NODES = [SimpleNamespace(rank=rank, host=f"host{rank}") for rank in range(4)]
 

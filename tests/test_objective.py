@@ -9,14 +9,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from dtkit.data.partition import Partition
 from dtkit.engine.checks import check_batch_norm, explain
-from dtkit.engine.data import Shards, Stream
-from dtkit.engine.sources import ArraySource
-from dtkit.partition import Partition
-from dtkit.records import JobPlan
+from dtkit.engine.data.batches import Shards, Stream
+from dtkit.engine.data.sources import ArraySource
 from dtkit.strategies.base import Program
 from dtkit.strategies.data_parallel import DataParallel
-from dtkit.strategies.objective import Objective
+from dtkit.strategies.loss import Objective
+from dtkit.types import JobPlan
 
 
 def batch(rows: int = 6) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dtkit.pace import DISPATCH_S, GROWTH, Pace
+from dtkit.training.dispatch import DISPATCH_S, GROWTH, Pace
 
 
 def settled(step_s: float, send_s: float = 0.0) -> Pace:

@@ -21,9 +21,9 @@ from dtkit.dashboard.series import LOSS, sample
 from dtkit.dashboard.spotlight import POINTS, Spotlight
 from dtkit.dashboard.strip import KINDS, SPANS, STRIPS, strip
 from dtkit.dashboard.timing import bars, timing
-from dtkit.records import Event, State
-from dtkit.schedule import Schedule
-from dtkit.timeline import SPAN, Timeline, spans_of
+from dtkit.history.timeline import SPAN, Timeline, spans_of
+from dtkit.schedules.schedule import Schedule
+from dtkit.types import Event, State
 from tests.fake_source import Drilled, FakeSource
 from tests.test_live import Timers
 

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtkit import partition
-from dtkit.partition import Partition, categorical, counts, cumulative, cut
+from dtkit.data import partition
+from dtkit.data.partition import Partition, categorical, counts, cumulative, cut
 
 sizes_of_shards = st.lists(st.integers(0, 40) | st.just(1), min_size=1, max_size=9).filter(any)
 huge_sizes = st.lists(st.integers(1, 10**7), min_size=1, max_size=90)
@@ -274,7 +274,7 @@ def test_a_label_cannot_inject_html() -> None:
 
 def test_importing_and_cutting_needs_neither_torch_nor_matplotlib() -> None:
     code = (
-        "import sys; from dtkit.partition import Partition; Partition(9, 2, seed=0, labels=[0] * 9)\n"
+        "import sys; from dtkit.data.partition import Partition; Partition(9, 2, seed=0, labels=[0] * 9)\n"
         "assert not {'torch', 'matplotlib'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
@@ -282,7 +282,7 @@ def test_importing_and_cutting_needs_neither_torch_nor_matplotlib() -> None:
 
 def test_the_figure_leaves_pyplot_alone() -> None:
     code = (
-        "import sys; from dtkit.partition import Partition; Partition(9, 2)._repr_png_()\n"
+        "import sys; from dtkit.data.partition import Partition; Partition(9, 2)._repr_png_()\n"
         "assert 'matplotlib.pyplot' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

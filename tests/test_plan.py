@@ -13,14 +13,27 @@ import torch
 from torch import nn
 
 import dtkit
-from dtkit import planning
 from dtkit.dashboard import plan_view
-from dtkit.engine import dry_run, limits, measure, memory
-from dtkit.plan import Benchmark, Cost, Facts, Line, Plan, PlanRow, Room, budgets, ring_bytes, rows_of, shortage
+from dtkit.engine import benchmark as measure
+from dtkit.engine import dry_run, memory, memory_limit
+from dtkit.planning import planner
+from dtkit.planning.cost_model import (
+    Benchmark,
+    Cost,
+    Facts,
+    Line,
+    Plan,
+    PlanRow,
+    Room,
+    budgets,
+    ring_bytes,
+    rows_of,
+    shortage,
+)
 from dtkit.strategies.averaging import OuterSGD, ParameterAveraging
+from dtkit.strategies.loss import Objective
 from dtkit.strategies.naive import NaiveDataParallel
-from dtkit.strategies.objective import Objective
-from dtkit.strategies.splitting import Costs, Layers
+from dtkit.strategies.pipeline.cut import Costs, Layers
 from dtkit.testing import FakeTransport
 
 if TYPE_CHECKING:
@@ -548,21 +561,21 @@ def test_what_an_earlier_job_holds_is_counted():
 
 def test_a_process_without_a_limit_has_none():
     assert resource.getrlimit(resource.RLIMIT_DATA)[0] == resource.RLIM_INFINITY
-    assert limits.data_left() is None
+    assert memory_limit.data_left() is None
 
 
 def test_what_a_limit_leaves(monkeypatch: pytest.MonkeyPatch):
-    used = limits._data_bytes()
-    monkeypatch.setattr(limits.resource, "getrlimit", lambda _: (used + 500 * MB, resource.RLIM_INFINITY))
-    assert 450 * MB < limits.data_left() < 500 * MB + limits._malloc_keeps() + 50 * MB
+    used = memory_limit._data_bytes()
+    monkeypatch.setattr(memory_limit.resource, "getrlimit", lambda _: (used + 500 * MB, resource.RLIM_INFINITY))
+    assert 450 * MB < memory_limit.data_left() < 500 * MB + memory_limit._malloc_keeps() + 50 * MB
 
 
 @pytest.fixture
-def limited(monkeypatch: pytest.MonkeyPatch) -> Iterator[limits.Allowance]:
+def limited(monkeypatch: pytest.MonkeyPatch) -> Iterator[memory_limit.Allowance]:
     """This process, with a limit far above what it takes."""
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    monkeypatch.setenv(limits.VARIABLE, str(20_000 * MB))
-    found = limits.Allowance()
+    monkeypatch.setenv(memory_limit.VARIABLE, str(20_000 * MB))
+    found = memory_limit.Allowance()
     found.begin(CPU)
     yield found
     resource.setrlimit(resource.RLIMIT_DATA, before)
@@ -572,37 +585,37 @@ def soft() -> int:
     return resource.getrlimit(resource.RLIMIT_DATA)[0]
 
 
-def test_a_limit_holds_in_users_work_and_not_while_groups_are_formed_amid_it(limited: limits.Allowance):
+def test_a_limit_holds_in_users_work_and_not_while_groups_are_formed_amid_it(limited: memory_limit.Allowance):
     most = soft()
     assert most != resource.RLIM_INFINITY
     with limited.waived():
         assert soft() == resource.RLIM_INFINITY
     with limited.kept():
-        with limits.lifted():
+        with memory_limit.lifted():
             assert soft() == resource.RLIM_INFINITY
         assert soft() == most
     assert soft() == most
 
 
 def test_an_answer_has_room_where_work_has_used_the_limit_up(
-    limited: limits.Allowance, monkeypatch: pytest.MonkeyPatch
+    limited: memory_limit.Allowance, monkeypatch: pytest.MonkeyPatch
 ):
     most = soft()
-    monkeypatch.setattr(limits, "_data_bytes", lambda: most + MB)  # threads' stacks took more than there was
+    monkeypatch.setattr(memory_limit, "_data_bytes", lambda: most + MB)  # threads' stacks took more than there was
     for doing in (limited.kept, limited.waived):
         with doing():
             pass
         assert soft() > most + 10 * MB
-    monkeypatch.setattr(limits, "_data_bytes", lambda: most // 2)
+    monkeypatch.setattr(memory_limit, "_data_bytes", lambda: most // 2)
     with limited.kept():
         assert soft() == most
     assert soft() == most
 
 
 def test_a_limit_of_the_users_own_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv(limits.VARIABLE, raising=False)
-    monkeypatch.setattr(limits.resource, "setrlimit", lambda *_: pytest.fail("it was changed"))
-    with limits.lifted(), limits.Allowance().kept():
+    monkeypatch.delenv(memory_limit.VARIABLE, raising=False)
+    monkeypatch.setattr(memory_limit.resource, "setrlimit", lambda *_: pytest.fail("it was changed"))
+    with memory_limit.lifted(), memory_limit.Allowance().kept():
         pass
 
 
@@ -688,7 +701,7 @@ def test_what_a_refusal_lists_adds_up(cluster: dtkit.Cluster, engines: FakeTrans
     strategy = dtkit.Pipeline(1, 4, replicas=2)
     refusal = r"it needs 355 kB .*\(parameters 88\.8 kB, gradients 88\.8 kB, optimiser state 178 kB\)"
     with pytest.raises(ValueError, match=refusal):  # the model as it was sent is mapped
-        planning.check_fits(cluster, perceptron(), adam, strategy)
+        planner.check_fits(cluster, perceptron(), adam, strategy)
 
 
 def test_what_slices_send_is_not_told_as_nothing(cluster: dtkit.Cluster):
@@ -741,29 +754,29 @@ NEEDED = 5 * BYTES + STEPS
 
 
 def test_what_surely_fits_costs_one_question(cluster: dtkit.Cluster, engines: FakeTransport):
-    planning.check_fits(cluster, perceptron(), adam, dtkit.DataParallel())
+    planner.check_fits(cluster, perceptron(), adam, dtkit.DataParallel())
     assert [args["what"] for _, op, args in engines.served if op == "measure"] == ["room"] * 2
 
 
 def test_a_training_is_refused_by_the_certain_part_alone(cluster: dtkit.Cluster, engines: FakeTransport):
     engines.memory_free = 2 * NEEDED  # both engines share it
-    planning.check_fits(cluster, perceptron(), adam, dtkit.DataParallel())
+    planner.check_fits(cluster, perceptron(), adam, dtkit.DataParallel())
     engines.memory_free = 2 * NEEDED - 4
     refusal = r"Sequential does not fit rank 0 with DataParallel\(\): it needs 444 kB .*the model as sent 88.8 kB, "
     with pytest.raises(
         ValueError, match=refusal + r".*optimiser state 178 kB\), and 444 kB are free.*These would fit: Sharded"
     ):
-        planning.check_fits(cluster, perceptron(), adam, dtkit.DataParallel())
-    planning.check_fits(cluster, perceptron(), sgd, dtkit.DataParallel())  # keeps nothing
-    planning.check_fits(cluster, perceptron(), adam, dtkit.DataParallel(find_unused_parameters=True))  # who knows
+        planner.check_fits(cluster, perceptron(), adam, dtkit.DataParallel())
+    planner.check_fits(cluster, perceptron(), sgd, dtkit.DataParallel())  # keeps nothing
+    planner.check_fits(cluster, perceptron(), adam, dtkit.DataParallel(find_unused_parameters=True))  # who knows
     copies = cluster.broadcast(perceptron())
-    planning.check_fits(cluster, copies, adam, dtkit.DataParallel())  # is there already
+    planner.check_fits(cluster, copies, adam, dtkit.DataParallel())  # is there already
 
 
 def test_a_refusal_names_what_would_fit(cluster: dtkit.Cluster, engines: FakeTransport):
     engines.memory_free = 2 * NEEDED + 2 * BYTES
     with pytest.raises(ValueError, match=r"These would fit: DataParallel\(\), ParameterAveraging"):
-        planning.check_fits(cluster, perceptron(), adam, ParameterAveraging(outer=OuterSGD(lr=0.5)))
+        planner.check_fits(cluster, perceptron(), adam, ParameterAveraging(outer=OuterSGD(lr=0.5)))
 
 
 def test_an_optimiser_that_cannot_be_tried_is_not_held_against_a_training(
@@ -773,7 +786,7 @@ def test_an_optimiser_that_cannot_be_tried_is_not_held_against_a_training(
         return torch.optim.SGD(parameters, lr=float(parameters[0].sum()))
 
     engines.memory_free = 2 * NEEDED - 4
-    planning.check_fits(cluster, perceptron(), looks, dtkit.DataParallel())
+    planner.check_fits(cluster, perceptron(), looks, dtkit.DataParallel())
 
 
 def test_cost_has_room_for_every_part():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.optim import SGD, lr_scheduler
 
-from dtkit.engine.schedule import Rates
+from dtkit.engine.lr_schedule import Rates
 from dtkit.strategies.base import Program
 
 

@@ -8,10 +8,10 @@ import types
 import numpy as np
 import pytest
 
-from dtkit.history import ROW, History
-from dtkit.messages import MESSAGE, PHASES
-from dtkit.recording import Recorder
-from dtkit.records import Advance, Evaluation, Failure, Reply
+from dtkit.history.history import ROW, History
+from dtkit.history.message_times import MESSAGE, PHASES
+from dtkit.training.recorder import Recorder
+from dtkit.types import Advance, Evaluation, Failure, Reply
 
 
 def advance(rank: int, steps: int, begun: float) -> Advance:

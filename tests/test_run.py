@@ -13,13 +13,15 @@ import torch
 from torch import nn
 
 import dtkit
-from dtkit import State, driver, ranks
+from dtkit import State
+from dtkit.checkpoint.manager import Save
 from dtkit.dashboard import text
 from dtkit.errors import Refused
-from dtkit.finding import Finding
-from dtkit.records import Failure, Reply
-from dtkit.saving import Save
+from dtkit.health.stall_report import Finding
+from dtkit.rpc import engine_group as ranks
 from dtkit.testing import FakeTransport
+from dtkit.training import driver
+from dtkit.types import Failure, Reply
 from tests.test_watchdog import until as watched
 
 ROWS = torch.zeros(64, 2), torch.zeros(64, dtype=torch.int64)
@@ -385,7 +387,7 @@ def test_who_is_stuck_is_named_while_another_rank_has_failed_already(cluster, en
 
 
 def test_an_interrupt_of_the_next_wait_is_a_second_one_while_the_first_has_not_paused(cluster, engines, monkeypatch):
-    monkeypatch.setattr("dtkit.run._PAUSE_S", 0.1)
+    monkeypatch.setattr("dtkit.training.run._PAUSE_S", 0.1)
     run = train(cluster, steps=100_000, start=False)
     run.step(5)
     engines.hold()

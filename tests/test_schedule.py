@@ -9,9 +9,9 @@ import pytest
 from torch.distributed import pipelining
 
 import dtkit
-from dtkit.schedule import Action, Schedule
-from dtkit.schedule_kinds import KINDS
-from dtkit.strategies.stages import SCHEDULES
+from dtkit.schedules.builtin import KINDS
+from dtkit.schedules.schedule import Action, Schedule
+from dtkit.strategies.pipeline.stage import SCHEDULES
 
 ONE = "F0 F1 B0 B1\nF0 B0 F1 B1"
 V_SHAPED = "0F0 3F0 0F1 3B0 3F1 0B0 3B1 0B1\n1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import nbformat
 import pytest
 
-from dtkit.schedule import Schedule
+from dtkit.schedules.schedule import Schedule
 from tests.notebook import Done, check_claims, check_memory, check_nothing_is_left, code_of, printed, watched
 
 if TYPE_CHECKING:

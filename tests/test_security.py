@@ -19,16 +19,20 @@ import pytest
 from torch import nn
 
 import dtkit
-from dtkit import engines, explaining, papers, shared, stacks
+from dtkit.cluster import cluster_file
+from dtkit.cluster import transport as engines
+from dtkit.cluster.devices import plan_devices
 from dtkit.dashboard import calls, report
-from dtkit.devices import plan_devices
-from dtkit.engine import serving
-from dtkit.entry import Entry
-from dtkit.memory import Memory
-from dtkit.partition import Partition
-from dtkit.shared import Handle, Mapping
-from dtkit.standing import Frame, Standing
-from dtkit.suspects import Seen
+from dtkit.data.partition import Partition
+from dtkit.engine import server
+from dtkit.explain import explain
+from dtkit.health import stacks
+from dtkit.health.diagnosis import Seen
+from dtkit.health.status import Frame, Standing
+from dtkit.planning.memory_report import Memory
+from dtkit.rpc import shared_memory
+from dtkit.rpc.entrypoint import Entry
+from dtkit.rpc.shared_memory import Handle, Mapping
 from dtkit.testing import FakeTransport
 from tests import test_checkpoint, test_compare, test_explanation, test_memory, test_plan, test_stage_explanation
 from tests.fake_source import FakeSource
@@ -39,7 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from dtkit.checkpoint import Checkpoints
+    from dtkit.checkpoint.checkpoint import Checkpoints
 
 # -- what the code never does ------------------------------------------------------------------------------
 
@@ -98,7 +102,7 @@ def _opens(node: ast.AST) -> bool:
     return name in servers | {"init_rpc", "socketpair", "bind_to_random_port"} or (name == "bind" and "sock" in full)
 
 
-_UNPICKLE = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "np", "numpy", "shelve", "torch", "wire", "yaml"}
+_UNPICKLE = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "np", "numpy", "shelve", "torch", "pickling", "yaml"}
 
 
 def _dangerous(node: ast.AST) -> bool:
@@ -216,7 +220,7 @@ def _piped() -> Any:
     for one in reports:
         for crossing in one["sightings"]:
             crossing["dtype"] = HOSTILE
-    return explaining.explanation(reports, HOSTILE, None)
+    return explain.explanation(reports, HOSTILE, None)
 
 
 def _cut() -> Any:
@@ -225,7 +229,7 @@ def _cut() -> Any:
         for collective in one["collectives"]:
             collective |= {"phase": HOSTILE, "dtype": HOSTILE}
         one |= {"before": HOSTILE, "after": HOSTILE}
-    return explaining.explanation(reports, HOSTILE, None)
+    return explain.explanation(reports, HOSTILE, None)
 
 
 def _labels() -> Partition:
@@ -329,20 +333,20 @@ def test_a_file_is_made_anew_and_never_through_a_name_that_somebody_planted(
     theirs = tmp_path / "theirs"
     theirs.write_bytes(b"untouched")
     planted = tmp_path / "dtkit-planted"
-    monkeypatch.setattr(shared, "_new_name", lambda _: planted.name)
+    monkeypatch.setattr(shared_memory, "_new_name", lambda _: planted.name)
     for plant in (lambda: planted.symlink_to(theirs), lambda: planted.write_bytes(b"")):
         plant()
         with pytest.raises(OSError, match="File exists"):
-            shared.write([b"secret"], directories=[str(tmp_path)])
+            shared_memory.write([b"secret"], directories=[str(tmp_path)])
         planted.unlink()
     assert theirs.read_bytes() == b"untouched"
-    handle = shared.write([b"secret"], directories=[str(tmp_path)])
+    handle = shared_memory.write([b"secret"], directories=[str(tmp_path)])
     assert stat.S_IMODE(planted.stat().st_mode) == 0o600
-    shared.remove(handle)
+    shared_memory.remove(handle)
 
 
 def test_what_belongs_to_somebody_else_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    handle = shared.write([b"secret"], directories=[str(tmp_path)])
+    handle = shared_memory.write([b"secret"], directories=[str(tmp_path)])
     link = tmp_path / "link"
     link.symlink_to(handle.path)
     with pytest.raises(OSError, match="symbolic links") as found:
@@ -357,19 +361,19 @@ def test_a_cluster_s_folder_is_believed_only_where_nobody_else_can_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Taking a cluster over unpickles what lies there."""
-    me = papers.identity(os.getpid())
+    me = cluster_file.identity(os.getpid())
     folder = tmp_path / "dtkit-mine"
     folder.mkdir(mode=0o700)
-    papers.Papers(folder, 1, me, me, (0,), (), 0.0, {}).write()
-    assert [found.name for found in papers.running(tmp_path)] == ["dtkit-mine"]
+    cluster_file.Papers(folder, 1, me, me, (0,), (), 0.0, {}).write()
+    assert [found.name for found in cluster_file.running(tmp_path)] == ["dtkit-mine"]
     (tmp_path / "dtkit-link").symlink_to(folder)
-    assert len(papers.running(tmp_path)) == 1
+    assert len(cluster_file.running(tmp_path)) == 1
     for mode in (0o770, 0o702, 0o750):
         folder.chmod(mode)
-        assert papers.running(tmp_path) == []
+        assert cluster_file.running(tmp_path) == []
     folder.chmod(0o700)
     monkeypatch.setattr(os, "getuid", lambda: 12345)
-    assert papers.running(tmp_path) == []
+    assert cluster_file.running(tmp_path) == []
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
@@ -423,7 +427,7 @@ def test_a_controller_wants_a_key_wherever_it_listens(
 
 def test_engines_forget_the_key_once_they_are_connected(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("IPP_CONNECTION_INFO", "secret")
-    monkeypatch.setattr(serving, "handle", lambda message, _: message + str(dict(os.environ)).encode())
+    monkeypatch.setattr(server, "handle", lambda message, _: message + str(dict(os.environ)).encode())
     assert b"secret" not in Entry()(b"")[0]
 
 

@@ -14,8 +14,9 @@ import numpy as np
 import psutil
 import pytest
 
-from dtkit import host, shared
-from dtkit.shared import Handle, Mapping, Owner
+from dtkit.cluster import resources
+from dtkit.rpc import shared_memory
+from dtkit.rpc.shared_memory import Handle, Mapping, Owner
 
 # A process that prints a line when it runs and ends when its standard input does.
 WAIT = "print('up', flush=True); input()"
@@ -38,9 +39,9 @@ def files(directory: Path) -> list[str]:
 
 def test_what_was_written_is_mapped_and_aligned(tmp_path: Path) -> None:
     arrays = [np.arange(5, dtype=np.uint8), np.empty(0), np.linspace(0, 1, 1001), np.ones((3, 4), order="C")]
-    handle = shared.write(arrays, directories=[str(tmp_path)])
+    handle = shared_memory.write(arrays, directories=[str(tmp_path)])
     assert pickle.loads(pickle.dumps(handle)) == handle
-    assert all(offset % shared.ALIGNMENT == 0 for offset, _ in handle.spans)
+    assert all(offset % shared_memory.ALIGNMENT == 0 for offset, _ in handle.spans)
     views = Mapping.open(handle)
     assert [view.nbytes for view in views] == [array.nbytes for array in arrays]
     for view, array in zip(views, arrays, strict=True):
@@ -49,36 +50,36 @@ def test_what_was_written_is_mapped_and_aligned(tmp_path: Path) -> None:
 
 def test_nothing_to_write_is_a_file_too(tmp_path: Path) -> None:
     for buffers in ([], [b""], [b"", b"ab"]):
-        handle = shared.write(buffers, directories=[str(tmp_path)])
+        handle = shared_memory.write(buffers, directories=[str(tmp_path)])
         assert [bytes(view) for view in Mapping.open(handle)] == buffers
-        shared.remove(handle)
+        shared_memory.remove(handle)
     assert files(tmp_path) == []
 
 
 def test_a_file_is_private_and_in_shared_memory() -> None:
-    handle = shared.write([b"secret"])
+    handle = shared_memory.write([b"secret"])
     try:
         status = Path(handle.path).stat()
         assert stat.S_IMODE(status.st_mode) == 0o600
         assert status.st_uid == os.getuid()
-        assert str(Path(handle.path).parent) == shared.default_directories()[0]
+        assert str(Path(handle.path).parent) == shared_memory.default_directories()[0]
     finally:
-        shared.remove(handle)
-    shared.remove(handle)  # idempotent
+        shared_memory.remove(handle)
+    shared_memory.remove(handle)  # idempotent
     assert not Path(handle.path).exists()
 
 
 def test_writers_do_not_see_each_other_and_the_file_stays_as_it_was(tmp_path: Path) -> None:
-    handle = shared.write([b"abcd"], directories=[str(tmp_path)])
+    handle = shared_memory.write([b"abcd"], directories=[str(tmp_path)])
     (mine,), (yours,) = Mapping.open(handle), Mapping.open(handle)
     mine[0] = ord("X")
     assert (bytes(mine), bytes(yours), Path(handle.path).read_bytes()) == (b"Xbcd", b"abcd", b"abcd")
 
 
 def test_views_keep_the_mapping_alive_after_the_file_is_gone(tmp_path: Path) -> None:
-    handle = shared.write([b"abcd", b"efgh"], directories=[str(tmp_path)])
+    handle = shared_memory.write([b"abcd", b"efgh"], directories=[str(tmp_path)])
     array = np.frombuffer(Mapping.open(handle)[1], dtype=np.uint8)
-    shared.remove(handle)
+    shared_memory.remove(handle)
     assert array.tobytes() == b"efgh"
     assert array.flags.writeable
 
@@ -90,23 +91,23 @@ def test_where_shared_memory_is_too_small_a_temporary_file_serves(
     small.mkdir()
     big.mkdir()
 
-    def reserve(descriptor: int, size: int, real=shared._reserve) -> None:
+    def reserve(descriptor: int, size: int, real=shared_memory._reserve) -> None:
         if Path(f"/proc/self/fd/{descriptor}").readlink().parent == small:
             raise OSError(errno.ENOSPC, "No space left on device")
         real(descriptor, size)
 
-    monkeypatch.setattr(shared, "_reserve", reserve)
+    monkeypatch.setattr(shared_memory, "_reserve", reserve)
     missing = str(tmp_path / "missing")
-    handle = shared.write([b"abcd"], directories=[missing, str(small), str(big)])
+    handle = shared_memory.write([b"abcd"], directories=[missing, str(small), str(big)])
     assert Path(handle.path).parent == big
     assert files(small) == []
     with pytest.raises(OSError, match=r"no room for .* MB .*No such file.*No space left.*--shm-size"):
-        shared.write([b"abcd"], directories=[missing, str(small)])
+        shared_memory.write([b"abcd"], directories=[missing, str(small)])
 
 
 def test_a_real_limit_is_an_error_before_a_byte_is_written(tmp_path: Path) -> None:
     code = (
-        "import resource, signal, sys; from dtkit import shared\n"
+        "import resource, signal, sys; from dtkit.rpc import shared_memory as shared\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))\n"
         "try: shared.write([bytes(100000)], directories=[sys.argv[1]])\n"
@@ -120,13 +121,13 @@ def test_a_real_limit_is_an_error_before_a_byte_is_written(tmp_path: Path) -> No
 
 
 def test_shared_memory_is_not_taken_from_what_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "memory", lambda: host.Memory(2_000_000, 1_000_000))
+    monkeypatch.setattr(resources, "memory", lambda: resources.Memory(2_000_000, 1_000_000))
     with pytest.raises(OSError, match="only 1 MB of memory are free"):
-        shared.write([bytes(2_000_000)], directories=["/dev/shm"])
+        shared_memory.write([bytes(2_000_000)], directories=["/dev/shm"])
 
 
 def test_a_file_of_the_wrong_kind_is_not_mapped(tmp_path: Path) -> None:
-    handle = shared.write([b"abcd"], directories=[str(tmp_path)])
+    handle = shared_memory.write([b"abcd"], directories=[str(tmp_path)])
     with pytest.raises(OSError, match="holds 4 of 64 bytes"):
         Mapping.open(Handle(handle.path, ((0, 64),)))
     link = tmp_path / "link"
@@ -140,9 +141,9 @@ def test_a_file_of_the_wrong_kind_is_not_mapped(tmp_path: Path) -> None:
 def test_sweep_takes_the_files_of_the_dead_and_no_others(tmp_path: Path) -> None:
     place = [str(tmp_path)]
     process = child()
-    mine = shared.write([b"a"], directories=place)
-    theirs = shared.write([b"b"], owner=Owner.of(process.pid), directories=place)
-    reused = shared.write([b"c"], owner=Owner(os.getpid(), Owner.of().start_time - 1), directories=place)
+    mine = shared_memory.write([b"a"], directories=place)
+    theirs = shared_memory.write([b"b"], owner=Owner.of(process.pid), directories=place)
+    reused = shared_memory.write([b"c"], owner=Owner(os.getpid(), Owner.of().start_time - 1), directories=place)
     name = Path(theirs.path).name
     # Not ours to delete: another uid's name, another host's, another program's, a link, a folder.
     others = [
@@ -152,43 +153,45 @@ def test_sweep_takes_the_files_of_the_dead_and_no_others(tmp_path: Path) -> None
     ]
     for other in others:
         (tmp_path / other).touch()
-    gone = shared._new_name(Owner(2**22 + 1, 1))
+    gone = shared_memory._new_name(Owner(2**22 + 1, 1))
     (tmp_path / gone).symlink_to(tmp_path)
-    (tmp_path / shared._new_name(Owner(2**22 + 1, 1))).mkdir()
+    (tmp_path / shared_memory._new_name(Owner(2**22 + 1, 1))).mkdir()
 
-    assert shared.sweep(place) == [reused.path]
+    assert shared_memory.sweep(place) == [reused.path]
     end(process)
-    assert shared.sweep([str(tmp_path / "missing"), *place]) == [theirs.path]
-    assert shared.sweep(place) == []
+    assert shared_memory.sweep([str(tmp_path / "missing"), *place]) == [theirs.path]
+    assert shared_memory.sweep(place) == []
     assert Path(mine.path).exists()
     assert len(files(tmp_path)) == 1 + len(others) + 2
 
 
 def test_a_zombie_counts_as_dead(tmp_path: Path) -> None:
     process = child()
-    handle = shared.write([b"a"], owner=Owner.of(process.pid), directories=[str(tmp_path)])
+    handle = shared_memory.write([b"a"], owner=Owner.of(process.pid), directories=[str(tmp_path)])
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # dead, and not yet reaped
     assert psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE
-    assert shared.sweep([str(tmp_path)]) == [handle.path]
+    assert shared_memory.sweep([str(tmp_path)]) == [handle.path]
     process.communicate(timeout=30)
 
 
 def test_a_killed_writer_leaves_a_file_that_the_next_sweep_takes(tmp_path: Path) -> None:
-    code = f"from dtkit import shared; shared.write([b'a'], directories=[{str(tmp_path)!r}]); {WAIT}"
+    code = (
+        f"from dtkit.rpc import shared_memory as shared; shared.write([b'a'], directories=[{str(tmp_path)!r}]); {WAIT}"
+    )
     process = child(code)
-    assert shared.sweep([str(tmp_path)]) == []
+    assert shared_memory.sweep([str(tmp_path)]) == []
     process.kill()
     process.communicate(timeout=30)
-    assert len(shared.sweep([str(tmp_path)])) == 1
+    assert len(shared_memory.sweep([str(tmp_path)])) == 1
 
 
 def test_remove_all_takes_what_hangs_on_one_owner(tmp_path: Path) -> None:
     place = [str(tmp_path)]
     other = Owner(os.getppid(), 1)
-    kept = shared.write([b"a"], owner=other, directories=place)
-    taken = {shared.write([b"b"], directories=place).path for _ in range(2)}
-    assert set(shared.remove_all(Owner.of(), place)) == taken
+    kept = shared_memory.write([b"a"], owner=other, directories=place)
+    taken = {shared_memory.write([b"b"], directories=place).path for _ in range(2)}
+    assert set(shared_memory.remove_all(Owner.of(), place)) == taken
     assert files(tmp_path) == [kept.path]
 
 
@@ -203,7 +206,7 @@ def test_owner() -> None:
 def test_a_process_name_with_spaces_and_parentheses_is_read_right() -> None:
     code = (
         "import ctypes; ctypes.CDLL(None).prctl(15, b'a) R (1 2', 0, 0, 0)\n"
-        "from dtkit.shared import Owner; print(Owner.of().start_time)"
+        "from dtkit.rpc.shared_memory import Owner; print(Owner.of().start_time)"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert int(ran.stdout) >= Owner.of().start_time
@@ -211,7 +214,7 @@ def test_a_process_name_with_spaces_and_parentheses_is_read_right() -> None:
 
 def test_memory_is_shared_and_not_copied(tmp_path: Path) -> None:
     data = np.random.default_rng(0).integers(0, 256, 20_000_000, dtype=np.uint8)
-    handle = shared.write([data], directories=[str(tmp_path)])
+    handle = shared_memory.write([data], directories=[str(tmp_path)])
     before = psutil.Process().memory_full_info().uss
     # Twice, since pages that only one mapping has touched count as this process's own.
     views = Mapping.open(handle) + Mapping.open(handle)

@@ -10,15 +10,17 @@ import pytest
 import torch
 
 import dtkit
-from dtkit import recovery, rescued, shared, spool, training, wire
-from dtkit.engine.packed import Packing, unpack
-from dtkit.engine.peers import distance
-from dtkit.engine.state import Captured, Slab
-from dtkit.history import History
-from dtkit.recovery import Standing
-from dtkit.saving import Saver, Saves
-from dtkit.shipment import ship
-from dtkit.snapshots import Rhythm, Snapshots
+from dtkit.checkpoint.manager import Saver, Saves
+from dtkit.engine.state.capture import Captured, Slab
+from dtkit.engine.state.packing import Packing, unpack
+from dtkit.engine.state.peer_snapshots import distance
+from dtkit.history import run_log
+from dtkit.history.history import History
+from dtkit.rpc import pickling, shared_memory
+from dtkit.rpc.payload import ship
+from dtkit.training import launch, recovered_state, recovery
+from dtkit.training.recovery import Standing
+from dtkit.training.snapshots import Rhythm, Snapshots
 
 
 def answers(error: str | None = None, seconds: float = 0.0) -> list[dict[str, Any]]:
@@ -96,8 +98,8 @@ def test_what_keeps_them_from_being_is_said_once():
     ids=repr,
 )
 def test_where_a_part_is_in_one_place_only(strategy: Any, options: dict[str, Any], expected: Rhythm):
-    asked = training.Options(optimizer=torch.optim.SGD, batch_size=8, **options)
-    assert training._rhythm(asked, strategy, 4) == expected
+    asked = launch.Options(optimizer=torch.optim.SGD, batch_size=8, **options)
+    assert launch._rhythm(asked, strategy, 4) == expected
 
 
 def test_the_disk_is_left_alone_while_it_writes(tmp_path: Path):
@@ -245,26 +247,26 @@ def test_why_ranks_can_t_go_on_is_told_as_it_is(standings: dict[int, Standing], 
 
 @pytest.mark.parametrize("ours", [True, False], ids=["ours", "another notebook's by now"])
 def test_what_survivors_gave_is_freed_also_where_the_job_can_t_be_made_anew(tmp_path: Path, *, ours: bool):
-    sent = ship(wire.pack(torch.zeros(9)), shared.Owner.of(), small=0)
+    sent = ship(pickling.pack(torch.zeros(9)), shared_memory.Owner.of(), small=0)
     assert sent.handle is not None
-    spool.Spool(tmp_path / spool.RUNS / "job")
-    given = rescued.Rescued(3, (sent,), "node 1's memory")
+    run_log.Spool(tmp_path / run_log.RUNS / "job")
+    given = recovered_state.Rescued(3, (sent,), "node 1's memory")
 
     def fails() -> None:
         with given.kept(tmp_path, "job", ours=lambda: ours):
-            assert rescued.left_behind(tmp_path, "job") == given
-            assert rescued.jobs(tmp_path) == ["job"]
+            assert recovered_state.left_behind(tmp_path, "job") == given
+            assert recovered_state.jobs(tmp_path) == ["job"]
             raise dtkit.ClusterError("no memory for it")
 
     with pytest.raises(dtkit.ClusterError, match="no memory"):
         fails()
-    assert rescued.left_behind(tmp_path, "job") == (None if ours else given)
+    assert recovered_state.left_behind(tmp_path, "job") == (None if ours else given)
     assert Path(sent.handle.path).exists() != ours
     given.drop(tmp_path, "job")
     assert not Path(sent.handle.path).exists()
-    assert rescued.jobs(tmp_path) == []
+    assert recovered_state.jobs(tmp_path) == []
 
 
 def test_nothing_is_put_down_for_a_run_that_nobody_can_take_over(tmp_path: Path):
-    with rescued.Rescued(3, ()).kept(tmp_path, "job", ours=lambda: True):
+    with recovered_state.Rescued(3, ()).kept(tmp_path, "job", ours=lambda: True):
         assert list(tmp_path.iterdir()) == []

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from dtkit.engine import sockets
+from dtkit.engine.comm import tcp
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -30,11 +30,11 @@ def connected() -> Iterator[tuple[int, socket.socket, socket.socket]]:
 
 def test_connections_are_those_to_the_ports_that_are_told_and_newer():
     with connected() as (old, _, _):
-        before = sockets.present()
+        before = tcp.present()
         with connected() as (port, caller, _), connected():
-            assert port in sockets.listening(before)
-            assert old not in sockets.listening(before)
-            group = sockets.Connections()
+            assert port in tcp.listening(before)
+            assert old not in tcp.listening(before)
+            group = tcp.Connections()
             group.add(before, {port, old})
             assert {os.fstat(own.fileno()).st_ino for own, _ in group._held.values()} >= {
                 os.fstat(caller.fileno()).st_ino
@@ -44,9 +44,9 @@ def test_connections_are_those_to_the_ports_that_are_told_and_newer():
 
 
 def test_the_reading_side_ends_before_the_writing_side():
-    before = sockets.present()
+    before = tcp.present()
     with connected() as (port, caller, called):
-        group = sockets.Connections()
+        group = tcp.Connections()
         group.add(before, {port})
         read: list[bytes] = []
 
@@ -68,9 +68,9 @@ def test_the_reading_side_ends_before_the_writing_side():
 
 def test_a_connection_is_known_to_have_ended_at_either_end():
     for end in (0, 1):
-        before = sockets.present()
+        before = tcp.present()
         with connected() as (port, *ends):
-            group = sockets.Connections()
+            group = tcp.Connections()
             group.add(before, {port})
             if sys.platform != "linux":
                 pytest.skip("this system does not say")
@@ -84,9 +84,9 @@ def test_a_connection_is_known_to_have_ended_at_either_end():
 
 
 def test_bytes_are_counted_where_the_system_counts_them():
-    before = sockets.present()
+    before = tcp.present()
     with connected() as (port, caller, called):
-        group = sockets.Connections()
+        group = tcp.Connections()
         group.add(before, {port})
         if group.sent() is None:
             pytest.skip("this system does not count bytes by connection")
@@ -100,9 +100,9 @@ def test_bytes_are_counted_where_the_system_counts_them():
 def test_an_interrupt_at_any_moment_closes_nobodys_socket(monkeypatch: pytest.MonkeyPatch):
     """An engine is interrupted while it looks at all of its sockets, ZeroMQ's among them: each line is tried."""
     with connected() as (port, caller, called):
-        monkeypatch.setattr(sockets.os, "listdir", lambda _: [caller.fileno(), called.fileno()])
+        monkeypatch.setattr(tcp.os, "listdir", lambda _: [caller.fileno(), called.fileno()])
         for count in range(1000):
-            group = sockets.Connections()
+            group = tcp.Connections()
             ended = interrupted_at(count, functools.partial(look, group, port))
             assert caller.getpeername() == called.getsockname()  # OSError where one was closed
             group.close()
@@ -112,8 +112,8 @@ def test_an_interrupt_at_any_moment_closes_nobodys_socket(monkeypatch: pytest.Mo
         assert count > 50
 
 
-def look(group: sockets.Connections, port: int) -> None:
-    sockets.listening(set())
+def look(group: tcp.Connections, port: int) -> None:
+    tcp.listening(set())
     group.add(set(), {port})
     group.sent()
 
@@ -124,7 +124,7 @@ def interrupted_at(count: int, work: Callable[[], None]) -> bool:
 
     def trace(frame: FrameType, event: str, _argument: object) -> Any:
         nonlocal left
-        if frame.f_code.co_filename != sockets.__file__:
+        if frame.f_code.co_filename != tcp.__file__:
             return None
         if event in ("line", "return"):
             left -= 1

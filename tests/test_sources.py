@@ -12,13 +12,14 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from dtkit import frames, wire
-from dtkit.engine import mapped, parquet
-from dtkit.engine.files import found_in
-from dtkit.engine.mapped import MappedFile, OnDisk
-from dtkit.engine.parquet import ParquetSource
-from dtkit.engine.sources import ArraySource, DatasetSource, HubSource, MappedSource, as_source, load
-from dtkit.frames import Columns
+from dtkit.data import columns as frames
+from dtkit.data.columns import Columns
+from dtkit.engine.data import memmap, parquet
+from dtkit.engine.data.memmap import MappedFile, OnDisk
+from dtkit.engine.data.parquet import ParquetSource
+from dtkit.engine.data.paths import found_in
+from dtkit.engine.data.sources import ArraySource, DatasetSource, HubSource, MappedSource, as_source, load
+from dtkit.rpc import pickling
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -197,8 +198,8 @@ def files(tmp_path: Path) -> tuple[str, str]:
 
 def test_arrays_stay_in_their_files(files: tuple[str, str]):
     found = found_in(files, Columns())
-    assert len(wire.pack(found).skeleton) < 1000
-    assert wire.pack(found).buffers == ()
+    assert len(pickling.pack(found).skeleton) < 1000
+    assert pickling.pack(found).buffers == ()
     source = as_source(found)
     assert isinstance(source, MappedSource)
     assert len(source) == ROWS
@@ -414,10 +415,10 @@ def test_what_a_hub_dataset_can_not_be():
 
 def test_a_hub_dataset_on_disk_travels_as_a_place(tmp_path: Path):
     hub().save_to_disk(tmp_path / "saved")
-    packed = wire.pack(datasets.load_from_disk(tmp_path / "saved"))
+    packed = pickling.pack(datasets.load_from_disk(tmp_path / "saved"))
     assert len(packed.skeleton) < 5000
     assert packed.buffers == ()
-    in_memory = wire.pack(hub())
+    in_memory = pickling.pack(hub())
     assert sum(in_memory.sizes) >= ROWS * (2 + 1) * 8  # by shared memory, not through the controller
 
 
@@ -450,7 +451,7 @@ def test_samples_that_are_dicts_may_name_the_target():
 def test_mapping_is_read_only(files: tuple[str, str]):
     array = found_in(files[0], Columns()).open()
     assert not array.flags.writeable
-    assert mapped.load(files[0]).mode == "r"
+    assert memmap.load(files[0]).mode == "r"
 
 
 def test_micro_batches_are_taken_at_once_and_are_the_rows_asked_for():

@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 import dtkit
-from dtkit.engine.phases import Phases
-from dtkit.strategies import layer_costs, stages
+from dtkit.engine.observe.phase_timer import Phases
 from dtkit.strategies.base import Setting
-from dtkit.strategies.objective import Objective
-from dtkit.strategies.splitting import Costs, Cut, balanced, chain, evened, named
+from dtkit.strategies.loss import Objective
+from dtkit.strategies.pipeline import layer_costs
+from dtkit.strategies.pipeline import stage as stages
+from dtkit.strategies.pipeline.cut import Costs, Cut, balanced, chain, evened, named
 from tests.cluster import nets
 
 CPU, META = torch.device("cpu"), torch.device("meta")

@@ -15,11 +15,13 @@ import numpy as np
 import pytest
 
 import dtkit
-from dtkit import papers, recovery, spool
-from dtkit.history import ROW, History
-from dtkit.recording import Recorder
-from dtkit.records import Advance, Evaluation, Event
-from dtkit.recovery import Standing
+from dtkit.cluster import cluster_file
+from dtkit.history import run_log
+from dtkit.history.history import ROW, History
+from dtkit.training import recovery
+from dtkit.training.recorder import Recorder
+from dtkit.training.recovery import Standing
+from dtkit.types import Advance, Evaluation, Event
 
 
 def rows(start: int, stop: int, ranks: int = 2) -> np.ndarray:
@@ -32,7 +34,7 @@ def rows(start: int, stop: int, ranks: int = 2) -> np.ndarray:
 def written(folder: Path) -> History:
     history = History()
     history.append(rows(0, 3))
-    spool.Spool(folder).begin(history)
+    run_log.Spool(folder).begin(history)
     history.append(rows(3, 10))
     history.add(Event(10, "note", "half", 1.5))
     history.append(rows(6, 12))  # after it went back to a snapshot
@@ -46,7 +48,7 @@ def advance(start: int, stop: int) -> Advance:
 
 def test_a_history_is_read_back_as_it_was(tmp_path: Path):
     history = written(tmp_path / "run")
-    found = spool.history(tmp_path / "run", copies=1)
+    found = run_log.history(tmp_path / "run", copies=1)
     assert np.array_equal(found.rows(), history.rows())
     assert np.array_equal(found.totals(), history.totals())
     assert (found.events, found.evaluations) == (history.events, history.evaluations)
@@ -59,13 +61,13 @@ def test_what_was_cut_off_is_left_out(tmp_path: Path):
         file.write(b"half a row")
     with (folder / "notes.jsonl").open("a") as file:
         file.write('{"type": "Event", "st')
-    found = spool.history(folder, copies=1)
+    found = run_log.history(folder, copies=1)
     assert len(found) == len(history)
     assert found.events == history.events
-    spool.Spool(folder).begin(found)  # whoever takes the run over goes on behind the last whole record
+    run_log.Spool(folder).begin(found)  # whoever takes the run over goes on behind the last whole record
     found.append(rows(12, 14))
     found.add(Event(14, "note", "on", 2.5))
-    again = spool.history(folder, copies=1)
+    again = run_log.history(folder, copies=1)
     assert np.array_equal(again.rows(), found.rows())
     assert again.events == found.events
 
@@ -74,14 +76,14 @@ def test_an_older_notebook_writes_nothing_more(tmp_path: Path):
     """It may not know yet that another one has taken the run over, and ends amid a line."""
     folder = tmp_path / "run"
     older = written(folder)
-    newer = spool.history(folder, copies=1)
-    spool.Spool(folder).begin(newer)
+    newer = run_log.history(folder, copies=1)
+    run_log.Spool(folder).begin(newer)
     older.append(rows(12, 14))
     older.add(Event(14, "error", "another notebook has taken this cluster over, as this long line says", 2.5))
     newer.add(Event(12, "note", "on", 2.5))
     newer.append(rows(12, 13))
     older.add(Event(14, "note", "still here", 3.5))
-    found = spool.history(folder, copies=1)
+    found = run_log.history(folder, copies=1)
     assert np.array_equal(found.rows(), newer.rows())
     assert (found.events, found.evaluations) == (newer.events, newer.evaluations)
     assert sorted(path.name for path in folder.iterdir()) == ["notes.jsonl", "rows.bin"]
@@ -93,7 +95,7 @@ def test_a_line_that_cannot_be_read_costs_that_line(tmp_path: Path):
     path = folder / "notes.jsonl"
     bad = b'ote", "text": "on"}\n[1]\n{"type": "Row"}\n{"type": "Event", "colour": 1}\n\xff\n'
     path.write_bytes(bad + path.read_bytes())
-    found = spool.history(folder, copies=1)
+    found = run_log.history(folder, copies=1)
     assert (found.events[:-1], found.evaluations) == (history.events, history.evaluations)
     assert (found.events[-1].kind, found.events[-1].step) == ("error", 12)
     assert found.events[-1].text.startswith("5 lines of this log can't be read")
@@ -130,14 +132,14 @@ def test_threads_write_whole_lines(tmp_path: Path):
         writer.start()
     for writer in writers:
         writer.join(30)
-    found = spool.history(tmp_path / "run", copies=1)
+    found = run_log.history(tmp_path / "run", copies=1)
     assert len(found.events) == before + 800
     assert {event.kind for event in found.events} == {"note"}
 
 
 def test_what_was_never_written_is_empty(tmp_path: Path):
-    spool.Spool(tmp_path / "run").order(b"what was asked for")
-    assert len(spool.history(tmp_path / "run", copies=1)) == 0
+    run_log.Spool(tmp_path / "run").order(b"what was asked for")
+    assert len(run_log.history(tmp_path / "run", copies=1)) == 0
 
 
 def test_a_full_disk_costs_nothing_but_the_file(small_disk: Path):
@@ -154,25 +156,25 @@ def test_a_full_disk_costs_nothing_but_the_file(small_disk: Path):
     filler.unlink()
     recorder.steps([(advance(212, 213), [])])
     assert history.events[-1].text == "the history is on disk again"
-    found = spool.history(small_disk / "run", copies=1)
+    found = run_log.history(small_disk / "run", copies=1)
     assert np.array_equal(found.rows(), history.rows())
     assert found.events == history.events
 
 
 def test_it_is_gone_when_nobody_will_ask(tmp_path: Path):
-    kept = spool.Spool(tmp_path / "run")
+    kept = run_log.Spool(tmp_path / "run")
     kept.order(b"what was asked for")
-    assert spool.order(tmp_path / "run") == b"what was asked for"
+    assert run_log.order(tmp_path / "run") == b"what was asked for"
     kept.remove()
-    assert spool.order(tmp_path / "run") is None
+    assert run_log.order(tmp_path / "run") is None
 
 
-def paper(where: Path, name: str, **more: Any) -> papers.Papers:
+def paper(where: Path, name: str, **more: Any) -> cluster_file.Papers:
     folder = where / name
     folder.mkdir(mode=0o700)
-    me = papers.identity(os.getpid())
+    me = cluster_file.identity(os.getpid())
     how: dict[str, Any] = {"owner": 1, "notebook": (1, 0.0), "warden": me, "engine_ids": (0, 1), "spare_ids": ()}
-    found = papers.Papers(folder=folder, begun=time.time(), start={"launcher": "local"}, **{**how, **more})
+    found = cluster_file.Papers(folder=folder, begun=time.time(), start={"launcher": "local"}, **{**how, **more})
     found.write()
     return found
 
@@ -181,8 +183,8 @@ def test_a_cluster_is_found_by_its_papers(tmp_path: Path):
     mine = paper(tmp_path, "dtkit-a")
     paper(tmp_path, "dtkit-b", warden=(1, 0.0))  # whose processes have ended
     (tmp_path / "dtkit-c").mkdir(mode=0o700)
-    assert papers.running(tmp_path) == [mine]
-    assert papers.choose([mine], None) == mine
+    assert cluster_file.running(tmp_path) == [mine]
+    assert cluster_file.choose([mine], None) == mine
     assert "dtkit-a: 2 engines" in mine.text()
     assert "its notebook has ended" in mine.text()
 
@@ -201,7 +203,7 @@ def test_a_cluster_of_another_version_is_listed_and_refused_by_name(
 ):
     """Whatever else it says of itself, or does not."""
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path))
-    path = paper(tmp_path, "dtkit-a").folder / papers.FILE
+    path = paper(tmp_path, "dtkit-a").folder / cluster_file.FILE
     said = {**json.loads(path.read_text()), **changed}
     path.write_text(json.dumps({name: value for name, value in said.items() if value is not None}))
     told = rf"^dtkit-a was started by dtkit {version}, and this is {dtkit.__version__}\. Take it over with that version"
@@ -216,21 +218,21 @@ def test_a_cluster_of_another_version_is_listed_and_refused_by_name(
 
 @pytest.mark.parametrize("changed", [{"warden": [1, 0.0]}, {"warden": "me"}, {"warden": [-1, 0.0]}, {"begun": "today"}])
 def test_of_another_version_only_what_runs_is_listed(tmp_path: Path, changed: dict[str, Any]):
-    path = paper(tmp_path, "dtkit-a").folder / papers.FILE
+    path = paper(tmp_path, "dtkit-a").folder / cluster_file.FILE
     path.write_text(json.dumps({**json.loads(path.read_text()), "version": "99.0", **changed}))
-    assert papers.running(tmp_path) == []
+    assert cluster_file.running(tmp_path) == []
 
 
 def test_of_several_the_one_without_a_notebook_is_meant(tmp_path: Path):
     free = paper(tmp_path, "dtkit-a")
-    taken = paper(tmp_path, "dtkit-b", notebook=papers.identity(os.getpid()))
-    assert papers.choose([free, taken], None) == free
-    assert papers.choose([free, taken], "dtkit-b") == taken
+    taken = paper(tmp_path, "dtkit-b", notebook=cluster_file.identity(os.getpid()))
+    assert cluster_file.choose([free, taken], None) == free
+    assert cluster_file.choose([free, taken], "dtkit-b") == taken
     both = [free, dataclasses.replace(free, folder=tmp_path / "dtkit-z")]
     with pytest.raises(dtkit.ClusterError, match=r"2 clusters are running; name one, as in attach\('dtkit-z'\)"):
-        papers.choose(both, None)
+        cluster_file.choose(both, None)
     with pytest.raises(dtkit.ClusterError, match=r"no cluster 'x' is running; there are:\n  dtkit-a"):
-        papers.choose(both, "x")
+        cluster_file.choose(both, "x")
 
 
 @pytest.mark.parametrize(

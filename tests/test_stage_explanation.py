@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from dtkit import explaining
 from dtkit.dashboard import stages_text
-from dtkit.explanation import StepExplanation
-from dtkit.slice_explanation import SliceExplanation
-from dtkit.stage_explanation import PipelineExplanation
+from dtkit.explain import explain
+from dtkit.explain.data_parallel import StepExplanation
+from dtkit.explain.pipeline import PipelineExplanation
+from dtkit.explain.sharded import SliceExplanation
 
 
 def base(rank: int, **more: Any) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def piped() -> list[dict[str, Any]]:
 
 
 def explained(reports: list[dict[str, Any]], offsets: list[float] | None = None) -> PipelineExplanation:
-    found = explaining.explanation(reports, "Net", offsets)
+    found = explain.explanation(reports, "Net", offsets)
     assert isinstance(found, PipelineExplanation)
     return found
 
@@ -200,7 +200,7 @@ def cut(sent: int = 300) -> list[dict[str, Any]]:
 
 
 def test_collectives_are_counted_by_the_textbook_and_compared():
-    found = explaining.explanation(cut(), "Net", None)
+    found = explain.explanation(cut(), "Net", None)
     assert isinstance(found, SliceExplanation)
     assert [(g.what, g.count, g.textbook_bytes) for g in found.groups] == [
         ("all_gather", 1, 100.0),
@@ -268,7 +268,7 @@ def test_a_group_that_differs_is_found_though_no_collective_of_it_is_shown():
 def test_replicas_get_the_explanation_of_replicas():
     tensor = {"kind": "parameter", "name": "w", "shape": (2,), "own": 1.0, "contribution": 0.5, "reduced": 1.0}
     tensor |= {"cosine": 1.0, "update": 0.1, "value": 1.0, "checksum": "c"}
-    assert isinstance(explaining.explanation([base(0, tensors=[tensor])], "Net", None), StepExplanation)
+    assert isinstance(explain.explanation([base(0, tensors=[tensor])], "Net", None), StepExplanation)
 
 
 @pytest.mark.parametrize("count", [1, 8, 9, 30])

@@ -7,7 +7,7 @@ import torch
 
 import dtkit
 from dtkit.strategies import gradients
-from dtkit.strategies.objective import MEAN, PAIR
+from dtkit.strategies.loss import MEAN, PAIR
 
 
 @pytest.mark.parametrize("name", ["compile", "find_unused_parameters", "sync_batch_norm"])

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
-from dtkit.engine.data import Shards, Stream
-from dtkit.engine.sources import ArraySource, DatasetSource, as_source, to_device
-from dtkit.partition import Partition
-from dtkit.records import JobPlan
+from dtkit.data.partition import Partition
+from dtkit.engine.data.batches import Shards, Stream
+from dtkit.engine.data.sources import ArraySource, DatasetSource, as_source, to_device
+from dtkit.types import JobPlan
 
 SAMPLES = 121  # divides by none of 2, 3, 4
 

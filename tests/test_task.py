@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from dtkit import ClusterClosed, EngineError, shared, task, wire
-from dtkit.cluster import Cluster
+from dtkit import ClusterClosed, EngineError
+from dtkit.cluster.cluster import Cluster
 from dtkit.dashboard import calls
-from dtkit.engine.channel import Channel, current, log
-from dtkit.records import Failure, Reply
-from dtkit.shipment import Shipment, ship
+from dtkit.engine.observe.call_output import Channel, current, log
+from dtkit.rpc import pickling, shared_memory
+from dtkit.rpc.payload import Shipment, ship
+from dtkit.training import task
+from dtkit.types import Failure, Reply
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def result(value: Any, *, small: int = 2**20) -> Shipment:
-    return ship(wire.pack(value), shared.Owner.of(), small)
+    return ship(pickling.pack(value), shared_memory.Owner.of(), small)
 
 
 def broke(rank: int, kind: str = "error", message: str = "no") -> Failure:
@@ -59,10 +61,10 @@ class FakeCluster:
         if self._closed:
             raise ClusterClosed("this cluster was closed; start another one")
 
-    def pack(self, obj: Any, name: str | None = None) -> wire.Packed:
-        return wire.pack(obj, name=name)
+    def pack(self, obj: Any, name: str | None = None) -> pickling.Packed:
+        return pickling.pack(obj, name=name)
 
-    def upload(self, packed: wire.Packed) -> Shipment:
+    def upload(self, packed: pickling.Packed) -> Shipment:
         return ship(packed, None)
 
     def discard(self, shipment: Shipment) -> None:

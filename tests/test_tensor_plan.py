@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel
 
-from dtkit.plan import Benchmark, Facts
-from dtkit.strategies import tensor_plan
+from dtkit.planning.cost_model import Benchmark, Facts
+from dtkit.strategies.dtensor_worker import skeleton
 from dtkit.strategies.sharded import Sharded, blocks
-from dtkit.strategies.sliced import skeleton
-from dtkit.strategies.tensor import TensorParallel
+from dtkit.strategies.tensor import plan as tensor_plan
+from dtkit.strategies.tensor.tensor_parallel import TensorParallel
 from tests.cluster.nets import GPT, WIDTH, Attention, Convolution, Decoder, Encoder
 
 

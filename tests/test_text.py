@@ -6,10 +6,10 @@ import re
 
 import pytest
 
-from dtkit import units
+from dtkit._util import formatting
 from dtkit.dashboard import text
 from dtkit.dashboard.remarks import remarks
-from dtkit.records import Consistency, State
+from dtkit.types import Consistency, State
 from tests.fake_source import FakeSource
 from tests.test_live import Timers
 
@@ -22,45 +22,45 @@ class Terminal(io.StringIO):
 @pytest.mark.parametrize(
     ("function", "value", "said"),
     [
-        (units.rate, 4258.3, "4,258"),
-        (units.rate, 12.345, "12.3"),
-        (units.rate, 0.3123, "0.312"),
-        (units.rate, float("nan"), "—"),
-        (units.rate, 0.0, "0.00"),
-        (units.loss, 0.50349, "0.503"),
-        (units.loss, 12.3456, "12.3"),
-        (units.loss, 1.23e-5, "1.2e-05"),
-        (units.loss, float("nan"), "NaN"),
-        (units.loss, float("-inf"), "-inf"),
-        (units.loss, None, "—"),
-        (units.duration, 0.119, "119 ms"),
-        (units.duration, 0.0015, "1.5 ms"),
-        (units.duration, 0.00035, "350 µs"),
-        (units.duration, 1.239, "1.24 s"),
-        (units.duration, 43.2, "43 s"),
-        (units.duration, 59.9, "1 min 0 s"),
-        (units.duration, 3780, "1 h 3 min"),
-        (units.clock, 0.9, "0 s"),
-        (units.clock, 125, "2 min 5 s"),
-        (units.share, 0.337, "34 %"),
-        (units.share, 0.0042, "0.4 %"),
-        (units.share, 0.00001, "0 %"),
-        (units.share, 0.0, "0 %"),
-        (units.share, None, "—"),
-        (units.size, 315e6, "315 MB"),
-        (units.size, 1.24e9, "1.24 GB"),
-        (units.size, 1.2e9, "1.2 GB"),
-        (units.size, 4.63e6, "4.63 MB"),
-        (units.size, 37.04e6, "37 MB"),
-        (units.size, 46.36e6, "46.4 MB"),
-        (units.size, 512, "512 B"),
-        (units.size, 999.4, "999 B"),
-        (units.size, 999.6, "1 kB"),
-        (units.size, 3e12, "3 TB"),
-        (units.size, 4e15, "4,000 TB"),
-        (units.size, 0, "0 B"),
-        (units.size, 0.00001, "0 B"),
-        (units.size, float("nan"), "—"),
+        (formatting.rate, 4258.3, "4,258"),
+        (formatting.rate, 12.345, "12.3"),
+        (formatting.rate, 0.3123, "0.312"),
+        (formatting.rate, float("nan"), "—"),
+        (formatting.rate, 0.0, "0.00"),
+        (formatting.loss, 0.50349, "0.503"),
+        (formatting.loss, 12.3456, "12.3"),
+        (formatting.loss, 1.23e-5, "1.2e-05"),
+        (formatting.loss, float("nan"), "NaN"),
+        (formatting.loss, float("-inf"), "-inf"),
+        (formatting.loss, None, "—"),
+        (formatting.duration, 0.119, "119 ms"),
+        (formatting.duration, 0.0015, "1.5 ms"),
+        (formatting.duration, 0.00035, "350 µs"),
+        (formatting.duration, 1.239, "1.24 s"),
+        (formatting.duration, 43.2, "43 s"),
+        (formatting.duration, 59.9, "1 min 0 s"),
+        (formatting.duration, 3780, "1 h 3 min"),
+        (formatting.clock, 0.9, "0 s"),
+        (formatting.clock, 125, "2 min 5 s"),
+        (formatting.share, 0.337, "34 %"),
+        (formatting.share, 0.0042, "0.4 %"),
+        (formatting.share, 0.00001, "0 %"),
+        (formatting.share, 0.0, "0 %"),
+        (formatting.share, None, "—"),
+        (formatting.size, 315e6, "315 MB"),
+        (formatting.size, 1.24e9, "1.24 GB"),
+        (formatting.size, 1.2e9, "1.2 GB"),
+        (formatting.size, 4.63e6, "4.63 MB"),
+        (formatting.size, 37.04e6, "37 MB"),
+        (formatting.size, 46.36e6, "46.4 MB"),
+        (formatting.size, 512, "512 B"),
+        (formatting.size, 999.4, "999 B"),
+        (formatting.size, 999.6, "1 kB"),
+        (formatting.size, 3e12, "3 TB"),
+        (formatting.size, 4e15, "4,000 TB"),
+        (formatting.size, 0, "0 B"),
+        (formatting.size, 0.00001, "0 B"),
+        (formatting.size, float("nan"), "—"),
     ],
 )
 def test_units(function, value, said):
@@ -70,30 +70,34 @@ def test_units(function, value, said):
 @pytest.mark.parametrize(
     ("largest", "ladder", "name"),
     [
-        (0, units.BYTES, "kB"),
-        (999, units.BYTES, "kB"),
-        (999e3, units.BYTES, "kB"),
-        (1e6, units.BYTES, "MB"),
-        (490e9, units.BYTES, "GB"),
-        (7e15, units.BYTES, "TB"),
-        (2e-7, units.SECONDS, "µs"),
-        (0.344, units.SECONDS, "ms"),
-        (166, units.SECONDS, "s"),
-        (float("nan"), units.SECONDS, "µs"),
+        (0, formatting.BYTES, "kB"),
+        (999, formatting.BYTES, "kB"),
+        (999e3, formatting.BYTES, "kB"),
+        (1e6, formatting.BYTES, "MB"),
+        (490e9, formatting.BYTES, "GB"),
+        (7e15, formatting.BYTES, "TB"),
+        (2e-7, formatting.SECONDS, "µs"),
+        (0.344, formatting.SECONDS, "ms"),
+        (166, formatting.SECONDS, "s"),
+        (float("nan"), formatting.SECONDS, "µs"),
     ],
 )
 def test_the_unit_of_an_axis_follows_the_size(largest, ladder, name):
-    assert units.unit_for(largest, ladder) == (name, ladder[name])
+    assert formatting.unit_for(largest, ladder) == (name, ladder[name])
 
 
 def test_columns_line_up_words_to_the_left_and_numbers_to_the_right():
     rows = [["layer", "size", "note"], ["a", "1,024", ""], ["embedding", "8", "tied"]]
-    assert units.columns(rows, left=(0, 2)) == ["layer       size  note", "a          1,024", "embedding      8  tied"]
+    assert formatting.columns(rows, left=(0, 2)) == [
+        "layer       size  note",
+        "a          1,024",
+        "embedding      8  tied",
+    ]
 
 
 def test_plain_removes_what_a_terminal_obeys():
-    assert units.plain("a\x1b[2Jb\r\nc\x00") == "a [2Jb  c"
-    assert units.plain("x" * 1000, 10) == "x" * 9 + "…"
+    assert formatting.plain("a\x1b[2Jb\r\nc\x00") == "a [2Jb  c"
+    assert formatting.plain("x" * 1000, 10) == "x" * 9 + "…"
 
 
 def test_the_summary_has_state_step_loss_throughput_and_a_line_a_node():

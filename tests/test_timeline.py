@@ -7,8 +7,8 @@ import json
 import numpy as np
 import pytest
 
-from dtkit.schedule import Schedule
-from dtkit.timeline import SPAN, Timeline, merge, spans_of
+from dtkit.history.timeline import SPAN, Timeline, merge, spans_of
+from dtkit.schedules.schedule import Schedule
 
 
 def gpipe(ranks, micro_batches, *, step=0):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dtkit.dashboard.timing import PHASES, STEPS, Straggler, bars, named, timing
-from dtkit.history import ROW, History
+from dtkit.history.history import ROW, History
 from tests.fake_source import FakeSource
 
 WAITING = PHASES.index("waiting")

@@ -11,16 +11,16 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from dtkit.engine import probe
-from dtkit.engine.data import Shards, Stream
-from dtkit.engine.phases import Phases
-from dtkit.engine.sources import DatasetSource, as_source
-from dtkit.engine.trainer import Job, _votes
-from dtkit.partition import Partition
-from dtkit.records import JobPlan
+from dtkit.data.partition import Partition
+from dtkit.engine import node_info
+from dtkit.engine.data.batches import Shards, Stream
+from dtkit.engine.data.sources import DatasetSource, as_source
+from dtkit.engine.job import Job, _votes
+from dtkit.engine.observe.phase_timer import Phases
 from dtkit.strategies.base import Program, Setting, make_optimizer
 from dtkit.strategies.data_parallel import DataParallel
-from dtkit.strategies.objective import Objective
+from dtkit.strategies.loss import Objective
+from dtkit.types import JobPlan
 
 CPU = torch.device("cpu")
 
@@ -44,7 +44,7 @@ def job(model: nn.Module | None = None, rows: Any = None, loss: Any = None, **ho
     part = Partition(len(source), 2)
     plan = JobPlan(how.get("batch_size", 6), 100, how.get("shuffle", "shard"), 0)
     stream = Stream(source, Shards(part.flat(), part.sizes), plan, [0, 1])
-    setting = Setting(None, CPU, Phases(probe.clock(CPU)), [0, 1])
+    setting = Setting(None, CPU, Phases(node_info.clock(CPU)), [0, 1])
     objective = Objective(loss or nn.CrossEntropyLoss(), None) if "step" not in how else Objective(None, how["step"])
     program = Program(
         objective,

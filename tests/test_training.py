@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 import dtkit
+from dtkit.cluster.broadcast import Replicas
 from dtkit.engine import memory
-from dtkit.engine.probe import hello
-from dtkit.records import Failure, Reply, Request
-from dtkit.replicas import Replicas
+from dtkit.engine.node_info import hello
+from dtkit.types import Failure, Reply, Request
 from tests.cluster.small import data, net, sgd
 
 if TYPE_CHECKING:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from dtkit import unread
-from dtkit.history import ROW
-from dtkit.messages import MESSAGE
-from dtkit.records import Advance
-from dtkit.unread import Unread
+from dtkit.history import engine_outbox
+from dtkit.history.engine_outbox import Unread
+from dtkit.history.history import ROW
+from dtkit.history.message_times import MESSAGE
+from dtkit.types import Advance
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -51,14 +51,14 @@ def piped(one: Advance) -> Advance:
 
 
 def steps(folder: Path, rank: int = RANK) -> list[int]:
-    return [int(step) for one, _ in unread.read(folder, JOB, rank) for step in np.asarray(one.rows)["step"]]
+    return [int(step) for one, _ in engine_outbox.read(folder, JOB, rank) for step in np.asarray(one.rows)["step"]]
 
 
 def test_it_is_read_back_as_it_was(tmp_path: Path, kept: Unread):
     first, second = piped(advance(8, 12)), advance(12, 14, places=0)
     kept.keep(first, SAID)
     kept.keep(second, [])
-    found = unread.read(tmp_path, JOB, RANK)
+    found = engine_outbox.read(tmp_path, JOB, RANK)
     for (back, _), one in zip(found, (first, second), strict=True):
         assert np.asarray(back.rows).tobytes() == np.asarray(one.rows).tobytes()
         assert np.array_equal(np.asarray(back.blocked), np.asarray(one.blocked))
@@ -66,7 +66,7 @@ def test_it_is_read_back_as_it_was(tmp_path: Path, kept: Unread):
         assert back.step == one.step
     assert [items for _, items in found] == [[("text", "h\xe9llo"), ("text", "loss=0.25 far=inf")], []]
     np.asarray(found[0][0].rows)["wait_s"] += 1  # whoever compares ranks writes there
-    assert unread.read(tmp_path, JOB, 0) == []
+    assert engine_outbox.read(tmp_path, JOB, 0) == []
 
 
 def test_dispatches_are_read_in_the_order_of_their_steps(tmp_path: Path, kept: Unread):
@@ -101,9 +101,9 @@ def test_what_lost_ranks_left_goes_too(tmp_path: Path, run: Path, kept: Unread):
     kept.keep(advance(0, 4), [])
     Unread(tmp_path, JOB, 7).keep(advance(0, 4, rank=7), [])
     (run / "rows.bin").touch()
-    unread.remove(tmp_path, JOB)
+    engine_outbox.remove(tmp_path, JOB)
     assert [path.name for path in run.iterdir()] == ["rows.bin"]
-    unread.remove(tmp_path, "job-2")  # nothing is there
+    engine_outbox.remove(tmp_path, "job-2")  # nothing is there
     kept.drop()
 
 
@@ -131,7 +131,7 @@ def test_one_that_was_cut_off_is_left_out(tmp_path: Path, run: Path, kept: Unrea
     assert steps(tmp_path) == list(range(8))
 
 
-FOUND: unread.Found = (4, {"loss": (2.0, 4.0), "hits": (float("inf"), 4.0)})
+FOUND: engine_outbox.Found = (4, {"loss": (2.0, 4.0), "hits": (float("inf"), 4.0)})
 
 
 def test_evaluations_are_kept_until_a_dispatch_behind_them_was_read(tmp_path: Path, run: Path, kept: Unread):
@@ -139,14 +139,14 @@ def test_evaluations_are_kept_until_a_dispatch_behind_them_was_read(tmp_path: Pa
         kept.keep_evaluation(step, FOUND)
     kept.keep(advance(8, 12), [])
     kept.drop(8)  # all steps before were read, and perhaps not yet what was found behind them
-    assert unread.evaluations(tmp_path, JOB, RANK) == {8: FOUND}
-    assert unread.evaluations(tmp_path, JOB, 0) == {}
+    assert engine_outbox.evaluations(tmp_path, JOB, RANK) == {8: FOUND}
+    assert engine_outbox.evaluations(tmp_path, JOB, 0) == {}
     assert steps(tmp_path) == [8, 9, 10, 11]
     assert {path.stat().st_mode & 0o777 for path in run.iterdir()} == {0o600}
     kept.drop(12)
     assert list(run.iterdir()) == []
     kept.keep_evaluation(12, FOUND)
-    unread.remove(tmp_path, JOB)
+    engine_outbox.remove(tmp_path, JOB)
     assert list(run.iterdir()) == []
 
 
@@ -160,7 +160,7 @@ def test_evaluations_are_kept_until_a_dispatch_behind_them_was_read(tmp_path: Pa
 )
 def test_an_evaluation_that_is_not_of_that_form_is_left_out(tmp_path: Path, run: Path, text: str):
     (run / "unread-evaluation-1.4").write_text(text)
-    assert unread.evaluations(tmp_path, JOB, RANK) == {}
+    assert engine_outbox.evaluations(tmp_path, JOB, RANK) == {}
 
 
 def _head(**changed: Any) -> bytes:

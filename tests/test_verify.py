@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from dtkit.verify import Verification, incomparable, judge
+from dtkit.training.verify import Verification, incomparable, judge
 
 
 def judged(

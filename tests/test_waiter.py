@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dtkit.engine.waiter import Waiter
+from dtkit.engine.comm.cancellable_wait import Waiter
 
 LIMIT = dt.timedelta(seconds=30)
 
@@ -59,7 +59,7 @@ def test_its_error_is_the_callers():
 
 
 def test_who_waits_gives_up_when_the_connection_ends():
-    from dtkit.engine.comm import lost_peer
+    from dtkit.engine.comm.process_group import lost_peer
 
     ended, never = threading.Event(), Message()
     made = waiter(ended)

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
-from dtkit import warden
+from dtkit.cluster import reaper
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -14,31 +14,31 @@ if TYPE_CHECKING:
 
 def owned(folder: Path) -> bool:
     """What the warden finds, which is a process of its own."""
-    ask = f"from pathlib import Path; from dtkit import warden; print(warden._owned(Path({str(folder)!r})))"
+    ask = f"from pathlib import Path; from dtkit.cluster import reaper; print(reaper._owned(Path({str(folder)!r})))"
     said = subprocess.run([sys.executable, "-c", ask], check=True, capture_output=True, text=True, timeout=30)
     return said.stdout == "True\n"
 
 
 def test_a_lock_is_held_until_its_last_holder_lets_go(tmp_path: Path):
     """A kernel that attaches to its own cluster has two Cluster objects, of which either may be closed first."""
-    warden.take_lock(tmp_path)
-    warden.take_lock(tmp_path)
+    reaper.take_lock(tmp_path)
+    reaper.take_lock(tmp_path)
     assert owned(tmp_path)
-    warden.release_lock(tmp_path)
+    reaper.release_lock(tmp_path)
     assert owned(tmp_path)
-    warden.release_lock(tmp_path)
+    reaper.release_lock(tmp_path)
     assert not owned(tmp_path)
-    warden.release_lock(tmp_path)  # once too often
-    warden.take_lock(tmp_path)
+    reaper.release_lock(tmp_path)  # once too often
+    reaper.take_lock(tmp_path)
     assert owned(tmp_path)
-    warden.release_lock(tmp_path)
+    reaper.release_lock(tmp_path)
 
 
 def test_a_forked_child_gives_up_no_lock_and_holds_none(tmp_path: Path):
     script = f"""
 import os
 from pathlib import Path
-from dtkit import warden
+from dtkit.cluster import reaper as warden
 
 folder = Path({str(tmp_path)!r})
 warden.take_lock(folder)

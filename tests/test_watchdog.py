@@ -18,21 +18,22 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
-from dtkit import stacks
-from dtkit.engine import comm, stack
-from dtkit.engine.phases import Phases
-from dtkit.engine.probe import Clock
-from dtkit.engine.watchdog import Watchdog
-from dtkit.records import GroupSpec, NodeInfo, Request
-from dtkit.standing import Frame, Standing, dump_file, remove, status_file
-from dtkit.suspects import Seen
+from dtkit.engine.comm import process_group
+from dtkit.engine.node_info import Clock
+from dtkit.engine.observe import stack_sampler
+from dtkit.engine.observe.phase_timer import Phases
+from dtkit.engine.observe.watchdog import Watchdog
+from dtkit.health import stacks
+from dtkit.health.diagnosis import Seen
+from dtkit.health.status import Frame, Standing, dump_file, remove, status_file
+from dtkit.types import GroupSpec, NodeInfo, Request
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
 USER = Frame("/home/me/net.py", 14, "forward", "user")
-OWN = Frame("/x/dtkit/engine/trainer.py", 9, "advance", "dtkit")
+OWN = Frame("/x/dtkit/engine/job.py", 9, "advance", "dtkit")
 LIBRARY = Frame("/x/site-packages/torch/autograd/graph.py", 979, "backward")
 
 
@@ -130,7 +131,7 @@ def test_time_in_which_it_could_not_look_is_not_held_against_the_rank(
     """A rank goes on after SIGSTOP: its watchdog may run before all else, and must not say that it is stuck still."""
     watchdog.leave()  # the thread looks no more, this test does
     now = time.time()
-    monkeypatch.setattr("dtkit.engine.watchdog.time.time", lambda: now)
+    monkeypatch.setattr("dtkit.engine.observe.watchdog.time.time", lambda: now)
     with watchdog.serving(request()):
         watchdog.look(spec)
         now += 1
@@ -142,8 +143,8 @@ def test_time_in_which_it_could_not_look_is_not_held_against_the_rank(
 
 
 def test_it_tells_how_often_it_was_blocked_in_this_job(watchdog: Watchdog, spec: GroupSpec, monkeypatch: Any):
-    monkeypatch.setattr("dtkit.engine.watchdog._in_user_code", lambda _: False)
-    monkeypatch.setattr(stack, "in_collective", lambda rows: bool(waiting))
+    monkeypatch.setattr("dtkit.engine.observe.watchdog._in_user_code", lambda _: False)
+    monkeypatch.setattr(stack_sampler, "in_collective", lambda rows: bool(waiting))
     waiting: list[int] = []
     with watchdog.serving(request()):
         assert [watchdog.look(spec).waited for _ in range(3)] == [None, None, 0.0]
@@ -204,15 +205,20 @@ def test_another_owner_of_the_signal_keeps_it(spec: GroupSpec):
 
 
 def test_whose_code_a_file_is():
-    assert stack.kind(stack.__file__) == "dtkit"
-    assert stack.kind(threading.__file__) == stack.kind(psutil.__file__) == stack.kind("<frozen runpy>") == "library"
-    assert stack.kind("/tmp/ipykernel_1/2.py") == stack.kind(__file__) == "user"
+    assert stack_sampler.kind(stack_sampler.__file__) == "dtkit"
+    assert (
+        stack_sampler.kind(threading.__file__)
+        == stack_sampler.kind(psutil.__file__)
+        == stack_sampler.kind("<frozen runpy>")
+        == "library"
+    )
+    assert stack_sampler.kind("/tmp/ipykernel_1/2.py") == stack_sampler.kind(__file__) == "user"
 
 
 def test_outer_frames_that_all_calls_have_are_left_out():
-    door = Frame(str(stack._DOORS[0]), 1, "handle", "dtkit")
-    assert stack.trimmed([LIBRARY, USER, OWN, door, door, LIBRARY]) == (LIBRARY, USER, OWN)
-    assert stack.trimmed([LIBRARY]) == ()
+    door = Frame(str(stack_sampler._DOORS[0]), 1, "handle", "dtkit")
+    assert stack_sampler.trimmed([LIBRARY, USER, OWN, door, door, LIBRARY]) == (LIBRARY, USER, OWN)
+    assert stack_sampler.trimmed([LIBRARY]) == ()
 
 
 @pytest.mark.parametrize(
@@ -228,12 +234,12 @@ def test_outer_frames_that_all_calls_have_are_left_out():
 )
 def test_a_collective_is_known_by_its_innermost_line(files: list[str], blocked: bool):  # noqa: FBT001 - a parameter
     rows = [Frame(f"/x/site-packages/{file}", 1, "f") for file in files]
-    assert stack.in_collective([*rows, USER] if rows else []) == blocked
+    assert stack_sampler.in_collective([*rows, USER] if rows else []) == blocked
 
 
 def test_ranks_that_wait_for_what_they_asked_each_other_are_in_a_collective():
-    assert stack.in_collective([Frame(comm.__file__, 1, "answer"), USER])
-    assert not stack.in_collective([Frame(comm.__file__, 1, "all_reduce"), USER])
+    assert stack_sampler.in_collective([Frame(process_group.__file__, 1, "answer"), USER])
+    assert not stack_sampler.in_collective([Frame(process_group.__file__, 1, "all_reduce"), USER])
 
 
 def test_names_may_have_letters_beyond_ascii(tmp_path: Path):
@@ -241,7 +247,7 @@ def test_names_may_have_letters_beyond_ascii(tmp_path: Path):
     path.write_text("def h\xe9las(look):\n    return look()\n")
     space: dict[str, Any] = {}
     exec(compile(path.read_text(), str(path), "exec"), space)
-    rows = space["h\xe9las"](lambda: stack.of_thread(threading.get_ident()))
+    rows = space["h\xe9las"](lambda: stack_sampler.of_thread(threading.get_ident()))
     assert (str(path), 2, "h\xe9las") in [(row.file, row.line, row.function) for row in rows]
 
 
@@ -255,7 +261,7 @@ def test_a_look_keeps_nothing_alive():
 
     def look() -> None:
         while not over.is_set():
-            stack.of_thread(looked_at)
+            stack_sampler.of_thread(looked_at)
 
     def make() -> weakref.ref[Thing]:
         thing = Thing()
@@ -278,7 +284,8 @@ LOOKED_AT = """
 import sys, threading, time
 import torch
 import torch.distributed as dist
-from dtkit.engine import comm, stack
+from dtkit.engine.comm import process_group as comm
+from dtkit.engine.observe import stack_sampler as stack
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 over = threading.Event()
@@ -313,7 +320,7 @@ def test_a_loader_in_a_thread_is_seen():
     thread = threading.Thread(target=load, name="loader")
     thread.start()
     assert there.wait(10)
-    found = stack.of_helpers(0)
+    found = stack_sampler.of_helpers(0)
     go.set()
     thread.join(10)
     assert any(frame.function == "load" for frame in found["loader"])
@@ -398,8 +405,7 @@ def test_what_is_shown():
 
 
 def test_neither_the_watchdog_nor_a_plan_of_devices_needs_torch():
-    code = (
-        "import sys, dtkit.engine.watchdog, dtkit.stacks, dtkit.lookout, dtkit.devices; print('torch' in sys.modules)"
-    )
+    modules = "dtkit.engine.observe.watchdog, dtkit.health.stacks, dtkit.health.detector, dtkit.cluster.devices"
+    code = f"import sys, {modules}; print('torch' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
     assert out.stdout.strip() == "False"

@@ -19,15 +19,15 @@ import pytest
 import torch
 from torch import nn
 
-from dtkit import shared, wire
 from dtkit.errors import CannotSend
+from dtkit.rpc import pickling, shared_memory
 
 ROOT = str(Path(__file__).resolve().parent.parent)
 
 
-def arrive(packed: wire.Packed, kind: type = bytearray):
+def arrive(packed: pickling.Packed, kind: type = bytearray):
     """What an engine makes of it; `kind` bytearray for writable buffers, bytes for read-only ones."""
-    return wire.unpack(packed.skeleton, [kind(buffer) for buffer in packed.buffers])
+    return pickling.unpack(packed.skeleton, [kind(buffer) for buffer in packed.buffers])
 
 
 def python(code: str, *args: str, path: str = ROOT, cwd: Path | None = None, data: bytes = b"") -> bytes:
@@ -50,7 +50,7 @@ def python(code: str, *args: str, path: str = ROOT, cwd: Path | None = None, dat
 
 def test_big_data_is_out_of_band_and_not_copied_on_either_side() -> None:
     array, tensor = np.arange(100_000.0), torch.arange(100_000.0)
-    packed = wire.pack({"array": array, "tensor": tensor, "name": "x"})
+    packed = pickling.pack({"array": array, "tensor": tensor, "name": "x"})
     assert packed.sizes == (800_000, 400_000)
     assert len(packed.skeleton) < 1000
     assert packed.nbytes == len(packed.skeleton) + 1_200_000
@@ -60,17 +60,17 @@ def test_big_data_is_out_of_band_and_not_copied_on_either_side() -> None:
     assert np.frombuffer(packed.buffers[0])[0] == np.frombuffer(packed.buffers[1], np.float32)[0] == 7
 
     buffers = [bytearray(buffer) for buffer in packed.buffers]
-    found = wire.unpack(packed.skeleton, buffers)
+    found = pickling.unpack(packed.skeleton, buffers)
     found["array"][1] = found["tensor"][1] = 5  # seen in the buffers: no copy there
     assert np.frombuffer(buffers[0])[1] == np.frombuffer(buffers[1], np.float32)[1] == 5
 
 
 def test_tensors_live_on_a_shared_file_and_keep_it_mapped(tmp_path: Path) -> None:
     model = nn.Linear(30, 20)
-    packed = wire.pack(model)
-    handle = shared.write(packed.buffers, directories=[str(tmp_path)])
-    copy = wire.unpack(packed.skeleton, shared.Mapping.open(handle))
-    shared.remove(handle)
+    packed = pickling.pack(model)
+    handle = shared_memory.write(packed.buffers, directories=[str(tmp_path)])
+    copy = pickling.unpack(packed.skeleton, shared_memory.Mapping.open(handle))
+    shared_memory.remove(handle)
     gc.collect()
     assert torch.equal(copy.weight, model.weight)
     with torch.no_grad():
@@ -98,7 +98,7 @@ def test_every_dtype_and_layout(dtype: torch.dtype) -> None:
         base[:, ::2],
         base[1:, 1:2].expand(4, 1, 4, 5),
     ]
-    packed = wire.pack(tensors)
+    packed = pickling.pack(tensors)
     assert len(packed.buffers) == 6  # none for tensors without elements
     for kind in (bytearray, bytes):
         for sent, got in zip(tensors, arrive(packed, kind), strict=True):
@@ -116,14 +116,14 @@ def _raw(tensor: torch.Tensor) -> torch.Tensor:
 def test_lazily_conjugated_and_negated_tensors_arrive_as_values() -> None:
     z = torch.tensor([1 + 2j, 3 - 4j])
     sent = [z, z.conj(), z.conj().imag]
-    for got, tensor in zip(arrive(wire.pack(sent)), sent, strict=True):
+    for got, tensor in zip(arrive(pickling.pack(sent)), sent, strict=True):
         assert torch.equal(got, tensor)
 
 
 def test_a_read_only_buffer_is_never_written_to() -> None:
-    packed = wire.pack((np.zeros(3), torch.zeros(3)))
+    packed = pickling.pack((np.zeros(3), torch.zeros(3)))
     buffers = [bytes(buffer) for buffer in packed.buffers]
-    array, tensor = wire.unpack(packed.skeleton, buffers)
+    array, tensor = pickling.unpack(packed.skeleton, buffers)
     tensor[0] = 1
     assert not array.flags.writeable
     assert buffers[1] == bytes(12)
@@ -136,7 +136,7 @@ def test_gradients_and_attributes_of_tensors() -> None:
     sparse = torch.eye(3).to_sparse()
     meta = torch.empty(2, 3, device="meta")
     for kind in (bytearray, bytes):
-        got = arrive(wire.pack([leaf, tagged, sparse, meta]), kind)
+        got = arrive(pickling.pack([leaf, tagged, sparse, meta]), kind)
         assert got[0].requires_grad
         assert got[0].is_leaf
         assert got[1].tag == "mine"
@@ -155,16 +155,16 @@ def test_arrays_of_every_kind() -> None:
         np.array([(1, 2.5)], dtype=[("a", "i4"), ("b", "f8")]),
         np.array([1, "a", None], dtype=object),
     ]
-    for got, sent in zip(arrive(wire.pack(arrays)), arrays, strict=True):
+    for got, sent in zip(arrive(pickling.pack(arrays)), arrays, strict=True):
         assert got.dtype == sent.dtype
         assert np.array_equal(got, sent)
-    assert wire.pack(np.zeros(100_000)[::2]).sizes == (400_000,)
+    assert pickling.pack(np.zeros(100_000)[::2]).sizes == (400_000,)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_tensor_on_a_gpu_arrives_on_the_cpu() -> None:
-    got = arrive(wire.pack(nn.Linear(3, 2).cuda()))
+    got = arrive(pickling.pack(nn.Linear(3, 2).cuda()))
     assert got.weight.device.type == "cpu"
 
 
@@ -175,7 +175,7 @@ def test_tied_parameters_are_one_object_and_are_sent_once() -> None:
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     model[1].weight = model[0].weight
     model[2].weight = nn.Parameter(model[0].weight.data, requires_grad=False)  # two parameters, one memory
-    packed = wire.pack(model)
+    packed = pickling.pack(model)
     assert packed.sizes == (256,)
     got = arrive(packed)
     assert got[1].weight is got[0].weight
@@ -187,7 +187,7 @@ def test_tied_parameters_are_one_object_and_are_sent_once() -> None:
 
 def test_tensors_that_only_overlap_are_apart() -> None:
     base = torch.arange(6)
-    got = arrive(wire.pack([base, base[:3], base.view(2, 3), base.view(torch.int32)]))
+    got = arrive(pickling.pack([base, base[:3], base.view(2, 3), base.view(torch.int32)]))
     for tensor, sent in zip(got, [base, base[:3], base.view(2, 3), base.view(torch.int32)], strict=True):
         assert torch.equal(tensor, sent)
 
@@ -198,7 +198,7 @@ NOTEBOOK = """
 import sys
 import torch
 from torch import nn
-from dtkit import wire
+from dtkit.rpc import pickling as wire
 
 SCALE = 3.0
 
@@ -225,7 +225,7 @@ sys.stdout.buffer.write(wire.dumps((Net(), lambda net, x: net(x).sum())))
 ENGINE = """
 import sys
 import torch
-from dtkit import wire
+from dtkit.rpc import pickling as wire
 net, function = wire.loads(sys.stdin.buffer.read())
 loss = function(net, torch.ones(4, 2))
 loss.backward()
@@ -244,7 +244,7 @@ def test_what_a_cell_defines_works_elsewhere() -> None:
 
 def test_a_process_without_torch_never_loads_it() -> None:
     code = (
-        "import sys, numpy as np; from dtkit import wire\n"
+        "import sys, numpy as np; from dtkit.rpc import pickling as wire\n"
         "p = wire.pack({'a': np.arange(9)[::2], 'f': lambda x: x}); wire.unpack(p.skeleton, p.buffers)\n"
         "assert 'torch' not in sys.modules"
     )
@@ -252,7 +252,7 @@ def test_a_process_without_torch_never_loads_it() -> None:
 
 
 def test_dumps_holds_everything() -> None:
-    got = wire.loads(wire.dumps({"t": torch.arange(5.0), "a": np.arange(5)[::2], "f": lambda x: x + 1}))
+    got = pickling.loads(pickling.dumps({"t": torch.arange(5.0), "a": np.arange(5)[::2], "f": lambda x: x + 1}))
     assert torch.equal(got["t"], torch.arange(5.0))
     assert got["a"].tolist() == [0, 2, 4]
     assert got["f"](1) == 2
@@ -344,7 +344,7 @@ def _default(lock=LOCK):
     ],
 )
 def test_the_part_that_cannot_be_sent_is_named(obj, message: str) -> None:
-    for send in (wire.pack, wire.dumps):
+    for send in (pickling.pack, pickling.dumps):
         with pytest.raises(CannotSend, match=message) as caught:
             send(obj, name="model")
         assert isinstance(caught.value.__cause__, Exception)
@@ -352,27 +352,27 @@ def test_the_part_that_cannot_be_sent_is_named(obj, message: str) -> None:
 
 def test_without_a_name_the_type_is_named() -> None:
     with pytest.raises(CannotSend, match=r"^Holder\.lock: "):
-        wire.pack(Holder(lock=LOCK))
+        pickling.pack(Holder(lock=LOCK))
     with pytest.raises(CannotSend, match=r"^_default \(default 0\): "):
-        wire.pack(_by_value(_default))
+        pickling.pack(_by_value(_default))
 
 
 def test_a_loop_and_a_deep_nest_end() -> None:
     loop = Holder(lock=LOCK)
     loop.me = loop
     with pytest.raises(CannotSend, match=r"^loop\.lock: "):
-        wire.pack(loop, name="loop")
+        pickling.pack(loop, name="loop")
     nest: list = []
     for _ in range(100_000):
         nest = [nest]
     with pytest.raises(CannotSend, match=r"^nest: .*recursion"):
-        wire.pack(nest, name="nest")
+        pickling.pack(nest, name="nest")
 
 
 def test_after_a_failure_no_module_stays_registered(tmp_path: Path, beside) -> None:
     module = beside("left_behind", "def f(): return 1")
     with pytest.raises(CannotSend):
-        wire.pack([LOCK], by_value=[module])
+        pickling.pack([LOCK], by_value=[module])
     assert not cloudpickle.list_registry_pickle_by_value()
 
 
@@ -416,12 +416,12 @@ def helper(x):
 def test_a_module_beside_the_notebook_travels_by_value(beside, tmp_path: Path) -> None:
     module = beside("lesson_models", MODULE)
     engine = [entry for entry in sys.path if entry != str(tmp_path)]
-    found = wire.user_modules(engine)
+    found = pickling.user_modules(engine)
     assert [each for each in found if each.__name__.startswith("lesson")] == [module]
-    data = wire.dumps((module.Model(), module, lambda: module.helper(9)), wire.user_modules(engine))
+    data = pickling.dumps((module.Model(), module, lambda: module.helper(9)), pickling.user_modules(engine))
     assert not cloudpickle.list_registry_pickle_by_value()
     code = (
-        "import sys; from dtkit import wire; m, module, f = wire.loads(sys.stdin.buffer.read())\n"
+        "import sys; from dtkit.rpc import pickling as wire; m, module, f = wire.loads(sys.stdin.buffer.read())\n"
         "print(m(16), module.helper(4), f(), 'lesson_models' in sys.modules)"
     )
     assert python(code, data=data).decode().split() == ["8.0", "2.0", "3.0", "False"]
@@ -435,29 +435,29 @@ def test_a_package_and_its_modules_travel(beside, tmp_path: Path, *, init: bool)
     inner = beside("lesson_pack.inner", "value = 5\ndef f(): return value + 1")
     package = sys.modules["lesson_pack"]
     engine = [entry for entry in sys.path if entry != str(tmp_path)]
-    found = wire.user_modules(engine)
+    found = pickling.user_modules(engine)
     assert {package, inner} <= set(found)
-    data = wire.dumps(lambda: 2 * package.inner.f(), found)
-    code = "import sys; from dtkit import wire; print(wire.loads(sys.stdin.buffer.read())())"
+    data = pickling.dumps(lambda: 2 * package.inner.f(), found)
+    code = "import sys; from dtkit.rpc import pickling as wire; print(wire.loads(sys.stdin.buffer.read())())"
     assert python(code, data=data).decode().strip() == "12"
 
 
 def test_what_the_engine_can_import_goes_by_reference(beside, tmp_path: Path) -> None:
     module = beside("lesson_known", MODULE)
-    assert module not in wire.user_modules([str(tmp_path)])
-    assert module not in wire.user_modules([str(tmp_path / "x" / "..")])
+    assert module not in pickling.user_modules([str(tmp_path)])
+    assert module not in pickling.user_modules([str(tmp_path / "x" / "..")])
     # ... unless it lies in the current folder, where it is edited while engines live.
     here = Path.cwd()
     os.chdir(tmp_path)
     try:
-        assert module in wire.user_modules([str(tmp_path)])
+        assert module in pickling.user_modules([str(tmp_path)])
     finally:
         os.chdir(here)
 
 
 def test_installed_packages_and_dtkit_never_travel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir("/")  # everything lies under it
-    names = {module.__name__ for module in wire.user_modules([])}
+    names = {module.__name__ for module in pickling.user_modules([])}
     tops = {name.partition(".")[0] for name in names}
     assert not tops & {"dtkit", "numpy", "torch", "json", "cloudpickle", "pytest", "__main__"}
     assert __name__ in names
@@ -469,7 +469,7 @@ def test_the_users_own_registration_stays(beside) -> None:
     module = beside("lesson_registered", MODULE)
     cloudpickle.register_pickle_by_value(module)
     try:
-        wire.dumps(module.helper, [module])
+        pickling.dumps(module.helper, [module])
         assert cloudpickle.list_registry_pickle_by_value() == {"lesson_registered"}
     finally:
         cloudpickle.unregister_pickle_by_value(module)
@@ -482,7 +482,7 @@ def test_threads_that_pack_at_the_same_time_do_not_disturb_each_other(beside) ->
 
     def work() -> None:
         for _ in range(50):
-            seen.append(len(wire.dumps(module.helper, [module])))
+            seen.append(len(pickling.dumps(module.helper, [module])))
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
@@ -498,7 +498,7 @@ def test_the_garbage_collector_may_find_what_was_packed() -> None:
     """Python 3.11 crashes on clearing a memoryview of which there is another view: there must be none."""
     code = """if True:
         import gc, sys, torch
-        from dtkit import wire
+        from dtkit.rpc import pickling as wire
 
         class Cycle:
             pass

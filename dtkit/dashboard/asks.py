@@ -15,8 +15,8 @@ import threading
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from dtkit import units
-from dtkit.boundary import attempt
+from dtkit._util import formatting
+from dtkit._util.guard import attempt
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -149,5 +149,5 @@ def _factor(value: Any) -> float:
 
 def _file_name(name: str) -> str:
     """A run's name as the name of a file: letters, digits, dashes."""
-    kept = "".join(c if c.isalnum() or c in "-_" else "-" for c in units.plain(name, 40))
+    kept = "".join(c if c.isalnum() or c in "-_" else "-" for c in formatting.plain(name, 40))
     return kept.strip("-") or "run"

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.patches import Patch
 
     from dtkit.dashboard.series import Layout, Part
-    from dtkit.records import Event
+    from dtkit.types import Event
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8A8A00", "#6F58B5")
 """Okabe and Ito's palette, its yellow darkened to be seen on white, and violet: one a node."""

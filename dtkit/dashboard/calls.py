@@ -12,11 +12,11 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
-from dtkit import units
-from dtkit.boundary import attempt
+from dtkit._util import formatting
+from dtkit._util.guard import attempt
 from dtkit.dashboard.display import in_notebook
 from dtkit.dashboard.throttle import Throttle
-from dtkit.engine.channel import OWN_COLUMNS
+from dtkit.engine.observe.call_output import OWN_COLUMNS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -94,7 +94,7 @@ def _values(row: dict[str, Any]) -> dict[str, float]:
 
 def values_text(values: dict[str, float]) -> str:
     """``loss=0.503 samples=64``."""
-    return " ".join(f"{units.plain(name, 60)}={value:.6g}" for name, value in values.items())
+    return " ".join(f"{formatting.plain(name, 60)}={value:.6g}" for name, value in values.items())
 
 
 def summary(call: Call, digest: Digest | None = None) -> str:
@@ -102,12 +102,12 @@ def summary(call: Call, digest: Digest | None = None) -> str:
     digest = (digest or Digest()).read(call.rows)
     lines = [_head(call)]
     lines += [f"  [{rank}] {values_text(values)}" for rank, values in sorted(digest.values.items())]
-    lines += [f"[{rank}] {units.plain(line)}" for rank, line in call.output[-_LINES:]]
+    lines += [f"[{rank}] {formatting.plain(line)}" for rank, line in call.output[-_LINES:]]
     return "\n".join(lines)
 
 
 def _head(call: Call) -> str:
-    return f"{units.plain(call.name, 60)} on {units.plural(call.world_size, 'rank')}: {call.state}"
+    return f"{formatting.plain(call.name, 60)} on {formatting.plural(call.world_size, 'rank')}: {call.state}"
 
 
 def page(call: Call, digest: Digest | None = None) -> str:
@@ -115,12 +115,14 @@ def page(call: Call, digest: Digest | None = None) -> str:
     digest = (digest or Digest()).read(call.rows)
     parts = [f"<div>{html.escape(_head(call))}</div>"]
     if digest.names:
-        head = "".join(f"<th>{html.escape(units.plain(name, 60))}</th>" for name in ("rank", "rows", *digest.names))
+        head = "".join(
+            f"<th>{html.escape(formatting.plain(name, 60))}</th>" for name in ("rank", "rows", *digest.names)
+        )
         body = "".join(_table_row(digest, rank) for rank in sorted(digest.values))
         parts.append(f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>")
     count, output = len(call.output), call.output[-_LINES:]
     if output:
-        lines = "\n".join(html.escape(f"[{rank}] {units.plain(line)}") for rank, line in output)
+        lines = "\n".join(html.escape(f"[{rank}] {formatting.plain(line)}") for rank, line in output)
         more = count - _LINES
         earlier = f"({more:,} earlier lines are in .output)\n" if more > 0 else ""
         parts.append(f"<pre>{earlier}{lines}</pre>")
@@ -129,7 +131,7 @@ def page(call: Call, digest: Digest | None = None) -> str:
 
 def _table_row(digest: Digest, rank: int) -> str:
     values = digest.values[rank]
-    cells = (str(rank), f"{digest.counts[rank]:,}", *(units.loss(values.get(name)) for name in digest.names))
+    cells = (str(rank), f"{digest.counts[rank]:,}", *(formatting.loss(values.get(name)) for name in digest.names))
     return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
 
 
@@ -264,7 +266,7 @@ class _OnStream:
             self._lines += len(output)  # not the lists' lengths: they may have grown by now
             self._rows += len(rows)
             last = {row["rank"]: row for row in rows}
-            lines = [f"[{rank}] {units.plain(line)}" for rank, line in output]
+            lines = [f"[{rank}] {formatting.plain(line)}" for rank, line in output]
             lines += [f"[{rank}] {values_text(_values(row))}" for rank, row in sorted(last.items())]
             if lines:
                 self._stream.write("\n".join(lines) + "\n")

@@ -10,7 +10,7 @@ import html
 import textwrap
 from typing import TYPE_CHECKING
 
-from dtkit import units
+from dtkit._util import formatting
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -61,7 +61,7 @@ def _wrapped(sentence: str, start: str) -> list[str]:
 def _lines(table: Table) -> list[str]:
     """Columns two spaces apart, words to the left and numbers to the right."""
     left = [k for k, name in enumerate(table.head) if name in table.left]
-    return ["   " + line for line in units.columns([table.head, *table.body], left)]
+    return ["   " + line for line in formatting.columns([table.head, *table.body], left)]
 
 
 def _html(table: Table) -> str:

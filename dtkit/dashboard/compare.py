@@ -16,8 +16,8 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from dtkit import units
-from dtkit.history import History
+from dtkit._util import formatting
+from dtkit.history.history import History
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-    from dtkit.records import RunSpec
+    from dtkit.types import RunSpec
 
 LAST = 20
 """Steps over which the final loss is averaged: that of a single step is mostly noise."""
@@ -96,7 +96,7 @@ class Comparison:
 
     def __repr__(self) -> str:
         rows = list(_table(self.rows))
-        return "\n".join(units.columns(rows, left=[k for k, name in enumerate(rows[0]) if name not in _NUMBERS]))
+        return "\n".join(formatting.columns(rows, left=[k for k, name in enumerate(rows[0]) if name not in _NUMBERS]))
 
     def bundle(self) -> dict[str, str]:
         """What stays of it in a notebook: a MIME bundle of the figure with its table, a PNG and text."""
@@ -124,7 +124,9 @@ class Comparison:
         from dtkit.dashboard import figures
 
         rows = self.rows
-        said = "; ".join(f"{row.label}: loss {units.loss(row.loss)}, {units.size(row.sent_bytes)} sent" for row in rows)
+        said = "; ".join(
+            f"{row.label}: loss {formatting.loss(row.loss)}, {formatting.size(row.sent_bytes)} sent" for row in rows
+        )
         return figures.image(self.figure(), f"Loss against steps and against bytes. {said}") + _html_table(rows)
 
 
@@ -146,7 +148,7 @@ def compare(runs: Iterable[Trained | History], labels: Sequence[str] | None = No
                 "dtkit.History.from_jsonl(path)"
             )
     histories = [run if isinstance(run, History) else run.history for run in found]
-    strategies = ["" if isinstance(run, History) else units.plain(run.spec.strategy, 60) for run in found]
+    strategies = ["" if isinstance(run, History) else formatting.plain(run.spec.strategy, 60) for run in found]
     named = _own_labels(found) if labels is None else _checked(labels, len(found))
     return Comparison(named, histories, strategies, found)
 
@@ -170,11 +172,11 @@ def _checked(labels: Sequence[str], count: int) -> list[str]:
         raise TypeError(f"labels={labels!r}: a list with a name for each run, as in labels=['plain', 'every 8']")
     if len(labels) != count:
         raise ValueError(
-            f"labels={list(labels)!r} are {len(labels)} for {units.plural(count, 'run')}; give one for each"
+            f"labels={list(labels)!r} are {len(labels)} for {formatting.plural(count, 'run')}; give one for each"
         )
     if len(set(labels)) != count:
         raise ValueError(f"labels={list(labels)!r}: two runs have the same one, and could not be told apart")
-    return [units.plain(label, 60) for label in labels]
+    return [formatting.plain(label, 60) for label in labels]
 
 
 def _own_labels(runs: Sequence[Trained | History]) -> list[str]:
@@ -186,8 +188,10 @@ def _own_labels(runs: Sequence[Trained | History]) -> list[str]:
         [f"{spec.name} {spec.strategy}" if spec else "" for spec in specs],
     ):
         if all(choice) and len(set(choice)) == len(choice):
-            return [units.plain(label, 60) for label in choice]
-    return [f"run {k}: {units.plain(spec.strategy, 50)}" if spec else f"run {k}" for k, spec in enumerate(specs, 1)]
+            return [formatting.plain(label, 60) for label in choice]
+    return [
+        f"run {k}: {formatting.plain(spec.strategy, 50)}" if spec else f"run {k}" for k, spec in enumerate(specs, 1)
+    ]
 
 
 def _row(label: str, history: History, strategy: str) -> Row:
@@ -224,7 +228,7 @@ def _table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     words = ("run",) if told else ("run", "strategy")
     table: list[tuple[str, ...]] = [(*words, *_NUMBERS)]
     for row in rows:
-        names = (row.label,) if told else (row.label, row.strategy or units.NOTHING)
+        names = (row.label,) if told else (row.label, row.strategy or formatting.NOTHING)
         table.append((*names, *_numbers(row)))
     return table
 
@@ -233,11 +237,11 @@ def _numbers(row: Row) -> tuple[str, ...]:
     return (
         f"{row.nodes:,}",
         f"{row.steps:,}",
-        units.loss(row.loss) if row.steps else units.NOTHING,
-        units.size(row.sent_bytes),
-        units.size(row.bytes_per_step),
-        units.rate(row.samples_per_s),
-        units.duration(row.seconds),
+        formatting.loss(row.loss) if row.steps else formatting.NOTHING,
+        formatting.size(row.sent_bytes),
+        formatting.size(row.bytes_per_step),
+        formatting.rate(row.samples_per_s),
+        formatting.duration(row.seconds),
     )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter
 
-from dtkit import units
+from dtkit._util import formatting
 from dtkit.dashboard import axes
 from dtkit.dashboard.figures import new_figure
 from dtkit.dashboard.series import LOSS, sample
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from dtkit.dashboard.series import Part
-    from dtkit.history import History
+    from dtkit.history.history import History
 
 _POINTS = 64  # buckets: several noisy lines over each other can't be read
 _DASHES = ("-", (0, (5, 1.6)), (0, (1.2, 1.4)), (0, (6, 1.6, 1.2, 1.6)))
@@ -99,7 +99,7 @@ def _finish_bytes(ax: Axes, bytes_of: Sequence[np.ndarray]) -> None:
         ax.set_xscale("log")
         ax.xaxis.set_major_locator(LogLocator(numticks=6))
         ax.xaxis.set_minor_formatter(NullFormatter())
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: units.size(x) if x else "0"))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: formatting.size(x) if x else "0"))
 
 
 def _scale_loss(panels: Sequence[Axes], parts: Sequence[Part]) -> None:
@@ -107,7 +107,7 @@ def _scale_loss(panels: Sequence[Axes], parts: Sequence[Part]) -> None:
     found = [part.values[:, -1, 1] for part in parts]
     values = np.concatenate([line[np.isfinite(line)] for line in found]) if found else np.empty(0)
     steep = len(values) and values.min() > 0 and values.max() / values.min() >= _STEEP
-    form: Callable[[float, object], str] = lambda y, _: units.loss(y)  # noqa: E731 - matplotlib wants a function
+    form: Callable[[float, object], str] = lambda y, _: formatting.loss(y)  # noqa: E731 - matplotlib wants a function
     for ax in panels:
         if steep:
             ax.set_yscale("log")

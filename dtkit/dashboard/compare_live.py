@@ -14,7 +14,7 @@ import anywidget
 import numpy as np
 import traitlets
 
-from dtkit import units
+from dtkit._util import formatting
 from dtkit.dashboard.bundle import bundle
 from dtkit.dashboard.live import STATIC
 from dtkit.dashboard.series import LOSS, Chart, Curves
@@ -92,9 +92,9 @@ class CompareFeed:
                 "label": row.label,
                 "state": source.status.state.value if isinstance(source, Source) else "kept",
                 "steps": f"{row.steps:,}",
-                "loss": units.loss(row.loss) if row.steps else units.NOTHING,
-                "rate": units.rate(row.samples_per_s),
-                "sent": units.size(row.sent_bytes),
+                "loss": formatting.loss(row.loss) if row.steps else formatting.NOTHING,
+                "rate": formatting.rate(row.samples_per_s),
+                "sent": formatting.size(row.sent_bytes),
             }
             for row, source in zip(self._comparison.rows, sources, strict=True)
         ]

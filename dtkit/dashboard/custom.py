@@ -15,15 +15,15 @@ import dataclasses
 import time
 from typing import TYPE_CHECKING, Any
 
-from dtkit import units
-from dtkit.boundary import attempt
+from dtkit._util import formatting
+from dtkit._util.guard import attempt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from matplotlib.axes import Axes
 
-    from dtkit.history import History
+    from dtkit.history.history import History
 
     Draw = Callable[[Axes, History], Any]
 
@@ -77,7 +77,7 @@ def titled(name: str, draw: Draw) -> Draw:
 
         axes.tidy(ax)
         attempt(lambda: draw(ax, history), fail)
-        axes.title(ax, units.plain(name, 60))
+        axes.title(ax, formatting.plain(name, 60))
 
     return whole
 
@@ -121,7 +121,7 @@ class Gallery:
             self._due[name] = self._clock() + max(LEAST_S, (self._clock() - now) / SHARE)
 
     def _picture(self, name: str, function: Draw) -> Picture:
-        title = units.plain(name, 60)
+        title = formatting.plain(name, 60)
         return attempt(
             lambda: Picture(title, _png(function, self._history), None),
             lambda error: Picture(title, b"", _said(error)),
@@ -140,4 +140,4 @@ def _png(function: Draw, history: History) -> bytes:
 
 
 def _said(error: Exception) -> str:
-    return units.plain(f"{type(error).__name__}: {error}", 200)
+    return formatting.plain(f"{type(error).__name__}: {error}", 200)

@@ -15,7 +15,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
-from dtkit.boundary import attempt
+from dtkit._util.guard import attempt
 from dtkit.dashboard import text
 from dtkit.dashboard.throttle import Throttle
 

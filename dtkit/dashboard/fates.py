@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from dtkit.dashboard.source import Source
-    from dtkit.records import Event
+    from dtkit.types import Event
 
 Lost = dict[int, int]
 """The step at which each lost node went, by rank."""

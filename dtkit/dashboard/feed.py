@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dtkit import units
-from dtkit.boundary import attempt
+from dtkit._util import formatting
+from dtkit._util.guard import attempt
 from dtkit.dashboard.fates import begun, follow
 from dtkit.dashboard.glance import epoch, glance, tiles
 from dtkit.dashboard.outliers import outliers
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from dtkit.dashboard.fates import Lost
     from dtkit.dashboard.source import Source
     from dtkit.dashboard.strip import Strip
-    from dtkit.records import Event, NodeInfo
+    from dtkit.types import Event, NodeInfo
 
 CHANGE_BYTES = 4800
 CHANGE_EVENTS = 12
@@ -176,7 +176,7 @@ class Feed:
                 "epochs": of,
                 "elapsed": _finite(status.elapsed_s),
                 "remaining": _finite(status.remaining_s),
-                "message": "" if stuck else units.plain(status.message),  # a remark says it, with the same words
+                "message": "" if stuck else formatting.plain(status.message),  # a remark says it, with the same words
             },
             "lr": _finite(source.lr),
             "tiles": [dataclasses.asdict(tile) for tile in tiles(source, self._glance)],
@@ -202,8 +202,8 @@ class Feed:
         spec = self._source.spec
         self._world = spec.world_size
         return {
-            "name": units.plain(spec.name, 80),
-            "strategy": units.plain(spec.strategy, 120),
+            "name": formatting.plain(spec.name, 80),
+            "strategy": formatting.plain(spec.strategy, 120),
             "ranks": self._ranks,
             "overall": overall_rate(spec.world_size, self._source.history.copies, self._ranks),
             "batch": spec.batch_size,
@@ -217,7 +217,7 @@ class Feed:
     def _evaluated(self, start: int) -> list[dict[str, Any]]:
         """Evaluations from `start` on, at most a page's worth."""
         return [
-            {"step": e.step, "values": {units.plain(k, 40): _finite(v) for k, v in e.values.items()}}
+            {"step": e.step, "values": {formatting.plain(k, 40): _finite(v) for k, v in e.values.items()}}
             for e in self._source.history.evaluations[start : start + LOG]
         ]
 
@@ -315,7 +315,7 @@ def _line(event: Event) -> dict[str, Any]:
     return {
         "step": event.step,
         "kind": event.kind,
-        "text": units.plain(event.text, 200),
+        "text": formatting.plain(event.text, 200),
         "time": event.time,
         "rank": event.rank,
     }
@@ -324,7 +324,7 @@ def _line(event: Event) -> dict[str, Any]:
 def _error(error: BaseException) -> str:
     """The first lines of an error, for the banner; the whole of it is raised where the user waits."""
     lines = str(error).strip().splitlines() or [""]
-    text = "\n".join(units.plain(line) for line in lines[:6])
+    text = "\n".join(formatting.plain(line) for line in lines[:6])
     return f"{type(error).__name__}: {text}"[:1000]
 
 

@@ -15,20 +15,11 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from dtkit import units
+from dtkit._util import formatting
 from dtkit.dashboard import custom
 from dtkit.dashboard.axes import ALERT, COLOURS, GRID, INK, MUTED, mark_key
 from dtkit.dashboard.fates import begun
-from dtkit.dashboard.panels import (
-    gradient_norm,
-    learning_rate,
-    loss,
-    memory,
-    step_time,
-    throughput,
-    timeline,
-    waffle,
-)
+from dtkit.dashboard.panels import gradient_norm, learning_rate, loss, memory, step_time, throughput, timeline, waffle
 from dtkit.dashboard.remarks import ALERTS, GLYPHS, remarks
 from dtkit.dashboard.series import MAX_LINES
 from dtkit.dashboard.strip import strip
@@ -39,7 +30,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from dtkit.dashboard.source import Source
-    from dtkit.history import History
+    from dtkit.history.history import History
 
     Panel = Callable[[Axes, History], None]
 
@@ -159,9 +150,9 @@ def _title(figure: Figure, source: Source, said: Sequence[tuple[str, str]], head
     spec, status, height, first = source.spec, source.status, figure.get_figheight(), begun(source)
     text = " · ".join(
         (
-            units.plain(spec.name, 40),
-            units.plain(spec.strategy, 60),
-            units.plural(spec.world_size, "node") + (f" (was {first:,})" if first > spec.world_size else ""),
+            formatting.plain(spec.name, 40),
+            formatting.plain(spec.strategy, 60),
+            formatting.plural(spec.world_size, "node") + (f" (was {first:,})" if first > spec.world_size else ""),
             status.state.value,
             f"{status.step:,} of {status.steps:,} steps",
         )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dtkit import units
+from dtkit._util import formatting
 from dtkit.dashboard.fates import begun, follow
 from dtkit.dashboard.series import lossless
 from dtkit.dashboard.stuck import halted, short
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from dtkit.dashboard.fates import Lost
     from dtkit.dashboard.source import Source
-    from dtkit.history import History
-    from dtkit.records import RunSpec
+    from dtkit.history.history import History
+    from dtkit.types import RunSpec
 
 WINDOW = 20
 """Steps over which a rate is taken: long enough to be read, short enough to show a change."""
@@ -98,11 +98,11 @@ class Tile:
 
 def tiles(source: Source, now: Glance) -> Iterator[Tile]:
     """The figures at the top of a view, ready to be read."""
-    yield Tile("throughput", units.rate(now.throughput), "samples/s, all nodes")
-    yield Tile("mean loss", units.loss(now.loss), _loss_note(source, now))
+    yield Tile("throughput", formatting.rate(now.throughput), "samples/s, all nodes")
+    yield Tile("mean loss", formatting.loss(now.loss), _loss_note(source, now))
     slow = now.timing.straggler
-    yield Tile("step time", units.duration(now.step_s), f"▲ slowest: {named(slow.ranks)}" if slow else "median")
-    yield Tile("waiting", units.share(now.timing.waiting if now.timing.measured else None), "of all nodes' time")
+    yield Tile("step time", formatting.duration(now.step_s), f"▲ slowest: {named(slow.ranks)}" if slow else "median")
+    yield Tile("waiting", formatting.share(now.timing.waiting if now.timing.measured else None), "of all nodes' time")
     yield _nodes(source, now)
 
 
@@ -119,12 +119,12 @@ def _nodes(source: Source, now: Glance) -> Tile:
     if first > world:
         return Tile("nodes", alive, f"was {first:,}: {first - world:,} left out")
     hosts = len({node.host for node in source.nodes})
-    return Tile("nodes", alive, f"on {units.plural(hosts, 'host')}" if hosts else "")
+    return Tile("nodes", alive, f"on {formatting.plural(hosts, 'host')}" if hosts else "")
 
 
 def _loss_note(source: Source, now: Glance) -> str:
     evaluations = source.history.evaluations
     if evaluations:
         name, value = next(iter(evaluations[-1].values.items()), ("", None))
-        return f"validation {name} {units.loss(value)}".replace("validation loss", "validation")
-    return "" if now.spread is None else f"spread {units.loss(now.spread)}"
+        return f"validation {name} {formatting.loss(value)}".replace("validation loss", "validation")
+    return "" if now.spread is None else f"spread {formatting.loss(now.spread)}"

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import anywidget
 import traitlets
 
-from dtkit.boundary import attempt
+from dtkit._util.guard import attempt
 from dtkit.dashboard.asks import Desk
 from dtkit.dashboard.bundle import bundle
 from dtkit.dashboard.custom import LEAST_S, Gallery

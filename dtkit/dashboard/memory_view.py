@@ -5,11 +5,11 @@ from __future__ import annotations
 import html
 from typing import TYPE_CHECKING, Any
 
-from dtkit import units
+from dtkit._util import formatting
 from dtkit.dashboard.axes import ALERT, INK, MUTED, tidy
 from dtkit.dashboard.figures import image, new_figure
 from dtkit.dashboard.plan_view import PARTS, entitle, html_table
-from dtkit.memory import planned_parts
+from dtkit.planning.memory_report import planned_parts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from dtkit.memory import Memory, MemoryRow
+    from dtkit.planning.memory_report import Memory, MemoryRow
 
 _PARTS = tuple(part for part in PARTS if part[0] != "overhead")  # which is measured as a part of what comes and goes
 _SHOWN = 16  # ranks; of more, those that held most
@@ -33,14 +33,14 @@ _SNAPSHOTS = "snapshots on a rank at most, of its part and of a peer's: kept whe
 
 def headline(memory: Memory) -> str:
     """``Memory after 8 steps of Net with Pipeline(...): 231 MB at most``."""
-    how = units.plain(memory.strategy, 90)
-    found = f"Memory after {units.plural(memory.step, 'step')} of {units.plain(memory.name, 60)} with {how}"
-    return f"{found}: {units.size(memory.peak)} at most" if memory.peak is not None else found
+    how = formatting.plain(memory.strategy, 90)
+    found = f"Memory after {formatting.plural(memory.step, 'step')} of {formatting.plain(memory.name, 60)} with {how}"
+    return f"{found}: {formatting.size(memory.peak)} at most" if memory.peak is not None else found
 
 
 def text(memory: Memory) -> str:
     """The table as lines of text."""
-    return "\n".join([headline(memory), *units.columns(_table(memory), left=(0,)), *_notes(memory)])
+    return "\n".join([headline(memory), *formatting.columns(_table(memory), left=(0,)), *_notes(memory)])
 
 
 def page(memory: Memory) -> str:
@@ -59,8 +59,8 @@ def _listed(memory: Memory) -> list[MemoryRow]:
 def _notes(memory: Memory) -> list[str]:
     rest = len(memory.rows) - _SHOWN
     kept = max(row.snapshots for row in memory.rows)
-    besides = [f"besides, {units.size(kept)} of {_SNAPSHOTS}"] if kept else []
-    return [_NOTE, *besides, *([f"and {units.plural(rest, 'more rank')}, which held less"] if rest > 0 else [])]
+    besides = [f"besides, {formatting.size(kept)} of {_SNAPSHOTS}"] if kept else []
+    return [_NOTE, *besides, *([f"and {formatting.plural(rest, 'more rank')}, which held less"] if rest > 0 else [])]
 
 
 def _table(memory: Memory) -> list[list[str]]:
@@ -69,7 +69,7 @@ def _table(memory: Memory) -> list[list[str]]:
     limited = any(row.limit is not None for row in rows)
     body = []
     for row in rows:
-        planned, limit = planned_parts(row), [units.size(row.limit)] * limited
+        planned, limit = planned_parts(row), [formatting.size(row.limit)] * limited
         body.append([*_cells(f"{row.rank}", {"peak": row.peak} | _measured(row)), *limit])
         if planned is not None:
             body.append([*_cells("  planned", planned), *limit])
@@ -77,7 +77,7 @@ def _table(memory: Memory) -> list[list[str]]:
 
 
 def _cells(name: str, parts: dict[str, Any]) -> list[str]:
-    return [name, units.size(parts["peak"]), *(units.size(parts[field]) for field, _, _ in _PARTS)]
+    return [name, formatting.size(parts["peak"]), *(formatting.size(parts[field]) for field, _, _ in _PARTS)]
 
 
 def _measured(row: MemoryRow) -> dict[str, int | None]:
@@ -94,7 +94,7 @@ def figure(memory: Memory) -> Figure:
     ax = made.subplots()
     planned = [planned_parts(row) for row in rows]
     longest = max([row.total for row in rows] + [parts["peak"] for parts in planned if parts])
-    unit, one = units.unit_for(longest, units.BYTES)
+    unit, one = formatting.unit_for(longest, formatting.BYTES)
     limits = [row.limit for row in rows if row.limit is not None]
     near = bool(limits) and max(limits) <= _NEAR * longest
     _draw(ax, rows, planned, one)
@@ -131,8 +131,8 @@ def _write(ax: Axes, rows: Sequence[MemoryRow], one: float, *, near: bool) -> No
     for k, row in enumerate(rows):
         limit = row.limit if near else None
         planned = row.planned.needed if row.planned is not None else None
-        words = units.size(row.peak) if row.peak is not None else "no step yet"
-        words += f" (planned {units.size(planned)})" if planned is not None else ""
+        words = formatting.size(row.peak) if row.peak is not None else "no step yet"
+        words += f" (planned {formatting.size(planned)})" if planned is not None else ""
         over = row.limit is not None and row.total > row.limit
         ax.annotate(
             words, (max(row.total, planned or 0, limit or 0) / one, k), xytext=(7, 0), textcoords="offset points",

@@ -7,7 +7,7 @@ import math
 import textwrap
 from typing import TYPE_CHECKING
 
-from dtkit import units
+from dtkit._util import formatting
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from dtkit.plan import Benchmark, Plan, PlanRow
+    from dtkit.planning.cost_model import Benchmark, Plan, PlanRow
 
 PARTS = (
     # (field of a row, heading, colour of its bar)
@@ -39,8 +39,8 @@ _NAMED, _BREAK, _TITLE = 60, 36, 120  # letters: of strategies in a headline; in
 def _headline(plan: Plan) -> str:
     """What was planned, and what fits."""
     return (
-        f"Plan for {units.plain(plan.model, 60)}: {units.plural(plan.batch_size, 'sample')} per update on "
-        f"{units.plural(plan.world_size, 'rank')}: {_verdict(plan.fitting, plan.strategies)}"
+        f"Plan for {formatting.plain(plan.model, 60)}: {formatting.plural(plan.batch_size, 'sample')} per update on "
+        f"{formatting.plural(plan.world_size, 'rank')}: {_verdict(plan.fitting, plan.strategies)}"
     )
 
 
@@ -78,12 +78,12 @@ def _cells(row: PlanRow) -> list[str]:
         row.strategy,
         str(row.rank),
         f"{row.rows:,}",
-        units.size(row.needed),
-        units.size(row.free),
+        formatting.size(row.needed),
+        formatting.size(row.free),
         "yes" if row.fits else "NO",
-        *(units.size(getattr(row, field)) for field, _, _ in PARTS),
-        units.size(row.sent_bytes),
-        *(units.duration(value) for value in (row.compute_s, row.communication_s, row.step_s)),
+        *(formatting.size(getattr(row, field)) for field, _, _ in PARTS),
+        formatting.size(row.sent_bytes),
+        *(formatting.duration(value) for value in (row.compute_s, row.communication_s, row.step_s)),
     ]
 
 
@@ -94,7 +94,7 @@ def _notes(plan: Plan) -> list[str]:
 
 def plan_text(plan: Plan) -> str:
     """The plan as lines of text."""
-    return "\n".join([_headline(plan), *units.columns(_table(plan), left=(0,)), *_notes(plan)])
+    return "\n".join([_headline(plan), *formatting.columns(_table(plan), left=(0,)), *_notes(plan)])
 
 
 def plan_page(plan: Plan) -> str:
@@ -113,7 +113,7 @@ def plan_figure(plan: Plan) -> Figure:
     memory, seconds = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
     _draw_memory(memory, rows)
     _draw_time(seconds, rows)
-    names = [textwrap.fill(units.plain(row.strategy, 80), _BREAK) for row in rows]
+    names = [textwrap.fill(formatting.plain(row.strategy, 80), _BREAK) for row in rows]
     memory.set_yticks(range(len(rows)), names, fontsize=8)
     memory.set_ylim(len(rows) - 0.5, -0.5)
     entitle(figure, _headline(plan))
@@ -121,7 +121,7 @@ def plan_figure(plan: Plan) -> Figure:
 
 
 def _draw_memory(ax: Axes, rows: Sequence[PlanRow]) -> None:
-    unit, one = units.unit_for(max(row.needed for row in rows), units.BYTES)
+    unit, one = formatting.unit_for(max(row.needed for row in rows), formatting.BYTES)
     left = [0.0] * len(rows)
     for field, name, colour in PARTS:
         part = [getattr(row, field) / one for row in rows]
@@ -133,7 +133,7 @@ def _draw_memory(ax: Axes, rows: Sequence[PlanRow]) -> None:
         if free <= 3 * shown:  # where there is plenty, bars would vanish beside it
             ax.plot([free, free], [y - 0.42, y + 0.42], color=_LIMIT, linewidth=2, gid="free")
         else:
-            ax.annotate(f"of {units.size(row.free)} free", (left[y], y), xytext=(5, 0), textcoords="offset points",
+            ax.annotate(f"of {formatting.size(row.free)} free", (left[y], y), xytext=(5, 0), textcoords="offset points",
                         va="center", fontsize=8, color=_LIMIT)  # fmt: skip
         if not row.fits:
             ax.annotate("does not fit", (left[y], y), xytext=(5, 0), textcoords="offset points", va="center",
@@ -145,14 +145,14 @@ def _draw_memory(ax: Axes, rows: Sequence[PlanRow]) -> None:
 
 def _draw_time(ax: Axes, rows: Sequence[PlanRow]) -> None:
     longest = max(row.step_s for row in rows)
-    unit, one = units.unit_for(longest, units.SECONDS)
+    unit, one = formatting.unit_for(longest, formatting.SECONDS)
     computing = [(row.step_s - row.communication_s) / one for row in rows]
     waiting = [row.communication_s / one for row in rows]
     ax.barh(range(len(rows)), computing, height=0.62, color=_COMPUTING, label="computing, slowest rank")
     ax.barh(range(len(rows)), waiting, left=computing, height=0.62, color=_WAITING, label="communication not hidden")
     for y, row in enumerate(rows):
-        sent = "what is sent not counted" if math.isnan(row.sent_bytes) else f"{units.size(row.sent_bytes)} sent"
-        text = f"{units.duration(row.step_s)}, {sent}"
+        sent = "what is sent not counted" if math.isnan(row.sent_bytes) else f"{formatting.size(row.sent_bytes)} sent"
+        text = f"{formatting.duration(row.step_s)}, {sent}"
         ax.annotate(text, (row.step_s / one, y), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8)
     ax.set_xlim(0, 1.7 * longest / one or 1)
     _panel(ax, "Time per step", unit)
@@ -172,12 +172,13 @@ def _lengths(ax: Axes, columns: int) -> None:
 
 def _benchmark_headline(found: Benchmark) -> str:
     rate = f"{sum(found.flops) / 1e9:,.0f} GFLOP/s in {found.dtype} together"
-    head = f"Benchmark of {units.plural(found.world_size, 'rank')}, {found.backend}: {rate}"
+    head = f"Benchmark of {formatting.plural(found.world_size, 'rank')}, {found.backend}: {rate}"
     if not found.all_reduce:
         return head
     return (
-        f"{head}; an all-reduce takes {units.duration(found.all_reduce[0][1])} at least and moves "
-        f"{units.size(found.all_reduce_bytes_s)}/s per rank; {units.share(found.overlap)} of it hides behind computing"
+        f"{head}; an all-reduce takes {formatting.duration(found.all_reduce[0][1])} at least and moves "
+        f"{formatting.size(found.all_reduce_bytes_s)}/s per rank; {formatting.share(found.overlap)} of it hides "
+        "behind computing"
     )
 
 
@@ -187,23 +188,27 @@ def _rank_table(found: Benchmark) -> list[list[str]]:
     for rank in range(found.world_size):
         latency = [v for v in found.latency_s[rank] if math.isfinite(v)]
         width = [v for v in found.bandwidth[rank] if math.isfinite(v)]
-        there = (f"{units.duration(min(latency))} to {units.duration(max(latency))}") if latency else units.NOTHING
-        speed = (f"{units.size(min(width))}/s to {units.size(max(width))}/s") if width else units.NOTHING
-        rows.append([str(rank), units.rate(found.flops[rank] / 1e9), there, speed])
+        there = (
+            (f"{formatting.duration(min(latency))} to {formatting.duration(max(latency))}")
+            if latency
+            else formatting.NOTHING
+        )
+        speed = (f"{formatting.size(min(width))}/s to {formatting.size(max(width))}/s") if width else formatting.NOTHING
+        rows.append([str(rank), formatting.rate(found.flops[rank] / 1e9), there, speed])
     return [head, *rows]
 
 
 def _size_table(found: Benchmark) -> list[list[str]]:
     return [
-        ["all-reduce of", *(units.size(size) for size, _ in found.all_reduce)],
-        ["takes", *(units.duration(seconds) for _, seconds in found.all_reduce)],
+        ["all-reduce of", *(formatting.size(size) for size, _ in found.all_reduce)],
+        ["takes", *(formatting.duration(seconds) for _, seconds in found.all_reduce)],
     ]
 
 
 def benchmark_text(found: Benchmark) -> str:
     """The benchmark as lines of text."""
-    lines = [_benchmark_headline(found), *units.columns(_rank_table(found), left=(0,))]
-    return "\n".join(lines + (units.columns(_size_table(found), left=(0,)) if found.all_reduce else []))
+    lines = [_benchmark_headline(found), *formatting.columns(_rank_table(found), left=(0,))]
+    return "\n".join(lines + (formatting.columns(_size_table(found), left=(0,)) if found.all_reduce else []))
 
 
 def benchmark_page(found: Benchmark) -> str:
@@ -227,7 +232,7 @@ def benchmark_figure(found: Benchmark) -> Figure:
     rate.set_xlabel("rank", fontsize=8)
     rate.set_xticks(range(found.world_size))
     _panel(rate, "Matrix rate", f"GFLOP/s, {found.dtype}")
-    entitle(figure, f"Benchmark of {units.plural(found.world_size, 'rank')}, {found.backend}")
+    entitle(figure, f"Benchmark of {formatting.plural(found.world_size, 'rank')}, {found.backend}")
     return figure
 
 
@@ -247,7 +252,7 @@ def _draw_map(ax: Axes, values: list[list[float]], name: str, unit: str, colours
     if len(values) <= _SHOWN_CELLS:
         for y, row in enumerate(values):
             for x, value in enumerate(row):
-                text = units.rate(value) if math.isfinite(value) else ""
+                text = formatting.rate(value) if math.isfinite(value) else ""
                 ax.text(
                     x, y, text, ha="center", va="center", fontsize=8, color="white" if value > 0.7 * top else "black"
                 )

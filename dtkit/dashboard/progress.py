@@ -14,7 +14,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Protocol
 
-from dtkit import units
+from dtkit._util import formatting
 from dtkit.dashboard.display import in_notebook
 
 if TYPE_CHECKING:
@@ -56,9 +56,9 @@ class Progress:
             wait = EVERY_S
             if self._line is None:
                 self._line = _new_line()
-            self._line.show(f"{self._text} … {units.clock(time.monotonic() - self._begun)}")
+            self._line.show(f"{self._text} … {formatting.clock(time.monotonic() - self._begun)}")
         if self._line is not None:
-            self._line.end(f"{self._name}: {units.clock(time.monotonic() - self._begun)}")
+            self._line.end(f"{self._name}: {formatting.clock(time.monotonic() - self._begun)}")
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING
 
-from dtkit import units
+from dtkit._util import formatting
 from dtkit.dashboard.fates import begun, follow
 from dtkit.dashboard.stuck import GLYPH, halted, sentence
 from dtkit.dashboard.timing import named
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from dtkit.dashboard.fates import Lost
     from dtkit.dashboard.source import Source
-    from dtkit.records import Consistency
+    from dtkit.types import Consistency
 
 GLYPHS = {"lost": "✕", "stuck": GLYPH, "differs": "✕", "identical": "✓", "fewer": "○", "slowed": "▼"}
 """The kinds of remarks, the most urgent first, and the sign that stands before each."""
@@ -53,7 +53,7 @@ def _lost(lost: Lost, ranks: int) -> Iterator[Remark]:
     """Who went last, and how many are left."""
     if lost:
         gone = "was" if len(lost) == 1 else "were"
-        left = units.plural(ranks - len(lost), "node")
+        left = formatting.plural(ranks - len(lost), "node")
         yield Remark(
             "lost", f"{named(sorted(lost))} {gone} lost at step {max(lost.values()):,}; {left} of {ranks:,} left"
         )
@@ -62,7 +62,7 @@ def _lost(lost: Lost, ranks: int) -> Iterator[Remark]:
 def _stuck(source: Source) -> Iterator[Remark]:
     found = halted(source)
     if found is not None:
-        yield Remark("stuck", units.plain(sentence(found), 600))
+        yield Remark("stuck", formatting.plain(sentence(found), 600))
 
 
 def _fewer(source: Source) -> Iterator[Remark]:
@@ -71,7 +71,7 @@ def _fewer(source: Source) -> Iterator[Remark]:
     if first > ranks:
         out = first - ranks
         be = "was" if out == 1 else "were"
-        yield Remark("fewer", f"{units.plural(ranks, 'node')}: {out:,} of {first:,} {be} lost and left out")
+        yield Remark("fewer", f"{formatting.plural(ranks, 'node')}: {out:,} of {first:,} {be} lost and left out")
 
 
 def _consistency(found: Consistency | None, ranks: int) -> Iterator[Remark]:
@@ -88,10 +88,10 @@ def _consistency(found: Consistency | None, ranks: int) -> Iterator[Remark]:
 def _same(found: Consistency, ranks: int) -> str:
     """What was compared: copies of the whole model, or of its parts, or what is not cut into parts."""
     if found.copies is None:
-        return f"parameters identical on {units.plural(ranks, 'node')}"
+        return f"parameters identical on {formatting.plural(ranks, 'node')}"
     if found.copies > 1:
-        return f"parameters identical between {units.plural(found.copies, 'replica')}"
-    return f"parameters that are not cut identical on {units.plural(ranks, 'node')}"
+        return f"parameters identical between {formatting.plural(found.copies, 'replica')}"
+    return f"parameters that are not cut identical on {formatting.plural(ranks, 'node')}"
 
 
 def _slowed(source: Source) -> Iterator[Remark]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dtkit import units
+from dtkit._util import formatting
 from dtkit.dashboard import figures, text
 from dtkit.dashboard.strip import strip
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from dtkit.dashboard.source import Source
-    from dtkit.history import History
+    from dtkit.history.history import History
 
 _PACKAGES = ("dtkit-jupyter", "torch", "ipyparallel", "numpy")
 _LINES = 500  # of events: the first and the last; a flood of prints would hide the rest
@@ -50,7 +50,7 @@ def write(source: Source, path: str | Path, *, alone: History | None = None) -> 
     """
     scaling = _scaling(source, alone)
     body = "\n".join([*_head(source), *scaling, *_nodes(source), *_schedule(source), *_events(source), *_versions()])
-    page = _PAGE.format(title=html.escape(units.plain(source.spec.name, 80)), body=body)
+    page = _PAGE.format(title=html.escape(formatting.plain(source.spec.name, 80)), body=body)
     Path(path).write_text(page, encoding="utf-8")
 
 
@@ -94,12 +94,12 @@ def _scaled(source: Source, alone: History) -> Iterator[str]:
     yield _table(
         ("", "samples/s", "speed-up", "of the ideal"),
         [
-            ("one process", units.rate(one), "1", ""),
+            ("one process", formatting.rate(one), "1", ""),
             (
-                units.plural(ranks, "node"),
-                units.rate(all_of_them),
+                formatting.plural(ranks, "node"),
+                formatting.rate(all_of_them),
                 f"{all_of_them / one:.2f}",
-                units.share(all_of_them / one / ranks),
+                formatting.share(all_of_them / one / ranks),
             ),
         ],
     )
@@ -115,7 +115,9 @@ def _rate(history: History) -> float:
 
 def _nodes(source: Source) -> Iterator[str]:
     yield "<h2>Nodes</h2>"
-    rows = [(n.rank, n.engine_id, n.host, n.pid, n.device, units.size(n.memory_total), n.threads) for n in source.nodes]
+    rows = [
+        (n.rank, n.engine_id, n.host, n.pid, n.device, formatting.size(n.memory_total), n.threads) for n in source.nodes
+    ]
     yield _table(("node", "engine", "host", "pid", "device", "memory", "threads"), rows)
 
 
@@ -144,7 +146,7 @@ def _events(source: Source) -> Iterator[str]:
             f"{event.step:,}",
             event.kind,
             "" if event.rank is None else event.rank,
-            units.plain(event.text),
+            formatting.plain(event.text),
         )
         for event in shown
     ]
@@ -171,4 +173,4 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def _escaped(value: object) -> str:
-    return html.escape(units.plain(str(value), 1000))
+    return html.escape(formatting.plain(str(value), 1000))

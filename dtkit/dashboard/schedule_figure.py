@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dtkit.dashboard import timeline_figure as house
-from dtkit.timeline import spans_of
+from dtkit.history.timeline import spans_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from dtkit.schedule import Schedule
-    from dtkit.simulation import Simulation
+    from dtkit.schedules.schedule import Schedule
+    from dtkit.schedules.simulator import Simulation
 
 
 def draw(schedule: Schedule) -> Figure:

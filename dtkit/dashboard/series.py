@@ -25,7 +25,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from dtkit.history import History
+    from dtkit.history.history import History
 
 BUDGET = 512
 """Buckets at most: about one a pixel of a chart. A power of two, so that halving stays even."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from dtkit import units
+from dtkit._util import formatting
 from dtkit.dashboard import chapters
 from dtkit.dashboard.axes import COLOURS, INK, MUTED, tidy
 from dtkit.dashboard.chapters import Chapter, Table
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from dtkit.slice_explanation import CollectiveGroup, SliceExplanation, SliceRank
+    from dtkit.explain.sharded import CollectiveGroup, SliceExplanation, SliceRank
 
 _COLOURS = dict(zip(("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all"), COLOURS, strict=False))
 _NAMED = 4  # ranks of a group, up to which they are listed
@@ -37,10 +37,10 @@ def page(explanation: SliceExplanation) -> str:
 
 def headline(explanation: SliceExplanation) -> str:
     """``Step 7 of Net on 2 ranks, epoch 2: 27 collectives``."""
-    where = f"Step {explanation.step:,} of {units.plain(explanation.model, 60)}"
+    where = f"Step {explanation.step:,} of {formatting.plain(explanation.model, 60)}"
     ranks, count = (
-        units.plural(len(explanation.ranks), "rank"),
-        units.plural(len(explanation.collectives), "collective"),
+        formatting.plural(len(explanation.ranks), "rank"),
+        formatting.plural(len(explanation.collectives), "collective"),
     )
     return f"{where} on {ranks}, epoch {explanation.epoch + 1:,}: {count}"
 
@@ -63,7 +63,7 @@ def among_all(explanation: SliceExplanation) -> bool:
 def traffic(explanation: SliceExplanation) -> str:
     """Bytes by the textbook, and as counted."""
     rule, counted = explanation.textbook_bytes, explanation.sent_bytes
-    found = f"Sent by a rank: {units.size(counted)} counted, {units.size(rule)} by the textbook's rings."
+    found = f"Sent by a rank: {formatting.size(counted)} counted, {formatting.size(rule)} by the textbook's rings."
     scatters = sum(g.textbook_bytes for g in explanation.groups if g.what == "reduce_scatter")
     if scatters and math.isclose(counted, rule + scatters, rel_tol=0.05):
         return f"{found} The difference is what reduce-scatter should send: this backend makes an all-reduce of it."
@@ -76,7 +76,13 @@ def _chapters(explanation: SliceExplanation) -> tuple[Chapter, Chapter, Chapter]
 
 def _ranks(explanation: SliceExplanation) -> Chapter:
     body = [
-        [str(r.rank), f"{r.samples:,}", number(r.loss), f"{r.held_bytes:,}", units.share(r.held_bytes / r.whole_bytes)]
+        [
+            str(r.rank),
+            f"{r.samples:,}",
+            number(r.loss),
+            f"{r.held_bytes:,}",
+            formatting.share(r.held_bytes / r.whole_bytes),
+        ]
         for r in explanation.ranks[:MAX_RANKS]
     ]
     return Chapter(
@@ -90,7 +96,9 @@ def _shared(explanation: SliceExplanation) -> list[str]:
     """That samples in the table count once."""
     if all(rank.speaks for rank in explanation.ranks):
         return []
-    return [f"Ranks that share a replica take the same samples: {units.plural(explanation.samples, 'sample')} in all."]
+    return [
+        f"Ranks that share a replica take the same samples: {formatting.plural(explanation.samples, 'sample')} in all."
+    ]
 
 
 def _collectives(explanation: SliceExplanation) -> Chapter:
@@ -131,12 +139,12 @@ def _update(explanation: SliceExplanation) -> Chapter:
 
 
 def _checksums(rank: SliceRank) -> list[str]:
-    return [str(rank.rank), rank.before, units.NOTHING if rank.after is None else rank.after]
+    return [str(rank.rank), rank.before, formatting.NOTHING if rank.after is None else rank.after]
 
 
 def _more(explanation: SliceExplanation) -> list[str]:
     rest = len(explanation.ranks) - MAX_RANKS
-    return [f"and {units.plural(rest, 'more rank')}"] if rest > 0 else []
+    return [f"and {formatting.plural(rest, 'more rank')}"] if rest > 0 else []
 
 
 # -- the figure ------------------------------------------------------------------------------------------------------
@@ -151,7 +159,7 @@ def slices_figure(explanation: SliceExplanation) -> Figure:
     )
     parts, sums = figure.subplots(1, 2, width_ratios=(1.5, 1))
     longest = max(explanation.textbook_bytes, explanation.sent_bytes, 1)
-    unit, one = units.unit_for(longest, units.BYTES)
+    unit, one = formatting.unit_for(longest, formatting.BYTES)
     among_some = None if among_all(explanation) else explanation.witness
     _draw_groups(parts, groups, one, among_some)
     _draw_sums(sums, explanation, one)
@@ -166,8 +174,8 @@ def _draw_groups(ax: Axes, groups: tuple[CollectiveGroup, ...], one: float, witn
     for k, group in enumerate(groups):
         ax.barh(k, group.textbook_bytes / one, height=0.66, color=_COLOURS[group.what])
         ax.annotate(
-            f"{group.count:,} of {units.size(group.nbytes)} together", (group.textbook_bytes / one, k), xytext=(5, 0),
-            textcoords="offset points", va="center", fontsize=8, color=INK,
+            f"{group.count:,} of {formatting.size(group.nbytes)} together", (group.textbook_bytes / one, k),
+            xytext=(5, 0), textcoords="offset points", va="center", fontsize=8, color=INK,
         )  # fmt: skip
     whose, named = ("a rank", False) if witness is None else (f"rank {witness}", True)
     names = [f"{g.phase}: {name(g.what)}{f', ranks {among(g.ranks)}' if named else ''}" for g in groups]
@@ -185,7 +193,7 @@ def _draw_sums(ax: Axes, explanation: SliceExplanation, one: float) -> None:
     ax.barh(1, explanation.sent_bytes / one, height=0.55, color=MUTED)
     longest = max(explanation.textbook_bytes, explanation.sent_bytes) / one
     for y, value in enumerate((explanation.textbook_bytes, explanation.sent_bytes)):
-        ax.annotate(units.size(value), (value / one, y), xytext=(5, 0), textcoords="offset points", va="center",
+        ax.annotate(formatting.size(value), (value / one, y), xytext=(5, 0), textcoords="offset points", va="center",
                     fontsize=8, color=INK)  # fmt: skip
     more = explanation.sent_bytes > _MORE * explanation.textbook_bytes
     ax.set_yticks((0, 1), ["textbook", "counted"])

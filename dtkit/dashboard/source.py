@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from concurrent.futures import Future
 
-    from dtkit.finding import Finding
-    from dtkit.history import History
-    from dtkit.records import Consistency, NodeInfo, RunSpec, Status
+    from dtkit.health.stall_report import Finding
+    from dtkit.history.history import History
+    from dtkit.types import Consistency, NodeInfo, RunSpec, Status
 
 
 @runtime_checkable

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from dtkit.dashboard.series import Chart
-    from dtkit.history import History
+    from dtkit.history.history import History
 
 POINTS = 128
 CHARTS = (LOSS, THROUGHPUT)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from matplotlib.ticker import MaxNLocator
 
-from dtkit import units
+from dtkit._util import formatting
 from dtkit.dashboard import stages_text
 from dtkit.dashboard.axes import ALERT, COLOURS, GRID, INK, MUTED, tidy
 from dtkit.dashboard.figures import new_figure
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from dtkit.stage_explanation import Crossing, PipelineExplanation, StageRecord
+    from dtkit.explain.pipeline import Crossing, PipelineExplanation, StageRecord
 
 _WIDTH = 11.0
 _LANE, _LEAST = 0.42, 1.3  # inches: a stage's line, and all of them at least
@@ -126,7 +126,7 @@ def _draw_parts(ax: Axes, stages: Sequence[StageRecord]) -> None:
         ax.axhline(stage.norm, color=colour, linewidth=1.3, linestyle=(0, (3, 1.6)))
     rest = len(stages) - len(shown)
     if rest > 0:
-        ax.set_title(f"and {units.plural(rest, 'more stage')}", loc="right", fontsize=8, color=MUTED)
+        ax.set_title(f"and {formatting.plural(rest, 'more stage')}", loc="right", fontsize=8, color=MUTED)
     _micro_batches(ax)
     ax.set_ylabel("norm; dashed: of the sum", fontsize=8, color=MUTED)
     norms = [norm for s in shown for norm in (s.norm, *s.parts) if norm and np.isfinite(norm)]

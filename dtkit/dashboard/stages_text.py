@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dtkit import units
+from dtkit._util import formatting
 from dtkit.dashboard import chapters
 from dtkit.dashboard.chapters import Chapter, Table
 from dtkit.dashboard.step_text import number
@@ -12,7 +12,7 @@ from dtkit.dashboard.step_text import number
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dtkit.stage_explanation import Crossing, PipelineExplanation, StageRank, StageRecord
+    from dtkit.explain.pipeline import Crossing, PipelineExplanation, StageRank, StageRecord
 
 MAX_CROSSINGS = 40
 """Crossings with a line of their own."""
@@ -35,11 +35,11 @@ def page(explanation: PipelineExplanation) -> str:
 
 def headline(explanation: PipelineExplanation) -> str:
     """``Step 7 of Net in 4 stages on 2 ranks, epoch 2: 64 samples in 8 micro-batches``."""
-    stages = units.plural(len({stage.stage for stage in explanation.stages}), "stage")
+    stages = formatting.plural(len({stage.stage for stage in explanation.stages}), "stage")
     several = f" and {len(explanation.replicas):,} replicas" if len(explanation.replicas) > 1 else ""
-    where = f"Step {explanation.step:,} of {units.plain(explanation.model, 60)} in {stages}{several}"
-    ranks, samples = units.plural(len(explanation.ranks), "rank"), units.plural(explanation.samples, "sample")
-    micro = units.plural(explanation.micro_batches, "micro-batch").replace("batchs", "batches")
+    where = f"Step {explanation.step:,} of {formatting.plain(explanation.model, 60)} in {stages}{several}"
+    ranks, samples = formatting.plural(len(explanation.ranks), "rank"), formatting.plural(explanation.samples, "sample")
+    micro = formatting.plural(explanation.micro_batches, "micro-batch").replace("batchs", "batches")
     return f"{where} on {ranks}, epoch {explanation.epoch + 1:,}: {samples} in {micro}"
 
 
@@ -50,7 +50,7 @@ def verdict(explanation: PipelineExplanation) -> str:
     if not count:
         return "Nothing crossed a border: no replica had a sample."
     if not wrong:
-        return f"What arrived is what was sent, bit by bit: all {units.plural(count, 'tensor')}."
+        return f"What arrived is what was sent, bit by bit: all {formatting.plural(count, 'tensor')}."
     names = ", ".join(f"{c.kind} of micro-batch {c.micro_batch} from {_way(c)}" for c in wrong[:3])
     return f"{len(wrong)} of {count} tensors did NOT arrive as they were sent: {names}{', …' * (len(wrong) > 3)}"
 
@@ -76,14 +76,14 @@ def _borders(explanation: PipelineExplanation) -> Chapter:
     body = [_crossing_row(crossing, several=several) for crossing in shown]
     head = ("", "micro-batch", "what", "stages", "ranks", "shape", "bytes", "norm", "first numbers", "sent", "arrived")
     rest = len(explanation.crossings) - len(shown)
-    down, up = (units.size(explanation.sent_bytes(kind)) for kind in ("activation", "gradient"))
+    down, up = (formatting.size(explanation.sent_bytes(kind)) for kind in ("activation", "gradient"))
     order = "Replica by replica, in" if len(explanation.replicas) > 1 else "In"
     return Chapter(
         "Activations go down through the stages, gradients with respect to them come back up. "
         f"{order} the order of sending:",
         Table(head, body, frozenset({"what", "stages", "ranks", "shape", "first numbers", "sent", "arrived"})),
         [
-            *([f"and {units.plural(rest, 'more tensor')}"] if rest > 0 else []),
+            *([f"and {formatting.plural(rest, 'more tensor')}"] if rest > 0 else []),
             f"{verdict(explanation)} From rank to rank went {down} of activations and {up} of gradients.",
         ],
     )
@@ -140,7 +140,9 @@ def _columns(count: int) -> Sequence[int | None]:
 
 
 def _stage_row(stage: StageRecord, columns: Sequence[int | None]) -> list[str]:
-    parts = ["…" if k is None else number(stage.parts[k]) if k < len(stage.parts) else units.NOTHING for k in columns]
+    parts = [
+        "…" if k is None else number(stage.parts[k]) if k < len(stage.parts) else formatting.NOTHING for k in columns
+    ]
     return [str(stage.stage), str(stage.rank), f"{stage.numbers:,}", *parts, number(stage.norm), f"{stage.gap:.1e}"]
 
 
@@ -159,7 +161,7 @@ def _update(explanation: PipelineExplanation) -> Chapter:
 
 def _rank_row(rank: StageRank) -> list[str]:
     stages = ", ".join(map(str, rank.stages))
-    after = units.NOTHING if rank.after is None else rank.after
+    after = formatting.NOTHING if rank.after is None else rank.after
     return [str(rank.rank), stages, f"{rank.samples:,}", number(rank.loss), rank.before, after]
 
 
@@ -182,4 +184,4 @@ def _clipping(explanation: PipelineExplanation) -> list[str]:
 
 def _more(count: int, noun: str) -> list[str]:
     rest = count - MAX_RANKS
-    return [f"and {units.plural(rest, f'more {noun}')}"] if rest > 0 else []
+    return [f"and {formatting.plural(rest, f'more {noun}')}"] if rest > 0 else []

@@ -16,17 +16,17 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from dtkit import units
+from dtkit._util import formatting
 from dtkit.dashboard import step_text
 from dtkit.dashboard.axes import COLOURS, INK, MUTED, tidy
-from dtkit.explanation import largest
+from dtkit.explain.data_parallel import largest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from matplotlib.axes import Axes
 
-    from dtkit.explanation import LayerRecord, RankRecord, StepExplanation
+    from dtkit.explain.data_parallel import LayerRecord, RankRecord, StepExplanation
 
 _WIDTH = 11.0  # inches, as the heights
 _STRIP, _STRIPS_LEAST = 0.24, 1.5
@@ -84,13 +84,13 @@ def _draw_rows(ax: Axes, explanation: StepExplanation) -> None:
     _name_ranks(ax, shown)
     rest = len(explanation.ranks) - len(shown)
     if rest:
-        ax.set_title(f"and {units.plural(rest, 'more rank')}", loc="right", fontsize=8, color=MUTED)
+        ax.set_title(f"and {formatting.plural(rest, 'more rank')}", loc="right", fontsize=8, color=MUTED)
 
 
 def _without_rows(rank: RankRecord) -> str:
     if not rank.samples:
         return step_text.rows_text(rank)
-    return f"{units.plural(rank.samples, 'sample')} {step_text.rows_text(rank)}"
+    return f"{formatting.plural(rank.samples, 'sample')} {step_text.rows_text(rank)}"
 
 
 def _draw_losses(ax: Axes, explanation: StepExplanation) -> None:

@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from dtkit import units
+from dtkit._util import formatting
 from dtkit.dashboard import chapters
 from dtkit.dashboard.chapters import Chapter, Table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from dtkit.explanation import LayerRecord, RankRecord, StepExplanation
+    from dtkit.explain.data_parallel import LayerRecord, RankRecord, StepExplanation
 
 MAX_COLUMNS = 8
 """Ranks with a column of their own; more are shown as the lowest and the highest."""
@@ -42,15 +42,15 @@ def page(explanation: StepExplanation) -> str:
 
 def headline(explanation: StepExplanation) -> str:
     """What was taken apart: ``Step 7 of Net on 3 ranks, epoch 2: 20 samples``."""
-    where = f"Step {explanation.step:,} of {units.plain(explanation.model, 60)}"
-    ranks = units.plural(len(explanation.ranks), "rank")
-    return f"{where} on {ranks}, epoch {explanation.epoch + 1:,}: {units.plural(explanation.samples, 'sample')}"
+    where = f"Step {explanation.step:,} of {formatting.plain(explanation.model, 60)}"
+    ranks = formatting.plural(len(explanation.ranks), "rank")
+    return f"{where} on {ranks}, epoch {explanation.epoch + 1:,}: {formatting.plural(explanation.samples, 'sample')}"
 
 
 def number(value: float | None) -> str:
     """Four significant digits: enough to check a sum by hand. None is a dash."""
     if value is None:
-        return units.NOTHING
+        return formatting.NOTHING
     if not value or not math.isfinite(value):
         return "NaN" if math.isnan(value) else f"{value:g}"
     return f"{value:#.4g}".rstrip(".")
@@ -58,7 +58,7 @@ def number(value: float | None) -> str:
 
 def cosine(value: float | None) -> str:
     """Two decimals tell what a direction has to tell."""
-    return units.NOTHING if value is None else f"{value:.2f}"
+    return formatting.NOTHING if value is None else f"{value:.2f}"
 
 
 def span(values: Iterable[float | None], show: Callable[[float | None], str] = number) -> str:
@@ -75,14 +75,14 @@ def _ends(values: Iterable[float | None]) -> tuple[float | None, float | None]:
 
 def shown_name(name: str, limit: int = _NAME) -> str:
     """A parameter's name, safe to show; of a long one the end, which tells it from its neighbours."""
-    clean = units.plain(name)
+    clean = formatting.plain(name)
     return clean if len(clean) <= limit else "…" + clean[1 - limit :]
 
 
 def shape(layer: LayerRecord) -> str:
     """Lengths with a times sign between them, ``scalar``, or how many tensors a group stands for."""
     if layer.shape is None:
-        return units.plural(layer.tensors, "tensor")
+        return formatting.plural(layer.tensors, "tensor")
     return _TIMES.join(map(str, layer.shape)) or "scalar"
 
 
@@ -187,7 +187,7 @@ def _layer_row(explanation: StepExplanation, layer: LayerRecord) -> list[str]:
 def checksum(explanation: StepExplanation, layer: LayerRecord) -> str:
     """A layer's checksum where ranks agree; a group has none of its own."""
     if not explanation.updated:
-        return units.NOTHING
+        return formatting.NOTHING
     if not layer.identical:
         return "DIFFERS"
     return layer.checksums[0] or "identical"
@@ -204,7 +204,7 @@ def _clipping(explanation: StepExplanation) -> list[str]:
 
 def _update(explanation: StepExplanation) -> Chapter:
     body = [
-        [str(rank.rank), rank.before, units.NOTHING if rank.after is None else rank.after]
+        [str(rank.rank), rank.before, formatting.NOTHING if rank.after is None else rank.after]
         for rank in explanation.ranks[:MAX_RANKS]
     ]
     table = Table(("rank", "before", "after"), body, frozenset({"before", "after"}))
@@ -223,4 +223,4 @@ def _buffers(explanation: StepExplanation) -> list[str]:
 
 def _more(explanation: StepExplanation) -> list[str]:
     rest = len(explanation.ranks) - MAX_RANKS
-    return [f"and {units.plural(rest, 'more rank')}"] if rest > 0 else []
+    return [f"and {formatting.plural(rest, 'more rank')}"] if rest > 0 else []

@@ -1,9 +1,9 @@
 """What each node did when in the last step, as strips: the live timeline and the kept one draw these.
 
-The time that a node was blocked in a collective is cut where the last node arrived (:mod:`dtkit.waiting`): before that
-it waited, after it data moved. Messages between stages are cut already (:mod:`dtkit.messages`): into waiting, and
-sending or receiving. What is between phases is left empty. Of many nodes some are shown: those that are asked for, and
-others at equal distances.
+The time that a node was blocked in a collective is cut where the last node arrived (:mod:`dtkit.history.comm_time`):
+before that it waited, after it data moved. Messages between stages are cut already
+(:mod:`dtkit.history.message_times`): into waiting, and sending or receiving. What is between phases is left empty. Of
+many nodes some are shown: those that are asked for, and others at equal distances.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dtkit import messages, units, waiting
+from dtkit._util import formatting
+from dtkit.history import comm_time, message_times
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from dtkit.timeline import Timeline
+    from dtkit.history.timeline import Timeline
 
 KINDS = (
     "data",
@@ -45,7 +46,7 @@ STRIPS = 16
 SPANS = 1500
 """Spans at most: 15 kB on their way to a page."""
 
-_NAMED = {messages.SYNC: "communication", messages.WAIT: "waiting"}
+_NAMED = {message_times.SYNC: "communication", message_times.WAIT: "waiting"}
 _BOX = np.dtype(
     [("rank", "i4"), ("kind", "u1"), ("stage", "i4"), ("micro_batch", "i4"), ("begin", "f8"), ("end", "f8")]
 )
@@ -73,7 +74,7 @@ def strip(timeline: Timeline | None, wanted: Iterable[int] = ()) -> Strip | None
     if timeline is None or not len(timeline.spans):
         return None
     step = int(timeline.spans["step"].max())
-    spans = waiting.cut(timeline.of(step))
+    spans = comm_time.cut(timeline.of(step))
     spans = spans[spans["end"] > spans["begin"]]
     if not len(spans):
         return None
@@ -108,7 +109,7 @@ def _boxes(spans: np.ndarray, start: float) -> np.ndarray:
 
 def _kinds(phases: np.ndarray) -> np.ndarray:
     names, place = np.unique(phases, return_inverse=True)
-    plain = [messages.kind(str(name)) for name in names]
+    plain = [message_times.kind(str(name)) for name in names]
     known = [_NAMED.get(name, name) for name in plain]
     numbers = [KINDS.index(name) if name in KINDS else KINDS.index("other") for name in known]
     return np.asarray(numbers, "u1")[place]
@@ -125,5 +126,5 @@ def _planned(timeline: Timeline, step: int, start: float, ranks: tuple[int, ...]
 def _note(timeline: Timeline, step: int, *, piped: bool) -> str:
     if not piped:
         return f"step {step:,}"
-    measured, ideal = units.share(timeline.bubble(step)), units.share(timeline.ideal_bubble())
+    measured, ideal = formatting.share(timeline.bubble(step)), formatting.share(timeline.ideal_bubble())
     return f"step {step:,} · bubble {measured} measured, {ideal} by {timeline.source}"

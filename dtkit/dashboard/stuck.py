@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dtkit import units
-from dtkit.standing import IDLE
+from dtkit._util import formatting
+from dtkit.health.status import IDLE
 
 if TYPE_CHECKING:
     from dtkit.dashboard.source import Source
-    from dtkit.finding import Finding
+    from dtkit.health.stall_report import Finding
 
 GLYPH = "⊘"
 """Stands before the node, and marks the step on the time axes."""
@@ -31,7 +31,7 @@ def halted(source: Source) -> Finding | None:
 def short(found: Finding) -> str:
     """For where there is little room: ``⊘ node 1 stuck: forward, 12 s``."""
     who = "no node moves" if found.rank is None else f"node {found.rank} stuck"
-    return f"{GLYPH} {who}: {', '.join(filter(None, (_phase(found), units.clock(found.seconds))))}"
+    return f"{GLYPH} {who}: {', '.join(filter(None, (_phase(found), formatting.clock(found.seconds))))}"
 
 
 def sentence(found: Finding) -> str:

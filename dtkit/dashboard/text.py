@@ -13,7 +13,7 @@ import time
 import weakref
 from typing import TYPE_CHECKING, TextIO
 
-from dtkit import units
+from dtkit._util import formatting
 from dtkit.dashboard.glance import Glance, epoch, glance
 from dtkit.dashboard.remarks import GLYPHS, remarks
 from dtkit.dashboard.stuck import halted, line
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from dtkit.dashboard.source import Source
-    from dtkit.records import Event, Status
+    from dtkit.types import Event, Status
 
 MAX_NODES = 16
 """Nodes with a line of their own; the others are one line together."""
@@ -36,10 +36,10 @@ def summary(source: Source) -> str:
     """The run in a few lines of text: state, step, loss, throughput, and a line a node."""
     spec = source.spec
     now = glance(source.history, spec.world_size)
-    head = f"{units.plain(spec.name, 60)} · {units.plain(spec.strategy, 60)} · {source.status.state.value}"
+    head = f"{formatting.plain(spec.name, 60)} · {formatting.plain(spec.strategy, 60)} · {source.status.state.value}"
     lines = [head, _where(source), _figures(now), *_said(source, now), *_node_lines(source, now)]
     if source.exception is not None:
-        lines.append(f"{type(source.exception).__name__}: {units.plain(str(source.exception))}")
+        lines.append(f"{type(source.exception).__name__}: {formatting.plain(str(source.exception))}")
     return "\n".join(lines)
 
 
@@ -52,23 +52,23 @@ def _where(source: Source) -> str:
 
 def _times(status: Status) -> str:
     if not status.step and not status.state.ended:
-        return f"first step, {units.clock(status.elapsed_s)}"
-    left = "" if status.remaining_s is None or status.state.ended else f", {units.clock(status.remaining_s)} left"
-    return units.clock(status.elapsed_s) + left
+        return f"first step, {formatting.clock(status.elapsed_s)}"
+    left = "" if status.remaining_s is None or status.state.ended else f", {formatting.clock(status.remaining_s)} left"
+    return formatting.clock(status.elapsed_s) + left
 
 
 def _figures(now: Glance) -> str:
     if now.loss is None:
         return "no step yet"
-    speed = f"{units.rate(now.throughput)} samples/s, {units.duration(now.step_s)} a step"
-    waiting = f", waiting {units.share(now.timing.waiting)}" if now.timing.measured else ""
-    return f"loss {units.loss(now.loss)}, {speed}{waiting}"
+    speed = f"{formatting.rate(now.throughput)} samples/s, {formatting.duration(now.step_s)} a step"
+    waiting = f", waiting {formatting.share(now.timing.waiting)}" if now.timing.measured else ""
+    return f"loss {formatting.loss(now.loss)}, {speed}{waiting}"
 
 
 def _said(source: Source, now: Glance) -> list[str]:
     """What there is to say in words: who is stuck and for how long, whether the ranks agree, who is slow."""
     stuck = halted(source)
-    lines = [] if stuck is None else [units.plain(line(stuck))]
+    lines = [] if stuck is None else [formatting.plain(line(stuck))]
     lines += [f"{GLYPHS[remark.kind]} {remark.text}" for remark in remarks(source) if remark.kind != "stuck"]
     if now.timing.straggler is not None:
         lines.append(f"▲ {now.timing.straggler.text}")
@@ -83,10 +83,10 @@ def _node_lines(source: Source, now: Glance) -> list[str]:
     digits = len(str(count - 1))
     lines = []
     for rank, (loss, rate, memory) in enumerate(now.by_rank[:shown]):
-        known = units.NOTHING if now.lossless[rank] else units.loss(loss)
+        known = formatting.NOTHING if now.lossless[rank] else formatting.loss(loss)
         lines.append(
-            f"  node {rank:>{digits}}  loss {known:>8}  {units.rate(rate):>9} samples/s"
-            f"  {units.size(memory):>7}  {units.plain(where.get(rank, ''), 60)}".rstrip()
+            f"  node {rank:>{digits}}  loss {known:>8}  {formatting.rate(rate):>9} samples/s"
+            f"  {formatting.size(memory):>7}  {formatting.plain(where.get(rank, ''), 60)}".rstrip()
         )
     if count > shown:
         lines.append(f"  and {count - shown} more nodes")
@@ -145,7 +145,7 @@ class TextProgress:
 def _event_line(event: Event) -> str:
     clock = time.strftime("%H:%M:%S", time.localtime(event.time))
     who = "" if event.rank is None else f"[{event.rank}] "
-    return f"{clock}  {who}{units.plain(event.text)}"
+    return f"{clock}  {who}{formatting.plain(event.text)}"
 
 
 def follow(

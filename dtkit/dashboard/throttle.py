@@ -12,7 +12,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from dtkit.boundary import attempt
+from dtkit._util.guard import attempt
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,15 +14,15 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from dtkit.dashboard.axes import INK, MUTED, columns
-from dtkit.messages import WAIT, kind
-from dtkit.timeline import COMPUTING, KINDS
+from dtkit.history.message_times import WAIT, kind
+from dtkit.history.timeline import COMPUTING, KINDS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from matplotlib.axes import Axes
 
-    from dtkit.timeline import Timeline
+    from dtkit.history.timeline import Timeline
 
 # (colour, hatch, word): told apart without colours too.
 STYLES = {

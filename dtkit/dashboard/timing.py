@@ -30,7 +30,7 @@ from dtkit.dashboard.series import MAX_LINES, lossless
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dtkit.history import History
+    from dtkit.history.history import History
 
 PHASES = ("data", "forward", "backward", "waiting", "communication", "update", "other")
 """What a step is made of, in the order of a step."""

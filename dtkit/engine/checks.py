@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from dtkit.engine.sources import to_device
+from dtkit.engine.data.sources import to_device
 from dtkit.errors import ClusterError
-from dtkit.strategies.objective import split
+from dtkit.strategies.loss import split
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from dtkit.engine.data import Stream
-    from dtkit.engine.sources import Source
+    from dtkit.engine.data.batches import Stream
+    from dtkit.engine.data.sources import Source
     from dtkit.strategies.base import Program
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from torch.utils.hooks import RemovableHandle
 
-    from dtkit.strategies.objective import Objective
+    from dtkit.strategies.loss import Objective
 
 OPAQUE = ("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn")
 """Operations whose fake results are smaller than the real ones: recurrent layers keep a workspace for backward."""

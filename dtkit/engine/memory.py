@@ -1,8 +1,8 @@
 """The memory that an engine can get, and how much it has taken at most.
 
 What is free is the device's, or the host's within its limits; a process with a limit of its own (see
-:mod:`dtkit.engine.limits`) can't get more than that leaves. The most that a process had resident is the kernel's own
-count (VmHWM), which can be set back to what is resident now. So a peak between two readings is seen, however short.
+:mod:`dtkit.engine.memory_limit`) can't get more than that leaves. The most that a process had resident is the kernel's
+own count (VmHWM), which can be set back to what is resident now. So a peak between two readings is seen, however short.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils._pytree import tree_leaves
 
-from dtkit import host
-from dtkit.engine import limits, probe
-from dtkit.engine.explain import here
-from dtkit.memory import Held
+from dtkit.cluster import resources
+from dtkit.engine import memory_limit, node_info
+from dtkit.engine.observe.step_probe import here
+from dtkit.planning.memory_report import Held
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -29,7 +29,7 @@ _PROC = Path("/proc/self")
 
 @dataclasses.dataclass(frozen=True)
 class Free:
-    """Memory that this engine can get: see :class:`dtkit.plan.Room`."""
+    """Memory that this engine can get: see :class:`dtkit.planning.cost_model.Room`."""
 
     free: int
     swap: int
@@ -44,14 +44,14 @@ def room(device: torch.device, models: Iterable[torch.nn.Module], *, tidy_up: bo
     """
     if tidy_up:
         tidy()
-    _, free = probe.memory(device)
+    _, free = node_info.memory(device)
     held = _held(device, models) if tidy_up else 0
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        limit = limits.given()
+        limit = memory_limit.given()
         left = None if limit is None else max(0, limit - torch.cuda.memory_allocated(device))
         return Free(free + unused, 0, held, left)
-    return Free(free, host.swap(), held, limits.data_left())
+    return Free(free, resources.swap(), held, memory_limit.data_left())
 
 
 def _least(found: Free) -> int:
@@ -61,7 +61,7 @@ def _least(found: Free) -> int:
 def tidy() -> None:
     """Give back to the system what is not used any more."""
     gc.collect()
-    host.give_back()
+    resources.give_back()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
@@ -119,7 +119,7 @@ class Gauge:
         tidy()
         self._device = device
         self._sent = bytes_of([*sent.parameters(), *sent.buffers()]) if sent is not None and device.type == "cpu" else 0
-        self._limit = limits.data_left() if device.type == "cpu" else _least(room(device, ()))
+        self._limit = memory_limit.data_left() if device.type == "cpu" else _least(room(device, ()))
         self._before = reset_peak(device)
         self._grown: int | None = None
 

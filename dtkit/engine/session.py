@@ -1,6 +1,6 @@
 """The one session of an engine process: its process group, its data, its jobs.
 
-It is reached through :mod:`dtkit.engine.serving`. A request of another owner or another generation, or a dispatch for
+It is reached through :mod:`dtkit.engine.server`. A request of another owner or another generation, or a dispatch for
 another step than the job stands at, is refused before any collective.
 """
 
@@ -14,15 +14,16 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtkit import wire
-from dtkit.engine import limits, preloading, probe, told
-from dtkit.engine.channel import Channel, current
-from dtkit.engine.interrupts import Interrupts
-from dtkit.engine.watchdog import Watchdog
+from dtkit.engine import memory_limit, node_info, warmup
+from dtkit.engine.comm.sigint import Interrupts
+from dtkit.engine.observe import error_report
+from dtkit.engine.observe.call_output import Channel, current
+from dtkit.engine.observe.watchdog import Watchdog
 from dtkit.errors import Refused, Superseded
-from dtkit.records import HURRY, Failure, Heritage, Request
-from dtkit.shipment import Shipment, ship
-from dtkit.unread import Unread
+from dtkit.history.engine_outbox import Unread
+from dtkit.rpc import pickling
+from dtkit.rpc.payload import Shipment, ship
+from dtkit.types import HURRY, Failure, Heritage, Request
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,19 +31,19 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from dtkit.engine.comm import Group
-    from dtkit.engine.data import Shards
-    from dtkit.engine.iterable import StreamSource
-    from dtkit.engine.loading import Loading
+    from dtkit.engine.comm.process_group import Group
+    from dtkit.engine.data.batches import Shards
+    from dtkit.engine.data.iterable import StreamSource
+    from dtkit.engine.data.loader import Loading
+    from dtkit.engine.data.sources import Source
+    from dtkit.engine.job import Job
     from dtkit.engine.memory import Gauge
-    from dtkit.engine.peers import Copies
-    from dtkit.engine.sources import Source
-    from dtkit.engine.trainer import Job
-    from dtkit.engine.writing import Writer
-    from dtkit.memory import Held
-    from dtkit.records import Advance, GroupSpec, JobPlan
-    from dtkit.shared import Owner
-    from dtkit.unread import Found
+    from dtkit.engine.state.peer_snapshots import Copies
+    from dtkit.engine.state.writer import Writer
+    from dtkit.history.engine_outbox import Found
+    from dtkit.planning.memory_report import Held
+    from dtkit.rpc.shared_memory import Owner
+    from dtkit.types import Advance, GroupSpec, JobPlan
 
 _ALONE = ("standing", "rescue", "recall", "model", "yield_to")
 """What an engine does by itself, also when its group is broken, or could not be formed."""
@@ -73,7 +74,7 @@ class Session:
         self._channel: Channel | None = None  # what is said in the call being served
         self.watchdog = Watchdog(self._jobs)
         self.interrupts = Interrupts()
-        self.allowance = limits.Allowance()
+        self.allowance = memory_limit.Allowance()
 
     # -- serving ----------------------------------------------------------------------------------------------
 
@@ -85,7 +86,7 @@ class Session:
     def _serve(self, request: Request, publish: Callable[[int, list[Any]], None] | None) -> Any:
         self._channel = None
         if request.op == "hello":  # asked before anybody joined, and of any version
-            return probe.hello()
+            return node_info.hello()
         if request.op == "adopt":
             return self._adopt(request.owner)
         if request.op != "join":
@@ -147,7 +148,7 @@ class Session:
         import torch
 
         from dtkit.engine import checks, memory
-        from dtkit.engine.comm import Group
+        from dtkit.engine.comm.process_group import Group
 
         if owner < self.owner:
             self._check_owner(owner)
@@ -203,7 +204,7 @@ class Session:
         import torch
 
         assert self.device is not None
-        total, free = probe.memory(self.device)
+        total, free = node_info.memory(self.device)
         return {
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -225,7 +226,7 @@ class Session:
 
     def op_warm(self) -> None:
         """Load what the first step would load, and set the limit of memory from there."""
-        preloading.preload()
+        warmup.preload()
         assert self.device is not None
         self.allowance.begin(self.device)
 
@@ -252,11 +253,11 @@ class Session:
 
         with current(channel):
             value = self._breaking(work) if port is None else self._as_torchrun(work, port, attempt)
-        return ship(wire.pack(value, name="the function's result"), self._keeper), channel.items
+        return ship(pickling.pack(value, name="the function's result"), self._keeper), channel.items
 
     def _breaking(self, work: Callable[[], Any]) -> Any:
         """Work that may wait in a collective of our group: an interrupt gets through to it."""
-        from dtkit.engine.comm import interruptible
+        from dtkit.engine.comm.process_group import interruptible
 
         assert self.group is not None
         with interruptible(self.group.break_up):
@@ -264,7 +265,7 @@ class Session:
 
     def op_open_store(self) -> int:
         """Rank 0: a store for a script's own group. Its port."""
-        from dtkit.engine import torchrun
+        from dtkit.engine.comm import torchrun
 
         assert self.group is not None
         self._agent_store, port = torchrun.open_store(self.group.world_size)
@@ -272,7 +273,7 @@ class Session:
 
     def _as_torchrun(self, work: Callable[[], Any], port: int, attempt: int) -> Any:
         """Our group steps aside; the script makes its own from torchrun's environment variables."""
-        from dtkit.engine import torchrun
+        from dtkit.engine.comm import torchrun
 
         assert self.group is not None
         assert self._spec is not None
@@ -289,9 +290,9 @@ class Session:
 
         Returns the number of rows; None for a stream, which nobody knows the length of.
         """
-        from dtkit.engine.data import Shards
-        from dtkit.engine.iterable import StreamSource
-        from dtkit.engine.sources import as_source
+        from dtkit.engine.data.batches import Shards
+        from dtkit.engine.data.iterable import StreamSource
+        from dtkit.engine.data.sources import as_source
 
         loaded = self._receive(shipment, by_broadcast=broadcast)
         data, indices = (loaded(), None) if sizes is None else loaded
@@ -305,7 +306,7 @@ class Session:
 
     def op_shard(self, key: str, indices: np.ndarray, sizes: Sequence[int]) -> None:
         """Say which rows of data that is here already belong to which shard."""
-        from dtkit.engine.data import Shards
+        from dtkit.engine.data.batches import Shards
 
         self._data[key] = self._data[key][0], Shards(indices, sizes)
 
@@ -356,14 +357,14 @@ class Session:
         return shipment.unload(self.group.broadcast_buffers(buffers, shipment.sizes))
 
     def op_measure(self, what: str, **args: Any) -> Any:
-        """Speed, links, memory, or what a model takes: see :mod:`dtkit.engine.measure`."""
-        from dtkit.engine import measure
+        """Speed, links, memory, or what a model takes: see :mod:`dtkit.engine.benchmark`."""
+        from dtkit.engine import benchmark
 
         assert self.group is not None
         assert self.device is not None
         models = {key: m for key, m in self._models.items() if not isinstance(m, Shipment)}
-        seat = measure.Seat(self.group, self.device, models, self._data)
-        return self._breaking(lambda: measure.serve(seat, what, **args))
+        seat = benchmark.Seat(self.group, self.device, models, self._data)
+        return self._breaking(lambda: benchmark.serve(seat, what, **args))
 
     # -- jobs -------------------------------------------------------------------------------------------------
 
@@ -379,7 +380,7 @@ class Session:
 
         The old one stands until then: a notebook that dies here leaves either, and none before its first step.
         """
-        from dtkit.engine.rescue import revive
+        from dtkit.engine.state.survivors import revive
 
         made = self._assemble(job, **order)
         parts = [part for shipment in shipments for part in shipment.unload()]
@@ -399,14 +400,14 @@ class Session:
         alone: bool = False,
     ) -> Job:
         """`alone`: this engine plays all shards by itself, without the group."""
-        from dtkit.engine.assembly import assemble
-        from dtkit.engine.loading import Loading
+        from dtkit.engine.build import assemble
+        from dtkit.engine.data.loader import Loading
         from dtkit.engine.memory import Gauge
 
         assert self.group is not None
         assert self.device is not None
         # unpickles: sent by the notebook in a call
-        what, kept = wire.loads(program), self._models[model]
+        what, kept = pickling.loads(program), self._models[model]
         what.strategy.load()
         self._gauges[job] = Gauge(self.device, None if isinstance(kept, Shipment) else kept)
         held = self._streams[data] if data in self._streams else self._data[data]
@@ -462,28 +463,28 @@ class Session:
 
     def op_model(self, key: str) -> Shipment:
         """A model as it was sent."""
-        return ship(wire.pack(self._model(key)), self._keeper)
+        return ship(pickling.pack(self._model(key)), self._keeper)
 
     def op_save(self, job: str, step: int, folder: str, token: str, *, copied: bool = False) -> dict[str, Any]:
         """Copy the state of a job that stands at `step`, and write it beside the training. See engine.writing.
 
         `copied`: the last call was for a snapshot, whose copy is written, if there is one.
         """
-        from dtkit.engine import peers
-        from dtkit.engine.writing import Writer
+        from dtkit.engine.state import peer_snapshots
+        from dtkit.engine.state.writer import Writer
 
         found, group = self._job(job, step), self.group
         assert group is not None
-        copy = peers.own(self._copies.get(job, ()), step, group.rank) if copied else None
+        copy = peer_snapshots.own(self._copies.get(job, ()), step, group.rank) if copied else None
         writer = self._writer = self._writer or Writer()
         return self._breaking(lambda: writer.save(found, folder, token, copy))  # type: ignore[no-any-return]
 
     def op_snapshot(self, job: str, step: int) -> dict[str, Any]:
         """Keep copies of the state of a job that stands at `step`: of this rank's part and of a peer's. See peers."""
-        from dtkit.engine import peers
+        from dtkit.engine.state import peer_snapshots
 
         found, kept = self._job(job, step), self._copies.setdefault(job, [])
-        return self._breaking(lambda: peers.take(found, kept, self._gauges[job].spare()))  # type: ignore[no-any-return]
+        return self._breaking(lambda: peer_snapshots.take(found, kept, self._gauges[job].spare()))  # type: ignore[no-any-return]
 
     def _copied_bytes(self, job: str) -> int:
         return sum(copies.nbytes for copies in self._copies.get(job, ()))
@@ -493,7 +494,7 @@ class Session:
 
     def op_restore(self, job: str, **checkpoint: Any) -> tuple[int, float, dict[str, tuple[Any, Any]]]:
         """Put a checkpoint's state into a job that stands before its first step. What came of it: see writing.read."""
-        from dtkit.engine import writing
+        from dtkit.engine.state import writer as writing
 
         found = self._job(job)
         read = self._breaking(lambda: writing.read(found, **checkpoint))
@@ -519,20 +520,20 @@ class Session:
         return found.step, not found.torn, found.lr, copies
 
     def op_rescue(self, job: str, what: str) -> Shipment:
-        """What this rank holds of a job's state: see :func:`dtkit.engine.rescue.rescue`."""
-        from dtkit.engine.rescue import rescue
+        """What this rank holds of a job's state: see :func:`dtkit.engine.state.survivors.rescue`."""
+        from dtkit.engine.state.survivors import rescue
 
-        return ship(wire.pack([rescue(self._job(job), what)]), self._keeper)
+        return ship(pickling.pack([rescue(self._job(job), what)]), self._keeper)
 
     def op_recall(self, job: str, step: int, parts: Sequence[int]) -> Shipment:
         """Copies that are kept here of these ranks' parts of a job, as of `step`."""
-        from dtkit.engine import peers
+        from dtkit.engine.state import peer_snapshots
 
-        return ship(wire.pack(peers.give(self._copies[job], step, parts)), self._keeper)
+        return ship(pickling.pack(peer_snapshots.give(self._copies[job], step, parts)), self._keeper)
 
     def op_hand_over(self) -> Shipment:
         """Data and models that this engine holds, for one that takes another's place."""
-        return ship(wire.pack((self._models, self._data, self._streams)), self._keeper)
+        return ship(pickling.pack((self._models, self._data, self._streams)), self._keeper)
 
     def op_take_over(self, shipment: Shipment) -> None:
         """What another engine handed over."""
@@ -542,7 +543,7 @@ class Session:
         """Cut all data into as many shards as there are ranks now."""
         import numpy as np
 
-        from dtkit.engine.data import Shards
+        from dtkit.engine.data.batches import Shards
 
         assert self.group is not None
         n = self.group.world_size
@@ -569,11 +570,11 @@ class Session:
     def op_state(self, job: str) -> Shipment | None:
         """What this rank gives to the model's state dict; nothing from a rank whose copy is another's too."""
         found = self._job(job).pieces()
-        return ship(wire.pack(found), self._keeper) if found else None
+        return ship(pickling.pack(found), self._keeper) if found else None
 
     def op_gradients(self, job: str) -> Shipment:
         """The largest gradient of every number so far, of a job that works alone: {parameter: tensor}."""
-        return ship(wire.pack(dict(self._job(job).largest_gradient or {})), self._keeper)
+        return ship(pickling.pack(dict(self._job(job).largest_gradient or {})), self._keeper)
 
     def op_evaluate(
         self,
@@ -587,12 +588,12 @@ class Session:
         """(samples, {name: (sum, weight)}) of this rank's shard. With `step`: between two steps of a run, which must
         stand there, and which a notebook that takes it over is to know of.
         """
-        from dtkit.engine.loading import Loading, held_out
+        from dtkit.engine.data.loader import Loading, held_out
 
         assert self.group is not None
         found = self._job(job, step)
         # unpickles: sent by the notebook in a call
-        metrics = wire.loads(program)
+        metrics = pickling.loads(program)
         source, shards = self._data[data]
         parts = shards.for_replicas(found.setting.mesh.replicas)
         batches = held_out(source, parts[found.setting.shards[0]], batch_size, loading or Loading(), self.group.rank)
@@ -625,7 +626,7 @@ class Session:
 
     def failure(self, error: BaseException, request: Request) -> Failure:
         """What to tell of an error that ended a request."""
-        from dtkit.engine.comm import lost_peer
+        from dtkit.engine.comm.process_group import lost_peer
 
         job = self._jobs.get(str(request.args.get("job")))
         kind = "refused" if isinstance(error, Refused) else "error"
@@ -635,8 +636,8 @@ class Session:
             rank=-1 if self._spec is None else self._spec.rank,
             host=socket.gethostname(),
             type=type(error).__name__,
-            message=told.message(error),
-            traceback=told.trace(error),
+            message=error_report.message(error),
+            traceback=error_report.trace(error),
             step=None if job is None else job.step,
             victim=lost_peer(error),
             kind=kind,
@@ -653,6 +654,6 @@ def of_this_engine() -> Session:
 
 def checksum(model: torch.nn.Module) -> str:
     """A digest of all parameters and buffers: equal bits, equal digest. Twelve hexadecimal digits."""
-    from dtkit.engine.explain import digest
+    from dtkit.engine.observe.step_probe import digest
 
     return digest(model.state_dict().items())

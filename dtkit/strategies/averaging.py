@@ -22,21 +22,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dtkit.plan import Cost, ring_bytes
+from dtkit.planning.cost_model import Cost, ring_bytes
 from dtkit.strategies import gradients
 from dtkit.strategies.base import SHOWN, Forward, Outcome, Setting, Strategy, Worker, make_optimizer
 from dtkit.strategies.options import check_count, check_flag, check_positive, check_rate
-from dtkit.strategies.replica import Replica, Tally, evaluating, kept
+from dtkit.strategies.replicated import Replica, Tally, evaluating, kept
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from dtkit.engine.comm import Group
-    from dtkit.engine.explain import Microscope
-    from dtkit.engine.state import Archive
-    from dtkit.plan import Benchmark, Facts
-    from dtkit.records import Fingerprint
-    from dtkit.strategies.objective import Objective
+    from dtkit.engine.comm.process_group import Group
+    from dtkit.engine.observe.step_probe import Microscope
+    from dtkit.engine.state.capture import Archive
+    from dtkit.planning.cost_model import Benchmark, Facts
+    from dtkit.strategies.loss import Objective
+    from dtkit.types import Fingerprint
 
 
 @dataclasses.dataclass(frozen=True)

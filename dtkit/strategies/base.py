@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
     import torch
 
-    from dtkit.engine.comm import Group
-    from dtkit.engine.explain import Microscope
-    from dtkit.engine.phases import Phases
-    from dtkit.engine.state import Archive
-    from dtkit.plan import Benchmark, Cost, Facts
-    from dtkit.records import Astray, Fingerprint
-    from dtkit.schedule import Schedule
-    from dtkit.strategies.objective import Objective
+    from dtkit.engine.comm.process_group import Group
+    from dtkit.engine.observe.phase_timer import Phases
+    from dtkit.engine.observe.step_probe import Microscope
+    from dtkit.engine.state.capture import Archive
+    from dtkit.planning.cost_model import Benchmark, Cost, Facts
+    from dtkit.schedules.schedule import Schedule
+    from dtkit.strategies.loss import Objective
+    from dtkit.types import Astray, Fingerprint
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +149,7 @@ class Strategy(abc.ABC):
 
     @abc.abstractmethod
     def cost(self, facts: Facts, benchmark: Benchmark) -> Cost:
-        """What one step asks of one rank, told from what was measured: see :mod:`dtkit.plan`."""
+        """What one step asks of one rank, told from what was measured: see :mod:`dtkit.planning.cost_model`."""
 
     @abc.abstractmethod
     def setup(
@@ -188,13 +188,13 @@ class Worker(abc.ABC):
 
     def microscope(self, **where: int) -> Microscope:
         """What `step` is taken apart for; `where` it stands: rank, step and epoch."""
-        from dtkit.engine.explain import Microscope
+        from dtkit.engine.observe.step_probe import Microscope
 
         return Microscope(self.model, **where)
 
     @abc.abstractmethod
     def pieces(self) -> dict[str, Any]:
-        """What this rank gives to the whole model's state dict: tensors, or :class:`~dtkit.pieces.Piece` of them.
+        """Tensors, or :class:`~dtkit.training.state_dict.Piece` objects, that this rank adds to the model's state dict.
 
         A collective. The tensors may be in use: copy what is to be kept.
         """

@@ -17,9 +17,9 @@ from dtkit.strategies.powersgd import PowerSGD
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from dtkit.engine.comm import Group
-    from dtkit.engine.state import Archive
-    from dtkit.plan import Facts
+    from dtkit.engine.comm.process_group import Group
+    from dtkit.engine.state.capture import Archive
+    from dtkit.planning.cost_model import Facts
 
     Hook = Callable[[Any], torch.futures.Future[torch.Tensor]]
 

@@ -2,9 +2,9 @@
 
 torch's DDP does the work (Li et al., VLDB 2020): it packs gradients into buckets and starts to reduce each one while
 backward still makes the next. Its hook is ours, for three reasons: gradients are summed and not averaged (ranks scale
-their losses by samples beforehand, see :mod:`dtkit.strategies.replica`), they can be compressed, and the launch of the
-last bucket is where computing ends and blocking begins. What is wrapped is the model together with its loss, so that a
-user's own step function is handed the model itself, with all of its attributes.
+their losses by samples beforehand, see :mod:`dtkit.strategies.replicated`), they can be compressed, and the launch of
+the last bucket is where computing ends and blocking begins. What is wrapped is the model together with its loss, so
+that a user's own step function is handed the model itself, with all of its attributes.
 
 A rank without a sample runs no user code in that step: an empty forward gives NaN, and skipping backward there would
 break DDP's reducer. Every rank knows all counts beforehand, so in such a step all ranks go past DDP and sum their
@@ -22,20 +22,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from dtkit.plan import Cost, ring_bytes
+from dtkit.planning.cost_model import Cost, ring_bytes
 from dtkit.strategies import compression
 from dtkit.strategies.base import Outcome, Setting, Strategy, Worker, make_optimizer
 from dtkit.strategies.options import check_choice, check_count, check_flag, check_positive
-from dtkit.strategies.replica import PRECISIONS, Replica, Tally
+from dtkit.strategies.replicated import PRECISIONS, Replica, Tally
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from dtkit.engine.comm import Group
-    from dtkit.engine.explain import Microscope
-    from dtkit.engine.state import Archive
-    from dtkit.plan import Benchmark, Facts
-    from dtkit.strategies.objective import Objective
+    from dtkit.engine.comm.process_group import Group
+    from dtkit.engine.observe.step_probe import Microscope
+    from dtkit.engine.state.capture import Archive
+    from dtkit.planning.cost_model import Benchmark, Facts
+    from dtkit.strategies.loss import Objective
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dtkit.strategies.objective import MEAN, PAIR
+from dtkit.strategies.loss import MEAN, PAIR
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from dtkit.engine.comm import Group
+    from dtkit.engine.comm.process_group import Group
 
 
 def agree_on_form(form: int | None, group: Group | None) -> int:

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dtkit.plan import Cost, ring_bytes
+from dtkit.planning.cost_model import Cost, ring_bytes
 from dtkit.strategies.base import Outcome, Setting, Strategy, Worker, make_optimizer
-from dtkit.strategies.replica import Replica, Tally
+from dtkit.strategies.replicated import Replica, Tally
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from dtkit.engine.explain import Microscope
-    from dtkit.plan import Benchmark, Facts
-    from dtkit.strategies.objective import Objective
+    from dtkit.engine.observe.step_probe import Microscope
+    from dtkit.planning.cost_model import Benchmark, Facts
+    from dtkit.strategies.loss import Objective
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

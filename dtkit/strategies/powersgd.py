@@ -17,8 +17,8 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from dtkit.engine.comm import Group
-    from dtkit.engine.state import Archive
+    from dtkit.engine.comm.process_group import Group
+    from dtkit.engine.state.capture import Archive
 
 RANK = 2
 

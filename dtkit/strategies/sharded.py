@@ -31,22 +31,22 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from dtkit.engine.sources import to_device
+from dtkit.engine.data.sources import to_device
 from dtkit.mesh import Mesh
-from dtkit.plan import Cost, ring_bytes
-from dtkit.strategies.awaited import among
+from dtkit.planning.cost_model import Cost, ring_bytes
+from dtkit.strategies.dtensor_worker import Sliced, Slicing, grid
 from dtkit.strategies.options import check_choice
-from dtkit.strategies.replica import PRECISIONS, Tally
-from dtkit.strategies.sliced import Sliced, Slicing, grid
+from dtkit.strategies.replicated import PRECISIONS, Tally
+from dtkit.strategies.tensor.collective_marks import among
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from dtkit.engine.comm import Group
-    from dtkit.engine.phases import Phases
-    from dtkit.plan import Benchmark, Facts
+    from dtkit.engine.comm.process_group import Group
+    from dtkit.engine.observe.phase_timer import Phases
+    from dtkit.planning.cost_model import Benchmark, Facts
     from dtkit.strategies.base import Forward, Outcome, Setting
-    from dtkit.strategies.objective import Objective
+    from dtkit.strategies.loss import Objective
 
 FILLER = 2  # rows of a batch that counts for nothing: a BatchNorm1d can't normalise one
 _WHOLE_AT_ONCE = 9  # largest tensors that are there in full: 3 blocks (two gathered, one's gradient) of 3 each

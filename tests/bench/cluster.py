@@ -12,7 +12,7 @@ import psutil
 from torch import nn
 
 import dtkit
-from dtkit import shared
+from dtkit.rpc import shared_memory
 from tests.bench.pairs import PAIRS, Sample, alternate, ratios, report
 from tests.bench.work import SHORT, WORKS, optimizer
 
@@ -55,7 +55,7 @@ def start_once() -> None:
 
 
 def _shared_files() -> set[Path]:
-    return {file for folder in shared.default_directories() for file in Path(folder).glob("dtkit-*")}
+    return {file for folder in shared_memory.default_directories() for file in Path(folder).glob("dtkit-*")}
 
 
 def bulk() -> bool:

@@ -23,7 +23,7 @@ from tests.bench.work import LINK, WORKS
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from dtkit.engine.comm import Group
+    from dtkit.engine.comm.process_group import Group
 
 RATE = "100mbit"
 BLOCKS = 5  # of `steps` steps of each strategy, in turn

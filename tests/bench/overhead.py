@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 import dtkit
-from dtkit.engine.comm import Group
-from dtkit.engine.iterable import IterableStream, StreamSource
-from dtkit.engine.phases import Phases
-from dtkit.engine.trainer import Job
-from dtkit.records import JobPlan
-from dtkit.strategies.replica import Replica
+from dtkit.engine.comm.process_group import Group
+from dtkit.engine.data.iterable import IterableStream, StreamSource
+from dtkit.engine.job import Job
+from dtkit.engine.observe.phase_timer import Phases
+from dtkit.strategies.replicated import Replica
+from dtkit.types import JobPlan
 from tests.bench import ranks
 from tests.bench.pairs import Sample, ratios, report
 from tests.bench.work import LONG, WIDE, WORKS, optimizer

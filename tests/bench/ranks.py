@@ -20,16 +20,16 @@ import numpy as np
 import torch
 from torch import nn
 
-from dtkit.engine import probe
-from dtkit.engine.comm import Group, loopback
-from dtkit.engine.data import Shards, Stream
-from dtkit.engine.phases import Phases
-from dtkit.engine.sources import as_source
-from dtkit.engine.trainer import Job
-from dtkit.partition import Partition
-from dtkit.records import GroupSpec, JobPlan
+from dtkit.data.partition import Partition
+from dtkit.engine import node_info
+from dtkit.engine.comm.process_group import Group, loopback
+from dtkit.engine.data.batches import Shards, Stream
+from dtkit.engine.data.sources import as_source
+from dtkit.engine.job import Job
+from dtkit.engine.observe.phase_timer import Phases
 from dtkit.strategies.base import Program, Setting
-from dtkit.strategies.objective import Objective
+from dtkit.strategies.loss import Objective
+from dtkit.types import GroupSpec, JobPlan
 from tests.bench.work import optimizer
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def job(group: Group, work: Work, strategy: Strategy) -> Job:
     plan = JobPlan(work.batch, 1_000_000, "shard", seed=0)
     stream = Stream(source, Shards(part.flat(), part.sizes), plan, [group.rank])
     mesh = strategy.mesh(group.world_size)
-    setting = Setting(group, device, Phases(probe.clock(device)), shards=[group.rank], mesh=mesh)
+    setting = Setting(group, device, Phases(node_info.clock(device)), shards=[group.rank], mesh=mesh)
     program = Program(Objective(nn.CrossEntropyLoss(), None), optimizer, strategy)
     return Job(work.model(), program, stream, setting, seed=group.rank)
 

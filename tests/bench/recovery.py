@@ -17,7 +17,7 @@ from tests.bench.work import SHORT, WORKS, optimizer
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dtkit.records import Event
+    from dtkit.types import Event
 
 KILLS, FAULTS = 7, 20
 COLD_S, SPARE_S = 8.0, 2.0

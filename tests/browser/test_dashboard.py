@@ -14,7 +14,7 @@ import dtkit
 from dtkit.dashboard import figures
 from dtkit.dashboard.compare_live import CompareFeed, CompareView
 from dtkit.dashboard.timing import PHASES, timing
-from dtkit.records import Consistency, Evaluation, State
+from dtkit.types import Consistency, Evaluation, State
 from tests.browser.lab import Look
 from tests.browser.still import Still, plain, put
 from tests.fake_source import FakeSource

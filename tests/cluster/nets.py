@@ -11,14 +11,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from dtkit.timeline import COMPUTING
+from dtkit.history.timeline import COMPUTING
 from tests.cluster.oracle import BOUND, CLASSES, FEATURES, mlp, momentum
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     import dtkit
-    from dtkit.strategies.tensor_plan import Plan
+    from dtkit.strategies.tensor.plan import Plan
 
 WIDTH, HEADS = 8, 4
 
@@ -294,7 +294,7 @@ def worker() -> Any:
 
 def held() -> tuple[int, int]:
     """On an engine: bytes of the numbers that lie here, of parameters and of the optimiser's state."""
-    from dtkit.strategies.sliced import local
+    from dtkit.strategies.dtensor_worker import local
 
     mine = worker()
     parameters = [local(p) for p in set(mine._slices.values())]
@@ -304,7 +304,7 @@ def held() -> tuple[int, int]:
 
 def slices(name: str) -> torch.Tensor:
     """On an engine: what lies here of a parameter."""
-    from dtkit.strategies.sliced import local
+    from dtkit.strategies.dtensor_worker import local
 
     return local(worker()._slices[name]).detach().clone()
 

@@ -144,7 +144,7 @@ def test_one_rank_that_raises_ends_the_run_and_nothing_else(cluster: dtkit.Clust
 
 def left() -> int:
     """On an engine: bytes that it may still allocate."""
-    from dtkit.engine.limits import data_left
+    from dtkit.engine.memory_limit import data_left
 
     found = data_left()
     assert found is not None

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import dtkit
-from dtkit import State, stacks
+from dtkit import State
+from dtkit.health import stacks
 from tests.cluster.small import check_usable, data, train
 from tests.cluster.test_run import LONG, until
 from tests.test_watchdog import until as watched

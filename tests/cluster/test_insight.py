@@ -145,7 +145,7 @@ def test_a_replica_that_goes_astray_is_seen(cluster: dtkit.Cluster, strategy: An
     """Its last rank has a part that rank 1 has, too, and no other rank."""
 
     def stray() -> None:
-        from dtkit.strategies.sliced import local
+        from dtkit.strategies.dtensor_worker import local
 
         with torch.no_grad():
             local(worker()._parameters[0]).view(-1)[0] += 1e-3

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from dtkit import papers
+from dtkit.cluster import cluster_file
 from tests.cluster.oracle import BATCH, BOUND, SEED
 from tests.faults.expect import crowd
 from tests.kernel import Kernel
@@ -74,7 +74,7 @@ def kernel(tmp_path: Path, root: Path) -> Iterator[Kernel]:
     """With clusters of this test alone, which end with it."""
     with Kernel.started(tmp_path, root) as started:
         yield started
-    for left in papers.running(tmp_path):  # of a test that failed: a kernel leaves them to the lease
+    for left in cluster_file.running(tmp_path):  # of a test that failed: a kernel leaves them to the lease
         psutil.Process(left.warden[0]).terminate()
 
 

@@ -19,8 +19,8 @@ pytestmark = pytest.mark.cluster
 
 DIES = """
     import os, pickle
-    from dtkit.order import Order
-    from dtkit.ranks import Ranks
+    from dtkit.training.config import Order
+    from dtkit.rpc.engine_group import Ranks
 
     def die():
         os.kill(os.getpid(), 9)

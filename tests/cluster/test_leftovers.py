@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import dtkit
-from dtkit.engine import sockets
+from dtkit.engine.comm import tcp as sockets
 from tests.cluster.small import data, sgd, train
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ def _mentions(process: psutil.Process) -> list[str]:
 
 NOTEBOOK = """
 import dtkit, pathlib, sys
-from dtkit import engines as module
+from dtkit.cluster import transport as engines as module
 from tests.cluster import small, test_leftovers
 
 def ready(*_):

@@ -55,11 +55,11 @@ def test_state_that_fills_the_limit_is_an_error_and_the_same_engines_go_on(strat
 
 def form(left: int) -> None:
     """On an engine that may allocate no more than so many bytes: form the groups of a pipeline."""
-    from dtkit.engine import limits
+    from dtkit.engine import memory_limit
     from dtkit.engine.session import of_this_engine
 
     held = []
-    while limits.data_left() > left + 2**20:
+    while memory_limit.data_left() > left + 2**20:
         held.append(torch.ones(2**18))
     group = of_this_engine().group
     assert group is not None

@@ -203,9 +203,9 @@ def test_who_dies_amid_an_exchange_leaves_the_snapshot_before(two: dtkit.Cluster
 def die_amid_an_exchange(rank: int, which: int) -> None:
     import torch.distributed as dist
 
-    from dtkit.engine import peers
+    from dtkit.engine.state import peer_snapshots
 
-    exchange, calls = peers._exchange, 0
+    exchange, calls = peer_snapshots._exchange, 0
 
     def die(*args: Any) -> None:
         nonlocal calls
@@ -217,7 +217,7 @@ def die_amid_an_exchange(rank: int, which: int) -> None:
         exchange(*args)
 
     if dist.get_rank() == rank:
-        peers._exchange = die
+        peer_snapshots._exchange = die
 
 
 def held() -> tuple[list[int], int]:

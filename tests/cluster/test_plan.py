@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import dtkit
-from dtkit import planning
+from dtkit.planning import planner
 from dtkit.strategies.averaging import OuterSGD, ParameterAveraging
 from tests.cluster.small import check_usable, data, net, train
 
@@ -324,9 +324,9 @@ def test_what_can_not_fit_is_refused_and_what_fits_is_not():
     small, large = wide(2500), wide(3500)  # 25 and 49 MB
     with dtkit.Cluster(1, memory_limit="170MB") as cluster:
         with pytest.raises(ValueError, match=r"does not fit rank 0 .*needs 246 MB .*1[567]\d MB are free for it"):
-            planning.check_fits(cluster, large, adam, dtkit.DataParallel())
-        planning.check_fits(cluster, large, plain, dtkit.DataParallel())  # 147 MB
+            planner.check_fits(cluster, large, adam, dtkit.DataParallel())
+        planner.check_fits(cluster, large, plain, dtkit.DataParallel())  # 147 MB
         run = train(cluster, small, optimizer=plain, steps=3)
         run.wait(60)
         # What it holds is given back when the next one starts, so it does not count against that (125 MB).
-        planning.check_fits(cluster, small, adam, dtkit.DataParallel())
+        planner.check_fits(cluster, small, adam, dtkit.DataParallel())

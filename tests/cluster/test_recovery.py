@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 import dtkit
-from dtkit import papers
-from dtkit.snapshots import Snapshots
+from dtkit.cluster import cluster_file
+from dtkit.training.snapshots import Snapshots
 from tests.cluster.nets import net
 from tests.cluster.oracle import (
     BATCH,
@@ -212,7 +212,7 @@ def test_a_spare_that_was_started_later_is_where_a_takeover_finds_it(cluster: dt
     spare = transport.spare_ids[0]
     transport._take_spare(1)  # and no replacing after it, which would sign, too
     transport._refill()
-    assert papers.read(cluster.folder).spare_ids == (spare + 1,)
+    assert cluster_file.read(cluster.folder).spare_ids == (spare + 1,)
     cluster.form(others=True)
     check_usable(cluster)
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import dtkit
-from dtkit.messages import PHASES, WAIT, pairs
-from dtkit.schedule_kinds import KINDS as SCHEDULES
-from dtkit.timeline import COMPUTING, KINDS, Timeline
+from dtkit.history.message_times import PHASES, WAIT, pairs
+from dtkit.history.timeline import COMPUTING, KINDS, Timeline
+from dtkit.schedules.builtin import KINDS as SCHEDULES
 from tests.cluster.nets import net
 from tests.cluster.oracle import BOUND, difference, global_rows, one_process, reference, train
 from tests.cluster.small import check_usable

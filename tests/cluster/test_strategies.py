@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import dtkit
-from dtkit.engine.data import Shards, Stream
-from dtkit.engine.sources import as_source
-from dtkit.records import JobPlan
+from dtkit.engine.data.batches import Shards, Stream
+from dtkit.engine.data.sources import as_source
+from dtkit.types import JobPlan
 from tests.cluster.nets import adamw
 from tests.cluster.oracle import (
     BATCH,

@@ -21,16 +21,16 @@ import torch.distributed as dist
 from torch import nn
 
 import dtkit
-from dtkit import stacks
-from dtkit.lookout import Limits, Lookout
+from dtkit.health import stacks
+from dtkit.health.detector import Limits, Lookout
 from tests.cluster import small
 from tests.cluster.nets import quickly
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from dtkit.finding import Finding
-    from dtkit.records import Event
+    from dtkit.health.stall_report import Finding
+    from dtkit.types import Event
 
 pytestmark = pytest.mark.cluster
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import dtkit
-from dtkit.slice_explanation import SliceExplanation
-from dtkit.stage_explanation import PipelineExplanation
+from dtkit.explain.pipeline import PipelineExplanation
+from dtkit.explain.sharded import SliceExplanation
 from tests.cluster.small import data, sgd, train
 
 pytestmark = pytest.mark.cluster

@@ -17,9 +17,10 @@ import psutil
 import pytest
 
 import dtkit
-from dtkit import papers, unread, warden
-from dtkit.records import HURRY
-from dtkit.standing import Standing, status_file
+from dtkit.cluster import cluster_file, reaper
+from dtkit.health.status import Standing, status_file
+from dtkit.history import engine_outbox
+from dtkit.types import HURRY
 from tests.cluster.oracle import BATCH, BOUND, SEED, data, difference, mean_loss, mlp, momentum
 from tests.cluster.small import check_usable
 from tests.cluster.test_recovery import at_step
@@ -174,7 +175,7 @@ def engine_of(folder: Path, rank: int) -> psutil.Process:
 def left_by(folder: Path, rank: int) -> set[int]:
     """The steps of dispatches that a rank has on disk."""
     (job,) = (path.name for path in (folder / "runs").iterdir())
-    return {int(step) for one, _ in unread.read(folder, job, rank) for step in np.asarray(one.rows)["step"]}
+    return {int(step) for one, _ in engine_outbox.read(folder, job, rank) for step in np.asarray(one.rows)["step"]}
 
 
 def check_rows(cluster: dtkit.Cluster, lost: set[int]) -> None:
@@ -323,7 +324,7 @@ def test_a_takeover_that_fails_takes_nothing(tmp_path: Path, monkeypatch: pytest
     """Whoever had the cluster still has it, and ends it."""
     subprocess.run([sys.executable, "-c", SCRIPT], check=True, timeout=60)
     cluster = dtkit.attach()
-    monkeypatch.setattr("dtkit.takeover._run", fail)
+    monkeypatch.setattr("dtkit.cluster.attach._run", fail)
     with pytest.raises(LookupError, match="unreadable"):
         dtkit.attach(cluster.folder.name)
     assert not cluster.superseded
@@ -368,12 +369,12 @@ def test_a_cluster_may_outlive_a_script():
 def test_a_cluster_whose_controller_was_killed_is_refused(tmp_path: Path):
     subprocess.run([sys.executable, "-c", SCRIPT], check=True, timeout=60)
     (folder,) = tmp_path.iterdir()
-    processes = warden._processes(folder)
+    processes = reaper._processes(folder)
     controllers = [process for process in processes if any("controller" in word for word in process.cmdline())]
     try:
         for process in controllers:
             process.kill()
-        until(lambda: not any(papers.lives(process.pid, process.create_time()) for process in controllers))
+        until(lambda: not any(cluster_file.lives(process.pid, process.create_time()) for process in controllers))
         told = rf"the controller of {folder.name}, .* has ended.*Start another cluster with dtkit\.Cluster\(\)"
         with pytest.raises(dtkit.ClusterError, match=told):
             dtkit.attach(folder.name)
@@ -386,7 +387,7 @@ def test_a_cluster_whose_folder_somebody_removed_ends(tmp_path: Path):
     """As systemd does with the runtime folder when a user logs out: nobody could find what is left."""
     subprocess.run([sys.executable, "-c", SCRIPT], check=True, timeout=60)
     (folder,) = tmp_path.iterdir()
-    processes = warden._processes(folder)
+    processes = reaper._processes(folder)
     assert len(processes) > 3  # controller, schedulers, engine, nanny
     shutil.rmtree(folder)
     assert not psutil.wait_procs(processes, timeout=30)[1]
@@ -414,14 +415,14 @@ def older(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 def test_a_cluster_of_another_version_is_refused_and_left_to_that_one(older: Path, tmp_path: Path):
     subprocess.run([sys.executable, "-c", SCRIPT], cwd=older, check=True, timeout=60)
     try:
-        (found,) = papers.running(tmp_path)
+        (found,) = cluster_file.running(tmp_path)
         told = rf"^{found.name} was started by dtkit 0\.0\.1, and this is {dtkit.__version__}\. Take it over with that"
         with pytest.raises(dtkit.VersionMismatch, match=told):
             dtkit.attach()
-        assert papers.running(tmp_path) == [found]
+        assert cluster_file.running(tmp_path) == [found]
     finally:
         subprocess.run([sys.executable, "-c", CLOSING], cwd=older, check=True, timeout=60)
-    assert papers.running(tmp_path) == []
+    assert cluster_file.running(tmp_path) == []
 
 
 def test_without_a_cluster_there_is_none_to_take_over():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import dtkit
-from dtkit import handover
+from dtkit.training import persisted_run
 from tests.cluster.oracle import BATCH, SAMPLES
 from tests.cluster.test_takeover import NOTEBOOK, STEPS, check_goes_on, engine_of, notebook
 
@@ -103,14 +103,14 @@ def test_a_run_that_goes_on_with_fewer_as_it_is_taken_over_is_shared_by_those(tm
 @pytest.mark.parametrize("ranks", [[0], [0, 1]], ids=["of one engine", "of all"])
 def test_a_job_that_ended_as_it_was_taken_over_is_made_anew(monkeypatch: pytest.MonkeyPatch, ranks: list[int]):
     """From what the others hold; where none has it, from the last snapshot, and of replicas there is none."""
-    take_up = handover.take_up
+    take_up = persisted_run.take_up
 
     def taken_up(cluster: dtkit.Cluster, job: str) -> Any:
         found = take_up(cluster, job)
         cluster.ask("unload", keys=[job], ranks=ranks)
         return found
 
-    monkeypatch.setattr(handover, "take_up", taken_up)
+    monkeypatch.setattr(persisted_run, "take_up", taken_up)
     with notebook() as process:
         kill(process)
         with dtkit.attach() as cluster:

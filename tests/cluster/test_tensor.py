@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import dtkit
-from dtkit.strategies.tensor import TensorParallel
+from dtkit.strategies.tensor.tensor_parallel import TensorParallel
 from tests.cluster.nets import (
     GPT,
     IN_PROJECTIONS,

@@ -12,15 +12,15 @@ import torch.distributed as dist
 from torch import nn
 
 import dtkit
-from dtkit.messages import SYNC, WAIT, kind
-from dtkit.timeline import COMPUTING
+from dtkit.history.message_times import SYNC, WAIT, kind
+from dtkit.history.timeline import COMPUTING
 from tests.cluster.oracle import data, mlp, momentum
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from dtkit.run import Run
     from dtkit.strategies.base import Strategy
+    from dtkit.training.run import Run
 
 pytestmark = pytest.mark.cluster
 

@@ -33,7 +33,7 @@ from tests.faults.cells import ENDS, HALTS, most_lost
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dtkit.records import Event
+    from dtkit.types import Event
     from tests.faults.cells import Cell
     from tests.faults.runner import Outcome, Stage
 

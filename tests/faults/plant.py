@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def plant(trap: Trap) -> None:
     """On an engine: have its rank pass the trap when it next forms a group."""
-    from dtkit.engine.comm import Group
+    from dtkit.engine.comm.process_group import Group
 
     if dist.get_rank() != trap.rank:
         return

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 import dtkit
-from dtkit import shared
-from dtkit.history import ROW
+from dtkit.history.history import ROW
+from dtkit.rpc import shared_memory
 from tests.faults import training
 from tests.faults.cells import ENGINES, STEP_PLACES
 from tests.faults.quiet import quiet
@@ -68,7 +68,7 @@ class Held:
         family = [own, *own.children(recursive=True)]
         alive = [process for process in family if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
         pids = {str(process.pid) for process in family}  # of the owner, as the third part of a file's name
-        files = [path for folder in shared.default_directories() for path in Path(folder).glob("dtkit-*-*-*")]
+        files = [path for folder in shared_memory.default_directories() for path in Path(folder).glob("dtkit-*-*-*")]
         ours = sum(path.name.split("-")[2] in pids for path in files)
         memory = {(process.pid, _runs(process)): process.memory_full_info().uss for process in alive}
         others = [process for process in alive if process != own]

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dtkit import units
+from dtkit._util import formatting
 from dtkit.dashboard import axes
 from dtkit.dashboard.series import GRAD_NORM, layouts, sample
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from dtkit.history import History
+    from dtkit.history.history import History
 
 
 def draw(ax: Axes, history: History) -> None:
@@ -21,7 +21,7 @@ def draw(ax: Axes, history: History) -> None:
     ranks = max(history.ranks, default=-1) + 1
     (layout,) = layouts([GRAD_NORM], ranks)
     part = sample(history, GRAD_NORM, ranks)
-    axes.draw_lines(ax, part, layout, units.loss(axes.last(part)))
+    axes.draw_lines(ax, part, layout, formatting.loss(axes.last(part)))
     axes.draw_band(ax, part.steps, part.values[:, -1], axes.INK, 0.14)
     axes.title(ax, "Gradient norm", "over all nodes, before clipping")
     axes.mark_events(ax, history.events)

@@ -12,7 +12,7 @@ from dtkit.dashboard.series import LR, layouts, sample
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from dtkit.history import History
+    from dtkit.history.history import History
 
 
 def draw(ax: Axes, history: History) -> None:

@@ -12,7 +12,7 @@ from dtkit.dashboard.series import BUDGET, LOSS, layouts, sample
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from dtkit.history import History
+    from dtkit.history.history import History
 
 _MANY_POINTS = 20  # of more validation points some are drawn, and a line joins all: a chain would hide the lines
 

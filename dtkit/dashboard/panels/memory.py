@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dtkit import units
+from dtkit._util import formatting
 from dtkit.dashboard import axes
 from dtkit.dashboard.series import MAX_LINES
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-    from dtkit.history import History
-    from dtkit.records import NodeInfo
+    from dtkit.history.history import History
+    from dtkit.types import NodeInfo
 
 NEARLY = 0.9
 """From this part of the limit on it is said."""
@@ -70,5 +70,5 @@ def _bar(ax: Axes, row: int, used: int, limit: int) -> None:
     ax.barh(
         row, np.clip(part, 0, 1), 0.5, facecolor=colour, hatch="////" if tight else "", edgecolor="white", gid="used"
     )
-    text = f"{'▲ ' if tight else ''}{units.size(used)} of {units.size(limit)} · {units.share(part)}"
+    text = f"{'▲ ' if tight else ''}{formatting.size(used)} of {formatting.size(limit)} · {formatting.share(part)}"
     ax.text(1.02, row, text, va="center", fontsize=8, color=axes.ALERT if tight else axes.MUTED)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from matplotlib.patches import Patch
 
-from dtkit import units
+from dtkit._util import formatting
 from dtkit.dashboard import axes
 from dtkit.dashboard.timing import PHASES, bars, timing
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from dtkit.dashboard.timing import Bar
-    from dtkit.history import History
+    from dtkit.history.history import History
 
 STYLES: dict[str, dict[str, Any]] = {
     "data": {"facecolor": "#56B4E9", "hatch": "....", "edgecolor": "white"},
@@ -46,7 +46,7 @@ def draw(ax: Axes, history: History) -> None:
     for row, bar in enumerate(shown):
         _draw_bar(ax, row, bar, longest)
     _label(ax, shown, longest)
-    ax.set_xlabel(f"ms, mean of the last {units.plural(parts.steps, 'step')}", fontsize=8, color=axes.MUTED)
+    ax.set_xlabel(f"ms, mean of the last {formatting.plural(parts.steps, 'step')}", fontsize=8, color=axes.MUTED)
     seen = [PHASES[k] for k in _seen(shown, longest)]
     axes.legend_below(ax, [Patch(label=phase, linewidth=0.6, **STYLES[phase]) for phase in seen])
     if parts.straggler is not None:
@@ -65,14 +65,14 @@ def _draw_bar(ax: Axes, row: int, bar: Bar, longest: float) -> None:
     for phase, seconds in zip(PHASES, bar.seconds * 1e3, strict=True):
         ax.barh(row, seconds, 0.66, left, linewidth=0.6, gid=f"{phase}-{bar.rank}", **STYLES[phase])
         if seconds >= _WIDE * longest:
-            time = f"{units.duration(seconds / 1e3)} · " if seconds >= _WIDER * longest else ""
+            time = f"{formatting.duration(seconds / 1e3)} · " if seconds >= _WIDER * longest else ""
             ax.text(
-                left + seconds / 2, row, time + units.share(seconds / whole), ha="center", va="center", fontsize=7.5,
-                color=axes.INK, gid="share",
+                left + seconds / 2, row, time + formatting.share(seconds / whole), ha="center", va="center",
+                fontsize=7.5, color=axes.INK, gid="share",
                 bbox={"boxstyle": "round,pad=0.18", "facecolor": "white", "edgecolor": "none", "alpha": 0.88},
             )  # fmt: skip
         left += seconds
-    ax.text(left + 0.01 * longest, row, units.duration(whole / 1e3), va="center", fontsize=8, color=axes.MUTED)
+    ax.text(left + 0.01 * longest, row, formatting.duration(whole / 1e3), va="center", fontsize=8, color=axes.MUTED)
 
 
 def _label(ax: Axes, shown: list[Bar], longest: float) -> None:

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 from matplotlib.ticker import FuncFormatter
 
-from dtkit import units
+from dtkit._util import formatting
 from dtkit.dashboard import axes, spotlight
 from dtkit.dashboard.series import THROUGHPUT, layouts, overall_rate, sample
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from dtkit.history import History
+    from dtkit.history.history import History
 
 SMOOTH = 64  # points: single steps of a few milliseconds say more of the scheduler than of the training
 
@@ -36,7 +36,7 @@ def draw(ax: Axes, history: History) -> None:
     if np.isfinite(part.values).any():
         ax.set_ylim(0, 1.08 * float(np.nanmax(part.values)))
         axes.end_labels(ax, axes.labels_of(ax))
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: units.rate(y) if y else "0"))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: formatting.rate(y) if y else "0"))
     axes.mark_events(ax, history.events)
 
 

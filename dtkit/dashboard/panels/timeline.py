@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from dtkit.dashboard.strip import Strip
-    from dtkit.history import History
-    from dtkit.timeline import Timeline
+    from dtkit.history.history import History
+    from dtkit.history.timeline import Timeline
 
 _LOOKS: dict[str, dict[str, Any]] = {
     **STYLES,

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from dtkit.dashboard.glance import Glance
-    from dtkit.history import History
+    from dtkit.history.history import History
 
 ACROSS = 32
 """Squares in a row."""

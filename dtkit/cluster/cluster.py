@@ -1,0 +1,706 @@
+"""The cluster that a user holds: start or attach, train, run, show, close."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import html
+import math
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from dtkit._util import formatting
+from dtkit.cluster import cluster_file, reaper
+from dtkit.cluster import transport as engines
+from dtkit.cluster.devices import DevicePlan, checked_size, plan_devices
+from dtkit.cluster.transport import Start, StartedEngines
+from dtkit.dashboard.progress import waiting
+from dtkit.errors import ClusterError, DtkitError, Superseded
+from dtkit.health import status
+from dtkit.rpc import shared_memory
+from dtkit.rpc.engine_group import SNAPSHOTS, Ranks
+from dtkit.types import HURRY
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from types import TracebackType
+
+    from dtkit.cluster.broadcast import Replicas
+    from dtkit.cluster.cluster_file import Papers
+    from dtkit.data.partition import Partition
+    from dtkit.health.stacks import Stacks
+    from dtkit.planning.cost_model import Benchmark, Plan
+    from dtkit.rpc.transport import Transport
+    from dtkit.strategies.base import Strategy
+    from dtkit.training.run import Run
+    from dtkit.training.task import Task
+    from dtkit.types import Heritage
+
+
+class Cluster(Ranks):
+    """Engines on this machine (or wherever `launcher` starts them), as ranks 0 to n - 1 of one process group.
+
+    Parameters
+    ----------
+    n
+        Engines. By default one per GPU, else what cores and memory carry, at most four.
+    launcher
+        "local", or the name of any ipyparallel launcher ("ssh", "slurm", "mpi", ...).
+    device
+        "auto" (a GPU where there is one), "cpu" or "cuda".
+    threads
+        Torch threads per engine; by default the cores divided among the engines.
+    memory_limit
+        Bytes (or text such as "600MB") that each engine's process may allocate for data; on a GPU, of its memory.
+    timeout
+        Seconds that starting may take, and forming the group.
+    step_timeout
+        Seconds that a collective may wait. By default 30 minutes for the first step of a job, then 60 seconds or 20
+        median steps, whichever is longer.
+    lease
+        Seconds that engines live without a notebook, whose kernel may restart: by default 60, or 30 minutes with a job
+        in memory.
+    interface
+        Network interface of the collectives. By default the loopback interface, which nobody outside this host
+        can reach; name another one to use engines on several hosts. Tensor traffic is not encrypted.
+    spares
+        Engines that are started along and wait, so that one that is lost can be replaced at once.
+    keep_alive
+        Whether engines outlive the script that started them too, and wait for :func:`dtkit.attach` as long as `lease`
+        says; without a `lease`, until somebody closes the cluster.
+
+    """
+
+    def __init__(
+        self,
+        n: int | None = None,
+        *,
+        launcher: str = "local",
+        device: str = "auto",
+        threads: int | None = None,
+        memory_limit: int | str | None = None,
+        timeout: float = 60,
+        step_timeout: float | None = None,
+        lease: float | None = None,
+        interface: str | None = None,
+        spares: int = 0,
+        keep_alive: bool = False,
+    ) -> None:
+        engines.check_launcher(launcher)
+        n = checked_size(n, launcher)
+        _check_spares(spares)
+        limit = None if memory_limit is None else formatting.parse_bytes(memory_limit)
+        plan = plan_devices(n, device, threads)
+        shared_memory.sweep()
+        with waiting(f"starting {formatting.plural(n, 'engine')}") as progress:
+            lease = math.inf if keep_alive and lease is None else lease
+            transport = StartedEngines(n, Start(launcher, plan, timeout, limit, lease, spares, keep_alive))
+            progress.update(f"loading torch on {formatting.plural(n, 'engine')}")
+            self._open(transport, transport.folder, transport.keeper, plan, timeout, step_timeout, interface)
+
+    @classmethod
+    def over(
+        cls,
+        transport: Transport,
+        *,
+        device: str = "auto",
+        threads: int | None = None,
+        timeout: float = 60,
+        step_timeout: float | None = None,
+        interface: str | None = None,
+        folder: str | Path | None = None,
+    ) -> Cluster:
+        """A cluster over engines that somebody else started (see :func:`attach`), or over a test double."""
+        self = cls.__new__(cls)
+        folder = _folder_in(folder)
+        plan = plan_devices(len(transport.engine_ids), device, threads)
+        self._open(transport, folder, shared_memory.Owner.of(), plan, timeout, step_timeout, interface)
+        return self
+
+    @classmethod
+    def taken(cls, found: Papers) -> Cluster:
+        """A cluster that another notebook had: see :func:`dtkit.attach`."""
+        self = cls.__new__(cls)
+        transport = StartedEngines.again(found)
+        how = transport.how
+        Ranks.__init__(
+            self,
+            transport,
+            transport.folder,
+            transport.keeper,
+            how.plan,
+            how.timeout,
+            found.step_timeout,
+            found.interface,
+        )
+        # locks: while a file of some hundred bytes is written
+        self.current_run, self._benchmarks, self._signing = None, {}, threading.Lock()
+        try:
+            self.heritage = self.adopt()
+            lost = self.lost()
+            self.greet([rank for rank in range(self.world_size) if rank not in lost])
+            if not lost:
+                self.form()
+            self._begun = found.begun
+            self.sign()
+        except BaseException:
+            self.give_back(found)
+            raise
+        atexit.register(self._at_exit)
+        return self
+
+    @property
+    def outlives(self) -> bool:
+        """Whether its engines live on when this notebook ends, so that another one may take them over."""
+        return isinstance(self._transport, StartedEngines)
+
+    def sign(self) -> None:
+        """Say in the folder who has this cluster, and which engines it has now."""
+        transport = self._transport
+        if isinstance(transport, StartedEngines):
+            with self._signing:
+                self._papers(transport).write()
+            transport.on_refill = self._sign_spares
+
+    def _sign_spares(self) -> None:
+        """Else a notebook that takes over would not know them: they would wait for ever, and others be started."""
+        if not self._closed and not self.superseded:
+            with contextlib.suppress(OSError):  # closed meanwhile; or a full disk, and then nobody waits here for it
+                self.sign()
+
+    def _papers(self, transport: StartedEngines) -> Papers:
+        return cluster_file.Papers(
+            folder=self.folder,
+            owner=self._owner,
+            notebook=cluster_file.identity(os.getpid()),
+            warden=transport.watcher(),
+            engine_ids=tuple(transport.engine_ids),
+            spare_ids=tuple(transport.spare_ids),
+            begun=self._begun,
+            start=dataclasses.asdict(transport.how),
+            step_timeout=self.step_timeout,
+            interface=self._interface,
+        )
+
+    def _open(
+        self,
+        transport: Transport,
+        folder: Path,
+        keeper: shared_memory.Owner,
+        plan: DevicePlan,
+        timeout: float,
+        step_timeout: float | None,
+        interface: str | None,
+    ) -> None:
+        super().__init__(transport, folder, keeper, plan, timeout, step_timeout, interface)
+        self.current_run: Run | None = None
+        self.heritage: list[Heritage] = []
+        self._benchmarks: dict[str, Benchmark] = {}
+        # locks: while a file of some hundred bytes is written
+        self._begun, self._signing = time.time(), threading.Lock()
+        try:
+            self.greet()
+            self.form()
+            self.sign()
+            self.fan_out("warm")  # nobody waits for it: the first step will find it done
+        except BaseException:
+            self.close()
+            raise
+        atexit.register(self._at_exit)
+
+    # -- what a user calls ------------------------------------------------------------------------------------
+
+    def run(self, fn: Callable[..., Any], *args: Any, own_group: bool = False, **kwargs: Any) -> list[Any]:
+        """Call ``fn(*args, **kwargs)`` on every rank, inside the process group; the results by rank.
+
+        Shows live what the ranks report by :func:`dtkit.log` and print. An interrupt reaches the engines.
+        ``own_group=True`` gives `fn` torchrun's environment instead, for a script that makes its own group.
+        """
+        task = self.submit(fn, *args, own_group=own_group, **kwargs)
+        return task.follow()
+
+    def submit(self, fn: Callable[..., Any], *args: Any, own_group: bool = False, **kwargs: Any) -> Task:
+        """As :meth:`run`, without waiting: a handle that shows itself."""
+        from dtkit.training import task
+
+        self.make_ready()
+        return task.start(self, fn, args, kwargs, own_group=own_group)
+
+    def partition(
+        self,
+        data: Any,
+        *,
+        by: str = "contiguous",
+        weights: Sequence[float] | None = None,
+        labels: Any = None,
+        seed: int | None = None,
+        target: Any = None,
+        columns: Sequence[Any] | None = None,
+        model: Any = None,
+        loss: Callable[..., Any] | None = None,
+        step: Callable[..., Any] | None = None,
+    ) -> Partition:
+        """One shard of `data` per rank. Shows who got what.
+
+        Parameters
+        ----------
+        data
+            A tuple of arrays (numpy or torch) of equal lengths, of which the last is the target and the others are the
+            model's positional inputs; a pandas DataFrame; a map-style Dataset of torch or of Hugging Face's
+            ``datasets``; or a function that returns one of these on the engine. What lies in files is read by the
+            engines themselves: memory-mapped arrays, paths of ``.npy`` files (``("X.npy", "y.npy")``), and paths of
+            parquet files or of a folder of them, read by row group.
+        by
+            "contiguous", "strided", "stratified" (every class spread evenly over the ranks), or "speed": every rank
+            takes some steps of `model`, and gets rows, and so a part of each batch, in proportion to its speed.
+        weights
+            The share of each rank; by default equal shards, whose sizes differ by at most one.
+        labels
+            One per row, for "stratified" and for the picture; by default the target where it holds classes.
+        seed
+            Permutes the rows before they are cut; None keeps their order.
+        target, columns
+            Of a table (a DataFrame, parquet, a Dataset of ``datasets``): the column to predict, or a list of them; and
+            the columns that the model gets, by default all others. Numbers keep their dtype where all features share
+            one; mixed ones, booleans and float64 become torch's default dtype. A categorical target is numbered, other
+            columns must hold numbers, none of them missing.
+        model, loss, step
+            For "speed": what will be trained, as for :meth:`train`.
+
+        """
+        from dtkit.data import distribute, speed
+
+        self.check_open()
+        if by == "speed":
+            speed.check(model, loss, step, weights)
+        how: dict[str, Any] = {"labels": labels, "seed": seed, "target": target, "columns": columns}
+        part = distribute.partition(self, data, by="contiguous" if by == "speed" else by, weights=weights, **how)
+        return speed.repartition(self, part, model, loss, step) if by == "speed" else part
+
+    def broadcast(self, model: Any) -> Replicas:
+        """The model on every rank with identical parameters and buffers. Shows a checksum per rank."""
+        from dtkit.cluster import broadcast as replicas
+
+        self.check_open()
+        return replicas.broadcast(self, model)
+
+    def train(
+        self,
+        model: Any,
+        data: Any,
+        *,
+        optimizer: Callable[..., Any],
+        batch_size: int,
+        loss: Callable[..., Any] | None = None,
+        epochs: int | None = None,
+        steps: int | None = None,
+        strategy: Strategy | None = None,
+        shuffle: str | None = "shard",
+        step: Callable[..., Any] | None = None,
+        metrics: Mapping[str, Callable[..., Any]] | None = None,
+        valid: Any = None,
+        scheduler: Callable[..., Any] | None = None,
+        scheduler_every: str = "step",
+        callbacks: Sequence[Callable[[Run], Any]] = (),
+        target: Any = None,
+        workers: int = 0,
+        pin_memory: bool | None = None,
+        prefetch: bool | None = None,
+        seed: int = 0,
+        start: bool = True,
+        save_every: int | None = None,
+        save_to: str | Path | None = None,
+        keep: int = 3,
+        resume: str | Path | None = None,
+        on_failure: str = "repair",
+        snapshot_every: int | None = None,
+    ) -> Run:
+        """Train `model` on `data` and return at once: the run is a handle, a dashboard and something to await.
+
+        Parameters
+        ----------
+        model
+            An ``nn.Module`` (yours stays untouched), or what :meth:`broadcast` returned.
+        data
+            A :class:`Partition`, or raw data as for :meth:`partition` (permuted by `seed`, then cut; parquet is cut
+            as it lies). Or a stream without length: an IterableDataset, or a function that returns an iterable of
+            samples. A function of ``rank`` and ``world_size`` makes that rank's part; of any other stream rank r takes
+            the items r, r + N, ... Give `steps`, which are then the most: the run ends with the stream.
+        optimizer
+            A function from parameters to an optimiser, as in ``lambda params: torch.optim.SGD(params, lr=0.1)``.
+        batch_size
+            Samples per update, over all ranks.
+        loss
+            ``loss(output, target)``: the mean over samples, or a pair (sum, weight).
+        epochs, steps
+            How long: one of them.
+        strategy
+            How to parallelise; :class:`DataParallel` by default.
+        shuffle
+            "shard": each rank its own rows, in an order of its own. "global": any number of ranks sees the same rows in
+            each step, so that training is the same up to rounding. None: rows in order.
+        step
+            ``step(model, batch)`` instead of `loss`, for batches of any form; returns what `loss` may return.
+        metrics
+            Names and functions of (output, target) that return means over samples, for `valid` and `Run.evaluate`.
+        valid
+            Held-out data, evaluated after each epoch.
+        scheduler
+            A function from the optimiser to any torch scheduler, as in
+            ``lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=1000)``. One that wants a
+            loss (``ReduceLROnPlateau``) gets each epoch's: that of `valid`, or else of training.
+        scheduler_every
+            When it is stepped: after every "step" (update) or every "epoch".
+        callbacks
+            Functions of the run, called in the notebook after every epoch and before the next one begins; what they
+            raise pauses the run. :class:`EarlyStopping` is one.
+        target
+            Of a table: see :meth:`partition`. `valid` and `Run.evaluate` take the same columns.
+        workers
+            Processes per engine that load a Dataset's samples (torch's DataLoader); 0 loads in the engine.
+        pin_memory
+            Page-locked memory for batches on their way to a GPU; by default where there is one.
+        prefetch
+            Load the next batch in a thread while a step runs; by default where it pays: for data in files, and with a
+            GPU for arrays too.
+        seed
+            Of the order of rows and of random numbers on the engines.
+        start
+            False leaves the run paused before its first step, for ``run.step()``.
+        save_every, save_to, keep
+            Write a checkpoint into the folder `save_to` after every so many steps, and after the last one; the newest
+            `keep` stay. Notebook and engines must share the folder. Training goes on while ranks write; an error of
+            the disk is shown, and training goes on too.
+        resume
+            A checkpoint's folder, or one that holds checkpoints, whose newest is taken. `steps` and `epochs` count from
+            the very start. On the same layout training goes on as if it had never ended; on another number of engines
+            or under another strategy with exactly the same state, and the run's log says what is different.
+        on_failure
+            What to do when an engine is lost. "repair": another one takes its place, with the state of a survivor; the
+            fourth time in a row at one step the run fails. "shrink": the others take its shard, and go on (of the epoch
+            that is under way, ``shuffle="shard"`` then sees some rows twice and some not). "pause": wait for
+            ``run.resume()``, which repairs.
+        snapshot_every
+            Steps from one snapshot to the next, for strategies that keep the only copy of a part of the model on one
+            rank: what the run goes back to when that is lost. Each rank keeps a copy of its own part and of another
+            rank's in memory, where there is room; on disk they are written as often as it keeps up, for what is lost
+            together with its copy. By default every 10 seconds in memory, and every 30 on disk.
+
+        Raises
+        ------
+        ValueError, TypeError
+            For what can't work, before anything starts.
+        RunError
+            While another run is running. One that is paused or has ended is released, its weights kept.
+        EngineError
+            Where the engines could not set the training up.
+
+        """
+        from dtkit.training import launch
+
+        options = launch.Options(
+            optimizer=optimizer,
+            batch_size=batch_size,
+            loss=loss,
+            epochs=epochs,
+            steps=steps,
+            strategy=strategy,
+            shuffle=shuffle,
+            step=step,
+            metrics=metrics,
+            valid=valid,
+            scheduler=scheduler,
+            scheduler_every=scheduler_every,
+            callbacks=callbacks,
+            target=target,
+            workers=workers,
+            pin_memory=pin_memory,
+            prefetch=prefetch,
+            seed=seed,
+            start=start,
+            save_every=save_every,
+            save_to=save_to,
+            keep=keep,
+            resume=resume,
+            on_failure=on_failure,
+            snapshot_every=snapshot_every,
+        )
+        return launch.train(self, model, data, options)
+
+    def benchmark(self, dtype: str = "float32", *, again: bool = False) -> Benchmark:
+        """How fast the engines compute and what lies between them: measured once, in a few seconds, and kept.
+
+        All ranks multiply matrices at once; all-reduces of growing size follow, then messages between each pair, one
+        pair after the other. Shows itself as a table, and its ``figure()`` as heat maps from rank to rank.
+
+        Parameters
+        ----------
+        dtype
+            Of the matrices: "float32", "float64", "bfloat16" or "float16".
+        again
+            Measure anew.
+
+        Raises
+        ------
+        RunError
+            While a run is running.
+
+        """
+        from dtkit.planning import planner
+
+        if again or dtype not in self._benchmarks:
+            self._benchmarks[dtype] = planner.benchmark(self, dtype)
+        return self._benchmarks[dtype]
+
+    def plan(
+        self,
+        model: Any,
+        *,
+        batch_size: int,
+        optimizer: Callable[..., Any],
+        sample: Any = None,
+        loss: Callable[..., Any] | None = None,
+        step: Callable[..., Any] | None = None,
+        strategies: Sequence[Strategy] | None = None,
+    ) -> Plan:
+        """Whether a training would fit, and what a step would cost, for each strategy and rank. Trains nothing.
+
+        Activations and optimiser state come from a step on tensors without memory, which is no guess and takes none
+        (where the model's code needs numbers: from real steps on a few rows). If there is little doubt that it fits,
+        all ranks take some real steps of a copy, for the time and for the overhead.
+
+        Counted are the model as it was sent (engines keep it), the copy that trains, gradients, optimiser state, the
+        larger of what forward and backward or the update hold besides at their peak (batch included), and the overhead
+        by which processes grow beyond that: freed memory that malloc keeps, workspace of convolutions. Not counted: the
+        data, and what torch loads at the first step. ``compile=True`` and ``balance`` are planned for as if left out.
+
+        Parameters
+        ----------
+        model, optimizer, loss, step, batch_size
+            As for :meth:`train`.
+        sample
+            A batch or a few rows, as in ``(X[:8], y[:8])``, or a :class:`Partition`: what a row looks like.
+        strategies
+            Which to compare; one of each that exists by default.
+
+        Raises
+        ------
+        ValueError, TypeError
+            For what can't be planned.
+        RunError
+            While a run is running.
+        EngineError
+            Where model, loss or optimiser fail.
+
+        """
+        from dtkit.planning import planner
+
+        return planner.plan(self, model, planner.Wish(batch_size, optimizer, sample, loss, step, strategies))
+
+    def stacks(self) -> Stacks:
+        """Every rank's Python stack as of now, also while engines are busy, in a collective, or stuck.
+
+        Shows each rank's process, phase, step and lines, the user's own highlighted. Takes half a second on average,
+        waits for no engine's call and disturbs no training.
+        """
+        from dtkit.health import stacks
+
+        self.check_open()
+        return stacks.collect(self.folder, self.nodes)
+
+    def activate(self) -> None:
+        """Make ipyparallel's ``%px`` and ``%%px`` speak to these engines, between dispatches."""
+        self.check_open()
+        view = getattr(self._transport, "locked_view", None)
+        if view is None:
+            raise ClusterError("these engines are no ipyparallel engines, so %%px can't reach them")
+        view(self._lock).activate()
+
+    # -- the end ----------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the run, then everything that this cluster started. Idempotent.
+
+        Where another notebook has taken it over, it stays.
+        """
+        if self.superseded:
+            self.let_alone()
+            return
+        with self._lock:
+            if self._closed:
+                return
+            run, self.current_run = self.current_run, None
+        if run is not None:
+            run.abandon()
+        self._leave()
+        with self._lock:
+            self._closed = True
+        for shipment in self._uploads:
+            shipment.discard()
+        self._transport.close()
+        with contextlib.suppress(OSError):
+            for path in [*self._folder.glob("store-*"), *self._folder.glob(f"{HURRY}*")]:
+                path.unlink()
+            (self._folder / reaper.JOB).unlink(missing_ok=True)
+            status.remove(self._folder)
+            shutil.rmtree(self._folder / SNAPSHOTS, ignore_errors=True)
+            self._folder.rmdir()  # somebody else's engines: the folder is ours alone, and empty by now
+        atexit.unregister(self._at_exit)
+
+    @property
+    def superseded(self) -> bool:
+        """Whether another notebook has taken it over."""
+        if not isinstance(self._transport, StartedEngines):
+            return False
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            return cluster_file.read(self.folder).owner > self._owner
+        return False
+
+    def check_owned(self) -> None:
+        """See :class:`~dtkit.rpc.engine_group.Ranks`."""
+        if self.superseded:
+            raise Superseded("another notebook has taken this cluster over; dtkit.attach() takes it back")
+
+    def give_back(self, found: Papers) -> None:
+        """It could not be taken over after all: it is whose it was, say so to the engines and in the folder."""
+        try:
+            if found.owned:  # else nobody is there to call them
+                with contextlib.suppress(DtkitError):  # the other one is told that it has them no more
+                    self.hand_back(found.owner)
+        finally:
+            self._sign_back(found)
+            self.let_alone()
+
+    def _sign_back(self, found: Papers) -> None:
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            now = cluster_file.read(self.folder)
+            if now.owner == self._owner:
+                dataclasses.replace(now, owner=found.owner, notebook=found.notebook).write()
+
+    def let_alone(self) -> None:
+        """Speak to these engines no more, and leave them to whoever has them. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        if isinstance(self._transport, StartedEngines):
+            self._transport.let_alone()
+        atexit.unregister(self._at_exit)
+
+    def repair(self) -> list[int]:
+        """Start engines in place of those that are gone. Returns their ranks.
+
+        A run goes on where survivors, or its last snapshot, stand; one that is running sees to that by itself.
+        """
+        self.check_open()
+        self.check_owned()
+        lost, run = self.lost(), self.current_run
+        if run is not None and not run.released:
+            run.repair()
+        elif lost:
+            self.replace(lost)
+            self.emptied()
+        return lost
+
+    def _leave(self) -> None:
+        """Engines that live on leave our process group and forget what they held for us."""
+        if self._nodes and not isinstance(self._transport, StartedEngines):
+            self.collect(self.fan_out("leave"), 5.0)
+
+    def _at_exit(self) -> None:
+        """A script that ends takes its engines along, unless told to keep them; a kernel leaves them to the lease."""
+        if isinstance(self._transport, StartedEngines) and self._transport.how.keep_alive:
+            return
+        if not _in_kernel():
+            self.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        if self._closed:
+            return "Cluster(closed)"
+        head = f"Cluster of {formatting.plural(self.world_size, 'engine')}, {self.backend}"
+        return "\n".join([head, *formatting.columns(self._table()), *self._notes()])
+
+    def _notes(self) -> list[str]:
+        """What whoever looks at it should know."""
+        from dtkit.engine.comm.process_group import loopback
+
+        found = [self._plan.note] if self._plan.note else []
+        if self._interface not in (None, loopback()):
+            found.append(f"Tensors travel over {self._interface}, and that traffic is not encrypted.")
+        return found
+
+    def _table(self) -> list[list[str]]:
+        head = [
+            "rank",
+            "engine id",
+            "host",
+            "pid",
+            "device",
+            "memory used",
+            "memory free",
+            "threads",
+            "backend",
+        ]
+        rows = [
+            [
+                str(n.rank),
+                str(n.engine_id),
+                n.host,
+                str(n.pid),
+                n.device,
+                formatting.size(n.memory_total - n.memory_free),
+                formatting.size(n.memory_free),
+                str(n.threads),
+                self.backend,
+            ]
+            for n in self._nodes
+        ]
+        return [head, *rows]
+
+    def _repr_html_(self) -> str:
+        if self._closed:
+            return "<p>Cluster(closed)</p>"
+        head, *rows = self._table()
+        cells = "".join(f"<th>{html.escape(c)}</th>" for c in head)
+        body = "".join("<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in row) + "</tr>" for row in rows)
+        notes = "".join(f"<p>{html.escape(note)}</p>" for note in self._notes())
+        return f"<table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table>{notes}"
+
+
+def _folder_in(where: str | Path | None) -> Path:
+    """A new folder for a cluster, that only this user can enter: in `where`, or among this host's temporary ones."""
+    parent = Path(tempfile.gettempdir() if where is None else where).expanduser().absolute()
+    try:
+        return Path(tempfile.mkdtemp(prefix="dtkit-", dir=parent))
+    except OSError as error:
+        raise ValueError(
+            f"folder={str(parent)!r}: {error.strerror}. It must be one that the notebook and all engines can write to"
+        ) from None
+
+
+def _in_kernel() -> bool:
+    """Whether this process is a Jupyter kernel."""
+    shell = sys.modules.get("IPython") and sys.modules["IPython"].get_ipython()
+    return hasattr(shell, "kernel")
+
+
+def _check_spares(spares: int) -> None:
+    if isinstance(spares, bool) or not isinstance(spares, int) or spares < 0:
+        raise ValueError(
+            f"spares={spares!r}; it is how many engines wait to replace one that is lost. Use an integer from 0 up"
+        )

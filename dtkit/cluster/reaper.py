@@ -1,0 +1,236 @@
+"""The process that outlives the notebook: it ends a cluster's processes when nobody owns them any more.
+
+The notebook holds a lock on a file in the cluster's folder. The system gives the lock up when the notebook ends, in
+whatever way; nobody has to notice in time, and no heartbeat can be late. When the lock has been free for as long as
+the lease says, the warden ends every process of the cluster by SIGKILL, so an engine that is stopped, stuck in a
+lock or holds the GIL ends too. It then deletes the cluster's shared-memory files and its folder. SIGTERM from the
+notebook (`close`) does the same at once.
+
+Processes are known by pid and start time, so a pid that was used again is left alone. Run as
+``python -m dtkit.cluster.reaper FOLDER``; it needs neither torch nor ipyparallel.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from dtkit.rpc import shared_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+LOCK, MEMBERS, JOB = "owner.lock", "members.json", "job"
+PERIOD_S = 0.5
+GRACE_S = 1.0  # between SIGTERM and SIGKILL on `close`
+MARK = "IPP_PROFILE_DIR"  # ipyparallel gives it to whatever a cluster starts, and children inherit it
+_ROUNDS = 5  # what was forked while others were being killed is found in the next round
+
+
+def start(folder: Path) -> subprocess.Popen[bytes]:
+    """Start the warden of a folder that has its lock and its members. It inherits SIGTERM blocked, and lets it through
+    once it can act on it: asked to end everything while it still loads, it does so.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        command = [sys.executable, "-m", "dtkit.cluster.reaper", str(folder)]
+        nowhere = subprocess.DEVNULL  # it may outlive us, and would hold whatever pipe we write to
+        return subprocess.Popen(command, start_new_session=True, stdin=nowhere, stdout=nowhere, stderr=nowhere)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def write_members(folder: Path, pids: list[int], lease_s: float, job_lease_s: float) -> None:
+    """Tell the warden which processes are this cluster's. Atomic: it never reads half a file."""
+    members = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            members.append([pid, psutil.Process(pid).create_time()])
+    text = json.dumps({"members": members, "lease_s": lease_s, "job_lease_s": job_lease_s})
+    temporary = folder / (MEMBERS + ".new")
+    temporary.touch(mode=0o600)
+    temporary.write_text(text)
+    temporary.replace(folder / MEMBERS)
+
+
+_descriptors: dict[Path, int] = {}  # of the locks that this process holds
+_holders: collections.Counter[Path] = collections.Counter()  # how many want each
+# locks: while a file is locked, which is tried once
+_table = threading.Lock()
+
+
+def take_lock(folder: Path, timeout: float = 5.0) -> None:
+    """Own the cluster, until `release_lock`. The warden holds the lock for moments only, so it is tried again.
+
+    A lock belongs to the process, not to who took it in there: a second one would get it too, and whoever closes any
+    descriptor of the file gives it up for both. So there is one descriptor, and a count of those who hold it.
+    """
+    deadline = time.monotonic() + timeout
+    pause = threading.Event()
+    while True:
+        try:
+            _hold(folder)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+            pause.wait(0.01)
+        else:
+            return
+
+
+def _hold(folder: Path) -> None:
+    with _table:
+        if folder not in _descriptors:
+            _descriptors[folder] = _locked(folder)
+        _holders[folder] += 1
+
+
+def _locked(folder: Path) -> int:
+    """A descriptor that holds the lock. BlockingIOError where another process does."""
+    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def release_lock(folder: Path) -> None:
+    """Own it no longer; the last holder in this process gives it up. In a process that was forked it does nothing."""
+    with _table:
+        if folder not in _descriptors:
+            return
+        _holders[folder] -= 1
+        if not _holders[folder]:
+            del _holders[folder]
+            os.close(_descriptors.pop(folder))
+
+
+def _after_fork() -> None:
+    """A child holds none of its parent's locks; the table may have been in use as it was copied."""
+    global _table  # noqa: PLW0603 - nobody in the child could release the old one
+    # locks: while a file is locked, which is tried once
+    _table = threading.Lock()
+    _holders.clear()
+    while _descriptors:
+        os.close(_descriptors.popitem()[1])  # which takes nothing from the parent
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _owned(folder: Path) -> bool:
+    """Whether another process holds the lock. One that holds it must not ask: it would give it up."""
+    with (folder / LOCK).open("r+") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def _processes(folder: Path) -> list[psutil.Process]:
+    """The cluster's processes that still live: its members, their descendants, and whoever carries its mark.
+
+    The mark finds what no list can: what was forked while the list was made, or by a parent that is gone (the
+    controller's schedulers), or by a start that was killed half-way.
+    """
+    found = [process for process in psutil.process_iter() if _marked(process, folder)]
+    for pid, created in _read(folder)["members"]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            if process.create_time() == created:
+                found += [process, *process.children(recursive=True)]
+    return [process for process in dict.fromkeys(found) if _lives(process)]
+
+
+def _read(folder: Path) -> Any:
+    """What `write_members` wrote; of a folder that somebody removed, that there are none, and no lease."""
+    try:
+        return json.loads((folder / MEMBERS).read_text())
+    except FileNotFoundError:
+        return {"members": [], "lease_s": 0.0, "job_lease_s": 0.0}
+
+
+def _marked(process: psutil.Process, folder: Path) -> bool:
+    """Whether a process was started by the cluster of this folder, by the environment that it inherited."""
+    with contextlib.suppress(psutil.Error, OSError):
+        return bool(process.environ().get(MARK) == str(folder))
+    return False
+
+
+def end(folder: Path, pids: Iterable[int]) -> None:
+    """End those of these processes that are the cluster's of this folder, at once."""
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            if _marked(process, folder):
+                process.kill()
+
+
+def _lives(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    return False
+
+
+def _send(processes: list[psutil.Process], number: int, patience_s: float) -> None:
+    """Send a signal and wait until all have ended, at most so long. (A zombie has: its parent may never ask.)"""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+    deadline, pause = time.monotonic() + patience_s, threading.Event()
+    while any(map(_lives, processes)) and time.monotonic() < deadline:
+        pause.wait(0.02)
+
+
+def _end(folder: Path, grace_s: float) -> None:
+    """End all processes, then delete what they leave."""
+    if grace_s:
+        _send(_processes(folder), signal.SIGTERM, grace_s)
+    for _ in range(_ROUNDS):
+        if not (processes := _processes(folder)):
+            break
+        _send(processes, signal.SIGKILL, 5.0)
+    shared_memory.remove_all(shared_memory.Owner.of())
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def main(folder: Path) -> None:
+    """Watch until the lease is over or SIGTERM comes."""
+    asked = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: asked.set())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    free_since: float | None = None
+    while not asked.wait(PERIOD_S):
+        if not folder.exists():  # nobody can take over what is left, or find it: the mark does
+            break
+        lease = _read(folder)
+        if _owned(folder):
+            free_since = None
+            continue
+        free_since = free_since or time.monotonic()
+        limit = lease["job_lease_s"] if (folder / JOB).exists() else lease["lease_s"]
+        if time.monotonic() - free_since >= limit:
+            _end(folder, grace_s=0)
+            return
+    _end(folder, GRACE_S)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,89 @@
+"""A script's own process group, made as under torchrun, inside of an engine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from typing import TYPE_CHECKING, Any
+
+from dtkit.engine.comm import tcp
+from dtkit.engine.comm.process_group import interruptible
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from dtkit.types import GroupSpec
+
+
+def open_store(world_size: int) -> tuple[Any, int]:
+    """A TCPStore on loopback only, for as long as it is held; and its port."""
+    import torch.distributed as dist
+
+    # port: bound to loopback for as long as the script runs
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = int(listener.getsockname()[1])
+    # port: bound to loopback for as long as the script runs
+    store = dist.TCPStore(  # type: ignore[attr-defined]  # torch exports it by name only
+        "127.0.0.1",
+        port,
+        world_size,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+    return store, port
+
+
+def call(work: Callable[[], Any], environment: dict[str, str]) -> Any:
+    """Work that may make a group of its own, of which nothing stays. An interrupt gets through to it."""
+    import torch.distributed as dist
+
+    break_up = tcp.breaker()
+    try:
+        with _environment(environment), interruptible(break_up):
+            return work()
+    except BaseException:
+        break_up()
+        raise
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def variables(spec: GroupSpec, port: int, attempt: int) -> dict[str, str]:
+    """The environment that torchrun gives to a worker (torch.distributed.run, "Environment Variables")."""
+    rank, world = str(spec.rank), str(spec.world_size)
+    return {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "ROLE_RANK": rank,
+        "GROUP_RANK": "0",
+        "ROLE_NAME": "default",
+        "WORLD_SIZE": world,
+        "LOCAL_WORLD_SIZE": world,
+        "ROLE_WORLD_SIZE": world,
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RUN_ID": "dtkit",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_ERROR_FILE": os.devnull,
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(spec.threads or 1)),
+    }

@@ -1,0 +1,226 @@
+"""Parquet files, read by row group: the unit in which the format lets rows be found.
+
+Rows are numbered through all files in order. A batch is gathered from the row groups that hold its rows; groups that
+were read lately are kept decoded, up to a number of bytes. So an engine whose shard is contiguous reads its own groups
+alone. A shuffle of single rows over many groups would read nearly every group for every batch; therefore rows are
+shuffled within windows of groups in random order, as many groups as a part of the cache holds (`shuffled`). A shard
+that fits into a window is shuffled freely.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dtkit.data import columns as frames
+from dtkit.engine.data.memmap import check_here
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import torch
+
+    from dtkit.data.columns import Columns
+
+CACHE_BYTES = 256 * 1024**2
+_WINDOW_SHARE = 4  # of the cache: verify plays several shards in one process, each in a window of its own
+
+
+@dataclasses.dataclass(frozen=True)
+class ParquetFiles:
+    """Which files and columns: what travels to an engine."""
+
+    paths: tuple[str, ...]
+    columns: Columns
+    rows: int
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return self.paths[0] if len(self.paths) == 1 else f"{self.paths[0]} and {len(self.paths) - 1} more files"
+
+
+def files(where: Any) -> tuple[str, ...]:
+    """The files of a path, a folder (its ``*.parquet``, in the order of their names) or several paths."""
+    if isinstance(where, (tuple, list)):
+        return tuple(itertools.chain.from_iterable(files(one) for one in where))
+    path = Path(where).absolute()
+    check_here([str(path)])
+    if not path.is_dir():
+        return (str(path),)
+    found = tuple(str(part) for part in sorted(path.glob("*.parquet")))
+    if not found:
+        raise FileNotFoundError(f"{path} holds no file named *.parquet; give the files themselves, as a list")
+    return found
+
+
+def describe(where: Any, columns: Columns) -> ParquetFiles:
+    """Read the files' footers and check the columns; no rows are read. Raises ValueError or TypeError by name."""
+    paths = files(where)
+    opened = [_open(path) for path in paths]
+    schema = opened[0].schema_arrow
+    chosen = frames.require_target(columns, schema.names)
+    for path, file in zip(paths, opened, strict=True):
+        if not file.schema_arrow.equals(schema):
+            raise ValueError(f"{path} has other columns or types than {paths[0]}; all files of a table must be alike")
+    _check_types(schema, chosen)
+    _check_whole(opened, chosen)
+    return ParquetFiles(paths, chosen, sum(file.metadata.num_rows for file in opened))
+
+
+class ParquetSource:
+    """Rows of parquet files; a batch is (features, target). May be asked from several threads."""
+
+    pure, waits = True, True
+
+    def __init__(self, found: ParquetFiles, cache_bytes: int = CACHE_BYTES) -> None:
+        check_here(found.paths)
+        self._files = [_open(path) for path in found.paths]
+        self._columns = found.columns
+        self._groups = [(f, g) for f, file in enumerate(self._files) for g in range(file.metadata.num_row_groups)]
+        sizes = [self._files[f].metadata.row_group(g).num_rows for f, g in self._groups]
+        self._starts = list(itertools.accumulate(sizes, initial=0))
+        if len(self) != found.rows:
+            raise ValueError(
+                f"{found.name} has {len(self):,} rows here and {found.rows:,} in the notebook; copy it anew"
+            )
+        self._budget = cache_bytes
+        self._kept: collections.OrderedDict[int, tuple[torch.Tensor, ...]] = collections.OrderedDict()
+        # locks: for a few assignments
+        self._lock = threading.Lock()
+        self.groups_read: collections.Counter[int] = collections.Counter()
+        largest = max(sizes, default=0) * self._row_bytes()
+        self.window = max(1, cache_bytes // _WINDOW_SHARE // max(1, largest))
+        """Row groups among which rows are shuffled."""
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def take(self, rows: np.ndarray) -> tuple[torch.Tensor, ...]:
+        """Gathered from the groups that hold these rows, each visited once."""
+        import torch
+
+        groups = self._group_of(rows)
+        batch: tuple[torch.Tensor, ...] = ()
+        with self._lock:
+            for group in np.unique(groups).tolist():
+                places = torch.from_numpy(np.flatnonzero(groups == group))
+                within = torch.from_numpy(rows.astype(np.int64))[places] - self._starts[group]
+                parts = self._group(group)
+                batch = batch or tuple(part.new_empty((len(rows), *part.shape[1:])) for part in parts)
+                for whole, part in zip(batch, parts, strict=True):
+                    whole[places] = part[within]
+        return batch
+
+    def shuffled(self, rows: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """`rows` in random order, such that neighbours come from few groups. A function of `rng` alone."""
+        place = rng.permutation(len(self._groups))  # where each group stands in the epoch
+        window = place[self._group_of(rows)] // self.window
+        shuffled: np.ndarray = rows[np.lexsort((rng.permutation(len(rows)), window))]
+        return shuffled
+
+    def _group_of(self, rows: np.ndarray) -> np.ndarray:
+        found: np.ndarray = np.searchsorted(self._starts, rows, side="right") - 1
+        return found
+
+    def _group(self, group: int) -> tuple[torch.Tensor, ...]:
+        """A decoded group, from the cache or from its file."""
+        if group in self._kept:
+            self._kept.move_to_end(group)
+            return self._kept[group]
+        parts = self._kept[group] = self._read(group)
+        held = sum(part.nbytes for kept in self._kept.values() for part in kept)
+        while held > self._budget and len(self._kept) > 2:  # a batch may stand between two windows
+            _, dropped = self._kept.popitem(last=False)
+            held -= sum(part.nbytes for part in dropped)
+        return parts
+
+    def _read(self, group: int) -> tuple[torch.Tensor, ...]:
+        import torch
+
+        self.groups_read[group] += 1
+        file, number = self._groups[group]
+        columns = self._columns
+        names = [*(columns.features or ()), *columns.targets]
+        table = self._files[file].read_row_group(number, columns=names, use_threads=False)
+        arrays = {name: table.column(name).to_numpy() for name in names}
+        _check_numbers(arrays, self._starts[group])
+        x = frames.stacked([arrays[name] for name in columns.features or ()], columns.floating)
+        targets = [frames.as_target(arrays[name], columns.floating) for name in columns.targets]
+        if not targets:
+            return (torch.from_numpy(x),)
+        y = targets[0] if isinstance(columns.target, str) else frames.stacked(targets, columns.floating)
+        return torch.from_numpy(x), torch.from_numpy(y)
+
+    def _row_bytes(self) -> int:
+        names = (*(self._columns.features or ()), *self._columns.targets)
+        return 8 * len(names)
+
+    def target(self) -> np.ndarray:
+        """The whole target, for a picture of classes: one column is read, and none of the others."""
+        name = self._columns.targets[0]
+        parts = [file.read(columns=[name], use_threads=False).column(name).to_numpy() for file in self._files]
+        return frames.as_target(np.concatenate(parts), self._columns.floating)
+
+
+def _open(path: str) -> Any:
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise ImportError(
+            f"{path} is read with pyarrow, which is not installed. Install it: pip install 'dtkit-jupyter[data]'"
+        ) from None
+    try:
+        return pyarrow.parquet.ParquetFile(path, memory_map=True)
+    except pyarrow.ArrowInvalid as error:
+        raise ValueError(f"{path} is no parquet file: {str(error).splitlines()[0]}") from None
+
+
+def _check_types(schema: Any, columns: Columns) -> None:
+    import pyarrow.types as kind
+
+    def is_number(found: Any) -> bool:
+        return bool(kind.is_integer(found) or kind.is_floating(found) or kind.is_boolean(found))
+
+    names = (*(columns.features or ()), *columns.targets)
+    wrong = {name: str(schema.field(name).type) for name in names if not is_number(schema.field(name).type)}
+    if wrong:
+        frames.refuse(wrong)
+
+
+def _check_whole(opened: Sequence[Any], columns: Columns) -> None:
+    """Refuse columns whose statistics say that values are missing; files need not have statistics."""
+    names = {*(columns.features or ()), *columns.targets}
+    missing: collections.Counter[Any] = collections.Counter()
+    for chunk in _chunks(opened):
+        if chunk.path_in_schema in names and chunk.statistics is not None and chunk.statistics.has_null_count:
+            missing[chunk.path_in_schema] += chunk.statistics.null_count
+    if found := +missing:
+        frames.refuse_missing(found)
+
+
+def _chunks(opened: Sequence[Any]) -> Iterator[Any]:
+    """The footers' account of every column of every row group."""
+    for file in opened:
+        for g in range(file.metadata.num_row_groups):
+            group = file.metadata.row_group(g)
+            yield from (group.column(c) for c in range(group.num_columns))
+
+
+def _check_numbers(arrays: dict[Any, np.ndarray], first: int) -> None:
+    """Refuse NaN where a group is read: the footer counts what is missing, not what is no number."""
+    for name, array in arrays.items():
+        if array.dtype.kind == "O":  # booleans with a null among them, where the footer has no statistics
+            frames.refuse_missing({name: sum(value is None for value in array)})
+        if array.dtype.kind == "f" and np.isnan(array).any():
+            row = first + int(np.flatnonzero(np.isnan(array))[0])
+            raise ValueError(
+                f"column {name!r} is NaN in row {row:,}, which would make every parameter NaN. Fill it or drop the row "
+                "before the file is written"
+            )

@@ -1,0 +1,59 @@
+"""Paths as data: what lies in files that engines read themselves. Imports no torch, so that a notebook may ask too."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dtkit.engine.data import memmap, parquet
+
+if TYPE_CHECKING:
+    from dtkit.data.columns import Columns
+
+_PARQUET = (".parquet", ".pq")
+
+
+def found_in(data: Any, columns: Columns) -> Any:
+    """`data` with paths and mapped arrays replaced by what an engine opens; anything else as it is.
+
+    A path is one of a ``.npy`` file, of a parquet file or of a folder of these; parquet may be several paths. Raises
+    FileNotFoundError, and ValueError or TypeError for what is in them.
+    """
+    if _is_path(data):
+        return parquet.describe(data, columns) if _is_parquet(data) else _npy(data)
+    if isinstance(data, np.memmap):
+        return memmap.describe(data) or data
+    if isinstance(data, (tuple, list)):
+        if data and all(_is_path(part) and _is_parquet(part) for part in data):
+            return parquet.describe(data, columns)
+        return tuple(_part(part) for part in data)
+    return data
+
+
+def _part(part: Any) -> Any:
+    """One of several arrays."""
+    if _is_path(part):
+        return _npy(part)
+    return (memmap.describe(part) or part) if isinstance(part, np.memmap) else part
+
+
+def _npy(path: Any) -> memmap.MappedFile:
+    if Path(path).suffix != ".npy":
+        raise ValueError(
+            f"{os.fspath(path)!r} is no kind of file that engines read: these are .npy (one array) and .parquet (a "
+            "table, or a folder of such files). Load it and give the arrays, or give a function that loads it"
+        )
+    found = memmap.describe(memmap.load(str(path)))
+    assert found is not None, "a file that was just mapped has a name"
+    return found
+
+
+def _is_path(data: Any) -> bool:
+    return isinstance(data, (str, os.PathLike))
+
+
+def _is_parquet(path: Any) -> bool:
+    return Path(path).suffix in _PARQUET or Path(path).is_dir()

@@ -1,0 +1,276 @@
+"""Where an engine's rows come from: anything whose rows can be taken by index, behind one protocol."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+
+import numpy as np
+import torch
+
+from dtkit.data import columns as frames
+from dtkit.data.columns import Columns
+from dtkit.engine.data import paths
+from dtkit.engine.data.iterable import StreamSource, is_stream, may_stream
+from dtkit.engine.data.memmap import MappedFile
+from dtkit.engine.data.parquet import ParquetFiles, ParquetSource
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+
+class Source(Protocol):
+    """Rows that can be taken by index."""
+
+    pure: bool
+    """Whether `take` runs no code of the user's, so that it may run in a thread beside the training."""
+    waits: bool
+    """Whether it reads from a disk, so that a thread of its own pays."""
+
+    def __len__(self) -> int: ...
+
+    def take(self, rows: np.ndarray) -> Any:
+        """A batch of these rows, on the CPU."""
+
+
+class ArraySource:
+    """Equally long tensors; a batch is the tuple of their rows."""
+
+    pure, waits = True, False
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = tuple(tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors[0])
+
+    @property
+    def targets(self) -> torch.Tensor:
+        """The last array."""
+        return self._tensors[-1]
+
+    def take(self, rows: np.ndarray) -> tuple[torch.Tensor, ...]:
+        """One `index_select` a tensor."""
+        index = torch.from_numpy(rows)
+        return tuple(t.index_select(0, index) for t in self._tensors)
+
+    def take_pieces(self, pieces: Sequence[np.ndarray]) -> list[tuple[torch.Tensor, ...]]:
+        """Batches of these rows, for micro-batches: still one `index_select` a tensor."""
+        sizes = [len(rows) for rows in pieces]
+        return list(zip(*(torch.split(t, sizes) for t in self.take(np.concatenate(pieces))), strict=True))
+
+
+class MappedSource:
+    """As :class:`ArraySource`, for arrays of which some stay in their file: rows are copied out as they are taken."""
+
+    pure, waits = True, True
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        arrays = [part.open() if isinstance(part, MappedFile) else np.asarray(part) for part in parts]
+        self._arrays = [(array, array.dtype.newbyteorder("=")) for array in arrays]  # torch has this machine's order
+
+    def __len__(self) -> int:
+        return len(self._arrays[0][0])
+
+    def take(self, rows: np.ndarray) -> tuple[torch.Tensor, ...]:
+        """One copy of the rows a file."""
+        return tuple(
+            torch.from_numpy(np.take(array, rows, axis=0).astype(dtype, copy=False)) for array, dtype in self._arrays
+        )
+
+
+class DatasetSource:
+    """A map-style torch Dataset; a batch is what torch's default collation makes of its samples."""
+
+    pure, waits = False, False
+
+    def __init__(self, dataset: Any, columns: Columns | None = None) -> None:
+        self._dataset, self._columns = dataset, columns or Columns()
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def take(self, rows: np.ndarray) -> Any:
+        """Samples one by one, or through the dataset's own `__getitems__`, collated."""
+        from torch.utils.data import default_collate
+
+        batch = default_collate(self._samples(rows.tolist()))
+        return self._columns.split(tuple(batch) if isinstance(batch, list) else batch)
+
+    def _samples(self, rows: list[int]) -> Any:
+        many = getattr(self._dataset, "__getitems__", None)
+        if many is None:
+            return [self._sample(row) for row in rows]
+        try:
+            return many(rows)
+        except Exception as error:
+            error.add_note(f"the Dataset raised this for the rows {_listed(rows)}")
+            raise
+
+    def _sample(self, row: int) -> Any:
+        try:
+            return self._dataset[row]
+        except Exception as error:
+            error.add_note(f"the Dataset raised this for row {row}")
+            raise
+
+
+class HubSource(DatasetSource):
+    """A Dataset of Hugging Face's ``datasets``: a batch is read from the arrow table in one go.
+
+    Where no format is set, columns become tensors. A format or transform of the user's own is kept, and its samples
+    are collated like any Dataset's.
+    """
+
+    pure, waits = False, True
+
+    def __init__(self, dataset: Any, columns: Columns | None = None) -> None:
+        columns = check_hub(dataset, columns or Columns())
+        if columns.given:
+            dataset = dataset.select_columns([*(columns.features or ()), *columns.targets])
+        self._whole = self.pure = hub_format(dataset) is None  # a transform is the user's code
+        super().__init__(dataset.with_format("torch") if self._whole else dataset, columns)
+
+    def take(self, rows: np.ndarray) -> Any:
+        """A dict of tensors by column; or (inputs..., target) where the target was named."""
+        if not self._whole:
+            return super().take(rows)
+        batch = self._dataset[rows.tolist()]
+        for name, values in batch.items():
+            if isinstance(values, list):
+                _refuse_ragged(name, values, rows)
+        return self._columns.split(batch)
+
+
+def _refuse_ragged(name: str, values: list[Any], rows: np.ndarray) -> NoReturn:
+    shapes = [tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__ for value in values]
+    other = next((k for k, shape in enumerate(shapes) if shape != shapes[0]), 0)
+    raise ValueError(
+        f"column {name!r} differs in shape from row to row ({shapes[0]} in row {rows[0]}, {shapes[other]} in row "
+        f"{rows[other]}), so rows can't be stacked. Pad them to one length in a .map(...), or collate them yourself in "
+        ".with_transform(...)"
+    )
+
+
+def is_hub(data: Any) -> bool:
+    """Whether this is a map-style Dataset of Hugging Face's ``datasets``, without importing it."""
+    return any(
+        kind.__module__ == "datasets.arrow_dataset" and kind.__name__ == "Dataset" for kind in type(data).__mro__
+    )
+
+
+def hub_format(dataset: Any) -> str | None:
+    """The format that a user has set: "torch", "custom" (a transform), ...; None for none."""
+    kind: str | None = dataset.format["type"]
+    return kind
+
+
+def check_hub(dataset: Any, columns: Columns) -> Columns:
+    """`columns` spelt out. Raises TypeError that names columns of text, which no tensor can hold."""
+    if columns.given:
+        columns = columns.of(dataset.column_names)
+    if hub_format(dataset) is not None:
+        return columns  # what becomes of the columns is up to the user's format
+    chosen = [*(columns.features or ()), *columns.targets] if columns.given else dataset.column_names
+    text = {name: _kind(dataset.features[name]) for name in chosen if _is_text(dataset.features[name])}
+    if text:
+        named = ", ".join(f"{name!r} ({dtype})" for name, dtype in text.items())
+        raise TypeError(
+            f"columns {named} hold no numbers, and tensors hold nothing else. Make numbers of them in a .map(...) (a "
+            f"tokeniser, class_encode_column for labels), then drop them: dataset.remove_columns({list(text)})"
+        )
+    return columns
+
+
+def _is_text(feature: Any) -> bool:
+    """Whether a column's type is, or is a list of, text or bytes."""
+    inner = getattr(feature, "feature", None)
+    return _is_text(inner) if inner is not None else _kind(feature) in _TEXT
+
+
+def _kind(feature: Any) -> str:
+    inner = getattr(feature, "feature", None)
+    return f"lists of {_kind(inner)}" if inner is not None else str(getattr(feature, "dtype", type(feature).__name__))
+
+
+_TEXT = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
+
+
+def as_source(data: Any, columns: Columns | None = None) -> Source | StreamSource:
+    """Whatever :meth:`dtkit.Cluster.partition` takes, as rows by index; or, of unknown length, as a stream."""
+    columns = columns or Columns()
+    if isinstance(data, StreamSource) or (hasattr(data, "take") and hasattr(data, "pure")):
+        return data  # type: ignore[no-any-return]  # a Source already
+    data = paths.found_in(data, columns)
+    if isinstance(data, ParquetFiles):
+        return ParquetSource(data)
+    arrays = _as_arrays(data, columns)
+    if arrays is None:
+        return _of_samples(data, columns)
+    if any(isinstance(part, (MappedFile, np.memmap)) for part in arrays):
+        return MappedSource(arrays)
+    return ArraySource([torch.as_tensor(part) for part in arrays])
+
+
+def _of_samples(data: Any, columns: Columns) -> Source | StreamSource:
+    """What gives samples one by one: a Dataset, or (without rows by number) a stream."""
+    if is_hub(data):
+        return HubSource(data, columns)
+    if is_stream(data):
+        return StreamSource(data, columns)
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+        return DatasetSource(data, columns)
+    raise TypeError(
+        f"data is a {type(data).__name__}; it must be a tuple of arrays or a map-style Dataset (with __len__ and "
+        "__getitem__), a DataFrame or an iterable of samples, or a function that returns one of these"
+    )
+
+
+def _as_arrays(data: Any, columns: Columns) -> Sequence[Any] | None:
+    """The arrays that `data` is or stands for; None for what isn't arrays."""
+    if frames.is_pandas(data):
+        return frames.from_frame(data, columns)[0]
+    if isinstance(data, (np.ndarray, torch.Tensor, MappedFile)):
+        return (data,)
+    if isinstance(data, torch.utils.data.TensorDataset):
+        return data.tensors
+    if isinstance(data, (tuple, list)):
+        return frames.without_pandas(data, columns.floating)
+    return None
+
+
+def load(function: Callable[..., Any], columns: Columns) -> Source | StreamSource:
+    """What a user's function gives on this engine: rows, or (of unknown length) a stream that calls it anew."""
+    if may_stream(function):
+        return StreamSource(function, columns)
+    found = function()
+    if is_stream(found):
+        return StreamSource(function, columns)
+    return as_source(found, columns)
+
+
+def loader(function: Callable[..., Any], columns: Columns) -> Callable[[], Source | StreamSource]:
+    """What is sent to the engines for a function of the user's."""
+    return functools.partial(load, function, columns)
+
+
+def _listed(rows: Sequence[int]) -> str:
+    shown = ", ".join(map(str, rows[:8]))
+    return f"{shown}, ... ({len(rows)} in all)" if len(rows) > 8 else shown
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """A batch of any nesting, on the device."""
+    return on_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def on_tensors(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A batch of any nesting, each of its tensors changed."""
+    if isinstance(batch, torch.Tensor):
+        return change(batch)
+    if isinstance(batch, dict):
+        return {k: on_tensors(v, change) for k, v in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        parts = [on_tensors(v, change) for v in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)  # a namedtuple, or not
+    return batch

@@ -1,0 +1,49 @@
+"""The way into an engine: a pickled :class:`~dtkit.types.Request` comes, a :class:`~dtkit.types.Reply` goes.
+
+Whatever goes wrong becomes a :class:`~dtkit.types.Failure` in the reply, never an exception, so that each rank
+answers for itself. A rank that fails breaks the group up, so that its peers are out of their collective at once; the
+notebook then forms the next generation.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from typing import TYPE_CHECKING, Any
+
+from dtkit.engine.session import of_this_engine
+from dtkit.errors import Refused
+from dtkit.types import Reply
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dtkit.types import Request
+
+# locks: for one call; calls never overlap anyway
+_lock = threading.Lock()
+
+
+def handle(message: bytes, publish: Callable[[int, list[Any]], None] | None) -> bytes:
+    """Serve one request. The boundary that reports: whatever is raised here becomes a Failure."""
+    # unpickles: sent by the notebook; engines run what it sends
+    request: Request = pickle.loads(message)
+    session = of_this_engine()
+    with _lock, session.watchdog.serving(request), session.interrupts.taken():
+        try:
+            session.interrupts.check()
+            value = session.serve(request, publish)
+            session.interrupts.over = True
+            reply = Reply(value)
+        # broad: the error becomes a Failure in the engine's reply
+        except BaseException as error:  # noqa: BLE001 - reported to the notebook with its traceback
+            session.interrupts.over = True
+            reply = Reply(session.partial(request), session.failure(error, request))
+            if not isinstance(error, Refused) and session.group is not None:
+                session.group.break_up()
+    return pickle.dumps(reply, protocol=5)
+
+
+def govern(kernel: Any) -> None:
+    """Have the session decide what SIGINT does on this engine: see :mod:`dtkit.engine.comm.sigint`."""
+    of_this_engine().interrupts.govern(kernel)

@@ -1,0 +1,297 @@
+"""The append-only table of what every rank did in every step.
+
+One writer (the run's driver thread) appends blocks; any number of readers (figures, the live view, pandas) read
+rows by index, so a view that remembers how many rows it has seen fetches only what is new. Rows live in numpy
+chunks of fixed size: appending is O(1), a million rows take 88 MB, and nothing is ever copied to grow.
+Per-step totals over the ranks (global loss, samples, slowest rank) are kept beside the rows as they arrive.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dtkit.types import Evaluation, Event, StepRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    import pandas as pd
+
+    from dtkit.history.run_log import Spool
+
+ROW = np.dtype(
+    [
+        ("step", "i4"),
+        ("epoch", "i4"),
+        ("rank", "i4"),
+        ("samples", "i4"),
+        ("loss", "f8"),
+        ("weight", "f8"),
+        ("lr", "f8"),
+        ("data_s", "f4"),
+        ("forward_s", "f4"),
+        ("backward_s", "f4"),
+        ("update_s", "f4"),
+        ("step_s", "f4"),
+        ("memory_bytes", "i8"),
+        ("comm_s", "f4"),
+        ("wait_s", "f4"),
+        ("sent_bytes", "i8"),
+        ("grad_norm", "f4"),
+    ]
+)
+"""One row, in the order of :class:`~dtkit.types.StepRecord`."""
+
+TOTAL = np.dtype(
+    [
+        ("step", "i4"),
+        ("ranks", "i4"),
+        ("samples", "i8"),
+        ("loss", "f8"),  # weighted sum until read; `totals` divides
+        ("weight", "f8"),
+        ("step_s", "f8"),  # the slowest rank's
+        ("wait_s", "f8"),  # summed over the ranks, as are the bytes
+        ("sent_bytes", "i8"),
+        ("grad_norm", "f8"),  # the largest over the ranks
+    ]
+)
+"""One step over all ranks."""
+
+_CHUNK = 16384
+
+
+class _Column:
+    """A growing array of one dtype, in chunks that never move."""
+
+    def __init__(self, dtype: np.dtype[Any]) -> None:
+        self._dtype = dtype
+        self._chunks: list[np.ndarray] = []
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def append(self, block: np.ndarray) -> None:
+        """Copy `block` to the end."""
+        while len(block):
+            used = self._length % _CHUNK
+            if used == 0:
+                self._chunks.append(np.empty(_CHUNK, self._dtype))
+            take = block[: _CHUNK - used]
+            self._chunks[-1][used : used + len(take)] = take
+            self._length += len(take)
+            block = block[len(take) :]
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Rows start to stop (clipped), as one array."""
+        start, stop = max(0, start), min(stop, self._length)
+        if start >= stop:
+            return np.empty(0, self._dtype)
+        first, last = start // _CHUNK, (stop - 1) // _CHUNK
+        parts = []
+        for k in range(first, last + 1):
+            lo = start - k * _CHUNK if k == first else 0
+            hi = stop - k * _CHUNK if k == last else _CHUNK
+            parts.append(self._chunks[k][lo:hi])
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+class History:
+    """What every rank did in every step; ``len(history)`` counts rows (one per rank and step).
+
+    Iterate over it or index it for :class:`~dtkit.types.StepRecord`; read columns as arrays with
+    :meth:`column`; :meth:`to_pandas` gives a DataFrame. Safe to read while the run appends.
+    """
+
+    def __init__(self, *, copies: int = 1) -> None:
+        """`copies`: how many ranks report the same samples, since they share one replica of the model."""
+        self.copies = copies
+        self._rows = _Column(ROW)
+        self._totals = _Column(TOTAL)
+        # locks: while rows are appended
+        self._lock = threading.Lock()
+        self.events: list[Event] = []
+        self.evaluations: list[Evaluation] = []
+        self.spool: Spool | None = None
+        """Where all that comes is written too."""
+
+    # -- writing (the run's driver thread) --------------------------------------------------------------------
+
+    def append(self, rows: np.ndarray | Iterable[StepRecord]) -> None:
+        """Add rows: an array of dtype ``ROW``, or records. All ranks' rows of a step come in one call."""
+        if not isinstance(rows, np.ndarray):
+            rows = np.array([dataclasses.astuple(r) for r in rows], ROW)
+        order = np.argsort(rows["step"], kind="stable")
+        block = rows[order]
+        totals = _total(block)
+        totals["samples"] //= self.copies
+        with self._lock:
+            self._rows.append(block)
+            self._totals.append(totals)
+        spool = self.spool
+        if spool is not None:
+            spool.rows(block)
+
+    def add(self, event: Event | Evaluation) -> None:
+        """Add an event or an evaluation; one after as many steps as an earlier one takes its place."""
+        spool = self.spool
+        if spool is not None:
+            spool.note(event)
+        if isinstance(event, Event):
+            self.events.append(event)
+            return
+        for k, known in enumerate(self.evaluations):
+            if known.step == event.step:  # a run went back before it
+                self.evaluations[k] = event
+                return
+        self.evaluations.append(event)
+
+    def part(self) -> None:
+        """Write no more of it anywhere."""
+        spool, self.spool = self.spool, None
+        if spool is not None:
+            spool.close()
+
+    def extend(self, other: History) -> None:
+        """Begin with all that another history has: of a run that this one goes on with."""
+        with self._lock:
+            self._rows.append(other.rows())
+            with other._lock:
+                self._totals.append(other._totals.read(0, len(other._totals)))
+        self.events += other.events
+        self.evaluations += other.evaluations
+
+    def until(self, rows: int, events: int, evaluations: int) -> History:
+        """A copy of the first of each, as they are now; later ones don't change it."""
+        found = History(copies=self.copies)
+        found.append(self.rows(0, rows))
+        found.events = self.events[:events]
+        found.evaluations = self.evaluations[:evaluations]
+        return found
+
+    # -- reading ----------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def rows(self, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Rows `start` to `stop` in order of arrival, as a structured array of dtype ``ROW`` (do not write to it)."""
+        with self._lock:
+            return self._rows.read(start, len(self._rows) if stop is None else stop)
+
+    def totals(self, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """One row per step over all ranks, dtype ``TOTAL``: samples, weighted mean loss, the slowest rank's time."""
+        with self._lock:
+            part = self._totals.read(start, len(self._totals) if stop is None else stop).copy()
+        with np.errstate(invalid="ignore"):
+            part["loss"] = np.where(part["weight"] != 0, part["loss"] / part["weight"], np.nan)
+        return part
+
+    @property
+    def steps(self) -> int:
+        """How many steps were recorded."""
+        return len(self._totals)
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks that have rows."""
+        return [int(r) for r in np.unique(self.column("rank"))]
+
+    def column(self, name: str) -> np.ndarray:
+        """One column over all rows."""
+        if name not in (ROW.names or ()):
+            raise ValueError(f"no column {name!r}; the columns are {', '.join(ROW.names or ())}")
+        return self.rows()[name]
+
+    def __getitem__(self, index: int) -> StepRecord:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        index %= len(self)
+        return StepRecord(*self.rows(index, index + 1)[0].item())
+
+    def __iter__(self) -> Iterator[StepRecord]:
+        for row in self.rows():
+            yield StepRecord(*row.item())
+
+    def loss(self, rank: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """(steps, losses): of one rank, or the mean over all ranks, weighted as the gradients are."""
+        if rank is None:
+            total = self.totals()
+            return total["step"], total["loss"]
+        rows = self.rows()
+        rows = rows[rows["rank"] == rank]
+        return rows["step"], rows["loss"]
+
+    def throughput(self, rank: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """(steps, samples per second): of one rank, or of all together (all samples over the slowest rank's time)."""
+        if rank is None:
+            table = self.totals()
+        else:
+            table = self.rows()
+            table = table[table["rank"] == rank]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return table["step"], table["samples"] / table["step_s"]
+
+    # -- leaving ----------------------------------------------------------------------------------------------
+
+    def to_pandas(self) -> pd.DataFrame:
+        """A DataFrame with a row per rank and step. Needs pandas."""
+        import pandas as pd
+
+        return pd.DataFrame(self.rows())
+
+    def to_jsonl(self, path: str | Path) -> None:
+        """Write rows, evaluations and events, one JSON object a line; :meth:`from_jsonl` reads it back."""
+        with Path(path).open("w", encoding="utf-8") as file:
+            file.write(json.dumps({"type": "head", "copies": self.copies}) + "\n")
+            for kind, items in (("row", self), ("evaluation", self.evaluations), ("event", self.events)):
+                file.writelines(json.dumps({"type": kind, **dataclasses.asdict(item)}) + "\n" for item in items)
+
+    @classmethod
+    def from_jsonl(cls, path: str | Path) -> History:
+        """Read what :meth:`to_jsonl` wrote."""
+        history, rows = cls(), []
+        with Path(path).open(encoding="utf-8") as file:
+            for line in file:
+                item = json.loads(line)
+                kind = item.pop("type")
+                if kind == "head":
+                    history.copies = item["copies"]
+                elif kind == "row":
+                    rows.append(StepRecord(**item))
+                else:
+                    history.add(Event(**item) if kind == "event" else Evaluation(**item))
+        if rows:
+            history.append(rows)
+        return history
+
+    def __repr__(self) -> str:
+        if not len(self):
+            return "History(empty)"
+        _, losses = self.loss()
+        return f"History({len(self)} rows, {self.steps} steps, {len(self.ranks)} ranks, last loss {losses[-1]:.4g})"
+
+
+def _total(block: np.ndarray) -> np.ndarray:
+    """Sum a block, sorted by step, over the ranks."""
+    steps, first, count = np.unique(block["step"], return_index=True, return_counts=True)
+    total = np.zeros(len(steps), TOTAL)
+    if not len(steps):
+        return total
+    total["step"], total["ranks"] = steps, count
+    total["samples"] = np.add.reduceat(block["samples"].astype("i8"), first)
+    total["weight"] = np.add.reduceat(block["weight"], first)
+    # A rank without a sample reports a loss of NaN with weight 0: it takes no part in the mean.
+    weighted = np.where(block["weight"] != 0, block["loss"] * block["weight"], 0.0)
+    total["loss"] = np.add.reduceat(weighted, first)
+    total["step_s"] = np.maximum.reduceat(block["step_s"].astype("f8"), first)
+    total["wait_s"] = np.add.reduceat(block["wait_s"].astype("f8"), first)
+    total["sent_bytes"] = np.add.reduceat(block["sent_bytes"], first)
+    total["grad_norm"] = np.fmax.reduceat(block["grad_norm"].astype("f8"), first)
+    return total

@@ -1,0 +1,40 @@
+"""The door of an engine: ipyparallel calls an `Entry`, which is pickled by reference and imported there.
+
+It is the one place on an engine that knows IPython: it hands whoever serves a way to publish, and the kernel, whose
+handling of interrupts is decided there from then on.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+MIMETYPE = "application/vnd.dtkit.items+json"
+_KEYS = "IPP_CONNECTION_INFO"  # how ipyparallel tells an engine where to connect, and the key: read by now
+
+
+class Entry:
+    """Callable with one message of bytes; answers a list of one, so that who reads it can take it out."""
+
+    def __call__(self, message: bytes) -> list[bytes]:
+        """Serve one request on this engine."""
+        from IPython import get_ipython
+
+        from dtkit.engine import server
+
+        os.environ.pop(_KEYS, None)  # a cell that prints its environment must not print it
+        shell = get_ipython()
+        if shell is None:
+            return [server.handle(message, None)]
+        server.govern(shell.kernel)
+        return [server.handle(message, _publisher(shell))]
+
+
+def _publisher(shell: Any) -> Callable[[int, list[tuple[str, Any]]], None]:
+    def publish(first: int, items: list[tuple[str, Any]]) -> None:
+        shell.display_pub.publish({MIMETYPE: {"first": first, "items": items}})
+
+    return publish

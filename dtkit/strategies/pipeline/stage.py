@@ -1,0 +1,530 @@
+"""The seam to torch's pipelining: a model made into stages, and stages run by a schedule.
+
+A chain in an ``nn.Sequential`` is cut into slices. Any other model is traced by torch's exporter and cut where a block
+begins; the parts keep the names of their parameters, and get their numbers by these. A trace is of training or of
+evaluation, never of both, so where that makes a difference (dropout, batch normalisation) the model is traced twice,
+over the same parameters.
+
+Private names of torch are used here (and in `traffic.py` and `halves.py`) and nowhere else: a schedule is handed
+micro-batches that are cut already, and a user's table goes to the runtime that torch's own looped schedules are made
+of, which derives what is sent and received.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import datetime as dt
+import functools
+import logging
+import re
+import textwrap
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import nn
+from torch.distributed import pipelining
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleSingle,
+    _Action,
+    _ComputationType,
+    _PipelineScheduleRuntime,
+)
+from torch.utils._pytree import tree_flatten
+
+from dtkit._util.guard import attempt
+from dtkit.engine.comm.cancellable_wait import LARGE, Waiter
+from dtkit.engine.dry_run import blank
+from dtkit.engine.observe.phase_timer import BETWEEN
+from dtkit.strategies.pipeline.cut import chain
+from dtkit.strategies.pipeline.device_copy import copied, on_device
+from dtkit.strategies.pipeline.p2p import Traffic, labelled
+from dtkit.strategies.pipeline.split_backward import separable
+from dtkit.strategies.pipeline.value_routing import Piece, routes, sendable
+from dtkit.strategies.replicated import evaluating
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    import torch.distributed as dist
+    from torch.utils._pytree import TreeSpec
+
+    from dtkit.engine.comm.process_group import Group
+    from dtkit.engine.observe.phase_timer import Phases
+    from dtkit.schedules.schedule import Schedule
+    from dtkit.strategies.pipeline.cut import Cut
+    from dtkit.types import Astray
+
+logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)  # it logs whole schedules at an error
+
+
+SCHEDULES: dict[str, type[Any]] = {
+    "GPipe": pipelining.ScheduleGPipe,
+    "1F1B": pipelining.Schedule1F1B,
+    "Interleaved1F1B": pipelining.ScheduleInterleaved1F1B,
+    "InterleavedZeroBubble": pipelining.ScheduleInterleavedZeroBubble,
+    "LoopedBFS": pipelining.ScheduleLoopedBFS,
+    "ZBVZeroBubble": pipelining.ScheduleZBVZeroBubble,
+}
+"""torch's own; each does what the table of its name says."""
+
+
+@functools.cache
+def load_exporter() -> None:
+    """Trace something. What torch's exporter loads by that stays, some 25 MB, and belongs to no model."""
+    starts = {"1": pipelining.SplitPoint.BEGINNING}
+    pipelining.pipeline(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), (torch.zeros(1, 1),), split_spec=starts)
+
+
+# -- a model in parts ----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A contiguous part of a model, to train and to evaluate with: two pieces over the same parameters, or one."""
+
+    training: Piece
+    evaluation: Piece
+
+    @property
+    def module(self) -> nn.Module:
+        """That trains."""
+        return self.training.module
+
+
+def parts_of(model: nn.Module, cut: Cut, inputs: Sequence[torch.Tensor], device: torch.device) -> list[Part]:
+    """All parts of a model, to be :func:`moved` to a device: of the layers of a Sequential, or of a trace.
+
+    A trace is made as on the device, where operations may lay out their results in another way than on the host; but
+    on torch's fake tensors, so that the model is neither moved nor copied for it, and has no numbers. It is of
+    training or of evaluation, so there are two.
+    """
+    if isinstance(model, nn.Sequential):
+        layers = chain(model)
+        slices = [Piece(nn.Sequential(OrderedDict(layers[k] for k in stage))) for stage in cut.stages]
+        return [Part(piece, piece) for piece in slices]
+    begins = [cut.layers[start] for start in cut.starts[1:]]
+    training = _traced(model.train(), begins, inputs, device)
+    try:
+        evaluation = _traced(model.eval(), begins, inputs, device)
+    finally:
+        model.train()
+    return [Part(*pieces) for pieces in zip(training, evaluation, strict=True)]
+
+
+def _traced(
+    model: nn.Module, begins: Sequence[str], inputs: Sequence[torch.Tensor], device: torch.device
+) -> list[Piece]:
+    def refuse(error: Exception) -> NoReturn:
+        raise ValueError(
+            f"{type(model).__name__} can't be traced, and so not be cut into stages: {_first_line(error)}. What can be "
+            "cut is an nn.Sequential, or a model whose forward has no control flow that depends on the data. Wrap its "
+            "layers in an nn.Sequential, or use strategy=dtkit.Sharded()"
+        ) from error
+
+    def trace() -> tuple[pipelining.Pipe, TreeSpec]:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        starts = dict.fromkeys(begins, pipelining.SplitPoint.BEGINNING)
+        with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+            shapes = {id(t): blank(t, device) for t in (*model.parameters(), *model.buffers(), *inputs)}
+        like = tuple(shapes[id(t)] for t in inputs)
+        view, marked = (copy.deepcopy(model, dict[int, Any](shapes)) for _ in range(2))
+        with fake, torch.random.fork_rng([]):
+            form = tree_flatten(view(*like))[1]
+        return pipelining.pipeline(marked, like, split_spec=starts), form  # torch marks split points in the model
+
+    pipe, form = attempt(trace, refuse)
+    if pipe.num_stages != len(begins) + 1:
+        raise ValueError(
+            f"{type(model).__name__} came apart into {pipe.num_stages} parts in place of {len(begins) + 1}: the blocks "
+            f"{', '.join(begins)} are not called one after the other. Name others: split=[...]"
+        )
+    modules = [pipe.get_stage_module(k) for k in range(pipe.num_stages)]
+    found = routes(pipe.split_gm, modules)
+    return [Piece(module, route, form) for module, route in zip(modules, found, strict=True)]
+
+
+_PLACE = re.compile(r'File "([^"]+)", line (\d+), in \w+\s*\n\s*(.+)')
+_AGAIN = re.compile(r"@\d+")
+
+
+def _first_line(error: BaseException) -> str:
+    """Of an exporter's error, and the last line of the user's code that it names."""
+    lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    first = textwrap.shorten(lines[0], 200, placeholder=" …")
+    own = [found for found in _PLACE.findall(str(error)) if "/torch/" not in found[0]]
+    if not own:
+        return first
+    path, line, code = own[-1]
+    return f"{first} (at {path.rpartition('/')[2]}:{line}: {code.strip()})"
+
+
+def moved(part: Part, model: nn.Module, device: torch.device) -> Part:
+    """A copy of a part of `model` on a device, both of its modules over the same new parameters."""
+    from torch._subclasses.fake_tensor import is_fake
+
+    whole, lasting = tensors(model), set(model.state_dict())
+    copies: dict[int, torch.Tensor] = {}
+
+    def lay(module: nn.Module) -> nn.Module:
+        memo: dict[int, Any] = {}
+        for name, shape in tensors(module).items():
+            origin = whole.get(name, shape)
+            if is_fake(origin):  # it would train on shapes
+                raise ValueError(
+                    f"{name} of the trace is no parameter or buffer of {type(model).__name__}, so nobody knows its "
+                    "numbers. Wrap the model's layers in an nn.Sequential, or use strategy=dtkit.Sharded()"
+                )
+            if id(origin) not in copies:
+                copies.update(on_device([origin], device))
+            memo[id(shape)] = copies[id(origin)]
+        made = copied(module, device, memo)
+        rename(made)
+        for name, buffer in list(made.named_buffers(remove_duplicate=False)):
+            if name not in lasting:  # a constant in the model's code is a buffer to torch's exporter
+                owner, _, last = name.rpartition(".")
+                made.get_submodule(owner).register_buffer(last, buffer, persistent=False)
+        return made
+
+    training = dataclasses.replace(part.training, module=lay(part.module))
+    if part.evaluation is part.training:
+        return Part(training, training)
+    return Part(training, dataclasses.replace(part.evaluation, module=lay(part.evaluation.module)))
+
+
+def tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """A module's parameters and buffers, by all of the names that they have in the model."""
+    found: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    return {in_model(name): t for name, t in (found | dict(module.named_buffers(remove_duplicate=False))).items()}
+
+
+def in_model(name: str) -> str:
+    """A name in the model of one in its trace: of a layer that is called again the exporter makes another, layer@1."""
+    return _AGAIN.sub("", name)
+
+
+def rename(module: nn.Module) -> None:
+    """Have tensors of a trace stand under their names in the model alone; layers that are called again keep the use."""
+    for name, layer in list(module.named_modules()):
+        if in_model(name) == name:
+            continue
+        owner = module
+        for step in in_model(name).split("."):
+            if step not in owner._modules:  # noqa: SLF001 - hasattr would find attributes, too
+                owner.add_module(step, nn.Module())
+            owner = owner.get_submodule(step)
+        for kept, there in ((layer._parameters, owner._parameters), (layer._buffers, owner._buffers)):  # noqa: SLF001
+            for own, tensor in list(kept.items()):
+                there.setdefault(own, tensor)
+                del kept[own]
+                vars(layer)[own] = tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Borders:
+    """What is given to each part, and last what comes out: tensors like those of every micro-batch.
+
+    A model may return more in training than in evaluation, and then hands on more.
+    """
+
+    training: list[tuple[torch.Tensor, ...]]
+    evaluation: list[tuple[torch.Tensor, ...]]
+
+
+def borders(parts: Mapping[int, Part], homes: Sequence[int], inputs: Sequence[torch.Tensor], group: Group) -> Borders:
+    """Find them in a forward pass of each kind: the rank in `homes` runs its part, and hands on what that made.
+
+    The part notes to which of its inputs it writes. Batch statistics stay as they were. A collective.
+    """
+
+    def passed(run: Callable[[Part, Sequence[torch.Tensor]], tuple[torch.Tensor, ...]]) -> list[Any]:
+        found = [tuple(inputs)]
+        for place, home in enumerate(homes):
+            made = run(parts[place], found[-1]) if home == group.rank else None
+            found.append(group.hand_round(made, home, inputs[0].device))
+        return found
+
+    return Borders(passed(lambda part, given: _tried(part.training, given)), passed(_tried_out))
+
+
+def _tried_out(part: Part, given: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    with evaluating(part.evaluation.module):
+        return _tried(part.evaluation, given)
+
+
+def _tried(piece: Piece, given: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    copies = [t.clone() for t in given]
+    with buffers_kept(piece.module), torch.random.fork_rng([given[0].device] if given[0].is_cuda else []):
+        made = sendable(piece(*copies), copies)
+    piece.written |= frozenset(k for k, t in enumerate(copies) if t._version)  # noqa: SLF001 - how often it was written to
+    return made
+
+
+@contextlib.contextmanager
+def buffers_kept(module: nn.Module) -> Iterator[None]:
+    """Leave batch statistics, and buffers of any other kind, as they were before a forward pass that is to have no
+    trace. Backward passes that wait may hold them: to autograd, `data` is not written to.
+    """
+    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    yield
+    for buffer, value in before:
+        buffer.data.copy_(value)
+
+
+# -- parts at work -------------------------------------------------------------------------------------------
+
+
+class Stage(PipelineStage):
+    """torch's stage, which says what it does and what its messages are, and lets a user's error through as it was."""
+
+    def __init__(self, piece: Piece, *args: Any, phases: Phases, **kwargs: Any) -> None:
+        super().__init__(piece.module, *args, **kwargs)
+        self._piece, self._phases, self._promised = piece, phases, kwargs["output_args"]
+        self.unhalved: set[int] = set()
+        """Micro-batches of this step whose backward was taken whole, though halves were asked for."""
+        self.empty: frozenset[int] = frozenset()
+        """Micro-batches of this step without a sample, which are there to keep ranks in step."""
+        self.sums: list[torch.Tensor] = []
+        """Of each output of this step: not finite where an element is not. On the device, read only if need be."""
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """One micro-batch forward."""
+        lost = buffers_kept(self.submod) if fwd_chunk_id in self.empty else contextlib.nullcontext()
+        with self._at("forward", fwd_chunk_id), lost:
+            output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+            if not self.is_last:  # of the last one the loss tells
+                check_border(self.stage_index, output, self._promised)
+                self.sums += map(_sum, output)
+            return output
+
+    def forward_maybe_with_nosync(self, *args: Any, **_: Any) -> tuple[torch.Tensor, ...]:
+        """Torch's way to call the module, with what came over the border; what goes over the next one."""
+        made = self._piece(*args)
+        return made if self.is_last else sendable(made, args)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        """One micro-batch backward, or the half of it that the stage before waits for."""
+        whole = kwargs.get("full_backward", True)
+        if not whole and not self._halves(bwd_chunk_id, kwargs.get("loss")):
+            whole = kwargs["full_backward"] = True
+            self.unhalved.add(bwd_chunk_id)
+        with self._at("backward" if whole else "backward input", bwd_chunk_id):
+            super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def _halves(self, micro_batch: int, loss: torch.Tensor | None) -> bool:
+        """Whether backward comes in halves here. (Torch sees to its first stage itself.) Asked for every micro-batch,
+        since layers may be left out at random: that takes some 3 % of the host's time in a backward pass.
+        """
+        outputs, inputs = self.fwd_cache[micro_batch]
+        return self.is_first or separable(outputs if loss is None else [loss], inputs, self.submod.parameters())
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        """The other half: the gradients of the weights."""
+        if bwd_chunk_id in self.unhalved:
+            self.unhalved.remove(bwd_chunk_id)
+            return
+        with self._at("backward weight", bwd_chunk_id):
+            super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """A micro-batch's activation, for the next stage."""
+        return labelled(super().get_fwd_send_ops(fwd_chunk_id), "send forward", self.stage_index, fwd_chunk_id)
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """The one that the stage before sends."""
+        return labelled(super().get_fwd_recv_ops(fwd_chunk_id), "receive forward", self.stage_index, fwd_chunk_id)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """A micro-batch's gradient, for the stage before."""
+        if bwd_chunk_id in self.bwd_cache:
+            self.bwd_cache[bwd_chunk_id] = tuple(map(_dense, self.bwd_cache[bwd_chunk_id]))
+        return labelled(super().get_bwd_send_ops(bwd_chunk_id), "send backward", self.stage_index, bwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """The one that the next stage sends."""
+        return labelled(super().get_bwd_recv_ops(bwd_chunk_id), "receive backward", self.stage_index, bwd_chunk_id)
+
+    @contextlib.contextmanager
+    def _at(self, what: str, micro_batch: int) -> Iterator[None]:
+        self._phases.enter(what, (self.stage_index, micro_batch))
+        try:
+            yield
+        except RuntimeError as error:
+            if error.__cause__ is not None and "failed to run forward" in str(error):
+                raise error.__cause__ from None
+            raise
+        self._phases.enter(BETWEEN)
+
+
+def _dense(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    return None if gradient is None else gradient.contiguous()
+
+
+def check_border(place: int, output: Sequence[torch.Tensor], promised: Sequence[torch.Tensor]) -> None:
+    """Raise ValueError where a stage's output does not fit the buffers of the next one: gloo would end the process."""
+    made, wanted = (
+        [(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in tensors] for tensors in (output, promised)
+    )
+    if made != wanted:
+        raise ValueError(
+            f"stage {place} made {_listed(made)} of a micro-batch, and {_listed(wanted)} of the first one. Stages send "
+            "tensors of one size: pad the samples to one, or use strategy=dtkit.Sharded()"
+        )
+
+
+def _listed(found: Sequence[tuple[tuple[int, ...], str]]) -> str:
+    return ", ".join(f"{dtype} of shape {shape}" for shape, dtype in found)
+
+
+def _sum(output: torch.Tensor) -> torch.Tensor:
+    """In a type in which finite numbers stay finite."""
+    found = output.detach()
+    return found.sum(dtype=torch.promote_types(found.dtype, torch.float32))
+
+
+class TableRuntime(_PipelineScheduleRuntime):
+    """torch's runtime with a user's table.
+
+    torch looks a micro-batch's loss up by its number in a list that grows in the order of forwards, and so would take
+    another one's where a table has F1 before F0. Here losses are kept by number.
+    """
+
+    def __init__(self, table: Schedule, stages: list[Any], loss: Callable[[Any, Any], torch.Tensor]) -> None:
+        super().__init__(stages, table.micro_batches, loss_fn=loss, scale_grads=False)  # type: ignore[no-untyped-call]
+        self._losses: dict[int, torch.Tensor] = {}
+        self.pipeline_order = {
+            rank: [a and _Action(a.stage, _ComputationType(a.kind), a.micro_batch) for a in row]
+            for rank, row in enumerate(table.rows)
+        }
+        self._prepare_schedule_with_comms(self.pipeline_order)
+
+    def _maybe_compute_loss(
+        self, stage: Any, output: Any, target_mbs: Any, mb_index: int, _loss_kwargs: Any = None
+    ) -> None:
+        assert self._loss_fn is not None
+        if stage.is_last:
+            self._losses[mb_index] = self._loss_fn(output, target_mbs[mb_index])
+
+    def _maybe_get_loss(self, stage: Any, mb_index: int) -> torch.Tensor | None:
+        return self._losses.pop(mb_index) if stage.is_last else None
+
+
+class Stages:
+    """One rank's parts of a model, run by a schedule in one process group."""
+
+    def __init__(
+        self,
+        table: Schedule,
+        parts: dict[int, Part],
+        found: Borders,
+        loss: Callable[[Any, Any], torch.Tensor],
+    ) -> None:
+        """`parts` are this rank's, by place; `found` what :func:`borders` did."""
+        self.table, self.parts, self._loss = table, parts, loss
+        self.shapes, self._forecasts = found.training, found.evaluation
+        self.last = table.stages - 1
+        """The place of the part that makes the output."""
+        self.speaks = self.last in parts
+
+    def join(self, along: dist.ProcessGroup, device: torch.device, phases: Phases, group: Group) -> None:
+        """Make torch's stages and schedule for the ranks of a pipeline, of a `group`; again for each group."""
+        self._group, self._device, self._phases, self._whole = along, device, phases, group
+        large = any(t.nbytes >= LARGE for shapes in self.shapes[1:-1] for t in shapes)
+        self._waiter = Waiter(group.ended) if large and device.type == "cpu" else None
+        self._stages = [
+            Stage(
+                part.training,
+                place,
+                self.last + 1,
+                device,
+                input_args=self.shapes[place],
+                output_args=self.shapes[place + 1],
+                group=along,
+                phases=phases,
+            )
+            for place, part in self.parts.items()
+        ]
+        self._schedule = self._make()
+        self._traffic = Traffic(phases, lambda work: self._wait([work]))
+
+    @property
+    def working(self) -> Sequence[Any]:
+        """The stages that torch runs, as they are now."""
+        return self._stages
+
+    def _make(self) -> Any:
+        make = SCHEDULES.get(self.table.name)
+        if make is None:
+            return TableRuntime(self.table, list(self._stages), self._judge)
+        given: Any = self._stages[0] if issubclass(make, PipelineScheduleSingle) else self._stages
+        return make(given, self.table.micro_batches, loss_fn=self._judge, scale_grads=False)
+
+    def _judge(self, output: Any, given: tuple[int, Any]) -> torch.Tensor:
+        """The loss of a micro-batch: a part of its forward pass."""
+        micro_batch, target = given
+        self._phases.enter("forward", (self.last, micro_batch))
+        found = self._loss(self.parts[self.last].training.whole(output), target)
+        self._phases.enter(BETWEEN)
+        return found.clone()  # torch may detach it in place, which no view allows
+
+    def run(self, inputs: Sequence[tuple[Any, ...]], targets: Sequence[Any], empty: Iterable[int] = ()) -> None:
+        """Forward and backward of all micro-batches; gradients are added to what parameters have.
+
+        Those that are `empty`, by number, leave no trace in batch statistics.
+        """
+        for stage in self._stages:
+            stage.has_backward, stage.empty = True, frozenset(empty)
+            stage.sums.clear()
+            stage.unhalved.clear()
+            stage.clear_runtime_states()
+        with self._traffic.watched():
+            self._schedule._step_microbatches(  # noqa: SLF001 - the public `step` would cut micro-batches by itself
+                list(inputs), [{} for _ in inputs], list(enumerate(targets)), None, return_outputs=False
+            )
+
+    def astray(self) -> Astray:
+        """What the last step made here that is not finite."""
+        found = []
+        for stage in self._stages:
+            if not all(map(torch.isfinite, stage.sums)):
+                found.append((stage.stage_index, "output"))
+            if not all(p.grad.isfinite().all() for p in stage.submod.parameters() if p.grad is not None):
+                found.append((stage.stage_index, "gradient"))
+        return tuple(found)
+
+    def _wait(self, works: Sequence[Any]) -> None:
+        """For other ranks no longer than a collective would.
+
+        A gloo group's connections keep the limit that it was formed with, whatever is set later; NCCL ends what takes
+        too long by itself, and would have the host wait where it is given a limit.
+        """
+        limit = (dt.timedelta(seconds=self._whole.timeout_s),) if self._device.type == "cpu" else ()
+        if self._waiter is not None:
+            self._waiter.wait(works, *limit)
+            return
+        for work in works:
+            work.wait(*limit)
+
+    def forecast(self, inputs: tuple[Any, ...]) -> Any:
+        """The output of one micro-batch, part after part; None on ranks without the last part."""
+        import torch.distributed as dist
+
+        rank, homes = dist.get_rank(self._group), self.table.homes
+        given: tuple[Any, ...] = inputs
+        for place in range(self.last + 1):
+            here, before = homes[place], homes[max(0, place - 1)]
+            if rank == here:
+                if place and before != here:
+                    given = tuple(torch.empty_like(t, requires_grad=False) for t in self._forecasts[place])
+                    self._wait([dist.irecv(t, group=self._group, group_src=before) for t in given])
+                given = self.parts[place].evaluation(*given)
+                if place < self.last:
+                    check_border(place, given, self._forecasts[place + 1])
+            elif rank == before:
+                sent = [t.contiguous() for t in given]
+                self._wait([dist.isend(t, group=self._group, group_dst=here) for t in sent])
+        return self.parts[self.last].evaluation.whole(given) if self.speaks else None

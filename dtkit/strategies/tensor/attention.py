@@ -1,0 +1,305 @@
+"""Attention cut by heads, where queries, keys and values come from one layer: what a rank computes of it.
+
+Heads have nothing to do with each other between the layer that makes them and the one that takes them, so each rank
+computes some: of that one layer's rows it has those of its heads' queries, of their keys and of their values. What
+follows is a rowwise layer, and so there is one sum over ranks forward and one backward (Shoeybi et al., Megatron-LM,
+2019).
+
+- ``nn.MultiheadAttention`` does on a rank what torch's does, with the heads that are here (:class:`HeadsHere`).
+- An attention of the user's own goes on computing as it is written. What its layer gives (:class:`Fused`) looks like
+  the whole of queries, keys and values; taken apart, it gives DTensors cut by heads. Where something else is done with
+  it, it is put together from all ranks, which is slower and as right.
+
+Random numbers are drawn alike on all ranks: dropout within attention drops the same places in each rank's heads.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import register_sharding
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle
+from torch.nn import functional
+from torch.utils._pytree import tree_map
+
+from dtkit.strategies.dtensor_worker import fold
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+THREE = 3
+"""Queries, keys and values."""
+_PACKED = ("in_proj_weight", "in_proj_bias")
+_SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+
+
+# --- nn.MultiheadAttention ----------------------------------------------------------------------------------
+
+
+class Heads(ParallelStyle):
+    """An ``nn.MultiheadAttention`` computes this rank's heads. Its `out_proj` must be rowwise."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name in (*_PACKED, *_SEPARATE):
+            p = getattr(module, name)
+            if p is not None:
+                cut = distribute_tensor(p, device_mesh, [Shard(0)], src_data_rank=None)
+                made = nn.Parameter(cut, p.requires_grad)
+                module.register_parameter(name, fold(made, THREE) if name in _PACKED else made)
+        module.__class__ = HeadsHere
+        module.heads_mesh = device_mesh  # type: ignore[assignment]  # a module's attributes may be anything
+        return module
+
+
+class HeadsHere(nn.MultiheadAttention):
+    """torch's module with this rank's heads; its `num_heads` and `embed_dim` are still the whole's."""
+
+    heads_mesh: DeviceMesh
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_padding_mask: torch.Tensor | None = None,
+        need_weights: bool = True,  # noqa: FBT001, FBT002 - torch's
+        attn_mask: torch.Tensor | None = None,
+        average_attn_weights: bool = True,  # noqa: FBT001, FBT002 - torch's
+        is_causal: bool = False,  # noqa: FBT001, FBT002 - torch's
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As torch's. Its weights need collectives of their own: ``need_weights=False`` spares them."""
+        if is_causal and attn_mask is None:
+            raise RuntimeError("is_causal=True is a hint about attn_mask, which is missing: give both")
+        batched = query.dim() > 2
+        swapped = batched and not self.batch_first
+        heads = [self._heads(x, batched=batched, swapped=swapped) for x in self._projected(query, key, value)]
+        bias = None
+        if not is_causal or need_weights or key_padding_mask is not None:
+            bias, is_causal = self._bias(attn_mask, key_padding_mask, heads[0]), False
+        dropout = self.dropout if self.training else 0.0
+        found, weights = attend(heads, bias, dropout, causal=is_causal, weigh=need_weights)
+        out = self.out_proj(found.transpose(1, 2).flatten(2))
+        out = out.transpose(0, 1) if swapped else out if batched else out.squeeze(0)
+        return out, None if weights is None else self._weights(weights, average=average_attn_weights, batched=batched)
+
+    def _projected(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Sequence[torch.Tensor]:
+        """This rank's queries, keys and values. Backward, each different input's gradient is summed over ranks once."""
+        mesh = self.heads_mesh
+        inputs = {id(x): taken_in(x, mesh) for x in (query, key, value)}
+        bias = None if self.in_proj_bias is None else _here(self.in_proj_bias)
+        if self._qkv_same_embed_dim and len(inputs) == 1:
+            return functional.linear(inputs[id(query)], _here(self.in_proj_weight), bias).chunk(THREE, -1)
+        if self._qkv_same_embed_dim:
+            weights: Sequence[torch.Tensor] = _here(self.in_proj_weight).chunk(THREE)
+        else:
+            weights = [_here(getattr(self, name)) for name in _SEPARATE]
+        biases: Sequence[torch.Tensor | None] = [None] * THREE if bias is None else bias.chunk(THREE)
+        given = (query, key, value)
+        return [functional.linear(inputs[id(x)], w, b) for x, w, b in zip(given, weights, biases, strict=True)]
+
+    def _heads(self, x: torch.Tensor, *, batched: bool, swapped: bool) -> torch.Tensor:
+        """(rows, heads that are here, length, numbers of a head)."""
+        rows = x.transpose(0, 1) if swapped else x if batched else x.unsqueeze(0)
+        return rows.reshape(*rows.shape[:2], -1, self.head_dim).transpose(1, 2)
+
+    def _bias(
+        self, mask: torch.Tensor | None, padding: torch.Tensor | None, queries: torch.Tensor
+    ) -> torch.Tensor | None:
+        """What masks add to scores, in a shape that spreads to (rows, heads that are here, length, keys)."""
+        added = None if mask is None else _added(mask, queries.dtype)
+        if added is not None and added.dim() > 2:  # (rows x all heads, length, keys)
+            coordinate, here = self.heads_mesh.get_coordinate(), queries.shape[1]
+            assert coordinate is not None
+            added = added.reshape(-1, self.num_heads, *added.shape[1:]).narrow(1, coordinate[0] * here, here)
+        if padding is None:
+            return added
+        keys = _added(padding, queries.dtype)[..., None, None, :]
+        return keys if added is None else added + keys
+
+    def _weights(self, weights: torch.Tensor, *, average: bool, batched: bool) -> torch.Tensor:
+        """Of all heads, put together: a plain tensor, as one never knows what is done with it."""
+        mesh = self.heads_mesh
+        every: Any = DTensor.from_local(weights, mesh, [Shard(1)], run_check=False)
+        every = every.mean(1) if average else every
+        found: torch.Tensor = every.redistribute(mesh, [Replicate()]).to_local()
+        return found if batched else found.squeeze(0)
+
+
+def attend(
+    heads: Sequence[torch.Tensor], bias: torch.Tensor | None, dropout: float, *, causal: bool, weigh: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention of queries to keys and values, each (rows, heads, length, numbers); its weights only if asked for."""
+    q, k, v = heads
+    if not weigh:
+        return functional.scaled_dot_product_attention(q, k, v, bias, dropout, causal), None
+    scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-2, -1)
+    weights = (scores if bias is None else scores + bias).softmax(-1)
+    weights = functional.dropout(weights, dropout) if dropout else weights
+    return weights @ v, weights
+
+
+def taken_in(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """What all ranks have alike, for this one to compute with: its gradient is the sum of all ranks'."""
+    whole = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+    return whole.redistribute(mesh, [Replicate()]).to_local(grad_placements=[Partial()])
+
+
+def _here(p: torch.Tensor) -> torch.Tensor:
+    assert isinstance(p, DTensor)
+    return p.to_local()
+
+
+def _added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A mask as numbers to add: True forbids."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask, -math.inf)
+
+
+# --- one layer for queries, keys and values, in a user's own attention --------------------------------------
+
+
+class FusedHeads(ParallelStyle):
+    """A Linear that makes queries, keys and values, one after another: this rank makes those of its heads."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        cut = ColwiseParallel(use_local_output=False)._apply(module, device_mesh)  # noqa: SLF001 - as parallelize_module
+        for p in cut.parameters(recurse=False):
+            fold(p, THREE)
+        cut.register_forward_hook(_fuse)
+        return cut
+
+
+def _fuse(_module: nn.Module, _inputs: Any, output: DTensor) -> torch.Tensor:
+    return fused(output.to_local(), output.device_mesh)
+
+
+def fused(here: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """All ranks' queries, keys and values as one, of which this rank has those of its heads: (..., 3 x here)."""
+    parts = here.reshape(*here.shape[:-1], THREE, -1)
+    return Fused.of(DTensor.from_local(parts, mesh, [Shard(parts.dim() - 1)], run_check=False))
+
+
+class Fused(torch.Tensor):
+    """Queries, keys and values as one tensor of the whole's shape; there are no numbers in it, but in `three`."""
+
+    three: DTensor
+    """(..., 3, features), cut along the last."""
+
+    @classmethod
+    def of(cls, three: DTensor) -> Fused:
+        """`three` as what it would be were its last two dimensions one."""
+        shape = (*three.shape[:-2], THREE * three.shape[-1])
+        made = three.to_local().detach().new_empty(1).expand(shape).as_subclass(cls)
+        made.three = three
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Take it apart by owner, tell its shape, or put it together for anything else."""
+        kwargs = kwargs or {}
+        if func in _FACTS:
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        apart = _apart(func, *args, **kwargs) if func in _APART and isinstance(args[0], cls) else None
+        if apart is not None:
+            return apart
+        return func(*tree_map(_whole, args), **tree_map(_whole, kwargs))
+
+
+_T = torch.Tensor
+_FACTS = {
+    *(_T.size, _T.dim, _T.numel, _T.ndimension, _T.is_floating_point, _T.is_complex, _T.element_size, _T.__len__),
+    *(getattr(_T, name).__get__ for name in ("shape", "ndim", "dtype", "device", "layout", "is_cuda", "is_sparse")),
+}
+_SPLITS, _CHUNKS = (_T.split, torch.split), (_T.chunk, torch.chunk)
+_VIEWS = (_T.view, _T.reshape, torch.reshape, _T.unflatten)
+_APART = {*_SPLITS, *_CHUNKS, *_VIEWS, _T.contiguous}
+
+
+def _apart(func: Any, tensor: Fused, *args: Any, **kwargs: Any) -> Any:
+    """Queries, keys and values by themselves, or in a dimension of their own; None where they are cut otherwise."""
+    three = tensor.three
+    if func == _T.contiguous:
+        return tensor
+    if func in _SPLITS or func in _CHUNKS:
+        names = {_NAMES.get(k, k): v for k, v in kwargs.items()}
+        given = {"dim": 0} | dict(zip(("size", "dim"), args, strict=False)) | names
+        size, last = three.shape[-1], given["dim"] in (-1, tensor.dim() - 1)
+        thirds = (THREE,) if func in _CHUNKS else (size, [size] * THREE, (size,) * THREE)
+        return three.unbind(-2) if last and given["size"] in thirds else None
+    shape = _shape(func, tensor, args, kwargs)
+    return three.view(shape) if shape is not None and _keeps(shape, three.shape) else None
+
+
+_NAMES = {"split_size": "size", "split_size_or_sections": "size", "chunks": "size"}
+
+
+def _shape(func: Any, tensor: torch.Tensor, args: Any, kwargs: Any) -> tuple[int, ...] | None:
+    """What a view is asked to be, its -1 found; None where it is another kind of view."""
+    if kwargs or not args:
+        return None
+    if func == _T.unflatten:
+        dim, sizes = args
+        if dim not in (-1, tensor.dim() - 1):
+            return None
+        wanted = [*tensor.shape[:-1], *sizes]
+    else:
+        wanted = list(args[0]) if isinstance(args[0], (tuple, list)) else list(args)
+    if not all(isinstance(n, int) for n in wanted):
+        return None
+    rest = math.prod(n for n in wanted if n != -1)
+    return tuple(tensor.numel() // rest if n == -1 and rest else n for n in wanted)
+
+
+def _keeps(shape: Sequence[int], three: Sequence[int]) -> bool:
+    """Whether a view has queries, keys and values in a dimension of their own, and what comes before it as it was."""
+    before, features = math.prod(three[:-2]), three[-1]
+    return any(
+        n == THREE and math.prod(shape[:k]) == before and math.prod(shape[k + 1 :]) == features
+        for k, n in enumerate(shape)
+    )
+
+
+def _whole(value: Any) -> Any:
+    """Of what is put together, the whole: a collective."""
+    if not isinstance(value, Fused):
+        return value
+    three = value.three
+    return three.redistribute(three.device_mesh, [Replicate()]).flatten(-2)
+
+
+# --- torch's attention on DTensors --------------------------------------------------------------------------
+
+
+@functools.cache
+def teach_attention() -> None:
+    """Tell DTensor that attention on a CPU can be cut by heads: torch registers that for GPUs alone."""
+    aten = torch.ops.aten
+    forward = getattr(aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+    backward = getattr(aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
+    if forward is None or backward is None:
+        return
+    layouts = (Replicate(), Shard(1))
+
+    def mask(given: Any, layout: Any) -> list[Any]:
+        """A mask for each head is cut along."""
+        if given is None:
+            return []
+        return [layout if len(given.shape) == 4 and given.shape[1] > 1 else Replicate()]
+
+    def of_forward(*args: Any, attn_mask: Any = None, **_kwargs: Any) -> Any:
+        scalars = [None] * (len(args) - 3)
+        return [([x, x], [x, x, x, *scalars, *mask(attn_mask, x)]) for x in layouts]
+
+    def of_backward(*_args: Any, attn_mask: Any = None, **_kwargs: Any) -> Any:
+        return [([x] * 3, [x] * 6 + [None, None] + mask(attn_mask, x)) for x in layouts]
+
+    register_sharding(forward.default)(of_forward)
+    register_sharding(backward.default)(of_backward)

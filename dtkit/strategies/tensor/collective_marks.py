@@ -1,0 +1,68 @@
+"""Collectives within layers, as torch's tensor parallelism awaits them: marked in the midst of forward and backward.
+
+torch begins such a collective and hands on a tensor that waits for it when it is first used. All of these are begun by
+some functions of the module of functional collectives, and wait by another one. While slices compute, these are ours.
+Beginning blocks nobody, so that only the waiting is marked; but a rank that is slowed on purpose is late already when
+it begins, since its peers go on once it has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch.distributed import _functional_collectives
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from dtkit.engine.observe.phase_timer import Phases
+
+_WAIT = "wait_tensor"  # the function in which they do all their waiting
+_BEGIN = (
+    "all_reduce",
+    "all_gather_single",
+    "all_gather_tensor",  # its name before torch 2.13
+    "reduce_scatter_single",
+    "reduce_scatter_tensor",  # as above
+    "all_to_all_single",
+    "broadcast",
+)
+
+
+@contextlib.contextmanager
+def marked(phases: Phases, ranks: tuple[int, int] | None) -> Iterator[None]:
+    """Mark what is awaited while it lasts, as collectives among these ranks (as of :func:`among`)."""
+    names = vars(_functional_collectives)
+    before = {name: names[name] for name in (_WAIT, *_BEGIN) if name in names}
+    ours = {name: _late(phases, before[name]) for name in before if name != _WAIT}
+    names.update(ours, **{_WAIT: _blocked(phases, ranks, before[_WAIT])})
+    try:
+        yield
+    finally:
+        names.update(before)
+
+
+def _late(phases: Phases, begin: Callable[..., Any]) -> Callable[..., Any]:
+    def late(*args: Any, **kwargs: Any) -> Any:
+        phases.catch_up()
+        return begin(*args, **kwargs)
+
+    return late
+
+
+def _blocked(phases: Phases, ranks: tuple[int, int] | None, wait: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def blocked(tensor: Any) -> Any:
+        phases.block(ranks)
+        found = wait(tensor)
+        phases.unblock()
+        return found
+
+    return blocked
+
+
+def among(group: dist.ProcessGroup) -> tuple[int, int] | None:
+    """The first and the last rank of a group; None of all ranks."""
+    ranks = dist.get_process_group_ranks(group)
+    return None if len(ranks) == dist.get_world_size() else (min(ranks), max(ranks))

@@ -1,0 +1,402 @@
+"""Which layers are cut among ranks, and how: plans for tensor parallelism, made for common shapes and checked.
+
+A plan names modules and gives each a style:
+
+=========== ===================================================================================================
+colwise     a Linear's outputs (an Embedding's features) are cut; what follows gets this rank's part of them
+rowwise     a Linear's inputs (an Embedding's rows) are cut: takes a colwise layer's part, and adds up over ranks
+gathered    as colwise, and what follows gets all outputs
+scattered   as rowwise, and takes all inputs
+heads       as colwise, for queries, keys and values: what follows sees the whole tensor, cut by heads;
+            an nn.MultiheadAttention computes this rank's heads (and its out_proj is rowwise)
+fused       as heads, for one Linear that makes queries, keys and values, one after another
+sequence    a LayerNorm or RMSNorm works on this rank's part of the sequence (the second dimension)
+loss        as colwise for the last Linear: the loss is computed from cut outputs (cross entropy alone can)
+=========== ===================================================================================================
+
+A colwise layer, anything that works on each number by itself, and a rowwise layer make a pair with one sum over ranks
+in forward and one in backward (Shoeybi et al., Megatron-LM, 2019). Attention is such a pair, too: what lies between is
+done for each head by itself. `auto` looks for both, for attention as nn.MultiheadAttention, with queries, keys and
+values in layers of their own, or in one layer where the module's own forward, tried here, can be cut by heads. What
+else a model has, every rank keeps whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import fnmatch
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from dtkit._util import formatting
+from dtkit.strategies.tensor.attention_check import objection
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+STYLES = ("colwise", "rowwise", "gathered", "scattered", "heads", "fused", "sequence", "loss")
+_OUTPUTS, _INPUTS = ("colwise", "gathered", "heads", "fused", "loss"), ("rowwise", "scattered")
+
+# Layers that do with each number what they do with every other one, and have no parameters.
+_ELEMENTWISE = (
+    nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Softplus, nn.Softsign,
+    nn.Tanh, nn.Sigmoid, nn.LogSigmoid, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.Identity, nn.Dropout,
+)  # fmt: skip
+
+# Names that models use: (layers cut by outputs, the layer cut by inputs), the longer lists first.
+_PAIRS: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("gate_proj", "up_proj"), "down_proj"),
+    (("w1", "w3"), "w2"),
+    (("linear1",), "linear2"),
+    (("c_fc",), "c_proj"),
+    (("fc1",), "fc2"),
+    (("up_proj",), "down_proj"),
+    (("w1",), "w2"),
+    (("lin1",), "lin2"),
+    (("fc_in",), "fc_out"),
+    (("dense_h_to_4h",), "dense_4h_to_h"),
+)
+_QUERIES = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("query", "key", "value"),
+    ("W_query", "W_key", "W_value"),
+    ("wq", "wk", "wv"),
+    ("to_q", "to_k", "to_v"),
+    ("q", "k", "v"),
+)
+_FUSED = ("c_attn", "qkv", "qkv_proj", "query_key_value", "Wqkv", "to_qkv")
+_PROJECTIONS = ("out_proj", "o_proj", "c_proj", "proj", "dense", "to_out", "wo", "out", "o")
+_HEADS = ("n_head", "n_heads", "num_heads", "num_attention_heads", "nhead", "heads")
+_KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")
+
+Style = str | ParallelStyle
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One module with parameters of its own."""
+
+    name: str
+    what: str
+    style: str
+    """A style's name, or "whole"."""
+    parameters: int
+    here: int
+    """Of these, on each rank."""
+    note: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A plan for one model. Shows itself as a table."""
+
+    model: str
+    ways: int
+    styles: Mapping[str, Style]
+    """By the module's full name."""
+    rows: tuple[Row, ...]
+
+    def __repr__(self) -> str:
+        return describe(self)
+
+
+def describe(plan: Plan) -> str:
+    """A plan as a table: each module with parameters, how it is cut, and what of it each rank holds."""
+    head = ("module", "what", "style", "parameters", "each rank", "")
+    rows = [(r.name or "(itself)", r.what, r.style, f"{r.parameters:,}", f"{r.here:,}", r.note) for r in plan.rows]
+    total, here = sum(r.parameters for r in plan.rows), sum(r.here for r in plan.rows)
+    share = here / total if total else 1.0
+    rows.append(("in all", "", "", f"{total:,}", f"{here:,}", f"{share:.0%} of the parameters on each rank"))
+    return "\n".join([f"{plan.model} in {plan.ways} slices", *formatting.columns([head, *rows], left=(0, 1, 2, 5))])
+
+
+# --- a user's own plan --------------------------------------------------------------------------------------
+
+
+def check(model: nn.Module, ways: int, wanted: Mapping[str, Style]) -> Plan:
+    """The plan that a user gave, its patterns (``layers.*.linear1``) made into names.
+
+    Raises ValueError with everything that is wrong with it.
+    """
+    modules = dict(model.named_modules())
+    styles: dict[str, Style] = {}
+    wrong: list[str] = []
+    for pattern, style in wanted.items():
+        found = [name for name in modules if _matches(name, pattern)]
+        if not found:
+            wrong.append(f"{pattern!r}: no such module{_near(pattern, modules)}")
+        styles.update(dict.fromkeys(found, style))
+    for name in [name for name, style in styles.items() if _is_attention(modules[name], style)]:
+        styles.setdefault(_of(name, "out_proj"), "rowwise")
+    for name, style in styles.items():
+        wrong += [f"{name!r}: {problem}" for problem in _problems(modules[name], style, ways)]
+        if style in ("heads", "fused") and isinstance(modules[name], nn.Linear):
+            wrong += [f"{name!r}: {uneven}" for uneven in _uneven(modules[name.rpartition(".")[0]], ways)]
+    wrong += [f"{name!r}: {problem}" for name, problem in _shared(model, styles)]
+    if wrong:
+        listed = "\n".join(f"  {line}" for line in wrong)
+        raise ValueError(
+            f"TensorParallel({ways}) can't follow its plan for {type(model).__name__}:\n{listed}\n"
+            "Name modules as model.named_modules() does (* stands for any one part of a name), or use plan='auto'"
+        )
+    notes = {
+        n: _shared_out(modules[n].num_heads, ways) for n, style in styles.items() if _is_attention(modules[n], style)
+    }
+    return Plan(type(model).__name__, ways, styles, _rows(model, ways, styles, notes))
+
+
+def _of(name: str, child: str) -> str:
+    return f"{name}.{child}" if name and child else name or child
+
+
+def _is_attention(module: nn.Module, style: Style) -> bool:
+    return style == "heads" and isinstance(module, nn.MultiheadAttention)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    atoms, wanted = name.split("."), pattern.split(".")
+    return len(atoms) == len(wanted) and all(map(fnmatch.fnmatchcase, atoms, wanted))
+
+
+def _near(pattern: str, modules: Mapping[str, nn.Module]) -> str:
+    near = difflib.get_close_matches(pattern, [name for name in modules if name], 1)
+    return f" (there is {near[0]!r})" if near else f"; there are {', '.join(list(filter(None, modules))[:8])}"
+
+
+def _problems(module: nn.Module, style: Style, ways: int) -> Iterator[str]:
+    """What keeps a module from being cut in this style."""
+    if isinstance(style, ParallelStyle):
+        return
+    kind = type(module).__name__
+    if style not in STYLES:
+        yield f"style {style!r} is none of {', '.join(STYLES)}, nor a torch ParallelStyle"
+    elif style == "sequence":
+        if not isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+            yield f"sequence is for a LayerNorm or RMSNorm, and this is a {kind}"
+    elif style == "heads" and isinstance(module, nn.MultiheadAttention):
+        yield from _problems_of_attention(module, ways)
+    elif not isinstance(module, (nn.Linear, nn.Embedding)):
+        yield f"{style} is for a Linear or an Embedding, and this is a {kind}"
+    elif isinstance(module, nn.Embedding) and style in ("heads", "fused", "loss"):
+        yield f"{style} is for a Linear, and this is an Embedding"
+    elif style == "fused" and module.out_features % 3:  # type: ignore[operator]  # a Linear, by now
+        yield f"{module.out_features} outputs are no queries, keys and values of one size (fused)"
+    else:
+        size, noun = _cut_size(module, style)
+        if size % ways:
+            yield f"{size} {noun} can't be cut into {ways} equal parts ({style})"
+
+
+def _problems_of_attention(module: nn.MultiheadAttention, ways: int) -> Iterator[str]:
+    """What keeps a module of torch's from computing some of its heads on each rank."""
+    if type(module) is not nn.MultiheadAttention:
+        yield f"heads is for nn.MultiheadAttention itself, and this is a {type(module).__name__}, made of it"
+    if module.bias_k is not None or module.add_zero_attn:
+        yield "add_bias_kv and add_zero_attn can't be cut by heads"
+    if module.num_heads % ways:
+        yield _too_few(module.num_heads, ways)
+
+
+def _too_few(heads: int, ways: int) -> str:
+    return f"{heads} heads can't be cut into {ways} equal parts (heads)"
+
+
+def _shared_out(heads: int, ways: int) -> str:
+    return f"{heads} heads, {heads // ways} on each rank"
+
+
+def _cut_size(module: nn.Linear | nn.Embedding, style: str) -> tuple[int, str]:
+    """(the size of the dimension that a style cuts, what it is)."""
+    if isinstance(module, nn.Linear) and style == "fused":
+        return module.out_features // 3, "queries (and as many keys and values)"
+    if isinstance(module, nn.Embedding):
+        by_outputs = style in _OUTPUTS
+        return (module.embedding_dim, "features") if by_outputs else (module.num_embeddings, "rows")
+    return (module.out_features, "outputs") if style in _OUTPUTS else (module.in_features, "inputs")
+
+
+def _shared(model: nn.Module, styles: Mapping[str, Style]) -> Iterator[tuple[str, str]]:
+    """Modules to be cut that share a parameter with another module: cutting one would untie them."""
+    owners: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        for p in module.parameters(recurse=False):
+            owners.setdefault(id(p), []).append(name)
+    for name in styles:
+        for p in model.get_submodule(name).parameters(recurse=False):
+            others = [other for other in owners[id(p)] if other != name]
+            if others:
+                yield name, f"shares a parameter with {', '.join(map(repr, others))}, and cutting it would untie them"
+                break
+
+
+# --- a plan made for common shapes --------------------------------------------------------------------------
+
+
+def auto(model: nn.Module, ways: int) -> Plan:
+    """A plan for the pairs of layers and the attention that are found in `model`.
+
+    Raises ValueError where there are none.
+    """
+    styles: dict[str, Style] = {}
+    notes: dict[str, str] = {}
+    for name, module in model.named_modules():
+        for found, note in _guesses(module, ways):
+            whole_names = {_of(name, child): style for child, style in found.items()}
+            _take(model, ways, whole_names, note, styles, notes)
+    if not styles:
+        reasons = "".join(f"\n  {name or '(itself)'}: {note}" for name, note in notes.items())
+        looked = (
+            f"these do not divide by {ways}, or can't be cut for other reasons:{reasons}\nUse other ways"
+            if reasons
+            else "it looks for two Linear layers with nothing but an activation between them, for "
+            "nn.MultiheadAttention, and for attention with q, k, v and an output layer. Use another strategy"
+        )
+        raise ValueError(
+            f"TensorParallel({ways}) finds nothing in {type(model).__name__} that it could cut into {ways} by itself: "
+            f"{looked}, or say what to cut, as in plan={{'fc1': 'colwise', 'fc2': 'rowwise'}}"
+        )
+    return Plan(type(model).__name__, ways, styles, _rows(model, ways, styles, notes))
+
+
+def _take(
+    model: nn.Module, ways: int, found: dict[str, str], note: str, styles: dict[str, Style], notes: dict[str, str]
+) -> None:
+    """Add layers that belong together to the plan, with a note, or note why not."""
+    if any(name in styles for name in found):
+        return
+    reasons = [r for name, style in found.items() for r in _problems(model.get_submodule(name), style, ways)]
+    reasons += [reason for _, reason in _shared(model, found)]
+    if reasons:
+        notes.update(dict.fromkeys(found, reasons[0]))
+    else:
+        styles.update(found)
+        if note:
+            notes.update(dict.fromkeys(found, note))
+
+
+def _guesses(module: nn.Module, ways: int) -> Iterator[tuple[dict[str, str], str]]:
+    """Groups of layers of one module that can be cut together: ({child, or "" for itself: style}, a note)."""
+    children = dict(module.named_children())
+    if isinstance(module, nn.Sequential):
+        yield from ((found, "") for found in _in_sequence(list(children.items())))
+        return
+    if isinstance(module, nn.MultiheadAttention):
+        yield {"": "heads", "out_proj": "rowwise"}, _shared_out(module.num_heads, ways)
+        return
+    for outputs, inputs in _PAIRS:
+        if _fits(children, outputs, inputs):
+            yield {**dict.fromkeys(outputs, "colwise"), inputs: "rowwise"}, ""
+            break
+    projection = next((n for n in _PROJECTIONS if isinstance(children.get(n), nn.Linear)), None)
+    if projection is not None:
+        yield from _attention(module, children, projection, ways)
+
+
+def _attention(
+    module: nn.Module, children: Mapping[str, nn.Module], projection: str, ways: int
+) -> Iterator[tuple[dict[str, str], str]]:
+    """Queries, keys and values in layers of their own, or in one, and the layer that takes what heads found."""
+    heads = _number(module, _HEADS)
+    for names in _QUERIES:
+        if all(isinstance(children.get(n), nn.Linear) for n in names):
+            why = next(_uneven(module, ways), "" if heads else "it does not say how many heads it has")
+            first, last = ("gathered", "scattered") if why else ("heads", "rowwise")
+            yield {**dict.fromkeys(names, first), projection: last}, _note(heads, ways, why)
+            return
+    for name in _FUSED:
+        if isinstance(children.get(name), nn.Linear):
+            why = next(_uneven(module, ways), "") or _objection(module, name, projection, ways)
+            first, last = ("gathered", "scattered") if why else ("fused", "rowwise")
+            yield {name: first, projection: last}, _note(heads, ways, why)
+            return
+
+
+def _note(heads: int | None, ways: int, why_not: str) -> str:
+    if why_not:
+        return f"attention itself is computed whole on each rank: {why_not}"
+    return _shared_out(heads, ways) if heads else "cut by heads"
+
+
+def _objection(module: nn.Module, first: str, last: str, ways: int) -> str:
+    """Why a layer can't be cut as queries, keys and values one after another; empty where it can."""
+    makes, takes = module.get_submodule(first), module.get_submodule(last)
+    assert isinstance(makes, nn.Linear)
+    assert isinstance(takes, nn.Linear)
+    if makes.out_features != 3 * takes.in_features:
+        return f"{first} makes {makes.out_features} numbers, and not three times the {takes.in_features} of {last}"
+    if takes.in_features % ways:
+        return f"{takes.in_features} numbers of all heads can't be cut into {ways} equal parts"
+    return objection(module, first, last, ways)
+
+
+def _fits(children: Mapping[str, nn.Module], outputs: Sequence[str], inputs: str) -> bool:
+    """Whether these layers are there, with sizes that say one feeds the other, and nothing else has parameters."""
+    last = children.get(inputs)
+    first = [children.get(name) for name in outputs]
+    return isinstance(last, nn.Linear) and all(
+        isinstance(f, nn.Linear) and f.out_features == last.in_features for f in first
+    )
+
+
+def _in_sequence(children: Sequence[tuple[str, nn.Module]]) -> Iterator[dict[str, str]]:
+    """Pairs of Linear layers with nothing but activations between them, from the front."""
+    first: tuple[str, nn.Linear] | None = None
+    for name, child in children:
+        if isinstance(child, nn.Linear):
+            if first is not None and first[1].out_features == child.in_features:
+                yield {first[0]: "colwise", name: "rowwise"}
+                first = None
+            else:
+                first = name, child
+        elif not isinstance(child, _ELEMENTWISE):
+            first = None
+
+
+def _uneven(module: nn.Module, ways: int) -> Iterator[str]:
+    """What an attention says of its heads that keeps them from being cut."""
+    for heads in (_number(module, _HEADS), _number(module, _KEY_HEADS)):
+        if heads is not None and heads % ways:
+            yield _too_few(heads, ways)
+
+
+def _number(module: nn.Module, names: Sequence[str]) -> int | None:
+    found: Any = next((getattr(module, n) for n in names if isinstance(getattr(module, n, None), int)), None)
+    return None if found is None else int(found)
+
+
+# --- what comes of it ---------------------------------------------------------------------------------------
+
+
+def _rows(model: nn.Module, ways: int, styles: Mapping[str, Style], notes: Mapping[str, str]) -> tuple[Row, ...]:
+    rows: list[Row] = []
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        own = [p for p in module.parameters(recurse=False) if id(p) not in seen]
+        seen.update(map(id, own))
+        if not own:
+            continue
+        style = styles.get(name)
+        total = sum(p.numel() for p in own)
+        here = sum(p.numel() // (ways if _is_cut(p.dim(), style) else 1) for p in own)
+        title = "whole" if style is None else style if isinstance(style, str) else type(style).__name__
+        rows.append(Row(name, _what(module), title, total, here, notes.get(name, "")))
+    return tuple(rows)
+
+
+def _is_cut(dim: int, style: Style | None) -> bool:
+    """Whether a parameter of so many dimensions is cut: of a rowwise layer, the bias is not."""
+    if isinstance(style, ParallelStyle):
+        style = {"ColwiseParallel": "colwise", "RowwiseParallel": "rowwise"}.get(type(style).__name__, "")
+    return style in _OUTPUTS or (style in _INPUTS and dim > 1)
+
+
+def _what(module: nn.Module) -> str:
+    kind = type(module).__name__
+    if isinstance(module, nn.Linear):
+        return f"{kind} {module.in_features} -> {module.out_features}"
+    if isinstance(module, nn.Embedding):
+        return f"{kind} {module.num_embeddings} x {module.embedding_dim}"
+    return kind

@@ -1,0 +1,440 @@
+"""Tensor parallelism: each rank holds a slice of the layers, and all ranks of a replica compute on the same samples.
+
+torch's own engine does the work (`parallelize_module`; Shoeybi et al., Megatron-LM, 2019): layers that a plan names
+become DTensors and get hooks that gather or add up what passes through them. What the plan leaves out, every rank
+holds whole and computes alike. With `replicas` there are several such groups of ranks, each with its own samples;
+gradients are summed over them after backward, each rank's slices with the same slices elsewhere.
+
+A plan can be wrong in ways that raise nothing: a layer with parameters between a colwise and a rowwise one has a
+part of its gradient only. So the engine tries a plan before the first step: two rows go forward and backward through
+the model before it is cut, and after, and the output, the loss and the norm of every gradient must agree.
+
+Ranks of one replica draw the same random numbers, so that dropout agrees wherever they hold the same activations;
+between a colwise and a rowwise layer, as within attention, each slice then drops the same places.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+from dtkit.engine.comm.process_group import lost_peer
+from dtkit.engine.data.sources import to_device
+from dtkit.mesh import Mesh
+from dtkit.planning.cost_model import Cost, ring_bytes
+from dtkit.strategies import gradients
+from dtkit.strategies.dtensor_worker import Sliced, Slicing, grid, local, of_part, squares
+from dtkit.strategies.options import check_count
+from dtkit.strategies.replicated import Tally
+from dtkit.strategies.tensor import plan as tensor_plan
+from dtkit.strategies.tensor.attention import FusedHeads, Heads, teach_attention
+from dtkit.strategies.tensor.collective_marks import among, marked
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from dtkit.engine.comm.process_group import Group
+    from dtkit.planning.cost_model import Benchmark, Facts
+    from dtkit.strategies.base import Forecast, Forward, Outcome, Setting
+    from dtkit.strategies.loss import Objective
+    from dtkit.strategies.tensor.plan import Plan, Style
+
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}  # relative, between a model in slices and the whole one
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class TensorParallel(Slicing):
+    """Layers are cut into `ways` slices, one a rank; the ranks of a replica compute on the same samples.
+
+    Parameters
+    ----------
+    ways
+        Slices of each layer: ranks that share one replica of the model.
+    plan
+        {module name: style} with the styles of :mod:`dtkit.strategies.tensor.plan` ("colwise", "rowwise", ...), or
+        torch's own ``ParallelStyle`` objects; ``*`` stands for one part of a name. Or "auto", which looks for pairs
+        of layers and for attention, and is what is done without a plan: :meth:`plan_for` shows what it finds, and
+        where you say "auto" yourself, that is printed before training begins.
+    replicas
+        Groups of `ways` ranks, each with samples of its own: `ways` x `replicas` is the world size.
+    clip_norm
+        Largest norm of the whole gradient; larger ones are scaled down to it.
+    accumulate
+        Micro-batches that a replica's samples of a step come in, for less memory.
+
+    """
+
+    ways: int
+    plan: Mapping[str, Style] | str | None = None
+    replicas: int = 1
+    clip_norm: float | None = None
+    accumulate: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuse what is no option."""
+        check_count("ways", self.ways)
+        super().__post_init__()
+        if isinstance(self.plan, str) and self.plan != "auto":
+            raise ValueError(f"plan={self.plan!r}; it must be 'auto', or styles by module name: {_EXAMPLE}")
+        if not isinstance(self.plan, (str, dict, type(None))):
+            raise TypeError(f"plan is a {type(self.plan).__name__}; it must be 'auto' or a dict: {_EXAMPLE}")
+        if self.plan == {}:
+            raise ValueError(f"plan={{}} cuts nothing; name some modules, as in {_EXAMPLE}, or use 'auto'")
+
+    def mesh(self, world_size: int) -> Mesh:
+        """Replicas of slices."""
+        return Mesh({"dp": self.replicas, "tp": self.ways}).check(world_size, dp="replicas", tp="ways")
+
+    def check_model(self, model: nn.Module) -> None:
+        """Raise ValueError where the plan can't be followed in `model`."""
+        self.plan_for(model)
+
+    def plan_for(self, model: nn.Module) -> Plan:
+        """What is cut in `model`, as a table; ValueError where that is nothing, or can't be done."""
+        if isinstance(self.plan, dict):
+            return tensor_plan.check(model, self.ways, self.plan)
+        return tensor_plan.auto(model, self.ways)
+
+    def preview(self, model: nn.Module) -> Plan | None:
+        """The plan that was asked for by "auto"."""
+        return self.plan_for(model) if self.plan == "auto" else None
+
+    def cost(self, facts: Facts, benchmark: Benchmark) -> Cost:
+        """By the plan for the model; where the notebook does not have it, as if all matrices were cut, and only these.
+
+        Activations are counted in full, which is the most. What layers send depends on the plan and on the sequence's
+        length: it is not counted, nor the time it takes.
+        """
+        share = self._share(facts)
+        rows = facts.rows * self.ways  # a replica's samples go through all of its ranks
+        gradients = round(facts.gradients * share)
+        return dataclasses.replace(
+            Cost.of_replica(
+                dataclasses.replace(facts, rows=rows),
+                micro_batches=self.accumulate,
+                gradients=2 * gradients if self.replicas > 1 else gradients,
+                state=round(facts.state * share),
+                temporaries=round(facts.update * share),
+                sent_bytes=math.nan if self.ways > 1 else ring_bytes(gradients, self.replicas),
+                exposed_s=benchmark.all_reduce_s(gradients) if self.replicas > 1 else 0.0,
+            ),
+            parameters=round(facts.parameters * share),
+            compute_s=dataclasses.replace(facts, rows=rows).compute_s(self.accumulate) * share,
+        )
+
+    def _share(self, facts: Facts) -> float:
+        """Of the model's parameters, what each rank holds."""
+        if facts.model is not None:
+            rows = self.plan_for(facts.model).rows
+            here, total = sum(row.here for row in rows), sum(row.parameters for row in rows)
+        else:
+            numbers = [(_numbers(shape), len(shape) > 1) for shape in facts.shapes]
+            here, total = sum(n // self.ways if cut else n for n, cut in numbers), sum(n for n, _ in numbers)
+        return here / total if total else 1.0
+
+    def _worker(
+        self, model: nn.Module, objective: Objective, optimizer: Callable[..., Any], setting: Setting
+    ) -> Sliced:
+        return _Slices(self, model, objective, optimizer, setting)
+
+
+_EXAMPLE = "{'fc1': 'colwise', 'fc2': 'rowwise'}"
+
+
+def _numbers(shape: Sequence[int]) -> int:
+    return int(torch.Size(shape).numel())
+
+
+@dataclasses.dataclass(frozen=True)
+class _Trial:
+    """What two rows made of a model."""
+
+    outputs: list[torch.Tensor]
+    loss: torch.Tensor
+    squares: torch.Tensor
+    """Of each parameter's gradient, the sum over its numbers."""
+
+
+class _Slices(Sliced):
+    """One rank's slices of its replica."""
+
+    _strategy: TensorParallel
+
+    def __init__(
+        self,
+        strategy: TensorParallel,
+        model: nn.Module,
+        objective: Objective,
+        optimizer: Callable[..., Any],
+        setting: Setting,
+    ) -> None:
+        assert setting.group is not None
+        self._plan = self.placement = strategy.plan_for(model)
+        self._place = setting.mesh.coordinates(setting.group.rank)
+        self._objective, self._setting = objective, setting
+        whole = [p for p in model.parameters() if p.requires_grad]
+        before = None if setting.sample is None else self._try(model, whole, [1] * len(whole))
+        super().__init__(strategy, model, objective, optimizer, setting)
+        if before is not None:
+            self._check_plan(before)
+
+    def _cut(self, model: nn.Module, group: Group) -> None:
+        axes = grid(group, self._setting.mesh, self._setting.device)
+        self._mates = axes["dp"].get_group() if "dp" in axes else None
+        self._shared = among(axes["tp"].get_group())
+        for name, style in self._plan.styles.items():
+            module = model.get_submodule(name)
+            parallelize_module(module, axes["tp"], torch_style(module, style), src_data_rank=None)
+
+    @property
+    def _replica(self) -> int:
+        return self._place["dp"]
+
+    @property
+    def _speaks(self) -> bool:
+        return self._place["tp"] == 0
+
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[None]:
+        """What must be so while slices compute."""
+        styles = set(self._plan.styles.values())
+        by_heads = not styles.isdisjoint(("heads", "fused"))
+        fast = torch.backends.mha.get_fastpath_enabled()
+        with contextlib.ExitStack() as stack:
+            # The fast path of nn.TransformerEncoderLayer goes past its layers, and so past what cuts them.
+            torch.backends.mha.set_fastpath_enabled(False)
+            stack.callback(torch.backends.mha.set_fastpath_enabled, fast)
+            if by_heads:
+                teach_attention()
+            if "loss" in styles:
+                stack.enter_context(loss_parallel())
+            if by_heads or any(style == "loss" or not isinstance(style, str) for style in styles):
+                stack.enter_context(implicit_replication())  # masks and targets are the same on all ranks
+            yield
+
+    # -- a step -----------------------------------------------------------------------------------------------
+
+    def _step(self, batches: Sequence[tuple[int, Any]], counts: Sequence[int]) -> Outcome:
+        """Forward and backward together with the ranks of this replica, a sum over replicas, each slice's update."""
+        self._clear()
+        tally = Tally(sum(counts))
+        with marked(self._phases, self._shared):
+            local_gradients = self._local_gradients(batches, tally)
+        total = self._announce(tally)
+        self._sum_gradients(local_gradients)
+        self._divide(total)
+        finite, norm = self._update()
+        return self._outcome(tally, counts, finite=finite, norm=norm)
+
+    def _local_gradients(self, batches: Sequence[tuple[int, Any]], tally: Tally) -> list[torch.Tensor | None]:
+        """This replica's part of the gradient, laid out as the parameters are; all None without a sample."""
+        found: list[torch.Tensor | None] = [None] * len(self._parameters)
+        for count, batch in batches:
+            with self._running():
+                self._phases.enter("forward")
+                value, weight = self._loss(self._model, batch)
+                loss = tally.add(plain(value), weight, count)
+                self._phases.enter("backward")
+                new = torch.autograd.grad(loss, self._parameters, allow_unused=True)
+            own = [None if g is None else _own(p, g) for p, g in zip(self._parameters, new, strict=True)]
+            found = [b if a is None else a if b is None else a + b for a, b in zip(found, own, strict=True)]
+        return found
+
+    def _sum_gradients(self, own: Sequence[torch.Tensor | None]) -> None:
+        """Give each slice the sum of all replicas' gradients; none where no replica used it."""
+        found = self._over_replicas(own) if self._strategy.replicas > 1 else own
+        for p, gradient in zip(self._parameters, found, strict=True):
+            p.grad = gradient
+
+    def _over_replicas(self, own: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """One flat all-reduce among the ranks that hold the same slices."""
+        parts = [None if g is None else local(g) for g in own]
+        found = gradients.summed([local(p) for p in self._parameters], parts, self._add_up)
+        return [None if g is None else _laid(p, g) for p, g in zip(self._parameters, found, strict=True)]
+
+    def _add_up(self, flat: torch.Tensor) -> None:
+        assert self._group is not None
+        assert self._mates is not None
+        self._phases.enter("sync", among(self._mates))
+        self._group.all_reduce(flat, self._mates)
+
+    @contextlib.contextmanager
+    def forwards(self) -> Iterator[Forward]:
+        """All ranks of a replica compute, the first one tells."""
+        with super().forwards() as forward, self._running():
+            yield lambda batch: self._told(forward(batch))
+
+    def _told(self, forecast: Forecast | None) -> Forecast | None:
+        assert forecast is not None
+        found = dataclasses.replace(forecast, output=plain(forecast.output), loss=plain(forecast.loss))
+        return found if self._speaks else None
+
+    # -- does the plan hold? ----------------------------------------------------------------------------------
+
+    def _try(self, model: nn.Module, parameters: Sequence[torch.Tensor], copies: Sequence[int]) -> _Trial:
+        """Two rows forward and backward, without dropout and without touching batch statistics."""
+        assert self._setting.sample is not None
+        device = parameters[0].device  # the whole model may not be on this rank's own
+        batch = to_device(self._setting.sample(2), device)
+        model.eval()
+        try:  # cudnn has no backward of recurrent layers in evaluation
+            with self._running(), torch.backends.cudnn.flags(enabled=False):
+                forecast = self._objective.predict(model, batch)
+                loss = plain(forecast.loss)
+                found = torch.autograd.grad(loss, parameters, allow_unused=True)
+        finally:
+            model.train()
+        own = [loss.new_zeros(1) if g is None else local(_own(p, g)) for p, g in zip(parameters, found, strict=True)]
+        outputs = [t.detach().to(self._setting.device) for t in _tensors(plain(forecast.output))]
+        sums = squares(own, copies, device).to(self._setting.device)
+        return _Trial(outputs, loss.detach().to(self._setting.device), sums)
+
+    def _check_plan(self, before: _Trial) -> None:
+        """Raise ValueError where the model in slices is not the one that was cut."""
+        assert self._group is not None
+        try:
+            after = self._try(self._model, self._parameters, self._copies)
+        except (RuntimeError, ValueError, TypeError, AssertionError) as error:
+            if lost_peer(error):
+                raise
+            raise ValueError(self._complaint(f"can't compute ({type(error).__name__}: {error})", _PARTS)) from error
+        self._group.all_reduce(after.squares)
+        wrong = self._changed(before, after)
+        if self._group.any(bool(wrong)):
+            raise ValueError(self._complaint(f"computes something else: {wrong or 'so other ranks say'}", _WITHIN))
+
+    def _changed(self, before: _Trial, after: _Trial) -> str:
+        """What differs from the whole model: outputs, the loss, or gradients; empty where all is well."""
+        tolerance = _TOLERANCE.get(before.loss.dtype, 5e-2)
+        pairs = [*zip(before.outputs, after.outputs, strict=True), (before.loss, after.loss)]
+        if any(a.shape != b.shape or _apart(a, b) > tolerance for a, b in pairs):
+            return "its output or loss differs"
+        expected, found = before.squares.sqrt(), after.squares.sqrt()
+        apart = (expected - found).abs() > tolerance * (torch.maximum(expected, found) + expected.max())
+        names = [name for name, p in self._model.named_parameters() if p.requires_grad]
+        wrong = [name for name, bad in zip(names, apart.tolist(), strict=True) if bad]
+        return f"the gradients of {', '.join(wrong)} differ" if wrong else ""
+
+    def _complaint(self, what: str, why: str) -> str:
+        name = type(self._skeleton).__name__
+        return (
+            f"{name} in {self._strategy.ways} slices {what}. {why}. The plan was:\n{tensor_plan.describe(self._plan)}"
+        )
+
+
+_PARTS = (
+    "What follows a colwise layer gets a part of its outputs, until a rowwise layer adds up; 'gathered' gives all of "
+    "them. Change the plan, or leave such layers out of it"
+)
+_WITHIN = (
+    "Between a colwise and a rowwise layer there may be nothing but what does the same with each number: no other "
+    "parameters, and no sums over features. Change the plan, or leave such layers out of it"
+)
+
+
+def plain(value: Any) -> Any:
+    """DTensors as whole tensors, also within tuples, lists and dicts. A collective among the ranks that share them."""
+    if isinstance(value, DTensor):
+        return value.full_tensor()
+    if isinstance(value, torch.Tensor) and not value.requires_grad:
+        return local(value)
+    if isinstance(value, dict):
+        return {key: plain(entry) for key, entry in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(map(plain, value))
+    return value
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """The tensors of floating-point numbers in tuples, lists and dicts."""
+    if isinstance(value, torch.Tensor):
+        return [value] if value.is_floating_point() else []
+    entries = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
+    return [tensor for entry in entries for tensor in _tensors(entry)]
+
+
+def _apart(a: torch.Tensor, b: torch.Tensor) -> float:
+    """The largest difference, next to the largest number."""
+    if not a.numel():
+        return 0.0
+    same = (a == b) | (a.isnan() & b.isnan())  # infinities of a mask among them
+    difference = (a - b).abs().masked_fill(same, 0.0).max()
+    return float(difference / a.nan_to_num(posinf=0, neginf=0).abs().max().clamp(min=1e-6))
+
+
+def _own(p: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """A gradient, laid out as its parameter is."""
+    if isinstance(gradient, DTensor):
+        mesh = gradient.device_mesh
+        wanted = p.placements if isinstance(p, DTensor) else (Replicate(),) * mesh.ndim
+        gradient = gradient if gradient.placements == wanted else gradient.redistribute(mesh, wanted)
+    found = local(gradient)
+    if isinstance(gradient, DTensor) and isinstance(p, DTensor) and not found.is_sparse:
+        return gradient  # as it is: making a DTensor of a part costs as much as a small operation on it
+    return _laid(p, found.to_dense() if found.is_sparse else found)
+
+
+def _laid(p: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """What lies here of a gradient, made into one."""
+    return of_part(part, p) if isinstance(p, DTensor) else part
+
+
+# --- torch's styles -----------------------------------------------------------------------------------------
+
+
+def torch_style(module: nn.Module, style: Style) -> ParallelStyle:
+    """What torch calls a style of :mod:`dtkit.strategies.tensor.plan`."""
+    if isinstance(style, ParallelStyle):
+        return style
+    whole = isinstance(module, nn.Embedding) or style == "scattered"
+    found: dict[str, ParallelStyle] = {
+        "colwise": ColwiseParallel(),
+        "gathered": ColwiseParallel(output_layouts=Replicate()),
+        "heads": Heads() if isinstance(module, nn.MultiheadAttention) else ColwiseParallel(use_local_output=False),
+        "fused": FusedHeads(),
+        "loss": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+        "rowwise": RowwiseParallel(input_layouts=Replicate() if whole else None),
+        "scattered": RowwiseParallel(input_layouts=Replicate()),
+        "sequence": _Sequence(),
+    }
+    return found[style]
+
+
+class _Sequence(ParallelStyle):
+    """A normalisation over features works on its part of the sequence. (torch's own takes its input for a part.)"""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return distribute_module(module, device_mesh, self._copy, self._part, self._join)
+
+    @staticmethod
+    def _copy(_name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        for name, p in list(module.named_parameters(recurse=False)):
+            copied = distribute_tensor(p, mesh, [Replicate()], src_data_rank=None)
+            module.register_parameter(name, nn.Parameter(copied, p.requires_grad))
+
+    @staticmethod
+    def _part(_module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+        first, *rest = inputs
+        if not isinstance(first, DTensor):
+            first = DTensor.from_local(first, mesh, [Replicate()], run_check=False)
+        return (first.redistribute(mesh, [Shard(1 if first.dim() > 2 else 0)]), *rest)
+
+    @staticmethod
+    def _join(_module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+        return output.redistribute(mesh, [Replicate()]).to_local()

@@ -1,0 +1,62 @@
+"""Whose turn it is at the end of an epoch: callbacks are called before the next one begins, on a thread of their own.
+
+They may ask the run for anything, and the run's own thread goes on reading what it is asked for.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from dtkit._util.guard import contain, itself
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+CALLBACKS = "dtkit-callbacks"
+"""The name of the thread that callbacks run on."""
+
+
+class Turn:
+    """The callbacks of one run: None where it has none."""
+
+    def __init__(self, callbacks: Callable[[], None] | None) -> None:
+        self._callbacks = callbacks
+        self._token: object = None  # the call that is under way
+        self.called = 0
+        """The step after which callbacks were called last."""
+
+    @property
+    def taken(self) -> bool:
+        """Whether callbacks are at work."""
+        return self._token is not None
+
+    def due(self, step: int, steps_per_epoch: int) -> bool:
+        """Whether callbacks are to be called after so many steps, or are at work: nothing is sent before."""
+        if self.taken:
+            return True
+        return self._callbacks is not None and step % steps_per_epoch == 0 and step > self.called
+
+    def take(self, step: int, over: Callable[[object, BaseException | None], None]) -> None:
+        """Call them, if they are not at work; `over` is called on their thread, with a token for :meth:`ended`."""
+        callbacks = self._callbacks
+        if self.taken or callbacks is None:
+            return
+        token = self._token = object()
+        self.called = step
+
+        def call() -> None:
+            over(token, contain(callbacks, itself))
+
+        threading.Thread(target=call, name=CALLBACKS, daemon=True).start()
+
+    def ended(self, token: object) -> bool:
+        """They have returned: whether these were the ones that the run still waits for."""
+        if token is not self._token:
+            return False
+        self._token = None
+        return True
+
+    def forget(self) -> None:
+        """Wait for none that may still be at work."""
+        self._token = None

@@ -1,0 +1,89 @@
+"""Ready-made callbacks: functions of the run that ``cluster.train(callbacks=[...])`` calls after every epoch."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from dtkit.training.run import Run
+
+
+class EarlyStopping:
+    """Stop a run whose metric has not become better for `patience` epochs in a row.
+
+    Parameters
+    ----------
+    patience
+        Epochs without a better value that are put up with.
+    metric
+        "loss", or a name given to ``metrics``: of the held-out data where there is `valid`; without, the mean loss of
+        training over the epoch.
+    min_delta
+        How much better counts as better.
+    largest
+        Whether larger is better, as for an accuracy.
+
+    """
+
+    def __init__(
+        self, patience: int = 3, *, metric: str = "loss", min_delta: float = 0.0, largest: bool = False
+    ) -> None:
+        if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
+            raise ValueError(f"patience={patience!r}; it must be a number of epochs from 1 up")
+        if not (isinstance(min_delta, int | float) and min_delta >= 0):
+            raise ValueError(f"min_delta={min_delta!r}; it must be a number from 0 up")
+        self.patience, self.metric, self.min_delta, self.largest = patience, metric, min_delta, largest
+        self._resumed = False
+        self._begin(None)
+
+    def _begin(self, run: Run | None) -> None:
+        self._run = None if run is None else weakref.ref(run)
+        self.best = -math.inf if self.largest else math.inf
+        """The best value so far."""
+        self.best_epoch = 0
+        self._epoch = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it."""
+        return {"best": self.best, "best_epoch": self.best_epoch, "epoch": self._epoch}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on in the next run that calls, as if it were the one that was saved."""
+        self.best, self.best_epoch, self._epoch = state["best"], state["best_epoch"], state["epoch"]
+        self._resumed = True
+
+    def __call__(self, run: Run) -> None:
+        """Look at the epoch that has just ended. With another run than the last time, begin anew."""
+        if self._resumed:
+            self._run, self._resumed = weakref.ref(run), False
+        elif self._run is None or self._run() is not run:
+            self._begin(run)
+        self._epoch += 1
+        value = self._value(run)
+        gain = value - self.best if self.largest else self.best - value
+        if gain > self.min_delta:
+            self.best, self.best_epoch = value, self._epoch
+        elif self._epoch - self.best_epoch >= self.patience:
+            run.note(
+                f"stopped early after epoch {self._epoch}: {self.metric} {value:.4g}, and the best was "
+                f"{self.best:.4g}, after epoch {self.best_epoch}"
+            )
+            run.stop()
+
+    def _value(self, run: Run) -> float:
+        if run.history.evaluations:
+            values = run.history.evaluations[-1].values
+            if self.metric not in values:
+                raise ValueError(f"EarlyStopping(metric={self.metric!r}), but what is evaluated is {', '.join(values)}")
+            return values[self.metric]
+        if self.metric != "loss":
+            raise ValueError(f"EarlyStopping(metric={self.metric!r}) needs held-out data: cluster.train(valid=...)")
+        rows = run.history.totals(max(0, run.history.steps - run.spec.steps_per_epoch))
+        return float((rows["loss"] * rows["weight"]).sum() / rows["weight"].sum())
+
+    def __repr__(self) -> str:
+        return f"EarlyStopping(patience={self.patience}, metric={self.metric!r}, best={self.best:.4g})"

@@ -1,0 +1,92 @@
+"""What a run was asked to be: what its job on the engines is made of, and what it does besides taking steps.
+
+It outlives the job: a lost engine's part is made anew from it, `verify` makes the training again, and a notebook that
+takes the cluster over makes the run again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from dtkit.checkpoint.manager import Saves
+from dtkit.training.snapshots import Rhythm
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from dtkit.cluster.broadcast import Replicas
+    from dtkit.cluster.cluster import Cluster
+    from dtkit.data.distribute import Placed
+    from dtkit.engine.data.loader import Loading
+    from dtkit.rpc.payload import Shipment
+    from dtkit.schedules.schedule import Schedule
+    from dtkit.strategies.base import Strategy
+    from dtkit.training.run import Run
+    from dtkit.types import JobPlan
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """What the engines were told to make: enough to make it again, as `verify` does."""
+
+    copies: Replicas
+    data: Placed
+    plan: JobPlan
+    program: bytes
+    """Objective, optimiser and strategy, pickled."""
+    loading: Loading | None = None
+    own: tuple[str, ...] = ()
+    """Keys of what was brought to the engines for this run alone: not needed after it."""
+
+    def build(
+        self, cluster: Cluster, job: str, *, ranks: list[int] | None = None, alone: bool = False, hollow: bool = False
+    ) -> float:
+        """Make a job of it on all ranks, or alone on one. Returns the learning rate.
+
+        `hollow`: its state is still to be restored, and whoever looks at it before that finds none.
+        """
+        how = {"alone": alone, "hollow": hollow}
+        return float(cluster.ask("build", ranks=ranks, job=job, **how, **self._said())[0])
+
+    def revive(self, cluster: Cluster, job: str, shipments: Sequence[Shipment]) -> tuple[int, float]:
+        """Make a job of it again, with the state that is in these shipments: (step, learning rate)."""
+        step, lr = cluster.ask("revive", job=job, shipments=shipments, **self._said())[0]
+        return int(step), float(lr)
+
+    def _said(self) -> dict[str, Any]:
+        return {
+            "model": self.copies.key,
+            "data": self.data.key,
+            "program": self.program,
+            "plan": self.plan,
+            "loading": self.loading,
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Extras:
+    """What a run does besides taking steps, and what it can't."""
+
+    strategy: Strategy
+    metrics: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
+    valid: Placed | None = None
+    callbacks: Sequence[Callable[[Run], Any]] = ()
+    balance: tuple[int, ...] | None = None
+    """Rows of each shard, where faster ranks are to take more of each batch."""
+    caveats: tuple[str, ...] = ()
+    """Why the training is not that of one process."""
+    explains: bool = True
+    """Whether the strategy can take a step apart."""
+    schedule: Schedule | None = None
+    """In a pipeline, what each rank is to do in which order."""
+    on_failure: str = "repair"
+    """What to do when an engine is lost."""
+    saves: Saves = dataclasses.field(default_factory=Saves)
+    """The checkpoints that it makes by itself."""
+    snapshots: Saves = dataclasses.field(default_factory=Saves)
+    """And those that it may have to go back to when an engine is lost."""
+    rhythm: Rhythm = dataclasses.field(default_factory=Rhythm)
+    """When the engines are to keep such snapshots in memory."""
+    copies: int = 1
+    """Ranks that share one replica of the model, and so take the same samples."""

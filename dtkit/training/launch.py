@@ -1,0 +1,479 @@
+"""From what a user asks for to a run: check it, put model and data in place, make the job, hand out the handle.
+
+What can be known to be wrong before anything travels is refused here, with ValueError or TypeError. What only an
+engine can know (the optimiser's own complaints, say) comes back from making the job, still before `train` returns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dtkit.checkpoint import checkpoint
+from dtkit.checkpoint.manager import Saves
+from dtkit.cluster import broadcast
+from dtkit.cluster.broadcast import Replicas
+from dtkit.data import distribute
+from dtkit.data.distribute import Flow, Placed
+from dtkit.data.partition import Partition, caller_level
+from dtkit.errors import which_ranks
+from dtkit.planning import planner
+from dtkit.training import resume as resuming
+from dtkit.training.config import Extras, Order
+from dtkit.training.recovery import MODES
+from dtkit.training.run import Run
+from dtkit.training.snapshots import MOST_S, SECONDS, Rhythm
+from dtkit.types import JobPlan, RunSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from dtkit.checkpoint.checkpoint import Line
+    from dtkit.cluster.cluster import Cluster
+    from dtkit.strategies.base import Strategy
+
+SHUFFLES = ("shard", "global", None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What ``cluster.train`` was asked for, besides model and data: see there."""
+
+    optimizer: Callable[..., Any]
+    batch_size: int
+    loss: Callable[..., Any] | None = None
+    epochs: int | None = None
+    steps: int | None = None
+    strategy: Strategy | None = None
+    shuffle: str | None = "shard"
+    step: Callable[..., Any] | None = None
+    metrics: Mapping[str, Callable[..., Any]] | None = None
+    valid: Any = None
+    scheduler: Callable[..., Any] | None = None
+    scheduler_every: str = "step"
+    callbacks: Sequence[Callable[[Run], Any]] = ()
+    target: Any = None
+    workers: int = 0
+    pin_memory: bool | None = None
+    prefetch: bool | None = None
+    seed: int = 0
+    start: bool = True
+    save_every: int | None = None
+    save_to: str | Path | None = None
+    keep: int = 3
+    resume: str | Path | None = None
+    on_failure: str = "repair"
+    snapshot_every: int | None = None
+
+
+def train(cluster: Cluster, model: Any, data: Any, options: Options) -> Run:
+    """See :meth:`dtkit.Cluster.train`."""
+    from dtkit.engine.data.loader import Loading
+
+    cluster.check_open()
+    planner.check_idle(cluster, "and trains one model at a time", "end it (run.stop())")
+    strategy = _check_options(options)
+    strategy.mesh(cluster.world_size)
+    strategy.check(cluster.world_size, options.batch_size)
+    _check_shrinks(cluster.world_size, options, strategy)
+    _check_model(cluster, model)
+    if not isinstance(model, Replicas):
+        strategy.check_model(model)
+        if (shown := strategy.preview(model)) is not None:
+            print(shown)  # noqa: T201 - a plan is shown before it is used
+    resumption = None if options.resume is None else resuming.find(options.resume, model)
+    loading = Loading(options.workers, options.pin_memory, options.prefetch)
+    if options.on_failure == "repair":
+        _replace_lost(cluster)
+    program = _program(cluster, options, strategy)
+    part = _partition(cluster, model, data, options, strategy)
+    source = part if isinstance(part, Flow) else distribute.source_of(cluster, part)
+    copies = model if isinstance(model, Replicas) else broadcast.broadcast(cluster, model, mapped=strategy.partial)
+    valid = None if options.valid is None else distribute.place(cluster, options.valid, like=source)
+    spec = _spec(cluster, copies, part, options, strategy)
+    if resumption is not None:
+        resumption.check(spec)
+    previous, cluster.current_run = cluster.current_run, None
+    if previous is not None:
+        previous.release()
+    plan = JobPlan(spec.batch_size, spec.steps, options.shuffle, spec.seed)
+    saves = _saves(options, () if resumption is None else resumption.line)
+    extras = _extras(options, strategy, _sizes(cluster, part), valid, saves)
+    own = _own((model, copies), (data, source), (options.valid, valid))
+    run = Run(cluster, spec, Order(copies, source, plan, program, loading, own), extras)
+    run.build(resumption)
+    _warn_of_batch_statistics(cluster, copies, strategy)
+    cluster.current_run = run
+    if options.start:
+        run.resume()
+    return run
+
+
+def _replace_lost(cluster: Cluster) -> None:
+    """Who was lost while nothing was under way is replaced as it would be from here on."""
+    if lost := cluster.lost():
+        print(f"{which_ranks(lost)} gone: replaced before the training starts")  # noqa: T201 - it takes some seconds
+        cluster.repair()
+
+
+def _own(*pairs: tuple[Any, Replicas | Placed | None]) -> tuple[str, ...]:
+    """Keys of what was placed here, of (what the user gave, what lies on the engines)."""
+    return tuple(
+        placed.key
+        for given, placed in pairs
+        if placed is not None and not isinstance(given, (Replicas, Partition, Placed))
+    )
+
+
+def _program(cluster: Cluster, options: Options, strategy: Strategy) -> bytes:
+    """What the engines are to do with the batches, pickled."""
+    from dtkit.strategies.base import Program
+    from dtkit.strategies.loss import Objective
+
+    what = Program(
+        Objective(options.loss, options.step),
+        options.optimizer,
+        strategy,
+        options.scheduler,
+        options.scheduler_every,
+        has_valid=options.valid is not None,
+    )
+    return cluster.dumps(what, name="train")
+
+
+def _sizes(cluster: Cluster, part: Partition | Flow) -> tuple[int, ...]:
+    """Rows of each shard; of a stream, whose ranks take equally many, in that proportion."""
+    return (1,) * cluster.world_size if isinstance(part, Flow) else part.sizes
+
+
+def _extras(options: Options, strategy: Strategy, sizes: tuple[int, ...], valid: Placed | None, saves: Saves) -> Extras:
+    return Extras(
+        strategy=strategy,
+        on_failure=options.on_failure,
+        metrics=dict(options.metrics or {}),
+        valid=valid,
+        callbacks=tuple(options.callbacks),
+        balance=sizes if strategy.balance and len(sizes) > 1 else None,
+        caveats=strategy.caveats(),
+        explains=strategy.explains,
+        schedule=strategy.table,
+        saves=saves,
+        snapshots=_snapshots(options, strategy, len(sizes)),
+        rhythm=_rhythm(options, strategy, len(sizes)),
+        copies=len(sizes) // strategy.mesh(len(sizes)).replicas,
+    )
+
+
+def _snapshots(options: Options, strategy: Strategy, world_size: int) -> Saves:
+    """On disk. None, where another rank holds what is lost with one."""
+    alone = _single_copies(strategy, world_size)
+    if options.snapshot_every is None and (not alone or options.on_failure == "pause"):
+        return Saves(quiet=True)
+    seconds = MOST_S if options.snapshot_every is None else None
+    return Saves(options.snapshot_every, keep=2, seconds=seconds, quiet=True, yields=alone)
+
+
+def _rhythm(options: Options, strategy: Strategy, world_size: int) -> Rhythm:
+    """Of those in memory. A part that another rank holds needs none there."""
+    if not _single_copies(strategy, world_size):
+        return Rhythm()
+    return Rhythm(options.snapshot_every, SECONDS if options.snapshot_every is None else None)
+
+
+def _single_copies(strategy: Strategy, world_size: int) -> bool:
+    """Whether a part of the model is lost with the one rank that holds it."""
+    parts = [strategy.part_of(world_size, rank) for rank in range(world_size)]
+    return any(parts.count(part) == 1 for part in parts) and len(set(parts)) > 1
+
+
+def _saves(options: Options, before: Line) -> Saves:
+    to = None if options.save_to is None else checkpoint.given("save_to", options.save_to).absolute()
+    return Saves(options.save_every, to, options.keep, line=(*before, os.urandom(8).hex()))
+
+
+def _partition(cluster: Cluster, model: Any, data: Any, options: Options, strategy: Strategy) -> Partition | Flow:
+    """The data as a partition that these options can be used with; all is checked before raw data travels."""
+
+    def check(part: Partition) -> None:
+        _check_sizes(options, part)
+        _check_ignored(options.loss, part)
+        if isinstance(data, Partition):
+            distribute.source_of(cluster, part)
+        planner.check_fits(cluster, model, options.optimizer, strategy)
+
+    def check_flow() -> None:
+        _check_flow(cluster, options, strategy)
+        planner.check_fits(cluster, model, options.optimizer, strategy)
+
+    if not isinstance(data, Partition):
+        return distribute.for_training(
+            cluster, data, seed=options.seed, target=options.target, check=check, check_flow=check_flow
+        )
+    check(data)
+    return data
+
+
+def _check_options(options: Options) -> Strategy:
+    """The strategy, after everything that needs neither model nor data was checked."""
+    _check_loss(options)
+    _check_optimizer(options.optimizer)
+    for name in ("batch_size", "epochs", "steps", "save_every", "keep", "snapshot_every"):
+        _check_count(name, getattr(options, name))
+    for name in ("save_to", "resume"):
+        if (path := getattr(options, name)) is not None:
+            checkpoint.given(name, path)
+    if options.save_every is not None and options.save_to is None:
+        raise ValueError(f"save_every={options.save_every}, but not where to: save_to='checkpoints/first', say")
+    if (options.epochs is None) == (options.steps is None):
+        raise ValueError(
+            f"epochs={options.epochs}, steps={options.steps}: say how long to train by one of them, as in epochs=5"
+        )
+    if options.shuffle not in SHUFFLES:
+        raise ValueError(
+            f"shuffle={options.shuffle!r}; it must be 'shard' (each rank its own rows), 'global' (the same rows a step "
+            "on any number of ranks) or None"
+        )
+    if isinstance(options.seed, bool) or not isinstance(options.seed, int | np.integer) or options.seed < 0:
+        raise ValueError(f"seed={options.seed!r}; it must be an integer from 0 up. Use seed=0")
+    if options.on_failure not in MODES:
+        raise ValueError(
+            f"on_failure={options.on_failure!r}; it must be 'repair' (a new engine takes the place of a lost one), "
+            "'shrink' (go on without it) or 'pause'"
+        )
+    _check_metrics(options)
+    _check_scheduler(options)
+    _check_callbacks(options)
+    return _check_strategy(options.strategy)
+
+
+def _check_shrinks(world_size: int, options: Options, strategy: Strategy) -> None:
+    """Refuse on_failure='shrink' where the strategy could not go on without one of the ranks."""
+    if options.on_failure != "shrink" or world_size == 1:
+        return
+    try:
+        strategy.mesh(world_size - 1)
+        strategy.check(world_size - 1, options.batch_size)
+    except ValueError as error:
+        raise ValueError(
+            f"on_failure='shrink' goes on without a lost rank, and {strategy!r} can't work on {world_size - 1} of "
+            f"{world_size}: {error}. Use on_failure='repair', which starts another engine in its place; where engines "
+            "were attached and none can be started, save_to= and a training anew with resume="
+        ) from None
+
+
+def _check_count(name: str, value: Any) -> None:
+    if value is None and name not in ("batch_size", "keep"):
+        return
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name}={value!r}; it must be an integer")
+    if value < 1:
+        raise ValueError(f"{name}={value}; it must be at least 1")
+
+
+def _check_loss(options: Options) -> None:
+    loss, step = options.loss, options.step
+    if (loss is None) == (step is None):
+        raise ValueError(
+            "give either loss, a function of (output, target), or step, a function of (model, batch) that returns "
+            f"the loss; you gave {'both' if loss is not None else 'neither'}"
+        )
+    for name, function in (("loss", loss), ("step", step)):
+        if isinstance(function, type):
+            raise TypeError(f"{name}={function.__name__} is a class; give an instance: {name}={function.__name__}()")
+        if function is not None and not callable(function):
+            raise TypeError(f"{name}={function!r} can't be called; give a function or a loss module")
+    _check_reduction(loss)
+
+
+_PAIR = "lambda out, y: (F.cross_entropy(out, y, weight=w, reduction='sum'), w[y].sum())"
+
+
+def _check_reduction(loss: Any) -> None:
+    """A mean over samples is exact on any number of ranks; other reductions are so only as (sum, weight)."""
+    reduction = getattr(loss, "reduction", "mean")
+    if reduction not in ("mean", "batchmean"):  # KLDivLoss calls the mean over samples "batchmean"
+        raise ValueError(
+            f"loss has reduction={reduction!r}; dtkit needs the mean over samples, or a pair (sum, weight). Use "
+            "reduction='mean', or write a function that returns (sum, number of samples)"
+        )
+    if getattr(loss, "weight", None) is not None and type(loss).__name__ in ("CrossEntropyLoss", "NLLLoss"):
+        raise ValueError(
+            f"{type(loss).__name__} with class weights divides by the weights of the rows at hand, so the mean over "
+            f"ranks would not be the mean over rows. Return a pair (sum, weight) instead: loss={_PAIR}"
+        )
+
+
+def _check_ignored(loss: Any, part: Partition) -> None:
+    """ignore_index is refused where the targets are known to use it; else the engine looks (see objective.py)."""
+    ignored = getattr(loss, "ignore_index", None)
+    if ignored is not None and part.labels is not None and bool((part.labels == ignored).any()):
+        raise ValueError(
+            f"the targets contain ignore_index={ignored}, so {type(loss).__name__} divides by another number of rows "
+            "on each "
+            "rank, and the mean over ranks would not be the mean over rows. Return a pair (sum, weight) instead: "
+            f"loss=lambda out, y: (F.cross_entropy(out, y, ignore_index={ignored}, reduction='sum'), (y != "
+            f"{ignored}).sum())"
+        )
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    if not callable(optimizer):
+        raise TypeError(
+            f"optimizer is a {type(optimizer).__name__}; it must be a function from parameters to an optimiser, "
+            "since every rank makes its own: optimizer=lambda params: torch.optim.SGD(params, lr=0.1)"
+        )
+
+
+def _check_metrics(options: Options) -> None:
+    if options.metrics is not None and not hasattr(options.metrics, "items"):
+        raise TypeError(
+            f"metrics is a {type(options.metrics).__name__}; give names and functions of (output, target), as in "
+            "metrics={'accuracy': accuracy}"
+        )
+    if "loss" in (options.metrics or {}):
+        raise ValueError("metrics has 'loss', which is the name of the loss itself; give the metric another name")
+    for name, metric in (options.metrics or {}).items():
+        if not callable(metric):
+            raise TypeError(
+                f"metrics[{name!r}] is a {type(metric).__name__}; it must be a function of (output, target)"
+            )
+    if options.metrics and options.step is not None:
+        raise ValueError(
+            "metrics need output and target, which step= keeps to itself; compute them in your step, or use loss="
+        )
+
+
+def _check_scheduler(options: Options) -> None:
+    if options.scheduler is not None and not callable(options.scheduler):
+        raise TypeError(
+            f"scheduler is a {type(options.scheduler).__name__}; it must be a function from an optimiser to a torch "
+            "scheduler, since every rank makes its own: "
+            "scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 30)"
+        )
+    if options.scheduler_every not in ("step", "epoch"):
+        raise ValueError(
+            f"scheduler_every={options.scheduler_every!r}; it must be 'step' (after every update) or 'epoch'"
+        )
+
+
+def _check_callbacks(options: Options) -> None:
+    if callable(options.callbacks):
+        raise TypeError("callbacks is a function; give a list of functions of the run: callbacks=[function]")
+    for callback in options.callbacks:
+        if isinstance(callback, type) or not callable(callback):
+            raise TypeError(
+                f"callbacks has {callback!r}; each must be a function of the run, called after every epoch, such as "
+                "dtkit.EarlyStopping(patience=3)"
+            )
+
+
+def _warn_of_batch_statistics(cluster: Cluster, copies: Replicas, strategy: Strategy) -> None:
+    """Batch normalisation makes training depend on how a batch is cut; said once, before it starts."""
+    synchronised = cluster.nodes[0].device.startswith("cuda") and getattr(strategy, "sync_batch_norm", False)
+    if strategy.table is not None:
+        own = "a stage has those of a micro-batch only, with the copies that fill up one with fewer samples"
+    elif strategy.mesh(cluster.world_size).replicas == 1 or synchronised:
+        return
+    else:
+        own = "each rank has those of its own part only"
+    if copies.batch_norms:
+        warnings.warn(
+            f"{copies.batch_norms[0]} normalises with the statistics of a batch, and {own}: training differs a little "
+            "from one process. GroupNorm and LayerNorm don't depend on the batch",
+            stacklevel=caller_level(),
+        )
+
+
+def _check_strategy(strategy: Any) -> Strategy:
+    from dtkit.strategies.base import Strategy
+    from dtkit.strategies.data_parallel import DataParallel
+
+    if strategy is None:
+        return DataParallel()
+    if isinstance(strategy, type) and issubclass(strategy, Strategy):
+        raise TypeError(f"strategy={strategy.__name__} is a class; give an instance: strategy={strategy.__name__}()")
+    if not isinstance(strategy, Strategy):
+        raise TypeError(f"strategy={strategy!r}; it must be a dtkit strategy such as dtkit.DataParallel()")
+    return strategy
+
+
+def _check_sizes(options: Options, part: Partition) -> None:
+    if options.batch_size > part.n:
+        raise ValueError(
+            f"batch_size={options.batch_size} is more than the {part.n} samples there are; it is the number of "
+            f"samples per update over all ranks. Use at most {part.n}"
+        )
+    _check_share(options, part.world_size)
+
+
+def _check_share(options: Options, world_size: int) -> None:
+    if options.batch_size < world_size:
+        raise ValueError(
+            f"batch_size={options.batch_size} is less than the {world_size} ranks; it is the number of samples "
+            f"per update over all ranks, and each needs one. Use at least {world_size}"
+        )
+
+
+def _check_flow(cluster: Cluster, options: Options, strategy: Strategy) -> None:
+    """A stream has no length, so no epochs, and its samples come in an order of their own."""
+    if options.epochs is not None:
+        raise ValueError(
+            f"epochs={options.epochs}: the data is a stream without length, so nobody knows what an epoch is. Say "
+            "steps=, which is then the most that are taken: the run ends with the stream"
+        )
+    if options.shuffle == "global":
+        raise ValueError(
+            "shuffle='global': the data is a stream, whose samples come in an order of their own. Shuffle where they "
+            "are made, and leave shuffle out"
+        )
+    _check_share(options, cluster.world_size)
+    if strategy.mesh(cluster.world_size).replicas < cluster.world_size:
+        raise ValueError(
+            f"{strategy!r} has several ranks take the same samples, and of a stream each rank draws its own. Give "
+            "samples that can be taken by number: arrays, a Dataset, files"
+        )
+
+
+def _check_model(cluster: Cluster, model: Any) -> None:
+    if isinstance(model, Replicas):
+        name, trainable = model.name, model.trainable
+        if model.cluster is not cluster:
+            raise ValueError(f"{name} was broadcast on another cluster; give the model, or cluster.broadcast(model)")
+    else:
+        broadcast.check(model)
+        name, trainable = type(model).__name__, any(p.requires_grad for p in model.parameters())
+    if not trainable:
+        raise ValueError(
+            f"{name} has no parameter that requires a gradient, so an optimiser would have nothing to train. "
+            "Give a model with parameters, or set requires_grad on some"
+        )
+
+
+def _spec(cluster: Cluster, copies: Replicas, part: Partition | Flow, options: Options, strategy: Strategy) -> RunSpec:
+    if isinstance(part, Flow):  # as many samples as there may be at most; the run ends with the stream
+        per_epoch, samples, shuffle = int(options.steps or 0), int(options.steps or 0) * int(options.batch_size), None
+    else:
+        per_epoch, samples, shuffle = -(-part.n // options.batch_size), part.n, options.shuffle
+    return RunSpec(
+        name=copies.name,
+        strategy=repr(strategy),
+        world_size=cluster.world_size,
+        samples=samples,
+        batch_size=int(options.batch_size),
+        steps=int(options.steps or (options.epochs or 0) * per_epoch),
+        steps_per_epoch=per_epoch,
+        shuffle=shuffle,
+        seed=int(options.seed),
+        loss=_name(options.loss or options.step),
+        optimizer=_name(options.optimizer),
+    )
+
+
+def _name(function: Any) -> str:
+    """What a user would call it: a function's name, else the object's class."""
+    return str(getattr(function, "__name__", type(function).__name__))

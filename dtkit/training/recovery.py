@@ -1,0 +1,286 @@
+"""What is done when engines are lost, or stand apart: the job is made anew, with the state that survivors hold.
+
+Each survivor says at which step it stands, and whether its parameters are of that step (an update that was broken off
+in the midst leaves none). The furthest step of which every part of the model is held by some survivor is the one to go
+on from: under data parallelism any one survivor will do. What it holds goes through shared memory to all ranks, so that
+they are equal again whatever happened; and what each has for itself goes with it, back to that rank
+(:mod:`dtkit.engine.state.survivors`). Where a part is held by nobody, the run goes back to its last snapshot. Of the
+last ones in memory (:mod:`dtkit.engine.state.peer_snapshots`), each survivor says whose parts it has copies of; the
+furthest one of which every rank's part is there is taken, and goes the same way. Where a part is lost together with its
+copy, there is the one on disk: a checkpoint that the run writes by itself, beside the training, into the cluster's
+folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from typing import TYPE_CHECKING, Any
+
+from dtkit.errors import CheckpointError, ClusterError, EngineError, which_ranks
+from dtkit.history import engine_outbox
+from dtkit.training.recovered_state import Rescued, left_behind
+from dtkit.types import ALL, OPTIMIZERS, OWN
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from dtkit.checkpoint.checkpoint import Checkpoint
+    from dtkit.cluster.cluster import Cluster
+    from dtkit.rpc.engine_group import Ranks
+    from dtkit.rpc.payload import Shipment
+    from dtkit.strategies.base import Strategy
+    from dtkit.training.config import Order
+
+MODES = ("repair", "shrink", "pause")
+_DISK, _NOWHERE = "the last snapshot, from disk", "the beginning, for want of a snapshot"
+_TRIES = 3  # of a recovery in which further engines are lost
+
+
+@dataclasses.dataclass(frozen=True)
+class Standing:
+    """Where a rank's job stands, and whether its parameters are of that step."""
+
+    step: int
+    whole: bool
+    lr: float = 0.0
+    copies: Mapping[int, Sequence[int]] = dataclasses.field(default_factory=dict)
+    """Of which snapshots there are copies in its memory: {step: ranks whose parts these are}."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Recovered:
+    """How a run goes on."""
+
+    step: int
+    """From here."""
+    lr: float
+    lost_steps: int
+    """Updates that were made and are gone."""
+    seconds: float
+    """What it took."""
+    source: str = ""
+    """Where the state comes from, in words, unless survivors stood there."""
+
+
+def choose(standings: Mapping[int, Standing], parts: Mapping[int, object]) -> tuple[int, list[int]] | None:
+    """(step, ranks): who gives the state, one rank for each of the model's parts; None where a part is nowhere.
+
+    `parts` says for every rank there was which part of the model it held.
+    """
+    wanted = set(parts.values())
+    for step in sorted({standing.step for standing in standings.values()}, reverse=True):
+        holders: dict[object, int] = {}
+        for rank, standing in sorted(standings.items()):
+            if standing.step == step and standing.whole:
+                holders.setdefault(parts[rank], rank)
+        if holders.keys() == wanted:
+            return step, sorted(holders.values())
+    return None
+
+
+def remembered(standings: Mapping[int, Standing], world_size: int) -> tuple[int, dict[int, list[int]]] | None:
+    """(step, {rank: whose parts it gives}) of the furthest snapshot that survivors have in memory, every rank its own
+    part if it can; None where each lacks some.
+    """
+    for step in sorted({step for standing in standings.values() for step in standing.copies}, reverse=True):
+        there = {rank: standing.copies.get(step, ()) for rank, standing in sorted(standings.items())}
+        holders = {part: rank for rank, parts in there.items() for part in parts}
+        holders |= {rank: rank for rank, parts in there.items() if rank in parts}
+        if len(holders) == world_size:
+            return step, {rank: [p for p in range(world_size) if holders[p] == rank] for rank in set(holders.values())}
+    return None
+
+
+def stand(cluster: Ranks, job: str, lost: Sequence[int] = ()) -> dict[int, Standing]:
+    """Where every survivor stands. Needs no process group."""
+    found = cluster.alone("standing", [r for r in range(cluster.world_size) if r not in lost], job=job)
+    return {rank: Standing(*said) for rank, said in found.items()}
+
+
+def apart(standings: Mapping[int, Standing]) -> bool:
+    """Whether ranks differ in step, or one is torn."""
+    return len({standing.step for standing in standings.values()}) > 1 or not all(s.whole for s in standings.values())
+
+
+_TORN = "an update had begun on a rank and not ended, so that its part of the model was of no step"
+
+
+def why_apart(standings: Mapping[int, Standing]) -> str:
+    """Why ranks can't go on as they stand, in words."""
+    if not all(standing.whole for standing in standings.values()):
+        return _TORN
+    furthest = max(standing.step for standing in standings.values())
+    ahead = [rank for rank, standing in sorted(standings.items()) if standing.step == furthest]
+    return f"{which_ranks(ahead)} had made the update of step {furthest - 1}, and others were broken off before theirs"
+
+
+def rescue(cluster: Ranks, job: str, standings: Mapping[int, Standing], parts: Mapping[int, object]) -> Rescued | None:
+    """Take the state from the survivors, before anything is formed anew; None where they don't have all of it."""
+    left = dict(standings)
+    while (chosen := choose(left, parts)) is not None:
+        step, sources = chosen
+        whole = {rank: standing.step == step for rank, standing in left.items() if standing.whole}
+        each = [{"what": ALL if rank in sources else OWN if level else OPTIMIZERS} for rank, level in whole.items()]
+        found = cluster.alone("rescue", list(whole), each=each, job=job)
+        if found.keys() >= set(sources):
+            return Rescued(step, tuple(found.values()))
+        _without(left, sources, found)
+    return None
+
+
+def recall(
+    cluster: Ranks, job: str, standings: Mapping[int, Standing], world_size: int, *, beyond: int
+) -> Rescued | None:
+    """The same of a snapshot in the survivors' memory; None where there is none behind step `beyond`."""
+    left = dict(standings)
+    while (chosen := remembered(left, world_size)) is not None and chosen[0] > beyond:
+        step, givers = chosen
+        ranks = sorted(givers)
+        each = [{"parts": givers[rank]} for rank in ranks]
+        found = cluster.alone("recall", ranks, each=each, job=job, step=step)
+        if found.keys() >= set(ranks):
+            return Rescued(step, tuple(found.values()), f"the last snapshot, from {_memory_of(givers)}")
+        _without(left, ranks, found)
+    return None
+
+
+def _without(standings: dict[int, Standing], ranks: Sequence[int], found: Mapping[int, Shipment]) -> None:
+    """Who gave nothing has been lost meanwhile, or has no memory for it; what others gave is of no use."""
+    for rank in ranks:
+        if rank not in found:
+            del standings[rank]
+    for shipment in found.values():
+        shipment.discard()
+
+
+def _memory_of(givers: Mapping[int, Sequence[int]]) -> str:
+    """In whose memory that lay which is lost; where nothing is, each had its own."""
+    mirrors = [str(rank) for rank, parts in sorted(givers.items()) if set(parts) - {rank}]
+    if not mirrors:
+        return "each node's own memory"
+    return f"node {mirrors[0]}'s memory" if len(mirrors) == 1 else f"the memory of nodes {' and '.join(mirrors)}"
+
+
+def recover(cluster: Ranks, lost: Sequence[int], rebuild: Callable[[], Any], *, shrink: bool) -> None:
+    """Replace the engines of these ranks, or go on without them, and have `rebuild` make the job anew and fill it.
+
+    Tried again when further engines are lost on the way.
+    """
+    for attempt in range(_TRIES):
+        try:
+            _renew(cluster, lost, shrink=shrink)
+            _check_held(cluster)
+            rebuild()
+        except EngineError as error:
+            lost = sorted({*cluster.lost(), *(f.rank for f in error.failures if f.kind == "stuck")})
+            if not lost or attempt == _TRIES - 1:
+                raise
+        else:
+            break
+
+
+def _check_held(cluster: Ranks) -> None:
+    if cluster.emptied():
+        raise ClusterError(
+            "no engine is left that holds the data and the model; the cluster is whole again, but empty. Train anew, "
+            "or from a checkpoint: cluster.train(..., resume=path)"
+        )
+
+
+def _renew(cluster: Ranks, lost: Sequence[int], *, shrink: bool) -> None:
+    if not lost:
+        cluster.form(others=True)
+    elif shrink:
+        cluster.shrink(lost)
+    else:
+        cluster.replace(lost)
+
+
+@dataclasses.dataclass(frozen=True)
+class Recovery:
+    """How one run's job is made anew."""
+
+    cluster: Cluster
+    job: str
+    order: Order
+    strategy: Strategy
+    batch_size: int
+    shrinks: bool
+    """Whether to go on without the lost ranks; else they are replaced."""
+    snapshots: Path
+    """The folder of the run's own checkpoints."""
+
+    def __call__(self, lost: Sequence[int]) -> Recovered:
+        """Bring all ranks to the furthest step that can be had. Blocks until they stand there.
+
+        Raises ClusterError where that can't be, ValueError where the strategy can't work on fewer ranks.
+        """
+        self.cluster.check_owned()  # before any engine is ended
+        began = time.monotonic()
+        shrink = bool(lost) and self.shrinks
+        if shrink:
+            self._check_fewer(self.cluster.world_size - len(lost))
+        standings = stand(self.cluster, self.job, lost)
+        rescued, disk = self._state(standings)
+        found: list[tuple[int, float]] = []
+
+        def rebuild() -> None:
+            engine_outbox.remove(self.cluster.folder, self.job)  # of lost ranks, too; whoever recovers has read it
+            if rescued is not None:
+                found[:] = [self.order.revive(self.cluster, self.job, rescued.shipments)]
+            else:
+                found[:] = [self._back(disk)]
+
+        with contextlib.ExitStack() as finally_:
+            if rescued is not None:
+                finally_.enter_context(rescued.kept(self.cluster.folder, self.job, ours=self._owned))
+            recover(self.cluster, lost, rebuild, shrink=shrink)
+        step, lr = found[0]
+        furthest = max((standing.step for standing in standings.values()), default=0)
+        source = (_DISK if disk is not None else _NOWHERE) if rescued is None else rescued.source
+        return Recovered(step, lr, max(0, furthest - step), time.monotonic() - began, source)
+
+    def _state(self, standings: Mapping[int, Standing]) -> tuple[Rescued | None, Checkpoint | None]:
+        """What to go on with: survivors' state, or what a notebook had taken of it that died in a recovery; else the
+        furthest snapshot.
+        """
+        cluster, job, world_size = self.cluster, self.job, self.cluster.world_size
+        parts = {rank: self.strategy.part_of(world_size, rank) for rank in range(world_size)}
+        rescued, earlier = rescue(cluster, job, standings, parts), left_behind(cluster.folder, job)
+        if rescued is not None and earlier is not None:
+            earlier.drop(cluster.folder, job)
+        if rescued is not None or earlier is not None:
+            return rescued or earlier, None
+        disk = self._on_disk()
+        beyond = 0 if disk is None else disk.step - 1
+        return recall(cluster, job, standings, world_size, beyond=beyond), disk
+
+    def _owned(self) -> bool:
+        return not self.cluster.superseded
+
+    def _on_disk(self) -> Checkpoint | None:
+        """The last snapshot there."""
+        from dtkit.checkpoint.checkpoint import Checkpoint
+
+        try:
+            return Checkpoint(self.snapshots)
+        except CheckpointError:
+            return None
+
+    def _back(self, snapshot: Checkpoint | None) -> tuple[int, float]:
+        """To the last snapshot on disk; without one, to where the training began."""
+        from dtkit.training.resume import Resumption
+
+        lr = self.order.build(self.cluster, self.job, hollow=snapshot is not None)
+        if snapshot is None:
+            return 0, lr
+        return snapshot.step, Resumption(snapshot).put_into(self.cluster, self.job)[0]
+
+    def _check_fewer(self, world_size: int) -> None:
+        if world_size < 1:
+            raise ClusterError("no engine is left; start another cluster, and resume from a checkpoint there")
+        self.strategy.mesh(world_size)
+        self.strategy.check(world_size, self.batch_size)

@@ -1,0 +1,81 @@
+"""A model's state dict in parts that lie on several ranks, and how the notebook joins them.
+
+Each rank sends what it holds, so that no rank ever needs room for the whole. A tensor that was cut along a dimension
+comes as one piece from each rank that holds a part of it, in order. A tensor that is several in one (queries, keys and
+values) was cut in each of them: a piece then has a part of the first, a part of the second, and so on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from dtkit.cluster.cluster import Cluster
+    from dtkit.rpc.payload import Shipment
+
+_GRACE_S = 0.1  # for an interrupt of those who do not answer
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A part of a tensor."""
+
+    tensor: Any
+    dim: int
+    """The dimension along which it was cut."""
+    place: int
+    """The how-manieth part it is, from 0."""
+    folds: int = 1
+    """Of how many equal blocks of the whole it has a part each, one after another."""
+
+
+def join(parts: Iterable[Mapping[str, Any] | None]) -> dict[str, Any]:
+    """The whole state dict from what each rank sent."""
+    import torch
+
+    whole: dict[str, Any] = {}
+    cut: dict[str, list[Piece]] = {}
+    for part in parts:
+        for name, value in (part or {}).items():
+            if isinstance(value, Piece):
+                cut.setdefault(name, []).append(value)
+            else:
+                whole[name] = value
+    for name, pieces in cut.items():
+        pieces.sort(key=lambda piece: piece.place)
+        if [piece.place for piece in pieces] != list(range(len(pieces))):
+            raise ValueError(f"{name} came in parts {[p.place for p in pieces]}; one is missing or came twice")
+        blocks = [piece.tensor.chunk(piece.folds, piece.dim) for piece in pieces]
+        whole[name] = torch.cat(
+            [block for blocks_alike in zip(*blocks, strict=True) for block in blocks_alike], pieces[0].dim
+        )
+    return whole
+
+
+def fetch(cluster: Cluster, what: str, job: str, ranks: list[int] | None = None) -> Mapping[str, Any]:
+    """Named tensors of a job ("state" or "gradients"), joined from what each rank sends."""
+    return _unload(cluster.ask(what, job=job, ranks=ranks))
+
+
+def fetch_at_once(cluster: Cluster, what: str, job: str, seconds: float) -> Mapping[str, Any] | None:
+    """The same, where all ranks give it within so many seconds; else None, and nothing is mended."""
+    replies = cluster.collect(cluster.fan_out(what, job=job), seconds, grace=_GRACE_S)
+    sent: list[Any] = [reply.value for reply in replies if reply.failure is None]
+    if len(sent) == len(replies):
+        return _unload(sent)
+    for shipment in sent:
+        if shipment is not None:
+            shipment.discard()
+    return None
+
+
+def _unload(sent: Iterable[Shipment | None]) -> dict[str, Any]:
+    shipments = [shipment for shipment in sent if shipment is not None]
+    try:
+        return join(shipment.unload() for shipment in shipments)
+    finally:
+        for shipment in shipments:
+            shipment.discard()

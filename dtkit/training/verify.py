@@ -1,0 +1,171 @@
+"""Is the distributed training the same as in one process? Replay it both ways and compare.
+
+Two jobs are made from the kept start: one on all ranks, and one on rank 0 alone that plays every shard by itself, so
+that both see the same rows in the same steps. After so many steps their parameters are compared. What differs by
+nature (statistics over a rank's own part of the batch, random draws) is named and not judged.
+
+Numbers whose true gradient is zero (the key bias of attention, a bias before BatchNorm) move by nothing but rounding,
+which Adam-like optimisers amplify; they are found number by number (the key bias is a third of one parameter), named
+apart and held to a wider bound.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+from typing import TYPE_CHECKING, Any
+
+from dtkit.training.state_dict import fetch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    import torch
+
+    from dtkit.cluster.cluster import Cluster
+    from dtkit.training.config import Order
+
+TOLERANCE = {"float64": 1e-12, "float32": 1e-5}
+ZERO_TOLERANCE = {"float64": 1e-10, "float32": 1e-3}
+_HALF = 1e-2
+_ZERO = {"float64": 1e-13, "float32": 1e-6}  # a gradient below this share of the largest one is rounding
+
+
+@dataclasses.dataclass(frozen=True)
+class Verification:
+    """The answer. ``differences`` has the largest absolute difference in each parameter and buffer."""
+
+    verdict: str
+    """"PASS", "FAIL" or "NOT COMPARABLE"."""
+    steps: int
+    world_size: int
+    dtype: str
+    difference: float
+    """The largest one, numbers of zero gradient apart."""
+    tolerance: float
+    differences: Mapping[str, float]
+    zero_gradient: Mapping[str, tuple[int, float]]
+    """Parameters with numbers whose true gradient is zero: how many, and their largest difference."""
+    modules: tuple[str, ...]
+    """What makes the two not comparable: modules as "name (Type): why", and options of the strategy."""
+
+    def __bool__(self) -> bool:
+        return self.verdict == "PASS"
+
+    def text(self) -> str:
+        """The report, a few lines."""
+        worst = max(self.differences, key=lambda name: self.differences[name], default="")
+        lines = [
+            f"{self.verdict}: {self.steps} steps on {self.world_size} ranks against one process, {self.dtype}",
+            f"  largest difference of the parameters {self.difference:.3g}, tolerance {self.tolerance:g}",
+        ]
+        if self.verdict == "FAIL":
+            lines.append(f"  worst: {worst}, {self.differences[worst]:.3g}")
+        for name, (count, largest) in self.zero_gradient.items():
+            bound = ZERO_TOLERANCE.get(self.dtype, _HALF)
+            lines.append(
+                f"  {name}: {count} numbers of zero gradient hold rounding alone: {largest:.3g}, bound {bound:g}"
+            )
+        lines += [f"  {module}" for module in self.modules]
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"Verification({self.verdict}, difference={self.difference:.3g}, tolerance={self.tolerance:g})"
+
+    def _repr_html_(self) -> str:
+        return f"<p>{html.escape(repr(self))}</p>"
+
+
+def verify(cluster: Cluster, order: Order, steps: int, caveats: Sequence[str] = ()) -> Verification:
+    """See :meth:`dtkit.Run.verify`."""
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"steps={steps!r}; verify needs an integer from 1 up")
+    together, alone = cluster.new_key("job"), cluster.new_key("job")
+    try:
+        state = _train(cluster, order, together, steps, None)
+        reference = _train(cluster, order, alone, steps, [0])
+        gradients = fetch(cluster, "gradients", alone, [0])
+    finally:
+        cluster.let_go(together)
+        cluster.let_go(alone)
+    modules = tuple(incomparable(order.copies.build(reference))) if cluster.world_size > 1 else ()
+    modules += tuple(caveats)
+    return judge(state, reference, gradients, modules, steps, cluster.world_size)
+
+
+def _train(cluster: Cluster, order: Order, job: str, steps: int, ranks: list[int] | None) -> Mapping[str, Any]:
+    """Make the job, take the steps, return its state dict."""
+    order.build(cluster, job, ranks=ranks, alone=ranks is not None)
+    done = 0
+    while done < steps:
+        advance, _ = cluster.ask("advance", job=job, step=done, steps=steps - done, ranks=ranks)[0]
+        if advance.ended == "nonfinite":
+            raise ValueError(
+                f"the gradients are not finite at step {advance.step}, so there is nothing to compare after it. "
+                f"Verify fewer steps: run.verify(steps={max(1, advance.step)})"
+            )
+        if advance.ended == "exhausted":
+            break
+        done = advance.step
+    return fetch(cluster, "state", job, ranks)
+
+
+def judge(
+    state: Mapping[str, torch.Tensor],
+    reference: Mapping[str, torch.Tensor],
+    gradients: Mapping[str, torch.Tensor],
+    modules: tuple[str, ...],
+    steps: int,
+    world_size: int,
+) -> Verification:
+    """Compare two state dicts. `gradients`: the largest absolute gradient of every number over the steps."""
+    dtype = _widest_error(state[name] for name in gradients if name in state)
+    floor = _ZERO.get(dtype, _ZERO["float32"]) * max(
+        (float(g.max()) for g in gradients.values() if g.numel()), default=0.0
+    )
+    differences, zero = {}, {}
+    for name, expected in reference.items():
+        if not hasattr(expected, "is_floating_point"):  # a module's extra state may be anything
+            continue
+        found = _difference(state[name], expected)
+        if name in gradients and bool((still := gradients[name] <= floor).any()):
+            zero[name] = int(still.sum()), float(found[still].max())
+            found = found[~still]
+        differences[name] = float(found.max()) if found.numel() else 0.0
+    difference, tolerance = max(differences.values(), default=0.0), TOLERANCE.get(dtype, _HALF)
+    bound = ZERO_TOLERANCE.get(dtype, _HALF)
+    within = difference <= tolerance and all(largest <= bound for _, largest in zero.values())
+    verdict = "NOT COMPARABLE" if modules else "PASS" if within else "FAIL"
+    return Verification(verdict, steps, world_size, dtype, difference, tolerance, differences, zero, modules)
+
+
+def _widest_error(tensors: Iterator[torch.Tensor]) -> str:
+    """The dtype with the fewest digits: its rounding decides the tolerance."""
+    import torch
+
+    found = [tensor.dtype for tensor in tensors if tensor.is_floating_point()] or [torch.get_default_dtype()]
+    return str(max(found, key=lambda dtype: torch.finfo(dtype).eps)).removeprefix("torch.")
+
+
+def _difference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The absolute difference of every number: none between equal infinities (of a mask), infinite where one is NaN."""
+    wide = a.is_complex() or b.is_complex()
+    found = (a - b).abs() if wide else (a.double() - b.double()).abs()
+    return found.masked_fill(a == b, 0.0).nan_to_num(nan=float("inf"), posinf=float("inf"))
+
+
+def incomparable(model: torch.nn.Module) -> Iterator[str]:
+    """The modules of `model` whose training differs between one process and several by nature."""
+    import torch
+    from torch import nn
+
+    for name, module in model.named_modules():
+        title = f"{name or 'the model'} ({type(module).__name__})"
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, nn.SyncBatchNorm):  # noqa: SLF001 - torch names no public base class
+            yield f"{title}: each rank normalises with the statistics of its own part of the batch"
+        elif isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:  # noqa: SLF001 - as above
+            yield f"{title}: each rank draws random numbers of its own"
+        elif isinstance(module, (nn.MultiheadAttention, nn.RNNBase)) and module.dropout > 0:
+            yield f"{title}: dropout={module.dropout} draws random numbers of each rank's own"
+        elif isinstance(module, torch.nn.RReLU):
+            yield f"{title}: each rank draws random slopes of its own"

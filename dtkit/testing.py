@@ -29,7 +29,7 @@ from dtkit._util.guard import contain
 from dtkit.engine.node_info import hello
 from dtkit.errors import Refused
 from dtkit.history.history import ROW
-from dtkit.planning.cost_model import Times
+from dtkit.planning.cost_model import StepTimings
 from dtkit.rpc import pickling
 from dtkit.rpc.payload import Shipment, ship
 from dtkit.types import Advance, Failure, Reply, Request
@@ -451,7 +451,7 @@ class FakeTransport:
             others = range(rank.number + 1, len(self._ranks))
             return benchmark.Links(50e9, [(8, 1e-4), (2**20, 1e-3)], dict.fromkeys(others, (5e-5, 1e9)), 0.5)
         if what == "times":
-            return Times([(1, 0.001, 0.002), (args["rows"], 0.001 * args["rows"], 0.002 * args["rows"])], 0.001)
+            return StepTimings([(1, 0.001, 0.002), (args["rows"], 0.001 * args["rows"], 0.002 * args["rows"])], 0.001)
         seat: Any = benchmark.Seat(None, torch.device("cpu"), rank.models, {})  # type: ignore[arg-type]  # no collective
         nothing: Any = None if what == "layers" else []
         return benchmark.serve(seat, what, **args) if what == "sizes" else (nothing, "a double has no data")

@@ -24,7 +24,7 @@ ALL, OWN, OPTIMIZERS = "all", "own", "optimizers"
 
 Fingerprint = Mapping[tuple[int, ...], int]
 """Checksums of the parameters that lie on one rank, by the part of the model that they are of, called as in
-`Strategy.part_of`; () is what lies on all ranks. Ranks that tell of the same part must have the same number."""
+`Strategy.model_shard_id`; () is what lies on all ranks. Ranks that tell of the same part must have the same number."""
 
 
 class State(enum.Enum):

@@ -15,8 +15,8 @@ from dtkit.engine import node_info
 from dtkit.engine.observe.phase_timer import Phases
 from dtkit.strategies import averaging
 from dtkit.strategies.averaging import ParameterAveraging
-from dtkit.strategies.base import Setting
-from dtkit.strategies.loss import Objective
+from dtkit.strategies.base import WorkerContext
+from dtkit.strategies.loss import Loss
 from tests.test_trainer import CPU, data, job, net, sgd
 
 
@@ -97,15 +97,15 @@ def test_a_step_whose_averaging_fails_counts_with_its_loss(monkeypatch: pytest.M
     def fail(_: Any) -> None:
         raise RuntimeError("the others are gone")
 
-    monkeypatch.setattr(averaging._Local, "_average", fail)
-    setting = Setting(None, CPU, Phases(node_info.clock(CPU)), [0])
-    worker = ParameterAveraging(every=2).setup(net(), Objective(F.cross_entropy, None), sgd, setting)
+    monkeypatch.setattr(averaging._AveragingWorker, "_average", fail)
+    setting = WorkerContext(None, CPU, Phases(node_info.clock(CPU)), [0])
+    worker = ParameterAveraging(every=2).setup(net(), Loss(F.cross_entropy, None), sgd, setting)
     batch = data(4)
     first = worker.step([(4, batch)], [4])
     with pytest.raises(RuntimeError, match="gone"):
         worker.step([(4, batch)], [4])
-    assert worker.outcome is not None
-    assert 0 < float(worker.outcome.loss) < float(first.loss)
+    assert worker.step_result is not None
+    assert 0 < float(worker.step_result.loss) < float(first.loss)
 
 
 class Breaking(torch.optim.SGD):

@@ -12,9 +12,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F
 
-from dtkit.strategies.dtensor_worker import skeleton, take_slices
-from dtkit.strategies.tensor.attention import Fused, Heads, HeadsHere, fused
-from dtkit.strategies.tensor.attention_check import objection
+from dtkit.strategies.dtensor_worker import copy_to_meta, load_shards
+from dtkit.strategies.tensor.attention import (
+    FusedQKV,
+    MultiheadAttentionParallel,
+    ShardedMultiheadAttention,
+    make_fused_qkv,
+)
+from dtkit.strategies.tensor.attention_check import explain_unsplittable
 from tests.cluster.nets import HEADS, WIDTH, Attention, Block
 
 if TYPE_CHECKING:
@@ -34,7 +39,7 @@ def alone(ways: int, rank: int) -> DeviceMesh:
 @pytest.fixture
 def own_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank's weights stay with it: there is nobody here to put them together with."""
-    monkeypatch.setattr(HeadsHere, "_weights", lambda _self, weights, **_: weights)
+    monkeypatch.setattr(ShardedMultiheadAttention, "_weights", lambda _self, weights, **_: weights)
 
 
 class Part(nn.Module):
@@ -50,9 +55,9 @@ class Part(nn.Module):
 
 def part(whole: nn.MultiheadAttention, ways: int, rank: int) -> nn.Module:
     """The module as a rank has it."""
-    mine = skeleton(whole)
-    Heads()._apply(mine, alone(ways, rank))
-    take_slices(whole, mine, torch.device("cpu"))
+    mine = copy_to_meta(whole)
+    MultiheadAttentionParallel()._apply(mine, alone(ways, rank))
+    load_shards(whole, mine, torch.device("cpu"))
     mine.out_proj = Part(whole.out_proj, ways, rank)
     return mine.train(whole.training)
 
@@ -159,12 +164,12 @@ def test_dropout_is_within_attention_and_only_in_training():
 # -- queries, keys and values as one ---------------------------------------------------------------------------
 
 
-def three(ways: int = 2, rank: int = 1) -> tuple[torch.Tensor, Fused, list[torch.Tensor]]:
+def three(ways: int = 2, rank: int = 1) -> tuple[torch.Tensor, FusedQKV, list[torch.Tensor]]:
     """(The whole, as a rank has it, and the parts that are this rank's)."""
     whole = torch.randn(ROWS, LENGTH, 3 * WIDTH, generator=torch.Generator().manual_seed(2))
     parts = [third.chunk(ways, -1)[rank] for third in whole.chunk(3, -1)]
-    made = fused(torch.cat(parts, -1), alone(ways, rank))
-    assert isinstance(made, Fused)
+    made = make_fused_qkv(torch.cat(parts, -1), alone(ways, rank))
+    assert isinstance(made, FusedQKV)
     return whole, made, parts
 
 
@@ -277,7 +282,7 @@ def normed(module: Any, made: torch.Tensor) -> Any:
     ],
 )
 def test_a_forward_is_tried_before_it_is_cut(module: nn.Module, why_not: str):
-    found = objection(module, "c_attn", "c_proj", 2)
+    found = explain_unsplittable(module, "c_attn", "c_proj", 2)
     assert bool(found) == bool(why_not)
     import re
 
@@ -287,7 +292,7 @@ def test_a_forward_is_tried_before_it_is_cut(module: nn.Module, why_not: str):
 def test_a_trial_leaves_the_module_and_random_numbers_as_they_are():
     module = Block("fused", dropout=0.5)
     before, drawn = {k: v.clone() for k, v in module.state_dict().items()}, torch.get_rng_state()
-    assert objection(module, "c_attn", "proj", 4) == ""
+    assert explain_unsplittable(module, "c_attn", "proj", 4) == ""
     assert module.training
     assert isinstance(module.c_attn, nn.Linear)
     assert all(torch.equal(v, before[k]) for k, v in module.state_dict().items())
@@ -297,4 +302,4 @@ def test_a_trial_leaves_the_module_and_random_numbers_as_they_are():
 
 def test_heads_that_do_not_divide_are_no_parts():
     """Seen without being told how many heads there are."""
-    assert "slices" in objection(Attention(), "c_attn", "c_proj", 8)
+    assert "slices" in explain_unsplittable(Attention(), "c_attn", "c_proj", 8)

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from dtkit.data.partition import proportional
+from dtkit.data.partition import divide_proportionally
 from dtkit.history.history import ROW
-from dtkit.strategies.replicated import bits
+from dtkit.strategies.replicated import compute_checksum
 from dtkit.training.load_balancing import STEPS, Balancer
 from dtkit.training.replica_check import ALONE_S, LEAST_S, SHARE, Watch
 from dtkit.types import Consistency
@@ -21,8 +21,8 @@ def rows(samples, seconds, steps=STEPS):
 
 
 def landed(balancer, costs, fixed=0.0, batch=64):
-    """One dispatch in which rank r takes costs[r] seconds a sample and `fixed` a step."""
-    counts = proportional(batch, balancer.shares)
+    """One dispatch in which rank r takes costs[r] seconds a sample and `intercept` a step."""
+    counts = divide_proportionally(batch, balancer.shares)
     return balancer.landed([rows(n, n * cost + fixed) for n, cost in zip(counts, costs, strict=True)])
 
 
@@ -71,9 +71,9 @@ def test_shares_begin_as_the_shards_are():
 
 
 def test_every_rank_gets_a_sample_while_there_are_enough():
-    assert proportional(10, (0.98, 0.01, 0.01)) == (8, 1, 1)
-    assert proportional(2, (0.98, 0.01, 0.01)) == (1, 1, 0)
-    assert sum(proportional(101, (0.5, 0.3, 0.2))) == 101
+    assert divide_proportionally(10, (0.98, 0.01, 0.01)) == (8, 1, 1)
+    assert divide_proportionally(2, (0.98, 0.01, 0.01)) == (1, 1, 0)
+    assert sum(divide_proportionally(101, (0.5, 0.3, 0.2))) == 101
 
 
 # -- checksums ------------------------------------------------------------------------------------------------
@@ -174,21 +174,21 @@ def test_where_nothing_lies_twice_nothing_is_said_and_seldom_asked():
 @pytest.mark.parametrize("offset", [0, 1])
 def test_a_fingerprint_sees_a_single_bit(dtype, offset):
     tensor = torch.arange(1 + offset, 100 + offset).to(dtype)[offset:]  # a view may lie askew
-    before = bits([tensor])
-    assert bits([tensor.clone()]) == before
+    before = compute_checksum([tensor])
+    assert compute_checksum([tensor.clone()]) == before
     changed = tensor.clone()
     changed.view(torch.uint8)[-1] ^= 1
-    assert bits([changed]) != before
-    assert bits([]) == 0
+    assert compute_checksum([changed]) != before
+    assert compute_checksum([]) == 0
 
 
 def test_a_step_that_is_mostly_fixed_is_left_alone():
     """Twice as slow, and a step's own part outweighs its samples: no share would help much, and none runs away."""
     balancer = Balancer([10, 10])
     for _ in range(20):
-        counts = proportional(64, balancer.shares)
+        counts = divide_proportionally(64, balancer.shares)
         balancer.landed([rows(n, slow * (100.0 + n)) for n, slow in zip(counts, (2.0, 1.0), strict=True)])
-    counts = proportional(64, balancer.shares)
+    counts = divide_proportionally(64, balancer.shares)
     assert min(counts) >= 1
     before = [2 * (100 + 32), 100 + 32]
     after = [2 * (100 + counts[0]), 100 + counts[1]]

@@ -130,7 +130,7 @@ def test_every_number_is_what_one_process_finds(counts):
     close(told.loss, F.cross_entropy(net()(inputs[: sum(counts)]), targets[: sum(counts)]).detach())
     assert told.identical
     assert (told.step, told.epoch, told.lr, told.clip) == (5, 2, LR, None)
-    close(told.total.reduced[0], math.hypot(*(float(g.norm()) for g in gradient(np.arange(sum(counts))))))
+    close(told.all_layers.reduced[0], math.hypot(*(float(g.norm()) for g in gradient(np.arange(sum(counts))))))
 
 
 def in_group(rank: int, store: str, counts: tuple[int, ...]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dtkit.dashboard import figures, step_text
-from dtkit.explain.data_parallel import StepExplanation, largest
+from dtkit.explain.data_parallel import StepExplanation, max_or_none
 
 RANKS = [  # rank, rows, loss
     (0, [3, 18, 0], 1.0),
@@ -93,7 +93,7 @@ def test_records_by_rank_and_by_layer():
 
 
 def test_all_layers_together_have_the_norm_of_the_whole_gradient():
-    total = told().total
+    total = told().all_layers
     assert total.tensors == 2
     assert total.own == (pytest.approx(math.hypot(0.4, 0.4)), pytest.approx(math.hypot(0.5, 0.5)), None)
     assert total.reduced == (pytest.approx(math.hypot(0.3, 0.3)),) * 3
@@ -107,7 +107,7 @@ def test_the_cosine_of_a_group_is_that_of_its_vectors():
         tensor("b", 4.0, reduced=math.sqrt(2), cosine=-1 / math.sqrt(2)),
     ]
     step = told(RANKS[:1], tensors=layers)
-    assert step.total.cosine == (pytest.approx(-1 / (5 * 2)),)
+    assert step.all_layers.cosine == (pytest.approx(-1 / (5 * 2)),)
 
 
 def test_what_differs_is_named():
@@ -150,7 +150,7 @@ def test_a_table_for_pandas():
 def test_layers_are_grouped_by_module_as_finely_as_fits(limit, names):
     step = told(RANKS[:1], ("a.0.w", "a.0.b", "a.1.w", "b.0.w", "b.0.b", "c"))
     big = [dataclasses.replace(layer, reduced=(9.0,)) if layer.name == "b.0.w" else layer for layer in step.layers]
-    found = dataclasses.replace(step, layers=tuple(big)).grouped(limit)
+    found = dataclasses.replace(step, layers=tuple(big)).group_layers(limit)
     assert [record.name for record in found] == names
     assert sum(record.tensors for record in found) == 6
     assert math.hypot(*(record.reduced[0] for record in found)) == pytest.approx(math.hypot(9, *[0.3] * 5))
@@ -158,12 +158,12 @@ def test_layers_are_grouped_by_module_as_finely_as_fits(limit, names):
 
 def test_no_records_are_no_view():
     with pytest.raises(ValueError, match="limit=0; it is the number of records to show, from 1 up"):
-        told().grouped(0)
+        told().group_layers(0)
 
 
 def test_the_largest_value_that_is_there():
-    assert largest([None, 1.0, 3.0]) == 3
-    assert largest([None]) is None
+    assert max_or_none([None, 1.0, 3.0]) == 3
+    assert max_or_none([None]) is None
 
 
 # -- text ------------------------------------------------------------------------------------------------------------

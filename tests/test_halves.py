@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from dtkit.strategies.pipeline.split_backward import separable
+from dtkit.strategies.pipeline.split_backward import can_split_backward
 from tests.cluster import nets
 from tests.cluster.test_borders import Adapted, Around, Queries, Tied
 
 
 def halves(model, *inputs):
-    return separable([model(*inputs)], inputs, model.parameters())
+    return can_split_backward([model(*inputs)], inputs, model.parameters())
 
 
 @pytest.mark.parametrize(
@@ -34,5 +34,7 @@ def test_weights_behind_no_input_come_at_once():
     layer = nn.Linear(2, 2)
     assert not halves(layer, torch.randn(3, 2))
     x = torch.randn(3, 2, requires_grad=True)
-    assert not separable([layer(torch.randn(3, 2)), x * 2], [x], layer.parameters())
-    assert separable([layer(x)], [x], [*layer.parameters(), *nn.Linear(2, 2).parameters()])  # others have no part in it
+    assert not can_split_backward([layer(torch.randn(3, 2)), x * 2], [x], layer.parameters())
+    assert can_split_backward(
+        [layer(x)], [x], [*layer.parameters(), *nn.Linear(2, 2).parameters()]
+    )  # others have no part in it

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from dtkit.data.columns import Columns
+from dtkit.data.columns import ColumnSelection
 from dtkit.data.partition import Partition
 from dtkit.engine.data.batches import Shards, Stream
 from dtkit.engine.data.iterable import IterableStream, StreamSource, is_stream, takes_rank
@@ -52,7 +52,7 @@ def plan(**changes: Any) -> JobPlan:
 
 def shards() -> Shards:
     part = Partition(SAMPLES, WORLD)
-    return Shards(part.flat(), part.sizes)
+    return Shards(part.flatten_indices(), part.sizes)
 
 
 def feeder(source: Any, loader: Any, rank: int = 1) -> Feeder:
@@ -322,7 +322,7 @@ def drain(make: Any, world_size: int, *, batch_size: int = BATCH, ahead: bool = 
 
     def run(rank: int) -> list[Any]:
         how = plan(batch_size=batch_size)
-        stream = IterableStream(load(make, Columns()), how, world_size, [rank], group, ahead=ahead)
+        stream = IterableStream(load(make, ColumnSelection()), how, world_size, [rank], group, ahead=ahead)
         found, step = [], 0
         while any(counts := stream.counts(step)):
             pieces = stream.batches(step)
@@ -394,7 +394,7 @@ def test_a_batch_to_try_a_model_with():
 
 def alone(make: Any, **options: Any) -> IterableStream:
     """Both ranks' parts, played by one process."""
-    return IterableStream(load(make, Columns()), plan(), WORLD, [0, 1], None, **options)
+    return IterableStream(load(make, ColumnSelection()), plan(), WORLD, [0, 1], None, **options)
 
 
 def test_one_process_that_plays_all_ranks_sees_their_samples():
@@ -425,7 +425,7 @@ def test_counts_are_added_up_anew_in_a_new_group():
             asked.append(tensor.tolist())
             return tensor + torch.tensor([0, 1])
 
-    stream = IterableStream(load(counting(50), Columns()), plan(), WORLD, [0], Group())  # type: ignore[arg-type]
+    stream = IterableStream(load(counting(50), ColumnSelection()), plan(), WORLD, [0], Group())  # type: ignore[arg-type]
     stream.counts(0)
     stream.counts(0)
     stream.regroup(Group())  # type: ignore[arg-type]
@@ -492,9 +492,9 @@ def test_what_is_a_stream():
     assert not is_stream([1, 2])
     assert not is_stream(Numbers())
     for make in (counting(9), Endless, Endless(), Lying(), parts(1)):
-        found = load(make, Columns()) if callable(make) else as_source(make)
+        found = load(make, ColumnSelection()) if callable(make) else as_source(make)
         assert isinstance(found, StreamSource)
-    assert isinstance(load(Numbers, Columns()), DatasetSource)
+    assert isinstance(load(Numbers, ColumnSelection()), DatasetSource)
 
 
 def test_an_iterable_dataset_is_dealt_out():
@@ -507,7 +507,7 @@ def test_an_iterable_dataset_is_dealt_out():
 def test_a_hub_stream_is_split_by_rank():
     datasets = pytest.importorskip("datasets")
     hub = datasets.Dataset.from_dict({"x": list(range(12)), "y": [0] * 12}).to_iterable_dataset(num_shards=4)
-    source = as_source(hub, Columns.asked("y"))
+    source = as_source(hub, ColumnSelection.from_arguments("y"))
     held = [[sample["x"] for sample in source.samples(rank, 2)] for rank in range(2)]
     assert sorted(held[0] + held[1]) == list(range(12))
     assert len(held[0]) == 6
@@ -523,7 +523,7 @@ def test_functions_that_engines_can_not_call():
     with pytest.raises(TypeError, match=r"a function of \(path, rank\).*functools\.partial"):
         takes_rank(lambda path, rank: None)
     with pytest.raises(TypeError, match=r"the function of \(rank, world_size\) returned a tuple; it must return an it"):
-        load(lambda rank, world_size: (torch.zeros(3), torch.zeros(3)), Columns()).samples(0, 1)  # type: ignore[union-attr]
+        load(lambda rank, world_size: (torch.zeros(3), torch.zeros(3)), ColumnSelection()).samples(0, 1)  # type: ignore[union-attr]
 
 
 class Setting:
@@ -535,7 +535,7 @@ class Setting:
 def test_feeding_picks_what_the_data_is():
     fed = feed(ArraySource([torch.zeros(SAMPLES)]), shards(), plan(), Setting, Loading())  # type: ignore[arg-type]
     assert isinstance(fed, Feeder)
-    drawing = load(lambda: ((torch.rand(()), 0) for _ in range(9)), Columns())
+    drawing = load(lambda: ((torch.rand(()), 0) for _ in range(9)), ColumnSelection())
     state = torch.get_rng_state()
     flow = feed_stream(drawing, plan(), Setting, Loading())  # type: ignore[arg-type]
     assert isinstance(flow, IterableStream)

@@ -11,14 +11,14 @@ from torch import nn
 
 from dtkit.engine.memory import Gauge, bytes_of
 from dtkit.planning.cost_model import Benchmark, Plan, PlanRow
-from dtkit.planning.memory_report import Held, Memory, MemoryRow
+from dtkit.planning.memory_report import Memory, MemoryRow, MemoryUsage
 
 MB = 10**6
 
 
-def held(**changes: Any) -> Held:
+def held(**changes: Any) -> MemoryUsage:
     how: dict[str, Any] = {"sent_model": 0, "parameters": 20 * MB, "gradients": 20 * MB, "optimizer": 40 * MB}
-    return Held(**(how | {"grown": 100 * MB, "limit": 150 * MB} | changes))
+    return MemoryUsage(**(how | {"grown": 100 * MB, "limit": 150 * MB} | changes))
 
 
 def planned(strategy: str = "Sharded()", ranks: int = 2) -> Plan:
@@ -30,22 +30,22 @@ def planned(strategy: str = "Sharded()", ranks: int = 2) -> Plan:
         )
         for rank in range(ranks)
     ]  # fmt: skip
-    return Plan("Net", 16, ranks, tuple(rows), Benchmark.unmeasured(ranks))
+    return Plan("Net", 16, ranks, tuple(rows), Benchmark.memory_only(ranks))
 
 
-def memory(*reports: Held, plan: Plan | None = None) -> Memory:
+def memory(*reports: MemoryUsage, plan: Plan | None = None) -> Memory:
     return Memory.from_reports("Net", "Sharded()", 3, reports, plan)
 
 
 def test_what_came_and_went_is_the_rest_of_the_peak():
-    row = MemoryRow.of(0, held(sent_model=10 * MB), None)
+    row = MemoryRow.from_usage(0, held(sent_model=10 * MB), None)
     assert row.activations == 20 * MB
     assert row.peak == row.total == 110 * MB
     assert row.limit == 160 * MB  # the model as it was sent lies beside what the job could have
 
 
 def test_without_a_step_or_a_kernel_that_counts_there_is_no_peak():
-    row = MemoryRow.of(0, held(grown=None, limit=None), None)
+    row = MemoryRow.from_usage(0, held(grown=None, limit=None), None)
     assert (row.peak, row.activations, row.limit) == (None, None, None)
     assert row.total == 80 * MB
     found = memory(held(grown=None, limit=None))
@@ -55,7 +55,7 @@ def test_without_a_step_or_a_kernel_that_counts_there_is_no_peak():
 
 
 def test_a_process_that_seems_to_have_grown_less_than_its_tensors_holds_them_all_the_same():
-    row = MemoryRow.of(0, held(grown=70 * MB), None)
+    row = MemoryRow.from_usage(0, held(grown=70 * MB), None)
     assert (row.activations, row.peak) == (0, 80 * MB)
 
 
@@ -125,7 +125,7 @@ def test_a_gauge_sees_what_was_there_for_a_moment_only():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)  # the first one loads much of torch
     gauge = Gauge(torch.device("cpu"), model)
     before = gauge.read(model, optimizer)
-    assert (before.gradients, before.optimizer, before.grown) == (0, 0, None)
+    assert (before.gradients, before.optimizer, before.process_growth) == (0, 0, None)
     with gauge.working():
         model(torch.ones(1, 1000)).sum().backward()
         optimizer.step()
@@ -133,9 +133,9 @@ def test_a_gauge_sees_what_was_there_for_a_moment_only():
     found = gauge.read(model, optimizer)
     size = 4 * (1000 * 1000 + 1000)
     assert (found.sent_model, found.parameters, found.gradients, found.optimizer) == (size,) * 4
-    if found.grown is None:
+    if found.process_growth is None:
         pytest.skip("this system does not say how large a process was")
-    assert 80 * MB <= found.grown < 140 * MB
+    assert 80 * MB <= found.process_growth < 140 * MB
     with gauge.working():
         pass
-    assert gauge.read(model, optimizer).grown == found.grown  # the most of all
+    assert gauge.read(model, optimizer).process_growth == found.process_growth  # the most of all

@@ -13,9 +13,9 @@ from dtkit.data.partition import Partition
 from dtkit.engine.checks import check_batch_norm, explain
 from dtkit.engine.data.batches import Shards, Stream
 from dtkit.engine.data.sources import ArraySource
-from dtkit.strategies.base import Program
+from dtkit.strategies.base import TrainingProgram
 from dtkit.strategies.data_parallel import DataParallel
-from dtkit.strategies.loss import Objective
+from dtkit.strategies.loss import Loss
 from dtkit.types import JobPlan
 
 
@@ -32,7 +32,7 @@ def model() -> nn.Module:
 def test_a_mean_has_no_weight():
     x, y = batch()
     network = model()
-    loss, weight = Objective(nn.CrossEntropyLoss(), None)(network, (x, y))
+    loss, weight = Loss(nn.CrossEntropyLoss(), None)(network, (x, y))
     assert weight is None
     assert loss.item() == pytest.approx(F.cross_entropy(network(x), y).item())
     assert loss.requires_grad
@@ -40,14 +40,14 @@ def test_a_mean_has_no_weight():
 
 @pytest.mark.parametrize("weight", [torch.tensor(5), 5, 5.0, torch.tensor([5.0])])
 def test_a_pair_is_a_sum_and_a_weight(weight):
-    total, found = Objective(lambda out, y: (out.sum(), weight), None)(model(), batch())
+    total, found = Loss(lambda out, y: (out.sum(), weight), None)(model(), batch())
     assert found is not None
     assert (found.item(), found.shape, found.dtype) == (5.0, (), torch.float64)
     assert total.shape == ()
 
 
 def test_a_loss_of_one_number_in_any_shape_is_a_scalar():
-    loss, _ = Objective(lambda out, y: out.sum().reshape(1, 1), None)(model(), batch())
+    loss, _ = Loss(lambda out, y: out.sum().reshape(1, 1), None)(model(), batch())
     assert loss.shape == ()
 
 
@@ -56,7 +56,7 @@ def test_several_inputs_come_in_order():
         def forward(self, a, b):
             return a - b
 
-    found, _ = Objective(lambda out, y: (out * y).sum(), None)(Two(), (torch.tensor(5.0), torch.tensor(3.0), 2))
+    found, _ = Loss(lambda out, y: (out * y).sum(), None)(Two(), (torch.tensor(5.0), torch.tensor(3.0), 2))
     assert found.item() == 4
 
 
@@ -65,21 +65,21 @@ def test_a_step_gets_the_batch_as_it_is():
         return network(given["x"]).sum(), len(given["x"])
 
     x, _ = batch()
-    total, weight = Objective(None, step)(model(), {"x": x})
+    total, weight = Loss(None, step)(model(), {"x": x})
     assert weight is not None
     assert (weight.item(), total.item()) == (6, pytest.approx(model()(x).sum().item()))
-    found = Objective(None, step).predict(model(), {"x": x})
+    found = Loss(None, step).evaluate_batch(model(), {"x": x})
     assert found.output is found.target is None
     assert found.loss.item() == pytest.approx(total.item())
 
 
 def test_predict_gives_what_metrics_need():
     x, y = batch()
-    found = Objective(nn.CrossEntropyLoss(), None).predict(model(), (x, y))
+    found = Loss(nn.CrossEntropyLoss(), None).evaluate_batch(model(), (x, y))
     assert torch.equal(found.output, model()(x))
     assert torch.equal(found.target, y)
     assert found.loss.item() == pytest.approx(F.cross_entropy(found.output, y).item())
-    assert found.weight is None
+    assert found.loss_weight is None
 
 
 BAD = {
@@ -102,9 +102,9 @@ BAD = {
 def test_what_is_no_loss_is_refused(name):
     loss, message = BAD[name]
     with pytest.raises(TypeError, match=re.compile(message, re.DOTALL)):
-        Objective(loss, None)(model(), batch())
+        Loss(loss, None)(model(), batch())
     with pytest.raises(TypeError, match=re.compile(message.replace("loss", "step", 1), re.DOTALL)):
-        Objective(None, lambda network, given: loss(network(given[0]), given[1]))(model(), batch())
+        Loss(None, lambda network, given: loss(network(given[0]), given[1]))(model(), batch())
 
 
 @pytest.mark.parametrize(
@@ -112,39 +112,39 @@ def test_what_is_no_loss_is_refused(name):
     [({"x": 1, "y": 2}, "a dict"), ((torch.zeros(2, 4),), "1 array"), (torch.zeros(2, 4), "a Tensor")],
 )
 def test_a_batch_without_a_target_needs_a_step(given, form):
-    objective = Objective(nn.CrossEntropyLoss(), None)
-    for call in (objective, objective.predict):
+    objective = Loss(nn.CrossEntropyLoss(), None)
+    for call in (objective, objective.evaluate_batch):
         with pytest.raises(TypeError, match=rf"a batch of this data is {form}; with loss= .*Use step="):
             call(model(), given)
 
 
 def test_ignored_targets_are_refused_with_the_pair():
     x, y = batch()
-    objective = Objective(nn.CrossEntropyLoss(ignore_index=1), None)
+    objective = Loss(nn.CrossEntropyLoss(ignore_index=1), None)
     message = r"targets contain ignore_index=1: .*returns \(sum, weight\): lambda out, y"
     with pytest.raises(ValueError, match=message):
         objective(model(), (x, y))
     with pytest.raises(ValueError, match=message):
-        objective.having_seen(y)
+        objective.with_checked_targets(y)
 
 
 def test_targets_that_are_known_are_looked_through_once():
     x, y = batch()
-    objective = Objective(nn.CrossEntropyLoss(), None).having_seen(y)
-    assert not objective.watch
+    objective = Loss(nn.CrossEntropyLoss(), None).with_checked_targets(y)
+    assert not objective.check_ignore_index
     assert objective(model(), (x, y))[0].isfinite()
-    assert Objective(nn.MSELoss(), None).having_seen(y).watch is False
-    assert Objective(None, lambda m, b: b).having_seen(y).step is not None
+    assert Loss(nn.MSELoss(), None).with_checked_targets(y).check_ignore_index is False
+    assert Loss(None, lambda m, b: b).with_checked_targets(y).training_step is not None
 
 
 # -- a sample alone, and batch normalisation -----------------------------------------------------------------
 
 
-def check(network: nn.Module, inputs: torch.Tensor, batch_size: int, objective: Objective | None = None) -> None:
+def check(network: nn.Module, inputs: torch.Tensor, batch_size: int, objective: Loss | None = None) -> None:
     part = Partition(len(inputs), 2)
     source = ArraySource([inputs, torch.zeros(len(inputs))])
-    stream = Stream(source, Shards(part.flat(), part.sizes), JobPlan(batch_size, 10, "shard", 0), [0])
-    program = Program(objective or Objective(nn.MSELoss(), None), torch.optim.SGD, DataParallel())
+    stream = Stream(source, Shards(part.flatten_indices(), part.sizes), JobPlan(batch_size, 10, "shard", 0), [0])
+    program = TrainingProgram(objective or Loss(nn.MSELoss(), None), torch.optim.SGD, DataParallel())
     check_batch_norm(network.train(), program, source, stream)
 
 
@@ -168,7 +168,7 @@ def test_what_does_no_harm_is_let_through():
     frozen.train = lambda mode=True: frozen  # a model that keeps its statistics
     frozen[1].eval()
     check(frozen, torch.zeros(21, 4), 10)
-    check(flat, torch.zeros(21, 4), 10, Objective(None, lambda m, b: b))  # only the user's step knows
+    check(flat, torch.zeros(21, 4), 10, Loss(None, lambda m, b: b))  # only the user's step knows
 
 
 def test_torch_s_own_complaint_gets_the_remedy():

@@ -238,7 +238,7 @@ def test_the_planned_schedule_stands_behind_what_was_measured():
     source = FakeSource(ranks=4, stages=4, strips=True)
     source.advance(2)
     measured = source.timeline.spans
-    found = strip(Timeline(measured, schedule=Schedule.named("GPipe", 4, 4)))
+    found = strip(Timeline(measured, schedule=Schedule.from_name("GPipe", 4, 4)))
     assert len(found.plan) == len(found.boxes) == 32
     for rank in range(4):
         plan, boxes = (part[part["rank"] == rank] for part in (found.plan, found.boxes))
@@ -249,7 +249,7 @@ def test_the_planned_schedule_stands_behind_what_was_measured():
 
 
 def test_a_schedule_without_a_formula_was_simulated():
-    zero = Schedule.named("ZBVZeroBubble", 2, 4)
+    zero = Schedule.from_name("ZBVZeroBubble", 2, 4)
     assert strip(Timeline(spans_of(zero.simulate()), schedule=zero)).note.endswith("measured, 4 % by simulation")
 
 

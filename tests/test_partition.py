@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtkit.data import partition
-from dtkit.data.partition import Partition, categorical, counts, cumulative, cut
+from dtkit.data.partition import Partition, as_labels, count_cumulative_samples, count_samples_per_step, partition_rows
 
 sizes_of_shards = st.lists(st.integers(0, 40) | st.just(1), min_size=1, max_size=9).filter(any)
 huge_sizes = st.lists(st.integers(1, 10**7), min_size=1, max_size=90)
@@ -37,7 +37,7 @@ def by_definition(sizes: list[int]) -> np.ndarray:
 @given(sizes_of_shards)
 @settings(max_examples=150, deadline=None)
 def test_cumulative_is_the_order_of_the_keys(sizes: list[int]) -> None:
-    assert np.array_equal(cumulative(sizes, np.arange(sum(sizes) + 1)), by_definition(sizes))
+    assert np.array_equal(count_cumulative_samples(sizes, np.arange(sum(sizes) + 1)), by_definition(sizes))
 
 
 @given(sizes_of_shards, st.integers(1, 80))
@@ -45,13 +45,13 @@ def test_cumulative_is_the_order_of_the_keys(sizes: list[int]) -> None:
 def test_every_step_is_full_and_all_shards_end_together(sizes: list[int], batch_size: int) -> None:
     n = sum(sizes)
     steps = -(-n // batch_size)
-    taken = counts(sizes, batch_size, 0, steps)
+    taken = count_samples_per_step(sizes, batch_size, 0, steps)
     assert taken.shape == (steps, len(sizes))
     assert taken.dtype == np.int64
     assert taken.min() >= 0
     assert taken.sum(axis=1).tolist() == [min(batch_size, n - s * batch_size) for s in range(steps)]
     assert taken.sum(axis=0).tolist() == sizes
-    assert not counts(sizes, batch_size, steps, steps + 3).any()
+    assert not count_samples_per_step(sizes, batch_size, steps, steps + 3).any()
 
 
 @given(sizes_of_shards, st.integers(1, 30), st.data())
@@ -60,8 +60,8 @@ def test_a_step_does_not_depend_on_the_others(sizes: list[int], batch_size: int,
     steps = -(-sum(sizes) // batch_size)
     first = data.draw(st.integers(0, steps))
     last = data.draw(st.integers(first, steps))
-    whole = counts(sizes, batch_size, 0, steps)
-    assert np.array_equal(counts(sizes, batch_size, first, last), whole[first:last])
+    whole = count_samples_per_step(sizes, batch_size, 0, steps)
+    assert np.array_equal(count_samples_per_step(sizes, batch_size, first, last), whole[first:last])
 
 
 @given(huge_sizes, st.lists(st.floats(0, 1), min_size=1, max_size=30))
@@ -69,7 +69,7 @@ def test_a_step_does_not_depend_on_the_others(sizes: list[int], batch_size: int,
 def test_shards_stay_close_to_their_share(sizes: list[int], moments: list[float]) -> None:
     n = sum(sizes)
     taken = np.array(sorted(int(moment * n) for moment in moments))
-    held = cumulative(sizes, taken)
+    held = count_cumulative_samples(sizes, taken)
     assert held.sum(axis=1).tolist() == taken.tolist()
     assert (np.diff(held, axis=0) >= 0).all()
     assert (held <= np.array(sizes)).all()
@@ -83,7 +83,7 @@ def test_a_billion_rows_are_counted_exactly() -> None:
     # Keys that differ in the eighteenth digit: floating point can't tell them apart.
     sizes = [333_333_333, 333_333_334, 333_333_332, 1]
     taken = np.array([0, 1, 2, 500_000_000, 999_999_998, 999_999_999, 10**9])
-    held = cumulative(sizes, taken)
+    held = count_cumulative_samples(sizes, taken)
     assert held.sum(axis=1).tolist() == taken.tolist()
     assert held[0].tolist() == [0, 0, 0, 0]
     assert held[1].tolist() == [0, 1, 0, 0]
@@ -96,7 +96,7 @@ def test_a_billion_rows_are_counted_exactly() -> None:
 
 def test_one_giant_among_many_dwarfs() -> None:
     sizes = [10**6, *([1] * 255)]
-    held = cumulative(sizes, np.arange(500_000, 500_400))
+    held = count_cumulative_samples(sizes, np.arange(500_000, 500_400))
     assert held.sum(axis=1).tolist() == list(range(500_000, 500_400))
     # All 255 dwarfs have the key 1/2, in the order of their index, after the giant's first half.
     expected = np.clip(np.arange(500_000, 500_400)[:, None] - 500_000 - np.arange(255), 0, 1)
@@ -109,7 +109,7 @@ def test_one_giant_among_many_dwarfs() -> None:
 @given(
     st.integers(1, 200),
     st.integers(1, 12),
-    st.sampled_from(partition.WAYS),
+    st.sampled_from(partition.PARTITION_METHODS),
     st.none() | st.integers(0, 9),
     st.none() | st.lists(st.floats(0.01, 100), min_size=12, max_size=12),
 )
@@ -120,11 +120,11 @@ def test_a_cut_is_disjoint_complete_and_reproducible(
     ranks = min(n, ranks)
     labels = np.arange(n) * 7 % 5
     options = {"by": by, "seed": seed, "labels": labels, "weights": weights and weights[:ranks]}
-    shards = cut(n, ranks, **options)
+    shards = partition_rows(n, ranks, **options)
     assert len(shards) == ranks
     assert all(shard.dtype == np.int64 for shard in shards)
     assert sorted(np.concatenate(shards).tolist()) == list(range(n))
-    again = cut(n, ranks, **options)
+    again = partition_rows(n, ranks, **options)
     assert all(np.array_equal(a, b) for a, b in zip(shards, again, strict=True))
     sizes = [len(shard) for shard in shards]
     if weights is None:
@@ -143,16 +143,16 @@ def test_stratified_spreads_every_class(labels: list[int], ranks: int, seed: int
 
 
 def test_rows_as_one_expects_them() -> None:
-    assert [s.tolist() for s in cut(7, 3)] == [[0, 1, 2], [3, 4], [5, 6]]
-    assert [s.tolist() for s in cut(7, 3, by="strided")] == [[0, 3, 6], [1, 4], [2, 5]]
+    assert [s.tolist() for s in partition_rows(7, 3)] == [[0, 1, 2], [3, 4], [5, 6]]
+    assert [s.tolist() for s in partition_rows(7, 3, by="strided")] == [[0, 3, 6], [1, 4], [2, 5]]
     labels = ["a", "a", "b", "b", "a", "b"]
-    assert [s.tolist() for s in cut(6, 2, by="stratified", labels=labels)] == [[0, 3, 4], [1, 2, 5]]
+    assert [s.tolist() for s in partition_rows(6, 2, by="stratified", labels=labels)] == [[0, 3, 4], [1, 2, 5]]
 
 
 def test_a_seed_permutes_and_the_numbers_stay_the_same() -> None:
     # Written down: a change here breaks everybody's runs.
-    assert [s.tolist() for s in cut(8, 2, seed=0)] == [[2, 4, 3, 6], [5, 0, 1, 7]]
-    assert not np.array_equal(cut(100, 2, seed=0)[0], cut(100, 2, seed=1)[0])
+    assert [s.tolist() for s in partition_rows(8, 2, seed=0)] == [[2, 4, 3, 6], [5, 0, 1, 7]]
+    assert not np.array_equal(partition_rows(100, 2, seed=0)[0], partition_rows(100, 2, seed=1)[0])
 
 
 @pytest.mark.parametrize(
@@ -166,11 +166,11 @@ def test_a_seed_permutes_and_the_numbers_stay_the_same() -> None:
 )
 def test_weights_are_shares(n: int, weights: list[float], sizes: list[int]) -> None:
     for by in ("contiguous", "strided"):
-        assert [len(shard) for shard in cut(n, len(weights), by=by, weights=weights)] == sizes
+        assert [len(shard) for shard in partition_rows(n, len(weights), by=by, weights=weights)] == sizes
 
 
 def test_weighted_rows_are_dealt_evenly() -> None:
-    slow, fast = cut(12, 2, by="strided", weights=[1, 2])
+    slow, fast = partition_rows(12, 2, by="strided", weights=[1, 2])
     assert slow.tolist() == [1, 4, 7, 10]
     assert len(fast) == 8
 
@@ -178,21 +178,21 @@ def test_weighted_rows_are_dealt_evenly() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: cut(3, 4), r"3 samples .* 4 ranks.* at most 3 engines"),
-        (lambda: cut(3, 0), r"0 ranks"),
-        (lambda: cut(2**31, 2), r"2147483648 rows .*2\*\*30"),
-        (lambda: cut(9, 2, by="random"), r"by='random' .*'contiguous', 'strided', 'stratified'"),
-        (lambda: cut(9, 2, weights=[1]), r"1 weights for 2 ranks.*Give 2 weights"),
-        (lambda: cut(9, 2, weights=[1, 0]), r"weights\[1\]=0\.0 .*above 0"),
-        (lambda: cut(9, 2, weights=[-1, 1]), r"weights\[0\]=-1\.0"),
-        (lambda: cut(9, 2, weights=[1, float("nan")]), r"weights\[1\]=nan"),
-        (lambda: cut(9, 2, weights=[1, float("inf")]), r"weights\[1\]=inf"),
-        (lambda: cut(9, 2, by="stratified"), r"needs labels.*Give labels="),
-        (lambda: cut(9, 2, by="stratified", labels=[1, 2]), r"labels of shape \(2,\) .* 9 rows"),
+        (lambda: partition_rows(3, 4), r"3 samples .* 4 ranks.* at most 3 engines"),
+        (lambda: partition_rows(3, 0), r"0 ranks"),
+        (lambda: partition_rows(2**31, 2), r"2147483648 rows .*2\*\*30"),
+        (lambda: partition_rows(9, 2, by="random"), r"by='random' .*'contiguous', 'strided', 'stratified'"),
+        (lambda: partition_rows(9, 2, weights=[1]), r"1 weights for 2 ranks.*Give 2 weights"),
+        (lambda: partition_rows(9, 2, weights=[1, 0]), r"weights\[1\]=0\.0 .*above 0"),
+        (lambda: partition_rows(9, 2, weights=[-1, 1]), r"weights\[0\]=-1\.0"),
+        (lambda: partition_rows(9, 2, weights=[1, float("nan")]), r"weights\[1\]=nan"),
+        (lambda: partition_rows(9, 2, weights=[1, float("inf")]), r"weights\[1\]=inf"),
+        (lambda: partition_rows(9, 2, by="stratified"), r"needs labels.*Give labels="),
+        (lambda: partition_rows(9, 2, by="stratified", labels=[1, 2]), r"labels of shape \(2,\) .* 9 rows"),
         (lambda: Partition(9, 2, labels=np.ones((9, 2))), r"labels of shape \(9, 2\)"),
-        (lambda: cut(9, 2, seed=-1), r"seed=-1 .*Use seed=0"),
-        (lambda: cut(9, 2, seed=True), r"seed=True"),
-        (lambda: cut(9, 2, seed=0.5), r"seed=0\.5"),
+        (lambda: partition_rows(9, 2, seed=-1), r"seed=-1 .*Use seed=0"),
+        (lambda: partition_rows(9, 2, seed=True), r"seed=True"),
+        (lambda: partition_rows(9, 2, seed=0.5), r"seed=0\.5"),
         (lambda: Partition(9, 2).indices(2), r"rank=2 .* 0 to 1"),
         (lambda: Partition(9, 2).indices(-1), r"rank=-1 .* 0 to 1"),
     ],
@@ -212,7 +212,7 @@ def test_a_partition_is_its_cut() -> None:
     assert part.labels is None
     assert part.class_counts is None
     assert part.classes is None
-    for rank, rows in enumerate(cut(1797, 4, seed=3, weights=[1, 2, 3, 4])):
+    for rank, rows in enumerate(partition_rows(1797, 4, seed=3, weights=[1, 2, 3, 4])):
         assert np.array_equal(part.indices(rank), rows)
         assert part.sizes[rank] == len(rows)
     spec = json.loads(part.to_json())
@@ -236,7 +236,7 @@ def test_indices_are_kept_small() -> None:
     assert len(pickle.dumps(Partition(100_000, 8, seed=0))) < 410_000
 
 
-@pytest.mark.parametrize("by", partition.WAYS)
+@pytest.mark.parametrize("by", partition.PARTITION_METHODS)
 def test_it_shows_itself(by: str) -> None:
     labels = np.arange(300) % 3
     part = Partition(300, 40, by=by, labels=labels)
@@ -262,7 +262,7 @@ def test_the_picture_shows_the_rows_and_the_balance() -> None:
 @pytest.mark.parametrize("seed", [None, 0])
 def test_the_strip_adds_up_to_all_rows(by: str, seed: int | None) -> None:
     part = Partition(12_345, 7, by=by, seed=seed)
-    strip = np.stack([partition._density(shard, part.n, 111) for shard in part._shards])
+    strip = np.stack([partition._compute_density(shard, part.n, 111) for shard in part._shards])
     assert np.allclose(strip.sum(axis=0), 1)
 
 
@@ -321,11 +321,11 @@ def test_random_shards_bring_none() -> None:
 
 def test_labels_that_name_no_class_are_left_alone() -> None:
     for labels in (np.linspace(0, 1, 100), np.arange(100), np.array([object()] * 100)):
-        assert categorical(labels) is None
+        assert as_labels(labels) is None
         assert Partition(100, 2, labels=labels).class_counts is None
-    assert categorical(np.zeros((100, 2), dtype=int)) is None
+    assert as_labels(np.zeros((100, 2), dtype=int)) is None
     for labels in ([True, False] * 50, ["a", "b"] * 50, np.array(["a", "b"] * 50, dtype=object)):
-        assert categorical(labels) is not None
+        assert as_labels(labels) is not None
         assert Partition(100, 2, labels=labels).class_counts.tolist() == [[25, 25], [25, 25]]
 
 

@@ -20,20 +20,20 @@ from dtkit.planning import planner
 from dtkit.planning.cost_model import (
     Benchmark,
     Cost,
-    Facts,
-    Line,
+    LinearFit,
+    MemoryBudget,
+    ModelProfile,
     Plan,
     PlanRow,
-    Room,
-    budgets,
-    ring_bytes,
-    rows_of,
-    shortage,
+    build_rows,
+    compute_ring_bytes,
+    divide_memory,
+    find_shortage,
 )
 from dtkit.strategies.averaging import OuterSGD, ParameterAveraging
-from dtkit.strategies.loss import Objective
+from dtkit.strategies.loss import Loss
 from dtkit.strategies.naive import NaiveDataParallel
-from dtkit.strategies.pipeline.cut import Costs, Layers
+from dtkit.strategies.pipeline.cut import LayerChain, LayerCosts
 from dtkit.testing import FakeTransport
 
 if TYPE_CHECKING:
@@ -47,16 +47,18 @@ MB = 10**6
 
 
 def test_a_line_goes_through_its_points_and_never_down():
-    assert Line.through([(4, 10.0), (8, 18.0)]) == Line(2.0, 2.0)
-    assert Line.through([(8, 16.0)]) == Line(0.0, 2.0)
-    assert Line.through([(4, 10.0), (8, 9.0)]) == Line(9.0, 0.0)  # a clock's noise: flat, and right where it counts
-    assert Line.through([(4, 1.0), (8, 9.0)]).fixed == 0.0
-    assert Line(2.0, 3.0).at(4) == 14.0
+    assert LinearFit.from_points([(4, 10.0), (8, 18.0)]) == LinearFit(2.0, 2.0)
+    assert LinearFit.from_points([(8, 16.0)]) == LinearFit(0.0, 2.0)
+    assert LinearFit.from_points([(4, 10.0), (8, 9.0)]) == LinearFit(
+        9.0, 0.0
+    )  # a clock's noise: flat, and right where it counts
+    assert LinearFit.from_points([(4, 1.0), (8, 9.0)]).intercept == 0.0
+    assert LinearFit(2.0, 3.0).predict(4) == 14.0
 
 
 @pytest.mark.parametrize(("ranks", "sent"), [(1, 0), (2, 600), (3, 800), (4, 900)])
 def test_a_ring_sends_twice_all_but_its_own_part(ranks: int, sent: int):
-    assert ring_bytes(600, ranks) == sent
+    assert compute_ring_bytes(600, ranks) == sent
 
 
 def benchmark(ranks: int = 2, overlap: float = 0.0, all_reduce: Any = ((8, 1e-4), (1000, 1e-3), (5000, 3e-3))) -> Any:
@@ -67,46 +69,46 @@ def benchmark(ranks: int = 2, overlap: float = 0.0, all_reduce: Any = ((8, 1e-4)
 
 def test_an_all_reduce_takes_what_lies_between_the_measured_ones():
     found = benchmark()
-    assert found.all_reduce_s(8) == found.all_reduce_s(1) == 1e-4
-    assert found.all_reduce_s(1000) == pytest.approx(1e-3)
-    assert found.all_reduce_s(3000) == pytest.approx(2e-3)
-    assert found.all_reduce_s(9000) == pytest.approx(5e-3)
-    assert found.all_reduce_s(0) == 0.0
-    assert Benchmark.unmeasured(3).all_reduce_s(10**9) == 0.0
+    assert found.estimate_all_reduce_s(8) == found.estimate_all_reduce_s(1) == 1e-4
+    assert found.estimate_all_reduce_s(1000) == pytest.approx(1e-3)
+    assert found.estimate_all_reduce_s(3000) == pytest.approx(2e-3)
+    assert found.estimate_all_reduce_s(9000) == pytest.approx(5e-3)
+    assert found.estimate_all_reduce_s(0) == 0.0
+    assert Benchmark.memory_only(3).estimate_all_reduce_s(10**9) == 0.0
     assert found.all_reduce_bytes_s == pytest.approx(5000 / 3e-3)
 
 
 def test_ranks_of_a_host_share_what_is_free_there():
-    rooms = [Room("a cpu", 900), Room("a cpu", 900), Room("b cpu", 300)]
-    assert budgets([100, 100, 100], rooms) == [450, 450, 300]
-    assert budgets([100, 200, 100], rooms) == [300, 600, 300]  # all of a pool fit, or none does
-    assert shortage([450, 450, 300], rooms) is None
-    assert shortage([451, 451, 300], rooms) == (0, 451, 450)
-    assert shortage([450, 450, 301], rooms) == (2, 301, 300)
+    rooms = [MemoryBudget("a cpu", 900), MemoryBudget("a cpu", 900), MemoryBudget("b cpu", 300)]
+    assert divide_memory([100, 100, 100], rooms) == [450, 450, 300]
+    assert divide_memory([100, 200, 100], rooms) == [300, 600, 300]  # all of a pool fit, or none does
+    assert find_shortage([450, 450, 300], rooms) is None
+    assert find_shortage([451, 451, 300], rooms) == (0, 451, 450)
+    assert find_shortage([450, 450, 301], rooms) == (2, 301, 300)
 
 
 def test_a_limit_swap_and_what_an_earlier_run_gives_back():
-    limited = Room("a cpu", 900, limit=100)
-    assert budgets([10], [limited]) == [100]
-    assert budgets([10], [dataclasses.replace(limited, held=50)]) == [150]
-    swapping = Room("a cpu", 900, held=100, swap=500)
-    assert budgets([10], [swapping]) == [1000]
-    assert budgets([10], [swapping], swap=True) == [1500]
+    limited = MemoryBudget("a cpu", 900, limit=100)
+    assert divide_memory([10], [limited]) == [100]
+    assert divide_memory([10], [dataclasses.replace(limited, held=50)]) == [150]
+    swapping = MemoryBudget("a cpu", 900, reusable=100, swap=500)
+    assert divide_memory([10], [swapping]) == [1000]
+    assert divide_memory([10], [swapping], include_swap=True) == [1500]
 
 
-def facts(**changes: Any) -> Facts:
-    base = Facts(
+def facts(**changes: Any) -> ModelProfile:
+    base = ModelProfile(
         rows=8,
-        sent=100 * MB,
+        sent_model=100 * MB,
         parameters=100 * MB,
         gradients=80 * MB,
-        state=160 * MB,
-        update=20 * MB,
-        activations=Line(10 * MB, 5 * MB),
-        forward_s=Line(0.01, 0.01),
-        backward_s=Line(0.02, 0.02),
+        optimizer_state=160 * MB,
+        update_temporaries=20 * MB,
+        activations=LinearFit(10 * MB, 5 * MB),
+        forward_s=LinearFit(0.01, 0.01),
+        backward_s=LinearFit(0.02, 0.02),
         update_s=0.005,
-        shapes=((1000, 1000), (19_000_000,)),
+        gradient_shapes=((1000, 1000), (19_000_000,)),
     )
     return dataclasses.replace(base, **changes)
 
@@ -115,69 +117,75 @@ LINKS = benchmark(all_reduce=((8, 1e-4), (25 * 2**20, 0.025), (50 * 2**20, 0.05)
 
 
 def test_data_parallel_costs_a_copy_and_an_all_reduce_of_its_gradients():
-    cost = dtkit.DataParallel().cost(facts(), LINKS)
-    assert (cost.parameters, cost.gradients, cost.state) == (100 * MB, 80 * MB, 160 * MB)
-    assert cost.certain == 340 * MB
-    assert cost.activations == cost.working == 50 * MB
+    cost = dtkit.DataParallel().estimate_cost(facts(), LINKS)
+    assert (cost.parameters, cost.gradients, cost.optimizer_state) == (100 * MB, 80 * MB, 160 * MB)
+    assert cost.persistent_bytes == 340 * MB
+    assert cost.activations == cost.transient_bytes == 50 * MB
     assert cost.sent_bytes == 80 * MB
     assert cost.compute_s == pytest.approx(0.01 + 0.08 + 0.02 + 0.16 + 0.005)
     assert (
-        cost.exposed_s
+        cost.exposed_communication_s
         == pytest.approx(LINKS.all_reduce_s(80 * MB))
-        == NaiveDataParallel().cost(facts(), LINKS).exposed_s
+        == NaiveDataParallel().estimate_cost(facts(), LINKS).exposed_communication_s
     )
 
 
 def test_what_hides_behind_backward_is_all_but_the_last_bucket():
     hiding = dataclasses.replace(LINKS, overlap=1.0)
-    last = LINKS.all_reduce_s(25 * 2**20)
-    assert dtkit.DataParallel().cost(facts(), hiding).exposed_s == pytest.approx(last)
-    short = facts(backward_s=Line(0.01, 0.0))
-    assert dtkit.DataParallel().cost(short, hiding).exposed_s == pytest.approx(LINKS.all_reduce_s(80 * MB) - 0.01)
+    last = LINKS.estimate_all_reduce_s(25 * 2**20)
+    assert dtkit.DataParallel().estimate_cost(facts(), hiding).exposed_communication_s == pytest.approx(last)
+    short = facts(backward_s=LinearFit(0.01, 0.0))
+    assert dtkit.DataParallel().estimate_cost(short, hiding).exposed_communication_s == pytest.approx(
+        LINKS.all_reduce_s(80 * MB) - 0.01
+    )
 
 
 ONES = (1.0, 1.0, 1.0, 1.0)
-LAYERS = Layers(tuple("abcd"), Costs(ONES, before=4.0, after=2.0), Costs(ONES, after=2.0))
+LAYERS = LayerChain(
+    tuple("abcd"), LayerCosts(ONES, before_layers=4.0, after_layers=2.0), LayerCosts(ONES, after_layers=2.0)
+)
 
 
 def test_a_pipeline_costs_its_stages():
-    equal = [dtkit.Pipeline(2, 4).cost(facts(rank=rank), LINKS) for rank in (0, 1)]
+    equal = [dtkit.Pipeline(2, 4).estimate_cost(facts(rank=rank), LINKS) for rank in (0, 1)]
     assert [cost.parameters for cost in equal] == [50 * MB, 50 * MB]
     assert equal[0].activations > equal[1].activations  # 1F1B: the first rank holds more micro-batches
-    known = [dtkit.Pipeline(2, 4).cost(facts(rank=rank, layers=LAYERS), LINKS) for rank in (0, 1)]
+    known = [dtkit.Pipeline(2, 4).estimate_cost(facts(rank=rank, layers=LAYERS), LINKS) for rank in (0, 1)]
     assert [cost.parameters for cost in known] == [70 * MB, 30 * MB]  # cut in a | b by time; before them lie 4 of 10
     assert [cost.gradients for cost in known] == [56 * MB, 24 * MB]
     assert [cost.sent_bytes for cost in known] == [0.0, 0.0]  # nobody knows what comes out of layers
-    handing = dataclasses.replace(LAYERS, outputs=(100.0, 200.0, 300.0, 400.0))
-    sent = [dtkit.Pipeline(2, 4).cost(facts(rank=rank, layers=handing), LINKS).sent_bytes for rank in (0, 1)]
+    handing = dataclasses.replace(LAYERS, output_bytes=(100.0, 200.0, 300.0, 400.0))
+    sent = [dtkit.Pipeline(2, 4).estimate_cost(facts(rank=rank, layers=handing), LINKS).sent_bytes for rank in (0, 1)]
     assert sent == [16 * 300, 16 * 300]  # of 16 rows forward, and gradients as large back: cut behind c
     looped = dtkit.Pipeline(2, 4, "Interleaved1F1B")
-    sent = [looped.cost(facts(rank=rank, layers=handing), LINKS).sent_bytes for rank in (0, 1)]
+    sent = [looped.estimate_cost(facts(rank=rank, layers=handing), LINKS).sent_bytes for rank in (0, 1)]
     assert sent == [16 * 600, 16 * 600]  # three borders, each between both ranks
-    named = [dtkit.Pipeline(2, 4, split=["b"]).cost(facts(rank=rank, layers=LAYERS), LINKS) for rank in (0, 1)]
+    named = [dtkit.Pipeline(2, 4, split=["b"]).estimate_cost(facts(rank=rank, layers=LAYERS), LINKS) for rank in (0, 1)]
     assert [cost.parameters for cost in named] == [50 * MB, 50 * MB]
     assert named[0].compute_s > known[0].compute_s  # its second stage has 5/6 of the work
 
 
 def test_a_pipeline_holds_what_depends_on_no_row_once():
     fixed, per_row = (
-        [dtkit.Pipeline(2, 4).cost(facts(rank=rank, activations=line, shapes=()), LINKS) for rank in (0, 1)]
-        for line in (Line(10 * MB, 0), Line(0, 5 * MB))
+        [dtkit.Pipeline(2, 4).estimate_cost(facts(rank=rank, activations=line, shapes=()), LINKS) for rank in (0, 1)]
+        for line in (LinearFit(10 * MB, 0), LinearFit(0, 5 * MB))
     )
     assert [cost.activations for cost in fixed] == [5 * MB, 5 * MB]
     assert [cost.activations for cost in per_row] == [2 * 4 * 5 * MB // 2, 4 * 5 * MB // 2]  # 1F1B: two and one
-    uneven = facts(rows=9, activations=Line(0, 5 * MB), shapes=())
-    assert dtkit.Pipeline(2, 4).cost(uneven, LINKS).activations == 5 * 5 * MB  # of 18 rows in four, five at a time
+    uneven = facts(rows=9, activations=LinearFit(0, 5 * MB), shapes=())
+    assert (
+        dtkit.Pipeline(2, 4).estimate_cost(uneven, LINKS).activations == 5 * 5 * MB
+    )  # of 18 rows in four, five at a time
 
 
 def test_a_pipeline_has_buffers_for_what_every_micro_batch_sends():
-    handing = dataclasses.replace(LAYERS, outputs=(100.0, 200.0, 300.0, 400.0))
+    handing = dataclasses.replace(LAYERS, output_bytes=(100.0, 200.0, 300.0, 400.0))
     for schedule, expected in (("1F1B", [300, 300]), ("Interleaved1F1B", [100 + 200 + 300, 100 + 200 + 300])):
         for rank in (0, 1):
             strategy = dtkit.Pipeline(2, 4, schedule)
             with_, without = (
-                strategy.cost(facts(rank=rank, layers=layers), LINKS)
-                for layers in (handing, dataclasses.replace(handing, outputs=()))
+                strategy.estimate_cost(facts(rank=rank, layers=layers), LINKS)
+                for layers in (handing, dataclasses.replace(handing, output_bytes=()))
             )
             assert with_.activations - without.activations == 16 * expected[rank]
             assert with_.temporaries - without.temporaries == 16 * expected[rank]
@@ -187,7 +195,7 @@ def test_a_pipeline_has_buffers_for_what_every_micro_batch_sends():
 def test_gradients_on_their_way_are_held_besides(schedule: str, times: int):
     """Two in halves: of a matrix of a million numbers in twenty million."""
     known, unknown = (
-        dtkit.Pipeline(2, 4, schedule).cost(facts(shapes=shapes), LINKS)
+        dtkit.Pipeline(2, 4, schedule).estimate_cost(facts(shapes=shapes), LINKS)
         for shapes in (((1000, 1000), *[(1_000_000,)] * 19), ())
     )
     assert known.activations - unknown.activations == times * 4 * MB
@@ -195,50 +203,56 @@ def test_gradients_on_their_way_are_held_besides(schedule: str, times: int):
 
 def test_a_pipeline_that_was_not_timed_is_cut_as_if_layers_took_the_same():
     untimed = dataclasses.replace(LAYERS, seconds=None)
-    found = [dtkit.Pipeline(2, 4).cost(facts(rank=rank, layers=untimed), LINKS) for rank in (0, 1)]
+    found = [dtkit.Pipeline(2, 4).estimate_cost(facts(rank=rank, layers=untimed), LINKS) for rank in (0, 1)]
     assert [cost.parameters for cost in found] == [60 * MB, 40 * MB]
-    assert found[0].compute_s == pytest.approx(dtkit.Pipeline(2, 4).cost(facts(), LINKS).compute_s, rel=0.02)
-    numbers = dtkit.Pipeline(2, 4, by="parameters").cost(facts(layers=untimed), LINKS)
+    assert found[0].compute_s == pytest.approx(dtkit.Pipeline(2, 4).estimate_cost(facts(), LINKS).compute_s, rel=0.02)
+    numbers = dtkit.Pipeline(2, 4, balance_by="parameters").estimate_cost(facts(layers=untimed), LINKS)
     assert numbers.parameters == 50 * MB  # a stage of what lies before and one layer
 
 
 def test_slices_cost_what_their_plan_says():
     model = nn.Sequential(nn.Linear(10, 30), nn.ReLU(), nn.Linear(30, 10), nn.ReLU(), nn.Linear(10, 1000))
     strategy = dtkit.TensorParallel(2)
-    cost = strategy.cost(facts(model=model), LINKS)
+    cost = strategy.estimate_cost(facts(model=model), LINKS)
     rows = strategy.plan_for(model).rows
-    assert cost.parameters == round(100 * MB * sum(r.here for r in rows) / sum(r.parameters for r in rows))
+    assert cost.parameters == round(100 * MB * sum(r.local_parameters for r in rows) / sum(r.parameters for r in rows))
     shapes = tuple(tuple(p.shape) for p in model.parameters())
-    assert cost.parameters > strategy.cost(facts(shapes=shapes), LINKS).parameters  # as if the last one were cut, too
+    assert (
+        cost.parameters > strategy.estimate_cost(facts(shapes=shapes), LINKS).parameters
+    )  # as if the last one were cut, too
 
 
 def test_micro_batches_hold_less_and_gather_gradients_apart():
-    cost = dtkit.DataParallel(accumulate=4).cost(facts(), LINKS)
+    cost = dtkit.DataParallel(accumulate=4).estimate_cost(facts(), LINKS)
     assert cost.activations == 20 * MB
     assert cost.gradients == 160 * MB
     assert cost.compute_s == pytest.approx(4 * (0.01 + 0.02 + 0.02 + 0.04) + 0.005)
 
 
 def test_compression_sends_less():
-    assert dtkit.DataParallel(compress="bf16").cost(facts(), LINKS).sent_bytes == 40 * MB
-    thin = dtkit.DataParallel(compress="powersgd").cost(facts(), LINKS)
+    assert dtkit.DataParallel(compress="bf16").estimate_cost(facts(), LINKS).sent_bytes == 40 * MB
+    thin = dtkit.DataParallel(compress="powersgd").estimate_cost(facts(), LINKS)
     assert thin.sent_bytes == 4 * (2 * 2000 + 19_000_000)  # the matrix as two thin ones, the vector as it is
     assert thin.gradients > 160 * MB  # what was left out is kept
 
 
 def test_averaging_sends_a_part_and_an_outer_optimiser_keeps_more():
-    plain = ParameterAveraging(every=8).cost(facts(), LINKS)
+    plain = ParameterAveraging(every=8).estimate_cost(facts(), LINKS)
     assert plain.sent_bytes == 10 * MB
-    assert plain.exposed_s == pytest.approx(LINKS.all_reduce_s(80 * MB) / 8)
-    outer = ParameterAveraging(every=8, outer=OuterSGD()).cost(facts(), LINKS)
-    assert outer.state - plain.state == 2 * 80 * MB  # the parameters of the last averaging, and momentum
+    assert plain.exposed_communication_s == pytest.approx(LINKS.all_reduce_s(80 * MB) / 8)
+    outer = ParameterAveraging(every=8, outer=OuterSGD()).estimate_cost(facts(), LINKS)
+    assert (
+        outer.optimizer_state - plain.optimizer_state == 2 * 80 * MB
+    )  # the parameters of the last averaging, and momentum
 
 
 def test_a_step_waits_for_the_slowest_rank():
-    slow = facts(forward_s=Line(0.02, 0.02), backward_s=Line(0.04, 0.04))
-    costs = [dtkit.DataParallel().cost(f, LINKS) for f in (facts(), slow)]
-    rows = rows_of("DataParallel()", [facts(), slow], costs, [Room("a", 1000 * MB), Room("b", 400 * MB)])
-    assert [row.step_s for row in rows] == pytest.approx([costs[1].compute_s + costs[0].exposed_s] * 2)
+    slow = facts(forward_s=LinearFit(0.02, 0.02), backward_s=LinearFit(0.04, 0.04))
+    costs = [dtkit.DataParallel().estimate_cost(f, LINKS) for f in (facts(), slow)]
+    rows = build_rows(
+        "DataParallel()", [facts(), slow], costs, [MemoryBudget("a", 1000 * MB), MemoryBudget("b", 400 * MB)]
+    )
+    assert [row.step_s for row in rows] == pytest.approx([costs[1].compute_s + costs[0].exposed_communication_s] * 2)
     assert rows[0].needed == 490 * MB
     assert [row.fits for row in rows] == [True, False]
 
@@ -247,11 +261,11 @@ def test_a_step_waits_for_the_slowest_rank():
 
 
 def plan(ranks: int = 2, free: int = 1000 * MB, model: str = "Net") -> Plan:
-    rooms = [Room(f"host {r}", free) for r in range(ranks)]
+    rooms = [MemoryBudget(f"host {r}", free) for r in range(ranks)]
     rows: list[PlanRow] = []
     for strategy in (dtkit.DataParallel(), ParameterAveraging(every=4)):
-        costs = [strategy.cost(facts(), LINKS)] * ranks
-        rows += rows_of(repr(strategy), [facts()] * ranks, costs, rooms)
+        costs = [strategy.estimate_cost(facts(), LINKS)] * ranks
+        rows += build_rows(repr(strategy), [facts()] * ranks, costs, rooms)
     return Plan(model, 64, ranks, tuple(rows), benchmark(ranks), ("a note",))
 
 
@@ -261,9 +275,9 @@ def test_a_plan_says_which_fit():
     assert tight.fitting == ("DataParallel()",)
     assert "only DataParallel() fits" in repr(tight)
     assert "none fit" in repr(plan(free=100 * MB))
-    assert len(tight.of(dtkit.DataParallel())) == 2
+    assert len(tight.get_rows(dtkit.DataParallel())) == 2
     with pytest.raises(ValueError, match="is not in this plan; it has DataParallel"):
-        tight.of("Pipeline()")
+        tight.get_rows("Pipeline()")
 
 
 def test_a_plan_as_text_and_as_a_page():
@@ -342,7 +356,7 @@ def test_a_plan_drawn_adds_up():
     figure = plan(free=500 * MB).figure()
     memory_axes, time_axes = figure.axes
     widths = [patch.get_width() for patch in memory_axes.patches]
-    assert sum(widths) == pytest.approx(sum(rows[0].needed for rows in map(plan().of, plan().strategies)) / 1e6)
+    assert sum(widths) == pytest.approx(sum(rows[0].needed for rows in map(plan().get_rows, plan().strategies)) / 1e6)
     assert sum("does not fit" in text.get_text() for text in memory_axes.texts) == 1
     assert len([line for line in memory_axes.lines if line.get_gid() == "free"]) == 2
     assert len(time_axes.patches) == 4
@@ -430,7 +444,7 @@ MODELS = {
     "convolutions": (convolutions, (3, 12, 12), False),
     "attention": (Attention, (16,), True),
 }
-OBJECTIVE = Objective(nn.CrossEntropyLoss(), None)
+OBJECTIVE = Loss(nn.CrossEntropyLoss(), None)
 
 
 def full() -> Any:
@@ -708,7 +722,7 @@ def test_what_slices_send_is_not_told_as_nothing(cluster: dtkit.Cluster):
     strategies = [dtkit.TensorParallel(2), dtkit.DataParallel()]
     found = ask(cluster, strategies=strategies)
     assert any("not counted: what TensorParallel(ways=2) sends" in note for note in found.notes)
-    assert [math.isnan(found.of(strategy)[0].sent_bytes) for strategy in strategies] == [True, False]
+    assert [math.isnan(found.get_rows(strategy)[0].sent_bytes) for strategy in strategies] == [True, False]
     assert "what is sent not counted" in " ".join(text.get_text() for text in found.figure().axes[1].texts)
 
 
@@ -720,7 +734,7 @@ def test_stages_of_layers_that_can_t_be_measured_are_taken_as_equal(cluster: dtk
 
 def test_a_plan_of_unequal_shards(cluster: dtkit.Cluster):
     part = cluster.partition(batch(40, 100), weights=[3, 1])
-    assert [row.rows for row in ask(cluster, sample=part).of("DataParallel()")] == [12, 4]
+    assert [row.rows for row in ask(cluster, sample=part).get_rows("DataParallel()")] == [12, 4]
 
 
 def test_the_model_as_sent_counts_unless_it_is_there(cluster: dtkit.Cluster):
@@ -790,6 +804,6 @@ def test_an_optimiser_that_cannot_be_tried_is_not_held_against_a_training(
 
 
 def test_cost_has_room_for_every_part():
-    cost = Cost.of_replica(facts(overhead=Line(0, MB)), sent_bytes=0, exposed_s=0, micro_batches=2)
+    cost = Cost.for_replica(facts(overhead=LinearFit(0, MB)), sent_bytes=0, exposed_s=0, micro_batches=2)
     assert cost.overhead == 4 * MB
-    assert cost.working == max(cost.activations, cost.temporaries) == 30 * MB
+    assert cost.transient_bytes == max(cost.activations, cost.temporaries) == 30 * MB

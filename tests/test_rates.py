@@ -10,13 +10,13 @@ import torch
 from torch.optim import SGD, lr_scheduler
 
 from dtkit.engine.lr_schedule import Rates
-from dtkit.strategies.base import Program
+from dtkit.strategies.base import TrainingProgram
 
 
 def rates(scheduler=None, every="step", *, lr=0.1, has_valid=False, groups=1):
     parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(groups)]
     optimizer = SGD([{"params": [p], "lr": lr / 10**k} for k, p in enumerate(parameters)])
-    program = Program(None, SGD, None, scheduler, every, has_valid)
+    program = TrainingProgram(None, SGD, None, scheduler, every, has_valid)
     return Rates(program, optimizer), optimizer
 
 

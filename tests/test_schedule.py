@@ -9,9 +9,9 @@ import pytest
 from torch.distributed import pipelining
 
 import dtkit
-from dtkit.schedules.builtin import KINDS
+from dtkit.schedules.builtin import BUILTIN_SCHEDULES
 from dtkit.schedules.schedule import Action, Schedule
-from dtkit.strategies.pipeline.stage import SCHEDULES
+from dtkit.strategies.pipeline.stage import SCHEDULE_CLASSES
 
 ONE = "F0 F1 B0 B1\nF0 B0 F1 B1"
 V_SHAPED = "0F0 3F0 0F1 3B0 3F1 0B0 3B1 0B1\n1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1"
@@ -30,7 +30,7 @@ def test_text_lines_and_cells_are_the_same_table():
 def test_idle_cells_are_kept_and_change_nothing():
     idle = Schedule([["F0", "F1", None, "B0", ".", "B1"], ["", "F0", "B0", "F1", "-", "B1"]])
     assert idle.rows[0][2] is None
-    assert idle.simulate().times == Schedule(ONE).simulate().times
+    assert idle.simulate().intervals == Schedule(ONE).simulate().intervals
     assert str(idle).splitlines() == ["F0 F1 .  B0 .  B1", ".  F0 B0 F1 .  B1"]
 
 
@@ -43,11 +43,11 @@ def test_a_table_is_written_as_it_is_read(text: str):
 
 def test_stages_lie_where_the_table_puts_them():
     table = Schedule(V_SHAPED)
-    assert table.homes == (0, 1, 1, 0)
-    assert [table.places(rank) for rank in (0, 1)] == [[0, 3], [1, 2]]
+    assert table.stage_ranks == (0, 1, 1, 0)
+    assert [table.get_stages(rank) for rank in (0, 1)] == [[0, 3], [1, 2]]
     assert repr(table) == "Schedule('own', 2 ranks, 4 stages, 2 micro-batches)"
     uneven = Schedule("0F0 0B0\n1F0 2F0 2B0 1B0")
-    assert uneven.places(1) == [1, 2]
+    assert uneven.get_stages(1) == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_a_deadlock_says_who_waits_for_whom():
 
 def torch_rows(name: str, ranks: int, micro_batches: int) -> list[list[str]]:
     """What torch's class of that name would do. It needs of a stage only where it lies."""
-    per_rank = KINDS[name].per_rank
+    per_rank = BUILTIN_SCHEDULES[name].stages_per_rank
     stages = [
         SimpleNamespace(
             stage_index=k * ranks,
@@ -107,18 +107,18 @@ def torch_rows(name: str, ranks: int, micro_batches: int) -> list[list[str]]:
         )
         for k in range(per_rank)
     ]
-    given = stages[0] if issubclass(SCHEDULES[name], pipelining.schedules.PipelineScheduleSingle) else stages
-    made = SCHEDULES[name](given, micro_batches, loss_fn=lambda *_: None)
+    given = stages[0] if issubclass(SCHEDULE_CLASSES[name], pipelining.schedules.PipelineScheduleSingle) else stages
+    made = SCHEDULE_CLASSES[name](given, micro_batches, loss_fn=lambda *_: None)
     return [[str(a) for a in made.pipeline_order[rank] if a and a.is_compute_op] for rank in range(ranks)]
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", BUILTIN_SCHEDULES)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_known_schedules_are_those_of_torch(name: str, ranks: int):
     made = 0
     for micro_batches in range(1, 13):
         try:
-            own = Schedule.named(name, ranks, micro_batches)
+            own = Schedule.from_name(name, ranks, micro_batches)
         except ValueError:
             continue
         made += 1
@@ -127,77 +127,77 @@ def test_known_schedules_are_those_of_torch(name: str, ranks: int):
             expected[-1] = [f"{ranks - 1}{kind}{m}" for m in range(micro_batches) for kind in "FB"]
         assert rows == expected, (name, ranks, micro_batches)
     assert made >= 5
-    assert set(KINDS) == set(SCHEDULES)
+    assert set(BUILTIN_SCHEDULES) == set(SCHEDULE_CLASSES)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", BUILTIN_SCHEDULES)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("backward", [1.0, 2.0])
 def test_formulas_are_what_playing_them_through_gives(name: str, ranks: int, backward: float):
     for micro_batches in (ranks, 2 * ranks, 4 * ranks):
-        table = Schedule.named(name, ranks, micro_batches)
-        formula = table.formula()
+        table = Schedule.from_name(name, ranks, micro_batches)
+        formula = table.get_bubble_formula()
         played = table.simulate(1.0, backward)
         if formula is None:
-            assert 0 < played.bubble < Schedule.named("1F1B", ranks, micro_batches).simulate().bubble
+            assert 0 < played.bubble < Schedule.from_name("1F1B", ranks, micro_batches).simulate().bubble
         else:
             assert played.bubble == pytest.approx(formula[1])
-            v = KINDS[name].per_rank
+            v = BUILTIN_SCHEDULES[name].stages_per_rank
             assert formula[1] == pytest.approx((ranks - 1) / (v * micro_batches + ranks - 1))
 
 
 def test_names_and_numbers_that_don_t_fit():
     with pytest.raises(ValueError, match="schedule='2F2B'; it must be one of 'GPipe', '1F1B'"):
-        Schedule.named("2F2B", 2, 4)
+        Schedule.from_name("2F2B", 2, 4)
     with pytest.raises(ValueError, match=r"Interleaved1F1B takes them in 2 equal rounds\. Use micro_batches=4 or 6"):
-        Schedule.named("Interleaved1F1B", 2, 5)
+        Schedule.from_name("Interleaved1F1B", 2, 5)
     with pytest.raises(
         ValueError, match=r"1F1B needs at least as many.*Use micro_batches=4 or more, or schedule='GPipe'"
     ):
-        Schedule.named("1F1B", 4, 2)
-    assert Schedule.named("GPipe", 4, 2).micro_batches == 2
+        Schedule.from_name("1F1B", 4, 2)
+    assert Schedule.from_name("GPipe", 4, 2).micro_batches == 2
 
 
 def test_a_known_name_is_for_the_known_order_only():
     with pytest.raises(ValueError, match="name='1F1B' is that of a known schedule, and the table is another"):
         Schedule("F0 F1 B0 B1\nF0 F1 B0 B1", name="1F1B")
-    assert Schedule(ONE, name="1F1B") == Schedule.named("1F1B", 2, 2)
+    assert Schedule(ONE, name="1F1B") == Schedule.from_name("1F1B", 2, 2)
 
 
 def test_what_is_held_at_most():
     """GPipe holds all micro-batches, 1F1B as many as there are ranks behind."""
-    assert Schedule.named("GPipe", 4, 8).simulate().held == (8, 8, 8, 8)
-    assert Schedule.named("1F1B", 4, 8).simulate().held == (4, 3, 2, 1)
-    assert Schedule.named("1F1B", 4, 8).simulate().memory == 1
-    assert Schedule.named("Interleaved1F1B", 2, 4).simulate().held == (5, 3)
-    assert Schedule.named("Interleaved1F1B", 2, 4).simulate().memory == 5 / 4
-    heavy = Schedule.named("GPipe", 2, 4).simulate(1.0, 2.0, weights=[1, 3])
+    assert Schedule.from_name("GPipe", 4, 8).simulate().peak_micro_batches == (8, 8, 8, 8)
+    assert Schedule.from_name("1F1B", 4, 8).simulate().peak_micro_batches == (4, 3, 2, 1)
+    assert Schedule.from_name("1F1B", 4, 8).simulate().peak_activations == 1
+    assert Schedule.from_name("Interleaved1F1B", 2, 4).simulate().peak_micro_batches == (5, 3)
+    assert Schedule.from_name("Interleaved1F1B", 2, 4).simulate().peak_activations == 5 / 4
+    heavy = Schedule.from_name("GPipe", 2, 4).simulate(1.0, 2.0, weights=[1, 3])
     assert heavy.makespan == 1 + 4 * 3 + 4 * 6 + 2  # the second rank never waits, once it has begun
     with pytest.raises(ValueError, match=r"weights=\[1\]; there must be one for each of the 2 stages"):
-        Schedule.named("GPipe", 2, 4).simulate(weights=[1])
-    assert Schedule(HALVES).simulate().held == (3, 2)  # what W needs is held until then
+        Schedule.from_name("GPipe", 2, 4).simulate(weights=[1])
+    assert Schedule(HALVES).simulate().peak_micro_batches == (3, 2)  # what W needs is held until then
 
 
 def test_halves_of_backward_fill_the_gaps():
     """The second rank's weights come last: 13 in place of 15, and no more is held than with 1F1B."""
     table = Schedule("F0 F1 B0 F2 B1 F3 B2 B3\nF0 I0 F1 I1 W0 F2 I2 W1 F3 I3 W2 W3")
-    played, usual = table.simulate(), Schedule.named("1F1B", 2, 4).simulate()
+    played, usual = table.simulate(), Schedule.from_name("1F1B", 2, 4).simulate()
     assert (played.makespan, usual.makespan) == (13, 15)
     assert played.bubble == pytest.approx(1 - 24 / 26)
-    assert played.held == (2, 2)
-    assert played.memory == usual.memory == 1
+    assert played.peak_micro_batches == (2, 2)
+    assert played.peak_activations == usual.peak_activations == 1
 
 
 def test_times_follow_from_durations():
     played = Schedule(ONE).simulate_with(lambda action: 5.0 if action == Action("F", 1, 0) else 1.0)
-    assert played.times[Action("F", 1, 0)] == (1, 6)
-    assert played.times[Action("B", 0, 0)] == (7, 8)
+    assert played.intervals[Action("F", 1, 0)] == (1, 6)
+    assert played.intervals[Action("B", 0, 0)] == (7, 8)
     assert played.makespan == 10
     assert played.bubble == pytest.approx(1 - 12 / 20)
 
 
 def test_the_first_stage_leaves_all_of_backward_to_its_weights():
-    times = Schedule(HALVES).simulate().times
+    times = Schedule(HALVES).simulate().intervals
     assert times[Action("I", 0, 0)][0] == times[Action("I", 0, 0)][1]
     assert times[Action("W", 0, 0)][1] - times[Action("W", 0, 0)][0] == 2
     assert times[Action("W", 1, 0)][1] - times[Action("W", 1, 0)][0] == 1
@@ -211,7 +211,7 @@ def test_pictures():
     assert note == "time 9 · bubble 33.3% · the nodes hold 2 and 1 micro-batches at most"
     (ax,) = Schedule(V_SHAPED).figure().axes
     assert {t.get_text() for t in ax.texts if t.get_gid() == "stage"} == {"st 0", "st 1", "st 2", "st 3"}
-    assert len(Schedule.named("1F1B", 4, 8)._repr_png_()) > 1000
+    assert len(Schedule.from_name("1F1B", 4, 8)._repr_png_()) > 1000
 
 
 # -- as a strategy's ------------------------------------------------------------------------------------------
@@ -220,13 +220,13 @@ def test_pictures():
 def test_a_pipeline_takes_a_table_in_any_form():
     for given in (ONE, ONE.splitlines(), Schedule(ONE)):
         strategy = dtkit.Pipeline(2, schedule=given)
-        assert strategy.micro_batches == strategy.parts == 2
-        assert strategy.table == strategy.schedule == Schedule(ONE)
+        assert strategy.micro_batches == strategy.num_micro_batches == 2
+        assert strategy.pipeline_schedule == strategy.schedule == Schedule(ONE)
         assert repr(strategy) == (
             "Pipeline(stages=2, micro_batches=2, schedule=Schedule('own', 2 ranks, 2 micro-batches))"
         )
     assert dtkit.Pipeline(2, micro_batches=2, schedule=ONE) == dtkit.Pipeline(2, schedule=ONE)
-    assert dtkit.Pipeline(2, 4).table == Schedule.named("1F1B", 2, 4)
+    assert dtkit.Pipeline(2, 4).pipeline_schedule == Schedule.from_name("1F1B", 2, 4)
 
 
 @pytest.mark.parametrize(

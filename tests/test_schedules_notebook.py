@@ -44,11 +44,11 @@ def tables(notebook: NotebookNode) -> dict[str, Schedule]:
 
 def test_the_puzzle_can_be_solved_and_what_stands_there_does_not_give_it_away(committed: NotebookNode):
     found = tables(committed)
-    usual = Schedule.named("1F1B", 2, 4).simulate()
+    usual = Schedule.from_name("1F1B", 2, 4).simulate()
     mine, solution = found["mine"].simulate(), found["solution"].simulate()
     assert (usual.makespan, mine.makespan, solution.makespan) == (15, 13, 13)
-    assert mine.memory == 2 * usual.memory
-    assert solution.memory == usual.memory
+    assert mine.peak_activations == 2 * usual.peak_activations
+    assert solution.peak_activations == usual.peak_activations
 
 
 def test_what_to_do_next_can_be_done():
@@ -57,7 +57,7 @@ def test_what_to_do_next_can_be_done():
     second = "F0 I0 F1 I1 " + " ".join(f"W{k} F{k + 2} I{k + 2}" for k in range(6)) + " W6 W7"
     played = Schedule([first, second]).simulate()
     assert played.makespan == 25
-    assert played.memory == Schedule.named("1F1B", 2, 8).simulate().memory
+    assert played.peak_activations == Schedule.from_name("1F1B", 2, 8).simulate().peak_activations
 
 
 # -- executed -------------------------------------------------------------------------------------------------

@@ -220,7 +220,7 @@ def _piped() -> Any:
     for one in reports:
         for crossing in one["sightings"]:
             crossing["dtype"] = HOSTILE
-    return explain.explanation(reports, HOSTILE, None)
+    return explain.build_explanation(reports, HOSTILE, None)
 
 
 def _cut() -> Any:
@@ -229,7 +229,7 @@ def _cut() -> Any:
         for collective in one["collectives"]:
             collective |= {"phase": HOSTILE, "dtype": HOSTILE}
         one |= {"before": HOSTILE, "after": HOSTILE}
-    return explain.explanation(reports, HOSTILE, None)
+    return explain.build_explanation(reports, HOSTILE, None)
 
 
 def _labels() -> Partition:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dtkit.data import columns as frames
-from dtkit.data.columns import Columns
+from dtkit.data.columns import ColumnSelection
 from dtkit.engine.data import memmap, parquet
 from dtkit.engine.data.memmap import MappedFile, OnDisk
 from dtkit.engine.data.parquet import ParquetSource
@@ -44,12 +44,12 @@ def take(source: Any, *rows: int) -> Any:
 
 
 def test_a_frame_becomes_features_and_a_target():
-    (x, y), columns = frames.from_frame(frame(), Columns.asked("label"))
+    (x, y), columns = frames.convert_frame(frame(), ColumnSelection.from_arguments("label"))
     assert (x.dtype, x.shape, y.dtype, y.shape) == (np.float32, (ROWS, 2), np.int64, (ROWS,))
     assert x[3].tolist() == [1.5, 3.0]
     assert y[:4].tolist() == [0, 1, 2, 0]
     assert columns.features == ("a", "b")
-    assert frames.described((x, y), columns) == "2 columns as float32, target 'label' as int64"
+    assert frames.describe_arrays((x, y), columns) == "2 columns as float32, target 'label' as int64"
 
 
 FEATURES = {
@@ -68,7 +68,7 @@ FEATURES = {
 def test_the_dtype_of_features(name: str):
     dtypes, expected = FEATURES[name]
     rows = pd.DataFrame({"a": [0, 1, 1], "b": [1, 0, 1], "y": [0.5, 1, 2]}).astype(dtypes)
-    (x, y), _ = frames.from_frame(rows, Columns.asked("y"))
+    (x, y), _ = frames.convert_frame(rows, ColumnSelection.from_arguments("y"))
     assert x.dtype == expected
     assert x.tolist() == [[0, 1], [1, 0], [1, 1]]
     assert y.dtype == np.float32
@@ -76,7 +76,7 @@ def test_the_dtype_of_features(name: str):
 
 def test_floats_become_what_torch_computes_in(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch, "get_default_dtype", lambda: torch.float64)
-    (x, _), _ = frames.from_frame(frame(), Columns.asked("label"))
+    (x, _), _ = frames.convert_frame(frame(), ColumnSelection.from_arguments("label"))
     assert x.dtype == np.float64
 
 
@@ -84,27 +84,27 @@ def test_floats_become_what_torch_computes_in(monkeypatch: pytest.MonkeyPatch):
     ("target", "shape"), [("label", (ROWS,)), (["label"], (ROWS, 1)), (["label", "b"], (ROWS, 2)), ([], None)]
 )
 def test_a_target_has_the_shape_that_was_asked_for(target: Any, shape: tuple[int, ...] | None):
-    arrays, _ = frames.from_frame(frame(), Columns.asked(target))
+    arrays, _ = frames.convert_frame(frame(), ColumnSelection.from_arguments(target))
     assert (arrays[1].shape if len(arrays) > 1 else None) == shape
 
 
 def test_columns_are_taken_as_named_and_in_that_order():
-    (x, _), _ = frames.from_frame(frame(city=["x"] * ROWS), Columns.asked("label", ["b", "a"]))
+    (x, _), _ = frames.convert_frame(frame(city=["x"] * ROWS), ColumnSelection.from_arguments("label", ["b", "a"]))
     assert x[3].tolist() == [3.0, 1.5]
 
 
 def test_a_categorical_target_gets_numbers_and_later_data_the_same():
     kinds = pd.Categorical(["dog", "cat", "cow"] * 2, categories=["cow", "dog", "cat"])
     rows = pd.DataFrame({"x": range(6), "kind": kinds})
-    arrays, columns = frames.from_frame(rows, Columns.asked("kind"))
+    arrays, columns = frames.convert_frame(rows, ColumnSelection.from_arguments("kind"))
     assert arrays[1].tolist() == [1, 2, 0, 1, 2, 0]
-    assert frames.described(arrays, columns).endswith("target 'kind' as int64 (0=cow, 1=dog, 2=cat)")
+    assert frames.describe_arrays(arrays, columns).endswith("target 'kind' as int64 (0=cow, 1=dog, 2=cat)")
     later = pd.DataFrame({"kind": pd.Categorical(["cat", "dog"]), "extra": ["?", "!"], "x": [1, 2]})
-    (x, y), _ = frames.from_frame(later, columns)
+    (x, y), _ = frames.convert_frame(later, columns)
     assert (x.tolist(), y.tolist()) == ([[1], [2]], [2, 1])
     strange = pd.DataFrame({"kind": pd.Categorical(["cat", "hen"]), "x": [1, 2]})
     with pytest.raises(ValueError, match=r"the target 'kind' has the classes hen, which the training data had not"):
-        frames.from_frame(strange, columns)
+        frames.convert_frame(strange, columns)
 
 
 BAD_FRAMES: dict[str, tuple[Callable[[], pd.DataFrame], Any, type[Exception], str]] = {
@@ -161,14 +161,14 @@ BAD_FRAMES: dict[str, tuple[Callable[[], pd.DataFrame], Any, type[Exception], st
 def test_what_a_frame_can_not_be(name: str):
     make, target, kind, message = BAD_FRAMES[name]
     with pytest.raises(kind, match=message):
-        frames.from_frame(make(), Columns.asked(target))
+        frames.convert_frame(make(), ColumnSelection.from_arguments(target))
 
 
 def test_columns_can_not_be_one_name():
     with pytest.raises(TypeError, match=r"columns='a'; it must be a list of names, as in columns=\['a'\]"):
-        Columns.asked("label", "a")
+        ColumnSelection.from_arguments("label", "a")
     with pytest.raises(ValueError, match="column 'a' can't be feature and target at once"):
-        frames.from_frame(frame(), Columns.asked("a", ["a", "b"]))
+        frames.convert_frame(frame(), ColumnSelection.from_arguments("a", ["a", "b"]))
 
 
 def test_frames_and_series_may_stand_for_arrays():
@@ -180,7 +180,7 @@ def test_frames_and_series_may_stand_for_arrays():
 
 
 def test_a_function_may_give_a_frame():
-    source = load(frame, Columns.asked("label"))
+    source = load(frame, ColumnSelection.from_arguments("label"))
     assert isinstance(source, ArraySource)
     assert take(source, 4)[1].tolist() == [1]
 
@@ -197,7 +197,7 @@ def files(tmp_path: Path) -> tuple[str, str]:
 
 
 def test_arrays_stay_in_their_files(files: tuple[str, str]):
-    found = found_in(files, Columns())
+    found = found_in(files, ColumnSelection())
     assert len(pickling.pack(found).skeleton) < 1000
     assert pickling.pack(found).buffers == ()
     source = as_source(found)
@@ -225,7 +225,7 @@ def test_any_part_of_a_mapped_array_travels_as_a_place(tmp_path: Path, name: str
     path = tmp_path / "numbers.bin"
     path.write_bytes(b"\0" * offset + numbers.tobytes())
     part = VIEWS[name](np.memmap(path, np.float64, "r", offset, (3000, 4)))
-    found = found_in(part, Columns())
+    found = found_in(part, ColumnSelection())
     assert isinstance(found, MappedFile)
     assert np.array_equal(pickle.loads(pickle.dumps(found)).open(), VIEWS[name](numbers))
 
@@ -234,7 +234,7 @@ def test_changes_that_only_this_process_sees_travel(tmp_path: Path):
     np.save(tmp_path / "X.npy", np.zeros((4, 2)))
     changed = np.load(tmp_path / "X.npy", mmap_mode="c")
     changed[1] = 7
-    assert take(as_source(found_in(changed, Columns())), 1)[0].tolist() == [[7, 7]]
+    assert take(as_source(found_in(changed, ColumnSelection())), 1)[0].tolist() == [[7, 7]]
 
 
 def test_a_file_of_another_machine_is_read_in_this_machines_order(tmp_path: Path):
@@ -244,13 +244,13 @@ def test_a_file_of_another_machine_is_read_in_this_machines_order(tmp_path: Path
 
 def test_files_that_can_not_be_read(tmp_path: Path, files: tuple[str, str]):
     with pytest.raises(FileNotFoundError, match=r"none\.npy does not exist on .*under the same path"):
-        found_in(str(tmp_path / "none.npy"), Columns())
+        found_in(str(tmp_path / "none.npy"), ColumnSelection())
     np.save(tmp_path / "objects.npy", np.array(["a", None], object))
     with pytest.raises(TypeError, match=r"objects\.npy can't be mapped as an array"):
-        found_in(tmp_path / "objects.npy", Columns())
+        found_in(tmp_path / "objects.npy", ColumnSelection())
     with pytest.raises(ValueError, match=r"'data\.csv' is no kind of file that engines read"):
-        found_in("data.csv", Columns())
-    found = found_in(files[0], Columns())
+        found_in("data.csv", ColumnSelection())
+    found = found_in(files[0], ColumnSelection())
     np.save(files[0], np.zeros((3, 4)))
     with pytest.raises(ValueError, match=r"has 224 bytes on .* and 768 in the notebook: not the same file"):
         found.open()
@@ -279,7 +279,7 @@ def table(tmp_path: Path) -> Path:
 
 
 def opened(where: Any, target: Any = "label", cache_bytes: int = parquet.CACHE_BYTES) -> ParquetSource:
-    return ParquetSource(parquet.describe(where, Columns.asked(target)), cache_bytes)
+    return ParquetSource(parquet.describe(where, ColumnSelection.from_arguments(target)), cache_bytes)
 
 
 @pytest.mark.parametrize("where", ["a folder", "files", "one file"])
@@ -362,7 +362,7 @@ def test_nulls_without_statistics_are_seen_when_they_are_read(tmp_path: Path):
     pq.write_table(pa.table(columns), tmp_path / "bare.parquet", write_statistics=False)
     with pytest.raises(ValueError, match="column 'a' is NaN in row 1"):
         take(opened(tmp_path / "bare.parquet"), 0)
-    source = ParquetSource(parquet.describe(tmp_path / "bare.parquet", Columns.asked("label", ["b"])))
+    source = ParquetSource(parquet.describe(tmp_path / "bare.parquet", ColumnSelection.from_arguments("label", ["b"])))
     with pytest.raises(ValueError, match=r"values are missing \(NaN\) in the columns 'b' \(1\)"):
         take(source, 0)
 
@@ -384,7 +384,7 @@ def test_a_hub_dataset_gives_tensors_by_column():
 
 
 def test_a_hub_dataset_with_a_target_gives_inputs_and_target():
-    x, y = take(as_source(hub(text=["u"] * ROWS), Columns.asked("label", ["x"])), 3, 1)
+    x, y = take(as_source(hub(text=["u"] * ROWS), ColumnSelection.from_arguments("label", ["x"])), 3, 1)
     assert (x.tolist(), y.tolist()) == ([[3, 1.5], [1, 0.5]], [0, 1])
 
 
@@ -410,7 +410,7 @@ def test_what_a_hub_dataset_can_not_be():
     with pytest.raises(ValueError, match=r"'tokens' differs in shape .*\(\(1,\) in row 2, \(2,\) in row 3\)"):
         take(as_source(ragged), 2, 3)
     with pytest.raises(ValueError, match="the table has no column 'lable'"):
-        as_source(hub(), Columns.asked("lable"))
+        as_source(hub(), ColumnSelection.from_arguments("lable"))
 
 
 def test_a_hub_dataset_on_disk_travels_as_a_place(tmp_path: Path):
@@ -444,12 +444,12 @@ def test_the_row_that_failed_is_named():
 
 
 def test_samples_that_are_dicts_may_name_the_target():
-    x, y = take(as_source(Squares(), Columns.asked("y")), 3, 2)
+    x, y = take(as_source(Squares(), ColumnSelection.from_arguments("y")), 3, 2)
     assert (x.tolist(), y.tolist()) == ([[3], [2]], [9, 4])
 
 
 def test_mapping_is_read_only(files: tuple[str, str]):
-    array = found_in(files[0], Columns()).open()
+    array = found_in(files[0], ColumnSelection()).open()
     assert not array.flags.writeable
     assert memmap.load(files[0]).mode == "r"
 

@@ -12,11 +12,18 @@ from torch import nn
 
 import dtkit
 from dtkit.engine.observe.phase_timer import Phases
-from dtkit.strategies.base import Setting
-from dtkit.strategies.loss import Objective
+from dtkit.strategies.base import WorkerContext
+from dtkit.strategies.loss import Loss
 from dtkit.strategies.pipeline import layer_costs
 from dtkit.strategies.pipeline import stage as stages
-from dtkit.strategies.pipeline.cut import Costs, Cut, balanced, chain, evened, named
+from dtkit.strategies.pipeline.cut import (
+    LayerCosts,
+    StageCut,
+    balance_stages,
+    even_out_ranks,
+    find_layer_chain,
+    find_named_starts,
+)
 from tests.cluster import nets
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -34,20 +41,20 @@ def best(costs, parts):
 @pytest.mark.parametrize("costs", [[1, 1, 1, 1], [5, 1, 1, 1, 1, 1], [1, 9, 1, 1, 3, 3], [0.5, 2, 2, 0.1, 7, 1, 1]])
 @pytest.mark.parametrize("parts", [1, 2, 3, 4])
 def test_the_slowest_stage_is_as_fast_as_any_contiguous_cut_allows(costs, parts):
-    starts = balanced(costs, parts)
-    cut = Cut(tuple("abcdefg"[: len(costs)]), Costs(tuple(costs)), starts)
+    starts = balance_stages(costs, parts)
+    cut = StageCut(tuple("abcdefg"[: len(costs)]), LayerCosts(tuple(costs)), starts)
     assert starts[0] == 0
     assert all(len(stage) for stage in cut.stages)
-    assert max(cut.cost(k) for k in range(parts)) == best(costs, parts)
+    assert max(cut.compute_stage_cost(k) for k in range(parts)) == best(costs, parts)
 
 
 @pytest.mark.parametrize("parts", [2, 3, 4])
 @pytest.mark.parametrize(("before", "after"), [(0, 5), (3, 0), (1, 4), (9, 1)])
 def test_what_runs_around_the_layers_is_in_the_balance(before, after, parts):
     """Eight equal blocks between embeddings and a head that is as expensive as several of them."""
-    costs = Costs((1.0,) * 8, before, after)
-    cut = Cut(tuple("abcdefgh"), costs, balanced(costs.joined, parts))
-    found = [cut.cost(k) for k in range(parts)]
+    costs = LayerCosts((1.0,) * 8, before, after)
+    cut = StageCut(tuple("abcdefgh"), costs, balance_stages(costs.per_layer, parts))
+    found = [cut.compute_stage_cost(k) for k in range(parts)]
     assert sum(found) == 8 + before + after
     assert max(found) == best([1 + before, *(1.0,) * 6, 1 + after], parts)
     assert max(found) < max(before + 8 // parts, after + 8 // parts)  # what blocks alone would have come to
@@ -58,9 +65,9 @@ ZBV, LOOPED = (0, 1, 1, 0), (0, 1, 0, 1)
 
 @pytest.mark.parametrize("homes", [ZBV, LOOPED, (0, 1, 2, 2, 1, 0), (0, 1, 2, 3)])
 def test_ranks_with_several_stages_are_loaded_alike_where_the_slowest_stage_allows(homes):
-    costs = Costs((1.0,) * 17, before=2.0, after=4.0).joined
-    starts = balanced(costs, len(homes))
-    before, after = loads(costs, starts, homes), loads(costs, evened(costs, starts, homes), homes)
+    costs = LayerCosts((1.0,) * 17, before_layers=2.0, after_layers=4.0).per_layer
+    starts = balance_stages(costs, len(homes))
+    before, after = loads(costs, starts, homes), loads(costs, even_out_ranks(costs, starts, homes), homes)
     assert max(after.stages) == max(before.stages) == best(costs, len(homes))
     assert max(after.ranks) <= max(before.ranks)
     assert max(after.ranks) - min(after.ranks) <= max(1.0, max(after.stages) - min(costs))
@@ -69,9 +76,9 @@ def test_ranks_with_several_stages_are_loaded_alike_where_the_slowest_stage_allo
 
 def test_the_rank_with_the_first_and_the_last_stage_gets_fewer_layers():
     """Of a table like ZBV's, rank 0 has embeddings and head as well."""
-    costs = Costs((1.0,) * 8, before=1.0, after=3.0).joined
-    starts = balanced(costs, 4)
-    cut = loads(costs, evened(costs, (0, 3, 5, 7), ZBV), ZBV)
+    costs = LayerCosts((1.0,) * 8, before_layers=1.0, after_layers=3.0).per_layer
+    starts = balance_stages(costs, 4)
+    cut = loads(costs, even_out_ranks(costs, (0, 3, 5, 7), ZBV), ZBV)
     assert loads(costs, (0, 3, 5, 7), ZBV).ranks == [8.0, 4.0]  # as fast a slowest stage, and twice the work
     assert max(loads(costs, starts, ZBV).stages) == max(cut.stages) == 4.0
     assert cut.ranks == [6.0, 6.0]
@@ -92,16 +99,16 @@ def test_measured_layers_of_very_unequal_cost_are_cut_as_well_as_can_be(parts):
     """Against every contiguous cut, on the same measurements."""
     widths = [16, 512, 8, 8, 768, 768, 4, 256, 1024, 16, 3]
     model = nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(widths)))
-    costs = layer_costs.by_time(model, [torch.randn(64, 16)], CPU)
-    cut = Cut(tuple(map(str, range(10))), costs, balanced(costs.joined, parts))
+    costs = layer_costs.measure_seconds(model, [torch.randn(64, 16)], CPU)
+    cut = StageCut(tuple(map(str, range(10))), costs, balance_stages(costs.per_layer, parts))
     assert max(costs.layers) > 5 * min(costs.layers)
-    assert max(cut.cost(k) for k in range(parts)) <= 1.15 * best(costs.joined, parts)
+    assert max(cut.compute_stage_cost(k) for k in range(parts)) <= 1.15 * best(costs.per_layer, parts)
 
 
 def test_layers_of_a_sequential_are_its_children():
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
-    assert [name for name, _ in chain(model)] == ["0", "1", "2"]
-    assert layer_costs.by_parameters(model, [torch.zeros(1, 2)]) == Costs((6, 0, 6))
+    assert [name for name, _ in find_layer_chain(model)] == ["0", "1", "2"]
+    assert layer_costs.count_by_layer(model, [torch.zeros(1, 2)]) == LayerCosts((6, 0, 6))
 
 
 class Decoder(nn.Module):
@@ -128,33 +135,33 @@ TOKENS = torch.zeros(3, 5, dtype=torch.long)
 
 def test_layers_of_another_model_are_its_blocks():
     model = Decoder()
-    assert [name for name, _ in chain(model)] == ["blocks.0", "blocks.1", "blocks.2", "blocks.3"]
-    costs = layer_costs.by_time(model, [TOKENS], CPU)
+    assert [name for name, _ in find_layer_chain(model)] == ["blocks.0", "blocks.1", "blocks.2", "blocks.3"]
+    costs = layer_costs.measure_seconds(model, [TOKENS], CPU)
     assert len(costs.layers) == 4
-    assert min(*costs.layers, costs.before, costs.after) > 0
+    assert min(*costs.layers, costs.before_layers, costs.after_layers) > 0
 
 
 def test_parameters_around_the_blocks_belong_to_where_they_are_used_and_not_to_where_they_are_declared():
-    costs, outputs = layer_costs.sizes(Decoder(), [TOKENS])
+    costs, outputs = layer_costs.measure_sizes(Decoder(), [TOKENS])
     assert outputs == (4 * 3 * 5 * 8,) * 4  # of so many rows, places and features, in float32
-    assert costs == Costs((72,) * 4, before=7 * 8 + 8, after=8 * 7 + 7 + 3 * 8)
+    assert costs == LayerCosts((72,) * 4, before_layers=7 * 8 + 8, after_layers=8 * 7 + 7 + 3 * 8)
 
 
 def test_slow_layers_are_seen_to_be_slow():
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 4096), nn.Linear(4096, 4096), nn.Linear(4096, 3))
-    costs = layer_costs.by_time(model, [torch.randn(32, 64)], CPU).layers
+    costs = layer_costs.measure_seconds(model, [torch.randn(32, 64)], CPU).layers
     assert costs[2] == max(costs)
     assert costs[2] > 3 * costs[0]
 
 
 def test_a_slow_head_is_seen_to_be_slow_and_the_loss_is_a_part_of_it():
     model, tokens = Decoder(vocabulary=50_000, width=32), torch.zeros(4, 32, dtype=torch.long)
-    costs = layer_costs.by_time(model, [tokens], CPU)
-    assert costs.after > 3 * max(costs.layers)
+    costs = layer_costs.measure_seconds(model, [tokens], CPU)
+    assert costs.after_layers > 3 * max(costs.layers)
     small = Decoder()
-    with_loss = layer_costs.by_time(small, [TOKENS], CPU, lambda output: _slow_loss(output, 1000))
-    assert with_loss.after > 3 * layer_costs.by_time(small, [TOKENS], CPU).after
-    assert with_loss.before < with_loss.after / 3
+    with_loss = layer_costs.measure_seconds(small, [TOKENS], CPU, lambda output: _slow_loss(output, 1000))
+    assert with_loss.after_layers > 3 * layer_costs.measure_seconds(small, [TOKENS], CPU).after_layers
+    assert with_loss.before_layers < with_loss.after_layers / 3
 
 
 def _slow_loss(output, rounds):
@@ -168,10 +175,10 @@ def _slow_loss(output, rounds):
 def test_a_model_with_a_large_vocabulary_is_cut_as_well_as_can_be(by, parts):
     """Its blocks alone would be cut in the middle; against every contiguous cut, on the same measurements."""
     model, tokens = Decoder(vocabulary=5000, width=32, blocks=9), torch.zeros(4, 16, dtype=torch.long)
-    cut = dtkit.Pipeline(parts, parts, by=by).plan_for(model, tokens)
-    assert max(cut.cost(k) for k in range(parts)) <= 1.15 * best(cut.costs.joined, parts)
+    cut = dtkit.Pipeline(parts, parts, balance_by=by).plan_for(model, tokens)
+    assert max(cut.compute_stage_cost(k) for k in range(parts)) <= 1.15 * best(cut.costs.per_layer, parts)
     assert len(cut.stages[-1]) < 3  # a head is as expensive as all of the blocks
-    assert cut.costs.after > sum(cut.costs.layers[-3:])
+    assert cut.costs.after_layers > sum(cut.costs.layers[-3:])
 
 
 def test_measuring_changes_nothing_in_the_model():
@@ -180,7 +187,7 @@ def test_measuring_changes_nothing_in_the_model():
     model = nn.Sequential(twice, nn.BatchNorm1d(4), nn.ReLU(inplace=True), twice, nn.Dropout(0.5), nn.Linear(4, 2))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     torch.manual_seed(3)
-    costs = layer_costs.by_time(model, [torch.randn(6, 4)], CPU)
+    costs = layer_costs.measure_seconds(model, [torch.randn(6, 4)], CPU)
     drawn = torch.rand(3)
     torch.manual_seed(3)
     torch.randn(6, 4)
@@ -192,7 +199,7 @@ def test_measuring_changes_nothing_in_the_model():
 
 
 def test_a_cut_shows_what_runs_around_the_layers():
-    cut = dtkit.Pipeline(2, 2, by="parameters").plan_for(Decoder(vocabulary=100), TOKENS)
+    cut = dtkit.Pipeline(2, 2, balance_by="parameters").plan_for(Decoder(vocabulary=100), TOKENS)
     assert repr(cut).splitlines() == [
         "4 layers in 2 stages, by parameters",
         "stage  from      to        layers  before them  after them  in all",
@@ -200,7 +207,7 @@ def test_a_cut_shows_what_runs_around_the_layers():
         "    1  blocks.3  blocks.3      72                      924     996",
     ]
     lines = repr(
-        dataclasses.replace(cut, costs=Costs((0.001, 0.002, 0.003, 0.004), 0.01, 0.02), by="time")
+        dataclasses.replace(cut, costs=LayerCosts((0.001, 0.002, 0.003, 0.004), 0.01, 0.02), by="time")
     ).splitlines()
     assert " ".join(lines[2].split()) == "0 blocks.0 blocks.2 6.0 ms 10 ms 16 ms"
     assert " ".join(lines[3].split()) == "1 blocks.3 blocks.3 4.0 ms 20 ms 24 ms"
@@ -212,7 +219,7 @@ def test_a_plan_for_a_model_that_can_t_be_cut_says_why():
     with pytest.raises(TypeError, match=r"a micro-batch, plan_for\(model, X\[:8\]\)"):
         dtkit.Pipeline(2, 2).plan_for(Decoder())
     cut = dtkit.Pipeline(2, 2, split=["blocks.3"]).plan_for(Decoder(), TOKENS)
-    assert cut.starts == (0, 3)
+    assert cut.stage_starts == (0, 3)
 
 
 # -- what is moved --------------------------------------------------------------------------------------------
@@ -250,15 +257,15 @@ def test_a_device_is_given_its_own_stages_and_not_the_model(make, border, schedu
     """The device is torch's "meta", which has no numbers: a model that is moved there would have lost its own."""
     model = make().train()
     batch = (TOKENS if make is Decoder else torch.randn(3, nets.FEATURES), torch.zeros(3, dtype=torch.long))
-    strategy = dtkit.Pipeline(2, 4, schedule, by=by)
-    setting = Setting(Alone(rank, border), META, Phases(None), [0], strategy.mesh(2), lambda _: batch, 3)
-    objective = Objective(lambda output, _: output.sum(), None)
+    strategy = dtkit.Pipeline(2, 4, schedule, balance_by=by)
+    setting = WorkerContext(Alone(rank, border), META, Phases(None), [0], strategy.build_mesh(2), lambda _: batch, 3)
+    objective = Loss(lambda output, _: output.sum(), None)
     before = {name: (value, value.clone()) for name, value in model.state_dict(keep_vars=True).items()}
     with Arrivals(META) as arrivals:
-        _, mine, found, rest = strategy._place(model, objective, setting)
+        _, mine, found, rest = strategy._place_stages(model, objective, setting)
     own = [tensor for part in mine.values() for tensor in (*part.module.parameters(), *part.module.buffers())]
-    assert list(mine) == strategy.table.places(rank)
-    assert len(found.training) == len(found.evaluation) == strategy.table.stages + 1
+    assert list(mine) == strategy.pipeline_schedule.get_stages(rank)
+    assert len(found.training) == len(found.evaluation) == strategy.pipeline_schedule.stages + 1
     assert {t.device for t in own} == {META}
     assert all(value.device == CPU and torch.equal(value, kept) for value, kept in before.values())
     assert all(value is model.state_dict(keep_vars=True)[name] for name, (value, _) in before.items())
@@ -288,20 +295,20 @@ class Arrivals(torch.overrides.TorchFunctionMode):
 
 
 def test_what_has_no_chain():
-    assert chain(nn.Linear(2, 2)) == []
+    assert find_layer_chain(nn.Linear(2, 2)) == []
 
 
 def test_names_given_by_the_user():
     layers = ["0", "1", "2", "3"]
-    assert named(["2"], layers, 2) == (0, 2)
+    assert find_named_starts(["2"], layers, 2) == (0, 2)
     with pytest.raises(
         ValueError, match="split has 'x', which begins no layer of this model; it can be cut at 1, 2, 3"
     ):
-        named(["x"], layers, 2)
+        find_named_starts(["x"], layers, 2)
     with pytest.raises(ValueError, match="gives 3 stages of this model, and 2 are wanted"):
-        named(["1", "2"], layers, 2)
+        find_named_starts(["1", "2"], layers, 2)
     with pytest.raises(ValueError, match="in order, the 2 layers"):
-        named(["2", "1"], layers, 3)
+        find_named_starts(["2", "1"], layers, 3)
 
 
 def test_a_layer_that_takes_no_part():
@@ -314,7 +321,7 @@ def test_a_layer_that_takes_no_part():
             return self.blocks[0](x)
 
     with pytest.raises(ValueError, match=r"blocks.1 took no part"):
-        layer_costs.by_time(Odd(), [torch.zeros(1, 2)], CPU)
+        layer_costs.measure_seconds(Odd(), [torch.zeros(1, 2)], CPU)
 
 
 class Undecided(nn.Module):
@@ -329,7 +336,7 @@ class Undecided(nn.Module):
 
 
 def test_a_model_that_cannot_be_traced_is_refused_with_what_to_do():
-    cut = Cut(("blocks.0", "blocks.1"), Costs((1.0, 1.0)), (0, 1))
+    cut = StageCut(("blocks.0", "blocks.1"), LayerCosts((1.0, 1.0)), (0, 1))
     with pytest.raises(ValueError, match=r"Undecided can't be traced.*use strategy=dtkit.Sharded\(\)") as raised:
-        stages.parts_of(Undecided(), cut, (torch.ones(4, 2),), CPU)
+        stages.split_model(Undecided(), cut, (torch.ones(4, 2),), CPU)
     assert raised.value.__cause__ is not None  # torch's own error says where

@@ -11,7 +11,7 @@ from dtkit.dashboard import stages_text
 from dtkit.explain import explain
 from dtkit.explain.data_parallel import StepExplanation
 from dtkit.explain.pipeline import PipelineExplanation
-from dtkit.explain.sharded import SliceExplanation
+from dtkit.explain.sharded import ShardedExplanation
 
 
 def base(rank: int, **more: Any) -> dict[str, Any]:
@@ -44,21 +44,21 @@ def piped() -> list[dict[str, Any]]:
 
 
 def explained(reports: list[dict[str, Any]], offsets: list[float] | None = None) -> PipelineExplanation:
-    found = explain.explanation(reports, "Net", offsets)
+    found = explain.build_explanation(reports, "Net", offsets)
     assert isinstance(found, PipelineExplanation)
     return found
 
 
 def test_each_tensor_is_a_crossing_in_the_order_of_sending():
     found = explained(piped()[::-1])
-    assert [(c.order, c.kind, c.micro_batch, c.sender, c.receiver) for c in found.crossings] == [
+    assert [(c.index, c.kind, c.micro_batch, c.sender, c.receiver) for c in found.transfers] == [
         (0, "activation", 0, 0, 1),
         (1, "activation", 1, 0, 1),
         (2, "gradient", 0, 1, 0),
         (3, "gradient", 1, 1, 0),
     ]
-    assert found.intact
-    assert found.adds_up
+    assert found.is_intact
+    assert found.is_sum_of_micro_batches
     assert found.loss == 0.75
     assert (found.samples, found.micro_batches) == (8, 2)
     assert found.sent_bytes("activation") == found.sent_bytes("gradient") == 96
@@ -66,7 +66,7 @@ def test_each_tensor_is_a_crossing_in_the_order_of_sending():
 
 def test_clocks_of_other_hosts_are_set_right():
     found = explained(piped(), offsets=[0.0, 3.0])  # rank 1's clock is 3 s ahead
-    assert [c.kind for c in found.crossings] == ["gradient", "activation", "gradient", "activation"]
+    assert [c.kind for c in found.transfers] == ["gradient", "activation", "gradient", "activation"]
 
 
 def test_what_arrived_otherwise_or_not_at_all_is_named():
@@ -74,8 +74,8 @@ def test_what_arrived_otherwise_or_not_at_all_is_named():
     reports[1]["sightings"][0]["digest"] = "other"
     del reports[0]["sightings"][3]
     found = explained(reports)
-    assert not found.intact
-    assert [c.arrived for c in found.crossings] == ["other", "activation1", "gradient0", None]
+    assert not found.is_intact
+    assert [c.received_digest for c in found.transfers] == ["other", "activation1", "gradient0", None]
     text = repr(found)
     assert "2 of 4 tensors did NOT arrive as they were sent: activation of micro-batch 0 from 0 → 1, gradient" in text
     assert "DIFFERS: other" in text
@@ -86,7 +86,7 @@ def test_a_gradient_that_is_not_the_sum_of_its_parts_is_named():
     reports = piped()
     reports[1]["stages"][1]["gap"] = 0.01
     found = explained(reports)
-    assert not found.adds_up
+    assert not found.is_sum_of_micro_batches
     assert "The gradient is NOT the sum of its micro-batches' parts in stage 1 on rank 1." in repr(found)
 
 
@@ -96,7 +96,7 @@ def test_a_hand_over_on_one_rank_sends_nothing():
         for seen in report["sightings"]:
             seen["rank"] = seen["peer"] = 0
     found = explained(reports)
-    assert found.intact
+    assert found.is_intact
     assert found.sent_bytes("activation") == 0
     assert "on 0" in repr(found)
 
@@ -146,7 +146,7 @@ def copies(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def test_replicas_are_told_one_after_the_other_and_the_first_is_drawn():
     found = explained(copies(piped()))
-    assert len(found.crossings) == 8
+    assert len(found.transfers) == 8
     assert found.replicas == ((0, 1), (2, 3))
     assert (found.samples, found.identical) == (16, True)
     arrows = found.figure().axes[0]
@@ -200,14 +200,14 @@ def cut(sent: int = 300) -> list[dict[str, Any]]:
 
 
 def test_collectives_are_counted_by_the_textbook_and_compared():
-    found = explain.explanation(cut(), "Net", None)
-    assert isinstance(found, SliceExplanation)
-    assert [(g.what, g.count, g.textbook_bytes) for g in found.groups] == [
+    found = explain.build_explanation(cut(), "Net", None)
+    assert isinstance(found, ShardedExplanation)
+    assert [(g.what, g.count, g.expected_bytes) for g in found.groups] == [
         ("all_gather", 1, 100.0),
         ("reduce_scatter", 1, 100.0),
     ]
-    assert (found.textbook_bytes, found.sent_bytes, found.loss) == (200.0, 300, 1.0)
-    assert found.agreed
+    assert (found.expected_bytes, found.sent_bytes, found.loss) == (200.0, 300, 1.0)
+    assert found.is_agreed
     text = repr(found)
     assert "Sent by a rank: 300 B counted, 200 B by the textbook's rings. The difference is what\n" in text
     assert "data:image/png;base64,iVBOR" in found._repr_html_()
@@ -217,12 +217,12 @@ def test_collectives_are_counted_by_the_textbook_and_compared():
 def test_results_that_differ_and_ranks_out_of_step_are_told():
     reports = cut()
     reports[1]["collectives"][0]["digest"] = "y"
-    found = SliceExplanation.from_reports(reports, "Net")  # type: ignore[arg-type]  # made by hand
-    assert not found.agreed
+    found = ShardedExplanation.from_reports(reports, "Net")  # type: ignore[arg-type]  # made by hand
+    assert not found.is_agreed
     assert "Some results that should be the same on all ranks are NOT." in repr(found)
     reports[1]["collectives"].pop()
-    found = SliceExplanation.from_reports(reports, "Net")  # type: ignore[arg-type]  # made by hand
-    assert not found.aligned
+    found = ShardedExplanation.from_reports(reports, "Net")  # type: ignore[arg-type]  # made by hand
+    assert not found.is_aligned
     assert "did NOT make the same collectives" in repr(found)
 
 
@@ -242,11 +242,11 @@ def sliced(samples: list[int]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(("samples", "witness"), [([5, 4], 0), ([1, 0], 0), ([0, 1], 2)])
 def test_ranks_are_held_against_those_of_their_group(samples: list[int], witness: int):
     """Replicas with other numbers of samples, or with none, do other things, and all is well."""
-    found = SliceExplanation.from_reports(sliced(samples), "Net")  # type: ignore[arg-type]  # made by hand
-    assert found.aligned
-    assert found.agreed
+    found = ShardedExplanation.from_reports(sliced(samples), "Net")  # type: ignore[arg-type]  # made by hand
+    assert found.is_aligned
+    assert found.is_agreed
     assert found.samples == sum(samples)
-    assert found.witness == witness
+    assert found.recording_rank == witness
     assert [c.ranks for c in found.collectives] == [(witness, witness + 1), (0, 2)]
     assert found.collectives[1].digests == ("of slice 0", "of slice 0")
     text = " ".join(repr(found).split())
@@ -259,16 +259,16 @@ def test_ranks_are_held_against_those_of_their_group(samples: list[int], witness
 def test_a_group_that_differs_is_found_though_no_collective_of_it_is_shown():
     reports = sliced([4, 4])
     reports[3]["collectives"][0]["digest"] = "other"
-    found = SliceExplanation.from_reports(reports, "Net")  # type: ignore[arg-type]  # made by hand
-    assert (found.aligned, found.agreed, found.witness) == (True, False, 0)
+    found = ShardedExplanation.from_reports(reports, "Net")  # type: ignore[arg-type]  # made by hand
+    assert (found.is_aligned, found.is_agreed, found.recording_rank) == (True, False, 0)
     del reports[3]["collectives"][0]
-    assert not SliceExplanation.from_reports(reports, "Net").aligned  # type: ignore[arg-type]  # made by hand
+    assert not ShardedExplanation.from_reports(reports, "Net").is_aligned  # type: ignore[arg-type]  # made by hand
 
 
 def test_replicas_get_the_explanation_of_replicas():
     tensor = {"kind": "parameter", "name": "w", "shape": (2,), "own": 1.0, "contribution": 0.5, "reduced": 1.0}
     tensor |= {"cosine": 1.0, "update": 0.1, "value": 1.0, "checksum": "c"}
-    assert isinstance(explain.explanation([base(0, tensors=[tensor])], "Net", None), StepExplanation)
+    assert isinstance(explain.build_explanation([base(0, tensors=[tensor])], "Net", None), StepExplanation)
 
 
 @pytest.mark.parametrize("count", [1, 8, 9, 30])

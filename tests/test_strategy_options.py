@@ -7,7 +7,7 @@ import torch
 
 import dtkit
 from dtkit.strategies import gradients
-from dtkit.strategies.loss import MEAN, PAIR
+from dtkit.strategies.loss import LOSS_IS_MEAN, LOSS_IS_WEIGHTED_SUM
 
 
 @pytest.mark.parametrize("name", ["compile", "find_unused_parameters", "sync_batch_norm"])
@@ -43,11 +43,11 @@ def test_an_outer_optimiser_needs_a_rate():
 
 def test_degrees_are_told_by_the_names_that_were_typed():
     with pytest.raises(ValueError, match=r"replicas 1 x stages 3 = 3, but there are 2 ranks.*replicas 1 x stages 2"):
-        dtkit.Pipeline(3, 4).mesh(2)
+        dtkit.Pipeline(3, 4).build_mesh(2)
     with pytest.raises(ValueError, match=r"replicas 1 x ways 3 = 3, but there are 4 ranks"):
-        dtkit.TensorParallel(3).mesh(4)
+        dtkit.TensorParallel(3).build_mesh(4)
     with pytest.raises(ValueError, match=r"replicas 3 x shards 1 = 3, but there are 4 ranks"):
-        dtkit.Sharded(replicas=3).mesh(4)
+        dtkit.Sharded(replicas=3).build_mesh(4)
 
 
 # -- what strategies do alike with gradients ---------------------------------------------------------------------
@@ -63,7 +63,7 @@ def test_gradients_are_summed_in_one_go_and_unused_ones_stay_away():
         calls.append(flat.numel())
         flat += torch.cat([torch.tensor([1.0, 1.0, 0.0]), *(torch.ones(6), torch.full((4,), 5.0), torch.zeros(1))])
 
-    found = gradients.summed(parameters, own, all_reduce)
+    found = gradients.all_reduce_flat(parameters, own, all_reduce)
     assert calls == [3 + 6 + 4 + 1]
     assert torch.equal(found[0], own[0] + elsewhere[0])
     assert torch.equal(found[1], elsewhere[1].double())
@@ -73,9 +73,9 @@ def test_gradients_are_summed_in_one_go_and_unused_ones_stay_away():
 def test_scaling_is_the_same_fused_and_one_by_one():
     fused = [torch.arange(3.0), torch.ones(2, 2)]
     mixed = [torch.arange(3.0), torch.ones(2, 2, dtype=torch.float64), torch.ones(2).to_sparse()]
-    gradients.scale(fused, 0.5)
-    gradients.scale(mixed, torch.tensor(0.5, dtype=torch.float64))
-    gradients.scale([], 0.5)
+    gradients.scale_(fused, 0.5)
+    gradients.scale_(mixed, torch.tensor(0.5, dtype=torch.float64))
+    gradients.scale_([], 0.5)
     assert torch.equal(fused[0], mixed[0])
     assert torch.equal(fused[1], mixed[1].float())
     assert torch.equal(mixed[2].to_dense(), torch.full((2,), 0.5))
@@ -83,27 +83,27 @@ def test_scaling_is_the_same_fused_and_one_by_one():
 
 def test_a_factor_is_not_rounded_on_its_way():
     exact = [torch.ones(2, dtype=torch.float64)]
-    gradients.scale(exact, 1 / 3)
+    gradients.scale_(exact, 1 / 3)
     assert exact[0].tolist() == [1 / 3, 1 / 3]
 
 
 def test_squares_and_clipping():
-    found = gradients.squares([torch.tensor([3.0, 4.0]), torch.tensor([1.0, 2.0], dtype=torch.float64).to_sparse()])
+    found = gradients.sum_squares([torch.tensor([3.0, 4.0]), torch.tensor([1.0, 2.0], dtype=torch.float64).to_sparse()])
     assert torch.allclose(found, torch.tensor([25.0, 5.0], dtype=torch.float64))
-    assert gradients.clipping(5.0, None) == gradients.clipping(5.0, 5.0) == 1.0
-    assert gradients.clipping(5.0, 1.0) == 1 / (5 + 1e-6)
+    assert gradients.compute_clip_factor(5.0, None) == gradients.compute_clip_factor(5.0, 5.0) == 1.0
+    assert gradients.compute_clip_factor(5.0, 1.0) == 1 / (5 + 1e-6)
 
 
 def test_no_weight_at_all_divides_by_nothing():
-    assert float(gradients.per_weight(torch.tensor(4.0, dtype=torch.float64))) == 0.25
+    assert float(gradients.compute_weight_factor(torch.tensor(4.0, dtype=torch.float64))) == 0.25
     nothing = torch.tensor(0.0, dtype=torch.float64)
-    assert float(gradients.per_weight(nothing)) < float("inf")
+    assert float(gradients.compute_weight_factor(nothing)) < float("inf")
     assert float(nothing) > 0
 
 
 def test_the_form_of_a_loss_is_told_by_who_knows_it():
-    assert gradients.agree_on_form(MEAN, None) == MEAN
-    assert gradients.agree_on_form(PAIR, None) == PAIR
+    assert gradients.agree_on_loss_form(LOSS_IS_MEAN, None) == LOSS_IS_MEAN
+    assert gradients.agree_on_loss_form(LOSS_IS_WEIGHTED_SUM, None) == LOSS_IS_WEIGHTED_SUM
 
 
 class _Disagreeing:
@@ -113,4 +113,4 @@ class _Disagreeing:
 
 def test_ranks_with_two_forms_of_loss_are_refused():
     with pytest.raises(TypeError, match="a scalar on some ranks and a"):
-        gradients.agree_on_form(MEAN, _Disagreeing())
+        gradients.agree_on_loss_form(LOSS_IS_MEAN, _Disagreeing())

@@ -19,7 +19,7 @@ SAMPLES = 121  # divides by none of 2, 3, 4
 
 def shards(world: int, samples: int = SAMPLES, **cut: Any) -> Shards:
     part = Partition(samples, world, **cut)
-    return Shards(part.flat(), part.sizes)
+    return Shards(part.flatten_indices(), part.sizes)
 
 
 def source(samples: int = SAMPLES) -> ArraySource:
@@ -93,7 +93,7 @@ def test_one_process_that_plays_all_shards_sees_what_the_ranks_see(shuffle, worl
 def test_shards_keep_to_their_own_rows():
     part = Partition(SAMPLES, 3, seed=1)
     for rank in range(3):
-        own = Stream(source(), Shards(part.flat(), part.sizes), JobPlan(24, 9, "shard", 0), [rank])
+        own = Stream(source(), Shards(part.flatten_indices(), part.sizes), JobPlan(24, 9, "shard", 0), [rank])
         taken = np.concatenate([own.rows(step) for step in range(6)])
         assert sorted(taken.tolist()) == sorted(part.indices(rank).tolist())
 

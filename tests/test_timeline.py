@@ -35,7 +35,7 @@ def test_the_bubble_of_gpipe_is_that_of_the_formula(ranks, micro_batches):
 
 
 def test_parts_on_a_rank_make_the_bubble_smaller():
-    interleaved = Schedule.named("Interleaved1F1B", 4, 8)
+    interleaved = Schedule.from_name("Interleaved1F1B", 4, 8)
     timeline = Timeline(spans_of(interleaved.simulate()), schedule=interleaved)
     assert timeline.formula == ("(p-1)/(v·m+p-1)", pytest.approx(3 / 19))
     assert timeline.bubble() == pytest.approx(3 / 19)
@@ -51,7 +51,7 @@ def late(spans, rank, by):
 
 
 def test_what_was_planned_has_the_measured_durations_and_no_cost_of_sending():
-    schedule = Schedule.named("GPipe", 2, 4)
+    schedule = Schedule.from_name("GPipe", 2, 4)
     measured = late(gpipe(2, 4), 1, 0.5)  # each message takes half a second; the way back has the time
     measured["begin"] += 100
     measured["end"] += 100
@@ -65,7 +65,7 @@ def test_what_was_planned_has_the_measured_durations_and_no_cost_of_sending():
 
 
 def test_each_replica_has_a_plan_of_its_own():
-    schedule = Schedule.named("GPipe", 2, 4)
+    schedule = Schedule.from_name("GPipe", 2, 4)
     other = late(gpipe(2, 4), 0, 0)
     other["rank"] += 2
     other["begin"] += 3
@@ -87,7 +87,7 @@ def test_a_schedule_without_a_formula_is_played_through():
 
 def test_a_schedule_is_scored_against_another():
     table = "F0 F1 B0 F2 B1 F3 B2 B3\nF0 I0 F1 I1 W0 F2 I2 W1 F3 I3 W2 W3"
-    own, usual, gpipe_ = Schedule(table), Schedule.named("1F1B", 2, 4), Schedule.named("GPipe", 2, 4)
+    own, usual, gpipe_ = Schedule(table), Schedule.from_name("1F1B", 2, 4), Schedule.from_name("GPipe", 2, 4)
     lines = [Timeline(spans_of(schedule.simulate()), schedule=schedule) for schedule in (own, usual, gpipe_)]
     score = lines[0].score(lines[1])
     assert score.time == pytest.approx(13 / 15)
@@ -233,7 +233,7 @@ def test_a_trace_obeys_the_format(tmp_path):
 
 
 def test_pictures():
-    figure = Timeline(gpipe(2, 4), schedule=Schedule.named("GPipe", 2, 4), title=" of a net").figure()
+    figure = Timeline(gpipe(2, 4), schedule=Schedule.from_name("GPipe", 2, 4), title=" of a net").figure()
     (ax,) = figure.axes
     assert [label.get_text() for label in ax.get_yticklabels()] == ["node 0", "node 1"]
     numbers = [t.get_text() for t in ax.texts if t.get_gid() is None]

@@ -17,9 +17,9 @@ from dtkit.engine.data.batches import Shards, Stream
 from dtkit.engine.data.sources import DatasetSource, as_source
 from dtkit.engine.job import Job, _votes
 from dtkit.engine.observe.phase_timer import Phases
-from dtkit.strategies.base import Program, Setting, make_optimizer
+from dtkit.strategies.base import TrainingProgram, WorkerContext, make_optimizer
 from dtkit.strategies.data_parallel import DataParallel
-from dtkit.strategies.loss import Objective
+from dtkit.strategies.loss import Loss
 from dtkit.types import JobPlan
 
 CPU = torch.device("cpu")
@@ -43,10 +43,10 @@ def job(model: nn.Module | None = None, rows: Any = None, loss: Any = None, **ho
     source = as_source(data() if rows is None else rows)
     part = Partition(len(source), 2)
     plan = JobPlan(how.get("batch_size", 6), 100, how.get("shuffle", "shard"), 0)
-    stream = Stream(source, Shards(part.flat(), part.sizes), plan, [0, 1])
-    setting = Setting(None, CPU, Phases(node_info.clock(CPU)), [0, 1])
-    objective = Objective(loss or nn.CrossEntropyLoss(), None) if "step" not in how else Objective(None, how["step"])
-    program = Program(
+    stream = Stream(source, Shards(part.flatten_indices(), part.sizes), plan, [0, 1])
+    setting = WorkerContext(None, CPU, Phases(node_info.clock(CPU)), [0, 1])
+    objective = Loss(loss or nn.CrossEntropyLoss(), None) if "step" not in how else Loss(None, how["step"])
+    program = TrainingProgram(
         objective,
         how.get("optimizer", sgd),
         how.get("strategy", DataParallel()),

@@ -279,10 +279,10 @@ class Cluster(Ranks):
 
         self.check_open()
         if by == "speed":
-            speed.check(model, loss, step, weights)
+            speed.check_measurable(model, loss, step, weights)
         how: dict[str, Any] = {"labels": labels, "seed": seed, "target": target, "columns": columns}
-        part = distribute.partition(self, data, by="contiguous" if by == "speed" else by, weights=weights, **how)
-        return speed.repartition(self, part, model, loss, step) if by == "speed" else part
+        part = distribute.partition_data(self, data, by="contiguous" if by == "speed" else by, weights=weights, **how)
+        return speed.repartition_by_speed(self, part, model, loss, step) if by == "speed" else part
 
     def broadcast(self, model: Any) -> Replicas:
         """The model on every rank with identical parameters and buffers. Shows a checksum per rank."""
@@ -456,7 +456,7 @@ class Cluster(Ranks):
         from dtkit.planning import planner
 
         if again or dtype not in self._benchmarks:
-            self._benchmarks[dtype] = planner.benchmark(self, dtype)
+            self._benchmarks[dtype] = planner.run_benchmark(self, dtype)
         return self._benchmarks[dtype]
 
     def plan(
@@ -502,7 +502,9 @@ class Cluster(Ranks):
         """
         from dtkit.planning import planner
 
-        return planner.plan(self, model, planner.Wish(batch_size, optimizer, sample, loss, step, strategies))
+        return planner.make_plan(
+            self, model, planner.PlanRequest(batch_size, optimizer, sample, loss, step, strategies)
+        )
 
     def stacks(self) -> Stacks:
         """Every rank's Python stack as of now, also while engines are busy, in a collective, or stuck.

@@ -9,7 +9,7 @@ from dtkit._util import formatting
 from dtkit.dashboard.axes import ALERT, INK, MUTED, tidy
 from dtkit.dashboard.figures import image, new_figure
 from dtkit.dashboard.plan_view import PARTS, entitle, html_table
-from dtkit.planning.memory_report import planned_parts
+from dtkit.planning.memory_report import convert_plan_row
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -69,7 +69,7 @@ def _table(memory: Memory) -> list[list[str]]:
     limited = any(row.limit is not None for row in rows)
     body = []
     for row in rows:
-        planned, limit = planned_parts(row), [formatting.size(row.limit)] * limited
+        planned, limit = convert_plan_row(row), [formatting.size(row.limit)] * limited
         body.append([*_cells(f"{row.rank}", {"peak": row.peak} | _measured(row)), *limit])
         if planned is not None:
             body.append([*_cells("  planned", planned), *limit])
@@ -92,7 +92,7 @@ def figure(memory: Memory) -> Figure:
     rows = _listed(memory)
     made = new_figure(11.0, 1.75 + 0.5 * len(rows))
     ax = made.subplots()
-    planned = [planned_parts(row) for row in rows]
+    planned = [convert_plan_row(row) for row in rows]
     longest = max([row.total for row in rows] + [parts["peak"] for parts in planned if parts])
     unit, one = formatting.unit_for(longest, formatting.BYTES)
     limits = [row.limit for row in rows if row.limit is not None]

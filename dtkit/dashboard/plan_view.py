@@ -57,7 +57,7 @@ def _verdict(fitting: Sequence[str], strategies: Sequence[str]) -> str:
 def _listed(plan: Plan) -> list[PlanRow]:
     if plan.world_size <= _SHOWN_RANKS:
         return list(plan.rows)
-    return [tightest(plan.of(name)) for name in plan.strategies]
+    return [tightest(plan.get_rows(name)) for name in plan.strategies]
 
 
 def tightest(rows: Sequence[PlanRow]) -> PlanRow:
@@ -108,7 +108,7 @@ def plan_page(plan: Plan) -> str:
 
 def plan_figure(plan: Plan) -> Figure:
     """Memory of the tightest rank of each strategy against what is free, and the time of its step."""
-    rows = [tightest(plan.of(name)) for name in plan.strategies]
+    rows = [tightest(plan.get_rows(name)) for name in plan.strategies]
     figure = _new_figure(12.0, 2.1 + 0.42 * len(rows))
     memory, seconds = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
     _draw_memory(memory, rows)
@@ -173,10 +173,10 @@ def _lengths(ax: Axes, columns: int) -> None:
 def _benchmark_headline(found: Benchmark) -> str:
     rate = f"{sum(found.flops) / 1e9:,.0f} GFLOP/s in {found.dtype} together"
     head = f"Benchmark of {formatting.plural(found.world_size, 'rank')}, {found.backend}: {rate}"
-    if not found.all_reduce:
+    if not found.all_reduce_timings:
         return head
     return (
-        f"{head}; an all-reduce takes {formatting.duration(found.all_reduce[0][1])} at least and moves "
+        f"{head}; an all-reduce takes {formatting.duration(found.all_reduce_timings[0][1])} at least and moves "
         f"{formatting.size(found.all_reduce_bytes_s)}/s per rank; {formatting.share(found.overlap)} of it hides "
         "behind computing"
     )
@@ -200,22 +200,22 @@ def _rank_table(found: Benchmark) -> list[list[str]]:
 
 def _size_table(found: Benchmark) -> list[list[str]]:
     return [
-        ["all-reduce of", *(formatting.size(size) for size, _ in found.all_reduce)],
-        ["takes", *(formatting.duration(seconds) for _, seconds in found.all_reduce)],
+        ["all-reduce of", *(formatting.size(size) for size, _ in found.all_reduce_timings)],
+        ["takes", *(formatting.duration(seconds) for _, seconds in found.all_reduce_timings)],
     ]
 
 
 def benchmark_text(found: Benchmark) -> str:
     """The benchmark as lines of text."""
     lines = [_benchmark_headline(found), *formatting.columns(_rank_table(found), left=(0,))]
-    return "\n".join(lines + (formatting.columns(_size_table(found), left=(0,)) if found.all_reduce else []))
+    return "\n".join(lines + (formatting.columns(_size_table(found), left=(0,)) if found.all_reduce_timings else []))
 
 
 def benchmark_page(found: Benchmark) -> str:
     """The benchmark as HTML: tables and the heat maps."""
     from dtkit.dashboard.figures import image
 
-    sizes = html_table(_size_table(found)) if found.all_reduce else ""
+    sizes = html_table(_size_table(found)) if found.all_reduce_timings else ""
     head = f"<p>{html.escape(_benchmark_headline(found))}</p>"
     return f"<div>{head}{html_table(_rank_table(found))}{sizes}{image(benchmark_figure(found), _ALT)}</div>"
 

@@ -27,9 +27,9 @@ def draw(schedule: Schedule) -> Figure:
 
 
 def _note(played: Simulation) -> str:
-    known = played.schedule.formula()
+    known = played.schedule.get_bubble_formula()
     formula = f" = {known[0]}" if known else ""
-    *most, last = map(str, played.held)
+    *most, last = map(str, played.peak_micro_batches)
     held = f"{', '.join(most)} and {last}" if most else last
     unit = "micro-batches" if played.schedule.stages == played.schedule.ranks else "micro-batches of a stage"
     return f"time {played.makespan:g} · bubble {played.bubble:.1%}{formula} · the nodes hold {held} {unit} at most"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from dtkit.explain.pipeline import Crossing, PipelineExplanation, StageRecord
+    from dtkit.explain.pipeline import PipelineExplanation, StageRecord, StageTransfer
 
 _WIDTH = 11.0
 _LANE, _LEAST = 0.42, 1.3  # inches: a stage's line, and all of them at least
@@ -57,13 +57,13 @@ def stages_figure(explanation: PipelineExplanation) -> Figure:
         arrows.set_title(f"What crossed the borders between stages: {which}", **_TITLE)
     _draw_norms(figure.add_subplot(grid[1, 0]), crossings)
     _draw_parts(figure.add_subplot(grid[1, 1]), stages)
-    fine = explanation.intact and explanation.adds_up
+    fine = explanation.is_intact and explanation.is_sum_of_micro_batches
     words = f"{stages_text.verdict(explanation)} {stages_text.sums(explanation)}"
     figure.supxlabel(words, x=0.012, ha="left", fontsize=9, fontweight="bold", color=INK if fine else ALERT)
     return figure
 
 
-def _draw_arrows(ax: Axes, crossings: Sequence[Crossing], stages: Sequence[StageRecord]) -> None:
+def _draw_arrows(ax: Axes, crossings: Sequence[StageTransfer], stages: Sequence[StageRecord]) -> None:
     """Time runs to the right, by the order of sending; a line a stage."""
     _tidy(ax, "What crossed the borders between stages", None)
     lanes = {stage.stage: k for k, stage in enumerate(stages)}
@@ -72,7 +72,7 @@ def _draw_arrows(ax: Axes, crossings: Sequence[Crossing], stages: Sequence[Stage
     numbered = len(crossings) <= _NUMBERED
     for x, crossing in enumerate(crossings):
         start, end = lanes[crossing.from_stage], lanes[crossing.to_stage]
-        colour = _KINDS[crossing.kind] if crossing.intact else ALERT
+        colour = _KINDS[crossing.kind] if crossing.is_intact else ALERT
         style = {"arrowstyle": "-|>", "color": colour, "linewidth": 1.4, "shrinkA": 7 if numbered else 0, "shrinkB": 1}
         ax.annotate("", (x + 0.45, end), (x, start), arrowprops=style, zorder=3)
         if numbered:
@@ -91,7 +91,7 @@ def _draw_arrows(ax: Axes, crossings: Sequence[Crossing], stages: Sequence[Stage
     ax.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, fontsize=8, frameon=False, labelcolor=INK)
 
 
-def _draw_norms(ax: Axes, crossings: Sequence[Crossing]) -> None:
+def _draw_norms(ax: Axes, crossings: Sequence[StageTransfer]) -> None:
     """How large what crossed was: a line a border and kind, on a logarithmic scale."""
     _tidy(ax, "How large these were: norm, by border")
     borders = sorted({(c.kind, c.from_stage, c.to_stage) for c in crossings})[: 2 * _SHOWN]
@@ -119,9 +119,9 @@ def _draw_parts(ax: Axes, stages: Sequence[StageRecord]) -> None:
     shown = stages[:_SHOWN]
     wide = 0.8 / max(1, len(shown))
     for k, stage in enumerate(shown):
-        at = np.arange(len(stage.parts)) + (k - (len(shown) - 1) / 2) * wide
+        at = np.arange(len(stage.micro_batch_norms)) + (k - (len(shown) - 1) / 2) * wide
         colour = COLOURS[k % len(COLOURS)]
-        ax.bar(at, [part or 0.0 for part in stage.parts], wide * 0.92, color=colour)
+        ax.bar(at, [part or 0.0 for part in stage.micro_batch_norms], wide * 0.92, color=colour)
         ax.plot([], [], color=colour, linewidth=5, label=f"stage {stage.stage}: sum {number(stage.norm)}")
         ax.axhline(stage.norm, color=colour, linewidth=1.3, linestyle=(0, (3, 1.6)))
     rest = len(stages) - len(shown)
@@ -129,7 +129,7 @@ def _draw_parts(ax: Axes, stages: Sequence[StageRecord]) -> None:
         ax.set_title(f"and {formatting.plural(rest, 'more stage')}", loc="right", fontsize=8, color=MUTED)
     _micro_batches(ax)
     ax.set_ylabel("norm; dashed: of the sum", fontsize=8, color=MUTED)
-    norms = [norm for s in shown for norm in (s.norm, *s.parts) if norm and np.isfinite(norm)]
+    norms = [norm for s in shown for norm in (s.norm, *s.micro_batch_norms) if norm and np.isfinite(norm)]
     if norms and max(norms) > _LOG_FROM * min(norms):  # a linear axis would hide the small ones
         ax.set_yscale("log")
         ax.set_ylim(min(norms) / 3, max(norms) * (max(norms) / min(norms)) ** 0.35)

@@ -12,7 +12,7 @@ from dtkit.dashboard.step_text import number
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dtkit.explain.pipeline import Crossing, PipelineExplanation, StageRank, StageRecord
+    from dtkit.explain.pipeline import PipelineExplanation, StageRank, StageRecord, StageTransfer
 
 MAX_CROSSINGS = 40
 """Crossings with a line of their own."""
@@ -45,8 +45,8 @@ def headline(explanation: PipelineExplanation) -> str:
 
 def verdict(explanation: PipelineExplanation) -> str:
     """Whether all that was sent arrived as it was."""
-    wrong = [crossing for crossing in explanation.crossings if not crossing.intact]
-    count = len(explanation.crossings)
+    wrong = [crossing for crossing in explanation.transfers if not crossing.is_intact]
+    count = len(explanation.transfers)
     if not count:
         return "Nothing crossed a border: no replica had a sample."
     if not wrong:
@@ -57,7 +57,9 @@ def verdict(explanation: PipelineExplanation) -> str:
 
 def sums(explanation: PipelineExplanation) -> str:
     """Whether stages' gradients are the sums of their parts."""
-    wrong = [f"stage {stage.stage} on rank {stage.rank}" for stage in explanation.stages if not stage.adds_up]
+    wrong = [
+        f"stage {stage.stage} on rank {stage.rank}" for stage in explanation.stages if not stage.is_sum_of_micro_batches
+    ]
     if wrong:
         return f"The gradient is NOT the sum of its micro-batches' parts in {', '.join(wrong[:3])}."
     return "Each stage's gradient is the sum of its micro-batches' parts, up to rounding."
@@ -72,10 +74,10 @@ def _chapters(explanation: PipelineExplanation) -> tuple[Chapter, Chapter, Chapt
 
 def _borders(explanation: PipelineExplanation) -> Chapter:
     shown = [crossing for _, crossing in by_replica(explanation)[:MAX_CROSSINGS]]
-    several = any(crossing.tensor for crossing in explanation.crossings)
+    several = any(crossing.tensor for crossing in explanation.transfers)
     body = [_crossing_row(crossing, several=several) for crossing in shown]
     head = ("", "micro-batch", "what", "stages", "ranks", "shape", "bytes", "norm", "first numbers", "sent", "arrived")
-    rest = len(explanation.crossings) - len(shown)
+    rest = len(explanation.transfers) - len(shown)
     down, up = (formatting.size(explanation.sent_bytes(kind)) for kind in ("activation", "gradient"))
     order = "Replica by replica, in" if len(explanation.replicas) > 1 else "In"
     return Chapter(
@@ -89,15 +91,15 @@ def _borders(explanation: PipelineExplanation) -> Chapter:
     )
 
 
-def by_replica(explanation: PipelineExplanation) -> list[tuple[int, Crossing]]:
+def by_replica(explanation: PipelineExplanation) -> list[tuple[int, StageTransfer]]:
     """(the how-manieth replica, what crossed in it), each replica's in the order of sending."""
     places = {rank: place for place, ranks in enumerate(explanation.replicas) for rank in ranks}
-    return sorted(((places[c.sender], c) for c in explanation.crossings), key=lambda pair: (pair[0], pair[1].order))
+    return sorted(((places[c.sender], c) for c in explanation.transfers), key=lambda pair: (pair[0], pair[1].index))
 
 
-def _crossing_row(crossing: Crossing, *, several: bool) -> list[str]:
+def _crossing_row(crossing: StageTransfer, *, several: bool) -> list[str]:
     return [
-        str(crossing.order + 1),
+        str(crossing.index + 1),
         str(crossing.micro_batch) + (f" ({crossing.tensor + 1})" if several else ""),
         crossing.kind,
         _way(crossing),
@@ -105,13 +107,17 @@ def _crossing_row(crossing: Crossing, *, several: bool) -> list[str]:
         f"{_TIMES.join(map(str, crossing.shape)) or 'scalar'} {crossing.dtype}",
         f"{crossing.nbytes:,}",
         number(crossing.norm),
-        ", ".join(f"{value:.3g}" for value in crossing.first) + ", …",
-        crossing.sent,
-        "nothing" if crossing.arrived is None else "the same" if crossing.intact else f"DIFFERS: {crossing.arrived}",
+        ", ".join(f"{value:.3g}" for value in crossing.first_values) + ", …",
+        crossing.sent_digest,
+        "nothing"
+        if crossing.received_digest is None
+        else "the same"
+        if crossing.is_intact
+        else f"DIFFERS: {crossing.received_digest}",
     ]
 
 
-def _way(crossing: Crossing) -> str:
+def _way(crossing: StageTransfer) -> str:
     return f"{crossing.from_stage} → {crossing.to_stage}"
 
 
@@ -141,7 +147,12 @@ def _columns(count: int) -> Sequence[int | None]:
 
 def _stage_row(stage: StageRecord, columns: Sequence[int | None]) -> list[str]:
     parts = [
-        "…" if k is None else number(stage.parts[k]) if k < len(stage.parts) else formatting.NOTHING for k in columns
+        "…"
+        if k is None
+        else number(stage.micro_batch_norms[k])
+        if k < len(stage.micro_batch_norms)
+        else formatting.NOTHING
+        for k in columns
     ]
     return [str(stage.stage), str(stage.rank), f"{stage.numbers:,}", *parts, number(stage.norm), f"{stage.gap:.1e}"]
 

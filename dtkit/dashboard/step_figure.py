@@ -19,7 +19,7 @@ from matplotlib.ticker import MaxNLocator
 from dtkit._util import formatting
 from dtkit.dashboard import step_text
 from dtkit.dashboard.axes import COLOURS, INK, MUTED, tidy
-from dtkit.explain.data_parallel import largest
+from dtkit.explain.data_parallel import max_or_none
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,7 +43,7 @@ _SUM = "all-reduced"
 
 def step_figure(explanation: StepExplanation) -> Figure:
     """Draw the step: rows and losses by rank, gradients by layer, checksums."""
-    layers, ranks = explanation.grouped(), explanation.ranks
+    layers, ranks = explanation.group_layers(), explanation.ranks
     series = _series(explanation)
     upper = max(_STRIPS_LEAST, _STRIP * min(len(ranks), step_text.MAX_RANKS))
     lower = min(_BARS_MOST, _BAR * (len(series) + _GAP) * len(layers))
@@ -143,7 +143,7 @@ def _draw_gradients(
     for k, name in enumerate(series):
         at = np.arange(len(layers)) + (k - (len(series) - 1) / 2) * unit
         if name == _SUM:
-            _bars(ax, at, [largest(layer.reduced) for layer in layers], unit, INK, name)
+            _bars(ax, at, [max_or_none(layer.reduced) for layer in layers], unit, INK, name)
         elif many:
             _ranges(ax, at, layers, unit, name)
         else:

@@ -153,7 +153,7 @@ def rows_text(rank: RankRecord) -> str:
 
 
 def _gradients(explanation: StepExplanation) -> Chapter:
-    layers, total = explanation.grouped(), explanation.total
+    layers, total = explanation.group_layers(), explanation.all_layers
     own = _own_columns(explanation)
     body = [_layer_row(explanation, layer) for layer in (*layers, total)]
     cosines = ["cosine with the sum", "", *_own_cells(explanation, total.cosine, cosine), "", "", "", ""]
@@ -194,7 +194,7 @@ def checksum(explanation: StepExplanation, layer: LayerRecord) -> str:
 
 
 def _clipping(explanation: StepExplanation) -> list[str]:
-    clip, norm = explanation.clip, explanation.total.reduced[0]
+    clip, norm = explanation.clip, explanation.all_layers.reduced[0]
     if clip is None or not explanation.updated:
         return []
     if clip >= 1:

@@ -56,8 +56,8 @@ _BOX = np.dtype(
 class Strip:
     """Boxes of one step in seconds from its begin, by rank and time; `plan` is the schedule behind them, if known.
 
-    `boxes` and `plan` have the fields rank, kind (an index of ``KINDS``), stage, micro_batch (both -1 for none), begin
-    and end.
+    `boxes` and `plan` have the fields rank, kind (an index of ``BUILTIN_SCHEDULES``), stage, micro_batch (both -1 for
+    none), begin and end.
     """
 
     step: int

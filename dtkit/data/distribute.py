@@ -6,7 +6,7 @@ any more once every engine has mapped it, so the system frees it with the last o
 
 What lies in files already stays there: of a memory-mapped array, of parquet and of a Dataset on disk only the place
 travels, and each engine reads the rows that it needs. A function is called on each engine instead. It may give a stream
-without length, which can be trained on but not cut into shards (:class:`Flow`).
+without length, which can be trained on but not cut into shards (:class:`StreamHandle`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import numpy as np
 from dtkit._util import formatting
 from dtkit.dashboard.progress import waiting
 from dtkit.data import columns as frames
-from dtkit.data.columns import Columns
-from dtkit.data.partition import Partition, categorical
+from dtkit.data.columns import ColumnSelection
+from dtkit.data.partition import Partition, as_labels
 from dtkit.engine.data import iterable
 from dtkit.engine.data import paths as files
 from dtkit.engine.data.memmap import MappedFile, OnDisk
@@ -33,43 +33,45 @@ if TYPE_CHECKING:
 
     from dtkit.cluster.cluster import Cluster
 
-_MOST_LABELS = 2**24
+_MAX_LABELS = 2**24
 """Labels that are read for a picture's sake from a file or an arrow table."""
 
 
-class Placed:
+class DataHandle:
     """Data that lies on the engines of `cluster` under `key`; let go of when nobody holds this any more.
 
     `samples` is None where nobody knows it. `columns` says which of a table's were used, for data to evaluate on.
     """
 
-    def __init__(self, cluster: Cluster, key: str, samples: int | None, columns: Columns | None = None) -> None:
-        self.cluster, self.key, self.samples = cluster, key, samples
-        self.columns = columns or Columns()
+    def __init__(
+        self, cluster: Cluster, key: str, num_samples: int | None, columns: ColumnSelection | None = None
+    ) -> None:
+        self.cluster, self.key, self.num_samples = cluster, key, num_samples
+        self.columns = columns or ColumnSelection()
         weakref.finalize(self, cluster.let_go, key)
 
 
-class Flow(Placed):
+class StreamHandle(DataHandle):
     """A stream of samples whose number nobody knows: each rank iterates over its own part."""
 
-    def __init__(self, cluster: Cluster, key: str, columns: Columns) -> None:
+    def __init__(self, cluster: Cluster, key: str, columns: ColumnSelection) -> None:
         super().__init__(cluster, key, None, columns)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Offer:
+class _NotebookData:
     """Rows by number, looked at in the notebook and ready to travel."""
 
     data: Any
-    samples: int
-    columns: Columns
+    num_samples: int
+    columns: ColumnSelection
     labels: Any = None
     note: str = ""
-    in_blocks: bool = False
+    reads_in_blocks: bool = False
     """Whether rows are read in blocks, so that shards had better be contiguous."""
 
 
-def partition(
+def partition_data(
     cluster: Cluster,
     data: Any,
     *,
@@ -82,132 +84,142 @@ def partition(
     check: Callable[[Partition], None] | None = None,
 ) -> Partition:
     """See :meth:`dtkit.Cluster.partition`. `check` may refuse the partition before any of its rows travel."""
-    cut = _Cut(cluster, {"by": by, "weights": weights, "seed": seed}, labels, check)
-    asked = Columns.asked(target, columns)
-    if not _is_brought(data):
-        return cut.offered(_offer(data, asked))
-    _refuse_to_cut(data)
-    found = _bring(cluster, data, asked)
-    if isinstance(found, Flow):
-        _refuse_to_cut(found)
-    return cut.brought(found)
+    cut = _PartitionRequest(cluster, {"by": by, "weights": weights, "seed": seed}, labels, check)
+    asked = ColumnSelection.from_arguments(target, columns)
+    if not _is_loaded_by_engines(data):
+        return cut.partition_notebook_data(_inspect_data(data, asked))
+    _refuse_to_partition(data)
+    found = _load_on_engines(cluster, data, asked)
+    if isinstance(found, StreamHandle):
+        _refuse_to_partition(found)
+    return cut.partition_engine_data(found)
 
 
-def for_training(
+def distribute_training_data(
     cluster: Cluster,
     data: Any,
     *,
     seed: int,
     target: Any = None,
     check: Callable[[Partition], None],
-    check_flow: Callable[[], None],
-) -> Partition | Flow:
+    check_stream: Callable[[], None],
+) -> Partition | StreamHandle:
     """What ``train`` was given, unless it was a Partition: permuted by `seed` and cut, or a stream.
 
     Rows that are read in blocks are cut as they lie, so that each engine reads blocks of its own. `check_flow` may
     refuse a stream, before it is brought to the engines where it is plain that it is one.
     """
-    asked = Columns.asked(target)
-    if not _is_brought(data):
-        offer = _offer(data, asked)
-        kept = {"by": "contiguous", "weights": None, "seed": None if offer.in_blocks else seed}
-        return _Cut(cluster, kept, None, check).offered(offer)
+    asked = ColumnSelection.from_arguments(target)
+    if not _is_loaded_by_engines(data):
+        offer = _inspect_data(data, asked)
+        kept = {"by": "contiguous", "weights": None, "seed": None if offer.reads_in_blocks else seed}
+        return _PartitionRequest(cluster, kept, None, check).partition_notebook_data(offer)
     if _is_plain_stream(data):
-        check_flow()
-    found = _bring(cluster, data, asked)
-    if isinstance(found, Flow):
-        check_flow()
+        check_stream()
+    found = _load_on_engines(cluster, data, asked)
+    if isinstance(found, StreamHandle):
+        check_stream()
         return found
-    return _Cut(cluster, {"by": "contiguous", "weights": None, "seed": seed}, None, check).brought(found)
+    return _PartitionRequest(
+        cluster, {"by": "contiguous", "weights": None, "seed": seed}, None, check
+    ).partition_engine_data(found)
 
 
-def place(cluster: Cluster, data: Any, *, target: Any = None, like: Placed | None = None) -> Placed:
+def distribute_validation_data(
+    cluster: Cluster, data: Any, *, target: Any = None, training_data: DataHandle | None = None
+) -> DataHandle:
     """Data to evaluate on, in equal contiguous parts; there may be fewer samples than ranks.
 
     A table's columns are those named, else those of the data trained on (`like`), in its order and with its classes.
     """
     ranks = cluster.world_size
     if isinstance(data, Partition):
-        return source_of(cluster, data)
-    asked = Columns.asked(target) if like is None or target is not None else like.columns
-    if _is_brought(data):
-        found = data if isinstance(data, Flow) or _is_plain_stream(data) else _bring(cluster, data, asked)
-        if not isinstance(found, Placed) or found.samples is None:
+        return get_data_handle(cluster, data)
+    asked = (
+        ColumnSelection.from_arguments(target) if training_data is None or target is not None else training_data.columns
+    )
+    if _is_loaded_by_engines(data):
+        found = (
+            data if isinstance(data, StreamHandle) or _is_plain_stream(data) else _load_on_engines(cluster, data, asked)
+        )
+        if not isinstance(found, DataHandle) or found.num_samples is None:
             raise ValueError(
                 "this data is a stream without length, so an evaluation would have no end. Give the samples to "
                 "evaluate on as arrays or as a Dataset"
             )
-        rows = np.arange(found.samples, dtype=np.int32)
-        cluster.ask("shard", key=found.key, indices=rows, sizes=_even(found.samples, ranks))
+        rows = np.arange(found.num_samples, dtype=np.int32)
+        cluster.ask("shard", key=found.key, indices=rows, sizes=_compute_even_sizes(found.num_samples, ranks))
         return found
-    offer = _offer(data, asked, evaluating=True)
-    if not offer.samples:
+    offer = _inspect_data(data, asked, for_evaluation=True)
+    if not offer.num_samples:
         raise ValueError(
             "the data to evaluate on has no samples, so its loss would be 0 / 0. Give some, or leave it out"
         )
-    return _send(cluster, offer, np.arange(offer.samples, dtype=np.int32), _even(offer.samples, ranks))
+    return _send_data(
+        cluster, offer, np.arange(offer.num_samples, dtype=np.int32), _compute_even_sizes(offer.num_samples, ranks)
+    )
 
 
-def source_of(cluster: Cluster, part: Partition) -> Placed:
+def get_data_handle(cluster: Cluster, partition: Partition) -> DataHandle:
     """Where a partition's rows lie, which must be on this cluster."""
-    placed = part.source
-    if not isinstance(placed, Placed) or placed.cluster is not cluster:
+    placed = partition.source
+    if not isinstance(placed, DataHandle) or placed.cluster is not cluster:
         raise ValueError(
-            f"{part!r} was not made by this cluster, so its rows are not on these engines. Make it with "
+            f"{partition!r} was not made by this cluster, so its rows are not on these engines. Make it with "
             "cluster.partition(data)"
         )
     return placed
 
 
 @dataclasses.dataclass(frozen=True)
-class _Cut:
+class _PartitionRequest:
     """How rows are to be cut, and who may refuse the result."""
 
     cluster: Cluster
-    how: dict[str, Any]
+    options: dict[str, Any]
     labels: Any
     check: Callable[[Partition], None] | None
 
-    def offered(self, offer: _Offer) -> Partition:
+    def partition_notebook_data(self, notebook_data: _NotebookData) -> Partition:
         """Cut rows that are here, and send them; all complaints come before anything travels."""
-        labels = offer.labels if self.labels is None else self.labels
-        part = Partition(offer.samples, self.cluster.world_size, labels=labels, **self.how)
-        part.note = offer.note
+        labels = notebook_data.labels if self.labels is None else self.labels
+        part = Partition(notebook_data.num_samples, self.cluster.world_size, labels=labels, **self.options)
+        part.note = notebook_data.note
         if self.check is not None:
             self.check(part)
-        part.source = _send(self.cluster, offer, part.flat(), part.sizes)
+        part.source = _send_data(self.cluster, notebook_data, part.flatten_indices(), part.sizes)
         return part
 
-    def brought(self, placed: Placed) -> Partition:
+    def partition_engine_data(self, data_handle: DataHandle) -> Partition:
         """Cut rows that the engines have loaded already."""
-        assert placed.samples is not None
+        assert data_handle.num_samples is not None
         ranks = self.cluster.world_size
-        part = Partition(placed.samples, ranks, labels=self.labels, source=placed, **self.how)
+        part = Partition(data_handle.num_samples, ranks, labels=self.labels, source=data_handle, **self.options)
         if self.check is not None:
             self.check(part)
-        self.cluster.ask("shard", key=placed.key, indices=part.flat(), sizes=part.sizes)
+        self.cluster.ask("shard", key=data_handle.key, indices=part.flatten_indices(), sizes=part.sizes)
         return part
 
 
-def _even(samples: int, ranks: int) -> list[int]:
-    return [samples // ranks + (rank < samples % ranks) for rank in range(ranks)]
+def _compute_even_sizes(num_samples: int, ranks: int) -> list[int]:
+    return [num_samples // ranks + (rank < num_samples % ranks) for rank in range(ranks)]
 
 
-def _send(cluster: Cluster, offer: _Offer, rows: np.ndarray, sizes: Sequence[int]) -> Placed:
+def _send_data(cluster: Cluster, notebook_data: _NotebookData, rows: np.ndarray, sizes: Sequence[int]) -> DataHandle:
     key = cluster.new_key("data")
-    packed = cluster.pack((offer.data, rows), name="data")
+    packed = cluster.pack((notebook_data.data, rows), name="data")
     with waiting(f"sending {formatting.size(packed.nbytes)} to {cluster.world_size} engines"):
         cluster.deliver("load", packed, key=key, sizes=tuple(sizes))
-    return Placed(cluster, key, offer.samples, offer.columns)
+    return DataHandle(cluster, key, notebook_data.num_samples, notebook_data.columns)
 
 
 # --- functions and streams: brought by calling or iterating on the engine -----------------------------------------
 
 
-def _is_brought(data: Any) -> bool:
+def _is_loaded_by_engines(data: Any) -> bool:
     """Whether engines get at the data by a call or by iterating; rows by number are looked at here."""
-    _refuse_started(data)
-    return isinstance(data, Flow) or _is_function(data) or iterable.is_stream(data)
+    _refuse_iterator(data)
+    return isinstance(data, StreamHandle) or _is_function(data) or iterable.is_stream(data)
 
 
 def _is_function(data: Any) -> bool:
@@ -222,7 +234,7 @@ def _is_plain_stream(data: Any) -> bool:
     return iterable.may_stream(data) if _is_function(data) else iterable.is_stream(data)
 
 
-def _refuse_started(data: Any) -> None:
+def _refuse_iterator(data: Any) -> None:
     """Refuse what iterates here and now, and can't be sent."""
     if hasattr(data, "__next__") and not isinstance(data, type):
         raise TypeError(
@@ -236,17 +248,17 @@ def _refuse_started(data: Any) -> None:
         )
 
 
-def _refuse_to_cut(data: Any) -> None:
-    if isinstance(data, Flow) or _is_plain_stream(data):
+def _refuse_to_partition(data: Any) -> None:
+    if isinstance(data, StreamHandle) or _is_plain_stream(data):
         raise ValueError(
             "this data is a stream without length, so there are no rows to cut into shards. Give it to "
             "cluster.train(model, data, steps=...) as it is: each rank takes its part as it comes"
         )
 
 
-def _bring(cluster: Cluster, data: Any, columns: Columns) -> Placed:
+def _load_on_engines(cluster: Cluster, data: Any, columns: ColumnSelection) -> DataHandle:
     """Have every engine call the function, or keep the iterable; the rows must be the same everywhere."""
-    if isinstance(data, Flow):
+    if isinstance(data, StreamHandle):
         return data
     from dtkit.engine.data import sources
 
@@ -261,28 +273,28 @@ def _bring(cluster: Cluster, data: Any, columns: Columns) -> Placed:
         finally:
             cluster.discard(shipment)
     if set(lengths) == {None}:
-        return Flow(cluster, key, columns)
+        return StreamHandle(cluster, key, columns)
     if len(set(lengths)) > 1:
         raise ValueError(
             f"the function loaded {lengths} rows on ranks 0 to {len(lengths) - 1}; it must load the same rows in the "
             "same order everywhere, since ranks pick theirs by row number. Seed what is random in it"
         )
-    return Placed(cluster, key, int(lengths[0]), columns)
+    return DataHandle(cluster, key, int(lengths[0]), columns)
 
 
 # --- rows by number: looked at here ---------------------------------------------------------------------------
 
 
-def _offer(data: Any, asked: Columns, *, evaluating: bool = False) -> _Offer:
+def _inspect_data(data: Any, column_selection: ColumnSelection, *, for_evaluation: bool = False) -> _NotebookData:
     """What travels for `data`, and what is to be known of it. Raises ValueError or TypeError for what can't work."""
-    data = files.found_in(data, asked)
+    data = files.found_in(data, column_selection)
     if isinstance(data, ParquetFiles):
-        return _offer_parquet(data, want_labels=not evaluating)
-    if _is_hub(data):
-        return _offer_hub(data, asked)
+        return _inspect_parquet(data, want_labels=not for_evaluation)
+    if _is_hugging_face_dataset(data):
+        return _inspect_hugging_face_dataset(data, column_selection)
     if frames.is_pandas(data):
-        arrays, columns = frames.from_frame(data, asked)
-        return _offer_arrays(arrays, columns, frames.described(arrays, columns))
+        arrays, columns = frames.convert_frame(data, column_selection)
+        return _inspect_arrays(arrays, columns, frames.describe_arrays(arrays, columns))
     if type(data).__name__ == "TensorDataset" and hasattr(data, "tensors"):
         data = tuple(data.tensors)
     if hasattr(data, "to_pandas"):
@@ -290,14 +302,16 @@ def _offer(data: Any, asked: Columns, *, evaluating: bool = False) -> _Offer:
     if hasattr(data, "__array__") or isinstance(data, MappedFile):
         data = (data,)
     if isinstance(data, (tuple, list)):
-        if asked.given and not evaluating:
+        if column_selection.is_given and not for_evaluation:
             raise ValueError(
-                f"target={asked.target!r}, columns={asked.features!r} name columns of a table, and this data is "
+                f"target={column_selection.target!r}, columns={column_selection.features!r} name columns of a table, and this data is "
                 "arrays, of which the last is the target. Leave them out"
             )
-        return _offer_arrays(frames.without_pandas(data, asked.floating), Columns())
+        return _inspect_arrays(frames.convert_pandas_parts(data, column_selection.float_dtype), ColumnSelection())
     if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, (dict, str, bytes)):
-        return _Offer(_WithColumns(data, asked) if asked.given else data, len(data), asked)
+        return _NotebookData(
+            _WithColumns(data, column_selection) if column_selection.is_given else data, len(data), column_selection
+        )
     raise TypeError(
         f"data is a {type(data).__name__}; it must be a tuple of arrays as in (X, y), a map-style Dataset (with "
         "__len__ and __getitem__), a DataFrame, a path of .npy or .parquet files, an iterable of samples, or a "
@@ -305,46 +319,48 @@ def _offer(data: Any, asked: Columns, *, evaluating: bool = False) -> _Offer:
     )
 
 
-def _offer_arrays(data: Sequence[Any], columns: Columns, note: str = "") -> _Offer:
-    arrays, samples = _checked_arrays(data)
+def _inspect_arrays(data: Sequence[Any], columns: ColumnSelection, note: str = "") -> _NotebookData:
+    arrays, samples = _check_arrays(data)
     labels = None
     if len(arrays) > 1:
         last = arrays[-1]
-        labels = categorical(last.open() if isinstance(last, MappedFile) else last)
-    return _Offer(arrays, samples, columns, labels, note)
+        labels = as_labels(last.open() if isinstance(last, MappedFile) else last)
+    return _NotebookData(arrays, samples, columns, labels, note)
 
 
-def _offer_parquet(data: ParquetFiles, *, want_labels: bool) -> _Offer:
+def _inspect_parquet(data: ParquetFiles, *, want_labels: bool) -> _NotebookData:
     labels = None
-    if want_labels and len(data.columns.targets) == 1 and data.rows <= _MOST_LABELS:
-        labels = categorical(ParquetSource(data).target())
-    return _Offer(data, data.rows, data.columns, labels, f"read by row group from {data.name}", in_blocks=True)
+    if want_labels and len(data.columns.target_names) == 1 and data.rows <= _MAX_LABELS:
+        labels = as_labels(ParquetSource(data).target())
+    return _NotebookData(
+        data, data.rows, data.columns, labels, f"read by row group from {data.name}", reads_in_blocks=True
+    )
 
 
-def _is_hub(data: Any) -> bool:
+def _is_hugging_face_dataset(data: Any) -> bool:
     return any(k.__module__ == "datasets.arrow_dataset" and k.__name__ == "Dataset" for k in type(data).__mro__)
 
 
-def _offer_hub(data: Any, asked: Columns) -> _Offer:
+def _inspect_hugging_face_dataset(data: Any, column_selection: ColumnSelection) -> _NotebookData:
     """A Dataset of ``datasets``: what is on disk is mapped there by every engine, the rest travels in shared memory."""
     from dtkit.engine.data.sources import check_hub
 
-    columns = check_hub(data, asked)
+    columns = check_hub(data, column_selection)
     labels = None
-    if len(columns.targets) == 1 and len(data) <= _MOST_LABELS:
-        name = columns.targets[0]
+    if len(columns.target_names) == 1 and len(data) <= _MAX_LABELS:
+        name = columns.target_names[0]
         found = np.asarray(data.select_columns([name]).with_format("numpy")[:][name])
-        labels = categorical(found) if found.dtype.kind in "biuf" else None
+        labels = as_labels(found) if found.dtype.kind in "biuf" else None
     paths = [file["filename"] for file in data.cache_files]
-    sent = _WithColumns(data, columns) if columns.given else data
+    sent = _WithColumns(data, columns) if columns.is_given else data
     note = f"mapped by every engine from {formatting.plural(len(paths), 'arrow file')}" if paths else ""
-    return _Offer(OnDisk(paths, sent) if paths else sent, len(data), columns, labels, note)
+    return _NotebookData(OnDisk(paths, sent) if paths else sent, len(data), columns, labels, note)
 
 
 class _WithColumns:
     """A Dataset and the columns of its samples that were named; unpickles to the Source that both make."""
 
-    def __init__(self, data: Any, columns: Columns) -> None:
+    def __init__(self, data: Any, columns: ColumnSelection) -> None:
         self._data, self._columns = data, columns
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -353,7 +369,7 @@ class _WithColumns:
         return as_source, (self._data, self._columns)
 
 
-def _checked_arrays(data: Sequence[Any]) -> tuple[tuple[Any, ...], int]:
+def _check_arrays(data: Sequence[Any]) -> tuple[tuple[Any, ...], int]:
     arrays = []
     for k, array in enumerate(data):
         if not (hasattr(array, "__array__") or isinstance(array, MappedFile)):
@@ -362,7 +378,7 @@ def _checked_arrays(data: Sequence[Any]) -> tuple[tuple[Any, ...], int]:
                 "Convert it with numpy.asarray"
             )
         if type(array).__module__.partition(".")[0] != "torch":
-            array = _numbers(array if isinstance(array, MappedFile) else np.asarray(array), k)  # noqa: PLW2901 - the same array in the one form that travels
+            array = _to_numeric_array(array if isinstance(array, MappedFile) else np.asarray(array), k)  # noqa: PLW2901 - the same array in the one form that travels
         arrays.append(array)
     shapes = [tuple(a.shape) for a in arrays]
     if not shapes or any(not shape for shape in shapes):
@@ -377,7 +393,7 @@ def _checked_arrays(data: Sequence[Any]) -> tuple[tuple[Any, ...], int]:
     return tuple(arrays), int(shapes[0][0])
 
 
-def _numbers(array: Any, k: int) -> Any:
+def _to_numeric_array(array: Any, k: int) -> Any:
     if np.dtype(array.dtype).kind not in "biufc":
         raise TypeError(
             f"data[{k}] has dtype {array.dtype}; tensors hold numbers only. Encode it first, as in "

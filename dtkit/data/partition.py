@@ -34,65 +34,67 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-WAYS = ("contiguous", "strided", "stratified")
+PARTITION_METHODS = ("contiguous", "strided", "stratified")
 """How rows can be cut: blocks, one row to each rank in turn, or every class spread over all ranks."""
 
 
 # --- how many samples a step takes from each shard ----------------------------------------------------------
 
 
-def counts(sizes: Sequence[int], batch_size: int, first: int, last: int) -> np.ndarray:
+def count_samples_per_step(sizes: Sequence[int], batch_size: int, first: int, last: int) -> np.ndarray:
     """Samples of each shard in the steps `first` to `last` - 1 of an epoch: int64, (last - first, ranks).
 
     Row s adds up to `batch_size`, in the epoch's last step to what is left, and to 0 after it.
     """
     total = sum(map(int, sizes))
     ends = np.minimum(np.arange(first, last + 1, dtype=np.int64), -(-total // batch_size)) * batch_size
-    taken: np.ndarray = np.diff(cumulative(sizes, np.minimum(ends, total)), axis=0)
+    taken: np.ndarray = np.diff(count_cumulative_samples(sizes, np.minimum(ends, total)), axis=0)
     return taken
 
 
-def cumulative(sizes: Sequence[int], taken: np.ndarray) -> np.ndarray:
+def count_cumulative_samples(sizes: Sequence[int], num_taken: np.ndarray) -> np.ndarray:
     """How many of the first `taken` samples of an epoch each shard has given; int64, (len(taken), ranks).
 
     `sizes`: rows of each shard, up to 1e9 in all. `taken`: totals between 0 and sum(sizes), in any order.
     """
     size = np.asarray(sizes, dtype=np.int64)
-    result = np.zeros((len(taken), len(size)), dtype=np.int64)
+    result = np.zeros((len(num_taken), len(size)), dtype=np.int64)
     holders = np.flatnonzero(size)
     if len(holders):
-        result[:, holders] = _lower_sets(size[holders], np.asarray(taken, dtype=np.int64))
+        result[:, holders] = _count_lower_keys(size[holders], np.asarray(num_taken, dtype=np.int64))
     return result
 
 
-def _lower_sets(size: np.ndarray, taken: np.ndarray) -> np.ndarray:
+def _count_lower_keys(size: np.ndarray, num_taken: np.ndarray) -> np.ndarray:
     """Of each shard, its keys among the `taken` smallest of all.
 
     Rounding taken * size / n counts the keys up to taken / n, which is a lower set of the order too, and off
     by at most half the number of shards; the difference is made up key by key.
     """
     n = int(size.sum())
-    target = taken[:, None]
+    target = num_taken[:, None]
     result: np.ndarray = (2 * target * size + n) // (2 * n)
-    missing = taken - result.sum(axis=1)
+    missing = num_taken - result.sum(axis=1)
     for direction in (1, -1):
         rows = np.flatnonzero(missing * direction > 0)
         while len(rows):
-            shard = _nearest(result[rows], taken[rows], size, n, direction)
+            shard = _find_nearest_shard(result[rows], num_taken[rows], size, n, direction)
             result[rows, shard] += direction
             missing[rows] -= direction
             rows = rows[missing[rows] != 0]
     return result
 
 
-def _nearest(held: np.ndarray, taken: np.ndarray, size: np.ndarray, n: int, direction: int) -> np.ndarray:
+def _find_nearest_shard(
+    num_held: np.ndarray, num_taken: np.ndarray, size: np.ndarray, n: int, direction: int
+) -> np.ndarray:
     """The shard with the smallest key not held (`direction` 1) or the largest key held (-1), for each row.
 
     The distance of a key from taken / n is a / (2 n s) with an integer `a` below; the smallest a / s wins.
     Two such fractions differ by at least 1e-18 as shards have at most 1e9 rows, so 60 binary digits after the
     point tell any two apart, and 62 bits would not hold the digits before it as well: hence two numbers.
     """
-    a = direction * ((2 * held + direction) * n - 2 * taken[:, None] * size)
+    a = direction * ((2 * num_held + direction) * n - 2 * num_taken[:, None] * size)
     whole, rest = np.divmod(a, size)
     upper, rest = np.divmod(rest << 30, size)
     lower = (rest << 30) // size
@@ -106,7 +108,7 @@ def _nearest(held: np.ndarray, taken: np.ndarray, size: np.ndarray, n: int, dire
 # --- who gets which rows ------------------------------------------------------------------------------------
 
 
-def cut(
+def partition_rows(
     n: int,
     ranks: int,
     *,
@@ -121,7 +123,7 @@ def cut(
     (largest remainder, at least one row each). `seed` permutes the rows first. Raises ValueError for what
     can't be cut.
     """
-    shards = _shards(n, ranks, by=by, weights=weights, labels=labels, seed=seed)
+    shards = _build_shards(n, ranks, by=by, weights=weights, labels=labels, seed=seed)
     return [np.asarray(shard, dtype=np.int64) for shard in shards]
 
 
@@ -144,14 +146,14 @@ class Partition:
         seed: int | None = None,
         source: Any = None,
     ) -> None:
-        self._shards = _shards(n, world_size, by=by, weights=weights, labels=labels, seed=seed)
+        self._shards = _build_shards(n, world_size, by=by, weights=weights, labels=labels, seed=seed)
         self._n, self._by, self._seed = n, by, seed
         self._weights = None if weights is None else tuple(map(float, weights))
-        self._labels = None if labels is None else _label_array(labels, n)
+        self._labels = None if labels is None else _check_labels(labels, n)
         self.source = source
         self.note = ""  # what became of a table's columns, or where rows are read from; the cluster's to say
-        if skew := self._skew():
-            warnings.warn(skew, UserWarning, stacklevel=caller_level())
+        if skew := self._describe_class_skew():
+            warnings.warn(skew, UserWarning, stacklevel=find_caller_stacklevel())
 
     @property
     def n(self) -> int:
@@ -165,7 +167,7 @@ class Partition:
 
     @property
     def by(self) -> str:
-        """How the rows were cut: one of :data:`WAYS`."""
+        """How the rows were cut: one of :data:`PARTITION_METHODS`."""
         return self._by
 
     @property
@@ -196,30 +198,30 @@ class Partition:
             )
         return np.asarray(self._shards[rank], dtype=np.int64)
 
-    def flat(self) -> np.ndarray:
+    def flatten_indices(self) -> np.ndarray:
         """All ranks' rows (int32), those of rank 0 first: the form in which they travel."""
         return np.concatenate([np.asarray(shard, dtype=np.int32) for shard in self._shards])
 
     @functools.cached_property
     def classes(self) -> tuple[Any, ...] | None:
         """The distinct labels in order, or None where labels are unknown or not categorical."""
-        return None if self._table is None else tuple(self._table[0].tolist())
+        return None if self._class_table is None else tuple(self._class_table[0].tolist())
 
     @functools.cached_property
     def class_counts(self) -> np.ndarray | None:
         """Rows of each class on each rank, (ranks, classes), or None as for `classes`."""
-        return None if self._table is None else self._table[1]
+        return None if self._class_table is None else self._class_table[1]
 
     @functools.cached_property
-    def _table(self) -> tuple[np.ndarray, np.ndarray] | None:
-        found = None if self._labels is None else _categories(self._labels)
+    def _class_table(self) -> tuple[np.ndarray, np.ndarray] | None:
+        found = None if self._labels is None else _encode_labels(self._labels)
         if found is None:
             return None
         names, codes = found
-        rows = [np.bincount(codes[_selector(shard)], minlength=len(names)) for shard in self._shards]
+        rows = [np.bincount(codes[_to_index(shard)], minlength=len(names)) for shard in self._shards]
         return names, np.stack(rows)
 
-    def spec(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """What was asked for and what came of it, as JSON-able data."""
         return {
             "n": self.n,
@@ -232,7 +234,7 @@ class Partition:
 
     def to_json(self) -> str:
         """:meth:`spec` as one line of JSON."""
-        return json.dumps(self.spec())
+        return json.dumps(self.to_dict())
 
     def figure(self) -> Figure:
         """A picture of who got what: rows by rank and, where labels are known, the balance of classes."""
@@ -244,7 +246,7 @@ class Partition:
         figure = Figure(figsize=(4.5 * columns, height), layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.subplots(1, columns, squeeze=False)[0]
-        figure.suptitle(self._headline(), fontsize=10)
+        figure.suptitle(self._format_headline(), fontsize=10)
         self._draw_rows(axes[0])
         if self.class_counts is not None:
             self._draw_classes(axes[1], self.class_counts)
@@ -253,7 +255,7 @@ class Partition:
     def _draw_rows(self, ax: Axes) -> None:
         from matplotlib.colors import PowerNorm
 
-        share = np.stack([_density(shard, self.n, self._bins()) for shard in self._shards])
+        share = np.stack([_compute_density(shard, self.n, self._list_strip_bins()) for shard in self._shards])
         ax.imshow(
             share, aspect="auto", cmap="Blues", norm=PowerNorm(0.5, 0, 1), interpolation="nearest",
             extent=(0, self.n, self.world_size - 0.5, -0.5),
@@ -261,10 +263,10 @@ class Partition:
         for edge in range(1, self.world_size):
             ax.axhline(edge - 0.5, color="white", linewidth=min(3.0, 48 / self.world_size))
         ax.set(xlabel="row, in the original order", ylabel="rank")
-        ax.yaxis.set_major_locator(_whole_numbers())
+        ax.yaxis.set_major_locator(_make_integer_locator())
         ax.set_title("which rows each rank holds (darker: more of them)", fontsize=9)
 
-    def _bins(self) -> int:
+    def _list_strip_bins(self) -> int:
         """Stretches that the strip of rows is drawn in: single rows while they can be told apart.
 
         Beyond that each should hold dozens of rows of every rank, or a fair deal looks like a bar code.
@@ -276,69 +278,69 @@ class Partition:
     def _draw_classes(self, ax: Axes, table: np.ndarray) -> None:
         share = table / table.sum(axis=1, keepdims=True)
         left = np.zeros(self.world_size)
-        for column, (name, colour) in enumerate(zip(self.classes or (), _colours(table.shape[1]), strict=True)):
+        for column, (name, colour) in enumerate(zip(self.classes or (), _pick_colors(table.shape[1]), strict=True)):
             ax.barh(
                 range(self.world_size), share[:, column], left=left, height=0.8, color=colour,
                 edgecolor="white", linewidth=0.5, label=str(name),
             )  # fmt: skip
             left += share[:, column]
         ax.set(xlim=(0, 1), ylim=(self.world_size - 0.5, -0.5), xlabel="share of the rank's rows")
-        ax.yaxis.set_major_locator(_whole_numbers())
+        ax.yaxis.set_major_locator(_make_integer_locator())
         ax.set_title("balance of classes", fontsize=9)
-        if table.shape[1] <= _SHOWN_CLASSES:
+        if table.shape[1] <= _MAX_SHOWN_CLASSES:
             ax.legend(loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize=7, frameon=False)
 
     @functools.cached_property
-    def _png(self) -> bytes:
+    def _png_bytes(self) -> bytes:
         with io.BytesIO() as file:
             self.figure().savefig(file, format="png", dpi=90)
             return file.getvalue()
 
-    def _headline(self) -> str:
+    def _format_headline(self) -> str:
         seed = "" if self.seed is None else f", seed={self.seed}"
         return f"{self.n} rows on {self.world_size} ranks, {self.by}{seed}"
 
     def __repr__(self) -> str:
-        sizes = ", ".join(map(str, self.sizes[:_SHOWN_RANKS]))
-        more = ", ..." if self.world_size > _SHOWN_RANKS else ""
+        sizes = ", ".join(map(str, self.sizes[:_MAX_SHOWN_RANKS]))
+        more = ", ..." if self.world_size > _MAX_SHOWN_RANKS else ""
         note = f", {self.note}" if self.note else ""
-        return f"Partition({self._headline()}, sizes=({sizes}{more}){note})"
+        return f"Partition({self._format_headline()}, sizes=({sizes}{more}){note})"
 
     def _repr_png_(self) -> bytes:
-        return self._png
+        return self._png_bytes
 
     def _repr_html_(self) -> str:
-        picture = base64.b64encode(self._png).decode()
-        rows = "".join(map(self._html_row, range(min(self.world_size, _SHOWN_RANKS))))
-        rest = self.world_size - _SHOWN_RANKS
+        picture = base64.b64encode(self._png_bytes).decode()
+        rows = "".join(map(self._format_html_row, range(min(self.world_size, _MAX_SHOWN_RANKS))))
+        rest = self.world_size - _MAX_SHOWN_RANKS
         more = f"<p>and {rest} more ranks</p>" if rest > 0 else ""
         note = f"<p>{html.escape(self.note)}</p>" if self.note else ""
         return (
-            f"<div><p>{html.escape(self._headline())}</p>{note}"
-            f"<table><thead><tr>{self._html_head()}</tr></thead><tbody>{rows}</tbody></table>{more}"
+            f"<div><p>{html.escape(self._format_headline())}</p>{note}"
+            f"<table><thead><tr>{self._format_html_head()}</tr></thead><tbody>{rows}</tbody></table>{more}"
             f'<img alt="rows and classes of each rank" src="data:image/png;base64,{picture}"></div>'
         )
 
-    def _html_head(self) -> str:
-        names = ["rank", "rows", "share", *(f"class {name}" for name in self._html_classes())]
+    def _format_html_head(self) -> str:
+        names = ["rank", "rows", "share", *(f"class {name}" for name in self._format_html_classes())]
         return "".join(f"<th>{html.escape(name)}</th>" for name in names)
 
-    def _html_row(self, rank: int) -> str:
+    def _format_html_row(self, rank: int) -> str:
         size = self.sizes[rank]
         cells = [str(rank), str(size), f"{size / self.n:.1%}"]
-        if self.class_counts is not None and self._html_classes():
+        if self.class_counts is not None and self._format_html_classes():
             cells += map(str, self.class_counts[rank].tolist())
         return f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
 
-    def _html_classes(self) -> tuple[Any, ...]:
+    def _format_html_classes(self) -> tuple[Any, ...]:
         known = self.classes or ()
-        return known if len(known) <= _SHOWN_CLASSES else ()
+        return known if len(known) <= _MAX_SHOWN_CLASSES else ()
 
-    def _skew(self) -> str | None:
+    def _describe_class_skew(self) -> str | None:
         """What to warn of, where classes differ between shards by more than chance."""
         if self.class_counts is None or self.world_size == 1:
             return None
-        distance, expected = _imbalance(self.class_counts)
+        distance, expected = _measure_imbalance(self.class_counts)
         rank = int(np.argmax(distance - expected))
         if distance[rank] <= expected[rank]:
             return None
@@ -350,20 +352,20 @@ class Partition:
         )
 
 
-_SHOWN_RANKS = 32
-_SHOWN_CLASSES = 12
+_MAX_SHOWN_RANKS = 32
+_MAX_SHOWN_CLASSES = 12
 
 # Okabe and Ito's eight colours, which people who can't tell red from green can tell apart.
 _PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
 
 
-def categorical(target: Any) -> np.ndarray | None:
+def as_labels(target: Any) -> np.ndarray | None:
     """`target` as an array of labels, if that is what it holds: one-dimensional, with few distinct values."""
     array = np.asarray(target)
-    return array if array.ndim == 1 and len(array) and _categories(array) is not None else None
+    return array if array.ndim == 1 and len(array) and _encode_labels(array) is not None else None
 
 
-def _categories(labels: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+def _encode_labels(labels: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
     """Distinct labels and each row's place among them; None for values that name no class (floats, ids)."""
     words = labels.dtype == object and all(isinstance(label, str) for label in labels)
     if labels.dtype.kind not in "biuUS" and not words:
@@ -372,7 +374,7 @@ def _categories(labels: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
     return (names, codes) if len(names) <= max(20, math.isqrt(len(labels))) else None
 
 
-def _label_array(labels: Any, n: int) -> np.ndarray:
+def _check_labels(labels: Any, n: int) -> np.ndarray:
     array = np.asarray(labels)
     if array.ndim != 1 or len(array) != n:
         raise ValueError(
@@ -382,7 +384,7 @@ def _label_array(labels: Any, n: int) -> np.ndarray:
     return array
 
 
-def _imbalance(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _measure_imbalance(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Each shard's distance from the classes of all rows, and what it must exceed to be worth a warning.
 
     The distance is the total variation: half the sum of |share in the shard - share in all|. If the m rows of
@@ -404,7 +406,7 @@ def _imbalance(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return distance, np.maximum(mean + 5 * np.sqrt(np.maximum(variance, 0)) + 1 / sizes, 0.1)
 
 
-def caller_level() -> int:
+def find_caller_stacklevel() -> int:
     """The stack level of the first caller outside this package, where a warning belongs."""
     frame, level = sys._getframe(1), 1  # noqa: SLF001 - inspect.stack() reads every source file
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "dtkit":
@@ -412,13 +414,13 @@ def caller_level() -> int:
     return level
 
 
-def _whole_numbers() -> MaxNLocator:
+def _make_integer_locator() -> MaxNLocator:
     from matplotlib.ticker import MaxNLocator
 
     return MaxNLocator(integer=True)
 
 
-def _colours(count: int) -> list[Any]:
+def _pick_colors(count: int) -> list[Any]:
     """A colour per class: told apart by anybody up to eight, along a map above."""
     if count <= len(_PALETTE):
         return list(_PALETTE[:count])
@@ -431,11 +433,11 @@ def _colours(count: int) -> list[Any]:
 _Shard = range | np.ndarray
 
 
-def _selector(shard: _Shard) -> Any:
+def _to_index(shard: _Shard) -> Any:
     return slice(shard.start, shard.stop, shard.step) if isinstance(shard, range) else shard
 
 
-def _density(shard: _Shard, n: int, bins: int) -> np.ndarray:
+def _compute_density(shard: _Shard, n: int, bins: int) -> np.ndarray:
     """Which share of each of `bins` equal stretches of the n rows the shard holds."""
     edges = np.arange(bins + 1, dtype=np.int64) * n // bins
     held: np.ndarray
@@ -447,34 +449,34 @@ def _density(shard: _Shard, n: int, bins: int) -> np.ndarray:
     return share
 
 
-_MOST_ROWS = 2**30
-"""Above it, the integers of :func:`cumulative` would not fit 64 bits."""
+_MAX_ROWS = 2**30
+"""Above it, the integers of :func:`count_cumulative_samples` would not fit 64 bits."""
 
 
-def _shards(
+def _build_shards(
     n: int, ranks: int, *, by: str, weights: Sequence[float] | None, labels: Any, seed: int | None
 ) -> list[_Shard]:
-    _check(n, ranks, by, seed)
+    _check_arguments(n, ranks, by, seed)
     if by == "stratified" and labels is None:
         raise ValueError(
             "by='stratified' needs labels: it spreads every class over all ranks. Give labels=, one per row."
         )
-    sizes = _sizes(n, ranks, weights)
-    order = None if seed is None else _permutation(n, seed)
+    sizes = _compute_sizes(n, ranks, weights)
+    order = None if seed is None else _permute_rows(n, seed)
     if by == "speed" and weights is None:
         raise ValueError("by='speed' cuts by measured speeds; cluster.partition(data, by='speed', model=...) measures.")
     if by in ("contiguous", "speed"):
         ends = np.cumsum([0, *sizes]).tolist()
-        return [_pick(order, range(start, stop)) for start, stop in itertools.pairwise(ends)]
+        return [_select_rows(order, range(start, stop)) for start, stop in itertools.pairwise(ends)]
     if by == "strided":
-        dealt = _deal(n, sizes, weighted=weights is not None)
-        return [_pick(order, positions) for positions in dealt]
-    return _stratified(_label_array(labels, n), sizes, order, weighted=weights is not None)
+        dealt = _distribute_positions(n, sizes, weighted=weights is not None)
+        return [_select_rows(order, positions) for positions in dealt]
+    return _order_by_class(_check_labels(labels, n), sizes, order, weighted=weights is not None)
 
 
-def _check(n: int, ranks: int, by: str, seed: int | None) -> None:
-    if by not in (*WAYS, "speed"):
-        raise ValueError(f"by={by!r} is not a way to cut rows. Use one of {', '.join(map(repr, WAYS))}.")
+def _check_arguments(n: int, ranks: int, by: str, seed: int | None) -> None:
+    if by not in (*PARTITION_METHODS, "speed"):
+        raise ValueError(f"by={by!r} is not a way to cut rows. Use one of {', '.join(map(repr, PARTITION_METHODS))}.")
     if ranks < 1:
         raise ValueError(f"{ranks} ranks can't hold anything: there must be at least one. Start an engine.")
     if n < ranks:
@@ -482,19 +484,19 @@ def _check(n: int, ranks: int, by: str, seed: int | None) -> None:
             f"{n} samples don't suffice for {ranks} ranks: each rank needs at least one. Give more samples, "
             f"or use at most {n} engines."
         )
-    if n > _MOST_ROWS:
-        raise ValueError(f"{n} rows are more than {_MOST_ROWS} (2**30), the most that are cut. Group rows first.")
+    if n > _MAX_ROWS:
+        raise ValueError(f"{n} rows are more than {_MAX_ROWS} (2**30), the most that are cut. Group rows first.")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int | np.integer) or seed < 0):
         raise ValueError(f"seed={seed!r} is not a seed: it must be an integer from 0 up, or None. Use seed=0.")
 
 
-def _sizes(n: int, ranks: int, weights: Sequence[float] | None) -> list[int]:
+def _compute_sizes(n: int, ranks: int, weights: Sequence[float] | None) -> list[int]:
     if weights is None:
         return [n // ranks + (rank < n % ranks) for rank in range(ranks)]
-    return _largest_remainder(n, _checked_weights(weights, ranks))
+    return _round_by_largest_remainder(n, _check_weights(weights, ranks))
 
 
-def _checked_weights(weights: Sequence[float], ranks: int) -> list[Fraction]:
+def _check_weights(weights: Sequence[float], ranks: int) -> list[Fraction]:
     values = [float(weight) for weight in weights]
     if len(values) != ranks:
         raise ValueError(f"{len(values)} weights for {ranks} ranks: there must be one per rank. Give {ranks} weights.")
@@ -507,7 +509,7 @@ def _checked_weights(weights: Sequence[float], ranks: int) -> list[Fraction]:
     return [Fraction(value) for value in values]
 
 
-def _largest_remainder(n: int, weights: list[Fraction]) -> list[int]:
+def _round_by_largest_remainder(n: int, weights: list[Fraction]) -> list[int]:
     """Proportional parts of n in whole rows; a rank whose part rounds to nothing gets one of the largest."""
     total = sum(weights)
     parts = [n * weight / total for weight in weights]
@@ -522,24 +524,24 @@ def _largest_remainder(n: int, weights: list[Fraction]) -> list[int]:
 
 
 @functools.lru_cache(maxsize=64)
-def proportional(n: int, shares: tuple[float, ...]) -> tuple[int, ...]:
+def divide_proportionally(n: int, shares: tuple[float, ...]) -> tuple[int, ...]:
     """`n` samples dealt in proportion to positive shares, in whole numbers; none goes without while n suffices."""
     if n < len(shares):
         return tuple(int(rank < n) for rank in range(len(shares)))
-    return tuple(_largest_remainder(n, [Fraction(share) for share in shares]))
+    return tuple(_round_by_largest_remainder(n, [Fraction(share) for share in shares]))
 
 
-def _permutation(n: int, seed: int) -> np.ndarray:
+def _permute_rows(n: int, seed: int) -> np.ndarray:
     order: np.ndarray = np.random.default_rng(seed).permutation(np.arange(n, dtype=np.int32))
     return order
 
 
-def _pick(order: np.ndarray | None, positions: _Shard) -> _Shard:
+def _select_rows(order: np.ndarray | None, positions: _Shard) -> _Shard:
     """The rows at `positions` of the permuted order, in memory of their own."""
-    return positions if order is None else order[_selector(positions)].copy()
+    return positions if order is None else order[_to_index(positions)].copy()
 
 
-def _deal(n: int, sizes: list[int], *, weighted: bool) -> list[_Shard]:
+def _distribute_positions(n: int, sizes: list[int], *, weighted: bool) -> list[_Shard]:
     """Positions 0 to n - 1 dealt out evenly: in turn, or by the keys of the module's docstring."""
     if not weighted:
         return [range(rank, n, len(sizes)) for rank in range(len(sizes))]
@@ -548,13 +550,13 @@ def _deal(n: int, sizes: list[int], *, weighted: bool) -> list[_Shard]:
     return [np.flatnonzero(turns == rank).astype(np.int32) for rank in range(len(sizes))]
 
 
-def _stratified(labels: np.ndarray, sizes: list[int], order: np.ndarray | None, *, weighted: bool) -> list[_Shard]:
+def _order_by_class(labels: np.ndarray, sizes: list[int], order: np.ndarray | None, *, weighted: bool) -> list[_Shard]:
     """Rows sorted by class, dealt out in one go: a class, being a run of them, is spread evenly as well."""
     codes = np.unique(labels, return_inverse=True)[1]
     by_class = np.argsort(codes if order is None else codes[order], kind="stable").astype(np.int32)
     shards = []
-    for positions in _deal(len(labels), sizes, weighted=weighted):
+    for positions in _distribute_positions(len(labels), sizes, weighted=weighted):
         # Within a rank, back to the order that the rows came in: no runs of one class.
-        held = np.sort(by_class[_selector(positions)])
-        shards.append(_pick(order, held))
+        held = np.sort(by_class[_to_index(positions)])
+        shards.append(_select_rows(order, held))
     return shards

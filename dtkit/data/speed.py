@@ -18,61 +18,65 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from dtkit.cluster.cluster import Cluster
-    from dtkit.data.distribute import Placed
-    from dtkit.planning.cost_model import Times
+    from dtkit.data.distribute import DataHandle
+    from dtkit.planning.cost_model import StepTimings
 
-ROWS = 64  # that each rank computes at a time
+NUM_TIMED_ROWS = 64  # that each rank computes at a time
 
 
-def repartition(
+def repartition_by_speed(
     cluster: Cluster,
-    part: Partition,
+    partition: Partition,
     model: Any,
-    loss: Callable[..., Any] | None,
-    step: Callable[..., Any] | None,
+    loss_fn: Callable[..., Any] | None,
+    training_step: Callable[..., Any] | None,
 ) -> Partition:
     """`part` again, cut in proportion to the ranks' speeds; its rows stay where they are."""
-    speeds = measure(cluster, part, model, loss, step)
-    found = Partition(part.n, part.world_size, by="speed", weights=speeds, labels=part.labels, seed=part.seed)
-    found.source, found.note = part.source, part.note
-    cluster.ask("shard", key=part.source.key, indices=found.flat(), sizes=found.sizes)
+    speeds = measure_speeds(cluster, partition, model, loss_fn, training_step)
+    found = Partition(
+        partition.n, partition.world_size, by="speed", weights=speeds, labels=partition.labels, seed=partition.seed
+    )
+    found.source, found.note = partition.source, partition.note
+    cluster.ask("shard", key=partition.source.key, indices=found.flatten_indices(), sizes=found.sizes)
     return found
 
 
-def check(model: Any, loss: Any, step: Any, weights: Any) -> None:
+def check_measurable(model: Any, loss_fn: Any, training_step: Any, weights: Any) -> None:
     """Raise ValueError where there is nothing to measure with, or nothing to measure."""
     if weights is not None:
         raise ValueError("by='speed' measures the weights itself; leave weights out, or use by='contiguous' with them")
-    if model is None or (loss is None) == (step is None):
+    if model is None or (loss_fn is None) == (training_step is None):
         raise ValueError(
             "by='speed' measures each rank with your own model: give model= and loss= (or step=), as in "
             "cluster.partition(data, by='speed', model=model, loss=nn.CrossEntropyLoss())"
         )
 
 
-def measure(cluster: Cluster, part: Partition, model: Any, loss: Any, step: Any) -> tuple[float, ...]:
+def measure_speeds(
+    cluster: Cluster, partition: Partition, model: Any, loss_fn: Any, training_step: Any
+) -> tuple[float, ...]:
     """Rows per second of each rank, forward and backward."""
     planner.check_idle(cluster)
     copies = model if isinstance(model, Replicas) else broadcast.broadcast(cluster, model)
-    source: Placed = part.source
-    with waiting(f"measuring the speed of {part.world_size} engines"):
-        times: Sequence[Times] = cluster.ask(
+    source: DataHandle = partition.source
+    with waiting(f"measuring the speed of {partition.world_size} engines"):
+        times: Sequence[StepTimings] = cluster.ask(
             "measure",
             what="times",
-            program=planner.program(cluster, copies, loss, step, _sgd),
+            program=planner.pickle_program(cluster, copies, loss_fn, training_step, _make_sgd),
             model=copies.key,
             data=source.key,
-            rows=min(ROWS, *part.sizes),
+            rows=min(NUM_TIMED_ROWS, *partition.sizes),
         )
-    return tuple(_rate(found) for found in times)
+    return tuple(_compute_rate(found) for found in times)
 
 
-def _rate(times: Times) -> float:
+def _compute_rate(times: StepTimings) -> float:
     rows, forward, backward = max(times.points)
     return rows / (forward + backward)
 
 
-def _sgd(parameters: Any) -> Any:
+def _make_sgd(parameters: Any) -> Any:
     import torch
 
     return torch.optim.SGD(parameters, lr=0.0)

@@ -23,12 +23,12 @@ import torch.distributed as dist
 from dtkit._util.guard import attempt
 from dtkit.engine import dry_run, memory, node_info
 from dtkit.engine.data.sources import to_device
-from dtkit.planning.cost_model import Times
+from dtkit.planning.cost_model import StepTimings
 from dtkit.rpc import pickling
 from dtkit.strategies.base import make_optimizer
-from dtkit.strategies.loss import split
+from dtkit.strategies.loss import split_batch
 from dtkit.strategies.pipeline import layer_costs
-from dtkit.strategies.pipeline.cut import Layers, chain
+from dtkit.strategies.pipeline.cut import LayerChain, find_layer_chain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from dtkit.engine.data.batches import Shards
     from dtkit.engine.data.sources import Source
     from dtkit.engine.dry_run import Peaks
-    from dtkit.strategies.loss import Objective
+    from dtkit.strategies.loss import Loss
 
 SIZES = (8, 64 * 1024, 1024**2, 8 * 1024**2, 25 * 1024**2)  # bytes of all-reduces; DDP's buckets have 25 MiB
 LONG_S = 0.25  # larger all-reduces than one that took so long are not tried
@@ -220,7 +220,7 @@ def _repeated(work: Callable[[], Any], times: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What a model takes whatever the batch: see :class:`dtkit.planning.cost_model.Facts`."""
+    """What a model takes whatever the batch: see :class:`dtkit.planning.cost_model.ModelProfile`."""
 
     parameters: int
     gradients: int
@@ -266,7 +266,7 @@ def peaks(
 
 def layers(
     seat: Seat, program: bytes, model: str | None, data: str, rows: int, *, timed: bool
-) -> tuple[Layers | None, str]:
+) -> tuple[LayerChain | None, str]:
     """What the layers of a model's chain are and cost; `timed` in steps on `rows`, of a model that is placed here.
 
     None, and the reason, where that can't be told. By this rank alone.
@@ -279,16 +279,18 @@ def layers(
     return _tried(lambda: _layers(network, objective, batch, seat.device if timed else None), None)
 
 
-def _layers(network: torch.nn.Module, objective: Objective, batch: Any, device: torch.device | None) -> Layers | None:
-    names = tuple(name for name, _ in chain(network))
+def _layers(network: torch.nn.Module, objective: Loss, batch: Any, device: torch.device | None) -> LayerChain | None:
+    names = tuple(name for name, _ in find_layer_chain(network))
     if not names:
         return None
-    inputs, target = split(batch)
-    numbers, outputs = layer_costs.sizes(network, inputs)
+    inputs, target = split_batch(batch)
+    numbers, outputs = layer_costs.measure_sizes(network, inputs)
     seconds = None
     if device is not None:
-        seconds = layer_costs.by_time(network, inputs, device, lambda output: objective.judge(output, target).loss)
-    return Layers(names, numbers, seconds, tuple(nbytes / len(inputs[0]) for nbytes in outputs))
+        seconds = layer_costs.measure_seconds(
+            network, inputs, device, lambda output: objective.evaluate_output(output, target).loss
+        )
+    return LayerChain(names, numbers, seconds, tuple(nbytes / len(inputs[0]) for nbytes in outputs))
 
 
 def _tried(work: Callable[[], Any], otherwise: Any) -> tuple[Any, str]:
@@ -307,11 +309,11 @@ def _rows(source: Source, count: int) -> np.ndarray:
 
 
 def _autocast(device: torch.device, precision: str | None = None) -> contextlib.AbstractContextManager[Any]:
-    from dtkit.strategies.replicated import PRECISIONS
+    from dtkit.strategies.replicated import AUTOCAST_DTYPES
 
     if precision is None:
         return contextlib.nullcontext()
-    return torch.autocast(device.type, dtype=PRECISIONS[precision])
+    return torch.autocast(device.type, dtype=AUTOCAST_DTYPES[precision])
 
 
 def times(
@@ -323,7 +325,7 @@ def times(
     precision: str | None = None,
     *,
     ledger: bool = False,
-) -> Times:
+) -> StepTimings:
     """Take real steps of a placed model on `rows`, or fewer where they take long, on all ranks at once. A collective.
 
     `ledger` says whether to count what they allocate.
@@ -340,7 +342,7 @@ def times(
         memory.tidy()
 
 
-def _rehearsed(seat: Seat, start: Callable[[], Rehearsal], rows: int, *, ledger: bool) -> Times:
+def _rehearsed(seat: Seat, start: Callable[[], Rehearsal], rows: int, *, ledger: bool) -> StepTimings:
     large = _affordable(start, rows)
     memory.tidy()  # steps of several sizes leave a heap in pieces that training's would not
     before = memory.reset_peak(seat.device)
@@ -350,7 +352,7 @@ def _rehearsed(seat: Seat, start: Callable[[], Rehearsal], rows: int, *, ledger:
         pair = (large, 2 * large) if large < 2 * LEAST_ROWS else (large // 2, large)
         points = [(count, *rehearsal.seconds(count)) for count in pair]
         held = [rehearsal.peak(count) for count in pair] if ledger else []
-        return Times(points, rehearsal.update_seconds(), rehearsal.state_bytes(), large, grown, held)
+        return StepTimings(points, rehearsal.update_seconds(), rehearsal.state_bytes(), large, grown, held)
 
 
 def _affordable(start: Callable[[], Rehearsal], rows: int) -> int:
@@ -370,7 +372,7 @@ class Rehearsal:
         self,
         seat: Seat,
         model: torch.nn.Module,
-        objective: Objective,
+        objective: Loss,
         factory: Callable[..., Any],
         source: Source,
         precision: str | None,

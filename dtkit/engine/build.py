@@ -16,7 +16,7 @@ from dtkit.engine.data.sources import ArraySource
 from dtkit.engine.job import Job
 from dtkit.engine.observe.phase_timer import Phases
 from dtkit.mesh import Mesh
-from dtkit.strategies.base import Setting
+from dtkit.strategies.base import WorkerContext
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from dtkit.engine.comm.process_group import Group
     from dtkit.engine.data.batches import Shards
     from dtkit.engine.data.sources import Source
-    from dtkit.strategies.base import Program, Strategy
+    from dtkit.strategies.base import Strategy, TrainingProgram
     from dtkit.types import JobPlan
 
 Held = StreamSource | tuple["Source", "Shards"]
@@ -34,7 +34,7 @@ Held = StreamSource | tuple["Source", "Shards"]
 
 
 def assemble(
-    program: Program,
+    program: TrainingProgram,
     model: torch.nn.Module,
     data: Held,
     plan: JobPlan,
@@ -45,7 +45,7 @@ def assemble(
 ) -> Job:
     """A job that stands before its first step. `model` stays as it is."""
     setting = _setting(program.strategy, data, plan, place, alone=alone)
-    network = model if program.strategy.partial and not alone else copy.deepcopy(model)
+    network = model if program.strategy.shards_model and not alone else copy.deepcopy(model)
     stream, program = _feed(data, network, program, plan, setting, loading)
     seed = plan.seed + setting.shards[0]  # ranks that share a replica draw the same numbers, as dropout needs
     job = Job(network, program, stream, setting, seed)
@@ -56,18 +56,18 @@ def assemble(
 
 def _setting(
     strategy: Strategy, data: Held, plan: JobPlan, place: tuple[Group, torch.device], *, alone: bool
-) -> Setting:
+) -> WorkerContext:
     """Where a job's worker works."""
     group, device = place
-    mesh = Mesh({"dp": group.world_size}) if alone else strategy.mesh(group.world_size)
-    return Setting(
+    mesh = Mesh({"dp": group.world_size}) if alone else strategy.build_mesh(group.world_size)
+    return WorkerContext(
         group=None if alone else group,
         device=device,
         phases=Phases(node_info.clock(device)),
         shards=range(group.world_size) if alone else [mesh.coordinates(group.rank)["dp"]],
         mesh=mesh,
-        sample=None if isinstance(data, StreamSource) else _sampler(data[0]),
-        largest=-(-plan.batch_size // mesh.replicas),
+        make_sample_batch=None if isinstance(data, StreamSource) else _sampler(data[0]),
+        max_local_samples=-(-plan.batch_size // mesh.replicas),
     )
 
 
@@ -77,14 +77,19 @@ def _sampler(source: Source) -> Callable[[int], Any]:
 
 
 def _feed(
-    data: Held, network: torch.nn.Module, program: Program, plan: JobPlan, setting: Setting, loading: Loading
-) -> tuple[Feeder | IterableStream, Program]:
+    data: Held,
+    network: torch.nn.Module,
+    program: TrainingProgram,
+    plan: JobPlan,
+    setting: WorkerContext,
+    loading: Loading,
+) -> tuple[Feeder | IterableStream, TrainingProgram]:
     """The batches of a job, looked at for what would fail; and its program, which may know the targets by then."""
     if isinstance(data, StreamSource):  # its counts and targets are not known beforehand
         return feed_stream(data, plan, setting, loading), program
     source, shards = data
     if isinstance(source, ArraySource):
-        program = dataclasses.replace(program, objective=program.objective.having_seen(source.targets))
+        program = dataclasses.replace(program, loss_fn=program.loss_fn.with_checked_targets(source.targets))
     stream = feed(source, shards, plan, setting, loading)
     if setting.mesh.replicas < len(shards.sizes):  # ranks of one replica take the same rows
         stream.set_shares([1.0] * setting.mesh.replicas)

@@ -11,17 +11,17 @@ from torch import nn
 
 from dtkit.engine.data.sources import to_device
 from dtkit.errors import ClusterError
-from dtkit.strategies.loss import split
+from dtkit.strategies.loss import split_batch
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from dtkit.engine.data.batches import Stream
     from dtkit.engine.data.sources import Source
-    from dtkit.strategies.base import Program
+    from dtkit.strategies.base import TrainingProgram
 
 
-def check_batch_norm(model: nn.Module, program: Program, source: Source, stream: Stream) -> None:
+def check_batch_norm(model: nn.Module, program: TrainingProgram, source: Source, stream: Stream) -> None:
     """Refuse a step that gives some rank one sample, where a BatchNorm1d in training would see a single value.
 
     Every rank knows all counts, so all refuse together. A BatchNorm1d on (N, C, L) has L values a sample and is let
@@ -29,7 +29,7 @@ def check_batch_norm(model: nn.Module, program: Program, source: Source, stream:
     """
     modules = {name: m for name, m in model.named_modules() if isinstance(m, nn.BatchNorm1d) and m.training}
     lonely = stream.step_with(1) if modules else None
-    if lonely is None or program.objective.step is not None:
+    if lonely is None or program.loss_fn.training_step is not None:
         return
     flat = _flat_inputs(model, modules, source)
     if flat:
@@ -41,7 +41,7 @@ def check_batch_norm(model: nn.Module, program: Program, source: Source, stream:
         )
 
 
-def check_sync_batch_norm(model: nn.Module, program: Program, stream: Stream, device: torch.device) -> None:
+def check_sync_batch_norm(model: nn.Module, program: TrainingProgram, stream: Stream, device: torch.device) -> None:
     """Refuse a step that leaves some rank without a sample where statistics are those of all ranks: it would hang."""
     wanted = device.type == "cuda" and getattr(program.strategy, "sync_batch_norm", False)
     names = [name for name, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]  # noqa: SLF001 - torch names no public base class
@@ -75,7 +75,7 @@ def _flat_inputs(model: nn.Module, modules: dict[str, nn.BatchNorm1d], source: S
     model.eval()
     try:
         with torch.no_grad():
-            model(*split(batch)[0])
+            model(*split_batch(batch)[0])
     finally:
         model.train(training)
         for handle in handles:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from torch.utils.hooks import RemovableHandle
 
-    from dtkit.strategies.loss import Objective
+    from dtkit.strategies.loss import Loss
 
 OPAQUE = ("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn")
 """Operations whose fake results are smaller than the real ones: recurrent layers keep a workspace for backward."""
@@ -115,7 +115,7 @@ class Peaks:
 
 def peaks(
     model: nn.Module,
-    objective: Objective,
+    objective: Loss,
     batch: Any,
     rows: Sequence[int],
     device: torch.device,
@@ -126,7 +126,7 @@ def peaks(
     from torch.utils.flop_counter import FlopCounterMode
 
     length = _length(batch)
-    objective = dataclasses.replace(objective, watch=False)  # looking for ignored targets asks for numbers
+    objective = dataclasses.replace(objective, check_ignore_index=False)  # looking for ignored targets asks for numbers
     found = []
     with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]):
         fake = hollow(model, device).train()
@@ -142,7 +142,7 @@ def peaks(
 
 def peak_of(
     model: nn.Module,
-    objective: Objective,
+    objective: Loss,
     batch: Any,
     rows: int,
     autocast: Callable[[], contextlib.AbstractContextManager[Any]],

@@ -23,7 +23,7 @@ from dtkit.engine.observe.phase_timer import Marks, blocked, durations, messages
 from dtkit.engine.step_guard import Attempt
 from dtkit.history.history import ROW
 from dtkit.history.message_times import PHASES
-from dtkit.strategies.base import Outcome
+from dtkit.strategies.base import StepResult
 from dtkit.types import Advance
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from dtkit.engine.memory import Gauge
     from dtkit.engine.observe.step_probe import Microscope
     from dtkit.engine.state.capture import Archive
-    from dtkit.planning.memory_report import Held
-    from dtkit.strategies.base import Forecast, Program, Setting, Worker
+    from dtkit.planning.memory_report import MemoryUsage
+    from dtkit.strategies.base import EvalOutput, TrainingProgram, Worker, WorkerContext
     from dtkit.types import Astray
 
 SHOWN_STEPS = 2  # of a dispatch, of which the timeline shows everything
@@ -50,7 +50,7 @@ class _Done:
     step: int
     samples: int
     lr: float
-    outcome: Outcome
+    outcome: StepResult
     marks: Marks
     sent_bytes: int
 
@@ -59,15 +59,20 @@ class Job:
     """One model in training: this rank's part."""
 
     def __init__(
-        self, model: torch.nn.Module, program: Program, stream: Stream | IterableStream, setting: Setting, seed: int
+        self,
+        model: torch.nn.Module,
+        program: TrainingProgram,
+        stream: Stream | IterableStream,
+        setting: WorkerContext,
+        seed: int,
     ) -> None:
         """`model` has the same parameters on every rank; `seed` starts this rank's random numbers (dropout)."""
         self.step = 0
-        self.objective, self.setting = program.objective, setting
+        self.objective, self.setting = program.loss_fn, setting
         self.layout = {"strategy": type(program.strategy).__name__, "mesh": dict(setting.mesh.axes)}
         """On another one, state that is a rank's own belongs to nobody."""
         self._stream = stream
-        self._micro_batches = program.strategy.parts
+        self._micro_batches = program.strategy.num_micro_batches
         self._random = _Random(seed, setting.device)
         with self._random:
             self._worker: Worker = program.strategy.setup(model.train(), self.objective, program.optimizer, setting)
@@ -143,7 +148,7 @@ class Job:
         self._done.clear()
         self._recent = (self._recent + rows["step_s"].tolist())[-50:]
         begun = time.perf_counter()
-        found = self._worker.fingerprint() if fingerprint else None
+        found = self._worker.compute_fingerprint() if fingerprint else None
         took = time.perf_counter() - begun
         return Advance(
             rows,
@@ -177,7 +182,9 @@ class Job:
     def _give_up(self) -> None:
         """A step failed. It counts if the update was made; until the update began, nothing of it stays."""
         if self._attempt.updated:
-            self._done.append(self._taken(self._worker.outcome or Outcome(None, 0.0, finite=True, norm=math.nan)))
+            self._done.append(
+                self._taken(self._worker.step_result or StepResult(None, 0.0, is_finite=True, grad_norm=math.nan))
+            )
             self._rates.keep_up(self.step + 1, self._stream.steps_per_epoch)
             self.step += 1
         elif self._attempt.torn:
@@ -187,7 +194,7 @@ class Job:
 
     def _one(self, *, explain: bool) -> _Done | None:
         """One step: batches, then the strategy's work on them. None where it was not taken."""
-        self._worker.outcome = None
+        self._worker.step_result = None
         sent, lr = self._sent_bytes(), self.lr
         self.setting.phases.enter("data")
         counts = self._stream.counts(self.step)
@@ -199,30 +206,30 @@ class Job:
         batches = self._batches()
         microscope = self._microscope(samples) if explain else None
         try:
-            outcome = self._worker.outcome = self._worker.step(batches, counts, microscope)
+            outcome = self._worker.step_result = self._worker.step(batches, counts, microscope)
         except ValueError as error:
             checks.explain(error)
             raise
         if self.largest_gradient is not None:
             self._note_gradients(self.largest_gradient)
-        if not outcome.finite:
+        if not outcome.is_finite:
             self._ended = "nonfinite"
             # Without weight the mean is 0 / 0, which says nothing of this rank's samples.
-            self._loss = float(outcome.loss) if outcome.loss is not None and float(outcome.weight) else None
-            self._astray = outcome.astray
+            self._loss = float(outcome.loss) if outcome.loss is not None and float(outcome.loss_weight) else None
+            self._astray = outcome.nonfinite
             return None
         self._rates.after(outcome, self.step + 1, self._stream.steps_per_epoch, self.setting.group)
         if microscope is not None:
             self.report = microscope.report()
         return self._taken(outcome)
 
-    def _taken(self, outcome: Outcome) -> _Done:
+    def _taken(self, outcome: StepResult) -> _Done:
         """What there is to tell of the step that ends now."""
         samples, lr, sent = self._begun
         return _Done(self.step, samples, lr, outcome, self.setting.phases.finish(), self._sent_bytes() - sent)
 
     def _batches(self) -> list[tuple[int, Any]]:
-        if self._worker.by_shard:
+        if self._worker.batch_per_shard:
             found = self._stream.batches_by_shard(self.step)
         else:
             found = self._stream.batches(self.step, self._micro_batches)
@@ -230,7 +237,7 @@ class Job:
 
     def _microscope(self, samples: int) -> Microscope:
         rank = 0 if self.setting.group is None else self.setting.group.rank
-        found = self._worker.microscope(rank=rank, step=self.step, epoch=self._stream.epoch(self.step))
+        found = self._worker.make_step_probe(rank=rank, step=self.step, epoch=self._stream.epoch(self.step))
         found.rows(self._stream.rows(self.step), samples)
         return found
 
@@ -251,23 +258,23 @@ class Job:
         for row, one in zip(rows, done, strict=True):
             spent, outcome = durations(one.marks, clock), one.outcome
             row["step"], row["epoch"], row["rank"] = one.step, self._stream.epoch(one.step), rank
-            row["samples"], row["weight"], row["lr"] = one.samples, float(outcome.weight), one.lr
+            row["samples"], row["weight"], row["lr"] = one.samples, float(outcome.loss_weight), one.lr
             row["loss"] = np.nan if outcome.loss is None else float(outcome.loss)
             for phase in ("data", "forward", "update", "step"):
                 row[f"{phase}_s"] = spent.get(phase, 0.0)
             row["backward_s"] = sum(s for phase, s in spent.items() if phase.startswith("backward"))
             row["comm_s"] = sum(spent.get(phase, 0.0) for phase in ("sync", *PHASES))
-            row["memory_bytes"], row["sent_bytes"], row["grad_norm"] = memory, one.sent_bytes, outcome.norm
+            row["memory_bytes"], row["sent_bytes"], row["grad_norm"] = memory, one.sent_bytes, outcome.grad_norm
         return rows, blocked([one.marks for one in done], clock)
 
-    def weigh(self, gauge: Gauge, snapshots: int) -> Held:
+    def weigh(self, gauge: Gauge, snapshots: int) -> MemoryUsage:
         """What this rank's part of the job takes of its memory, with so many bytes of snapshots."""
         return gauge.read(self._worker.model, self._worker.optimizer, snapshots)
 
     def exchange(self, archive: Archive) -> None:
         """Show all that the next step depends on, besides the data, which follow from the step. A collective."""
         self.step = archive.value("step", self.step)
-        self._worker.exchange(archive)
+        self._worker.visit_state(archive)
         self._rates.exchange(archive)
         self._random.exchange(archive, self.step)
         self._stream.exchange(archive, self.step)
@@ -282,7 +289,7 @@ class Job:
         """Go on in a new generation of the process group."""
         if self.setting.group is not None:
             self.setting = dataclasses.replace(self.setting, group=group)
-            self._worker.regroup(group)
+            self._worker.set_process_group(group)
             self._stream.regroup(group)
 
     def close(self) -> None:
@@ -291,7 +298,7 @@ class Job:
 
     def pieces(self) -> dict[str, Any]:
         """What this rank gives to the whole model's state dict. A collective."""
-        return self._worker.pieces()
+        return self._worker.state_dict_parts()
 
     def evaluate(
         self,
@@ -306,14 +313,14 @@ class Job:
         `batches` are pairs of how many samples and the batch itself, which may be of any form; `rounds` is how many
         there are on the rank that has most.
         """
-        if metrics and self.objective.step is not None:
+        if metrics and self.objective.training_step is not None:
             raise ValueError(
                 "metrics need output and target, which step= keeps to itself; compute them from run.model, or train "
                 "with loss="
             )
         sums: dict[str, list[float]] = {name: [0.0, 0.0] for name in ("loss", *metrics)}
         samples = 0
-        with self._worker.forwards() as forward, self._random.lent():
+        with self._worker.eval_mode() as forward, self._random.lent():
             for count, batch in self._filled(batches, rounds):
                 forecast = forward(to_device(batch, self.setting.device))
                 if forecast is None or not count:
@@ -331,8 +338,8 @@ class Job:
         made = 0
         for made, pair in enumerate(batches, 1):  # noqa: B007 - how many there were
             yield pair
-        if self._worker.collective and self.setting.sample is not None:
-            yield from ((0, self.setting.sample(1)) for _ in range(rounds - made))
+        if self._worker.forward_is_collective and self.setting.make_sample_batch is not None:
+            yield from ((0, self.setting.make_sample_batch(1)) for _ in range(rounds - made))
 
     # -- for verify -------------------------------------------------------------------------------------------
 
@@ -347,9 +354,9 @@ class Job:
                 largest[name] = torch.maximum(largest[name], size) if name in largest else size
 
 
-def _measure(forecast: Forecast, metrics: dict[str, Callable[..., Any]]) -> dict[str, tuple[float, float | None]]:
+def _measure(forecast: EvalOutput, metrics: dict[str, Callable[..., Any]]) -> dict[str, tuple[float, float | None]]:
     """{name: (value, weight)}, with the loss among them."""
-    weight = forecast.weight
+    weight = forecast.loss_weight
     found: dict[str, tuple[float, float | None]] = {
         "loss": (float(forecast.loss), None if weight is None else float(weight))
     }

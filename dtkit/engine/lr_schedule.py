@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from dtkit.engine.comm.process_group import Group
     from dtkit.engine.state.capture import Archive
-    from dtkit.strategies.base import Outcome, Program
+    from dtkit.strategies.base import StepResult, TrainingProgram
 
 _RATES = ("initial_lr", "max_lr", "min_lr")  # what schedulers keep in an optimiser's groups
 
@@ -21,16 +21,16 @@ _RATES = ("initial_lr", "max_lr", "min_lr")  # what schedulers keep in an optimi
 class Rates:
     """The learning rates of a job's optimiser: set by hand, followed by a schedule if there is one."""
 
-    def __init__(self, program: Program, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, program: TrainingProgram, optimizer: torch.optim.Optimizer) -> None:
         self._groups = optimizer.param_groups
         self._ratios = [1.0] * len(self._groups)
-        self._on_train = not program.has_valid
+        self._on_train = not program.has_validation
         self._losses: list[tuple[torch.Tensor, torch.Tensor | float]] = []  # (sum, weight) of each step of the epoch
         self._updates = 0  # that the schedule knows of
         self._before: dict[str, Any] | None = None  # how all was before held-out data were last evaluated
         self.schedule: Schedule | None = None
-        if program.scheduler is not None:
-            self.schedule = Schedule(program.scheduler, optimizer, program.scheduler_every)
+        if program.lr_scheduler is not None:
+            self.schedule = Schedule(program.lr_scheduler, optimizer, program.lr_scheduler_interval)
             for group in self._groups:  # as most schedulers do, by which one sees that "lr" is theirs
                 group.setdefault("initial_lr", group["lr"])
 
@@ -44,7 +44,7 @@ class Rates:
         for group, ratio in zip(self._groups, self._ratios, strict=True):
             group["lr"] = lr * ratio
 
-    def after(self, outcome: Outcome, updates: int, steps_per_epoch: int, group: Group | None) -> None:
+    def after(self, outcome: StepResult, updates: int, steps_per_epoch: int, group: Group | None) -> None:
         """An update was made, the `updates`-th."""
         if self.schedule is None:
             return
@@ -53,7 +53,7 @@ class Rates:
         self.schedule.step(epoch_ended=epoch_ended)
         if self.schedule.wants_metric and self._on_train:
             if outcome.loss is not None:
-                self._losses.append((outcome.loss * outcome.weight, outcome.weight))
+                self._losses.append((outcome.loss * outcome.loss_weight, outcome.loss_weight))
             if epoch_ended:
                 sums = [sum(float(part[k]) for part in self._losses) for k in (0, 1)]
                 self._losses.clear()

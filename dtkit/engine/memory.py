@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from dtkit.cluster import resources
 from dtkit.engine import memory_limit, node_info
 from dtkit.engine.observe.step_probe import here
-from dtkit.planning.memory_report import Held
+from dtkit.planning.memory_report import MemoryUsage
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -29,7 +29,7 @@ _PROC = Path("/proc/self")
 
 @dataclasses.dataclass(frozen=True)
 class Free:
-    """Memory that this engine can get: see :class:`dtkit.planning.cost_model.Room`."""
+    """Memory that this engine can get: see :class:`dtkit.planning.cost_model.MemoryBudget`."""
 
     free: int
     swap: int
@@ -140,16 +140,16 @@ class Gauge:
             return None
         return max(0, self._limit - (self._grown or 0))
 
-    def read(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, snapshots: int = 0) -> Held:
+    def read(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, snapshots: int = 0) -> MemoryUsage:
         """What there is now of the job's tensors, and how far the process grew."""
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         state = [leaf for leaf in tree_leaves(list(optimizer.state.values())) if isinstance(leaf, torch.Tensor)]
-        return Held(
+        return MemoryUsage(
             sent_model=self._sent,
             parameters=bytes_of([*model.parameters(), *model.buffers()]),
             gradients=bytes_of(gradients),
             optimizer=bytes_of(state),
-            grown=self._grown,
+            process_growth=self._grown,
             limit=self._limit,
             snapshots=snapshots,
         )

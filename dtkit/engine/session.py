@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from dtkit.engine.state.peer_snapshots import Copies
     from dtkit.engine.state.writer import Writer
     from dtkit.history.engine_outbox import Found
-    from dtkit.planning.memory_report import Held
+    from dtkit.planning.memory_report import MemoryUsage
     from dtkit.rpc.shared_memory import Owner
     from dtkit.types import Advance, GroupSpec, JobPlan
 
@@ -468,7 +468,7 @@ class Session:
     def op_save(self, job: str, step: int, folder: str, token: str, *, copied: bool = False) -> dict[str, Any]:
         """Copy the state of a job that stands at `step`, and write it beside the training. See engine.writing.
 
-        `copied`: the last call was for a snapshot, whose copy is written, if there is one.
+        `copy_to_device`: the last call was for a snapshot, whose copy is written, if there is one.
         """
         from dtkit.engine.state import peer_snapshots
         from dtkit.engine.state.writer import Writer
@@ -501,7 +501,7 @@ class Session:
         found.torn = False
         return read  # type: ignore[no-any-return]
 
-    def op_memory(self, job: str) -> Held:
+    def op_memory(self, job: str) -> MemoryUsage:
         """What this rank's part of a job takes: tensors as they are now, growth as it was at most."""
         return self._job(job).weigh(self._gauges[job], self._copied_bytes(job))
 

@@ -146,20 +146,20 @@ class Explanation(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def _words(self) -> ModuleType:
+    def _view_module(self) -> ModuleType:
         """What makes ``text`` and ``page`` of it: imported when it is shown."""
 
     @functools.cached_property
-    def _image(self) -> str:
+    def _figure_html(self) -> str:
         from dtkit.dashboard import figures
 
         return figures.image(self.figure(), "the step as a picture")
 
     def __repr__(self) -> str:
-        return str(self._words.text(self))
+        return str(self._view_module.text(self))
 
     def _repr_html_(self) -> str:
-        return f"<div>{self._words.page(self)}{self._image}</div>"
+        return f"<div>{self._view_module.page(self)}{self._figure_html}</div>"
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -182,7 +182,9 @@ class StepExplanation(Explanation):
         assert {report["step"] for report in reports} == {first["step"]}, "ranks report different steps"
         names = [field.name for field in dataclasses.fields(RankRecord)]
         ranks = tuple(RankRecord(**{name: report[name] for name in names}) for report in reports)  # type: ignore[literal-required]  # the fields are the report's keys
-        layers = tuple(_layer(parts) for parts in zip(*(report["tensors"] for report in reports), strict=True))
+        layers = tuple(
+            _merge_tensor_reports(parts) for parts in zip(*(report["tensors"] for report in reports), strict=True)
+        )
         return cls(first["model"], first["step"], first["epoch"], ranks, layers)
 
     @property
@@ -202,9 +204,9 @@ class StepExplanation(Explanation):
         return math.fsum(parts) if parts else math.nan
 
     @property
-    def total(self) -> LayerRecord:
+    def all_layers(self) -> LayerRecord:
         """All layers as one: the norms over the whole model."""
-        return _group("all layers", self.layers, len(self.ranks))
+        return _merge_layers("all layers", self.layers, len(self.ranks))
 
     @property
     def clip(self) -> float | None:
@@ -226,7 +228,7 @@ class StepExplanation(Explanation):
         """Whether all ranks hold the same parameters after the step, bit by bit (buffers are each rank's own)."""
         return len({rank.before if rank.after is None else rank.after for rank in self.ranks}) == 1
 
-    def grouped(self, limit: int = SHOWN_LAYERS) -> tuple[LayerRecord, ...]:
+    def group_layers(self, limit: int = SHOWN_LAYERS) -> tuple[LayerRecord, ...]:
         """At most `limit` records: the layers, or grouped by module as finely as fits.
 
         Where even the outermost modules are more, those of the largest gradients stand alone and the rest together.
@@ -234,20 +236,22 @@ class StepExplanation(Explanation):
         if limit < 1:
             raise ValueError(f"limit={limit}; it is the number of records to show, from 1 up")
         depth = max(layer.name.count(".") + 1 for layer in self.layers)
-        groups = _by_prefix(self.layers, depth)
+        groups = _group_by_prefix(self.layers, depth)
         while len(groups) > limit and depth > 1:
             depth -= 1
-            groups = _by_prefix(self.layers, depth)
+            groups = _group_by_prefix(self.layers, depth)
         ranks = len(self.ranks)
-        records = [part[0] if len(part) == 1 else _group(name, part, ranks) for name, part in groups.items()]
-        return tuple(records if len(records) <= limit else self._largest(records, limit))
+        records = [part[0] if len(part) == 1 else _merge_layers(name, part, ranks) for name, part in groups.items()]
+        return tuple(records if len(records) <= limit else self._keep_largest(records, limit))
 
-    def _largest(self, records: Sequence[LayerRecord], limit: int) -> list[LayerRecord]:
+    def _keep_largest(self, records: Sequence[LayerRecord], limit: int) -> list[LayerRecord]:
         """The records of the largest gradients in their order, and last the others as one."""
-        order = sorted(records, key=lambda record: largest(record.reduced) or largest(record.own) or 0.0, reverse=True)
+        order = sorted(
+            records, key=lambda record: max_or_none(record.reduced) or max_or_none(record.own) or 0.0, reverse=True
+        )
         kept = {id(record) for record in order[: limit - 1]}
         others = [record for record in records if id(record) not in kept]
-        rest = _group(f"{len(others):,} others", others, len(self.ranks))
+        rest = _merge_layers(f"{len(others):,} others", others, len(self.ranks))
         return [*(record for record in records if id(record) in kept), rest]
 
     def to_pandas(self) -> pd.DataFrame:
@@ -257,13 +261,13 @@ class StepExplanation(Explanation):
         rows = [
             {"kind": layer.kind, "layer": layer.name, "shape": layer.shape}
             | {"rank": rank.rank, "samples": rank.samples, "loss": rank.loss, "share": rank.share}
-            | {name: getattr(layer, name)[k] for name in _NUMBERS}
+            | {name: getattr(layer, name)[k] for name in _NORM_FIELDS}
             | {"checksum": layer.checksums[k]}
             for layer in self.layers
             for k, rank in enumerate(self.ranks)
         ]
-        columns = ["kind", "layer", "shape", "rank", "samples", "loss", "share", *_NUMBERS, "checksum"]
-        return pd.DataFrame(rows, columns=columns).astype(dict.fromkeys(("loss", *_NUMBERS), float))
+        columns = ["kind", "layer", "shape", "rank", "samples", "loss", "share", *_NORM_FIELDS, "checksum"]
+        return pd.DataFrame(rows, columns=columns).astype(dict.fromkeys(("loss", *_NORM_FIELDS), float))
 
     # -- views --------------------------------------------------------------------------------------------------
 
@@ -274,35 +278,35 @@ class StepExplanation(Explanation):
         return step_figure(self)
 
     @property
-    def _words(self) -> ModuleType:
+    def _view_module(self) -> ModuleType:
         from dtkit.dashboard import step_text
 
         return step_text
 
 
-_NUMBERS = ("own", "contribution", "reduced", "cosine", "update", "value")
+_NORM_FIELDS = ("own", "contribution", "reduced", "cosine", "update", "value")
 
 
-def largest(values: Iterable[float | None]) -> float | None:
+def max_or_none(values: Iterable[float | None]) -> float | None:
     """The largest value that is there, or None."""
     return max((value for value in values if value is not None), default=None)
 
 
-def _layer(parts: Sequence[TensorReport]) -> LayerRecord:
+def _merge_tensor_reports(tensor_reports: Sequence[TensorReport]) -> LayerRecord:
     """One tensor of all ranks."""
-    first = parts[0]
-    assert len({(part["kind"], part["name"]) for part in parts}) == 1, "ranks report different parameters"
-    checksums = tuple(part["checksum"] for part in parts)
-    numbers = {name: tuple(part[name] for part in parts) for name in _NUMBERS}  # type: ignore[literal-required]  # keys of the report
+    first = tensor_reports[0]
+    assert len({(part["kind"], part["name"]) for part in tensor_reports}) == 1, "ranks report different parameters"
+    checksums = tuple(part["checksum"] for part in tensor_reports)
+    numbers = {name: tuple(part[name] for part in tensor_reports) for name in _NORM_FIELDS}  # type: ignore[literal-required]  # keys of the report
     same = len(set(checksums)) == 1
     return LayerRecord(first["kind"], first["name"], first["shape"], 1, **numbers, checksums=checksums, identical=same)
 
 
-def _group(name: str, layers: Sequence[LayerRecord], ranks: int) -> LayerRecord:
+def _merge_layers(name: str, layers: Sequence[LayerRecord], ranks: int) -> LayerRecord:
     """Several layers as one: their norms are those of the tensors put end to end."""
     norms = {
-        field: tuple(_norm(getattr(layer, field)[rank] for layer in layers) for rank in range(ranks))
-        for field in _NUMBERS
+        field: tuple(_combine_norms(getattr(layer, field)[rank] for layer in layers) for rank in range(ranks))
+        for field in _NORM_FIELDS
         if field != "cosine"
     }
     return LayerRecord(
@@ -311,26 +315,30 @@ def _group(name: str, layers: Sequence[LayerRecord], ranks: int) -> LayerRecord:
         shape=None,
         tensors=sum(layer.tensors for layer in layers),
         **norms,
-        cosine=tuple(_cosine(layers, rank, norms["own"][rank], norms["reduced"][rank]) for rank in range(ranks)),
+        cosine=tuple(
+            _combine_cosines(layers, rank, norms["own"][rank], norms["reduced"][rank]) for rank in range(ranks)
+        ),
         checksums=(None,) * ranks,
         identical=all(layer.identical for layer in layers),
     )
 
 
-def mean_loss(found: Iterable[tuple[float, float | None]]) -> float:
+def compute_mean_loss(losses_and_weights: Iterable[tuple[float, float | None]]) -> float:
     """The mean of ranks' losses by their weights; NaN where none had a sample."""
-    known = [(weight, loss) for weight, loss in found if loss is not None and weight]
+    known = [(weight, loss) for weight, loss in losses_and_weights if loss is not None and weight]
     total = math.fsum(weight for weight, _ in known)
     return math.fsum(weight / total * loss for weight, loss in known) if known else math.nan
 
 
-def _norm(norms: Iterable[float | None]) -> float | None:
+def _combine_norms(norms: Iterable[float | None]) -> float | None:
     """The norm of tensors put end to end; what isn't there adds nothing."""
     there = [norm for norm in norms if norm is not None]
     return math.hypot(*there) if there else None
 
 
-def _cosine(layers: Sequence[LayerRecord], rank: int, own: float | None, reduced: float | None) -> float | None:
+def _combine_cosines(
+    layers: Sequence[LayerRecord], rank: int, own: float | None, reduced: float | None
+) -> float | None:
     """The dot product is the sum of the layers' dot products, and each of these is cosine times both norms."""
     if not own or not reduced or not math.isfinite(own * reduced):
         return None
@@ -338,7 +346,7 @@ def _cosine(layers: Sequence[LayerRecord], rank: int, own: float | None, reduced
     return math.fsum(dots) / (own * reduced)
 
 
-def _by_prefix(layers: Iterable[LayerRecord], depth: int) -> dict[str, list[LayerRecord]]:
+def _group_by_prefix(layers: Iterable[LayerRecord], depth: int) -> dict[str, list[LayerRecord]]:
     """Layers whose dotted names agree in their first `depth` parts together, in the model's order."""
     groups: dict[str, list[LayerRecord]] = {}
     for layer in layers:

@@ -10,16 +10,16 @@ if TYPE_CHECKING:
     from dtkit.explain.data_parallel import Explanation
 
 
-def explanation(reports: Sequence[Any], model: str, offsets: Sequence[float] | None) -> Explanation:
+def build_explanation(reports: Sequence[Any], model: str, clock_offsets: Sequence[float] | None) -> Explanation:
     """Of a step, from the reports of all ranks; `offsets` are their clocks', where they are on several hosts."""
     if "sightings" in reports[0]:
         from dtkit.explain.pipeline import PipelineExplanation
 
-        return PipelineExplanation.from_reports(reports, model, offsets)
+        return PipelineExplanation.from_reports(reports, model, clock_offsets)
     if "collectives" in reports[0]:
-        from dtkit.explain.sharded import SliceExplanation
+        from dtkit.explain.sharded import ShardedExplanation
 
-        return SliceExplanation.from_reports(reports, model)
+        return ShardedExplanation.from_reports(reports, model)
     from dtkit.explain.data_parallel import StepExplanation
 
     return StepExplanation.from_reports(reports)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from dtkit.explain.data_parallel import Explanation, RankReport, mean_loss
+from dtkit.explain.data_parallel import Explanation, RankReport, compute_mean_loss
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-ROUNDING = 1e-5
+SUM_TOLERANCE = 1e-5
 """The largest difference between a stage's gradient and the sum of its parts, over its norm, that rounding explains."""
 
 
-class Sighting(TypedDict):
+class TransferRecord(TypedDict):
     """A tensor at a border, as one of its two ranks saw it."""
 
     way: str
@@ -51,7 +51,7 @@ class Sighting(TypedDict):
     digest: str
 
 
-class PartReport(TypedDict):
+class MicroBatchGradient(TypedDict):
     """The norm of what one micro-batch adds to a stage's gradient."""
 
     stage: int
@@ -71,16 +71,16 @@ class StageReport(TypedDict):
 class PipelineReport(RankReport):
     """What one rank tells of the step: plain numbers, which travel as they are."""
 
-    sightings: list[Sighting]
-    parts: list[PartReport]
+    sightings: list[TransferRecord]
+    parts: list[MicroBatchGradient]
     stages: dict[int, StageReport]
 
 
 @dataclasses.dataclass(frozen=True)
-class Crossing:
+class StageTransfer:
     """One tensor that crossed a border between two stages."""
 
-    order: int
+    index: int
     """Its place in the order of sending, over all ranks, from 0."""
     kind: str
     """"activation" (down) or "gradient" (up)."""
@@ -96,17 +96,17 @@ class Crossing:
     dtype: str
     nbytes: int
     norm: float
-    first: tuple[float, ...]
+    first_values: tuple[float, ...]
     """The first numbers in it."""
-    sent: str
+    sent_digest: str
     """Digest of what was sent: twelve hexadecimal digits."""
-    arrived: str | None
+    received_digest: str | None
     """Digest of what the receiver used; None where it used nothing."""
 
     @property
-    def intact(self) -> bool:
+    def is_intact(self) -> bool:
         """Whether what arrived is what was sent, bit by bit."""
-        return self.sent == self.arrived
+        return self.sent_digest == self.received_digest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +118,7 @@ class StageRecord:
     tensors: int
     """Trained tensors in it, and the numbers in them."""
     numbers: int
-    parts: tuple[float | None, ...]
+    micro_batch_norms: tuple[float | None, ...]
     """By micro-batch, the norm of what it adds to the gradient; None where it added nothing."""
     norm: float
     """Of the stage's gradient: the sum of these parts."""
@@ -126,9 +126,9 @@ class StageRecord:
     """Norm of the difference between that gradient and the sum of the parts, added up once more in float64."""
 
     @property
-    def adds_up(self) -> bool:
+    def is_sum_of_micro_batches(self) -> bool:
         """Whether the gradient is the sum of its parts, up to rounding."""
-        return self.gap <= ROUNDING * self.norm or self.gap == 0
+        return self.gap <= SUM_TOLERANCE * self.norm or self.gap == 0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -156,17 +156,17 @@ class StageRank:
 class PipelineExplanation(Explanation):
     """One step of a pipeline, taken apart. Print it, call :meth:`figure`, or read the numbers.
 
-    ``crossings`` has a record per tensor that crossed a border, in the order of sending; ``stages`` one per stage (and
+    ``transfers`` has a record per tensor that crossed a border, in the order of sending; ``stages`` one per stage (and
     replica), ``ranks`` one per rank. All are plain dataclasses: ``pandas.DataFrame(explanation.crossings)`` works.
     """
 
     ranks: tuple[StageRank, ...]
-    crossings: tuple[Crossing, ...]
+    transfers: tuple[StageTransfer, ...]
     stages: tuple[StageRecord, ...]
 
     @classmethod
     def from_reports(
-        cls, reports: Sequence[PipelineReport], model: str, offsets: Sequence[float] | None = None
+        cls, reports: Sequence[PipelineReport], model: str, clock_offsets: Sequence[float] | None = None
     ) -> PipelineExplanation:
         """From the reports of all ranks, in any order. `offsets` are how far each rank's clock is ahead of rank 0's."""
         reports = sorted(reports, key=lambda report: report["rank"])
@@ -176,9 +176,9 @@ class PipelineExplanation(Explanation):
             model=model,
             step=first["step"],
             epoch=first["epoch"],
-            ranks=tuple(_rank(report) for report in reports),
-            crossings=tuple(_crossings(reports, offsets)),
-            stages=tuple(sorted(_stages(reports), key=lambda record: (record.rank, record.stage))),
+            ranks=tuple(_build_stage_rank(report) for report in reports),
+            transfers=tuple(_match_transfers(reports, clock_offsets)),
+            stages=tuple(sorted(_build_stage_records(reports), key=lambda record: (record.rank, record.stage))),
         )
 
     @property
@@ -196,22 +196,22 @@ class PipelineExplanation(Explanation):
     @property
     def micro_batches(self) -> int:
         """Parts that a replica's samples came in."""
-        return max((len(stage.parts) for stage in self.stages), default=0)
+        return max((len(stage.micro_batch_norms) for stage in self.stages), default=0)
 
     @property
     def loss(self) -> float:
         """The loss of the step, as the last stages know it; NaN where none had a sample."""
-        return mean_loss((rank.weight, rank.loss) for rank in self.ranks)
+        return compute_mean_loss((rank.weight, rank.loss) for rank in self.ranks)
 
     @property
-    def intact(self) -> bool:
+    def is_intact(self) -> bool:
         """Whether every tensor arrived as it was sent, bit by bit."""
-        return all(crossing.intact for crossing in self.crossings)
+        return all(crossing.is_intact for crossing in self.transfers)
 
     @property
-    def adds_up(self) -> bool:
+    def is_sum_of_micro_batches(self) -> bool:
         """Whether every stage's gradient is the sum of its micro-batches' parts, up to rounding."""
-        return all(stage.adds_up for stage in self.stages)
+        return all(stage.is_sum_of_micro_batches for stage in self.stages)
 
     @property
     def identical(self) -> bool:
@@ -226,14 +226,14 @@ class PipelineExplanation(Explanation):
 
     def sent_bytes(self, kind: str) -> int:
         """Bytes of "activation" or of "gradient" that went from rank to rank, all ranks together."""
-        return sum(c.nbytes for c in self.crossings if c.kind == kind and c.sender != c.receiver)
+        return sum(c.nbytes for c in self.transfers if c.kind == kind and c.sender != c.receiver)
 
     def to_pandas(self) -> pd.DataFrame:
         """A DataFrame with a row per crossing. Needs pandas."""
         import pandas as pd
 
-        rows = [dataclasses.asdict(crossing) | {"intact": crossing.intact} for crossing in self.crossings]
-        return pd.DataFrame(rows, columns=[*(field.name for field in dataclasses.fields(Crossing)), "intact"])
+        rows = [dataclasses.asdict(crossing) | {"intact": crossing.is_intact} for crossing in self.transfers]
+        return pd.DataFrame(rows, columns=[*(field.name for field in dataclasses.fields(StageTransfer)), "intact"])
 
     # -- views --------------------------------------------------------------------------------------------------
 
@@ -244,13 +244,13 @@ class PipelineExplanation(Explanation):
         return stages_figure(self)
 
     @property
-    def _words(self) -> ModuleType:
+    def _view_module(self) -> ModuleType:
         from dtkit.dashboard import stages_text
 
         return stages_text
 
 
-def _rank(report: PipelineReport) -> StageRank:
+def _build_stage_rank(report: PipelineReport) -> StageRank:
     return StageRank(
         rank=report["rank"],
         stages=tuple(sorted(report["stages"])),
@@ -265,23 +265,29 @@ def _rank(report: PipelineReport) -> StageRank:
     )
 
 
-def _stages(reports: Iterable[PipelineReport]) -> Iterable[StageRecord]:
+def _build_stage_records(reports: Iterable[PipelineReport]) -> Iterable[StageRecord]:
     for report in reports:
         norms = {(part["stage"], part["micro_batch"]): part["norm"] for part in report["parts"]}
         count = max((k for _, k in norms), default=-1) + 1
         for stage, found in report["stages"].items():
             parts = tuple(norms.get((stage, k)) for k in range(count))
-            yield StageRecord(stage=stage, rank=report["rank"], parts=parts, **found)
+            yield StageRecord(stage=stage, rank=report["rank"], micro_batch_norms=parts, **found)
 
 
-def _crossings(reports: Sequence[PipelineReport], offsets: Sequence[float] | None) -> Iterable[Crossing]:
+def _match_transfers(
+    reports: Sequence[PipelineReport], clock_offsets: Sequence[float] | None
+) -> Iterable[StageTransfer]:
     """What was sent, in order, each with what the receiver saw of it."""
-    seen = [(s["at"] - (offsets[s["rank"]] if offsets else 0.0), s) for report in reports for s in report["sightings"]]
-    arrived = {_key(s, s["peer"], s["rank"]): s["digest"] for _, s in seen if s["way"] == "arrived"}
+    seen = [
+        (s["at"] - (clock_offsets[s["rank"]] if clock_offsets else 0.0), s)
+        for report in reports
+        for s in report["sightings"]
+    ]
+    arrived = {_make_transfer_key(s, s["peer"], s["rank"]): s["digest"] for _, s in seen if s["way"] == "arrived"}
     sent = sorted(((at, s) for at, s in seen if s["way"] == "sent"), key=lambda pair: pair[0])
     for order, (_, s) in enumerate(sent):
-        yield Crossing(
-            order=order,
+        yield StageTransfer(
+            index=order,
             kind=s["kind"],
             micro_batch=s["which"][0],
             tensor=s["which"][1],
@@ -293,11 +299,11 @@ def _crossings(reports: Sequence[PipelineReport], offsets: Sequence[float] | Non
             dtype=s["dtype"],
             nbytes=s["nbytes"],
             norm=s["norm"],
-            first=s["first"],
-            sent=s["digest"],
-            arrived=arrived.get(_key(s, s["rank"], s["peer"])),
+            first_values=s["first"],
+            sent_digest=s["digest"],
+            received_digest=arrived.get(_make_transfer_key(s, s["rank"], s["peer"])),
         )
 
 
-def _key(s: Sighting, sender: int, receiver: int) -> tuple[Any, ...]:
+def _make_transfer_key(s: TransferRecord, sender: int, receiver: int) -> tuple[Any, ...]:
     return s["kind"], s["border"], s["which"], sender, receiver

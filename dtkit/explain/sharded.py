@@ -17,7 +17,7 @@ import collections
 import dataclasses
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from dtkit.explain.data_parallel import Explanation, RankReport, mean_loss
+from dtkit.explain.data_parallel import Explanation, RankReport, compute_mean_loss
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-_ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
+_RING_PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
 """How often (N - 1) / N of the bytes go out from each rank of a ring (Patarasu and Yuan, JPDC 2009)."""
 
 
@@ -49,7 +49,7 @@ class CollectiveReport(TypedDict):
     """Of the result, where that should be the same on all of them."""
 
 
-class SliceReport(RankReport):
+class ShardedReport(RankReport):
     """What one rank tells of the step: plain numbers, which travel as they are."""
 
     collectives: list[CollectiveReport]
@@ -63,7 +63,7 @@ class SliceReport(RankReport):
 class Collective:
     """One collective of the step."""
 
-    order: int
+    index: int
     what: str
     phase: str
     shape: tuple[int, ...]
@@ -71,7 +71,7 @@ class Collective:
     nbytes: int
     ranks: tuple[int, ...]
     """Those that made it together."""
-    textbook_bytes: float
+    expected_bytes: float
     """What each of these ranks sends in a ring."""
     digests: tuple[str | None, ...]
     """Of the result, on each of these ranks; None where they get different parts."""
@@ -86,11 +86,11 @@ class CollectiveGroup:
     ranks: tuple[int, ...]
     count: int
     nbytes: int
-    textbook_bytes: float
+    expected_bytes: float
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class SliceRank:
+class ShardedRank:
     """One rank's part in the step. Checksums are of what it holds: twelve hexadecimal digits."""
 
     rank: int
@@ -113,36 +113,36 @@ class SliceRank:
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class SliceExplanation(Explanation):
+class ShardedExplanation(Explanation):
     """One step of sharded or tensor-parallel training. Print it, call :meth:`figure`, or read the numbers."""
 
-    ranks: tuple[SliceRank, ...]
+    ranks: tuple[ShardedRank, ...]
     collectives: tuple[Collective, ...]
-    """In the order in which `witness` made them."""
-    witness: int
+    """In the order in which `recording_rank` made them."""
+    recording_rank: int
     """The rank that took part in these: the first of those that made most."""
-    aligned: bool
+    is_aligned: bool
     """Whether the ranks of each group made the same collectives in the same order."""
-    agreed: bool
+    is_agreed: bool
     """Whether, beyond that, each result that should be the same on all ranks of its group is so, bit by bit."""
 
     @classmethod
-    def from_reports(cls, reports: Sequence[SliceReport], model: str) -> SliceExplanation:
+    def from_reports(cls, reports: Sequence[ShardedReport], model: str) -> ShardedExplanation:
         """From the reports of all ranks, in any order."""
         reports = sorted(reports, key=lambda report: report["rank"])
-        names = [field.name for field in dataclasses.fields(SliceRank)]
-        groups = _groups(reports)
+        names = [field.name for field in dataclasses.fields(ShardedRank)]
+        groups = _group_reports(reports)
         first, witness = reports[0], max(reports, key=lambda report: len(report["collectives"]))
-        aligned = all(_alike(group, "phase", "what", "nbytes") for group in groups.values())
+        aligned = all(_is_equal_on_all_ranks(group, "phase", "what", "nbytes") for group in groups.values())
         return cls(
             model=model,
             step=first["step"],
             epoch=first["epoch"],
-            ranks=tuple(SliceRank(**{name: report[name] for name in names}) for report in reports),  # type: ignore[literal-required]  # the fields are the report's keys
-            collectives=tuple(_collectives(witness, groups)),
-            witness=witness["rank"],
-            aligned=aligned,
-            agreed=aligned and all(_alike(group, "digest") for group in groups.values()),
+            ranks=tuple(ShardedRank(**{name: report[name] for name in names}) for report in reports),  # type: ignore[literal-required]  # the fields are the report's keys
+            collectives=tuple(_build_collectives(witness, groups)),
+            recording_rank=witness["rank"],
+            is_aligned=aligned,
+            is_agreed=aligned and all(_is_equal_on_all_ranks(group, "digest") for group in groups.values()),
         )
 
     @property
@@ -153,7 +153,7 @@ class SliceExplanation(Explanation):
     @property
     def loss(self) -> float:
         """The weighted mean over ranks; NaN where none had a sample."""
-        return mean_loss((rank.weight, rank.loss) for rank in self.ranks)
+        return compute_mean_loss((rank.weight, rank.loss) for rank in self.ranks)
 
     @property
     def updated(self) -> bool:
@@ -167,19 +167,19 @@ class SliceExplanation(Explanation):
         for one in self.collectives:
             found.setdefault((one.phase, one.what, one.ranks), []).append(one)
         return tuple(
-            CollectiveGroup(*key, len(ones), sum(c.nbytes for c in ones), sum(c.textbook_bytes for c in ones))
+            CollectiveGroup(*key, len(ones), sum(c.nbytes for c in ones), sum(c.expected_bytes for c in ones))
             for key, ones in found.items()
         )
 
     @property
-    def textbook_bytes(self) -> float:
-        """What `witness` sends in all of them together, in rings."""
-        return sum(c.textbook_bytes for c in self.collectives)
+    def expected_bytes(self) -> float:
+        """What `recording_rank` sends in all of them together, in rings."""
+        return sum(c.expected_bytes for c in self.collectives)
 
     @property
     def sent_bytes(self) -> int:
-        """What was counted on the connections of `witness`."""
-        return next(rank.sent_bytes for rank in self.ranks if rank.rank == self.witness)
+        """What was counted on the connections of `recording_rank`."""
+        return next(rank.sent_bytes for rank in self.ranks if rank.rank == self.recording_rank)
 
     def to_pandas(self) -> pd.DataFrame:
         """A DataFrame with a row per collective. Needs pandas."""
@@ -196,13 +196,13 @@ class SliceExplanation(Explanation):
         return slices_figure(self)
 
     @property
-    def _words(self) -> ModuleType:
+    def _view_module(self) -> ModuleType:
         from dtkit.dashboard import slices_view
 
         return slices_view
 
 
-def _collectives(witness: SliceReport, groups: _Groups) -> Iterator[Collective]:
+def _build_collectives(witness: ShardedReport, groups: _CollectivesByGroup) -> Iterator[Collective]:
     """As one rank saw them, with the digests of those that it made them with."""
     made: collections.Counter[tuple[int, ...]] = collections.Counter()
     for order, one in enumerate(witness["collectives"]):
@@ -210,24 +210,24 @@ def _collectives(witness: SliceReport, groups: _Groups) -> Iterator[Collective]:
         made[one["ranks"]] += 1
         digests = tuple(line[place]["digest"] if place < len(line) else None for line in others.values())
         count = len(one["ranks"])
-        ring = _ROUNDS.get(one["what"], 0) * (count - 1) / count * one["nbytes"]
+        ring = _RING_PASSES.get(one["what"], 0) * (count - 1) / count * one["nbytes"]
         plain: dict[str, Any] = {key: value for key, value in one.items() if key != "digest"}
-        yield Collective(order=order, textbook_bytes=ring, digests=digests, **plain)
+        yield Collective(index=order, expected_bytes=ring, digests=digests, **plain)
 
 
-_Groups = dict[tuple[int, ...], dict[int, list[CollectiveReport]]]
+_CollectivesByGroup = dict[tuple[int, ...], dict[int, list[CollectiveReport]]]
 """By the ranks that make collectives together: what each of them made there, in order."""
 
 
-def _groups(reports: Sequence[SliceReport]) -> _Groups:
-    found: _Groups = {}
+def _group_reports(reports: Sequence[ShardedReport]) -> _CollectivesByGroup:
+    found: _CollectivesByGroup = {}
     for report in reports:
         for one in report["collectives"]:
             found.setdefault(one["ranks"], {rank: [] for rank in one["ranks"]})[report["rank"]].append(one)
     return found
 
 
-def _alike(group: Mapping[int, Sequence[CollectiveReport]], *keys: str) -> bool:
+def _is_equal_on_all_ranks(group: Mapping[int, Sequence[CollectiveReport]], *keys: str) -> bool:
     """Whether all of a group tell the same of these."""
     lines = [[tuple(one[key] for key in keys) for one in line] for line in group.values()]  # type: ignore[literal-required]  # keys of a report
     return all(line == lines[0] for line in lines)

@@ -106,7 +106,7 @@ class Timeline:
     def formula(self) -> tuple[str, float]:
         """(formula, value) of the bubble, for stages of equal cost and no cost of sending."""
         if self.schedule is not None:
-            return self.schedule.formula() or ("equal stages", self.schedule.simulate().bubble)
+            return self.schedule.get_bubble_formula() or ("equal stages", self.schedule.simulate().bubble)
         ranks = len(np.unique(self.spans["rank"][self.spans["stage"] >= 0]))
         return "(p-1)/(m+p-1)", (ranks - 1) / (self.micro_batches + ranks - 1)
 
@@ -232,13 +232,13 @@ def _planned(spans: np.ndarray, schedule: Schedule) -> np.ndarray:
 def spans_of(played: Simulation, step: int = 0, first_rank: int = 0) -> np.ndarray:
     """A simulation as spans, from time 0."""
     phases = {kind: phase for phase, kind in KINDS.items()}
-    homes = played.schedule.homes
+    homes = played.schedule.stage_ranks
 
     def row(action: Action) -> tuple[object, ...]:
         where = action.stage, action.micro_batch
-        return step, first_rank + homes[action.stage], phases[action.kind], *where, *played.times[action]
+        return step, first_rank + homes[action.stage], phases[action.kind], *where, *played.intervals[action]
 
-    return np.array([row(action) for action in played.times], SPAN)
+    return np.array([row(action) for action in played.intervals], SPAN)
 
 
 def _rows(ranks: Sequence[int], title: str) -> list[dict[str, Any]]:

@@ -28,21 +28,21 @@ if TYPE_CHECKING:
 
     from matplotlib.figure import Figure
 
-    from dtkit.strategies.pipeline.cut import Layers
+    from dtkit.strategies.pipeline.cut import LayerChain
 
 
 # --- what was measured --------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
-class Line:
+class LinearFit:
     """A quantity that grows with the rows of a batch: fixed + per_row * rows."""
 
-    fixed: float = 0.0
-    per_row: float = 0.0
+    intercept: float = 0.0
+    slope: float = 0.0
 
     @classmethod
-    def through(cls, points: Sequence[tuple[float, float]]) -> Line:
+    def from_points(cls, points: Sequence[tuple[float, float]]) -> LinearFit:
         """The line through the first and the last of some (rows, value); through zero where that is one point."""
         (x, y), (x2, y2) = points[0], points[-1]
         if x == x2:
@@ -50,68 +50,68 @@ class Line:
         slope = max(0.0, (y2 - y) / (x2 - x))  # clocks are noisy: no batch is faster for being larger
         return cls(max(0.0, y2 - slope * x2), slope)
 
-    def at(self, rows: float) -> float:
+    def predict(self, rows: float) -> float:
         """The value for so many rows."""
-        return self.fixed + self.per_row * rows
+        return self.intercept + self.slope * rows
 
 
 @dataclasses.dataclass(frozen=True)
-class Times:
+class StepTimings:
     """What some real steps of a model took one rank."""
 
     points: Sequence[tuple[float, float, float]]
     """(rows, forward in seconds, backward in seconds)."""
     update_s: float = 0.0
-    state: int = 0
+    optimizer_bytes: int = 0
     """Bytes that the optimiser keeps."""
     rows: int = 1
-    grown: int | None = None
+    process_growth: int | None = None
     """Bytes by which the process grew at most in steps of so many rows; None where the system does not say."""
-    peaks: Sequence[Any] = ()
+    activation_peaks: Sequence[Any] = ()
     """What forward and backward held, where that was asked: :class:`dtkit.engine.dry_run.Peaks`."""
 
     @classmethod
-    def estimated(cls, row_s: float) -> Times:
+    def from_estimate(cls, row_s: float) -> StepTimings:
         """Without a step: so many seconds a row, of which forward takes a third."""
         return cls([(1, row_s / 3, 2 * row_s / 3)])
 
 
 @dataclasses.dataclass(frozen=True)
-class Facts:
+class ModelProfile:
     """What one rank was measured to need for a model, apart from any strategy. Bytes and seconds."""
 
     rows: int
     """This rank's samples of a global batch."""
-    sent: int
+    sent_model: int
     """The model as it was sent, which the engine keeps for the next run and for `verify`; 0 where it lies elsewhere."""
     parameters: int
     """Of a copy to train: parameters and buffers."""
     gradients: int
     """Of the parameters that are trained (sparse gradients aside)."""
-    state: int
+    optimizer_state: int
     """What the optimiser keeps from step to step."""
-    update: int
+    update_temporaries: int
     """What the update holds besides while it runs."""
-    activations: Line = dataclasses.field(default_factory=Line)
+    activations: LinearFit = dataclasses.field(default_factory=LinearFit)
     """What forward and backward hold besides, at their peak, by rows: inputs, what is saved for backward, temporaries,
     and gradients on their way."""
-    overhead: Line = dataclasses.field(default_factory=Line)
+    overhead: LinearFit = dataclasses.field(default_factory=LinearFit)
     """What the process was seen to grow by beyond all these: freed memory that malloc keeps, workspace of backends."""
-    forward_s: Line = dataclasses.field(default_factory=Line)
-    backward_s: Line = dataclasses.field(default_factory=Line)
+    forward_s: LinearFit = dataclasses.field(default_factory=LinearFit)
+    backward_s: LinearFit = dataclasses.field(default_factory=LinearFit)
     update_s: float = 0.0
-    shapes: tuple[tuple[int, ...], ...] = ()
+    gradient_shapes: tuple[tuple[int, ...], ...] = ()
     """Of the gradients."""
     rank: int = 0
     model: Any = None
     """The nn.Module where the notebook has it, for what depends on its form. Nobody runs it."""
-    layers: Layers | None = None
+    layer_chain: LayerChain | None = None
     """Its chain of layers, for a strategy that cuts it there; None where they are not known."""
 
-    def compute_s(self, micro_batches: int = 1) -> float:
+    def estimate_compute_s(self, micro_batches: int = 1) -> float:
         """Seconds of computing in one step, whose rows come in so many micro-batches."""
         rows = self.rows / micro_batches
-        return micro_batches * (self.forward_s.at(rows) + self.backward_s.at(rows)) + self.update_s
+        return micro_batches * (self.forward_s.predict(rows) + self.backward_s.predict(rows)) + self.update_s
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Benchmark:
     backend: str
     flops: tuple[float, ...]
     """Floating-point operations per second of a large product of matrices, by rank."""
-    all_reduce: tuple[tuple[int, float], ...]
+    all_reduce_timings: tuple[tuple[int, float], ...]
     """(bytes, seconds) of one all-reduce over all ranks, by growing size; empty for one rank."""
     latency_s: tuple[tuple[float, ...], ...]
     """One way from rank to rank, for a message of 8 bytes; NaN on the diagonal."""
@@ -134,10 +134,10 @@ class Benchmark:
     """Bytes per second from rank to rank, for messages of 1 MiB; NaN on the diagonal."""
     overlap: float
     """How much of an all-reduce hides behind a computation of the same length: 0 none, 1 all of it."""
-    took_s: float
+    duration_s: float
 
     @classmethod
-    def unmeasured(cls, world_size: int) -> Benchmark:
+    def memory_only(cls, world_size: int) -> Benchmark:
         """For questions of memory alone: an all-reduce takes no time here."""
         return cls("", "", (math.nan,) * world_size, (), (), (), 0.0, 0.0)
 
@@ -146,23 +146,23 @@ class Benchmark:
         """How many ranks."""
         return len(self.flops)
 
-    def all_reduce_s(self, nbytes: float) -> float:
+    def estimate_all_reduce_s(self, nbytes: float) -> float:
         """Seconds of an all-reduce of so many bytes: a straight line between what was measured, and on beyond it."""
-        points = self.all_reduce
+        points = self.all_reduce_timings
         if not points or nbytes <= 0:
             return 0.0
         k = max(1, sum(size < nbytes for size, _ in points[:-1]))
         if len(points) == 1 or nbytes <= points[0][0]:
             return points[0][1]
-        return max(points[0][1], Line.through(points[k - 1 : k + 1]).at(nbytes))
+        return max(points[0][1], LinearFit.from_points(points[k - 1 : k + 1]).predict(nbytes))
 
     @property
     def all_reduce_bytes_s(self) -> float:
         """Bandwidth of the largest all-reduce as the links saw it: 2 (N - 1) / N of its bytes a second, per rank."""
-        if not self.all_reduce:
+        if not self.all_reduce_timings:
             return math.nan
-        size, seconds = self.all_reduce[-1]
-        return ring_bytes(size, self.world_size) / seconds
+        size, seconds = self.all_reduce_timings[-1]
+        return compute_ring_bytes(size, self.world_size) / seconds
 
     def figure(self) -> Figure:
         """Latency and bandwidth from rank to rank, and the matrix rate of each."""
@@ -181,7 +181,7 @@ class Benchmark:
         return plan_view.benchmark_page(self)
 
 
-def ring_bytes(nbytes: float, world_size: int) -> float:
+def compute_ring_bytes(nbytes: float, world_size: int) -> float:
     """What each rank sends in a ring all-reduce of `nbytes`: 2 (N - 1) / N of it (Patarasu and Yuan, JPDC 2009)."""
     return 2 * (world_size - 1) / world_size * nbytes
 
@@ -198,7 +198,7 @@ class Cost:
 
     parameters: int
     gradients: int
-    state: int
+    optimizer_state: int
     activations: int
     """The most that forward and backward hold besides."""
     temporaries: int
@@ -207,54 +207,54 @@ class Cost:
     """What the process takes beyond its tensors."""
     sent_bytes: float
     compute_s: float
-    exposed_s: float
+    exposed_communication_s: float
     """Communication that nothing hides."""
 
     @classmethod
-    def of_replica(
+    def for_replica(
         cls,
-        facts: Facts,
+        profile: ModelProfile,
         *,
         sent_bytes: float,
         exposed_s: float,
         micro_batches: int = 1,
         gradients: int | None = None,
-        state: int | None = None,
+        optimizer_state: int | None = None,
         temporaries: int | None = None,
     ) -> Cost:
         """Of a rank with a whole copy of the model, save what is given."""
-        rows = facts.rows / micro_batches
+        rows = profile.rows / micro_batches
         return cls(
-            parameters=facts.parameters,
-            gradients=facts.gradients if gradients is None else gradients,
-            state=facts.state if state is None else state,
-            activations=round(facts.activations.at(rows)),
-            temporaries=facts.update if temporaries is None else temporaries,
-            overhead=round(facts.overhead.at(rows)),
+            parameters=profile.parameters,
+            gradients=profile.gradients if gradients is None else gradients,
+            optimizer_state=profile.optimizer_state if optimizer_state is None else optimizer_state,
+            activations=round(profile.activations.predict(rows)),
+            temporaries=profile.update_temporaries if temporaries is None else temporaries,
+            overhead=round(profile.overhead.predict(rows)),
             sent_bytes=sent_bytes,
-            compute_s=facts.compute_s(micro_batches),
-            exposed_s=exposed_s,
+            compute_s=profile.estimate_compute_s(micro_batches),
+            exposed_communication_s=exposed_s,
         )
 
     @property
-    def certain(self) -> int:
+    def persistent_bytes(self) -> int:
         """What stays in memory from step to step, whatever the batch."""
-        return self.parameters + self.gradients + self.state
+        return self.parameters + self.gradients + self.optimizer_state
 
     @property
-    def working(self) -> int:
+    def transient_bytes(self) -> int:
         """What comes and goes, at its peak."""
         return max(self.activations, self.temporaries)
 
 
 @dataclasses.dataclass(frozen=True)
-class Room:
+class MemoryBudget:
     """Memory that one rank can get. Ranks of one `pool` (a host, or a GPU) share what is free there."""
 
     pool: str
     free: int
     """Bytes free in the pool."""
-    held: int = 0
+    reusable: int = 0
     """Bytes of the pool that an earlier run of this rank holds, and gives back when the next one starts."""
     swap: int = 0
     """Bytes of swap space that the pool could fall back on."""
@@ -262,18 +262,20 @@ class Room:
     """Bytes that this rank's process may still allocate, where it has a limit of its own."""
 
 
-def budgets(needs: Sequence[float], rooms: Sequence[Room], *, swap: bool = False) -> list[int]:
+def divide_memory(
+    needed_bytes: Sequence[float], memory_budgets: Sequence[MemoryBudget], *, include_swap: bool = False
+) -> list[int]:
     """What each rank can have: its part of its pool in proportion to needs, within its own limit.
 
     All ranks of a pool fit or none does, since they need it at the same time. `swap` counts swap space as free.
     """
     found = []
-    for need, room in zip(needs, rooms, strict=True):
-        mates = [(n, r) for n, r in zip(needs, rooms, strict=True) if r.pool == room.pool]
-        free = max(r.free + swap * r.swap for _, r in mates) + sum(r.held for _, r in mates)
+    for need, room in zip(needed_bytes, memory_budgets, strict=True):
+        mates = [(n, r) for n, r in zip(needed_bytes, memory_budgets, strict=True) if r.pool == room.pool]
+        free = max(r.free + include_swap * r.swap for _, r in mates) + sum(r.reusable for _, r in mates)
         total = sum(n for n, _ in mates)
         share = int(free * need / total) if total else free // len(mates)
-        found.append(share if room.limit is None else min(share, room.limit + room.held))
+        found.append(share if room.limit is None else min(share, room.limit + room.reusable))
     return found
 
 
@@ -330,14 +332,14 @@ class Plan:
     @property
     def fitting(self) -> tuple[str, ...]:
         """The strategies that fit on every rank."""
-        return tuple(name for name in self.strategies if all(row.fits for row in self.of(name)))
+        return tuple(name for name in self.strategies if all(row.fits for row in self.get_rows(name)))
 
     @property
     def strategies(self) -> tuple[str, ...]:
         """The strategies, in order."""
         return tuple(dict.fromkeys(row.strategy for row in self.rows))
 
-    def of(self, strategy: object) -> tuple[PlanRow, ...]:
+    def get_rows(self, strategy: object) -> tuple[PlanRow, ...]:
         """The rows of one strategy (or of its text), by rank."""
         found = tuple(row for row in self.rows if row.strategy == str(strategy))
         if not found:
@@ -367,45 +369,51 @@ class Plan:
         return plan_view.plan_page(self)
 
 
-def rows_of(strategy: str, facts: Sequence[Facts], costs: Sequence[Cost], rooms: Sequence[Room]) -> list[PlanRow]:
+def build_rows(
+    strategy: str, profile: Sequence[ModelProfile], costs: Sequence[Cost], memory_budgets: Sequence[MemoryBudget]
+) -> list[PlanRow]:
     """One strategy's rows: what each rank needs, beside what it can have."""
-    needs = [f.sent + c.certain + c.working + c.overhead for f, c in zip(facts, costs, strict=True)]
-    step_s = max(c.compute_s for c in costs) + max(c.exposed_s for c in costs)
+    needs = [
+        f.sent_model + c.persistent_bytes + c.transient_bytes + c.overhead for f, c in zip(profile, costs, strict=True)
+    ]
+    step_s = max(c.compute_s for c in costs) + max(c.exposed_communication_s for c in costs)
     return [
         PlanRow(
             strategy=strategy,
             rank=rank,
             rows=fact.rows,
-            sent_model=fact.sent,
+            sent_model=fact.sent_model,
             parameters=cost.parameters,
             gradients=cost.gradients,
-            optimizer=cost.state,
-            activations=cost.working,
+            optimizer=cost.optimizer_state,
+            activations=cost.transient_bytes,
             overhead=cost.overhead,
             needed=need,
             free=free,
             sent_bytes=cost.sent_bytes if math.isnan(cost.sent_bytes) else round(cost.sent_bytes),
             compute_s=cost.compute_s,
-            communication_s=cost.exposed_s,
+            communication_s=cost.exposed_communication_s,
             step_s=step_s,
         )
-        for rank, (fact, cost, need, free) in enumerate(zip(facts, costs, needs, budgets(needs, rooms), strict=True))
+        for rank, (fact, cost, need, free) in enumerate(
+            zip(profile, costs, needs, divide_memory(needs, memory_budgets), strict=True)
+        )
     ]
 
 
-def shortage(needs: Sequence[int], rooms: Sequence[Room]) -> tuple[int, int, int] | None:
+def find_shortage(needed_bytes: Sequence[int], memory_budgets: Sequence[MemoryBudget]) -> tuple[int, int, int] | None:
     """(rank, needed, free) of the rank that lacks most, or None where all fit, swap space included."""
-    free = budgets(needs, rooms, swap=True)
-    rank = max(range(len(needs)), key=lambda r: needs[r] - free[r])
-    return (rank, needs[rank], free[rank]) if needs[rank] > free[rank] else None
+    free = divide_memory(needed_bytes, memory_budgets, include_swap=True)
+    rank = max(range(len(needed_bytes)), key=lambda r: needed_bytes[r] - free[r])
+    return (rank, needed_bytes[rank], free[rank]) if needed_bytes[rank] > free[rank] else None
 
 
-def parts_text(cost: Cost, sent: int) -> str:
+def describe_persistent(cost: Cost, sent_model: int) -> str:
     """What a rank's certain need is made of, as text."""
     parts = {
-        "the model as sent": sent,
+        "the model as sent": sent_model,
         "parameters": cost.parameters,
         "gradients": cost.gradients,
-        "optimiser state": cost.state,
+        "optimiser state": cost.optimizer_state,
     }
     return ", ".join(f"{name} {formatting.size(count)}" for name, count in parts.items() if count)

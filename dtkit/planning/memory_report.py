@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
+class MemoryUsage:
     """What an engine tells of one job. Bytes on this rank."""
 
     sent_model: int
@@ -32,12 +32,12 @@ class Held:
     """And buffers."""
     gradients: int
     optimizer: int
-    grown: int | None
+    process_growth: int | None
     """The most that the process grew by while it took steps; None before the first, or where nobody counts."""
     limit: int | None
     """What the job could have had when it was made; None without a limit of its own."""
     snapshots: int = 0
-    """Of its part and of a peer's, in the process's memory; not in `grown`."""
+    """Of its part and of a peer's, in the process's memory; not in `process_growth`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,7 @@ class MemoryRow:
     """What snapshots in memory take besides, where there is room for them; in none of the others, and in no plan."""
 
     @classmethod
-    def of(cls, rank: int, held: Held, planned: PlanRow | None) -> MemoryRow:
+    def from_usage(cls, rank: int, held: MemoryUsage, planned: PlanRow | None) -> MemoryRow:
         """From what an engine told."""
         stays = held.parameters + held.gradients + held.optimizer
         return cls(
@@ -69,8 +69,8 @@ class MemoryRow:
             parameters=held.parameters,
             gradients=held.gradients,
             optimizer=held.optimizer,
-            activations=None if held.grown is None else max(0, held.grown - stays),
-            peak=None if held.grown is None else held.sent_model + max(held.grown, stays),
+            activations=None if held.process_growth is None else max(0, held.process_growth - stays),
+            peak=None if held.process_growth is None else held.sent_model + max(held.process_growth, stays),
             limit=None if held.limit is None else held.limit + held.sent_model,
             planned=planned,
             snapshots=held.snapshots,
@@ -92,19 +92,22 @@ class Memory:
 
     @classmethod
     def from_reports(
-        cls, name: str, strategy: str, step: int, reports: Sequence[Held], plan: Plan | None = None
+        cls, name: str, strategy: str, step: int, reports: Sequence[MemoryUsage], plan: Plan | None = None
     ) -> Memory:
         """From what every engine told, by rank. Raises ValueError where `plan` is of something else."""
         planned: Sequence[PlanRow | None] = [None] * len(reports)
         if plan is not None:
-            planned = plan.of(strategy)
+            planned = plan.get_rows(strategy)
             if (plan.model, len(planned)) != (name, len(reports)):
                 raise ValueError(
                     f"the plan is for {plan.model} on {len(planned)} ranks, and this run trains {name} on "
                     f"{len(reports)}. Give a plan of the same model on the same cluster, or leave it out"
                 )
         return cls(
-            name, strategy, step, [MemoryRow.of(r, *pair) for r, pair in enumerate(zip(reports, planned, strict=True))]
+            name,
+            strategy,
+            step,
+            [MemoryRow.from_usage(r, *pair) for r, pair in enumerate(zip(reports, planned, strict=True))],
         )
 
     @property
@@ -125,7 +128,7 @@ class Memory:
         names = ("sent_model", "parameters", "gradients", "optimizer", "activations", "peak")
         found = []
         for row in self.rows:
-            parts = planned_parts(row)
+            parts = convert_plan_row(row)
             line = {"rank": row.rank, **{name: getattr(row, name) for name in (*names, "limit", "snapshots")}}
             found.append(line | {f"planned_{name}": parts and parts[name] for name in names})
         return pd.DataFrame(found)
@@ -141,7 +144,7 @@ class Memory:
         return memory_view.page(self)
 
 
-def planned_parts(row: MemoryRow) -> dict[str, int] | None:
+def convert_plan_row(row: MemoryRow) -> dict[str, int] | None:
     """What was planned for a rank, in the parts that can be measured: what comes and goes is one of them."""
     plan = row.planned
     if plan is None:

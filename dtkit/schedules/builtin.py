@@ -22,94 +22,96 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
+class BuiltinSchedule:
     """A schedule by name: a rank's row from (rank, ranks, micro-batches)."""
 
-    row: Callable[[int, int, int], Row]
-    per_rank: int = 1
+    build_row: Callable[[int, int, int], Row]
+    stages_per_rank: int = 1
     """Stages that a rank has."""
-    in_rounds: bool = False
+    needs_full_rounds: bool = False
     """Whether micro-batches come in rounds of about as many as there are ranks."""
-    any_count: bool = False
+    allows_few_micro_batches: bool = False
     """Whether fewer micro-batches than ranks will do."""
-    bubble: str | None = None
+    bubble_formula: str | None = None
     """The formula for stages of equal cost."""
 
 
-def rows(name: str, ranks: int, micro_batches: int) -> list[Row]:
+def build_rows(name: str, ranks: int, micro_batches: int) -> list[Row]:
     """The table of a known schedule; ValueError where it can't be made for these numbers."""
-    kind = KINDS.get(name)
+    kind = BUILTIN_SCHEDULES.get(name)
     if kind is None:
-        raise ValueError(f"schedule={name!r}; it must be one of {', '.join(map(repr, KINDS))}, or a table of your own")
-    if micro_batches < ranks and not kind.any_count:
+        raise ValueError(
+            f"schedule={name!r}; it must be one of {', '.join(map(repr, BUILTIN_SCHEDULES))}, or a table of your own"
+        )
+    if micro_batches < ranks and not kind.allows_few_micro_batches:
         raise ValueError(
             f"micro_batches={micro_batches} for {ranks} stages: {name} needs at least as many micro-batches as stages. "
             f"Use micro_batches={ranks} or more, or schedule='GPipe'"
         )
     rounds = max(1, micro_batches // ranks)
-    if kind.in_rounds and micro_batches % rounds:
+    if kind.needs_full_rounds and micro_batches % rounds:
         fitting = ranks * rounds, ranks * (rounds + 1)
         raise ValueError(
             f"micro_batches={micro_batches} for {ranks} stages: {name} takes them in {rounds} equal rounds. Use "
             f"micro_batches={fitting[0]} or {fitting[1]}"
         )
-    return [kind.row(rank, ranks, micro_batches) for rank in range(ranks)]
+    return [kind.build_row(rank, ranks, micro_batches) for rank in range(ranks)]
 
 
-def bubble(name: str, ranks: int, micro_batches: int) -> tuple[str, float] | None:
+def compute_bubble(name: str, ranks: int, micro_batches: int) -> tuple[str, float] | None:
     """(formula, value) of the idle share, for stages of equal cost; None where there is no formula."""
-    kind = KINDS.get(name)
-    if kind is None or kind.bubble is None:
+    kind = BUILTIN_SCHEDULES.get(name)
+    if kind is None or kind.bubble_formula is None:
         return None
-    if kind.in_rounds and micro_batches % ranks:
+    if kind.needs_full_rounds and micro_batches % ranks:
         return None  # the formula is for full rounds
-    return kind.bubble, (ranks - 1) / (kind.per_rank * micro_batches + ranks - 1)
+    return kind.bubble_formula, (ranks - 1) / (kind.stages_per_rank * micro_batches + ranks - 1)
 
 
 # -- rows ----------------------------------------------------------------------------------------------------
 
 
-def _gpipe(rank: int, _ranks: int, micro_batches: int) -> Row:
+def _build_gpipe_row(rank: int, _ranks: int, micro_batches: int) -> Row:
     from dtkit.schedules.schedule import Action
 
     return [Action(kind, rank, m) for kind in "FB" for m in range(micro_batches)]
 
 
-def _one_f_one_b(rank: int, ranks: int, micro_batches: int) -> Row:
+def _build_1f1b_row(rank: int, ranks: int, micro_batches: int) -> Row:
     from dtkit.schedules.schedule import Action
 
     forwards = [Action("F", rank, m) for m in range(micro_batches)]
     backwards = [Action("B", rank, m) for m in range(micro_batches)]
-    return _in_turn(forwards, backwards, ranks - 1 - rank)
+    return _alternate(forwards, backwards, ranks - 1 - rank)
 
 
-def _interleaved(rank: int, ranks: int, micro_batches: int) -> Row:
-    forwards, backwards = _rounds(rank, ranks, micro_batches)
-    return _in_turn(forwards, backwards, _warm_up(rank, ranks, micro_batches, hop=2))
+def _build_interleaved_row(rank: int, ranks: int, micro_batches: int) -> Row:
+    forwards, backwards = _list_interleaved_passes(rank, ranks, micro_batches)
+    return _alternate(forwards, backwards, _count_warmup_forwards(rank, ranks, micro_batches, hop=2))
 
 
-def _interleaved_zero_bubble(rank: int, ranks: int, micro_batches: int) -> Row:
+def _build_interleaved_zero_bubble_row(rank: int, ranks: int, micro_batches: int) -> Row:
     """As interleaved, with half the warm-up; from the rank-th on, each input's half is followed by a weights' half."""
-    forwards, backwards = _rounds(rank, ranks, micro_batches)
+    forwards, backwards = _list_interleaved_passes(rank, ranks, micro_batches)
     inputs = [b._replace(kind="I") for b in backwards]
     weights = [b._replace(kind="W") for b in backwards]
     row: Row = []
-    for action in _in_turn(forwards, inputs, _warm_up(rank, ranks, micro_batches, hop=1)):
+    for action in _alternate(forwards, inputs, _count_warmup_forwards(rank, ranks, micro_batches, hop=1)):
         row.append(action)
         if action.kind == "I" and inputs.index(action) >= rank:
             row.append(weights.pop(0))
     return row + weights
 
 
-def _looped(rank: int, ranks: int, micro_batches: int) -> Row:
+def _build_looped_bfs_row(rank: int, ranks: int, micro_batches: int) -> Row:
     from dtkit.schedules.schedule import Action
 
-    stages = [rank + k * ranks for k in range(KINDS["LoopedBFS"].per_rank)]
+    stages = [rank + k * ranks for k in range(BUILTIN_SCHEDULES["LoopedBFS"].stages_per_rank)]
     forwards = [Action("F", stage, m) for stage in stages for m in range(micro_batches)]
     return forwards + [Action("B", stage, m) for stage in reversed(stages) for m in reversed(range(micro_batches))]
 
 
-def _zbv(rank: int, ranks: int, micro_batches: int) -> Row:
+def _build_zbv_row(rank: int, ranks: int, micro_batches: int) -> Row:
     """Stages go down the ranks and up again, so that the last is on rank 0. What the pattern has too many is left out.
 
     Warm-up; then forward and both halves of backward in turn, on the rank's second and first stage; at the end inputs'
@@ -146,11 +148,11 @@ def _zbv(rank: int, ranks: int, micro_batches: int) -> Row:
     return row
 
 
-def _rounds(rank: int, ranks: int, micro_batches: int) -> tuple[Row, Row]:
+def _list_interleaved_passes(rank: int, ranks: int, micro_batches: int) -> tuple[Row, Row]:
     """Forwards and backwards of a rank with several stages: a round of micro-batches through each stage in turn."""
     from dtkit.schedules.schedule import Action
 
-    per_rank = KINDS["Interleaved1F1B"].per_rank
+    per_rank = BUILTIN_SCHEDULES["Interleaved1F1B"].stages_per_rank
     size = micro_batches // max(1, micro_batches // ranks)
     stages = [rank + k * ranks for k in range(per_rank)]
 
@@ -161,14 +163,14 @@ def _rounds(rank: int, ranks: int, micro_batches: int) -> tuple[Row, Row]:
     return row("F", stages), row("B", stages[::-1])
 
 
-def _warm_up(rank: int, ranks: int, micro_batches: int, hop: int) -> int:
+def _count_warmup_forwards(rank: int, ranks: int, micro_batches: int, hop: int) -> int:
     """Forwards before the first backward: a round through all stages but the last, and `hop` for each rank behind."""
-    per_rank = KINDS["Interleaved1F1B"].per_rank
+    per_rank = BUILTIN_SCHEDULES["Interleaved1F1B"].stages_per_rank
     size = micro_batches // max(1, micro_batches // ranks)
     return min((per_rank - 1) * size + hop * (ranks - 1 - rank), micro_batches * per_rank)
 
 
-def _in_turn(forwards: Row, backwards: Row, warm_up: int) -> Row:
+def _alternate(forwards: Row, backwards: Row, warm_up: int) -> Row:
     """So many forwards, then forward and backward in turn, then the backwards that are left."""
     row = forwards[:warm_up]
     for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
@@ -176,14 +178,16 @@ def _in_turn(forwards: Row, backwards: Row, warm_up: int) -> Row:
     return row + backwards[len(forwards) - warm_up :]
 
 
-_PLAIN, _LOOPED = "(p-1)/(m+p-1)", "(p-1)/(v·m+p-1)"
+_PLAIN_BUBBLE, _LOOPED_BUBBLE = "(p-1)/(m+p-1)", "(p-1)/(v·m+p-1)"
 
-KINDS = {
-    "GPipe": Kind(_gpipe, any_count=True, bubble=_PLAIN),
-    "1F1B": Kind(_one_f_one_b, bubble=_PLAIN),
-    "Interleaved1F1B": Kind(_interleaved, 2, in_rounds=True, bubble=_LOOPED),
-    "InterleavedZeroBubble": Kind(_interleaved_zero_bubble, 2, in_rounds=True),
-    "LoopedBFS": Kind(_looped, 2, bubble=_LOOPED),
-    "ZBVZeroBubble": Kind(_zbv, 2),
+BUILTIN_SCHEDULES = {
+    "GPipe": BuiltinSchedule(_build_gpipe_row, allows_few_micro_batches=True, bubble_formula=_PLAIN_BUBBLE),
+    "1F1B": BuiltinSchedule(_build_1f1b_row, bubble_formula=_PLAIN_BUBBLE),
+    "Interleaved1F1B": BuiltinSchedule(
+        _build_interleaved_row, 2, needs_full_rounds=True, bubble_formula=_LOOPED_BUBBLE
+    ),
+    "InterleavedZeroBubble": BuiltinSchedule(_build_interleaved_zero_bubble_row, 2, needs_full_rounds=True),
+    "LoopedBFS": BuiltinSchedule(_build_looped_bfs_row, 2, bubble_formula=_LOOPED_BUBBLE),
+    "ZBVZeroBubble": BuiltinSchedule(_build_zbv_row, 2),
 }
 """Schedules by name."""

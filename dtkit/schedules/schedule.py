@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     from dtkit.schedules.simulator import Simulation
 
-IDLE = frozenset({"", ".", "-", "_"})
-_CELL = re.compile(r"(\d*)([FBIW])(\d+)", re.IGNORECASE)
+IDLE_CELLS = frozenset({"", ".", "-", "_"})
+_CELL_PATTERN = re.compile(r"(\d*)([FBIW])(\d+)", re.IGNORECASE)
 
 
 class Action(NamedTuple):
@@ -65,24 +65,24 @@ class Schedule:
 
     def __init__(self, rows: str | Sequence[str | Sequence[str | Action | None]], name: str = "own") -> None:
         lines = [line for line in rows.splitlines() if line.strip()] if isinstance(rows, str) else list(rows)
-        object.__setattr__(self, "rows", tuple(_row(rank, line) for rank, line in enumerate(lines)))
+        object.__setattr__(self, "rows", tuple(_parse_row(rank, line) for rank, line in enumerate(lines)))
         object.__setattr__(self, "name", name)
-        validation.check(self.rows)
+        validation.validate_rows(self.rows)
         self._check_name()
 
     def _check_name(self) -> None:
         """A known name promises a known order: it is run by torch's class of that name."""
-        if self.name in builtin.KINDS:
-            known = builtin.rows(self.name, self.ranks, self.micro_batches)
+        if self.name in builtin.BUILTIN_SCHEDULES:
+            known = builtin.build_rows(self.name, self.ranks, self.micro_batches)
             if tuple(map(tuple, known)) != tuple(tuple(a for a in row if a) for row in self.rows):
                 raise ValueError(
                     f"name={self.name!r} is that of a known schedule, and the table is another. Choose another name"
                 )
 
     @classmethod
-    def named(cls, name: str, ranks: int, micro_batches: int) -> Schedule:
-        """One that is known by name, such as "1F1B": see :data:`dtkit.schedules.builtin.KINDS`."""
-        return cls(builtin.rows(name, ranks, micro_batches), name)
+    def from_name(cls, name: str, ranks: int, micro_batches: int) -> Schedule:
+        """One that is known by name, such as "1F1B": see :data:`dtkit.schedules.builtin.BUILTIN_SCHEDULES`."""
+        return cls(builtin.build_rows(name, ranks, micro_batches), name)
 
     # -- what it says ----------------------------------------------------------------------------------------
 
@@ -92,35 +92,35 @@ class Schedule:
         return len(self.rows)
 
     @functools.cached_property
-    def homes(self) -> tuple[int, ...]:
+    def stage_ranks(self) -> tuple[int, ...]:
         """For each stage, the rank that has it."""
-        found = {action.stage: rank for rank, _, action in self.actions()}
+        found = {action.stage: rank for rank, _, action in self.iterate_actions()}
         return tuple(found[stage] for stage in sorted(found))
 
     @property
     def stages(self) -> int:
         """Parts that the model is cut into."""
-        return len(self.homes)
+        return len(self.stage_ranks)
 
     @functools.cached_property
     def micro_batches(self) -> int:
         """Micro-batches of a step."""
-        return 1 + max(action.micro_batch for _, _, action in self.actions())
+        return 1 + max(action.micro_batch for _, _, action in self.iterate_actions())
 
-    def places(self, rank: int) -> list[int]:
+    def get_stages(self, rank: int) -> list[int]:
         """The stages that a rank has, in order."""
-        return [stage for stage, home in enumerate(self.homes) if home == rank]
+        return [stage for stage, home in enumerate(self.stage_ranks) if home == rank]
 
-    def actions(self) -> Iterator[tuple[int, int, Action]]:
+    def iterate_actions(self) -> Iterator[tuple[int, int, Action]]:
         """(rank, cell, action), row after row."""
         for rank, row in enumerate(self.rows):
             for cell, action in enumerate(row):
                 if action is not None:
                     yield rank, cell, action
 
-    def label(self, action: Action) -> str:
+    def format_action(self, action: Action) -> str:
         """An action as in a cell: without its stage where its rank has one only."""
-        short = self.homes[action.stage] == action.stage and len(self.places(action.stage)) == 1
+        short = self.stage_ranks[action.stage] == action.stage and len(self.get_stages(action.stage)) == 1
         return f"{action.kind}{action.micro_batch}" if short else str(action)
 
     # -- what it would do ------------------------------------------------------------------------------------
@@ -146,9 +146,9 @@ class Schedule:
 
         return simulate(self, duration)
 
-    def formula(self) -> tuple[str, float] | None:
+    def get_bubble_formula(self) -> tuple[str, float] | None:
         """(formula, value) of the bubble for stages of equal cost, in the literature's p, m and v; None for others."""
-        return builtin.bubble(self.name, self.ranks, self.micro_batches)
+        return builtin.compute_bubble(self.name, self.ranks, self.micro_batches)
 
     # -- how it looks ----------------------------------------------------------------------------------------
 
@@ -165,7 +165,7 @@ class Schedule:
 
     def __str__(self) -> str:
         """The table as text, as it can be read again."""
-        cells = [["." if action is None else self.label(action) for action in row] for row in self.rows]
+        cells = [["." if action is None else self.format_action(action) for action in row] for row in self.rows]
         width = max(len(cell) for row in cells for cell in row)
         return "\n".join(" ".join(cell.ljust(width) for cell in row).rstrip() for row in cells)
 
@@ -174,18 +174,18 @@ class Schedule:
         return f"Schedule({self.name!r}, {self.ranks} ranks{stages}, {self.micro_batches} micro-batches)"
 
 
-def _row(rank: int, given: str | Sequence[str | Action | None]) -> Row:
-    cells = given.replace(",", " ").split() if isinstance(given, str) else given
-    return tuple(_cell(rank, k, cell) for k, cell in enumerate(cells))
+def _parse_row(rank: int, raw_row: str | Sequence[str | Action | None]) -> Row:
+    cells = raw_row.replace(",", " ").split() if isinstance(raw_row, str) else raw_row
+    return tuple(_parse_cell(rank, k, cell) for k, cell in enumerate(cells))
 
 
-def _cell(rank: int, place: int, given: str | Action | None) -> Action | None:
-    if given is None or isinstance(given, Action):
-        return given
-    text = str(given).strip()
-    if text in IDLE:
+def _parse_cell(rank: int, place: int, raw_cell: str | Action | None) -> Action | None:
+    if raw_cell is None or isinstance(raw_cell, Action):
+        return raw_cell
+    text = str(raw_cell).strip()
+    if text in IDLE_CELLS:
         return None
-    found = _CELL.fullmatch(text)
+    found = _CELL_PATTERN.fullmatch(text)
     if found is None:
         raise ValueError(
             f"rank {rank}, cell {place}: {text!r} is no action. Write F2 for the forward pass of micro-batch 2, B2 for "

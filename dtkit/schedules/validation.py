@@ -17,22 +17,22 @@ if TYPE_CHECKING:
     Places = dict[Action, tuple[int, int]]
     """Where each action is: (rank, cell)."""
 
-WORDS = {"F": "forward", "B": "backward", "I": "backward (of the input)", "W": "backward (of the weights)"}
+ACTION_NAMES = {"F": "forward", "B": "backward", "I": "backward (of the input)", "W": "backward (of the weights)"}
 
 
-def check(rows: Sequence[Row]) -> None:
+def validate_rows(rows: Sequence[Row]) -> None:
     """Raise ValueError for a table that can't be run."""
     if not rows:
         raise ValueError("the schedule is empty; it needs a row for each rank, such as 'F0 F1 B0 B1'")
     _check_stages(rows)
-    places = _places(rows)
+    places = _index_unique_actions(rows)
     _check_backwards(places)
     _check_complete(rows, places)
     _check_order(places)
     _check_progress(rows, places)
 
 
-def needs(action: Action, there: Places) -> list[Action]:
+def find_dependencies(action: Action, present: Places) -> list[Action]:
     """The actions that must have ended before this one begins, of those that are `there`."""
     kind, stage, _ = action
     if kind == "F":
@@ -42,10 +42,10 @@ def needs(action: Action, there: Places) -> list[Action]:
     else:
         behind = action._replace(stage=stage + 1)
         wanted = [action._replace(kind="F"), behind._replace(kind="B"), behind._replace(kind="I")]
-    return [one for one in wanted if one in there]
+    return [one for one in wanted if one in present]
 
 
-def in_order(rows: Sequence[Row], there: Places) -> Iterator[tuple[int, int, Action]]:
+def order_actions(rows: Sequence[Row], present: Places) -> Iterator[tuple[int, int, Action]]:
     """(rank, cell, action) in an order in which all can be done; ends early where no rank can go on."""
     waiting = [[(cell, a) for cell, a in enumerate(row) if a is not None][::-1] for row in rows]
     done: set[Action] = set()
@@ -53,14 +53,14 @@ def in_order(rows: Sequence[Row], there: Places) -> Iterator[tuple[int, int, Act
     while going:
         going = False
         for rank, left in enumerate(waiting):
-            while left and all(one in done for one in needs(left[-1][1], there)):
+            while left and all(one in done for one in find_dependencies(left[-1][1], present)):
                 cell, action = left.pop()
                 done.add(action)
                 going = True
                 yield rank, cell, action
 
 
-def places_of(rows: Sequence[Row]) -> Places:
+def index_actions(rows: Sequence[Row]) -> Places:
     """Where each action is."""
     return {a: (rank, cell) for rank, row in enumerate(rows) for cell, a in enumerate(row) if a is not None}
 
@@ -91,7 +91,7 @@ def _check_stages(rows: Sequence[Row]) -> None:
         )
 
 
-def _places(rows: Sequence[Row]) -> Places:
+def _index_unique_actions(rows: Sequence[Row]) -> Places:
     found: Places = {}
     for rank, row in enumerate(rows):
         for cell, action in enumerate(row):
@@ -100,7 +100,7 @@ def _places(rows: Sequence[Row]) -> Places:
             if action in found:
                 raise ValueError(
                     f"rank {rank}, cell {cell}: {action} is there already, in cell {found[action][1]}. Each "
-                    f"micro-batch goes {WORDS[action.kind]} once through a stage: change one of the two, or make it "
+                    f"micro-batch goes {ACTION_NAMES[action.kind]} once through a stage: change one of the two, or make it "
                     "idle (.)"
                 )
             found[action] = rank, cell
@@ -139,7 +139,7 @@ def _check_complete(rows: Sequence[Row], places: Places) -> None:
 def _check_order(places: Places) -> None:
     """On one rank: forward, then backward; the input's half, then the weights'."""
     for action, (rank, cell) in places.items():
-        for earlier in needs(action, places):
+        for earlier in find_dependencies(action, places):
             other, before = places[earlier]
             if earlier.stage == action.stage and before > cell:
                 raise ValueError(
@@ -151,7 +151,7 @@ def _check_order(places: Places) -> None:
 
 def _check_progress(rows: Sequence[Row], places: Places) -> None:
     """No deadlock: do it all, and where nobody can go on, say who waits for whom."""
-    done = {action for _, _, action in in_order(rows, places)}
+    done = {action for _, _, action in order_actions(rows, places)}
     if len(done) == len(places):
         return
     fronts = [next((a for a in row if a is not None and a not in done), None) for row in rows]
@@ -160,7 +160,7 @@ def _check_progress(rows: Sequence[Row], places: Places) -> None:
         if front is None:
             continue
         rank, cell = places[front]
-        wanted = next(one for one in needs(front, places) if one not in done)
+        wanted = next(one for one in find_dependencies(front, places) if one not in done)
         holder, behind = places[wanted]
         blocker = fronts[holder]
         assert blocker is not None

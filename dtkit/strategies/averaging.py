@@ -22,11 +22,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dtkit.planning.cost_model import Cost, ring_bytes
+from dtkit.planning.cost_model import Cost, compute_ring_bytes
 from dtkit.strategies import gradients
-from dtkit.strategies.base import SHOWN, Forward, Outcome, Setting, Strategy, Worker, make_optimizer
+from dtkit.strategies.base import (
+    ALWAYS_SHOWN,
+    EvalFunction,
+    StepResult,
+    Strategy,
+    Worker,
+    WorkerContext,
+    make_optimizer,
+)
 from dtkit.strategies.options import check_count, check_flag, check_positive, check_rate
-from dtkit.strategies.replicated import Replica, Tally, evaluating, kept
+from dtkit.strategies.replicated import LossAccumulator, ReplicatedWorker, copy_to_cpu, module_eval_mode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -34,8 +42,8 @@ if TYPE_CHECKING:
     from dtkit.engine.comm.process_group import Group
     from dtkit.engine.observe.step_probe import Microscope
     from dtkit.engine.state.capture import Archive
-    from dtkit.planning.cost_model import Benchmark, Facts
-    from dtkit.strategies.loss import Objective
+    from dtkit.planning.cost_model import Benchmark, ModelProfile
+    from dtkit.strategies.loss import Loss
     from dtkit.types import Fingerprint
 
 
@@ -49,7 +57,7 @@ class OuterSGD:
 
     def __post_init__(self) -> None:
         """Refuse what torch would refuse on the engines."""
-        check_rate("lr", self.lr, usual=0.7)
+        check_rate("lr", self.lr, example=0.7)
         check_flag("nesterov", self.nesterov)
         if isinstance(self.momentum, bool) or not isinstance(self.momentum, int | float):
             raise TypeError(f"momentum={self.momentum!r}; it must be a number, such as momentum=0.9")
@@ -58,7 +66,7 @@ class OuterSGD:
                 f"momentum={self.momentum}; it must be at least 0 and less than 1. Usual is momentum=0.9; 0 is for none"
             )
 
-    def make(self, parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
+    def build_optimizer(self, parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
         """An optimiser over these parameters."""
         nesterov = self.nesterov and self.momentum > 0
         return torch.optim.SGD(parameters, lr=self.lr, momentum=self.momentum, nesterov=nesterov)
@@ -79,265 +87,280 @@ class ParameterAveraging(Strategy):
 
     """
 
-    every: int = dataclasses.field(default=8, metadata=SHOWN)
+    every: int = dataclasses.field(default=8, metadata=ALWAYS_SHOWN)
     outer: OuterSGD | None = None
-    clip_norm: float | None = None
+    clip_grad_norm: float | None = None
 
-    explains = False  # no gradients are all-reduced
+    supports_explain = False  # no gradients are all-reduced
 
     def __post_init__(self) -> None:
         """Refuse what is no option."""
         check_count("every", self.every)
-        check_positive("clip_norm", self.clip_norm)
+        check_positive("clip_norm", self.clip_grad_norm)
         if self.outer is not None and not isinstance(self.outer, OuterSGD):
             raise TypeError(f"outer={self.outer!r}; it must be a dtkit.OuterSGD, or left out for plain averages")
 
-    def cost(self, facts: Facts, benchmark: Benchmark) -> Cost:
+    def estimate_cost(self, profile: ModelProfile, benchmark: Benchmark) -> Cost:
         """An all-reduce of the parameters once in `every` steps, for which a flat copy of them is made.
 
         (Such a large one doesn't fit into the pieces of memory that freed activations leave, so it comes on top.) An
         outer optimiser keeps the parameters of the last averaging and its momentum, and for a moment the way from them.
         """
-        kept = 0 if self.outer is None else facts.gradients * (1 + (self.outer.momentum > 0))
+        kept = 0 if self.outer is None else profile.gradients * (1 + (self.outer.momentum > 0))
         passing = 1 + (self.outer is not None)
-        return Cost.of_replica(
-            facts,
-            state=facts.state + kept,
-            temporaries=max(facts.update, round(facts.activations.at(facts.rows)) + passing * facts.gradients),
-            sent_bytes=ring_bytes(facts.gradients, benchmark.world_size) / self.every,
-            exposed_s=benchmark.all_reduce_s(facts.gradients) / self.every,
+        return Cost.for_replica(
+            profile,
+            optimizer_state=profile.optimizer_state + kept,
+            temporaries=max(
+                profile.update_temporaries,
+                round(profile.activations.predict(profile.rows)) + passing * profile.gradients,
+            ),
+            sent_bytes=compute_ring_bytes(profile.gradients, benchmark.world_size) / self.every,
+            exposed_s=benchmark.estimate_all_reduce_s(profile.gradients) / self.every,
         )
 
     def setup(
-        self, model: torch.nn.Module, objective: Objective, optimizer: Callable[..., Any], setting: Setting
+        self, model: torch.nn.Module, loss_fn: Loss, optimizer: Callable[..., Any], context: WorkerContext
     ) -> Worker:
         """A replica on this rank; or, alone, one for each shard. The parameters must be equal on all ranks already."""
-        model = model.to(setting.device)
-        if setting.group is None and len(setting.shards) > 1:
-            return _Simulated(self, model, objective, optimizer, setting)
-        return _Local(self, model, objective, make_optimizer(optimizer, model), setting)
+        model = model.to(context.device)
+        if context.group is None and len(context.shards) > 1:
+            return _SimulatedAveragingWorker(self, model, loss_fn, optimizer, context)
+        return _AveragingWorker(self, model, loss_fn, make_optimizer(optimizer, model), context)
 
 
-class _Local(Replica):
+class _AveragingWorker(ReplicatedWorker):
     """One rank's copy of the model, on its own between two averagings."""
 
     def __init__(
         self,
         strategy: ParameterAveraging,
         model: torch.nn.Module,
-        objective: Objective,
+        loss_fn: Loss,
         optimizer: torch.optim.Optimizer,
-        setting: Setting,
+        context: WorkerContext,
     ) -> None:
-        super().__init__(model, objective, optimizer, setting, clip_norm=strategy.clip_norm)
-        self._every, self._steps = strategy.every, 0
-        self._weight = 0.0  # what this rank's parameters count for in the next mean
-        self._broken = False  # a gradient was not finite since the last averaging
-        self._broken_mean: torch.Tensor | None = None  # and this was the loss then
-        self._asked = False  # for a fingerprint, which the next averaging takes
-        self._print: Fingerprint | None = None
-        self._outer = _Outer(strategy.outer, self._parameters) if strategy.outer is not None else None
+        super().__init__(model, loss_fn, optimizer, context, clip_grad_norm=strategy.clip_grad_norm)
+        self._average_every, self._steps_since_average = strategy.every, 0
+        self._averaging_weight = 0.0  # what this rank's parameters count for in the next mean
+        self._nonfinite_since_average = False  # a gradient was not finite since the last averaging
+        self._nonfinite_loss: torch.Tensor | None = None  # and this was the loss then
+        self._fingerprint_requested = False  # for a fingerprint, which the next averaging takes
+        self._last_fingerprint: Fingerprint | None = None
+        self._outer_optimizer = (
+            _OuterOptimizer(strategy.outer, self._parameters) if strategy.outer is not None else None
+        )
 
     def step(
         self, batches: Sequence[tuple[int, Any]], counts: Sequence[int], _microscope: Microscope | None = None
-    ) -> Outcome:
+    ) -> StepResult:
         """A step of this rank's own; the last of every `every` ends with the mean of all ranks' parameters."""
-        tally = self._differentiate(batches, sum(counts[s] for s in self._setting.shards))
-        averaging = (self._steps + 1) % self._every == 0
-        norm = self._norm()
-        healthy = (math.isfinite(norm) or self._all_finite()) and not self._broken
+        tally = self._compute_rank_gradients(batches, sum(counts[s] for s in self._context.shards))
+        averaging = (self._steps_since_average + 1) % self._average_every == 0
+        norm = self._compute_grad_norm()
+        healthy = (math.isfinite(norm) or self._are_gradients_finite()) and not self._nonfinite_since_average
         if averaging and self._group is not None:
             self._phases.enter("sync")
             healthy = not self._group.any(not healthy)
         if averaging and not healthy:
-            mean = self._broken_mean if self._broken else tally.mean
-            self._broken = False
-            return Outcome(mean, tally.weight, finite=False, norm=norm)
-        if not (healthy or self._broken):
-            self._broken_mean = tally.mean
-        self._broken = not healthy
+            mean = self._nonfinite_loss if self._nonfinite_since_average else tally.mean_loss
+            self._nonfinite_since_average = False
+            return StepResult(mean, tally.loss_weight, is_finite=False, grad_norm=norm)
+        if not (healthy or self._nonfinite_since_average):
+            self._nonfinite_loss = tally.mean_loss
+        self._nonfinite_since_average = not healthy
         if healthy and batches:
-            self._update()
-        self._weight += float(tally.weight)
-        self._steps += 1
-        self.outcome = self._outcome(tally, counts, finite=True, norm=norm)
+            self._clip_and_update()
+        self._averaging_weight += float(tally.loss_weight)
+        self._steps_since_average += 1
+        self.step_result = self._make_step_result(tally, counts, finite=True, norm=norm)
         if averaging:
-            self._average()
-        return self.outcome
+            self._average_parameters()
+        return self.step_result
 
-    def _differentiate(self, batches: Sequence[tuple[int, Any]], samples: int) -> Tally:
+    def _compute_rank_gradients(self, batches: Sequence[tuple[int, Any]], samples: int) -> LossAccumulator:
         """Gradients of the mean over this rank's own samples."""
-        self._clear()
-        tally = Tally(samples)
+        self._zero_grad()
+        tally = LossAccumulator(samples)
         for count, batch in batches:
             self._phases.enter("forward")
-            loss = tally.add(*self._loss(self._model, batch), count)
+            loss = tally.add(*self._compute_loss(self._model, batch), count)
             self._phases.enter("backward")
-            self._scaled(loss).backward()  # type: ignore[no-untyped-call]
-        if isinstance(tally.weight, torch.Tensor) and float(tally.weight):
-            gradients.scale(self._gradients(), 1 / tally.weight)
+            self._scale_loss(loss).backward()  # type: ignore[no-untyped-call]
+        if isinstance(tally.loss_weight, torch.Tensor) and float(tally.loss_weight):
+            gradients.scale_(self._list_local_gradients(), 1 / tally.loss_weight)
         return tally
 
     @torch.no_grad()
-    def _average(self) -> None:
+    def _average_parameters(self) -> None:
         """Give every rank the mean of all ranks' parameters, in one flat all-reduce; or the outer optimiser's step."""
-        flat = torch.cat([self._parameters[0].new_tensor([self._weight]), *(p.reshape(-1) for p in self._parameters)])
+        flat = torch.cat(
+            [self._parameters[0].new_tensor([self._averaging_weight]), *(p.reshape(-1) for p in self._parameters)]
+        )
         mean = flat[1:]
         if self._group is not None:
             self._phases.enter("sync")
-            mean.mul_(self._weight)
+            mean.mul_(self._averaging_weight)
             self._group.all_reduce(flat)  # the weight travels along as one number more
             if flat[0]:
                 mean.div_(flat[0])
             else:  # no sample anywhere: all are as they were
-                mean = self.flat
+                mean = self.flat_parameters
         self._phases.enter("update")
-        self.take_mean(mean)
-        if self._asked:
-            self._print, self._asked = super().fingerprint(), False
+        self.load_flat_mean(mean)
+        if self._fingerprint_requested:
+            self._last_fingerprint, self._fingerprint_requested = super().compute_fingerprint(), False
 
     @torch.no_grad()
-    def take_mean(self, flat: torch.Tensor) -> None:
+    def load_flat_mean(self, flat_parameters: torch.Tensor) -> None:
         """Go on from this mean of all ranks' parameters, one after the other in a flat tensor."""
-        parts = torch.split(flat, [p.numel() for p in self._parameters])
+        parts = torch.split(flat_parameters, [p.numel() for p in self._parameters])
         means = [part.view_as(p) for part, p in zip(parts, self._parameters, strict=True)]
-        if self._outer is not None:
-            means = self._outer.step(means)
+        if self._outer_optimizer is not None:
+            means = self._outer_optimizer.step(means)
         for p, mean in zip(self._parameters, means, strict=True):
             p.copy_(mean)
-        self._weight = 0.0
+        self._averaging_weight = 0.0
 
-    def exchange(self, archive: Archive) -> None:
+    def visit_state(self, visitor: Archive) -> None:
         """A replica's state, with how far it is to the next averaging, and the outer optimiser's."""
-        super().exchange(archive)
-        self._steps = archive.value("averaging steps", self._steps)
-        self._weight = archive.own("averaging weight", self._weight, lambda each: sum(each) / archive.world_size)
-        if self._outer is not None:
+        super().visit_state(visitor)
+        self._steps_since_average = visitor.value("averaging steps", self._steps_since_average)
+        self._averaging_weight = visitor.own(
+            "averaging weight", self._averaging_weight, lambda each: sum(each) / visitor.world_size
+        )
+        if self._outer_optimizer is not None:
             names = [name for name, p in self._model.named_parameters() if p.requires_grad]
-            self._outer.exchange(archive, names, self._parameters)
+            self._outer_optimizer.visit_state(visitor, names, self._parameters)
 
-    def _exchange_parameters(self, archive: Archive) -> None:
+    def _visit_parameters(self, visitor: Archive) -> None:
         """Each rank has its own; on another number of ranks all go on from their mean."""
-        named = self._named()
-        archive.differing("model", named, self._weight)
-        archive.optimizer("optimizer", self.optimizer, named, own=True)
+        named = self._named_parameters()
+        visitor.differing("model", named, self._averaging_weight)
+        visitor.optimizer("optimizer", self.optimizer, named, own=True)
 
     @property
-    def weight(self) -> float:
+    def averaging_weight(self) -> float:
         """What this rank's parameters count for in the next mean."""
-        return self._weight
+        return self._averaging_weight
 
     @property
-    def flat(self) -> torch.Tensor:
+    def flat_parameters(self) -> torch.Tensor:
         """This rank's parameters, one after the other."""
         return torch.cat([p.detach().reshape(-1) for p in self._parameters])
 
     @contextlib.contextmanager
-    def whole(self) -> Iterator[torch.nn.Module]:
+    def averaged_model(self) -> Iterator[torch.nn.Module]:
         """The mean of all ranks' models as they stand, while it lasts."""
-        with super().whole() as model, self._averaged(self._parameters, self._weight):
+        with super().averaged_model() as model, self._averaged_tensors(self._parameters, self._averaging_weight):
             yield model
 
-    def fingerprint(self) -> Fingerprint | None:
+    def compute_fingerprint(self) -> Fingerprint | None:
         """Parameters are equal just after an averaging only: now, or as they were at one since this was asked first."""
-        if self._steps % self._every == 0:
-            return super().fingerprint()
-        found, self._print, self._asked = self._print, None, True
+        if self._steps_since_average % self._average_every == 0:
+            return super().compute_fingerprint()
+        found, self._last_fingerprint, self._fingerprint_requested = self._last_fingerprint, None, True
         return found
 
 
-class _Outer:
+class _OuterOptimizer:
     """The outer optimiser and the parameters that it holds: those after the last averaging."""
 
-    def __init__(self, how: OuterSGD, parameters: Sequence[torch.Tensor]) -> None:
+    def __init__(self, config: OuterSGD, parameters: Sequence[torch.Tensor]) -> None:
         self._parameters = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
-        self._optimizer = how.make(self._parameters)
+        self._optimizer = config.build_optimizer(self._parameters)
 
     @torch.no_grad()
-    def exchange(self, archive: Archive, names: Sequence[str], parameters: Sequence[torch.Tensor]) -> None:
+    def visit_state(self, visitor: Archive, names: Sequence[str], parameters: Sequence[torch.Tensor]) -> None:
         """Its state; where none was saved, it begins at these parameters."""
         named = dict(zip(names, self._parameters, strict=True))
-        if archive.tensors("outer", named):
-            archive.optimizer("outer optimizer", self._optimizer, named)
+        if visitor.tensors("outer", named):
+            visitor.optimizer("outer optimizer", self._optimizer, named)
         else:
             for mine, p in zip(self._parameters, parameters, strict=True):
                 mine.copy_(p)
 
-    def step(self, means: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def step(self, mean_parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The way from the old parameters to the mean is minus a gradient; returns the parameters after the step."""
-        for p, mean in zip(self._parameters, means, strict=True):
+        for p, mean in zip(self._parameters, mean_parameters, strict=True):
             p.grad = p.detach() - mean
         self._optimizer.step()
         self._optimizer.zero_grad()
         return [p.detach() for p in self._parameters]
 
 
-class _Simulated(Worker):
+class _SimulatedAveragingWorker(Worker):
     """All ranks in one process, a model each: what `verify` compares with."""
 
-    by_shard = True
+    batch_per_shard = True
 
     def __init__(
         self,
         strategy: ParameterAveraging,
         model: torch.nn.Module,
-        objective: Objective,
+        loss_fn: Loss,
         optimizer: Callable[..., Any],
-        setting: Setting,
+        context: WorkerContext,
     ) -> None:
         self.model = self._model = model
-        self._every, self._steps, self._objective = strategy.every, 0, objective
-        self._ranks = []
-        for shard in setting.shards:
+        self._average_every, self._steps_since_average, self._loss_fn = strategy.every, 0, loss_fn
+        self._rank_workers = []
+        for shard in context.shards:
             own = copy.deepcopy(model)
-            alone = dataclasses.replace(setting, shards=[shard])
+            alone = dataclasses.replace(context, shards=[shard])
             lonely = dataclasses.replace(strategy, every=2**62)  # the mean is taken here
-            self._ranks.append(_Local(lonely, own, objective, make_optimizer(optimizer, own), alone))
-        self.optimizer = self._ranks[0].optimizer
+            self._rank_workers.append(_AveragingWorker(lonely, own, loss_fn, make_optimizer(optimizer, own), alone))
+        self.optimizer = self._rank_workers[0].optimizer
 
     def step(
         self, batches: Sequence[tuple[int, Any]], counts: Sequence[int], _microscope: Microscope | None = None
-    ) -> Outcome:
+    ) -> StepResult:
         """A step of each rank, on one batch for each shard (None where it has no sample)."""
-        outcomes = []
-        for rank, (count, batch) in zip(self._ranks, batches, strict=True):
+        outcomes: list[StepResult] = []
+        for rank, (count, batch) in zip(self._rank_workers, batches, strict=True):
             for mine, first in zip(rank.optimizer.param_groups, self.optimizer.param_groups, strict=True):
                 mine.update(
                     {name: value for name, value in first.items() if name != "params"}
                 )  # as a scheduler left it
             outcomes.append(rank.step([(count, batch)] if count else [], counts))
-        self._steps += 1
-        if self._steps % self._every == 0:
-            mean = self._mean()
-            for rank in self._ranks:
-                rank.take_mean(mean)
-        weight = sum(float(o.weight) for o in outcomes)
-        losses = [o.loss * (float(o.weight) / weight) for o in outcomes if o.loss is not None]
+        self._steps_since_average += 1
+        if self._steps_since_average % self._average_every == 0:
+            mean = self._compute_mean_parameters()
+            for rank in self._rank_workers:
+                rank.load_flat_mean(mean)
+        weight = sum(float(o.loss_weight) for o in outcomes)
+        losses = [o.loss * (float(o.loss_weight) / weight) for o in outcomes if o.loss is not None]
         loss = torch.stack(losses).sum() if losses else None
-        return Outcome(loss, weight, all(o.finite for o in outcomes), float("nan"))
+        return StepResult(loss, weight, all(o.is_finite for o in outcomes), float("nan"))
 
-    def _mean(self) -> torch.Tensor:
-        total = sum(rank.weight for rank in self._ranks)
-        return torch.stack([rank.flat * (rank.weight / total) for rank in self._ranks]).sum(0)
+    def _compute_mean_parameters(self) -> torch.Tensor:
+        total = sum(rank.averaging_weight for rank in self._rank_workers)
+        return torch.stack([rank.flat_parameters * (rank.averaging_weight / total) for rank in self._rank_workers]).sum(
+            0
+        )
 
-    def regroup(self, group: Group) -> None:
+    def set_process_group(self, group: Group) -> None:
         """It has no group."""
 
-    def pieces(self) -> dict[str, Any]:
+    def state_dict_parts(self) -> dict[str, Any]:
         """The mean of the models."""
-        self._take_mean()
-        return {name: kept(value) for name, value in self._model.state_dict().items()}
+        self._load_mean()
+        return {name: copy_to_cpu(value) for name, value in self._model.state_dict().items()}
 
     @contextlib.contextmanager
-    def forwards(self) -> Iterator[Forward]:
+    def eval_mode(self) -> Iterator[EvalFunction]:
         """Of the mean of the models."""
-        self._take_mean()
-        with evaluating(self._model):
-            yield lambda batch: self._objective.predict(self._model, batch)
+        self._load_mean()
+        with module_eval_mode(self._model):
+            yield lambda batch: self._loss_fn.evaluate_batch(self._model, batch)
 
     @torch.no_grad()
-    def _take_mean(self) -> None:
-        mean = self._mean() if any(r.weight for r in self._ranks) else self._ranks[0].flat
+    def _load_mean(self) -> None:
+        mean = (
+            self._compute_mean_parameters()
+            if any(r.averaging_weight for r in self._rank_workers)
+            else self._rank_workers[0].flat_parameters
+        )
         trainable = [p for p in self._model.parameters() if p.requires_grad]
         for p, part in zip(trainable, torch.split(mean, [p.numel() for p in trainable]), strict=True):
             p.copy_(part.view_as(p))

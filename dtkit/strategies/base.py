@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from dtkit.engine.observe.phase_timer import Phases
     from dtkit.engine.observe.step_probe import Microscope
     from dtkit.engine.state.capture import Archive
-    from dtkit.planning.cost_model import Benchmark, Cost, Facts
+    from dtkit.planning.cost_model import Benchmark, Cost, ModelProfile
     from dtkit.schedules.schedule import Schedule
-    from dtkit.strategies.loss import Objective
+    from dtkit.strategies.loss import Loss
     from dtkit.types import Astray, Fingerprint
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
+class WorkerContext:
     """Where a worker works. `group` is None where one process plays all shards alone."""
 
     group: Group | None
@@ -42,58 +42,58 @@ class Setting:
     """The parts of each batch that this worker takes."""
     mesh: Mesh = dataclasses.field(default_factory=lambda: Mesh({"dp": 1}))
     """How the strategy arranges the ranks."""
-    sample: Callable[[int], Any] | None = None
+    make_sample_batch: Callable[[int], Any] | None = None
     """A batch of so many rows, for strategies that must see the model at work before they can place it."""
-    largest: int = 0
+    max_local_samples: int = 0
     """The most samples that this worker's part of a batch may have."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class StepResult:
     """One step of one rank. Loss and weight stay on the device."""
 
     loss: torch.Tensor | None
     """Mean over this rank's samples; None without any."""
-    weight: torch.Tensor | float
-    finite: bool
+    loss_weight: torch.Tensor | float
+    is_finite: bool
     """Whether the gradients, reduced over all ranks, are finite: equal on all ranks. If not, nothing was updated."""
-    norm: float
+    grad_norm: float
     """Of the gradient that was updated with, before clipping; NaN where there was none."""
-    astray: Astray = ()
+    nonfinite: Astray = ()
     """Where it is not finite: what this rank's stages made that is not, for a model in stages."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Forecast:
+class EvalOutput:
     """What a model makes of a batch. Output and target are None with a custom `step`."""
 
     output: Any
     target: Any
     loss: torch.Tensor
-    weight: torch.Tensor | None
+    loss_weight: torch.Tensor | None
     """What a (sum, weight) pair's loss counts for; None for a mean over samples."""
 
 
-Forward = Callable[[Any], "Forecast | None"]
+EvalFunction = Callable[[Any], "EvalOutput | None"]
 """None on ranks that don't speak for their model: another one does."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class TrainingProgram:
     """What the engines are to do with the batches: all that a user gave to `train` besides model and data."""
 
-    objective: Objective
+    loss_fn: Loss
     optimizer: Callable[..., Any]
     strategy: Strategy
-    scheduler: Callable[..., Any] | None = None
+    lr_scheduler: Callable[..., Any] | None = None
     """A function from the optimiser to a torch scheduler."""
-    scheduler_every: str = "step"
+    lr_scheduler_interval: str = "step"
     """"step" or "epoch"."""
-    has_valid: bool = False
+    has_validation: bool = False
     """Whether there is held-out data: a scheduler that wants a loss then gets that one."""
 
 
-SHOWN = {"shown": True}
+ALWAYS_SHOWN = {"shown": True}
 """Metadata of a field that is a strategy's very point, and told also at its default."""
 
 
@@ -103,31 +103,31 @@ class Strategy(abc.ABC):
     def __repr__(self) -> str:
         """What the user typed: options at their defaults are left out, save those marked by SHOWN."""
         fields = dataclasses.fields(self)  # type: ignore[arg-type]  # every subclass is a dataclass
-        told = [f for f in fields if f.metadata == SHOWN or getattr(self, f.name) != f.default]
+        told = [f for f in fields if f.metadata == ALWAYS_SHOWN or getattr(self, f.name) != f.default]
         given = [f"{f.name}={getattr(self, f.name)!r}" for f in told]
         return f"{type(self).__name__}({', '.join(given)})"
 
     @property
-    def parts(self) -> int:
+    def num_micro_batches(self) -> int:
         """How many parts a rank's samples of a step come in."""
         return 1
 
     balance: str | None = None
     """"auto" where faster ranks are to take more of each batch."""
-    explains: bool = True
+    supports_explain: bool = True
     """Whether a step can be taken apart."""
-    table: Schedule | None = None
+    pipeline_schedule: Schedule | None = None
     """In a pipeline, what each rank does in which order."""
-    partial: bool = False
+    shards_model: bool = False
     """Whether a rank keeps a part of the model only: it is then given the model itself, to copy its part of."""
 
-    def mesh(self, world_size: int) -> Mesh:
+    def build_mesh(self, world_size: int) -> Mesh:
         """How it arranges so many ranks; ValueError where its degrees don't multiply to that."""
         return Mesh({"dp": world_size})
 
-    def part_of(self, world_size: int, rank: int) -> tuple[int, ...]:
+    def model_shard_id(self, world_size: int, rank: int) -> tuple[int, ...]:
         """Which part of the model a rank holds: ranks with the same answer hold the same."""
-        here = self.mesh(world_size).coordinates(rank)
+        here = self.build_mesh(world_size).coordinates(rank)
         return tuple(place for axis, place in here.items() if axis != "dp")
 
     def check(self, world_size: int, batch_size: int) -> None:  # noqa: B027 - most strategies work on any size
@@ -136,28 +136,28 @@ class Strategy(abc.ABC):
     def check_model(self, model: torch.nn.Module) -> None:  # noqa: B027 - most strategies take any model
         """Raise ValueError for a model that it can't place, as far as can be seen of it in the notebook."""
 
-    def load(self) -> None:  # noqa: B027 - most need nothing that is not there
+    def preload(self) -> None:  # noqa: B027 - most need nothing that is not there
         """Load on an engine what setting up would load, before the memory is counted that a model takes."""
 
-    def preview(self, model: torch.nn.Module) -> Any:  # noqa: ARG002 - most have nothing to show
+    def describe_plan(self, model: torch.nn.Module) -> Any:  # noqa: ARG002 - most have nothing to show
         """What to show of `model` before training begins: a table; None where nobody asked for one."""
         return None
 
-    def caveats(self) -> tuple[str, ...]:
+    def equivalence_notes(self) -> tuple[str, ...]:
         """Why its training is not that of one process even in exact arithmetic, or far less exact; mostly nothing."""
         return ()
 
     @abc.abstractmethod
-    def cost(self, facts: Facts, benchmark: Benchmark) -> Cost:
+    def estimate_cost(self, profile: ModelProfile, benchmark: Benchmark) -> Cost:
         """What one step asks of one rank, told from what was measured: see :mod:`dtkit.planning.cost_model`."""
 
     @abc.abstractmethod
     def setup(
         self,
         model: torch.nn.Module,
-        objective: Objective,
+        loss_fn: Loss,
         optimizer: Callable[..., Any],
-        setting: Setting,
+        context: WorkerContext,
     ) -> Worker:
         """Place `model`, the same on every rank, and make its optimiser."""
 
@@ -168,58 +168,58 @@ class Worker(abc.ABC):
     optimizer: torch.optim.Optimizer
     model: torch.nn.Module
     """What this rank holds of the model."""
-    collective: bool = False
+    forward_is_collective: bool = False
     """Whether a forward pass is a collective, so that all ranks must make equally many."""
     placement: Any = None
     """Which part of the model lies where, as a table; None where every rank has all of it, or an even part."""
-    by_shard: bool = False
+    batch_per_shard: bool = False
     """Whether it takes one batch for each of its shards, in place of micro-batches of all of them together."""
-    outcome: Outcome | None = None
+    step_result: StepResult | None = None
     """Of the step that is being taken, once it is known: a step counts whose update was made, whatever fails then."""
 
     @abc.abstractmethod
     def step(
-        self, batches: Sequence[tuple[int, Any]], counts: Sequence[int], microscope: Microscope | None = None
-    ) -> Outcome:
+        self, batches: Sequence[tuple[int, Any]], counts: Sequence[int], probe: Microscope | None = None
+    ) -> StepResult:
         """One synchronised step on micro-batches (samples, batch), none where this rank has no sample.
 
         `counts` is by shard, of all ranks. With a `microscope` the step is taken apart for it.
         """
 
-    def microscope(self, **where: int) -> Microscope:
-        """What `step` is taken apart for; `where` it stands: rank, step and epoch."""
+    def make_step_probe(self, **position: int) -> Microscope:
+        """What `step` is taken apart for; `position`: rank, step and epoch."""
         from dtkit.engine.observe.step_probe import Microscope
 
-        return Microscope(self.model, **where)
+        return Microscope(self.model, **position)
 
     @abc.abstractmethod
-    def pieces(self) -> dict[str, Any]:
+    def state_dict_parts(self) -> dict[str, Any]:
         """Tensors, or :class:`~dtkit.training.state_dict.Piece` objects, that this rank adds to the model's state dict.
 
         A collective. The tensors may be in use: copy what is to be kept.
         """
 
     @abc.abstractmethod
-    def forwards(self) -> contextlib.AbstractContextManager[Forward]:
-        """While it lasts, the model is evaluated: a function from a batch to its :class:`Forecast`.
+    def eval_mode(self) -> contextlib.AbstractContextManager[EvalFunction]:
+        """While it lasts, the model is evaluated: a function from a batch to its :class:`EvalOutput`.
 
         A collective: all ranks enter it together, and those that share a model call it on the same batches.
         """
 
     @abc.abstractmethod
-    def regroup(self, group: Group) -> None:
+    def set_process_group(self, group: Group) -> None:
         """Go on in a new generation of the process group."""
 
-    def exchange(self, archive: Archive) -> None:
+    def visit_state(self, visitor: Archive) -> None:
         """Show all state that a step depends on to `archive`, which takes it or fills it in. A collective."""
         raise NotImplementedError(f"{type(self).__name__} works alone, and is made anew where it is needed")
 
-    def fingerprint(self) -> Fingerprint | None:
+    def compute_fingerprint(self) -> Fingerprint | None:
         """Of the trainable parameters that lie here; None where ranks need not agree now."""
         return None
 
 
-def entries(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def split_state_dict(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """(buffers, what is no tensor) of a model's state dict, by name."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     rest = {name: value for name, value in model.state_dict(keep_vars=True).items() if name not in parameters}

@@ -19,47 +19,47 @@ if TYPE_CHECKING:
 
     from dtkit.engine.comm.process_group import Group
     from dtkit.engine.state.capture import Archive
-    from dtkit.planning.cost_model import Facts
+    from dtkit.planning.cost_model import ModelProfile
 
     Hook = Callable[[Any], torch.futures.Future[torch.Tensor]]
 
-METHODS = ("fp16", "bf16", "powersgd")
+COMPRESSION_METHODS = ("fp16", "bf16", "powersgd")
 
 
-def hook(method: str | None, group: Group) -> Hook:
+def make_comm_hook(method: str | None, group: Group) -> Hook:
     """What to do with a bucket of gradients: start to sum it over ranks."""
     if method is None:
-        return lambda bucket: group.start_all_reduce(bucket.buffer()).then(_first)
+        return lambda bucket: group.start_all_reduce(bucket.buffer()).then(_get_first_tensor)
     if method == "powersgd":
-        return PowerSGD(group).launch
-    return _rounded(group, torch.float16 if method == "fp16" else torch.bfloat16)
+        return PowerSGD(group).launch_reduce
+    return _make_cast_hook(group, torch.float16 if method == "fp16" else torch.bfloat16)
 
 
-def exchange(reduce: Hook, archive: Archive, named: Mapping[str, torch.Tensor]) -> None:
+def visit_hook_state(comm_hook: Hook, visitor: Archive, named_parameters: Mapping[str, torch.Tensor]) -> None:
     """Show what a hook keeps from step to step, if anything."""
-    keeper = getattr(reduce, "__self__", None)
+    keeper = getattr(comm_hook, "__self__", None)
     if isinstance(keeper, PowerSGD):
-        keeper.exchange(archive, named)
+        keeper.visit_state(visitor, named_parameters)
 
 
-def costs(method: str | None, facts: Facts) -> tuple[int, int, int]:
+def estimate_compression(method: str | None, profile: ModelProfile) -> tuple[int, int, int]:
     """(bytes of gradients to reduce, bytes kept from step to step, bytes held besides) on one rank."""
-    whole = facts.gradients
+    whole = profile.gradients
     if method is None or not whole:
         return whole, 0, 0
-    item = whole // sum(math.prod(shape) for shape in facts.shapes)
+    item = whole // sum(math.prod(shape) for shape in profile.gradient_shapes)
     if method != "powersgd":
         half = whole * 2 // item
         return half, 0, half
-    thin = sum(item * powersgd.numbers(shape) for shape in facts.shapes)
+    thin = sum(item * powersgd.count_sent_elements(shape) for shape in profile.gradient_shapes)
     return thin, whole + thin, 2 * thin  # what was left out, and the factors
 
 
-def _first(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+def _get_first_tensor(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
     return future.value()[0]
 
 
-def _rounded(group: Group, dtype: torch.dtype) -> Hook:
+def _make_cast_hook(group: Group, dtype: torch.dtype) -> Hook:
     def launch(bucket: Any) -> torch.futures.Future[torch.Tensor]:
         buffer = bucket.buffer()
         return group.start_all_reduce(buffer.to(dtype)).then(lambda future: buffer.copy_(future.value()[0]))

@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from dtkit.planning.cost_model import Cost, ring_bytes
+from dtkit.planning.cost_model import Cost, compute_ring_bytes
 from dtkit.strategies import compression
-from dtkit.strategies.base import Outcome, Setting, Strategy, Worker, make_optimizer
+from dtkit.strategies.base import StepResult, Strategy, Worker, WorkerContext, make_optimizer
 from dtkit.strategies.options import check_choice, check_count, check_flag, check_positive
-from dtkit.strategies.replicated import PRECISIONS, Replica, Tally
+from dtkit.strategies.replicated import AUTOCAST_DTYPES, LossAccumulator, ReplicatedWorker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from dtkit.engine.comm.process_group import Group
     from dtkit.engine.observe.step_probe import Microscope
     from dtkit.engine.state.capture import Archive
-    from dtkit.planning.cost_model import Benchmark, Facts
-    from dtkit.strategies.loss import Objective
+    from dtkit.planning.cost_model import Benchmark, ModelProfile
+    from dtkit.strategies.loss import Loss
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -68,11 +68,11 @@ class DataParallel(Strategy):
     """
 
     accumulate: int = 1
-    clip_norm: float | None = None
+    clip_grad_norm: float | None = None
     precision: str | None = None
     compile: bool = False
     compress: str | None = None
-    bucket_mb: float | None = None
+    bucket_cap_mb: float | None = None
     balance: str | None = None
     find_unused_parameters: bool = False
     sync_batch_norm: bool = True
@@ -80,10 +80,10 @@ class DataParallel(Strategy):
     def __post_init__(self) -> None:
         """Refuse what is no option."""
         check_count("accumulate", self.accumulate)
-        check_positive("clip_norm", self.clip_norm)
-        check_positive("bucket_mb", self.bucket_mb)
-        check_choice("precision", self.precision, PRECISIONS)
-        check_choice("compress", self.compress, compression.METHODS)
+        check_positive("clip_norm", self.clip_grad_norm)
+        check_positive("bucket_mb", self.bucket_cap_mb)
+        check_choice("precision", self.precision, AUTOCAST_DTYPES)
+        check_choice("compress", self.compress, compression.COMPRESSION_METHODS)
         check_choice("balance", self.balance, ("auto",))
         for name in ("compile", "find_unused_parameters", "sync_batch_norm"):
             check_flag(name, getattr(self, name))
@@ -94,7 +94,7 @@ class DataParallel(Strategy):
             )
 
     @property
-    def parts(self) -> int:
+    def num_micro_batches(self) -> int:
         """`accumulate`."""
         return self.accumulate
 
@@ -108,142 +108,142 @@ class DataParallel(Strategy):
                 "batch_size: it is the number of samples per update, over all ranks and micro-batches"
             )
 
-    def caveats(self) -> tuple[str, ...]:
+    def equivalence_notes(self) -> tuple[str, ...]:
         """Rounding that one process does not do."""
         rounding = f"precision={self.precision!r} rounds sums over other samples on each rank"
         found = [rounding] if self.precision else []
         return tuple(found + ([f"compress={self.compress!r} sends rounded gradients"] if self.compress else []))
 
-    def cost(self, facts: Facts, benchmark: Benchmark) -> Cost:
+    def estimate_cost(self, profile: ModelProfile, benchmark: Benchmark) -> Cost:
         """An all-reduce of all gradients, in buckets: it hides behind backward, except for the last bucket.
 
         Micro-batches add up in gradients of their own before they go into the buckets.
         """
-        sent, kept, besides = compression.costs(self.compress, facts)
-        whole = benchmark.all_reduce_s(sent)
-        last = benchmark.all_reduce_s(min(sent, (self.bucket_mb or 25) * 2**20))
-        backward_s = facts.backward_s.at(facts.rows / self.accumulate)
+        sent, kept, besides = compression.estimate_compression(self.compress, profile)
+        whole = benchmark.estimate_all_reduce_s(sent)
+        last = benchmark.estimate_all_reduce_s(min(sent, (self.bucket_cap_mb or 25) * 2**20))
+        backward_s = profile.backward_s.predict(profile.rows / self.accumulate)
         hidden = min(benchmark.overlap * (whole - last), backward_s)
-        return Cost.of_replica(
-            facts,
+        return Cost.for_replica(
+            profile,
             micro_batches=self.accumulate,
-            gradients=facts.gradients * (1 if self.accumulate == 1 else 2) + kept,
-            temporaries=max(facts.update, besides),
-            sent_bytes=ring_bytes(sent, benchmark.world_size),
+            gradients=profile.gradients * (1 if self.accumulate == 1 else 2) + kept,
+            temporaries=max(profile.update_temporaries, besides),
+            sent_bytes=compute_ring_bytes(sent, benchmark.world_size),
             exposed_s=whole - hidden,
         )
 
     def setup(
-        self, model: torch.nn.Module, objective: Objective, optimizer: Callable[..., Any], setting: Setting
+        self, model: torch.nn.Module, loss_fn: Loss, optimizer: Callable[..., Any], context: WorkerContext
     ) -> Worker:
         """A replica on this rank. The parameters must be equal on all ranks already."""
-        model = model.to(setting.device)
-        if self.sync_batch_norm and setting.group is not None and setting.device.type == "cuda":
+        model = model.to(context.device)
+        if self.sync_batch_norm and context.group is not None and context.device.type == "cuda":
             model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
         if self.compile:
             model.compile()
-        return _Replica(self, model, objective, make_optimizer(optimizer, model), setting)
+        return _DDPWorker(self, model, loss_fn, make_optimizer(optimizer, model), context)
 
 
-class _Losses(torch.nn.Module):
+class _LossModule(torch.nn.Module):
     """From a batch to (loss, weight)."""
 
-    def __init__(self, model: torch.nn.Module, loss: Callable[..., Any]) -> None:
+    def __init__(self, model: torch.nn.Module, loss_fn: Callable[..., Any]) -> None:
         super().__init__()
         self.model = model
-        self._loss = loss
+        self._loss_fn = loss_fn
 
     def forward(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The model's and the user's work."""
-        found: tuple[torch.Tensor, torch.Tensor | None] = self._loss(self.model, batch)
+        found: tuple[torch.Tensor, torch.Tensor | None] = self._loss_fn(self.model, batch)
         return found
 
 
-class _Replica(Replica):
+class _DDPWorker(ReplicatedWorker):
     """One rank's copy of the model, under DDP."""
 
     def __init__(
         self,
         strategy: DataParallel,
         model: torch.nn.Module,
-        objective: Objective,
+        loss_fn: Loss,
         optimizer: torch.optim.Optimizer,
-        setting: Setting,
+        context: WorkerContext,
     ) -> None:
         super().__init__(
-            model, objective, optimizer, setting, clip_norm=strategy.clip_norm, precision=strategy.precision
+            model, loss_fn, optimizer, context, clip_grad_norm=strategy.clip_grad_norm, precision=strategy.precision
         )
         self._strategy = strategy
-        self._module = self._wrap()
+        self._ddp = self._wrap_in_ddp()
 
-    def _wrap(self) -> torch.nn.Module:
+    def _wrap_in_ddp(self) -> torch.nn.Module:
         if self._group is None:
-            return _Losses(self._model, self._loss)
+            return _LossModule(self._model, self._compute_loss)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*broadcast_buffers", FutureWarning)  # its successor isn't there yet
             module = DistributedDataParallel(
-                _Losses(self._model, self._loss),
+                _LossModule(self._model, self._compute_loss),
                 broadcast_buffers=False,  # batch statistics are each rank's own; broadcasting hung with an empty rank
                 init_sync=False,  # equal already
                 gradient_as_bucket_view=True,
-                bucket_cap_mb=self._strategy.bucket_mb,
+                bucket_cap_mb=self._strategy.bucket_cap_mb,
                 find_unused_parameters=self._strategy.find_unused_parameters,
             )
-        self._reduce = compression.hook(self._strategy.compress, self._group)
+        self._comm_hook = compression.make_comm_hook(self._strategy.compress, self._group)
         # DDP's reducer, which we hold, holds the hook in C++, where no garbage collection sees it: a hook that held us
         # would keep every model for ever. (DDP reads its annotations, and wants objects there, not names.)
         this = weakref.proxy(self)
         module.register_comm_hook(None, lambda _, bucket: this.launch(bucket))
         return module
 
-    def launch(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    def launch_reduce(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         """A bucket is ready; with the last one there is nothing left to compute."""
         if bucket.is_last():
             self._phases.enter("sync")
-        return self._reduce(bucket)
+        return self._comm_hook(bucket)
 
-    def regroup(self, group: Group) -> None:
+    def set_process_group(self, group: Group) -> None:
         """Wrap the model anew: DDP's reducer holds the old process group."""
-        super().regroup(group)
-        self._module = self._wrap()
+        super().set_process_group(group)
+        self._ddp = self._wrap_in_ddp()
 
-    def exchange(self, archive: Archive) -> None:
+    def visit_state(self, visitor: Archive) -> None:
         """A replica's state, and what compression has left out so far."""
-        super().exchange(archive)
+        super().visit_state(visitor)
         if self._group is not None:
-            compression.exchange(self._reduce, archive, self._named())
+            compression.visit_hook_state(self._comm_hook, visitor, self._named_parameters())
 
     def step(
-        self, batches: Sequence[tuple[int, Any]], counts: Sequence[int], microscope: Microscope | None = None
-    ) -> Outcome:
+        self, batches: Sequence[tuple[int, Any]], counts: Sequence[int], probe: Microscope | None = None
+    ) -> StepResult:
         """Forward, backward with all-reduce, update: parameters stay equal on all ranks."""
-        self._clear()
+        self._zero_grad()
         some_rank_is_empty = self._group is not None and not all(counts)
-        if some_rank_is_empty or microscope is not None:
-            return self._explained(batches, counts, microscope)
-        tally = Tally(sum(counts))
+        if some_rank_is_empty or probe is not None:
+            return self._explain_step(batches, counts, probe)
+        tally = LossAccumulator(sum(counts))
         total = None
         for place, (count, batch) in enumerate(batches, 1):
             last = place == len(batches)
-            with contextlib.nullcontext() if last else self._unsynchronised():
+            with contextlib.nullcontext() if last else self._no_sync():
                 self._phases.enter("forward")
-                value, weight = self._module(batch)
+                value, weight = self._ddp(batch)
                 loss = tally.add(value, weight, count)
                 if last:
-                    total = self._announce(tally)
+                    total = self._start_weight_reduce(tally)
                 self._phases.enter("backward")
-                self._scaled(loss).backward()  # type: ignore[no-untyped-call]
-        self._check_used()
-        self._divide(total)
-        finite, norm = self._update()
-        return self._outcome(tally, counts, finite=finite, norm=norm)
+                self._scale_loss(loss).backward()  # type: ignore[no-untyped-call]
+        self._check_all_parameters_used()
+        self._divide_by_weight(total)
+        finite, norm = self._clip_and_update()
+        return self._make_step_result(tally, counts, finite=finite, norm=norm)
 
-    def _unsynchronised(self) -> contextlib.AbstractContextManager[None]:
-        if isinstance(self._module, DistributedDataParallel):
-            return self._module.no_sync()
+    def _no_sync(self) -> contextlib.AbstractContextManager[None]:
+        if isinstance(self._ddp, DistributedDataParallel):
+            return self._ddp.no_sync()
         return contextlib.nullcontext()
 
-    def _check_used(self) -> None:
+    def _check_all_parameters_used(self) -> None:
         """DDP reduces nothing for want of one gradient, and says so a step later: other ranks would wait for it."""
         if self._group is None or self._strategy.find_unused_parameters:
             return

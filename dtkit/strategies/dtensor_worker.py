@@ -33,10 +33,10 @@ from torch.distributed.tensor import DTensor
 from dtkit.engine.observe.collective_probe import CollectiveScope
 from dtkit.mesh import Mesh
 from dtkit.strategies import gradients
-from dtkit.strategies.base import Outcome, Setting, Strategy, Worker, make_optimizer
+from dtkit.strategies.base import StepResult, Strategy, Worker, WorkerContext, make_optimizer
 from dtkit.strategies.data_parallel import DataParallel
 from dtkit.strategies.options import check_count, check_positive
-from dtkit.strategies.replicated import Replica, Tally, bits, kept
+from dtkit.strategies.replicated import LossAccumulator, ReplicatedWorker, compute_checksum, copy_to_cpu
 from dtkit.training.state_dict import Piece
 
 if TYPE_CHECKING:
@@ -47,215 +47,229 @@ if TYPE_CHECKING:
     from dtkit.engine.comm.process_group import Group
     from dtkit.engine.observe.step_probe import Microscope
     from dtkit.engine.state.capture import Archive
-    from dtkit.strategies.loss import Objective
+    from dtkit.strategies.loss import Loss
     from dtkit.types import Fingerprint
 
 
-class Slicing(Strategy):
+class DTensorStrategy(Strategy):
     """What strategies have in common that cut parameters: replicas of the model, and micro-batches for less memory."""
 
     replicas: int
-    clip_norm: float | None
+    clip_grad_norm: float | None
     accumulate: int
 
-    partial = True
+    shards_model = True
 
     def __post_init__(self) -> None:
         """Refuse what is no option."""
         check_count("replicas", self.replicas)
-        check_positive("clip_norm", self.clip_norm)
+        check_positive("clip_norm", self.clip_grad_norm)
         check_count("accumulate", self.accumulate)
 
     @property
-    def parts(self) -> int:
+    def num_micro_batches(self) -> int:
         """`accumulate`."""
         return self.accumulate
 
     def check(self, world_size: int, batch_size: int) -> None:
         """Raise ValueError where nobody could have so many micro-batches."""
-        self._alone.check(self.mesh(world_size).replicas, batch_size)
+        self._unsharded_strategy.check(self.build_mesh(world_size).replicas, batch_size)
 
-    def setup(self, model: nn.Module, objective: Objective, optimizer: Callable[..., Any], setting: Setting) -> Worker:
+    def setup(self, model: nn.Module, loss_fn: Loss, optimizer: Callable[..., Any], context: WorkerContext) -> Worker:
         """This rank's slices. The parameters must be equal on all ranks already; alone, a plain training."""
-        make = self._alone.setup if setting.group is None else self._worker
-        return make(model, objective, optimizer, setting)
+        make = self._unsharded_strategy.setup if context.group is None else self._make_worker
+        return make(model, loss_fn, optimizer, context)
 
     @property
-    def _alone(self) -> DataParallel:
+    def _unsharded_strategy(self) -> DataParallel:
         """The same training where nothing is cut."""
-        return DataParallel(clip_norm=self.clip_norm, accumulate=self.accumulate)
+        return DataParallel(clip_grad_norm=self.clip_grad_norm, accumulate=self.accumulate)
 
     @abc.abstractmethod
-    def _worker(
-        self, model: nn.Module, objective: Objective, optimizer: Callable[..., Any], setting: Setting
-    ) -> Sliced:
+    def _make_worker(
+        self, model: nn.Module, loss_fn: Loss, optimizer: Callable[..., Any], context: WorkerContext
+    ) -> DTensorWorker:
         """This rank's slices of `model`."""
 
 
-class Sliced(Replica, abc.ABC):
+class DTensorWorker(ReplicatedWorker, abc.ABC):
     """One rank's slices. Subclasses cut the model, and say what a step is."""
 
-    collective = True
-    _strategy: Slicing
+    forward_is_collective = True
+    _strategy: DTensorStrategy
 
     def __init__(
         self,
-        strategy: Slicing,
+        strategy: DTensorStrategy,
         model: nn.Module,
-        objective: Objective,
+        loss_fn: Loss,
         optimizer: Callable[..., Any],
-        setting: Setting,
+        context: WorkerContext,
     ) -> None:
         """`model` is the whole one, and stays as it is. `optimizer` makes one, once parameters are cut."""
-        assert setting.group is not None
-        self._strategy, self._setting = strategy, setting
-        self._skeleton, self._stale = skeleton(model), False
-        mine = copy.deepcopy(self._skeleton)
-        self._cut(mine, setting.group)
-        take_slices(model, mine, setting.device)
-        super().__init__(mine, objective, make_optimizer(optimizer, mine), setting, clip_norm=strategy.clip_norm)
-        self._note(mine)
+        assert context.group is not None
+        self._strategy, self._context = strategy, context
+        self._meta_model, self._has_stale_group = copy_to_meta(model), False
+        mine = copy.deepcopy(self._meta_model)
+        self._shard_model(mine, context.group)
+        load_shards(model, mine, context.device)
+        super().__init__(
+            mine, loss_fn, make_optimizer(optimizer, mine), context, clip_grad_norm=strategy.clip_grad_norm
+        )
+        self._register_shards(mine)
 
     def step(
-        self, batches: Sequence[tuple[int, Any]], counts: Sequence[int], microscope: Microscope | None = None
-    ) -> Outcome:
+        self, batches: Sequence[tuple[int, Any]], counts: Sequence[int], probe: Microscope | None = None
+    ) -> StepResult:
         """One step; the collectives in it are told to a microscope."""
-        self._renew()
-        if not isinstance(microscope, CollectiveScope):
-            return self._step(batches, counts)
-        with microscope.watching():
-            outcome = self._step(batches, counts)
-        microscope.loss(outcome.loss, float(outcome.weight) if self._speaks else 0.0, 0.0)
-        if outcome.finite:
-            microscope.updated(float(self.optimizer.param_groups[0]["lr"]))
+        self._rebuild_if_stale()
+        if not isinstance(probe, CollectiveScope):
+            return self._run_step(batches, counts)
+        with probe.watching():
+            outcome = self._run_step(batches, counts)
+        probe.loss(outcome.loss, float(outcome.loss_weight) if self._reports_samples else 0.0, 0.0)
+        if outcome.is_finite:
+            probe.updated(float(self.optimizer.param_groups[0]["lr"]))
         return outcome
 
     @abc.abstractmethod
-    def _step(self, batches: Sequence[tuple[int, Any]], counts: Sequence[int]) -> Outcome:
+    def _run_step(self, batches: Sequence[tuple[int, Any]], counts: Sequence[int]) -> StepResult:
         """One step, in the process group that there is now."""
 
-    def microscope(self, **where: int) -> Microscope:
+    def make_step_probe(self, **position: int) -> Microscope:
         """What looks at this rank's collectives. A collective itself, where the process group is a new one."""
-        self._renew()
+        self._rebuild_if_stale()
         group = self._group
         assert group is not None
-        return CollectiveScope(self._model, lambda: self._phases.around, group.sent_bytes, speaks=self._speaks, **where)
+        return CollectiveScope(
+            self._model, lambda: self._phases.around, group.sent_bytes, speaks=self._reports_samples, **position
+        )
 
     @abc.abstractmethod
-    def _cut(self, model: nn.Module, group: Group) -> None:
+    def _shard_model(self, model: nn.Module, group: Group) -> None:
         """Cut the parameters of `model`, a skeleton without numbers. A collective."""
 
     @property
     @abc.abstractmethod
-    def _replica(self) -> int:
+    def _replica_index(self) -> int:
         """Which copy of the model this rank's slices belong to."""
 
-    def _note(self, model: nn.Module) -> None:
+    def _register_shards(self, model: nn.Module) -> None:
         """Keep the slices at hand: while FSDP is at work, its modules have whole parameters in their place."""
         self._model = model
-        self._slices = dict(model.named_parameters(remove_duplicate=False))
+        self._sharded_parameters = dict(model.named_parameters(remove_duplicate=False))
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        world = self._setting.group.world_size if self._setting.group is not None else 1
-        self._copies = [world // parts(p) for p in self._parameters]
+        world = self._context.group.world_size if self._context.group is not None else 1
+        self._num_holders = [world // count_shards(p) for p in self._parameters]
 
-    def exchange(self, archive: Archive) -> None:
+    def visit_state(self, visitor: Archive) -> None:
         """As of a whole copy, slice by slice."""
-        self._renew()
-        super().exchange(archive)
+        self._rebuild_if_stale()
+        super().visit_state(visitor)
 
-    def _named(self) -> dict[str, nn.Parameter]:
-        return self._slices
+    def _named_parameters(self) -> dict[str, nn.Parameter]:
+        return self._sharded_parameters
 
     # -- gradients --------------------------------------------------------------------------------------------
 
-    def _gradients(self) -> list[torch.Tensor]:
+    def _list_local_gradients(self) -> list[torch.Tensor]:
         """What lies on this rank of the gradients that there are."""
-        return [local(p.grad) for p in self._parameters if p.grad is not None]
+        return [get_local_tensor(p.grad) for p in self._parameters if p.grad is not None]
 
-    def _norm(self) -> float:
+    def _compute_grad_norm(self) -> float:
         """Of the whole gradient: the squares of all parts, summed over ranks in float64."""
-        pairs = [(local(p.grad), n) for p, n in zip(self._parameters, self._copies, strict=True) if p.grad is not None]
-        total = squares([gradient for gradient, _ in pairs], [n for _, n in pairs], self._setting.device).sum()
+        pairs = [
+            (get_local_tensor(p.grad), n)
+            for p, n in zip(self._parameters, self._num_holders, strict=True)
+            if p.grad is not None
+        ]
+        total = sum_global_squares(
+            [gradient for gradient, _ in pairs], [n for _, n in pairs], self._context.device
+        ).sum()
         assert self._group is not None
         self._phases.enter("sync")
         self._group.all_reduce(total)
         self._phases.enter("update")
         return float(total.sqrt())
 
-    def _all_finite(self) -> bool:
+    def _are_gradients_finite(self) -> bool:
         assert self._group is not None
-        return not self._group.any(not all(bool(g.isfinite().all()) for g in self._gradients()))
+        return not self._group.any(not all(bool(g.isfinite().all()) for g in self._list_local_gradients()))
 
-    def _announce(self, tally: Tally) -> torch.futures.Future[list[torch.Tensor]] | None:
+    def _start_weight_reduce(
+        self, loss_accumulator: LossAccumulator
+    ) -> torch.futures.Future[list[torch.Tensor]] | None:
         """Of ranks that take the same samples, one tells their weight."""
-        if self._speaks:
-            return super()._announce(tally)
-        mute = Tally(1)
-        mute.form = tally.form
-        return super()._announce(mute)
+        if self._reports_samples:
+            return super()._start_weight_reduce(loss_accumulator)
+        mute = LossAccumulator(1)
+        mute.loss_form = loss_accumulator.loss_form
+        return super()._start_weight_reduce(mute)
 
     @property
-    def _speaks(self) -> bool:
+    def _reports_samples(self) -> bool:
         """Whether this rank speaks for the samples that it takes."""
         return True
 
     # -- the whole model --------------------------------------------------------------------------------------
 
-    def pieces(self) -> dict[str, Any]:
+    def state_dict_parts(self) -> dict[str, Any]:
         """The slices of the first copy of the model; from rank 0, what is not cut too."""
         assert self._group is not None
         found: dict[str, Any] = {}
-        with self.whole() as model:
+        with self.averaged_model() as model:
             for name, value in model.state_dict().items():
-                cut = place_of(value) if isinstance(value, DTensor) else None
-                if cut is not None and self._replica == 0:
-                    found[name] = Piece(kept(local(value)), *cut, folds(self._slices[name]))
+                cut = get_shard_position(value) if isinstance(value, DTensor) else None
+                if cut is not None and self._replica_index == 0:
+                    found[name] = Piece(
+                        copy_to_cpu(get_local_tensor(value)), *cut, get_num_fused_blocks(self._sharded_parameters[name])
+                    )
                 elif cut is None and self._group.rank == 0:
-                    found[name] = kept(local(value) if isinstance(value, torch.Tensor) else value)
+                    found[name] = copy_to_cpu(get_local_tensor(value) if isinstance(value, torch.Tensor) else value)
         return found
 
     @contextlib.contextmanager
-    def whole(self) -> Iterator[nn.Module]:
+    def averaged_model(self) -> Iterator[nn.Module]:
         """The module, its batch statistics averaged over ranks while it lasts."""
-        self._renew()
-        with super().whole() as model:
+        self._rebuild_if_stale()
+        with super().averaged_model() as model:
             yield model
 
-    def fingerprint(self) -> Fingerprint:
+    def compute_fingerprint(self) -> Fingerprint:
         """A checksum of the slices, to be equal in all replicas, and one of what is not cut and lies on all ranks."""
         assert self._group is not None
-        mine = self._strategy.part_of(self._group.world_size, self._group.rank)
-        whole = [local(p) for p in self._parameters if parts(p) == 1]
-        cut = [local(p) for p in self._parameters if parts(p) > 1]
-        return {part: bits(tensors) for part, tensors in (((), whole), (mine, cut)) if tensors}
+        mine = self._strategy.model_shard_id(self._group.world_size, self._group.rank)
+        whole = [get_local_tensor(p) for p in self._parameters if count_shards(p) == 1]
+        cut = [get_local_tensor(p) for p in self._parameters if count_shards(p) > 1]
+        return {part: compute_checksum(tensors) for part, tensors in (((), whole), (mine, cut)) if tensors}
 
     # -- another process group --------------------------------------------------------------------------------
 
-    def regroup(self, group: Group) -> None:
+    def set_process_group(self, group: Group) -> None:
         """Go on in a new generation of the process group, from the next use on."""
-        super().regroup(group)
-        self._stale = True
+        super().set_process_group(group)
+        self._has_stale_group = True
 
-    def _renew(self) -> None:
+    def _rebuild_if_stale(self) -> None:
         """Move to the process group that there is now. A collective where it is a new one."""
-        if not self._stale:
+        if not self._has_stale_group:
             return
         assert self._group is not None
-        fresh = copy.deepcopy(self._skeleton)
-        self._cut(fresh, self._group)
-        move_optimizer(self.optimizer, move_slices(self._slices, self._model, fresh))
-        self._note(fresh)
-        self._stale = False
+        fresh = copy.deepcopy(self._meta_model)
+        self._shard_model(fresh, self._group)
+        rebind_optimizer(self.optimizer, transfer_shards(self._sharded_parameters, self._model, fresh))
+        self._register_shards(fresh)
+        self._has_stale_group = False
 
 
-def grid(group: Group, mesh: Mesh, device: torch.device) -> dict[str, DeviceMesh]:
+def build_device_meshes(group: Group, mesh: Mesh, device: torch.device) -> dict[str, DeviceMesh]:
     """Groups along each axis of several ranks by name, and along all as "": unlike any of another generation."""
     names = {axis: f"{axis}{group.generation}" for axis in mesh.axes}
     whole = group.grid(Mesh({names[axis]: size for axis, size in mesh.axes.items()}), device)
     return {"": whole} | {axis: whole[name] for axis, name in names.items() if name in (whole.mesh_dim_names or ())}
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
+def get_local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """What lies here of a tensor, without copying; the tensor itself where it is no DTensor."""
     with torch.no_grad():
         found = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -263,7 +277,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
         return found.wait() if isinstance(found, AsyncCollectiveTensor) else found
 
 
-def place_of(tensor: DTensor) -> tuple[int, int] | None:
+def get_shard_position(tensor: DTensor) -> tuple[int, int] | None:
     """(the dimension along which it is cut, the how-manieth part lies here); None where all of it does."""
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None
@@ -273,7 +287,7 @@ def place_of(tensor: DTensor) -> tuple[int, int] | None:
     return None
 
 
-def parts(tensor: torch.Tensor) -> int:
+def count_shards(tensor: torch.Tensor) -> int:
     """Into how many parts a tensor is cut."""
     if not isinstance(tensor, DTensor):
         return 1
@@ -281,29 +295,31 @@ def parts(tensor: torch.Tensor) -> int:
     return cuts[0] if cuts else 1
 
 
-def folds(parameter: torch.Tensor) -> int:
+def get_num_fused_blocks(parameter: torch.Tensor) -> int:
     """Of how many equal blocks of rows a rank has its part each: 3 where queries, keys and values are one parameter."""
-    found: int = getattr(parameter, _FOLDS, 1)
+    found: int = getattr(parameter, _FUSED_BLOCKS_ATTRIBUTE, 1)
     return found
 
 
-def fold(parameter: nn.Parameter, blocks: int) -> nn.Parameter:
+def set_num_fused_blocks(parameter: nn.Parameter, num_blocks: int) -> nn.Parameter:
     """Say of how many blocks of rows a parameter, cut by rows, has a part each."""
-    setattr(parameter, _FOLDS, blocks)
+    setattr(parameter, _FUSED_BLOCKS_ATTRIBUTE, num_blocks)
     return parameter
 
 
-_FOLDS = "dtkit_folds"
+_FUSED_BLOCKS_ATTRIBUTE = "dtkit_folds"
 
 
-def squares(tensors: Sequence[torch.Tensor], copies: Sequence[int], device: torch.device) -> torch.Tensor:
+def sum_global_squares(
+    tensors: Sequence[torch.Tensor], num_holders: Sequence[int], device: torch.device
+) -> torch.Tensor:
     """The sum of squares of each tensor's numbers, over its copies, in float64."""
     if not tensors:
         return torch.zeros(1, dtype=torch.float64, device=device)
-    return gradients.squares(tensors) / torch.tensor(copies, dtype=torch.float64, device=device)
+    return gradients.sum_squares(tensors) / torch.tensor(num_holders, dtype=torch.float64, device=device)
 
 
-def skeleton(model: nn.Module) -> nn.Module:
+def copy_to_meta(model: nn.Module) -> nn.Module:
     """A copy without numbers, which takes no memory: parameters and buffers on the meta device."""
     memo: dict[int, Any] = {}
     for p in model.parameters():
@@ -313,87 +329,89 @@ def skeleton(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def take_slices(whole: nn.Module, mine: nn.Module, device: torch.device) -> None:
+def load_shards(model: nn.Module, sharded_model: nn.Module, device: torch.device) -> None:
     """Give `mine`, a skeleton that was cut, copies of this rank's slices of a whole model's numbers."""
 
     def lay(p: nn.Parameter, like: nn.Parameter) -> nn.Parameter:
         if not isinstance(like, DTensor):
             return nn.Parameter(p.detach().to(device, copy=True), p.requires_grad)
-        part = this_part(p.detach(), like).to(device, copy=True, memory_format=torch.contiguous_format)
-        return nn.Parameter(of_part(part, like), p.requires_grad)
+        part = slice_like(p.detach(), like).to(device, copy=True, memory_format=torch.contiguous_format)
+        return nn.Parameter(wrap_local_shard(part, like), p.requires_grad)
 
-    _fill(mine, dict(whole.named_parameters(remove_duplicate=False)), lay)
+    _replace_parameters(sharded_model, dict(model.named_parameters(remove_duplicate=False)), lay)
     copies: dict[int, torch.Tensor] = {}
-    for before, after in zip(whole.modules(), mine.modules(), strict=True):
+    for before, after in zip(model.modules(), sharded_model.modules(), strict=True):
         for name, buffer in before.named_buffers(recurse=False):
             copies.setdefault(id(buffer), buffer.to(device, copy=True))
             setattr(after, name, copies[id(buffer)])
 
 
-def move_slices(
-    slices: Mapping[str, nn.Parameter], old: nn.Module, fresh: nn.Module
+def transfer_shards(
+    sharded_parameters: Mapping[str, nn.Parameter], old_model: nn.Module, new_model: nn.Module
 ) -> dict[nn.Parameter, nn.Parameter]:
     """Put slices, and the buffers and plain settings of `old`, into `fresh`, cut alike. {old parameter: new one}."""
 
     def lay(p: nn.Parameter, like: nn.Parameter) -> nn.Parameter:
-        return nn.Parameter(relaid(p, like), p.requires_grad) if isinstance(like, DTensor) else p
+        return nn.Parameter(move_to_mesh_of(p, like), p.requires_grad) if isinstance(like, DTensor) else p
 
-    moved = _fill(fresh, slices, lay)
-    for before, after in zip(old.modules(), fresh.modules(), strict=True):
+    moved = _replace_parameters(new_model, sharded_parameters, lay)
+    for before, after in zip(old_model.modules(), new_model.modules(), strict=True):
         after.__dict__.update({k: v for k, v in vars(before).items() if isinstance(v, (bool, int, float, str))})
         for name, buffer in before.named_buffers(recurse=False):
             setattr(after, name, buffer)
     return moved
 
 
-def _fill(
+def _replace_parameters(
     model: nn.Module,
-    numbers: Mapping[str, nn.Parameter],
-    lay: Callable[[nn.Parameter, nn.Parameter], nn.Parameter],
+    source_parameters: Mapping[str, nn.Parameter],
+    convert: Callable[[nn.Parameter, nn.Parameter], nn.Parameter],
 ) -> dict[nn.Parameter, nn.Parameter]:
     """Replace a model's parameters by what `lay` makes of others of the same name. {other: what was made of it}."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for name, like in list(model.named_parameters(remove_duplicate=False)):
-        p = numbers[name]
+        p = source_parameters[name]
         if p not in made:
-            made[p] = fold(lay(p, like), folds(like))
+            made[p] = set_num_fused_blocks(convert(p, like), get_num_fused_blocks(like))
         module, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(module), attribute, made[p])
     return made
 
 
-def this_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
+def slice_like(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
     """This rank's part of a tensor that is to be cut like another: parts as torch.chunk makes them, or none."""
-    cut = place_of(like)
+    cut = get_shard_position(like)
     if cut is None:
         return whole
-    if folds(like) > 1:
-        return torch.cat([block.chunk(parts(like))[cut[1]] for block in whole.chunk(folds(like))])
-    chunks = whole.chunk(parts(like), cut[0])
+    if get_num_fused_blocks(like) > 1:
+        return torch.cat([block.chunk(count_shards(like))[cut[1]] for block in whole.chunk(get_num_fused_blocks(like))])
+    chunks = whole.chunk(count_shards(like), cut[0])
     return chunks[cut[1]] if cut[1] < len(chunks) else whole.narrow(cut[0], 0, 0)
 
 
-def of_part(part: torch.Tensor, like: DTensor) -> DTensor:
+def wrap_local_shard(local_shard: torch.Tensor, like: DTensor) -> DTensor:
     """The tensor of which this is what lies here, laid out as another is."""
     mesh, stride = like.device_mesh, like.stride()
-    return DTensor.from_local(part, mesh, like.placements, run_check=False, shape=like.shape, stride=stride)
+    return DTensor.from_local(local_shard, mesh, like.placements, run_check=False, shape=like.shape, stride=stride)
 
 
 @torch.no_grad()
-def relaid(tensor: torch.Tensor, like: DTensor) -> DTensor:
+def move_to_mesh_of(tensor: torch.Tensor, like: DTensor) -> DTensor:
     """The same numbers on another mesh."""
     placements = tensor.placements if isinstance(tensor, DTensor) else like.placements
     shape, stride = tensor.shape, tensor.stride()
-    return DTensor.from_local(local(tensor), like.device_mesh, placements, run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(
+        get_local_tensor(tensor), like.device_mesh, placements, run_check=False, shape=shape, stride=stride
+    )
 
 
-def move_optimizer(optimizer: torch.optim.Optimizer, moved: Mapping[nn.Parameter, nn.Parameter]) -> None:
+def rebind_optimizer(optimizer: torch.optim.Optimizer, new_parameters: Mapping[nn.Parameter, nn.Parameter]) -> None:
     """Have an optimiser go on with other parameters, its state moved to their mesh."""
     for group in optimizer.param_groups:
-        group["params"] = [moved[p] for p in group["params"]]
-    for old, new in moved.items():
+        group["params"] = [new_parameters[p] for p in group["params"]]
+    for old, new in new_parameters.items():
         if old is new or old not in optimizer.state:
             continue
         state = optimizer.state.pop(old)
         assert isinstance(new, DTensor)
-        optimizer.state[new] = {k: relaid(v, new) if isinstance(v, DTensor) else v for k, v in state.items()}
+        optimizer.state[new] = {k: move_to_mesh_of(v, new) if isinstance(v, DTensor) else v for k, v in state.items()}

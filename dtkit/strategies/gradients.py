@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dtkit.strategies.loss import MEAN, PAIR
+from dtkit.strategies.loss import LOSS_IS_MEAN, LOSS_IS_WEIGHTED_SUM
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -17,31 +17,33 @@ if TYPE_CHECKING:
     from dtkit.engine.comm.process_group import Group
 
 
-def agree_on_form(form: int | None, group: Group | None) -> int:
+def agree_on_loss_form(loss_form: int | None, group: Group | None) -> int:
     """Whether the loss is a mean or a pair, as all ranks see it. A collective.
 
     None where this rank has no loss: it has no sample in the first step, or not the last stage. TypeError, on all
     ranks, where they see different forms.
     """
-    votes = torch.tensor([form == MEAN, form == PAIR], dtype=torch.float32)
+    votes = torch.tensor([loss_form == LOSS_IS_MEAN, loss_form == LOSS_IS_WEIGHTED_SUM], dtype=torch.float32)
     if group is not None:
         group.all_reduce(votes)
     if bool(votes.all()):
         raise TypeError("the loss is a scalar on some ranks and a (sum, weight) pair on others; return one form")
-    return MEAN if votes[0] else PAIR
+    return LOSS_IS_MEAN if votes[0] else LOSS_IS_WEIGHTED_SUM
 
 
-def per_weight(total: torch.Tensor) -> torch.Tensor:
+def compute_weight_factor(total_weight: torch.Tensor) -> torch.Tensor:
     """What makes the gradients of a sum into those of the weighted mean. Of no weight at all, `total` becomes tiny."""
-    return (1 / total.clamp_(min=torch.finfo(total.dtype).tiny)).nan_to_num()  # a sum of nothing has a gradient of 0
+    return (
+        1 / total_weight.clamp_(min=torch.finfo(total_weight.dtype).tiny)
+    ).nan_to_num()  # a sum of nothing has a gradient of 0
 
 
-def clipping(norm: float, limit: float | None) -> float:
+def compute_clip_factor(norm: float, max_norm: float | None) -> float:
     """What to multiply a gradient of this norm by: as torch's clip_grad_norm_ does."""
-    return 1.0 if limit is None or norm <= limit else limit / (norm + 1e-6)
+    return 1.0 if max_norm is None or norm <= max_norm else max_norm / (norm + 1e-6)
 
 
-def scale(gradients: list[torch.Tensor], factor: torch.Tensor | float) -> None:
+def scale_(gradients: list[torch.Tensor], factor: torch.Tensor | float) -> None:
     """Multiply in place: by one fused operation where they are of one kind."""
     if len({(g.dtype, g.device, g.layout) for g in gradients}) == 1 and not gradients[0].is_sparse:
         torch._foreach_mul_(gradients, torch.as_tensor(factor, dtype=torch.float64).to(gradients[0]))
@@ -50,18 +52,18 @@ def scale(gradients: list[torch.Tensor], factor: torch.Tensor | float) -> None:
             gradient.mul_(float(factor))
 
 
-def squares(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+def sum_squares(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """The sum of squares of each one's numbers, in float64. All on one device, and at least one."""
-    norms = torch._foreach_norm([values(g) for g in gradients])  # noqa: SLF001 - as clip_grad_norm_ does
+    norms = torch._foreach_norm([get_values(g) for g in gradients])  # noqa: SLF001 - as clip_grad_norm_ does
     return torch.stack(norms).double().square()
 
 
-def values(gradient: torch.Tensor) -> torch.Tensor:
+def get_values(gradient: torch.Tensor) -> torch.Tensor:
     """The numbers of a gradient, which is sparse for an embedding made so."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
-def summed(
+def all_reduce_flat(
     parameters: Sequence[torch.Tensor],
     gradients: Sequence[torch.Tensor | None],
     all_reduce: Callable[[torch.Tensor], object],

@@ -13,65 +13,65 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dtkit.strategies.base import Forecast
+from dtkit.strategies.base import EvalOutput
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-MEAN, PAIR = 1, 2
+LOSS_IS_MEAN, LOSS_IS_WEIGHTED_SUM = 1, 2
 
 
 @dataclasses.dataclass(frozen=True)
-class Objective:
+class Loss:
     """The user's way from a batch to a loss: ``loss(output, target)``, or ``step(model, batch)``."""
 
-    loss: Callable[..., Any] | None
-    step: Callable[..., Any] | None
-    watch: bool = True
+    loss_fn: Callable[..., Any] | None
+    training_step: Callable[..., Any] | None
+    check_ignore_index: bool = True
     """Whether to look for `ignore_index` in every batch's targets."""
 
-    def having_seen(self, targets: torch.Tensor) -> Objective:
+    def with_checked_targets(self, targets: torch.Tensor) -> Loss:
         """This objective for targets that are all known: looked through once, and not in every step."""
-        self._check_ignored(targets)
-        return dataclasses.replace(self, watch=False)
+        self._refuse_ignored_targets(targets)
+        return dataclasses.replace(self, check_ignore_index=False)
 
     def __call__(self, model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(mean loss, None) or (sum, weight)."""
-        if self.step is not None:
-            return _checked(self.step(model, batch), "step")
-        inputs, target = split(batch)
-        return _checked(self._loss(model(*inputs), target), "loss")
+        if self.training_step is not None:
+            return _check_loss_value(self.training_step(model, batch), "step")
+        inputs, target = split_batch(batch)
+        return _check_loss_value(self._call_loss_fn(model(*inputs), target), "loss")
 
-    def predict(self, model: torch.nn.Module, batch: Any) -> Forecast:
+    def evaluate_batch(self, model: torch.nn.Module, batch: Any) -> EvalOutput:
         """What the model makes of a batch, for metrics."""
-        if self.step is not None:
-            return Forecast(None, None, *_checked(self.step(model, batch), "step"))
-        inputs, target = split(batch)
-        return self.judge(model(*inputs), target)
+        if self.training_step is not None:
+            return EvalOutput(None, None, *_check_loss_value(self.training_step(model, batch), "step"))
+        inputs, target = split_batch(batch)
+        return self.evaluate_output(model(*inputs), target)
 
-    def judge(self, output: Any, target: Any) -> Forecast:
+    def evaluate_output(self, output: Any, target: Any) -> EvalOutput:
         """A model's output next to what it should be."""
-        return Forecast(output, target, *_checked(self._loss(output, target), "loss"))
+        return EvalOutput(output, target, *_check_loss_value(self._call_loss_fn(output, target), "loss"))
 
-    def _loss(self, output: Any, target: Any) -> Any:
-        if self.watch:
-            self._check_ignored(target)
-        assert self.loss is not None
-        return self.loss(output, target)
+    def _call_loss_fn(self, output: Any, target: Any) -> Any:
+        if self.check_ignore_index:
+            self._refuse_ignored_targets(target)
+        assert self.loss_fn is not None
+        return self.loss_fn(output, target)
 
-    def _check_ignored(self, target: Any) -> None:
-        ignored = getattr(self.loss, "ignore_index", None)
+    def _refuse_ignored_targets(self, target: Any) -> None:
+        ignored = getattr(self.loss_fn, "ignore_index", None)
         if ignored is not None and isinstance(target, torch.Tensor) and bool((target == ignored).any()):
             raise ValueError(
                 f"targets contain ignore_index={ignored}: the mean over the others is not a mean over samples. "
-                f"Pass a loss that returns (sum, weight): {REMEDY}"
+                f"Pass a loss that returns (sum, weight): {WEIGHTED_LOSS_EXAMPLE}"
             )
 
 
-REMEDY = "lambda out, y: (F.cross_entropy(out, y, ..., reduction='sum'), weight_of(y).sum())"
+WEIGHTED_LOSS_EXAMPLE = "lambda out, y: (F.cross_entropy(out, y, ..., reduction='sum'), weight_of(y).sum())"
 
 
-def split(batch: Any) -> tuple[Sequence[Any], Any]:
+def split_batch(batch: Any) -> tuple[Sequence[Any], Any]:
     """(the model's inputs, the target) of a batch."""
     if not isinstance(batch, tuple) or len(batch) < 2:
         form = f"{len(batch)} array" if isinstance(batch, tuple) else f"a {type(batch).__name__}"
@@ -82,7 +82,7 @@ def split(batch: Any) -> tuple[Sequence[Any], Any]:
     return batch[:-1], batch[-1]
 
 
-def _checked(value: Any, source: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _check_loss_value(value: Any, source: str) -> tuple[torch.Tensor, torch.Tensor | None]:
     if isinstance(value, tuple) and len(value) == 2:
         total, weight = value
         weight = torch.as_tensor(weight, dtype=torch.float64)

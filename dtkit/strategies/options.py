@@ -9,26 +9,26 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
-def check_count(name: str, value: Any, least: int = 1) -> None:
+def check_count(name: str, value: Any, minimum: int = 1) -> None:
     """An integer from `least` up."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}={value!r}; it must be an integer from {least} up, such as {name}={max(least, 2)}")
-    if value < least:
-        raise ValueError(f"{name}={value}; it must be at least {least}")
+        raise TypeError(f"{name}={value!r}; it must be an integer from {minimum} up, such as {name}={max(minimum, 2)}")
+    if value < minimum:
+        raise ValueError(f"{name}={value}; it must be at least {minimum}")
 
 
 def check_positive(name: str, value: Any) -> None:
     """A finite number above 0, or None."""
     if value is not None:
-        _check_above_0(name, value, "Leave it out for none")
+        _check_positive_number(name, value, "Leave it out for none")
 
 
-def check_rate(name: str, value: Any, usual: float) -> None:
+def check_rate(name: str, value: Any, example: float) -> None:
     """A finite number above 0, of which there must be one."""
-    _check_above_0(name, value, f"Usual is {name}={usual}")
+    _check_positive_number(name, value, f"Usual is {name}={example}")
 
 
-def _check_above_0(name: str, value: Any, remedy: str) -> None:
+def _check_positive_number(name: str, value: Any, remedy: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name}={value!r}; it must be a number above 0, such as {name}=1.0")
     if not (math.isfinite(value) and value > 0):

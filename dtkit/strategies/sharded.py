@@ -33,27 +33,27 @@ from torch.distributed.tensor import DTensor
 
 from dtkit.engine.data.sources import to_device
 from dtkit.mesh import Mesh
-from dtkit.planning.cost_model import Cost, ring_bytes
-from dtkit.strategies.dtensor_worker import Sliced, Slicing, grid
+from dtkit.planning.cost_model import Cost, compute_ring_bytes
+from dtkit.strategies.dtensor_worker import DTensorStrategy, DTensorWorker, build_device_meshes
 from dtkit.strategies.options import check_choice
-from dtkit.strategies.replicated import PRECISIONS, Tally
-from dtkit.strategies.tensor.collective_marks import among
+from dtkit.strategies.replicated import AUTOCAST_DTYPES, LossAccumulator
+from dtkit.strategies.tensor.collective_marks import rank_span
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from dtkit.engine.comm.process_group import Group
     from dtkit.engine.observe.phase_timer import Phases
-    from dtkit.planning.cost_model import Benchmark, Facts
-    from dtkit.strategies.base import Forward, Outcome, Setting
-    from dtkit.strategies.loss import Objective
+    from dtkit.planning.cost_model import Benchmark, ModelProfile
+    from dtkit.strategies.base import EvalFunction, StepResult, WorkerContext
+    from dtkit.strategies.loss import Loss
 
-FILLER = 2  # rows of a batch that counts for nothing: a BatchNorm1d can't normalise one
-_WHOLE_AT_ONCE = 9  # largest tensors that are there in full: 3 blocks (two gathered, one's gradient) of 3 each
+PADDING_ROWS = 2  # rows of a batch that counts for nothing: a BatchNorm1d can't normalise one
+_GATHER_ALL_LIMIT = 9  # largest tensors that are there in full: 3 blocks (two gathered, one's gradient) of 3 each
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Sharded(Slicing):
+class Sharded(DTensorStrategy):
     """Parameters, gradients and optimiser state are cut among the ranks; a block at a time is put together to compute.
 
     Parameters
@@ -72,7 +72,7 @@ class Sharded(Slicing):
 
     replicas: int = 1
     precision: str | None = None
-    clip_norm: float | None = None
+    clip_grad_norm: float | None = None
     accumulate: int = 1
 
     def __post_init__(self) -> None:
@@ -80,31 +80,31 @@ class Sharded(Slicing):
         super().__post_init__()
         check_choice("precision", self.precision, ("bf16",))
 
-    def mesh(self, world_size: int) -> Mesh:
+    def build_mesh(self, world_size: int) -> Mesh:
         """Every rank takes samples of its own."""
-        self.cut(world_size)
+        self.build_shard_mesh(world_size)
         return Mesh({"dp": world_size})
 
-    def cut(self, world_size: int) -> Mesh:
+    def build_shard_mesh(self, world_size: int) -> Mesh:
         """Among whom parameters are cut; ValueError where `replicas` does not divide the world size."""
         if self.replicas == 1:
             return Mesh({"shard": world_size})
         shards = max(1, world_size // self.replicas)
         return Mesh({"replica": self.replicas, "shard": shards}).check(world_size, replica="replicas", shard="shards")
 
-    def part_of(self, world_size: int, rank: int) -> tuple[int, ...]:
+    def model_shard_id(self, world_size: int, rank: int) -> tuple[int, ...]:
         """Its shard."""
-        return (self.cut(world_size).coordinates(rank)["shard"],)
+        return (self.build_shard_mesh(world_size).coordinates(rank)["shard"],)
 
     def check_model(self, model: nn.Module) -> None:
         """Raise ValueError for what FSDP2 can't shard."""
-        check_model(model)
+        check_shardable(model)
 
-    def caveats(self) -> tuple[str, ...]:
+    def equivalence_notes(self) -> tuple[str, ...]:
         """Rounding that one process does not do."""
         return (f"precision={self.precision!r} rounds sums over other samples on each rank",) if self.precision else ()
 
-    def cost(self, facts: Facts, benchmark: Benchmark) -> Cost:
+    def estimate_cost(self, profile: ModelProfile, benchmark: Benchmark) -> Cost:
         """Everything cut among the shards, and what is put together for the blocks at work.
 
         Which blocks there are is not known here: counted are 3 at a time, of 3 tensors as large as the largest. Sent
@@ -112,40 +112,42 @@ class Sharded(Slicing):
         """
         world = benchmark.world_size
         shards = max(1, world // self.replicas)
-        largest = _largest(facts)
-        gathered = min(facts.parameters + facts.gradients, round(_WHOLE_AT_ONCE * largest)) if shards > 1 else 0
-        moved = ring_bytes(facts.gradients, shards) / 2
+        largest = _compute_largest_tensor_bytes(profile)
+        gathered = min(profile.parameters + profile.gradients, round(_GATHER_ALL_LIMIT * largest)) if shards > 1 else 0
+        moved = compute_ring_bytes(profile.gradients, shards) / 2
         reduced = moved if "nccl" in benchmark.backend else 2 * moved
-        sent = 2 * moved + reduced + ring_bytes(facts.gradients / shards, self.replicas)
-        whole = ring_bytes(facts.gradients, world)
+        sent = 2 * moved + reduced + compute_ring_bytes(profile.gradients / shards, self.replicas)
+        whole = compute_ring_bytes(profile.gradients, world)
         return dataclasses.replace(
-            Cost.of_replica(
-                facts,
+            Cost.for_replica(
+                profile,
                 micro_batches=self.accumulate,
-                gradients=-(-facts.gradients // shards),
-                state=-(-facts.state // shards),
-                temporaries=-(-facts.update // shards),
+                gradients=-(-profile.gradients // shards),
+                optimizer_state=-(-profile.optimizer_state // shards),
+                temporaries=-(-profile.update_temporaries // shards),
                 sent_bytes=sent * self.accumulate,
-                exposed_s=benchmark.all_reduce_s(facts.gradients) * (sent / whole if whole else 0) * self.accumulate,
+                exposed_s=benchmark.estimate_all_reduce_s(profile.gradients)
+                * (sent / whole if whole else 0)
+                * self.accumulate,
             ),
-            parameters=-(-facts.parameters // shards),
-            activations=round(facts.activations.at(facts.rows / self.accumulate)) + gathered,
+            parameters=-(-profile.parameters // shards),
+            activations=round(profile.activations.predict(profile.rows / self.accumulate)) + gathered,
         )
 
-    def _worker(
-        self, model: nn.Module, objective: Objective, optimizer: Callable[..., Any], setting: Setting
-    ) -> Sliced:
-        check_model(model)
-        return _Shards(self, model, objective, optimizer, setting)
+    def _make_worker(
+        self, model: nn.Module, loss_fn: Loss, optimizer: Callable[..., Any], context: WorkerContext
+    ) -> DTensorWorker:
+        check_shardable(model)
+        return _FSDPWorker(self, model, loss_fn, optimizer, context)
 
 
-def _largest(facts: Facts) -> float:
+def _compute_largest_tensor_bytes(profile: ModelProfile) -> float:
     """Bytes of the largest tensor that is trained."""
-    numbers = [math.prod(shape) for shape in facts.shapes]
-    return facts.gradients * max(numbers) / sum(numbers) if sum(numbers) else 0.0
+    numbers = [math.prod(shape) for shape in profile.gradient_shapes]
+    return profile.gradients * max(numbers) / sum(numbers) if sum(numbers) else 0.0
 
 
-class _Shards(Sliced):
+class _FSDPWorker(DTensorWorker):
     """One rank's shards, under FSDP2."""
 
     _strategy: Sharded
@@ -154,88 +156,88 @@ class _Shards(Sliced):
         self,
         strategy: Sharded,
         model: nn.Module,
-        objective: Objective,
+        loss_fn: Loss,
         optimizer: Callable[..., Any],
-        setting: Setting,
+        context: WorkerContext,
     ) -> None:
-        self._spare: Any = None
-        super().__init__(strategy, model, objective, optimizer, setting)
+        self._last_batch: Any = None
+        super().__init__(strategy, model, loss_fn, optimizer, context)
 
-    def _cut(self, model: nn.Module, group: Group) -> None:
-        mesh = self._strategy.cut(group.world_size)
-        dtype = PRECISIONS.get(self._strategy.precision or "")
+    def _shard_model(self, model: nn.Module, group: Group) -> None:
+        mesh = self._strategy.build_shard_mesh(group.world_size)
+        dtype = AUTOCAST_DTYPES.get(self._strategy.precision or "")
         reduced = None if dtype is None else torch.float32
         # On CUDA collectives run in streams of their own, beside the computing, and are no phase of it.
-        phases = self._setting.phases if self._setting.device.type == "cpu" else None
-        options: dict[str, Any] = {"mesh": grid(group, mesh, self._setting.device)[""]}
+        phases = self._context.phases if self._context.device.type == "cpu" else None
+        options: dict[str, Any] = {"mesh": build_device_meshes(group, mesh, self._context.device)[""]}
         if numbers := {p for p in model.parameters() if not p.dim()}:
             options["ignored_params"] = numbers
-        for name, block in blocks(model):
+        for name, block in find_blocks(model):
             policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced)
-            shard(block, name, mesh.axes["shard"], phases, mp_policy=policy, **options)
+            shard_module(block, name, mesh.axes["shard"], phases, mp_policy=policy, **options)
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced, output_dtype=reduced)
-        shard(model, "what lies outside of blocks", mesh.axes["shard"], phases, mp_policy=policy, **options)
+        shard_module(model, "what lies outside of blocks", mesh.axes["shard"], phases, mp_policy=policy, **options)
 
-    def regroup(self, group: Group) -> None:
+    def set_process_group(self, group: Group) -> None:
         """Go on in a new generation of the process group, from the next use on; hold the old one no longer."""
-        super().regroup(group)
+        super().set_process_group(group)
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
-                _let_go(module)
+                _drop_process_groups(module)
 
     @property
-    def _replica(self) -> int:
+    def _replica_index(self) -> int:
         assert self._group is not None
-        mesh = self._strategy.cut(self._group.world_size)
+        mesh = self._strategy.build_shard_mesh(self._group.world_size)
         return mesh.coordinates(self._group.rank).get("replica", 0)
 
-    def _step(self, batches: Sequence[tuple[int, Any]], counts: Sequence[int]) -> Outcome:
+    def _run_step(self, batches: Sequence[tuple[int, Any]], counts: Sequence[int]) -> StepResult:
         """Forward and backward with gathering and reduce-scatter, and each rank's update of its own part."""
-        self._clear()
-        tally = Tally(sum(counts))
+        self._zero_grad()
+        tally = LossAccumulator(sum(counts))
         for k in range(min(self._strategy.accumulate, max(counts))):
             if k < len(batches):
-                self._differentiate(tally, *batches[k])
+                self._run_micro_batch(tally, *batches[k])
             else:
-                self._take_part()
-        self._check_used()
-        total = self._announce(tally)
-        self._sum_numbers()
-        self._divide(total)
-        finite, norm = self._update()
-        return self._outcome(tally, counts, finite=finite, norm=norm)
+                self._run_padding_batch()
+        self._check_all_parameters_used()
+        total = self._start_weight_reduce(tally)
+        self._all_reduce_unsharded()
+        self._divide_by_weight(total)
+        finite, norm = self._clip_and_update()
+        return self._make_step_result(tally, counts, finite=finite, norm=norm)
 
-    def _differentiate(self, tally: Tally, count: int, batch: Any) -> None:
-        if self._setting.sample is None:
-            self._spare = batch
+    def _run_micro_batch(self, loss_accumulator: LossAccumulator, count: int, batch: Any) -> None:
+        if self._context.make_sample_batch is None:
+            self._last_batch = batch
         self._phases.enter("forward")
-        loss = tally.add(*self._loss(self._model, batch), count)
+        loss = loss_accumulator.add(*self._compute_loss(self._model, batch), count)
         self._phases.enter("backward")
         loss.backward()  # type: ignore[no-untyped-call]
 
-    def _take_part(self) -> None:
+    def _run_padding_batch(self) -> None:
         """Gather and reduce with the others, without a sample."""
-        batch = self._filler()
+        batch = self._make_padding_batch()
         buffers = [(b, b.clone()) for b in self._model.buffers()]
         self._phases.enter("forward")
-        loss, _ = self._loss(self._model, batch)
+        loss, _ = self._compute_loss(self._model, batch)
         self._phases.enter("backward")
         (loss * 0).backward()  # type: ignore[no-untyped-call]
         for buffer, before in buffers:
             buffer.copy_(before)
 
-    def _filler(self) -> Any:
+    def _make_padding_batch(self) -> Any:
         """A batch whose loss is not to count; of a stream, the last one that this rank had."""
-        if self._setting.sample is not None:
-            return to_device(self._setting.sample(FILLER), self._setting.device)
-        if self._spare is None:
+        if self._context.make_sample_batch is not None:
+            return to_device(self._context.make_sample_batch(PADDING_ROWS), self._context.device)
+        if self._last_batch is None:
             raise ValueError(
                 "this rank has no sample in its first step, and sharded training needs some batch from every rank to "
                 "put the model together. Give every rank at least one sample at first"
             )
-        return self._spare
+        return self._last_batch
 
-    def _sum_numbers(self) -> None:
+    def _all_reduce_unsharded(self) -> None:
         """Sum the gradients of parameters that are not cut."""
         whole = [p.grad for p in self._parameters if p.grad is not None and not isinstance(p, DTensor)]
         if not whole or self._group is None:
@@ -244,47 +246,47 @@ class _Shards(Sliced):
         for gradient in whole:
             self._group.all_reduce(gradient)
 
-    def _check_used(self) -> None:
-        names = [name for name, p in self._slices.items() if p.requires_grad and p.grad is None]
+    def _check_all_parameters_used(self) -> None:
+        names = [name for name, p in self._sharded_parameters.items() if p.requires_grad and p.grad is None]
         if names:
-            raise ValueError(f"{', '.join(names)} got no gradient: {_ALL_USED}")
+            raise ValueError(f"{', '.join(names)} got no gradient: {_UNUSED_PARAMETER_ERROR}")
 
     @contextlib.contextmanager
-    def forwards(self) -> Iterator[Forward]:
+    def eval_mode(self) -> Iterator[EvalFunction]:
         """Of the model put together block by block: all ranks call it equally often."""
-        with super().forwards() as forward:
+        with super().eval_mode() as forward:
             yield forward
         if isinstance(self._model, FSDPModule):
             self._model.reshard()  # the outermost block stays whole after a forward pass, waiting for backward
 
 
-_ALL_USED = (
+_UNUSED_PARAMETER_ERROR = (
     "the model did not use it in this step on this rank, and ranks add up their gradients block by block. Sharded "
     "training needs a model that uses all of its parameters in every step; freeze what is never used by "
     "requires_grad_(False)"
 )
 
 
-def blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The modules to be gathered one at a time, by name: the layers of sequences, save what shares its parameters."""
     owners: dict[int, int] = {}
     for module in model.modules():
         for p in module.parameters(recurse=False):
             owners[id(p)] = owners.get(id(p), 0) + 1
-    return [(name, m) for name, m in _layers(model, "") if all(owners[id(p)] == 1 for p in m.parameters())]
+    return [(name, m) for name, m in _find_layers(model, "") if all(owners[id(p)] == 1 for p in m.parameters())]
 
 
-def _layers(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+def _find_layers(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
     for name, child in module.named_children():
         in_sequence = isinstance(module, (nn.Sequential, nn.ModuleList))
         if in_sequence and not isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             if any(p.dim() for p in child.parameters()):
                 yield prefix + name, child
         else:
-            yield from _layers(child, f"{prefix}{name}.")
+            yield from _find_layers(child, f"{prefix}{name}.")
 
 
-def shard(module: nn.Module, name: str, shards: int, phases: Phases | None, **options: Any) -> None:
+def shard_module(module: nn.Module, name: str, shards: int, phases: Phases | None, **options: Any) -> None:
     """Shard the parameters of a module that are whole yet; gradients are summed, and never of some of them only.
 
     With `phases`, the collectives are marked in the midst of forward and backward.
@@ -308,7 +310,7 @@ def shard(module: nn.Module, name: str, shards: int, phases: Phases | None, **op
         made.set_all_reduce_hook(lambda _: phases.unblock())  # also where replicas have nothing to sum
 
 
-def _let_go(module: FSDPModule) -> None:
+def _drop_process_groups(module: FSDPModule) -> None:
     """Have FSDP hold no process group for a module that will not be used again: its threads would stay till then."""
     state = module._get_fsdp_state()  # noqa: SLF001 - torch has no public way
     parts = getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group])  # noqa: SLF001 - its old name
@@ -318,7 +320,7 @@ def _let_go(module: FSDPModule) -> None:
                 setattr(part.mesh_info, name, None)
 
 
-class _Collective:
+class _TimedCollective:
     """One of torch's, of which the phases know."""
 
     def __init__(self, phases: Phases | None) -> None:
@@ -328,12 +330,12 @@ class _Collective:
         """Memory for it."""
         return torch.empty(size, dtype=dtype, device=device)
 
-    def _begin(self, group: dist.ProcessGroup) -> None:
+    def _mark_blocked(self, group: dist.ProcessGroup) -> None:
         if self._phases is not None:
-            self._phases.block(among(group))
+            self._phases.block(rank_span(group))
 
 
-class _AllGather(_Collective):
+class _AllGather(_TimedCollective):
     """Puts a block's parameters together."""
 
     def __call__(
@@ -344,19 +346,19 @@ class _AllGather(_Collective):
         async_op: bool = False,  # noqa: FBT001, FBT002 - torch's signature
     ) -> Any:
         """Gather."""
-        self._begin(group)
+        self._mark_blocked(group)
         work = _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
         if self._phases is not None:
             self._phases.unblock()
         return work
 
 
-class _CheckedReduceScatter(_Collective):
+class _CheckedReduceScatter(_TimedCollective):
     """After a look whether all parameters of the block have a gradient: peers expect them."""
 
-    def __init__(self, phases: Phases | None, name: str, expected: int) -> None:
+    def __init__(self, phases: Phases | None, name: str, expected_numel: int) -> None:
         super().__init__(phases)
-        self._name, self._expected = name, expected
+        self._name, self._expected_numel = name, expected_numel
 
     def __call__(
         self,
@@ -367,9 +369,9 @@ class _CheckedReduceScatter(_Collective):
         async_op: bool = False,  # noqa: FBT001, FBT002 - torch's signature
     ) -> Any:
         """Reduce, or raise ValueError. The sum over replicas follows, and then the hook that ends the mark."""
-        if input_tensor.numel() != self._expected:
-            raise ValueError(f"a parameter of {self._name} got no gradient: {_ALL_USED}")
-        self._begin(group)
+        if input_tensor.numel() != self._expected_numel:
+            raise ValueError(f"a parameter of {self._name} got no gradient: {_UNUSED_PARAMETER_ERROR}")
+        self._mark_blocked(group)
         return _reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
@@ -378,7 +380,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def check_model(model: nn.Module) -> None:
+def check_shardable(model: nn.Module) -> None:
     """Refuse what FSDP2 can't shard."""
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from dtkit.cluster.broadcast import Replicas
     from dtkit.cluster.cluster import Cluster
-    from dtkit.data.distribute import Placed
+    from dtkit.data.distribute import DataHandle
     from dtkit.engine.data.loader import Loading
     from dtkit.rpc.payload import Shipment
     from dtkit.schedules.schedule import Schedule
@@ -31,7 +31,7 @@ class Order:
     """What the engines were told to make: enough to make it again, as `verify` does."""
 
     copies: Replicas
-    data: Placed
+    data: DataHandle
     plan: JobPlan
     program: bytes
     """Objective, optimiser and strategy, pickled."""
@@ -70,7 +70,7 @@ class Extras:
 
     strategy: Strategy
     metrics: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
-    valid: Placed | None = None
+    valid: DataHandle | None = None
     callbacks: Sequence[Callable[[Run], Any]] = ()
     balance: tuple[int, ...] | None = None
     """Rows of each shard, where faster ranks are to take more of each batch."""

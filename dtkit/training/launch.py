@@ -18,8 +18,8 @@ from dtkit.checkpoint.manager import Saves
 from dtkit.cluster import broadcast
 from dtkit.cluster.broadcast import Replicas
 from dtkit.data import distribute
-from dtkit.data.distribute import Flow, Placed
-from dtkit.data.partition import Partition, caller_level
+from dtkit.data.distribute import DataHandle, StreamHandle
+from dtkit.data.partition import Partition, find_caller_stacklevel
 from dtkit.errors import which_ranks
 from dtkit.planning import planner
 from dtkit.training import resume as resuming
@@ -78,13 +78,13 @@ def train(cluster: Cluster, model: Any, data: Any, options: Options) -> Run:
     cluster.check_open()
     planner.check_idle(cluster, "and trains one model at a time", "end it (run.stop())")
     strategy = _check_options(options)
-    strategy.mesh(cluster.world_size)
+    strategy.build_mesh(cluster.world_size)
     strategy.check(cluster.world_size, options.batch_size)
     _check_shrinks(cluster.world_size, options, strategy)
     _check_model(cluster, model)
     if not isinstance(model, Replicas):
         strategy.check_model(model)
-        if (shown := strategy.preview(model)) is not None:
+        if (shown := strategy.describe_plan(model)) is not None:
             print(shown)  # noqa: T201 - a plan is shown before it is used
     resumption = None if options.resume is None else resuming.find(options.resume, model)
     loading = Loading(options.workers, options.pin_memory, options.prefetch)
@@ -92,9 +92,13 @@ def train(cluster: Cluster, model: Any, data: Any, options: Options) -> Run:
         _replace_lost(cluster)
     program = _program(cluster, options, strategy)
     part = _partition(cluster, model, data, options, strategy)
-    source = part if isinstance(part, Flow) else distribute.source_of(cluster, part)
-    copies = model if isinstance(model, Replicas) else broadcast.broadcast(cluster, model, mapped=strategy.partial)
-    valid = None if options.valid is None else distribute.place(cluster, options.valid, like=source)
+    source = part if isinstance(part, StreamHandle) else distribute.get_data_handle(cluster, part)
+    copies = model if isinstance(model, Replicas) else broadcast.broadcast(cluster, model, mapped=strategy.shards_model)
+    valid = (
+        None
+        if options.valid is None
+        else distribute.distribute_validation_data(cluster, options.valid, training_data=source)
+    )
     spec = _spec(cluster, copies, part, options, strategy)
     if resumption is not None:
         resumption.check(spec)
@@ -121,37 +125,39 @@ def _replace_lost(cluster: Cluster) -> None:
         cluster.repair()
 
 
-def _own(*pairs: tuple[Any, Replicas | Placed | None]) -> tuple[str, ...]:
+def _own(*pairs: tuple[Any, Replicas | DataHandle | None]) -> tuple[str, ...]:
     """Keys of what was placed here, of (what the user gave, what lies on the engines)."""
     return tuple(
         placed.key
         for given, placed in pairs
-        if placed is not None and not isinstance(given, (Replicas, Partition, Placed))
+        if placed is not None and not isinstance(given, (Replicas, Partition, DataHandle))
     )
 
 
 def _program(cluster: Cluster, options: Options, strategy: Strategy) -> bytes:
     """What the engines are to do with the batches, pickled."""
-    from dtkit.strategies.base import Program
-    from dtkit.strategies.loss import Objective
+    from dtkit.strategies.base import TrainingProgram
+    from dtkit.strategies.loss import Loss
 
-    what = Program(
-        Objective(options.loss, options.step),
+    what = TrainingProgram(
+        Loss(options.loss, options.step),
         options.optimizer,
         strategy,
         options.scheduler,
         options.scheduler_every,
-        has_valid=options.valid is not None,
+        has_validation=options.valid is not None,
     )
     return cluster.dumps(what, name="train")
 
 
-def _sizes(cluster: Cluster, part: Partition | Flow) -> tuple[int, ...]:
+def _sizes(cluster: Cluster, part: Partition | StreamHandle) -> tuple[int, ...]:
     """Rows of each shard; of a stream, whose ranks take equally many, in that proportion."""
-    return (1,) * cluster.world_size if isinstance(part, Flow) else part.sizes
+    return (1,) * cluster.world_size if isinstance(part, StreamHandle) else part.sizes
 
 
-def _extras(options: Options, strategy: Strategy, sizes: tuple[int, ...], valid: Placed | None, saves: Saves) -> Extras:
+def _extras(
+    options: Options, strategy: Strategy, sizes: tuple[int, ...], valid: DataHandle | None, saves: Saves
+) -> Extras:
     return Extras(
         strategy=strategy,
         on_failure=options.on_failure,
@@ -159,13 +165,13 @@ def _extras(options: Options, strategy: Strategy, sizes: tuple[int, ...], valid:
         valid=valid,
         callbacks=tuple(options.callbacks),
         balance=sizes if strategy.balance and len(sizes) > 1 else None,
-        caveats=strategy.caveats(),
-        explains=strategy.explains,
-        schedule=strategy.table,
+        caveats=strategy.equivalence_notes(),
+        explains=strategy.supports_explain,
+        schedule=strategy.pipeline_schedule,
         saves=saves,
         snapshots=_snapshots(options, strategy, len(sizes)),
         rhythm=_rhythm(options, strategy, len(sizes)),
-        copies=len(sizes) // strategy.mesh(len(sizes)).replicas,
+        copies=len(sizes) // strategy.build_mesh(len(sizes)).replicas,
     )
 
 
@@ -187,7 +193,7 @@ def _rhythm(options: Options, strategy: Strategy, world_size: int) -> Rhythm:
 
 def _single_copies(strategy: Strategy, world_size: int) -> bool:
     """Whether a part of the model is lost with the one rank that holds it."""
-    parts = [strategy.part_of(world_size, rank) for rank in range(world_size)]
+    parts = [strategy.model_shard_id(world_size, rank) for rank in range(world_size)]
     return any(parts.count(part) == 1 for part in parts) and len(set(parts)) > 1
 
 
@@ -196,14 +202,16 @@ def _saves(options: Options, before: Line) -> Saves:
     return Saves(options.save_every, to, options.keep, line=(*before, os.urandom(8).hex()))
 
 
-def _partition(cluster: Cluster, model: Any, data: Any, options: Options, strategy: Strategy) -> Partition | Flow:
+def _partition(
+    cluster: Cluster, model: Any, data: Any, options: Options, strategy: Strategy
+) -> Partition | StreamHandle:
     """The data as a partition that these options can be used with; all is checked before raw data travels."""
 
     def check(part: Partition) -> None:
         _check_sizes(options, part)
         _check_ignored(options.loss, part)
         if isinstance(data, Partition):
-            distribute.source_of(cluster, part)
+            distribute.get_data_handle(cluster, part)
         planner.check_fits(cluster, model, options.optimizer, strategy)
 
     def check_flow() -> None:
@@ -211,8 +219,8 @@ def _partition(cluster: Cluster, model: Any, data: Any, options: Options, strate
         planner.check_fits(cluster, model, options.optimizer, strategy)
 
     if not isinstance(data, Partition):
-        return distribute.for_training(
-            cluster, data, seed=options.seed, target=options.target, check=check, check_flow=check_flow
+        return distribute.distribute_training_data(
+            cluster, data, seed=options.seed, target=options.target, check=check, check_stream=check_flow
         )
     check(data)
     return data
@@ -256,7 +264,7 @@ def _check_shrinks(world_size: int, options: Options, strategy: Strategy) -> Non
     if options.on_failure != "shrink" or world_size == 1:
         return
     try:
-        strategy.mesh(world_size - 1)
+        strategy.build_mesh(world_size - 1)
         strategy.check(world_size - 1, options.batch_size)
     except ValueError as error:
         raise ValueError(
@@ -375,9 +383,9 @@ def _check_callbacks(options: Options) -> None:
 def _warn_of_batch_statistics(cluster: Cluster, copies: Replicas, strategy: Strategy) -> None:
     """Batch normalisation makes training depend on how a batch is cut; said once, before it starts."""
     synchronised = cluster.nodes[0].device.startswith("cuda") and getattr(strategy, "sync_batch_norm", False)
-    if strategy.table is not None:
+    if strategy.pipeline_schedule is not None:
         own = "a stage has those of a micro-batch only, with the copies that fill up one with fewer samples"
-    elif strategy.mesh(cluster.world_size).replicas == 1 or synchronised:
+    elif strategy.build_mesh(cluster.world_size).replicas == 1 or synchronised:
         return
     else:
         own = "each rank has those of its own part only"
@@ -385,7 +393,7 @@ def _warn_of_batch_statistics(cluster: Cluster, copies: Replicas, strategy: Stra
         warnings.warn(
             f"{copies.batch_norms[0]} normalises with the statistics of a batch, and {own}: training differs a little "
             "from one process. GroupNorm and LayerNorm don't depend on the batch",
-            stacklevel=caller_level(),
+            stacklevel=find_caller_stacklevel(),
         )
 
 
@@ -432,7 +440,7 @@ def _check_flow(cluster: Cluster, options: Options, strategy: Strategy) -> None:
             "are made, and leave shuffle out"
         )
     _check_share(options, cluster.world_size)
-    if strategy.mesh(cluster.world_size).replicas < cluster.world_size:
+    if strategy.build_mesh(cluster.world_size).replicas < cluster.world_size:
         raise ValueError(
             f"{strategy!r} has several ranks take the same samples, and of a stream each rank draws its own. Give "
             "samples that can be taken by number: arrays, a Dataset, files"
@@ -454,8 +462,10 @@ def _check_model(cluster: Cluster, model: Any) -> None:
         )
 
 
-def _spec(cluster: Cluster, copies: Replicas, part: Partition | Flow, options: Options, strategy: Strategy) -> RunSpec:
-    if isinstance(part, Flow):  # as many samples as there may be at most; the run ends with the stream
+def _spec(
+    cluster: Cluster, copies: Replicas, part: Partition | StreamHandle, options: Options, strategy: Strategy
+) -> RunSpec:
+    if isinstance(part, StreamHandle):  # as many samples as there may be at most; the run ends with the stream
         per_epoch, samples, shuffle = int(options.steps or 0), int(options.steps or 0) * int(options.batch_size), None
     else:
         per_epoch, samples, shuffle = -(-part.n // options.batch_size), part.n, options.shuffle

@@ -11,7 +11,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from dtkit.cluster.broadcast import Replicas
-from dtkit.data.distribute import Flow, Placed
+from dtkit.data.distribute import DataHandle, StreamHandle
 from dtkit.errors import CannotSend
 from dtkit.history import run_log
 from dtkit.rpc import pickling
@@ -19,7 +19,7 @@ from dtkit.training.config import Extras, Order
 
 if TYPE_CHECKING:
     from dtkit.cluster.cluster import Cluster
-    from dtkit.data.columns import Columns
+    from dtkit.data.columns import ColumnSelection
     from dtkit.engine.data.loader import Loading
     from dtkit.types import JobPlan, RunSpec
 
@@ -31,17 +31,17 @@ class _Keys:
     key: str
     samples: int | None
     """None of a stream."""
-    columns: Columns
+    columns: ColumnSelection
 
     @classmethod
-    def of(cls, placed: Placed) -> _Keys:
-        return cls(placed.key, placed.samples, placed.columns)
+    def of(cls, placed: DataHandle) -> _Keys:
+        return cls(placed.key, placed.num_samples, placed.columns)
 
     def placed(self, cluster: Cluster) -> Any:
         """The same data, as another notebook's."""
         if self.samples is None:
-            return Flow(cluster, self.key, self.columns)
-        return Placed(cluster, self.key, self.samples, self.columns)
+            return StreamHandle(cluster, self.key, self.columns)
+        return DataHandle(cluster, self.key, self.samples, self.columns)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -248,7 +248,7 @@ class Recovery:
         furthest snapshot.
         """
         cluster, job, world_size = self.cluster, self.job, self.cluster.world_size
-        parts = {rank: self.strategy.part_of(world_size, rank) for rank in range(world_size)}
+        parts = {rank: self.strategy.model_shard_id(world_size, rank) for rank in range(world_size)}
         rescued, earlier = rescue(cluster, job, standings, parts), left_behind(cluster.folder, job)
         if rescued is not None and earlier is not None:
             earlier.drop(cluster.folder, job)
@@ -282,5 +282,5 @@ class Recovery:
     def _check_fewer(self, world_size: int) -> None:
         if world_size < 1:
             raise ClusterError("no engine is left; start another cluster, and resume from a checkpoint there")
-        self.strategy.mesh(world_size)
+        self.strategy.build_mesh(world_size)
         self.strategy.check(world_size, self.batch_size)

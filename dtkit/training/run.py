@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from dtkit.cluster.cluster import Cluster
-    from dtkit.data.distribute import Placed
+    from dtkit.data.distribute import DataHandle
     from dtkit.explain.data_parallel import Explanation
     from dtkit.health.stall_report import Finding
     from dtkit.history.timeline import Timeline
@@ -107,7 +107,7 @@ class Run:
                 self.history.extend(resumption.checkpoint.history())
                 self._driver.stand_at(resumption.step, resumption.called, resumption.evaluated)
                 resumption.put_into_callbacks(self._extras.callbacks)
-                mesh = self._extras.strategy.mesh(self.spec.world_size)
+                mesh = self._extras.strategy.build_mesh(self.spec.world_size)
                 self.note(resumption.text(self.spec, mesh, overruled))
             otherwise.pop_all()
         self._cluster.note_job(present=True)
@@ -336,7 +336,7 @@ class Run:
         before = self._driver.step
         if self._ask("step", (1, True)) == before:
             raise self.exception or RunError(f"the run has taken all of its {self.spec.steps} steps; run.extend() it")
-        return explaining.explanation(self._driver.reports, self.spec.name, self._cluster.clock_offsets)
+        return explaining.build_explanation(self._driver.reports, self.spec.name, self._cluster.clock_offsets)
 
     def slow(self, rank: int, factor: float) -> int:
         """Have one rank's computing take `factor` times as long (it sleeps), for lessons and tests; 1 ends it.
@@ -572,12 +572,12 @@ class Run:
         `metrics` are those given to `train` unless named here. The result is exact for any number of samples.
         """
         self._check_kept("evaluate")
-        placed = distribute.place(self._cluster, data, like=self._order.data)
+        placed = distribute.distribute_validation_data(self._cluster, data, training_data=self._order.data)
         args = self._evaluation_args(placed, self._extras.metrics if metrics is None else metrics)
         step = self._driver.step
         return evaluation(step, self._cluster.ask("evaluate", job=self._job, **args))
 
-    def _evaluation_args(self, data: Placed, metrics: Mapping[str, Callable[..., Any]]) -> dict[str, Any]:
+    def _evaluation_args(self, data: DataHandle, metrics: Mapping[str, Callable[..., Any]]) -> dict[str, Any]:
         per_rank = -(-self.spec.batch_size // self.spec.world_size)
         program = self._cluster.dumps(dict(metrics), name="metrics")
         return {"data": data.key, "program": program, "batch_size": per_rank, "loading": self._order.loading}
@@ -753,7 +753,7 @@ def _of_size(size: int, spec: RunSpec, extras: Extras) -> tuple[RunSpec, Extras]
     if size == spec.world_size:
         return spec, extras
     even = None if extras.balance is None else (1,) * size
-    copies = size // extras.strategy.mesh(size).replicas
+    copies = size // extras.strategy.build_mesh(size).replicas
     return dataclasses.replace(spec, world_size=size), dataclasses.replace(extras, balance=even, copies=copies)
 
 

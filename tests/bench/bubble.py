@@ -57,7 +57,9 @@ def bubble() -> bool:
         with dtkit.Cluster(ranks, threads=1) as cluster:
             for schedule in SCHEDULES:
                 for micro_batches in (4, 8, 16):
-                    met &= _report(cluster, dtkit.Pipeline(ranks, micro_batches, schedule=schedule, by="parameters"))
+                    met &= _report(
+                        cluster, dtkit.Pipeline(ranks, micro_batches, schedule=schedule, balance_by="parameters")
+                    )
     return met
 
 
@@ -78,7 +80,7 @@ def _report(cluster: dtkit.Cluster, strategy: dtkit.Pipeline) -> bool:
 
 def _measure(cluster: dtkit.Cluster, strategy: dtkit.Pipeline) -> list[Any]:
     """The timelines of some steps, one by one."""
-    model = nn.Sequential(*(Slow() for _ in range(strategy.table.stages)))
+    model = nn.Sequential(*(Slow() for _ in range(strategy.pipeline_schedule.stages)))
     rows = torch.randn(256, 4), torch.randint(4, (256,))
     how: dict[str, Any] = {"loss": nn.CrossEntropyLoss(), "optimizer": _sgd, "batch_size": 64, "steps": WARM + STEPS}
     run = cluster.train(model, rows, strategy=strategy, start=False, **how)

@@ -14,7 +14,7 @@ from dtkit.engine.comm.process_group import Group
 from dtkit.engine.data.iterable import IterableStream, StreamSource
 from dtkit.engine.job import Job
 from dtkit.engine.observe.phase_timer import Phases
-from dtkit.strategies.replicated import Replica
+from dtkit.strategies.replicated import ReplicatedWorker
 from dtkit.types import JobPlan
 from tests.bench import ranks
 from tests.bench.pairs import Sample, ratios, report
@@ -28,7 +28,7 @@ SECONDS = 30.0  # of training with checksums
 
 # What only exists to be looked at, and the norm, which tells whether a step may be taken at all.
 _OBSERVING = ((Phases, "enter"), (Group, "sent_bytes"), (Job, "_rows"))
-_NORM = (Replica, "_norm")
+_NORM = (ReplicatedWorker, "_norm")
 
 
 def phases() -> bool:
@@ -96,7 +96,7 @@ def _blind(phases: Phases) -> contextlib.AbstractContextManager[None]:
         (Phases, "enter", lambda *_: None),
         (Phases, "finish", lambda _: marks),
         (Group, "sent_bytes", lambda _: 0),
-        (Replica, "_norm", lambda _: 0.0),
+        (ReplicatedWorker, "_norm", lambda _: 0.0),
     )
 
 

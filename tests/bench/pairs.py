@@ -27,7 +27,7 @@ class Sample:
 
 
 def alternate(measure: Callable[[], float], reference: Callable[[], float], pairs: int) -> tuple[Sample, Sample]:
-    """`measure` and `reference` in turn, each of them first in every other pair; each returns its figure."""
+    """`measure_speeds` and `reference` in turn, each of them first in every other pair; each returns its figure."""
     found: list[float] = []
     bare: list[float] = []
     for k in range(pairs):

@@ -27,8 +27,8 @@ from dtkit.engine.data.batches import Shards, Stream
 from dtkit.engine.data.sources import as_source
 from dtkit.engine.job import Job
 from dtkit.engine.observe.phase_timer import Phases
-from dtkit.strategies.base import Program, Setting
-from dtkit.strategies.loss import Objective
+from dtkit.strategies.base import TrainingProgram, WorkerContext
+from dtkit.strategies.loss import Loss
 from dtkit.types import GroupSpec, JobPlan
 from tests.bench.work import optimizer
 
@@ -78,10 +78,10 @@ def job(group: Group, work: Work, strategy: Strategy) -> Job:
     source = as_source(work.data())
     part = Partition(len(source), group.world_size)
     plan = JobPlan(work.batch, 1_000_000, "shard", seed=0)
-    stream = Stream(source, Shards(part.flat(), part.sizes), plan, [group.rank])
-    mesh = strategy.mesh(group.world_size)
-    setting = Setting(group, device, Phases(node_info.clock(device)), shards=[group.rank], mesh=mesh)
-    program = Program(Objective(nn.CrossEntropyLoss(), None), optimizer, strategy)
+    stream = Stream(source, Shards(part.flatten_indices(), part.sizes), plan, [group.rank])
+    mesh = strategy.build_mesh(group.world_size)
+    setting = WorkerContext(group, device, Phases(node_info.clock(device)), shards=[group.rank], mesh=mesh)
+    program = TrainingProgram(Loss(nn.CrossEntropyLoss(), None), optimizer, strategy)
     return Job(work.model(), program, stream, setting, seed=group.rank)
 
 

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.browser
 LOAD_S = 90  # 11 MB of WebAssembly are compiled
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".wasm": "application/wasm"}
 STRATEGIES = {
-    "pipeline": dtkit.Pipeline(2, 4, "1F1B", by="parameters"),
+    "pipeline": dtkit.Pipeline(2, 4, "1F1B", balance_by="parameters"),
     "data parallel": dtkit.DataParallel(),
 }
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     import dtkit
-    from dtkit.strategies.tensor.plan import Plan
+    from dtkit.strategies.tensor.plan import TensorPlan
 
 WIDTH, HEADS = 8, 4
 
@@ -294,22 +294,22 @@ def worker() -> Any:
 
 def held() -> tuple[int, int]:
     """On an engine: bytes of the numbers that lie here, of parameters and of the optimiser's state."""
-    from dtkit.strategies.dtensor_worker import local
+    from dtkit.strategies.dtensor_worker import get_local_tensor
 
     mine = worker()
-    parameters = [local(p) for p in set(mine._slices.values())]
+    parameters = [get_local_tensor(p) for p in set(mine._slices.values())]
     state = [v for s in mine.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor) and v.dim()]
-    return sum(p.nbytes for p in parameters), sum(local(v).nbytes for v in state)
+    return sum(p.nbytes for p in parameters), sum(get_local_tensor(v).nbytes for v in state)
 
 
 def slices(name: str) -> torch.Tensor:
     """On an engine: what lies here of a parameter."""
-    from dtkit.strategies.dtensor_worker import local
+    from dtkit.strategies.dtensor_worker import get_local_tensor
 
-    return local(worker()._slices[name]).detach().clone()
+    return get_local_tensor(worker()._slices[name]).detach().clone()
 
 
-def cut_by_heads(plan: Plan) -> list[str]:
+def cut_by_heads(plan: TensorPlan) -> list[str]:
     """The layers of attention of which a rank computes some heads."""
     return [row.name for row in plan.rows if row.note.endswith("on each rank") and row.style in ("heads", "fused")]
 

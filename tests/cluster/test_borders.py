@@ -33,11 +33,14 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.cluster, pytest.mark.parametrize("cluster", [2], indirect=True)]
 
 STEPS = 6
-SCHEDULES = [dtkit.Pipeline(2, 3, by="parameters"), dtkit.Pipeline(2, 4, "Interleaved1F1B", by="parameters")]
+SCHEDULES = [
+    dtkit.Pipeline(2, 3, balance_by="parameters"),
+    dtkit.Pipeline(2, 4, "Interleaved1F1B", balance_by="parameters"),
+]
 HALVED = [
-    dtkit.Pipeline(2, 4, "ZBVZeroBubble", by="parameters"),
-    dtkit.Pipeline(2, 4, "InterleavedZeroBubble", by="parameters"),
-    dtkit.Pipeline(2, schedule=["F0 F1 B0 B1", "F0 I0 F1 I1 W0 W1"], by="parameters"),
+    dtkit.Pipeline(2, 4, "ZBVZeroBubble", balance_by="parameters"),
+    dtkit.Pipeline(2, 4, "InterleavedZeroBubble", balance_by="parameters"),
+    dtkit.Pipeline(2, schedule=["F0 F1 B0 B1", "F0 I0 F1 I1 W0 W1"], balance_by="parameters"),
 ]
 ALL = [*SCHEDULES, *HALVED]
 
@@ -326,7 +329,7 @@ def test_an_explained_step_of_values_that_pass_by(cluster: dtkit.Cluster):
     strategy = SCHEDULES[1]
     how: dict[str, Any] = {"optimizer": momentum, "batch_size": BATCH, "steps": 2, "loss": loss}
     run = cluster.train(made(Returning), data(), strategy=strategy, start=False, **how)
-    assert run.step(explain=True).intact
+    assert run.step(explain=True).is_intact
     run.stop()
 
 

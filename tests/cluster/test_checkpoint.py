@@ -91,7 +91,7 @@ def strategies(world: int) -> dict[str, Any]:
         "data": dtkit.DataParallel(),
         "sharded": dtkit.Sharded(replicas=world // 2),
         "pipeline": dtkit.Pipeline(stages=2, micro_batches=3, replicas=world // 2),
-        "tensor": dtkit.TensorParallel(ways=2, replicas=world // 2),
+        "tensor": dtkit.TensorParallel(tp_size=2, replicas=world // 2),
     }
 
 
@@ -130,7 +130,7 @@ def test_goes_on_on_more_engines_and_on_fewer(
 @pytest.mark.parametrize(
     "strategy",
     [
-        dtkit.DataParallel(accumulate=2, clip_norm=0.5),
+        dtkit.DataParallel(accumulate=2, clip_grad_norm=0.5),
         dtkit.ParameterAveraging(every=4),
         dtkit.ParameterAveraging(every=4, outer=dtkit.OuterSGD()),
         dtkit.Sharded(),

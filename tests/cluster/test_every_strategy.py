@@ -168,7 +168,7 @@ def test_a_model_that_no_engine_can_hold_is_refused_and_then_trained_in_parts(en
         refused = r"does not fit rank \d with DataParallel.*These would fit: Sharded.*Pipeline"
         with pytest.raises(ValueError, match=refused):
             cluster.train(model, rows, **how)
-        for strategy in (Pipeline(engines, 2 * engines, by="parameters"), Sharded()):
+        for strategy in (Pipeline(engines, 2 * engines, balance_by="parameters"), Sharded()):
             run = cluster.train(model, rows, strategy=strategy, **how)
             run.wait(60)
             assert min(cluster.run(left)) > 0

@@ -145,10 +145,10 @@ def test_a_replica_that_goes_astray_is_seen(cluster: dtkit.Cluster, strategy: An
     """Its last rank has a part that rank 1 has, too, and no other rank."""
 
     def stray() -> None:
-        from dtkit.strategies.dtensor_worker import local
+        from dtkit.strategies.dtensor_worker import get_local_tensor
 
         with torch.no_grad():
-            local(worker()._parameters[0]).view(-1)[0] += 1e-3
+            get_local_tensor(worker()._parameters[0]).view(-1)[0] += 1e-3
 
     run = train(cluster, steps=4, strategy=strategy, start=False)
     run.step()
@@ -172,7 +172,7 @@ def rank() -> int:
 # -- a step taken apart ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", [dtkit.DataParallel(clip_norm=0.1, accumulate=2), dtkit.NaiveDataParallel()])
+@pytest.mark.parametrize("strategy", [dtkit.DataParallel(clip_grad_norm=0.1, accumulate=2), dtkit.NaiveDataParallel()])
 def test_an_explained_step_is_a_step_like_any_other(cluster2, strategy: Any):
     plain = train(cluster2, net().double(), (data()[0].double(), data()[1]), steps=6, strategy=strategy)
     plain.wait(60)
@@ -314,8 +314,8 @@ def test_a_run_trains_on_after_early_stopping(cluster2):
         (lambda: dtkit.DataParallel(compress="zip"), "compress='zip'; it must be one of 'fp16', 'bf16', 'powersgd'"),
         (lambda: dtkit.DataParallel(precision="fp8"), "precision='fp8'; it must be one of 'bf16', 'fp16'"),
         (lambda: dtkit.DataParallel(accumulate=0), "accumulate=0; it must be at least 1"),
-        (lambda: dtkit.DataParallel(clip_norm=-1), "clip_norm=-1; it must be a finite number above 0"),
-        (lambda: dtkit.DataParallel(bucket_mb=0), "bucket_mb=0; it must be"),
+        (lambda: dtkit.DataParallel(clip_grad_norm=-1), "clip_norm=-1; it must be a finite number above 0"),
+        (lambda: dtkit.DataParallel(bucket_cap_mb=0), "bucket_mb=0; it must be"),
         (lambda: dtkit.DataParallel(balance="always"), "balance='always'; it must be one of 'auto'"),
         (lambda: dtkit.ParameterAveraging(every=0), "every=0; it must be at least 1"),
         (lambda: dtkit.OuterSGD(lr=0), "lr=0; it must be"),
@@ -331,7 +331,7 @@ def test_options_that_can_t_be(make: Any, word: str):
     ("make", "word"),
     [
         (lambda: dtkit.DataParallel(accumulate=2.5), "accumulate=2.5; it must be an integer"),
-        (lambda: dtkit.DataParallel(clip_norm="1"), "clip_norm='1'; it must be a number"),
+        (lambda: dtkit.DataParallel(clip_grad_norm="1"), "clip_norm='1'; it must be a number"),
         (lambda: dtkit.ParameterAveraging(every="8"), "every='8'; it must be an integer"),
         (lambda: dtkit.ParameterAveraging(outer=0.7), "outer=0.7; it must be a dtkit.OuterSGD"),
     ],

@@ -304,7 +304,7 @@ STRATEGIES = {
     "compressed": dtkit.DataParallel(compress="powersgd"),
     "averaging": dtkit.ParameterAveraging(every=2),
     "pipeline": dtkit.Pipeline(2, 2),
-    "tensor": dtkit.TensorParallel(ways=2),
+    "tensor": dtkit.TensorParallel(tp_size=2),
     "sharded": dtkit.Sharded(),
     "hybrid": dtkit.Sharded(replicas=2),  # with groups along the axes of its mesh
 }
@@ -335,7 +335,7 @@ def of_gloo() -> tuple[int, int]:
     return sum("gloo" in name for name in names), len(sockets.present())
 
 
-@pytest.mark.parametrize("strategy", [dtkit.TensorParallel(ways=2), dtkit.Sharded()], ids=["tensor", "sharded"])
+@pytest.mark.parametrize("strategy", [dtkit.TensorParallel(tp_size=2), dtkit.Sharded()], ids=["tensor", "sharded"])
 def test_meshes_of_groups_that_were_left_are_forgotten(cluster2: dtkit.Cluster, strategy: dtkit.Strategy):
     run = train(cluster2, strategy=strategy, steps=LONG)
     run.pause()

@@ -88,13 +88,13 @@ SCHEDULES = {
 TABLE = [
     # -- data parallelism: any number of engines -------------------------------------------------------------------
     Row([1, 2, 3, 4], DataParallel(), ["mlp"], steps=50),
-    Row([1, 2, 3, 4], DataParallel(accumulate=3, clip_norm=0.2), ["mlp"], steps=50),
+    Row([1, 2, 3, 4], DataParallel(accumulate=3, clip_grad_norm=0.2), ["mlp"], steps=50),
     Row([2, 4], DataParallel(), KINDS[1:]),
     option([2, 4], DataParallel(accumulate=3)),
-    option([2, 4], DataParallel(clip_norm=0.2)),
+    option([2, 4], DataParallel(clip_grad_norm=0.2)),
     option([2, 4], DataParallel(), loss="pair"),
-    option([3], DataParallel(accumulate=3, clip_norm=0.2), loss="pair"),
-    option([3], DataParallel(bucket_mb=0.0005)),
+    option([3], DataParallel(accumulate=3, clip_grad_norm=0.2), loss="pair"),
+    option([3], DataParallel(bucket_cap_mb=0.0005)),
     option([3], DataParallel(balance="auto")),
     Row([1, 3], NaiveDataParallel(), ["mlp"]),
     # -- sharded ---------------------------------------------------------------------------------------------------
@@ -104,9 +104,9 @@ TABLE = [
     option([2], Sharded(), "scaled"),
     option([4], Sharded(), "scaled"),
     option([4], Sharded(replicas=2), "decoder tied"),
-    option([2], Sharded(clip_norm=0.2)),
+    option([2], Sharded(clip_grad_norm=0.2)),
     option([4], Sharded(accumulate=3)),
-    option([4], Sharded(replicas=2, accumulate=3, clip_norm=0.2)),
+    option([4], Sharded(replicas=2, accumulate=3, clip_grad_norm=0.2)),
     option([2], Sharded(accumulate=2), loss="pair"),
     option([4], Sharded(replicas=2), loss="pair"),
     # -- tensor parallelism: batches are cut among replicas only ---------------------------------------------------
@@ -122,10 +122,10 @@ TABLE = [
     Row([2], TensorParallel(2), ATTENTION, ["momentum"]),
     Row([4], TensorParallel(2, replicas=2), ATTENTION, ["adamw"]),
     option([2], TensorParallel(1, replicas=2)),
-    option([2], TensorParallel(2, clip_norm=0.2)),
+    option([2], TensorParallel(2, clip_grad_norm=0.2)),
     option([4], TensorParallel(4, accumulate=3)),
     option([4], TensorParallel(4), "translator"),
-    option([4], TensorParallel(2, replicas=2, accumulate=3, clip_norm=0.2)),
+    option([4], TensorParallel(2, replicas=2, accumulate=3, clip_grad_norm=0.2)),
     option([2], TensorParallel(2), loss="pair"),
     option([4], TensorParallel(2, replicas=2), loss="pair"),
     *(option([2], TensorParallel(2, plan), "decoder", name=f"plan {of}") for of, plan in PLANS.items()),
@@ -138,9 +138,12 @@ TABLE = [
     Row([4], Pipeline(4, 4), ["decoder of four blocks"]),
     Row([4], Pipeline(2, 4, replicas=2)),
     *(Row([2], Pipeline(2, m, kind), ["deep"], ["momentum"]) for kind, (m, _) in SCHEDULES.items()),
-    *(Row([4], Pipeline(4, m, kind, by="parameters"), ["deep"], ["momentum"]) for kind, (_, m) in SCHEDULES.items()),
-    option([2], Pipeline(2, 4, clip_norm=0.1), "deep"),
-    option([4], Pipeline(2, 4, replicas=2, clip_norm=0.1), "deep"),
+    *(
+        Row([4], Pipeline(4, m, kind, balance_by="parameters"), ["deep"], ["momentum"])
+        for kind, (_, m) in SCHEDULES.items()
+    ),
+    option([2], Pipeline(2, 4, clip_grad_norm=0.1), "deep"),
+    option([4], Pipeline(2, 4, replicas=2, clip_grad_norm=0.1), "deep"),
     option([2], Pipeline(2, 4), "deep", loss="pair"),
     option([4], Pipeline(2, 4, replicas=2), "deep", loss="pair"),
 ]
@@ -181,16 +184,16 @@ def test_training_is_that_of_one_process(cluster: dtkit.Cluster, row: Row, net_n
     check_that_what_is_awkward_took_place(run, row)
     if isinstance(row.strategy, TensorParallel) and net_name in IN_PROJECTIONS:
         rows = {len(here) for here in cluster.run(slices, IN_PROJECTIONS[net_name])}
-        assert rows == {3 * WIDTH // row.strategy.ways}  # attention was cut, and not only right
+        assert rows == {3 * WIDTH // row.strategy.tp_size}  # attention was cut, and not only right
 
 
 def check_that_what_is_awkward_took_place(run: dtkit.Run, row: Row) -> None:
     """A smaller last batch, ranks without a sample in it, as many micro-batches as asked for, clipping."""
     world, rest = len(run.timeline.ranks), SAMPLES % row.batch
     assert set(run.history.totals()["samples"]) == {row.batch, rest}
-    assert (run.history.column("samples") == 0).any() == (row.strategy.mesh(world).replicas > rest)
+    assert (run.history.column("samples") == 0).any() == (row.strategy.build_mesh(world).replicas > rest)
     taken = [run.timeline.micro_batches] * world if run.timeline.piped else forwards(run)
-    assert taken == [row.strategy.parts] * world
+    assert taken == [row.strategy.num_micro_batches] * world
     clip = getattr(row.strategy, "clip_norm", None)
     if clip is not None:
         norms = run.history.column("grad_norm").reshape(-1, world)

@@ -23,7 +23,7 @@ on_two = pytest.mark.parametrize("cluster", [2], indirect=True)
 @pytest.fixture
 def strategy(cluster: dtkit.Cluster) -> dtkit.Pipeline:
     """Two stages; on four engines, two replicas of that."""
-    return dtkit.Pipeline(2, 4, replicas=cluster.world_size // 2, by="parameters")
+    return dtkit.Pipeline(2, 4, replicas=cluster.world_size // 2, balance_by="parameters")
 
 
 def test_dropout_is_off_in_evaluation(cluster: dtkit.Cluster, strategy: dtkit.Pipeline):
@@ -43,7 +43,7 @@ def test_each_rank_holds_its_part_of_the_model(cluster: dtkit.Cluster):
         return sum(p.numel() for p in worker().model.parameters())
 
     model = net("deep")
-    run = train(cluster, model, strategy=dtkit.Pipeline(cluster.world_size, 4, by="parameters"), steps=2)
+    run = train(cluster, model, strategy=dtkit.Pipeline(cluster.world_size, 4, balance_by="parameters"), steps=2)
     held = cluster.run(numbers)
     assert sum(held) == sum(p.numel() for p in model.parameters())
     assert max(held) < sum(held)
@@ -63,7 +63,7 @@ def test_a_large_head_is_in_the_balance(cluster: dtkit.Cluster):
     model.head = nn.Sequential(nn.Linear(WIDTH, 3 * block // WIDTH), nn.Linear(3 * block // WIDTH, CLASSES)).double()
     stem, head = 18 * WIDTH, sum(p.numel() for part in (model.norm, model.head) for p in part.parameters())
     assert head > 3 * block
-    train(cluster, model, strategy=dtkit.Pipeline(size, 4, by="parameters"), steps=2)
+    train(cluster, model, strategy=dtkit.Pipeline(size, 4, balance_by="parameters"), steps=2)
     costs = [stem + block, *[block] * 6, block + head]
     assert max(cluster.run(numbers)) == best(costs, size)
 
@@ -222,7 +222,7 @@ def test_a_run_tells_which_layers_lie_where(cluster: dtkit.Cluster, split: list[
     cut = run.placement()
     by = "parameters" if split else "time"
     assert repr(cut).splitlines()[0] == f"{len(cut.layers)} layers in 2 stages, by {by}"
-    assert cut.layers[cut.starts[1]] == (split or [cut.layers[cut.starts[1]]])[0]
+    assert cut.layers[cut.stage_starts[1]] == (split or [cut.layers[cut.starts[1]]])[0]
     numbers = [sum(p.numel() for name, p in model.named_parameters() if name.startswith(cut.layers[k])) for k in (0, 1)]
     held = [memory.parameters for memory in run.memory().rows]
     assert sum(held) == 8 * sum(p.numel() for p in model.parameters())
@@ -253,7 +253,7 @@ def test_the_timeline_counts_what_each_schedule_holds(cluster: dtkit.Cluster):
     """GPipe holds all micro-batches, 1F1B at most as many as there are stages: counted."""
     stages = cluster.world_size
     for schedule, expected in (("GPipe", [6] * stages), ("1F1B", list(range(stages, 0, -1)))):
-        strategy = dtkit.Pipeline(stages, 6, schedule=schedule, by="parameters")
+        strategy = dtkit.Pipeline(stages, 6, schedule=schedule, balance_by="parameters")
         timeline = train(cluster, net("deep"), strategy=strategy, steps=2).timeline
         assert timeline.micro_batches == 6
         assert [timeline.held(rank) for rank in timeline.ranks] == expected

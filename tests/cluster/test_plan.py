@@ -132,7 +132,7 @@ def test_the_predicted_peak_of_memory_is_within_a_fifth(cluster2: dtkit.Cluster,
         run = cluster2.train(model, part, steps=4, **how)
         run.wait(120)
         peaks.append([after - at_first for after, at_first in zip(cluster2.run(end), before, strict=True)])
-    predicted = [row.needed for row in plan.of(strategy)]
+    predicted = [row.needed for row in plan.get_rows(strategy)]
     for needed, taken in zip(predicted, zip(*peaks, strict=True), strict=True):
         print(name, f"{needed / MB:.0f} of", *(f"{t / MB:.0f}" for t in sorted(taken)), "MB")
         assert 0.8 * min(taken) <= needed <= 1.2 * max(taken)
@@ -158,12 +158,12 @@ class Decoder(nn.Module):
 @pytest.mark.parametrize("by", ["parameters", "time"])
 def test_a_plan_counts_what_runs_around_the_layers_in_the_first_and_the_last_stage(cluster2: dtkit.Cluster, by: str):
     x = torch.randint(3000, (64, 16))
-    model, strategy, loss = Decoder(), dtkit.Pipeline(2, 4, by=by), nn.CrossEntropyLoss()
+    model, strategy, loss = Decoder(), dtkit.Pipeline(2, 4, balance_by=by), nn.CrossEntropyLoss()
     asked: dict[str, Any] = {"batch_size": 32, "optimizer": adam, "loss": loss, "strategies": [strategy]}
     plan = cluster2.plan(model, sample=(x[:4], x[:4, 0]), **asked)
     run = cluster2.train(model, (x, x[:, 0]), loss=loss, optimizer=adam, batch_size=32, strategy=strategy, steps=6)
     run.wait(60)
-    planned, held = plan.of(strategy), run.memory(plan).rows
+    planned, held = plan.get_rows(strategy), run.memory(plan).rows
     around = [4 * 3000 * 64, 4 * 3000 * 65]
     assert all(row.parameters > part for row, part in zip(planned, around, strict=True))
     assert [row.parameters for row in planned] == pytest.approx([row.parameters for row in held], rel=0.1)
@@ -177,7 +177,7 @@ def test_a_plan_counts_what_runs_around_the_layers_in_the_first_and_the_last_sta
         assert [row.optimizer for row in planned] == pytest.approx([row.optimizer for row in held], rel=0.01)
     cuts = [dtkit.Pipeline(2, 4, split=[f"blocks.{k}"]) for k in (1, 5)]
     found = cluster2.plan(model, sample=(x[:4], x[:4, 0]), **(asked | {"strategies": cuts}))
-    assert found.of(cuts[0])[0].parameters < found.of(cuts[1])[0].parameters
+    assert found.get_rows(cuts[0])[0].parameters < found.get_rows(cuts[1])[0].parameters
 
 
 def test_a_chain_that_is_none_is_planned_as_if_in_equal_stages(cluster2: dtkit.Cluster):
@@ -230,7 +230,7 @@ def test_a_benchmark_measures_engines_and_links(cluster2: dtkit.Cluster):
     found = cluster2.benchmark()
     assert found.world_size == 2
     assert all(1e8 < flops < 1e13 for flops in found.flops)
-    sizes, seconds = zip(*found.all_reduce, strict=True)
+    sizes, seconds = zip(*found.all_reduce_timings, strict=True)
     assert sizes[0] == 8
     assert len(sizes) >= 3
     assert seconds[-1] > seconds[0] > 1e-6

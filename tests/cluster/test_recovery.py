@@ -682,16 +682,16 @@ def interrupt_once_agreed() -> None:
 
     from dtkit.strategies import gradients
 
-    agree = gradients.agree_on_form
+    agree = gradients.agree_on_loss_form
 
     def agree_and_be_interrupted(*args: Any) -> int:
         agree(*args)
-        gradients.agree_on_form = agree
+        gradients.agree_on_loss_form = agree
         signal.raise_signal(signal.SIGINT)
         raise AssertionError("nothing was interrupted")
 
     if dist.get_rank() == 0:
-        gradients.agree_on_form = agree_and_be_interrupted
+        gradients.agree_on_loss_form = agree_and_be_interrupted
 
 
 def wide() -> nn.Module:

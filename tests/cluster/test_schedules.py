@@ -11,7 +11,7 @@ import pytest
 import dtkit
 from dtkit.history.message_times import PHASES, WAIT, pairs
 from dtkit.history.timeline import COMPUTING, KINDS, Timeline
-from dtkit.schedules.builtin import KINDS as SCHEDULES
+from dtkit.schedules.builtin import BUILTIN_SCHEDULES as SCHEDULES
 from tests.cluster.nets import net
 from tests.cluster.oracle import BOUND, difference, global_rows, one_process, reference, train
 from tests.cluster.small import check_usable
@@ -46,7 +46,7 @@ FOUR_STEPS = 10
 
 
 def steps(cluster: dtkit.Cluster, schedule: Any, micro_batches: int = 0) -> dtkit.Run:
-    strategy = dtkit.Pipeline(cluster.world_size, micro_batches, schedule=schedule, by="parameters")
+    strategy = dtkit.Pipeline(cluster.world_size, micro_batches, schedule=schedule, balance_by="parameters")
     return train(cluster, net(deep), strategy=strategy, shuffle="global", steps=STEPS)
 
 
@@ -71,8 +71,8 @@ def test_a_table_trains_as_one_process_and_runs_as_written(cluster2: dtkit.Clust
     assert difference(run.model.state_dict(), one_process(net(deep), global_rows, steps=STEPS)) <= BOUND
     timeline = run.timeline
     assert ran(timeline) == written(table)
-    assert tuple(timeline.held(rank) for rank in timeline.ranks) == table.simulate().held
-    assert timeline.memory() == table.simulate().memory
+    assert tuple(timeline.held(rank) for rank in timeline.ranks) == table.simulate().peak_micro_batches
+    assert timeline.memory() == table.simulate().peak_activations
 
 
 on_four = pytest.mark.parametrize("cluster", [4], indirect=True)
@@ -89,7 +89,7 @@ on_four = pytest.mark.parametrize("cluster", [4], indirect=True)
 def test_a_table_on_four_engines_trains_as_one_process(cluster: dtkit.Cluster, text: str, replicas: int):
     """Four stages in a row, or two replicas of two stages: of these each runs the table by itself."""
     table = dtkit.Schedule(text)
-    strategy = dtkit.Pipeline(4 // replicas, schedule=table, replicas=replicas, by="parameters")
+    strategy = dtkit.Pipeline(4 // replicas, schedule=table, replicas=replicas, balance_by="parameters")
     run = train(cluster, net(deep), strategy=strategy, shuffle="global", steps=FOUR_STEPS)
     expected = reference(net(deep), global_rows, steps=FOUR_STEPS)
     assert difference(run.model.state_dict(), expected.state) <= BOUND
@@ -98,20 +98,20 @@ def test_a_table_on_four_engines_trains_as_one_process(cluster: dtkit.Cluster, t
     assert (taken[5] == 0).any() == (replicas == 2)  # the step of one sample, which one replica has
     timeline = run.timeline
     assert ran(timeline) == replicas * written(table)
-    assert tuple(timeline.held(rank) for rank in timeline.ranks) == replicas * table.simulate().held
+    assert tuple(timeline.held(rank) for rank in timeline.ranks) == replicas * table.simulate().peak_micro_batches
 
 
 @pytest.mark.parametrize("name", ["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
 def test_known_schedules_run_as_their_tables_say(cluster2: dtkit.Cluster, name: str):
     timeline = steps(cluster2, name, 4).timeline
-    table = dtkit.Schedule.named(name, 2, 4)
+    table = dtkit.Schedule.from_name(name, 2, 4)
     assert ran(timeline) == written(table)
     assert timeline.schedule == table
 
 
 def messages_of(table: dtkit.Schedule) -> set[tuple[str, int, int]]:
     """(phase, stage, micro-batch) of both ends of all that must cross a border between ranks."""
-    borders = [s for s in range(table.stages - 1) if table.homes[s] != table.homes[s + 1]]
+    borders = [s for s in range(table.stages - 1) if table.stage_ranks[s] != table.stage_ranks[s + 1]]
     ends = (("send forward", 0), ("receive forward", 1), ("send backward", 1), ("receive backward", 0))
     return {(phase, s + k, m) for s in borders for m in range(table.micro_batches) for phase, k in ends}
 
@@ -133,9 +133,9 @@ def test_what_is_computed_sent_and_received_is_told_once_each_and_in_order(
     passes = spans[np.isin(spans["phase"], COMPUTING)]
     found = Counter((KINDS[s["phase"]], int(s["stage"]), int(s["micro_batch"])) for s in passes)
     last = table.stages - 1  # whose loss is a span of its own
-    actions = {(a.kind, a.stage, a.micro_batch) for _, _, a in table.actions()}
+    actions = {(a.kind, a.stage, a.micro_batch) for _, _, a in table.iterate_actions()}
     assert found == {(kind, s, m): 1 + (kind == "F" and s == last) for kind, s, m in actions}
-    assert {(int(s["stage"]), int(s["rank"])) for s in passes} == set(enumerate(table.homes))
+    assert {(int(s["stage"]), int(s["rank"])) for s in passes} == set(enumerate(table.stage_ranks))
 
     sent = spans[np.isin(spans["phase"], PHASES)]
     assert {(str(s["phase"]), int(s["stage"]), int(s["micro_batch"])) for s in sent} == messages_of(table)
@@ -145,7 +145,7 @@ def test_what_is_computed_sent_and_received_is_told_once_each_and_in_order(
         assert spans["begin"][begun] <= spans["begin"][received]  # before that it waits
         assert spans["rank"][begun] != spans["rank"][received]
     waits = {(int(s["stage"]), int(s["rank"])) for s in spans[spans["phase"] == WAIT]}
-    assert waits <= {*enumerate(table.homes), (-1, 0), (-1, 1)}  # in the collectives of all stages: of none
+    assert waits <= {*enumerate(table.stage_ranks), (-1, 0), (-1, 1)}  # in the collectives of all stages: of none
 
     blocked = spans[np.isin(spans["phase"], [WAIT, "sync", *PHASES])]
     rows = run.history.rows()

@@ -11,7 +11,7 @@ from torch import nn
 
 import dtkit
 from dtkit.dashboard.timing import timing
-from dtkit.strategies.sharded import Sharded, check_model
+from dtkit.strategies.sharded import Sharded, check_shardable
 from tests.cluster.nets import adamw, go, held, net, quickly, worker
 from tests.cluster.oracle import BOUND, CLASSES, FEATURES, data, difference, mlp, train
 from tests.cluster.small import check_usable
@@ -120,4 +120,4 @@ def test_sizes_that_cannot_be(cluster: dtkit.Cluster):
     with pytest.raises(ValueError, match=r"replicas 3 x shards .*there are .* ranks"):
         train(cluster, mlp(), strategy=Sharded(replicas=3))
     with pytest.raises(ValueError, match="sparse"):
-        check_model(nn.Sequential(nn.Embedding(3, 2, sparse=True)))
+        check_shardable(nn.Sequential(nn.Embedding(3, 2, sparse=True)))

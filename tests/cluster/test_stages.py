@@ -123,7 +123,10 @@ def test_a_stage_may_begin_with_a_layer_that_writes_to_its_input(cluster: dtkit.
     check(
         cluster,
         rectified,
-        [dataclasses.replace(s, split=["1", "3", "5"] if s.table.stages == 4 else ["3"]) for s in ALL],
+        [
+            dataclasses.replace(s, split_batch=["1", "3", "5"] if s.pipeline_schedule.stages == 4 else ["3"])
+            for s in ALL
+        ],
     )
 
 
@@ -184,7 +187,7 @@ def test_a_micro_batch_without_a_sample_leaves_no_trace_in_batch_statistics(clus
         update.step()
     for schedule in ("GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"):
         how: dict[str, Any] = {"optimizer": momentum, "loss": loss, "batch_size": 8, "steps": 2, "seed": SEED}
-        strategy = dtkit.Pipeline(2, 8, schedule, by="parameters")
+        strategy = dtkit.Pipeline(2, 8, schedule, balance_by="parameters")
         with pytest.warns(UserWarning, match=r"2 \(BatchNorm1d\) normalises .* those of a micro-batch only"):
             run = cluster.train(normalised(), (inputs, targets), strategy=strategy, shuffle="global", **how)
         run.wait(60)

@@ -50,7 +50,7 @@ def averaged(ranks: int, every: int, outer: dtkit.OuterSGD | None, make: Callabl
     inputs, targets = data()
     part = dtkit.Partition(SAMPLES, ranks)
     plan = JobPlan(BATCH, STEPS, "shard", SEED)
-    shards = Shards(part.flat(), part.sizes)
+    shards = Shards(part.flatten_indices(), part.sizes)
     streams = [Stream(as_source(data()), shards, plan, [rank]) for rank in range(ranks)]
     start = mlp()
     models = [copy.deepcopy(start) for _ in range(ranks)]
@@ -160,7 +160,7 @@ def test_powersgd_trains_with_a_fraction_of_the_bytes(cluster: dtkit.Cluster):
     part = cluster.partition((inputs.float(), targets))
     how: dict[str, Any] = {"steps": 100, "optimizer": lambda p: torch.optim.SGD(p, lr=0.05)}
     plain = train(cluster, model, part, **how)
-    small = train(cluster, model, part, strategy=dtkit.DataParallel(compress="powersgd", bucket_mb=0.005), **how)
+    small = train(cluster, model, part, strategy=dtkit.DataParallel(compress="powersgd", bucket_cap_mb=0.005), **how)
     losses = [float(run.history.loss()[1][-10:].mean()) for run in (plain, small)]
     assert losses[1] == pytest.approx(losses[0], abs=0.15)
     if cluster.world_size > 1:

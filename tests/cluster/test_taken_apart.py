@@ -10,23 +10,23 @@ from torch import nn
 
 import dtkit
 from dtkit.explain.pipeline import PipelineExplanation
-from dtkit.explain.sharded import SliceExplanation
+from dtkit.explain.sharded import ShardedExplanation
 from tests.cluster.small import data, sgd, train
 
 pytestmark = pytest.mark.cluster
 
 WIDTH = 8
 PIPELINES = [
-    dtkit.Pipeline(2, 4, by="parameters", clip_norm=0.1),
-    dtkit.Pipeline(2, 3, "GPipe", by="parameters"),
-    dtkit.Pipeline(2, 4, "ZBVZeroBubble", by="parameters"),
+    dtkit.Pipeline(2, 4, balance_by="parameters", clip_grad_norm=0.1),
+    dtkit.Pipeline(2, 3, "GPipe", balance_by="parameters"),
+    dtkit.Pipeline(2, 4, "ZBVZeroBubble", balance_by="parameters"),
 ]
 WITH_REPLICAS = [
-    dtkit.Pipeline(2, 2, replicas=2, by="parameters"),
+    dtkit.Pipeline(2, 2, replicas=2, balance_by="parameters"),
     dtkit.TensorParallel(2, replicas=2),
     dtkit.Sharded(replicas=2),
 ]
-CUT = [dtkit.TensorParallel(2), dtkit.Sharded(clip_norm=0.1)]
+CUT = [dtkit.TensorParallel(2), dtkit.Sharded(clip_grad_norm=0.1)]
 
 
 def net() -> nn.Module:
@@ -59,15 +59,15 @@ def test_what_crosses_borders_arrives_as_it_was_sent_and_adds_up(cluster2: dtkit
     run, found = explained(cluster2, strategy)
     assert isinstance(found, PipelineExplanation)
     borders, m = strategy.table.stages - 1, strategy.micro_batches
-    assert len(found.crossings) == 2 * borders * m
-    assert {(c.kind, c.micro_batch) for c in found.crossings} == {
+    assert len(found.transfers) == 2 * borders * m
+    assert {(c.kind, c.micro_batch) for c in found.transfers} == {
         (kind, k) for kind in ("activation", "gradient") for k in range(m)
     }
-    assert all(c.shape == (-(-16 // m), WIDTH) and c.dtype == "float64" for c in found.crossings)
-    assert found.intact
-    assert found.adds_up
+    assert all(c.shape == (-(-16 // m), WIDTH) and c.dtype == "float64" for c in found.transfers)
+    assert found.is_intact
+    assert found.is_sum_of_micro_batches
     assert max(stage.gap / stage.norm for stage in found.stages) < 1e-14
-    down = [c for c in found.crossings if c.kind == "activation" and c.sender != c.receiver]
+    down = [c for c in found.transfers if c.kind == "activation" and c.sender != c.receiver]
     assert found.sent_bytes("activation") == sum(8 * WIDTH * c.shape[0] for c in down)
     norm = sum(stage.norm**2 for stage in found.stages) ** 0.5
     assert norm == pytest.approx(float(run.history.rows()["grad_norm"][-1]))
@@ -78,16 +78,16 @@ def test_a_loss_that_is_a_sum_is_taken_apart_too(cluster2: dtkit.Cluster):
         return nn.functional.cross_entropy(output, target, reduction="sum"), torch.tensor(float(len(target)))
 
     _, found = explained(cluster2, PIPELINES[0], loss=total)
-    assert found.intact
-    assert found.adds_up
+    assert found.is_intact
+    assert found.is_sum_of_micro_batches
     assert sum(rank.weight for rank in found.ranks) == 16
 
 
 @pytest.mark.parametrize("strategy", CUT, ids=str)
 def test_collectives_are_told_with_their_bytes(cluster2: dtkit.Cluster, strategy: Any):
     run, found = explained(cluster2, strategy)
-    assert isinstance(found, SliceExplanation)
-    assert found.agreed
+    assert isinstance(found, ShardedExplanation)
+    assert found.is_agreed
     assert {c.ranks for c in found.collectives} == {(0, 1)}
     assert found.sent_bytes == int(run.history.rows()["sent_bytes"][-1])
     numbers = sum(p.numel() for p in net().parameters())
@@ -120,19 +120,19 @@ def test_replicas_are_told_apart(cluster: dtkit.Cluster, strategy: Any):
     assert found.loss == pytest.approx(float(run.history.totals()["loss"][3]))
 
 
-def check_replicas(found: PipelineExplanation | SliceExplanation) -> None:
+def check_replicas(found: PipelineExplanation | ShardedExplanation) -> None:
     """All is well within each replica and between them, and is said and drawn so."""
     text = " ".join(repr(found).split())
     if isinstance(found, PipelineExplanation):
         assert found.replicas == ((0, 1), (2, 3))
-        assert {frozenset((c.sender, c.receiver)) for c in found.crossings} <= {frozenset(r) for r in found.replicas}
-        assert found.intact
-        assert found.adds_up
+        assert {frozenset((c.sender, c.receiver)) for c in found.transfers} <= {frozenset(r) for r in found.replicas}
+        assert found.is_intact
+        assert found.is_sum_of_micro_batches
         assert found.identical
         assert "All replicas have the same stages, bit by bit." in text
         assert "replica 1 of 2" in found.figure().axes[0].get_title(loc="left")
     else:
-        assert found.agreed
+        assert found.is_agreed
         assert {c.ranks for c in found.collectives} == {(0, 1), (0, 2), (0, 1, 2, 3)}
         assert "The ranks of each group made the same collectives" in text
         labels = [label.get_text() for label in found.figure().axes[0].get_yticklabels()]
@@ -151,7 +151,7 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
     ("strategy", "part"),
     [
         (dtkit.DataParallel(), 1),
-        (dtkit.Pipeline(2, 4, by="parameters"), 1 / 2),
+        (dtkit.Pipeline(2, 4, balance_by="parameters"), 1 / 2),
         (dtkit.TensorParallel(2), 1 / 2),
         (dtkit.Sharded(), 1 / 2),
     ],

@@ -56,7 +56,7 @@ def test_evaluation_of_cut_outputs(cluster: dtkit.Cluster):
 def test_each_rank_holds_its_slices(cluster: dtkit.Cluster, strategy: TensorParallel):
     model = net("decoder")
     run = train(cluster, model, strategy=strategy, optimizer=adamw, steps=3)
-    expected = 8 * sum(row.here for row in strategy.plan_for(model).rows)
+    expected = 8 * sum(row.local_parameters for row in strategy.plan_for(model).rows)
     assert repr(run.placement()) == repr(strategy.plan_for(model))
     parameters, state = zip(*cluster.run(held), strict=True)
     assert set(parameters) == {expected}
@@ -71,7 +71,7 @@ def test_each_rank_has_the_rows_of_its_heads(cluster: dtkit.Cluster, strategy: T
     plan = strategy.plan_for(model)
     run = train(cluster, model, strategy=strategy, optimizer=adamw, steps=3)
     assert len(cut_by_heads(plan)) == 2
-    expected = 8 * sum(row.here for row in plan.rows)
+    expected = 8 * sum(row.local_parameters for row in plan.rows)
     assert set(cluster.run(held)) == {(expected, 2 * expected)}
     for what in ("weight", "bias"):
         name = IN_PROJECTIONS[kind].replace("weight", what)

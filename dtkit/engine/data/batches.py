@@ -1,8 +1,8 @@
 """This rank's part of the data, as a stream of batches that any step can be asked of.
 
 A batch is a pure function of the step: the epoch's permutation follows from (seed, epoch, shard), and how many rows
-each shard gives to each step from `partition.cumulative`. So a stream has no state to save, a dispatch can start
-anywhere, and one process that plays all shards sees the same rows as the ranks together did.
+each shard gives to each step from `partition.count_cumulative_samples`. So a stream has no state to save, a dispatch
+can start anywhere, and one process that plays all shards sees the same rows as the ranks together did.
 
 Shares change who takes which rows of a step, never which rows a step has: faster ranks take more of them, and the
 training stays the same up to rounding. The rows of a step are then laid end to end and cut anew.
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dtkit.data.partition import cumulative, proportional
+from dtkit.data.partition import count_cumulative_samples, divide_proportionally
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -84,7 +84,7 @@ class Stream:
     def counts(self, step: int) -> tuple[int, ...]:
         """How many samples of a step each shard's worker takes."""
         given = self._given(step)
-        return given if self._shares is None else proportional(sum(given), self._shares)
+        return given if self._shares is None else divide_proportionally(sum(given), self._shares)
 
     def _given(self, step: int) -> tuple[int, ...]:
         """How many samples each shard gives to a step."""
@@ -155,5 +155,5 @@ class Stream:
         first = block * _BLOCK
         last = min(first + _BLOCK, self.steps_per_epoch)
         taken = np.minimum(np.arange(first, last + 1) * self._plan.batch_size, self._shards.total)
-        before = cumulative(self._shards.sizes, taken)
+        before = count_cumulative_samples(self._shards.sizes, taken)
         return list(map(tuple, np.diff(before, axis=0).tolist())), before[:-1]

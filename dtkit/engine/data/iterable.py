@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dtkit.data.columns import Columns
-from dtkit.data.partition import proportional
+from dtkit.data.columns import ColumnSelection
+from dtkit.data.partition import divide_proportionally
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 class StreamSource:
     """How samples are made on this engine: an iterable, or a function that returns one and is called for each job."""
 
-    def __init__(self, make: Any, columns: Columns | None = None) -> None:
-        self._make, self._columns = make, columns or Columns()
+    def __init__(self, make: Any, columns: ColumnSelection | None = None) -> None:
+        self._make, self._columns = make, columns or ColumnSelection()
 
     def samples(self, rank: int, world_size: int) -> Iterator[Any]:
         """The samples of `rank`'s part, from the start."""
@@ -69,7 +69,7 @@ class StreamSource:
         from torch.utils.data import default_collate
 
         batch = default_collate(list(samples))
-        return self._columns.split(tuple(batch) if isinstance(batch, list) else batch)
+        return self._columns.split_batch(tuple(batch) if isinstance(batch, list) else batch)
 
 
 class IterableStream:
@@ -190,7 +190,7 @@ class IterableStream:
     def _quotas(self) -> list[int]:
         """How many samples of a full batch each of this worker's parts gives: equally many, the rest to the first."""
         if self._shares is not None:
-            every = proportional(self._batch_size, self._shares)
+            every = divide_proportionally(self._batch_size, self._shares)
         else:
             size, rest = divmod(self._batch_size, self._world_size)
             every = tuple(size + (rank < rest) for rank in range(self._world_size))

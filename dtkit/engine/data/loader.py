@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from dtkit.engine.data.batches import Shards
     from dtkit.engine.data.sources import Source
-    from dtkit.strategies.base import Setting
+    from dtkit.strategies.base import WorkerContext
     from dtkit.types import JobPlan
 
 Pieces = list[tuple[int, Any]]
@@ -98,13 +98,13 @@ class Feeder(Stream):
         self._loader.close()
 
 
-def feed(source: Source, shards: Shards, plan: JobPlan, setting: Setting, loading: Loading) -> Feeder:
+def feed(source: Source, shards: Shards, plan: JobPlan, setting: WorkerContext, loading: Loading) -> Feeder:
     """This worker's batches of rows by number."""
     rank = 0 if setting.group is None else setting.group.rank
     return Feeder(source, shards, plan, setting.shards, loader_for(source, loading, setting.device, plan.seed, rank))
 
 
-def feed_stream(source: StreamSource, plan: JobPlan, setting: Setting, loading: Loading) -> IterableStream:
+def feed_stream(source: StreamSource, plan: JobPlan, setting: WorkerContext, loading: Loading) -> IterableStream:
     """This worker's batches of a stream without length. A collective; ValueError on all ranks where one has none."""
     if loading.workers:
         raise ValueError(

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from dtkit.data.columns import Columns
+    from dtkit.data.columns import ColumnSelection
 
 CACHE_BYTES = 256 * 1024**2
 _WINDOW_SHARE = 4  # of the cache: verify plays several shards in one process, each in a window of its own
@@ -37,7 +37,7 @@ class ParquetFiles:
     """Which files and columns: what travels to an engine."""
 
     paths: tuple[str, ...]
-    columns: Columns
+    columns: ColumnSelection
     rows: int
 
     @property
@@ -60,7 +60,7 @@ def files(where: Any) -> tuple[str, ...]:
     return found
 
 
-def describe(where: Any, columns: Columns) -> ParquetFiles:
+def describe(where: Any, columns: ColumnSelection) -> ParquetFiles:
     """Read the files' footers and check the columns; no rows are read. Raises ValueError or TypeError by name."""
     paths = files(where)
     opened = [_open(path) for path in paths]
@@ -147,26 +147,26 @@ class ParquetSource:
         self.groups_read[group] += 1
         file, number = self._groups[group]
         columns = self._columns
-        names = [*(columns.features or ()), *columns.targets]
+        names = [*(columns.features or ()), *columns.target_names]
         table = self._files[file].read_row_group(number, columns=names, use_threads=False)
         arrays = {name: table.column(name).to_numpy() for name in names}
         _check_numbers(arrays, self._starts[group])
-        x = frames.stacked([arrays[name] for name in columns.features or ()], columns.floating)
-        targets = [frames.as_target(arrays[name], columns.floating) for name in columns.targets]
+        x = frames.stack_columns([arrays[name] for name in columns.features or ()], columns.float_dtype)
+        targets = [frames.convert_target(arrays[name], columns.float_dtype) for name in columns.target_names]
         if not targets:
             return (torch.from_numpy(x),)
-        y = targets[0] if isinstance(columns.target, str) else frames.stacked(targets, columns.floating)
+        y = targets[0] if isinstance(columns.target, str) else frames.stack_columns(targets, columns.float_dtype)
         return torch.from_numpy(x), torch.from_numpy(y)
 
     def _row_bytes(self) -> int:
-        names = (*(self._columns.features or ()), *self._columns.targets)
+        names = (*(self._columns.features or ()), *self._columns.target_names)
         return 8 * len(names)
 
     def target(self) -> np.ndarray:
         """The whole target, for a picture of classes: one column is read, and none of the others."""
-        name = self._columns.targets[0]
+        name = self._columns.target_names[0]
         parts = [file.read(columns=[name], use_threads=False).column(name).to_numpy() for file in self._files]
-        return frames.as_target(np.concatenate(parts), self._columns.floating)
+        return frames.convert_target(np.concatenate(parts), self._columns.float_dtype)
 
 
 def _open(path: str) -> Any:
@@ -182,21 +182,21 @@ def _open(path: str) -> Any:
         raise ValueError(f"{path} is no parquet file: {str(error).splitlines()[0]}") from None
 
 
-def _check_types(schema: Any, columns: Columns) -> None:
+def _check_types(schema: Any, columns: ColumnSelection) -> None:
     import pyarrow.types as kind
 
     def is_number(found: Any) -> bool:
         return bool(kind.is_integer(found) or kind.is_floating(found) or kind.is_boolean(found))
 
-    names = (*(columns.features or ()), *columns.targets)
+    names = (*(columns.features or ()), *columns.target_names)
     wrong = {name: str(schema.field(name).type) for name in names if not is_number(schema.field(name).type)}
     if wrong:
-        frames.refuse(wrong)
+        frames.refuse_non_numeric(wrong)
 
 
-def _check_whole(opened: Sequence[Any], columns: Columns) -> None:
+def _check_whole(opened: Sequence[Any], columns: ColumnSelection) -> None:
     """Refuse columns whose statistics say that values are missing; files need not have statistics."""
-    names = {*(columns.features or ()), *columns.targets}
+    names = {*(columns.features or ()), *columns.target_names}
     missing: collections.Counter[Any] = collections.Counter()
     for chunk in _chunks(opened):
         if chunk.path_in_schema in names and chunk.statistics is not None and chunk.statistics.has_null_count:

@@ -11,12 +11,12 @@ import numpy as np
 from dtkit.engine.data import memmap, parquet
 
 if TYPE_CHECKING:
-    from dtkit.data.columns import Columns
+    from dtkit.data.columns import ColumnSelection
 
 _PARQUET = (".parquet", ".pq")
 
 
-def found_in(data: Any, columns: Columns) -> Any:
+def found_in(data: Any, columns: ColumnSelection) -> Any:
     """`data` with paths and mapped arrays replaced by what an engine opens; anything else as it is.
 
     A path is one of a ``.npy`` file, of a parquet file or of a folder of these; parquet may be several paths. Raises

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from dtkit.data import columns as frames
-from dtkit.data.columns import Columns
+from dtkit.data.columns import ColumnSelection
 from dtkit.engine.data import paths
 from dtkit.engine.data.iterable import StreamSource, is_stream, may_stream
 from dtkit.engine.data.memmap import MappedFile
@@ -84,8 +84,8 @@ class DatasetSource:
 
     pure, waits = False, False
 
-    def __init__(self, dataset: Any, columns: Columns | None = None) -> None:
-        self._dataset, self._columns = dataset, columns or Columns()
+    def __init__(self, dataset: Any, columns: ColumnSelection | None = None) -> None:
+        self._dataset, self._columns = dataset, columns or ColumnSelection()
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -95,7 +95,7 @@ class DatasetSource:
         from torch.utils.data import default_collate
 
         batch = default_collate(self._samples(rows.tolist()))
-        return self._columns.split(tuple(batch) if isinstance(batch, list) else batch)
+        return self._columns.split_batch(tuple(batch) if isinstance(batch, list) else batch)
 
     def _samples(self, rows: list[int]) -> Any:
         many = getattr(self._dataset, "__getitems__", None)
@@ -124,10 +124,10 @@ class HubSource(DatasetSource):
 
     pure, waits = False, True
 
-    def __init__(self, dataset: Any, columns: Columns | None = None) -> None:
-        columns = check_hub(dataset, columns or Columns())
-        if columns.given:
-            dataset = dataset.select_columns([*(columns.features or ()), *columns.targets])
+    def __init__(self, dataset: Any, columns: ColumnSelection | None = None) -> None:
+        columns = check_hub(dataset, columns or ColumnSelection())
+        if columns.is_given:
+            dataset = dataset.select_columns([*(columns.features or ()), *columns.target_names])
         self._whole = self.pure = hub_format(dataset) is None  # a transform is the user's code
         super().__init__(dataset.with_format("torch") if self._whole else dataset, columns)
 
@@ -139,7 +139,7 @@ class HubSource(DatasetSource):
         for name, values in batch.items():
             if isinstance(values, list):
                 _refuse_ragged(name, values, rows)
-        return self._columns.split(batch)
+        return self._columns.split_batch(batch)
 
 
 def _refuse_ragged(name: str, values: list[Any], rows: np.ndarray) -> NoReturn:
@@ -165,13 +165,13 @@ def hub_format(dataset: Any) -> str | None:
     return kind
 
 
-def check_hub(dataset: Any, columns: Columns) -> Columns:
+def check_hub(dataset: Any, columns: ColumnSelection) -> ColumnSelection:
     """`columns` spelt out. Raises TypeError that names columns of text, which no tensor can hold."""
-    if columns.given:
-        columns = columns.of(dataset.column_names)
+    if columns.is_given:
+        columns = columns.resolve(dataset.column_names)
     if hub_format(dataset) is not None:
         return columns  # what becomes of the columns is up to the user's format
-    chosen = [*(columns.features or ()), *columns.targets] if columns.given else dataset.column_names
+    chosen = [*(columns.features or ()), *columns.target_names] if columns.is_given else dataset.column_names
     text = {name: _kind(dataset.features[name]) for name in chosen if _is_text(dataset.features[name])}
     if text:
         named = ", ".join(f"{name!r} ({dtype})" for name, dtype in text.items())
@@ -196,9 +196,9 @@ def _kind(feature: Any) -> str:
 _TEXT = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
 
 
-def as_source(data: Any, columns: Columns | None = None) -> Source | StreamSource:
+def as_source(data: Any, columns: ColumnSelection | None = None) -> Source | StreamSource:
     """Whatever :meth:`dtkit.Cluster.partition` takes, as rows by index; or, of unknown length, as a stream."""
-    columns = columns or Columns()
+    columns = columns or ColumnSelection()
     if isinstance(data, StreamSource) or (hasattr(data, "take") and hasattr(data, "pure")):
         return data  # type: ignore[no-any-return]  # a Source already
     data = paths.found_in(data, columns)
@@ -212,7 +212,7 @@ def as_source(data: Any, columns: Columns | None = None) -> Source | StreamSourc
     return ArraySource([torch.as_tensor(part) for part in arrays])
 
 
-def _of_samples(data: Any, columns: Columns) -> Source | StreamSource:
+def _of_samples(data: Any, columns: ColumnSelection) -> Source | StreamSource:
     """What gives samples one by one: a Dataset, or (without rows by number) a stream."""
     if is_hub(data):
         return HubSource(data, columns)
@@ -226,20 +226,20 @@ def _of_samples(data: Any, columns: Columns) -> Source | StreamSource:
     )
 
 
-def _as_arrays(data: Any, columns: Columns) -> Sequence[Any] | None:
+def _as_arrays(data: Any, columns: ColumnSelection) -> Sequence[Any] | None:
     """The arrays that `data` is or stands for; None for what isn't arrays."""
     if frames.is_pandas(data):
-        return frames.from_frame(data, columns)[0]
+        return frames.convert_frame(data, columns)[0]
     if isinstance(data, (np.ndarray, torch.Tensor, MappedFile)):
         return (data,)
     if isinstance(data, torch.utils.data.TensorDataset):
         return data.tensors
     if isinstance(data, (tuple, list)):
-        return frames.without_pandas(data, columns.floating)
+        return frames.convert_pandas_parts(data, columns.float_dtype)
     return None
 
 
-def load(function: Callable[..., Any], columns: Columns) -> Source | StreamSource:
+def load(function: Callable[..., Any], columns: ColumnSelection) -> Source | StreamSource:
     """What a user's function gives on this engine: rows, or (of unknown length) a stream that calls it anew."""
     if may_stream(function):
         return StreamSource(function, columns)
@@ -249,7 +249,7 @@ def load(function: Callable[..., Any], columns: Columns) -> Source | StreamSourc
     return as_source(found, columns)
 
 
-def loader(function: Callable[..., Any], columns: Columns) -> Callable[[], Source | StreamSource]:
+def loader(function: Callable[..., Any], columns: ColumnSelection) -> Callable[[], Source | StreamSource]:
     """What is sent to the engines for a function of the user's."""
     return functools.partial(load, function, columns)
 

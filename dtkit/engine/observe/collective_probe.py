@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from dtkit.explain.data_parallel import RankReport
-    from dtkit.explain.sharded import CollectiveReport, SliceReport
+    from dtkit.explain.sharded import CollectiveReport, ShardedReport
 
 _SPACES = ("c10d", "_c10d_functional")
 _KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
@@ -70,9 +70,9 @@ class CollectiveScope(Microscope):
         )
 
     def report(self) -> RankReport:
-        """All of it as plain numbers: what ``SliceExplanation.from_reports`` takes, one of each rank."""
+        """All of it as plain numbers: what ``ShardedExplanation.from_reports`` takes, one of each rank."""
         parameters = list(self._model.parameters())
-        found: SliceReport = {
+        found: ShardedReport = {
             **super().report(),
             "collectives": self._found,
             "speaks": self._speaks,

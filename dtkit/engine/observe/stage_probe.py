@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from dtkit.explain.data_parallel import RankReport
-    from dtkit.explain.pipeline import PartReport, PipelineReport, Sighting, StageReport
+    from dtkit.explain.pipeline import MicroBatchGradient, PipelineReport, StageReport, TransferRecord
 
 _SENDS = {"get_fwd_send_ops": "activation", "get_bwd_send_ops": "gradient"}
 _RECEIVES = {"get_fwd_recv_ops": "activation", "get_bwd_recv_ops": "gradient"}
@@ -49,8 +49,8 @@ class StageScope(Microscope):
         self._held = {s: [p for p in part.parameters() if p.requires_grad] for s, part in parts.items()}
         self._sums = {s: [torch.zeros_like(flat(p)) for p in held] for s, held in self._held.items()}
         self._expected: dict[tuple[str, int, int], list[tuple[torch.Tensor, int]]] = {}
-        self._sightings: list[Sighting] = []
-        self._parts: list[PartReport] = []
+        self._sightings: list[TransferRecord] = []
+        self._parts: list[MicroBatchGradient] = []
         self._stages: dict[int, StageReport] = {
             s: {"tensors": len(held), "numbers": sum(p.numel() for p in held), "norm": 0.0, "gap": 0.0}
             for s, held in self._held.items()

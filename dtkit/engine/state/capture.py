@@ -27,15 +27,21 @@ from torch.distributed.tensor import DTensor
 from dtkit.checkpoint.checkpoint import moved, overlap
 from dtkit.checkpoint.json_values import Unsavable, decode, encode
 from dtkit.engine.state.safetensors_file import DTYPES
-from dtkit.strategies.dtensor_worker import folds, local, of_part, parts, place_of
-from dtkit.strategies.replicated import bits
+from dtkit.strategies.dtensor_worker import (
+    count_shards,
+    get_local_tensor,
+    get_num_fused_blocks,
+    get_shard_position,
+    wrap_local_shard,
+)
+from dtkit.strategies.replicated import compute_checksum
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from dtkit.engine.comm.process_group import Group
     from dtkit.engine.job import Job
-    from dtkit.strategies.base import Setting
+    from dtkit.strategies.base import WorkerContext
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +130,7 @@ class Archive(abc.ABC):
     saving = True
     """Whether state is taken, and not filled in."""
 
-    def __init__(self, setting: Setting, layout: Mapping[str, Any]) -> None:
+    def __init__(self, setting: WorkerContext, layout: Mapping[str, Any]) -> None:
         group = setting.group
         self.rank, self.world_size = (0, 1) if group is None else (group.rank, group.world_size)
         self.setting, self.layout = setting, layout
@@ -179,7 +185,7 @@ def first_names(named: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tens
     kept: dict[str, torch.Tensor] = {}
     aliases = {}
     for name, tensor in named.items():
-        here = local(tensor)
+        here = get_local_tensor(tensor)
         key = (here.data_ptr(), here.shape, here.stride()) if here.numel() else name
         if key in seen:
             aliases[name] = seen[key]
@@ -190,13 +196,13 @@ def first_names(named: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tens
 
 def slab_of(tensor: torch.Tensor, blocks: int = 1) -> Slab:
     """What lies here of a tensor, as a part of the whole; of each of so many blocks of its rows."""
-    here, offset = local(tensor.detach()), [0] * tensor.dim()
-    cut = place_of(tensor) if isinstance(tensor, DTensor) else None
+    here, offset = get_local_tensor(tensor.detach()), [0] * tensor.dim()
+    cut = get_shard_position(tensor) if isinstance(tensor, DTensor) else None
     if cut is None:
         return Slab(here, tuple(tensor.shape), tuple(offset))
     dim, place = cut
     length = tensor.shape[dim] // blocks
-    offset[dim] = min(place * -(-length // parts(tensor)), length)  # as torch.chunk cuts
+    offset[dim] = min(place * -(-length // count_shards(tensor)), length)  # as torch.chunk cuts
     return Slab(here, tuple(tensor.shape), tuple(offset), blocks)
 
 
@@ -206,7 +212,7 @@ def slab_of(tensor: torch.Tensor, blocks: int = 1) -> Slab:
 class Capture(Archive):
     """Takes what it is shown. What can't be saved is noted, and told once all ranks are done."""
 
-    def __init__(self, setting: Setting, layout: Mapping[str, Any]) -> None:
+    def __init__(self, setting: WorkerContext, layout: Mapping[str, Any]) -> None:
         super().__init__(setting, layout)
         self.problems: list[str] = []
         self._slabs: dict[str, Slab] = {}
@@ -228,7 +234,7 @@ class Capture(Archive):
         kept, aliases = first_names(named)
         self._facts["aliases"].setdefault(place, {}).update(aliases)
         for name, tensor in kept.items():
-            self._take(f"{place}/{name}", tensor, folds(tensor))
+            self._take(f"{place}/{name}", tensor, get_num_fused_blocks(tensor))
         return True
 
     def own_tensors(self, place: str, named: Mapping[str, torch.Tensor], *, share: float | None = None) -> None:  # noqa: ARG002 - both ways
@@ -247,7 +253,7 @@ class Capture(Archive):
         elif weight is None:
             self.own_tensors(place, named)
             self.tensors(place, {} if self.place else named)
-        elif len(set(tell(group, bits([local(t) for t in named.values()])))) == 1:
+        elif len(set(tell(group, compute_checksum([get_local_tensor(t) for t in named.values()])))) == 1:
             self.tensors(place, named)
         else:
             self.own_tensors(place, named)
@@ -289,7 +295,9 @@ class Capture(Archive):
                 found[key] = {"value": self._plain(value, f"the state {key!r} of {name}")}
             elif value.shape == p.shape or not isinstance(p, DTensor):
                 found[key] = None
-                self._take((f"rank{self.rank}/" if own else "") + f"{place}/{name}/{key}", value, folds(p))
+                self._take(
+                    (f"rank{self.rank}/" if own else "") + f"{place}/{name}/{key}", value, get_num_fused_blocks(p)
+                )
             else:
                 self.problems.append(f"the state {key!r} of {name} has another shape than the parameter, which is cut")
         return found
@@ -382,7 +390,7 @@ class Restore(Archive):
 
     saving = False
 
-    def __init__(self, setting: Setting, layout: Mapping[str, Any], reader: Reader) -> None:
+    def __init__(self, setting: WorkerContext, layout: Mapping[str, Any], reader: Reader) -> None:
         super().__init__(setting, layout)
         self._reader, self._facts = reader, reader.facts
         self.same_layout = self._facts["layout"] == layout
@@ -410,7 +418,7 @@ class Restore(Archive):
         for name, tensor in first_names(named)[0].items():
             key = f"{place}/{aliases.get(name, name)}"
             if self._reader.shape(key) is not None:
-                local(tensor).copy_(self._part([key], tensor))
+                get_local_tensor(tensor).copy_(self._part([key], tensor))
                 found = True
         return found
 
@@ -422,9 +430,9 @@ class Restore(Archive):
             there = [key for key in keys if self._reader.shape(key) is not None]
             mine = f"rank{self.rank}/{place}/{name}"
             if self.same_layout and mine in there:
-                local(tensor).copy_(self._part([mine], tensor))
+                get_local_tensor(tensor).copy_(self._part([mine], tensor))
             elif share is not None and there and not self.same_layout:
-                local(tensor).copy_(self._part(there, tensor) * (len(there) * share))
+                get_local_tensor(tensor).copy_(self._part(there, tensor) * (len(there) * share))
 
     @torch.no_grad()
     def differing(self, place: str, named: Mapping[str, torch.Tensor], weight: float | None) -> None:  # noqa: ARG002 - both ways
@@ -434,7 +442,7 @@ class Restore(Archive):
 
     def _part(self, keys: Sequence[str], like: torch.Tensor) -> torch.Tensor:
         """What belongs here of a saved tensor, or of the mean of several, laid out as `like` is."""
-        blocks = slab_of(like, folds(like)).blocks()
+        blocks = slab_of(like, get_num_fused_blocks(like)).blocks()
         found = [_joined([self._reader.read(key, begin, size) for begin, size, _ in blocks]) for key in keys]
         if len(found) == 1:
             return found[0]
@@ -525,7 +533,7 @@ class Restore(Archive):
         sliced = isinstance(p, DTensor)
         if shape == tuple(p.shape):
             part = self._part(keys, p).to(p.device)
-            return of_part(part, p) if isinstance(p, DTensor) else part
+            return wrap_local_shard(part, p) if isinstance(p, DTensor) else part
         if sliced:
             raise ValueError(
                 f"the state {key!r} of {name} has shape {shape}, the parameter {tuple(p.shape)}: a strategy that cuts "

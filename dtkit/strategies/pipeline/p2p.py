@@ -20,60 +20,63 @@ if TYPE_CHECKING:
 
     from dtkit.engine.observe.phase_timer import Phases
 
-_POST, _WAIT = "_batch_p2p", "_wait_batch_p2p"  # the functions in which they do all their posting and waiting
-_LABEL = "dtkit_message"
+_POST_FUNCTION, _WAIT_FUNCTION = (
+    "_batch_p2p",
+    "_wait_batch_p2p",
+)  # the functions in which they do all their posting and waiting
+_LABEL_ATTRIBUTE = "dtkit_message"
 
-Label = tuple[str, tuple[int, int]]
+MessageLabel = tuple[str, tuple[int, int]]
 """A phase of :data:`dtkit.history.message_times.PHASES`, and (stage, micro-batch)."""
 
 
-def labelled(ops: list[dist.P2POp], phase: str, stage: int, micro_batch: int) -> list[dist.P2POp]:
+def label_ops(ops: list[dist.P2POp], phase: str, stage: int, micro_batch: int) -> list[dist.P2POp]:
     """What is to be sent or received of one message: told which."""
     for op in ops:
-        setattr(op, _LABEL, (phase, (stage, micro_batch)))
+        setattr(op, _LABEL_ATTRIBUTE, (phase, (stage, micro_batch)))
     return ops
 
 
-class Traffic:
+class P2PTracer:
     """One rank's messages."""
 
     def __init__(self, phases: Phases, wait: Callable[[dist.Work], None]) -> None:
         """`wait` waits until that has come or gone."""
-        self._phases, self._await = phases, wait
-        self._post: Any = vars(schedules)[_POST]
-        self._under_way: dict[int, Label] = {}  # by the identity of a work, which who posted it keeps
+        self._phases, self._wait_for_work = phases, wait
+        self._torch_post: Any = vars(schedules)[_POST_FUNCTION]
+        self._labels_by_work: dict[int, MessageLabel] = {}  # by the identity of a work, which who posted it keeps
 
     @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
+    def intercept(self) -> Iterator[None]:
         """Have torch's schedules post and wait here."""
         names = vars(schedules)
-        before = {name: names[name] for name in (_POST, _WAIT)}
-        self._under_way.clear()
-        names.update({_POST: self.post, _WAIT: self.wait})
+        before = {name: names[name] for name in (_POST_FUNCTION, _WAIT_FUNCTION)}
+        self._labels_by_work.clear()
+        names.update({_POST_FUNCTION: self.post_ops, _WAIT_FUNCTION: self.wait_for})
         try:
             yield
         finally:
             names.update(before)
 
-    def post(self, ops: list[dist.P2POp], desc: str | None = None) -> list[dist.Work]:
+    def post_ops(self, ops: list[dist.P2POp], desc: str | None = None) -> list[dist.Work]:
         """Begin to send and receive all these. NCCL makes one work of several, which counts as the last of them."""
-        labels: list[Label | None] = [getattr(op, _LABEL, None) for op in ops]
+        labels: list[MessageLabel | None] = [getattr(op, _LABEL_ATTRIBUTE, None) for op in ops]
         for label in dict.fromkeys(labels):
             if label is not None:
                 self._phases.enter(*label)
-        works: list[dist.Work] = self._post(ops, desc)
+        works: list[dist.Work] = self._torch_post(ops, desc)
         for work, label in zip(works, labels if len(works) == len(ops) else labels[-1:] * len(works), strict=True):
             if label is not None:
-                self._under_way[id(work)] = label
+                self._labels_by_work[id(work)] = label
         return works
 
-    def wait(self, works: Sequence[dist.Work | None]) -> None:
+    def wait_for(self, works: Sequence[dist.Work | None]) -> None:
         """Until all have come or gone, message by message."""
         mine = [work for work in works if work is not None]
         for work in mine:
-            label = self._under_way.pop(id(work), None)
+            label = self._labels_by_work.pop(id(work), None)
             if label is not None:
                 self._phases.keep(*label)
-            self._await(work)
+            self._wait_for_work(work)
         if mine:
             self._phases.enter(BETWEEN)

@@ -35,27 +35,35 @@ from dtkit.engine.data.sources import on_tensors, to_device
 from dtkit.engine.observe.phase_timer import BETWEEN
 from dtkit.engine.observe.stage_probe import StageScope
 from dtkit.mesh import Mesh
-from dtkit.planning.cost_model import Cost, ring_bytes
+from dtkit.planning.cost_model import Cost, compute_ring_bytes
 from dtkit.schedules.schedule import Schedule
 from dtkit.strategies import gradients
-from dtkit.strategies.base import Forward, Outcome, Setting, Strategy, Worker, entries, make_optimizer
+from dtkit.strategies.base import (
+    EvalFunction,
+    StepResult,
+    Strategy,
+    Worker,
+    WorkerContext,
+    make_optimizer,
+    split_state_dict,
+)
 from dtkit.strategies.data_parallel import DataParallel
-from dtkit.strategies.loss import PAIR, split
+from dtkit.strategies.loss import LOSS_IS_WEIGHTED_SUM, split_batch
 from dtkit.strategies.options import check_choice, check_count, check_names, check_positive
 from dtkit.strategies.pipeline import cut as splitting
 from dtkit.strategies.pipeline import layer_costs
 from dtkit.strategies.pipeline.stage import (
-    Borders,
-    Part,
-    Stages,
-    borders,
-    in_model,
-    load_exporter,
-    moved,
-    parts_of,
-    tensors,
+    StageIO,
+    StageModulePair,
+    StageRunner,
+    copy_pair_to_device,
+    infer_stage_io,
+    named_tensors,
+    preload_exporter,
+    split_model,
+    to_model_name,
 )
-from dtkit.strategies.replicated import Tally, bits, evaluating, kept
+from dtkit.strategies.replicated import LossAccumulator, compute_checksum, copy_to_cpu, module_eval_mode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -63,8 +71,8 @@ if TYPE_CHECKING:
     from dtkit.engine.comm.process_group import Group
     from dtkit.engine.observe.step_probe import Microscope
     from dtkit.engine.state.capture import Archive
-    from dtkit.planning.cost_model import Benchmark, Facts
-    from dtkit.strategies.loss import Objective
+    from dtkit.planning.cost_model import Benchmark, ModelProfile
+    from dtkit.strategies.loss import Loss
     from dtkit.types import Fingerprint
 
 
@@ -100,23 +108,25 @@ class Pipeline(Strategy):
     schedule: str | Schedule | Sequence[Any] = "1F1B"
     replicas: int = 1
     split: Sequence[str] | None = None
-    by: str = "time"
-    clip_norm: float | None = None
+    balance_by: str = "time"
+    clip_grad_norm: float | None = None
 
-    partial = True
+    shards_model = True
 
     def __post_init__(self) -> None:
         """Refuse what is no option."""
         check_count("stages", self.stages)
-        self._take_table()
+        self._normalize_schedule()
         check_count("micro_batches", self.micro_batches)
         check_count("replicas", self.replicas)
-        check_positive("clip_norm", self.clip_norm)
-        check_choice("by", self.by, ("time", "parameters"))
-        assert self.table.ranks == self.stages  # a named schedule is made here first, and says what it can't do
+        check_positive("clip_norm", self.clip_grad_norm)
+        check_choice("by", self.balance_by, ("time", "parameters"))
+        assert (
+            self.pipeline_schedule.ranks == self.stages
+        )  # a named schedule is made here first, and says what it can't do
         object.__setattr__(self, "split", check_names("split", self.split))
 
-    def _take_table(self) -> None:
+    def _normalize_schedule(self) -> None:
         """Make a user's table of what was given as one; it says how many micro-batches there are."""
         if isinstance(self.schedule, str) and len(self.schedule.split()) == 1:
             return
@@ -135,390 +145,429 @@ class Pipeline(Strategy):
         object.__setattr__(self, "micro_batches", table.micro_batches)
 
     @functools.cached_property
-    def table(self) -> Schedule:  # type: ignore[override]  # told by `schedule`
+    def pipeline_schedule(self) -> Schedule:  # type: ignore[override]  # told by `schedule`
         """What each rank does in which order."""
         if isinstance(self.schedule, Schedule):
             return self.schedule
         assert isinstance(self.schedule, str)
-        return Schedule.named(self.schedule, self.stages, self.micro_batches)
+        return Schedule.from_name(self.schedule, self.stages, self.micro_batches)
 
     @property
-    def parts(self) -> int:
+    def num_micro_batches(self) -> int:
         """`micro_batches`."""
         return self.micro_batches
 
-    def mesh(self, world_size: int) -> Mesh:
+    def build_mesh(self, world_size: int) -> Mesh:
         """Replicas of pipelines; the stages of one are ranks next to each other."""
         return Mesh({"dp": self.replicas, "pp": self.stages}).check(world_size, dp="replicas", pp="stages")
 
-    def cost(self, facts: Facts, benchmark: Benchmark) -> Cost:
+    def estimate_cost(self, profile: ModelProfile, benchmark: Benchmark) -> Cost:
         """As the model would be cut now, or as if in equal stages where its layers are not known.
 
         The schedule is played through: what it takes, and how many micro-batches' activations a rank holds meanwhile.
         Activations are taken as equal in all stages.
         """
-        rank, stages = facts.rank % self.stages, self.table.stages
-        rows = math.ceil(facts.rows * self.stages / self.micro_batches)  # of one micro-batch
-        seconds, numbers, outputs = self._foreseen(facts.layers)
-        played = self.table.simulate(facts.forward_s.at(rows), facts.backward_s.at(rows), seconds)
-        part = sum(numbers[place] for place in self.table.places(rank))
-        gradients = round(facts.gradients * part)
-        kept = facts.activations.fixed + facts.activations.per_row * rows * played.held[rank]
-        buffers = round(self._received(rank, outputs) * rows * self.micro_batches)
+        rank, stages = profile.rank % self.stages, self.pipeline_schedule.stages
+        rows = math.ceil(profile.rows * self.stages / self.micro_batches)  # of one micro-batch
+        seconds, numbers, outputs = self._estimate_stage_shares(profile.layer_chain)
+        played = self.pipeline_schedule.simulate(
+            profile.forward_s.predict(rows), profile.backward_s.predict(rows), seconds
+        )
+        part = sum(numbers[place] for place in self.pipeline_schedule.get_stages(rank))
+        gradients = round(profile.gradients * part)
+        kept = profile.activations.intercept + profile.activations.slope * rows * played.peak_micro_batches[rank]
+        buffers = round(self._estimate_buffer_bytes(rank, outputs) * rows * self.micro_batches)
         return Cost(
-            parameters=round(facts.parameters * part),
+            parameters=round(profile.parameters * part),
             gradients=gradients,
-            state=round(facts.state * part),
-            activations=round(kept / stages) + buffers + min(gradients, self._passing(facts)),
-            temporaries=round(facts.update * part) + (gradients if self.replicas > 1 else 0) + buffers,
-            overhead=round(facts.overhead.at(rows)),
-            sent_bytes=ring_bytes(gradients, self.replicas) + self._crossing(rank, outputs) * rows * self.micro_batches,
-            compute_s=played.makespan + facts.update_s * part,
-            exposed_s=benchmark.all_reduce_s(gradients) if self.replicas > 1 else 0.0,
+            optimizer_state=round(profile.optimizer_state * part),
+            activations=round(kept / stages) + buffers + min(gradients, self._estimate_temporary_gradients(profile)),
+            temporaries=round(profile.update_temporaries * part) + (gradients if self.replicas > 1 else 0) + buffers,
+            overhead=round(profile.overhead.predict(rows)),
+            sent_bytes=compute_ring_bytes(gradients, self.replicas)
+            + self._estimate_sent_bytes(rank, outputs) * rows * self.micro_batches,
+            compute_s=played.makespan + profile.update_s * part,
+            exposed_communication_s=benchmark.estimate_all_reduce_s(gradients) if self.replicas > 1 else 0.0,
         )
 
-    def _foreseen(self, layers: splitting.Layers | None) -> tuple[Sequence[float], Sequence[float], Sequence[float]]:
+    def _estimate_stage_shares(
+        self, layers: splitting.LayerChain | None
+    ) -> tuple[Sequence[float], Sequence[float], Sequence[float]]:
         """(each stage's share of the time, of the parameters, bytes of one row that it hands on) as far as is known."""
-        count = self.table.stages
+        count = self.pipeline_schedule.stages
         if layers is None:
             return (1 / count,) * count, (1 / count,) * count, (0.0,) * count
-        alike = splitting.Costs((1.0,) * len(layers.names))
-        by = layers.numbers if self.by == "parameters" else layers.seconds or alike
-        cut = self._cut_by(layers.names, by)
-        outputs = layers.outputs or (0.0,) * len(layers.names)
+        alike = splitting.LayerCosts((1.0,) * len(layers.names))
+        by = layers.parameter_counts if self.balance_by == "parameters" else layers.seconds or alike
+        cut = self._cut_by_cost(layers.names, by)
+        outputs = layers.output_bytes or (0.0,) * len(layers.names)
         handed = [outputs[places[-1]] for places in cut.stages[:-1]]
-        return cut.shares(layers.seconds or alike), cut.shares(layers.numbers), (*handed, 0.0)
+        return (
+            cut.compute_stage_shares(layers.seconds or alike),
+            cut.compute_stage_shares(layers.parameter_counts),
+            (*handed, 0.0),
+        )
 
-    def _crossing(self, rank: int, outputs: Sequence[float]) -> float:
+    def _estimate_sent_bytes(self, rank: int, outputs: Sequence[float]) -> float:
         """Of what stages hand on and of its gradients, what this rank sends to others."""
-        homes = self.table.homes
+        homes = self.pipeline_schedule.stage_ranks
         borders = [(k, k + 1) for k in range(len(homes) - 1) if homes[k] != homes[k + 1]]
         return sum(outputs[k] for k, behind in borders if rank in (homes[k], homes[behind]))
 
-    def _received(self, rank: int, outputs: Sequence[float]) -> float:
+    def _estimate_buffer_bytes(self, rank: int, outputs: Sequence[float]) -> float:
         """Of what stages hand on, what this rank has buffers for: of its stages' inputs and their outputs' gradients.
 
         Torch has one of each for every micro-batch, from the first step on.
         """
         handed = (0.0, *outputs)
-        return sum(handed[place] + handed[place + 1] for place in self.table.places(rank))
+        return sum(handed[place] + handed[place + 1] for place in self.pipeline_schedule.get_stages(rank))
 
-    def _passing(self, facts: Facts) -> int:
+    def _estimate_temporary_gradients(self, profile: ModelProfile) -> int:
         """The most that comes and goes of gradients: a new one beside the sum that it is added to.
 
         Where weights' gradients come apart, torch holds two.
         """
-        sizes = [math.prod(shape) for shape in facts.shapes]
-        apart = any(action and action.kind == "W" for row in self.table.rows for action in row)
-        return round((1 + apart) * facts.gradients * max(sizes) / sum(sizes)) if any(sizes) else 0
+        sizes = [math.prod(shape) for shape in profile.gradient_shapes]
+        apart = any(action and action.kind == "W" for row in self.pipeline_schedule.rows for action in row)
+        return round((1 + apart) * profile.gradients * max(sizes) / sum(sizes)) if any(sizes) else 0
 
     def check_model(self, model: nn.Module) -> None:
         """Raise ValueError where `model` has too few layers in a chain, or not those that the split names."""
-        self._starts(self._layers(model))
+        self._find_split_points(self._find_layer_names(model))
 
-    def plan_for(self, model: nn.Module, *inputs: torch.Tensor) -> splitting.Cut:
+    def plan_for(self, model: nn.Module, *inputs: torch.Tensor) -> splitting.StageCut:
         """Where `model` is cut and what its stages cost, as a table; ValueError where it can't be.
 
         `inputs` are a micro-batch of what the model takes. Time is measured here and without a loss, so that engines,
         which do so for themselves, may come to other figures.
         """
-        names = self._layers(model)
+        names = self._find_layer_names(model)
         if not inputs:
             raise TypeError(
                 "plan_for needs what the model takes besides the model: a micro-batch, plan_for(model, X[:8])"
             )
-        if self.by == "time":
-            costs = layer_costs.by_time(model, inputs, inputs[0].device)
+        if self.balance_by == "time":
+            costs = layer_costs.measure_seconds(model, inputs, inputs[0].device)
         else:
-            costs = layer_costs.by_parameters(model, inputs)
-        return self._cut_by(names, costs)
+            costs = layer_costs.count_by_layer(model, inputs)
+        return self._cut_by_cost(names, costs)
 
-    def load(self) -> None:
+    def preload(self) -> None:
         """What a first trace loads."""
-        load_exporter()
+        preload_exporter()
 
-    def setup(self, model: nn.Module, objective: Objective, optimizer: Callable[..., Any], setting: Setting) -> Worker:
+    def setup(self, model: nn.Module, loss_fn: Loss, optimizer: Callable[..., Any], context: WorkerContext) -> Worker:
         """This rank's stages. Alone, the whole model in one process."""
-        if setting.group is None:
-            whole = DataParallel(accumulate=self.micro_batches, clip_norm=self.clip_norm)
-            return whole.setup(copy.deepcopy(model), objective, optimizer, setting)
-        if objective.loss is None:
+        if context.group is None:
+            whole = DataParallel(accumulate=self.micro_batches, clip_grad_norm=self.clip_grad_norm)
+            return whole.setup(copy.deepcopy(model), loss_fn, optimizer, context)
+        if loss_fn.loss_fn is None:
             raise ValueError(
                 "a pipeline needs loss=, a function of (output, target): a step= of your own runs the model by itself, "
                 "and here no rank has all of it"
             )
-        return _Piped(self, *self._place(model, objective, setting), objective, optimizer, setting)
+        return _PipelineWorker(self, *self._place_stages(model, loss_fn, context), loss_fn, optimizer, context)
 
-    def _place(
-        self, model: nn.Module, objective: Objective, setting: Setting
-    ) -> tuple[splitting.Cut, dict[int, Part], Borders, dict[str, Any]]:
+    def _place_stages(
+        self, model: nn.Module, loss_fn: Loss, context: WorkerContext
+    ) -> tuple[splitting.StageCut, dict[int, StageModulePair], StageIO, dict[str, Any]]:
         """(the cut, this rank's parts by place, tensors at the borders, entries of the state dict that no part has).
 
         The model is cut where it is held, on the host: a device is given its own parts and nothing else.
         """
-        assert setting.sample is not None
-        assert setting.group is not None
-        batch = setting.sample(-(-setting.largest // self.micro_batches))
-        inputs = _tensors(split(batch)[0])
-        cut = self._cut(model, batch, objective, setting)
-        parts = parts_of(model, cut, inputs, setting.device)
-        _check_shared(model, parts)
-        held = {in_model(name) for part in parts for name in part.module.state_dict()}
-        rest = {name: kept(value) for name, value in model.state_dict().items() if name not in held}
-        places = self.table.places(setting.mesh.coordinates(setting.group.rank)["pp"])
-        mine = {place: moved(parts[place], model, setting.device) for place in places}
-        homes = [setting.mesh.rank(pp=home) for home in self.table.homes]
-        return cut, mine, borders(mine, homes, to_device(inputs, setting.device), setting.group), rest
+        assert context.make_sample_batch is not None
+        assert context.group is not None
+        batch = context.make_sample_batch(-(-context.max_local_samples // self.micro_batches))
+        inputs = _require_tensors(split_batch(batch)[0])
+        cut = self._choose_cut(model, batch, loss_fn, context)
+        parts = split_model(model, cut, inputs, context.device)
+        _check_tied_weights(model, parts)
+        held = {to_model_name(name) for part in parts for name in part.module.state_dict()}
+        rest = {name: copy_to_cpu(value) for name, value in model.state_dict().items() if name not in held}
+        places = self.pipeline_schedule.get_stages(context.mesh.coordinates(context.group.rank)["pp"])
+        mine = {place: copy_pair_to_device(parts[place], model, context.device) for place in places}
+        homes = [context.mesh.rank(pp=home) for home in self.pipeline_schedule.stage_ranks]
+        return cut, mine, infer_stage_io(mine, homes, to_device(inputs, context.device), context.group), rest
 
-    def _cut(self, model: nn.Module, batch: Any, objective: Objective, setting: Setting) -> splitting.Cut:
+    def _choose_cut(self, model: nn.Module, batch: Any, loss_fn: Loss, context: WorkerContext) -> splitting.StageCut:
         """Where to cut: as named, or by rank 0's costs, so that all ranks cut alike."""
-        names = self._layers(model)
-        if (starts := self._starts(names)) is not None:
-            return splitting.Cut(names, layer_costs.by_parameters(model, split(batch)[0]), starts, "parameters")
-        assert setting.group is not None
+        names = self._find_layer_names(model)
+        if (starts := self._find_split_points(names)) is not None:
+            return splitting.StageCut(
+                names, layer_costs.count_by_layer(model, split_batch(batch)[0]), starts, "parameters"
+            )
+        assert context.group is not None
         costs = torch.zeros(len(names) + 2, dtype=torch.float64)
-        if setting.group.rank == 0:
-            found = self._costs(model, batch, objective, setting.device)
-            costs += torch.tensor([found.before, *found.layers, found.after], dtype=torch.float64)
-        before, *layers, after = setting.group.all_reduce(costs).tolist()
-        return self._cut_by(names, splitting.Costs(tuple(layers), before, after))
+        if context.group.rank == 0:
+            found = self._measure_layer_costs(model, batch, loss_fn, context.device)
+            costs += torch.tensor([found.before_layers, *found.layers, found.after_layers], dtype=torch.float64)
+        before, *layers, after = context.group.all_reduce(costs).tolist()
+        return self._cut_by_cost(names, splitting.LayerCosts(tuple(layers), before, after))
 
-    def _layers(self, model: nn.Module) -> tuple[str, ...]:
+    def _find_layer_names(self, model: nn.Module) -> tuple[str, ...]:
         """The names of the layers at which `model` may be cut; ValueError where there are too few."""
-        names = tuple(name for name, _ in splitting.chain(model))
-        if len(names) < self.table.stages:
+        names = tuple(name for name, _ in splitting.find_layer_chain(model))
+        if len(names) < self.pipeline_schedule.stages:
             raise ValueError(
                 f"{type(model).__name__} has {len(names)} layers in a chain ({', '.join(names) or 'none'}), too few "
-                f"for {self.table.stages} stages. What can be cut is an nn.Sequential, or a model with an "
+                f"for {self.pipeline_schedule.stages} stages. What can be cut is an nn.Sequential, or a model with an "
                 "nn.ModuleList of blocks; use fewer stages, or strategy=dtkit.Sharded() or dtkit.TensorParallel()"
             )
         return names
 
-    def _costs(self, model: nn.Module, batch: Any, objective: Objective, device: torch.device) -> splitting.Costs:
+    def _measure_layer_costs(
+        self, model: nn.Module, batch: Any, loss_fn: Loss, device: torch.device
+    ) -> splitting.LayerCosts:
         """What the layers of a model cost, and what runs around them; the loss is a part of that."""
-        inputs, target = split(batch)
-        if self.by == "parameters":
-            return layer_costs.by_parameters(model, inputs)
+        inputs, target = split_batch(batch)
+        if self.balance_by == "parameters":
+            return layer_costs.count_by_layer(model, inputs)
         inputs, target = to_device((inputs, target), device)
-        return layer_costs.by_time(model, inputs, device, lambda output: objective.judge(output, target).loss)
+        return layer_costs.measure_seconds(
+            model, inputs, device, lambda output: loss_fn.evaluate_output(output, target).loss
+        )
 
-    def _cut_by(self, names: tuple[str, ...], costs: splitting.Costs) -> splitting.Cut:
+    def _cut_by_cost(self, names: tuple[str, ...], costs: splitting.LayerCosts) -> splitting.StageCut:
         """The cut as named; else the one with the fastest slowest stage, and of these one that loads ranks alike."""
-        starts = self._starts(names)
+        starts = self._find_split_points(names)
         if starts is None:
-            starts = splitting.balanced(costs.joined, self.table.stages)
-            starts = splitting.evened(costs.joined, starts, self.table.homes)
-        return splitting.Cut(names, costs, starts, self.by)
+            starts = splitting.balance_stages(costs.per_layer, self.pipeline_schedule.stages)
+            starts = splitting.even_out_ranks(costs.per_layer, starts, self.pipeline_schedule.stage_ranks)
+        return splitting.StageCut(names, costs, starts, self.balance_by)
 
-    def _starts(self, names: tuple[str, ...]) -> tuple[int, ...] | None:
+    def _find_split_points(self, names: tuple[str, ...]) -> tuple[int, ...] | None:
         """Where the user wants parts to begin; None where dtkit is to choose."""
-        return None if self.split is None else splitting.named(self.split, names, self.table.stages)
+        return (
+            None
+            if self.split is None
+            else splitting.find_named_starts(self.split, names, self.pipeline_schedule.stages)
+        )
 
 
-class _Piped(Worker):
+class _PipelineWorker(Worker):
     """One rank's stages."""
 
-    collective = True
+    forward_is_collective = True
 
     def __init__(
         self,
         strategy: Pipeline,
-        cut: splitting.Cut,
-        parts: dict[int, Part],
-        found: Borders,
-        rest: dict[str, Any],
-        objective: Objective,
+        cut: splitting.StageCut,
+        stage_modules: dict[int, StageModulePair],
+        stage_io: StageIO,
+        unstaged_entries: dict[str, Any],
+        loss_fn: Loss,
         optimizer: Callable[..., Any],
-        setting: Setting,
+        context: WorkerContext,
     ) -> None:
-        self._strategy, self._objective, self._setting = strategy, objective, setting
+        self._strategy, self._loss_fn, self._context = strategy, loss_fn, context
         self.placement = cut
-        self._phases, self._rest = setting.phases, rest
-        self._place = setting.mesh.coordinates(_rank(setting))
-        self.model = nn.ModuleList(part.module for part in parts.values())
+        self._phases, self._unstaged_entries = context.phases, unstaged_entries
+        self._coordinates = context.mesh.coordinates(_get_rank(context))
+        self.model = nn.ModuleList(part.module for part in stage_modules.values())
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
         if not self._parameters:  # an optimiser wants one: this never gets a gradient, and is no part of the model
-            self.model.register_parameter("nothing", nn.Parameter(torch.zeros((), device=setting.device)))
+            self.model.register_parameter("nothing", nn.Parameter(torch.zeros((), device=context.device)))
         self.optimizer = make_optimizer(optimizer, self.model)
-        self._tally = Tally(1)
-        self._form: int | None = None
-        self._stages = Stages(strategy.table, parts, found, self._loss)
-        assert setting.group is not None
-        self.regroup(setting.group)
+        self._loss_accumulator = LossAccumulator(1)
+        self._loss_form: int | None = None
+        self._stages = StageRunner(strategy.pipeline_schedule, stage_modules, stage_io, self._compute_loss)
+        assert context.group is not None
+        self.set_process_group(context.group)
 
-    def regroup(self, group: Group) -> None:
+    def set_process_group(self, group: Group) -> None:
         """Stages hold their group: make them anew, over the same parameters."""
         self._group = group
-        self._form = None  # of a step that was broken off, some ranks may know it and others not
-        self._grid = group.grid(self._setting.mesh, self._setting.device)
-        self._stages.join(self._grid.get_group("pp"), self._setting.device, self._phases, group)
+        self._loss_form = None  # of a step that was broken off, some ranks may know it and others not
+        self._device_mesh = group.grid(self._context.mesh, self._context.device)
+        self._stages.set_process_group(self._device_mesh.get_group("pp"), self._context.device, self._phases, group)
 
-    def exchange(self, archive: Archive) -> None:
+    def visit_state(self, visitor: Archive) -> None:
         """This rank's stages, under the whole model's names; each replica has batch statistics of its own."""
         named: dict[str, torch.Tensor] = {}
         for module in self.model.children():
             named |= dict(module.named_parameters(remove_duplicate=False))
-        archive.tensors("model", named)
+        visitor.tensors("model", named)
         if self._parameters:
-            archive.optimizer("optimizer", self.optimizer, named)
+            visitor.optimizer("optimizer", self.optimizer, named)
         for module in self.model.children():
-            buffers, extra = entries(module)
-            archive.differing("model", buffers, None)
-            archive.plain_entries(module, extra)
-        archive.tensors("model", {name: t for name, t in self._rest.items() if isinstance(t, torch.Tensor)})
+            buffers, extra = split_state_dict(module)
+            visitor.differing("model", buffers, None)
+            visitor.plain_entries(module, extra)
+        visitor.tensors("model", {name: t for name, t in self._unstaged_entries.items() if isinstance(t, torch.Tensor)})
 
     # -- a step -----------------------------------------------------------------------------------------------
 
     def step(
-        self, batches: Sequence[tuple[int, Any]], counts: Sequence[int], microscope: Microscope | None = None
-    ) -> Outcome:
+        self, batches: Sequence[tuple[int, Any]], counts: Sequence[int], probe: Microscope | None = None
+    ) -> StepResult:
         """All micro-batches through all stages, then one update."""
-        scope = microscope if isinstance(microscope, StageScope) else None
+        scope = probe if isinstance(probe, StageScope) else None
         for p in self._parameters:
             p.grad = None  # filled with zeros instead, malloc would keep fewer gaps, and steps take 6 % longer
-        self._tally = Tally(sum(counts))
+        self._loss_accumulator = LossAccumulator(sum(counts))
         if batches:  # a replica without samples has nothing to run, and all of its ranks know
-            filled = self._filled(batches)
+            filled = self._pad_micro_batches(batches)
             self._phases.enter(BETWEEN)
-            with contextlib.nullcontext() if scope is None else scope.over(self._stages.working):
+            with contextlib.nullcontext() if scope is None else scope.over(self._stages.torch_stages):
                 inputs, targets = [x for x, _, _ in filled], [(target, count) for _, target, count in filled]
-                self._stages.run(inputs, targets, [k for k, (_, _, count) in enumerate(filled) if not count])
+                self._stages.run_schedule(inputs, targets, [k for k, (_, _, count) in enumerate(filled) if not count])
         if scope is not None:
             scope.summed()
         self._phases.enter("sync")
-        self._sum_over_replicas()
-        self._divide()
-        norm = self._norm()
+        self._all_reduce_over_replicas()
+        self._divide_by_weight()
+        norm = self._compute_grad_norm()
         if scope is not None:
-            self._show(scope, norm)
+            self._report_loss(scope, norm)
         self._phases.enter("update")
         finite = math.isfinite(norm)
         if finite:
-            if (factor := gradients.clipping(norm, self._strategy.clip_norm)) < 1:
-                gradients.scale(self._gradients(), factor)
+            if (factor := gradients.compute_clip_factor(norm, self._strategy.clip_grad_norm)) < 1:
+                gradients.scale_(self._list_gradients(), factor)
             self.optimizer.step()
             if scope is not None:
                 scope.updated(float(self.optimizer.param_groups[0]["lr"]))
-        return Outcome(self._tally.mean, self._tally.weight, finite, norm, () if finite else self._stages.astray())
+        return StepResult(
+            self._loss_accumulator.mean_loss,
+            self._loss_accumulator.loss_weight,
+            finite,
+            norm,
+            () if finite else self._stages.find_nonfinite(),
+        )
 
-    def microscope(self, **where: int) -> Microscope:
+    def make_step_probe(self, **position: int) -> Microscope:
         """What looks at the borders of this rank's stages."""
-        return StageScope({place: part.module for place, part in self._stages.parts.items()}, **where)
+        return StageScope({place: part.module for place, part in self._stages.stage_modules.items()}, **position)
 
-    def _show(self, scope: StageScope, norm: float) -> None:
+    def _report_loss(self, probe: StageScope, norm: float) -> None:
         """The loss, which the last stage alone knows, and what the update is about to do."""
-        scope.loss(self._tally.mean if self._stages.speaks else None, float(self._tally.weight), 0.0)
-        if self._strategy.clip_norm is not None:
-            scope.clipped(gradients.clipping(norm, self._strategy.clip_norm))
+        probe.loss(
+            self._loss_accumulator.mean_loss if self._stages.has_last_stage else None,
+            float(self._loss_accumulator.loss_weight),
+            0.0,
+        )
+        if self._strategy.clip_grad_norm is not None:
+            probe.clipped(gradients.compute_clip_factor(norm, self._strategy.clip_grad_norm))
 
-    def _filled(self, batches: Sequence[tuple[int, Any]]) -> list[tuple[tuple[Any, ...], Any, int]]:
+    def _pad_micro_batches(self, batches: Sequence[tuple[int, Any]]) -> list[tuple[tuple[Any, ...], Any, int]]:
         """(inputs, target, rows that count) of every micro-batch, each of full size."""
-        rows, found = self._rows, []
+        rows, found = self._micro_batch_size, []
         for k in range(self._strategy.micro_batches):
             count, batch = batches[k] if k < len(batches) else (0, batches[0][1])
-            inputs, target = split(batch if count == rows else _rows(batch, self._padding(count, rows)))
-            found.append((_tensors(inputs), target, count))
+            inputs, target = split_batch(
+                batch if count == rows else _select_rows(batch, self._make_padding_index(count, rows))
+            )
+            found.append((_require_tensors(inputs), target, count))
         return found
 
     @property
-    def _rows(self) -> int:
+    def _micro_batch_size(self) -> int:
         """Of each micro-batch, those included that fill it up."""
-        return int(self._stages.shapes[0][0].shape[0])
+        return int(self._stages.training_io[0][0].shape[0])
 
-    def _padding(self, count: int, rows: int) -> torch.Tensor:
+    def _make_padding_index(self, count: int, rows: int) -> torch.Tensor:
         """An index of `rows` rows of a batch of fewer: the first one again where there is none."""
-        index = torch.arange(rows, device=self._setting.device)
+        index = torch.arange(rows, device=self._context.device)
         index[max(count, 1) :] = 0
         return index
 
-    def _loss(self, output: Any, given: tuple[Any, int]) -> torch.Tensor:
+    def _compute_loss(self, output: Any, target_and_count: tuple[Any, int]) -> torch.Tensor:
         """A micro-batch's part of the global mean (or of the sum), to differentiate; its filling left out."""
-        target, count = given
+        target, count = target_and_count
         if not count:
             first: torch.Tensor = tree_leaves(output)[0]
             return first.sum() * 0  # keeps every rank's backward in step
-        if count < self._rows:
-            _check_rows(output, self._rows)
-            output, target = _cut_rows(output, count), _cut_rows(target, count)
-        forecast = self._objective.judge(output, target)
-        return self._tally.add(forecast.loss, forecast.weight, count)
+        if count < self._micro_batch_size:
+            _check_batch_dim(output, self._micro_batch_size)
+            output, target = _truncate_rows(output, count), _truncate_rows(target, count)
+        forecast = self._loss_fn.evaluate_output(output, target)
+        return self._loss_accumulator.add(forecast.loss, forecast.loss_weight, count)
 
-    def _sum_over_replicas(self) -> None:
+    def _all_reduce_over_replicas(self) -> None:
         """Gradients of all replicas' samples, in one flat all-reduce among the ranks with the same stages."""
         if self._strategy.replicas == 1 or not self._parameters:
             return
-        mates = self._grid.get_group("dp")
+        mates = self._device_mesh.get_group("dp")
         own = [p.grad for p in self._parameters]
-        found = gradients.summed(self._parameters, own, lambda flat: self._group.all_reduce(flat, mates))
+        found = gradients.all_reduce_flat(self._parameters, own, lambda flat: self._group.all_reduce(flat, mates))
         for p, gradient in zip(self._parameters, found, strict=True):
             p.grad = gradient
 
-    def _divide(self) -> None:
+    def _divide_by_weight(self) -> None:
         """A sum's gradients, made into those of the weighted mean: the last stages know the weights."""
-        if self._form is None:
-            self._form = gradients.agree_on_form(self._tally.form, self._group)
-        if self._form == PAIR:
-            own = torch.as_tensor(self._tally.weight, dtype=torch.float64).to(self._setting.device, copy=True)
-            gradients.scale(self._gradients(), gradients.per_weight(self._group.all_reduce(own)))
+        if self._loss_form is None:
+            self._loss_form = gradients.agree_on_loss_form(self._loss_accumulator.loss_form, self._group)
+        if self._loss_form == LOSS_IS_WEIGHTED_SUM:
+            own = torch.as_tensor(self._loss_accumulator.loss_weight, dtype=torch.float64).to(
+                self._context.device, copy=True
+            )
+            gradients.scale_(self._list_gradients(), gradients.compute_weight_factor(self._group.all_reduce(own)))
 
-    def _norm(self) -> float:
+    def _compute_grad_norm(self) -> float:
         """Of the gradient of the whole model: its square is added up over the stages."""
-        norm = self._over_stages(self._gradients())
+        norm = self._compute_norm_over_stages(self._list_gradients())
         # It may have overflowed although every gradient is finite; all ranks of a pipeline have the same norm.
-        return norm if math.isfinite(norm) else self._over_stages([g.double() for g in self._gradients()])
+        return (
+            norm
+            if math.isfinite(norm)
+            else self._compute_norm_over_stages([g.double() for g in self._list_gradients()])
+        )
 
-    def _over_stages(self, own: list[torch.Tensor]) -> float:
-        total = torch.zeros((), dtype=torch.float64, device=self._setting.device)
-        total += gradients.squares(own).sum() if own else 0.0
-        return math.sqrt(float(self._group.all_reduce(total, self._grid.get_group("pp"))))
+    def _compute_norm_over_stages(self, local_gradients: list[torch.Tensor]) -> float:
+        total = torch.zeros((), dtype=torch.float64, device=self._context.device)
+        total += gradients.sum_squares(local_gradients).sum() if local_gradients else 0.0
+        return math.sqrt(float(self._group.all_reduce(total, self._device_mesh.get_group("pp"))))
 
-    def _gradients(self) -> list[torch.Tensor]:
+    def _list_gradients(self) -> list[torch.Tensor]:
         return [p.grad for p in self._parameters if p.grad is not None]
 
-    def fingerprint(self) -> Fingerprint:
+    def compute_fingerprint(self) -> Fingerprint:
         """A checksum of this rank's stages, to be equal in all replicas."""
-        part = self._strategy.part_of(self._group.world_size, self._group.rank)
-        return {part: bits(self._parameters)}
+        part = self._strategy.model_shard_id(self._group.world_size, self._group.rank)
+        return {part: compute_checksum(self._parameters)}
 
     # -- the whole model --------------------------------------------------------------------------------------
 
-    def pieces(self) -> dict[str, Any]:
+    def state_dict_parts(self) -> dict[str, Any]:
         """The entries of this rank's stages, from the first replica; rank 0 adds what no stage has."""
-        if self._place["dp"]:
+        if self._coordinates["dp"]:
             return {}
-        found = {name: kept(v) for module in self.model.children() for name, v in module.state_dict().items()}
-        return {**self._rest, **found} if self._place["pp"] == 0 else found
+        found = {name: copy_to_cpu(v) for module in self.model.children() for name, v in module.state_dict().items()}
+        return {**self._unstaged_entries, **found} if self._coordinates["pp"] == 0 else found
 
     @contextlib.contextmanager
-    def forwards(self) -> Iterator[Forward]:
+    def eval_mode(self) -> Iterator[EvalFunction]:
         """Micro-batch after micro-batch through all stages."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.no_grad())
-            for part in self._stages.parts.values():
-                stack.enter_context(evaluating(part.evaluation.module))
-            yield self._forecast
+            for part in self._stages.stage_modules.values():
+                stack.enter_context(module_eval_mode(part.evaluation.module))
+            yield self._evaluate_batch
 
-    def _forecast(self, batch: Any) -> Any:
-        inputs, target = split(batch)
-        count, rows, outputs = len(inputs[0]), self._rows, []
+    def _evaluate_batch(self, batch: Any) -> Any:
+        inputs, target = split_batch(batch)
+        count, rows, outputs = len(inputs[0]), self._micro_batch_size, []
         for start in range(0, count, rows):
-            index = torch.arange(start, start + rows, device=self._setting.device).clamp_(max=count - 1)
-            outputs.append(self._stages.forecast(_tensors(_rows(inputs, index))))
-        if not self._stages.speaks:
+            index = torch.arange(start, start + rows, device=self._context.device).clamp_(max=count - 1)
+            outputs.append(self._stages.run_forward(_require_tensors(_select_rows(inputs, index))))
+        if not self._stages.has_last_stage:
             return None
-        return self._objective.judge(outputs[0] if count == rows else _joined(outputs, rows, count), target)
+        return self._loss_fn.evaluate_output(
+            outputs[0] if count == rows else _concat_outputs(outputs, rows, count), target
+        )
 
 
-def _rank(setting: Setting) -> int:
-    assert setting.group is not None
-    return setting.group.rank
+def _get_rank(context: WorkerContext) -> int:
+    assert context.group is not None
+    return context.group.rank
 
 
-def _rows(batch: Any, index: torch.Tensor) -> Any:
+def _select_rows(batch: Any, index: torch.Tensor) -> Any:
     return on_tensors(batch, lambda t: t.index_select(0, index))
 
 
-def _tensors(inputs: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+def _require_tensors(inputs: Sequence[Any]) -> tuple[torch.Tensor, ...]:
     wrong = [type(x).__name__ for x in inputs if not isinstance(x, torch.Tensor)]
     if wrong:
         raise TypeError(
@@ -528,18 +577,18 @@ def _tensors(inputs: Sequence[Any]) -> tuple[torch.Tensor, ...]:
     return tuple(inputs)
 
 
-def _cut_rows(value: Any, count: int) -> Any:
+def _truncate_rows(value: Any, count: int) -> Any:
     return tree_map(lambda t: t[:count] if isinstance(t, torch.Tensor) else t, value)
 
 
-def _joined(outputs: Sequence[Any], rows: int, count: int) -> Any:
+def _concat_outputs(outputs: Sequence[Any], rows: int, count: int) -> Any:
     """The output for `count` samples, of that of micro-batches of `rows`."""
     for output in outputs:
-        _check_rows(output, rows)
+        _check_batch_dim(output, rows)
     return tree_map(lambda *parts: torch.cat(parts)[:count], *outputs)
 
 
-def _check_rows(output: Any, rows: int) -> None:
+def _check_batch_dim(output: Any, rows: int) -> None:
     """Raise ValueError where an output can't be cut: where rows of it are not those of samples."""
     wrong = [tuple(t.shape) for t in tree_leaves(output) if t.shape[:1] != (rows,)]
     if wrong:
@@ -551,13 +600,15 @@ def _check_rows(output: Any, rows: int) -> None:
         )
 
 
-def _check_shared(model: nn.Module, parts: Sequence[Part]) -> None:
+def _check_tied_weights(model: nn.Module, parts: Sequence[StageModulePair]) -> None:
     """A parameter in two stages would be two parameters, each trained on its own."""
     names: dict[int, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(p), []).append(name)
     for tied in names.values():
-        found = {(name, place) for place, part in enumerate(parts) for name in tensors(part.module) if name in tied}
+        found = {
+            (name, place) for place, part in enumerate(parts) for name in named_tensors(part.module) if name in tied
+        }
         if len({place for _, place in found}) > 1:
             where = ", ".join(f"{name} (stage {place})" for name, place in sorted(found))
             raise ValueError(

@@ -21,67 +21,71 @@ if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
 
-def separable(outputs: Iterable[torch.Tensor], inputs: Iterable[torch.Tensor], weights: Iterable[torch.Tensor]) -> bool:
+def can_split_backward(
+    outputs: Iterable[torch.Tensor], inputs: Iterable[torch.Tensor], weights: Iterable[torch.Tensor]
+) -> bool:
     """Whether backward from `outputs` can be taken in halves: to the `inputs`, and to the `weights` later."""
-    roots = _nodes(outputs)
+    roots = _get_grad_nodes(outputs)
     reverse = construct_reverse_graph(roots)
-    own = [node for node in _nodes(weights) if node in reverse or node in roots]
-    groups = _groups(own, _nodes(inputs), reverse)
+    own = [node for node in _get_grad_nodes(weights) if node in reverse or node in roots]
+    groups = _build_param_groups(own, _get_grad_nodes(inputs), reverse)
     if groups is None:
         return False
-    passes = [_run_through(group.met, group.weights, reverse) for group in groups]
+    passes = [_find_nodes_between(group.intermediates, group.weights, reverse) for group in groups]
     return len(set[Any]().union(*passes)) == sum(map(len, passes))
 
 
 @dataclasses.dataclass(eq=False)
-class _Group:
+class _ParamGroup:
     """Weights, and where their ways to the outputs meet the inputs'."""
 
     weights: set[Node]
-    met: set[Node]
+    intermediates: set[Node]
 
 
-def _groups(weights: Iterable[Node], inputs: list[Node], reverse: dict[Node, list[Node]]) -> list[_Group] | None:
+def _build_param_groups(
+    weights: Iterable[Node], inputs: list[Node], reverse_graph: dict[Node, list[Node]]
+) -> list[_ParamGroup] | None:
     """As torch makes them; None where a weight has none, or torch's depend on how it goes through a set.
 
     It takes the nodes that a weight's ways meet one by one. Where some of them have a group and others none, or have
     different ones, groups that overlap may come of that: not with every run, since a set's order follows addresses.
     """
-    closure, _ = reverse_closure(inputs, set(), reverse)
-    found: dict[Node, _Group] = {}
+    closure, _ = reverse_closure(inputs, set(), reverse_graph)
+    found: dict[Node, _ParamGroup] = {}
     for weight in weights:
-        _, met = reverse_closure([weight], closure, reverse)
+        _, met = reverse_closure([weight], closure, reverse_graph)
         known = {found[node] for node in met if node in found}
         if not met or len(known) > 1 or (known and not met <= found.keys()):
             return None
-        group = known.pop() if known else _Group(set(), met)
+        group = known.pop() if known else _ParamGroup(set(), met)
         group.weights.add(weight)
         found.update(dict.fromkeys(met, group))
     return list(dict.fromkeys(found.values()))
 
 
-def _nodes(tensors: Iterable[torch.Tensor]) -> list[Node]:
+def _get_grad_nodes(tensors: Iterable[torch.Tensor]) -> list[Node]:
     """Where the gradients of those that have one come out."""
     found = (_get_grad_fn_or_grad_acc(t) for t in tensors)
     return [node for node in found if node is not None]
 
 
-def _run_through(starts: set[Node], ends: set[Node], reverse: dict[Node, list[Node]]) -> set[Node]:
-    """The nodes on all ways from a group's `starts` to the weights at its `ends`, the latter left out."""
+def _find_nodes_between(starts: set[Node], ends: set[Node], reverse_graph: dict[Node, list[Node]]) -> set[Node]:
+    """The nodes on all ways from a group's `stage_starts` to the weights at its `ends`, the latter left out."""
     if len(starts) == 1:  # as of most groups: all ways up from the ends lead to it, and there's nothing to find above
-        return (_reached(ends, lambda node: () if node in starts else reverse[node]) | starts) - ends
-    return (_reached(ends, reverse.__getitem__) & _reached(starts, _behind)) - ends
+        return (_find_reachable(ends, lambda node: () if node in starts else reverse_graph[node]) | starts) - ends
+    return (_find_reachable(ends, reverse_graph.__getitem__) & _find_reachable(starts, _get_next_nodes)) - ends
 
 
-def _behind(node: Node) -> list[Node]:
+def _get_next_nodes(node: Node) -> list[Node]:
     return [found for found, _ in node.next_functions if found is not None]
 
 
-def _reached(starts: Iterable[Node], following: Callable[[Node], Iterable[Node]]) -> set[Node]:
+def _find_reachable(starts: Iterable[Node], get_next: Callable[[Node], Iterable[Node]]) -> set[Node]:
     """These and all that follow."""
     found, waiting = set(starts), list(starts)
     while waiting:
-        new = set(following(waiting.pop())) - found
+        new = set(get_next(waiting.pop())) - found
         found |= new
         waiting += new
     return found

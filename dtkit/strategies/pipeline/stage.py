@@ -39,12 +39,12 @@ from dtkit._util.guard import attempt
 from dtkit.engine.comm.cancellable_wait import LARGE, Waiter
 from dtkit.engine.dry_run import blank
 from dtkit.engine.observe.phase_timer import BETWEEN
-from dtkit.strategies.pipeline.cut import chain
-from dtkit.strategies.pipeline.device_copy import copied, on_device
-from dtkit.strategies.pipeline.p2p import Traffic, labelled
-from dtkit.strategies.pipeline.split_backward import separable
-from dtkit.strategies.pipeline.value_routing import Piece, routes, sendable
-from dtkit.strategies.replicated import evaluating
+from dtkit.strategies.pipeline.cut import find_layer_chain
+from dtkit.strategies.pipeline.device_copy import copy_tensors_to_device, copy_to_device
+from dtkit.strategies.pipeline.p2p import P2PTracer, label_ops
+from dtkit.strategies.pipeline.split_backward import can_split_backward
+from dtkit.strategies.pipeline.value_routing import StageModule, build_routings, make_sendable
+from dtkit.strategies.replicated import module_eval_mode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -55,13 +55,13 @@ if TYPE_CHECKING:
     from dtkit.engine.comm.process_group import Group
     from dtkit.engine.observe.phase_timer import Phases
     from dtkit.schedules.schedule import Schedule
-    from dtkit.strategies.pipeline.cut import Cut
+    from dtkit.strategies.pipeline.cut import StageCut
     from dtkit.types import Astray
 
 logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)  # it logs whole schedules at an error
 
 
-SCHEDULES: dict[str, type[Any]] = {
+SCHEDULE_CLASSES: dict[str, type[Any]] = {
     "GPipe": pipelining.ScheduleGPipe,
     "1F1B": pipelining.Schedule1F1B,
     "Interleaved1F1B": pipelining.ScheduleInterleaved1F1B,
@@ -73,7 +73,7 @@ SCHEDULES: dict[str, type[Any]] = {
 
 
 @functools.cache
-def load_exporter() -> None:
+def preload_exporter() -> None:
     """Trace something. What torch's exporter loads by that stays, some 25 MB, and belongs to no model."""
     starts = {"1": pipelining.SplitPoint.BEGINNING}
     pipelining.pipeline(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), (torch.zeros(1, 1),), split_spec=starts)
@@ -83,11 +83,11 @@ def load_exporter() -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class StageModulePair:
     """A contiguous part of a model, to train and to evaluate with: two pieces over the same parameters, or one."""
 
-    training: Piece
-    evaluation: Piece
+    training: StageModule
+    evaluation: StageModule
 
     @property
     def module(self) -> nn.Module:
@@ -95,7 +95,9 @@ class Part:
         return self.training.module
 
 
-def parts_of(model: nn.Module, cut: Cut, inputs: Sequence[torch.Tensor], device: torch.device) -> list[Part]:
+def split_model(
+    model: nn.Module, cut: StageCut, inputs: Sequence[torch.Tensor], device: torch.device
+) -> list[StageModulePair]:
     """All parts of a model, to be :func:`moved` to a device: of the layers of a Sequential, or of a trace.
 
     A trace is made as on the device, where operations may lay out their results in another way than on the host; but
@@ -103,24 +105,24 @@ def parts_of(model: nn.Module, cut: Cut, inputs: Sequence[torch.Tensor], device:
     training or of evaluation, so there are two.
     """
     if isinstance(model, nn.Sequential):
-        layers = chain(model)
-        slices = [Piece(nn.Sequential(OrderedDict(layers[k] for k in stage))) for stage in cut.stages]
-        return [Part(piece, piece) for piece in slices]
-    begins = [cut.layers[start] for start in cut.starts[1:]]
-    training = _traced(model.train(), begins, inputs, device)
+        layers = find_layer_chain(model)
+        slices = [StageModule(nn.Sequential(OrderedDict(layers[k] for k in stage))) for stage in cut.stages]
+        return [StageModulePair(piece, piece) for piece in slices]
+    begins = [cut.layers[start] for start in cut.stage_starts[1:]]
+    training = _trace_and_split(model.train(), begins, inputs, device)
     try:
-        evaluation = _traced(model.eval(), begins, inputs, device)
+        evaluation = _trace_and_split(model.eval(), begins, inputs, device)
     finally:
         model.train()
-    return [Part(*pieces) for pieces in zip(training, evaluation, strict=True)]
+    return [StageModulePair(*pieces) for pieces in zip(training, evaluation, strict=True)]
 
 
-def _traced(
-    model: nn.Module, begins: Sequence[str], inputs: Sequence[torch.Tensor], device: torch.device
-) -> list[Piece]:
+def _trace_and_split(
+    model: nn.Module, split_points: Sequence[str], inputs: Sequence[torch.Tensor], device: torch.device
+) -> list[StageModule]:
     def refuse(error: Exception) -> NoReturn:
         raise ValueError(
-            f"{type(model).__name__} can't be traced, and so not be cut into stages: {_first_line(error)}. What can be "
+            f"{type(model).__name__} can't be traced, and so not be cut into stages: {_summarize_error(error)}. What can be "
             "cut is an nn.Sequential, or a model whose forward has no control flow that depends on the data. Wrap its "
             "layers in an nn.Sequential, or use strategy=dtkit.Sharded()"
         ) from error
@@ -128,7 +130,7 @@ def _traced(
     def trace() -> tuple[pipelining.Pipe, TreeSpec]:
         from torch._subclasses.fake_tensor import FakeTensorMode
 
-        starts = dict.fromkeys(begins, pipelining.SplitPoint.BEGINNING)
+        starts = dict.fromkeys(split_points, pipelining.SplitPoint.BEGINNING)
         with FakeTensorMode(allow_non_fake_inputs=True) as fake:
             shapes = {id(t): blank(t, device) for t in (*model.parameters(), *model.buffers(), *inputs)}
         like = tuple(shapes[id(t)] for t in inputs)
@@ -138,41 +140,41 @@ def _traced(
         return pipelining.pipeline(marked, like, split_spec=starts), form  # torch marks split points in the model
 
     pipe, form = attempt(trace, refuse)
-    if pipe.num_stages != len(begins) + 1:
+    if pipe.num_stages != len(split_points) + 1:
         raise ValueError(
-            f"{type(model).__name__} came apart into {pipe.num_stages} parts in place of {len(begins) + 1}: the blocks "
-            f"{', '.join(begins)} are not called one after the other. Name others: split=[...]"
+            f"{type(model).__name__} came apart into {pipe.num_stages} parts in place of {len(split_points) + 1}: the blocks "
+            f"{', '.join(split_points)} are not called one after the other. Name others: split=[...]"
         )
     modules = [pipe.get_stage_module(k) for k in range(pipe.num_stages)]
-    found = routes(pipe.split_gm, modules)
-    return [Piece(module, route, form) for module, route in zip(modules, found, strict=True)]
+    found = build_routings(pipe.split_gm, modules)
+    return [StageModule(module, route, form) for module, route in zip(modules, found, strict=True)]
 
 
-_PLACE = re.compile(r'File "([^"]+)", line (\d+), in \w+\s*\n\s*(.+)')
-_AGAIN = re.compile(r"@\d+")
+_TRACEBACK_LOCATION = re.compile(r'File "([^"]+)", line (\d+), in \w+\s*\n\s*(.+)')
+_REPEATED_CALL_SUFFIX = re.compile(r"@\d+")
 
 
-def _first_line(error: BaseException) -> str:
+def _summarize_error(error: BaseException) -> str:
     """Of an exporter's error, and the last line of the user's code that it names."""
     lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     first = textwrap.shorten(lines[0], 200, placeholder=" …")
-    own = [found for found in _PLACE.findall(str(error)) if "/torch/" not in found[0]]
+    own = [found for found in _TRACEBACK_LOCATION.findall(str(error)) if "/torch/" not in found[0]]
     if not own:
         return first
     path, line, code = own[-1]
     return f"{first} (at {path.rpartition('/')[2]}:{line}: {code.strip()})"
 
 
-def moved(part: Part, model: nn.Module, device: torch.device) -> Part:
+def copy_pair_to_device(pair: StageModulePair, model: nn.Module, device: torch.device) -> StageModulePair:
     """A copy of a part of `model` on a device, both of its modules over the same new parameters."""
     from torch._subclasses.fake_tensor import is_fake
 
-    whole, lasting = tensors(model), set(model.state_dict())
+    whole, lasting = named_tensors(model), set(model.state_dict())
     copies: dict[int, torch.Tensor] = {}
 
     def lay(module: nn.Module) -> nn.Module:
         memo: dict[int, Any] = {}
-        for name, shape in tensors(module).items():
+        for name, shape in named_tensors(module).items():
             origin = whole.get(name, shape)
             if is_fake(origin):  # it would train on shapes
                 raise ValueError(
@@ -180,40 +182,40 @@ def moved(part: Part, model: nn.Module, device: torch.device) -> Part:
                     "numbers. Wrap the model's layers in an nn.Sequential, or use strategy=dtkit.Sharded()"
                 )
             if id(origin) not in copies:
-                copies.update(on_device([origin], device))
+                copies.update(copy_tensors_to_device([origin], device))
             memo[id(shape)] = copies[id(origin)]
-        made = copied(module, device, memo)
-        rename(made)
+        made = copy_to_device(module, device, memo)
+        restore_model_names(made)
         for name, buffer in list(made.named_buffers(remove_duplicate=False)):
             if name not in lasting:  # a constant in the model's code is a buffer to torch's exporter
                 owner, _, last = name.rpartition(".")
                 made.get_submodule(owner).register_buffer(last, buffer, persistent=False)
         return made
 
-    training = dataclasses.replace(part.training, module=lay(part.module))
-    if part.evaluation is part.training:
-        return Part(training, training)
-    return Part(training, dataclasses.replace(part.evaluation, module=lay(part.evaluation.module)))
+    training = dataclasses.replace(pair.training, module=lay(pair.module))
+    if pair.evaluation is pair.training:
+        return StageModulePair(training, training)
+    return StageModulePair(training, dataclasses.replace(pair.evaluation, module=lay(pair.evaluation.module)))
 
 
-def tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     """A module's parameters and buffers, by all of the names that they have in the model."""
     found: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
-    return {in_model(name): t for name, t in (found | dict(module.named_buffers(remove_duplicate=False))).items()}
+    return {to_model_name(name): t for name, t in (found | dict(module.named_buffers(remove_duplicate=False))).items()}
 
 
-def in_model(name: str) -> str:
+def to_model_name(name: str) -> str:
     """A name in the model of one in its trace: of a layer that is called again the exporter makes another, layer@1."""
-    return _AGAIN.sub("", name)
+    return _REPEATED_CALL_SUFFIX.sub("", name)
 
 
-def rename(module: nn.Module) -> None:
+def restore_model_names(module: nn.Module) -> None:
     """Have tensors of a trace stand under their names in the model alone; layers that are called again keep the use."""
     for name, layer in list(module.named_modules()):
-        if in_model(name) == name:
+        if to_model_name(name) == name:
             continue
         owner = module
-        for step in in_model(name).split("."):
+        for step in to_model_name(name).split("."):
             if step not in owner._modules:  # noqa: SLF001 - hasattr would find attributes, too
                 owner.add_module(step, nn.Module())
             owner = owner.get_submodule(step)
@@ -225,7 +227,7 @@ def rename(module: nn.Module) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Borders:
+class StageIO:
     """What is given to each part, and last what comes out: tensors like those of every micro-batch.
 
     A model may return more in training than in evaluation, and then hands on more.
@@ -235,37 +237,42 @@ class Borders:
     evaluation: list[tuple[torch.Tensor, ...]]
 
 
-def borders(parts: Mapping[int, Part], homes: Sequence[int], inputs: Sequence[torch.Tensor], group: Group) -> Borders:
-    """Find them in a forward pass of each kind: the rank in `homes` runs its part, and hands on what that made.
+def infer_stage_io(
+    stage_modules: Mapping[int, StageModulePair],
+    stage_ranks: Sequence[int],
+    inputs: Sequence[torch.Tensor],
+    group: Group,
+) -> StageIO:
+    """Find them in a forward pass of each kind: the rank in `stage_ranks` runs its part, and hands on what that made.
 
     The part notes to which of its inputs it writes. Batch statistics stay as they were. A collective.
     """
 
-    def passed(run: Callable[[Part, Sequence[torch.Tensor]], tuple[torch.Tensor, ...]]) -> list[Any]:
+    def passed(run: Callable[[StageModulePair, Sequence[torch.Tensor]], tuple[torch.Tensor, ...]]) -> list[Any]:
         found = [tuple(inputs)]
-        for place, home in enumerate(homes):
-            made = run(parts[place], found[-1]) if home == group.rank else None
+        for place, home in enumerate(stage_ranks):
+            made = run(stage_modules[place], found[-1]) if home == group.rank else None
             found.append(group.hand_round(made, home, inputs[0].device))
         return found
 
-    return Borders(passed(lambda part, given: _tried(part.training, given)), passed(_tried_out))
+    return StageIO(passed(lambda part, given: _run_trial(part.training, given)), passed(_run_evaluation_trial))
 
 
-def _tried_out(part: Part, given: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    with evaluating(part.evaluation.module):
-        return _tried(part.evaluation, given)
+def _run_evaluation_trial(pair: StageModulePair, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    with module_eval_mode(pair.evaluation.module):
+        return _run_trial(pair.evaluation, inputs)
 
 
-def _tried(piece: Piece, given: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    copies = [t.clone() for t in given]
-    with buffers_kept(piece.module), torch.random.fork_rng([given[0].device] if given[0].is_cuda else []):
-        made = sendable(piece(*copies), copies)
-    piece.written |= frozenset(k for k, t in enumerate(copies) if t._version)  # noqa: SLF001 - how often it was written to
+def _run_trial(stage_module: StageModule, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    copies = [t.clone() for t in inputs]
+    with preserve_buffers(stage_module.module), torch.random.fork_rng([inputs[0].device] if inputs[0].is_cuda else []):
+        made = make_sendable(stage_module(*copies), copies)
+    stage_module.mutated_inputs |= frozenset(k for k, t in enumerate(copies) if t._version)  # noqa: SLF001 - how often it was written to
     return made
 
 
 @contextlib.contextmanager
-def buffers_kept(module: nn.Module) -> Iterator[None]:
+def preserve_buffers(module: nn.Module) -> Iterator[None]:
     """Leave batch statistics, and buffers of any other kind, as they were before a forward pass that is to have no
     trace. Backward passes that wait may hold them: to autograd, `data` is not written to.
     """
@@ -281,76 +288,78 @@ def buffers_kept(module: nn.Module) -> Iterator[None]:
 class Stage(PipelineStage):
     """torch's stage, which says what it does and what its messages are, and lets a user's error through as it was."""
 
-    def __init__(self, piece: Piece, *args: Any, phases: Phases, **kwargs: Any) -> None:
-        super().__init__(piece.module, *args, **kwargs)
-        self._piece, self._phases, self._promised = piece, phases, kwargs["output_args"]
-        self.unhalved: set[int] = set()
+    def __init__(self, stage_module: StageModule, *args: Any, phases: Phases, **kwargs: Any) -> None:
+        super().__init__(stage_module.module, *args, **kwargs)
+        self._stage_module, self._phases, self._expected_outputs = stage_module, phases, kwargs["output_args"]
+        self.unsplit_micro_batches: set[int] = set()
         """Micro-batches of this step whose backward was taken whole, though halves were asked for."""
-        self.empty: frozenset[int] = frozenset()
+        self.empty_micro_batches: frozenset[int] = frozenset()
         """Micro-batches of this step without a sample, which are there to keep ranks in step."""
-        self.sums: list[torch.Tensor] = []
+        self.output_sums: list[torch.Tensor] = []
         """Of each output of this step: not finite where an element is not. On the device, read only if need be."""
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """One micro-batch forward."""
-        lost = buffers_kept(self.submod) if fwd_chunk_id in self.empty else contextlib.nullcontext()
-        with self._at("forward", fwd_chunk_id), lost:
+        lost = preserve_buffers(self.submod) if fwd_chunk_id in self.empty_micro_batches else contextlib.nullcontext()
+        with self._in_phase("forward", fwd_chunk_id), lost:
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
             if not self.is_last:  # of the last one the loss tells
-                check_border(self.stage_index, output, self._promised)
-                self.sums += map(_sum, output)
+                check_stage_output(self.stage_index, output, self._expected_outputs)
+                self.output_sums += map(_sum_without_overflow, output)
             return output
 
     def forward_maybe_with_nosync(self, *args: Any, **_: Any) -> tuple[torch.Tensor, ...]:
         """Torch's way to call the module, with what came over the border; what goes over the next one."""
-        made = self._piece(*args)
-        return made if self.is_last else sendable(made, args)
+        made = self._stage_module(*args)
+        return made if self.is_last else make_sendable(made, args)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         """One micro-batch backward, or the half of it that the stage before waits for."""
         whole = kwargs.get("full_backward", True)
-        if not whole and not self._halves(bwd_chunk_id, kwargs.get("loss")):
+        if not whole and not self._can_split_backward(bwd_chunk_id, kwargs.get("loss")):
             whole = kwargs["full_backward"] = True
-            self.unhalved.add(bwd_chunk_id)
-        with self._at("backward" if whole else "backward input", bwd_chunk_id):
+            self.unsplit_micro_batches.add(bwd_chunk_id)
+        with self._in_phase("backward" if whole else "backward input", bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
-    def _halves(self, micro_batch: int, loss: torch.Tensor | None) -> bool:
+    def _can_split_backward(self, micro_batch: int, loss: torch.Tensor | None) -> bool:
         """Whether backward comes in halves here. (Torch sees to its first stage itself.) Asked for every micro-batch,
         since layers may be left out at random: that takes some 3 % of the host's time in a backward pass.
         """
         outputs, inputs = self.fwd_cache[micro_batch]
-        return self.is_first or separable(outputs if loss is None else [loss], inputs, self.submod.parameters())
+        return self.is_first or can_split_backward(
+            outputs if loss is None else [loss], inputs, self.submod.parameters()
+        )
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         """The other half: the gradients of the weights."""
-        if bwd_chunk_id in self.unhalved:
-            self.unhalved.remove(bwd_chunk_id)
+        if bwd_chunk_id in self.unsplit_micro_batches:
+            self.unsplit_micro_batches.remove(bwd_chunk_id)
             return
-        with self._at("backward weight", bwd_chunk_id):
+        with self._in_phase("backward weight", bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """A micro-batch's activation, for the next stage."""
-        return labelled(super().get_fwd_send_ops(fwd_chunk_id), "send forward", self.stage_index, fwd_chunk_id)
+        return label_ops(super().get_fwd_send_ops(fwd_chunk_id), "send forward", self.stage_index, fwd_chunk_id)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """The one that the stage before sends."""
-        return labelled(super().get_fwd_recv_ops(fwd_chunk_id), "receive forward", self.stage_index, fwd_chunk_id)
+        return label_ops(super().get_fwd_recv_ops(fwd_chunk_id), "receive forward", self.stage_index, fwd_chunk_id)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """A micro-batch's gradient, for the stage before."""
         if bwd_chunk_id in self.bwd_cache:
-            self.bwd_cache[bwd_chunk_id] = tuple(map(_dense, self.bwd_cache[bwd_chunk_id]))
-        return labelled(super().get_bwd_send_ops(bwd_chunk_id), "send backward", self.stage_index, bwd_chunk_id)
+            self.bwd_cache[bwd_chunk_id] = tuple(map(_make_contiguous, self.bwd_cache[bwd_chunk_id]))
+        return label_ops(super().get_bwd_send_ops(bwd_chunk_id), "send backward", self.stage_index, bwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """The one that the next stage sends."""
-        return labelled(super().get_bwd_recv_ops(bwd_chunk_id), "receive backward", self.stage_index, bwd_chunk_id)
+        return label_ops(super().get_bwd_recv_ops(bwd_chunk_id), "receive backward", self.stage_index, bwd_chunk_id)
 
     @contextlib.contextmanager
-    def _at(self, what: str, micro_batch: int) -> Iterator[None]:
-        self._phases.enter(what, (self.stage_index, micro_batch))
+    def _in_phase(self, phase: str, micro_batch: int) -> Iterator[None]:
+        self._phases.enter(phase, (self.stage_index, micro_batch))
         try:
             yield
         except RuntimeError as error:
@@ -360,45 +369,45 @@ class Stage(PipelineStage):
         self._phases.enter(BETWEEN)
 
 
-def _dense(gradient: torch.Tensor | None) -> torch.Tensor | None:
+def _make_contiguous(gradient: torch.Tensor | None) -> torch.Tensor | None:
     return None if gradient is None else gradient.contiguous()
 
 
-def check_border(place: int, output: Sequence[torch.Tensor], promised: Sequence[torch.Tensor]) -> None:
+def check_stage_output(stage: int, output: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
     """Raise ValueError where a stage's output does not fit the buffers of the next one: gloo would end the process."""
     made, wanted = (
-        [(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in tensors] for tensors in (output, promised)
+        [(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in tensors] for tensors in (output, expected)
     )
     if made != wanted:
         raise ValueError(
-            f"stage {place} made {_listed(made)} of a micro-batch, and {_listed(wanted)} of the first one. Stages send "
+            f"stage {stage} made {_format_shapes(made)} of a micro-batch, and {_format_shapes(wanted)} of the first one. Stages send "
             "tensors of one size: pad the samples to one, or use strategy=dtkit.Sharded()"
         )
 
 
-def _listed(found: Sequence[tuple[tuple[int, ...], str]]) -> str:
+def _format_shapes(found: Sequence[tuple[tuple[int, ...], str]]) -> str:
     return ", ".join(f"{dtype} of shape {shape}" for shape, dtype in found)
 
 
-def _sum(output: torch.Tensor) -> torch.Tensor:
+def _sum_without_overflow(output: torch.Tensor) -> torch.Tensor:
     """In a type in which finite numbers stay finite."""
     found = output.detach()
     return found.sum(dtype=torch.promote_types(found.dtype, torch.float32))
 
 
-class TableRuntime(_PipelineScheduleRuntime):
+class CustomScheduleRuntime(_PipelineScheduleRuntime):
     """torch's runtime with a user's table.
 
     torch looks a micro-batch's loss up by its number in a list that grows in the order of forwards, and so would take
     another one's where a table has F1 before F0. Here losses are kept by number.
     """
 
-    def __init__(self, table: Schedule, stages: list[Any], loss: Callable[[Any, Any], torch.Tensor]) -> None:
-        super().__init__(stages, table.micro_batches, loss_fn=loss, scale_grads=False)  # type: ignore[no-untyped-call]
+    def __init__(self, schedule: Schedule, stages: list[Any], compute_loss: Callable[[Any, Any], torch.Tensor]) -> None:
+        super().__init__(stages, schedule.micro_batches, loss_fn=compute_loss, scale_grads=False)  # type: ignore[no-untyped-call]
         self._losses: dict[int, torch.Tensor] = {}
         self.pipeline_order = {
             rank: [a and _Action(a.stage, _ComputationType(a.kind), a.micro_batch) for a in row]
-            for rank, row in enumerate(table.rows)
+            for rank, row in enumerate(schedule.rows)
         }
         self._prepare_schedule_with_comms(self.pipeline_order)
 
@@ -413,118 +422,122 @@ class TableRuntime(_PipelineScheduleRuntime):
         return self._losses.pop(mb_index) if stage.is_last else None
 
 
-class Stages:
+class StageRunner:
     """One rank's parts of a model, run by a schedule in one process group."""
 
     def __init__(
         self,
-        table: Schedule,
-        parts: dict[int, Part],
-        found: Borders,
-        loss: Callable[[Any, Any], torch.Tensor],
+        schedule: Schedule,
+        stage_modules: dict[int, StageModulePair],
+        stage_io: StageIO,
+        compute_loss: Callable[[Any, Any], torch.Tensor],
     ) -> None:
-        """`parts` are this rank's, by place; `found` what :func:`borders` did."""
-        self.table, self.parts, self._loss = table, parts, loss
-        self.shapes, self._forecasts = found.training, found.evaluation
-        self.last = table.stages - 1
+        """`parts` are this rank's, by place; `found` what :func:`infer_stage_io` did."""
+        self.schedule, self.stage_modules, self._loss_fn = schedule, stage_modules, compute_loss
+        self.training_io, self._evaluation_io = stage_io.training, stage_io.evaluation
+        self.last_stage = schedule.stages - 1
         """The place of the part that makes the output."""
-        self.speaks = self.last in parts
+        self.has_last_stage = self.last_stage in stage_modules
 
-    def join(self, along: dist.ProcessGroup, device: torch.device, phases: Phases, group: Group) -> None:
+    def set_process_group(
+        self, pp_group: dist.ProcessGroup, device: torch.device, phases: Phases, group: Group
+    ) -> None:
         """Make torch's stages and schedule for the ranks of a pipeline, of a `group`; again for each group."""
-        self._group, self._device, self._phases, self._whole = along, device, phases, group
-        large = any(t.nbytes >= LARGE for shapes in self.shapes[1:-1] for t in shapes)
-        self._waiter = Waiter(group.ended) if large and device.type == "cpu" else None
+        self._pp_group, self._device, self._phases, self._world_group = pp_group, device, phases, group
+        large = any(t.nbytes >= LARGE for shapes in self.training_io[1:-1] for t in shapes)
+        self._cancellable_wait = Waiter(group.ended) if large and device.type == "cpu" else None
         self._stages = [
             Stage(
                 part.training,
                 place,
-                self.last + 1,
+                self.last_stage + 1,
                 device,
-                input_args=self.shapes[place],
-                output_args=self.shapes[place + 1],
-                group=along,
+                input_args=self.training_io[place],
+                output_args=self.training_io[place + 1],
+                group=pp_group,
                 phases=phases,
             )
-            for place, part in self.parts.items()
+            for place, part in self.stage_modules.items()
         ]
-        self._schedule = self._make()
-        self._traffic = Traffic(phases, lambda work: self._wait([work]))
+        self._torch_schedule = self._build_torch_schedule()
+        self._p2p_tracer = P2PTracer(phases, lambda work: self._wait_for_peers([work]))
 
     @property
-    def working(self) -> Sequence[Any]:
+    def torch_stages(self) -> Sequence[Any]:
         """The stages that torch runs, as they are now."""
         return self._stages
 
-    def _make(self) -> Any:
-        make = SCHEDULES.get(self.table.name)
+    def _build_torch_schedule(self) -> Any:
+        make = SCHEDULE_CLASSES.get(self.schedule.name)
         if make is None:
-            return TableRuntime(self.table, list(self._stages), self._judge)
+            return CustomScheduleRuntime(self.schedule, list(self._stages), self._compute_micro_batch_loss)
         given: Any = self._stages[0] if issubclass(make, PipelineScheduleSingle) else self._stages
-        return make(given, self.table.micro_batches, loss_fn=self._judge, scale_grads=False)
+        return make(given, self.schedule.micro_batches, loss_fn=self._compute_micro_batch_loss, scale_grads=False)
 
-    def _judge(self, output: Any, given: tuple[int, Any]) -> torch.Tensor:
+    def _compute_micro_batch_loss(self, output: Any, numbered_target: tuple[int, Any]) -> torch.Tensor:
         """The loss of a micro-batch: a part of its forward pass."""
-        micro_batch, target = given
-        self._phases.enter("forward", (self.last, micro_batch))
-        found = self._loss(self.parts[self.last].training.whole(output), target)
+        micro_batch, target = numbered_target
+        self._phases.enter("forward", (self.last_stage, micro_batch))
+        found = self._loss_fn(self.stage_modules[self.last_stage].training.unflatten_output(output), target)
         self._phases.enter(BETWEEN)
         return found.clone()  # torch may detach it in place, which no view allows
 
-    def run(self, inputs: Sequence[tuple[Any, ...]], targets: Sequence[Any], empty: Iterable[int] = ()) -> None:
+    def run_schedule(
+        self, inputs: Sequence[tuple[Any, ...]], targets: Sequence[Any], empty_micro_batches: Iterable[int] = ()
+    ) -> None:
         """Forward and backward of all micro-batches; gradients are added to what parameters have.
 
-        Those that are `empty`, by number, leave no trace in batch statistics.
+        Those that are `empty_micro_batches`, by number, leave no trace in batch statistics.
         """
         for stage in self._stages:
-            stage.has_backward, stage.empty = True, frozenset(empty)
-            stage.sums.clear()
-            stage.unhalved.clear()
+            stage.has_backward, stage.empty_micro_batches = True, frozenset(empty_micro_batches)
+            stage.output_sums.clear()
+            stage.unsplit_micro_batches.clear()
             stage.clear_runtime_states()
-        with self._traffic.watched():
-            self._schedule._step_microbatches(  # noqa: SLF001 - the public `step` would cut micro-batches by itself
+        with self._p2p_tracer.intercept():
+            self._torch_schedule._step_microbatches(  # noqa: SLF001 - the public `step` would cut micro-batches by itself
                 list(inputs), [{} for _ in inputs], list(enumerate(targets)), None, return_outputs=False
             )
 
-    def astray(self) -> Astray:
+    def find_nonfinite(self) -> Astray:
         """What the last step made here that is not finite."""
         found = []
         for stage in self._stages:
-            if not all(map(torch.isfinite, stage.sums)):
+            if not all(map(torch.isfinite, stage.output_sums)):
                 found.append((stage.stage_index, "output"))
             if not all(p.grad.isfinite().all() for p in stage.submod.parameters() if p.grad is not None):
                 found.append((stage.stage_index, "gradient"))
         return tuple(found)
 
-    def _wait(self, works: Sequence[Any]) -> None:
+    def _wait_for_peers(self, works: Sequence[Any]) -> None:
         """For other ranks no longer than a collective would.
 
         A gloo group's connections keep the limit that it was formed with, whatever is set later; NCCL ends what takes
         too long by itself, and would have the host wait where it is given a limit.
         """
-        limit = (dt.timedelta(seconds=self._whole.timeout_s),) if self._device.type == "cpu" else ()
-        if self._waiter is not None:
-            self._waiter.wait(works, *limit)
+        limit = (dt.timedelta(seconds=self._world_group.timeout_s),) if self._device.type == "cpu" else ()
+        if self._cancellable_wait is not None:
+            self._cancellable_wait.wait(works, *limit)
             return
         for work in works:
             work.wait(*limit)
 
-    def forecast(self, inputs: tuple[Any, ...]) -> Any:
+    def run_forward(self, inputs: tuple[Any, ...]) -> Any:
         """The output of one micro-batch, part after part; None on ranks without the last part."""
         import torch.distributed as dist
 
-        rank, homes = dist.get_rank(self._group), self.table.homes
+        rank, homes = dist.get_rank(self._pp_group), self.schedule.stage_ranks
         given: tuple[Any, ...] = inputs
-        for place in range(self.last + 1):
+        for place in range(self.last_stage + 1):
             here, before = homes[place], homes[max(0, place - 1)]
             if rank == here:
                 if place and before != here:
-                    given = tuple(torch.empty_like(t, requires_grad=False) for t in self._forecasts[place])
-                    self._wait([dist.irecv(t, group=self._group, group_src=before) for t in given])
-                given = self.parts[place].evaluation(*given)
-                if place < self.last:
-                    check_border(place, given, self._forecasts[place + 1])
+                    given = tuple(torch.empty_like(t, requires_grad=False) for t in self._evaluation_io[place])
+                    self._wait_for_peers([dist.irecv(t, group=self._pp_group, group_src=before) for t in given])
+                given = self.stage_modules[place].evaluation(*given)
+                if place < self.last_stage:
+                    check_stage_output(place, given, self._evaluation_io[place + 1])
             elif rank == before:
                 sent = [t.contiguous() for t in given]
-                self._wait([dist.isend(t, group=self._group, group_dst=here) for t in sent])
-        return self.parts[self.last].evaluation.whole(given) if self.speaks else None
+                self._wait_for_peers([dist.isend(t, group=self._pp_group, group_dst=here) for t in sent])
+        return self.stage_modules[self.last_stage].evaluation.unflatten_output(given) if self.has_last_stage else None

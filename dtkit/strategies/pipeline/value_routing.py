@@ -22,28 +22,28 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Route:
+class ValueRouting:
     """The names of one stage's values."""
 
-    comes: tuple[str, ...]
+    received: tuple[str, ...]
     """Over the border before it."""
-    takes: tuple[str, ...]
+    module_inputs: tuple[str, ...]
     """What its module is called with."""
-    makes: tuple[str, ...]
+    module_outputs: tuple[str, ...]
     """What its module returns."""
-    goes: tuple[str, ...]
+    sent: tuple[str, ...]
     """Over the border behind it."""
 
 
 @dataclasses.dataclass
-class Piece:
+class StageModule:
     """A stage's module with its route; without one, it takes and returns just what crosses the borders."""
 
     module: nn.Module
-    route: Route | None = None
-    form: TreeSpec | None = None
+    routing: ValueRouting | None = None
+    output_spec: TreeSpec | None = None
     """Of what the model returns, where this is the last stage."""
-    written: frozenset[int] = frozenset()
+    mutated_inputs: frozenset[int] = frozenset()
     """Which of the values that come over the border before it are written to, as nn.ReLU(inplace=True) does."""
 
     def __call__(self, *given: Any) -> tuple[torch.Tensor, ...]:
@@ -52,74 +52,76 @@ class Piece:
         That is a leaf to autograd, and may be the very tensor that the stage before it has made: where this one writes
         to it, it gets a copy.
         """
-        given = tuple(t.clone() if k in self.written else t for k, t in enumerate(given))
-        if self.route is None:
-            found, self.form = tree_flatten(self.module(*given))
-            return _tensors(found)
-        values = dict(zip(self.route.comes, given, strict=True))
-        made = self.module(*(values[name] for name in self.route.takes))
-        values.update(zip(self.route.makes, made if isinstance(made, (tuple, list)) else (made,), strict=True))
-        return _tensors([values[name] for name in self.route.goes])
+        given = tuple(t.clone() if k in self.mutated_inputs else t for k, t in enumerate(given))
+        if self.routing is None:
+            found, self.output_spec = tree_flatten(self.module(*given))
+            return _require_tensors(found)
+        values = dict(zip(self.routing.received, given, strict=True))
+        made = self.module(*(values[name] for name in self.routing.module_inputs))
+        values.update(
+            zip(self.routing.module_outputs, made if isinstance(made, (tuple, list)) else (made,), strict=True)
+        )
+        return _require_tensors([values[name] for name in self.routing.sent])
 
-    def whole(self, found: Sequence[torch.Tensor]) -> Any:
+    def unflatten_output(self, outputs: Sequence[torch.Tensor]) -> Any:
         """What the model returns, of what came out of its last stage."""
-        assert self.form is not None
-        return tree_unflatten(list(found), self.form)
+        assert self.output_spec is not None
+        return tree_unflatten(list(outputs), self.output_spec)
 
 
-def _tensors(found: Iterable[Any]) -> tuple[torch.Tensor, ...]:
-    values = tuple(found)
-    _check([value for value in values if not isinstance(value, torch.Tensor)])
+def _require_tensors(returned: Iterable[Any]) -> tuple[torch.Tensor, ...]:
+    values = tuple(returned)
+    _refuse_non_tensors([value for value in values if not isinstance(value, torch.Tensor)])
     return values
 
 
-def _check(others: Sequence[Any]) -> None:
-    if others:
-        names = ", ".join(type(value).__name__ for value in others)
+def _refuse_non_tensors(values: Sequence[Any]) -> None:
+    if values:
+        names = ", ".join(type(value).__name__ for value in values)
         raise TypeError(
             f"the model (or one of its stages) returns {names} besides tensors; stages hand on tensors. Have it return "
             "tensors alone, or tuples, lists or dicts of them, or use strategy=dtkit.Sharded()"
         )
 
 
-def sendable(made: Sequence[torch.Tensor], given: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+def make_sendable(outputs: Sequence[torch.Tensor], inputs: Sequence[Any]) -> tuple[torch.Tensor, ...]:
     """What a stage made, each a tensor of its own without gaps.
 
     Messages are sent as they lie in memory; and torch's schedules that halve backward detach a stage's outputs in
     place, which no view allows, nor may it be done to what was given.
     """
-    own = {id(tensor) for tensor in given}
-    return tuple(_own(t) if t._is_view() or not t.is_contiguous() or id(t) in own else t for t in made)  # noqa: SLF001
+    own = {id(tensor) for tensor in inputs}
+    return tuple(_clone_contiguous(t) if t._is_view() or not t.is_contiguous() or id(t) in own else t for t in outputs)  # noqa: SLF001
 
 
-def _own(tensor: torch.Tensor) -> torch.Tensor:
+def _clone_contiguous(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def routes(whole: fx.GraphModule, stages: Sequence[nn.Module]) -> list[Route]:
+def build_routings(graph_module: fx.GraphModule, stages: Sequence[nn.Module]) -> list[ValueRouting]:
     """The route of each stage of a model that torch's pipelining has split: `whole` calls the stages one by one."""
-    nodes = list(whole.graph.nodes)
+    nodes = list(graph_module.graph.nodes)
     calls = [node for node in nodes if node.op == "call_module"]
     inputs = tuple(node.name for node in nodes if node.op == "placeholder")
     output = next(node for node in nodes if node.op == "output")
-    needed = [[a.name for a in call.args] for call in calls] + [_names(output.args[0])]
-    made = [_made(call, stage) for call, stage in zip(calls, stages, strict=True)]
+    needed = [[a.name for a in call.args] for call in calls] + [_list_value_names(output.args[0])]
+    made = [_list_output_names(call, stage) for call, stage in zip(calls, stages, strict=True)]
     borders = [inputs]
     for k in range(1, len(calls)):
         there = [*inputs, *(name for names in made[:k] for name in names)]
         later = {name for names in needed[k:] for name in names}
         borders.append(tuple(name for name in there if name in later))
     borders.append(tuple(needed[-1]))
-    return [Route(borders[k], tuple(needed[k]), made[k], borders[k + 1]) for k in range(len(calls))]
+    return [ValueRouting(borders[k], tuple(needed[k]), made[k], borders[k + 1]) for k in range(len(calls))]
 
 
-def _names(returned: Any) -> list[str]:
+def _list_value_names(returned: Any) -> list[str]:
     leaves = tree_flatten(returned)[0]
-    _check([leaf for leaf in leaves if not isinstance(leaf, fx.Node)])
+    _refuse_non_tensors([leaf for leaf in leaves if not isinstance(leaf, fx.Node)])
     return [leaf.name for leaf in leaves]
 
 
-def _made(call: fx.Node, stage: Any) -> tuple[str, ...]:
+def _list_output_names(call: fx.Node, stage: Any) -> tuple[str, ...]:
     """The names of what a stage's module returns: one value, or several that are looked up by number."""
     returned = next(node for node in stage.graph.nodes if node.op == "output").args[0]
     if not isinstance(returned, (tuple, list)):

@@ -5,8 +5,9 @@ computes some: of that one layer's rows it has those of its heads' queries, of t
 follows is a rowwise layer, and so there is one sum over ranks forward and one backward (Shoeybi et al., Megatron-LM,
 2019).
 
-- ``nn.MultiheadAttention`` does on a rank what torch's does, with the heads that are here (:class:`HeadsHere`).
-- An attention of the user's own goes on computing as it is written. What its layer gives (:class:`Fused`) looks like
+- ``nn.MultiheadAttention`` does on a rank what torch's does, with the heads that are here
+(:class:`ShardedMultiheadAttention`). - An attention of the user's own goes on computing as it is written. What its
+layer gives (:class:`FusedQKV`) looks like
   the whole of queries, keys and values; taken apart, it gives DTensors cut by heads. Where something else is done with
   it, it is put together from all ranks, which is slower and as right.
 
@@ -27,38 +28,40 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
-from dtkit.strategies.dtensor_worker import fold
+from dtkit.strategies.dtensor_worker import set_num_fused_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
 
-THREE = 3
+NUM_QKV = 3
 """Queries, keys and values."""
-_PACKED = ("in_proj_weight", "in_proj_bias")
-_SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+_PACKED_PROJECTIONS = ("in_proj_weight", "in_proj_bias")
+_SEPARATE_PROJECTIONS = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 
 
 # --- nn.MultiheadAttention ----------------------------------------------------------------------------------
 
 
-class Heads(ParallelStyle):
+class MultiheadAttentionParallel(ParallelStyle):
     """An ``nn.MultiheadAttention`` computes this rank's heads. Its `out_proj` must be rowwise."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        for name in (*_PACKED, *_SEPARATE):
+        for name in (*_PACKED_PROJECTIONS, *_SEPARATE_PROJECTIONS):
             p = getattr(module, name)
             if p is not None:
                 cut = distribute_tensor(p, device_mesh, [Shard(0)], src_data_rank=None)
                 made = nn.Parameter(cut, p.requires_grad)
-                module.register_parameter(name, fold(made, THREE) if name in _PACKED else made)
-        module.__class__ = HeadsHere
+                module.register_parameter(
+                    name, set_num_fused_blocks(made, NUM_QKV) if name in _PACKED_PROJECTIONS else made
+                )
+        module.__class__ = ShardedMultiheadAttention
         module.heads_mesh = device_mesh  # type: ignore[assignment]  # a module's attributes may be anything
         return module
 
 
-class HeadsHere(nn.MultiheadAttention):
+class ShardedMultiheadAttention(nn.MultiheadAttention):
     """torch's module with this rank's heads; its `num_heads` and `embed_dim` are still the whole's."""
 
     heads_mesh: DeviceMesh
@@ -79,51 +82,55 @@ class HeadsHere(nn.MultiheadAttention):
             raise RuntimeError("is_causal=True is a hint about attn_mask, which is missing: give both")
         batched = query.dim() > 2
         swapped = batched and not self.batch_first
-        heads = [self._heads(x, batched=batched, swapped=swapped) for x in self._projected(query, key, value)]
+        heads = [
+            self._split_heads(x, batched=batched, transposed=swapped) for x in self._project_qkv(query, key, value)
+        ]
         bias = None
         if not is_causal or need_weights or key_padding_mask is not None:
-            bias, is_causal = self._bias(attn_mask, key_padding_mask, heads[0]), False
+            bias, is_causal = self._build_attn_bias(attn_mask, key_padding_mask, heads[0]), False
         dropout = self.dropout if self.training else 0.0
-        found, weights = attend(heads, bias, dropout, causal=is_causal, weigh=need_weights)
+        found, weights = compute_attention(heads, bias, dropout, causal=is_causal, need_weights=need_weights)
         out = self.out_proj(found.transpose(1, 2).flatten(2))
         out = out.transpose(0, 1) if swapped else out if batched else out.squeeze(0)
-        return out, None if weights is None else self._weights(weights, average=average_attn_weights, batched=batched)
+        return out, None if weights is None else self._gather_attn_weights(
+            weights, average=average_attn_weights, batched=batched
+        )
 
-    def _projected(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Sequence[torch.Tensor]:
+    def _project_qkv(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Sequence[torch.Tensor]:
         """This rank's queries, keys and values. Backward, each different input's gradient is summed over ranks once."""
         mesh = self.heads_mesh
-        inputs = {id(x): taken_in(x, mesh) for x in (query, key, value)}
-        bias = None if self.in_proj_bias is None else _here(self.in_proj_bias)
+        inputs = {id(x): copy_to_parallel_region(x, mesh) for x in (query, key, value)}
+        bias = None if self.in_proj_bias is None else _to_local(self.in_proj_bias)
         if self._qkv_same_embed_dim and len(inputs) == 1:
-            return functional.linear(inputs[id(query)], _here(self.in_proj_weight), bias).chunk(THREE, -1)
+            return functional.linear(inputs[id(query)], _to_local(self.in_proj_weight), bias).chunk(NUM_QKV, -1)
         if self._qkv_same_embed_dim:
-            weights: Sequence[torch.Tensor] = _here(self.in_proj_weight).chunk(THREE)
+            weights: Sequence[torch.Tensor] = _to_local(self.in_proj_weight).chunk(NUM_QKV)
         else:
-            weights = [_here(getattr(self, name)) for name in _SEPARATE]
-        biases: Sequence[torch.Tensor | None] = [None] * THREE if bias is None else bias.chunk(THREE)
+            weights = [_to_local(getattr(self, name)) for name in _SEPARATE_PROJECTIONS]
+        biases: Sequence[torch.Tensor | None] = [None] * NUM_QKV if bias is None else bias.chunk(NUM_QKV)
         given = (query, key, value)
         return [functional.linear(inputs[id(x)], w, b) for x, w, b in zip(given, weights, biases, strict=True)]
 
-    def _heads(self, x: torch.Tensor, *, batched: bool, swapped: bool) -> torch.Tensor:
+    def _split_heads(self, x: torch.Tensor, *, batched: bool, transposed: bool) -> torch.Tensor:
         """(rows, heads that are here, length, numbers of a head)."""
-        rows = x.transpose(0, 1) if swapped else x if batched else x.unsqueeze(0)
+        rows = x.transpose(0, 1) if transposed else x if batched else x.unsqueeze(0)
         return rows.reshape(*rows.shape[:2], -1, self.head_dim).transpose(1, 2)
 
-    def _bias(
-        self, mask: torch.Tensor | None, padding: torch.Tensor | None, queries: torch.Tensor
+    def _build_attn_bias(
+        self, attn_mask: torch.Tensor | None, key_padding_mask: torch.Tensor | None, queries: torch.Tensor
     ) -> torch.Tensor | None:
         """What masks add to scores, in a shape that spreads to (rows, heads that are here, length, keys)."""
-        added = None if mask is None else _added(mask, queries.dtype)
+        added = None if attn_mask is None else _to_additive_mask(attn_mask, queries.dtype)
         if added is not None and added.dim() > 2:  # (rows x all heads, length, keys)
             coordinate, here = self.heads_mesh.get_coordinate(), queries.shape[1]
             assert coordinate is not None
             added = added.reshape(-1, self.num_heads, *added.shape[1:]).narrow(1, coordinate[0] * here, here)
-        if padding is None:
+        if key_padding_mask is None:
             return added
-        keys = _added(padding, queries.dtype)[..., None, None, :]
+        keys = _to_additive_mask(key_padding_mask, queries.dtype)[..., None, None, :]
         return keys if added is None else added + keys
 
-    def _weights(self, weights: torch.Tensor, *, average: bool, batched: bool) -> torch.Tensor:
+    def _gather_attn_weights(self, weights: torch.Tensor, *, average: bool, batched: bool) -> torch.Tensor:
         """Of all heads, put together: a plain tensor, as one never knows what is done with it."""
         mesh = self.heads_mesh
         every: Any = DTensor.from_local(weights, mesh, [Shard(1)], run_check=False)
@@ -132,31 +139,31 @@ class HeadsHere(nn.MultiheadAttention):
         return found if batched else found.squeeze(0)
 
 
-def attend(
-    heads: Sequence[torch.Tensor], bias: torch.Tensor | None, dropout: float, *, causal: bool, weigh: bool
+def compute_attention(
+    heads: Sequence[torch.Tensor], attn_bias: torch.Tensor | None, dropout: float, *, causal: bool, need_weights: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention of queries to keys and values, each (rows, heads, length, numbers); its weights only if asked for."""
     q, k, v = heads
-    if not weigh:
-        return functional.scaled_dot_product_attention(q, k, v, bias, dropout, causal), None
+    if not need_weights:
+        return functional.scaled_dot_product_attention(q, k, v, attn_bias, dropout, causal), None
     scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-2, -1)
-    weights = (scores if bias is None else scores + bias).softmax(-1)
+    weights = (scores if attn_bias is None else scores + attn_bias).softmax(-1)
     weights = functional.dropout(weights, dropout) if dropout else weights
     return weights @ v, weights
 
 
-def taken_in(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+def copy_to_parallel_region(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """What all ranks have alike, for this one to compute with: its gradient is the sum of all ranks'."""
     whole = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [Replicate()], run_check=False)
     return whole.redistribute(mesh, [Replicate()]).to_local(grad_placements=[Partial()])
 
 
-def _here(p: torch.Tensor) -> torch.Tensor:
+def _to_local(p: torch.Tensor) -> torch.Tensor:
     assert isinstance(p, DTensor)
     return p.to_local()
 
 
-def _added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _to_additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A mask as numbers to add: True forbids."""
     if mask.dtype != torch.bool:
         return mask
@@ -166,82 +173,82 @@ def _added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 # --- one layer for queries, keys and values, in a user's own attention --------------------------------------
 
 
-class FusedHeads(ParallelStyle):
+class FusedQKVParallel(ParallelStyle):
     """A Linear that makes queries, keys and values, one after another: this rank makes those of its heads."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         cut = ColwiseParallel(use_local_output=False)._apply(module, device_mesh)  # noqa: SLF001 - as parallelize_module
         for p in cut.parameters(recurse=False):
-            fold(p, THREE)
-        cut.register_forward_hook(_fuse)
+            set_num_fused_blocks(p, NUM_QKV)
+        cut.register_forward_hook(_wrap_fused_qkv)
         return cut
 
 
-def _fuse(_module: nn.Module, _inputs: Any, output: DTensor) -> torch.Tensor:
-    return fused(output.to_local(), output.device_mesh)
+def _wrap_fused_qkv(_module: nn.Module, _inputs: Any, output: DTensor) -> torch.Tensor:
+    return make_fused_qkv(output.to_local(), output.device_mesh)
 
 
-def fused(here: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+def make_fused_qkv(local_qkv: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """All ranks' queries, keys and values as one, of which this rank has those of its heads: (..., 3 x here)."""
-    parts = here.reshape(*here.shape[:-1], THREE, -1)
-    return Fused.of(DTensor.from_local(parts, mesh, [Shard(parts.dim() - 1)], run_check=False))
+    parts = local_qkv.reshape(*local_qkv.shape[:-1], NUM_QKV, -1)
+    return FusedQKV.from_qkv(DTensor.from_local(parts, mesh, [Shard(parts.dim() - 1)], run_check=False))
 
 
-class Fused(torch.Tensor):
+class FusedQKV(torch.Tensor):
     """Queries, keys and values as one tensor of the whole's shape; there are no numbers in it, but in `three`."""
 
-    three: DTensor
+    qkv: DTensor
     """(..., 3, features), cut along the last."""
 
     @classmethod
-    def of(cls, three: DTensor) -> Fused:
+    def from_qkv(cls, qkv: DTensor) -> FusedQKV:
         """`three` as what it would be were its last two dimensions one."""
-        shape = (*three.shape[:-2], THREE * three.shape[-1])
-        made = three.to_local().detach().new_empty(1).expand(shape).as_subclass(cls)
-        made.three = three
+        shape = (*qkv.shape[:-2], NUM_QKV * qkv.shape[-1])
+        made = qkv.to_local().detach().new_empty(1).expand(shape).as_subclass(cls)
+        made.qkv = qkv
         return made
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Take it apart by owner, tell its shape, or put it together for anything else."""
         kwargs = kwargs or {}
-        if func in _FACTS:
+        if func in _METADATA_FUNCTIONS:
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-        apart = _apart(func, *args, **kwargs) if func in _APART and isinstance(args[0], cls) else None
+        apart = _try_unfuse(func, *args, **kwargs) if func in _UNFUSING_FUNCTIONS and isinstance(args[0], cls) else None
         if apart is not None:
             return apart
-        return func(*tree_map(_whole, args), **tree_map(_whole, kwargs))
+        return func(*tree_map(_gather_fused, args), **tree_map(_gather_fused, kwargs))
 
 
 _T = torch.Tensor
-_FACTS = {
+_METADATA_FUNCTIONS = {
     *(_T.size, _T.dim, _T.numel, _T.ndimension, _T.is_floating_point, _T.is_complex, _T.element_size, _T.__len__),
     *(getattr(_T, name).__get__ for name in ("shape", "ndim", "dtype", "device", "layout", "is_cuda", "is_sparse")),
 }
-_SPLITS, _CHUNKS = (_T.split, torch.split), (_T.chunk, torch.chunk)
-_VIEWS = (_T.view, _T.reshape, torch.reshape, _T.unflatten)
-_APART = {*_SPLITS, *_CHUNKS, *_VIEWS, _T.contiguous}
+_SPLIT_FUNCTIONS, _CHUNK_FUNCTIONS = (_T.split, torch.split), (_T.chunk, torch.chunk)
+_VIEW_FUNCTIONS = (_T.view, _T.reshape, torch.reshape, _T.unflatten)
+_UNFUSING_FUNCTIONS = {*_SPLIT_FUNCTIONS, *_CHUNK_FUNCTIONS, *_VIEW_FUNCTIONS, _T.contiguous}
 
 
-def _apart(func: Any, tensor: Fused, *args: Any, **kwargs: Any) -> Any:
+def _try_unfuse(func: Any, tensor: FusedQKV, *args: Any, **kwargs: Any) -> Any:
     """Queries, keys and values by themselves, or in a dimension of their own; None where they are cut otherwise."""
-    three = tensor.three
+    three = tensor.qkv
     if func == _T.contiguous:
         return tensor
-    if func in _SPLITS or func in _CHUNKS:
-        names = {_NAMES.get(k, k): v for k, v in kwargs.items()}
+    if func in _SPLIT_FUNCTIONS or func in _CHUNK_FUNCTIONS:
+        names = {_ARGUMENT_ALIASES.get(k, k): v for k, v in kwargs.items()}
         given = {"dim": 0} | dict(zip(("size", "dim"), args, strict=False)) | names
         size, last = three.shape[-1], given["dim"] in (-1, tensor.dim() - 1)
-        thirds = (THREE,) if func in _CHUNKS else (size, [size] * THREE, (size,) * THREE)
+        thirds = (NUM_QKV,) if func in _CHUNK_FUNCTIONS else (size, [size] * NUM_QKV, (size,) * NUM_QKV)
         return three.unbind(-2) if last and given["size"] in thirds else None
-    shape = _shape(func, tensor, args, kwargs)
-    return three.view(shape) if shape is not None and _keeps(shape, three.shape) else None
+    shape = _infer_view_shape(func, tensor, args, kwargs)
+    return three.view(shape) if shape is not None and _keeps_qkv_dim(shape, three.shape) else None
 
 
-_NAMES = {"split_size": "size", "split_size_or_sections": "size", "chunks": "size"}
+_ARGUMENT_ALIASES = {"split_size": "size", "split_size_or_sections": "size", "chunks": "size"}
 
 
-def _shape(func: Any, tensor: torch.Tensor, args: Any, kwargs: Any) -> tuple[int, ...] | None:
+def _infer_view_shape(func: Any, tensor: torch.Tensor, args: Any, kwargs: Any) -> tuple[int, ...] | None:
     """What a view is asked to be, its -1 found; None where it is another kind of view."""
     if kwargs or not args:
         return None
@@ -258,20 +265,20 @@ def _shape(func: Any, tensor: torch.Tensor, args: Any, kwargs: Any) -> tuple[int
     return tuple(tensor.numel() // rest if n == -1 and rest else n for n in wanted)
 
 
-def _keeps(shape: Sequence[int], three: Sequence[int]) -> bool:
+def _keeps_qkv_dim(shape: Sequence[int], qkv_shape: Sequence[int]) -> bool:
     """Whether a view has queries, keys and values in a dimension of their own, and what comes before it as it was."""
-    before, features = math.prod(three[:-2]), three[-1]
+    before, features = math.prod(qkv_shape[:-2]), qkv_shape[-1]
     return any(
-        n == THREE and math.prod(shape[:k]) == before and math.prod(shape[k + 1 :]) == features
+        n == NUM_QKV and math.prod(shape[:k]) == before and math.prod(shape[k + 1 :]) == features
         for k, n in enumerate(shape)
     )
 
 
-def _whole(value: Any) -> Any:
+def _gather_fused(value: Any) -> Any:
     """Of what is put together, the whole: a collective."""
-    if not isinstance(value, Fused):
+    if not isinstance(value, FusedQKV):
         return value
-    three = value.three
+    three = value.qkv
     return three.redistribute(three.device_mesh, [Replicate()]).flatten(-2)
 
 
@@ -279,7 +286,7 @@ def _whole(value: Any) -> Any:
 
 
 @functools.cache
-def teach_attention() -> None:
+def register_attention_sharding() -> None:
     """Tell DTensor that attention on a CPU can be cut by heads: torch registers that for GPUs alone."""
     aten = torch.ops.aten
     forward = getattr(aten, "_scaled_dot_product_flash_attention_for_cpu", None)

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from dtkit.engine.observe.phase_timer import Phases
 
-_WAIT = "wait_tensor"  # the function in which they do all their waiting
-_BEGIN = (
+_WAIT_FUNCTION = "wait_tensor"  # the function in which they do all their waiting
+_COLLECTIVE_FUNCTIONS = (
     "all_reduce",
     "all_gather_single",
     "all_gather_tensor",  # its name before torch 2.13
@@ -32,27 +32,27 @@ _BEGIN = (
 
 
 @contextlib.contextmanager
-def marked(phases: Phases, ranks: tuple[int, int] | None) -> Iterator[None]:
+def mark_collectives(phases: Phases, ranks: tuple[int, int] | None) -> Iterator[None]:
     """Mark what is awaited while it lasts, as collectives among these ranks (as of :func:`among`)."""
     names = vars(_functional_collectives)
-    before = {name: names[name] for name in (_WAIT, *_BEGIN) if name in names}
-    ours = {name: _late(phases, before[name]) for name in before if name != _WAIT}
-    names.update(ours, **{_WAIT: _blocked(phases, ranks, before[_WAIT])})
+    before = {name: names[name] for name in (_WAIT_FUNCTION, *_COLLECTIVE_FUNCTIONS) if name in names}
+    ours = {name: _wrap_collective(phases, before[name]) for name in before if name != _WAIT_FUNCTION}
+    names.update(ours, **{_WAIT_FUNCTION: _wrap_wait(phases, ranks, before[_WAIT_FUNCTION])})
     try:
         yield
     finally:
         names.update(before)
 
 
-def _late(phases: Phases, begin: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_collective(phases: Phases, collective: Callable[..., Any]) -> Callable[..., Any]:
     def late(*args: Any, **kwargs: Any) -> Any:
         phases.catch_up()
-        return begin(*args, **kwargs)
+        return collective(*args, **kwargs)
 
     return late
 
 
-def _blocked(phases: Phases, ranks: tuple[int, int] | None, wait: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _wrap_wait(phases: Phases, ranks: tuple[int, int] | None, wait: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def blocked(tensor: Any) -> Any:
         phases.block(ranks)
         found = wait(tensor)
@@ -62,7 +62,7 @@ def _blocked(phases: Phases, ranks: tuple[int, int] | None, wait: Callable[[Any]
     return blocked
 
 
-def among(group: dist.ProcessGroup) -> tuple[int, int] | None:
+def rank_span(group: dist.ProcessGroup) -> tuple[int, int] | None:
     """The first and the last rank of a group; None of all ranks."""
     ranks = dist.get_process_group_ranks(group)
     return None if len(ranks) == dist.get_world_size() else (min(ranks), max(ranks))

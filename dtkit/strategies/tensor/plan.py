@@ -32,13 +32,13 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from dtkit._util import formatting
-from dtkit.strategies.tensor.attention_check import objection
+from dtkit.strategies.tensor.attention_check import explain_unsplittable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 STYLES = ("colwise", "rowwise", "gathered", "scattered", "heads", "fused", "sequence", "loss")
-_OUTPUTS, _INPUTS = ("colwise", "gathered", "heads", "fused", "loss"), ("rowwise", "scattered")
+_OUTPUT_STYLES, _INPUT_STYLES = ("colwise", "gathered", "heads", "fused", "loss"), ("rowwise", "scattered")
 
 # Layers that do with each number what they do with every other one, and have no parameters.
 _ELEMENTWISE = (
@@ -47,7 +47,7 @@ _ELEMENTWISE = (
 )  # fmt: skip
 
 # Names that models use: (layers cut by outputs, the layer cut by inputs), the longer lists first.
-_PAIRS: tuple[tuple[tuple[str, ...], str], ...] = (
+_MLP_NAMES: tuple[tuple[tuple[str, ...], str], ...] = (
     (("gate_proj", "up_proj"), "down_proj"),
     (("w1", "w3"), "w2"),
     (("linear1",), "linear2"),
@@ -59,7 +59,7 @@ _PAIRS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("fc_in",), "fc_out"),
     (("dense_h_to_4h",), "dense_4h_to_h"),
 )
-_QUERIES = (
+_QKV_NAMES = (
     ("q_proj", "k_proj", "v_proj"),
     ("query", "key", "value"),
     ("W_query", "W_key", "W_value"),
@@ -67,56 +67,59 @@ _QUERIES = (
     ("to_q", "to_k", "to_v"),
     ("q", "k", "v"),
 )
-_FUSED = ("c_attn", "qkv", "qkv_proj", "query_key_value", "Wqkv", "to_qkv")
-_PROJECTIONS = ("out_proj", "o_proj", "c_proj", "proj", "dense", "to_out", "wo", "out", "o")
-_HEADS = ("n_head", "n_heads", "num_heads", "num_attention_heads", "nhead", "heads")
-_KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")
+_FUSED_QKV_NAMES = ("c_attn", "qkv", "qkv_proj", "query_key_value", "Wqkv", "to_qkv")
+_OUTPUT_PROJECTION_NAMES = ("out_proj", "o_proj", "c_proj", "proj", "dense", "to_out", "wo", "out", "o")
+_NUM_HEADS_ATTRIBUTES = ("n_head", "n_heads", "num_heads", "num_attention_heads", "nhead", "heads")
+_NUM_KV_HEADS_ATTRIBUTES = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")
 
 Style = str | ParallelStyle
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class TensorPlanRow:
     """One module with parameters of its own."""
 
     name: str
-    what: str
+    module_type: str
     style: str
     """A style's name, or "whole"."""
     parameters: int
-    here: int
+    local_parameters: int
     """Of these, on each rank."""
     note: str
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class TensorPlan:
     """A plan for one model. Shows itself as a table."""
 
     model: str
-    ways: int
+    tp_size: int
     styles: Mapping[str, Style]
     """By the module's full name."""
-    rows: tuple[Row, ...]
+    rows: tuple[TensorPlanRow, ...]
 
     def __repr__(self) -> str:
-        return describe(self)
+        return format_plan(self)
 
 
-def describe(plan: Plan) -> str:
+def format_plan(plan: TensorPlan) -> str:
     """A plan as a table: each module with parameters, how it is cut, and what of it each rank holds."""
     head = ("module", "what", "style", "parameters", "each rank", "")
-    rows = [(r.name or "(itself)", r.what, r.style, f"{r.parameters:,}", f"{r.here:,}", r.note) for r in plan.rows]
-    total, here = sum(r.parameters for r in plan.rows), sum(r.here for r in plan.rows)
+    rows = [
+        (r.name or "(itself)", r.module_type, r.style, f"{r.parameters:,}", f"{r.local_parameters:,}", r.note)
+        for r in plan.rows
+    ]
+    total, here = sum(r.parameters for r in plan.rows), sum(r.local_parameters for r in plan.rows)
     share = here / total if total else 1.0
     rows.append(("in all", "", "", f"{total:,}", f"{here:,}", f"{share:.0%} of the parameters on each rank"))
-    return "\n".join([f"{plan.model} in {plan.ways} slices", *formatting.columns([head, *rows], left=(0, 1, 2, 5))])
+    return "\n".join([f"{plan.model} in {plan.tp_size} slices", *formatting.columns([head, *rows], left=(0, 1, 2, 5))])
 
 
 # --- a user's own plan --------------------------------------------------------------------------------------
 
 
-def check(model: nn.Module, ways: int, wanted: Mapping[str, Style]) -> Plan:
+def validate_plan(model: nn.Module, tp_size: int, requested: Mapping[str, Style]) -> TensorPlan:
     """The plan that a user gave, its patterns (``layers.*.linear1``) made into names.
 
     Raises ValueError with everything that is wrong with it.
@@ -124,31 +127,33 @@ def check(model: nn.Module, ways: int, wanted: Mapping[str, Style]) -> Plan:
     modules = dict(model.named_modules())
     styles: dict[str, Style] = {}
     wrong: list[str] = []
-    for pattern, style in wanted.items():
+    for pattern, style in requested.items():
         found = [name for name in modules if _matches(name, pattern)]
         if not found:
-            wrong.append(f"{pattern!r}: no such module{_near(pattern, modules)}")
+            wrong.append(f"{pattern!r}: no such module{_suggest_names(pattern, modules)}")
         styles.update(dict.fromkeys(found, style))
     for name in [name for name, style in styles.items() if _is_attention(modules[name], style)]:
-        styles.setdefault(_of(name, "out_proj"), "rowwise")
+        styles.setdefault(_join_name(name, "out_proj"), "rowwise")
     for name, style in styles.items():
-        wrong += [f"{name!r}: {problem}" for problem in _problems(modules[name], style, ways)]
+        wrong += [f"{name!r}: {problem}" for problem in _find_problems(modules[name], style, tp_size)]
         if style in ("heads", "fused") and isinstance(modules[name], nn.Linear):
-            wrong += [f"{name!r}: {uneven}" for uneven in _uneven(modules[name.rpartition(".")[0]], ways)]
-    wrong += [f"{name!r}: {problem}" for name, problem in _shared(model, styles)]
+            wrong += [f"{name!r}: {uneven}" for uneven in _find_uneven_heads(modules[name.rpartition(".")[0]], tp_size)]
+    wrong += [f"{name!r}: {problem}" for name, problem in _find_shared_parameters(model, styles)]
     if wrong:
         listed = "\n".join(f"  {line}" for line in wrong)
         raise ValueError(
-            f"TensorParallel({ways}) can't follow its plan for {type(model).__name__}:\n{listed}\n"
+            f"TensorParallel({tp_size}) can't follow its plan for {type(model).__name__}:\n{listed}\n"
             "Name modules as model.named_modules() does (* stands for any one part of a name), or use plan='auto'"
         )
     notes = {
-        n: _shared_out(modules[n].num_heads, ways) for n, style in styles.items() if _is_attention(modules[n], style)
+        n: _describe_heads_per_rank(modules[n].num_heads, tp_size)
+        for n, style in styles.items()
+        if _is_attention(modules[n], style)
     }
-    return Plan(type(model).__name__, ways, styles, _rows(model, ways, styles, notes))
+    return TensorPlan(type(model).__name__, tp_size, styles, _build_rows(model, tp_size, styles, notes))
 
 
-def _of(name: str, child: str) -> str:
+def _join_name(name: str, child: str) -> str:
     return f"{name}.{child}" if name and child else name or child
 
 
@@ -161,12 +166,12 @@ def _matches(name: str, pattern: str) -> bool:
     return len(atoms) == len(wanted) and all(map(fnmatch.fnmatchcase, atoms, wanted))
 
 
-def _near(pattern: str, modules: Mapping[str, nn.Module]) -> str:
+def _suggest_names(pattern: str, modules: Mapping[str, nn.Module]) -> str:
     near = difflib.get_close_matches(pattern, [name for name in modules if name], 1)
     return f" (there is {near[0]!r})" if near else f"; there are {', '.join(list(filter(None, modules))[:8])}"
 
 
-def _problems(module: nn.Module, style: Style, ways: int) -> Iterator[str]:
+def _find_problems(module: nn.Module, style: Style, tp_size: int) -> Iterator[str]:
     """What keeps a module from being cut in this style."""
     if isinstance(style, ParallelStyle):
         return
@@ -177,7 +182,7 @@ def _problems(module: nn.Module, style: Style, ways: int) -> Iterator[str]:
         if not isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
             yield f"sequence is for a LayerNorm or RMSNorm, and this is a {kind}"
     elif style == "heads" and isinstance(module, nn.MultiheadAttention):
-        yield from _problems_of_attention(module, ways)
+        yield from _find_attention_problems(module, tp_size)
     elif not isinstance(module, (nn.Linear, nn.Embedding)):
         yield f"{style} is for a Linear or an Embedding, and this is a {kind}"
     elif isinstance(module, nn.Embedding) and style in ("heads", "fused", "loss"):
@@ -185,40 +190,40 @@ def _problems(module: nn.Module, style: Style, ways: int) -> Iterator[str]:
     elif style == "fused" and module.out_features % 3:  # type: ignore[operator]  # a Linear, by now
         yield f"{module.out_features} outputs are no queries, keys and values of one size (fused)"
     else:
-        size, noun = _cut_size(module, style)
-        if size % ways:
-            yield f"{size} {noun} can't be cut into {ways} equal parts ({style})"
+        size, noun = _get_sharded_size(module, style)
+        if size % tp_size:
+            yield f"{size} {noun} can't be cut into {tp_size} equal parts ({style})"
 
 
-def _problems_of_attention(module: nn.MultiheadAttention, ways: int) -> Iterator[str]:
+def _find_attention_problems(module: nn.MultiheadAttention, tp_size: int) -> Iterator[str]:
     """What keeps a module of torch's from computing some of its heads on each rank."""
     if type(module) is not nn.MultiheadAttention:
         yield f"heads is for nn.MultiheadAttention itself, and this is a {type(module).__name__}, made of it"
     if module.bias_k is not None or module.add_zero_attn:
         yield "add_bias_kv and add_zero_attn can't be cut by heads"
-    if module.num_heads % ways:
-        yield _too_few(module.num_heads, ways)
+    if module.num_heads % tp_size:
+        yield _describe_indivisible_heads(module.num_heads, tp_size)
 
 
-def _too_few(heads: int, ways: int) -> str:
-    return f"{heads} heads can't be cut into {ways} equal parts (heads)"
+def _describe_indivisible_heads(heads: int, tp_size: int) -> str:
+    return f"{heads} heads can't be cut into {tp_size} equal parts (heads)"
 
 
-def _shared_out(heads: int, ways: int) -> str:
-    return f"{heads} heads, {heads // ways} on each rank"
+def _describe_heads_per_rank(heads: int, tp_size: int) -> str:
+    return f"{heads} heads, {heads // tp_size} on each rank"
 
 
-def _cut_size(module: nn.Linear | nn.Embedding, style: str) -> tuple[int, str]:
+def _get_sharded_size(module: nn.Linear | nn.Embedding, style: str) -> tuple[int, str]:
     """(the size of the dimension that a style cuts, what it is)."""
     if isinstance(module, nn.Linear) and style == "fused":
         return module.out_features // 3, "queries (and as many keys and values)"
     if isinstance(module, nn.Embedding):
-        by_outputs = style in _OUTPUTS
+        by_outputs = style in _OUTPUT_STYLES
         return (module.embedding_dim, "features") if by_outputs else (module.num_embeddings, "rows")
-    return (module.out_features, "outputs") if style in _OUTPUTS else (module.in_features, "inputs")
+    return (module.out_features, "outputs") if style in _OUTPUT_STYLES else (module.in_features, "inputs")
 
 
-def _shared(model: nn.Module, styles: Mapping[str, Style]) -> Iterator[tuple[str, str]]:
+def _find_shared_parameters(model: nn.Module, styles: Mapping[str, Style]) -> Iterator[tuple[str, str]]:
     """Modules to be cut that share a parameter with another module: cutting one would untie them."""
     owners: dict[int, list[str]] = {}
     for name, module in model.named_modules():
@@ -235,7 +240,7 @@ def _shared(model: nn.Module, styles: Mapping[str, Style]) -> Iterator[tuple[str
 # --- a plan made for common shapes --------------------------------------------------------------------------
 
 
-def auto(model: nn.Module, ways: int) -> Plan:
+def find_plan(model: nn.Module, tp_size: int) -> TensorPlan:
     """A plan for the pairs of layers and the attention that are found in `model`.
 
     Raises ValueError where there are none.
@@ -243,96 +248,98 @@ def auto(model: nn.Module, ways: int) -> Plan:
     styles: dict[str, Style] = {}
     notes: dict[str, str] = {}
     for name, module in model.named_modules():
-        for found, note in _guesses(module, ways):
-            whole_names = {_of(name, child): style for child, style in found.items()}
-            _take(model, ways, whole_names, note, styles, notes)
+        for found, note in _find_candidate_groups(module, tp_size):
+            whole_names = {_join_name(name, child): style for child, style in found.items()}
+            _add_group(model, tp_size, whole_names, note, styles, notes)
     if not styles:
         reasons = "".join(f"\n  {name or '(itself)'}: {note}" for name, note in notes.items())
         looked = (
-            f"these do not divide by {ways}, or can't be cut for other reasons:{reasons}\nUse other ways"
+            f"these do not divide by {tp_size}, or can't be cut for other reasons:{reasons}\nUse other ways"
             if reasons
             else "it looks for two Linear layers with nothing but an activation between them, for "
             "nn.MultiheadAttention, and for attention with q, k, v and an output layer. Use another strategy"
         )
         raise ValueError(
-            f"TensorParallel({ways}) finds nothing in {type(model).__name__} that it could cut into {ways} by itself: "
+            f"TensorParallel({tp_size}) finds nothing in {type(model).__name__} that it could cut into {tp_size} by itself: "
             f"{looked}, or say what to cut, as in plan={{'fc1': 'colwise', 'fc2': 'rowwise'}}"
         )
-    return Plan(type(model).__name__, ways, styles, _rows(model, ways, styles, notes))
+    return TensorPlan(type(model).__name__, tp_size, styles, _build_rows(model, tp_size, styles, notes))
 
 
-def _take(
-    model: nn.Module, ways: int, found: dict[str, str], note: str, styles: dict[str, Style], notes: dict[str, str]
+def _add_group(
+    model: nn.Module, tp_size: int, group: dict[str, str], note: str, styles: dict[str, Style], notes: dict[str, str]
 ) -> None:
     """Add layers that belong together to the plan, with a note, or note why not."""
-    if any(name in styles for name in found):
+    if any(name in styles for name in group):
         return
-    reasons = [r for name, style in found.items() for r in _problems(model.get_submodule(name), style, ways)]
-    reasons += [reason for _, reason in _shared(model, found)]
+    reasons = [r for name, style in group.items() for r in _find_problems(model.get_submodule(name), style, tp_size)]
+    reasons += [reason for _, reason in _find_shared_parameters(model, group)]
     if reasons:
-        notes.update(dict.fromkeys(found, reasons[0]))
+        notes.update(dict.fromkeys(group, reasons[0]))
     else:
-        styles.update(found)
+        styles.update(group)
         if note:
-            notes.update(dict.fromkeys(found, note))
+            notes.update(dict.fromkeys(group, note))
 
 
-def _guesses(module: nn.Module, ways: int) -> Iterator[tuple[dict[str, str], str]]:
+def _find_candidate_groups(module: nn.Module, tp_size: int) -> Iterator[tuple[dict[str, str], str]]:
     """Groups of layers of one module that can be cut together: ({child, or "" for itself: style}, a note)."""
     children = dict(module.named_children())
     if isinstance(module, nn.Sequential):
-        yield from ((found, "") for found in _in_sequence(list(children.items())))
+        yield from ((found, "") for found in _find_linear_pairs(list(children.items())))
         return
     if isinstance(module, nn.MultiheadAttention):
-        yield {"": "heads", "out_proj": "rowwise"}, _shared_out(module.num_heads, ways)
+        yield {"": "heads", "out_proj": "rowwise"}, _describe_heads_per_rank(module.num_heads, tp_size)
         return
-    for outputs, inputs in _PAIRS:
-        if _fits(children, outputs, inputs):
+    for outputs, inputs in _MLP_NAMES:
+        if _is_matching_group(children, outputs, inputs):
             yield {**dict.fromkeys(outputs, "colwise"), inputs: "rowwise"}, ""
             break
-    projection = next((n for n in _PROJECTIONS if isinstance(children.get(n), nn.Linear)), None)
+    projection = next((n for n in _OUTPUT_PROJECTION_NAMES if isinstance(children.get(n), nn.Linear)), None)
     if projection is not None:
-        yield from _attention(module, children, projection, ways)
+        yield from _find_attention_groups(module, children, projection, tp_size)
 
 
-def _attention(
-    module: nn.Module, children: Mapping[str, nn.Module], projection: str, ways: int
+def _find_attention_groups(
+    module: nn.Module, children: Mapping[str, nn.Module], projection: str, tp_size: int
 ) -> Iterator[tuple[dict[str, str], str]]:
     """Queries, keys and values in layers of their own, or in one, and the layer that takes what heads found."""
-    heads = _number(module, _HEADS)
-    for names in _QUERIES:
+    heads = _read_int_attribute(module, _NUM_HEADS_ATTRIBUTES)
+    for names in _QKV_NAMES:
         if all(isinstance(children.get(n), nn.Linear) for n in names):
-            why = next(_uneven(module, ways), "" if heads else "it does not say how many heads it has")
+            why = next(_find_uneven_heads(module, tp_size), "" if heads else "it does not say how many heads it has")
             first, last = ("gathered", "scattered") if why else ("heads", "rowwise")
-            yield {**dict.fromkeys(names, first), projection: last}, _note(heads, ways, why)
+            yield {**dict.fromkeys(names, first), projection: last}, _describe_attention(heads, tp_size, why)
             return
-    for name in _FUSED:
+    for name in _FUSED_QKV_NAMES:
         if isinstance(children.get(name), nn.Linear):
-            why = next(_uneven(module, ways), "") or _objection(module, name, projection, ways)
+            why = next(_find_uneven_heads(module, tp_size), "") or _explain_unsplittable_qkv(
+                module, name, projection, tp_size
+            )
             first, last = ("gathered", "scattered") if why else ("fused", "rowwise")
-            yield {name: first, projection: last}, _note(heads, ways, why)
+            yield {name: first, projection: last}, _describe_attention(heads, tp_size, why)
             return
 
 
-def _note(heads: int | None, ways: int, why_not: str) -> str:
+def _describe_attention(heads: int | None, tp_size: int, why_not: str) -> str:
     if why_not:
         return f"attention itself is computed whole on each rank: {why_not}"
-    return _shared_out(heads, ways) if heads else "cut by heads"
+    return _describe_heads_per_rank(heads, tp_size) if heads else "cut by heads"
 
 
-def _objection(module: nn.Module, first: str, last: str, ways: int) -> str:
+def _explain_unsplittable_qkv(module: nn.Module, qkv_layer: str, output_layer: str, tp_size: int) -> str:
     """Why a layer can't be cut as queries, keys and values one after another; empty where it can."""
-    makes, takes = module.get_submodule(first), module.get_submodule(last)
+    makes, takes = module.get_submodule(qkv_layer), module.get_submodule(output_layer)
     assert isinstance(makes, nn.Linear)
     assert isinstance(takes, nn.Linear)
     if makes.out_features != 3 * takes.in_features:
-        return f"{first} makes {makes.out_features} numbers, and not three times the {takes.in_features} of {last}"
-    if takes.in_features % ways:
-        return f"{takes.in_features} numbers of all heads can't be cut into {ways} equal parts"
-    return objection(module, first, last, ways)
+        return f"{qkv_layer} makes {makes.out_features} numbers, and not three times the {takes.in_features} of {output_layer}"
+    if takes.in_features % tp_size:
+        return f"{takes.in_features} numbers of all heads can't be cut into {tp_size} equal parts"
+    return explain_unsplittable(module, qkv_layer, output_layer, tp_size)
 
 
-def _fits(children: Mapping[str, nn.Module], outputs: Sequence[str], inputs: str) -> bool:
+def _is_matching_group(children: Mapping[str, nn.Module], outputs: Sequence[str], inputs: str) -> bool:
     """Whether these layers are there, with sizes that say one feeds the other, and nothing else has parameters."""
     last = children.get(inputs)
     first = [children.get(name) for name in outputs]
@@ -341,7 +348,7 @@ def _fits(children: Mapping[str, nn.Module], outputs: Sequence[str], inputs: str
     )
 
 
-def _in_sequence(children: Sequence[tuple[str, nn.Module]]) -> Iterator[dict[str, str]]:
+def _find_linear_pairs(children: Sequence[tuple[str, nn.Module]]) -> Iterator[dict[str, str]]:
     """Pairs of Linear layers with nothing but activations between them, from the front."""
     first: tuple[str, nn.Linear] | None = None
     for name, child in children:
@@ -355,14 +362,17 @@ def _in_sequence(children: Sequence[tuple[str, nn.Module]]) -> Iterator[dict[str
             first = None
 
 
-def _uneven(module: nn.Module, ways: int) -> Iterator[str]:
+def _find_uneven_heads(module: nn.Module, tp_size: int) -> Iterator[str]:
     """What an attention says of its heads that keeps them from being cut."""
-    for heads in (_number(module, _HEADS), _number(module, _KEY_HEADS)):
-        if heads is not None and heads % ways:
-            yield _too_few(heads, ways)
+    for heads in (
+        _read_int_attribute(module, _NUM_HEADS_ATTRIBUTES),
+        _read_int_attribute(module, _NUM_KV_HEADS_ATTRIBUTES),
+    ):
+        if heads is not None and heads % tp_size:
+            yield _describe_indivisible_heads(heads, tp_size)
 
 
-def _number(module: nn.Module, names: Sequence[str]) -> int | None:
+def _read_int_attribute(module: nn.Module, names: Sequence[str]) -> int | None:
     found: Any = next((getattr(module, n) for n in names if isinstance(getattr(module, n, None), int)), None)
     return None if found is None else int(found)
 
@@ -370,8 +380,10 @@ def _number(module: nn.Module, names: Sequence[str]) -> int | None:
 # --- what comes of it ---------------------------------------------------------------------------------------
 
 
-def _rows(model: nn.Module, ways: int, styles: Mapping[str, Style], notes: Mapping[str, str]) -> tuple[Row, ...]:
-    rows: list[Row] = []
+def _build_rows(
+    model: nn.Module, tp_size: int, styles: Mapping[str, Style], notes: Mapping[str, str]
+) -> tuple[TensorPlanRow, ...]:
+    rows: list[TensorPlanRow] = []
     seen: set[int] = set()
     for name, module in model.named_modules():
         own = [p for p in module.parameters(recurse=False) if id(p) not in seen]
@@ -380,20 +392,20 @@ def _rows(model: nn.Module, ways: int, styles: Mapping[str, Style], notes: Mappi
             continue
         style = styles.get(name)
         total = sum(p.numel() for p in own)
-        here = sum(p.numel() // (ways if _is_cut(p.dim(), style) else 1) for p in own)
+        here = sum(p.numel() // (tp_size if _is_sharded(p.dim(), style) else 1) for p in own)
         title = "whole" if style is None else style if isinstance(style, str) else type(style).__name__
-        rows.append(Row(name, _what(module), title, total, here, notes.get(name, "")))
+        rows.append(TensorPlanRow(name, _describe_module(module), title, total, here, notes.get(name, "")))
     return tuple(rows)
 
 
-def _is_cut(dim: int, style: Style | None) -> bool:
+def _is_sharded(dim: int, style: Style | None) -> bool:
     """Whether a parameter of so many dimensions is cut: of a rowwise layer, the bias is not."""
     if isinstance(style, ParallelStyle):
         style = {"ColwiseParallel": "colwise", "RowwiseParallel": "rowwise"}.get(type(style).__name__, "")
-    return style in _OUTPUTS or (style in _INPUTS and dim > 1)
+    return style in _OUTPUT_STYLES or (style in _INPUT_STYLES and dim > 1)
 
 
-def _what(module: nn.Module) -> str:
+def _describe_module(module: nn.Module) -> str:
     kind = type(module).__name__
     if isinstance(module, nn.Linear):
         return f"{kind} {module.in_features} -> {module.out_features}"

@@ -35,14 +35,21 @@ from torch.distributed.tensor.parallel import (
 from dtkit.engine.comm.process_group import lost_peer
 from dtkit.engine.data.sources import to_device
 from dtkit.mesh import Mesh
-from dtkit.planning.cost_model import Cost, ring_bytes
+from dtkit.planning.cost_model import Cost, compute_ring_bytes
 from dtkit.strategies import gradients
-from dtkit.strategies.dtensor_worker import Sliced, Slicing, grid, local, of_part, squares
+from dtkit.strategies.dtensor_worker import (
+    DTensorStrategy,
+    DTensorWorker,
+    build_device_meshes,
+    get_local_tensor,
+    sum_global_squares,
+    wrap_local_shard,
+)
 from dtkit.strategies.options import check_count
-from dtkit.strategies.replicated import Tally
+from dtkit.strategies.replicated import LossAccumulator
 from dtkit.strategies.tensor import plan as tensor_plan
-from dtkit.strategies.tensor.attention import FusedHeads, Heads, teach_attention
-from dtkit.strategies.tensor.collective_marks import among, marked
+from dtkit.strategies.tensor.attention import FusedQKVParallel, MultiheadAttentionParallel, register_attention_sharding
+from dtkit.strategies.tensor.collective_marks import mark_collectives, rank_span
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -50,16 +57,16 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from dtkit.engine.comm.process_group import Group
-    from dtkit.planning.cost_model import Benchmark, Facts
-    from dtkit.strategies.base import Forecast, Forward, Outcome, Setting
-    from dtkit.strategies.loss import Objective
-    from dtkit.strategies.tensor.plan import Plan, Style
+    from dtkit.planning.cost_model import Benchmark, ModelProfile
+    from dtkit.strategies.base import EvalFunction, EvalOutput, StepResult, WorkerContext
+    from dtkit.strategies.loss import Loss
+    from dtkit.strategies.tensor.plan import Style, TensorPlan
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}  # relative, between a model in slices and the whole one
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class TensorParallel(Slicing):
+class TensorParallel(DTensorStrategy):
     """Layers are cut into `ways` slices, one a rank; the ranks of a replica compute on the same samples.
 
     Parameters
@@ -80,98 +87,98 @@ class TensorParallel(Slicing):
 
     """
 
-    ways: int
+    tp_size: int
     plan: Mapping[str, Style] | str | None = None
     replicas: int = 1
-    clip_norm: float | None = None
+    clip_grad_norm: float | None = None
     accumulate: int = 1
 
     def __post_init__(self) -> None:
         """Refuse what is no option."""
-        check_count("ways", self.ways)
+        check_count("ways", self.tp_size)
         super().__post_init__()
         if isinstance(self.plan, str) and self.plan != "auto":
-            raise ValueError(f"plan={self.plan!r}; it must be 'auto', or styles by module name: {_EXAMPLE}")
+            raise ValueError(f"plan={self.plan!r}; it must be 'auto', or styles by module name: {_PLAN_EXAMPLE}")
         if not isinstance(self.plan, (str, dict, type(None))):
-            raise TypeError(f"plan is a {type(self.plan).__name__}; it must be 'auto' or a dict: {_EXAMPLE}")
+            raise TypeError(f"plan is a {type(self.plan).__name__}; it must be 'auto' or a dict: {_PLAN_EXAMPLE}")
         if self.plan == {}:
-            raise ValueError(f"plan={{}} cuts nothing; name some modules, as in {_EXAMPLE}, or use 'auto'")
+            raise ValueError(f"plan={{}} cuts nothing; name some modules, as in {_PLAN_EXAMPLE}, or use 'auto'")
 
-    def mesh(self, world_size: int) -> Mesh:
+    def build_mesh(self, world_size: int) -> Mesh:
         """Replicas of slices."""
-        return Mesh({"dp": self.replicas, "tp": self.ways}).check(world_size, dp="replicas", tp="ways")
+        return Mesh({"dp": self.replicas, "tp": self.tp_size}).check(world_size, dp="replicas", tp="ways")
 
     def check_model(self, model: nn.Module) -> None:
         """Raise ValueError where the plan can't be followed in `model`."""
         self.plan_for(model)
 
-    def plan_for(self, model: nn.Module) -> Plan:
+    def plan_for(self, model: nn.Module) -> TensorPlan:
         """What is cut in `model`, as a table; ValueError where that is nothing, or can't be done."""
         if isinstance(self.plan, dict):
-            return tensor_plan.check(model, self.ways, self.plan)
-        return tensor_plan.auto(model, self.ways)
+            return tensor_plan.validate_plan(model, self.tp_size, self.plan)
+        return tensor_plan.find_plan(model, self.tp_size)
 
-    def preview(self, model: nn.Module) -> Plan | None:
+    def describe_plan(self, model: nn.Module) -> TensorPlan | None:
         """The plan that was asked for by "auto"."""
         return self.plan_for(model) if self.plan == "auto" else None
 
-    def cost(self, facts: Facts, benchmark: Benchmark) -> Cost:
+    def estimate_cost(self, profile: ModelProfile, benchmark: Benchmark) -> Cost:
         """By the plan for the model; where the notebook does not have it, as if all matrices were cut, and only these.
 
         Activations are counted in full, which is the most. What layers send depends on the plan and on the sequence's
         length: it is not counted, nor the time it takes.
         """
-        share = self._share(facts)
-        rows = facts.rows * self.ways  # a replica's samples go through all of its ranks
-        gradients = round(facts.gradients * share)
+        share = self._estimate_parameter_share(profile)
+        rows = profile.rows * self.tp_size  # a replica's samples go through all of its ranks
+        gradients = round(profile.gradients * share)
         return dataclasses.replace(
-            Cost.of_replica(
-                dataclasses.replace(facts, rows=rows),
+            Cost.for_replica(
+                dataclasses.replace(profile, rows=rows),
                 micro_batches=self.accumulate,
                 gradients=2 * gradients if self.replicas > 1 else gradients,
-                state=round(facts.state * share),
-                temporaries=round(facts.update * share),
-                sent_bytes=math.nan if self.ways > 1 else ring_bytes(gradients, self.replicas),
-                exposed_s=benchmark.all_reduce_s(gradients) if self.replicas > 1 else 0.0,
+                optimizer_state=round(profile.optimizer_state * share),
+                temporaries=round(profile.update_temporaries * share),
+                sent_bytes=math.nan if self.tp_size > 1 else compute_ring_bytes(gradients, self.replicas),
+                exposed_s=benchmark.estimate_all_reduce_s(gradients) if self.replicas > 1 else 0.0,
             ),
-            parameters=round(facts.parameters * share),
-            compute_s=dataclasses.replace(facts, rows=rows).compute_s(self.accumulate) * share,
+            parameters=round(profile.parameters * share),
+            compute_s=dataclasses.replace(profile, rows=rows).estimate_compute_s(self.accumulate) * share,
         )
 
-    def _share(self, facts: Facts) -> float:
+    def _estimate_parameter_share(self, profile: ModelProfile) -> float:
         """Of the model's parameters, what each rank holds."""
-        if facts.model is not None:
-            rows = self.plan_for(facts.model).rows
-            here, total = sum(row.here for row in rows), sum(row.parameters for row in rows)
+        if profile.model is not None:
+            rows = self.plan_for(profile.model).rows
+            here, total = sum(row.local_parameters for row in rows), sum(row.parameters for row in rows)
         else:
-            numbers = [(_numbers(shape), len(shape) > 1) for shape in facts.shapes]
-            here, total = sum(n // self.ways if cut else n for n, cut in numbers), sum(n for n, _ in numbers)
+            numbers = [(_count_elements(shape), len(shape) > 1) for shape in profile.gradient_shapes]
+            here, total = sum(n // self.tp_size if cut else n for n, cut in numbers), sum(n for n, _ in numbers)
         return here / total if total else 1.0
 
-    def _worker(
-        self, model: nn.Module, objective: Objective, optimizer: Callable[..., Any], setting: Setting
-    ) -> Sliced:
-        return _Slices(self, model, objective, optimizer, setting)
+    def _make_worker(
+        self, model: nn.Module, loss_fn: Loss, optimizer: Callable[..., Any], context: WorkerContext
+    ) -> DTensorWorker:
+        return _TensorParallelWorker(self, model, loss_fn, optimizer, context)
 
 
-_EXAMPLE = "{'fc1': 'colwise', 'fc2': 'rowwise'}"
+_PLAN_EXAMPLE = "{'fc1': 'colwise', 'fc2': 'rowwise'}"
 
 
-def _numbers(shape: Sequence[int]) -> int:
+def _count_elements(shape: Sequence[int]) -> int:
     return int(torch.Size(shape).numel())
 
 
 @dataclasses.dataclass(frozen=True)
-class _Trial:
+class _PlanCheckResult:
     """What two rows made of a model."""
 
     outputs: list[torch.Tensor]
     loss: torch.Tensor
-    squares: torch.Tensor
+    grad_squares: torch.Tensor
     """Of each parameter's gradient, the sum over its numbers."""
 
 
-class _Slices(Sliced):
+class _TensorParallelWorker(DTensorWorker):
     """One rank's slices of its replica."""
 
     _strategy: TensorParallel
@@ -180,38 +187,38 @@ class _Slices(Sliced):
         self,
         strategy: TensorParallel,
         model: nn.Module,
-        objective: Objective,
+        loss_fn: Loss,
         optimizer: Callable[..., Any],
-        setting: Setting,
+        context: WorkerContext,
     ) -> None:
-        assert setting.group is not None
+        assert context.group is not None
         self._plan = self.placement = strategy.plan_for(model)
-        self._place = setting.mesh.coordinates(setting.group.rank)
-        self._objective, self._setting = objective, setting
+        self._coordinates = context.mesh.coordinates(context.group.rank)
+        self._loss_fn, self._context = loss_fn, context
         whole = [p for p in model.parameters() if p.requires_grad]
-        before = None if setting.sample is None else self._try(model, whole, [1] * len(whole))
-        super().__init__(strategy, model, objective, optimizer, setting)
+        before = None if context.make_sample_batch is None else self._run_plan_check(model, whole, [1] * len(whole))
+        super().__init__(strategy, model, loss_fn, optimizer, context)
         if before is not None:
             self._check_plan(before)
 
-    def _cut(self, model: nn.Module, group: Group) -> None:
-        axes = grid(group, self._setting.mesh, self._setting.device)
-        self._mates = axes["dp"].get_group() if "dp" in axes else None
-        self._shared = among(axes["tp"].get_group())
+    def _shard_model(self, model: nn.Module, group: Group) -> None:
+        axes = build_device_meshes(group, self._context.mesh, self._context.device)
+        self._dp_group = axes["dp"].get_group() if "dp" in axes else None
+        self._tp_ranks = rank_span(axes["tp"].get_group())
         for name, style in self._plan.styles.items():
             module = model.get_submodule(name)
-            parallelize_module(module, axes["tp"], torch_style(module, style), src_data_rank=None)
+            parallelize_module(module, axes["tp"], make_parallel_style(module, style), src_data_rank=None)
 
     @property
-    def _replica(self) -> int:
-        return self._place["dp"]
+    def _replica_index(self) -> int:
+        return self._coordinates["dp"]
 
     @property
-    def _speaks(self) -> bool:
-        return self._place["tp"] == 0
+    def _reports_samples(self) -> bool:
+        return self._coordinates["tp"] == 0
 
     @contextlib.contextmanager
-    def _running(self) -> Iterator[None]:
+    def _sharded_execution(self) -> Iterator[None]:
         """What must be so while slices compute."""
         styles = set(self._plan.styles.values())
         by_heads = not styles.isdisjoint(("heads", "fused"))
@@ -221,7 +228,7 @@ class _Slices(Sliced):
             torch.backends.mha.set_fastpath_enabled(False)
             stack.callback(torch.backends.mha.set_fastpath_enabled, fast)
             if by_heads:
-                teach_attention()
+                register_attention_sharding()
             if "loss" in styles:
                 stack.enter_context(loss_parallel())
             if by_heads or any(style == "loss" or not isinstance(style, str) for style in styles):
@@ -230,146 +237,161 @@ class _Slices(Sliced):
 
     # -- a step -----------------------------------------------------------------------------------------------
 
-    def _step(self, batches: Sequence[tuple[int, Any]], counts: Sequence[int]) -> Outcome:
+    def _run_step(self, batches: Sequence[tuple[int, Any]], counts: Sequence[int]) -> StepResult:
         """Forward and backward together with the ranks of this replica, a sum over replicas, each slice's update."""
-        self._clear()
-        tally = Tally(sum(counts))
-        with marked(self._phases, self._shared):
-            local_gradients = self._local_gradients(batches, tally)
-        total = self._announce(tally)
+        self._zero_grad()
+        tally = LossAccumulator(sum(counts))
+        with mark_collectives(self._phases, self._tp_ranks):
+            local_gradients = self._compute_local_gradients(batches, tally)
+        total = self._start_weight_reduce(tally)
         self._sum_gradients(local_gradients)
-        self._divide(total)
-        finite, norm = self._update()
-        return self._outcome(tally, counts, finite=finite, norm=norm)
+        self._divide_by_weight(total)
+        finite, norm = self._clip_and_update()
+        return self._make_step_result(tally, counts, finite=finite, norm=norm)
 
-    def _local_gradients(self, batches: Sequence[tuple[int, Any]], tally: Tally) -> list[torch.Tensor | None]:
+    def _compute_local_gradients(
+        self, batches: Sequence[tuple[int, Any]], loss_accumulator: LossAccumulator
+    ) -> list[torch.Tensor | None]:
         """This replica's part of the gradient, laid out as the parameters are; all None without a sample."""
         found: list[torch.Tensor | None] = [None] * len(self._parameters)
         for count, batch in batches:
-            with self._running():
+            with self._sharded_execution():
                 self._phases.enter("forward")
-                value, weight = self._loss(self._model, batch)
-                loss = tally.add(plain(value), weight, count)
+                value, weight = self._compute_loss(self._model, batch)
+                loss = loss_accumulator.add(gather_full(value), weight, count)
                 self._phases.enter("backward")
                 new = torch.autograd.grad(loss, self._parameters, allow_unused=True)
-            own = [None if g is None else _own(p, g) for p, g in zip(self._parameters, new, strict=True)]
+            own = [
+                None if g is None else _redistribute_gradient(p, g) for p, g in zip(self._parameters, new, strict=True)
+            ]
             found = [b if a is None else a if b is None else a + b for a, b in zip(found, own, strict=True)]
         return found
 
-    def _sum_gradients(self, own: Sequence[torch.Tensor | None]) -> None:
+    def _sum_gradients(self, local_gradients: Sequence[torch.Tensor | None]) -> None:
         """Give each slice the sum of all replicas' gradients; none where no replica used it."""
-        found = self._over_replicas(own) if self._strategy.replicas > 1 else own
+        found = self._all_reduce_over_replicas(local_gradients) if self._strategy.replicas > 1 else local_gradients
         for p, gradient in zip(self._parameters, found, strict=True):
             p.grad = gradient
 
-    def _over_replicas(self, own: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    def _all_reduce_over_replicas(self, local_gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """One flat all-reduce among the ranks that hold the same slices."""
-        parts = [None if g is None else local(g) for g in own]
-        found = gradients.summed([local(p) for p in self._parameters], parts, self._add_up)
-        return [None if g is None else _laid(p, g) for p, g in zip(self._parameters, found, strict=True)]
+        parts = [None if g is None else get_local_tensor(g) for g in local_gradients]
+        found = gradients.all_reduce_flat([get_local_tensor(p) for p in self._parameters], parts, self._all_reduce_flat)
+        return [None if g is None else _wrap_gradient(p, g) for p, g in zip(self._parameters, found, strict=True)]
 
-    def _add_up(self, flat: torch.Tensor) -> None:
+    def _all_reduce_flat(self, flat: torch.Tensor) -> None:
         assert self._group is not None
-        assert self._mates is not None
-        self._phases.enter("sync", among(self._mates))
-        self._group.all_reduce(flat, self._mates)
+        assert self._dp_group is not None
+        self._phases.enter("sync", rank_span(self._dp_group))
+        self._group.all_reduce(flat, self._dp_group)
 
     @contextlib.contextmanager
-    def forwards(self) -> Iterator[Forward]:
+    def eval_mode(self) -> Iterator[EvalFunction]:
         """All ranks of a replica compute, the first one tells."""
-        with super().forwards() as forward, self._running():
-            yield lambda batch: self._told(forward(batch))
+        with super().eval_mode() as forward, self._sharded_execution():
+            yield lambda batch: self._gather_eval_output(forward(batch))
 
-    def _told(self, forecast: Forecast | None) -> Forecast | None:
-        assert forecast is not None
-        found = dataclasses.replace(forecast, output=plain(forecast.output), loss=plain(forecast.loss))
-        return found if self._speaks else None
+    def _gather_eval_output(self, eval_output: EvalOutput | None) -> EvalOutput | None:
+        assert eval_output is not None
+        found = dataclasses.replace(
+            eval_output, output=gather_full(eval_output.output), loss=gather_full(eval_output.loss)
+        )
+        return found if self._reports_samples else None
 
     # -- does the plan hold? ----------------------------------------------------------------------------------
 
-    def _try(self, model: nn.Module, parameters: Sequence[torch.Tensor], copies: Sequence[int]) -> _Trial:
+    def _run_plan_check(
+        self, model: nn.Module, parameters: Sequence[torch.Tensor], num_holders: Sequence[int]
+    ) -> _PlanCheckResult:
         """Two rows forward and backward, without dropout and without touching batch statistics."""
-        assert self._setting.sample is not None
+        assert self._context.make_sample_batch is not None
         device = parameters[0].device  # the whole model may not be on this rank's own
-        batch = to_device(self._setting.sample(2), device)
+        batch = to_device(self._context.make_sample_batch(2), device)
         model.eval()
         try:  # cudnn has no backward of recurrent layers in evaluation
-            with self._running(), torch.backends.cudnn.flags(enabled=False):
-                forecast = self._objective.predict(model, batch)
-                loss = plain(forecast.loss)
+            with self._sharded_execution(), torch.backends.cudnn.flags(enabled=False):
+                forecast = self._loss_fn.evaluate_batch(model, batch)
+                loss = gather_full(forecast.loss)
                 found = torch.autograd.grad(loss, parameters, allow_unused=True)
         finally:
             model.train()
-        own = [loss.new_zeros(1) if g is None else local(_own(p, g)) for p, g in zip(parameters, found, strict=True)]
-        outputs = [t.detach().to(self._setting.device) for t in _tensors(plain(forecast.output))]
-        sums = squares(own, copies, device).to(self._setting.device)
-        return _Trial(outputs, loss.detach().to(self._setting.device), sums)
+        own = [
+            loss.new_zeros(1) if g is None else get_local_tensor(_redistribute_gradient(p, g))
+            for p, g in zip(parameters, found, strict=True)
+        ]
+        outputs = [t.detach().to(self._context.device) for t in _find_float_tensors(gather_full(forecast.output))]
+        sums = sum_global_squares(own, num_holders, device).to(self._context.device)
+        return _PlanCheckResult(outputs, loss.detach().to(self._context.device), sums)
 
-    def _check_plan(self, before: _Trial) -> None:
+    def _check_plan(self, before: _PlanCheckResult) -> None:
         """Raise ValueError where the model in slices is not the one that was cut."""
         assert self._group is not None
         try:
-            after = self._try(self._model, self._parameters, self._copies)
+            after = self._run_plan_check(self._model, self._parameters, self._num_holders)
         except (RuntimeError, ValueError, TypeError, AssertionError) as error:
             if lost_peer(error):
                 raise
-            raise ValueError(self._complaint(f"can't compute ({type(error).__name__}: {error})", _PARTS)) from error
-        self._group.all_reduce(after.squares)
-        wrong = self._changed(before, after)
+            raise ValueError(
+                self._format_plan_error(f"can't compute ({type(error).__name__}: {error})", _PARTIAL_OUTPUT_ADVICE)
+            ) from error
+        self._group.all_reduce(after.grad_squares)
+        wrong = self._describe_difference(before, after)
         if self._group.any(bool(wrong)):
-            raise ValueError(self._complaint(f"computes something else: {wrong or 'so other ranks say'}", _WITHIN))
+            raise ValueError(
+                self._format_plan_error(
+                    f"computes something else: {wrong or 'so other ranks say'}", _ELEMENTWISE_ADVICE
+                )
+            )
 
-    def _changed(self, before: _Trial, after: _Trial) -> str:
+    def _describe_difference(self, before: _PlanCheckResult, after: _PlanCheckResult) -> str:
         """What differs from the whole model: outputs, the loss, or gradients; empty where all is well."""
         tolerance = _TOLERANCE.get(before.loss.dtype, 5e-2)
         pairs = [*zip(before.outputs, after.outputs, strict=True), (before.loss, after.loss)]
-        if any(a.shape != b.shape or _apart(a, b) > tolerance for a, b in pairs):
+        if any(a.shape != b.shape or _compute_relative_difference(a, b) > tolerance for a, b in pairs):
             return "its output or loss differs"
-        expected, found = before.squares.sqrt(), after.squares.sqrt()
+        expected, found = before.grad_squares.sqrt(), after.grad_squares.sqrt()
         apart = (expected - found).abs() > tolerance * (torch.maximum(expected, found) + expected.max())
         names = [name for name, p in self._model.named_parameters() if p.requires_grad]
         wrong = [name for name, bad in zip(names, apart.tolist(), strict=True) if bad]
         return f"the gradients of {', '.join(wrong)} differ" if wrong else ""
 
-    def _complaint(self, what: str, why: str) -> str:
-        name = type(self._skeleton).__name__
-        return (
-            f"{name} in {self._strategy.ways} slices {what}. {why}. The plan was:\n{tensor_plan.describe(self._plan)}"
-        )
+    def _format_plan_error(self, problem: str, advice: str) -> str:
+        name = type(self._meta_model).__name__
+        return f"{name} in {self._strategy.tp_size} slices {problem}. {advice}. The plan was:\n{tensor_plan.format_plan(self._plan)}"
 
 
-_PARTS = (
+_PARTIAL_OUTPUT_ADVICE = (
     "What follows a colwise layer gets a part of its outputs, until a rowwise layer adds up; 'gathered' gives all of "
     "them. Change the plan, or leave such layers out of it"
 )
-_WITHIN = (
+_ELEMENTWISE_ADVICE = (
     "Between a colwise and a rowwise layer there may be nothing but what does the same with each number: no other "
     "parameters, and no sums over features. Change the plan, or leave such layers out of it"
 )
 
 
-def plain(value: Any) -> Any:
+def gather_full(value: Any) -> Any:
     """DTensors as whole tensors, also within tuples, lists and dicts. A collective among the ranks that share them."""
     if isinstance(value, DTensor):
         return value.full_tensor()
     if isinstance(value, torch.Tensor) and not value.requires_grad:
-        return local(value)
+        return get_local_tensor(value)
     if isinstance(value, dict):
-        return {key: plain(entry) for key, entry in value.items()}
+        return {key: gather_full(entry) for key, entry in value.items()}
     if type(value) in (tuple, list):
-        return type(value)(map(plain, value))
+        return type(value)(map(gather_full, value))
     return value
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def _find_float_tensors(value: Any) -> list[torch.Tensor]:
     """The tensors of floating-point numbers in tuples, lists and dicts."""
     if isinstance(value, torch.Tensor):
         return [value] if value.is_floating_point() else []
     entries = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
-    return [tensor for entry in entries for tensor in _tensors(entry)]
+    return [tensor for entry in entries for tensor in _find_float_tensors(entry)]
 
 
-def _apart(a: torch.Tensor, b: torch.Tensor) -> float:
+def _compute_relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
     """The largest difference, next to the largest number."""
     if not a.numel():
         return 0.0
@@ -378,27 +400,27 @@ def _apart(a: torch.Tensor, b: torch.Tensor) -> float:
     return float(difference / a.nan_to_num(posinf=0, neginf=0).abs().max().clamp(min=1e-6))
 
 
-def _own(p: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+def _redistribute_gradient(p: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """A gradient, laid out as its parameter is."""
     if isinstance(gradient, DTensor):
         mesh = gradient.device_mesh
         wanted = p.placements if isinstance(p, DTensor) else (Replicate(),) * mesh.ndim
         gradient = gradient if gradient.placements == wanted else gradient.redistribute(mesh, wanted)
-    found = local(gradient)
+    found = get_local_tensor(gradient)
     if isinstance(gradient, DTensor) and isinstance(p, DTensor) and not found.is_sparse:
         return gradient  # as it is: making a DTensor of a part costs as much as a small operation on it
-    return _laid(p, found.to_dense() if found.is_sparse else found)
+    return _wrap_gradient(p, found.to_dense() if found.is_sparse else found)
 
 
-def _laid(p: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+def _wrap_gradient(p: torch.Tensor, local_gradient: torch.Tensor) -> torch.Tensor:
     """What lies here of a gradient, made into one."""
-    return of_part(part, p) if isinstance(p, DTensor) else part
+    return wrap_local_shard(local_gradient, p) if isinstance(p, DTensor) else local_gradient
 
 
 # --- torch's styles -----------------------------------------------------------------------------------------
 
 
-def torch_style(module: nn.Module, style: Style) -> ParallelStyle:
+def make_parallel_style(module: nn.Module, style: Style) -> ParallelStyle:
     """What torch calls a style of :mod:`dtkit.strategies.tensor.plan`."""
     if isinstance(style, ParallelStyle):
         return style
@@ -406,35 +428,39 @@ def torch_style(module: nn.Module, style: Style) -> ParallelStyle:
     found: dict[str, ParallelStyle] = {
         "colwise": ColwiseParallel(),
         "gathered": ColwiseParallel(output_layouts=Replicate()),
-        "heads": Heads() if isinstance(module, nn.MultiheadAttention) else ColwiseParallel(use_local_output=False),
-        "fused": FusedHeads(),
+        "heads": MultiheadAttentionParallel()
+        if isinstance(module, nn.MultiheadAttention)
+        else ColwiseParallel(use_local_output=False),
+        "fused": FusedQKVParallel(),
         "loss": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
         "rowwise": RowwiseParallel(input_layouts=Replicate() if whole else None),
         "scattered": RowwiseParallel(input_layouts=Replicate()),
-        "sequence": _Sequence(),
+        "sequence": _SequenceParallelNorm(),
     }
     return found[style]
 
 
-class _Sequence(ParallelStyle):
+class _SequenceParallelNorm(ParallelStyle):
     """A normalisation over features works on its part of the sequence. (torch's own takes its input for a part.)"""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(module, device_mesh, self._copy, self._part, self._join)
+        return distribute_module(
+            module, device_mesh, self._replicate_parameters, self._shard_input, self._gather_output
+        )
 
     @staticmethod
-    def _copy(_name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+    def _replicate_parameters(_name: str, module: nn.Module, mesh: DeviceMesh) -> None:
         for name, p in list(module.named_parameters(recurse=False)):
             copied = distribute_tensor(p, mesh, [Replicate()], src_data_rank=None)
             module.register_parameter(name, nn.Parameter(copied, p.requires_grad))
 
     @staticmethod
-    def _part(_module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+    def _shard_input(_module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
         first, *rest = inputs
         if not isinstance(first, DTensor):
             first = DTensor.from_local(first, mesh, [Replicate()], run_check=False)
         return (first.redistribute(mesh, [Shard(1 if first.dim() > 2 else 0)]), *rest)
 
     @staticmethod
-    def _join(_module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+    def _gather_output(_module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
         return output.redistribute(mesh, [Replicate()]).to_local()

@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dtkit.checkpoint.checkpoint import Checkpoint, checkpoints
+    from dtkit.checkpoint.checkpoint import Checkpoint, list_checkpoints
     from dtkit.cluster.attach import attach
     from dtkit.cluster.cluster import Cluster
     from dtkit.dashboard.compare import compare

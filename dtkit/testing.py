@@ -28,7 +28,7 @@ import numpy as np
 from dtkit._util.guard import contain
 from dtkit.engine.node_info import hello
 from dtkit.errors import Refused
-from dtkit.history.history import ROW
+from dtkit.history.history import ROW_DTYPE
 from dtkit.planning.cost_model import StepTimings
 from dtkit.rpc import pickling
 from dtkit.rpc.payload import Shipment, ship
@@ -420,7 +420,7 @@ class FakeTransport:
         return Advance(self._rows(rank, found, step, stop), stop, rank.lr, ended, loss), self._say(rank, None)
 
     def _rows(self, rank: _Rank, job: _Job, start: int, stop: int) -> np.ndarray:
-        rows = np.zeros(stop - start, ROW)
+        rows = np.zeros(stop - start, ROW_DTYPE)
         rows["step"], rows["rank"], rows["lr"] = np.arange(start, stop), rank.number, rank.lr
         rows["epoch"] = rows["step"] // job.steps_per_epoch
         rows["samples"] = rows["weight"] = job.samples

@@ -273,7 +273,7 @@ class Advance:
     """(steps, collectives, 3): when this rank was blocked, from and to, in seconds on its clock, and a number for the
     ranks among which; NaN for none."""
     messages: object = None
-    """When this rank was in which message to or from another stage: an array of dtype ``messages.MESSAGE``; None
+    """When this rank was in which message to or from another stage: an array of dtype ``messages.MESSAGE_DTYPE``; None
     without any."""
     fingerprint: Fingerprint | None = None
     """Where asked for, and where ranks must agree: of the parameters after the last step."""

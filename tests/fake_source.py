@@ -9,8 +9,8 @@ import numpy as np
 
 from dtkit.dashboard.fates import follow
 from dtkit.health.stall_report import Finding
-from dtkit.history.history import ROW, History
-from dtkit.history.timeline import SPAN, Timeline
+from dtkit.history.history import ROW_DTYPE, History
+from dtkit.history.timeline import SPAN_DTYPE, Timeline
 from dtkit.types import Event, NodeInfo, RunSpec, State, Status
 
 
@@ -30,13 +30,13 @@ class FakeSource:
         self.nodes = [
             NodeInfo(r, r + 10, f"host{r // 8}", 4000 + r, "cpu", 8_000_000_000, 5_000_000_000, 1) for r in range(ranks)
         ]
-        self.history = History(copies=stages)
+        self.history = History(ranks_per_replica=stages)
         self.state, self.message, self.exception, self.lr = State.RUNNING, "", None, 0.1
         self.remaining_s = 12.0
         self.step = 0
         self.posted = []
         self.refuse = None
-        self.slowed, self.consistency, self.finding = {}, None, None
+        self.delay_factors, self.consistency, self.stall_report = {}, None, None
         self.sends = lambda _step: 400_000 if ranks > 1 else 0  # bytes of a rank in a step
         self.slowness = {}  # rank -> how many times longer it computes
         self._stages, self._strips = stages, strips
@@ -72,14 +72,14 @@ class FakeSource:
     def advance(self, steps=1, loss=None):
         """Record `steps` more steps of every rank; `loss` overrides the made-up ones."""
         n = self.spec.world_size
-        rows = np.zeros(steps * n, ROW)
+        rows = np.zeros(steps * n, ROW_DTYPE)
         rows["step"] = self.step + 1 + np.repeat(np.arange(steps), n)
         rows["rank"] = np.tile(np.arange(n), steps)
         rows["samples"], rows["weight"], rows["lr"] = 64, 64, self.lr or 0
         decay = 2.3 * np.exp(-3 * rows["step"] / self.spec.steps) + 0.3
         noise = self._random.normal(size=len(rows))
         rows["loss"] = decay * (1 + 0.06 * noise) if loss is None else loss
-        early = (rows["rank"] + 1) % self.history.copies > 0
+        early = (rows["rank"] + 1) % self.history.ranks_per_replica > 0
         rows["loss"][early], rows["weight"][early] = np.nan, 0
         self._time(rows)
         rows["grad_norm"] = 2 * decay * (1 + 0.1 * np.abs(self._random.normal(size=len(rows))))
@@ -109,7 +109,7 @@ class FakeSource:
         if not self._strips or not self.step:
             return None
         make = self._piped if self._stages > 1 else self._alike
-        return Timeline(np.array([span for rank in range(self.spec.world_size) for span in make(rank)], SPAN))
+        return Timeline(np.array([span for rank in range(self.spec.world_size) for span in make(rank)], SPAN_DTYPE))
 
     def _alike(self, rank):
         slow = self.slowness.get(rank, 1.0)
@@ -138,7 +138,7 @@ class FakeSource:
         """A node is found to keep the others waiting; with None as the rank, no node moves."""
         kind, line = ("together", "") if rank is None else ("stuck", "train.py:12 in step")
         remedy = "cluster.stacks() shows where all ranks stand"
-        self.finding = Finding(kind, rank, "host0", phase, self.step + 1, line, "it waits", remedy, seconds)
+        self.stall_report = Finding(kind, rank, "host0", phase, self.step + 1, line, "it waits", remedy, seconds)
         self.event("stuck", "no node moves" if rank is None else f"node {rank} is stuck", rank)
 
     def shrink(self, ranks):

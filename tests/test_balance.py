@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from dtkit.data.partition import divide_proportionally
-from dtkit.history.history import ROW
+from dtkit.history.history import ROW_DTYPE
 from dtkit.strategies.replicated import compute_checksum
-from dtkit.training.load_balancing import STEPS, Balancer
-from dtkit.training.replica_check import ALONE_S, LEAST_S, SHARE, Watch
+from dtkit.training.load_balancing import MIN_STEPS, LoadBalancer
+from dtkit.training.replica_check import MAX_TIME_FRACTION, MIN_INTERVAL_S, UNSHARED_INTERVAL_S, ReplicaChecker
 from dtkit.types import Consistency
 
 
-def rows(samples, seconds, steps=STEPS):
-    found = np.zeros(steps, ROW)
+def rows(samples, seconds, steps=MIN_STEPS):
+    found = np.zeros(steps, ROW_DTYPE)
     found["samples"], found["forward_s"] = samples, seconds
     return found
 
@@ -27,7 +27,7 @@ def landed(balancer, costs, fixed=0.0, batch=64):
 
 
 def balanced(costs, fixed=0.0, rounds=12):
-    balancer = Balancer([10] * len(costs))
+    balancer = LoadBalancer([10] * len(costs))
     for _ in range(rounds):
         landed(balancer, costs, fixed)
     return balancer.shares
@@ -45,29 +45,29 @@ def test_times_are_equal_although_a_step_costs_something_of_its_own():
 
 
 def test_the_first_dispatch_says_nothing():
-    balancer = Balancer([10, 10])
+    balancer = LoadBalancer([10, 10])
     assert not landed(balancer, [1.0, 5.0])
     assert balancer.shares == (0.5, 0.5)
     assert landed(balancer, [1.0, 5.0])
 
 
 def test_noise_changes_nothing():
-    balancer = Balancer([10, 10])
+    balancer = LoadBalancer([10, 10])
     landed(balancer, [1.0, 1.0])
     assert not landed(balancer, [1.0, 1.03])
     assert balancer.shares == (0.5, 0.5)
 
 
 def test_single_delays_do_not_count():
-    balancer = Balancer([10, 10])
+    balancer = LoadBalancer([10, 10])
     landed(balancer, [1.0, 1.0])
     disturbed = rows(32, 32.0, 8)
     disturbed["forward_s"][::2] *= 10
-    assert not balancer.landed([disturbed, rows(32, 32.0, 8)])
+    assert not balancer.on_result([disturbed, rows(32, 32.0, 8)])
 
 
 def test_shares_begin_as_the_shards_are():
-    assert Balancer([30, 10]).shares == (0.75, 0.25)
+    assert LoadBalancer([30, 10]).shares == (0.75, 0.25)
 
 
 def test_every_rank_gets_a_sample_while_there_are_enough():
@@ -90,84 +90,84 @@ def cut(*rows: tuple[int, int]) -> list[dict[tuple[int, ...], int]]:
 
 
 def test_equal_checksums_are_identical_parameters():
-    watch = Watch()
-    assert watch.due(0.0)
-    assert watch.landed(0.0, 5, whole(7, 7, 7), 0.0)
-    assert watch.found is not None
-    assert watch.found == Consistency(5, (), None)
-    assert not watch.landed(2.0, 9, whole(8, 8, 8), 0.0)  # no news
-    assert watch.found.step == 9
+    watch = ReplicaChecker()
+    assert watch.is_due(0.0)
+    assert watch.on_result(0.0, 5, whole(7, 7, 7), 0.0)
+    assert watch.result is not None
+    assert watch.result == Consistency(5, (), None)
+    assert not watch.on_result(2.0, 9, whole(8, 8, 8), 0.0)  # no news
+    assert watch.result.step == 9
 
 
 def test_the_rank_that_differs_is_named_since_it_was_seen_first():
-    watch = Watch()
-    watch.landed(0.0, 5, whole(7, 7, 7), 0.0)
-    assert watch.landed(2.0, 8, whole(7, 9, 7), 0.0)
-    assert (watch.found.differing, watch.found.since) == ((1,), 8)
-    assert not watch.landed(4.0, 11, whole(1, 9, 1), 0.0)
-    assert (watch.found.step, watch.found.since) == (11, 8)
-    assert watch.landed(6.0, 13, whole(1, 1, 1), 0.0)
-    assert (watch.found.differing, watch.found.since) == ((), None)
+    watch = ReplicaChecker()
+    watch.on_result(0.0, 5, whole(7, 7, 7), 0.0)
+    assert watch.on_result(2.0, 8, whole(7, 9, 7), 0.0)
+    assert (watch.result.differing, watch.result.since) == ((1,), 8)
+    assert not watch.on_result(4.0, 11, whole(1, 9, 1), 0.0)
+    assert (watch.result.step, watch.result.since) == (11, 8)
+    assert watch.on_result(6.0, 13, whole(1, 1, 1), 0.0)
+    assert (watch.result.differing, watch.result.since) == ((), None)
 
 
 def test_without_a_majority_all_differ():
-    watch = Watch()
-    watch.landed(0.0, 5, whole(7, 9), 0.0)
-    assert watch.found.differing == (0, 1)
+    watch = ReplicaChecker()
+    watch.on_result(0.0, 5, whole(7, 9), 0.0)
+    assert watch.result.differing == (0, 1)
 
 
 def test_costly_checksums_are_asked_for_rarely():
-    watch = Watch()
-    watch.landed(10.0, 5, whole(7, 7), 0.1)
-    assert not watch.due(10.0 + 0.99 * 0.1 / SHARE)
-    assert watch.due(10.0 + 0.1 / SHARE)
-    cheap = Watch()
-    cheap.landed(10.0, 5, whole(7, 7), 1e-6)
-    assert not cheap.due(10.0 + 0.99 * LEAST_S)
+    watch = ReplicaChecker()
+    watch.on_result(10.0, 5, whole(7, 7), 0.1)
+    assert not watch.is_due(10.0 + 0.99 * 0.1 / MAX_TIME_FRACTION)
+    assert watch.is_due(10.0 + 0.1 / MAX_TIME_FRACTION)
+    cheap = ReplicaChecker()
+    cheap.on_result(10.0, 5, whole(7, 7), 1e-6)
+    assert not cheap.is_due(10.0 + 0.99 * MIN_INTERVAL_S)
 
 
 def test_parameters_that_need_not_be_equal_now_are_asked_for_again():
-    watch = Watch()
-    assert not watch.landed(0.0, 5, [None, None], 0.0)
-    assert watch.found is None
-    assert watch.due(0.0)
+    watch = ReplicaChecker()
+    assert not watch.on_result(0.0, 5, [None, None], 0.0)
+    assert watch.result is None
+    assert watch.is_due(0.0)
 
 
 def test_a_part_is_compared_with_the_same_part_of_other_replicas():
-    watch = Watch()
-    assert watch.landed(0.0, 5, cut((7, 8), (7, 8)), 0.0)
-    assert watch.found == Consistency(5, (), None, copies=2)
-    assert watch.landed(2.0, 8, cut((7, 8), (7, 9)), 0.0)
-    assert watch.found == Consistency(8, (1, 3), 8, copies=2)  # of two, nobody can say who is right
-    assert not watch.landed(4.0, 9, cut((7, 8), (7, 9)), 0.0)
-    assert watch.found == Consistency(9, (1, 3), 8, copies=2)
-    assert not watch.landed(6.0, 10, cut((8, 8), (8, 9)), 0.0)  # equal numbers of different parts mean nothing
-    three = Watch()
-    three.landed(0.0, 5, cut((7, 8), (7, 9), (7, 8)), 0.0)
-    assert three.found == Consistency(5, (3,), 5, copies=3)
+    watch = ReplicaChecker()
+    assert watch.on_result(0.0, 5, cut((7, 8), (7, 8)), 0.0)
+    assert watch.result == Consistency(5, (), None, copies=2)
+    assert watch.on_result(2.0, 8, cut((7, 8), (7, 9)), 0.0)
+    assert watch.result == Consistency(8, (1, 3), 8, copies=2)  # of two, nobody can say who is right
+    assert not watch.on_result(4.0, 9, cut((7, 8), (7, 9)), 0.0)
+    assert watch.result == Consistency(9, (1, 3), 8, copies=2)
+    assert not watch.on_result(6.0, 10, cut((8, 8), (8, 9)), 0.0)  # equal numbers of different parts mean nothing
+    three = ReplicaChecker()
+    three.on_result(0.0, 5, cut((7, 8), (7, 9), (7, 8)), 0.0)
+    assert three.result == Consistency(5, (3,), 5, copies=3)
 
 
 def test_what_is_not_cut_is_compared_over_all_ranks():
     sums = [found | {(): 1} for found in cut((7, 8), (7, 8))]
-    watch = Watch()
-    watch.landed(0.0, 5, sums, 0.0)
-    assert watch.found == Consistency(5, (), None, copies=2)
-    watch.landed(2.0, 6, [*sums[:3], sums[3] | {(): 2}], 0.0)
-    assert watch.found == Consistency(6, (3,), 6, copies=2)
-    alone = Watch()
-    alone.landed(0.0, 5, sums[:2], 0.0)
-    assert alone.found == Consistency(5, (), None, copies=1)
+    watch = ReplicaChecker()
+    watch.on_result(0.0, 5, sums, 0.0)
+    assert watch.result == Consistency(5, (), None, copies=2)
+    watch.on_result(2.0, 6, [*sums[:3], sums[3] | {(): 2}], 0.0)
+    assert watch.result == Consistency(6, (3,), 6, copies=2)
+    alone = ReplicaChecker()
+    alone.on_result(0.0, 5, sums[:2], 0.0)
+    assert alone.result == Consistency(5, (), None, copies=1)
 
 
 def test_where_nothing_lies_twice_nothing_is_said_and_seldom_asked():
-    watch = Watch()
-    assert not watch.landed(10.0, 5, cut((7, 8)), 1e-6)
-    assert watch.found is None
-    assert not watch.due(9.9 + ALONE_S)
-    assert watch.due(10.0 + ALONE_S)
-    assert watch.landed(100.0, 6, cut((7, 8), (7, 8)), 0.0)
-    assert not watch.landed(102.0, 7, cut((7, 8)), 0.0)  # the other replica is gone, and what was said of it too
-    assert watch.found is None
+    watch = ReplicaChecker()
+    assert not watch.on_result(10.0, 5, cut((7, 8)), 1e-6)
+    assert watch.result is None
+    assert not watch.is_due(9.9 + UNSHARED_INTERVAL_S)
+    assert watch.is_due(10.0 + UNSHARED_INTERVAL_S)
+    assert watch.on_result(100.0, 6, cut((7, 8), (7, 8)), 0.0)
+    assert not watch.on_result(102.0, 7, cut((7, 8)), 0.0)  # the other replica is gone, and what was said of it too
+    assert watch.result is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.int8])
@@ -184,10 +184,10 @@ def test_a_fingerprint_sees_a_single_bit(dtype, offset):
 
 def test_a_step_that_is_mostly_fixed_is_left_alone():
     """Twice as slow, and a step's own part outweighs its samples: no share would help much, and none runs away."""
-    balancer = Balancer([10, 10])
+    balancer = LoadBalancer([10, 10])
     for _ in range(20):
         counts = divide_proportionally(64, balancer.shares)
-        balancer.landed([rows(n, slow * (100.0 + n)) for n, slow in zip(counts, (2.0, 1.0), strict=True)])
+        balancer.on_result([rows(n, slow * (100.0 + n)) for n, slow in zip(counts, (2.0, 1.0), strict=True)])
     counts = divide_proportionally(64, balancer.shares)
     assert min(counts) >= 1
     before = [2 * (100 + 32), 100 + 32]

@@ -25,13 +25,13 @@ from safetensors.torch import load_file
 
 import dtkit
 from dtkit.checkpoint import checkpoint, json_values
-from dtkit.checkpoint.manager import Save, Saver, Saves
+from dtkit.checkpoint.manager import CheckpointManager, CheckpointPolicy, CheckpointRequest
 from dtkit.engine import rng
 from dtkit.engine.state import safetensors_file, writer
 from dtkit.engine.state.capture import Captured, MemoryReader, Slab, share_out
 from dtkit.engine.state.safetensors_file import FileReader
 from dtkit.history.history import History
-from dtkit.training.state_dict import Piece, join
+from dtkit.training.state_dict import TensorPart, join_state_dicts
 from dtkit.types import RunSpec
 from tests.cluster.small import net
 
@@ -60,7 +60,9 @@ def test_plain_values_come_back_as_they_were(value: Any):
 
 
 def test_what_is_no_data_is_refused_by_name():
-    with pytest.raises(json_values.Unsavable, match=r"the scheduler\['fn'\] is a builtin_function_or_method"):
+    with pytest.raises(
+        json_values.UnsupportedValueError, match=r"the scheduler\['fn'\] is a builtin_function_or_method"
+    ):
         json_values.encode({"fn": len}, "the scheduler")
 
 
@@ -81,7 +83,7 @@ def test_files_are_safetensors(tmp_path: Path, dtype: torch.dtype):
     written = safetensors_file.write(tmp_path / "x.safetensors", tensors)
     assert written == {
         "bytes": (tmp_path / "x.safetensors").stat().st_size,
-        "digest": checkpoint.digest_of(tmp_path / "x.safetensors"),
+        "digest": checkpoint.compute_digest(tmp_path / "x.safetensors"),
     }
     found = load_file(tmp_path / "x.safetensors")
     assert {name: (t.dtype, t.tolist()) for name, t in found.items()} == {
@@ -93,10 +95,10 @@ def test_a_part_is_put_together_from_pieces_that_were_cut_otherwise(tmp_path: Pa
     whole = torch.arange(35.0).reshape(5, 7)
     parts = [Slab(part.contiguous(), (5, 7), (0, k)) for part, k in ((whole[:, :3], 0), (whole[:, 3:], 3))]
     for rank, slab in enumerate(parts):
-        safetensors_file.write(tmp_path / checkpoint.rank_file(rank), {"w": slab.tensor})
+        safetensors_file.write(tmp_path / checkpoint.get_rank_filename(rank), {"w": slab.tensor})
     pieces = [[rank, list(slab.offset), list(slab.tensor.shape)] for rank, slab in enumerate(parts)]
     index = {"w": {"dtype": "F32", "shape": [5, 7], "pieces": pieces}}
-    files = [checkpoint.rank_file(rank) for rank in range(2)]
+    files = [checkpoint.get_rank_filename(rank) for rank in range(2)]
     with FileReader(tmp_path, index, files, {}) as reader:
         for source in (reader, MemoryReader([{"w": slab} for slab in parts], {})):
             assert source.shape("w") == (5, 7)
@@ -113,16 +115,19 @@ def test_what_is_several_in_one_is_put_together_from_parts_of_each(tmp_path: Pat
     reports = []
     for rank, slab in enumerate(slabs):
         facts = {"layout": {}, "values": {}, "optimizers": {}, "aliases": {}, "extra": {}, "own": {}}
-        reports.append(writer._report(tmp_path / checkpoint.rank_file(rank), Captured({"w": slab}, facts)))
-    index, files = checkpoint.index_of(json.loads(json.dumps(reports))), [checkpoint.rank_file(r) for r in range(2)]
-    assert checkpoint._covered(index["w"], 2)
-    assert not checkpoint._covered({**index["w"], "pieces": index["w"]["pieces"][1:]}, 2)
+        reports.append(writer._report(tmp_path / checkpoint.get_rank_filename(rank), Captured({"w": slab}, facts)))
+    index, files = (
+        checkpoint.build_index(json.loads(json.dumps(reports))),
+        [checkpoint.get_rank_filename(r) for r in range(2)],
+    )
+    assert checkpoint._is_fully_covered(index["w"], 2)
+    assert not checkpoint._is_fully_covered({**index["w"], "pieces": index["w"]["pieces"][1:]}, 2)
     with FileReader(tmp_path, index, files, {}) as reader:
         for source in (reader, MemoryReader([{"w": slab} for slab in slabs], {})):
             assert torch.equal(source.read("w", (0, 0), (12, 2)), whole)
             assert torch.equal(source.read("w", (3, 1), (6, 1)), whole[3:9, 1:])
-    pieces = [{"w": Piece(part, 0, rank, folds=3)} for rank, part in enumerate(parts)]
-    assert torch.equal(join(pieces)["w"], whole)
+    pieces = [{"w": TensorPart(part, 0, rank, fused_blocks=3)} for rank, part in enumerate(parts)]
+    assert torch.equal(join_state_dicts(pieces)["w"], whole)
 
 
 def test_what_several_hold_one_gives_and_bytes_are_balanced():
@@ -147,9 +152,9 @@ def captured(rank: int) -> Captured:
     return Captured(slabs, facts)
 
 
-def saver(history: History, path: Path, keep: int = 3) -> Saver:
-    found = Saver(history, lambda: None)
-    found.plan = Saves(5, path, keep)
+def saver(history: History, path: Path, keep: int = 3) -> CheckpointManager:
+    found = CheckpointManager(history, lambda: None)
+    found.policy = CheckpointPolicy(5, path, keep)
     found.describe = lambda: {"spec": {**vars_of(SPEC)}, "called": 0, "callbacks": []}
     return found
 
@@ -158,29 +163,29 @@ def vars_of(spec: RunSpec) -> dict[str, Any]:
     return {name: getattr(spec, name) for name in spec.__dataclass_fields__}
 
 
-def write_one(path: Path, step: int = 5, keep: int | None = None, history: History | None = None) -> Save:
+def write_one(path: Path, step: int = 5, keep: int | None = None, history: History | None = None) -> CheckpointRequest:
     """Save by hand, with the ranks' part done here."""
     made = saver(History() if history is None else history, path)
-    made.want(Save(path, keep))
+    made.add_request(CheckpointRequest(path, keep))
     return write_with(made, step)
 
 
-def write_with(made: Saver, step: int) -> Save:
+def write_with(made: CheckpointManager, step: int) -> CheckpointRequest:
     """The save that is due, with the ranks' part done here."""
-    assert made.due(step, 10**9)
-    save = made.next(step)
+    assert made.is_due(step, 10**9)
+    save = made.begin_next(step)
     assert save is not None
     assert save.folder is not None
     for rank in range(2):
         assert writer._reserve(save.folder, rank) is None
         writer._write(save.folder, rank, captured(rank))
-    made.landed(save, step, [{"error": None, "seconds": 0.0, "torch": "2"}] * 2)
+    made.on_result(save, step, [{"error": None, "seconds": 0.0, "torch": "2"}] * 2)
     return save
 
 
 @pytest.fixture
 def whole(tmp_path: Path) -> Path:
-    return write_one(tmp_path).done.result(20).path
+    return write_one(tmp_path).future.result(20).path
 
 
 def test_a_checkpoint_gives_its_weights_without_engines(whole: Path, tmp_path: Path):
@@ -195,9 +200,9 @@ def test_a_checkpoint_gives_its_weights_without_engines(whole: Path, tmp_path: P
     other = net()
     with torch.no_grad():
         other[0].weight.zero_()
-    state = found.model_into(other).state_dict()
+    state = found.load_into(other).state_dict()
     assert all(torch.equal(state[name], value) for name, value in net().state_dict().items())
-    for text in (repr(found), found._repr_html_(), repr(dtkit.checkpoints(tmp_path))):
+    for text in (repr(found), found._repr_html_(), repr(dtkit.list_checkpoints(tmp_path))):
         assert "DataParallel() on 2 ranks" in text
         assert "67" in text
 
@@ -209,14 +214,14 @@ def test_every_damage_is_named(whole: Path, tmp_path: Path):
         for damaged in [kept[:k] for k in places] + [kept[:k] + bytes([kept[k] ^ 1]) + kept[k + 1 :] for k in places]:
             (whole / name).write_bytes(damaged)
             with pytest.raises(dtkit.CheckpointError, match=name):
-                dtkit.Checkpoint(whole).check()
+                dtkit.Checkpoint(whole).check_files()
         (whole / name).unlink()
         with pytest.raises(dtkit.CheckpointError, match=name):
-            dtkit.Checkpoint(whole).check()
+            dtkit.Checkpoint(whole).check_files()
         (whole / name).write_bytes(kept)
-    dtkit.Checkpoint(whole).check()
+    dtkit.Checkpoint(whole).check_files()
     (whole / "rank-001.safetensors").write_bytes(b"")
-    assert "DAMAGED: rank-001.safetensors" in repr(dtkit.checkpoints(tmp_path))
+    assert "DAMAGED: rank-001.safetensors" in repr(dtkit.list_checkpoints(tmp_path))
 
 
 def rewritten(folder: Path, change: Any) -> None:
@@ -224,7 +229,7 @@ def rewritten(folder: Path, change: Any) -> None:
     head = json.loads((folder / "checkpoint.json").read_text())
     head.pop("digest")
     change(head)
-    (folder / "checkpoint.json").write_text(json.dumps({**head, "digest": checkpoint._self_digest(head)}))
+    (folder / "checkpoint.json").write_text(json.dumps({**head, "digest": checkpoint._compute_metadata_digest(head)}))
 
 
 @pytest.mark.parametrize("name", ["../../secret", "/etc/passwd", "rank-000.safetensors/../x", "rank-000.pkl"])
@@ -255,17 +260,17 @@ def test_what_a_forged_head_says_is_looked_at(whole: Path, change: dict[str, Any
     rewritten(whole, lambda head: head.update(change))
     with pytest.raises(dtkit.CheckpointError, match=rf"checkpoint\.json {told}.*Use an older checkpoint"):
         dtkit.Checkpoint(whole)
-    found = dtkit.checkpoints(whole.parent)
+    found = dtkit.list_checkpoints(whole.parent)
     assert (len(found), list(found.broken)) == (0, [whole])
 
 
 @pytest.mark.parametrize("text", ["[]", "[1]", "3", "null", '"digest"'])
 def test_a_head_that_is_no_object_costs_its_checkpoint_alone(whole: Path, text: str):
-    other = write_one(whole.parent, 6).done.result(20).path
+    other = write_one(whole.parent, 6).future.result(20).path
     (whole / "checkpoint.json").write_text(text)
     with pytest.raises(dtkit.CheckpointError, match="no JSON of a checkpoint"):
         dtkit.Checkpoint(whole)
-    assert [one.path for one in dtkit.checkpoints(whole.parent)] == [other]
+    assert [one.path for one in dtkit.list_checkpoints(whole.parent)] == [other]
 
 
 @pytest.mark.parametrize(
@@ -279,16 +284,16 @@ def test_a_head_that_is_no_object_costs_its_checkpoint_alone(whole: Path, text: 
     ids=repr,
 )
 def test_a_path_that_is_none_is_named(path: Any, kind: type[Exception], told: str):
-    for read in (dtkit.Checkpoint, dtkit.checkpoints):
+    for read in (dtkit.Checkpoint, dtkit.list_checkpoints):
         with pytest.raises(kind, match=rf"^{read.__name__}\(path{told}" if "=" in told else told):
             read(path)
 
 
 def test_a_folder_that_cannot_be_made_is_told_with_what_to_do():
     made = saver(History(), Path("unused"))
-    wanted = Save(Path("/proc/x"), None)
-    made.want(wanted)
-    assert made.next(5) is None
+    wanted = CheckpointRequest(Path("/proc/x"), None)
+    made.add_request(wanted)
+    assert made.begin_next(5) is None
     with pytest.raises(dtkit.CheckpointError, match=r"/proc/x: No such file.* Name a folder that the notebook and all"):
         wanted.result(1)
 
@@ -296,11 +301,11 @@ def test_a_folder_that_cannot_be_made_is_told_with_what_to_do():
 def test_newer_formats_holes_and_other_models_are_refused(whole: Path):
     other = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2).double())
     with pytest.raises(dtkit.CheckpointError, match=r"2.bias has shape \(3,\) there and \(2,\) in the model"):
-        dtkit.Checkpoint(whole).model_into(other)
+        dtkit.Checkpoint(whole).load_into(other)
     with pytest.raises(dtkit.CheckpointError, match=r"it lacks y; the model lacks 0.bias, 0.weight, 2.bias, 2.weight"):
         dtkit.Checkpoint(whole).check_fits({"y": other[0].weight})
     with pytest.raises(dtkit.CheckpointError, match=r"0.bias is F32 there and F64 in the model"):
-        dtkit.Checkpoint(whole).model_into(net().double())
+        dtkit.Checkpoint(whole).load_into(net().double())
     rewritten(whole, lambda head: head["index"]["model/0.weight"]["pieces"].pop())
     with pytest.raises(dtkit.CheckpointError, match=r"lacks parts of model/0.weight"):
         dtkit.Checkpoint(whole)
@@ -339,10 +344,10 @@ def test_whatever_is_cut_off_the_checkpoint_before_stays(whole: Path, tmp_path: 
             (left / name).write_bytes(kept[name][:size])
             found = dtkit.Checkpoint(tmp_path)
             assert found.path == whole
-            assert found.damage() == []
+            assert found.verify_files() == []
             shutil.rmtree(left)
     left.mkdir()
-    write_one(tmp_path, 6).done.result(20)
+    write_one(tmp_path, 6).future.result(20)
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["step-00000005", "step-00000006"]
 
 
@@ -373,77 +378,77 @@ def test_a_process_that_is_killed_while_it_saves_leaves_whole_checkpoints(whole:
     process.send_signal(signal.SIGKILL)
     process.wait(20)
     process.stdout.close()
-    found = dtkit.checkpoints(tmp_path)
+    found = dtkit.list_checkpoints(tmp_path)
     assert not found.broken
-    assert [one.damage() for one in found] == [[]] * len(found)
-    saved = write_one(tmp_path, 10**7).done.result(20)
+    assert [one.verify_files() for one in found] == [[]] * len(found)
+    saved = write_one(tmp_path, 10**7).future.result(20)
     assert [path for path in tmp_path.iterdir() if path.name.startswith(".")] == []
     assert dtkit.Checkpoint(tmp_path).path == saved.path
 
 
 def test_the_last_ones_stay_and_none_is_written_over(tmp_path: Path):
     for step in (10, 5, 5):
-        write_one(tmp_path, step, keep=2).done.result(20)
-    assert [one.path.name for one in dtkit.checkpoints(tmp_path)] == ["step-00000005", "step-00000005.2"]
+        write_one(tmp_path, step, keep=2).future.result(20)
+    assert [one.path.name for one in dtkit.list_checkpoints(tmp_path)] == ["step-00000005", "step-00000005.2"]
     assert dtkit.Checkpoint(tmp_path).path.name == "step-00000005.2"
 
 
 def test_of_two_runs_in_one_folder_neither_removes_what_the_other_wrote(tmp_path: Path):
-    saved = [write_one(tmp_path, 1).done.result(20).path]  # by hand: it belongs to no line
+    saved = [write_one(tmp_path, 1).future.result(20).path]  # by hand: it belongs to no line
     for step in (5, 10, 15):
         for name in ("first", "second"):
             made = saver(History(), tmp_path)
-            made.plan = dataclasses.replace(made.plan, keep=2, line=(name,))
-            saved.append(write_with(made, step).done.result(20).path)
-    assert dtkit.checkpoints(tmp_path).broken == {}
-    assert sorted(one.path for one in dtkit.checkpoints(tmp_path)) == sorted([saved[0], *saved[-4:]])
+            made.policy = dataclasses.replace(made.policy, keep_last=2, lineage=(name,))
+            saved.append(write_with(made, step).future.result(20).path)
+    assert dtkit.list_checkpoints(tmp_path).broken == {}
+    assert sorted(one.path for one in dtkit.list_checkpoints(tmp_path)) == sorted([saved[0], *saved[-4:]])
 
 
 def test_what_stays_is_not_read_again_with_each_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A large model's checkpoint.json takes long to read."""
-    read, seen = checkpoint.read_head, []
+    read, seen = checkpoint.read_metadata, []
     monkeypatch.setattr(checkpoint, "read_head", lambda folder: seen.append(folder) or read(folder))
     made = saver(History(), tmp_path)
-    made.plan = dataclasses.replace(made.plan, keep=4, line=("first",))
-    saved = [write_with(made, step).done.result(20).path for step in range(5, 35, 5)]
+    made.policy = dataclasses.replace(made.policy, keep_last=4, lineage=("first",))
+    saved = [write_with(made, step).future.result(20).path for step in range(5, 35, 5)]
     assert sorted(seen) == saved
     assert sorted(tmp_path.iterdir()) == saved[-4:]
     shutil.copy(saved[2] / "history.jsonl", saved[-1] / "checkpoint.json")  # who changes one has it read anew
     other = saver(History(), tmp_path)
-    other.plan = dataclasses.replace(other.plan, keep=1, line=("first",))
-    last = write_with(other, 35).done.result(20).path
+    other.policy = dataclasses.replace(other.policy, keep_last=1, lineage=("first",))
+    last = write_with(other, 35).future.result(20).path
     assert sorted(tmp_path.iterdir()) == [saved[-1], last]  # what can't be read is nobody's to remove
 
 
 def test_runs_that_go_on_from_the_same_one_remove_that_one_s_only(tmp_path: Path):
     def save(step: int, *line: str) -> Path:
         made = saver(History(), tmp_path)
-        made.plan = dataclasses.replace(made.plan, keep=2, line=line)
-        return write_with(made, step).done.result(20).path
+        made.policy = dataclasses.replace(made.policy, keep_last=2, lineage=line)
+        return write_with(made, step).future.result(20).path
 
     save(5, "root")
     save(10, "root")
     one, two = save(15, "root", "a"), save(20, "root", "a")
     other = save(15, "root", "b")
-    assert sorted(path.path for path in dtkit.checkpoints(tmp_path)) == sorted([one, two, other])
+    assert sorted(path.path for path in dtkit.list_checkpoints(tmp_path)) == sorted([one, two, other])
     again = save(20, "root", "b")
-    assert sorted(path.path for path in dtkit.checkpoints(tmp_path)) == sorted([one, two, other, again])
+    assert sorted(path.path for path in dtkit.list_checkpoints(tmp_path)) == sorted([one, two, other, again])
 
 
 def test_the_newest_without_its_checkpoint_json_is_refused_and_no_older_one_taken(tmp_path: Path):
-    older, newest = (write_one(tmp_path, step).done.result(20).path for step in (5, 10))
+    older, newest = (write_one(tmp_path, step).future.result(20).path for step in (5, 10))
     (newest / "checkpoint.json").unlink()
     with pytest.raises(dtkit.CheckpointError, match=f"{newest.name} can't be used: checkpoint.json .*older checkpoint"):
         dtkit.Checkpoint(tmp_path)
     assert dtkit.Checkpoint(older).step == 5
-    assert [one.path for one in dtkit.checkpoints(tmp_path)] == [older]
-    assert list(dtkit.checkpoints(tmp_path).broken) == [newest]
+    assert [one.path for one in dtkit.list_checkpoints(tmp_path)] == [older]
+    assert list(dtkit.list_checkpoints(tmp_path).broken) == [newest]
 
 
 def test_a_path_may_begin_at_home(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert dtkit.Checkpoint("~").path == whole
-    assert [one.path for one in dtkit.checkpoints("~")] == [whole]
+    assert [one.path for one in dtkit.list_checkpoints("~")] == [whole]
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
@@ -456,10 +461,10 @@ def test_a_disk_without_room_is_an_error_of_the_save_alone(
     history = History()
     monkeypatch.setattr(safetensors_file, "write", full)
     with pytest.raises(dtkit.CheckpointError, match=f"rank 0 on .*{os.strerror(code)}"):
-        write_one(tmp_path, 6, history=history).done.result(20)
+        write_one(tmp_path, 6, history=history).future.result(20)
     assert [event.kind for event in history.events] == ["error"]
     assert list(tmp_path.iterdir()) == [whole]
-    dtkit.Checkpoint(tmp_path).check()
+    dtkit.Checkpoint(tmp_path).check_files()
 
 
 def test_a_real_full_disk(tmp_path: Path):
@@ -473,12 +478,12 @@ def test_a_real_full_disk(tmp_path: Path):
 
 def test_when_a_save_is_due(tmp_path: Path):
     made = saver(History(), tmp_path)
-    assert [step for step in range(18) if made.due(step, 17) and made.next(step)] == [5, 10, 15, 17]
-    assert [made.room(step) for step in (0, 4, 5, 7)] == [5, 1, 5, 3]
-    made.begin_at(20)
-    assert not made.due(20, 100)
-    save = made.next(25)
+    assert [step for step in range(18) if made.is_due(step, 17) and made.begin_next(step)] == [5, 10, 15, 17]
+    assert [made.steps_until_due(step) for step in (0, 4, 5, 7)] == [5, 1, 5, 3]
+    made.reset_to(20)
+    assert not made.is_due(20, 100)
+    save = made.begin_next(25)
     assert save is not None
-    made.refused(save)
-    assert made.due(25, 100)
+    made.on_cancel(save)
+    assert made.is_due(25, 100)
     assert save.folder is None

@@ -161,7 +161,7 @@ def test_whether_ranks_agree_and_who_is_slowed_stand_under_the_title():
     source = FakeSource()
     source.advance(30)
     assert said(figures.run_figure(source)) == []
-    source.slowed, source.consistency = {1: 2.0}, Consistency(30, (), None)
+    source.delay_factors, source.consistency = {1: 2.0}, Consistency(30, (), None)
     figure = figures.run_figure(source)
     assert [text.get_text() for text in said(figure)] == [
         "✓ parameters identical on 4 nodes, checked at step 30",
@@ -177,7 +177,7 @@ def test_whether_ranks_agree_and_who_is_slowed_stand_under_the_title():
 def test_nothing_in_the_picture_lies_over_something_else(ranks):
     """Titles, names and legends, by the boxes that they take when drawn."""
     source = FakeSource(ranks=ranks, name="A rather long name of a model")
-    source.slowness, source.slowed = {0: 1.6}, {0: 1.6}
+    source.slowness, source.delay_factors = {0: 1.6}, {0: 1.6}
     source.consistency = Consistency(30, (), None)
     source.advance(60)
     figure = figures.run_figure(source)

@@ -345,7 +345,7 @@ def test_nodes_are_measured_by_what_they_do_without_waiting():
 
 def test_remarks_are_sent_with_their_kind():
     source = FakeSource(ranks=4)
-    source.slowed, source.consistency = {1: 2.0}, Consistency(412, (), None)
+    source.delay_factors, source.consistency = {1: 2.0}, Consistency(412, (), None)
     assert Feed(source).snapshot().content["remarks"] == [
         {"kind": "identical", "text": "parameters identical on 4 nodes, checked at step 412"},
         {"kind": "slowed", "text": "node 1 slowed 2x on purpose"},
@@ -377,7 +377,7 @@ def test_a_stuck_node_is_told_while_it_lasts():
     content = feed.change().content
     assert {tile["label"]: tile for tile in content["tiles"]}["nodes"]["note"] == "⊘ node 1 stuck: forward, 40 s"
     assert content["remarks"] == said  # an alert is read out anew with every word that changes
-    source.finding, source.message = None, ""
+    source.stall_report, source.message = None, ""
     content = feed.change().content
     assert (content["remarks"], content["nodes_now"]["stuck"]) == ([], [])
     assert [mark["kind"] for mark in feed.snapshot().content["marks"]] == ["stuck", "stuck"]
@@ -391,7 +391,7 @@ def test_a_run_in_which_no_node_moves_says_so_and_a_straggler_is_not_stuck():
     assert {tile["label"]: tile for tile in content["tiles"]}["nodes"]["note"] == "⊘ no node moves: 1 min 15 s"
     assert content["remarks"][0]["text"] == "no node moves. cluster.stacks() shows where all ranks stand"
     assert content["nodes_now"]["stuck"] == []
-    source.finding = dataclasses.replace(source.finding, kind="straggler", rank=2)
+    source.stall_report = dataclasses.replace(source.stall_report, kind="straggler", rank=2)
     content = Feed(source).snapshot().content
     assert (content["remarks"], content["nodes_now"]["stuck"]) == ([], [])
 
@@ -410,7 +410,7 @@ def test_a_run_in_which_no_node_moves_says_so_and_a_straggler_is_not_stuck():
 def test_every_place_in_which_a_node_is_stuck_has_words(phase, step, tile, place):
     source = FakeSource(ranks=2)
     source.stick(1, phase=phase)
-    found = dataclasses.replace(source.finding, step=step)
+    found = dataclasses.replace(source.stall_report, step=step)
     assert stuck.short(found) == f"⊘ node 1 stuck: {tile}, 12 s".replace(": ,", ":")
     assert stuck.sentence(found).startswith(f"node 1 {place}, and the others wait for it. It stands at train.py:12")
 
@@ -446,10 +446,10 @@ def test_the_page_adds_up_the_same(tmp_path):
     feed = Feed(source)
     messages = [*long_story(feed, source), feed.snapshot()]
     (tmp_path / "store.mjs").write_bytes((STATIC / "store.js").read_bytes())
-    (tmp_path / "messages.json").write_text(
+    (tmp_path / "messages.json").write_and_sync(
         json.dumps([[m.content, [base64.b64encode(b).decode() for b in m.buffers]] for m in messages])
     )
-    (tmp_path / "run.mjs").write_text(
+    (tmp_path / "run.mjs").write_and_sync(
         textwrap.dedent("""
         import { newStore, apply } from "./store.mjs";
         import { readFileSync } from "node:fs";
@@ -491,9 +491,9 @@ def test_the_modules_of_the_page_are_one_module(tmp_path, name):
     """A name that two files have at their top level would make it one that no browser loads."""
     entry = STATIC / name
     code = bundle(entry)
-    (tmp_path / "all.mjs").write_text(code, encoding="utf-8")
+    (tmp_path / "all.mjs").write_and_sync(code, encoding="utf-8")
     run = 'import start from "./all.mjs"; console.log(Object.keys(start()).sort().join());'
-    (tmp_path / "run.mjs").write_text(run, encoding="utf-8")
+    (tmp_path / "run.mjs").write_and_sync(run, encoding="utf-8")
     done = subprocess.run([node(), "run.mjs"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert (done.stdout.strip(), done.stderr) == ("initialize,render", "")
     assert not re.search(r"^import ", code, re.MULTILINE)

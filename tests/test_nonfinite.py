@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dtkit.training.nonfinite import nonfinite
+from dtkit.training.nonfinite import build_nonfinite_failures
 from dtkit.types import Advance, Astray
 
 NODES = [SimpleNamespace(rank=rank, host=f"host{rank}") for rank in range(4)]
@@ -16,7 +16,7 @@ NODES = [SimpleNamespace(rank=rank, host=f"host{rank}") for rank in range(4)]
 def said(*ranks: tuple[float | None, Astray]) -> dict[int, str]:
     """{rank: message} for each rank's (loss, what of its stages went astray)."""
     advances = [Advance(None, 5, 0.1, "nonfinite", loss, astray) for loss, astray in ranks]
-    failures = nonfinite(5, advances, NODES)
+    failures = build_nonfinite_failures(5, advances, NODES)
     assert {(f.kind, f.step, f.host) for f in failures} == {("nonfinite", 5, f"host{f.rank}") for f in failures}
     assert all("run.resume() takes the same step again" in f.message for f in failures)
     return {f.rank: f.message for f in failures}

@@ -4,74 +4,74 @@ from __future__ import annotations
 
 import pytest
 
-from dtkit.training.dispatch import DISPATCH_S, GROWTH, Pace
+from dtkit.training.dispatch import MAX_GROWTH, TARGET_DISPATCH_S, DispatchSizer
 
 
-def settled(step_s: float, send_s: float = 0.0) -> Pace:
+def settled(step_s: float, send_s: float = 0.0) -> DispatchSizer:
     """A pace that has seen enough dispatches of such steps."""
-    pace = Pace()
+    pace = DispatchSizer()
     for _ in range(20):
-        pace.sent(send_s)
-        pace.landed(pace.steps, step_s)
+        pace.on_sent(send_s)
+        pace.on_result(pace.next_steps, step_s)
     return pace
 
 
 def test_it_begins_with_one_step():
-    assert Pace().steps == 1
+    assert DispatchSizer().next_steps == 1
 
 
 @pytest.mark.parametrize("step_s", [1e-5, 1e-4, 1e-3, 0.02, 0.1])
 def test_a_dispatch_comes_to_last_its_time(step_s):
-    assert settled(step_s).steps * step_s == pytest.approx(DISPATCH_S, rel=0.11)
+    assert settled(step_s).next_steps * step_s == pytest.approx(TARGET_DISPATCH_S, rel=0.11)
 
 
 @pytest.mark.parametrize("step_s", [0.5, 2.0, 60.0])
 def test_slow_steps_go_one_by_one(step_s):
-    assert settled(step_s).steps == 1
+    assert settled(step_s).next_steps == 1
 
 
 def test_it_grows_at_most_fourfold_at_a_time():
-    pace, seen = Pace(), []
+    pace, seen = DispatchSizer(), []
     for _ in range(6):
-        seen.append(pace.steps)
-        pace.landed(pace.steps, 1e-6)
-    assert seen == [GROWTH**k for k in range(6)]
+        seen.append(pace.next_steps)
+        pace.on_result(pace.next_steps, 1e-6)
+    assert seen == [MAX_GROWTH**k for k in range(6)]
 
 
 def test_it_shrinks_at_once():
     pace = settled(0.001)
-    pace.landed(500, 0.1)
-    assert pace.steps == round(DISPATCH_S / 0.1)
-    pace.landed(8, 10.0)
-    assert pace.steps == 1
+    pace.on_result(500, 0.1)
+    assert pace.next_steps == round(TARGET_DISPATCH_S / 0.1)
+    pace.on_result(8, 10.0)
+    assert pace.next_steps == 1
 
 
 def test_dispatches_are_longer_where_sending_is_dear():
     """Sending takes at most a twentieth of a dispatch."""
-    assert settled(0.01, send_s=0.1).steps * 0.01 == pytest.approx(2.0, rel=0.02)
+    assert settled(0.01, send_s=0.1).next_steps * 0.01 == pytest.approx(2.0, rel=0.02)
 
 
 def test_one_slow_sending_does_not_count_for_much():
     pace = settled(0.01, send_s=0.001)
-    pace.sent(0.2)
-    pace.landed(pace.steps, 0.01)
-    assert pace.steps * 0.01 <= DISPATCH_S
+    pace.on_sent(0.2)
+    pace.on_result(pace.next_steps, 0.01)
+    assert pace.next_steps * 0.01 <= TARGET_DISPATCH_S
 
 
 def test_two_are_in_flight_unless_steps_are_slow():
-    assert Pace().ahead == 2
-    assert settled(0.4).ahead == 2
-    assert settled(0.6).ahead == 1
+    assert DispatchSizer().max_in_flight == 2
+    assert settled(0.4).max_in_flight == 2
+    assert settled(0.6).max_in_flight == 1
 
 
 def test_a_dispatch_that_did_nothing_says_nothing():
     pace = settled(0.01)
-    before = pace.steps, pace.step_s
-    pace.landed(0, 99.0)
-    assert (pace.steps, pace.step_s) == before
+    before = pace.next_steps, pace.step_s
+    pace.on_result(0, 99.0)
+    assert (pace.next_steps, pace.step_s) == before
 
 
 def test_a_time_of_zero_divides_by_nothing():
-    pace = Pace()
-    pace.landed(1, 0.0)
-    assert pace.steps == GROWTH
+    pace = DispatchSizer()
+    pace.on_result(1, 0.0)
+    assert pace.next_steps == MAX_GROWTH

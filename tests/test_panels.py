@@ -21,7 +21,7 @@ from dtkit.dashboard.series import LOSS, sample
 from dtkit.dashboard.spotlight import POINTS, Spotlight
 from dtkit.dashboard.strip import KINDS, SPANS, STRIPS, strip
 from dtkit.dashboard.timing import bars, timing
-from dtkit.history.timeline import SPAN, Timeline, spans_of
+from dtkit.history.timeline import SPAN_DTYPE, Timeline, convert_simulation
 from dtkit.schedules.schedule import Schedule
 from dtkit.types import Event, State
 from tests.fake_source import Drilled, FakeSource
@@ -250,7 +250,9 @@ def test_the_planned_schedule_stands_behind_what_was_measured():
 
 def test_a_schedule_without_a_formula_was_simulated():
     zero = Schedule.from_name("ZBVZeroBubble", 2, 4)
-    assert strip(Timeline(spans_of(zero.simulate()), schedule=zero)).note.endswith("measured, 4 % by simulation")
+    assert strip(Timeline(convert_simulation(zero.simulate()), schedule=zero)).note.endswith(
+        "measured, 4 % by simulation"
+    )
 
 
 def test_messages_have_kinds_of_their_own():
@@ -260,7 +262,7 @@ def test_messages_have_kinds_of_their_own():
         (3, 0, "receive backward", 0, 0, 3, 6),
         (3, 0, "backward", 0, 0, 6, 9),
     ]
-    found = strip(Timeline(np.array(spans, SPAN)))
+    found = strip(Timeline(np.array(spans, SPAN_DTYPE)))
     assert [(kind, seconds // 1000) for kind, seconds in named(found, 0)] == [
         ("send", 1), ("waiting", 2), ("receive", 3), ("backward", 3)
     ]  # fmt: skip
@@ -275,12 +277,12 @@ def test_of_many_nodes_some_are_shown_and_those_that_are_asked_for():
     assert len(found.ranks) <= STRIPS
     assert 77 in found.ranks
     assert (found.ranks[0], found.ranks[-1]) == (0, 255)
-    many = np.zeros(50_000, SPAN)
+    many = np.zeros(50_000, SPAN_DTYPE)
     many["phase"], many["begin"] = "forward", np.arange(50_000)
     many["end"] = many["begin"] + np.random.default_rng(0).random(50_000)
     assert len(strip(Timeline(many)).boxes) <= SPANS
     assert strip(None) is None
-    assert strip(Timeline(np.empty(0, SPAN))) is None
+    assert strip(Timeline(np.empty(0, SPAN_DTYPE))) is None
 
 
 def test_a_timeline_is_sent_when_it_changes_and_once_a_second_at_most():

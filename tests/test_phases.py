@@ -8,7 +8,7 @@ import pytest
 from dtkit.engine.node_info import Clock
 from dtkit.engine.observe.phase_timer import BETWEEN, Phases, blocked, durations, messages, spans
 from dtkit.history import comm_time
-from dtkit.history.timeline import SPAN
+from dtkit.history.timeline import SPAN_DTYPE
 
 
 class Ticking(Clock):
@@ -193,21 +193,21 @@ def of_rank(*spans):
 
 
 def test_the_last_to_come_waits_for_nobody():
-    waits, transfers = comm_time.split([of_rank((0.0, 5.0)), of_rank((3.0, 5.0)), of_rank((2.0, 5.5))])
+    waits, transfers = comm_time.split_blocked_time([of_rank((0.0, 5.0)), of_rank((3.0, 5.0)), of_rank((2.0, 5.5))])
     assert waits[:, 0].tolist() == [3.0, 0.0, 1.0]
     assert transfers[:, 0].tolist() == [2.0, 2.0, 2.5]
 
 
 def test_a_rank_that_was_let_go_before_the_last_came_waited_no_longer():
     """As in a tree: its part of the collective was over."""
-    waits, transfers = comm_time.split([of_rank((0.0, 2.0)), of_rank((3.0, 5.0))])
+    waits, transfers = comm_time.split_blocked_time([of_rank((0.0, 2.0)), of_rank((3.0, 5.0))])
     assert waits[:, 0].tolist() == [2.0, 0.0]
     assert transfers[:, 0].tolist() == [0.0, 2.0]
 
 
 def test_clocks_of_several_hosts_are_put_right():
     ahead = of_rank((103.0, 105.0))
-    waits, transfers = comm_time.split([of_rank((0.0, 5.0)), ahead], offsets=[0.0, 100.0])
+    waits, transfers = comm_time.split_blocked_time([of_rank((0.0, 5.0)), ahead], clock_offsets=[0.0, 100.0])
     assert waits[:, 0].tolist() == [3.0, 0.0]
     assert transfers[:, 0].tolist() == [2.0, 2.0]
 
@@ -215,14 +215,14 @@ def test_clocks_of_several_hosts_are_put_right():
 def test_several_collectives_in_a_step_and_steps_with_fewer():
     one = np.array([[[0, 2, -1], [4, 6, -1]], [[0, 1, -1], [np.nan] * 3]], float)
     other = np.array([[[1, 2, -1], [3, 6, -1]], [[0.5, 1, -1], [np.nan] * 3]], float)
-    waits, transfers = comm_time.split([one, other])
+    waits, transfers = comm_time.split_blocked_time([one, other])
     assert waits.tolist() == [[1, 0.5], [1, 0]]
     assert transfers.tolist() == [[3, 0.5], [3, 0.5]]
 
 
 @pytest.mark.parametrize("steps", [0, 3])
 def test_ranks_that_never_met(steps):
-    waits, transfers = comm_time.split([np.empty((steps, 0, 3))] * 2)
+    waits, transfers = comm_time.split_blocked_time([np.empty((steps, 0, 3))] * 2)
     assert waits.shape == transfers.shape == (2, steps)
     assert not waits.any()
 
@@ -238,7 +238,7 @@ REPLICAS = [
 
 
 def test_ranks_wait_for_those_of_their_own_replica():
-    waits, transfers = comm_time.split([np.array([rank], float) for rank in REPLICAS])
+    waits, transfers = comm_time.split_blocked_time([np.array([rank], float) for rank in REPLICAS])
     assert waits[:, 0].tolist() == [1 + 1, 0 + 2, 0 + 0 + 3, 0 + 0.5 + 0]
     assert transfers[:, 0].tolist() == [1 + 1, 1 + 1, 2 + 0.5 + 1, 2 + 0.5 + 1]
 
@@ -247,24 +247,24 @@ def as_spans(ranks):
     """The same as a timeline has it."""
     names = {LEFT: "sync 0-1", RIGHT: "sync 2-3", ALL: "sync"}
     found = [(5, r, names[who], -1, -1, begin, end) for r, own in enumerate(ranks) for begin, end, who in own]
-    return np.array([*found, (5, 0, "forward", -1, -1, 2, 10)], SPAN)
+    return np.array([*found, (5, 0, "forward", -1, -1, 2, 10)], SPAN_DTYPE)
 
 
 def test_waiting_is_cut_off_the_spans_of_collectives():
-    found = comm_time.cut(as_spans(REPLICAS))
+    found = comm_time.split_wait_spans(as_spans(REPLICAS))
     told = [[(s["phase"], s["begin"], s["end"]) for s in found[found["rank"] == rank]] for rank in (0, 3)]
     assert told[0] == [
         ("wait", 0, 1), ("sync 0-1", 1, 2), ("forward", 2, 10), ("wait", 10, 11), ("sync", 11, 12)
     ]  # fmt: skip
     assert told[1] == [("sync 2-3", 5, 7), ("wait", 7, 7.5), ("sync 2-3", 7.5, 8), ("sync", 11, 12)]
-    assert np.array_equal(comm_time.cut(found), found)
+    assert np.array_equal(comm_time.split_wait_spans(found), found)
     lengths = [float((found["end"] - found["begin"])[found["rank"] == r].sum()) for r in (1, 2, 3)]
     assert lengths == [4, 6.5, 4]
 
 
 def test_spans_of_a_rank_that_failed_are_not_cut():
     found = as_spans([REPLICAS[0], REPLICAS[1][:1]])
-    assert comm_time.cut(found)["phase"].tolist().count("wait") == 1  # of what both were in
+    assert comm_time.split_wait_spans(found)["phase"].tolist().count("wait") == 1  # of what both were in
     alone = found[found["rank"] == 0]
-    assert "wait" not in comm_time.cut(alone)["phase"]
-    assert not len(comm_time.cut(found[:0]))
+    assert "wait" not in comm_time.split_wait_spans(alone)["phase"]
+    assert not len(comm_time.split_wait_spans(found[:0]))

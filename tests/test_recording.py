@@ -8,15 +8,15 @@ import types
 import numpy as np
 import pytest
 
-from dtkit.history.history import ROW, History
-from dtkit.history.message_times import MESSAGE, PHASES
+from dtkit.history.history import ROW_DTYPE, History
+from dtkit.history.message_times import MESSAGE_DTYPE, MESSAGE_PHASES
 from dtkit.training.recorder import Recorder
 from dtkit.types import Advance, Evaluation, Failure, Reply
 
 
 def advance(rank: int, steps: int, begun: float) -> Advance:
     """Each step is blocked for a second from `begun` on, on the rank's own clock."""
-    rows = np.zeros(steps, ROW)
+    rows = np.zeros(steps, ROW_DTYPE)
     rows["step"], rows["rank"] = range(steps), rank
     blocked = np.array([[[begun + step, begun + step + 1.0, -1]] for step in range(steps)])
     return Advance(rows, steps, 0.1, blocked=blocked)
@@ -34,20 +34,22 @@ def recorder(history: History) -> Recorder:
 
 
 def test_waiting_is_told_on_one_clock(recorder: Recorder, history: History):
-    recorder.steps([(advance(rank, 2, 100.0 * rank + 0.25 * rank), []) for rank in range(3)])
+    recorder.record_steps([(advance(rank, 2, 100.0 * rank + 0.25 * rank), []) for rank in range(3)])
     assert history.rows()["wait_s"].reshape(2, 3) == pytest.approx(np.array([[0.5, 0.25, 0.0]] * 2))
 
 
 def test_waiting_for_another_stage_is_no_communication():
-    history = History(copies=2)
+    history = History(ranks_per_replica=2)
     recorder = Recorder(types.SimpleNamespace(clock_offsets=[0.0, 100.0]), history)
     advances = []
     for rank, (phase, begin, end) in enumerate([("send forward", 3.0, 4.0), ("receive forward", 101.0, 103.5)]):
-        sent = [(step, PHASES.index(phase), rank, 0, begin + 10 * step, end + 10 * step) for step in range(3)]
+        sent = [(step, MESSAGE_PHASES.index(phase), rank, 0, begin + 10 * step, end + 10 * step) for step in range(3)]
         steps = 3 - rank  # one of them is a step further
         found = advance(rank, steps, 200.0)
-        advances.append(dataclasses.replace(found, messages=np.array(sent, MESSAGE), blocked=np.empty((steps, 0, 3))))
-    recorder.steps([(one, []) for one in advances])
+        advances.append(
+            dataclasses.replace(found, messages=np.array(sent, MESSAGE_DTYPE), blocked=np.empty((steps, 0, 3)))
+        )
+    recorder.record_steps([(one, []) for one in advances])
     rows = history.rows()
     for rank, wait, comm in ((0, 0.0, 1.0), (1, 2.0, 0.5)):
         own = rows[(rows["rank"] == rank) & (rows["step"] < 2)]
@@ -60,7 +62,7 @@ def test_of_a_lost_rank_the_others_are_recorded_each_on_its_own_clock(recorder: 
     replies = {rank: Reply((advance(rank, 3 - rank % 2, 100.0 * rank), [("text", "hello")])) for rank in range(3)}
     replies[lost] = Reply(failure=Failure(lost, "?", "EngineLost", "gone", "", kind="lost"))
     left = [rank for rank in range(3) if rank != lost]
-    assert recorder.common(replies) == min(3 - rank % 2 for rank in left)
+    assert recorder.record_common_steps(replies) == min(3 - rank % 2 for rank in left)
     rows = history.rows()
     assert sorted(set(rows["rank"].tolist())) == left
     assert (rows["wait_s"] == 0).all()  # by their own clocks all began at the same time
@@ -70,7 +72,7 @@ def test_of_a_lost_rank_the_others_are_recorded_each_on_its_own_clock(recorder: 
 
 def left(rank: int, start: int, stop: int, said: str = "") -> tuple[Advance, list[tuple[str, str]]]:
     """A dispatch that nobody has read: blocked in each step from a quarter of a second per rank on."""
-    rows = np.zeros(stop - start, ROW)
+    rows = np.zeros(stop - start, ROW_DTYPE)
     rows["step"], rows["rank"] = range(start, stop), rank
     blocked = np.array([[[step + 0.25 * rank, step + 1.0, -1]] for step in range(start, stop)]).reshape(-1, 1, 3)
     return Advance(rows, stop, 0.1, blocked=blocked), [("text", said)] if said else []
@@ -91,8 +93,8 @@ def one_host(history: History) -> Recorder:
 def test_of_what_was_left_unread_each_step_is_recorded_once(one_host: Recorder, history: History):
     before = len(history)
     unread = {rank: [left(rank, 2, 4, "read"), left(rank, 4, 6, "hello"), left(rank, 6, 7)] for rank in range(2)}
-    one_host.unread(unread, 7)
-    one_host.beyond(7)
+    one_host.record_unread(unread, 7)
+    one_host.record_extra_rows(7)
     assert cells(history)[before:] == [(step, rank) for step in (4, 5, 6) for rank in range(2)]
     assert history.rows()["wait_s"][before:].reshape(3, 2) == pytest.approx(np.array([[0.25, 0.0]] * 3))
     assert [(event.step, event.text, event.rank) for event in history.events] == [(4, "hello", 0), (4, "hello", 1)]
@@ -106,8 +108,8 @@ def test_what_a_lost_rank_left_is_recorded_as_far_as_the_others_came(one_host: R
         1: [left(1, 4, 6)],
         2: [left(2, 4, 6), left(2, 6, 10)],
     }
-    one_host.unread(unread, 9)
-    one_host.beyond(9)
+    one_host.record_unread(unread, 9)
+    one_host.record_extra_rows(9)
     expected = [(step, rank) for step in (4, 5) for rank in range(3)] + [(s, r) for s in (6, 7, 8) for r in (0, 2)]
     assert cells(history)[before:] == expected
     assert list(history.totals()["step"][-5:]) == [4, 5, 6, 7, 8]
@@ -118,16 +120,16 @@ def test_what_one_rank_did_beyond_counts_where_all_go_on_from_there(
     one_host: Recorder, history: History, on: int, more: list[tuple[int, int]]
 ):
     before = len(history)
-    one_host.unread({0: [left(0, 4, 6)], 1: [left(1, 4, 5)]}, 5)
+    one_host.record_unread({0: [left(0, 4, 6)], 1: [left(1, 4, 5)]}, 5)
     assert cells(history)[before:] == [(4, 0), (4, 1)]
-    one_host.beyond(on)
+    one_host.record_extra_rows(on)
     assert cells(history)[before + 2 :] == more
 
 
 def test_of_a_dispatch_that_was_read_in_part_the_rest_is_recorded(one_host: Recorder, history: History):
     before = len(history)
-    one_host.unread({0: [left(0, 2, 6)], 1: [left(1, 2, 4)]}, 4)
-    one_host.beyond(6)
+    one_host.record_unread({0: [left(0, 2, 6)], 1: [left(1, 2, 4)]}, 4)
+    one_host.record_extra_rows(6)
     assert cells(history)[before:] == [(4, 0), (5, 0)]
 
 
@@ -137,7 +139,7 @@ def test_of_evaluations_that_were_left_unread_those_of_all_ranks_are_recorded_on
     history.add(Evaluation(4, 8, {"loss": 0.5}))
     mine, theirs, other = (4, {"loss": (2.0, 4.0)}), (2, {"loss": (4.0, 2.0)}), (2, {"hits": (4.0, 2.0)})
     left = {0: {4: mine, 8: mine, 12: mine, 16: mine}, 1: {4: theirs, 8: theirs, 16: other}}
-    assert one_host.evaluated(left, [4, 8, 12, 16]) == [12, 16]
+    assert one_host.record_unread_evaluations(left, [4, 8, 12, 16]) == [12, 16]
     assert [(e.step, e.samples, e.values) for e in history.evaluations] == [
         (4, 8, {"loss": 0.5}),
         (8, 6, {"loss": 1.0}),

@@ -14,7 +14,7 @@ from torch import nn
 
 import dtkit
 from dtkit import State
-from dtkit.checkpoint.manager import Save
+from dtkit.checkpoint.manager import CheckpointRequest
 from dtkit.dashboard import text
 from dtkit.errors import Refused
 from dtkit.health.stall_report import Finding
@@ -151,7 +151,7 @@ def test_a_failure_ends_the_run_with_the_cause_on_top_and_the_cluster_usable(clu
         run.wait(10)
     assert "rank 0 only lost its peer" in str(caught.value)
     assert run.status.state is State.FAILED
-    assert run.history.steps == 3
+    assert run.history.num_steps == 3
     assert cluster.generation == 1
     again = train(cluster)
     again.wait(10)
@@ -323,7 +323,7 @@ def test_pause_waits_for_what_is_in_flight(cluster, engines):
     engines.let_go()
     run.wait(10)
     assert run.status.state is State.PAUSED
-    assert run.status.step == run.history.steps
+    assert run.status.step == run.history.num_steps
     sent = sum(steps for _, steps in dispatches(engines))
     assert run.status.step == sent
 
@@ -348,7 +348,7 @@ def under_way(cluster: dtkit.Cluster, engines: FakeTransport) -> dtkit.Run:
 @pytest.mark.usefixtures("gracious")
 def test_a_second_interrupt_leaves_the_pause_time_to_take_effect(cluster, engines):
     run = under_way(cluster, engines)
-    broken = run._driver.ask("break")
+    broken = run._driver.submit("break")
     engines.let_go()
     assert broken.result(10) == run.status.step > 5
     assert run.status.state is State.PAUSED
@@ -359,7 +359,7 @@ def test_a_second_interrupt_leaves_the_pause_time_to_take_effect(cluster, engine
 
 
 def check_broken_off(run: dtkit.Run, engines: FakeTransport) -> None:
-    answer = run._driver.ask("break")
+    answer = run._driver.submit("break")
     watched(lambda: engines.interrupted == [0, 1])
     engines.let_go()
     assert answer.result(10) == 5
@@ -369,17 +369,21 @@ def check_broken_off(run: dtkit.Run, engines: FakeTransport) -> None:
 @pytest.mark.usefixtures("gracious")
 def test_what_is_known_to_be_stuck_is_broken_off_at_once(cluster, engines, monkeypatch):
     run = under_way(cluster, engines)
-    monkeypatch.setattr(run._driver._lookout, "look", lambda _now: None)
-    run._driver._lookout.finding = Finding("stuck", 1, "here", "forward", 3, "net.py:14", "it waits", "wait", 8.0)
+    monkeypatch.setattr(run._driver._stall_detector, "look", lambda _now: None)
+    run._driver._stall_detector.finding = Finding(
+        "stuck", 1, "here", "forward", 3, "net.py:14", "it waits", "wait", 8.0
+    )
     check_broken_off(run, engines)
 
 
 def test_who_is_stuck_is_named_while_another_rank_has_failed_already(cluster, engines, monkeypatch):
     run = under_way(cluster, engines)
     found = Finding("stuck", 1, "here", "forward", 3, "net.py:14", "it waits", "wait", 8.0)
-    watched(lambda: len(run._driver._flights))
-    answers = run._driver._flights[0].futures
-    monkeypatch.setattr(run._driver._lookout, "look", lambda _now: found if answers and answers[0].done() else None)
+    watched(lambda: len(run._driver._pending_calls))
+    answers = run._driver._pending_calls[0].futures
+    monkeypatch.setattr(
+        run._driver._stall_detector, "look", lambda _now: found if answers and answers[0].done() else None
+    )
     engines.interrupt([0])  # the other one is held
     until(run, lambda: any(event.kind == "stuck" and event.rank == 1 for event in run.history.events))
     assert engines.interrupted == [0]  # by this test, and nobody by the driver
@@ -448,7 +452,7 @@ def test_a_view_that_is_slow_to_hear_of_the_end_meets_no_second_thread(cluster):
     until(run, lambda: run.status.step > 50_000 or run.status.state.ended)
     end = run.stop()
     assert list(run.history.totals()["step"]) == list(range(end))
-    run._driver.over(10)
+    run._driver.join(10)
 
 
 def test_a_view_that_hears_of_the_end_may_extend_the_run(cluster):
@@ -469,8 +473,8 @@ def test_a_view_that_hears_of_the_end_may_extend_the_run(cluster):
 def test_who_waits_for_what_is_under_way_hears_of_the_end_of_its_run(cluster, engines, monkeypatch, tmp_path):
     run = train(cluster, steps=100_000, start=False)
     engines.hold()
-    save = Save(tmp_path, None)
-    run._driver.ask("save", save).result(10)
+    save = CheckpointRequest(tmp_path, None)
+    run._driver.submit("save", save).result(10)
     run.resume()
 
     def refuse() -> None:
@@ -478,7 +482,7 @@ def test_who_waits_for_what_is_under_way_hears_of_the_end_of_its_run(cluster, en
 
     monkeypatch.setattr(cluster, "check_reachable", refuse)
     with pytest.raises(dtkit.CheckpointError, match="has failed at step 0"):
-        save.done.result(10)
+        save.future.result(10)
     with pytest.raises(dtkit.ClusterError, match="the controller has ended"):
         run.wait(10)
     engines.let_go()
@@ -491,13 +495,13 @@ def test_a_save_that_can_t_be_begun_keeps_no_other_one_waiting(cluster, engines,
     run.resume()
     run.post("pause")
     (tmp_path / "file").touch()
-    saves = [Save(tmp_path / "file", None) for _ in range(2)]
+    saves = [CheckpointRequest(tmp_path / "file", None) for _ in range(2)]
     for save in saves:
-        run._driver.ask("save", save)
+        run._driver.submit("save", save)
     engines.let_go()
     for save in saves:
         with pytest.raises(dtkit.CheckpointError, match="was not written"):
-            save.done.result(10)
+            save.future.result(10)
     run.wait(10)
     assert run.status.state is State.PAUSED
 
@@ -547,8 +551,10 @@ def test_who_was_stuck_goes_on_with_the_first_dispatch_that_lands(cluster):
     """While dispatches land one after the other, nobody looks out for a rank that keeps the others waiting."""
     run = train(cluster, steps=100_000)
     until(run, lambda: run.status.step > 3)
-    run._driver._lookout.finding = Finding("stuck", 1, "here", "forward", 3, "net.py:14", "it waits", "wait", 8.0)
-    until(run, lambda: run.finding is None)
+    run._driver._stall_detector.finding = Finding(
+        "stuck", 1, "here", "forward", 3, "net.py:14", "it waits", "wait", 8.0
+    )
+    until(run, lambda: run.stall_report is None)
     told = [event.text for event in run.history.events if event.kind == "note"]
     run.stop()
     assert told == ["rank 1 goes on after 8 s."]
@@ -605,7 +611,7 @@ def test_an_evaluation_that_is_broken_off_by_a_pause_is_made_when_the_run_goes_o
 def test_a_notebook_that_takes_over_is_told_of_evaluations_that_were_lost(cluster):
     run = train(cluster, valid=ROWS, start=False)
     made = 4, {"loss": (2.0, 4.0)}
-    run._driver.catch_up({0: [], 1: []}, {0: {8: made}, 1: {8: made, 12: made}}, 16)
+    run._driver.replay_unread({0: [], 1: []}, {0: {8: made}, 1: {8: made, 12: made}}, 16)
     assert [e.step for e in run.history.evaluations] == [8]
     told = [event.text for event in run.history.events if "lost" in event.text]
     assert told == ["what evaluations found after these steps was lost: 4, 12"]  # where it stands, one will be made
@@ -665,7 +671,7 @@ def test_extend_goes_on_where_it_ended(cluster):
     run.wait(10)
     run.extend(epochs=2)
     run.wait(10)
-    assert run.history.steps == 48
+    assert run.history.num_steps == 48
     assert run.status.steps == 48
     with pytest.raises(ValueError, match="by one of them"):
         run.extend()
@@ -698,7 +704,7 @@ def test_commands_that_race_with_the_end_are_answered(cluster):
         run.post("resume")
         for command in ("pause", "lr", "resume", "pause", "stop"):
             try:
-                answer = run._driver.ask(command, 0.1)
+                answer = run._driver.submit(command, 0.1)
             except dtkit.RunError:
                 break
             assert answer.result(10) <= 3

@@ -204,15 +204,15 @@ def _stacks() -> stacks.Stacks:
 def _checkpoints(folder: Path) -> Checkpoints:
     """One that is whole, one that is damaged; all that can be said in them is hostile."""
     made = folder / HOSTILE.replace("/", "|")
-    whole = test_checkpoint.write_one(made).done.result(20).path
-    broken = test_checkpoint.write_one(made, step=6).done.result(20).path
+    whole = test_checkpoint.write_one(made).future.result(20).path
+    broken = test_checkpoint.write_one(made, step=6).future.result(20).path
     (broken / "checkpoint.json").write_text(HOSTILE)
 
     def spoil(head: dict[str, Any]) -> None:
         head["spec"] |= {"name": HOSTILE, "strategy": HOSTILE, "optimizer": HOSTILE}
 
     test_checkpoint.rewritten(whole, spoil)
-    return dtkit.checkpoints(made)
+    return dtkit.list_checkpoints(made)
 
 
 def _piped() -> Any:
@@ -381,7 +381,7 @@ def test_a_checkpoint_is_as_private_as_the_user_s_other_files(tmp_path: Path, um
     """It goes where the user says, to be read by whom the user's umask lets: dtkit neither opens nor closes it."""
     before = os.umask(umask)
     try:
-        whole = test_checkpoint.write_one(tmp_path / "saved").done.result(20).path
+        whole = test_checkpoint.write_one(tmp_path / "saved").future.result(20).path
     finally:
         os.umask(before)
     assert {stat.S_IMODE(path.stat().st_mode) for path in whole.iterdir()} == {mode}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import dtkit
-from dtkit.checkpoint.manager import Saver, Saves
+from dtkit.checkpoint.manager import CheckpointManager, CheckpointPolicy
 from dtkit.engine.state.capture import Captured, Slab
 from dtkit.engine.state.packing import Packing, unpack
 from dtkit.engine.state.peer_snapshots import distance
@@ -19,8 +19,8 @@ from dtkit.history.history import History
 from dtkit.rpc import pickling, shared_memory
 from dtkit.rpc.payload import ship
 from dtkit.training import launch, recovered_state, recovery
-from dtkit.training.recovery import Standing
-from dtkit.training.snapshots import Rhythm, Snapshots
+from dtkit.training.recovery import JobPosition
+from dtkit.training.snapshots import SnapshotInterval, SnapshotTracker
 
 
 def answers(error: str | None = None, seconds: float = 0.0) -> list[dict[str, Any]]:
@@ -31,90 +31,90 @@ def answers(error: str | None = None, seconds: float = 0.0) -> list[dict[str, An
 
 
 def test_what_a_run_comes_to_rest_at_is_kept_once():
-    found = Snapshots(Rhythm(seconds=100.0))
-    assert [found.lacking(step) for step in (0, 3)] == [False, True]
-    found.sent(3)
-    assert [found.lacking(step) for step in (3, 4)] == [False, True]
-    assert not Snapshots().lacking(3)  # others hold all of it
+    found = SnapshotTracker(SnapshotInterval(every_seconds=100.0))
+    assert [found.is_missing(step) for step in (0, 3)] == [False, True]
+    found.on_sent(3)
+    assert [found.is_missing(step) for step in (3, 4)] == [False, True]
+    assert not SnapshotTracker().is_missing(3)  # others hold all of it
 
 
 def test_by_steps():
-    found = Snapshots(Rhythm(every=5))
-    assert [step for step in range(12) if found.due(step)] == [5, 10]
-    assert (found.room(0), found.room(7)) == (5, 3)
-    found.sent(5)
-    assert not found.due(5)
-    found.refused()
-    assert found.due(5)
+    found = SnapshotTracker(SnapshotInterval(every_steps=5))
+    assert [step for step in range(12) if found.is_due(step)] == [5, 10]
+    assert (found.steps_until_due(0), found.steps_until_due(7)) == (5, 3)
+    found.on_sent(5)
+    assert not found.is_due(5)
+    found.on_cancel()
+    assert found.is_due(5)
 
 
 def test_by_time_and_for_a_hundredth_of_it_at_most():
-    found = Snapshots(Rhythm(seconds=0.0))
-    assert not found.due(0)
-    assert found.due(1)
-    found.sent(1)
-    assert found.landed(answers(seconds=1000.0)) is None
-    assert not found.due(2)
-    assert found._pause_s == 30.0  # there is one on disk by then
-    assert found.landed(answers(seconds=0.2)) is None
-    assert found._pause_s == pytest.approx(20.0)
-    assert not Snapshots(Rhythm(seconds=1000.0)).due(1)
+    found = SnapshotTracker(SnapshotInterval(every_seconds=0.0))
+    assert not found.is_due(0)
+    assert found.is_due(1)
+    found.on_sent(1)
+    assert found.on_result(answers(seconds=1000.0)) is None
+    assert not found.is_due(2)
+    assert found._min_interval_s == 30.0  # there is one on disk by then
+    assert found.on_result(answers(seconds=0.2)) is None
+    assert found._min_interval_s == pytest.approx(20.0)
+    assert not SnapshotTracker(SnapshotInterval(every_seconds=1000.0)).is_due(1)
 
 
 def test_what_a_run_goes_on_from_is_kept_at_once():
     """Else what is lost before the next one is due takes it back to where there was one last, or to the beginning."""
-    found = Snapshots(Rhythm(every=50))
-    found.begin_at(20)
-    assert found.due(20)
-    found.sent(20)
-    assert not found.due(20)
-    found.begin_at(0)
-    assert not found.due(0)
+    found = SnapshotTracker(SnapshotInterval(every_steps=50))
+    found.reset_to(20)
+    assert found.is_due(20)
+    found.on_sent(20)
+    assert not found.is_due(20)
+    found.reset_to(0)
+    assert not found.is_due(0)
 
 
 def test_none_are_due_where_none_are_wanted():
-    found = Snapshots()
-    found.begin_at(20)
-    assert not any(found.due(step) for step in range(20, 200))
+    found = SnapshotTracker()
+    found.reset_to(20)
+    assert not any(found.is_due(step) for step in range(20, 200))
 
 
 def test_what_keeps_them_from_being_is_said_once():
-    found = Snapshots(Rhythm(every=5))
-    said = [found.landed(answers(error)) for error in (None, "2 MB short", "3 MB short", None, "2 MB short")]
+    found = SnapshotTracker(SnapshotInterval(every_steps=5))
+    said = [found.on_result(answers(error)) for error in (None, "2 MB short", "3 MB short", None, "2 MB short")]
     assert said == [None, "no snapshot is kept in memory, only on disk: 2 MB short", None, None, None]
 
 
 @pytest.mark.parametrize(
     ("strategy", "options", "expected"),
     [
-        (dtkit.DataParallel(), {}, Rhythm()),
-        (dtkit.DataParallel(), {"snapshot_every": 5}, Rhythm()),  # any survivor has it all
-        (dtkit.Sharded(replicas=2), {}, Rhythm()),
-        (dtkit.Sharded(), {}, Rhythm(seconds=10.0)),
-        (dtkit.Sharded(), {"on_failure": "pause"}, Rhythm(seconds=10.0)),
-        (dtkit.TensorParallel(4), {"snapshot_every": 5}, Rhythm(every=5)),
-        (dtkit.Pipeline(2, 2, replicas=2), {}, Rhythm()),
+        (dtkit.DataParallel(), {}, SnapshotInterval()),
+        (dtkit.DataParallel(), {"snapshot_every": 5}, SnapshotInterval()),  # any survivor has it all
+        (dtkit.Sharded(replicas=2), {}, SnapshotInterval()),
+        (dtkit.Sharded(), {}, SnapshotInterval(every_seconds=10.0)),
+        (dtkit.Sharded(), {"on_failure": "pause"}, SnapshotInterval(every_seconds=10.0)),
+        (dtkit.TensorParallel(4), {"snapshot_every": 5}, SnapshotInterval(every_steps=5)),
+        (dtkit.Pipeline(2, 2, replicas=2), {}, SnapshotInterval()),
     ],
     ids=repr,
 )
-def test_where_a_part_is_in_one_place_only(strategy: Any, options: dict[str, Any], expected: Rhythm):
-    asked = launch.Options(optimizer=torch.optim.SGD, batch_size=8, **options)
-    assert launch._rhythm(asked, strategy, 4) == expected
+def test_where_a_part_is_in_one_place_only(strategy: Any, options: dict[str, Any], expected: SnapshotInterval):
+    asked = launch.TrainConfig(optimizer=torch.optim.SGD, batch_size=8, **options)
+    assert launch._make_snapshot_interval(asked, strategy, 4) == expected
 
 
 def test_the_disk_is_left_alone_while_it_writes(tmp_path: Path):
-    saver, written = Saver(History(), lambda: None), threading.Event()
-    saver.snapshots = Saves(5, to=tmp_path, quiet=True, yields=True)
+    saver, written = CheckpointManager(History(), lambda: None), threading.Event()
+    saver.snapshot_policy = CheckpointPolicy(5, folder=tmp_path, quiet=True, skip_while_writing=True)
     writing = threading.Thread(target=written.wait, args=(60,))
     saver._threads = [writing]
     writing.start()
-    assert not saver.due(5, 100)
-    saver.plan = Saves(5, to=tmp_path / "asked")
-    assert saver.due(5, 100)  # what the user asked for is written
-    saver.plan = Saves()
+    assert not saver.is_due(5, 100)
+    saver.policy = CheckpointPolicy(5, folder=tmp_path / "asked")
+    assert saver.is_due(5, 100)  # what the user asked for is written
+    saver.policy = CheckpointPolicy()
     written.set()
     writing.join(60)
-    assert saver.due(5, 100)
+    assert saver.is_due(5, 100)
 
 
 # -- one piece of memory -------------------------------------------------------------------------------------
@@ -173,10 +173,10 @@ def test_a_copy_is_kept_on_another_host(hosts: str, expected: int):
 RING = {0: (0, 3), 1: (1, 0), 2: (2, 1), 3: (3, 2)}  # who keeps whose, of four
 
 
-def survivors(*ranks: int, steps: dict[int, tuple[int, ...]] | None = None) -> dict[int, Standing]:
+def survivors(*ranks: int, steps: dict[int, tuple[int, ...]] | None = None) -> dict[int, JobPosition]:
     """Those of four that are left, each with copies of the snapshots at these steps, or of that at 20."""
     had = steps or dict.fromkeys(ranks, (20,))
-    return {rank: Standing(27, True, 0.1, dict.fromkeys(had[rank], RING[rank])) for rank in ranks}
+    return {rank: JobPosition(27, True, 0.1, dict.fromkeys(had[rank], RING[rank])) for rank in ranks}
 
 
 @pytest.mark.parametrize(
@@ -194,8 +194,8 @@ def survivors(*ranks: int, steps: dict[int, tuple[int, ...]] | None = None) -> d
         (survivors(0, 2, 3, steps={0: (25,), 2: (20,), 3: (20,)}), None),
     ],
 )
-def test_whose_copies_a_run_goes_back_to(standings: dict[int, Standing], expected: Any):
-    assert recovery.remembered(standings, 4) == expected
+def test_whose_copies_a_run_goes_back_to(standings: dict[int, JobPosition], expected: Any):
+    assert recovery.choose_snapshot_sources(standings, 4) == expected
 
 
 class Giving:
@@ -214,17 +214,17 @@ class Giving:
 
 def test_who_is_lost_while_it_gives_is_done_without():
     giving: Any = Giving(1)
-    found = recovery.recall(giving, "job", survivors(0, 1, 2), 4, beyond=0)
+    found = recovery.fetch_snapshot_state(giving, "job", survivors(0, 1, 2), 4, after_step=0)
     assert [asked for _, asked in giving.asked] == [{0: [0, 3], 1: [1], 2: [2]}, {0: [0, 3], 2: [1, 2]}]
     assert found is not None
-    assert (found.step, len(found.shipments), giving.discarded) == (20, 2, 2)
+    assert (found.step, len(found.payloads), giving.discarded) == (20, 2, 2)
     assert found.source == "the last snapshot, from the memory of nodes 0 and 2"
 
 
 def test_what_the_disk_has_of_a_later_step_is_better():
     giving: Any = Giving()
-    assert recovery.recall(giving, "job", survivors(0, 2, 3), 4, beyond=20) is None
-    found = recovery.recall(giving, "job", survivors(0, 2, 3), 4, beyond=19)
+    assert recovery.fetch_snapshot_state(giving, "job", survivors(0, 2, 3), 4, after_step=20) is None
+    found = recovery.fetch_snapshot_state(giving, "job", survivors(0, 2, 3), 4, after_step=19)
     assert found is not None
     assert found.source == "the last snapshot, from node 2's memory"
 
@@ -233,40 +233,46 @@ def test_what_the_disk_has_of_a_later_step_is_better():
     ("standings", "why"),
     [
         (
-            {0: Standing(7, whole=True), 1: Standing(6, whole=True), 2: Standing(7, whole=True)},
+            {0: JobPosition(7, is_intact=True), 1: JobPosition(6, is_intact=True), 2: JobPosition(7, is_intact=True)},
             "ranks 0 and 2 had made the update of step 6, and others were broken off before theirs",
         ),
-        ({0: Standing(6, whole=True), 1: Standing(6, whole=False)}, "an update had begun on a rank and not ended"),
-        ({0: Standing(7, whole=True), 1: Standing(6, whole=False)}, "an update had begun on a rank and not ended"),
+        (
+            {0: JobPosition(6, is_intact=True), 1: JobPosition(6, is_intact=False)},
+            "an update had begun on a rank and not ended",
+        ),
+        (
+            {0: JobPosition(7, is_intact=True), 1: JobPosition(6, is_intact=False)},
+            "an update had begun on a rank and not ended",
+        ),
     ],
 )
-def test_why_ranks_can_t_go_on_is_told_as_it_is(standings: dict[int, Standing], why: str):
-    assert recovery.apart(standings)
-    assert recovery.why_apart(standings).startswith(why)
+def test_why_ranks_can_t_go_on_is_told_as_it_is(standings: dict[int, JobPosition], why: str):
+    assert recovery.is_out_of_sync(standings)
+    assert recovery.explain_out_of_sync(standings).startswith(why)
 
 
 @pytest.mark.parametrize("ours", [True, False], ids=["ours", "another notebook's by now"])
 def test_what_survivors_gave_is_freed_also_where_the_job_can_t_be_made_anew(tmp_path: Path, *, ours: bool):
     sent = ship(pickling.pack(torch.zeros(9)), shared_memory.Owner.of(), small=0)
     assert sent.handle is not None
-    run_log.Spool(tmp_path / run_log.RUNS / "job")
-    given = recovered_state.Rescued(3, (sent,), "node 1's memory")
+    run_log.RunLog(tmp_path / run_log.RUNS_FOLDER / "job")
+    given = recovered_state.RecoveredState(3, (sent,), "node 1's memory")
 
     def fails() -> None:
-        with given.kept(tmp_path, "job", ours=lambda: ours):
-            assert recovered_state.left_behind(tmp_path, "job") == given
-            assert recovered_state.jobs(tmp_path) == ["job"]
+        with given.keep_during_recovery(tmp_path, "job", ours=lambda: ours):
+            assert recovered_state.load_interrupted(tmp_path, "job") == given
+            assert recovered_state.list_jobs(tmp_path) == ["job"]
             raise dtkit.ClusterError("no memory for it")
 
     with pytest.raises(dtkit.ClusterError, match="no memory"):
         fails()
-    assert recovered_state.left_behind(tmp_path, "job") == (None if ours else given)
+    assert recovered_state.load_interrupted(tmp_path, "job") == (None if ours else given)
     assert Path(sent.handle.path).exists() != ours
-    given.drop(tmp_path, "job")
+    given.discard(tmp_path, "job")
     assert not Path(sent.handle.path).exists()
-    assert recovered_state.jobs(tmp_path) == []
+    assert recovered_state.list_jobs(tmp_path) == []
 
 
 def test_nothing_is_put_down_for_a_run_that_nobody_can_take_over(tmp_path: Path):
-    with recovered_state.Rescued(3, ()).kept(tmp_path, "job", ours=lambda: True):
+    with recovered_state.RecoveredState(3, ()).keep_during_recovery(tmp_path, "job", ours=lambda: True):
         assert list(tmp_path.iterdir()) == []

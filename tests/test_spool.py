@@ -17,15 +17,15 @@ import pytest
 import dtkit
 from dtkit.cluster import cluster_file
 from dtkit.history import run_log
-from dtkit.history.history import ROW, History
+from dtkit.history.history import ROW_DTYPE, History
 from dtkit.training import recovery
 from dtkit.training.recorder import Recorder
-from dtkit.training.recovery import Standing
+from dtkit.training.recovery import JobPosition
 from dtkit.types import Advance, Evaluation, Event
 
 
 def rows(start: int, stop: int, ranks: int = 2) -> np.ndarray:
-    found = np.zeros((stop - start) * ranks, ROW)
+    found = np.zeros((stop - start) * ranks, ROW_DTYPE)
     found["step"], found["rank"] = np.repeat(np.arange(start, stop), ranks), np.tile(np.arange(ranks), stop - start)
     found["loss"], found["weight"], found["samples"] = found["step"] + 0.5, 1, 3
     return found
@@ -34,7 +34,7 @@ def rows(start: int, stop: int, ranks: int = 2) -> np.ndarray:
 def written(folder: Path) -> History:
     history = History()
     history.append(rows(0, 3))
-    run_log.Spool(folder).begin(history)
+    run_log.RunLog(folder).start_recording(history)
     history.append(rows(3, 10))
     history.add(Event(10, "note", "half", 1.5))
     history.append(rows(6, 12))  # after it went back to a snapshot
@@ -48,7 +48,7 @@ def advance(start: int, stop: int) -> Advance:
 
 def test_a_history_is_read_back_as_it_was(tmp_path: Path):
     history = written(tmp_path / "run")
-    found = run_log.history(tmp_path / "run", copies=1)
+    found = run_log.read_history(tmp_path / "run", ranks_per_replica=1)
     assert np.array_equal(found.rows(), history.rows())
     assert np.array_equal(found.totals(), history.totals())
     assert (found.events, found.evaluations) == (history.events, history.evaluations)
@@ -61,13 +61,13 @@ def test_what_was_cut_off_is_left_out(tmp_path: Path):
         file.write(b"half a row")
     with (folder / "notes.jsonl").open("a") as file:
         file.write('{"type": "Event", "st')
-    found = run_log.history(folder, copies=1)
+    found = run_log.read_history(folder, ranks_per_replica=1)
     assert len(found) == len(history)
     assert found.events == history.events
-    run_log.Spool(folder).begin(found)  # whoever takes the run over goes on behind the last whole record
+    run_log.RunLog(folder).start_recording(found)  # whoever takes the run over goes on behind the last whole record
     found.append(rows(12, 14))
     found.add(Event(14, "note", "on", 2.5))
-    again = run_log.history(folder, copies=1)
+    again = run_log.read_history(folder, ranks_per_replica=1)
     assert np.array_equal(again.rows(), found.rows())
     assert again.events == found.events
 
@@ -76,14 +76,14 @@ def test_an_older_notebook_writes_nothing_more(tmp_path: Path):
     """It may not know yet that another one has taken the run over, and ends amid a line."""
     folder = tmp_path / "run"
     older = written(folder)
-    newer = run_log.history(folder, copies=1)
-    run_log.Spool(folder).begin(newer)
+    newer = run_log.read_history(folder, ranks_per_replica=1)
+    run_log.RunLog(folder).start_recording(newer)
     older.append(rows(12, 14))
     older.add(Event(14, "error", "another notebook has taken this cluster over, as this long line says", 2.5))
     newer.add(Event(12, "note", "on", 2.5))
     newer.append(rows(12, 13))
     older.add(Event(14, "note", "still here", 3.5))
-    found = run_log.history(folder, copies=1)
+    found = run_log.read_history(folder, ranks_per_replica=1)
     assert np.array_equal(found.rows(), newer.rows())
     assert (found.events, found.evaluations) == (newer.events, newer.evaluations)
     assert sorted(path.name for path in folder.iterdir()) == ["notes.jsonl", "rows.bin"]
@@ -95,7 +95,7 @@ def test_a_line_that_cannot_be_read_costs_that_line(tmp_path: Path):
     path = folder / "notes.jsonl"
     bad = b'ote", "text": "on"}\n[1]\n{"type": "Row"}\n{"type": "Event", "colour": 1}\n\xff\n'
     path.write_bytes(bad + path.read_bytes())
-    found = run_log.history(folder, copies=1)
+    found = run_log.read_history(folder, ranks_per_replica=1)
     assert (found.events[:-1], found.evaluations) == (history.events, history.evaluations)
     assert (found.events[-1].kind, found.events[-1].step) == ("error", 12)
     assert found.events[-1].text.startswith("5 lines of this log can't be read")
@@ -111,12 +111,12 @@ def test_a_closed_one_holds_no_file_and_writes_none(tmp_path: Path):
         return [name for link in links if str(tmp_path) in (name := os.path.realpath(link))]
 
     assert len(held()) == 2
-    kept = history.spool
-    history.part()
-    history.part()
+    kept = history.run_log
+    history.close_run_log()
+    history.close_run_log()
     history.add(Event(14, "note", "later", 2.5))
     assert kept is not None
-    kept.note(Event(14, "note", "from a thread that was late", 2.5))
+    kept.append_event(Event(14, "note", "from a thread that was late", 2.5))
     assert held() == []
     assert (tmp_path / "run" / "notes.jsonl").read_bytes() == before
 
@@ -132,14 +132,14 @@ def test_threads_write_whole_lines(tmp_path: Path):
         writer.start()
     for writer in writers:
         writer.join(30)
-    found = run_log.history(tmp_path / "run", copies=1)
+    found = run_log.read_history(tmp_path / "run", ranks_per_replica=1)
     assert len(found.events) == before + 800
     assert {event.kind for event in found.events} == {"note"}
 
 
 def test_what_was_never_written_is_empty(tmp_path: Path):
-    run_log.Spool(tmp_path / "run").order(b"what was asked for")
-    assert len(run_log.history(tmp_path / "run", copies=1)) == 0
+    run_log.RunLog(tmp_path / "run").write_run_pickle(b"what was asked for")
+    assert len(run_log.read_history(tmp_path / "run", ranks_per_replica=1)) == 0
 
 
 def test_a_full_disk_costs_nothing_but_the_file(small_disk: Path):
@@ -149,24 +149,24 @@ def test_a_full_disk_costs_nothing_but_the_file(small_disk: Path):
     with contextlib.suppress(OSError):
         filler.write_bytes(bytes(2**20))
     for start in range(12, 212, 100):
-        recorder.steps([(advance(start, start + 100), [])])
+        recorder.record_steps([(advance(start, start + 100), [])])
     assert history.rows()["step"][-1] == 211
     assert [event.kind for event in history.events] == ["note", "error"]  # told once
     assert "No space left on device" in history.events[-1].text
     filler.unlink()
-    recorder.steps([(advance(212, 213), [])])
+    recorder.record_steps([(advance(212, 213), [])])
     assert history.events[-1].text == "the history is on disk again"
-    found = run_log.history(small_disk / "run", copies=1)
+    found = run_log.read_history(small_disk / "run", ranks_per_replica=1)
     assert np.array_equal(found.rows(), history.rows())
     assert found.events == history.events
 
 
 def test_it_is_gone_when_nobody_will_ask(tmp_path: Path):
-    kept = run_log.Spool(tmp_path / "run")
-    kept.order(b"what was asked for")
-    assert run_log.order(tmp_path / "run") == b"what was asked for"
+    kept = run_log.RunLog(tmp_path / "run")
+    kept.write_run_pickle(b"what was asked for")
+    assert run_log.read_run_pickle(tmp_path / "run") == b"what was asked for"
     kept.remove()
-    assert run_log.order(tmp_path / "run") is None
+    assert run_log.read_run_pickle(tmp_path / "run") is None
 
 
 def paper(where: Path, name: str, **more: Any) -> cluster_file.Papers:
@@ -248,5 +248,5 @@ def test_of_several_the_one_without_a_notebook_is_meant(tmp_path: Path):
     ],
 )
 def test_whose_state_a_run_goes_on_with(standings: dict[int, Any], parts: list[Any], expected: Any):
-    found = {rank: Standing(step, whole) for rank, (step, whole) in standings.items()}
-    assert recovery.choose(found, dict(enumerate(parts))) == expected
+    found = {rank: JobPosition(step, whole) for rank, (step, whole) in standings.items()}
+    assert recovery.choose_sources(found, dict(enumerate(parts))) == expected

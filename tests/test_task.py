@@ -100,7 +100,7 @@ def cluster() -> FakeCluster:
 
 
 def start(cluster: Any, fn: Any = len, *args: Any, own_group: bool = False) -> task.Task:
-    return task.start(cluster, fn, args, {}, own_group=own_group)
+    return task.submit(cluster, fn, args, {}, own_group=own_group)
 
 
 def row(**values: Any) -> tuple[str, dict[str, Any]]:
@@ -442,7 +442,7 @@ def test_an_interrupt_reaches_the_engines_and_is_raised_once_they_have_answered(
     cluster.on_interrupt = end
     pressing(1, call)
     with pytest.raises(KeyboardInterrupt):
-        call.follow()
+        call.display_and_wait()
     assert (cluster.interrupted, cluster.formed, call.state) == ([[0, 1]], 1, "failed")
     with pytest.raises(EngineError):
         call.result(10)
@@ -452,7 +452,7 @@ def test_a_second_interrupt_does_not_wait_for_engines_that_do_not_answer(cluster
     call = start(cluster)
     pressing(2, call)
     with pytest.raises(KeyboardInterrupt):
-        call.follow()
+        call.display_and_wait()
     assert cluster.interrupted == [[0, 1]]
     assert call.state == "running"
     cluster.answer(0)
@@ -470,4 +470,4 @@ def test_an_interrupt_after_the_cluster_was_closed_stays_an_interrupt(cluster):
     cluster.on_interrupt = closed
     pressing(1, call)
     with pytest.raises(KeyboardInterrupt):
-        call.follow()
+        call.display_and_wait()

@@ -115,7 +115,7 @@ def test_the_summary_has_state_step_loss_throughput_and_a_line_a_node():
 
 def test_the_summary_says_who_is_slowed_who_waits_and_whether_ranks_agree():
     source = FakeSource(ranks=4)
-    source.slowness, source.slowed, source.consistency = {1: 2.0}, {1: 2.0}, Consistency(40, (), None)
+    source.slowness, source.delay_factors, source.consistency = {1: 2.0}, {1: 2.0}, Consistency(40, (), None)
     source.advance(40)
     _, _, now, *said = text.summary(source).splitlines()
     assert re.search(r", waiting 3\d %$", now)
@@ -151,7 +151,7 @@ def test_the_summary_says_who_is_stuck_and_for_how_long_and_who_was_left_out():
     )
     assert progress.block()[2] == f"  {said}"
     assert progress.block()[3].startswith("  node 0 ")  # it is said once
-    source.finding = None
+    source.stall_report = None
     source.shrink(3)
     source.advance(40)
     lines = text.summary(source).splitlines()
@@ -169,7 +169,7 @@ def test_the_summary_says_who_is_stuck_and_for_how_long_and_who_was_left_out():
 )
 def test_nodes_that_are_slowed_alike_are_named_together(slowed, said):
     source = FakeSource()
-    source.slowed = slowed
+    source.delay_factors = slowed
     assert [remark.text for remark in remarks(source)] == said
 
 

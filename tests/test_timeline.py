@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from dtkit.history.timeline import SPAN, Timeline, merge, spans_of
+from dtkit.history.timeline import SPAN_DTYPE, Timeline, convert_simulation, merge_spans
 from dtkit.schedules.schedule import Schedule
 
 
@@ -21,24 +21,24 @@ def gpipe(ranks, micro_batches, *, step=0):
         first = ranks + micro_batches - 1 + (ranks - 1 - rank)
         for m in range(micro_batches):
             spans.append((step, rank, "backward", rank, m, first + m, first + m + 1))
-    return np.array(spans, SPAN)
+    return np.array(spans, SPAN_DTYPE)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("micro_batches", [4, 8, 16])
 def test_the_bubble_of_gpipe_is_that_of_the_formula(ranks, micro_batches):
     timeline = Timeline(gpipe(ranks, micro_batches))
-    assert timeline.ideal_bubble() == pytest.approx((ranks - 1) / (micro_batches + ranks - 1))
-    assert timeline.bubble() == pytest.approx(timeline.ideal_bubble())
-    assert timeline.micro_batches == micro_batches
-    assert [timeline.held(rank) for rank in range(ranks)] == [micro_batches] * ranks
+    assert timeline.get_ideal_bubble() == pytest.approx((ranks - 1) / (micro_batches + ranks - 1))
+    assert timeline.measure_bubble() == pytest.approx(timeline.get_ideal_bubble())
+    assert timeline.num_micro_batches == micro_batches
+    assert [timeline.measure_peak_micro_batches(rank) for rank in range(ranks)] == [micro_batches] * ranks
 
 
 def test_parts_on_a_rank_make_the_bubble_smaller():
     interleaved = Schedule.from_name("Interleaved1F1B", 4, 8)
-    timeline = Timeline(spans_of(interleaved.simulate()), schedule=interleaved)
-    assert timeline.formula == ("(p-1)/(v·m+p-1)", pytest.approx(3 / 19))
-    assert timeline.bubble() == pytest.approx(3 / 19)
+    timeline = Timeline(convert_simulation(interleaved.simulate()), schedule=interleaved)
+    assert timeline.ideal_bubble_formula == ("(p-1)/(v·m+p-1)", pytest.approx(3 / 19))
+    assert timeline.measure_bubble() == pytest.approx(3 / 19)
     assert "15.8% measured, 15.8% by the formula" in repr(timeline)
 
 
@@ -56,12 +56,14 @@ def test_what_was_planned_has_the_measured_durations_and_no_cost_of_sending():
     measured["begin"] += 100
     measured["end"] += 100
     timeline = Timeline(measured, schedule=schedule)
-    planned = timeline.planned()
-    assert timeline.bubble() == pytest.approx(1 / 5)
-    assert planned.bubble() == pytest.approx(1 / 5)
+    planned = timeline.simulate_schedule()
+    assert timeline.measure_bubble() == pytest.approx(1 / 5)
+    assert planned.measure_bubble() == pytest.approx(1 / 5)
     order = ["rank", "begin"]
-    assert np.array_equal(np.sort(planned.of(0, 0), order=order), np.sort(measured[measured["rank"] == 0], order=order))
-    assert planned.of(0, 1)["begin"].min() == 101  # where 101.5 was measured
+    assert np.array_equal(
+        np.sort(planned.select(0, 0), order=order), np.sort(measured[measured["rank"] == 0], order=order)
+    )
+    assert planned.select(0, 1)["begin"].min() == 101  # where 101.5 was measured
 
 
 def test_each_replica_has_a_plan_of_its_own():
@@ -71,31 +73,31 @@ def test_each_replica_has_a_plan_of_its_own():
     other["begin"] += 3
     other["end"] += 3
     timeline = Timeline(np.concatenate([gpipe(2, 4), other]), schedule=schedule)
-    planned = timeline.planned().spans
+    planned = timeline.simulate_schedule().spans
     assert sorted({int(rank) for rank in planned["rank"]}) == [0, 1, 2, 3]
     assert [planned["begin"][planned["rank"] == rank].min() for rank in range(4)] == [0, 1, 3, 4]
-    assert timeline.ideal_bubble() == pytest.approx(1 / 5)
+    assert timeline.get_ideal_bubble() == pytest.approx(1 / 5)
 
 
 def test_a_schedule_without_a_formula_is_played_through():
     schedule = Schedule("F0 F1 B0 F2 B1 F3 B2 B3\nF0 I0 F1 I1 W0 F2 I2 W1 F3 I3 W2 W3")
-    timeline = Timeline(spans_of(schedule.simulate()), schedule=schedule)
-    assert timeline.formula == ("equal stages", pytest.approx(1 - 24 / 26))
+    timeline = Timeline(convert_simulation(schedule.simulate()), schedule=schedule)
+    assert timeline.ideal_bubble_formula == ("equal stages", pytest.approx(1 - 24 / 26))
     assert "7.7% measured, 7.7% by simulation" in repr(timeline)
-    assert [timeline.held(rank) for rank in (0, 1)] == [2, 2]
+    assert [timeline.measure_peak_micro_batches(rank) for rank in (0, 1)] == [2, 2]
 
 
 def test_a_schedule_is_scored_against_another():
     table = "F0 F1 B0 F2 B1 F3 B2 B3\nF0 I0 F1 I1 W0 F2 I2 W1 F3 I3 W2 W3"
     own, usual, gpipe_ = Schedule(table), Schedule.from_name("1F1B", 2, 4), Schedule.from_name("GPipe", 2, 4)
-    lines = [Timeline(spans_of(schedule.simulate()), schedule=schedule) for schedule in (own, usual, gpipe_)]
-    score = lines[0].score(lines[1])
-    assert score.time == pytest.approx(13 / 15)
-    assert score.memory == 1
+    lines = [Timeline(convert_simulation(schedule.simulate()), schedule=schedule) for schedule in (own, usual, gpipe_)]
+    score = lines[0].compare_with(lines[1])
+    assert score.time_ratio == pytest.approx(13 / 15)
+    assert score.memory_ratio == 1
     assert repr(score).startswith(
         "own against 1F1B: time 0.87 (13000 and 15000 ms), memory 1.00 (1 and 1 micro-batches"
     )
-    assert lines[2].score(lines[1]).memory == 2
+    assert lines[2].compare_with(lines[1]).memory_ratio == 2
 
 
 def test_activations_are_held_until_their_backward_has_ended():
@@ -108,7 +110,7 @@ def test_activations_are_held_until_their_backward_has_ended():
         (0, 0, "backward", 0, 1, 5, 6),
         (0, 0, "backward", 0, 2, 6, 7),
     ]
-    assert Timeline(np.array(spans, SPAN)).held(0) == 2
+    assert Timeline(np.array(spans, SPAN_DTYPE)).measure_peak_micro_batches(0) == 2
 
 
 def test_the_loss_is_a_part_of_its_forward_pass():
@@ -117,21 +119,21 @@ def test_the_loss_is_a_part_of_its_forward_pass():
         (0, 0, "forward", 0, 0, 1.5, 2),
         (0, 0, "backward", 0, 0, 2, 3),
     ]
-    timeline = Timeline(np.array(spans, SPAN), schedule=Schedule("F0 B0"))
-    assert timeline.held(0) == 1
-    assert timeline.bubble() == pytest.approx(0.5 / 3)
-    assert timeline.planned().seconds() == 2.5
+    timeline = Timeline(np.array(spans, SPAN_DTYPE), schedule=Schedule("F0 B0"))
+    assert timeline.measure_peak_micro_batches(0) == 1
+    assert timeline.measure_bubble() == pytest.approx(0.5 / 3)
+    assert timeline.simulate_schedule().measure_duration_s() == 2.5
     (ax,) = timeline.figure().axes
     assert [t.get_text() for t in ax.texts if t.get_gid() is None] == ["F0", "B0"]  # told once of each pass
 
 
 def test_a_run_without_stages_has_no_bubble():
-    spans = np.array([(3, 0, "forward", -1, -1, 0, 1), (3, 0, "sync", -1, -1, 1, 2)], SPAN)
+    spans = np.array([(3, 0, "forward", -1, -1, 0, 1), (3, 0, "sync", -1, -1, 1, 2)], SPAN_DTYPE)
     timeline = Timeline(spans)
-    assert not timeline.piped
+    assert not timeline.is_pipelined
     assert repr(timeline) == "Timeline(steps 3 to 3, 1 ranks)"
     with pytest.raises(ValueError, match="no pipeline in this timeline"):
-        timeline.bubble()
+        timeline.measure_bubble()
 
 
 def test_clocks_of_several_hosts_are_put_right():
@@ -139,7 +141,7 @@ def test_clocks_of_several_hosts_are_put_right():
     ahead = other.copy()
     ahead["begin"] += 50
     ahead["end"] += 50
-    found = merge([one, ahead], [0.0, 50.0])
+    found = merge_spans([one, ahead], [0.0, 50.0])
     assert np.array_equal(found, gpipe(2, 4))
     assert ahead["begin"].min() > 50  # what was given stays as it was
 
@@ -147,13 +149,13 @@ def test_clocks_of_several_hosts_are_put_right():
 def test_the_last_step_is_shown_and_the_others_are_there():
     timeline = Timeline(np.concatenate([gpipe(2, 4, step=6), gpipe(2, 8, step=7)]))
     assert timeline.steps == [6, 7]
-    assert timeline.bubble(6) == pytest.approx(1 / 5)
-    assert timeline.bubble() == pytest.approx(1 / 9)
+    assert timeline.measure_bubble(6) == pytest.approx(1 / 5)
+    assert timeline.measure_bubble() == pytest.approx(1 / 9)
 
 
 def test_a_trace_has_a_row_per_rank_and_an_event_per_span(tmp_path):
     timeline = Timeline(gpipe(2, 4), title=" of a net")
-    timeline.trace(tmp_path / "trace.json")
+    timeline.export_chrome_trace(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = [(e["name"], e["tid"], *e["args"].values()) for e in events if e["ph"] == "M"]
     assert names[0] == ("process_name", 0, "step 0 of a net")
@@ -182,7 +184,7 @@ def test_an_arrow_leads_from_where_a_message_is_sent_to_where_it_is_received(tmp
         (0, 1, "receive forward", 1, 0, 1, 2),
         (0, 1, "send backward", 1, 0, 3, 4),  # nobody received it
     ]
-    Timeline(np.array(spans, SPAN)).trace(tmp_path / "trace.json")
+    Timeline(np.array(spans, SPAN_DTYPE)).export_chrome_trace(tmp_path / "trace.json")
     text = (tmp_path / "trace.json").read_text()
     events = follows_the_trace_event_format(text)["traceEvents"]
     (start,) = [e for e in events if e["ph"] == "s"]
@@ -227,8 +229,8 @@ def follows_the_trace_event_format(text):
 
 
 def test_a_trace_obeys_the_format(tmp_path):
-    for spans in (gpipe(2, 4), np.array([(3, 0, "forward", -1, -1, 0, 1)], SPAN), np.empty(0, SPAN)):
-        Timeline(spans).trace(tmp_path / "trace.json")
+    for spans in (gpipe(2, 4), np.array([(3, 0, "forward", -1, -1, 0, 1)], SPAN_DTYPE), np.empty(0, SPAN_DTYPE)):
+        Timeline(spans).export_chrome_trace(tmp_path / "trace.json")
         follows_the_trace_event_format((tmp_path / "trace.json").read_text())
 
 
@@ -250,5 +252,5 @@ def test_pictures():
     (ax,) = Timeline(gpipe(2, 4)).figure().axes
     assert not [c for c in ax.collections if c.get_gid() == "planned"]
     assert len(Timeline(gpipe(2, 4))._repr_png_()) > 1000
-    assert Timeline(np.empty(0, SPAN)).figure().axes
-    assert repr(Timeline(np.empty(0, SPAN))) == "Timeline(empty)"
+    assert Timeline(np.empty(0, SPAN_DTYPE)).figure().axes
+    assert repr(Timeline(np.empty(0, SPAN_DTYPE))) == "Timeline(empty)"

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dtkit.dashboard.timing import PHASES, STEPS, Straggler, bars, named, timing
-from dtkit.history.history import ROW, History
+from dtkit.history.history import ROW_DTYPE, History
 from tests.fake_source import FakeSource
 
 WAITING = PHASES.index("waiting")
@@ -94,7 +94,7 @@ def noisy(ranks, step_s, *, steps, seed, sigma, slow=None, spell=0.0):
     compute = step_s * random.lognormal(0, sigma, (steps, ranks))
     compute *= [(slow or {}).get(rank, 1.0) for rank in range(ranks)]
     compute[:, random.integers(ranks)] *= 1 + spell
-    rows = np.zeros(steps * ranks, ROW)
+    rows = np.zeros(steps * ranks, ROW_DTYPE)
     rows["step"], rows["rank"] = np.repeat(np.arange(1, steps + 1), ranks), np.tile(np.arange(ranks), steps)
     rows["samples"], rows["weight"], rows["backward_s"] = 64, 64, compute.reshape(-1)
     rows["wait_s"] = (compute.max(1, keepdims=True) - compute).reshape(-1)
@@ -174,7 +174,7 @@ def test_of_many_nodes_the_fastest_the_median_and_the_slowest_are_named(ranks):
 def test_before_the_first_step_and_without_clocks():
     empty = timing(History(), 3)
     assert (empty.steps, empty.measured, empty.waiting, empty.straggler, bars(empty)) == (0, False, None, None, [])
-    rows = np.zeros(20, ROW)
+    rows = np.zeros(20, ROW_DTYPE)
     rows["step"], rows["rank"], rows["step_s"] = np.repeat(np.arange(10), 2), np.tile([0, 1], 10), 0.1
     history = History()
     history.append(rows)

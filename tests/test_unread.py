@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from dtkit.history import engine_outbox
-from dtkit.history.engine_outbox import Unread
-from dtkit.history.history import ROW
-from dtkit.history.message_times import MESSAGE
+from dtkit.history.engine_outbox import ResultOutbox
+from dtkit.history.history import ROW_DTYPE
+from dtkit.history.message_times import MESSAGE_DTYPE
 from dtkit.types import Advance
 
 if TYPE_CHECKING:
@@ -32,12 +32,12 @@ def run(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def kept(tmp_path: Path, run: Path) -> Unread:
-    return Unread(tmp_path, JOB, RANK)
+def kept(tmp_path: Path, run: Path) -> ResultOutbox:
+    return ResultOutbox(tmp_path, JOB, RANK)
 
 
 def advance(start: int, stop: int, places: int = 2, rank: int = RANK) -> Advance:
-    rows = np.zeros(stop - start, ROW)
+    rows = np.zeros(stop - start, ROW_DTYPE)
     rows["step"], rows["rank"], rows["loss"], rows["lr"] = range(start, stop), rank, np.nan, 0.1
     blocked = np.arange((stop - start) * places * 3, dtype="f8").reshape(stop - start, places, 3)
     return Advance(rows, stop, 0.1, blocked=blocked)
@@ -45,20 +45,24 @@ def advance(start: int, stop: int, places: int = 2, rank: int = RANK) -> Advance
 
 def piped(one: Advance) -> Advance:
     """The same of a pipeline: a message a step."""
-    sent = np.zeros(len(np.asarray(one.rows)), MESSAGE)
+    sent = np.zeros(len(np.asarray(one.rows)), MESSAGE_DTYPE)
     sent["step"], sent["phase"], sent["end"] = np.asarray(one.rows)["step"], 2, 0.5
     return dataclasses.replace(one, messages=sent)
 
 
 def steps(folder: Path, rank: int = RANK) -> list[int]:
-    return [int(step) for one, _ in engine_outbox.read(folder, JOB, rank) for step in np.asarray(one.rows)["step"]]
+    return [
+        int(step)
+        for one, _ in engine_outbox.read_dispatches(folder, JOB, rank)
+        for step in np.asarray(one.rows)["step"]
+    ]
 
 
-def test_it_is_read_back_as_it_was(tmp_path: Path, kept: Unread):
+def test_it_is_read_back_as_it_was(tmp_path: Path, kept: ResultOutbox):
     first, second = piped(advance(8, 12)), advance(12, 14, places=0)
-    kept.keep(first, SAID)
-    kept.keep(second, [])
-    found = engine_outbox.read(tmp_path, JOB, RANK)
+    kept.store_dispatch(first, SAID)
+    kept.store_dispatch(second, [])
+    found = engine_outbox.read_dispatches(tmp_path, JOB, RANK)
     for (back, _), one in zip(found, (first, second), strict=True):
         assert np.asarray(back.rows).tobytes() == np.asarray(one.rows).tobytes()
         assert np.array_equal(np.asarray(back.blocked), np.asarray(one.blocked))
@@ -66,62 +70,62 @@ def test_it_is_read_back_as_it_was(tmp_path: Path, kept: Unread):
         assert back.step == one.step
     assert [items for _, items in found] == [[("text", "h\xe9llo"), ("text", "loss=0.25 far=inf")], []]
     np.asarray(found[0][0].rows)["wait_s"] += 1  # whoever compares ranks writes there
-    assert engine_outbox.read(tmp_path, JOB, 0) == []
+    assert engine_outbox.read_dispatches(tmp_path, JOB, 0) == []
 
 
-def test_dispatches_are_read_in_the_order_of_their_steps(tmp_path: Path, kept: Unread):
+def test_dispatches_are_read_in_the_order_of_their_steps(tmp_path: Path, kept: ResultOutbox):
     for start in (8, 9, 10, 99, 100):
-        kept.keep(advance(start, start + 1), [])
+        kept.store_dispatch(advance(start, start + 1), [])
     assert steps(tmp_path) == [8, 9, 10, 99, 100]
 
 
-def test_ranks_are_told_apart(tmp_path: Path, kept: Unread):
-    kept.keep(advance(0, 2), [])
-    Unread(tmp_path, JOB, 11).keep(advance(5, 6, rank=11), [])
+def test_ranks_are_told_apart(tmp_path: Path, kept: ResultOutbox):
+    kept.store_dispatch(advance(0, 2), [])
+    ResultOutbox(tmp_path, JOB, 11).store_dispatch(advance(5, 6, rank=11), [])
     assert (steps(tmp_path, 1), steps(tmp_path, 11)) == ([0, 1], [5])
 
 
-def test_nobody_else_can_read_it(run: Path, kept: Unread):
-    kept.keep(advance(0, 3), [])
+def test_nobody_else_can_read_it(run: Path, kept: ResultOutbox):
+    kept.store_dispatch(advance(0, 3), [])
     assert [path.stat().st_mode & 0o777 for path in run.iterdir()] == [0o600]
 
 
-def test_what_was_read_is_let_go(tmp_path: Path, run: Path, kept: Unread):
+def test_what_was_read_is_let_go(tmp_path: Path, run: Path, kept: ResultOutbox):
     for start in (0, 4, 8):
-        kept.keep(advance(start, start + 4), [])
-    kept.drop(3)
+        kept.store_dispatch(advance(start, start + 4), [])
+    kept.discard_read(3)
     assert steps(tmp_path) == list(range(12))
-    kept.drop(8)
+    kept.discard_read(8)
     assert steps(tmp_path) == [8, 9, 10, 11]
-    kept.drop()
+    kept.discard_read()
     assert list(run.iterdir()) == []
 
 
-def test_what_lost_ranks_left_goes_too(tmp_path: Path, run: Path, kept: Unread):
-    kept.keep(advance(0, 4), [])
-    Unread(tmp_path, JOB, 7).keep(advance(0, 4, rank=7), [])
+def test_what_lost_ranks_left_goes_too(tmp_path: Path, run: Path, kept: ResultOutbox):
+    kept.store_dispatch(advance(0, 4), [])
+    ResultOutbox(tmp_path, JOB, 7).store_dispatch(advance(0, 4, rank=7), [])
     (run / "rows.bin").touch()
-    engine_outbox.remove(tmp_path, JOB)
+    engine_outbox.remove_all(tmp_path, JOB)
     assert [path.name for path in run.iterdir()] == ["rows.bin"]
-    engine_outbox.remove(tmp_path, "job-2")  # nothing is there
-    kept.drop()
+    engine_outbox.remove_all(tmp_path, "job-2")  # nothing is there
+    kept.discard_read()
 
 
-def test_a_dispatch_without_a_step_leaves_nothing(run: Path, kept: Unread):
-    kept.keep(advance(4, 4), SAID)
+def test_a_dispatch_without_a_step_leaves_nothing(run: Path, kept: ResultOutbox):
+    kept.store_dispatch(advance(4, 4), SAID)
     assert list(run.iterdir()) == []
 
 
 def test_where_nobody_takes_over_nothing_is_written(tmp_path: Path):
-    kept = Unread(tmp_path, "job-2", 0)
-    kept.keep(advance(0, 4), [])
+    kept = ResultOutbox(tmp_path, "job-2", 0)
+    kept.store_dispatch(advance(0, 4), [])
     assert list(tmp_path.iterdir()) == []
-    assert kept._kept == []
+    assert kept._files == []
 
 
-def test_one_that_was_cut_off_is_left_out(tmp_path: Path, run: Path, kept: Unread):
-    kept.keep(advance(0, 4), SAID)
-    kept.keep(advance(4, 8), SAID)
+def test_one_that_was_cut_off_is_left_out(tmp_path: Path, run: Path, kept: ResultOutbox):
+    kept.store_dispatch(advance(0, 4), SAID)
+    kept.store_dispatch(advance(4, 8), SAID)
     last = run / "unread-1.4"
     whole = last.read_bytes()
     for size in range(len(whole)):
@@ -131,22 +135,22 @@ def test_one_that_was_cut_off_is_left_out(tmp_path: Path, run: Path, kept: Unrea
     assert steps(tmp_path) == list(range(8))
 
 
-FOUND: engine_outbox.Found = (4, {"loss": (2.0, 4.0), "hits": (float("inf"), 4.0)})
+FOUND: engine_outbox.EvaluationSums = (4, {"loss": (2.0, 4.0), "hits": (float("inf"), 4.0)})
 
 
-def test_evaluations_are_kept_until_a_dispatch_behind_them_was_read(tmp_path: Path, run: Path, kept: Unread):
+def test_evaluations_are_kept_until_a_dispatch_behind_them_was_read(tmp_path: Path, run: Path, kept: ResultOutbox):
     for step in (4, 8):
-        kept.keep_evaluation(step, FOUND)
-    kept.keep(advance(8, 12), [])
-    kept.drop(8)  # all steps before were read, and perhaps not yet what was found behind them
-    assert engine_outbox.evaluations(tmp_path, JOB, RANK) == {8: FOUND}
-    assert engine_outbox.evaluations(tmp_path, JOB, 0) == {}
+        kept.store_evaluation(step, FOUND)
+    kept.store_dispatch(advance(8, 12), [])
+    kept.discard_read(8)  # all steps before were read, and perhaps not yet what was found behind them
+    assert engine_outbox.read_evaluations(tmp_path, JOB, RANK) == {8: FOUND}
+    assert engine_outbox.read_evaluations(tmp_path, JOB, 0) == {}
     assert steps(tmp_path) == [8, 9, 10, 11]
     assert {path.stat().st_mode & 0o777 for path in run.iterdir()} == {0o600}
-    kept.drop(12)
+    kept.discard_read(12)
     assert list(run.iterdir()) == []
-    kept.keep_evaluation(12, FOUND)
-    engine_outbox.remove(tmp_path, JOB)
+    kept.store_evaluation(12, FOUND)
+    engine_outbox.remove_all(tmp_path, JOB)
     assert list(run.iterdir()) == []
 
 
@@ -160,7 +164,7 @@ def test_evaluations_are_kept_until_a_dispatch_behind_them_was_read(tmp_path: Pa
 )
 def test_an_evaluation_that_is_not_of_that_form_is_left_out(tmp_path: Path, run: Path, text: str):
     (run / "unread-evaluation-1.4").write_text(text)
-    assert engine_outbox.evaluations(tmp_path, JOB, RANK) == {}
+    assert engine_outbox.read_evaluations(tmp_path, JOB, RANK) == {}
 
 
 def _head(**changed: Any) -> bytes:
@@ -200,14 +204,14 @@ def test_what_is_not_of_that_form_is_left_out(tmp_path: Path, run: Path, data: b
 
 def test_a_full_disk_is_no_error_and_is_tried_again(small_disk: Path):
     (small_disk / "runs" / JOB).mkdir(parents=True)
-    kept, filler = Unread(small_disk, JOB, RANK), small_disk / "filler"
-    kept.keep(advance(0, 100), [])
+    kept, filler = ResultOutbox(small_disk, JOB, RANK), small_disk / "filler"
+    kept.store_dispatch(advance(0, 100), [])
     with contextlib.suppress(OSError):
         filler.write_bytes(bytes(2**20))
-    kept.keep(advance(100, 200), [])
-    kept.keep(advance(200, 300), [])
+    kept.store_dispatch(advance(100, 200), [])
+    kept.store_dispatch(advance(200, 300), [])
     assert steps(small_disk) == list(range(100))
     filler.unlink()
-    kept.drop(100)
-    kept.keep(advance(300, 301), [])
+    kept.discard_read(100)
+    kept.store_dispatch(advance(300, 301), [])
     assert steps(small_disk) == list(range(100, 301))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from dtkit.training.verify import Verification, incomparable, judge
+from dtkit.training.verify import Verification, compare_states, find_incomparable_modules
 
 
 def judged(
@@ -25,13 +25,13 @@ def judged(
         state[name] = state[name] + torch.as_tensor(by, dtype=dtype)
     if gradients is None:
         gradients = {"w": torch.ones(3, dtype=dtype), "b": torch.ones(2, dtype=dtype)}
-    return judge(state, reference, gradients, modules, 20, 2)
+    return compare_states(state, reference, gradients, modules, 20, 2)
 
 
 def test_equal_numbers_pass():
     found = judged()
     assert found
-    assert (found.verdict, found.difference, found.dtype) == ("PASS", 0.0, "float64")
+    assert (found.verdict, found.max_difference, found.dtype) == ("PASS", 0.0, "float64")
     assert found.text().startswith("PASS: 20 steps on 2 ranks against one process, float64")
     assert found.differences == {"w": 0, "b": 0, "count": 0}
 
@@ -64,19 +64,19 @@ def test_a_step_count_that_differs_fails():
 def test_what_is_not_finite_fails_wherever_it_stands(name, value):
     found = judged({name: value})
     assert found.verdict == "FAIL"
-    assert found.difference == math.inf
+    assert found.max_difference == math.inf
 
 
 def test_equal_infinities_are_equal():
     mask = {"mask": torch.tensor([0.0, -math.inf])}
-    assert judge(mask, mask, {}, (), 1, 2).verdict == "PASS"
+    assert compare_states(mask, mask, {}, (), 1, 2).verdict == "PASS"
 
 
 def test_numbers_of_zero_gradient_are_named_apart_and_held_to_a_wider_bound():
     gradients = {"w": torch.tensor([1.0, 1e-14, 1.0], dtype=torch.float64), "b": torch.ones(2, dtype=torch.float64)}
     found = judged({"w": [0, 5e-11, 0]}, gradients)
     assert found.verdict == "PASS"
-    assert found.difference == 0
+    assert found.max_difference == 0
     assert found.zero_gradient == {"w": (1, pytest.approx(5e-11, rel=1e-4))}
     assert "w: 1 numbers of zero gradient hold rounding alone" in found.text()
     assert judged({"w": [0, 5e-10, 0]}, gradients).verdict == "FAIL"
@@ -99,7 +99,7 @@ def test_not_comparable_names_the_modules():
 
 def test_extra_state_is_left_out():
     state = {"w": torch.ones(1), "_extra_state": {"version": 1}}
-    assert judge(state, state, {"w": torch.ones(1)}, (), 1, 2).verdict == "PASS"
+    assert compare_states(state, state, {"w": torch.ones(1)}, (), 1, 2).verdict == "PASS"
 
 
 def test_the_report_is_escaped_in_html():
@@ -127,11 +127,11 @@ def test_the_report_is_escaped_in_html():
     ],
 )
 def test_what_differs_between_one_process_and_several_by_nature(module, named):
-    found = list(incomparable(nn.Sequential(nn.Linear(4, 4), module)))
+    found = list(find_incomparable_modules(nn.Sequential(nn.Linear(4, 4), module)))
     assert bool(found) == named
     if named:
         assert found[0].startswith(f"1 ({type(module).__name__}): ")
 
 
 def test_a_module_that_is_the_model_itself_is_named_too():
-    assert next(incomparable(nn.Dropout(0.5))).startswith("the model (Dropout)")
+    assert next(find_incomparable_modules(nn.Dropout(0.5))).startswith("the model (Dropout)")

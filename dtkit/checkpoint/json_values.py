@@ -14,7 +14,7 @@ from typing import Any
 _TAGS = ("$float", "$tuple", "$pairs", "$counter", "$scalar")
 
 
-class Unsavable(ValueError):  # noqa: N818 - reads as a property, as in `except Unsavable`
+class UnsupportedValueError(ValueError):
     """A value that is no plain data."""
 
 
@@ -31,8 +31,10 @@ def encode(value: Any, where: str) -> Any:
     if isinstance(value, dict):
         return _encode_dict(value, where)
     if hasattr(value, "dtype") and hasattr(value, "item") and not getattr(value, "shape", ()):
-        return {"$scalar": [_family(value), str(value.dtype).rpartition(".")[2], encode(value.item(), where)]}
-    raise Unsavable(f"{where} is a {type(value).__name__}")
+        return {
+            "$scalar": [_get_number_family(value), str(value.dtype).rpartition(".")[2], encode(value.item(), where)]
+        }
+    raise UnsupportedValueError(f"{where} is a {type(value).__name__}")
 
 
 def _encode_dict(value: dict[Any, Any], where: str) -> Any:
@@ -42,7 +44,7 @@ def _encode_dict(value: dict[Any, Any], where: str) -> Any:
     return {tag: [[encode(k, f"a key of {where}"), encode(v, f"{where}[{k!r}]")] for k, v in value.items()]}
 
 
-def _family(value: Any) -> str:
+def _get_number_family(value: Any) -> str:
     """Whose number it is; a tensor also says whether it lies on the CPU."""
     if not type(value).__module__.startswith("torch"):
         return "numpy"
@@ -58,21 +60,21 @@ def decode(value: Any, device: Any = None) -> Any:
     tag = next(iter(value), "")
     if len(value) != 1 or tag not in _TAGS:
         return {key: decode(item, device) for key, item in value.items()}
-    return _untagged(tag, value[tag], device)
+    return _decode_tagged(tag, value[tag], device)
 
 
-def _untagged(tag: str, inner: Any, device: Any) -> Any:
+def _decode_tagged(tag: str, inner: Any, device: Any) -> Any:
     if tag == "$float":
         return float(inner)
     if tag == "$tuple":
         return tuple(decode(item, device) for item in inner)
     if tag == "$scalar":
-        return _scalar(inner[0], inner[1], inner[2], device)
+        return _decode_scalar(inner[0], inner[1], inner[2], device)
     pairs = {decode(k): decode(v, device) for k, v in inner}
     return collections.Counter(pairs) if tag == "$counter" else pairs
 
 
-def _scalar(family: str, dtype: str, value: Any, device: Any) -> Any:
+def _decode_scalar(family: str, dtype: str, value: Any, device: Any) -> Any:
     if family == "numpy":
         import numpy as np
 
@@ -81,5 +83,5 @@ def _scalar(family: str, dtype: str, value: Any, device: Any) -> Any:
 
     kind = getattr(torch, dtype)
     if not isinstance(kind, torch.dtype):
-        raise Unsavable(f"{dtype!r} is no dtype of torch")
+        raise UnsupportedValueError(f"{dtype!r} is no dtype of torch")
     return torch.tensor(decode(value), dtype=kind, device="cpu" if family == "torch cpu" else device)

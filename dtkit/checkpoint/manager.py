@@ -28,285 +28,302 @@ if TYPE_CHECKING:
 
     from dtkit.history.history import History
 
-STALL_S = 120.0  # without a byte more in the folder: a rank has ended, or its disk hangs
-_LOOK_S = 0.02
-_FAR = 2**31
+WRITE_STALL_TIMEOUT_S = 120.0  # without a byte more in the folder: a rank has ended, or its disk hangs
+_POLL_S = 0.02
+_NEVER_DUE = 2**31
 
 
 @dataclasses.dataclass(frozen=True)
-class Saved:
+class CheckpointResult:
     """A checkpoint that was written."""
 
     path: Path
     step: int
     nbytes: int
-    seconds: float
+    duration_s: float
     """From the step's end until it was whole on the disk."""
-    stood_s: float
+    blocked_s: float
     """Of these, how long training stood still."""
 
     def __repr__(self) -> str:
-        took = f"{formatting.duration(self.seconds)} (training stood still for {formatting.duration(self.stood_s)})"
+        took = (
+            f"{formatting.duration(self.duration_s)} (training stood still for {formatting.duration(self.blocked_s)})"
+        )
         return f"saved step {self.step}, {formatting.size(self.nbytes)} in {took}: {self.path}"
 
 
 @dataclasses.dataclass(frozen=True)
-class Saves:
+class CheckpointPolicy:
     """The saves that a run makes by itself, as ``cluster.train`` was asked for."""
 
-    every: int | None = None
+    every_steps: int | None = None
     """Steps from one to the next; None for none but those asked for by hand."""
-    to: Path | None = None
-    keep: int = 3
+    folder: Path | None = None
+    keep_last: int = 3
     """How many stay of those that it made by itself."""
-    seconds: float | None = None
+    every_seconds: float | None = None
     """Instead of `every`: seconds from one to the next."""
     quiet: bool = False
     """Whether the log says nothing of those that were written."""
-    yields: bool = False
+    skip_while_writing: bool = False
     """Whether one is left out while another is being written: there are others, in memory."""
-    line: checkpoint.Line = ()
+    lineage: checkpoint.Lineage = ()
     """This run's name, after those of the runs that it goes on from: `keep` removes none of another run's."""
 
-    def due(self, step: int, last: int, asked: tuple[int, float]) -> bool:
+    def is_due(self, step: int, total_steps: int, last_request: tuple[int, float]) -> bool:
         """Whether to save after so many steps, of `last` in all, after one that was asked for at (step, time)."""
-        if self.to is None or step <= asked[0]:
+        if self.folder is None or step <= last_request[0]:
             return False
-        if self.every is not None:
-            return step % self.every == 0 or (step == last and not self.quiet)
-        return self.seconds is not None and time.monotonic() - asked[1] >= self.seconds
+        if self.every_steps is not None:
+            return step % self.every_steps == 0 or (step == total_steps and not self.quiet)
+        return self.every_seconds is not None and time.monotonic() - last_request[1] >= self.every_seconds
 
 
 @dataclasses.dataclass(eq=False)
-class Save:
+class CheckpointRequest:
     """One save, from when it is asked for."""
 
     path: Path
-    keep: int | None
-    plan: Saves | None = None
+    keep_last: int | None
+    policy: CheckpointPolicy | None = None
     """None for one that was asked for by hand."""
-    done: Future[Saved] = dataclasses.field(default_factory=Future)
+    future: Future[CheckpointResult] = dataclasses.field(default_factory=Future)
     folder: Path | None = None
     token: str = ""
-    begun: float = 0.0
+    started_at: float = 0.0
 
-    def args(self) -> dict[str, Any]:
+    def make_args(self) -> dict[str, Any]:
         """What the engines are told."""
         return {"folder": str(self.folder), "token": self.token}
 
-    def result(self, patience: float) -> Saved:
+    def result(self, step_timeout: float) -> CheckpointResult:
         """Wait until it is written. Raises CheckpointError."""
         try:
-            return self.done.result(patience + STALL_S)
+            return self.future.result(step_timeout + WRITE_STALL_TIMEOUT_S)
         except TimeoutError:
             raise CheckpointError(
-                f"the engines did not write to {self.path} within {patience + STALL_S:.0f} s"
+                f"the engines did not write to {self.path} within {step_timeout + WRITE_STALL_TIMEOUT_S:.0f} s"
             ) from None
 
-    def fail(self, why: str | BaseException) -> None:
+    def fail(self, reason: str | BaseException) -> None:
         """Tell whoever waits for it."""
         if self.folder is not None:
-            checkpoint.abandon(self.folder)
-        if not self.done.done():
-            error = why if isinstance(why, CheckpointError) else CheckpointError(str(why))
-            self.done.set_exception(error)
+            checkpoint.abandon_checkpoint(self.folder)
+        if not self.future.done():
+            error = reason if isinstance(reason, CheckpointError) else CheckpointError(str(reason))
+            self.future.set_exception(error)
 
 
-class Saver:
+class CheckpointManager:
     """The saves of one run. All but `finish` is called by the run's driver, or when that has ended."""
 
-    def __init__(self, history: History, changed: Callable[[], None]) -> None:
-        self.plan, self.snapshots = Saves(), Saves(quiet=True)
+    def __init__(self, history: History, on_change: Callable[[], None]) -> None:
+        self.policy, self.snapshot_policy = CheckpointPolicy(), CheckpointPolicy(quiet=True)
         """What the user asked for; what the run may have to go back to when an engine is lost."""
         self.describe: Callable[[], Mapping[str, Any]] = dict
         """What checkpoint.json is to say besides: spec and callbacks, as they are now."""
-        self._history, self._changed = history, changed
-        self._wanted: list[Save] = []
-        self._asked: dict[Saves, tuple[int, float]] = {}  # step and time of the last one of each plan
-        self._begun = 0, time.monotonic()
-        self._last = 0
+        self._history, self._on_change = history, on_change
+        self._requests: list[CheckpointRequest] = []
+        self._last_requests: dict[
+            CheckpointPolicy, tuple[int, float]
+        ] = {}  # step and time of the last one of each plan
+        self._started_at = 0, time.monotonic()
+        self._total_steps = 0
         # locks: for one checkpoint, which fails once ranks stop writing
-        self._order = threading.Lock()  # saves are finished one after the other
+        self._finish_lock = threading.Lock()  # saves are finished one after the other
         self._closing = threading.Event()
         self._threads: list[threading.Thread] = []
 
     # -- when -------------------------------------------------------------------------------------------------
 
-    def begin_at(self, step: int) -> None:
+    def reset_to(self, step: int) -> None:
         """A run begins at this step: it need not be saved."""
-        self._begun = step, time.monotonic()
-        self._asked.clear()
+        self._started_at = step, time.monotonic()
+        self._last_requests.clear()
 
-    def want(self, save: Save) -> None:
+    def add_request(self, request: CheckpointRequest) -> None:
         """At the next boundary between two steps."""
-        self._wanted.append(save)
+        self._requests.append(request)
 
     @property
-    def wanted(self) -> bool:
+    def has_requests(self) -> bool:
         """Whether somebody asked for one by hand."""
-        return bool(self._wanted)
+        return bool(self._requests)
 
-    def due(self, step: int, last: int) -> bool:
+    def is_due(self, step: int, total_steps: int) -> bool:
         """Whether to save after so many steps, of `last` in all."""
-        self._last = last
-        return self.wanted or self._due(step) is not None
+        self._total_steps = total_steps
+        return self.has_requests or self._find_due_policy(step) is not None
 
-    def _due(self, step: int) -> Saves | None:
-        plans = [p for p in (self.plan, self.snapshots) if not (p.yields and self._writing)]
-        return next((p for p in plans if p.due(step, self._last, self._asked.get(p, self._begun))), None)
+    def _find_due_policy(self, step: int) -> CheckpointPolicy | None:
+        plans = [p for p in (self.policy, self.snapshot_policy) if not (p.skip_while_writing and self._is_writing)]
+        return next(
+            (p for p in plans if p.is_due(step, self._total_steps, self._last_requests.get(p, self._started_at))), None
+        )
 
     @property
-    def _writing(self) -> bool:
+    def _is_writing(self) -> bool:
         return any(thread.is_alive() for thread in self._threads)
 
-    def room(self, step: int) -> int:
+    def steps_until_due(self, step: int) -> int:
         """Steps until the next save is due."""
-        found = [plan.every for plan in (self.plan, self.snapshots) if plan.every is not None]
-        return min((every - step % every for every in found), default=_FAR)
+        found = [plan.every_steps for plan in (self.policy, self.snapshot_policy) if plan.every_steps is not None]
+        return min((every - step % every for every in found), default=_NEVER_DUE)
 
-    def next(self, step: int) -> Save | None:
+    def begin_next(self, step: int) -> CheckpointRequest | None:
         """The save to send now, its folder made; None where that can't be."""
-        save = self._wanted.pop(0) if self._wanted else self._regular(step)
-        save.begun = time.monotonic()
+        save = self._requests.pop(0) if self._requests else self._make_scheduled_request(step)
+        save.started_at = time.monotonic()
         try:
-            save.folder = checkpoint.begin(save.path)
+            save.folder = checkpoint.begin_checkpoint(save.path)
             save.token = os.urandom(8).hex()
-            checkpoint.write_text(save.folder / checkpoint.TOKEN, save.token)
+            checkpoint.write_and_sync(save.folder / checkpoint.TOKEN_FILE, save.token)
         except OSError as error:
-            self._failed(save, step, _told(save, error))
+            self._fail_request(save, step, _format_os_error(save, error))
             return None
         return save
 
-    def _regular(self, step: int) -> Save:
-        plan = self._due(step)
+    def _make_scheduled_request(self, step: int) -> CheckpointRequest:
+        plan = self._find_due_policy(step)
         assert plan is not None
-        assert plan.to is not None
-        self._asked[plan] = step, time.monotonic()
-        return Save(plan.to, plan.keep, plan)
+        assert plan.folder is not None
+        self._last_requests[plan] = step, time.monotonic()
+        return CheckpointRequest(plan.folder, plan.keep_last, plan)
 
-    def refused(self, save: Save) -> None:
+    def on_cancel(self, request: CheckpointRequest) -> None:
         """Ranks did not stand at that step: it will be asked for again, or is due again."""
-        assert save.folder is not None
-        checkpoint.abandon(save.folder)
-        save.folder = None
-        if save.plan is None:
-            self._wanted.insert(0, save)
+        assert request.folder is not None
+        checkpoint.abandon_checkpoint(request.folder)
+        request.folder = None
+        if request.policy is None:
+            self._requests.insert(0, request)
         else:
-            self._asked.pop(save.plan, None)
+            self._last_requests.pop(request.policy, None)
 
-    def failed(self, save: Save, step: int, error: BaseException) -> None:
+    def on_failure(self, request: CheckpointRequest, step: int, error: BaseException) -> None:
         """The engines could not take it."""
-        self._failed(save, step, str(error).partition("\n")[0])
+        self._fail_request(request, step, str(error).partition("\n")[0])
 
-    def drop(self, why: str) -> None:
+    def cancel_requests(self, reason: str) -> None:
         """Those that were not sent yet will not be: the run has ended, or an engine is lost."""
-        for save in self._wanted:
-            save.fail(why)
-        self._wanted.clear()
+        for save in self._requests:
+            save.fail(reason)
+        self._requests.clear()
 
     # -- what makes a checkpoint of it ------------------------------------------------------------------------
 
-    def landed(self, save: Save, step: int, values: Sequence[Any]) -> None:
+    def on_result(self, request: CheckpointRequest, step: int, values: Sequence[Any]) -> None:
         """All ranks have copied their state as after `step` steps, and are writing."""
-        attempt(lambda: self._write(save, step, values), lambda error: self._failed(save, step, _word(error)))
+        attempt(
+            lambda: self._start_writing(request, step, values),
+            lambda error: self._fail_request(request, step, _format_error(error)),
+        )
 
-    def _write(self, save: Save, step: int, values: Sequence[Any]) -> None:
+    def _start_writing(self, request: CheckpointRequest, step: int, values: Sequence[Any]) -> None:
         head = {**self.describe(), "step": step, "torch": values[0]["torch"]}  # callbacks speak, which are the user's
         upto = len(self._history), len(self._history.events), len(self._history.evaluations)
-        args = save, head, list(values), self._history.until(*upto)
-        thread = threading.Thread(target=self._finish, args=args, name="dtkit-checkpoint", daemon=True)
+        args = request, head, list(values), self._history.copy_until(*upto)
+        thread = threading.Thread(target=self._finish_checkpoint, args=args, name="dtkit-checkpoint", daemon=True)
         self._threads = [t for t in self._threads if t.is_alive()] + [thread]
         thread.start()
 
-    def join(self, timeout: float = STALL_S) -> None:
+    def join(self, timeout: float = WRITE_STALL_TIMEOUT_S) -> None:
         """Wait for saves that are at work, for so long at most."""
         deadline = time.monotonic() + timeout
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
-    def settle(self, timeout: float) -> None:
+    def close(self, timeout: float) -> None:
         """Let saves that are at work end, for so long; then give them up."""
         self.join(timeout)
         self._closing.set()
 
-    def _finish(self, save: Save, head: dict[str, Any], values: list[dict[str, Any]], history: History) -> None:
-        with self._order:
+    def _finish_checkpoint(
+        self, request: CheckpointRequest, metadata: dict[str, Any], values: list[dict[str, Any]], history: History
+    ) -> None:
+        with self._finish_lock:
             try:
-                saved = self._made(save, head, values, history)
+                saved = self._write_checkpoint(request, metadata, values, history)
             except OSError as error:
-                self._failed(save, head["step"], _told(save, error))
+                self._fail_request(request, metadata["step"], _format_os_error(request, error))
             except CheckpointError as error:
-                self._failed(save, head["step"], str(error))
+                self._fail_request(request, metadata["step"], str(error))
             else:
-                if save.plan is None or not save.plan.quiet:
-                    self._tell(saved)
-                save.done.set_result(saved)
+                if request.policy is None or not request.policy.quiet:
+                    self._log_result(saved)
+                request.future.set_result(saved)
 
-    def _tell(self, saved: Saved) -> None:
-        text = f"saved {saved.path.name}, {formatting.size(saved.nbytes)} in {formatting.duration(saved.seconds)}"
-        self._note(saved.step, "note", text)
+    def _log_result(self, result: CheckpointResult) -> None:
+        text = f"saved {result.path.name}, {formatting.size(result.nbytes)} in {formatting.duration(result.duration_s)}"
+        self._add_event(result.step, "note", text)
 
-    def _made(self, save: Save, head: dict[str, Any], values: list[dict[str, Any]], history: History) -> Saved:
-        assert save.folder is not None
+    def _write_checkpoint(
+        self, request: CheckpointRequest, metadata: dict[str, Any], values: list[dict[str, Any]], history: History
+    ) -> CheckpointResult:
+        assert request.folder is not None
         if errors := [value["error"] for value in values if value["error"]]:
             raise CheckpointError("; ".join(errors))
-        reports = self._reports(save.folder, len(values))
+        reports = self._wait_for_reports(request.folder, len(values))
         if errors := [report["error"] for report in reports if "error" in report]:
             raise CheckpointError("; ".join(errors))
         files = {name: written for report in reports for name, written in report["file"].items()}
-        files[checkpoint.HISTORY] = _write_history(save.folder, history)
-        for left in [save.folder / checkpoint.TOKEN, *save.folder.glob("report-*.json")]:
+        files[checkpoint.HISTORY_FILE] = _write_history(request.folder, history)
+        for left in [request.folder / checkpoint.TOKEN_FILE, *request.folder.glob("report-*.json")]:
             left.unlink()
-        head |= {
+        metadata |= {
             "files": files,
-            "index": checkpoint.index_of(reports),
-            "facts": checkpoint.merge([report["facts"] for report in reports]),
-            "line": () if save.plan is None else save.plan.line,
+            "index": checkpoint.build_index(reports),
+            "facts": checkpoint.merge_facts([report["facts"] for report in reports]),
+            "line": () if request.policy is None else request.policy.lineage,
         }
-        path = checkpoint.finish(save.folder, head)
-        if save.keep is not None:
-            checkpoint.prune(save.path, save.keep, () if save.plan is None else save.plan.line)
+        path = checkpoint.finish_checkpoint(request.folder, metadata)
+        if request.keep_last is not None:
+            checkpoint.prune_checkpoints(
+                request.path, request.keep_last, () if request.policy is None else request.policy.lineage
+            )
         stood, size = max(value["seconds"] for value in values), sum(file["bytes"] for file in files.values())
-        return Saved(path, head["step"], size, time.monotonic() - save.begun, stood)
+        return CheckpointResult(path, metadata["step"], size, time.monotonic() - request.started_at, stood)
 
-    def _reports(self, folder: Path, ranks: int) -> list[dict[str, Any]]:
+    def _wait_for_reports(self, folder: Path, world_size: int) -> list[dict[str, Any]]:
         """What every rank says came of its part, once all have."""
         found: dict[int, dict[str, Any]] = {}
         grown, since = -1, time.monotonic()
-        while len(found) < ranks:
-            for rank in set(range(ranks)) - found.keys():
+        while len(found) < world_size:
+            for rank in set(range(world_size)) - found.keys():
                 with contextlib.suppress(FileNotFoundError):
-                    text = (folder / checkpoint.report_file(rank)).read_text(encoding="utf-8")
+                    text = (folder / checkpoint.get_report_filename(rank)).read_text(encoding="utf-8")
                     found[rank] = json.loads(text)
-            if (size := _size(folder)) != grown:
+            if (size := _measure_folder(folder)) != grown:
                 grown, since = size, time.monotonic()
-            missing = ", ".join(map(str, sorted(set(range(ranks)) - found.keys())))
-            if time.monotonic() - since > STALL_S:
-                raise CheckpointError(f"rank {missing} has written nothing for {STALL_S:.0f} s")
-            if missing and self._closing.wait(_LOOK_S):
+            missing = ", ".join(map(str, sorted(set(range(world_size)) - found.keys())))
+            if time.monotonic() - since > WRITE_STALL_TIMEOUT_S:
+                raise CheckpointError(f"rank {missing} has written nothing for {WRITE_STALL_TIMEOUT_S:.0f} s")
+            if missing and self._closing.wait(_POLL_S):
                 raise CheckpointError(f"the cluster was closed before rank {missing} had written its part")
-        return [found[rank] for rank in range(ranks)]
+        return [found[rank] for rank in range(world_size)]
 
-    def _failed(self, save: Save, step: int, why: str) -> None:
-        self._note(step, "error", f"the checkpoint of step {step} was not written: {why}. Older ones are as they were")
-        save.fail(f"the checkpoint of step {step} was not written: {why}")
+    def _fail_request(self, request: CheckpointRequest, step: int, reason: str) -> None:
+        self._add_event(
+            step, "error", f"the checkpoint of step {step} was not written: {reason}. Older ones are as they were"
+        )
+        request.fail(f"the checkpoint of step {step} was not written: {reason}")
 
-    def _note(self, step: int, kind: str, text: str) -> None:
+    def _add_event(self, step: int, kind: str, text: str) -> None:
         self._history.add(Event(step, kind, text, time.time()))
-        self._changed()
+        self._on_change()
 
 
-def _word(error: Exception) -> str:
+def _format_error(error: Exception) -> str:
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
-def _told(save: Save, error: OSError) -> str:
+def _format_os_error(request: CheckpointRequest, error: OSError) -> str:
     """What the system says of a folder, and what to do."""
     why = error.strerror or error
-    return f"{save.path}: {why}. Name a folder that the notebook and all engines can write to, with room for it"
+    return f"{request.path}: {why}. Name a folder that the notebook and all engines can write to, with room for it"
 
 
-def _size(folder: Path) -> int:
+def _measure_folder(folder: Path) -> int:
     """Bytes in a folder, and files: what grows while ranks write."""
     total = 0
     for path in folder.iterdir():
@@ -316,8 +333,8 @@ def _size(folder: Path) -> int:
 
 
 def _write_history(folder: Path, history: History) -> dict[str, Any]:
-    path = folder / checkpoint.HISTORY
+    path = folder / checkpoint.HISTORY_FILE
     history.to_jsonl(path)
     with path.open("rb") as file:
         os.fsync(file.fileno())
-    return {"bytes": path.stat().st_size, "digest": checkpoint.digest_of(path)}
+    return {"bytes": path.stat().st_size, "digest": checkpoint.compute_digest(path)}

@@ -38,7 +38,7 @@ def attach(name: Any = None, *, client: Any = None, **options: Any) -> Cluster:
     -------
     Cluster
         Its ``current_run`` is the run that was going on, paused where the engines stand, with its whole history;
-        ``current_run.resume()`` goes on.
+        ``current_run.resume_from()`` goes on.
 
     Raises
     ------
@@ -80,9 +80,9 @@ def _run(cluster: Cluster) -> Run | None:
     from dtkit.training.run import Run
 
     jobs = [job for heritage in cluster.heritage for job in heritage.jobs]
-    jobs += recovered_state.jobs(cluster.folder)  # that ended on the engines, to be made anew
+    jobs += recovered_state.list_jobs(cluster.folder)  # that ended on the engines, to be made anew
     for job in dict.fromkeys(jobs):
-        found = persisted_run.take_up(cluster, job)
+        found = persisted_run.load(cluster, job)
         if found is not None:
-            return Run.again(cluster, job, *found)
+            return Run.reattach(cluster, job, *found)
     return None

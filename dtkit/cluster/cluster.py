@@ -224,14 +224,14 @@ class Cluster(Ranks):
         ``own_group=True`` gives `fn` torchrun's environment instead, for a script that makes its own group.
         """
         task = self.submit(fn, *args, own_group=own_group, **kwargs)
-        return task.follow()
+        return task.display_and_wait()
 
     def submit(self, fn: Callable[..., Any], *args: Any, own_group: bool = False, **kwargs: Any) -> Task:
         """As :meth:`run`, without waiting: a handle that shows itself."""
         from dtkit.training import task
 
         self.make_ready()
-        return task.start(self, fn, args, kwargs, own_group=own_group)
+        return task.submit(self, fn, args, kwargs, own_group=own_group)
 
     def partition(
         self,
@@ -245,7 +245,7 @@ class Cluster(Ranks):
         columns: Sequence[Any] | None = None,
         model: Any = None,
         loss: Callable[..., Any] | None = None,
-        step: Callable[..., Any] | None = None,
+        training_step: Callable[..., Any] | None = None,
     ) -> Partition:
         """One shard of `data` per rank. Shows who got what.
 
@@ -279,10 +279,10 @@ class Cluster(Ranks):
 
         self.check_open()
         if by == "speed":
-            speed.check_measurable(model, loss, step, weights)
+            speed.check_measurable(model, loss, training_step, weights)
         how: dict[str, Any] = {"labels": labels, "seed": seed, "target": target, "columns": columns}
         part = distribute.partition_data(self, data, by="contiguous" if by == "speed" else by, weights=weights, **how)
-        return speed.repartition_by_speed(self, part, model, loss, step) if by == "speed" else part
+        return speed.repartition_by_speed(self, part, model, loss, training_step) if by == "speed" else part
 
     def broadcast(self, model: Any) -> Replicas:
         """The model on every rank with identical parameters and buffers. Shows a checksum per rank."""
@@ -303,22 +303,22 @@ class Cluster(Ranks):
         steps: int | None = None,
         strategy: Strategy | None = None,
         shuffle: str | None = "shard",
-        step: Callable[..., Any] | None = None,
+        training_step: Callable[..., Any] | None = None,
         metrics: Mapping[str, Callable[..., Any]] | None = None,
-        valid: Any = None,
-        scheduler: Callable[..., Any] | None = None,
-        scheduler_every: str = "step",
+        validation: Any = None,
+        lr_scheduler: Callable[..., Any] | None = None,
+        lr_scheduler_every: str = "step",
         callbacks: Sequence[Callable[[Run], Any]] = (),
         target: Any = None,
-        workers: int = 0,
+        num_workers: int = 0,
         pin_memory: bool | None = None,
         prefetch: bool | None = None,
         seed: int = 0,
         start: bool = True,
-        save_every: int | None = None,
-        save_to: str | Path | None = None,
-        keep: int = 3,
-        resume: str | Path | None = None,
+        checkpoint_every: int | None = None,
+        checkpoint_dir: str | Path | None = None,
+        keep_last: int = 3,
+        resume_from: str | Path | None = None,
         on_failure: str = "repair",
         snapshot_every: int | None = None,
     ) -> Run:
@@ -349,20 +349,20 @@ class Cluster(Ranks):
         step
             ``step(model, batch)`` instead of `loss`, for batches of any form; returns what `loss` may return.
         metrics
-            Names and functions of (output, target) that return means over samples, for `valid` and `Run.evaluate`.
+            Names and functions of (output, target) that return means over samples, for `validation` and `Run.evaluate`.
         valid
             Held-out data, evaluated after each epoch.
         scheduler
             A function from the optimiser to any torch scheduler, as in
             ``lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=1000)``. One that wants a
-            loss (``ReduceLROnPlateau``) gets each epoch's: that of `valid`, or else of training.
+            loss (``ReduceLROnPlateau``) gets each epoch's: that of `validation`, or else of training.
         scheduler_every
             When it is stepped: after every "step" (update) or every "epoch".
         callbacks
             Functions of the run, called in the notebook after every epoch and before the next one begins; what they
             raise pauses the run. :class:`EarlyStopping` is one.
         target
-            Of a table: see :meth:`partition`. `valid` and `Run.evaluate` take the same columns.
+            Of a table: see :meth:`partition`. `validation` and `Run.evaluate` take the same columns.
         workers
             Processes per engine that load a Dataset's samples (torch's DataLoader); 0 loads in the engine.
         pin_memory
@@ -375,9 +375,9 @@ class Cluster(Ranks):
         start
             False leaves the run paused before its first step, for ``run.step()``.
         save_every, save_to, keep
-            Write a checkpoint into the folder `save_to` after every so many steps, and after the last one; the newest
-            `keep` stay. Notebook and engines must share the folder. Training goes on while ranks write; an error of
-            the disk is shown, and training goes on too.
+            Write a checkpoint into the folder `checkpoint_dir` after every so many steps, and after the last one; the
+            newest `keep` stay. Notebook and engines must share the folder. Training goes on while ranks write; an error
+            of the disk is shown, and training goes on too.
         resume
             A checkpoint's folder, or one that holds checkpoints, whose newest is taken. `steps` and `epochs` count from
             the very start. On the same layout training goes on as if it had never ended; on another number of engines
@@ -386,7 +386,7 @@ class Cluster(Ranks):
             What to do when an engine is lost. "repair": another one takes its place, with the state of a survivor; the
             fourth time in a row at one step the run fails. "shrink": the others take its shard, and go on (of the epoch
             that is under way, ``shuffle="shard"`` then sees some rows twice and some not). "pause": wait for
-            ``run.resume()``, which repairs.
+            ``run.resume_from()``, which repairs.
         snapshot_every
             Steps from one snapshot to the next, for strategies that keep the only copy of a part of the model on one
             rank: what the run goes back to when that is lost. Each rank keeps a copy of its own part and of another
@@ -405,7 +405,7 @@ class Cluster(Ranks):
         """
         from dtkit.training import launch
 
-        options = launch.Options(
+        options = launch.TrainConfig(
             optimizer=optimizer,
             batch_size=batch_size,
             loss=loss,
@@ -413,22 +413,22 @@ class Cluster(Ranks):
             steps=steps,
             strategy=strategy,
             shuffle=shuffle,
-            step=step,
+            training_step=training_step,
             metrics=metrics,
-            valid=valid,
-            scheduler=scheduler,
-            scheduler_every=scheduler_every,
+            validation=validation,
+            lr_scheduler=lr_scheduler,
+            lr_scheduler_every=lr_scheduler_every,
             callbacks=callbacks,
             target=target,
-            workers=workers,
+            num_workers=num_workers,
             pin_memory=pin_memory,
             prefetch=prefetch,
             seed=seed,
             start=start,
-            save_every=save_every,
-            save_to=save_to,
-            keep=keep,
-            resume=resume,
+            checkpoint_every=checkpoint_every,
+            checkpoint_dir=checkpoint_dir,
+            keep_last=keep_last,
+            resume_from=resume_from,
             on_failure=on_failure,
             snapshot_every=snapshot_every,
         )
@@ -467,7 +467,7 @@ class Cluster(Ranks):
         optimizer: Callable[..., Any],
         sample: Any = None,
         loss: Callable[..., Any] | None = None,
-        step: Callable[..., Any] | None = None,
+        training_step: Callable[..., Any] | None = None,
         strategies: Sequence[Strategy] | None = None,
     ) -> Plan:
         """Whether a training would fit, and what a step would cost, for each strategy and rank. Trains nothing.
@@ -503,7 +503,7 @@ class Cluster(Ranks):
         from dtkit.planning import planner
 
         return planner.make_plan(
-            self, model, planner.PlanRequest(batch_size, optimizer, sample, loss, step, strategies)
+            self, model, planner.PlanRequest(batch_size, optimizer, sample, loss, training_step, strategies)
         )
 
     def stacks(self) -> Stacks:
@@ -540,7 +540,7 @@ class Cluster(Ranks):
                 return
             run, self.current_run = self.current_run, None
         if run is not None:
-            run.abandon()
+            run.on_cluster_closing()
         self._leave()
         with self._lock:
             self._closed = True
@@ -604,7 +604,7 @@ class Cluster(Ranks):
         self.check_open()
         self.check_owned()
         lost, run = self.lost(), self.current_run
-        if run is not None and not run.released:
+        if run is not None and not run.is_released:
             run.repair()
         elif lost:
             self.replace(lost)

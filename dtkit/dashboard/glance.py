@@ -51,7 +51,7 @@ def glance(history: History, ranks: int, lost: Lost | None = None) -> Glance:
     by_rank, silent = np.full((ranks, 3), np.nan), np.ones(ranks, bool)
     parts = timing(history, ranks)
     lost = follow({}, history.events) if lost is None else lost
-    totals = history.totals(history.steps - WINDOW)
+    totals = history.totals(history.num_steps - WINDOW)
     if not len(totals):
         return Glance(None, None, None, None, by_rank, parts, silent, lost)
     rows = history.rows(len(history) - WINDOW * ranks)

@@ -97,7 +97,7 @@ def _same(found: Consistency, ranks: int) -> str:
 def _slowed(source: Source) -> Iterator[Remark]:
     """One remark for all nodes that are slowed by the same factor."""
     by_factor: dict[float, list[int]] = {}
-    for rank, factor in sorted(source.slowed.items()):
+    for rank, factor in sorted(source.delay_factors.items()):
         if math.isfinite(factor) and factor != 1:
             by_factor.setdefault(factor, []).append(rank)
     for factor, ranks in by_factor.items():

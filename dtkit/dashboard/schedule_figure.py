@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dtkit.dashboard import timeline_figure as house
-from dtkit.history.timeline import spans_of
+from dtkit.history.timeline import convert_simulation
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def draw(schedule: Schedule) -> Figure:
     """A strip per rank, in units of a forward pass."""
     played = schedule.simulate()
-    spans = spans_of(played)
+    spans = convert_simulation(played)
     figure, ax = house.sheet(schedule.ranks)
     house.strips(ax, spans, 0.0, 1.0)
     house.legend(figure, ax, [*house.used(spans), house.idle("waiting")])

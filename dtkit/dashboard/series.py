@@ -39,7 +39,7 @@ _LARGEST = 1e37  # float32 ends at 3e38, and charts need room to subtract
 
 @dataclasses.dataclass(frozen=True)
 class Chart:
-    """One quantity over the steps: how to read it from rows (``ROW``), and from totals (``TOTAL``) and `copies`.
+    """One quantity over the steps: how to read it from rows (``ROW``), and from totals (``TOTAL_DTYPE``) and `copies`.
 
     `copies` is how many ranks share one replica of the model (:attr:`~dtkit.History.copies`).
     Without `of_rows` there are no lines for nodes; without `of_totals` any rank's rows say it for all.
@@ -189,7 +189,7 @@ class Curves:
         rows = rows[rows["rank"] < self._ranks]
         for chart, layout in zip(self._charts, self.layouts, strict=True):
             if chart.of_totals is not None:
-                values = chart.of_totals(totals, history.copies)
+                values = chart.of_totals(totals, history.ranks_per_replica)
                 self._scatter(np.full(len(totals), layout.overall), totals["step"], values)
             if chart.of_rows is not None and len(rows):
                 # What is the same on every rank is read from one of them.

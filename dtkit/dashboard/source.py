@@ -52,7 +52,7 @@ class Source(Protocol):
         ...
 
     @property
-    def slowed(self) -> Mapping[int, float]:
+    def delay_factors(self) -> Mapping[int, float]:
         """The ranks that are slowed on purpose, and how many times slower: ``{1: 2.0}``."""
         ...
 
@@ -62,7 +62,7 @@ class Source(Protocol):
         ...
 
     @property
-    def finding(self) -> Finding | None:
+    def stall_report(self) -> Finding | None:
         """Who keeps the others waiting now, as far as anybody had to ask; None while all is well."""
         ...
 

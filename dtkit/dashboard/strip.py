@@ -46,7 +46,7 @@ STRIPS = 16
 SPANS = 1500
 """Spans at most: 15 kB on their way to a page."""
 
-_NAMED = {message_times.SYNC: "communication", message_times.WAIT: "waiting"}
+_NAMED = {message_times.SYNC_PHASE: "communication", message_times.WAIT_PHASE: "waiting"}
 _BOX = np.dtype(
     [("rank", "i4"), ("kind", "u1"), ("stage", "i4"), ("micro_batch", "i4"), ("begin", "f8"), ("end", "f8")]
 )
@@ -74,7 +74,7 @@ def strip(timeline: Timeline | None, wanted: Iterable[int] = ()) -> Strip | None
     if timeline is None or not len(timeline.spans):
         return None
     step = int(timeline.spans["step"].max())
-    spans = comm_time.cut(timeline.of(step))
+    spans = comm_time.split_wait_spans(timeline.select(step))
     spans = spans[spans["end"] > spans["begin"]]
     if not len(spans):
         return None
@@ -109,7 +109,7 @@ def _boxes(spans: np.ndarray, start: float) -> np.ndarray:
 
 def _kinds(phases: np.ndarray) -> np.ndarray:
     names, place = np.unique(phases, return_inverse=True)
-    plain = [message_times.kind(str(name)) for name in names]
+    plain = [message_times.get_phase_kind(str(name)) for name in names]
     known = [_NAMED.get(name, name) for name in plain]
     numbers = [KINDS.index(name) if name in KINDS else KINDS.index("other") for name in known]
     return np.asarray(numbers, "u1")[place]
@@ -119,12 +119,12 @@ def _planned(timeline: Timeline, step: int, start: float, ranks: tuple[int, ...]
     """The schedule played through with the measured durations, on the same clock, where the timeline knows one."""
     if timeline.schedule is None:
         return np.empty(0, _BOX)
-    spans = timeline.planned(step).spans
+    spans = timeline.simulate_schedule(step).spans
     return _boxes(spans[np.isin(spans["rank"], ranks)], start)
 
 
 def _note(timeline: Timeline, step: int, *, piped: bool) -> str:
     if not piped:
         return f"step {step:,}"
-    measured, ideal = formatting.share(timeline.bubble(step)), formatting.share(timeline.ideal_bubble())
-    return f"step {step:,} · bubble {measured} measured, {ideal} by {timeline.source}"
+    measured, ideal = formatting.share(timeline.measure_bubble(step)), formatting.share(timeline.get_ideal_bubble())
+    return f"step {step:,} · bubble {measured} measured, {ideal} by {timeline.ideal_bubble_source}"

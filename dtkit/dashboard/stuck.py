@@ -24,7 +24,7 @@ _PHASES = {"unknown": "", IDLE: "not in the call", "call": "the call", "collecti
 
 def halted(source: Source) -> Finding | None:
     """What keeps the run from moving now; None while it moves."""
-    found = source.finding
+    found = source.stall_report
     return found if found is not None and found.kind in _KINDS else None
 
 

@@ -14,8 +14,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from dtkit.dashboard.axes import INK, MUTED, columns
-from dtkit.history.message_times import WAIT, kind
-from dtkit.history.timeline import COMPUTING, KINDS
+from dtkit.history.message_times import WAIT_PHASE, get_phase_kind
+from dtkit.history.timeline import ACTION_KINDS, COMPUTE_PHASES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,13 +31,13 @@ STYLES = {
     "backward": ("#009E73", "", "backward"),
     "backward input": ("#009E73", "\\\\", "its half of the input"),
     "backward weight": ("#8A8A00", "///", "its half of the weights"),
-    WAIT: ("#F4F4F4", "\\\\\\\\", "waiting"),
+    WAIT_PHASE: ("#F4F4F4", "\\\\\\\\", "waiting"),
     "send": ("#D55E00", "||||", "send"),
     "receive": ("#F0E442", "...", "receive"),
     "sync": ("#E69F00", "xx", "collective"),
     "update": ("#CC79A7", "--", "update"),
 }
-_EDGES = {WAIT: ("#9A9A9A", 0.6), "send": ("white", 0), "receive": ("#6B6300", 0)}
+_EDGES = {WAIT_PHASE: ("#9A9A9A", 0.6), "send": ("white", 0), "receive": ("#6B6300", 0)}
 # (colour, width), also of the hatching; messages are often narrower than an edge is wide.
 _EDGE = ("white", 0.6)
 _NAMED = 64  # actions at most in a strip whose boxes carry names
@@ -54,13 +54,15 @@ def draw(timeline: Timeline) -> Figure:
         ax.set_axis_off()
         return figure
     step = timeline.steps[-1]
-    spans = timeline.of(step)
+    spans = timeline.select(step)
     start = float(spans["begin"].min())
-    if timeline.piped and timeline.schedule is not None:
-        outline(ax, timeline.planned(step).spans, start, 1e3)
+    if timeline.is_pipelined and timeline.schedule is not None:
+        outline(ax, timeline.simulate_schedule(step).spans, start, 1e3)
     strips(ax, spans, start, 1e3)
     legend(
-        figure, ax, [*used(spans), *([] if (spans["phase"] == WAIT).any() else [idle("waiting")]), *_hollow(timeline)]
+        figure,
+        ax,
+        [*used(spans), *([] if (spans["phase"] == WAIT_PHASE).any() else [idle("waiting")]), *_hollow(timeline)],
     )
     axes(ax, len(ranks), "ms")
     titles(ax, f"Step {step}{timeline.title}", _note(timeline, step))
@@ -86,16 +88,16 @@ def strips(ax: Axes, spans: np.ndarray, start: float, scale: float) -> None:
             ax.broken_barh(
                 bars, (rank - 0.34, 0.68), facecolors=colour, hatch=hatch, edgecolor=edge, linewidth=wide, gid=phase
             )
-            if phase in KINDS and _actions(spans, rank) <= _NAMED:
+            if phase in ACTION_KINDS and _actions(spans, rank) <= _NAMED:
                 _name(ax, own, bars, room=_WIDE * whole, several=several)
 
 
 def _kinds(spans: np.ndarray) -> np.ndarray:
-    return np.array([kind(str(phase)) for phase in spans["phase"]], "U16")
+    return np.array([get_phase_kind(str(phase)) for phase in spans["phase"]], "U16")
 
 
 def _actions(spans: np.ndarray, rank: int) -> int:
-    return int(((spans["rank"] == rank) & np.isin(spans["phase"], COMPUTING) & (spans["micro_batch"] >= 0)).sum())
+    return int(((spans["rank"] == rank) & np.isin(spans["phase"], COMPUTE_PHASES) & (spans["micro_batch"] >= 0)).sum())
 
 
 def _name(ax: Axes, spans: np.ndarray, bars: Sequence[tuple[float, float]], *, room: float, several: bool) -> None:
@@ -109,7 +111,7 @@ def _name(ax: Axes, spans: np.ndarray, bars: Sequence[tuple[float, float]], *, r
         phase = str(span["phase"])
         patch = {"facecolor": STYLES[phase][0], "edgecolor": "none", "pad": 0.8} if STYLES[phase][1] else None
         style: dict[str, Any] = {"ha": "center", "va": "center", "color": "white", "clip_on": True, "bbox": patch}
-        ax.text(left + width / 2, span["rank"] - 0.1 * several, f"{KINDS[phase]}{key[1]}", fontsize=7, **style)
+        ax.text(left + width / 2, span["rank"] - 0.1 * several, f"{ACTION_KINDS[phase]}{key[1]}", fontsize=7, **style)
         if several:
             ax.text(left + width / 2, span["rank"] + 0.2, f"st {key[0]}", fontsize=4.5, gid="stage", **style)
 
@@ -138,7 +140,7 @@ def idle(word: str) -> Patch:
 
 
 def _hollow(timeline: Timeline) -> list[Patch]:
-    if not timeline.piped or timeline.schedule is None:
+    if not timeline.is_pipelined or timeline.schedule is None:
         return []
     return [Patch(facecolor="none", edgecolor=MUTED, label="planned")]
 
@@ -179,11 +181,11 @@ def titles(ax: Axes, name: str, note: str) -> None:
 
 
 def _note(timeline: Timeline, step: int) -> str:
-    if not timeline.piped:
+    if not timeline.is_pipelined:
         return ""
-    formula, value = timeline.formula
-    how = f"by formula, {formula}" if timeline.source == "formula" else "by simulation with equal stages"
-    note = f"bubble: {timeline.bubble(step):.1%} of the time as measured, {value:.1%} {how}"
+    formula, value = timeline.ideal_bubble_formula
+    how = f"by formula, {formula}" if timeline.ideal_bubble_source == "formula" else "by simulation with equal stages"
+    note = f"bubble: {timeline.measure_bubble(step):.1%} of the time as measured, {value:.1%} {how}"
     if timeline.schedule is None:
         return note
-    return f"{timeline.schedule.name} · {note} · planned with these durations: {timeline.planned(step).bubble():.1%}"
+    return f"{timeline.schedule.name} · {note} · planned with these durations: {timeline.simulate_schedule(step).measure_bubble():.1%}"

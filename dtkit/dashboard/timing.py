@@ -113,7 +113,7 @@ class Bar:
 
 def timing(history: History, ranks: int, steps: int = STEPS) -> Timing:
     """Take the last `steps` steps of a history apart."""
-    at = history.totals(history.steps - steps)["step"]
+    at = history.totals(history.num_steps - steps)["step"]
     rows = history.rows(len(history) - steps * ranks)
     rows = rows[(rows["rank"] < ranks) & (rows["rank"] >= 0)]
     if len(at):  # where nodes were left out, so many rows reach further back

@@ -21,8 +21,8 @@ from dtkit.engine.data.sources import to_device
 from dtkit.engine.lr_schedule import Rates
 from dtkit.engine.observe.phase_timer import Marks, blocked, durations, messages, spans
 from dtkit.engine.step_guard import Attempt
-from dtkit.history.history import ROW
-from dtkit.history.message_times import PHASES
+from dtkit.history.history import ROW_DTYPE
+from dtkit.history.message_times import MESSAGE_PHASES
 from dtkit.strategies.base import StepResult
 from dtkit.types import Advance
 
@@ -254,7 +254,7 @@ class Job:
         clock, memory = self.setting.phases.clock, node_info.memory_used(self.setting.device)
         clock.settle()
         rank = 0 if self.setting.group is None else self.setting.group.rank
-        rows = np.zeros(len(done), ROW)
+        rows = np.zeros(len(done), ROW_DTYPE)
         for row, one in zip(rows, done, strict=True):
             spent, outcome = durations(one.marks, clock), one.outcome
             row["step"], row["epoch"], row["rank"] = one.step, self._stream.epoch(one.step), rank
@@ -263,7 +263,7 @@ class Job:
             for phase in ("data", "forward", "update", "step"):
                 row[f"{phase}_s"] = spent.get(phase, 0.0)
             row["backward_s"] = sum(s for phase, s in spent.items() if phase.startswith("backward"))
-            row["comm_s"] = sum(spent.get(phase, 0.0) for phase in ("sync", *PHASES))
+            row["comm_s"] = sum(spent.get(phase, 0.0) for phase in ("sync", *MESSAGE_PHASES))
             row["memory_bytes"], row["sent_bytes"], row["grad_norm"] = memory, one.sent_bytes, outcome.grad_norm
         return rows, blocked([one.marks for one in done], clock)
 

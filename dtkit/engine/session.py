@@ -20,7 +20,7 @@ from dtkit.engine.observe import error_report
 from dtkit.engine.observe.call_output import Channel, current
 from dtkit.engine.observe.watchdog import Watchdog
 from dtkit.errors import Refused, Superseded
-from dtkit.history.engine_outbox import Unread
+from dtkit.history.engine_outbox import ResultOutbox
 from dtkit.rpc import pickling
 from dtkit.rpc.payload import Shipment, ship
 from dtkit.types import HURRY, Failure, Heritage, Request
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from dtkit.engine.memory import Gauge
     from dtkit.engine.state.peer_snapshots import Copies
     from dtkit.engine.state.writer import Writer
-    from dtkit.history.engine_outbox import Found
+    from dtkit.history.engine_outbox import EvaluationSums
     from dtkit.planning.memory_report import MemoryUsage
     from dtkit.rpc.shared_memory import Owner
     from dtkit.types import Advance, GroupSpec, JobPlan
@@ -66,7 +66,7 @@ class Session:
         self._data: dict[str, tuple[Source, Shards]] = {}
         self._streams: dict[str, StreamSource] = {}  # data that has no rows by number
         self._jobs: dict[str, Job] = {}
-        self._unread: dict[str, Unread] = {}  # the last dispatches of each job
+        self._unread: dict[str, ResultOutbox] = {}  # the last dispatches of each job
         self._gauges: dict[str, Gauge] = {}  # of the memory that each job takes
         self._copies: dict[str, list[Copies]] = {}  # snapshots of each job: of this rank's part, and of a peer's
         self._writer: Writer | None = None  # of checkpoints
@@ -327,7 +327,7 @@ class Session:
             self._gauges.pop(job, None)
             self._copies.pop(job, None)
             if job in self._unread:
-                self._unread.pop(job).drop()
+                self._unread.pop(job).discard_read()
             memory.tidy()
 
     def op_keep(self, key: str, shipment: Shipment) -> None:
@@ -450,15 +450,15 @@ class Session:
         self._tighten(found)
         advance = found.harvest(fingerprint=fingerprint)
         unread = self._unread_of(job)
-        unread.drop(seen)
-        unread.keep(advance, channel.items)
+        unread.discard_read(seen)
+        unread.store_dispatch(advance, channel.items)
         return advance, channel.items
 
-    def _unread_of(self, job: str) -> Unread:
+    def _unread_of(self, job: str) -> ResultOutbox:
         """Where a job's dispatches are kept until the notebook has read them."""
         if job not in self._unread:
             assert self._spec is not None
-            self._unread[job] = Unread(Path(self._spec.store).parent, job, self._spec.rank)
+            self._unread[job] = ResultOutbox(Path(self._spec.store).parent, job, self._spec.rank)
         return self._unread[job]
 
     def op_model(self, key: str) -> Shipment:
@@ -584,7 +584,7 @@ class Session:
         batch_size: int,
         step: int | None = None,
         loading: Loading | None = None,
-    ) -> Found:
+    ) -> EvaluationSums:
         """(samples, {name: (sum, weight)}) of this rank's shard. With `step`: between two steps of a run, which must
         stand there, and which a notebook that takes it over is to know of.
         """
@@ -598,10 +598,12 @@ class Session:
         parts = shards.for_replicas(found.setting.mesh.replicas)
         batches = held_out(source, parts[found.setting.shards[0]], batch_size, loading or Loading(), self.group.rank)
         rounds = -(-max(map(len, parts)) // batch_size)
-        value: Found = self._breaking(lambda: found.evaluate(batches, metrics, rounds, after_epoch=step is not None))
+        value: EvaluationSums = self._breaking(
+            lambda: found.evaluate(batches, metrics, rounds, after_epoch=step is not None)
+        )
         if step is not None:
             self.interrupts.over = True
-            self._unread_of(job).keep_evaluation(step, value)
+            self._unread_of(job).store_evaluation(step, value)
         return value
 
     def _job(self, job: str, step: int | None = None) -> Job:
@@ -620,7 +622,9 @@ class Session:
         job = self._jobs.get(name) if request.op == "advance" else None
         if job is not None:
             advance = job.harvest()
-            self._unread_of(name).keep(advance, said)  # a notebook that is gone by now reads no failure either
+            self._unread_of(name).store_dispatch(
+                advance, said
+            )  # a notebook that is gone by now reads no failure either
             return advance, said
         return (None, said) if request.op == "call" else None
 

@@ -23,62 +23,64 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dtkit.history.history import ROW
-from dtkit.history.message_times import MESSAGE
-from dtkit.history.run_log import RUNS
+from dtkit.history.history import ROW_DTYPE
+from dtkit.history.message_times import MESSAGE_DTYPE
+from dtkit.history.run_log import RUNS_FOLDER
 from dtkit.types import Advance
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-Left = list[tuple[Advance, list[Any]]]
+UnreadDispatches = list[tuple[Advance, list[Any]]]
 """As a dispatch returns it, as far as a history needs it: rows, when they were blocked and in what, and what was
 printed."""
-Found = tuple[int, dict[str, tuple[float, float]]]
+EvaluationSums = tuple[int, dict[str, tuple[float, float]]]
 """One rank's part of an evaluation: (samples, {name: (sum, weight)})."""
 
-_SPAN = 3 * 8  # bytes of a begin, an end, and among whom
+_SPAN_BYTES = 3 * 8  # bytes of a begin, an end, and among whom
 
 
-class Unread:
+class ResultOutbox:
     """One rank's dispatches of one job, on its engine. `folder` is the cluster's."""
 
     def __init__(self, folder: Path, job: str, rank: int) -> None:
-        self._folder, self._rank = folder / RUNS / job, rank
-        self._kept: list[_File] = []
+        self._folder, self._rank = folder / RUNS_FOLDER / job, rank
+        self._files: list[_OutboxFile] = []
 
-    def keep(self, advance: Advance, items: Sequence[Any]) -> None:
+    def store_dispatch(self, advance: Advance, items: Sequence[Any]) -> None:
         """Put down what a dispatch did and said. That there is no room for it is no error."""
         rows = np.asarray(advance.rows)
         if len(rows):
-            self._keep(f"{_begin(self._rank)}{rows['step'][0]}", advance.step, _packed(advance, items))
+            self._store(
+                f"{_get_dispatch_prefix(self._rank)}{rows['step'][0]}", advance.step, _encode_dispatch(advance, items)
+            )
 
-    def keep_evaluation(self, step: int, found: Found) -> None:
+    def store_evaluation(self, step: int, sums: EvaluationSums) -> None:
         """The same of what an evaluation after so many steps found."""
-        self._keep(f"{_begin_evaluated(self._rank)}{step}", step + 1, json.dumps(found).encode() + b"\n")
+        self._store(f"{_get_evaluation_prefix(self._rank)}{step}", step + 1, json.dumps(sums).encode() + b"\n")
 
-    def _keep(self, name: str, end: int, data: bytes) -> None:
+    def _store(self, name: str, end_step: int, data: bytes) -> None:
         if os.access(self._folder, os.W_OK):  # else nobody will take this run over
-            self._kept.append(_File(self._folder / name, end, data))
-        for file in self._kept:
+            self._files.append(_OutboxFile(self._folder / name, end_step, data))
+        for file in self._files:
             file.write()
 
-    def drop(self, seen: float = math.inf) -> None:
+    def discard_read(self, read_until: float = math.inf) -> None:
         """Remove what came before step `seen`; by default all."""
-        for file in self._kept:
-            if file.end <= seen:
+        for file in self._files:
+            if file.end_step <= read_until:
                 with contextlib.suppress(OSError):
                     file.path.unlink()
-        self._kept = [file for file in self._kept if file.end > seen]
+        self._files = [file for file in self._files if file.end_step > read_until]
 
 
 @dataclasses.dataclass
-class _File:
+class _OutboxFile:
     """What one dispatch did, or one evaluation."""
 
     path: Path
-    end: int
+    end_step: int
     """Who has read all before this step, has read it."""
     unwritten: bytes | None
 
@@ -93,22 +95,22 @@ class _File:
                     self.unwritten = None
 
 
-def line(kind: str, what: Any) -> str:
+def format_output(kind: str, item: Any) -> str:
     """What was said, as a history shows it: a printed line, or numbers by name."""
-    return str(what) if kind == "text" else " ".join(f"{name}={value:.6g}" for name, value in what.items())
+    return str(item) if kind == "text" else " ".join(f"{name}={value:.6g}" for name, value in item.items())
 
 
-def _begin(rank: int) -> str:
+def _get_dispatch_prefix(rank: int) -> str:
     """Of the names of a rank's files; the first step of the dispatch follows."""
     return f"unread-{rank}."
 
 
-def _begin_evaluated(rank: int) -> str:
+def _get_evaluation_prefix(rank: int) -> str:
     """The same for evaluations; the step follows."""
     return f"unread-evaluation-{rank}."
 
 
-def _packed(advance: Advance, items: Sequence[Any]) -> bytes:
+def _encode_dispatch(advance: Advance, items: Sequence[Any]) -> bytes:
     rows = np.asarray(advance.rows)
     spans = None if advance.blocked is None else np.asarray(advance.blocked, "f8")
     sent = None if advance.messages is None else np.asarray(advance.messages)
@@ -116,26 +118,28 @@ def _packed(advance: Advance, items: Sequence[Any]) -> bytes:
         "rows": len(rows),
         "places": None if spans is None else spans.shape[1],
         "messages": None if sent is None else len(sent),
-        "lines": [line(kind, what) for kind, what in items],
+        "lines": [format_output(kind, what) for kind, what in items],
     }
     arrays = [part.tobytes() for part in (rows, spans, sent) if part is not None]
     return b"".join((json.dumps(head).encode(), b"\n", *arrays))
 
 
-def read(folder: Path, job: str, rank: int) -> Left:
+def read_dispatches(folder: Path, job: str, rank: int) -> UnreadDispatches:
     """What is left of a rank's dispatches, in their order."""
-    found = [_unpacked(path, rank) for path in (folder / RUNS / job).glob(f"{_begin(rank)}*")]
+    found = [_read_dispatch(path, rank) for path in (folder / RUNS_FOLDER / job).glob(f"{_get_dispatch_prefix(rank)}*")]
     return sorted((one for one in found if one is not None), key=lambda one: one[0].step)
 
 
-def evaluations(folder: Path, job: str, rank: int) -> dict[int, Found]:
+def read_evaluations(folder: Path, job: str, rank: int) -> dict[int, EvaluationSums]:
     """What is left of a rank's evaluations, by the steps after which they were made."""
-    begin = _begin_evaluated(rank)
-    found = {path.name.removeprefix(begin): _evaluated(path) for path in (folder / RUNS / job).glob(f"{begin}*")}
+    begin = _get_evaluation_prefix(rank)
+    found = {
+        path.name.removeprefix(begin): _read_evaluation(path) for path in (folder / RUNS_FOLDER / job).glob(f"{begin}*")
+    }
     return {int(step): one for step, one in found.items() if one is not None and step.isdecimal()}
 
 
-def _evaluated(path: Path) -> Found | None:
+def _read_evaluation(path: Path) -> EvaluationSums | None:
     """One evaluation; None where the file is not whole."""
     try:
         line, end, _ = path.read_bytes().partition(b"\n")
@@ -146,24 +150,26 @@ def _evaluated(path: Path) -> Found | None:
         return None
 
 
-def remove(folder: Path, job: str) -> None:
+def remove_all(folder: Path, job: str) -> None:
     """Delete what all ranks left: the job is made anew, and ranks may be others."""
-    for path in (folder / RUNS / job).glob("unread-*"):
+    for path in (folder / RUNS_FOLDER / job).glob("unread-*"):
         path.unlink(missing_ok=True)
 
 
-def _unpacked(path: Path, rank: int) -> tuple[Advance, list[Any]] | None:
+def _read_dispatch(path: Path, rank: int) -> tuple[Advance, list[Any]] | None:
     """One dispatch; None where the file is not whole."""
     try:
         head, _, data = path.read_bytes().partition(b"\n")
         said = json.loads(head)
         count, places, sent, lines = said["rows"], said["places"], said["messages"], said["lines"]
-        ends = np.cumsum([count * ROW.itemsize, count * (places or 0) * _SPAN, (sent or 0) * MESSAGE.itemsize])
+        ends = np.cumsum(
+            [count * ROW_DTYPE.itemsize, count * (places or 0) * _SPAN_BYTES, (sent or 0) * MESSAGE_DTYPE.itemsize]
+        )
         if count < 1 or len(data) != ends[-1]:
             return None
-        rows = np.frombuffer(data[: ends[0]], ROW).copy()
+        rows = np.frombuffer(data[: ends[0]], ROW_DTYPE).copy()
         blocked = None if places is None else np.frombuffer(data[ends[0] : ends[1]], "f8").reshape(count, places, 3)
-        messages = None if sent is None else np.frombuffer(data[ends[1] :], MESSAGE)
+        messages = None if sent is None else np.frombuffer(data[ends[1] :], MESSAGE_DTYPE)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     first = int(rows["step"][0])

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
     import pandas as pd
 
-    from dtkit.history.run_log import Spool
+    from dtkit.history.run_log import RunLog
 
-ROW = np.dtype(
+ROW_DTYPE = np.dtype(
     [
         ("step", "i4"),
         ("epoch", "i4"),
@@ -48,7 +48,7 @@ ROW = np.dtype(
 )
 """One row, in the order of :class:`~dtkit.types.StepRecord`."""
 
-TOTAL = np.dtype(
+TOTAL_DTYPE = np.dtype(
     [
         ("step", "i4"),
         ("ranks", "i4"),
@@ -63,10 +63,10 @@ TOTAL = np.dtype(
 )
 """One step over all ranks."""
 
-_CHUNK = 16384
+_CHUNK_ROWS = 16384
 
 
-class _Column:
+class _GrowingArray:
     """A growing array of one dtype, in chunks that never move."""
 
     def __init__(self, dtype: np.dtype[Any]) -> None:
@@ -80,10 +80,10 @@ class _Column:
     def append(self, block: np.ndarray) -> None:
         """Copy `block` to the end."""
         while len(block):
-            used = self._length % _CHUNK
+            used = self._length % _CHUNK_ROWS
             if used == 0:
-                self._chunks.append(np.empty(_CHUNK, self._dtype))
-            take = block[: _CHUNK - used]
+                self._chunks.append(np.empty(_CHUNK_ROWS, self._dtype))
+            take = block[: _CHUNK_ROWS - used]
             self._chunks[-1][used : used + len(take)] = take
             self._length += len(take)
             block = block[len(take) :]
@@ -93,11 +93,11 @@ class _Column:
         start, stop = max(0, start), min(stop, self._length)
         if start >= stop:
             return np.empty(0, self._dtype)
-        first, last = start // _CHUNK, (stop - 1) // _CHUNK
+        first, last = start // _CHUNK_ROWS, (stop - 1) // _CHUNK_ROWS
         parts = []
         for k in range(first, last + 1):
-            lo = start - k * _CHUNK if k == first else 0
-            hi = stop - k * _CHUNK if k == last else _CHUNK
+            lo = start - k * _CHUNK_ROWS if k == first else 0
+            hi = stop - k * _CHUNK_ROWS if k == last else _CHUNK_ROWS
             parts.append(self._chunks[k][lo:hi])
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
@@ -109,16 +109,16 @@ class History:
     :meth:`column`; :meth:`to_pandas` gives a DataFrame. Safe to read while the run appends.
     """
 
-    def __init__(self, *, copies: int = 1) -> None:
+    def __init__(self, *, ranks_per_replica: int = 1) -> None:
         """`copies`: how many ranks report the same samples, since they share one replica of the model."""
-        self.copies = copies
-        self._rows = _Column(ROW)
-        self._totals = _Column(TOTAL)
+        self.ranks_per_replica = ranks_per_replica
+        self._rows = _GrowingArray(ROW_DTYPE)
+        self._totals = _GrowingArray(TOTAL_DTYPE)
         # locks: while rows are appended
         self._lock = threading.Lock()
         self.events: list[Event] = []
         self.evaluations: list[Evaluation] = []
-        self.spool: Spool | None = None
+        self.run_log: RunLog | None = None
         """Where all that comes is written too."""
 
     # -- writing (the run's driver thread) --------------------------------------------------------------------
@@ -126,23 +126,23 @@ class History:
     def append(self, rows: np.ndarray | Iterable[StepRecord]) -> None:
         """Add rows: an array of dtype ``ROW``, or records. All ranks' rows of a step come in one call."""
         if not isinstance(rows, np.ndarray):
-            rows = np.array([dataclasses.astuple(r) for r in rows], ROW)
+            rows = np.array([dataclasses.astuple(r) for r in rows], ROW_DTYPE)
         order = np.argsort(rows["step"], kind="stable")
         block = rows[order]
-        totals = _total(block)
-        totals["samples"] //= self.copies
+        totals = _sum_over_ranks(block)
+        totals["samples"] //= self.ranks_per_replica
         with self._lock:
             self._rows.append(block)
             self._totals.append(totals)
-        spool = self.spool
+        spool = self.run_log
         if spool is not None:
-            spool.rows(block)
+            spool.append_rows(block)
 
     def add(self, event: Event | Evaluation) -> None:
         """Add an event or an evaluation; one after as many steps as an earlier one takes its place."""
-        spool = self.spool
+        spool = self.run_log
         if spool is not None:
-            spool.note(event)
+            spool.append_event(event)
         if isinstance(event, Event):
             self.events.append(event)
             return
@@ -152,9 +152,9 @@ class History:
                 return
         self.evaluations.append(event)
 
-    def part(self) -> None:
+    def close_run_log(self) -> None:
         """Write no more of it anywhere."""
-        spool, self.spool = self.spool, None
+        spool, self.run_log = self.run_log, None
         if spool is not None:
             spool.close()
 
@@ -167,9 +167,9 @@ class History:
         self.events += other.events
         self.evaluations += other.evaluations
 
-    def until(self, rows: int, events: int, evaluations: int) -> History:
+    def copy_until(self, rows: int, events: int, evaluations: int) -> History:
         """A copy of the first of each, as they are now; later ones don't change it."""
-        found = History(copies=self.copies)
+        found = History(ranks_per_replica=self.ranks_per_replica)
         found.append(self.rows(0, rows))
         found.events = self.events[:events]
         found.evaluations = self.evaluations[:evaluations]
@@ -186,7 +186,7 @@ class History:
             return self._rows.read(start, len(self._rows) if stop is None else stop)
 
     def totals(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """One row per step over all ranks, dtype ``TOTAL``: samples, weighted mean loss, the slowest rank's time."""
+        """One row per step over all ranks, dtype ``TOTAL_DTYPE``: samples, weighted mean loss, the slowest rank's time."""
         with self._lock:
             part = self._totals.read(start, len(self._totals) if stop is None else stop).copy()
         with np.errstate(invalid="ignore"):
@@ -194,7 +194,7 @@ class History:
         return part
 
     @property
-    def steps(self) -> int:
+    def num_steps(self) -> int:
         """How many steps were recorded."""
         return len(self._totals)
 
@@ -205,8 +205,8 @@ class History:
 
     def column(self, name: str) -> np.ndarray:
         """One column over all rows."""
-        if name not in (ROW.names or ()):
-            raise ValueError(f"no column {name!r}; the columns are {', '.join(ROW.names or ())}")
+        if name not in (ROW_DTYPE.names or ()):
+            raise ValueError(f"no column {name!r}; the columns are {', '.join(ROW_DTYPE.names or ())}")
         return self.rows()[name]
 
     def __getitem__(self, index: int) -> StepRecord:
@@ -249,7 +249,7 @@ class History:
     def to_jsonl(self, path: str | Path) -> None:
         """Write rows, evaluations and events, one JSON object a line; :meth:`from_jsonl` reads it back."""
         with Path(path).open("w", encoding="utf-8") as file:
-            file.write(json.dumps({"type": "head", "copies": self.copies}) + "\n")
+            file.write(json.dumps({"type": "head", "copies": self.ranks_per_replica}) + "\n")
             for kind, items in (("row", self), ("evaluation", self.evaluations), ("event", self.events)):
                 file.writelines(json.dumps({"type": kind, **dataclasses.asdict(item)}) + "\n" for item in items)
 
@@ -262,7 +262,7 @@ class History:
                 item = json.loads(line)
                 kind = item.pop("type")
                 if kind == "head":
-                    history.copies = item["copies"]
+                    history.ranks_per_replica = item["copies"]
                 elif kind == "row":
                     rows.append(StepRecord(**item))
                 else:
@@ -275,13 +275,13 @@ class History:
         if not len(self):
             return "History(empty)"
         _, losses = self.loss()
-        return f"History({len(self)} rows, {self.steps} steps, {len(self.ranks)} ranks, last loss {losses[-1]:.4g})"
+        return f"History({len(self)} rows, {self.num_steps} steps, {len(self.ranks)} ranks, last loss {losses[-1]:.4g})"
 
 
-def _total(block: np.ndarray) -> np.ndarray:
+def _sum_over_ranks(block: np.ndarray) -> np.ndarray:
     """Sum a block, sorted by step, over the ranks."""
     steps, first, count = np.unique(block["step"], return_index=True, return_counts=True)
-    total = np.zeros(len(steps), TOTAL)
+    total = np.zeros(len(steps), TOTAL_DTYPE)
     if not len(steps):
         return total
     total["step"], total["ranks"] = steps, count

@@ -29,61 +29,61 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dtkit._util.formatting import plural
-from dtkit.history.history import ROW, History
+from dtkit.history.history import ROW_DTYPE, History
 from dtkit.types import Evaluation, Event
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-RUNS = "runs"
+RUNS_FOLDER = "runs"
 """The folder of runs in that of a cluster."""
-_ROWS, _NOTES, _ORDER = "rows.bin", "notes.jsonl", "order.pkl"
+_ROWS_FILE, _EVENTS_FILE, _RUN_FILE = "rows.bin", "notes.jsonl", "order.pkl"
 
 
-class Spool:
+class RunLog:
     """One run's folder, being written."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         for private in (folder.parent, folder):  # `parents` would make the upper one as the umask says
             private.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._rows, self._notes = _Growing(folder / _ROWS), _Growing(folder / _NOTES)
+        self._rows, self._events = _AppendOnlyFile(folder / _ROWS_FILE), _AppendOnlyFile(folder / _EVENTS_FILE)
 
-    def order(self, data: bytes) -> None:
+    def write_run_pickle(self, data: bytes) -> None:
         """What was asked for, pickled: in place of what was put down before, which is there until this is whole."""
-        descriptor, name = tempfile.mkstemp(prefix=f".{_ORDER}-", dir=self.folder)
+        descriptor, name = tempfile.mkstemp(prefix=f".{_RUN_FILE}-", dir=self.folder)
         part = Path(name)
         try:
             with os.fdopen(descriptor, "wb") as file:
                 file.write(data)
-            part.replace(self.folder / _ORDER)
+            part.replace(self.folder / _RUN_FILE)
         finally:
             part.unlink(missing_ok=True)
 
-    def begin(self, history: History) -> None:
+    def start_recording(self, history: History) -> None:
         """Write what is there already, and have the rest follow."""
-        self.rows(history.rows())
+        self.append_rows(history.rows())
         items: list[Event | Evaluation] = [*history.events, *history.evaluations]
-        self._notes.append(b"".join(map(_line, items)))
-        history.spool = self
+        self._events.append(b"".join(map(_encode_line, items)))
+        history.run_log = self
 
     @property
-    def trouble(self) -> str | None:
+    def write_error(self) -> str | None:
         """Why something is not on disk yet; None where all of it is."""
-        return self._rows.trouble or self._notes.trouble
+        return self._rows.write_error or self._events.write_error
 
-    def rows(self, block: np.ndarray) -> None:
+    def append_rows(self, block: np.ndarray) -> None:
         """Rows that came together."""
         self._rows.append(block.tobytes())
 
-    def note(self, item: Event | Evaluation) -> None:
+    def append_event(self, item: Event | Evaluation) -> None:
         """An event or an evaluation."""
-        self._notes.append(_line(item))
+        self._events.append(_encode_line(item))
 
     def close(self) -> None:
         """Write nothing more. Idempotent."""
         self._rows.close()
-        self._notes.close()
+        self._events.close()
 
     def remove(self) -> None:
         """Nobody will ask for this run any more."""
@@ -91,7 +91,7 @@ class Spool:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-class _Growing:
+class _AppendOnlyFile:
     """A file that only grows, and whole records at a time as far as the disk has room.
 
     It takes the place of one that is there as soon as its beginning is whole, and is known by its descriptor from then
@@ -100,12 +100,12 @@ class _Growing:
 
     def __init__(self, path: Path) -> None:
         self._path, self._descriptor, self._closed = path, -1, False
-        self._let_go: Callable[[], object] = bool
-        self._temporary: Path | None = None
-        self._end, self._unwritten = 0, b""
+        self._close_descriptor: Callable[[], object] = bool
+        self._temporary_path: Path | None = None
+        self._written_bytes, self._unwritten = 0, b""
         # locks: while a record is written to a file
         self._lock = threading.Lock()  # a run's log is written to from several threads
-        self.trouble: str | None = None
+        self.write_error: str | None = None
 
     def append(self, data: bytes) -> None:
         """After all that came before, now or with a later call."""
@@ -116,48 +116,48 @@ class _Growing:
             try:
                 self._write()
             except OSError as error:
-                self.trouble = error.strerror or str(error)
+                self.write_error = error.strerror or str(error)
 
     def close(self) -> None:
         """Let go of the file: an open one keeps its disk from being unmounted."""
         with self._lock:
             self._closed = True
-            self._let_go()
+            self._close_descriptor()
 
     def _write(self) -> None:
         if self._descriptor < 0:
             self._open()
-        if os.pwrite(self._descriptor, self._unwritten, self._end) < len(self._unwritten):
-            self.trouble = os.strerror(errno.ENOSPC)  # what was cut off will be written over
+        if os.pwrite(self._descriptor, self._unwritten, self._written_bytes) < len(self._unwritten):
+            self.write_error = os.strerror(errno.ENOSPC)  # what was cut off will be written over
             return
-        if self._temporary is not None:
-            self._temporary.replace(self._path)
-            self._temporary = None
-        self._end, self._unwritten, self.trouble = self._end + len(self._unwritten), b"", None
+        if self._temporary_path is not None:
+            self._temporary_path.replace(self._path)
+            self._temporary_path = None
+        self._written_bytes, self._unwritten, self.write_error = self._written_bytes + len(self._unwritten), b"", None
 
     def _open(self) -> None:
         self._descriptor, name = tempfile.mkstemp(prefix=f".{self._path.name}-", dir=self._path.parent)
-        self._let_go = weakref.finalize(self, os.close, self._descriptor)
-        self._temporary = Path(name)
+        self._close_descriptor = weakref.finalize(self, os.close, self._descriptor)
+        self._temporary_path = Path(name)
 
 
-def order(folder: Path) -> bytes | None:
+def read_run_pickle(folder: Path) -> bytes | None:
     """What was asked for; None where no run was."""
-    path = folder / _ORDER
+    path = folder / _RUN_FILE
     return path.read_bytes() if path.exists() else None
 
 
-def history(folder: Path, *, copies: int) -> History:
+def read_history(folder: Path, *, ranks_per_replica: int) -> History:
     """All that was written of a history."""
-    found = History(copies=copies)
-    rows = np.frombuffer(_whole(folder / _ROWS), ROW)
+    found = History(ranks_per_replica=ranks_per_replica)
+    rows = np.frombuffer(_read_complete_records(folder / _ROWS_FILE), ROW_DTYPE)
     for part in np.split(rows, np.flatnonzero(np.diff(rows["step"]) < 0) + 1):  # where a run went back to a snapshot
         if len(part):
             found.append(part)
     unreadable = 0
-    for line in _whole(folder / _NOTES).splitlines():
+    for line in _read_complete_records(folder / _EVENTS_FILE).splitlines():
         try:
-            found.add(_item(line))
+            found.add(_decode_line(line))
         except (ValueError, KeyError, TypeError, AttributeError):
             unreadable += 1
     if unreadable:
@@ -166,21 +166,21 @@ def history(folder: Path, *, copies: int) -> History:
     return found
 
 
-def _line(item: Event | Evaluation) -> bytes:
+def _encode_line(item: Event | Evaluation) -> bytes:
     return json.dumps({"type": type(item).__name__, **dataclasses.asdict(item)}).encode() + b"\n"
 
 
-def _item(line: bytes) -> Event | Evaluation:
+def _decode_line(line: bytes) -> Event | Evaluation:
     said = json.loads(line)
     kind: type[Event | Evaluation] = {"Event": Event, "Evaluation": Evaluation}[said.pop("type")]
     return kind(**said)
 
 
-def _whole(path: Path) -> bytes:
+def _read_complete_records(path: Path) -> bytes:
     """The records of a file, without one that was cut off."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:  # whoever was to write it ended before
         return b""
-    size = len(data) // ROW.itemsize * ROW.itemsize if path.name == _ROWS else data.rfind(b"\n") + 1
+    size = len(data) // ROW_DTYPE.itemsize * ROW_DTYPE.itemsize if path.name == _ROWS_FILE else data.rfind(b"\n") + 1
     return data[:size]

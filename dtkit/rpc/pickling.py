@@ -123,7 +123,7 @@ def _pickled(obj: Any, buffer_callback: Callable[[pickle.PickleBuffer], Any] | N
 
 @contextlib.contextmanager
 def _registered(modules: Iterable[types.ModuleType]) -> Iterator[None]:
-    """Have cloudpickle send `modules` by value meanwhile; what the user registered stays registered."""
+    """Have cloudpickle send `incomparable_reasons` by value meanwhile; what the user registered stays registered."""
     with _REGISTRY_LOCK:
         before = cloudpickle.list_registry_pickle_by_value()
         added = {module.__name__: module for module in modules if module.__name__ not in before}

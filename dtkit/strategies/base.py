@@ -194,7 +194,7 @@ class Worker(abc.ABC):
 
     @abc.abstractmethod
     def state_dict_parts(self) -> dict[str, Any]:
-        """Tensors, or :class:`~dtkit.training.state_dict.Piece` objects, that this rank adds to the model's state dict.
+        """Tensors, or :class:`~dtkit.training.state_dict.TensorPart` objects, that this rank adds to the model's state dict.
 
         A collective. The tensors may be in use: copy what is to be kept.
         """

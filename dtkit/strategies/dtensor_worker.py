@@ -37,7 +37,7 @@ from dtkit.strategies.base import StepResult, Strategy, Worker, WorkerContext, m
 from dtkit.strategies.data_parallel import DataParallel
 from dtkit.strategies.options import check_count, check_positive
 from dtkit.strategies.replicated import LossAccumulator, ReplicatedWorker, compute_checksum, copy_to_cpu
-from dtkit.training.state_dict import Piece
+from dtkit.training.state_dict import TensorPart
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -221,7 +221,7 @@ class DTensorWorker(ReplicatedWorker, abc.ABC):
             for name, value in model.state_dict().items():
                 cut = get_shard_position(value) if isinstance(value, DTensor) else None
                 if cut is not None and self._replica_index == 0:
-                    found[name] = Piece(
+                    found[name] = TensorPart(
                         copy_to_cpu(get_local_tensor(value)), *cut, get_num_fused_blocks(self._sharded_parameters[name])
                     )
                 elif cut is None and self._group.rank == 0:

@@ -13,50 +13,50 @@ from dtkit._util.guard import contain, itself
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-CALLBACKS = "dtkit-callbacks"
+CALLBACK_THREAD_NAME = "dtkit-callbacks"
 """The name of the thread that callbacks run on."""
 
 
-class Turn:
+class CallbackRunner:
     """The callbacks of one run: None where it has none."""
 
     def __init__(self, callbacks: Callable[[], None] | None) -> None:
         self._callbacks = callbacks
         self._token: object = None  # the call that is under way
-        self.called = 0
+        self.last_called_step = 0
         """The step after which callbacks were called last."""
 
     @property
-    def taken(self) -> bool:
+    def is_running(self) -> bool:
         """Whether callbacks are at work."""
         return self._token is not None
 
-    def due(self, step: int, steps_per_epoch: int) -> bool:
+    def is_due(self, step: int, steps_per_epoch: int) -> bool:
         """Whether callbacks are to be called after so many steps, or are at work: nothing is sent before."""
-        if self.taken:
+        if self.is_running:
             return True
-        return self._callbacks is not None and step % steps_per_epoch == 0 and step > self.called
+        return self._callbacks is not None and step % steps_per_epoch == 0 and step > self.last_called_step
 
-    def take(self, step: int, over: Callable[[object, BaseException | None], None]) -> None:
+    def start(self, step: int, on_done: Callable[[object, BaseException | None], None]) -> None:
         """Call them, if they are not at work; `over` is called on their thread, with a token for :meth:`ended`."""
         callbacks = self._callbacks
-        if self.taken or callbacks is None:
+        if self.is_running or callbacks is None:
             return
         token = self._token = object()
-        self.called = step
+        self.last_called_step = step
 
         def call() -> None:
-            over(token, contain(callbacks, itself))
+            on_done(token, contain(callbacks, itself))
 
-        threading.Thread(target=call, name=CALLBACKS, daemon=True).start()
+        threading.Thread(target=call, name=CALLBACK_THREAD_NAME, daemon=True).start()
 
-    def ended(self, token: object) -> bool:
+    def mark_done(self, token: object) -> bool:
         """They have returned: whether these were the ones that the run still waits for."""
         if token is not self._token:
             return False
         self._token = None
         return True
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Wait for none that may still be at work."""
         self._token = None

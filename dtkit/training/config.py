@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from dtkit.checkpoint.manager import Saves
-from dtkit.training.snapshots import Rhythm
+from dtkit.checkpoint.manager import CheckpointPolicy
+from dtkit.training.snapshots import SnapshotInterval
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -27,37 +27,43 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Order:
+class JobSpec:
     """What the engines were told to make: enough to make it again, as `verify` does."""
 
-    copies: Replicas
-    data: DataHandle
+    model_handle: Replicas
+    data_handle: DataHandle
     plan: JobPlan
     program: bytes
     """Objective, optimiser and strategy, pickled."""
     loading: Loading | None = None
-    own: tuple[str, ...] = ()
+    owned_keys: tuple[str, ...] = ()
     """Keys of what was brought to the engines for this run alone: not needed after it."""
 
     def build(
-        self, cluster: Cluster, job: str, *, ranks: list[int] | None = None, alone: bool = False, hollow: bool = False
+        self,
+        cluster: Cluster,
+        job: str,
+        *,
+        ranks: list[int] | None = None,
+        single_process: bool = False,
+        uninitialized: bool = False,
     ) -> float:
         """Make a job of it on all ranks, or alone on one. Returns the learning rate.
 
         `hollow`: its state is still to be restored, and whoever looks at it before that finds none.
         """
-        how = {"alone": alone, "hollow": hollow}
-        return float(cluster.ask("build", ranks=ranks, job=job, **how, **self._said())[0])
+        how = {"alone": single_process, "hollow": uninitialized}
+        return float(cluster.ask("build", ranks=ranks, job=job, **how, **self._make_build_args())[0])
 
-    def revive(self, cluster: Cluster, job: str, shipments: Sequence[Shipment]) -> tuple[int, float]:
+    def rebuild(self, cluster: Cluster, job: str, payloads: Sequence[Shipment]) -> tuple[int, float]:
         """Make a job of it again, with the state that is in these shipments: (step, learning rate)."""
-        step, lr = cluster.ask("revive", job=job, shipments=shipments, **self._said())[0]
+        step, lr = cluster.ask("revive", job=job, shipments=payloads, **self._make_build_args())[0]
         return int(step), float(lr)
 
-    def _said(self) -> dict[str, Any]:
+    def _make_build_args(self) -> dict[str, Any]:
         return {
-            "model": self.copies.key,
-            "data": self.data.key,
+            "model": self.model_handle.key,
+            "data": self.data_handle.key,
             "program": self.program,
             "plan": self.plan,
             "loading": self.loading,
@@ -65,28 +71,28 @@ class Order:
 
 
 @dataclasses.dataclass(frozen=True)
-class Extras:
+class RunOptions:
     """What a run does besides taking steps, and what it can't."""
 
     strategy: Strategy
     metrics: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
-    valid: DataHandle | None = None
+    validation: DataHandle | None = None
     callbacks: Sequence[Callable[[Run], Any]] = ()
-    balance: tuple[int, ...] | None = None
+    balanced_shard_sizes: tuple[int, ...] | None = None
     """Rows of each shard, where faster ranks are to take more of each batch."""
-    caveats: tuple[str, ...] = ()
+    equivalence_notes: tuple[str, ...] = ()
     """Why the training is not that of one process."""
-    explains: bool = True
+    supports_explain: bool = True
     """Whether the strategy can take a step apart."""
     schedule: Schedule | None = None
     """In a pipeline, what each rank is to do in which order."""
     on_failure: str = "repair"
     """What to do when an engine is lost."""
-    saves: Saves = dataclasses.field(default_factory=Saves)
+    checkpoint_policy: CheckpointPolicy = dataclasses.field(default_factory=CheckpointPolicy)
     """The checkpoints that it makes by itself."""
-    snapshots: Saves = dataclasses.field(default_factory=Saves)
+    disk_snapshot_policy: CheckpointPolicy = dataclasses.field(default_factory=CheckpointPolicy)
     """And those that it may have to go back to when an engine is lost."""
-    rhythm: Rhythm = dataclasses.field(default_factory=Rhythm)
+    snapshot_interval: SnapshotInterval = dataclasses.field(default_factory=SnapshotInterval)
     """When the engines are to keep such snapshots in memory."""
-    copies: int = 1
+    ranks_per_replica: int = 1
     """Ranks that share one replica of the model, and so take the same samples."""

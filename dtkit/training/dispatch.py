@@ -8,35 +8,35 @@ at most fourfold at a time.
 
 from __future__ import annotations
 
-DISPATCH_S = 1.0  # what a dispatch should last
+TARGET_DISPATCH_S = 1.0  # what a dispatch should last
 SLOW_STEP_S = 0.5  # steps that take longer go one by one, and the next is sent when one has landed
-GROWTH = 4
-SEND_SHARE = 0.05  # of a dispatch's time that sending it may take
+MAX_GROWTH = 4
+MAX_SEND_FRACTION = 0.05  # of a dispatch's time that sending it may take
 
 
-class Pace:
+class DispatchSizer:
     """Fed with what was measured; asked for the next dispatch."""
 
     def __init__(self) -> None:
-        self.steps = 1
+        self.next_steps = 1
         """Steps to put into the next dispatch."""
         self.step_s = 0.0
         """Seconds that a step takes, as last seen; 0 before the first."""
-        self._send_s = 0.0
+        self._mean_send_s = 0.0
 
-    def sent(self, seconds: float) -> None:
+    def on_sent(self, seconds: float) -> None:
         """Note how long a fan-out took in the notebook."""
-        self._send_s = seconds if not self._send_s else 0.8 * self._send_s + 0.2 * seconds
+        self._mean_send_s = seconds if not self._mean_send_s else 0.8 * self._mean_send_s + 0.2 * seconds
 
-    def landed(self, steps: int, step_s: float) -> None:
+    def on_result(self, steps: int, step_s: float) -> None:
         """Note a dispatch that did `steps` steps of `step_s` seconds each."""
         if not steps:
             return
         self.step_s = max(step_s, 1e-6)
-        wanted = max(DISPATCH_S, self._send_s / SEND_SHARE) / self.step_s
-        self.steps = 1 if self.step_s >= SLOW_STEP_S else max(1, min(round(wanted), GROWTH * steps))
+        wanted = max(TARGET_DISPATCH_S, self._mean_send_s / MAX_SEND_FRACTION) / self.step_s
+        self.next_steps = 1 if self.step_s >= SLOW_STEP_S else max(1, min(round(wanted), MAX_GROWTH * steps))
 
     @property
-    def ahead(self) -> int:
+    def max_in_flight(self) -> int:
         """Dispatches to keep in flight: two, so that engines don't wait for the notebook; one when steps are slow."""
         return 1 if self.step_s >= SLOW_STEP_S else 2

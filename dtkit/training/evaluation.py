@@ -8,31 +8,33 @@ it may have had its effect on some ranks already does no harm: see :meth:`dtkit.
 from __future__ import annotations
 
 
-class Evaluations:
+class EvaluationTracker:
     """Those of one run. All is called by the run's driver."""
 
     def __init__(self) -> None:
-        self.made = 0
+        self.last_evaluated_step = 0
         """The step after which the last one was made."""
-        self._asked = 0  # the same of those that are under way
+        self._last_requested_step = 0  # the same of those that are under way
 
-    def due(self, step: int, steps_per_epoch: int, last: int) -> bool:
+    def is_due(self, step: int, steps_per_epoch: int, total_steps: int) -> bool:
         """Whether to evaluate after so many steps, of `last` in all: none is under way or made there."""
-        return step > self._asked and (step % steps_per_epoch == 0 or step == last)
+        return step > self._last_requested_step and (step % steps_per_epoch == 0 or step == total_steps)
 
-    def sent(self, step: int) -> None:
+    def on_sent(self, step: int) -> None:
         """It is asked for."""
-        self._asked = step
+        self._last_requested_step = step
 
-    def done(self, step: int) -> None:
+    def mark_done(self, step: int) -> None:
         """It was made, or can't be: it is not asked for again."""
-        self.made = step
-        self._asked = max(self._asked, step)
+        self.last_evaluated_step = step
+        self._last_requested_step = max(self._last_requested_step, step)
 
-    def withdrawn(self) -> None:
+    def on_cancel(self) -> None:
         """Those that are under way came to nothing."""
-        self._asked = self.made
+        self._last_requested_step = self.last_evaluated_step
 
-    def begin_at(self, step: int, made: int | None = None) -> None:
+    def reset_to(self, step: int, last_evaluated_step: int | None = None) -> None:
         """The run goes on from `step`: what was evaluated beyond that will be again. `made`: only so far it was."""
-        self.made = self._asked = min(step, self.made if made is None else made)
+        self.last_evaluated_step = self._last_requested_step = min(
+            step, self.last_evaluated_step if last_evaluated_step is None else last_evaluated_step
+        )

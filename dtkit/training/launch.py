@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dtkit.checkpoint import checkpoint
-from dtkit.checkpoint.manager import Saves
+from dtkit.checkpoint.manager import CheckpointPolicy
 from dtkit.cluster import broadcast
 from dtkit.cluster.broadcast import Replicas
 from dtkit.data import distribute
@@ -23,25 +23,25 @@ from dtkit.data.partition import Partition, find_caller_stacklevel
 from dtkit.errors import which_ranks
 from dtkit.planning import planner
 from dtkit.training import resume as resuming
-from dtkit.training.config import Extras, Order
-from dtkit.training.recovery import MODES
+from dtkit.training.config import JobSpec, RunOptions
+from dtkit.training.recovery import FAILURE_MODES
 from dtkit.training.run import Run
-from dtkit.training.snapshots import MOST_S, SECONDS, Rhythm
+from dtkit.training.snapshots import DEFAULT_INTERVAL_S, MAX_INTERVAL_S, SnapshotInterval
 from dtkit.types import JobPlan, RunSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from dtkit.checkpoint.checkpoint import Line
+    from dtkit.checkpoint.checkpoint import Lineage
     from dtkit.cluster.cluster import Cluster
     from dtkit.strategies.base import Strategy
 
-SHUFFLES = ("shard", "global", None)
+SHUFFLE_MODES = ("shard", "global", None)
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class TrainConfig:
     """What ``cluster.train`` was asked for, besides model and data: see there."""
 
     optimizer: Callable[..., Any]
@@ -51,81 +51,81 @@ class Options:
     steps: int | None = None
     strategy: Strategy | None = None
     shuffle: str | None = "shard"
-    step: Callable[..., Any] | None = None
+    training_step: Callable[..., Any] | None = None
     metrics: Mapping[str, Callable[..., Any]] | None = None
-    valid: Any = None
-    scheduler: Callable[..., Any] | None = None
-    scheduler_every: str = "step"
+    validation: Any = None
+    lr_scheduler: Callable[..., Any] | None = None
+    lr_scheduler_every: str = "step"
     callbacks: Sequence[Callable[[Run], Any]] = ()
     target: Any = None
-    workers: int = 0
+    num_workers: int = 0
     pin_memory: bool | None = None
     prefetch: bool | None = None
     seed: int = 0
     start: bool = True
-    save_every: int | None = None
-    save_to: str | Path | None = None
-    keep: int = 3
-    resume: str | Path | None = None
+    checkpoint_every: int | None = None
+    checkpoint_dir: str | Path | None = None
+    keep_last: int = 3
+    resume_from: str | Path | None = None
     on_failure: str = "repair"
     snapshot_every: int | None = None
 
 
-def train(cluster: Cluster, model: Any, data: Any, options: Options) -> Run:
+def train(cluster: Cluster, model: Any, data: Any, config: TrainConfig) -> Run:
     """See :meth:`dtkit.Cluster.train`."""
     from dtkit.engine.data.loader import Loading
 
     cluster.check_open()
     planner.check_idle(cluster, "and trains one model at a time", "end it (run.stop())")
-    strategy = _check_options(options)
+    strategy = _check_config(config)
     strategy.build_mesh(cluster.world_size)
-    strategy.check(cluster.world_size, options.batch_size)
-    _check_shrinks(cluster.world_size, options, strategy)
+    strategy.check(cluster.world_size, config.batch_size)
+    _check_can_shrink(cluster.world_size, config, strategy)
     _check_model(cluster, model)
     if not isinstance(model, Replicas):
         strategy.check_model(model)
         if (shown := strategy.describe_plan(model)) is not None:
             print(shown)  # noqa: T201 - a plan is shown before it is used
-    resumption = None if options.resume is None else resuming.find(options.resume, model)
-    loading = Loading(options.workers, options.pin_memory, options.prefetch)
-    if options.on_failure == "repair":
-        _replace_lost(cluster)
-    program = _program(cluster, options, strategy)
-    part = _partition(cluster, model, data, options, strategy)
+    resumption = None if config.resume_from is None else resuming.load_resume_point(config.resume_from, model)
+    loading = Loading(config.num_workers, config.pin_memory, config.prefetch)
+    if config.on_failure == "repair":
+        _replace_lost_engines(cluster)
+    program = _pickle_program(cluster, config, strategy)
+    part = _partition_data(cluster, model, data, config, strategy)
     source = part if isinstance(part, StreamHandle) else distribute.get_data_handle(cluster, part)
     copies = model if isinstance(model, Replicas) else broadcast.broadcast(cluster, model, mapped=strategy.shards_model)
     valid = (
         None
-        if options.valid is None
-        else distribute.distribute_validation_data(cluster, options.valid, training_data=source)
+        if config.validation is None
+        else distribute.distribute_validation_data(cluster, config.validation, training_data=source)
     )
-    spec = _spec(cluster, copies, part, options, strategy)
+    spec = _make_spec(cluster, copies, part, config, strategy)
     if resumption is not None:
-        resumption.check(spec)
+        resumption.check_steps_left(spec)
     previous, cluster.current_run = cluster.current_run, None
     if previous is not None:
         previous.release()
-    plan = JobPlan(spec.batch_size, spec.steps, options.shuffle, spec.seed)
-    saves = _saves(options, () if resumption is None else resumption.line)
-    extras = _extras(options, strategy, _sizes(cluster, part), valid, saves)
-    own = _own((model, copies), (data, source), (options.valid, valid))
-    run = Run(cluster, spec, Order(copies, source, plan, program, loading, own), extras)
+    plan = JobPlan(spec.batch_size, spec.steps, config.shuffle, spec.seed)
+    saves = _make_checkpoint_policy(config, () if resumption is None else resumption.lineage)
+    extras = _make_run_options(config, strategy, _get_shard_sizes(cluster, part), valid, saves)
+    own = _list_owned_keys((model, copies), (data, source), (config.validation, valid))
+    run = Run(cluster, spec, JobSpec(copies, source, plan, program, loading, own), extras)
     run.build(resumption)
-    _warn_of_batch_statistics(cluster, copies, strategy)
+    _warn_about_batch_norm(cluster, copies, strategy)
     cluster.current_run = run
-    if options.start:
+    if config.start:
         run.resume()
     return run
 
 
-def _replace_lost(cluster: Cluster) -> None:
+def _replace_lost_engines(cluster: Cluster) -> None:
     """Who was lost while nothing was under way is replaced as it would be from here on."""
     if lost := cluster.lost():
         print(f"{which_ranks(lost)} gone: replaced before the training starts")  # noqa: T201 - it takes some seconds
         cluster.repair()
 
 
-def _own(*pairs: tuple[Any, Replicas | DataHandle | None]) -> tuple[str, ...]:
+def _list_owned_keys(*pairs: tuple[Any, Replicas | DataHandle | None]) -> tuple[str, ...]:
     """Keys of what was placed here, of (what the user gave, what lies on the engines)."""
     return tuple(
         placed.key
@@ -134,138 +134,146 @@ def _own(*pairs: tuple[Any, Replicas | DataHandle | None]) -> tuple[str, ...]:
     )
 
 
-def _program(cluster: Cluster, options: Options, strategy: Strategy) -> bytes:
+def _pickle_program(cluster: Cluster, config: TrainConfig, strategy: Strategy) -> bytes:
     """What the engines are to do with the batches, pickled."""
     from dtkit.strategies.base import TrainingProgram
     from dtkit.strategies.loss import Loss
 
     what = TrainingProgram(
-        Loss(options.loss, options.step),
-        options.optimizer,
+        Loss(config.loss, config.training_step),
+        config.optimizer,
         strategy,
-        options.scheduler,
-        options.scheduler_every,
-        has_validation=options.valid is not None,
+        config.lr_scheduler,
+        config.lr_scheduler_every,
+        has_validation=config.validation is not None,
     )
     return cluster.dumps(what, name="train")
 
 
-def _sizes(cluster: Cluster, part: Partition | StreamHandle) -> tuple[int, ...]:
+def _get_shard_sizes(cluster: Cluster, partition: Partition | StreamHandle) -> tuple[int, ...]:
     """Rows of each shard; of a stream, whose ranks take equally many, in that proportion."""
-    return (1,) * cluster.world_size if isinstance(part, StreamHandle) else part.sizes
+    return (1,) * cluster.world_size if isinstance(partition, StreamHandle) else partition.sizes
 
 
-def _extras(
-    options: Options, strategy: Strategy, sizes: tuple[int, ...], valid: DataHandle | None, saves: Saves
-) -> Extras:
-    return Extras(
+def _make_run_options(
+    config: TrainConfig,
+    strategy: Strategy,
+    shard_sizes: tuple[int, ...],
+    validation: DataHandle | None,
+    checkpoint_policy: CheckpointPolicy,
+) -> RunOptions:
+    return RunOptions(
         strategy=strategy,
-        on_failure=options.on_failure,
-        metrics=dict(options.metrics or {}),
-        valid=valid,
-        callbacks=tuple(options.callbacks),
-        balance=sizes if strategy.balance and len(sizes) > 1 else None,
-        caveats=strategy.equivalence_notes(),
-        explains=strategy.supports_explain,
+        on_failure=config.on_failure,
+        metrics=dict(config.metrics or {}),
+        validation=validation,
+        callbacks=tuple(config.callbacks),
+        balanced_shard_sizes=shard_sizes if strategy.balance and len(shard_sizes) > 1 else None,
+        equivalence_notes=strategy.equivalence_notes(),
+        supports_explain=strategy.supports_explain,
         schedule=strategy.pipeline_schedule,
-        saves=saves,
-        snapshots=_snapshots(options, strategy, len(sizes)),
-        rhythm=_rhythm(options, strategy, len(sizes)),
-        copies=len(sizes) // strategy.build_mesh(len(sizes)).replicas,
+        checkpoint_policy=checkpoint_policy,
+        disk_snapshot_policy=_make_disk_snapshot_policy(config, strategy, len(shard_sizes)),
+        snapshot_interval=_make_snapshot_interval(config, strategy, len(shard_sizes)),
+        ranks_per_replica=len(shard_sizes) // strategy.build_mesh(len(shard_sizes)).replicas,
     )
 
 
-def _snapshots(options: Options, strategy: Strategy, world_size: int) -> Saves:
+def _make_disk_snapshot_policy(config: TrainConfig, strategy: Strategy, world_size: int) -> CheckpointPolicy:
     """On disk. None, where another rank holds what is lost with one."""
-    alone = _single_copies(strategy, world_size)
-    if options.snapshot_every is None and (not alone or options.on_failure == "pause"):
-        return Saves(quiet=True)
-    seconds = MOST_S if options.snapshot_every is None else None
-    return Saves(options.snapshot_every, keep=2, seconds=seconds, quiet=True, yields=alone)
+    alone = _has_unreplicated_part(strategy, world_size)
+    if config.snapshot_every is None and (not alone or config.on_failure == "pause"):
+        return CheckpointPolicy(quiet=True)
+    seconds = MAX_INTERVAL_S if config.snapshot_every is None else None
+    return CheckpointPolicy(
+        config.snapshot_every, keep_last=2, every_seconds=seconds, quiet=True, skip_while_writing=alone
+    )
 
 
-def _rhythm(options: Options, strategy: Strategy, world_size: int) -> Rhythm:
+def _make_snapshot_interval(config: TrainConfig, strategy: Strategy, world_size: int) -> SnapshotInterval:
     """Of those in memory. A part that another rank holds needs none there."""
-    if not _single_copies(strategy, world_size):
-        return Rhythm()
-    return Rhythm(options.snapshot_every, SECONDS if options.snapshot_every is None else None)
+    if not _has_unreplicated_part(strategy, world_size):
+        return SnapshotInterval()
+    return SnapshotInterval(config.snapshot_every, DEFAULT_INTERVAL_S if config.snapshot_every is None else None)
 
 
-def _single_copies(strategy: Strategy, world_size: int) -> bool:
+def _has_unreplicated_part(strategy: Strategy, world_size: int) -> bool:
     """Whether a part of the model is lost with the one rank that holds it."""
     parts = [strategy.model_shard_id(world_size, rank) for rank in range(world_size)]
     return any(parts.count(part) == 1 for part in parts) and len(set(parts)) > 1
 
 
-def _saves(options: Options, before: Line) -> Saves:
-    to = None if options.save_to is None else checkpoint.given("save_to", options.save_to).absolute()
-    return Saves(options.save_every, to, options.keep, line=(*before, os.urandom(8).hex()))
+def _make_checkpoint_policy(config: TrainConfig, previous_lineage: Lineage) -> CheckpointPolicy:
+    to = None if config.checkpoint_dir is None else checkpoint.parse_path("save_to", config.checkpoint_dir).absolute()
+    return CheckpointPolicy(
+        config.checkpoint_every, to, config.keep_last, lineage=(*previous_lineage, os.urandom(8).hex())
+    )
 
 
-def _partition(
-    cluster: Cluster, model: Any, data: Any, options: Options, strategy: Strategy
+def _partition_data(
+    cluster: Cluster, model: Any, data: Any, config: TrainConfig, strategy: Strategy
 ) -> Partition | StreamHandle:
     """The data as a partition that these options can be used with; all is checked before raw data travels."""
 
     def check(part: Partition) -> None:
-        _check_sizes(options, part)
-        _check_ignored(options.loss, part)
+        _check_batch_size(config, part)
+        _check_ignore_index(config.loss, part)
         if isinstance(data, Partition):
             distribute.get_data_handle(cluster, part)
-        planner.check_fits(cluster, model, options.optimizer, strategy)
+        planner.check_fits(cluster, model, config.optimizer, strategy)
 
     def check_flow() -> None:
-        _check_flow(cluster, options, strategy)
-        planner.check_fits(cluster, model, options.optimizer, strategy)
+        _check_stream(cluster, config, strategy)
+        planner.check_fits(cluster, model, config.optimizer, strategy)
 
     if not isinstance(data, Partition):
         return distribute.distribute_training_data(
-            cluster, data, seed=options.seed, target=options.target, check=check, check_stream=check_flow
+            cluster, data, seed=config.seed, target=config.target, check=check, check_stream=check_flow
         )
     check(data)
     return data
 
 
-def _check_options(options: Options) -> Strategy:
+def _check_config(config: TrainConfig) -> Strategy:
     """The strategy, after everything that needs neither model nor data was checked."""
-    _check_loss(options)
-    _check_optimizer(options.optimizer)
+    _check_loss(config)
+    _check_optimizer(config.optimizer)
     for name in ("batch_size", "epochs", "steps", "save_every", "keep", "snapshot_every"):
-        _check_count(name, getattr(options, name))
+        _check_count(name, getattr(config, name))
     for name in ("save_to", "resume"):
-        if (path := getattr(options, name)) is not None:
-            checkpoint.given(name, path)
-    if options.save_every is not None and options.save_to is None:
-        raise ValueError(f"save_every={options.save_every}, but not where to: save_to='checkpoints/first', say")
-    if (options.epochs is None) == (options.steps is None):
+        if (path := getattr(config, name)) is not None:
+            checkpoint.parse_path(name, path)
+    if config.checkpoint_every is not None and config.checkpoint_dir is None:
+        raise ValueError(f"save_every={config.checkpoint_every}, but not where to: save_to='checkpoints/first', say")
+    if (config.epochs is None) == (config.steps is None):
         raise ValueError(
-            f"epochs={options.epochs}, steps={options.steps}: say how long to train by one of them, as in epochs=5"
+            f"epochs={config.epochs}, steps={config.steps}: say how long to train by one of them, as in epochs=5"
         )
-    if options.shuffle not in SHUFFLES:
+    if config.shuffle not in SHUFFLE_MODES:
         raise ValueError(
-            f"shuffle={options.shuffle!r}; it must be 'shard' (each rank its own rows), 'global' (the same rows a step "
+            f"shuffle={config.shuffle!r}; it must be 'shard' (each rank its own rows), 'global' (the same rows a step "
             "on any number of ranks) or None"
         )
-    if isinstance(options.seed, bool) or not isinstance(options.seed, int | np.integer) or options.seed < 0:
-        raise ValueError(f"seed={options.seed!r}; it must be an integer from 0 up. Use seed=0")
-    if options.on_failure not in MODES:
+    if isinstance(config.seed, bool) or not isinstance(config.seed, int | np.integer) or config.seed < 0:
+        raise ValueError(f"seed={config.seed!r}; it must be an integer from 0 up. Use seed=0")
+    if config.on_failure not in FAILURE_MODES:
         raise ValueError(
-            f"on_failure={options.on_failure!r}; it must be 'repair' (a new engine takes the place of a lost one), "
+            f"on_failure={config.on_failure!r}; it must be 'repair' (a new engine takes the place of a lost one), "
             "'shrink' (go on without it) or 'pause'"
         )
-    _check_metrics(options)
-    _check_scheduler(options)
-    _check_callbacks(options)
-    return _check_strategy(options.strategy)
+    _check_metrics(config)
+    _check_lr_scheduler(config)
+    _check_callbacks(config)
+    return _check_strategy(config.strategy)
 
 
-def _check_shrinks(world_size: int, options: Options, strategy: Strategy) -> None:
+def _check_can_shrink(world_size: int, config: TrainConfig, strategy: Strategy) -> None:
     """Refuse on_failure='shrink' where the strategy could not go on without one of the ranks."""
-    if options.on_failure != "shrink" or world_size == 1:
+    if config.on_failure != "shrink" or world_size == 1:
         return
     try:
         strategy.build_mesh(world_size - 1)
-        strategy.check(world_size - 1, options.batch_size)
+        strategy.check(world_size - 1, config.batch_size)
     except ValueError as error:
         raise ValueError(
             f"on_failure='shrink' goes on without a lost rank, and {strategy!r} can't work on {world_size - 1} of "
@@ -283,8 +291,8 @@ def _check_count(name: str, value: Any) -> None:
         raise ValueError(f"{name}={value}; it must be at least 1")
 
 
-def _check_loss(options: Options) -> None:
-    loss, step = options.loss, options.step
+def _check_loss(config: TrainConfig) -> None:
+    loss, step = config.loss, config.training_step
     if (loss is None) == (step is None):
         raise ValueError(
             "give either loss, a function of (output, target), or step, a function of (model, batch) that returns "
@@ -298,7 +306,7 @@ def _check_loss(options: Options) -> None:
     _check_reduction(loss)
 
 
-_PAIR = "lambda out, y: (F.cross_entropy(out, y, weight=w, reduction='sum'), w[y].sum())"
+_WEIGHTED_LOSS_EXAMPLE = "lambda out, y: (F.cross_entropy(out, y, weight=w, reduction='sum'), w[y].sum())"
 
 
 def _check_reduction(loss: Any) -> None:
@@ -312,14 +320,14 @@ def _check_reduction(loss: Any) -> None:
     if getattr(loss, "weight", None) is not None and type(loss).__name__ in ("CrossEntropyLoss", "NLLLoss"):
         raise ValueError(
             f"{type(loss).__name__} with class weights divides by the weights of the rows at hand, so the mean over "
-            f"ranks would not be the mean over rows. Return a pair (sum, weight) instead: loss={_PAIR}"
+            f"ranks would not be the mean over rows. Return a pair (sum, weight) instead: loss={_WEIGHTED_LOSS_EXAMPLE}"
         )
 
 
-def _check_ignored(loss: Any, part: Partition) -> None:
+def _check_ignore_index(loss: Any, partition: Partition) -> None:
     """ignore_index is refused where the targets are known to use it; else the engine looks (see objective.py)."""
     ignored = getattr(loss, "ignore_index", None)
-    if ignored is not None and part.labels is not None and bool((part.labels == ignored).any()):
+    if ignored is not None and partition.labels is not None and bool((partition.labels == ignored).any()):
         raise ValueError(
             f"the targets contain ignore_index={ignored}, so {type(loss).__name__} divides by another number of rows "
             "on each "
@@ -337,42 +345,42 @@ def _check_optimizer(optimizer: Any) -> None:
         )
 
 
-def _check_metrics(options: Options) -> None:
-    if options.metrics is not None and not hasattr(options.metrics, "items"):
+def _check_metrics(config: TrainConfig) -> None:
+    if config.metrics is not None and not hasattr(config.metrics, "items"):
         raise TypeError(
-            f"metrics is a {type(options.metrics).__name__}; give names and functions of (output, target), as in "
+            f"metrics is a {type(config.metrics).__name__}; give names and functions of (output, target), as in "
             "metrics={'accuracy': accuracy}"
         )
-    if "loss" in (options.metrics or {}):
+    if "loss" in (config.metrics or {}):
         raise ValueError("metrics has 'loss', which is the name of the loss itself; give the metric another name")
-    for name, metric in (options.metrics or {}).items():
+    for name, metric in (config.metrics or {}).items():
         if not callable(metric):
             raise TypeError(
                 f"metrics[{name!r}] is a {type(metric).__name__}; it must be a function of (output, target)"
             )
-    if options.metrics and options.step is not None:
+    if config.metrics and config.training_step is not None:
         raise ValueError(
             "metrics need output and target, which step= keeps to itself; compute them in your step, or use loss="
         )
 
 
-def _check_scheduler(options: Options) -> None:
-    if options.scheduler is not None and not callable(options.scheduler):
+def _check_lr_scheduler(config: TrainConfig) -> None:
+    if config.lr_scheduler is not None and not callable(config.lr_scheduler):
         raise TypeError(
-            f"scheduler is a {type(options.scheduler).__name__}; it must be a function from an optimiser to a torch "
+            f"scheduler is a {type(config.lr_scheduler).__name__}; it must be a function from an optimiser to a torch "
             "scheduler, since every rank makes its own: "
             "scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 30)"
         )
-    if options.scheduler_every not in ("step", "epoch"):
+    if config.lr_scheduler_every not in ("step", "epoch"):
         raise ValueError(
-            f"scheduler_every={options.scheduler_every!r}; it must be 'step' (after every update) or 'epoch'"
+            f"scheduler_every={config.lr_scheduler_every!r}; it must be 'step' (after every update) or 'epoch'"
         )
 
 
-def _check_callbacks(options: Options) -> None:
-    if callable(options.callbacks):
+def _check_callbacks(config: TrainConfig) -> None:
+    if callable(config.callbacks):
         raise TypeError("callbacks is a function; give a list of functions of the run: callbacks=[function]")
-    for callback in options.callbacks:
+    for callback in config.callbacks:
         if isinstance(callback, type) or not callable(callback):
             raise TypeError(
                 f"callbacks has {callback!r}; each must be a function of the run, called after every epoch, such as "
@@ -380,7 +388,7 @@ def _check_callbacks(options: Options) -> None:
             )
 
 
-def _warn_of_batch_statistics(cluster: Cluster, copies: Replicas, strategy: Strategy) -> None:
+def _warn_about_batch_norm(cluster: Cluster, model_handle: Replicas, strategy: Strategy) -> None:
     """Batch normalisation makes training depend on how a batch is cut; said once, before it starts."""
     synchronised = cluster.nodes[0].device.startswith("cuda") and getattr(strategy, "sync_batch_norm", False)
     if strategy.pipeline_schedule is not None:
@@ -389,9 +397,9 @@ def _warn_of_batch_statistics(cluster: Cluster, copies: Replicas, strategy: Stra
         return
     else:
         own = "each rank has those of its own part only"
-    if copies.batch_norms:
+    if model_handle.batch_norms:
         warnings.warn(
-            f"{copies.batch_norms[0]} normalises with the statistics of a batch, and {own}: training differs a little "
+            f"{model_handle.batch_norms[0]} normalises with the statistics of a batch, and {own}: training differs a little "
             "from one process. GroupNorm and LayerNorm don't depend on the batch",
             stacklevel=find_caller_stacklevel(),
         )
@@ -410,36 +418,36 @@ def _check_strategy(strategy: Any) -> Strategy:
     return strategy
 
 
-def _check_sizes(options: Options, part: Partition) -> None:
-    if options.batch_size > part.n:
+def _check_batch_size(config: TrainConfig, partition: Partition) -> None:
+    if config.batch_size > partition.n:
         raise ValueError(
-            f"batch_size={options.batch_size} is more than the {part.n} samples there are; it is the number of "
-            f"samples per update over all ranks. Use at most {part.n}"
+            f"batch_size={config.batch_size} is more than the {partition.n} samples there are; it is the number of "
+            f"samples per update over all ranks. Use at most {partition.n}"
         )
-    _check_share(options, part.world_size)
+    _check_samples_per_rank(config, partition.world_size)
 
 
-def _check_share(options: Options, world_size: int) -> None:
-    if options.batch_size < world_size:
+def _check_samples_per_rank(config: TrainConfig, world_size: int) -> None:
+    if config.batch_size < world_size:
         raise ValueError(
-            f"batch_size={options.batch_size} is less than the {world_size} ranks; it is the number of samples "
+            f"batch_size={config.batch_size} is less than the {world_size} ranks; it is the number of samples "
             f"per update over all ranks, and each needs one. Use at least {world_size}"
         )
 
 
-def _check_flow(cluster: Cluster, options: Options, strategy: Strategy) -> None:
+def _check_stream(cluster: Cluster, config: TrainConfig, strategy: Strategy) -> None:
     """A stream has no length, so no epochs, and its samples come in an order of their own."""
-    if options.epochs is not None:
+    if config.epochs is not None:
         raise ValueError(
-            f"epochs={options.epochs}: the data is a stream without length, so nobody knows what an epoch is. Say "
+            f"epochs={config.epochs}: the data is a stream without length, so nobody knows what an epoch is. Say "
             "steps=, which is then the most that are taken: the run ends with the stream"
         )
-    if options.shuffle == "global":
+    if config.shuffle == "global":
         raise ValueError(
             "shuffle='global': the data is a stream, whose samples come in an order of their own. Shuffle where they "
             "are made, and leave shuffle out"
         )
-    _check_share(options, cluster.world_size)
+    _check_samples_per_rank(config, cluster.world_size)
     if strategy.build_mesh(cluster.world_size).replicas < cluster.world_size:
         raise ValueError(
             f"{strategy!r} has several ranks take the same samples, and of a stream each rank draws its own. Give "
@@ -462,28 +470,32 @@ def _check_model(cluster: Cluster, model: Any) -> None:
         )
 
 
-def _spec(
-    cluster: Cluster, copies: Replicas, part: Partition | StreamHandle, options: Options, strategy: Strategy
+def _make_spec(
+    cluster: Cluster,
+    model_handle: Replicas,
+    partition: Partition | StreamHandle,
+    config: TrainConfig,
+    strategy: Strategy,
 ) -> RunSpec:
-    if isinstance(part, StreamHandle):  # as many samples as there may be at most; the run ends with the stream
-        per_epoch, samples, shuffle = int(options.steps or 0), int(options.steps or 0) * int(options.batch_size), None
+    if isinstance(partition, StreamHandle):  # as many samples as there may be at most; the run ends with the stream
+        per_epoch, samples, shuffle = int(config.steps or 0), int(config.steps or 0) * int(config.batch_size), None
     else:
-        per_epoch, samples, shuffle = -(-part.n // options.batch_size), part.n, options.shuffle
+        per_epoch, samples, shuffle = -(-partition.n // config.batch_size), partition.n, config.shuffle
     return RunSpec(
-        name=copies.name,
+        name=model_handle.name,
         strategy=repr(strategy),
         world_size=cluster.world_size,
         samples=samples,
-        batch_size=int(options.batch_size),
-        steps=int(options.steps or (options.epochs or 0) * per_epoch),
+        batch_size=int(config.batch_size),
+        steps=int(config.steps or (config.epochs or 0) * per_epoch),
         steps_per_epoch=per_epoch,
         shuffle=shuffle,
-        seed=int(options.seed),
-        loss=_name(options.loss or options.step),
-        optimizer=_name(options.optimizer),
+        seed=int(config.seed),
+        loss=_get_name(config.loss or config.training_step),
+        optimizer=_get_name(config.optimizer),
     )
 
 
-def _name(function: Any) -> str:
+def _get_name(function: Any) -> str:
     """What a user would call it: a function's name, else the object's class."""
     return str(getattr(function, "__name__", type(function).__name__))

@@ -16,62 +16,62 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rate:
+class LearningRateChange:
     """One, and who waits to hear at which step it took effect."""
 
     value: float
     answers: list[Future[int]]
 
 
-class LearningRate:
+class LearningRateUpdater:
     """What is to be sent with the next dispatch, and what holds since when."""
 
     def __init__(self) -> None:
-        self._wanted: Rate | None = None
-        self._since: tuple[int, float] | None = None
+        self._pending: LearningRateChange | None = None
+        self._in_effect: tuple[int, float] | None = None
 
     @property
-    def wanted(self) -> bool:
+    def has_pending(self) -> bool:
         """Whether one is still to be sent."""
-        return self._wanted is not None
+        return self._pending is not None
 
-    def want(self, value: float, answer: Future[int] | None) -> None:
+    def request(self, value: float, answer: Future[int] | None) -> None:
         """Have this one, in place of any other that was not sent yet; who waits for that hears of this one."""
-        waiting = self._wanted.answers if self._wanted else []
-        self._wanted = Rate(value, waiting if answer is None else [*waiting, answer])
+        waiting = self._pending.answers if self._pending else []
+        self._pending = LearningRateChange(value, waiting if answer is None else [*waiting, answer])
 
-    def take(self) -> Rate | None:
+    def take_pending(self) -> LearningRateChange | None:
         """What the dispatch that is sent now begins with."""
-        taken, self._wanted = self._wanted, None
+        taken, self._pending = self._pending, None
         return taken
 
-    def landed(self, rate: Rate | None, step: int) -> None:
+    def on_result(self, change: LearningRateChange | None, step: int) -> None:
         """All ranks have had it from this step on."""
-        if rate is not None:
-            self._since = step, rate.value
-            for answer in rate.answers:
+        if change is not None:
+            self._in_effect = step, change.value
+            for answer in change.answers:
                 resolve(answer, step)
 
-    def withdrawn(self, rate: Rate | None, sent: int, stands: int) -> None:
-        """The dispatch from step `sent` on came to nothing; unless ranks `stand` beyond that, so did the rate.
+    def on_cancel(self, change: LearningRateChange | None, sent_step: int, current_step: int) -> None:
+        """The dispatch from step `sent` on came to nothing; unless ranks `query_positions` beyond that, so did the rate.
 
         Then it is wanted again, unless another one was asked for meanwhile.
         """
-        if rate is None or stands > sent:
-            self.landed(rate, sent)
-        elif self._wanted is None:
-            self._wanted = rate
+        if change is None or current_step > sent_step:
+            self.on_result(change, sent_step)
+        elif self._pending is None:
+            self._pending = change
         else:
-            self._wanted.answers.extend(rate.answers)
+            self._pending.answers.extend(change.answers)
 
-    def back_at(self, step: int) -> None:
+    def reset_to(self, step: int) -> None:
         """All ranks have the state that they had at this step: one that came later is lost with what it did."""
-        if self._since is not None and step <= self._since[0] and self._wanted is None:
-            self._wanted = Rate(self._since[1], [])
+        if self._in_effect is not None and step <= self._in_effect[0] and self._pending is None:
+            self._pending = LearningRateChange(self._in_effect[1], [])
 
-    def answer(self, step: int) -> None:
+    def answer_pending(self, step: int) -> None:
         """Tell those who wait for one that was not sent where the run stands now."""
-        for answer in self._wanted.answers if self._wanted else ():
+        for answer in self._pending.answers if self._pending else ():
             resolve(answer, step)
-        if self._wanted is not None:
-            self._wanted.answers.clear()
+        if self._pending is not None:
+            self._pending.answers.clear()

@@ -24,19 +24,19 @@ _REMEDY = (
 )
 
 
-def nonfinite(step: int, advances: Sequence[Advance], nodes: Sequence[Any]) -> list[Failure]:
+def build_nonfinite_failures(step: int, advances: Sequence[Advance], nodes: Sequence[Any]) -> list[Failure]:
     """One failure for each rank that it comes from; or, where that can't be told, one that says so."""
     hosts = {node.rank: node.host for node in nodes}
     return [
         Failure(rank, hosts.get(rank, "?"), "NonFinite", f"{message}. {_REMEDY}", "", step=step, kind="nonfinite")
-        for rank, message in _told(advances).items()
+        for rank, message in _find_causes(advances).items()
     ]
 
 
-def _told(advances: Sequence[Advance]) -> dict[int, str]:
+def _find_causes(advances: Sequence[Advance]) -> dict[int, str]:
     """What there is to say of each rank that it comes from."""
     begun = "the gradients over all ranks are not finite"
-    if outputs := _stages(advances, "output"):
+    if outputs := _find_first_stages(advances, "output"):
         first = min(outputs.values())
         given = "rows of data" if first == 0 else f"stage {first - 1}'s, which are finite"
         what = f"the first numbers that are not are outputs of this rank's stage {first} (its inputs are {given})"
@@ -46,15 +46,15 @@ def _told(advances: Sequence[Advance]) -> dict[int, str]:
         return {rank: f"{begun}, with this rank's loss {loss}" for rank, loss in bad.items()}
     found = ", ".join(f"{loss:.4g}" for loss in losses.values())
     begun += f", though every rank's loss is ({found})"
-    if gradients := _stages(advances, "gradient"):
+    if gradients := _find_first_stages(advances, "gradient"):
         last = max(gradients.values())
         what = f"the first ones in backward's order are those of this rank's stage {last}"
         return {rank: f"{begun}: {what}" for rank, stage in gradients.items() if stage == last}
     return {0: begun}
 
 
-def _stages(advances: Sequence[Advance], what: str) -> dict[int, int]:
+def _find_first_stages(advances: Sequence[Advance], wanted_kind: str) -> dict[int, int]:
     """Of each rank that had such, the stage that it began in: forward runs up, and backward down."""
-    edge = {"output": min, "gradient": max}[what]
-    found = {rank: [stage for stage, kind in a.astray if kind == what] for rank, a in enumerate(advances)}
+    edge = {"output": min, "gradient": max}[wanted_kind]
+    found = {rank: [stage for stage, kind in a.astray if kind == wanted_kind] for rank, a in enumerate(advances)}
     return {rank: edge(stages) for rank, stages in found.items() if stages}

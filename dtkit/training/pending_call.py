@@ -13,24 +13,24 @@ if TYPE_CHECKING:
     from dtkit.types import Reply
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     """Who asks for steps asks again from where the ranks stand."""
 
 
 @dataclasses.dataclass(eq=False)
-class Flight:
+class PendingCall:
     """A request for one step, and what is to be done with what comes of it. These must not hold the flight itself."""
 
     op: str
     step: int
     """At which the job must stand."""
-    landed: Callable[[int, Sequence[Any]], None]
+    on_result: Callable[[int, Sequence[Any]], None]
     """All ranks did it: (step, their answers)."""
-    failed: Callable[[EngineError], None]
+    on_failure: Callable[[EngineError], None]
     """The user's code failed in it, or it was refused over and over."""
-    withdrawn: Callable[[], None] = _nothing
+    on_cancel: Callable[[], None] = _do_nothing
     """It was not done, and nothing is wrong with it."""
-    arrived: bool = False
+    is_answered: bool = False
     """Whether all ranks have answered, or one has failed."""
     futures: list[Future[Reply]] = dataclasses.field(default_factory=list)
 

@@ -15,7 +15,7 @@ from dtkit.data.distribute import DataHandle, StreamHandle
 from dtkit.errors import CannotSend
 from dtkit.history import run_log
 from dtkit.rpc import pickling
-from dtkit.training.config import Extras, Order
+from dtkit.training.config import JobSpec, RunOptions
 
 if TYPE_CHECKING:
     from dtkit.cluster.cluster import Cluster
@@ -25,73 +25,77 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Keys:
+class _DataReference:
     """Data that lie on the engines: what it takes to speak of them."""
 
     key: str
-    samples: int | None
+    num_samples: int | None
     """None of a stream."""
     columns: ColumnSelection
 
     @classmethod
-    def of(cls, placed: DataHandle) -> _Keys:
-        return cls(placed.key, placed.num_samples, placed.columns)
+    def from_handle(cls, handle: DataHandle) -> _DataReference:
+        return cls(handle.key, handle.num_samples, handle.columns)
 
-    def placed(self, cluster: Cluster) -> Any:
+    def to_handle(self, cluster: Cluster) -> Any:
         """The same data, as another notebook's."""
-        if self.samples is None:
+        if self.num_samples is None:
             return StreamHandle(cluster, self.key, self.columns)
-        return DataHandle(cluster, self.key, self.samples, self.columns)
+        return DataHandle(cluster, self.key, self.num_samples, self.columns)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Testament:
+class _PersistedRun:
     """What is written, pickled."""
 
     spec: RunSpec
-    model: str
+    model_key: str
     """Its key on the engines."""
-    data: _Keys
-    valid: _Keys | None
+    data: _DataReference
+    validation: _DataReference | None
     plan: JobPlan
     program: bytes
     loading: Loading | None
-    extras: Extras
+    options: RunOptions
     """Without what lies on the engines."""
 
 
-def put_down(cluster: Cluster, job: str, spec: RunSpec, order: Order, extras: Extras) -> tuple[run_log.Spool, str]:
+def save(
+    cluster: Cluster, job: str, spec: RunSpec, job_spec: JobSpec, options: RunOptions
+) -> tuple[run_log.RunLog, str]:
     """Write it. Returns where the run's history is to follow, and a word on what the other notebook will lack."""
-    valid = None if extras.valid is None else _Keys.of(extras.valid)
-    there = dataclasses.replace(extras, valid=None)
-    data, lacks = _Keys.of(order.data), ""
-    said = _Testament(spec, order.copies.key, data, valid, order.plan, order.program, order.loading, there)
-    written = run_log.Spool(cluster.folder / run_log.RUNS / job)
+    valid = None if options.validation is None else _DataReference.from_handle(options.validation)
+    there = dataclasses.replace(options, validation=None)
+    data, lacks = _DataReference.from_handle(job_spec.data_handle), ""
+    said = _PersistedRun(
+        spec, job_spec.model_handle.key, data, valid, job_spec.plan, job_spec.program, job_spec.loading, there
+    )
+    written = run_log.RunLog(cluster.folder / run_log.RUNS_FOLDER / job)
     for lacking in ("the callbacks", "this run"):
         try:
-            written.order(cluster.dumps(said, name="the run"))
+            written.write_run_pickle(cluster.dumps(said, name="the run"))
         except CannotSend as error:
             lacks = f"a notebook that takes over will not have {lacking}: {error}".partition("\n")[0]
-            said = dataclasses.replace(said, extras=dataclasses.replace(there, callbacks=()))
+            said = dataclasses.replace(said, options=dataclasses.replace(there, callbacks=()))
         else:
             break
     return written, lacks
 
 
-def take_up(cluster: Cluster, job: str) -> tuple[RunSpec, Order, Extras] | None:
+def load(cluster: Cluster, job: str) -> tuple[RunSpec, JobSpec, RunOptions] | None:
     """Read it, in another notebook; None where nothing was written of such a job."""
-    data = run_log.order(cluster.folder / run_log.RUNS / job)
+    data = run_log.read_run_pickle(cluster.folder / run_log.RUNS_FOLDER / job)
     if data is None:
         return None
     # unpickles: written by this user's earlier notebook; nobody else can write to its folder
-    said: _Testament = pickling.loads(data)
-    copies = _copies(cluster, said.model)
-    order = Order(copies, said.data.placed(cluster), said.plan, said.program, said.loading)
-    valid = None if said.valid is None else said.valid.placed(cluster)
-    return said.spec, order, dataclasses.replace(said.extras, valid=valid)
+    said: _PersistedRun = pickling.loads(data)
+    copies = _rebuild_model_handle(cluster, said.model_key)
+    order = JobSpec(copies, said.data.to_handle(cluster), said.plan, said.program, said.loading)
+    valid = None if said.validation is None else said.validation.to_handle(cluster)
+    return said.spec, order, dataclasses.replace(said.options, validation=valid)
 
 
-def _copies(cluster: Cluster, key: str) -> Replicas:
+def _rebuild_model_handle(cluster: Cluster, key: str) -> Replicas:
     """The model as it was broadcast, from an engine that holds it."""
     (rank, *_) = (heritage.rank for heritage in cluster.heritage)
     (shipment,) = cluster.alone("model", [rank], key=key).values()

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dtkit.history import comm_time, message_times
-from dtkit.history.engine_outbox import line
+from dtkit.history.engine_outbox import format_output
 from dtkit.types import Advance, Evaluation, Event
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from dtkit.history.engine_outbox import Found, Left
+    from dtkit.history.engine_outbox import EvaluationSums, UnreadDispatches
     from dtkit.history.history import History
     from dtkit.rpc.engine_group import Ranks
     from dtkit.types import Reply
@@ -29,89 +29,95 @@ if TYPE_CHECKING:
 class Recorder:
     """Writes one run's history."""
 
-    def __init__(self, ranks: Ranks, history: History) -> None:
-        self._ranks, self._history = ranks, history
-        self._beyond: list[np.ndarray] = []  # rows of the ranks that were further than others when one failed
-        self._troubled = False
+    def __init__(self, engine_group: Ranks, history: History) -> None:
+        self._engine_group, self._history = engine_group, history
+        self._extra_rows: list[np.ndarray] = []  # rows of the ranks that were further than others when one failed
+        self._has_reported_write_error = False
 
     @property
-    def end(self) -> int:
+    def next_step(self) -> int:
         """The step that the history ends before."""
-        totals = self._history.totals(self._history.steps - 1)
+        totals = self._history.totals(self._history.num_steps - 1)
         return int(totals["step"][-1]) + 1 if len(totals) else 0
 
-    def note(self, step: int, kind: str, text: str, rank: int | None = None) -> None:
+    def add_event(self, step: int, kind: str, text: str, rank: int | None = None) -> None:
         """An event."""
         self._history.add(Event(step, kind, text, time.time(), rank))
 
-    def steps(self, values: Sequence[tuple[Advance, Sequence[Any]]], ranks: Sequence[int] | None = None) -> None:
+    def record_steps(self, values: Sequence[tuple[Advance, Sequence[Any]]], ranks: Sequence[int] | None = None) -> None:
         """What ranks did in a dispatch, and said meanwhile: all of them, by rank, unless `ranks` says whose it is."""
         ranks = range(len(values)) if ranks is None else ranks
         advances = [advance for advance, _ in values]
         rows = [np.asarray(advance.rows) for advance in advances]
-        self._tell_waiting(rows, advances, ranks)
+        self._split_blocked_time(rows, advances, ranks)
         self._history.append(np.concatenate(rows))
         step = int(rows[0]["step"][0]) if len(rows[0]) else advances[0].step
         for rank, (_, items) in zip(ranks, values, strict=True):
             for item in items:
-                self.note(step, "print", line(*item), rank)
-        self._tell_trouble(step)
+                self.add_event(step, "print", format_output(*item), rank)
+        self._report_write_error(step)
 
-    def _tell_trouble(self, step: int) -> None:
+    def _report_write_error(self, step: int) -> None:
         """Say once that a disk does not take the history, and once that it does again."""
-        spool = self._history.spool
-        if spool is None or (spool.trouble is not None) == self._troubled:
+        spool = self._history.run_log
+        if spool is None or (spool.write_error is not None) == self._has_reported_write_error:
             return
-        self._troubled = not self._troubled
-        if self._troubled:
-            why = f"{spool.trouble}: {spool.folder}. It is kept in memory until there is room"
-            self.note(step, "error", f"the history can't be written to disk, for who takes this run over: {why}")
+        self._has_reported_write_error = not self._has_reported_write_error
+        if self._has_reported_write_error:
+            why = f"{spool.write_error}: {spool.folder}. It is kept in memory until there is room"
+            self.add_event(step, "error", f"the history can't be written to disk, for who takes this run over: {why}")
         else:
-            self.note(step, "note", "the history is on disk again")
+            self.add_event(step, "note", "the history is on disk again")
 
-    def unread(self, left: Mapping[int, Left], common: int) -> None:
+    def record_unread(self, unread_dispatches: Mapping[int, UnreadDispatches], common_step: int) -> None:
         """What dispatches left that nobody may have read, by rank. All ranks that are there have taken `common` steps:
         what they did until then is recorded, with what lost ranks left of it.
         """
-        seen = self.end
+        seen = self.next_step
         dispatches: dict[int, dict[int, tuple[Advance, list[Any]]]] = {}
-        for rank in sorted(left):
-            for advance, items in left[rank]:
+        for rank in sorted(unread_dispatches):
+            for advance, items in unread_dispatches[rank]:
                 if advance.step > seen:
                     begun = advance.step - len(np.asarray(advance.rows))
-                    dispatches.setdefault(begun, {})[rank] = _between(advance, seen, advance.step), items
+                    dispatches.setdefault(begun, {})[rank] = _slice_steps(advance, seen, advance.step), items
         for begun in sorted(dispatches):
-            self._until(common, dispatches[begun])
+            self._record_until(common_step, dispatches[begun])
 
-    def evaluated(self, left: Mapping[int, Mapping[int, Found]], due: Sequence[int]) -> list[int]:
+    def record_unread_evaluations(
+        self, unread_evaluations: Mapping[int, Mapping[int, EvaluationSums]], due_steps: Sequence[int]
+    ) -> list[int]:
         """What evaluations left that nobody may have read, by rank: those that all ranks made are recorded.
 
         Of the steps after which they were `due`, those for which there is none.
         """
         known = {one.step for one in self._history.evaluations}
-        for step in sorted(set.intersection(*(set(found) for found in left.values())) - known):
-            parts = [left[rank][step] for rank in sorted(left)]
+        for step in sorted(set.intersection(*(set(found) for found in unread_evaluations.values())) - known):
+            parts = [unread_evaluations[rank][step] for rank in sorted(unread_evaluations)]
             if len({tuple(sums) for _, sums in parts}) == 1:
-                self.evaluation(step, parts)
+                self.record_evaluation(step, parts)
                 known.add(step)
-        return [step for step in due if step not in known]
+        return [step for step in due_steps if step not in known]
 
-    def evaluation(self, step: int, parts: Sequence[Found]) -> None:
+    def record_evaluation(self, step: int, parts: Sequence[EvaluationSums]) -> None:
         """What all ranks found in their parts of the held-out data."""
-        found = evaluation(step, parts)
+        found = combine_evaluations(step, parts)
         self._history.add(found)
-        self.note(step, "note", ", ".join(f"valid {name} {value:.4g}" for name, value in found.values.items()))
+        self.add_event(step, "note", ", ".join(f"valid {name} {value:.4g}" for name, value in found.values.items()))
 
-    def _tell_waiting(self, rows: Sequence[np.ndarray], advances: Sequence[Advance], ranks: Sequence[int]) -> None:
+    def _split_blocked_time(
+        self, rows: Sequence[np.ndarray], advances: Sequence[Advance], ranks: Sequence[int]
+    ) -> None:
         """Of the time that ranks were blocked, tell apart what they waited for each other."""
         spans = [advance.blocked for advance in advances]
         if any(span is None for span in spans):
             return
         steps = min(map(len, rows))
-        clocks = self._ranks.clock_offsets
+        clocks = self._engine_group.clock_offsets
         ahead = None if clocks is None else [clocks[rank] for rank in ranks]
-        waits, transfers = comm_time.split([np.asarray(span)[:steps] for span in spans], ahead)
-        sent = _in_messages([part[:steps] for part in rows], advances, ranks, self._history.copies, ahead)
+        waits, transfers = comm_time.split_blocked_time([np.asarray(span)[:steps] for span in spans], ahead)
+        sent = _split_message_time(
+            [part[:steps] for part in rows], advances, ranks, self._history.ranks_per_replica, ahead
+        )
         for mine, *found in zip(rows, waits, transfers, *sent, strict=True):
             wait, transfer, waited, moved = found
             mine["wait_s"][:steps] = wait + waited
@@ -119,11 +125,11 @@ class Recorder:
 
     # -- after a failure --------------------------------------------------------------------------------------
 
-    def failing(self) -> None:
+    def clear_extra_rows(self) -> None:
         """Some rank has failed: nothing is known of who stands further."""
-        self._beyond.clear()
+        self._extra_rows.clear()
 
-    def common(self, replies: Mapping[int, Reply]) -> int | None:
+    def record_common_steps(self, replies: Mapping[int, Reply]) -> int | None:
         """Record the steps that all ranks completed before one failed: the step after them, None where none is known.
 
         `replies` by rank. Of a lost rank nobody knows.
@@ -134,36 +140,44 @@ class Recorder:
         if not found or len(found) < len(known):
             return None
         common: int = min(advance.step for advance, _ in found)
-        self._until(common, dict(zip(known, found, strict=True)))
+        self._record_until(common, dict(zip(known, found, strict=True)))
         return common
 
-    def _until(self, common: int, values: Mapping[int, tuple[Advance, Sequence[Any]]]) -> None:
+    def _record_until(self, common_step: int, values: Mapping[int, tuple[Advance, Sequence[Any]]]) -> None:
         """Record what ranks did in a dispatch before step `common`; what some did beyond may be of use later."""
-        self.steps([(_between(advance, 0, common), items) for advance, items in values.values()], list(values))
-        self._beyond += [np.asarray(_between(advance, common, advance.step).rows) for advance, _ in values.values()]
+        self.record_steps(
+            [(_slice_steps(advance, 0, common_step), items) for advance, items in values.values()], list(values)
+        )
+        self._extra_rows += [
+            np.asarray(_slice_steps(advance, common_step, advance.step).rows) for advance, _ in values.values()
+        ]
 
-    def beyond(self, step: int) -> None:
+    def record_extra_rows(self, step: int) -> None:
         """All go on from `step`, where some were and others not: record what those did."""
-        rows = [part[part["step"] < step] for part in self._beyond]
-        self._beyond.clear()
+        rows = [part[part["step"] < step] for part in self._extra_rows]
+        self._extra_rows.clear()
         if any(map(len, rows)):
             self._history.append(np.concatenate(rows))
 
 
-def _in_messages(
+def _split_message_time(
     rows: Sequence[np.ndarray],
     advances: Sequence[Advance],
     ranks: Sequence[int],
-    per: int,
-    ahead: Sequence[float] | None,
+    ranks_per_pipeline: int,
+    clock_offsets: Sequence[float] | None,
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """(waited, moved) in seconds, of each rank an array by step: what it waited for in messages, and the rest of them.
 
     `per` is how many ranks a pipeline has.
     """
-    parts = [np.empty(0, message_times.MESSAGE) if a.messages is None else np.asarray(a.messages) for a in advances]
+    parts = [
+        np.empty(0, message_times.MESSAGE_DTYPE) if a.messages is None else np.asarray(a.messages) for a in advances
+    ]
     waited, moved = [], []
-    for mine, part, seconds in zip(rows, parts, message_times.waited(parts, ranks, per, ahead), strict=True):
+    for mine, part, seconds in zip(
+        rows, parts, message_times.compute_wait_seconds(parts, ranks, ranks_per_pipeline, clock_offsets), strict=True
+    ):
         at = part["step"] - (mine["step"][0] if len(mine) else 0)
         known = (at >= 0) & (at < len(mine))  # of those that all ranks completed
         waited.append(np.bincount(at[known], seconds[known], len(mine)))
@@ -171,7 +185,7 @@ def _in_messages(
     return waited, moved
 
 
-def _between(advance: Advance, first: int, stop: int) -> Advance:
+def _slice_steps(advance: Advance, first: int, stop: int) -> Advance:
     """What was done in these steps."""
     rows = np.asarray(advance.rows)
     inside = (rows["step"] >= first) & (rows["step"] < stop)
@@ -179,7 +193,7 @@ def _between(advance: Advance, first: int, stop: int) -> Advance:
     return dataclasses.replace(advance, rows=rows[inside], blocked=blocked)
 
 
-def evaluation(step: int, parts: Sequence[Found]) -> Evaluation:
+def combine_evaluations(step: int, parts: Sequence[EvaluationSums]) -> Evaluation:
     """Add up what every rank found in its part: (samples, {name: (sum, weight)})."""
     names = parts[0][1]
     values = {}

@@ -12,7 +12,7 @@ import dataclasses
 import os
 from typing import TYPE_CHECKING
 
-from dtkit.history.run_log import RUNS
+from dtkit.history.run_log import RUNS_FOLDER
 from dtkit.rpc import pickling
 
 if TYPE_CHECKING:
@@ -21,37 +21,37 @@ if TYPE_CHECKING:
 
     from dtkit.rpc.payload import Shipment
 
-_NAME = "rescued.pkl"
+_FILENAME = "rescued.pkl"
 
 
 @dataclasses.dataclass(frozen=True)
-class Rescued:
+class RecoveredState:
     """Of this step, in these shipments."""
 
     step: int
-    shipments: tuple[Shipment, ...]
+    payloads: tuple[Shipment, ...]
     source: str = ""
     """Where the state comes from, in words, unless survivors stood there."""
 
     @contextlib.contextmanager
-    def kept(self, folder: Path, job: str, *, ours: Callable[[], bool]) -> Iterator[None]:
+    def keep_during_recovery(self, folder: Path, job: str, *, is_owned: Callable[[], bool]) -> Iterator[None]:
         """Put down for whoever takes over meanwhile, who needs it then; else, while it is `ours`, freed at the end."""
-        self._put_down(folder, job)
+        self._save(folder, job)
         try:
             yield
         finally:
-            if ours():
-                self.drop(folder, job)
+            if is_owned():
+                self.discard(folder, job)
 
-    def drop(self, folder: Path, job: str) -> None:
+    def discard(self, folder: Path, job: str) -> None:
         """Free the shared memory, and forget where it was."""
-        _path(folder, job).unlink(missing_ok=True)
-        for shipment in self.shipments:
+        _get_path(folder, job).unlink(missing_ok=True)
+        for shipment in self.payloads:
             shipment.discard()
 
-    def _put_down(self, folder: Path, job: str) -> None:
+    def _save(self, folder: Path, job: str) -> None:
         """Unless nobody will take this run over; that the disk is full is no reason not to recover."""
-        path = _path(folder, job)
+        path = _get_path(folder, job)
         if not path.parent.is_dir():
             return
         part = path.with_suffix(".part")
@@ -62,17 +62,17 @@ class Rescued:
             part.replace(path)
 
 
-def jobs(folder: Path) -> list[str]:
+def list_jobs(folder: Path) -> list[str]:
     """Of a cluster: whose state a notebook was about to put back when it ended."""
-    return sorted(path.parent.name for path in folder.glob(f"{RUNS}/*/{_NAME}"))
+    return sorted(path.parent.name for path in folder.glob(f"{RUNS_FOLDER}/*/{_FILENAME}"))
 
 
-def left_behind(folder: Path, job: str) -> Rescued | None:
+def load_interrupted(folder: Path, job: str) -> RecoveredState | None:
     """What a notebook put down that ended in the midst of a recovery."""
-    path = _path(folder, job)
+    path = _get_path(folder, job)
     # unpickles: written by this user's earlier notebook; nobody else can write to its folder
     return pickling.loads(path.read_bytes()) if path.exists() else None
 
 
-def _path(folder: Path, job: str) -> Path:
-    return folder / RUNS / job / _NAME
+def _get_path(folder: Path, job: str) -> Path:
+    return folder / RUNS_FOLDER / job / _FILENAME

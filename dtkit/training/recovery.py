@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtkit.errors import CheckpointError, ClusterError, EngineError, which_ranks
 from dtkit.history import engine_outbox
-from dtkit.training.recovered_state import Rescued, left_behind
+from dtkit.training.recovered_state import RecoveredState, load_interrupted
 from dtkit.types import ALL, OPTIMIZERS, OWN
 
 if TYPE_CHECKING:
@@ -32,26 +32,26 @@ if TYPE_CHECKING:
     from dtkit.rpc.engine_group import Ranks
     from dtkit.rpc.payload import Shipment
     from dtkit.strategies.base import Strategy
-    from dtkit.training.config import Order
+    from dtkit.training.config import JobSpec
 
-MODES = ("repair", "shrink", "pause")
-_DISK, _NOWHERE = "the last snapshot, from disk", "the beginning, for want of a snapshot"
-_TRIES = 3  # of a recovery in which further engines are lost
+FAILURE_MODES = ("repair", "shrink", "pause")
+_FROM_DISK, _FROM_START = "the last snapshot, from disk", "the beginning, for want of a snapshot"
+_MAX_ATTEMPTS = 3  # of a recovery in which further engines are lost
 
 
 @dataclasses.dataclass(frozen=True)
-class Standing:
+class JobPosition:
     """Where a rank's job stands, and whether its parameters are of that step."""
 
     step: int
-    whole: bool
+    is_intact: bool
     lr: float = 0.0
-    copies: Mapping[int, Sequence[int]] = dataclasses.field(default_factory=dict)
+    snapshots: Mapping[int, Sequence[int]] = dataclasses.field(default_factory=dict)
     """Of which snapshots there are copies in its memory: {step: ranks whose parts these are}."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Recovered:
+class RecoveryResult:
     """How a run goes on."""
 
     step: int
@@ -59,34 +59,38 @@ class Recovered:
     lr: float
     lost_steps: int
     """Updates that were made and are gone."""
-    seconds: float
+    duration_s: float
     """What it took."""
     source: str = ""
     """Where the state comes from, in words, unless survivors stood there."""
 
 
-def choose(standings: Mapping[int, Standing], parts: Mapping[int, object]) -> tuple[int, list[int]] | None:
+def choose_sources(
+    positions: Mapping[int, JobPosition], model_shard_ids: Mapping[int, object]
+) -> tuple[int, list[int]] | None:
     """(step, ranks): who gives the state, one rank for each of the model's parts; None where a part is nowhere.
 
     `parts` says for every rank there was which part of the model it held.
     """
-    wanted = set(parts.values())
-    for step in sorted({standing.step for standing in standings.values()}, reverse=True):
+    wanted = set(model_shard_ids.values())
+    for step in sorted({standing.step for standing in positions.values()}, reverse=True):
         holders: dict[object, int] = {}
-        for rank, standing in sorted(standings.items()):
-            if standing.step == step and standing.whole:
-                holders.setdefault(parts[rank], rank)
+        for rank, standing in sorted(positions.items()):
+            if standing.step == step and standing.is_intact:
+                holders.setdefault(model_shard_ids[rank], rank)
         if holders.keys() == wanted:
             return step, sorted(holders.values())
     return None
 
 
-def remembered(standings: Mapping[int, Standing], world_size: int) -> tuple[int, dict[int, list[int]]] | None:
+def choose_snapshot_sources(
+    positions: Mapping[int, JobPosition], world_size: int
+) -> tuple[int, dict[int, list[int]]] | None:
     """(step, {rank: whose parts it gives}) of the furthest snapshot that survivors have in memory, every rank its own
     part if it can; None where each lacks some.
     """
-    for step in sorted({step for standing in standings.values() for step in standing.copies}, reverse=True):
-        there = {rank: standing.copies.get(step, ()) for rank, standing in sorted(standings.items())}
+    for step in sorted({step for standing in positions.values() for step in standing.snapshots}, reverse=True):
+        there = {rank: standing.snapshots.get(step, ()) for rank, standing in sorted(positions.items())}
         holders = {part: rank for rank, parts in there.items() for part in parts}
         holders |= {rank: rank for rank, parts in there.items() if rank in parts}
         if len(holders) == world_size:
@@ -94,95 +98,103 @@ def remembered(standings: Mapping[int, Standing], world_size: int) -> tuple[int,
     return None
 
 
-def stand(cluster: Ranks, job: str, lost: Sequence[int] = ()) -> dict[int, Standing]:
+def query_positions(cluster: Ranks, job: str, lost_ranks: Sequence[int] = ()) -> dict[int, JobPosition]:
     """Where every survivor stands. Needs no process group."""
-    found = cluster.alone("standing", [r for r in range(cluster.world_size) if r not in lost], job=job)
-    return {rank: Standing(*said) for rank, said in found.items()}
+    found = cluster.alone("standing", [r for r in range(cluster.world_size) if r not in lost_ranks], job=job)
+    return {rank: JobPosition(*said) for rank, said in found.items()}
 
 
-def apart(standings: Mapping[int, Standing]) -> bool:
+def is_out_of_sync(positions: Mapping[int, JobPosition]) -> bool:
     """Whether ranks differ in step, or one is torn."""
-    return len({standing.step for standing in standings.values()}) > 1 or not all(s.whole for s in standings.values())
+    return len({standing.step for standing in positions.values()}) > 1 or not all(
+        s.is_intact for s in positions.values()
+    )
 
 
-_TORN = "an update had begun on a rank and not ended, so that its part of the model was of no step"
+_PARTIALLY_UPDATED = "an update had begun on a rank and not ended, so that its part of the model was of no step"
 
 
-def why_apart(standings: Mapping[int, Standing]) -> str:
+def explain_out_of_sync(positions: Mapping[int, JobPosition]) -> str:
     """Why ranks can't go on as they stand, in words."""
-    if not all(standing.whole for standing in standings.values()):
-        return _TORN
-    furthest = max(standing.step for standing in standings.values())
-    ahead = [rank for rank, standing in sorted(standings.items()) if standing.step == furthest]
+    if not all(standing.is_intact for standing in positions.values()):
+        return _PARTIALLY_UPDATED
+    furthest = max(standing.step for standing in positions.values())
+    ahead = [rank for rank, standing in sorted(positions.items()) if standing.step == furthest]
     return f"{which_ranks(ahead)} had made the update of step {furthest - 1}, and others were broken off before theirs"
 
 
-def rescue(cluster: Ranks, job: str, standings: Mapping[int, Standing], parts: Mapping[int, object]) -> Rescued | None:
+def fetch_survivor_state(
+    cluster: Ranks, job: str, positions: Mapping[int, JobPosition], model_shard_ids: Mapping[int, object]
+) -> RecoveredState | None:
     """Take the state from the survivors, before anything is formed anew; None where they don't have all of it."""
-    left = dict(standings)
-    while (chosen := choose(left, parts)) is not None:
+    left = dict(positions)
+    while (chosen := choose_sources(left, model_shard_ids)) is not None:
         step, sources = chosen
-        whole = {rank: standing.step == step for rank, standing in left.items() if standing.whole}
+        whole = {rank: standing.step == step for rank, standing in left.items() if standing.is_intact}
         each = [{"what": ALL if rank in sources else OWN if level else OPTIMIZERS} for rank, level in whole.items()]
         found = cluster.alone("rescue", list(whole), each=each, job=job)
         if found.keys() >= set(sources):
-            return Rescued(step, tuple(found.values()))
-        _without(left, sources, found)
+            return RecoveredState(step, tuple(found.values()))
+        _drop_failed_sources(left, sources, found)
     return None
 
 
-def recall(
-    cluster: Ranks, job: str, standings: Mapping[int, Standing], world_size: int, *, beyond: int
-) -> Rescued | None:
+def fetch_snapshot_state(
+    cluster: Ranks, job: str, positions: Mapping[int, JobPosition], world_size: int, *, after_step: int
+) -> RecoveredState | None:
     """The same of a snapshot in the survivors' memory; None where there is none behind step `beyond`."""
-    left = dict(standings)
-    while (chosen := remembered(left, world_size)) is not None and chosen[0] > beyond:
+    left = dict(positions)
+    while (chosen := choose_snapshot_sources(left, world_size)) is not None and chosen[0] > after_step:
         step, givers = chosen
         ranks = sorted(givers)
         each = [{"parts": givers[rank]} for rank in ranks]
         found = cluster.alone("recall", ranks, each=each, job=job, step=step)
         if found.keys() >= set(ranks):
-            return Rescued(step, tuple(found.values()), f"the last snapshot, from {_memory_of(givers)}")
-        _without(left, ranks, found)
+            return RecoveredState(
+                step, tuple(found.values()), f"the last snapshot, from {_describe_memory_source(givers)}"
+            )
+        _drop_failed_sources(left, ranks, found)
     return None
 
 
-def _without(standings: dict[int, Standing], ranks: Sequence[int], found: Mapping[int, Shipment]) -> None:
+def _drop_failed_sources(
+    positions: dict[int, JobPosition], ranks: Sequence[int], payloads: Mapping[int, Shipment]
+) -> None:
     """Who gave nothing has been lost meanwhile, or has no memory for it; what others gave is of no use."""
     for rank in ranks:
-        if rank not in found:
-            del standings[rank]
-    for shipment in found.values():
+        if rank not in payloads:
+            del positions[rank]
+    for shipment in payloads.values():
         shipment.discard()
 
 
-def _memory_of(givers: Mapping[int, Sequence[int]]) -> str:
+def _describe_memory_source(sources: Mapping[int, Sequence[int]]) -> str:
     """In whose memory that lay which is lost; where nothing is, each had its own."""
-    mirrors = [str(rank) for rank, parts in sorted(givers.items()) if set(parts) - {rank}]
+    mirrors = [str(rank) for rank, parts in sorted(sources.items()) if set(parts) - {rank}]
     if not mirrors:
         return "each node's own memory"
     return f"node {mirrors[0]}'s memory" if len(mirrors) == 1 else f"the memory of nodes {' and '.join(mirrors)}"
 
 
-def recover(cluster: Ranks, lost: Sequence[int], rebuild: Callable[[], Any], *, shrink: bool) -> None:
+def replace_and_rebuild(cluster: Ranks, lost_ranks: Sequence[int], rebuild: Callable[[], Any], *, shrink: bool) -> None:
     """Replace the engines of these ranks, or go on without them, and have `rebuild` make the job anew and fill it.
 
     Tried again when further engines are lost on the way.
     """
-    for attempt in range(_TRIES):
+    for attempt in range(_MAX_ATTEMPTS):
         try:
-            _renew(cluster, lost, shrink=shrink)
-            _check_held(cluster)
+            _replace_or_shrink(cluster, lost_ranks, shrink=shrink)
+            _check_not_all_new(cluster)
             rebuild()
         except EngineError as error:
-            lost = sorted({*cluster.lost(), *(f.rank for f in error.failures if f.kind == "stuck")})
-            if not lost or attempt == _TRIES - 1:
+            lost_ranks = sorted({*cluster.lost(), *(f.rank for f in error.failures if f.kind == "stuck")})
+            if not lost_ranks or attempt == _MAX_ATTEMPTS - 1:
                 raise
         else:
             break
 
 
-def _check_held(cluster: Ranks) -> None:
+def _check_not_all_new(cluster: Ranks) -> None:
     if cluster.emptied():
         raise ClusterError(
             "no engine is left that holds the data and the model; the cluster is whole again, but empty. Train anew, "
@@ -190,13 +202,13 @@ def _check_held(cluster: Ranks) -> None:
         )
 
 
-def _renew(cluster: Ranks, lost: Sequence[int], *, shrink: bool) -> None:
-    if not lost:
+def _replace_or_shrink(cluster: Ranks, lost_ranks: Sequence[int], *, shrink: bool) -> None:
+    if not lost_ranks:
         cluster.form(others=True)
     elif shrink:
-        cluster.shrink(lost)
+        cluster.shrink(lost_ranks)
     else:
-        cluster.replace(lost)
+        cluster.replace(lost_ranks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,81 +217,83 @@ class Recovery:
 
     cluster: Cluster
     job: str
-    order: Order
+    job_spec: JobSpec
     strategy: Strategy
     batch_size: int
-    shrinks: bool
+    allow_shrink: bool
     """Whether to go on without the lost ranks; else they are replaced."""
-    snapshots: Path
+    snapshot_folder: Path
     """The folder of the run's own checkpoints."""
 
-    def __call__(self, lost: Sequence[int]) -> Recovered:
+    def __call__(self, lost_ranks: Sequence[int]) -> RecoveryResult:
         """Bring all ranks to the furthest step that can be had. Blocks until they stand there.
 
         Raises ClusterError where that can't be, ValueError where the strategy can't work on fewer ranks.
         """
         self.cluster.check_owned()  # before any engine is ended
         began = time.monotonic()
-        shrink = bool(lost) and self.shrinks
+        shrink = bool(lost_ranks) and self.allow_shrink
         if shrink:
-            self._check_fewer(self.cluster.world_size - len(lost))
-        standings = stand(self.cluster, self.job, lost)
-        rescued, disk = self._state(standings)
+            self._check_world_size(self.cluster.world_size - len(lost_ranks))
+        standings = query_positions(self.cluster, self.job, lost_ranks)
+        rescued, disk = self._find_state(standings)
         found: list[tuple[int, float]] = []
 
         def rebuild() -> None:
-            engine_outbox.remove(self.cluster.folder, self.job)  # of lost ranks, too; whoever recovers has read it
+            engine_outbox.remove_all(self.cluster.folder, self.job)  # of lost ranks, too; whoever recovers has read it
             if rescued is not None:
-                found[:] = [self.order.revive(self.cluster, self.job, rescued.shipments)]
+                found[:] = [self.job_spec.rebuild(self.cluster, self.job, rescued.payloads)]
             else:
-                found[:] = [self._back(disk)]
+                found[:] = [self._restore_snapshot(disk)]
 
         with contextlib.ExitStack() as finally_:
             if rescued is not None:
-                finally_.enter_context(rescued.kept(self.cluster.folder, self.job, ours=self._owned))
-            recover(self.cluster, lost, rebuild, shrink=shrink)
+                finally_.enter_context(
+                    rescued.keep_during_recovery(self.cluster.folder, self.job, is_owned=self._is_owned)
+                )
+            replace_and_rebuild(self.cluster, lost_ranks, rebuild, shrink=shrink)
         step, lr = found[0]
         furthest = max((standing.step for standing in standings.values()), default=0)
-        source = (_DISK if disk is not None else _NOWHERE) if rescued is None else rescued.source
-        return Recovered(step, lr, max(0, furthest - step), time.monotonic() - began, source)
+        source = (_FROM_DISK if disk is not None else _FROM_START) if rescued is None else rescued.source
+        return RecoveryResult(step, lr, max(0, furthest - step), time.monotonic() - began, source)
 
-    def _state(self, standings: Mapping[int, Standing]) -> tuple[Rescued | None, Checkpoint | None]:
+    def _find_state(self, positions: Mapping[int, JobPosition]) -> tuple[RecoveredState | None, Checkpoint | None]:
         """What to go on with: survivors' state, or what a notebook had taken of it that died in a recovery; else the
         furthest snapshot.
         """
         cluster, job, world_size = self.cluster, self.job, self.cluster.world_size
         parts = {rank: self.strategy.model_shard_id(world_size, rank) for rank in range(world_size)}
-        rescued, earlier = rescue(cluster, job, standings, parts), left_behind(cluster.folder, job)
+        rescued, earlier = fetch_survivor_state(cluster, job, positions, parts), load_interrupted(cluster.folder, job)
         if rescued is not None and earlier is not None:
-            earlier.drop(cluster.folder, job)
+            earlier.discard(cluster.folder, job)
         if rescued is not None or earlier is not None:
             return rescued or earlier, None
-        disk = self._on_disk()
+        disk = self._find_disk_snapshot()
         beyond = 0 if disk is None else disk.step - 1
-        return recall(cluster, job, standings, world_size, beyond=beyond), disk
+        return fetch_snapshot_state(cluster, job, positions, world_size, after_step=beyond), disk
 
-    def _owned(self) -> bool:
+    def _is_owned(self) -> bool:
         return not self.cluster.superseded
 
-    def _on_disk(self) -> Checkpoint | None:
+    def _find_disk_snapshot(self) -> Checkpoint | None:
         """The last snapshot there."""
         from dtkit.checkpoint.checkpoint import Checkpoint
 
         try:
-            return Checkpoint(self.snapshots)
+            return Checkpoint(self.snapshot_folder)
         except CheckpointError:
             return None
 
-    def _back(self, snapshot: Checkpoint | None) -> tuple[int, float]:
+    def _restore_snapshot(self, snapshot: Checkpoint | None) -> tuple[int, float]:
         """To the last snapshot on disk; without one, to where the training began."""
-        from dtkit.training.resume import Resumption
+        from dtkit.training.resume import ResumePoint
 
-        lr = self.order.build(self.cluster, self.job, hollow=snapshot is not None)
+        lr = self.job_spec.build(self.cluster, self.job, uninitialized=snapshot is not None)
         if snapshot is None:
             return 0, lr
-        return snapshot.step, Resumption(snapshot).put_into(self.cluster, self.job)[0]
+        return snapshot.step, ResumePoint(snapshot).restore_job(self.cluster, self.job)[0]
 
-    def _check_fewer(self, world_size: int) -> None:
+    def _check_world_size(self, world_size: int) -> None:
         if world_size < 1:
             raise ClusterError("no engine is left; start another cluster, and resume from a checkpoint there")
         self.strategy.build_mesh(world_size)

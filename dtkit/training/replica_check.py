@@ -19,48 +19,48 @@ if TYPE_CHECKING:
 
     from dtkit.types import Fingerprint
 
-SHARE = 0.004  # of the time that checksums may take
-LEAST_S = 1.0
-ALONE_S = 60.0  # between two looks whether any two ranks hold the same, where none did
+MAX_TIME_FRACTION = 0.004  # of the time that checksums may take
+MIN_INTERVAL_S = 1.0
+UNSHARED_INTERVAL_S = 60.0  # between two looks whether any two ranks hold the same, where none did
 
 
-class Watch:
+class ReplicaChecker:
     """When to ask for checksums, and what they said."""
 
     def __init__(self) -> None:
-        self.found: Consistency | None = None
-        self._next = 0.0
+        self.result: Consistency | None = None
+        self._next_check_at = 0.0
 
-    def due(self, now: float) -> bool:
+    def is_due(self, now: float) -> bool:
         """Whether the next dispatch should bring checksums. `now` is in seconds, of a clock that never goes back."""
-        if now < self._next:
+        if now < self._next_check_at:
             return False
-        self._next = now + LEAST_S  # those that are sent before it lands need not
+        self._next_check_at = now + MIN_INTERVAL_S  # those that are sent before it lands need not
         return True
 
-    def landed(self, now: float, step: int, fingerprints: Sequence[Fingerprint | None], seconds: float) -> bool:
+    def on_result(self, now: float, step: int, fingerprints: Sequence[Fingerprint | None], seconds: float) -> bool:
         """Take in the checksums of all ranks after `step` updates, made in `seconds`; whether this is news.
 
         None from any rank: parameters need not be equal at this step, and the next dispatch should ask again.
         """
         told = [found for found in fingerprints if found is not None]
         if len(told) < len(fingerprints):
-            self._next = now
+            self._next_check_at = now
             return False
-        sums = by_part(told)
+        sums = group_by_shard(told)
         shared = [by_rank for by_rank in sums.values() if len(by_rank) > 1]
-        self._next = now + max(LEAST_S if shared else ALONE_S, seconds / SHARE)
-        before, self.found = self.found, None
+        self._next_check_at = now + max(MIN_INTERVAL_S if shared else UNSHARED_INTERVAL_S, seconds / MAX_TIME_FRACTION)
+        before, self.result = self.result, None
         if not shared:
             return False
-        differing = tuple(sorted({rank for by_rank in shared for rank in odd(by_rank)}))
+        differing = tuple(sorted({rank for by_rank in shared for rank in find_outliers(by_rank)}))
         since = before.since if before is not None and before.since is not None else step
         copies = min((len(by_rank) for part, by_rank in sums.items() if part), default=None)
-        self.found = Consistency(step, differing, since if differing else None, copies)
+        self.result = Consistency(step, differing, since if differing else None, copies)
         return before is None or differing != before.differing
 
 
-def by_part(fingerprints: Sequence[Fingerprint]) -> dict[tuple[int, ...], dict[int, int]]:
+def group_by_shard(fingerprints: Sequence[Fingerprint]) -> dict[tuple[int, ...], dict[int, int]]:
     """{part of the model: {rank that holds it: checksum}}."""
     found: dict[tuple[int, ...], dict[int, int]] = {}
     for rank, sums in enumerate(fingerprints):
@@ -69,9 +69,9 @@ def by_part(fingerprints: Sequence[Fingerprint]) -> dict[tuple[int, ...], dict[i
     return found
 
 
-def odd(sums: Mapping[int, int]) -> list[int]:
+def find_outliers(checksums: Mapping[int, int]) -> list[int]:
     """The ranks whose checksum is not that of most of them; all, where no checksum is: nobody can say who is right."""
-    common, count = collections.Counter(sums.values()).most_common(1)[0]
-    if count == len(sums):
+    common, count = collections.Counter(checksums.values()).most_common(1)[0]
+    if count == len(checksums):
         return []
-    return [rank for rank, value in sums.items() if value != common or 2 * count <= len(sums)]
+    return [rank for rank, value in checksums.items() if value != common or 2 * count <= len(checksums)]

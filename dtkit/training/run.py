@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from dtkit._util.guard import notify
 from dtkit.checkpoint import checkpoint
-from dtkit.checkpoint.manager import Save, Saved
+from dtkit.checkpoint.manager import CheckpointRequest, CheckpointResult
 from dtkit.data import distribute
 from dtkit.errors import DtkitError, RunError
 from dtkit.history.history import History
-from dtkit.history.run_log import RUNS, Spool
+from dtkit.history.run_log import RUNS_FOLDER, RunLog
 from dtkit.training import persisted_run, state_dict
-from dtkit.training.callback_runner import CALLBACKS
-from dtkit.training.driver import ANEW, Driver, Route
-from dtkit.training.recorder import evaluation
+from dtkit.training.callback_runner import CALLBACK_THREAD_NAME
+from dtkit.training.driver import RETRAIN_HINT, Driver, RunPlan
+from dtkit.training.recorder import combine_evaluations
 from dtkit.types import Event, State, Status
 
 if TYPE_CHECKING:
@@ -44,127 +44,129 @@ if TYPE_CHECKING:
     from dtkit.history.timeline import Timeline
     from dtkit.planning.cost_model import Plan
     from dtkit.planning.memory_report import Memory
-    from dtkit.training.config import Extras, Order
-    from dtkit.training.recovery import Recovered
-    from dtkit.training.resume import Resumption
+    from dtkit.training.config import JobSpec, RunOptions
+    from dtkit.training.recovery import RecoveryResult
+    from dtkit.training.resume import ResumePoint
     from dtkit.training.verify import Verification
     from dtkit.types import Consistency, Evaluation, NodeInfo, RunSpec
 
 _log = logging.getLogger("dtkit")
-_SLOWEST = 100.0
-_LAST_S = 5.0  # for the weights, as the cluster closes
-_PAUSE_S = 10.0  # that an interrupted cell waits for the engines
-_PART_S = 0.1
-_END_S = 10.0  # that views are given to take in the end of a run
-_LOOK_S = 1.0  # between two looks at a run that is awaited
+_MAX_DELAY_FACTOR = 100.0
+_FINAL_FETCH_TIMEOUT_S = 5.0  # for the weights, as the cluster closes
+_PAUSE_TIMEOUT_S = 10.0  # that an interrupted cell waits for the engines
+_ANSWER_POLL_S = 0.1
+_JOIN_TIMEOUT_S = 10.0  # that views are given to take in the end of a run
+_STATE_POLL_S = 1.0  # between two looks at a run that is awaited
 
-_BUTTONS_LATER = "buttons act after this cell; the kernel's interrupt button pauses now"
+_BUTTONS_BLOCKED_MESSAGE = "buttons act after this cell; the kernel's interrupt button pauses now"
 
 
 class Run:
     """One training on a cluster. Shown as the last line of a cell it is a live dashboard.
 
-    ``run.pause()``, ``resume()``, ``step()``, ``set(lr=...)`` and ``stop()`` return the step at which they took effect:
-    all ranks stand there. ``await run`` or ``run.wait()`` return when it has left RUNNING, for whatever reason, and
-    raise what failed it.
+    ``run.pause()``, ``resume_from()``, ``step()``, ``set(lr=...)`` and ``stop()`` return the step at which they took
+    effect: all ranks stand there. ``await run`` or ``run.wait()`` return when it has left RUNNING, for whatever reason,
+    and raise what failed it.
     """
 
     def __init__(
         self,
         cluster: Cluster,
         spec: RunSpec,
-        order: Order,
-        extras: Extras,
+        job_spec: JobSpec,
+        options: RunOptions,
         job: str | None = None,
     ) -> None:
         self.spec = spec
-        self.history = History(copies=extras.copies)
+        self.history = History(ranks_per_replica=options.ranks_per_replica)
         """What every rank did in every step: a table, see :class:`~dtkit.History`."""
-        self.slowed: Mapping[int, float] = {}
+        self.delay_factors: Mapping[int, float] = {}
         """The ranks that are slowed on purpose, and how many times slower."""
-        self._cluster, self._order, self._extras = cluster, order, extras
+        self._cluster, self._job_spec, self._options = cluster, job_spec, options
         self._job = job or cluster.new_key("job")
         self._callbacks: list[Callable[[], None]] = []
         # locks: while a callback is noted
         self._callbacks_lock = threading.Lock()
         self._message = ""
         self._released = False
-        self._state: tuple[int, Mapping[str, Any]] | None = None
-        self._driver = Driver(cluster, self._route(), self.history, self._notify)
-        self._snapshots = cluster.snapshots(self._job)
-        saver = self._driver.saver
-        saver.plan, saver.describe = extras.saves, self._described
-        saver.snapshots = dataclasses.replace(extras.snapshots, to=self._snapshots)
-        self._driver.snapshots.rhythm = extras.rhythm
+        self._fetched_state: tuple[int, Mapping[str, Any]] | None = None
+        self._driver = Driver(cluster, self._make_plan(), self.history, self._notify)
+        self._snapshot_folder = cluster.snapshots(self._job)
+        saver = self._driver.checkpoint_manager
+        saver.policy, saver.describe = options.checkpoint_policy, self._describe_for_checkpoint
+        saver.snapshot_policy = dataclasses.replace(options.disk_snapshot_policy, folder=self._snapshot_folder)
+        self._driver.snapshot_tracker.interval = options.snapshot_interval
 
-    def build(self, resumption: Resumption | None = None) -> None:
+    def build(self, resume_point: ResumePoint | None = None) -> None:
         """Make the job on the engines; the run then stands paused before its first step, or where it was saved."""
         with contextlib.ExitStack() as otherwise:
-            otherwise.callback(self._forget)
-            self._driver.lr = self._order.build(self._cluster, self._job)
-            if resumption is not None:
-                self._driver.lr, overruled = resumption.put_into(self._cluster, self._job)
-                self.history.extend(resumption.checkpoint.history())
-                self._driver.stand_at(resumption.step, resumption.called, resumption.evaluated)
-                resumption.put_into_callbacks(self._extras.callbacks)
-                mesh = self._extras.strategy.build_mesh(self.spec.world_size)
-                self.note(resumption.text(self.spec, mesh, overruled))
+            otherwise.callback(self._unload_job)
+            self._driver.lr = self._job_spec.build(self._cluster, self._job)
+            if resume_point is not None:
+                self._driver.lr, overruled = resume_point.restore_job(self._cluster, self._job)
+                self.history.extend(resume_point.checkpoint.load_history())
+                self._driver.restore_position(
+                    resume_point.step, resume_point.last_callback_step, resume_point.last_evaluation_step
+                )
+                resume_point.restore_callbacks(self._options.callbacks)
+                mesh = self._options.strategy.build_mesh(self.spec.world_size)
+                self.note(resume_point.describe(self.spec, mesh, overruled))
             otherwise.pop_all()
         self._cluster.note_job(present=True)
-        self._put_down()
+        self._persist()
         self._driver.start()
 
     # -- for a notebook that takes over ------------------------------------------------------------------------
 
-    def _put_down(self) -> None:
+    def _persist(self) -> None:
         """What a notebook needs that takes this run over; and from here on all that comes of it."""
         if not self._cluster.outlives:
             return
-        spool, lacks = persisted_run.put_down(self._cluster, self._job, self.spec, self._order, self._extras)
+        spool, lacks = persisted_run.save(self._cluster, self._job, self.spec, self._job_spec, self._options)
         if lacks:
             self.note(lacks)
-        spool.begin(self.history)
+        spool.start_recording(self.history)
 
-    def _put_down_anew(self) -> None:
+    def _update_persisted(self) -> None:
         """The run is to go on otherwise than was put down. Its history follows where it did."""
-        if self.history.spool is None or self._cluster.superseded:  # what lies there is another notebook's
+        if self.history.run_log is None or self._cluster.superseded:  # what lies there is another notebook's
             return
         try:
-            persisted_run.put_down(self._cluster, self._job, self.spec, self._order, self._extras)
+            persisted_run.save(self._cluster, self._job, self.spec, self._job_spec, self._options)
         except OSError as error:
-            why = f"{error.strerror or error}: {self.history.spool.folder}"
+            why = f"{error.strerror or error}: {self.history.run_log.folder}"
             self.note(f"a notebook that takes over will take the run to end as it was to before: {why}")
 
     @classmethod
-    def again(cls, cluster: Cluster, job: str, spec: RunSpec, order: Order, extras: Extras) -> Run:
+    def reattach(cls, cluster: Cluster, job: str, spec: RunSpec, job_spec: JobSpec, options: RunOptions) -> Run:
         """The run of a cluster that was taken over, with all that was written down of it. It stands paused."""
         from dtkit.history import engine_outbox
         from dtkit.history import run_log as spool
         from dtkit.training import recovered_state, recovery
 
-        spec, extras = _of_size(cluster.world_size, spec, extras)
-        run = cls(cluster, spec, order, extras, job)
-        folder = cluster.folder / RUNS / job
-        run.history.extend(spool.history(folder, copies=extras.copies))
-        Spool(folder).begin(run.history)
+        spec, options = _adapt_to_world_size(cluster.world_size, spec, options)
+        run = cls(cluster, spec, job_spec, options, job)
+        folder = cluster.folder / RUNS_FOLDER / job
+        run.history.extend(spool.read_history(folder, ranks_per_replica=options.ranks_per_replica))
+        RunLog(folder).start_recording(run.history)
         lost = cluster.lost()
-        standings = recovery.stand(cluster, job, lost)
+        standings = recovery.query_positions(cluster, job, lost)
         ranks = range(cluster.world_size)
-        left = {rank: engine_outbox.read(cluster.folder, job, rank) for rank in ranks}
-        found_last = {rank: engine_outbox.evaluations(cluster.folder, job, rank) for rank in ranks}
+        left = {rank: engine_outbox.read_dispatches(cluster.folder, job, rank) for rank in ranks}
+        found_last = {rank: engine_outbox.read_evaluations(cluster.folder, job, rank) for rank in ranks}
         common = min((standing.step for standing in standings.values()), default=0)
-        run._driver.catch_up(left, found_last, common)
-        if lost or len(standings) < cluster.world_size or recovery.apart(standings):
+        run._driver.replay_unread(left, found_last, common)
+        if lost or len(standings) < cluster.world_size or recovery.is_out_of_sync(standings):
             found = run._recover(lost)
             step, run._driver.lr, source = found.step, found.lr, f" ({found.source})" if found.source else ""
         else:
             step, run._driver.lr, source = standings[0].step, standings[0].lr, ""
             if (
-                state := recovered_state.left_behind(cluster.folder, job)
+                state := recovered_state.load_interrupted(cluster.folder, job)
             ) is not None:  # and put back before that one died
-                state.drop(cluster.folder, job)
+                state.discard(cluster.folder, job)
         evaluated = max((one.step for one in run.history.evaluations), default=0)
-        run._driver.stand_at(step, step, evaluated, ran_s=float(run.history.totals()["step_s"].sum()))
+        run._driver.restore_position(step, step, evaluated, elapsed_s=float(run.history.totals()["step_s"].sum()))
         last = next((e.kind for e in reversed(run.history.events) if e.kind in ("lost", "repair")), "repair")
         kind = "note" if last == "repair" else "repair"  # that one died before it could say so
         run.history.add(Event(step, kind, f"taken over at step {step}{source}", time.time()))
@@ -172,53 +174,59 @@ class Run:
         return run
 
     @property
-    def released(self) -> bool:
+    def is_released(self) -> bool:
         """Whether the engines have forgotten it."""
         return self._released
 
     def repair(self) -> None:
         """Go on from where survivors stand, with other engines in place of those that are gone."""
-        self._check_kept("run.repair()")
+        self._check_not_released("run.repair()")
         if not self._driver.state.ended:
-            self._ask("repair")
+            self._call("repair")
         elif lost := self._cluster.lost():
             size = self._cluster.world_size
-            self._driver.mended(lost, size, self._recover(lost))
+            self._driver.record_repair(lost, size, self._recover(lost))
 
-    def _route(self) -> Route:
-        evaluate, more = None, self._extras
-        if more.valid is not None:
-            evaluate = self._evaluation_args(more.valid, more.metrics)
-        callbacks = self._call_back if more.callbacks else None
-        return Route(
+    def _make_plan(self) -> RunPlan:
+        evaluate, more = None, self._options
+        if more.validation is not None:
+            evaluate = self._make_evaluation_args(more.validation, more.metrics)
+        callbacks = self._run_callbacks if more.callbacks else None
+        return RunPlan(
             self._job,
             self.spec.steps,
             self.spec.steps_per_epoch,
             evaluate,
             callbacks,
-            more.balance,
+            more.balanced_shard_sizes,
             self._recover,
             more.on_failure,
         )
 
-    def _recover(self, lost: Sequence[int]) -> Recovered:
+    def _recover(self, lost_ranks: Sequence[int]) -> RecoveryResult:
         """Have the job made anew, and know of the ranks that are there then. Called on the driver's thread."""
         from dtkit.training.recovery import Recovery
 
-        more, shrinks = self._extras, self._extras.on_failure == "shrink"
+        more, shrinks = self._options, self._options.on_failure == "shrink"
         recover = Recovery(
-            self._cluster, self._job, self._order, more.strategy, self.spec.batch_size, shrinks, self._snapshots
+            self._cluster,
+            self._job,
+            self._job_spec,
+            more.strategy,
+            self.spec.batch_size,
+            shrinks,
+            self._snapshot_folder,
         )
-        found = recover(lost)
+        found = recover(lost_ranks)
         if self._cluster.world_size != self.spec.world_size:
-            self.spec, self._extras = _of_size(self._cluster.world_size, self.spec, more)
-            self.history.copies = self._extras.copies
-            self._driver.route = self._route()
-        self.slowed = {}  # the new jobs run at full speed
+            self.spec, self._options = _adapt_to_world_size(self._cluster.world_size, self.spec, more)
+            self.history.ranks_per_replica = self._options.ranks_per_replica
+            self._driver.plan = self._make_plan()
+        self.delay_factors = {}  # the new jobs run at full speed
         return found
 
-    def _call_back(self) -> None:
-        for callback in self._extras.callbacks:
+    def _run_callbacks(self) -> None:
+        for callback in self._options.callbacks:
             callback(self)
 
     # -- what it is -------------------------------------------------------------------------------------------
@@ -227,22 +235,22 @@ class Run:
     def status(self) -> Status:
         """State, step, epoch, seconds spent running and seconds left, as of now."""
         driver = self._driver
-        finding = driver.finding
+        finding = driver.stall_report
         return Status(
             state=driver.state,
             step=driver.step,
             steps=self.spec.steps,
             epoch=driver.step // self.spec.steps_per_epoch,
             elapsed_s=driver.elapsed_s,
-            remaining_s=self._remaining(),
+            remaining_s=self._estimate_remaining_s(),
             message=self._message if finding is None else finding.text,
         )
 
-    def _remaining(self) -> float | None:
+    def _estimate_remaining_s(self) -> float | None:
         done, left = self._driver.step, self.spec.steps - self._driver.step
         if not done or self._driver.state.ended:
             return None
-        recent = self.history.totals(max(0, self.history.steps - 50))["step_s"]
+        recent = self.history.totals(max(0, self.history.num_steps - 50))["step_s"]
         return left * float(recent.mean()) if len(recent) else None
 
     @property
@@ -264,34 +272,36 @@ class Run:
     def timeline(self) -> Timeline:
         """What every rank did when, in the last steps: a picture, and in a pipeline the bubble."""
         from dtkit.history import comm_time, message_times
-        from dtkit.history.timeline import Timeline, merge
+        from dtkit.history.timeline import Timeline, merge_spans
 
-        spans = comm_time.cut(message_times.cut(merge(*self._driver.spans), self.history.copies))
-        return Timeline(spans, schedule=self._extras.schedule, title=f" of {self.spec.name}")
+        spans = comm_time.split_wait_spans(
+            message_times.split_wait_spans(merge_spans(*self._driver.recent_spans), self.history.ranks_per_replica)
+        )
+        return Timeline(spans, schedule=self._options.schedule, title=f" of {self.spec.name}")
 
-    def trace(self, path: str | Path) -> None:
+    def export_chrome_trace(self, path: str | Path) -> None:
         """Write the last steps as a Chrome trace, which https://ui.perfetto.dev opens."""
-        self.timeline.trace(path)
+        self.timeline.export_chrome_trace(path)
 
     @property
     def consistency(self) -> Consistency | None:
         """What the last comparison of the parameters over the ranks found; None before the first."""
-        return self._driver.watch.found
+        return self._driver.replica_checker.result
 
     @property
-    def finding(self) -> Finding | None:
+    def stall_report(self) -> Finding | None:
         """Who keeps the others waiting now: rank, phase, line, for how many seconds; None while all is well."""
-        return self._driver.finding
+        return self._driver.stall_report
 
     # -- what one asks of it ----------------------------------------------------------------------------------
 
     def pause(self) -> int:
         """Let all ranks finish the same step and stand there. Returns how many steps were taken so far."""
-        return self._ask("pause")
+        return self._call("pause")
 
     def resume(self) -> int:
         """Go on. Returns the step from which."""
-        return self._ask("resume")
+        return self._call("resume")
 
     @overload
     def step(self, n: int = 1, *, explain: Literal[False] = False) -> int: ...
@@ -309,57 +319,59 @@ class Run:
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
             raise ValueError(f"step({n!r}): the number of steps must be an integer from 1 up")
         if not explain:
-            return self._stepped(n)
+            return self._take_steps(n)
         if n != 1:
             raise ValueError(f"step({n}, explain=True): one step is explained at a time; call run.step(explain=True)")
-        if not self._extras.explains:
+        if not self._options.supports_explain:
             raise RunError(
                 f"{self.spec.strategy} has no whole gradients on each rank to be all-reduced, and nothing is cut or "
                 "sent within a step: there is little to take apart. Train with DataParallel(), Pipeline(), Sharded() "
                 "or TensorParallel() to see a step taken apart"
             )
-        return self._explained()
+        return self._explain_step()
 
-    def _stepped(self, n: int) -> int:
+    def _take_steps(self, n: int) -> int:
         try:
-            taken = self._ask("step", (n, False))
+            taken = self._call("step", (n, False))
         except KeyboardInterrupt:
-            self._pause_or_break()
+            self._pause_or_interrupt()
             raise
         if self.exception is not None:
             raise self.exception
         return taken
 
-    def _explained(self) -> Explanation:
+    def _explain_step(self) -> Explanation:
         from dtkit.explain import explain as explaining
 
         before = self._driver.step
-        if self._ask("step", (1, True)) == before:
+        if self._call("step", (1, True)) == before:
             raise self.exception or RunError(f"the run has taken all of its {self.spec.steps} steps; run.extend() it")
-        return explaining.build_explanation(self._driver.reports, self.spec.name, self._cluster.clock_offsets)
+        return explaining.build_explanation(self._driver.explain_reports, self.spec.name, self._cluster.clock_offsets)
 
-    def slow(self, rank: int, factor: float) -> int:
+    def inject_delay(self, rank: int, factor: float) -> int:
         """Have one rank's computing take `factor` times as long (it sleeps), for lessons and tests; 1 ends it.
 
         Every picture of the run says so. Returns the step at which it was asked for.
         """
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.spec.world_size:
             raise ValueError(f"slow(rank={rank!r}): there are ranks 0 to {self.spec.world_size - 1}")
-        if isinstance(factor, bool) or not isinstance(factor, int | float) or not 1 <= factor <= _SLOWEST:
-            raise ValueError(f"slow(factor={factor!r}): it must be a number from 1 (as fast as it is) to {_SLOWEST:g}")
-        self._check_kept("slow")
+        if isinstance(factor, bool) or not isinstance(factor, int | float) or not 1 <= factor <= _MAX_DELAY_FACTOR:
+            raise ValueError(
+                f"slow(factor={factor!r}): it must be a number from 1 (as fast as it is) to {_MAX_DELAY_FACTOR:g}"
+            )
+        self._check_not_released("slow")
         self._cluster.ask("slow", ranks=[rank], job=self._job, factor=float(factor))
-        others = {r: f for r, f in self.slowed.items() if r != rank}
-        self.slowed = others if factor == 1 else dict(sorted({**others, rank: float(factor)}.items()))
+        others = {r: f for r, f in self.delay_factors.items() if r != rank}
+        self.delay_factors = others if factor == 1 else dict(sorted({**others, rank: float(factor)}.items()))
         self.note(f"node {rank} " + ("runs at full speed" if factor == 1 else f"slowed {factor:g}x on purpose"))
         return self._driver.step
 
-    def drill(self, name: str, rank: int) -> int:
+    def inject_fault(self, name: str, rank: int) -> int:
         """End a rank's process, for lessons: ``run.drill("kill", 1)``. Returns the steps taken so far."""
         ranks = self._cluster.world_size
         if name != "kill" or isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < ranks:
             raise ValueError(f"drill({name!r}, {rank!r}): it is drill('kill', rank), with a rank from 0 to {ranks - 1}")
-        self._check_kept("drill")
+        self._check_not_released("drill")
         self.note(f"node {rank} killed on purpose")
         self._cluster.kill([rank])
         return self._driver.step
@@ -373,14 +385,14 @@ class Run:
         """End the run at a step boundary; it keeps model and history. Returns how many steps were taken."""
         if self._driver.state in (State.STOPPED, State.COMPLETED):
             return self._driver.step
-        return self._ask("stop")
+        return self._call("stop")
 
     def set(self, *, lr: float) -> int:
         """Give every rank a new learning rate, with the same step. Returns the first step that uses it.
 
         Further parameter groups keep their ratio to the first one.
         """
-        return self._ask("lr", _checked_lr(lr))
+        return self._call("lr", _parse_lr(lr))
 
     def post(self, command: str, value: float | None = None) -> Future[int]:
         """Ask for "pause", "resume", "step", "stop" or "lr" (with `value`), without waiting: what buttons call.
@@ -390,12 +402,12 @@ class Run:
         values = {"pause": None, "resume": None, "stop": None, "step": (1, False), "lr": value}
         if command not in values:
             raise ValueError(f"{command!r} is no command of a run; use pause, resume, step, stop or lr")
-        return self._driver.ask(command, _checked_lr(value) if command == "lr" else values[command])
+        return self._driver.submit(command, _parse_lr(value) if command == "lr" else values[command])
 
-    def _ask(self, command: str, value: Any = None) -> int:
+    def _call(self, command: str, value: Any = None) -> int:
         patience = self._cluster.patience
         try:
-            return self._driver.ask(command, value).result(patience)
+            return self._driver.submit(command, value).result(patience)
         except TimeoutError:
             raise RunError(
                 f"the engines did not come to the end of a step within {patience:.0f} s, so {command!r} did not take "
@@ -404,47 +416,51 @@ class Run:
 
     # -- checkpoints ------------------------------------------------------------------------------------------
 
-    def save(self, path: str | Path | None = None, *, keep: int | None = None) -> Saved:
-        """Write a checkpoint into a folder of its own in `path` (by default ``save_to``), to train on from it later.
+    def save(self, path: str | Path | None = None, *, keep_last: int | None = None) -> CheckpointResult:
+        """Write a checkpoint into a folder of its own in `path` (by default ``checkpoint_dir``), to train on from it later.
 
         While the run is RUNNING, after the step that is being taken; training goes on while ranks write. With `keep`,
         only so many checkpoints stay in `path`, the newest ones. Raises CheckpointError where it could not be written:
         the run and older checkpoints are as they were.
         """
-        target = self._extras.saves.to if path is None else path
+        target = self._options.checkpoint_policy.folder if path is None else path
         if target is None:
             raise ValueError("save(): there is no path. Name a folder: run.save('checkpoints/first')")
-        if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
-            raise ValueError(f"save(keep={keep!r}): it is how many checkpoints stay; an integer from 1 up")
-        self._check_kept("save")
-        save = Save(checkpoint.given("save(path", target).absolute(), keep)
+        if keep_last is not None and (isinstance(keep_last, bool) or not isinstance(keep_last, int) or keep_last < 1):
+            raise ValueError(f"save(keep={keep_last!r}): it is how many checkpoints stay; an integer from 1 up")
+        self._check_not_released("save")
+        save = CheckpointRequest(checkpoint.parse_path("save(path", target).absolute(), keep_last)
         if self._driver.state.ended:
-            self._save_ended(save)
+            self._save_after_end(save)
         else:
-            self._ask("save", save)
+            self._call("save", save)
         return save.result(self._cluster.patience)
 
-    def _save_ended(self, save: Save) -> None:
+    def _save_after_end(self, request: CheckpointRequest) -> None:
         """There is no driver any more that could send it."""
-        saver, step = self._driver.saver, self._driver.step
-        saver.want(save)
-        if saver.next(step) is None:
+        saver, step = self._driver.checkpoint_manager, self._driver.step
+        saver.add_request(request)
+        if saver.begin_next(step) is None:
             return
         try:
-            values: list[Any] = self._cluster.ask("save", job=self._job, step=step, **save.args())
+            values: list[Any] = self._cluster.ask("save", job=self._job, step=step, **request.make_args())
         except DtkitError as error:
-            saver.failed(save, step, error)
+            saver.on_failure(request, step, error)
         else:
-            saver.landed(save, step, values)
+            saver.on_result(request, step, values)
 
-    def _described(self) -> dict[str, Any]:
+    def _describe_for_checkpoint(self) -> dict[str, Any]:
         """What a checkpoint says of this run, besides its state on the engines."""
-        from dtkit.training.resume import callback_states
+        from dtkit.training.resume import collect_callback_states
 
-        callbacks = callback_states(self._extras.callbacks)
-        found = {"spec": dataclasses.asdict(self.spec), "called": self._driver.called, "callbacks": callbacks}
-        if self._extras.valid is not None:
-            found["evaluated"] = self._driver.evaluations.made
+        callbacks = collect_callback_states(self._options.callbacks)
+        found = {
+            "spec": dataclasses.asdict(self.spec),
+            "called": self._driver.last_callback_step,
+            "callbacks": callbacks,
+        }
+        if self._options.validation is not None:
+            found["evaluated"] = self._driver.evaluation_tracker.last_evaluated_step
         return found
 
     # -- waiting ----------------------------------------------------------------------------------------------
@@ -456,19 +472,19 @@ class Run:
         seconds, with the run going on.
         """
         self._check_not_in_callback()
-        with self._watched():
+        with self._pause_on_interrupt():
             left = self._driver.wait(timeout)
         if not left:
             raise TimeoutError(
                 f"the run is at step {self.status.step} of {self.spec.steps} after {timeout} s and goes on; wait "
                 "again, or run.pause()"
             )
-        self._settle()
+        self._finish_wait()
 
     def __await__(self) -> Generator[Any, None, None]:
-        return self._left_running().__await__()
+        return self._wait_async().__await__()
 
-    async def _left_running(self) -> None:
+    async def _wait_async(self) -> None:
         """As `wait`, with the kernel free meanwhile, so that buttons act. Cancelling it pauses the run."""
         loop, news = asyncio.get_running_loop(), asyncio.Event()
 
@@ -481,65 +497,67 @@ class Run:
                 news.clear()
                 with contextlib.suppress(TimeoutError):  # a word that never comes is no reason to wait for ever
                     # waits: inside asyncio.wait_for, with a timeout
-                    await asyncio.wait_for(news.wait(), _LOOK_S)
+                    await asyncio.wait_for(news.wait(), _STATE_POLL_S)
         except asyncio.CancelledError:
             with contextlib.suppress(RunError):
                 self.post("pause")
             raise
         finally:
             unsubscribe()
-        await loop.run_in_executor(None, self._settle)
+        await loop.run_in_executor(None, self._finish_wait)
 
     @contextlib.contextmanager
-    def _watched(self) -> Generator[None, None, None]:
+    def _pause_on_interrupt(self) -> Generator[None, None, None]:
         """While a cell blocks, it says so; an interrupt pauses the run, from the first moment on."""
         with contextlib.ExitStack() as after:
             try:
-                self._say_blocked(after)
+                self._show_blocking(after)
                 yield
             except KeyboardInterrupt:
-                self._pause_or_break()
+                self._pause_or_interrupt()
                 raise
 
-    def _say_blocked(self, after: contextlib.ExitStack) -> None:
+    def _show_blocking(self, exit_stack: contextlib.ExitStack) -> None:
         """Text progress in a terminal, and in a notebook a word on the buttons; `after` ends it."""
         from dtkit.dashboard import display, text
 
         if self._driver.state.ended:
             return
         if display.in_notebook():
-            after.callback(self._say, "")
-            self._say(_BUTTONS_LATER)
+            exit_stack.callback(self._set_message, "")
+            self._set_message(_BUTTONS_BLOCKED_MESSAGE)
         else:
-            after.callback(text.follow(self))
+            exit_stack.callback(text.follow(self))
 
-    def _say(self, message: str) -> None:
+    def _set_message(self, message: str) -> None:
         self._message = message
         self._notify()
 
-    def _pause_or_break(self) -> None:
+    def _pause_or_interrupt(self) -> None:
         """Pause at a step boundary; a second interrupt before it has breaks off what the engines do."""
-        first = not self._driver.pausing
+        first = not self._driver.is_pausing
         with contextlib.suppress(RunError, TimeoutError):
             try:
-                _until(self._driver.ask("pause" if first else "break"))
+                _wait_for_answer(self._driver.submit("pause" if first else "break"))
             except KeyboardInterrupt:
-                _until(self._driver.ask("break"))
+                _wait_for_answer(self._driver.submit("break"))
             except TimeoutError:
                 if first:
-                    self.note(f"not paused after {_PAUSE_S:.0f} s: another interrupt breaks off what is under way")
+                    self.note(
+                        f"not paused after {_PAUSE_TIMEOUT_S:.0f} s: another interrupt breaks off what is under way"
+                    )
 
     def _check_not_in_callback(self) -> None:
-        if threading.current_thread().name == CALLBACKS:
+        if threading.current_thread().name == CALLBACK_THREAD_NAME:
             raise RunError("a callback can't wait for the run, which waits for its callbacks; return instead")
 
-    def _settle(self) -> None:
+    def _finish_wait(self) -> None:
         """The run has left RUNNING: let its displays become pictures, and raise what failed it."""
         from dtkit.dashboard import display
 
         if self._driver.state.ended:
             # waits: Saver.join has a default timeout
-            self._driver.saver.join()  # who waits for a run may go on from its last checkpoint
+            self._driver.checkpoint_manager.join()  # who waits for a run may go on from its last checkpoint
             display.settle(self)
         if self.exception is not None:
             raise self.exception
@@ -549,21 +567,21 @@ class Run:
     @property
     def model(self) -> Any:
         """The model as trained so far: a new object in the notebook, on the CPU. Yours stays as it was."""
-        return self._order.copies.build(self._fetch())
+        return self._job_spec.model_handle.build(self._fetch_state_dict())
 
-    def _fetch(self) -> Mapping[str, Any]:
+    def _fetch_state_dict(self) -> Mapping[str, Any]:
         """The whole model's state dict, as of the step that the run stands at."""
-        if self._state is not None and (self._released or self._state[0] == self._driver.step):
-            return self._state[1]
+        if self._fetched_state is not None and (self._released or self._fetched_state[0] == self._driver.step):
+            return self._fetched_state[1]
         if self._released:
             raise RunError(
                 "this run was released, and its weights could not be fetched before (an engine was lost or stuck, or "
                 "no step was made). Ask for run.model as soon as a run has ended"
             )
         before = self._driver.step
-        state = state_dict.fetch(self._cluster, "state", self._job)
-        if not self._running() and before == self._driver.step:
-            self._state = before, state
+        state = state_dict.fetch_tensors(self._cluster, "state", self._job)
+        if not self._is_running() and before == self._driver.step:
+            self._fetched_state = before, state
         return state
 
     def evaluate(self, data: Any, metrics: Mapping[str, Callable[..., Any]] | None = None) -> Evaluation:
@@ -571,16 +589,16 @@ class Run:
 
         `metrics` are those given to `train` unless named here. The result is exact for any number of samples.
         """
-        self._check_kept("evaluate")
-        placed = distribute.distribute_validation_data(self._cluster, data, training_data=self._order.data)
-        args = self._evaluation_args(placed, self._extras.metrics if metrics is None else metrics)
+        self._check_not_released("evaluate")
+        placed = distribute.distribute_validation_data(self._cluster, data, training_data=self._job_spec.data_handle)
+        args = self._make_evaluation_args(placed, self._options.metrics if metrics is None else metrics)
         step = self._driver.step
-        return evaluation(step, self._cluster.ask("evaluate", job=self._job, **args))
+        return combine_evaluations(step, self._cluster.ask("evaluate", job=self._job, **args))
 
-    def _evaluation_args(self, data: DataHandle, metrics: Mapping[str, Callable[..., Any]]) -> dict[str, Any]:
+    def _make_evaluation_args(self, data: DataHandle, metrics: Mapping[str, Callable[..., Any]]) -> dict[str, Any]:
         per_rank = -(-self.spec.batch_size // self.spec.world_size)
         program = self._cluster.dumps(dict(metrics), name="metrics")
-        return {"data": data.key, "program": program, "batch_size": per_rank, "loading": self._order.loading}
+        return {"data": data.key, "program": program, "batch_size": per_rank, "loading": self._job_spec.loading}
 
     def memory(self, plan: Plan | None = None) -> Memory:
         """What each rank's memory is filled with, as measured; with what `plan` (a cluster.plan) said behind it.
@@ -590,7 +608,7 @@ class Run:
         """
         from dtkit.planning.memory_report import Memory
 
-        self._check_kept("memory")
+        self._check_not_released("memory")
         step, found = self._driver.step, self._cluster.ask("memory", job=self._job)
         return Memory.from_reports(self.spec.name, self.spec.strategy, step, found, plan)
 
@@ -600,7 +618,7 @@ class Run:
         Of a Pipeline its stages, with what their layers were measured to cost; of TensorParallel what each module is
         cut into. None where every rank has the whole model, or an even part of every parameter.
         """
-        self._check_kept("placement")
+        self._check_not_released("placement")
         return self._cluster.ask("placement", ranks=[0], job=self._job)[0]
 
     def verify(self, steps: int = 20) -> Verification:
@@ -611,10 +629,12 @@ class Run:
         """
         from dtkit.training import verify
 
-        if self._running():
+        if self._is_running():
             raise RunError("verify needs the engines to itself; call run.pause() first, then run.resume()")
-        self._check_kept("verify")
-        found = verify.verify(self._cluster, self._order, min(steps, self.spec.steps), self._extras.caveats)
+        self._check_not_released("verify")
+        found = verify.verify(
+            self._cluster, self._job_spec, min(steps, self.spec.steps), self._options.equivalence_notes
+        )
         print(found.text())  # noqa: T201 - asked for as a report
         return found
 
@@ -629,66 +649,68 @@ class Run:
             raise ValueError(f"epochs={epochs}, steps={steps}: train on by at least one step")
         if self._driver.state not in (State.COMPLETED, State.STOPPED):
             word = f"this run is {self._driver.state.value}; extend one that has completed or was stopped"
-            raise RunError(f"{word}. {ANEW}" if self._driver.state is State.FAILED else word)
-        self._check_kept("extend")
-        if not self._driver.over(_END_S):
-            raise RunError(f"the run has ended, and a view has not yet taken that in after {_END_S:.0f} s; try again")
+            raise RunError(f"{word}. {RETRAIN_HINT}" if self._driver.state is State.FAILED else word)
+        self._check_not_released("extend")
+        if not self._driver.join(_JOIN_TIMEOUT_S):
+            raise RunError(
+                f"the run has ended, and a view has not yet taken that in after {_JOIN_TIMEOUT_S:.0f} s; try again"
+            )
         self.spec = dataclasses.replace(self.spec, steps=self._driver.step + more)
-        self._driver.route = self._route()
+        self._driver.plan = self._make_plan()
         self._driver.start()
-        self._put_down_anew()
+        self._update_persisted()
         self.resume()
 
     def release(self) -> None:
         """Free the engines' copy of the model, after fetching its weights. A paused run is stopped. Idempotent."""
         if self._released:
             return
-        if self._running():
+        if self._is_running():
             raise RunError(f"this run is at step {self.status.step} of {self.spec.steps}; run.stop() it first")
         if not self._driver.state.ended:
             self.stop()
-        self._fetch_if_possible()
+        self._try_fetch_state_dict()
         self._released = True
-        self._forget()
-        written = self.history.spool
-        self.history.part()
+        self._unload_job()
+        written = self.history.run_log
+        self.history.close_run_log()
         if self._cluster.superseded:  # what lies in its folder is another notebook's now
             return
-        shutil.rmtree(self._snapshots, ignore_errors=True)
+        shutil.rmtree(self._snapshot_folder, ignore_errors=True)
         if written is not None:
             written.remove()
 
-    def _forget(self) -> None:
+    def _unload_job(self) -> None:
         """Have the engines let go of the job, so far as they have one."""
         with contextlib.suppress(DtkitError):
-            self._cluster.ask("unload", keys=[*self._order.own, self._job])
+            self._cluster.ask("unload", keys=[*self._job_spec.owned_keys, self._job])
             self._cluster.note_job(present=False)
 
-    def abandon(self) -> None:
+    def on_cluster_closing(self) -> None:
         """The cluster is closing: end, keeping the weights where the engines still give them."""
-        stands = self._driver.abandon(timeout=3.0)
-        self._driver.saver.settle(timeout=10.0)
+        stands = self._driver.shut_down(timeout=3.0)
+        self._driver.checkpoint_manager.close(timeout=10.0)
         if stands and self._driver.step and not self._released:
             with contextlib.suppress(DtkitError):
-                state = state_dict.fetch_at_once(self._cluster, "state", self._job, _LAST_S)
-                self._state = self._state if state is None else (self._driver.step, state)
-        self.history.part()
+                state = state_dict.fetch_tensors_within(self._cluster, "state", self._job, _FINAL_FETCH_TIMEOUT_S)
+                self._fetched_state = self._fetched_state if state is None else (self._driver.step, state)
+        self.history.close_run_log()
         self._released = True
 
-    def _fetch_if_possible(self) -> None:
+    def _try_fetch_state_dict(self) -> None:
         """An engine that is gone can't give its weights; then there are none to keep."""
         try:
-            self._state = self._driver.step, self._fetch()
+            self._fetched_state = self._driver.step, self._fetch_state_dict()
         except DtkitError as error:
             _log.warning("the weights of %s were not kept: %s", self.spec.name, error)
 
-    def _running(self) -> bool:
+    def _is_running(self) -> bool:
         return self._driver.state in (State.PENDING, State.RUNNING)
 
-    def _check_kept(self, what: str) -> None:
+    def _check_not_released(self, action: str) -> None:
         if self._released:
             raise RunError(
-                f"{what} needs the job on the engines, and this run was released: by run.release(), by a later train "
+                f"{action} needs the job on the engines, and this run was released: by run.release(), by a later train "
                 "or with its cluster. Its weights are in run.model"
             )
 
@@ -706,8 +728,8 @@ class Run:
         return unsubscribe
 
     def _notify(self) -> None:
-        if self._driver.route.steps != self.spec.steps:  # a stream ended before them
-            route = self._driver.route
+        if self._driver.plan.steps != self.spec.steps:  # a stream ended before them
+            route = self._driver.plan
             self.spec = dataclasses.replace(self.spec, steps=route.steps, steps_per_epoch=route.steps_per_epoch)
         with self._callbacks_lock:
             callbacks = list(self._callbacks)
@@ -724,23 +746,23 @@ class Run:
 
         return text.summary(self)
 
-    def dashboard(self, *, drills: bool = False) -> None:
+    def dashboard(self, *, fault_injection: bool = False) -> None:
         """Show the dashboard here, as `run` in the last line of a cell does.
 
         With ``drills=True`` it can also slow nodes down and end them, for lessons.
         """
         from dtkit.dashboard import display
 
-        display.show(self, drills=drills)
+        display.show(self, drills=fault_injection)
 
-    def report(self, path: str | Path, *, alone: Run | History | None = None) -> None:
+    def report(self, path: str | Path, *, single_process: Run | History | None = None) -> None:
         """Write the run as one HTML file that needs nothing else: figures, nodes, versions, schedule and events.
 
         `alone`: the same training in one process (a run on one engine, or its history), to say how it scales.
         """
         from dtkit.dashboard import report
 
-        report.write(self, path, alone=alone.history if isinstance(alone, Run) else alone)
+        report.write(self, path, alone=single_process.history if isinstance(single_process, Run) else single_process)
 
     def _ipython_display_(self) -> None:
         from dtkit.dashboard import display
@@ -748,25 +770,27 @@ class Run:
         display.show(self)
 
 
-def _of_size(size: int, spec: RunSpec, extras: Extras) -> tuple[RunSpec, Extras]:
+def _adapt_to_world_size(world_size: int, spec: RunSpec, options: RunOptions) -> tuple[RunSpec, RunOptions]:
     """What was asked for, for as many ranks as there are: some may have been left out since."""
-    if size == spec.world_size:
-        return spec, extras
-    even = None if extras.balance is None else (1,) * size
-    copies = size // extras.strategy.build_mesh(size).replicas
-    return dataclasses.replace(spec, world_size=size), dataclasses.replace(extras, balance=even, copies=copies)
+    if world_size == spec.world_size:
+        return spec, options
+    even = None if options.balanced_shard_sizes is None else (1,) * world_size
+    copies = world_size // options.strategy.build_mesh(world_size).replicas
+    return dataclasses.replace(spec, world_size=world_size), dataclasses.replace(
+        options, balanced_shard_sizes=even, ranks_per_replica=copies
+    )
 
 
-def _until(answer: Future[int]) -> None:
+def _wait_for_answer(answer: Future[int]) -> None:
     """Wait for an answer in short parts: a signal that another thread received is seen between two of them."""
-    deadline = time.monotonic() + _PAUSE_S
+    deadline = time.monotonic() + _PAUSE_TIMEOUT_S
     while not answer.done() and time.monotonic() < deadline:
         with contextlib.suppress(TimeoutError):
-            answer.result(_PART_S)
+            answer.result(_ANSWER_POLL_S)
     answer.result(0)
 
 
-def _checked_lr(lr: Any) -> float:
+def _parse_lr(lr: Any) -> float:
     try:
         value = float(lr)
     except (TypeError, ValueError):

@@ -16,66 +16,66 @@ if TYPE_CHECKING:
     from dtkit.cluster.cluster import Cluster
     from dtkit.rpc.payload import Shipment
 
-_GRACE_S = 0.1  # for an interrupt of those who do not answer
+_INTERRUPT_GRACE_S = 0.1  # for an interrupt of those who do not answer
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class TensorPart:
     """A part of a tensor."""
 
     tensor: Any
     dim: int
     """The dimension along which it was cut."""
-    place: int
+    index: int
     """The how-manieth part it is, from 0."""
-    folds: int = 1
+    fused_blocks: int = 1
     """Of how many equal blocks of the whole it has a part each, one after another."""
 
 
-def join(parts: Iterable[Mapping[str, Any] | None]) -> dict[str, Any]:
+def join_state_dicts(parts: Iterable[Mapping[str, Any] | None]) -> dict[str, Any]:
     """The whole state dict from what each rank sent."""
     import torch
 
     whole: dict[str, Any] = {}
-    cut: dict[str, list[Piece]] = {}
+    cut: dict[str, list[TensorPart]] = {}
     for part in parts:
         for name, value in (part or {}).items():
-            if isinstance(value, Piece):
+            if isinstance(value, TensorPart):
                 cut.setdefault(name, []).append(value)
             else:
                 whole[name] = value
     for name, pieces in cut.items():
-        pieces.sort(key=lambda piece: piece.place)
-        if [piece.place for piece in pieces] != list(range(len(pieces))):
-            raise ValueError(f"{name} came in parts {[p.place for p in pieces]}; one is missing or came twice")
-        blocks = [piece.tensor.chunk(piece.folds, piece.dim) for piece in pieces]
+        pieces.sort(key=lambda piece: piece.index)
+        if [piece.index for piece in pieces] != list(range(len(pieces))):
+            raise ValueError(f"{name} came in parts {[p.index for p in pieces]}; one is missing or came twice")
+        blocks = [piece.tensor.chunk(piece.fused_blocks, piece.dim) for piece in pieces]
         whole[name] = torch.cat(
             [block for blocks_alike in zip(*blocks, strict=True) for block in blocks_alike], pieces[0].dim
         )
     return whole
 
 
-def fetch(cluster: Cluster, what: str, job: str, ranks: list[int] | None = None) -> Mapping[str, Any]:
+def fetch_tensors(cluster: Cluster, op: str, job: str, ranks: list[int] | None = None) -> Mapping[str, Any]:
     """Named tensors of a job ("state" or "gradients"), joined from what each rank sends."""
-    return _unload(cluster.ask(what, job=job, ranks=ranks))
+    return _load_and_join(cluster.ask(op, job=job, ranks=ranks))
 
 
-def fetch_at_once(cluster: Cluster, what: str, job: str, seconds: float) -> Mapping[str, Any] | None:
+def fetch_tensors_within(cluster: Cluster, op: str, job: str, timeout: float) -> Mapping[str, Any] | None:
     """The same, where all ranks give it within so many seconds; else None, and nothing is mended."""
-    replies = cluster.collect(cluster.fan_out(what, job=job), seconds, grace=_GRACE_S)
+    replies = cluster.collect(cluster.fan_out(op, job=job), timeout, grace=_INTERRUPT_GRACE_S)
     sent: list[Any] = [reply.value for reply in replies if reply.failure is None]
     if len(sent) == len(replies):
-        return _unload(sent)
+        return _load_and_join(sent)
     for shipment in sent:
         if shipment is not None:
             shipment.discard()
     return None
 
 
-def _unload(sent: Iterable[Shipment | None]) -> dict[str, Any]:
-    shipments = [shipment for shipment in sent if shipment is not None]
+def _load_and_join(payloads: Iterable[Shipment | None]) -> dict[str, Any]:
+    shipments = [shipment for shipment in payloads if shipment is not None]
     try:
-        return join(shipment.unload() for shipment in shipments)
+        return join_state_dicts(shipment.unload() for shipment in shipments)
     finally:
         for shipment in shipments:
             shipment.discard()

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 # A user's loop may train for days. What can't wait is seen otherwise: a failed rank at once, a lost engine by its
 # nanny.
-_FOR_EVER_S = 1e7
-_AFTER_INTERRUPT_S = 30.0
-_LOOK_S = 0.5
+_UNLIMITED_S = 1e7
+_INTERRUPT_TIMEOUT_S = 30.0
+_POLL_S = 0.5
 
 
 class Task:
@@ -46,82 +46,82 @@ class Task:
         self.state = "running"
         """"running", "done" or "failed"."""
         self._cluster, self._own_group = cluster, own_group
-        self._heard = [0] * cluster.world_size  # items taken from each rank
-        self._rows_of = [0] * cluster.world_size
+        self._num_received = [0] * cluster.world_size  # items taken from each rank
+        self._num_rows = [0] * cluster.world_size
         self._futures: Sequence[Future[Reply]] = ()
         # locks: while lines are appended
         self._lock = threading.Lock()
-        self._over = threading.Event()
-        self._value: list[Any] = []
+        self._done_event = threading.Event()
+        self._results: list[Any] = []
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[], None]] = []
 
     # -- while it runs ----------------------------------------------------------------------------------------
 
-    def hear(self, rank: int, first: int, items: Sequence[tuple[str, Any]]) -> None:
+    def receive(self, rank: int, first: int, items: Sequence[tuple[str, Any]]) -> None:
         """Take a rank's items, numbered from `first`; what is behind a gap waits for the call's return."""
         with self._lock:
-            known = self._heard[rank]
+            known = self._num_received[rank]
             if first > known:
                 return
             for kind, what in items[known - first :]:
                 if kind == "row":
                     # Numbers that JSON lacks come live as text: "nan", "inf".
                     values = {name: float(value) for name, value in what.items()}
-                    self.rows.append({"rank": rank, "index": self._rows_of[rank], **values})
-                    self._rows_of[rank] += 1
+                    self.rows.append({"rank": rank, "index": self._num_rows[rank], **values})
+                    self._num_rows[rank] += 1
                 else:
                     self.output.append((rank, what))
-                self._heard[rank] += 1
+                self._num_received[rank] += 1
         self._notify()
 
-    def begin(self, futures: Sequence[Future[Reply]], shipment: Shipment) -> None:
+    def start_collecting(self, futures: Sequence[Future[Reply]], payload: Shipment) -> None:
         """Have a thread of the task's own wait for all ranks, whether anybody asks for the result or not."""
         self._futures = futures
-        threading.Thread(target=self._collect, args=(shipment,), name=f"dtkit-{self.name}", daemon=True).start()
+        threading.Thread(target=self._run_collector, args=(payload,), name=f"dtkit-{self.name}", daemon=True).start()
 
-    def _collect(self, shipment: Shipment) -> None:
+    def _run_collector(self, payload: Shipment) -> None:
         """Settle; whatever goes wrong, `result` raises it."""
-        self._error = contain(lambda: self._settle(shipment), itself)
+        self._error = contain(lambda: self._collect_replies(payload), itself)
         self.state = "done" if self._error is None else "failed"
-        self._over.set()
+        self._done_event.set()
         self._notify()
 
-    def _settle(self, shipment: Shipment) -> None:
+    def _collect_replies(self, payload: Shipment) -> None:
         """Wait for all ranks, and take what they say."""
         try:
-            replies = self._cluster.collect(self._futures, _FOR_EVER_S)
+            replies = self._cluster.collect(self._futures, _UNLIMITED_S)
         finally:
-            self._cluster.discard(shipment)
-        self._take(replies)
+            self._cluster.discard(payload)
+        self._process_replies(replies)
 
-    def _take(self, replies: Sequence[Reply]) -> None:
+    def _process_replies(self, replies: Sequence[Reply]) -> None:
         results: list[Shipment] = []
         for rank, reply in enumerate(replies):
             if isinstance(reply.value, tuple):  # (result or None, everything that was said)
-                self.hear(rank, 0, reply.value[1])
+                self.receive(rank, 0, reply.value[1])
                 results += [reply.value[0]] if reply.value[0] is not None else []
         try:
             try:
                 self._cluster.values(replies)
             finally:
                 if self._own_group:
-                    self._come_back(healed=any(reply.failure for reply in replies))
-            self._value = [result.unload() for result in results]
+                    self._restore_group(already_reformed=any(reply.failure for reply in replies))
+            self._results = [result.unload() for result in results]
         finally:
             for result in results:  # those of ranks that succeeded where another failed, too
                 result.discard()
 
-    def _come_back(self, *, healed: bool) -> None:
+    def _restore_group(self, *, already_reformed: bool) -> None:
         """The script's group has ended; form ours again."""
-        if not healed:
+        if not already_reformed:
             self._cluster.form()
 
     # -- for the user -----------------------------------------------------------------------------------------
 
     def done(self) -> bool:
         """Whether all ranks have answered."""
-        return self._over.is_set()
+        return self._done_event.is_set()
 
     def result(self, timeout: float | None = None) -> list[Any]:
         """What the function returned, by rank; raises what failed it. TimeoutError leaves it running."""
@@ -129,9 +129,9 @@ class Task:
             raise TimeoutError(f"{self.name} still runs after {timeout} s; wait again, or end it with cancel()")
         if self._error is not None:
             raise self._error
-        return list(self._value)
+        return list(self._results)
 
-    def follow(self) -> list[Any]:
+    def display_and_wait(self) -> list[Any]:
         """As `result`, with a live view. An interrupt reaches the engines and is raised again."""
         with calls.following(self):
             try:
@@ -139,18 +139,18 @@ class Task:
             except KeyboardInterrupt:
                 with contextlib.suppress(DtkitError):  # a cluster that was closed meanwhile has nothing to interrupt
                     self.cancel()
-                self._wait(_AFTER_INTERRUPT_S)  # the group is formed anew; a second interrupt doesn't wait for it
+                self._wait(_INTERRUPT_TIMEOUT_S)  # the group is formed anew; a second interrupt doesn't wait for it
                 raise
         return self.result(0)
 
     def _wait(self, timeout: float | None = None) -> bool:
         """Wait until the call is over; whether it is. A signal that another thread got is seen between two waits."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        while not self._over.is_set():
-            left = _LOOK_S if deadline is None else deadline - time.monotonic()
+        while not self._done_event.is_set():
+            left = _POLL_S if deadline is None else deadline - time.monotonic()
             if left <= 0:
                 return False
-            self._over.wait(min(left, _LOOK_S))
+            self._done_event.wait(min(left, _POLL_S))
         return True
 
     def cancel(self) -> None:
@@ -189,7 +189,7 @@ class Task:
         calls.show(self)
 
 
-def start(
+def submit(
     cluster: Cluster, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, own_group: bool
 ) -> Task:
     """See :meth:`dtkit.Cluster.submit`."""
@@ -204,15 +204,15 @@ def start(
     try:
         group: dict[str, Any] = {}
         if own_group:
-            group = {"port": _open_store(cluster), "attempt": cluster.next_attempt()}
-        futures = cluster.fan_out("call", listen=task.hear, shipment=shipment, **group)
+            group = {"port": _open_rendezvous_store(cluster), "attempt": cluster.next_attempt()}
+        futures = cluster.fan_out("call", listen=task.receive, shipment=shipment, **group)
     except BaseException:  # an interrupt too: nobody will open the upload
         cluster.discard(shipment)
         raise
-    task.begin(futures, shipment)
+    task.start_collecting(futures, shipment)
     return task
 
 
-def _open_store(cluster: Cluster) -> int:
+def _open_rendezvous_store(cluster: Cluster) -> int:
     """The port of a store for a script's own group. Rank 0 may have a long call to end first."""
-    return int(cluster.values(cluster.collect(cluster.fan_out("open_store", ranks=[0]), _FOR_EVER_S))[0])
+    return int(cluster.values(cluster.collect(cluster.fan_out("open_store", ranks=[0]), _UNLIMITED_S))[0])

@@ -15,7 +15,7 @@ import dataclasses
 import html
 from typing import TYPE_CHECKING, Any
 
-from dtkit.training.state_dict import fetch
+from dtkit.training.state_dict import fetch_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -23,12 +23,15 @@ if TYPE_CHECKING:
     import torch
 
     from dtkit.cluster.cluster import Cluster
-    from dtkit.training.config import Order
+    from dtkit.training.config import JobSpec
 
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5}
 ZERO_TOLERANCE = {"float64": 1e-10, "float32": 1e-3}
-_HALF = 1e-2
-_ZERO = {"float64": 1e-13, "float32": 1e-6}  # a gradient below this share of the largest one is rounding
+_HALF_PRECISION_TOLERANCE = 1e-2
+_ZERO_GRADIENT_FRACTION = {
+    "float64": 1e-13,
+    "float32": 1e-6,
+}  # a gradient below this share of the largest one is rounding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,13 +43,13 @@ class Verification:
     steps: int
     world_size: int
     dtype: str
-    difference: float
+    max_difference: float
     """The largest one, numbers of zero gradient apart."""
     tolerance: float
     differences: Mapping[str, float]
     zero_gradient: Mapping[str, tuple[int, float]]
     """Parameters with numbers whose true gradient is zero: how many, and their largest difference."""
-    modules: tuple[str, ...]
+    incomparable_reasons: tuple[str, ...]
     """What makes the two not comparable: modules as "name (Type): why", and options of the strategy."""
 
     def __bool__(self) -> bool:
@@ -57,45 +60,45 @@ class Verification:
         worst = max(self.differences, key=lambda name: self.differences[name], default="")
         lines = [
             f"{self.verdict}: {self.steps} steps on {self.world_size} ranks against one process, {self.dtype}",
-            f"  largest difference of the parameters {self.difference:.3g}, tolerance {self.tolerance:g}",
+            f"  largest difference of the parameters {self.max_difference:.3g}, tolerance {self.tolerance:g}",
         ]
         if self.verdict == "FAIL":
             lines.append(f"  worst: {worst}, {self.differences[worst]:.3g}")
         for name, (count, largest) in self.zero_gradient.items():
-            bound = ZERO_TOLERANCE.get(self.dtype, _HALF)
+            bound = ZERO_TOLERANCE.get(self.dtype, _HALF_PRECISION_TOLERANCE)
             lines.append(
                 f"  {name}: {count} numbers of zero gradient hold rounding alone: {largest:.3g}, bound {bound:g}"
             )
-        lines += [f"  {module}" for module in self.modules]
+        lines += [f"  {module}" for module in self.incomparable_reasons]
         return "\n".join(lines)
 
     def __repr__(self) -> str:
-        return f"Verification({self.verdict}, difference={self.difference:.3g}, tolerance={self.tolerance:g})"
+        return f"Verification({self.verdict}, difference={self.max_difference:.3g}, tolerance={self.tolerance:g})"
 
     def _repr_html_(self) -> str:
         return f"<p>{html.escape(repr(self))}</p>"
 
 
-def verify(cluster: Cluster, order: Order, steps: int, caveats: Sequence[str] = ()) -> Verification:
+def verify(cluster: Cluster, job_spec: JobSpec, steps: int, equivalence_notes: Sequence[str] = ()) -> Verification:
     """See :meth:`dtkit.Run.verify`."""
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps={steps!r}; verify needs an integer from 1 up")
     together, alone = cluster.new_key("job"), cluster.new_key("job")
     try:
-        state = _train(cluster, order, together, steps, None)
-        reference = _train(cluster, order, alone, steps, [0])
-        gradients = fetch(cluster, "gradients", alone, [0])
+        state = _train_job(cluster, job_spec, together, steps, None)
+        reference = _train_job(cluster, job_spec, alone, steps, [0])
+        gradients = fetch_tensors(cluster, "gradients", alone, [0])
     finally:
         cluster.let_go(together)
         cluster.let_go(alone)
-    modules = tuple(incomparable(order.copies.build(reference))) if cluster.world_size > 1 else ()
-    modules += tuple(caveats)
-    return judge(state, reference, gradients, modules, steps, cluster.world_size)
+    modules = tuple(find_incomparable_modules(job_spec.model_handle.build(reference))) if cluster.world_size > 1 else ()
+    modules += tuple(equivalence_notes)
+    return compare_states(state, reference, gradients, modules, steps, cluster.world_size)
 
 
-def _train(cluster: Cluster, order: Order, job: str, steps: int, ranks: list[int] | None) -> Mapping[str, Any]:
+def _train_job(cluster: Cluster, job_spec: JobSpec, job: str, steps: int, ranks: list[int] | None) -> Mapping[str, Any]:
     """Make the job, take the steps, return its state dict."""
-    order.build(cluster, job, ranks=ranks, alone=ranks is not None)
+    job_spec.build(cluster, job, ranks=ranks, single_process=ranks is not None)
     done = 0
     while done < steps:
         advance, _ = cluster.ask("advance", job=job, step=done, steps=steps - done, ranks=ranks)[0]
@@ -107,39 +110,41 @@ def _train(cluster: Cluster, order: Order, job: str, steps: int, ranks: list[int
         if advance.ended == "exhausted":
             break
         done = advance.step
-    return fetch(cluster, "state", job, ranks)
+    return fetch_tensors(cluster, "state", job, ranks)
 
 
-def judge(
+def compare_states(
     state: Mapping[str, torch.Tensor],
     reference: Mapping[str, torch.Tensor],
     gradients: Mapping[str, torch.Tensor],
-    modules: tuple[str, ...],
+    incomparable_reasons: tuple[str, ...],
     steps: int,
     world_size: int,
 ) -> Verification:
     """Compare two state dicts. `gradients`: the largest absolute gradient of every number over the steps."""
-    dtype = _widest_error(state[name] for name in gradients if name in state)
-    floor = _ZERO.get(dtype, _ZERO["float32"]) * max(
+    dtype = _get_least_precise_dtype(state[name] for name in gradients if name in state)
+    floor = _ZERO_GRADIENT_FRACTION.get(dtype, _ZERO_GRADIENT_FRACTION["float32"]) * max(
         (float(g.max()) for g in gradients.values() if g.numel()), default=0.0
     )
     differences, zero = {}, {}
     for name, expected in reference.items():
         if not hasattr(expected, "is_floating_point"):  # a module's extra state may be anything
             continue
-        found = _difference(state[name], expected)
+        found = _compute_difference(state[name], expected)
         if name in gradients and bool((still := gradients[name] <= floor).any()):
             zero[name] = int(still.sum()), float(found[still].max())
             found = found[~still]
         differences[name] = float(found.max()) if found.numel() else 0.0
-    difference, tolerance = max(differences.values(), default=0.0), TOLERANCE.get(dtype, _HALF)
-    bound = ZERO_TOLERANCE.get(dtype, _HALF)
+    difference, tolerance = max(differences.values(), default=0.0), TOLERANCE.get(dtype, _HALF_PRECISION_TOLERANCE)
+    bound = ZERO_TOLERANCE.get(dtype, _HALF_PRECISION_TOLERANCE)
     within = difference <= tolerance and all(largest <= bound for _, largest in zero.values())
-    verdict = "NOT COMPARABLE" if modules else "PASS" if within else "FAIL"
-    return Verification(verdict, steps, world_size, dtype, difference, tolerance, differences, zero, modules)
+    verdict = "NOT COMPARABLE" if incomparable_reasons else "PASS" if within else "FAIL"
+    return Verification(
+        verdict, steps, world_size, dtype, difference, tolerance, differences, zero, incomparable_reasons
+    )
 
 
-def _widest_error(tensors: Iterator[torch.Tensor]) -> str:
+def _get_least_precise_dtype(tensors: Iterator[torch.Tensor]) -> str:
     """The dtype with the fewest digits: its rounding decides the tolerance."""
     import torch
 
@@ -147,14 +152,14 @@ def _widest_error(tensors: Iterator[torch.Tensor]) -> str:
     return str(max(found, key=lambda dtype: torch.finfo(dtype).eps)).removeprefix("torch.")
 
 
-def _difference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def _compute_difference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """The absolute difference of every number: none between equal infinities (of a mask), infinite where one is NaN."""
     wide = a.is_complex() or b.is_complex()
     found = (a - b).abs() if wide else (a.double() - b.double()).abs()
     return found.masked_fill(a == b, 0.0).nan_to_num(nan=float("inf"), posinf=float("inf"))
 
 
-def incomparable(model: torch.nn.Module) -> Iterator[str]:
+def find_incomparable_modules(model: torch.nn.Module) -> Iterator[str]:
     """The modules of `model` whose training differs between one process and several by nature."""
     import torch
     from torch import nn

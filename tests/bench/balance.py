@@ -38,7 +38,7 @@ def _part_of_ideal(
     steps = work.warm + work.steps
     how = {"loss": nn.CrossEntropyLoss(), "optimizer": optimizer, "batch_size": work.batch, "steps": steps}
     run = cluster.train(copies, part, start=False, strategy=strategy, **how)
-    run.slow(1, SLOWED)
+    run.inject_delay(1, SLOWED)
     run.step(work.warm)  # until shares have settled
     begun = time.perf_counter()
     run.step(work.steps)

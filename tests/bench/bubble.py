@@ -67,7 +67,7 @@ def _report(cluster: dtkit.Cluster, strategy: dtkit.Pipeline) -> bool:
     timelines = _measure(cluster, strategy)
     measured = Sample([timeline.bubble() for timeline in timelines])
     planned = Sample([timeline.planned().bubble() for timeline in timelines])
-    formula = timelines[0].ideal_bubble()
+    formula = timelines[0].get_ideal_bubble()
     print(
         f"  p={strategy.stages} m={strategy.micro_batches:2} {strategy.schedule:16} measured {measured.median:.3f}  "
         f"formula {formula:.3f}  difference {measured.median - formula:+.3f}  with these durations "

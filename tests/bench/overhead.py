@@ -122,14 +122,14 @@ def fingerprint() -> bool:
     with dtkit.Cluster(2) as cluster:
         copies = cluster.broadcast(work.model())
         run = cluster.train(copies, work.data(), start=False, **how)
-        watch = run._driver.watch
-        landed = watch.landed
+        watch = run._driver.replica_checker
+        landed = watch.on_result
 
         def listen(now: float, step: int, prints: Any, seconds: float) -> bool:
             spent.extend([seconds] if None not in prints else [])
             return landed(now, step, prints, seconds)
 
-        watch.landed = listen
+        watch.on_result = listen
         run.step(work.warm)
         spent.clear()
         begun = time.perf_counter()

@@ -59,13 +59,13 @@ class _Training:
 
     def _beside(self, run: dtkit.Run) -> float:
         run.resume()
-        saved = run.save(self.folder, keep=1)
+        saved = run.save(self.folder, keep_last=1)
         run.pause()
-        return saved.stood_s
+        return saved.blocked_s
 
     def _still(self, run: dtkit.Run) -> float:
         begun = time.perf_counter()
-        run.save(self.folder, keep=1)
+        run.save(self.folder, keep_last=1)
         return time.perf_counter() - begun
 
     def steps(self, name: str) -> None:
@@ -95,7 +95,7 @@ class _Training:
         begun = time.perf_counter()
         while run.status.step < self.work.steps + self.work.warm:
             run.step(EVERY)
-            run.save(self.folder, keep=1)
+            run.save(self.folder, keep_last=1)
         return time.perf_counter() - begun
 
     def _run(self, **options: Any) -> dtkit.Run:
@@ -108,7 +108,7 @@ class _Training:
 def _seconds(run: dtkit.Run, warm: int) -> float:
     """Of all steps but those to warm up, until all that is to be saved is on the disk."""
     run.step(warm)
-    run._driver.saver.join()
+    run._driver.checkpoint_manager.join()
     begun = time.perf_counter()
     run.resume()
     run.wait(_LIMIT_S)

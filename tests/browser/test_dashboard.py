@@ -28,7 +28,7 @@ def source(ranks: int, *, slow: bool = True) -> FakeSource:
     """A run with something in every panel."""
     made = FakeSource(ranks=ranks, strips=True)
     if slow:
-        made.slowness = made.slowed = {1: 1.6}
+        made.slowness = made.delay_factors = {1: 1.6}
     made.consistency = Consistency(300, (), None)
     made.event("start", "the parameters were broadcast from node 0")
     made.advance(200)
@@ -132,7 +132,7 @@ def test_whether_the_ranks_agree_is_said_and_a_difference_is_an_alert(page: Page
     expect(remarks.locator("li")).to_have_text(
         ["✓ parameters identical on 4 nodes, checked at step 300", "▼ node 1 slowed 1.6x on purpose"]
     )
-    made.consistency, made.slowed = Consistency(350, (3,), 310), {}
+    made.consistency, made.delay_factors = Consistency(350, (3,), 310), {}
     view.update()
     expect(alert).to_be_visible()
     expect(alert).to_have_attribute("role", "alert")
@@ -156,7 +156,7 @@ def test_a_stuck_node_is_seen_everywhere_and_told_politely(page: Page):
         assert "⊘ node 2" in panel.locator(".dtk-labels text").all_text_contents()
     expect(view.root.get_by_test_id("summary")).to_contain_text("⊘ node 2 stuck: forward, 12 s")  # at once
     assert overflowing(page) == []
-    made.finding = None
+    made.stall_report = None
     view.update()
     expect(view.root.get_by_test_id("alert")).to_be_hidden()
     expect(view.root.get_by_test_id("summary")).not_to_contain_text("stuck")

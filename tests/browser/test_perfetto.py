@@ -63,7 +63,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             for name, strategy in STRATEGIES.items():
                 run = cluster.train(model, (inputs, inputs), strategy=strategy, batch_size=16, steps=3, **how)
                 run.wait(60)
-                run.trace(made[name])
+                run.export_chrome_trace(made[name])
 
     made = {name: tmp_path_factory.mktemp("traces") / f"{name}.json" for name in STRATEGIES}
     with ThreadPoolExecutor(1) as pool:  # Playwright's event loop runs in this thread

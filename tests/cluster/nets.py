@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from dtkit.history.timeline import COMPUTING
+from dtkit.history.timeline import COMPUTE_PHASES
 from tests.cluster.oracle import BOUND, CLASSES, FEATURES, mlp, momentum
 
 if TYPE_CHECKING:
@@ -329,8 +329,8 @@ def forwards(run: dtkit.Run) -> list[int]:
     last = run.timeline.steps[-1]
     found = []
     for rank in run.timeline.ranks:
-        phases = [s["phase"] for s in sorted(run.timeline.of(last, rank), key=lambda s: s["begin"])]
-        passes = [phase for phase, _ in itertools.groupby(phase for phase in phases if phase in COMPUTING)]
+        phases = [s["phase"] for s in sorted(run.timeline.select(last, rank), key=lambda s: s["begin"])]
+        passes = [phase for phase, _ in itertools.groupby(phase for phase in phases if phase in COMPUTE_PHASES)]
         found.append(passes.count("forward"))
     return found
 

@@ -144,5 +144,5 @@ def test_px_reaches_the_engines_between_dispatches(cluster: dtkit.Cluster, shell
     assert not shell.run_cell("%%px\n1 / 0").success
     assert run.status.state is dtkit.State.RUNNING
     end = run.stop()
-    assert run.history.steps == end
+    assert run.history.num_steps == end
     check_usable(cluster)

@@ -171,7 +171,7 @@ def test_one_that_is_behind_keeps_its_optimiser(tmp_path: Path):
         while len(list(tmp_path.iterdir())) < 3:
             assert time.monotonic() < deadline
             pause.wait(0.01)
-        run._driver.ask("break").result(60)
+        run._driver.submit("break").result(60)
         assert run.status.state is dtkit.State.PAUSED
         parameters, means, _ = zip(*cluster.run(held), strict=True)
         assert run.status.step == BEHIND

@@ -107,7 +107,7 @@ def test_goes_on_under_any_strategy(
 ):
     run = train(cluster2, strategy=strategies(2)[after], resume=saved[before])
     assert difference(weights(run), whole) <= BOUND
-    assert run.history.steps == STEPS
+    assert run.history.num_steps == STEPS
     assert [row.step for row in run.history if row.rank == 0] == list(range(STEPS))
 
 
@@ -163,7 +163,7 @@ def test_averaged_parameters_go_on_from_their_mean_elsewhere(
 ):
     run = train(cluster2, steps=BREAK, strategy=dtkit.ParameterAveraging(every=4))
     path, mean = run.save(tmp_path).path, weights(run)
-    there = cluster4.train(oracle.mlp(), oracle.data(), **HOW, steps=STEPS, resume=path, start=False)
+    there = cluster4.train(oracle.mlp(), oracle.data(), **HOW, steps=STEPS, resume_from=path, start=False)
     assert difference(weights(there), mean) <= BOUND
     assert "became their mean" in there.history.events[-1].text
     there.step()
@@ -194,7 +194,7 @@ def test_a_stream_is_read_again_up_to_where_it_stood(cluster2: dtkit.Cluster, tm
     part = cluster2.train(oracle.mlp(), stream, **how, steps=2)
     part.wait(60)
     path = part.save(tmp_path).path
-    run = cluster2.train(oracle.mlp(), stream, **how, steps=5, resume=path)
+    run = cluster2.train(oracle.mlp(), stream, **how, steps=5, resume_from=path)
     run.wait(60)
     assert difference(weights(run), wanted) <= BOUND
 
@@ -206,15 +206,15 @@ def test_saves_by_themselves_keep_the_last_ones(cluster2: dtkit.Cluster, tmp_pat
     run = small.train(cluster2, steps=20, save_every=6, save_to=tmp_path, keep=2)
     run.wait(60)
     assert dtkit.Checkpoint(tmp_path).step == 20
-    run.save(keep=2)
-    found = dtkit.checkpoints(tmp_path)
+    run.save(keep_last=2)
+    found = dtkit.list_checkpoints(tmp_path)
     assert [one.step for one in found] == [20, 20]
     assert not found.broken
-    assert found[-1].damage() == []
+    assert found[-1].verify_files() == []
     saved = [event.step for event in run.history.events if event.text.startswith("saved")]
     assert saved == [6, 12, 18, 20, 20]
     assert difference(found[-1].state_dict(), weights(run)) == 0
-    assert difference(found[-1].model_into(small.net()).state_dict(), weights(run)) == 0
+    assert difference(found[-1].load_into(small.net()).state_dict(), weights(run)) == 0
 
 
 def test_saves_while_it_runs_and_while_it_is_paused(cluster2: dtkit.Cluster, tmp_path: Path):

@@ -51,7 +51,7 @@ def test_shards_with_the_same_rows(cluster: dtkit.Cluster):
     found = run.verify(steps=STEPS)
     assert found.verdict == "PASS"
     assert found.dtype == "float64"
-    assert found.difference <= BOUND
+    assert found.max_difference <= BOUND
 
 
 class Records(torch.utils.data.Dataset):
@@ -204,7 +204,7 @@ def test_float32_stays_within_its_bound(cluster: dtkit.Cluster):
     inputs, targets = data()
     part = cluster.partition((inputs.float(), targets))
     run = train(cluster, mlp().float(), part)
-    assert run.verify(steps=20).difference <= 1e-5
+    assert run.verify(steps=20).max_difference <= 1e-5
 
 
 # -- what it shows ---------------------------------------------------------------------------------------------
@@ -214,8 +214,8 @@ def test_it_has_a_timeline_too(cluster: dtkit.Cluster, tmp_path: Path):
     run = train(cluster, mlp(), steps=3)
     timeline = run.timeline
     assert timeline.ranks == list(range(cluster.world_size))
-    assert not timeline.piped
+    assert not timeline.is_pipelined
     assert {"data", "forward", "backward", "sync", "update"} <= set(timeline.spans["phase"].tolist())
     assert (timeline.spans["end"] >= timeline.spans["begin"]).all()
-    run.trace(tmp_path / "trace.json")
+    run.export_chrome_trace(tmp_path / "trace.json")
     assert (tmp_path / "trace.json").stat().st_size > 100

@@ -48,7 +48,7 @@ def test_the_same_run(cluster: dtkit.Cluster, strategy: Strategy):
         optimizer=momentum,
         batch_size=BATCH,
         epochs=3,
-        valid=(inputs, targets),
+        validation=(inputs, targets),
         metrics={"accuracy": accuracy},
         strategy=strategy,
         start=False,
@@ -66,7 +66,7 @@ def test_the_same_run(cluster: dtkit.Cluster, strategy: Strategy):
     check_evaluation(run)
     found = run.verify(steps=10)
     assert found.verdict == "PASS"
-    assert found.difference <= BOUND
+    assert found.max_difference <= BOUND
 
 
 def check_evaluation(run: dtkit.Run) -> None:

@@ -66,7 +66,7 @@ def test_training_is_the_same_as_on_one_host(apart: dtkit.Cluster, cluster2: dtk
 def test_a_checkpoint_goes_to_a_folder_that_both_see(apart: dtkit.Cluster, hosts: Hosts, tmp_path: Path):
     saved = hosts.folder / "checkpoints"
     train(apart, strategy=dtkit.Sharded(), save_every=6, save_to=saved).wait(60)
-    assert [one.step for one in dtkit.checkpoints(saved)] == [6, 12]
+    assert [one.step for one in dtkit.list_checkpoints(saved)] == [6, 12]
     run = train(apart, steps=2 * STEPS, resume=saved)
     run.wait(60)
     assert run.status.step == 2 * STEPS
@@ -100,11 +100,11 @@ def test_two_interrupts_break_off_what_is_stuck_on_the_other_host(apart: dtkit.C
         return oracle.mean_loss(output, target)
 
     run, found = train(apart, loss=loss), threading.Event()
-    unsubscribe = run.subscribe(lambda: run.finding and found.set())
+    unsubscribe = run.subscribe(lambda: run.stall_report and found.set())
     assert found.wait(20)
     unsubscribe()
-    assert run.finding is not None
-    assert (run.finding.rank, run.finding.host, run.finding.phase) == (1, NAME, "forward")
+    assert run.stall_report is not None
+    assert (run.stall_report.rank, run.stall_report.host, run.stall_report.phase) == (1, NAME, "forward")
     assert NAME in repr(apart.stacks())
     presses = [threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)) for seconds in (0.2, 0.7)]
     for press in presses:

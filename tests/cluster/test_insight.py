@@ -39,8 +39,8 @@ def test_phases_waiting_and_transfer_make_up_the_step(cluster2):
 
 def test_the_others_wait_for_a_slowed_rank(cluster2):
     run = train(cluster2, loss=None, step=costly, steps=20, start=False)
-    assert run.slow(1, 4) == 0
-    assert run.slowed == {1: 4.0}
+    assert run.inject_delay(1, 4) == 0
+    assert run.delay_factors == {1: 4.0}
     run.step(10)
     found = run.history.rows()[4:]
     waiting = [float(np.median(found["wait_s"][found["rank"] == rank])) for rank in (0, 1)]
@@ -48,8 +48,8 @@ def test_the_others_wait_for_a_slowed_rank(cluster2):
     assert waiting[1] < 0.01
     assert np.median(found["forward_s"][found["rank"] == 1]) > 0.039
     assert any(event.text == "node 1 slowed 4x on purpose" for event in run.history.events)
-    run.slow(1, 1)
-    assert run.slowed == {}
+    run.inject_delay(1, 1)
+    assert run.delay_factors == {}
     run.stop()
 
 
@@ -79,7 +79,7 @@ def test_what_can_t_be_slowed(cluster2, rank: Any, factor: Any, word: str):
     run = train(cluster2, steps=2)
     run.wait(60)
     with pytest.raises(ValueError, match=word):
-        run.slow(rank, factor)
+        run.inject_delay(rank, factor)
 
 
 def test_balance_gives_a_slowed_rank_less_and_trains_the_same(cluster2):
@@ -95,7 +95,7 @@ def test_balance_gives_a_slowed_rank_less_and_trains_the_same(cluster2):
         start=False,
         **how,
     )
-    run.slow(1, 3)
+    run.inject_delay(1, 3)
     run.resume()
     run.wait(120)
     last = run.history.rows()[-2:]
@@ -280,7 +280,7 @@ def test_early_stopping(cluster2, valid: Any):
 
 
 def test_early_stopping_of_what_is_not_measured(cluster2):
-    run = train(cluster2, epochs=2, callbacks=[dtkit.EarlyStopping(metric="accuracy")])
+    run = train(cluster2, epochs=2, callbacks=[dtkit.EarlyStopping(monitor="accuracy")])
     with pytest.raises(ValueError, match="needs held-out data"):
         run.wait(60)
     run.stop()
@@ -350,7 +350,7 @@ def test_more_micro_batches_than_samples(cluster2):
 def test_callbacks_may_ask_the_run_for_anything_that_acts_between_steps(cluster2):
     def callback(run: dtkit.Run) -> None:
         run.set(lr=run.lr / 2)
-        run.slow(1, 1)
+        run.inject_delay(1, 1)
         run.evaluate(data())
         assert run.model is not None
         run.note("seen")

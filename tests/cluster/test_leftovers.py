@@ -282,7 +282,7 @@ def test_a_released_run_leaves_no_tensor_on_the_engines(cluster2: dtkit.Cluster,
     first.wait(60)
     second = train(cluster2, wide(), strategy=strategy, steps=2)
     second.wait(60)
-    assert (first.released, second.released) == (True, False)
+    assert (first.is_released, second.is_released) == (True, False)
     assert max(cluster2.run(large_tensors)) > max(before)  # of the second
     second.release()
     assert cluster2.run(large_tensors) == before

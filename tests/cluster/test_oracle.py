@@ -192,7 +192,7 @@ def check_that_what_is_awkward_took_place(run: dtkit.Run, row: Row) -> None:
     world, rest = len(run.timeline.ranks), SAMPLES % row.batch
     assert set(run.history.totals()["samples"]) == {row.batch, rest}
     assert (run.history.column("samples") == 0).any() == (row.strategy.build_mesh(world).replicas > rest)
-    taken = [run.timeline.micro_batches] * world if run.timeline.piped else forwards(run)
+    taken = [run.timeline.num_micro_batches] * world if run.timeline.is_pipelined else forwards(run)
     assert taken == [row.strategy.num_micro_batches] * world
     clip = getattr(row.strategy, "clip_norm", None)
     if clip is not None:

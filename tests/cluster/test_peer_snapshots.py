@@ -146,7 +146,7 @@ def test_a_part_that_is_lost_with_its_copy_is_on_disk(four: dtkit.Cluster):
 def saved(run: dtkit.Run) -> int:
     """The step of the last snapshot on disk."""
     with contextlib.suppress(CheckpointError):
-        return dtkit.Checkpoint(run._snapshots).step
+        return dtkit.Checkpoint(run._snapshot_folder).step
     return 0
 
 
@@ -274,7 +274,7 @@ def test_fewer_go_on_from_the_copies_of_more():
     with dtkit.Cluster(4, threads=1) as cluster:
         run = start(cluster, on_failure="shrink", start=False)
         run.step(50)
-        shutil.rmtree(run._snapshots)
+        shutil.rmtree(run._snapshot_folder)
         cluster.kill([2])
         run.resume()
         run.wait(60)

@@ -255,7 +255,7 @@ def test_the_timeline_counts_what_each_schedule_holds(cluster: dtkit.Cluster):
     for schedule, expected in (("GPipe", [6] * stages), ("1F1B", list(range(stages, 0, -1)))):
         strategy = dtkit.Pipeline(stages, 6, schedule=schedule, balance_by="parameters")
         timeline = train(cluster, net("deep"), strategy=strategy, steps=2).timeline
-        assert timeline.micro_batches == 6
-        assert [timeline.held(rank) for rank in timeline.ranks] == expected
-        assert 0 < timeline.bubble() < 1
-        assert timeline.ideal_bubble() == pytest.approx((stages - 1) / (6 + stages - 1))
+        assert timeline.num_micro_batches == 6
+        assert [timeline.measure_peak_micro_batches(rank) for rank in timeline.ranks] == expected
+        assert 0 < timeline.measure_bubble() < 1
+        assert timeline.get_ideal_bubble() == pytest.approx((stages - 1) / (6 + stages - 1))

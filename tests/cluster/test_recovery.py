@@ -19,7 +19,7 @@ from torch import nn
 
 import dtkit
 from dtkit.cluster import cluster_file
-from dtkit.training.snapshots import Snapshots
+from dtkit.training.snapshots import SnapshotTracker
 from tests.cluster.nets import net
 from tests.cluster.oracle import (
     BATCH,
@@ -341,7 +341,7 @@ def test_a_run_that_has_ended_is_repaired_saved_and_extended_from_where_that_lea
     cluster: dtkit.Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """A part of it is nowhere but in a snapshot, of an earlier step: of the last one, say, there was no copy."""
-    monkeypatch.setattr(Snapshots, "lacking", lambda *_: False)
+    monkeypatch.setattr(SnapshotTracker, "lacking", lambda *_: False)
     options: dict[str, Any] = {"strategy": dtkit.Pipeline(2, micro_batches=2), "snapshot_every": 50}
     alone = start(cluster, steps=140, **options)
     alone.wait(60)
@@ -710,7 +710,7 @@ def test_interrupts_amid_large_messages_cost_no_engine(cluster: dtkit.Cluster):
     moments, pause = random.Random(SEED), threading.Event()
     for _ in range(25):
         pause.wait(moments.random() * 0.2)  # as above
-        run._driver.ask("break").result(30)
+        run._driver.submit("break").result(30)
         assert run.status.state is dtkit.State.PAUSED
         run.resume()
     run.stop()
@@ -726,7 +726,7 @@ def test_interrupts_at_any_moment_lose_no_row(cluster: dtkit.Cluster, undisturbe
         pause.wait(moments.random() * 0.05)  # not for anything to happen: to come at another moment each time
         if run.status.state.ended:
             break
-        run._driver.ask("break").result(30)
+        run._driver.submit("break").result(30)
         assert run.status.state in (dtkit.State.PAUSED, dtkit.State.COMPLETED), run.exception
         if run.status.state is dtkit.State.PAUSED:
             run.resume()

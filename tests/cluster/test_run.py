@@ -46,7 +46,7 @@ def test_commands_return_the_step_at_which_they_took_effect(cluster2):
     until(run, lambda: run.status.step > 20)
     at = run.pause()
     assert run.status.state is State.PAUSED
-    assert run.status.step == at == run.history.steps
+    assert run.status.step == at == run.history.num_steps
     assert run.step() == at + 1
     assert run.step(3) == at + 4
     assert run.set(lr=0.05) == at + 4
@@ -57,7 +57,7 @@ def test_commands_return_the_step_at_which_they_took_effect(cluster2):
     until(run, lambda: run.status.step > changed + 5)
     end = run.stop()
     assert run.status.state is State.STOPPED
-    assert run.history.steps == end
+    assert run.history.num_steps == end
     rows = run.history.rows()
     for rank in (0, 1):
         mine = rows[rows["rank"] == rank]
@@ -147,7 +147,7 @@ def test_cancelling_an_await_pauses(cluster2):
     run = train(cluster2, steps=LONG)
 
     async def main() -> None:
-        waiting = asyncio.ensure_future(run._left_running())
+        waiting = asyncio.ensure_future(run._wait_async())
         await asyncio.sleep(0)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -232,7 +232,7 @@ def test_a_paused_run_gives_way_to_a_new_one(cluster2):
     first.step(2)
     check_usable(cluster2)
     assert first.status.state is State.STOPPED
-    assert first.history.steps == 2
+    assert first.history.num_steps == 2
     assert first.model is not None
 
 
@@ -281,7 +281,7 @@ def test_the_first_steps_can_be_verified_and_the_run_goes_on(cluster2):
     assert equal(run.model.state_dict(), before)
     run.resume()
     run.wait(60)
-    assert run.history.steps == 30
+    assert run.history.num_steps == 30
 
 
 def test_history_has_a_row_per_rank_and_step(cluster2):

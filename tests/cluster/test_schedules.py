@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import dtkit
-from dtkit.history.message_times import PHASES, WAIT, pairs
-from dtkit.history.timeline import COMPUTING, KINDS, Timeline
+from dtkit.history.message_times import MESSAGE_PHASES, WAIT_PHASE, pair_messages
+from dtkit.history.timeline import ACTION_KINDS, COMPUTE_PHASES, Timeline
 from dtkit.schedules.builtin import BUILTIN_SCHEDULES as SCHEDULES
 from tests.cluster.nets import net
 from tests.cluster.oracle import BOUND, difference, global_rows, one_process, reference, train
@@ -54,8 +54,10 @@ def ran(timeline: Timeline) -> list[list[str]]:
     """What each rank computed in the last step, in order."""
     found = []
     for rank in timeline.ranks:
-        spans = [s for s in timeline.of(timeline.steps[-1], rank) if s["phase"] in KINDS]
-        named = [f"{s['stage']}{KINDS[s['phase']]}{s['micro_batch']}" for s in sorted(spans, key=lambda s: s["begin"])]
+        spans = [s for s in timeline.select(timeline.steps[-1], rank) if s["phase"] in ACTION_KINDS]
+        named = [
+            f"{s['stage']}{ACTION_KINDS[s['phase']]}{s['micro_batch']}" for s in sorted(spans, key=lambda s: s["begin"])
+        ]
         found.append(list(dict.fromkeys(named)))  # the loss is a span of its own
     return found
 
@@ -71,8 +73,11 @@ def test_a_table_trains_as_one_process_and_runs_as_written(cluster2: dtkit.Clust
     assert difference(run.model.state_dict(), one_process(net(deep), global_rows, steps=STEPS)) <= BOUND
     timeline = run.timeline
     assert ran(timeline) == written(table)
-    assert tuple(timeline.held(rank) for rank in timeline.ranks) == table.simulate().peak_micro_batches
-    assert timeline.memory() == table.simulate().peak_activations
+    assert (
+        tuple(timeline.measure_peak_micro_batches(rank) for rank in timeline.ranks)
+        == table.simulate().peak_micro_batches
+    )
+    assert timeline.measure_peak_activations() == table.simulate().peak_activations
 
 
 on_four = pytest.mark.parametrize("cluster", [4], indirect=True)
@@ -98,7 +103,10 @@ def test_a_table_on_four_engines_trains_as_one_process(cluster: dtkit.Cluster, t
     assert (taken[5] == 0).any() == (replicas == 2)  # the step of one sample, which one replica has
     timeline = run.timeline
     assert ran(timeline) == replicas * written(table)
-    assert tuple(timeline.held(rank) for rank in timeline.ranks) == replicas * table.simulate().peak_micro_batches
+    assert (
+        tuple(timeline.measure_peak_micro_batches(rank) for rank in timeline.ranks)
+        == replicas * table.simulate().peak_micro_batches
+    )
 
 
 @pytest.mark.parametrize("name", ["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
@@ -124,54 +132,54 @@ def test_what_is_computed_sent_and_received_is_told_once_each_and_in_order(
     timeline = run.timeline
     table = timeline.schedule
     assert table is not None
-    spans = timeline.of(timeline.steps[-1])
+    spans = timeline.select(timeline.steps[-1])
 
     for rank in range(2):  # one thing at a time
         own = np.sort(spans[spans["rank"] == rank], order=["begin", "end"])
         assert (own["begin"][1:] >= own["end"][:-1]).all()
 
-    passes = spans[np.isin(spans["phase"], COMPUTING)]
-    found = Counter((KINDS[s["phase"]], int(s["stage"]), int(s["micro_batch"])) for s in passes)
+    passes = spans[np.isin(spans["phase"], COMPUTE_PHASES)]
+    found = Counter((ACTION_KINDS[s["phase"]], int(s["stage"]), int(s["micro_batch"])) for s in passes)
     last = table.stages - 1  # whose loss is a span of its own
     actions = {(a.kind, a.stage, a.micro_batch) for _, _, a in table.iterate_actions()}
     assert found == {(kind, s, m): 1 + (kind == "F" and s == last) for kind, s, m in actions}
     assert {(int(s["stage"]), int(s["rank"])) for s in passes} == set(enumerate(table.stage_ranks))
 
-    sent = spans[np.isin(spans["phase"], PHASES)]
+    sent = spans[np.isin(spans["phase"], MESSAGE_PHASES)]
     assert {(str(s["phase"]), int(s["stage"]), int(s["micro_batch"])) for s in sent} == messages_of(table)
-    matched = pairs(spans, table.ranks)
+    matched = pair_messages(spans, table.ranks)
     assert len(matched) == len(messages_of(table)) // 2
     for begun, received in matched:
         assert spans["begin"][begun] <= spans["begin"][received]  # before that it waits
         assert spans["rank"][begun] != spans["rank"][received]
-    waits = {(int(s["stage"]), int(s["rank"])) for s in spans[spans["phase"] == WAIT]}
+    waits = {(int(s["stage"]), int(s["rank"])) for s in spans[spans["phase"] == WAIT_PHASE]}
     assert waits <= {*enumerate(table.stage_ranks), (-1, 0), (-1, 1)}  # in the collectives of all stages: of none
 
-    blocked = spans[np.isin(spans["phase"], [WAIT, "sync", *PHASES])]
+    blocked = spans[np.isin(spans["phase"], [WAIT_PHASE, "sync", *MESSAGE_PHASES])]
     rows = run.history.rows()
     for rank in range(2):
         row = rows[(rows["rank"] == rank) & (rows["step"] == timeline.steps[-1])][0]
         own = blocked[blocked["rank"] == rank]
         seconds = own["end"] - own["begin"]
         assert row["wait_s"] + row["comm_s"] == pytest.approx(seconds.sum(), rel=1e-4)
-        assert row["wait_s"] >= seconds[own["phase"] == WAIT].sum() * (1 - 1e-4)
-        assert row["comm_s"] >= seconds[np.isin(own["phase"], PHASES)].sum() * (1 - 1e-4)
+        assert row["wait_s"] >= seconds[own["phase"] == WAIT_PHASE].sum() * (1 - 1e-4)
+        assert row["comm_s"] >= seconds[np.isin(own["phase"], MESSAGE_PHASES)].sum() * (1 - 1e-4)
 
-    timeline.trace(tmp_path / "trace.json")
+    timeline.export_chrome_trace(tmp_path / "trace.json")
     events = follows_the_trace_event_format((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert sum(e["ph"] == "s" for e in events) == len(pairs(timeline.spans, table.ranks))
+    assert sum(e["ph"] == "s" for e in events) == len(pair_messages(timeline.spans, table.ranks))
     assert {"send", "receive"} <= {e.get("cat") for e in events}
 
 
 def test_its_timeline_has_a_plan_and_its_trace_obeys_the_format(cluster2: dtkit.Cluster, tmp_path: Path):
     run = steps(cluster2, TABLES["halves"])
     timeline = run.timeline
-    assert timeline.formula[0] == "equal stages"
-    assert timeline.planned().bubble() <= timeline.bubble()
-    assert timeline.planned().seconds() <= timeline.seconds()
-    assert repr(timeline.score(timeline)).startswith("own against own: time 1.00")
+    assert timeline.ideal_bubble_formula[0] == "equal stages"
+    assert timeline.simulate_schedule().measure_bubble() <= timeline.measure_bubble()
+    assert timeline.simulate_schedule().measure_duration_s() <= timeline.measure_duration_s()
+    assert repr(timeline.compare_with(timeline)).startswith("own against own: time 1.00")
     assert timeline._repr_png_().startswith(b"\x89PNG")
-    run.trace(tmp_path / "trace.json")
+    run.export_chrome_trace(tmp_path / "trace.json")
     trace = follows_the_trace_event_format((tmp_path / "trace.json").read_text())
     names = {event["name"] for event in trace["traceEvents"]}
     assert {"forward 0 of stage 0", "backward input 3 of stage 1", "backward weight 3 of stage 1"} <= names

@@ -30,7 +30,7 @@ def test_unequal_shards_and_verify(cluster: dtkit.Cluster, strategy: Sharded):
     run = train(cluster, net("decoder"), part, strategy=strategy, steps=20)
     found = run.verify(steps=20)
     assert found.verdict == "PASS"
-    assert found.difference <= BOUND
+    assert found.max_difference <= BOUND
 
 
 def test_each_rank_holds_its_part_only(cluster: dtkit.Cluster, strategy: Sharded):

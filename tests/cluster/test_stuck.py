@@ -251,7 +251,7 @@ def test_a_rank_that_does_something_else(cluster3: dtkit.Cluster, sign: Path):
 
 def test_a_slow_rank_is_a_straggler_and_goes_on(cluster3: dtkit.Cluster):
     run = small.train(cluster3, step=costly, loss=None, steps=MANY, start=False)
-    run.slow(2, 10)
+    run.inject_delay(2, 10)
     run.resume()
     found, _ = named(cluster3, kind="straggler")
     assert found.rank == 2
@@ -276,11 +276,11 @@ def test_it_is_named_within_ten_seconds_by_the_usual_limits(cluster2: dtkit.Clus
     found, _ = named(cluster2, Limits())
     assert time.monotonic() - begun < 10
     assert (found.rank, found.phase) == (0, "forward")
-    told = until(lambda: run.finding)
+    told = until(lambda: run.stall_report)
     assert (told.kind, told.rank) == ("stuck", 0)
     assert run.status.message.startswith("rank 0 keeps the other one waiting")
     sign.unlink()
-    until(lambda: run.finding is None, timeout=5)  # dispatches land again, and none of them is late
+    until(lambda: run.stall_report is None, timeout=5)  # dispatches land again, and none of them is late
     assert any(event.text.startswith("rank 0 goes on after") for event in run.history.events)
     run.stop()
 

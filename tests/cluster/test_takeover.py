@@ -175,7 +175,11 @@ def engine_of(folder: Path, rank: int) -> psutil.Process:
 def left_by(folder: Path, rank: int) -> set[int]:
     """The steps of dispatches that a rank has on disk."""
     (job,) = (path.name for path in (folder / "runs").iterdir())
-    return {int(step) for one, _ in engine_outbox.read(folder, job, rank) for step in np.asarray(one.rows)["step"]}
+    return {
+        int(step)
+        for one, _ in engine_outbox.read_dispatches(folder, job, rank)
+        for step in np.asarray(one.rows)["step"]
+    }
 
 
 def check_rows(cluster: dtkit.Cluster, lost: set[int]) -> None:

@@ -103,7 +103,7 @@ def test_a_run_that_goes_on_with_fewer_as_it_is_taken_over_is_shared_by_those(tm
 @pytest.mark.parametrize("ranks", [[0], [0, 1]], ids=["of one engine", "of all"])
 def test_a_job_that_ended_as_it_was_taken_over_is_made_anew(monkeypatch: pytest.MonkeyPatch, ranks: list[int]):
     """From what the others hold; where none has it, from the last snapshot, and of replicas there is none."""
-    take_up = persisted_run.take_up
+    take_up = persisted_run.load
 
     def taken_up(cluster: dtkit.Cluster, job: str) -> Any:
         found = take_up(cluster, job)

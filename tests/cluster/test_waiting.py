@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 import dtkit
-from dtkit.history.message_times import SYNC, WAIT, kind
-from dtkit.history.timeline import COMPUTING
+from dtkit.history.message_times import SYNC_PHASE, WAIT_PHASE, get_phase_kind
+from dtkit.history.timeline import COMPUTE_PHASES
 from tests.cluster.oracle import data, mlp, momentum
 
 if TYPE_CHECKING:
@@ -48,9 +48,9 @@ def uneven(model: nn.Module, batch: Any) -> torch.Tensor:
 def slowed(cluster: dtkit.Cluster, strategy: Strategy, step: Any, rank: int) -> Run:
     """A run of some steps, in which one rank takes four times as long to compute."""
     run = cluster.train(
-        mlp(), data(), step=step, optimizer=momentum, batch_size=16, steps=20, strategy=strategy, start=False
+        mlp(), data(), training_step=step, optimizer=momentum, batch_size=16, steps=20, strategy=strategy, start=False
     )
-    run.slow(rank, 4)
+    run.inject_delay(rank, 4)
     run.step(12)
     return run
 
@@ -91,22 +91,24 @@ def test_the_timeline_tells_computing_collectives_and_waiting_apart(
     run = slowed(cluster2, strategy, costly, 1)
     timeline = run.timeline
     for step in timeline.steps:
-        found = [order(timeline.of(step, rank)) for rank in (0, 1)]
-        assert [phase for phase in found[0] if phase != WAIT] == [phase for phase in found[1] if phase != WAIT]
-        assert {"data", "forward", SYNC, WAIT, "backward", "update"} <= set(found[0])
-        assert found[0].index("forward") < found[0].index(WAIT) < found[0].index("backward")
-        lengths = timeline.of(step)["end"] - timeline.of(step)["begin"]
+        found = [order(timeline.select(step, rank)) for rank in (0, 1)]
+        assert [phase for phase in found[0] if phase != WAIT_PHASE] == [
+            phase for phase in found[1] if phase != WAIT_PHASE
+        ]
+        assert {"data", "forward", SYNC_PHASE, WAIT_PHASE, "backward", "update"} <= set(found[0])
+        assert found[0].index("forward") < found[0].index(WAIT_PHASE) < found[0].index("backward")
+        lengths = timeline.select(step)["end"] - timeline.select(step)["begin"]
         assert (lengths >= 0).all()
-    waited = [longest(timeline.of(timeline.steps[-1], rank), WAIT) for rank in (0, 1)]
+    waited = [longest(timeline.select(timeline.steps[-1], rank), WAIT_PHASE) for rank in (0, 1)]
     assert waited[0] > max(1.5 * COST, waited[1])
-    run.trace(tmp_path / "trace.json")
-    assert f'"cat": "{WAIT}"' in (tmp_path / "trace.json").read_text()
+    run.export_chrome_trace(tmp_path / "trace.json")
+    assert f'"cat": "{WAIT_PHASE}"' in (tmp_path / "trace.json").read_text()
     run.stop()
 
 
 def order(spans: np.ndarray) -> list[str]:
     """What a rank did, one after the other."""
-    return [kind(str(phase)) for phase in spans["phase"]]
+    return [get_phase_kind(str(phase)) for phase in spans["phase"]]
 
 
 def longest(spans: np.ndarray, phase: str) -> float:
@@ -120,14 +122,14 @@ def longest(spans: np.ndarray, phase: str) -> float:
 def test_replicas_wait_for_each_other_only_where_they_meet(cluster: dtkit.Cluster, strategy: Strategy):
     run = slowed(cluster, strategy, costly, 3)
     assert np.argmin(seconds(run, "wait")) == 3
-    spans = run.timeline.of(run.timeline.steps[-1])
+    spans = run.timeline.select(run.timeline.steps[-1])
     for rank, (mates, alike) in enumerate([("0-1", "0-2"), ("0-1", "1-3"), ("2-3", "0-2"), ("2-3", "1-3")]):
         own = spans[spans["rank"] == rank]
         expected = {mates, alike} if isinstance(strategy, dtkit.TensorParallel) else {mates}  # FSDP2 sums unseen
-        assert expected == {str(phase).split()[1] for phase in own["phase"] if str(phase).startswith(f"{SYNC} ")}
+        assert expected == {str(phase).split()[1] for phase in own["phase"] if str(phase).startswith(f"{SYNC_PHASE} ")}
     before = [spans[(spans["rank"] == r) & (spans["begin"] < first_backward(spans, r))] for r in range(4)]
     # For what the slowed rank has of its replica; the other replica waits once gradients are summed.
-    assert longest(before[2], WAIT) > max(1.5 * COST, longest(before[0], WAIT))
+    assert longest(before[2], WAIT_PHASE) > max(1.5 * COST, longest(before[0], WAIT_PHASE))
     run.stop()
 
 
@@ -140,6 +142,6 @@ def first_backward(spans: np.ndarray, rank: int) -> float:
 def test_a_step_that_is_explained_is_marked_too(cluster2: dtkit.Cluster):
     run = slowed(cluster2, dtkit.TensorParallel(2), costly, 1)
     run.step(explain=True)
-    assert longest(run.timeline.of(run.timeline.steps[-1], 0), WAIT) > 1.5 * COST
-    assert {str(phase) for phase in run.timeline.spans["phase"]} & set(COMPUTING)
+    assert longest(run.timeline.select(run.timeline.steps[-1], 0), WAIT_PHASE) > 1.5 * COST
+    assert {str(phase) for phase in run.timeline.spans["phase"]} & set(COMPUTE_PHASES)
     run.stop()

@@ -3,7 +3,7 @@
 ========= ====================================================================================================
 repaired  the lost or halted rank is replaced, the run goes on to its end, few steps or none are lost
 failed    the run ends with an error that names rank, step and the line; the others are out at once
-paused    all ranks stand before the update that was not finite; `resume` takes the step again
+paused    all ranks stand before the update that was not finite; `resume_from` takes the step again
 named     the slow rank is named, and left alone
 resumed   what does not end is interrupted, and the run goes on to its end; only where that does not help (an update is
           never torn) the rank is replaced

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 import dtkit
-from dtkit.history.history import ROW
+from dtkit.history.history import ROW_DTYPE
 from dtkit.rpc import shared_memory
 from tests.faults import training
 from tests.faults.cells import ENGINES, STEP_PLACES
@@ -119,7 +119,7 @@ class Soak:
             self.run.pause()
             self.run.resume()
         elif fault == "interrupt":
-            self.run._driver.ask("break").result(SETTLED_S)
+            self.run._driver.submit("break").result(SETTLED_S)
             self.run.resume()
         else:
             self._mines.lay(fault, rank, place)
@@ -136,7 +136,7 @@ class Soak:
         """Pause, let the spare engine come, count, and go on."""
         self.run.pause()
         _until(lambda: not _busy() and len(self._cluster._transport._spares) == 1, "a spare engine is there")
-        found = Held.now(len(self.run.history) * ROW.itemsize)
+        found = Held.now(len(self.run.history) * ROW_DTYPE.itemsize)
         self.run.resume()
         return found
 

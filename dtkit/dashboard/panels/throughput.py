@@ -28,9 +28,9 @@ def draw(ax: Axes, history: History) -> None:
     ranks = max(history.ranks, default=-1) + 1
     (layout,) = layouts([THROUGHPUT], ranks)
     part = sample(history, THROUGHPUT, ranks, SMOOTH)
-    now = history.totals(history.steps - 1)["ranks"]
+    now = history.totals(history.num_steps - 1)["ranks"]
     left = int(now[-1]) if len(now) else ranks
-    axes.draw_lines(ax, part, layout, overall_rate(left, history.copies, ranks))
+    axes.draw_lines(ax, part, layout, overall_rate(left, history.ranks_per_replica, ranks))
     spotlight.draw_outliers(ax, history, THROUGHPUT, ranks, SMOOTH)
     axes.title(ax, "Throughput", axes.lines_note(layout, _unit(ranks, banded=layout.banded)))
     if np.isfinite(part.values).any():

@@ -107,7 +107,7 @@ class _Witness(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's m
 
 
 def _kind(func: Any) -> str | None:
-    """One of `_KINDS`, as torch's many names for them begin; None for what is no collective."""
+    """One of `_TYPE_CHECKS`, as torch's many names for them begin; None for what is no collective."""
     space, _, name = getattr(getattr(func, "_schema", None), "name", "").partition("::")
     if space not in _SPACES:
         return None

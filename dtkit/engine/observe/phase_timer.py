@@ -3,8 +3,8 @@
 A step runs through "data", "forward", "backward", "sync" and "update", in any order and as often as it likes: whoever
 does the work says what begins. A pipeline also says which micro-batch of which stage, tells the halves of backward
 apart ("backward input", "backward weight"), and has a phase for each message to and from other stages
-(:data:`dtkit.history.message_times.PHASES`); "other" is what is between these. Marking costs a clock's reading and a
-list's append, so that measuring is never the reason why a step is slow.
+(:data:`dtkit.history.message_times.MESSAGE_PHASES`); "other" is what is between these. Marking costs a clock's reading
+and a list's append, so that measuring is never the reason why a step is slow.
 
 "sync" is time blocked in a collective: among all ranks, unless it is said among which. How much of that and of
 messages was waiting for others can only be told from all ranks' marks (see :mod:`dtkit.history.comm_time` and
@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dtkit.history.message_times import MESSAGE, PHASES, SYNC
-from dtkit.history.timeline import SPAN
+from dtkit.history.message_times import MESSAGE_DTYPE, MESSAGE_PHASES, SYNC_PHASE
+from dtkit.history.timeline import SPAN_DTYPE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 COMPUTING = ("forward", "backward", "backward input", "backward weight")
 BETWEEN, END = "other", "end"
 _MOST_RANKS = 2**20
-_MESSAGES = {phase: number for number, phase in enumerate(PHASES)}
+_MESSAGES = {phase: number for number, phase in enumerate(MESSAGE_PHASES)}
 
 Marks = list[tuple[str, object, tuple[int, int] | None]]
 """(phase, mark at which it began, where or None) in order, closed by an "end".
@@ -70,9 +70,9 @@ class Phases:
 
         Between steps (in an evaluation) nothing is marked.
         """
-        if self._marks and not self._around and self._marks[-1][0] != SYNC:
+        if self._marks and not self._around and self._marks[-1][0] != SYNC_PHASE:
             self._around = self._marks[-1][0]
-            self.enter(SYNC, among)
+            self.enter(SYNC_PHASE, among)
 
     def unblock(self) -> None:
         """It has ended, and the phase around it goes on."""
@@ -136,32 +136,32 @@ def durations(marks: Marks, clock: Clock) -> dict[str, float]:
 
 
 def spans(steps: Sequence[tuple[int, Marks]], rank: int, clock: Clock) -> np.ndarray:
-    """Rows of dtype :data:`dtkit.history.timeline.SPAN`: when a rank did what in these (step, marks)."""
+    """Rows of dtype :data:`dtkit.history.timeline.SPAN_DTYPE`: when a rank did what in these (step, marks)."""
     rows = [
         (step, rank, *_told(phase, where), clock.at(begun), clock.at(ended))
         for step, marks in steps
         for (phase, begun, where), (_, ended, _) in itertools.pairwise(marks)
         if phase != BETWEEN
     ]
-    return np.array(rows, SPAN)
+    return np.array(rows, SPAN_DTYPE)
 
 
 def _told(phase: str, where: tuple[int, int] | None) -> tuple[str, int, int]:
     """(phase, stage, micro-batch) of a span."""
     if where is None:
         return phase, -1, -1
-    return (f"{phase} {where[0]}-{where[1]}", -1, -1) if phase == SYNC else (phase, *where)
+    return (f"{phase} {where[0]}-{where[1]}", -1, -1) if phase == SYNC_PHASE else (phase, *where)
 
 
 def messages(steps: Sequence[tuple[int, Marks]], clock: Clock) -> np.ndarray:
-    """What these (step, marks) tell of messages: rows of dtype :data:`dtkit.history.message_times.MESSAGE`."""
+    """What these (step, marks) tell of messages: rows of dtype :data:`dtkit.history.message_times.MESSAGE_DTYPE`."""
     rows = [
         (step, _MESSAGES[phase], *where, clock.at(begun), clock.at(ended))
         for step, marks in steps
         for (phase, begun, where), (_, ended, _) in itertools.pairwise(marks)
         if where is not None and phase in _MESSAGES
     ]
-    return np.array(rows, MESSAGE)
+    return np.array(rows, MESSAGE_DTYPE)
 
 
 def blocked(steps: Sequence[Marks], clock: Clock) -> np.ndarray:
@@ -178,6 +178,6 @@ def blocked(steps: Sequence[Marks], clock: Clock) -> np.ndarray:
 
 def _blocked(marks: Marks, clock: Clock) -> Iterator[tuple[float, float, float]]:
     for (phase, begun, among), (_, ended, _) in itertools.pairwise(marks):
-        if phase == SYNC:
+        if phase == SYNC_PHASE:
             number = -1 if among is None else among[0] * _MOST_RANKS + among[1]
             yield clock.at(begun), clock.at(ended), number

@@ -31,7 +31,7 @@ from dtkit._util.guard import attempt
 from dtkit.engine.observe import stack_sampler
 from dtkit.engine.observe.phase_timer import BETWEEN
 from dtkit.health.status import IDLE, Standing, dump_file, status_file
-from dtkit.history.message_times import PHASES
+from dtkit.history.message_times import MESSAGE_PHASES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 PERIOD_S = 0.5
 _MISSED_S = 2.5 * PERIOD_S  # a look that comes this late: the process was stopped, or its interpreter held
 _LOOKS, _FEWEST_LOOKS = 8, 3  # of which the part that was blocked is told
-_WAITING = ("sync", *PHASES)
-_SHOWN = {"sync": "collective", "end": "step", BETWEEN: "step"} | {phase: phase.split()[0] for phase in PHASES}
+_WAITING = ("sync", *MESSAGE_PHASES)
+_SHOWN = {"sync": "collective", "end": "step", BETWEEN: "step"} | {phase: phase.split()[0] for phase in MESSAGE_PHASES}
 # how phases are called here, where it isn't as in the marks
 _LOOKS_ON = "dtkit's watchdog could not tell where this engine stands, and goes on looking: {error}"
 

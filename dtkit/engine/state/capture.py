@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from dtkit.checkpoint.checkpoint import moved, overlap
-from dtkit.checkpoint.json_values import Unsavable, decode, encode
+from dtkit.checkpoint.checkpoint import intersect, shift_slice
+from dtkit.checkpoint.json_values import UnsupportedValueError, decode, encode
 from dtkit.engine.state.safetensors_file import DTYPES
 from dtkit.strategies.dtensor_worker import (
     count_shards,
@@ -114,10 +114,10 @@ class MemoryReader:
         found = torch.empty(tuple(shape), dtype=slabs[0].tensor.dtype)
         for slab in slabs:
             for begin, size, first in slab.blocks():
-                common = overlap(begin, size, offset, shape)
+                common = intersect(begin, size, offset, shape)
                 if common is not None:
                     theirs, mine = common
-                    found[mine] = slab.tensor[moved(theirs, first)]
+                    found[mine] = slab.tensor[shift_slice(theirs, first)]
         return found
 
 
@@ -317,7 +317,7 @@ class Capture(Archive):
     def _plain(self, value: Any, where: str) -> Any:
         try:
             return encode(value, where)
-        except Unsavable as error:
+        except UnsupportedValueError as error:
             self.problems.append(str(error))
             return None
 
@@ -336,7 +336,7 @@ class Capture(Archive):
         told = tell(self.setting.group, {"problems": self.problems, "holds": holdings})
         problems = list(dict.fromkeys(problem for one in told for problem in one["problems"]))
         if problems:
-            raise Unsavable(f"{'; '.join(problems)}: a checkpoint holds tensors, numbers and text only")
+            raise UnsupportedValueError(f"{'; '.join(problems)}: a checkpoint holds tensors, numbers and text only")
         mine = share_out([one["holds"] for one in told])[self.rank]
         slabs = {name: slab for name, slab in self._slabs.items() if name in mine}
         return Captured(slabs, {**self._facts, "own": {str(self.rank): self._own}})

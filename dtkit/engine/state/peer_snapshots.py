@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from dtkit._util import formatting
-from dtkit.checkpoint.json_values import Unsavable
+from dtkit.checkpoint.json_values import UnsupportedValueError
 from dtkit.cluster import resources
 from dtkit.engine.comm.cancellable_wait import Waiter
 from dtkit.engine.state.capture import share, tell
@@ -61,7 +61,7 @@ def take(job: Job, kept: list[Copies], spare: int | None) -> dict[str, Any]:
     begun = time.perf_counter()
     try:
         error = _taken(job, kept, spare)
-    except Unsavable as problem:  # on all ranks alike
+    except UnsupportedValueError as problem:  # on all ranks alike
         error = str(problem)
     return {"error": error, "seconds": time.perf_counter() - begun}
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from safetensors import safe_open
 
-from dtkit.checkpoint.checkpoint import moved, overlap
+from dtkit.checkpoint.checkpoint import intersect, shift_slice
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -88,14 +88,14 @@ class FileReader:
         entry = self._index[name]
         found = torch.empty(tuple(shape), dtype=NAMES[entry["dtype"]])
         for file, begin, size, *row in entry["pieces"]:
-            common = overlap(begin, size, offset, shape)
+            common = intersect(begin, size, offset, shape)
             if common is None:
                 continue
             handle = self._handle(self._files[file])
             if not size:
                 return handle.get_tensor(name)  # type: ignore[no-any-return]
             theirs, mine = common
-            found[mine] = handle.get_slice(name)[moved(theirs, *row)]
+            found[mine] = handle.get_slice(name)[shift_slice(theirs, *row)]
         return found
 
     def _handle(self, name: str) -> Any:

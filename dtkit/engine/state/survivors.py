@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dtkit.checkpoint import checkpoint
-from dtkit.checkpoint.json_values import Unsavable
+from dtkit.checkpoint.json_values import UnsupportedValueError
 from dtkit.engine.state.capture import Capture, Captured, MemoryReader, restore
 from dtkit.types import ALL, OWN
 
@@ -46,7 +46,9 @@ class _Rescue(Capture):
     def finish(self) -> Captured:
         """All that lies here. Raises Unsavable where something can't be taken along."""
         if self.problems:
-            raise Unsavable(f"{'; '.join(self.problems)}: state that is passed on holds tensors, numbers and text only")
+            raise UnsupportedValueError(
+                f"{'; '.join(self.problems)}: state that is passed on holds tensors, numbers and text only"
+            )
         own = {**self._own, "weights": self._weights}
         return Captured(dict(self._slabs), {**self._facts, "own": {str(self.rank): own}})
 
@@ -89,4 +91,4 @@ class _Survivors(MemoryReader):
 
 def revive(job: Job, found: Sequence[Captured]) -> None:
     """Put what survivors gave into a job that was made anew. Raises ValueError where it doesn't fit."""
-    restore(job, _Survivors([one.slabs for one in found], checkpoint.merge([one.facts for one in found])))
+    restore(job, _Survivors([one.slabs for one in found], checkpoint.merge_facts([one.facts for one in found])))

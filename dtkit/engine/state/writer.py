@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dtkit.checkpoint.checkpoint import TOKEN, rank_file, report_file, write_text
-from dtkit.checkpoint.json_values import Unsavable
+from dtkit.checkpoint.checkpoint import TOKEN_FILE, get_rank_filename, get_report_filename, write_and_sync
+from dtkit.checkpoint.json_values import UnsupportedValueError
 from dtkit.engine.state import safetensors_file
 from dtkit.engine.state.capture import Captured, capture, restore
 from dtkit.engine.state.safetensors_file import DTYPES, FileReader
@@ -58,7 +58,7 @@ class Writer:
         error = self._settled() or _unseen(Path(folder), token) or (_TORN if job.torn else None)
         try:
             captured = capture(job) if captured is None else captured
-        except Unsavable as problem:
+        except UnsupportedValueError as problem:
             error = str(problem)
         error = error or _reserve(Path(folder), rank)
         if error is None and captured is not None:
@@ -79,7 +79,7 @@ class Writer:
 def _unseen(folder: Path, token: str) -> str | None:
     """Whether this process sees the notebook's folder, and not another of the same name."""
     with contextlib.suppress(OSError):
-        if (folder / TOKEN).read_text(encoding="utf-8") == token:
+        if (folder / TOKEN_FILE).read_text(encoding="utf-8") == token:
             return None
     return (
         f"it does not see {folder.parent} as the notebook does. A checkpoint goes to a folder that the notebook and "
@@ -89,7 +89,7 @@ def _unseen(folder: Path, token: str) -> str | None:
 
 def _write(folder: Path, rank: int, captured: Captured) -> None:
     """Write a rank's file, and then what came of it."""
-    path = folder / rank_file(rank)
+    path = folder / get_rank_filename(rank)
     try:
         _tell(folder, rank, _report(path, captured))
     except (OSError, MemoryError) as error:
@@ -103,7 +103,7 @@ def _write(folder: Path, rank: int, captured: Captured) -> None:
 def _reserve(folder: Path, rank: int) -> str | None:
     """Make room for the word of what came of it, which a full disk would not take: why that can't be done, if so."""
     try:
-        write_text(_unready(folder, rank), " " * _ROOM)
+        write_and_sync(_unready(folder, rank), " " * _ROOM)
     except OSError as error:
         return error.strerror or type(error).__name__
     return None
@@ -116,11 +116,11 @@ def _tell(folder: Path, rank: int, report: Mapping[str, Any]) -> None:
         file.flush()
         os.fsync(file.fileno())
         file.truncate()
-    _unready(folder, rank).replace(folder / report_file(rank))
+    _unready(folder, rank).replace(folder / get_report_filename(rank))
 
 
 def _unready(folder: Path, rank: int) -> Path:
-    return folder / f".{report_file(rank)}"
+    return folder / f".{get_report_filename(rank)}"
 
 
 def _report(path: Path, captured: Captured) -> dict[str, Any]:

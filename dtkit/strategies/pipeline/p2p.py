@@ -27,7 +27,7 @@ _POST_FUNCTION, _WAIT_FUNCTION = (
 _LABEL_ATTRIBUTE = "dtkit_message"
 
 MessageLabel = tuple[str, tuple[int, int]]
-"""A phase of :data:`dtkit.history.message_times.PHASES`, and (stage, micro-batch)."""
+"""A phase of :data:`dtkit.history.message_times.MESSAGE_PHASES`, and (stage, micro-batch)."""
 
 
 def label_ops(ops: list[dist.P2POp], phase: str, stage: int, micro_batch: int) -> list[dist.P2POp]:

@@ -98,7 +98,7 @@ class StageModulePair:
 def split_model(
     model: nn.Module, cut: StageCut, inputs: Sequence[torch.Tensor], device: torch.device
 ) -> list[StageModulePair]:
-    """All parts of a model, to be :func:`moved` to a device: of the layers of a Sequential, or of a trace.
+    """All parts of a model, to be :func:`shift_slice` to a device: of the layers of a Sequential, or of a trace.
 
     A trace is made as on the device, where operations may lay out their results in another way than on the host; but
     on torch's fake tensors, so that the model is neither moved nor copied for it, and has no numbers. It is of

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dtkit._util.guard import contain
-from dtkit.engine.node_info import hello
+from dtkit.engine.node_info import get_handshake
 from dtkit.errors import Refused
 from dtkit.history.history import ROW_DTYPE
 from dtkit.planning.cost_model import StepTimings
@@ -89,7 +89,7 @@ class _Fault:
         args: dict[str, Any] = request.args
         if request.op != self.op or self.generation not in (None, rank.generation):
             return False
-        if self.op == "hello" and rank.number != self.rank:  # asked before there is a group
+        if self.op == "handshake" and rank.number != self.rank:  # asked before there is a group
             return False
         if self.at_step is not None and not args["step"] <= self.at_step < args["step"] + args["steps"]:
             return False
@@ -265,15 +265,15 @@ class FakeTransport:
         return Reply(getattr(self, f"_{request.op}")(rank, listen=listen, **request.args))
 
     def _admit(self, rank: _Rank, request: Request) -> None:
-        if request.op in ("hello", "join"):
+        if request.op in ("handshake", "join_group"):
             return
         if request.owner != rank.owner:
             raise Refused(f"this engine belongs to owner {rank.owner}, the call came from owner {request.owner}")
         if request.generation != rank.generation:
             raise Refused(f"the group is at generation {rank.generation}, the call is for {request.generation}")
-        if rank.broken and request.op not in ("standing", "rescue"):
+        if rank.broken and request.op not in ("job_status", "export_state"):
             raise Refused("the process group is not formed: an error broke it up")
-        if "job" in request.args and request.op not in ("build", "revive"):
+        if "job" in request.args and request.op not in ("build_job", "rebuild_job"):
             self._stands(rank, str(request.args["job"]), request.args.get("step"))
 
     def _stands(self, rank: _Rank, job: str, step: object) -> None:
@@ -293,7 +293,7 @@ class FakeTransport:
             args: dict[str, Any] = request.args
             steps = 0 if fault.at_step is None else fault.at_step - args["step"]
             done = self._advance(rank, **{**args, "steps": steps})
-        elif request.op == "call":
+        elif request.op == "call_function":
             done = None, self._say(rank, None)
         error = fault.error if rank.number == fault.rank else RuntimeError(_LOST_PEER)
         return dataclasses.replace(_failed(rank, error, fault.at_step), value=done)
@@ -323,7 +323,7 @@ class FakeTransport:
     # -- what it serves: the operations of dtkit.engine.session ------------------------------------------------
 
     def _hello(self, rank: _Rank, **_: Any) -> dict[str, Any]:
-        return {**hello(), **self.hello[rank.number]}
+        return {**get_handshake(), **self.hello[rank.number]}
 
     def _join(
         self, rank: _Rank, *, owner: int, spec: Any, keeper: Owner | None = None, others: bool = False, **_: Any
@@ -373,10 +373,10 @@ class FakeTransport:
         rank.models[key] = shipment.unload()
 
     def _place(self, rank: _Rank, *, key: str, shipment: Shipment, broadcast: bool = False, **_: Any) -> str:
-        from dtkit.engine.session import checksum
+        from dtkit.engine.session import compute_model_checksum
 
         rank.models[key] = self._receive(rank, key, shipment, broadcast=broadcast)
-        return checksum(rank.models[key])
+        return compute_model_checksum(rank.models[key])
 
     def _build(self, rank: _Rank, *, job: str, model: str, data: str, plan: JobPlan, **_: Any) -> float:
         share, rest = divmod(plan.batch_size, len(self._ranks))
@@ -446,15 +446,15 @@ class FakeTransport:
 
         args.pop("listen")
         if what == "room":
-            return memory.Free(self.memory_free, 0, 0, None)
+            return memory.AvailableMemory(self.memory_free, 0, 0, None)
         if what == "links":
             others = range(rank.number + 1, len(self._ranks))
-            return benchmark.Links(50e9, [(8, 1e-4), (2**20, 1e-3)], dict.fromkeys(others, (5e-5, 1e9)), 0.5)
+            return benchmark.LinkSpeeds(50e9, [(8, 1e-4), (2**20, 1e-3)], dict.fromkeys(others, (5e-5, 1e9)), 0.5)
         if what == "times":
             return StepTimings([(1, 0.001, 0.002), (args["rows"], 0.001 * args["rows"], 0.002 * args["rows"])], 0.001)
-        seat: Any = benchmark.Seat(None, torch.device("cpu"), rank.models, {})  # type: ignore[arg-type]  # no collective
+        seat: Any = benchmark.BenchmarkContext(None, torch.device("cpu"), rank.models, {})  # type: ignore[arg-type]  # no collective
         nothing: Any = None if what == "layers" else []
-        return benchmark.serve(seat, what, **args) if what == "sizes" else (nothing, "a double has no data")
+        return benchmark.run_benchmark(seat, what, **args) if what == "sizes" else (nothing, "a double has no data")
 
     def _call(self, rank: _Rank, *, shipment: Shipment, listen: Any, port: int | None = None, **_: Any) -> Any:
         fn, args, kwargs = shipment.unload()

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from dtkit.engine import node_info
-from dtkit.engine.observe.phase_timer import Phases
+from dtkit.engine.observe.phase_timer import PhaseTimer
 from dtkit.strategies import averaging
 from dtkit.strategies.averaging import ParameterAveraging
 from dtkit.strategies.base import WorkerContext
@@ -58,7 +58,7 @@ def test_a_step_that_fails_before_its_update_is_taken_again_as_if_nothing_had_be
     made = job(noisy(), loss=loss)
     with pytest.raises(RuntimeError, match="no loss here"):
         made.advance(5)
-    assert (made.step, made.torn) == (2, False)
+    assert (made.step, made.partially_updated) == (2, False)
     made.advance(3)
     for found, expected in zip(state(made), undisturbed(5, loss=F.cross_entropy), strict=True):
         assert torch.equal(found, expected)
@@ -79,8 +79,8 @@ def test_a_step_that_fails_after_its_update_counts():
     made = job(noisy(), scheduler=scheduler)
     with pytest.raises(RuntimeError, match="too late"):
         made.advance(5)
-    assert (made.step, made.torn) == (3, False)
-    rows = made.harvest().rows
+    assert (made.step, made.partially_updated) == (3, False)
+    rows = made.collect_results().rows
     assert rows["step"].tolist() == [0, 1, 2]
     assert np.isfinite(rows["loss"]).all()
     assert (rows["step_s"] > 0).all()
@@ -98,7 +98,7 @@ def test_a_step_whose_averaging_fails_counts_with_its_loss(monkeypatch: pytest.M
         raise RuntimeError("the others are gone")
 
     monkeypatch.setattr(averaging._AveragingWorker, "_average", fail)
-    setting = WorkerContext(None, CPU, Phases(node_info.clock(CPU)), [0])
+    setting = WorkerContext(None, CPU, PhaseTimer(node_info.make_clock(CPU)), [0])
     worker = ParameterAveraging(every=2).setup(net(), Loss(F.cross_entropy, None), sgd, setting)
     batch = data(4)
     first = worker.step([(4, batch)], [4])
@@ -128,7 +128,7 @@ def test_an_optimiser_that_fails_leaves_the_model_torn(monkeypatch: pytest.Monke
     made = job(optimizer=lambda parameters: Breaking(parameters, lr=0.1))
     with pytest.raises(ArithmeticError):
         made.advance(5)
-    assert (made.step, made.torn) == (1, True)
+    assert (made.step, made.partially_updated) == (1, True)
 
 
 def test_an_interrupt_waits_for_the_update_to_end(monkeypatch: pytest.MonkeyPatch):
@@ -136,8 +136,8 @@ def test_an_interrupt_waits_for_the_update_to_end(monkeypatch: pytest.MonkeyPatc
     made = job(optimizer=lambda parameters: Breaking(parameters, lr=0.1))
     with pytest.raises(KeyboardInterrupt):
         made.advance(5)
-    assert (made.step, made.torn) == (2, False)
-    assert len(made.harvest().rows) == 2  # type: ignore[arg-type]
+    assert (made.step, made.partially_updated) == (2, False)
+    assert len(made.collect_results().rows) == 2  # type: ignore[arg-type]
     made.advance(1)
     assert made.step == 3
 
@@ -153,4 +153,4 @@ def test_an_interrupt_elsewhere_comes_at_once():
     made = job(rows=(x, y), loss=loss)
     with pytest.raises(KeyboardInterrupt):
         made.advance(5)
-    assert (made.step, made.torn) == (1, False)
+    assert (made.step, made.partially_updated) == (1, False)

@@ -28,7 +28,7 @@ from dtkit.checkpoint import checkpoint, json_values
 from dtkit.checkpoint.manager import CheckpointManager, CheckpointPolicy, CheckpointRequest
 from dtkit.engine import rng
 from dtkit.engine.state import safetensors_file, writer
-from dtkit.engine.state.capture import Captured, MemoryReader, Slab, share_out
+from dtkit.engine.state.capture import MemoryReader, ShardedState, TensorShard, assign_holders
 from dtkit.engine.state.safetensors_file import FileReader
 from dtkit.history.history import History
 from dtkit.training.state_dict import TensorPart, join_state_dicts
@@ -67,20 +67,20 @@ def test_what_is_no_data_is_refused_by_name():
 
 
 def test_random_states_come_back():
-    state = json.loads(json.dumps(json_values.encode(rng.shared(), "it")))
+    state = json.loads(json.dumps(json_values.encode(rng.get_global_states(), "it")))
     wanted = random.random(), float(np.random.random())  # noqa: NPY002 - whose state is shared
-    rng.set_shared(json_values.decode(state))
+    rng.set_global_states(json_values.decode(state))
     assert (random.random(), float(np.random.random())) == wanted  # noqa: NPY002 - as above
-    assert rng.fresh_seed(0, 1, 2) != rng.fresh_seed(0, 1, 3)
+    assert rng.derive_seed(0, 1, 2) != rng.derive_seed(0, 1, 3)
 
 
 # -- tensors -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", safetensors_file.DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", safetensors_file.SAFETENSORS_NAMES, ids=str)
 def test_files_are_safetensors(tmp_path: Path, dtype: torch.dtype):
     tensors = {"a": torch.arange(6).reshape(2, 3).to(dtype), "b": torch.tensor(1).to(dtype), "c": torch.zeros(0, 2)}
-    written = safetensors_file.write(tmp_path / "x.safetensors", tensors)
+    written = safetensors_file.write_tensors(tmp_path / "x.safetensors", tensors)
     assert written == {
         "bytes": (tmp_path / "x.safetensors").stat().st_size,
         "digest": checkpoint.compute_digest(tmp_path / "x.safetensors"),
@@ -93,29 +93,31 @@ def test_files_are_safetensors(tmp_path: Path, dtype: torch.dtype):
 
 def test_a_part_is_put_together_from_pieces_that_were_cut_otherwise(tmp_path: Path):
     whole = torch.arange(35.0).reshape(5, 7)
-    parts = [Slab(part.contiguous(), (5, 7), (0, k)) for part, k in ((whole[:, :3], 0), (whole[:, 3:], 3))]
+    parts = [TensorShard(part.contiguous(), (5, 7), (0, k)) for part, k in ((whole[:, :3], 0), (whole[:, 3:], 3))]
     for rank, slab in enumerate(parts):
-        safetensors_file.write(tmp_path / checkpoint.get_rank_filename(rank), {"w": slab.tensor})
+        safetensors_file.write_tensors(tmp_path / checkpoint.get_rank_filename(rank), {"w": slab.tensor})
     pieces = [[rank, list(slab.offset), list(slab.tensor.shape)] for rank, slab in enumerate(parts)]
     index = {"w": {"dtype": "F32", "shape": [5, 7], "pieces": pieces}}
     files = [checkpoint.get_rank_filename(rank) for rank in range(2)]
     with FileReader(tmp_path, index, files, {}) as reader:
         for source in (reader, MemoryReader([{"w": slab} for slab in parts], {})):
-            assert source.shape("w") == (5, 7)
-            assert source.shape("v") is None
-            assert torch.equal(source.read("w", (1, 2), (3, 4)), whole[1:4, 2:6])
-            assert source.read("w", (5, 0), (0, 7)).shape == (0, 7)
+            assert source.get_shape("w") == (5, 7)
+            assert source.get_shape("v") is None
+            assert torch.equal(source.read_slice("w", (1, 2), (3, 4)), whole[1:4, 2:6])
+            assert source.read_slice("w", (5, 0), (0, 7)).shape == (0, 7)
 
 
 def test_what_is_several_in_one_is_put_together_from_parts_of_each(tmp_path: Path):
     """Queries, keys and values: each of two ranks has half of the rows of each."""
     whole = torch.arange(24.0).reshape(12, 2)
     parts = [torch.cat([third.chunk(2)[rank] for third in whole.chunk(3)]) for rank in range(2)]
-    slabs = [Slab(part, (12, 2), (2 * rank, 0), folds=3) for rank, part in enumerate(parts)]
+    slabs = [TensorShard(part, (12, 2), (2 * rank, 0), fused_blocks=3) for rank, part in enumerate(parts)]
     reports = []
     for rank, slab in enumerate(slabs):
         facts = {"layout": {}, "values": {}, "optimizers": {}, "aliases": {}, "extra": {}, "own": {}}
-        reports.append(writer._report(tmp_path / checkpoint.get_rank_filename(rank), Captured({"w": slab}, facts)))
+        reports.append(
+            writer._write_tensors(tmp_path / checkpoint.get_rank_filename(rank), ShardedState({"w": slab}, facts))
+        )
     index, files = (
         checkpoint.build_index(json.loads(json.dumps(reports))),
         [checkpoint.get_rank_filename(r) for r in range(2)],
@@ -124,32 +126,32 @@ def test_what_is_several_in_one_is_put_together_from_parts_of_each(tmp_path: Pat
     assert not checkpoint._is_fully_covered({**index["w"], "pieces": index["w"]["pieces"][1:]}, 2)
     with FileReader(tmp_path, index, files, {}) as reader:
         for source in (reader, MemoryReader([{"w": slab} for slab in slabs], {})):
-            assert torch.equal(source.read("w", (0, 0), (12, 2)), whole)
-            assert torch.equal(source.read("w", (3, 1), (6, 1)), whole[3:9, 1:])
+            assert torch.equal(source.read_slice("w", (0, 0), (12, 2)), whole)
+            assert torch.equal(source.read_slice("w", (3, 1), (6, 1)), whole[3:9, 1:])
     pieces = [{"w": TensorPart(part, 0, rank, fused_blocks=3)} for rank, part in enumerate(parts)]
     assert torch.equal(join_state_dicts(pieces)["w"], whole)
 
 
 def test_what_several_hold_one_gives_and_bytes_are_balanced():
     common = [("a", (0,), 8), ("b", (0,), 8), ("c", (0,), 16)]
-    given = share_out([common, [*common, ("d", (4,), 4)]])
+    given = assign_holders([common, [*common, ("d", (4,), 4)]])
     assert given[0] & given[1] == set()
     assert given[0] | given[1] == {"a", "b", "c", "d"}
-    assert share_out([[("e", (0,), 1)], [("e", (2,), 1)]]) == [{"e"}, {"e"}]
+    assert assign_holders([[("e", (0,), 1)], [("e", (2,), 1)]]) == [{"e"}, {"e"}]
 
 
 # -- a checkpoint ------------------------------------------------------------------------------------------
 
 
-def captured(rank: int) -> Captured:
+def captured(rank: int) -> ShardedState:
     """Each of two ranks has half of the rows of every matrix, and rank 0 what is no matrix."""
     slabs = {}
     for name, tensor in net().state_dict().items():
         here = tensor.chunk(2)[rank].contiguous()
         offset = (rank * len(tensor.chunk(2)[0]), *(0 for _ in tensor.shape[1:]))
-        slabs[f"model/{name}"] = Slab(here, tuple(tensor.shape), offset)
+        slabs[f"model/{name}"] = TensorShard(here, tuple(tensor.shape), offset)
     facts = {"layout": {}, "values": {}, "optimizers": {}, "aliases": {}, "extra": {}, "own": {str(rank): {}}}
-    return Captured(slabs, facts)
+    return ShardedState(slabs, facts)
 
 
 def saver(history: History, path: Path, keep: int = 3) -> CheckpointManager:
@@ -177,8 +179,8 @@ def write_with(made: CheckpointManager, step: int) -> CheckpointRequest:
     assert save is not None
     assert save.folder is not None
     for rank in range(2):
-        assert writer._reserve(save.folder, rank) is None
-        writer._write(save.folder, rank, captured(rank))
+        assert writer._reserve_report(save.folder, rank) is None
+        writer._write_files(save.folder, rank, captured(rank))
     made.on_result(save, step, [{"error": None, "seconds": 0.0, "torch": "2"}] * 2)
     return save
 
@@ -470,8 +472,8 @@ def test_a_disk_without_room_is_an_error_of_the_save_alone(
 def test_a_real_full_disk(tmp_path: Path):
     """/dev/full takes nothing."""
     (tmp_path / "rank-000.safetensors").symlink_to("/dev/full")
-    assert writer._reserve(tmp_path, 0) is None
-    writer._write(tmp_path, 0, captured(0))
+    assert writer._reserve_report(tmp_path, 0) is None
+    writer._write_files(tmp_path, 0, captured(0))
     report = json.loads((tmp_path / "report-000.json").read_text())
     assert "No space left on device" in report["error"]
 

@@ -6,7 +6,7 @@ import threading
 import weakref
 from typing import Any
 
-from dtkit.engine.comm.process_group import keep_until
+from dtkit.engine.comm.process_group import hold_group_until_done
 
 
 class Work:
@@ -28,7 +28,7 @@ def test_a_group_is_held_while_something_is_under_way_in_it_and_let_go_of_in_a_t
     by: list[str] = []
     weakref.finalize(group, lambda: (by.append(threading.current_thread().name), gone.set()))
     held: Any = work
-    keep_until(held, group, 60)
+    hold_group_until_done(held, group, 60)
     del group
     assert not gone.is_set()
     work.ended.set()

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from dtkit.engine.observe.step_probe import Microscope, digest
-from dtkit.engine.session import checksum
+from dtkit.engine.observe.step_probe import StepProbe, compute_digest
+from dtkit.engine.session import compute_model_checksum
 from dtkit.explain.data_parallel import StepExplanation
 
 if TYPE_CHECKING:
@@ -46,37 +46,37 @@ def summed(local: list[list[torch.Tensor | None]]) -> list[torch.Tensor | None]:
     return [sum(column) if column else None for column in columns]  # type: ignore[misc]
 
 
-def look(scope: Microscope, model: nn.Module, rows: np.ndarray, total: int) -> list[torch.Tensor | None]:
+def look(scope: StepProbe, model: nn.Module, rows: np.ndarray, total: int) -> list[torch.Tensor | None]:
     """The part of the step before the all-reduce; returns what goes into it."""
     parameters = [p for p in model.parameters() if p.requires_grad]
-    scope.rows(rows, len(rows))
+    scope.record_rows(rows, len(rows))
     gradients: list[torch.Tensor | None] = [None] * len(parameters)
     if len(rows):
         inputs, targets = data()
         loss = F.cross_entropy(model(inputs[rows]), targets[rows])
-        scope.loss(loss, len(rows), len(rows) / total)
+        scope.record_loss(loss, len(rows), len(rows) / total)
         gradients = list(torch.autograd.grad(loss * len(rows) / total, parameters, allow_unused=True))
     else:
-        scope.loss(None, 0, 0)
-    scope.local(gradients)
+        scope.record_loss(None, 0, 0)
+    scope.record_local_gradients(gradients)
     return gradients
 
 
-def finish(scope: Microscope, model: nn.Module, gradients: list[torch.Tensor | None]) -> dict[str, Any]:
+def finish(scope: StepProbe, model: nn.Module, gradients: list[torch.Tensor | None]) -> dict[str, Any]:
     """The part after it; returns the report."""
-    scope.reduced(gradients)
-    scope.before_update()
+    scope.record_reduced_gradients(gradients)
+    scope.save_parameters()
     for p, gradient in zip([p for p in model.parameters() if p.requires_grad], gradients, strict=True):
         p.grad = gradient
     torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR).step()
-    scope.after_update(LR)
-    return dict(scope.report())
+    scope.record_parameter_updates(LR)
+    return dict(scope.build_report())
 
 
 def step(counts: tuple[int, ...], make: Any = net) -> list[dict[str, Any]]:
     """A step of as many ranks as there are counts, all played by this process."""
     models = [make() for _ in counts]
-    scopes = [Microscope(model, rank=k, step=5, epoch=2) for k, model in enumerate(models)]
+    scopes = [StepProbe(model, rank=k, step=5, epoch=2) for k, model in enumerate(models)]
     local = [look(*each, sum(counts)) for each in zip(scopes, models, parts(counts), strict=True)]
     total = summed(local)
     return [
@@ -104,7 +104,7 @@ def check(reports: list[dict[str, Any]], counts: tuple[int, ...]) -> None:
         assert report["rows"].dtype == np.int64
         assert (report["samples"], report["weight"]) == (len(rows), len(rows))
         assert report["share"] == pytest.approx(len(rows) / total)
-        assert report["before"] == checksum(net())
+        assert report["before"] == compute_model_checksum(net())
         for tensor, g, mean, p in zip(report["tensors"], own, whole, after.parameters(), strict=True):
             close(tensor["reduced"], mean.norm())
             close(tensor["update"], LR * mean.norm())
@@ -135,14 +135,14 @@ def test_every_number_is_what_one_process_finds(counts):
 
 def in_group(rank: int, store: str, counts: tuple[int, ...]) -> dict[str, Any]:
     """One rank of a real group; the all-reduce is in place, on the very tensors that the microscope was shown."""
-    from dtkit.engine.comm.process_group import Group, loopback
+    from dtkit.engine.comm.process_group import Group, find_loopback_interface
     from dtkit.types import GroupSpec
 
     torch.set_num_threads(1)
-    group = Group(GroupSpec(rank, len(counts), 0, "gloo", "cpu", store, loopback(), 1, 60.0))
+    group = Group(GroupSpec(rank, len(counts), 0, "gloo", "cpu", store, find_loopback_interface(), 1, 60.0))
     try:
         model = net()
-        scope = Microscope(model, rank=rank, step=5, epoch=2)
+        scope = StepProbe(model, rank=rank, step=5, epoch=2)
         local = look(scope, model, parts(counts)[rank], sum(counts))
         sums = [torch.zeros_like(p) if g is None else g for p, g in zip(model.parameters(), local, strict=True)]
         for tensor in sums:
@@ -180,8 +180,8 @@ def test_without_buffers_the_checksum_is_that_of_a_session():
     empty = net()
     empty.nothing = nn.Parameter(torch.empty(0, 3))
     for model in (net(), tied, net().bfloat16(), empty):
-        assert Microscope(model, rank=0, step=0, epoch=0).report()["before"] == checksum(model)
-    assert digest(net().state_dict().items()) == checksum(net())
+        assert StepProbe(model, rank=0, step=0, epoch=0).build_report()["before"] == compute_model_checksum(model)
+    assert compute_digest(net().state_dict().items()) == compute_model_checksum(net())
 
 
 def test_batch_statistics_are_no_difference_of_parameters():
@@ -199,7 +199,7 @@ def test_a_rank_that_strays_is_seen():
     reports = []
     for rank, by in enumerate((0.0, 1e-15)):
         model = net()
-        scope = Microscope(model, rank=rank, step=5, epoch=2)
+        scope = StepProbe(model, rank=rank, step=5, epoch=2)
         look(scope, model, np.arange(20), 20)
         with torch.no_grad():
             model[2].bias[0] *= 1 + by
@@ -220,7 +220,7 @@ def test_frozen_parameters_have_no_record_but_count_in_the_checksum():
 
     report = step((4, 4), frozen)[0]
     assert [tensor["name"] for tensor in report["tensors"]] == ["2.weight", "2.bias"]
-    assert report["before"] == checksum(net())
+    assert report["before"] == compute_model_checksum(net())
 
 
 class Spare(nn.Module):
@@ -255,11 +255,11 @@ def test_gradients_of_every_kind_have_norms(kind):
     loss = model(torch.tensor([1, 1, 3])).sum() if kind == "sparse" else (p.abs() ** 2).sum()
     (found,) = torch.autograd.grad(loss / 2, [p])
     dense = found.to_dense() if kind == "sparse" else found
-    scope = Microscope(model, rank=0, step=0, epoch=0)
-    scope.loss(loss, 3, 0.5)
-    scope.local([found])
-    scope.reduced([dense])
-    (tensor,) = scope.report()["tensors"]
+    scope = StepProbe(model, rank=0, step=0, epoch=0)
+    scope.record_loss(loss, 3, 0.5)
+    scope.record_local_gradients([found])
+    scope.record_reduced_gradients([dense])
+    (tensor,) = scope.build_report()["tensors"]
     expected = math.sqrt(float((dense.abs().double() ** 2).sum()))
     assert expected > 0
     assert tensor["reduced"] == tensor["contribution"] == pytest.approx(expected)
@@ -269,23 +269,23 @@ def test_gradients_of_every_kind_have_norms(kind):
 
 def test_samples_without_weight_have_a_loss_but_no_own_gradient():
     model = net()
-    scope = Microscope(model, rank=0, step=0, epoch=0)
-    scope.rows(np.arange(3, dtype=np.int32), 3)
-    scope.loss(torch.tensor(2.0), 0.0, 0.0)
-    scope.local([torch.zeros_like(p) for p in model.parameters()])
-    scope.reduced([torch.ones_like(p) for p in model.parameters()])
-    report = scope.report()
+    scope = StepProbe(model, rank=0, step=0, epoch=0)
+    scope.record_rows(np.arange(3, dtype=np.int32), 3)
+    scope.record_loss(torch.tensor(2.0), 0.0, 0.0)
+    scope.record_local_gradients([torch.zeros_like(p) for p in model.parameters()])
+    scope.record_reduced_gradients([torch.ones_like(p) for p in model.parameters()])
+    report = scope.build_report()
     assert (report["loss"], report["share"]) == (2.0, 0.0)
     assert [(t["own"], t["contribution"], t["cosine"]) for t in report["tensors"]] == [(None, 0.0, None)] * 4
 
 
 def test_gradients_that_are_not_finite_are_told_and_no_update_is_made_up():
     model = net()
-    scope = Microscope(model, rank=0, step=0, epoch=0)
+    scope = StepProbe(model, rank=0, step=0, epoch=0)
     look(scope, model, np.arange(4), 4)
-    scope.reduced([torch.full_like(p, math.nan) for p in model.parameters()])
-    scope.before_update()
-    report = scope.report()
+    scope.record_reduced_gradients([torch.full_like(p, math.nan) for p in model.parameters()])
+    scope.save_parameters()
+    report = scope.build_report()
     assert report["after"] is report["lr"] is None
     assert all(
         math.isnan(t["reduced"]) and t["cosine"] is t["update"] is t["checksum"] is None for t in report["tensors"]
@@ -296,23 +296,23 @@ def test_gradients_that_are_not_finite_are_told_and_no_update_is_made_up():
 
 
 def test_a_stream_has_no_row_numbers_and_a_limit_is_told():
-    scope = Microscope(net(), rank=0, step=0, epoch=0)
-    scope.rows(None, 7)
-    scope.clipped(0.25)
-    report = scope.report()
+    scope = StepProbe(net(), rank=0, step=0, epoch=0)
+    scope.record_rows(None, 7)
+    scope.record_clipping(0.25)
+    report = scope.build_report()
     assert (report["rows"], report["samples"], report["clip"]) == (None, 7, 0.25)
 
 
 def test_the_microscope_leaves_training_alone():
     model = net()
     state = {name: value.clone() for name, value in model.state_dict().items()}
-    scope = Microscope(model, rank=0, step=0, epoch=0)
+    scope = StepProbe(model, rank=0, step=0, epoch=0)
     found = look(scope, model, np.arange(4), 4)
     kept = [g.clone() for g in found]
-    scope.reduced(found)
-    scope.before_update()
-    scope.after_update(LR)
+    scope.record_reduced_gradients(found)
+    scope.save_parameters()
+    scope.record_parameter_updates(LR)
     assert all(torch.equal(a, b) for a, b in zip(found, kept, strict=True))
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
-    assert [t["update"] for t in scope.report()["tensors"]] == [0.0] * 4
+    assert [t["update"] for t in scope.build_report()["tensors"]] == [0.0] * 4

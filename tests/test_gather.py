@@ -23,9 +23,9 @@ def spec(folder: Path, rank: int, timeout_s: float = 30.0) -> GroupSpec:
 
 
 def test_they_wait_for_each_other(tmp_path: Path):
-    other = threading.Thread(target=process_group._gather, args=(spec(tmp_path, 1),))
+    other = threading.Thread(target=process_group._wait_for_ranks, args=(spec(tmp_path, 1),))
     other.start()
-    process_group._gather(spec(tmp_path, 0))
+    process_group._wait_for_ranks(spec(tmp_path, 0))
     other.join(30)
     assert not other.is_alive()
 
@@ -33,8 +33,8 @@ def test_they_wait_for_each_other(tmp_path: Path):
 def test_one_that_can_not_join_ends_the_wait(tmp_path: Path):
     (tmp_path / f"store-7{CALLED_OFF}").touch()
     with pytest.raises(RuntimeError, match="a rank could not join generation 7") as raised:
-        process_group._gather(spec(tmp_path, 0))
-    assert process_group.lost_peer(raised.value)
+        process_group._wait_for_ranks(spec(tmp_path, 0))
+    assert process_group.is_lost_peer_error(raised.value)
 
 
 def test_who_comes_last_to_one_that_was_called_off_does_not_join_it(tmp_path: Path):
@@ -42,24 +42,24 @@ def test_who_comes_last_to_one_that_was_called_off_does_not_join_it(tmp_path: Pa
     (tmp_path / "store-7.0").touch()
     (tmp_path / f"store-7{CALLED_OFF}").touch()
     with pytest.raises(RuntimeError, match="a rank could not join generation 7"):
-        process_group._gather(spec(tmp_path, 1))
+        process_group._wait_for_ranks(spec(tmp_path, 1))
 
 
 def test_who_leaves_is_not_there_any_more(tmp_path: Path):
     with pytest.raises(RuntimeError, match="did not join"):
-        process_group._gather(spec(tmp_path, 0, timeout_s=0.01))
+        process_group._wait_for_ranks(spec(tmp_path, 0, timeout_s=0.01))
     assert not (tmp_path / "store-7.0").exists()
 
 
 def test_who_is_missing_is_named(tmp_path: Path):
     with pytest.raises(RuntimeError, match=r"ranks \[1\] did not join the group within 0.01 s") as raised:
-        process_group._gather(spec(tmp_path, 0, timeout_s=0.01))
-    assert process_group.lost_peer(raised.value)
+        process_group._wait_for_ranks(spec(tmp_path, 0, timeout_s=0.01))
+    assert process_group.is_lost_peer_error(raised.value)
 
 
 def test_a_collective_that_timed_out_is_a_victim():
     error = RuntimeError("[unbound_buffer.cc:78] Timed out waiting 6000ms for recv operation to complete")
-    assert process_group.lost_peer(error)
+    assert process_group.is_lost_peer_error(error)
 
 
 def test_so_is_another_one_that_was_under_way_then(tmp_path: Path):
@@ -77,7 +77,7 @@ def test_so_is_another_one_that_was_under_way_then(tmp_path: Path):
     for work in works:
         with pytest.raises(RuntimeError) as raised:
             work.wait()
-        assert process_group.lost_peer(raised.value), raised.value
+        assert process_group.is_lost_peer_error(raised.value), raised.value
 
 
 def fail() -> None:
@@ -87,7 +87,7 @@ def fail() -> None:
 def test_a_wrapped_error_is_told_by_its_cause():
     with pytest.raises(RuntimeError) as raised:
         fail()
-    text = error_report.message(raised.value)
+    text = error_report.format_message(raised.value)
     assert text.partition("\n")[0] == "Failed to run stage backward: Caused by LookupError: a bad row"
     assert "details" in text
-    assert error_report.message(ValueError("plain")) == "plain"
+    assert error_report.format_message(ValueError("plain")) == "plain"

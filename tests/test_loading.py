@@ -17,10 +17,20 @@ from torch.utils.data import Dataset, IterableDataset
 
 from dtkit.data.columns import ColumnSelection
 from dtkit.data.partition import Partition
-from dtkit.engine.data.batches import Shards, Stream
-from dtkit.engine.data.iterable import IterableStream, StreamSource, is_stream, takes_rank
-from dtkit.engine.data.loader import Ahead, Direct, Feeder, Loading, Workers, feed, feed_stream, held_out, loader_for
-from dtkit.engine.data.sources import ArraySource, DatasetSource, as_source, load
+from dtkit.engine.data.batches import ShardedBatches, Shards
+from dtkit.engine.data.iterable import IterableBatches, StreamSource, accepts_rank, is_iterable_only
+from dtkit.engine.data.loader import (
+    LoadedBatches,
+    LoadingOptions,
+    PrefetchLoader,
+    SyncLoader,
+    WorkerLoader,
+    load_evaluation_batches,
+    make_loader,
+    make_row_batches,
+    make_stream_batches,
+)
+from dtkit.engine.data.sources import ArraySource, DatasetSource, as_source, load_source
 from dtkit.mesh import Mesh
 from dtkit.types import JobPlan
 
@@ -55,8 +65,8 @@ def shards() -> Shards:
     return Shards(part.flatten_indices(), part.sizes)
 
 
-def feeder(source: Any, loader: Any, rank: int = 1) -> Feeder:
-    return Feeder(source, shards(), plan(), [rank], loader)
+def feeder(source: Any, loader: Any, rank: int = 1) -> LoadedBatches:
+    return LoadedBatches(source, shards(), plan(), [rank], loader)
 
 
 def numbers(pieces: list[tuple[int, Any]]) -> list[list[int]]:
@@ -67,9 +77,9 @@ def numbers(pieces: list[tuple[int, Any]]) -> list[list[int]]:
 # -- rows by number -----------------------------------------------------------------------------------------
 
 LOADERS: dict[str, Callable[[Any], Any]] = {
-    "directly": Direct,
-    "one ahead": lambda source: Ahead(Direct(source)),
-    "by two workers": lambda source: Workers(source, 2),
+    "directly": SyncLoader,
+    "one ahead": lambda source: PrefetchLoader(SyncLoader(source)),
+    "by two workers": lambda source: WorkerLoader(source, 2),
 }
 
 
@@ -77,11 +87,11 @@ LOADERS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("parts", [1, 3])
 def test_batches_are_those_of_the_stream_in_any_order_of_steps(name: str, parts: int):
     source = DatasetSource(Numbers())
-    plain, fed = Stream(source, shards(), plan(), [1]), feeder(source, LOADERS[name](source))
+    plain, fed = ShardedBatches(source, shards(), plan(), [1]), feeder(source, LOADERS[name](source))
     try:
         for step in [0, 1, 2, 3, 4, 5, 9, 10, 3, 3, 4]:
-            assert numbers(fed.batches(step, parts)) == numbers(plain.batches(step, parts))
-            assert fed.counts(step) == plain.counts(step)
+            assert numbers(fed.load_batches(step, parts)) == numbers(plain.load_batches(step, parts))
+            assert fed.count_samples(step) == plain.count_samples(step)
     finally:
         fed.close()
 
@@ -89,13 +99,13 @@ def test_batches_are_those_of_the_stream_in_any_order_of_steps(name: str, parts:
 @pytest.mark.parametrize("name", LOADERS)
 def test_what_was_loaded_for_other_shares_is_dropped(name: str):
     source = DatasetSource(Numbers())
-    plain, fed = Stream(source, shards(), plan(), [1]), feeder(source, LOADERS[name](source))
+    plain, fed = ShardedBatches(source, shards(), plan(), [1]), feeder(source, LOADERS[name](source))
     try:
         for step in range(6):
             if step in (2, 4):
                 for stream in (plain, fed):
                     stream.set_shares([1, step])
-            assert numbers(fed.batches(step)) == numbers(plain.batches(step))
+            assert numbers(fed.load_batches(step)) == numbers(plain.load_batches(step))
     finally:
         fed.close()
 
@@ -103,11 +113,11 @@ def test_what_was_loaded_for_other_shares_is_dropped(name: str):
 @pytest.mark.parametrize("name", LOADERS)
 def test_shards_that_one_worker_plays_and_steps_without_a_sample(name: str):
     source = ArraySource([torch.arange(5).unsqueeze(1), torch.arange(5)])
-    fed = Feeder(source, Shards([0, 1, 2, 3, 4], (4, 1)), plan(batch_size=1), [0, 1], LOADERS[name](source))
-    plain = Stream(source, Shards([0, 1, 2, 3, 4], (4, 1)), plan(batch_size=1), [0, 1])
+    fed = LoadedBatches(source, Shards([0, 1, 2, 3, 4], (4, 1)), plan(batch_size=1), [0, 1], LOADERS[name](source))
+    plain = ShardedBatches(source, Shards([0, 1, 2, 3, 4], (4, 1)), plan(batch_size=1), [0, 1])
     try:
         for step in range(7):
-            found, expected = fed.batches_by_shard(step), plain.batches_by_shard(step)
+            found, expected = fed.load_batches_by_shard(step), plain.load_batches_by_shard(step)
             assert [count for count, _ in found] == [count for count, _ in expected]
             for (_, batch), (_, other) in zip(found, expected, strict=True):
                 assert (batch is None) == (other is None)
@@ -119,18 +129,20 @@ def test_shards_that_one_worker_plays_and_steps_without_a_sample(name: str):
 @pytest.mark.parametrize("name", LOADERS)
 def test_an_error_names_rank_step_and_row(name: str):
     source = DatasetSource(Numbers(bad=45))
-    loader = Workers(source, 2, rank=1) if "workers" in name else LOADERS[name](source)
+    loader = WorkerLoader(source, 2, rank=1) if "workers" in name else LOADERS[name](source)
     fed = feeder(source, loader)
-    bad = next(step for step in range(9) if 45 in fed.rows(step))
+    bad = next(step for step in range(9) if 45 in fed.get_rows(step))
     try:
         for step in range(bad):
-            fed.batches(step)
+            fed.load_batches(step)
         with pytest.raises(KeyError) as caught:
-            fed.batches(bad)
+            fed.load_batches(bad)
         said = str(caught.value) + "\n".join(caught.value.__notes__)
         assert "the Dataset raised this for row 45" in said
         assert f"while rank {loader._rank if 'workers' in name else 0} was loading step {bad}: rows " in said
-        assert numbers(fed.batches(bad + 1)) == numbers(Stream(source, shards(), plan(), [1]).batches(bad + 1))
+        assert numbers(fed.load_batches(bad + 1)) == numbers(
+            ShardedBatches(source, shards(), plan(), [1]).load_batches(bad + 1)
+        )
     finally:
         fed.close()
 
@@ -144,9 +156,9 @@ def test_one_batch_is_taken_ahead_and_in_another_thread():
             return super().take(rows)
 
     source = Watched([torch.arange(SAMPLES).unsqueeze(1)])
-    fed = feeder(source, Ahead(Direct(source)))
-    fed.batches(0)
-    fed.batches(1)
+    fed = feeder(source, PrefetchLoader(SyncLoader(source)))
+    fed.load_batches(0)
+    fed.load_batches(1)
     fed.close()  # waits for what is under way
     assert len(taken) in (2, 3)
     assert {name for _, name in taken} == {"dtkit-prefetch_0"}
@@ -156,14 +168,14 @@ def test_one_batch_is_taken_ahead_and_in_another_thread():
 @pytest.mark.parametrize(
     ("loading", "source", "expected"),
     [
-        (Loading(), ArraySource([torch.zeros(3)]), Direct),
-        (Loading(prefetch=True), ArraySource([torch.zeros(3)]), Ahead),
-        (Loading(), DatasetSource(Numbers()), Direct),
-        (Loading(workers=1), DatasetSource(Numbers()), Workers),
+        (LoadingOptions(), ArraySource([torch.zeros(3)]), SyncLoader),
+        (LoadingOptions(prefetch=True), ArraySource([torch.zeros(3)]), PrefetchLoader),
+        (LoadingOptions(), DatasetSource(Numbers()), SyncLoader),
+        (LoadingOptions(num_workers=1), DatasetSource(Numbers()), WorkerLoader),
     ],
 )
-def test_the_loader_that_is_chosen(loading: Loading, source: Any, expected: type):
-    loader = loader_for(source, loading, CPU, 0, 0)
+def test_the_loader_that_is_chosen(loading: LoadingOptions, source: Any, expected: type):
+    loader = make_loader(source, loading, CPU, 0, 0)
     loader.close()
     assert type(loader) is expected
 
@@ -171,8 +183,8 @@ def test_the_loader_that_is_chosen(loading: Loading, source: Any, expected: type
 def test_files_are_read_ahead_unless_told_otherwise(tmp_path: Any):
     np.save(tmp_path / "X.npy", np.zeros((3, 2)))
     source = as_source(str(tmp_path / "X.npy"))
-    assert type(loader_for(source, Loading(), CPU, 0, 0)) is Ahead
-    assert type(loader_for(source, Loading(prefetch=False), CPU, 0, 0)) is Direct
+    assert type(make_loader(source, LoadingOptions(), CPU, 0, 0)) is PrefetchLoader
+    assert type(make_loader(source, LoadingOptions(prefetch=False), CPU, 0, 0)) is SyncLoader
 
 
 # -- worker processes ---------------------------------------------------------------------------------------
@@ -182,10 +194,10 @@ def test_random_numbers_of_workers_depend_on_the_step_alone():
     source = DatasetSource(Numbers())
     found = []
     for workers, start in [(1, 0), (2, 0), (2, 3)]:
-        fed = feeder(source, Workers(source, workers, seed=7))
+        fed = feeder(source, WorkerLoader(source, workers, seed=7))
         before = torch.get_rng_state()
         for step in range(start, 4):
-            (_, batch), *_ = fed.batches(step)
+            (_, batch), *_ = fed.load_batches(step)
         assert torch.equal(torch.get_rng_state(), before)  # nothing was drawn from the job's own
         fed.close()
         found.append([values.tolist() for values in batch[1:]])
@@ -194,8 +206,10 @@ def test_random_numbers_of_workers_depend_on_the_step_alone():
 
 def test_workers_are_kept_and_leave_nothing_behind():
     source = DatasetSource(Numbers())
-    fed = feeder(source, Workers(source, 2))
-    pids = {pid for step in [0, 1, 2, 3, 9, 10] for _, batch in fed.batches(step) for pid in batch[0][:, 1].tolist()}
+    fed = feeder(source, WorkerLoader(source, 2))
+    pids = {
+        pid for step in [0, 1, 2, 3, 9, 10] for _, batch in fed.load_batches(step) for pid in batch[0][:, 1].tolist()
+    }
     assert len(pids) == 2
     assert os.getpid() not in pids
     fed.close()
@@ -207,13 +221,13 @@ def test_workers_are_kept_and_leave_nothing_behind():
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_worker_that_is_killed_is_an_error_and_others_take_its_place():
     source = DatasetSource(Numbers())
-    fed = feeder(source, Workers(source, 1))
+    fed = feeder(source, WorkerLoader(source, 1))
     try:
-        (_, batch), *_ = fed.batches(0)
+        (_, batch), *_ = fed.load_batches(0)
         os.kill(int(batch[0][0, 1]), signal.SIGKILL)
         with pytest.raises(RuntimeError, match=r"worker .*(killed|exited)"):
-            [fed.batches(step) for step in range(1, 9)]  # what it had loaded by then may still come
-        assert len(fed.batches(2)) == 1
+            [fed.load_batches(step) for step in range(1, 9)]  # what it had loaded by then may still come
+        assert len(fed.load_batches(2)) == 1
     finally:
         fed.close()
 
@@ -225,32 +239,32 @@ def test_a_worker_that_dies_while_it_hands_over_is_told_from_a_dataset_that_lost
         def __next__(self) -> Any:
             raise self.error
 
-    loader = Workers(DatasetSource(Numbers()), 1)
+    loader = WorkerLoader(DatasetSource(Numbers()), 1)
     loader._iterator = Torn()
     with pytest.raises(RuntimeError, match="a worker process that loads samples was killed or exited"):
-        loader._next()
+        loader._take_next()
     loader._iterator.error = ConnectionResetError("Caught ConnectionResetError in DataLoader worker process 0.")
     with pytest.raises(ConnectionResetError, match="Caught"):
-        loader._next()
+        loader._take_next()
 
 
 def test_workers_are_refused_where_they_do_not_pay():
     with pytest.raises(ValueError, match=r"workers=2: .*\(ArraySource\) .* Leave workers out"):
-        loader_for(ArraySource([torch.zeros(3)]), Loading(workers=2), CPU, 0, 0)
+        make_loader(ArraySource([torch.zeros(3)]), LoadingOptions(num_workers=2), CPU, 0, 0)
 
 
 @pytest.mark.parametrize("bad", [{"workers": -1}, {"workers": 1.5}, {"workers": True}, {"prefetch": 2}])
 def test_options_that_make_no_sense(bad: dict[str, Any]):
     with pytest.raises(ValueError, match=f"{next(iter(bad))}="):
-        Loading(**bad)
+        LoadingOptions(**bad)
     with pytest.raises(ValueError, match="load ahead by themselves"):
-        Loading(workers=1, prefetch=True)
+        LoadingOptions(num_workers=1, prefetch=True)
 
 
-@pytest.mark.parametrize("loading", [Loading(), Loading(workers=2)])
-def test_rows_to_evaluate_on_come_in_order(loading: Loading):
+@pytest.mark.parametrize("loading", [LoadingOptions(), LoadingOptions(num_workers=2)])
+def test_rows_to_evaluate_on_come_in_order(loading: LoadingOptions):
     rows = np.arange(3, 40)
-    found = list(held_out(DatasetSource(Numbers()), rows, 10, loading, rank=0))
+    found = list(load_evaluation_batches(DatasetSource(Numbers()), rows, 10, loading, rank=0))
     assert [count for count, _ in found] == [10, 10, 10, 7]
     assert [n for piece in numbers(found) for n in piece] == rows.tolist()
 
@@ -322,14 +336,14 @@ def drain(make: Any, world_size: int, *, batch_size: int = BATCH, ahead: bool = 
 
     def run(rank: int) -> list[Any]:
         how = plan(batch_size=batch_size)
-        stream = IterableStream(load(make, ColumnSelection()), how, world_size, [rank], group, ahead=ahead)
+        stream = IterableBatches(load_source(make, ColumnSelection()), how, world_size, [rank], group, prefetch=ahead)
         found, step = [], 0
-        while any(counts := stream.counts(step)):
-            pieces = stream.batches(step)
+        while any(counts := stream.count_samples(step)):
+            pieces = stream.load_batches(step)
             assert sum(count for count, _ in pieces) == counts[rank]
             found.append((counts, [n for _, batch in pieces for n in batch[0][:, 0].tolist()]))
             step += 1
-        assert stream.batches(step) == []
+        assert stream.load_batches(step) == []
         stream.close()
         return found
 
@@ -376,8 +390,8 @@ def test_ranks_of_one_replica_take_the_same_part_and_count_it_once():
             mesh=mesh,
             device=CPU,
         )
-        stream = feed_stream(StreamSource(counting(22)), plan(), setting, Loading())  # type: ignore[arg-type]
-        return [(stream.counts(step), numbers(stream.batches(step))) for step in range(3)]
+        stream = make_stream_batches(StreamSource(counting(22)), plan(), setting, LoadingOptions())  # type: ignore[arg-type]
+        return [(stream.count_samples(step), numbers(stream.load_batches(step))) for step in range(3)]
 
     with torch.random.fork_rng():  # torch's generator is one for all of these threads
         found = group.play(run)
@@ -389,12 +403,12 @@ def test_ranks_of_one_replica_take_the_same_part_and_count_it_once():
 
 
 def test_a_batch_to_try_a_model_with():
-    assert StreamSource(counting(3)).sample(5)[1].tolist() == [0, -1, -2, 0, -1]
+    assert StreamSource(counting(3)).make_sample_batch(5)[1].tolist() == [0, -1, -2, 0, -1]
 
 
-def alone(make: Any, **options: Any) -> IterableStream:
+def alone(make: Any, **options: Any) -> IterableBatches:
     """Both ranks' parts, played by one process."""
-    return IterableStream(load(make, ColumnSelection()), plan(), WORLD, [0, 1], None, **options)
+    return IterableBatches(load_source(make, ColumnSelection()), plan(), WORLD, [0, 1], None, **options)
 
 
 def test_one_process_that_plays_all_ranks_sees_their_samples():
@@ -402,19 +416,21 @@ def test_one_process_that_plays_all_ranks_sees_their_samples():
     stream = alone(counting(70))
     for step in range(len(together[0])):
         expected = [samples for ranks in together for samples in [ranks[step][1]]]
-        assert stream.counts(step) == together[0][step][0]
-        assert [batch[0][:, 0].tolist() for _, batch in stream.batches_by_shard(step)] == expected
-        assert [count for count, _ in stream.batches(step, 3)] == [6, 5, 5][: len(stream.batches(step, 3))] or step == 4
+        assert stream.count_samples(step) == together[0][step][0]
+        assert [batch[0][:, 0].tolist() for _, batch in stream.load_batches_by_shard(step)] == expected
+        assert [count for count, _ in stream.load_batches(step, 3)] == [6, 5, 5][
+            : len(stream.load_batches(step, 3))
+        ] or step == 4
 
 
 def test_a_step_can_be_asked_for_again_and_steps_can_be_left_out_but_not_gone_back_to():
     stream = alone(counting(200))
-    first = numbers(stream.batches(0))
-    assert numbers(stream.batches(0)) == first
-    assert stream.counts(0) == stream.counts(0) == (8, 8)
-    assert sorted(*numbers(stream.batches(3))) == list(range(48, 64))
+    first = numbers(stream.load_batches(0))
+    assert numbers(stream.load_batches(0)) == first
+    assert stream.count_samples(0) == stream.count_samples(0) == (8, 8)
+    assert sorted(*numbers(stream.load_batches(3))) == list(range(48, 64))
     with pytest.raises(ValueError, match="stands at step 3 and can't go back to step 2"):
-        stream.counts(2)
+        stream.count_samples(2)
 
 
 def test_counts_are_added_up_anew_in_a_new_group():
@@ -425,20 +441,20 @@ def test_counts_are_added_up_anew_in_a_new_group():
             asked.append(tensor.tolist())
             return tensor + torch.tensor([0, 1])
 
-    stream = IterableStream(load(counting(50), ColumnSelection()), plan(), WORLD, [0], Group())  # type: ignore[arg-type]
-    stream.counts(0)
-    stream.counts(0)
-    stream.regroup(Group())  # type: ignore[arg-type]
-    assert stream.counts(0) == (8, 1)
+    stream = IterableBatches(load_source(counting(50), ColumnSelection()), plan(), WORLD, [0], Group())  # type: ignore[arg-type]
+    stream.count_samples(0)
+    stream.count_samples(0)
+    stream.set_process_group(Group())  # type: ignore[arg-type]
+    assert stream.count_samples(0) == (8, 1)
     assert asked == [[1, 0], [8, 0], [8, 0]]
 
 
 def test_shares_of_the_batch_hold_from_the_next_draw():
     stream = alone(counting(200))
-    assert stream.counts(0) == (8, 8)
+    assert stream.count_samples(0) == (8, 8)
     stream.set_shares([3, 1])
-    assert stream.counts(0) == (8, 8)
-    assert stream.counts(1) == (12, 4)
+    assert stream.count_samples(0) == (8, 8)
+    assert stream.count_samples(1) == (12, 4)
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -448,12 +464,12 @@ def test_a_stream_that_raises_is_not_taken_to_have_ended(ahead: bool):  # noqa: 
         raise OSError("the link is down")
 
     stream = alone(samples, ahead=ahead)
-    stream.counts(0)
+    stream.count_samples(0)
     with pytest.raises(OSError, match="the link is down") as caught:
-        stream.counts(1)
+        stream.count_samples(1)
     assert caught.value.__notes__ == ["the stream raised this on rank 0, after 11 samples of its part"]
     with pytest.raises(ValueError, match=r"rank 0 broke off after 11 samples \(OSError\)"):
-        stream.counts(1)
+        stream.count_samples(1)
 
 
 def test_closing_lets_generators_end():
@@ -468,9 +484,9 @@ def test_closing_lets_generators_end():
     for ahead in (False, True):
         ended.clear()
         stream = alone(samples, ahead=ahead)
-        stream.counts(0)
+        stream.count_samples(0)
         if ahead:
-            stream._future.result(10)
+            stream._prefetched.result(10)
         stream.close()
         assert ended == [True, True]
 
@@ -486,44 +502,44 @@ class Lying(Endless):
 
 
 def test_what_is_a_stream():
-    assert is_stream(Endless())
-    assert is_stream(Lying())
-    assert is_stream(counting(3)())
-    assert not is_stream([1, 2])
-    assert not is_stream(Numbers())
+    assert is_iterable_only(Endless())
+    assert is_iterable_only(Lying())
+    assert is_iterable_only(counting(3)())
+    assert not is_iterable_only([1, 2])
+    assert not is_iterable_only(Numbers())
     for make in (counting(9), Endless, Endless(), Lying(), parts(1)):
-        found = load(make, ColumnSelection()) if callable(make) else as_source(make)
+        found = load_source(make, ColumnSelection()) if callable(make) else as_source(make)
         assert isinstance(found, StreamSource)
-    assert isinstance(load(Numbers, ColumnSelection()), DatasetSource)
+    assert isinstance(load_source(Numbers, ColumnSelection()), DatasetSource)
 
 
 def test_an_iterable_dataset_is_dealt_out():
     source = as_source(Endless())
     assert isinstance(source, StreamSource)
-    assert [int(x) for x, _ in source.samples(1, 3)] == [1, 4, 7]
-    assert [int(x) for x, _ in source.samples(1, 3)] == [1, 4, 7]
+    assert [int(x) for x, _ in source.iterate_samples(1, 3)] == [1, 4, 7]
+    assert [int(x) for x, _ in source.iterate_samples(1, 3)] == [1, 4, 7]
 
 
 def test_a_hub_stream_is_split_by_rank():
     datasets = pytest.importorskip("datasets")
     hub = datasets.Dataset.from_dict({"x": list(range(12)), "y": [0] * 12}).to_iterable_dataset(num_shards=4)
     source = as_source(hub, ColumnSelection.from_arguments("y"))
-    held = [[sample["x"] for sample in source.samples(rank, 2)] for rank in range(2)]
+    held = [[sample["x"] for sample in source.iterate_samples(rank, 2)] for rank in range(2)]
     assert sorted(held[0] + held[1]) == list(range(12))
     assert len(held[0]) == 6
-    x, y = source.collate(list(source.samples(0, 2)))
+    x, y = source.collate(list(source.iterate_samples(0, 2)))
     assert (x.dtype, x.shape, y.tolist()) == (torch.int64, (6,), [0] * 6)
 
 
 def test_functions_that_engines_can_not_call():
-    assert takes_rank(parts(1))
-    assert takes_rank(lambda world_size, rank, depth=3: None)
-    assert not takes_rank(counting(1))
-    assert not takes_rank(lambda rank=0: None)
+    assert accepts_rank(parts(1))
+    assert accepts_rank(lambda world_size, rank, depth=3: None)
+    assert not accepts_rank(counting(1))
+    assert not accepts_rank(lambda rank=0: None)
     with pytest.raises(TypeError, match=r"a function of \(path, rank\).*functools\.partial"):
-        takes_rank(lambda path, rank: None)
+        accepts_rank(lambda path, rank: None)
     with pytest.raises(TypeError, match=r"the function of \(rank, world_size\) returned a tuple; it must return an it"):
-        load(lambda rank, world_size: (torch.zeros(3), torch.zeros(3)), ColumnSelection()).samples(0, 1)  # type: ignore[union-attr]
+        load_source(lambda rank, world_size: (torch.zeros(3), torch.zeros(3)), ColumnSelection()).iterate_samples(0, 1)  # type: ignore[union-attr]
 
 
 class Setting:
@@ -533,12 +549,12 @@ class Setting:
 
 
 def test_feeding_picks_what_the_data_is():
-    fed = feed(ArraySource([torch.zeros(SAMPLES)]), shards(), plan(), Setting, Loading())  # type: ignore[arg-type]
-    assert isinstance(fed, Feeder)
-    drawing = load(lambda: ((torch.rand(()), 0) for _ in range(9)), ColumnSelection())
+    fed = make_row_batches(ArraySource([torch.zeros(SAMPLES)]), shards(), plan(), Setting, LoadingOptions())  # type: ignore[arg-type]
+    assert isinstance(fed, LoadedBatches)
+    drawing = load_source(lambda: ((torch.rand(()), 0) for _ in range(9)), ColumnSelection())
     state = torch.get_rng_state()
-    flow = feed_stream(drawing, plan(), Setting, Loading())  # type: ignore[arg-type]
-    assert isinstance(flow, IterableStream)
+    flow = make_stream_batches(drawing, plan(), Setting, LoadingOptions())  # type: ignore[arg-type]
+    assert isinstance(flow, IterableBatches)
     assert torch.equal(torch.get_rng_state(), state)
     with pytest.raises(ValueError, match=r"workers=1: .* a stream has none"):
-        feed_stream(drawing, plan(), Setting, Loading(workers=1))  # type: ignore[arg-type]
+        make_stream_batches(drawing, plan(), Setting, LoadingOptions(num_workers=1))  # type: ignore[arg-type]

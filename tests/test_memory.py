@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from dtkit.engine.memory import Gauge, bytes_of
+from dtkit.engine.memory import PeakMemoryTracker, count_storage_bytes
 from dtkit.planning.cost_model import Benchmark, Plan, PlanRow
 from dtkit.planning.memory_report import Memory, MemoryRow, MemoryUsage
 
@@ -115,27 +115,27 @@ def test_it_becomes_a_table_of_pandas():
 
 def test_storages_count_once_and_whole():
     whole = torch.zeros(1000)
-    assert bytes_of([whole, whole[:10], whole.view(10, 100)]) == 4000
+    assert count_storage_bytes([whole, whole[:10], whole.view(10, 100)]) == 4000
     sparse = torch.sparse_coo_tensor([[1, 3]], [1.0, 2.0], (1000,), check_invariants=True)
-    assert bytes_of([sparse]) == 2 * 8 + 2 * 4
+    assert count_storage_bytes([sparse]) == 2 * 8 + 2 * 4
 
 
 def test_a_gauge_sees_what_was_there_for_a_moment_only():
     model = nn.Linear(1000, 1000)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)  # the first one loads much of torch
-    gauge = Gauge(torch.device("cpu"), model)
-    before = gauge.read(model, optimizer)
+    gauge = PeakMemoryTracker(torch.device("cpu"), model)
+    before = gauge.measure_usage(model, optimizer)
     assert (before.gradients, before.optimizer, before.process_growth) == (0, 0, None)
-    with gauge.working():
+    with gauge.track_steps():
         model(torch.ones(1, 1000)).sum().backward()
         optimizer.step()
         torch.ones(20 * MB).sum()
-    found = gauge.read(model, optimizer)
+    found = gauge.measure_usage(model, optimizer)
     size = 4 * (1000 * 1000 + 1000)
     assert (found.sent_model, found.parameters, found.gradients, found.optimizer) == (size,) * 4
     if found.process_growth is None:
         pytest.skip("this system does not say how large a process was")
     assert 80 * MB <= found.process_growth < 140 * MB
-    with gauge.working():
+    with gauge.track_steps():
         pass
-    assert gauge.read(model, optimizer).process_growth == found.process_growth  # the most of all
+    assert gauge.measure_usage(model, optimizer).process_growth == found.process_growth  # the most of all

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from dtkit.data.partition import Partition
-from dtkit.engine.checks import check_batch_norm, explain
-from dtkit.engine.data.batches import Shards, Stream
+from dtkit.engine.checks import add_batch_norm_hint, check_batch_norm
+from dtkit.engine.data.batches import ShardedBatches, Shards
 from dtkit.engine.data.sources import ArraySource
 from dtkit.strategies.base import TrainingProgram
 from dtkit.strategies.data_parallel import DataParallel
@@ -143,7 +143,9 @@ def test_targets_that_are_known_are_looked_through_once():
 def check(network: nn.Module, inputs: torch.Tensor, batch_size: int, objective: Loss | None = None) -> None:
     part = Partition(len(inputs), 2)
     source = ArraySource([inputs, torch.zeros(len(inputs))])
-    stream = Stream(source, Shards(part.flatten_indices(), part.sizes), JobPlan(batch_size, 10, "shard", 0), [0])
+    stream = ShardedBatches(
+        source, Shards(part.flatten_indices(), part.sizes), JobPlan(batch_size, 10, "shard", 0), [0]
+    )
     program = TrainingProgram(objective or Loss(nn.MSELoss(), None), torch.optim.SGD, DataParallel())
     check_batch_norm(network.train(), program, source, stream)
 
@@ -175,8 +177,8 @@ def test_torch_s_own_complaint_gets_the_remedy():
     network = nn.BatchNorm1d(4)
     with pytest.raises(ValueError, match="more than 1 value per channel") as caught:
         network(torch.zeros(1, 4))
-    explain(caught.value)
+    add_batch_norm_hint(caught.value)
     assert "batch_size that leaves every rank two samples or none" in caught.value.__notes__[0]
     other = ValueError("something else")
-    explain(other)
+    add_batch_norm_hint(other)
     assert not hasattr(other, "__notes__")

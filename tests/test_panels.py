@@ -379,7 +379,7 @@ def test_a_checkpoint_that_fails_is_said():
     source = Drilled()
     source.refuse = OSError("no space left")
     asked, heard, news = desk(source)
-    asked.ask("save", None)
+    asked.ask("save_checkpoint", None)
     assert news.wait(10)
     assert heard == [("refused", "save", "no space left")]
 

@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 
 from dtkit.engine.node_info import Clock
-from dtkit.engine.observe.phase_timer import BETWEEN, Phases, blocked, durations, messages, spans
+from dtkit.engine.observe.phase_timer import (
+    BETWEEN_PHASES,
+    PhaseTimer,
+    build_blocked_times,
+    build_messages,
+    build_spans,
+    compute_durations,
+)
 from dtkit.history import comm_time
 from dtkit.history.timeline import SPAN_DTYPE
 
@@ -17,18 +24,18 @@ class Ticking(Clock):
     def __init__(self, times):
         self._times = iter(times)
 
-    def mark(self):
+    def record_mark(self):
         return next(self._times)
 
 
 def steps(*marked):
     """Phases of one step each, from (phase, time) pairs and the end."""
-    phases = Phases(Ticking([time for step in marked for _, time in step]))
+    phases = PhaseTimer(Ticking([time for step in marked for _, time in step]))
     found = []
     for step in marked:
         for phase, _ in step[:-1]:
             phases.enter(phase)
-        found.append(phases.finish())
+        found.append(phases.end_step())
     return found
 
 
@@ -37,51 +44,51 @@ STEP = [("data", 0), ("forward", 1), ("backward", 3), ("sync", 7), ("update", 12
 
 def test_phases_add_up_to_the_step():
     [marks] = steps(STEP)
-    found = durations(marks, Clock())
+    found = compute_durations(marks, Clock())
     assert found == {"data": 1, "forward": 2, "backward": 4, "sync": 5, "update": 1, "step": 13}
 
 
 def test_a_phase_that_comes_again_is_added():
     [marks] = steps([("forward", 0), ("backward", 1), ("forward", 3), ("backward", 6), ("end", 10)])
-    found = durations(marks, Clock())
+    found = compute_durations(marks, Clock())
     assert found["forward"] == 1 + 3
     assert found["backward"] == 2 + 4
 
 
 def test_a_collective_in_the_midst_of_a_phase_is_taken_out_of_it():
-    phases = Phases(Ticking([0, 2, 5, 6]))
+    phases = PhaseTimer(Ticking([0, 2, 5, 6]))
     phases.enter("forward")
-    phases.block()
-    assert (phases.now, phases.around) == ("sync", "forward")
-    phases.unblock()
-    assert (phases.now, phases.around) == ("forward", "forward")
-    marks = phases.finish()
-    assert durations(marks, Clock()) == {"forward": 2 + 1, "sync": 3, "step": 6}
-    assert blocked([marks], Clock()).tolist() == [[[2, 5, -1]]]
+    phases.begin_collective()
+    assert (phases.current_phase, phases.enclosing_phase) == ("sync", "forward")
+    phases.end_collective()
+    assert (phases.current_phase, phases.enclosing_phase) == ("forward", "forward")
+    marks = phases.end_step()
+    assert compute_durations(marks, Clock()) == {"forward": 2 + 1, "sync": 3, "step": 6}
+    assert build_blocked_times([marks], Clock()).tolist() == [[[2, 5, -1]]]
 
 
 def test_a_collective_between_steps_is_not_marked():
-    phases = Phases(Ticking([0, 1]))
-    phases.block()
-    phases.unblock()
-    assert phases.seen() == ("", 0)
+    phases = PhaseTimer(Ticking([0, 1]))
+    phases.begin_collective()
+    phases.end_collective()
+    assert phases.get_progress() == ("", 0)
     phases.enter("backward")
-    phases.block()
-    phases.abandon()
-    assert phases.around == ""
+    phases.begin_collective()
+    phases.reset()
+    assert phases.enclosing_phase == ""
 
 
 def test_a_failed_step_leaves_no_mark_in_the_next():
-    phases = Phases(Ticking([0, 1, 2]))
+    phases = PhaseTimer(Ticking([0, 1, 2]))
     phases.enter("forward")
-    phases.abandon()
+    phases.reset()
     phases.enter("data")
-    assert [phase for phase, *_ in phases.finish()] == ["data", "end"]
+    assert [phase for phase, *_ in phases.end_step()] == ["data", "end"]
 
 
 def test_times_of_blocking_are_kept_and_padded():
     twice = [("sync", 1), ("backward", 2), ("sync", 5), ("update", 6), ("end", 7)]
-    found = blocked(steps(STEP, twice), Clock())
+    found = build_blocked_times(steps(STEP, twice), Clock())
     assert found.shape == (2, 2, 3)
     assert found[0, 0].tolist() == [7, 12, -1]
     assert np.isnan(found[0, 1]).all()
@@ -89,57 +96,57 @@ def test_times_of_blocking_are_kept_and_padded():
 
 
 def test_messages_are_told_by_step_and_what_is_between_phases_is_left_out():
-    phases = Phases(Ticking([1, 2, 4, 7, 9]))
+    phases = PhaseTimer(Ticking([1, 2, 4, 7, 9]))
     phases.enter("send forward", (1, 0))
-    phases.enter(BETWEEN)
+    phases.enter(BETWEEN_PHASES)
     phases.enter("receive backward", (1, 2))
-    phases.keep("receive backward", (1, 2))  # goes on
-    phases.keep("receive backward", (1, 3))
-    marks = phases.finish()
-    rows = messages([(5, marks)], Clock())
+    phases.continue_phase("receive backward", (1, 2))  # goes on
+    phases.continue_phase("receive backward", (1, 3))
+    marks = phases.end_step()
+    rows = build_messages([(5, marks)], Clock())
     assert rows.tolist() == [(5, 0, 1, 0, 1, 2), (5, 3, 1, 2, 4, 7), (5, 3, 1, 3, 7, 9)]
-    assert spans([(5, marks)], 0, Clock())["phase"].tolist() == ["send forward", *["receive backward"] * 2]
-    assert not len(messages([(0, steps(STEP)[0])], Clock()))
+    assert build_spans([(5, marks)], 0, Clock())["phase"].tolist() == ["send forward", *["receive backward"] * 2]
+    assert not len(build_messages([(0, steps(STEP)[0])], Clock()))
 
 
 def test_no_collective_at_all():
     [marks] = steps([("forward", 0), ("end", 1)])
-    assert blocked([marks], Clock()).shape == (1, 0, 3)
+    assert build_blocked_times([marks], Clock()).shape == (1, 0, 3)
 
 
 def test_a_slowed_rank_sleeps_in_proportion_to_its_computing(monkeypatch):
     slept = sleeping(monkeypatch, late=0.0)
-    phases = Phases(Ticking(range(100)))
-    phases.slowness = 3.0
+    phases = PhaseTimer(Ticking(range(100)))
+    phases.delay_factor = 3.0
     for phase in ("data", "forward", "backward", "sync", "update"):
         phases.enter(phase)
-    phases.finish()
+    phases.end_step()
     assert slept == [2.0, 2.0]  # one tick of forward and one of backward, twice again; nothing for the rest
 
 
 def test_waiting_in_a_collective_is_not_slowed(monkeypatch):
     slept = sleeping(monkeypatch, late=0.0)
-    phases = Phases(Ticking([0, 1, 2, 3, 100, 101, 102, 103]))
-    phases.slowness = 3.0
+    phases = PhaseTimer(Ticking([0, 1, 2, 3, 100, 101, 102, 103]))
+    phases.delay_factor = 3.0
     phases.enter("forward")
-    phases.block()
-    phases.unblock()
-    phases.finish()
+    phases.begin_collective()
+    phases.end_collective()
+    phases.end_step()
     assert slept == [2.0, 2.0]
 
 
 def test_a_slowed_rank_is_late_before_it_begins_what_others_wait_for(monkeypatch):
     slept = sleeping(monkeypatch, late=0.0)
-    phases = Phases(Ticking(range(100)))
-    phases.catch_up()  # between steps
+    phases = PhaseTimer(Ticking(range(100)))
+    phases.apply_delay()  # between steps
     phases.enter("forward", (0, 1))
-    phases.catch_up()  # not slowed
-    phases.slowness = 3.0
-    phases.catch_up()
+    phases.apply_delay()  # not slowed
+    phases.delay_factor = 3.0
+    phases.apply_delay()
     assert slept == [2.0]
     phases.enter("sync")
-    phases.catch_up()
-    marks = phases.finish()
+    phases.apply_delay()
+    marks = phases.end_step()
     assert slept == [2.0, 2.0]  # each part of the pass once
     assert [(phase, where) for phase, _, where in marks] == [
         ("forward", (0, 1)), ("sync", None), ("end", None)
@@ -148,11 +155,11 @@ def test_a_slowed_rank_is_late_before_it_begins_what_others_wait_for(monkeypatch
 
 def test_what_was_slept_too_much_is_taken_off_the_next_pieces(monkeypatch):
     slept = sleeping(monkeypatch, late=3.0)
-    phases = Phases(Ticking(range(100)))
-    phases.slowness = 3.0
+    phases = PhaseTimer(Ticking(range(100)))
+    phases.delay_factor = 3.0
     for phase in ("forward", "sync") * 6:
         phases.enter(phase)
-    phases.finish()
+    phases.end_step()
     assert sum(slept) + 3.0 * len(slept) == pytest.approx(2.0 * 6, abs=3.0)
     assert len(slept) < 6
 
@@ -170,19 +177,19 @@ def sleeping(monkeypatch, late):
 
 
 def test_a_collective_among_some_ranks_says_which():
-    phases = Phases(Ticking([0, 1, 2, 4, 5, 7]))
+    phases = PhaseTimer(Ticking([0, 1, 2, 4, 5, 7]))
     phases.enter("forward")
-    phases.block((2, 3))
-    phases.unblock()
+    phases.begin_collective((2, 3))
+    phases.end_collective()
     phases.enter("sync")
-    phases.block((2, 3))  # in the midst of a collective: it goes on
-    phases.unblock()
-    marks = phases.finish()
-    assert [(s["phase"], s["begin"], s["end"]) for s in spans([(0, marks)], 2, Clock())] == [
+    phases.begin_collective((2, 3))  # in the midst of a collective: it goes on
+    phases.end_collective()
+    marks = phases.end_step()
+    assert [(s["phase"], s["begin"], s["end"]) for s in build_spans([(0, marks)], 2, Clock())] == [
         ("forward", 0, 1), ("sync 2-3", 1, 2), ("forward", 2, 4), ("sync", 4, 5)
     ]  # fmt: skip
-    assert {(int(s["stage"]), int(s["micro_batch"])) for s in spans([(0, marks)], 2, Clock())} == {(-1, -1)}
-    [[[*inner, number], [*all_, everybody]]] = blocked([marks], Clock()).tolist()
+    assert {(int(s["stage"]), int(s["micro_batch"])) for s in build_spans([(0, marks)], 2, Clock())} == {(-1, -1)}
+    [[[*inner, number], [*all_, everybody]]] = build_blocked_times([marks], Clock()).tolist()
     assert (inner, all_) == ([1, 2], [4, 5])
     assert everybody == -1 != number
 

@@ -448,7 +448,7 @@ OBJECTIVE = Loss(nn.CrossEntropyLoss(), None)
 
 
 def full() -> Any:
-    return measure._autocast(CPU)
+    return measure._make_autocast(CPU)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -456,18 +456,18 @@ def test_a_step_on_fake_tensors_allocates_what_a_real_one_does(name: str):
     make, shape, whole = MODELS[name]
     model = make()
     model(batch(3, *shape, whole=whole)[0])  # lazy modules get their shapes
-    fake = dry_run.peaks(model, OBJECTIVE, batch(3, *shape, whole=whole), (8, 16), CPU, full)
+    fake = dry_run.estimate_peaks(model, OBJECTIVE, batch(3, *shape, whole=whole), (8, 16), CPU, full)
     for found in fake:
-        real = dry_run.peak_of(model, OBJECTIVE, batch(found.rows, *shape, whole=whole), found.rows, full)
+        real = dry_run.measure_peak(model, OBJECTIVE, batch(found.rows, *shape, whole=whole), found.rows, full)
         assert found.nbytes == real.nbytes
-        assert not found.opaque
+        assert not found.has_hidden_workspace
     assert fake[1].flops > 0
     assert fake[1].nbytes > fake[0].nbytes
 
 
 def test_a_perceptron_counted_by_hand():
     rows, item = 512, 4
-    found = dry_run.peaks(perceptron(), OBJECTIVE, batch(3, 100), (rows,), CPU, full)[0]
+    found = dry_run.estimate_peaks(perceptron(), OBJECTIVE, batch(3, 100), (rows,), CPU, full)[0]
     # The batch; the hidden layer before and after its ReLU; output and its logarithm of probabilities; at the peak, in
     # backward of the hidden layer, gradients of hidden values before and after the ReLU join.
     inputs = rows * 100 * item + rows * 8
@@ -477,22 +477,22 @@ def test_a_perceptron_counted_by_hand():
 
 
 def test_the_ledger_lets_go_of_what_is_freed():
-    with dry_run.Ledger() as ledger:
+    with dry_run.AllocationTracker() as ledger:
         a = torch.zeros(1000)
         b = a + 1
-        assert ledger.live == 8000
+        assert ledger.live_bytes == 8000
         view = b[10:]
         del a, b
-        assert ledger.live == 4000  # the view keeps all of it
+        assert ledger.live_bytes == 4000  # the view keeps all of it
         del view
-    assert ledger.live == 0
-    assert ledger.peak == 8000
+    assert ledger.live_bytes == 0
+    assert ledger.peak_bytes == 8000
 
 
 def test_a_hollow_model_keeps_ties_and_dtypes():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double())
     model[1].weight = model[0].weight
-    hollow = dry_run.hollow(model)
+    hollow = dry_run.copy_to_meta(model)
     assert hollow[0].weight is hollow[1].weight
     assert hollow[1].bias.dtype is torch.float64
     assert all(p.is_meta for p in hollow.parameters())
@@ -514,38 +514,42 @@ OPTIMISERS = {
 @pytest.mark.parametrize("name", OPTIMISERS)
 def test_an_optimiser_tried_on_the_meta_device(name: str):
     factory, state, besides = OPTIMISERS[name]
-    assert dry_run.update_bytes(perceptron(), factory, CPU) == (state, pytest.approx(besides, abs=64))
+    assert dry_run.estimate_optimizer_bytes(perceptron(), factory, CPU) == (state, pytest.approx(besides, abs=64))
     model = perceptron()
     model(torch.rand(2, 100)).sum().backward()
     optimizer = factory(list(model.parameters()))
-    assert dry_run.stepped_bytes(optimizer, list(model.parameters()))[0] == state  # for real
+    assert dry_run.measure_optimizer_bytes(optimizer, list(model.parameters()))[0] == state  # for real
 
 
 def test_what_is_frozen_or_sparse_has_no_gradient_to_hold():
     model = nn.Sequential(nn.Embedding(100, 4, sparse=True), nn.Linear(4, 4), nn.Linear(4, 4))
     model[2].requires_grad_(False)
-    assert dry_run.nbytes(dry_run.with_dense_gradients(model)) == 4 * (16 + 4)
-    adam, _ = dry_run.update_bytes(model, torch.optim.AdamW, CPU)
+    assert dry_run.count_bytes(dry_run.find_dense_gradient_parameters(model)) == 4 * (16 + 4)
+    adam, _ = dry_run.estimate_optimizer_bytes(model, torch.optim.AdamW, CPU)
     assert adam == 2 * 4 * (16 + 4) + 2 * 4
 
 
 def test_code_that_looks_at_numbers_is_noted_and_not_guessed():
-    found, why = measure._tried(lambda: dry_run.peaks(Asks(), OBJECTIVE, batch(3, 8), (4,), CPU, full), [])
+    found, why = measure._try_or_explain(
+        lambda: dry_run.estimate_peaks(Asks(), OBJECTIVE, batch(3, 8), (4,), CPU, full), []
+    )
     assert found == []
     assert "DataDependent" in why
-    real = dry_run.peak_of(Asks(), OBJECTIVE, batch(4, 8), 4, full)
+    real = dry_run.measure_peak(Asks(), OBJECTIVE, batch(4, 8), 4, full)
     assert real.nbytes > 4 * 8 * 4
 
 
 def test_a_recurrent_layer_does_not_tell_all():
-    assert dry_run.peaks(Recurrent(), OBJECTIVE, batch(3, 5, 8), (4,), CPU, full)[0].opaque
+    assert dry_run.estimate_peaks(Recurrent(), OBJECTIVE, batch(3, 5, 8), (4,), CPU, full)[0].has_hidden_workspace
 
 
 def test_under_autocast_activations_are_smaller():
     deep = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)], nn.Linear(64, 10))
     rows = (512,)
-    wide = dry_run.peaks(deep, OBJECTIVE, batch(3, 64), rows, CPU, full)[0]
-    thin = dry_run.peaks(deep, OBJECTIVE, batch(3, 64), rows, CPU, lambda: measure._autocast(CPU, "bf16"))[0]
+    wide = dry_run.estimate_peaks(deep, OBJECTIVE, batch(3, 64), rows, CPU, full)[0]
+    thin = dry_run.estimate_peaks(
+        deep, OBJECTIVE, batch(3, 64), rows, CPU, lambda: measure._make_autocast(CPU, "bf16")
+    )[0]
     assert thin.nbytes < 0.7 * wide.nbytes
 
 
@@ -558,39 +562,41 @@ def test_the_peak_of_a_process_is_seen_after_it_has_passed():
         pytest.skip("the system does not let a process reset its peak")
     block = torch.ones(50_000_000)
     del block
-    grown = memory.peak(CPU) - before
+    grown = memory.read_peak(CPU) - before
     assert 190 * MB < grown < 230 * MB
     again = memory.reset_peak(CPU)
-    assert memory.peak(CPU) - again < 20 * MB
+    assert memory.read_peak(CPU) - again < 20 * MB
 
 
 def test_what_an_earlier_job_holds_is_counted():
     placed = nn.Linear(1000, 1000)
-    before = memory.room(CPU, [placed], tidy_up=True).held
+    before = memory.measure_available_memory(CPU, [placed], tidy_up=True).job_bytes
     job = nn.Linear(1000, 1000)
     job(torch.ones(1, 1000)).sum().backward()
-    assert memory.room(CPU, [placed], tidy_up=True).held - before == pytest.approx(8 * MB, rel=0.01)
-    assert memory.room(CPU, [placed]).held == 0
+    assert memory.measure_available_memory(CPU, [placed], tidy_up=True).job_bytes - before == pytest.approx(
+        8 * MB, rel=0.01
+    )
+    assert memory.measure_available_memory(CPU, [placed]).job_bytes == 0
 
 
 def test_a_process_without_a_limit_has_none():
     assert resource.getrlimit(resource.RLIMIT_DATA)[0] == resource.RLIM_INFINITY
-    assert memory_limit.data_left() is None
+    assert memory_limit.compute_data_left() is None
 
 
 def test_what_a_limit_leaves(monkeypatch: pytest.MonkeyPatch):
-    used = memory_limit._data_bytes()
+    used = memory_limit._read_data_bytes()
     monkeypatch.setattr(memory_limit.resource, "getrlimit", lambda _: (used + 500 * MB, resource.RLIM_INFINITY))
-    assert 450 * MB < memory_limit.data_left() < 500 * MB + memory_limit._malloc_keeps() + 50 * MB
+    assert 450 * MB < memory_limit.compute_data_left() < 500 * MB + memory_limit._read_malloc_free_bytes() + 50 * MB
 
 
 @pytest.fixture
-def limited(monkeypatch: pytest.MonkeyPatch) -> Iterator[memory_limit.Allowance]:
+def limited(monkeypatch: pytest.MonkeyPatch) -> Iterator[memory_limit.MemoryLimit]:
     """This process, with a limit far above what it takes."""
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    monkeypatch.setenv(memory_limit.VARIABLE, str(20_000 * MB))
-    found = memory_limit.Allowance()
-    found.begin(CPU)
+    monkeypatch.setenv(memory_limit.LIMIT_ENV_VAR, str(20_000 * MB))
+    found = memory_limit.MemoryLimit()
+    found.activate(CPU)
     yield found
     resource.setrlimit(resource.RLIMIT_DATA, before)
 
@@ -599,37 +605,37 @@ def soft() -> int:
     return resource.getrlimit(resource.RLIMIT_DATA)[0]
 
 
-def test_a_limit_holds_in_users_work_and_not_while_groups_are_formed_amid_it(limited: memory_limit.Allowance):
+def test_a_limit_holds_in_users_work_and_not_while_groups_are_formed_amid_it(limited: memory_limit.MemoryLimit):
     most = soft()
     assert most != resource.RLIM_INFINITY
-    with limited.waived():
+    with limited.suspend():
         assert soft() == resource.RLIM_INFINITY
-    with limited.kept():
-        with memory_limit.lifted():
+    with limited.enforce():
+        with memory_limit.lift_data_limit():
             assert soft() == resource.RLIM_INFINITY
         assert soft() == most
     assert soft() == most
 
 
 def test_an_answer_has_room_where_work_has_used_the_limit_up(
-    limited: memory_limit.Allowance, monkeypatch: pytest.MonkeyPatch
+    limited: memory_limit.MemoryLimit, monkeypatch: pytest.MonkeyPatch
 ):
     most = soft()
     monkeypatch.setattr(memory_limit, "_data_bytes", lambda: most + MB)  # threads' stacks took more than there was
-    for doing in (limited.kept, limited.waived):
+    for doing in (limited.enforce, limited.suspend):
         with doing():
             pass
         assert soft() > most + 10 * MB
     monkeypatch.setattr(memory_limit, "_data_bytes", lambda: most // 2)
-    with limited.kept():
+    with limited.enforce():
         assert soft() == most
     assert soft() == most
 
 
 def test_a_limit_of_the_users_own_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv(memory_limit.VARIABLE, raising=False)
+    monkeypatch.delenv(memory_limit.LIMIT_ENV_VAR, raising=False)
     monkeypatch.setattr(memory_limit.resource, "setrlimit", lambda *_: pytest.fail("it was changed"))
-    with memory_limit.lifted(), memory_limit.Allowance().kept():
+    with memory_limit.lift_data_limit(), memory_limit.MemoryLimit().enforce():
         pass
 
 

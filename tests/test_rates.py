@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.optim import SGD, lr_scheduler
 
-from dtkit.engine.lr_schedule import Rates
+from dtkit.engine.lr_schedule import LearningRates
 from dtkit.strategies.base import TrainingProgram
 
 
@@ -17,7 +17,7 @@ def rates(scheduler=None, every="step", *, lr=0.1, has_valid=False, groups=1):
     parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(groups)]
     optimizer = SGD([{"params": [p], "lr": lr / 10**k} for k, p in enumerate(parameters)])
     program = TrainingProgram(None, SGD, None, scheduler, every, has_valid)
-    return Rates(program, optimizer), optimizer
+    return LearningRates(program, optimizer), optimizer
 
 
 def outcome(loss=1.0, weight=1.0):
@@ -74,7 +74,7 @@ def test_a_rate_set_by_hand_scales_the_whole_schedule(name):
     found, optimizer = rates(SCHEDULES[name])
     run(found, optimizer, 5)
     now = optimizer.param_groups[0]["lr"]
-    found.set(2 * now)
+    found.set_lr(2 * now)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(2 * now)
     rest = run(found, optimizer, 7)
     assert rest == pytest.approx((2 * np.array(reference(SCHEDULES[name], 12)[5:])).tolist(), rel=1e-6, abs=1e-9)
@@ -83,7 +83,7 @@ def test_a_rate_set_by_hand_scales_the_whole_schedule(name):
 def test_groups_keep_their_proportion_under_a_schedule():
     found, optimizer = rates(SCHEDULES["Cosine"], groups=2)
     run(found, optimizer, 3)
-    found.set(0.5)
+    found.set_lr(0.5)
     run(found, optimizer, 3)
     first, second = (group["lr"] for group in optimizer.param_groups)
     assert second == pytest.approx(first / 10)
@@ -101,9 +101,9 @@ def test_a_plateau_is_seen_in_the_epoch_s_training_loss():
 def test_or_in_the_held_out_loss():
     found, optimizer = rates(plateau, has_valid=True)
     assert run(found, optimizer, 12) == [0.1] * 12
-    found.evaluated(3.0, 2.0, None)
+    found.step_after_epoch(3.0, 2.0, None)
     assert optimizer.param_groups[0]["lr"] == 0.1
-    found.evaluated(4.0, 2.0, None)
+    found.step_after_epoch(4.0, 2.0, None)
     assert optimizer.param_groups[0]["lr"] == 0.05
 
 
@@ -113,10 +113,10 @@ def test_an_evaluation_that_is_made_over_is_taken_once():
     seen = []
     for updates, losses in ((4, [3.0]), (8, [4.0, 4.0]), (12, [2.0]), (16, [4.0, 4.0, 4.0])):
         for loss in losses:
-            found.held_out(updates, loss, 1.0, None)
+            found.step_after_evaluation(updates, loss, 1.0, None)
         seen.append([group["lr"] for group in optimizer.param_groups])
     assert seen == [[0.1, 0.01], [0.05, 0.005], [0.05, 0.005], [0.025, 0.0025]]
-    found.held_out(16, 1.0, 1.0, None)  # as if it had been another all along
+    found.step_after_evaluation(16, 1.0, 1.0, None)  # as if it had been another all along
     assert optimizer.param_groups[0]["lr"] == 0.05
 
 

@@ -660,7 +660,7 @@ def test_an_interrupt_that_comes_as_the_one_before_is_seen_to_leaves_nothing_bro
         patch.setattr(cluster, "collect", interrupted)
         patch.setattr(cluster, "_give_up", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            cluster.ask("info")
+            cluster.ask("node_info")
     before = cluster.generation
     assert cluster.run(int, "3") == [3, 3]
     assert cluster.generation == before + 1
@@ -721,8 +721,8 @@ def test_the_text_of_a_run_says_what_it_is(cluster):
 
 
 def test_the_cause_is_told_also_where_the_group_can_t_be_formed_anew(cluster, engines):
-    engines.fail(1, "build", ValueError("no such layer"))
-    engines.fail(0, "join", RuntimeError("no port is left"))
+    engines.fail(1, "build_job", ValueError("no such layer"))
+    engines.fail(0, "join_group", RuntimeError("no port is left"))
     with pytest.raises(dtkit.EngineError, match="rank 1 on fake: ValueError: no such layer") as caught:
         train(cluster)
     assert "no port is left" in str(caught.value.__cause__)

@@ -11,9 +11,9 @@ import torch
 
 import dtkit
 from dtkit.checkpoint.manager import CheckpointManager, CheckpointPolicy
-from dtkit.engine.state.capture import Captured, Slab
-from dtkit.engine.state.packing import Packing, unpack
-from dtkit.engine.state.peer_snapshots import distance
+from dtkit.engine.state.capture import ShardedState, TensorShard
+from dtkit.engine.state.packing import PackedLayout, unpack_state
+from dtkit.engine.state.peer_snapshots import choose_peer_distance
 from dtkit.history import run_log
 from dtkit.history.history import History
 from dtkit.rpc import pickling, shared_memory
@@ -120,10 +120,10 @@ def test_the_disk_is_left_alone_while_it_writes(tmp_path: Path):
 # -- one piece of memory -------------------------------------------------------------------------------------
 
 
-def packed(captured: Captured) -> torch.Tensor:
-    packing = Packing(captured)
+def packed(captured: ShardedState) -> torch.Tensor:
+    packing = PackedLayout(captured)
     block = torch.empty(packing.nbytes, dtype=torch.uint8)
-    packing.fill(block)
+    packing.pack_into(block)
     return block
 
 
@@ -137,24 +137,24 @@ def test_what_is_packed_comes_out_as_it_was():
         "none": torch.empty(0, 4),
         "complex": torch.tensor([1 + 2j]),
     }
-    slabs = {name: Slab(tensor, (9, *tensor.shape[1:]), (1,), len(name)) for name, tensor in tensors.items()}
+    slabs = {name: TensorShard(tensor, (9, *tensor.shape[1:]), (1,), len(name)) for name, tensor in tensors.items()}
     facts = {"own": {"1": {"values": {"random": "abc"}}}, "step": 7}
-    block = packed(Captured(slabs, facts))
-    found = unpack(block.clone())
+    block = packed(ShardedState(slabs, facts))
+    found = unpack_state(block.clone())
     assert found.facts == facts
-    assert list(found.slabs) == list(tensors)
-    for name, slab in found.slabs.items():
+    assert list(found.shards) == list(tensors)
+    for name, slab in found.shards.items():
         assert slab.tensor.dtype == tensors[name].dtype
         assert torch.equal(slab.tensor, tensors[name])
-        assert (slab.shape, slab.offset, slab.folds) == ((9, *tensors[name].shape[1:]), (1,), len(name))
+        assert (slab.full_shape, slab.offset, slab.fused_blocks) == ((9, *tensors[name].shape[1:]), (1,), len(name))
         assert slab.tensor.is_contiguous()
 
 
 def test_what_is_packed_is_a_copy():
     weights = torch.ones(4)
-    block = packed(Captured({"w": Slab(weights, (4,), (0,))}, {}))
+    block = packed(ShardedState({"w": TensorShard(weights, (4,), (0,))}, {}))
     weights.zero_()
-    assert unpack(block).slabs["w"].tensor.tolist() == [1.0] * 4
+    assert unpack_state(block).shards["w"].tensor.tolist() == [1.0] * 4
 
 
 # -- who keeps whose ------------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ def test_what_is_packed_is_a_copy():
     [("aa", 1), ("ab", 1), ("aaaa", 1), ("abab", 1), ("aabb", 2), ("aabbcc", 2), ("aaabbb", 3), ("aaab", 1)],
 )
 def test_a_copy_is_kept_on_another_host(hosts: str, expected: int):
-    assert distance(hosts) == expected
+    assert choose_peer_distance(hosts) == expected
 
 
 # -- whose copies ---------------------------------------------------------------------------------------------

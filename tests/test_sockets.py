@@ -30,23 +30,23 @@ def connected() -> Iterator[tuple[int, socket.socket, socket.socket]]:
 
 def test_connections_are_those_to_the_ports_that_are_told_and_newer():
     with connected() as (old, _, _):
-        before = tcp.present()
+        before = tcp.list_sockets()
         with connected() as (port, caller, _), connected():
-            assert port in tcp.listening(before)
-            assert old not in tcp.listening(before)
-            group = tcp.Connections()
+            assert port in tcp.list_listening_ports(before)
+            assert old not in tcp.list_listening_ports(before)
+            group = tcp.GroupConnections()
             group.add(before, {port, old})
-            assert {os.fstat(own.fileno()).st_ino for own, _ in group._held.values()} >= {
+            assert {os.fstat(own.fileno()).st_ino for own, _ in group._sockets_by_inode.values()} >= {
                 os.fstat(caller.fileno()).st_ino
             }
-            assert len(group._held) == 2  # both ends lie in this process
+            assert len(group._sockets_by_inode) == 2  # both ends lie in this process
             group.close()
 
 
 def test_the_reading_side_ends_before_the_writing_side():
-    before = tcp.present()
+    before = tcp.list_sockets()
     with connected() as (port, caller, called):
-        group = tcp.Connections()
+        group = tcp.GroupConnections()
         group.add(before, {port})
         read: list[bytes] = []
 
@@ -68,31 +68,31 @@ def test_the_reading_side_ends_before_the_writing_side():
 
 def test_a_connection_is_known_to_have_ended_at_either_end():
     for end in (0, 1):
-        before = tcp.present()
+        before = tcp.list_sockets()
         with connected() as (port, *ends):
-            group = tcp.Connections()
+            group = tcp.GroupConnections()
             group.add(before, {port})
             if sys.platform != "linux":
                 pytest.skip("this system does not say")
-            assert not group.ended()
+            assert not group.has_closed()
             ends[end].shutdown(socket.SHUT_WR)
             ends[1 - end].settimeout(5)
             assert ends[1 - end].recv(1) == b""
-            assert group.ended()
+            assert group.has_closed()
             group.close()
-            assert not group.ended()
+            assert not group.has_closed()
 
 
 def test_bytes_are_counted_where_the_system_counts_them():
-    before = tcp.present()
+    before = tcp.list_sockets()
     with connected() as (port, caller, called):
-        group = tcp.Connections()
+        group = tcp.GroupConnections()
         group.add(before, {port})
-        if group.sent() is None:
+        if group.count_sent_bytes() is None:
             pytest.skip("this system does not count bytes by connection")
         caller.sendall(bytes(1000))
         called.recv(1000, socket.MSG_WAITALL)
-        assert group.sent() == 1000
+        assert group.count_sent_bytes() == 1000
         group.close()
 
 
@@ -102,7 +102,7 @@ def test_an_interrupt_at_any_moment_closes_nobodys_socket(monkeypatch: pytest.Mo
     with connected() as (port, caller, called):
         monkeypatch.setattr(tcp.os, "listdir", lambda _: [caller.fileno(), called.fileno()])
         for count in range(1000):
-            group = tcp.Connections()
+            group = tcp.GroupConnections()
             ended = interrupted_at(count, functools.partial(look, group, port))
             assert caller.getpeername() == called.getsockname()  # OSError where one was closed
             group.close()
@@ -112,10 +112,10 @@ def test_an_interrupt_at_any_moment_closes_nobodys_socket(monkeypatch: pytest.Mo
         assert count > 50
 
 
-def look(group: tcp.Connections, port: int) -> None:
-    tcp.listening(set())
+def look(group: tcp.GroupConnections, port: int) -> None:
+    tcp.list_listening_ports(set())
     group.add(set(), {port})
-    group.sent()
+    group.count_sent_bytes()
 
 
 def interrupted_at(count: int, work: Callable[[], None]) -> bool:

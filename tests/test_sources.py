@@ -15,10 +15,10 @@ import torch
 from dtkit.data import columns as frames
 from dtkit.data.columns import ColumnSelection
 from dtkit.engine.data import memmap, parquet
-from dtkit.engine.data.memmap import MappedFile, OnDisk
+from dtkit.engine.data.memmap import FileBackedData, MappedFile
 from dtkit.engine.data.parquet import ParquetSource
-from dtkit.engine.data.paths import found_in
-from dtkit.engine.data.sources import ArraySource, DatasetSource, HubSource, MappedSource, as_source, load
+from dtkit.engine.data.paths import describe_files
+from dtkit.engine.data.sources import ArraySource, DatasetSource, HubSource, MappedSource, as_source, load_source
 from dtkit.rpc import pickling
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ def test_frames_and_series_may_stand_for_arrays():
 
 
 def test_a_function_may_give_a_frame():
-    source = load(frame, ColumnSelection.from_arguments("label"))
+    source = load_source(frame, ColumnSelection.from_arguments("label"))
     assert isinstance(source, ArraySource)
     assert take(source, 4)[1].tolist() == [1]
 
@@ -197,7 +197,7 @@ def files(tmp_path: Path) -> tuple[str, str]:
 
 
 def test_arrays_stay_in_their_files(files: tuple[str, str]):
-    found = found_in(files, ColumnSelection())
+    found = describe_files(files, ColumnSelection())
     assert len(pickling.pack(found).skeleton) < 1000
     assert pickling.pack(found).buffers == ()
     source = as_source(found)
@@ -225,7 +225,7 @@ def test_any_part_of_a_mapped_array_travels_as_a_place(tmp_path: Path, name: str
     path = tmp_path / "numbers.bin"
     path.write_bytes(b"\0" * offset + numbers.tobytes())
     part = VIEWS[name](np.memmap(path, np.float64, "r", offset, (3000, 4)))
-    found = found_in(part, ColumnSelection())
+    found = describe_files(part, ColumnSelection())
     assert isinstance(found, MappedFile)
     assert np.array_equal(pickle.loads(pickle.dumps(found)).open(), VIEWS[name](numbers))
 
@@ -234,7 +234,7 @@ def test_changes_that_only_this_process_sees_travel(tmp_path: Path):
     np.save(tmp_path / "X.npy", np.zeros((4, 2)))
     changed = np.load(tmp_path / "X.npy", mmap_mode="c")
     changed[1] = 7
-    assert take(as_source(found_in(changed, ColumnSelection())), 1)[0].tolist() == [[7, 7]]
+    assert take(as_source(describe_files(changed, ColumnSelection())), 1)[0].tolist() == [[7, 7]]
 
 
 def test_a_file_of_another_machine_is_read_in_this_machines_order(tmp_path: Path):
@@ -244,13 +244,13 @@ def test_a_file_of_another_machine_is_read_in_this_machines_order(tmp_path: Path
 
 def test_files_that_can_not_be_read(tmp_path: Path, files: tuple[str, str]):
     with pytest.raises(FileNotFoundError, match=r"none\.npy does not exist on .*under the same path"):
-        found_in(str(tmp_path / "none.npy"), ColumnSelection())
+        describe_files(str(tmp_path / "none.npy"), ColumnSelection())
     np.save(tmp_path / "objects.npy", np.array(["a", None], object))
     with pytest.raises(TypeError, match=r"objects\.npy can't be mapped as an array"):
-        found_in(tmp_path / "objects.npy", ColumnSelection())
+        describe_files(tmp_path / "objects.npy", ColumnSelection())
     with pytest.raises(ValueError, match=r"'data\.csv' is no kind of file that engines read"):
-        found_in("data.csv", ColumnSelection())
-    found = found_in(files[0], ColumnSelection())
+        describe_files("data.csv", ColumnSelection())
+    found = describe_files(files[0], ColumnSelection())
     np.save(files[0], np.zeros((3, 4)))
     with pytest.raises(ValueError, match=r"has 224 bytes on .* and 768 in the notebook: not the same file"):
         found.open()
@@ -259,7 +259,7 @@ def test_files_that_can_not_be_read(tmp_path: Path, files: tuple[str, str]):
 def test_what_is_on_disk_is_looked_for_before_it_is_opened(tmp_path: Path):
     path = tmp_path / "data"
     path.touch()
-    sent = pickle.dumps(OnDisk([str(path)], {"rows": 3}))
+    sent = pickle.dumps(FileBackedData([str(path)], {"rows": 3}))
     assert pickle.loads(sent) == {"rows": 3}
     path.unlink()
     with pytest.raises(FileNotFoundError, match=r"data does not exist on .*Engines read data in files themselves"):
@@ -279,7 +279,7 @@ def table(tmp_path: Path) -> Path:
 
 
 def opened(where: Any, target: Any = "label", cache_bytes: int = parquet.CACHE_BYTES) -> ParquetSource:
-    return ParquetSource(parquet.describe(where, ColumnSelection.from_arguments(target)), cache_bytes)
+    return ParquetSource(parquet.describe_parquet(where, ColumnSelection.from_arguments(target)), cache_bytes)
 
 
 @pytest.mark.parametrize("where", ["a folder", "files", "one file"])
@@ -306,20 +306,20 @@ def test_the_cache_keeps_to_its_bytes(table: Path):
     source = opened(table, cache_bytes=3 * group)
     for row in (0, 5, 10, 15, 0):
         take(source, row)
-    assert sum(part.nbytes for kept in source._kept.values() for part in kept) <= 3 * group
+    assert sum(part.nbytes for kept in source._cached_groups.values() for part in kept) <= 3 * group
     assert source.groups_read == {0: 2, 1: 1, 2: 1, 3: 1}
 
 
 @pytest.mark.parametrize("window", [1, 3, 100])
 def test_a_shuffle_keeps_rows_of_few_groups_together(table: Path, window: int):
     source = opened(table)
-    source.window = window
+    source.groups_per_window = window
     rows = np.arange(ROWS)
-    orders = [source.shuffled(rows, np.random.default_rng(seed)) for seed in (0, 0, 1)]
+    orders = [source.shuffle_rows(rows, np.random.default_rng(seed)) for seed in (0, 0, 1)]
     assert sorted(orders[0]) == rows.tolist()
     assert np.array_equal(orders[0], orders[1])
     assert not np.array_equal(orders[0], orders[2])
-    groups = source._group_of(orders[0])
+    groups = source._find_groups(orders[0])
     first = {g: int(np.flatnonzero(groups == g)[0]) for g in set(groups.tolist())}
     last = {g: int(np.flatnonzero(groups == g)[-1]) for g in first}
     at_once = max(sum(first[g] <= place <= last[g] for g in first) for place in range(ROWS))
@@ -328,7 +328,7 @@ def test_a_shuffle_keeps_rows_of_few_groups_together(table: Path, window: int):
 
 
 def test_the_target_alone_is_read_for_a_picture(table: Path):
-    assert opened(table).target().tolist() == (np.arange(ROWS) % 3).tolist()
+    assert opened(table).read_target().tolist() == (np.arange(ROWS) % 3).tolist()
 
 
 def write(path: Path, **columns: Any) -> Path:
@@ -362,7 +362,9 @@ def test_nulls_without_statistics_are_seen_when_they_are_read(tmp_path: Path):
     pq.write_table(pa.table(columns), tmp_path / "bare.parquet", write_statistics=False)
     with pytest.raises(ValueError, match="column 'a' is NaN in row 1"):
         take(opened(tmp_path / "bare.parquet"), 0)
-    source = ParquetSource(parquet.describe(tmp_path / "bare.parquet", ColumnSelection.from_arguments("label", ["b"])))
+    source = ParquetSource(
+        parquet.describe_parquet(tmp_path / "bare.parquet", ColumnSelection.from_arguments("label", ["b"]))
+    )
     with pytest.raises(ValueError, match=r"values are missing \(NaN\) in the columns 'b' \(1\)"):
         take(source, 0)
 
@@ -394,7 +396,7 @@ def test_a_format_or_transform_of_the_users_own_is_kept():
 
     source = as_source(hub(text=["u" * k for k in range(ROWS)]).with_transform(transform))
     assert take(source, 3, 1)["length"].tolist() == [3, 1]
-    assert not source.pure
+    assert not source.is_thread_safe
 
 
 def test_a_hub_dataset_that_is_shuffled_and_selected():
@@ -449,15 +451,15 @@ def test_samples_that_are_dicts_may_name_the_target():
 
 
 def test_mapping_is_read_only(files: tuple[str, str]):
-    array = found_in(files[0], ColumnSelection()).open()
+    array = describe_files(files[0], ColumnSelection()).open()
     assert not array.flags.writeable
-    assert memmap.load(files[0]).mode == "r"
+    assert memmap.load_npy(files[0]).mode == "r"
 
 
 def test_micro_batches_are_taken_at_once_and_are_the_rows_asked_for():
     x, y = torch.arange(20.0).reshape(10, 2), torch.arange(10)
     pieces = [np.array([7, 1, 3]), np.array([2]), np.array([9, 0])]
     source = ArraySource([x, y])
-    for taken, rows in zip(source.take_pieces(pieces), pieces, strict=True):
+    for taken, rows in zip(source.take_micro_batches(pieces), pieces, strict=True):
         for found, expected in zip(taken, source.take(rows), strict=True):
             assert torch.equal(found, expected)

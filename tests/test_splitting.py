@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import dtkit
-from dtkit.engine.observe.phase_timer import Phases
+from dtkit.engine.observe.phase_timer import PhaseTimer
 from dtkit.strategies.base import WorkerContext
 from dtkit.strategies.loss import Loss
 from dtkit.strategies.pipeline import layer_costs
@@ -258,7 +258,9 @@ def test_a_device_is_given_its_own_stages_and_not_the_model(make, border, schedu
     model = make().train()
     batch = (TOKENS if make is Decoder else torch.randn(3, nets.FEATURES), torch.zeros(3, dtype=torch.long))
     strategy = dtkit.Pipeline(2, 4, schedule, balance_by=by)
-    setting = WorkerContext(Alone(rank, border), META, Phases(None), [0], strategy.build_mesh(2), lambda _: batch, 3)
+    setting = WorkerContext(
+        Alone(rank, border), META, PhaseTimer(None), [0], strategy.build_mesh(2), lambda _: batch, 3
+    )
     objective = Loss(lambda output, _: output.sum(), None)
     before = {name: (value, value.clone()) for name, value in model.state_dict(keep_vars=True).items()}
     with Arrivals(META) as arrivals:

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from dtkit.data.partition import Partition
-from dtkit.engine.data.batches import Shards, Stream
+from dtkit.engine.data.batches import ShardedBatches, Shards
 from dtkit.engine.data.sources import ArraySource, DatasetSource, as_source, to_device
 from dtkit.types import JobPlan
 
@@ -28,14 +28,14 @@ def source(samples: int = SAMPLES) -> ArraySource:
 
 def stream(
     world: int, mine: list[int], shuffle: str | None = "shard", batch: int = 24, seed: int = 5, **cut: Any
-) -> Stream:
+) -> ShardedBatches:
     plan = JobPlan(batch_size=batch, steps=100, shuffle=shuffle, seed=seed)
-    return Stream(source(cut.get("samples", SAMPLES)), shards(world, **cut), plan, mine)
+    return ShardedBatches(source(cut.get("samples", SAMPLES)), shards(world, **cut), plan, mine)
 
 
-def rows(streams: list[Stream], step: int) -> list[int]:
+def rows(streams: list[ShardedBatches], step: int) -> list[int]:
     """What all ranks take together, in no order."""
-    return sorted(np.concatenate([s.rows(step) for s in streams]).tolist())
+    return sorted(np.concatenate([s.get_rows(step) for s in streams]).tolist())
 
 
 WAYS = ["shard", "global", None]
@@ -47,11 +47,11 @@ def test_a_batch_is_the_same_whenever_it_is_asked_for(shuffle):
     asked = stream(3, [1], shuffle)
     for step in steps:
         fresh = stream(3, [1], shuffle)
-        assert np.array_equal(asked.rows(step), fresh.rows(step))
-        if len(fresh.rows(step)):
-            [(count, batch)] = asked.batches(step)
+        assert np.array_equal(asked.get_rows(step), fresh.get_rows(step))
+        if len(fresh.get_rows(step)):
+            [(count, batch)] = asked.load_batches(step)
             assert count == len(batch[0])
-            assert torch.equal(batch[0], torch.from_numpy(fresh.rows(step)))
+            assert torch.equal(batch[0], torch.from_numpy(fresh.get_rows(step)))
 
 
 @pytest.mark.parametrize("shuffle", WAYS)
@@ -62,7 +62,7 @@ def test_an_epoch_takes_every_row_once(shuffle, weights):
     assert per_epoch == 6
     for epoch in range(3):
         steps = range(epoch * per_epoch, (epoch + 1) * per_epoch)
-        assert {streams[0].epoch(step) for step in steps} == {epoch}
+        assert {streams[0].get_epoch(step) for step in steps} == {epoch}
         taken = [row for step in steps for row in rows(streams, step)]
         assert sorted(taken) == list(range(SAMPLES))
 
@@ -72,12 +72,15 @@ def test_an_epoch_takes_every_row_once(shuffle, weights):
 def test_global_shuffle_gives_the_same_rows_on_any_number_of_ranks(world, seed_of_cut):
     alone = stream(1, [0], "global")
     ranks = [stream(world, [r], "global", by="strided") for r in range(world)]
-    cut = [Stream(source(), shards(world, seed=seed_of_cut), JobPlan(24, 100, "global", 5), [r]) for r in range(world)]
+    cut = [
+        ShardedBatches(source(), shards(world, seed=seed_of_cut), JobPlan(24, 100, "global", 5), [r])
+        for r in range(world)
+    ]
     for step in range(20):
-        expected = alone.rows(step).tolist()
+        expected = alone.get_rows(step).tolist()
         # In order too: the ranks' parts, one after the other, are the batch of one process.
         for streams in (ranks, cut):
-            assert np.concatenate([s.rows(step) for s in streams]).tolist() == expected
+            assert np.concatenate([s.get_rows(step) for s in streams]).tolist() == expected
 
 
 @pytest.mark.parametrize("shuffle", WAYS)
@@ -86,33 +89,33 @@ def test_one_process_that_plays_all_shards_sees_what_the_ranks_see(shuffle, worl
     ranks = [stream(world, [rank], shuffle) for rank in range(world)]
     alone = stream(world, list(range(world)), shuffle)
     for step in range(14):
-        assert sorted(alone.rows(step).tolist()) == rows(ranks, step)
-        assert alone.counts(step) == ranks[0].counts(step)
+        assert sorted(alone.get_rows(step).tolist()) == rows(ranks, step)
+        assert alone.count_samples(step) == ranks[0].count_samples(step)
 
 
 def test_shards_keep_to_their_own_rows():
     part = Partition(SAMPLES, 3, seed=1)
     for rank in range(3):
-        own = Stream(source(), Shards(part.flatten_indices(), part.sizes), JobPlan(24, 9, "shard", 0), [rank])
-        taken = np.concatenate([own.rows(step) for step in range(6)])
+        own = ShardedBatches(source(), Shards(part.flatten_indices(), part.sizes), JobPlan(24, 9, "shard", 0), [rank])
+        taken = np.concatenate([own.get_rows(step) for step in range(6)])
         assert sorted(taken.tolist()) == sorted(part.indices(rank).tolist())
 
 
 @pytest.mark.parametrize("shuffle", ["shard", "global"])
 def test_epochs_and_seeds_differ_and_no_shuffle_keeps_the_order(shuffle):
     one = stream(2, [0], shuffle)
-    first, second = one.rows(0), one.rows(one.steps_per_epoch)
+    first, second = one.get_rows(0), one.get_rows(one.steps_per_epoch)
     assert not np.array_equal(first, second)
-    assert not np.array_equal(first, stream(2, [0], shuffle, seed=6).rows(0))
+    assert not np.array_equal(first, stream(2, [0], shuffle, seed=6).get_rows(0))
     plain = stream(2, [0], None)
-    assert np.concatenate([plain.rows(step) for step in range(6)]).tolist() == list(range(61))
-    assert np.array_equal(plain.rows(0), plain.rows(6))
+    assert np.concatenate([plain.get_rows(step) for step in range(6)]).tolist() == list(range(61))
+    assert np.array_equal(plain.get_rows(0), plain.get_rows(6))
 
 
 def test_two_shards_of_equal_size_are_shuffled_differently():
     even = {"samples": 120}
     one, other = (stream(2, [rank], "shard", **even) for rank in (0, 1))
-    places = [one.rows(step) for step in range(5)], [other.rows(step) - 60 for step in range(5)]
+    places = [one.get_rows(step) for step in range(5)], [other.get_rows(step) - 60 for step in range(5)]
     assert not np.array_equal(np.concatenate(places[0]), np.concatenate(places[1]))
 
 
@@ -120,7 +123,7 @@ def test_two_shards_of_equal_size_are_shuffled_differently():
 def test_unequal_shards_end_together_in_proportion(weights):
     one = stream(2, [0], weights=weights)
     sizes = Partition(SAMPLES, 2, weights=weights).sizes
-    counts = np.array([one.counts(step) for step in range(one.steps_per_epoch)])
+    counts = np.array([one.count_samples(step) for step in range(one.steps_per_epoch)])
     assert counts.sum(axis=1).tolist() == [24, 24, 24, 24, 24, 1]
     assert tuple(counts.sum(axis=0)) == sizes
     # At no time is a shard ahead of, or behind, its share by a whole sample.
@@ -132,26 +135,26 @@ def test_unequal_shards_end_together_in_proportion(weights):
 def test_counts_follow_from_the_step_in_every_epoch_and_across_blocks():
     many = stream(3, [0], batch=3, samples=10_000)  # 3334 steps: more than are computed at once
     per_epoch = many.steps_per_epoch
-    counts = np.array([many.counts(step) for step in range(per_epoch)])
+    counts = np.array([many.count_samples(step) for step in range(per_epoch)])
     assert counts.sum() == 10_000
     assert (counts.sum(axis=1)[:-1] == 3).all()
     for step in (0, 1023, 1024, 2047, 2048, per_epoch - 1):
-        assert many.counts(step + per_epoch) == tuple(counts[step])
-        assert len(many.rows(step)) == counts[step][0]
+        assert many.count_samples(step + per_epoch) == tuple(counts[step])
+        assert len(many.get_rows(step)) == counts[step][0]
 
 
 def test_a_step_without_a_sample_has_no_batch():
     ranks = [stream(4, [rank]) for rank in range(4)]
     last = ranks[0].steps_per_epoch - 1
-    assert sorted(ranks[0].counts(last)) == [0, 0, 0, 1]
-    assert sorted(len(s.batches(last)) for s in ranks) == [0, 0, 0, 1]
+    assert sorted(ranks[0].count_samples(last)) == [0, 0, 0, 1]
+    assert sorted(len(s.load_batches(last)) for s in ranks) == [0, 0, 0, 1]
 
 
 def test_step_with_finds_the_first_lonely_sample():
-    assert stream(2, [0]).step_with(1) == (5, stream(2, [0]).counts(5).index(1))
-    assert stream(2, [0], samples=120).step_with(1) is None
+    assert stream(2, [0]).find_step_with_count(1) == (5, stream(2, [0]).count_samples(5).index(1))
+    assert stream(2, [0], samples=120).find_step_with_count(1) is None
     late = stream(2, [0], batch=4, samples=4 * 2000 + 1)
-    assert late.step_with(1)[0] == 2000
+    assert late.find_step_with_count(1)[0] == 2000
 
 
 class Samples(Dataset):
@@ -229,5 +232,5 @@ def test_a_source_that_reads_blocks_decides_how_rows_are_shuffled():
         def shuffled(self, rows: np.ndarray, rng: np.random.Generator) -> np.ndarray:
             return rows[::-1] if rng.random() >= 0 else rows
 
-    found = Stream(Blocks([torch.arange(SAMPLES)]), shards(2), JobPlan(24, 9, "shard", 0), [0])
-    assert np.concatenate([found.rows(step) for step in range(6)]).tolist() == list(range(60, -1, -1))
+    found = ShardedBatches(Blocks([torch.arange(SAMPLES)]), shards(2), JobPlan(24, 9, "shard", 0), [0])
+    assert np.concatenate([found.get_rows(step) for step in range(6)]).tolist() == list(range(60, -1, -1))

@@ -17,7 +17,7 @@ import pytest
 from dtkit import ClusterClosed, EngineError
 from dtkit.cluster.cluster import Cluster
 from dtkit.dashboard import calls
-from dtkit.engine.observe.call_output import Channel, current, log
+from dtkit.engine.observe.call_output import CallOutput, activate_output, log
 from dtkit.rpc import pickling, shared_memory
 from dtkit.rpc.payload import Shipment, ship
 from dtkit.training import task
@@ -78,7 +78,7 @@ class FakeCluster:
 
     def fan_out(self, op: str, *, listen: Any = None, ranks: Sequence[int] | None = None, **args: Any) -> list[Any]:
         self.sent.append((op, {"ranks": ranks, **args}))
-        if op == "open_store":
+        if op == "open_torchrun_store":
             store: Future[Reply] = Future()
             store.set_result(Reply(4321))
             return [store]
@@ -213,7 +213,13 @@ def test_a_script_gets_a_store_and_a_new_attempt_and_our_group_comes_back(cluste
     for attempt in range(2):
         call = start(cluster, own_group=True)
         (opened, to), (op, args) = cluster.sent[-2:]
-        assert (opened, to["ranks"], op, args["port"], args["attempt"]) == ("open_store", [0], "call", 4321, attempt)
+        assert (opened, to["ranks"], op, args["port"], args["attempt"]) == (
+            "open_torchrun_store",
+            [0],
+            "call_function",
+            4321,
+            attempt,
+        )
         assert cluster.formed == attempt
         cluster.answer(0)
         cluster.answer(1)
@@ -255,8 +261,8 @@ def test_numbers_that_json_lacks_come_live_as_numbers(cluster):
         sent.append((first, items))
         arrived.set()
 
-    channel = Channel(publish)
-    with current(channel):
+    channel = CallOutput(publish)
+    with activate_output(channel):
         log(loss=math.nan, big=-math.inf, fine=1)
         assert arrived.wait(10)
     assert sent == [(0, [("row", {"loss": "nan", "big": "-inf", "fine": 1.0})])]

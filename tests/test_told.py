@@ -16,13 +16,13 @@ def raised(error: Exception, cause: Exception | None = None) -> Exception:
 
 def test_a_message_that_can_be_read_is_told_as_it_is():
     error = raised(ValueError("row 3 is empty\n  of file a"))
-    assert error_report.message(error) == "row 3 is empty\n  of file a"
-    assert error_report.trace(error).endswith("ValueError: row 3 is empty\n  of file a\n")
+    assert error_report.format_message(error) == "row 3 is empty\n  of file a"
+    assert error_report.format_traceback(error).endswith("ValueError: row 3 is empty\n  of file a\n")
 
 
 def test_what_nobody_reads_is_left_out_of_the_middle():
     error = raised(ValueError("the batch " + "1.25, " * 100_000 + " has a NaN"))
-    message, trace = error_report.message(error), error_report.trace(error)
+    message, trace = error_report.format_message(error), error_report.format_traceback(error)
     assert message.startswith("the batch 1.25")
     assert message.endswith("has a NaN")
     assert "characters left out" in message
@@ -33,7 +33,7 @@ def test_what_nobody_reads_is_left_out_of_the_middle():
 
 def test_what_was_wrapped_comes_first():
     error = raised(RuntimeError("stage 1 failed\nwith details"), KeyError("x"))
-    assert error_report.message(error).startswith("stage 1 failed Caused by KeyError: 'x'")
+    assert error_report.format_message(error).startswith("stage 1 failed Caused by KeyError: 'x'")
 
 
 class MuteError(ValueError):
@@ -43,8 +43,8 @@ class MuteError(ValueError):
 
 def test_an_error_without_words_is_told_by_its_name():
     error = raised(MuteError())
-    assert error_report.message(error) == "(no words: its __str__ raised KeyError)"
-    assert "MuteError" in error_report.trace(error)
-    assert error_report.message(raised(RuntimeError("stage 1 failed"), MuteError())).startswith(
+    assert error_report.format_message(error) == "(no words: its __str__ raised KeyError)"
+    assert "MuteError" in error_report.format_traceback(error)
+    assert error_report.format_message(raised(RuntimeError("stage 1 failed"), MuteError())).startswith(
         "stage 1 failed Caused by MuteError: (no"
     )

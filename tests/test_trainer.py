@@ -13,10 +13,10 @@ from torch.nn import functional as F
 
 from dtkit.data.partition import Partition
 from dtkit.engine import node_info
-from dtkit.engine.data.batches import Shards, Stream
+from dtkit.engine.data.batches import ShardedBatches, Shards
 from dtkit.engine.data.sources import DatasetSource, as_source
-from dtkit.engine.job import Job, _votes
-from dtkit.engine.observe.phase_timer import Phases
+from dtkit.engine.job import Job, _choose_vote_steps
+from dtkit.engine.observe.phase_timer import PhaseTimer
 from dtkit.strategies.base import TrainingProgram, WorkerContext, make_optimizer
 from dtkit.strategies.data_parallel import DataParallel
 from dtkit.strategies.loss import Loss
@@ -43,8 +43,8 @@ def job(model: nn.Module | None = None, rows: Any = None, loss: Any = None, **ho
     source = as_source(data() if rows is None else rows)
     part = Partition(len(source), 2)
     plan = JobPlan(how.get("batch_size", 6), 100, how.get("shuffle", "shard"), 0)
-    stream = Stream(source, Shards(part.flatten_indices(), part.sizes), plan, [0, 1])
-    setting = WorkerContext(None, CPU, Phases(node_info.clock(CPU)), [0, 1])
+    stream = ShardedBatches(source, Shards(part.flatten_indices(), part.sizes), plan, [0, 1])
+    setting = WorkerContext(None, CPU, PhaseTimer(node_info.make_clock(CPU)), [0, 1])
     objective = Loss(loss or nn.CrossEntropyLoss(), None) if "step" not in how else Loss(None, how["step"])
     program = TrainingProgram(
         objective,
@@ -59,9 +59,9 @@ def job(model: nn.Module | None = None, rows: Any = None, loss: Any = None, **ho
 def test_a_dispatch_gives_a_row_a_step_and_leaves_the_job_standing_there():
     made = job()
     made.advance(3)
-    first = made.harvest()
+    first = made.collect_results()
     made.advance(4)
-    second = made.harvest()
+    second = made.collect_results()
     assert (first.step, second.step, made.step, first.ended) == (3, 7, 7, "done")
     rows = np.concatenate([first.rows, second.rows])
     assert rows["step"].tolist() == list(range(7))
@@ -69,7 +69,7 @@ def test_a_dispatch_gives_a_row_a_step_and_leaves_the_job_standing_there():
     assert rows["samples"].tolist() == [6, 6, 6, 2, 6, 6, 6]
     assert (rows["lr"] == 0.1).all()
     assert (rows["step_s"] > 0).all()
-    assert len(made.harvest().rows) == 0
+    assert len(made.collect_results().rows) == 0
 
 
 def test_dispatches_of_any_length_train_alike():
@@ -77,8 +77,8 @@ def test_dispatches_of_any_length_train_alike():
     one.advance(10)
     for k in (1, 2, 3, 4):
         other.advance(k)
-    state = other.pieces()
-    assert all(torch.equal(value, state[name]) for name, value in one.pieces().items())
+    state = other.state_dict_parts()
+    assert all(torch.equal(value, state[name]) for name, value in one.state_dict_parts().items())
 
 
 def test_groups_keep_their_proportions_when_the_rate_changes():
@@ -106,15 +106,15 @@ def test_not_a_number_stops_before_the_update_and_says_whose_loss():
     inputs[12] = math.nan
     made = job(rows=(inputs, targets), shuffle=None, batch_size=4)
     made.advance(20)
-    found = made.harvest()
+    found = made.collect_results()
     assert found.ended == "nonfinite"
     assert math.isnan(found.loss)
     assert found.step == made.step == len(found.rows) < 20
-    before = made.pieces()
+    before = made.state_dict_parts()
     assert all(value.isfinite().all() for value in before.values())
     made.advance(1)  # the same step again
-    assert made.harvest().ended == "nonfinite"
-    assert all(torch.equal(value, before[name]) for name, value in made.pieces().items())
+    assert made.collect_results().ended == "nonfinite"
+    assert all(torch.equal(value, before[name]) for name, value in made.state_dict_parts().items())
 
 
 def test_a_sum_without_weight_blames_nobody():
@@ -126,14 +126,14 @@ def test_a_sum_without_weight_blames_nobody():
 
     made = job(loss=loss)
     made.advance(1)
-    found = made.harvest()
+    found = made.collect_results()
     assert (found.ended, found.loss) == ("nonfinite", None)
 
 
 def test_finite_gradients_whose_norm_overflows_are_finite():
     made = job(nn.Linear(4, 3), (torch.full((20, 4), 1e25), data()[1]), loss=lambda out, y: out.mean() * 1e5)
     made.advance(1)
-    assert made.harvest().ended == "done"
+    assert made.collect_results().ended == "done"
 
 
 class Texts(torch.utils.data.Dataset):
@@ -170,7 +170,7 @@ def test_an_evaluation_that_draws_random_numbers_changes_none_of_the_training():
         for _ in range(evaluations):
             made.evaluate([(20, data())], {"noise": lambda output, _: torch.rand(1, dtype=output.dtype)})
         made.advance(2)
-        found.append(made.harvest().rows["loss"].tolist())
+        found.append(made.collect_results().rows["loss"].tolist())
     assert found[0] == found[1] == found[2]
 
 
@@ -194,8 +194,8 @@ def test_evaluate_is_exact_for_parts_of_any_size_and_leaves_the_training_alone()
     assert model.training
     made.advance(3)
     other.advance(3)
-    state = other.pieces()
-    assert all(torch.equal(value, state[name]) for name, value in made.pieces().items())
+    state = other.state_dict_parts()
+    assert all(torch.equal(value, state[name]) for name, value in made.state_dict_parts().items())
 
 
 def test_no_data_on_this_rank_adds_nothing():
@@ -222,8 +222,8 @@ def test_a_job_draws_random_numbers_of_its_own():
     other.advance(2)
     torch.rand(7)
     other.advance(3)
-    state = other.pieces()
-    assert all(torch.equal(value, state[name]) for name, value in made.pieces().items())
+    state = other.state_dict_parts()
+    assert all(torch.equal(value, state[name]) for name, value in made.state_dict_parts().items())
 
 
 def test_the_state_is_a_copy_with_whatever_modules_add_to_it():
@@ -235,7 +235,7 @@ def test_the_state_is_a_copy_with_whatever_modules_add_to_it():
             pass
 
     made = job(Extra(4, 3).double())
-    state = made.pieces()
+    state = made.state_dict_parts()
     assert state["_extra_state"] == {"version": 3}
     kept = state["weight"].clone()
     made.advance(2)
@@ -244,33 +244,35 @@ def test_the_state_is_a_copy_with_whatever_modules_add_to_it():
 
 def test_the_largest_gradients_are_kept_number_by_number():
     made = job()
-    made.watch_gradients()
+    made.track_max_gradients()
     made.advance(4)
-    found = made.largest_gradient
+    found = made.max_gradients
     assert found is not None
     assert found.keys() == dict(net().named_parameters()).keys()
     assert all((value >= 0).all() and value.any() for value in found.values())
 
 
 def test_where_ranks_ask_each_other_for_the_time():
-    assert _votes(1) == set()
-    assert _votes(2) == {1}
-    assert _votes(3) == {1, 2}
-    assert _votes(1000) == {15, 125, 250, 375, 500, 625, 750, 875}
-    assert all(len(_votes(k)) <= 8 and all(0 < at < k for at in _votes(k)) for k in range(1, 300))
+    assert _choose_vote_steps(1) == set()
+    assert _choose_vote_steps(2) == {1}
+    assert _choose_vote_steps(3) == {1, 2}
+    assert _choose_vote_steps(1000) == {15, 125, 250, 375, 500, 625, 750, 875}
+    assert all(
+        len(_choose_vote_steps(k)) <= 8 and all(0 < at < k for at in _choose_vote_steps(k)) for k in range(1, 300)
+    )
 
 
 def test_a_dispatch_that_somebody_waits_for_ends_where_ranks_decide():
     made = job()
-    made.advance(64, hurry=lambda: made.step >= 15)
-    assert (made.step, made.harvest().ended) == (16, "time")
-    made.advance(64, hurry=lambda: made.step >= 32)  # the question was asked at step 31
-    assert (made.step, made.harvest().ended) == (40, "time")
-    made.advance(64, hurry=lambda: True)  # what was sent ahead is not begun
-    assert (made.step, made.harvest().ended) == (40, "time")
-    made.advance(1, explain=True, hurry=lambda: True)  # whoever asked for one step to be taken apart gets it
+    made.advance(64, should_end_early=lambda: made.step >= 15)
+    assert (made.step, made.collect_results().ended) == (16, "time")
+    made.advance(64, should_end_early=lambda: made.step >= 32)  # the question was asked at step 31
+    assert (made.step, made.collect_results().ended) == (40, "time")
+    made.advance(64, should_end_early=lambda: True)  # what was sent ahead is not begun
+    assert (made.step, made.collect_results().ended) == (40, "time")
+    made.advance(1, explain=True, should_end_early=lambda: True)  # whoever asked for one step to be taken apart gets it
     assert made.step == 41
-    assert made.report is not None
+    assert made.step_report is not None
 
 
 BAD_OPTIMIZERS = {

@@ -16,7 +16,7 @@ from torch import nn
 import dtkit
 from dtkit.cluster.broadcast import Replicas
 from dtkit.engine import memory
-from dtkit.engine.node_info import hello
+from dtkit.engine.node_info import get_handshake
 from dtkit.types import Failure, Reply, Request
 from tests.cluster.small import data, net, sgd
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 NODE = {"host": "here", "pid": 1, "device": "cpu", "memory_total": 4, "memory_free": 2, "threads": 1}
 
-ROOM = memory.Free(free=10**9, swap=0, held=0, limit=None)
+ROOM = memory.AvailableMemory(free_bytes=10**9, swap_bytes=0, job_bytes=0, limit_bytes=None)
 
 
 class Notes:
@@ -46,7 +46,14 @@ class Notes:
     def _reply(self, rank: int, request: Request) -> Reply:
         if request.op == self.refuse:
             return Reply(failure=Failure(rank, "here", "ValueError", "not here", "", kind="refused"))
-        answers = {"hello": hello(), "join": NODE, "build": 0.1, "load": 64, "place": "5eed", "measure": ROOM}
+        answers = {
+            "handshake": get_handshake(),
+            "join_group": NODE,
+            "build_job": 0.1,
+            "load_data": 64,
+            "receive_model": "5eed",
+            "measure": ROOM,
+        }
         return Reply(answers.get(request.op))
 
     def interrupt(self, ranks: Any) -> None:
@@ -80,9 +87,9 @@ def test_a_training_that_is_right_sends_data_then_model_then_builds(cluster, not
     run = train(cluster, start=False, seed=np.int64(3), batch_size=np.int32(16), steps=None, epochs=np.int64(2))
     assert [op for op, after in zip(notes.asked, [*notes.asked[1:], ""], strict=True) if op != after] == [
         "measure",
-        "load",
-        "place",
-        "build",
+        "load_data",
+        "receive_model",
+        "build_job",
     ]
     assert (run.spec.batch_size, run.spec.steps, run.spec.steps_per_epoch, run.spec.seed) == (16, 8, 4, 3)
     assert (run.spec.samples, run.spec.world_size, run.spec.epochs) == (64, 2, 2.0)
@@ -247,7 +254,7 @@ def test_a_batch_size_that_a_partition_does_not_carry(cluster, notes):
 
 
 def test_a_build_that_fails_leaves_the_cluster_free(cluster, notes):
-    notes.refuse = "build"
+    notes.refuse = "build_job"
     with pytest.raises(dtkit.EngineError, match="ValueError: not here"):
         train(cluster)
     assert cluster.current_run is None

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dtkit.engine.comm.cancellable_wait import Waiter
+from dtkit.engine.comm.cancellable_wait import CancellableWait
 
 LIMIT = dt.timedelta(seconds=30)
 
@@ -29,7 +29,7 @@ class Message:
 
 
 def waiter(ended: threading.Event | None = None) -> Any:
-    return Waiter((ended or threading.Event()).is_set)
+    return CancellableWait((ended or threading.Event()).is_set)
 
 
 def test_all_have_come():
@@ -59,7 +59,7 @@ def test_its_error_is_the_callers():
 
 
 def test_who_waits_gives_up_when_the_connection_ends():
-    from dtkit.engine.comm.process_group import lost_peer
+    from dtkit.engine.comm.process_group import is_lost_peer_error
 
     ended, never = threading.Event(), Message()
     made = waiter(ended)
@@ -68,7 +68,7 @@ def test_who_waits_gives_up_when_the_connection_ends():
     try:
         with pytest.raises(RuntimeError, match="broke off half way") as caught:
             made.wait([never], LIMIT)
-        assert lost_peer(caught.value)  # nobody takes it for this rank's own fault
+        assert is_lost_peer_error(caught.value)  # nobody takes it for this rank's own fault
     finally:
         never.came.set()
 

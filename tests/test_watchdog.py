@@ -21,7 +21,7 @@ import pytest
 from dtkit.engine.comm import process_group
 from dtkit.engine.node_info import Clock
 from dtkit.engine.observe import stack_sampler
-from dtkit.engine.observe.phase_timer import Phases
+from dtkit.engine.observe.phase_timer import PhaseTimer
 from dtkit.engine.observe.watchdog import Watchdog
 from dtkit.health import stacks
 from dtkit.health.diagnosis import Seen
@@ -49,16 +49,16 @@ def node() -> NodeInfo:
 
 def job(**changed: Any) -> Any:
     """As much of a job as a watchdog reads."""
-    setting = SimpleNamespace(phases=Phases(Clock()), mesh=SimpleNamespace(axes={"dp": 2}))
+    setting = SimpleNamespace(phases=PhaseTimer(Clock()), mesh=SimpleNamespace(axes={"dp": 2}))
     return SimpleNamespace(step=7, setting=setting, median_step_s=lambda: 0.25, **changed)
 
 
 @pytest.fixture
 def watchdog(spec: GroupSpec) -> Iterator[Watchdog]:
     found = Watchdog({"job-1": job()})
-    found.join(spec)
+    found.start(spec)
     yield found
-    found.leave()
+    found.stop()
     faulthandler.unregister(signal.SIGUSR1)
 
 
@@ -78,34 +78,34 @@ def until(condition: Callable[[], Any], timeout: float = 10.0) -> Any:
 
 
 def test_an_idle_engine_says_so(watchdog: Watchdog, spec: GroupSpec):
-    watchdog._main = 0  # this test's own thread is at work
-    found = watchdog.look(spec)
+    watchdog._main_thread_id = 0  # this test's own thread is at work
+    found = watchdog.sample(spec)
     assert (found.rank, found.op, found.phase, found.stack, found.blocked) == (1, None, "idle", (), False)
 
 
 def test_code_that_came_past_dtkit_is_a_cell(watchdog: Watchdog, spec: GroupSpec):
-    assert watchdog.look(spec).phase == "cell"
+    assert watchdog.sample(spec).phase == "cell"
 
 
 def test_phase_and_step_are_the_jobs(watchdog: Watchdog, spec: GroupSpec):
-    phases = watchdog._jobs["job-1"].setting.phases
-    with watchdog.serving(request()):
-        assert watchdog.look(spec).phase == "step"
+    phases = watchdog._jobs["job-1"].context.phases
+    with watchdog.track_request(request()):
+        assert watchdog.sample(spec).phase == "step"
         phases.enter("forward")
-        found = watchdog.look(spec)
+        found = watchdog.sample(spec)
         assert (found.phase, found.step, found.median_step_s, found.blocked) == ("forward", 7, 0.25, False)
         phases.enter("sync")
-        assert watchdog.look(spec).phase == "collective"
-        phases.finish()
-        assert watchdog.look(spec).phase == "step"
-    with watchdog.serving(request("evaluate")):
-        assert watchdog.look(spec).phase == "evaluate"
-    assert watchdog._call is None
+        assert watchdog.sample(spec).phase == "collective"
+        phases.end_step()
+        assert watchdog.sample(spec).phase == "step"
+    with watchdog.track_request(request("evaluate")):
+        assert watchdog.sample(spec).phase == "evaluate"
+    assert watchdog._active_call is None
 
 
 def test_the_users_line_is_the_innermost_of_its_own(watchdog: Watchdog, spec: GroupSpec):
-    with watchdog.serving(request("call")):
-        found = watchdog.look(spec)
+    with watchdog.track_request(request("call_function")):
+        found = watchdog.sample(spec)
     line = found.line()
     assert line is not None
     assert (line.file, line.function) == (__file__, "test_the_users_line_is_the_innermost_of_its_own")
@@ -114,45 +114,45 @@ def test_the_users_line_is_the_innermost_of_its_own(watchdog: Watchdog, spec: Gr
 
 def test_it_moves_with_marks_and_steps_only(watchdog: Watchdog, spec: GroupSpec):
     held = watchdog._jobs["job-1"]
-    with watchdog.serving(request()):
-        held.setting.phases.enter("forward")
-        first = watchdog.look(spec)
-        assert watchdog.look(spec).still_s > first.still_s == 0
-        held.setting.phases.enter("forward")  # of the next micro-batch: it moves, and the phase is as old as before
-        second = watchdog.look(spec)
+    with watchdog.track_request(request()):
+        held.context.phases.enter("forward")
+        first = watchdog.sample(spec)
+        assert watchdog.sample(spec).still_s > first.still_s == 0
+        held.context.phases.enter("forward")  # of the next micro-batch: it moves, and the phase is as old as before
+        second = watchdog.sample(spec)
         assert (second.still_s, second.since) == (0, first.since)
         held.step += 1
-        assert watchdog.look(spec).still_s == 0
+        assert watchdog.sample(spec).still_s == 0
 
 
 def test_time_in_which_it_could_not_look_is_not_held_against_the_rank(
     watchdog: Watchdog, spec: GroupSpec, monkeypatch: pytest.MonkeyPatch
 ):
     """A rank goes on after SIGSTOP: its watchdog may run before all else, and must not say that it is stuck still."""
-    watchdog.leave()  # the thread looks no more, this test does
+    watchdog.stop()  # the thread looks no more, this test does
     now = time.time()
     monkeypatch.setattr("dtkit.engine.observe.watchdog.time.time", lambda: now)
-    with watchdog.serving(request()):
-        watchdog.look(spec)
+    with watchdog.track_request(request()):
+        watchdog.sample(spec)
         now += 1
-        assert watchdog.look(spec).still_s == 1
+        assert watchdog.sample(spec).still_s == 1
         now += 60
-        assert watchdog.look(spec).still_s == 0
+        assert watchdog.sample(spec).still_s == 0
         now += 1
-        assert watchdog.look(spec).still_s == 1
+        assert watchdog.sample(spec).still_s == 1
 
 
 def test_it_tells_how_often_it_was_blocked_in_this_job(watchdog: Watchdog, spec: GroupSpec, monkeypatch: Any):
     monkeypatch.setattr("dtkit.engine.observe.watchdog._in_user_code", lambda _: False)
     monkeypatch.setattr(stack_sampler, "in_collective", lambda rows: bool(waiting))
     waiting: list[int] = []
-    with watchdog.serving(request()):
-        assert [watchdog.look(spec).waited for _ in range(3)] == [None, None, 0.0]
+    with watchdog.track_request(request()):
+        assert [watchdog.sample(spec).waited for _ in range(3)] == [None, None, 0.0]
         waiting.append(1)
-        assert watchdog.look(spec).waited == 0.25
-    with watchdog.serving(request("call") if not waiting else Request("call", 1, 3, {})):
-        assert watchdog.look(spec).waited is None
-    assert watchdog.look(spec).waited is None
+        assert watchdog.sample(spec).waited == 0.25
+    with watchdog.track_request(request("call_function") if not waiting else Request("call_function", 1, 3, {})):
+        assert watchdog.sample(spec).waited is None
+    assert watchdog.sample(spec).waited is None
 
 
 def test_it_writes_for_this_user_alone_and_stops_when_left(watchdog: Watchdog, spec: GroupSpec, tmp_path: Path):
@@ -162,7 +162,7 @@ def test_it_writes_for_this_user_alone_and_stops_when_left(watchdog: Watchdog, s
     assert dump_file(tmp_path, 1).stat().st_mode & 0o777 == 0o600
     found = Standing.from_json(path.read_text())
     assert (found.pid, found.generation, found.dumps) == (os.getpid(), 3, True)
-    watchdog.leave()
+    watchdog.stop()
     remove(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -176,15 +176,15 @@ def test_a_look_that_fails_is_told_once_and_not_the_last(watchdog: Watchdog, tmp
 
     until(path.exists)
     fine, held.median_step_s = held.median_step_s, median_step_s
-    with watchdog.serving(request()):
+    with watchdog.track_request(request()):
         until(lambda: len(looks) > 2)
         assert not path.exists()  # one that grows old says that the engine is stuck
         held.median_step_s = fine
         until(path.exists)
-    assert watchdog.complaint() == (
+    assert watchdog.take_warning() == (
         "dtkit's watchdog could not tell where this engine stands, and goes on looking: ValueError: no median"
     )
-    assert watchdog.complaint() is None
+    assert watchdog.take_warning() is None
 
 
 def test_another_owner_of_the_signal_keeps_it(spec: GroupSpec):
@@ -193,11 +193,11 @@ def test_another_owner_of_the_signal_keeps_it(spec: GroupSpec):
     before = signal.signal(signal.SIGUSR1, mine)
     found = Watchdog({})
     try:
-        found.join(spec)
+        found.start(spec)
         assert signal.getsignal(signal.SIGUSR1) is mine
-        assert not found.look(spec).dumps
+        assert not found.sample(spec).dumps
     finally:
-        found.leave()
+        found.stop()
         signal.signal(signal.SIGUSR1, before)
 
 
@@ -205,20 +205,20 @@ def test_another_owner_of_the_signal_keeps_it(spec: GroupSpec):
 
 
 def test_whose_code_a_file_is():
-    assert stack_sampler.kind(stack_sampler.__file__) == "dtkit"
+    assert stack_sampler.classify_file(stack_sampler.__file__) == "dtkit"
     assert (
-        stack_sampler.kind(threading.__file__)
-        == stack_sampler.kind(psutil.__file__)
-        == stack_sampler.kind("<frozen runpy>")
+        stack_sampler.classify_file(threading.__file__)
+        == stack_sampler.classify_file(psutil.__file__)
+        == stack_sampler.classify_file("<frozen runpy>")
         == "library"
     )
-    assert stack_sampler.kind("/tmp/ipykernel_1/2.py") == stack_sampler.kind(__file__) == "user"
+    assert stack_sampler.classify_file("/tmp/ipykernel_1/2.py") == stack_sampler.classify_file(__file__) == "user"
 
 
 def test_outer_frames_that_all_calls_have_are_left_out():
-    door = Frame(str(stack_sampler._DOORS[0]), 1, "handle", "dtkit")
-    assert stack_sampler.trimmed([LIBRARY, USER, OWN, door, door, LIBRARY]) == (LIBRARY, USER, OWN)
-    assert stack_sampler.trimmed([LIBRARY]) == ()
+    door = Frame(str(stack_sampler._ENTRY_FILES[0]), 1, "handle", "dtkit")
+    assert stack_sampler.trim_outer_frames([LIBRARY, USER, OWN, door, door, LIBRARY]) == (LIBRARY, USER, OWN)
+    assert stack_sampler.trim_outer_frames([LIBRARY]) == ()
 
 
 @pytest.mark.parametrize(
@@ -234,12 +234,12 @@ def test_outer_frames_that_all_calls_have_are_left_out():
 )
 def test_a_collective_is_known_by_its_innermost_line(files: list[str], blocked: bool):  # noqa: FBT001 - a parameter
     rows = [Frame(f"/x/site-packages/{file}", 1, "f") for file in files]
-    assert stack_sampler.in_collective([*rows, USER] if rows else []) == blocked
+    assert stack_sampler.is_in_collective([*rows, USER] if rows else []) == blocked
 
 
 def test_ranks_that_wait_for_what_they_asked_each_other_are_in_a_collective():
-    assert stack_sampler.in_collective([Frame(process_group.__file__, 1, "answer"), USER])
-    assert not stack_sampler.in_collective([Frame(process_group.__file__, 1, "all_reduce"), USER])
+    assert stack_sampler.is_in_collective([Frame(process_group.__file__, 1, "answer"), USER])
+    assert not stack_sampler.is_in_collective([Frame(process_group.__file__, 1, "all_reduce"), USER])
 
 
 def test_names_may_have_letters_beyond_ascii(tmp_path: Path):
@@ -247,7 +247,7 @@ def test_names_may_have_letters_beyond_ascii(tmp_path: Path):
     path.write_text("def h\xe9las(look):\n    return look()\n")
     space: dict[str, Any] = {}
     exec(compile(path.read_text(), str(path), "exec"), space)
-    rows = space["h\xe9las"](lambda: stack_sampler.of_thread(threading.get_ident()))
+    rows = space["h\xe9las"](lambda: stack_sampler.sample_thread(threading.get_ident()))
     assert (str(path), 2, "h\xe9las") in [(row.file, row.line, row.function) for row in rows]
 
 
@@ -261,7 +261,7 @@ def test_a_look_keeps_nothing_alive():
 
     def look() -> None:
         while not over.is_set():
-            stack_sampler.of_thread(looked_at)
+            stack_sampler.sample_thread(looked_at)
 
     def make() -> weakref.ref[Thing]:
         thing = Thing()
@@ -320,7 +320,7 @@ def test_a_loader_in_a_thread_is_seen():
     thread = threading.Thread(target=load, name="loader")
     thread.start()
     assert there.wait(10)
-    found = stack_sampler.of_helpers(0)
+    found = stack_sampler.sample_helper_threads(0)
     go.set()
     thread.join(10)
     assert any(frame.function == "load" for frame in found["loader"])
@@ -330,8 +330,8 @@ def test_a_loader_in_a_thread_is_seen():
 
 
 def test_a_standing_travels_as_text(watchdog: Watchdog, spec: GroupSpec):
-    with watchdog.serving(request("call")):
-        found = dataclasses.replace(watchdog.look(spec), threads={"loader": (USER,)})
+    with watchdog.track_request(request("call_function")):
+        found = dataclasses.replace(watchdog.sample(spec), threads={"loader": (USER,)})
     assert Standing.from_json(found.to_json()) == found
 
 
@@ -340,7 +340,7 @@ def test_what_another_process_wrote_is_not_believed(watchdog: Watchdog, node: No
     assert stacks.look(tmp_path, node).process in ("running", "sleeping")
     other = stacks.look(tmp_path, dataclasses.replace(node, pid=node.pid + 1))
     assert (other.standing, other.process) == (None, "unknown")
-    watchdog.leave()
+    watchdog.stop()
     status_file(tmp_path, 1).write_text('{"rank": ')
     assert stacks.look(tmp_path, node).standing is None
 
@@ -363,7 +363,7 @@ def test_a_process_writes_its_stack_by_itself(watchdog: Watchdog, node: NodeInfo
 
 def test_no_signal_where_it_would_kill(monkeypatch: pytest.MonkeyPatch, watchdog: Watchdog, spec: GroupSpec, tmp_path):
     monkeypatch.setattr(os, "kill", lambda *_: pytest.fail("a signal was sent"))
-    found = watchdog.look(spec)
+    found = watchdog.sample(spec)
     for process, dumps in (("sleeping", False), ("stopped", True), ("ended", True), ("unknown", True)):
         one = Seen(1, "here", found.pid, process, 0.1, dataclasses.replace(found, dumps=dumps))
         assert stacks.dump(tmp_path, one) == ()

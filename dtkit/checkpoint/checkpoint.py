@@ -210,7 +210,7 @@ class Checkpoint:
             aliases = facts["aliases"].get("model", {})
             for name, entry in self.get_tensor_entries().items():
                 shape = entry["shape"]
-                state[name] = reader.read(f"model/{aliases.get(name, name)}", [0] * len(shape), shape)
+                state[name] = reader.read_slice(f"model/{aliases.get(name, name)}", [0] * len(shape), shape)
         return state | {name: decode(value) for name, value in facts["extra"].items()}
 
     def load_into(self, model: torch.nn.Module) -> torch.nn.Module:
@@ -290,9 +290,9 @@ def _format_names(names: Iterable[str]) -> str:
 
 
 def _format_dtype(tensor: Any) -> str:
-    from dtkit.engine.state.safetensors_file import DTYPES
+    from dtkit.engine.state.safetensors_file import SAFETENSORS_NAMES
 
-    return DTYPES.get(tensor.dtype, str(tensor.dtype))
+    return SAFETENSORS_NAMES.get(tensor.dtype, str(tensor.dtype))
 
 
 # -- reading checkpoint.json -----------------------------------------------------------------------------------

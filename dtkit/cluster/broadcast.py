@@ -88,11 +88,11 @@ def broadcast(cluster: Cluster, model: Any, *, mapped: bool = False) -> Replicas
     with waiting(f"sending {type(model).__name__}, {formatting.size(packed.nbytes)}"):
         if mapped and cluster.one_host:
             shipment = cluster.upload(packed)
-            cluster.ask("keep", key=key, shipment=shipment)
+            cluster.ask("store_model", key=key, shipment=shipment)
             found = Replicas(cluster, key, packed, model, ())
             weakref.finalize(found, cluster.discard, shipment).atexit = False  # the engines may outlive this process
             return found
-        checksums = cluster.deliver("place", packed, broadcast=True, key=key)
+        checksums = cluster.deliver("receive_model", packed, broadcast=True, key=key)
     return Replicas(cluster, key, packed, model, checksums)
 
 

@@ -209,7 +209,7 @@ class Cluster(Ranks):
             self.greet()
             self.form()
             self.sign()
-            self.fan_out("warm")  # nobody waits for it: the first step will find it done
+            self.fan_out("warm_up")  # nobody waits for it: the first step will find it done
         except BaseException:
             self.close()
             raise
@@ -614,7 +614,7 @@ class Cluster(Ranks):
     def _leave(self) -> None:
         """Engines that live on leave our process group and forget what they held for us."""
         if self._nodes and not isinstance(self._transport, StartedEngines):
-            self.collect(self.fan_out("leave"), 5.0)
+            self.collect(self.fan_out("leave_group"), 5.0)
 
     def _at_exit(self) -> None:
         """A script that ends takes its engines along, unless told to keep them; a kernel leaves them to the lease."""
@@ -639,10 +639,10 @@ class Cluster(Ranks):
 
     def _notes(self) -> list[str]:
         """What whoever looks at it should know."""
-        from dtkit.engine.comm.process_group import loopback
+        from dtkit.engine.comm.process_group import find_loopback_interface
 
         found = [self._plan.note] if self._plan.note else []
-        if self._interface not in (None, loopback()):
+        if self._interface not in (None, find_loopback_interface()):
             found.append(f"Tensors travel over {self._interface}, and that traffic is not encrypted.")
         return found
 

@@ -34,7 +34,7 @@ class DevicePlan:
             found["MALLOC_MMAP_THRESHOLD_"] = str(_LARGEST_PIECE)
             found["MALLOC_TRIM_THRESHOLD_"] = str(_NEVER)
         if memory_limit is not None:
-            found[limits.VARIABLE] = str(memory_limit)
+            found[limits.LIMIT_ENV_VAR] = str(memory_limit)
             # The limit counts what malloc keeps of freed memory in pieces; what is mapped by itself goes back at once.
             found["MALLOC_MMAP_THRESHOLD_"] = str(2**20)
             found.pop("MALLOC_TRIM_THRESHOLD_", None)

@@ -16,7 +16,7 @@ from dtkit._util import formatting
 from dtkit._util.guard import attempt
 from dtkit.dashboard.display import in_notebook
 from dtkit.dashboard.throttle import Throttle
-from dtkit.engine.observe.call_output import OWN_COLUMNS
+from dtkit.engine.observe.call_output import RESERVED_COLUMNS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -89,7 +89,7 @@ class Digest:
 
 
 def _values(row: dict[str, Any]) -> dict[str, float]:
-    return {name: value for name, value in row.items() if name not in OWN_COLUMNS}
+    return {name: value for name, value in row.items() if name not in RESERVED_COLUMNS}
 
 
 def values_text(values: dict[str, float]) -> str:

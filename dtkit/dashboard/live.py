@@ -1,4 +1,4 @@
-"""The live view in a notebook: an anywidget over a :class:`~dtkit.dashboard.feed.Feed`.
+"""The live view in a notebook: an anywidget over a :class:`~dtkit.dashboard.make_row_batches.Feed`.
 
 The model is opened with a snapshot in the trait ``opening`` (it arrives even while a cell blocks the
 kernel); from then on messages are custom ones, at most four a second. Its half in the browser,

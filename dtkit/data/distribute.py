@@ -25,7 +25,7 @@ from dtkit.data.columns import ColumnSelection
 from dtkit.data.partition import Partition, as_labels
 from dtkit.engine.data import iterable
 from dtkit.engine.data import paths as files
-from dtkit.engine.data.memmap import MappedFile, OnDisk
+from dtkit.engine.data.memmap import FileBackedData, MappedFile
 from dtkit.engine.data.parquet import ParquetFiles, ParquetSource
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def distribute_validation_data(
                 "evaluate on as arrays or as a Dataset"
             )
         rows = np.arange(found.num_samples, dtype=np.int32)
-        cluster.ask("shard", key=found.key, indices=rows, sizes=_compute_even_sizes(found.num_samples, ranks))
+        cluster.ask("set_shards", key=found.key, indices=rows, sizes=_compute_even_sizes(found.num_samples, ranks))
         return found
     offer = _inspect_data(data, asked, for_evaluation=True)
     if not offer.num_samples:
@@ -197,7 +197,7 @@ class _PartitionRequest:
         part = Partition(data_handle.num_samples, ranks, labels=self.labels, source=data_handle, **self.options)
         if self.check is not None:
             self.check(part)
-        self.cluster.ask("shard", key=data_handle.key, indices=part.flatten_indices(), sizes=part.sizes)
+        self.cluster.ask("set_shards", key=data_handle.key, indices=part.flatten_indices(), sizes=part.sizes)
         return part
 
 
@@ -209,7 +209,7 @@ def _send_data(cluster: Cluster, notebook_data: _NotebookData, rows: np.ndarray,
     key = cluster.new_key("data")
     packed = cluster.pack((notebook_data.data, rows), name="data")
     with waiting(f"sending {formatting.size(packed.nbytes)} to {cluster.world_size} engines"):
-        cluster.deliver("load", packed, key=key, sizes=tuple(sizes))
+        cluster.deliver("load_data", packed, key=key, sizes=tuple(sizes))
     return DataHandle(cluster, key, notebook_data.num_samples, notebook_data.columns)
 
 
@@ -219,7 +219,7 @@ def _send_data(cluster: Cluster, notebook_data: _NotebookData, rows: np.ndarray,
 def _is_loaded_by_engines(data: Any) -> bool:
     """Whether engines get at the data by a call or by iterating; rows by number are looked at here."""
     _refuse_iterator(data)
-    return isinstance(data, StreamHandle) or _is_function(data) or iterable.is_stream(data)
+    return isinstance(data, StreamHandle) or _is_function(data) or iterable.is_iterable_only(data)
 
 
 def _is_function(data: Any) -> bool:
@@ -231,7 +231,7 @@ def _is_function(data: Any) -> bool:
 
 def _is_plain_stream(data: Any) -> bool:
     """Whether it can be told without a call that this is a stream."""
-    return iterable.may_stream(data) if _is_function(data) else iterable.is_stream(data)
+    return iterable.is_stream_factory(data) if _is_function(data) else iterable.is_iterable_only(data)
 
 
 def _refuse_iterator(data: Any) -> None:
@@ -262,14 +262,14 @@ def _load_on_engines(cluster: Cluster, data: Any, columns: ColumnSelection) -> D
         return data
     from dtkit.engine.data import sources
 
-    bring = sources.load if _is_function(data) else sources.as_source
+    bring = sources.load_source if _is_function(data) else sources.as_source
     if _is_function(data):
-        iterable.takes_rank(data)  # refuses one that can't be called
+        iterable.accepts_rank(data)  # refuses one that can't be called
     key = cluster.new_key("data")
     shipment = cluster.upload(cluster.pack(functools.partial(bring, data, columns), name="data"))
     with waiting("loading data on the engines"):
         try:
-            lengths = cluster.ask("load", key=key, shipment=shipment, sizes=None)
+            lengths = cluster.ask("load_data", key=key, shipment=shipment, sizes=None)
         finally:
             cluster.discard(shipment)
     if set(lengths) == {None}:
@@ -287,7 +287,7 @@ def _load_on_engines(cluster: Cluster, data: Any, columns: ColumnSelection) -> D
 
 def _inspect_data(data: Any, column_selection: ColumnSelection, *, for_evaluation: bool = False) -> _NotebookData:
     """What travels for `data`, and what is to be known of it. Raises ValueError or TypeError for what can't work."""
-    data = files.found_in(data, column_selection)
+    data = files.describe_files(data, column_selection)
     if isinstance(data, ParquetFiles):
         return _inspect_parquet(data, want_labels=not for_evaluation)
     if _is_hugging_face_dataset(data):
@@ -330,10 +330,10 @@ def _inspect_arrays(data: Sequence[Any], columns: ColumnSelection, note: str = "
 
 def _inspect_parquet(data: ParquetFiles, *, want_labels: bool) -> _NotebookData:
     labels = None
-    if want_labels and len(data.columns.target_names) == 1 and data.rows <= _MAX_LABELS:
-        labels = as_labels(ParquetSource(data).target())
+    if want_labels and len(data.columns.target_names) == 1 and data.num_rows <= _MAX_LABELS:
+        labels = as_labels(ParquetSource(data).read_target())
     return _NotebookData(
-        data, data.rows, data.columns, labels, f"read by row group from {data.name}", reads_in_blocks=True
+        data, data.num_rows, data.columns, labels, f"read by row group from {data.display_name}", reads_in_blocks=True
     )
 
 
@@ -343,9 +343,9 @@ def _is_hugging_face_dataset(data: Any) -> bool:
 
 def _inspect_hugging_face_dataset(data: Any, column_selection: ColumnSelection) -> _NotebookData:
     """A Dataset of ``datasets``: what is on disk is mapped there by every engine, the rest travels in shared memory."""
-    from dtkit.engine.data.sources import check_hub
+    from dtkit.engine.data.sources import check_hub_columns
 
-    columns = check_hub(data, column_selection)
+    columns = check_hub_columns(data, column_selection)
     labels = None
     if len(columns.target_names) == 1 and len(data) <= _MAX_LABELS:
         name = columns.target_names[0]
@@ -354,7 +354,7 @@ def _inspect_hugging_face_dataset(data: Any, column_selection: ColumnSelection) 
     paths = [file["filename"] for file in data.cache_files]
     sent = _WithColumns(data, columns) if columns.is_given else data
     note = f"mapped by every engine from {formatting.plural(len(paths), 'arrow file')}" if paths else ""
-    return _NotebookData(OnDisk(paths, sent) if paths else sent, len(data), columns, labels, note)
+    return _NotebookData(FileBackedData(paths, sent) if paths else sent, len(data), columns, labels, note)
 
 
 class _WithColumns:

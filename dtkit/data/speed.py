@@ -37,7 +37,7 @@ def repartition_by_speed(
         partition.n, partition.world_size, by="speed", weights=speeds, labels=partition.labels, seed=partition.seed
     )
     found.source, found.note = partition.source, partition.note
-    cluster.ask("shard", key=partition.source.key, indices=found.flatten_indices(), sizes=found.sizes)
+    cluster.ask("set_shards", key=partition.source.key, indices=found.flatten_indices(), sizes=found.sizes)
     return found
 
 

@@ -1,6 +1,6 @@
 """What can only be measured on the engines: their speed, the links between them, their memory, and a user's model.
 
-A request names one of :data:`MEASURES`. "links" is a collective of all ranks, and short: a product of matrices,
+A request names one of :data:`BENCHMARKS`. "links" is a collective of all ranks, and short: a product of matrices,
 all-reduces of growing size (until one takes long), messages back and forth between each pair, and both at once.
 "times" has all ranks take the same steps at the same time, without synchronising them, since processes that share
 cores and memory slow each other down in training as well.
@@ -35,183 +35,185 @@ if TYPE_CHECKING:
 
     from dtkit.engine.comm.process_group import Group
     from dtkit.engine.data.batches import Shards
-    from dtkit.engine.data.sources import Source
-    from dtkit.engine.dry_run import Peaks
+    from dtkit.engine.data.sources import RowSource
+    from dtkit.engine.dry_run import ActivationPeak
     from dtkit.strategies.loss import Loss
 
-SIZES = (8, 64 * 1024, 1024**2, 8 * 1024**2, 25 * 1024**2)  # bytes of all-reduces; DDP's buckets have 25 MiB
-LONG_S = 0.25  # larger all-reduces than one that took so long are not tried
-PAIR_BYTES, PAIR_TRIPS = 1024**2, 3
-PINGS = 20
-BUDGET_S, LONGEST_S = 1.0, 4.0  # for the steps of one size; for one step, at most
-LEAST_ROWS = 2  # batch normalisation can't take one
-_TRAINED = 4  # steps that a rehearsal begins with
-_SAMPLE = 3  # rows of a batch that only serves for its shapes
+ALL_REDUCE_BYTES = (8, 64 * 1024, 1024**2, 8 * 1024**2, 25 * 1024**2)  # bytes of all-reduces; DDP's buckets have 25 MiB
+MAX_ALL_REDUCE_S = 0.25  # larger all-reduces than one that took so long are not tried
+PAIR_BYTES, NUM_PAIR_TRIPS = 1024**2, 3
+NUM_PINGS = 20
+STEPS_BUDGET_S, MAX_STEP_S = 1.0, 4.0  # for the steps of one size; for one step, at most
+MIN_ROWS = 2  # batch normalisation can't take one
+_NUM_WARMUP_STEPS = 4  # steps that a rehearsal begins with
+_SAMPLE_ROWS = 3  # rows of a batch that only serves for its shapes
 
 
 @dataclasses.dataclass(frozen=True)
-class Seat:
+class BenchmarkContext:
     """Where this engine works, and what it holds."""
 
     group: Group
     device: torch.device
     models: Mapping[str, torch.nn.Module]
-    data: Mapping[str, tuple[Source, Shards]]
+    data: Mapping[str, tuple[RowSource, Shards]]
 
 
-def serve(seat: Seat, what: str, **args: Any) -> Any:
-    """Do one of :data:`MEASURES`."""
-    return MEASURES[what](seat, **args)
+def run_benchmark(context: BenchmarkContext, what: str, **args: Any) -> Any:
+    """Do one of :data:`BENCHMARKS`."""
+    return BENCHMARKS[what](context, **args)
 
 
 # --- speed and links ----------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
-class Links:
+class LinkSpeeds:
     """One rank's part of a benchmark: see :class:`dtkit.planning.cost_model.Benchmark`."""
 
     flops: float
-    all_reduce: list[tuple[int, float]]
+    all_reduce_times: list[tuple[int, float]]
     pairs: dict[int, tuple[float, float]]
     """(latency in seconds, bytes per second) to each higher rank."""
     overlap: float
 
 
-def links(seat: Seat, dtype: str) -> Links:
+def measure_links(context: BenchmarkContext, dtype: str) -> LinkSpeeds:
     """Measure speed and links. A collective."""
     kind = getattr(torch, dtype)
     # waits: a collective, limited by the process group's timeout
-    seat.group.barrier()
-    rate, product = _matrix_rate(seat, kind)
-    if seat.group.world_size == 1:
-        return Links(rate, [], {}, 1.0)
-    reduced = _all_reduces(seat)
-    return Links(rate, reduced, _pairs(seat), _overlap(seat, product, reduced[-1][0]))
+    context.group.barrier()
+    rate, product = _measure_matmul_flops(context, kind)
+    if context.group.world_size == 1:
+        return LinkSpeeds(rate, [], {}, 1.0)
+    reduced = _time_all_reduces(context)
+    return LinkSpeeds(rate, reduced, _measure_pairs(context), _measure_overlap(context, product, reduced[-1][0]))
 
 
-def _matrix_rate(seat: Seat, dtype: torch.dtype) -> tuple[float, Callable[[], Any]]:
+def _measure_matmul_flops(context: BenchmarkContext, dtype: torch.dtype) -> tuple[float, Callable[[], Any]]:
     """(operations per second, a product of matrices to compute with)."""
-    n = 8192 if seat.device.type == "cuda" else 768
-    a, b = (torch.ones(n, n, device=seat.device).to(dtype) for _ in range(2))
+    n = 8192 if context.device.type == "cuda" else 768
+    a, b = (torch.ones(n, n, device=context.device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
 
-    def product() -> None:
+    def multiply() -> None:
         torch.mm(a, b, out=out)
 
-    seconds = _repeat(seat, product, 0.4)
-    return 2 * n**3 / _fast(seconds), product
+    seconds = _time_repeatedly(context, multiply, 0.4)
+    return 2 * n**3 / _take_fast_quartile(seconds), multiply
 
 
-def _repeat(seat: Seat, work: Callable[[], Any], budget: float, least: int = 3) -> list[float]:
+def _time_repeatedly(
+    context: BenchmarkContext, work: Callable[[], Any], budget_s: float, min_calls: int = 3
+) -> list[float]:
     """Seconds of each of as many calls as fit into `budget`, after one that is not counted."""
-    _timed(seat, work)
+    _time_call(context, work)
     seconds: list[float] = []
-    while len(seconds) < least or sum(seconds) < budget:
-        seconds.append(_timed(seat, work))
+    while len(seconds) < min_calls or sum(seconds) < budget_s:
+        seconds.append(_time_call(context, work))
     return seconds
 
 
-def _fast(seconds: Sequence[float]) -> float:
+def _take_fast_quartile(seconds: Sequence[float]) -> float:
     """The fast quartile: what disturbs makes slower, never faster."""
     return sorted(seconds)[len(seconds) // 4]
 
 
-def _timed(seat: Seat, work: Callable[[], Any]) -> float:
-    clock = node_info.clock(seat.device)
-    start = clock.mark()
+def _time_call(context: BenchmarkContext, work: Callable[[], Any]) -> float:
+    clock = node_info.make_clock(context.device)
+    start = clock.record_mark()
     work()
-    end = clock.mark()
-    clock.settle()
-    return clock.seconds(start, end)
+    end = clock.record_mark()
+    clock.synchronize()
+    return clock.compute_elapsed(start, end)
 
 
-def _all_reduces(seat: Seat) -> list[tuple[int, float]]:
+def _time_all_reduces(context: BenchmarkContext) -> list[tuple[int, float]]:
     """(bytes, seconds) of growing all-reduces; all ranks stop at the same one."""
     found: list[tuple[int, float]] = []
-    for size in SIZES:
-        tensor = torch.zeros(size // 4, device=seat.device)
-        seconds = [_all_reduce_s(seat, tensor) for _ in range(PINGS if size < 1024**2 else 6)]
+    for size in ALL_REDUCE_BYTES:
+        tensor = torch.zeros(size // 4, device=context.device)
+        seconds = [_time_all_reduce(context, tensor) for _ in range(NUM_PINGS if size < 1024**2 else 6)]
         found.append((size, statistics.median(seconds[1:])))
-        if seat.group.any(found[-1][1] > LONG_S):
+        if context.group.all_reduce_any(found[-1][1] > MAX_ALL_REDUCE_S):
             break
     return found
 
 
-def _all_reduce_s(seat: Seat, tensor: torch.Tensor) -> float:
+def _time_all_reduce(context: BenchmarkContext, tensor: torch.Tensor) -> float:
     begun = time.perf_counter()
     dist.all_reduce(tensor)
-    _settle(seat)
+    _synchronize(context)
     return time.perf_counter() - begun
 
 
-def _settle(seat: Seat) -> None:
-    if seat.device.type == "cuda":
-        torch.cuda.synchronize(seat.device)
+def _synchronize(context: BenchmarkContext) -> None:
+    if context.device.type == "cuda":
+        torch.cuda.synchronize(context.device)
 
 
-def _pairs(seat: Seat) -> dict[int, tuple[float, float]]:
+def _measure_pairs(context: BenchmarkContext) -> dict[int, tuple[float, float]]:
     """Latency and bandwidth to each higher rank: one pair after the other, the others wait for their turn."""
     # gloo sends and receives on the CPU only.
-    device = seat.device if "nccl" in seat.group.backend else torch.device("cpu")
+    device = context.device if "nccl" in context.group.backend else torch.device("cpu")
     found = {}
-    for low in range(seat.group.world_size):
-        for high in range(low + 1, seat.group.world_size):
-            if seat.group.rank in (low, high):
-                measured = _pair(seat, high if seat.group.rank == low else low, device)
-                if seat.group.rank == low:
+    for low in range(context.group.world_size):
+        for high in range(low + 1, context.group.world_size):
+            if context.group.rank in (low, high):
+                measured = _measure_pair(context, high if context.group.rank == low else low, device)
+                if context.group.rank == low:
                     found[high] = measured
     return found
 
 
-def _pair(seat: Seat, peer: int, device: torch.device) -> tuple[float, float]:
+def _measure_pair(context: BenchmarkContext, peer: int, device: torch.device) -> tuple[float, float]:
     """(seconds one way for 8 bytes, bytes per second), as the lower rank sees them."""
     small, large = torch.zeros(2, device=device), torch.zeros(PAIR_BYTES // 4, device=device)
-    _trip(seat, peer, small)
-    _trip(seat, peer, large)
-    ping = statistics.median(_trip(seat, peer, small) for _ in range(PINGS)) / 2
-    bulk = statistics.median(_trip(seat, peer, large) for _ in range(PAIR_TRIPS)) / 2
+    _time_round_trip(context, peer, small)
+    _time_round_trip(context, peer, large)
+    ping = statistics.median(_time_round_trip(context, peer, small) for _ in range(NUM_PINGS)) / 2
+    bulk = statistics.median(_time_round_trip(context, peer, large) for _ in range(NUM_PAIR_TRIPS)) / 2
     return ping, PAIR_BYTES / bulk
 
 
-def _trip(seat: Seat, peer: int, tensor: torch.Tensor) -> float:
+def _time_round_trip(context: BenchmarkContext, peer: int, tensor: torch.Tensor) -> float:
     """There and back: the lower rank begins."""
     begun = time.perf_counter()
-    moves = (dist.send, dist.recv) if seat.group.rank < peer else (dist.recv, dist.send)
+    moves = (dist.send, dist.recv) if context.group.rank < peer else (dist.recv, dist.send)
     for move in moves:
         move(tensor, peer)
-    _settle(seat)
+    _synchronize(context)
     return time.perf_counter() - begun
 
 
-def _overlap(seat: Seat, product: Callable[[], Any], nbytes: int) -> float:
+def _measure_overlap(context: BenchmarkContext, multiply: Callable[[], Any], nbytes: int) -> float:
     """How much of an all-reduce of so many bytes hides behind computing that takes about as long."""
-    tensor = torch.zeros(nbytes // 4, device=seat.device)
+    tensor = torch.zeros(nbytes // 4, device=context.device)
     found = []
     for _ in range(5):
         # waits: a collective, limited by the process group's timeout
-        seat.group.barrier()
-        alone = _all_reduce_s(seat, tensor)
-        times = max(1, round(alone / _timed(seat, product)))
+        context.group.barrier()
+        alone = _time_all_reduce(context, tensor)
+        times = max(1, round(alone / _time_call(context, multiply)))
         # waits: a collective, limited by the process group's timeout
-        seat.group.barrier()
-        computing = _timed(seat, functools.partial(_repeated, product, times))
+        context.group.barrier()
+        computing = _time_call(context, functools.partial(_call_repeatedly, multiply, times))
         # waits: a collective, limited by the process group's timeout
-        seat.group.barrier()
+        context.group.barrier()
         begun = time.perf_counter()
         work = dist.all_reduce(tensor, async_op=True)
         assert work is not None
-        _repeated(product, times)
+        _call_repeatedly(multiply, times)
         # waits: a collective, limited by the process group's timeout
         work.wait()
-        _settle(seat)
+        _synchronize(context)
         both = time.perf_counter() - begun
         found.append((alone + computing - both) / min(alone, computing))
     return min(1.0, max(0.0, statistics.median(found)))
 
 
-def _repeated(work: Callable[[], Any], times: int) -> None:
-    for _ in range(times):
+def _call_repeatedly(work: Callable[[], Any], num_calls: int) -> None:
+    for _ in range(num_calls):
         work()
 
 
@@ -219,53 +221,62 @@ def _repeated(work: Callable[[], Any], times: int) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
+class ModelSizes:
     """What a model takes whatever the batch: see :class:`dtkit.planning.cost_model.ModelProfile`."""
 
     parameters: int
     gradients: int
     shapes: tuple[tuple[int, ...], ...]
-    state: int | None
+    optimizer_state: int | None
     """None where the optimiser could not be tried without numbers; `why` says why."""
-    update: int
-    why: str
+    update_peak: int
+    reason: str
 
 
-def sizes(seat: Seat, program: bytes, model: str | None) -> Sizes:
+def measure_model_sizes(context: BenchmarkContext, program: bytes, model: str | None) -> ModelSizes:
     """What a model takes whatever the batch. `program` has (hollow model or None, objective, optimiser's factory)."""
     # unpickles: sent by the notebook in a call
     hollow, _, factory = pickling.loads(program)
-    network = hollow if model is None else seat.models[model]
-    (state, update), why = _tried(lambda: dry_run.update_bytes(network, factory, seat.device), (None, 0))
-    dense = dry_run.with_dense_gradients(network)
-    return Sizes(
-        parameters=dry_run.nbytes([*network.parameters(), *network.buffers()]),
-        gradients=dry_run.nbytes(dense),
+    network = hollow if model is None else context.models[model]
+    (state, update), why = _try_or_explain(
+        lambda: dry_run.estimate_optimizer_bytes(network, factory, context.device), (None, 0)
+    )
+    dense = dry_run.find_dense_gradient_parameters(network)
+    return ModelSizes(
+        parameters=dry_run.count_bytes([*network.parameters(), *network.buffers()]),
+        gradients=dry_run.count_bytes(dense),
         shapes=tuple(tuple(p.shape) for p in dense),
-        state=state,
-        update=update,
-        why=why,
+        optimizer_state=state,
+        update_peak=update,
+        reason=why,
     )
 
 
-def peaks(
-    seat: Seat, program: bytes, model: str | None, data: str, rows: tuple[int, ...], precision: str | None = None
-) -> tuple[list[Peaks], str]:
+def measure_activation_peaks(
+    context: BenchmarkContext,
+    program: bytes,
+    model: str | None,
+    data: str,
+    rows: tuple[int, ...],
+    precision: str | None = None,
+) -> tuple[list[ActivationPeak], str]:
     """What forward and backward hold on so many rows, without numbers; none and the reason where that fails."""
     # unpickles: sent by the notebook in a call
     hollow, objective, _ = pickling.loads(program)
-    network = hollow if model is None else seat.models[model]
-    source = seat.data[data][0]
-    batch = source.take(_rows(source, _SAMPLE))
-    autocast = functools.partial(_autocast, seat.device, precision)
-    found, why = _tried(lambda: dry_run.peaks(network, objective, batch, rows, seat.device, autocast), [])
+    network = hollow if model is None else context.models[model]
+    source = context.data[data][0]
+    batch = source.take(_cycle_rows(source, _SAMPLE_ROWS))
+    autocast = functools.partial(_make_autocast, context.device, precision)
+    found, why = _try_or_explain(
+        lambda: dry_run.estimate_peaks(network, objective, batch, rows, context.device, autocast), []
+    )
     if any(peak.opaque for peak in found):
         return [], "it has recurrent layers, whose workspace does not show"
     return found, why
 
 
-def layers(
-    seat: Seat, program: bytes, model: str | None, data: str, rows: int, *, timed: bool
+def measure_layers(
+    context: BenchmarkContext, program: bytes, model: str | None, data: str, rows: int, *, timed: bool
 ) -> tuple[LayerChain | None, str]:
     """What the layers of a model's chain are and cost; `timed` in steps on `rows`, of a model that is placed here.
 
@@ -273,13 +284,15 @@ def layers(
     """
     # unpickles: sent by the notebook in a call
     hollow, objective, _ = pickling.loads(program)
-    network = hollow if model is None else seat.models[model]
-    source = seat.data[data][0]
-    batch = to_device(source.take(_rows(source, rows)), seat.device)
-    return _tried(lambda: _layers(network, objective, batch, seat.device if timed else None), None)
+    network = hollow if model is None else context.models[model]
+    source = context.data[data][0]
+    batch = to_device(source.take(_cycle_rows(source, rows)), context.device)
+    return _try_or_explain(lambda: _measure_chain(network, objective, batch, context.device if timed else None), None)
 
 
-def _layers(network: torch.nn.Module, objective: Loss, batch: Any, device: torch.device | None) -> LayerChain | None:
+def _measure_chain(
+    network: torch.nn.Module, loss_fn: Loss, batch: Any, device: torch.device | None
+) -> LayerChain | None:
     names = tuple(name for name, _ in find_layer_chain(network))
     if not names:
         return None
@@ -288,27 +301,27 @@ def _layers(network: torch.nn.Module, objective: Loss, batch: Any, device: torch
     seconds = None
     if device is not None:
         seconds = layer_costs.measure_seconds(
-            network, inputs, device, lambda output: objective.evaluate_output(output, target).loss
+            network, inputs, device, lambda output: loss_fn.evaluate_output(output, target).loss
         )
     return LayerChain(names, numbers, seconds, tuple(nbytes / len(inputs[0]) for nbytes in outputs))
 
 
-def _tried(work: Callable[[], Any], otherwise: Any) -> tuple[Any, str]:
+def _try_or_explain(work: Callable[[], Any], fallback: Any) -> tuple[Any, str]:
     """(the work's result, "") or (otherwise, why not)."""
 
-    def note(error: Exception) -> tuple[Any, str]:
+    def explain_error(error: Exception) -> tuple[Any, str]:
         first = str(error).strip().splitlines()[:1] or [""]
-        return otherwise, f"{type(error).__name__}: {first[0]}"[:200]
+        return fallback, f"{type(error).__name__}: {first[0]}"[:200]
 
-    return attempt(lambda: (work(), ""), note)
+    return attempt(lambda: (work(), ""), explain_error)
 
 
-def _rows(source: Source, count: int) -> np.ndarray:
+def _cycle_rows(source: RowSource, count: int) -> np.ndarray:
     """So many rows of a sample that may have fewer."""
     return np.arange(count) % len(source)
 
 
-def _autocast(device: torch.device, precision: str | None = None) -> contextlib.AbstractContextManager[Any]:
+def _make_autocast(device: torch.device, precision: str | None = None) -> contextlib.AbstractContextManager[Any]:
     from dtkit.strategies.replicated import AUTOCAST_DTYPES
 
     if precision is None:
@@ -316,8 +329,8 @@ def _autocast(device: torch.device, precision: str | None = None) -> contextlib.
     return torch.autocast(device.type, dtype=AUTOCAST_DTYPES[precision])
 
 
-def times(
-    seat: Seat,
+def measure_step_times(
+    context: BenchmarkContext,
     program: bytes,
     model: str,
     data: str,
@@ -332,36 +345,42 @@ def times(
     """
     # unpickles: sent by the notebook in a call
     _, objective, factory = pickling.loads(program)
-    start = functools.partial(Rehearsal, seat, seat.models[model], objective, factory, seat.data[data][0], precision)
+    start = functools.partial(
+        TrialTraining, context, context.models[model], objective, factory, context.data[data][0], precision
+    )
     # waits: a collective, limited by the process group's timeout
-    seat.group.barrier()
+    context.group.barrier()
     try:
-        with torch.random.fork_rng(devices=[] if seat.device.type == "cpu" else [seat.device]):
-            return _rehearsed(seat, start, rows, ledger=ledger)
+        with torch.random.fork_rng(devices=[] if context.device.type == "cpu" else [context.device]):
+            return _run_trial(context, start, rows, track_allocations=ledger)
     finally:
-        memory.tidy()
+        memory.release_unused_memory()
 
 
-def _rehearsed(seat: Seat, start: Callable[[], Rehearsal], rows: int, *, ledger: bool) -> StepTimings:
-    large = _affordable(start, rows)
-    memory.tidy()  # steps of several sizes leave a heap in pieces that training's would not
-    before = memory.reset_peak(seat.device)
-    with contextlib.closing(start()) as rehearsal:
-        rehearsal.train(large)
-        grown = None if before is None else memory.peak(seat.device) - before
-        pair = (large, 2 * large) if large < 2 * LEAST_ROWS else (large // 2, large)
-        points = [(count, *rehearsal.seconds(count)) for count in pair]
-        held = [rehearsal.peak(count) for count in pair] if ledger else []
-        return StepTimings(points, rehearsal.update_seconds(), rehearsal.state_bytes(), large, grown, held)
+def _run_trial(
+    context: BenchmarkContext, start_trial: Callable[[], TrialTraining], rows: int, *, track_allocations: bool
+) -> StepTimings:
+    large = _find_affordable_rows(start_trial, rows)
+    memory.release_unused_memory()  # steps of several sizes leave a heap in pieces that training's would not
+    before = memory.reset_peak(context.device)
+    with contextlib.closing(start_trial()) as rehearsal:
+        rehearsal.run_warmup_steps(large)
+        grown = None if before is None else memory.read_peak(context.device) - before
+        pair = (large, 2 * large) if large < 2 * MIN_ROWS else (large // 2, large)
+        points = [(count, *rehearsal.measure_step_seconds(count)) for count in pair]
+        held = [rehearsal.measure_activation_peak(count) for count in pair] if track_allocations else []
+        return StepTimings(
+            points, rehearsal.measure_update_seconds(), rehearsal.count_optimizer_bytes(), large, grown, held
+        )
 
 
-def _affordable(start: Callable[[], Rehearsal], rows: int) -> int:
+def _find_affordable_rows(start_trial: Callable[[], TrialTraining], rows: int) -> int:
     """In a function of its own, after which nothing of that rehearsal is left."""
-    with contextlib.closing(start()) as rehearsal:
-        return rehearsal.affordable(rows)
+    with contextlib.closing(start_trial()) as rehearsal:
+        return rehearsal.find_affordable_rows(rows)
 
 
-class Rehearsal:
+class TrialTraining:
     """A copy of the model that is trained a little and thrown away.
 
     Gradients go where DDP has them go, since that shapes the heap: into flat buckets, each as soon as it is there. DDP
@@ -370,95 +389,95 @@ class Rehearsal:
 
     def __init__(
         self,
-        seat: Seat,
+        context: BenchmarkContext,
         model: torch.nn.Module,
-        objective: Loss,
+        loss_fn: Loss,
         factory: Callable[..., Any],
-        source: Source,
+        source: RowSource,
         precision: str | None,
     ) -> None:
-        self._seat, self._objective, self._source = seat, objective, source
-        self._model = copy.deepcopy(model).to(seat.device).train()
+        self._context, self._loss_fn, self._source = context, loss_fn, source
+        self._model = copy.deepcopy(model).to(context.device).train()
         self._optimizer = make_optimizer(factory, self._model)
-        self._autocast = functools.partial(_autocast, seat.device, precision)
-        self._dense = dry_run.with_dense_gradients(self._model)
-        self._places = _buckets(self._dense)
-        self._hooks = [dry_run.on_gradient(p, self._to_bucket) for p in self._dense]
+        self._make_autocast = functools.partial(_make_autocast, context.device, precision)
+        self._dense_parameters = dry_run.find_dense_gradient_parameters(self._model)
+        self._bucket_views = _make_bucket_views(self._dense_parameters)
+        self._hooks = [dry_run.add_gradient_hook(p, self._move_to_bucket) for p in self._dense_parameters]
 
-    def _to_bucket(self, parameter: torch.Tensor) -> None:
+    def _move_to_bucket(self, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
-        parameter.grad = self._places[parameter].copy_(parameter.grad)
+        parameter.grad = self._bucket_views[parameter].copy_(parameter.grad)
 
     def close(self) -> None:
         """Let go of the model: torch holds hooks where Python's collector of cycles does not look."""
         for hook in self._hooks:
             hook.remove()
 
-    def affordable(self, rows: int) -> int:
+    def find_affordable_rows(self, rows: int) -> int:
         """`rows`, or as many as a step can take within the longest time: by steps of growing size."""
-        count, seconds = LEAST_ROWS, sum(self._step(LEAST_ROWS))
+        count, seconds = MIN_ROWS, sum(self._time_step(MIN_ROWS))
         while count < rows:
             more = min(rows, 4 * count)
-            if seconds * more / count > LONGEST_S:  # at most so long: part of a step does not grow with its rows
+            if seconds * more / count > MAX_STEP_S:  # at most so long: part of a step does not grow with its rows
                 return count
-            count, seconds = more, sum(self._step(more))
+            count, seconds = more, sum(self._time_step(more))
         return count
 
-    def seconds(self, rows: int) -> tuple[float, float]:
+    def measure_step_seconds(self, rows: int) -> tuple[float, float]:
         """(forward, backward) of as many steps as the time allows, the first not counted: their fast quartiles."""
-        self._step(rows)
+        self._time_step(rows)
         steps: list[tuple[float, float]] = []
-        while len(steps) < 2 or sum(map(sum, steps)) < BUDGET_S:
-            steps.append(self._step(rows))
+        while len(steps) < 2 or sum(map(sum, steps)) < STEPS_BUDGET_S:
+            steps.append(self._time_step(rows))
         forward, backward = zip(*steps, strict=True)
-        return _fast(forward), _fast(backward)
+        return _take_fast_quartile(forward), _take_fast_quartile(backward)
 
-    def train(self, rows: int) -> None:
+    def run_warmup_steps(self, rows: int) -> None:
         """A few whole steps: after them a process is as large as it gets."""
-        for k in range(_TRAINED):
+        for k in range(_NUM_WARMUP_STEPS):
             if k == 1:
                 self._optimizer.zero_grad()
-                self._places = _buckets(self._dense)
-            self._step(rows)
+                self._bucket_views = _make_bucket_views(self._dense_parameters)
+            self._time_step(rows)
             self._optimizer.step()
 
-    def _step(self, rows: int) -> tuple[float, float]:
-        batch = self._batch(rows)
+    def _time_step(self, rows: int) -> tuple[float, float]:
+        batch = self._make_batch(rows)
         self._optimizer.zero_grad()
-        clock = node_info.clock(self._seat.device)
-        marks = [clock.mark()]
-        with self._autocast():
-            loss, _ = self._objective(self._model, batch)
-        marks.append(clock.mark())
+        clock = node_info.make_clock(self._context.device)
+        marks = [clock.record_mark()]
+        with self._make_autocast():
+            loss, _ = self._loss_fn(self._model, batch)
+        marks.append(clock.record_mark())
         loss.backward()  # type: ignore[no-untyped-call]
-        marks.append(clock.mark())
-        clock.settle()
-        return clock.seconds(marks[0], marks[1]), clock.seconds(marks[1], marks[2])
+        marks.append(clock.record_mark())
+        clock.synchronize()
+        return clock.compute_elapsed(marks[0], marks[1]), clock.compute_elapsed(marks[1], marks[2])
 
-    def _batch(self, rows: int) -> Any:
-        return to_device(self._source.take(_rows(self._source, rows)), self._seat.device)
+    def _make_batch(self, rows: int) -> Any:
+        return to_device(self._source.take(_cycle_rows(self._source, rows)), self._context.device)
 
-    def update_seconds(self) -> float:
+    def measure_update_seconds(self) -> float:
         """Of some updates, with the gradients of the last step."""
-        return _fast(_repeat(self._seat, self._optimizer.step, 0.2))
+        return _take_fast_quartile(_time_repeatedly(self._context, self._optimizer.step, 0.2))
 
-    def state_bytes(self) -> int:
+    def count_optimizer_bytes(self) -> int:
         """After an update."""
-        return dry_run.state_bytes(self._optimizer)
+        return dry_run.count_optimizer_bytes(self._optimizer)
 
-    def peak(self, rows: int) -> Peaks:
+    def measure_activation_peak(self, rows: int) -> ActivationPeak:
         """What a step on so many rows holds besides, by the ledger."""
         self._optimizer.zero_grad()
         self.close()
-        return dry_run.peak_of(self._model, self._objective, self._batch(rows), rows, self._autocast)
+        return dry_run.measure_peak(self._model, self._loss_fn, self._make_batch(rows), rows, self._make_autocast)
 
 
-def _buckets(parameters: Sequence[torch.nn.Parameter]) -> dict[torch.Tensor, torch.Tensor]:
+def _make_bucket_views(parameters: Sequence[torch.nn.Parameter]) -> dict[torch.Tensor, torch.Tensor]:
     """A place for each gradient in flat buckets of DDP's sizes, from the last parameter to the first."""
     groups: list[list[torch.nn.Parameter]] = [[]]
     for p in reversed(parameters):
-        cap = SIZES[2] if len(groups) == 1 else SIZES[-1]
-        if groups[-1] and (dry_run.nbytes(groups[-1]) >= cap or groups[-1][0].dtype != p.dtype):
+        cap = ALL_REDUCE_BYTES[2] if len(groups) == 1 else ALL_REDUCE_BYTES[-1]
+        if groups[-1] and (dry_run.count_bytes(groups[-1]) >= cap or groups[-1][0].dtype != p.dtype):
             groups.append([])
         groups[-1].append(p)
     places: dict[torch.Tensor, torch.Tensor] = {}
@@ -474,11 +493,11 @@ def _buckets(parameters: Sequence[torch.nn.Parameter]) -> dict[torch.Tensor, tor
     return places
 
 
-MEASURES: dict[str, Callable[..., Any]] = {
-    "links": links,
-    "sizes": sizes,
-    "peaks": peaks,
-    "layers": layers,
-    "times": times,
-    "room": lambda seat, **args: memory.room(seat.device, seat.models.values(), **args),
+BENCHMARKS: dict[str, Callable[..., Any]] = {
+    "links": measure_links,
+    "sizes": measure_model_sizes,
+    "peaks": measure_activation_peaks,
+    "layers": measure_layers,
+    "times": measure_step_times,
+    "room": lambda seat, **args: memory.measure_available_memory(seat.device, seat.models.values(), **args),
 }

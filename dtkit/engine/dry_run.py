@@ -33,67 +33,69 @@ if TYPE_CHECKING:
 
     from dtkit.strategies.loss import Loss
 
-OPAQUE = ("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn")
+OPS_WITH_HIDDEN_WORKSPACE = ("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn")
 """Operations whose fake results are smaller than the real ones: recurrent layers keep a workspace for backward."""
 
-META = torch.device("meta")
+META_DEVICE = torch.device("meta")
 
 
-class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's modes have no types
+class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's modes have no types
     """Bytes of the storages that operations make while it is active; `known` tensors are not counted."""
 
-    def __init__(self, known: Sequence[torch.Tensor] = ()) -> None:
+    def __init__(self, known_tensors: Sequence[torch.Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.live = self.peak = 0
-        self.opaque = False
-        self._seen: dict[int, object] = {t.untyped_storage()._cdata: t for t in known}  # noqa: SLF001 - a storage's identity
+        self.live_bytes = self.peak_bytes = 0
+        self.has_hidden_workspace = False
+        self._tracked_storages: dict[int, object] = {t.untyped_storage()._cdata: t for t in known_tensors}  # noqa: SLF001 - a storage's identity
 
     def __torch_dispatch__(
         self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run one operation and note what it made."""
         made = func(*args, **(kwargs or {}))
-        self.opaque = self.opaque or func.overloadpacket.__name__ in OPAQUE
+        self.has_hidden_workspace = (
+            self.has_hidden_workspace or func.overloadpacket.__name__ in OPS_WITH_HIDDEN_WORKSPACE
+        )
         for leaf in tree_leaves(made):
             if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
-                self._note(leaf.untyped_storage())
+                self._track_storage(leaf.untyped_storage())
         return made
 
-    def _note(self, storage: torch.UntypedStorage) -> None:
+    def _track_storage(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()  # noqa: SLF001 - a storage's identity
-        if key in self._seen:
+        if key in self._tracked_storages:
             return
 
-        def gone(_: object) -> None:
-            self.live -= size
-            self._seen.pop(key, None)
+        def on_freed(_: object) -> None:
+            self.live_bytes -= size
+            self._tracked_storages.pop(key, None)
 
-        self._seen[key] = weakref.ref(storage, gone)
-        self.live += size
-        self.peak = max(self.peak, self.live)
+        self._tracked_storages[key] = weakref.ref(storage, on_freed)
+        self.live_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
 
 # --- models without numbers ---------------------------------------------------------------------------------
 
 
-def hollow(model: nn.Module, device: torch.device = META) -> nn.Module:
+def copy_to_meta(model: nn.Module, device: torch.device = META_DEVICE) -> nn.Module:
     """A copy of the model in which parameters and buffers are shapes; ties between them stay."""
     tensors = [*model.parameters(), *model.buffers()]
-    return copy.deepcopy(model, {id(t): blank(t, device) for t in tensors if t.layout is torch.strided})
+    return copy.deepcopy(model, {id(t): make_empty_like(t, device) for t in tensors if t.layout is torch.strided})
 
 
-def blank(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def make_empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A tensor or parameter of the same shape, strides and type."""
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
 
-def nbytes(tensors: Iterator[torch.Tensor] | Sequence[torch.Tensor]) -> int:
+def count_bytes(tensors: Iterator[torch.Tensor] | Sequence[torch.Tensor]) -> int:
     """Bytes of the elements, each tensor once."""
     return sum(t.numel() * t.element_size() for t in {id(t): t for t in tensors}.values())
 
 
-def with_dense_gradients(model: nn.Module) -> list[nn.Parameter]:
+def find_dense_gradient_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The parameters that get a gradient of their own size: trained, and not in an embedding with sparse ones."""
     sparse = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and bool(m.sparse)}
     return [p for p in model.parameters() if p.requires_grad and id(p) not in sparse]
@@ -103,66 +105,68 @@ def with_dense_gradients(model: nn.Module) -> list[nn.Parameter]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Peaks:
+class ActivationPeak:
     """Of forward and backward on so many rows, besides parameters and gradients: bytes held at the peak, operations."""
 
     rows: int
     nbytes: int
     flops: int = 0
-    opaque: bool = False
+    has_hidden_workspace: bool = False
     """Whether there was an operation that does not tell all it allocates."""
 
 
-def peaks(
+def estimate_peaks(
     model: nn.Module,
-    objective: Loss,
+    loss_fn: Loss,
     batch: Any,
-    rows: Sequence[int],
+    row_counts: Sequence[int],
     device: torch.device,
-    autocast: Callable[[], contextlib.AbstractContextManager[Any]],
-) -> list[Peaks]:
+    make_autocast: Callable[[], contextlib.AbstractContextManager[Any]],
+) -> list[ActivationPeak]:
     """Run a step on fake tensors for each number of `rows`; `batch` is a real one, of any number of rows."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils.flop_counter import FlopCounterMode
 
-    length = _length(batch)
-    objective = dataclasses.replace(objective, check_ignore_index=False)  # looking for ignored targets asks for numbers
+    length = _get_batch_length(batch)
+    loss_fn = dataclasses.replace(loss_fn, check_ignore_index=False)  # looking for ignored targets asks for numbers
     found = []
     with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]):
-        fake = hollow(model, device).train()
-        for count in rows:
-            stretched = tree_map(lambda leaf, count=count: _stretched(leaf, length, count, device), batch)
-            found.append(peak_of(fake, objective, stretched, count, autocast))
+        fake = copy_to_meta(model, device).train()
+        for count in row_counts:
+            stretched = tree_map(lambda leaf, count=count: _resize_leaf(leaf, length, count, device), batch)
+            found.append(measure_peak(fake, loss_fn, stretched, count, make_autocast))
         counter = FlopCounterMode(display=False)  # apart from the ledger: it takes some operations to pieces
         with counter:
-            peak_of(fake, objective, stretched, rows[-1], autocast)
+            measure_peak(fake, loss_fn, stretched, row_counts[-1], make_autocast)
     found[-1] = dataclasses.replace(found[-1], flops=counter.get_total_flops())
     return found
 
 
-def peak_of(
+def measure_peak(
     model: nn.Module,
-    objective: Loss,
+    loss_fn: Loss,
     batch: Any,
-    rows: int,
-    autocast: Callable[[], contextlib.AbstractContextManager[Any]],
-) -> Peaks:
+    num_rows: int,
+    make_autocast: Callable[[], contextlib.AbstractContextManager[Any]],
+) -> ActivationPeak:
     """Forward and backward of one batch, real or fake, under the ledger."""
     inputs = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
-    with _dropping_gradients(model), Ledger([*model.parameters(), *model.buffers(), *inputs]) as ledger:
-        with autocast():
-            loss, _ = objective(model, batch)
+    with _drop_gradients(model), AllocationTracker([*model.parameters(), *model.buffers(), *inputs]) as ledger:
+        with make_autocast():
+            loss, _ = loss_fn(model, batch)
         loss.backward()  # type: ignore[no-untyped-call]
-    return Peaks(rows, ledger.peak + nbytes(inputs), opaque=ledger.opaque)
+    return ActivationPeak(
+        num_rows, ledger.peak_bytes + count_bytes(inputs), has_hidden_workspace=ledger.has_hidden_workspace
+    )
 
 
 @contextlib.contextmanager
-def _dropping_gradients(model: nn.Module) -> Iterator[None]:
-    def drop(parameter: torch.Tensor) -> None:
+def _drop_gradients(model: nn.Module) -> Iterator[None]:
+    def clear_gradient(parameter: torch.Tensor) -> None:
         parameter.grad = None
 
     trained = [p for p in model.parameters() if p.requires_grad]
-    handles = [on_gradient(p, drop) for p in trained]
+    handles = [add_gradient_hook(p, clear_gradient) for p in trained]
     try:
         yield
     finally:
@@ -170,50 +174,50 @@ def _dropping_gradients(model: nn.Module) -> Iterator[None]:
             handle.remove()
 
 
-def on_gradient(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
+def add_gradient_hook(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
     """Call `hook` whenever the parameter's gradient has been accumulated."""
     return parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def _length(batch: Any) -> int:
+def _get_batch_length(batch: Any) -> int:
     """Rows of a batch: of the first tensor in it."""
     found = next((leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()), None)
     return 0 if found is None else len(found)
 
 
-def _stretched(leaf: Any, length: int, rows: int, device: torch.device) -> Any:
+def _resize_leaf(leaf: Any, batch_length: int, num_rows: int, device: torch.device) -> Any:
     """A shape of as many rows, for each tensor that has the batch's length."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
-    shape = (rows, *leaf.shape[1:]) if leaf.dim() and len(leaf) == length else leaf.shape
+    shape = (num_rows, *leaf.shape[1:]) if leaf.dim() and len(leaf) == batch_length else leaf.shape
     return torch.empty(shape, dtype=leaf.dtype, device=device)
 
 
 # --- what the optimiser keeps -------------------------------------------------------------------------------
 
 
-def update_bytes(model: nn.Module, factory: Callable[..., Any], device: torch.device) -> tuple[int, int]:
+def estimate_optimizer_bytes(model: nn.Module, factory: Callable[..., Any], device: torch.device) -> tuple[int, int]:
     """(bytes that the optimiser keeps, bytes that an update holds besides): two updates on the meta device."""
-    shapes = hollow(model)
+    shapes = copy_to_meta(model)
     optimizer = make_optimizer(factory, shapes)
     for group in optimizer.param_groups:
         if group.get("foreach", False) is None and not group.get("fused"):
             group["foreach"] = device.type == "cuda"  # what torch chooses where nobody does
-    for p in with_dense_gradients(shapes):
+    for p in find_dense_gradient_parameters(shapes):
         p.grad = torch.empty_like(p)
-    return stepped_bytes(optimizer, list(shapes.parameters()))
+    return measure_optimizer_bytes(optimizer, list(shapes.parameters()))
 
 
-def stepped_bytes(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> tuple[int, int]:
-    """Take two steps of an optimiser whose parameters have gradients; see `update_bytes`."""
+def measure_optimizer_bytes(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> tuple[int, int]:
+    """Take two steps of an optimiser whose parameters have gradients; see `estimate_optimizer_bytes`."""
     gradients = [p.grad for p in parameters if p.grad is not None]
-    with Ledger([*parameters, *gradients]) as ledger:
+    with AllocationTracker([*parameters, *gradients]) as ledger:
         optimizer.step()
-        kept = state_bytes(optimizer)
+        kept = count_optimizer_bytes(optimizer)
         optimizer.step()
-    return kept, max(0, ledger.peak - kept)
+    return kept, max(0, ledger.peak_bytes - kept)
 
 
-def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+def count_optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of the tensors in an optimiser's state."""
-    return nbytes([leaf for leaf in tree_leaves(list(optimizer.state.values())) if isinstance(leaf, torch.Tensor)])
+    return count_bytes([leaf for leaf in tree_leaves(list(optimizer.state.values())) if isinstance(leaf, torch.Tensor)])

@@ -18,47 +18,49 @@ from torch.utils._pytree import tree_leaves
 
 from dtkit.cluster import resources
 from dtkit.engine import memory_limit, node_info
-from dtkit.engine.observe.step_probe import here
+from dtkit.engine.observe.step_probe import to_local
 from dtkit.planning.memory_report import MemoryUsage
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-_PROC = Path("/proc/self")
+_PROC_SELF = Path("/proc/self")
 
 
 @dataclasses.dataclass(frozen=True)
-class Free:
+class AvailableMemory:
     """Memory that this engine can get: see :class:`dtkit.planning.cost_model.MemoryBudget`."""
 
-    free: int
-    swap: int
-    held: int
-    limit: int | None
+    free_bytes: int
+    swap_bytes: int
+    job_bytes: int
+    limit_bytes: int | None
 
 
-def room(device: torch.device, models: Iterable[torch.nn.Module], *, tidy_up: bool = False) -> Free:
+def measure_available_memory(
+    device: torch.device, models: Iterable[torch.nn.Module], *, tidy_up: bool = False
+) -> AvailableMemory:
     """Memory free now. `tidy_up` first gives back what is unused, and counts what an earlier job holds.
 
     `models` are those that were placed here and stay.
     """
     if tidy_up:
-        tidy()
-    _, free = node_info.memory(device)
-    held = _held(device, models) if tidy_up else 0
+        release_unused_memory()
+    _, free = node_info.read_device_memory(device)
+    held = _count_job_bytes(device, models) if tidy_up else 0
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        limit = memory_limit.given()
+        limit = memory_limit.read_configured_limit()
         left = None if limit is None else max(0, limit - torch.cuda.memory_allocated(device))
-        return Free(free + unused, 0, held, left)
-    return Free(free, resources.swap(), held, memory_limit.data_left())
+        return AvailableMemory(free + unused, 0, held, left)
+    return AvailableMemory(free, resources.swap(), held, memory_limit.compute_data_left())
 
 
-def _least(found: Free) -> int:
-    return found.free if found.limit is None else min(found.free, found.limit)
+def _take_smaller_limit(available: AvailableMemory) -> int:
+    return available.free_bytes if available.limit_bytes is None else min(available.free_bytes, available.limit_bytes)
 
 
-def tidy() -> None:
+def release_unused_memory() -> None:
     """Give back to the system what is not used any more."""
     gc.collect()
     resources.give_back()
@@ -66,7 +68,7 @@ def tidy() -> None:
         torch.cuda.empty_cache()
 
 
-def _held(device: torch.device, models: Iterable[torch.nn.Module]) -> int:
+def _count_job_bytes(device: torch.device, models: Iterable[torch.nn.Module]) -> int:
     """Bytes of the device's tensors that belong to no placed model: jobs', which the next run replaces.
 
     (And data, and the user's own: rather too much than too little, since this decides who is refused.)
@@ -88,78 +90,90 @@ def reset_peak(device: torch.device) -> int | None:
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_reserved(device)
     try:
-        (_PROC / "clear_refs").write_text("5")  # proc(5): the peak becomes what is resident now
+        (_PROC_SELF / "clear_refs").write_text("5")  # proc(5): the peak becomes what is resident now
     except OSError:
         return None
-    return _status("VmRSS")
+    return _read_proc_status("VmRSS")
 
 
-def peak(device: torch.device) -> int:
+def read_peak(device: torch.device) -> int:
     """The most bytes taken since `reset_peak`."""
-    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else _status("VmHWM")
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else _read_proc_status("VmHWM")
 
 
-def _status(name: str) -> int:
+def _read_proc_status(name: str) -> int:
     """One of the sizes in /proc/self/status, in bytes."""
-    lines = (_PROC / "status").read_text().splitlines()
+    lines = (_PROC_SELF / "status").read_text().splitlines()
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
 # --- what a job takes ---------------------------------------------------------------------------------------
 
 
-class Gauge:
+class PeakMemoryTracker:
     """How much a process grows for one job: from just before the job is made to the most while it takes steps.
 
     Other jobs may work in between, so the kernel's count begins anew with each dispatch.
     """
 
-    def __init__(self, device: torch.device, sent: torch.nn.Module | None) -> None:
+    def __init__(self, device: torch.device, sent_model: torch.nn.Module | None) -> None:
         """`sent` is the model as it came, where the engine keeps it."""
-        tidy()
+        release_unused_memory()
         self._device = device
-        self._sent = bytes_of([*sent.parameters(), *sent.buffers()]) if sent is not None and device.type == "cpu" else 0
-        self._limit = memory_limit.data_left() if device.type == "cpu" else _least(room(device, ()))
-        self._before = reset_peak(device)
-        self._grown: int | None = None
+        self._sent_model_bytes = (
+            count_storage_bytes([*sent_model.parameters(), *sent_model.buffers()])
+            if sent_model is not None and device.type == "cpu"
+            else 0
+        )
+        self._limit_bytes = (
+            memory_limit.compute_data_left()
+            if device.type == "cpu"
+            else _take_smaller_limit(measure_available_memory(device, ()))
+        )
+        self._bytes_before = reset_peak(device)
+        self._peak_growth: int | None = None
 
     @contextlib.contextmanager
-    def working(self, beside: int = 0) -> Iterator[None]:
+    def track_steps(self, snapshot_bytes: int = 0) -> Iterator[None]:
         """While the job takes steps. What this process holds `beside` (snapshots, in bytes) is none of its growth."""
-        beside = 0 if self._device.type == "cuda" else beside
-        known = reset_peak(self._device) is not None and self._before is not None
+        snapshot_bytes = 0 if self._device.type == "cuda" else snapshot_bytes
+        known = reset_peak(self._device) is not None and self._bytes_before is not None
         try:
             yield
         finally:
-            if known and self._before is not None:
-                self._grown = max(self._grown or 0, peak(self._device) - self._before - beside)
+            if known and self._bytes_before is not None:
+                self._peak_growth = max(
+                    self._peak_growth or 0, read_peak(self._device) - self._bytes_before - snapshot_bytes
+                )
 
-    def spare(self) -> int | None:
+    def compute_spare_bytes(self) -> int | None:
         """Bytes of a limit on this process's memory that its steps have left so far; None without such a limit."""
-        if self._device.type == "cuda" or self._limit is None:
+        if self._device.type == "cuda" or self._limit_bytes is None:
             return None
-        return max(0, self._limit - (self._grown or 0))
+        return max(0, self._limit_bytes - (self._peak_growth or 0))
 
-    def read(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, snapshots: int = 0) -> MemoryUsage:
+    def measure_usage(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, snapshot_bytes: int = 0
+    ) -> MemoryUsage:
         """What there is now of the job's tensors, and how far the process grew."""
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         state = [leaf for leaf in tree_leaves(list(optimizer.state.values())) if isinstance(leaf, torch.Tensor)]
         return MemoryUsage(
-            sent_model=self._sent,
-            parameters=bytes_of([*model.parameters(), *model.buffers()]),
-            gradients=bytes_of(gradients),
-            optimizer=bytes_of(state),
-            process_growth=self._grown,
-            limit=self._limit,
-            snapshots=snapshots,
+            sent_model=self._sent_model_bytes,
+            parameters=count_storage_bytes([*model.parameters(), *model.buffers()]),
+            gradients=count_storage_bytes(gradients),
+            optimizer=count_storage_bytes(state),
+            process_growth=self._peak_growth,
+            limit=self._limit_bytes,
+            snapshots=snapshot_bytes,
         )
 
 
-def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+def count_storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the storages on this rank, each once: of a tensor that is cut, those of the part that lies here."""
     found = {}
     for tensor in tensors:
-        own = here(tensor)
+        own = to_local(tensor)
         for part in (own._indices(), own._values()) if own.is_sparse else (own,):  # noqa: SLF001 - the public ones ask for a coalesced one
             storage = part.untyped_storage()
             found[storage._cdata] = storage.nbytes()  # noqa: SLF001 - a storage's identity

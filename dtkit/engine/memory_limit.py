@@ -25,25 +25,27 @@ if TYPE_CHECKING:
 
     import torch
 
-VARIABLE = "DTKIT_MEMORY_LIMIT"
-_TO_ANSWER = 2**24  # bytes that there are at least between two calls, for an answer to leave and a request to come
+LIMIT_ENV_VAR = "DTKIT_MEMORY_LIMIT"
+_REPLY_HEADROOM_BYTES = (
+    2**24
+)  # bytes that there are at least between two calls, for an answer to leave and a request to come
 
 
-def given() -> int | None:
+def read_configured_limit() -> int | None:
     """The bytes that the environment allows; None for as many as there are."""
-    text = os.environ.get(VARIABLE)
+    text = os.environ.get(LIMIT_ENV_VAR)
     return None if text is None else int(text)
 
 
-class Allowance:
+class MemoryLimit:
     """How much an engine's process may allocate: as much as the environment says, on top of what it has loaded."""
 
     def __init__(self) -> None:
-        self._most: int | None = None  # of private data; None while there is no limit on it
+        self._max_data_bytes: int | None = None  # of private data; None while there is no limit on it
 
-    def begin(self, device: torch.device) -> None:
+    def activate(self, device: torch.device) -> None:
         """From now on. What this process holds by now is not counted."""
-        limit = given()
+        limit = read_configured_limit()
         if limit is None:
             return
         if device.type == "cuda":
@@ -52,55 +54,55 @@ class Allowance:
             total = torch.cuda.get_device_properties(device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
             return
-        self._most = _data_bytes() + limit
-        _limit_data(self._most)
+        self._max_data_bytes = _read_data_bytes() + limit
+        _set_data_limit(self._max_data_bytes)
 
     @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
+    def enforce(self) -> Iterator[None]:
         """While users' work is done. Behind it there is room for an answer, however much that work has left."""
-        if self._most is not None:
-            _limit_data(self._most)
+        if self._max_data_bytes is not None:
+            _set_data_limit(self._max_data_bytes)
         try:
             yield
         finally:
-            self._leave_room()
+            self._leave_headroom()
 
     @contextlib.contextmanager
-    def waived(self) -> Iterator[None]:
-        """While dtkit sees to itself; see `lifted`. Behind it, too, there is room for an answer."""
+    def suspend(self) -> Iterator[None]:
+        """While dtkit sees to itself; see `lift_data_limit`. Behind it, too, there is room for an answer."""
         try:
-            with lifted():
+            with lift_data_limit():
                 yield
         finally:
-            self._leave_room()
+            self._leave_headroom()
 
-    def _leave_room(self) -> None:
-        if self._most is not None:
-            _limit_data(max(self._most, _data_bytes() + _TO_ANSWER))
+    def _leave_headroom(self) -> None:
+        if self._max_data_bytes is not None:
+            _set_data_limit(max(self._max_data_bytes, _read_data_bytes() + _REPLY_HEADROOM_BYTES))
 
 
 @contextlib.contextmanager
-def lifted() -> Iterator[None]:
+def lift_data_limit() -> Iterator[None]:
     """While dtkit does what must not fail for want of memory, and is small beside a model."""
-    if given() is None:  # a limit that there may be is none of ours
+    if read_configured_limit() is None:  # a limit that there may be is none of ours
         yield
         return
     before, _ = resource.getrlimit(resource.RLIMIT_DATA)
-    _limit_data(resource.RLIM_INFINITY)
+    _set_data_limit(resource.RLIM_INFINITY)
     try:
         yield
     finally:
-        _limit_data(before)
+        _set_data_limit(before)
 
 
-def _limit_data(most: int) -> None:
+def _set_data_limit(max_bytes: int) -> None:
     """Set the soft limit, which can be raised again as far as the hard one."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    finite = [limit for limit in (most, hard) if limit != resource.RLIM_INFINITY]  # which is -1
-    resource.setrlimit(resource.RLIMIT_DATA, (min(finite, default=most), hard))
+    finite = [limit for limit in (max_bytes, hard) if limit != resource.RLIM_INFINITY]  # which is -1
+    resource.setrlimit(resource.RLIMIT_DATA, (min(finite, default=max_bytes), hard))
 
 
-def _data_bytes() -> int:
+def _read_data_bytes() -> int:
     """This process's private data by now (VmData); 0 where the system does not say."""
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.exists() else []
@@ -108,13 +110,13 @@ def _data_bytes() -> int:
     return 1024 * found[0] if found else 0
 
 
-def data_left() -> int | None:
+def compute_data_left() -> int | None:
     """Bytes that this process may still allocate; None without a limit.
 
     What malloc keeps of freed memory counts: it is used first.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_DATA)
-    return None if soft == resource.RLIM_INFINITY else max(0, soft - _data_bytes() + _malloc_keeps())
+    return None if soft == resource.RLIM_INFINITY else max(0, soft - _read_data_bytes() + _read_malloc_free_bytes())
 
 
 class _Mallinfo(ctypes.Structure):
@@ -123,7 +125,7 @@ class _Mallinfo(ctypes.Structure):
     _fields_ = (("before", ctypes.c_size_t * 8), ("free", ctypes.c_size_t), ("last", ctypes.c_size_t))
 
 
-def _malloc_keeps() -> int:
+def _read_malloc_free_bytes() -> int:
     """Bytes that were freed and that malloc keeps; 0 where it does not say (glibc before 2.33, or another libc)."""
     mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if mallinfo is None:

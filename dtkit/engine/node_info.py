@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 
-def hello() -> dict[str, object]:
+def get_handshake() -> dict[str, object]:
     """Versions and place, without importing torch: the first thing a notebook asks an engine.
 
     Its keys are a contract between versions of dtkit; only add to them.
@@ -31,7 +31,7 @@ def hello() -> dict[str, object]:
     }
 
 
-def memory(device: torch.device) -> tuple[int, int]:
+def read_device_memory(device: torch.device) -> tuple[int, int]:
     """(total, free) bytes: of the GPU, else of this host within its limits."""
     if device.type == "cuda":
         import torch
@@ -44,7 +44,7 @@ def memory(device: torch.device) -> tuple[int, int]:
     return found.total, found.free
 
 
-def memory_used(device: torch.device) -> int:
+def read_used_memory(device: torch.device) -> int:
     """Bytes that this process holds: allocated on the GPU, else its resident set."""
     if device.type == "cuda":
         import torch
@@ -62,23 +62,23 @@ class Clock:
     the time; on CUDA it is an event in the stream, so that marking never waits for the device.
     """
 
-    def start(self) -> None:
+    def start_dispatch(self) -> None:
         """A dispatch begins: later marks are read relative to now."""
 
-    def mark(self) -> object:
+    def record_mark(self) -> object:
         """Now."""
         return time.perf_counter()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait until all marks have happened."""
 
-    def at(self, mark: object) -> float:
+    def read_mark(self, mark: object) -> float:
         """When it was, in seconds on the clock of `time.perf_counter`."""
         return mark  # type: ignore[return-value]
 
-    def seconds(self, start: object, end: object) -> float:
+    def compute_elapsed(self, start: object, end: object) -> float:
         """Seconds from one mark to another."""
-        return self.at(end) - self.at(start)
+        return self.read_mark(end) - self.read_mark(start)
 
 
 class CudaClock(Clock):
@@ -86,14 +86,14 @@ class CudaClock(Clock):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.start()
+        self.start_dispatch()
 
-    def start(self) -> None:
+    def start_dispatch(self) -> None:
         """Tie the device's time to the host's: events are exact relative to a near one only."""
-        self.settle()
-        self._zero, self._zero_s = self.mark(), time.perf_counter()
+        self.synchronize()
+        self._reference_event, self._reference_s = self.record_mark(), time.perf_counter()
 
-    def mark(self) -> object:
+    def record_mark(self) -> object:
         """An event after all work that was enqueued so far."""
         import torch
 
@@ -101,21 +101,21 @@ class CudaClock(Clock):
         event.record()
         return event
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait for the device."""
         import torch
 
         torch.cuda.synchronize(self._device)
 
-    def at(self, mark: object) -> float:
+    def read_mark(self, mark: object) -> float:
         """When the event was reached."""
-        return self._zero_s + self._zero.elapsed_time(mark) / 1000  # type: ignore[attr-defined, no-any-return]
+        return self._reference_s + self._reference_event.elapsed_time(mark) / 1000  # type: ignore[attr-defined, no-any-return]
 
-    def seconds(self, start: object, end: object) -> float:
+    def compute_elapsed(self, start: object, end: object) -> float:
         """Seconds between two events."""
         return start.elapsed_time(end) / 1000  # type: ignore[attr-defined, no-any-return]
 
 
-def clock(device: torch.device) -> Clock:
+def make_clock(device: torch.device) -> Clock:
     """The clock for a device."""
     return CudaClock(device) if device.type == "cuda" else Clock()

@@ -17,43 +17,43 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_PYTHON = "625I"  # words of the Mersenne Twister's state, and the place in it
+_PYTHON_STATE_FORMAT = "625I"  # words of the Mersenne Twister's state, and the place in it
 
 
-def text_of(state: torch.Tensor) -> str:
+def encode_state(state: torch.Tensor) -> str:
     """A state of torch's, as text."""
     return base64.b64encode(state.numpy().tobytes()).decode()
 
 
-def state_of(text: str) -> torch.Tensor:
-    """What :func:`text_of` was given."""
+def decode_state(text: str) -> torch.Tensor:
+    """What :func:`encode_state` was given."""
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
 
 
-def shared() -> dict[str, Any]:
+def get_global_states() -> dict[str, Any]:
     """The states of numpy's and of Python's own generators."""
     kind, keys, *rest = np.random.get_state()  # noqa: NPY002 - the global one is what users' code draws from
     version, words, gauss = random.getstate()
     return {
         "numpy": [kind, base64.b64encode(np.asarray(keys).tobytes()).decode(), *rest],
-        "python": [version, base64.b64encode(struct.pack(_PYTHON, *words)).decode(), gauss],
+        "python": [version, base64.b64encode(struct.pack(_PYTHON_STATE_FORMAT, *words)).decode(), gauss],
     }
 
 
-def set_shared(state: dict[str, Any]) -> None:
+def set_global_states(state: dict[str, Any]) -> None:
     """Put back what :func:`shared` returned."""
     kind, keys, *rest = state["numpy"]
     words = np.frombuffer(base64.b64decode(keys), np.uint32)
     np.random.set_state((kind, words, *rest))  # noqa: NPY002 - as above
     version, packed, gauss = state["python"]
-    random.setstate((version, struct.unpack(_PYTHON, base64.b64decode(packed)), gauss))
+    random.setstate((version, struct.unpack(_PYTHON_STATE_FORMAT, base64.b64decode(packed)), gauss))
 
 
-def at_place(states: Sequence[dict[str, Any]], place: int) -> dict[str, Any] | None:
+def find_replica_state(states: Sequence[dict[str, Any]], replica: int) -> dict[str, Any] | None:
     """The first of these states that belongs to a place among the replicas."""
-    return next((state for state in states if state["place"] == place), None)
+    return next((state for state in states if state["place"] == replica), None)
 
 
-def fresh_seed(seed: int, step: int, place: int) -> int:
+def derive_seed(seed: int, step: int, replica: int) -> int:
     """A seed that no other step and place have."""
-    return int(np.random.SeedSequence([seed, step, place]).generate_state(1, np.uint64)[0] >> 1)
+    return int(np.random.SeedSequence([seed, step, replica]).generate_state(1, np.uint64)[0] >> 1)

@@ -11,7 +11,7 @@ import pickle
 import threading
 from typing import TYPE_CHECKING, Any
 
-from dtkit.engine.session import of_this_engine
+from dtkit.engine.session import get_session
 from dtkit.errors import Refused
 from dtkit.types import Reply
 
@@ -21,29 +21,29 @@ if TYPE_CHECKING:
     from dtkit.types import Request
 
 # locks: for one call; calls never overlap anyway
-_lock = threading.Lock()
+_request_lock = threading.Lock()
 
 
-def handle(message: bytes, publish: Callable[[int, list[Any]], None] | None) -> bytes:
+def handle_request(message: bytes, publish: Callable[[int, list[Any]], None] | None) -> bytes:
     """Serve one request. The boundary that reports: whatever is raised here becomes a Failure."""
     # unpickles: sent by the notebook; engines run what it sends
     request: Request = pickle.loads(message)
-    session = of_this_engine()
-    with _lock, session.watchdog.serving(request), session.interrupts.taken():
+    session = get_session()
+    with _request_lock, session.watchdog.track_request(request), session.sigint_handler.handle_during_request():
         try:
-            session.interrupts.check()
-            value = session.serve(request, publish)
-            session.interrupts.over = True
+            session.sigint_handler.raise_if_interrupted()
+            value = session.serve_request(request, publish)
+            session.sigint_handler.work_done = True
             reply = Reply(value)
         # broad: the error becomes a Failure in the engine's reply
         except BaseException as error:  # noqa: BLE001 - reported to the notebook with its traceback
-            session.interrupts.over = True
-            reply = Reply(session.partial(request), session.failure(error, request))
+            session.sigint_handler.work_done = True
+            reply = Reply(session.collect_partial_result(request), session.build_failure(error, request))
             if not isinstance(error, Refused) and session.group is not None:
-                session.group.break_up()
+                session.group.abort()
     return pickle.dumps(reply, protocol=5)
 
 
-def govern(kernel: Any) -> None:
+def attach_sigint_handler(kernel: Any) -> None:
     """Have the session decide what SIGINT does on this engine: see :mod:`dtkit.engine.comm.sigint`."""
-    of_this_engine().interrupts.govern(kernel)
+    get_session().sigint_handler.attach_to_kernel(kernel)

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtkit.engine import memory_limit, node_info, warmup
-from dtkit.engine.comm.sigint import Interrupts
+from dtkit.engine.comm.sigint import SigintHandler
 from dtkit.engine.observe import error_report
-from dtkit.engine.observe.call_output import Channel, current
+from dtkit.engine.observe.call_output import CallOutput, activate_output
 from dtkit.engine.observe.watchdog import Watchdog
 from dtkit.errors import Refused, Superseded
 from dtkit.history.engine_outbox import ResultOutbox
@@ -34,22 +34,34 @@ if TYPE_CHECKING:
     from dtkit.engine.comm.process_group import Group
     from dtkit.engine.data.batches import Shards
     from dtkit.engine.data.iterable import StreamSource
-    from dtkit.engine.data.loader import Loading
-    from dtkit.engine.data.sources import Source
+    from dtkit.engine.data.loader import LoadingOptions
+    from dtkit.engine.data.sources import RowSource
     from dtkit.engine.job import Job
-    from dtkit.engine.memory import Gauge
-    from dtkit.engine.state.peer_snapshots import Copies
-    from dtkit.engine.state.writer import Writer
+    from dtkit.engine.memory import PeakMemoryTracker
+    from dtkit.engine.state.peer_snapshots import PeerSnapshot
+    from dtkit.engine.state.writer import CheckpointWriter
     from dtkit.history.engine_outbox import EvaluationSums
     from dtkit.planning.memory_report import MemoryUsage
     from dtkit.rpc.shared_memory import Owner
     from dtkit.types import Advance, GroupSpec, JobPlan
 
-_ALONE = ("standing", "rescue", "recall", "model", "yield_to")
+_INDEPENDENT_OPS = ("job_status", "export_state", "export_snapshot", "export_model", "return_ownership")
 """What an engine does by itself, also when its group is broken, or could not be formed."""
-_UNLIMITED = ("adopt", "yield_to", "join", "leave", "info", "unload", "standing")
+_MEMORY_UNLIMITED_OPS = (
+    "acquire_ownership",
+    "return_ownership",
+    "join_group",
+    "leave_group",
+    "node_info",
+    "release",
+    "job_status",
+)
 """What gets an engine out of a failure: a limit on memory, which that may have used up, is none on this."""
-FIRST_STEP_S, LEAST_STEP_S, STEP_FACTOR = 1800.0, 60.0, 20.0  # a collective's time limit: first step, then
+FIRST_STEP_TIMEOUT_S, MIN_STEP_TIMEOUT_S, STEP_TIMEOUT_FACTOR = (
+    1800.0,
+    60.0,
+    20.0,
+)  # a collective's time limit: first step, then
 
 
 class Session:
@@ -60,44 +72,46 @@ class Session:
         self.group: Group | None = None
         self.device: torch.device | None = None
         self._spec: GroupSpec | None = None
-        self._keeper: Owner | None = None
+        self._file_owner: Owner | None = None
         self._step_timeout: float | None = None
         self._models: dict[str, torch.nn.Module | Shipment] = {}
-        self._data: dict[str, tuple[Source, Shards]] = {}
+        self._data: dict[str, tuple[RowSource, Shards]] = {}
         self._streams: dict[str, StreamSource] = {}  # data that has no rows by number
         self._jobs: dict[str, Job] = {}
-        self._unread: dict[str, ResultOutbox] = {}  # the last dispatches of each job
-        self._gauges: dict[str, Gauge] = {}  # of the memory that each job takes
-        self._copies: dict[str, list[Copies]] = {}  # snapshots of each job: of this rank's part, and of a peer's
-        self._writer: Writer | None = None  # of checkpoints
-        self._agent_store: Any = None
-        self._channel: Channel | None = None  # what is said in the call being served
+        self._outboxes: dict[str, ResultOutbox] = {}  # the last dispatches of each job
+        self._memory_trackers: dict[str, PeakMemoryTracker] = {}  # of the memory that each job takes
+        self._snapshots: dict[
+            str, list[PeerSnapshot]
+        ] = {}  # snapshots of each job: of this rank's part, and of a peer's
+        self._checkpoint_writer: CheckpointWriter | None = None  # of checkpoints
+        self._torchrun_store: Any = None
+        self._call_output: CallOutput | None = None  # what is said in the call being served
         self.watchdog = Watchdog(self._jobs)
-        self.interrupts = Interrupts()
-        self.allowance = memory_limit.Allowance()
+        self.sigint_handler = SigintHandler()
+        self.memory_limit = memory_limit.MemoryLimit()
 
     # -- serving ----------------------------------------------------------------------------------------------
 
-    def serve(self, request: Request, publish: Callable[[int, list[Any]], None] | None) -> Any:
+    def serve_request(self, request: Request, publish: Callable[[int, list[Any]], None] | None) -> Any:
         """Check who asks, then do it."""
-        with self.allowance.waived() if request.op in _UNLIMITED else self.allowance.kept():
-            return self._serve(request, publish)
+        with self.memory_limit.suspend() if request.op in _MEMORY_UNLIMITED_OPS else self.memory_limit.enforce():
+            return self._run_op(request, publish)
 
-    def _serve(self, request: Request, publish: Callable[[int, list[Any]], None] | None) -> Any:
-        self._channel = None
-        if request.op == "hello":  # asked before anybody joined, and of any version
-            return node_info.hello()
-        if request.op == "adopt":
-            return self._adopt(request.owner)
-        if request.op != "join":
-            self._admit(request)
-        if request.op == "call":
-            return self.op_call(publish=publish, **request.args)  # type: ignore[arg-type]
+    def _run_op(self, request: Request, publish: Callable[[int, list[Any]], None] | None) -> Any:
+        self._call_output = None
+        if request.op == "handshake":  # asked before anybody joined, and of any version
+            return node_info.get_handshake()
+        if request.op == "acquire_ownership":
+            return self._acquire_ownership(request.owner)
+        if request.op != "join_group":
+            self._check_admission(request)
+        if request.op == "call_function":
+            return self.op_call_function(publish=publish, **request.args)  # type: ignore[arg-type]
         return getattr(self, f"op_{request.op}")(**request.args)
 
-    def _admit(self, request: Request) -> None:
+    def _check_admission(self, request: Request) -> None:
         self._check_owner(request.owner)
-        if request.op in _ALONE:
+        if request.op in _INDEPENDENT_OPS:
             return
         generation = -1 if self.group is None else self.group.generation
         if request.generation != generation:
@@ -105,7 +119,7 @@ class Session:
                 f"the process group is at generation {generation}, the call is for {request.generation}: it was sent "
                 "before the group was formed anew"
             )
-        if self.group is not None and self.group.broken:
+        if self.group is not None and self.group.is_broken:
             raise Refused(
                 "the process group is not formed: an error broke it up, or a call with own_group=True took its place. "
                 "Wait for that call's result, then call again"
@@ -118,7 +132,7 @@ class Session:
                 "attached meanwhile. Attach again to take it back"
             )
 
-    def _adopt(self, owner: int) -> Heritage:
+    def _acquire_ownership(self, owner: int) -> Heritage:
         """Belong to another notebook from here on. What this engine holds, stays."""
         if owner < self.owner:
             self._check_owner(owner)
@@ -126,13 +140,13 @@ class Session:
         rank, generation = (-1, -1) if self._spec is None else (self._spec.rank, self._spec.generation)
         return Heritage(rank, generation, {key: job.step for key, job in self._jobs.items()})
 
-    def op_yield_to(self, owner: int) -> None:
+    def op_return_ownership(self, owner: int) -> None:
         """Belong to the former notebook again: whoever has this engine could not take the cluster over after all."""
         self.owner = owner
 
     # -- the group --------------------------------------------------------------------------------------------
 
-    def op_join(
+    def op_join_group(
         self,
         spec: GroupSpec,
         owner: int,
@@ -153,8 +167,8 @@ class Session:
         if owner < self.owner:
             self._check_owner(owner)
         if owner != self.owner:
-            self._forget()
-        self.owner, self._keeper, self._step_timeout = owner, keeper, step_timeout
+            self._release_all()
+        self.owner, self._file_owner, self._step_timeout = owner, keeper, step_timeout
         again = self.group is not None
         if self.group is not None:
             self.group.close()
@@ -166,45 +180,45 @@ class Session:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self._spec = spec
-        checks.check_folder(Path(spec.store).parent)
-        self.watchdog.join(spec)
+        checks.check_folder_writable(Path(spec.store).parent)
+        self.watchdog.start(spec)
         self.group = Group(spec)
-        self._limit_collectives(step_timeout or FIRST_STEP_S)
-        self._breaking(lambda: self._move_jobs(others=others))
+        self._set_collective_timeout(step_timeout or FIRST_STEP_TIMEOUT_S)
+        self._run_abortable(lambda: self._rebind_jobs(ranks_changed=others))
         if again:  # what held the old group, its threads and connections, lies in cycles
-            memory.tidy()
-        return self.op_info()
+            memory.release_unused_memory()
+        return self.op_node_info()
 
-    def _move_jobs(self, *, others: bool) -> None:
+    def _rebind_jobs(self, *, ranks_changed: bool) -> None:
         """Have jobs go on in the group that there is now; or end them.
 
         A job that failed to be built on some rank is of no use on the others, which would wait for that rank.
         """
         assert self.group is not None
-        shared = [name for name, job in self._jobs.items() if job.setting.group is not None]
-        ended = set(self._jobs) if others else set(shared) - self.group.common(shared)
+        shared = [name for name, job in self._jobs.items() if job.context.group is not None]
+        ended = set(self._jobs) if ranks_changed else set(shared) - self.group.intersect_names(shared)
         for name in ended:
-            self._end(name)
+            self._close_job(name)
         for job in self._jobs.values():
-            job.regroup(self.group)
+            job.set_process_group(self.group)
 
-    def op_leave(self) -> None:
+    def op_leave_group(self) -> None:
         """The notebook goes and the engine stays: leave the group, and forget what it held."""
-        self.watchdog.leave()
+        self.watchdog.stop()
         if self.group is not None:
             self.group.close()
             self.group = None
-        self._forget()
+        self._release_all()
 
-    def _forget(self) -> None:
-        self.op_unload([*self._models, *self._data, *self._streams, *self._jobs])
+    def _release_all(self) -> None:
+        self.op_release([*self._models, *self._data, *self._streams, *self._jobs])
 
-    def op_info(self) -> dict[str, Any]:
+    def op_node_info(self) -> dict[str, Any]:
         """This node's row of the cluster's table, less the engine id."""
         import torch
 
         assert self.device is not None
-        total, free = node_info.memory(self.device)
+        total, free = node_info.read_device_memory(self.device)
         return {
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -214,7 +228,7 @@ class Session:
             "threads": torch.get_num_threads(),
         }
 
-    def op_clock(self, rounds: int = 9) -> list[float]:
+    def op_read_clock(self, rounds: int = 9) -> list[float]:
         """What this rank's clock says as several barriers end: at about the same moments on all ranks."""
         assert self.group is not None
         times = []
@@ -224,20 +238,20 @@ class Session:
             times.append(time.perf_counter())
         return times
 
-    def op_warm(self) -> None:
+    def op_warm_up(self) -> None:
         """Load what the first step would load, and set the limit of memory from there."""
         warmup.preload()
         assert self.device is not None
-        self.allowance.begin(self.device)
+        self.memory_limit.activate(self.device)
 
-    def _limit_collectives(self, seconds: float) -> None:
+    def _set_collective_timeout(self, seconds: float) -> None:
         assert self.group is not None
         self.group.set_timeout(seconds)
-        self._limit = seconds
+        self._collective_timeout_s = seconds
 
     # -- calls of the user's functions ------------------------------------------------------------------------
 
-    def op_call(
+    def op_call_function(
         self,
         publish: Callable[[int, list[Any]], None] | None,
         shipment: Shipment,
@@ -245,45 +259,45 @@ class Session:
         attempt: int = 0,
     ) -> tuple[Shipment, list[Any]]:
         """Call ``fn(*args, **kwargs)``; with a `port`, under torchrun's environment and without our group."""
-        channel = self._channel = Channel(publish)
+        channel = self._call_output = CallOutput(publish)
 
         def work() -> Any:
             fn, args, kwargs = shipment.unload()
             return fn(*args, **kwargs)
 
-        with current(channel):
-            value = self._breaking(work) if port is None else self._as_torchrun(work, port, attempt)
-        return ship(pickling.pack(value, name="the function's result"), self._keeper), channel.items
+        with activate_output(channel):
+            value = self._run_abortable(work) if port is None else self._run_as_torchrun(work, port, attempt)
+        return ship(pickling.pack(value, name="the function's result"), self._file_owner), channel.items
 
-    def _breaking(self, work: Callable[[], Any]) -> Any:
+    def _run_abortable(self, work: Callable[[], Any]) -> Any:
         """Work that may wait in a collective of our group: an interrupt gets through to it."""
-        from dtkit.engine.comm.process_group import interruptible
+        from dtkit.engine.comm.process_group import abort_on_sigint
 
         assert self.group is not None
-        with interruptible(self.group.break_up):
+        with abort_on_sigint(self.group.abort):
             return work()
 
-    def op_open_store(self) -> int:
+    def op_open_torchrun_store(self) -> int:
         """Rank 0: a store for a script's own group. Its port."""
         from dtkit.engine.comm import torchrun
 
         assert self.group is not None
-        self._agent_store, port = torchrun.open_store(self.group.world_size)
+        self._torchrun_store, port = torchrun.open_store(self.group.world_size)
         return port
 
-    def _as_torchrun(self, work: Callable[[], Any], port: int, attempt: int) -> Any:
+    def _run_as_torchrun(self, work: Callable[[], Any], port: int, restart_count: int) -> Any:
         """Our group steps aside; the script makes its own from torchrun's environment variables."""
         from dtkit.engine.comm import torchrun
 
         assert self.group is not None
         assert self._spec is not None
         self.group.close()
-        self.group.broken = True  # what queued behind this call is refused until the group is formed anew
-        return torchrun.call(work, torchrun.variables(self._spec, port, attempt))
+        self.group.is_broken = True  # what queued behind this call is refused until the group is formed anew
+        return torchrun.call_with_environment(work, torchrun.make_torchrun_environment(self._spec, port, restart_count))
 
     # -- data and models --------------------------------------------------------------------------------------
 
-    def op_load(
+    def op_load_data(
         self, key: str, shipment: Shipment, sizes: Sequence[int] | None, *, broadcast: bool = False
     ) -> int | None:
         """Keep data under `key`. With `sizes` it comes as (data, all shards' rows); else as a function that loads it.
@@ -294,7 +308,7 @@ class Session:
         from dtkit.engine.data.iterable import StreamSource
         from dtkit.engine.data.sources import as_source
 
-        loaded = self._receive(shipment, by_broadcast=broadcast)
+        loaded = self._load_payload(shipment, by_broadcast=broadcast)
         data, indices = (loaded(), None) if sizes is None else loaded
         source = as_source(data)
         if isinstance(source, StreamSource):
@@ -304,57 +318,57 @@ class Session:
         self._data[key] = source, Shards(rows, sizes or [len(source)])
         return len(source)
 
-    def op_shard(self, key: str, indices: np.ndarray, sizes: Sequence[int]) -> None:
+    def op_set_shards(self, key: str, indices: np.ndarray, sizes: Sequence[int]) -> None:
         """Say which rows of data that is here already belong to which shard."""
         from dtkit.engine.data.batches import Shards
 
         self._data[key] = self._data[key][0], Shards(indices, sizes)
 
-    def op_unload(self, keys: Sequence[str]) -> None:
+    def op_release(self, keys: Sequence[str]) -> None:
         """Let go of data, models and jobs; unknown keys are no error."""
         for key in keys:
             self._data.pop(key, None)
             self._streams.pop(key, None)
             self._models.pop(key, None)
-            self._end(key)
+            self._close_job(key)
 
-    def _end(self, job: str) -> None:
+    def _close_job(self, job: str) -> None:
         """Let go of a job, and give the system its memory back: what comes next may need it in one piece."""
         if job in self._jobs:
             from dtkit.engine import memory
 
             self._jobs.pop(job).close()
-            self._gauges.pop(job, None)
-            self._copies.pop(job, None)
-            if job in self._unread:
-                self._unread.pop(job).discard_read()
-            memory.tidy()
+            self._memory_trackers.pop(job, None)
+            self._snapshots.pop(job, None)
+            if job in self._outboxes:
+                self._outboxes.pop(job).discard_read()
+            memory.release_unused_memory()
 
-    def op_keep(self, key: str, shipment: Shipment) -> None:
+    def op_store_model(self, key: str, shipment: Shipment) -> None:
         """Keep under `key` where a model lies, to be mapped when it is needed."""
         self._models[key] = shipment
 
-    def op_place(self, key: str, shipment: Shipment, *, broadcast: bool = False) -> str:
+    def op_receive_model(self, key: str, shipment: Shipment, *, broadcast: bool = False) -> str:
         """Keep a model under `key`, its numbers received from rank 0. Returns the checksum of its state."""
         import torch
 
-        model = self._receive(shipment, by_broadcast=broadcast)
+        model = self._load_payload(shipment, by_broadcast=broadcast)
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"expected an nn.Module, got {type(model).__name__}")
         self._models[key] = model
-        return checksum(model)
+        return compute_model_checksum(model)
 
-    def _model(self, key: str) -> torch.nn.Module:
+    def _get_model(self, key: str) -> torch.nn.Module:
         found = self._models[key]
         return found.unload() if isinstance(found, Shipment) else found
 
-    def _receive(self, shipment: Shipment, *, by_broadcast: bool = False) -> Any:
+    def _load_payload(self, payload: Shipment, *, by_broadcast: bool = False) -> Any:
         """Unpack a shipment; buffers that only rank 0 holds come by broadcast over the data plane."""
         if not by_broadcast:
-            return shipment.unload()
+            return payload.unload()
         assert self.group is not None
-        buffers = shipment.buffers() if self.group.rank == 0 else None
-        return shipment.unload(self.group.broadcast_buffers(buffers, shipment.sizes))
+        buffers = payload.buffers() if self.group.rank == 0 else None
+        return payload.unload(self.group.broadcast_buffers(buffers, payload.sizes))
 
     def op_measure(self, what: str, **args: Any) -> Any:
         """Speed, links, memory, or what a model takes: see :mod:`dtkit.engine.benchmark`."""
@@ -363,56 +377,58 @@ class Session:
         assert self.group is not None
         assert self.device is not None
         models = {key: m for key, m in self._models.items() if not isinstance(m, Shipment)}
-        seat = benchmark.Seat(self.group, self.device, models, self._data)
-        return self._breaking(lambda: benchmark.serve(seat, what, **args))
+        seat = benchmark.BenchmarkContext(self.group, self.device, models, self._data)
+        return self._run_abortable(lambda: benchmark.run_benchmark(seat, what, **args))
 
     # -- jobs -------------------------------------------------------------------------------------------------
 
-    def op_build(self, job: str, *, hollow: bool = False, **order: Any) -> float:
-        """Make a job. Returns the learning rate. `hollow`: until its state is restored it is at no step."""
-        made = self._assemble(job, **order)
-        made.torn = hollow
+    def op_build_job(self, job: str, *, hollow: bool = False, **order: Any) -> float:
+        """Make a job. Returns the learning rate. `copy_to_meta`: until its state is restored it is at no step."""
+        made = self._build_job(job, **order)
+        made.partially_updated = hollow
         self._jobs[job] = made
         return made.lr
 
-    def op_revive(self, job: str, shipments: Sequence[Shipment], **order: Any) -> tuple[int, float]:
+    def op_rebuild_job(self, job: str, shipments: Sequence[Shipment], **order: Any) -> tuple[int, float]:
         """Make a job anew with what survivors gave, or had kept: (step, learning rate).
 
         The old one stands until then: a notebook that dies here leaves either, and none before its first step.
         """
-        from dtkit.engine.state.survivors import revive
+        from dtkit.engine.state.survivors import restore_from_survivors
 
-        made = self._assemble(job, **order)
+        made = self._build_job(job, **order)
         parts = [part for shipment in shipments for part in shipment.unload()]
-        self._breaking(lambda: revive(made, parts))
+        self._run_abortable(lambda: restore_from_survivors(made, parts))
         self._jobs[job] = made
         return made.step, made.lr
 
-    def _assemble(
+    def _build_job(
         self,
         job: str,
         model: str,
         data: str,
         program: bytes,
         plan: JobPlan,
-        loading: Loading | None = None,
+        loading: LoadingOptions | None = None,
         *,
         alone: bool = False,
     ) -> Job:
         """`alone`: this engine plays all shards by itself, without the group."""
-        from dtkit.engine.build import assemble
-        from dtkit.engine.data.loader import Loading
-        from dtkit.engine.memory import Gauge
+        from dtkit.engine.build import build_job
+        from dtkit.engine.data.loader import LoadingOptions
+        from dtkit.engine.memory import PeakMemoryTracker
 
         assert self.group is not None
         assert self.device is not None
         # unpickles: sent by the notebook in a call
         what, kept = pickling.loads(program), self._models[model]
         what.strategy.load()
-        self._gauges[job] = Gauge(self.device, None if isinstance(kept, Shipment) else kept)
+        self._memory_trackers[job] = PeakMemoryTracker(self.device, None if isinstance(kept, Shipment) else kept)
         held = self._streams[data] if data in self._streams else self._data[data]
-        place, network, loads = (self.group, self.device), self._model(model), loading or Loading()
-        made: Job = self._breaking(lambda: assemble(what, network, held, plan, loads, place, alone=alone))
+        place, network, loads = (self.group, self.device), self._get_model(model), loading or LoadingOptions()
+        made: Job = self._run_abortable(
+            lambda: build_job(what, network, held, plan, loads, place, single_process=alone)
+        )
         return made
 
     def op_advance(
@@ -434,112 +450,118 @@ class Session:
         """
         from dtkit.engine import memory
 
-        found = self._job(job, step)
+        found = self._get_job(job, step)
         if lr is not None:
             found.set_lr(lr)
         if shares is not None:
             found.set_shares(shares)
-        channel = self._channel = Channel()
-        if (complaint := self.watchdog.complaint()) is not None:
-            channel.line(complaint)
-        with current(channel), contextlib.nullcontext() if explain else self._working(job):
-            self._breaking(lambda: found.advance(steps, explain=explain, hurry=self._hurried(job)))
-        self.interrupts.over = True
+        channel = self._call_output = CallOutput()
+        if (complaint := self.watchdog.take_warning()) is not None:
+            channel.add_line(complaint)
+        with activate_output(channel), contextlib.nullcontext() if explain else self._track_memory(job):
+            self._run_abortable(
+                lambda: found.advance(steps, explain=explain, should_end_early=self._make_end_early_check(job))
+            )
+        self.sigint_handler.work_done = True
         if explain:
-            memory.tidy()  # a microscope keeps copies, and leaves malloc with holes of their sizes
-        self._tighten(found)
-        advance = found.harvest(fingerprint=fingerprint)
-        unread = self._unread_of(job)
+            memory.release_unused_memory()  # a microscope keeps copies, and leaves malloc with holes of their sizes
+        self._shorten_collective_timeout(found)
+        advance = found.collect_results(fingerprint=fingerprint)
+        unread = self._get_outbox(job)
         unread.discard_read(seen)
         unread.store_dispatch(advance, channel.items)
         return advance, channel.items
 
-    def _unread_of(self, job: str) -> ResultOutbox:
+    def _get_outbox(self, job: str) -> ResultOutbox:
         """Where a job's dispatches are kept until the notebook has read them."""
-        if job not in self._unread:
+        if job not in self._outboxes:
             assert self._spec is not None
-            self._unread[job] = ResultOutbox(Path(self._spec.store).parent, job, self._spec.rank)
-        return self._unread[job]
+            self._outboxes[job] = ResultOutbox(Path(self._spec.store).parent, job, self._spec.rank)
+        return self._outboxes[job]
 
-    def op_model(self, key: str) -> Shipment:
+    def op_export_model(self, key: str) -> Shipment:
         """A model as it was sent."""
-        return ship(pickling.pack(self._model(key)), self._keeper)
+        return ship(pickling.pack(self._get_model(key)), self._file_owner)
 
-    def op_save(self, job: str, step: int, folder: str, token: str, *, copied: bool = False) -> dict[str, Any]:
+    def op_save_checkpoint(
+        self, job: str, step: int, folder: str, token: str, *, copied: bool = False
+    ) -> dict[str, Any]:
         """Copy the state of a job that stands at `step`, and write it beside the training. See engine.writing.
 
         `copy_to_device`: the last call was for a snapshot, whose copy is written, if there is one.
         """
         from dtkit.engine.state import peer_snapshots
-        from dtkit.engine.state.writer import Writer
+        from dtkit.engine.state.writer import CheckpointWriter
 
-        found, group = self._job(job, step), self.group
+        found, group = self._get_job(job, step), self.group
         assert group is not None
-        copy = peer_snapshots.own(self._copies.get(job, ()), step, group.rank) if copied else None
-        writer = self._writer = self._writer or Writer()
-        return self._breaking(lambda: writer.save(found, folder, token, copy))  # type: ignore[no-any-return]
+        copy = peer_snapshots.find_own_part(self._snapshots.get(job, ()), step, group.rank) if copied else None
+        writer = self._checkpoint_writer = self._checkpoint_writer or CheckpointWriter()
+        return self._run_abortable(lambda: writer.start_save(found, folder, token, copy))  # type: ignore[no-any-return]
 
-    def op_snapshot(self, job: str, step: int) -> dict[str, Any]:
+    def op_take_snapshot(self, job: str, step: int) -> dict[str, Any]:
         """Keep copies of the state of a job that stands at `step`: of this rank's part and of a peer's. See peers."""
         from dtkit.engine.state import peer_snapshots
 
-        found, kept = self._job(job, step), self._copies.setdefault(job, [])
-        return self._breaking(lambda: peer_snapshots.take(found, kept, self._gauges[job].spare()))  # type: ignore[no-any-return]
+        found, kept = self._get_job(job, step), self._snapshots.setdefault(job, [])
+        return self._run_abortable(
+            lambda: peer_snapshots.take_snapshot(found, kept, self._memory_trackers[job].compute_spare_bytes())
+        )  # type: ignore[no-any-return]
 
-    def _copied_bytes(self, job: str) -> int:
-        return sum(copies.nbytes for copies in self._copies.get(job, ()))
+    def _count_snapshot_bytes(self, job: str) -> int:
+        return sum(copies.nbytes for copies in self._snapshots.get(job, ()))
 
-    def _working(self, job: str) -> contextlib.AbstractContextManager[None]:
-        return self._gauges[job].working(self._copied_bytes(job))
+    def _track_memory(self, job: str) -> contextlib.AbstractContextManager[None]:
+        return self._memory_trackers[job].track_steps(self._count_snapshot_bytes(job))
 
-    def op_restore(self, job: str, **checkpoint: Any) -> tuple[int, float, dict[str, tuple[Any, Any]]]:
+    def op_restore_checkpoint(self, job: str, **checkpoint: Any) -> tuple[int, float, dict[str, tuple[Any, Any]]]:
         """Put a checkpoint's state into a job that stands before its first step. What came of it: see writing.read."""
         from dtkit.engine.state import writer as writing
 
-        found = self._job(job)
-        read = self._breaking(lambda: writing.read(found, **checkpoint))
-        found.torn = False
+        found = self._get_job(job)
+        read = self._run_abortable(lambda: writing.restore_checkpoint(found, **checkpoint))
+        found.partially_updated = False
         return read  # type: ignore[no-any-return]
 
-    def op_memory(self, job: str) -> MemoryUsage:
+    def op_memory_usage(self, job: str) -> MemoryUsage:
         """What this rank's part of a job takes: tensors as they are now, growth as it was at most."""
-        return self._job(job).weigh(self._gauges[job], self._copied_bytes(job))
+        return self._get_job(job).measure_memory(self._memory_trackers[job], self._count_snapshot_bytes(job))
 
-    def op_placement(self, job: str) -> Any:
+    def op_model_placement(self, job: str) -> Any:
         """Which part of a job's model lies where: a table, or None."""
-        return self._job(job).placement
+        return self._get_job(job).placement
 
     # -- what is left after a failure -------------------------------------------------------------------------
 
-    def op_standing(self, job: str) -> tuple[int, bool, float, dict[int, tuple[int, ...]]]:
+    def op_job_status(self, job: str) -> tuple[int, bool, float, dict[int, tuple[int, ...]]]:
         """(step, whether this rank's parameters are of that step, learning rate, {step: ranks of whose parts, as of
         then, there are copies here}).
         """
-        found = self._job(job)
-        copies = {one.step: tuple(one.parts) for one in self._copies.get(job, ())}
-        return found.step, not found.torn, found.lr, copies
+        found = self._get_job(job)
+        copies = {one.step: tuple(one.parts_by_rank) for one in self._snapshots.get(job, ())}
+        return found.step, not found.partially_updated, found.lr, copies
 
-    def op_rescue(self, job: str, what: str) -> Shipment:
-        """What this rank holds of a job's state: see :func:`dtkit.engine.state.survivors.rescue`."""
-        from dtkit.engine.state.survivors import rescue
+    def op_export_state(self, job: str, what: str) -> Shipment:
+        """What this rank holds of a job's state: see :func:`dtkit.engine.state.survivors.export_state`."""
+        from dtkit.engine.state.survivors import export_state
 
-        return ship(pickling.pack([rescue(self._job(job), what)]), self._keeper)
+        return ship(pickling.pack([export_state(self._get_job(job), what)]), self._file_owner)
 
-    def op_recall(self, job: str, step: int, parts: Sequence[int]) -> Shipment:
+    def op_export_snapshot(self, job: str, step: int, parts: Sequence[int]) -> Shipment:
         """Copies that are kept here of these ranks' parts of a job, as of `step`."""
         from dtkit.engine.state import peer_snapshots
 
-        return ship(pickling.pack(peer_snapshots.give(self._copies[job], step, parts)), self._keeper)
+        return ship(pickling.pack(peer_snapshots.export_parts(self._snapshots[job], step, parts)), self._file_owner)
 
-    def op_hand_over(self) -> Shipment:
+    def op_export_data(self) -> Shipment:
         """Data and models that this engine holds, for one that takes another's place."""
-        return ship(pickling.pack((self._models, self._data, self._streams)), self._keeper)
+        return ship(pickling.pack((self._models, self._data, self._streams)), self._file_owner)
 
-    def op_take_over(self, shipment: Shipment) -> None:
+    def op_import_data(self, shipment: Shipment) -> None:
         """What another engine handed over."""
         self._models, self._data, self._streams = shipment.unload()
 
-    def op_redeal(self) -> None:
+    def op_repartition(self) -> None:
         """Cut all data into as many shards as there are ranks now."""
         import numpy as np
 
@@ -548,33 +570,33 @@ class Session:
         assert self.group is not None
         n = self.group.world_size
         for key, (source, shards) in self._data.items():
-            rows = np.concatenate([shards.rows(k) for k in range(len(shards.sizes))])
+            rows = np.concatenate([shards.get_rows(k) for k in range(len(shards.sizes))])
             self._data[key] = source, Shards(rows, [len(part) for part in np.array_split(rows, n)])
 
-    def _hurried(self, job: str) -> Callable[[], bool]:
+    def _make_end_early_check(self, job: str) -> Callable[[], bool]:
         """Whether the notebook has left word, in the folder that both see, that it waits for this dispatch to end."""
         assert self._spec is not None
         return (Path(self._spec.store).parent / f"{HURRY}{job}").exists
 
-    def op_slow(self, job: str, factor: float) -> None:
+    def op_inject_delay(self, job: str, factor: float) -> None:
         """Have this rank's computing take so many times as long."""
-        self._job(job).slow(factor)
+        self._get_job(job).inject_delay(factor)
 
-    def _tighten(self, job: Job) -> None:
+    def _shorten_collective_timeout(self, job: Job) -> None:
         """After the first step a collective need not wait for compilation."""
-        if self._step_timeout is None and self.group is not None and job.setting.group is not None:
-            limit = max(LEAST_STEP_S, STEP_FACTOR * job.median_step_s())
-            if not 0.8 < limit / self._limit < 1.25:
-                self._limit_collectives(limit)
+        if self._step_timeout is None and self.group is not None and job.context.group is not None:
+            limit = max(MIN_STEP_TIMEOUT_S, STEP_TIMEOUT_FACTOR * job.median_step_s())
+            if not 0.8 < limit / self._collective_timeout_s < 1.25:
+                self._set_collective_timeout(limit)
 
-    def op_state(self, job: str) -> Shipment | None:
+    def op_state_dict_parts(self, job: str) -> Shipment | None:
         """What this rank gives to the model's state dict; nothing from a rank whose copy is another's too."""
-        found = self._job(job).pieces()
-        return ship(pickling.pack(found), self._keeper) if found else None
+        found = self._get_job(job).state_dict_parts()
+        return ship(pickling.pack(found), self._file_owner) if found else None
 
-    def op_gradients(self, job: str) -> Shipment:
+    def op_max_gradients(self, job: str) -> Shipment:
         """The largest gradient of every number so far, of a job that works alone: {parameter: tensor}."""
-        return ship(pickling.pack(dict(self._job(job).largest_gradient or {})), self._keeper)
+        return ship(pickling.pack(dict(self._get_job(job).max_gradients or {})), self._file_owner)
 
     def op_evaluate(
         self,
@@ -583,30 +605,32 @@ class Session:
         program: bytes,
         batch_size: int,
         step: int | None = None,
-        loading: Loading | None = None,
+        loading: LoadingOptions | None = None,
     ) -> EvaluationSums:
         """(samples, {name: (sum, weight)}) of this rank's shard. With `step`: between two steps of a run, which must
         stand there, and which a notebook that takes it over is to know of.
         """
-        from dtkit.engine.data.loader import Loading, held_out
+        from dtkit.engine.data.loader import LoadingOptions, load_evaluation_batches
 
         assert self.group is not None
-        found = self._job(job, step)
+        found = self._get_job(job, step)
         # unpickles: sent by the notebook in a call
         metrics = pickling.loads(program)
         source, shards = self._data[data]
-        parts = shards.for_replicas(found.setting.mesh.replicas)
-        batches = held_out(source, parts[found.setting.shards[0]], batch_size, loading or Loading(), self.group.rank)
+        parts = shards.split_for_replicas(found.context.mesh.replicas)
+        batches = load_evaluation_batches(
+            source, parts[found.context.shards[0]], batch_size, loading or LoadingOptions(), self.group.rank
+        )
         rounds = -(-max(map(len, parts)) // batch_size)
-        value: EvaluationSums = self._breaking(
+        value: EvaluationSums = self._run_abortable(
             lambda: found.evaluate(batches, metrics, rounds, after_epoch=step is not None)
         )
         if step is not None:
-            self.interrupts.over = True
-            self._unread_of(job).store_evaluation(step, value)
+            self.sigint_handler.work_done = True
+            self._get_outbox(job).store_evaluation(step, value)
         return value
 
-    def _job(self, job: str, step: int | None = None) -> Job:
+    def _get_job(self, job: str, step: int | None = None) -> Job:
         """The job, which must stand at `step` if that is given."""
         if job not in self._jobs:
             raise Refused(f"no job {job} on this engine; it was released")
@@ -615,35 +639,37 @@ class Session:
             raise Refused(f"the job stands at step {found.step}, the call is for step {step}")
         return found
 
-    def partial(self, request: Request) -> Any:
+    def collect_partial_result(self, request: Request) -> Any:
         """What a failed dispatch had completed, or a failed call had said: its last words tell most."""
-        said = [] if self._channel is None else self._channel.items
+        said = [] if self._call_output is None else self._call_output.items
         name = str(request.args.get("job"))
         job = self._jobs.get(name) if request.op == "advance" else None
         if job is not None:
-            advance = job.harvest()
-            self._unread_of(name).store_dispatch(
+            advance = job.collect_results()
+            self._get_outbox(name).store_dispatch(
                 advance, said
             )  # a notebook that is gone by now reads no failure either
             return advance, said
-        return (None, said) if request.op == "call" else None
+        return (None, said) if request.op == "call_function" else None
 
-    def failure(self, error: BaseException, request: Request) -> Failure:
+    def build_failure(self, error: BaseException, request: Request) -> Failure:
         """What to tell of an error that ended a request."""
-        from dtkit.engine.comm.process_group import lost_peer
+        from dtkit.engine.comm.process_group import is_lost_peer_error
 
         job = self._jobs.get(str(request.args.get("job")))
         kind = "refused" if isinstance(error, Refused) else "error"
-        if kind == "error" and self.interrupts.came:  # a KeyboardInterrupt of the user's own code is an error
+        if (
+            kind == "error" and self.sigint_handler.was_interrupted
+        ):  # a KeyboardInterrupt of the user's own code is an error
             kind = "interrupted"
         return Failure(
             rank=-1 if self._spec is None else self._spec.rank,
             host=socket.gethostname(),
             type=type(error).__name__,
-            message=error_report.message(error),
-            traceback=error_report.trace(error),
+            message=error_report.format_message(error),
+            traceback=error_report.format_traceback(error),
             step=None if job is None else job.step,
-            victim=lost_peer(error),
+            victim=is_lost_peer_error(error),
             kind=kind,
         )
 
@@ -651,13 +677,13 @@ class Session:
 _session = Session()
 
 
-def of_this_engine() -> Session:
+def get_session() -> Session:
     """The one that there is."""
     return _session
 
 
-def checksum(model: torch.nn.Module) -> str:
+def compute_model_checksum(model: torch.nn.Module) -> str:
     """A digest of all parameters and buffers: equal bits, equal digest. Twelve hexadecimal digits."""
-    from dtkit.engine.observe.step_probe import digest
+    from dtkit.engine.observe.step_probe import compute_digest
 
-    return digest(model.state_dict().items())
+    return compute_digest(model.state_dict().items())

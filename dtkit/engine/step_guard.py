@@ -22,73 +22,73 @@ if TYPE_CHECKING:
     from types import FrameType
 
 
-class Attempt:
+class StepGuard:
     """The step that is being taken."""
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-        self._device = device if device.type == "cuda" else None
+        self._cuda_device = device if device.type == "cuda" else None
         modules = [module for module in model.modules() if isinstance(module, _NormBase)]
-        self._statistics = [b for module in modules for b in module.buffers(recurse=False)]
-        self._kept = [torch.empty_like(b) for b in self._statistics]
-        self.updating = self.updated = False
+        self._norm_buffers = [b for module in modules for b in module.buffers(recurse=False)]
+        self._saved_statistics = [torch.empty_like(b) for b in self._norm_buffers]
+        self.update_started = self.update_done = False
         """Whether the optimiser has begun; whether it has ended."""
-        self._interrupted = False
-        self._before: Any = signal.default_int_handler
-        self.over = False
+        self._sigint_pending = False
+        self._previous_handler: Any = signal.default_int_handler
+        self.is_ending = False
         """Whether it ends now, well or not: an interrupt waits too. Set without a call, before which one would come."""
-        optimizer.register_step_pre_hook(self._enter)
-        optimizer.register_step_post_hook(self._leave)
+        optimizer.register_step_pre_hook(self._on_update_start)
+        optimizer.register_step_post_hook(self._on_update_end)
 
-    def _enter(self, *_: object) -> None:
-        self.updating = True
+    def _on_update_start(self, *_: object) -> None:
+        self.update_started = True
 
-    def _leave(self, *_: object) -> None:
-        self.updated = True
+    def _on_update_end(self, *_: object) -> None:
+        self.update_done = True
 
     @property
-    def torn(self) -> bool:
+    def partially_updated(self) -> bool:
         """Whether the optimiser has begun and not ended."""
-        return self.updating and not self.updated
+        return self.update_started and not self.update_done
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """Keep what can be undone."""
-        self.updating = self.updated = self.over = False
-        self._random = torch.get_rng_state()
-        self._cuda = None if self._device is None else torch.cuda.get_rng_state(self._device)
-        for kept, own in zip(self._kept, self._statistics, strict=True):
+        self.update_started = self.update_done = self.is_ending = False
+        self._cpu_rng_state = torch.get_rng_state()
+        self._cuda_rng_state = None if self._cuda_device is None else torch.cuda.get_rng_state(self._cuda_device)
+        for kept, own in zip(self._saved_statistics, self._norm_buffers, strict=True):
             kept.copy_(own)
 
-    def undo(self) -> None:
+    def roll_back(self) -> None:
         """As if the step had not been begun. Only before the optimiser has begun."""
-        assert not self.updating
-        torch.set_rng_state(self._random)
-        if self._cuda is not None and self._device is not None:
-            torch.cuda.set_rng_state(self._cuda, self._device)
-        for kept, own in zip(self._kept, self._statistics, strict=True):
+        assert not self.update_started
+        torch.set_rng_state(self._cpu_rng_state)
+        if self._cuda_rng_state is not None and self._cuda_device is not None:
+            torch.cuda.set_rng_state(self._cuda_rng_state, self._cuda_device)
+        for kept, own in zip(self._saved_statistics, self._norm_buffers, strict=True):
             own.detach().copy_(kept)
 
-    def end(self) -> None:
+    def commit_step(self) -> None:
         """The step counts from here on. An interrupt that was held back comes now."""
-        self.updating = self.updated = self.over = False
-        if self._interrupted:
-            self._interrupted = False
-            self._before(signal.SIGINT, None)
+        self.update_started = self.update_done = self.is_ending = False
+        if self._sigint_pending:
+            self._sigint_pending = False
+            self._previous_handler(signal.SIGINT, None)
 
     @contextlib.contextmanager
-    def guarded(self) -> Iterator[None]:
+    def guard_sigint(self) -> Iterator[None]:
         """While it lasts, SIGINT waits from the optimiser's beginning to the step's end. In the main thread only."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        self._interrupted = self.over = False
-        self._before = signal.signal(signal.SIGINT, self._hold)
+        self._sigint_pending = self.is_ending = False
+        self._previous_handler = signal.signal(signal.SIGINT, self._handle_sigint)
         try:
             yield
         finally:
-            signal.signal(signal.SIGINT, self._before)
+            signal.signal(signal.SIGINT, self._previous_handler)
 
-    def _hold(self, number: int, frame: FrameType | None) -> None:
-        if self.updating or self.over:
-            self._interrupted = True
+    def _handle_sigint(self, signum: int, frame: FrameType | None) -> None:
+        if self.update_started or self.is_ending:
+            self._sigint_pending = True
         else:
-            self._before(number, frame)
+            self._previous_handler(signum, frame)

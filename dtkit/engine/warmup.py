@@ -17,10 +17,10 @@ def preload() -> None:
     p.grad = torch.zeros(1)
     torch.optim.SGD([p], lr=0.1).step()
     del p
-    _set_aside_what_is_loaded()
+    _freeze_loaded_objects()
 
 
-def _set_aside_what_is_loaded() -> None:
+def _freeze_loaded_objects() -> None:
     """Have garbage collections pass over modules: the one between two jobs took 0.15 s for them, and more under load.
 
     Only where there is no tensor yet: what is set aside is never collected, and nobody's model may be among it.

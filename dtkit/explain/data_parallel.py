@@ -1,6 +1,6 @@
 """One synchronised step taken apart: who computed what from which rows, and how it became one update.
 
-Each rank reports plain numbers (a :class:`RankReport`, made by ``dtkit.engine.observe.step_probe.Microscope``); here
+Each rank reports plain numbers (a :class:`RankReport`, made by ``dtkit.engine.observe.step_probe.StepProbe``); here
 they become one :class:`StepExplanation`. With w_i the weight of rank i in the mean, L_i its loss and g_i the gradient
 of L_i,
 

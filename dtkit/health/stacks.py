@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import dtkit
-from dtkit.engine.observe.stack_sampler import MOST_FRAMES, Stack, framed
+from dtkit.engine.observe.stack_sampler import MAX_FRAMES, CallStack, make_stack
 from dtkit.health.diagnosis import SILENT_S, Seen
 from dtkit.health.status import IDLE, Frame, Standing, dump_file, line_of, status_file
 
@@ -132,15 +132,17 @@ def dump(folder: Path, seen: Seen) -> tuple[Frame, ...]:
         return ()
 
 
-def parsed(text: str) -> dict[int, Stack]:
+def parsed(text: str) -> dict[int, CallStack]:
     """What faulthandler wrote of all threads, by their identities."""
     heads = list(_THREAD.finditer(text))
     ends = [head.start() for head in heads[1:]] + [len(text)]
     return {int(head[1], 16): _parsed(text[head.end() : end]) for head, end in zip(heads, ends, strict=True)}
 
 
-def _parsed(text: str) -> Stack:
-    return framed([(_plain(file), int(line), _plain(name)) for file, line, name in _LINE.findall(text)[:MOST_FRAMES]])
+def _parsed(text: str) -> CallStack:
+    return make_stack(
+        [(_plain(file), int(line), _plain(name)) for file, line, name in _LINE.findall(text)[:MAX_FRAMES]]
+    )
 
 
 def _plain(name: str) -> str:

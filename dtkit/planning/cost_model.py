@@ -68,7 +68,7 @@ class StepTimings:
     process_growth: int | None = None
     """Bytes by which the process grew at most in steps of so many rows; None where the system does not say."""
     activation_peaks: Sequence[Any] = ()
-    """What forward and backward held, where that was asked: :class:`dtkit.engine.dry_run.Peaks`."""
+    """What forward and backward held, where that was asked: :class:`dtkit.engine.dry_run.ActivationPeak`."""
 
     @classmethod
     def from_estimate(cls, row_s: float) -> StepTimings:

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from dtkit.cluster.cluster import Cluster
-    from dtkit.engine.benchmark import Sizes
-    from dtkit.engine.dry_run import Peaks
+    from dtkit.engine.benchmark import ModelSizes
+    from dtkit.engine.dry_run import ActivationPeak
     from dtkit.strategies.base import Strategy
     from dtkit.strategies.pipeline.cut import LayerChain
 
@@ -151,7 +151,7 @@ class ModelProfiler:
         self._max_local_samples = _compute_max_local_samples(cluster, request)
         self.memory_budgets = _measure_memory_budgets(cluster, free_caches=True)
         report_progress(f"trying {_get_model_name(model)} without numbers")
-        self._sizes: Sizes = self._measure_on_rank_0("sizes")
+        self._sizes: ModelSizes = self._measure_on_rank_0("sizes")
         self._model_handle: Replicas | None = None
         self._profiles: dict[str | None, list[ModelProfile]] = {}
         self._layer_chains: dict[int, LayerChain | None] = {}
@@ -219,7 +219,7 @@ class ModelProfiler:
         sizes, parts = self._sizes, []
         for one in times:
             working = held.predict(one.rows)
-            expected = sizes.parameters + sizes.gradients + one.optimizer_bytes + max(working, sizes.update)
+            expected = sizes.parameters + sizes.gradients + one.optimizer_bytes + max(working, sizes.update_peak)
             if one.process_growth is not None and working:
                 parts.append((one.process_growth - expected) / working)
         if not parts:
@@ -236,8 +236,8 @@ class ModelProfiler:
             sent_model=sizes.parameters if self._model_key is None and _trains_on_host(self._cluster) else 0,
             parameters=sizes.parameters,
             gradients=sizes.gradients,
-            optimizer_state=times.optimizer_bytes or sizes.state or 0,
-            update_temporaries=sizes.update,
+            optimizer_state=times.optimizer_bytes or sizes.optimizer_state or 0,
+            update_temporaries=sizes.update_peak,
             activations=held,
             overhead=overhead,
             forward_s=LinearFit.from_points([(rows, seconds) for rows, seconds, _ in times.points]),
@@ -253,14 +253,20 @@ class ModelProfiler:
     ) -> list[StepTimings] | None:
         """Real steps on all ranks, unless memory may not suffice for them."""
         sizes = self._sizes
-        whole = sizes.parameters * (1 if self._model_key else 2) + sizes.gradients + (sizes.state or 0) + sizes.update
+        whole = (
+            sizes.parameters * (1 if self._model_key else 2)
+            + sizes.gradients
+            + (sizes.optimizer_state or 0)
+            + sizes.update_peak
+        )
         needs = [round((whole + held.predict(share)) / _USABLE_FRACTION) for share in self._max_local_samples]
         if plans.find_shortage(needs, [dataclasses.replace(room, reusable=0) for room in self.memory_budgets]):
             self._add_note(
                 "no step was taken, since it may not fit: times are those of matrix products at the benchmark's rate"
             )
             self._add_note(
-                f"optimiser state is not counted: it can't be told without numbers ({sizes.why})", unless=not sizes.why
+                f"optimiser state is not counted: it can't be told without numbers ({sizes.reason})",
+                unless=not sizes.reason,
             )
             return None
         self._report_progress(f"taking some steps of {_get_model_name(self._model)}")
@@ -285,7 +291,7 @@ class ModelProfiler:
         return self._model_handle.key
 
 
-def _fit_activations(peaks: Sequence[Peaks]) -> LinearFit:
+def _fit_activations(peaks: Sequence[ActivationPeak]) -> LinearFit:
     """Bytes by rows."""
     return LinearFit.from_points([(peak.rows, peak.nbytes) for peak in peaks]) if peaks else LinearFit()
 
@@ -298,10 +304,10 @@ def pickle_program(
     optimizer: Callable[..., Any],
 ) -> bytes:
     """What the engines are to measure, pickled: shapes of the model where it is not there yet."""
-    from dtkit.engine.dry_run import hollow
+    from dtkit.engine.dry_run import copy_to_meta
     from dtkit.strategies.loss import Loss
 
-    shapes = None if isinstance(model, Replicas) else hollow(model)
+    shapes = None if isinstance(model, Replicas) else copy_to_meta(model)
     return cluster.dumps((shapes, Loss(loss_fn, training_step), optimizer), name="plan")
 
 
@@ -491,6 +497,6 @@ def _format_refusal(
 
 
 def _count_model_bytes(model: Any) -> int:
-    from dtkit.engine.dry_run import nbytes
+    from dtkit.engine.dry_run import count_bytes
 
-    return nbytes([*model.parameters(), *model.buffers()])
+    return count_bytes([*model.parameters(), *model.buffers()])

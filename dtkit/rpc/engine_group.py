@@ -24,7 +24,7 @@ import numpy as np
 
 from dtkit import __version__
 from dtkit.cluster import reaper
-from dtkit.engine.node_info import hello
+from dtkit.engine.node_info import get_handshake
 from dtkit.errors import ClusterClosed, ClusterError, DtkitError, EngineError, VersionMismatch, telling
 from dtkit.health import stacks
 from dtkit.rpc import pickling
@@ -130,7 +130,7 @@ class Ranks:
 
     def refresh(self) -> list[NodeInfo]:
         """Ask every engine for its memory again."""
-        self._take_nodes(self.ask("info"))
+        self._take_nodes(self.ask("node_info"))
         return self.nodes
 
     def _take_nodes(self, infos: Sequence[Any]) -> None:
@@ -146,8 +146,8 @@ class Ranks:
         self._engine_path = list(replies[0].value["path"])  # type: ignore[index]
 
     def _greet(self, ranks: Sequence[int]) -> list[Reply]:
-        mine = hello()
-        replies = self.collect(self.fan_out("hello", ranks=ranks), self._timeout, ranks)
+        mine = get_handshake()
+        replies = self.collect(self.fan_out("handshake", ranks=ranks), self._timeout, ranks)
         for rank, reply in zip(ranks, replies, strict=True):
             theirs = reply.value
             if not isinstance(theirs, dict):
@@ -274,7 +274,7 @@ class Ranks:
             while True:
                 keys.append(self._unwanted.popleft())
         if keys:
-            self.fan_out("unload", keys=keys)
+            self.fan_out("release", keys=keys)
 
     def values(self, replies: Sequence[Reply]) -> list[Any]:
         """The replies' values; or, after forming the group anew, the first cause as an error."""
@@ -378,7 +378,9 @@ class Ranks:
         """Take over engines that another notebook had, with what they hold. Of each that answers, what that is."""
         lost = self.lost()
         # A notebook that died while it sent a dispatch has left ranks with it, who wait for those without.
-        found = self.alone("adopt", [rank for rank in range(self.world_size) if rank not in lost], together=True)
+        found = self.alone(
+            "acquire_ownership", [rank for rank in range(self.world_size) if rank not in lost], together=True
+        )
         if len(found) < self.world_size - len(lost) or not found:
             raise ClusterError(f"{len(found)} of {self.world_size} engines answered; the others are busy, or stuck")
         self._generation = self._adopted_at = max(heritage.generation for heritage in found.values())
@@ -397,7 +399,7 @@ class Ranks:
             self.form()
             for generation in range(self._adopted_at + 1, ours + 1):
                 _remove_store(self._folder / f"store-{generation}")
-        self.alone("yield_to", [rank for rank in range(self.world_size) if rank not in lost], owner=owner)
+        self.alone("return_ownership", [rank for rank in range(self.world_size) if rank not in lost], owner=owner)
 
     def check_reachable(self) -> None:
         """Raise ClusterError where nothing can reach the engines any more."""
@@ -425,11 +427,11 @@ class Ranks:
         self._transport.replace(ranks)
         self._greet(ranks)
         self.form(others=True)
-        self.fan_out("warm", ranks=list(ranks))
+        self.fan_out("warm_up", ranks=list(ranks))
         kept = [rank for rank in range(self.world_size) if rank not in self.bare]
         if kept:
-            (shipment,) = self.ask("hand_over", ranks=kept[:1])
-            self.ask("take_over", ranks=sorted(self.bare), shipment=shipment)
+            (shipment,) = self.ask("export_data", ranks=kept[:1])
+            self.ask("import_data", ranks=sorted(self.bare), shipment=shipment)
             shipment.discard()
             self.bare.clear()
         self.sign()
@@ -449,7 +451,7 @@ class Ranks:
         self._hosts = dict(enumerate(host for rank, host in sorted(self._hosts.items()) if rank not in ranks))
         self._look_at_hosts()
         self.form(others=True)
-        self.ask("redeal")
+        self.ask("repartition")
         self.sign()
 
     def sign(self) -> None:
@@ -471,7 +473,7 @@ class Ranks:
             specs = [self._group_spec(rank, store) for rank in range(self.world_size)]
             join = {"owner": self._owner, "keeper": self._keeper if self._one_host else None}
             each = [{"spec": s, "step_timeout": self.step_timeout, "others": others, **join} for s in specs]
-            futures = self.fan_out("join", each=each)
+            futures = self.fan_out("join_group", each=each)
         called_off = store.with_name(store.name + CALLED_OFF)
         for future in futures:
             # waits: already done here
@@ -494,14 +496,14 @@ class Ranks:
 
     def _compare_clocks(self) -> list[float]:
         """How far each rank's clock is ahead of the first one's, in seconds."""
-        replies = self.collect(self.fan_out("clock"), self._timeout)
+        replies = self.collect(self.fan_out("read_clock"), self._timeout)
         if failures := [reply.failure for reply in replies if reply.failure is not None]:
             raise EngineError(telling(failures))  # `values` would form the group anew, which ends in here
         times = np.array([reply.value for reply in replies])
         return list(np.median(times - times[0], axis=1).tolist())
 
     def _group_spec(self, rank: int, store: Path) -> GroupSpec:
-        from dtkit.engine.comm.process_group import loopback
+        from dtkit.engine.comm.process_group import find_loopback_interface
 
         return GroupSpec(
             rank=rank,
@@ -510,7 +512,7 @@ class Ranks:
             backend=self._plan.backend,
             device=self._plan.devices[rank],
             store=str(store),
-            interface=self._interface or loopback(),
+            interface=self._interface or find_loopback_interface(),
             threads=self._plan.threads,
             timeout_s=self._timeout,
         )

@@ -28,9 +28,9 @@ class Entry:
         os.environ.pop(_KEYS, None)  # a cell that prints its environment must not print it
         shell = get_ipython()
         if shell is None:
-            return [server.handle(message, None)]
-        server.govern(shell.kernel)
-        return [server.handle(message, _publisher(shell))]
+            return [server.handle_request(message, None)]
+        server.attach_sigint_handler(shell.kernel)
+        return [server.handle_request(message, _publisher(shell))]
 
 
 def _publisher(shell: Any) -> Callable[[int, list[tuple[str, Any]]], None]:

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from dtkit.engine.comm.process_group import Group
-    from dtkit.engine.observe.step_probe import Microscope
-    from dtkit.engine.state.capture import Archive
+    from dtkit.engine.observe.step_probe import StepProbe
+    from dtkit.engine.state.capture import StateVisitor
     from dtkit.planning.cost_model import Benchmark, ModelProfile
     from dtkit.strategies.loss import Loss
     from dtkit.types import Fingerprint
@@ -152,7 +152,7 @@ class _AveragingWorker(ReplicatedWorker):
         )
 
     def step(
-        self, batches: Sequence[tuple[int, Any]], counts: Sequence[int], _microscope: Microscope | None = None
+        self, batches: Sequence[tuple[int, Any]], counts: Sequence[int], _microscope: StepProbe | None = None
     ) -> StepResult:
         """A step of this rank's own; the last of every `every` ends with the mean of all ranks' parameters."""
         tally = self._compute_rank_gradients(batches, sum(counts[s] for s in self._context.shards))
@@ -161,7 +161,7 @@ class _AveragingWorker(ReplicatedWorker):
         healthy = (math.isfinite(norm) or self._are_gradients_finite()) and not self._nonfinite_since_average
         if averaging and self._group is not None:
             self._phases.enter("sync")
-            healthy = not self._group.any(not healthy)
+            healthy = not self._group.all_reduce_any(not healthy)
         if averaging and not healthy:
             mean = self._nonfinite_loss if self._nonfinite_since_average else tally.mean_loss
             self._nonfinite_since_average = False
@@ -222,22 +222,22 @@ class _AveragingWorker(ReplicatedWorker):
             p.copy_(mean)
         self._averaging_weight = 0.0
 
-    def visit_state(self, visitor: Archive) -> None:
+    def visit_state(self, visitor: StateVisitor) -> None:
         """A replica's state, with how far it is to the next averaging, and the outer optimiser's."""
         super().visit_state(visitor)
-        self._steps_since_average = visitor.value("averaging steps", self._steps_since_average)
-        self._averaging_weight = visitor.own(
+        self._steps_since_average = visitor.visit_value("averaging steps", self._steps_since_average)
+        self._averaging_weight = visitor.per_rank(
             "averaging weight", self._averaging_weight, lambda each: sum(each) / visitor.world_size
         )
         if self._outer_optimizer is not None:
             names = [name for name, p in self._model.named_parameters() if p.requires_grad]
             self._outer_optimizer.visit_state(visitor, names, self._parameters)
 
-    def _visit_parameters(self, visitor: Archive) -> None:
+    def _visit_parameters(self, visitor: StateVisitor) -> None:
         """Each rank has its own; on another number of ranks all go on from their mean."""
         named = self._named_parameters()
-        visitor.differing("model", named, self._averaging_weight)
-        visitor.optimizer("optimizer", self.optimizer, named, own=True)
+        visitor.per_replica("model", named, self._averaging_weight)
+        visitor.visit_optimizer("optimizer", self.optimizer, named, per_rank=True)
 
     @property
     def averaging_weight(self) -> float:
@@ -271,11 +271,11 @@ class _OuterOptimizer:
         self._optimizer = config.build_optimizer(self._parameters)
 
     @torch.no_grad()
-    def visit_state(self, visitor: Archive, names: Sequence[str], parameters: Sequence[torch.Tensor]) -> None:
+    def visit_state(self, visitor: StateVisitor, names: Sequence[str], parameters: Sequence[torch.Tensor]) -> None:
         """Its state; where none was saved, it begins at these parameters."""
         named = dict(zip(names, self._parameters, strict=True))
-        if visitor.tensors("outer", named):
-            visitor.optimizer("outer optimizer", self._optimizer, named)
+        if visitor.visit_tensors("outer", named):
+            visitor.visit_optimizer("outer optimizer", self._optimizer, named)
         else:
             for mine, p in zip(self._parameters, parameters, strict=True):
                 mine.copy_(p)
@@ -313,7 +313,7 @@ class _SimulatedAveragingWorker(Worker):
         self.optimizer = self._rank_workers[0].optimizer
 
     def step(
-        self, batches: Sequence[tuple[int, Any]], counts: Sequence[int], _microscope: Microscope | None = None
+        self, batches: Sequence[tuple[int, Any]], counts: Sequence[int], _microscope: StepProbe | None = None
     ) -> StepResult:
         """A step of each rank, on one batch for each shard (None where it has no sample)."""
         outcomes: list[StepResult] = []

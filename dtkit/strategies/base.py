@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     import torch
 
     from dtkit.engine.comm.process_group import Group
-    from dtkit.engine.observe.phase_timer import Phases
-    from dtkit.engine.observe.step_probe import Microscope
-    from dtkit.engine.state.capture import Archive
+    from dtkit.engine.observe.phase_timer import PhaseTimer
+    from dtkit.engine.observe.step_probe import StepProbe
+    from dtkit.engine.state.capture import StateVisitor
     from dtkit.planning.cost_model import Benchmark, Cost, ModelProfile
     from dtkit.schedules.schedule import Schedule
     from dtkit.strategies.loss import Loss
@@ -36,7 +36,7 @@ class WorkerContext:
 
     group: Group | None
     device: torch.device
-    phases: Phases
+    phases: PhaseTimer
     """Where the worker says what it is doing, step by step."""
     shards: Sequence[int]
     """The parts of each batch that this worker takes."""
@@ -179,18 +179,18 @@ class Worker(abc.ABC):
 
     @abc.abstractmethod
     def step(
-        self, batches: Sequence[tuple[int, Any]], counts: Sequence[int], probe: Microscope | None = None
+        self, batches: Sequence[tuple[int, Any]], counts: Sequence[int], probe: StepProbe | None = None
     ) -> StepResult:
         """One synchronised step on micro-batches (samples, batch), none where this rank has no sample.
 
         `counts` is by shard, of all ranks. With a `microscope` the step is taken apart for it.
         """
 
-    def make_step_probe(self, **position: int) -> Microscope:
+    def make_step_probe(self, **position: int) -> StepProbe:
         """What `step` is taken apart for; `position`: rank, step and epoch."""
-        from dtkit.engine.observe.step_probe import Microscope
+        from dtkit.engine.observe.step_probe import StepProbe
 
-        return Microscope(self.model, **position)
+        return StepProbe(self.model, **position)
 
     @abc.abstractmethod
     def state_dict_parts(self) -> dict[str, Any]:
@@ -210,7 +210,7 @@ class Worker(abc.ABC):
     def set_process_group(self, group: Group) -> None:
         """Go on in a new generation of the process group."""
 
-    def visit_state(self, visitor: Archive) -> None:
+    def visit_state(self, visitor: StateVisitor) -> None:
         """Show all state that a step depends on to `archive`, which takes it or fills it in. A collective."""
         raise NotImplementedError(f"{type(self).__name__} works alone, and is made anew where it is needed")
 

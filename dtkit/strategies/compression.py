@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from dtkit.engine.comm.process_group import Group
-    from dtkit.engine.state.capture import Archive
+    from dtkit.engine.state.capture import StateVisitor
     from dtkit.planning.cost_model import ModelProfile
 
     Hook = Callable[[Any], torch.futures.Future[torch.Tensor]]
@@ -35,7 +35,7 @@ def make_comm_hook(method: str | None, group: Group) -> Hook:
     return _make_cast_hook(group, torch.float16 if method == "fp16" else torch.bfloat16)
 
 
-def visit_hook_state(comm_hook: Hook, visitor: Archive, named_parameters: Mapping[str, torch.Tensor]) -> None:
+def visit_hook_state(comm_hook: Hook, visitor: StateVisitor, named_parameters: Mapping[str, torch.Tensor]) -> None:
     """Show what a hook keeps from step to step, if anything."""
     keeper = getattr(comm_hook, "__self__", None)
     if isinstance(keeper, PowerSGD):

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from dtkit.engine.comm.process_group import Group
-    from dtkit.engine.observe.step_probe import Microscope
-    from dtkit.engine.state.capture import Archive
+    from dtkit.engine.observe.step_probe import StepProbe
+    from dtkit.engine.state.capture import StateVisitor
     from dtkit.planning.cost_model import Benchmark, ModelProfile
     from dtkit.strategies.loss import Loss
 
@@ -207,14 +207,14 @@ class _DDPWorker(ReplicatedWorker):
         super().set_process_group(group)
         self._ddp = self._wrap_in_ddp()
 
-    def visit_state(self, visitor: Archive) -> None:
+    def visit_state(self, visitor: StateVisitor) -> None:
         """A replica's state, and what compression has left out so far."""
         super().visit_state(visitor)
         if self._group is not None:
             compression.visit_hook_state(self._comm_hook, visitor, self._named_parameters())
 
     def step(
-        self, batches: Sequence[tuple[int, Any]], counts: Sequence[int], probe: Microscope | None = None
+        self, batches: Sequence[tuple[int, Any]], counts: Sequence[int], probe: StepProbe | None = None
     ) -> StepResult:
         """Forward, backward with all-reduce, update: parameters stay equal on all ranks."""
         self._zero_grad()

@@ -6,7 +6,7 @@ rank, with one number summed over all ranks: a part that lies on `copies` ranks 
 
 A parameter may be several in one: of the rows of queries, keys and values, a rank that holds some heads has a part
 of each. To torch that is a DTensor cut by rows like any other; the parameter says of how many such blocks its part is
-made (:func:`folds`), and wherever numbers come in or go out, that is undone.
+made (:func:`fused_blocks`), and wherever numbers come in or go out, that is undone.
 
 A rank never copies the whole model: a skeleton of it without numbers is cut, and this rank's slices of the numbers
 are put into it.
@@ -30,7 +30,7 @@ from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
-from dtkit.engine.observe.collective_probe import CollectiveScope
+from dtkit.engine.observe.collective_probe import CollectiveProbe
 from dtkit.mesh import Mesh
 from dtkit.strategies import gradients
 from dtkit.strategies.base import StepResult, Strategy, Worker, WorkerContext, make_optimizer
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from dtkit.engine.comm.process_group import Group
-    from dtkit.engine.observe.step_probe import Microscope
-    from dtkit.engine.state.capture import Archive
+    from dtkit.engine.observe.step_probe import StepProbe
+    from dtkit.engine.state.capture import StateVisitor
     from dtkit.strategies.loss import Loss
     from dtkit.types import Fingerprint
 
@@ -119,30 +119,34 @@ class DTensorWorker(ReplicatedWorker, abc.ABC):
         self._register_shards(mine)
 
     def step(
-        self, batches: Sequence[tuple[int, Any]], counts: Sequence[int], probe: Microscope | None = None
+        self, batches: Sequence[tuple[int, Any]], counts: Sequence[int], probe: StepProbe | None = None
     ) -> StepResult:
         """One step; the collectives in it are told to a microscope."""
         self._rebuild_if_stale()
-        if not isinstance(probe, CollectiveScope):
+        if not isinstance(probe, CollectiveProbe):
             return self._run_step(batches, counts)
-        with probe.watching():
+        with probe.record_collectives():
             outcome = self._run_step(batches, counts)
-        probe.loss(outcome.loss, float(outcome.loss_weight) if self._reports_samples else 0.0, 0.0)
+        probe.record_loss(outcome.loss, float(outcome.loss_weight) if self._reports_samples else 0.0, 0.0)
         if outcome.is_finite:
-            probe.updated(float(self.optimizer.param_groups[0]["lr"]))
+            probe.record_update(float(self.optimizer.param_groups[0]["lr"]))
         return outcome
 
     @abc.abstractmethod
     def _run_step(self, batches: Sequence[tuple[int, Any]], counts: Sequence[int]) -> StepResult:
         """One step, in the process group that there is now."""
 
-    def make_step_probe(self, **position: int) -> Microscope:
+    def make_step_probe(self, **position: int) -> StepProbe:
         """What looks at this rank's collectives. A collective itself, where the process group is a new one."""
         self._rebuild_if_stale()
         group = self._group
         assert group is not None
-        return CollectiveScope(
-            self._model, lambda: self._phases.around, group.sent_bytes, speaks=self._reports_samples, **position
+        return CollectiveProbe(
+            self._model,
+            lambda: self._phases.enclosing_phase,
+            group.count_sent_bytes,
+            reports_samples=self._reports_samples,
+            **position,
         )
 
     @abc.abstractmethod
@@ -162,7 +166,7 @@ class DTensorWorker(ReplicatedWorker, abc.ABC):
         world = self._context.group.world_size if self._context.group is not None else 1
         self._num_holders = [world // count_shards(p) for p in self._parameters]
 
-    def visit_state(self, visitor: Archive) -> None:
+    def visit_state(self, visitor: StateVisitor) -> None:
         """As of a whole copy, slice by slice."""
         self._rebuild_if_stale()
         super().visit_state(visitor)
@@ -194,7 +198,7 @@ class DTensorWorker(ReplicatedWorker, abc.ABC):
 
     def _are_gradients_finite(self) -> bool:
         assert self._group is not None
-        return not self._group.any(not all(bool(g.isfinite().all()) for g in self._list_local_gradients()))
+        return not self._group.all_reduce_any(not all(bool(g.isfinite().all()) for g in self._list_local_gradients()))
 
     def _start_weight_reduce(
         self, loss_accumulator: LossAccumulator
@@ -265,7 +269,7 @@ class DTensorWorker(ReplicatedWorker, abc.ABC):
 def build_device_meshes(group: Group, mesh: Mesh, device: torch.device) -> dict[str, DeviceMesh]:
     """Groups along each axis of several ranks by name, and along all as "": unlike any of another generation."""
     names = {axis: f"{axis}{group.generation}" for axis in mesh.axes}
-    whole = group.grid(Mesh({names[axis]: size for axis, size in mesh.axes.items()}), device)
+    whole = group.device_mesh(Mesh({names[axis]: size for axis, size in mesh.axes.items()}), device)
     return {"": whole} | {axis: whole[name] for axis, name in names.items() if name in (whole.mesh_dim_names or ())}
 
 

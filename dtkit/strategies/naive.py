@@ -18,7 +18,7 @@ from dtkit.strategies.replicated import LossAccumulator, ReplicatedWorker
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from dtkit.engine.observe.step_probe import Microscope
+    from dtkit.engine.observe.step_probe import StepProbe
     from dtkit.planning.cost_model import Benchmark, ModelProfile
     from dtkit.strategies.loss import Loss
 
@@ -50,7 +50,7 @@ class _NaiveWorker(ReplicatedWorker):
     """One rank's copy of the model."""
 
     def step(
-        self, batches: Sequence[tuple[int, Any]], counts: Sequence[int], probe: Microscope | None = None
+        self, batches: Sequence[tuple[int, Any]], counts: Sequence[int], probe: StepProbe | None = None
     ) -> StepResult:
         """The four lines that data parallelism is."""
         if probe is not None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from dtkit.engine.comm.process_group import Group
-    from dtkit.engine.state.capture import Archive
+    from dtkit.engine.state.capture import StateVisitor
 
 APPROXIMATION_RANK = 2
 
@@ -60,16 +60,16 @@ class PowerSGD:
         for (kept, matrix), a, b in zip(wide, left, right, strict=True):
             kept.reconstruct(matrix, a, b, self._group.world_size)
 
-    def visit_state(self, visitor: Archive, named_parameters: Mapping[str, torch.Tensor]) -> None:
+    def visit_state(self, visitor: StateVisitor, named_parameters: Mapping[str, torch.Tensor]) -> None:
         """Show what is kept. On another number of ranks what all have left out is dealt out: its sum stays."""
         wide = {
             name: self._get_factorization(p, p.detach())
             for name, p in named_parameters.items()
-            if p.requires_grad and _is_compressible(p) and (p in self._factorizations or not visitor.saving)
+            if p.requires_grad and _is_compressible(p) and (p in self._factorizations or not visitor.is_saving)
         }
-        if visitor.tensors("powersgd", {name: one.right_factor for name, one in wide.items()}):
+        if visitor.visit_tensors("powersgd", {name: one.right_factor for name, one in wide.items()}):
             left_out = {name: one.error_feedback for name, one in wide.items()}
-            visitor.own_tensors("powersgd", left_out, share=1 / visitor.world_size)
+            visitor.per_rank_tensors("powersgd", left_out, fraction=1 / visitor.world_size)
         else:
             self._factorizations.clear()
 

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from dtkit.engine.comm.process_group import Group
-    from dtkit.engine.observe.step_probe import Microscope
-    from dtkit.engine.state.capture import Archive
+    from dtkit.engine.observe.step_probe import StepProbe
+    from dtkit.engine.state.capture import StateVisitor
     from dtkit.types import Fingerprint
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -203,7 +203,7 @@ class ReplicatedWorker(Worker):
         return StepResult(loss_accumulator.mean_loss, loss_accumulator.loss_weight, finite, norm)
 
     def _explain_step(
-        self, batches: Sequence[tuple[int, Any]], counts: Sequence[int], probe: Microscope | None
+        self, batches: Sequence[tuple[int, Any]], counts: Sequence[int], probe: StepProbe | None
     ) -> StepResult:
         """One step in the open: local gradients, one explicit sum, the update. A rank may be without samples in it."""
         tally = LossAccumulator(sum(counts))
@@ -217,12 +217,12 @@ class ReplicatedWorker(Worker):
             self._report_gradients(probe, tally, counts, local, divisor)
         finite, norm = self._clip_and_update()
         if probe is not None and finite:
-            probe.after_update(float(self.optimizer.param_groups[0]["lr"]))
+            probe.record_parameter_updates(float(self.optimizer.param_groups[0]["lr"]))
         return self._make_step_result(tally, counts, finite=finite, norm=norm)
 
     def _report_gradients(
         self,
-        probe: Microscope,
+        probe: StepProbe,
         loss_accumulator: LossAccumulator,
         counts: Sequence[int],
         local_gradients: Sequence[torch.Tensor | None],
@@ -233,34 +233,36 @@ class ReplicatedWorker(Worker):
             float(loss_accumulator.loss_weight),
             1.0 if self._grad_scaler is None else self._grad_scaler.get_scale(),
         )
-        probe.loss(
+        probe.record_loss(
             loss_accumulator.mean_loss, weight, weight / (sum(counts) if self._loss_form == LOSS_IS_MEAN else divisor)
         )
-        probe.local([None if g is None else g / (divisor * scale) for g in local_gradients])
-        probe.reduced([None if p.grad is None else p.grad / scale for p in self._parameters])
+        probe.record_local_gradients([None if g is None else g / (divisor * scale) for g in local_gradients])
+        probe.record_reduced_gradients([None if p.grad is None else p.grad / scale for p in self._parameters])
         if self._clip_grad_norm is not None:
-            probe.clipped(gradients.compute_clip_factor(self._compute_grad_norm() / scale, self._clip_grad_norm))
-        probe.before_update()
+            probe.record_clipping(
+                gradients.compute_clip_factor(self._compute_grad_norm() / scale, self._clip_grad_norm)
+            )
+        probe.save_parameters()
 
     # -- all state --------------------------------------------------------------------------------------------
 
-    def visit_state(self, visitor: Archive) -> None:
+    def visit_state(self, visitor: StateVisitor) -> None:
         """Parameters and optimiser; buffers and the samples that they were made from; the scale of fp16's loss."""
         self._visit_parameters(visitor)
         buffers, extra = split_state_dict(self._model)
-        visitor.differing("model", buffers, float(self._num_samples_seen))
-        visitor.plain_entries(self._model, extra)
-        self._num_samples_seen = visitor.own(
+        visitor.per_replica("model", buffers, float(self._num_samples_seen))
+        visitor.visit_extra_state(self._model, extra)
+        self._num_samples_seen = visitor.per_rank(
             "seen", self._num_samples_seen, lambda seen: sum(seen) // visitor.world_size
         )
         if self._grad_scaler is not None:
-            visitor.states("scaler", self._grad_scaler, "the loss's scale")
+            visitor.visit_stateful("scaler", self._grad_scaler, "the loss's scale")
 
-    def _visit_parameters(self, visitor: Archive) -> None:
+    def _visit_parameters(self, visitor: StateVisitor) -> None:
         """What is equal on all ranks that hold it."""
         named = self._named_parameters()
-        visitor.tensors("model", named)
-        visitor.optimizer("optimizer", self.optimizer, named)
+        visitor.visit_tensors("model", named)
+        visitor.visit_optimizer("optimizer", self.optimizer, named)
 
     def _named_parameters(self) -> dict[str, torch.nn.Parameter]:
         """The parameters that lie here, by all of their names."""

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from dtkit.engine.comm.process_group import Group
-    from dtkit.engine.observe.phase_timer import Phases
+    from dtkit.engine.observe.phase_timer import PhaseTimer
     from dtkit.planning.cost_model import Benchmark, ModelProfile
     from dtkit.strategies.base import EvalFunction, StepResult, WorkerContext
     from dtkit.strategies.loss import Loss
@@ -286,7 +286,7 @@ def _find_layers(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Modul
             yield from _find_layers(child, f"{prefix}{name}.")
 
 
-def shard_module(module: nn.Module, name: str, shards: int, phases: Phases | None, **options: Any) -> None:
+def shard_module(module: nn.Module, name: str, shards: int, phases: PhaseTimer | None, **options: Any) -> None:
     """Shard the parameters of a module that are whole yet; gradients are summed, and never of some of them only.
 
     With `phases`, the collectives are marked in the midst of forward and backward.
@@ -307,7 +307,7 @@ def shard_module(module: nn.Module, name: str, shards: int, phases: Phases | Non
     made.set_custom_reduce_scatter(_CheckedReduceScatter(phases, name, expected))  # type: ignore[arg-type]  # the base class is private
     if phases is not None:
         made.set_custom_all_gather(_AllGather(phases))  # type: ignore[arg-type]  # as above
-        made.set_all_reduce_hook(lambda _: phases.unblock())  # also where replicas have nothing to sum
+        made.set_all_reduce_hook(lambda _: phases.end_collective())  # also where replicas have nothing to sum
 
 
 def _drop_process_groups(module: FSDPModule) -> None:
@@ -323,7 +323,7 @@ def _drop_process_groups(module: FSDPModule) -> None:
 class _TimedCollective:
     """One of torch's, of which the phases know."""
 
-    def __init__(self, phases: Phases | None) -> None:
+    def __init__(self, phases: PhaseTimer | None) -> None:
         self._phases = phases
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -332,7 +332,7 @@ class _TimedCollective:
 
     def _mark_blocked(self, group: dist.ProcessGroup) -> None:
         if self._phases is not None:
-            self._phases.block(rank_span(group))
+            self._phases.begin_collective(rank_span(group))
 
 
 class _AllGather(_TimedCollective):
@@ -349,14 +349,14 @@ class _AllGather(_TimedCollective):
         self._mark_blocked(group)
         work = _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
         if self._phases is not None:
-            self._phases.unblock()
+            self._phases.end_collective()
         return work
 
 
 class _CheckedReduceScatter(_TimedCollective):
     """After a look whether all parameters of the block have a gradient: peers expect them."""
 
-    def __init__(self, phases: Phases | None, name: str, expected_numel: int) -> None:
+    def __init__(self, phases: PhaseTimer | None, name: str, expected_numel: int) -> None:
         super().__init__(phases)
         self._name, self._expected_numel = name, expected_numel
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dtkit.cluster.broadcast import Replicas
     from dtkit.cluster.cluster import Cluster
     from dtkit.data.distribute import DataHandle
-    from dtkit.engine.data.loader import Loading
+    from dtkit.engine.data.loader import LoadingOptions
     from dtkit.rpc.payload import Shipment
     from dtkit.schedules.schedule import Schedule
     from dtkit.strategies.base import Strategy
@@ -35,7 +35,7 @@ class JobSpec:
     plan: JobPlan
     program: bytes
     """Objective, optimiser and strategy, pickled."""
-    loading: Loading | None = None
+    loading: LoadingOptions | None = None
     owned_keys: tuple[str, ...] = ()
     """Keys of what was brought to the engines for this run alone: not needed after it."""
 
@@ -50,14 +50,14 @@ class JobSpec:
     ) -> float:
         """Make a job of it on all ranks, or alone on one. Returns the learning rate.
 
-        `hollow`: its state is still to be restored, and whoever looks at it before that finds none.
+        `copy_to_meta`: its state is still to be restored, and whoever looks at it before that finds none.
         """
         how = {"alone": single_process, "hollow": uninitialized}
-        return float(cluster.ask("build", ranks=ranks, job=job, **how, **self._make_build_args())[0])
+        return float(cluster.ask("build_job", ranks=ranks, job=job, **how, **self._make_build_args())[0])
 
     def rebuild(self, cluster: Cluster, job: str, payloads: Sequence[Shipment]) -> tuple[int, float]:
         """Make a job of it again, with the state that is in these shipments: (step, learning rate)."""
-        step, lr = cluster.ask("revive", job=job, shipments=payloads, **self._make_build_args())[0]
+        step, lr = cluster.ask("rebuild_job", job=job, shipments=payloads, **self._make_build_args())[0]
         return int(step), float(lr)
 
     def _make_build_args(self) -> dict[str, Any]:

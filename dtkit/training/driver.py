@@ -179,7 +179,7 @@ class Driver:
         self, step: int, last_callback_step: int, last_evaluation_step: int, elapsed_s: float = 0.0
     ) -> None:
         """Before `start`: the job goes on after so many steps, and seconds; callbacks were called after `called`, and
-        held-out data evaluated after `evaluated` of them.
+        held-out data evaluated after `step_after_epoch` of them.
         """
         self._recorder.record_extra_rows(step)
         self.step, self._callback_runner.last_called_step, self._accumulated_s = step, last_callback_step, elapsed_s
@@ -388,7 +388,7 @@ class Driver:
         copied = not self.checkpoint_manager.has_requests and self._send_due_snapshot(step)
         if due and (save := self.checkpoint_manager.begin_next(step)) is not None:
             flight = PendingCall(
-                "save",
+                "save_checkpoint",
                 step,
                 on_result=functools.partial(self.checkpoint_manager.on_result, save),
                 on_failure=functools.partial(self._on_checkpoint_failure, save),
@@ -405,7 +405,7 @@ class Driver:
     def _send_snapshot(self, step: int) -> None:
         self.snapshot_tracker.on_sent(step)
         flight = PendingCall(
-            "snapshot", step, self._on_snapshot_result, self._on_snapshot_failure, self.snapshot_tracker.on_cancel
+            "take_snapshot", step, self._on_snapshot_result, self._on_snapshot_failure, self.snapshot_tracker.on_cancel
         )
         self._send_call(flight)
 

@@ -2,7 +2,8 @@
 
 An evaluation stands between two steps like a step of its own: what comes after it (the next step, a save, callbacks,
 the end) depends on it, since a schedule may. One that came to nothing is therefore due again before any of these. That
-it may have had its effect on some ranks already does no harm: see :meth:`dtkit.engine.lr_schedule.Rates.held_out`.
+it may have had its effect on some ranks already does no harm: see
+:meth:`dtkit.engine.lr_schedule.LearningRates.held_out`.
 """
 
 from __future__ import annotations

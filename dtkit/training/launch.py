@@ -73,7 +73,7 @@ class TrainConfig:
 
 def train(cluster: Cluster, model: Any, data: Any, config: TrainConfig) -> Run:
     """See :meth:`dtkit.Cluster.train`."""
-    from dtkit.engine.data.loader import Loading
+    from dtkit.engine.data.loader import LoadingOptions
 
     cluster.check_open()
     planner.check_idle(cluster, "and trains one model at a time", "end it (run.stop())")
@@ -87,7 +87,7 @@ def train(cluster: Cluster, model: Any, data: Any, config: TrainConfig) -> Run:
         if (shown := strategy.describe_plan(model)) is not None:
             print(shown)  # noqa: T201 - a plan is shown before it is used
     resumption = None if config.resume_from is None else resuming.load_resume_point(config.resume_from, model)
-    loading = Loading(config.num_workers, config.pin_memory, config.prefetch)
+    loading = LoadingOptions(config.num_workers, config.pin_memory, config.prefetch)
     if config.on_failure == "repair":
         _replace_lost_engines(cluster)
     program = _pickle_program(cluster, config, strategy)

@@ -20,7 +20,7 @@ from dtkit.training.config import JobSpec, RunOptions
 if TYPE_CHECKING:
     from dtkit.cluster.cluster import Cluster
     from dtkit.data.columns import ColumnSelection
-    from dtkit.engine.data.loader import Loading
+    from dtkit.engine.data.loader import LoadingOptions
     from dtkit.types import JobPlan, RunSpec
 
 
@@ -55,7 +55,7 @@ class _PersistedRun:
     validation: _DataReference | None
     plan: JobPlan
     program: bytes
-    loading: Loading | None
+    loading: LoadingOptions | None
     options: RunOptions
     """Without what lies on the engines."""
 
@@ -98,7 +98,7 @@ def load(cluster: Cluster, job: str) -> tuple[RunSpec, JobSpec, RunOptions] | No
 def _rebuild_model_handle(cluster: Cluster, key: str) -> Replicas:
     """The model as it was broadcast, from an engine that holds it."""
     (rank, *_) = (heritage.rank for heritage in cluster.heritage)
-    (shipment,) = cluster.alone("model", [rank], key=key).values()
+    (shipment,) = cluster.alone("export_model", [rank], key=key).values()
     model = shipment.unload()
     shipment.discard()
     return Replicas(cluster, key, cluster.pack(model, name="model"), model, ())

@@ -100,7 +100,7 @@ def choose_snapshot_sources(
 
 def query_positions(cluster: Ranks, job: str, lost_ranks: Sequence[int] = ()) -> dict[int, JobPosition]:
     """Where every survivor stands. Needs no process group."""
-    found = cluster.alone("standing", [r for r in range(cluster.world_size) if r not in lost_ranks], job=job)
+    found = cluster.alone("job_status", [r for r in range(cluster.world_size) if r not in lost_ranks], job=job)
     return {rank: JobPosition(*said) for rank, said in found.items()}
 
 
@@ -132,7 +132,7 @@ def fetch_survivor_state(
         step, sources = chosen
         whole = {rank: standing.step == step for rank, standing in left.items() if standing.is_intact}
         each = [{"what": ALL if rank in sources else OWN if level else OPTIMIZERS} for rank, level in whole.items()]
-        found = cluster.alone("rescue", list(whole), each=each, job=job)
+        found = cluster.alone("export_state", list(whole), each=each, job=job)
         if found.keys() >= set(sources):
             return RecoveredState(step, tuple(found.values()))
         _drop_failed_sources(left, sources, found)
@@ -148,7 +148,7 @@ def fetch_snapshot_state(
         step, givers = chosen
         ranks = sorted(givers)
         each = [{"parts": givers[rank]} for rank in ranks]
-        found = cluster.alone("recall", ranks, each=each, job=job, step=step)
+        found = cluster.alone("export_snapshot", ranks, each=each, job=job, step=step)
         if found.keys() >= set(ranks):
             return RecoveredState(
                 step, tuple(found.values()), f"the last snapshot, from {_describe_memory_source(givers)}"

@@ -63,7 +63,7 @@ class ResumePoint:
         """
         head = self.checkpoint.metadata
         where: dict[str, Any] = {"folder": str(self.checkpoint.path.absolute()), "files": list(head["files"])}
-        found = cluster.ask("restore", job=job, index=head["index"], facts=head["facts"], **where)
+        found = cluster.ask("restore_checkpoint", job=job, index=head["index"], facts=head["facts"], **where)
         return float(found[0][1]), {name: pair for rank in reversed(found) for name, pair in rank[2].items()}
 
     def restore_callbacks(self, callbacks: Sequence[Any]) -> None:

@@ -360,7 +360,7 @@ class Run:
                 f"slow(factor={factor!r}): it must be a number from 1 (as fast as it is) to {_MAX_DELAY_FACTOR:g}"
             )
         self._check_not_released("slow")
-        self._cluster.ask("slow", ranks=[rank], job=self._job, factor=float(factor))
+        self._cluster.ask("inject_delay", ranks=[rank], job=self._job, factor=float(factor))
         others = {r: f for r, f in self.delay_factors.items() if r != rank}
         self.delay_factors = others if factor == 1 else dict(sorted({**others, rank: float(factor)}.items()))
         self.note(f"node {rank} " + ("runs at full speed" if factor == 1 else f"slowed {factor:g}x on purpose"))
@@ -443,7 +443,7 @@ class Run:
         if saver.begin_next(step) is None:
             return
         try:
-            values: list[Any] = self._cluster.ask("save", job=self._job, step=step, **request.make_args())
+            values: list[Any] = self._cluster.ask("save_checkpoint", job=self._job, step=step, **request.make_args())
         except DtkitError as error:
             saver.on_failure(request, step, error)
         else:
@@ -579,7 +579,7 @@ class Run:
                 "no step was made). Ask for run.model as soon as a run has ended"
             )
         before = self._driver.step
-        state = state_dict.fetch_tensors(self._cluster, "state", self._job)
+        state = state_dict.fetch_tensors(self._cluster, "state_dict_parts", self._job)
         if not self._is_running() and before == self._driver.step:
             self._fetched_state = before, state
         return state
@@ -609,7 +609,7 @@ class Run:
         from dtkit.planning.memory_report import Memory
 
         self._check_not_released("memory")
-        step, found = self._driver.step, self._cluster.ask("memory", job=self._job)
+        step, found = self._driver.step, self._cluster.ask("memory_usage", job=self._job)
         return Memory.from_reports(self.spec.name, self.spec.strategy, step, found, plan)
 
     def placement(self) -> Any:
@@ -619,7 +619,7 @@ class Run:
         cut into. None where every rank has the whole model, or an even part of every parameter.
         """
         self._check_not_released("placement")
-        return self._cluster.ask("placement", ranks=[0], job=self._job)[0]
+        return self._cluster.ask("model_placement", ranks=[0], job=self._job)[0]
 
     def verify(self, steps: int = 20) -> Verification:
         """Is this training the same as in one process? Prints the answer, and returns it.
@@ -683,7 +683,7 @@ class Run:
     def _unload_job(self) -> None:
         """Have the engines let go of the job, so far as they have one."""
         with contextlib.suppress(DtkitError):
-            self._cluster.ask("unload", keys=[*self._job_spec.owned_keys, self._job])
+            self._cluster.ask("release", keys=[*self._job_spec.owned_keys, self._job])
             self._cluster.note_job(present=False)
 
     def on_cluster_closing(self) -> None:
@@ -692,7 +692,9 @@ class Run:
         self._driver.checkpoint_manager.close(timeout=10.0)
         if stands and self._driver.step and not self._released:
             with contextlib.suppress(DtkitError):
-                state = state_dict.fetch_tensors_within(self._cluster, "state", self._job, _FINAL_FETCH_TIMEOUT_S)
+                state = state_dict.fetch_tensors_within(
+                    self._cluster, "state_dict_parts", self._job, _FINAL_FETCH_TIMEOUT_S
+                )
                 self._fetched_state = self._fetched_state if state is None else (self._driver.step, state)
         self.history.close_run_log()
         self._released = True

@@ -56,7 +56,7 @@ def join_state_dicts(parts: Iterable[Mapping[str, Any] | None]) -> dict[str, Any
 
 
 def fetch_tensors(cluster: Cluster, op: str, job: str, ranks: list[int] | None = None) -> Mapping[str, Any]:
-    """Named tensors of a job ("state" or "gradients"), joined from what each rank sends."""
+    """Named tensors of a job ("state_dict_parts" or "max_gradients"), joined from what each rank sends."""
     return _load_and_join(cluster.ask(op, job=job, ranks=ranks))
 
 

@@ -205,7 +205,7 @@ def submit(
         group: dict[str, Any] = {}
         if own_group:
             group = {"port": _open_rendezvous_store(cluster), "attempt": cluster.next_attempt()}
-        futures = cluster.fan_out("call", listen=task.receive, shipment=shipment, **group)
+        futures = cluster.fan_out("call_function", listen=task.receive, shipment=shipment, **group)
     except BaseException:  # an interrupt too: nobody will open the upload
         cluster.discard(shipment)
         raise
@@ -215,4 +215,4 @@ def submit(
 
 def _open_rendezvous_store(cluster: Cluster) -> int:
     """The port of a store for a script's own group. Rank 0 may have a long call to end first."""
-    return int(cluster.values(cluster.collect(cluster.fan_out("open_store", ranks=[0]), _UNLIMITED_S))[0])
+    return int(cluster.values(cluster.collect(cluster.fan_out("open_torchrun_store", ranks=[0]), _UNLIMITED_S))[0])

@@ -87,7 +87,7 @@ def verify(cluster: Cluster, job_spec: JobSpec, steps: int, equivalence_notes: S
     try:
         state = _train_job(cluster, job_spec, together, steps, None)
         reference = _train_job(cluster, job_spec, alone, steps, [0])
-        gradients = fetch_tensors(cluster, "gradients", alone, [0])
+        gradients = fetch_tensors(cluster, "max_gradients", alone, [0])
     finally:
         cluster.let_go(together)
         cluster.let_go(alone)
@@ -110,7 +110,7 @@ def _train_job(cluster: Cluster, job_spec: JobSpec, job: str, steps: int, ranks:
         if advance.ended == "exhausted":
             break
         done = advance.step
-    return fetch_tensors(cluster, "state", job, ranks)
+    return fetch_tensors(cluster, "state_dict_parts", job, ranks)
 
 
 def compare_states(

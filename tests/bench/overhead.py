@@ -11,9 +11,9 @@ from torch import nn
 
 import dtkit
 from dtkit.engine.comm.process_group import Group
-from dtkit.engine.data.iterable import IterableStream, StreamSource
+from dtkit.engine.data.iterable import IterableBatches, StreamSource
 from dtkit.engine.job import Job
-from dtkit.engine.observe.phase_timer import Phases
+from dtkit.engine.observe.phase_timer import PhaseTimer
 from dtkit.strategies.replicated import ReplicatedWorker
 from dtkit.types import JobPlan
 from tests.bench import ranks
@@ -27,7 +27,7 @@ DISPATCH, DISPATCHES = 30, 12  # steps, and how many times each way
 SECONDS = 30.0  # of training with checksums
 
 # What only exists to be looked at, and the norm, which tells whether a step may be taken at all.
-_OBSERVING = ((Phases, "enter"), (Group, "sent_bytes"), (Job, "_rows"))
+_OBSERVING = ((PhaseTimer, "enter"), (Group, "sent_bytes"), (Job, "_rows"))
 _NORM = (ReplicatedWorker, "_norm")
 
 
@@ -51,7 +51,7 @@ def look(group: Group) -> dict[str, list[float]]:
     ranks.take(job, WORKS[LONG].warm)
     found: dict[str, list[float]] = {"step": [], "blind": [], "looking": [], "norm": []}
     for _ in range(DISPATCHES):
-        with _blind(job.setting.phases):
+        with _blind(job.context.phases):
             found["blind"].append(_seconds_a_step(group, job))
         found["step"].append(_seconds_a_step(group, job))
         with _timed(*_OBSERVING) as looking, _timed(_NORM) as norm:
@@ -88,13 +88,13 @@ def _timed(*methods: tuple[type, str]) -> Iterator[list[float]]:
         yield spent
 
 
-def _blind(phases: Phases) -> contextlib.AbstractContextManager[None]:
+def _blind(phases: PhaseTimer) -> contextlib.AbstractContextManager[None]:
     """Nothing is looked at, while it lasts; every step has the marks of one that did nothing."""
     phases.enter("data")
-    marks = phases.finish()
+    marks = phases.end_step()
     return _replaced(
-        (Phases, "enter", lambda *_: None),
-        (Phases, "finish", lambda _: marks),
+        (PhaseTimer, "enter", lambda *_: None),
+        (PhaseTimer, "finish", lambda _: marks),
         (Group, "sent_bytes", lambda _: 0),
         (ReplicatedWorker, "_norm", lambda _: 0.0),
     )
@@ -157,10 +157,10 @@ def count(group: Group) -> list[float]:
     """On a rank: seconds of each step's all-reduce of counts."""
     batch = 64
     plan = JobPlan(batch, DISPATCH * DISPATCHES, None, seed=0)
-    made = IterableStream(
+    made = IterableBatches(
         StreamSource(lambda: iter(range(batch * plan.steps))), plan, group.world_size, [group.rank], group
     )
-    with _timed((IterableStream, "_added_up")) as spent:
+    with _timed((IterableBatches, "_added_up")) as spent:
         for step in range(plan.steps):
-            made.counts(step)
+            made.count_samples(step)
     return spent

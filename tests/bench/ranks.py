@@ -22,11 +22,11 @@ from torch import nn
 
 from dtkit.data.partition import Partition
 from dtkit.engine import node_info
-from dtkit.engine.comm.process_group import Group, loopback
-from dtkit.engine.data.batches import Shards, Stream
+from dtkit.engine.comm.process_group import Group, find_loopback_interface
+from dtkit.engine.data.batches import ShardedBatches, Shards
 from dtkit.engine.data.sources import as_source
 from dtkit.engine.job import Job
-from dtkit.engine.observe.phase_timer import Phases
+from dtkit.engine.observe.phase_timer import PhaseTimer
 from dtkit.strategies.base import TrainingProgram, WorkerContext
 from dtkit.strategies.loss import Loss
 from dtkit.types import GroupSpec, JobPlan
@@ -46,7 +46,14 @@ COLLECTIVE_S = 60.0
 def together(task: str, *, prefixes: Sequence[Sequence[str]] = ((), ()), interface: str | None = None) -> list[Any]:
     """What `task`, as "module:function", returned on each rank. `prefixes`: commands to start each rank by."""
     with tempfile.TemporaryDirectory() as folder:
-        what = [sys.executable, "-m", "tests.bench.ranks", task, str(Path(folder, "store")), interface or loopback()]
+        what = [
+            sys.executable,
+            "-m",
+            "tests.bench.ranks",
+            task,
+            str(Path(folder, "store")),
+            interface or find_loopback_interface(),
+        ]
         with contextlib.ExitStack() as stack:
             started = [stack.enter_context(_started([*prefix, *what, str(r)])) for r, prefix in enumerate(prefixes)]
             return [_answer(process, rank) for rank, process in enumerate(started)]
@@ -78,9 +85,9 @@ def job(group: Group, work: Work, strategy: Strategy) -> Job:
     source = as_source(work.data())
     part = Partition(len(source), group.world_size)
     plan = JobPlan(work.batch, 1_000_000, "shard", seed=0)
-    stream = Stream(source, Shards(part.flatten_indices(), part.sizes), plan, [group.rank])
+    stream = ShardedBatches(source, Shards(part.flatten_indices(), part.sizes), plan, [group.rank])
     mesh = strategy.build_mesh(group.world_size)
-    setting = WorkerContext(group, device, Phases(node_info.clock(device)), shards=[group.rank], mesh=mesh)
+    setting = WorkerContext(group, device, PhaseTimer(node_info.make_clock(device)), shards=[group.rank], mesh=mesh)
     program = TrainingProgram(Loss(nn.CrossEntropyLoss(), None), optimizer, strategy)
     return Job(work.model(), program, stream, setting, seed=group.rank)
 
@@ -90,7 +97,7 @@ def take(made: Job, steps: int) -> np.ndarray:
     rows, goal = [], made.step + steps
     while made.step < goal:
         made.advance(goal - made.step)
-        rows.append(made.harvest().rows)
+        rows.append(made.collect_results().rows)
     return np.concatenate(rows)
 
 

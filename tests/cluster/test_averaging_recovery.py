@@ -38,9 +38,9 @@ def start(cluster: dtkit.Cluster, **options: Any) -> dtkit.Run:
 
 def held() -> tuple[Tensors, Tensors, float]:
     """On an engine: the parameters, the optimiser's means of gradients, and what the rank counts for."""
-    from dtkit.engine.session import of_this_engine
+    from dtkit.engine.session import get_session
 
-    (job,) = of_this_engine()._jobs.values()
+    (job,) = get_session()._jobs.values()
     worker: Any = job._worker
     named = dict(worker._model.named_parameters())
     means = {name: worker.optimizer.state[p]["exp_avg"].clone() for name, p in named.items()}

@@ -144,9 +144,9 @@ def test_one_rank_that_raises_ends_the_run_and_nothing_else(cluster: dtkit.Clust
 
 def left() -> int:
     """On an engine: bytes that it may still allocate."""
-    from dtkit.engine.memory_limit import data_left
+    from dtkit.engine.memory_limit import compute_data_left
 
-    found = data_left()
+    found = compute_data_left()
     assert found is not None
     return found
 

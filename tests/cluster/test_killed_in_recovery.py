@@ -38,7 +38,7 @@ DIES = """
     send = cluster._transport.send
 
     def half(rank, message, listen=None):
-        die() if rank == 1 and pickle.loads(message).op == "revive" else None
+        die() if rank == 1 and pickle.loads(message).op == "rebuild_job" else None
         return send(rank, message, listen)
 """
 LOSES = """

@@ -295,7 +295,7 @@ def test_a_plan_leaves_no_tensor_on_the_engines(cluster2: dtkit.Cluster):
     sample = inputs[:4], targets[:4]
     cluster2.plan(wide(), batch_size=16, optimizer=sgd, loss=torch.nn.CrossEntropyLoss(), sample=sample)
     gc.collect()
-    cluster2.ask("info")  # what nobody holds is let go of with the next call
+    cluster2.ask("node_info")  # what nobody holds is let go of with the next call
     assert cluster2.run(large_tensors) == before
 
 
@@ -332,7 +332,7 @@ def test_a_group_that_was_left_leaves_no_thread_and_no_connection(cluster2: dtki
 def of_gloo() -> tuple[int, int]:
     """(gloo's threads, this process's TCP sockets)."""
     names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
-    return sum("gloo" in name for name in names), len(sockets.present())
+    return sum("gloo" in name for name in names), len(sockets.list_sockets())
 
 
 @pytest.mark.parametrize("strategy", [dtkit.TensorParallel(tp_size=2), dtkit.Sharded()], ids=["tensor", "sharded"])

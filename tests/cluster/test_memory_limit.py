@@ -56,14 +56,14 @@ def test_state_that_fills_the_limit_is_an_error_and_the_same_engines_go_on(strat
 def form(left: int) -> None:
     """On an engine that may allocate no more than so many bytes: form the groups of a pipeline."""
     from dtkit.engine import memory_limit
-    from dtkit.engine.session import of_this_engine
+    from dtkit.engine.session import get_session
 
     held = []
-    while memory_limit.data_left() > left + 2**20:
+    while memory_limit.compute_data_left() > left + 2**20:
         held.append(torch.ones(2**18))
-    group = of_this_engine().group
+    group = get_session().group
     assert group is not None
-    group.grid(Mesh({"dp": 2, "pp": 1}), torch.device("cpu"))
+    group.device_mesh(Mesh({"dp": 2, "pp": 1}), torch.device("cpu"))
 
 
 def break_off() -> None:

@@ -205,7 +205,7 @@ def die_amid_an_exchange(rank: int, which: int) -> None:
 
     from dtkit.engine.state import peer_snapshots
 
-    exchange, calls = peer_snapshots._exchange, 0
+    exchange, calls = peer_snapshots._exchange_blocks, 0
 
     def die(*args: Any) -> None:
         nonlocal calls
@@ -217,14 +217,14 @@ def die_amid_an_exchange(rank: int, which: int) -> None:
         exchange(*args)
 
     if dist.get_rank() == rank:
-        peer_snapshots._exchange = die
+        peer_snapshots._exchange_blocks = die
 
 
 def held() -> tuple[list[int], int]:
     """(steps of copies, their bytes) on an engine."""
     from dtkit.engine.session import _session
 
-    copies = [one for found in _session._copies.values() for one in found]
+    copies = [one for found in _session._snapshots.values() for one in found]
     return [one.step for one in copies], sum(one.nbytes for one in copies)
 
 

@@ -260,14 +260,14 @@ def test_a_plan_leaves_the_cluster_as_it_was(cluster2: dtkit.Cluster):
         return [len(_session._models), len(_session._data)]
 
     gc.collect()  # what earlier tests left
-    cluster2.ask("info")
+    cluster2.ask("node_info")
     before = cluster2.run(kept)
     found = plan(cluster2)
     assert len(found.rows) == 2 * len(found.strategies)
     assert found.fitting == found.strategies
     assert all(row.step_s > 0 for row in found.rows)
     gc.collect()
-    cluster2.ask("info")  # what nobody holds is let go of with the next call
+    cluster2.ask("node_info")  # what nobody holds is let go of with the next call
     for now, then in zip(cluster2.run(kept), before, strict=True):  # runs of earlier tests may have gone meanwhile
         assert now[0] <= then[0]
         assert now[1] <= then[1]

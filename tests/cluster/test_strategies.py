@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import dtkit
-from dtkit.engine.data.batches import Shards, Stream
+from dtkit.engine.data.batches import ShardedBatches, Shards
 from dtkit.engine.data.sources import as_source
 from dtkit.types import JobPlan
 from tests.cluster.nets import adamw
@@ -51,7 +51,7 @@ def averaged(ranks: int, every: int, outer: dtkit.OuterSGD | None, make: Callabl
     part = dtkit.Partition(SAMPLES, ranks)
     plan = JobPlan(BATCH, STEPS, "shard", SEED)
     shards = Shards(part.flatten_indices(), part.sizes)
-    streams = [Stream(as_source(data()), shards, plan, [rank]) for rank in range(ranks)]
+    streams = [ShardedBatches(as_source(data()), shards, plan, [rank]) for rank in range(ranks)]
     start = mlp()
     models = [copy.deepcopy(start) for _ in range(ranks)]
     updates = [make(model.parameters()) for model in models]
@@ -59,7 +59,7 @@ def averaged(ranks: int, every: int, outer: dtkit.OuterSGD | None, make: Callabl
     momenta = [torch.zeros_like(p) for p in start.parameters()]
     for step in range(STEPS):
         for rank, (model, update) in enumerate(zip(models, updates, strict=True)):
-            rows = torch.from_numpy(streams[rank].rows(step))
+            rows = torch.from_numpy(streams[rank].get_rows(step))
             weights[rank] += len(rows)
             if len(rows):
                 update.zero_grad()

@@ -332,9 +332,9 @@ def test_without_the_controller_every_call_says_so():
 
 def upset() -> None:
     """Of rank 1 one look fails."""
-    from dtkit.engine.session import of_this_engine
+    from dtkit.engine.session import get_session
 
-    watchdog: Any = of_this_engine().watchdog
+    watchdog: Any = get_session().watchdog
 
     def look(_spec: Any) -> None:
         del watchdog.look

@@ -107,7 +107,7 @@ def test_a_job_that_ended_as_it_was_taken_over_is_made_anew(monkeypatch: pytest.
 
     def taken_up(cluster: dtkit.Cluster, job: str) -> Any:
         found = take_up(cluster, job)
-        cluster.ask("unload", keys=[job], ranks=ranks)
+        cluster.ask("release", keys=[job], ranks=ranks)
         return found
 
     monkeypatch.setattr(persisted_run, "take_up", taken_up)

@@ -19,52 +19,52 @@ if TYPE_CHECKING:
 
     import torch.distributed as dist
 
-LARGE = 2**18
+LARGE_MESSAGE_BYTES = 2**18
 """Bytes from which a message may well be caught half way: more than one read takes in."""
-_LOOK_S = 0.1  # between two looks whether the connections still stand
+_POLL_S = 0.1  # between two looks whether the connections still stand
 
-_Answer = queue.SimpleQueue["RuntimeError | None"]
-_Order = tuple["Sequence[dist.Work]", "dt.timedelta", _Answer]
+_ResultQueue = queue.SimpleQueue["RuntimeError | None"]
+_WaitRequest = tuple["Sequence[dist.Work]", "dt.timedelta", _ResultQueue]
 
 
-class Waiter:
+class CancellableWait:
     """One thread, for one generation of the process group: it stays with what it waits for when it is given up."""
 
-    def __init__(self, over: Callable[[], bool]) -> None:
+    def __init__(self, has_disconnected: Callable[[], bool]) -> None:
         """`over` says whether a connection has ended."""
-        self._over = over
-        self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
-        threading.Thread(target=_serve, args=(self._orders,), name="dtkit-messages", daemon=True).start()
-        weakref.finalize(self, self._orders.put, None)
+        self._has_disconnected = has_disconnected
+        self._requests: queue.SimpleQueue[_WaitRequest | None] = queue.SimpleQueue()
+        threading.Thread(target=_serve_requests, args=(self._requests,), name="dtkit-messages", daemon=True).start()
+        weakref.finalize(self, self._requests.put, None)
 
-    def wait(self, works: Sequence[dist.Work], limit: dt.timedelta) -> None:
+    def wait(self, works: Sequence[dist.Work], timeout: dt.timedelta) -> None:
         """Until all have come. RuntimeError where they can't any more, or not within `limit` each."""
-        answer: _Answer = queue.SimpleQueue()  # a Future, made in Python, took 0.1 ms of a step's time
-        self._orders.put((works, limit, answer))
+        answer: _ResultQueue = queue.SimpleQueue()  # a Future, made in Python, took 0.1 ms of a step's time
+        self._requests.put((works, timeout, answer))
         ended = False
         while True:
             with contextlib.suppress(queue.Empty):
-                error = answer.get(timeout=_LOOK_S)
+                error = answer.get(timeout=_POLL_S)
                 break
             if ended:
                 raise RuntimeError("Connection closed: a message from another rank, or to one, broke off half way")
-            ended = self._over()
+            ended = self._has_disconnected()
         if error is not None:
             raise error
 
 
-def _serve(orders: queue.SimpleQueue[_Order | None]) -> None:
+def _serve_requests(requests: queue.SimpleQueue[_WaitRequest | None]) -> None:
     # waits: a daemon thread; nobody waits for it
-    while (order := orders.get()) is not None:
+    while (order := requests.get()) is not None:
         works, limit, answer = order
-        answer.put(_awaited(works, limit))
+        answer.put(_wait_for_works(works, limit))
         del works, order, answer  # the tensors that they hold are not this thread's
 
 
-def _awaited(works: Sequence[dist.Work], limit: dt.timedelta) -> RuntimeError | None:
+def _wait_for_works(works: Sequence[dist.Work], timeout: dt.timedelta) -> RuntimeError | None:
     try:
         for work in works:
-            work.wait(limit)
+            work.wait(timeout)
     except RuntimeError as error:
         return error
     return None

@@ -17,68 +17,71 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType
 
-_WORK = ("do_apply", "do_execute")  # ipykernel's functions that run what others sent: they answer for what is raised
+_IPYKERNEL_HANDLERS = (
+    "do_apply",
+    "do_execute",
+)  # ipykernel's functions that run what others sent: they answer for what is raised
 
 
-class Interrupts:
+class SigintHandler:
     """Decides whether SIGINT raises KeyboardInterrupt. In the main thread only: elsewhere nothing comes."""
 
     def __init__(self) -> None:
-        self.over = False
+        self.work_done = False
         """The work is done: until the answer has left there is nothing to interrupt. Set without a call, before which
         an interrupt would come."""
-        self.came = False
+        self.was_interrupted = False
         """Whether the request was interrupted, whatever error it ended with: libraries turn one into another."""
-        self._serving = self._early = False
+        self._is_serving = self._arrived_early = False
         self._kernel: Any = None
-        self._before: Any = signal.SIG_DFL
+        self._previous_handler: Any = signal.SIG_DFL
 
-    def govern(self, kernel: Any) -> None:
+    def attach_to_kernel(self, kernel: Any) -> None:
         """Take the place of ipykernel's own hooks around each message. Idempotent; amid a message."""
         if kernel is not self._kernel:
-            self._kernel, self._before = kernel, kernel.saved_sigint_handler
-            kernel.pre_handler_hook, kernel.post_handler_hook = self._arrived, self._answered
+            self._kernel, self._previous_handler = kernel, kernel.saved_sigint_handler
+            kernel.pre_handler_hook, kernel.post_handler_hook = self._on_message, self._on_reply_sent
 
     @contextlib.contextmanager
-    def taken(self) -> Iterator[None]:
+    def handle_during_request(self) -> Iterator[None]:
         """While a request is served, until it is over. One that came a moment too early is taken now."""
-        early, self._early = self._early, False
-        self.over, self.came = False, early
+        early, self._arrived_early = self._arrived_early, False
+        self.work_done, self.was_interrupted = False, early
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = signal.signal(signal.SIGINT, self._take)
-        self._serving = True
+        before = signal.signal(signal.SIGINT, self._handle_sigint)
+        self._is_serving = True
         try:
             yield
         finally:
-            self.over = True
-            self._serving = False
+            self.work_done = True
+            self._is_serving = False
             if self._kernel is None:
                 signal.signal(signal.SIGINT, before)
 
-    def check(self) -> None:
+    def raise_if_interrupted(self) -> None:
         """Raise the one that came too early."""
-        if self.came:
+        if self.was_interrupted:
             raise KeyboardInterrupt
 
-    def _arrived(self) -> None:
-        self._serving = self.over = self._early = False
-        self._before = signal.signal(signal.SIGINT, self._take)
+    def _on_message(self) -> None:
+        self._is_serving = self.work_done = self._arrived_early = False
+        self._previous_handler = signal.signal(signal.SIGINT, self._handle_sigint)
 
-    def _answered(self) -> None:
-        signal.signal(signal.SIGINT, self._before)
+    def _on_reply_sent(self) -> None:
+        signal.signal(signal.SIGINT, self._previous_handler)
 
-    def _take(self, _number: int, frame: FrameType | None) -> None:
-        self.came = True
-        if self.over:
+    def _handle_sigint(self, _signum: int, frame: FrameType | None) -> None:
+        self.was_interrupted = True
+        if self.work_done:
             return
-        if self._serving or _at_work(frame):
+        if self._is_serving or _is_in_kernel_handler(frame):
             raise KeyboardInterrupt
-        self._early = True
+        self._arrived_early = True
 
 
-def _at_work(frame: FrameType | None) -> bool:
-    while frame is not None and frame.f_code.co_name not in _WORK:
+def _is_in_kernel_handler(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code.co_name not in _IPYKERNEL_HANDLERS:
         frame = frame.f_back
     return frame is not None

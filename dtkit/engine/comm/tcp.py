@@ -19,83 +19,93 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_NOTICED_S = 0.2  # for gloo, to see that a connection has ended
-_ALIKE_S = 0.02  # for other ranks that were interrupted too, to do the same
-_LOOK_S = 0.0005
+_SHUTDOWN_NOTICE_S = 0.2  # for gloo, to see that a connection has ended
+_PEER_INTERRUPT_S = 0.02  # for other ranks that were interrupted too, to do the same
+_POLL_S = 0.0005
 
 # Where linux/tcp.h has, in struct tcp_info, tcpi_notsent_bytes (4.6 and later), tcpi_bytes_sent and, behind it,
 # tcpi_bytes_retrans (4.19 and later). At its beginning is the state.
-_TCP_INFO, _NOT_SENT, _BYTES_SENT = 11, 144, 200
-_TCP_INFO_SIZE = _BYTES_SENT + 16
-_ESTABLISHED = b"\x01"
+_TCP_INFO, _NOTSENT_OFFSET, _BYTES_SENT_OFFSET = 11, 144, 200
+_TCP_INFO_SIZE = _BYTES_SENT_OFFSET + 16
+_TCP_ESTABLISHED = b"\x01"
 
 
-def present() -> set[int]:
+def list_sockets() -> set[int]:
     """The inodes of the TCP sockets that there are now."""
-    return set(_sockets())
+    return set(_find_tcp_sockets())
 
 
-def listening(before: set[int]) -> list[int]:
+def list_listening_ports(known_sockets: set[int]) -> list[int]:
     """The ports that sockets newer than `before` listen on."""
-    return [port for fd in _new(before).values() if _listens(fd) and (port := _ports(fd)[0])]
+    return [
+        port for fd in _find_new_sockets(known_sockets).values() if _is_listening(fd) and (port := _get_ports(fd)[0])
+    ]
 
 
-def breaker() -> Callable[[], None]:
+def make_connection_breaker() -> Callable[[], None]:
     """A function that shuts down every TCP connection that this process opened after now.
 
     For groups that a user's script makes by itself, whose ports we don't know.
     """
-    before = present()
+    before = list_sockets()
 
-    def break_up() -> None:
-        _shut_down({inode: (_duplicate(fd), fd) for inode, fd in _new(before).items() if not _listens(fd)})
+    def shut_down_new() -> None:
+        _shut_down_sockets(
+            {inode: (_duplicate(fd), fd) for inode, fd in _find_new_sockets(before).items() if not _is_listening(fd)}
+        )
 
-    return break_up
+    return shut_down_new
 
 
-class Connections:
+class GroupConnections:
     """A process group's own connections: duplicates of gloo's descriptors, which stay when gloo closes its own."""
 
     def __init__(self) -> None:
-        self._held: dict[int, tuple[socket.socket, int]] = {}  # by inode: (duplicate, gloo's descriptor)
+        self._sockets_by_inode: dict[int, tuple[socket.socket, int]] = {}  # by inode: (duplicate, gloo's descriptor)
         # locks: while a group's sockets are shut, for a quarter of a second at most
         self._lock = threading.Lock()  # nothing is closed while it is being shut down: its number would be another's
 
-    def add(self, before: set[int], ports: set[int]) -> None:
+    def add(self, known_sockets: set[int], ports: set[int]) -> None:
         """Those of the sockets newer than `before` that connect to one of these ports."""
-        found = {inode: fd for inode, fd in _new(before).items() if not _listens(fd) and ports & set(_ports(fd))}
-        self._held.update({inode: (_duplicate(fd), fd) for inode, fd in found.items()})
+        found = {
+            inode: fd
+            for inode, fd in _find_new_sockets(known_sockets).items()
+            if not _is_listening(fd) and ports & set(_get_ports(fd))
+        }
+        self._sockets_by_inode.update({inode: (_duplicate(fd), fd) for inode, fd in found.items()})
 
-    def sent(self) -> int | None:
+    def count_sent_bytes(self) -> int | None:
         """Bytes that they have sent, each once; None where the system does not say (Linux does)."""
         total = 0
-        for own, _ in self._held.values():
-            info = _info(own)
+        for own, _ in self._sockets_by_inode.values():
+            info = _read_tcp_info(own)
             if len(info) < _TCP_INFO_SIZE:
                 return None
-            sent, again = struct.unpack_from("=QQ", info, _BYTES_SENT)
-            (waiting,) = struct.unpack_from("=I", info, _NOT_SENT)  # handed over, and still in the socket's buffer
+            sent, again = struct.unpack_from("=QQ", info, _BYTES_SENT_OFFSET)
+            (waiting,) = struct.unpack_from(
+                "=I", info, _NOTSENT_OFFSET
+            )  # handed over, and still in the socket's buffer
             total += sent - again + waiting
         return total
 
-    def ended(self) -> bool:
+    def has_closed(self) -> bool:
         """Whether one of them has been closed, at either end. Where the system does not say, none has."""
-        states = [_info(own)[:1] for own, _ in list(self._held.values())]
-        return any(state not in (b"", _ESTABLISHED) for state in states)
+        states = [_read_tcp_info(own)[:1] for own, _ in list(self._sockets_by_inode.values())]
+        return any(state not in (b"", _TCP_ESTABLISHED) for state in states)
 
     def shut_down(self) -> None:
         """Have whoever waits for one of them wait no more, here and at the other end. Any thread may call it."""
         with self._lock:
-            _shut_down(self._held)
+            _shut_down_sockets(self._sockets_by_inode)
 
     def close(self) -> None:
         """Let go of the duplicates."""
         with self._lock:
-            while self._held:
-                self._held.popitem()[1][0].close()
+            while self._sockets_by_inode:
+                self._sockets_by_inode.popitem()[1][0].close()
 
 
-def _shut_down(held: dict[int, tuple[socket.socket, int]]) -> None:
+def _shut_down_sockets(sockets_by_inode: dict[int, tuple[socket.socket, int]]) -> None:
     """First have gloo here see them as ended, then the peers.
 
     gloo tells all that wait once it reads a connection's end, and refuses to write from then on. But a message that it
@@ -103,17 +113,17 @@ def _shut_down(held: dict[int, tuple[socket.socket, int]]) -> None:
     `signalException`): who waits for that, waits until the time limit. So the writing side ends last, and after the
     moment that other ranks need that were interrupted with this one.
     """
-    for own, _ in held.values():
-        _shut(own, socket.SHUT_RD)
-    deadline, pause = time.monotonic() + _NOTICED_S, threading.Event()
-    while time.monotonic() < deadline and any(_inode(fd) == inode for inode, (_, fd) in held.items()):
-        pause.wait(_LOOK_S)
-    pause.wait(_ALIKE_S)
-    for own, _ in held.values():
-        _shut(own, socket.SHUT_RDWR)
+    for own, _ in sockets_by_inode.values():
+        _shut_down_socket(own, socket.SHUT_RD)
+    deadline, pause = time.monotonic() + _SHUTDOWN_NOTICE_S, threading.Event()
+    while time.monotonic() < deadline and any(_get_inode(fd) == inode for inode, (_, fd) in sockets_by_inode.items()):
+        pause.wait(_POLL_S)
+    pause.wait(_PEER_INTERRUPT_S)
+    for own, _ in sockets_by_inode.values():
+        _shut_down_socket(own, socket.SHUT_RDWR)
 
 
-def _sockets() -> dict[int, int]:
+def _find_tcp_sockets() -> dict[int, int]:
     """Descriptors of TCP sockets by inode; of several, the first."""
     found: dict[int, int] = {}
     for fd in sorted(map(int, os.listdir("/dev/fd"))):  # noqa: PTH208 - names of descriptors, not files
@@ -123,8 +133,8 @@ def _sockets() -> dict[int, int]:
     return found
 
 
-def _new(before: set[int]) -> dict[int, int]:
-    return {inode: fd for inode, fd in _sockets().items() if inode not in before}
+def _find_new_sockets(known_sockets: set[int]) -> dict[int, int]:
+    return {inode: fd for inode, fd in _find_tcp_sockets().items() if inode not in known_sockets}
 
 
 def _duplicate(fd: int) -> socket.socket:
@@ -137,19 +147,19 @@ def _duplicate(fd: int) -> socket.socket:
         raise
 
 
-def _info(own: socket.socket) -> bytes:
+def _read_tcp_info(sock: socket.socket) -> bytes:
     """What the kernel knows of a connection (struct tcp_info of linux/tcp.h); nothing on other systems."""
-    return own.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _TCP_INFO_SIZE) if sys.platform == "linux" else b""
+    return sock.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _TCP_INFO_SIZE) if sys.platform == "linux" else b""
 
 
-def _listens(fd: int) -> bool:
+def _is_listening(fd: int) -> bool:
     """Whether it listens. (Shutting such a one aborts gloo.) One that was closed meanwhile does not."""
     with contextlib.suppress(OSError), _duplicate(fd) as sock:
         return bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
     return False
 
 
-def _ports(fd: int) -> list[int]:
+def _get_ports(fd: int) -> list[int]:
     """The port here, and the one at the other end where there is one."""
     found: list[int] = []
     with contextlib.suppress(OSError), _duplicate(fd) as sock:
@@ -158,12 +168,12 @@ def _ports(fd: int) -> list[int]:
     return found
 
 
-def _inode(fd: int) -> int | None:
+def _get_inode(fd: int) -> int | None:
     with contextlib.suppress(OSError):
         return os.fstat(fd).st_ino
     return None
 
 
-def _shut(connection: socket.socket, how: int) -> None:
+def _shut_down_socket(connection: socket.socket, how: int) -> None:
     with contextlib.suppress(OSError):
         connection.shutdown(how)

@@ -8,7 +8,7 @@ import socket
 from typing import TYPE_CHECKING, Any
 
 from dtkit.engine.comm import tcp
-from dtkit.engine.comm.process_group import interruptible
+from dtkit.engine.comm.process_group import abort_on_sigint
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -35,13 +35,13 @@ def open_store(world_size: int) -> tuple[Any, int]:
     return store, port
 
 
-def call(work: Callable[[], Any], environment: dict[str, str]) -> Any:
+def call_with_environment(work: Callable[[], Any], environment: dict[str, str]) -> Any:
     """Work that may make a group of its own, of which nothing stays. An interrupt gets through to it."""
     import torch.distributed as dist
 
-    break_up = tcp.breaker()
+    break_up = tcp.make_connection_breaker()
     try:
-        with _environment(environment), interruptible(break_up):
+        with _set_environment(environment), abort_on_sigint(break_up):
             return work()
     except BaseException:
         break_up()
@@ -52,7 +52,7 @@ def call(work: Callable[[], Any], environment: dict[str, str]) -> Any:
 
 
 @contextlib.contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
+def _set_environment(values: dict[str, str]) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -65,7 +65,7 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def variables(spec: GroupSpec, port: int, attempt: int) -> dict[str, str]:
+def make_torchrun_environment(spec: GroupSpec, port: int, restart_count: int) -> dict[str, str]:
     """The environment that torchrun gives to a worker (torch.distributed.run, "Environment Variables")."""
     rank, world = str(spec.rank), str(spec.world_size)
     return {
@@ -80,7 +80,7 @@ def variables(spec: GroupSpec, port: int, attempt: int) -> dict[str, str]:
         "GROUP_WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        "TORCHELASTIC_RESTART_COUNT": str(restart_count),
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_RUN_ID": "dtkit",
         "TORCHELASTIC_USE_AGENT_STORE": "True",

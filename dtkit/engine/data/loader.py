@@ -1,9 +1,9 @@
 """How batches come to a worker: as they are asked for, one ahead in a thread, or from worker processes.
 
-A :class:`Feeder` is a :class:`~dtkit.engine.data.batches.Stream` whose batches come through a :class:`Loader`. The
-stream says which rows a step takes; that is a pure function of the step, so a loader may look ahead. What it has loaded
-is handed out only if the stream still gives those very rows (shares of the batch may have changed meanwhile), else it
-is dropped and loaded anew.
+A :class:`LoadedBatches` is a :class:`~dtkit.engine.data.batches.ShardedBatches` whose batches come through a
+:class:`BatchLoader`. The stream says which rows a step takes; that is a pure function of the step, so a loader may look
+ahead. What it has loaded is handed out only if the stream still gives those very rows (shares of the batch may have
+changed meanwhile), else it is dropped and loaded anew.
 
 A thread pays where taking rows waits for a disk, or where they go to a GPU (gathering and pinning then happen beside
 the step). On a CPU whose cores compute already, gathering rows of an array in a thread costs more than it gives.
@@ -25,28 +25,28 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
-from dtkit.engine.data.batches import Stream
-from dtkit.engine.data.iterable import IterableStream, StreamSource
-from dtkit.engine.data.sources import ArraySource, DatasetSource, on_tensors
+from dtkit.engine.data.batches import ShardedBatches
+from dtkit.engine.data.iterable import IterableBatches, StreamSource
+from dtkit.engine.data.sources import ArraySource, DatasetSource, map_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from concurrent.futures import Future, ThreadPoolExecutor
 
     from dtkit.engine.data.batches import Shards
-    from dtkit.engine.data.sources import Source
+    from dtkit.engine.data.sources import RowSource
     from dtkit.strategies.base import WorkerContext
     from dtkit.types import JobPlan
 
-Pieces = list[tuple[int, Any]]
+StepBatches = list[tuple[int, Any]]
 """One step's samples: (how many, their rows or their batch) for each micro-batch or shard."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Loading:
+class LoadingOptions:
     """How batches are loaded; what ``cluster.train`` was asked for."""
 
-    workers: int = 0
+    num_workers: int = 0
     """Processes per engine that load a Dataset's samples."""
     pin_memory: bool | None = None
     """Page-locked memory for batches on their way to a GPU; None: where there is one."""
@@ -54,43 +54,45 @@ class Loading:
     """Load the next batch in a thread while a step runs; None: where it pays."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.workers, bool) or not hasattr(self.workers, "__index__") or self.workers < 0:
-            raise ValueError(f"workers={self.workers!r}; it must be a number of processes per engine, from 0 up")
+        if isinstance(self.num_workers, bool) or not hasattr(self.num_workers, "__index__") or self.num_workers < 0:
+            raise ValueError(f"workers={self.num_workers!r}; it must be a number of processes per engine, from 0 up")
         for name in ("pin_memory", "prefetch"):
             if getattr(self, name) not in (True, False, None):
                 raise ValueError(f"{name}={getattr(self, name)!r}; it must be True, False or None (where it pays)")
-        if self.workers and self.prefetch:
+        if self.num_workers and self.prefetch:
             raise ValueError(
-                f"workers={self.workers}, prefetch=True: worker processes load ahead by themselves. Leave prefetch out"
+                f"workers={self.num_workers}, prefetch=True: worker processes load ahead by themselves. Leave prefetch out"
             )
 
 
-class Loader(Protocol):
+class BatchLoader(Protocol):
     """Makes batches of rows."""
 
-    def load(self, step: int, plan: Callable[[int], Pieces]) -> Pieces:
+    def load(self, step: int, plan_rows: Callable[[int], StepBatches]) -> StepBatches:
         """The batches of `step`. `plan` says which rows any step takes."""
 
     def close(self) -> None:
         """Leave nothing behind."""
 
 
-class Feeder(Stream):
+class LoadedBatches(ShardedBatches):
     """A stream whose batches come through a loader."""
 
-    def __init__(self, source: Source, shards: Shards, plan: JobPlan, mine: Sequence[int], loader: Loader) -> None:
-        super().__init__(_Rows(source), shards, plan, mine)
+    def __init__(
+        self, source: RowSource, shards: Shards, plan: JobPlan, own_shards: Sequence[int], loader: BatchLoader
+    ) -> None:
+        super().__init__(_RowNumbers(source), shards, plan, own_shards)
         self._loader = loader
 
-    def batches(self, step: int, parts: int = 1) -> Pieces:
+    def load_batches(self, step: int, num_micro_batches: int = 1) -> StepBatches:
         """As Stream has it."""
-        return self._loader.load(step, lambda s: Stream.batches(self, s, parts))
+        return self._loader.load(step, lambda s: ShardedBatches.load_batches(self, s, num_micro_batches))
 
-    def batches_by_shard(self, step: int) -> Pieces:
+    def load_batches_by_shard(self, step: int) -> StepBatches:
         """As Stream has it."""
-        return self._loader.load(step, lambda s: Stream.batches_by_shard(self, s))
+        return self._loader.load(step, lambda s: ShardedBatches.load_batches_by_shard(self, s))
 
-    def regroup(self, group: Any) -> None:
+    def set_process_group(self, group: Any) -> None:
         """Rows are the same in every generation of the process group."""
 
     def close(self) -> None:
@@ -98,71 +100,77 @@ class Feeder(Stream):
         self._loader.close()
 
 
-def feed(source: Source, shards: Shards, plan: JobPlan, setting: WorkerContext, loading: Loading) -> Feeder:
+def make_row_batches(
+    source: RowSource, shards: Shards, plan: JobPlan, context: WorkerContext, options: LoadingOptions
+) -> LoadedBatches:
     """This worker's batches of rows by number."""
-    rank = 0 if setting.group is None else setting.group.rank
-    return Feeder(source, shards, plan, setting.shards, loader_for(source, loading, setting.device, plan.seed, rank))
+    rank = 0 if context.group is None else context.group.rank
+    return LoadedBatches(
+        source, shards, plan, context.shards, make_loader(source, options, context.device, plan.seed, rank)
+    )
 
 
-def feed_stream(source: StreamSource, plan: JobPlan, setting: WorkerContext, loading: Loading) -> IterableStream:
+def make_stream_batches(
+    source: StreamSource, plan: JobPlan, context: WorkerContext, options: LoadingOptions
+) -> IterableBatches:
     """This worker's batches of a stream without length. A collective; ValueError on all ranks where one has none."""
-    if loading.workers:
+    if options.num_workers:
         raise ValueError(
-            f"workers={loading.workers}: worker processes load rows by number, and a stream has none. Leave workers "
+            f"workers={options.num_workers}: worker processes load rows by number, and a stream has none. Leave workers "
             "out; prefetch=True draws the next samples in a thread"
         )
-    mesh, group = setting.mesh, setting.group
+    mesh, group = context.mesh, context.group
     here = {} if group is None else mesh.coordinates(group.rank)
     first = not any(place for axis, place in here.items() if axis != "dp")  # of its replica, which takes one part
     with torch.random.fork_rng(devices=[]):  # what is drawn at once must not disturb the numbers of cells
-        torch.manual_seed(plan.seed + setting.shards[0])
-        return IterableStream(
+        torch.manual_seed(plan.seed + context.shards[0])
+        return IterableBatches(
             source,
             plan,
             mesh.replicas,
-            setting.shards,
+            context.shards,
             group,
-            ahead=bool(loading.prefetch),
-            counted=first,
+            prefetch=bool(options.prefetch),
+            reports_counts=first,
         )
 
 
-def loader_for(source: Source, loading: Loading, device: torch.device, seed: int, rank: int) -> Loader:
+def make_loader(source: RowSource, options: LoadingOptions, device: torch.device, seed: int, rank: int) -> BatchLoader:
     """The loader that `loading` asks for, or that pays with this source and device."""
     gpu = device.type == "cuda"
-    pin = gpu and loading.pin_memory is not False  # elsewhere there is nothing to pin for
-    if loading.workers:
+    pin = gpu and options.pin_memory is not False  # elsewhere there is nothing to pin for
+    if options.num_workers:
         if not isinstance(source, DatasetSource):
-            _refuse_workers(source, loading.workers)
-        return Workers(source, loading.workers, pin=pin, seed=seed, rank=rank)
-    ahead = loading.prefetch if loading.prefetch is not None else source.pure and (source.waits or gpu)
-    direct = Direct(source, pin=pin and (ahead or bool(loading.pin_memory)), rank=rank)
-    return Ahead(direct) if ahead else direct
+            _raise_workers_unsupported(source, options.num_workers)
+        return WorkerLoader(source, options.num_workers, pin_memory=pin, seed=seed, rank=rank)
+    ahead = options.prefetch if options.prefetch is not None else source.is_thread_safe and (source.reads_disk or gpu)
+    direct = SyncLoader(source, pin_memory=pin and (ahead or bool(options.pin_memory)), rank=rank)
+    return PrefetchLoader(direct) if ahead else direct
 
 
-def held_out(
-    source: Source, rows: np.ndarray, batch_size: int, loading: Loading, rank: int
+def load_evaluation_batches(
+    source: RowSource, rows: np.ndarray, batch_size: int, options: LoadingOptions, rank: int
 ) -> Iterator[tuple[int, Any]]:
     """(samples, batch) of rows to evaluate on, in order; Datasets through worker processes where training has them."""
     parts = [rows[k : k + batch_size] for k in range(0, len(rows), batch_size)]
-    loader: Loader = Direct(source, rank=rank, unit="evaluation batch")
-    if loading.workers and isinstance(source, DatasetSource):
-        loader = Workers(source, loading.workers, rank=rank, steps=len(parts), unit="evaluation batch")
+    loader: BatchLoader = SyncLoader(source, rank=rank, unit="evaluation batch")
+    if options.num_workers and isinstance(source, DatasetSource):
+        loader = WorkerLoader(source, options.num_workers, rank=rank, num_steps=len(parts), unit="evaluation batch")
     with contextlib.closing(loader):
         for k in range(len(parts)):
             yield from loader.load(k, lambda k: [(len(parts[k]), parts[k])])
 
 
-class _Rows:
+class _RowNumbers:
     """Stands for a source where only the rows are asked for."""
 
-    pure, waits = True, False
+    is_thread_safe, reads_disk = True, False
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: RowSource) -> None:
         self._source = source
         shuffled = getattr(source, "shuffled", None)
         if shuffled is not None:
-            self.shuffled = shuffled
+            self.shuffle_rows = shuffled
 
     def __len__(self) -> int:
         return len(self._source)
@@ -175,64 +183,66 @@ class _Rows:
 # --- as asked for, and one ahead ------------------------------------------------------------------------------
 
 
-class Direct:
+class SyncLoader:
     """Takes rows when they are asked for."""
 
-    def __init__(self, source: Source, *, pin: bool = False, rank: int = 0, unit: str = "step") -> None:
-        self._source, self._pin, self._rank, self._unit = source, pin, rank, unit
+    def __init__(self, source: RowSource, *, pin_memory: bool = False, rank: int = 0, unit: str = "step") -> None:
+        self._source, self._pin_memory, self._rank, self._unit = source, pin_memory, rank, unit
 
-    def load(self, step: int, plan: Callable[[int], Pieces]) -> Pieces:
-        """See :class:`Loader`."""
-        return self.take(step, plan(step))
+    def load(self, step: int, plan_rows: Callable[[int], StepBatches]) -> StepBatches:
+        """See :class:`BatchLoader`."""
+        return self.load_rows(step, plan_rows(step))
 
-    def take(self, step: int, pieces: Pieces) -> Pieces:
+    def load_rows(self, step: int, step_rows: StepBatches) -> StepBatches:
         """The batches of these rows."""
-        with explained(f"{self._unit} {step}", pieces, self._rank):
-            several = [rows for _, rows in pieces if rows is not None]
+        with annotate_load_errors(f"{self._unit} {step}", step_rows, self._rank):
+            several = [rows for _, rows in step_rows if rows is not None]
             if isinstance(self._source, ArraySource) and len(several) > 1:
-                made = iter(self._source.take_pieces(several))
+                made = iter(self._source.take_micro_batches(several))
             else:
                 made = map(self._source.take, several)
-            return [(count, None if rows is None else self._pinned(next(made))) for count, rows in pieces]
+            return [(count, None if rows is None else self._pin_batch(next(made))) for count, rows in step_rows]
 
-    def _pinned(self, batch: Any) -> Any:
-        return on_tensors(batch, torch.Tensor.pin_memory) if self._pin else batch
+    def _pin_batch(self, batch: Any) -> Any:
+        return map_tensors(batch, torch.Tensor.pin_memory) if self._pin_memory else batch
 
     def close(self) -> None:
         """There is nothing to end."""
 
 
-class Ahead:
+class PrefetchLoader:
     """Takes the next step's rows in a thread while this step runs."""
 
-    def __init__(self, direct: Direct) -> None:
+    def __init__(self, sync_loader: SyncLoader) -> None:
         from concurrent.futures import ThreadPoolExecutor
 
-        self._direct = direct
-        self._thread: ThreadPoolExecutor = ThreadPoolExecutor(1, "dtkit-prefetch")
-        self._next: tuple[int, Pieces, Future[Pieces]] | None = None
+        self._sync_loader = sync_loader
+        self._executor: ThreadPoolExecutor = ThreadPoolExecutor(1, "dtkit-prefetch")
+        self._prefetched: tuple[int, StepBatches, Future[StepBatches]] | None = None
 
-    def load(self, step: int, plan: Callable[[int], Pieces]) -> Pieces:
-        """See :class:`Loader`."""
-        pieces, (begun, self._next) = plan(step), (self._next, None)
-        if begun is not None and begun[0] == step and same(begun[1], pieces):
+    def load(self, step: int, plan_rows: Callable[[int], StepBatches]) -> StepBatches:
+        """See :class:`BatchLoader`."""
+        pieces, (begun, self._prefetched) = plan_rows(step), (self._prefetched, None)
+        if begun is not None and begun[0] == step and is_same_rows(begun[1], pieces):
             # waits: the user's Dataset; the notebook's patience and its interrupt end it
             batches = begun[2].result()
         else:
             # waits: the user's Dataset; the notebook's patience and its interrupt end it
-            batches = self._thread.submit(self._direct.take, step, pieces).result()  # sources are used by one thread
-        following = plan(step + 1)
-        self._next = step + 1, following, self._thread.submit(self._direct.take, step + 1, following)
+            batches = self._executor.submit(
+                self._sync_loader.load_rows, step, pieces
+            ).result()  # sources are used by one thread
+        following = plan_rows(step + 1)
+        self._prefetched = step + 1, following, self._executor.submit(self._sync_loader.load_rows, step + 1, following)
         return batches
 
     def close(self) -> None:
         """End the thread once it has taken what it is at."""
-        self._next = None
+        self._prefetched = None
         # waits: a read of the user's files, as in `load`
-        self._thread.shutdown(cancel_futures=True)
+        self._executor.shutdown(cancel_futures=True)
 
 
-def same(one: Pieces, other: Pieces) -> bool:
+def is_same_rows(one: StepBatches, other: StepBatches) -> bool:
     """Whether two plans take the same rows in the same pieces."""
     return len(one) == len(other) and all(
         a == b and (a == 0 or np.array_equal(rows, others)) for (a, rows), (b, others) in zip(one, other, strict=True)
@@ -240,69 +250,69 @@ def same(one: Pieces, other: Pieces) -> bool:
 
 
 @contextlib.contextmanager
-def explained(what: str, pieces: Pieces, rank: int) -> Iterator[None]:
+def annotate_load_errors(purpose: str, step_rows: StepBatches, rank: int) -> Iterator[None]:
     """Add to an error which rows were being loaded, for what ("step 7") and on which rank."""
     try:
         yield
     except Exception as error:
-        rows = [int(row) for _, rows in pieces if rows is not None for row in rows]
+        rows = [int(row) for _, rows in step_rows if rows is not None for row in rows]
         shown = ", ".join(map(str, rows[:8])) + (f", ... ({len(rows)} in all)" if len(rows) > 8 else "")
-        error.add_note(f"while rank {rank} was loading {what}: rows {shown}")
+        error.add_note(f"while rank {rank} was loading {purpose}: rows {shown}")
         raise
 
 
 # --- worker processes -----------------------------------------------------------------------------------------
 
 
-class Workers:
+class WorkerLoader:
     """Has a DataLoader's worker processes load the coming steps, in order."""
 
     def __init__(
         self,
-        source: Source,
-        workers: int,
+        source: RowSource,
+        num_workers: int,
         *,
-        pin: bool = False,
+        pin_memory: bool = False,
         seed: int = 0,
         rank: int = 0,
-        steps: int | None = None,
+        num_steps: int | None = None,
         unit: str = "step",
     ) -> None:
-        self._rank, self._unit, self._schedule = rank, unit, _Schedule(steps)
+        self._rank, self._unit, self._schedule = rank, unit, _StepSampler(num_steps)
         self._iterator: Any = None
         fork = "fork" if sys.platform.startswith("linux") else None
         # waits: the user's Dataset, as in `load`; torch checks every 5 s that its workers live
         self._loader: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(
-            _Batches(source, seed, rank),
+            _StepDataset(source, seed, rank),
             batch_size=None,  # the schedule yields whole batches
             sampler=self._schedule,
-            num_workers=workers,
-            collate_fn=_as_it_is,
-            pin_memory=pin,
+            num_workers=num_workers,
+            collate_fn=_identity,
+            pin_memory=pin_memory,
             persistent_workers=True,
-            worker_init_fn=_Worker(os.getpid()),
+            worker_init_fn=_WorkerInit(os.getpid()),
             multiprocessing_context=fork,
             generator=torch.Generator().manual_seed(seed),  # else it draws from the job's random numbers
         )
 
-    def load(self, step: int, plan: Callable[[int], Pieces]) -> Pieces:
-        """See :class:`Loader`."""
-        pieces = plan(step)
-        self._schedule.plan = plan
-        if self._iterator is None or not self._schedule.expects(step, pieces):
-            self._schedule.restart(step)
-            self._iterator = self._start()
+    def load(self, step: int, plan_rows: Callable[[int], StepBatches]) -> StepBatches:
+        """See :class:`BatchLoader`."""
+        pieces = plan_rows(step)
+        self._schedule.plan_rows = plan_rows
+        if self._iterator is None or not self._schedule.accept_next(step, pieces):
+            self._schedule.restart_at(step)
+            self._iterator = self._start_workers()
         try:
-            with explained(f"{self._unit} {step}", pieces, self._rank):
-                return self._next()
+            with annotate_load_errors(f"{self._unit} {step}", pieces, self._rank):
+                return self._take_next()
         except BaseException:
             self.close()  # what else was under way is lost: the next load begins anew
             raise
 
-    def _next(self) -> Pieces:
+    def _take_next(self) -> StepBatches:
         """What the workers loaded next. One that dies while it hands a batch over is seen as a connection that ends."""
         try:
-            batches: Pieces = next(self._iterator)
+            batches: StepBatches = next(self._iterator)
         except (ConnectionError, EOFError) as error:
             if str(error).startswith("Caught "):  # torch's word for what the Dataset raised
                 raise
@@ -311,7 +321,7 @@ class Workers:
             ) from error
         return batches
 
-    def _start(self) -> Any:
+    def _start_workers(self) -> Any:
         """Fork the workers, or have those that are there begin anew. From the main thread, with which they end."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*fork.*", DeprecationWarning)  # of processes with threads: Python 3.12
@@ -326,86 +336,86 @@ class Workers:
             iterator._shutdown_workers()  # noqa: SLF001 - as above
 
 
-class _Schedule(torch.utils.data.Sampler[Any]):
+class _StepSampler(torch.utils.data.Sampler[Any]):
     """What the coming steps take: (step, pieces), without end or for so many steps."""
 
-    def __init__(self, steps: int | None) -> None:
-        self.plan: Callable[[int], Pieces] = lambda _: []
-        self._steps, self._first = steps, 0
-        self._sent: list[tuple[int, Pieces]] = []
+    def __init__(self, num_steps: int | None) -> None:
+        self.plan_rows: Callable[[int], StepBatches] = lambda _: []
+        self._num_steps, self._first_step = num_steps, 0
+        self._requested: list[tuple[int, StepBatches]] = []
 
-    def restart(self, step: int) -> None:
+    def restart_at(self, step: int) -> None:
         """Begin at `step` with the next iteration."""
-        self._first = step
-        self._sent.clear()
+        self._first_step = step
+        self._requested.clear()
 
-    def expects(self, step: int, pieces: Pieces) -> bool:
+    def accept_next(self, step: int, step_rows: StepBatches) -> bool:
         """Whether the next batches to come are these; they count as come then."""
-        if not self._sent or self._sent[0][0] != step or not same(self._sent[0][1], pieces):
+        if not self._requested or self._requested[0][0] != step or not is_same_rows(self._requested[0][1], step_rows):
             return False
-        del self._sent[0]
+        del self._requested[0]
         return True
 
-    def __iter__(self) -> Iterator[tuple[int, Pieces]]:
-        step = self._first
-        while self._steps is None or step < self._steps:
-            pieces = self.plan(step)
-            if step > self._first:  # the first is asked for as it is sent
-                self._sent.append((step, pieces))
+    def __iter__(self) -> Iterator[tuple[int, StepBatches]]:
+        step = self._first_step
+        while self._num_steps is None or step < self._num_steps:
+            pieces = self.plan_rows(step)
+            if step > self._first_step:  # the first is asked for as it is sent
+                self._requested.append((step, pieces))
             yield step, pieces
             step += 1
 
 
-class _Batches(torch.utils.data.Dataset[Any]):
+class _StepDataset(torch.utils.data.Dataset[Any]):
     """What a worker process calls: the batches of one step."""
 
-    def __init__(self, source: Source, seed: int, rank: int) -> None:
+    def __init__(self, source: RowSource, seed: int, rank: int) -> None:
         self._source, self._seed, self._rank = source, seed, rank
 
-    def __getitem__(self, order: tuple[int, Pieces]) -> Pieces:
-        step, pieces = order
-        _seed([self._seed, self._rank, step])
+    def __getitem__(self, request: tuple[int, StepBatches]) -> StepBatches:
+        step, pieces = request
+        _seed_all([self._seed, self._rank, step])
         return [(count, None if rows is None else self._source.take(rows)) for count, rows in pieces]
 
 
-def _seed(key: Iterable[int]) -> None:
+def _seed_all(entropy: Iterable[int]) -> None:
     """Random numbers that depend on the step alone: not on how many workers there are, nor on where a run began."""
     import random
 
-    number = int(np.random.SeedSequence(list(key)).generate_state(1)[0])
+    number = int(np.random.SeedSequence(list(entropy)).generate_state(1)[0])
     torch.manual_seed(number)
     random.seed(number)
     np.random.seed(number)  # noqa: NPY002 - a user's Dataset may draw from numpy's global generator
 
 
-def _as_it_is(batch: Any) -> Any:
+def _identity(batch: Any) -> Any:
     return batch
 
 
-class _Worker:
+class _WorkerInit:
     """What a worker process does first."""
 
-    def __init__(self, engine: int) -> None:
-        self._engine = engine
+    def __init__(self, engine_pid: int) -> None:
+        self._engine_pid = engine_pid
 
-    def __call__(self, _worker: int) -> None:
+    def __call__(self, _worker_id: int) -> None:
         """Die with the engine, and leave its signals to it."""
         signal.set_wakeup_fd(-1)  # inherited: an interrupt here would be taken for the engine's
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if sys.platform.startswith("linux"):
             import ctypes
 
-            ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
-            if os.getppid() != self._engine:  # it died before that call
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != self._engine_pid:  # it died before that call
                 os._exit(1)
 
 
-_SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of linux/prctl.h
+_PR_SET_PDEATHSIG = 1  # PR_SET_PDEATHSIG of linux/prctl.h
 
 
-def _refuse_workers(source: Source, workers: int) -> None:
+def _raise_workers_unsupported(source: RowSource, num_workers: int) -> None:
     raise ValueError(
-        f"workers={workers}: worker processes are for Datasets whose samples take computing; these rows "
+        f"workers={num_workers}: worker processes are for Datasets whose samples take computing; these rows "
         f"({type(source).__name__}) are copied out of arrays or files faster than they could travel between processes. "
         "Leave workers out"
     )

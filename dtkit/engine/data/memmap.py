@@ -34,7 +34,7 @@ class MappedFile:
 
     def open(self) -> np.ndarray:
         """The array, read-only. Raises FileNotFoundError, or ValueError where the file has another size."""
-        check_here([self.path])
+        check_files_exist([self.path])
         size = Path(self.path).stat().st_size
         if size != self.file_bytes:
             raise ValueError(
@@ -45,9 +45,9 @@ class MappedFile:
         return np.ndarray(self.shape, self.dtype, whole.data, self.offset, self.strides)
 
 
-def load(path: str) -> np.memmap[Any, Any]:
-    """A ``.npy`` file, mapped. Raises what :func:`check_here` raises, and TypeError for one that holds objects."""
-    check_here([path])
+def load_npy(path: str) -> np.memmap[Any, Any]:
+    """A ``.npy`` file, mapped. Raises what :func:`check_files_exist` raises, and TypeError for one that holds objects."""
+    check_files_exist([path])
     try:
         found: np.memmap[Any, Any] = np.load(path, mmap_mode="r", allow_pickle=False)
     except ValueError as error:
@@ -55,21 +55,21 @@ def load(path: str) -> np.memmap[Any, Any]:
     return found
 
 
-def describe(array: np.memmap[Any, Any]) -> MappedFile | None:
+def describe_memmap(array: np.memmap[Any, Any]) -> MappedFile | None:
     """Where a mapped array, or a part of one, lies in its file; None for one whose changes stay in this process."""
     pages = getattr(array, "_mmap", None)
     if pages is None or array.filename is None or array.mode == "c":
         return None
     begin = np.frombuffer(pages, dtype=np.uint8).ctypes.data
     # What numpy maps starts at the page that holds the offset asked for; an array cut from it keeps that offset.
-    mapped_from = array.offset - array.offset % _granularity()
+    mapped_from = array.offset - array.offset % _get_allocation_granularity()
     offset = mapped_from + array.ctypes.data - begin
     path = str(Path(array.filename).resolve())
     size = Path(path).stat().st_size
     return MappedFile(path, array.dtype.str, tuple(array.shape), tuple(array.strides), offset, size)
 
 
-def check_here(paths: Sequence[str]) -> None:
+def check_files_exist(paths: Sequence[str]) -> None:
     """Raise FileNotFoundError where a file does not exist on this host."""
     for path in paths:
         if not os.path.exists(path):  # noqa: PTH110 - a path may be of any type that os takes
@@ -79,32 +79,32 @@ def check_here(paths: Sequence[str]) -> None:
             )
 
 
-class OnDisk:
+class FileBackedData:
     """An object that reads files where it is unpickled: a missing one is then named before the object looks for it."""
 
     def __init__(self, paths: Sequence[str], data: Any) -> None:
         self.paths, self.data = tuple(paths), data
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _arrived, (_Checked(self.paths), self.data)  # pickle builds the arguments in this order
+        return _unpickle_data, (_FileCheck(self.paths), self.data)  # pickle builds the arguments in this order
 
 
-class _Checked:
+class _FileCheck:
     """Pickles as a check that these files exist."""
 
     def __init__(self, paths: tuple[str, ...]) -> None:
         self._paths = paths
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return check_here, (self._paths,)
+        return check_files_exist, (self._paths,)
 
 
-def _arrived(_: None, data: Any) -> Any:
-    """What an :class:`OnDisk` unpickles to."""
+def _unpickle_data(_: None, data: Any) -> Any:
+    """What an :class:`FileBackedData` unpickles to."""
     return data
 
 
-def _granularity() -> int:
+def _get_allocation_granularity() -> int:
     import mmap
 
     return mmap.ALLOCATIONGRANULARITY

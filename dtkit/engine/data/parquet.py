@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dtkit.data import columns as frames
-from dtkit.engine.data.memmap import check_here
+from dtkit.engine.data.memmap import check_files_exist
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from dtkit.data.columns import ColumnSelection
 
 CACHE_BYTES = 256 * 1024**2
-_WINDOW_SHARE = 4  # of the cache: verify plays several shards in one process, each in a window of its own
+_WINDOWS_PER_CACHE = 4  # of the cache: verify plays several shards in one process, each in a window of its own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,20 +38,20 @@ class ParquetFiles:
 
     paths: tuple[str, ...]
     columns: ColumnSelection
-    rows: int
+    num_rows: int
 
     @property
-    def name(self) -> str:
+    def display_name(self) -> str:
         """For messages."""
         return self.paths[0] if len(self.paths) == 1 else f"{self.paths[0]} and {len(self.paths) - 1} more files"
 
 
-def files(where: Any) -> tuple[str, ...]:
+def list_files(paths_or_folder: Any) -> tuple[str, ...]:
     """The files of a path, a folder (its ``*.parquet``, in the order of their names) or several paths."""
-    if isinstance(where, (tuple, list)):
-        return tuple(itertools.chain.from_iterable(files(one) for one in where))
-    path = Path(where).absolute()
-    check_here([str(path)])
+    if isinstance(paths_or_folder, (tuple, list)):
+        return tuple(itertools.chain.from_iterable(list_files(one) for one in paths_or_folder))
+    path = Path(paths_or_folder).absolute()
+    check_files_exist([str(path)])
     if not path.is_dir():
         return (str(path),)
     found = tuple(str(part) for part in sorted(path.glob("*.parquet")))
@@ -60,97 +60,97 @@ def files(where: Any) -> tuple[str, ...]:
     return found
 
 
-def describe(where: Any, columns: ColumnSelection) -> ParquetFiles:
+def describe_parquet(paths_or_folder: Any, columns: ColumnSelection) -> ParquetFiles:
     """Read the files' footers and check the columns; no rows are read. Raises ValueError or TypeError by name."""
-    paths = files(where)
-    opened = [_open(path) for path in paths]
+    paths = list_files(paths_or_folder)
+    opened = [_open_file(path) for path in paths]
     schema = opened[0].schema_arrow
     chosen = frames.require_target(columns, schema.names)
     for path, file in zip(paths, opened, strict=True):
         if not file.schema_arrow.equals(schema):
             raise ValueError(f"{path} has other columns or types than {paths[0]}; all files of a table must be alike")
     _check_types(schema, chosen)
-    _check_whole(opened, chosen)
+    _check_no_missing(opened, chosen)
     return ParquetFiles(paths, chosen, sum(file.metadata.num_rows for file in opened))
 
 
 class ParquetSource:
     """Rows of parquet files; a batch is (features, target). May be asked from several threads."""
 
-    pure, waits = True, True
+    is_thread_safe, reads_disk = True, True
 
-    def __init__(self, found: ParquetFiles, cache_bytes: int = CACHE_BYTES) -> None:
-        check_here(found.paths)
-        self._files = [_open(path) for path in found.paths]
-        self._columns = found.columns
-        self._groups = [(f, g) for f, file in enumerate(self._files) for g in range(file.metadata.num_row_groups)]
-        sizes = [self._files[f].metadata.row_group(g).num_rows for f, g in self._groups]
-        self._starts = list(itertools.accumulate(sizes, initial=0))
-        if len(self) != found.rows:
+    def __init__(self, parquet_files: ParquetFiles, cache_bytes: int = CACHE_BYTES) -> None:
+        check_files_exist(parquet_files.paths)
+        self._files = [_open_file(path) for path in parquet_files.paths]
+        self._columns = parquet_files.columns
+        self._row_groups = [(f, g) for f, file in enumerate(self._files) for g in range(file.metadata.num_row_groups)]
+        sizes = [self._files[f].metadata.row_group(g).num_rows for f, g in self._row_groups]
+        self._group_starts = list(itertools.accumulate(sizes, initial=0))
+        if len(self) != parquet_files.num_rows:
             raise ValueError(
-                f"{found.name} has {len(self):,} rows here and {found.rows:,} in the notebook; copy it anew"
+                f"{parquet_files.display_name} has {len(self):,} rows here and {parquet_files.num_rows:,} in the notebook; copy it anew"
             )
-        self._budget = cache_bytes
-        self._kept: collections.OrderedDict[int, tuple[torch.Tensor, ...]] = collections.OrderedDict()
+        self._cache_bytes = cache_bytes
+        self._cached_groups: collections.OrderedDict[int, tuple[torch.Tensor, ...]] = collections.OrderedDict()
         # locks: for a few assignments
         self._lock = threading.Lock()
         self.groups_read: collections.Counter[int] = collections.Counter()
-        largest = max(sizes, default=0) * self._row_bytes()
-        self.window = max(1, cache_bytes // _WINDOW_SHARE // max(1, largest))
+        largest = max(sizes, default=0) * self._compute_row_bytes()
+        self.groups_per_window = max(1, cache_bytes // _WINDOWS_PER_CACHE // max(1, largest))
         """Row groups among which rows are shuffled."""
 
     def __len__(self) -> int:
-        return int(self._starts[-1])
+        return int(self._group_starts[-1])
 
     def take(self, rows: np.ndarray) -> tuple[torch.Tensor, ...]:
         """Gathered from the groups that hold these rows, each visited once."""
         import torch
 
-        groups = self._group_of(rows)
+        groups = self._find_groups(rows)
         batch: tuple[torch.Tensor, ...] = ()
         with self._lock:
             for group in np.unique(groups).tolist():
                 places = torch.from_numpy(np.flatnonzero(groups == group))
-                within = torch.from_numpy(rows.astype(np.int64))[places] - self._starts[group]
-                parts = self._group(group)
+                within = torch.from_numpy(rows.astype(np.int64))[places] - self._group_starts[group]
+                parts = self._get_group(group)
                 batch = batch or tuple(part.new_empty((len(rows), *part.shape[1:])) for part in parts)
                 for whole, part in zip(batch, parts, strict=True):
                     whole[places] = part[within]
         return batch
 
-    def shuffled(self, rows: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    def shuffle_rows(self, rows: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """`rows` in random order, such that neighbours come from few groups. A function of `rng` alone."""
-        place = rng.permutation(len(self._groups))  # where each group stands in the epoch
-        window = place[self._group_of(rows)] // self.window
+        place = rng.permutation(len(self._row_groups))  # where each group stands in the epoch
+        window = place[self._find_groups(rows)] // self.groups_per_window
         shuffled: np.ndarray = rows[np.lexsort((rng.permutation(len(rows)), window))]
         return shuffled
 
-    def _group_of(self, rows: np.ndarray) -> np.ndarray:
-        found: np.ndarray = np.searchsorted(self._starts, rows, side="right") - 1
+    def _find_groups(self, rows: np.ndarray) -> np.ndarray:
+        found: np.ndarray = np.searchsorted(self._group_starts, rows, side="right") - 1
         return found
 
-    def _group(self, group: int) -> tuple[torch.Tensor, ...]:
+    def _get_group(self, group: int) -> tuple[torch.Tensor, ...]:
         """A decoded group, from the cache or from its file."""
-        if group in self._kept:
-            self._kept.move_to_end(group)
-            return self._kept[group]
-        parts = self._kept[group] = self._read(group)
-        held = sum(part.nbytes for kept in self._kept.values() for part in kept)
-        while held > self._budget and len(self._kept) > 2:  # a batch may stand between two windows
-            _, dropped = self._kept.popitem(last=False)
+        if group in self._cached_groups:
+            self._cached_groups.move_to_end(group)
+            return self._cached_groups[group]
+        parts = self._cached_groups[group] = self._read_group(group)
+        held = sum(part.nbytes for kept in self._cached_groups.values() for part in kept)
+        while held > self._cache_bytes and len(self._cached_groups) > 2:  # a batch may stand between two windows
+            _, dropped = self._cached_groups.popitem(last=False)
             held -= sum(part.nbytes for part in dropped)
         return parts
 
-    def _read(self, group: int) -> tuple[torch.Tensor, ...]:
+    def _read_group(self, group: int) -> tuple[torch.Tensor, ...]:
         import torch
 
         self.groups_read[group] += 1
-        file, number = self._groups[group]
+        file, number = self._row_groups[group]
         columns = self._columns
         names = [*(columns.features or ()), *columns.target_names]
         table = self._files[file].read_row_group(number, columns=names, use_threads=False)
         arrays = {name: table.column(name).to_numpy() for name in names}
-        _check_numbers(arrays, self._starts[group])
+        _check_no_nan(arrays, self._group_starts[group])
         x = frames.stack_columns([arrays[name] for name in columns.features or ()], columns.float_dtype)
         targets = [frames.convert_target(arrays[name], columns.float_dtype) for name in columns.target_names]
         if not targets:
@@ -158,18 +158,18 @@ class ParquetSource:
         y = targets[0] if isinstance(columns.target, str) else frames.stack_columns(targets, columns.float_dtype)
         return torch.from_numpy(x), torch.from_numpy(y)
 
-    def _row_bytes(self) -> int:
+    def _compute_row_bytes(self) -> int:
         names = (*(self._columns.features or ()), *self._columns.target_names)
         return 8 * len(names)
 
-    def target(self) -> np.ndarray:
+    def read_target(self) -> np.ndarray:
         """The whole target, for a picture of classes: one column is read, and none of the others."""
         name = self._columns.target_names[0]
         parts = [file.read(columns=[name], use_threads=False).column(name).to_numpy() for file in self._files]
         return frames.convert_target(np.concatenate(parts), self._columns.float_dtype)
 
 
-def _open(path: str) -> Any:
+def _open_file(path: str) -> Any:
     try:
         import pyarrow.parquet
     except ImportError:
@@ -194,32 +194,32 @@ def _check_types(schema: Any, columns: ColumnSelection) -> None:
         frames.refuse_non_numeric(wrong)
 
 
-def _check_whole(opened: Sequence[Any], columns: ColumnSelection) -> None:
+def _check_no_missing(open_files: Sequence[Any], columns: ColumnSelection) -> None:
     """Refuse columns whose statistics say that values are missing; files need not have statistics."""
     names = {*(columns.features or ()), *columns.target_names}
     missing: collections.Counter[Any] = collections.Counter()
-    for chunk in _chunks(opened):
+    for chunk in _iterate_column_chunks(open_files):
         if chunk.path_in_schema in names and chunk.statistics is not None and chunk.statistics.has_null_count:
             missing[chunk.path_in_schema] += chunk.statistics.null_count
     if found := +missing:
         frames.refuse_missing(found)
 
 
-def _chunks(opened: Sequence[Any]) -> Iterator[Any]:
+def _iterate_column_chunks(open_files: Sequence[Any]) -> Iterator[Any]:
     """The footers' account of every column of every row group."""
-    for file in opened:
+    for file in open_files:
         for g in range(file.metadata.num_row_groups):
             group = file.metadata.row_group(g)
             yield from (group.column(c) for c in range(group.num_columns))
 
 
-def _check_numbers(arrays: dict[Any, np.ndarray], first: int) -> None:
+def _check_no_nan(arrays: dict[Any, np.ndarray], first_row: int) -> None:
     """Refuse NaN where a group is read: the footer counts what is missing, not what is no number."""
     for name, array in arrays.items():
         if array.dtype.kind == "O":  # booleans with a null among them, where the footer has no statistics
             frames.refuse_missing({name: sum(value is None for value in array)})
         if array.dtype.kind == "f" and np.isnan(array).any():
-            row = first + int(np.flatnonzero(np.isnan(array))[0])
+            row = first_row + int(np.flatnonzero(np.isnan(array))[0])
             raise ValueError(
                 f"column {name!r} is NaN in row {row:,}, which would make every parameter NaN. Fill it or drop the row "
                 "before the file is written"

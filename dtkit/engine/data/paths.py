@@ -13,40 +13,40 @@ from dtkit.engine.data import memmap, parquet
 if TYPE_CHECKING:
     from dtkit.data.columns import ColumnSelection
 
-_PARQUET = (".parquet", ".pq")
+_PARQUET_SUFFIXES = (".parquet", ".pq")
 
 
-def found_in(data: Any, columns: ColumnSelection) -> Any:
+def describe_files(data: Any, columns: ColumnSelection) -> Any:
     """`data` with paths and mapped arrays replaced by what an engine opens; anything else as it is.
 
     A path is one of a ``.npy`` file, of a parquet file or of a folder of these; parquet may be several paths. Raises
     FileNotFoundError, and ValueError or TypeError for what is in them.
     """
     if _is_path(data):
-        return parquet.describe(data, columns) if _is_parquet(data) else _npy(data)
+        return parquet.describe_parquet(data, columns) if _is_parquet(data) else _describe_npy(data)
     if isinstance(data, np.memmap):
-        return memmap.describe(data) or data
+        return memmap.describe_memmap(data) or data
     if isinstance(data, (tuple, list)):
         if data and all(_is_path(part) and _is_parquet(part) for part in data):
-            return parquet.describe(data, columns)
-        return tuple(_part(part) for part in data)
+            return parquet.describe_parquet(data, columns)
+        return tuple(_describe_part(part) for part in data)
     return data
 
 
-def _part(part: Any) -> Any:
+def _describe_part(part: Any) -> Any:
     """One of several arrays."""
     if _is_path(part):
-        return _npy(part)
-    return (memmap.describe(part) or part) if isinstance(part, np.memmap) else part
+        return _describe_npy(part)
+    return (memmap.describe_memmap(part) or part) if isinstance(part, np.memmap) else part
 
 
-def _npy(path: Any) -> memmap.MappedFile:
+def _describe_npy(path: Any) -> memmap.MappedFile:
     if Path(path).suffix != ".npy":
         raise ValueError(
             f"{os.fspath(path)!r} is no kind of file that engines read: these are .npy (one array) and .parquet (a "
             "table, or a folder of such files). Load it and give the arrays, or give a function that loads it"
         )
-    found = memmap.describe(memmap.load(str(path)))
+    found = memmap.describe_memmap(memmap.load_npy(str(path)))
     assert found is not None, "a file that was just mapped has a name"
     return found
 
@@ -56,4 +56,4 @@ def _is_path(data: Any) -> bool:
 
 
 def _is_parquet(path: Any) -> bool:
-    return Path(path).suffix in _PARQUET or Path(path).is_dir()
+    return Path(path).suffix in _PARQUET_SUFFIXES or Path(path).is_dir()

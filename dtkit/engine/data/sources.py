@@ -11,7 +11,7 @@ import torch
 from dtkit.data import columns as frames
 from dtkit.data.columns import ColumnSelection
 from dtkit.engine.data import paths
-from dtkit.engine.data.iterable import StreamSource, is_stream, may_stream
+from dtkit.engine.data.iterable import StreamSource, is_iterable_only, is_stream_factory
 from dtkit.engine.data.memmap import MappedFile
 from dtkit.engine.data.parquet import ParquetFiles, ParquetSource
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 
-class Source(Protocol):
+class RowSource(Protocol):
     """Rows that can be taken by index."""
 
-    pure: bool
+    is_thread_safe: bool
     """Whether `take` runs no code of the user's, so that it may run in a thread beside the training."""
-    waits: bool
+    reads_disk: bool
     """Whether it reads from a disk, so that a thread of its own pays."""
 
     def __len__(self) -> int: ...
@@ -36,7 +36,7 @@ class Source(Protocol):
 class ArraySource:
     """Equally long tensors; a batch is the tuple of their rows."""
 
-    pure, waits = True, False
+    is_thread_safe, reads_disk = True, False
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tuple(tensors)
@@ -54,16 +54,16 @@ class ArraySource:
         index = torch.from_numpy(rows)
         return tuple(t.index_select(0, index) for t in self._tensors)
 
-    def take_pieces(self, pieces: Sequence[np.ndarray]) -> list[tuple[torch.Tensor, ...]]:
+    def take_micro_batches(self, micro_batch_rows: Sequence[np.ndarray]) -> list[tuple[torch.Tensor, ...]]:
         """Batches of these rows, for micro-batches: still one `index_select` a tensor."""
-        sizes = [len(rows) for rows in pieces]
-        return list(zip(*(torch.split(t, sizes) for t in self.take(np.concatenate(pieces))), strict=True))
+        sizes = [len(rows) for rows in micro_batch_rows]
+        return list(zip(*(torch.split(t, sizes) for t in self.take(np.concatenate(micro_batch_rows))), strict=True))
 
 
 class MappedSource:
     """As :class:`ArraySource`, for arrays of which some stay in their file: rows are copied out as they are taken."""
 
-    pure, waits = True, True
+    is_thread_safe, reads_disk = True, True
 
     def __init__(self, parts: Sequence[Any]) -> None:
         arrays = [part.open() if isinstance(part, MappedFile) else np.asarray(part) for part in parts]
@@ -82,7 +82,7 @@ class MappedSource:
 class DatasetSource:
     """A map-style torch Dataset; a batch is what torch's default collation makes of its samples."""
 
-    pure, waits = False, False
+    is_thread_safe, reads_disk = False, False
 
     def __init__(self, dataset: Any, columns: ColumnSelection | None = None) -> None:
         self._dataset, self._columns = dataset, columns or ColumnSelection()
@@ -94,20 +94,20 @@ class DatasetSource:
         """Samples one by one, or through the dataset's own `__getitems__`, collated."""
         from torch.utils.data import default_collate
 
-        batch = default_collate(self._samples(rows.tolist()))
+        batch = default_collate(self._load_samples(rows.tolist()))
         return self._columns.split_batch(tuple(batch) if isinstance(batch, list) else batch)
 
-    def _samples(self, rows: list[int]) -> Any:
+    def _load_samples(self, rows: list[int]) -> Any:
         many = getattr(self._dataset, "__getitems__", None)
         if many is None:
-            return [self._sample(row) for row in rows]
+            return [self._load_sample(row) for row in rows]
         try:
             return many(rows)
         except Exception as error:
-            error.add_note(f"the Dataset raised this for the rows {_listed(rows)}")
+            error.add_note(f"the Dataset raised this for the rows {_format_rows(rows)}")
             raise
 
-    def _sample(self, row: int) -> Any:
+    def _load_sample(self, row: int) -> Any:
         try:
             return self._dataset[row]
         except Exception as error:
@@ -122,27 +122,29 @@ class HubSource(DatasetSource):
     are collated like any Dataset's.
     """
 
-    pure, waits = False, True
+    is_thread_safe, reads_disk = False, True
 
     def __init__(self, dataset: Any, columns: ColumnSelection | None = None) -> None:
-        columns = check_hub(dataset, columns or ColumnSelection())
+        columns = check_hub_columns(dataset, columns or ColumnSelection())
         if columns.is_given:
             dataset = dataset.select_columns([*(columns.features or ()), *columns.target_names])
-        self._whole = self.pure = hub_format(dataset) is None  # a transform is the user's code
-        super().__init__(dataset.with_format("torch") if self._whole else dataset, columns)
+        self._reads_whole_batches = self.is_thread_safe = (
+            get_hub_format(dataset) is None
+        )  # a transform is the user's code
+        super().__init__(dataset.with_format("torch") if self._reads_whole_batches else dataset, columns)
 
     def take(self, rows: np.ndarray) -> Any:
         """A dict of tensors by column; or (inputs..., target) where the target was named."""
-        if not self._whole:
+        if not self._reads_whole_batches:
             return super().take(rows)
         batch = self._dataset[rows.tolist()]
         for name, values in batch.items():
             if isinstance(values, list):
-                _refuse_ragged(name, values, rows)
+                _raise_ragged_column(name, values, rows)
         return self._columns.split_batch(batch)
 
 
-def _refuse_ragged(name: str, values: list[Any], rows: np.ndarray) -> NoReturn:
+def _raise_ragged_column(name: str, values: list[Any], rows: np.ndarray) -> NoReturn:
     shapes = [tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__ for value in values]
     other = next((k for k, shape in enumerate(shapes) if shape != shapes[0]), 0)
     raise ValueError(
@@ -152,27 +154,27 @@ def _refuse_ragged(name: str, values: list[Any], rows: np.ndarray) -> NoReturn:
     )
 
 
-def is_hub(data: Any) -> bool:
+def is_hub_dataset(data: Any) -> bool:
     """Whether this is a map-style Dataset of Hugging Face's ``datasets``, without importing it."""
     return any(
         kind.__module__ == "datasets.arrow_dataset" and kind.__name__ == "Dataset" for kind in type(data).__mro__
     )
 
 
-def hub_format(dataset: Any) -> str | None:
+def get_hub_format(dataset: Any) -> str | None:
     """The format that a user has set: "torch", "custom" (a transform), ...; None for none."""
     kind: str | None = dataset.format["type"]
     return kind
 
 
-def check_hub(dataset: Any, columns: ColumnSelection) -> ColumnSelection:
+def check_hub_columns(dataset: Any, columns: ColumnSelection) -> ColumnSelection:
     """`columns` spelt out. Raises TypeError that names columns of text, which no tensor can hold."""
     if columns.is_given:
         columns = columns.resolve(dataset.column_names)
-    if hub_format(dataset) is not None:
+    if get_hub_format(dataset) is not None:
         return columns  # what becomes of the columns is up to the user's format
     chosen = [*(columns.features or ()), *columns.target_names] if columns.is_given else dataset.column_names
-    text = {name: _kind(dataset.features[name]) for name in chosen if _is_text(dataset.features[name])}
+    text = {name: _describe_feature(dataset.features[name]) for name in chosen if _is_text(dataset.features[name])}
     if text:
         named = ", ".join(f"{name!r} ({dtype})" for name, dtype in text.items())
         raise TypeError(
@@ -185,38 +187,42 @@ def check_hub(dataset: Any, columns: ColumnSelection) -> ColumnSelection:
 def _is_text(feature: Any) -> bool:
     """Whether a column's type is, or is a list of, text or bytes."""
     inner = getattr(feature, "feature", None)
-    return _is_text(inner) if inner is not None else _kind(feature) in _TEXT
+    return _is_text(inner) if inner is not None else _describe_feature(feature) in _TEXT_DTYPES
 
 
-def _kind(feature: Any) -> str:
+def _describe_feature(feature: Any) -> str:
     inner = getattr(feature, "feature", None)
-    return f"lists of {_kind(inner)}" if inner is not None else str(getattr(feature, "dtype", type(feature).__name__))
+    return (
+        f"lists of {_describe_feature(inner)}"
+        if inner is not None
+        else str(getattr(feature, "dtype", type(feature).__name__))
+    )
 
 
-_TEXT = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
+_TEXT_DTYPES = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
 
 
-def as_source(data: Any, columns: ColumnSelection | None = None) -> Source | StreamSource:
+def as_source(data: Any, columns: ColumnSelection | None = None) -> RowSource | StreamSource:
     """Whatever :meth:`dtkit.Cluster.partition` takes, as rows by index; or, of unknown length, as a stream."""
     columns = columns or ColumnSelection()
     if isinstance(data, StreamSource) or (hasattr(data, "take") and hasattr(data, "pure")):
         return data  # type: ignore[no-any-return]  # a Source already
-    data = paths.found_in(data, columns)
+    data = paths.describe_files(data, columns)
     if isinstance(data, ParquetFiles):
         return ParquetSource(data)
     arrays = _as_arrays(data, columns)
     if arrays is None:
-        return _of_samples(data, columns)
+        return _make_sample_source(data, columns)
     if any(isinstance(part, (MappedFile, np.memmap)) for part in arrays):
         return MappedSource(arrays)
     return ArraySource([torch.as_tensor(part) for part in arrays])
 
 
-def _of_samples(data: Any, columns: ColumnSelection) -> Source | StreamSource:
+def _make_sample_source(data: Any, columns: ColumnSelection) -> RowSource | StreamSource:
     """What gives samples one by one: a Dataset, or (without rows by number) a stream."""
-    if is_hub(data):
+    if is_hub_dataset(data):
         return HubSource(data, columns)
-    if is_stream(data):
+    if is_iterable_only(data):
         return StreamSource(data, columns)
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         return DatasetSource(data, columns)
@@ -239,38 +245,40 @@ def _as_arrays(data: Any, columns: ColumnSelection) -> Sequence[Any] | None:
     return None
 
 
-def load(function: Callable[..., Any], columns: ColumnSelection) -> Source | StreamSource:
+def load_source(function: Callable[..., Any], columns: ColumnSelection) -> RowSource | StreamSource:
     """What a user's function gives on this engine: rows, or (of unknown length) a stream that calls it anew."""
-    if may_stream(function):
+    if is_stream_factory(function):
         return StreamSource(function, columns)
     found = function()
-    if is_stream(found):
+    if is_iterable_only(found):
         return StreamSource(function, columns)
     return as_source(found, columns)
 
 
-def loader(function: Callable[..., Any], columns: ColumnSelection) -> Callable[[], Source | StreamSource]:
+def make_source_loader(
+    function: Callable[..., Any], columns: ColumnSelection
+) -> Callable[[], RowSource | StreamSource]:
     """What is sent to the engines for a function of the user's."""
-    return functools.partial(load, function, columns)
+    return functools.partial(load_source, function, columns)
 
 
-def _listed(rows: Sequence[int]) -> str:
+def _format_rows(rows: Sequence[int]) -> str:
     shown = ", ".join(map(str, rows[:8]))
     return f"{shown}, ... ({len(rows)} in all)" if len(rows) > 8 else shown
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """A batch of any nesting, on the device."""
-    return on_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
+    return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
 
 
-def on_tensors(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """A batch of any nesting, each of its tensors changed."""
     if isinstance(batch, torch.Tensor):
-        return change(batch)
+        return function(batch)
     if isinstance(batch, dict):
-        return {k: on_tensors(v, change) for k, v in batch.items()}
+        return {k: map_tensors(v, function) for k, v in batch.items()}
     if isinstance(batch, (tuple, list)):
-        parts = [on_tensors(v, change) for v in batch]
+        parts = [map_tensors(v, function) for v in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)  # a namedtuple, or not
     return batch

@@ -18,79 +18,79 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    Item = tuple[str, Any]
+    OutputItem = tuple[str, Any]
 
-PERIOD_S = 0.25
-LINES_PER_S = 100  # printed lines; more are counted, not carried
-OWN_COLUMNS = ("rank", "index")  # of every row, given by the notebook
+PUBLISH_PERIOD_S = 0.25
+MAX_LINES_PER_S = 100  # printed lines; more are counted, not carried
+RESERVED_COLUMNS = ("rank", "index")  # of every row, given by the notebook
 
 
-class Channel:
+class CallOutput:
     """The items of one call: ("row", {name: number}) and ("text", line)."""
 
-    def __init__(self, publish: Callable[[int, list[Item]], None] | None = None) -> None:
+    def __init__(self, publish: Callable[[int, list[OutputItem]], None] | None = None) -> None:
         """`publish(first, items)` sends items numbered from `first`; None keeps them for the return only."""
-        self.items: list[Item] = []
+        self.items: list[OutputItem] = []
         self._publish = publish
-        self._sent = 0
+        self._num_published = 0
         self._wake = threading.Event()
         self._closed = threading.Event()
-        self._allowance, self._since, self._dropped = float(LINES_PER_S), time.monotonic(), 0
+        self._line_budget, self._budget_updated_at, self._num_dropped = float(MAX_LINES_PER_S), time.monotonic(), 0
 
-    def row(self, values: dict[str, float]) -> None:
+    def add_row(self, values: dict[str, float]) -> None:
         """Add a row."""
         self.items.append(("row", values))
         self._wake.set()
 
-    def line(self, text: str) -> None:
+    def add_line(self, text: str) -> None:
         """Add a printed line, unless there have been too many."""
         now = time.monotonic()
-        self._allowance = min(LINES_PER_S, self._allowance + (now - self._since) * LINES_PER_S)
-        self._since = now
-        if self._allowance < 1:
-            self._dropped += 1
+        self._line_budget = min(MAX_LINES_PER_S, self._line_budget + (now - self._budget_updated_at) * MAX_LINES_PER_S)
+        self._budget_updated_at = now
+        if self._line_budget < 1:
+            self._num_dropped += 1
             return
-        self._allowance -= 1
+        self._line_budget -= 1
         self._report_dropped()
         self.items.append(("text", text))
         self._wake.set()
 
     def _report_dropped(self) -> None:
-        if self._dropped:
-            self.items.append(("text", f"[{self._dropped} lines dropped: over {LINES_PER_S} a second]"))
-            self._dropped = 0
+        if self._num_dropped:
+            self.items.append(("text", f"[{self._num_dropped} lines dropped: over {MAX_LINES_PER_S} a second]"))
+            self._num_dropped = 0
 
     @contextlib.contextmanager
-    def open(self) -> Iterator[None]:
+    def capture_streams(self) -> Iterator[None]:
         """Take over stdout and stderr, and publish, until the call has ended."""
-        out, err = _Lines(self), _Lines(self)
-        thread = threading.Thread(target=self._run, name="dtkit-publish", daemon=True)
+        out, err = _LineStream(self), _LineStream(self)
+        thread = threading.Thread(target=self._publish_loop, name="dtkit-publish", daemon=True)
         if self._publish is not None:
             thread.start()
         try:
             with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
                 yield
         finally:
-            out.finish()
-            err.finish()
+            out.flush_partial_line()
+            err.flush_partial_line()
             self._report_dropped()
             self._closed.set()
             self._wake.set()
             if self._publish is not None:
                 thread.join(timeout=5)
 
-    def _run(self) -> None:
+    def _publish_loop(self) -> None:
         while not self._closed.is_set():
             self._wake.wait(timeout=3600)
             self._wake.clear()
-            items = self.items[self._sent :]
+            items = self.items[self._num_published :]
             if items and self._publish is not None and not self._closed.is_set():
-                self._publish(self._sent, [_for_json(item) for item in items])
-                self._sent += len(items)
-                self._closed.wait(PERIOD_S)
+                self._publish(self._num_published, [_encode_item(item) for item in items])
+                self._num_published += len(items)
+                self._closed.wait(PUBLISH_PERIOD_S)
 
 
-def _for_json(item: Item) -> Item:
+def _encode_item(item: OutputItem) -> OutputItem:
     """An item as JSON can carry it: NaN and infinity as text, which the notebook takes for numbers again."""
     kind, what = item
     if kind != "row":
@@ -98,41 +98,41 @@ def _for_json(item: Item) -> Item:
     return kind, {name: value if math.isfinite(value) else str(value) for name, value in what.items()}
 
 
-class _Lines(io.TextIOBase):
+class _LineStream(io.TextIOBase):
     """A text stream that hands whole lines to a channel."""
 
-    def __init__(self, channel: Channel) -> None:
-        self._channel, self._rest = channel, ""
+    def __init__(self, output: CallOutput) -> None:
+        self._output, self._partial_line = output, ""
 
     def writable(self) -> bool:
         return True
 
     def write(self, text: str) -> int:
-        *lines, self._rest = (self._rest + text).split("\n")
+        *lines, self._partial_line = (self._partial_line + text).split("\n")
         for line in lines:
-            self._channel.line(line)
+            self._output.add_line(line)
         return len(text)
 
-    def finish(self) -> None:
+    def flush_partial_line(self) -> None:
         """The last line may lack its end."""
-        if self._rest:
-            self._channel.line(self._rest)
-            self._rest = ""
+        if self._partial_line:
+            self._output.add_line(self._partial_line)
+            self._partial_line = ""
 
 
-_current: Channel | None = None
+_active_output: CallOutput | None = None
 
 
 @contextlib.contextmanager
-def current(channel: Channel) -> Iterator[None]:
+def activate_output(output: CallOutput) -> Iterator[None]:
     """Make `channel` the one that :func:`log` writes to."""
-    global _current  # noqa: PLW0603 - an engine runs one call at a time
-    previous, _current = _current, channel
+    global _active_output  # noqa: PLW0603 - an engine runs one call at a time
+    previous, _active_output = _active_output, output
     try:
-        with channel.open():
+        with output.capture_streams():
             yield
     finally:
-        _current = previous
+        _active_output = previous
 
 
 def log(**values: float) -> None:
@@ -142,9 +142,9 @@ def log(**values: float) -> None:
     """
     row = {}
     for name, value in values.items():
-        if name in OWN_COLUMNS:
+        if name in RESERVED_COLUMNS:
             raise ValueError(
-                f"dtkit.log({name}=...): {' and '.join(OWN_COLUMNS)} are columns that dtkit fills in; use another name"
+                f"dtkit.log({name}=...): {' and '.join(RESERVED_COLUMNS)} are columns that dtkit fills in; use another name"
             )
         try:
             row[name] = float(value)
@@ -153,7 +153,7 @@ def log(**values: float) -> None:
                 f"dtkit.log({name}={type(value).__name__}): values must be numbers or tensors of one element; "
                 "use .item() or .mean()"
             ) from None
-    if _current is None:  # a loop that is tried in the notebook first should work there too
+    if _active_output is None:  # a loop that is tried in the notebook first should work there too
         print(" ".join(f"{k}={v:.6g}" for k, v in row.items()), file=sys.stdout)  # noqa: T201
         return
-    _current.row(row)
+    _active_output.add_row(row)

@@ -30,154 +30,154 @@ if TYPE_CHECKING:
 
     from dtkit.engine.node_info import Clock
 
-COMPUTING = ("forward", "backward", "backward input", "backward weight")
-BETWEEN, END = "other", "end"
-_MOST_RANKS = 2**20
-_MESSAGES = {phase: number for number, phase in enumerate(MESSAGE_PHASES)}
+COMPUTE_PHASES = ("forward", "backward", "backward input", "backward weight")
+BETWEEN_PHASES, END_OF_STEP = "other", "end"
+_MAX_RANKS = 2**20
+_MESSAGE_PHASE_NUMBERS = {phase: number for number, phase in enumerate(MESSAGE_PHASES)}
 
-Marks = list[tuple[str, object, tuple[int, int] | None]]
+PhaseEvents = list[tuple[str, object, tuple[int, int] | None]]
 """(phase, mark at which it began, where or None) in order, closed by an "end".
 
 Where is (stage, micro-batch) in a pipeline, and (first rank, last rank) of a collective among fewer than all.
 """
 
 
-class Phases:
+class PhaseTimer:
     """The marks of one job's steps."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
-        self.slowness = 1.0
+        self.delay_factor = 1.0
         """How many times longer this rank's computing takes, by sleeping: 1 for not at all."""
-        self._late_until: object | None = None  # what was computed before in this phase was slowed
-        self._owed = 0.0  # seconds to sleep yet; below zero, what was slept too much
-        self._marks: Marks = []
-        self._around = ""  # the phase in whose midst a collective runs
+        self._delayed_until: object | None = None  # what was computed before in this phase was slowed
+        self._delay_owed_s = 0.0  # seconds to sleep yet; below zero, what was slept too much
+        self._events: PhaseEvents = []
+        self._enclosing_phase = ""  # the phase in whose midst a collective runs
 
-    def enter(self, phase: str, where: tuple[int, int] | None = None) -> None:
+    def enter(self, phase: str, position: tuple[int, int] | None = None) -> None:
         """The phase that ran so far ends here and `phase` begins, in a pipeline for (stage, micro-batch)."""
-        self.catch_up()
-        self._late_until = None
-        self._marks.append((phase, self.clock.mark(), where))
+        self.apply_delay()
+        self._delayed_until = None
+        self._events.append((phase, self.clock.record_mark(), position))
 
-    def keep(self, phase: str, where: tuple[int, int]) -> None:
+    def continue_phase(self, phase: str, position: tuple[int, int]) -> None:
         """`phase` goes on where it runs already, else it begins."""
-        if not self._marks or self._marks[-1][0] != phase or self._marks[-1][2] != where:
-            self.enter(phase, where)
+        if not self._events or self._events[-1][0] != phase or self._events[-1][2] != position:
+            self.enter(phase, position)
 
-    def block(self, among: tuple[int, int] | None = None) -> None:
+    def begin_collective(self, rank_span: tuple[int, int] | None = None) -> None:
         """A collective begins in the midst of a phase, among ranks from one to another, or all of them.
 
         Between steps (in an evaluation) nothing is marked.
         """
-        if self._marks and not self._around and self._marks[-1][0] != SYNC_PHASE:
-            self._around = self._marks[-1][0]
-            self.enter(SYNC_PHASE, among)
+        if self._events and not self._enclosing_phase and self._events[-1][0] != SYNC_PHASE:
+            self._enclosing_phase = self._events[-1][0]
+            self.enter(SYNC_PHASE, rank_span)
 
-    def unblock(self) -> None:
+    def end_collective(self) -> None:
         """It has ended, and the phase around it goes on."""
-        if self._around:
-            phase, self._around = self._around, ""
+        if self._enclosing_phase:
+            phase, self._enclosing_phase = self._enclosing_phase, ""
             self.enter(phase)
 
-    def catch_up(self) -> None:
+    def apply_delay(self) -> None:
         """Be as late as a slowed rank is, without ending the phase: others go on at what it does next."""
-        if self.slowness > 1 and self._marks and self._marks[-1][0] in COMPUTING:
-            self._drag(self._marks[-1][1] if self._late_until is None else self._late_until)
-            self._late_until = self.clock.mark()
+        if self.delay_factor > 1 and self._events and self._events[-1][0] in COMPUTE_PHASES:
+            self._sleep_for_delay(self._events[-1][1] if self._delayed_until is None else self._delayed_until)
+            self._delayed_until = self.clock.record_mark()
 
     @property
-    def around(self) -> str:
+    def enclosing_phase(self) -> str:
         """The phase that runs; during a collective in the midst of one, that one."""
-        return self._around or self.now
+        return self._enclosing_phase or self.current_phase
 
     @property
-    def now(self) -> str:
+    def current_phase(self) -> str:
         """The phase that runs; empty between steps."""
-        return self._marks[-1][0] if self._marks else ""
+        return self._events[-1][0] if self._events else ""
 
-    def seen(self) -> tuple[str, int]:
+    def get_progress(self) -> tuple[str, int]:
         """(the phase that runs, marks of this step so far) for another thread; ("", 0) between steps."""
-        marks = self._marks  # read once: the step may end meanwhile
+        marks = self._events  # read once: the step may end meanwhile
         return (marks[-1][0], len(marks)) if marks else ("", 0)
 
-    def _drag(self, since: object) -> None:
-        now = self.clock.mark()
-        self.clock.settle()
-        self._owed += (self.slowness - 1) * self.clock.seconds(since, now)
-        if self._owed > 0:
-            self._owed -= _slept(self._owed)
+    def _sleep_for_delay(self, since: object) -> None:
+        now = self.clock.record_mark()
+        self.clock.synchronize()
+        self._delay_owed_s += (self.delay_factor - 1) * self.clock.compute_elapsed(since, now)
+        if self._delay_owed_s > 0:
+            self._delay_owed_s -= _sleep_measured(self._delay_owed_s)
 
-    def finish(self) -> Marks:
+    def end_step(self) -> PhaseEvents:
         """End the step; its marks."""
-        self.enter(END)
-        marks, self._marks = self._marks, []
+        self.enter(END_OF_STEP)
+        marks, self._events = self._events, []
         return marks
 
-    def abandon(self) -> None:
+    def reset(self) -> None:
         """Forget a step that failed."""
-        self._marks, self._around, self._late_until, self._owed = [], "", None, 0.0
+        self._events, self._enclosing_phase, self._delayed_until, self._delay_owed_s = [], "", None, 0.0
 
 
-def _slept(seconds: float) -> float:
+def _sleep_measured(seconds: float) -> float:
     """Sleep so long; how long it took."""
     begun = time.perf_counter()
     time.sleep(seconds)
     return time.perf_counter() - begun
 
 
-def durations(marks: Marks, clock: Clock) -> dict[str, float]:
+def compute_durations(events: PhaseEvents, clock: Clock) -> dict[str, float]:
     """Seconds in each phase of one step, and in all of them as "step"."""
     found: dict[str, float] = {}
-    for (phase, begun, _), (_, ended, _) in itertools.pairwise(marks):
-        found[phase] = found.get(phase, 0.0) + clock.seconds(begun, ended)
-    found["step"] = clock.seconds(marks[0][1], marks[-1][1])
+    for (phase, begun, _), (_, ended, _) in itertools.pairwise(events):
+        found[phase] = found.get(phase, 0.0) + clock.compute_elapsed(begun, ended)
+    found["step"] = clock.compute_elapsed(events[0][1], events[-1][1])
     return found
 
 
-def spans(steps: Sequence[tuple[int, Marks]], rank: int, clock: Clock) -> np.ndarray:
+def build_spans(steps: Sequence[tuple[int, PhaseEvents]], rank: int, clock: Clock) -> np.ndarray:
     """Rows of dtype :data:`dtkit.history.timeline.SPAN_DTYPE`: when a rank did what in these (step, marks)."""
     rows = [
-        (step, rank, *_told(phase, where), clock.at(begun), clock.at(ended))
+        (step, rank, *_describe_span(phase, where), clock.read_mark(begun), clock.read_mark(ended))
         for step, marks in steps
         for (phase, begun, where), (_, ended, _) in itertools.pairwise(marks)
-        if phase != BETWEEN
+        if phase != BETWEEN_PHASES
     ]
     return np.array(rows, SPAN_DTYPE)
 
 
-def _told(phase: str, where: tuple[int, int] | None) -> tuple[str, int, int]:
+def _describe_span(phase: str, position: tuple[int, int] | None) -> tuple[str, int, int]:
     """(phase, stage, micro-batch) of a span."""
-    if where is None:
+    if position is None:
         return phase, -1, -1
-    return (f"{phase} {where[0]}-{where[1]}", -1, -1) if phase == SYNC_PHASE else (phase, *where)
+    return (f"{phase} {position[0]}-{position[1]}", -1, -1) if phase == SYNC_PHASE else (phase, *position)
 
 
-def messages(steps: Sequence[tuple[int, Marks]], clock: Clock) -> np.ndarray:
+def build_messages(steps: Sequence[tuple[int, PhaseEvents]], clock: Clock) -> np.ndarray:
     """What these (step, marks) tell of messages: rows of dtype :data:`dtkit.history.message_times.MESSAGE_DTYPE`."""
     rows = [
-        (step, _MESSAGES[phase], *where, clock.at(begun), clock.at(ended))
+        (step, _MESSAGE_PHASE_NUMBERS[phase], *where, clock.read_mark(begun), clock.read_mark(ended))
         for step, marks in steps
         for (phase, begun, where), (_, ended, _) in itertools.pairwise(marks)
-        if where is not None and phase in _MESSAGES
+        if where is not None and phase in _MESSAGE_PHASE_NUMBERS
     ]
     return np.array(rows, MESSAGE_DTYPE)
 
 
-def blocked(steps: Sequence[Marks], clock: Clock) -> np.ndarray:
+def build_blocked_times(steps: Sequence[PhaseEvents], clock: Clock) -> np.ndarray:
     """When each step was blocked in collectives: (steps, most such times in a step, 3) of begin, end and among whom.
 
     Times are the clock's, in seconds, as in `time.perf_counter`: common to all processes of one host. Among whom is a
     number that all ranks of a collective give, and no rank for other ranks; what is not used is NaN.
     """
-    found = [list(_blocked(marks, clock)) for marks in steps]
+    found = [list(_iterate_blocked_times(marks, clock)) for marks in steps]
     places = max(map(len, found), default=0)
     unused = [(np.nan, np.nan, np.nan)]
     return np.array([own + unused * (places - len(own)) for own in found], float).reshape(len(steps), places, 3)
 
 
-def _blocked(marks: Marks, clock: Clock) -> Iterator[tuple[float, float, float]]:
-    for (phase, begun, among), (_, ended, _) in itertools.pairwise(marks):
+def _iterate_blocked_times(events: PhaseEvents, clock: Clock) -> Iterator[tuple[float, float, float]]:
+    for (phase, begun, among), (_, ended, _) in itertools.pairwise(events):
         if phase == SYNC_PHASE:
-            number = -1 if among is None else among[0] * _MOST_RANKS + among[1]
-            yield clock.at(begun), clock.at(ended), number
+            number = -1 if among is None else among[0] * _MAX_RANKS + among[1]
+            yield clock.read_mark(begun), clock.read_mark(ended), number

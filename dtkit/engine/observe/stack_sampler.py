@@ -30,42 +30,45 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from types import CodeType
 
-Stack = tuple[Frame, ...]
+CallStack = tuple[Frame, ...]
 """Innermost first."""
 
-MOST_FRAMES = 60  # innermost; deeper ones say little, and recursion would fill the file
-_OWN = str(Path(dtkit.__file__).parent)
-_DOORS = (str(Path(_OWN, "engine/session.py")), str(Path(_OWN, "rpc/entrypoint.py")))
-_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-_COLLECTIVES = "/torch/distributed/"
-_ANSWER = (str(Path(_OWN, "engine/comm/process_group.py")), "answer")  # where ranks wait for what they asked each other
-_COMPUTES = ("/torch/distributed/tensor/", "/torch/distributed/pipelining/")
-_PLACE = attrgetter("f_code", "f_lineno")
-_PAIRWISE = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
+MAX_FRAMES = 60  # innermost; deeper ones say little, and recursion would fill the file
+_DTKIT_FOLDER = str(Path(dtkit.__file__).parent)
+_ENTRY_FILES = (str(Path(_DTKIT_FOLDER, "engine/session.py")), str(Path(_DTKIT_FOLDER, "rpc/entrypoint.py")))
+_LIBRARY_FOLDERS = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_DISTRIBUTED_PATH = "/torch/distributed/"
+_VOTE_WAIT_FUNCTION = (
+    str(Path(_DTKIT_FOLDER, "engine/comm/process_group.py")),
+    "answer",
+)  # where ranks wait for what they asked each other
+_COMPUTING_PATHS = ("/torch/distributed/tensor/", "/torch/distributed/pipelining/")
+_get_code_and_line = attrgetter("f_code", "f_lineno")
+_P2P_FUNCTIONS = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
 
 
 @functools.lru_cache(4096)
-def kind(file: str) -> str:
+def classify_file(file: str) -> str:
     """Whose code a file is: "dtkit", "library" or "user"."""
-    if file.startswith(_OWN + "/"):
+    if file.startswith(_DTKIT_FOLDER + "/"):
         return "dtkit"
-    installed = file.startswith(("<frozen", "<string", *(f"{folder}/" for folder in _INSTALLED)))
+    installed = file.startswith(("<frozen", "<string", *(f"{folder}/" for folder in _LIBRARY_FOLDERS)))
     return "library" if installed or "/site-packages/" in file or "/dist-packages/" in file else "user"
 
 
-def of_thread(thread: int) -> Stack:
+def sample_thread(thread_id: int) -> CallStack:
     """The stack of a thread by its identity, innermost first, less what only led to the code of dtkit and the user."""
     rows: list[tuple[CodeType, int]] = []
-    innermost = map(methodcaller("get", thread), starmap(sys._current_frames, [()]))  # noqa: SLF001 - Python's only way
-    with _uncollected(), contextlib.suppress(AttributeError):  # the outermost frame's `f_back`, or the thread has ended
+    innermost = map(methodcaller("get", thread_id), starmap(sys._current_frames, [()]))  # noqa: SLF001 - Python's only way
+    with _pause_gc(), contextlib.suppress(AttributeError):  # the outermost frame's `f_back`, or the thread has ended
         # One call that runs no byte code, between two of which threads take turns: a loop here would be an error.
-        rows.extend(map(_PLACE, accumulate(chain(innermost, repeat("f_back", MOST_FRAMES - 1)), getattr)))
+        rows.extend(map(_get_code_and_line, accumulate(chain(innermost, repeat("f_back", MAX_FRAMES - 1)), getattr)))
     places = [(code.co_filename, line or code.co_firstlineno, code.co_name) for code, line in rows]
-    return framed(places)
+    return make_stack(places)
 
 
 @contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
+def _pause_gc() -> Iterator[None]:
     """Without Python's garbage collector, which before 3.12 may begin in the midst of C code. What it finds may run
     Python, and another thread with it: one that then makes a thread waits for Python's lock on the list of threads, and
     who lists them for the interpreter (CPython issue 106883).
@@ -79,23 +82,23 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def framed(places: Sequence[tuple[str, int, str]]) -> Stack:
+def make_stack(locations: Sequence[tuple[str, int, str]]) -> CallStack:
     """A stack of (file, line, function), innermost first, less what is in every one."""
-    return trimmed([Frame(file, line, name, kind(file)) for file, line, name in places])
+    return trim_outer_frames([Frame(file, line, name, classify_file(file)) for file, line, name in locations])
 
 
-def trimmed(rows: Sequence[Frame]) -> Stack:
+def trim_outer_frames(frames: Sequence[Frame]) -> CallStack:
     """Without the outer frames that every call has: the kernel's, and dtkit's own door."""
-    kept = len(rows)
-    while kept and (rows[kept - 1].kind == "library" or rows[kept - 1].file in _DOORS):
+    kept = len(frames)
+    while kept and (frames[kept - 1].kind == "library" or frames[kept - 1].file in _ENTRY_FILES):
         kept -= 1
-    return tuple(rows[:kept])
+    return tuple(frames[:kept])
 
 
-def of_helpers(thread: int) -> dict[str, Stack]:
+def sample_helper_threads(main_thread_id: int) -> dict[str, CallStack]:
     """The stacks of threads other than `thread` and this one that run user code, by the threads' names."""
-    others = [t for t in threading.enumerate() if t.ident not in (None, thread, threading.get_ident())]
-    stacks = {t.name: of_thread(t.ident or 0) for t in others}
+    others = [t for t in threading.enumerate() if t.ident not in (None, main_thread_id, threading.get_ident())]
+    stacks = {t.name: sample_thread(t.ident or 0) for t in others}
     return {name: stack for name, stack in stacks.items() if has_user_code(stack)}
 
 
@@ -104,21 +107,21 @@ def has_user_code(stack: Sequence[Frame]) -> bool:
     return any(frame.kind == "user" for frame in stack)
 
 
-def in_collective(stack: Sequence[Frame]) -> bool:
+def is_in_collective(stack: Sequence[Frame]) -> bool:
     """Whether the innermost Python code is that of a collective."""
-    inner = _innermost(stack)
+    inner = _find_innermost(stack)
     if inner is None:
         return False
-    of_torch = _COLLECTIVES in inner.file and not any(part in inner.file for part in _COMPUTES)
-    return of_torch or (inner.file, inner.function) == _ANSWER
+    of_torch = _DISTRIBUTED_PATH in inner.file and not any(part in inner.file for part in _COMPUTING_PATHS)
+    return of_torch or (inner.file, inner.function) == _VOTE_WAIT_FUNCTION
 
 
-def in_pairs(stack: Sequence[Frame]) -> bool:
+def is_in_p2p(stack: Sequence[Frame]) -> bool:
     """Whether it is one of two ranks only."""
-    inner = _innermost(stack)
-    return inner is not None and _COLLECTIVES in inner.file and inner.function in _PAIRWISE
+    inner = _find_innermost(stack)
+    return inner is not None and _DISTRIBUTED_PATH in inner.file and inner.function in _P2P_FUNCTIONS
 
 
-def _innermost(stack: Sequence[Frame]) -> Frame | None:
+def _find_innermost(stack: Sequence[Frame]) -> Frame | None:
     """The innermost frame but for torch's own way into an operator."""
     return next((frame for frame in stack if not frame.file.endswith("/torch/_ops.py")), None)

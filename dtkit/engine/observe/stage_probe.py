@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dtkit.engine.observe.step_probe import Microscope, digest, flat, norm_of
+from dtkit.engine.observe.step_probe import StepProbe, compute_digest, compute_norm, flatten_to_float64
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,122 +27,151 @@ if TYPE_CHECKING:
     from dtkit.explain.data_parallel import RankReport
     from dtkit.explain.pipeline import MicroBatchGradient, PipelineReport, StageReport, TransferRecord
 
-_SENDS = {"get_fwd_send_ops": "activation", "get_bwd_send_ops": "gradient"}
-_RECEIVES = {"get_fwd_recv_ops": "activation", "get_bwd_recv_ops": "gradient"}
-_HANDS = {"set_local_fwd_input": "activation", "set_local_bwd_input": "gradient"}
-_USES = {"forward_one_chunk": "activation", "backward_one_chunk": "gradient"}
-_BACKWARD = ("backward_one_chunk", "backward_weight_one_chunk")
-_BACK = {"activation": -1, "gradient": 1}  # from the stage that uses a tensor to the one that it is from
-_FIRST = 3  # numbers of a tensor that are shown
+_SEND_METHODS = {"get_fwd_send_ops": "activation", "get_bwd_send_ops": "gradient"}
+_RECV_METHODS = {"get_fwd_recv_ops": "activation", "get_bwd_recv_ops": "gradient"}
+_LOCAL_INPUT_METHODS = {"set_local_fwd_input": "activation", "set_local_bwd_input": "gradient"}
+_CONSUMING_METHODS = {"forward_one_chunk": "activation", "backward_one_chunk": "gradient"}
+_BACKWARD_METHODS = ("backward_one_chunk", "backward_weight_one_chunk")
+_PRODUCER_OFFSET = {"activation": -1, "gradient": 1}  # from the stage that uses a tensor to the one that it is from
+_NUM_SHOWN_VALUES = 3  # numbers of a tensor that are shown
 
 
-class StageScope(Microscope):
+class PipelineProbe(StepProbe):
     """Collects one rank's numbers of one step of a pipeline."""
 
-    def __init__(self, parts: Mapping[int, torch.nn.Module], *, rank: int, step: int, epoch: int) -> None:
+    def __init__(self, stage_modules: Mapping[int, torch.nn.Module], *, rank: int, step: int, epoch: int) -> None:
         """`parts` are this rank's modules by stage, with the parameters' names as they are in the model."""
-        super().__init__(torch.nn.ModuleList(parts.values()), rank=rank, step=step, epoch=epoch)
-        self._named = [pair for part in parts.values() for pair in part.named_parameters() if pair[1].requires_grad]
-        for entry, (name, _) in zip(self._report["tensors"], self._named, strict=True):
+        super().__init__(torch.nn.ModuleList(stage_modules.values()), rank=rank, step=step, epoch=epoch)
+        self._named_parameters = [
+            pair for part in stage_modules.values() for pair in part.named_parameters() if pair[1].requires_grad
+        ]
+        for entry, (name, _) in zip(self._report["tensors"], self._named_parameters, strict=True):
             entry["name"] = name
         self._rank = rank
-        self._held = {s: [p for p in part.parameters() if p.requires_grad] for s, part in parts.items()}
-        self._sums = {s: [torch.zeros_like(flat(p)) for p in held] for s, held in self._held.items()}
-        self._expected: dict[tuple[str, int, int], list[tuple[torch.Tensor, int]]] = {}
-        self._sightings: list[TransferRecord] = []
-        self._parts: list[MicroBatchGradient] = []
-        self._stages: dict[int, StageReport] = {
+        self._stage_parameters = {
+            s: [p for p in part.parameters() if p.requires_grad] for s, part in stage_modules.items()
+        }
+        self._gradient_sums = {
+            s: [torch.zeros_like(flatten_to_float64(p)) for p in held] for s, held in self._stage_parameters.items()
+        }
+        self._expected_tensors: dict[tuple[str, int, int], list[tuple[torch.Tensor, int]]] = {}
+        self._transfers: list[TransferRecord] = []
+        self._micro_batch_norms: list[MicroBatchGradient] = []
+        self._stage_reports: dict[int, StageReport] = {
             s: {"tensors": len(held), "numbers": sum(p.numel() for p in held), "norm": 0.0, "gap": 0.0}
-            for s, held in self._held.items()
+            for s, held in self._stage_parameters.items()
         }
 
     @contextlib.contextmanager
-    def over(self, stages: Sequence[Any]) -> Iterator[None]:
+    def observe_stages(self, stages: Sequence[Any]) -> Iterator[None]:
         """Look in on torch's stages while it lasts."""
-        watches = [(_SENDS, self._sending), (_RECEIVES, self._receiving), (_HANDS, self._handing), (_USES, self._using)]
+        watches = [
+            (_SEND_METHODS, self._wrap_send),
+            (_RECV_METHODS, self._wrap_recv),
+            (_LOCAL_INPUT_METHODS, self._wrap_local_input),
+            (_CONSUMING_METHODS, self._wrap_consumer),
+        ]
         for stage in stages:
             for names, watch in watches:
                 for name, kind in names.items():
                     setattr(stage, name, watch(getattr(stage, name), kind, stage.stage_index))
-            for name in _BACKWARD:
-                setattr(stage, name, self._adding(getattr(stage, name), stage.stage_index))
+            for name in _BACKWARD_METHODS:
+                setattr(stage, name, self._wrap_backward(getattr(stage, name), stage.stage_index))
         try:
             yield
         finally:
             for stage in stages:
-                for name in (*_SENDS, *_RECEIVES, *_HANDS, *_USES, "backward_weight_one_chunk"):
+                for name in (
+                    *_SEND_METHODS,
+                    *_RECV_METHODS,
+                    *_LOCAL_INPUT_METHODS,
+                    *_CONSUMING_METHODS,
+                    "backward_weight_one_chunk",
+                ):
                     delattr(stage, name)  # of this stage: its class has its own
 
     # -- at the borders ---------------------------------------------------------------------------------------
 
-    def _sending(self, method: Callable[..., Any], kind: str, stage: int) -> Callable[..., Any]:
-        def watched(micro_batch: int) -> Any:
+    def _wrap_send(self, method: Callable[..., Any], kind: str, stage: int) -> Callable[..., Any]:
+        def record_sends(micro_batch: int) -> Any:
             ops = method(micro_batch)
             for k, op in enumerate(ops):
-                self._see("sent", kind, (stage, stage - _BACK[kind]), (micro_batch, k), op.tensor, op.peer)
+                self._record_transfer(
+                    "sent", kind, (stage, stage - _PRODUCER_OFFSET[kind]), (micro_batch, k), op.tensor, op.peer
+                )
             return ops
 
-        return watched
+        return record_sends
 
-    def _receiving(self, method: Callable[..., Any], kind: str, stage: int) -> Callable[..., Any]:
-        def watched(micro_batch: int) -> Any:
+    def _wrap_recv(self, method: Callable[..., Any], kind: str, stage: int) -> Callable[..., Any]:
+        def record_expected(micro_batch: int) -> Any:
             ops = method(micro_batch)
-            self._expected[kind, stage, micro_batch] = [(op.tensor, op.peer) for op in ops]
+            self._expected_tensors[kind, stage, micro_batch] = [(op.tensor, op.peer) for op in ops]
             return ops
 
-        return watched
+        return record_expected
 
-    def _handing(self, method: Callable[..., Any], kind: str, stage: int) -> Callable[..., Any]:
+    def _wrap_local_input(self, method: Callable[..., Any], kind: str, stage: int) -> Callable[..., Any]:
         """From one stage to the next on the same rank: nothing is sent."""
 
-        def watched(values: Any, micro_batch: int) -> None:
-            method(values, micro_batch)
-            given = [v for v in (values if isinstance(values, tuple) else (values,)) if v is not None]
+        def record_local_transfer(outputs: Any, micro_batch: int) -> None:
+            method(outputs, micro_batch)
+            given = [v for v in (outputs if isinstance(outputs, tuple) else (outputs,)) if v is not None]
             for k, tensor in enumerate(given):
-                self._see("sent", kind, (stage + _BACK[kind], stage), (micro_batch, k), tensor, self._rank)
-            self._expected[kind, stage, micro_batch] = [(tensor, self._rank) for tensor in given]
+                self._record_transfer(
+                    "sent", kind, (stage + _PRODUCER_OFFSET[kind], stage), (micro_batch, k), tensor, self._rank
+                )
+            self._expected_tensors[kind, stage, micro_batch] = [(tensor, self._rank) for tensor in given]
 
-        return watched
+        return record_local_transfer
 
-    def _using(self, method: Callable[..., Any], kind: str, stage: int) -> Callable[..., Any]:
+    def _wrap_consumer(self, method: Callable[..., Any], kind: str, stage: int) -> Callable[..., Any]:
         @functools.wraps(method)
-        def watched(micro_batch: int, *args: Any, **kwargs: Any) -> Any:
-            for k, (tensor, peer) in enumerate(self._expected.pop((kind, stage, micro_batch), [])):
-                self._see("arrived", kind, (stage + _BACK[kind], stage), (micro_batch, k), tensor, peer)
+        def record_arrivals(micro_batch: int, *args: Any, **kwargs: Any) -> Any:
+            for k, (tensor, peer) in enumerate(self._expected_tensors.pop((kind, stage, micro_batch), [])):
+                self._record_transfer(
+                    "arrived", kind, (stage + _PRODUCER_OFFSET[kind], stage), (micro_batch, k), tensor, peer
+                )
             return method(micro_batch, *args, **kwargs)
 
-        return watched
+        return record_arrivals
 
-    def _see(
-        self, way: str, kind: str, border: tuple[int, int], which: tuple[int, int], tensor: torch.Tensor, peer: int
+    def _record_transfer(
+        self,
+        direction: str,
+        kind: str,
+        stage_pair: tuple[int, int],
+        tensor_id: tuple[int, int],
+        tensor: torch.Tensor,
+        peer: int,
     ) -> None:
-        numbers = flat(tensor)
-        self._sightings.append(
+        numbers = flatten_to_float64(tensor)
+        self._transfers.append(
             {
-                "way": way,
+                "way": direction,
                 "kind": kind,
-                "border": border,
-                "which": which,
+                "border": stage_pair,
+                "which": tensor_id,
                 "rank": self._rank,
                 "peer": peer,
                 "at": time.perf_counter(),
                 "shape": tuple(tensor.shape),
                 "dtype": str(tensor.dtype).removeprefix("torch."),
                 "nbytes": tensor.nbytes,
-                "norm": norm_of(numbers),
-                "first": tuple(numbers[:_FIRST].tolist()),
-                "digest": digest([("", tensor)]),
+                "norm": compute_norm(numbers),
+                "first": tuple(numbers[:_NUM_SHOWN_VALUES].tolist()),
+                "digest": compute_digest([("", tensor)]),
             }
         )
 
     # -- within a stage ---------------------------------------------------------------------------------------
 
-    def _adding(self, method: Callable[..., Any], stage: int) -> Callable[..., Any]:
+    def _wrap_backward(self, method: Callable[..., Any], stage: int) -> Callable[..., Any]:
         """A backward pass whose gradients are taken by themselves, and then added to what there was."""
-        parameters, sums = self._held[stage], self._sums[stage]
+        parameters, sums = self._stage_parameters[stage], self._gradient_sums[stage]
 
         @functools.wraps(method)
-        def watched(micro_batch: int, *args: Any, **kwargs: Any) -> Any:
+        def record_gradients(micro_batch: int, *args: Any, **kwargs: Any) -> Any:
             before = [p.grad for p in parameters]
             for p in parameters:
                 p.grad = None
@@ -150,34 +179,34 @@ class StageScope(Microscope):
             norms = []
             for p, old, total in zip(parameters, before, sums, strict=True):
                 if p.grad is not None:
-                    own = flat(p.grad)
-                    norms.append(norm_of(own))
+                    own = flatten_to_float64(p.grad)
+                    norms.append(compute_norm(own))
                     total.add_(own)
                     p.grad = p.grad if old is None else old.add_(p.grad)
                 else:
                     p.grad = old
             if norms:
-                self._parts.append({"stage": stage, "micro_batch": micro_batch, "norm": math.hypot(*norms)})
+                self._micro_batch_norms.append({"stage": stage, "micro_batch": micro_batch, "norm": math.hypot(*norms)})
             return found
 
-        return watched
+        return record_gradients
 
-    def summed(self) -> None:
+    def compare_gradient_sums(self) -> None:
         """All micro-batches are through: hold the sum of their parts against the gradients that there are."""
-        for stage, parameters in self._held.items():
-            found = self._stages[stage]
-            for p, total in zip(parameters, self._sums[stage], strict=True):
-                gradient = torch.zeros_like(total) if p.grad is None else flat(p.grad)
-                found["norm"] = math.hypot(found["norm"], norm_of(gradient))
-                found["gap"] = math.hypot(found["gap"], norm_of(total.sub_(gradient)))
-        self._sums = {}
+        for stage, parameters in self._stage_parameters.items():
+            found = self._stage_reports[stage]
+            for p, total in zip(parameters, self._gradient_sums[stage], strict=True):
+                gradient = torch.zeros_like(total) if p.grad is None else flatten_to_float64(p.grad)
+                found["norm"] = math.hypot(found["norm"], compute_norm(gradient))
+                found["gap"] = math.hypot(found["gap"], compute_norm(total.sub_(gradient)))
+        self._gradient_sums = {}
 
-    def report(self) -> RankReport:
+    def build_report(self) -> RankReport:
         """All of it as plain numbers: what ``PipelineExplanation.from_reports`` takes, one of each rank."""
         found: PipelineReport = {
-            **super().report(),
-            "sightings": self._sightings,
-            "parts": self._parts,
-            "stages": self._stages,
+            **super().build_report(),
+            "sightings": self._transfers,
+            "parts": self._micro_batch_norms,
+            "stages": self._stage_reports,
         }
         return found

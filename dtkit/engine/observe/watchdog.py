@@ -29,7 +29,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from dtkit._util.guard import attempt
 from dtkit.engine.observe import stack_sampler
-from dtkit.engine.observe.phase_timer import BETWEEN
+from dtkit.engine.observe.phase_timer import BETWEEN_PHASES
 from dtkit.health.status import IDLE, Standing, dump_file, status_file
 from dtkit.history.message_times import MESSAGE_PHASES
 
@@ -40,38 +40,42 @@ if TYPE_CHECKING:
     from dtkit.health.status import Frame
     from dtkit.types import GroupSpec, Request
 
-PERIOD_S = 0.5
-_MISSED_S = 2.5 * PERIOD_S  # a look that comes this late: the process was stopped, or its interpreter held
-_LOOKS, _FEWEST_LOOKS = 8, 3  # of which the part that was blocked is told
-_WAITING = ("sync", *MESSAGE_PHASES)
-_SHOWN = {"sync": "collective", "end": "step", BETWEEN: "step"} | {phase: phase.split()[0] for phase in MESSAGE_PHASES}
+SAMPLE_PERIOD_S = 0.5
+_MISSED_SAMPLE_S = (
+    2.5 * SAMPLE_PERIOD_S
+)  # a look that comes this late: the process was stopped, or its interpreter held
+_NUM_SAMPLES, _MIN_SAMPLES = 8, 3  # of which the part that was blocked is told
+_WAITING_PHASES = ("sync", *MESSAGE_PHASES)
+_PHASE_DISPLAY_NAMES = {"sync": "collective", "end": "step", BETWEEN_PHASES: "step"} | {
+    phase: phase.split()[0] for phase in MESSAGE_PHASES
+}
 # how phases are called here, where it isn't as in the marks
-_LOOKS_ON = "dtkit's watchdog could not tell where this engine stands, and goes on looking: {error}"
+_SAMPLE_FAILED_MESSAGE = "dtkit's watchdog could not tell where this engine stands, and goes on looking: {error}"
 
 
 @dataclasses.dataclass(frozen=True)
-class _Call:
+class _ActiveCall:
     """A request that is being served."""
 
     op: str
     job: str | None
-    begun: float
-    thread: int
-    counts: dict[str, int]
+    started_at: float
+    thread_id: int
+    collective_counts: dict[str, int]
     """Collectives begun before it, by process group: only those of this call can be compared between ranks."""
 
 
 @dataclasses.dataclass(frozen=True)
-class _Place:
+class _JobPosition:
     """Where the job stands in its step."""
 
     phase: str
     step: int | None = None
-    marks: int = 0
-    waiting: bool = False
-    pairwise: bool = False
+    num_events: int = 0
+    is_waiting: bool = False
+    is_p2p: bool = False
     median_step_s: float = 0.0
-    slowness: float = 1.0
+    delay_factor: float = 1.0
 
 
 class Watchdog:
@@ -83,173 +87,179 @@ class Watchdog:
         # locks: while a status file of some kB is written
         self._lock = threading.Lock()  # who holds it may write; after `leave` nobody does
         self._thread: threading.Thread | None = None
-        self._never = threading.Event()
-        self._call: _Call | None = None
-        self._looked = time.time()
-        self._moved: tuple[object, float] = (None, time.time())
-        self._phase: tuple[object, float] = (None, time.time())
-        self._blocked: collections.deque[bool] = collections.deque(maxlen=_LOOKS)
-        self._blocked_in: object = None  # the job, or the call, that those looks were at
-        self._complaint: str | None = None
-        self._complained = False
-        self._dump: IO[str] | None = None
-        self._main = threading.main_thread().ident or 0
+        self._stop_event = threading.Event()
+        self._active_call: _ActiveCall | None = None
+        self._last_sample_at = time.time()
+        self._last_progress: tuple[object, float] = (None, time.time())
+        self._phase_since: tuple[object, float] = (None, time.time())
+        self._blocked_samples: collections.deque[bool] = collections.deque(maxlen=_NUM_SAMPLES)
+        self._sampled_work: object = None  # the job, or the call, that those looks were at
+        self._warning: str | None = None
+        self._warned = False
+        self._dump_file: IO[str] | None = None
+        self._main_thread_id = threading.main_thread().ident or 0
 
     # -- told by the session ----------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def serving(self, request: Request) -> Iterator[None]:
+    def track_request(self, request: Request) -> Iterator[None]:
         """While a request is served."""
         job = request.args.get("job")
         name = job if isinstance(job, str) else None
-        self._call = _Call(request.op, name, time.time(), threading.get_ident(), _counts())
+        self._active_call = _ActiveCall(request.op, name, time.time(), threading.get_ident(), _count_collectives())
         try:
             yield
         finally:
-            self._call = None
+            self._active_call = None
 
-    def join(self, spec: GroupSpec) -> None:
+    def start(self, spec: GroupSpec) -> None:
         """Watch as this rank of this generation, from now on."""
         import psutil
 
         with self._lock:
-            self._created = psutil.Process().create_time()
+            self._process_start_time = psutil.Process().create_time()
             self._folder, self._spec = Path(spec.store).parent, spec
-            self._register(dump_file(self._folder, spec.rank))
+            self._register_stack_dump(dump_file(self._folder, spec.rank))
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="dtkit-watchdog", daemon=True)
+            self._thread = threading.Thread(target=self._sample_loop, name="dtkit-watchdog", daemon=True)
             self._thread.start()
 
-    def leave(self) -> None:
+    def stop(self) -> None:
         """Write nothing more until the next `join`."""
         with self._lock:
             self._spec = None
 
-    def complaint(self) -> str | None:
+    def take_warning(self) -> str | None:
         """Why a look has failed, if one has: once, for the notebook."""
-        said, self._complaint = self._complaint, None
+        said, self._warning = self._warning, None
         return said
 
-    def _register(self, path: Path) -> None:
+    def _register_stack_dump(self, path: Path) -> None:
         """Have SIGUSR1 write all stacks. An owner of that signal (a batch system's, a library's) keeps it."""
         if not hasattr(faulthandler, "register") or signal.getsignal(signal.SIGUSR1) != signal.SIG_DFL:
             return
-        before, self._dump = self._dump, _private(path)
-        faulthandler.register(signal.SIGUSR1, file=self._dump, all_threads=True, chain=False)
+        before, self._dump_file = self._dump_file, _open_private(path)
+        faulthandler.register(signal.SIGUSR1, file=self._dump_file, all_threads=True, chain=False)
         if before is not None:
             before.close()
 
     # -- the thread -------------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        while not self._never.wait(PERIOD_S):
-            attempt(self._look_and_write, self._complain)
+    def _sample_loop(self) -> None:
+        while not self._stop_event.wait(SAMPLE_PERIOD_S):
+            attempt(self._sample_and_write, self._on_sample_error)
 
-    def _look_and_write(self) -> None:
+    def _sample_and_write(self) -> None:
         with self._lock:
             if self._spec is not None:
-                found = self.look(self._spec)
+                found = self.sample(self._spec)
                 with contextlib.suppress(OSError):  # a full disk, or the folder is gone: then nobody reads it
-                    self._write(found)
+                    self._write_status(found)
 
-    def _complain(self, error: Exception) -> None:
+    def _on_sample_error(self, error: Exception) -> None:
         """A look has failed, and the next one may too: an old file would say that this engine is stuck."""
         with self._lock, contextlib.suppress(OSError):
             if self._spec is not None:
                 status_file(self._folder, self._spec.rank).unlink()
-        if not self._complained:
-            self._complaint, self._complained = _LOOKS_ON.format(error=f"{type(error).__name__}: {error}"), True
+        if not self._warned:
+            self._warning, self._warned = _SAMPLE_FAILED_MESSAGE.format(error=f"{type(error).__name__}: {error}"), True
 
-    def _write(self, found: Standing) -> None:
-        path = status_file(self._folder, found.rank)
+    def _write_status(self, status: Standing) -> None:
+        path = status_file(self._folder, status.rank)
         part = path.with_suffix(".json.part")
-        with _private(part) as file:
-            file.write(found.to_json())
+        with _open_private(part) as file:
+            file.write(status.to_json())
         part.replace(path)
 
-    def look(self, spec: GroupSpec) -> Standing:
+    def sample(self, spec: GroupSpec) -> Standing:
         """Where this engine stands now."""
-        call, now = self._call, time.time()
-        thread = self._main if call is None else call.thread
-        rows = stack_sampler.of_thread(thread)
-        place = self._place(call, rows)
-        counts = {} if call is None else _since(call.counts)
-        pairwise = place.pairwise or stack_sampler.in_pairs(rows)
+        call, now = self._active_call, time.time()
+        thread = self._main_thread_id if call is None else call.thread_id
+        rows = stack_sampler.sample_thread(thread)
+        place = self._get_position(call, rows)
+        counts = {} if call is None else _count_since(call.collective_counts)
+        pairwise = place.is_p2p or stack_sampler.is_in_p2p(rows)
         busy = call is not None or place.phase != IDLE
-        blocked = busy and (stack_sampler.in_collective(rows) or (place.waiting and not _in_user_code(rows)))
-        waited = self._share(call, blocked=blocked)
-        key = (None if call is None else call.begun, place.step, place.phase)
-        if now - self._looked > _MISSED_S:  # nobody saw whether it moved, and a process that was stopped could not
-            self._moved = (None, now)
-        self._looked = now
-        self._moved = _since_when(self._moved, (key, place.marks, counts), now)
-        self._phase = _since_when(self._phase, key, now)
+        blocked = busy and (stack_sampler.is_in_collective(rows) or (place.is_waiting and not _is_in_user_code(rows)))
+        waited = self._compute_blocked_fraction(call, blocked=blocked)
+        key = (None if call is None else call.started_at, place.step, place.phase)
+        if (
+            now - self._last_sample_at > _MISSED_SAMPLE_S
+        ):  # nobody saw whether it moved, and a process that was stopped could not
+            self._last_progress = (None, now)
+        self._last_sample_at = now
+        self._last_progress = _update_since(self._last_progress, (key, place.num_events, counts), now)
+        self._phase_since = _update_since(self._phase_since, key, now)
         return Standing(
             rank=spec.rank,
             world_size=spec.world_size,
             generation=spec.generation,
             host=socket.gethostname(),
             pid=os.getpid(),
-            created=self._created,
+            created=self._process_start_time,
             time=now,
             op=call.op if call is not None else ("cell" if busy else None),
             phase=place.phase,
-            since=self._phase[1],
-            still_s=now - self._moved[1],
+            since=self._phase_since[1],
+            still_s=now - self._last_progress[1],
             blocked=blocked,
             waited=waited,
             job=None if call is None else call.job,
             step=place.step,
             median_step_s=place.median_step_s,
-            slowness=place.slowness,
+            slowness=place.delay_factor,
             pairwise=pairwise,
             counts=counts,
             thread=thread,
-            dumps=self._dump is not None and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL,
+            dumps=self._dump_file is not None and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL,
             stack=rows if busy else (),
-            threads=stack_sampler.of_helpers(thread) if busy else {},
+            threads=stack_sampler.sample_helper_threads(thread) if busy else {},
         )
 
-    def _share(self, call: _Call | None, *, blocked: bool) -> float | None:
+    def _compute_blocked_fraction(self, call: _ActiveCall | None, *, blocked: bool) -> float | None:
         """Of the last looks at this job, or at this call, the part at which it was blocked."""
         if call is None:
             return None
-        what = call.job or call.begun
-        if what != self._blocked_in:
-            self._blocked.clear()
-            self._blocked_in = what
-        self._blocked.append(blocked)
-        return sum(self._blocked) / len(self._blocked) if len(self._blocked) >= _FEWEST_LOOKS else None
+        what = call.job or call.started_at
+        if what != self._sampled_work:
+            self._blocked_samples.clear()
+            self._sampled_work = what
+        self._blocked_samples.append(blocked)
+        return (
+            sum(self._blocked_samples) / len(self._blocked_samples)
+            if len(self._blocked_samples) >= _MIN_SAMPLES
+            else None
+        )
 
-    def _place(self, call: _Call | None, rows: tuple[Frame, ...]) -> _Place:
+    def _get_position(self, call: _ActiveCall | None, frames: tuple[Frame, ...]) -> _JobPosition:
         if call is None:
-            return _Place("cell" if stack_sampler.has_user_code(rows) else IDLE)
+            return _JobPosition("cell" if stack_sampler.has_user_code(frames) else IDLE)
         job = None if call.job is None else self._jobs.get(call.job)
         if job is None:
-            return _Place(call.op)
-        mark, marks = job.setting.phases.seen() if call.op == "advance" else (call.op, 0)
-        return _Place(
-            _SHOWN.get(mark, mark) or "step",
+            return _JobPosition(call.op)
+        mark, marks = job.context.phases.get_progress() if call.op == "advance" else (call.op, 0)
+        return _JobPosition(
+            _PHASE_DISPLAY_NAMES.get(mark, mark) or "step",
             job.step,
             marks,
-            waiting=mark in _WAITING,
-            pairwise=job.setting.mesh.axes.get("pp", 1) > 1,
+            is_waiting=mark in _WAITING_PHASES,
+            is_p2p=job.context.mesh.axes.get("pp", 1) > 1,
             median_step_s=job.median_step_s(),
-            slowness=job.setting.phases.slowness,
+            delay_factor=job.context.phases.delay_factor,
         )
 
 
-def _in_user_code(rows: tuple[Frame, ...]) -> bool:
+def _is_in_user_code(frames: tuple[Frame, ...]) -> bool:
     """Whether the innermost line is the user's: then whatever the phase is called, it is not waiting in ours."""
-    return bool(rows) and rows[0].kind == "user"
+    return bool(frames) and frames[0].kind == "user"
 
 
-def _since_when(before: tuple[object, float], key: object, now: float) -> tuple[object, float]:
+def _update_since(previous: tuple[object, float], key: object, now: float) -> tuple[object, float]:
     """What is the case, and since when."""
-    return before if before[0] == key else (key, now)
+    return previous if previous[0] == key else (key, now)
 
 
-def _counts() -> dict[str, int]:
+def _count_collectives() -> dict[str, int]:
     """Collectives that this process has begun, by process group: torch's own numbers, which ranks have in common."""
     torch = sys.modules.get("torch.distributed")
     world: Any = getattr(getattr(torch, "distributed_c10d", None), "_world", None)
@@ -260,10 +270,10 @@ def _counts() -> dict[str, int]:
     return found
 
 
-def _since(before: Mapping[str, int]) -> dict[str, int]:
-    return {name: count - before.get(name, 0) for name, count in _counts().items()}
+def _count_since(previous_counts: Mapping[str, int]) -> dict[str, int]:
+    return {name: count - previous_counts.get(name, 0) for name, count in _count_collectives().items()}
 
 
-def _private(path: Path) -> IO[str]:
+def _open_private(path: Path) -> IO[str]:
     """A file that only this user can read, empty."""
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w")

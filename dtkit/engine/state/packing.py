@@ -14,66 +14,75 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dtkit.engine.state.capture import Captured, Slab
-from dtkit.engine.state.safetensors_file import DTYPES, NAMES
+from dtkit.engine.state.capture import ShardedState, TensorShard
+from dtkit.engine.state.safetensors_file import SAFETENSORS_NAMES, TORCH_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-_ALIGNED = 64
-_LENGTH = struct.Struct("<Q")
+_ALIGNMENT = 64
+_HEADER_LENGTH = struct.Struct("<Q")
 
 
-class Packing:
+class PackedLayout:
     """How a part is to be packed: known before any memory is taken for it."""
 
-    def __init__(self, captured: Captured) -> None:
+    def __init__(self, state: ShardedState) -> None:
         """`captured` may be in use, and on a device: it is copied by `fill`."""
-        self._slabs = list(captured.slabs.values())
+        self._shards = list(state.shards.values())
         told = [
-            (name, DTYPES[s.tensor.dtype], list(s.shape), list(s.offset), list(s.tensor.shape), s.folds)
-            for name, s in captured.slabs.items()
+            (
+                name,
+                SAFETENSORS_NAMES[s.tensor.dtype],
+                list(s.full_shape),
+                list(s.offset),
+                list(s.tensor.shape),
+                s.fused_blocks,
+            )
+            for name, s in state.shards.items()
         ]
-        self._header = json.dumps({"facts": captured.facts, "slabs": told}).encode()
-        *_, self.nbytes = _bounds(len(self._header), [slab.tensor.nbytes for slab in self._slabs])
+        self._header = json.dumps({"facts": state.facts, "slabs": told}).encode()
+        *_, self.nbytes = _compute_offsets(len(self._header), [slab.tensor.nbytes for slab in self._shards])
         """Of the whole."""
 
-    def fill(self, block: torch.Tensor) -> None:
+    def pack_into(self, buffer: torch.Tensor) -> None:
         """Copy all of it into a block of `nbytes` bytes on the CPU."""
-        _put(block, 0, _LENGTH.pack(len(self._header)) + self._header)
-        begins = _bounds(len(self._header), [slab.tensor.nbytes for slab in self._slabs])
-        for slab, begin in zip(self._slabs, begins, strict=False):
-            _view(block, begin, slab.tensor.dtype, slab.tensor.shape).copy_(slab.tensor)
+        _write_bytes(buffer, 0, _HEADER_LENGTH.pack(len(self._header)) + self._header)
+        begins = _compute_offsets(len(self._header), [slab.tensor.nbytes for slab in self._shards])
+        for slab, begin in zip(self._shards, begins, strict=False):
+            _view_tensor(buffer, begin, slab.tensor.dtype, slab.tensor.shape).copy_(slab.tensor)
 
 
-def unpack(block: torch.Tensor) -> Captured:
+def unpack_state(buffer: torch.Tensor) -> ShardedState:
     """What was packed. Its tensors lie in the block: they are not copied."""
-    (length,) = _LENGTH.unpack(block[: _LENGTH.size].numpy().tobytes())
-    said = json.loads(block[_LENGTH.size : _LENGTH.size + length].numpy().tobytes())
-    sizes = [math.prod(size) * NAMES[dtype].itemsize for _, dtype, _, _, size, _ in said["slabs"]]
+    (length,) = _HEADER_LENGTH.unpack(buffer[: _HEADER_LENGTH.size].numpy().tobytes())
+    said = json.loads(buffer[_HEADER_LENGTH.size : _HEADER_LENGTH.size + length].numpy().tobytes())
+    sizes = [math.prod(size) * TORCH_DTYPES[dtype].itemsize for _, dtype, _, _, size, _ in said["slabs"]]
     slabs = {
-        name: Slab(_view(block, begin, NAMES[dtype], size), tuple(shape), tuple(offset), folds)
-        for (name, dtype, shape, offset, size, folds), begin in zip(said["slabs"], _bounds(length, sizes), strict=False)
+        name: TensorShard(_view_tensor(buffer, begin, TORCH_DTYPES[dtype], size), tuple(shape), tuple(offset), folds)
+        for (name, dtype, shape, offset, size, folds), begin in zip(
+            said["slabs"], _compute_offsets(length, sizes), strict=False
+        )
     }
-    return Captured(slabs, said["facts"])
+    return ShardedState(slabs, said["facts"])
 
 
-def _bounds(header: int, sizes: Sequence[int]) -> Iterator[int]:
+def _compute_offsets(header_length: int, sizes: Sequence[int]) -> Iterator[int]:
     """Where each tensor begins, and last where all end."""
-    end = _aligned(_LENGTH.size + header)
+    end = _align(_HEADER_LENGTH.size + header_length)
     for size in sizes:
         yield end
-        end = _aligned(end + size)
+        end = _align(end + size)
     yield end
 
 
-def _aligned(place: int) -> int:
-    return -(-place // _ALIGNED) * _ALIGNED
+def _align(offset: int) -> int:
+    return -(-offset // _ALIGNMENT) * _ALIGNMENT
 
 
-def _put(block: torch.Tensor, begin: int, data: bytes) -> None:
-    block[begin : begin + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+def _write_bytes(buffer: torch.Tensor, offset: int, data: bytes) -> None:
+    buffer[offset : offset + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def _view(block: torch.Tensor, begin: int, dtype: torch.dtype, size: Sequence[int]) -> torch.Tensor:
-    return block[begin : begin + math.prod(size) * dtype.itemsize].view(dtype).view(tuple(size))
+def _view_tensor(buffer: torch.Tensor, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    return buffer[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))

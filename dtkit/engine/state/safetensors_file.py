@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
-DTYPES = {
+SAFETENSORS_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -37,15 +37,15 @@ DTYPES = {
     torch.bool: "BOOL",
     torch.complex64: "C64",
 }
-NAMES = {name: dtype for dtype, name in DTYPES.items()}
-_CHUNK = 4 * 2**20  # bytes written and digested at once
+TORCH_DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
+_CHUNK_BYTES = 4 * 2**20  # bytes written and digested at once
 
 
-def write(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Write contiguous tensors on the CPU; on the disk when this returns. {"bytes": size, "digest": hexadecimal}."""
     digest, size = hashlib.blake2b(digest_size=16), 0
     with path.open("wb") as file:
-        for part in _bytes(tensors):
+        for part in _iterate_bytes(tensors):
             file.write(part)
             digest.update(part)
             size += len(part)
@@ -54,58 +54,62 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     return {"bytes": size, "digest": digest.hexdigest()}
 
 
-def _bytes(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
+def _iterate_bytes(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
     header, end = {}, 0
     for name, tensor in tensors.items():
         begin, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        header[name] = {
+            "dtype": SAFETENSORS_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
     yield struct.pack("<Q", len(text)) + text
     for tensor in tensors.values():
         if tensor.numel():
             raw: Any = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-            yield from (raw[k : k + _CHUNK] for k in range(0, len(raw), _CHUNK))
+            yield from (raw[k : k + _CHUNK_BYTES] for k in range(0, len(raw), _CHUNK_BYTES))
 
 
 class FileReader:
-    """Slices of a checkpoint's tensors, from any of its files. See :class:`~dtkit.engine.state.capture.Reader`."""
+    """Slices of a checkpoint's tensors, from any of its files. See :class:`~dtkit.engine.state.capture_state.StateReader`."""
 
     def __init__(self, folder: Path, index: Mapping[str, Any], files: Sequence[str], facts: Mapping[str, Any]) -> None:
         """`index` is the checkpoint's: name -> dtype, shape, pieces."""
         self.facts = facts
         self._folder, self._index, self._files = folder, index, files
-        self._open: dict[str, Any] = {}
-        self._stack = contextlib.ExitStack()
+        self._open_files: dict[str, Any] = {}
+        self._exit_stack = contextlib.ExitStack()
 
-    def shape(self, name: str) -> tuple[int, ...] | None:
+    def get_shape(self, name: str) -> tuple[int, ...] | None:
         """Of the whole tensor; None where there is none of this name."""
         found = self._index.get(name)
         return None if found is None else tuple(found["shape"])
 
-    def read(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+    def read_slice(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
         """The part of a tensor that begins at `offset`, of this shape, on the CPU."""
         entry = self._index[name]
-        found = torch.empty(tuple(shape), dtype=NAMES[entry["dtype"]])
+        found = torch.empty(tuple(shape), dtype=TORCH_DTYPES[entry["dtype"]])
         for file, begin, size, *row in entry["pieces"]:
             common = intersect(begin, size, offset, shape)
             if common is None:
                 continue
-            handle = self._handle(self._files[file])
+            handle = self._open_file(self._files[file])
             if not size:
                 return handle.get_tensor(name)  # type: ignore[no-any-return]
             theirs, mine = common
             found[mine] = handle.get_slice(name)[shift_slice(theirs, *row)]
         return found
 
-    def _handle(self, name: str) -> Any:
-        if name not in self._open:
-            self._open[name] = self._stack.enter_context(safe_open(self._folder / name, "pt", device="cpu"))
-        return self._open[name]
+    def _open_file(self, name: str) -> Any:
+        if name not in self._open_files:
+            self._open_files[name] = self._exit_stack.enter_context(safe_open(self._folder / name, "pt", device="cpu"))
+        return self._open_files[name]
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._open.clear()
-        self._stack.close()
+        self._open_files.clear()
+        self._exit_stack.close()

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dtkit._util.guard import attempt
-from dtkit.engine.dry_run import hollow, nbytes
+from dtkit.engine.dry_run import copy_to_meta, count_bytes
 from dtkit.strategies.pipeline.cut import LayerCosts, count_parameters, find_layer_chain
 from dtkit.strategies.pipeline.device_copy import copy_tensors_to_device, copy_to_device
 
@@ -200,11 +200,11 @@ def _trace_shapes(model: nn.Module, inputs: Sequence[Any]) -> tuple[set[int], tu
     before: set[int] = set()
     outputs: list[int] = []
     with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng([]):
-        view = hollow(model, torch.device("cpu")).train()
+        view = copy_to_meta(model, torch.device("cpu")).train()
         layers = [layer for _, layer in find_layer_chain(view)]
         with _TensorUseMode() as uses:
             for layer in {id(layer): layer for layer in layers}.values():
-                layer.register_forward_hook(lambda *found: outputs.append(nbytes(_find_tensors(found[-1]))))
+                layer.register_forward_hook(lambda *found: outputs.append(count_bytes(_find_tensors(found[-1]))))
             layers[-1].register_forward_hook(lambda *_: before.update(uses.used_ids))
             view(*inputs)
         pairs = zip(model.parameters(), view.parameters(), strict=True)

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.pipelining import schedules
 
-from dtkit.engine.observe.phase_timer import BETWEEN
+from dtkit.engine.observe.phase_timer import BETWEEN_PHASES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     import torch.distributed as dist
 
-    from dtkit.engine.observe.phase_timer import Phases
+    from dtkit.engine.observe.phase_timer import PhaseTimer
 
 _POST_FUNCTION, _WAIT_FUNCTION = (
     "_batch_p2p",
@@ -40,7 +40,7 @@ def label_ops(ops: list[dist.P2POp], phase: str, stage: int, micro_batch: int) -
 class P2PTracer:
     """One rank's messages."""
 
-    def __init__(self, phases: Phases, wait: Callable[[dist.Work], None]) -> None:
+    def __init__(self, phases: PhaseTimer, wait: Callable[[dist.Work], None]) -> None:
         """`wait` waits until that has come or gone."""
         self._phases, self._wait_for_work = phases, wait
         self._torch_post: Any = vars(schedules)[_POST_FUNCTION]
@@ -76,7 +76,7 @@ class P2PTracer:
         for work in mine:
             label = self._labels_by_work.pop(id(work), None)
             if label is not None:
-                self._phases.keep(*label)
+                self._phases.continue_phase(*label)
             self._wait_for_work(work)
         if mine:
-            self._phases.enter(BETWEEN)
+            self._phases.enter(BETWEEN_PHASES)

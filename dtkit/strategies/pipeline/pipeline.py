@@ -31,9 +31,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dtkit.engine.data.sources import on_tensors, to_device
-from dtkit.engine.observe.phase_timer import BETWEEN
-from dtkit.engine.observe.stage_probe import StageScope
+from dtkit.engine.data.sources import map_tensors, to_device
+from dtkit.engine.observe.phase_timer import BETWEEN_PHASES
+from dtkit.engine.observe.stage_probe import PipelineProbe
 from dtkit.mesh import Mesh
 from dtkit.planning.cost_model import Cost, compute_ring_bytes
 from dtkit.schedules.schedule import Schedule
@@ -69,8 +69,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from dtkit.engine.comm.process_group import Group
-    from dtkit.engine.observe.step_probe import Microscope
-    from dtkit.engine.state.capture import Archive
+    from dtkit.engine.observe.step_probe import StepProbe
+    from dtkit.engine.state.capture import StateVisitor
     from dtkit.planning.cost_model import Benchmark, ModelProfile
     from dtkit.strategies.loss import Loss
     from dtkit.types import Fingerprint
@@ -379,41 +379,43 @@ class _PipelineWorker(Worker):
         """Stages hold their group: make them anew, over the same parameters."""
         self._group = group
         self._loss_form = None  # of a step that was broken off, some ranks may know it and others not
-        self._device_mesh = group.grid(self._context.mesh, self._context.device)
+        self._device_mesh = group.device_mesh(self._context.mesh, self._context.device)
         self._stages.set_process_group(self._device_mesh.get_group("pp"), self._context.device, self._phases, group)
 
-    def visit_state(self, visitor: Archive) -> None:
+    def visit_state(self, visitor: StateVisitor) -> None:
         """This rank's stages, under the whole model's names; each replica has batch statistics of its own."""
         named: dict[str, torch.Tensor] = {}
         for module in self.model.children():
             named |= dict(module.named_parameters(remove_duplicate=False))
-        visitor.tensors("model", named)
+        visitor.visit_tensors("model", named)
         if self._parameters:
-            visitor.optimizer("optimizer", self.optimizer, named)
+            visitor.visit_optimizer("optimizer", self.optimizer, named)
         for module in self.model.children():
             buffers, extra = split_state_dict(module)
-            visitor.differing("model", buffers, None)
-            visitor.plain_entries(module, extra)
-        visitor.tensors("model", {name: t for name, t in self._unstaged_entries.items() if isinstance(t, torch.Tensor)})
+            visitor.per_replica("model", buffers, None)
+            visitor.visit_extra_state(module, extra)
+        visitor.visit_tensors(
+            "model", {name: t for name, t in self._unstaged_entries.items() if isinstance(t, torch.Tensor)}
+        )
 
     # -- a step -----------------------------------------------------------------------------------------------
 
     def step(
-        self, batches: Sequence[tuple[int, Any]], counts: Sequence[int], probe: Microscope | None = None
+        self, batches: Sequence[tuple[int, Any]], counts: Sequence[int], probe: StepProbe | None = None
     ) -> StepResult:
         """All micro-batches through all stages, then one update."""
-        scope = probe if isinstance(probe, StageScope) else None
+        scope = probe if isinstance(probe, PipelineProbe) else None
         for p in self._parameters:
             p.grad = None  # filled with zeros instead, malloc would keep fewer gaps, and steps take 6 % longer
         self._loss_accumulator = LossAccumulator(sum(counts))
         if batches:  # a replica without samples has nothing to run, and all of its ranks know
             filled = self._pad_micro_batches(batches)
-            self._phases.enter(BETWEEN)
-            with contextlib.nullcontext() if scope is None else scope.over(self._stages.torch_stages):
+            self._phases.enter(BETWEEN_PHASES)
+            with contextlib.nullcontext() if scope is None else scope.observe_stages(self._stages.torch_stages):
                 inputs, targets = [x for x, _, _ in filled], [(target, count) for _, target, count in filled]
                 self._stages.run_schedule(inputs, targets, [k for k, (_, _, count) in enumerate(filled) if not count])
         if scope is not None:
-            scope.summed()
+            scope.compare_gradient_sums()
         self._phases.enter("sync")
         self._all_reduce_over_replicas()
         self._divide_by_weight()
@@ -427,7 +429,7 @@ class _PipelineWorker(Worker):
                 gradients.scale_(self._list_gradients(), factor)
             self.optimizer.step()
             if scope is not None:
-                scope.updated(float(self.optimizer.param_groups[0]["lr"]))
+                scope.record_update(float(self.optimizer.param_groups[0]["lr"]))
         return StepResult(
             self._loss_accumulator.mean_loss,
             self._loss_accumulator.loss_weight,
@@ -436,19 +438,19 @@ class _PipelineWorker(Worker):
             () if finite else self._stages.find_nonfinite(),
         )
 
-    def make_step_probe(self, **position: int) -> Microscope:
+    def make_step_probe(self, **position: int) -> StepProbe:
         """What looks at the borders of this rank's stages."""
-        return StageScope({place: part.module for place, part in self._stages.stage_modules.items()}, **position)
+        return PipelineProbe({place: part.module for place, part in self._stages.stage_modules.items()}, **position)
 
-    def _report_loss(self, probe: StageScope, norm: float) -> None:
+    def _report_loss(self, probe: PipelineProbe, norm: float) -> None:
         """The loss, which the last stage alone knows, and what the update is about to do."""
-        probe.loss(
+        probe.record_loss(
             self._loss_accumulator.mean_loss if self._stages.has_last_stage else None,
             float(self._loss_accumulator.loss_weight),
             0.0,
         )
         if self._strategy.clip_grad_norm is not None:
-            probe.clipped(gradients.compute_clip_factor(norm, self._strategy.clip_grad_norm))
+            probe.record_clipping(gradients.compute_clip_factor(norm, self._strategy.clip_grad_norm))
 
     def _pad_micro_batches(self, batches: Sequence[tuple[int, Any]]) -> list[tuple[tuple[Any, ...], Any, int]]:
         """(inputs, target, rows that count) of every micro-batch, each of full size."""
@@ -564,7 +566,7 @@ def _get_rank(context: WorkerContext) -> int:
 
 
 def _select_rows(batch: Any, index: torch.Tensor) -> Any:
-    return on_tensors(batch, lambda t: t.index_select(0, index))
+    return map_tensors(batch, lambda t: t.index_select(0, index))
 
 
 def _require_tensors(inputs: Sequence[Any]) -> tuple[torch.Tensor, ...]:

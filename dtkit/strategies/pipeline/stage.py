@@ -36,9 +36,9 @@ from torch.distributed.pipelining.schedules import (
 from torch.utils._pytree import tree_flatten
 
 from dtkit._util.guard import attempt
-from dtkit.engine.comm.cancellable_wait import LARGE, Waiter
-from dtkit.engine.dry_run import blank
-from dtkit.engine.observe.phase_timer import BETWEEN
+from dtkit.engine.comm.cancellable_wait import LARGE_MESSAGE_BYTES, CancellableWait
+from dtkit.engine.dry_run import make_empty_like
+from dtkit.engine.observe.phase_timer import BETWEEN_PHASES
 from dtkit.strategies.pipeline.cut import find_layer_chain
 from dtkit.strategies.pipeline.device_copy import copy_tensors_to_device, copy_to_device
 from dtkit.strategies.pipeline.p2p import P2PTracer, label_ops
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from torch.utils._pytree import TreeSpec
 
     from dtkit.engine.comm.process_group import Group
-    from dtkit.engine.observe.phase_timer import Phases
+    from dtkit.engine.observe.phase_timer import PhaseTimer
     from dtkit.schedules.schedule import Schedule
     from dtkit.strategies.pipeline.cut import StageCut
     from dtkit.types import Astray
@@ -132,7 +132,7 @@ def _trace_and_split(
 
         starts = dict.fromkeys(split_points, pipelining.SplitPoint.BEGINNING)
         with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-            shapes = {id(t): blank(t, device) for t in (*model.parameters(), *model.buffers(), *inputs)}
+            shapes = {id(t): make_empty_like(t, device) for t in (*model.parameters(), *model.buffers(), *inputs)}
         like = tuple(shapes[id(t)] for t in inputs)
         view, marked = (copy.deepcopy(model, dict[int, Any](shapes)) for _ in range(2))
         with fake, torch.random.fork_rng([]):
@@ -252,7 +252,7 @@ def infer_stage_io(
         found = [tuple(inputs)]
         for place, home in enumerate(stage_ranks):
             made = run(stage_modules[place], found[-1]) if home == group.rank else None
-            found.append(group.hand_round(made, home, inputs[0].device))
+            found.append(group.broadcast_tensors(made, home, inputs[0].device))
         return found
 
     return StageIO(passed(lambda part, given: _run_trial(part.training, given)), passed(_run_evaluation_trial))
@@ -288,7 +288,7 @@ def preserve_buffers(module: nn.Module) -> Iterator[None]:
 class Stage(PipelineStage):
     """torch's stage, which says what it does and what its messages are, and lets a user's error through as it was."""
 
-    def __init__(self, stage_module: StageModule, *args: Any, phases: Phases, **kwargs: Any) -> None:
+    def __init__(self, stage_module: StageModule, *args: Any, phases: PhaseTimer, **kwargs: Any) -> None:
         super().__init__(stage_module.module, *args, **kwargs)
         self._stage_module, self._phases, self._expected_outputs = stage_module, phases, kwargs["output_args"]
         self.unsplit_micro_batches: set[int] = set()
@@ -366,7 +366,7 @@ class Stage(PipelineStage):
             if error.__cause__ is not None and "failed to run forward" in str(error):
                 raise error.__cause__ from None
             raise
-        self._phases.enter(BETWEEN)
+        self._phases.enter(BETWEEN_PHASES)
 
 
 def _make_contiguous(gradient: torch.Tensor | None) -> torch.Tensor | None:
@@ -440,12 +440,12 @@ class StageRunner:
         self.has_last_stage = self.last_stage in stage_modules
 
     def set_process_group(
-        self, pp_group: dist.ProcessGroup, device: torch.device, phases: Phases, group: Group
+        self, pp_group: dist.ProcessGroup, device: torch.device, phases: PhaseTimer, group: Group
     ) -> None:
         """Make torch's stages and schedule for the ranks of a pipeline, of a `group`; again for each group."""
         self._pp_group, self._device, self._phases, self._world_group = pp_group, device, phases, group
-        large = any(t.nbytes >= LARGE for shapes in self.training_io[1:-1] for t in shapes)
-        self._cancellable_wait = Waiter(group.ended) if large and device.type == "cpu" else None
+        large = any(t.nbytes >= LARGE_MESSAGE_BYTES for shapes in self.training_io[1:-1] for t in shapes)
+        self._cancellable_wait = CancellableWait(group.has_lost_connection) if large and device.type == "cpu" else None
         self._stages = [
             Stage(
                 part.training,
@@ -479,7 +479,7 @@ class StageRunner:
         micro_batch, target = numbered_target
         self._phases.enter("forward", (self.last_stage, micro_batch))
         found = self._loss_fn(self.stage_modules[self.last_stage].training.unflatten_output(output), target)
-        self._phases.enter(BETWEEN)
+        self._phases.enter(BETWEEN_PHASES)
         return found.clone()  # torch may detach it in place, which no view allows
 
     def run_schedule(

@@ -17,7 +17,7 @@ from torch.distributed import _functional_collectives
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from dtkit.engine.observe.phase_timer import Phases
+    from dtkit.engine.observe.phase_timer import PhaseTimer
 
 _WAIT_FUNCTION = "wait_tensor"  # the function in which they do all their waiting
 _COLLECTIVE_FUNCTIONS = (
@@ -32,7 +32,7 @@ _COLLECTIVE_FUNCTIONS = (
 
 
 @contextlib.contextmanager
-def mark_collectives(phases: Phases, ranks: tuple[int, int] | None) -> Iterator[None]:
+def mark_collectives(phases: PhaseTimer, ranks: tuple[int, int] | None) -> Iterator[None]:
     """Mark what is awaited while it lasts, as collectives among these ranks (as of :func:`among`)."""
     names = vars(_functional_collectives)
     before = {name: names[name] for name in (_WAIT_FUNCTION, *_COLLECTIVE_FUNCTIONS) if name in names}
@@ -44,19 +44,19 @@ def mark_collectives(phases: Phases, ranks: tuple[int, int] | None) -> Iterator[
         names.update(before)
 
 
-def _wrap_collective(phases: Phases, collective: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_collective(phases: PhaseTimer, collective: Callable[..., Any]) -> Callable[..., Any]:
     def late(*args: Any, **kwargs: Any) -> Any:
-        phases.catch_up()
+        phases.apply_delay()
         return collective(*args, **kwargs)
 
     return late
 
 
-def _wrap_wait(phases: Phases, ranks: tuple[int, int] | None, wait: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _wrap_wait(phases: PhaseTimer, ranks: tuple[int, int] | None, wait: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def blocked(tensor: Any) -> Any:
-        phases.block(ranks)
+        phases.begin_collective(ranks)
         found = wait(tensor)
-        phases.unblock()
+        phases.end_collective()
         return found
 
     return blocked

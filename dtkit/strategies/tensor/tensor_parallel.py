@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from dtkit.engine.comm.process_group import lost_peer
+from dtkit.engine.comm.process_group import is_lost_peer_error
 from dtkit.engine.data.sources import to_device
 from dtkit.mesh import Mesh
 from dtkit.planning.cost_model import Cost, compute_ring_bytes
@@ -329,14 +329,14 @@ class _TensorParallelWorker(DTensorWorker):
         try:
             after = self._run_plan_check(self._model, self._parameters, self._num_holders)
         except (RuntimeError, ValueError, TypeError, AssertionError) as error:
-            if lost_peer(error):
+            if is_lost_peer_error(error):
                 raise
             raise ValueError(
                 self._format_plan_error(f"can't compute ({type(error).__name__}: {error})", _PARTIAL_OUTPUT_ADVICE)
             ) from error
         self._group.all_reduce(after.grad_squares)
         wrong = self._describe_difference(before, after)
-        if self._group.any(bool(wrong)):
+        if self._group.all_reduce_any(bool(wrong)):
             raise ValueError(
                 self._format_plan_error(
                     f"computes something else: {wrong or 'so other ranks say'}", _ELEMENTWISE_ADVICE

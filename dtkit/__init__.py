@@ -10,26 +10,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dtkit import errors, types
     from dtkit.checkpoint.checkpoint import Checkpoint, list_checkpoints
     from dtkit.cluster.attach import attach
     from dtkit.cluster.cluster import Cluster
     from dtkit.dashboard.compare import compare
-    from dtkit.dashboard.custom import panel
+    from dtkit.dashboard.figures.custom_panels import panel
     from dtkit.data.partition import Partition
     from dtkit.engine.observe.call_output import log
-    from dtkit.errors import (
-        CannotSend,
-        CheckpointError,
-        ClusterClosed,
-        ClusterError,
-        DtkitError,
-        EngineError,
-        NonFiniteError,
-        Refused,
-        RunError,
-        VersionMismatch,
-    )
-    from dtkit.explain.data_parallel import StepExplanation
+    from dtkit.errors import DtkitError
     from dtkit.history.history import History
     from dtkit.schedules.schedule import Schedule
     from dtkit.strategies.averaging import OuterSGD, ParameterAveraging
@@ -40,90 +29,62 @@ if TYPE_CHECKING:
     from dtkit.strategies.tensor.tensor_parallel import TensorParallel
     from dtkit.training.callbacks import EarlyStopping
     from dtkit.training.run import Run
-    from dtkit.types import Consistency, NodeInfo, RunSpec, State, Status, StepRecord
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "CannotSend": "errors",
+_HOMES = {  # a public name -> its module
     "Checkpoint": "checkpoint.checkpoint",
-    "CheckpointError": "errors",
     "Cluster": "cluster.cluster",
-    "ClusterClosed": "errors",
-    "ClusterError": "errors",
-    "Consistency": "types",
     "DataParallel": "strategies.data_parallel",
     "DtkitError": "errors",
     "EarlyStopping": "training.callbacks",
-    "EngineError": "errors",
     "History": "history.history",
     "NaiveDataParallel": "strategies.naive",
-    "NodeInfo": "types",
-    "NonFiniteError": "errors",
     "OuterSGD": "strategies.averaging",
     "ParameterAveraging": "strategies.averaging",
     "Partition": "data.partition",
     "Pipeline": "strategies.pipeline.pipeline",
-    "Refused": "errors",
     "Run": "training.run",
-    "RunError": "errors",
-    "RunSpec": "types",
     "Schedule": "schedules.schedule",
     "Sharded": "strategies.sharded",
-    "State": "types",
-    "Status": "types",
-    "StepExplanation": "explain.data_parallel",
-    "StepRecord": "types",
     "TensorParallel": "strategies.tensor.tensor_parallel",
-    "VersionMismatch": "errors",
     "attach": "cluster.attach",
-    "checkpoints": "checkpoint.checkpoint",
     "compare": "dashboard.compare",
+    "list_checkpoints": "checkpoint.checkpoint",
     "log": "engine.observe.call_output",
-    "panel": "dashboard.custom",
+    "panel": "dashboard.figures.custom_panels",
 }
+_MODULES = ("errors", "types")  # every error, and what results are made of
 
 __all__ = [  # noqa: PLE0604, RUF100 - the names resolve by __getattr__
-    "CannotSend",
     "Checkpoint",
-    "CheckpointError",
     "Cluster",
-    "ClusterClosed",
-    "ClusterError",
-    "Consistency",
     "DataParallel",
     "DtkitError",
     "EarlyStopping",
-    "EngineError",
     "History",
     "NaiveDataParallel",
-    "NodeInfo",
-    "NonFiniteError",
     "OuterSGD",
     "ParameterAveraging",
     "Partition",
     "Pipeline",
-    "Refused",
     "Run",
-    "RunError",
-    "RunSpec",
     "Schedule",
     "Sharded",
-    "State",
-    "Status",
-    "StepExplanation",
-    "StepRecord",
     "TensorParallel",
-    "VersionMismatch",
     "attach",
-    "checkpoints",
     "compare",
+    "errors",
+    "list_checkpoints",
     "log",
     "panel",
+    "types",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"dtkit.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'dtkit' has no attribute {name!r}; it has {', '.join(__all__)}")
     try:

@@ -12,10 +12,10 @@ from torch import nn
 
 import dtkit
 
-HELD_OUT = 297
+NUM_HELD_OUT = 297
 
 
-def network() -> nn.Module:
+def make_network() -> nn.Module:
     """A convolutional network for 8 x 8 pictures."""
     torch.manual_seed(0)
     return nn.Sequential(
@@ -34,7 +34,7 @@ def accuracy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output.argmax(1) == target).float().mean()
 
 
-def digits() -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+def load_dataset() -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     """scikit-learn's digits, shuffled: (training, held out) images of (1, 8, 8) and labels."""
     try:
         from sklearn.datasets import load_digits
@@ -46,7 +46,7 @@ def digits() -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     order = np.random.default_rng(0).permutation(len(labels))
     images = (images[order] / 16).astype("float32").reshape(-1, 1, 8, 8)
     labels = labels[order]
-    return (images[HELD_OUT:], labels[HELD_OUT:]), (images[:HELD_OUT], labels[:HELD_OUT])
+    return (images[NUM_HELD_OUT:], labels[NUM_HELD_OUT:]), (images[:NUM_HELD_OUT], labels[:NUM_HELD_OUT])
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -58,13 +58,13 @@ def main(arguments: list[str] | None = None) -> None:
     asked = parser.parse_args(arguments)
     if not asked.picture.parent.is_dir():  # known before anything is started
         parser.error(f"--picture {asked.picture}: there is no folder {asked.picture.parent}; make it, or name another")
-    training, held_out = digits()
+    training, held_out = load_dataset()
     with dtkit.Cluster(asked.engines) as cluster:
         print(cluster, "\n")
         part = cluster.partition(training, by="stratified", seed=0)
         print(part, "\n")
         run = cluster.train(
-            network(),
+            make_network(),
             part,
             loss=nn.CrossEntropyLoss(),
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),

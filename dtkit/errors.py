@@ -34,19 +34,19 @@ class ClusterError(DtkitError):
     """Engines could not be started, reached or formed into a process group."""
 
 
-class ClusterClosed(ClusterError):  # noqa: N818 - reads as a state, as in `except ClusterClosed`
+class ClusterClosedError(ClusterError):  # noqa: N818 - reads as a state, as in `except ClusterClosed`
     """A call on a cluster that was closed."""
 
 
-class VersionMismatch(ClusterError):  # noqa: N818 - reads as a state
+class VersionMismatchError(ClusterError):  # noqa: N818 - reads as a state
     """The notebook and an engine run versions that can't work together."""
 
 
-class Refused(ClusterError):  # noqa: N818 - what the engine did
+class RefusedError(ClusterError):  # noqa: N818 - what the engine did
     """A dispatch did not match the engine's owner, generation, job or step; nothing was run."""
 
 
-class Superseded(Refused):
+class SupersededError(RefusedError):
     """Another notebook has attached to the cluster since, and owns it now."""
 
 
@@ -58,11 +58,11 @@ class CheckpointError(DtkitError):
     """A checkpoint could not be written, or is damaged, or does not fit."""
 
 
-class CannotSend(DtkitError):  # noqa: N818 - reads as a sentence
+class SerializationError(DtkitError):  # noqa: N818 - reads as a sentence
     """An object can't be pickled, so it can't travel to an engine."""
 
 
-def telling(failures: Sequence[Failure]) -> Sequence[Failure]:
+def drop_consequential_refusals(failures: Sequence[Failure]) -> Sequence[Failure]:
     """Without what was refused since an engine is gone, which says nothing more than that."""
     return [f for f in failures if f.kind != "refused"] or failures
 
@@ -77,7 +77,7 @@ class EngineError(DtkitError):
 
     def __init__(self, failures: Sequence[Failure]) -> None:
         self.failures = tuple(sorted(failures, key=lambda f: (f.victim, f.kind in ("interrupted", "stuck"), f.rank)))
-        super().__init__(_explain(self.failures))
+        super().__init__(_format_failures(self.failures))
 
     @property
     def cause(self) -> Failure:
@@ -89,7 +89,7 @@ class NonFiniteError(EngineError):
     """The gradients, reduced over all ranks, were not finite. Parameters are as before that step."""
 
 
-def _explain(failures: Sequence[Failure]) -> str:
+def _format_failures(failures: Sequence[Failure]) -> str:
     """One message from many: causes with the first one's traceback, equal ones together, the victims in one line."""
     causes = [f for f in failures if not f.victim] or list(failures[:1])
     victims = [f.rank for f in failures if f.victim and f not in causes]
@@ -100,15 +100,15 @@ def _explain(failures: Sequence[Failure]) -> str:
     for (step, kind, message), same in alike.items():
         at = f", step {step}" if step is not None else ""
         hosts = ", ".join(dict.fromkeys(f.host for f in same))
-        lines.append(f"{which_ranks([f.rank for f in same])} on {hosts}{at}: {kind}: {message}")
+        lines.append(f"{format_ranks([f.rank for f in same])} on {hosts}{at}: {kind}: {message}")
     if causes[0].traceback:
         lines.append(f"\nTraceback of rank {causes[0].rank}:\n{causes[0].traceback.rstrip()}")
     if victims:
-        lines.append(f"\n{which_ranks(victims)} only lost {'its peer' if len(victims) == 1 else 'their peers'}.")
+        lines.append(f"\n{format_ranks(victims)} only lost {'its peer' if len(victims) == 1 else 'their peers'}.")
     return "\n".join(lines)
 
 
-def which_ranks(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """In words: "rank 1", "ranks 0, 2 and 3"."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"

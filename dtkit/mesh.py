@@ -28,11 +28,11 @@ class Mesh:
         return math.prod(self.axes.values())
 
     @property
-    def replicas(self) -> int:
+    def num_replicas(self) -> int:
         """Copies of the whole model: parts that every batch is cut into."""
         return self.axes.get("dp", 1)
 
-    def coordinates(self, rank: int) -> dict[str, int]:
+    def get_coordinates(self, rank: int) -> dict[str, int]:
         """Where a rank stands on each axis."""
         if not 0 <= rank < self.size:
             raise ValueError(f"rank {rank} is not in a mesh of {self.size}; there are ranks 0 to {self.size - 1}")
@@ -41,7 +41,7 @@ class Mesh:
             rank, found[name] = divmod(rank, size)
         return {name: found[name] for name in self.axes}
 
-    def rank(self, **coordinates: int) -> int:
+    def get_rank(self, **coordinates: int) -> int:
         """The rank that stands there; an axis that is not named counts as 0."""
         unknown = coordinates.keys() - self.axes.keys()
         if unknown:
@@ -51,10 +51,10 @@ class Mesh:
             found = found * size + coordinates.get(name, 0)
         return found
 
-    def along(self, axis: str, rank: int) -> list[int]:
+    def get_ranks_along(self, axis: str, rank: int) -> list[int]:
         """The ranks that differ from `rank` at most on that axis, in order: with whom it talks there."""
-        here = self.coordinates(rank)
-        return [self.rank(**{**here, axis: k}) for k in range(self.axes[axis])]
+        here = self.get_coordinates(rank)
+        return [self.get_rank(**{**here, axis: k}) for k in range(self.axes[axis])]
 
     def check(self, world_size: int, **names: str) -> Mesh:
         """This mesh; or ValueError with the equation and what would work, where the sizes don't make `world_size`.
@@ -67,13 +67,13 @@ class Mesh:
         def told(way: Mapping[str, int]) -> str:
             return " x ".join(f"{names.get(name, name)} {size}" for name, size in way.items())
 
-        equation, ways = told(self.axes), "; ".join(map(told, self._near(world_size)))
+        equation, ways = told(self.axes), "; ".join(map(told, self._find_nearest(world_size)))
         raise ValueError(
             f"{equation} = {self.size}, but there are {world_size} ranks: the degrees must multiply to the number of "
             f"ranks. What works with {world_size} and is nearest: {ways}. Or start {self.size} engines"
         )
 
-    def _near(self, world_size: int, most: int = 3) -> list[dict[str, int]]:
+    def _find_nearest(self, world_size: int, max_count: int = 3) -> list[dict[str, int]]:
         """Degrees that multiply to `world_size`, the nearest to these first (by the factors they differ in).
 
         Of ways as near as each other, those that only change the number of replicas come first.
@@ -90,4 +90,4 @@ class Mesh:
             factors = sum(abs(math.log(way[n] / max(1, self.axes[n]))) for n in names)
             return round(factors, 9), sum(way[n] != self.axes[n] for n in names if n != "dp")
 
-        return sorted(ways, key=distance)[:most]
+        return sorted(ways, key=distance)[:max_count]

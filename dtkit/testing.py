@@ -8,7 +8,7 @@ in order, as an engine does, and refuses what a real one refuses; what a rank co
     engines.fail(rank=1, op="advance", error=RuntimeError("no forward here"), at_step=7)
     run = cluster.train(...)            # fails as on real engines: rank 1 is the cause, rank 0 its victim
 
-What a test says of the future (`fail`, `nonfinite`, `slow_after`) is best said before the calls it concerns are sent,
+What a test says of the future (`fail`, `nonfinite`, `end_early_after`) is best said before the calls it concerns are sent,
 or while they are held: a rank that has answered already can't take part.
 """
 
@@ -25,27 +25,27 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dtkit._util.guard import contain
+from dtkit._util.guard import run_guarded_in_thread
 from dtkit.engine.node_info import get_handshake
-from dtkit.errors import Refused
+from dtkit.errors import RefusedError
 from dtkit.history.history import ROW_DTYPE
 from dtkit.planning.cost_model import StepTimings
 from dtkit.rpc import pickling
-from dtkit.rpc.payload import Shipment, ship
-from dtkit.types import Advance, Failure, Reply, Request
+from dtkit.rpc.payload import Payload, make_payload
+from dtkit.types import DispatchResult, Failure, Reply, Request
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from dtkit.rpc.shared_memory import Owner
+    from dtkit.rpc.shared_memory import ProcessId
     from dtkit.types import JobPlan
 
-HELD_S, PEER_S = 600.0, 5.0  # no wait is for ever: of a held call, and of one rank for another
+HELD_CALL_TIMEOUT_S, PEER_TIMEOUT_S = 600.0, 5.0  # no wait is for ever: of a held call, and of one rank for another
 _LOST_PEER = "Connection closed by peer"
 
 
 @dataclasses.dataclass
-class _Job:
+class _FakeJob:
     """Where a pretended job stands, and what its rows are made of."""
 
     model: str
@@ -55,23 +55,23 @@ class _Job:
 
 
 @dataclasses.dataclass
-class _Rank:
+class _FakeRank:
     """What one pretended engine holds."""
 
     number: int
     owner: int = 0
-    keeper: Owner | None = None
+    file_owner: ProcessId | None = None
     generation: int = -1
-    broken: bool = False
-    lost: bool = False
+    is_broken: bool = False
+    is_lost: bool = False
     lr: float = 0.1
-    jobs: dict[str, _Job] = dataclasses.field(default_factory=dict)
+    jobs: dict[str, _FakeJob] = dataclasses.field(default_factory=dict)
     models: dict[str, Any] = dataclasses.field(default_factory=dict)
-    rows: dict[str, int] = dataclasses.field(default_factory=dict)  # of each data set
-    said: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
+    num_rows: dict[str, int] = dataclasses.field(default_factory=dict)  # of each data set
+    pending_output: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
     inbox: queue.SimpleQueue[Any] = dataclasses.field(default_factory=queue.SimpleQueue)
-    sent: int = 0
-    cut: int = 0  # calls up to this one are held no longer: the rank was interrupted, or is gone
+    num_sent: int = 0
+    canceled_until: int = 0  # calls up to this one are held no longer: the rank was interrupted, or is gone
 
 
 @dataclasses.dataclass
@@ -82,10 +82,10 @@ class _Fault:
     op: str
     error: BaseException
     at_step: int | None
-    passes: list[int]  # by rank: such calls that go well before it
+    remaining_successes: list[int]  # by rank: such calls that go well before it
     generation: int | None = None
 
-    def strikes(self, rank: _Rank, request: Request) -> bool:
+    def take_if_due(self, rank: _FakeRank, request: Request) -> bool:
         args: dict[str, Any] = request.args
         if request.op != self.op or self.generation not in (None, rank.generation):
             return False
@@ -93,8 +93,8 @@ class _Fault:
             return False
         if self.at_step is not None and not args["step"] <= self.at_step < args["step"] + args["steps"]:
             return False
-        self.passes[rank.number] -= 1
-        if self.passes[rank.number] != -1:
+        self.remaining_successes[rank.number] -= 1
+        if self.remaining_successes[rank.number] != -1:
             return False
         self.generation = rank.generation
         return True
@@ -103,7 +103,7 @@ class _Fault:
 class FakeTransport:
     """`world_size` pretended engines, whose ids are 10, 11, ...
 
-    ``served`` lists (rank, op, args) as they were served, ``interrupted`` the ranks that were interrupted. `step_s`
+    ``served_requests`` lists (rank, op, args) as they were served, ``interrupted`` the ranks that were interrupted. `step_s`
     is what a step is said to take; nothing sleeps. ``hello[rank]`` overrides what that engine says of itself, as in
     ``engines.hello[1]["torch"] = "1.0"``.
     """
@@ -112,35 +112,37 @@ class FakeTransport:
         self.engine_ids: Sequence[int] = range(10, 10 + world_size)  # engine ids are no ranks
         self.step_s = step_s
         self.memory_free = 5_000_000_000  # bytes that all these engines share
-        self.served: list[tuple[int, str, dict[str, Any]]] = []
-        self.interrupted: list[int] = []
-        self.hello: list[dict[str, Any]] = [{} for _ in range(world_size)]
-        self._ranks = [_Rank(number) for number in range(world_size)]
+        self.served_requests: list[tuple[int, str, dict[str, Any]]] = []
+        self.interrupted_ranks: list[int] = []
+        self.handshake_overrides: list[dict[str, Any]] = [{} for _ in range(world_size)]
+        self._ranks = [_FakeRank(number) for number in range(world_size)]
         # locks: for a few assignments
-        self._gate = threading.Condition()  # guards what a test says, and the ranks' counts of calls
-        self._open, self._closed = True, False
+        self._condition = threading.Condition()  # guards what a test says, and the ranks' counts of calls
+        self._is_open, self._is_closed = True, False
         self._faults: list[_Fault] = []
-        self._nonfinite: dict[int, tuple[Sequence[int], set[int], bool]] = {}
-        self._slow = [0] * world_size
-        self._arrived: dict[str, Future[Any]] = {}  # the data plane: what rank 0 broadcasts
+        self._nonfinite_steps: dict[int, tuple[Sequence[int], set[int], bool]] = {}
+        self._end_early_after = [0] * world_size
+        self._broadcasts: dict[str, Future[Any]] = {}  # the data plane: what rank 0 broadcasts
         self._threads: list[threading.Thread] = []
         for rank in self._ranks:
             self._start(rank)
 
     # -- what a test says -------------------------------------------------------------------------------------
 
-    def hold(self) -> None:
+    def hold_requests(self) -> None:
         """Serve nothing until `let_go`."""
-        with self._gate:
-            self._open = False
+        with self._condition:
+            self._is_open = False
 
-    def let_go(self) -> None:
+    def release_requests(self) -> None:
         """Serve again."""
-        with self._gate:
-            self._open = True
-            self._gate.notify_all()
+        with self._condition:
+            self._is_open = True
+            self._condition.notify_all()
 
-    def fail(self, rank: int, op: str, error: BaseException, *, at_step: int | None = None, after: int = 0) -> None:
+    def inject_failure(
+        self, rank: int, op: str, error: BaseException, *, at_step: int | None = None, after: int = 0
+    ) -> None:
         """Have that rank fail at the next `op`, and the others with it as its victims; the group is then broken.
 
         `at_step`: at the dispatch that reaches this step, whose steps before it are done. `after`: so many such calls
@@ -148,25 +150,25 @@ class FakeTransport:
         """
         if at_step is not None and op != "advance":
             raise ValueError(f"fail(op={op!r}, at_step={at_step}): only op='advance' has steps; leave at_step out")
-        with self._gate:
+        with self._condition:
             self._faults.append(_Fault(rank, op, error, at_step, [after] * len(self._ranks)))
 
-    def nonfinite(self, step: int, ranks: Sequence[int], *, always: bool = False) -> None:
+    def inject_nonfinite(self, step: int, ranks: Sequence[int], *, always: bool = False) -> None:
         """Have the gradients of that step be NaN, with the loss NaN on `ranks`; once, unless `always`."""
-        self._nonfinite[step] = ranks, set(range(len(self._ranks))), always
+        self._nonfinite_steps[step] = ranks, set(range(len(self._ranks))), always
 
-    def slow_after(self, steps: int) -> None:
+    def end_early_after(self, steps: int) -> None:
         """Have the next dispatch of more steps end early, as when steps have become slow."""
-        self._slow = [steps] * len(self._ranks)
+        self._end_early_after = [steps] * len(self._ranks)
 
-    def say(self, rank: int, *items: tuple[str, Any]) -> None:
+    def queue_output(self, rank: int, *items: tuple[str, Any]) -> None:
         """Have the rank's next advance or call say this: ("text", line) or ("row", {name: number}), live and after."""
-        self._ranks[rank].said = [*self._ranks[rank].said, *items]
+        self._ranks[rank].pending_output = [*self._ranks[rank].pending_output, *items]
 
-    def lose(self, rank: int) -> None:
+    def end_engine(self, rank: int) -> None:
         """End that engine's process: it answers nothing any more, what is held included."""
-        self._ranks[rank].lost = True
-        self._cut([rank])
+        self._ranks[rank].is_lost = True
+        self._cancel_held([rank])
 
     # -- the transport ----------------------------------------------------------------------------------------
 
@@ -174,36 +176,36 @@ class FakeTransport:
         """See :class:`~dtkit.rpc.transport.Transport`."""
         future: Future[Reply] = Future()
         engine = self._ranks[rank]
-        with self._gate:
-            if self._closed:
-                future.set_result(_lost(engine))
+        with self._condition:
+            if self._is_closed:
+                future.set_result(_make_lost_reply(engine))
             else:
-                engine.sent += 1
-                engine.inbox.put((engine.sent, message, listen, future))
+                engine.num_sent += 1
+                engine.inbox.put((engine.num_sent, message, listen, future))
         return future
 
     def interrupt(self, ranks: Sequence[int], *, wake: bool = False) -> None:  # noqa: ARG002 - none is ever stopped
         """Note who was interrupted. The first call that is held there ends with KeyboardInterrupt."""
-        self.interrupted += ranks
-        if not self._open:
-            self._cut(ranks)
+        self.interrupted_ranks += ranks
+        if not self._is_open:
+            self._cancel_held(ranks)
 
     def check_reachable(self) -> None:
         """See :class:`~dtkit.rpc.transport.Transport`."""
 
-    def lost(self) -> list[int]:
+    def find_lost_ranks(self) -> list[int]:
         """See :class:`~dtkit.rpc.transport.Transport`."""
-        return [rank.number for rank in self._ranks if rank.lost]
+        return [rank.number for rank in self._ranks if rank.is_lost]
 
     def kill(self, ranks: Sequence[int]) -> None:
         """See :class:`~dtkit.rpc.transport.Transport`."""
         for rank in ranks:
-            self.lose(rank)
+            self.end_engine(rank)
 
     def replace(self, ranks: Sequence[int]) -> None:
         """See :class:`~dtkit.rpc.transport.Transport`."""
         for rank in ranks:
-            old, self._ranks[rank] = self._ranks[rank], _Rank(rank)
+            old, self._ranks[rank] = self._ranks[rank], _FakeRank(rank)
             old.inbox.put(None)
             self._start(self._ranks[rank])
 
@@ -215,22 +217,22 @@ class FakeTransport:
             rank.number = number
         self._ranks = kept
 
-    def _start(self, rank: _Rank) -> None:
+    def _start(self, rank: _FakeRank) -> None:
         thread = threading.Thread(target=self._serve, args=(rank,), daemon=True)
         self._threads.append(thread)
         thread.start()
 
-    def _cut(self, ranks: Sequence[int]) -> None:
-        with self._gate:
+    def _cancel_held(self, ranks: Sequence[int]) -> None:
+        with self._condition:
             for rank in ranks:
-                self._ranks[rank].cut = self._ranks[rank].sent
-            self._gate.notify_all()
+                self._ranks[rank].canceled_until = self._ranks[rank].num_sent
+            self._condition.notify_all()
 
     def close(self) -> None:
         """Serve what is held, and end the threads. Idempotent."""
-        self.let_go()
-        with self._gate:
-            self._closed = True
+        self.release_requests()
+        with self._condition:
+            self._is_closed = True
         for rank in self._ranks:
             rank.inbox.put(None)
         for thread in self._threads:
@@ -239,54 +241,60 @@ class FakeTransport:
 
     # -- an engine --------------------------------------------------------------------------------------------
 
-    def _serve(self, rank: _Rank) -> None:
+    def _serve(self, rank: _FakeRank) -> None:
         # waits: a fake engine's daemon thread waits for work until `close`
         while (item := rank.inbox.get()) is not None:
             number, message, listen, future = item
             self._await_turn(rank, number)
-            answer = functools.partial(self._answer, rank, message, listen, interrupted=number <= rank.cut)
-            future.set_result(contain(answer, functools.partial(_failed, rank)))  # as on an engine
+            answer = functools.partial(self._answer, rank, message, listen, interrupted=number <= rank.canceled_until)
+            future.set_result(
+                run_guarded_in_thread(answer, functools.partial(_make_failure_reply, rank))
+            )  # as on an engine
 
-    def _await_turn(self, rank: _Rank, number: int) -> None:
-        with self._gate:
-            self._gate.wait_for(lambda: self._open or number <= rank.cut, timeout=HELD_S)
+    def _await_turn(self, rank: _FakeRank, number: int) -> None:
+        with self._condition:
+            self._condition.wait_for(
+                lambda: self._is_open or number <= rank.canceled_until, timeout=HELD_CALL_TIMEOUT_S
+            )
 
-    def _answer(self, rank: _Rank, message: bytes, listen: Any, *, interrupted: bool) -> Reply:
+    def _answer(self, rank: _FakeRank, message: bytes, listen: Any, *, interrupted: bool) -> Reply:
         # unpickles: made in the same process
         request: Request = pickle.loads(message)
-        self.served.append((rank.number, request.op, request.args))
-        if rank.lost:
-            return _lost(rank)
-        self._admit(rank, request)
-        if interrupted and not rank.broken:
-            return _failed(rank, KeyboardInterrupt())
-        if (fault := self._fault(rank, request)) is not None:
+        self.served_requests.append((rank.number, request.op, request.args))
+        if rank.is_lost:
+            return _make_lost_reply(rank)
+        self._check_request(rank, request)
+        if interrupted and not rank.is_broken:
+            return _make_failure_reply(rank, KeyboardInterrupt())
+        if (fault := self._find_fault(rank, request)) is not None:
             return self._fail_together(rank, request, fault)
         return Reply(getattr(self, f"_{request.op}")(rank, listen=listen, **request.args))
 
-    def _admit(self, rank: _Rank, request: Request) -> None:
+    def _check_request(self, rank: _FakeRank, request: Request) -> None:
         if request.op in ("handshake", "join_group"):
             return
-        if request.owner != rank.owner:
-            raise Refused(f"this engine belongs to owner {rank.owner}, the call came from owner {request.owner}")
+        if request.owner_id != rank.owner:
+            raise RefusedError(
+                f"this engine belongs to owner {rank.owner}, the call came from owner {request.owner_id}"
+            )
         if request.generation != rank.generation:
-            raise Refused(f"the group is at generation {rank.generation}, the call is for {request.generation}")
-        if rank.broken and request.op not in ("job_status", "export_state"):
-            raise Refused("the process group is not formed: an error broke it up")
+            raise RefusedError(f"the group is at generation {rank.generation}, the call is for {request.generation}")
+        if rank.is_broken and request.op not in ("job_status", "export_state"):
+            raise RefusedError("the process group is not formed: an error broke it up")
         if "job" in request.args and request.op not in ("build_job", "rebuild_job"):
-            self._stands(rank, str(request.args["job"]), request.args.get("step"))
+            self._check_job_position(rank, str(request.args["job"]), request.args.get("step"))
 
-    def _stands(self, rank: _Rank, job: str, step: object) -> None:
+    def _check_job_position(self, rank: _FakeRank, job: str, step: object) -> None:
         if job not in rank.jobs:
-            raise Refused(f"no job {job} on this engine; it was released")
+            raise RefusedError(f"no job {job} on this engine; it was released")
         if step not in (None, rank.jobs[job].step):
-            raise Refused(f"the job stands at step {rank.jobs[job].step}, the call is for step {step}")
+            raise RefusedError(f"the job stands at step {rank.jobs[job].step}, the call is for step {step}")
 
-    def _fault(self, rank: _Rank, request: Request) -> _Fault | None:
-        with self._gate:
-            return next((fault for fault in self._faults if fault.strikes(rank, request)), None)
+    def _find_fault(self, rank: _FakeRank, request: Request) -> _Fault | None:
+        with self._condition:
+            return next((fault for fault in self._faults if fault.take_if_due(rank, request)), None)
 
-    def _fail_together(self, rank: _Rank, request: Request, fault: _Fault) -> Reply:
+    def _fail_together(self, rank: _FakeRank, request: Request, fault: _Fault) -> Reply:
         """The rank with its error, another with the loss of its peer; with what was done and said until then."""
         done: Any = None
         if request.op == "advance":
@@ -294,132 +302,142 @@ class FakeTransport:
             steps = 0 if fault.at_step is None else fault.at_step - args["step"]
             done = self._advance(rank, **{**args, "steps": steps})
         elif request.op == "call_function":
-            done = None, self._say(rank, None)
+            done = None, self._publish_output(rank, None)
         error = fault.error if rank.number == fault.rank else RuntimeError(_LOST_PEER)
-        return dataclasses.replace(_failed(rank, error, fault.at_step), value=done)
+        return dataclasses.replace(_make_failure_reply(rank, error, fault.at_step), value=done)
 
-    def _receive(self, rank: _Rank, key: str, shipment: Shipment, *, broadcast: bool) -> Any:
+    def _load_payload(self, rank: _FakeRank, key: str, payload: Payload, *, broadcast: bool) -> Any:
         """Unpack; or, as by a broadcast, have rank 0 unpack for all."""
         if not broadcast:
-            return shipment.unload()
-        arrived = self._arrived.setdefault(key, Future())
+            return payload.load()
+        arrived = self._broadcasts.setdefault(key, Future())
         if rank.number == 0:
             try:
-                arrived.set_result(shipment.unload())
+                arrived.set_result(payload.load())
             except BaseException as error:
                 arrived.set_exception(error)
                 raise
         try:
-            return arrived.result(PEER_S)
+            return arrived.result(PEER_TIMEOUT_S)
         except TimeoutError:
             raise RuntimeError(_LOST_PEER) from None
 
-    def _say(self, rank: _Rank, listen: Callable[[int, list[Any]], None] | None) -> list[tuple[str, Any]]:
-        items, rank.said = rank.said, []
+    def _publish_output(
+        self, rank: _FakeRank, listen: Callable[[int, list[Any]], None] | None
+    ) -> list[tuple[str, Any]]:
+        items, rank.pending_output = rank.pending_output, []
         if listen is not None and items:
             listen(0, items)
         return items
 
     # -- what it serves: the operations of dtkit.engine.session ------------------------------------------------
 
-    def _hello(self, rank: _Rank, **_: Any) -> dict[str, Any]:
-        return {**get_handshake(), **self.hello[rank.number]}
+    def _handshake(self, rank: _FakeRank, **_: Any) -> dict[str, Any]:
+        return {**get_handshake(), **self.handshake_overrides[rank.number]}
 
-    def _join(
-        self, rank: _Rank, *, owner: int, spec: Any, keeper: Owner | None = None, others: bool = False, **_: Any
+    def _join_group(
+        self, rank: _FakeRank, *, owner: int, spec: Any, keeper: ProcessId | None = None, others: bool = False, **_: Any
     ) -> dict[str, Any]:
         if owner < rank.owner:
-            raise Refused(f"owner {owner} was superseded by owner {rank.owner}: another notebook attached meanwhile")
+            raise RefusedError(
+                f"owner {owner} was superseded by owner {rank.owner}: another notebook attached meanwhile"
+            )
         if owner != rank.owner:
-            self._forget(rank)
+            self._clear_state(rank)
         if others:
             rank.jobs.clear()
-        rank.owner, rank.keeper, rank.generation, rank.broken = owner, keeper, spec.generation, False
-        return self._info(rank)
+        rank.owner, rank.file_owner, rank.generation, rank.is_broken = owner, keeper, spec.generation, False
+        return self._node_info(rank)
 
-    def _leave(self, rank: _Rank, **_: Any) -> None:
+    def _leave_group(self, rank: _FakeRank, **_: Any) -> None:
         rank.generation = -1
-        self._forget(rank)
+        self._clear_state(rank)
 
-    def _forget(self, rank: _Rank) -> None:
-        for kept in (rank.jobs, rank.models, rank.rows):
+    def _clear_state(self, rank: _FakeRank) -> None:
+        for kept in (rank.jobs, rank.models, rank.num_rows):
             kept.clear()
 
-    def _info(self, rank: _Rank, **_: Any) -> dict[str, Any]:
+    def _node_info(self, rank: _FakeRank, **_: Any) -> dict[str, Any]:
         memory = {"memory_total": 8_000_000_000, "memory_free": self.memory_free}
         return {"host": "fake", "pid": 4000 + rank.number, "device": "cpu", "threads": 1, **memory}
 
-    def _clock(self, _rank: _Rank, **_: Any) -> list[float]:
+    def _read_clock(self, _rank: _FakeRank, **_: Any) -> list[float]:
         return [0.0]
 
-    def _warm(self, _rank: _Rank, **_: Any) -> None:
+    def _warm_up(self, _rank: _FakeRank, **_: Any) -> None:
         return None
 
-    def _load(self, rank: _Rank, *, key: str, shipment: Shipment, sizes: Any, broadcast: bool = False, **_: Any) -> int:
-        loaded = self._receive(rank, key, shipment, broadcast=broadcast)
+    def _load_data(
+        self, rank: _FakeRank, *, key: str, shipment: Payload, sizes: Any, broadcast: bool = False, **_: Any
+    ) -> int:
+        loaded = self._load_payload(rank, key, shipment, broadcast=broadcast)
         data = loaded() if sizes is None else loaded[0]  # with sizes: (data, all shards' rows)
-        rank.rows[key] = len(data[0] if isinstance(data, (tuple, list)) else data)
-        return rank.rows[key]
+        rank.num_rows[key] = len(data[0] if isinstance(data, (tuple, list)) else data)
+        return rank.num_rows[key]
 
-    def _shard(self, rank: _Rank, *, key: str, sizes: Sequence[int], **_: Any) -> None:
-        rank.rows[key] = sum(sizes)
+    def _set_shards(self, rank: _FakeRank, *, key: str, sizes: Sequence[int], **_: Any) -> None:
+        rank.num_rows[key] = sum(sizes)
 
-    def _unload(self, rank: _Rank, *, keys: Sequence[str], **_: Any) -> None:
+    def _release(self, rank: _FakeRank, *, keys: Sequence[str], **_: Any) -> None:
         for key in keys:
-            for kept in (rank.jobs, rank.models, rank.rows, self._arrived):
+            for kept in (rank.jobs, rank.models, rank.num_rows, self._broadcasts):
                 kept.pop(key, None)
 
-    def _keep(self, rank: _Rank, *, key: str, shipment: Shipment, **_: Any) -> None:
-        rank.models[key] = shipment.unload()
+    def _store_model(self, rank: _FakeRank, *, key: str, shipment: Payload, **_: Any) -> None:
+        rank.models[key] = shipment.load()
 
-    def _place(self, rank: _Rank, *, key: str, shipment: Shipment, broadcast: bool = False, **_: Any) -> str:
+    def _receive_model(self, rank: _FakeRank, *, key: str, shipment: Payload, broadcast: bool = False, **_: Any) -> str:
         from dtkit.engine.session import compute_model_checksum
 
-        rank.models[key] = self._receive(rank, key, shipment, broadcast=broadcast)
+        rank.models[key] = self._load_payload(rank, key, shipment, broadcast=broadcast)
         return compute_model_checksum(rank.models[key])
 
-    def _build(self, rank: _Rank, *, job: str, model: str, data: str, plan: JobPlan, **_: Any) -> float:
+    def _build_job(self, rank: _FakeRank, *, job: str, model: str, data: str, plan: JobPlan, **_: Any) -> float:
         share, rest = divmod(plan.batch_size, len(self._ranks))
-        steps_per_epoch = -(-rank.rows[data] // plan.batch_size)
-        rank.jobs[job] = _Job(model, share + (rank.number < rest), steps_per_epoch)
+        steps_per_epoch = -(-rank.num_rows[data] // plan.batch_size)
+        rank.jobs[job] = _FakeJob(model, share + (rank.number < rest), steps_per_epoch)
         return rank.lr
 
-    def _standing(self, rank: _Rank, *, job: str, **_: Any) -> tuple[int, bool, float]:
+    def _job_status(self, rank: _FakeRank, *, job: str, **_: Any) -> tuple[int, bool, float]:
         return rank.jobs[job].step, True, rank.lr
 
-    def _rescue(self, rank: _Rank, *, job: str, **_: Any) -> Shipment:
-        return ship(pickling.pack((rank.jobs[job].step, rank.lr)), rank.keeper)
+    def _export_state(self, rank: _FakeRank, *, job: str, **_: Any) -> Payload:
+        return make_payload(pickling.pack_object((rank.jobs[job].step, rank.lr)), rank.file_owner)
 
-    def _revive(self, rank: _Rank, *, job: str, shipments: Sequence[Shipment], **order: Any) -> tuple[int, float]:
-        self._build(rank, job=job, **order)
-        rank.jobs[job].step, rank.lr = shipments[0].unload()
+    def _rebuild_job(
+        self, rank: _FakeRank, *, job: str, shipments: Sequence[Payload], **order: Any
+    ) -> tuple[int, float]:
+        self._build_job(rank, job=job, **order)
+        rank.jobs[job].step, rank.lr = shipments[0].load()
         return rank.jobs[job].step, rank.lr
 
-    def _hand_over(self, rank: _Rank, **_: Any) -> Shipment:
-        return ship(pickling.pack((rank.models, rank.rows)), rank.keeper)
+    def _export_data(self, rank: _FakeRank, **_: Any) -> Payload:
+        return make_payload(pickling.pack_object((rank.models, rank.num_rows)), rank.file_owner)
 
-    def _take_over(self, rank: _Rank, *, shipment: Shipment, **_: Any) -> None:
-        rank.models, rank.rows = shipment.unload()
+    def _import_data(self, rank: _FakeRank, *, shipment: Payload, **_: Any) -> None:
+        rank.models, rank.num_rows = shipment.load()
 
-    def _redeal(self, _rank: _Rank, **_: Any) -> None:
+    def _repartition(self, _rank: _FakeRank, **_: Any) -> None:
         return None
 
-    def _advance(self, rank: _Rank, *, job: str, step: int, steps: int, lr: Any = None, **_: Any) -> Any:
+    def _advance(self, rank: _FakeRank, *, job: str, step: int, steps: int, lr: Any = None, **_: Any) -> Any:
         found = rank.jobs[job]
         rank.lr = rank.lr if lr is None else lr
         stop, ended, loss = step + steps, "done", None
-        if 0 < self._slow[rank.number] < steps:
-            stop, ended, self._slow[rank.number] = step + self._slow[rank.number], "time", 0
-        bad = next((s for s in range(step, stop) if rank.number in self._nonfinite.get(s, ((), ()))[1]), None)
+        if 0 < self._end_early_after[rank.number] < steps:
+            stop, ended, self._end_early_after[rank.number] = step + self._end_early_after[rank.number], "time", 0
+        bad = next((s for s in range(step, stop) if rank.number in self._nonfinite_steps.get(s, ((), ()))[1]), None)
         if bad is not None:
-            ranks, waiting, always = self._nonfinite[bad]
+            ranks, waiting, always = self._nonfinite_steps[bad]
             stop, ended, loss = bad, "nonfinite", float("nan" if rank.number in ranks else 1)
             if not always:
                 waiting.discard(rank.number)
         found.step = stop
-        return Advance(self._rows(rank, found, step, stop), stop, rank.lr, ended, loss), self._say(rank, None)
+        return DispatchResult(
+            self._build_rows(rank, found, step, stop), stop, rank.lr, ended, loss
+        ), self._publish_output(rank, None)
 
-    def _rows(self, rank: _Rank, job: _Job, start: int, stop: int) -> np.ndarray:
+    def _build_rows(self, rank: _FakeRank, job: _FakeJob, start: int, stop: int) -> np.ndarray:
         rows = np.zeros(stop - start, ROW_DTYPE)
         rows["step"], rows["rank"], rows["lr"] = np.arange(start, stop), rank.number, rank.lr
         rows["epoch"] = rows["step"] // job.steps_per_epoch
@@ -428,17 +446,17 @@ class FakeTransport:
         rows["step_s"], rows["memory_bytes"] = self.step_s, 300_000_000
         return rows
 
-    def _state(self, rank: _Rank, *, job: str, **_: Any) -> Shipment | None:
+    def _state_dict_parts(self, rank: _FakeRank, *, job: str, **_: Any) -> Payload | None:
         state = dict(rank.models[rank.jobs[job].model].state_dict())  # as it was placed: nothing was trained
-        return ship(pickling.pack(state), rank.keeper) if rank.number == 0 else None
+        return make_payload(pickling.pack_object(state), rank.file_owner) if rank.number == 0 else None
 
-    def _gradients(self, rank: _Rank, **_: Any) -> Shipment:
-        return ship(pickling.pack({}), rank.keeper)
+    def _max_gradients(self, rank: _FakeRank, **_: Any) -> Payload:
+        return make_payload(pickling.pack_object({}), rank.file_owner)
 
-    def _evaluate(self, _rank: _Rank, **_: Any) -> tuple[int, dict[str, tuple[float, float]]]:
+    def _evaluate(self, _rank: _FakeRank, **_: Any) -> tuple[int, dict[str, tuple[float, float]]]:
         return 4, {"loss": (2.0, 4.0)}
 
-    def _measure(self, rank: _Rank, *, what: str, **args: Any) -> Any:
+    def _measure(self, rank: _FakeRank, *, what: str, **args: Any) -> Any:
         """Made up, except for sizes: those are told from the model's shapes, as on an engine."""
         import torch
 
@@ -456,24 +474,28 @@ class FakeTransport:
         nothing: Any = None if what == "layers" else []
         return benchmark.run_benchmark(seat, what, **args) if what == "sizes" else (nothing, "a double has no data")
 
-    def _call(self, rank: _Rank, *, shipment: Shipment, listen: Any, port: int | None = None, **_: Any) -> Any:
-        fn, args, kwargs = shipment.unload()
-        rank.broken = port is not None  # a script's own group takes ours' place, until it is formed anew
-        items = self._say(rank, listen)
-        return ship(pickling.pack(fn(*args, **kwargs), name="the function's result"), rank.keeper), items
+    def _call_function(
+        self, rank: _FakeRank, *, shipment: Payload, listen: Any, port: int | None = None, **_: Any
+    ) -> Any:
+        fn, args, kwargs = shipment.load()
+        rank.is_broken = port is not None  # a script's own group takes ours' place, until it is formed anew
+        items = self._publish_output(rank, listen)
+        return make_payload(
+            pickling.pack_object(fn(*args, **kwargs), name="the function's result"), rank.file_owner
+        ), items
 
-    def _open_store(self, _rank: _Rank, **_: Any) -> int:
+    def _open_torchrun_store(self, _rank: _FakeRank, **_: Any) -> int:
         return 1
 
 
-def _lost(rank: _Rank) -> Reply:
+def _make_lost_reply(rank: _FakeRank) -> Reply:
     return Reply(failure=Failure(rank.number, "?", "EngineLost", "its process has ended", "", kind="lost"))
 
 
-def _failed(rank: _Rank, error: BaseException, step: int | None = None) -> Reply:
+def _make_failure_reply(rank: _FakeRank, error: BaseException, step: int | None = None) -> Reply:
     """The error as an engine reports it; one that isn't a refusal breaks the group up."""
-    kind = {Refused: "refused", KeyboardInterrupt: "interrupted"}.get(type(error), "error")
-    rank.broken = rank.broken or kind != "refused"
+    kind = {RefusedError: "refused", KeyboardInterrupt: "interrupted"}.get(type(error), "error")
+    rank.is_broken = rank.is_broken or kind != "refused"
     trace = "".join(traceback.format_exception(error))
     name, victim = type(error).__name__, str(error) == _LOST_PEER
     return Reply(failure=Failure(rank.number, "fake", name, str(error), trace, step, victim, kind))

@@ -10,15 +10,15 @@ import enum
 import math
 from collections.abc import Mapping
 
-HURRY = "hurry-"
+END_EARLY_PREFIX = "hurry-"
 """With a job's key, the name of a file in the cluster's folder: somebody waits for the dispatch under way to end."""
 
 
-CALLED_OFF = ".off"
+ABORT_FLAG = ".off"
 """Behind the name of a group's store, the name of a file: a rank could not join, so nobody need wait for it."""
 
 
-ALL, OWN, OPTIMIZERS = "all", "own", "optimizers"
+ALL_STATE, PER_RANK_STATE, OPTIMIZER_STATE = "all", "own", "optimizers"
 """What a survivor is asked for of a job's state: all of it, what is its rank's own, or of that its optimisers only."""
 
 
@@ -44,7 +44,7 @@ class State(enum.Enum):
     """An error ended it; `exception` says which."""
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether no further step will be taken without `extend`."""
         return self in (State.COMPLETED, State.STOPPED, State.FAILED)
 
@@ -136,16 +136,16 @@ class StepRecord:
 
 
 @dataclasses.dataclass(frozen=True)
-class Consistency:
+class ReplicaCheckResult:
     """The last comparison of the parameters' checksums, over the ranks that hold the same ones."""
 
     step: int
     """After so many updates they were compared."""
-    differing: tuple[int, ...]
+    differing_ranks: tuple[int, ...]
     """The ranks whose parameters are not those of most ranks that hold the same part; empty when all are identical."""
-    since: int | None
+    differing_since: int | None
     """The step of the first comparison that showed the difference."""
-    copies: int | None = None
+    num_holders: int | None = None
     """On how many ranks each part of the model lies, and was compared; 1: only what lies on all ranks could be. None
     where every rank holds the whole model."""
 
@@ -189,7 +189,7 @@ class Failure:
     process has ended) | "stuck" (it answers nothing)."""
 
     @property
-    def gone(self) -> bool:
+    def is_engine_gone(self) -> bool:
         """Whether the engine can't be asked any more, where it stands least of all."""
         return self.kind in ("lost", "stuck")
 
@@ -204,7 +204,7 @@ class GroupSpec:
     backend: str
     """"gloo", or "cpu:gloo,cuda:nccl" where every rank has a GPU of its own."""
     device: str
-    store: str
+    store_path: str
     """Path of the FileStore that this generation meets at; a new one each time, so that no late message of a
     broken group can join."""
     interface: str
@@ -228,18 +228,18 @@ class Request:
     """One call to one engine. `owner` and `generation` must be the engine's own, or it refuses."""
 
     op: str
-    owner: int
+    owner_id: int
     generation: int
     args: dict[str, object]
 
 
 @dataclasses.dataclass(frozen=True)
-class Heritage:
+class EngineInventory:
     """What a notebook finds on an engine that it takes over."""
 
     rank: int
     generation: int
-    jobs: dict[str, int]
+    job_steps: dict[str, int]
     """Job and the step that it stands at."""
 
 
@@ -251,25 +251,25 @@ class Reply:
     failure: Failure | None = None
 
 
-Astray = tuple[tuple[int, str], ...]
+NonFiniteLocations = tuple[tuple[int, str], ...]
 """(stage, "output" or "gradient"), for each of a rank's that was not finite."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Advance:
+class DispatchResult:
     """What a dispatch did on one rank: rows of dtype ``history.ROW`` and where the job stands now."""
 
     rows: object
     step: int
     lr: float
-    ended: str = "done"
+    end_reason: str = "done"
     """"done", "time" (all ranks agreed that the steps had become slow), "nonfinite" or "exhausted" (a stream of unknown
     length has ended on all ranks)."""
     loss: float | None = None
     """With "nonfinite": this rank's loss in the step that was not taken."""
-    astray: Astray = ()
+    nonfinite: NonFiniteLocations = ()
     """With "nonfinite", of a model in stages: what this rank's made that is not finite."""
-    blocked: object = None
+    blocked_spans: object = None
     """(steps, collectives, 3): when this rank was blocked, from and to, in seconds on its clock, and a number for the
     ranks among which; NaN for none."""
     messages: object = None
@@ -279,7 +279,7 @@ class Advance:
     """Where asked for, and where ranks must agree: of the parameters after the last step."""
     fingerprint_s: float = 0.0
     """What that took."""
-    report: object = None
+    step_report: object = None
     """Of a step that was explained, what this rank saw of it."""
     spans: object = None
     """What this rank did when in its last steps: an array of dtype ``timeline.SPAN``."""

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from dtkit.dashboard.fates import follow
-from dtkit.health.stall_report import Finding
+from dtkit.dashboard.summary.lost_nodes import update_lost_nodes
+from dtkit.health.stall_report import StallReport
 from dtkit.history.history import ROW_DTYPE, History
 from dtkit.history.timeline import SPAN_DTYPE, Timeline
 from dtkit.types import Event, NodeInfo, RunSpec, State, Status
@@ -18,7 +18,7 @@ class FakeSource:
     """A run of `ranks` nodes that the test drives; `posted` keeps what views asked for.
 
     With `stages` the nodes are pipelines of so many: they share their samples, and the last one alone knows a loss.
-    `strips` are kept of the last step, so that there is a timeline.
+    `draw_strips` are kept of the last step, so that there is a timeline.
     """
 
     def __init__(self, ranks=4, steps=400, name="ConvNet", seed=0, stages=1, *, strips=False):
@@ -85,7 +85,7 @@ class FakeSource:
         rows["grad_norm"] = 2 * decay * (1 + 0.1 * np.abs(self._random.normal(size=len(rows))))
         rows["sent_bytes"] = self.sends(rows["step"])
         rows["memory_bytes"] = 315_000_000 + 1_000_000 * rows["rank"]
-        lost = follow({}, self.history.events)
+        lost = update_lost_nodes({}, self.history.events)
         self.history.append(rows[~np.isin(rows["rank"], list(lost))])
         self.step += steps
         self.changed()
@@ -138,7 +138,7 @@ class FakeSource:
         """A node is found to keep the others waiting; with None as the rank, no node moves."""
         kind, line = ("together", "") if rank is None else ("stuck", "train.py:12 in step")
         remedy = "cluster.stacks() shows where all ranks stand"
-        self.stall_report = Finding(kind, rank, "host0", phase, self.step + 1, line, "it waits", remedy, seconds)
+        self.stall_report = StallReport(kind, rank, "host0", phase, self.step + 1, line, "it waits", remedy, seconds)
         self.event("stuck", "no node moves" if rank is None else f"node {rank} is stuck", rank)
 
     def shrink(self, ranks):

@@ -76,7 +76,7 @@ def test_a_step_that_fails_after_its_update_counts():
 
         return Late(optimizer, lambda step: 1 / (1 + step))
 
-    made = job(noisy(), scheduler=scheduler)
+    made = job(noisy(), lr_scheduler=scheduler)
     with pytest.raises(RuntimeError, match="too late"):
         made.advance(5)
     assert (made.step, made.partially_updated) == (3, False)
@@ -89,7 +89,7 @@ def test_a_step_that_fails_after_its_update_counts():
     def plain(optimizer: torch.optim.Optimizer) -> Any:
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
 
-    for found, expected in zip(state(made), undisturbed(5, scheduler=plain), strict=True):
+    for found, expected in zip(state(made), undisturbed(5, lr_scheduler=plain), strict=True):
         assert torch.equal(found, expected)
 
 
@@ -97,7 +97,7 @@ def test_a_step_whose_averaging_fails_counts_with_its_loss(monkeypatch: pytest.M
     def fail(_: Any) -> None:
         raise RuntimeError("the others are gone")
 
-    monkeypatch.setattr(averaging._AveragingWorker, "_average", fail)
+    monkeypatch.setattr(averaging._AveragingWorker, "_average_parameters", fail)
     setting = WorkerContext(None, CPU, PhaseTimer(node_info.make_clock(CPU)), [0])
     worker = ParameterAveraging(every=2).setup(net(), Loss(F.cross_entropy, None), sgd, setting)
     batch = data(4)
@@ -114,7 +114,7 @@ class Breaking(torch.optim.SGD):
     do: Any = None
 
     def step(self, closure: Any = None) -> Any:
-        self.taken = getattr(self, "taken", 0) + 1
+        self.taken = getattr(self, "reattach", 0) + 1
         if self.taken == 2:
             type(self).do()
         return super().step(closure)

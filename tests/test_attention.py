@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F
 
-from dtkit.strategies.dtensor_worker import copy_to_meta, load_shards
+from dtkit.strategies.meta_copy import copy_to_meta
+from dtkit.strategies.model_shards import load_shards
 from dtkit.strategies.tensor.attention import (
     FusedQKV,
     MultiheadAttentionParallel,

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from dtkit.data.partition import divide_proportionally
+from dtkit.engine.state.checksum import compute_checksum
 from dtkit.history.history import ROW_DTYPE
-from dtkit.strategies.replicated import compute_checksum
 from dtkit.training.load_balancing import MIN_STEPS, LoadBalancer
 from dtkit.training.replica_check import MAX_TIME_FRACTION, MIN_INTERVAL_S, UNSHARED_INTERVAL_S, ReplicaChecker
-from dtkit.types import Consistency
+from dtkit.types import ReplicaCheckResult
 
 
 def rows(samples, seconds, steps=MIN_STEPS):
@@ -94,7 +94,7 @@ def test_equal_checksums_are_identical_parameters():
     assert watch.is_due(0.0)
     assert watch.on_result(0.0, 5, whole(7, 7, 7), 0.0)
     assert watch.result is not None
-    assert watch.result == Consistency(5, (), None)
+    assert watch.result == ReplicaCheckResult(5, (), None)
     assert not watch.on_result(2.0, 9, whole(8, 8, 8), 0.0)  # no news
     assert watch.result.step == 9
 
@@ -103,17 +103,17 @@ def test_the_rank_that_differs_is_named_since_it_was_seen_first():
     watch = ReplicaChecker()
     watch.on_result(0.0, 5, whole(7, 7, 7), 0.0)
     assert watch.on_result(2.0, 8, whole(7, 9, 7), 0.0)
-    assert (watch.result.differing, watch.result.since) == ((1,), 8)
+    assert (watch.result.differing_ranks, watch.result.differing_since) == ((1,), 8)
     assert not watch.on_result(4.0, 11, whole(1, 9, 1), 0.0)
-    assert (watch.result.step, watch.result.since) == (11, 8)
+    assert (watch.result.step, watch.result.differing_since) == (11, 8)
     assert watch.on_result(6.0, 13, whole(1, 1, 1), 0.0)
-    assert (watch.result.differing, watch.result.since) == ((), None)
+    assert (watch.result.differing_ranks, watch.result.differing_since) == ((), None)
 
 
 def test_without_a_majority_all_differ():
     watch = ReplicaChecker()
     watch.on_result(0.0, 5, whole(7, 9), 0.0)
-    assert watch.result.differing == (0, 1)
+    assert watch.result.differing_ranks == (0, 1)
 
 
 def test_costly_checksums_are_asked_for_rarely():
@@ -136,27 +136,27 @@ def test_parameters_that_need_not_be_equal_now_are_asked_for_again():
 def test_a_part_is_compared_with_the_same_part_of_other_replicas():
     watch = ReplicaChecker()
     assert watch.on_result(0.0, 5, cut((7, 8), (7, 8)), 0.0)
-    assert watch.result == Consistency(5, (), None, copies=2)
+    assert watch.result == ReplicaCheckResult(5, (), None, num_holders=2)
     assert watch.on_result(2.0, 8, cut((7, 8), (7, 9)), 0.0)
-    assert watch.result == Consistency(8, (1, 3), 8, copies=2)  # of two, nobody can say who is right
+    assert watch.result == ReplicaCheckResult(8, (1, 3), 8, num_holders=2)  # of two, nobody can say who is right
     assert not watch.on_result(4.0, 9, cut((7, 8), (7, 9)), 0.0)
-    assert watch.result == Consistency(9, (1, 3), 8, copies=2)
+    assert watch.result == ReplicaCheckResult(9, (1, 3), 8, num_holders=2)
     assert not watch.on_result(6.0, 10, cut((8, 8), (8, 9)), 0.0)  # equal numbers of different parts mean nothing
     three = ReplicaChecker()
     three.on_result(0.0, 5, cut((7, 8), (7, 9), (7, 8)), 0.0)
-    assert three.result == Consistency(5, (3,), 5, copies=3)
+    assert three.result == ReplicaCheckResult(5, (3,), 5, num_holders=3)
 
 
 def test_what_is_not_cut_is_compared_over_all_ranks():
     sums = [found | {(): 1} for found in cut((7, 8), (7, 8))]
     watch = ReplicaChecker()
     watch.on_result(0.0, 5, sums, 0.0)
-    assert watch.result == Consistency(5, (), None, copies=2)
+    assert watch.result == ReplicaCheckResult(5, (), None, num_holders=2)
     watch.on_result(2.0, 6, [*sums[:3], sums[3] | {(): 2}], 0.0)
-    assert watch.result == Consistency(6, (3,), 6, copies=2)
+    assert watch.result == ReplicaCheckResult(6, (3,), 6, num_holders=2)
     alone = ReplicaChecker()
     alone.on_result(0.0, 5, sums[:2], 0.0)
-    assert alone.result == Consistency(5, (), None, copies=1)
+    assert alone.result == ReplicaCheckResult(5, (), None, num_holders=1)
 
 
 def test_where_nothing_lies_twice_nothing_is_said_and_seldom_asked():

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from dtkit._util.guard import attempt, contain, itself, notify
+from dtkit._util.guard import notify_views, return_error, run_guarded, run_guarded_in_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-BOTH = pytest.mark.parametrize("boundary", [attempt, contain])
+BOTH = pytest.mark.parametrize("boundary", [run_guarded, run_guarded_in_thread])
 
 
 class Model:
@@ -73,13 +73,13 @@ def test_a_report_may_raise_another_error(boundary):
 def test_an_interrupt_passes_an_attempt_unreported(kind: type[BaseException]):
     told = []
     with pytest.raises(kind):
-        attempt(failing(kind()), told.append)
+        run_guarded(failing(kind()), told.append)
     assert told == []
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])
 def test_nothing_passes_where_a_thread_ends(kind: type[BaseException]):
-    assert isinstance(contain(failing(kind()), itself), kind)
+    assert isinstance(run_guarded_in_thread(failing(kind()), return_error), kind)
 
 
 @BOTH
@@ -109,7 +109,7 @@ def test_what_the_work_held_is_freed_with_the_error_that_the_report_made_of_it()
         raise ValueError("can't be traced") from error
 
     try:
-        attempt(work, refuse)
+        run_guarded(work, refuse)
     except ValueError:
         assert held[0]() is not None  # its traceback can still be looked at
     assert held[0]() is None
@@ -118,7 +118,7 @@ def test_what_the_work_held_is_freed_with_the_error_that_the_report_made_of_it()
 def test_a_view_that_fails_is_logged_and_the_next_is_told(caplog: pytest.LogCaptureFixture):
     told = []
     with caplog.at_level(logging.ERROR, "dtkit"):
-        notify([failing(OSError("the page is gone")), lambda: told.append("the next")], "brave-otter")
+        notify_views([failing(OSError("the page is gone")), lambda: told.append("the next")], "brave-otter")
     assert told == ["the next"]
     (record,) = caplog.records
     assert record.getMessage() == "a view of brave-otter failed"
@@ -128,5 +128,5 @@ def test_a_view_that_fails_is_logged_and_the_next_is_told(caplog: pytest.LogCapt
 def test_an_interrupt_ends_the_telling_of_views():
     told = []
     with pytest.raises(KeyboardInterrupt):
-        notify([failing(KeyboardInterrupt()), lambda: told.append("the next")], "brave-otter")
+        notify_views([failing(KeyboardInterrupt()), lambda: told.append("the next")], "brave-otter")
     assert told == []

@@ -30,8 +30,9 @@ from dtkit.engine import rng
 from dtkit.engine.state import safetensors_file, writer
 from dtkit.engine.state.capture import MemoryReader, ShardedState, TensorShard, assign_holders
 from dtkit.engine.state.safetensors_file import FileReader
+from dtkit.engine.state.tensor_part import TensorPart
 from dtkit.history.history import History
-from dtkit.training.state_dict import TensorPart, join_state_dicts
+from dtkit.training.state_dict import join_state_dicts
 from dtkit.types import RunSpec
 from tests.cluster.small import net
 
@@ -215,10 +216,10 @@ def test_every_damage_is_named(whole: Path, tmp_path: Path):
         places = random.Random(name).sample(range(len(kept)), min(25, len(kept)))
         for damaged in [kept[:k] for k in places] + [kept[:k] + bytes([kept[k] ^ 1]) + kept[k + 1 :] for k in places]:
             (whole / name).write_bytes(damaged)
-            with pytest.raises(dtkit.CheckpointError, match=name):
+            with pytest.raises(dtkit.errors.CheckpointError, match=name):
                 dtkit.Checkpoint(whole).check_files()
         (whole / name).unlink()
-        with pytest.raises(dtkit.CheckpointError, match=name):
+        with pytest.raises(dtkit.errors.CheckpointError, match=name):
             dtkit.Checkpoint(whole).check_files()
         (whole / name).write_bytes(kept)
     dtkit.Checkpoint(whole).check_files()
@@ -237,7 +238,7 @@ def rewritten(folder: Path, change: Any) -> None:
 @pytest.mark.parametrize("name", ["../../secret", "/etc/passwd", "rank-000.safetensors/../x", "rank-000.pkl"])
 def test_names_stay_within_the_folder(whole: Path, name: str):
     rewritten(whole, lambda head: head["files"].update({name: {"bytes": 1, "digest": ""}}))
-    with pytest.raises(dtkit.CheckpointError, match="is no file of a checkpoint"):
+    with pytest.raises(dtkit.errors.CheckpointError, match="is no file of a checkpoint"):
         dtkit.Checkpoint(whole)
 
 
@@ -260,7 +261,7 @@ def test_names_stay_within_the_folder(whole: Path, name: str):
 )
 def test_what_a_forged_head_says_is_looked_at(whole: Path, change: dict[str, Any], told: str):
     rewritten(whole, lambda head: head.update(change))
-    with pytest.raises(dtkit.CheckpointError, match=rf"checkpoint\.json {told}.*Use an older checkpoint"):
+    with pytest.raises(dtkit.errors.CheckpointError, match=rf"checkpoint\.json {told}.*Use an older checkpoint"):
         dtkit.Checkpoint(whole)
     found = dtkit.list_checkpoints(whole.parent)
     assert (len(found), list(found.broken)) == (0, [whole])
@@ -270,7 +271,7 @@ def test_what_a_forged_head_says_is_looked_at(whole: Path, change: dict[str, Any
 def test_a_head_that_is_no_object_costs_its_checkpoint_alone(whole: Path, text: str):
     other = write_one(whole.parent, 6).future.result(20).path
     (whole / "checkpoint.json").write_text(text)
-    with pytest.raises(dtkit.CheckpointError, match="no JSON of a checkpoint"):
+    with pytest.raises(dtkit.errors.CheckpointError, match="no JSON of a checkpoint"):
         dtkit.Checkpoint(whole)
     assert [one.path for one in dtkit.list_checkpoints(whole.parent)] == [other]
 
@@ -296,23 +297,27 @@ def test_a_folder_that_cannot_be_made_is_told_with_what_to_do():
     wanted = CheckpointRequest(Path("/proc/x"), None)
     made.add_request(wanted)
     assert made.begin_next(5) is None
-    with pytest.raises(dtkit.CheckpointError, match=r"/proc/x: No such file.* Name a folder that the notebook and all"):
+    with pytest.raises(
+        dtkit.errors.CheckpointError, match=r"/proc/x: No such file.* Name a folder that the notebook and all"
+    ):
         wanted.result(1)
 
 
 def test_newer_formats_holes_and_other_models_are_refused(whole: Path):
     other = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2).double())
-    with pytest.raises(dtkit.CheckpointError, match=r"2.bias has shape \(3,\) there and \(2,\) in the model"):
+    with pytest.raises(dtkit.errors.CheckpointError, match=r"2.bias has shape \(3,\) there and \(2,\) in the model"):
         dtkit.Checkpoint(whole).load_into(other)
-    with pytest.raises(dtkit.CheckpointError, match=r"it lacks y; the model lacks 0.bias, 0.weight, 2.bias, 2.weight"):
+    with pytest.raises(
+        dtkit.errors.CheckpointError, match=r"it lacks y; the model lacks 0.bias, 0.weight, 2.bias, 2.weight"
+    ):
         dtkit.Checkpoint(whole).check_fits({"y": other[0].weight})
-    with pytest.raises(dtkit.CheckpointError, match=r"0.bias is F32 there and F64 in the model"):
+    with pytest.raises(dtkit.errors.CheckpointError, match=r"0.bias is F32 there and F64 in the model"):
         dtkit.Checkpoint(whole).load_into(net().double())
     rewritten(whole, lambda head: head["index"]["model/0.weight"]["pieces"].pop())
-    with pytest.raises(dtkit.CheckpointError, match=r"lacks parts of model/0.weight"):
+    with pytest.raises(dtkit.errors.CheckpointError, match=r"lacks parts of model/0.weight"):
         dtkit.Checkpoint(whole)
     rewritten(whole, lambda head: head.update(format=99))
-    with pytest.raises(dtkit.CheckpointError, match="has format 99"):
+    with pytest.raises(dtkit.errors.CheckpointError, match="has format 99"):
         dtkit.Checkpoint(whole)
 
 
@@ -409,7 +414,7 @@ def test_of_two_runs_in_one_folder_neither_removes_what_the_other_wrote(tmp_path
 def test_what_stays_is_not_read_again_with_each_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A large model's checkpoint.json takes long to read."""
     read, seen = checkpoint.read_metadata, []
-    monkeypatch.setattr(checkpoint, "read_head", lambda folder: seen.append(folder) or read(folder))
+    monkeypatch.setattr(checkpoint, "read_metadata", lambda folder: seen.append(folder) or read(folder))
     made = saver(History(), tmp_path)
     made.policy = dataclasses.replace(made.policy, keep_last=4, lineage=("first",))
     saved = [write_with(made, step).future.result(20).path for step in range(5, 35, 5)]
@@ -440,7 +445,9 @@ def test_runs_that_go_on_from_the_same_one_remove_that_one_s_only(tmp_path: Path
 def test_the_newest_without_its_checkpoint_json_is_refused_and_no_older_one_taken(tmp_path: Path):
     older, newest = (write_one(tmp_path, step).future.result(20).path for step in (5, 10))
     (newest / "checkpoint.json").unlink()
-    with pytest.raises(dtkit.CheckpointError, match=f"{newest.name} can't be used: checkpoint.json .*older checkpoint"):
+    with pytest.raises(
+        dtkit.errors.CheckpointError, match=f"{newest.name} can't be used: checkpoint.json .*older checkpoint"
+    ):
         dtkit.Checkpoint(tmp_path)
     assert dtkit.Checkpoint(older).step == 5
     assert [one.path for one in dtkit.list_checkpoints(tmp_path)] == [older]
@@ -461,8 +468,8 @@ def test_a_disk_without_room_is_an_error_of_the_save_alone(
         raise OSError(code, os.strerror(code))
 
     history = History()
-    monkeypatch.setattr(safetensors_file, "write", full)
-    with pytest.raises(dtkit.CheckpointError, match=f"rank 0 on .*{os.strerror(code)}"):
+    monkeypatch.setattr(safetensors_file, "write_tensors", full)
+    with pytest.raises(dtkit.errors.CheckpointError, match=f"rank 0 on .*{os.strerror(code)}"):
         write_one(tmp_path, 6, history=history).future.result(20)
     assert [event.kind for event in history.events] == ["error"]
     assert list(tmp_path.iterdir()) == [whole]

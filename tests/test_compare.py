@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import dtkit
-from dtkit.dashboard import compare, compare_figure
+from dtkit.dashboard import compare
+from dtkit.dashboard.figures import comparison_figure
 from tests.fake_source import FakeSource
 
 
@@ -38,7 +39,7 @@ def test_the_table_says_what_the_histories_say():
 
 def test_as_text_it_is_a_table():
     header, *lines = repr(dtkit.compare([run(), run("ParameterAveraging(every=8)", every=8)])).splitlines()
-    assert re.split(" {2,}", header) == ["run", *compare._NUMBERS]
+    assert re.split(" {2,}", header) == ["run", *compare._NUMBER_COLUMNS]
     assert lines[0].startswith("DataParallel()  ")
     assert "32 MB" in lines[0]
     assert "4 MB" in lines[1]
@@ -53,15 +54,15 @@ def test_in_a_notebook_it_is_a_figure_and_a_table_of_escaped_text():
     assert "<script>" not in page
     assert "Odd(&#x27;&lt;script&gt;&#x27;)" in page
     numbers = re.findall(r'style="text-align: right; ([^"]*)"', page)
-    assert numbers == ["white-space: nowrap"] * 3 * len(compare._NUMBERS)
+    assert numbers == ["white-space: nowrap"] * 3 * len(compare._NUMBER_COLUMNS)
     assert 'alt="Loss against steps and against bytes. DataParallel(): loss ' in page
     assert found._repr_png_().startswith(b"\x89PNG")
 
 
 def test_an_eighth_of_the_bytes_looks_like_an_eighth():
     whole, eighth = dtkit.compare([run(sent=463_000), run("E()", every=8, sent=463_000)]).rows
-    assert compare._numbers(whole)[3:5] == ("37 MB", "463 kB")
-    assert compare._numbers(eighth)[3:5] == ("4.63 MB", "57.9 kB")
+    assert compare._format_numbers(whole)[3:5] == ("37 MB", "463 kB")
+    assert compare._format_numbers(eighth)[3:5] == ("4.63 MB", "57.9 kB")
 
 
 def test_the_table_as_a_frame():
@@ -183,4 +184,4 @@ def test_comparing_loads_no_matplotlib_before_it_is_drawn():
 
 
 def test_marks_are_enough_for_every_colour():
-    assert len(compare_figure._MARKERS) >= 8
+    assert len(comparison_figure._MARKERS) >= 8

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dtkit.dashboard import figures, step_text
+from dtkit.dashboard.figures import run_figure
+from dtkit.dashboard.text import data_parallel_text
 from dtkit.explain.data_parallel import StepExplanation, max_or_none
 
 RANKS = [  # rank, rows, loss
@@ -268,7 +269,7 @@ def test_long_and_wild_names_are_tamed():
     ],
 )
 def test_numbers_have_four_digits(value, text):
-    assert step_text.number(value) == text
+    assert data_parallel_text.format_number(value) == text
 
 
 # -- HTML ------------------------------------------------------------------------------------------------------------
@@ -314,7 +315,7 @@ def test_the_picture_says_when_ranks_differ():
     stray[2]["after"] = "cccccccccccc"
     stray[2]["tensors"][0] |= {"update": 0.04, "checksum": "cccccccccccc"}
     figure = StepExplanation.from_reports(stray).figure()
-    marked = [text.get_text() for text in figure.axes[3].texts if text.get_color() == figures.COLOURS[5]]
+    marked = [text.get_text() for text in figure.axes[3].texts if text.get_color() == run_figure.COLORS[5]]
     assert marked == ["ranks differ", "DIFFERS"]
     assert figure.get_supxlabel() == "The ranks hold DIFFERENT parameters, in 0.weight."
 
@@ -360,7 +361,7 @@ STRANGE = {
 @pytest.mark.parametrize("name", STRANGE)
 def test_strange_steps_are_shown_without_a_warning(name):
     step = told(RANKS[:2], **STRANGE[name])
-    assert figures.png(step.figure()).startswith(b"\x89PNG")
+    assert run_figure.render_png(step.figure()).startswith(b"\x89PNG")
     assert repr(step).startswith("Step 7 of ")
 
 
@@ -372,7 +373,7 @@ def test_reading_needs_neither_torch_nor_matplotlib_and_drawing_no_pyplot():
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
     code = (
-        "import sys, dtkit.explain.data_parallel, dtkit.dashboard.step_text\n"
+        "import sys, dtkit.explain.data_parallel, dtkit.dashboard.text.data_parallel_text\n"
         "assert not {'torch', 'matplotlib'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from dtkit._util import formatting
-from dtkit.dashboard import axes, figures
-from dtkit.dashboard.timing import PHASES, timing
-from dtkit.types import Consistency, Evaluation, State
+from dtkit.dashboard.figures import run_figure, style
+from dtkit.dashboard.summary.timing import PHASES, compute_step_timing
+from dtkit.types import Evaluation, ReplicaCheckResult, State
 from tests.fake_source import FakeSource
 
 
@@ -34,7 +34,7 @@ def end_labels(ax):
 def test_a_line_and_a_label_a_node_and_one_for_all():
     source = FakeSource(ranks=4)
     source.advance(50)
-    loss, throughput, *_ = figures.run_figure(source).axes
+    loss, throughput, *_ = run_figure.draw_run(source).axes
     nodes = [f"node {k}" for k in range(4)]
     assert lines(loss) == [*nodes, "mean"]
     assert lines(throughput) == [*nodes, "all ÷ 4"]
@@ -51,7 +51,7 @@ def test_a_line_and_a_label_a_node_and_one_for_all():
 def test_many_nodes_are_a_band_and_their_mean(ranks):
     source = FakeSource(ranks=ranks)
     source.advance(30)
-    figure = figures.run_figure(source)
+    figure = run_figure.draw_run(source)
     loss, throughput = panel(figure, "Loss"), panel(figure, "Throughput")
     assert lines(loss) == ["mean"]
     assert lines(throughput) == [f"all ÷ {ranks}"]
@@ -61,16 +61,16 @@ def test_many_nodes_are_a_band_and_their_mean(ranks):
 def test_one_node_needs_no_mean():
     source = FakeSource(ranks=1)
     source.advance(30)
-    loss, throughput, *_ = figures.run_figure(source).axes
+    loss, throughput, *_ = run_figure.draw_run(source).axes
     assert lines(loss) == lines(throughput) == ["node 0"]
 
 
 def test_stages_without_a_loss_have_no_line_and_samples_count_once():
     source = FakeSource(ranks=4, stages=2)
     source.advance(50)
-    loss, throughput, *_ = figures.run_figure(source).axes
+    loss, throughput, *_ = run_figure.draw_run(source).axes
     assert lines(loss) == ["node 1", "node 3", "mean"]
-    assert loss.get_lines()[1].get_color() == axes.COLOURS[3]  # a node keeps its colour
+    assert loss.get_lines()[1].get_color() == style.COLORS[3]  # a node keeps its colour
     assert lines(throughput) == [*(f"node {k}" for k in range(4)), "all ÷ 2"]
     *nodes, overall = [line.get_ydata() for line in throughput.get_lines()]
     assert all((overall <= 1.001 * own).all() for own in nodes)
@@ -80,7 +80,7 @@ def test_stages_without_a_loss_have_no_line_and_samples_count_once():
 def test_one_pipeline_has_one_line_over_all():
     source = FakeSource(ranks=2, stages=2)
     source.advance(50)
-    throughput = figures.run_figure(source).axes[1]
+    throughput = run_figure.draw_run(source).axes[1]
     assert lines(throughput) == ["node 0", "node 1", "all"]
     np.testing.assert_allclose(throughput.get_lines()[-1].get_ydata(), source.history.throughput()[1], rtol=1e-6)
 
@@ -89,9 +89,9 @@ def test_the_title_says_what_how_and_how_far():
     source = FakeSource(name="$Net_0$ <b>")  # mathematics and markup stay text
     source.advance(12)
     source.state = State.PAUSED
-    figure = figures.run_figure(source)
+    figure = run_figure.draw_run(source)
     assert figure.get_suptitle() == "$Net_0$ <b> · DataParallel() · 4 nodes · paused · 12 of 400 steps"
-    assert figures.png(figure).startswith(b"\x89PNG")
+    assert run_figure.render_png(figure).startswith(b"\x89PNG")
 
 
 def test_events_and_validation_are_marked():
@@ -101,7 +101,7 @@ def test_events_and_validation_are_marked():
     source.event("print", "not worth a mark")
     source.advance(20)
     source.history.add(Evaluation(30, 100, {"loss": 0.7, "accuracy": 0.9}))
-    loss, throughput, *_ = figures.run_figure(source).axes
+    loss, throughput, *_ = run_figure.draw_run(source).axes
     for ax in (loss, throughput):
         assert [x.get_gid() for x in ax.get_lines() if x.get_gid().startswith("event-")] == ["event-lr"]
     assert "valid" in lines(loss)
@@ -114,8 +114,8 @@ def test_the_bars_of_the_steps_time(ranks):
     source = FakeSource(ranks=ranks)
     source.slowness = {1: 2.0}
     source.advance(60)
-    ax = panel(figures.run_figure(source), "Where a step's time goes")
-    found = timing(source.history, ranks)
+    ax = panel(run_figure.draw_run(source), "Where a step's time goes")
+    found = compute_step_timing(source.history, ranks)
     for rank in range(ranks):
         left = 0.0
         for k, phase in enumerate(PHASES):
@@ -136,7 +136,7 @@ def test_the_bars_of_the_steps_time(ranks):
 def test_many_nodes_have_three_bars_and_nobody_is_named_without_a_straggler():
     source = FakeSource(ranks=16)
     source.advance(60)
-    ax = panel(figures.run_figure(source), "Where a step's time goes")
+    ax = panel(run_figure.draw_run(source), "Where a step's time goes")
     assert [label.get_text().split(":")[0] for label in ax.get_yticklabels()] == ["fastest", "median", "slowest"]
     assert ax._right_title.get_text() == ""
 
@@ -144,33 +144,33 @@ def test_many_nodes_have_three_bars_and_nobody_is_named_without_a_straggler():
 def test_the_gradients_norm_and_the_learning_rate_are_shown_where_they_say_something():
     source = FakeSource()
     source.advance(30)
-    figure = figures.run_figure(source)
-    assert lines(panel(figure, "Gradient norm")) == [formatting.loss(source.history.totals()["grad_norm"][-1])]
+    figure = run_figure.draw_run(source)
+    assert lines(panel(figure, "Gradient norm")) == [formatting.format_loss(source.history.totals()["grad_norm"][-1])]
     source.lr = 0.01
     source.advance(30)
-    assert lines(panel(figures.run_figure(source), "Learning rate")) == ["0.01"]
+    assert lines(panel(run_figure.draw_run(source), "Learning rate")) == ["0.01"]
     plain = FakeSource()
     plain.advance(30)
     plain.history.rows()["grad_norm"][:] = np.nan
     plain.history._totals.read(0, 30)["grad_norm"][:] = np.nan
-    titles = [ax._left_title.get_text() for ax in figures.run_figure(plain).axes]
+    titles = [ax._left_title.get_text() for ax in run_figure.draw_run(plain).axes]
     assert titles == ["Loss", "Throughput", "Where a step's time goes", "Memory"]
 
 
 def test_whether_ranks_agree_and_who_is_slowed_stand_under_the_title():
     source = FakeSource()
     source.advance(30)
-    assert said(figures.run_figure(source)) == []
-    source.delay_factors, source.consistency = {1: 2.0}, Consistency(30, (), None)
-    figure = figures.run_figure(source)
+    assert said(run_figure.draw_run(source)) == []
+    source.delay_factors, source.consistency = {1: 2.0}, ReplicaCheckResult(30, (), None)
+    figure = run_figure.draw_run(source)
     assert [text.get_text() for text in said(figure)] == [
         "✓ parameters identical on 4 nodes, checked at step 30",
         "▼ node 1 slowed 2x on purpose",
     ]
-    source.consistency = Consistency(30, (1, 3), 20)
-    alert = said(figures.run_figure(source))[0]
+    source.consistency = ReplicaCheckResult(30, (1, 3), 20)
+    alert = said(run_figure.draw_run(source))[0]
     assert alert.get_text() == "✕ nodes 1 and 3 differ since step 20: parameters are no longer equal"
-    assert (alert.get_color(), alert.get_weight()) == (axes.ALERT, "bold")
+    assert (alert.get_color(), alert.get_weight()) == (style.ALERT_COLOR, "bold")
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16])
@@ -178,9 +178,9 @@ def test_nothing_in_the_picture_lies_over_something_else(ranks):
     """Titles, names and legends, by the boxes that they take when drawn."""
     source = FakeSource(ranks=ranks, name="A rather long name of a model")
     source.slowness, source.delay_factors = {0: 1.6}, {0: 1.6}
-    source.consistency = Consistency(30, (), None)
+    source.consistency = ReplicaCheckResult(30, (), None)
     source.advance(60)
-    figure = figures.run_figure(source)
+    figure = run_figure.draw_run(source)
     figure.canvas.draw()
     titles = [t for ax in figure.axes for t in (ax._left_title, ax._right_title, ax.xaxis.label)]
     legends = [ax.get_legend() for ax in figure.axes if ax.get_legend()]
@@ -197,9 +197,9 @@ def test_nothing_in_the_picture_lies_over_something_else(ranks):
 def test_without_a_step_it_says_so(state):
     source = FakeSource()
     source.state = state
-    figure = figures.run_figure(source)
+    figure = run_figure.draw_run(source)
     assert all(any(t.get_text() == "no step yet" for t in ax.texts) for ax in figure.axes)
-    figures.png(figure)
+    run_figure.render_png(figure)
 
 
 @pytest.mark.parametrize("losses", [[1.0], [float("nan")], [float("inf")], [1e300, -1e300], [0.0, 0.0]])
@@ -207,7 +207,7 @@ def test_strange_losses_are_drawn_without_a_warning(losses):
     source = FakeSource(ranks=2)
     for loss in losses:
         source.advance(1, loss=loss)
-    figures.png(figures.run_figure(source))
+    run_figure.render_png(run_figure.draw_run(source))
 
 
 def test_a_long_run_is_drawn_from_few_points_with_its_extremes():
@@ -215,7 +215,7 @@ def test_a_long_run_is_drawn_from_few_points_with_its_extremes():
     source.advance(50_000)
     source.advance(1, loss=77.0)
     source.advance(49_999)
-    loss = figures.run_figure(source).axes[0]
+    loss = run_figure.draw_run(source).axes[0]
     assert all(len(line.get_xdata()) <= 512 for line in loss.get_lines())
     assert max(band.get_paths()[0].vertices[:, 1].max() for band in loss.collections) == 77
 
@@ -226,18 +226,18 @@ def test_the_picture_does_not_follow_a_style():
     source = FakeSource()
     source.advance(5)
     with mpl.rc_context({"text.color": "white", "axes.facecolor": "black", "savefig.facecolor": "black"}):
-        figure = figures.run_figure(source)
-        figures.png(figure)
+        figure = run_figure.draw_run(source)
+        run_figure.render_png(figure)
     assert figure.axes[0].get_facecolor() == (1, 1, 1, 1)
-    assert figure.axes[0]._left_title.get_color() == figures.INK
-    assert figure._suptitle.get_color() == figures.INK
+    assert figure.axes[0]._left_title.get_color() == run_figure.TEXT_COLOR
+    assert figure._suptitle.get_color() == run_figure.TEXT_COLOR
 
 
 def test_pyplot_is_never_loaded():
     import subprocess
     import sys
 
-    code = "import dtkit.dashboard.figures, sys; sys.exit('matplotlib.pyplot' in sys.modules)"
+    code = "import dtkit.dashboard.figures.run_figure, sys; sys.exit('matplotlib.pyplot' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
@@ -252,4 +252,4 @@ def test_pyplot_is_never_loaded():
     ],
 )
 def test_labels_are_pushed_apart_around_their_middle(wanted, placed):
-    assert axes.spread(wanted, 0.1) == pytest.approx(placed)
+    assert style.spread_positions(wanted, 0.1) == pytest.approx(placed)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from dtkit.engine.comm import process_group
 from dtkit.engine.observe import error_report
-from dtkit.types import CALLED_OFF, GroupSpec
+from dtkit.types import ABORT_FLAG, GroupSpec
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,7 +31,7 @@ def test_they_wait_for_each_other(tmp_path: Path):
 
 
 def test_one_that_can_not_join_ends_the_wait(tmp_path: Path):
-    (tmp_path / f"store-7{CALLED_OFF}").touch()
+    (tmp_path / f"store-7{ABORT_FLAG}").touch()
     with pytest.raises(RuntimeError, match="a rank could not join generation 7") as raised:
         process_group._wait_for_ranks(spec(tmp_path, 0))
     assert process_group.is_lost_peer_error(raised.value)
@@ -40,7 +40,7 @@ def test_one_that_can_not_join_ends_the_wait(tmp_path: Path):
 def test_who_comes_last_to_one_that_was_called_off_does_not_join_it(tmp_path: Path):
     """Nobody is missing, but who came first has left: torch would wait for it, and no interrupt gets through."""
     (tmp_path / "store-7.0").touch()
-    (tmp_path / f"store-7{CALLED_OFF}").touch()
+    (tmp_path / f"store-7{ABORT_FLAG}").touch()
     with pytest.raises(RuntimeError, match="a rank could not join generation 7"):
         process_group._wait_for_ranks(spec(tmp_path, 1))
 

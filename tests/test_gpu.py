@@ -76,7 +76,7 @@ def test_records_have_the_device_s_memory_and_times_from_events():
 
 def test_a_memory_limit_is_one_of_the_device():
     with dtkit.Cluster(1, memory_limit="200MB") as cluster:
-        with pytest.raises(dtkit.EngineError, match="out of memory"):
+        with pytest.raises(dtkit.errors.EngineError, match="out of memory"):
             cluster.run(lambda: torch.empty(300_000_000, dtype=torch.uint8, device="cuda"))
         memory = train(cluster).memory()
     assert memory.peak is not None

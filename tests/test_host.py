@@ -84,16 +84,16 @@ def test_the_tightest_limit_on_the_way_up_counts(
     tmp_path: Path, files: dict[str, str], cores: int, total: int, free: int
 ) -> None:
     root = tree(tmp_path, files)
-    assert resources.cores(root) == cores
-    assert resources.memory(root) == resources.Memory(total, free)
+    assert resources.count_cores(root) == cores
+    assert resources.read_memory(root) == resources.HostMemory(total, free)
 
 
 def test_affinity_counts_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0}, raising=False)
-    assert resources.cores(tree(tmp_path, V2)) == 1
+    assert resources.count_cores(tree(tmp_path, V2)) == 1
     monkeypatch.delattr(os, "sched_getaffinity")
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    assert resources.cores(tmp_path / "nothing here") == 8
+    assert resources.count_cores(tmp_path / "nothing here") == 8
 
 
 def test_free_memory_is_never_more_than_the_host_has_nor_negative(
@@ -101,14 +101,14 @@ def test_free_memory_is_never_more_than_the_host_has_nor_negative(
 ) -> None:
     root = tree(tmp_path, V2)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=GB, available=GB // 10))
-    assert resources.memory(root) == resources.Memory(GB, GB // 10)
+    assert resources.read_memory(root) == resources.HostMemory(GB, GB // 10)
     (root / "sys/fs/cgroup/pod/memory.current").write_text("9000000000")
-    assert resources.memory(root).free == 0
+    assert resources.read_memory(root).free == 0
 
 
 def test_this_machine_answers() -> None:
-    found = resources.memory()
-    assert 1 <= resources.cores() <= (os.cpu_count() or 1)
+    found = resources.read_memory()
+    assert 1 <= resources.count_cores() <= (os.cpu_count() or 1)
     assert 0 < found.free <= found.total <= psutil.virtual_memory().total
 
 
@@ -131,9 +131,9 @@ def test_gpus_are_counted_from_device_files(
     names = ("nvidia0", "nvidia1", "nvidia2", "nvidiactl", "nvidia-uvm")
     root = tree(tmp_path, {f"dev/{name}": "" for name in names})
     monkeypatch.setattr(resources, "_torch_has_cuda", lambda: True)
-    assert resources.gpus(root, {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}) == count
+    assert resources.count_gpus(root, {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}) == count
     monkeypatch.setattr(resources, "_torch_has_cuda", lambda: False)
-    assert resources.gpus(root, {}) == 0
+    assert resources.count_gpus(root, {}) == 0
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_a_torch_without_cuda_is_told_from_its_files(
 @pytest.mark.parametrize(
     ("free", "cores", "environ", "engines"),
     [
-        (100 * GB, 64, {}, resources.MOST_BY_DEFAULT),
+        (100 * GB, 64, {}, resources.MAX_DEFAULT_ENGINES),
         (100 * GB, 2, {}, 2),
         (100 * GB, 64, {"BINDER_SERVICE_HOST": "x"}, 2),
         (100 * GB, 1, {"BINDER_REPO_URL": "x"}, 2),
@@ -175,18 +175,18 @@ def test_default_engines(
     environ: dict[str, str],
     engines: int,
 ) -> None:
-    monkeypatch.setattr(resources, "memory", lambda _: resources.Memory(256 * GB, free))
-    monkeypatch.setattr(resources, "cores", lambda _: cores)
-    assert resources.default_engines(tmp_path, environ) == engines
-    monkeypatch.setattr(resources, "gpus", lambda *_: 8)
-    assert resources.default_engines(tmp_path, environ) == 8
+    monkeypatch.setattr(resources, "read_memory", lambda _: resources.HostMemory(256 * GB, free))
+    monkeypatch.setattr(resources, "count_cores", lambda _: cores)
+    assert resources.compute_default_engines(tmp_path, environ) == engines
+    monkeypatch.setattr(resources, "count_gpus", lambda *_: 8)
+    assert resources.compute_default_engines(tmp_path, environ) == 8
 
 
 def test_most_engines_leaves_room_for_the_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resources, "memory", lambda _: resources.Memory(4 * GB, 2 * GB))
-    assert resources.most_engines(tmp_path) == (2 * GB - resources.NOTEBOOK_BYTES) // resources.ENGINE_BYTES
-    monkeypatch.setattr(resources, "memory", lambda _: resources.Memory(4 * GB, 1))
-    assert resources.most_engines(tmp_path) == 0
+    monkeypatch.setattr(resources, "read_memory", lambda _: resources.HostMemory(4 * GB, 2 * GB))
+    assert resources.compute_max_engines(tmp_path) == (2 * GB - resources.NOTEBOOK_BYTES) // resources.ENGINE_BYTES
+    monkeypatch.setattr(resources, "read_memory", lambda _: resources.HostMemory(4 * GB, 1))
+    assert resources.compute_max_engines(tmp_path) == 0
 
 
 def test_looking_at_the_host_does_not_import_torch() -> None:

@@ -16,18 +16,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dtkit.dashboard import display, live, stuck
-from dtkit.dashboard.bundle import bundle
-from dtkit.dashboard.feed import CHANGE_EVENTS, LOG, Feed
-from dtkit.dashboard.series import BUDGET, CHARTS, LOSS, Curves, sample
-from dtkit.dashboard.source import Source
+from dtkit.dashboard import display
+from dtkit.dashboard.live import widget
+from dtkit.dashboard.live.bundle import bundle_modules
+from dtkit.dashboard.live.messages import MAX_CHANGE_EVENTS, MAX_LOG_LINES, MessageBuilder
+from dtkit.dashboard.run_view import RunView
+from dtkit.dashboard.summary import stall
+from dtkit.dashboard.summary.curves import CHARTS, LOSS, MAX_BUCKETS, Curves, downsample
+from dtkit.dashboard.summary.timing import PHASES, compute_step_timing
 from dtkit.dashboard.throttle import Throttle
-from dtkit.dashboard.timing import PHASES, timing
 from dtkit.history.history import History
-from dtkit.types import Consistency, Evaluation, State, StepRecord
+from dtkit.types import Evaluation, ReplicaCheckResult, State, StepRecord
 from tests.fake_source import FakeSource
 
-STATIC = Path(live.STATIC)
+STATIC = Path(widget.STATIC_FOLDER)
 
 
 class Timers:
@@ -70,8 +72,8 @@ def test_curves_keep_every_extreme_in_a_fixed_budget():
     source.advance(60_000)
     source.advance(1, loss=99.0)
     source.advance(39_999)
-    part = sample(source.history, LOSS, 2)
-    assert BUDGET // 2 <= len(part.values) <= BUDGET
+    part = downsample(source.history, LOSS, 2)
+    assert MAX_BUCKETS // 2 <= len(part.values) <= MAX_BUCKETS
     rows = source.history.rows()
     for rank in (0, 1):
         losses = rows["loss"][rows["rank"] == rank]
@@ -79,18 +81,18 @@ def test_curves_keep_every_extreme_in_a_fixed_budget():
         assert np.nanmin(part.values[:, rank, 0]) == np.float32(losses.min())
     bucket = part.values[int(np.nanargmax(part.values[:, 0, 2]))]
     assert bucket[0, 1] < 5  # the mean is still to be read beside the spike
-    assert part.steps[0] < part.steps[-1] <= 100_000 + part.width
+    assert part.middle_steps[0] < part.middle_steps[-1] <= 100_000 + part.width
 
 
 def test_curves_of_few_steps_are_the_values_themselves():
     source = FakeSource(ranks=3, steps=100)
     source.advance(100)
-    part = sample(source.history, LOSS, 3)
-    assert part.flat
+    part = downsample(source.history, LOSS, 3)
+    assert part.is_flat
     assert part.width == 1
     for rank in range(3):
         steps, losses = source.history.loss(rank)
-        np.testing.assert_array_equal(part.steps, steps)
+        np.testing.assert_array_equal(part.middle_steps, steps)
         np.testing.assert_array_equal(part.values[:, rank, 1], losses.astype("f4"))
 
 
@@ -101,7 +103,7 @@ def test_curves_added_bit_by_bit_equal_those_added_at_once():
         bit.update(source.history)
     once = Curves(CHARTS, 4)
     once.update(source.history)
-    a, b = bit.part(), once.part()
+    a, b = bit.get_all(), once.get_all()
     assert (a.width, a.origin) == (b.width, b.origin)
     np.testing.assert_allclose(a.values, b.values, rtol=1e-6)
 
@@ -109,7 +111,7 @@ def test_curves_added_bit_by_bit_equal_those_added_at_once():
 def test_many_ranks_share_a_band():
     source = FakeSource(ranks=9)
     source.advance(20)
-    part = sample(source.history, LOSS, 9)
+    part = downsample(source.history, LOSS, 9)
     assert part.values.shape[1] == 2
     losses = source.history.rows()["loss"].reshape(20, 9)
     np.testing.assert_array_equal(part.values[:, 0, 0], losses.min(1).astype("f4"))
@@ -120,7 +122,7 @@ def test_not_finite_losses_leave_a_gap_and_nothing_else():
     history = History()
     for step, loss in enumerate([1.0, float("nan"), float("inf"), 2.0]):
         history.append(records(step, [loss]))
-    part = sample(history, LOSS, 1)
+    part = downsample(history, LOSS, 1)
     np.testing.assert_array_equal(part.values[:, 0, 1], np.array([1, np.nan, np.nan, 2], "f4"))
 
 
@@ -129,11 +131,11 @@ def test_a_rank_that_reports_late_still_lands_in_its_step():
     for step in range(10):
         history.append(records(step, [1.0]))
     curves.update(history)
-    curves.take()
+    curves.take_changes()
     history.append([StepRecord(3, 0, 1, 8, 7.0, 8, 0.1, 0, 0, 0, 0, 0.1, 1)])
     curves.update(history)
-    assert curves.take().first == 3
-    assert curves.part().values[3, 1, 1] == 7
+    assert curves.take_changes().first == 3
+    assert curves.get_all().values[3, 1, 1] == 7
 
 
 # -- the feed --------------------------------------------------------------------------------------------
@@ -158,7 +160,7 @@ class Page:
             self.values = np.zeros((0, self.columns, 3), "f4")
             self.evaluations = list(content["evaluations"])
         else:
-            self.log = (self.log + content.get("events", []))[-LOG:]
+            self.log = (self.log + content.get("events", []))[-MAX_LOG_LINES:]
             self.evaluations += content.get("evaluations", [])
         self.status, self.tiles, self.remarks = content["status"], content["tiles"], content["remarks"]
         while self.width < part["width"]:
@@ -187,17 +189,17 @@ class Page:
 
 def long_story(feed, source):
     """Messages of a run with everything in it: slow, fast, events, evaluations, joins."""
-    yield feed.snapshot()
+    yield feed.build_snapshot()
     for k in range(80):
         source.advance(1 + (k % 9) * 11, loss=float("nan") if k == 20 else None)
         source.lr = 0.1 if k < 40 else 0.03
-        source.consistency = Consistency(source.step, (), None)
+        source.consistency = ReplicaCheckResult(source.step, (), None)
         if k % 10 == 0:
             source.event("lr", f"learning rate {k}")
             source.history.add(Evaluation(source.step, 10, {"loss": 0.5, "accuracy": float("nan")}))
-        yield feed.change()
+        yield feed.build_change()
     while feed.pending:
-        yield feed.change()
+        yield feed.build_change()
 
 
 def assert_same(a, b):
@@ -212,13 +214,13 @@ def assert_same(a, b):
 @pytest.mark.parametrize("ranks", [1, 4, 64])
 def test_a_late_page_has_what_changes_added_up_to(ranks):
     source = FakeSource(ranks=ranks, steps=5000)
-    feed = Feed(source)
+    feed = MessageBuilder(source)
     story = long_story(feed, source)
     early = Page(next(story))
     for message in story:
         early.apply(message)
     assert early.width > 1  # buckets were joined on the way
-    late = Page(feed.snapshot())
+    late = Page(feed.build_snapshot())
     late.seq = early.seq
     assert_same(early, late)
 
@@ -227,30 +229,30 @@ def test_a_late_page_has_what_changes_added_up_to(ranks):
 @pytest.mark.parametrize("steps", [1, 10, 100, 1000])
 def test_a_change_is_small_however_much_happened(ranks, steps):
     source = FakeSource(ranks=ranks, steps=100_000)
-    feed = Feed(source)
-    feed.snapshot()
+    feed = MessageBuilder(source)
+    feed.build_snapshot()
     for _ in range(30):
         source.advance(steps)
         for k in range(50):
             source.event("print", f"{k} " + "x" * 1000)
-        assert size(feed.change()) <= 10_000
+        assert size(feed.build_change()) <= 10_000
     sent = 0
-    while feed.pending:  # what was left over follows, and comes to an end
-        assert size(feed.change()) <= 10_000
+    while feed.has_pending:  # what was left over follows, and comes to an end
+        assert size(feed.build_change()) <= 10_000
         sent += 1
         assert sent < 100
 
 
 def test_only_changes_are_sent():
     source = FakeSource()
-    feed = Feed(source)
+    feed = MessageBuilder(source)
     source.advance(300)
-    feed.snapshot()
+    feed.build_snapshot()
     source.advance(1)
-    message = feed.change()
+    message = feed.build_change()
     assert message.content["curves"]["buckets"] == 1
     assert {"head", "nodes", "events", "evaluations"}.isdisjoint(message.content)
-    idle = feed.change()
+    idle = feed.build_change()
     assert idle.content["curves"]["buckets"] == 0
     assert [len(b) for b in idle.buffers] == [0] * 5
     assert "time" not in idle.content
@@ -259,32 +261,32 @@ def test_only_changes_are_sent():
 
 def test_a_flood_of_prints_is_cut_to_what_a_page_keeps():
     source = FakeSource()
-    feed = Feed(source)
-    feed.snapshot()
+    feed = MessageBuilder(source)
+    feed.build_snapshot()
     for k in range(10_000):
         source.event("print", str(k))
     texts = []
-    while feed.pending:
-        events = feed.change().content["events"]
-        assert len(events) <= CHANGE_EVENTS
+    while feed.has_pending:
+        events = feed.build_change().content["events"]
+        assert len(events) <= MAX_CHANGE_EVENTS
         texts += [e["text"] for e in events]
-    assert texts == [str(k) for k in range(10_000 - LOG, 10_000)]
+    assert texts == [str(k) for k in range(10_000 - MAX_LOG_LINES, 10_000)]
 
 
 def test_a_snapshot_of_a_long_run_stays_small():
     source = FakeSource(ranks=4, steps=100_000)
     source.advance(100_000)
-    assert size(Feed(source).snapshot()) < 70_000
+    assert size(MessageBuilder(source).build_snapshot()) < 70_000
 
 
 def test_text_from_engines_stays_text():
     source = FakeSource(name="<img src=x onerror=alert(1)>")
     source.event("print", "<script>alert(1)</script>\x1b[31m\x00", rank=1)
     source.exception = RuntimeError("<b>rank 1</b>\nsecond\x07 line")
-    content = Feed(source).snapshot().content
+    content = MessageBuilder(source).build_snapshot().content
     assert content["events"][0]["text"] == "<script>alert(1)</script> [31m"
     assert content["error"] == "RuntimeError: <b>rank 1</b>\nsecond  line"
-    script = bundle(STATIC / "dashboard.js")
+    script = bundle_modules(STATIC / "dashboard.js")
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(", script)
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", script)  # nothing is loaded from anywhere
 
@@ -293,9 +295,9 @@ def test_messages_are_json_without_nan():
     source = FakeSource()
     source.lr = float("nan")
     source.advance(3, loss=float("nan"))
-    feed = Feed(source)
-    json.dumps(feed.snapshot().content, allow_nan=False)
-    tiles = {tile["label"]: tile["value"] for tile in feed.change().content["tiles"]}
+    feed = MessageBuilder(source)
+    json.dumps(feed.build_snapshot().content, allow_nan=False)
+    tiles = {tile["label"]: tile["value"] for tile in feed.build_change().content["tiles"]}
     assert tiles["mean loss"] == "NaN"
 
 
@@ -303,7 +305,7 @@ def test_tiles_say_what_the_records_say():
     source = FakeSource(ranks=4, steps=400)
     source.advance(150)
     source.advance(20, loss=0.25)
-    tiles = {tile["label"]: tile for tile in Feed(source).snapshot().content["tiles"]}
+    tiles = {tile["label"]: tile for tile in MessageBuilder(source).build_snapshot().content["tiles"]}
     totals = source.history.totals(150)
     assert tiles["throughput"]["value"] == f"{totals['samples'].sum() / totals['step_s'].sum():,.0f}"
     assert (tiles["mean loss"]["value"], tiles["mean loss"]["note"]) == ("0.250", "spread 0")
@@ -319,8 +321,8 @@ def test_the_time_panel_is_sent_as_the_kept_one_draws_it():
     source = FakeSource(ranks=4)
     source.slowness = {1: 2.0}
     source.advance(60)
-    message = Feed(source).snapshot()
-    found = timing(source.history, 4)
+    message = MessageBuilder(source).build_snapshot()
+    found = compute_step_timing(source.history, 4)
     sent = np.frombuffer(message.buffers[2], "<f4").reshape(4, len(PHASES))
     np.testing.assert_array_equal(sent, found.seconds.astype("f4"))
     time = message.content["time"]
@@ -336,7 +338,7 @@ def test_nodes_are_measured_by_what_they_do_without_waiting():
     source.slowness = {1: 2.0}
     source.advance(60)
     rows = source.history.rows(40 * 2)
-    rates = np.frombuffer(Feed(source).snapshot().buffers[1], "<f4").reshape(2, 3)[:, 1]
+    rates = np.frombuffer(MessageBuilder(source).build_snapshot().buffers[1], "<f4").reshape(2, 3)[:, 1]
     for rank in (0, 1):
         own = rows[rows["rank"] == rank]
         assert rates[rank] == pytest.approx(own["samples"].sum() / (own["step_s"] - own["wait_s"]).sum(), rel=1e-4)
@@ -345,8 +347,8 @@ def test_nodes_are_measured_by_what_they_do_without_waiting():
 
 def test_remarks_are_sent_with_their_kind():
     source = FakeSource(ranks=4)
-    source.delay_factors, source.consistency = {1: 2.0}, Consistency(412, (), None)
-    assert Feed(source).snapshot().content["remarks"] == [
+    source.delay_factors, source.consistency = {1: 2.0}, ReplicaCheckResult(412, (), None)
+    assert MessageBuilder(source).build_snapshot().content["remarks"] == [
         {"kind": "identical", "text": "parameters identical on 4 nodes, checked at step 412"},
         {"kind": "slowed", "text": "node 1 slowed 2x on purpose"},
     ]
@@ -355,11 +357,11 @@ def test_remarks_are_sent_with_their_kind():
 def test_a_stuck_node_is_told_while_it_lasts():
     source = FakeSource(ranks=4)
     source.advance(30)
-    feed = Feed(source)
-    feed.snapshot()
+    feed = MessageBuilder(source)
+    feed.build_snapshot()
     source.message = "rank 1 keeps the others waiting"  # as a run has it: the finding's text
     source.stick(1)
-    content = feed.change().content
+    content = feed.build_change().content
     nodes = {tile["label"]: tile for tile in content["tiles"]}["nodes"]
     assert nodes == {"label": "nodes", "value": "4 / 4", "note": "⊘ node 1 stuck: forward, 12 s", "alert": True}
     assert content["nodes_now"]["stuck"] == [1]
@@ -371,28 +373,28 @@ def test_a_stuck_node_is_told_while_it_lasts():
         }
     ]
     assert content["status"]["message"] == ""  # said once
-    assert [mark["kind"] for mark in feed.snapshot().content["marks"]] == ["stuck"]
+    assert [mark["kind"] for mark in feed.build_snapshot().content["marks"]] == ["stuck"]
     said = content["remarks"]
     source.stick(1, seconds=40.0)
-    content = feed.change().content
+    content = feed.build_change().content
     assert {tile["label"]: tile for tile in content["tiles"]}["nodes"]["note"] == "⊘ node 1 stuck: forward, 40 s"
     assert content["remarks"] == said  # an alert is read out anew with every word that changes
     source.stall_report, source.message = None, ""
-    content = feed.change().content
+    content = feed.build_change().content
     assert (content["remarks"], content["nodes_now"]["stuck"]) == ([], [])
-    assert [mark["kind"] for mark in feed.snapshot().content["marks"]] == ["stuck", "stuck"]
+    assert [mark["kind"] for mark in feed.build_snapshot().content["marks"]] == ["stuck", "stuck"]
 
 
 def test_a_run_in_which_no_node_moves_says_so_and_a_straggler_is_not_stuck():
     source = FakeSource(ranks=4)
     source.advance(30)
     source.stick(None, seconds=75.0)
-    content = Feed(source).snapshot().content
+    content = MessageBuilder(source).build_snapshot().content
     assert {tile["label"]: tile for tile in content["tiles"]}["nodes"]["note"] == "⊘ no node moves: 1 min 15 s"
     assert content["remarks"][0]["text"] == "no node moves. cluster.stacks() shows where all ranks stand"
     assert content["nodes_now"]["stuck"] == []
     source.stall_report = dataclasses.replace(source.stall_report, kind="straggler", rank=2)
-    content = Feed(source).snapshot().content
+    content = MessageBuilder(source).build_snapshot().content
     assert (content["remarks"], content["nodes_now"]["stuck"]) == ([], [])
 
 
@@ -411,8 +413,10 @@ def test_every_place_in_which_a_node_is_stuck_has_words(phase, step, tile, place
     source = FakeSource(ranks=2)
     source.stick(1, phase=phase)
     found = dataclasses.replace(source.stall_report, step=step)
-    assert stuck.short(found) == f"⊘ node 1 stuck: {tile}, 12 s".replace(": ,", ":")
-    assert stuck.sentence(found).startswith(f"node 1 {place}, and the others wait for it. It stands at train.py:12")
+    assert stall.format_short(found) == f"⊘ node 1 stuck: {tile}, 12 s".replace(": ,", ":")
+    assert stall.format_sentence(found).startswith(
+        f"node 1 {place}, and the others wait for it. It stands at train.py:12"
+    )
 
 
 def test_what_is_the_same_on_all_ranks_has_one_line():
@@ -420,7 +424,7 @@ def test_what_is_the_same_on_all_ranks_has_one_line():
     source.advance(10)
     part = Curves(CHARTS, 4)
     part.update(source.history)
-    layouts = {layout.name: layout for layout in part.layouts}
+    layouts = {layout.name: layout for layout in part.chart_layouts}
     assert [(name, found.first, found.nodes) for name, found in layouts.items()] == [
         ("loss", 0, 4),
         ("throughput", 5, 4),
@@ -428,8 +432,8 @@ def test_what_is_the_same_on_all_ranks_has_one_line():
         ("grad_norm", 11, 0),
     ]
     totals = source.history.totals()
-    np.testing.assert_array_equal(part.part().values[:, 11, 1], totals["grad_norm"].astype("f4"))
-    assert (part.part().values[:, 10] == np.float32(0.1)).all()
+    np.testing.assert_array_equal(part.get_all().values[:, 11, 1], totals["grad_norm"].astype("f4"))
+    assert (part.get_all().values[:, 10] == np.float32(0.1)).all()
 
 
 def node():
@@ -443,8 +447,8 @@ def node():
 def test_the_page_adds_up_the_same(tmp_path):
     """The page's own store, fed with the messages of a run, ends with what a snapshot holds."""
     source = FakeSource(ranks=4, steps=5000)
-    feed = Feed(source)
-    messages = [*long_story(feed, source), feed.snapshot()]
+    feed = MessageBuilder(source)
+    messages = [*long_story(feed, source), feed.build_snapshot()]
     (tmp_path / "store.mjs").write_bytes((STATIC / "store.js").read_bytes())
     (tmp_path / "messages.json").write_and_sync(
         json.dumps([[m.content, [base64.b64encode(b).decode() for b in m.buffers]] for m in messages])
@@ -490,7 +494,7 @@ def test_the_page_adds_up_the_same(tmp_path):
 def test_the_modules_of_the_page_are_one_module(tmp_path, name):
     """A name that two files have at their top level would make it one that no browser loads."""
     entry = STATIC / name
-    code = bundle(entry)
+    code = bundle_modules(entry)
     (tmp_path / "all.mjs").write_and_sync(code, encoding="utf-8")
     run = 'import start from "./all.mjs"; console.log(Object.keys(start()).sort().join());'
     (tmp_path / "run.mjs").write_and_sync(run, encoding="utf-8")
@@ -513,7 +517,7 @@ def test_every_panel_is_drawn_in_both_views():
 
 
 def throttled(work, timers, interval=0.25):
-    return Throttle(work, interval, clock=timers.clock, later=timers.later)
+    return Throttle(work, interval, clock=timers.clock, call_later=timers.later)
 
 
 def test_at_most_four_a_second_and_the_last_one_always():
@@ -521,7 +525,7 @@ def test_at_most_four_a_second_and_the_last_one_always():
     throttle = throttled(lambda: seen.append((timers.now, value)), timers)
     for k in range(1000):  # ten seconds of a poke every 10 ms
         timers.now, value = k / 100, k
-        throttle.poke()
+        throttle.trigger()
         due = [t for t in timers.waiting if t[0] <= timers.now]
         timers.waiting = [t for t in timers.waiting if t[0] > timers.now]
         for _, call in due:
@@ -540,10 +544,10 @@ def test_a_poke_during_the_work_is_not_lost():
     def work():
         runs.append(timers.now)
         if len(runs) == 1:
-            throttle.poke()
+            throttle.trigger()
 
     throttle = throttled(work, timers)
-    throttle.poke()
+    throttle.trigger()
     timers.run()
     assert runs == [0, 0.25]
 
@@ -553,7 +557,7 @@ def test_an_error_in_a_view_is_reported_once_and_harms_nobody(caplog):
     throttle = throttled(lambda: 1 / 0, timers)
     with caplog.at_level(logging.WARNING, "dtkit.dashboard"):
         for _ in range(5):
-            throttle.poke()
+            throttle.trigger()
             timers.run()
     assert len(caplog.records) == 1
     assert "ZeroDivisionError" in caplog.text
@@ -562,9 +566,9 @@ def test_an_error_in_a_view_is_reported_once_and_harms_nobody(caplog):
 def test_nothing_runs_after_close():
     timers, runs = Timers(), []
     throttle = throttled(lambda: runs.append(1), timers)
-    throttle.poke()
+    throttle.trigger()
     throttle.close()
-    throttle.poke()
+    throttle.trigger()
     timers.run()
     assert runs == []
 
@@ -581,7 +585,7 @@ def timers():
 def watched(timers, monkeypatch):
     """A dashboard whose messages are kept: (source, dashboard, messages)."""
     source = FakeSource()
-    dashboard = live.Dashboard(source, clock=timers.clock, later=timers.later)
+    dashboard = widget.Dashboard(source, clock=timers.clock, call_later=timers.later)
     sent = []
     monkeypatch.setattr(dashboard, "send", lambda content, buffers=(): sent.append((content, buffers)))
     yield source, dashboard, sent
@@ -589,13 +593,13 @@ def watched(timers, monkeypatch):
 
 
 def test_the_fake_is_a_source():
-    assert isinstance(FakeSource(), Source)
+    assert isinstance(FakeSource(), RunView)
 
 
 def test_the_model_opens_with_a_snapshot():
     source = FakeSource()
     source.advance(10)
-    dashboard = live.Dashboard(source)
+    dashboard = widget.Dashboard(source)
     assert dashboard.opening["content"]["kind"] == "snapshot"
     assert dashboard.opening["content"]["status"]["step"] == 10
     assert "createElement" in str(dashboard._esm)
@@ -615,7 +619,7 @@ def test_snapshots_until_a_page_is_heard_then_changes_only(watched, timers):
 
     assert list(updates(8)).count("snapshot") in (3, 4)  # 1, 2, 4, 8; the first is the opening's
     sent.clear()
-    dashboard._receive(dashboard, {"hello": "opened"}, [])
+    dashboard._on_page_message(dashboard, {"hello": "opened"}, [])
     assert [content["kind"] for content, _ in sent] == ["snapshot"]
     assert set(updates(20)) == {"change"}
 
@@ -626,14 +630,14 @@ def test_messages_are_numbered_without_a_gap(watched, timers):
         source.advance(1)
         timers.run()
         if k == 4:
-            dashboard._receive(dashboard, {"hello": "opened"}, [])
+            dashboard._on_page_message(dashboard, {"hello": "opened"}, [])
     contents = [content for content, _ in sent]
     assert all(b["base"] == a["seq"] for a, b in itertools.pairwise(contents))
 
 
 def test_what_is_left_over_follows_by_itself(watched, timers):
     source, dashboard, sent = watched
-    dashboard._receive(dashboard, {"hello": "opened"}, [])
+    dashboard._on_page_message(dashboard, {"hello": "opened"}, [])
     sent.clear()
     source.advance(400)
     timers.run()
@@ -644,38 +648,38 @@ def test_what_is_left_over_follows_by_itself(watched, timers):
 @pytest.mark.parametrize("command", ["pause", "resume", "step", "stop"])
 def test_buttons_post_and_nothing_else(watched, command):
     source, dashboard, _ = watched
-    dashboard._receive(dashboard, {"command": command, "value": 3}, [])
+    dashboard._on_page_message(dashboard, {"command": command, "value": 3}, [])
     assert source.posted == [(command, None)]
 
 
 @pytest.mark.parametrize("bad", ["0.1", None, float("nan"), -1])
 def test_a_bad_learning_rate_is_refused_on_the_page(watched, bad):
     source, dashboard, sent = watched
-    dashboard._receive(dashboard, {"command": "lr", "value": bad}, [])
+    dashboard._on_page_message(dashboard, {"command": "lr", "value": bad}, [])
     assert source.posted == []
     assert sent[-1][0]["kind"] == "refused"
     assert "such as 0.01" in sent[-1][0]["text"]
-    dashboard._receive(dashboard, {"command": "lr", "value": 0.03}, [])
+    dashboard._on_page_message(dashboard, {"command": "lr", "value": 0.03}, [])
     assert source.posted == [("lr", 0.03)]
 
 
 def test_what_the_run_refuses_is_said_on_the_page(watched):
     source, dashboard, sent = watched
     source.refuse = RuntimeError("the run has ended")
-    dashboard._receive(dashboard, {"command": "pause"}, [])
+    dashboard._on_page_message(dashboard, {"command": "pause"}, [])
     assert sent[-1][0] == {"kind": "refused", "command": "pause", "text": "the run has ended"}
 
 
 def test_strange_messages_are_ignored(watched):
     source, dashboard, _ = watched
     for content in ("pause", None, {}, {"command": "rm"}, {"command": "__class__"}):
-        dashboard._receive(dashboard, content, [])
+        dashboard._on_page_message(dashboard, content, [])
     assert source.posted == []
 
 
 def test_a_view_that_fails_leaves_the_run_alone(watched, timers, monkeypatch, caplog):
     source, dashboard, _ = watched
-    monkeypatch.setattr(dashboard._feed, "change", lambda: 1 / 0)
+    monkeypatch.setattr(dashboard._feed, "build_change", lambda: 1 / 0)
     dashboard._greeted = True
     source.advance(1)
     timers.run()
@@ -687,7 +691,7 @@ def test_a_view_that_fails_leaves_the_run_alone(watched, timers, monkeypatch, ca
 
 def test_the_view_is_light_to_import():
     code = (
-        "import sys, dtkit.dashboard.live, dtkit.dashboard.display, dtkit.dashboard.text;"
+        "import sys, dtkit.dashboard.live.widget, dtkit.dashboard.display, dtkit.dashboard.text.run_text;"
         "print([m for m in ('torch', 'ipyparallel', 'matplotlib') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
@@ -732,7 +736,7 @@ def test_a_run_that_ends_leaves_a_picture_and_text_alone(notebook):
     source.changed()
     assert first.updates == []
     source.end()
-    assert display.settle(source, timeout=60)
+    assert display.wait_until_replaced(source, timeout=60)
     for handle in (first, second):
         [(data, metadata)] = handle.updates
         assert set(data) == {"image/png", "text/plain"}
@@ -752,15 +756,15 @@ def test_a_run_that_ended_shows_the_picture_at_once(notebook):
     [(data, handle)] = notebook
     assert handle is None
     assert set(data) == {"image/png", "text/plain"}
-    assert display.settle(source, timeout=0)
+    assert display.wait_until_replaced(source, timeout=0)
 
 
 def test_a_picture_that_fails_leaves_the_text_with_the_reason(notebook, monkeypatch):
     source = FakeSource()
     display.show(source)
-    monkeypatch.setattr(display, "kept", lambda _: 1 / 0)
+    monkeypatch.setattr(display, "make_static_output", lambda _: 1 / 0)
     source.end(State.FAILED)
-    assert display.settle(source, timeout=60)
+    assert display.wait_until_replaced(source, timeout=60)
     [(data, _)] = notebook[0][1].updates
     assert "failed" in data["text/plain"]
     assert "ZeroDivisionError" in data["text/plain"]
@@ -771,9 +775,9 @@ def test_a_page_opened_anew_keeps_the_last_state(notebook):
     display.show(source)
     model = notebook[0][0]
     for _ in range(2):
-        model._receive(model, {"hello": "opened"}, [])
+        model._on_page_message(model, {"hello": "opened"}, [])
     source.end()
-    assert display.settle(source, timeout=60)
+    assert display.wait_until_replaced(source, timeout=60)
     assert model.comm is not None
     assert source.subscribers == 0
     model.close()

@@ -249,7 +249,7 @@ def test_a_worker_that_dies_while_it_hands_over_is_told_from_a_dataset_that_lost
 
 
 def test_workers_are_refused_where_they_do_not_pay():
-    with pytest.raises(ValueError, match=r"workers=2: .*\(ArraySource\) .* Leave workers out"):
+    with pytest.raises(ValueError, match=r"num_workers=2: .*\(ArraySource\) .* Leave workers out"):
         make_loader(ArraySource([torch.zeros(3)]), LoadingOptions(num_workers=2), CPU, 0, 0)
 
 
@@ -386,7 +386,7 @@ def test_ranks_of_one_replica_take_the_same_part_and_count_it_once():
     def run(rank: int) -> Any:
         setting = SimpleNamespace(
             group=SimpleNamespace(rank=rank, all_reduce=group.all_reduce),
-            shards=[mesh.coordinates(rank)["dp"]],
+            shards=[mesh.get_coordinates(rank)["dp"]],
             mesh=mesh,
             device=CPU,
         )
@@ -556,5 +556,5 @@ def test_feeding_picks_what_the_data_is():
     flow = make_stream_batches(drawing, plan(), Setting, LoadingOptions())  # type: ignore[arg-type]
     assert isinstance(flow, IterableBatches)
     assert torch.equal(torch.get_rng_state(), state)
-    with pytest.raises(ValueError, match=r"workers=1: .* a stream has none"):
+    with pytest.raises(ValueError, match=r"num_workers=1: .* a stream has none"):
         make_stream_batches(drawing, plan(), Setting, LoadingOptions(num_workers=1))  # type: ignore[arg-type]

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from dtkit.health.detector import Limits, Lookout
-from dtkit.health.diagnosis import Seen, Verdict, judge, laggard
-from dtkit.health.status import Frame, Standing
+from dtkit.health.detector import DetectorConfig, StallDetector
+from dtkit.health.diagnosis import Diagnosis, RankObservation, diagnose, find_straggler
+from dtkit.health.status import EngineStatus, Frame
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,35 +18,35 @@ USER = Frame("net.py", 14, "forward", "user")
 LIBRARY = Frame("torch/autograd/graph.py", 979, "backward")
 
 
-def standing(rank: int, **changed: Any) -> Standing:
+def standing(rank: int, **changed: Any) -> EngineStatus:
     """A rank of three in a training, moving."""
-    found = Standing(
+    found = EngineStatus(
         rank=rank,
         world_size=3,
         generation=0,
         host="here",
         pid=100 + rank,
-        created=1.0,
-        time=50.0,
+        process_start_time=1.0,
+        observed_at=50.0,
         op="advance",
         phase="collective",
-        since=44.0,
-        still_s=6.0,
-        blocked=True,
-        waited=None,
+        phase_since=44.0,
+        stalled_s=6.0,
+        is_blocked=True,
+        blocked_fraction=None,
         job="job-1",
         step=12,
-        counts={"0": 5},
+        collective_counts={"0": 5},
         stack=(LIBRARY, USER),
     )
     return dataclasses.replace(found, **changed)
 
 
-def seen(rank: int, process: str = "sleeping", age_s: float = 0.2, **changed: Any) -> Seen:
-    return Seen(rank, "here", 100 + rank, process, age_s, standing(rank, **changed))
+def seen(rank: int, process: str = "sleeping", age_s: float = 0.2, **changed: Any) -> RankObservation:
+    return RankObservation(rank, "here", 100 + rank, process, age_s, standing(rank, **changed))
 
 
-def ranks(culprit: Seen) -> list[Seen]:
+def ranks(culprit: RankObservation) -> list[RankObservation]:
     """Three, of which all but this one wait."""
     return [culprit if rank == culprit.rank else seen(rank) for rank in range(3)]
 
@@ -68,53 +68,53 @@ AWAY: dict[str, Any] = {"blocked": False, "phase": "forward", "counts": {"0": 4}
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_the_rank_that_keeps_the_others_waiting(culprit: Seen, cause: str):
-    assert judge(ranks(culprit)) == Verdict(cause, 1)
+def test_the_rank_that_keeps_the_others_waiting(culprit: RankObservation, cause: str):
+    assert diagnose(ranks(culprit)) == Diagnosis(cause, 1)
 
 
 def test_a_rank_that_left_a_call_early():
     waiting = [seen(rank, op="call", phase="call", job=None, step=None) for rank in range(3)]
     waiting[2] = seen(2, op=None, phase="idle", blocked=False, counts={}, stack=(), job=None, step=None)
-    assert judge(waiting) == Verdict("returned", 2)
+    assert diagnose(waiting) == Diagnosis("returned", 2)
 
 
 def test_a_rank_that_has_ended_its_dispatch_is_not_to_blame():
     done = seen(0, op=None, phase="idle", blocked=False, counts={}, stack=())
-    assert judge([done, seen(1, **AWAY), seen(2)]) == Verdict("away", 1)
+    assert diagnose([done, seen(1, **AWAY), seen(2)]) == Diagnosis("away", 1)
 
 
 def test_a_wait_that_shows_no_line_is_told_by_the_count():
     """DDP waits in C++, a user's ``work.wait()`` in the user's own line: neither stack says so."""
     ahead = {"blocked": False, "phase": "backward", "counts": {"0": 5}}
-    assert judge([seen(0, **ahead), seen(1, **ahead), seen(2, **AWAY)]) == Verdict("away", 2)
+    assert diagnose([seen(0, **ahead), seen(1, **ahead), seen(2, **AWAY)]) == Diagnosis("away", 2)
 
 
 def test_counts_mean_nothing_where_ranks_send_in_pairs():
     stages = [seen(rank, pairwise=True, phase="receive", counts={"0": 3 + rank}) for rank in range(3)]
     stages[1] = seen(1, pairwise=True, blocked=False, phase="forward", counts={"0": 9})
-    assert judge(stages) == Verdict("away", 1)
+    assert diagnose(stages) == Diagnosis("away", 1)
 
 
 def test_counts_of_different_calls_are_not_compared():
-    assert judge([seen(0, job="job-2"), seen(1, counts={"0": 4}), seen(2, counts={"0": 4})]) == Verdict("together")
+    assert diagnose([seen(0, job="job-2"), seen(1, counts={"0": 4}), seen(2, counts={"0": 4})]) == Diagnosis("together")
 
 
 def test_all_wait_in_different_places():
-    assert judge([seen(0), seen(1), seen(2, stack=(LIBRARY,))]) == Verdict("apart")
+    assert diagnose([seen(0), seen(1), seen(2, stack=(LIBRARY,))]) == Diagnosis("apart")
 
 
 def test_all_compute():
-    assert judge([seen(rank, **AWAY) for rank in range(3)]) == Verdict("together")
+    assert diagnose([seen(rank, **AWAY) for rank in range(3)]) == Diagnosis("together")
 
 
 def test_nothing_is_concluded_from_an_old_word_or_from_none():
-    assert judge(ranks(seen(1, age_s=2.0, **AWAY))) is None
-    assert judge([seen(0), Seen(1, "there", 101, "unknown")]) is None
-    assert judge([]) is None
+    assert diagnose(ranks(seen(1, age_s=2.0, **AWAY))) is None
+    assert diagnose([seen(0), RankObservation(1, "there", 101, "unknown")]) is None
+    assert diagnose([]) is None
 
 
 def test_all_silent_is_a_machine_under_load():
-    assert judge([seen(rank, age_s=4.0) for rank in range(3)]) is None
+    assert diagnose([seen(rank, age_s=4.0) for rank in range(3)]) is None
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_all_silent_is_a_machine_under_load():
     [([0.9, 0.1, 0.8], 1), ([0.9, 0.4, 0.8], None), ([0.1, 0.1, 0.8], None), ([0.9, None, 0.8], None)],
 )
 def test_a_straggler_hardly_ever_waits(shares: list[float | None], slow: int | None):
-    assert laggard([seen(rank, waited=share) for rank, share in enumerate(shares)]) == slow
+    assert find_straggler([seen(rank, waited=share) for rank, share in enumerate(shares)]) == slow
 
 
 # -- when it is told ---------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ class World:
         self.ranks = ranks(seen(1, **AWAY))
         self.asked = 0
 
-    def __call__(self) -> list[Seen]:
+    def __call__(self) -> list[RankObservation]:
         self.asked += 1
         return self.ranks
 
@@ -146,40 +146,40 @@ def world() -> World:
 
 
 def test_nobody_is_asked_before_a_dispatch_is_overdue(world: World):
-    lookout = Lookout(world)
-    assert lookout.look(100.0) is None
-    lookout.sent(100.0)
-    assert lookout.look(104.9) is None
-    assert (world.asked, lookout.overdue) == (0, False)
-    assert lookout.look(105.1) is not None
-    assert (world.asked, lookout.overdue) == (1, True)
+    lookout = StallDetector(world)
+    assert lookout.check(100.0) is None
+    lookout.on_sent(100.0)
+    assert lookout.check(104.9) is None
+    assert (world.asked, lookout.is_overdue) == (0, False)
+    assert lookout.check(105.1) is not None
+    assert (world.asked, lookout.is_overdue) == (1, True)
 
 
 @pytest.mark.parametrize(("step_s", "limit"), [(0.05, 5.0), (2.0, 10.0), (20.0, 100.0)])
 def test_overdue_is_five_times_what_a_step_should_take(world: World, step_s: float, limit: float):
-    lookout = Lookout(world)
-    lookout.sent(0.0)
-    lookout.landed(1.0, step_s)
-    lookout.sent(2.0)
+    lookout = StallDetector(world)
+    lookout.on_sent(0.0)
+    lookout.on_result(1.0, step_s)
+    lookout.on_sent(2.0)
     assert lookout.limit_s == limit
 
 
 def test_a_dispatch_begins_when_the_one_before_has_landed(world: World):
-    lookout = Lookout(world)
-    lookout.sent(0.0)
-    lookout.sent(0.1)
-    lookout.landed(4.0, 0.5)
-    assert lookout.look(8.9) is None
-    assert lookout.look(9.1) is not None
+    lookout = StallDetector(world)
+    lookout.on_sent(0.0)
+    lookout.on_sent(0.1)
+    lookout.on_result(4.0, 0.5)
+    assert lookout.check(8.9) is None
+    assert lookout.check(9.1) is not None
 
 
 def test_what_is_told_names_rank_phase_step_and_line(world: World):
-    lookout = Lookout(world)
-    lookout.sent(0.0)
-    found = lookout.look(6.0)
+    lookout = StallDetector(world)
+    lookout.on_sent(0.0)
+    found = lookout.check(6.0)
     assert found is not None
     assert (found.kind, found.rank, found.host, found.phase, found.step) == ("stuck", 1, "here", "forward", 12)
-    assert found.line == "net.py:14 in forward"
+    assert found.location == "net.py:14 in forward"
     assert found.text == (
         "rank 1 keeps the others waiting: it has been in forward of step 12 for 6 s, and has not begun the collective "
         "that they are in. It stands at net.py:14 in forward. cluster.stacks() shows where all ranks stand; "
@@ -189,121 +189,121 @@ def test_what_is_told_names_rank_phase_step_and_line(world: World):
 
 def test_a_stopped_rank_has_its_own_remedy(world: World):
     world.ranks = ranks(seen(1, "stopped", still_s=0.0))
-    lookout = Lookout(world)
-    lookout.sent(0.0)
-    found = lookout.look(6.0)
+    lookout = StallDetector(world)
+    lookout.on_sent(0.0)
+    found = lookout.check(6.0)
     assert found is not None
     assert "is stopped (SIGSTOP) in a collective of step 12" in found.reason
     assert found.remedy == "`kill -CONT 101` on here lets it go on"
 
 
 def test_it_is_told_once_and_again_when_it_changes(world: World):
-    lookout = Lookout(world)
-    lookout.sent(0.0)
-    assert lookout.look(6.0) is not None
-    assert lookout.look(6.5) is None
+    lookout = StallDetector(world)
+    lookout.on_sent(0.0)
+    assert lookout.check(6.0) is not None
+    assert lookout.check(6.5) is None
     world.ranks = ranks(seen(1, **AWAY | {"still_s": 7.0}))
-    assert lookout.look(7.0) is None
-    assert lookout.finding is not None
-    assert lookout.finding.seconds == pytest.approx(7.2)
+    assert lookout.check(7.0) is None
+    assert lookout.stall_report is not None
+    assert lookout.stall_report.stalled_s == pytest.approx(7.2)
     world.ranks = ranks(seen(1, **AWAY | {"phase": "backward"}))
-    assert lookout.look(7.5) is not None
+    assert lookout.check(7.5) is not None
 
 
-def land(lookout: Lookout, world: World) -> None:
-    lookout.landed(20.0, 0.1)
+def land(lookout: StallDetector, world: World) -> None:
+    lookout.on_result(20.0, 0.1)
 
 
-def move(lookout: Lookout, world: World) -> None:
+def move(lookout: StallDetector, world: World) -> None:
     world.ranks = [seen(rank, still_s=0.1) for rank in range(3)]
 
 
 @pytest.mark.parametrize("recover", [land, move])
-def test_a_recovery_is_told_once(world: World, recover: Callable[[Lookout, World], None]):
-    lookout = Lookout(world)
-    lookout.sent(0.0)
-    assert lookout.look(6.0) is not None
+def test_a_recovery_is_told_once(world: World, recover: Callable[[StallDetector, World], None]):
+    lookout = StallDetector(world)
+    lookout.on_sent(0.0)
+    assert lookout.check(6.0) is not None
     recover(lookout, world)
-    found = lookout.look(20.5)
+    found = lookout.check(20.5)
     assert found is not None
     assert (found.kind, found.rank, found.text) == ("recovered", 1, "rank 1 goes on after 6 s.")
-    assert lookout.look(21.0) is None
-    assert lookout.finding is None
+    assert lookout.check(21.0) is None
+    assert lookout.stall_report is None
 
 
 def test_after_a_failure_nobody_is_stuck_and_nobody_goes_on(world: World):
     """The rank was interrupted, or replaced: it did not recover."""
-    lookout = Lookout(world)
-    lookout.sent(0.0)
-    assert lookout.look(6.0) is not None
+    lookout = StallDetector(world)
+    lookout.on_sent(0.0)
+    assert lookout.check(6.0) is not None
     lookout.reset()
-    assert lookout.finding is None
-    assert not lookout.overdue
-    assert lookout.look(6.5) is None
+    assert lookout.stall_report is None
+    assert not lookout.is_overdue
+    assert lookout.check(6.5) is None
 
 
 def test_a_rank_that_moves_is_a_straggler_and_is_named_once(world: World):
-    def shares(step: int) -> list[Seen]:
+    def shares(step: int) -> list[RankObservation]:
         slow = seen(1, still_s=0.5, step=step, waited=0.0, slowness=10.0, **AWAY)
         return [slow if rank == 1 else seen(rank, still_s=0.5, step=step, waited=0.9) for rank in range(3)]
 
     world.ranks = shares(12)
-    lookout = Lookout(world)
-    lookout.sent(0.0)
-    assert lookout.look(6.0) is None  # it may be stuck: nothing has been seen to move
+    lookout = StallDetector(world)
+    lookout.on_sent(0.0)
+    assert lookout.check(6.0) is None  # it may be stuck: nothing has been seen to move
     world.ranks = shares(13)
-    found = lookout.look(6.5)
+    found = lookout.check(6.5)
     assert found is not None
     assert (found.kind, found.rank) == ("straggler", 1)
     assert "slowed 10x on purpose" in found.reason
-    lookout.landed(7.0, 0.5)
-    assert lookout.look(7.5) is None
-    lookout.sent(7.5)
+    lookout.on_result(7.0, 0.5)
+    assert lookout.check(7.5) is None
+    lookout.on_sent(7.5)
     world.ranks = shares(14)
-    assert lookout.look(13.0) is None
+    assert lookout.check(13.0) is None
     world.ranks = shares(15)
-    assert lookout.look(13.5) is None
+    assert lookout.check(13.5) is None
 
 
 def test_a_rank_that_is_slow_on_purpose_is_given_as_much_longer(world: World):
     world.ranks = ranks(seen(1, slowness=10.0, **AWAY))
-    lookout = Lookout(world)
-    lookout.sent(0.0)
-    assert lookout.look(6.0) is None
+    lookout = StallDetector(world)
+    lookout.on_sent(0.0)
+    assert lookout.check(6.0) is None
 
 
 def test_all_at_once_are_given_longer(world: World):
     world.ranks = [seen(rank, **AWAY) for rank in range(3)]
-    lookout = Lookout(world)
-    lookout.sent(0.0)
-    assert lookout.look(6.0) is None
+    lookout = StallDetector(world)
+    lookout.on_sent(0.0)
+    assert lookout.check(6.0) is None
     world.ranks = [seen(rank, **AWAY | {"still_s": 31.0}) for rank in range(3)]
-    found = lookout.look(32.0)
+    found = lookout.check(32.0)
     assert found is not None
     assert (found.kind, found.rank) == ("together", None)
     assert "rank 2 in forward of step 12, net.py:14 in forward" in found.text
 
 
 def test_limits_can_be_given(world: World):
-    lookout = Lookout(world, Limits(least_s=0.5))
-    lookout.sent(0.0)
-    assert lookout.look(0.6) is not None
+    lookout = StallDetector(world, DetectorConfig(min_limit_s=0.5))
+    lookout.on_sent(0.0)
+    assert lookout.check(0.6) is not None
 
 
 def test_after_a_failure_nothing_is_in_flight(world: World):
-    lookout = Lookout(world)
-    lookout.sent(0.0)
+    lookout = StallDetector(world)
+    lookout.on_sent(0.0)
     lookout.reset()
-    assert lookout.look(100.0) is None
+    assert lookout.check(100.0) is None
     assert world.asked == 0
 
 
 def test_a_rank_that_was_stuck_is_no_straggler_for_it(world: World):
     """The looks at which the others waited for it are still among the last ones."""
-    lookout = Lookout(world)
-    lookout.sent(0.0)
-    assert lookout.look(6.0) is not None
+    lookout = StallDetector(world)
+    lookout.on_sent(0.0)
+    assert lookout.check(6.0) is not None
     for step, now in enumerate((6.5, 7.0, 7.5)):
         world.ranks = [seen(rank, still_s=0.1, step=13 + step, waited=0.9 * (rank != 1)) for rank in range(3)]
-        found = lookout.look(now)
+        found = lookout.check(now)
         assert (None if found is None else found.kind) == ("recovered" if now == 6.5 else None)

@@ -10,21 +10,21 @@ from dtkit.mesh import Mesh
 def test_the_last_axis_varies_fastest():
     mesh = Mesh({"dp": 2, "pp": 3})
     assert mesh.size == 6
-    assert mesh.replicas == 2
-    assert [mesh.coordinates(rank) for rank in range(4)] == [
+    assert mesh.num_replicas == 2
+    assert [mesh.get_coordinates(rank) for rank in range(4)] == [
         {"dp": 0, "pp": 0},
         {"dp": 0, "pp": 1},
         {"dp": 0, "pp": 2},
         {"dp": 1, "pp": 0},
     ]
-    assert all(mesh.rank(**mesh.coordinates(rank)) == rank for rank in range(6))
+    assert all(mesh.get_rank(**mesh.get_coordinates(rank)) == rank for rank in range(6))
 
 
 def test_peers_along_an_axis():
     mesh = Mesh({"dp": 2, "pp": 2, "tp": 2})
-    assert mesh.along("tp", 5) == [4, 5]
-    assert mesh.along("pp", 5) == [5, 7]
-    assert mesh.along("dp", 5) == [1, 5]
+    assert mesh.get_ranks_along("tp", 5) == [4, 5]
+    assert mesh.get_ranks_along("pp", 5) == [5, 7]
+    assert mesh.get_ranks_along("dp", 5) == [1, 5]
 
 
 def test_degrees_that_don_t_make_the_world():
@@ -38,6 +38,6 @@ def test_degrees_that_don_t_make_the_world():
 
 def test_ranks_and_axes_that_are_not_there():
     with pytest.raises(ValueError, match="rank 4 is not in a mesh of 4"):
-        Mesh({"pp": 4}).coordinates(4)
+        Mesh({"pp": 4}).get_coordinates(4)
     with pytest.raises(ValueError, match="no axis tp; the axes are pp"):
-        Mesh({"pp": 4}).rank(tp=1)
+        Mesh({"pp": 4}).get_rank(tp=1)

@@ -8,14 +8,14 @@ from types import SimpleNamespace
 import pytest
 
 from dtkit.training.nonfinite import build_nonfinite_failures
-from dtkit.types import Advance, Astray
+from dtkit.types import DispatchResult, NonFiniteLocations
 
 NODES = [SimpleNamespace(rank=rank, host=f"host{rank}") for rank in range(4)]
 
 
-def said(*ranks: tuple[float | None, Astray]) -> dict[int, str]:
+def said(*ranks: tuple[float | None, NonFiniteLocations]) -> dict[int, str]:
     """{rank: message} for each rank's (loss, what of its stages went astray)."""
-    advances = [Advance(None, 5, 0.1, "nonfinite", loss, astray) for loss, astray in ranks]
+    advances = [DispatchResult(None, 5, 0.1, "nonfinite", loss, astray) for loss, astray in ranks]
     failures = build_nonfinite_failures(5, advances, NODES)
     assert {(f.kind, f.step, f.host) for f in failures} == {("nonfinite", 5, f"host{f.rank}") for f in failures}
     assert all("run.resume() takes the same step again" in f.message for f in failures)
@@ -56,7 +56,7 @@ def test_a_last_stage_has_its_loss():
 
 @pytest.mark.parametrize(("last", "rank"), [(1, 1), (0, 0)])
 def test_backward_runs_from_last_to_first(last: int, rank: int):
-    ranks: list[tuple[float | None, Astray]] = [(None, ((0, "gradient"),)), (0.7, ())]
+    ranks: list[tuple[float | None, NonFiniteLocations]] = [(None, ((0, "gradient"),)), (0.7, ())]
     if last:
         ranks[1] = (0.7, ((1, "gradient"),))
     found = said(*ranks)

@@ -282,7 +282,7 @@ def _is_silent(node: ast.AST) -> bool:
 
 
 def _ignores_its_argument(function: ast.Lambda) -> bool:
-    used = {name.id for name in ast.walk(function.body) if isinstance(name, ast.Name)}
+    used = {name.id for name in ast.walk(function.rows) if isinstance(name, ast.Name)}
     return any(argument.arg not in used for argument in function.args.args)
 
 

@@ -10,17 +10,19 @@ import numpy as np
 import pytest
 
 import dtkit
-from dtkit.dashboard import axes, compare_live, custom, figures, live, report
-from dtkit.dashboard.asks import Desk
-from dtkit.dashboard.fates import follow
-from dtkit.dashboard.feed import Feed
-from dtkit.dashboard.glance import glance, tiles
-from dtkit.dashboard.outliers import outliers
-from dtkit.dashboard.remarks import remarks
-from dtkit.dashboard.series import LOSS, sample
-from dtkit.dashboard.spotlight import POINTS, Spotlight
-from dtkit.dashboard.strip import KINDS, SPANS, STRIPS, strip
-from dtkit.dashboard.timing import bars, timing
+from dtkit.dashboard import report
+from dtkit.dashboard.figures import custom_panels, run_figure, style
+from dtkit.dashboard.live import comparison_widget, widget
+from dtkit.dashboard.live.commands import CommandHandler
+from dtkit.dashboard.live.messages import MessageBuilder
+from dtkit.dashboard.summary.curves import LOSS, downsample
+from dtkit.dashboard.summary.lost_nodes import update_lost_nodes
+from dtkit.dashboard.summary.metrics import build_tiles, compute_run_metrics
+from dtkit.dashboard.summary.node_series import NUM_BUCKETS, NodeSeries
+from dtkit.dashboard.summary.notices import collect_notices
+from dtkit.dashboard.summary.outliers import find_outliers
+from dtkit.dashboard.summary.step_strip import BOX_KINDS, MAX_BOXES, MAX_NODES, make_step_strip
+from dtkit.dashboard.summary.timing import compute_step_timing, select_bars
 from dtkit.history.timeline import SPAN_DTYPE, Timeline, convert_simulation
 from dtkit.schedules.schedule import Schedule
 from dtkit.types import Event, State
@@ -35,10 +37,10 @@ def event(kind, rank, step=7):
 
 
 def test_a_node_is_lost_until_it_is_repaired():
-    lost = follow({}, [event("lost", 1), event("lost", 3, 9), event("print", 2), event("lost", None)])
+    lost = update_lost_nodes({}, [event("lost", 1), event("lost", 3, 9), event("print", 2), event("lost", None)])
     assert lost == {1: 7, 3: 9}
-    assert follow(lost, [event("repair", 3)]) == {1: 7}
-    assert follow(lost, [event("repair", None)]) == {}
+    assert update_lost_nodes(lost, [event("repair", 3)]) == {1: 7}
+    assert update_lost_nodes(lost, [event("repair", None)]) == {}
     assert lost == {1: 7, 3: 9}  # what was known stays as it was
 
 
@@ -46,18 +48,21 @@ def test_lost_nodes_are_counted_said_and_sent():
     source = FakeSource(ranks=4)
     source.advance(30)
     source.lose(2)
-    feed = Feed(source)
-    content = feed.snapshot().content
+    feed = MessageBuilder(source)
+    content = feed.build_snapshot().content
     nodes = {tile["label"]: tile for tile in content["tiles"]}["nodes"]
     assert (nodes["value"], nodes["note"]) == ("3 / 4", "✕ node 2 lost")
     assert content["remarks"][0] == {"kind": "lost", "text": "node 2 was lost at step 30; 3 nodes of 4 left"}
     assert content["nodes_now"]["lost"] == [2]
     assert [mark["kind"] for mark in content["marks"]] == ["lost"]
     source.event("repair", "node 2 is back", 2)
-    content = feed.change().content
+    content = feed.build_change().content
     assert content["nodes_now"]["lost"] == []
-    assert content["remarks"] == remarks(source) == []
-    assert next(t for t in tiles(source, glance(source.history, 4)) if t.label == "nodes").value == "4 / 4"
+    assert content["remarks"] == collect_notices(source) == []
+    assert (
+        next(t for t in build_tiles(source, compute_run_metrics(source.history, 4)) if t.label == "nodes").value
+        == "4 / 4"
+    )
 
 
 # -- outliers and their lines ----------------------------------------------------------------------------
@@ -67,7 +72,7 @@ def test_of_nodes_that_are_alike_none_is_named():
     source = FakeSource(ranks=256)
     for _ in range(20):
         source.advance(20)
-        assert outliers(glance(source.history, 256)) == []
+        assert find_outliers(compute_run_metrics(source.history, 256)) == []
 
 
 def test_outliers_are_the_lost_the_slow_and_the_far():
@@ -75,48 +80,48 @@ def test_outliers_are_the_lost_the_slow_and_the_far():
     source.slowness = {5: 2.0, 6: 1.9}
     source.advance(60)
     source.lose(40)
-    now = glance(source.history, 64)
-    assert outliers(now, now.lost) == [40, 5, 6]
+    now = compute_run_metrics(source.history, 64)
+    assert find_outliers(now, now.lost_nodes) == [40, 5, 6]
     source.slowness = dict.fromkeys(range(10, 20), 2.0)
     source.advance(60)
-    assert len(outliers(glance(source.history, 64))) == 4  # more can't be told apart
-    assert outliers(glance(FakeSource(ranks=8).history, 8)) == []
+    assert len(find_outliers(compute_run_metrics(source.history, 64))) == 4  # more can't be told apart
+    assert find_outliers(compute_run_metrics(FakeSource(ranks=8).history, 8)) == []
 
 
 def test_a_nodes_line_is_its_own_history_whenever_it_is_chosen():
-    source, spotlight = FakeSource(ranks=16, steps=4000), Spotlight(16)
+    source, spotlight = FakeSource(ranks=16, steps=4000), NodeSeries(16)
     for _ in range(7):
         source.advance(300)
         spotlight.update(source.history)
-    found = spotlight.take([3, 9])
+    found = spotlight.take_changes([3, 9])
     assert found.first == 0
     assert found.means.shape == (len(found.means), 2, 2)
-    assert POINTS // 2 <= len(found.means) <= POINTS
+    assert NUM_BUCKETS // 2 <= len(found.means) <= NUM_BUCKETS
     for k, rank in enumerate((3, 9)):
         _, losses = source.history.loss(rank)
         whole = losses[: len(losses) // found.width * found.width].reshape(-1, found.width).mean(1)
         np.testing.assert_allclose(found.means[: len(whole), 0, k], whole, rtol=1e-5)
-    assert spotlight.take([3, 9]) is None  # nothing changed
+    assert spotlight.take_changes([3, 9]) is None  # nothing changed
     source.advance(1)
     spotlight.update(source.history)
-    assert len(spotlight.take([3, 9]).means) == 1
-    assert spotlight.take([4]).first == 0  # another choice comes whole
+    assert len(spotlight.take_changes([3, 9]).means) == 1
+    assert spotlight.take_changes([4]).first == 0  # another choice comes whole
 
 
 def test_the_selected_node_is_sent_to_all_pages(monkeypatch):
     source, timers = FakeSource(ranks=16), Timers()
     source.advance(50)
-    view = live.Dashboard(source, clock=timers.clock, later=timers.later)
+    view = widget.Dashboard(source, clock=timers.clock, call_later=timers.later)
     sent = []
     monkeypatch.setattr(view, "send", lambda content, buffers=(): sent.append((content, buffers)))
-    view._receive(view, {"select": 7}, [])
+    view._on_page_message(view, {"select": 7}, [])
     content, buffers = sent[-1]
     assert content["selected"] == 7
     assert content["spot"]["ranks"] == (7,)
     drawn = np.frombuffer(buffers[3], "<f4").reshape(-1, 2)
     np.testing.assert_allclose(drawn[:, 0], source.history.loss(7)[1], rtol=1e-6)
     for wrong in (16, -1, "7", None):
-        view._receive(view, {"select": wrong}, [])
+        view._on_page_message(view, {"select": wrong}, [])
         assert sent[-1][0]["selected"] is None
     view.close()
 
@@ -126,7 +131,7 @@ def test_outliers_have_lines_in_the_kept_picture_too():
     source.slowness = {5: 2.0}
     source.advance(60)
     source.lose(9)
-    figure = figures.run_figure(source)
+    figure = run_figure.draw_run(source)
     by_name = {ax._left_title.get_text(): ax for ax in figure.axes}
     for name in ("Loss", "Throughput"):
         names = [line.get_gid() for line in by_name[name].get_lines()]
@@ -140,19 +145,23 @@ def test_outliers_have_lines_in_the_kept_picture_too():
 def test_nodes_that_were_replaced_or_left_out_are_sent():
     source = FakeSource(ranks=4)
     source.advance(20)
-    feed = Feed(source)
-    feed.snapshot()
-    assert "nodes" not in feed.change().content
+    feed = MessageBuilder(source)
+    feed.build_snapshot()
+    assert "nodes" not in feed.build_change().content
     source.shrink(3)
     source.advance(20)
-    told = feed.change().content
+    told = feed.build_change().content
     assert len(told["nodes"]) == 3
-    later = Feed(source).snapshot().content  # a page that is opened now, or that a new kernel opens
-    assert (feed.snapshot().content["head"]["ranks"], later["head"]["ranks"]) == (4, 4)  # there are lines of four
+    later = MessageBuilder(source).build_snapshot().content  # a page that is opened now, or that a new kernel opens
+    assert (feed.build_snapshot().content["head"]["ranks"], later["head"]["ranks"]) == (4, 4)  # there are lines of four
     assert told["head"]["overall"] == later["head"]["overall"] == "all ÷ n"  # was divided by 4, and is by 3
     source.advance(40)
-    assert "head" not in feed.change().content
-    assert [bar.rank for bar in bars(timing(source.history, 4))] == [0, 1, 2]  # of the last 50 steps
+    assert "head" not in feed.build_change().content
+    assert [bar.rank for bar in select_bars(compute_step_timing(source.history, 4))] == [
+        0,
+        1,
+        2,
+    ]  # of the last 50 steps
     for content in (told, later):
         nodes = next(tile for tile in content["tiles"] if tile["label"] == "nodes")
         assert nodes == {"label": "nodes", "value": "3 / 3", "note": "was 4: 1 left out", "alert": False}
@@ -164,10 +173,10 @@ def test_while_nodes_are_being_left_out_they_are_lost():
     """The world is the new one before the event says so."""
     source = FakeSource(ranks=4)
     source.advance(20)
-    feed = Feed(source)
+    feed = MessageBuilder(source)
     source.lose(3)
     source.spec = dataclasses.replace(source.spec, world_size=3)
-    content = feed.snapshot().content
+    content = feed.build_snapshot().content
     nodes = next(tile for tile in content["tiles"] if tile["label"] == "nodes")
     assert (nodes["value"], nodes["note"], nodes["alert"]) == ("3 / 4", "✕ node 3 lost", True)
     assert [remark["kind"] for remark in content["remarks"]] == ["lost"]
@@ -187,7 +196,7 @@ def test_the_kept_picture_says_who_is_stuck_who_was_left_out_and_what_marks_mean
     source.advance(20)
     assert source.history.events[-1].kind == "repair"
     source.stick(2)
-    figure = figures.run_figure(source)
+    figure = run_figure.draw_run(source)
     assert " · 3 nodes (was 4) · " in figure._suptitle.get_text()
     first, second, *others = said(figure)
     assert first.startswith("⊘ node 2 is stuck in forward of step 41, and the others wait for it. It stands at train")
@@ -196,11 +205,11 @@ def test_the_kept_picture_says_who_is_stuck_who_was_left_out_and_what_marks_mean
         "○ 3 nodes: 1 of 4 was lost and left out",
         "marks:  lr new learning rate   † node 1 lost   + repaired   ⊘ node 2 stuck",
     ]
-    alerts = {text.get_gid() for text in figure.texts if text.get_color() == axes.ALERT}
+    alerts = {text.get_gid() for text in figure.texts if text.get_color() == style.ALERT_COLOR}
     assert alerts == {"remark-stuck"}
     quiet = FakeSource(ranks=2)
     quiet.advance(20)
-    assert said(figures.run_figure(quiet)) == []
+    assert said(run_figure.draw_run(quiet)) == []
 
 
 # -- the timeline ----------------------------------------------------------------------------------------
@@ -208,14 +217,14 @@ def test_the_kept_picture_says_who_is_stuck_who_was_left_out_and_what_marks_mean
 
 def named(found, rank):
     own = found.boxes[found.boxes["rank"] == rank]
-    return [(KINDS[box["kind"]], round(1e3 * (box["end"] - box["begin"]))) for box in own]
+    return [(BOX_KINDS[box["kind"]], round(1e3 * (box["end"] - box["begin"]))) for box in own]
 
 
 def test_a_collective_is_cut_where_the_last_node_arrives():
     source = FakeSource(ranks=2, strips=True)
     source.slowness = {1: 2.0}
     source.advance(5)
-    found = strip(source.timeline)
+    found = make_step_strip(source.timeline)
     assert found.step == 5
     assert named(found, 0) == [
         ("data", 5), ("forward", 25), ("backward", 50), ("waiting", 75), ("communication", 22), ("update", 6)
@@ -226,8 +235,8 @@ def test_a_collective_is_cut_where_the_last_node_arrives():
 def test_a_pipelines_boxes_have_their_micro_batches():
     source = FakeSource(ranks=4, stages=4, strips=True)
     source.advance(2)
-    found = strip(source.timeline)
-    assert found.piped
+    found = make_step_strip(source.timeline)
+    assert found.is_pipelined
     assert re.fullmatch(r"step 2 · bubble \d+ % measured, 43 % by formula", found.note)
     own = found.boxes[found.boxes["rank"] == 2]
     assert own["micro_batch"].tolist() == [0, 1, 2, 3] * 2
@@ -238,19 +247,19 @@ def test_the_planned_schedule_stands_behind_what_was_measured():
     source = FakeSource(ranks=4, stages=4, strips=True)
     source.advance(2)
     measured = source.timeline.spans
-    found = strip(Timeline(measured, schedule=Schedule.from_name("GPipe", 4, 4)))
+    found = make_step_strip(Timeline(measured, schedule=Schedule.from_name("GPipe", 4, 4)))
     assert len(found.plan) == len(found.boxes) == 32
     for rank in range(4):
         plan, boxes = (part[part["rank"] == rank] for part in (found.plan, found.boxes))
         assert plan["micro_batch"].tolist() == boxes["micro_batch"].tolist()
         assert (plan["begin"] <= boxes["begin"] + 1e-9).all()  # sending is free in a plan
-    message = Feed(source).snapshot()
+    message = MessageBuilder(source).build_snapshot()
     assert len(message.buffers[4]) == 10 * 32
 
 
 def test_a_schedule_without_a_formula_was_simulated():
     zero = Schedule.from_name("ZBVZeroBubble", 2, 4)
-    assert strip(Timeline(convert_simulation(zero.simulate()), schedule=zero)).note.endswith(
+    assert make_step_strip(Timeline(convert_simulation(zero.simulate()), schedule=zero)).note.endswith(
         "measured, 4 % by simulation"
     )
 
@@ -262,7 +271,7 @@ def test_messages_have_kinds_of_their_own():
         (3, 0, "receive backward", 0, 0, 3, 6),
         (3, 0, "backward", 0, 0, 6, 9),
     ]
-    found = strip(Timeline(np.array(spans, SPAN_DTYPE)))
+    found = make_step_strip(Timeline(np.array(spans, SPAN_DTYPE)))
     assert [(kind, seconds // 1000) for kind, seconds in named(found, 0)] == [
         ("send", 1), ("waiting", 2), ("receive", 3), ("backward", 3)
     ]  # fmt: skip
@@ -273,41 +282,41 @@ def test_messages_have_kinds_of_their_own():
 def test_of_many_nodes_some_are_shown_and_those_that_are_asked_for():
     source = FakeSource(ranks=256, strips=True)
     source.advance(2)
-    found = strip(source.timeline, [77])
-    assert len(found.ranks) <= STRIPS
+    found = make_step_strip(source.timeline, [77])
+    assert len(found.ranks) <= MAX_NODES
     assert 77 in found.ranks
     assert (found.ranks[0], found.ranks[-1]) == (0, 255)
     many = np.zeros(50_000, SPAN_DTYPE)
     many["phase"], many["begin"] = "forward", np.arange(50_000)
     many["end"] = many["begin"] + np.random.default_rng(0).random(50_000)
-    assert len(strip(Timeline(many)).boxes) <= SPANS
-    assert strip(None) is None
-    assert strip(Timeline(np.empty(0, SPAN_DTYPE))) is None
+    assert len(make_step_strip(Timeline(many)).boxes) <= MAX_BOXES
+    assert make_step_strip(None) is None
+    assert make_step_strip(Timeline(np.empty(0, SPAN_DTYPE))) is None
 
 
 def test_a_timeline_is_sent_when_it_changes_and_once_a_second_at_most():
     now = [0.0]
     source = FakeSource(ranks=4, strips=True)
     source.advance(5)
-    feed = Feed(source, lambda: now[0])
-    first = feed.snapshot()
+    feed = MessageBuilder(source, lambda: now[0])
+    first = feed.build_snapshot()
     assert first.content["strip"]["step"] == 5
     assert len(first.buffers[4]) == 10 * first.content["strip"]["boxes"]
     source.advance(5)
-    assert "strip" not in feed.change().content  # too soon
-    assert feed.pending
+    assert "strip" not in feed.build_change().content  # too soon
+    assert feed.has_pending
     now[0] = 1.1
-    assert feed.change().content["strip"]["step"] == 10
+    assert feed.build_change().content["strip"]["step"] == 10
     now[0] = 9.0
-    assert "strip" not in feed.change().content  # nothing new
-    assert not feed.pending
+    assert "strip" not in feed.build_change().content  # nothing new
+    assert not feed.has_pending
 
 
 def test_a_timeline_that_fails_is_an_error_of_that_panel_alone(monkeypatch):
     source = FakeSource(ranks=2)
     source.advance(5)
     monkeypatch.setattr(type(source), "timeline", property(lambda _: 1 / 0))
-    content = Feed(source).snapshot().content
+    content = MessageBuilder(source).build_snapshot().content
     assert content["strip"] == {"error": "ZeroDivisionError: division by zero"}
     assert content["status"]["step"] == 5
 
@@ -325,7 +334,7 @@ def desk(source, *, drills=True):
         heard.append(what)
         news.set()
 
-    return Desk(source, said, drills=drills), heard, news
+    return CommandHandler(source, said, fault_injection=drills), heard, news
 
 
 @pytest.mark.parametrize(
@@ -342,7 +351,7 @@ def test_a_command_says_when_it_took_effect(command, value, text):
     source = Drilled(steps=500)
     source.advance(412)
     asked, heard, _ = desk(source)
-    asked.ask(command, value)
+    asked.handle(command, value)
     assert heard == [("effect", command, text)]
 
 
@@ -350,9 +359,9 @@ def test_what_a_run_answers_with_an_error_is_a_refusal(monkeypatch):
     source = Drilled()
     answer = Future()
     answer.set_exception(RuntimeError("the run is RUNNING"))
-    monkeypatch.setattr(source, "post", lambda *_: answer)
+    monkeypatch.setattr(source, "post_ops", lambda *_: answer)
     asked, heard, _ = desk(source)
-    asked.ask("step", None)
+    asked.handle("step", None)
     assert heard == [("refused", "step", "the run is RUNNING")]
 
 
@@ -369,7 +378,7 @@ def test_drills_and_checkpoints_are_done_on_a_thread(command, value, done, text)
     source = Drilled(name="Conv/Net 1")
     source.advance(5)
     asked, heard, news = desk(source)
-    asked.ask(command, value)
+    asked.handle(command, value)
     assert news.wait(10)
     assert source.asked == [done]
     assert heard == [("effect", command, text)]
@@ -379,7 +388,7 @@ def test_a_checkpoint_that_fails_is_said():
     source = Drilled()
     source.refuse = OSError("no space left")
     asked, heard, news = desk(source)
-    asked.ask("save_checkpoint", None)
+    asked.handle("save_checkpoint", None)
     assert news.wait(10)
     assert heard == [("refused", "save", "no space left")]
 
@@ -387,12 +396,12 @@ def test_a_checkpoint_that_fails_is_said():
 def test_drills_are_for_those_who_asked_for_them():
     source = Drilled()
     asked, heard, _ = desk(source, drills=False)
-    assert asked.offers == ["save"]
-    asked.ask("kill", {"rank": 1})
+    assert asked.extra_controls == ["save"]
+    asked.handle("kill", {"rank": 1})
     assert (source.asked, heard) == ([], [])
-    asked.drills = True
-    assert asked.offers == ["slow", "kill", "save"]
-    assert desk(FakeSource())[0].offers == []
+    asked.fault_injection = True
+    assert asked.extra_controls == ["slow", "kill", "save"]
+    assert desk(FakeSource())[0].extra_controls == []
 
 
 @pytest.mark.parametrize(
@@ -406,16 +415,19 @@ def test_drills_are_for_those_who_asked_for_them():
 )
 def test_a_drill_that_makes_no_sense_is_refused_at_once(command, value, match):
     with pytest.raises(ValueError, match=match):
-        desk(Drilled())[0].ask(command, value)
+        desk(Drilled())[0].handle(command, value)
 
 
 def test_effects_reach_the_page_and_those_that_open_later():
     source, timers = Drilled(), Timers()
-    view = live.Dashboard(source, clock=timers.clock, later=timers.later, drills=True)
+    view = widget.Dashboard(source, clock=timers.clock, call_later=timers.later, fault_injection=True)
     assert view.opening["content"]["head"]["offers"] == ["slow", "kill", "save"]
     source.advance(12)
-    view._receive(view, {"command": "pause"}, [])
-    assert view._feed.snapshot().content["effect"] == {"count": 1, "text": "paused at step 12 on all nodes"}
+    view._on_page_message(view, {"command": "pause"}, [])
+    assert view._message_builder.build_snapshot().content["effect"] == {
+        "count": 1,
+        "text": "paused at step 12 on all nodes",
+    }
     view.close()
 
 
@@ -425,9 +437,9 @@ def test_effects_reach_the_page_and_those_that_open_later():
 @pytest.fixture
 def own_panels():
     """A clean register of panels."""
-    yield custom
-    for name in list(custom.panels()):
-        custom.remove_panel(name)
+    yield custom_panels
+    for name in list(custom_panels.get_panels()):
+        custom_panels.remove_panel(name)
 
 
 def test_a_users_panel_stands_in_the_kept_picture(own_panels):
@@ -441,7 +453,7 @@ def test_a_users_panel_stands_in_the_kept_picture(own_panels):
 
     source = FakeSource()
     source.advance(20)
-    by_name = {ax._left_title.get_text(): ax for ax in figures.run_figure(source).axes}
+    by_name = {ax._left_title.get_text(): ax for ax in run_figure.draw_run(source).axes}
     assert by_name["Rows so far"].get_lines()[0].get_ydata()[1] == 80
     assert [t.get_text() for t in by_name["Broken"].texts] == ["this panel failed: RuntimeError: not <b>today</b>"]
     assert "Loss" in by_name
@@ -457,16 +469,16 @@ def test_pictures_are_drawn_at_a_bounded_rate(own_panels):
         now[0] += 1.0  # a second of drawing: the next not before twenty have passed
 
     source = FakeSource()
-    gallery = custom.Gallery(source.history, lambda: now[0])
-    assert [picture.png[:4] for picture in gallery.draw()] == [b"\x89PNG"]
-    assert list(gallery.draw()) == []
+    gallery = custom_panels.CustomPanelRenderer(source.history, lambda: now[0])
+    assert [picture.png[:4] for picture in gallery.draw_due_panels()] == [b"\x89PNG"]
+    assert list(gallery.draw_due_panels()) == []
     source.advance(1)
-    assert gallery.pending
+    assert gallery.is_outdated
     for later, count in ((115.0, 1), (121.5, 2)):
         now[0] = later
-        list(gallery.draw())
+        list(gallery.draw_due_panels())
         assert len(drawn) == count
-    assert not gallery.pending
+    assert not gallery.is_outdated
 
 
 def test_pictures_and_errors_are_sent_to_pages(own_panels, monkeypatch):
@@ -475,7 +487,7 @@ def test_pictures_and_errors_are_sent_to_pages(own_panels, monkeypatch):
         raise RuntimeError("no")
 
     timers, source = Timers(), FakeSource()
-    view = live.Dashboard(source, clock=timers.clock, later=timers.later)
+    view = widget.Dashboard(source, clock=timers.clock, call_later=timers.later)
     sent = []
     monkeypatch.setattr(view, "send", lambda content, buffers=(): sent.append((content, buffers)))
     timers.run()
@@ -503,13 +515,13 @@ def test_runs_are_compared_on_one_axis():
     long.advance(3000)
     short.advance(100)
     found = dtkit.compare([long, short], labels=["long", "<b>short</b>"])
-    message = compare_live.CompareFeed(found).snapshot()
+    message = comparison_widget.ComparisonMessageBuilder(found).build_snapshot()
     json.dumps(message.content, allow_nan=False)
     part, head = message.content["curves"], message.content["head"]
     values = np.frombuffer(message.buffers[0], "<f4").reshape(part["buckets"], head["columns"], 3)
     assert [run["label"] for run in head["runs"]] == ["long", "<b>short</b>"]
     assert message.content["status"] == {"state": "running", "step": 3000}
-    once = sample(long.history, LOSS, 4, compare_live.POINTS)
+    once = downsample(long.history, LOSS, 4, comparison_widget.NUM_BUCKETS)
     assert part["width"] == once.width
     np.testing.assert_allclose(values[:, 0], once.values[:, -1], rtol=1e-5)
     filled = np.isfinite(values[:, 1, 1])
@@ -532,7 +544,7 @@ def test_a_comparison_is_live_until_no_run_goes_on(monkeypatch):
     for source in (ended, running):
         source.advance(20)
     ended.end()
-    assert compare_live.show(dtkit.compare([ended, running])) is True
+    assert comparison_widget.try_show(dtkit.compare([ended, running])) is True
     view = shown[0]
     assert running.subscribers == 2
     running.end(State.STOPPED)
@@ -540,8 +552,8 @@ def test_a_comparison_is_live_until_no_run_goes_on(monkeypatch):
     data, raw = shown[1]
     assert raw
     assert set(data) == {"text/html", "image/png", "text/plain"}
-    assert isinstance(view, compare_live.CompareView)
-    assert compare_live.show(dtkit.compare([ended])) is False
+    assert isinstance(view, comparison_widget.ComparisonWidget)
+    assert comparison_widget.try_show(dtkit.compare([ended])) is False
 
 
 def test_a_report_is_one_file_that_needs_nothing_else(tmp_path):
@@ -553,7 +565,7 @@ def test_a_report_is_one_file_that_needs_nothing_else(tmp_path):
     alone = FakeSource(ranks=1)
     alone.advance(50)
     path = tmp_path / "run.html"
-    report.write(source, path, alone=alone.history)
+    report.write_report(source, path, single_process=alone.history)
     page = path.read_text(encoding="utf-8")
     assert not re.search(r"<script|<link|<img src=x|https?://", page)
     assert page.count("data:image/png;base64,") == 1
@@ -566,7 +578,7 @@ def test_a_report_is_one_file_that_needs_nothing_else(tmp_path):
     assert "<td>51</td><td>0.01</td>" in page
     assert "learning rate 0.01 &lt;img" in page
     with pytest.raises(ValueError, match="one process"):
-        report.write(source, path, alone=source.history)
+        report.write_report(source, path, single_process=source.history)
 
 
 def test_every_time_axis_marks_what_happened():
@@ -575,7 +587,7 @@ def test_every_time_axis_marks_what_happened():
     for kind, rank in (("stuck", 1), ("lost", 1), ("repair", 1), ("save", None), ("error", None)):
         source.event(kind, kind, rank)
         source.advance(10)
-    for ax in figures.run_figure(source).axes:
+    for ax in run_figure.draw_run(source).axes:
         if ax._left_title.get_text() in {"Loss", "Throughput", "Gradient norm", "Learning rate"}:
             marks = [line.get_gid() for line in ax.get_lines() if line.get_gid().startswith("event-")]
             assert marks == ["event-stuck", "event-lost", "event-repair", "event-save", "event-error"]

@@ -172,7 +172,7 @@ def sleeping(monkeypatch, late):
         slept.append(seconds)
         return seconds + late
 
-    monkeypatch.setattr("dtkit.engine.observe.phase_timer._slept", sleep)
+    monkeypatch.setattr("dtkit.engine.observe.phase_timer._sleep_measured", sleep)
     return slept
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import dtkit
-from dtkit.dashboard import plan_view
+from dtkit.dashboard.figures import plan_figure
 from dtkit.engine import benchmark as measure
 from dtkit.engine import dry_run, memory, memory_limit
 from dtkit.planning import planner
@@ -30,10 +30,11 @@ from dtkit.planning.cost_model import (
     divide_memory,
     find_shortage,
 )
+from dtkit.planning.layer_chain import LayerChain, LayerCosts
 from dtkit.strategies.averaging import OuterSGD, ParameterAveraging
 from dtkit.strategies.loss import Loss
+from dtkit.strategies.meta_copy import copy_to_meta, count_bytes
 from dtkit.strategies.naive import NaiveDataParallel
-from dtkit.strategies.pipeline.cut import LayerChain, LayerCosts
 from dtkit.testing import FakeTransport
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ def test_data_parallel_costs_a_copy_and_an_all_reduce_of_its_gradients():
     assert cost.compute_s == pytest.approx(0.01 + 0.08 + 0.02 + 0.16 + 0.005)
     assert (
         cost.exposed_communication_s
-        == pytest.approx(LINKS.all_reduce_s(80 * MB))
+        == pytest.approx(LINKS.estimate_all_reduce_s(80 * MB))
         == NaiveDataParallel().estimate_cost(facts(), LINKS).exposed_communication_s
     )
 
@@ -136,7 +137,7 @@ def test_what_hides_behind_backward_is_all_but_the_last_bucket():
     assert dtkit.DataParallel().estimate_cost(facts(), hiding).exposed_communication_s == pytest.approx(last)
     short = facts(backward_s=LinearFit(0.01, 0.0))
     assert dtkit.DataParallel().estimate_cost(short, hiding).exposed_communication_s == pytest.approx(
-        LINKS.all_reduce_s(80 * MB) - 0.01
+        LINKS.estimate_all_reduce_s(80 * MB) - 0.01
     )
 
 
@@ -239,7 +240,7 @@ def test_compression_sends_less():
 def test_averaging_sends_a_part_and_an_outer_optimiser_keeps_more():
     plain = ParameterAveraging(every=8).estimate_cost(facts(), LINKS)
     assert plain.sent_bytes == 10 * MB
-    assert plain.exposed_communication_s == pytest.approx(LINKS.all_reduce_s(80 * MB) / 8)
+    assert plain.exposed_communication_s == pytest.approx(LINKS.estimate_all_reduce_s(80 * MB) / 8)
     outer = ParameterAveraging(every=8, outer=OuterSGD()).estimate_cost(facts(), LINKS)
     assert (
         outer.optimizer_state - plain.optimizer_state == 2 * 80 * MB
@@ -301,15 +302,15 @@ def test_of_many_ranks_the_tightest_is_listed():
 
 
 def test_the_answer_stands_before_what_it_is_made_of():
-    head = plan_view._table(plan())[0]
+    head = plan_figure._format_plan_table(plan())[0]
     assert head[:6] == ["strategy", "rank", "samples", "needed", "free", "fits"]
-    assert head[6:12] == [name for _, name, _ in plan_view.PARTS]
+    assert head[6:12] == [name for _, name, _ in plan_figure.MEMORY_PARTS]
 
 
 def test_in_a_page_names_stand_to_the_left_and_numbers_are_not_cut_from_their_units():
     page = plan()._repr_html_()
     cells = re.findall(r'<t[hd] style="([^"]*)">', page)
-    assert len(cells) == 5 * len(plan_view._table(plan())[0])
+    assert len(cells) == 5 * len(plan_figure._format_plan_table(plan())[0])
     names = [style for style in cells if "text-align: left" in style]
     assert len(names) == 5
     assert all("white-space: nowrap" in style for style in cells if style not in names)
@@ -330,7 +331,7 @@ def test_a_long_list_of_what_fits_is_counted():
 def test_a_plan_of_any_size_has_short_numbers_and_nothing_lies_over_something_else(
     size: float, unit: str, time: float, other: str
 ):
-    parts = ["needed", *(field for field, _, _ in plan_view.PARTS)]
+    parts = ["needed", *(field for field, _, _ in plan_figure.MEMORY_PARTS)]
     times = ("compute_s", "communication_s", "step_s")
     rows = [
         dataclasses.replace(
@@ -385,7 +386,7 @@ def test_a_benchmark_of_one_rank_has_no_links():
     assert math.isnan(alone.all_reduce_bytes_s)
     assert "all-reduce" not in repr(alone)
     assert alone.figure().axes[0].texts[0].get_text() == "one rank has no links"
-    assert plan_view.benchmark_page(alone)
+    assert plan_figure.format_benchmark_html(alone)
 
 
 # -- the dry run -----------------------------------------------------------------------------------------
@@ -492,7 +493,7 @@ def test_the_ledger_lets_go_of_what_is_freed():
 def test_a_hollow_model_keeps_ties_and_dtypes():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double())
     model[1].weight = model[0].weight
-    hollow = dry_run.copy_to_meta(model)
+    hollow = copy_to_meta(model)
     assert hollow[0].weight is hollow[1].weight
     assert hollow[1].bias.dtype is torch.float64
     assert all(p.is_meta for p in hollow.parameters())
@@ -524,7 +525,7 @@ def test_an_optimiser_tried_on_the_meta_device(name: str):
 def test_what_is_frozen_or_sparse_has_no_gradient_to_hold():
     model = nn.Sequential(nn.Embedding(100, 4, sparse=True), nn.Linear(4, 4), nn.Linear(4, 4))
     model[2].requires_grad_(False)
-    assert dry_run.count_bytes(dry_run.find_dense_gradient_parameters(model)) == 4 * (16 + 4)
+    assert count_bytes(dry_run.find_dense_gradient_parameters(model)) == 4 * (16 + 4)
     adam, _ = dry_run.estimate_optimizer_bytes(model, torch.optim.AdamW, CPU)
     assert adam == 2 * 4 * (16 + 4) + 2 * 4
 
@@ -621,12 +622,12 @@ def test_an_answer_has_room_where_work_has_used_the_limit_up(
     limited: memory_limit.MemoryLimit, monkeypatch: pytest.MonkeyPatch
 ):
     most = soft()
-    monkeypatch.setattr(memory_limit, "_data_bytes", lambda: most + MB)  # threads' stacks took more than there was
+    monkeypatch.setattr(memory_limit, "_read_data_bytes", lambda: most + MB)  # threads' stacks took more than there was
     for doing in (limited.enforce, limited.suspend):
         with doing():
             pass
         assert soft() > most + 10 * MB
-    monkeypatch.setattr(memory_limit, "_data_bytes", lambda: most // 2)
+    monkeypatch.setattr(memory_limit, "_read_data_bytes", lambda: most // 2)
     with limited.enforce():
         assert soft() == most
     assert soft() == most
@@ -649,7 +650,7 @@ def engines() -> FakeTransport:
 
 @pytest.fixture
 def cluster(engines: FakeTransport) -> Iterator[dtkit.Cluster]:
-    with dtkit.Cluster.over(engines, device="cpu") as cluster:
+    with dtkit.Cluster.from_transport(engines, device="cpu") as cluster:
         yield cluster
 
 
@@ -712,8 +713,8 @@ def test_a_plan_of_a_model_that_the_strategy_can_t_take(cluster: dtkit.Cluster):
 
 def test_slices_are_compared_where_the_model_can_be_cut_so(cluster: dtkit.Cluster):
     pairs = nn.Sequential(nn.Linear(100, 20), nn.ReLU(), nn.Linear(20, 10))
-    assert "TensorParallel(ways=2)" in ask(cluster, pairs).strategies
-    assert "TensorParallel(ways=2)" not in ask(cluster, nn.Linear(100, 10)).strategies
+    assert "TensorParallel(tp_size=2)" in ask(cluster, pairs).strategies
+    assert "TensorParallel(tp_size=2)" not in ask(cluster, nn.Linear(100, 10)).strategies
 
 
 def test_what_a_refusal_lists_adds_up(cluster: dtkit.Cluster, engines: FakeTransport):
@@ -727,7 +728,7 @@ def test_what_a_refusal_lists_adds_up(cluster: dtkit.Cluster, engines: FakeTrans
 def test_what_slices_send_is_not_told_as_nothing(cluster: dtkit.Cluster):
     strategies = [dtkit.TensorParallel(2), dtkit.DataParallel()]
     found = ask(cluster, strategies=strategies)
-    assert any("not counted: what TensorParallel(ways=2) sends" in note for note in found.notes)
+    assert any("not counted: what TensorParallel(tp_size=2) sends" in note for note in found.notes)
     assert [math.isnan(found.get_rows(strategy)[0].sent_bytes) for strategy in strategies] == [True, False]
     assert "what is sent not counted" in " ".join(text.get_text() for text in found.figure().axes[1].texts)
 
@@ -753,9 +754,9 @@ def test_a_benchmark_is_kept(cluster: dtkit.Cluster, engines: FakeTransport):
     found = cluster.benchmark()
     assert cluster.benchmark() is found
     assert ask(cluster).benchmark is found
-    assert cluster.benchmark(again=True) is not found
+    assert cluster.benchmark(remeasure=True) is not found
     assert cluster.benchmark("float64") is not cluster.benchmark()
-    asked = [args["dtype"] for _, op, args in engines.served if op == "measure" and args["what"] == "links"]
+    asked = [args["dtype"] for _, op, args in engines.served_requests if op == "measure" and args["what"] == "links"]
     assert asked == ["float32"] * 4 + ["float64"] * 2
     with pytest.raises(ValueError, match="dtype='int8'"):
         cluster.benchmark("int8")
@@ -766,7 +767,7 @@ def test_what_does_not_fit_is_not_tried_for_real(cluster: dtkit.Cluster, engines
     found = ask(cluster)
     assert found.fitting == ()
     assert any("no step was taken" in note for note in found.notes)
-    assert "times" not in {args["what"] for _, op, args in engines.served if op == "measure"}
+    assert "times" not in {args["what"] for _, op, args in engines.served_requests if op == "measure"}
 
 
 # Per rank: 89 kB as sent, to train, and as gradients; AdamW keeps twice that.
@@ -775,7 +776,7 @@ NEEDED = 5 * BYTES + STEPS
 
 def test_what_surely_fits_costs_one_question(cluster: dtkit.Cluster, engines: FakeTransport):
     planner.check_fits(cluster, perceptron(), adam, dtkit.DataParallel())
-    assert [args["what"] for _, op, args in engines.served if op == "measure"] == ["room"] * 2
+    assert [args["what"] for _, op, args in engines.served_requests if op == "measure"] == ["room"] * 2
 
 
 def test_a_training_is_refused_by_the_certain_part_alone(cluster: dtkit.Cluster, engines: FakeTransport):

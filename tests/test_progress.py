@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dtkit.dashboard import progress
+from dtkit.dashboard.text import progress
 
 
 class Screen(io.StringIO):
@@ -34,7 +34,7 @@ class Screen(io.StringIO):
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "FIRST_S", 0.01)
+    monkeypatch.setattr(progress, "SHOW_AFTER_S", 0.01)
     monkeypatch.setattr(progress, "EVERY_S", 0.01)
 
 
@@ -50,7 +50,7 @@ def threads() -> list[str]:
 @pytest.mark.parametrize("tty", [True, False])
 def test_work_that_is_done_within_a_second_shows_nothing(monkeypatch: pytest.MonkeyPatch, tty):
     screen = on(monkeypatch, Screen(tty=tty))
-    with progress.waiting("starting 2 engines"):
+    with progress.show_progress("starting 2 engines"):
         assert threads()
     assert screen.getvalue() == ""
     assert not threads()
@@ -58,7 +58,7 @@ def test_work_that_is_done_within_a_second_shows_nothing(monkeypatch: pytest.Mon
 
 def test_a_terminal_s_line_is_rewritten_with_its_phase_and_goes(quick, monkeypatch: pytest.MonkeyPatch):
     screen = on(monkeypatch, Screen(tty=True))
-    with progress.waiting("starting 2 engines") as line:
+    with progress.show_progress("starting 2 engines") as line:
         screen.await_writes(2)
         line.update("loading torch")
         screen.await_writes(2)
@@ -72,7 +72,7 @@ def test_a_terminal_s_line_is_rewritten_with_its_phase_and_goes(quick, monkeypat
 def test_a_terminal_s_line_never_wraps(quick, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COLUMNS", "20")
     screen = on(monkeypatch, Screen(tty=True))
-    with progress.waiting("x" * 100):
+    with progress.show_progress("x" * 100):
         screen.await_writes(1)
     assert screen.getvalue().startswith("\r" + "x" * 19 + "\x1b[K")
 
@@ -86,8 +86,8 @@ def test_elsewhere_one_plain_line_is_printed_once(quick, monkeypatch: pytest.Mon
         show(line, text)
         shown.release()
 
-    monkeypatch.setattr(progress._PlainLine, "show", counted)
-    with progress.waiting("sending"):
+    monkeypatch.setattr(progress._PlainLine, "try_show", counted)
+    with progress.show_progress("sending"):
         assert all(shown.acquire(timeout=10) for _ in range(3))
     assert screen.getvalue() == "sending … 0 s\n"
 
@@ -96,7 +96,7 @@ def test_the_line_ends_with_the_block_also_after_an_error(quick, monkeypatch: py
     screen = on(monkeypatch, Screen(tty=True))
 
     def fail() -> None:
-        with progress.waiting("sending"):
+        with progress.show_progress("sending"):
             screen.await_writes(1)
             raise RuntimeError("no")
 
@@ -115,7 +115,7 @@ def test_a_line_that_can_not_be_shown_leaves_the_work_alone(
             raise BrokenPipeError("gone")
 
     screen = on(monkeypatch, Closed())
-    with progress.waiting("sending"):
+    with progress.show_progress("sending"):
         screen.await_writes(1)
     assert not threads()
     assert "the progress line failed; the work goes on: BrokenPipeError: gone" in caplog.text
@@ -135,7 +135,7 @@ def test_a_notebook_has_one_display_that_says_at_the_end_how_long_it_took(quick,
 
     monkeypatch.setattr(progress, "in_notebook", lambda: True)
     monkeypatch.setattr("IPython.display.display", display)
-    with progress.waiting("starting"):
+    with progress.show_progress("starting"):
         assert updated.acquire(timeout=10)
     assert shown[0] == ("display", "starting … 0 s")
     assert shown[1] == "starting … 0 s"

@@ -13,10 +13,10 @@ from dtkit.engine.lr_schedule import LearningRates
 from dtkit.strategies.base import TrainingProgram
 
 
-def rates(scheduler=None, every="step", *, lr=0.1, has_valid=False, groups=1):
+def rates(lr_scheduler=None, every="step", *, lr=0.1, has_valid=False, groups=1):
     parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(groups)]
     optimizer = SGD([{"params": [p], "lr": lr / 10**k} for k, p in enumerate(parameters)])
-    program = TrainingProgram(None, SGD, None, scheduler, every, has_valid)
+    program = TrainingProgram(None, SGD, None, lr_scheduler, every, has_valid)
     return LearningRates(program, optimizer), optimizer
 
 

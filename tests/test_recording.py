@@ -11,15 +11,15 @@ import pytest
 from dtkit.history.history import ROW_DTYPE, History
 from dtkit.history.message_times import MESSAGE_DTYPE, MESSAGE_PHASES
 from dtkit.training.recorder import Recorder
-from dtkit.types import Advance, Evaluation, Failure, Reply
+from dtkit.types import DispatchResult, Evaluation, Failure, Reply
 
 
-def advance(rank: int, steps: int, begun: float) -> Advance:
+def advance(rank: int, steps: int, begun: float) -> DispatchResult:
     """Each step is blocked for a second from `begun` on, on the rank's own clock."""
     rows = np.zeros(steps, ROW_DTYPE)
     rows["step"], rows["rank"] = range(steps), rank
     blocked = np.array([[[begun + step, begun + step + 1.0, -1]] for step in range(steps)])
-    return Advance(rows, steps, 0.1, blocked=blocked)
+    return DispatchResult(rows, steps, 0.1, blocked_spans=blocked)
 
 
 @pytest.fixture
@@ -70,12 +70,12 @@ def test_of_a_lost_rank_the_others_are_recorded_each_on_its_own_clock(recorder: 
     assert [event.rank for event in history.events] == left
 
 
-def left(rank: int, start: int, stop: int, said: str = "") -> tuple[Advance, list[tuple[str, str]]]:
+def left(rank: int, start: int, stop: int, said: str = "") -> tuple[DispatchResult, list[tuple[str, str]]]:
     """A dispatch that nobody has read: blocked in each step from a quarter of a second per rank on."""
     rows = np.zeros(stop - start, ROW_DTYPE)
     rows["step"], rows["rank"] = range(start, stop), rank
     blocked = np.array([[[step + 0.25 * rank, step + 1.0, -1]] for step in range(start, stop)]).reshape(-1, 1, 3)
-    return Advance(rows, stop, 0.1, blocked=blocked), [("text", said)] if said else []
+    return DispatchResult(rows, stop, 0.1, blocked_spans=blocked), [("text", said)] if said else []
 
 
 def cells(history: History) -> list[tuple[int, int]]:

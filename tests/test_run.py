@@ -13,15 +13,14 @@ import torch
 from torch import nn
 
 import dtkit
-from dtkit import State
 from dtkit.checkpoint.manager import CheckpointRequest
-from dtkit.dashboard import text
-from dtkit.errors import Refused
-from dtkit.health.stall_report import Finding
+from dtkit.dashboard.text import run_text
+from dtkit.errors import RefusedError
+from dtkit.health.stall_report import StallReport
 from dtkit.rpc import engine_group as ranks
 from dtkit.testing import FakeTransport
 from dtkit.training import driver
-from dtkit.types import Failure, Reply
+from dtkit.types import Failure, Reply, State
 from tests.test_watchdog import until as watched
 
 ROWS = torch.zeros(64, 2), torch.zeros(64, dtype=torch.int64)
@@ -34,7 +33,7 @@ def engines():
 
 @pytest.fixture
 def cluster(engines):
-    with dtkit.Cluster.over(engines, device="cpu") as cluster:
+    with dtkit.Cluster.from_transport(engines, device="cpu") as cluster:
         yield cluster
 
 
@@ -47,7 +46,7 @@ def train(cluster: dtkit.Cluster, **options: Any) -> dtkit.Run:
 
 def dispatches(engines: FakeTransport, rank: int = 0) -> list[tuple[int, int]]:
     """(first step, steps) of each dispatch that the rank was sent."""
-    return [(args["step"], args["steps"]) for r, op, args in engines.served if r == rank and op == "advance"]
+    return [(args["step"], args["steps"]) for r, op, args in engines.served_requests if r == rank and op == "advance"]
 
 
 def until(run: dtkit.Run, reached: Any) -> None:
@@ -68,11 +67,11 @@ def test_an_interrupt_before_the_waiting_has_begun_pauses_the_run_too(cluster, m
 
 
 def test_who_does_not_answer_is_told_with_what_was_waited_for_and_who_is_gone_comes_first(cluster, monkeypatch):
-    monkeypatch.setattr(ranks, "GRACE_S", 0.01)
+    monkeypatch.setattr(ranks, "FAILURE_GRACE_S", 0.01)
     gone: Future[Reply] = Future()
     gone.set_result(Reply(failure=Failure(1, "?", "EngineLost", "rank 1 is gone", "", kind="lost")))
-    replies = cluster.collect([Future(), gone], 10_000_000)
-    error = dtkit.EngineError([reply.failure for reply in replies])
+    replies = cluster.gather_replies([Future(), gone], 10_000_000)
+    error = dtkit.errors.EngineError([reply.failure for reply in replies])
     assert error.cause.kind == "lost"
     assert "no answer within 0 s" in str(error)
 
@@ -108,13 +107,13 @@ def test_dispatches_start_with_one_step_and_grow_to_what_one_should_last(cluster
 
 def test_slow_steps_are_sent_one_at_a_time(engines):
     engines.step_s = 0.8
-    with dtkit.Cluster.over(engines, device="cpu") as cluster:
+    with dtkit.Cluster.from_transport(engines, device="cpu") as cluster:
         run = train(cluster, steps=10, start=False)
         run.step(4)  # the first dispatches are sent before anything is known
-        engines.hold()
+        engines.hold_requests()
         run.resume()
         before = len(dispatches(engines))
-        engines.let_go()
+        engines.release_requests()
         run.wait(10)
     assert before == 4
     assert all(steps == 1 for _, steps in dispatches(engines))
@@ -123,7 +122,7 @@ def test_slow_steps_are_sent_one_at_a_time(engines):
 def test_a_dispatch_that_ended_early_is_followed_by_the_step_that_it_reached(cluster, engines):
     run = train(cluster, steps=200, start=False)
     run.step(20)
-    engines.slow_after(2)
+    engines.end_early_after(2)
     run.resume()
     run.wait(10)
     assert run.status.state is State.COMPLETED
@@ -133,10 +132,10 @@ def test_a_dispatch_that_ended_early_is_followed_by_the_step_that_it_reached(clu
 def test_a_group_that_another_call_formed_anew_does_not_end_the_run(cluster, engines):
     run = train(cluster, steps=300, start=False)
     run.step(2)
-    engines.hold()
+    engines.hold_requests()
     run.resume()
-    threading.Timer(0.05, engines.let_go).start()
-    cluster.form()  # what is in flight belongs to the generation before
+    threading.Timer(0.05, engines.release_requests).start()
+    cluster.form_process_group()  # what is in flight belongs to the generation before
     run.wait(10)
     assert run.status.state is State.COMPLETED
     assert list(run.history.totals()["step"]) == list(range(300))
@@ -145,9 +144,9 @@ def test_a_group_that_another_call_formed_anew_does_not_end_the_run(cluster, eng
 def test_a_failure_ends_the_run_with_the_cause_on_top_and_the_cluster_usable(cluster, engines):
     run = train(cluster, start=False)
     run.step(3)
-    engines.fail(1, "advance", ValueError("no forward here"))
+    engines.inject_failure(1, "advance", ValueError("no forward here"))
     run.resume()
-    with pytest.raises(dtkit.EngineError, match="rank 1 on fake: ValueError: no forward here") as caught:
+    with pytest.raises(dtkit.errors.EngineError, match="rank 1 on fake: ValueError: no forward here") as caught:
         run.wait(10)
     assert "rank 0 only lost its peer" in str(caught.value)
     assert run.status.state is State.FAILED
@@ -161,7 +160,7 @@ def test_a_failure_ends_the_run_with_the_cause_on_top_and_the_cluster_usable(clu
 def test_a_lost_engine_is_replaced_and_the_run_goes_on(cluster, engines):
     run = train(cluster, start=False)
     run.step()
-    engines.lose(1)
+    engines.end_engine(1)
     run.resume()
     run.wait(10)
     assert run.status.state is State.COMPLETED
@@ -173,19 +172,19 @@ def test_a_lost_engine_is_replaced_and_the_run_goes_on(cluster, engines):
 @pytest.mark.parametrize("ranks", [[1], [0, 1]], ids=["one", "all"])
 def test_what_was_lost_before_a_training_is_replaced_first(cluster, engines, capsys, ranks):
     for rank in ranks:
-        engines.lose(rank)
+        engines.end_engine(rank)
     run = train(cluster, steps=100_000)
     assert f"{ranks[-1]} gone: replaced before the training starts" in capsys.readouterr().out
     until(run, lambda: run.status.step > 0)
-    engines.lose(1)  # what the other one holds is handed over, also where all began anew
+    engines.end_engine(1)  # what the other one holds is handed over, also where all began anew
     until(run, lambda: any(event.kind == "repair" for event in run.history.events))
     run.stop()
     assert "from step 0 " not in run.history.events[-2].text
 
 
 def test_what_was_lost_before_a_training_that_is_not_to_be_repaired_is_told(cluster, engines):
-    engines.lose(1)
-    with pytest.raises(dtkit.EngineError, match=r"its process has ended"):
+    engines.end_engine(1)
+    with pytest.raises(dtkit.errors.EngineError, match=r"its process has ended"):
         train(cluster, on_failure="pause")
 
 
@@ -193,8 +192,8 @@ def test_a_run_that_was_released_is_not_repaired(cluster, engines):
     run = train(cluster)
     run.wait(10)
     run.release()
-    engines.lose(1)
-    with pytest.raises(dtkit.RunError, match=r"run\.repair\(\) needs the job.*released"):
+    engines.end_engine(1)
+    with pytest.raises(dtkit.errors.RunError, match=r"run\.repair\(\) needs the job.*released"):
         run.repair()
     assert cluster.repair() == [1]
 
@@ -202,7 +201,7 @@ def test_a_run_that_was_released_is_not_repaired(cluster, engines):
 def test_a_run_may_go_on_with_fewer(cluster, engines):
     run = train(cluster, start=False, on_failure="shrink")
     run.step()
-    engines.lose(0)
+    engines.end_engine(0)
     run.resume()
     run.wait(10)
     assert (run.status.state, cluster.world_size, run.spec.world_size) == (State.COMPLETED, 1, 1)
@@ -215,7 +214,7 @@ def test_a_run_may_go_on_with_fewer(cluster, engines):
     [(dtkit.Pipeline(2, 2), "stages 2"), (dtkit.Sharded(replicas=2), "replicas")],
 )
 def test_a_strategy_that_needs_all_ranks_can_t_go_on_with_fewer(strategy, why):
-    with dtkit.Cluster.over(FakeTransport(2), device="cpu") as cluster:
+    with dtkit.Cluster.from_transport(FakeTransport(2), device="cpu") as cluster:
         with pytest.raises(ValueError, match=f"on_failure='shrink' .* can't work on 1 of 2.*{why}.*'repair'"):
             train(cluster, strategy=strategy, on_failure="shrink")
         assert cluster.current_run is None
@@ -224,28 +223,28 @@ def test_a_strategy_that_needs_all_ranks_can_t_go_on_with_fewer(strategy, why):
 def test_a_failed_run_says_why_it_can_t_go_on(cluster, engines):
     run = train(cluster, start=False)
     run.step()
-    engines.fail(1, "advance", ValueError("no such row"))
+    engines.inject_failure(1, "advance", ValueError("no such row"))
     run.resume()
-    with pytest.raises(dtkit.EngineError, match="no such row"):
+    with pytest.raises(dtkit.errors.EngineError, match="no such row"):
         run.wait(10)
     for ask in (run.resume, run.stop, lambda: run.extend(steps=1)):
-        with pytest.raises(dtkit.RunError, match=r"run\.exception says why.*resume=path"):
+        with pytest.raises(dtkit.errors.RunError, match=r"run\.exception says why.*resume_from=path"):
             ask()
 
 
 def paused_for_a_lost_engine(cluster: dtkit.Cluster, engines: FakeTransport) -> dtkit.Run:
     run = train(cluster, start=False, on_failure="pause")
     run.step()
-    engines.lose(1)
+    engines.end_engine(1)
     run.resume()
-    with pytest.raises(dtkit.EngineError, match="its process has ended"):
+    with pytest.raises(dtkit.errors.EngineError, match="its process has ended"):
         run.wait(10)
     return run
 
 
 def test_a_lost_engine_is_named_alone_where_the_others_only_refuse(cluster, engines):
     run = paused_for_a_lost_engine(cluster, engines)
-    with pytest.raises(dtkit.EngineError, match="its process has ended") as caught:
+    with pytest.raises(dtkit.errors.EngineError, match="its process has ended") as caught:
         _ = run.model
     assert "Refused" not in str(caught.value)
 
@@ -261,7 +260,7 @@ def test_a_run_may_wait_for_somebody_to_look(cluster, engines):
 def test_a_checkpoint_of_a_run_that_has_lost_an_engine_is_refused_at_once(cluster, engines, tmp_path):
     run = paused_for_a_lost_engine(cluster, engines)
     said = len(run.history.events)
-    with pytest.raises(dtkit.CheckpointError, match=r"lost: rank 1; run.resume\(\) or run.repair\(\) replaces"):
+    with pytest.raises(dtkit.errors.CheckpointError, match=r"lost: rank 1; run.resume\(\) or run.repair\(\) replaces"):
         run.save(tmp_path)
     assert "lost" not in [event.kind for event in run.history.events[said:]]
     run.resume()
@@ -276,12 +275,12 @@ def test_a_folder_that_is_none_is_refused_by_the_argument_s_name(cluster):
     with pytest.raises(TypeError, match=r"^save\(path=5\): it is the name of a folder"):
         run.save(5)  # type: ignore[arg-type]
     run.stop()
-    with pytest.raises(TypeError, match=r"^resume=123: it is the name of a folder, a text or a Path, such as"):
-        train(cluster, resume=123)
-    with pytest.raises(ValueError, match=r"^save_to='': no folder is called that"):
-        train(cluster, save_every=5, save_to="")
-    with pytest.raises(dtkit.CheckpointError, match="/nowhere/x is not there"):
-        train(cluster, resume="/nowhere/x")
+    with pytest.raises(TypeError, match=r"^resume_from=123: it is the name of a folder, a text or a Path, such as"):
+        train(cluster, resume_from=123)
+    with pytest.raises(ValueError, match=r"^checkpoint_dir='': no folder is called that"):
+        train(cluster, checkpoint_every=5, checkpoint_dir="")
+    with pytest.raises(dtkit.errors.CheckpointError, match="/nowhere/x is not there"):
+        train(cluster, resume_from="/nowhere/x")
 
 
 def test_what_to_do_about_a_lost_engine_is_checked(cluster):
@@ -290,9 +289,9 @@ def test_what_to_do_about_a_lost_engine_is_checked(cluster):
 
 
 def test_a_gradient_that_is_not_finite_pauses_all_ranks_and_can_be_tried_again(cluster, engines):
-    engines.nonfinite(7, ranks=[1])
+    engines.inject_nonfinite(7, ranks=[1])
     run = train(cluster)
-    with pytest.raises(dtkit.NonFiniteError, match="rank 1 on fake, step 7"):
+    with pytest.raises(dtkit.errors.NonFiniteError, match="rank 1 on fake, step 7"):
         run.wait(10)
     assert run.status.state is State.PAUSED
     assert run.status.step == 7
@@ -303,12 +302,12 @@ def test_a_gradient_that_is_not_finite_pauses_all_ranks_and_can_be_tried_again(c
 
 
 def test_a_gradient_that_is_not_finite_with_finite_losses_says_so(cluster, engines):
-    engines.nonfinite(3, ranks=[], always=True)
+    engines.inject_nonfinite(3, ranks=[], always=True)
     run = train(cluster)
-    with pytest.raises(dtkit.NonFiniteError, match=r"though every rank's loss is \(1, 1\)"):
+    with pytest.raises(dtkit.errors.NonFiniteError, match=r"though every rank's loss is \(1, 1\)"):
         run.wait(10)
     run.resume()
-    with pytest.raises(dtkit.NonFiniteError):
+    with pytest.raises(dtkit.errors.NonFiniteError):
         run.wait(10)
     assert run.status.step == 3
 
@@ -316,11 +315,11 @@ def test_a_gradient_that_is_not_finite_with_finite_losses_says_so(cluster, engin
 def test_pause_waits_for_what_is_in_flight(cluster, engines):
     run = train(cluster, steps=100_000, start=False)
     run.step(5)
-    engines.hold()
+    engines.hold_requests()
     run.resume()
     run.post("pause")
     assert run.status.state is State.RUNNING
-    engines.let_go()
+    engines.release_requests()
     run.wait(10)
     assert run.status.state is State.PAUSED
     assert run.status.step == run.history.num_steps
@@ -331,15 +330,15 @@ def test_pause_waits_for_what_is_in_flight(cluster, engines):
 @pytest.fixture
 def gracious(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pause has all the time to take effect before anything is broken off."""
-    monkeypatch.setattr(driver, "_GRACE_S", 600.0)
-    monkeypatch.setattr(driver, "_MOST_GRACE_S", 600.0)
+    monkeypatch.setattr(driver, "_PAUSE_GRACE_S", 600.0)
+    monkeypatch.setattr(driver, "_MAX_PAUSE_GRACE_S", 600.0)
 
 
 def under_way(cluster: dtkit.Cluster, engines: FakeTransport) -> dtkit.Run:
     """A run with dispatches that do not land, which is to pause."""
     run = train(cluster, steps=100_000, start=False)
     run.step(5)
-    engines.hold()
+    engines.hold_requests()
     run.resume()
     run.post("pause")
     return run
@@ -349,10 +348,10 @@ def under_way(cluster: dtkit.Cluster, engines: FakeTransport) -> dtkit.Run:
 def test_a_second_interrupt_leaves_the_pause_time_to_take_effect(cluster, engines):
     run = under_way(cluster, engines)
     broken = run._driver.submit("break")
-    engines.let_go()
+    engines.release_requests()
     assert broken.result(10) == run.status.step > 5
     assert run.status.state is State.PAUSED
-    assert engines.interrupted == []
+    assert engines.interrupted_ranks == []
     assert [event.text for event in run.history.events if event.kind == "pause"] == [
         f"paused at step {run.status.step}"
     ]
@@ -360,8 +359,8 @@ def test_a_second_interrupt_leaves_the_pause_time_to_take_effect(cluster, engine
 
 def check_broken_off(run: dtkit.Run, engines: FakeTransport) -> None:
     answer = run._driver.submit("break")
-    watched(lambda: engines.interrupted == [0, 1])
-    engines.let_go()
+    watched(lambda: engines.interrupted_ranks == [0, 1])
+    engines.release_requests()
     assert answer.result(10) == 5
     assert run.status.state is State.PAUSED
 
@@ -369,8 +368,8 @@ def check_broken_off(run: dtkit.Run, engines: FakeTransport) -> None:
 @pytest.mark.usefixtures("gracious")
 def test_what_is_known_to_be_stuck_is_broken_off_at_once(cluster, engines, monkeypatch):
     run = under_way(cluster, engines)
-    monkeypatch.setattr(run._driver._stall_detector, "look", lambda _now: None)
-    run._driver._stall_detector.finding = Finding(
+    monkeypatch.setattr(run._driver._stall_detector, "check", lambda _now: None)
+    run._driver._stall_detector.stall_report = StallReport(
         "stuck", 1, "here", "forward", 3, "net.py:14", "it waits", "wait", 8.0
     )
     check_broken_off(run, engines)
@@ -378,33 +377,33 @@ def test_what_is_known_to_be_stuck_is_broken_off_at_once(cluster, engines, monke
 
 def test_who_is_stuck_is_named_while_another_rank_has_failed_already(cluster, engines, monkeypatch):
     run = under_way(cluster, engines)
-    found = Finding("stuck", 1, "here", "forward", 3, "net.py:14", "it waits", "wait", 8.0)
+    found = StallReport("stuck", 1, "here", "forward", 3, "net.py:14", "it waits", "wait", 8.0)
     watched(lambda: len(run._driver._pending_calls))
     answers = run._driver._pending_calls[0].futures
     monkeypatch.setattr(
-        run._driver._stall_detector, "look", lambda _now: found if answers and answers[0].done() else None
+        run._driver._stall_detector, "check", lambda _now: found if answers and answers[0].done() else None
     )
     engines.interrupt([0])  # the other one is held
     until(run, lambda: any(event.kind == "stuck" and event.rank == 1 for event in run.history.events))
-    assert engines.interrupted == [0]  # by this test, and nobody by the driver
-    engines.let_go()
+    assert engines.interrupted_ranks == [0]  # by this test, and nobody by the driver
+    engines.release_requests()
 
 
 def test_an_interrupt_of_the_next_wait_is_a_second_one_while_the_first_has_not_paused(cluster, engines, monkeypatch):
-    monkeypatch.setattr("dtkit.training.run._PAUSE_S", 0.1)
+    monkeypatch.setattr("dtkit.training.run._PAUSE_TIMEOUT_S", 0.1)
     run = train(cluster, steps=100_000, start=False)
     run.step(5)
-    engines.hold()
+    engines.hold_requests()
     run.resume()
     press(monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         run.wait(10)
     assert "another interrupt breaks off" in run.history.events[-1].text
-    assert engines.interrupted == []
+    assert engines.interrupted_ranks == []
     with pytest.raises(KeyboardInterrupt):
         run.wait(10)
-    watched(lambda: engines.interrupted == [0, 1])
-    engines.let_go()
+    watched(lambda: engines.interrupted_ranks == [0, 1])
+    engines.release_requests()
     until(run, lambda: run.status.state is State.PAUSED)
 
 
@@ -414,7 +413,7 @@ def press(monkeypatch: pytest.MonkeyPatch) -> None:
     def pressed(_run: dtkit.Run) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(text, "follow", pressed)
+    monkeypatch.setattr(run_text, "start_text_progress", pressed)
 
 
 def test_what_has_not_paused_in_time_is_broken_off(cluster, engines):
@@ -423,33 +422,33 @@ def test_what_has_not_paused_in_time_is_broken_off(cluster, engines):
 
 def test_resume_takes_a_pause_back(cluster, engines):
     run = train(cluster, start=False)
-    engines.hold()
+    engines.hold_requests()
     run.resume()
     run.post("pause")
     run.post("resume")
-    engines.let_go()
+    engines.release_requests()
     run.wait(10)
     assert run.status.state is State.COMPLETED
 
 
 def test_a_pause_that_is_taken_back_is_answered(cluster, engines):
     run = train(cluster, steps=100_000, start=False)
-    engines.hold()
+    engines.hold_requests()
     run.resume()
     pause = run.post("pause")
     run.post("resume").result(10)
     assert pause.result(1) == 0  # and not when the run next comes to an end
-    engines.let_go()
+    engines.release_requests()
     run.stop()
 
 
 def test_a_view_that_is_slow_to_hear_of_the_end_meets_no_second_thread(cluster):
     """The run goes on from there, and both would send."""
     run = train(cluster, steps=20)
-    run.subscribe(lambda: run.status.state.ended and threading.Event().wait(0.1))
+    run.subscribe(lambda: run.status.state.has_ended and threading.Event().wait(0.1))
     run.wait(10)
     run.extend(steps=100_000)
-    until(run, lambda: run.status.step > 50_000 or run.status.state.ended)
+    until(run, lambda: run.status.step > 50_000 or run.status.state.has_ended)
     end = run.stop()
     assert list(run.history.totals()["step"]) == list(range(end))
     run._driver.join(10)
@@ -460,47 +459,47 @@ def test_a_view_that_hears_of_the_end_may_extend_the_run(cluster):
     once = threading.Event()
 
     def more() -> None:
-        if run.status.state.ended and not once.is_set():
+        if run.status.state.has_ended and not once.is_set():
             once.set()
             run.extend(steps=30)
 
     run.subscribe(more)
     run.resume()
-    until(run, lambda: run.status.step == 50 and run.status.state.ended)
+    until(run, lambda: run.status.step == 50 and run.status.state.has_ended)
     assert list(run.history.totals()["step"]) == list(range(50))
 
 
 def test_who_waits_for_what_is_under_way_hears_of_the_end_of_its_run(cluster, engines, monkeypatch, tmp_path):
     run = train(cluster, steps=100_000, start=False)
-    engines.hold()
+    engines.hold_requests()
     save = CheckpointRequest(tmp_path, None)
     run._driver.submit("save", save).result(10)
     run.resume()
 
     def refuse() -> None:
-        raise dtkit.ClusterError("the controller has ended")
+        raise dtkit.errors.ClusterError("the controller has ended")
 
     monkeypatch.setattr(cluster, "check_reachable", refuse)
-    with pytest.raises(dtkit.CheckpointError, match="has failed at step 0"):
+    with pytest.raises(dtkit.errors.CheckpointError, match="has failed at step 0"):
         save.future.result(10)
-    with pytest.raises(dtkit.ClusterError, match="the controller has ended"):
+    with pytest.raises(dtkit.errors.ClusterError, match="the controller has ended"):
         run.wait(10)
-    engines.let_go()
+    engines.release_requests()
 
 
 def test_a_save_that_can_t_be_begun_keeps_no_other_one_waiting(cluster, engines, tmp_path):
     run = train(cluster, steps=100_000, start=False)
     run.step(1)
-    engines.hold()
+    engines.hold_requests()
     run.resume()
     run.post("pause")
     (tmp_path / "file").touch()
     saves = [CheckpointRequest(tmp_path / "file", None) for _ in range(2)]
     for save in saves:
         run._driver.submit("save", save)
-    engines.let_go()
+    engines.release_requests()
     for save in saves:
-        with pytest.raises(dtkit.CheckpointError, match="was not written"):
+        with pytest.raises(dtkit.errors.CheckpointError, match="was not written"):
             save.future.result(10)
     run.wait(10)
     assert run.status.state is State.PAUSED
@@ -512,7 +511,7 @@ def test_a_command_that_fails_ends_the_run_and_leaves_nobody_waiting(cluster, mo
     def fail(*_: object) -> None:
         raise OSError("no room for the recovery's files")
 
-    monkeypatch.setattr(run._driver, "_resume", fail)
+    monkeypatch.setattr(run._driver, "_handle_resume", fail)
     assert run.post("resume").result(10) == 0
     assert run.status.state is State.FAILED
     with pytest.raises(OSError, match="no room"):
@@ -534,11 +533,11 @@ def test_a_learning_rate_travels_with_the_next_dispatch(cluster, engines):
 def test_a_learning_rate_that_was_under_way_behind_a_failure_is_sent_again(cluster, engines):
     run = train(cluster, steps=300, start=False)
     run.step()
-    engines.hold()
+    engines.hold_requests()
     run.resume()
     asked = run.post("lr", 0.5)  # travels behind the first of two dispatches, and the second one fails
-    engines.fail(1, "advance", Refused("another generation"), after=1)
-    engines.let_go()
+    engines.inject_failure(1, "advance", RefusedError("another generation"), after=1)
+    engines.release_requests()
     at = asked.result(10)
     run.wait(10)
     rows = run.history.rows()
@@ -551,7 +550,7 @@ def test_who_was_stuck_goes_on_with_the_first_dispatch_that_lands(cluster):
     """While dispatches land one after the other, nobody looks out for a rank that keeps the others waiting."""
     run = train(cluster, steps=100_000)
     until(run, lambda: run.status.step > 3)
-    run._driver._stall_detector.finding = Finding(
+    run._driver._stall_detector.stall_report = StallReport(
         "stuck", 1, "here", "forward", 3, "net.py:14", "it waits", "wait", 8.0
     )
     until(run, lambda: run.stall_report is None)
@@ -561,7 +560,7 @@ def test_who_was_stuck_goes_on_with_the_first_dispatch_that_lands(cluster):
 
 
 def test_held_out_data_is_evaluated_at_the_end_of_each_epoch_without_a_pause_between(cluster, engines):
-    run = train(cluster, epochs=5, valid=ROWS)
+    run = train(cluster, epochs=5, validation=ROWS)
     run.wait(10)
     assert [e.step for e in run.history.evaluations] == [4, 8, 12, 16, 20]
     assert run.history.evaluations[0].values == {"loss": 0.5}
@@ -570,7 +569,7 @@ def test_held_out_data_is_evaluated_at_the_end_of_each_epoch_without_a_pause_bet
 
 def calls(engines: FakeTransport, *ops: str) -> list[tuple[str, int]]:
     """(op, step) of what rank 0 was asked for after steps, in order."""
-    return [(op, args["step"]) for rank, op, args in engines.served if rank == 0 and op in ops]
+    return [(op, args["step"]) for rank, op, args in engines.served_requests if rank == 0 and op in ops]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("Connection closed by peer")], ids=repr)
@@ -578,8 +577,8 @@ def calls(engines: FakeTransport, *ops: str) -> list[tuple[str, int]]:
 def test_an_evaluation_that_is_broken_off_is_made_before_the_next_step(cluster, engines, at, error):
     """And before callbacks are called, which look at what it found."""
     seen = []
-    engines.fail(1, "evaluate", error, after=at)
-    run = train(cluster, epochs=5, valid=ROWS, callbacks=[lambda r: seen.append(r.history.evaluations[-1].step)])
+    engines.inject_failure(1, "evaluate", error, after=at)
+    run = train(cluster, epochs=5, validation=ROWS, callbacks=[lambda r: seen.append(r.history.evaluations[-1].step)])
     run.wait(10)
     assert run.status.state is State.COMPLETED
     assert [e.step for e in run.history.evaluations] == seen == [4, 8, 12, 16, 20]
@@ -592,13 +591,13 @@ def test_an_evaluation_that_is_broken_off_is_made_before_the_next_step(cluster, 
 
 @pytest.mark.parametrize("step", [8, 20], ids=["amid", "at the end"])
 def test_an_evaluation_that_is_broken_off_by_a_pause_is_made_when_the_run_goes_on(cluster, engines, step):
-    run = train(cluster, steps=20, valid=ROWS, start=False)
+    run = train(cluster, steps=20, validation=ROWS, start=False)
     run.step(step - 1)
-    engines.fail(0, "evaluate", KeyboardInterrupt())
-    engines.hold()
+    engines.inject_failure(0, "evaluate", KeyboardInterrupt())
+    engines.hold_requests()
     run.post("step")
     paused = run.post("pause")
-    engines.let_go()
+    engines.release_requests()
     assert paused.result(10) == step
     assert (run.status.state, run.status.step) == (State.PAUSED, step)
     assert step not in [e.step for e in run.history.evaluations]
@@ -609,7 +608,7 @@ def test_an_evaluation_that_is_broken_off_by_a_pause_is_made_when_the_run_goes_o
 
 
 def test_a_notebook_that_takes_over_is_told_of_evaluations_that_were_lost(cluster):
-    run = train(cluster, valid=ROWS, start=False)
+    run = train(cluster, validation=ROWS, start=False)
     made = 4, {"loss": (2.0, 4.0)}
     run._driver.replay_unread({0: [], 1: []}, {0: {8: made}, 1: {8: made, 12: made}}, 16)
     assert [e.step for e in run.history.evaluations] == [8]
@@ -623,16 +622,16 @@ def test_a_call_that_is_interrupted_ends_on_the_engines_too_and_the_next_one_wor
 ):
     run = train(cluster, start=False)
     run.step(4)
-    generation, collect, waits = cluster.generation, cluster.collect, threading.Event()
-    monkeypatch.setattr(cluster, "collect", lambda *given, **how: (waits.set(), collect(*given, **how))[1])
-    engines.hold()
+    generation, collect, waits = cluster.generation, cluster.gather_replies, threading.Event()
+    monkeypatch.setattr(cluster, "gather_replies", lambda *given, **how: (waits.set(), collect(*given, **how))[1])
+    engines.hold_requests()
 
     def press() -> None:
         assert waits.wait(10)
         os.kill(os.getpid(), signal.SIGINT)
-        watched(lambda: engines.interrupted == [0, 1])
+        watched(lambda: engines.interrupted_ranks == [0, 1])
         if presses == 1:
-            engines.let_go()
+            engines.release_requests()
         else:  # what was sent to the engines since is held: nobody waits for it
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -641,7 +640,7 @@ def test_a_call_that_is_interrupted_ends_on_the_engines_too_and_the_next_one_wor
     with pytest.raises(KeyboardInterrupt):
         run.evaluate(ROWS)
     presser.join(10)
-    engines.let_go()
+    engines.release_requests()
     assert run.evaluate(ROWS).values == {"loss": 0.5}
     assert cluster.generation > generation
     assert (run.status.state, run.status.step) == (State.PAUSED, 4)
@@ -652,15 +651,15 @@ def test_a_call_that_is_interrupted_ends_on_the_engines_too_and_the_next_one_wor
 
 def test_an_interrupt_that_comes_as_the_one_before_is_seen_to_leaves_nothing_broken(cluster, engines, monkeypatch):
     def interrupted(*_: Any) -> None:
-        engines.let_go()
+        engines.release_requests()
         raise KeyboardInterrupt
 
-    engines.hold()
+    engines.hold_requests()
     with monkeypatch.context() as patch:
-        patch.setattr(cluster, "collect", interrupted)
-        patch.setattr(cluster, "_give_up", interrupted)
+        patch.setattr(cluster, "gather_replies", interrupted)
+        patch.setattr(cluster, "wait_until_reformed", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            cluster.ask("node_info")
+            cluster.call_all("node_info")
     before = cluster.generation
     assert cluster.run(int, "3") == [3, 3]
     assert cluster.generation == before + 1
@@ -679,21 +678,21 @@ def test_extend_goes_on_where_it_ended(cluster):
 
 @pytest.mark.parametrize("steps", [40, 1_000_000], ids=["done", "running"])
 def test_closing_the_cluster_keeps_the_weights(engines, steps):
-    with dtkit.Cluster.over(engines, device="cpu") as cluster:
+    with dtkit.Cluster.from_transport(engines, device="cpu") as cluster:
         run = train(cluster, steps=steps)
         until(run, lambda: run.status.step > 30)
     assert set(run.model.state_dict()) == {"weight", "bias"}
 
 
 def test_closing_the_cluster_ends_a_run_that_hangs(engines):
-    cluster = dtkit.Cluster.over(engines, device="cpu")
+    cluster = dtkit.Cluster.from_transport(engines, device="cpu")
     run = train(cluster, start=False)
-    engines.hold()
+    engines.hold_requests()
     run.resume()
     cluster.close()
     run.wait(10)
-    assert run.status.state.ended
-    with pytest.raises(dtkit.RunError):
+    assert run.status.state.has_ended
+    with pytest.raises(dtkit.errors.RunError):
         run.resume()
 
 
@@ -705,7 +704,7 @@ def test_commands_that_race_with_the_end_are_answered(cluster):
         for command in ("pause", "lr", "resume", "pause", "stop"):
             try:
                 answer = run._driver.submit(command, 0.1)
-            except dtkit.RunError:
+            except dtkit.errors.RunError:
                 break
             assert answer.result(10) <= 3
         run.wait(10)
@@ -721,9 +720,9 @@ def test_the_text_of_a_run_says_what_it_is(cluster):
 
 
 def test_the_cause_is_told_also_where_the_group_can_t_be_formed_anew(cluster, engines):
-    engines.fail(1, "build_job", ValueError("no such layer"))
-    engines.fail(0, "join_group", RuntimeError("no port is left"))
-    with pytest.raises(dtkit.EngineError, match="rank 1 on fake: ValueError: no such layer") as caught:
+    engines.inject_failure(1, "build_job", ValueError("no such layer"))
+    engines.inject_failure(0, "join_group", RuntimeError("no port is left"))
+    with pytest.raises(dtkit.errors.EngineError, match="rank 1 on fake: ValueError: no such layer") as caught:
         train(cluster)
     assert "no port is left" in str(caught.value.__cause__)
 
@@ -732,27 +731,27 @@ def test_what_an_interrupt_left_of_a_group_is_removed_with_the_next_one(cluster)
     left = [cluster.folder / f"store-{cluster.generation}{what}" for what in (".off", ".1")]
     for path in left:
         path.touch()
-    cluster.form()
+    cluster.form_process_group()
     assert not any(path.exists() for path in left)
 
 
 def test_a_group_of_which_a_newer_one_was_begun_meanwhile_is_not_formed(cluster, monkeypatch):
     """That one was interrupted; calls would be refused for ever, as sent before it, and nobody would form it."""
-    collect = cluster.collect
+    collect = cluster.gather_replies
 
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
     def meanwhile(*args: Any, **options: Any) -> Any:
         replies = collect(*args, **options)
-        monkeypatch.setattr(cluster, "collect", interrupted)
+        monkeypatch.setattr(cluster, "gather_replies", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            cluster.form()
-        monkeypatch.setattr(cluster, "collect", collect)
+            cluster.form_process_group()
+        monkeypatch.setattr(cluster, "gather_replies", collect)
         return replies
 
-    monkeypatch.setattr(cluster, "collect", meanwhile)
-    cluster.form()
+    monkeypatch.setattr(cluster, "gather_replies", meanwhile)
+    cluster.form_process_group()
     before = cluster.generation
     assert cluster.run(int, "3") == [3, 3]
     assert cluster.generation == before + 1
@@ -760,18 +759,18 @@ def test_a_group_of_which_a_newer_one_was_begun_meanwhile_is_not_formed(cluster,
 
 def test_hosts_are_known_also_while_an_engine_is_lost_and_after_it_was_replaced():
     engines = FakeTransport(3)
-    with dtkit.Cluster.over(engines, device="cpu", interface="lo") as cluster:
-        assert cluster.one_host
-        engines.lose(2)
-        engines.hello[1]["host"] = "another"
-        cluster.greet([0, 1])
-        assert not cluster.one_host
-        engines.hello[2]["host"] = "a third"
+    with dtkit.Cluster.from_transport(engines, device="cpu", interface="lo") as cluster:
+        assert cluster.is_single_host
+        engines.end_engine(2)
+        engines.handshake_overrides[1]["host"] = "another"
+        cluster.handshake([0, 1])
+        assert not cluster.is_single_host
+        engines.handshake_overrides[2]["host"] = "a third"
         cluster.replace([2])
-        assert cluster._hosts[2] == "a third"
-        engines.lose(1)
+        assert cluster._host_by_rank[2] == "a third"
+        engines.end_engine(1)
         cluster.shrink([1])
-        assert list(cluster._hosts) == [0, 1]
-        assert not cluster.one_host
+        assert list(cluster._host_by_rank) == [0, 1]
+        assert not cluster.is_single_host
         cluster.shrink([1])
-        assert cluster.one_host
+        assert cluster.is_single_host

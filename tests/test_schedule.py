@@ -9,8 +9,9 @@ import pytest
 from torch.distributed import pipelining
 
 import dtkit
+from dtkit.schedules.action import Action
 from dtkit.schedules.builtin import BUILTIN_SCHEDULES
-from dtkit.schedules.schedule import Action, Schedule
+from dtkit.schedules.schedule import Schedule
 from dtkit.strategies.pipeline.stage import SCHEDULE_CLASSES
 
 ONE = "F0 F1 B0 B1\nF0 B0 F1 B1"

@@ -22,17 +22,18 @@ import dtkit
 from dtkit.cluster import cluster_file
 from dtkit.cluster import transport as engines
 from dtkit.cluster.devices import plan_devices
-from dtkit.dashboard import calls, report
+from dtkit.dashboard import report
+from dtkit.dashboard.text import call_text
 from dtkit.data.partition import Partition
 from dtkit.engine import server
 from dtkit.explain import explain
 from dtkit.health import stacks
-from dtkit.health.diagnosis import Seen
-from dtkit.health.status import Frame, Standing
+from dtkit.health.diagnosis import RankObservation
+from dtkit.health.status import EngineStatus, Frame
 from dtkit.planning.memory_report import Memory
 from dtkit.rpc import shared_memory
-from dtkit.rpc.entrypoint import Entry
-from dtkit.rpc.shared_memory import Handle, Mapping
+from dtkit.rpc.entrypoint import Entrypoint
+from dtkit.rpc.shared_memory import BufferMapping, SharedBuffer
 from dtkit.testing import FakeTransport
 from tests import test_checkpoint, test_compare, test_explanation, test_memory, test_plan, test_stage_explanation
 from tests.fake_source import FakeSource
@@ -68,7 +69,7 @@ def _limited(call: ast.Call) -> bool:
 
 def _may_be(value: ast.expr, what: object) -> bool:
     if isinstance(value, ast.IfExp):
-        return _may_be(value.body, what) or _may_be(value.orelse, what)
+        return _may_be(value.rows, what) or _may_be(value.orelse, what)
     return isinstance(value, ast.Constant) and value.value is what
 
 
@@ -180,25 +181,25 @@ HOSTILE = """<script>alert("1")</script><img src=x onerror='a()'>&amp;"""
 
 
 def _cluster() -> dtkit.Cluster:
-    cluster = dtkit.Cluster.over(FakeTransport(2), device="cpu", interface=HOSTILE)
+    cluster = dtkit.Cluster.from_transport(FakeTransport(2), device="cpu", interface=HOSTILE)
     cluster._nodes = [dataclasses.replace(node, host=HOSTILE, device=HOSTILE) for node in cluster.nodes]
-    cluster._plan = dataclasses.replace(cluster._plan, note=HOSTILE)
+    cluster._device_plan = dataclasses.replace(cluster._device_plan, note=HOSTILE)
     return cluster
 
 
 def _replicas(monkeypatch: pytest.MonkeyPatch) -> Any:
-    with dtkit.Cluster.over(FakeTransport(2), device="cpu") as cluster:
+    with dtkit.Cluster.from_transport(FakeTransport(2), device="cpu") as cluster:
         found = cluster.broadcast(nn.Linear(2, 2))
-    monkeypatch.setattr(found, "name", HOSTILE)
+    monkeypatch.setattr(found, "format_collective_name", HOSTILE)
     monkeypatch.setattr(found, "checksums", (HOSTILE, HOSTILE))
     return found
 
 
 def _stacks() -> stacks.Stacks:
     frame = Frame(HOSTILE, 3, HOSTILE, "user")
-    standing = Standing(0, 1, 0, HOSTILE, 7, 1.0, 50.0, "advance", HOSTILE, 44.0, 6.0, False, None)
+    standing = EngineStatus(0, 1, 0, HOSTILE, 7, 1.0, 50.0, "advance", HOSTILE, 44.0, 6.0, False, None)
     standing = dataclasses.replace(standing, stack=(frame,), threads={HOSTILE: (frame,)})
-    return stacks.Stacks([Seen(0, HOSTILE, 7, HOSTILE, 0.1, standing)])
+    return stacks.Stacks([RankObservation(0, HOSTILE, 7, HOSTILE, 0.1, standing)])
 
 
 def _checkpoints(folder: Path) -> Checkpoints:
@@ -256,7 +257,9 @@ PAGES: dict[str, Any] = {  # a class that shows itself as HTML -> one that is fu
 
 def test_every_class_that_shows_itself_as_html_is_in_the_list(root: Path):
     classes = [node for node in nodes(root / "dtkit") if isinstance(node, ast.ClassDef)]
-    own = {c.name for c in classes if any(getattr(part, "name", "") == "_repr_html_" for part in c.body)}
+    own = {
+        c.name for c in classes if any(getattr(part, "format_collective_name", "") == "_repr_html_" for part in c.body)
+    }
     heirs = {c.name: base.id for c in classes for base in c.bases if isinstance(base, ast.Name) and base.id in own}
     found = own - set(heirs.values()) | heirs.keys()
     assert found == set(PAGES)
@@ -279,14 +282,14 @@ def test_a_call_and_a_report_escape_what_was_printed_and_raised(tmp_path: Path):
     source.advance(5)
     source.event("print", HOSTILE, rank=1)
     source.exception = RuntimeError(HOSTILE)
-    report.write(source, tmp_path / "run.html")
+    report.write_report(source, tmp_path / "run.html")
     _assert_harmless((tmp_path / "run.html").read_text(encoding="utf-8"))
     engines = FakeTransport(2)
-    engines.say(0, ("text", HOSTILE), ("row", {HOSTILE: 1.0}))
-    with dtkit.Cluster.over(engines, device="cpu") as cluster:
+    engines.queue_output(0, ("text", HOSTILE), ("row", {HOSTILE: 1.0}))
+    with dtkit.Cluster.from_transport(engines, device="cpu") as cluster:
         task = cluster.submit(len, [1])
         task.result(20)
-        _assert_harmless(calls.page(task))
+        _assert_harmless(call_text.format_html(task))
 
 
 class _Tags(HTMLParser):
@@ -333,47 +336,47 @@ def test_a_file_is_made_anew_and_never_through_a_name_that_somebody_planted(
     theirs = tmp_path / "theirs"
     theirs.write_bytes(b"untouched")
     planted = tmp_path / "dtkit-planted"
-    monkeypatch.setattr(shared_memory, "_new_name", lambda _: planted.name)
+    monkeypatch.setattr(shared_memory, "_make_filename", lambda _: planted.name)
     for plant in (lambda: planted.symlink_to(theirs), lambda: planted.write_bytes(b"")):
         plant()
         with pytest.raises(OSError, match="File exists"):
-            shared_memory.write([b"secret"], directories=[str(tmp_path)])
+            shared_memory.write_buffers([b"secret"], directories=[str(tmp_path)])
         planted.unlink()
     assert theirs.read_bytes() == b"untouched"
-    handle = shared_memory.write([b"secret"], directories=[str(tmp_path)])
+    handle = shared_memory.write_buffers([b"secret"], directories=[str(tmp_path)])
     assert stat.S_IMODE(planted.stat().st_mode) == 0o600
-    shared_memory.remove(handle)
+    shared_memory.remove_file(handle)
 
 
 def test_what_belongs_to_somebody_else_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    handle = shared_memory.write([b"secret"], directories=[str(tmp_path)])
+    handle = shared_memory.write_buffers([b"secret"], directories=[str(tmp_path)])
     link = tmp_path / "link"
     link.symlink_to(handle.path)
     with pytest.raises(OSError, match="symbolic links") as found:
-        Mapping.open(Handle(str(link), handle.spans))
+        BufferMapping.open(SharedBuffer(str(link), handle.spans))
     assert found.value.errno == errno.ELOOP
     monkeypatch.setattr(os, "getuid", lambda: 12345)
     with pytest.raises(PermissionError, match="not a file of this user; refusing to map it"):
-        Mapping.open(handle)
+        BufferMapping.open(handle)
 
 
 def test_a_cluster_s_folder_is_believed_only_where_nobody_else_can_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Taking a cluster over unpickles what lies there."""
-    me = cluster_file.identity(os.getpid())
+    me = cluster_file.get_process_identity(os.getpid())
     folder = tmp_path / "dtkit-mine"
     folder.mkdir(mode=0o700)
-    cluster_file.Papers(folder, 1, me, me, (0,), (), 0.0, {}).write()
-    assert [found.name for found in cluster_file.running(tmp_path)] == ["dtkit-mine"]
+    cluster_file.ClusterInfo(folder, 1, me, me, (0,), (), 0.0, {}).write()
+    assert [found.name for found in cluster_file.find_running(tmp_path)] == ["dtkit-mine"]
     (tmp_path / "dtkit-link").symlink_to(folder)
-    assert len(cluster_file.running(tmp_path)) == 1
+    assert len(cluster_file.find_running(tmp_path)) == 1
     for mode in (0o770, 0o702, 0o750):
         folder.chmod(mode)
-        assert cluster_file.running(tmp_path) == []
+        assert cluster_file.find_running(tmp_path) == []
     folder.chmod(0o700)
     monkeypatch.setattr(os, "getuid", lambda: 12345)
-    assert cluster_file.running(tmp_path) == []
+    assert cluster_file.find_running(tmp_path) == []
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
@@ -393,17 +396,17 @@ def test_a_checkpoint_is_as_private_as_the_user_s_other_files(tmp_path: Path, um
 
 def test_leaving_loopback_is_asked_for_and_said(monkeypatch: pytest.MonkeyPatch):
     plain = "Tensors travel over eth7, and that traffic is not encrypted."
-    with dtkit.Cluster.over(FakeTransport(2), device="cpu", interface="eth7") as cluster:
+    with dtkit.Cluster.from_transport(FakeTransport(2), device="cpu", interface="eth7") as cluster:
         assert repr(cluster).endswith(plain)
         assert f"<p>{plain}</p>" in cluster._repr_html_()
-    with dtkit.Cluster.over(FakeTransport(2), device="cpu") as cluster:
+    with dtkit.Cluster.from_transport(FakeTransport(2), device="cpu") as cluster:
         assert "encrypted" not in repr(cluster)
     elsewhere = FakeTransport(2)
-    elsewhere.hello[1]["host"] = "another"
+    elsewhere.handshake_overrides[1]["host"] = "another"
     with pytest.raises(
-        dtkit.ClusterError, match=r"keeps to loopback by default.*Tensor traffic on it is not encrypted"
+        dtkit.errors.ClusterError, match=r"keeps to loopback by default.*Tensor traffic on it is not encrypted"
     ):
-        dtkit.Cluster.over(elsewhere, device="cpu")
+        dtkit.Cluster.from_transport(elsewhere, device="cpu")
 
 
 @pytest.mark.parametrize(("launcher", "address"), [("local", "127.0.0.1"), ("ssh", "")])
@@ -417,8 +420,8 @@ def test_a_controller_wants_a_key_wherever_it_listens(
         raise InterruptedError("that is enough")
 
     monkeypatch.setattr(engines.ipp, "Cluster", start)
-    started = engines.StartedEngines.__new__(engines.StartedEngines)
-    started.folder, started._how = tmp_path, engines.Start(launcher, plan_devices(1, "cpu", 1), 1.0)
+    started = engines.LaunchedTransport.__new__(engines.LaunchedTransport)
+    started.folder, started._config = tmp_path, engines.LaunchConfig(launcher, plan_devices(1, "cpu", 1), 1.0)
     with pytest.raises(InterruptedError):
         started._start_controller()
     assert asked["controller_ip"] == address  # "": the launcher's own choice
@@ -427,8 +430,8 @@ def test_a_controller_wants_a_key_wherever_it_listens(
 
 def test_engines_forget_the_key_once_they_are_connected(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("IPP_CONNECTION_INFO", "secret")
-    monkeypatch.setattr(server, "handle", lambda message, _: message + str(dict(os.environ)).encode())
-    assert b"secret" not in Entry()(b"")[0]
+    monkeypatch.setattr(server, "handle_request", lambda message, _: message + str(dict(os.environ)).encode())
+    assert b"secret" not in Entrypoint()(b"")[0]
 
 
 # -- the page about it -----------------------------------------------------------------------------------------

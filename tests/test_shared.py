@@ -16,7 +16,7 @@ import pytest
 
 from dtkit.cluster import resources
 from dtkit.rpc import shared_memory
-from dtkit.rpc.shared_memory import Handle, Mapping, Owner
+from dtkit.rpc.shared_memory import BufferMapping, ProcessId, SharedBuffer
 
 # A process that prints a line when it runs and ends when its standard input does.
 WAIT = "print('up', flush=True); input()"
@@ -39,10 +39,10 @@ def files(directory: Path) -> list[str]:
 
 def test_what_was_written_is_mapped_and_aligned(tmp_path: Path) -> None:
     arrays = [np.arange(5, dtype=np.uint8), np.empty(0), np.linspace(0, 1, 1001), np.ones((3, 4), order="C")]
-    handle = shared_memory.write(arrays, directories=[str(tmp_path)])
+    handle = shared_memory.write_buffers(arrays, directories=[str(tmp_path)])
     assert pickle.loads(pickle.dumps(handle)) == handle
     assert all(offset % shared_memory.ALIGNMENT == 0 for offset, _ in handle.spans)
-    views = Mapping.open(handle)
+    views = BufferMapping.open(handle)
     assert [view.nbytes for view in views] == [array.nbytes for array in arrays]
     for view, array in zip(views, arrays, strict=True):
         assert bytes(view) == array.tobytes()
@@ -50,36 +50,36 @@ def test_what_was_written_is_mapped_and_aligned(tmp_path: Path) -> None:
 
 def test_nothing_to_write_is_a_file_too(tmp_path: Path) -> None:
     for buffers in ([], [b""], [b"", b"ab"]):
-        handle = shared_memory.write(buffers, directories=[str(tmp_path)])
-        assert [bytes(view) for view in Mapping.open(handle)] == buffers
-        shared_memory.remove(handle)
+        handle = shared_memory.write_buffers(buffers, directories=[str(tmp_path)])
+        assert [bytes(view) for view in BufferMapping.open(handle)] == buffers
+        shared_memory.remove_file(handle)
     assert files(tmp_path) == []
 
 
 def test_a_file_is_private_and_in_shared_memory() -> None:
-    handle = shared_memory.write([b"secret"])
+    handle = shared_memory.write_buffers([b"secret"])
     try:
         status = Path(handle.path).stat()
         assert stat.S_IMODE(status.st_mode) == 0o600
         assert status.st_uid == os.getuid()
-        assert str(Path(handle.path).parent) == shared_memory.default_directories()[0]
+        assert str(Path(handle.path).parent) == shared_memory.get_default_directories()[0]
     finally:
-        shared_memory.remove(handle)
-    shared_memory.remove(handle)  # idempotent
+        shared_memory.remove_file(handle)
+    shared_memory.remove_file(handle)  # idempotent
     assert not Path(handle.path).exists()
 
 
 def test_writers_do_not_see_each_other_and_the_file_stays_as_it_was(tmp_path: Path) -> None:
-    handle = shared_memory.write([b"abcd"], directories=[str(tmp_path)])
-    (mine,), (yours,) = Mapping.open(handle), Mapping.open(handle)
+    handle = shared_memory.write_buffers([b"abcd"], directories=[str(tmp_path)])
+    (mine,), (yours,) = BufferMapping.open(handle), BufferMapping.open(handle)
     mine[0] = ord("X")
     assert (bytes(mine), bytes(yours), Path(handle.path).read_bytes()) == (b"Xbcd", b"abcd", b"abcd")
 
 
 def test_views_keep_the_mapping_alive_after_the_file_is_gone(tmp_path: Path) -> None:
-    handle = shared_memory.write([b"abcd", b"efgh"], directories=[str(tmp_path)])
-    array = np.frombuffer(Mapping.open(handle)[1], dtype=np.uint8)
-    shared_memory.remove(handle)
+    handle = shared_memory.write_buffers([b"abcd", b"efgh"], directories=[str(tmp_path)])
+    array = np.frombuffer(BufferMapping.open(handle)[1], dtype=np.uint8)
+    shared_memory.remove_file(handle)
     assert array.tobytes() == b"efgh"
     assert array.flags.writeable
 
@@ -96,13 +96,13 @@ def test_where_shared_memory_is_too_small_a_temporary_file_serves(
             raise OSError(errno.ENOSPC, "No space left on device")
         real(descriptor, size)
 
-    monkeypatch.setattr(shared_memory, "_reserve", reserve)
+    monkeypatch.setattr(shared_memory, "_reserve_report", reserve)
     missing = str(tmp_path / "missing")
-    handle = shared_memory.write([b"abcd"], directories=[missing, str(small), str(big)])
+    handle = shared_memory.write_buffers([b"abcd"], directories=[missing, str(small), str(big)])
     assert Path(handle.path).parent == big
     assert files(small) == []
     with pytest.raises(OSError, match=r"no room for .* MB .*No such file.*No space left.*--shm-size"):
-        shared_memory.write([b"abcd"], directories=[missing, str(small)])
+        shared_memory.write_buffers([b"abcd"], directories=[missing, str(small)])
 
 
 def test_a_real_limit_is_an_error_before_a_byte_is_written(tmp_path: Path) -> None:
@@ -121,29 +121,31 @@ def test_a_real_limit_is_an_error_before_a_byte_is_written(tmp_path: Path) -> No
 
 
 def test_shared_memory_is_not_taken_from_what_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resources, "memory", lambda: resources.Memory(2_000_000, 1_000_000))
+    monkeypatch.setattr(resources, "read_memory", lambda: resources.HostMemory(2_000_000, 1_000_000))
     with pytest.raises(OSError, match="only 1 MB of memory are free"):
-        shared_memory.write([bytes(2_000_000)], directories=["/dev/shm"])
+        shared_memory.write_buffers([bytes(2_000_000)], directories=["/dev/shm"])
 
 
 def test_a_file_of_the_wrong_kind_is_not_mapped(tmp_path: Path) -> None:
-    handle = shared_memory.write([b"abcd"], directories=[str(tmp_path)])
+    handle = shared_memory.write_buffers([b"abcd"], directories=[str(tmp_path)])
     with pytest.raises(OSError, match="holds 4 of 64 bytes"):
-        Mapping.open(Handle(handle.path, ((0, 64),)))
+        BufferMapping.open(SharedBuffer(handle.path, ((0, 64),)))
     link = tmp_path / "link"
     link.symlink_to(handle.path)
     with pytest.raises(OSError, match="symbolic"):
-        Mapping.open(Handle(str(link), handle.spans))
+        BufferMapping.open(SharedBuffer(str(link), handle.spans))
     with pytest.raises(PermissionError, match="not a file of this user"):
-        Mapping.open(Handle("/dev/null", ()))
+        BufferMapping.open(SharedBuffer("/dev/null", ()))
 
 
 def test_sweep_takes_the_files_of_the_dead_and_no_others(tmp_path: Path) -> None:
     place = [str(tmp_path)]
     process = child()
-    mine = shared_memory.write([b"a"], directories=place)
-    theirs = shared_memory.write([b"b"], owner=Owner.of(process.pid), directories=place)
-    reused = shared_memory.write([b"c"], owner=Owner(os.getpid(), Owner.of().start_time - 1), directories=place)
+    mine = shared_memory.write_buffers([b"a"], directories=place)
+    theirs = shared_memory.write_buffers([b"b"], file_owner=ProcessId.from_pid(process.pid), directories=place)
+    reused = shared_memory.write_buffers(
+        [b"c"], file_owner=ProcessId(os.getpid(), ProcessId.from_pid().start_time - 1), directories=place
+    )
     name = Path(theirs.path).name
     # Not ours to delete: another uid's name, another host's, another program's, a link, a folder.
     others = [
@@ -153,25 +155,27 @@ def test_sweep_takes_the_files_of_the_dead_and_no_others(tmp_path: Path) -> None
     ]
     for other in others:
         (tmp_path / other).touch()
-    gone = shared_memory._new_name(Owner(2**22 + 1, 1))
+    gone = shared_memory._make_filename(ProcessId(2**22 + 1, 1))
     (tmp_path / gone).symlink_to(tmp_path)
-    (tmp_path / shared_memory._new_name(Owner(2**22 + 1, 1))).mkdir()
+    (tmp_path / shared_memory._make_filename(ProcessId(2**22 + 1, 1))).mkdir()
 
-    assert shared_memory.sweep(place) == [reused.path]
+    assert shared_memory.remove_orphans(place) == [reused.path]
     end(process)
-    assert shared_memory.sweep([str(tmp_path / "missing"), *place]) == [theirs.path]
-    assert shared_memory.sweep(place) == []
+    assert shared_memory.remove_orphans([str(tmp_path / "missing"), *place]) == [theirs.path]
+    assert shared_memory.remove_orphans(place) == []
     assert Path(mine.path).exists()
     assert len(files(tmp_path)) == 1 + len(others) + 2
 
 
 def test_a_zombie_counts_as_dead(tmp_path: Path) -> None:
     process = child()
-    handle = shared_memory.write([b"a"], owner=Owner.of(process.pid), directories=[str(tmp_path)])
+    handle = shared_memory.write_buffers(
+        [b"a"], file_owner=ProcessId.from_pid(process.pid), directories=[str(tmp_path)]
+    )
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # dead, and not yet reaped
     assert psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE
-    assert shared_memory.sweep([str(tmp_path)]) == [handle.path]
+    assert shared_memory.remove_orphans([str(tmp_path)]) == [handle.path]
     process.communicate(timeout=30)
 
 
@@ -180,27 +184,27 @@ def test_a_killed_writer_leaves_a_file_that_the_next_sweep_takes(tmp_path: Path)
         f"from dtkit.rpc import shared_memory as shared; shared.write([b'a'], directories=[{str(tmp_path)!r}]); {WAIT}"
     )
     process = child(code)
-    assert shared_memory.sweep([str(tmp_path)]) == []
+    assert shared_memory.remove_orphans([str(tmp_path)]) == []
     process.kill()
     process.communicate(timeout=30)
-    assert len(shared_memory.sweep([str(tmp_path)])) == 1
+    assert len(shared_memory.remove_orphans([str(tmp_path)])) == 1
 
 
 def test_remove_all_takes_what_hangs_on_one_owner(tmp_path: Path) -> None:
     place = [str(tmp_path)]
-    other = Owner(os.getppid(), 1)
-    kept = shared_memory.write([b"a"], owner=other, directories=place)
-    taken = {shared_memory.write([b"b"], directories=place).path for _ in range(2)}
-    assert set(shared_memory.remove_all(Owner.of(), place)) == taken
+    other = ProcessId(os.getppid(), 1)
+    kept = shared_memory.write_buffers([b"a"], file_owner=other, directories=place)
+    taken = {shared_memory.write_buffers([b"b"], directories=place).path for _ in range(2)}
+    assert set(shared_memory.remove_owned_files(ProcessId.from_pid(), place)) == taken
     assert files(tmp_path) == [kept.path]
 
 
 def test_owner() -> None:
-    assert Owner.of() == Owner.of(os.getpid())
-    assert Owner.of().alive
-    assert not Owner(os.getpid(), 1).alive
+    assert ProcessId.from_pid() == ProcessId.from_pid(os.getpid())
+    assert ProcessId.from_pid().is_alive
+    assert not ProcessId(os.getpid(), 1).is_alive
     with pytest.raises(ProcessLookupError, match="no process with pid"):
-        Owner.of(2**22 + 1)
+        ProcessId.from_pid(2**22 + 1)
 
 
 def test_a_process_name_with_spaces_and_parentheses_is_read_right() -> None:
@@ -209,14 +213,14 @@ def test_a_process_name_with_spaces_and_parentheses_is_read_right() -> None:
         "from dtkit.rpc.shared_memory import Owner; print(Owner.of().start_time)"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert int(ran.stdout) >= Owner.of().start_time
+    assert int(ran.stdout) >= ProcessId.from_pid().start_time
 
 
 def test_memory_is_shared_and_not_copied(tmp_path: Path) -> None:
     data = np.random.default_rng(0).integers(0, 256, 20_000_000, dtype=np.uint8)
-    handle = shared_memory.write([data], directories=[str(tmp_path)])
+    handle = shared_memory.write_buffers([data], directories=[str(tmp_path)])
     before = psutil.Process().memory_full_info().uss
     # Twice, since pages that only one mapping has touched count as this process's own.
-    views = Mapping.open(handle) + Mapping.open(handle)
+    views = BufferMapping.open(handle) + BufferMapping.open(handle)
     assert [int(np.frombuffer(view, np.uint8).sum()) for view in views] == [int(data.sum())] * 2
     assert psutil.Process().memory_full_info().uss - before < data.nbytes / 4

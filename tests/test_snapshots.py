@@ -17,7 +17,7 @@ from dtkit.engine.state.peer_snapshots import choose_peer_distance
 from dtkit.history import run_log
 from dtkit.history.history import History
 from dtkit.rpc import pickling, shared_memory
-from dtkit.rpc.payload import ship
+from dtkit.rpc.payload import make_payload
 from dtkit.training import launch, recovered_state, recovery
 from dtkit.training.recovery import JobPosition
 from dtkit.training.snapshots import SnapshotInterval, SnapshotTracker
@@ -253,8 +253,8 @@ def test_why_ranks_can_t_go_on_is_told_as_it_is(standings: dict[int, JobPosition
 
 @pytest.mark.parametrize("ours", [True, False], ids=["ours", "another notebook's by now"])
 def test_what_survivors_gave_is_freed_also_where_the_job_can_t_be_made_anew(tmp_path: Path, *, ours: bool):
-    sent = ship(pickling.pack(torch.zeros(9)), shared_memory.Owner.of(), small=0)
-    assert sent.handle is not None
+    sent = make_payload(pickling.pack_object(torch.zeros(9)), shared_memory.ProcessId.from_pid(), max_inline_bytes=0)
+    assert sent.shared_buffer is not None
     run_log.RunLog(tmp_path / run_log.RUNS_FOLDER / "job")
     given = recovered_state.RecoveredState(3, (sent,), "node 1's memory")
 
@@ -262,14 +262,14 @@ def test_what_survivors_gave_is_freed_also_where_the_job_can_t_be_made_anew(tmp_
         with given.keep_during_recovery(tmp_path, "job", ours=lambda: ours):
             assert recovered_state.load_interrupted(tmp_path, "job") == given
             assert recovered_state.list_jobs(tmp_path) == ["job"]
-            raise dtkit.ClusterError("no memory for it")
+            raise dtkit.errors.ClusterError("no memory for it")
 
-    with pytest.raises(dtkit.ClusterError, match="no memory"):
+    with pytest.raises(dtkit.errors.ClusterError, match="no memory"):
         fails()
     assert recovered_state.load_interrupted(tmp_path, "job") == (None if ours else given)
-    assert Path(sent.handle.path).exists() != ours
+    assert Path(sent.shared_buffer.path).exists() != ours
     given.discard(tmp_path, "job")
-    assert not Path(sent.handle.path).exists()
+    assert not Path(sent.shared_buffer.path).exists()
     assert recovered_state.list_jobs(tmp_path) == []
 
 

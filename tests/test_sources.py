@@ -198,8 +198,8 @@ def files(tmp_path: Path) -> tuple[str, str]:
 
 def test_arrays_stay_in_their_files(files: tuple[str, str]):
     found = describe_files(files, ColumnSelection())
-    assert len(pickling.pack(found).skeleton) < 1000
-    assert pickling.pack(found).buffers == ()
+    assert len(pickling.pack_object(found).header) < 1000
+    assert pickling.pack_object(found).buffers == ()
     source = as_source(found)
     assert isinstance(source, MappedSource)
     assert len(source) == ROWS
@@ -417,10 +417,10 @@ def test_what_a_hub_dataset_can_not_be():
 
 def test_a_hub_dataset_on_disk_travels_as_a_place(tmp_path: Path):
     hub().save_to_disk(tmp_path / "saved")
-    packed = pickling.pack(datasets.load_from_disk(tmp_path / "saved"))
-    assert len(packed.skeleton) < 5000
+    packed = pickling.pack_object(datasets.load_from_disk(tmp_path / "saved"))
+    assert len(packed.header) < 5000
     assert packed.buffers == ()
-    in_memory = pickling.pack(hub())
+    in_memory = pickling.pack_object(hub())
     assert sum(in_memory.sizes) >= ROWS * (2 + 1) * 8  # by shared memory, not through the controller
 
 

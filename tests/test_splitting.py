@@ -12,18 +12,12 @@ from torch import nn
 
 import dtkit
 from dtkit.engine.observe.phase_timer import PhaseTimer
+from dtkit.planning.layer_chain import LayerCosts
 from dtkit.strategies.base import WorkerContext
 from dtkit.strategies.loss import Loss
 from dtkit.strategies.pipeline import layer_costs
 from dtkit.strategies.pipeline import stage as stages
-from dtkit.strategies.pipeline.cut import (
-    LayerCosts,
-    StageCut,
-    balance_stages,
-    even_out_ranks,
-    find_layer_chain,
-    find_named_starts,
-)
+from dtkit.strategies.pipeline.cut import StageCut, balance_stages, even_out_ranks, find_layer_chain, find_named_starts
 from tests.cluster import nets
 
 CPU, META = torch.device("cpu"), torch.device("meta")

@@ -21,7 +21,7 @@ from dtkit.history.history import ROW_DTYPE, History
 from dtkit.training import recovery
 from dtkit.training.recorder import Recorder
 from dtkit.training.recovery import JobPosition
-from dtkit.types import Advance, Evaluation, Event
+from dtkit.types import DispatchResult, Evaluation, Event
 
 
 def rows(start: int, stop: int, ranks: int = 2) -> np.ndarray:
@@ -42,8 +42,8 @@ def written(folder: Path) -> History:
     return history
 
 
-def advance(start: int, stop: int) -> Advance:
-    return Advance(rows(start, stop, ranks=1), stop, 0.1, "done", None, ())
+def advance(start: int, stop: int) -> DispatchResult:
+    return DispatchResult(rows(start, stop, ranks=1), stop, 0.1, "done", None, ())
 
 
 def test_a_history_is_read_back_as_it_was(tmp_path: Path):
@@ -169,12 +169,14 @@ def test_it_is_gone_when_nobody_will_ask(tmp_path: Path):
     assert run_log.read_run_pickle(tmp_path / "run") is None
 
 
-def paper(where: Path, name: str, **more: Any) -> cluster_file.Papers:
+def paper(where: Path, name: str, **more: Any) -> cluster_file.ClusterInfo:
     folder = where / name
     folder.mkdir(mode=0o700)
-    me = cluster_file.identity(os.getpid())
+    me = cluster_file.get_process_identity(os.getpid())
     how: dict[str, Any] = {"owner": 1, "notebook": (1, 0.0), "warden": me, "engine_ids": (0, 1), "spare_ids": ()}
-    found = cluster_file.Papers(folder=folder, begun=time.time(), start={"launcher": "local"}, **{**how, **more})
+    found = cluster_file.ClusterInfo(
+        folder=folder, begun=time.time(), launch_config={"launcher": "local"}, **{**how, **more}
+    )
     found.write()
     return found
 
@@ -183,10 +185,10 @@ def test_a_cluster_is_found_by_its_papers(tmp_path: Path):
     mine = paper(tmp_path, "dtkit-a")
     paper(tmp_path, "dtkit-b", warden=(1, 0.0))  # whose processes have ended
     (tmp_path / "dtkit-c").mkdir(mode=0o700)
-    assert cluster_file.running(tmp_path) == [mine]
-    assert cluster_file.choose([mine], None) == mine
-    assert "dtkit-a: 2 engines" in mine.text()
-    assert "its notebook has ended" in mine.text()
+    assert cluster_file.find_running(tmp_path) == [mine]
+    assert cluster_file.choose_cluster([mine], None) == mine
+    assert "dtkit-a: 2 engines" in mine.describe()
+    assert "its notebook has ended" in mine.describe()
 
 
 @pytest.mark.parametrize(
@@ -203,36 +205,36 @@ def test_a_cluster_of_another_version_is_listed_and_refused_by_name(
 ):
     """Whatever else it says of itself, or does not."""
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path))
-    path = paper(tmp_path, "dtkit-a").folder / cluster_file.FILE
+    path = paper(tmp_path, "dtkit-a").folder / cluster_file.CLUSTER_FILE
     said = {**json.loads(path.read_text()), **changed}
     path.write_text(json.dumps({name: value for name, value in said.items() if value is not None}))
     told = rf"^dtkit-a was started by dtkit {version}, and this is {dtkit.__version__}\. Take it over with that version"
     for name in (None, "dtkit-a"):
-        with pytest.raises(dtkit.VersionMismatch, match=told):
+        with pytest.raises(dtkit.errors.VersionMismatchError, match=told):
             dtkit.attach(name)
     paper(tmp_path, "dtkit-b")
     listed = rf"2 clusters are running; (?s:.*)\n  dtkit-a: of dtkit {version}, started .* ago, its notebook has ended"
-    with pytest.raises(dtkit.ClusterError, match=listed):
+    with pytest.raises(dtkit.errors.ClusterError, match=listed):
         dtkit.attach()
 
 
 @pytest.mark.parametrize("changed", [{"warden": [1, 0.0]}, {"warden": "me"}, {"warden": [-1, 0.0]}, {"begun": "today"}])
 def test_of_another_version_only_what_runs_is_listed(tmp_path: Path, changed: dict[str, Any]):
-    path = paper(tmp_path, "dtkit-a").folder / cluster_file.FILE
+    path = paper(tmp_path, "dtkit-a").folder / cluster_file.CLUSTER_FILE
     path.write_text(json.dumps({**json.loads(path.read_text()), "version": "99.0", **changed}))
-    assert cluster_file.running(tmp_path) == []
+    assert cluster_file.find_running(tmp_path) == []
 
 
 def test_of_several_the_one_without_a_notebook_is_meant(tmp_path: Path):
     free = paper(tmp_path, "dtkit-a")
-    taken = paper(tmp_path, "dtkit-b", notebook=cluster_file.identity(os.getpid()))
-    assert cluster_file.choose([free, taken], None) == free
-    assert cluster_file.choose([free, taken], "dtkit-b") == taken
+    taken = paper(tmp_path, "dtkit-b", notebook=cluster_file.get_process_identity(os.getpid()))
+    assert cluster_file.choose_cluster([free, taken], None) == free
+    assert cluster_file.choose_cluster([free, taken], "dtkit-b") == taken
     both = [free, dataclasses.replace(free, folder=tmp_path / "dtkit-z")]
-    with pytest.raises(dtkit.ClusterError, match=r"2 clusters are running; name one, as in attach\('dtkit-z'\)"):
-        cluster_file.choose(both, None)
-    with pytest.raises(dtkit.ClusterError, match=r"no cluster 'x' is running; there are:\n  dtkit-a"):
-        cluster_file.choose(both, "x")
+    with pytest.raises(dtkit.errors.ClusterError, match=r"2 clusters are running; name one, as in attach\('dtkit-z'\)"):
+        cluster_file.choose_cluster(both, None)
+    with pytest.raises(dtkit.errors.ClusterError, match=r"no cluster 'x' is running; there are:\n  dtkit-a"):
+        cluster_file.choose_cluster(both, "x")
 
 
 @pytest.mark.parametrize(

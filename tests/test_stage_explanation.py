@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dtkit.dashboard import stages_text
+from dtkit.dashboard.text import pipeline_text
 from dtkit.explain import explain
 from dtkit.explain.data_parallel import StepExplanation
 from dtkit.explain.pipeline import PipelineExplanation
@@ -128,7 +128,7 @@ def test_many_crossings_and_micro_batches_are_cut_short():
     reports[1]["sightings"] = [sighting("arrived", "activation", k, k + 0.5) for k in many]
     reports[0]["parts"] = [{"stage": 0, "micro_batch": k, "norm": 1.0} for k in many]
     found = explained(reports)
-    assert f"and {60 - stages_text.MAX_CROSSINGS} more tensors" in repr(found)
+    assert f"and {60 - pipeline_text.MAX_TRANSFERS} more tensors" in repr(found)
     assert "part 59" in repr(found)
     assert "part 20" not in repr(found)
     assert len(found.figure().axes) == 3
@@ -273,7 +273,7 @@ def test_replicas_get_the_explanation_of_replicas():
 
 @pytest.mark.parametrize("count", [1, 8, 9, 30])
 def test_columns_of_micro_batches(count: int):
-    columns = stages_text._columns(count)
-    assert len(columns) <= stages_text.MAX_PARTS
+    columns = pipeline_text._select_micro_batches(count)
+    assert len(columns) <= pipeline_text.MAX_MICRO_BATCHES
     assert columns[0] == 0
     assert columns[-1] == count - 1

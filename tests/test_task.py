@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from dtkit import ClusterClosed, EngineError
 from dtkit.cluster.cluster import Cluster
-from dtkit.dashboard import calls
+from dtkit.dashboard.text import call_text
 from dtkit.engine.observe.call_output import CallOutput, activate_output, log
+from dtkit.errors import ClusterClosedError, EngineError
 from dtkit.rpc import pickling, shared_memory
-from dtkit.rpc.payload import Shipment, ship
+from dtkit.rpc.payload import Payload, make_payload
 from dtkit.training import task
 from dtkit.types import Failure, Reply
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def result(value: Any, *, small: int = 2**20) -> Shipment:
-    return ship(pickling.pack(value), shared_memory.Owner.of(), small)
+def result(value: Any, *, small: int = 2**20) -> Payload:
+    return make_payload(pickling.pack_object(value), shared_memory.ProcessId.from_pid(), small)
 
 
 def broke(rank: int, kind: str = "error", message: str = "no") -> Failure:
@@ -43,14 +43,14 @@ class FakeCluster:
     world_size = 2
     _closed = False
     _formed = True
-    collect = Cluster.collect
-    values = Cluster.values
-    heal = Cluster.heal
+    collect = Cluster.gather_replies
+    values = Cluster.unwrap
+    heal = Cluster.reform_if_broken
 
     def __init__(self) -> None:
         self.sent: list[tuple[str, dict[str, Any]]] = []
         self.interrupted: list[list[int]] = []
-        self.discarded: list[Shipment] = []
+        self.discarded: list[Payload] = []
         self.formed = 0
         self.futures: list[Future[Reply]] = []
         self.on_interrupt: Callable[[], None] = lambda: None
@@ -59,15 +59,15 @@ class FakeCluster:
 
     def check_open(self) -> None:
         if self._closed:
-            raise ClusterClosed("this cluster was closed; start another one")
+            raise ClusterClosedError("this cluster was closed; start another one")
 
-    def pack(self, obj: Any, name: str | None = None) -> pickling.Packed:
-        return pickling.pack(obj, name=name)
+    def pack(self, obj: Any, name: str | None = None) -> pickling.PackedObject:
+        return pickling.pack_object(obj, name=name)
 
-    def upload(self, packed: pickling.Packed) -> Shipment:
-        return ship(packed, None)
+    def upload(self, packed: pickling.PackedObject) -> Payload:
+        return make_payload(packed, None)
 
-    def discard(self, shipment: Shipment) -> None:
+    def discard(self, shipment: Payload) -> None:
         self.discarded.append(shipment)
 
     def next_attempt(self) -> int:
@@ -90,7 +90,7 @@ class FakeCluster:
         self.on_interrupt()
 
     def answer(self, rank: int, value: Any = None, items: Sequence[Any] = (), failure: Failure | None = None) -> None:
-        shipment = None if failure else value if isinstance(value, Shipment) else result(value)
+        shipment = None if failure else value if isinstance(value, Payload) else result(value)
         self.futures[rank].set_result(Reply((shipment, list(items)), failure))
 
 
@@ -131,14 +131,14 @@ def test_what_can_not_be_called_is_refused_before_anything_is_sent(cluster, fn):
 
 def test_a_closed_cluster_is_named_first(cluster):
     cluster._closed = True
-    with pytest.raises(ClusterClosed):
+    with pytest.raises(ClusterClosedError):
         start(cluster, 3)
 
 
 def test_a_cluster_that_is_closed_meanwhile_ends_the_wait(cluster):
     call = start(cluster)
     cluster._closed = True
-    with pytest.raises(ClusterClosed, match="closed during the call"):
+    with pytest.raises(ClusterClosedError, match="closed during the call"):
         call.result(10)
     assert call.state == "failed"
 
@@ -175,8 +175,8 @@ def test_a_lost_engine_ends_the_call(cluster):
 @pytest.mark.parametrize("fails", [False, True])
 def test_no_result_stays_in_shared_memory(cluster, fails):
     shipment = result(np.zeros(125), small=0)
-    assert shipment.handle is not None
-    assert os.path.exists(shipment.handle.path)  # noqa: PTH110 - a path as text
+    assert shipment.shared_buffer is not None
+    assert os.path.exists(shipment.shared_buffer.path)  # noqa: PTH110 - a path as text
     call = start(cluster)
     cluster.answer(0, shipment)
     cluster.answer(1, failure=broke(1) if fails else None)
@@ -185,7 +185,7 @@ def test_no_result_stays_in_shared_memory(cluster, fails):
             call.result(10)
     else:
         assert len(call.result(10)[0]) == 125
-    assert not os.path.exists(shipment.handle.path)  # noqa: PTH110
+    assert not os.path.exists(shipment.shared_buffer.path)  # noqa: PTH110
 
 
 def test_only_ranks_that_still_run_are_interrupted(cluster):
@@ -300,7 +300,7 @@ def test_html_escapes_what_engines_say_and_keeps_to_the_last_lines(cluster):
     call = start(cluster)
     cluster.listen(0, 0, [("text", f"<b>{k}</b>") for k in range(40)])
     cluster.listen(1, 0, [row(**{"<i>": 1.0})])
-    page = calls.page(call)
+    page = call_text.format_html(call)
     assert "<b>" not in page
     assert "<i>" not in page
     assert "(10 earlier lines are in .output)" in page
@@ -319,11 +319,11 @@ def test_a_digest_reads_each_row_once():
             return found
 
     rows = Rows({"rank": 0, "index": k, "loss": float(k)} for k in range(100))
-    digest = calls.Digest().read(rows)
+    digest = call_text.LogSummary().update(rows)
     rows.append({"rank": 0, "index": 100, "loss": 7.0})
-    digest.read(rows)
+    digest.update(rows)
     assert rows.looked_at == 101
-    assert (digest.counts, digest.values, list(digest.names)) == ({0: 101}, {0: {"loss": 7.0}}, ["loss"])
+    assert (digest.row_counts, digest.latest_values, list(digest.names)) == ({0: 101}, {0: {"loss": 7.0}}, ["loss"])
 
 
 def drawn(figure: Figure) -> dict[str, dict[str, list[float]]]:
@@ -352,7 +352,7 @@ def test_the_figure_of_a_silent_call_says_so(cluster):
 def test_following_prints_every_line_and_the_last_row(cluster):
     stream = io.StringIO()
     call = start(cluster)
-    with calls.following(call, stream):
+    with call_text.display_until_done(call, stream):
         cluster.listen(0, 0, [row(loss=1.0, samples=64.0), ("text", "a"), row(loss=0.5, samples=64.0), ("text", "b")])
     assert stream.getvalue().splitlines() == ["[0] a", "[0] b", "[0] loss=0.5 samples=64"]
 
@@ -368,7 +368,7 @@ def test_a_line_that_comes_while_the_view_writes_is_not_lost(cluster):
             return super().write(text)
 
     stream = Slow()
-    view = calls._OnStream(call, stream)
+    view = call_text._StreamView(call, stream)
     cluster.listen(0, 0, items[:1])
     view.update()
     cluster.listen(0, 2, items[2:])
@@ -383,7 +383,7 @@ def test_a_view_that_fails_does_not_touch_the_call(cluster, caplog: pytest.LogCa
 
     call = start(cluster)
     call.subscribe(lambda: 1 / 0)
-    with calls.following(call, Closed()):
+    with call_text.display_until_done(call, Closed()):
         cluster.listen(0, 0, [("text", "a")])
         cluster.answer(0, 1, [("text", "a")])
         cluster.answer(1, 2)
@@ -397,7 +397,7 @@ def test_the_last_update_may_fail(cluster, caplog: pytest.LogCaptureFixture):
         def update(self) -> None:
             raise BrokenPipeError("gone")
 
-    calls._update_last(View())
+    call_text._update_logging_errors(View())
     assert "a view failed; the call is not touched: BrokenPipeError: gone" in caplog.text
 
 
@@ -412,10 +412,10 @@ def test_a_notebook_updates_one_display(cluster, monkeypatch: pytest.MonkeyPatch
         shown.append("display")
         return Handle()
 
-    monkeypatch.setattr(calls, "in_notebook", lambda: True)
+    monkeypatch.setattr(call_text, "in_notebook", lambda: True)
     monkeypatch.setattr("IPython.display.display", display)
     call = start(cluster)
-    with calls.following(call):
+    with call_text.display_until_done(call):
         for k in range(100):
             cluster.listen(0, k, [("text", str(k))])
     assert shown.count("display") == 1
@@ -471,7 +471,7 @@ def test_an_interrupt_after_the_cluster_was_closed_stays_an_interrupt(cluster):
 
     def closed() -> None:
         cluster._closed = True
-        raise ClusterClosed("closed")
+        raise ClusterClosedError("closed")
 
     cluster.on_interrupt = closed
     pressing(1, call)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 from dtkit.planning.cost_model import Benchmark, ModelProfile
-from dtkit.strategies.dtensor_worker import copy_to_meta
+from dtkit.strategies.meta_copy import copy_to_meta
 from dtkit.strategies.sharded import Sharded, find_blocks
 from dtkit.strategies.tensor import plan as tensor_plan
 from dtkit.strategies.tensor.tensor_parallel import TensorParallel
@@ -270,7 +270,7 @@ def test_the_table_counts_what_each_rank_holds():
         ({"ways": 2, "plan": {}}, ValueError, "cuts nothing"),
         ({"ways": 2, "plan": ["0"]}, TypeError, "plan is a list"),
         ({"ways": 2, "replicas": 0}, ValueError, "replicas=0"),
-        ({"ways": 2, "clip_norm": -1}, ValueError, "clip_norm=-1"),
+        ({"ways": 2, "clip_grad_norm": -1}, ValueError, "clip_grad_norm=-1"),
     ],
 )
 def test_options_that_are_none(options: dict, error: type[Exception], message: str):
@@ -283,8 +283,8 @@ def test_degrees_must_multiply_to_the_world_size():
         TensorParallel(3).build_mesh(4)
     with pytest.raises(ValueError, match=r"replicas 3 x shards 1 = 3, but there are 4 ranks"):
         Sharded(3).build_mesh(4)
-    assert Sharded(2).build_mesh(4).replicas == 4  # every rank takes samples of its own
-    assert TensorParallel(2, replicas=2).build_mesh(4).replicas == 2
+    assert Sharded(2).build_mesh(4).num_replicas == 4  # every rank takes samples of its own
+    assert TensorParallel(2, replicas=2).build_mesh(4).num_replicas == 2
 
 
 def test_precision_is_bf16_or_none():
@@ -293,8 +293,8 @@ def test_precision_is_bf16_or_none():
 
 
 def test_what_was_typed_is_what_is_shown():
-    assert repr(TensorParallel(2)) == "TensorParallel(ways=2)"
-    assert repr(Sharded(2, clip_grad_norm=1.0)) == "Sharded(replicas=2, clip_norm=1.0)"
+    assert repr(TensorParallel(2)) == "TensorParallel(tp_size=2)"
+    assert repr(Sharded(2, clip_grad_norm=1.0)) == "Sharded(replicas=2, clip_grad_norm=1.0)"
 
 
 def test_the_plan_of_a_strategy_is_shown_before_it_is_used():

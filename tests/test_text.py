@@ -7,9 +7,9 @@ import re
 import pytest
 
 from dtkit._util import formatting
-from dtkit.dashboard import text
-from dtkit.dashboard.remarks import remarks
-from dtkit.types import Consistency, State
+from dtkit.dashboard.summary.notices import collect_notices
+from dtkit.dashboard.text import run_text
+from dtkit.types import ReplicaCheckResult, State
 from tests.fake_source import FakeSource
 from tests.test_live import Timers
 
@@ -22,45 +22,45 @@ class Terminal(io.StringIO):
 @pytest.mark.parametrize(
     ("function", "value", "said"),
     [
-        (formatting.rate, 4258.3, "4,258"),
-        (formatting.rate, 12.345, "12.3"),
-        (formatting.rate, 0.3123, "0.312"),
-        (formatting.rate, float("nan"), "—"),
-        (formatting.rate, 0.0, "0.00"),
-        (formatting.loss, 0.50349, "0.503"),
-        (formatting.loss, 12.3456, "12.3"),
-        (formatting.loss, 1.23e-5, "1.2e-05"),
-        (formatting.loss, float("nan"), "NaN"),
-        (formatting.loss, float("-inf"), "-inf"),
-        (formatting.loss, None, "—"),
-        (formatting.duration, 0.119, "119 ms"),
-        (formatting.duration, 0.0015, "1.5 ms"),
-        (formatting.duration, 0.00035, "350 µs"),
-        (formatting.duration, 1.239, "1.24 s"),
-        (formatting.duration, 43.2, "43 s"),
-        (formatting.duration, 59.9, "1 min 0 s"),
-        (formatting.duration, 3780, "1 h 3 min"),
-        (formatting.clock, 0.9, "0 s"),
-        (formatting.clock, 125, "2 min 5 s"),
-        (formatting.share, 0.337, "34 %"),
-        (formatting.share, 0.0042, "0.4 %"),
-        (formatting.share, 0.00001, "0 %"),
-        (formatting.share, 0.0, "0 %"),
-        (formatting.share, None, "—"),
-        (formatting.size, 315e6, "315 MB"),
-        (formatting.size, 1.24e9, "1.24 GB"),
-        (formatting.size, 1.2e9, "1.2 GB"),
-        (formatting.size, 4.63e6, "4.63 MB"),
-        (formatting.size, 37.04e6, "37 MB"),
-        (formatting.size, 46.36e6, "46.4 MB"),
-        (formatting.size, 512, "512 B"),
-        (formatting.size, 999.4, "999 B"),
-        (formatting.size, 999.6, "1 kB"),
-        (formatting.size, 3e12, "3 TB"),
-        (formatting.size, 4e15, "4,000 TB"),
-        (formatting.size, 0, "0 B"),
-        (formatting.size, 0.00001, "0 B"),
-        (formatting.size, float("nan"), "—"),
+        (formatting.format_rate, 4258.3, "4,258"),
+        (formatting.format_rate, 12.345, "12.3"),
+        (formatting.format_rate, 0.3123, "0.312"),
+        (formatting.format_rate, float("nan"), "—"),
+        (formatting.format_rate, 0.0, "0.00"),
+        (formatting.format_loss, 0.50349, "0.503"),
+        (formatting.format_loss, 12.3456, "12.3"),
+        (formatting.format_loss, 1.23e-5, "1.2e-05"),
+        (formatting.format_loss, float("nan"), "NaN"),
+        (formatting.format_loss, float("-inf"), "-inf"),
+        (formatting.format_loss, None, "—"),
+        (formatting.format_duration, 0.119, "119 ms"),
+        (formatting.format_duration, 0.0015, "1.5 ms"),
+        (formatting.format_duration, 0.00035, "350 µs"),
+        (formatting.format_duration, 1.239, "1.24 s"),
+        (formatting.format_duration, 43.2, "43 s"),
+        (formatting.format_duration, 59.9, "1 min 0 s"),
+        (formatting.format_duration, 3780, "1 h 3 min"),
+        (formatting.format_clock, 0.9, "0 s"),
+        (formatting.format_clock, 125, "2 min 5 s"),
+        (formatting.format_percent, 0.337, "34 %"),
+        (formatting.format_percent, 0.0042, "0.4 %"),
+        (formatting.format_percent, 0.00001, "0 %"),
+        (formatting.format_percent, 0.0, "0 %"),
+        (formatting.format_percent, None, "—"),
+        (formatting.format_bytes, 315e6, "315 MB"),
+        (formatting.format_bytes, 1.24e9, "1.24 GB"),
+        (formatting.format_bytes, 1.2e9, "1.2 GB"),
+        (formatting.format_bytes, 4.63e6, "4.63 MB"),
+        (formatting.format_bytes, 37.04e6, "37 MB"),
+        (formatting.format_bytes, 46.36e6, "46.4 MB"),
+        (formatting.format_bytes, 512, "512 B"),
+        (formatting.format_bytes, 999.4, "999 B"),
+        (formatting.format_bytes, 999.6, "1 kB"),
+        (formatting.format_bytes, 3e12, "3 TB"),
+        (formatting.format_bytes, 4e15, "4,000 TB"),
+        (formatting.format_bytes, 0, "0 B"),
+        (formatting.format_bytes, 0.00001, "0 B"),
+        (formatting.format_bytes, float("nan"), "—"),
     ],
 )
 def test_units(function, value, said):
@@ -70,25 +70,25 @@ def test_units(function, value, said):
 @pytest.mark.parametrize(
     ("largest", "ladder", "name"),
     [
-        (0, formatting.BYTES, "kB"),
-        (999, formatting.BYTES, "kB"),
-        (999e3, formatting.BYTES, "kB"),
-        (1e6, formatting.BYTES, "MB"),
-        (490e9, formatting.BYTES, "GB"),
-        (7e15, formatting.BYTES, "TB"),
-        (2e-7, formatting.SECONDS, "µs"),
-        (0.344, formatting.SECONDS, "ms"),
-        (166, formatting.SECONDS, "s"),
-        (float("nan"), formatting.SECONDS, "µs"),
+        (0, formatting.BYTE_UNITS, "kB"),
+        (999, formatting.BYTE_UNITS, "kB"),
+        (999e3, formatting.BYTE_UNITS, "kB"),
+        (1e6, formatting.BYTE_UNITS, "MB"),
+        (490e9, formatting.BYTE_UNITS, "GB"),
+        (7e15, formatting.BYTE_UNITS, "TB"),
+        (2e-7, formatting.SECOND_UNITS, "µs"),
+        (0.344, formatting.SECOND_UNITS, "ms"),
+        (166, formatting.SECOND_UNITS, "s"),
+        (float("nan"), formatting.SECOND_UNITS, "µs"),
     ],
 )
 def test_the_unit_of_an_axis_follows_the_size(largest, ladder, name):
-    assert formatting.unit_for(largest, ladder) == (name, ladder[name])
+    assert formatting.choose_unit(largest, ladder) == (name, ladder[name])
 
 
 def test_columns_line_up_words_to_the_left_and_numbers_to_the_right():
     rows = [["layer", "size", "note"], ["a", "1,024", ""], ["embedding", "8", "tied"]]
-    assert formatting.columns(rows, left=(0, 2)) == [
+    assert formatting.format_columns(rows, left_aligned=(0, 2)) == [
         "layer       size  note",
         "a          1,024",
         "embedding      8  tied",
@@ -96,15 +96,15 @@ def test_columns_line_up_words_to_the_left_and_numbers_to_the_right():
 
 
 def test_plain_removes_what_a_terminal_obeys():
-    assert formatting.plain("a\x1b[2Jb\r\nc\x00") == "a [2Jb  c"
-    assert formatting.plain("x" * 1000, 10) == "x" * 9 + "…"
+    assert formatting.sanitize_text("a\x1b[2Jb\r\nc\x00") == "a [2Jb  c"
+    assert formatting.sanitize_text("x" * 1000, 10) == "x" * 9 + "…"
 
 
 def test_the_summary_has_state_step_loss_throughput_and_a_line_a_node():
     source = FakeSource(ranks=4, name="Net")
     source.advance(150)
     source.advance(1, loss=0.5)
-    head, where, now, *nodes = text.summary(source).splitlines()
+    head, where, now, *nodes = run_text.format_run(source).splitlines()
     assert head == "Net · DataParallel() · running"
     assert where == "step 151 of 400, epoch 1 of 2, 15 s, 12 s left"
     assert now.startswith("loss 0.500, ")
@@ -115,16 +115,16 @@ def test_the_summary_has_state_step_loss_throughput_and_a_line_a_node():
 
 def test_the_summary_says_who_is_slowed_who_waits_and_whether_ranks_agree():
     source = FakeSource(ranks=4)
-    source.slowness, source.delay_factors, source.consistency = {1: 2.0}, {1: 2.0}, Consistency(40, (), None)
+    source.slowness, source.delay_factors, source.consistency = {1: 2.0}, {1: 2.0}, ReplicaCheckResult(40, (), None)
     source.advance(40)
-    _, _, now, *said = text.summary(source).splitlines()
+    _, _, now, *said = run_text.format_run(source).splitlines()
     assert re.search(r", waiting 3\d %$", now)
     assert said[:2] == ["✓ parameters identical on 4 nodes, checked at step 40", "▼ node 1 slowed 2x on purpose"]
     assert re.fullmatch(r"▲ node 1 keeps the others waiting: \d\d % of node [023]'s step", said[2])
     assert said[3].startswith("  node 0")
-    source.consistency = Consistency(50, (2,), 40)
-    progress = text.TextProgress(source, io.StringIO(), tty=False)
-    assert "  ✕ node 2 differs since step 40: parameters are no longer equal" in progress.block()
+    source.consistency = ReplicaCheckResult(50, (2,), 40)
+    progress = run_text.TextProgress(source, io.StringIO(), is_tty=False)
+    assert "  ✕ node 2 differs since step 40: parameters are no longer equal" in progress.format_block()
 
 
 @pytest.mark.parametrize(
@@ -136,25 +136,25 @@ def test_the_summary_says_who_is_slowed_who_waits_and_whether_ranks_agree():
 )
 def test_what_was_compared_is_said(copies: int, words: str):
     source = FakeSource(ranks=4)
-    source.consistency = Consistency(40, (), None, copies)
+    source.consistency = ReplicaCheckResult(40, (), None, copies)
     source.advance(40)
-    assert f"✓ {words}, checked at step 40" in text.summary(source).splitlines()
+    assert f"✓ {words}, checked at step 40" in run_text.format_run(source).splitlines()
 
 
 def test_the_summary_says_who_is_stuck_and_for_how_long_and_who_was_left_out():
     source = FakeSource(ranks=4)
     source.advance(40)
     source.stick(1)
-    progress = text.TextProgress(source, io.StringIO(), tty=False)
+    progress = run_text.TextProgress(source, io.StringIO(), is_tty=False)
     said = (
         "⊘ node 1 stuck: forward, 12 s. It stands at train.py:12 in step. cluster.stacks() shows where all ranks stand"
     )
-    assert progress.block()[2] == f"  {said}"
-    assert progress.block()[3].startswith("  node 0 ")  # it is said once
+    assert progress.format_block()[2] == f"  {said}"
+    assert progress.format_block()[3].startswith("  node 0 ")  # it is said once
     source.stall_report = None
     source.shrink(3)
     source.advance(40)
-    lines = text.summary(source).splitlines()
+    lines = run_text.format_run(source).splitlines()
     assert lines[3] == "○ 3 nodes: 1 of 4 was lost and left out"
     assert [line.split()[:2] for line in lines[4:]] == [["node", str(k)] for k in range(3)]
 
@@ -170,19 +170,19 @@ def test_the_summary_says_who_is_stuck_and_for_how_long_and_who_was_left_out():
 def test_nodes_that_are_slowed_alike_are_named_together(slowed, said):
     source = FakeSource()
     source.delay_factors = slowed
-    assert [remark.text for remark in remarks(source)] == said
+    assert [remark.text for remark in collect_notices(source)] == said
 
 
 def test_one_node_alone_has_nobody_to_agree_with():
     source = FakeSource(ranks=1)
-    source.consistency = Consistency(40, (), None)
-    assert remarks(source) == []
+    source.consistency = ReplicaCheckResult(40, (), None)
+    assert collect_notices(source) == []
 
 
 def test_the_summary_of_many_nodes_ends():
     source = FakeSource(ranks=256)
     source.advance(1)
-    lines = text.summary(source).splitlines()
+    lines = run_text.format_run(source).splitlines()
     assert lines[-1] == "  and 241 more nodes"
     assert len(lines) == 3 + 16
 
@@ -190,32 +190,32 @@ def test_the_summary_of_many_nodes_ends():
 def test_a_stage_that_knows_no_loss_has_none_and_a_loss_that_is_no_number_is_told():
     source = FakeSource(ranks=4, stages=2)
     source.advance(1, loss=0.5)
-    _, _, now, *nodes = text.summary(source).splitlines()
+    _, _, now, *nodes = run_text.format_run(source).splitlines()
     assert now.startswith("loss 0.500, ")
     assert [line.split()[3] for line in nodes] == ["—", "0.500", "—", "0.500"]
     source.advance(1, loss=float("nan"))
-    assert [line.split()[3] for line in text.summary(source).splitlines()[3:]] == ["—", "NaN", "—", "NaN"]
+    assert [line.split()[3] for line in run_text.format_run(source).splitlines()[3:]] == ["—", "NaN", "—", "NaN"]
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_before_the_first_step(ranks):
     source = FakeSource(ranks=ranks)
     source.state = State.PENDING
-    assert "first step, 0 s" in text.summary(source)
-    assert "no step yet" in text.summary(source)
+    assert "first step, 0 s" in run_text.format_run(source)
+    assert "no step yet" in run_text.format_run(source)
 
 
 def test_the_summary_names_the_error():
     source = FakeSource()
     source.exception = ValueError("bad\x1b[31m rows")
-    assert text.summary(source).splitlines()[-1] == "ValueError: bad [31m rows"
+    assert run_text.format_run(source).splitlines()[-1] == "ValueError: bad [31m rows"
 
 
 def test_a_terminal_is_rewritten_in_place_with_one_write():
     source, stream = FakeSource(ranks=2), Terminal()
     writes = []
     stream.write = writes.append
-    progress = text.TextProgress(source, stream)
+    progress = run_text.TextProgress(source, stream)
     source.advance(1)
     progress.update()
     source.advance(1)
@@ -237,7 +237,7 @@ def test_lines_fit_the_terminal(monkeypatch):
     monkeypatch.setenv("LINES", "4")
     source, stream = FakeSource(ranks=8), Terminal()
     source.advance(1)
-    text.TextProgress(source, stream).update()
+    run_text.TextProgress(source, stream).update()
     lines = stream.getvalue().replace("\x1b[K", "").replace("\x1b[J", "").splitlines()
     assert len(lines) == 3
     assert max(map(len, lines)) == 29
@@ -245,7 +245,7 @@ def test_lines_fit_the_terminal(monkeypatch):
 
 def test_a_log_gets_plain_lines_every_few_seconds():
     source, stream, timers = FakeSource(ranks=2), io.StringIO(), Timers()
-    stop = text.follow(source, stream, clock=timers.clock, later=timers.later)
+    stop = run_text.start_text_progress(source, stream, clock=timers.clock, call_later=timers.later)
     times = []
     for _ in range(4):
         source.advance(1)
@@ -268,7 +268,7 @@ def test_a_run_that_is_followed_again_tells_only_what_is_new():
     said = []
     for word in ("first", "second"):
         stream = io.StringIO()
-        stop = text.follow(source, stream, clock=timers.clock, later=timers.later)
+        stop = run_text.start_text_progress(source, stream, clock=timers.clock, call_later=timers.later)
         source.event("print", f"{word} time")
         stop()
         said.append([line[10:] for line in stream.getvalue().splitlines() if line[:2].isdigit()])

@@ -3,7 +3,14 @@
 import numpy as np
 import pytest
 
-from dtkit.dashboard.timing import PHASES, STEPS, Straggler, bars, named, timing
+from dtkit.dashboard.summary.timing import (
+    PHASES,
+    WINDOW_STEPS,
+    Straggler,
+    compute_step_timing,
+    format_nodes,
+    select_bars,
+)
 from dtkit.history.history import ROW_DTYPE, History
 from tests.fake_source import FakeSource
 
@@ -18,27 +25,27 @@ def source(ranks=4, slow=None, steps=100, seed=0):
 
 
 def taken_apart(ranks=4, slow=None, steps=100, seed=0):
-    return timing(source(ranks, slow, steps, seed).history, ranks)
+    return compute_step_timing(source(ranks, slow, steps, seed).history, ranks)
 
 
 def test_means_are_those_of_the_last_steps_and_add_up_to_the_step():
     history = source(slow={1: 2.0}).history
-    found = timing(history, 4)
-    assert found.steps == STEPS
+    found = compute_step_timing(history, 4)
+    assert found.num_steps == WINDOW_STEPS
     rows = history.rows(50 * 4)
     for rank in range(4):
         own = rows[rows["rank"] == rank]
         columns = ("data_s", "forward_s", "backward_s", "wait_s", "comm_s", "update_s")
         np.testing.assert_allclose(found.seconds[rank, :6], [own[name].mean() for name in columns], rtol=1e-5)
         np.testing.assert_allclose(found.seconds[rank].sum(), own["step_s"].mean(), rtol=1e-5)
-    assert found.waiting == pytest.approx(rows["wait_s"].sum() / rows["step_s"].sum(), rel=1e-5)
+    assert found.waiting_share == pytest.approx(rows["wait_s"].sum() / rows["step_s"].sum(), rel=1e-5)
 
 
 def test_the_straggler_is_named_with_what_it_costs():
     straggler = taken_apart(slow={1: 2.0}).straggler
     assert straggler.ranks == (1,)
-    assert straggler.victim != 1
-    assert straggler.share == pytest.approx(80 / 180, abs=0.03)  # computing 80 ms against 160 ms, in a step of 180
+    assert straggler.waiting_rank != 1
+    assert straggler.wait_share == pytest.approx(80 / 180, abs=0.03)  # computing 80 ms against 160 ms, in a step of 180
     assert Straggler((1,), 0, 0.34).text == "node 1 keeps the others waiting: 34 % of node 0's step"
     assert Straggler((1, 3), 0, 0.34).text == "nodes 1 and 3 keep the others waiting: 34 % of node 0's step"
 
@@ -70,7 +77,7 @@ def test_a_few_disturbed_steps_name_nobody():
     one = (rows["rank"] == 2) & (rows["step"] % 5 == 0)
     rows["backward_s"][one] *= 10  # the scheduler, not the machine
     rows["wait_s"][(rows["rank"] != 2) & (rows["step"] % 5 == 0)] += 0.45
-    found = timing(disturbed.history, 4)
+    found = compute_step_timing(disturbed.history, 4)
     assert found.seconds[0, WAITING] > 0.05  # so others did wait
     assert found.straggler is None
 
@@ -79,7 +86,7 @@ def test_slower_computing_without_waiting_names_nobody():
     """Averaging every 1000 steps: who is slower keeps nobody waiting."""
     history = source(slow={1: 2.0}).history
     history.rows()["wait_s"][:] = 0
-    assert timing(history, 4).straggler is None
+    assert compute_step_timing(history, 4).straggler is None
 
 
 @pytest.mark.parametrize(("ranks", "enough"), [(2, 8), (4, 11), (64, 19)])
@@ -101,7 +108,7 @@ def noisy(ranks, step_s, *, steps, seed, sigma, slow=None, spell=0.0):
     rows["step_s"] = rows["backward_s"] + rows["wait_s"]
     history = History()
     history.append(rows)
-    return timing(history, ranks).straggler
+    return compute_step_timing(history, ranks).straggler
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -135,13 +142,17 @@ def test_stages_of_a_pipeline_do_other_work_and_are_not_called_slow():
     staged = FakeSource(ranks=4, stages=2)
     staged.slowness = {1: 2.0, 3: 2.0}
     staged.advance(60)
-    found = timing(staged.history, 4)
-    assert not found.alike
+    found = compute_step_timing(staged.history, 4)
+    assert not found.is_same_work
     assert found.straggler is None
     assert found.seconds[0, WAITING] > 0.05  # though others wait for them
     many = FakeSource(ranks=16, stages=2)
     many.advance(60)
-    assert [bar.label.split(":")[0] for bar in bars(timing(many.history, 16))] == ["least work", "median", "most work"]
+    assert [bar.label.split(":")[0] for bar in select_bars(compute_step_timing(many.history, 16))] == [
+        "least work",
+        "median",
+        "most work",
+    ]
 
 
 @pytest.mark.parametrize("silent", ["no samples", "no loss at all"])
@@ -151,35 +162,41 @@ def test_ranks_without_a_loss_are_not_stages_where_they_had_no_samples_or_nobody
     chosen = rows["rank"] == 2 if silent == "no samples" else np.ones(len(rows), bool)
     rows["loss"][chosen], rows["weight"][chosen] = np.nan, 0
     rows["samples"][rows["rank"] == 2] = 0
-    assert timing(history, 4).straggler.ranks == (1,)
+    assert compute_step_timing(history, 4).straggler.ranks == (1,)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 def test_few_nodes_have_a_bar_each(ranks):
-    shown = bars(taken_apart(ranks, {1: 2.0} if ranks > 1 else None))
+    shown = select_bars(taken_apart(ranks, {1: 2.0} if ranks > 1 else None))
     assert [bar.label for bar in shown] == [f"node {k}" for k in range(ranks)]
-    assert [bar.rank for bar in shown if bar.slow] == ([1] if ranks > 1 else [])
+    assert [bar.rank for bar in shown if bar.is_straggler] == ([1] if ranks > 1 else [])
 
 
 @pytest.mark.parametrize("ranks", [9, 256])
 def test_of_many_nodes_the_fastest_the_median_and_the_slowest_are_named(ranks):
-    shown = bars(taken_apart(ranks, {7: 2.0, 3: 0.5}))
+    shown = select_bars(taken_apart(ranks, {7: 2.0, 3: 0.5}))
     labels = [bar.label for bar in shown]
     assert labels[0] == "fastest: node 3"
     assert labels[1].startswith("median: node ")
     assert labels[2] == "slowest: node 7"
-    assert [bar.slow for bar in shown] == [False, False, True]
+    assert [bar.is_straggler for bar in shown] == [False, False, True]
 
 
 def test_before_the_first_step_and_without_clocks():
-    empty = timing(History(), 3)
-    assert (empty.steps, empty.measured, empty.waiting, empty.straggler, bars(empty)) == (0, False, None, None, [])
+    empty = compute_step_timing(History(), 3)
+    assert (empty.num_steps, empty.is_measured, empty.waiting_share, empty.straggler, select_bars(empty)) == (
+        0,
+        False,
+        None,
+        None,
+        [],
+    )
     rows = np.zeros(20, ROW_DTYPE)
     rows["step"], rows["rank"], rows["step_s"] = np.repeat(np.arange(10), 2), np.tile([0, 1], 10), 0.1
     history = History()
     history.append(rows)
-    assert not timing(history, 2).measured  # a loop of the user's own knows only how long a step was
-    assert timing(history, 2).waiting == 0
+    assert not compute_step_timing(history, 2).is_measured  # a loop of the user's own knows only how long a step was
+    assert compute_step_timing(history, 2).waiting_share == 0
 
 
 def test_a_rank_without_rows_has_no_bar_and_strange_times_no_effect():
@@ -188,13 +205,13 @@ def test_a_rank_without_rows_has_no_bar_and_strange_times_no_effect():
     rows["rank"][rows["rank"] == 1] = 2
     rows["forward_s"][-1] = np.nan
     rows["backward_s"][-2] = np.inf
-    found = timing(history, 3)
-    assert [bar.rank for bar in bars(found)] == [0, 2]
+    found = compute_step_timing(history, 3)
+    assert [bar.rank for bar in select_bars(found)] == [0, 2]
     assert np.isfinite(found.seconds[[0, 2]]).all()
 
 
 def test_names_of_nodes():
-    assert named((1,)) == "node 1"
-    assert named((1, 3)) == "nodes 1 and 3"
-    assert named((1, 3, 5, 6)) == "nodes 1, 3, 5 and 6"
-    assert named(range(10, 25)) == "nodes 10, 11, 12 and 12 more"
+    assert format_nodes((1,)) == "node 1"
+    assert format_nodes((1, 3)) == "nodes 1 and 3"
+    assert format_nodes((1, 3, 5, 6)) == "nodes 1, 3, 5 and 6"
+    assert format_nodes(range(10, 25)) == "nodes 10, 11, 12 and 12 more"

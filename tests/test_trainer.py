@@ -62,7 +62,7 @@ def test_a_dispatch_gives_a_row_a_step_and_leaves_the_job_standing_there():
     first = made.collect_results()
     made.advance(4)
     second = made.collect_results()
-    assert (first.step, second.step, made.step, first.ended) == (3, 7, 7, "done")
+    assert (first.step, second.step, made.step, first.end_reason) == (3, 7, 7, "done")
     rows = np.concatenate([first.rows, second.rows])
     assert rows["step"].tolist() == list(range(7))
     assert rows["epoch"].tolist() == [0, 0, 0, 0, 1, 1, 1]
@@ -107,13 +107,13 @@ def test_not_a_number_stops_before_the_update_and_says_whose_loss():
     made = job(rows=(inputs, targets), shuffle=None, batch_size=4)
     made.advance(20)
     found = made.collect_results()
-    assert found.ended == "nonfinite"
+    assert found.end_reason == "nonfinite"
     assert math.isnan(found.loss)
     assert found.step == made.step == len(found.rows) < 20
     before = made.state_dict_parts()
     assert all(value.isfinite().all() for value in before.values())
     made.advance(1)  # the same step again
-    assert made.collect_results().ended == "nonfinite"
+    assert made.collect_results().end_reason == "nonfinite"
     assert all(torch.equal(value, before[name]) for name, value in made.state_dict_parts().items())
 
 
@@ -127,13 +127,13 @@ def test_a_sum_without_weight_blames_nobody():
     made = job(loss=loss)
     made.advance(1)
     found = made.collect_results()
-    assert (found.ended, found.loss) == ("nonfinite", None)
+    assert (found.end_reason, found.loss) == ("nonfinite", None)
 
 
 def test_finite_gradients_whose_norm_overflows_are_finite():
     made = job(nn.Linear(4, 3), (torch.full((20, 4), 1e25), data()[1]), loss=lambda out, y: out.mean() * 1e5)
     made.advance(1)
-    assert made.collect_results().ended == "done"
+    assert made.collect_results().end_reason == "done"
 
 
 class Texts(torch.utils.data.Dataset):
@@ -265,11 +265,11 @@ def test_where_ranks_ask_each_other_for_the_time():
 def test_a_dispatch_that_somebody_waits_for_ends_where_ranks_decide():
     made = job()
     made.advance(64, should_end_early=lambda: made.step >= 15)
-    assert (made.step, made.collect_results().ended) == (16, "time")
+    assert (made.step, made.collect_results().end_reason) == (16, "time")
     made.advance(64, should_end_early=lambda: made.step >= 32)  # the question was asked at step 31
-    assert (made.step, made.collect_results().ended) == (40, "time")
+    assert (made.step, made.collect_results().end_reason) == (40, "time")
     made.advance(64, should_end_early=lambda: True)  # what was sent ahead is not begun
-    assert (made.step, made.collect_results().ended) == (40, "time")
+    assert (made.step, made.collect_results().end_reason) == (40, "time")
     made.advance(1, explain=True, should_end_early=lambda: True)  # whoever asked for one step to be taken apart gets it
     assert made.step == 41
     assert made.step_report is not None

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import dtkit
-from dtkit.cluster.broadcast import Replicas
+from dtkit.cluster.broadcast import ModelHandle
 from dtkit.engine import memory
 from dtkit.engine.node_info import get_handshake
 from dtkit.types import Failure, Reply, Request
@@ -73,7 +73,7 @@ def notes() -> Notes:
 
 @pytest.fixture
 def cluster(notes: Notes) -> Iterator[dtkit.Cluster]:
-    with dtkit.Cluster.over(notes, device="cpu") as made:
+    with dtkit.Cluster.from_transport(notes, device="cpu") as made:
         notes.asked.clear()
         yield made
 
@@ -96,7 +96,7 @@ def test_a_training_that_is_right_sends_data_then_model_then_builds(cluster, not
     assert (run.spec.loss, run.spec.optimizer, run.spec.name) == ("CrossEntropyLoss", "sgd", "Sequential")
     assert run.spec.strategy == "DataParallel()"
     assert run.lr == 0.1
-    assert run.status.state is dtkit.State.PAUSED
+    assert run.status.state is dtkit.types.State.PAUSED
     run.stop()
 
 
@@ -203,7 +203,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "text as data": ({"rows": "file.csv"}, ValueError, "'file.csv' is no kind of file that engines read"),
     "a loss that can't be pickled": (
         {"loss": holds_a_lock},
-        dtkit.CannotSend,
+        dtkit.errors.SerializationError,
         "lock",
     ),
 }
@@ -223,7 +223,7 @@ def test_what_was_refused_leaves_the_last_run_alone(cluster):
     with pytest.raises(ValueError, match="batch_size=0"):
         train(cluster, batch_size=0)
     assert cluster.current_run is run
-    assert run.status.state is dtkit.State.PAUSED
+    assert run.status.state is dtkit.types.State.PAUSED
     run.stop()
 
 
@@ -232,14 +232,14 @@ def test_a_mean_by_another_name_is_taken(cluster):
 
 
 def test_partitions_and_replicas_of_another_cluster_are_refused(cluster, notes):
-    with dtkit.Cluster.over(Notes(), device="cpu") as other:
+    with dtkit.Cluster.from_transport(Notes(), device="cpu") as other:
         part, copies = other.partition(data()), other.broadcast(net())
         with pytest.raises(ValueError, match=r"was not made by this cluster.* Make it with cluster.partition\(data\)"):
             train(cluster, rows=part)
         with pytest.raises(ValueError, match=r"was broadcast on another cluster; give the model, or cluster.broadcast"):
             train(cluster, copies)
         frozen = other.broadcast(net().requires_grad_(False))
-        assert isinstance(frozen, Replicas)
+        assert isinstance(frozen, ModelHandle)
         with pytest.raises(ValueError, match="Sequential has no parameter that requires a gradient"):
             train(other, frozen)
     assert notes.asked == []
@@ -255,7 +255,7 @@ def test_a_batch_size_that_a_partition_does_not_carry(cluster, notes):
 
 def test_a_build_that_fails_leaves_the_cluster_free(cluster, notes):
     notes.refuse = "build_job"
-    with pytest.raises(dtkit.EngineError, match="ValueError: not here"):
+    with pytest.raises(dtkit.errors.EngineError, match="ValueError: not here"):
         train(cluster)
     assert cluster.current_run is None
     notes.refuse = None
@@ -273,5 +273,5 @@ def test_a_model_that_lies_on_a_device_stays_there(cluster):
 def test_no_training_on_a_closed_cluster(cluster):
     cluster.close()
     for call in (lambda: train(cluster), lambda: cluster.partition(data()), lambda: cluster.broadcast(net())):
-        with pytest.raises(dtkit.ClusterClosed, match="was closed; start another one"):
+        with pytest.raises(dtkit.errors.ClusterClosedError, match="was closed; start another one"):
             call()

@@ -14,7 +14,7 @@ from dtkit.history import engine_outbox
 from dtkit.history.engine_outbox import ResultOutbox
 from dtkit.history.history import ROW_DTYPE
 from dtkit.history.message_times import MESSAGE_DTYPE
-from dtkit.types import Advance
+from dtkit.types import DispatchResult
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,14 +36,14 @@ def kept(tmp_path: Path, run: Path) -> ResultOutbox:
     return ResultOutbox(tmp_path, JOB, RANK)
 
 
-def advance(start: int, stop: int, places: int = 2, rank: int = RANK) -> Advance:
+def advance(start: int, stop: int, places: int = 2, rank: int = RANK) -> DispatchResult:
     rows = np.zeros(stop - start, ROW_DTYPE)
     rows["step"], rows["rank"], rows["loss"], rows["lr"] = range(start, stop), rank, np.nan, 0.1
     blocked = np.arange((stop - start) * places * 3, dtype="f8").reshape(stop - start, places, 3)
-    return Advance(rows, stop, 0.1, blocked=blocked)
+    return DispatchResult(rows, stop, 0.1, blocked_spans=blocked)
 
 
-def piped(one: Advance) -> Advance:
+def piped(one: DispatchResult) -> DispatchResult:
     """The same of a pipeline: a message a step."""
     sent = np.zeros(len(np.asarray(one.rows)), MESSAGE_DTYPE)
     sent["step"], sent["phase"], sent["end"] = np.asarray(one.rows)["step"], 2, 0.5
@@ -65,7 +65,7 @@ def test_it_is_read_back_as_it_was(tmp_path: Path, kept: ResultOutbox):
     found = engine_outbox.read_dispatches(tmp_path, JOB, RANK)
     for (back, _), one in zip(found, (first, second), strict=True):
         assert np.asarray(back.rows).tobytes() == np.asarray(one.rows).tobytes()
-        assert np.array_equal(np.asarray(back.blocked), np.asarray(one.blocked))
+        assert np.array_equal(np.asarray(back.blocked_spans), np.asarray(one.blocked_spans))
         assert np.array_equal(np.asarray(back.messages), np.asarray(one.messages))
         assert back.step == one.step
     assert [items for _, items in found] == [[("text", "h\xe9llo"), ("text", "loss=0.25 far=inf")], []]
@@ -172,7 +172,7 @@ def _head(**changed: Any) -> bytes:
 
 
 WHOLE = piped(advance(4, 8))
-REST = np.asarray(WHOLE.blocked).tobytes() + np.asarray(WHOLE.messages).tobytes()
+REST = np.asarray(WHOLE.blocked_spans).tobytes() + np.asarray(WHOLE.messages).tobytes()
 BODY = np.asarray(WHOLE.rows).tobytes() + REST
 
 

@@ -18,7 +18,7 @@ def judged(
     modules: tuple[str, ...] = (),
     dtype: torch.dtype = torch.float64,
 ) -> Verification:
-    """Compare a state with itself, after adding `change` to it."""
+    """Compare a state with itself, after adding `build_change` to it."""
     reference = {"w": torch.ones(3, dtype=dtype), "b": torch.ones(2, dtype=dtype), "count": torch.tensor(7)}
     state = {name: value.clone() for name, value in reference.items()}
     for name, by in (change or {}).items():

@@ -21,15 +21,15 @@ def owned(folder: Path) -> bool:
 
 def test_a_lock_is_held_until_its_last_holder_lets_go(tmp_path: Path):
     """A kernel that attaches to its own cluster has two Cluster objects, of which either may be closed first."""
-    reaper.take_lock(tmp_path)
-    reaper.take_lock(tmp_path)
+    reaper.acquire_lock(tmp_path)
+    reaper.acquire_lock(tmp_path)
     assert owned(tmp_path)
     reaper.release_lock(tmp_path)
     assert owned(tmp_path)
     reaper.release_lock(tmp_path)
     assert not owned(tmp_path)
     reaper.release_lock(tmp_path)  # once too often
-    reaper.take_lock(tmp_path)
+    reaper.acquire_lock(tmp_path)
     assert owned(tmp_path)
     reaper.release_lock(tmp_path)
 

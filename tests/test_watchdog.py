@@ -24,8 +24,8 @@ from dtkit.engine.observe import stack_sampler
 from dtkit.engine.observe.phase_timer import PhaseTimer
 from dtkit.engine.observe.watchdog import Watchdog
 from dtkit.health import stacks
-from dtkit.health.diagnosis import Seen
-from dtkit.health.status import Frame, Standing, dump_file, remove, status_file
+from dtkit.health.diagnosis import RankObservation
+from dtkit.health.status import EngineStatus, Frame, get_dump_path, get_status_path, remove_status_files
 from dtkit.types import GroupSpec, NodeInfo, Request
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def until(condition: Callable[[], Any], timeout: float = 10.0) -> Any:
 def test_an_idle_engine_says_so(watchdog: Watchdog, spec: GroupSpec):
     watchdog._main_thread_id = 0  # this test's own thread is at work
     found = watchdog.sample(spec)
-    assert (found.rank, found.op, found.phase, found.stack, found.blocked) == (1, None, "idle", (), False)
+    assert (found.rank, found.op, found.phase, found.stack, found.is_blocked) == (1, None, "idle", (), False)
 
 
 def test_code_that_came_past_dtkit_is_a_cell(watchdog: Watchdog, spec: GroupSpec):
@@ -93,7 +93,7 @@ def test_phase_and_step_are_the_jobs(watchdog: Watchdog, spec: GroupSpec):
         assert watchdog.sample(spec).phase == "step"
         phases.enter("forward")
         found = watchdog.sample(spec)
-        assert (found.phase, found.step, found.median_step_s, found.blocked) == ("forward", 7, 0.25, False)
+        assert (found.phase, found.step, found.median_step_s, found.is_blocked) == ("forward", 7, 0.25, False)
         phases.enter("sync")
         assert watchdog.sample(spec).phase == "collective"
         phases.end_step()
@@ -106,7 +106,7 @@ def test_phase_and_step_are_the_jobs(watchdog: Watchdog, spec: GroupSpec):
 def test_the_users_line_is_the_innermost_of_its_own(watchdog: Watchdog, spec: GroupSpec):
     with watchdog.track_request(request("call_function")):
         found = watchdog.sample(spec)
-    line = found.line()
+    line = found.get_user_frame()
     assert line is not None
     assert (line.file, line.function) == (__file__, "test_the_users_line_is_the_innermost_of_its_own")
     assert found.stack[0].kind == "dtkit"
@@ -117,12 +117,12 @@ def test_it_moves_with_marks_and_steps_only(watchdog: Watchdog, spec: GroupSpec)
     with watchdog.track_request(request()):
         held.context.phases.enter("forward")
         first = watchdog.sample(spec)
-        assert watchdog.sample(spec).still_s > first.still_s == 0
+        assert watchdog.sample(spec).stalled_s > first.stalled_s == 0
         held.context.phases.enter("forward")  # of the next micro-batch: it moves, and the phase is as old as before
         second = watchdog.sample(spec)
-        assert (second.still_s, second.since) == (0, first.since)
+        assert (second.stalled_s, second.phase_since) == (0, first.phase_since)
         held.step += 1
-        assert watchdog.sample(spec).still_s == 0
+        assert watchdog.sample(spec).stalled_s == 0
 
 
 def test_time_in_which_it_could_not_look_is_not_held_against_the_rank(
@@ -131,44 +131,44 @@ def test_time_in_which_it_could_not_look_is_not_held_against_the_rank(
     """A rank goes on after SIGSTOP: its watchdog may run before all else, and must not say that it is stuck still."""
     watchdog.stop()  # the thread looks no more, this test does
     now = time.time()
-    monkeypatch.setattr("dtkit.engine.observe.watchdog.time.time", lambda: now)
+    monkeypatch.setattr("dtkit.engine.observe.watchdog.time.time_ratio", lambda: now)
     with watchdog.track_request(request()):
         watchdog.sample(spec)
         now += 1
-        assert watchdog.sample(spec).still_s == 1
+        assert watchdog.sample(spec).stalled_s == 1
         now += 60
-        assert watchdog.sample(spec).still_s == 0
+        assert watchdog.sample(spec).stalled_s == 0
         now += 1
-        assert watchdog.sample(spec).still_s == 1
+        assert watchdog.sample(spec).stalled_s == 1
 
 
 def test_it_tells_how_often_it_was_blocked_in_this_job(watchdog: Watchdog, spec: GroupSpec, monkeypatch: Any):
-    monkeypatch.setattr("dtkit.engine.observe.watchdog._in_user_code", lambda _: False)
-    monkeypatch.setattr(stack_sampler, "in_collective", lambda rows: bool(waiting))
+    monkeypatch.setattr("dtkit.engine.observe.watchdog._is_in_user_code", lambda _: False)
+    monkeypatch.setattr(stack_sampler, "is_in_collective", lambda rows: bool(waiting))
     waiting: list[int] = []
     with watchdog.track_request(request()):
-        assert [watchdog.sample(spec).waited for _ in range(3)] == [None, None, 0.0]
+        assert [watchdog.sample(spec).blocked_fraction for _ in range(3)] == [None, None, 0.0]
         waiting.append(1)
-        assert watchdog.sample(spec).waited == 0.25
+        assert watchdog.sample(spec).blocked_fraction == 0.25
     with watchdog.track_request(request("call_function") if not waiting else Request("call_function", 1, 3, {})):
-        assert watchdog.sample(spec).waited is None
-    assert watchdog.sample(spec).waited is None
+        assert watchdog.sample(spec).blocked_fraction is None
+    assert watchdog.sample(spec).blocked_fraction is None
 
 
 def test_it_writes_for_this_user_alone_and_stops_when_left(watchdog: Watchdog, spec: GroupSpec, tmp_path: Path):
-    path = status_file(tmp_path, 1)
+    path = get_status_path(tmp_path, 1)
     until(path.exists)
     assert path.stat().st_mode & 0o777 == 0o600
-    assert dump_file(tmp_path, 1).stat().st_mode & 0o777 == 0o600
-    found = Standing.from_json(path.read_text())
-    assert (found.pid, found.generation, found.dumps) == (os.getpid(), 3, True)
+    assert get_dump_path(tmp_path, 1).stat().st_mode & 0o777 == 0o600
+    found = EngineStatus.from_json(path.read_text())
+    assert (found.pid, found.generation, found.can_dump_stacks) == (os.getpid(), 3, True)
     watchdog.stop()
-    remove(tmp_path)
+    remove_status_files(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_look_that_fails_is_told_once_and_not_the_last(watchdog: Watchdog, tmp_path: Path):
-    path, held, looks = status_file(tmp_path, 1), watchdog._jobs["job-1"], []
+    path, held, looks = get_status_path(tmp_path, 1), watchdog._jobs["job-1"], []
 
     def median_step_s() -> float:
         looks.append(1)
@@ -195,7 +195,7 @@ def test_another_owner_of_the_signal_keeps_it(spec: GroupSpec):
     try:
         found.start(spec)
         assert signal.getsignal(signal.SIGUSR1) is mine
-        assert not found.sample(spec).dumps
+        assert not found.sample(spec).can_dump_stacks
     finally:
         found.stop()
         signal.signal(signal.SIGUSR1, before)
@@ -332,32 +332,32 @@ def test_a_loader_in_a_thread_is_seen():
 def test_a_standing_travels_as_text(watchdog: Watchdog, spec: GroupSpec):
     with watchdog.track_request(request("call_function")):
         found = dataclasses.replace(watchdog.sample(spec), threads={"loader": (USER,)})
-    assert Standing.from_json(found.to_json()) == found
+    assert EngineStatus.from_json(found.to_json()) == found
 
 
 def test_what_another_process_wrote_is_not_believed(watchdog: Watchdog, node: NodeInfo, tmp_path: Path):
-    until(status_file(tmp_path, 1).exists)
-    assert stacks.look(tmp_path, node).process in ("running", "sleeping")
-    other = stacks.look(tmp_path, dataclasses.replace(node, pid=node.pid + 1))
-    assert (other.standing, other.process) == (None, "unknown")
+    until(get_status_path(tmp_path, 1).exists)
+    assert stacks.observe_rank(tmp_path, node).process_state in ("running", "sleeping")
+    other = stacks.observe_rank(tmp_path, dataclasses.replace(node, pid=node.pid + 1))
+    assert (other.status, other.process_state) == (None, "unknown")
     watchdog.stop()
-    status_file(tmp_path, 1).write_text('{"rank": ')
-    assert stacks.look(tmp_path, node).standing is None
+    get_status_path(tmp_path, 1).write_text('{"rank": ')
+    assert stacks.observe_rank(tmp_path, node).status is None
 
 
 def test_a_number_that_went_to_another_process_is_no_engine():
     created = psutil.Process().create_time()
-    assert stacks.state_of(os.getpid(), created) in ("running", "sleeping")
-    assert stacks.state_of(os.getpid(), created - 60) == "ended"
-    assert stacks.state_of(2**22 + 1, created) == "ended"
+    assert stacks.get_process_state(os.getpid(), created) in ("running", "sleeping")
+    assert stacks.get_process_state(os.getpid(), created - 60) == "ended"
+    assert stacks.get_process_state(2**22 + 1, created) == "ended"
 
 
 def test_a_process_writes_its_stack_by_itself(watchdog: Watchdog, node: NodeInfo, tmp_path: Path):
-    until(status_file(tmp_path, 1).exists)
-    found = stacks.look(tmp_path, node)
-    frames = stacks.dump(tmp_path, found)
+    until(get_status_path(tmp_path, 1).exists)
+    found = stacks.observe_rank(tmp_path, node)
+    frames = stacks.request_stack_dump(tmp_path, found)
     assert any(frame.function == "test_a_process_writes_its_stack_by_itself" for frame in frames)
-    again = stacks.dump(tmp_path, found)
+    again = stacks.request_stack_dump(tmp_path, found)
     assert [frame.function for frame in again] == [frame.function for frame in frames]
 
 
@@ -365,8 +365,8 @@ def test_no_signal_where_it_would_kill(monkeypatch: pytest.MonkeyPatch, watchdog
     monkeypatch.setattr(os, "kill", lambda *_: pytest.fail("a signal was sent"))
     found = watchdog.sample(spec)
     for process, dumps in (("sleeping", False), ("stopped", True), ("ended", True), ("unknown", True)):
-        one = Seen(1, "here", found.pid, process, 0.1, dataclasses.replace(found, dumps=dumps))
-        assert stacks.dump(tmp_path, one) == ()
+        one = RankObservation(1, "here", found.pid, process, 0.1, dataclasses.replace(found, dumps=dumps))
+        assert stacks.request_stack_dump(tmp_path, one) == ()
 
 
 def test_the_thread_is_found_in_what_was_written():
@@ -376,7 +376,7 @@ def test_the_thread_is_found_in_what_was_written():
         '  File "/c d/e.py", line 9 in <module>\n\n'
         'Thread 0x00007f03 (most recent call first):\n  File "/\\u0442-\\xe9-\\U0001f300.py", line 2 in h\\xe9las\n'
     )
-    assert stacks.parsed(text) == {
+    assert stacks.parse_dump(text) == {
         0x7F01: (Frame("/a/b.py", 3, "wait", "user"),),
         0x7F03: (Frame("/\u0442-\xe9-\U0001f300.py", 2, "h\xe9las", "user"),),
         0x7F02: (Frame("/c d/e.py", 5, "f", "user"), Frame("/c d/e.py", 9, "<module>", "user")),
@@ -384,13 +384,13 @@ def test_the_thread_is_found_in_what_was_written():
 
 
 def test_what_is_shown():
-    found = Standing(0, 2, 0, "here", 7, 1.0, 50.0, "advance", "forward", 44.0, 6.0, False, None)
+    found = EngineStatus(0, 2, 0, "here", 7, 1.0, 50.0, "advance", "forward", 44.0, 6.0, False, None)
     one = dataclasses.replace(found, step=12, stack=(LIBRARY, dataclasses.replace(USER, function="<lambda>"), OWN))
     shown = stacks.Stacks(
         [
-            Seen(0, "here", 7, "sleeping", 0.1, one),
-            Seen(1, "here", 8, "stopped", 9.0, dataclasses.replace(one, rank=1)),
-            Seen(2, "there", 9, "unknown"),
+            RankObservation(0, "here", 7, "sleeping", 0.1, one),
+            RankObservation(1, "here", 8, "stopped", 9.0, dataclasses.replace(one, rank=1)),
+            RankObservation(2, "there", 9, "unknown"),
         ]
     )
     lines = repr(shown).splitlines()

@@ -19,15 +19,15 @@ import pytest
 import torch
 from torch import nn
 
-from dtkit.errors import CannotSend
+from dtkit.errors import SerializationError
 from dtkit.rpc import pickling, shared_memory
 
 ROOT = str(Path(__file__).resolve().parent.parent)
 
 
-def arrive(packed: pickling.Packed, kind: type = bytearray):
+def arrive(packed: pickling.PackedObject, kind: type = bytearray):
     """What an engine makes of it; `kind` bytearray for writable buffers, bytes for read-only ones."""
-    return pickling.unpack(packed.skeleton, [kind(buffer) for buffer in packed.buffers])
+    return pickling.unpack_object(packed.header, [kind(buffer) for buffer in packed.buffers])
 
 
 def python(code: str, *args: str, path: str = ROOT, cwd: Path | None = None, data: bytes = b"") -> bytes:
@@ -50,27 +50,27 @@ def python(code: str, *args: str, path: str = ROOT, cwd: Path | None = None, dat
 
 def test_big_data_is_out_of_band_and_not_copied_on_either_side() -> None:
     array, tensor = np.arange(100_000.0), torch.arange(100_000.0)
-    packed = pickling.pack({"array": array, "tensor": tensor, "name": "x"})
+    packed = pickling.pack_object({"array": array, "tensor": tensor, "name": "x"})
     assert packed.sizes == (800_000, 400_000)
-    assert len(packed.skeleton) < 1000
-    assert packed.nbytes == len(packed.skeleton) + 1_200_000
+    assert len(packed.header) < 1000
+    assert packed.nbytes == len(packed.header) + 1_200_000
     for buffer in packed.buffers:
         assert (buffer.format, buffer.ndim, buffer.c_contiguous) == ("B", 1, True)
     array[0] = tensor[0] = 7  # seen through the views: no copy here
     assert np.frombuffer(packed.buffers[0])[0] == np.frombuffer(packed.buffers[1], np.float32)[0] == 7
 
     buffers = [bytearray(buffer) for buffer in packed.buffers]
-    found = pickling.unpack(packed.skeleton, buffers)
+    found = pickling.unpack_object(packed.header, buffers)
     found["array"][1] = found["tensor"][1] = 5  # seen in the buffers: no copy there
     assert np.frombuffer(buffers[0])[1] == np.frombuffer(buffers[1], np.float32)[1] == 5
 
 
 def test_tensors_live_on_a_shared_file_and_keep_it_mapped(tmp_path: Path) -> None:
     model = nn.Linear(30, 20)
-    packed = pickling.pack(model)
-    handle = shared_memory.write(packed.buffers, directories=[str(tmp_path)])
-    copy = pickling.unpack(packed.skeleton, shared_memory.Mapping.open(handle))
-    shared_memory.remove(handle)
+    packed = pickling.pack_object(model)
+    handle = shared_memory.write_buffers(packed.buffers, directories=[str(tmp_path)])
+    copy = pickling.unpack_object(packed.header, shared_memory.BufferMapping.open(handle))
+    shared_memory.remove_file(handle)
     gc.collect()
     assert torch.equal(copy.weight, model.weight)
     with torch.no_grad():
@@ -98,7 +98,7 @@ def test_every_dtype_and_layout(dtype: torch.dtype) -> None:
         base[:, ::2],
         base[1:, 1:2].expand(4, 1, 4, 5),
     ]
-    packed = pickling.pack(tensors)
+    packed = pickling.pack_object(tensors)
     assert len(packed.buffers) == 6  # none for tensors without elements
     for kind in (bytearray, bytes):
         for sent, got in zip(tensors, arrive(packed, kind), strict=True):
@@ -116,14 +116,14 @@ def _raw(tensor: torch.Tensor) -> torch.Tensor:
 def test_lazily_conjugated_and_negated_tensors_arrive_as_values() -> None:
     z = torch.tensor([1 + 2j, 3 - 4j])
     sent = [z, z.conj(), z.conj().imag]
-    for got, tensor in zip(arrive(pickling.pack(sent)), sent, strict=True):
+    for got, tensor in zip(arrive(pickling.pack_object(sent)), sent, strict=True):
         assert torch.equal(got, tensor)
 
 
 def test_a_read_only_buffer_is_never_written_to() -> None:
-    packed = pickling.pack((np.zeros(3), torch.zeros(3)))
+    packed = pickling.pack_object((np.zeros(3), torch.zeros(3)))
     buffers = [bytes(buffer) for buffer in packed.buffers]
-    array, tensor = pickling.unpack(packed.skeleton, buffers)
+    array, tensor = pickling.unpack_object(packed.header, buffers)
     tensor[0] = 1
     assert not array.flags.writeable
     assert buffers[1] == bytes(12)
@@ -136,7 +136,7 @@ def test_gradients_and_attributes_of_tensors() -> None:
     sparse = torch.eye(3).to_sparse()
     meta = torch.empty(2, 3, device="meta")
     for kind in (bytearray, bytes):
-        got = arrive(pickling.pack([leaf, tagged, sparse, meta]), kind)
+        got = arrive(pickling.pack_object([leaf, tagged, sparse, meta]), kind)
         assert got[0].requires_grad
         assert got[0].is_leaf
         assert got[1].tag == "mine"
@@ -155,16 +155,16 @@ def test_arrays_of_every_kind() -> None:
         np.array([(1, 2.5)], dtype=[("a", "i4"), ("b", "f8")]),
         np.array([1, "a", None], dtype=object),
     ]
-    for got, sent in zip(arrive(pickling.pack(arrays)), arrays, strict=True):
+    for got, sent in zip(arrive(pickling.pack_object(arrays)), arrays, strict=True):
         assert got.dtype == sent.dtype
         assert np.array_equal(got, sent)
-    assert pickling.pack(np.zeros(100_000)[::2]).sizes == (400_000,)
+    assert pickling.pack_object(np.zeros(100_000)[::2]).sizes == (400_000,)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_tensor_on_a_gpu_arrives_on_the_cpu() -> None:
-    got = arrive(pickling.pack(nn.Linear(3, 2).cuda()))
+    got = arrive(pickling.pack_object(nn.Linear(3, 2).cuda()))
     assert got.weight.device.type == "cpu"
 
 
@@ -175,7 +175,7 @@ def test_tied_parameters_are_one_object_and_are_sent_once() -> None:
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     model[1].weight = model[0].weight
     model[2].weight = nn.Parameter(model[0].weight.data, requires_grad=False)  # two parameters, one memory
-    packed = pickling.pack(model)
+    packed = pickling.pack_object(model)
     assert packed.sizes == (256,)
     got = arrive(packed)
     assert got[1].weight is got[0].weight
@@ -187,7 +187,7 @@ def test_tied_parameters_are_one_object_and_are_sent_once() -> None:
 
 def test_tensors_that_only_overlap_are_apart() -> None:
     base = torch.arange(6)
-    got = arrive(pickling.pack([base, base[:3], base.view(2, 3), base.view(torch.int32)]))
+    got = arrive(pickling.pack_object([base, base[:3], base.view(2, 3), base.view(torch.int32)]))
     for tensor, sent in zip(got, [base, base[:3], base.view(2, 3), base.view(torch.int32)], strict=True):
         assert torch.equal(tensor, sent)
 
@@ -344,35 +344,35 @@ def _default(lock=LOCK):
     ],
 )
 def test_the_part_that_cannot_be_sent_is_named(obj, message: str) -> None:
-    for send in (pickling.pack, pickling.dumps):
-        with pytest.raises(CannotSend, match=message) as caught:
+    for send in (pickling.pack_object, pickling.dumps):
+        with pytest.raises(SerializationError, match=message) as caught:
             send(obj, name="model")
         assert isinstance(caught.value.__cause__, Exception)
 
 
 def test_without_a_name_the_type_is_named() -> None:
-    with pytest.raises(CannotSend, match=r"^Holder\.lock: "):
-        pickling.pack(Holder(lock=LOCK))
-    with pytest.raises(CannotSend, match=r"^_default \(default 0\): "):
-        pickling.pack(_by_value(_default))
+    with pytest.raises(SerializationError, match=r"^Holder\.lock: "):
+        pickling.pack_object(Holder(lock=LOCK))
+    with pytest.raises(SerializationError, match=r"^_default \(default 0\): "):
+        pickling.pack_object(_by_value(_default))
 
 
 def test_a_loop_and_a_deep_nest_end() -> None:
     loop = Holder(lock=LOCK)
     loop.me = loop
-    with pytest.raises(CannotSend, match=r"^loop\.lock: "):
-        pickling.pack(loop, name="loop")
+    with pytest.raises(SerializationError, match=r"^loop\.lock: "):
+        pickling.pack_object(loop, name="loop")
     nest: list = []
     for _ in range(100_000):
         nest = [nest]
-    with pytest.raises(CannotSend, match=r"^nest: .*recursion"):
-        pickling.pack(nest, name="nest")
+    with pytest.raises(SerializationError, match=r"^nest: .*recursion"):
+        pickling.pack_object(nest, name="nest")
 
 
 def test_after_a_failure_no_module_stays_registered(tmp_path: Path, beside) -> None:
     module = beside("left_behind", "def f(): return 1")
-    with pytest.raises(CannotSend):
-        pickling.pack([LOCK], by_value=[module])
+    with pytest.raises(SerializationError):
+        pickling.pack_object([LOCK], by_value=[module])
     assert not cloudpickle.list_registry_pickle_by_value()
 
 
@@ -416,9 +416,9 @@ def helper(x):
 def test_a_module_beside_the_notebook_travels_by_value(beside, tmp_path: Path) -> None:
     module = beside("lesson_models", MODULE)
     engine = [entry for entry in sys.path if entry != str(tmp_path)]
-    found = pickling.user_modules(engine)
+    found = pickling.find_user_modules(engine)
     assert [each for each in found if each.__name__.startswith("lesson")] == [module]
-    data = pickling.dumps((module.Model(), module, lambda: module.helper(9)), pickling.user_modules(engine))
+    data = pickling.dumps((module.Model(), module, lambda: module.helper(9)), pickling.find_user_modules(engine))
     assert not cloudpickle.list_registry_pickle_by_value()
     code = (
         "import sys; from dtkit.rpc import pickling as wire; m, module, f = wire.loads(sys.stdin.buffer.read())\n"
@@ -435,7 +435,7 @@ def test_a_package_and_its_modules_travel(beside, tmp_path: Path, *, init: bool)
     inner = beside("lesson_pack.inner", "value = 5\ndef f(): return value + 1")
     package = sys.modules["lesson_pack"]
     engine = [entry for entry in sys.path if entry != str(tmp_path)]
-    found = pickling.user_modules(engine)
+    found = pickling.find_user_modules(engine)
     assert {package, inner} <= set(found)
     data = pickling.dumps(lambda: 2 * package.inner.f(), found)
     code = "import sys; from dtkit.rpc import pickling as wire; print(wire.loads(sys.stdin.buffer.read())())"
@@ -444,20 +444,20 @@ def test_a_package_and_its_modules_travel(beside, tmp_path: Path, *, init: bool)
 
 def test_what_the_engine_can_import_goes_by_reference(beside, tmp_path: Path) -> None:
     module = beside("lesson_known", MODULE)
-    assert module not in pickling.user_modules([str(tmp_path)])
-    assert module not in pickling.user_modules([str(tmp_path / "x" / "..")])
+    assert module not in pickling.find_user_modules([str(tmp_path)])
+    assert module not in pickling.find_user_modules([str(tmp_path / "x" / "..")])
     # ... unless it lies in the current folder, where it is edited while engines live.
     here = Path.cwd()
     os.chdir(tmp_path)
     try:
-        assert module in pickling.user_modules([str(tmp_path)])
+        assert module in pickling.find_user_modules([str(tmp_path)])
     finally:
         os.chdir(here)
 
 
 def test_installed_packages_and_dtkit_never_travel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir("/")  # everything lies under it
-    names = {module.__name__ for module in pickling.user_modules([])}
+    names = {module.__name__ for module in pickling.find_user_modules([])}
     tops = {name.partition(".")[0] for name in names}
     assert not tops & {"dtkit", "numpy", "torch", "json", "cloudpickle", "pytest", "__main__"}
     assert __name__ in names

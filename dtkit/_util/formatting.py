@@ -9,38 +9,38 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-NOTHING = "—"
+UNKNOWN = "—"
 """Stands where a number is not known."""
 
 
-def _significant(value: float, digits: int = 3) -> str:
+def _format_significant(value: float, digits: int = 3) -> str:
     """`value` with `digits` significant digits, thousands grouped, never in exponent form."""
     magnitude = math.floor(math.log10(abs(value))) if value else 0
     return f"{value:,.{max(0, digits - 1 - magnitude)}f}"
 
 
-def rate(value: float | None) -> str:
+def format_rate(value: float | None) -> str:
     """Samples per second, without the unit: ``4,258``, ``12.5``, ``0.31``."""
     if value is None or not math.isfinite(value):
-        return NOTHING
-    return f"{value:,.0f}" if value >= 100 else _significant(value)
+        return UNKNOWN
+    return f"{value:,.0f}" if value >= 100 else _format_significant(value)
 
 
-def loss(value: float | None) -> str:
+def format_loss(value: float | None) -> str:
     """A loss or a metric: ``0.503``, ``12.3``, ``1.2e-05``, ``NaN``."""
     if value is None:
-        return NOTHING
+        return UNKNOWN
     if math.isnan(value):
         return "NaN"
     if math.isinf(value) or value == 0:
         return f"{value:g}"
-    return _significant(value) if 1e-3 <= abs(value) < 1e5 else f"{value:.2g}"
+    return _format_significant(value) if 1e-3 <= abs(value) < 1e5 else f"{value:.2g}"
 
 
-def duration(seconds: float | None) -> str:
+def format_duration(seconds: float | None) -> str:
     """A time: ``350 µs``, ``1.5 ms``, ``119 ms``, ``1.24 s``, ``43 s``, ``2 min 5 s``, ``1 h 3 min``."""
     if seconds is None or not math.isfinite(seconds):
-        return NOTHING
+        return UNKNOWN
     if seconds <= 0:
         return "0 s"
     if seconds < 0.9995e-3:
@@ -49,84 +49,84 @@ def duration(seconds: float | None) -> str:
         return f"{seconds * 1e3:.0f} ms" if seconds >= 9.95e-3 else f"{seconds * 1e3:.1f} ms"
     if seconds < 9.995:
         return f"{seconds:.2f} s"
-    return _long(round(seconds))
+    return _format_long_duration(round(seconds))
 
 
-def clock(seconds: float) -> str:
+def format_clock(seconds: float) -> str:
     """A time that ticks, in whole seconds: ``7 s``, ``2 min 5 s``, ``1 h 3 min``."""
-    return _long(max(0, int(seconds)))
+    return _format_long_duration(max(0, int(seconds)))
 
 
-def _long(whole: int) -> str:
+def _format_long_duration(seconds_total: int) -> str:
     """Whole seconds in the two largest units that say something."""
-    minutes, seconds = divmod(whole, 60)
+    minutes, seconds = divmod(seconds_total, 60)
     hours, minutes = divmod(minutes, 60)
     if hours:
         return f"{hours:,} h {minutes} min"
     return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
 
 
-def size(count: float | None) -> str:
+def format_bytes(num_bytes: float | None) -> str:
     """Bytes in decimal units, to three digits where they say something: ``512 B``, ``4.63 MB``, ``37 MB``, ``1.2 GB``.
 
     Sizes are compared with each other: with one digit, an eighth of 37 MB would look like 1/7.4 of it.
     """
-    if count is None or not math.isfinite(count):
-        return NOTHING
-    if abs(count) < 999.5:
-        return f"{count:.0f} B"
+    if num_bytes is None or not math.isfinite(num_bytes):
+        return UNKNOWN
+    if abs(num_bytes) < 999.5:
+        return f"{num_bytes:.0f} B"
     for unit in ("kB", "MB", "GB", "TB"):
-        count /= 1000
-        if abs(count) < 999.5:
-            return f"{count:.3g} {unit}"
-    return f"{count:,.0f} TB"
+        num_bytes /= 1000
+        if abs(num_bytes) < 999.5:
+            return f"{num_bytes:.3g} {unit}"
+    return f"{num_bytes:,.0f} TB"
 
 
-BYTES = {"kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+BYTE_UNITS = {"kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 """Units of an axis of bytes, the smallest first."""
 
-SECONDS = {"µs": 1e-6, "ms": 1e-3, "s": 1.0}
+SECOND_UNITS = {"µs": 1e-6, "ms": 1e-3, "s": 1.0}
 """Units of an axis of seconds, the smallest first."""
 
 
-def unit_for(largest: float, ladder: Mapping[str, float]) -> tuple[str, float]:
+def choose_unit(largest: float, units: Mapping[str, float]) -> tuple[str, float]:
     """(name, size) of the largest unit on the ladder that `largest` reaches, so that an axis has short numbers."""
-    fitting = [item for item in ladder.items() if item[1] <= largest]
-    return fitting[-1] if fitting else next(iter(ladder.items()))
+    fitting = [item for item in units.items() if item[1] <= largest]
+    return fitting[-1] if fitting else next(iter(units.items()))
 
 
-def share(part: float | None) -> str:
+def format_percent(fraction: float | None) -> str:
     """A part of 1: ``34 %``, ``0.4 %``, ``0 %``."""
-    if part is None or not math.isfinite(part):
-        return NOTHING
-    percent = 100 * part
+    if fraction is None or not math.isfinite(fraction):
+        return UNKNOWN
+    percent = 100 * fraction
     return f"{percent:.1f} %" if 0.05 <= percent < 0.95 else f"{percent:.0f} %"
 
 
-def plural(count: int, noun: str) -> str:
+def format_count(count: int, noun: str) -> str:
     """``1 node``, ``4 nodes``."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
-def plain(text: str, limit: int = 300) -> str:
+def sanitize_text(text: str, max_chars: int = 300) -> str:
     """`text` of an engine made safe to show: no control characters, one line, at most `limit` characters."""
-    clean = "".join(c if c.isprintable() else " " for c in text[: 2 * limit]).strip()
-    return clean if len(clean) <= limit else clean[: limit - 1] + "…"
+    clean = "".join(c if c.isprintable() else " " for c in text[: 2 * max_chars]).strip()
+    return clean if len(clean) <= max_chars else clean[: max_chars - 1] + "…"
 
 
-def columns(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> list[str]:
+def format_columns(rows: Sequence[Sequence[str]], left_aligned: Collection[int] = ()) -> list[str]:
     """A table's rows as lines: columns two spaces apart and to the right, those of these numbers to the left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
-            cell.ljust(width) if k in left else cell.rjust(width)
+            cell.ljust(width) if k in left_aligned else cell.rjust(width)
             for k, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows
     ]
 
 
-_FACTORS = {
+_BYTE_FACTORS = {
     "": 1,
     "k": 10**3,
     "m": 10**6,
@@ -144,7 +144,7 @@ def parse_bytes(value: int | str) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", str(value), re.IGNORECASE)
-    count = int(float(match[1]) * _FACTORS[(match[2] or "").lower()]) if match else 0
+    count = int(float(match[1]) * _BYTE_FACTORS[(match[2] or "").lower()]) if match else 0
     if count < 1:
         raise ValueError(f"{value!r} is no amount of memory; write a positive number of bytes, or text such as '600MB'")
     return count

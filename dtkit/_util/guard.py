@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 _Result = TypeVar("_Result")
-_Instead = TypeVar("_Instead")
+_Fallback = TypeVar("_Fallback")
 _Error = TypeVar("_Error", bound=BaseException)
 
 _log = logging.getLogger("dtkit")
 
 
-def attempt(work: Callable[[], _Result], report: Callable[[Exception], _Instead]) -> _Result | _Instead:
+def run_guarded(work: Callable[[], _Result], report: Callable[[Exception], _Fallback]) -> _Result | _Fallback:
     """What `work` returns; where it raises, what `report` makes of the error, which may be another error.
 
     KeyboardInterrupt and SystemExit pass.
@@ -37,24 +37,26 @@ def attempt(work: Callable[[], _Result], report: Callable[[Exception], _Instead]
         return report(error)
 
 
-def contain(work: Callable[[], _Result], report: Callable[[BaseException], _Instead]) -> _Result | _Instead:
-    """As :func:`attempt`, and nothing passes: for a thread of ours, where KeyboardInterrupt and SystemExit end nobody.
+def run_guarded_in_thread(
+    work: Callable[[], _Result], report: Callable[[BaseException], _Fallback]
+) -> _Result | _Fallback:
+    """As :func:`run_guarded`, and nothing passes: for a thread of ours, where KeyboardInterrupt and SystemExit end nobody.
 
     They would end the thread in silence, and whoever waits for its answer would wait for ever.
     """
     try:
         return work()
-    # broad: as in `attempt`, in a thread that nobody joins
+    # broad: as in `run_guarded`, in a thread that nobody joins
     except BaseException as error:  # noqa: BLE001 - the boundary itself: `report` is what it reports to
         return report(error)
 
 
-def itself(error: _Error) -> _Error:
+def return_error(error: _Error) -> _Error:
     """The error: what to report to for one who keeps it."""
     return error
 
 
-def notify(views: Iterable[Callable[[], None]], name: str) -> None:
+def notify_views(views: Iterable[Callable[[], None]], name: str) -> None:
     """Call each view of what is called `name`. An error in one is logged; the next is called all the same."""
     for view in views:
-        attempt(view, lambda error: _log.error("a view of %s failed", name, exc_info=error))
+        run_guarded(view, lambda error: _log.error("a view of %s failed", name, exc_info=error))

@@ -111,7 +111,7 @@ def shift_slice(slices: tuple[slice, ...], rows: int = 0) -> tuple[slice, ...]:
 class Checkpoint:
     """A checkpoint on disk: ``dtkit.Checkpoint("runs/a")`` is the newest whole one there, or the folder itself.
 
-    ``load_into(model)`` and ``state_dict()`` give the weights, without any engine; ``cluster.train(resume=...)`` goes
+    ``load_into(model)`` and ``state_dict()`` give the weights, without any engine; ``cluster.train(resume_from=...)`` goes
     on with all of it.
     """
 
@@ -122,7 +122,7 @@ class Checkpoint:
         """Raises CheckpointError where there is none, or where it can't be read."""
         folder = find_newest(parse_path("Checkpoint(path", path))
         object.__setattr__(self, "path", folder)
-        object.__setattr__(self, "head", read_metadata(folder))
+        object.__setattr__(self, "metadata", read_metadata(folder))
 
     @property
     def step(self) -> int:
@@ -224,10 +224,10 @@ class Checkpoint:
         return {
             "model": f"{spec['name']}, {self.num_parameters:,} numbers",
             "step": f"{self.step} of {spec['steps']}, epoch {self.step // spec['steps_per_epoch']}",
-            "made by": f"{self.strategy} on {formatting.plural(self.world_size, 'rank')}",
+            "made by": f"{self.strategy} on {formatting.format_count(self.world_size, 'rank')}",
             "optimiser": str(spec["optimizer"]),
-            "size": f"{formatting.size(self.nbytes)} in {formatting.plural(len(self.metadata['files']), 'file')}",
-            "age": formatting.duration(max(0.0, time.time() - self.created_at)),
+            "size": f"{formatting.format_bytes(self.nbytes)} in {formatting.format_count(len(self.metadata['files']), 'file')}",
+            "age": formatting.format_duration(max(0.0, time.time() - self.created_at)),
             "state": _describe_state(self.path, self.metadata["files"]),
         }
 
@@ -450,7 +450,9 @@ class Checkpoints(list[Checkpoint]):
         self.path = parse_path("checkpoints(path", path)
         self.broken: dict[Path, str] = {}
         if not self.path.exists():
-            raise CheckpointError(f"{self.path} is not there. Give the folder that run.save or save_to was given")
+            raise CheckpointError(
+                f"{self.path} is not there. Give the folder that run.save or checkpoint_dir was given"
+            )
         for folder in list_folders(self.path):
             try:
                 self.append(Checkpoint(folder))
@@ -463,13 +465,21 @@ class Checkpoints(list[Checkpoint]):
             facts = one._summarize()  # noqa: SLF001 - this module's own
             by, numbers = facts["made by"], f"{one.num_parameters:,}"
             rows.append(
-                [one.path.name, str(one.step), by, numbers, formatting.size(one.nbytes), facts["age"], facts["state"]]
+                [
+                    one.path.name,
+                    str(one.step),
+                    by,
+                    numbers,
+                    formatting.format_bytes(one.nbytes),
+                    facts["age"],
+                    facts["state"],
+                ]
             )
         return rows + [[folder.name, "", "", "", "", "", f"DAMAGED: {why}"] for folder, why in self.broken.items()]
 
     def __repr__(self) -> str:
         rows = self._build_rows()
-        lines = formatting.columns(rows, left=range(len(rows[0])))
+        lines = formatting.format_columns(rows, left_aligned=range(len(rows[0])))
         return "\n".join([f"checkpoints in {self.path}", *lines]) if len(rows) > 1 else f"no checkpoints in {self.path}"
 
     def _repr_html_(self) -> str:
@@ -480,7 +490,7 @@ class Checkpoints(list[Checkpoint]):
 
 
 def list_checkpoints(path: str | Path) -> Checkpoints:
-    """The checkpoints in a folder that `run.save` or ``train(save_to=...)`` wrote to, as a table; oldest first."""
+    """The checkpoints in a folder that `run.save` or ``train(checkpoint_dir=...)`` wrote to, as a table; oldest first."""
     return Checkpoints(path)
 
 
@@ -590,7 +600,7 @@ def _is_in_lineage(folder: Path, lineage: Lineage) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _read_lineage(folder: Path, _modified_time: float) -> Lineage:
-    """As `line_of`. A large model's checkpoint.json takes long to read: it is read once, for as long as it stays."""
+    """As `find_user_frame`. A large model's checkpoint.json takes long to read: it is read once, for as long as it stays."""
     return get_lineage(read_metadata(folder))
 
 

@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from dtkit._util import formatting
-from dtkit._util.guard import attempt
+from dtkit._util.guard import run_guarded
 from dtkit.checkpoint import checkpoint
 from dtkit.errors import CheckpointError
 from dtkit.types import Event
@@ -46,10 +46,8 @@ class CheckpointResult:
     """Of these, how long training stood still."""
 
     def __repr__(self) -> str:
-        took = (
-            f"{formatting.duration(self.duration_s)} (training stood still for {formatting.duration(self.blocked_s)})"
-        )
-        return f"saved step {self.step}, {formatting.size(self.nbytes)} in {took}: {self.path}"
+        took = f"{formatting.format_duration(self.duration_s)} (training stood still for {formatting.format_duration(self.blocked_s)})"
+        return f"saved step {self.step}, {formatting.format_bytes(self.nbytes)} in {took}: {self.path}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,7 +212,7 @@ class CheckpointManager:
 
     def on_result(self, request: CheckpointRequest, step: int, values: Sequence[Any]) -> None:
         """All ranks have copied their state as after `step` steps, and are writing."""
-        attempt(
+        run_guarded(
             lambda: self._start_writing(request, step, values),
             lambda error: self._fail_request(request, step, _format_error(error)),
         )
@@ -254,7 +252,7 @@ class CheckpointManager:
                 request.future.set_result(saved)
 
     def _log_result(self, result: CheckpointResult) -> None:
-        text = f"saved {result.path.name}, {formatting.size(result.nbytes)} in {formatting.duration(result.duration_s)}"
+        text = f"saved {result.path.name}, {formatting.format_bytes(result.nbytes)} in {formatting.format_duration(result.duration_s)}"
         self._add_event(result.step, "note", text)
 
     def _write_checkpoint(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from dtkit import __version__
 from dtkit.cluster import cluster_file, transport
 from dtkit.cluster.cluster import Cluster
-from dtkit.errors import VersionMismatch
+from dtkit.errors import VersionMismatchError
 from dtkit.training import persisted_run, recovered_state
 
 if TYPE_CHECKING:
@@ -51,35 +51,37 @@ def attach(name: Any = None, *, client: Any = None, **options: Any) -> Cluster:
     if client is None and not isinstance(name, str | Path | None):
         client, name = name, None
     if client is not None:
-        return Cluster.over(transport.of_client(client), **options)
+        return Cluster.from_transport(transport.wrap_client(client), **options)
     if options:
         raise TypeError(
             f"attach({', '.join(options)}=...): a cluster that is taken over stays as it was started; options are for "
             "attach(client=...)"
         )
-    found = cluster_file.choose(cluster_file.running(transport.runtime_folder()), None if name is None else str(name))
+    found = cluster_file.choose_cluster(
+        cluster_file.find_running(transport.get_runtime_folder()), None if name is None else str(name)
+    )
     if found.version != __version__:
-        raise VersionMismatch(
+        raise VersionMismatchError(
             f"{found.name} was started by dtkit {found.version}, and this is {__version__}. Take it over with "
             "that version, or close it: its processes end by themselves when its notebook is gone"
         )
-    cluster = Cluster.taken(found)
+    cluster = Cluster.reattach(found)
     try:
-        cluster.current_run = _run(cluster)
-        if lost := cluster.lost():  # with a run, that has seen to it
+        cluster.current_run = _restore_run(cluster)
+        if lost := cluster.find_lost_ranks():  # with a run, that has seen to it
             cluster.replace(lost)
-            cluster.emptied()
+            cluster.clear_if_all_new()
     except BaseException:
-        cluster.give_back(found)
+        cluster.undo_reattach(found)
         raise
     return cluster
 
 
-def _run(cluster: Cluster) -> Run | None:
+def _restore_run(cluster: Cluster) -> Run | None:
     """The run whose job the engines have."""
     from dtkit.training.run import Run
 
-    jobs = [job for heritage in cluster.heritage for job in heritage.jobs]
+    jobs = [job for heritage in cluster.engine_inventories for job in heritage.job_steps]
     jobs += recovered_state.list_jobs(cluster.folder)  # that ended on the engines, to be made anew
     for job in dict.fromkeys(jobs):
         found = persisted_run.load(cluster, job)

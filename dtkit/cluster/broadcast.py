@@ -11,7 +11,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from dtkit._util import formatting
-from dtkit.dashboard.progress import waiting
+from dtkit.dashboard.text.progress import show_progress
 from dtkit.rpc import pickling
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from dtkit.cluster.cluster import Cluster
 
 
-class Replicas:
+class ModelHandle:
     """One copy of a model per rank, as it was when it was sent. Hand it to ``cluster.train`` as often as you like.
 
     ``checksums`` has a digest per rank of all parameters and buffers: equal digests, equal bits. It is empty where
@@ -33,70 +33,74 @@ class Replicas:
         self,
         cluster: Cluster,
         key: str,
-        packed: pickling.Packed,
+        packed: pickling.PackedObject,
         model: torch.nn.Module,
         checksums: Sequence[str],
     ) -> None:
         self.cluster, self.key, self.checksums = cluster, key, tuple(checksums)
         self.name = type(model).__name__
-        self.parameters = sum(p.numel() for p in model.parameters())
-        self.trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        self.num_parameters = sum(p.numel() for p in model.parameters())
+        self.num_trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
         self.nbytes = sum(packed.sizes)
-        self.batch_norms = batch_norms(model)
+        self.batch_norm_names = find_batch_norms(model)
         self._packed = packed
-        weakref.finalize(self, cluster.let_go, key)
+        weakref.finalize(self, cluster.free_later, key)
 
     @property
-    def identical(self) -> bool:
+    def is_identical(self) -> bool:
         """Whether all ranks hold the same bits."""
         return len(set(self.checksums)) == 1
 
-    def build(self, state: Mapping[str, Any]) -> torch.nn.Module:
+    def build_with_state(self, state: Mapping[str, Any]) -> torch.nn.Module:
         """A new model in this process, with the parameters and buffers of `state`."""
-        model = self.model()
+        model = self.build_model()
         model.load_state_dict(state)
         return model
 
-    def model(self) -> torch.nn.Module:
+    def build_model(self) -> torch.nn.Module:
         """A new model in this process, as it was when it was sent."""
-        found: torch.nn.Module = pickling.unpack(self._packed.skeleton, [bytearray(b) for b in self._packed.buffers])
+        found: torch.nn.Module = pickling.unpack_object(
+            self._packed.header, [bytearray(b) for b in self._packed.buffers]
+        )
         return found
 
-    def _headline(self) -> str:
-        same = "identical" if self.identical else "NOT identical"
-        size = f"{self.parameters:,} parameters, {formatting.size(self.nbytes)}"
+    def _format_summary(self) -> str:
+        same = "identical" if self.is_identical else "NOT identical"
+        size = f"{self.num_parameters:,} parameters, {formatting.format_bytes(self.nbytes)}"
         return f"{self.name} on {len(self.checksums)} ranks, {size}, {same}"
 
     def __repr__(self) -> str:
-        return "\n".join([self._headline(), *(f"  rank {r}  {c}" for r, c in enumerate(self.checksums))])
+        return "\n".join([self._format_summary(), *(f"  rank {r}  {c}" for r, c in enumerate(self.checksums))])
 
     def _repr_html_(self) -> str:
         sums = [html.escape(c) for c in self.checksums]  # what an engine said
         rows = "".join(f"<tr><td>{r}</td><td><code>{c}</code></td></tr>" for r, c in enumerate(sums))
         head = "<tr><th>rank</th><th>checksum</th></tr>"
-        return f"<p>{html.escape(self._headline())}</p><table><thead>{head}</thead><tbody>{rows}</tbody></table>"
+        return f"<p>{html.escape(self._format_summary())}</p><table><thead>{head}</thead><tbody>{rows}</tbody></table>"
 
 
-def broadcast(cluster: Cluster, model: Any, *, mapped: bool = False) -> Replicas:
+def broadcast(cluster: Cluster, model: Any, *, by_shared_file: bool = False) -> ModelHandle:
     """See :meth:`dtkit.Cluster.broadcast`. `mapped`: engines of this host hold none, and map one file when they need
     it, for strategies that take no more than a part of the model.
     """
-    check(model)
-    model = _on_cpu(model)
-    key = cluster.new_key("model")
+    check_model(model)
+    model = _copy_to_cpu(model)
+    key = cluster.make_key("model")
     packed = cluster.pack(model, name="model")
-    with waiting(f"sending {type(model).__name__}, {formatting.size(packed.nbytes)}"):
-        if mapped and cluster.one_host:
+    with show_progress(f"sending {type(model).__name__}, {formatting.format_bytes(packed.nbytes)}"):
+        if by_shared_file and cluster.is_single_host:
             shipment = cluster.upload(packed)
-            cluster.ask("store_model", key=key, shipment=shipment)
-            found = Replicas(cluster, key, packed, model, ())
-            weakref.finalize(found, cluster.discard, shipment).atexit = False  # the engines may outlive this process
+            cluster.call_all("store_model", key=key, shipment=shipment)
+            found = ModelHandle(cluster, key, packed, model, ())
+            weakref.finalize(
+                found, cluster.discard_payload, shipment
+            ).atexit = False  # the engines may outlive this process
             return found
-        checksums = cluster.deliver("receive_model", packed, broadcast=True, key=key)
-    return Replicas(cluster, key, packed, model, checksums)
+        checksums = cluster.call_all_with_payload("receive_model", packed, broadcast=True, key=key)
+    return ModelHandle(cluster, key, packed, model, checksums)
 
 
-def check(model: Any) -> None:
+def check_model(model: Any) -> None:
     """Raise TypeError or ValueError for what is no nn.Module, or one whose numbers don't exist yet."""
     import torch
 
@@ -104,7 +108,7 @@ def check(model: Any) -> None:
         raise TypeError(f"model is the class {model.__name__}; give an instance: {model.__name__}(...)")
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; it must be a torch.nn.Module, built in the notebook")
-    for name, tensor in _tensors(model):
+    for name, tensor in _list_tensors(model):
         if torch.nn.parameter.is_lazy(tensor):
             raise ValueError(
                 f"{name} of the model has no shape yet (a lazy module), so ranks could not agree on it. Run one batch "
@@ -116,7 +120,7 @@ def check(model: Any) -> None:
             )
 
 
-def batch_norms(model: torch.nn.Module) -> list[str]:
+def find_batch_norms(model: torch.nn.Module) -> list[str]:
     """The names of modules that normalise with statistics of the batch."""
     from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -125,13 +129,13 @@ def batch_norms(model: torch.nn.Module) -> list[str]:
     ]
 
 
-def _tensors(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+def _list_tensors(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
 
 
-def _on_cpu(model: torch.nn.Module) -> torch.nn.Module:
+def _copy_to_cpu(model: torch.nn.Module) -> torch.nn.Module:
     """The model, or a copy of it where its numbers lie on a device."""
-    if all(tensor.device.type == "cpu" for _, tensor in _tensors(model)):
+    if all(tensor.device.type == "cpu" for _, tensor in _list_tensors(model)):
         return model
     import copy
 

@@ -19,21 +19,21 @@ from typing import TYPE_CHECKING, Any, Self
 from dtkit._util import formatting
 from dtkit.cluster import cluster_file, reaper
 from dtkit.cluster import transport as engines
-from dtkit.cluster.devices import DevicePlan, checked_size, plan_devices
-from dtkit.cluster.transport import Start, StartedEngines
-from dtkit.dashboard.progress import waiting
-from dtkit.errors import ClusterError, DtkitError, Superseded
+from dtkit.cluster.devices import DevicePlan, choose_num_engines, plan_devices
+from dtkit.cluster.transport import LaunchConfig, LaunchedTransport
+from dtkit.dashboard.text.progress import show_progress
+from dtkit.errors import ClusterError, DtkitError, SupersededError
 from dtkit.health import status
 from dtkit.rpc import shared_memory
-from dtkit.rpc.engine_group import SNAPSHOTS, Ranks
-from dtkit.types import HURRY
+from dtkit.rpc.engine_group import SNAPSHOTS_FOLDER, EngineGroup
+from dtkit.types import END_EARLY_PREFIX
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from types import TracebackType
 
-    from dtkit.cluster.broadcast import Replicas
-    from dtkit.cluster.cluster_file import Papers
+    from dtkit.cluster.broadcast import ModelHandle
+    from dtkit.cluster.cluster_file import ClusterInfo
     from dtkit.data.partition import Partition
     from dtkit.health.stacks import Stacks
     from dtkit.planning.cost_model import Benchmark, Plan
@@ -41,10 +41,10 @@ if TYPE_CHECKING:
     from dtkit.strategies.base import Strategy
     from dtkit.training.run import Run
     from dtkit.training.task import Task
-    from dtkit.types import Heritage
+    from dtkit.types import EngineInventory
 
 
-class Cluster(Ranks):
+class Cluster(EngineGroup):
     """Engines on this machine (or wherever `launcher` starts them), as ranks 0 to n - 1 of one process group.
 
     Parameters
@@ -94,19 +94,19 @@ class Cluster(Ranks):
         keep_alive: bool = False,
     ) -> None:
         engines.check_launcher(launcher)
-        n = checked_size(n, launcher)
+        n = choose_num_engines(n, launcher)
         _check_spares(spares)
         limit = None if memory_limit is None else formatting.parse_bytes(memory_limit)
         plan = plan_devices(n, device, threads)
-        shared_memory.sweep()
-        with waiting(f"starting {formatting.plural(n, 'engine')}") as progress:
+        shared_memory.remove_orphans()
+        with show_progress(f"starting {formatting.format_count(n, 'engine')}") as progress:
             lease = math.inf if keep_alive and lease is None else lease
-            transport = StartedEngines(n, Start(launcher, plan, timeout, limit, lease, spares, keep_alive))
-            progress.update(f"loading torch on {formatting.plural(n, 'engine')}")
-            self._open(transport, transport.folder, transport.keeper, plan, timeout, step_timeout, interface)
+            transport = LaunchedTransport(n, LaunchConfig(launcher, plan, timeout, limit, lease, spares, keep_alive))
+            progress.update(f"loading torch on {formatting.format_count(n, 'engine')}")
+            self._connect(transport, transport.folder, transport.file_owner, plan, timeout, step_timeout, interface)
 
     @classmethod
-    def over(
+    def from_transport(
         cls,
         transport: Transport,
         *,
@@ -119,101 +119,101 @@ class Cluster(Ranks):
     ) -> Cluster:
         """A cluster over engines that somebody else started (see :func:`attach`), or over a test double."""
         self = cls.__new__(cls)
-        folder = _folder_in(folder)
+        folder = _make_cluster_folder(folder)
         plan = plan_devices(len(transport.engine_ids), device, threads)
-        self._open(transport, folder, shared_memory.Owner.of(), plan, timeout, step_timeout, interface)
+        self._connect(transport, folder, shared_memory.ProcessId.from_pid(), plan, timeout, step_timeout, interface)
         return self
 
     @classmethod
-    def taken(cls, found: Papers) -> Cluster:
+    def reattach(cls, info: ClusterInfo) -> Cluster:
         """A cluster that another notebook had: see :func:`dtkit.attach`."""
         self = cls.__new__(cls)
-        transport = StartedEngines.again(found)
-        how = transport.how
-        Ranks.__init__(
+        transport = LaunchedTransport.reattach(info)
+        how = transport.config
+        EngineGroup.__init__(
             self,
             transport,
             transport.folder,
-            transport.keeper,
+            transport.file_owner,
             how.plan,
             how.timeout,
-            found.step_timeout,
-            found.interface,
+            info.step_timeout,
+            info.interface,
         )
         # locks: while a file of some hundred bytes is written
-        self.current_run, self._benchmarks, self._signing = None, {}, threading.Lock()
+        self.current_run, self._benchmarks, self._cluster_file_lock = None, {}, threading.Lock()
         try:
-            self.heritage = self.adopt()
-            lost = self.lost()
-            self.greet([rank for rank in range(self.world_size) if rank not in lost])
+            self.engine_inventories = self.acquire_ownership()
+            lost = self.find_lost_ranks()
+            self.handshake([rank for rank in range(self.world_size) if rank not in lost])
             if not lost:
-                self.form()
-            self._begun = found.begun
-            self.sign()
+                self.form_process_group()
+            self._started_at = info.begun
+            self.write_cluster_file()
         except BaseException:
-            self.give_back(found)
+            self.undo_reattach(info)
             raise
-        atexit.register(self._at_exit)
+        atexit.register(self._close_at_exit)
         return self
 
     @property
-    def outlives(self) -> bool:
+    def can_be_reattached(self) -> bool:
         """Whether its engines live on when this notebook ends, so that another one may take them over."""
-        return isinstance(self._transport, StartedEngines)
+        return isinstance(self._transport, LaunchedTransport)
 
-    def sign(self) -> None:
+    def write_cluster_file(self) -> None:
         """Say in the folder who has this cluster, and which engines it has now."""
         transport = self._transport
-        if isinstance(transport, StartedEngines):
-            with self._signing:
-                self._papers(transport).write()
-            transport.on_refill = self._sign_spares
+        if isinstance(transport, LaunchedTransport):
+            with self._cluster_file_lock:
+                self._make_cluster_info(transport).write()
+            transport.on_refill = self._write_cluster_file_after_refill
 
-    def _sign_spares(self) -> None:
+    def _write_cluster_file_after_refill(self) -> None:
         """Else a notebook that takes over would not know them: they would wait for ever, and others be started."""
-        if not self._closed and not self.superseded:
+        if not self._is_closed and not self.is_superseded:
             with contextlib.suppress(OSError):  # closed meanwhile; or a full disk, and then nobody waits here for it
-                self.sign()
+                self.write_cluster_file()
 
-    def _papers(self, transport: StartedEngines) -> Papers:
-        return cluster_file.Papers(
+    def _make_cluster_info(self, transport: LaunchedTransport) -> ClusterInfo:
+        return cluster_file.ClusterInfo(
             folder=self.folder,
-            owner=self._owner,
-            notebook=cluster_file.identity(os.getpid()),
-            warden=transport.watcher(),
+            owner=self._owner_id,
+            notebook=cluster_file.get_process_identity(os.getpid()),
+            warden=transport.get_reaper_identity(),
             engine_ids=tuple(transport.engine_ids),
             spare_ids=tuple(transport.spare_ids),
-            begun=self._begun,
-            start=dataclasses.asdict(transport.how),
+            begun=self._started_at,
+            launch_config=dataclasses.asdict(transport.config),
             step_timeout=self.step_timeout,
             interface=self._interface,
         )
 
-    def _open(
+    def _connect(
         self,
         transport: Transport,
         folder: Path,
-        keeper: shared_memory.Owner,
-        plan: DevicePlan,
+        file_owner: shared_memory.ProcessId,
+        device_plan: DevicePlan,
         timeout: float,
         step_timeout: float | None,
         interface: str | None,
     ) -> None:
-        super().__init__(transport, folder, keeper, plan, timeout, step_timeout, interface)
+        super().__init__(transport, folder, file_owner, device_plan, timeout, step_timeout, interface)
         self.current_run: Run | None = None
-        self.heritage: list[Heritage] = []
+        self.engine_inventories: list[EngineInventory] = []
         self._benchmarks: dict[str, Benchmark] = {}
         # locks: while a file of some hundred bytes is written
-        self._begun, self._signing = time.time(), threading.Lock()
+        self._started_at, self._cluster_file_lock = time.time(), threading.Lock()
         try:
-            self.greet()
-            self.form()
-            self.sign()
+            self.handshake()
+            self.form_process_group()
+            self.write_cluster_file()
             self.fan_out("warm_up")  # nobody waits for it: the first step will find it done
         except BaseException:
             self.close()
             raise
-        atexit.register(self._at_exit)
+        atexit.register(self._close_at_exit)
 
     # -- what a user calls ------------------------------------------------------------------------------------
 
@@ -230,7 +230,7 @@ class Cluster(Ranks):
         """As :meth:`run`, without waiting: a handle that shows itself."""
         from dtkit.training import task
 
-        self.make_ready()
+        self.ensure_group_formed()
         return task.submit(self, fn, args, kwargs, own_group=own_group)
 
     def partition(
@@ -284,7 +284,7 @@ class Cluster(Ranks):
         part = distribute.partition_data(self, data, by="contiguous" if by == "speed" else by, weights=weights, **how)
         return speed.repartition_by_speed(self, part, model, loss, training_step) if by == "speed" else part
 
-    def broadcast(self, model: Any) -> Replicas:
+    def broadcast(self, model: Any) -> ModelHandle:
         """The model on every rank with identical parameters and buffers. Shows a checksum per rank."""
         from dtkit.cluster import broadcast as replicas
 
@@ -356,7 +356,7 @@ class Cluster(Ranks):
             A function from the optimiser to any torch scheduler, as in
             ``lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=1000)``. One that wants a
             loss (``ReduceLROnPlateau``) gets each epoch's: that of `validation`, or else of training.
-        scheduler_every
+        lr_scheduler_every
             When it is stepped: after every "step" (update) or every "epoch".
         callbacks
             Functions of the run, called in the notebook after every epoch and before the next one begins; what they
@@ -374,7 +374,7 @@ class Cluster(Ranks):
             Of the order of rows and of random numbers on the engines.
         start
             False leaves the run paused before its first step, for ``run.step()``.
-        save_every, save_to, keep
+        checkpoint_every, checkpoint_dir, keep
             Write a checkpoint into the folder `checkpoint_dir` after every so many steps, and after the last one; the
             newest `keep` stay. Notebook and engines must share the folder. Training goes on while ranks write; an error
             of the disk is shown, and training goes on too.
@@ -434,7 +434,7 @@ class Cluster(Ranks):
         )
         return launch.train(self, model, data, options)
 
-    def benchmark(self, dtype: str = "float32", *, again: bool = False) -> Benchmark:
+    def benchmark(self, dtype: str = "float32", *, remeasure: bool = False) -> Benchmark:
         """How fast the engines compute and what lies between them: measured once, in a few seconds, and kept.
 
         All ranks multiply matrices at once; all-reduces of growing size follow, then messages between each pair, one
@@ -455,7 +455,7 @@ class Cluster(Ranks):
         """
         from dtkit.planning import planner
 
-        if again or dtype not in self._benchmarks:
+        if remeasure or dtype not in self._benchmarks:
             self._benchmarks[dtype] = planner.run_benchmark(self, dtype)
         return self._benchmarks[dtype]
 
@@ -515,12 +515,12 @@ class Cluster(Ranks):
         from dtkit.health import stacks
 
         self.check_open()
-        return stacks.collect(self.folder, self.nodes)
+        return stacks.collect_stacks(self.folder, self.nodes)
 
     def activate(self) -> None:
         """Make ipyparallel's ``%px`` and ``%%px`` speak to these engines, between dispatches."""
         self.check_open()
-        view = getattr(self._transport, "locked_view", None)
+        view = getattr(self._transport, "make_locked_view", None)
         if view is None:
             raise ClusterError("these engines are no ipyparallel engines, so %%px can't reach them")
         view(self._lock).activate()
@@ -532,69 +532,69 @@ class Cluster(Ranks):
 
         Where another notebook has taken it over, it stays.
         """
-        if self.superseded:
-            self.let_alone()
+        if self.is_superseded:
+            self.detach()
             return
         with self._lock:
-            if self._closed:
+            if self._is_closed:
                 return
             run, self.current_run = self.current_run, None
         if run is not None:
             run.on_cluster_closing()
-        self._leave()
+        self._release_engines()
         with self._lock:
-            self._closed = True
-        for shipment in self._uploads:
+            self._is_closed = True
+        for shipment in self._uploaded_payloads:
             shipment.discard()
         self._transport.close()
         with contextlib.suppress(OSError):
-            for path in [*self._folder.glob("store-*"), *self._folder.glob(f"{HURRY}*")]:
+            for path in [*self._folder.glob("store-*"), *self._folder.glob(f"{END_EARLY_PREFIX}*")]:
                 path.unlink()
-            (self._folder / reaper.JOB).unlink(missing_ok=True)
-            status.remove(self._folder)
-            shutil.rmtree(self._folder / SNAPSHOTS, ignore_errors=True)
+            (self._folder / reaper.JOB_FLAG).unlink(missing_ok=True)
+            status.remove_status_files(self._folder)
+            shutil.rmtree(self._folder / SNAPSHOTS_FOLDER, ignore_errors=True)
             self._folder.rmdir()  # somebody else's engines: the folder is ours alone, and empty by now
-        atexit.unregister(self._at_exit)
+        atexit.unregister(self._close_at_exit)
 
     @property
-    def superseded(self) -> bool:
+    def is_superseded(self) -> bool:
         """Whether another notebook has taken it over."""
-        if not isinstance(self._transport, StartedEngines):
+        if not isinstance(self._transport, LaunchedTransport):
             return False
         with contextlib.suppress(FileNotFoundError, ValueError):
-            return cluster_file.read(self.folder).owner > self._owner
+            return cluster_file.read_cluster_file(self.folder).owner > self._owner_id
         return False
 
     def check_owned(self) -> None:
         """See :class:`~dtkit.rpc.engine_group.Ranks`."""
-        if self.superseded:
-            raise Superseded("another notebook has taken this cluster over; dtkit.attach() takes it back")
+        if self.is_superseded:
+            raise SupersededError("another notebook has taken this cluster over; dtkit.attach() takes it back")
 
-    def give_back(self, found: Papers) -> None:
+    def undo_reattach(self, info: ClusterInfo) -> None:
         """It could not be taken over after all: it is whose it was, say so to the engines and in the folder."""
         try:
-            if found.owned:  # else nobody is there to call them
+            if info.is_owned:  # else nobody is there to call them
                 with contextlib.suppress(DtkitError):  # the other one is told that it has them no more
-                    self.hand_back(found.owner)
+                    self.return_ownership(info.owner)
         finally:
-            self._sign_back(found)
-            self.let_alone()
+            self._restore_cluster_file(info)
+            self.detach()
 
-    def _sign_back(self, found: Papers) -> None:
+    def _restore_cluster_file(self, info: ClusterInfo) -> None:
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            now = cluster_file.read(self.folder)
-            if now.owner == self._owner:
-                dataclasses.replace(now, owner=found.owner, notebook=found.notebook).write()
+            now = cluster_file.read_cluster_file(self.folder)
+            if now.owner == self._owner_id:
+                dataclasses.replace(now, owner=info.owner, notebook=info.notebook).write()
 
-    def let_alone(self) -> None:
+    def detach(self) -> None:
         """Speak to these engines no more, and leave them to whoever has them. Idempotent."""
         with self._lock:
-            if self._closed:
+            if self._is_closed:
                 return
-            self._closed = True
-        if isinstance(self._transport, StartedEngines):
-            self._transport.let_alone()
-        atexit.unregister(self._at_exit)
+            self._is_closed = True
+        if isinstance(self._transport, LaunchedTransport):
+            self._transport.detach()
+        atexit.unregister(self._close_at_exit)
 
     def repair(self) -> list[int]:
         """Start engines in place of those that are gone. Returns their ranks.
@@ -603,50 +603,50 @@ class Cluster(Ranks):
         """
         self.check_open()
         self.check_owned()
-        lost, run = self.lost(), self.current_run
+        lost, run = self.find_lost_ranks(), self.current_run
         if run is not None and not run.is_released:
             run.repair()
         elif lost:
             self.replace(lost)
-            self.emptied()
+            self.clear_if_all_new()
         return lost
 
-    def _leave(self) -> None:
+    def _release_engines(self) -> None:
         """Engines that live on leave our process group and forget what they held for us."""
-        if self._nodes and not isinstance(self._transport, StartedEngines):
-            self.collect(self.fan_out("leave_group"), 5.0)
+        if self._nodes and not isinstance(self._transport, LaunchedTransport):
+            self.gather_replies(self.fan_out("leave_group"), 5.0)
 
-    def _at_exit(self) -> None:
+    def _close_at_exit(self) -> None:
         """A script that ends takes its engines along, unless told to keep them; a kernel leaves them to the lease."""
-        if isinstance(self._transport, StartedEngines) and self._transport.how.keep_alive:
+        if isinstance(self._transport, LaunchedTransport) and self._transport.config.keep_alive:
             return
-        if not _in_kernel():
+        if not _is_in_kernel():
             self.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
 
     def __repr__(self) -> str:
-        if self._closed:
+        if self._is_closed:
             return "Cluster(closed)"
-        head = f"Cluster of {formatting.plural(self.world_size, 'engine')}, {self.backend}"
-        return "\n".join([head, *formatting.columns(self._table()), *self._notes()])
+        head = f"Cluster of {formatting.format_count(self.world_size, 'engine')}, {self.backend}"
+        return "\n".join([head, *formatting.format_columns(self._build_table()), *self._list_notes()])
 
-    def _notes(self) -> list[str]:
+    def _list_notes(self) -> list[str]:
         """What whoever looks at it should know."""
         from dtkit.engine.comm.process_group import find_loopback_interface
 
-        found = [self._plan.note] if self._plan.note else []
+        found = [self._device_plan.note] if self._device_plan.note else []
         if self._interface not in (None, find_loopback_interface()):
             found.append(f"Tensors travel over {self._interface}, and that traffic is not encrypted.")
         return found
 
-    def _table(self) -> list[list[str]]:
+    def _build_table(self) -> list[list[str]]:
         head = [
             "rank",
             "engine id",
@@ -665,8 +665,8 @@ class Cluster(Ranks):
                 n.host,
                 str(n.pid),
                 n.device,
-                formatting.size(n.memory_total - n.memory_free),
-                formatting.size(n.memory_free),
+                formatting.format_bytes(n.memory_total - n.memory_free),
+                formatting.format_bytes(n.memory_free),
                 str(n.threads),
                 self.backend,
             ]
@@ -675,18 +675,18 @@ class Cluster(Ranks):
         return [head, *rows]
 
     def _repr_html_(self) -> str:
-        if self._closed:
+        if self._is_closed:
             return "<p>Cluster(closed)</p>"
-        head, *rows = self._table()
+        head, *rows = self._build_table()
         cells = "".join(f"<th>{html.escape(c)}</th>" for c in head)
         body = "".join("<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in row) + "</tr>" for row in rows)
-        notes = "".join(f"<p>{html.escape(note)}</p>" for note in self._notes())
+        notes = "".join(f"<p>{html.escape(note)}</p>" for note in self._list_notes())
         return f"<table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table>{notes}"
 
 
-def _folder_in(where: str | Path | None) -> Path:
+def _make_cluster_folder(location: str | Path | None) -> Path:
     """A new folder for a cluster, that only this user can enter: in `where`, or among this host's temporary ones."""
-    parent = Path(tempfile.gettempdir() if where is None else where).expanduser().absolute()
+    parent = Path(tempfile.gettempdir() if location is None else location).expanduser().absolute()
     try:
         return Path(tempfile.mkdtemp(prefix="dtkit-", dir=parent))
     except OSError as error:
@@ -695,7 +695,7 @@ def _folder_in(where: str | Path | None) -> Path:
         ) from None
 
 
-def _in_kernel() -> bool:
+def _is_in_kernel() -> bool:
     """Whether this process is a Jupyter kernel."""
     shell = sys.modules.get("IPython") and sys.modules["IPython"].get_ipython()
     return hasattr(shell, "kernel")

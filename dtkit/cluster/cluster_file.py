@@ -26,11 +26,11 @@ from dtkit.errors import ClusterError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-FILE = "cluster.json"
+CLUSTER_FILE = "cluster.json"
 
 
 @dataclasses.dataclass(frozen=True)
-class Papers:
+class ClusterInfo:
     """How a cluster was started, and how it stands."""
 
     folder: Path
@@ -44,8 +44,8 @@ class Papers:
     spare_ids: tuple[int, ...]
     begun: float
     """When it was started: seconds since the epoch."""
-    start: dict[str, Any]
-    """As in :class:`dtkit.cluster.transport.Start`."""
+    launch_config: dict[str, Any]
+    """As in :class:`dtkit.cluster.transport.LaunchConfig`."""
     step_timeout: float | None = None
     interface: str | None = None
     version: str = __version__
@@ -56,98 +56,106 @@ class Papers:
         return self.folder.name
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         """Whether the process that watches over it runs: it ends last."""
-        return lives(*self.warden)
+        return is_process_alive(*self.warden)
 
     @property
-    def owned(self) -> bool:
+    def is_owned(self) -> bool:
         """Whether the notebook that has it still runs."""
-        return lives(*self.notebook)
+        return is_process_alive(*self.notebook)
 
-    def text(self) -> str:
+    def describe(self) -> str:
         """One line."""
-        age = formatting.duration(max(0.0, time.time() - self.begun))
-        notebook = "its notebook still runs" if self.owned else "its notebook has ended"
-        what = f"of dtkit {self.version}" if self.foreign else formatting.plural(len(self.engine_ids), "engine")
+        age = formatting.format_duration(max(0.0, time.time() - self.begun))
+        notebook = "its notebook still runs" if self.is_owned else "its notebook has ended"
+        what = (
+            f"of dtkit {self.version}"
+            if self.is_other_version
+            else formatting.format_count(len(self.engine_ids), "engine")
+        )
         return f"{self.name}: {what}, started {age} ago, {notebook}"
 
     @property
-    def foreign(self) -> bool:
+    def is_other_version(self) -> bool:
         """Whether another version of dtkit has it: then only those fields hold that every version writes."""
         return self.version != __version__
 
     def write(self) -> None:
         """Put them into the folder, all at once."""
         said = {name: value for name, value in dataclasses.asdict(self).items() if name != "folder"}
-        temporary = self.folder / (FILE + ".new")
+        temporary = self.folder / (CLUSTER_FILE + ".new")
         temporary.touch(mode=0o600)
         temporary.write_text(json.dumps(said), encoding="utf-8")
-        temporary.replace(self.folder / FILE)
+        temporary.replace(self.folder / CLUSTER_FILE)
 
 
-_FIELDS = {field.name for field in dataclasses.fields(Papers)} - {"folder"}
+_FILE_KEYS = {field.name for field in dataclasses.fields(ClusterInfo)} - {"folder"}
 
 
-def read(folder: Path) -> Papers:
+def read_cluster_file(folder: Path) -> ClusterInfo:
     """Of one folder. FileNotFoundError, or ValueError, TypeError or KeyError where they are none."""
-    said = json.loads((folder / FILE).read_text(encoding="utf-8"))
-    if said["version"] != __version__ or said.keys() != _FIELDS:
-        return _foreign(folder, said)
+    said = json.loads((folder / CLUSTER_FILE).read_text(encoding="utf-8"))
+    if said["version"] != __version__ or said.keys() != _FILE_KEYS:
+        return _read_other_version(folder, said)
     lists = {name: tuple(said[name]) for name in ("notebook", "warden", "engine_ids", "spare_ids")}
-    return Papers(folder=folder, **{**said, **lists})
+    return ClusterInfo(folder=folder, **{**said, **lists})
 
 
-def _foreign(folder: Path, said: dict[str, Any]) -> Papers:
+def _read_other_version(folder: Path, fields: dict[str, Any]) -> ClusterInfo:
     """Another version's, which may say more, or less: no more of them than what is needed to refuse it by name."""
-    notebook, warden = ((int(pid), float(created)) for pid, created in (said["notebook"], said["warden"]))
-    begun, version = float(said["begun"]), str(said["version"])
+    notebook, warden = ((int(pid), float(created)) for pid, created in (fields["notebook"], fields["warden"]))
+    begun, version = float(fields["begun"]), str(fields["version"])
     version += " (another build)" if version == __version__ else ""
-    return Papers(folder, 0, notebook, warden, engine_ids=(), spare_ids=(), begun=begun, start={}, version=version)
+    return ClusterInfo(
+        folder, 0, notebook, warden, engine_ids=(), spare_ids=(), begun=begun, launch_config={}, version=version
+    )
 
 
-def running(where: Path) -> list[Papers]:
+def find_running(runtime_folder: Path) -> list[ClusterInfo]:
     """The clusters of this user that run on this machine, oldest first."""
     found = []
-    for folder in where.glob("dtkit-*"):
+    for folder in runtime_folder.glob("dtkit-*"):
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            if _is_ours(folder) and (papers := read(folder)).alive:
+            if _is_private(folder) and (papers := read_cluster_file(folder)).is_alive:
                 found.append(papers)
     return sorted(found, key=lambda papers: papers.begun)
 
 
-def _is_ours(folder: Path) -> bool:
+def _is_private(folder: Path) -> bool:
     """Whether only this user can have written it: what lies there is believed, and unpickled."""
     status = folder.lstat()
     private = not status.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and private
 
 
-def choose(found: Sequence[Papers], name: str | None) -> Papers:
+def choose_cluster(clusters: Sequence[ClusterInfo], name: str | None) -> ClusterInfo:
     """The one that is meant; ClusterError with the list where that can't be told."""
-    listed = "\n".join(f"  {papers.text()}" for papers in found)
-    if not found:
+    listed = "\n".join(f"  {papers.describe()}" for papers in clusters)
+    if not clusters:
         raise ClusterError("no cluster of yours is running on this machine; start one with dtkit.Cluster()")
     if name is None:
-        free = [papers for papers in found if not papers.owned]
-        candidates = free or list(found)
+        free = [papers for papers in clusters if not papers.is_owned]
+        candidates = free or list(clusters)
         if len(candidates) == 1:
             return candidates[0]
-        raise ClusterError(f"{len(found)} clusters are running; name one, as in attach({found[-1].name!r}):\n{listed}")
-    for papers in found:
+        raise ClusterError(
+            f"{len(clusters)} clusters are running; name one, as in attach({clusters[-1].name!r}):\n{listed}"
+        )
+    for papers in clusters:
         if papers.name == Path(name).name:
             return papers
     raise ClusterError(f"no cluster {name!r} is running; there are:\n{listed}")
 
 
-def lives(pid: int, created: float) -> bool:
+def is_process_alive(pid: int, start_time: float) -> bool:
     """Whether that very process still runs."""
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
-        return bool(process.create_time() == created and process.status() != psutil.STATUS_ZOMBIE)
+        return bool(process.create_time() == start_time and process.status() != psutil.STATUS_ZOMBIE)
     return False
 
 
-def identity(pid: int) -> tuple[int, float]:
-    """Pid and start time, by which `lives` knows a process again."""
+def get_process_identity(pid: int) -> tuple[int, float]:
+    """Pid and start time, by which `is_process_alive` knows a process again."""
     return pid, psutil.Process(pid).create_time()

@@ -8,8 +8,8 @@ from dtkit._util import formatting
 from dtkit.cluster import resources
 from dtkit.engine import memory_limit as limits
 
-_LARGEST_PIECE = 32 * 2**20  # bytes: glibc maps larger ones by themselves whatever it is told
-_NEVER = 2**40  # bytes free at the heap's end, from which glibc gives them back
+_MMAP_THRESHOLD_BYTES = 32 * 2**20  # bytes: glibc maps larger ones by themselves whatever it is told
+_TRIM_THRESHOLD_BYTES = 2**40  # bytes free at the heap's end, from which glibc gives them back
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +21,7 @@ class DevicePlan:
     backend: str
     note: str = ""
 
-    def environment(self, rank: int, memory_limit: int | None) -> dict[str, str]:
+    def make_environment(self, rank: int, memory_limit: int | None) -> dict[str, str]:
         """What an engine's process starts with. With more threads than cores torch spins (seven times slower)."""
         found = {name: str(self.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
         if self.devices[rank] == "cpu":
@@ -31,8 +31,8 @@ class DevicePlan:
             found["THP_MEM_ALLOC_ENABLE"] = "1"
             # What a step frees, the next one takes again: glibc gave it back to the system, and 30 MB of activations
             # came page by page (a pipeline: 0.94 of the bare loop's speed, 0.96 to 1.00 with it). A job's end trims.
-            found["MALLOC_MMAP_THRESHOLD_"] = str(_LARGEST_PIECE)
-            found["MALLOC_TRIM_THRESHOLD_"] = str(_NEVER)
+            found["MALLOC_MMAP_THRESHOLD_"] = str(_MMAP_THRESHOLD_BYTES)
+            found["MALLOC_TRIM_THRESHOLD_"] = str(_TRIM_THRESHOLD_BYTES)
         if memory_limit is not None:
             found[limits.LIMIT_ENV_VAR] = str(memory_limit)
             # The limit counts what malloc keeps of freed memory in pieces; what is mapped by itself goes back at once.
@@ -41,7 +41,7 @@ class DevicePlan:
         return found
 
 
-def plan_devices(n: int, device: str, threads: int | None) -> DevicePlan:
+def plan_devices(num_engines: int, device: str, threads: int | None) -> DevicePlan:
     """Devices for `n` engines: a GPU each while there are enough, else shared ones, else the CPU."""
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device={device!r}; it must be 'auto', 'cpu' or 'cuda'")
@@ -49,25 +49,23 @@ def plan_devices(n: int, device: str, threads: int | None) -> DevicePlan:
         raise TypeError(f"threads={threads!r}; it must be an integer. Leave it out for cores // engines")
     if threads is not None and threads < 1:
         raise ValueError(f"threads={threads}; an engine needs at least one. Leave it out for cores // engines")
-    gpus = 0 if device == "cpu" else resources.gpus()
+    gpus = 0 if device == "cpu" else resources.count_gpus()
     if device == "cuda" and not gpus:
         raise ValueError("device='cuda', but no CUDA device is usable here; use device='cpu' or 'auto'")
-    threads = threads or max(1, resources.cores() // n)
+    threads = threads or max(1, resources.count_cores() // num_engines)
     if not gpus:
-        return DevicePlan(("cpu",) * n, threads, "gloo")
-    devices = tuple(f"cuda:{r % gpus}" for r in range(n))
-    if n <= gpus:
+        return DevicePlan(("cpu",) * num_engines, threads, "gloo")
+    devices = tuple(f"cuda:{r % gpus}" for r in range(num_engines))
+    if num_engines <= gpus:
         return DevicePlan(devices, threads, "cpu:gloo,cuda:nccl")
-    note = (
-        f"{n} engines share {gpus} GPU{'s' * (gpus > 1)}: collectives go through gloo, since NCCL needs a GPU per rank."
-    )
+    note = f"{num_engines} engines share {gpus} GPU{'s' * (gpus > 1)}: collectives go through gloo, since NCCL needs a GPU per rank."
     return DevicePlan(devices, threads, "gloo", note)
 
 
-def checked_size(n: int | None, launcher: str) -> int:
+def choose_num_engines(n: int | None, launcher: str) -> int:
     """The number of engines: as asked for, if this machine carries so many; by default what it carries."""
     if n is None:
-        return resources.default_engines()
+        return resources.compute_default_engines()
     if isinstance(n, bool) or not isinstance(n, int):
         raise TypeError(
             f"Cluster({n!r}): the number of engines must be an integer, or None for what this machine carries"
@@ -76,10 +74,10 @@ def checked_size(n: int | None, launcher: str) -> int:
         raise ValueError(
             f"Cluster({n}): a cluster needs at least one engine. Leave n out for what this machine carries"
         )
-    most = resources.most_engines()
+    most = resources.compute_max_engines()
     if launcher == "local" and n > most:
         raise ValueError(
-            f"Cluster({n}): this machine's free memory ({formatting.size(resources.memory().free)}) carries {most} "
-            f"engines at about {formatting.size(resources.ENGINE_BYTES)} each. Use Cluster({most}) or fewer"
+            f"Cluster({n}): this machine's free memory ({formatting.format_bytes(resources.read_memory().free)}) carries {most} "
+            f"engines at about {formatting.format_bytes(resources.ENGINE_BYTES)} each. Use Cluster({most}) or fewer"
         )
     return n

@@ -33,14 +33,14 @@ from dtkit.rpc import shared_memory
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-LOCK, MEMBERS, JOB = "owner.lock", "members.json", "job"
-PERIOD_S = 0.5
-GRACE_S = 1.0  # between SIGTERM and SIGKILL on `close`
-MARK = "IPP_PROFILE_DIR"  # ipyparallel gives it to whatever a cluster starts, and children inherit it
-_ROUNDS = 5  # what was forked while others were being killed is found in the next round
+LOCK_FILE, MEMBERS_FILE, JOB_FLAG = "owner.lock", "members.json", "job"
+POLL_PERIOD_S = 0.5
+TERM_GRACE_S = 1.0  # between SIGTERM and SIGKILL on `close`
+MARKER_VARIABLE = "IPP_PROFILE_DIR"  # ipyparallel gives it to whatever a cluster starts, and children inherit it
+_MAX_KILL_ROUNDS = 5  # what was forked while others were being killed is found in the next round
 
 
-def start(folder: Path) -> subprocess.Popen[bytes]:
+def start_reaper(folder: Path) -> subprocess.Popen[bytes]:
     """Start the warden of a folder that has its lock and its members. It inherits SIGTERM blocked, and lets it through
     once it can act on it: asked to end everything while it still loads, it does so.
     """
@@ -60,19 +60,19 @@ def write_members(folder: Path, pids: list[int], lease_s: float, job_lease_s: fl
         with contextlib.suppress(psutil.NoSuchProcess):
             members.append([pid, psutil.Process(pid).create_time()])
     text = json.dumps({"members": members, "lease_s": lease_s, "job_lease_s": job_lease_s})
-    temporary = folder / (MEMBERS + ".new")
+    temporary = folder / (MEMBERS_FILE + ".new")
     temporary.touch(mode=0o600)
     temporary.write_text(text)
-    temporary.replace(folder / MEMBERS)
+    temporary.replace(folder / MEMBERS_FILE)
 
 
 _descriptors: dict[Path, int] = {}  # of the locks that this process holds
-_holders: collections.Counter[Path] = collections.Counter()  # how many want each
+_holder_counts: collections.Counter[Path] = collections.Counter()  # how many want each
 # locks: while a file is locked, which is tried once
-_table = threading.Lock()
+_table_lock = threading.Lock()
 
 
-def take_lock(folder: Path, timeout: float = 5.0) -> None:
+def acquire_lock(folder: Path, timeout: float = 5.0) -> None:
     """Own the cluster, until `release_lock`. The warden holds the lock for moments only, so it is tried again.
 
     A lock belongs to the process, not to who took it in there: a second one would get it too, and whoever closes any
@@ -82,7 +82,7 @@ def take_lock(folder: Path, timeout: float = 5.0) -> None:
     pause = threading.Event()
     while True:
         try:
-            _hold(folder)
+            _acquire_or_share(folder)
         except BlockingIOError:
             if time.monotonic() > deadline:
                 raise
@@ -91,16 +91,16 @@ def take_lock(folder: Path, timeout: float = 5.0) -> None:
             return
 
 
-def _hold(folder: Path) -> None:
-    with _table:
+def _acquire_or_share(folder: Path) -> None:
+    with _table_lock:
         if folder not in _descriptors:
-            _descriptors[folder] = _locked(folder)
-        _holders[folder] += 1
+            _descriptors[folder] = _open_locked(folder)
+        _holder_counts[folder] += 1
 
 
-def _locked(folder: Path) -> int:
+def _open_locked(folder: Path) -> int:
     """A descriptor that holds the lock. BlockingIOError where another process does."""
-    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BaseException:
@@ -111,31 +111,31 @@ def _locked(folder: Path) -> int:
 
 def release_lock(folder: Path) -> None:
     """Own it no longer; the last holder in this process gives it up. In a process that was forked it does nothing."""
-    with _table:
+    with _table_lock:
         if folder not in _descriptors:
             return
-        _holders[folder] -= 1
-        if not _holders[folder]:
-            del _holders[folder]
+        _holder_counts[folder] -= 1
+        if not _holder_counts[folder]:
+            del _holder_counts[folder]
             os.close(_descriptors.pop(folder))
 
 
-def _after_fork() -> None:
+def _reset_after_fork() -> None:
     """A child holds none of its parent's locks; the table may have been in use as it was copied."""
-    global _table  # noqa: PLW0603 - nobody in the child could release the old one
+    global _table_lock  # noqa: PLW0603 - nobody in the child could release the old one
     # locks: while a file is locked, which is tried once
-    _table = threading.Lock()
-    _holders.clear()
+    _table_lock = threading.Lock()
+    _holder_counts.clear()
     while _descriptors:
         os.close(_descriptors.popitem()[1])  # which takes nothing from the parent
 
 
-os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_reset_after_fork)
 
 
-def _owned(folder: Path) -> bool:
+def _is_owned_elsewhere(folder: Path) -> bool:
     """Whether another process holds the lock. One that holds it must not ask: it would give it up."""
-    with (folder / LOCK).open("r+") as file:
+    with (folder / LOCK_FILE).open("r+") as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -143,70 +143,70 @@ def _owned(folder: Path) -> bool:
     return False
 
 
-def _processes(folder: Path) -> list[psutil.Process]:
+def _find_processes(folder: Path) -> list[psutil.Process]:
     """The cluster's processes that still live: its members, their descendants, and whoever carries its mark.
 
     The mark finds what no list can: what was forked while the list was made, or by a parent that is gone (the
     controller's schedulers), or by a start that was killed half-way.
     """
-    found = [process for process in psutil.process_iter() if _marked(process, folder)]
-    for pid, created in _read(folder)["members"]:
+    found = [process for process in psutil.process_iter() if _is_marked(process, folder)]
+    for pid, created in _read_members(folder)["members"]:
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(pid)
             if process.create_time() == created:
                 found += [process, *process.children(recursive=True)]
-    return [process for process in dict.fromkeys(found) if _lives(process)]
+    return [process for process in dict.fromkeys(found) if _is_running(process)]
 
 
-def _read(folder: Path) -> Any:
+def _read_members(folder: Path) -> Any:
     """What `write_members` wrote; of a folder that somebody removed, that there are none, and no lease."""
     try:
-        return json.loads((folder / MEMBERS).read_text())
+        return json.loads((folder / MEMBERS_FILE).read_text())
     except FileNotFoundError:
         return {"members": [], "lease_s": 0.0, "job_lease_s": 0.0}
 
 
-def _marked(process: psutil.Process, folder: Path) -> bool:
+def _is_marked(process: psutil.Process, folder: Path) -> bool:
     """Whether a process was started by the cluster of this folder, by the environment that it inherited."""
     with contextlib.suppress(psutil.Error, OSError):
-        return bool(process.environ().get(MARK) == str(folder))
+        return bool(process.environ().get(MARKER_VARIABLE) == str(folder))
     return False
 
 
-def end(folder: Path, pids: Iterable[int]) -> None:
+def kill_members(folder: Path, pids: Iterable[int]) -> None:
     """End those of these processes that are the cluster's of this folder, at once."""
     for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(pid)
-            if _marked(process, folder):
+            if _is_marked(process, folder):
                 process.kill()
 
 
-def _lives(process: psutil.Process) -> bool:
+def _is_running(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     return False
 
 
-def _send(processes: list[psutil.Process], number: int, patience_s: float) -> None:
+def _signal_and_wait(processes: list[psutil.Process], signum: int, timeout_s: float) -> None:
     """Send a signal and wait until all have ended, at most so long. (A zombie has: its parent may never ask.)"""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
-            process.send_signal(number)
-    deadline, pause = time.monotonic() + patience_s, threading.Event()
-    while any(map(_lives, processes)) and time.monotonic() < deadline:
+            process.send_signal(signum)
+    deadline, pause = time.monotonic() + timeout_s, threading.Event()
+    while any(map(_is_running, processes)) and time.monotonic() < deadline:
         pause.wait(0.02)
 
 
-def _end(folder: Path, grace_s: float) -> None:
+def _end_cluster(folder: Path, grace_s: float) -> None:
     """End all processes, then delete what they leave."""
     if grace_s:
-        _send(_processes(folder), signal.SIGTERM, grace_s)
-    for _ in range(_ROUNDS):
-        if not (processes := _processes(folder)):
+        _signal_and_wait(_find_processes(folder), signal.SIGTERM, grace_s)
+    for _ in range(_MAX_KILL_ROUNDS):
+        if not (processes := _find_processes(folder)):
             break
-        _send(processes, signal.SIGKILL, 5.0)
-    shared_memory.remove_all(shared_memory.Owner.of())
+        _signal_and_wait(processes, signal.SIGKILL, 5.0)
+    shared_memory.remove_owned_files(shared_memory.ProcessId.from_pid())
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -217,19 +217,19 @@ def main(folder: Path) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     free_since: float | None = None
-    while not asked.wait(PERIOD_S):
+    while not asked.wait(POLL_PERIOD_S):
         if not folder.exists():  # nobody can take over what is left, or find it: the mark does
             break
-        lease = _read(folder)
-        if _owned(folder):
+        lease = _read_members(folder)
+        if _is_owned_elsewhere(folder):
             free_since = None
             continue
         free_since = free_since or time.monotonic()
-        limit = lease["job_lease_s"] if (folder / JOB).exists() else lease["lease_s"]
+        limit = lease["job_lease_s"] if (folder / JOB_FLAG).exists() else lease["lease_s"]
         if time.monotonic() - free_since >= limit:
-            _end(folder, grace_s=0)
+            _end_cluster(folder, grace_s=0)
             return
-    _end(folder, GRACE_S)
+    _end_cluster(folder, TERM_GRACE_S)
 
 
 if __name__ == "__main__":

@@ -37,53 +37,53 @@ NOTEBOOK_BYTES = 500_000_000
 """What there is besides engines: Jupyter's server 113 MiB, a kernel with torch 200, the controller 81; and
 room for the notebook's own data."""
 
-MOST_BY_DEFAULT = 4
+MAX_DEFAULT_ENGINES = 4
 """Engines that are started unasked, at most: enough to see every collective at work, few enough to read."""
 
-BINDER_ENGINES = 2
+MAX_BINDER_ENGINES = 2
 """Two cores and 2 GB at most, 1 GB promised: two engines and all the rest took 1.09 GB."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Memory:
+class HostMemory:
     """Bytes that processes of this container or host may use, and those still free."""
 
     total: int
     free: int
 
 
-def cores(root: Path = _ROOT) -> int:
+def count_cores(root: Path = _ROOT) -> int:
     """Processors that this process may keep busy: the smaller of affinity and cgroup quota, at least 1."""
-    quotas = (_cpu_quota(group) for group in _groups(root, "cpu"))
-    return max(1, min([_affinity(), *(int(quota) for quota in quotas if quota is not None)]))
+    quotas = (_read_cpu_quota(group) for group in _list_cgroups(root, "cpu"))
+    return max(1, min([_count_affinity(), *(int(quota) for quota in quotas if quota is not None)]))
 
 
-def memory(root: Path = _ROOT) -> Memory:
+def read_memory(root: Path = _ROOT) -> HostMemory:
     """Memory of the host, or of the tightest control group that holds this process."""
     host = psutil.virtual_memory()
     total, free = host.total, host.available
-    for group in _groups(root, "memory"):
-        limit = _number(group / "memory.max", group / "memory.limit_in_bytes")
-        used = _number(group / "memory.current", group / "memory.usage_in_bytes")
+    for group in _list_cgroups(root, "memory"):
+        limit = _read_number(group / "memory.max", group / "memory.limit_in_bytes")
+        used = _read_number(group / "memory.current", group / "memory.usage_in_bytes")
         if limit is not None and used is not None:
             total = min(total, limit)
-            free = min(free, limit - used + _reclaimable(group))
-    return Memory(total, max(0, free))
+            free = min(free, limit - used + _read_reclaimable_bytes(group))
+    return HostMemory(total, max(0, free))
 
 
-def swap() -> int:
+def read_free_swap() -> int:
     """Free bytes of the host's swap space."""
     return int(psutil.swap_memory().free)
 
 
-def give_back() -> None:
+def trim_malloc() -> None:
     """Have malloc give back to the system what this process has freed: glibc keeps it, others have no such call."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
-def gpus(root: Path = _ROOT, environ: Mapping[str, str] = os.environ) -> int:
+def count_gpus(root: Path = _ROOT, environ: Mapping[str, str] = os.environ) -> int:
     """CUDA devices that an engine's torch could use.
 
     torch answers if it is loaded already; else the device files do, less what CUDA_VISIBLE_DEVICES hides, and
@@ -92,40 +92,40 @@ def gpus(root: Path = _ROOT, environ: Mapping[str, str] = os.environ) -> int:
     cuda = getattr(sys.modules.get("torch"), "cuda", None)  # none yet while another thread imports it
     if cuda is not None and root == _ROOT and environ is os.environ:
         return int(cuda.device_count())
-    found = [entry for entry in _entries(root / "dev") if re.fullmatch(r"nvidia\d+", entry.name)]
+    found = [entry for entry in _list_folder(root / "dev") if re.fullmatch(r"nvidia\d+", entry.name)]
     if not found or not _torch_has_cuda():
         return 0
-    return _visible(len(found), environ.get("CUDA_VISIBLE_DEVICES"))
+    return _count_visible(len(found), environ.get("CUDA_VISIBLE_DEVICES"))
 
 
-def most_engines(root: Path = _ROOT) -> int:
+def compute_max_engines(root: Path = _ROOT) -> int:
     """Engines that memory carries beside a notebook; 0 where it is too small for one."""
-    return max(0, memory(root).free - NOTEBOOK_BYTES) // ENGINE_BYTES
+    return max(0, read_memory(root).free - NOTEBOOK_BYTES) // ENGINE_BYTES
 
 
-def default_engines(root: Path = _ROOT, environ: Mapping[str, str] = os.environ) -> int:
+def compute_default_engines(root: Path = _ROOT, environ: Mapping[str, str] = os.environ) -> int:
     """Engines to start when nobody says how many: one per GPU, else what cores and memory carry; never 0."""
-    devices = gpus(root, environ)
+    devices = count_gpus(root, environ)
     if devices:
         return devices
-    wanted = BINDER_ENGINES if on_binder(environ) else min(cores(root), MOST_BY_DEFAULT)
-    return max(1, min(wanted, most_engines(root)))
+    wanted = MAX_BINDER_ENGINES if is_on_binder(environ) else min(count_cores(root), MAX_DEFAULT_ENGINES)
+    return max(1, min(wanted, compute_max_engines(root)))
 
 
-def on_binder(environ: Mapping[str, str] = os.environ) -> bool:
+def is_on_binder(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether this is a Binder session."""
     return "BINDER_SERVICE_HOST" in environ or "BINDER_REPO_URL" in environ
 
 
-def _affinity() -> int:
+def _count_affinity() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1  # macOS has no affinity
 
 
-def _groups(root: Path, controller: str) -> Iterator[Path]:
+def _list_cgroups(root: Path, controller: str) -> Iterator[Path]:
     """The folders of this process's control groups for `controller`, from its own up to the root."""
-    for line in _text(root / "proc/self/cgroup").splitlines():
+    for line in _read_text(root / "proc/self/cgroup").splitlines():
         number, controllers, path = line.split(":", 2)
         if number == "0" and not controllers:
             base = root / "sys/fs/cgroup"
@@ -138,55 +138,55 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
         yield from (folder for folder in (group, *group.parents) if folder.is_relative_to(base))
 
 
-def _cpu_quota(group: Path) -> float | None:
+def _read_cpu_quota(cgroup: Path) -> float | None:
     """Processors' worth of time that the group may use; None without a limit."""
-    fields = _text(group / "cpu.max").split()
+    fields = _read_text(cgroup / "cpu.max").split()
     if not fields:
-        fields = [_text(group / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
+        fields = [_read_text(cgroup / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
     quota, period = fields
     if not (quota.isdigit() and period.isdigit()) or int(period) == 0:
         return None  # "max" in version 2, -1 in version 1, no file in the root group
     return int(quota) / int(period)
 
 
-def _reclaimable(group: Path) -> int:
+def _read_reclaimable_bytes(cgroup: Path) -> int:
     """File cache of the group that the kernel takes back when memory is asked for."""
-    lines = _text(group / "memory.stat").splitlines()
+    lines = _read_text(cgroup / "memory.stat").splitlines()
     stat = dict(line.split(" ", 1) for line in lines if " " in line)
     return int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
 
 
-def _number(*files: Path) -> int | None:
+def _read_number(*files: Path) -> int | None:
     """The integer in the first of `files` that holds one; "max" is none, and version 1 has a huge number."""
     for file in files:
-        text = _text(file).strip()
+        text = _read_text(file).strip()
         if text.isdigit():
             return int(text)
     return None
 
 
-def _text(file: Path) -> str:
+def _read_text(file: Path) -> str:
     try:
         return file.read_text()
     except OSError:
         return ""
 
 
-def _entries(folder: Path) -> list[Path]:
+def _list_folder(folder: Path) -> list[Path]:
     try:
         return list(folder.iterdir())
     except OSError:
         return []
 
 
-def _visible(found: int, hidden_but: str | None) -> int:
+def _count_visible(num_devices: int, visible_devices: str | None) -> int:
     """Devices left by CUDA_VISIBLE_DEVICES: CUDA reads the list up to its first entry that isn't a device."""
-    if hidden_but is None:
-        return found
+    if visible_devices is None:
+        return num_devices
     seen: list[str] = []
-    for entry in hidden_but.split(","):
+    for entry in visible_devices.split(","):
         name = entry.strip()
-        is_device = name.startswith(("GPU-", "MIG-")) or (name.isdigit() and int(name) < found)
+        is_device = name.startswith(("GPU-", "MIG-")) or (name.isdigit() and int(name) < num_devices)
         if not is_device:
             break
         if name in seen:  # an index given twice makes CUDA refuse them all
@@ -206,5 +206,5 @@ def _torch_has_cuda() -> bool:
         return False
     spec = importlib.util.find_spec("torch")  # finds it without running it
     origin = Path(spec.origin) if spec and spec.origin else None
-    text = _text(origin.with_name("version.py")) if origin else ""
+    text = _read_text(origin.with_name("version.py")) if origin else ""
     return re.search(r"^cuda\b.*=\s*None\s*$", text, re.MULTILINE) is None

@@ -16,19 +16,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dtkit._util import formatting
-from dtkit.dashboard import figures, text
-from dtkit.dashboard.strip import strip
+from dtkit.dashboard.figures import run_figure
+from dtkit.dashboard.summary.step_strip import make_step_strip
+from dtkit.dashboard.text import run_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from dtkit.dashboard.source import Source
+    from dtkit.dashboard.run_view import RunView
     from dtkit.history.history import History
 
 _PACKAGES = ("dtkit-jupyter", "torch", "ipyparallel", "numpy")
-_LINES = 500  # of events: the first and the last; a flood of prints would hide the rest
+_MAX_EVENTS = 500  # of events: the first and the last; a flood of prints would hide the rest
 
-_PAGE = """<!doctype html>
+_PAGE_TEMPLATE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>{title}</title><style>
 body {{ font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; max-width: 1080px; margin: 24px auto;
@@ -43,119 +44,135 @@ div {{ overflow-x: auto; }} p {{ max-width: 75ch; }}
 """
 
 
-def write(source: Source, path: str | Path, *, alone: History | None = None) -> None:
+def write_report(run: RunView, path: str | Path, *, single_process: History | None = None) -> None:
     """Write the report of `source` to `path`; `alone` is the history of the same training in one process.
 
     Raises ValueError where `alone` has no steps, or is of more ranks than one.
     """
-    scaling = _scaling(source, alone)
-    body = "\n".join([*_head(source), *scaling, *_nodes(source), *_schedule(source), *_events(source), *_versions()])
-    page = _PAGE.format(title=html.escape(formatting.plain(source.spec.name, 80)), body=body)
+    scaling = _format_scaling_if_given(run, single_process)
+    body = "\n".join(
+        [
+            *_format_head(run),
+            *scaling,
+            *_format_nodes(run),
+            *_format_schedule(run),
+            *_format_events(run),
+            *_format_versions(),
+        ]
+    )
+    page = _PAGE_TEMPLATE.format(title=html.escape(formatting.sanitize_text(run.spec.name, 80)), body=body)
     Path(path).write_text(page, encoding="utf-8")
 
 
-def _head(source: Source) -> Iterator[str]:
-    spec, figure = source.spec, figures.run_figure(source)
-    yield f"<h1>{_escaped(spec.name)}</h1>"
-    yield f"<p>{_escaped(text.summary(source).splitlines()[1])}. Written {time.strftime('%Y-%m-%d %H:%M')}.</p>"
+def _format_head(run: RunView) -> Iterator[str]:
+    spec, figure = run.spec, run_figure.draw_run(run)
+    yield f"<h1>{_escape(spec.name)}</h1>"
+    yield f"<p>{_escape(run_text.format_run(run).splitlines()[1])}. Written {time.strftime('%Y-%m-%d %H:%M')}.</p>"
     asked = [
         ("strategy", spec.strategy),
         ("nodes", f"{spec.world_size:,}"),
         ("batch, over all nodes", f"{spec.batch_size:,}"),
         ("samples in an epoch", f"{spec.samples:,}"),
-        ("steps", f"{source.status.step:,} of {spec.steps:,}"),
+        ("steps", f"{run.status.step:,} of {spec.steps:,}"),
         ("loss", spec.loss),
         ("optimiser", spec.optimizer),
         ("order of rows", f"{spec.shuffle}, seed {spec.seed}"),
-        ("state", source.status.state.value),
+        ("state", run.status.state.value),
     ]
-    yield _table((), asked)
-    if source.exception is not None:
-        yield f"<p><strong>{_escaped(f'{type(source.exception).__name__}: {source.exception}')}</strong></p>"
+    yield _format_table((), asked)
+    if run.exception is not None:
+        yield f"<p><strong>{_escape(f'{type(run.exception).__name__}: {run.exception}')}</strong></p>"
     yield "<h2>What was seen</h2>"
-    yield figures.image(figure, " ".join(text.summary(source).split()))
+    yield run_figure.format_img_tag(figure, " ".join(run_text.format_run(run).split()))
 
 
-def _scaling(source: Source, alone: History | None) -> Iterator[str]:
+def _format_scaling_if_given(run: RunView, single_process: History | None) -> Iterator[str]:
     """Throughput next to one process, and what is left of the ideal."""
-    if alone is None:
+    if single_process is None:
         return iter(())
-    if len(alone.ranks) != 1:
+    if len(single_process.ranks) != 1:
         raise ValueError(
-            f"alone={alone!r}: to say how a run scales it takes the history of one process that took steps; train the "
+            f"alone={single_process!r}: to say how a run scales it takes the history of one process that took steps; train the "
             "same on dtkit.Cluster(1)"
         )
-    return _scaled(source, alone)
+    return _format_scaling(run, single_process)
 
 
-def _scaled(source: Source, alone: History) -> Iterator[str]:
-    one, all_of_them, ranks = _rate(alone), _rate(source.history), source.spec.world_size
+def _format_scaling(run: RunView, single_process: History) -> Iterator[str]:
+    one, all_of_them, ranks = (
+        _compute_median_throughput(single_process),
+        _compute_median_throughput(run.history),
+        run.spec.world_size,
+    )
     yield "<h2>Next to one process</h2>"
-    yield _table(
+    yield _format_table(
         ("", "samples/s", "speed-up", "of the ideal"),
         [
-            ("one process", formatting.rate(one), "1", ""),
+            ("one process", formatting.format_rate(one), "1", ""),
             (
-                formatting.plural(ranks, "node"),
-                formatting.rate(all_of_them),
+                formatting.format_count(ranks, "node"),
+                formatting.format_rate(all_of_them),
                 f"{all_of_them / one:.2f}",
-                formatting.share(all_of_them / one / ranks),
+                formatting.format_percent(all_of_them / one / ranks),
             ),
         ],
     )
     yield "<p>Medians over the steps; the ideal is as many times the speed of one process as there are nodes.</p>"
 
 
-def _rate(history: History) -> float:
+def _compute_median_throughput(history: History) -> float:
     """Samples per second of all ranks together: the median step's, as a first or a disturbed one says little."""
     totals = history.totals()
     known = totals[totals["step_s"] > 0]
     return float(np.median(known["samples"] / known["step_s"])) if len(known) else float("nan")
 
 
-def _nodes(source: Source) -> Iterator[str]:
+def _format_nodes(run: RunView) -> Iterator[str]:
     yield "<h2>Nodes</h2>"
     rows = [
-        (n.rank, n.engine_id, n.host, n.pid, n.device, formatting.size(n.memory_total), n.threads) for n in source.nodes
+        (n.rank, n.engine_id, n.host, n.pid, n.device, formatting.format_bytes(n.memory_total), n.threads)
+        for n in run.nodes
     ]
-    yield _table(("node", "engine", "host", "pid", "device", "memory", "threads"), rows)
+    yield _format_table(("node", "engine", "host", "pid", "device", "memory", "threads"), rows)
 
 
-def _schedule(source: Source) -> Iterator[str]:
+def _format_schedule(run: RunView) -> Iterator[str]:
     """Of a pipeline the bubble; for all, how the learning rate went."""
     yield "<h2>Schedule</h2>"
-    found = strip(getattr(source, "timeline", None))
+    found = make_step_strip(getattr(run, "timeline", None))
     if found is not None:
-        yield f"<p>Timeline of the last step (in the picture above): {_escaped(found.note)}.</p>"
-    rows = source.history.rows()
+        yield f"<p>Timeline of the last step (in the picture above): {_escape(found.note)}.</p>"
+    rows = run.history.rows()
     rows = rows[rows["rank"] == rows["rank"].min(initial=0)]
     changed = np.flatnonzero(np.diff(rows["lr"], prepend=np.nan) != 0)
     shown = [*changed[:20], *changed[20:][-20:]]
-    yield _table(("from step", "learning rate"), [(f"{rows['step'][k]:,}", f"{rows['lr'][k]:.6g}") for k in shown])
+    yield _format_table(
+        ("from step", "learning rate"), [(f"{rows['step'][k]:,}", f"{rows['lr'][k]:.6g}") for k in shown]
+    )
     if len(changed) > len(shown):
         yield f"<p>{len(changed):,} learning rates in all; the first and the last are shown.</p>"
 
 
-def _events(source: Source) -> Iterator[str]:
+def _format_events(run: RunView) -> Iterator[str]:
     yield "<h2>What happened</h2>"
-    events = source.history.events
-    shown = events if len(events) <= _LINES else [*events[: _LINES // 2], *events[-_LINES // 2 :]]
+    events = run.history.events
+    shown = events if len(events) <= _MAX_EVENTS else [*events[: _MAX_EVENTS // 2], *events[-_MAX_EVENTS // 2 :]]
     rows = [
         (
             time.strftime("%H:%M:%S", time.localtime(event.time)),
             f"{event.step:,}",
             event.kind,
             "" if event.rank is None else event.rank,
-            formatting.plain(event.text),
+            formatting.sanitize_text(event.text),
         )
         for event in shown
     ]
-    yield _table(("time", "step", "kind", "node", ""), rows)
+    yield _format_table(("time", "step", "kind", "node", ""), rows)
     if len(shown) < len(events):
-        yield f"<p>{len(events):,} events in all; the first and the last {_LINES // 2} are shown.</p>"
+        yield f"<p>{len(events):,} events in all; the first and the last {_MAX_EVENTS // 2} are shown.</p>"
 
 
-def _versions() -> Iterator[str]:
+def _format_versions() -> Iterator[str]:
     yield "<h2>Versions</h2>"
     found = [("Python", platform.python_version()), ("system", platform.platform())]
     for name in _PACKAGES:
@@ -163,14 +180,14 @@ def _versions() -> Iterator[str]:
             found.append((name, importlib.metadata.version(name)))
         except importlib.metadata.PackageNotFoundError:
             found.append((name, "not installed"))
-    yield _table((), found)
+    yield _format_table((), found)
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    head = f"<tr>{''.join(f'<th>{_escaped(name)}</th>' for name in header)}</tr>" if header else ""
-    body = "".join(f"<tr>{''.join(f'<td>{_escaped(cell)}</td>' for cell in row)}</tr>" for row in rows)
+def _format_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    head = f"<tr>{''.join(f'<th>{_escape(name)}</th>' for name in header)}</tr>" if header else ""
+    body = "".join(f"<tr>{''.join(f'<td>{_escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
     return f"<div><table>{head}{body}</table></div>"
 
 
-def _escaped(value: object) -> str:
-    return html.escape(formatting.plain(str(value), 1000))
+def _escape(value: object) -> str:
+    return html.escape(formatting.sanitize_text(str(value), 1000))

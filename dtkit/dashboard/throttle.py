@@ -12,7 +12,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from dtkit._util.guard import attempt
+from dtkit._util.guard import run_guarded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,66 +20,66 @@ if TYPE_CHECKING:
 log = logging.getLogger("dtkit.dashboard")
 
 
-def on_timer(delay: float, call: Callable[[], None]) -> None:
+def start_timer(delay: float, callback: Callable[[], None]) -> None:
     """Run `call` after `delay` seconds on a daemon thread."""
-    timer = threading.Timer(delay, call)
+    timer = threading.Timer(delay, callback)
     timer.name = "dtkit-view"
     timer.daemon = True
     timer.start()
 
 
 class Throttle:
-    """Calls `work` soon after :meth:`poke`, at most once every `interval` seconds.
+    """Calls `work` soon after :meth:`trigger`, at most once every `interval` seconds.
 
     `clock` and `later` are seams for tests: the time, and how to run something after a delay.
     """
 
     def __init__(
         self,
-        work: Callable[[], None],
+        callback: Callable[[], None],
         interval: float,
         *,
         clock: Callable[[], float] = time.monotonic,
-        later: Callable[[float, Callable[[], None]], None] = on_timer,
+        call_later: Callable[[float, Callable[[], None]], None] = start_timer,
     ) -> None:
-        self._work, self._interval, self._clock, self._later = work, interval, clock, later
+        self._callback, self._interval, self._clock, self._call_later = callback, interval, clock, call_later
         # locks: for a few assignments
         self._lock = threading.Lock()
-        self._last = float("-inf")
-        self._scheduled = self._running = self._again = self._closed = False
+        self._last_call_at = float("-inf")
+        self._scheduled = self._running = self._is_retriggered = self._closed = False
         self._reported: set[str] = set()
 
-    def poke(self) -> None:
+    def trigger(self) -> None:
         """Something changed. Safe from any thread; does no work on it."""
         with self._lock:
             if self._closed or self._scheduled:
                 return
             if self._running:
-                self._again = True
+                self._is_retriggered = True
                 return
             self._scheduled = True
-            delay = max(0.0, self._last + self._interval - self._clock())
-        self._later(delay, self._run)
+            delay = max(0.0, self._last_call_at + self._interval - self._clock())
+        self._call_later(delay, self._run_callback)
 
     def close(self) -> None:
         """No call begins after this."""
         with self._lock:
             self._closed = True
 
-    def _run(self) -> None:
+    def _run_callback(self) -> None:
         with self._lock:
             self._scheduled = False
             if self._closed:
                 return
-            self._running, self._again, self._last = True, False, self._clock()
-        attempt(self._work, self._report)
+            self._running, self._is_retriggered, self._last_call_at = True, False, self._clock()
+        run_guarded(self._callback, self._log_error)
         with self._lock:
             self._running = False
-            again = self._again
+            again = self._is_retriggered
         if again:
-            self.poke()
+            self.trigger()
 
-    def _report(self, error: Exception) -> None:
+    def _log_error(self, error: Exception) -> None:
         """Log an error once, not four times a second."""
         text = f"{type(error).__name__}: {error}"
         if text not in self._reported:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dtkit._util import formatting
-from dtkit.dashboard.progress import waiting
+from dtkit.dashboard.text.progress import show_progress
 from dtkit.data import columns as frames
 from dtkit.data.columns import ColumnSelection
 from dtkit.data.partition import Partition, as_labels
@@ -48,7 +48,7 @@ class DataHandle:
     ) -> None:
         self.cluster, self.key, self.num_samples = cluster, key, num_samples
         self.columns = columns or ColumnSelection()
-        weakref.finalize(self, cluster.let_go, key)
+        weakref.finalize(self, cluster.free_later, key)
 
 
 class StreamHandle(DataHandle):
@@ -148,7 +148,7 @@ def distribute_validation_data(
                 "evaluate on as arrays or as a Dataset"
             )
         rows = np.arange(found.num_samples, dtype=np.int32)
-        cluster.ask("set_shards", key=found.key, indices=rows, sizes=_compute_even_sizes(found.num_samples, ranks))
+        cluster.call_all("set_shards", key=found.key, indices=rows, sizes=_compute_even_sizes(found.num_samples, ranks))
         return found
     offer = _inspect_data(data, asked, for_evaluation=True)
     if not offer.num_samples:
@@ -197,7 +197,7 @@ class _PartitionRequest:
         part = Partition(data_handle.num_samples, ranks, labels=self.labels, source=data_handle, **self.options)
         if self.check is not None:
             self.check(part)
-        self.cluster.ask("set_shards", key=data_handle.key, indices=part.flatten_indices(), sizes=part.sizes)
+        self.cluster.call_all("set_shards", key=data_handle.key, indices=part.flatten_indices(), sizes=part.sizes)
         return part
 
 
@@ -206,10 +206,10 @@ def _compute_even_sizes(num_samples: int, ranks: int) -> list[int]:
 
 
 def _send_data(cluster: Cluster, notebook_data: _NotebookData, rows: np.ndarray, sizes: Sequence[int]) -> DataHandle:
-    key = cluster.new_key("data")
+    key = cluster.make_key("data")
     packed = cluster.pack((notebook_data.data, rows), name="data")
-    with waiting(f"sending {formatting.size(packed.nbytes)} to {cluster.world_size} engines"):
-        cluster.deliver("load_data", packed, key=key, sizes=tuple(sizes))
+    with show_progress(f"sending {formatting.format_bytes(packed.nbytes)} to {cluster.world_size} engines"):
+        cluster.call_all_with_payload("load_data", packed, key=key, sizes=tuple(sizes))
     return DataHandle(cluster, key, notebook_data.num_samples, notebook_data.columns)
 
 
@@ -244,7 +244,7 @@ def _refuse_iterator(data: Any) -> None:
     if any(kind.__name__ == "DataLoader" for kind in type(data).__mro__):
         raise TypeError(
             "data is a DataLoader, which batches in this process; engines make their own batches. Give its dataset "
-            "(loader.dataset), with batch_size= and workers= beside it"
+            "(loader.dataset), with batch_size= and num_workers= beside it"
         )
 
 
@@ -265,13 +265,13 @@ def _load_on_engines(cluster: Cluster, data: Any, columns: ColumnSelection) -> D
     bring = sources.load_source if _is_function(data) else sources.as_source
     if _is_function(data):
         iterable.accepts_rank(data)  # refuses one that can't be called
-    key = cluster.new_key("data")
+    key = cluster.make_key("data")
     shipment = cluster.upload(cluster.pack(functools.partial(bring, data, columns), name="data"))
-    with waiting("loading data on the engines"):
+    with show_progress("loading data on the engines"):
         try:
-            lengths = cluster.ask("load_data", key=key, shipment=shipment, sizes=None)
+            lengths = cluster.call_all("load_data", key=key, shipment=shipment, sizes=None)
         finally:
-            cluster.discard(shipment)
+            cluster.discard_payload(shipment)
     if set(lengths) == {None}:
         return StreamHandle(cluster, key, columns)
     if len(set(lengths)) > 1:
@@ -353,7 +353,7 @@ def _inspect_hugging_face_dataset(data: Any, column_selection: ColumnSelection) 
         labels = as_labels(found) if found.dtype.kind in "biuf" else None
     paths = [file["filename"] for file in data.cache_files]
     sent = _WithColumns(data, columns) if columns.is_given else data
-    note = f"mapped by every engine from {formatting.plural(len(paths), 'arrow file')}" if paths else ""
+    note = f"mapped by every engine from {formatting.format_count(len(paths), 'arrow file')}" if paths else ""
     return _NotebookData(FileBackedData(paths, sent) if paths else sent, len(data), columns, labels, note)
 
 

@@ -2,7 +2,7 @@
 
 :func:`cut` deals the rows of a data set to ranks; a :class:`Partition` keeps the result and shows it.
 
-:func:`counts` says how many samples each shard gives to each step. All of its answers come from one total
+:func:`row_counts` says how many samples each shard gives to each step. All of its answers come from one total
 order. Row j of a shard with s rows has the key (j + 1/2) / s: the moment in the epoch, from 0 to 1, when a
 shard that is read evenly reaches the middle of that row. A step takes the next `batch_size` rows in the order
 of the keys (ties by shard). So each step is exactly full, every shard gives in proportion to its size, all

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dtkit.cluster import broadcast
-from dtkit.cluster.broadcast import Replicas
-from dtkit.dashboard.progress import waiting
+from dtkit.cluster.broadcast import ModelHandle
+from dtkit.dashboard.text.progress import show_progress
 from dtkit.data.partition import Partition
 from dtkit.planning import planner
 
@@ -37,7 +37,7 @@ def repartition_by_speed(
         partition.n, partition.world_size, by="speed", weights=speeds, labels=partition.labels, seed=partition.seed
     )
     found.source, found.note = partition.source, partition.note
-    cluster.ask("set_shards", key=partition.source.key, indices=found.flatten_indices(), sizes=found.sizes)
+    cluster.call_all("set_shards", key=partition.source.key, indices=found.flatten_indices(), sizes=found.sizes)
     return found
 
 
@@ -57,10 +57,10 @@ def measure_speeds(
 ) -> tuple[float, ...]:
     """Rows per second of each rank, forward and backward."""
     planner.check_idle(cluster)
-    copies = model if isinstance(model, Replicas) else broadcast.broadcast(cluster, model)
+    copies = model if isinstance(model, ModelHandle) else broadcast.broadcast(cluster, model)
     source: DataHandle = partition.source
-    with waiting(f"measuring the speed of {partition.world_size} engines"):
-        times: Sequence[StepTimings] = cluster.ask(
+    with show_progress(f"measuring the speed of {partition.world_size} engines"):
+        times: Sequence[StepTimings] = cluster.call_all(
             "measure",
             what="times",
             program=planner.pickle_program(cluster, copies, loss_fn, training_step, _make_sgd),

@@ -20,15 +20,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from dtkit._util.guard import attempt
+from dtkit._util.guard import run_guarded
 from dtkit.engine import dry_run, memory, node_info
 from dtkit.engine.data.sources import to_device
 from dtkit.planning.cost_model import StepTimings
+from dtkit.planning.layer_chain import LayerChain
 from dtkit.rpc import pickling
 from dtkit.strategies.base import make_optimizer
 from dtkit.strategies.loss import split_batch
 from dtkit.strategies.pipeline import layer_costs
-from dtkit.strategies.pipeline.cut import LayerChain, find_layer_chain
+from dtkit.strategies.meta_copy import count_bytes
+from dtkit.strategies.pipeline.cut import find_layer_chain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -243,8 +245,8 @@ def measure_model_sizes(context: BenchmarkContext, program: bytes, model: str | 
     )
     dense = dry_run.find_dense_gradient_parameters(network)
     return ModelSizes(
-        parameters=dry_run.count_bytes([*network.parameters(), *network.buffers()]),
-        gradients=dry_run.count_bytes(dense),
+        parameters=count_bytes([*network.parameters(), *network.buffers()]),
+        gradients=count_bytes(dense),
         shapes=tuple(tuple(p.shape) for p in dense),
         optimizer_state=state,
         update_peak=update,
@@ -270,7 +272,7 @@ def measure_activation_peaks(
     found, why = _try_or_explain(
         lambda: dry_run.estimate_peaks(network, objective, batch, rows, context.device, autocast), []
     )
-    if any(peak.opaque for peak in found):
+    if any(peak.has_hidden_workspace for peak in found):
         return [], "it has recurrent layers, whose workspace does not show"
     return found, why
 
@@ -313,7 +315,7 @@ def _try_or_explain(work: Callable[[], Any], fallback: Any) -> tuple[Any, str]:
         first = str(error).strip().splitlines()[:1] or [""]
         return fallback, f"{type(error).__name__}: {first[0]}"[:200]
 
-    return attempt(lambda: (work(), ""), explain_error)
+    return run_guarded(lambda: (work(), ""), explain_error)
 
 
 def _cycle_rows(source: RowSource, count: int) -> np.ndarray:
@@ -477,7 +479,7 @@ def _make_bucket_views(parameters: Sequence[torch.nn.Parameter]) -> dict[torch.T
     groups: list[list[torch.nn.Parameter]] = [[]]
     for p in reversed(parameters):
         cap = ALL_REDUCE_BYTES[2] if len(groups) == 1 else ALL_REDUCE_BYTES[-1]
-        if groups[-1] and (dry_run.count_bytes(groups[-1]) >= cap or groups[-1][0].dtype != p.dtype):
+        if groups[-1] and (count_bytes(groups[-1]) >= cap or groups[-1][0].dtype != p.dtype):
             groups.append([])
         groups[-1].append(p)
     places: dict[torch.Tensor, torch.Tensor] = {}

@@ -64,10 +64,10 @@ def _make_context(
         group=None if single_process else group,
         device=device,
         phases=PhaseTimer(node_info.make_clock(device)),
-        shards=range(group.world_size) if single_process else [mesh.coordinates(group.rank)["dp"]],
+        shards=range(group.world_size) if single_process else [mesh.get_coordinates(group.rank)["dp"]],
         mesh=mesh,
         make_sample_batch=None if isinstance(data, StreamSource) else _make_batch_sampler(data[0]),
-        max_local_samples=-(-plan.batch_size // mesh.replicas),
+        max_local_samples=-(-plan.batch_size // mesh.num_replicas),
     )
 
 
@@ -91,8 +91,8 @@ def _make_batch_source(
     if isinstance(source, ArraySource):
         program = dataclasses.replace(program, loss_fn=program.loss_fn.with_checked_targets(source.targets))
     stream = make_row_batches(source, shards, plan, context, loading_options)
-    if context.mesh.replicas < len(shards.sizes):  # ranks of one replica take the same rows
-        stream.set_shares([1.0] * context.mesh.replicas)
+    if context.mesh.num_replicas < len(shards.sizes):  # ranks of one replica take the same rows
+        stream.set_shares([1.0] * context.mesh.num_replicas)
     if context.group is not None:
         check_batch_norm(model.train(), program, source, stream)
         check_sync_batch_norm(model, program, stream, context.device)

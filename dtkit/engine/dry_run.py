@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dtkit.strategies.base import make_optimizer
+from dtkit.strategies.meta_copy import copy_to_meta, count_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -36,11 +37,10 @@ if TYPE_CHECKING:
 OPS_WITH_HIDDEN_WORKSPACE = ("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn")
 """Operations whose fake results are smaller than the real ones: recurrent layers keep a workspace for backward."""
 
-META_DEVICE = torch.device("meta")
 
 
 class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's modes have no types
-    """Bytes of the storages that operations make while it is active; `known` tensors are not counted."""
+    """Bytes of the storages that operations make while it is active; `has_gradient_norm` tensors are not counted."""
 
     def __init__(self, known_tensors: Sequence[torch.Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -78,21 +78,10 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
 # --- models without numbers ---------------------------------------------------------------------------------
 
 
-def copy_to_meta(model: nn.Module, device: torch.device = META_DEVICE) -> nn.Module:
-    """A copy of the model in which parameters and buffers are shapes; ties between them stay."""
-    tensors = [*model.parameters(), *model.buffers()]
-    return copy.deepcopy(model, {id(t): make_empty_like(t, device) for t in tensors if t.layout is torch.strided})
 
 
-def make_empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor or parameter of the same shape, strides and type."""
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
 
-def count_bytes(tensors: Iterator[torch.Tensor] | Sequence[torch.Tensor]) -> int:
-    """Bytes of the elements, each tensor once."""
-    return sum(t.numel() * t.element_size() for t in {id(t): t for t in tensors}.values())
 
 
 def find_dense_gradient_parameters(model: nn.Module) -> list[nn.Parameter]:

@@ -30,7 +30,7 @@ from dtkit.engine.step_guard import StepGuard
 from dtkit.history.history import ROW_DTYPE
 from dtkit.history.message_times import MESSAGE_PHASES
 from dtkit.strategies.base import StepResult
-from dtkit.types import Advance
+from dtkit.types import DispatchResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -42,8 +42,9 @@ if TYPE_CHECKING:
     from dtkit.engine.observe.step_probe import StepProbe
     from dtkit.engine.state.capture import StateVisitor
     from dtkit.planning.memory_report import MemoryUsage
-    from dtkit.strategies.base import EvalOutput, TrainingProgram, Worker, WorkerContext
-    from dtkit.types import Astray
+    from dtkit.strategies.base import TrainingProgram, Worker, WorkerContext
+    from dtkit.strategies.loss import EvalOutput
+    from dtkit.types import NonFiniteLocations
 
 NUM_TIMELINE_STEPS = 2  # of a dispatch, of which the timeline shows everything
 MAX_DISPATCH_S = 2.0  # a dispatch that has lasted so long ends at the next agreed step
@@ -93,7 +94,7 @@ class Job:
         self._completed_steps: list[_CompletedStep] = []
         self._end_reason = "done"
         self._nonfinite_loss: float | None = None
-        self._nonfinite: Astray = ()
+        self._nonfinite: NonFiniteLocations = ()
         self._step_start = (0, 0.0, 0)  # of the step that is being taken: samples, learning rate, bytes sent before it
 
     @property
@@ -122,7 +123,7 @@ class Job:
         self, num_steps: int, *, explain: bool = False, should_end_early: Callable[[], bool] = lambda: False
     ) -> None:
         """Take up to `steps` steps. Ends early, at the same step on all ranks, when steps have become slow, or when
-        `hurry` says on some rank that somebody waits for the end. Ranks ask each other a step before they decide; at
+        `end_early` says on some rank that somebody waits for the end. Ranks ask each other a step before they decide; at
         the beginning they wait for the answer, so that of what was sent ahead nothing is begun.
 
         What was done is read by :meth:`collect_results`, also after an exception.
@@ -152,7 +153,7 @@ class Job:
                 self._step_guard.commit_step()
         self._end_reason = "done"
 
-    def collect_results(self, *, fingerprint: bool = False) -> Advance:
+    def collect_results(self, *, fingerprint: bool = False) -> DispatchResult:
         """The rows of the steps that the last `advance` completed; and, if asked for, the parameters' checksum."""
         rows, waits = self._build_rows(self._completed_steps)
         timeline = self._build_spans(self._completed_steps[-NUM_TIMELINE_STEPS:])
@@ -162,18 +163,18 @@ class Job:
         begun = time.perf_counter()
         found = self._worker.compute_fingerprint() if fingerprint else None
         took = time.perf_counter() - begun
-        return Advance(
+        return DispatchResult(
             rows,
             self.step,
             self.lr,
             self._end_reason,
             self._nonfinite_loss,
             self._nonfinite,
-            blocked=waits,
+            blocked_spans=waits,
             messages=sent if len(sent) else None,
             fingerprint=found,
             fingerprint_s=took,
-            report=self.step_report,
+            step_report=self.step_report,
             spans=timeline,
         )
 

@@ -128,12 +128,12 @@ class LRSchedule:
         if not isinstance(made, lr_scheduler.LRScheduler):
             raise TypeError(
                 f"scheduler(optimizer) returned {type(made).__name__}; it must return a torch scheduler, as in "
-                "scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=1000)"
+                "lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=1000)"
             )
         if getattr(made, "optimizer", optimizer) is not optimizer:
             raise ValueError(
                 "the scheduler holds another optimiser than the one that the function was given; every rank makes its "
-                "own: scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 30)"
+                "own: lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 30)"
             )
         self._scheduler, self._optimizer, self._interval = made, optimizer, interval
         self.needs_metric = isinstance(made, lr_scheduler.ReduceLROnPlateau)

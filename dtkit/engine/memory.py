@@ -53,7 +53,7 @@ def measure_available_memory(
         limit = memory_limit.read_configured_limit()
         left = None if limit is None else max(0, limit - torch.cuda.memory_allocated(device))
         return AvailableMemory(free + unused, 0, held, left)
-    return AvailableMemory(free, resources.swap(), held, memory_limit.compute_data_left())
+    return AvailableMemory(free, resources.read_free_swap(), held, memory_limit.compute_data_left())
 
 
 def _take_smaller_limit(available: AvailableMemory) -> int:
@@ -63,7 +63,7 @@ def _take_smaller_limit(available: AvailableMemory) -> int:
 def release_unused_memory() -> None:
     """Give back to the system what is not used any more."""
     gc.collect()
-    resources.give_back()
+    resources.trim_malloc()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 

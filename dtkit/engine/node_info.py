@@ -40,7 +40,7 @@ def read_device_memory(device: torch.device) -> tuple[int, int]:
         return total, free
     from dtkit.cluster import resources
 
-    found = resources.memory()
+    found = resources.read_memory()
     return found.total, found.free
 
 
@@ -58,7 +58,7 @@ def read_used_memory(device: torch.device) -> int:
 class Clock:
     """Marks within steps, read as seconds once a dispatch has ended.
 
-    ``mark()`` returns a token; :meth:`at` and :meth:`seconds` read tokens, after :meth:`settle`. On the CPU a token is
+    ``mark()`` returns a token; :meth:`at` and :meth:`seconds` read tokens, after :meth:`wait_until_replaced`. On the CPU a token is
     the time; on CUDA it is an event in the stream, so that marking never waits for the device.
     """
 

@@ -12,7 +12,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from dtkit.engine.session import get_session
-from dtkit.errors import Refused
+from dtkit.errors import RefusedError
 from dtkit.types import Reply
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def handle_request(message: bytes, publish: Callable[[int, list[Any]], None] | N
         except BaseException as error:  # noqa: BLE001 - reported to the notebook with its traceback
             session.sigint_handler.work_done = True
             reply = Reply(session.collect_partial_result(request), session.build_failure(error, request))
-            if not isinstance(error, Refused) and session.group is not None:
+            if not isinstance(error, RefusedError) and session.group is not None:
                 session.group.abort()
     return pickle.dumps(reply, protocol=5)
 

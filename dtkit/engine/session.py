@@ -19,11 +19,11 @@ from dtkit.engine.comm.sigint import SigintHandler
 from dtkit.engine.observe import error_report
 from dtkit.engine.observe.call_output import CallOutput, activate_output
 from dtkit.engine.observe.watchdog import Watchdog
-from dtkit.errors import Refused, Superseded
+from dtkit.errors import RefusedError, SupersededError
 from dtkit.history.engine_outbox import ResultOutbox
 from dtkit.rpc import pickling
-from dtkit.rpc.payload import Shipment, ship
-from dtkit.types import HURRY, Failure, Heritage, Request
+from dtkit.rpc.payload import Payload, make_payload
+from dtkit.types import END_EARLY_PREFIX, EngineInventory, Failure, Request
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from dtkit.engine.state.writer import CheckpointWriter
     from dtkit.history.engine_outbox import EvaluationSums
     from dtkit.planning.memory_report import MemoryUsage
-    from dtkit.rpc.shared_memory import Owner
-    from dtkit.types import Advance, GroupSpec, JobPlan
+    from dtkit.rpc.shared_memory import ProcessId
+    from dtkit.types import DispatchResult, GroupSpec, JobPlan
 
 _INDEPENDENT_OPS = ("job_status", "export_state", "export_snapshot", "export_model", "return_ownership")
 """What an engine does by itself, also when its group is broken, or could not be formed."""
@@ -72,9 +72,9 @@ class Session:
         self.group: Group | None = None
         self.device: torch.device | None = None
         self._spec: GroupSpec | None = None
-        self._file_owner: Owner | None = None
+        self._file_owner: ProcessId | None = None
         self._step_timeout: float | None = None
-        self._models: dict[str, torch.nn.Module | Shipment] = {}
+        self._models: dict[str, torch.nn.Module | Payload] = {}
         self._data: dict[str, tuple[RowSource, Shards]] = {}
         self._streams: dict[str, StreamSource] = {}  # data that has no rows by number
         self._jobs: dict[str, Job] = {}
@@ -102,7 +102,7 @@ class Session:
         if request.op == "handshake":  # asked before anybody joined, and of any version
             return node_info.get_handshake()
         if request.op == "acquire_ownership":
-            return self._acquire_ownership(request.owner)
+            return self._acquire_ownership(request.owner_id)
         if request.op != "join_group":
             self._check_admission(request)
         if request.op == "call_function":
@@ -110,35 +110,35 @@ class Session:
         return getattr(self, f"op_{request.op}")(**request.args)
 
     def _check_admission(self, request: Request) -> None:
-        self._check_owner(request.owner)
+        self._check_owner(request.owner_id)
         if request.op in _INDEPENDENT_OPS:
             return
         generation = -1 if self.group is None else self.group.generation
         if request.generation != generation:
-            raise Refused(
+            raise RefusedError(
                 f"the process group is at generation {generation}, the call is for {request.generation}: it was sent "
                 "before the group was formed anew"
             )
         if self.group is not None and self.group.is_broken:
-            raise Refused(
+            raise RefusedError(
                 "the process group is not formed: an error broke it up, or a call with own_group=True took its place. "
                 "Wait for that call's result, then call again"
             )
 
     def _check_owner(self, owner: int) -> None:
         if owner != self.owner:
-            raise Superseded(
+            raise SupersededError(
                 f"this engine belongs to owner {self.owner}, the call came from owner {owner}: another notebook "
                 "attached meanwhile. Attach again to take it back"
             )
 
-    def _acquire_ownership(self, owner: int) -> Heritage:
+    def _acquire_ownership(self, owner: int) -> EngineInventory:
         """Belong to another notebook from here on. What this engine holds, stays."""
         if owner < self.owner:
             self._check_owner(owner)
         self.owner = owner
         rank, generation = (-1, -1) if self._spec is None else (self._spec.rank, self._spec.generation)
-        return Heritage(rank, generation, {key: job.step for key, job in self._jobs.items()})
+        return EngineInventory(rank, generation, {key: job.step for key, job in self._jobs.items()})
 
     def op_return_ownership(self, owner: int) -> None:
         """Belong to the former notebook again: whoever has this engine could not take the cluster over after all."""
@@ -150,7 +150,7 @@ class Session:
         self,
         spec: GroupSpec,
         owner: int,
-        keeper: Owner | None,
+        keeper: ProcessId | None,
         step_timeout: float | None,
         *,
         others: bool = False,
@@ -180,7 +180,7 @@ class Session:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self._spec = spec
-        checks.check_folder_writable(Path(spec.store).parent)
+        checks.check_folder_writable(Path(spec.store_path).parent)
         self.watchdog.start(spec)
         self.group = Group(spec)
         self._set_collective_timeout(step_timeout or FIRST_STEP_TIMEOUT_S)
@@ -254,20 +254,20 @@ class Session:
     def op_call_function(
         self,
         publish: Callable[[int, list[Any]], None] | None,
-        shipment: Shipment,
+        shipment: Payload,
         port: int | None = None,
         attempt: int = 0,
-    ) -> tuple[Shipment, list[Any]]:
+    ) -> tuple[Payload, list[Any]]:
         """Call ``fn(*args, **kwargs)``; with a `port`, under torchrun's environment and without our group."""
         channel = self._call_output = CallOutput(publish)
 
         def work() -> Any:
-            fn, args, kwargs = shipment.unload()
+            fn, args, kwargs = shipment.load()
             return fn(*args, **kwargs)
 
         with activate_output(channel):
             value = self._run_abortable(work) if port is None else self._run_as_torchrun(work, port, attempt)
-        return ship(pickling.pack(value, name="the function's result"), self._file_owner), channel.items
+        return make_payload(pickling.pack_object(value, name="the function's result"), self._file_owner), channel.items
 
     def _run_abortable(self, work: Callable[[], Any]) -> Any:
         """Work that may wait in a collective of our group: an interrupt gets through to it."""
@@ -298,7 +298,7 @@ class Session:
     # -- data and models --------------------------------------------------------------------------------------
 
     def op_load_data(
-        self, key: str, shipment: Shipment, sizes: Sequence[int] | None, *, broadcast: bool = False
+        self, key: str, shipment: Payload, sizes: Sequence[int] | None, *, broadcast: bool = False
     ) -> int | None:
         """Keep data under `key`. With `sizes` it comes as (data, all shards' rows); else as a function that loads it.
 
@@ -344,11 +344,11 @@ class Session:
                 self._outboxes.pop(job).discard_read()
             memory.release_unused_memory()
 
-    def op_store_model(self, key: str, shipment: Shipment) -> None:
+    def op_store_model(self, key: str, shipment: Payload) -> None:
         """Keep under `key` where a model lies, to be mapped when it is needed."""
         self._models[key] = shipment
 
-    def op_receive_model(self, key: str, shipment: Shipment, *, broadcast: bool = False) -> str:
+    def op_receive_model(self, key: str, shipment: Payload, *, broadcast: bool = False) -> str:
         """Keep a model under `key`, its numbers received from rank 0. Returns the checksum of its state."""
         import torch
 
@@ -360,15 +360,15 @@ class Session:
 
     def _get_model(self, key: str) -> torch.nn.Module:
         found = self._models[key]
-        return found.unload() if isinstance(found, Shipment) else found
+        return found.load() if isinstance(found, Payload) else found
 
-    def _load_payload(self, payload: Shipment, *, by_broadcast: bool = False) -> Any:
+    def _load_payload(self, payload: Payload, *, by_broadcast: bool = False) -> Any:
         """Unpack a shipment; buffers that only rank 0 holds come by broadcast over the data plane."""
         if not by_broadcast:
-            return payload.unload()
+            return payload.load()
         assert self.group is not None
-        buffers = payload.buffers() if self.group.rank == 0 else None
-        return payload.unload(self.group.broadcast_buffers(buffers, payload.sizes))
+        buffers = payload.open_buffers() if self.group.rank == 0 else None
+        return payload.load(self.group.broadcast_buffers(buffers, payload.sizes))
 
     def op_measure(self, what: str, **args: Any) -> Any:
         """Speed, links, memory, or what a model takes: see :mod:`dtkit.engine.benchmark`."""
@@ -376,7 +376,7 @@ class Session:
 
         assert self.group is not None
         assert self.device is not None
-        models = {key: m for key, m in self._models.items() if not isinstance(m, Shipment)}
+        models = {key: m for key, m in self._models.items() if not isinstance(m, Payload)}
         seat = benchmark.BenchmarkContext(self.group, self.device, models, self._data)
         return self._run_abortable(lambda: benchmark.run_benchmark(seat, what, **args))
 
@@ -389,7 +389,7 @@ class Session:
         self._jobs[job] = made
         return made.lr
 
-    def op_rebuild_job(self, job: str, shipments: Sequence[Shipment], **order: Any) -> tuple[int, float]:
+    def op_rebuild_job(self, job: str, shipments: Sequence[Payload], **order: Any) -> tuple[int, float]:
         """Make a job anew with what survivors gave, or had kept: (step, learning rate).
 
         The old one stands until then: a notebook that dies here leaves either, and none before its first step.
@@ -397,7 +397,7 @@ class Session:
         from dtkit.engine.state.survivors import restore_from_survivors
 
         made = self._build_job(job, **order)
-        parts = [part for shipment in shipments for part in shipment.unload()]
+        parts = [part for shipment in shipments for part in shipment.load()]
         self._run_abortable(lambda: restore_from_survivors(made, parts))
         self._jobs[job] = made
         return made.step, made.lr
@@ -422,8 +422,8 @@ class Session:
         assert self.device is not None
         # unpickles: sent by the notebook in a call
         what, kept = pickling.loads(program), self._models[model]
-        what.strategy.load()
-        self._memory_trackers[job] = PeakMemoryTracker(self.device, None if isinstance(kept, Shipment) else kept)
+        what.strategy.preload()
+        self._memory_trackers[job] = PeakMemoryTracker(self.device, None if isinstance(kept, Payload) else kept)
         held = self._streams[data] if data in self._streams else self._data[data]
         place, network, loads = (self.group, self.device), self._get_model(model), loading or LoadingOptions()
         made: Job = self._run_abortable(
@@ -442,7 +442,7 @@ class Session:
         explain: bool = False,
         fingerprint: bool = False,
         seen: int = 0,
-    ) -> tuple[Advance, list[Any]]:
+    ) -> tuple[DispatchResult, list[Any]]:
         """Take steps of a job that must stand at `step`. Returns rows, and what was printed.
 
         The notebook has read all rows before step `seen`; later ones stay on disk, for one that may take its place.
@@ -476,12 +476,12 @@ class Session:
         """Where a job's dispatches are kept until the notebook has read them."""
         if job not in self._outboxes:
             assert self._spec is not None
-            self._outboxes[job] = ResultOutbox(Path(self._spec.store).parent, job, self._spec.rank)
+            self._outboxes[job] = ResultOutbox(Path(self._spec.store_path).parent, job, self._spec.rank)
         return self._outboxes[job]
 
-    def op_export_model(self, key: str) -> Shipment:
+    def op_export_model(self, key: str) -> Payload:
         """A model as it was sent."""
-        return ship(pickling.pack(self._get_model(key)), self._file_owner)
+        return make_payload(pickling.pack_object(self._get_model(key)), self._file_owner)
 
     def op_save_checkpoint(
         self, job: str, step: int, folder: str, token: str, *, copied: bool = False
@@ -504,9 +504,8 @@ class Session:
         from dtkit.engine.state import peer_snapshots
 
         found, kept = self._get_job(job, step), self._snapshots.setdefault(job, [])
-        return self._run_abortable(
-            lambda: peer_snapshots.take_snapshot(found, kept, self._memory_trackers[job].compute_spare_bytes())
-        )  # type: ignore[no-any-return]
+        spare_bytes = self._memory_trackers[job].compute_spare_bytes()
+        return self._run_abortable(lambda: peer_snapshots.take_snapshot(found, kept, spare_bytes))  # type: ignore[no-any-return]
 
     def _count_snapshot_bytes(self, job: str) -> int:
         return sum(copies.nbytes for copies in self._snapshots.get(job, ()))
@@ -541,25 +540,27 @@ class Session:
         copies = {one.step: tuple(one.parts_by_rank) for one in self._snapshots.get(job, ())}
         return found.step, not found.partially_updated, found.lr, copies
 
-    def op_export_state(self, job: str, what: str) -> Shipment:
+    def op_export_state(self, job: str, what: str) -> Payload:
         """What this rank holds of a job's state: see :func:`dtkit.engine.state.survivors.export_state`."""
         from dtkit.engine.state.survivors import export_state
 
-        return ship(pickling.pack([export_state(self._get_job(job), what)]), self._file_owner)
+        return make_payload(pickling.pack_object([export_state(self._get_job(job), what)]), self._file_owner)
 
-    def op_export_snapshot(self, job: str, step: int, parts: Sequence[int]) -> Shipment:
+    def op_export_snapshot(self, job: str, step: int, parts: Sequence[int]) -> Payload:
         """Copies that are kept here of these ranks' parts of a job, as of `step`."""
         from dtkit.engine.state import peer_snapshots
 
-        return ship(pickling.pack(peer_snapshots.export_parts(self._snapshots[job], step, parts)), self._file_owner)
+        return make_payload(
+            pickling.pack_object(peer_snapshots.export_parts(self._snapshots[job], step, parts)), self._file_owner
+        )
 
-    def op_export_data(self) -> Shipment:
+    def op_export_data(self) -> Payload:
         """Data and models that this engine holds, for one that takes another's place."""
-        return ship(pickling.pack((self._models, self._data, self._streams)), self._file_owner)
+        return make_payload(pickling.pack_object((self._models, self._data, self._streams)), self._file_owner)
 
-    def op_import_data(self, shipment: Shipment) -> None:
+    def op_import_data(self, shipment: Payload) -> None:
         """What another engine handed over."""
-        self._models, self._data, self._streams = shipment.unload()
+        self._models, self._data, self._streams = shipment.load()
 
     def op_repartition(self) -> None:
         """Cut all data into as many shards as there are ranks now."""
@@ -576,7 +577,7 @@ class Session:
     def _make_end_early_check(self, job: str) -> Callable[[], bool]:
         """Whether the notebook has left word, in the folder that both see, that it waits for this dispatch to end."""
         assert self._spec is not None
-        return (Path(self._spec.store).parent / f"{HURRY}{job}").exists
+        return (Path(self._spec.store_path).parent / f"{END_EARLY_PREFIX}{job}").exists
 
     def op_inject_delay(self, job: str, factor: float) -> None:
         """Have this rank's computing take so many times as long."""
@@ -589,14 +590,14 @@ class Session:
             if not 0.8 < limit / self._collective_timeout_s < 1.25:
                 self._set_collective_timeout(limit)
 
-    def op_state_dict_parts(self, job: str) -> Shipment | None:
+    def op_state_dict_parts(self, job: str) -> Payload | None:
         """What this rank gives to the model's state dict; nothing from a rank whose copy is another's too."""
         found = self._get_job(job).state_dict_parts()
-        return ship(pickling.pack(found), self._file_owner) if found else None
+        return make_payload(pickling.pack_object(found), self._file_owner) if found else None
 
-    def op_max_gradients(self, job: str) -> Shipment:
+    def op_max_gradients(self, job: str) -> Payload:
         """The largest gradient of every number so far, of a job that works alone: {parameter: tensor}."""
-        return ship(pickling.pack(dict(self._get_job(job).max_gradients or {})), self._file_owner)
+        return make_payload(pickling.pack_object(dict(self._get_job(job).max_gradients or {})), self._file_owner)
 
     def op_evaluate(
         self,
@@ -617,7 +618,7 @@ class Session:
         # unpickles: sent by the notebook in a call
         metrics = pickling.loads(program)
         source, shards = self._data[data]
-        parts = shards.split_for_replicas(found.context.mesh.replicas)
+        parts = shards.split_for_replicas(found.context.mesh.num_replicas)
         batches = load_evaluation_batches(
             source, parts[found.context.shards[0]], batch_size, loading or LoadingOptions(), self.group.rank
         )
@@ -633,10 +634,10 @@ class Session:
     def _get_job(self, job: str, step: int | None = None) -> Job:
         """The job, which must stand at `step` if that is given."""
         if job not in self._jobs:
-            raise Refused(f"no job {job} on this engine; it was released")
+            raise RefusedError(f"no job {job} on this engine; it was released")
         found = self._jobs[job]
         if step is not None and found.step != step:
-            raise Refused(f"the job stands at step {found.step}, the call is for step {step}")
+            raise RefusedError(f"the job stands at step {found.step}, the call is for step {step}")
         return found
 
     def collect_partial_result(self, request: Request) -> Any:
@@ -657,7 +658,7 @@ class Session:
         from dtkit.engine.comm.process_group import is_lost_peer_error
 
         job = self._jobs.get(str(request.args.get("job")))
-        kind = "refused" if isinstance(error, Refused) else "error"
+        kind = "refused" if isinstance(error, RefusedError) else "error"
         if (
             kind == "error" and self.sigint_handler.was_interrupted
         ):  # a KeyboardInterrupt of the user's own code is an error

@@ -151,15 +151,15 @@ class Explanation(abc.ABC):
 
     @functools.cached_property
     def _figure_html(self) -> str:
-        from dtkit.dashboard import figures
+        from dtkit.dashboard.figures import run_figure
 
-        return figures.image(self.figure(), "the step as a picture")
+        return run_figure.format_img_tag(self.figure(), "the step as a picture")
 
     def __repr__(self) -> str:
-        return str(self._view_module.text(self))
+        return str(self._view_module.format_text(self))
 
     def _repr_html_(self) -> str:
-        return f"<div>{self._view_module.page(self)}{self._figure_html}</div>"
+        return f"<div>{self._view_module.format_html(self)}{self._figure_html}</div>"
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -273,15 +273,15 @@ class StepExplanation(Explanation):
 
     def figure(self) -> Figure:
         """A picture of the step as a matplotlib Figure: rows and losses by rank, gradients by layer, checksums."""
-        from dtkit.dashboard.step_figure import step_figure
+        from dtkit.dashboard.figures.data_parallel_figure import draw_step
 
-        return step_figure(self)
+        return draw_step(self)
 
     @property
     def _view_module(self) -> ModuleType:
-        from dtkit.dashboard import step_text
+        from dtkit.dashboard.text import data_parallel_text
 
-        return step_text
+        return data_parallel_text
 
 
 _NORM_FIELDS = ("own", "contribution", "reduced", "cosine", "update", "value")

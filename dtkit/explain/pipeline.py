@@ -239,15 +239,15 @@ class PipelineExplanation(Explanation):
 
     def figure(self) -> Figure:
         """A picture as a matplotlib Figure: who sent what when, how large it was, and what each stage made of it."""
-        from dtkit.dashboard.stages_figure import stages_figure
+        from dtkit.dashboard.figures.pipeline_figure import draw_pipeline_step
 
-        return stages_figure(self)
+        return draw_pipeline_step(self)
 
     @property
     def _view_module(self) -> ModuleType:
-        from dtkit.dashboard import stages_text
+        from dtkit.dashboard.text import pipeline_text
 
-        return stages_text
+        return pipeline_text
 
 
 def _build_stage_rank(report: PipelineReport) -> StageRank:

@@ -191,15 +191,15 @@ class ShardedExplanation(Explanation):
 
     def figure(self) -> Figure:
         """A picture as a matplotlib Figure: what each kind of collective sends, and what was counted."""
-        from dtkit.dashboard.slices_view import slices_figure
+        from dtkit.dashboard.figures.sharded_figure import draw_sharded_step
 
-        return slices_figure(self)
+        return draw_sharded_step(self)
 
     @property
     def _view_module(self) -> ModuleType:
-        from dtkit.dashboard import slices_view
+        from dtkit.dashboard.figures import sharded_figure
 
-        return slices_view
+        return sharded_figure
 
 
 def _build_collectives(witness: ShardedReport, groups: _CollectivesByGroup) -> Iterator[Collective]:

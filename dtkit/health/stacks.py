@@ -27,87 +27,93 @@ from typing import TYPE_CHECKING, Any
 
 import dtkit
 from dtkit.engine.observe.stack_sampler import MAX_FRAMES, CallStack, make_stack
-from dtkit.health.diagnosis import SILENT_S, Seen
-from dtkit.health.status import IDLE, Frame, Standing, dump_file, line_of, status_file
+from dtkit.health.diagnosis import WATCHDOG_SILENT_S, RankObservation
+from dtkit.health.status import IDLE, EngineStatus, Frame, find_user_frame, get_dump_path, get_status_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from dtkit.types import NodeInfo
 
-FRESH_S = 1.5  # for the watchdogs to write once more: three of their periods
-DUMP_S = 1.0  # for a dump to be written
-_SAME_S = 2.0  # start times this near are one process's: the system's clock may have been set since
-_AGAIN_S = 5.0  # between two signals to the same rank by a probe
-_THREAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+)", re.MULTILINE)
-_LINE = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
-_ESCAPED = re.compile(r"\\(x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")
-_INSTALLED = re.compile(
+FRESH_STATUS_TIMEOUT_S = 1.5  # for the watchdogs to write once more: three of their periods
+DUMP_TIMEOUT_S = 1.0  # for a dump to be written
+_START_TIME_TOLERANCE_S = 2.0  # start times this near are one process's: the system's clock may have been set since
+_SIGNAL_PERIOD_S = 5.0  # between two signals to the same rank by a probe
+_THREAD_PATTERN = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+)", re.MULTILINE)
+_FRAME_PATTERN = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+_ESCAPE_PATTERN = re.compile(r"\\(x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")
+_INSTALL_FOLDER_PATTERN = re.compile(
     rf"^.*/(?:site|dist)-packages/|^{re.escape(str(Path(dtkit.__file__).parent.parent))}/(?=dtkit/)"
 )
 
 
-class Probe:
+class StatusProbe:
     """What is known of each rank, when called; signals a silent one, at most every five seconds."""
 
-    def __init__(self, folder: Path, nodes: Callable[[], Sequence[NodeInfo]]) -> None:
+    def __init__(self, folder: Path, get_nodes: Callable[[], Sequence[NodeInfo]]) -> None:
         """`nodes` says who is there now: a repair changes that."""
-        self._folder, self._nodes = folder, nodes
-        self._asked: dict[int, float] = {}
+        self._folder, self._get_nodes = folder, get_nodes
+        self._signaled_at: dict[int, float] = {}
         self._dumps: dict[int, tuple[float, tuple[Frame, ...]]] = {}  # by rank: of which writing, and what
 
-    def __call__(self) -> list[Seen]:
+    def __call__(self) -> list[RankObservation]:
         """By rank."""
-        return [_named(self._look(node)) for node in self._nodes()]
+        return [_format_files(self._observe(node)) for node in self._get_nodes()]
 
-    def _look(self, node: NodeInfo) -> Seen:
-        seen = look(self._folder, node)
-        standing = seen.standing
-        if standing is None or (seen.age_s or 0.0) <= SILENT_S or seen.process in ("stopped", "ended"):
+    def _observe(self, node: NodeInfo) -> RankObservation:
+        seen = observe_rank(self._folder, node)
+        standing = seen.status
+        if (
+            standing is None
+            or (seen.status_age_s or 0.0) <= WATCHDOG_SILENT_S
+            or seen.process_state in ("stopped", "ended")
+        ):
             return seen
         now = time.monotonic()
-        if now - self._asked.get(node.rank, -_AGAIN_S) >= _AGAIN_S:
-            self._asked[node.rank] = now
-            self._dumps[node.rank] = standing.time, dump(self._folder, seen)
+        if now - self._signaled_at.get(node.rank, -_SIGNAL_PERIOD_S) >= _SIGNAL_PERIOD_S:
+            self._signaled_at[node.rank] = now
+            self._dumps[node.rank] = standing.observed_at, request_stack_dump(self._folder, seen)
         written, frames = self._dumps[node.rank]
-        return with_dump(seen, frames if written == standing.time else ())
+        return add_dump(seen, frames if written == standing.observed_at else ())
 
 
-def _named(seen: Seen) -> Seen:
+def _format_files(observation: RankObservation) -> RankObservation:
     """With files as the user knows them."""
-    if seen.standing is None:
-        return seen
-    stack = tuple(dataclasses.replace(frame, file=_name(frame.file)) for frame in seen.standing.stack)
-    dumped = tuple(dataclasses.replace(frame, file=_name(frame.file)) for frame in seen.dumped)
-    return dataclasses.replace(seen, standing=dataclasses.replace(seen.standing, stack=stack), dumped=dumped)
+    if observation.status is None:
+        return observation
+    stack = tuple(dataclasses.replace(frame, file=_format_filename(frame.file)) for frame in observation.status.stack)
+    dumped = tuple(dataclasses.replace(frame, file=_format_filename(frame.file)) for frame in observation.dumped_stack)
+    return dataclasses.replace(
+        observation, status=dataclasses.replace(observation.status, stack=stack), dumped_stack=dumped
+    )
 
 
-def look(folder: Path, node: NodeInfo) -> Seen:
+def observe_rank(folder: Path, node: NodeInfo) -> RankObservation:
     """One rank, as the system and its watchdog see it."""
-    standing = read(folder, node)
+    standing = read_status(folder, node)
     process = "unknown"
     if standing is not None and node.host == socket.gethostname():
-        process = state_of(node.pid, standing.created)
-    age = None if standing is None else max(0.0, time.time() - standing.time)
-    return Seen(node.rank, node.host, node.pid, process, age, standing)
+        process = get_process_state(node.pid, standing.process_start_time)
+    age = None if standing is None else max(0.0, time.time() - standing.observed_at)
+    return RankObservation(node.rank, node.host, node.pid, process, age, standing)
 
 
-def read(folder: Path, node: NodeInfo) -> Standing | None:
+def read_status(folder: Path, node: NodeInfo) -> EngineStatus | None:
     """What a rank's watchdog wrote last; None where this engine has written nothing that can be read here."""
     try:
-        found = Standing.from_json(status_file(folder, node.rank).read_text())
+        found = EngineStatus.from_json(get_status_path(folder, node.rank).read_text())
     except (OSError, ValueError, TypeError, KeyError):  # not there, or of another version of dtkit
         return None
     return found if found.pid == node.pid else None
 
 
-def state_of(pid: int, created: float) -> str:
+def get_process_state(pid: int, start_time: float) -> str:
     """A process's state on this host; "ended" where there is none, or another one that got its number."""
     import psutil
 
     try:
         process = psutil.Process(pid)
-        if abs(process.create_time() - created) > _SAME_S:
+        if abs(process.create_time() - start_time) > _START_TIME_TOLERANCE_S:
             return "ended"
         status = str(process.status())
     except psutil.NoSuchProcess:
@@ -121,40 +127,43 @@ def state_of(pid: int, created: float) -> str:
     return "running" if status == psutil.STATUS_RUNNING else "sleeping"
 
 
-def dump(folder: Path, seen: Seen) -> tuple[Frame, ...]:
+def request_stack_dump(folder: Path, observation: RankObservation) -> tuple[Frame, ...]:
     """Have a process on this host write its stacks by itself; the serving thread's. Empty where that can't be had."""
-    standing, path = seen.standing, dump_file(folder, seen.rank)
-    if standing is None or not standing.dumps or seen.process not in ("running", "sleeping"):
+    standing, path = observation.status, get_dump_path(folder, observation.rank)
+    if standing is None or not standing.can_dump_stacks or observation.process_state not in ("running", "sleeping"):
         return ()
     try:
-        return parsed(_written(path, seen.pid)).get(standing.thread, ())
+        return parse_dump(_signal_and_read(path, observation.pid)).get(standing.thread_id, ())
     except OSError:  # it has just ended, or its folder is gone
         return ()
 
 
-def parsed(text: str) -> dict[int, CallStack]:
+def parse_dump(text: str) -> dict[int, CallStack]:
     """What faulthandler wrote of all threads, by their identities."""
-    heads = list(_THREAD.finditer(text))
+    heads = list(_THREAD_PATTERN.finditer(text))
     ends = [head.start() for head in heads[1:]] + [len(text)]
-    return {int(head[1], 16): _parsed(text[head.end() : end]) for head, end in zip(heads, ends, strict=True)}
+    return {int(head[1], 16): _parse_frames(text[head.end() : end]) for head, end in zip(heads, ends, strict=True)}
 
 
-def _parsed(text: str) -> CallStack:
+def _parse_frames(text: str) -> CallStack:
     return make_stack(
-        [(_plain(file), int(line), _plain(name)) for file, line, name in _LINE.findall(text)[:MAX_FRAMES]]
+        [
+            (_unescape(file), int(line), _unescape(name))
+            for file, line, name in _FRAME_PATTERN.findall(text)[:MAX_FRAMES]
+        ]
     )
 
 
-def _plain(name: str) -> str:
+def _unescape(name: str) -> str:
     """With letters beyond ASCII, for which faulthandler writes their numbers."""
-    return _ESCAPED.sub(lambda found: chr(int(found[1][1:], 16)), name) if "\\" in name else name
+    return _ESCAPE_PATTERN.sub(lambda found: chr(int(found[1][1:], 16)), name) if "\\" in name else name
 
 
-def _written(path: Path, pid: int) -> str:
+def _signal_and_read(path: Path, pid: int) -> str:
     """What a process appends to this file upon SIGUSR1. Who it is was compared a moment ago, by `look`."""
     begin = path.stat().st_size
     os.kill(pid, signal.SIGUSR1)
-    pause, deadline, size = threading.Event(), time.monotonic() + DUMP_S, begin
+    pause, deadline, size = threading.Event(), time.monotonic() + DUMP_TIMEOUT_S, begin
     while time.monotonic() < deadline:
         pause.wait(0.03)
         before, size = size, path.stat().st_size
@@ -165,99 +174,105 @@ def _written(path: Path, pid: int) -> str:
         return file.read().decode(errors="replace")
 
 
-def with_dump(seen: Seen, frames: tuple[Frame, ...]) -> Seen:
+def add_dump(observation: RankObservation, frames: tuple[Frame, ...]) -> RankObservation:
     """The same, with a stack that the process wrote by itself."""
-    return dataclasses.replace(seen, dumped=frames)
+    return dataclasses.replace(observation, dumped_stack=frames)
 
 
-def collect(folder: Path, nodes: Sequence[NodeInfo]) -> Stacks:
+def collect_stacks(folder: Path, nodes: Sequence[NodeInfo]) -> Stacks:
     """The stacks of all ranks as of now. Takes half a second on average, and at most four; disturbs nothing."""
-    asked, deadline, pause = time.time(), time.monotonic() + FRESH_S, threading.Event()
-    seen = [look(folder, node) for node in nodes]
-    while time.monotonic() < deadline and not all(_settled(one, asked) for one in seen):
+    asked, deadline, pause = time.time(), time.monotonic() + FRESH_STATUS_TIMEOUT_S, threading.Event()
+    seen = [observe_rank(folder, node) for node in nodes]
+    while time.monotonic() < deadline and not all(_is_final(one, asked) for one in seen):
         pause.wait(0.05)
-        seen = [one if _settled(one, asked) else look(folder, nodes[k]) for k, one in enumerate(seen)]
-    return Stacks([one if _settled(one, asked) else with_dump(one, dump(folder, one)) for one in seen])
+        seen = [one if _is_final(one, asked) else observe_rank(folder, nodes[k]) for k, one in enumerate(seen)]
+    return Stacks([one if _is_final(one, asked) else add_dump(one, request_stack_dump(folder, one)) for one in seen])
 
 
-def _settled(seen: Seen, asked: float) -> bool:
+def _is_final(observation: RankObservation, asked_at: float) -> bool:
     """Whether nothing newer is to be had: it has written since, or won't."""
-    if seen.process in ("stopped", "ended"):
+    if observation.process_state in ("stopped", "ended"):
         return True
-    return seen.standing is not None and seen.standing.time >= asked
+    return observation.status is not None and observation.status.observed_at >= asked_at
 
 
 class Stacks:
     """Every rank's Python stack, as of one moment. Shown in a cell, the user's own lines stand out."""
 
-    def __init__(self, seen: Sequence[Seen]) -> None:
-        self.ranks = tuple(seen)
-        """One :class:`~dtkit.health.diagnosis.Seen` a rank."""
+    def __init__(self, observations: Sequence[RankObservation]) -> None:
+        self.ranks = tuple(observations)
+        """One :class:`~dtkit.health.diagnosis.RankObservation` a rank."""
 
     def __len__(self) -> int:
         return len(self.ranks)
 
     def __getitem__(self, rank: int) -> tuple[Frame, ...]:
         """A rank's stack, innermost first; empty where it is idle, or where nothing is known."""
-        return _stack(self.ranks[rank])
+        return _get_stack(self.ranks[rank])
 
     def __repr__(self) -> str:
         parts = []
         for one in self.ranks:
-            parts.append(_head(one))
-            for title, frames in _sections(one):
+            parts.append(_format_head(one))
+            for title, frames in _list_sections(one):
                 parts += [f"  {title}"] if title else []
                 for frame in frames:
                     mark = ">" if frame.kind == "user" else " "
-                    parts.append(f"  {mark} {_name(frame.file)}:{frame.line} in {frame.function}")
-                    source = _source(frame)
+                    parts.append(f"  {mark} {_format_filename(frame.file)}:{frame.line} in {frame.function}")
+                    source = _get_source_line(frame)
                     parts += [f"        {source}"] if source else []
         return "\n".join(parts)
 
     def _repr_html_(self) -> str:
-        return "".join(_html(one) for one in self.ranks)
+        return "".join(_format_html(one) for one in self.ranks)
 
 
-def _stack(seen: Seen) -> tuple[Frame, ...]:
-    return seen.dumped or (() if seen.standing is None else seen.standing.stack)
+def _get_stack(observation: RankObservation) -> tuple[Frame, ...]:
+    return observation.dumped_stack or (() if observation.status is None else observation.status.stack)
 
 
-def _sections(seen: Seen) -> list[tuple[str, tuple[Frame, ...]]]:
+def _list_sections(observation: RankObservation) -> list[tuple[str, tuple[Frame, ...]]]:
     """The serving thread's stack, then others' by name."""
-    others = {} if seen.standing is None or seen.dumped else seen.standing.threads
-    return [("", _stack(seen)), *((f"thread {name}", frames) for name, frames in others.items())]
+    others = {} if observation.status is None or observation.dumped_stack else observation.status.threads
+    return [("", _get_stack(observation)), *((f"thread {name}", frames) for name, frames in others.items())]
 
 
-def _head(seen: Seen) -> str:
+def _format_head(observation: RankObservation) -> str:
     """Who it is and how it is, in one line."""
-    standing = seen.standing
-    process = "stopped (SIGSTOP)" if seen.process == "stopped" else seen.process
-    parts = [f"rank {seen.rank}", seen.host, f"pid {seen.pid}", process]
+    standing = observation.status
+    process = "stopped (SIGSTOP)" if observation.process_state == "stopped" else observation.process_state
+    parts = [f"rank {observation.rank}", observation.host, f"pid {observation.pid}", process]
     if standing is None:
         return ", ".join([*parts, "nothing is known of what it does"])
-    last = "last seen in " if seen.process in ("stopped", "ended") or (seen.age_s or 0) > SILENT_S else ""
+    last = (
+        "last seen in "
+        if observation.process_state in ("stopped", "ended") or (observation.status_age_s or 0) > WATCHDOG_SILENT_S
+        else ""
+    )
     step = "" if standing.step is None or standing.phase == IDLE else f" of step {standing.step}"
     parts.append(f"{last}{standing.phase}{step}")
     if standing.phase != IDLE:
-        parts.append(f"for {standing.time - standing.since + (seen.age_s or 0.0 if last else 0.0):.0f} s")
-    if standing.blocked:
+        parts.append(
+            f"for {standing.observed_at - standing.phase_since + (observation.status_age_s or 0.0 if last else 0.0):.0f} s"
+        )
+    if standing.is_blocked:
         parts.append("waiting in a collective")
     if last:
-        own = "; the stack is its own, as of now" if seen.dumped else ""
-        parts.append(f"silent for {seen.age_s or 0.0:.0f} s{own}")
+        own = "; the stack is its own, as of now" if observation.dumped_stack else ""
+        parts.append(f"silent for {observation.status_age_s or 0.0:.0f} s{own}")
     return ", ".join(parts)
 
 
-def _html(seen: Seen) -> str:
-    inner = line_of(_stack(seen))
-    at = f" at <code>{html.escape(_name(inner.file))}:{inner.line}</code>" if inner is not None else ""
+def _format_html(observation: RankObservation) -> str:
+    inner = find_user_frame(_get_stack(observation))
+    at = f" at <code>{html.escape(_format_filename(inner.file))}:{inner.line}</code>" if inner is not None else ""
     rows = []
-    for title, frames in _sections(seen):
+    for title, frames in _list_sections(observation):
         rows += [f"<div>{html.escape(title)}</div>"] if title else []
-        rows += [_html_frame(frame) for frame in frames]
+        rows += [_format_html_frame(frame) for frame in frames]
     style = "font-family:monospace;white-space:pre-wrap;margin:2px 0 8px 12px"
     return (
-        f"<details open><summary>{html.escape(_head(seen))}{at}</summary>"
+        f"<details open><summary>{html.escape(_format_head(observation))}{at}</summary>"
         f'<div style="{style}">{"".join(rows)}</div></details>'
     )
 
@@ -269,22 +284,22 @@ _STYLES = {
 }
 
 
-def _html_frame(frame: Frame) -> str:
-    place = html.escape(f"{_name(frame.file)}:{frame.line} in {frame.function}")
-    source = html.escape(_source(frame))
+def _format_html_frame(frame: Frame) -> str:
+    place = html.escape(f"{_format_filename(frame.file)}:{frame.line} in {frame.function}")
+    source = html.escape(_get_source_line(frame))
     return f'<div style="{_STYLES.get(frame.kind, "")}">{place}{f"<br>    {source}" if source else ""}</div>'
 
 
-def _name(file: str) -> str:
+def _format_filename(file: str) -> str:
     """A file's name as the user knows it: cells by their number, packages without where they are installed."""
     shell: Any = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     with contextlib.suppress(AttributeError):  # no shell, or one that has no cells
         known = shell.compile.format_code_name(file)
         if known is not None:
             return " ".join(known)
-    return _INSTALLED.sub("", file)
+    return _INSTALL_FOLDER_PATTERN.sub("", file)
 
 
-def _source(frame: Frame) -> str:
+def _get_source_line(frame: Frame) -> str:
     """A user's line of code, where the notebook has it."""
     return linecache.getline(frame.file, frame.line).strip() if frame.kind == "user" else ""

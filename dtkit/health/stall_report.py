@@ -10,12 +10,12 @@ from dtkit.health.status import IDLE
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dtkit.health.diagnosis import Seen
-    from dtkit.health.status import Standing
+    from dtkit.health.diagnosis import RankObservation
+    from dtkit.health.status import EngineStatus
 
 
 @dataclasses.dataclass(frozen=True)
-class Finding:
+class StallReport:
     """What is to be told."""
 
     kind: str
@@ -25,113 +25,117 @@ class Finding:
     host: str
     phase: str
     step: int | None
-    line: str
+    location: str
     """``file:line in function``; empty where nothing is known."""
     reason: str
     """One sentence."""
     remedy: str
-    seconds: float
+    stalled_s: float
     """For how long nothing has moved."""
 
     @property
     def text(self) -> str:
         """All of it, as a person reads it."""
-        where = f" It stands at {self.line}." if self.line and self.rank is not None else ""
+        where = f" It stands at {self.location}." if self.location and self.rank is not None else ""
         return f"{self.reason}.{where} {self.remedy}".strip()
 
     @property
-    def key(self) -> tuple[object, ...]:
+    def news_key(self) -> tuple[object, ...]:
         """What must differ for another finding to be news."""
         return self.kind, self.rank, self.phase, self.step
 
 
-_SHOW = "cluster.stacks() shows where all ranks stand"
-_END = f"{_SHOW}; cluster.interrupt() ends what they do"
-_PHASES = {IDLE: "no call", "call": "the call", "collective": "a collective", "step": "the midst"}
-_WAIT = "rank {rank} keeps {others} waiting: it "
-_STUCK = {  # cause -> what is the case, and what helps
+_SHOW_STACKS_HINT = "cluster.stacks() shows where all ranks stand"
+_INTERRUPT_HINT = f"{_SHOW_STACKS_HINT}; cluster.interrupt() ends what they do"
+_PHASE_NAMES = {IDLE: "no call", "call": "the call", "collective": "a collective", "step": "the midst"}
+_KEEPS_WAITING_TEXT = "rank {rank} keeps {others} waiting: it "
+_TEXT_BY_CAUSE = {  # cause -> what is the case, and what helps
     "stopped": (
         "rank {rank} is stopped (SIGSTOP) in {place}, and the others wait for it",
         "`kill -CONT {pid}` on {host} lets it go on",
     ),
-    "ended": ("the process of rank {rank} ({pid} on {host}) has ended in {place}", _SHOW),
+    "ended": ("the process of rank {rank} ({pid} on {host}) has ended in {place}", _SHOW_STACKS_HINT),
     "silent": (
         "rank {rank} says nothing, for {seconds:.0f} s now, last in {place}: C code holds its interpreter (the GIL)",
-        _END,
+        _INTERRUPT_HINT,
     ),
     "away": (
-        _WAIT + "has been in {place} for {seconds:.0f} s, and has not begun the collective that they are in",
-        _END,
+        _KEEPS_WAITING_TEXT
+        + "has been in {place} for {seconds:.0f} s, and has not begun the collective that they are in",
+        _INTERRUPT_HINT,
     ),
     "returned": (
-        _WAIT + "has returned from the call, and never began the collective that they are in",
-        f"Call the same collectives on every rank. {_END}",
+        _KEEPS_WAITING_TEXT + "has returned from the call, and never began the collective that they are in",
+        f"Call the same collectives on every rank. {_INTERRUPT_HINT}",
     ),
     "other": (
-        _WAIT + "has been in another collective than they are for {seconds:.0f} s",
-        f"Call the same collectives in the same order on every rank. {_END}",
+        _KEEPS_WAITING_TEXT + "has been in another collective than they are for {seconds:.0f} s",
+        f"Call the same collectives in the same order on every rank. {_INTERRUPT_HINT}",
     ),
 }
 
 
-def stuck(cause: str, one: Seen, world_size: int) -> Finding:
+def report_stuck(cause: str, observation: RankObservation, world_size: int) -> StallReport:
     """A finding on one rank."""
-    standing, seconds = one.standing, one.still_s
-    reason, remedy = _STUCK[cause]
+    standing, seconds = observation.status, observation.stalled_s
+    reason, remedy = _TEXT_BY_CAUSE[cause]
     words = {
-        "rank": one.rank,
-        "pid": one.pid,
-        "host": one.host,
-        "seconds": (one.age_s or 0.0) if cause == "silent" else seconds,
-        "place": _place(standing),
+        "rank": observation.rank,
+        "pid": observation.pid,
+        "host": observation.host,
+        "seconds": (observation.status_age_s or 0.0) if cause == "silent" else seconds,
+        "place": _format_position(standing),
         "others": "the other one" if world_size == 2 else "the others",
     }
-    return _about(one, "stuck", reason.format(**words), remedy.format(**words))
+    return _make_report(observation, "stuck", reason.format(**words), remedy.format(**words))
 
 
-def straggler(one: Seen) -> Finding:
+def report_straggler(observation: RankObservation) -> StallReport:
     """A finding on a rank that is slow, and moves."""
-    slowness = 1.0 if one.standing is None else one.standing.slowness
+    slowness = 1.0 if observation.status is None else observation.status.delay_factor
     why = f"; it is slowed {slowness:g}x on purpose" if slowness > 1 else ""
-    reason = f"rank {one.rank} is a straggler: it goes on, and the others wait for it most of the time{why}"
+    reason = f"rank {observation.rank} is a straggler: it goes on, and the others wait for it most of the time{why}"
     remedy = "It is left alone. Give it a smaller shard: cluster.partition(data, by='speed', ...) does that"
-    return _about(one, "straggler", reason, "run.slow(rank, 1) ends that" if slowness > 1 else remedy)
+    return _make_report(observation, "straggler", reason, "run.slow(rank, 1) ends that" if slowness > 1 else remedy)
 
 
-def together(cause: str, seen: Sequence[Seen]) -> Finding:
+def report_all_stalled(cause: str, observations: Sequence[RankObservation]) -> StallReport:
     """A finding on no rank in particular."""
-    one = max(seen, key=lambda each: each.still_s)
-    seconds = min(each.still_s for each in seen)
+    one = max(observations, key=lambda each: each.stalled_s)
+    seconds = min(each.stalled_s for each in observations)
     places = "; ".join(
-        f"rank {each.rank} in {_place(each.standing)}, {each.line() or 'nowhere known'}" for each in seen
+        f"rank {each.rank} in {_format_position(each.status)}, {each.format_location() or 'nowhere known'}"
+        for each in observations
     )
     if cause == "apart":
         reason = f"all ranks have waited for each other for {seconds:.0f} s, in different places: {places}"
-        remedy = f"They may not call the same collectives in the same order. {_END}"
+        remedy = f"They may not call the same collectives in the same order. {_INTERRUPT_HINT}"
     else:
         reason = f"no rank has moved for {seconds:.0f} s, and none waits for another one: {places}"
-        remedy = f"It is a long step, or one that does not end. {_END}"
-    return dataclasses.replace(_about(one, "together", reason, remedy), rank=None, host="", line="", seconds=seconds)
-
-
-def _about(one: Seen, kind: str, reason: str, remedy: str) -> Finding:
-    standing = one.standing
-    return Finding(
-        kind=kind,
-        rank=one.rank,
-        host=one.host,
-        phase="unknown" if standing is None else standing.phase,
-        step=None if standing is None else standing.step,
-        line=one.line(),
-        reason=reason,
-        remedy=remedy,
-        seconds=one.still_s,
+        remedy = f"It is a long step, or one that does not end. {_INTERRUPT_HINT}"
+    return dataclasses.replace(
+        _make_report(one, "together", reason, remedy), rank=None, host="", location="", stalled_s=seconds
     )
 
 
-def _place(standing: Standing | None) -> str:
+def _make_report(observation: RankObservation, kind: str, reason: str, remedy: str) -> StallReport:
+    standing = observation.status
+    return StallReport(
+        kind=kind,
+        rank=observation.rank,
+        host=observation.host,
+        phase="unknown" if standing is None else standing.phase,
+        step=None if standing is None else standing.step,
+        location=observation.format_location(),
+        reason=reason,
+        remedy=remedy,
+        stalled_s=observation.stalled_s,
+    )
+
+
+def _format_position(status: EngineStatus | None) -> str:
     """Phase and step, as in "forward of step 12"."""
-    if standing is None:
+    if status is None:
         return "an unknown place"
-    phase = _PHASES.get(standing.phase, standing.phase)
-    return phase if standing.step is None or standing.phase == IDLE else f"{phase} of step {standing.step}"
+    phase = _PHASE_NAMES.get(status.phase, status.phase)
+    return phase if status.step is None or status.phase == IDLE else f"{phase} of step {status.step}"

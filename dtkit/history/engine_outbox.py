@@ -26,13 +26,13 @@ import numpy as np
 from dtkit.history.history import ROW_DTYPE
 from dtkit.history.message_times import MESSAGE_DTYPE
 from dtkit.history.run_log import RUNS_FOLDER
-from dtkit.types import Advance
+from dtkit.types import DispatchResult
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-UnreadDispatches = list[tuple[Advance, list[Any]]]
+UnreadDispatches = list[tuple[DispatchResult, list[Any]]]
 """As a dispatch returns it, as far as a history needs it: rows, when they were blocked and in what, and what was
 printed."""
 EvaluationSums = tuple[int, dict[str, tuple[float, float]]]
@@ -48,7 +48,7 @@ class ResultOutbox:
         self._folder, self._rank = folder / RUNS_FOLDER / job, rank
         self._files: list[_OutboxFile] = []
 
-    def store_dispatch(self, advance: Advance, items: Sequence[Any]) -> None:
+    def store_dispatch(self, advance: DispatchResult, items: Sequence[Any]) -> None:
         """Put down what a dispatch did and said. That there is no room for it is no error."""
         rows = np.asarray(advance.rows)
         if len(rows):
@@ -110,9 +110,9 @@ def _get_evaluation_prefix(rank: int) -> str:
     return f"unread-evaluation-{rank}."
 
 
-def _encode_dispatch(advance: Advance, items: Sequence[Any]) -> bytes:
+def _encode_dispatch(advance: DispatchResult, items: Sequence[Any]) -> bytes:
     rows = np.asarray(advance.rows)
-    spans = None if advance.blocked is None else np.asarray(advance.blocked, "f8")
+    spans = None if advance.blocked_spans is None else np.asarray(advance.blocked_spans, "f8")
     sent = None if advance.messages is None else np.asarray(advance.messages)
     head = {
         "rows": len(rows),
@@ -156,7 +156,7 @@ def remove_all(folder: Path, job: str) -> None:
         path.unlink(missing_ok=True)
 
 
-def _read_dispatch(path: Path, rank: int) -> tuple[Advance, list[Any]] | None:
+def _read_dispatch(path: Path, rank: int) -> tuple[DispatchResult, list[Any]] | None:
     """One dispatch; None where the file is not whole."""
     try:
         head, _, data = path.read_bytes().partition(b"\n")
@@ -176,5 +176,5 @@ def _read_dispatch(path: Path, rank: int) -> tuple[Advance, list[Any]] | None:
     in_order = np.array_equal(rows["step"], np.arange(first, first + count)) and (rows["rank"] == rank).all()
     if not in_order or not isinstance(lines, list) or not all(isinstance(text, str) for text in lines):
         return None
-    advance = Advance(rows, first + count, float(rows["lr"][-1]), blocked=blocked, messages=messages)
+    advance = DispatchResult(rows, first + count, float(rows["lr"][-1]), blocked_spans=blocked, messages=messages)
     return advance, [("text", text) for text in lines]

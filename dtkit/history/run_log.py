@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dtkit._util.formatting import plural
+from dtkit._util.formatting import format_count
 from dtkit.history.history import ROW_DTYPE, History
 from dtkit.types import Evaluation, Event
 
@@ -161,7 +161,7 @@ def read_history(folder: Path, *, ranks_per_replica: int) -> History:
         except (ValueError, KeyError, TypeError, AttributeError):
             unreadable += 1
     if unreadable:
-        text = f"{plural(unreadable, 'line')} of this log can't be read, for whatever wrote over them: left out"
+        text = f"{format_count(unreadable, 'line')} of this log can't be read, for whatever wrote over them: left out"
         found.add(Event(int(rows["step"][-1]) + 1 if len(rows) else 0, "error", text, time.time()))
     return found
 

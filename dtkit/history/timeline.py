@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
     from matplotlib.figure import Figure
 
-    from dtkit.schedules.schedule import Action, Schedule
+    from dtkit.schedules.action import Action
+    from dtkit.schedules.schedule import Schedule
     from dtkit.schedules.simulator import Simulation
 
 SPAN_DTYPE = np.dtype(
@@ -171,14 +172,14 @@ class Timeline:
 
     def figure(self) -> Figure:
         """A strip per rank: what it did when, in the last step."""
-        from dtkit.dashboard import timeline_figure
+        from dtkit.dashboard.figures import timeline_figure
 
-        return timeline_figure.draw(self)
+        return timeline_figure.draw_timeline(self)
 
     def _repr_png_(self) -> bytes:
-        from dtkit.dashboard import figures
+        from dtkit.dashboard.figures import run_figure
 
-        return figures.png(self.figure())
+        return run_figure.render_png(self.figure())
 
     def __repr__(self) -> str:
         if not len(self.spans):

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from matplotlib.figure import Figure
 
-    from dtkit.strategies.pipeline.cut import LayerChain
+    from dtkit.planning.layer_chain import LayerChain
 
 
 # --- what was measured --------------------------------------------------------------------------------------
@@ -166,19 +166,19 @@ class Benchmark:
 
     def figure(self) -> Figure:
         """Latency and bandwidth from rank to rank, and the matrix rate of each."""
-        from dtkit.dashboard import plan_view
+        from dtkit.dashboard.figures import plan_figure
 
-        return plan_view.benchmark_figure(self)
+        return plan_figure.draw_benchmark(self)
 
     def __repr__(self) -> str:
-        from dtkit.dashboard import plan_view
+        from dtkit.dashboard.figures import plan_figure
 
-        return plan_view.benchmark_text(self)
+        return plan_figure.format_benchmark_text(self)
 
     def _repr_html_(self) -> str:
-        from dtkit.dashboard import plan_view
+        from dtkit.dashboard.figures import plan_figure
 
-        return plan_view.benchmark_page(self)
+        return plan_figure.format_benchmark_html(self)
 
 
 def compute_ring_bytes(nbytes: float, world_size: int) -> float:
@@ -348,9 +348,9 @@ class Plan:
 
     def figure(self) -> Figure:
         """Memory against what is free, and time per step, by strategy."""
-        from dtkit.dashboard import plan_view
+        from dtkit.dashboard.figures import plan_figure
 
-        return plan_view.plan_figure(self)
+        return plan_figure.draw_plan(self)
 
     def to_pandas(self) -> Any:
         """The rows as a pandas DataFrame."""
@@ -359,14 +359,14 @@ class Plan:
         return pd.DataFrame([{**dataclasses.asdict(row), "fits": row.fits} for row in self.rows])
 
     def __repr__(self) -> str:
-        from dtkit.dashboard import plan_view
+        from dtkit.dashboard.figures import plan_figure
 
-        return plan_view.plan_text(self)
+        return plan_figure.format_plan_text(self)
 
     def _repr_html_(self) -> str:
-        from dtkit.dashboard import plan_view
+        from dtkit.dashboard.figures import plan_figure
 
-        return plan_view.plan_page(self)
+        return plan_figure.format_plan_html(self)
 
 
 def build_rows(
@@ -416,4 +416,4 @@ def describe_persistent(cost: Cost, sent_model: int) -> str:
         "gradients": cost.gradients,
         "optimiser state": cost.optimizer_state,
     }
-    return ", ".join(f"{name} {formatting.size(count)}" for name, count in parts.items() if count)
+    return ", ".join(f"{name} {formatting.format_bytes(count)}" for name, count in parts.items() if count)

@@ -117,9 +117,9 @@ class Memory:
 
     def figure(self) -> Figure:
         """A bar a rank: measured in colour, planned as a hollow bar behind it, the limit as a black mark."""
-        from dtkit.dashboard import memory_view
+        from dtkit.dashboard.figures import memory_figure
 
-        return memory_view.figure(self)
+        return memory_figure.draw_figure(self)
 
     def to_pandas(self) -> Any:
         """A pandas DataFrame, a row a rank; what was planned in columns that begin with ``planned_``."""
@@ -134,14 +134,14 @@ class Memory:
         return pd.DataFrame(found)
 
     def __repr__(self) -> str:
-        from dtkit.dashboard import memory_view
+        from dtkit.dashboard.figures import memory_figure
 
-        return memory_view.text(self)
+        return memory_figure.format_text(self)
 
     def _repr_html_(self) -> str:
-        from dtkit.dashboard import memory_view
+        from dtkit.dashboard.figures import memory_figure
 
-        return memory_view.page(self)
+        return memory_figure.format_html(self)
 
 
 def convert_plan_row(row: MemoryRow) -> dict[str, int] | None:

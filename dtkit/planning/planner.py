@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from dtkit._util import formatting
 from dtkit.cluster import broadcast
-from dtkit.cluster.broadcast import Replicas
-from dtkit.dashboard.progress import waiting
+from dtkit.cluster.broadcast import ModelHandle
+from dtkit.dashboard.text.progress import show_progress
 from dtkit.data import distribute
 from dtkit.data.partition import Partition
 from dtkit.errors import RunError
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from dtkit.cluster.cluster import Cluster
     from dtkit.engine.benchmark import ModelSizes
     from dtkit.engine.dry_run import ActivationPeak
+    from dtkit.planning.layer_chain import LayerChain
     from dtkit.strategies.base import Strategy
-    from dtkit.strategies.pipeline.cut import LayerChain
 
 _CERTAIN_FIT_FACTOR = 12  # times a model's parameters: gradients, and more state than any common optimiser has
 _USABLE_FRACTION = 0.85  # of the free memory: a rehearsal is not worth the risk of running out of it
@@ -50,8 +50,8 @@ def run_benchmark(cluster: Cluster, dtype: str = "float32") -> Benchmark:
     check_idle(cluster)
     _check_dtype(dtype)
     begun = time.monotonic()
-    with waiting(f"measuring {formatting.plural(cluster.world_size, 'engine')} and the links between them"):
-        found = cluster.ask("measure", what="links", dtype=dtype)
+    with show_progress(f"measuring {formatting.format_count(cluster.world_size, 'engine')} and the links between them"):
+        found = cluster.call_all("measure", what="links", dtype=dtype)
     ranks = range(cluster.world_size)
     pairs = {(low, high): value for low in ranks for high, value in found[low].pairs.items()}
     both = pairs | {(high, low): value for (low, high), value in pairs.items()}
@@ -60,7 +60,7 @@ def run_benchmark(cluster: Cluster, dtype: str = "float32") -> Benchmark:
         dtype=dtype,
         backend=cluster.backend,
         flops=tuple(links.flops for links in found),
-        all_reduce_timings=tuple(found[0].all_reduce),
+        all_reduce_timings=tuple(found[0].all_reduce_times),
         latency_s=tuple(tuple(both.get((a, b), nothing)[0] for b in ranks) for a in ranks),
         bandwidth=tuple(tuple(both.get((a, b), nothing)[1] for b in ranks) for a in ranks),
         overlap=min(links.overlap for links in found),
@@ -109,7 +109,7 @@ def make_plan(cluster: Cluster, model: Any, request: PlanRequest) -> Plan:
     _validate_request(cluster, model, request)
     strategies = _resolve_strategies(cluster, model, request)
     network = cluster.benchmark()
-    with waiting(f"planning for {_get_model_name(model)}") as progress:
+    with show_progress(f"planning for {_get_model_name(model)}") as progress:
         study = ModelProfiler(cluster, model, request, progress.update)
         rows = []
         for strategy in strategies:
@@ -147,18 +147,18 @@ class ModelProfiler:
         self.notes: list[str] = []
         self._data = distribute.distribute_validation_data(cluster, request.sample)
         self._program = pickle_program(cluster, model, request.loss_fn, request.training_step, request.optimizer)
-        self._model_key = model.key if isinstance(model, Replicas) else None
+        self._model_key = model.key if isinstance(model, ModelHandle) else None
         self._max_local_samples = _compute_max_local_samples(cluster, request)
         self.memory_budgets = _measure_memory_budgets(cluster, free_caches=True)
         report_progress(f"trying {_get_model_name(model)} without numbers")
         self._sizes: ModelSizes = self._measure_on_rank_0("sizes")
-        self._model_handle: Replicas | None = None
+        self._model_handle: ModelHandle | None = None
         self._profiles: dict[str | None, list[ModelProfile]] = {}
         self._layer_chains: dict[int, LayerChain | None] = {}
         self._has_run_steps = False  # whether real steps were taken: it fits, then
 
     def _measure_on_rank_0(self, measurement: str, **args: Any) -> Any:
-        return self._cluster.ask(
+        return self._cluster.call_all(
             "measure", ranks=[0], what=measurement, program=self._program, model=self._model_key, **args
         )[0]
 
@@ -174,7 +174,7 @@ class ModelProfiler:
         if rows not in self._layer_chains:
             self._report_progress(f"looking for where to cut {_get_model_name(self._model)}")
             key = self._get_model_key() if self._has_run_steps else self._model_key
-            found, why = self._cluster.ask(
+            found, why = self._cluster.call_all(
                 "measure",
                 ranks=[0],
                 what="layers",
@@ -245,7 +245,7 @@ class ModelProfiler:
             update_s=times.update_s,
             gradient_shapes=sizes.shapes,
             rank=rank,
-            model=None if isinstance(self._model, Replicas) else self._model,
+            model=None if isinstance(self._model, ModelHandle) else self._model,
         )
 
     def _measure_step_timings(
@@ -271,7 +271,7 @@ class ModelProfiler:
             return None
         self._report_progress(f"taking some steps of {_get_model_name(self._model)}")
         rows = [min(share, _MAX_CAUTIOUS_ROWS) if ledger else share for share in self._max_local_samples]
-        return self._cluster.ask(
+        return self._cluster.call_all(
             "measure",
             each=[{"rows": count} for count in rows],
             what="times",
@@ -284,7 +284,7 @@ class ModelProfiler:
 
     def _get_model_key(self) -> str:
         """The key of the model on the engines, sent if need be."""
-        if isinstance(self._model, Replicas):
+        if isinstance(self._model, ModelHandle):
             return self._model.key
         if self._model_handle is None:
             self._model_handle = broadcast.broadcast(self._cluster, self._model)
@@ -304,18 +304,18 @@ def pickle_program(
     optimizer: Callable[..., Any],
 ) -> bytes:
     """What the engines are to measure, pickled: shapes of the model where it is not there yet."""
-    from dtkit.engine.dry_run import copy_to_meta
+    from dtkit.strategies.meta_copy import copy_to_meta
     from dtkit.strategies.loss import Loss
 
-    shapes = None if isinstance(model, Replicas) else copy_to_meta(model)
+    shapes = None if isinstance(model, ModelHandle) else copy_to_meta(model)
     return cluster.dumps((shapes, Loss(loss_fn, training_step), optimizer), name="plan")
 
 
 def _measure_memory_budgets(cluster: Cluster, *, free_caches: bool) -> list[MemoryBudget]:
     """The memory that each rank can get, by host and device."""
-    found = cluster.ask("measure", what="room", tidy_up=free_caches)
+    found = cluster.call_all("measure", what="room", tidy_up=free_caches)
     return [
-        MemoryBudget(f"{node.host} {node.device}", free.free, free.held, free.swap, free.limit)
+        MemoryBudget(f"{node.host} {node.device}", free.free_bytes, free.job_bytes, free.swap_bytes, free.limit_bytes)
         for node, free in zip(cluster.nodes, found, strict=True)
     ]
 
@@ -345,9 +345,9 @@ def list_candidates(cluster: Cluster, model: Any) -> list[Strategy]:
     ranks = cluster.world_size
     if ranks > 1:
         found.append(Sharded())
-    if ranks > 1 and not isinstance(model, Replicas) and len(find_layer_chain(model)) >= ranks:
+    if ranks > 1 and not isinstance(model, ModelHandle) and len(find_layer_chain(model)) >= ranks:
         found.append(Pipeline(ranks, 2 * ranks))
-    if ranks > 1 and not isinstance(model, Replicas):
+    if ranks > 1 and not isinstance(model, ModelHandle):
         with contextlib.suppress(ValueError):
             slices = TensorParallel(ranks)
             slices.check_model(model)
@@ -364,7 +364,7 @@ def _resolve_strategies(cluster: Cluster, model: Any, request: PlanRequest) -> S
                 f"strategies holds {strategy!r}; each must be a dtkit strategy such as dtkit.DataParallel()"
             )
         strategy.check(cluster.world_size, request.batch_size)
-        if not isinstance(model, Replicas):
+        if not isinstance(model, ModelHandle):
             strategy.check_model(model)
     if request.strategies is not None and not request.strategies:
         raise ValueError("strategies is empty; leave it out to compare all that exist")
@@ -375,13 +375,13 @@ def _resolve_strategies(cluster: Cluster, model: Any, request: PlanRequest) -> S
 
 
 def _validate_request(cluster: Cluster, model: Any, request: PlanRequest) -> None:
-    if isinstance(model, Replicas):
+    if isinstance(model, ModelHandle):
         if model.cluster is not cluster:
             raise ValueError(
                 f"{model.name} was broadcast on another cluster; give the model, or cluster.broadcast(model)"
             )
     else:
-        broadcast.check(model)
+        broadcast.check_model(model)
     if request.sample is None:
         raise ValueError(
             "a plan needs sample=, a batch or a few rows as in sample=(X[:8], y[:8]), or a Partition: activations are "
@@ -417,7 +417,7 @@ def _check_batch_size(cluster: Cluster, request: PlanRequest) -> None:
 
 
 def _get_model_name(model: Any) -> str:
-    return model.name if isinstance(model, Replicas) else type(model).__name__
+    return model.name if isinstance(model, ModelHandle) else type(model).__name__
 
 
 # --- before a training starts -------------------------------------------------------------------------------
@@ -430,23 +430,23 @@ def check_fits(cluster: Cluster, model: Any, optimizer: Callable[..., Any], stra
     what is free, with swap space and what an earlier run gives back. One short question to the engines where the model
     is small beside their memory; where it is not, the optimiser is tried on the meta device.
     """
-    sent = 0 if isinstance(model, Replicas) else _count_model_bytes(model)
+    sent = 0 if isinstance(model, ModelHandle) else _count_model_bytes(model)
     certainly = _CERTAIN_FIT_FACTOR * (sent or model.nbytes)
     if (
         plans.find_shortage([certainly] * cluster.world_size, _measure_memory_budgets(cluster, free_caches=False))
         is None
     ):
         return
-    key = model.key if isinstance(model, Replicas) else None
+    key = model.key if isinstance(model, ModelHandle) else None
     asked = pickle_program(cluster, model, None, None, optimizer)
-    sizes = cluster.ask("measure", ranks=[0], what="sizes", program=asked, model=key)[0]
+    sizes = cluster.call_all("measure", ranks=[0], what="sizes", program=asked, model=key)[0]
     rooms = _measure_memory_budgets(cluster, free_caches=True)
     fact = ModelProfile(
         0,
         sent if _trains_on_host(cluster) else 0,
         sizes.parameters,
         sizes.gradients,
-        sizes.state or 0,
+        sizes.optimizer_state or 0,
         0,
         gradient_shapes=sizes.shapes,
     )
@@ -491,12 +491,12 @@ def _format_refusal(
             "keeps nothing), or engines with more memory"
         )
     return (
-        f"{name} does not fit rank {rank} with {strategy!r}: it needs {formatting.size(needed)} there before the first "
-        f"activation ({parts}), and {formatting.size(free)} are free for it. {remedy}"
+        f"{name} does not fit rank {rank} with {strategy!r}: it needs {formatting.format_bytes(needed)} there before the first "
+        f"activation ({parts}), and {formatting.format_bytes(free)} are free for it. {remedy}"
     )
 
 
 def _count_model_bytes(model: Any) -> int:
-    from dtkit.engine.dry_run import count_bytes
+    from dtkit.strategies.meta_copy import count_bytes
 
     return count_bytes([*model.parameters(), *model.buffers()])

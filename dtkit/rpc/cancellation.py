@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
-    from dtkit.health.status import Standing
+    from dtkit.health.status import EngineStatus
     from dtkit.types import Reply
 
-TURN_S = 20.0  # to wait for a call's turn
-_STILL_S = 10.0  # that an engine may make no progress with what it does before: then it is stuck in that
-_UNSEEN_S = 2.0  # that its watchdog may write nothing
-_PART_S = 0.1
+TURN_TIMEOUT_S = 20.0  # to wait for a call's turn
+_STALLED_S = 10.0  # that an engine may make no progress with what it does before: then it is stuck in that
+_STATUS_TIMEOUT_S = 2.0  # that its watchdog may write nothing
+_WAIT_SLICE_S = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
-class Queued:
+class AbandonedCall:
     """One request to these ranks, a future each; without futures the sending was broken off."""
 
     op: str
@@ -36,29 +36,34 @@ class Queued:
     ranks: Sequence[int]
     futures: Sequence[Future[Reply]]
 
-    def undone(self) -> list[int]:
+    def get_pending_ranks(self) -> list[int]:
         """The ranks that have not answered."""
         if not self.futures:
             return list(self.ranks)
         return [rank for rank, future in zip(self.ranks, self.futures, strict=True) if not future.done()]
 
-    def come(self, look: Callable[[int], Standing | None]) -> bool:
+    def wait_for_turn(self, read_status: Callable[[int], EngineStatus | None]) -> bool:
         """Wait for its turn on every rank that has not answered. False where that is still far.
 
         `look` tells what a rank's watchdog wrote last. Of one of whom nothing is known, or that is stuck in what comes
         before, it is taken to have come.
         """
-        first, begun = {rank: look(rank) for rank in self.undone()}, time.monotonic()
-        while any(self._before(first[rank], look(rank), time.monotonic() - begun) for rank in self.undone()):
-            if time.monotonic() - begun > TURN_S:
+        first, begun = {rank: read_status(rank) for rank in self.get_pending_ranks()}, time.monotonic()
+        while any(
+            self._is_before_turn(first[rank], read_status(rank), time.monotonic() - begun)
+            for rank in self.get_pending_ranks()
+        ):
+            if time.monotonic() - begun > TURN_TIMEOUT_S:
                 return False
-            concurrent.futures.wait(self.futures, _PART_S)
+            concurrent.futures.wait(self.futures, _WAIT_SLICE_S)
         return True
 
-    def _before(self, first: Standing | None, now: Standing | None, waited: float) -> bool:
+    def _is_before_turn(self, first_status: EngineStatus | None, status: EngineStatus | None, waited_s: float) -> bool:
         """Whether a rank has not come to this call."""
-        if now is None:
+        if status is None:
             return False
-        if first is not None and now.time == first.time:  # of a moment at which it may have done another call
-            return waited < _UNSEEN_S
-        return now.op != self.op and now.still_s < _STILL_S
+        if (
+            first_status is not None and status.observed_at == first_status.observed_at
+        ):  # of a moment at which it may have done another call
+            return waited_s < _STATUS_TIMEOUT_S
+        return status.op != self.op and status.stalled_s < _STALLED_S

@@ -25,12 +25,19 @@ import numpy as np
 from dtkit import __version__
 from dtkit.cluster import reaper
 from dtkit.engine.node_info import get_handshake
-from dtkit.errors import ClusterClosed, ClusterError, DtkitError, EngineError, VersionMismatch, telling
+from dtkit.errors import (
+    ClusterClosedError,
+    ClusterError,
+    DtkitError,
+    EngineError,
+    VersionMismatchError,
+    drop_consequential_refusals,
+)
 from dtkit.health import stacks
 from dtkit.rpc import pickling
-from dtkit.rpc.cancellation import Queued
-from dtkit.rpc.payload import Shipment, ship
-from dtkit.types import CALLED_OFF, HURRY, Failure, GroupSpec, Heritage, NodeInfo, Reply, Request
+from dtkit.rpc.cancellation import AbandonedCall
+from dtkit.rpc.payload import Payload, make_payload
+from dtkit.types import ABORT_FLAG, END_EARLY_PREFIX, EngineInventory, Failure, GroupSpec, NodeInfo, Reply, Request
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,57 +45,57 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dtkit.cluster.devices import DevicePlan
-    from dtkit.health.status import Standing
+    from dtkit.health.status import EngineStatus
     from dtkit.rpc import shared_memory
     from dtkit.rpc.transport import Transport
 
-SNAPSHOTS = "snapshots"
-ALONE_S = 30.0  # for what an engine does by itself
-_LOOK_S = 0.5  # between two looks at whether those who are waited for can answer
-GRACE_S = 5.0  # for the other ranks once one has failed, and again after an interrupt
-_SETTLED_S = 30.0  # for what an interrupt broke to be formed anew
-_PART_S = 0.1
-_FIRST_STEP_S, _MARGIN_S = 1800.0, 30.0
+SNAPSHOTS_FOLDER = "snapshots"
+INDEPENDENT_CALL_TIMEOUT_S = 30.0  # for what an engine does by itself
+_POLL_S = 0.5  # between two looks at whether those who are waited for can answer
+FAILURE_GRACE_S = 5.0  # for the other ranks once one has failed, and again after an interrupt
+_REFORM_TIMEOUT_S = 30.0  # for what an interrupt broke to be formed anew
+_WAIT_SLICE_S = 0.1
+_FIRST_STEP_TIMEOUT_S, _CALL_TIMEOUT_MARGIN_S = 1800.0, 30.0
 
 
-class Ranks:
-    """The engines behind a :class:`~dtkit.rpc.transport.Transport`. `keeper` owns the shared files that are made."""
+class EngineGroup:
+    """The engines behind a :class:`~dtkit.rpc.transport.Transport`. `file_owner` owns the shared files that are made."""
 
     def __init__(
         self,
         transport: Transport,
         folder: Path,
-        keeper: shared_memory.Owner,
-        plan: DevicePlan,
+        file_owner: shared_memory.ProcessId,
+        device_plan: DevicePlan,
         timeout: float,
         step_timeout: float | None,
         interface: str | None,
     ) -> None:
-        self._transport, self._folder, self._keeper, self._plan = transport, folder, keeper, plan
+        self._transport, self._folder, self._file_owner, self._device_plan = transport, folder, file_owner, device_plan
         self._timeout, self.step_timeout, self._interface = timeout, step_timeout, interface
         # locks: while ipyparallel queues messages
         self._lock = threading.RLock()
-        self._owner = time.time_ns()  # later notebooks get larger numbers
-        self._generation = self._adopted_at = -1
-        self._formed = False  # whether all ranks have joined it
-        self.bare: set[int] = set()
+        self._owner_id = time.time_ns()  # later notebooks get larger numbers
+        self._generation = self._inherited_generation = -1
+        self._is_formed = False  # whether all ranks have joined it
+        self.uninitialized_ranks: set[int] = set()
         """Ranks of new engines, which hold no data and no model yet."""
-        self._closed = False
-        self._settling: threading.Thread | None = None
+        self._is_closed = False
+        self._reform_thread: threading.Thread | None = None
         self._nodes: list[NodeInfo] = []
-        self._engine_path: list[str] = []
-        self._hosts: dict[int, str] = {}  # by rank, of those that were greeted
-        self._one_host = True
+        self._engine_sys_path: list[str] = []
+        self._host_by_rank: dict[int, str] = {}  # by rank, of those that were greeted
+        self._is_single_host = True
         self.clock_offsets: list[float] | None = None
         """Seconds that each rank's clock is ahead of rank 0's; None on one host, where there is one clock."""
-        self._uploads: list[Shipment] = []
-        self._unwanted: collections.deque[str] = collections.deque()
-        self._keys, self._attempts = itertools.count(), itertools.count()
+        self._uploaded_payloads: list[Payload] = []
+        self._keys_to_free: collections.deque[str] = collections.deque()
+        self._key_counter, self._restart_counter = itertools.count(), itertools.count()
 
     def check_open(self) -> None:
         """Raise ClusterClosed where this cluster was closed."""
-        if self._closed:
-            raise ClusterClosed("this cluster was closed; start another one with dtkit.Cluster()")
+        if self._is_closed:
+            raise ClusterClosedError("this cluster was closed; start another one with dtkit.Cluster()")
 
     def check_owned(self) -> None:
         """Raise Superseded where another notebook is known to have these engines."""
@@ -97,7 +104,7 @@ class Ranks:
 
     @property
     def nodes(self) -> list[NodeInfo]:
-        """One row per rank; memory as it was when last asked (see `refresh`)."""
+        """One row per rank; memory as it was when last asked (see `refresh_nodes`)."""
         return list(self._nodes)
 
     @property
@@ -106,9 +113,9 @@ class Ranks:
         return len(self._transport.engine_ids)
 
     @property
-    def one_host(self) -> bool:
+    def is_single_host(self) -> bool:
         """Whether all engines are on this host, so that they can map its files."""
-        return self._one_host
+        return self._is_single_host
 
     @property
     def folder(self) -> Path:
@@ -121,54 +128,54 @@ class Ranks:
     @property
     def backend(self) -> str:
         """What carries the collectives: "gloo" or "nccl"."""
-        return "nccl" if "nccl" in self._plan.backend else "gloo"
+        return "nccl" if "nccl" in self._device_plan.backend else "gloo"
 
     @property
     def generation(self) -> int:
         """How many times the process group was formed anew."""
         return self._generation
 
-    def refresh(self) -> list[NodeInfo]:
+    def refresh_nodes(self) -> list[NodeInfo]:
         """Ask every engine for its memory again."""
-        self._take_nodes(self.ask("node_info"))
+        self._set_nodes(self.call_all("node_info"))
         return self.nodes
 
-    def _take_nodes(self, infos: Sequence[Any]) -> None:
+    def _set_nodes(self, infos: Sequence[Any]) -> None:
         ids = self._transport.engine_ids
         self._nodes = [NodeInfo(rank=r, engine_id=ids[r], **info) for r, info in enumerate(infos)]
 
-    def greet(self, ranks: Sequence[int] | None = None) -> None:
+    def handshake(self, ranks: Sequence[int] | None = None) -> None:
         """Compare versions with every engine (of `ranks`: the others are gone), before anything else is said, and note
         where they are and what they can import.
         """
         ranks = list(range(self.world_size)) if ranks is None else ranks
-        replies = self._greet(ranks)
-        self._engine_path = list(replies[0].value["path"])  # type: ignore[index]
+        replies = self._exchange_handshakes(ranks)
+        self._engine_sys_path = list(replies[0].value["path"])  # type: ignore[index]
 
-    def _greet(self, ranks: Sequence[int]) -> list[Reply]:
+    def _exchange_handshakes(self, ranks: Sequence[int]) -> list[Reply]:
         mine = get_handshake()
-        replies = self.collect(self.fan_out("handshake", ranks=ranks), self._timeout, ranks)
+        replies = self.gather_replies(self.fan_out("handshake", ranks=ranks), self._timeout, ranks)
         for rank, reply in zip(ranks, replies, strict=True):
             theirs = reply.value
             if not isinstance(theirs, dict):
                 reason = reply.failure.message if reply.failure else "no answer"
-                raise VersionMismatch(
+                raise VersionMismatchError(
                     f"rank {rank} can't load dtkit {__version__}: {reason}. Install the same dtkit-jupyter where the "
                     "engines run"
                 )
             for name in ("dtkit", "python", "cloudpickle", "torch"):
                 if mine[name] != theirs.get(name):
-                    raise VersionMismatch(
+                    raise VersionMismatchError(
                         f"{name} is {mine[name]} in the notebook and {theirs.get(name)} on rank {rank} "
                         f"({theirs['host']}); they must be equal. Start the engines from the notebook's environment"
                     )
-        self._hosts |= {rank: str(reply.value["host"]) for rank, reply in zip(ranks, replies, strict=True)}  # type: ignore[index]
-        self._look_at_hosts()
+        self._host_by_rank |= {rank: str(reply.value["host"]) for rank, reply in zip(ranks, replies, strict=True)}  # type: ignore[index]
+        self._check_hosts()
         return replies
 
-    def _look_at_hosts(self) -> None:
-        hosts = set(self._hosts.values())
-        self._one_host = hosts == {socket.gethostname()}
+    def _check_hosts(self) -> None:
+        hosts = set(self._host_by_rank.values())
+        self._is_single_host = hosts == {socket.gethostname()}
         if len(hosts) > 1 and self._interface is None:
             raise ClusterError(
                 f"the engines run on {len(hosts)} hosts ({', '.join(sorted(hosts))}) and dtkit keeps to loopback by "
@@ -198,116 +205,120 @@ class Ranks:
             for k, rank in enumerate(chosen):
                 if each is not None or same is None:
                     extra = each[k] if each is not None else {}
-                    request = Request(op, self._owner, self._generation, {**args, **extra})
+                    request = Request(op, self._owner_id, self._generation, {**args, **extra})
                     same = pickle.dumps(request, protocol=5)
-                hear = None if listen is None else _for_rank(listen, rank)
+                hear = None if listen is None else _bind_rank(listen, rank)
                 futures.append(self._transport.send(rank, same, hear))
             return futures
 
-    def ask(self, op: str, *, timeout: float | None = None, **options: Any) -> list[Any]:
+    def call_all(self, op: str, *, timeout: float | None = None, **options: Any) -> list[Any]:
         """Fan out, wait, and return the values by rank. On failure the group is formed anew and the cause raised."""
-        self.make_ready()
-        self._free_unwanted()
+        self.ensure_group_formed()
+        self._free_unused_keys()
         futures: list[Future[Reply]] = []
         ranks, generation = options.get("ranks"), self._generation
         try:
             futures = self.fan_out(op, **options)
-            replies = self.collect(futures, timeout or self.patience, ranks)
+            replies = self.gather_replies(futures, timeout or self.call_timeout_s, ranks)
         except KeyboardInterrupt:
-            self._formed = False  # before all else: another interrupt may come any moment
-            self._give_up(Queued(op, generation, range(self.world_size) if ranks is None else ranks, futures))
+            self._is_formed = False  # before all else: another interrupt may come any moment
+            self._abandon_call(
+                AbandonedCall(op, generation, range(self.world_size) if ranks is None else ranks, futures)
+            )
             raise
-        return self.values(replies)
+        return self.unwrap(replies)
 
-    def make_ready(self) -> None:
+    def ensure_group_formed(self) -> None:
         """Have the group formed, where an interrupt broke it or the last try to form it failed."""
-        self.settled()
-        if not self._formed:
-            self.form()
+        self.wait_until_reformed()
+        if not self._is_formed:
+            self.form_process_group()
 
-    def _give_up(self, call: Queued) -> None:
+    def _abandon_call(self, call: AbandonedCall) -> None:
         """Nobody waits for a call any longer: end it on the engines too, and form the group anew where that broke it.
 
         A further interrupt doesn't wait for that; the next call does.
         """
-        self._settling = threading.Thread(target=self._settle, args=(call,), name="dtkit-settle", daemon=True)
-        self._settling.start()
-        self.settled()
+        self._reform_thread = threading.Thread(
+            target=self._end_abandoned_call, args=(call,), name="dtkit-settle", daemon=True
+        )
+        self._reform_thread.start()
+        self.wait_until_reformed()
 
-    def _settle(self, call: Queued) -> None:
+    def _end_abandoned_call(self, call: AbandonedCall) -> None:
         """Where the sending was interrupted, some ranks may have the call, and wait there for others."""
         with contextlib.suppress(DtkitError):  # the next call meets the same, and says so
             if not call.futures:
                 self.interrupt(call.ranks)
-                self.form()
-            elif not call.come(self._look):
-                self._let_be(call)  # it will be done in its turn, for nobody
-            elif left := call.undone():
+                self.form_process_group()
+            elif not call.wait_for_turn(self._read_status):
+                self._mark_group_intact(call)  # it will be done in its turn, for nobody
+            elif left := call.get_pending_ranks():
                 self.interrupt(left)
-                replies = self.collect(call.futures, GRACE_S, call.ranks)
-                self.heal([reply.failure for reply in replies if reply.failure is not None])
+                replies = self.gather_replies(call.futures, FAILURE_GRACE_S, call.ranks)
+                self.reform_if_broken([reply.failure for reply in replies if reply.failure is not None])
             elif failures := [f for future in call.futures if (f := future.result(0).failure) is not None]:
-                self.heal(failures)
+                self.reform_if_broken(failures)
             else:
-                self._let_be(call)
+                self._mark_group_intact(call)
 
-    def _let_be(self, call: Queued) -> None:
+    def _mark_group_intact(self, call: AbandonedCall) -> None:
         """Nothing was broken off: its group is whole, unless another one was formed since."""
         if self._generation == call.generation:
-            self._formed = True
+            self._is_formed = True
 
-    def _look(self, rank: int) -> Standing | None:
+    def _read_status(self, rank: int) -> EngineStatus | None:
         """What a rank's watchdog wrote last."""
-        return stacks.read(self._folder, self._nodes[rank]) if rank < len(self._nodes) else None
+        return stacks.read_status(self._folder, self._nodes[rank]) if rank < len(self._nodes) else None
 
-    def settled(self) -> None:
+    def wait_until_reformed(self) -> None:
         """Wait until the group is formed anew that an interrupt broke; a signal is seen between two waits."""
-        deadline, settling = time.monotonic() + _SETTLED_S, self._settling
+        deadline, settling = time.monotonic() + _REFORM_TIMEOUT_S, self._reform_thread
         if settling is threading.current_thread():
             return
         while settling is not None and settling.is_alive() and time.monotonic() < deadline:
-            settling.join(_PART_S)
+            settling.join(_WAIT_SLICE_S)
 
-    def _free_unwanted(self) -> None:
+    def _free_unused_keys(self) -> None:
         keys = []
         with contextlib.suppress(IndexError):
             while True:
-                keys.append(self._unwanted.popleft())
+                keys.append(self._keys_to_free.popleft())
         if keys:
             self.fan_out("release", keys=keys)
 
-    def values(self, replies: Sequence[Reply]) -> list[Any]:
+    def unwrap(self, replies: Sequence[Reply]) -> list[Any]:
         """The replies' values; or, after forming the group anew, the first cause as an error."""
         failures = [r.failure for r in replies if r.failure is not None]
         if not failures:
             return [r.value for r in replies]
-        cause = EngineError(telling(failures))
+        cause = EngineError(drop_consequential_refusals(failures))
         try:
-            self.heal(failures)
+            self.reform_if_broken(failures)
         except DtkitError as unformed:
             raise cause from unformed
         raise cause
 
-    def heal(self, failures: Sequence[Failure]) -> None:
+    def reform_if_broken(self, failures: Sequence[Failure]) -> None:
         """Form the group anew after failures, unless nothing was run or an engine is gone."""
-        nothing_ran = self._formed and all(f.kind == "refused" for f in failures)
-        if not nothing_ran and not any(f.gone for f in failures):
-            self.form()
+        nothing_ran = self._is_formed and all(f.kind == "refused" for f in failures)
+        if not nothing_ran and not any(f.is_engine_gone for f in failures):
+            self.form_process_group()
 
     @property
-    def patience(self) -> float:
+    def call_timeout_s(self) -> float:
         """Seconds to wait for a call to all ranks: longer than any collective may take, never for ever."""
-        return (self.step_timeout or _FIRST_STEP_S) + _MARGIN_S
+        return (self.step_timeout or _FIRST_STEP_TIMEOUT_S) + _CALL_TIMEOUT_MARGIN_S
 
-    def collect(
+    def gather_replies(
         self,
         futures: Sequence[Future[Reply]],
         timeout: float,
         ranks: Sequence[int] | None = None,
         *,
-        together: bool = False,
-        grace: float | None = None,
-        meanwhile: Callable[[], None] = lambda: None,
+        grace_from_first_reply: bool = False,
+        grace_s: float | None = None,
+        on_poll: Callable[[], None] = lambda: None,
     ) -> list[Reply]:
         """Wait for one reply per rank (of `ranks`). Once one failed the others get a moment, then an interrupt.
 
@@ -315,7 +326,7 @@ class Ranks:
         behind then waits for it in vain. `meanwhile` is called twice a second.
         """
         ranks = range(len(futures)) if ranks is None else ranks
-        grace = GRACE_S if grace is None else grace
+        grace_s = FAILURE_GRACE_S if grace_s is None else grace_s
         begun = time.monotonic()
         deadline = begun + timeout
         arrived = threading.Event()
@@ -323,7 +334,7 @@ class Ranks:
 
         def note(future: Future[Reply]) -> None:
             # waits: already done here
-            if together or future.result().failure is not None:
+            if grace_from_first_reply or future.result().failure is not None:
                 failed_at.append(time.monotonic())
             arrived.set()
 
@@ -331,31 +342,35 @@ class Ranks:
             future.add_done_callback(note)
         interrupted = silent = False
         while not all(f.done() for f in futures):
-            if self._closed:  # nobody will answer any more
-                raise ClusterClosed("this cluster was closed during the call; start another one with dtkit.Cluster()")
+            if self._is_closed:  # nobody will answer any more
+                raise ClusterClosedError(
+                    "this cluster was closed during the call; start another one with dtkit.Cluster()"
+                )
             if silent:
                 self.check_reachable()
-                meanwhile()
+                on_poll()
             now = time.monotonic()
-            limit = min(deadline, failed_at[0] + grace) if failed_at else deadline
+            limit = min(deadline, failed_at[0] + grace_s) if failed_at else deadline
             if now >= limit:
                 if interrupted:
                     break
                 interrupted = True
                 self._transport.interrupt([r for r, f in zip(ranks, futures, strict=True) if not f.done()])
                 failed_at[:] = [now]
-                deadline = now + grace
+                deadline = now + grace_s
                 continue
-            silent = not arrived.wait(min(limit - now, _LOOK_S))
+            silent = not arrived.wait(min(limit - now, _POLL_S))
             arrived.clear()
         waited = time.monotonic() - begun
         # waits: already done here
-        return [f.result() if f.done() else self._stuck(r, waited) for r, f in zip(ranks, futures, strict=True)]
+        return [
+            f.result() if f.done() else self._make_stuck_reply(r, waited) for r, f in zip(ranks, futures, strict=True)
+        ]
 
-    def _stuck(self, rank: int, waited: float) -> Reply:
+    def _make_stuck_reply(self, rank: int, waited_s: float) -> Reply:
         node = self._nodes[rank] if rank < len(self._nodes) else None
         message = (
-            f"no answer within {waited:.0f} s, nor to an interrupt. The engine is stuck; close this cluster and start "
+            f"no answer within {waited_s:.0f} s, nor to an interrupt. The engine is stuck; close this cluster and start "
             "another one"
         )
         failure = Failure(rank, node.host if node else "?", "TimeoutError", message, "", kind="stuck")
@@ -369,117 +384,130 @@ class Ranks:
         self.check_open()
         self._transport.interrupt(list(range(self.world_size)) if ranks is None else ranks, wake=True)
 
-    def alone(self, op: str, ranks: Sequence[int], *, together: bool = False, **options: Any) -> dict[int, Any]:
+    def call_independently(
+        self, op: str, ranks: Sequence[int], *, grace_from_first_reply: bool = False, **options: Any
+    ) -> dict[int, Any]:
         """What each of these ranks answers by itself, needing no group; those that fail in it give nothing."""
-        replies = self.collect(self.fan_out(op, ranks=ranks, **options), ALONE_S, ranks, together=together)
+        replies = self.gather_replies(
+            self.fan_out(op, ranks=ranks, **options),
+            INDEPENDENT_CALL_TIMEOUT_S,
+            ranks,
+            grace_from_first_reply=grace_from_first_reply,
+        )
         return {rank: reply.value for rank, reply in zip(ranks, replies, strict=True) if reply.failure is None}
 
-    def adopt(self) -> list[Heritage]:
+    def acquire_ownership(self) -> list[EngineInventory]:
         """Take over engines that another notebook had, with what they hold. Of each that answers, what that is."""
-        lost = self.lost()
+        lost = self.find_lost_ranks()
         # A notebook that died while it sent a dispatch has left ranks with it, who wait for those without.
-        found = self.alone(
-            "acquire_ownership", [rank for rank in range(self.world_size) if rank not in lost], together=True
+        found = self.call_independently(
+            "acquire_ownership",
+            [rank for rank in range(self.world_size) if rank not in lost],
+            grace_from_first_reply=True,
         )
         if len(found) < self.world_size - len(lost) or not found:
             raise ClusterError(f"{len(found)} of {self.world_size} engines answered; the others are busy, or stuck")
-        self._generation = self._adopted_at = max(heritage.generation for heritage in found.values())
+        self._generation = self._inherited_generation = max(heritage.generation for heritage in found.values())
         return list(found.values())
 
-    def hand_back(self, owner: int) -> None:
+    def return_ownership(self, former_owner: int) -> None:
         """Have the engines belong to another notebook again, in a group of the generation that it knows.
 
         Where another one has adopted them meanwhile, they refuse. DtkitError where the group can't be formed; without
         one they stay, since no call would get through to them.
         """
-        lost, ours = self.lost(), self._generation
-        if ours > self._adopted_at and not lost:
-            self._generation = self._adopted_at - 1
-            _remove_store(self._folder / f"store-{self._adopted_at}")
-            self.form()
-            for generation in range(self._adopted_at + 1, ours + 1):
+        lost, ours = self.find_lost_ranks(), self._generation
+        if ours > self._inherited_generation and not lost:
+            self._generation = self._inherited_generation - 1
+            _remove_store(self._folder / f"store-{self._inherited_generation}")
+            self.form_process_group()
+            for generation in range(self._inherited_generation + 1, ours + 1):
                 _remove_store(self._folder / f"store-{generation}")
-        self.alone("return_ownership", [rank for rank in range(self.world_size) if rank not in lost], owner=owner)
+        self.call_independently(
+            "return_ownership", [rank for rank in range(self.world_size) if rank not in lost], owner=former_owner
+        )
 
     def check_reachable(self) -> None:
         """Raise ClusterError where nothing can reach the engines any more."""
         self._transport.check_reachable()
 
-    def lost(self) -> list[int]:
+    def find_lost_ranks(self) -> list[int]:
         """The ranks whose engines have ended."""
-        return self._transport.lost()
+        return self._transport.find_lost_ranks()
 
     def kill(self, ranks: Sequence[int]) -> None:
         """End these engines' processes at once."""
         self._transport.kill(ranks)
 
-    def emptied(self) -> bool:
+    def clear_if_all_new(self) -> bool:
         """Whether none is left that holds what all held, asked once: they are alike again."""
-        none = len(self.bare) == self.world_size
+        none = len(self.uninitialized_ranks) == self.world_size
         if none:
-            self.bare.clear()
+            self.uninitialized_ranks.clear()
         return none
 
     def replace(self, ranks: Sequence[int]) -> None:
         """Have new engines at these ranks, with the data and models that the others hold. Jobs end: make them anew."""
-        self.bare |= set(ranks)
-        self._end_silent(ranks)
+        self.uninitialized_ranks |= set(ranks)
+        self._kill_processes(ranks)
         self._transport.replace(ranks)
-        self._greet(ranks)
-        self.form(others=True)
+        self._exchange_handshakes(ranks)
+        self.form_process_group(ranks_changed=True)
         self.fan_out("warm_up", ranks=list(ranks))
-        kept = [rank for rank in range(self.world_size) if rank not in self.bare]
+        kept = [rank for rank in range(self.world_size) if rank not in self.uninitialized_ranks]
         if kept:
-            (shipment,) = self.ask("export_data", ranks=kept[:1])
-            self.ask("import_data", ranks=sorted(self.bare), shipment=shipment)
+            (shipment,) = self.call_all("export_data", ranks=kept[:1])
+            self.call_all("import_data", ranks=sorted(self.uninitialized_ranks), shipment=shipment)
             shipment.discard()
-            self.bare.clear()
-        self.sign()
+            self.uninitialized_ranks.clear()
+        self.write_cluster_file()
 
-    def _end_silent(self, ranks: Sequence[int]) -> None:
+    def _kill_processes(self, ranks: Sequence[int]) -> None:
         """The controller forgets an engine that is stopped: no message ends it, and it would stay for ever."""
         here = [node for node in self._nodes if node.rank in ranks and node.host == socket.gethostname()]
-        reaper.end(self._folder, [node.pid for node in here])
+        reaper.kill_members(self._folder, [node.pid for node in here])
 
     def shrink(self, ranks: Sequence[int]) -> None:
         """Go on without these ranks, whose shards the others take. Those above move down. Jobs end: make them anew."""
-        devices = tuple(device for rank, device in enumerate(self._plan.devices) if rank not in ranks)
+        devices = tuple(device for rank, device in enumerate(self._device_plan.devices) if rank not in ranks)
         self._transport.kill(ranks)
-        self._end_silent(ranks)
+        self._kill_processes(ranks)
         self._transport.drop(ranks)
-        self._plan = dataclasses.replace(self._plan, devices=devices)
-        self._hosts = dict(enumerate(host for rank, host in sorted(self._hosts.items()) if rank not in ranks))
-        self._look_at_hosts()
-        self.form(others=True)
-        self.ask("repartition")
-        self.sign()
+        self._device_plan = dataclasses.replace(self._device_plan, devices=devices)
+        self._host_by_rank = dict(
+            enumerate(host for rank, host in sorted(self._host_by_rank.items()) if rank not in ranks)
+        )
+        self._check_hosts()
+        self.form_process_group(ranks_changed=True)
+        self.call_all("repartition")
+        self.write_cluster_file()
 
-    def sign(self) -> None:
+    def write_cluster_file(self) -> None:
         """The ranks are others now: say so to whoever may come later."""
 
-    def form(self, *, others: bool = False) -> None:
+    def form_process_group(self, *, ranks_changed: bool = False) -> None:
         """Form the process group (anew): the next generation, met at a file of its own.
 
         `others`: some ranks are not who they were.
         """
-        self.settled()
+        self.wait_until_reformed()
         with self._lock:
             self.check_open()
             self._generation += 1
-            self._formed = False
+            self._is_formed = False
             store = self._folder / f"store-{self._generation}"
             store.touch(mode=0o600)
             generation = self._generation
-            specs = [self._group_spec(rank, store) for rank in range(self.world_size)]
-            join = {"owner": self._owner, "keeper": self._keeper if self._one_host else None}
-            each = [{"spec": s, "step_timeout": self.step_timeout, "others": others, **join} for s in specs]
+            specs = [self._make_group_spec(rank, store) for rank in range(self.world_size)]
+            join = {"owner": self._owner_id, "keeper": self._file_owner if self._is_single_host else None}
+            each = [{"spec": s, "step_timeout": self.step_timeout, "others": ranks_changed, **join} for s in specs]
             futures = self.fan_out("join_group", each=each)
-        called_off = store.with_name(store.name + CALLED_OFF)
+        called_off = store.with_name(store.name + ABORT_FLAG)
         for future in futures:
             # waits: already done here
-            future.add_done_callback(lambda done: _call_off(called_off, done.result()))
+            future.add_done_callback(lambda done: _write_abort_flag(called_off, done.result()))
         try:
-            replies = self.collect(futures, self._timeout + 5)
+            replies = self.gather_replies(futures, self._timeout + 5)
         except KeyboardInterrupt:  # who waits there for a rank that does not come is to wait no longer either
             called_off.touch(mode=0o600)
             raise
@@ -490,97 +518,101 @@ class Ranks:
         if failures:
             raise EngineError(failures)
         with self._lock:
-            self._formed = self._generation == generation  # another thread may have begun the next one meanwhile
-        self._take_nodes([r.value for r in replies])
-        self.clock_offsets = None if self._one_host else self._compare_clocks()
+            self._is_formed = self._generation == generation  # another thread may have begun the next one meanwhile
+        self._set_nodes([r.value for r in replies])
+        self.clock_offsets = None if self._is_single_host else self._compare_clocks()
 
     def _compare_clocks(self) -> list[float]:
         """How far each rank's clock is ahead of the first one's, in seconds."""
-        replies = self.collect(self.fan_out("read_clock"), self._timeout)
+        replies = self.gather_replies(self.fan_out("read_clock"), self._timeout)
         if failures := [reply.failure for reply in replies if reply.failure is not None]:
-            raise EngineError(telling(failures))  # `values` would form the group anew, which ends in here
+            raise EngineError(
+                drop_consequential_refusals(failures)
+            )  # `values` would form the group anew, which ends in here
         times = np.array([reply.value for reply in replies])
         return list(np.median(times - times[0], axis=1).tolist())
 
-    def _group_spec(self, rank: int, store: Path) -> GroupSpec:
+    def _make_group_spec(self, rank: int, store: Path) -> GroupSpec:
         from dtkit.engine.comm.process_group import find_loopback_interface
 
         return GroupSpec(
             rank=rank,
             world_size=self.world_size,
             generation=self._generation,
-            backend=self._plan.backend,
-            device=self._plan.devices[rank],
-            store=str(store),
+            backend=self._device_plan.backend,
+            device=self._device_plan.devices[rank],
+            store_path=str(store),
             interface=self._interface or find_loopback_interface(),
-            threads=self._plan.threads,
+            threads=self._device_plan.threads,
             timeout_s=self._timeout,
         )
 
     # -- shipping ---------------------------------------------------------------------------------------------
 
-    def new_key(self, kind: str) -> str:
+    def make_key(self, kind: str) -> str:
         """A name that was not used before in this cluster."""
-        return f"{kind}-{self._owner:x}-{next(self._keys)}"
+        return f"{kind}-{self._owner_id:x}-{next(self._key_counter)}"
 
-    def pack(self, obj: Any, name: str | None = None) -> pickling.Packed:
+    def pack(self, obj: Any, name: str | None = None) -> pickling.PackedObject:
         """Take apart what is to travel; modules that the engines can't import travel by value."""
-        return pickling.pack(obj, by_value=pickling.user_modules(self._engine_path), name=name)
+        return pickling.pack_object(obj, by_value=pickling.find_user_modules(self._engine_sys_path), name=name)
 
     def dumps(self, obj: Any, name: str | None = None) -> bytes:
         """As `pack`, for small things."""
-        return pickling.dumps(obj, pickling.user_modules(self._engine_path), name=name)
+        return pickling.dumps(obj, pickling.find_user_modules(self._engine_sys_path), name=name)
 
-    def upload(self, packed: pickling.Packed) -> Shipment:
-        """Put a packed object where all engines can take it; deleted with :meth:`Shipment.discard`, or on `close`."""
-        shipment = ship(packed, self._keeper if self._one_host else None)
-        self._uploads.append(shipment)
+    def upload(self, packed: pickling.PackedObject) -> Payload:
+        """Put a packed object where all engines can take it; deleted with :meth:`Payload.discard`, or on `close`."""
+        shipment = make_payload(packed, self._file_owner if self._is_single_host else None)
+        self._uploaded_payloads.append(shipment)
         return shipment
 
-    def deliver(self, op: str, packed: pickling.Packed, *, broadcast: bool = False, **args: Any) -> list[Any]:
+    def call_all_with_payload(
+        self, op: str, packed: pickling.PackedObject, *, broadcast: bool = False, **args: Any
+    ) -> list[Any]:
         """Have every rank do `op` with a packed object, mapped from one file; or, with `broadcast` and wherever
         there are several hosts, sent to rank 0 and from there over the data plane.
         """
-        broadcast = broadcast or not self._one_host
+        broadcast = broadcast or not self._is_single_host
         shipment = self.upload(packed)
         rest = shipment.without_buffers() if broadcast else shipment
         each = [{"shipment": shipment if rank == 0 else rest} for rank in range(self.world_size)]
         try:
-            return self.ask(op, each=each, broadcast=broadcast, **args)
+            return self.call_all(op, each=each, broadcast=broadcast, **args)
         finally:
-            self.discard(shipment)
+            self.discard_payload(shipment)
 
-    def next_attempt(self) -> int:
+    def next_restart_count(self) -> int:
         """A number for each script that makes its own group: torchrun's restart count."""
-        return next(self._attempts)
+        return next(self._restart_counter)
 
-    def let_go(self, key: str) -> None:
+    def free_later(self, key: str) -> None:
         """Free data, a model or a job with the next call. A finalizer may call this, from any thread."""
-        self._unwanted.append(key)
+        self._keys_to_free.append(key)
 
-    def discard(self, shipment: Shipment) -> None:
+    def discard_payload(self, payload: Payload) -> None:
         """Delete an upload that nobody will open again."""
-        shipment.discard()
+        payload.discard()
         with contextlib.suppress(ValueError):
-            self._uploads.remove(shipment)
+            self._uploaded_payloads.remove(payload)
 
-    def hurry(self, job: str, *, wanted: bool) -> None:
+    def end_early(self, job: str, *, enabled: bool) -> None:
         """Have a dispatch of this job end where its ranks next decide whether to go on."""
-        mark = self._folder / f"{HURRY}{job}"
-        if wanted:
+        mark = self._folder / f"{END_EARLY_PREFIX}{job}"
+        if enabled:
             with contextlib.suppress(OSError):  # a full disk: then it ends when all its steps are taken
                 mark.touch(mode=0o600)
         elif mark.exists():  # where there is none, the folder may be one that nobody can write to any more
             mark.unlink(missing_ok=True)
 
-    def snapshots(self, job: str) -> Path:
+    def make_snapshot_folder(self, job: str) -> Path:
         """Where a run puts what it may have to go back to."""
-        (self._folder / SNAPSHOTS).mkdir(mode=0o700, exist_ok=True)
-        return self._folder / SNAPSHOTS / job
+        (self._folder / SNAPSHOTS_FOLDER).mkdir(mode=0o700, exist_ok=True)
+        return self._folder / SNAPSHOTS_FOLDER / job
 
-    def note_job(self, *, present: bool) -> None:
+    def set_job_flag(self, *, present: bool) -> None:
         """Tell the warden whether a job is in memory, which makes the lease longer."""
-        mark = self._folder / reaper.JOB
+        mark = self._folder / reaper.JOB_FLAG
         if present:
             mark.touch(mode=0o600)
         else:
@@ -593,12 +625,12 @@ def _remove_store(store: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _call_off(mark: Path, reply: Reply) -> None:
+def _write_abort_flag(abort_flag: Path, reply: Reply) -> None:
     """Let those who wait for a rank that could not join know; the folder may be gone by now."""
     if reply.failure is not None:
         with contextlib.suppress(OSError):
-            mark.touch(mode=0o600)
+            abort_flag.touch(mode=0o600)
 
 
-def _for_rank(listen: Callable[[int, int, list[Any]], None], rank: int) -> Callable[[int, list[Any]], None]:
+def _bind_rank(listen: Callable[[int, int, list[Any]], None], rank: int) -> Callable[[int, list[Any]], None]:
     return lambda first, items: listen(rank, first, items)

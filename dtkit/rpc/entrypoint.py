@@ -1,4 +1,4 @@
-"""The door of an engine: ipyparallel calls an `Entry`, which is pickled by reference and imported there.
+"""The door of an engine: ipyparallel calls an `Entrypoint`, which is pickled by reference and imported there.
 
 It is the one place on an engine that knows IPython: it hands whoever serves a way to publish, and the kernel, whose
 handling of interrupts is decided there from then on.
@@ -13,10 +13,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 MIMETYPE = "application/vnd.dtkit.items+json"
-_KEYS = "IPP_CONNECTION_INFO"  # how ipyparallel tells an engine where to connect, and the key: read by now
+_CONNECTION_INFO_VARIABLE = (
+    "IPP_CONNECTION_INFO"  # how ipyparallel tells an engine where to connect, and the key: read by now
+)
 
 
-class Entry:
+class Entrypoint:
     """Callable with one message of bytes; answers a list of one, so that who reads it can take it out."""
 
     def __call__(self, message: bytes) -> list[bytes]:
@@ -25,15 +27,15 @@ class Entry:
 
         from dtkit.engine import server
 
-        os.environ.pop(_KEYS, None)  # a cell that prints its environment must not print it
+        os.environ.pop(_CONNECTION_INFO_VARIABLE, None)  # a cell that prints its environment must not print it
         shell = get_ipython()
         if shell is None:
             return [server.handle_request(message, None)]
         server.attach_sigint_handler(shell.kernel)
-        return [server.handle_request(message, _publisher(shell))]
+        return [server.handle_request(message, _make_publisher(shell))]
 
 
-def _publisher(shell: Any) -> Callable[[int, list[tuple[str, Any]]], None]:
+def _make_publisher(shell: Any) -> Callable[[int, list[tuple[str, Any]]], None]:
     def publish(first: int, items: list[tuple[str, Any]]) -> None:
         shell.display_pub.publish({MIMETYPE: {"first": first, "items": items}})
 

@@ -10,47 +10,51 @@ from dtkit.rpc import pickling, shared_memory
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_SMALL = 256 * 1024  # bytes that go inline: a file is not worth it
+_MAX_INLINE_BYTES = 256 * 1024  # bytes that go inline: a file is not worth it
 
 
 @dataclasses.dataclass(frozen=True)
-class Shipment:
+class Payload:
     """The skeleton of an object and where its buffers are: in a file, inline, or (neither) with rank 0."""
 
-    skeleton: bytes
+    header: bytes
     sizes: tuple[int, ...]
-    handle: shared_memory.Handle | None = None
-    inline: tuple[bytes, ...] | None = None
+    shared_buffer: shared_memory.SharedBuffer | None = None
+    inline_buffers: tuple[bytes, ...] | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers."""
         return sum(self.sizes)
 
-    def without_buffers(self) -> Shipment:
+    def without_buffers(self) -> Payload:
         """For ranks that get the buffers from rank 0."""
-        return dataclasses.replace(self, handle=None, inline=None)
+        return dataclasses.replace(self, shared_buffer=None, inline_buffers=None)
 
-    def buffers(self) -> Sequence[Any] | None:
+    def open_buffers(self) -> Sequence[Any] | None:
         """The buffers: mapped copy-on-write, or inline. None where rank 0 has them."""
-        if self.handle is not None:
-            return shared_memory.Mapping.open(self.handle)
-        return None if self.inline is None else [bytearray(b) for b in self.inline]
+        if self.shared_buffer is not None:
+            return shared_memory.BufferMapping.open(self.shared_buffer)
+        return None if self.inline_buffers is None else [bytearray(b) for b in self.inline_buffers]
 
-    def unload(self, buffers: Sequence[Any] | None = None) -> Any:
+    def load(self, buffers: Sequence[Any] | None = None) -> Any:
         """The object, built on top of its buffers (or on those that came another way)."""
-        found = self.buffers() if buffers is None else buffers
+        found = self.open_buffers() if buffers is None else buffers
         assert found is not None, "a shipment without buffers needs them from rank 0"
-        return pickling.unpack(self.skeleton, found)
+        return pickling.unpack_object(self.header, found)
 
     def discard(self) -> None:
         """Delete the file, if there is one. Those who mapped it keep what they mapped."""
-        if self.handle is not None:
-            shared_memory.remove(self.handle)
+        if self.shared_buffer is not None:
+            shared_memory.remove_file(self.shared_buffer)
 
 
-def ship(packed: pickling.Packed, owner: shared_memory.Owner | None, small: int = _SMALL) -> Shipment:
+def make_payload(
+    packed: pickling.PackedObject, file_owner: shared_memory.ProcessId | None, max_inline_bytes: int = _MAX_INLINE_BYTES
+) -> Payload:
     """Put a packed object on its way. `owner` None: the other end is on another host, so everything goes inline."""
-    if owner is None or packed.nbytes - len(packed.skeleton) <= small:
-        return Shipment(packed.skeleton, packed.sizes, inline=tuple(bytes(b) for b in packed.buffers))
-    return Shipment(packed.skeleton, packed.sizes, handle=shared_memory.write(packed.buffers, owner=owner))
+    if file_owner is None or packed.nbytes - len(packed.header) <= max_inline_bytes:
+        return Payload(packed.header, packed.sizes, inline_buffers=tuple(bytes(b) for b in packed.buffers))
+    return Payload(
+        packed.header, packed.sizes, shared_buffer=shared_memory.write_buffers(packed.buffers, file_owner=file_owner)
+    )

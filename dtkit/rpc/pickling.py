@@ -3,13 +3,13 @@
 An object becomes a *skeleton* (cloudpickle bytes: classes and functions of the notebook by value, everything
 importable by reference) and a list of *buffers*, one for each block of numbers in it. The skeleton is small
 and goes through the controller; the buffers go wherever is fastest (see :mod:`dtkit.rpc.shared_memory`), and
-:func:`unpack` builds arrays and tensors on top of them without a copy.
+:func:`unpack_object` builds arrays and tensors on top of them without a copy.
 
 numpy puts its arrays out of band by itself (pickle protocol 5). torch does not, so tensors are taken over
 here. Identity survives: pickle's memo makes a tied parameter one object again, and two tensors that look at
 the same memory in the same way do so on the engine too.
 
-Modules that an engine can't import travel by value (:func:`user_modules`), registered with cloudpickle for
+Modules that an engine can't import travel by value (:func:`find_user_modules`), registered with cloudpickle for
 the time of one dump and under a lock, since that registry belongs to the whole process.
 """
 
@@ -32,24 +32,24 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import cloudpickle
 import numpy as np
 
-from dtkit._util.guard import attempt, itself
-from dtkit.errors import CannotSend
+from dtkit._util.guard import return_error, run_guarded
+from dtkit.errors import SerializationError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     import torch
 
-_PROTOCOL = 5
+_PICKLE_PROTOCOL = 5
 # locks: while an object is pickled
 _REGISTRY_LOCK = threading.RLock()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Packed:
+class PackedObject:
     """An object ready to travel. Buffers are views of the sender's memory: send them before it changes."""
 
-    skeleton: bytes
+    header: bytes
     buffers: tuple[memoryview, ...]
     """C-contiguous, one-dimensional, of bytes."""
 
@@ -61,34 +61,34 @@ class Packed:
     @property
     def nbytes(self) -> int:
         """Bytes that travel in all, skeleton and buffers."""
-        return len(self.skeleton) + sum(self.sizes)
+        return len(self.header) + sum(self.sizes)
 
 
-def pack(obj: Any, *, by_value: Iterable[types.ModuleType] = (), name: str | None = None) -> Packed:
+def pack_object(obj: Any, *, by_value: Iterable[types.ModuleType] = (), name: str | None = None) -> PackedObject:
     """Take `obj` apart into a skeleton and out-of-band buffers.
 
     `by_value`: modules whose functions and classes travel as code, since the engine can't import them.
     `name`: what the caller calls the object, for error messages; its type or function name by default.
-    Raises :class:`~dtkit.errors.CannotSend`, naming the smallest part that can't be pickled.
+    Raises :class:`~dtkit.errors.SerializationError`, naming the smallest part that can't be pickled.
     """
     buffers: list[pickle.PickleBuffer] = []
-    skeleton = _dump(obj, by_value, name, buffers.append)
-    return Packed(skeleton, tuple(buffer.raw() for buffer in buffers))
+    skeleton = _dump_or_refuse(obj, by_value, name, buffers.append)
+    return PackedObject(skeleton, tuple(buffer.raw() for buffer in buffers))
 
 
-def unpack(skeleton: bytes | memoryview, buffers: Sequence[Any] = ()) -> Any:
+def unpack_object(header: bytes | memoryview, buffers: Sequence[Any] = ()) -> Any:
     """Build the object on top of `buffers`, which it keeps alive.
 
     Arrays and tensors alias writable buffers. Over a read-only buffer an array is read-only, and a tensor,
     for which torch knows no such state, is a copy.
     """
     # unpickles: sent by an engine or the notebook, in a message or a file that it names
-    return pickle.loads(skeleton, buffers=buffers)
+    return pickle.loads(header, buffers=buffers)
 
 
 def dumps(obj: Any, by_value: Iterable[types.ModuleType] = (), *, name: str | None = None) -> bytes:
     """Everything in one string of bytes: for small things. Raises as :func:`pack` does."""
-    return _dump(obj, by_value, name, None)
+    return _dump_or_refuse(obj, by_value, name, None)
 
 
 def loads(data: bytes | memoryview) -> Any:
@@ -97,32 +97,32 @@ def loads(data: bytes | memoryview) -> Any:
     return pickle.loads(data)
 
 
-def _dump(
+def _dump_or_refuse(
     obj: Any,
     by_value: Iterable[types.ModuleType],
     name: str | None,
     buffer_callback: Callable[[pickle.PickleBuffer], Any] | None,
 ) -> bytes:
     def refuse(error: Exception) -> NoReturn:
-        path, cause = _smallest(obj, name or _default_name(obj), error)
-        raise CannotSend(
-            f"{path}: {_first_line(cause)}. What is sent to an engine must be picklable. Create it on the "
+        path, cause = _find_smallest_failing_part(obj, name or _get_default_name(obj), error)
+        raise SerializationError(
+            f"{path}: {_get_first_line(cause)}. What is sent to an engine must be picklable. Create it on the "
             f"engine (in the function, or at the first forward), or leave it out of the object's state with "
             f"__getstate__."
         ) from cause
 
-    with _registered(by_value):  # a user's __reduce__ may raise anything
-        return attempt(lambda: _pickled(obj, buffer_callback), refuse)
+    with _register_by_value(by_value):  # a user's __reduce__ may raise anything
+        return run_guarded(lambda: _pickle_to_bytes(obj, buffer_callback), refuse)
 
 
-def _pickled(obj: Any, buffer_callback: Callable[[pickle.PickleBuffer], Any] | None) -> bytes:
+def _pickle_to_bytes(obj: Any, buffer_callback: Callable[[pickle.PickleBuffer], Any] | None) -> bytes:
     with io.BytesIO() as file:
         _Pickler(file, buffer_callback).dump(obj)
         return file.getvalue()
 
 
 @contextlib.contextmanager
-def _registered(modules: Iterable[types.ModuleType]) -> Iterator[None]:
+def _register_by_value(modules: Iterable[types.ModuleType]) -> Iterator[None]:
     """Have cloudpickle send `incomparable_reasons` by value meanwhile; what the user registered stays registered."""
     with _REGISTRY_LOCK:
         before = cloudpickle.list_registry_pickle_by_value()
@@ -136,47 +136,47 @@ def _registered(modules: Iterable[types.ModuleType]) -> Iterator[None]:
                 cloudpickle.unregister_pickle_by_value(added[name])
 
 
-class _Block:
+class _TensorBlock:
     """Memory that is sent once, however many tensors look at it; unpickles to the buffer itself."""
 
-    def __init__(self, owner: torch.Tensor, data: np.ndarray) -> None:
-        self._owner = owner  # keeps the address from being used again during the dump
+    def __init__(self, source: torch.Tensor, data: np.ndarray) -> None:
+        self._source = source  # keeps the address from being used again during the dump
         self._data = data
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Not of a memoryview: clearing one that is viewed itself crashes the garbage collector (seen with Python 3.11).
-        return _buffer, (pickle.PickleBuffer(self._data),)  # type: ignore[arg-type]  # numpy arrays are buffers
+        return _return_buffer, (pickle.PickleBuffer(self._data),)  # type: ignore[arg-type]  # numpy arrays are buffers
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
     """cloudpickle, with tensors and strided arrays out of band."""
 
     def __init__(self, file: io.BytesIO, buffer_callback: Callable[[pickle.PickleBuffer], Any] | None) -> None:
-        super().__init__(file, protocol=_PROTOCOL, buffer_callback=buffer_callback)
+        super().__init__(file, protocol=_PICKLE_PROTOCOL, buffer_callback=buffer_callback)
         # Where torch was never imported no object can hold a tensor, and importing it takes two seconds.
         self._torch = sys.modules.get("torch")
-        self._blocks: dict[tuple[Any, ...], _Block] = {}
+        self._blocks: dict[tuple[Any, ...], _TensorBlock] = {}
 
     def reducer_override(self, obj: Any) -> Any:
         """How `obj` is taken apart; cloudpickle decides for all but plain tensors and strided arrays."""
         kind = type(obj)
         if kind is np.ndarray:
             return _reduce_array(obj)
-        if self._torch is not None and kind is self._torch.Tensor and _is_plain(obj, self._torch):
+        if self._torch is not None and kind is self._torch.Tensor and _is_plain_tensor(obj, self._torch):
             return self._reduce_tensor(obj)
         return super().reducer_override(obj)
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> tuple[Any, ...]:
-        order = _dense_order(tensor)
+        order = _get_dense_order(tensor)
         shape = tuple(tensor.shape)
         args = (str(tensor.dtype).removeprefix("torch."), shape, order, tensor.requires_grad)
-        return _tensor, (self._block(tensor, order) if tensor.numel() else None, *args)
+        return _rebuild_tensor, (self._get_block(tensor, order) if tensor.numel() else None, *args)
 
-    def _block(self, tensor: torch.Tensor, order: tuple[int, ...] | None) -> _Block:
+    def _get_block(self, tensor: torch.Tensor, order: tuple[int, ...] | None) -> _TensorBlock:
         look = (tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
         key = (tensor.device, tensor.data_ptr(), *look)
         if key not in self._blocks:
-            self._blocks[key] = _Block(tensor, _tensor_bytes(tensor, order))
+            self._blocks[key] = _TensorBlock(tensor, _get_tensor_bytes(tensor, order))
         return self._blocks[key]
 
 
@@ -184,10 +184,10 @@ def _reduce_array(array: np.ndarray) -> Any:
     """Have a strided array sent as a contiguous one, the only kind that numpy sends out of band."""
     if array.flags.forc or array.dtype.hasobject:
         return NotImplemented
-    return np.ascontiguousarray(array).__reduce_ex__(_PROTOCOL)
+    return np.ascontiguousarray(array).__reduce_ex__(_PICKLE_PROTOCOL)
 
 
-def _is_plain(tensor: torch.Tensor, torch: types.ModuleType) -> bool:
+def _is_plain_tensor(tensor: torch.Tensor, torch: types.ModuleType) -> bool:
     """Whether the tensor is its numbers and nothing else; sparse, quantised, meta and so on are torch's."""
     return (
         tensor.layout is torch.strided
@@ -199,7 +199,7 @@ def _is_plain(tensor: torch.Tensor, torch: types.ModuleType) -> bool:
     )
 
 
-def _dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
+def _get_dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
     """The dimensions from outermost to innermost in memory, where there are no gaps; None for the usual
     order.
 
@@ -212,7 +212,7 @@ def _dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
     return order if tensor.permute(order).is_contiguous() else None
 
 
-def _tensor_bytes(tensor: torch.Tensor, order: tuple[int, ...] | None) -> np.ndarray:
+def _get_tensor_bytes(tensor: torch.Tensor, order: tuple[int, ...] | None) -> np.ndarray:
     """The numbers as bytes, in memory order; a copy only from a device, or where there are gaps."""
     import torch
 
@@ -223,19 +223,19 @@ def _tensor_bytes(tensor: torch.Tensor, order: tuple[int, ...] | None) -> np.nda
     return data
 
 
-def _buffer(buffer: Any) -> Any:
-    """What a :class:`_Block` becomes."""
+def _return_buffer(buffer: Any) -> Any:
+    """What a :class:`_TensorBlock` becomes."""
     return buffer
 
 
-def _tensor(
+def _rebuild_tensor(
     buffer: Any,
     dtype: str,
     shape: tuple[int, ...],
     order: tuple[int, ...] | None,
     requires_grad: bool,  # noqa: FBT001 - pickle calls by position
 ) -> torch.Tensor:
-    """Build a tensor on `buffer` (None for one without elements); `order` as in :func:`_dense_order`."""
+    """Build a tensor on `buffer` (None for one without elements); `order` as in :func:`_get_dense_order`."""
     import torch
 
     kind = getattr(torch, dtype)
@@ -255,34 +255,34 @@ def _tensor(
 # --- which part can't be sent ----------------------------------------------------------------------------
 
 
-def _default_name(obj: Any) -> str:
+def _get_default_name(obj: Any) -> str:
     named = isinstance(obj, type | types.FunctionType | types.MethodType | types.ModuleType)
     return str(obj.__name__) if named else type(obj).__name__
 
 
-def _first_line(error: BaseException) -> str:
+def _get_first_line(error: BaseException) -> str:
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0].rstrip(".")
 
 
-def _failure(obj: Any) -> Exception | None:
+def _find_pickle_error(obj: Any) -> Exception | None:
     """Why `obj` alone can't be pickled, or None."""
 
     def fail() -> None:
-        _pickled(obj, lambda _: None)
+        _pickle_to_bytes(obj, lambda _: None)
 
-    return attempt(fail, itself)
+    return run_guarded(fail, return_error)
 
 
-def _smallest(obj: Any, path: str, error: Exception) -> tuple[str, Exception]:
+def _find_smallest_failing_part(obj: Any, path: str, error: Exception) -> tuple[str, Exception]:
     """Follow the parts that fail down to one that fails by itself; its path and its own error."""
     seen = {id(obj)}
     while not isinstance(error.__cause__, RecursionError):  # of a nest that is too deep no part is to blame
-        for step, part in _parts(obj):
+        for step, part in _iterate_parts(obj):
             if id(part) in seen:
                 continue
             seen.add(id(part))
-            cause = _failure(part)
+            cause = _find_pickle_error(part)
             if cause is not None:
                 obj, path, error = part, path + step, cause
                 break
@@ -291,34 +291,34 @@ def _smallest(obj: Any, path: str, error: Exception) -> tuple[str, Exception]:
     return path, error
 
 
-def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
+def _iterate_parts(obj: Any) -> Iterator[tuple[str, Any]]:
     """The parts that pickle would visit below `obj`, each with how one writes it after the object's name."""
     if isinstance(obj, types.FunctionType):
-        yield from _function_parts(obj)
+        yield from _iterate_function_parts(obj)
     elif isinstance(obj, types.MethodType):
         yield ".__self__", obj.__self__
         yield ".__func__", obj.__func__
     elif isinstance(obj, functools.partial):
         yield from ((f".{key}", getattr(obj, key)) for key in ("func", "args", "keywords"))
     elif isinstance(obj, type | types.ModuleType):
-        yield from ((f".{key}", value) for key, value in list(vars(obj).items()) if key not in _MACHINERY)
+        yield from ((f".{key}", value) for key, value in list(vars(obj).items()) if key not in _SKIPPED_ATTRIBUTES)
     elif type(obj) is dict:
         yield from ((f"[{key!r}]", value) for key, value in obj.items())
         yield from ((f" key {key!r}", key) for key in obj)
     elif type(obj) in (list, tuple, set, frozenset):
         yield from ((f"[{index}]", value) for index, value in enumerate(obj))
     else:
-        yield from _object_parts(obj)
+        yield from _iterate_object_parts(obj)
 
 
-_MACHINERY = frozenset({"__dict__", "__weakref__", "__builtins__", "__loader__", "__spec__"})
+_SKIPPED_ATTRIBUTES = frozenset({"__dict__", "__weakref__", "__builtins__", "__loader__", "__spec__"})
 
 
-def _function_parts(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+def _iterate_function_parts(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # an empty cell
             yield f" (closure variable {name!r})", cell.cell_contents
-    for name in sorted(_names(function.__code__)):
+    for name in sorted(_collect_names(function.__code__)):
         if name in function.__globals__:
             yield f" (global variable {name!r})", function.__globals__[name]
     yield from ((f" (default {i})", value) for i, value in enumerate(function.__defaults__ or ()))
@@ -326,23 +326,23 @@ def _function_parts(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     yield from ((f".{key}", value) for key, value in vars(function).items())
 
 
-def _names(code: types.CodeType) -> set[str]:
+def _collect_names(code: types.CodeType) -> set[str]:
     """Names that `code` and the code nested in it look up."""
     nested = (const for const in code.co_consts if isinstance(const, types.CodeType))
-    return set(code.co_names).union(*(_names(inner) for inner in nested))
+    return set(code.co_names).union(*(_collect_names(inner) for inner in nested))
 
 
-def _object_parts(obj: Any) -> Iterator[tuple[str, Any]]:
+def _iterate_object_parts(obj: Any) -> Iterator[tuple[str, Any]]:
     """What the object itself gives to pickle, so that a __getstate__ is respected."""
     # Where this fails it is this object that can't be sent: the caller holds its error.
     # silent: the caller has the error and looks for the part that can't be sent
-    reduced = attempt(lambda: obj.__reduce_ex__(_PROTOCOL), lambda _: None)
+    reduced = run_guarded(lambda: obj.__reduce_ex__(_PICKLE_PROTOCOL), lambda _: None)
     if not isinstance(reduced, tuple):
         return
     _, args, state, items, pairs = (*reduced, None, None, None, None)[:5]
     for part in state if isinstance(state, tuple) else (state,):
         if isinstance(part, dict):
-            yield from _attributes(part)
+            yield from _iterate_attributes(part)
         elif part is not None:
             yield " (its state)", part
     yield from ((f"[{index}]", value) for index, value in enumerate(items or ()))
@@ -351,7 +351,7 @@ def _object_parts(obj: Any) -> Iterator[tuple[str, Any]]:
         yield (".__class__" if value is type(obj) else f" (argument {index} of its reduce)"), value
 
 
-def _attributes(state: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
+def _iterate_attributes(state: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
     """Attributes by name; a module's children, parameters and buffers as the user reaches them."""
     for key, value in state.items():
         if key in ("_modules", "_parameters", "_buffers") and isinstance(value, dict):
@@ -363,7 +363,7 @@ def _attributes(state: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
 # --- which modules must travel by value ------------------------------------------------------------------
 
 
-def user_modules(engine_path: Sequence[str]) -> list[types.ModuleType]:
+def find_user_modules(engine_sys_path: Sequence[str]) -> list[types.ModuleType]:
     """Modules of this process that an engine with `engine_path` as its sys.path can't import, or not as they
     are now.
 
@@ -371,26 +371,26 @@ def user_modules(engine_path: Sequence[str]) -> list[types.ModuleType]:
     while engines live) or that were imported from a folder which the engine doesn't search. Never dtkit, the
     standard library, installed packages or `__main__` (which cloudpickle sends by value anyway).
     """
-    here = _inside(str(Path.cwd()))
-    searched = {_real(entry) for entry in engine_path if entry}
+    here = _make_path_prefix(str(Path.cwd()))
+    searched = {_resolve_path(entry) for entry in engine_sys_path if entry}
     found = []
     for name, module in sys.modules.copy().items():
         if not isinstance(module, types.ModuleType) or module.__name__ != name:
             continue
-        file = _source(module)
-        if file is None or name.partition(".")[0] in _NEVER:
+        file = _find_source(module)
+        if file is None or name.partition(".")[0] in _NEVER_BY_VALUE:
             continue
-        place = _place(name, file)
-        if place and (place.file.startswith(here) or place.root not in searched):
+        place = _locate_module(name, file)
+        if place and (place.file.startswith(here) or place.search_folder not in searched):
             found.append(module)
     return found
 
 
 # The site's own modules may lie outside of the installation (Debian links one to /etc); each Python runs its own.
-_NEVER = frozenset({"dtkit", "__main__", "__mp_main__", "sitecustomize", "usercustomize"})
+_NEVER_BY_VALUE = frozenset({"dtkit", "__main__", "__mp_main__", "sitecustomize", "usercustomize"})
 
 
-def _source(module: types.ModuleType) -> str | None:
+def _find_source(module: types.ModuleType) -> str | None:
     """The Python file of a module, or the folder of a package that has no __init__.py; None for others."""
     file = vars(module).get("__file__")
     if isinstance(file, str):
@@ -400,26 +400,26 @@ def _source(module: types.ModuleType) -> str | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Place:
+class _ModuleLocation:
     file: str
-    root: str
+    search_folder: str
     """The folder that is searched when the module is imported by its name."""
 
 
 @functools.cache
-def _place(name: str, file: str) -> _Place | None:
+def _locate_module(name: str, file: str) -> _ModuleLocation | None:
     """Where a module lies, or None for one that belongs to an installation."""
-    file = _real(file)
-    if file.startswith(_installed()):
+    file = _resolve_path(file)
+    if file.startswith(_list_installation_prefixes()):
         return None
     stem = file.removesuffix(".py").removesuffix(os.sep + "__init__")
     tail = os.sep + name.replace(".", os.sep)
     root = stem.removesuffix(tail) if stem.endswith(tail) else str(Path(file).parent)
-    return _Place(file, root or os.sep)
+    return _ModuleLocation(file, root or os.sep)
 
 
 @functools.cache
-def _installed() -> tuple[str, ...]:
+def _list_installation_prefixes() -> tuple[str, ...]:
     """Folders of the standard library and of installed packages.
 
     Not simply sys.prefix: in a container Python's prefix is /usr, and people work in /usr/src/app.
@@ -428,13 +428,13 @@ def _installed() -> tuple[str, ...]:
     folders = [paths[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")]
     folders += [*site.getsitepackages(), site.getusersitepackages()]
     folders += [sysconfig.get_path("stdlib", vars={"installed_base": sys.base_prefix})]
-    return tuple(dict.fromkeys(_inside(_real(folder)) for folder in folders))
+    return tuple(dict.fromkeys(_make_path_prefix(_resolve_path(folder)) for folder in folders))
 
 
-def _real(path: str) -> str:
+def _resolve_path(path: str) -> str:
     return os.path.realpath(path)
 
 
-def _inside(folder: str) -> str:
+def _make_path_prefix(folder: str) -> str:
     """The prefix that every path below `folder` has."""
-    return _real(folder).rstrip(os.sep) + os.sep
+    return _resolve_path(folder).rstrip(os.sep) + os.sep

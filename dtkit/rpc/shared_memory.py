@@ -8,7 +8,7 @@ a shared memory that is too small (64 MB in a container, by default) answers wit
 SIGBUS. Then a temporary file takes its place, mapped just the same.
 
 Nobody may be left to delete the file when a notebook is killed, so its name says on whose life it hangs
-(``dtkit-<uid>-<pid>-<start>-<random>``) and :func:`sweep` deletes files of processes that are gone.
+(``dtkit-<uid>-<pid>-<start>-<random>``) and :func:`remove_orphans` deletes files of processes that are gone.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 ALIGNMENT = 64
 """Bytes: a cache line, and enough for every vector instruction."""
 
-_SHM = "/dev/shm"  # noqa: S108 - the system's shared memory; files in it are created exclusively
-_NAME = re.compile(r"dtkit-(\d+)-(\d+)-(\d+)-([0-9a-f]{8})[0-9a-f]{16}")
+_SHARED_MEMORY_FOLDER = "/dev/shm"  # noqa: S108 - the system's shared memory; files in it are created exclusively
+_FILENAME_PATTERN = re.compile(r"dtkit-(\d+)-(\d+)-(\d+)-([0-9a-f]{8})[0-9a-f]{16}")
 
 
 @dataclasses.dataclass(frozen=True)
-class Owner:
+class ProcessId:
     """The process on whose life a file's life hangs; its start time tells it from a later one of that pid."""
 
     pid: int
@@ -51,22 +51,22 @@ class Owner:
     """Clock ticks since boot on Linux, elsewhere milliseconds since the epoch."""
 
     @classmethod
-    def of(cls, pid: int | None = None) -> Owner:
+    def from_pid(cls, pid: int | None = None) -> ProcessId:
         """The process `pid`, by default this one. Raises ProcessLookupError where there is none."""
         pid = os.getpid() if pid is None else pid
-        start = _start_time(pid)
+        start = _read_start_time(pid)
         if start is None:
             raise ProcessLookupError(errno.ESRCH, f"no process with pid {pid} is running; name one that is")
         return cls(pid, start)
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         """Whether that very process still runs."""
-        return _start_time(self.pid) == self.start_time
+        return _read_start_time(self.pid) == self.start_time
 
 
 @dataclasses.dataclass(frozen=True)
-class Handle:
+class SharedBuffer:
     """Where the buffers lie: what an engine of the same host needs to map them."""
 
     path: str
@@ -79,18 +79,20 @@ class Handle:
         return max((offset + size for offset, size in self.spans), default=0)
 
 
-def write(buffers: Sequence[Any], *, owner: Owner | None = None, directories: Sequence[str] | None = None) -> Handle:
+def write_buffers(
+    buffers: Sequence[Any], *, file_owner: ProcessId | None = None, directories: Sequence[str] | None = None
+) -> SharedBuffer:
     """Copy `buffers` (contiguous, any type) into one new file and say where they lie.
 
-    `owner`: see :class:`Owner`; this process by default. `directories` are tried in order; by default shared
+    `owner`: see :class:`ProcessId`; this process by default. `directories` are tried in order; by default shared
     memory and then the folder of temporary files. Raises OSError where none of them has the room.
     """
     views = [memoryview(buffer).cast("B") if memoryview(buffer).nbytes else memoryview(b"") for buffer in buffers]
-    spans = _layout([view.nbytes for view in views])
-    owner = owner or Owner.of()
+    spans = _compute_spans([view.nbytes for view in views])
+    file_owner = file_owner or ProcessId.from_pid()
     refusals = []
-    for directory in directories or default_directories():
-        handle = Handle(str(Path(directory, _new_name(owner))), spans)
+    for directory in directories or get_default_directories():
+        handle = SharedBuffer(str(Path(directory, _make_filename(file_owner))), spans)
         try:
             _check_memory(directory, handle.nbytes)
             _write_file(handle, views)
@@ -100,16 +102,16 @@ def write(buffers: Sequence[Any], *, owner: Owner | None = None, directories: Se
             return handle
     raise OSError(
         errno.ENOSPC,
-        f"no room for {Handle('', spans).nbytes / 1e6:.0f} MB of data that engines are to share "
+        f"no room for {SharedBuffer('', spans).nbytes / 1e6:.0f} MB of data that engines are to share "
         f"({'; '.join(refusals)}). Free space, enlarge shared memory (docker run --shm-size) or set TMPDIR",
     )
 
 
-class Mapping:
+class BufferMapping:
     """The reading side of a :class:`Handle`."""
 
     @staticmethod
-    def open(handle: Handle) -> list[memoryview]:
+    def open(handle: SharedBuffer) -> list[memoryview]:
         """Map the file; one writable view per buffer, in order. The views keep the mapping alive, nothing
         else does.
 
@@ -118,7 +120,7 @@ class Mapping:
         """
         descriptor = os.open(handle.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            _check(handle, os.fstat(descriptor))
+            _check_file(handle, os.fstat(descriptor))
             size = max(handle.nbytes, 1)
             pages = mmap.mmap(descriptor, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         finally:
@@ -127,30 +129,30 @@ class Mapping:
         return [view[offset : offset + size] for offset, size in handle.spans]
 
 
-def remove(handle: Handle) -> None:
+def remove_file(handle: SharedBuffer) -> None:
     """Delete the file. Mappings of it stay valid; a file that is gone already is no error."""
     Path(handle.path).unlink(missing_ok=True)
 
 
-def remove_all(owner: Owner, directories: Sequence[str] | None = None) -> list[str]:
+def remove_owned_files(file_owner: ProcessId, directories: Sequence[str] | None = None) -> list[str]:
     """Delete every file that hangs on `owner`, alive or not; returns their paths."""
-    return _unlink(lambda other: other == owner, directories)
+    return _remove_files(lambda other: other == file_owner, directories)
 
 
-def sweep(directories: Sequence[str] | None = None) -> list[str]:
+def remove_orphans(directories: Sequence[str] | None = None) -> list[str]:
     """Delete our user's files whose owner no longer runs; returns their paths.
 
     Only regular files with our naming, of our uid, made on this host (and in this container) are touched.
     """
-    return _unlink(lambda owner: not owner.alive, directories)
+    return _remove_files(lambda owner: not owner.is_alive, directories)
 
 
-def default_directories() -> tuple[str, ...]:
+def get_default_directories() -> tuple[str, ...]:
     """Shared memory, then the folder of temporary files."""
-    return (_SHM, tempfile.gettempdir())
+    return (_SHARED_MEMORY_FOLDER, tempfile.gettempdir())
 
 
-def _layout(sizes: Sequence[int]) -> tuple[tuple[int, int], ...]:
+def _compute_spans(sizes: Sequence[int]) -> tuple[tuple[int, int], ...]:
     spans, offset = [], 0
     for size in sizes:
         spans.append((offset, size))
@@ -160,12 +162,12 @@ def _layout(sizes: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 def _check_memory(directory: str, size: int) -> None:
     """Shared memory counts as memory: beyond what is free, the kernel kills instead of answering."""
-    free = resources.memory().free
-    if directory == _SHM and size > free:
+    free = resources.read_memory().free
+    if directory == _SHARED_MEMORY_FOLDER and size > free:
         raise OSError(errno.ENOMEM, f"only {free / 1e6:.0f} MB of memory are free")
 
 
-def _write_file(handle: Handle, views: Sequence[memoryview]) -> None:
+def _write_file(handle: SharedBuffer, views: Sequence[memoryview]) -> None:
     """Create, reserve, fill; leaves nothing behind when one of them fails."""
     descriptor = os.open(handle.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
@@ -173,7 +175,7 @@ def _write_file(handle: Handle, views: Sequence[memoryview]) -> None:
         for (offset, _), view in zip(handle.spans, views, strict=True):
             _write_at(descriptor, view, offset)
     except BaseException:
-        remove(handle)
+        remove_file(handle)
         raise
     finally:
         os.close(descriptor)
@@ -193,49 +195,51 @@ def _write_at(descriptor: int, view: memoryview, offset: int) -> None:
         view, offset = view[written:], offset + written
 
 
-def _check(handle: Handle, status: os.stat_result) -> None:
+def _check_file(handle: SharedBuffer, status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
         raise PermissionError(errno.EPERM, "not a file of this user; refusing to map it", handle.path)
     if status.st_size < handle.nbytes:  # beyond the end, reading a page is SIGBUS
         raise OSError(errno.EIO, f"holds {status.st_size} of {handle.nbytes} bytes; write it again", handle.path)
 
 
-def _new_name(owner: Owner) -> str:
-    return f"dtkit-{os.getuid()}-{owner.pid}-{owner.start_time}-{_place()}{secrets.token_hex(8)}"
+def _make_filename(file_owner: ProcessId) -> str:
+    return (
+        f"dtkit-{os.getuid()}-{file_owner.pid}-{file_owner.start_time}-{_compute_host_digest()}{secrets.token_hex(8)}"
+    )
 
 
-def _unlink(condemned: Callable[[Owner], bool], directories: Sequence[str] | None) -> list[str]:
+def _remove_files(should_remove: Callable[[ProcessId], bool], directories: Sequence[str] | None) -> list[str]:
     """Delete our files whose owner is condemned."""
     gone = []
-    for directory in directories or default_directories():
-        for path, owner in _ours(directory):
-            if condemned(owner):
+    for directory in directories or get_default_directories():
+        for path, owner in _list_own_files(directory):
+            if should_remove(owner):
                 with contextlib.suppress(FileNotFoundError):  # another process was faster
                     path.unlink()
                     gone.append(str(path))
     return gone
 
 
-def _ours(directory: str) -> list[tuple[Path, Owner]]:
+def _list_own_files(directory: str) -> list[tuple[Path, ProcessId]]:
     try:
         entries = list(Path(directory).iterdir())
     except OSError:  # no such folder, or not ours to read
         return []
-    named = ((entry, _NAME.fullmatch(entry.name)) for entry in entries)
-    return [(path, Owner(int(m[2]), int(m[3]))) for path, m in named if m and _is_ours(path, m)]
+    named = ((entry, _FILENAME_PATTERN.fullmatch(entry.name)) for entry in entries)
+    return [(path, ProcessId(int(m[2]), int(m[3]))) for path, m in named if m and _is_own_file(path, m)]
 
 
-def _is_ours(path: Path, name: re.Match[str]) -> bool:
+def _is_own_file(path: Path, name: re.Match[str]) -> bool:
     try:
         status = path.lstat()
     except FileNotFoundError:
         return False
     mine = int(name[1]) == status.st_uid == os.getuid()
-    return mine and stat.S_ISREG(status.st_mode) and name[4] == _place()
+    return mine and stat.S_ISREG(status.st_mode) and name[4] == _compute_host_digest()
 
 
 @functools.cache
-def _place() -> str:
+def _compute_host_digest() -> str:
     """Eight hexadecimal digits for this host and pid namespace.
 
     A pid means nothing outside them, and a folder for temporary files may be seen from many (a network file
@@ -249,19 +253,19 @@ def _place() -> str:
     return hashlib.blake2s(f"{socket.gethostname()} {namespace}".encode(), digest_size=4).hexdigest()
 
 
-def _start_time(pid: int) -> int | None:
+def _read_start_time(pid: int) -> int | None:
     """When the process started, as an exact integer; None for one that is gone or a zombie."""
     try:
         # The name in parentheses may hold spaces and parentheses itself.
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except FileNotFoundError:
-        return None if Path("/proc/self/stat").exists() else _start_time_elsewhere(pid)
+        return None if Path("/proc/self/stat").exists() else _read_start_time_by_psutil(pid)
     except ProcessLookupError:
         return None
     return None if fields[0] in (b"Z", b"X") else int(fields[19])
 
 
-def _start_time_elsewhere(pid: int) -> int | None:
+def _read_start_time_by_psutil(pid: int) -> int | None:
     try:
         process = psutil.Process(pid)
         return None if process.status() == psutil.STATUS_ZOMBIE else round(process.create_time() * 1000)

@@ -36,7 +36,7 @@ class Transport(Protocol):
     def check_reachable(self) -> None:
         """Raise ClusterError where no message can reach the engines any more. Without waiting."""
 
-    def lost(self) -> list[int]:
+    def find_lost_ranks(self) -> list[int]:
         """The ranks whose engines have ended."""
 
     def kill(self, ranks: Sequence[int]) -> None:

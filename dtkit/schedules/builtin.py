@@ -13,10 +13,10 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+from dtkit.schedules.action import Action
+
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from dtkit.schedules.schedule import Action
 
     Row = list[Action]
 
@@ -72,14 +72,10 @@ def compute_bubble(name: str, ranks: int, micro_batches: int) -> tuple[str, floa
 
 
 def _build_gpipe_row(rank: int, _ranks: int, micro_batches: int) -> Row:
-    from dtkit.schedules.schedule import Action
-
     return [Action(kind, rank, m) for kind in "FB" for m in range(micro_batches)]
 
 
 def _build_1f1b_row(rank: int, ranks: int, micro_batches: int) -> Row:
-    from dtkit.schedules.schedule import Action
-
     forwards = [Action("F", rank, m) for m in range(micro_batches)]
     backwards = [Action("B", rank, m) for m in range(micro_batches)]
     return _alternate(forwards, backwards, ranks - 1 - rank)
@@ -104,8 +100,6 @@ def _build_interleaved_zero_bubble_row(rank: int, ranks: int, micro_batches: int
 
 
 def _build_looped_bfs_row(rank: int, ranks: int, micro_batches: int) -> Row:
-    from dtkit.schedules.schedule import Action
-
     stages = [rank + k * ranks for k in range(BUILTIN_SCHEDULES["LoopedBFS"].stages_per_rank)]
     forwards = [Action("F", stage, m) for stage in stages for m in range(micro_batches)]
     return forwards + [Action("B", stage, m) for stage in reversed(stages) for m in reversed(range(micro_batches))]
@@ -117,8 +111,6 @@ def _build_zbv_row(rank: int, ranks: int, micro_batches: int) -> Row:
     Warm-up; then forward and both halves of backward in turn, on the rank's second and first stage; at the end inputs'
     halves first, since others wait for them, and the weights' halves last.
     """
-    from dtkit.schedules.schedule import Action
-
     first, second = rank, 2 * ranks - 1 - rank
     count = max(2 * ranks - 1, micro_batches)
     todo = {(kind, s): iter(range(count)) for kind in "FIW" for s in (first, second)}
@@ -150,8 +142,6 @@ def _build_zbv_row(rank: int, ranks: int, micro_batches: int) -> Row:
 
 def _list_interleaved_passes(rank: int, ranks: int, micro_batches: int) -> tuple[Row, Row]:
     """Forwards and backwards of a rank with several stages: a round of micro-batches through each stage in turn."""
-    from dtkit.schedules.schedule import Action
-
     per_rank = BUILTIN_SCHEDULES["Interleaved1F1B"].stages_per_rank
     size = micro_batches // max(1, micro_batches // ranks)
     stages = [rank + k * ranks for k in range(per_rank)]

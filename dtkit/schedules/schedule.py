@@ -17,9 +17,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from dtkit.schedules import builtin, validation
+from dtkit.schedules.action import Action, Row
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -32,19 +33,8 @@ IDLE_CELLS = frozenset({"", ".", "-", "_"})
 _CELL_PATTERN = re.compile(r"(\d*)([FBIW])(\d+)", re.IGNORECASE)
 
 
-class Action(NamedTuple):
-    """One thing that a rank does."""
-
-    kind: str
-    """"F", "B", or a half of backward: "I" for the input's gradient, "W" for the weights'."""
-    stage: int
-    micro_batch: int
-
-    def __str__(self) -> str:
-        return f"{self.stage}{self.kind}{self.micro_batch}"
 
 
-Row = tuple[Action | None, ...]
 
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
@@ -154,14 +144,14 @@ class Schedule:
 
     def figure(self) -> Figure:
         """A strip per rank, with backward taking twice as long as forward."""
-        from dtkit.dashboard import schedule_figure
+        from dtkit.dashboard.figures import schedule_figure
 
-        return schedule_figure.draw(self)
+        return schedule_figure.draw_schedule(self)
 
     def _repr_png_(self) -> bytes:
-        from dtkit.dashboard import figures
+        from dtkit.dashboard.figures import run_figure
 
-        return figures.png(self.figure())
+        return run_figure.render_png(self.figure())
 
     def __str__(self) -> str:
         """The table as text, as it can be read again."""

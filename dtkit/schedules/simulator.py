@@ -14,7 +14,8 @@ from dtkit.schedules.validation import find_dependencies, index_actions, order_a
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from dtkit.schedules.schedule import Action, Schedule
+    from dtkit.schedules.action import Action
+    from dtkit.schedules.schedule import Schedule
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from dtkit.schedules.schedule import Action, Row
+    from dtkit.schedules.action import Action, Row
 
     Places = dict[Action, tuple[int, int]]
     """Where each action is: (rank, cell)."""

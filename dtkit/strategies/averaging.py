@@ -82,7 +82,7 @@ class ParameterAveraging(Strategy):
         Steps from one averaging to the next.
     outer
         ``dtkit.OuterSGD(lr, momentum, nesterov)`` for DiLoCo; plain averages without.
-    clip_norm
+    clip_grad_norm
         Largest norm of a rank's own gradient.
 
     """
@@ -96,7 +96,7 @@ class ParameterAveraging(Strategy):
     def __post_init__(self) -> None:
         """Refuse what is no option."""
         check_count("every", self.every)
-        check_positive("clip_norm", self.clip_grad_norm)
+        check_positive("clip_grad_norm", self.clip_grad_norm)
         if self.outer is not None and not isinstance(self.outer, OuterSGD):
             raise TypeError(f"outer={self.outer!r}; it must be a dtkit.OuterSGD, or left out for plain averages")
 

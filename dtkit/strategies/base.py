@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from dtkit.mesh import Mesh
+from dtkit.strategies.loss import EvalOutput
 
 if TYPE_CHECKING:
     import contextlib
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from dtkit.planning.cost_model import Benchmark, Cost, ModelProfile
     from dtkit.schedules.schedule import Schedule
     from dtkit.strategies.loss import Loss
-    from dtkit.types import Astray, Fingerprint
+    from dtkit.types import Fingerprint, NonFiniteLocations
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,19 +60,10 @@ class StepResult:
     """Whether the gradients, reduced over all ranks, are finite: equal on all ranks. If not, nothing was updated."""
     grad_norm: float
     """Of the gradient that was updated with, before clipping; NaN where there was none."""
-    nonfinite: Astray = ()
+    nonfinite: NonFiniteLocations = ()
     """Where it is not finite: what this rank's stages made that is not, for a model in stages."""
 
 
-@dataclasses.dataclass(frozen=True)
-class EvalOutput:
-    """What a model makes of a batch. Output and target are None with a custom `step`."""
-
-    output: Any
-    target: Any
-    loss: torch.Tensor
-    loss_weight: torch.Tensor | None
-    """What a (sum, weight) pair's loss counts for; None for a mean over samples."""
 
 
 EvalFunction = Callable[[Any], "EvalOutput | None"]
@@ -127,7 +119,7 @@ class Strategy(abc.ABC):
 
     def model_shard_id(self, world_size: int, rank: int) -> tuple[int, ...]:
         """Which part of the model a rank holds: ranks with the same answer hold the same."""
-        here = self.build_mesh(world_size).coordinates(rank)
+        here = self.build_mesh(world_size).get_coordinates(rank)
         return tuple(place for axis, place in here.items() if axis != "dp")
 
     def check(self, world_size: int, batch_size: int) -> None:  # noqa: B027 - most strategies work on any size
@@ -183,7 +175,7 @@ class Worker(abc.ABC):
     ) -> StepResult:
         """One synchronised step on micro-batches (samples, batch), none where this rank has no sample.
 
-        `counts` is by shard, of all ranks. With a `microscope` the step is taken apart for it.
+        `row_counts` is by shard, of all ranks. With a `microscope` the step is taken apart for it.
         """
 
     def make_step_probe(self, **position: int) -> StepProbe:

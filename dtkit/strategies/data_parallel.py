@@ -47,7 +47,7 @@ class DataParallel(Strategy):
     accumulate
         Micro-batches that a rank's samples of a step come in, for less memory. `batch_size` stays samples per update;
         a rank with fewer samples than that has as many micro-batches as samples.
-    clip_norm
+    clip_grad_norm
         Largest norm of the whole gradient; larger ones are scaled down to it.
     precision
         "bf16" or "fp16": forward and backward under torch's autocast, with the loss scaled for fp16. Parameters and
@@ -56,7 +56,7 @@ class DataParallel(Strategy):
         Whether to compile the model with ``torch.compile``; the first steps then take much longer.
     compress
         "fp16", "bf16" or "powersgd": send fewer bytes; see :mod:`dtkit.strategies.compression`. No longer exact.
-    bucket_mb
+    bucket_cap_mb
         Size of DDP's buckets in MB; 25 by default.
     balance
         "auto": ranks that turn out faster take more samples of each batch. The rows of a step stay the same.
@@ -80,8 +80,8 @@ class DataParallel(Strategy):
     def __post_init__(self) -> None:
         """Refuse what is no option."""
         check_count("accumulate", self.accumulate)
-        check_positive("clip_norm", self.clip_grad_norm)
-        check_positive("bucket_mb", self.bucket_cap_mb)
+        check_positive("clip_grad_norm", self.clip_grad_norm)
+        check_positive("bucket_cap_mb", self.bucket_cap_mb)
         check_choice("precision", self.precision, AUTOCAST_DTYPES)
         check_choice("compress", self.compress, compression.COMPRESSION_METHODS)
         check_choice("balance", self.balance, ("auto",))
@@ -193,7 +193,7 @@ class _DDPWorker(ReplicatedWorker):
         # DDP's reducer, which we hold, holds the hook in C++, where no garbage collection sees it: a hook that held us
         # would keep every model for ever. (DDP reads its annotations, and wants objects there, not names.)
         this = weakref.proxy(self)
-        module.register_comm_hook(None, lambda _, bucket: this.launch(bucket))
+        module.register_comm_hook(None, lambda _, bucket: this.launch_reduce(bucket))
         return module
 
     def launch_reduce(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:

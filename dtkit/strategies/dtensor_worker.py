@@ -27,20 +27,28 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
 from dtkit.engine.observe.collective_probe import CollectiveProbe
+from dtkit.engine.state.dtensor_shards import (
+    count_shards,
+    get_local_tensor,
+    get_num_fused_blocks,
+    get_shard_position,
+)
+from dtkit.engine.state.tensor_part import TensorPart
 from dtkit.mesh import Mesh
 from dtkit.strategies import gradients
 from dtkit.strategies.base import StepResult, Strategy, Worker, WorkerContext, make_optimizer
 from dtkit.strategies.data_parallel import DataParallel
+from dtkit.strategies.meta_copy import copy_to_meta
+from dtkit.strategies.model_shards import load_shards, rebind_optimizer, transfer_shards
 from dtkit.strategies.options import check_count, check_positive
-from dtkit.strategies.replicated import LossAccumulator, ReplicatedWorker, compute_checksum, copy_to_cpu
-from dtkit.training.state_dict import TensorPart
+from dtkit.strategies.replicated import LossAccumulator, ReplicatedWorker, copy_to_cpu
+from dtkit.engine.state.checksum import compute_checksum
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -63,7 +71,7 @@ class DTensorStrategy(Strategy):
     def __post_init__(self) -> None:
         """Refuse what is no option."""
         check_count("replicas", self.replicas)
-        check_positive("clip_norm", self.clip_grad_norm)
+        check_positive("clip_grad_norm", self.clip_grad_norm)
         check_count("accumulate", self.accumulate)
 
     @property
@@ -73,7 +81,7 @@ class DTensorStrategy(Strategy):
 
     def check(self, world_size: int, batch_size: int) -> None:
         """Raise ValueError where nobody could have so many micro-batches."""
-        self._unsharded_strategy.check(self.build_mesh(world_size).replicas, batch_size)
+        self._unsharded_strategy.check(self.build_mesh(world_size).num_replicas, batch_size)
 
     def setup(self, model: nn.Module, loss_fn: Loss, optimizer: Callable[..., Any], context: WorkerContext) -> Worker:
         """This rank's slices. The parameters must be equal on all ranks already; alone, a plain training."""
@@ -273,45 +281,16 @@ def build_device_meshes(group: Group, mesh: Mesh, device: torch.device) -> dict[
     return {"": whole} | {axis: whole[name] for axis, name in names.items() if name in (whole.mesh_dim_names or ())}
 
 
-def get_local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """What lies here of a tensor, without copying; the tensor itself where it is no DTensor."""
-    with torch.no_grad():
-        found = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        # waits: a collective, limited by the process group's timeout
-        return found.wait() if isinstance(found, AsyncCollectiveTensor) else found
 
 
-def get_shard_position(tensor: DTensor) -> tuple[int, int] | None:
-    """(the dimension along which it is cut, the how-manieth part lies here); None where all of it does."""
-    coordinate = tensor.device_mesh.get_coordinate()
-    assert coordinate is not None
-    for axis, placement in enumerate(tensor.placements):
-        if placement.is_shard():
-            return placement.dim, coordinate[axis]  # type: ignore[attr-defined]  # Shard has a dim
-    return None
 
 
-def count_shards(tensor: torch.Tensor) -> int:
-    """Into how many parts a tensor is cut."""
-    if not isinstance(tensor, DTensor):
-        return 1
-    cuts = [n for n, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True) if placement.is_shard()]
-    return cuts[0] if cuts else 1
 
 
-def get_num_fused_blocks(parameter: torch.Tensor) -> int:
-    """Of how many equal blocks of rows a rank has its part each: 3 where queries, keys and values are one parameter."""
-    found: int = getattr(parameter, _FUSED_BLOCKS_ATTRIBUTE, 1)
-    return found
 
 
-def set_num_fused_blocks(parameter: nn.Parameter, num_blocks: int) -> nn.Parameter:
-    """Say of how many blocks of rows a parameter, cut by rows, has a part each."""
-    setattr(parameter, _FUSED_BLOCKS_ATTRIBUTE, num_blocks)
-    return parameter
 
 
-_FUSED_BLOCKS_ATTRIBUTE = "dtkit_folds"
 
 
 def sum_global_squares(
@@ -323,99 +302,17 @@ def sum_global_squares(
     return gradients.sum_squares(tensors) / torch.tensor(num_holders, dtype=torch.float64, device=device)
 
 
-def copy_to_meta(model: nn.Module) -> nn.Module:
-    """A copy without numbers, which takes no memory: parameters and buffers on the meta device."""
-    memo: dict[int, Any] = {}
-    for p in model.parameters():
-        memo[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
-    for b in model.buffers():
-        memo[id(b)] = torch.empty_like(b, device="meta")
-    return copy.deepcopy(model, memo)
 
 
-def load_shards(model: nn.Module, sharded_model: nn.Module, device: torch.device) -> None:
-    """Give `mine`, a skeleton that was cut, copies of this rank's slices of a whole model's numbers."""
-
-    def lay(p: nn.Parameter, like: nn.Parameter) -> nn.Parameter:
-        if not isinstance(like, DTensor):
-            return nn.Parameter(p.detach().to(device, copy=True), p.requires_grad)
-        part = slice_like(p.detach(), like).to(device, copy=True, memory_format=torch.contiguous_format)
-        return nn.Parameter(wrap_local_shard(part, like), p.requires_grad)
-
-    _replace_parameters(sharded_model, dict(model.named_parameters(remove_duplicate=False)), lay)
-    copies: dict[int, torch.Tensor] = {}
-    for before, after in zip(model.modules(), sharded_model.modules(), strict=True):
-        for name, buffer in before.named_buffers(recurse=False):
-            copies.setdefault(id(buffer), buffer.to(device, copy=True))
-            setattr(after, name, copies[id(buffer)])
 
 
-def transfer_shards(
-    sharded_parameters: Mapping[str, nn.Parameter], old_model: nn.Module, new_model: nn.Module
-) -> dict[nn.Parameter, nn.Parameter]:
-    """Put slices, and the buffers and plain settings of `old`, into `fresh`, cut alike. {old parameter: new one}."""
-
-    def lay(p: nn.Parameter, like: nn.Parameter) -> nn.Parameter:
-        return nn.Parameter(move_to_mesh_of(p, like), p.requires_grad) if isinstance(like, DTensor) else p
-
-    moved = _replace_parameters(new_model, sharded_parameters, lay)
-    for before, after in zip(old_model.modules(), new_model.modules(), strict=True):
-        after.__dict__.update({k: v for k, v in vars(before).items() if isinstance(v, (bool, int, float, str))})
-        for name, buffer in before.named_buffers(recurse=False):
-            setattr(after, name, buffer)
-    return moved
 
 
-def _replace_parameters(
-    model: nn.Module,
-    source_parameters: Mapping[str, nn.Parameter],
-    convert: Callable[[nn.Parameter, nn.Parameter], nn.Parameter],
-) -> dict[nn.Parameter, nn.Parameter]:
-    """Replace a model's parameters by what `lay` makes of others of the same name. {other: what was made of it}."""
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    for name, like in list(model.named_parameters(remove_duplicate=False)):
-        p = source_parameters[name]
-        if p not in made:
-            made[p] = set_num_fused_blocks(convert(p, like), get_num_fused_blocks(like))
-        module, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(module), attribute, made[p])
-    return made
 
 
-def slice_like(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
-    """This rank's part of a tensor that is to be cut like another: parts as torch.chunk makes them, or none."""
-    cut = get_shard_position(like)
-    if cut is None:
-        return whole
-    if get_num_fused_blocks(like) > 1:
-        return torch.cat([block.chunk(count_shards(like))[cut[1]] for block in whole.chunk(get_num_fused_blocks(like))])
-    chunks = whole.chunk(count_shards(like), cut[0])
-    return chunks[cut[1]] if cut[1] < len(chunks) else whole.narrow(cut[0], 0, 0)
 
 
-def wrap_local_shard(local_shard: torch.Tensor, like: DTensor) -> DTensor:
-    """The tensor of which this is what lies here, laid out as another is."""
-    mesh, stride = like.device_mesh, like.stride()
-    return DTensor.from_local(local_shard, mesh, like.placements, run_check=False, shape=like.shape, stride=stride)
 
 
-@torch.no_grad()
-def move_to_mesh_of(tensor: torch.Tensor, like: DTensor) -> DTensor:
-    """The same numbers on another mesh."""
-    placements = tensor.placements if isinstance(tensor, DTensor) else like.placements
-    shape, stride = tensor.shape, tensor.stride()
-    return DTensor.from_local(
-        get_local_tensor(tensor), like.device_mesh, placements, run_check=False, shape=shape, stride=stride
-    )
 
 
-def rebind_optimizer(optimizer: torch.optim.Optimizer, new_parameters: Mapping[nn.Parameter, nn.Parameter]) -> None:
-    """Have an optimiser go on with other parameters, its state moved to their mesh."""
-    for group in optimizer.param_groups:
-        group["params"] = [new_parameters[p] for p in group["params"]]
-    for old, new in new_parameters.items():
-        if old is new or old not in optimizer.state:
-            continue
-        state = optimizer.state.pop(old)
-        assert isinstance(new, DTensor)
-        optimizer.state[new] = {k: move_to_mesh_of(v, new) if isinstance(v, DTensor) else v for k, v in state.items()}

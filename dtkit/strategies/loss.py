@@ -97,3 +97,15 @@ def _check_loss_value(value: Any, source: str) -> tuple[torch.Tensor, torch.Tens
     if weight is not None and weight.numel() != 1:
         raise TypeError(f"{source} returned a weight of shape {tuple(weight.shape)}; it must be one number: .sum() it")
     return total.reshape(()), None if weight is None else weight.reshape(())
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalOutput:
+    """What a model makes of a batch. Output and target are None with a custom `step`."""
+
+    output: Any
+    target: Any
+    loss: torch.Tensor
+    loss_weight: torch.Tensor | None
+    """What a (sum, weight) pair's loss counts for; None for a mean over samples."""
+

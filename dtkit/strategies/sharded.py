@@ -63,7 +63,7 @@ class Sharded(DTensorStrategy):
     precision
         "bf16": compute in it, and gather parameters in it; they and the optimiser stay as they are, and gradients are
         summed in float32. (fp16 needs a scaled loss, which sharded gradients have no room for.)
-    clip_norm
+    clip_grad_norm
         Largest norm of the whole gradient; larger ones are scaled down to it.
     accumulate
         Micro-batches that a rank's samples of a step come in, for less memory; `batch_size` stays samples per update.
@@ -94,7 +94,7 @@ class Sharded(DTensorStrategy):
 
     def model_shard_id(self, world_size: int, rank: int) -> tuple[int, ...]:
         """Its shard."""
-        return (self.build_shard_mesh(world_size).coordinates(rank)["shard"],)
+        return (self.build_shard_mesh(world_size).get_coordinates(rank)["shard"],)
 
     def check_model(self, model: nn.Module) -> None:
         """Raise ValueError for what FSDP2 can't shard."""
@@ -189,7 +189,7 @@ class _FSDPWorker(DTensorWorker):
     def _replica_index(self) -> int:
         assert self._group is not None
         mesh = self._strategy.build_shard_mesh(self._group.world_size)
-        return mesh.coordinates(self._group.rank).get("replica", 0)
+        return mesh.get_coordinates(self._group.rank).get("replica", 0)
 
     def _run_step(self, batches: Sequence[tuple[int, Any]], counts: Sequence[int]) -> StepResult:
         """Forward and backward with gathering and reduce-scatter, and each rank's update of its own part."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from dtkit._util.guard import contain, itself
+from dtkit._util.guard import return_error, run_guarded_in_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,7 +46,7 @@ class CallbackRunner:
         self.last_called_step = step
 
         def call() -> None:
-            on_done(token, contain(callbacks, itself))
+            on_done(token, run_guarded_in_thread(callbacks, return_error))
 
         threading.Thread(target=call, name=CALLBACK_THREAD_NAME, daemon=True).start()
 

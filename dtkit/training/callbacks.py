@@ -79,11 +79,13 @@ class EarlyStopping:
             values = run.history.evaluations[-1].values
             if self.monitor not in values:
                 raise ValueError(
-                    f"EarlyStopping(metric={self.monitor!r}), but what is evaluated is {', '.join(values)}"
+                    f"EarlyStopping(monitor={self.monitor!r}), but what is evaluated is {', '.join(values)}"
                 )
             return values[self.monitor]
         if self.monitor != "loss":
-            raise ValueError(f"EarlyStopping(metric={self.monitor!r}) needs held-out data: cluster.train(valid=...)")
+            raise ValueError(
+                f"EarlyStopping(monitor={self.monitor!r}) needs held-out data: cluster.train(validation=...)"
+            )
         rows = run.history.totals(max(0, run.history.num_steps - run.spec.steps_per_epoch))
         return float((rows["loss"] * rows["weight"]).sum() / rows["weight"].sum())
 

@@ -15,11 +15,11 @@ from dtkit.training.snapshots import SnapshotInterval
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from dtkit.cluster.broadcast import Replicas
+    from dtkit.cluster.broadcast import ModelHandle
     from dtkit.cluster.cluster import Cluster
     from dtkit.data.distribute import DataHandle
     from dtkit.engine.data.loader import LoadingOptions
-    from dtkit.rpc.payload import Shipment
+    from dtkit.rpc.payload import Payload
     from dtkit.schedules.schedule import Schedule
     from dtkit.strategies.base import Strategy
     from dtkit.training.run import Run
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class JobSpec:
     """What the engines were told to make: enough to make it again, as `verify` does."""
 
-    model_handle: Replicas
+    model_handle: ModelHandle
     data_handle: DataHandle
     plan: JobPlan
     program: bytes
@@ -53,11 +53,11 @@ class JobSpec:
         `copy_to_meta`: its state is still to be restored, and whoever looks at it before that finds none.
         """
         how = {"alone": single_process, "hollow": uninitialized}
-        return float(cluster.ask("build_job", ranks=ranks, job=job, **how, **self._make_build_args())[0])
+        return float(cluster.call_all("build_job", ranks=ranks, job=job, **how, **self._make_build_args())[0])
 
-    def rebuild(self, cluster: Cluster, job: str, payloads: Sequence[Shipment]) -> tuple[int, float]:
+    def rebuild(self, cluster: Cluster, job: str, payloads: Sequence[Payload]) -> tuple[int, float]:
         """Make a job of it again, with the state that is in these shipments: (step, learning rate)."""
-        step, lr = cluster.ask("rebuild_job", job=job, shipments=payloads, **self._make_build_args())[0]
+        step, lr = cluster.call_all("rebuild_job", job=job, shipments=payloads, **self._make_build_args())[0]
         return int(step), float(lr)
 
     def _make_build_args(self) -> dict[str, Any]:

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dtkit._util.formatting import plural
-from dtkit._util.guard import attempt
+from dtkit._util.formatting import format_count
+from dtkit._util.guard import run_guarded
 from dtkit.checkpoint.manager import CheckpointManager, CheckpointRequest
 from dtkit.errors import (
     ClusterError,
@@ -33,13 +33,13 @@ from dtkit.errors import (
     EngineError,
     NonFiniteError,
     RunError,
-    Superseded,
-    telling,
-    which_ranks,
+    SupersededError,
+    drop_consequential_refusals,
+    format_ranks,
 )
-from dtkit.health.detector import Lookout
-from dtkit.health.stacks import Probe
-from dtkit.rpc.engine_group import GRACE_S
+from dtkit.health.detector import StallDetector
+from dtkit.health.stacks import StatusProbe
+from dtkit.rpc.engine_group import FAILURE_GRACE_S
 from dtkit.training import recovery
 from dtkit.training.callback_runner import CallbackRunner
 from dtkit.training.dispatch import DispatchSizer
@@ -51,13 +51,13 @@ from dtkit.training.pending_call import PendingCall, resolve
 from dtkit.training.recorder import Recorder
 from dtkit.training.replica_check import ReplicaChecker
 from dtkit.training.snapshots import SnapshotInterval, SnapshotTracker
-from dtkit.types import Advance, Consistency, Failure, State
+from dtkit.types import DispatchResult, Failure, ReplicaCheckResult, State
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from dtkit.cluster.cluster import Cluster
-    from dtkit.health.stall_report import Finding
+    from dtkit.health.stall_report import StallReport
     from dtkit.history.engine_outbox import EvaluationSums, UnreadDispatches
     from dtkit.history.history import History
     from dtkit.training.recovery import RecoveryResult
@@ -132,7 +132,7 @@ class Driver:
         self._cluster, self._history, self._on_change = cluster, history, on_change
         self._recorder = Recorder(cluster, history)
         self._callback_runner = CallbackRunner(plan.run_callbacks)
-        self._stall_detector = Lookout(Probe(cluster.folder, lambda: cluster.nodes))
+        self._stall_detector = StallDetector(StatusProbe(cluster.folder, lambda: cluster.nodes))
         self._inbox: queue.SimpleQueue[_Command | PendingCall] = queue.SimpleQueue()
         # locks: for a few assignments; waits on the Condition are marked
         self._state_condition = threading.Condition()  # guards `state`, and whether the inbox is still read
@@ -173,7 +173,7 @@ class Driver:
         if self._thread is not None and not self._is_own_thread:
             self._thread.join(timeout)
             return not self._thread.is_alive()
-        return self.state.ended
+        return self.state.has_ended
 
     def restore_position(
         self, step: int, last_callback_step: int, last_evaluation_step: int, elapsed_s: float = 0.0
@@ -231,7 +231,7 @@ class Driver:
         """Put a command into the inbox; the answer is the step at which it took effect."""
         answer: Future[int] = Future()
         with self._state_condition:
-            if self.state.ended:
+            if self.state.has_ended:
                 word = f"this run has {_ENDED_PHRASES[self.state]} at step {self.step}, so it can't {_COMMAND_PHRASES[name]}"
                 raise RunError(f"{word}. {RETRAIN_HINT if self.state is State.FAILED else _EXTEND_HINT}")
             self._inbox.put(_Command(name, value, answer))
@@ -240,7 +240,7 @@ class Driver:
     def shut_down(self, timeout: float) -> bool:
         """The cluster is closing: stop at a step boundary if that is soon (True), else just end. Idempotent."""
         self.snapshot_tracker.interval = SnapshotInterval()  # nobody will come back to one
-        stands = self.state.ended
+        stands = self.state.has_ended
         with contextlib.suppress(RunError, TimeoutError):
             self.submit("stop").result(timeout)
             stands = True
@@ -269,7 +269,7 @@ class Driver:
     # -- the loop ---------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        attempt(self._run_loop, self._fail)
+        run_guarded(self._run_loop, self._fail)
 
     def _fail(self, error: Exception) -> None:
         self._cancel_pending_calls()  # those who wait for what is under way are answered, too
@@ -281,7 +281,7 @@ class Driver:
         return self._thread is threading.current_thread()
 
     def _run_loop(self) -> None:
-        while self._is_own_thread and not self.state.ended:
+        while self._is_own_thread and not self.state.has_ended:
             self._send_until_full()
             event = self._wait_for_event()
             if isinstance(event, _Command):
@@ -304,7 +304,7 @@ class Driver:
 
     def _wait_for_event(self) -> _Command | PendingCall:
         """The next event. Engines that say nothing for longer than a collective may take are stuck."""
-        deadline = time.monotonic() + self._cluster.patience
+        deadline = time.monotonic() + self._cluster.call_timeout_s
         while True:
             left = self._interrupt_at - time.monotonic()
             if left <= 0:
@@ -321,7 +321,7 @@ class Driver:
 
     def _check_for_stalls(self) -> None:
         """Name the rank that keeps the others waiting, once a dispatch is overdue."""
-        found = self._stall_detector.look(time.monotonic())
+        found = self._stall_detector.check(time.monotonic())
         if found is not None:
             kind = "stuck" if found.kind == "stuck" else "note"
             self._add_event(kind, found.text, found.rank)
@@ -329,9 +329,9 @@ class Driver:
             self._on_change()
 
     @property
-    def stall_report(self) -> Finding | None:
+    def stall_report(self) -> StallReport | None:
         """Who keeps the others waiting now; None while all is well."""
-        return self._stall_detector.finding
+        return self._stall_detector.stall_report
 
     def _send_until_full(self) -> None:
         while self.state is State.RUNNING and not self._stop_request and not self._needs_resync:
@@ -434,7 +434,7 @@ class Driver:
         ahead = self._stop_request or self._is_evaluation_due(self.step) or self._is_callback_due(self.step)
         if self._lost_ranks:  # none can be written, and who waits for one must hear of it
             self.checkpoint_manager.cancel_requests(
-                f"lost: {which_ranks(self._lost_ranks)}; run.resume() or run.repair() replaces what is lost"
+                f"lost: {format_ranks(self._lost_ranks)}; run.resume() or run.repair() replaces what is lost"
             )
         elif self.checkpoint_manager.has_requests or (self.state is State.RUNNING and not ahead):
             self._send_checkpoint(self.step)
@@ -447,7 +447,7 @@ class Driver:
     def _send_call(self, call: PendingCall, **args: Any) -> None:
         self._pending_calls.append(call)
         call.futures = self._cluster.fan_out(call.op, job=self.plan.job, step=call.step, **args)
-        self._stall_detector.sent(time.monotonic())
+        self._stall_detector.on_sent(time.monotonic())
         left = len(call.futures)
         # locks: for a few assignments; waits on the Condition are marked
         lock = threading.Lock()
@@ -471,7 +471,7 @@ class Driver:
         replies = self._gather_replies(call)
         self._pending_calls.remove(call)
         call.futures.clear()  # they hold the flight by their callbacks, and what it brought
-        self._stall_detector.landed(time.monotonic(), self.dispatch_sizer.step_s or None)
+        self._stall_detector.on_result(time.monotonic(), self.dispatch_sizer.step_s or None)
         failures = [reply.failure for reply in replies if reply.failure is not None]
         with contextlib.ExitStack() as otherwise:
             otherwise.callback(call.on_cancel)
@@ -489,12 +489,12 @@ class Driver:
         Where they are short, that is three seconds after somebody asked for it.
         """
         if not self._is_interrupting:  # one may have failed or refused where another one is stuck
-            return self._cluster.collect(call.futures, _GATHER_TIMEOUT_S, meanwhile=self._check_for_stalls)
-        grace = min(GRACE_S, max(_INTERRUPTED_GATHER_TIMEOUT_S, 2 * self._stall_detector.median_step_s))
-        return self._cluster.collect(call.futures, _INTERRUPTED_GATHER_TIMEOUT_S, grace=grace)
+            return self._cluster.gather_replies(call.futures, _GATHER_TIMEOUT_S, on_poll=self._check_for_stalls)
+        grace = min(FAILURE_GRACE_S, max(_INTERRUPTED_GATHER_TIMEOUT_S, 2 * self._stall_detector.median_step_s))
+        return self._cluster.gather_replies(call.futures, _INTERRUPTED_GATHER_TIMEOUT_S, grace_s=grace)
 
     def _on_steps_result(self, request: StepRequest, step: int, values: Sequence[Any]) -> None:
-        advances: list[Advance] = [advance for advance, _ in values]
+        advances: list[DispatchResult] = [advance for advance, _ in values]
         self._recorder.record_steps(values)
         first = advances[0]
         done, self.step, self.lr = first.step - step, first.step, first.lr
@@ -505,16 +505,16 @@ class Driver:
             spans = [np.asarray(a.spans) for a in advances if a.spans is not None]
             self.recent_spans = spans, self._cluster.clock_offsets
         if request.explain:
-            self.explain_reports, self._explain_next_step = [advance.report for advance in advances], False
+            self.explain_reports, self._explain_next_step = [advance.step_report for advance in advances], False
         self._lr_updater.on_result(request.lr_change, step)
-        if first.ended == "nonfinite":
+        if first.end_reason == "nonfinite":
             self._on_nonfinite(advances)
-        elif first.ended == "exhausted":
+        elif first.end_reason == "exhausted":
             self._on_stream_end()
         elif self.step != step + request.steps:
             self._needs_resync = True
 
-    def _check_replicas_and_balance(self, advances: Sequence[Advance]) -> None:
+    def _check_replicas_and_balance(self, advances: Sequence[DispatchResult]) -> None:
         """What the notebook concludes from all ranks' rows: are parameters equal, are shares of the batch fair."""
         seconds = max(advance.fingerprint_s for advance in advances)
         prints = [advance.fingerprint for advance in advances]
@@ -527,11 +527,13 @@ class Driver:
             shares = ", ".join(f"{share:.0%}" for share in self._load_balancer.shares)
             self._add_event("note", f"shares of the batch by node: {shares}")
 
-    def _report_differing_replicas(self, result: Consistency) -> None:
-        if result.differing:
-            names = ", ".join(map(str, result.differing))
-            where = "on all nodes" if result.copies is None else "on all nodes that hold the same ones"
-            self._add_event("error", f"parameters are not equal {where}: {names} differ since step {result.since}")
+    def _report_differing_replicas(self, result: ReplicaCheckResult) -> None:
+        if result.differing_ranks:
+            names = ", ".join(map(str, result.differing_ranks))
+            where = "on all nodes" if result.num_holders is None else "on all nodes that hold the same ones"
+            self._add_event(
+                "error", f"parameters are not equal {where}: {names} differ since step {result.differing_since}"
+            )
 
     def _on_stream_end(self) -> None:
         """A stream without length has ended on all ranks: the run is as long as that, and one epoch."""
@@ -540,7 +542,7 @@ class Driver:
         self.plan = dataclasses.replace(self.plan, steps=self.step, steps_per_epoch=max(1, self.step))
         self._add_event("note", f"the stream ended after {self.step} steps")
 
-    def _on_nonfinite(self, advances: Sequence[Advance]) -> None:
+    def _on_nonfinite(self, advances: Sequence[DispatchResult]) -> None:
         self._needs_resync, self._stop_request = True, self._stop_request or "pause"
         self.exception = NonFiniteError(build_nonfinite_failures(self.step, advances, self._cluster.nodes))
         self._add_event("error", f"not finite at step {self.step}; all ranks paused before the update")
@@ -556,11 +558,11 @@ class Driver:
 
     def _handle_failures(self, call: PendingCall, replies: Sequence[Reply], failures: Sequence[Failure]) -> None:
         """A refusal, a lost engine and an interrupt can be gone on from; a failure of the user's code can't."""
-        if any(f.type == "Superseded" for f in failures):
+        if any(f.type == "SupersededError" for f in failures):
             self._cancel_pending_calls()
             call.on_cancel()
             self._history.close_run_log()  # the other notebook writes there
-            self._end(State.FAILED, Superseded(_SUPERSEDED_MESSAGE.format(step=self.step)))
+            self._end(State.FAILED, SupersededError(_SUPERSEDED_MESSAGE.format(step=self.step)))
             return
         if all(f.kind == "refused" for f in failures) and self._needs_resync:
             call.on_cancel()
@@ -569,16 +571,16 @@ class Driver:
         self._retry_count += 1
         self._recorder.clear_extra_rows()
         self._record_common_steps(dict(enumerate(replies)))
-        gone = {f.rank for f in failures if f.gone}  # they have had their time
+        gone = {f.rank for f in failures if f.is_engine_gone}  # they have had their time
         patience = _INTERRUPTED_GATHER_TIMEOUT_S if any(f.kind == "stuck" for f in failures) else _GATHER_TIMEOUT_S
         for other in self._pending_calls:
             ranks = [rank for rank in range(len(other.futures)) if rank not in gone]
-            late = self._cluster.collect([other.futures[r] for r in ranks], patience, ranks)
+            late = self._cluster.gather_replies([other.futures[r] for r in ranks], patience, ranks)
             self._record_common_steps(dict(zip(ranks, late, strict=True)))
         self._cancel_pending_calls()
         self._stall_detector.reset()
         own = [f for f in failures if f.kind == "error" and not f.victim]
-        lost = sorted(gone | set(self._cluster.lost()))
+        lost = sorted(gone | set(self._cluster.find_lost_ranks()))
         if lost and not own:
             call.on_cancel()
             self._handle_lost_ranks(lost, failures)
@@ -587,7 +589,7 @@ class Driver:
             self._resync()
         else:
             self._resync()
-            call.on_failure(EngineError(telling(failures)))
+            call.on_failure(EngineError(drop_consequential_refusals(failures)))
 
     def _cancel_pending_calls(self) -> None:
         """Nothing that is under way is waited for any longer."""
@@ -660,7 +662,9 @@ class Driver:
             self._add_event("repair", _describe_repair(lost, how, before, found))
         elif (gone := before - found.step) > 0:
             source = f" ({found.source})" if found.source else ""
-            self._add_event("note", f"all go back to step {found.step}, {plural(gone, 'step')} lost{source}: {reason}")
+            self._add_event(
+                "note", f"all go back to step {found.step}, {format_count(gone, 'step')} lost{source}: {reason}"
+            )
         else:
             self._add_event("note", f"all go on from step {found.step}, no step lost: {reason}")
 
@@ -677,10 +681,10 @@ class Driver:
     def _reform_group(self) -> None:
         """Twice if need be: an interrupt may arrive at an engine late."""
         with contextlib.suppress(DtkitError):
-            self._cluster.form()
+            self._cluster.form_process_group()
             return
         try:
-            self._cluster.form()
+            self._cluster.form_process_group()
         except DtkitError as error:
             self._add_event("error", f"the process group could not be formed anew: {error}")
 
@@ -696,7 +700,7 @@ class Driver:
         running = self.state is State.RUNNING
         if command.name in ("resume", "step") and self._lost_ranks and not running:
             self._repair()
-        if self.state.ended:
+        if self.state.has_ended:
             self._pending_answers.append(command.answer)
             self._answer_waiting()
         elif command.name == "called":
@@ -710,7 +714,7 @@ class Driver:
             self._stop_request = "stop" if "stop" in (self._stop_request, command.name) else "pause"
             self._pending_answers.append(command.answer)
             if self._pending_calls:
-                self._cluster.hurry(self.plan.job, wanted=True)
+                self._cluster.end_early(self.plan.job, enabled=True)
         else:
             {
                 "lr": self._handle_set_lr,
@@ -732,7 +736,7 @@ class Driver:
 
     def _handle_repair(self, command: _Command) -> None:
         """Somebody asks for what is lost to be replaced. While steps are taken it is seen to anyway."""
-        self._lost_ranks = sorted({*self._lost_ranks, *self._cluster.lost()})
+        self._lost_ranks = sorted({*self._lost_ranks, *self._cluster.find_lost_ranks()})
         if self._lost_ranks and self.state is not State.RUNNING:
             self._repair()
         resolve(command.answer, self.step)
@@ -809,9 +813,11 @@ class Driver:
             False,
             math.inf,
         )
-        self._cluster.hurry(self.plan.job, wanted=False)  # whoever left the word: a kernel that was killed since, too
+        self._cluster.end_early(
+            self.plan.job, enabled=False
+        )  # whoever left the word: a kernel that was killed since, too
         if (
-            self.state.ended
+            self.state.has_ended
             or self._send_checkpoints_when_idle()
             or (self._stop_request == "stop" and self._snapshot_before_idle())
         ):
@@ -886,7 +892,7 @@ class Driver:
 
 
 _ENDED_PHRASES = {State.COMPLETED: "completed", State.STOPPED: "been stopped", State.FAILED: "failed"}
-RETRAIN_HINT = "run.exception says why. cluster.train(...) starts anew, with resume=path from a checkpoint"
+RETRAIN_HINT = "run.exception says why. cluster.train(...) starts anew, with resume_from=path from a checkpoint"
 """What to do when a run has failed."""
 _EXTEND_HINT = "run.extend(epochs=1) trains on; cluster.train(...) starts anew"
 _SUPERSEDED_MESSAGE = (
@@ -910,12 +916,12 @@ def _describe_repair(lost_ranks: Sequence[int], action: str, old_step: int, resu
     """What a repair did, in a line."""
     names = ", ".join(map(str, lost_ranks))
     gone = max(result.lost_steps, old_step - result.step)
-    steps = "no step lost" if gone == 0 else f"{plural(gone, 'step')} lost"
+    steps = "no step lost" if gone == 0 else f"{format_count(gone, 'step')} lost"
     nodes = f"node{'s' * (len(lost_ranks) > 1)} {names}"
     source = f" ({result.source})" if result.source else ""
     return f"{nodes} {action}: all go on from step {result.step}{source} after {result.duration_s:.1f} s, {steps}"
 
 
-def _get_slowest_step_s(advances: Sequence[Advance]) -> float:
+def _get_slowest_step_s(advances: Sequence[DispatchResult]) -> float:
     """Seconds a step: the slowest rank's median."""
     return max(float(np.median(np.asarray(advance.rows)["step_s"])) for advance in advances)

@@ -16,11 +16,11 @@ import numpy as np
 from dtkit.checkpoint import checkpoint
 from dtkit.checkpoint.manager import CheckpointPolicy
 from dtkit.cluster import broadcast
-from dtkit.cluster.broadcast import Replicas
+from dtkit.cluster.broadcast import ModelHandle
 from dtkit.data import distribute
 from dtkit.data.distribute import DataHandle, StreamHandle
 from dtkit.data.partition import Partition, find_caller_stacklevel
-from dtkit.errors import which_ranks
+from dtkit.errors import format_ranks
 from dtkit.planning import planner
 from dtkit.training import resume as resuming
 from dtkit.training.config import JobSpec, RunOptions
@@ -82,7 +82,7 @@ def train(cluster: Cluster, model: Any, data: Any, config: TrainConfig) -> Run:
     strategy.check(cluster.world_size, config.batch_size)
     _check_can_shrink(cluster.world_size, config, strategy)
     _check_model(cluster, model)
-    if not isinstance(model, Replicas):
+    if not isinstance(model, ModelHandle):
         strategy.check_model(model)
         if (shown := strategy.describe_plan(model)) is not None:
             print(shown)  # noqa: T201 - a plan is shown before it is used
@@ -93,7 +93,11 @@ def train(cluster: Cluster, model: Any, data: Any, config: TrainConfig) -> Run:
     program = _pickle_program(cluster, config, strategy)
     part = _partition_data(cluster, model, data, config, strategy)
     source = part if isinstance(part, StreamHandle) else distribute.get_data_handle(cluster, part)
-    copies = model if isinstance(model, Replicas) else broadcast.broadcast(cluster, model, mapped=strategy.shards_model)
+    copies = (
+        model
+        if isinstance(model, ModelHandle)
+        else broadcast.broadcast(cluster, model, by_shared_file=strategy.shards_model)
+    )
     valid = (
         None
         if config.validation is None
@@ -120,17 +124,17 @@ def train(cluster: Cluster, model: Any, data: Any, config: TrainConfig) -> Run:
 
 def _replace_lost_engines(cluster: Cluster) -> None:
     """Who was lost while nothing was under way is replaced as it would be from here on."""
-    if lost := cluster.lost():
-        print(f"{which_ranks(lost)} gone: replaced before the training starts")  # noqa: T201 - it takes some seconds
+    if lost := cluster.find_lost_ranks():
+        print(f"{format_ranks(lost)} gone: replaced before the training starts")  # noqa: T201 - it takes some seconds
         cluster.repair()
 
 
-def _list_owned_keys(*pairs: tuple[Any, Replicas | DataHandle | None]) -> tuple[str, ...]:
+def _list_owned_keys(*pairs: tuple[Any, ModelHandle | DataHandle | None]) -> tuple[str, ...]:
     """Keys of what was placed here, of (what the user gave, what lies on the engines)."""
     return tuple(
         placed.key
         for given, placed in pairs
-        if placed is not None and not isinstance(given, (Replicas, Partition, DataHandle))
+        if placed is not None and not isinstance(given, (ModelHandle, Partition, DataHandle))
     )
 
 
@@ -175,7 +179,7 @@ def _make_run_options(
         checkpoint_policy=checkpoint_policy,
         disk_snapshot_policy=_make_disk_snapshot_policy(config, strategy, len(shard_sizes)),
         snapshot_interval=_make_snapshot_interval(config, strategy, len(shard_sizes)),
-        ranks_per_replica=len(shard_sizes) // strategy.build_mesh(len(shard_sizes)).replicas,
+        ranks_per_replica=len(shard_sizes) // strategy.build_mesh(len(shard_sizes)).num_replicas,
     )
 
 
@@ -204,7 +208,11 @@ def _has_unreplicated_part(strategy: Strategy, world_size: int) -> bool:
 
 
 def _make_checkpoint_policy(config: TrainConfig, previous_lineage: Lineage) -> CheckpointPolicy:
-    to = None if config.checkpoint_dir is None else checkpoint.parse_path("save_to", config.checkpoint_dir).absolute()
+    to = (
+        None
+        if config.checkpoint_dir is None
+        else checkpoint.parse_path("checkpoint_dir", config.checkpoint_dir).absolute()
+    )
     return CheckpointPolicy(
         config.checkpoint_every, to, config.keep_last, lineage=(*previous_lineage, os.urandom(8).hex())
     )
@@ -238,13 +246,15 @@ def _check_config(config: TrainConfig) -> Strategy:
     """The strategy, after everything that needs neither model nor data was checked."""
     _check_loss(config)
     _check_optimizer(config.optimizer)
-    for name in ("batch_size", "epochs", "steps", "save_every", "keep", "snapshot_every"):
+    for name in ("batch_size", "epochs", "steps", "checkpoint_every", "keep_last", "snapshot_every"):
         _check_count(name, getattr(config, name))
-    for name in ("save_to", "resume"):
+    for name in ("checkpoint_dir", "resume_from"):
         if (path := getattr(config, name)) is not None:
             checkpoint.parse_path(name, path)
     if config.checkpoint_every is not None and config.checkpoint_dir is None:
-        raise ValueError(f"save_every={config.checkpoint_every}, but not where to: save_to='checkpoints/first', say")
+        raise ValueError(
+            f"checkpoint_every={config.checkpoint_every}, but not where to: checkpoint_dir='checkpoints/first', say"
+        )
     if (config.epochs is None) == (config.steps is None):
         raise ValueError(
             f"epochs={config.epochs}, steps={config.steps}: say how long to train by one of them, as in epochs=5"
@@ -278,7 +288,7 @@ def _check_can_shrink(world_size: int, config: TrainConfig, strategy: Strategy) 
         raise ValueError(
             f"on_failure='shrink' goes on without a lost rank, and {strategy!r} can't work on {world_size - 1} of "
             f"{world_size}: {error}. Use on_failure='repair', which starts another engine in its place; where engines "
-            "were attached and none can be started, save_to= and a training anew with resume="
+            "were attached and none can be started, checkpoint_dir= and a training anew with resume_from="
         ) from None
 
 
@@ -369,11 +379,11 @@ def _check_lr_scheduler(config: TrainConfig) -> None:
         raise TypeError(
             f"scheduler is a {type(config.lr_scheduler).__name__}; it must be a function from an optimiser to a torch "
             "scheduler, since every rank makes its own: "
-            "scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 30)"
+            "lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 30)"
         )
     if config.lr_scheduler_every not in ("step", "epoch"):
         raise ValueError(
-            f"scheduler_every={config.lr_scheduler_every!r}; it must be 'step' (after every update) or 'epoch'"
+            f"lr_scheduler_every={config.lr_scheduler_every!r}; it must be 'step' (after every update) or 'epoch'"
         )
 
 
@@ -388,18 +398,18 @@ def _check_callbacks(config: TrainConfig) -> None:
             )
 
 
-def _warn_about_batch_norm(cluster: Cluster, model_handle: Replicas, strategy: Strategy) -> None:
+def _warn_about_batch_norm(cluster: Cluster, model_handle: ModelHandle, strategy: Strategy) -> None:
     """Batch normalisation makes training depend on how a batch is cut; said once, before it starts."""
     synchronised = cluster.nodes[0].device.startswith("cuda") and getattr(strategy, "sync_batch_norm", False)
     if strategy.pipeline_schedule is not None:
         own = "a stage has those of a micro-batch only, with the copies that fill up one with fewer samples"
-    elif strategy.build_mesh(cluster.world_size).replicas == 1 or synchronised:
+    elif strategy.build_mesh(cluster.world_size).num_replicas == 1 or synchronised:
         return
     else:
         own = "each rank has those of its own part only"
-    if model_handle.batch_norms:
+    if model_handle.batch_norm_names:
         warnings.warn(
-            f"{model_handle.batch_norms[0]} normalises with the statistics of a batch, and {own}: training differs a little "
+            f"{model_handle.batch_norm_names[0]} normalises with the statistics of a batch, and {own}: training differs a little "
             "from one process. GroupNorm and LayerNorm don't depend on the batch",
             stacklevel=find_caller_stacklevel(),
         )
@@ -448,7 +458,7 @@ def _check_stream(cluster: Cluster, config: TrainConfig, strategy: Strategy) -> 
             "are made, and leave shuffle out"
         )
     _check_samples_per_rank(config, cluster.world_size)
-    if strategy.build_mesh(cluster.world_size).replicas < cluster.world_size:
+    if strategy.build_mesh(cluster.world_size).num_replicas < cluster.world_size:
         raise ValueError(
             f"{strategy!r} has several ranks take the same samples, and of a stream each rank draws its own. Give "
             "samples that can be taken by number: arrays, a Dataset, files"
@@ -456,12 +466,12 @@ def _check_stream(cluster: Cluster, config: TrainConfig, strategy: Strategy) -> 
 
 
 def _check_model(cluster: Cluster, model: Any) -> None:
-    if isinstance(model, Replicas):
-        name, trainable = model.name, model.trainable
+    if isinstance(model, ModelHandle):
+        name, trainable = model.name, model.num_trainable
         if model.cluster is not cluster:
             raise ValueError(f"{name} was broadcast on another cluster; give the model, or cluster.broadcast(model)")
     else:
-        broadcast.check(model)
+        broadcast.check_model(model)
         name, trainable = type(model).__name__, any(p.requires_grad for p in model.parameters())
     if not trainable:
         raise ValueError(
@@ -472,7 +482,7 @@ def _check_model(cluster: Cluster, model: Any) -> None:
 
 def _make_spec(
     cluster: Cluster,
-    model_handle: Replicas,
+    model_handle: ModelHandle,
     partition: Partition | StreamHandle,
     config: TrainConfig,
     strategy: Strategy,

@@ -16,7 +16,7 @@ from dtkit.types import Failure
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dtkit.types import Advance
+    from dtkit.types import DispatchResult
 
 _REMEDY = (
     "All ranks paused before that update: parameters are as after the step before. Lower the learning rate "
@@ -24,7 +24,7 @@ _REMEDY = (
 )
 
 
-def build_nonfinite_failures(step: int, advances: Sequence[Advance], nodes: Sequence[Any]) -> list[Failure]:
+def build_nonfinite_failures(step: int, advances: Sequence[DispatchResult], nodes: Sequence[Any]) -> list[Failure]:
     """One failure for each rank that it comes from; or, where that can't be told, one that says so."""
     hosts = {node.rank: node.host for node in nodes}
     return [
@@ -33,7 +33,7 @@ def build_nonfinite_failures(step: int, advances: Sequence[Advance], nodes: Sequ
     ]
 
 
-def _find_causes(advances: Sequence[Advance]) -> dict[int, str]:
+def _find_causes(advances: Sequence[DispatchResult]) -> dict[int, str]:
     """What there is to say of each rank that it comes from."""
     begun = "the gradients over all ranks are not finite"
     if outputs := _find_first_stages(advances, "output"):
@@ -53,8 +53,8 @@ def _find_causes(advances: Sequence[Advance]) -> dict[int, str]:
     return {0: begun}
 
 
-def _find_first_stages(advances: Sequence[Advance], wanted_kind: str) -> dict[int, int]:
+def _find_first_stages(advances: Sequence[DispatchResult], wanted_kind: str) -> dict[int, int]:
     """Of each rank that had such, the stage that it began in: forward runs up, and backward down."""
     edge = {"output": min, "gradient": max}[wanted_kind]
-    found = {rank: [stage for stage, kind in a.astray if kind == wanted_kind] for rank, a in enumerate(advances)}
+    found = {rank: [stage for stage, kind in a.nonfinite if kind == wanted_kind] for rank, a in enumerate(advances)}
     return {rank: edge(stages) for rank, stages in found.items() if stages}

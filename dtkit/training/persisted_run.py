@@ -10,9 +10,9 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from dtkit.cluster.broadcast import Replicas
+from dtkit.cluster.broadcast import ModelHandle
 from dtkit.data.distribute import DataHandle, StreamHandle
-from dtkit.errors import CannotSend
+from dtkit.errors import SerializationError
 from dtkit.history import run_log
 from dtkit.rpc import pickling
 from dtkit.training.config import JobSpec, RunOptions
@@ -74,7 +74,7 @@ def save(
     for lacking in ("the callbacks", "this run"):
         try:
             written.write_run_pickle(cluster.dumps(said, name="the run"))
-        except CannotSend as error:
+        except SerializationError as error:
             lacks = f"a notebook that takes over will not have {lacking}: {error}".partition("\n")[0]
             said = dataclasses.replace(said, options=dataclasses.replace(there, callbacks=()))
         else:
@@ -95,10 +95,10 @@ def load(cluster: Cluster, job: str) -> tuple[RunSpec, JobSpec, RunOptions] | No
     return said.spec, order, dataclasses.replace(said.options, validation=valid)
 
 
-def _rebuild_model_handle(cluster: Cluster, key: str) -> Replicas:
+def _rebuild_model_handle(cluster: Cluster, key: str) -> ModelHandle:
     """The model as it was broadcast, from an engine that holds it."""
-    (rank, *_) = (heritage.rank for heritage in cluster.heritage)
-    (shipment,) = cluster.alone("export_model", [rank], key=key).values()
-    model = shipment.unload()
+    (rank, *_) = (heritage.rank for heritage in cluster.engine_inventories)
+    (shipment,) = cluster.call_independently("export_model", [rank], key=key).values()
+    model = shipment.load()
     shipment.discard()
-    return Replicas(cluster, key, cluster.pack(model, name="model"), model, ())
+    return ModelHandle(cluster, key, cluster.pack(model, name="model"), model, ())

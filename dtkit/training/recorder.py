@@ -15,21 +15,21 @@ import numpy as np
 
 from dtkit.history import comm_time, message_times
 from dtkit.history.engine_outbox import format_output
-from dtkit.types import Advance, Evaluation, Event
+from dtkit.types import DispatchResult, Evaluation, Event
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from dtkit.history.engine_outbox import EvaluationSums, UnreadDispatches
     from dtkit.history.history import History
-    from dtkit.rpc.engine_group import Ranks
+    from dtkit.rpc.engine_group import EngineGroup
     from dtkit.types import Reply
 
 
 class Recorder:
     """Writes one run's history."""
 
-    def __init__(self, engine_group: Ranks, history: History) -> None:
+    def __init__(self, engine_group: EngineGroup, history: History) -> None:
         self._engine_group, self._history = engine_group, history
         self._extra_rows: list[np.ndarray] = []  # rows of the ranks that were further than others when one failed
         self._has_reported_write_error = False
@@ -44,7 +44,9 @@ class Recorder:
         """An event."""
         self._history.add(Event(step, kind, text, time.time(), rank))
 
-    def record_steps(self, values: Sequence[tuple[Advance, Sequence[Any]]], ranks: Sequence[int] | None = None) -> None:
+    def record_steps(
+        self, values: Sequence[tuple[DispatchResult, Sequence[Any]]], ranks: Sequence[int] | None = None
+    ) -> None:
         """What ranks did in a dispatch, and said meanwhile: all of them, by rank, unless `ranks` says whose it is."""
         ranks = range(len(values)) if ranks is None else ranks
         advances = [advance for advance, _ in values]
@@ -74,7 +76,7 @@ class Recorder:
         what they did until then is recorded, with what lost ranks left of it.
         """
         seen = self.next_step
-        dispatches: dict[int, dict[int, tuple[Advance, list[Any]]]] = {}
+        dispatches: dict[int, dict[int, tuple[DispatchResult, list[Any]]]] = {}
         for rank in sorted(unread_dispatches):
             for advance, items in unread_dispatches[rank]:
                 if advance.step > seen:
@@ -105,10 +107,10 @@ class Recorder:
         self.add_event(step, "note", ", ".join(f"valid {name} {value:.4g}" for name, value in found.values.items()))
 
     def _split_blocked_time(
-        self, rows: Sequence[np.ndarray], advances: Sequence[Advance], ranks: Sequence[int]
+        self, rows: Sequence[np.ndarray], advances: Sequence[DispatchResult], ranks: Sequence[int]
     ) -> None:
         """Of the time that ranks were blocked, tell apart what they waited for each other."""
-        spans = [advance.blocked for advance in advances]
+        spans = [advance.blocked_spans for advance in advances]
         if any(span is None for span in spans):
             return
         steps = min(map(len, rows))
@@ -134,16 +136,16 @@ class Recorder:
 
         `replies` by rank. Of a lost rank nobody knows.
         """
-        known = {r: reply for r, reply in replies.items() if reply.failure is None or not reply.failure.gone}
+        known = {r: reply for r, reply in replies.items() if reply.failure is None or not reply.failure.is_engine_gone}
         found: list[Any] = [reply.value for reply in known.values() if isinstance(reply.value, tuple)]
-        found = [value for value in found if isinstance(value[0], Advance)]
+        found = [value for value in found if isinstance(value[0], DispatchResult)]
         if not found or len(found) < len(known):
             return None
         common: int = min(advance.step for advance, _ in found)
         self._record_until(common, dict(zip(known, found, strict=True)))
         return common
 
-    def _record_until(self, common_step: int, values: Mapping[int, tuple[Advance, Sequence[Any]]]) -> None:
+    def _record_until(self, common_step: int, values: Mapping[int, tuple[DispatchResult, Sequence[Any]]]) -> None:
         """Record what ranks did in a dispatch before step `common`; what some did beyond may be of use later."""
         self.record_steps(
             [(_slice_steps(advance, 0, common_step), items) for advance, items in values.values()], list(values)
@@ -162,7 +164,7 @@ class Recorder:
 
 def _split_message_time(
     rows: Sequence[np.ndarray],
-    advances: Sequence[Advance],
+    advances: Sequence[DispatchResult],
     ranks: Sequence[int],
     ranks_per_pipeline: int,
     clock_offsets: Sequence[float] | None,
@@ -185,12 +187,12 @@ def _split_message_time(
     return waited, moved
 
 
-def _slice_steps(advance: Advance, first: int, stop: int) -> Advance:
+def _slice_steps(advance: DispatchResult, first: int, stop: int) -> DispatchResult:
     """What was done in these steps."""
     rows = np.asarray(advance.rows)
     inside = (rows["step"] >= first) & (rows["step"] < stop)
-    blocked = None if advance.blocked is None else np.asarray(advance.blocked)[inside]
-    return dataclasses.replace(advance, rows=rows[inside], blocked=blocked)
+    blocked = None if advance.blocked_spans is None else np.asarray(advance.blocked_spans)[inside]
+    return dataclasses.replace(advance, rows=rows[inside], blocked_spans=blocked)
 
 
 def combine_evaluations(step: int, parts: Sequence[EvaluationSums]) -> Evaluation:

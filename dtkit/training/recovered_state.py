@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from dtkit.rpc.payload import Shipment
+    from dtkit.rpc.payload import Payload
 
 _FILENAME = "rescued.pkl"
 
@@ -29,7 +29,7 @@ class RecoveredState:
     """Of this step, in these shipments."""
 
     step: int
-    payloads: tuple[Shipment, ...]
+    payloads: tuple[Payload, ...]
     source: str = ""
     """Where the state comes from, in words, unless survivors stood there."""
 

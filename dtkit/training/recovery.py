@@ -18,10 +18,10 @@ import dataclasses
 import time
 from typing import TYPE_CHECKING, Any
 
-from dtkit.errors import CheckpointError, ClusterError, EngineError, which_ranks
+from dtkit.errors import CheckpointError, ClusterError, EngineError, format_ranks
 from dtkit.history import engine_outbox
 from dtkit.training.recovered_state import RecoveredState, load_interrupted
-from dtkit.types import ALL, OPTIMIZERS, OWN
+from dtkit.types import ALL_STATE, OPTIMIZER_STATE, PER_RANK_STATE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from dtkit.checkpoint.checkpoint import Checkpoint
     from dtkit.cluster.cluster import Cluster
-    from dtkit.rpc.engine_group import Ranks
-    from dtkit.rpc.payload import Shipment
+    from dtkit.rpc.engine_group import EngineGroup
+    from dtkit.rpc.payload import Payload
     from dtkit.strategies.base import Strategy
     from dtkit.training.config import JobSpec
 
@@ -98,9 +98,11 @@ def choose_snapshot_sources(
     return None
 
 
-def query_positions(cluster: Ranks, job: str, lost_ranks: Sequence[int] = ()) -> dict[int, JobPosition]:
+def query_positions(cluster: EngineGroup, job: str, lost_ranks: Sequence[int] = ()) -> dict[int, JobPosition]:
     """Where every survivor stands. Needs no process group."""
-    found = cluster.alone("job_status", [r for r in range(cluster.world_size) if r not in lost_ranks], job=job)
+    found = cluster.call_independently(
+        "job_status", [r for r in range(cluster.world_size) if r not in lost_ranks], job=job
+    )
     return {rank: JobPosition(*said) for rank, said in found.items()}
 
 
@@ -120,19 +122,22 @@ def explain_out_of_sync(positions: Mapping[int, JobPosition]) -> str:
         return _PARTIALLY_UPDATED
     furthest = max(standing.step for standing in positions.values())
     ahead = [rank for rank, standing in sorted(positions.items()) if standing.step == furthest]
-    return f"{which_ranks(ahead)} had made the update of step {furthest - 1}, and others were broken off before theirs"
+    return f"{format_ranks(ahead)} had made the update of step {furthest - 1}, and others were broken off before theirs"
 
 
 def fetch_survivor_state(
-    cluster: Ranks, job: str, positions: Mapping[int, JobPosition], model_shard_ids: Mapping[int, object]
+    cluster: EngineGroup, job: str, positions: Mapping[int, JobPosition], model_shard_ids: Mapping[int, object]
 ) -> RecoveredState | None:
     """Take the state from the survivors, before anything is formed anew; None where they don't have all of it."""
     left = dict(positions)
     while (chosen := choose_sources(left, model_shard_ids)) is not None:
         step, sources = chosen
         whole = {rank: standing.step == step for rank, standing in left.items() if standing.is_intact}
-        each = [{"what": ALL if rank in sources else OWN if level else OPTIMIZERS} for rank, level in whole.items()]
-        found = cluster.alone("export_state", list(whole), each=each, job=job)
+        each = [
+            {"what": ALL_STATE if rank in sources else PER_RANK_STATE if level else OPTIMIZER_STATE}
+            for rank, level in whole.items()
+        ]
+        found = cluster.call_independently("export_state", list(whole), each=each, job=job)
         if found.keys() >= set(sources):
             return RecoveredState(step, tuple(found.values()))
         _drop_failed_sources(left, sources, found)
@@ -140,7 +145,7 @@ def fetch_survivor_state(
 
 
 def fetch_snapshot_state(
-    cluster: Ranks, job: str, positions: Mapping[int, JobPosition], world_size: int, *, after_step: int
+    cluster: EngineGroup, job: str, positions: Mapping[int, JobPosition], world_size: int, *, after_step: int
 ) -> RecoveredState | None:
     """The same of a snapshot in the survivors' memory; None where there is none behind step `beyond`."""
     left = dict(positions)
@@ -148,7 +153,7 @@ def fetch_snapshot_state(
         step, givers = chosen
         ranks = sorted(givers)
         each = [{"parts": givers[rank]} for rank in ranks]
-        found = cluster.alone("export_snapshot", ranks, each=each, job=job, step=step)
+        found = cluster.call_independently("export_snapshot", ranks, each=each, job=job, step=step)
         if found.keys() >= set(ranks):
             return RecoveredState(
                 step, tuple(found.values()), f"the last snapshot, from {_describe_memory_source(givers)}"
@@ -158,7 +163,7 @@ def fetch_snapshot_state(
 
 
 def _drop_failed_sources(
-    positions: dict[int, JobPosition], ranks: Sequence[int], payloads: Mapping[int, Shipment]
+    positions: dict[int, JobPosition], ranks: Sequence[int], payloads: Mapping[int, Payload]
 ) -> None:
     """Who gave nothing has been lost meanwhile, or has no memory for it; what others gave is of no use."""
     for rank in ranks:
@@ -176,7 +181,9 @@ def _describe_memory_source(sources: Mapping[int, Sequence[int]]) -> str:
     return f"node {mirrors[0]}'s memory" if len(mirrors) == 1 else f"the memory of nodes {' and '.join(mirrors)}"
 
 
-def replace_and_rebuild(cluster: Ranks, lost_ranks: Sequence[int], rebuild: Callable[[], Any], *, shrink: bool) -> None:
+def replace_and_rebuild(
+    cluster: EngineGroup, lost_ranks: Sequence[int], rebuild: Callable[[], Any], *, shrink: bool
+) -> None:
     """Replace the engines of these ranks, or go on without them, and have `rebuild` make the job anew and fill it.
 
     Tried again when further engines are lost on the way.
@@ -187,24 +194,24 @@ def replace_and_rebuild(cluster: Ranks, lost_ranks: Sequence[int], rebuild: Call
             _check_not_all_new(cluster)
             rebuild()
         except EngineError as error:
-            lost_ranks = sorted({*cluster.lost(), *(f.rank for f in error.failures if f.kind == "stuck")})
+            lost_ranks = sorted({*cluster.find_lost_ranks(), *(f.rank for f in error.failures if f.kind == "stuck")})
             if not lost_ranks or attempt == _MAX_ATTEMPTS - 1:
                 raise
         else:
             break
 
 
-def _check_not_all_new(cluster: Ranks) -> None:
-    if cluster.emptied():
+def _check_not_all_new(cluster: EngineGroup) -> None:
+    if cluster.clear_if_all_new():
         raise ClusterError(
             "no engine is left that holds the data and the model; the cluster is whole again, but empty. Train anew, "
-            "or from a checkpoint: cluster.train(..., resume=path)"
+            "or from a checkpoint: cluster.train(..., resume_from=path)"
         )
 
 
-def _replace_or_shrink(cluster: Ranks, lost_ranks: Sequence[int], *, shrink: bool) -> None:
+def _replace_or_shrink(cluster: EngineGroup, lost_ranks: Sequence[int], *, shrink: bool) -> None:
     if not lost_ranks:
-        cluster.form(others=True)
+        cluster.form_process_group(ranks_changed=True)
     elif shrink:
         cluster.shrink(lost_ranks)
     else:
@@ -273,7 +280,7 @@ class Recovery:
         return fetch_snapshot_state(cluster, job, positions, world_size, after_step=beyond), disk
 
     def _is_owned(self) -> bool:
-        return not self.cluster.superseded
+        return not self.cluster.is_superseded
 
     def _find_disk_snapshot(self) -> Checkpoint | None:
         """The last snapshot there."""

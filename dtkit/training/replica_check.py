@@ -12,7 +12,7 @@ from __future__ import annotations
 import collections
 from typing import TYPE_CHECKING
 
-from dtkit.types import Consistency
+from dtkit.types import ReplicaCheckResult
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ class ReplicaChecker:
     """When to ask for checksums, and what they said."""
 
     def __init__(self) -> None:
-        self.result: Consistency | None = None
+        self.result: ReplicaCheckResult | None = None
         self._next_check_at = 0.0
 
     def is_due(self, now: float) -> bool:
@@ -54,10 +54,10 @@ class ReplicaChecker:
         if not shared:
             return False
         differing = tuple(sorted({rank for by_rank in shared for rank in find_outliers(by_rank)}))
-        since = before.since if before is not None and before.since is not None else step
+        since = before.differing_since if before is not None and before.differing_since is not None else step
         copies = min((len(by_rank) for part, by_rank in sums.items() if part), default=None)
-        self.result = Consistency(step, differing, since if differing else None, copies)
-        return before is None or differing != before.differing
+        self.result = ReplicaCheckResult(step, differing, since if differing else None, copies)
+        return before is None or differing != before.differing_ranks
 
 
 def group_by_shard(fingerprints: Sequence[Fingerprint]) -> dict[tuple[int, ...], dict[int, int]]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from dtkit._util import formatting
 from dtkit.checkpoint.checkpoint import Checkpoint, Lineage, get_lineage
 from dtkit.checkpoint.json_values import UnsupportedValueError, decode, encode
-from dtkit.cluster.broadcast import Replicas
+from dtkit.cluster.broadcast import ModelHandle
 from dtkit.errors import CheckpointError
 from dtkit.mesh import Mesh
 
@@ -63,7 +63,7 @@ class ResumePoint:
         """
         head = self.checkpoint.metadata
         where: dict[str, Any] = {"folder": str(self.checkpoint.path.absolute()), "files": list(head["files"])}
-        found = cluster.ask("restore_checkpoint", job=job, index=head["index"], facts=head["facts"], **where)
+        found = cluster.call_all("restore_checkpoint", job=job, index=head["index"], facts=head["facts"], **where)
         return float(found[0][1]), {name: pair for rank in reversed(found) for name, pair in rank[2].items()}
 
     def restore_callbacks(self, callbacks: Sequence[Any]) -> None:
@@ -77,8 +77,8 @@ class ResumePoint:
         head = self.checkpoint.metadata
         before, now = head["spec"], dataclasses.asdict(spec)
         said = [f"goes on from {self.checkpoint.path.name}"]
-        here = f"{spec.strategy} on {formatting.plural(spec.world_size, 'rank')}"
-        there = f"{self.checkpoint.strategy} on {formatting.plural(self.checkpoint.world_size, 'rank')}"
+        here = f"{spec.strategy} on {formatting.format_count(spec.world_size, 'rank')}"
+        there = f"{self.checkpoint.strategy} on {formatting.format_count(self.checkpoint.world_size, 'rank')}"
         if here != there:
             said.append(f"made by {there}, now {here}: the state is the same")
         changed = [name for name in _ROW_ORDER_FIELDS if before[name] != now[name]]
@@ -115,7 +115,7 @@ def _describe_rank_state(metadata: Any, spec: RunSpec, mesh: Mesh) -> str:
     other_world = metadata["spec"]["world_size"] != spec.world_size
     if averaged and (other_world or not spec.strategy.startswith(facts["layout"]["strategy"])):
         found.append("optimisers' states of the ranks became their mean")
-    if mesh.replicas > Mesh(facts["layout"]["mesh"]).replicas:
+    if mesh.num_replicas > Mesh(facts["layout"]["mesh"]).num_replicas:
         found.append("replicas that there were not draw random numbers of their own (dropout)")
     return ", ".join(found)
 
@@ -123,7 +123,7 @@ def _describe_rank_state(metadata: Any, spec: RunSpec, mesh: Mesh) -> str:
 def load_resume_point(path: str | Path, model: Any) -> ResumePoint:
     """The checkpoint at a path, once its files and its fit to the model were checked. Raises CheckpointError."""
     found = Checkpoint(path)
-    found.check_fits((model.model() if isinstance(model, Replicas) else model).state_dict())
+    found.check_fits((model.build_model() if isinstance(model, ModelHandle) else model).state_dict())
     found.check_files()
     return ResumePoint(found)
 

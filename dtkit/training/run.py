@@ -17,7 +17,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from dtkit._util.guard import notify
+from dtkit._util.guard import notify_views
 from dtkit.checkpoint import checkpoint
 from dtkit.checkpoint.manager import CheckpointRequest, CheckpointResult
 from dtkit.data import distribute
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from dtkit.cluster.cluster import Cluster
     from dtkit.data.distribute import DataHandle
     from dtkit.explain.data_parallel import Explanation
-    from dtkit.health.stall_report import Finding
+    from dtkit.health.stall_report import StallReport
     from dtkit.history.timeline import Timeline
     from dtkit.planning.cost_model import Plan
     from dtkit.planning.memory_report import Memory
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from dtkit.training.recovery import RecoveryResult
     from dtkit.training.resume import ResumePoint
     from dtkit.training.verify import Verification
-    from dtkit.types import Consistency, Evaluation, NodeInfo, RunSpec
+    from dtkit.types import Evaluation, NodeInfo, ReplicaCheckResult, RunSpec
 
 _log = logging.getLogger("dtkit")
 _MAX_DELAY_FACTOR = 100.0
@@ -83,7 +83,7 @@ class Run:
         self.delay_factors: Mapping[int, float] = {}
         """The ranks that are slowed on purpose, and how many times slower."""
         self._cluster, self._job_spec, self._options = cluster, job_spec, options
-        self._job = job or cluster.new_key("job")
+        self._job = job or cluster.make_key("job")
         self._callbacks: list[Callable[[], None]] = []
         # locks: while a callback is noted
         self._callbacks_lock = threading.Lock()
@@ -91,7 +91,7 @@ class Run:
         self._released = False
         self._fetched_state: tuple[int, Mapping[str, Any]] | None = None
         self._driver = Driver(cluster, self._make_plan(), self.history, self._notify)
-        self._snapshot_folder = cluster.snapshots(self._job)
+        self._snapshot_folder = cluster.make_snapshot_folder(self._job)
         saver = self._driver.checkpoint_manager
         saver.policy, saver.describe = options.checkpoint_policy, self._describe_for_checkpoint
         saver.snapshot_policy = dataclasses.replace(options.disk_snapshot_policy, folder=self._snapshot_folder)
@@ -112,7 +112,7 @@ class Run:
                 mesh = self._options.strategy.build_mesh(self.spec.world_size)
                 self.note(resume_point.describe(self.spec, mesh, overruled))
             otherwise.pop_all()
-        self._cluster.note_job(present=True)
+        self._cluster.set_job_flag(present=True)
         self._persist()
         self._driver.start()
 
@@ -120,7 +120,7 @@ class Run:
 
     def _persist(self) -> None:
         """What a notebook needs that takes this run over; and from here on all that comes of it."""
-        if not self._cluster.outlives:
+        if not self._cluster.can_be_reattached:
             return
         spool, lacks = persisted_run.save(self._cluster, self._job, self.spec, self._job_spec, self._options)
         if lacks:
@@ -129,7 +129,7 @@ class Run:
 
     def _update_persisted(self) -> None:
         """The run is to go on otherwise than was put down. Its history follows where it did."""
-        if self.history.run_log is None or self._cluster.superseded:  # what lies there is another notebook's
+        if self.history.run_log is None or self._cluster.is_superseded:  # what lies there is another notebook's
             return
         try:
             persisted_run.save(self._cluster, self._job, self.spec, self._job_spec, self._options)
@@ -149,7 +149,7 @@ class Run:
         folder = cluster.folder / RUNS_FOLDER / job
         run.history.extend(spool.read_history(folder, ranks_per_replica=options.ranks_per_replica))
         RunLog(folder).start_recording(run.history)
-        lost = cluster.lost()
+        lost = cluster.find_lost_ranks()
         standings = recovery.query_positions(cluster, job, lost)
         ranks = range(cluster.world_size)
         left = {rank: engine_outbox.read_dispatches(cluster.folder, job, rank) for rank in ranks}
@@ -181,9 +181,9 @@ class Run:
     def repair(self) -> None:
         """Go on from where survivors stand, with other engines in place of those that are gone."""
         self._check_not_released("run.repair()")
-        if not self._driver.state.ended:
+        if not self._driver.state.has_ended:
             self._call("repair")
-        elif lost := self._cluster.lost():
+        elif lost := self._cluster.find_lost_ranks():
             size = self._cluster.world_size
             self._driver.record_repair(lost, size, self._recover(lost))
 
@@ -248,7 +248,7 @@ class Run:
 
     def _estimate_remaining_s(self) -> float | None:
         done, left = self._driver.step, self.spec.steps - self._driver.step
-        if not done or self._driver.state.ended:
+        if not done or self._driver.state.has_ended:
             return None
         recent = self.history.totals(max(0, self.history.num_steps - 50))["step_s"]
         return left * float(recent.mean()) if len(recent) else None
@@ -284,12 +284,12 @@ class Run:
         self.timeline.export_chrome_trace(path)
 
     @property
-    def consistency(self) -> Consistency | None:
+    def consistency(self) -> ReplicaCheckResult | None:
         """What the last comparison of the parameters over the ranks found; None before the first."""
         return self._driver.replica_checker.result
 
     @property
-    def stall_report(self) -> Finding | None:
+    def stall_report(self) -> StallReport | None:
         """Who keeps the others waiting now: rank, phase, line, for how many seconds; None while all is well."""
         return self._driver.stall_report
 
@@ -349,7 +349,7 @@ class Run:
         return explaining.build_explanation(self._driver.explain_reports, self.spec.name, self._cluster.clock_offsets)
 
     def inject_delay(self, rank: int, factor: float) -> int:
-        """Have one rank's computing take `factor` times as long (it sleeps), for lessons and tests; 1 ends it.
+        """Have one rank's computing take `step_factor` times as long (it sleeps), for lessons and tests; 1 ends it.
 
         Every picture of the run says so. Returns the step at which it was asked for.
         """
@@ -360,7 +360,7 @@ class Run:
                 f"slow(factor={factor!r}): it must be a number from 1 (as fast as it is) to {_MAX_DELAY_FACTOR:g}"
             )
         self._check_not_released("slow")
-        self._cluster.ask("inject_delay", ranks=[rank], job=self._job, factor=float(factor))
+        self._cluster.call_all("inject_delay", ranks=[rank], job=self._job, factor=float(factor))
         others = {r: f for r, f in self.delay_factors.items() if r != rank}
         self.delay_factors = others if factor == 1 else dict(sorted({**others, rank: float(factor)}.items()))
         self.note(f"node {rank} " + ("runs at full speed" if factor == 1 else f"slowed {factor:g}x on purpose"))
@@ -405,7 +405,7 @@ class Run:
         return self._driver.submit(command, _parse_lr(value) if command == "lr" else values[command])
 
     def _call(self, command: str, value: Any = None) -> int:
-        patience = self._cluster.patience
+        patience = self._cluster.call_timeout_s
         try:
             return self._driver.submit(command, value).result(patience)
         except TimeoutError:
@@ -430,11 +430,11 @@ class Run:
             raise ValueError(f"save(keep={keep_last!r}): it is how many checkpoints stay; an integer from 1 up")
         self._check_not_released("save")
         save = CheckpointRequest(checkpoint.parse_path("save(path", target).absolute(), keep_last)
-        if self._driver.state.ended:
+        if self._driver.state.has_ended:
             self._save_after_end(save)
         else:
             self._call("save", save)
-        return save.result(self._cluster.patience)
+        return save.result(self._cluster.call_timeout_s)
 
     def _save_after_end(self, request: CheckpointRequest) -> None:
         """There is no driver any more that could send it."""
@@ -443,7 +443,9 @@ class Run:
         if saver.begin_next(step) is None:
             return
         try:
-            values: list[Any] = self._cluster.ask("save_checkpoint", job=self._job, step=step, **request.make_args())
+            values: list[Any] = self._cluster.call_all(
+                "save_checkpoint", job=self._job, step=step, **request.make_args()
+            )
         except DtkitError as error:
             saver.on_failure(request, step, error)
         else:
@@ -519,15 +521,16 @@ class Run:
 
     def _show_blocking(self, exit_stack: contextlib.ExitStack) -> None:
         """Text progress in a terminal, and in a notebook a word on the buttons; `after` ends it."""
-        from dtkit.dashboard import display, text
+        from dtkit.dashboard import display
+        from dtkit.dashboard.text import run_text as text
 
-        if self._driver.state.ended:
+        if self._driver.state.has_ended:
             return
         if display.in_notebook():
             exit_stack.callback(self._set_message, "")
             self._set_message(_BUTTONS_BLOCKED_MESSAGE)
         else:
-            exit_stack.callback(text.follow(self))
+            exit_stack.callback(text.start_text_progress(self))
 
     def _set_message(self, message: str) -> None:
         self._message = message
@@ -555,10 +558,10 @@ class Run:
         """The run has left RUNNING: let its displays become pictures, and raise what failed it."""
         from dtkit.dashboard import display
 
-        if self._driver.state.ended:
+        if self._driver.state.has_ended:
             # waits: Saver.join has a default timeout
             self._driver.checkpoint_manager.join()  # who waits for a run may go on from its last checkpoint
-            display.settle(self)
+            display.wait_until_replaced(self)
         if self.exception is not None:
             raise self.exception
 
@@ -567,7 +570,7 @@ class Run:
     @property
     def model(self) -> Any:
         """The model as trained so far: a new object in the notebook, on the CPU. Yours stays as it was."""
-        return self._job_spec.model_handle.build(self._fetch_state_dict())
+        return self._job_spec.model_handle.build_with_state(self._fetch_state_dict())
 
     def _fetch_state_dict(self) -> Mapping[str, Any]:
         """The whole model's state dict, as of the step that the run stands at."""
@@ -593,7 +596,7 @@ class Run:
         placed = distribute.distribute_validation_data(self._cluster, data, training_data=self._job_spec.data_handle)
         args = self._make_evaluation_args(placed, self._options.metrics if metrics is None else metrics)
         step = self._driver.step
-        return combine_evaluations(step, self._cluster.ask("evaluate", job=self._job, **args))
+        return combine_evaluations(step, self._cluster.call_all("evaluate", job=self._job, **args))
 
     def _make_evaluation_args(self, data: DataHandle, metrics: Mapping[str, Callable[..., Any]]) -> dict[str, Any]:
         per_rank = -(-self.spec.batch_size // self.spec.world_size)
@@ -609,7 +612,7 @@ class Run:
         from dtkit.planning.memory_report import Memory
 
         self._check_not_released("memory")
-        step, found = self._driver.step, self._cluster.ask("memory_usage", job=self._job)
+        step, found = self._driver.step, self._cluster.call_all("memory_usage", job=self._job)
         return Memory.from_reports(self.spec.name, self.spec.strategy, step, found, plan)
 
     def placement(self) -> Any:
@@ -619,7 +622,7 @@ class Run:
         cut into. None where every rank has the whole model, or an even part of every parameter.
         """
         self._check_not_released("placement")
-        return self._cluster.ask("model_placement", ranks=[0], job=self._job)[0]
+        return self._cluster.call_all("model_placement", ranks=[0], job=self._job)[0]
 
     def verify(self, steps: int = 20) -> Verification:
         """Is this training the same as in one process? Prints the answer, and returns it.
@@ -667,14 +670,14 @@ class Run:
             return
         if self._is_running():
             raise RunError(f"this run is at step {self.status.step} of {self.spec.steps}; run.stop() it first")
-        if not self._driver.state.ended:
+        if not self._driver.state.has_ended:
             self.stop()
         self._try_fetch_state_dict()
         self._released = True
         self._unload_job()
         written = self.history.run_log
         self.history.close_run_log()
-        if self._cluster.superseded:  # what lies in its folder is another notebook's now
+        if self._cluster.is_superseded:  # what lies in its folder is another notebook's now
             return
         shutil.rmtree(self._snapshot_folder, ignore_errors=True)
         if written is not None:
@@ -683,8 +686,8 @@ class Run:
     def _unload_job(self) -> None:
         """Have the engines let go of the job, so far as they have one."""
         with contextlib.suppress(DtkitError):
-            self._cluster.ask("release", keys=[*self._job_spec.owned_keys, self._job])
-            self._cluster.note_job(present=False)
+            self._cluster.call_all("release", keys=[*self._job_spec.owned_keys, self._job])
+            self._cluster.set_job_flag(present=False)
 
     def on_cluster_closing(self) -> None:
         """The cluster is closing: end, keeping the weights where the engines still give them."""
@@ -735,18 +738,18 @@ class Run:
             self.spec = dataclasses.replace(self.spec, steps=route.steps, steps_per_epoch=route.steps_per_epoch)
         with self._callbacks_lock:
             callbacks = list(self._callbacks)
-        notify(callbacks, self.spec.name)
+        notify_views(callbacks, self.spec.name)
 
     def figure(self) -> Figure:
         """The run as a matplotlib Figure, at any time: loss and throughput, per node and together."""
-        from dtkit.dashboard import figures
+        from dtkit.dashboard.figures import run_figure
 
-        return figures.run_figure(self)
+        return run_figure.draw_run(self)
 
     def __repr__(self) -> str:
-        from dtkit.dashboard import text
+        from dtkit.dashboard.text import run_text as text
 
-        return text.summary(self)
+        return text.format_run(self)
 
     def dashboard(self, *, fault_injection: bool = False) -> None:
         """Show the dashboard here, as `run` in the last line of a cell does.
@@ -755,7 +758,7 @@ class Run:
         """
         from dtkit.dashboard import display
 
-        display.show(self, drills=fault_injection)
+        display.show(self, fault_injection=fault_injection)
 
     def report(self, path: str | Path, *, single_process: Run | History | None = None) -> None:
         """Write the run as one HTML file that needs nothing else: figures, nodes, versions, schedule and events.
@@ -764,7 +767,7 @@ class Run:
         """
         from dtkit.dashboard import report
 
-        report.write(self, path, alone=single_process.history if isinstance(single_process, Run) else single_process)
+        report.write_report(self, path, single_process=single_process.history if isinstance(single_process, Run) else single_process)
 
     def _ipython_display_(self) -> None:
         from dtkit.dashboard import display
@@ -777,7 +780,7 @@ def _adapt_to_world_size(world_size: int, spec: RunSpec, options: RunOptions) ->
     if world_size == spec.world_size:
         return spec, options
     even = None if options.balanced_shard_sizes is None else (1,) * world_size
-    copies = world_size // options.strategy.build_mesh(world_size).replicas
+    copies = world_size // options.strategy.build_mesh(world_size).num_replicas
     return dataclasses.replace(spec, world_size=world_size), dataclasses.replace(
         options, balanced_shard_sizes=even, ranks_per_replica=copies
     )

@@ -7,29 +7,19 @@ values) was cut in each of them: a piece then has a part of the first, a part of
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Any
+
+from dtkit.engine.state.tensor_part import TensorPart
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from dtkit.cluster.cluster import Cluster
-    from dtkit.rpc.payload import Shipment
+    from dtkit.rpc.payload import Payload
 
 _INTERRUPT_GRACE_S = 0.1  # for an interrupt of those who do not answer
 
 
-@dataclasses.dataclass(frozen=True)
-class TensorPart:
-    """A part of a tensor."""
-
-    tensor: Any
-    dim: int
-    """The dimension along which it was cut."""
-    index: int
-    """The how-manieth part it is, from 0."""
-    fused_blocks: int = 1
-    """Of how many equal blocks of the whole it has a part each, one after another."""
 
 
 def join_state_dicts(parts: Iterable[Mapping[str, Any] | None]) -> dict[str, Any]:
@@ -57,12 +47,12 @@ def join_state_dicts(parts: Iterable[Mapping[str, Any] | None]) -> dict[str, Any
 
 def fetch_tensors(cluster: Cluster, op: str, job: str, ranks: list[int] | None = None) -> Mapping[str, Any]:
     """Named tensors of a job ("state_dict_parts" or "max_gradients"), joined from what each rank sends."""
-    return _load_and_join(cluster.ask(op, job=job, ranks=ranks))
+    return _load_and_join(cluster.call_all(op, job=job, ranks=ranks))
 
 
 def fetch_tensors_within(cluster: Cluster, op: str, job: str, timeout: float) -> Mapping[str, Any] | None:
     """The same, where all ranks give it within so many seconds; else None, and nothing is mended."""
-    replies = cluster.collect(cluster.fan_out(op, job=job), timeout, grace=_INTERRUPT_GRACE_S)
+    replies = cluster.gather_replies(cluster.fan_out(op, job=job), timeout, grace_s=_INTERRUPT_GRACE_S)
     sent: list[Any] = [reply.value for reply in replies if reply.failure is None]
     if len(sent) == len(replies):
         return _load_and_join(sent)
@@ -72,10 +62,10 @@ def fetch_tensors_within(cluster: Cluster, op: str, job: str, timeout: float) ->
     return None
 
 
-def _load_and_join(payloads: Iterable[Shipment | None]) -> dict[str, Any]:
+def _load_and_join(payloads: Iterable[Payload | None]) -> dict[str, Any]:
     shipments = [shipment for shipment in payloads if shipment is not None]
     try:
-        return join_state_dicts(shipment.unload() for shipment in shipments)
+        return join_state_dicts(shipment.load() for shipment in shipments)
     finally:
         for shipment in shipments:
             shipment.discard()

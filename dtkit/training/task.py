@@ -11,8 +11,8 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from dtkit._util.guard import contain, itself, notify
-from dtkit.dashboard import calls
+from dtkit._util.guard import notify_views, return_error, run_guarded_in_thread
+from dtkit.dashboard.text import call_text
 from dtkit.errors import DtkitError
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from dtkit.cluster.cluster import Cluster
-    from dtkit.rpc.payload import Shipment
+    from dtkit.rpc.payload import Payload
     from dtkit.types import Reply
 
 # A user's loop may train for days. What can't wait is seen otherwise: a failed rank at once, a lost engine by its
@@ -75,39 +75,39 @@ class Task:
                 self._num_received[rank] += 1
         self._notify()
 
-    def start_collecting(self, futures: Sequence[Future[Reply]], payload: Shipment) -> None:
+    def start_collecting(self, futures: Sequence[Future[Reply]], payload: Payload) -> None:
         """Have a thread of the task's own wait for all ranks, whether anybody asks for the result or not."""
         self._futures = futures
         threading.Thread(target=self._run_collector, args=(payload,), name=f"dtkit-{self.name}", daemon=True).start()
 
-    def _run_collector(self, payload: Shipment) -> None:
+    def _run_collector(self, payload: Payload) -> None:
         """Settle; whatever goes wrong, `result` raises it."""
-        self._error = contain(lambda: self._collect_replies(payload), itself)
+        self._error = run_guarded_in_thread(lambda: self._collect_replies(payload), return_error)
         self.state = "done" if self._error is None else "failed"
         self._done_event.set()
         self._notify()
 
-    def _collect_replies(self, payload: Shipment) -> None:
+    def _collect_replies(self, payload: Payload) -> None:
         """Wait for all ranks, and take what they say."""
         try:
-            replies = self._cluster.collect(self._futures, _UNLIMITED_S)
+            replies = self._cluster.gather_replies(self._futures, _UNLIMITED_S)
         finally:
-            self._cluster.discard(payload)
+            self._cluster.discard_payload(payload)
         self._process_replies(replies)
 
     def _process_replies(self, replies: Sequence[Reply]) -> None:
-        results: list[Shipment] = []
+        results: list[Payload] = []
         for rank, reply in enumerate(replies):
             if isinstance(reply.value, tuple):  # (result or None, everything that was said)
                 self.receive(rank, 0, reply.value[1])
                 results += [reply.value[0]] if reply.value[0] is not None else []
         try:
             try:
-                self._cluster.values(replies)
+                self._cluster.unwrap(replies)
             finally:
                 if self._own_group:
                     self._restore_group(already_reformed=any(reply.failure for reply in replies))
-            self._results = [result.unload() for result in results]
+            self._results = [result.load() for result in results]
         finally:
             for result in results:  # those of ranks that succeeded where another failed, too
                 result.discard()
@@ -115,7 +115,7 @@ class Task:
     def _restore_group(self, *, already_reformed: bool) -> None:
         """The script's group has ended; form ours again."""
         if not already_reformed:
-            self._cluster.form()
+            self._cluster.form_process_group()
 
     # -- for the user -----------------------------------------------------------------------------------------
 
@@ -133,7 +133,7 @@ class Task:
 
     def display_and_wait(self) -> list[Any]:
         """As `result`, with a live view. An interrupt reaches the engines and is raised again."""
-        with calls.following(self):
+        with call_text.display_until_done(self):
             try:
                 self._wait()
             except KeyboardInterrupt:
@@ -167,7 +167,7 @@ class Task:
 
     def figure(self) -> Figure:
         """What was logged, as a matplotlib Figure: an axes per name, a line per rank."""
-        return calls.figure(self)
+        return call_text.draw_figure(self)
 
     def subscribe(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Have `callback` called after every change, from any thread; returns what ends that."""
@@ -180,13 +180,13 @@ class Task:
         return unsubscribe
 
     def _notify(self) -> None:
-        notify(list(self._callbacks), self.name)
+        notify_views(list(self._callbacks), self.name)
 
     def __repr__(self) -> str:
-        return calls.summary(self)
+        return call_text.format_text(self)
 
     def _ipython_display_(self) -> None:
-        calls.show(self)
+        call_text.show(self)
 
 
 def submit(
@@ -204,10 +204,10 @@ def submit(
     try:
         group: dict[str, Any] = {}
         if own_group:
-            group = {"port": _open_rendezvous_store(cluster), "attempt": cluster.next_attempt()}
+            group = {"port": _open_rendezvous_store(cluster), "attempt": cluster.next_restart_count()}
         futures = cluster.fan_out("call_function", listen=task.receive, shipment=shipment, **group)
     except BaseException:  # an interrupt too: nobody will open the upload
-        cluster.discard(shipment)
+        cluster.discard_payload(shipment)
         raise
     task.start_collecting(futures, shipment)
     return task
@@ -215,4 +215,6 @@ def submit(
 
 def _open_rendezvous_store(cluster: Cluster) -> int:
     """The port of a store for a script's own group. Rank 0 may have a long call to end first."""
-    return int(cluster.values(cluster.collect(cluster.fan_out("open_torchrun_store", ranks=[0]), _UNLIMITED_S))[0])
+    return int(
+        cluster.unwrap(cluster.gather_replies(cluster.fan_out("open_torchrun_store", ranks=[0]), _UNLIMITED_S))[0]
+    )

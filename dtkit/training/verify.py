@@ -83,15 +83,19 @@ def verify(cluster: Cluster, job_spec: JobSpec, steps: int, equivalence_notes: S
     """See :meth:`dtkit.Run.verify`."""
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps={steps!r}; verify needs an integer from 1 up")
-    together, alone = cluster.new_key("job"), cluster.new_key("job")
+    together, alone = cluster.make_key("job"), cluster.make_key("job")
     try:
         state = _train_job(cluster, job_spec, together, steps, None)
         reference = _train_job(cluster, job_spec, alone, steps, [0])
         gradients = fetch_tensors(cluster, "max_gradients", alone, [0])
     finally:
-        cluster.let_go(together)
-        cluster.let_go(alone)
-    modules = tuple(find_incomparable_modules(job_spec.model_handle.build(reference))) if cluster.world_size > 1 else ()
+        cluster.free_later(together)
+        cluster.free_later(alone)
+    modules = (
+        tuple(find_incomparable_modules(job_spec.model_handle.build_with_state(reference)))
+        if cluster.world_size > 1
+        else ()
+    )
     modules += tuple(equivalence_notes)
     return compare_states(state, reference, gradients, modules, steps, cluster.world_size)
 
@@ -101,13 +105,13 @@ def _train_job(cluster: Cluster, job_spec: JobSpec, job: str, steps: int, ranks:
     job_spec.build(cluster, job, ranks=ranks, single_process=ranks is not None)
     done = 0
     while done < steps:
-        advance, _ = cluster.ask("advance", job=job, step=done, steps=steps - done, ranks=ranks)[0]
-        if advance.ended == "nonfinite":
+        advance, _ = cluster.call_all("advance", job=job, step=done, steps=steps - done, ranks=ranks)[0]
+        if advance.end_reason == "nonfinite":
             raise ValueError(
                 f"the gradients are not finite at step {advance.step}, so there is nothing to compare after it. "
                 f"Verify fewer steps: run.verify(steps={max(1, advance.step)})"
             )
-        if advance.ended == "exhausted":
+        if advance.end_reason == "exhausted":
             break
         done = advance.step
     return fetch_tensors(cluster, "state_dict_parts", job, ranks)

@@ -33,7 +33,7 @@ def balance() -> bool:
 
 
 def _part_of_ideal(
-    cluster: dtkit.Cluster, copies: dtkit.Replicas, part: dtkit.Partition, work: Work, strategy: Strategy
+    cluster: dtkit.Cluster, copies: dtkit.ModelHandle, part: dtkit.Partition, work: Work, strategy: Strategy
 ) -> float:
     steps = work.warm + work.steps
     how = {"loss": nn.CrossEntropyLoss(), "optimizer": optimizer, "batch_size": work.batch, "steps": steps}

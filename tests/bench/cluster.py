@@ -55,7 +55,7 @@ def start_once() -> None:
 
 
 def _shared_files() -> set[Path]:
-    return {file for folder in shared_memory.default_directories() for file in Path(folder).glob("dtkit-*")}
+    return {file for folder in shared_memory.get_default_directories() for file in Path(folder).glob("dtkit-*")}
 
 
 def bulk() -> bool:

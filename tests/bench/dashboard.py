@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from nbformat.v4 import new_code_cell, new_notebook
 from playwright.sync_api import sync_playwright
 
-from dtkit.dashboard.feed import Feed
+from dtkit.dashboard.live.messages import MessageBuilder
 from tests.bench.pairs import PAIRS, Sample, alternate, ratios, report
 from tests.browser.conftest import FLAGS, chromium
 from tests.browser.lab import Lab
@@ -23,7 +23,7 @@ from tests.fake_source import FakeSource
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from dtkit.dashboard.feed import Message
+    from dtkit.dashboard.live.messages import Message
 
 UPDATES, STEPS_AN_UPDATE = 100, 10
 CLICKS, WATCHED_S = 7, 15.0
@@ -81,14 +81,14 @@ def updates(ranks: int, most_ms: float, most_bytes: int | None) -> bool:
     """CPU of composing an update and making JSON of it, and its bytes, with everything shown."""
     source = FakeSource(ranks=ranks, steps=100_000, strips=True)
     source.advance(600)
-    feed = Feed(source)
-    _size(feed.snapshot())
+    feed = MessageBuilder(source)
+    _size(feed.build_snapshot())
     spent, sizes = [], []
     for _ in range(UPDATES):
         source.advance(STEPS_AN_UPDATE)
         gc.collect()  # the made-up run's own garbage
         begun = time.thread_time()
-        size = _size(feed.change())
+        size = _size(feed.build_change())
         spent.append(1000 * (time.thread_time() - begun))
         sizes.append(size)
     met = report(f"kernel CPU an update, {ranks} nodes", Sample(spent), unit="ms", most=most_ms)
@@ -110,7 +110,7 @@ def opening() -> bool:
     taken = []
     for _ in range(PAIRS):
         begun = time.perf_counter()
-        _size(Feed(source).snapshot())
+        _size(MessageBuilder(source).build_snapshot())
         taken.append(time.perf_counter() - begun)
     return report("opening a run of 100,000 steps, in the kernel", Sample(taken), unit="s", most=1.0)
 

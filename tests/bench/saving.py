@@ -1,6 +1,6 @@
 """What checkpoints cost: how long training stands still for one, and how many steps it takes meanwhile.
 
-Saved are parameters and momentum, each rank writing its half. *Beside* is what a run does (``save_every=``, and
+Saved are parameters and momentum, each rank writing its half. *Beside* is what a run does (``checkpoint_every=``, and
 ``run.save`` while it runs): the state is copied, and a thread writes the copy. *Standing still* is the same save of a
 paused run, which goes on when all of it is on the disk. Seconds of a training are until its last checkpoint is, too.
 """
@@ -87,7 +87,7 @@ class _Training:
         return _seconds(self._run(), self.work.warm)
 
     def _saved(self) -> float:
-        return _seconds(self._run(save_every=EVERY, save_to=self.folder, keep=1), self.work.warm)
+        return _seconds(self._run(checkpoint_every=EVERY, checkpoint_dir=self.folder, keep=1), self.work.warm)
 
     def _stopped(self) -> float:
         run = self._run()

@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import nn
 
 import dtkit
-from dtkit.dashboard.live import Dashboard
+from dtkit.dashboard.live.widget import Dashboard
 from tests.bench.pairs import PAIRS, alternate, ratios, report
 from tests.bench.work import LONG, SHORT, WIDE, WORKS, Work, optimizer
 
@@ -36,7 +36,7 @@ def _against_bare(name: str, least: float) -> bool:
     return report(f"steps per second against bare torchrun, {name}", ratios(found, bare), least=least)
 
 
-def _steps(cluster: dtkit.Cluster, copies: dtkit.Replicas, part: dtkit.Partition, work: Work) -> float:
+def _steps(cluster: dtkit.Cluster, copies: dtkit.ModelHandle, part: dtkit.Partition, work: Work) -> float:
     steps = work.warm + work.steps
     how = {"loss": nn.CrossEntropyLoss(), "optimizer": optimizer, "batch_size": work.batch, "steps": steps}
     run = cluster.train(copies, part, start=False, **how)
@@ -47,7 +47,7 @@ def _steps(cluster: dtkit.Cluster, copies: dtkit.Replicas, part: dtkit.Partition
     run._driver.wait(600)  # as run.wait() does, without its text progress
     taken = time.perf_counter() - begun
     assert len(run.history) == 2 * steps
-    dashboard.retire()
+    dashboard.close_or_freeze()
     return work.steps / taken
 
 

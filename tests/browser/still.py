@@ -11,8 +11,8 @@ import itertools
 import json
 from typing import TYPE_CHECKING, Any
 
-from dtkit.dashboard.feed import Feed
-from dtkit.dashboard.live import STATIC, Dashboard
+from dtkit.dashboard.live.messages import MessageBuilder
+from dtkit.dashboard.live.widget import STATIC_FOLDER, Dashboard
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from playwright.sync_api import Locator, Page
 
-    from dtkit.dashboard.feed import Message
+    from dtkit.dashboard.live.messages import Message
     from tests.fake_source import FakeSource
 
 _PAGE = """<!doctype html><meta charset="utf-8"><body data-jp-theme-light="{light}"
@@ -52,17 +52,19 @@ class Still:
 
     def __init__(self, page: Page, source: FakeSource, theme: str = "light", *, offers: Sequence[str] = ()) -> None:
         self.page = page
-        self._feed = Feed(source, itertools.count().__next__)  # each look is a second after the last
-        self._feed.offers = offers
-        put(page, str(Dashboard._esm), self._feed.snapshot(), theme)
+        self._feed = MessageBuilder(source, itertools.count().__next__)  # each look is a second after the last
+        self._feed.extra_controls = offers
+        put(page, str(Dashboard._esm), self._feed.build_snapshot(), theme)
         self.root: Locator = page.get_by_test_id("dtkit-dashboard")
         self._wait()
 
     def update(self) -> None:
         """Send all that changed, and wait until it is drawn."""
         while True:
-            self.page.evaluate("([content, buffers]) => window.hear(content, buffers)", plain(self._feed.change()))
-            if not self._feed.pending:
+            self.page.evaluate(
+                "([content, buffers]) => window.hear(content, buffers)", plain(self._feed.build_change())
+            )
+            if not self._feed.has_pending:
                 break
         self._wait()
 
@@ -74,12 +76,12 @@ class Still:
 
     def choose(self, rank: int | None) -> None:
         """What the kernel does when a page selects a node."""
-        self._feed.selected = rank
+        self._feed.selected_rank = rank
         self.update()
 
     def effect(self, text: str) -> None:
         """What the kernel does when a command took effect."""
-        self._feed.effect = {"count": self._feed.effect["count"] + 1, "text": text}
+        self._feed.last_effect = {"count": self._feed.last_effect["count"] + 1, "text": text}
         self.update()
 
     def show(self, name: str, png: bytes, error: str | None = None) -> None:
@@ -107,6 +109,6 @@ def plain(message: Message) -> list[Any]:
 def put(page: Page, module: str, opening: Message, theme: str) -> None:
     """Load a widget's module on an empty page, with the message that it opens with."""
     dark = theme == "dark"
-    css = (STATIC / "dashboard.css").read_text(encoding="utf-8")
+    css = (STATIC_FOLDER / "dashboard.css").read_text(encoding="utf-8")
     page.set_content(_PAGE.format(light=str(not dark).lower(), background="#111" if dark else "#fff", css=css))
     page.evaluate(_START, [module, *plain(opening)])

@@ -11,10 +11,10 @@ import pytest
 from playwright.sync_api import Page, expect
 
 import dtkit
-from dtkit.dashboard import figures
-from dtkit.dashboard.compare_live import CompareFeed, CompareView
-from dtkit.dashboard.timing import PHASES, timing
-from dtkit.types import Consistency, Evaluation, State
+from dtkit.dashboard.figures import run_figure
+from dtkit.dashboard.live.comparison_widget import ComparisonMessageBuilder, ComparisonWidget
+from dtkit.dashboard.summary.timing import PHASES, compute_step_timing
+from dtkit.types import Evaluation, ReplicaCheckResult, State
 from tests.browser.lab import Look
 from tests.browser.still import Still, plain, put
 from tests.fake_source import FakeSource
@@ -29,7 +29,7 @@ def source(ranks: int, *, slow: bool = True) -> FakeSource:
     made = FakeSource(ranks=ranks, strips=True)
     if slow:
         made.slowness = made.delay_factors = {1: 1.6}
-    made.consistency = Consistency(300, (), None)
+    made.consistency = ReplicaCheckResult(300, (), None)
     made.event("start", "the parameters were broadcast from node 0")
     made.advance(200)
     made.history.add(Evaluation(200, 100, {"loss": 0.7}))
@@ -80,7 +80,7 @@ def test_it_fits_and_is_drawn(page: Page, look: Look, ranks: int, tmp_path: Path
 def test_the_bars_are_the_numbers_of_the_kept_picture(page: Page):
     made = source(4)
     view = Still(page, made)
-    found = timing(made.history, 4)
+    found = compute_step_timing(made.history, 4)
     for rank in range(4):
         row = view.root.locator(f".dtk-row[data-rank='{rank}']")
         wide = [float(row.locator(f"[data-phase={phase}]").get_attribute("width") or 0) for phase in PHASES]
@@ -132,7 +132,7 @@ def test_whether_the_ranks_agree_is_said_and_a_difference_is_an_alert(page: Page
     expect(remarks.locator("li")).to_have_text(
         ["✓ parameters identical on 4 nodes, checked at step 300", "▼ node 1 slowed 1.6x on purpose"]
     )
-    made.consistency, made.delay_factors = Consistency(350, (3,), 310), {}
+    made.consistency, made.delay_factors = ReplicaCheckResult(350, (3,), 310), {}
     view.update()
     expect(alert).to_be_visible()
     expect(alert).to_have_attribute("role", "alert")
@@ -401,15 +401,15 @@ def test_what_took_effect_is_said_politely(page: Page):
 
 def test_a_users_panel_and_its_error_are_shown_apart(page: Page):
     view = Still(page, source(2))
-    figure = figures.new_figure(6, 2.3)
-    view.show("Mine", figures.png(figure))
+    figure = run_figure.create_figure(6, 2.3)
+    view.show("Mine", run_figure.render_png(figure))
     view.show("<b>Broken</b>", b"", "RuntimeError: <script>")
     own = view.root.get_by_test_id("custom-panel")
     expect(own).to_have_count(2)
     page.wait_for_function("() => document.querySelector('[data-name=Mine] img').naturalWidth > 500")
     expect(own.nth(1)).to_have_text("<b>Broken</b>: this panel failed: RuntimeError: <script>")
     assert view.root.locator("script, b").count() == 0
-    view.show("<b>Broken</b>", figures.png(figure))
+    view.show("<b>Broken</b>", run_figure.render_png(figure))
     expect(own.nth(1).locator("p")).to_be_hidden()
 
 
@@ -440,8 +440,8 @@ def test_runs_are_compared_live_with_a_legend_that_tells_them_apart(page: Page):
     for k, run in enumerate(runs):
         run.advance(300 - 100 * k)
     found = dtkit.compare(runs, labels=["one", "<b>two</b>", "three"])
-    feed = CompareFeed(found)
-    put(page, str(CompareView._esm), feed.snapshot(), "light")
+    feed = ComparisonMessageBuilder(found)
+    put(page, str(ComparisonWidget._esm), feed.build_snapshot(), "light")
     root = page.get_by_test_id("dtkit-comparison")
     expect(root).to_have_attribute("data-state", "running")
     rows = root.get_by_test_id("runs-table").locator("tbody tr")
@@ -452,7 +452,7 @@ def test_runs_are_compared_live_with_a_legend_that_tells_them_apart(page: Page):
     assert len(set(looks)) == 3  # without colours too
     assert root.locator(".dtk-labels text").all_text_contents() == ["run 3", "run 2", "run 1"]
     runs[0].advance(50)
-    message = feed.snapshot()
+    message = feed.build_snapshot()
     page.evaluate("([content, buffers]) => window.hear(content, buffers)", plain(message))
     expect(rows.first.locator("td").nth(1)).to_have_text("350")
     assert root.locator("b, i").count() == 0

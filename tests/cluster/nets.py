@@ -294,19 +294,19 @@ def worker() -> Any:
 
 def held() -> tuple[int, int]:
     """On an engine: bytes of the numbers that lie here, of parameters and of the optimiser's state."""
-    from dtkit.strategies.dtensor_worker import get_local_tensor
+    from dtkit.engine.state.dtensor_shards import get_local_tensor
 
     mine = worker()
-    parameters = [get_local_tensor(p) for p in set(mine._slices.values())]
+    parameters = [get_local_tensor(p) for p in set(mine._sharded_parameters.values())]
     state = [v for s in mine.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor) and v.dim()]
     return sum(p.nbytes for p in parameters), sum(get_local_tensor(v).nbytes for v in state)
 
 
 def slices(name: str) -> torch.Tensor:
     """On an engine: what lies here of a parameter."""
-    from dtkit.strategies.dtensor_worker import get_local_tensor
+    from dtkit.engine.state.dtensor_shards import get_local_tensor
 
-    return get_local_tensor(worker()._slices[name]).detach().clone()
+    return get_local_tensor(worker()._sharded_parameters[name]).detach().clone()
 
 
 def cut_by_heads(plan: TensorPlan) -> list[str]:

@@ -43,4 +43,4 @@ def check_usable(cluster: dtkit.Cluster) -> None:
     run = train(cluster, steps=2)
     run.wait(60)
     assert len(run.history) == 2 * cluster.world_size
-    assert run.status.state is dtkit.State.COMPLETED
+    assert run.status.state is dtkit.types.State.COMPLETED

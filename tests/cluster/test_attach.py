@@ -59,11 +59,11 @@ def test_close_leaves_the_engines_alive_and_empty(client: ipp.Client):
         folder = Path(cluster._folder)
         pids = [node.pid for node in cluster.nodes]
         assert client[:].apply_sync(group_is_formed) == [True, True]
-    assert run.status.state is dtkit.State.STOPPED
+    assert run.status.state is dtkit.types.State.STOPPED
     assert not folder.exists()
     assert client[:].apply_sync(__import__("os").getpid) == pids
     assert client[:].apply_sync(group_is_formed) == [False, False]
-    with pytest.raises(dtkit.ClusterClosed):
+    with pytest.raises(dtkit.errors.ClusterClosedError):
         cluster.run(print)
     with dtkit.attach(client=client) as again:
         check_usable(again)
@@ -73,10 +73,10 @@ def test_the_last_to_attach_owns_the_engines(cluster: dtkit.Cluster, client: ipp
     run = train(cluster, start=False)
     with dtkit.attach(client=client) as other:
         check_usable(other)
-        with pytest.raises(dtkit.EngineError, match="another notebook attached meanwhile"):
+        with pytest.raises(dtkit.errors.EngineError, match="another notebook attached meanwhile"):
             cluster.run(print)
         run.resume()
-        with pytest.raises(dtkit.Refused, match="another notebook has taken this cluster over"):
+        with pytest.raises(dtkit.errors.RefusedError, match="another notebook has taken this cluster over"):
             run.wait(60)
         check_usable(other)
 
@@ -135,14 +135,14 @@ def test_px_reaches_the_engines_between_dispatches(cluster: dtkit.Cluster, shell
         said = capsys.readouterr().out
         assert f"here 0 {k}" in said
         assert f"here 1 {k}" in said
-        assert run.status.state is dtkit.State.RUNNING
+        assert run.status.state is dtkit.types.State.RUNNING
         assert run.status.step >= before
     # A collective works, too: the ranks stand at the same step.
     collective = "%%px\nimport torch\nt = torch.ones(1)\ndist.all_reduce(t)\nprint('sum', t.item())"
     assert shell.run_cell(collective).success
     assert capsys.readouterr().out.count("sum 2.0") == 2
     assert not shell.run_cell("%%px\n1 / 0").success
-    assert run.status.state is dtkit.State.RUNNING
+    assert run.status.state is dtkit.types.State.RUNNING
     end = run.stop()
     assert run.history.num_steps == end
     check_usable(cluster)

@@ -104,7 +104,7 @@ def test_fewer_go_on_from_the_mean(engines: int):
             assert close(means, mean([s[1] for s in survivors], [1.0] * len(survivors)))
         run.resume()
         run.wait(60)
-        assert run.status.state is dtkit.State.COMPLETED
+        assert run.status.state is dtkit.types.State.COMPLETED
         check_usable(cluster)
 
 
@@ -118,7 +118,7 @@ def test_an_engine_that_is_killed_in_the_midst_costs_one_step_at_most(mode: str)
         end()
         os.kill(cluster.nodes[1].pid, signal.SIGKILL)
         if mode == "pause":
-            with pytest.raises(dtkit.EngineError, match="rank 1 is gone"):
+            with pytest.raises(dtkit.errors.EngineError, match="rank 1 is gone"):
                 run.wait(60)
             run.resume()
         run.wait(60)
@@ -172,7 +172,7 @@ def test_one_that_is_behind_keeps_its_optimiser(tmp_path: Path):
             assert time.monotonic() < deadline
             pause.wait(0.01)
         run._driver.submit("break").result(60)
-        assert run.status.state is dtkit.State.PAUSED
+        assert run.status.state is dtkit.types.State.PAUSED
         parameters, means, _ = zip(*cluster.run(held), strict=True)
         assert run.status.step == BEHIND
         assert not same(means[1], means[0])
@@ -181,4 +181,4 @@ def test_one_that_is_behind_keeps_its_optimiser(tmp_path: Path):
         assert not same(parameters[0], parameters[2])
         run.resume()
         run.wait(60)
-        assert run.status.state is dtkit.State.COMPLETED
+        assert run.status.state is dtkit.types.State.COMPLETED

@@ -339,6 +339,6 @@ class Counting(Blocks):
 
 
 def test_what_is_no_tensor_can_t_be_handed_on(cluster: dtkit.Cluster):
-    with pytest.raises(dtkit.EngineError, match=r"returns int besides tensors.*dtkit\.Sharded"):
+    with pytest.raises(dtkit.errors.EngineError, match=r"returns int besides tensors.*dtkit\.Sharded"):
         train(cluster, Counting, SCHEDULES[0])
     check_usable(cluster)

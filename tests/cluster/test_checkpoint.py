@@ -105,7 +105,7 @@ def strategies(world: int) -> dict[str, Any]:
 def test_goes_on_under_any_strategy(
     cluster2: dtkit.Cluster, saved: dict[str, Path], whole: Any, before: str, after: str
 ):
-    run = train(cluster2, strategy=strategies(2)[after], resume=saved[before])
+    run = train(cluster2, strategy=strategies(2)[after], resume_from=saved[before])
     assert difference(weights(run), whole) <= BOUND
     assert run.history.num_steps == STEPS
     assert [row.step for row in run.history if row.rank == 0] == list(range(STEPS))
@@ -121,10 +121,10 @@ def test_goes_on_on_more_engines_and_on_fewer(
     before: str,
     after: str,
 ):
-    run = train(cluster4, steps=BREAK + 5, strategy=strategies(4)[after], resume=saved[before])
+    run = train(cluster4, steps=BREAK + 5, strategy=strategies(4)[after], resume_from=saved[before])
     assert "on 2 ranks" in run.history.events[-3].text
     back = run.save(tmp_path)
-    assert difference(weights(train(cluster2, strategy=strategies(2)[before], resume=back.path)), whole) <= BOUND
+    assert difference(weights(train(cluster2, strategy=strategies(2)[before], resume_from=back.path)), whole) <= BOUND
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_a_break_leaves_no_trace_in_random_numbers_and_batch_statistics(
     with pytest.warns(UserWarning, match="BatchNorm"):
         path = train(cluster2, dropping(), steps=BREAK, **how).save(tmp_path).path
     with pytest.warns(UserWarning, match="BatchNorm"):
-        found = weights(train(cluster2, dropping(), resume=path, **how))
+        found = weights(train(cluster2, dropping(), resume_from=path, **how))
     assert difference(dict(found), dict(expected)) <= BOUND
 
 
@@ -155,7 +155,7 @@ def test_compressed_gradients_keep_what_they_left_out(cluster2: dtkit.Cluster, t
     how = {"strategy": dtkit.DataParallel(compress="powersgd"), "optimizer": oracle.momentum}
     expected = weights(train(cluster2, **how))
     path = train(cluster2, steps=BREAK, **how).save(tmp_path).path
-    assert difference(weights(train(cluster2, resume=path, **how)), expected) <= BOUND
+    assert difference(weights(train(cluster2, resume_from=path, **how)), expected) <= BOUND
 
 
 def test_averaged_parameters_go_on_from_their_mean_elsewhere(
@@ -175,8 +175,15 @@ def test_a_schedule_that_wants_a_loss_and_early_stopping_go_on(cluster2: dtkit.C
 
     how = {"scheduler": plateau, "valid": oracle.data(), "optimizer": oracle.momentum}
     expected = train(cluster2, callbacks=[one := dtkit.EarlyStopping(patience=9)], **how)
-    train(cluster2, callbacks=[dtkit.EarlyStopping(patience=9)], save_every=6, save_to=tmp_path, steps=12, **how)
-    run = train(cluster2, callbacks=[two := dtkit.EarlyStopping(patience=9)], resume=tmp_path, **how)
+    train(
+        cluster2,
+        callbacks=[dtkit.EarlyStopping(patience=9)],
+        checkpoint_every=6,
+        checkpoint_dir=tmp_path,
+        steps=12,
+        **how,
+    )
+    run = train(cluster2, callbacks=[two := dtkit.EarlyStopping(patience=9)], resume_from=tmp_path, **how)
     assert run.lr == expected.lr < 0.1
     assert (two.best, two.best_epoch) == (one.best, one.best_epoch)
     assert math.isfinite(two.best)
@@ -203,7 +210,7 @@ def test_a_stream_is_read_again_up_to_where_it_stood(cluster2: dtkit.Cluster, tm
 
 
 def test_saves_by_themselves_keep_the_last_ones(cluster2: dtkit.Cluster, tmp_path: Path):
-    run = small.train(cluster2, steps=20, save_every=6, save_to=tmp_path, keep=2)
+    run = small.train(cluster2, steps=20, checkpoint_every=6, checkpoint_dir=tmp_path, keep=2)
     run.wait(60)
     assert dtkit.Checkpoint(tmp_path).step == 20
     run.save(keep_last=2)
@@ -223,7 +230,7 @@ def test_saves_while_it_runs_and_while_it_is_paused(cluster2: dtkit.Cluster, tmp
     run.pause()
     second = run.save(tmp_path)
     assert first.step <= second.step == run.status.step
-    assert run.status.state is dtkit.State.PAUSED
+    assert run.status.state is dtkit.types.State.PAUSED
     assert f"step {second.step}" in repr(second)
     run.stop()
     assert run.save(tmp_path).step == second.step
@@ -246,11 +253,11 @@ def small_files(cluster2: dtkit.Cluster) -> Iterator[None]:
 def test_a_disk_that_takes_no_more_fails_the_save_and_not_the_run(
     cluster2: dtkit.Cluster, tmp_path: Path, small_files: None
 ):
-    run = small.train(cluster2, steps=20, save_every=10, save_to=tmp_path)
+    run = small.train(cluster2, steps=20, checkpoint_every=10, checkpoint_dir=tmp_path)
     run.wait(60)
-    with pytest.raises(dtkit.CheckpointError, match=r"rank 1 on .*File too large"):
+    with pytest.raises(dtkit.errors.CheckpointError, match=r"rank 1 on .*File too large"):
         run.save()
-    assert run.status.state is dtkit.State.COMPLETED
+    assert run.status.state is dtkit.types.State.COMPLETED
     errors = [event for event in run.history.events if event.kind == "error"]
     assert [event.step for event in errors] == [10, 20, 20]
     assert list(tmp_path.iterdir()) == []
@@ -259,11 +266,11 @@ def test_a_disk_that_takes_no_more_fails_the_save_and_not_the_run(
 
 def test_a_folder_that_can_t_be_made_fails_the_save_and_not_the_run(cluster2: dtkit.Cluster, tmp_path: Path):
     (tmp_path / "file").write_text("no folder")
-    run = small.train(cluster2, steps=10, save_every=5, save_to=tmp_path / "file")
+    run = small.train(cluster2, steps=10, checkpoint_every=5, checkpoint_dir=tmp_path / "file")
     run.wait(60)
-    with pytest.raises(dtkit.CheckpointError, match=r"File exists|Not a directory"):
+    with pytest.raises(dtkit.errors.CheckpointError, match=r"File exists|Not a directory"):
         run.save()
-    assert run.status.state is dtkit.State.COMPLETED
+    assert run.status.state is dtkit.types.State.COMPLETED
     assert sum(event.kind == "error" for event in run.history.events) == 3
 
 
@@ -276,12 +283,12 @@ def test_a_disk_that_is_full_costs_the_checkpoint_and_nothing_else(cluster2: dtk
         filler.write_bytes(bytes(2**20))
     assert shutil.disk_usage(small_disk).free == 0
     run.step()
-    with pytest.raises(dtkit.CheckpointError, match="No space left"):
+    with pytest.raises(dtkit.errors.CheckpointError, match="No space left"):
         run.save(small_disk)
     assert any(event.kind == "error" and "No space left" in event.text for event in run.history.events)
     run.step(9)  # the training goes on
     assert dtkit.Checkpoint(small_disk).step == 20
-    assert small.train(cluster2, steps=60, resume=small_disk, start=False).status.step == 20
+    assert small.train(cluster2, steps=60, resume_from=small_disk, start=False).status.step == 20
     filler.unlink()
     again = cluster2.current_run
     assert again is not None
@@ -301,7 +308,7 @@ def test_a_disk_that_takes_some_of_a_checkpoint_names_what_it_lacks(cluster2: dt
         os.truncate(filler, filler.stat().st_size - left * 4096)
         try:
             came.append(run.save(small_disk / "saved").step)
-        except dtkit.CheckpointError:
+        except dtkit.errors.CheckpointError:
             came.append(None)
         shutil.rmtree(small_disk / "saved", ignore_errors=True)
     assert None in came
@@ -328,7 +335,7 @@ def test_a_disk_that_is_full_below_the_cluster_itself_costs_the_run_nothing(
         filler.unlink()
         run.resume()
         run.wait(60)
-        assert run.status.state is dtkit.State.COMPLETED
+        assert run.status.state is dtkit.types.State.COMPLETED
         assert len(run.history) == 2 * 2000
         said = [event.text for event in run.history.events]
         assert sum("No space left on device" in text for text in said) == 1
@@ -343,11 +350,11 @@ def test_state_that_is_no_plain_data_is_refused_and_the_run_goes_on(cluster2: dt
 
     run = small.train(cluster2, steps=50, optimizer=lambda parameters: Odd(parameters, lr=0.1), start=False)
     run.step()
-    with pytest.raises(dtkit.CheckpointError, match=r"the state 'odd' of 0.weight is a builtin"):
+    with pytest.raises(dtkit.errors.CheckpointError, match=r"the state 'odd' of 0.weight is a builtin"):
         run.save(tmp_path)
     run.resume()
     run.wait(60)
-    assert run.status.state is dtkit.State.COMPLETED
+    assert run.status.state is dtkit.types.State.COMPLETED
 
 
 # -- going on from what can't be -----------------------------------------------------------------------------
@@ -358,15 +365,17 @@ def test_what_does_not_fit_is_refused_before_anything_changes(
 ):
     run = small.train(cluster2, steps=2)
     run.wait(60)
-    with pytest.raises(dtkit.CheckpointError, match=r"0.weight has shape \(16, 6\) there and \(8, 4\) in the model"):
-        small.train(cluster2, resume=saved["data"])
+    with pytest.raises(
+        dtkit.errors.CheckpointError, match=r"0.weight has shape \(16, 6\) there and \(8, 4\) in the model"
+    ):
+        small.train(cluster2, resume_from=saved["data"])
     with pytest.raises(ValueError, match="more than 11"):
-        train(cluster2, steps=BREAK, resume=saved["data"])
-    with pytest.raises(dtkit.CheckpointError, match="is not there"):
-        small.train(cluster2, resume=tmp_path / "nothing")
+        train(cluster2, steps=BREAK, resume_from=saved["data"])
+    with pytest.raises(dtkit.errors.CheckpointError, match="is not there"):
+        small.train(cluster2, resume_from=tmp_path / "nothing")
     assert cluster2.current_run is run
-    with pytest.raises(dtkit.EngineError, match="made with AdamW, and optimizer= makes a SGD"):
-        train(cluster2, optimizer=oracle.momentum, resume=saved["data"])
+    with pytest.raises(dtkit.errors.EngineError, match="made with AdamW, and optimizer= makes a SGD"):
+        train(cluster2, optimizer=oracle.momentum, resume_from=saved["data"])
     small.check_usable(cluster2)
 
 
@@ -378,7 +387,7 @@ def test_a_learning_rate_that_was_set_before_a_save_is_saved(cluster2: dtkit.Clu
     saved = run.save(tmp_path)
     assert saved.step == run.status.step == 4
     run.stop()
-    again = small.train(cluster2, resume=saved.path, start=False)
+    again = small.train(cluster2, resume_from=saved.path, start=False)
     assert again.lr == 0.025
     again.stop()
 
@@ -394,21 +403,21 @@ def test_a_callback_that_can_t_be_saved_fails_the_save_and_not_the_run(cluster2:
 
     run = small.train(cluster2, callbacks=[Counts()], start=False)
     run.step(2)
-    with pytest.raises(dtkit.CheckpointError, match="was not written: ZeroDivisionError"):
+    with pytest.raises(dtkit.errors.CheckpointError, match="was not written: ZeroDivisionError"):
         run.save(tmp_path)
     assert list(tmp_path.iterdir()) == []
     run.resume()
     run.wait(60)
-    assert run.status.state is dtkit.State.COMPLETED
+    assert run.status.state is dtkit.types.State.COMPLETED
 
 
 def test_options_that_the_checkpoint_overrules_are_said(cluster2: dtkit.Cluster, tmp_path: Path):
-    small.train(cluster2, steps=4, save_every=4, save_to=tmp_path).wait(60)
+    small.train(cluster2, steps=4, checkpoint_every=4, checkpoint_dir=tmp_path).wait(60)
 
     def other(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.5, momentum=0.5, weight_decay=0)
 
-    run = small.train(cluster2, steps=8, resume=tmp_path, optimizer=other, start=False)
+    run = small.train(cluster2, steps=8, resume_from=tmp_path, optimizer=other, start=False)
     said = run.history.events[-1].text
     assert "the optimiser goes on with the checkpoint's lr=0.1 (0.5 was given), momentum=0.9 (0.5 was given)" in said
     assert "weight_decay" not in said
@@ -480,7 +489,7 @@ def test_more_replicas_on_as_many_engines_have_other_random_numbers_and_the_same
         "made by Pipeline(stages=2, micro_batches=3) on 2 ranks, now DataParallel() on 2 ranks: the state is the same"
     )
     assert said(cluster2, path, shuffle="shard") == f"{made}; {OTHER_NUMBERS}"
-    found = weights(train(cluster2, shuffle="shard", resume=path))
+    found = weights(train(cluster2, shuffle="shard", resume_from=path))
     assert difference(found, weights(train(cluster2, shuffle="shard"))) <= BOUND
 
 
@@ -492,6 +501,6 @@ def one_cycle(optimizer: torch.optim.Optimizer) -> Any:
 def test_what_a_scheduler_sets_is_no_option_that_was_overruled(
     cluster2: dtkit.Cluster, tmp_path: Path, options: dict[str, Any]
 ):
-    train(cluster2, steps=4, save_every=4, save_to=tmp_path, **options)
-    run = train(cluster2, steps=8, resume=tmp_path, **options)
+    train(cluster2, steps=4, checkpoint_every=4, checkpoint_dir=tmp_path, **options)
+    run = train(cluster2, steps=8, resume_from=tmp_path, **options)
     assert not [event for event in run.history.events if "was given" in event.text]

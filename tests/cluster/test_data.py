@@ -82,7 +82,7 @@ def expected(shared: Shared) -> tuple[list[float], float]:
 
 def outcome(cluster: dtkit.Cluster, rows: Any, target: str | None) -> tuple[list[float], float]:
     part = cluster.partition(rows, target=target)
-    run = small.train(cluster, rows=part, epochs=2, shuffle=None, valid=part)
+    run = small.train(cluster, rows=part, epochs=2, shuffle=None, validation=part)
     run.wait(60)
     assert run.verify(steps=4)
     return run.history.totals()["loss"].tolist(), run.evaluate(rows).values["loss"]  # noqa: PD011 - no DataFrame
@@ -114,13 +114,13 @@ def test_what_a_table_became_is_said(cluster2: dtkit.Cluster):
 
 def test_only_the_place_of_data_on_disk_travels(cluster2: dtkit.Cluster, tmp_path: Path, monkeypatch: Any):
     sent = []
-    deliver = dtkit.Cluster.deliver
+    deliver = dtkit.Cluster.call_all_with_payload
 
     def watched(self: dtkit.Cluster, op: str, packed: Any, **args: Any) -> Any:
         sent.append(packed.nbytes)
         return deliver(self, op, packed, **args)
 
-    monkeypatch.setattr(dtkit.Cluster, "deliver", watched)
+    monkeypatch.setattr(dtkit.Cluster, "call_all_with_payload", watched)
     for make in (mapped, parquet, hub_on_disk):
         cluster2.partition(make(tmp_path), target=None if make is mapped else "label")
     assert max(sent) < 4000 + 4 * ROWS
@@ -132,7 +132,7 @@ def test_a_file_that_an_engine_does_not_see_is_named(cluster2: dtkit.Cluster, tm
     def gone() -> Any:
         return [str(path) + ".npy" for path in paths]
 
-    with pytest.raises(dtkit.EngineError, match=r"X\.npy\.npy does not exist on .*under the same path"):
+    with pytest.raises(dtkit.errors.EngineError, match=r"X\.npy\.npy does not exist on .*under the same path"):
         small.train(cluster2, rows=gone)
     small.check_usable(cluster2)
 
@@ -176,7 +176,7 @@ def test_batches_loaded_ahead_are_the_same(
 ):
     before = cluster2.run(children)
     part = cluster2.partition(Rows())
-    run = small.train(cluster2, rows=part, epochs=2, shuffle=None, valid=Rows(), **options)
+    run = small.train(cluster2, rows=part, epochs=2, shuffle=None, validation=Rows(), **options)
     run.wait(60)
     assert run.history.totals()["loss"].tolist() == pytest.approx(expected[0], abs=1e-6)
     assert run.evaluate(Rows()).values["loss"] == pytest.approx(expected[1], abs=1e-6)  # noqa: PD011 - no DataFrame
@@ -188,8 +188,8 @@ def test_batches_loaded_ahead_are_the_same(
 
 
 def test_a_worker_that_fails_names_rank_and_row(cluster2: dtkit.Cluster):
-    run = small.train(cluster2, rows=cluster2.partition(Rows(bad=40)), workers=1, shuffle=None)
-    with pytest.raises(dtkit.EngineError, match="unlucky") as caught:
+    run = small.train(cluster2, rows=cluster2.partition(Rows(bad=40)), num_workers=1, shuffle=None)
+    with pytest.raises(dtkit.errors.EngineError, match="unlucky") as caught:
         run.wait(60)
     assert caught.value.cause.rank == 1
     assert "the Dataset raised this for row 40" in str(caught.value)
@@ -199,14 +199,14 @@ def test_a_worker_that_fails_names_rank_and_row(cluster2: dtkit.Cluster):
 
 
 def test_workers_for_arrays_are_refused(cluster2: dtkit.Cluster):
-    with pytest.raises(dtkit.EngineError, match=r"workers=2: worker processes are for Datasets"):
-        small.train(cluster2, workers=2)
+    with pytest.raises(dtkit.errors.EngineError, match=r"num_workers=2: worker processes are for Datasets"):
+        small.train(cluster2, num_workers=2)
     small.check_usable(cluster2)
 
 
 def test_workers_end_with_their_engine():
     with dtkit.Cluster(1, device="cpu") as cluster:
-        run = small.train(cluster, rows=Rows(), workers=2, steps=3)
+        run = small.train(cluster, rows=Rows(), num_workers=2, steps=3)
         run.wait(60)
         pids = cluster.run(children)[0]
         assert len(pids) >= 2
@@ -247,9 +247,9 @@ STREAMS: dict[str, tuple[Any, list[tuple[int, int]]]] = {
 @pytest.mark.parametrize("prefetch", [None, True])
 def test_a_stream_ends_on_all_ranks_at_the_same_step(cluster2: dtkit.Cluster, name: str, prefetch: bool | None):  # noqa: FBT001 - a parameter of the test
     rows, counts = STREAMS[name]
-    run = small.train(cluster2, rows=rows, steps=6, prefetch=prefetch, valid=small.data())
+    run = small.train(cluster2, rows=rows, steps=6, prefetch=prefetch, validation=small.data())
     run.wait(60)
-    assert run.status.state is dtkit.State.COMPLETED
+    assert run.status.state is dtkit.types.State.COMPLETED
     taken = run.history.rows()
     taken = taken[np.argsort(taken, order=["step", "rank"])]
     assert list(map(tuple, taken["samples"].reshape(-1, 2).tolist())) == counts
@@ -288,13 +288,13 @@ BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "empty on one rank": (
         lambda rank, world_size: iter([(torch.zeros(4), 0)] * (1 - rank)),
         {},
-        dtkit.EngineError,
+        dtkit.errors.EngineError,
         r"the stream gave no sample on rank 1 of 2",
     ),
     "epochs": (stream, {"epochs": 2}, ValueError, r"epochs=2: the data is a stream without length.*Say steps="),
     "a global shuffle": (stream, {"shuffle": "global"}, ValueError, "shuffle='global': the data is a stream"),
     "fewer samples than ranks": (stream, {"batch_size": 1}, ValueError, "batch_size=1 is less than the 2 ranks"),
-    "workers": (stream, {"workers": 1}, dtkit.EngineError, "worker processes load rows by number"),
+    "workers": (stream, {"workers": 1}, dtkit.errors.EngineError, "worker processes load rows by number"),
     "a generator": (stream(), {}, TypeError, "a generator that iterates in this process.*Give the function"),
     "arguments": (lambda path: [path], {}, TypeError, r"data is a function of \(path\)"),
     "a DataLoader": (
@@ -303,7 +303,12 @@ BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         TypeError,
         r"data is a DataLoader.*Give its dataset \(loader\.dataset\)",
     ),
-    "no iterable": (lambda rank, world_size: 3, {}, dtkit.EngineError, "returned a int; it must return an iterable"),
+    "no iterable": (
+        lambda rank, world_size: 3,
+        {},
+        dtkit.errors.EngineError,
+        "returned a int; it must return an iterable",
+    ),
     "a stream to evaluate on": (small.data(), {"valid": stream}, ValueError, "an evaluation would have no end"),
 }
 
@@ -331,7 +336,7 @@ def test_a_stream_that_raises_names_its_rank_and_place(cluster2: dtkit.Cluster):
             yield sample
 
     run = small.train(cluster2, rows=broken, steps=50)
-    with pytest.raises(dtkit.EngineError, match="the link is down") as caught:
+    with pytest.raises(dtkit.errors.EngineError, match="the link is down") as caught:
         run.wait(60)
     assert "the stream raised this on rank 1, after 20 samples of its part" in str(caught.value)
     assert run.status.step == 2

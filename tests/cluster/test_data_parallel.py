@@ -72,7 +72,7 @@ def test_a_step_of_the_user_s_own_on_dict_batches(cluster: dtkit.Cluster):
         return F.cross_entropy(model(batch["x"]), batch["y"])
 
     part = cluster.partition(Records())
-    run = train(cluster, mlp(), part, loss=None, step=step, shuffle="global")
+    run = train(cluster, mlp(), part, loss=None, training_step=step, shuffle="global")
     assert difference(run.model.state_dict(), one_process(mlp(), global_rows)) <= BOUND
 
 
@@ -109,7 +109,7 @@ def test_a_learning_rate_schedule(cluster: dtkit.Cluster):
         made.register_step_post_hook(lambda *_: following.step())
         return made
 
-    run = train(cluster, mlp(), shuffle="global", steps=40, scheduler=schedule)
+    run = train(cluster, mlp(), shuffle="global", steps=40, lr_scheduler=schedule)
     assert difference(run.model.state_dict(), one_process(mlp(), global_rows, optimizer=scheduled, steps=40)) <= BOUND
     rates = run.history.column("lr")
     assert rates.max() == pytest.approx(0.2, rel=0.02)

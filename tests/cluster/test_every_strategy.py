@@ -95,7 +95,7 @@ def test_a_group_formed_anew_changes_nothing(cluster: dtkit.Cluster, strategy: S
     run = train(cluster, net("decoder"), start=False, **how)
     for _ in range(2):
         run.step(3)
-        with pytest.raises(dtkit.EngineError, match="on purpose"):
+        with pytest.raises(dtkit.errors.EngineError, match="on purpose"):
             cluster.run(fail)
     go(run)
     undisturbed = train(cluster, net("decoder"), **how)
@@ -108,7 +108,7 @@ def test_what_is_not_finite_stops_all_ranks_before_the_update(cluster: dtkit.Clu
     inputs = inputs.clone()
     inputs[60] = float("nan")
     run = train(cluster, mlp(), (inputs, targets), strategy=strategy, shuffle=None, start=False)
-    with pytest.raises(dtkit.NonFiniteError):
+    with pytest.raises(dtkit.errors.NonFiniteError):
         go(run)
     assert all(bool(p.isfinite().all()) for p in run.model.parameters())
 
@@ -135,7 +135,7 @@ class Failing(nn.Module):
 def test_one_rank_that_raises_ends_the_run_and_nothing_else(cluster: dtkit.Cluster, strategy: Strategy):
     """In a pipeline a layer is on one rank anyway: see :mod:`tests.cluster.test_pipeline`."""
     run = train(cluster, net(Failing), strategy=strategy, start=False)
-    with quickly(5), pytest.raises(dtkit.EngineError, match=r"rank 1 .*LookupError: a bad row"):
+    with quickly(5), pytest.raises(dtkit.errors.EngineError, match=r"rank 1 .*LookupError: a bad row"):
         go(run)
     assert run.status.step == 2
     assert difference(run.model.state_dict(), net(Failing).state_dict()) > 0

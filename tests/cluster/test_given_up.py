@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import dtkit
-from dtkit import State
 from dtkit.health import stacks
+from dtkit.types import State
 from tests.cluster.small import check_usable, data, train
 from tests.cluster.test_run import LONG, until
 from tests.test_watchdog import until as watched
@@ -50,7 +50,7 @@ def check_undisturbed(run: dtkit.Run) -> None:
 def test_a_call_that_stands_in_line_behind_steps_breaks_none_off(
     cluster2: dtkit.Cluster, run: dtkit.Run, monkeypatch: pytest.MonkeyPatch, ask: Callable[[dtkit.Run], Any]
 ):
-    generation, collect = cluster2.generation, cluster2.collect
+    generation, collect = cluster2.generation, cluster2.gather_replies
 
     def pressed(*args: Any, **options: Any) -> Any:
         """The cell waits, and the button is pressed at once."""
@@ -89,5 +89,5 @@ def test_a_call_that_is_being_done_is_broken_off(cluster2: dtkit.Cluster, run: d
 
 
 def at(cluster: dtkit.Cluster, node: Any) -> str | None:
-    found = stacks.read(cluster.folder, node)
+    found = stacks.read_status(cluster.folder, node)
     return None if found is None else found.op

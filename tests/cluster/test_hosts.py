@@ -65,17 +65,19 @@ def test_training_is_the_same_as_on_one_host(apart: dtkit.Cluster, cluster2: dtk
 
 def test_a_checkpoint_goes_to_a_folder_that_both_see(apart: dtkit.Cluster, hosts: Hosts, tmp_path: Path):
     saved = hosts.folder / "checkpoints"
-    train(apart, strategy=dtkit.Sharded(), save_every=6, save_to=saved).wait(60)
+    train(apart, strategy=dtkit.Sharded(), checkpoint_every=6, checkpoint_dir=saved).wait(60)
     assert [one.step for one in dtkit.list_checkpoints(saved)] == [6, 12]
-    run = train(apart, steps=2 * STEPS, resume=saved)
+    run = train(apart, steps=2 * STEPS, resume_from=saved)
     run.wait(60)
     assert run.status.step == 2 * STEPS
-    with pytest.raises(dtkit.CheckpointError, match=r"does not see .* as the notebook does"):
+    with pytest.raises(dtkit.errors.CheckpointError, match=r"does not see .* as the notebook does"):
         run.save(tmp_path)
 
 
 def test_a_folder_that_one_does_not_see_is_refused(hosts: Hosts):
-    with pytest.raises(dtkit.EngineError, match=rf"rank 1 .*{NAME} can't write to .*attach\(client=client, folder="):
+    with pytest.raises(
+        dtkit.errors.EngineError, match=rf"rank 1 .*{NAME} can't write to .*attach\(client=client, folder="
+    ):
         dtkit.attach(client=hosts.client, device="cpu", interface=hosts.interface)
     with pytest.raises(ValueError, match=r"folder='/nowhere/at/all': No such file.* all engines can write to"):
         dtkit.attach(client=hosts.client, folder="/nowhere/at/all")
@@ -88,7 +90,7 @@ def test_an_error_names_the_host(apart: dtkit.Cluster):
         return oracle.mean_loss(output, target)
 
     run = train(apart, loss=loss)
-    with pytest.raises(dtkit.EngineError, match=rf"rank 1 on {NAME}, step 0: ValueError: not here"):
+    with pytest.raises(dtkit.errors.EngineError, match=rf"rank 1 on {NAME}, step 0: ValueError: not here"):
         run.wait(60)
     train(apart).wait(60)
 

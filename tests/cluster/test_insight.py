@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import dtkit
-from dtkit.dashboard.remarks import remarks
+from dtkit.dashboard.summary.notices import collect_notices
 from tests.cluster.nets import go, quickly, worker
 from tests.cluster.small import check_usable, data, net, sgd, train
 
@@ -38,7 +38,7 @@ def test_phases_waiting_and_transfer_make_up_the_step(cluster2):
 
 
 def test_the_others_wait_for_a_slowed_rank(cluster2):
-    run = train(cluster2, loss=None, step=costly, steps=20, start=False)
+    run = train(cluster2, loss=None, training_step=costly, steps=20, start=False)
     assert run.inject_delay(1, 4) == 0
     assert run.delay_factors == {1: 4.0}
     run.step(10)
@@ -113,7 +113,7 @@ def test_balance_gives_a_slowed_rank_less_and_trains_the_same(cluster2):
 def test_parameters_are_seen_to_be_identical(cluster2):
     run = train(cluster2, steps=20)
     run.wait(60)
-    assert run.consistency == dtkit.Consistency(step=20, differing=(), since=None)
+    assert run.consistency == dtkit.types.ReplicaCheckResult(step=20, differing_ranks=(), differing_since=None)
 
 
 def test_a_rank_that_goes_astray_is_seen(cluster2):
@@ -128,10 +128,10 @@ def test_a_rank_that_goes_astray_is_seen(cluster2):
                 model[0].bias[0] += 1e-3
         return nn.functional.cross_entropy(model(x), y)
 
-    run = train(cluster2, loss=None, step=step, steps=20)
+    run = train(cluster2, loss=None, training_step=step, steps=20)
     run.wait(60)
     assert run.consistency is not None
-    assert run.consistency.differing == (0, 1)  # of two, nobody can say who is right
+    assert run.consistency.differing_ranks == (0, 1)  # of two, nobody can say who is right
     assert any("parameters are not equal on all nodes" in event.text for event in run.history.events)
 
 
@@ -145,20 +145,20 @@ def test_a_replica_that_goes_astray_is_seen(cluster: dtkit.Cluster, strategy: An
     """Its last rank has a part that rank 1 has, too, and no other rank."""
 
     def stray() -> None:
-        from dtkit.strategies.dtensor_worker import get_local_tensor
+        from dtkit.engine.state.dtensor_shards import get_local_tensor
 
         with torch.no_grad():
             get_local_tensor(worker()._parameters[0]).view(-1)[0] += 1e-3
 
     run = train(cluster, steps=4, strategy=strategy, start=False)
     run.step()
-    assert run.consistency == dtkit.Consistency(1, (), None, copies=2)
-    assert remarks(run)[0].text == "parameters identical between 2 replicas, checked at step 1"
+    assert run.consistency == dtkit.types.ReplicaCheckResult(1, (), None, num_holders=2)
+    assert collect_notices(run)[0].text == "parameters identical between 2 replicas, checked at step 1"
     cluster.run(lambda: stray() if rank() == 3 else None)
     go(run)
     assert run.consistency is not None
-    assert (run.consistency.step, run.consistency.differing) == (4, (1, 3))
-    assert remarks(run)[0].text.startswith("nodes 1 and 3 differ since step ")
+    assert (run.consistency.step, run.consistency.differing_ranks) == (4, (1, 3))
+    assert collect_notices(run)[0].text.startswith("nodes 1 and 3 differ since step ")
     assert any("not equal on all nodes that hold the same ones: 1, 3" in event.text for event in run.history.events)
 
 
@@ -191,14 +191,14 @@ def test_an_explained_step_is_a_step_like_any_other(cluster2, strategy: Any):
 
 def test_what_can_t_be_explained(cluster2):
     run = train(cluster2, steps=2, strategy=dtkit.ParameterAveraging(every=2), start=False)
-    with pytest.raises(dtkit.RunError, match="has no whole gradients on each rank"):
+    with pytest.raises(dtkit.errors.RunError, match="has no whole gradients on each rank"):
         run.step(explain=True)
     with pytest.raises(ValueError, match="one step is explained at a time"):
         run.step(3, explain=True)
     run.stop()
     run = train(cluster2, steps=1, start=False)
     run.step()
-    with pytest.raises(dtkit.RunError, match="completed"):
+    with pytest.raises(dtkit.errors.RunError, match="completed"):
         run.step(explain=True)
 
 
@@ -209,14 +209,14 @@ def test_a_plateau_of_the_held_out_loss_lowers_the_rate(cluster2):
     def plateau(optimizer: Any) -> Any:
         return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.9999)
 
-    run = train(cluster2, epochs=4, valid=data(), scheduler=plateau)
+    run = train(cluster2, epochs=4, validation=data(), lr_scheduler=plateau)
     run.wait(60)
     rates = run.history.column("lr")[:: 2 * run.spec.steps_per_epoch]
     assert rates.tolist() == [0.1, 0.1, 0.05, 0.025]  # the first epoch sets the mark, and no other is so much better
 
 
 def test_setting_a_rate_scales_the_schedule(cluster2):
-    run = train(cluster2, steps=10, scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5), start=False)
+    run = train(cluster2, steps=10, lr_scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5), start=False)
     run.step(3)
     run.set(lr=0.8)
     run.step(3)
@@ -225,12 +225,12 @@ def test_setting_a_rate_scales_the_schedule(cluster2):
 
 
 def test_what_is_no_scheduler_is_refused(cluster2):
-    with pytest.raises(dtkit.EngineError, match=r"scheduler\(optimizer\) returned int"):
-        train(cluster2, scheduler=lambda _: 3)
+    with pytest.raises(dtkit.errors.EngineError, match=r"scheduler\(optimizer\) returned int"):
+        train(cluster2, lr_scheduler=lambda _: 3)
     with pytest.raises(TypeError, match="it must be a function from an optimiser to a torch scheduler"):
-        train(cluster2, scheduler=3)
+        train(cluster2, lr_scheduler=3)
     with pytest.raises(ValueError, match="it must be 'step'"):
-        train(cluster2, scheduler=lambda o: o, scheduler_every="year")
+        train(cluster2, lr_scheduler=lambda o: o, lr_scheduler_every="year")
     check_usable(cluster2)
 
 
@@ -240,7 +240,7 @@ def test_callbacks_are_called_after_every_epoch_and_before_the_next(cluster2):
     def callback(run: dtkit.Run) -> None:
         seen.append((run.status.step, len(run.history.evaluations), run.evaluate(data()).samples))
 
-    run = train(cluster2, epochs=3, valid=data(), callbacks=[callback])
+    run = train(cluster2, epochs=3, validation=data(), callbacks=[callback])
     run.wait(60)
     assert seen == [(4, 1, 64), (8, 2, 64), (12, 3, 64)]
 
@@ -252,7 +252,7 @@ def test_a_callback_that_fails_pauses_the_run_and_is_raised(cluster2):
     run = train(cluster2, epochs=2, callbacks=[callback])
     with pytest.raises(RuntimeError, match="not at step 4"):
         run.wait(60)
-    assert run.status.state is dtkit.State.PAUSED
+    assert run.status.state is dtkit.types.State.PAUSED
     assert run.status.step == 4
     run.stop()
     check_usable(cluster2)
@@ -260,7 +260,7 @@ def test_a_callback_that_fails_pauses_the_run_and_is_raised(cluster2):
 
 def test_a_callback_that_waits_for_the_run_is_told_why_it_can_t(cluster2):
     run = train(cluster2, epochs=2, callbacks=[lambda run: run.wait()])
-    with pytest.raises(dtkit.RunError, match="a callback can't wait for the run"):
+    with pytest.raises(dtkit.errors.RunError, match="a callback can't wait for the run"):
         run.wait(60)
     run.stop()
 
@@ -271,9 +271,9 @@ def test_early_stopping(cluster2, valid: Any):
         return torch.optim.SGD(parameters, lr=0.0)
 
     stopping = dtkit.EarlyStopping(patience=2)
-    run = train(cluster2, epochs=50, optimizer=still, valid=valid, callbacks=[stopping])
+    run = train(cluster2, epochs=50, optimizer=still, validation=valid, callbacks=[stopping])
     run.wait(60)
-    assert run.status.state is dtkit.State.STOPPED
+    assert run.status.state is dtkit.types.State.STOPPED
     assert run.status.step == 3 * run.spec.steps_per_epoch  # one sets the mark, two are no better
     assert stopping.best_epoch == 1
     assert any("stopped early after epoch 3" in event.text for event in run.history.events)
@@ -299,10 +299,10 @@ def test_a_run_trains_on_after_early_stopping(cluster2):
 
     run = train(cluster2, epochs=5, optimizer=sgd, callbacks=[stop])
     run.wait(60)
-    assert (run.status.state, run.status.step) == (dtkit.State.STOPPED, 4)
+    assert (run.status.state, run.status.step) == (dtkit.types.State.STOPPED, 4)
     run.extend(epochs=2)
     run.wait(60)
-    assert (run.status.state, run.status.step) == (dtkit.State.COMPLETED, 12)
+    assert (run.status.state, run.status.step) == (dtkit.types.State.COMPLETED, 12)
 
 
 # -- what is refused at once ----------------------------------------------------------------------------------
@@ -314,8 +314,8 @@ def test_a_run_trains_on_after_early_stopping(cluster2):
         (lambda: dtkit.DataParallel(compress="zip"), "compress='zip'; it must be one of 'fp16', 'bf16', 'powersgd'"),
         (lambda: dtkit.DataParallel(precision="fp8"), "precision='fp8'; it must be one of 'bf16', 'fp16'"),
         (lambda: dtkit.DataParallel(accumulate=0), "accumulate=0; it must be at least 1"),
-        (lambda: dtkit.DataParallel(clip_grad_norm=-1), "clip_norm=-1; it must be a finite number above 0"),
-        (lambda: dtkit.DataParallel(bucket_cap_mb=0), "bucket_mb=0; it must be"),
+        (lambda: dtkit.DataParallel(clip_grad_norm=-1), "clip_grad_norm=-1; it must be a finite number above 0"),
+        (lambda: dtkit.DataParallel(bucket_cap_mb=0), "bucket_cap_mb=0; it must be"),
         (lambda: dtkit.DataParallel(balance="always"), "balance='always'; it must be one of 'auto'"),
         (lambda: dtkit.ParameterAveraging(every=0), "every=0; it must be at least 1"),
         (lambda: dtkit.OuterSGD(lr=0), "lr=0; it must be"),
@@ -331,7 +331,7 @@ def test_options_that_can_t_be(make: Any, word: str):
     ("make", "word"),
     [
         (lambda: dtkit.DataParallel(accumulate=2.5), "accumulate=2.5; it must be an integer"),
-        (lambda: dtkit.DataParallel(clip_grad_norm="1"), "clip_norm='1'; it must be a number"),
+        (lambda: dtkit.DataParallel(clip_grad_norm="1"), "clip_grad_norm='1'; it must be a number"),
         (lambda: dtkit.ParameterAveraging(every="8"), "every='8'; it must be an integer"),
         (lambda: dtkit.ParameterAveraging(outer=0.7), "outer=0.7; it must be a dtkit.OuterSGD"),
     ],
@@ -357,7 +357,7 @@ def test_callbacks_may_ask_the_run_for_anything_that_acts_between_steps(cluster2
 
     run = train(cluster2, epochs=3, callbacks=[callback])
     run.wait(60)
-    assert run.status.state is dtkit.State.COMPLETED
+    assert run.status.state is dtkit.types.State.COMPLETED
     assert run.history.column("lr")[::8].tolist() == pytest.approx([0.1, 0.05, 0.025])
 
 
@@ -374,16 +374,16 @@ def test_early_stopping_begins_anew_with_another_run(cluster2):
 
 
 def test_a_failed_evaluation_pauses_a_training_that_is_whole(cluster2):
-    run = train(cluster2, epochs=2, valid=data(), metrics={"shape": lambda output, _: output})
-    with pytest.raises(dtkit.EngineError, match="metric 'shape' returned a tensor of shape"):
+    run = train(cluster2, epochs=2, validation=data(), metrics={"shape": lambda output, _: output})
+    with pytest.raises(dtkit.errors.EngineError, match="metric 'shape' returned a tensor of shape"):
         run.wait(60)
-    assert run.status.state is dtkit.State.PAUSED
+    assert run.status.state is dtkit.types.State.PAUSED
     assert run.status.step == 4
     run.step()
     assert run.status.step == 5
     run.stop()
     with pytest.raises(ValueError, match="has no samples"):
-        train(cluster2, valid=(data()[0][:0], data()[1][:0]))
+        train(cluster2, validation=(data()[0][:0], data()[1][:0]))
     with pytest.raises(ValueError, match="the name of the loss itself"):
         train(cluster2, metrics={"loss": lambda output, _: output.mean()})
     with pytest.raises(TypeError, match="metrics is a list"):
@@ -407,17 +407,17 @@ def test_a_metric_that_raises_on_one_rank_is_told_with_its_line_and_the_other_is
     cluster2, strategy: Any, victims: dict[int, bool]
 ):
     """Whoever gathers parameters for the next batch waits for the one that failed."""
-    run = train(cluster2, epochs=2, valid=data(), metrics={"picky": picky}, strategy=strategy)
+    run = train(cluster2, epochs=2, validation=data(), metrics={"picky": picky}, strategy=strategy)
     told = rf"^rank 1 on {re.escape(cluster2.nodes[1].host)}, step 4: LookupError: no such class"
-    with pytest.raises(dtkit.EngineError, match=told) as caught:
+    with pytest.raises(dtkit.errors.EngineError, match=told) as caught:
         run.wait(60)
-    assert (run.status.state, run.status.step) == (dtkit.State.PAUSED, 4)
+    assert (run.status.state, run.status.step) == (dtkit.types.State.PAUSED, 4)
     assert "Traceback of rank 1:" in str(caught.value)
     assert 'in picky\n    raise LookupError("no such class")\n' in str(caught.value)
     assert {failure.rank: failure.victim for failure in caught.value.failures} == victims
     with quickly(2):
         assert cluster2.run(rank) == [0, 1]
-    with quickly(5), pytest.raises(dtkit.EngineError, match=told):
+    with quickly(5), pytest.raises(dtkit.errors.EngineError, match=told):
         run.evaluate(data())
     assert run.evaluate(data(), metrics={}).samples == 64
     run.stop()
@@ -430,4 +430,4 @@ def test_averaging_is_checked_at_its_averagings(cluster2):
     run.extend(steps=60)
     run.wait(60)
     assert run.consistency is not None
-    assert run.consistency.differing == ()
+    assert run.consistency.differing_ranks == ()

@@ -52,7 +52,7 @@ from tests.cluster import oracle
 cluster = dtkit.attach()
 run = cluster.current_run
 stands = run.status.step
-assert run.status.state is dtkit.State.PAUSED, run.status
+assert run.status.state is dtkit.types.State.PAUSED, run.status
 assert 50 < stands < {STEPS}, stands
 assert list(run.history.totals()["step"]) == list(range(stands))
 """
@@ -74,7 +74,7 @@ def kernel(tmp_path: Path, root: Path) -> Iterator[Kernel]:
     """With clusters of this test alone, which end with it."""
     with Kernel.started(tmp_path, root) as started:
         yield started
-    for left in cluster_file.running(tmp_path):  # of a test that failed: a kernel leaves them to the lease
+    for left in cluster_file.find_running(tmp_path):  # of a test that failed: a kernel leaves them to the lease
         psutil.Process(left.warden[0]).terminate()
 
 

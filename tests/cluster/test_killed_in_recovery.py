@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 import dtkit
-from dtkit.dashboard import fates
+from dtkit.dashboard.summary import lost_nodes
 from tests.cluster.test_takeover import NOTEBOOK, REPLICAS, check_goes_on, notebook
 from tests.test_watchdog import until
 
@@ -91,7 +91,7 @@ def test_a_kernel_that_was_killed_amid_a_recovery(tmp_path: Path, moment: str, s
         with dtkit.attach() as cluster:
             run = cluster.current_run
             assert run is not None
-            assert fates.follow({}, run.history.events) == {}  # all are there again
+            assert lost_nodes.update_lost_nodes({}, run.history.events) == {}  # all are there again
             check_goes_on(cluster, strategy, back=strategy is PIPELINE)
             assert not list(cluster.folder.glob("runs/*/rescued*"))
     until(lambda: not processes(tmp_path))

@@ -136,7 +136,7 @@ def test_nothing_is_left_of_a_cluster_that_is_closed_while_a_run_is_running(runt
         begun = time.monotonic()
     assert time.monotonic() - begun < 20
     assert_nothing_left(processes, runtime)
-    assert run.status.state is dtkit.State.STOPPED
+    assert run.status.state is dtkit.types.State.STOPPED
 
 
 def test_nothing_is_left_after_an_exception(runtime: Path):
@@ -183,7 +183,7 @@ def test_close_ends_engines_that_are_stuck(runtime: Path, tmp_path: Path):
 
 
 def test_a_start_that_fails_leaves_nothing(runtime: Path):
-    with pytest.raises(dtkit.ClusterError, match=r"within 0.01 s; give (it|them) longer with timeout="):
+    with pytest.raises(dtkit.errors.ClusterError, match=r"within 0.01 s; give (it|them) longer with timeout="):
         dtkit.Cluster(2, timeout=0.01)
     assert not until_empty(runtime, 10)
     left = [p for p in psutil.process_iter() if any(str(runtime) in part for part in _mentions(p))]
@@ -262,10 +262,10 @@ def test_a_run_that_was_replaced_leaves_no_replica_on_the_engines(cluster2: dtki
 
 
 def test_a_training_that_could_not_be_set_up_leaves_no_replica_either(cluster2: dtkit.Cluster):
-    with pytest.raises(dtkit.EngineError, match="on purpose"):
-        train(cluster2, scheduler=refuse)
-    with pytest.raises(dtkit.EngineError, match="on purpose"):
-        train(cluster2, scheduler=refuse, strategy=dtkit.Pipeline(2, 2))
+    with pytest.raises(dtkit.errors.EngineError, match="on purpose"):
+        train(cluster2, lr_scheduler=refuse)
+    with pytest.raises(dtkit.errors.EngineError, match="on purpose"):
+        train(cluster2, lr_scheduler=refuse, strategy=dtkit.Pipeline(2, 2))
     assert cluster2.current_run is None
     assert cluster2.run(replicas_alive) == [0, 0]
 
@@ -295,7 +295,7 @@ def test_a_plan_leaves_no_tensor_on_the_engines(cluster2: dtkit.Cluster):
     sample = inputs[:4], targets[:4]
     cluster2.plan(wide(), batch_size=16, optimizer=sgd, loss=torch.nn.CrossEntropyLoss(), sample=sample)
     gc.collect()
-    cluster2.ask("node_info")  # what nobody holds is let go of with the next call
+    cluster2.call_all("node_info")  # what nobody holds is let go of with the next call
     assert cluster2.run(large_tensors) == before
 
 
@@ -319,13 +319,13 @@ def test_a_group_that_was_left_leaves_no_thread_and_no_connection(cluster2: dtki
     run.pause()
     during = cluster2.run(of_gloo)
     for _ in range(3):
-        cluster2.form()
+        cluster2.form_process_group()
         assert max(cluster2.run(of_gloo)) <= max(during)  # groups along axes may be formed with the next step
         run.step()
         assert cluster2.run(of_gloo) == during
     run.stop()
     run.release()
-    cluster2.form()
+    cluster2.form_process_group()
     assert cluster2.run(of_gloo) == fresh
 
 
@@ -341,7 +341,7 @@ def test_meshes_of_groups_that_were_left_are_forgotten(cluster2: dtkit.Cluster, 
     run.pause()
     found = []
     for _ in range(4):
-        cluster2.form()
+        cluster2.form_process_group()
         run.step()
         found.append(cluster2.run(meshes))
     assert found[1:] == found[:1] * 3
@@ -355,11 +355,11 @@ def meshes() -> int:
 
 def test_a_group_that_was_broken_leaves_nothing_either(cluster2: dtkit.Cluster):
     """torch's differentiable collectives have the group for a default that there was as they were loaded."""
-    cluster2.form()
+    cluster2.form_process_group()
     fresh = cluster2.run(of_gloo)
     cluster2.run(load_differentiable)
     for _ in range(3):
-        with pytest.raises(dtkit.EngineError, match="on purpose"):
+        with pytest.raises(dtkit.errors.EngineError, match="on purpose"):
             cluster2.run(fail_on_one)
         assert cluster2.run(differentiable_sum) == [2.0, 2.0]
         assert cluster2.run(of_gloo) == fresh
@@ -387,7 +387,7 @@ def differentiable_sum() -> float:
 
 def test_forming_a_group_leaves_the_hook_for_exceptions_alone(cluster2: dtkit.Cluster):
     before = cluster2.run(excepthook)
-    cluster2.form()
+    cluster2.form_process_group()
     assert cluster2.run(excepthook) == before
 
 

@@ -35,7 +35,7 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 
 
 def pids(cluster: dtkit.Cluster) -> list[int]:
-    return [node.pid for node in cluster.refresh()]
+    return [node.pid for node in cluster.refresh_nodes()]
 
 
 @pytest.mark.parametrize("strategy", [Pipeline(2, 8), ZERO_BUBBLE, Sharded()], ids=["1F1B", "ZBV", "Sharded"])
@@ -46,7 +46,7 @@ def test_state_that_fills_the_limit_is_an_error_and_the_same_engines_go_on(strat
         run = cluster.train(
             wide(), rows, loss=F.cross_entropy, optimizer=adam, batch_size=32, steps=3, strategy=strategy, start=False
         )
-        with quickly(5), pytest.raises(dtkit.EngineError, match="allocate memory"):
+        with quickly(5), pytest.raises(dtkit.errors.EngineError, match="allocate memory"):
             run.step()
         run.release()
         check_usable(cluster)
@@ -77,7 +77,7 @@ def test_groups_are_formed_where_threads_have_no_room_for_their_stacks():
         before = pids(cluster)
         for left in range(34, 0, -8):  # stacks are of 8 MB
             cluster.run(form, left * 2**20)
-            with pytest.raises(dtkit.EngineError, match="broken off"):
+            with pytest.raises(dtkit.errors.EngineError, match="broken off"):
                 cluster.run(break_off)
         check_usable(cluster)
         assert pids(cluster) == before

@@ -177,7 +177,7 @@ def test_training_is_that_of_one_process(cluster: dtkit.Cluster, row: Row, net_n
         steps=row.steps,
         shuffle="global",
     )
-    clip = getattr(row.strategy, "clip_norm", None)
+    clip = getattr(row.strategy, "clip_grad_norm", None)
     truth, limit = expected(net_name, optimizer, clip, row.loss, row.batch, row.steps), bound(net_name, optimizer)
     assert difference(run.model.state_dict(), truth.state) <= limit
     assert np.abs(run.history.loss()[1] - truth.losses).max() <= limit
@@ -191,10 +191,10 @@ def check_that_what_is_awkward_took_place(run: dtkit.Run, row: Row) -> None:
     """A smaller last batch, ranks without a sample in it, as many micro-batches as asked for, clipping."""
     world, rest = len(run.timeline.ranks), SAMPLES % row.batch
     assert set(run.history.totals()["samples"]) == {row.batch, rest}
-    assert (run.history.column("samples") == 0).any() == (row.strategy.build_mesh(world).replicas > rest)
+    assert (run.history.column("samples") == 0).any() == (row.strategy.build_mesh(world).num_replicas > rest)
     taken = [run.timeline.num_micro_batches] * world if run.timeline.is_pipelined else forwards(run)
     assert taken == [row.strategy.num_micro_batches] * world
-    clip = getattr(row.strategy, "clip_norm", None)
+    clip = getattr(row.strategy, "clip_grad_norm", None)
     if clip is not None:
         norms = run.history.column("grad_norm").reshape(-1, world)
         assert (norms > clip).any()

@@ -153,7 +153,7 @@ def saved(run: dtkit.Run) -> int:
 def test_it_needs_no_disk_neither_the_first_time_nor_the_next(two: dtkit.Cluster, small_disk: Path):
     """What a run went back to is kept in memory at once, so that the next one who is lost costs no more."""
     expected = undisturbed(two)
-    snapshots = two.snapshots("any").parent
+    snapshots = two.make_snapshot_folder("any").parent
     shutil.rmtree(snapshots)
     snapshots.symlink_to(small_disk)
     with contextlib.suppress(OSError):
@@ -241,7 +241,7 @@ def test_copies_end_with_the_run(two: dtkit.Cluster):
 
 def test_nothing_stays_in_shared_memory():
     with dtkit.Cluster(2, threads=1) as cluster:
-        mark = f"dtkit-*-{cluster._keeper.pid}-*"
+        mark = f"dtkit-*-{cluster._file_owner.pid}-*"
         how = {"optimizer": torch.optim.SGD, "strategy": dtkit.Sharded(), "steps": 6, "snapshot_every": 2}
         run = cluster.train(wide(), data(), loss=mean_loss, batch_size=BATCH, start=False, **how)
         run.step(3)
@@ -260,7 +260,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_goes_back_to_that_at_worst(two: dt
     run = start(two, steps=11)
     run.wait(60)
     path = run.save(tmp_path).path
-    again = start(two, steps=40, resume=path, start=False)
+    again = start(two, steps=40, resume_from=path, start=False)
     again.step(3)
     kill(two, 0)
     again.resume()
@@ -295,7 +295,7 @@ def test_a_training_close_to_its_limit_of_memory_keeps_none_and_says_so():
         how = {"optimizer": with_momentum, "strategy": dtkit.Sharded(), "snapshot_every": 2}
         run = cluster.train(wide(), data(), loss=mean_loss, batch_size=4, steps=7, **how)
         run.wait(60)
-        assert run.status.state is dtkit.State.COMPLETED
+        assert run.status.state is dtkit.types.State.COMPLETED
         (said,) = [event for event in run.history.events if "in memory" in event.text]
         number = r"[\d.]+ MB"
         assert re.fullmatch(
@@ -324,7 +324,7 @@ class Odd(torch.optim.lr_scheduler.StepLR):
 
 
 def test_a_snapshot_that_fails_fails_no_training(two: dtkit.Cluster):
-    run = start(two, scheduler=Odd, start=False)
+    run = start(two, lr_scheduler=Odd, start=False)
     run.step(EVERY + 1)
     (said,) = [event.text for event in run.history.events if event.kind == "error"]
     assert "the snapshot in memory failed" in said
@@ -333,7 +333,7 @@ def test_a_snapshot_that_fails_fails_no_training(two: dtkit.Cluster):
     assert [steps for steps, _ in two.run(held)] == [[2 * EVERY]] * 2
     run.resume()
     run.wait(60)
-    assert run.status.state is dtkit.State.COMPLETED
+    assert run.status.state is dtkit.types.State.COMPLETED
 
 
 @pytest.mark.parametrize("strategy", CUT, ids=str)
@@ -351,9 +351,9 @@ def test_a_run_at_rest_loses_nothing(two: dtkit.Cluster, strategy: dtkit.Strateg
         comes_to_rest()
         stands = run.status.step
         kill(two, rank)
-        until(two.lost)
+        until(two.find_lost_ranks)
         assert two.repair() == [rank]
         assert run.status.step == stands
         assert repairs(run)[-1].endswith("no step lost")
-    assert run.status.state is dtkit.State.COMPLETED
+    assert run.status.state is dtkit.types.State.COMPLETED
     assert difference(run.model.state_dict(), expected) <= BOUND

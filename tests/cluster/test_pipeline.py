@@ -118,7 +118,7 @@ def test_an_error_in_a_stage_is_told_as_it_was(cluster: dtkit.Cluster, strategy:
     layers.insert(where, Raises())
     if where == 1:
         layers[0], layers[1] = nn.Linear(FEATURES, 12), layers[1]
-    with quickly(5), pytest.raises(dtkit.EngineError, match="this layer has had enough") as error:
+    with quickly(5), pytest.raises(dtkit.errors.EngineError, match="this layer has had enough") as error:
         train(cluster, nn.Sequential(*layers).double(), strategy=strategy, steps=20)
     assert "ValueError" in str(error.value)
     check_usable(cluster)
@@ -144,7 +144,7 @@ def test_a_tensor_that_does_not_fit_at_a_border_is_refused_before_it_is_sent(
     model = nn.Sequential(layers[0], Grows(), *layers[1:]).double()
     with (
         quickly(5),
-        pytest.raises(dtkit.EngineError, match=r"stage 0 made float64 of shape .* pad the samples") as error,
+        pytest.raises(dtkit.errors.EngineError, match=r"stage 0 made float64 of shape .* pad the samples") as error,
     ):
         train(cluster, model, strategy=strategy, steps=20)
     assert error.value.cause.rank == 0
@@ -182,7 +182,7 @@ def test_what_is_not_finite_is_put_down_to_the_stage_that_made_it(
     split = [str(k) for k in range(1, stages)]
     run = train(cluster, model, strategy=dtkit.Pipeline(size, size, schedule, split=split), start=False)
     run.resume()
-    with pytest.raises(dtkit.NonFiniteError, match=rf"this rank's stage {where}\b") as caught:
+    with pytest.raises(dtkit.errors.NonFiniteError, match=rf"this rank's stage {where}\b") as caught:
         run.wait(60)
     assert [failure.rank for failure in caught.value.failures] == [where % size]
     run.stop()
@@ -194,14 +194,16 @@ def test_what_can_t_be_cut(cluster: dtkit.Cluster):
     line = nn.Linear(FEATURES, CLASSES).double()
     with pytest.raises(ValueError, match=r"has 0 layers in a chain \(none\), too few for 2 stages"):
         train(cluster, line, strategy=strategy)
-    with pytest.raises(dtkit.EngineError, match=r"has 0 layers in a chain \(none\), too few for 2 stages"):
+    with pytest.raises(dtkit.errors.EngineError, match=r"has 0 layers in a chain \(none\), too few for 2 stages"):
         train(cluster, cluster.broadcast(line), strategy=strategy)
-    with pytest.raises(dtkit.EngineError, match=r"are one parameter \(tied weights\)"):
+    with pytest.raises(dtkit.errors.EngineError, match=r"are one parameter \(tied weights\)"):
         train(cluster, net(lambda: Decoder(tied=True)), strategy=strategy)
     twice = nn.Linear(FEATURES, FEATURES)
     twin = nn.Sequential(twice, nn.Tanh(), twice, nn.Linear(FEATURES, CLASSES)).double()
     split = dtkit.Pipeline(2, 4, split=["2"])
-    with pytest.raises(dtkit.EngineError, match=r"0\.weight \(stage 0\), 2\.weight \(stage 1\) are one parameter"):
+    with pytest.raises(
+        dtkit.errors.EngineError, match=r"0\.weight \(stage 0\), 2\.weight \(stage 1\) are one parameter"
+    ):
         train(cluster, twin, strategy=split)
     with pytest.raises(ValueError, match=r"split has 'h\.7', which begins no layer of this model"):
         train(cluster, net("decoder"), strategy=dtkit.Pipeline(2, 4, split=["h.7"]))
@@ -209,8 +211,8 @@ def test_what_can_t_be_cut(cluster: dtkit.Cluster):
     def step(model: nn.Module, batch: Any) -> torch.Tensor:
         return F.cross_entropy(model(batch[0]), batch[1])
 
-    with pytest.raises(dtkit.EngineError, match="a pipeline needs loss="):
-        train(cluster, net("deep"), loss=None, step=step, strategy=strategy)
+    with pytest.raises(dtkit.errors.EngineError, match="a pipeline needs loss="):
+        train(cluster, net("deep"), loss=None, training_step=step, strategy=strategy)
     check_usable(cluster)
 
 
@@ -222,7 +224,7 @@ def test_a_run_tells_which_layers_lie_where(cluster: dtkit.Cluster, split: list[
     cut = run.placement()
     by = "parameters" if split else "time"
     assert repr(cut).splitlines()[0] == f"{len(cut.layers)} layers in 2 stages, by {by}"
-    assert cut.layers[cut.stage_starts[1]] == (split or [cut.layers[cut.starts[1]]])[0]
+    assert cut.layers[cut.stage_starts[1]] == (split or [cut.layers[cut.stage_starts[1]]])[0]
     numbers = [sum(p.numel() for name, p in model.named_parameters() if name.startswith(cut.layers[k])) for k in (0, 1)]
     held = [memory.parameters for memory in run.memory().rows]
     assert sum(held) == 8 * sum(p.numel() for p in model.parameters())

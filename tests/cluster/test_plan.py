@@ -260,14 +260,14 @@ def test_a_plan_leaves_the_cluster_as_it_was(cluster2: dtkit.Cluster):
         return [len(_session._models), len(_session._data)]
 
     gc.collect()  # what earlier tests left
-    cluster2.ask("node_info")
+    cluster2.call_all("node_info")
     before = cluster2.run(kept)
     found = plan(cluster2)
     assert len(found.rows) == 2 * len(found.strategies)
     assert found.fitting == found.strategies
     assert all(row.step_s > 0 for row in found.rows)
     gc.collect()
-    cluster2.ask("node_info")  # what nobody holds is let go of with the next call
+    cluster2.call_all("node_info")  # what nobody holds is let go of with the next call
     for now, then in zip(cluster2.run(kept), before, strict=True):  # runs of earlier tests may have gone meanwhile
         assert now[0] <= then[0]
         assert now[1] <= then[1]
@@ -280,7 +280,7 @@ def test_a_plan_from_a_partition_and_a_step_function(cluster2: dtkit.Cluster):
     def step(model: nn.Module, batch: Any) -> torch.Tensor:
         return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
-    found = plan(cluster2, sample=part, loss=None, step=step)
+    found = plan(cluster2, sample=part, loss=None, training_step=step)
     assert [row.rows for row in found.of("DataParallel()")] == [8, 8]
 
 
@@ -288,11 +288,11 @@ def test_what_fails_in_a_plan_is_the_engines_error(cluster2: dtkit.Cluster):
     def fails(_parameters: Any) -> torch.optim.Optimizer:
         raise RuntimeError("no optimiser here")
 
-    with pytest.raises(dtkit.EngineError, match="no optimiser here"):
+    with pytest.raises(dtkit.errors.EngineError, match="no optimiser here"):
         plan(cluster2, optimizer=fails)
-    with pytest.raises(dtkit.EngineError, match=r"returned NoneType; it must return a torch\.optim\.Optimizer"):
+    with pytest.raises(dtkit.errors.EngineError, match=r"returned NoneType; it must return a torch\.optim\.Optimizer"):
         plan(cluster2, optimizer=lambda _: None)
-    with pytest.raises(dtkit.EngineError, match="mat1 and mat2"):
+    with pytest.raises(dtkit.errors.EngineError, match="mat1 and mat2"):
         plan(cluster2, sample=(torch.rand(4, 5), torch.zeros(4, dtype=torch.long)))
     check_usable(cluster2)
 
@@ -300,7 +300,7 @@ def test_what_fails_in_a_plan_is_the_engines_error(cluster2: dtkit.Cluster):
 def test_nothing_is_measured_beside_a_run(cluster2: dtkit.Cluster):
     run = train(cluster2, steps=100_000)
     try:
-        with pytest.raises(dtkit.RunError, match=r"this cluster is training .*pause it"):
+        with pytest.raises(dtkit.errors.RunError, match=r"this cluster is training .*pause it"):
             plan(cluster2)
         run.pause()
         assert plan(cluster2).rows

@@ -164,9 +164,9 @@ def test_an_evaluation_in_which_an_engine_is_lost_is_made_again_and_taken_once(
             cluster,
             strategy=strategy,
             steps=24,
-            valid=DeadlyRows(amid),
-            scheduler=lambda optimizer: DeadlyPlateau(optimizer, behind),
-            scheduler_every="epoch",
+            validation=DeadlyRows(amid),
+            lr_scheduler=lambda optimizer: DeadlyPlateau(optimizer, behind),
+            lr_scheduler_every="epoch",
             callbacks=[lambda run: seen.append([e.step for e in run.history.evaluations])],
             start=False,
             **options,
@@ -210,10 +210,10 @@ def test_a_spare_that_was_started_later_is_where_a_takeover_finds_it(cluster: dt
     transport: Any = cluster._transport
     watched(lambda: transport.spare_ids, 60)
     spare = transport.spare_ids[0]
-    transport._take_spare(1)  # and no replacing after it, which would sign, too
-    transport._refill()
-    assert cluster_file.read(cluster.folder).spare_ids == (spare + 1,)
-    cluster.form(others=True)
+    transport._use_spare(1)  # and no replacing after it, which would sign, too
+    transport._refill_spares()
+    assert cluster_file.read_cluster_file(cluster.folder).spare_ids == (spare + 1,)
+    cluster.form_process_group(ranks_changed=True)
     check_usable(cluster)
 
 
@@ -328,9 +328,9 @@ def test_a_run_waits_to_be_repaired(cluster: dtkit.Cluster, undisturbed: dict[st
     run = start(cluster, on_failure="pause")
     at_step(run, 120)
     cluster.kill([1])
-    with pytest.raises(dtkit.EngineError, match="rank 1 is gone"):
+    with pytest.raises(dtkit.errors.EngineError, match="rank 1 is gone"):
         run.wait(60)
-    assert run.status.state is dtkit.State.PAUSED
+    assert run.status.state is dtkit.types.State.PAUSED
     assert cluster.repair() == [1]
     run.resume()
     run.wait(120)
@@ -341,7 +341,7 @@ def test_a_run_that_has_ended_is_repaired_saved_and_extended_from_where_that_lea
     cluster: dtkit.Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """A part of it is nowhere but in a snapshot, of an earlier step: of the last one, say, there was no copy."""
-    monkeypatch.setattr(SnapshotTracker, "lacking", lambda *_: False)
+    monkeypatch.setattr(SnapshotTracker, "is_missing", lambda *_: False)
     options: dict[str, Any] = {"strategy": dtkit.Pipeline(2, micro_batches=2), "snapshot_every": 50}
     alone = start(cluster, steps=140, **options)
     alone.wait(60)
@@ -350,7 +350,7 @@ def test_a_run_that_has_ended_is_repaired_saved_and_extended_from_where_that_lea
     run.wait(60)
     cluster.kill([1])
     run.repair()
-    assert (run.status.state, run.status.step, run.lr) == (dtkit.State.COMPLETED, 100, 0.1)
+    assert (run.status.state, run.status.step, run.lr) == (dtkit.types.State.COMPLETED, 100, 0.1)
     assert "all go on from step 100" in next(e.text for e in run.history.events if e.kind == "repair")
     assert run.save(tmp_path / "saved").step == 100
     run.extend(steps=40)
@@ -363,9 +363,9 @@ def test_a_run_that_has_ended_is_repaired_saved_and_extended_from_where_that_lea
 
 def test_engines_that_are_lost_at_one_step_again_and_again_end_the_run(cluster: dtkit.Cluster):
     run = start(cluster, loss=leaving, steps=20)
-    with pytest.raises(dtkit.EngineError, match="its process has ended"):
+    with pytest.raises(dtkit.errors.EngineError, match="its process has ended"):
         run.wait(180)
-    assert run.status.state is dtkit.State.FAILED
+    assert run.status.state is dtkit.types.State.FAILED
     assert kinds(run) == [*["lost", "repair"] * 3, "lost"]
     assert "lost 4 times in a row at step 0" in run.history.events[-2].text + run.history.events[-1].text
     assert cluster.repair() == [1]
@@ -385,7 +385,7 @@ def test_what_an_update_that_fails_costs_is_told(cluster: dtkit.Cluster):
     """A rank that fails amid its update has its part of the model torn, and there is no other copy of it."""
     run = start(cluster, strategy=dtkit.Sharded(), optimizer=Failing, snapshot_every=25, start=False)
     run.resume()
-    with pytest.raises(dtkit.EngineError, match="no more updates"):
+    with pytest.raises(dtkit.errors.EngineError, match="no more updates"):
         run.wait(60)
     at = run.status.step
     assert at in (25, 50)
@@ -425,7 +425,7 @@ def test_an_interrupt_of_some_steps_pauses_them(cluster: dtkit.Cluster):
     timer.start()
     with pytest.raises(KeyboardInterrupt):
         run.step(100_000)
-    assert run.status.state is dtkit.State.PAUSED
+    assert run.status.state is dtkit.types.State.PAUSED
     assert run.status.step < 100_000
     run.stop()
 
@@ -435,7 +435,7 @@ def test_a_training_replaces_first_what_was_lost_before_it(cluster: dtkit.Cluste
     cluster.kill([1])
     run = cluster.train(mlp(), part, loss=mean_loss, optimizer=momentum, batch_size=BATCH, steps=3)
     run.wait(60)
-    assert run.status.state is dtkit.State.COMPLETED
+    assert run.status.state is dtkit.types.State.COMPLETED
     assert "lost" not in kinds(run)
 
 
@@ -444,7 +444,7 @@ def test_an_idle_cluster_is_repaired_by_hand(cluster: dtkit.Cluster):
     done = cluster.train(copies, part, loss=mean_loss, optimizer=momentum, batch_size=BATCH, steps=3)
     done.wait(60)
     cluster.kill([0])
-    with pytest.raises(dtkit.EngineError, match=r"cluster\.repair\(\) starts another one"):
+    with pytest.raises(dtkit.errors.EngineError, match=r"cluster\.repair\(\) starts another one"):
         cluster.run(os.getpid)
     assert cluster.repair() == [0]
     assert len(set(cluster.run(os.getpid))) == 2
@@ -452,7 +452,7 @@ def test_an_idle_cluster_is_repaired_by_hand(cluster: dtkit.Cluster):
     done.wait(60)
     run = cluster.train(copies, part, loss=mean_loss, optimizer=momentum, batch_size=BATCH, steps=3)  # so were these
     run.wait(60)
-    assert run.status.state is dtkit.State.COMPLETED
+    assert run.status.state is dtkit.types.State.COMPLETED
 
 
 def interrupted(after: Callable[[], Any], times: int = 1) -> None:
@@ -471,7 +471,7 @@ def test_an_interrupt_pauses_between_two_steps(cluster: dtkit.Cluster, undisturb
     interrupted(lambda: at_step(run, 50))
     with pytest.raises(KeyboardInterrupt):
         run.wait(60)
-    assert run.status.state is dtkit.State.PAUSED
+    assert run.status.state is dtkit.types.State.PAUSED
     run.resume()
     run.wait(60)
     assert difference(run.model.state_dict(), undisturbed) <= BOUND
@@ -540,7 +540,7 @@ def test_a_second_interrupt_breaks_off_what_is_stuck(
     with pytest.raises(KeyboardInterrupt):
         run.wait(60)
     assert time.monotonic() - pressed[0] < 3
-    assert run.status.state is dtkit.State.PAUSED
+    assert run.status.state is dtkit.types.State.PAUSED
     assert [node.pid for node in cluster.nodes] == engines
     assert [e.text for e in run.history.events if "broken off" in e.text]
     assert cluster.run(os.getpid)  # at once: nobody sleeps any more
@@ -563,7 +563,7 @@ def test_a_second_interrupt_gives_up_a_rank_that_lets_none_in(cluster: dtkit.Clu
         run.wait(60)
     assert run._driver.wait(10)
     assert time.monotonic() - pressed[0] < 5  # two in which it is found out, and what a repair takes
-    assert run.status.state is dtkit.State.PAUSED
+    assert run.status.state is dtkit.types.State.PAUSED
     assert kinds(run) == ["lost", "repair"]
     run.resume()
     run.wait(60)
@@ -672,7 +672,7 @@ def test_ranks_agree_anew_where_one_was_interrupted_as_they_had_agreed(
     cluster.run(interrupt_once_agreed)
     run = start(cluster, strategy=strategy, steps=20)
     run.wait(60)
-    assert run.status.state is dtkit.State.COMPLETED
+    assert run.status.state is dtkit.types.State.COMPLETED
     assert [node.pid for node in cluster.nodes] == engines
     assert kinds(run) == []
 
@@ -711,7 +711,7 @@ def test_interrupts_amid_large_messages_cost_no_engine(cluster: dtkit.Cluster):
     for _ in range(25):
         pause.wait(moments.random() * 0.2)  # as above
         run._driver.submit("break").result(30)
-        assert run.status.state is dtkit.State.PAUSED
+        assert run.status.state is dtkit.types.State.PAUSED
         run.resume()
     run.stop()
     assert [node.pid for node in cluster.nodes] == engines
@@ -724,11 +724,11 @@ def test_interrupts_at_any_moment_lose_no_row(cluster: dtkit.Cluster, undisturbe
     moments, pause = random.Random(SEED), threading.Event()
     for _ in range(25):
         pause.wait(moments.random() * 0.05)  # not for anything to happen: to come at another moment each time
-        if run.status.state.ended:
+        if run.status.state.has_ended:
             break
         run._driver.submit("break").result(30)
-        assert run.status.state in (dtkit.State.PAUSED, dtkit.State.COMPLETED), run.exception
-        if run.status.state is dtkit.State.PAUSED:
+        assert run.status.state in (dtkit.types.State.PAUSED, dtkit.types.State.COMPLETED), run.exception
+        if run.status.state is dtkit.types.State.PAUSED:
             run.resume()
     run.wait(60)
     assert run.history.totals()["step"].tolist() == list(range(STEPS))

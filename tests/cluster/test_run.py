@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import dtkit
-from dtkit import State
+from dtkit.types import State
 from tests.cluster.small import ROWS, accuracy, check_usable, data, net, sgd, train
 
 pytestmark = pytest.mark.cluster
@@ -69,13 +69,13 @@ def test_commands_return_the_step_at_which_they_took_effect(cluster2):
 
 def test_what_the_state_does_not_allow_is_refused(cluster2):
     run = train(cluster2, steps=LONG)
-    with pytest.raises(dtkit.RunError, match=r"call run.pause\(\) first"):
+    with pytest.raises(dtkit.errors.RunError, match=r"call run.pause\(\) first"):
         run.step()
-    with pytest.raises(dtkit.RunError, match=r"run.pause\(\) first"):
+    with pytest.raises(dtkit.errors.RunError, match=r"run.pause\(\) first"):
         run.verify()
-    with pytest.raises(dtkit.RunError, match=r"run.stop\(\) it first"):
+    with pytest.raises(dtkit.errors.RunError, match=r"run.stop\(\) it first"):
         run.release()
-    with pytest.raises(dtkit.RunError, match="trains one model at a time"):
+    with pytest.raises(dtkit.errors.RunError, match="trains one model at a time"):
         train(cluster2)
     assert run.status.state is State.RUNNING  # the second train left the first alone
     with pytest.raises(ValueError, match="lr=-1; a learning rate is a finite number from 0 up"):
@@ -85,7 +85,7 @@ def test_what_the_state_does_not_allow_is_refused(cluster2):
     with pytest.raises(ValueError, match="integer from 1 up"):
         run.step(0)
     run.stop()
-    with pytest.raises(dtkit.RunError, match=r"has been stopped at step \d+, so it can't be resumed"):
+    with pytest.raises(dtkit.errors.RunError, match=r"has been stopped at step \d+, so it can't be resumed"):
         run.resume()
     assert run.stop() == run.status.step
 
@@ -160,7 +160,7 @@ def test_cancelling_an_await_pauses(cluster2):
 
 def test_held_out_data_is_evaluated_after_every_epoch(cluster2):
     inputs, targets = data()
-    run = train(cluster2, epochs=3, valid=(inputs[:11], targets[:11]), metrics={"accuracy": accuracy})
+    run = train(cluster2, epochs=3, validation=(inputs[:11], targets[:11]), metrics={"accuracy": accuracy})
     run.wait(60)
     assert [e.step for e in run.history.evaluations] == [4, 8, 12]
     assert {e.samples for e in run.history.evaluations} == {11}
@@ -219,7 +219,7 @@ def test_a_new_train_releases_the_last_run_and_keeps_its_weights(cluster2):
     second = train(cluster2, steps=3)
     second.wait(60)
     assert equal(first.model.state_dict(), before)
-    with pytest.raises(dtkit.RunError, match="was released"):
+    with pytest.raises(dtkit.errors.RunError, match="was released"):
         first.evaluate(data())
     second.release()
     second.release()
@@ -257,17 +257,17 @@ def test_not_a_number_pauses_all_ranks_before_the_update(cluster2):
     run.step()
     before = run.model.state_dict()
     run.resume()
-    with pytest.raises(dtkit.NonFiniteError, match=r"rank 1 .*step 1.*this rank's loss nan") as caught:
+    with pytest.raises(dtkit.errors.NonFiniteError, match=r"rank 1 .*step 1.*this rank's loss nan") as caught:
         run.wait(60)
     assert [f.rank for f in caught.value.failures] == [1]
     assert "parameters are as after the step before" in str(caught.value)
     assert run.status.state is State.PAUSED
     assert run.status.step == 1
     assert equal(run.model.state_dict(), before)
-    assert isinstance(run.exception, dtkit.NonFiniteError)
+    assert isinstance(run.exception, dtkit.errors.NonFiniteError)
     run.set(lr=0.001)
     run.resume()  # the same step, the same rows
-    with pytest.raises(dtkit.NonFiniteError, match="step 1"):
+    with pytest.raises(dtkit.errors.NonFiniteError, match="step 1"):
         run.wait(60)
     run.stop()
     check_usable(cluster2)
@@ -304,7 +304,7 @@ def test_what_a_step_prints_becomes_events(cluster2):
         print("seen", len(batch[0]))
         return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
-    run = train(cluster2, loss=None, step=step, steps=2)
+    run = train(cluster2, loss=None, training_step=step, steps=2)
     run.wait(60)
     printed = [(e.rank, e.text) for e in run.history.events if e.kind == "print"]
     assert sorted(printed) == [(0, "seen 8"), (0, "seen 8"), (1, "seen 8"), (1, "seen 8")]
@@ -373,7 +373,7 @@ def test_the_client_forgets_calls_that_have_landed(cluster2):
     """ipyparallel's client keeps a call until its engine reports idle; a hundred calls must not leave a trace each."""
     client = cluster2._transport._client
     for _ in range(100):
-        cluster2.refresh()
+        cluster2.refresh_nodes()
     for table in (client._futures, client._output_futures, client.results, client.history):
         assert len(table) < 50
 

@@ -174,9 +174,9 @@ def test_the_key_is_in_the_connection_files_and_nowhere_else(watched: Watched):
 
     cluster = watched.cluster
     (run := train(cluster, steps=2)).wait(60)
-    with pytest.raises(dtkit.EngineError) as found:
+    with pytest.raises(dtkit.errors.EngineError) as found:
         cluster.run(fail)
-    view = cluster._transport.locked_view(cluster._lock)  # type: ignore[attr-defined]  # as %%px has it
+    view = cluster._transport.make_locked_view(cluster._lock)  # type: ignore[attr-defined]  # as %%px has it
     cell = view.execute("import os; print(dict(os.environ), globals())", block=False)
     cell.get(20)
     shown = [repr(cluster), cluster._repr_html_(), repr(cluster.nodes), repr(run), repr(cluster.stacks()), *cell.stdout]
@@ -205,7 +205,7 @@ def _text(path: Path) -> str:
 
 def test_all_files_of_a_cluster_at_work_are_the_user_s_alone(watched: Watched, tmp_path: Path):
     """Snapshots, status files, stacks, the run's history, connection files, logs, where the group meets."""
-    run = train(watched.cluster, steps=30, snapshot_every=10, save_every=10, save_to=tmp_path / "saved")
+    run = train(watched.cluster, steps=30, snapshot_every=10, checkpoint_every=10, checkpoint_dir=tmp_path / "saved")
     run.wait(60)
     watched.cluster.stacks()
     modes = {path.relative_to(watched.folder): _mode(path) for path in watched.folder.rglob("*")}

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import dtkit
-from dtkit.dashboard.timing import timing
+from dtkit.dashboard.summary.timing import compute_step_timing
 from dtkit.strategies.sharded import Sharded, check_shardable
 from tests.cluster.nets import adamw, go, held, net, quickly, worker
 from tests.cluster.oracle import BOUND, CLASSES, FEATURES, data, difference, mlp, train
@@ -60,7 +60,7 @@ def test_a_slow_rank_is_told_from_those_that_wait_for_it_in_a_gathering(cluster:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(FEATURES, 8), Dawdling(), nn.Linear(8, 8), Dawdling(), nn.Linear(8, CLASSES))
     run = train(cluster, model.double(), strategy=strategy, steps=14)
-    found = timing(run.history, cluster.world_size)
+    found = compute_step_timing(run.history, cluster.world_size)
     assert found.straggler is not None
     assert found.straggler.ranks == (1,)
 
@@ -78,7 +78,7 @@ class Choosing(nn.Module):
 
 def test_unused_parameters_are_refused_and_kill_no_engine(cluster: dtkit.Cluster, strategy: Sharded):
     run = train(cluster, net(Choosing), strategy=strategy, start=False)
-    with quickly(5), pytest.raises(dtkit.EngineError, match=r"got no gradient.*requires_grad_\(False\)"):
+    with quickly(5), pytest.raises(dtkit.errors.EngineError, match=r"got no gradient.*requires_grad_\(False\)"):
         go(run)
     check_usable(cluster)
 

@@ -25,11 +25,11 @@ def costly(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def test_a_rank_of_half_the_speed_gets_a_third_of_the_rows(cluster2):
-    part = cluster2.partition(data(), by="speed", model=net(), step=costly)
+    part = cluster2.partition(data(), by="speed", model=net(), training_step=costly)
     assert part.by == "speed"
     assert sum(part.sizes) == part.n
     assert part.sizes[0] / part.n == pytest.approx(2 / 3, abs=0.06)
-    run = train(cluster2, rows=part, loss=None, step=costly, steps=10)
+    run = train(cluster2, rows=part, loss=None, training_step=costly, steps=10)
     run.wait(60)
     samples = run.history.rows()["samples"]
     assert samples[::2].sum() / samples.sum() == pytest.approx(part.sizes[0] / part.n, abs=0.05)

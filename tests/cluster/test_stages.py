@@ -75,11 +75,11 @@ def test_an_output_that_need_not_be_cut_is_judged_as_it_is(cluster: dtkit.Cluste
 def test_an_output_that_can_t_be_cut_is_refused(cluster: dtkit.Cluster, make: Any, judge: Any):
     """The sixth batch has one sample; and an evaluation joins the outputs of micro-batches."""
     rule = r"returned a tensor of shape .* for 8 samples.* one row for each sample.*replicas \* micro_batches divides"
-    with pytest.raises(dtkit.EngineError, match=rule):
+    with pytest.raises(dtkit.errors.EngineError, match=rule):
         train(cluster, make, SCHEDULES[0], judge)
     check_usable(cluster)
     run = train(cluster, make, SCHEDULES[0], judge, 1)
-    with pytest.raises(dtkit.EngineError, match=rule):
+    with pytest.raises(dtkit.errors.EngineError, match=rule):
         run.evaluate(rows(make))
     check_usable(cluster)
 

@@ -22,19 +22,19 @@ from torch import nn
 
 import dtkit
 from dtkit.health import stacks
-from dtkit.health.detector import Limits, Lookout
+from dtkit.health.detector import DetectorConfig, StallDetector
 from tests.cluster import small
 from tests.cluster.nets import quickly
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from dtkit.health.stall_report import Finding
+    from dtkit.health.stall_report import StallReport
     from dtkit.types import Event
 
 pytestmark = pytest.mark.cluster
 
-QUICK = Limits(least_s=1.5)  # more than a word may be old: none is from before the dispatch
+QUICK = DetectorConfig(min_limit_s=1.5)  # more than a word may be old: none is from before the dispatch
 MANY = 100_000  # steps: more than a test waits for
 
 
@@ -72,26 +72,28 @@ def until(condition: Callable[[], Any], timeout: float = 30.0) -> Any:
     return found
 
 
-def named(cluster: dtkit.Cluster, limits: Limits = QUICK, kind: str = "stuck") -> tuple[Finding, Lookout]:
+def named(
+    cluster: dtkit.Cluster, limits: DetectorConfig = QUICK, kind: str = "stuck"
+) -> tuple[StallReport, StallDetector]:
     """What a lookout tells first of that kind, with a dispatch that began now."""
-    lookout = Lookout(stacks.Probe(cluster.folder, lambda: cluster.nodes), limits)
-    lookout.sent(time.monotonic())
+    lookout = StallDetector(stacks.StatusProbe(cluster.folder, lambda: cluster.nodes), limits)
+    lookout.on_sent(time.monotonic())
 
-    def look() -> Finding | None:
-        found = lookout.look(time.monotonic())
+    def look() -> StallReport | None:
+        found = lookout.check(time.monotonic())
         return found if found is not None and found.kind == kind else None
 
     return until(look), lookout
 
 
-def recovery(lookout: Lookout) -> Finding:
-    found: Finding = until(lambda: lookout.look(time.monotonic()))
+def recovery(lookout: StallDetector) -> StallReport:
+    found: StallReport = until(lambda: lookout.check(time.monotonic()))
     return found
 
 
-def check_line(found: Finding, function: Callable[..., Any], text: str) -> None:
+def check_line(found: StallReport, function: Callable[..., Any], text: str) -> None:
     """The finding's line is one of `function`, and has `text` in it."""
-    place, _, name = found.line.partition(" in ")
+    place, _, name = found.location.partition(" in ")
     file, _, line = place.rpartition(":")
     assert Path(file).name == "test_stuck.py"
     assert name == function.__name__
@@ -136,14 +138,14 @@ def hold_the_interpreter(sign: Path) -> None:
     ("misbehave", "text"), [(loop_for_ever, "sign.exists()"), (wait_for_a_lock, "lock.acquire(timeout")]
 )
 def test_a_step_that_does_not_end(cluster3: dtkit.Cluster, sign: Path, misbehave: Any, text: str):
-    run = small.train(cluster3, step=stepping(misbehave, sign), loss=None, steps=MANY)
+    run = small.train(cluster3, training_step=stepping(misbehave, sign), loss=None, steps=MANY)
     until(lambda: run.status.step)
     sign.touch()
     found, lookout = named(cluster3)
     assert (found.rank, found.phase) == (1, "forward")
     check_line(found, misbehave, text)
     shown = cluster3.stacks()
-    assert [seen.standing is not None and seen.standing.blocked for seen in shown.ranks] == [True, False, True]
+    assert [seen.status is not None and seen.status.is_blocked for seen in shown.ranks] == [True, False, True]
     assert misbehave.__name__ in repr(shown)
     assert "waiting in a collective" in repr(shown)
     sign.unlink()
@@ -153,7 +155,7 @@ def test_a_step_that_does_not_end(cluster3: dtkit.Cluster, sign: Path, misbehave
 
 
 def test_a_rank_whose_interpreter_is_held(cluster2: dtkit.Cluster, sign: Path):
-    run = small.train(cluster2, step=stepping(hold_the_interpreter, sign), loss=None, steps=MANY)
+    run = small.train(cluster2, training_step=stepping(hold_the_interpreter, sign), loss=None, steps=MANY)
     until(lambda: run.status.step)
     sign.touch()
     found, _ = named(cluster2)
@@ -225,7 +227,7 @@ def sleep_long(sign: Path) -> None:
 
 def end(cluster: dtkit.Cluster, task: Any) -> None:
     cluster.interrupt()
-    with pytest.raises(dtkit.EngineError):
+    with pytest.raises(dtkit.errors.EngineError):
         task.result(timeout=60)
     small.check_usable(cluster)
 
@@ -250,7 +252,7 @@ def test_a_rank_that_does_something_else(cluster3: dtkit.Cluster, sign: Path):
 
 
 def test_a_slow_rank_is_a_straggler_and_goes_on(cluster3: dtkit.Cluster):
-    run = small.train(cluster3, step=costly, loss=None, steps=MANY, start=False)
+    run = small.train(cluster3, training_step=costly, loss=None, steps=MANY, start=False)
     run.inject_delay(2, 10)
     run.resume()
     found, _ = named(cluster3, kind="straggler")
@@ -269,11 +271,11 @@ def costly(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def test_it_is_named_within_ten_seconds_by_the_usual_limits(cluster2: dtkit.Cluster, sign: Path):
-    run = small.train(cluster2, step=stepping(loop_for_ever, sign, rank=0), loss=None, steps=MANY)
+    run = small.train(cluster2, training_step=stepping(loop_for_ever, sign, rank=0), loss=None, steps=MANY)
     until(lambda: run.status.step)
     sign.touch()
     begun = time.monotonic()
-    found, _ = named(cluster2, Limits())
+    found, _ = named(cluster2, DetectorConfig())
     assert time.monotonic() - begun < 10
     assert (found.rank, found.phase) == (0, "forward")
     told = until(lambda: run.stall_report)
@@ -310,7 +312,7 @@ def test_a_stage_waits_for_another_no_longer_than_step_timeout(sign: Path):
         sign.touch()
         run.resume()
         run.wait(28)
-        assert run.status.state is dtkit.State.COMPLETED
+        assert run.status.state is dtkit.types.State.COMPLETED
         assert not sign.exists()
 
 
@@ -322,7 +324,7 @@ def test_without_the_controller_every_call_says_so():
         controller = psutil.Process(cluster._transport._cluster.controller.process.pid)
         for process in [*controller.children(recursive=True), controller]:
             process.kill()
-        for call in (lambda: cluster.run(int), cluster.refresh, lambda: run.model, run.step):
+        for call in (lambda: cluster.run(int), cluster.refresh_nodes, lambda: run.model, run.step):
             with (
                 quickly(5),
                 pytest.raises(dtkit.errors.DtkitError, match="the controller, through which every message"),
@@ -352,7 +354,7 @@ def test_a_watchdog_that_fails_goes_on_and_the_run_is_told(cluster2: dtkit.Clust
     unsubscribe()
     (said,) = complaints(run)
     assert (said.rank, said.text.partition(": ")[2]) == (1, "ValueError: it could not be told")
-    seen = cluster2.stacks().ranks[1].standing
+    seen = cluster2.stacks().ranks[1].status
     assert seen is not None
     assert seen.op == "advance"
     run.stop()

@@ -182,5 +182,5 @@ def test_memory_before_the_first_step_and_after_the_release(cluster2: dtkit.Clus
     assert run.memory().peak is None
     run.stop()
     run.release()
-    with pytest.raises(dtkit.RunError, match="memory needs the job on the engines"):
+    with pytest.raises(dtkit.errors.RunError, match="memory needs the job on the engines"):
         run.memory()

@@ -18,9 +18,9 @@ import pytest
 
 import dtkit
 from dtkit.cluster import cluster_file, reaper
-from dtkit.health.status import Standing, status_file
+from dtkit.health.status import EngineStatus, get_status_path
 from dtkit.history import engine_outbox
-from dtkit.types import HURRY
+from dtkit.types import END_EARLY_PREFIX
 from tests.cluster.oracle import BATCH, BOUND, SEED, data, difference, mean_loss, mlp, momentum
 from tests.cluster.small import check_usable
 from tests.cluster.test_recovery import at_step
@@ -92,7 +92,7 @@ def check_goes_on(cluster: dtkit.Cluster, strategy: dtkit.Strategy = REPLICAS, *
     """With its whole history, to the parameters of a run that nobody disturbed. `back`: from before the last row."""
     run = cluster.current_run
     assert run is not None
-    assert run.status.state is dtkit.State.PAUSED
+    assert run.status.state is dtkit.types.State.PAUSED
     assert run.status.step > 100
     assert steps(run, back) == list(range(len(run.history.totals()) if back else run.status.step))
     assert run.status.elapsed_s == pytest.approx(run.history.totals()["step_s"].sum())
@@ -130,7 +130,7 @@ def test_the_kernel_was_killed_while_it_waited_for_a_pause(tmp_path: Path):
     with notebook(NOTEBOOK.replace("    there.wait(60)\n", asks.lstrip("\n"))) as process:
         process.send_signal(signal.SIGKILL)
         process.wait(10)
-        assert list(tmp_path.glob(f"*/{HURRY}*"))
+        assert list(tmp_path.glob(f"*/{END_EARLY_PREFIX}*"))
         with dtkit.attach() as cluster:
             check_goes_on(cluster)
 
@@ -169,7 +169,7 @@ def test_the_kernel_was_killed_and_then_an_engine():
 
 
 def engine_of(folder: Path, rank: int) -> psutil.Process:
-    return psutil.Process(json.loads(status_file(folder, rank).read_text())["pid"])
+    return psutil.Process(json.loads(get_status_path(folder, rank).read_text())["pid"])
 
 
 def left_by(folder: Path, rank: int) -> set[int]:
@@ -224,14 +224,14 @@ def test_the_kernel_was_killed_and_an_engine_once_it_had_nothing_to_do(tmp_path:
         with dtkit.attach() as cluster:
             run = cluster.current_run
             assert run is not None
-            assert cluster._engine_path  # the one that is left was asked
+            assert cluster._engine_sys_path  # the one that is left was asked
             check_rows(cluster, {run.status.step - 1})  # no step is without its row of either rank
             check_goes_on(cluster)
             assert not (folder / "runs" / run._job).exists()  # it was released
 
 
 EVALUATES = NOTEBOOK.replace(
-    "    run = cluster.train(", "    options.update(valid=oracle.data())\n    run = cluster.train("
+    "    run = cluster.train(", "    options.update(validation=oracle.data())\n    run = cluster.train("
 )
 
 
@@ -252,8 +252,8 @@ def test_what_evaluations_found_that_the_notebook_did_not_read_is_in_the_history
 
 
 def idle(folder: Path, rank: int) -> bool:
-    found = Standing.from_json(status_file(folder, rank).read_text())
-    return found.op is None and found.still_s > 1
+    found = EngineStatus.from_json(get_status_path(folder, rank).read_text())
+    return found.op is None and found.stalled_s > 1
 
 
 def stop_between_dispatches(process: subprocess.Popen[str], folder: Path) -> None:
@@ -328,10 +328,10 @@ def test_a_takeover_that_fails_takes_nothing(tmp_path: Path, monkeypatch: pytest
     """Whoever had the cluster still has it, and ends it."""
     subprocess.run([sys.executable, "-c", SCRIPT], check=True, timeout=60)
     cluster = dtkit.attach()
-    monkeypatch.setattr("dtkit.cluster.attach._run", fail)
+    monkeypatch.setattr("dtkit.cluster.attach._run_callback", fail)
     with pytest.raises(LookupError, match="unreadable"):
         dtkit.attach(cluster.folder.name)
-    assert not cluster.superseded
+    assert not cluster.is_superseded
     assert owned(cluster.folder)  # else its warden ends it
     check_usable(cluster)
     cluster.close()
@@ -373,14 +373,18 @@ def test_a_cluster_may_outlive_a_script():
 def test_a_cluster_whose_controller_was_killed_is_refused(tmp_path: Path):
     subprocess.run([sys.executable, "-c", SCRIPT], check=True, timeout=60)
     (folder,) = tmp_path.iterdir()
-    processes = reaper._processes(folder)
+    processes = reaper._find_processes(folder)
     controllers = [process for process in processes if any("controller" in word for word in process.cmdline())]
     try:
         for process in controllers:
             process.kill()
-        until(lambda: not any(cluster_file.lives(process.pid, process.create_time()) for process in controllers))
+        until(
+            lambda: (
+                not any(cluster_file.is_process_alive(process.pid, process.create_time()) for process in controllers)
+            )
+        )
         told = rf"the controller of {folder.name}, .* has ended.*Start another cluster with dtkit\.Cluster\(\)"
-        with pytest.raises(dtkit.ClusterError, match=told):
+        with pytest.raises(dtkit.errors.ClusterError, match=told):
             dtkit.attach(folder.name)
     finally:
         shutil.rmtree(folder)
@@ -391,7 +395,7 @@ def test_a_cluster_whose_folder_somebody_removed_ends(tmp_path: Path):
     """As systemd does with the runtime folder when a user logs out: nobody could find what is left."""
     subprocess.run([sys.executable, "-c", SCRIPT], check=True, timeout=60)
     (folder,) = tmp_path.iterdir()
-    processes = reaper._processes(folder)
+    processes = reaper._find_processes(folder)
     assert len(processes) > 3  # controller, schedulers, engine, nanny
     shutil.rmtree(folder)
     assert not psutil.wait_procs(processes, timeout=30)[1]
@@ -419,16 +423,16 @@ def older(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 def test_a_cluster_of_another_version_is_refused_and_left_to_that_one(older: Path, tmp_path: Path):
     subprocess.run([sys.executable, "-c", SCRIPT], cwd=older, check=True, timeout=60)
     try:
-        (found,) = cluster_file.running(tmp_path)
+        (found,) = cluster_file.find_running(tmp_path)
         told = rf"^{found.name} was started by dtkit 0\.0\.1, and this is {dtkit.__version__}\. Take it over with that"
-        with pytest.raises(dtkit.VersionMismatch, match=told):
+        with pytest.raises(dtkit.errors.VersionMismatchError, match=told):
             dtkit.attach()
-        assert cluster_file.running(tmp_path) == [found]
+        assert cluster_file.find_running(tmp_path) == [found]
     finally:
         subprocess.run([sys.executable, "-c", CLOSING], cwd=older, check=True, timeout=60)
-    assert cluster_file.running(tmp_path) == []
+    assert cluster_file.find_running(tmp_path) == []
 
 
 def test_without_a_cluster_there_is_none_to_take_over():
-    with pytest.raises(dtkit.ClusterError, match=r"no cluster of yours is running on this machine; start one"):
+    with pytest.raises(dtkit.errors.ClusterError, match=r"no cluster of yours is running on this machine; start one"):
         dtkit.attach()

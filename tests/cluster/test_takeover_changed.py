@@ -72,7 +72,7 @@ def check_two_share(cluster: dtkit.Cluster) -> None:
     assert fewer < STEPS
     run.resume()
     run.wait(120)
-    assert run.status.state is dtkit.State.COMPLETED
+    assert run.status.state is dtkit.types.State.COMPLETED
     totals = run.history.totals()
     assert totals["step"].tolist() == list(range(STEPS))
     per_epoch = -(-SAMPLES // BATCH)
@@ -107,10 +107,10 @@ def test_a_job_that_ended_as_it_was_taken_over_is_made_anew(monkeypatch: pytest.
 
     def taken_up(cluster: dtkit.Cluster, job: str) -> Any:
         found = take_up(cluster, job)
-        cluster.ask("release", keys=[job], ranks=ranks)
+        cluster.call_all("release", keys=[job], ranks=ranks)
         return found
 
-    monkeypatch.setattr(persisted_run, "take_up", taken_up)
+    monkeypatch.setattr(persisted_run, "load", taken_up)
     with notebook() as process:
         kill(process)
         with dtkit.attach() as cluster:

@@ -117,9 +117,9 @@ def test_heads_are_put_together_in_a_checkpoint(
     assert all(torch.equal(value, found[name]) for name, value in run.model.state_dict().items())
     others = (dtkit.Sharded(), TensorParallel(cluster.world_size), strategy)
     for other in others[:1] if cluster.world_size == 2 else others:
-        there = train(cluster, net(kind), strategy=other, steps=9, resume=saved.path, **how)
+        there = train(cluster, net(kind), strategy=other, steps=9, resume_from=saved.path, **how)
         back = there.save(tmp_path / type(other).__name__)
-        run = train(cluster, net(kind), strategy=strategy, steps=12, resume=back.path, **how)
+        run = train(cluster, net(kind), strategy=strategy, steps=12, resume_from=back.path, **how)
         assert difference(run.model.state_dict(), undisturbed.model.state_dict()) <= 1e-10
 
 
@@ -136,7 +136,7 @@ def test_dropout_draws_alike_on_ranks_that_share_a_replica(cluster: dtkit.Cluste
     """What every rank holds whole stays equal on all of them, and each slice in all replicas; in attention, too."""
     model = net(DROPPING[kind])
     run = train(cluster, model, strategy=strategy, optimizer=adamw, steps=20)
-    assert run.consistency == dtkit.Consistency(20, (), None, copies=strategy.replicas)
+    assert run.consistency == dtkit.types.ReplicaCheckResult(20, (), None, num_holders=strategy.replicas)
     fingerprints = cluster.run(lambda: worker().fingerprint())
     assert [set(found) for found in fingerprints] == strategy.replicas * [{(), (0,)}, {(), (1,)}]
 
@@ -167,7 +167,7 @@ class Learned(nn.Module):
 def test_a_plan_that_does_not_hold_is_refused_before_anything_is_trained(
     cluster: dtkit.Cluster, plan: dict[str, str] | None, message: str
 ):
-    with quickly(5), pytest.raises((ValueError, dtkit.EngineError), match=f"(?s){message}"):
+    with quickly(5), pytest.raises((ValueError, dtkit.errors.EngineError), match=f"(?s){message}"):
         train(cluster, net(Learned), strategy=TensorParallel(2, plan))
     check_usable(cluster)
 

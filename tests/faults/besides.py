@@ -20,7 +20,7 @@ import psutil
 import torch.distributed as dist
 
 import dtkit
-from dtkit import State
+from dtkit.types import State
 from tests.faults import expect, training
 from tests.faults.cells import STEPS
 from tests.faults.quiet import quiet
@@ -155,7 +155,7 @@ def disk_full(stage: Stage) -> None:
     try:
         with quiet():
             run.save(folder)
-    except dtkit.CheckpointError as error:
+    except dtkit.errors.CheckpointError as error:
         outcome.shown, outcome.detected_s = str(error), time.monotonic() - begun
     expect.check(outcome, "File too large" in outcome.shown, "the error does not say why")
     expect.check(outcome, dtkit.Checkpoint(folder).step == stage.trap.step - 1, "the older checkpoint is gone")
@@ -181,18 +181,18 @@ def controller(stage: Stage) -> None:
     with quiet():
         cluster = dtkit.Cluster(2, threads=1)
     with cluster:
-        how: dict[str, Any] = {"steps": STEPS, "save_every": 4, "save_to": folder}
+        how: dict[str, Any] = {"steps": STEPS, "checkpoint_every": 4, "checkpoint_dir": folder}
         run = training.start(cluster, "DataParallel", _pace(stage), **how)
         run.resume()
         _until(lambda: run.status.step >= 10, "ten steps are taken")
         engines = [psutil.Process(node.pid) for node in cluster.nodes]
         killed = time.time()
         _kill_controller(cluster)
-        _until(lambda: run.status.state.ended, "the run ends")
+        _until(lambda: run.status.state.has_ended, "the run ends")
         _note_end(stage, run, killed)
     left = psutil.wait_procs(engines, timeout=10)[1]
     expect.check(outcome, not left, f"{len(left)} engines live on after close")
-    again = stage.train(resume=folder)
+    again = stage.train(resume_from=folder)
     outcome.lost = f"{run.status.step - again.status.step} steps lost"
     _goes_on(stage, again)
 

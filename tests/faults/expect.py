@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING
 import psutil
 
 import dtkit
-from dtkit import State
-from dtkit.dashboard.timing import timing
+from dtkit.dashboard.summary.timing import compute_step_timing
+from dtkit.types import State
 from tests.faults import training
 from tests.faults.cells import ENDS, HALTS, most_lost
 
@@ -114,7 +114,7 @@ def _reformed(stage: Stage, run: dtkit.Run, error: BaseException | None) -> None
 def _failed(stage: Stage, run: dtkit.Run, error: BaseException | None) -> None:
     outcome, trap = stage.outcome, stage.trap
     check(outcome, run.status.state is State.FAILED, f"the run is {run.status.state.value}, not failed")
-    if not isinstance(error, dtkit.EngineError):
+    if not isinstance(error, dtkit.errors.EngineError):
         check(outcome, False, f"the run raised {error!r}, not an EngineError")
         return
     cause = error.cause
@@ -130,7 +130,7 @@ def _failed(stage: Stage, run: dtkit.Run, error: BaseException | None) -> None:
 def _paused(stage: Stage, run: dtkit.Run, error: BaseException | None) -> None:
     outcome = stage.outcome
     check(outcome, run.status.state is State.PAUSED, f"the run is {run.status.state.value}, not paused")
-    if isinstance(error, dtkit.NonFiniteError):
+    if isinstance(error, dtkit.errors.NonFiniteError):
         blamed = [failure.rank for failure in error.failures]
         unknown = stage.trap.place == "backward" and stage.cell.strategy != "Pipeline"  # every rank's loss is finite
         named = stage.trap.rank in blamed or unknown
@@ -148,7 +148,7 @@ def _paused(stage: Stage, run: dtkit.Run, error: BaseException | None) -> None:
 def _named(stage: Stage, run: dtkit.Run, error: BaseException | None) -> None:
     outcome = stage.outcome
     check(outcome, error is None, f"the run raised {error}".partition("\n")[0])
-    found = timing(run.history, stage.cluster.world_size).straggler
+    found = compute_step_timing(run.history, stage.cluster.world_size).straggler
     if stage.cell.strategy != "Pipeline":  # whose stages differ by their nature, so that none is named
         slow = () if found is None else found.ranks
         check(outcome, slow == (stage.trap.rank,), f"{slow} are named, and rank {stage.trap.rank} is slow")
@@ -195,7 +195,7 @@ def completed(stage: Stage, run: dtkit.Run) -> None:
 def told(stage: Stage, error: BaseException | None) -> None:
     """What a call said in which the group could not be formed anew."""
     outcome, sprung = stage.outcome, stage.trap.sprung_at
-    check(outcome, isinstance(error, dtkit.EngineError), f"the call raised {error!r}")
+    check(outcome, isinstance(error, dtkit.errors.EngineError), f"the call raised {error!r}")
     if stage.cell.outcome == "reformed" and sprung is not None:  # the run is paused, and has nothing to tell of it
         outcome.detected_s, outcome.shown = time.time() - sprung, str(error).partition("\n")[0]
         check(outcome, stage.cell.fault != "exception" or "Sprung" in str(error), "the call's error is another one")

@@ -68,7 +68,9 @@ class Held:
         family = [own, *own.children(recursive=True)]
         alive = [process for process in family if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
         pids = {str(process.pid) for process in family}  # of the owner, as the third part of a file's name
-        files = [path for folder in shared_memory.default_directories() for path in Path(folder).glob("dtkit-*-*-*")]
+        files = [
+            path for folder in shared_memory.get_default_directories() for path in Path(folder).glob("dtkit-*-*-*")
+        ]
         ours = sum(path.name.split("-")[2] in pids for path in files)
         memory = {(process.pid, _runs(process)): process.memory_full_info().uss for process in alive}
         others = [process for process in alive if process != own]
@@ -130,7 +132,7 @@ class Soak:
             raise AssertionError(f"the run is {self.run.status.state.value}: {self.run.exception}")
 
     def _over(self) -> bool:
-        return self.run.status.state is not dtkit.State.RUNNING
+        return self.run.status.state is not dtkit.types.State.RUNNING
 
     def rest(self) -> Held:
         """Pause, let the spare engine come, count, and go on."""
@@ -147,7 +149,7 @@ def _busy() -> bool:
 
 
 def _start(cluster: dtkit.Cluster, trap: Any, steps: int) -> dtkit.Run:
-    return training.start(cluster, "DataParallel", trap, steps=steps, scheduler=None)
+    return training.start(cluster, "DataParallel", trap, steps=steps, lr_scheduler=None)
 
 
 def _until(condition: Callable[[], bool], what: str) -> None:

@@ -32,7 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dtkit.engine import memory_limit
 from dtkit.engine.comm import tcp, torch_cleanup
-from dtkit.types import CALLED_OFF
+from dtkit.types import ABORT_FLAG
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -64,7 +64,7 @@ class Group:
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = spec.interface
         _wait_for_ranks(spec)
         before = tcp.list_sockets()
-        store = dist.FileStore(spec.store, spec.world_size)  # type: ignore[attr-defined]  # torch exports it by name only
+        store = dist.FileStore(spec.store_path, spec.world_size)  # type: ignore[attr-defined]  # torch exports it by name only
         store.set_timeout(dt.timedelta(seconds=spec.timeout_s))  # subgroups wait in it too: five minutes
         hook = sys.excepthook
         dist.init_process_group(
@@ -257,7 +257,7 @@ def _set_group_timeout(seconds: float, group: dist.ProcessGroup | None) -> None:
 
 def _wait_for_ranks(spec: GroupSpec) -> None:
     """Wait until all ranks are here, where an interrupt and the notebook's word get through: in torch neither does."""
-    here = Path(f"{spec.store}.{spec.rank}")
+    here = Path(f"{spec.store_path}.{spec.rank}")
     here.touch(mode=0o600)
     try:
         _poll_for_ranks(spec)
@@ -267,10 +267,10 @@ def _wait_for_ranks(spec: GroupSpec) -> None:
 
 
 def _poll_for_ranks(spec: GroupSpec) -> None:
-    called_off = Path(f"{spec.store}{CALLED_OFF}")
+    called_off = Path(f"{spec.store_path}{ABORT_FLAG}")
     deadline, pause = time.monotonic() + spec.timeout_s, threading.Event()
     missing = list(range(spec.world_size))
-    while missing := [rank for rank in missing if not Path(f"{spec.store}.{rank}").exists()]:
+    while missing := [rank for rank in missing if not Path(f"{spec.store_path}.{rank}").exists()]:
         _check_not_aborted(spec, called_off)
         if time.monotonic() > deadline:
             raise RuntimeError(f"Wait timeout: ranks {missing} did not join the group within {spec.timeout_s:g} s")

@@ -120,14 +120,14 @@ def make_stream_batches(
             "out; prefetch=True draws the next samples in a thread"
         )
     mesh, group = context.mesh, context.group
-    here = {} if group is None else mesh.coordinates(group.rank)
+    here = {} if group is None else mesh.get_coordinates(group.rank)
     first = not any(place for axis, place in here.items() if axis != "dp")  # of its replica, which takes one part
     with torch.random.fork_rng(devices=[]):  # what is drawn at once must not disturb the numbers of cells
         torch.manual_seed(plan.seed + context.shards[0])
         return IterableBatches(
             source,
             plan,
-            mesh.replicas,
+            mesh.num_replicas,
             context.shards,
             group,
             prefetch=bool(options.prefetch),
@@ -317,7 +317,7 @@ class WorkerLoader:
             if str(error).startswith("Caught "):  # torch's word for what the Dataset raised
                 raise
             raise RuntimeError(
-                "a worker process that loads samples was killed or exited; where memory ran out, use fewer workers="
+                "a worker process that loads samples was killed or exited; where memory ran out, use fewer num_workers="
             ) from error
         return batches
 

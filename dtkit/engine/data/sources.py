@@ -205,7 +205,7 @@ _TEXT_DTYPES = ("string", "large_string", "string_view", "binary", "large_binary
 def as_source(data: Any, columns: ColumnSelection | None = None) -> RowSource | StreamSource:
     """Whatever :meth:`dtkit.Cluster.partition` takes, as rows by index; or, of unknown length, as a stream."""
     columns = columns or ColumnSelection()
-    if isinstance(data, StreamSource) or (hasattr(data, "take") and hasattr(data, "pure")):
+    if isinstance(data, StreamSource) or (hasattr(data, "take") and hasattr(data, "is_thread_safe")):
         return data  # type: ignore[no-any-return]  # a Source already
     data = paths.describe_files(data, columns)
     if isinstance(data, ParquetFiles):

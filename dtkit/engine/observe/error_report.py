@@ -6,7 +6,7 @@ import traceback
 from pathlib import Path
 
 import dtkit
-from dtkit._util.guard import attempt
+from dtkit._util.guard import run_guarded
 
 _MAX_MESSAGE_CHARS = 4000  # characters of a message, and of a traceback ten times as many: what a notebook can show
 _ENTRY_FILES = tuple(str(Path(dtkit.__file__).parent / "engine" / name) for name in ("server.py", "session.py"))
@@ -26,7 +26,7 @@ def format_message(error: BaseException) -> str:
 
 
 def _stringify_error(error: BaseException) -> str:
-    return attempt(lambda: str(error), lambda other: f"(no words: its __str__ raised {type(other).__name__})")
+    return run_guarded(lambda: str(error), lambda other: f"(no words: its __str__ raised {type(other).__name__})")
 
 
 def format_traceback(error: BaseException) -> str:

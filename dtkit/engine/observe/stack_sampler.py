@@ -96,7 +96,7 @@ def trim_outer_frames(frames: Sequence[Frame]) -> CallStack:
 
 
 def sample_helper_threads(main_thread_id: int) -> dict[str, CallStack]:
-    """The stacks of threads other than `thread` and this one that run user code, by the threads' names."""
+    """The stacks of threads other than `thread_id` and this one that run user code, by the threads' names."""
     others = [t for t in threading.enumerate() if t.ident not in (None, main_thread_id, threading.get_ident())]
     stacks = {t.name: sample_thread(t.ident or 0) for t in others}
     return {name: stack for name, stack in stacks.items() if has_user_code(stack)}

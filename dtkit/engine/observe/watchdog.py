@@ -2,7 +2,7 @@
 
 It reads what is there anyway: the call being served, the job's step and the last mark of its phases, how many
 collectives torch has begun in each process group, and the serving thread's stack. Nothing is added to a step. What it
-finds is a :class:`~dtkit.health.status.Standing`, written as a small file into the cluster's folder; the notebook
+finds is a :class:`~dtkit.health.status.EngineStatus`, written as a small file into the cluster's folder; the notebook
 compares all ranks' (:mod:`dtkit.health.detector`).
 
 The counts tell more than any stack: a rank that waits in a collective has begun one more than the rank that it waits
@@ -27,10 +27,10 @@ import time
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from dtkit._util.guard import attempt
+from dtkit._util.guard import run_guarded
 from dtkit.engine.observe import stack_sampler
 from dtkit.engine.observe.phase_timer import BETWEEN_PHASES
-from dtkit.health.status import IDLE, Standing, dump_file, status_file
+from dtkit.health.status import IDLE, EngineStatus, get_dump_path, get_status_path
 from dtkit.history.message_times import MESSAGE_PHASES
 
 if TYPE_CHECKING:
@@ -118,8 +118,8 @@ class Watchdog:
 
         with self._lock:
             self._process_start_time = psutil.Process().create_time()
-            self._folder, self._spec = Path(spec.store).parent, spec
-            self._register_stack_dump(dump_file(self._folder, spec.rank))
+            self._folder, self._spec = Path(spec.store_path).parent, spec
+            self._register_stack_dump(get_dump_path(self._folder, spec.rank))
         if self._thread is None:
             self._thread = threading.Thread(target=self._sample_loop, name="dtkit-watchdog", daemon=True)
             self._thread.start()
@@ -147,7 +147,7 @@ class Watchdog:
 
     def _sample_loop(self) -> None:
         while not self._stop_event.wait(SAMPLE_PERIOD_S):
-            attempt(self._sample_and_write, self._on_sample_error)
+            run_guarded(self._sample_and_write, self._on_sample_error)
 
     def _sample_and_write(self) -> None:
         with self._lock:
@@ -160,18 +160,18 @@ class Watchdog:
         """A look has failed, and the next one may too: an old file would say that this engine is stuck."""
         with self._lock, contextlib.suppress(OSError):
             if self._spec is not None:
-                status_file(self._folder, self._spec.rank).unlink()
+                get_status_path(self._folder, self._spec.rank).unlink()
         if not self._warned:
             self._warning, self._warned = _SAMPLE_FAILED_MESSAGE.format(error=f"{type(error).__name__}: {error}"), True
 
-    def _write_status(self, status: Standing) -> None:
-        path = status_file(self._folder, status.rank)
+    def _write_status(self, status: EngineStatus) -> None:
+        path = get_status_path(self._folder, status.rank)
         part = path.with_suffix(".json.part")
         with _open_private(part) as file:
             file.write(status.to_json())
         part.replace(path)
 
-    def sample(self, spec: GroupSpec) -> Standing:
+    def sample(self, spec: GroupSpec) -> EngineStatus:
         """Where this engine stands now."""
         call, now = self._active_call, time.time()
         thread = self._main_thread_id if call is None else call.thread_id
@@ -190,28 +190,28 @@ class Watchdog:
         self._last_sample_at = now
         self._last_progress = _update_since(self._last_progress, (key, place.num_events, counts), now)
         self._phase_since = _update_since(self._phase_since, key, now)
-        return Standing(
+        return EngineStatus(
             rank=spec.rank,
             world_size=spec.world_size,
             generation=spec.generation,
             host=socket.gethostname(),
             pid=os.getpid(),
-            created=self._process_start_time,
-            time=now,
+            process_start_time=self._process_start_time,
+            observed_at=now,
             op=call.op if call is not None else ("cell" if busy else None),
             phase=place.phase,
-            since=self._phase_since[1],
-            still_s=now - self._last_progress[1],
-            blocked=blocked,
-            waited=waited,
+            phase_since=self._phase_since[1],
+            stalled_s=now - self._last_progress[1],
+            is_blocked=blocked,
+            blocked_fraction=waited,
             job=None if call is None else call.job,
             step=place.step,
             median_step_s=place.median_step_s,
-            slowness=place.delay_factor,
-            pairwise=pairwise,
-            counts=counts,
-            thread=thread,
-            dumps=self._dump_file is not None and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL,
+            delay_factor=place.delay_factor,
+            is_p2p=pairwise,
+            collective_counts=counts,
+            thread_id=thread,
+            can_dump_stacks=self._dump_file is not None and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL,
             stack=rows if busy else (),
             threads=stack_sampler.sample_helper_threads(thread) if busy else {},
         )

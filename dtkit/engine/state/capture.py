@@ -27,15 +27,15 @@ from torch.distributed.tensor import DTensor
 
 from dtkit.checkpoint.checkpoint import intersect, shift_slice
 from dtkit.checkpoint.json_values import UnsupportedValueError, decode, encode
-from dtkit.engine.state.safetensors_file import SAFETENSORS_NAMES
-from dtkit.strategies.dtensor_worker import (
+from dtkit.engine.state.dtensor_shards import (
     count_shards,
     get_local_tensor,
     get_num_fused_blocks,
     get_shard_position,
     wrap_local_shard,
 )
-from dtkit.strategies.replicated import compute_checksum
+from dtkit.engine.state.safetensors_file import SAFETENSORS_NAMES
+from dtkit.engine.state.checksum import compute_checksum
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -256,7 +256,7 @@ class StateCapture(StateVisitor):
     def per_replica(self, prefix: str, named_tensors: Mapping[str, torch.Tensor], weight: float | None) -> None:
         """See :class:`StateVisitor`. A collective, with a weight. Where all are equal they are saved once."""
         group = self.context.group
-        if not named_tensors or self.world_size == 1 or (weight is None and self.context.mesh.replicas == 1):
+        if not named_tensors or self.world_size == 1 or (weight is None and self.context.mesh.num_replicas == 1):
             self.visit_tensors(prefix, named_tensors)
         elif group is None:  # nobody can be asked: what this rank has stands for all as well
             self.per_rank_tensors(prefix, named_tensors)

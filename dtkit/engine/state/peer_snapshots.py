@@ -84,7 +84,11 @@ def _take_snapshot(job: Job, snapshots: list[PeerSnapshot], spare_bytes: int | N
         spare_bytes, held, hosts.count(socket.gethostname())
     )  # the next ones are made before these are let go
     fits = bool(blocks) and 2 * needed <= room
-    short = None if fits else f"{formatting.size(2 * needed)} of the {formatting.size(room)} that training leaves"
+    short = (
+        None
+        if fits
+        else f"{formatting.format_bytes(2 * needed)} of the {formatting.format_bytes(room)} that training leaves"
+    )
     lacking = [f"rank {rank} would need {short}" for rank, short in enumerate(all_gather_json(group, short)) if short]
     if lacking:
         return "; ".join(lacking)
@@ -113,7 +117,7 @@ def choose_peer_distance(hosts: Sequence[str]) -> int:
 
 def _compute_available_bytes(spare_bytes: int | None, snapshot_bytes: int, ranks_on_host: int) -> int:
     """Bytes that snapshots may take here, with those that are `held`; so many ranks have this host's memory."""
-    room = resources.memory().free // ranks_on_host + snapshot_bytes
+    room = resources.read_memory().free // ranks_on_host + snapshot_bytes
     return room if spare_bytes is None else min(room, spare_bytes)
 
 

@@ -20,7 +20,7 @@ import torch
 from dtkit.checkpoint import checkpoint
 from dtkit.checkpoint.json_values import UnsupportedValueError
 from dtkit.engine.state.capture import MemoryReader, ShardedState, StateCapture, restore_state
-from dtkit.types import ALL, OWN
+from dtkit.types import ALL_STATE, PER_RANK_STATE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -59,10 +59,10 @@ def export_state(job: Job, scope: str) -> ShardedState:
     job.visit_state(archive)
     found = archive.build_state()
     found.facts.update(layout=dict(job.layout), step=job.step)
-    if scope == ALL:
+    if scope == ALL_STATE:
         return found
     rank = archive.rank
-    if scope == OWN:
+    if scope == PER_RANK_STATE:
         return ShardedState(_select_by_prefix(found.shards, [f"rank{rank}/"]), found.facts)
     optimizers = found.facts["own"][str(rank)]["optimizers"]
     facts = {**found.facts, "own": {str(rank): {"values": {}, "optimizers": optimizers}}}

@@ -17,41 +17,14 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from dtkit._util import formatting
+from dtkit.planning.layer_chain import LayerCosts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-@dataclasses.dataclass(frozen=True)
-class LayerCosts:
-    """What each layer costs, and what runs around them: seconds, or numbers of parameters."""
-
-    layers: tuple[float, ...]
-    before_layers: float = 0.0
-    """Of what runs before the first layer."""
-    after_layers: float = 0.0
-    """Of what runs after the last one."""
-
-    @property
-    def per_layer(self) -> list[float]:
-        """By layer, with what can't be cut off from the first and the last one."""
-        found = list(self.layers)
-        found[0] += self.before_layers
-        found[-1] += self.after_layers
-        return found
 
 
-@dataclasses.dataclass(frozen=True)
-class LayerChain:
-    """A model's chain of layers, by name, and what is known of them before it is cut."""
-
-    names: tuple[str, ...]
-    parameter_counts: LayerCosts
-    """In their parameters."""
-    seconds: LayerCosts | None = None
-    """As measured; None where no step was taken."""
-    output_bytes: tuple[float, ...] = ()
-    """Bytes that come out of each, for one row of a batch; none where that is not known."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -88,7 +61,7 @@ class StageCut:
 
 def _format_cut(cut: StageCut) -> str:
     """A row for each stage: its layers, what they cost, and what runs before and after all of them."""
-    told = formatting.duration if cut.cost_unit == "time" else lambda count: f"{count:,.0f}"
+    told = formatting.format_duration if cut.cost_unit == "time" else lambda count: f"{count:,.0f}"
     head = ("stage", "from", "to", "layers", "before them", "after them", "in all")
     rows, last = [], len(cut.stages) - 1
     for k, places in enumerate(cut.stages):
@@ -97,10 +70,8 @@ def _format_cut(cut: StageCut) -> str:
         rows.append(
             (str(k), cut.layers[places[0]], cut.layers[places[-1]], own, *around, told(cut.compute_stage_cost(k)))
         )
-    title = (
-        f"{formatting.plural(len(cut.layers), 'layer')} in {formatting.plural(last + 1, 'stage')}, by {cut.cost_unit}"
-    )
-    return "\n".join([title, *formatting.columns([head, *rows], left=(1, 2))])
+    title = f"{formatting.format_count(len(cut.layers), 'layer')} in {formatting.format_count(last + 1, 'stage')}, by {cut.cost_unit}"
+    return "\n".join([title, *formatting.format_columns([head, *rows], left_aligned=(1, 2))])
 
 
 def find_layer_chain(model: nn.Module) -> list[tuple[str, nn.Module]]:

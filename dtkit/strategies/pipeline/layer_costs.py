@@ -20,9 +20,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dtkit._util.guard import attempt
-from dtkit.engine.dry_run import copy_to_meta, count_bytes
-from dtkit.strategies.pipeline.cut import LayerCosts, count_parameters, find_layer_chain
+from dtkit._util.guard import run_guarded
+from dtkit.strategies.meta_copy import copy_to_meta, count_bytes
+from dtkit.planning.layer_chain import LayerCosts
+from dtkit.strategies.pipeline.cut import count_parameters, find_layer_chain
 from dtkit.strategies.pipeline.device_copy import copy_tensors_to_device, copy_to_device
 
 if TYPE_CHECKING:
@@ -176,7 +177,7 @@ def measure_sizes(model: nn.Module, inputs: Sequence[Any]) -> tuple[LayerCosts, 
     nothing: tuple[set[int], tuple[int, ...]] = set(), ()
     # a model that does not run on fake tensors can't be traced either: that is told when it is cut
     # silent: the tracing that follows fails with the same error
-    late, outputs = attempt(lambda: _trace_shapes(model, inputs), lambda _: nothing)
+    late, outputs = run_guarded(lambda: _trace_shapes(model, inputs), lambda _: nothing)
     after = sum(count for key, count in around.items() if key in late)
     layers = tuple(float(count_parameters(layer)) for _, layer in find_layer_chain(model))
     return LayerCosts(layers, float(sum(around.values()) - after), float(after)), outputs

@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
-from dtkit.strategies.dtensor_worker import set_num_fused_blocks
+from dtkit.engine.state.dtensor_shards import set_num_fused_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.experimental import implicit_replication
 
-from dtkit._util.guard import attempt
+from dtkit._util.guard import run_guarded
 from dtkit.strategies.tensor.attention import NUM_QKV, make_fused_qkv, register_attention_sharding
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def explain_unsplittable(module: nn.Module, qkv_layer: str, output_layer: str, t
 
     Empty where it can.
     """
-    return attempt(
+    return run_guarded(
         lambda: _explain_unsplittable(module, qkv_layer, output_layer, tp_size),
         lambda error: _describe_failure(error, output_layer),
     )

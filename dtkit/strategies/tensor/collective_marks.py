@@ -33,7 +33,7 @@ _COLLECTIVE_FUNCTIONS = (
 
 @contextlib.contextmanager
 def mark_collectives(phases: PhaseTimer, ranks: tuple[int, int] | None) -> Iterator[None]:
-    """Mark what is awaited while it lasts, as collectives among these ranks (as of :func:`among`)."""
+    """Mark what is awaited while it lasts, as collectives among these ranks (as of :func:`format_ranks`)."""
     names = vars(_functional_collectives)
     before = {name: names[name] for name in (_WAIT_FUNCTION, *_COLLECTIVE_FUNCTIONS) if name in names}
     ours = {name: _wrap_collective(phases, before[name]) for name in before if name != _WAIT_FUNCTION}

@@ -32,7 +32,6 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from dtkit._util import formatting
-from dtkit.strategies.tensor.attention_check import explain_unsplittable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -40,36 +39,8 @@ if TYPE_CHECKING:
 STYLES = ("colwise", "rowwise", "gathered", "scattered", "heads", "fused", "sequence", "loss")
 _OUTPUT_STYLES, _INPUT_STYLES = ("colwise", "gathered", "heads", "fused", "loss"), ("rowwise", "scattered")
 
-# Layers that do with each number what they do with every other one, and have no parameters.
-_ELEMENTWISE = (
-    nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Softplus, nn.Softsign,
-    nn.Tanh, nn.Sigmoid, nn.LogSigmoid, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.Identity, nn.Dropout,
-)  # fmt: skip
 
-# Names that models use: (layers cut by outputs, the layer cut by inputs), the longer lists first.
-_MLP_NAMES: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("gate_proj", "up_proj"), "down_proj"),
-    (("w1", "w3"), "w2"),
-    (("linear1",), "linear2"),
-    (("c_fc",), "c_proj"),
-    (("fc1",), "fc2"),
-    (("up_proj",), "down_proj"),
-    (("w1",), "w2"),
-    (("lin1",), "lin2"),
-    (("fc_in",), "fc_out"),
-    (("dense_h_to_4h",), "dense_4h_to_h"),
-)
-_QKV_NAMES = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("query", "key", "value"),
-    ("W_query", "W_key", "W_value"),
-    ("wq", "wk", "wv"),
-    ("to_q", "to_k", "to_v"),
-    ("q", "k", "v"),
-)
-_FUSED_QKV_NAMES = ("c_attn", "qkv", "qkv_proj", "query_key_value", "Wqkv", "to_qkv")
-_OUTPUT_PROJECTION_NAMES = ("out_proj", "o_proj", "c_proj", "proj", "dense", "to_out", "wo", "out", "o")
-_NUM_HEADS_ATTRIBUTES = ("n_head", "n_heads", "num_heads", "num_attention_heads", "nhead", "heads")
+NUM_HEADS_ATTRIBUTES = ("n_head", "n_heads", "num_heads", "num_attention_heads", "nhead", "heads")
 _NUM_KV_HEADS_ATTRIBUTES = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")
 
 Style = str | ParallelStyle
@@ -113,7 +84,9 @@ def format_plan(plan: TensorPlan) -> str:
     total, here = sum(r.parameters for r in plan.rows), sum(r.local_parameters for r in plan.rows)
     share = here / total if total else 1.0
     rows.append(("in all", "", "", f"{total:,}", f"{here:,}", f"{share:.0%} of the parameters on each rank"))
-    return "\n".join([f"{plan.model} in {plan.tp_size} slices", *formatting.columns([head, *rows], left=(0, 1, 2, 5))])
+    return "\n".join(
+        [f"{plan.model} in {plan.tp_size} slices", *formatting.format_columns([head, *rows], left_aligned=(0, 1, 2, 5))]
+    )
 
 
 # --- a user's own plan --------------------------------------------------------------------------------------
@@ -133,12 +106,12 @@ def validate_plan(model: nn.Module, tp_size: int, requested: Mapping[str, Style]
             wrong.append(f"{pattern!r}: no such module{_suggest_names(pattern, modules)}")
         styles.update(dict.fromkeys(found, style))
     for name in [name for name, style in styles.items() if _is_attention(modules[name], style)]:
-        styles.setdefault(_join_name(name, "out_proj"), "rowwise")
+        styles.setdefault(join_name(name, "out_proj"), "rowwise")
     for name, style in styles.items():
-        wrong += [f"{name!r}: {problem}" for problem in _find_problems(modules[name], style, tp_size)]
+        wrong += [f"{name!r}: {problem}" for problem in find_problems(modules[name], style, tp_size)]
         if style in ("heads", "fused") and isinstance(modules[name], nn.Linear):
-            wrong += [f"{name!r}: {uneven}" for uneven in _find_uneven_heads(modules[name.rpartition(".")[0]], tp_size)]
-    wrong += [f"{name!r}: {problem}" for name, problem in _find_shared_parameters(model, styles)]
+            wrong += [f"{name!r}: {uneven}" for uneven in find_uneven_heads(modules[name.rpartition(".")[0]], tp_size)]
+    wrong += [f"{name!r}: {problem}" for name, problem in find_shared_parameters(model, styles)]
     if wrong:
         listed = "\n".join(f"  {line}" for line in wrong)
         raise ValueError(
@@ -146,14 +119,14 @@ def validate_plan(model: nn.Module, tp_size: int, requested: Mapping[str, Style]
             "Name modules as model.named_modules() does (* stands for any one part of a name), or use plan='auto'"
         )
     notes = {
-        n: _describe_heads_per_rank(modules[n].num_heads, tp_size)
+        n: describe_heads_per_rank(modules[n].num_heads, tp_size)
         for n, style in styles.items()
         if _is_attention(modules[n], style)
     }
-    return TensorPlan(type(model).__name__, tp_size, styles, _build_rows(model, tp_size, styles, notes))
+    return TensorPlan(type(model).__name__, tp_size, styles, build_rows(model, tp_size, styles, notes))
 
 
-def _join_name(name: str, child: str) -> str:
+def join_name(name: str, child: str) -> str:
     return f"{name}.{child}" if name and child else name or child
 
 
@@ -171,7 +144,7 @@ def _suggest_names(pattern: str, modules: Mapping[str, nn.Module]) -> str:
     return f" (there is {near[0]!r})" if near else f"; there are {', '.join(list(filter(None, modules))[:8])}"
 
 
-def _find_problems(module: nn.Module, style: Style, tp_size: int) -> Iterator[str]:
+def find_problems(module: nn.Module, style: Style, tp_size: int) -> Iterator[str]:
     """What keeps a module from being cut in this style."""
     if isinstance(style, ParallelStyle):
         return
@@ -209,7 +182,7 @@ def _describe_indivisible_heads(heads: int, tp_size: int) -> str:
     return f"{heads} heads can't be cut into {tp_size} equal parts (heads)"
 
 
-def _describe_heads_per_rank(heads: int, tp_size: int) -> str:
+def describe_heads_per_rank(heads: int, tp_size: int) -> str:
     return f"{heads} heads, {heads // tp_size} on each rank"
 
 
@@ -223,7 +196,7 @@ def _get_sharded_size(module: nn.Linear | nn.Embedding, style: str) -> tuple[int
     return (module.out_features, "outputs") if style in _OUTPUT_STYLES else (module.in_features, "inputs")
 
 
-def _find_shared_parameters(model: nn.Module, styles: Mapping[str, Style]) -> Iterator[tuple[str, str]]:
+def find_shared_parameters(model: nn.Module, styles: Mapping[str, Style]) -> Iterator[tuple[str, str]]:
     """Modules to be cut that share a parameter with another module: cutting one would untie them."""
     owners: dict[int, list[str]] = {}
     for name, module in model.named_modules():
@@ -240,139 +213,33 @@ def _find_shared_parameters(model: nn.Module, styles: Mapping[str, Style]) -> It
 # --- a plan made for common shapes --------------------------------------------------------------------------
 
 
-def find_plan(model: nn.Module, tp_size: int) -> TensorPlan:
-    """A plan for the pairs of layers and the attention that are found in `model`.
-
-    Raises ValueError where there are none.
-    """
-    styles: dict[str, Style] = {}
-    notes: dict[str, str] = {}
-    for name, module in model.named_modules():
-        for found, note in _find_candidate_groups(module, tp_size):
-            whole_names = {_join_name(name, child): style for child, style in found.items()}
-            _add_group(model, tp_size, whole_names, note, styles, notes)
-    if not styles:
-        reasons = "".join(f"\n  {name or '(itself)'}: {note}" for name, note in notes.items())
-        looked = (
-            f"these do not divide by {tp_size}, or can't be cut for other reasons:{reasons}\nUse other ways"
-            if reasons
-            else "it looks for two Linear layers with nothing but an activation between them, for "
-            "nn.MultiheadAttention, and for attention with q, k, v and an output layer. Use another strategy"
-        )
-        raise ValueError(
-            f"TensorParallel({tp_size}) finds nothing in {type(model).__name__} that it could cut into {tp_size} by itself: "
-            f"{looked}, or say what to cut, as in plan={{'fc1': 'colwise', 'fc2': 'rowwise'}}"
-        )
-    return TensorPlan(type(model).__name__, tp_size, styles, _build_rows(model, tp_size, styles, notes))
 
 
-def _add_group(
-    model: nn.Module, tp_size: int, group: dict[str, str], note: str, styles: dict[str, Style], notes: dict[str, str]
-) -> None:
-    """Add layers that belong together to the plan, with a note, or note why not."""
-    if any(name in styles for name in group):
-        return
-    reasons = [r for name, style in group.items() for r in _find_problems(model.get_submodule(name), style, tp_size)]
-    reasons += [reason for _, reason in _find_shared_parameters(model, group)]
-    if reasons:
-        notes.update(dict.fromkeys(group, reasons[0]))
-    else:
-        styles.update(group)
-        if note:
-            notes.update(dict.fromkeys(group, note))
 
 
-def _find_candidate_groups(module: nn.Module, tp_size: int) -> Iterator[tuple[dict[str, str], str]]:
-    """Groups of layers of one module that can be cut together: ({child, or "" for itself: style}, a note)."""
-    children = dict(module.named_children())
-    if isinstance(module, nn.Sequential):
-        yield from ((found, "") for found in _find_linear_pairs(list(children.items())))
-        return
-    if isinstance(module, nn.MultiheadAttention):
-        yield {"": "heads", "out_proj": "rowwise"}, _describe_heads_per_rank(module.num_heads, tp_size)
-        return
-    for outputs, inputs in _MLP_NAMES:
-        if _is_matching_group(children, outputs, inputs):
-            yield {**dict.fromkeys(outputs, "colwise"), inputs: "rowwise"}, ""
-            break
-    projection = next((n for n in _OUTPUT_PROJECTION_NAMES if isinstance(children.get(n), nn.Linear)), None)
-    if projection is not None:
-        yield from _find_attention_groups(module, children, projection, tp_size)
 
 
-def _find_attention_groups(
-    module: nn.Module, children: Mapping[str, nn.Module], projection: str, tp_size: int
-) -> Iterator[tuple[dict[str, str], str]]:
-    """Queries, keys and values in layers of their own, or in one, and the layer that takes what heads found."""
-    heads = _read_int_attribute(module, _NUM_HEADS_ATTRIBUTES)
-    for names in _QKV_NAMES:
-        if all(isinstance(children.get(n), nn.Linear) for n in names):
-            why = next(_find_uneven_heads(module, tp_size), "" if heads else "it does not say how many heads it has")
-            first, last = ("gathered", "scattered") if why else ("heads", "rowwise")
-            yield {**dict.fromkeys(names, first), projection: last}, _describe_attention(heads, tp_size, why)
-            return
-    for name in _FUSED_QKV_NAMES:
-        if isinstance(children.get(name), nn.Linear):
-            why = next(_find_uneven_heads(module, tp_size), "") or _explain_unsplittable_qkv(
-                module, name, projection, tp_size
-            )
-            first, last = ("gathered", "scattered") if why else ("fused", "rowwise")
-            yield {name: first, projection: last}, _describe_attention(heads, tp_size, why)
-            return
 
 
-def _describe_attention(heads: int | None, tp_size: int, why_not: str) -> str:
-    if why_not:
-        return f"attention itself is computed whole on each rank: {why_not}"
-    return _describe_heads_per_rank(heads, tp_size) if heads else "cut by heads"
 
 
-def _explain_unsplittable_qkv(module: nn.Module, qkv_layer: str, output_layer: str, tp_size: int) -> str:
-    """Why a layer can't be cut as queries, keys and values one after another; empty where it can."""
-    makes, takes = module.get_submodule(qkv_layer), module.get_submodule(output_layer)
-    assert isinstance(makes, nn.Linear)
-    assert isinstance(takes, nn.Linear)
-    if makes.out_features != 3 * takes.in_features:
-        return f"{qkv_layer} makes {makes.out_features} numbers, and not three times the {takes.in_features} of {output_layer}"
-    if takes.in_features % tp_size:
-        return f"{takes.in_features} numbers of all heads can't be cut into {tp_size} equal parts"
-    return explain_unsplittable(module, qkv_layer, output_layer, tp_size)
 
 
-def _is_matching_group(children: Mapping[str, nn.Module], outputs: Sequence[str], inputs: str) -> bool:
-    """Whether these layers are there, with sizes that say one feeds the other, and nothing else has parameters."""
-    last = children.get(inputs)
-    first = [children.get(name) for name in outputs]
-    return isinstance(last, nn.Linear) and all(
-        isinstance(f, nn.Linear) and f.out_features == last.in_features for f in first
-    )
 
 
-def _find_linear_pairs(children: Sequence[tuple[str, nn.Module]]) -> Iterator[dict[str, str]]:
-    """Pairs of Linear layers with nothing but activations between them, from the front."""
-    first: tuple[str, nn.Linear] | None = None
-    for name, child in children:
-        if isinstance(child, nn.Linear):
-            if first is not None and first[1].out_features == child.in_features:
-                yield {first[0]: "colwise", name: "rowwise"}
-                first = None
-            else:
-                first = name, child
-        elif not isinstance(child, _ELEMENTWISE):
-            first = None
 
 
-def _find_uneven_heads(module: nn.Module, tp_size: int) -> Iterator[str]:
+def find_uneven_heads(module: nn.Module, tp_size: int) -> Iterator[str]:
     """What an attention says of its heads that keeps them from being cut."""
     for heads in (
-        _read_int_attribute(module, _NUM_HEADS_ATTRIBUTES),
-        _read_int_attribute(module, _NUM_KV_HEADS_ATTRIBUTES),
+        read_int_attribute(module, NUM_HEADS_ATTRIBUTES),
+        read_int_attribute(module, _NUM_KV_HEADS_ATTRIBUTES),
     ):
         if heads is not None and heads % tp_size:
             yield _describe_indivisible_heads(heads, tp_size)
 
 
-def _read_int_attribute(module: nn.Module, names: Sequence[str]) -> int | None:
+def read_int_attribute(module: nn.Module, names: Sequence[str]) -> int | None:
     found: Any = next((getattr(module, n) for n in names if isinstance(getattr(module, n, None), int)), None)
     return None if found is None else int(found)
 
@@ -380,7 +247,7 @@ def _read_int_attribute(module: nn.Module, names: Sequence[str]) -> int | None:
 # --- what comes of it ---------------------------------------------------------------------------------------
 
 
-def _build_rows(
+def build_rows(
     model: nn.Module, tp_size: int, styles: Mapping[str, Style], notes: Mapping[str, str]
 ) -> tuple[TensorPlanRow, ...]:
     rows: list[TensorPlanRow] = []

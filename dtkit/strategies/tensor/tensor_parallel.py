@@ -22,44 +22,34 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
     loss_parallel,
     parallelize_module,
 )
 
 from dtkit.engine.comm.process_group import is_lost_peer_error
 from dtkit.engine.data.sources import to_device
+from dtkit.engine.state.dtensor_shards import get_local_tensor, wrap_local_shard
 from dtkit.mesh import Mesh
 from dtkit.planning.cost_model import Cost, compute_ring_bytes
 from dtkit.strategies import gradients
-from dtkit.strategies.dtensor_worker import (
-    DTensorStrategy,
-    DTensorWorker,
-    build_device_meshes,
-    get_local_tensor,
-    sum_global_squares,
-    wrap_local_shard,
-)
+from dtkit.strategies.dtensor_worker import DTensorStrategy, DTensorWorker, build_device_meshes, sum_global_squares
 from dtkit.strategies.options import check_count
 from dtkit.strategies.replicated import LossAccumulator
 from dtkit.strategies.tensor import plan as tensor_plan
-from dtkit.strategies.tensor.attention import FusedQKVParallel, MultiheadAttentionParallel, register_attention_sharding
+from dtkit.strategies.tensor.attention import register_attention_sharding
 from dtkit.strategies.tensor.collective_marks import mark_collectives, rank_span
+from dtkit.strategies.tensor.styles import make_parallel_style
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from torch.distributed.device_mesh import DeviceMesh
-
     from dtkit.engine.comm.process_group import Group
     from dtkit.planning.cost_model import Benchmark, ModelProfile
-    from dtkit.strategies.base import EvalFunction, EvalOutput, StepResult, WorkerContext
-    from dtkit.strategies.loss import Loss
+    from dtkit.strategies.base import EvalFunction, StepResult, WorkerContext
+    from dtkit.strategies.loss import EvalOutput, Loss
     from dtkit.strategies.tensor.plan import Style, TensorPlan
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}  # relative, between a model in slices and the whole one
@@ -67,11 +57,11 @@ _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}  # relative, between a m
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class TensorParallel(DTensorStrategy):
-    """Layers are cut into `ways` slices, one a rank; the ranks of a replica compute on the same samples.
+    """Layers are cut into `tp_size` slices, one a rank; the ranks of a replica compute on the same samples.
 
     Parameters
     ----------
-    ways
+    tp_size
         Slices of each layer: ranks that share one replica of the model.
     plan
         {module name: style} with the styles of :mod:`dtkit.strategies.tensor.plan` ("colwise", "rowwise", ...), or
@@ -79,8 +69,8 @@ class TensorParallel(DTensorStrategy):
         of layers and for attention, and is what is done without a plan: :meth:`plan_for` shows what it finds, and
         where you say "auto" yourself, that is printed before training begins.
     replicas
-        Groups of `ways` ranks, each with samples of its own: `ways` x `replicas` is the world size.
-    clip_norm
+        Groups of `tp_size` ranks, each with samples of its own: `tp_size` x `replicas` is the world size.
+    clip_grad_norm
         Largest norm of the whole gradient; larger ones are scaled down to it.
     accumulate
         Micro-batches that a replica's samples of a step come in, for less memory.
@@ -95,7 +85,7 @@ class TensorParallel(DTensorStrategy):
 
     def __post_init__(self) -> None:
         """Refuse what is no option."""
-        check_count("ways", self.tp_size)
+        check_count("tp_size", self.tp_size)
         super().__post_init__()
         if isinstance(self.plan, str) and self.plan != "auto":
             raise ValueError(f"plan={self.plan!r}; it must be 'auto', or styles by module name: {_PLAN_EXAMPLE}")
@@ -106,7 +96,7 @@ class TensorParallel(DTensorStrategy):
 
     def build_mesh(self, world_size: int) -> Mesh:
         """Replicas of slices."""
-        return Mesh({"dp": self.replicas, "tp": self.tp_size}).check(world_size, dp="replicas", tp="ways")
+        return Mesh({"dp": self.replicas, "tp": self.tp_size}).check(world_size, dp="replicas", tp="tp_size")
 
     def check_model(self, model: nn.Module) -> None:
         """Raise ValueError where the plan can't be followed in `model`."""
@@ -193,7 +183,7 @@ class _TensorParallelWorker(DTensorWorker):
     ) -> None:
         assert context.group is not None
         self._plan = self.placement = strategy.plan_for(model)
-        self._coordinates = context.mesh.coordinates(context.group.rank)
+        self._coordinates = context.mesh.get_coordinates(context.group.rank)
         self._loss_fn, self._context = loss_fn, context
         whole = [p for p in model.parameters() if p.requires_grad]
         before = None if context.make_sample_batch is None else self._run_plan_check(model, whole, [1] * len(whole))
@@ -420,47 +410,5 @@ def _wrap_gradient(p: torch.Tensor, local_gradient: torch.Tensor) -> torch.Tenso
 # --- torch's styles -----------------------------------------------------------------------------------------
 
 
-def make_parallel_style(module: nn.Module, style: Style) -> ParallelStyle:
-    """What torch calls a style of :mod:`dtkit.strategies.tensor.plan`."""
-    if isinstance(style, ParallelStyle):
-        return style
-    whole = isinstance(module, nn.Embedding) or style == "scattered"
-    found: dict[str, ParallelStyle] = {
-        "colwise": ColwiseParallel(),
-        "gathered": ColwiseParallel(output_layouts=Replicate()),
-        "heads": MultiheadAttentionParallel()
-        if isinstance(module, nn.MultiheadAttention)
-        else ColwiseParallel(use_local_output=False),
-        "fused": FusedQKVParallel(),
-        "loss": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
-        "rowwise": RowwiseParallel(input_layouts=Replicate() if whole else None),
-        "scattered": RowwiseParallel(input_layouts=Replicate()),
-        "sequence": _SequenceParallelNorm(),
-    }
-    return found[style]
 
 
-class _SequenceParallelNorm(ParallelStyle):
-    """A normalisation over features works on its part of the sequence. (torch's own takes its input for a part.)"""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(
-            module, device_mesh, self._replicate_parameters, self._shard_input, self._gather_output
-        )
-
-    @staticmethod
-    def _replicate_parameters(_name: str, module: nn.Module, mesh: DeviceMesh) -> None:
-        for name, p in list(module.named_parameters(recurse=False)):
-            copied = distribute_tensor(p, mesh, [Replicate()], src_data_rank=None)
-            module.register_parameter(name, nn.Parameter(copied, p.requires_grad))
-
-    @staticmethod
-    def _shard_input(_module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
-        first, *rest = inputs
-        if not isinstance(first, DTensor):
-            first = DTensor.from_local(first, mesh, [Replicate()], run_check=False)
-        return (first.redistribute(mesh, [Shard(1 if first.dim() > 2 else 0)]), *rest)
-
-    @staticmethod
-    def _gather_output(_module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
-        return output.redistribute(mesh, [Replicate()]).to_local()

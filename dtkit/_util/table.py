@@ -1,0 +1,59 @@
+"""A table, as aligned text and as HTML: the only place that lays out and escapes cells."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+from typing import TYPE_CHECKING
+
+from dtkit._util import formatting
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+_MAX_UNBROKEN_CHARS = 36  # a longer text may wrap; a shorter one stays on one line
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Cells under a header. Text is aligned to the left, numbers to the right.
+
+    A table without a header has columns of text only. Control characters in cells become spaces.
+    """
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    text_columns: Collection[str] = ()
+    """Names of the columns that hold text; the others hold numbers."""
+
+    def to_text(self, indent: str = "") -> str:
+        """Return the table as lines of text, with two spaces between columns."""
+        lines = [*([self.header] if self.header else []), *self.rows]
+        if not lines:
+            return ""
+        cells = [[_clean(cell) for cell in line] for line in lines]
+        left_aligned = [k for k in range(len(cells[0])) if self._is_text(k)]
+        return "\n".join(indent + line for line in formatting.format_columns(cells, left_aligned))
+
+    def to_html(self) -> str:
+        """Return the table as HTML with every cell escaped."""
+        head = f"<thead>{self._format_row(self.header, 'th')}</thead>" if self.header else ""
+        body = "".join(self._format_row(row, "td") for row in self.rows)
+        return f"<table>{head}<tbody>{body}</tbody></table>"
+
+    def _is_text(self, column: int) -> bool:
+        return not self.header or self.header[column] in self.text_columns
+
+    def _format_row(self, cells: Sequence[str], tag: str) -> str:
+        return f"<tr>{''.join(self._format_cell(k, cell, tag) for k, cell in enumerate(cells))}</tr>"
+
+    def _format_cell(self, column: int, cell: str, tag: str) -> str:
+        style = "text-align: right; white-space: nowrap"  # a number is never cut from its unit
+        if self._is_text(column):
+            style = f"text-align: left; min-width: {min(len(cell), _MAX_UNBROKEN_CHARS)}ch"
+        return f'<{tag} style="{style}">{html.escape(_clean(cell))}</{tag}>'
+
+
+def _clean(cell: str) -> str:
+    """Replace control characters: cells hold text of users and of engines."""
+    return "".join(character if character.isprintable() else " " for character in cell)

@@ -1,0 +1,32 @@
+"""The norm of each step's gradient, reduced over the nodes and before clipping."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dtkit._util import formatting
+from dtkit.dashboard.figures import style
+from dtkit.dashboard.summary.curves import GRAD_NORM, downsample, make_chart_layouts
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from dtkit.history.history import History
+
+
+def draw(ax: Axes, history: History) -> None:
+    """Draw the panel; spikes are kept as a band."""
+    ranks = max(history.ranks, default=-1) + 1
+    (layout,) = make_chart_layouts([GRAD_NORM], ranks)
+    part = downsample(history, GRAD_NORM, ranks)
+    style.draw_lines(ax, part, layout, formatting.format_loss(style.get_last_value(part)))
+    style.draw_band(ax, part.middle_steps, part.values[:, -1], style.TEXT_COLOR, 0.14)
+    style.set_title(ax, "Gradient norm", "over all nodes, before clipping")
+    style.mark_events(ax, history.events)
+
+
+def has_gradient_norm(history: History) -> bool:
+    """Whether any rank knows its gradient's norm."""
+    return bool(np.isfinite(history.totals()["grad_norm"]).any())

@@ -1,0 +1,33 @@
+"""The learning rate of the first parameter group."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dtkit.dashboard.figures import style
+from dtkit.dashboard.summary.curves import LR, downsample, make_chart_layouts
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from dtkit.history.history import History
+
+
+def draw(ax: Axes, history: History) -> None:
+    """Draw the panel."""
+    ranks = max(history.ranks, default=-1) + 1
+    (layout,) = make_chart_layouts([LR], ranks)
+    part = downsample(history, LR, ranks)
+    style.draw_lines(ax, part, layout, f"{style.get_last_value(part):.3g}")
+    ax.set_ylim(bottom=0)
+    style.draw_end_labels(ax, style.collect_line_labels(ax))
+    style.set_title(ax, "Learning rate", "the same on all nodes")
+    style.mark_events(ax, history.events)
+
+
+def has_lr_changes(history: History) -> bool:
+    """Whether there is more to see than one number."""
+    rates = history.column("lr")
+    return bool(len(rates) and np.ptp(rates) > 0)

@@ -1,0 +1,74 @@
+"""Memory of each node against its limit; of many the most, the median and the least."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dtkit._util import formatting
+from dtkit.dashboard.figures import style
+from dtkit.dashboard.summary.curves import MAX_NODE_LINES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from matplotlib.axes import Axes
+
+    from dtkit.history.history import History
+    from dtkit.types import NodeInfo
+
+NEAR_LIMIT = 0.9
+"""From this part of the limit on it is said."""
+
+
+def make_panel(nodes: Sequence[NodeInfo]) -> Callable[[Axes, History], None]:
+    """The panel of these nodes, whose limits a history does not hold."""
+    limits = {node.rank: node.memory_total for node in nodes if node.memory_total > 0}
+
+    def draw(ax: Axes, history: History) -> None:
+        style.style_axes(ax)
+        style.set_title(ax, "Memory", "of each node, and its limit")
+        used = {rank: count for rank, count in _get_latest_bytes(history).items() if rank in limits}
+        shown = _select_bars(used, limits)
+        ax.set_xticks([])
+        ax.spines["left"].set_visible(False)
+        ax.spines["bottom"].set_visible(False)
+        if not shown:
+            style.show_placeholder(ax)
+            ax.set_yticks([])
+            return
+        for row, (_, rank) in enumerate(shown):
+            _draw_bar(ax, row, used[rank], limits[rank])
+        ax.set_yticks(range(len(shown)), [label for label, _ in shown])
+        ax.set(xlim=(0, 1.55), ylim=(len(shown) - 0.45, -0.55))
+        ax.tick_params(axis="y", length=0)
+        ax.grid(visible=False)
+
+    return draw
+
+
+def _get_latest_bytes(history: History) -> dict[int, int]:
+    """Bytes by rank, in each one's last step."""
+    rows = history.rows(len(history) - 4096)
+    return dict(zip(rows["rank"].tolist(), rows["memory_bytes"].tolist(), strict=True))
+
+
+def _select_bars(used: dict[int, int], limits: dict[int, int]) -> list[tuple[str, int]]:
+    """(label, rank) of each bar."""
+    if len(used) <= MAX_NODE_LINES:
+        return [(f"node {rank}", rank) for rank in sorted(used)]
+    order = sorted(used, key=lambda rank: used[rank] / limits[rank])
+    picked = {"most": order[-1], "median": order[len(order) // 2], "least": order[0]}
+    return [(f"{what}: node {rank}", rank) for what, rank in picked.items()]
+
+
+def _draw_bar(ax: Axes, row: int, used: int, limit: int) -> None:
+    part, tight = used / limit, used >= NEAR_LIMIT * limit
+    colour = style.ALERT_COLOR if tight else style.COLORS[0]
+    ax.barh(row, 1.0, 0.5, facecolor="white", edgecolor=style.MUTED_COLOR, linewidth=0.8, gid="limit")
+    ax.barh(
+        row, np.clip(part, 0, 1), 0.5, facecolor=colour, hatch="////" if tight else "", edgecolor="white", gid="used"
+    )
+    text = f"{'▲ ' if tight else ''}{formatting.format_bytes(used)} of {formatting.format_bytes(limit)} · {formatting.format_percent(part)}"
+    ax.text(1.02, row, text, va="center", fontsize=8, color=style.ALERT_COLOR if tight else style.MUTED_COLOR)

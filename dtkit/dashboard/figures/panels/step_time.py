@@ -1,0 +1,100 @@
+"""Where a step's time goes: a bar a node, in phases, and who keeps the others waiting."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from matplotlib.patches import Patch
+
+from dtkit._util import formatting
+from dtkit.dashboard.figures import style
+from dtkit.dashboard.summary.timing import PHASES, compute_step_timing, select_bars
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from dtkit.dashboard.summary.timing import PhaseBar
+    from dtkit.history.history import History
+
+PHASE_STYLES: dict[str, dict[str, Any]] = {
+    "data": {"facecolor": "#56B4E9", "hatch": "....", "edgecolor": "white"},
+    "forward": {"facecolor": "#0072B2", "edgecolor": "white"},
+    "backward": {"facecolor": "#009E73", "hatch": "////", "edgecolor": "white"},
+    "waiting": {"facecolor": "#f4f4f4", "hatch": "\\\\\\\\", "edgecolor": "#9a9a9a"},
+    "communication": {"facecolor": "#E69F00", "hatch": "xxxx", "edgecolor": "white"},
+    "update": {"facecolor": "#CC79A7", "hatch": "----", "edgecolor": "white"},
+    "other": {"facecolor": "white", "edgecolor": "#9a9a9a"},
+}
+"""Each phase by colour and by hatching; those of the live view are the same."""
+
+_MIN_SHARE_WIDTH, _MIN_TIME_WIDTH = (
+    0.045,
+    0.11,
+)  # of the axis: a segment from here on has room for its share, and for its time as well
+_MIN_LEGEND_LENGTH = 0.004  # of the longest bar: a phase that is shorter everywhere is left out
+
+
+def draw(ax: Axes, history: History) -> None:
+    """Draw the panel: the mean of the last steps."""
+    parts = compute_step_timing(history, max(history.ranks, default=-1) + 1)
+    style.style_axes(ax)
+    style.set_title(ax, "Where a step's time goes")
+    shown = select_bars(parts) if parts.is_measured else []
+    if not shown:
+        style.show_placeholder(ax, "the steps were not taken apart" if parts.num_steps else "no step yet")
+        ax.set(xticks=[], yticks=[])
+        return
+    longest = max(float(bar.seconds.sum()) for bar in shown) * 1e3
+    for row, bar in enumerate(shown):
+        _draw_bar(ax, row, bar, longest)
+    _label_bars(ax, shown, longest)
+    ax.set_xlabel(
+        f"ms, mean of the last {formatting.format_count(parts.num_steps, 'step')}", fontsize=8, color=style.MUTED_COLOR
+    )
+    seen = [PHASES[k] for k in _find_visible_phases(shown, longest)]
+    style.draw_legend_below(ax, [Patch(label=phase, linewidth=0.6, **PHASE_STYLES[phase]) for phase in seen])
+    if parts.straggler is not None:
+        ax.set_title(f"▲ {parts.straggler.text}", loc="right", fontsize=9, fontweight="bold", color=style.ALERT_COLOR)
+
+
+def _find_visible_phases(phase_bars: list[PhaseBar], longest: float) -> list[int]:
+    """The phases that are long enough to be seen in some bar."""
+    most = np.max([bar.seconds for bar in phase_bars], axis=0) * 1e3
+    return [k for k in range(len(PHASES)) if most[k] >= _MIN_LEGEND_LENGTH * longest]
+
+
+def _draw_bar(ax: Axes, row: int, bar: PhaseBar, longest: float) -> None:
+    """One node's step: a segment a phase, with its share where there is room, and the whole at the end."""
+    left, whole = 0.0, float(bar.seconds.sum()) * 1e3
+    for phase, seconds in zip(PHASES, bar.seconds * 1e3, strict=True):
+        ax.barh(row, seconds, 0.66, left, linewidth=0.6, gid=f"{phase}-{bar.rank}", **PHASE_STYLES[phase])
+        if seconds >= _MIN_SHARE_WIDTH * longest:
+            time = f"{formatting.format_duration(seconds / 1e3)} · " if seconds >= _MIN_TIME_WIDTH * longest else ""
+            ax.text(
+                left + seconds / 2, row, time + formatting.format_percent(seconds / whole), ha="center", va="center",
+                fontsize=7.5, color=style.TEXT_COLOR, gid="share",
+                bbox={"boxstyle": "round,pad=0.18", "facecolor": "white", "edgecolor": "none", "alpha": 0.88},
+            )  # fmt: skip
+        left += seconds
+    ax.text(
+        left + 0.01 * longest,
+        row,
+        formatting.format_duration(whole / 1e3),
+        va="center",
+        fontsize=8,
+        color=style.MUTED_COLOR,
+    )
+
+
+def _label_bars(ax: Axes, phase_bars: list[PhaseBar], longest: float) -> None:
+    """Names of the bars, milliseconds below them."""
+    ax.set_yticks(range(len(phase_bars)), [f"▲ {bar.label}" if bar.is_straggler else bar.label for bar in phase_bars])
+    for tick, bar in zip(ax.get_yticklabels(), phase_bars, strict=True):
+        tick.set_color(style.ALERT_COLOR if bar.is_straggler else style.TEXT_COLOR)
+        tick.set_fontweight("bold" if bar.is_straggler else "normal")
+    ax.set_ylim(len(phase_bars) - 0.45, -0.55)
+    ax.set_xlim(0, 1.09 * longest)
+    ax.tick_params(axis="y", length=0)
+    ax.grid(visible=False, axis="y")
+    ax.spines["left"].set_visible(False)

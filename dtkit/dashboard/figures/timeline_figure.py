@@ -1,0 +1,209 @@
+"""The kept picture of a timeline: a strip per rank, boxes named as in a schedule, what no phase is of left white.
+
+In a pipeline, what was planned stands behind: the schedule played through with the measured durations, as hollow boxes
+a little higher than the measured ones. A box that came late has its empty outline to the left of it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from dtkit.dashboard.figures.style import MUTED_COLOR, TEXT_COLOR, count_legend_columns
+from dtkit.history.message_times import WAIT_PHASE, get_phase_kind
+from dtkit.history.timeline import ACTION_KINDS, COMPUTE_PHASES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from matplotlib.axes import Axes
+
+    from dtkit.history.timeline import Timeline
+
+# (colour, hatch, word): told apart without colours too.
+PHASE_STYLES = {
+    "data": ("#56B4E9", "...", "data"),
+    "forward": ("#0072B2", "", "forward"),
+    "backward": ("#009E73", "", "backward"),
+    "backward input": ("#009E73", "\\\\", "its half of the input"),
+    "backward weight": ("#8A8A00", "///", "its half of the weights"),
+    WAIT_PHASE: ("#F4F4F4", "\\\\\\\\", "waiting"),
+    "send": ("#D55E00", "||||", "send"),
+    "receive": ("#F0E442", "...", "receive"),
+    "sync": ("#E69F00", "xx", "collective"),
+    "update": ("#CC79A7", "--", "update"),
+}
+_PHASE_EDGES = {WAIT_PHASE: ("#9A9A9A", 0.6), "send": ("white", 0), "receive": ("#6B6300", 0)}
+# (colour, width), also of the hatching; messages are often narrower than an edge is wide.
+_DEFAULT_EDGE = ("white", 0.6)
+_MAX_NAMED_ACTIONS = 64  # actions at most in a strip whose boxes carry names
+_MIN_NAMED_WIDTH = 0.012  # of the whole: a box from here on has room for its name
+_TOP_HEIGHT_IN, _ROW_HEIGHT_IN, _BOTTOM_HEIGHT_IN = 0.62, 0.5, 0.85  # inches: titles, a rank's strip, axis and legend
+
+
+def draw_timeline(timeline: Timeline) -> Figure:
+    """The last step of a timeline."""
+    ranks = timeline.ranks
+    figure, ax = create_strip_figure(max(1, len(ranks)))
+    if not ranks:
+        ax.text(0.5, 0.5, "no step yet", transform=ax.transAxes, ha="center", color=MUTED_COLOR)
+        ax.set_axis_off()
+        return figure
+    step = timeline.steps[-1]
+    spans = timeline.select(step)
+    start = float(spans["begin"].min())
+    if timeline.is_pipelined and timeline.schedule is not None:
+        draw_planned_boxes(ax, timeline.simulate_schedule(step).spans, start, 1e3)
+    draw_strips(ax, spans, start, 1e3)
+    draw_legend(
+        figure,
+        ax,
+        [
+            *make_legend_patches(spans),
+            *([] if (spans["phase"] == WAIT_PHASE).any() else [make_idle_patch("waiting")]),
+            *_make_planned_patches(timeline),
+        ],
+    )
+    format_axes(ax, len(ranks), "ms")
+    draw_titles(ax, f"Step {step}{timeline.title}", _describe_bubble(timeline, step))
+    return figure
+
+
+def create_strip_figure(rows: int) -> tuple[Figure, Axes]:
+    """A white figure with room for so many strips."""
+    figure = Figure(
+        figsize=(10.8, _TOP_HEIGHT_IN + _ROW_HEIGHT_IN * rows + _BOTTOM_HEIGHT_IN),
+        facecolor="white",
+        layout="constrained",
+    )
+    FigureCanvasAgg(figure)
+    return figure, figure.subplots()
+
+
+def draw_strips(ax: Axes, spans: np.ndarray, start: float, scale: float) -> None:
+    """The boxes of all ranks, in `scale` times a second from `start` on, rank 0 on top."""
+    several = len({int(s) for s in spans["stage"][(spans["rank"] == 0) & (spans["stage"] >= 0)]}) > 1
+    kinds, whole = _get_kinds(spans), scale * float(np.ptp(np.append(spans["begin"], spans["end"])))
+    for phase, (colour, hatch, _) in PHASE_STYLES.items():
+        edge, wide = _PHASE_EDGES.get(phase, _DEFAULT_EDGE)
+        for rank in sorted({int(r) for r in spans["rank"]}):
+            own = spans[(kinds == phase) & (spans["rank"] == rank)]
+            bars = [(scale * (s["begin"] - start), scale * (s["end"] - s["begin"])) for s in own]
+            ax.broken_barh(
+                bars, (rank - 0.34, 0.68), facecolors=colour, hatch=hatch, edgecolor=edge, linewidth=wide, gid=phase
+            )
+            if phase in ACTION_KINDS and _count_actions(spans, rank) <= _MAX_NAMED_ACTIONS:
+                _name_boxes(ax, own, bars, min_width=_MIN_NAMED_WIDTH * whole, show_stage=several)
+
+
+def _get_kinds(spans: np.ndarray) -> np.ndarray:
+    return np.array([get_phase_kind(str(phase)) for phase in spans["phase"]], "U16")
+
+
+def _count_actions(spans: np.ndarray, rank: int) -> int:
+    return int(((spans["rank"] == rank) & np.isin(spans["phase"], COMPUTE_PHASES) & (spans["micro_batch"] >= 0)).sum())
+
+
+def _name_boxes(
+    ax: Axes, spans: np.ndarray, bars: Sequence[tuple[float, float]], *, min_width: float, show_stage: bool
+) -> None:
+    """Each wide box's action and micro-batch, once; where ranks have several stages, the stage below it in small."""
+    told: set[tuple[int, int]] = set()
+    for span, (left, width) in zip(spans, bars, strict=True):
+        key = int(span["stage"]), int(span["micro_batch"])
+        if key[1] < 0 or key in told or width < min_width:
+            continue
+        told.add(key)
+        phase = str(span["phase"])
+        patch = (
+            {"facecolor": PHASE_STYLES[phase][0], "edgecolor": "none", "pad": 0.8} if PHASE_STYLES[phase][1] else None
+        )
+        style: dict[str, Any] = {"ha": "center", "va": "center", "color": "white", "clip_on": True, "bbox": patch}
+        ax.text(
+            left + width / 2, span["rank"] - 0.1 * show_stage, f"{ACTION_KINDS[phase]}{key[1]}", fontsize=7, **style
+        )
+        if show_stage:
+            ax.text(left + width / 2, span["rank"] + 0.2, f"st {key[0]}", fontsize=4.5, gid="stage", **style)
+
+
+def draw_planned_boxes(ax: Axes, spans: np.ndarray, start: float, scale: float) -> None:
+    """The planned boxes, hollow and a little higher than the measured ones."""
+    for rank in sorted({int(r) for r in spans["rank"]}):
+        own = spans[spans["rank"] == rank]
+        bars = [(scale * (s["begin"] - start), scale * (s["end"] - s["begin"])) for s in own]
+        ax.broken_barh(
+            bars, (rank - 0.44, 0.88), facecolors="none", edgecolor=MUTED_COLOR, linewidth=0.9, gid="planned"
+        )
+
+
+def make_legend_patches(spans: np.ndarray) -> list[Patch]:
+    """What the legend has to explain."""
+    there = set(_get_kinds(spans))
+    return [
+        Patch(facecolor=colour, hatch=hatch, edgecolor=_PHASE_EDGES.get(phase, _DEFAULT_EDGE)[0], label=word)
+        for phase, (colour, hatch, word) in PHASE_STYLES.items()
+        if phase in there
+    ]
+
+
+def make_idle_patch(label: str) -> Patch:
+    """What is left white."""
+    return Patch(facecolor="white", edgecolor="#d0d0d0", label=label)
+
+
+def _make_planned_patches(timeline: Timeline) -> list[Patch]:
+    if not timeline.is_pipelined or timeline.schedule is None:
+        return []
+    return [Patch(facecolor="none", edgecolor=MUTED_COLOR, label="planned")]
+
+
+def draw_legend(figure: Figure, ax: Axes, patches: Sequence[Patch]) -> None:
+    """Below the axis, in a place that does not depend on how many ranks there are."""
+    figure.legend(
+        handles=list(patches),
+        loc="outside lower center",
+        ncols=count_legend_columns(len(patches)),
+        fontsize=8,
+        frameon=False,
+        columnspacing=1.4,
+    )
+    ax.set_facecolor("white")
+
+
+def format_axes(ax: Axes, num_ranks: int, unit: str) -> None:
+    """A node per row, time along the bottom."""
+    ax.set_yticks(range(num_ranks), [f"node {rank}" for rank in range(num_ranks)])
+    ax.set_ylim(num_ranks - 0.45, -0.55)
+    ax.set_xlim(left=0)
+    ax.set_xlabel(unit, fontsize=8, color=MUTED_COLOR)
+    for side in ("top", "right", "left"):
+        ax.spines[side].set_visible(False)
+    ax.spines["bottom"].set_color(MUTED_COLOR)
+    ax.tick_params(axis="y", length=0, labelsize=9)
+    ax.tick_params(axis="x", colors=MUTED_COLOR, labelsize=8)
+
+
+def draw_titles(ax: Axes, name: str, note: str) -> None:
+    """What is shown, and below it what it says."""
+    ax.set_title(
+        name, loc="left", fontsize=11.5, fontweight="bold", color=TEXT_COLOR, pad=20 if note else 6, parse_math=False
+    )
+    ax.annotate(
+        note, (0, 1), xytext=(0, 6), xycoords="axes fraction", textcoords="offset points", fontsize=9, color=MUTED_COLOR,
+        gid="note",
+    )  # fmt: skip
+
+
+def _describe_bubble(timeline: Timeline, step: int) -> str:
+    if not timeline.is_pipelined:
+        return ""
+    formula, value = timeline.ideal_bubble_formula
+    how = f"by formula, {formula}" if timeline.ideal_bubble_source == "formula" else "by simulation with equal stages"
+    note = f"bubble: {timeline.measure_bubble(step):.1%} of the time as measured, {value:.1%} {how}"
+    if timeline.schedule is None:
+        return note
+    return f"{timeline.schedule.name} · {note} · planned with these durations: {timeline.simulate_schedule(step).measure_bubble():.1%}"

@@ -1,0 +1,141 @@
+"""The few numbers of *now*, over the last steps, that every view shows: of all nodes, and of each."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dtkit._util import formatting
+from dtkit.dashboard.summary.curves import find_rows_without_loss
+from dtkit.dashboard.summary.lost_nodes import count_initial_nodes, update_lost_nodes
+from dtkit.dashboard.summary.stall import find_stall, format_short
+from dtkit.dashboard.summary.timing import StepTiming, compute_step_timing, format_nodes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from dtkit.dashboard.run_view import RunView
+    from dtkit.dashboard.summary.lost_nodes import LostNodes
+    from dtkit.history.history import History
+    from dtkit.types import RunSpec
+
+WINDOW_STEPS = 20
+"""Steps over which a rate is taken: long enough to be read, short enough to show a change."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RunMetrics:
+    """Throughput in samples per second, times in seconds; None before the first step.
+
+    `by_rank` has a row per rank and the columns loss, throughput while it does not wait for others, memory in
+    bytes; NaN where unknown.
+    """
+
+    throughput: float | None
+    loss: float | None
+    loss_spread: float | None
+    step_s: float | None
+    by_rank: np.ndarray
+    timing: StepTiming
+    ranks_without_loss: np.ndarray
+    """Which ranks had no loss to tell in their last step, so that its NaN means nothing."""
+    lost_nodes: LostNodes
+    """The nodes that are lost, and since which step."""
+
+
+def compute_run_metrics(history: History, num_ranks: int, lost_nodes: LostNodes | None = None) -> RunMetrics:
+    """Read the last steps of a history; `lost` is read from its events unless the caller has followed them."""
+    by_rank, silent = np.full((num_ranks, 3), np.nan), np.ones(num_ranks, bool)
+    parts = compute_step_timing(history, num_ranks)
+    lost_nodes = update_lost_nodes({}, history.events) if lost_nodes is None else lost_nodes
+    totals = history.totals(history.num_steps - WINDOW_STEPS)
+    if not len(totals):
+        return RunMetrics(None, None, None, None, by_rank, parts, silent, lost_nodes)
+    rows = history.rows(len(history) - WINDOW_STEPS * num_ranks)
+    rows = rows[rows["rank"] < num_ranks]
+    rank = rows["rank"]
+    by_rank[rank, 0], silent[rank] = (
+        rows["loss"],
+        find_rows_without_loss(rows),
+    )  # in the order of steps: the last one written stays
+    busy = np.bincount(rank, rows["step_s"] - rows["wait_s"], num_ranks)
+    by_rank[:, 1] = _divide_or_nan(np.bincount(rank, rows["samples"], num_ranks), busy)
+    by_rank[rank, 2] = rows["memory_bytes"]
+    last = rows[rows["step"] == totals["step"][-1]]
+    losses = last["loss"][np.isfinite(last["loss"])]
+    seconds = float(totals["step_s"].sum())
+    return RunMetrics(
+        throughput=float(totals["samples"].sum()) / seconds if seconds > 0 else None,
+        loss=float(totals["loss"][-1]),
+        loss_spread=float(np.ptp(losses)) if len(losses) > 1 else None,
+        step_s=float(np.median(totals["step_s"])),
+        by_rank=by_rank,
+        timing=parts,
+        ranks_without_loss=silent,
+        lost_nodes=lost_nodes,
+    )
+
+
+def _divide_or_nan(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
+    return np.asarray(np.divide(numerator, denominator, out=np.full(len(numerator), np.nan), where=denominator > 0))
+
+
+def compute_epoch(spec: RunSpec, step: int) -> tuple[int, int]:
+    """(which epoch the run stands in, how many it makes), both counted from 1."""
+    each = max(1, spec.steps_per_epoch)
+    return max(1, math.ceil(step / each)), max(1, math.ceil(spec.steps / each))
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """One of the large figures: what it is, its value, and a line under it, which may be an alert."""
+
+    label: str
+    value: str
+    note: str
+    alert: bool = False
+
+
+def build_tiles(run: RunView, metrics: RunMetrics) -> Iterator[Tile]:
+    """The figures at the top of a view, ready to be read."""
+    yield Tile("throughput", formatting.format_rate(metrics.throughput), "samples/s, all nodes")
+    yield Tile("mean loss", formatting.format_loss(metrics.loss), _describe_loss(run, metrics))
+    slow = metrics.timing.straggler
+    yield Tile(
+        "step time",
+        formatting.format_duration(metrics.step_s),
+        f"▲ slowest: {format_nodes(slow.ranks)}" if slow else "median",
+    )
+    yield Tile(
+        "waiting",
+        formatting.format_percent(metrics.timing.waiting_share if metrics.timing.is_measured else None),
+        "of all nodes' time",
+    )
+    yield _build_nodes_tile(run, metrics)
+
+
+def _build_nodes_tile(run: RunView, metrics: RunMetrics) -> Tile:
+    """How many of the world are alive, and the worst that is to be said of them."""
+    # While a repair is under way the world may be the new one already, and the lost are still counted in the old one.
+    world = len(metrics.by_rank) if metrics.lost_nodes else run.spec.world_size
+    alive = f"{world - len(metrics.lost_nodes):,} / {world:,}"
+    stuck, first = find_stall(run), count_initial_nodes(run)
+    if metrics.lost_nodes:
+        return Tile("nodes", alive, f"✕ {format_nodes(sorted(metrics.lost_nodes))} lost", alert=True)
+    if stuck is not None:
+        return Tile("nodes", alive, format_short(stuck), alert=True)
+    if first > world:
+        return Tile("nodes", alive, f"was {first:,}: {first - world:,} left out")
+    hosts = len({node.host for node in run.nodes})
+    return Tile("nodes", alive, f"on {formatting.format_count(hosts, 'host')}" if hosts else "")
+
+
+def _describe_loss(run: RunView, metrics: RunMetrics) -> str:
+    evaluations = run.history.evaluations
+    if evaluations:
+        name, value = next(iter(evaluations[-1].values.items()), ("", None))
+        return f"validation {name} {formatting.format_loss(value)}".replace("validation loss", "validation")
+    return "" if metrics.loss_spread is None else f"spread {formatting.format_loss(metrics.loss_spread)}"

@@ -1,0 +1,173 @@
+"""A plan for tensor parallelism, found in common shapes of models."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from dtkit.strategies.tensor.attention_check import explain_unsplittable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+
+# Layers that do with each number what they do with every other one, and have no parameters.
+_ELEMENTWISE = (
+    nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Softplus, nn.Softsign,
+    nn.Tanh, nn.Sigmoid, nn.LogSigmoid, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.Identity, nn.Dropout,
+)  # fmt: skip
+
+
+# Names that models use: (layers cut by outputs, the layer cut by inputs), the longer lists first.
+_MLP_NAMES: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("gate_proj", "up_proj"), "down_proj"),
+    (("w1", "w3"), "w2"),
+    (("linear1",), "linear2"),
+    (("c_fc",), "c_proj"),
+    (("fc1",), "fc2"),
+    (("up_proj",), "down_proj"),
+    (("w1",), "w2"),
+    (("lin1",), "lin2"),
+    (("fc_in",), "fc_out"),
+    (("dense_h_to_4h",), "dense_4h_to_h"),
+)
+
+
+_QKV_NAMES = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("query", "key", "value"),
+    ("W_query", "W_key", "W_value"),
+    ("wq", "wk", "wv"),
+    ("to_q", "to_k", "to_v"),
+    ("q", "k", "v"),
+)
+
+
+_FUSED_QKV_NAMES = ("c_attn", "qkv", "qkv_proj", "query_key_value", "Wqkv", "to_qkv")
+
+
+_OUTPUT_PROJECTION_NAMES = ("out_proj", "o_proj", "c_proj", "proj", "dense", "to_out", "wo", "out", "o")
+
+
+def find_plan(model: nn.Module, tp_size: int) -> TensorPlan:
+    """A plan for the pairs of layers and the attention that are found in `model`.
+
+    Raises ValueError where there are none.
+    """
+    styles: dict[str, Style] = {}
+    notes: dict[str, str] = {}
+    for name, module in model.named_modules():
+        for found, note in _find_candidate_groups(module, tp_size):
+            whole_names = {join_name(name, child): style for child, style in found.items()}
+            _add_group(model, tp_size, whole_names, note, styles, notes)
+    if not styles:
+        reasons = "".join(f"\n  {name or '(itself)'}: {note}" for name, note in notes.items())
+        looked = (
+            f"these do not divide by {tp_size}, or can't be cut for other reasons:{reasons}\nUse another tp_size"
+            if reasons
+            else "it looks for two Linear layers with nothing but an activation between them, for "
+            "nn.MultiheadAttention, and for attention with q, k, v and an output layer. Use another strategy"
+        )
+        raise ValueError(
+            f"TensorParallel({tp_size}) finds nothing in {type(model).__name__} that it could cut into {tp_size} by itself: "
+            f"{looked}, or say what to cut, as in plan={{'fc1': 'colwise', 'fc2': 'rowwise'}}"
+        )
+    return TensorPlan(type(model).__name__, tp_size, styles, build_rows(model, tp_size, styles, notes))
+
+
+def _add_group(
+    model: nn.Module, tp_size: int, group: dict[str, str], note: str, styles: dict[str, Style], notes: dict[str, str]
+) -> None:
+    """Add layers that belong together to the plan, with a note, or note why not."""
+    if any(name in styles for name in group):
+        return
+    reasons = [r for name, style in group.items() for r in find_problems(model.get_submodule(name), style, tp_size)]
+    reasons += [reason for _, reason in find_shared_parameters(model, group)]
+    if reasons:
+        notes.update(dict.fromkeys(group, reasons[0]))
+    else:
+        styles.update(group)
+        if note:
+            notes.update(dict.fromkeys(group, note))
+
+
+def _find_candidate_groups(module: nn.Module, tp_size: int) -> Iterator[tuple[dict[str, str], str]]:
+    """Groups of layers of one module that can be cut together: ({child, or "" for itself: style}, a note)."""
+    children = dict(module.named_children())
+    if isinstance(module, nn.Sequential):
+        yield from ((found, "") for found in _find_linear_pairs(list(children.items())))
+        return
+    if isinstance(module, nn.MultiheadAttention):
+        yield {"": "heads", "out_proj": "rowwise"}, describe_heads_per_rank(module.num_heads, tp_size)
+        return
+    for outputs, inputs in _MLP_NAMES:
+        if _is_matching_group(children, outputs, inputs):
+            yield {**dict.fromkeys(outputs, "colwise"), inputs: "rowwise"}, ""
+            break
+    projection = next((n for n in _OUTPUT_PROJECTION_NAMES if isinstance(children.get(n), nn.Linear)), None)
+    if projection is not None:
+        yield from _find_attention_groups(module, children, projection, tp_size)
+
+
+def _find_attention_groups(
+    module: nn.Module, children: Mapping[str, nn.Module], projection: str, tp_size: int
+) -> Iterator[tuple[dict[str, str], str]]:
+    """Queries, keys and values in layers of their own, or in one, and the layer that takes what heads found."""
+    heads = read_int_attribute(module, NUM_HEADS_ATTRIBUTES)
+    for names in _QKV_NAMES:
+        if all(isinstance(children.get(n), nn.Linear) for n in names):
+            why = next(find_uneven_heads(module, tp_size), "" if heads else "it does not say how many heads it has")
+            first, last = ("gathered", "scattered") if why else ("heads", "rowwise")
+            yield {**dict.fromkeys(names, first), projection: last}, _describe_attention(heads, tp_size, why)
+            return
+    for name in _FUSED_QKV_NAMES:
+        if isinstance(children.get(name), nn.Linear):
+            why = next(find_uneven_heads(module, tp_size), "") or _explain_unsplittable_qkv(
+                module, name, projection, tp_size
+            )
+            first, last = ("gathered", "scattered") if why else ("fused", "rowwise")
+            yield {name: first, projection: last}, _describe_attention(heads, tp_size, why)
+            return
+
+
+def _describe_attention(heads: int | None, tp_size: int, why_not: str) -> str:
+    if why_not:
+        return f"attention itself is computed whole on each rank: {why_not}"
+    return describe_heads_per_rank(heads, tp_size) if heads else "cut by heads"
+
+
+def _explain_unsplittable_qkv(module: nn.Module, qkv_layer: str, output_layer: str, tp_size: int) -> str:
+    """Why a layer can't be cut as queries, keys and values one after another; empty where it can."""
+    makes, takes = module.get_submodule(qkv_layer), module.get_submodule(output_layer)
+    assert isinstance(makes, nn.Linear)
+    assert isinstance(takes, nn.Linear)
+    if makes.out_features != 3 * takes.in_features:
+        return f"{qkv_layer} makes {makes.out_features} numbers, and not three times the {takes.in_features} of {output_layer}"
+    if takes.in_features % tp_size:
+        return f"{takes.in_features} numbers of all heads can't be cut into {tp_size} equal parts"
+    return explain_unsplittable(module, qkv_layer, output_layer, tp_size)
+
+
+def _is_matching_group(children: Mapping[str, nn.Module], outputs: Sequence[str], inputs: str) -> bool:
+    """Whether these layers are there, with sizes that say one feeds the other, and nothing else has parameters."""
+    last = children.get(inputs)
+    first = [children.get(name) for name in outputs]
+    return isinstance(last, nn.Linear) and all(
+        isinstance(f, nn.Linear) and f.out_features == last.in_features for f in first
+    )
+
+
+def _find_linear_pairs(children: Sequence[tuple[str, nn.Module]]) -> Iterator[dict[str, str]]:
+    """Pairs of Linear layers with nothing but activations between them, from the front."""
+    first: tuple[str, nn.Linear] | None = None
+    for name, child in children:
+        if isinstance(child, nn.Linear):
+            if first is not None and first[1].out_features == child.in_features:
+                yield {first[0]: "colwise", name: "rowwise"}
+                first = None
+            else:
+                first = name, child
+        elif not isinstance(child, _ELEMENTWISE):
+            first = None
+

@@ -1,4 +1,4 @@
-"""Every block of Python in the README runs, in order, as the cells of one notebook: what it shows is what works."""
+"""Every block of Python in the README and in docs/guides runs, in order, as the cells of one notebook."""
 
 from __future__ import annotations
 
@@ -17,18 +17,23 @@ if TYPE_CHECKING:
     from nbformat import NotebookNode
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-LANGUAGES = {"python", "bash", ""}  # of these only python is executed; a picture in text has no language
+LANGUAGES = {"python", "bash"}  # only python is executed
+PAGES = [
+    "README.md",
+    *(f"docs/guides/{name}.md" for name in ("training", "checkpoints", "failures", "inside-a-step", "own-loop")),
+]
 
 
 def blocks(root: Path) -> list[tuple[str, str]]:
-    """(language, source) of all fenced blocks."""
-    return FENCE.findall((root / "README.md").read_text(encoding="utf-8"))
+    """Return (language, source) of all fenced blocks of the pages that are executed."""
+    return [block for page in PAGES for block in FENCE.findall((root / page).read_text(encoding="utf-8"))]
 
 
 @pytest.fixture(scope="module")
 def done(root: Path, tmp_path_factory: pytest.TempPathFactory) -> NotebookNode:
     path = tmp_path_factory.mktemp("readme") / "readme.ipynb"
-    cells = [new_code_cell(source.rstrip("\n")) for language, source in blocks(root) if language == "python"]
+    sources = [source.rstrip("\n") for language, source in blocks(root) if language == "python"]
+    cells = [new_code_cell(source) for source in [*sources, "cluster.close()"]]
     nbformat.write(new_notebook(cells=cells), path)
     return execute(path, timeout=120)
 
@@ -41,22 +46,33 @@ def said(done: NotebookNode, source: str) -> str:
     )
 
 
-def test_no_block_escapes_the_test(root: Path):
-    found = blocks(root)
-    assert {language for language, _ in found} == LANGUAGES
-    assert (root / "README.md").read_text(encoding="utf-8").count("```") == 2 * len(found)
+def test_each_fenced_block_is_found(root: Path):
+    assert {language for language, _ in blocks(root)} == LANGUAGES
+    fences = sum((root / page).read_text(encoding="utf-8").count("```") for page in PAGES)
+    assert fences == 2 * len(blocks(root))
 
 
-def test_its_targets_and_files_exist(root: Path):
+def test_each_page_with_python_is_executed(root: Path):
+    pages = {path.relative_to(root).as_posix() for path in [root / "README.md", *root.glob("docs/**/*.md")]}
+    assert {page for page in pages if "```python" in (root / page).read_text(encoding="utf-8")} == set(PAGES)
+
+
+def test_make_targets_in_the_readme_exist(root: Path):
     readme, makefile = ((root / name).read_text(encoding="utf-8") for name in ("README.md", "Makefile"))
     for target in re.findall(r"^make (\w+)", readme, re.MULTILINE):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
-    local = [link for link in re.findall(r"\]\(([^)]+)\)", readme) if not link.startswith("https://")]
-    hosted = re.findall(r"/HEAD/([^)?]+)|/HEAD\?urlpath=lab/tree/([^)]+)", readme)
-    named = local + [a or b for a, b in hosted]
-    assert "notebooks/01_quickstart.ipynb" in named
-    assert "notebooks/images/dashboard.png" in named
-    assert [name for name in named if not (root / name).is_file()] == []
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs"])
+def test_links_lead_to_files(root: Path, page: str):
+    path = root / page
+    for file in [path] if path.is_file() else path.rglob("*.md"):
+        text = file.read_text(encoding="utf-8")
+        links = [link for link in re.findall(r"\]\(([^)]+)\)", text) if not link.startswith("https://")]
+        missing = [link for link in links if not (file.parent / link.partition("#")[0]).exists()]
+        hosted = re.findall(r"/HEAD/([^)?]+)|/HEAD\?urlpath=lab/tree/([^)]+)", text)
+        missing += [a or b for a, b in hosted if not (root / (a or b)).is_file()]
+        assert missing == [], file
 
 
 @pytest.mark.notebook
@@ -77,7 +93,7 @@ def test_a_lost_engine_is_replaced(done: NotebookNode):
 def test_own_loops_do_what_they_say(done: NotebookNode):
     first, second = re.search(r"\[([\d.]+), ([\d.]+)\]", said(done, "least_squares")).groups()
     assert first == second
-    assert "[2.0, 2.0]" in said(done, "own_group=True")
+    assert "[2.0, 2.0]" in said(done, "cluster.torchrun(main)")
     px = said(done, "%%px")
     assert "rank 0 of 2" in px
     assert "rank 1 of 2" in px

@@ -1,1 +1,1 @@
-"""schedules."""
+"""Pipeline schedules: tables of actions, their validation and simulation."""

@@ -1,20 +1,15 @@
-"""The cells of a schedule: what a rank does."""
+"""Cells and rows of a schedule."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-
-
-    pass
+from typing import NamedTuple
 
 
 class Action(NamedTuple):
-    """One thing that a rank does."""
+    """One action of a rank."""
 
     kind: str
-    """"F", "B", or a half of backward: "I" for the input's gradient, "W" for the weights'."""
+    """"F" (forward), "B" (backward), "I" (gradient of the input only) or "W" (gradients of the weights only)."""
     stage: int
     micro_batch: int
 
@@ -23,4 +18,3 @@ class Action(NamedTuple):
 
 
 Row = tuple[Action | None, ...]
-

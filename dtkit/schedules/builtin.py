@@ -1,11 +1,11 @@
-"""The schedules that are known by name, as tables: the same orders that torch's own classes run, which a test compares.
+"""Built-in schedules as tables, in the orders of torch's classes.
 
 - GPipe (Huang et al., NeurIPS 2019): all micro-batches forward, then all backward.
-- 1F1B (Narayanan et al., SOSP 2019): after a warm-up, one forward and one backward in turn, so that a rank holds the
-  activations of p micro-batches at most, and not of all m.
-- Interleaved1F1B (Narayanan et al., SC 2021): each rank has v stages, so that the first micro-batch arrives sooner.
-- LoopedBFS (Lamy-Poirier, MLSys 2023): the same stages, each with all micro-batches in a row.
-- InterleavedZeroBubble and ZBVZeroBubble (Qi et al., ICLR 2024): the weights' half of backward fills the gaps.
+- 1F1B (Narayanan et al., SOSP 2019): after a warm-up, alternating forward and backward, so that a rank holds the
+  activations of at most p micro-batches instead of all m.
+- Interleaved1F1B (Narayanan et al., SC 2021): v stages per rank, so that the first micro-batch arrives earlier.
+- LoopedBFS (Lamy-Poirier, MLSys 2023): the same stages, each with all micro-batches in sequence.
+- InterleavedZeroBubble and ZBVZeroBubble (Qi et al., ICLR 2024): the weights' half of backward fills gaps.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class BuiltinSchedule:
-    """A schedule by name: a rank's row from (rank, ranks, micro-batches)."""
+    """A schedule with a function from (rank, ranks, micro-batches) to the rank's row."""
 
     build_row: Callable[[int, int, int], Row]
     stages_per_rank: int = 1
-    """Stages that a rank has."""
+    """Number of stages of a rank."""
     needs_full_rounds: bool = False
-    """Whether micro-batches come in rounds of about as many as there are ranks."""
+    """Whether micro-batches come in equal rounds of about `ranks` each."""
     allows_few_micro_batches: bool = False
-    """Whether fewer micro-batches than ranks will do."""
+    """Whether fewer micro-batches than ranks are allowed."""
     bubble_formula: str | None = None
-    """The formula for stages of equal cost."""
+    """Formula of the bubble for stages of equal cost."""
 
 
 def build_rows(name: str, ranks: int, micro_batches: int) -> list[Row]:
-    """The table of a known schedule; ValueError where it can't be made for these numbers."""
+    """Return the table of a built-in schedule; raise ValueError if these numbers don't allow it."""
     kind = BUILTIN_SCHEDULES.get(name)
     if kind is None:
         raise ValueError(
-            f"schedule={name!r}; it must be one of {', '.join(map(repr, BUILTIN_SCHEDULES))}, or a table of your own"
+            f"schedule={name!r}; it must be one of {', '.join(map(repr, BUILTIN_SCHEDULES))}, or your own table"
         )
     if micro_batches < ranks and not kind.allows_few_micro_batches:
         raise ValueError(
@@ -59,12 +59,12 @@ def build_rows(name: str, ranks: int, micro_batches: int) -> list[Row]:
 
 
 def compute_bubble(name: str, ranks: int, micro_batches: int) -> tuple[str, float] | None:
-    """(formula, value) of the idle share, for stages of equal cost; None where there is no formula."""
+    """Return (formula, value) of the bubble for stages of equal cost, or None without a formula."""
     kind = BUILTIN_SCHEDULES.get(name)
     if kind is None or kind.bubble_formula is None:
         return None
     if kind.needs_full_rounds and micro_batches % ranks:
-        return None  # the formula is for full rounds
+        return None  # the formula needs full rounds
     return kind.bubble_formula, (ranks - 1) / (kind.stages_per_rank * micro_batches + ranks - 1)
 
 
@@ -87,7 +87,7 @@ def _build_interleaved_row(rank: int, ranks: int, micro_batches: int) -> Row:
 
 
 def _build_interleaved_zero_bubble_row(rank: int, ranks: int, micro_batches: int) -> Row:
-    """As interleaved, with half the warm-up; from the rank-th on, each input's half is followed by a weights' half."""
+    """Return a row as interleaved, with half the warm-up; after `rank` inputs' halves, each gets a weights' half."""
     forwards, backwards = _list_interleaved_passes(rank, ranks, micro_batches)
     inputs = [b._replace(kind="I") for b in backwards]
     weights = [b._replace(kind="W") for b in backwards]
@@ -106,18 +106,20 @@ def _build_looped_bfs_row(rank: int, ranks: int, micro_batches: int) -> Row:
 
 
 def _build_zbv_row(rank: int, ranks: int, micro_batches: int) -> Row:
-    """Stages go down the ranks and up again, so that the last is on rank 0. What the pattern has too many is left out.
+    """Return a row for stages that go down the ranks and up again, so that the last one is on rank 0.
 
-    Warm-up; then forward and both halves of backward in turn, on the rank's second and first stage; at the end inputs'
-    halves first, since others wait for them, and the weights' halves last.
+    After the warm-up, forward and both halves of backward alternate on the rank's second and first stage. At the end,
+    the inputs' halves come first, since other ranks wait for them.
     """
     first, second = rank, 2 * ranks - 1 - rank
     count = max(2 * ranks - 1, micro_batches)
-    todo = {(kind, s): iter(range(count)) for kind in "FIW" for s in (first, second)}
+    remaining = {(kind, s): iter(range(count)) for kind in "FIW" for s in (first, second)}
     row: Row = []
 
     def add(kinds: str, stage: int) -> None:
-        row.extend(Action(kind, stage, m) for kind in kinds if (m := next(todo[kind, stage], count)) < micro_batches)
+        row.extend(
+            Action(kind, stage, m) for kind in kinds if (m := next(remaining[kind, stage], count)) < micro_batches
+        )
 
     for _ in range(2 * (ranks - rank) - 1):
         add("F", first)
@@ -141,7 +143,7 @@ def _build_zbv_row(rank: int, ranks: int, micro_batches: int) -> Row:
 
 
 def _list_interleaved_passes(rank: int, ranks: int, micro_batches: int) -> tuple[Row, Row]:
-    """Forwards and backwards of a rank with several stages: a round of micro-batches through each stage in turn."""
+    """Return a rank's forwards and backwards with several stages: each round passes through all stages."""
     per_rank = BUILTIN_SCHEDULES["Interleaved1F1B"].stages_per_rank
     size = micro_batches // max(1, micro_batches // ranks)
     stages = [rank + k * ranks for k in range(per_rank)]
@@ -154,14 +156,14 @@ def _list_interleaved_passes(rank: int, ranks: int, micro_batches: int) -> tuple
 
 
 def _count_warmup_forwards(rank: int, ranks: int, micro_batches: int, hop: int) -> int:
-    """Forwards before the first backward: a round through all stages but the last, and `hop` for each rank behind."""
+    """Return the forwards before the first backward: a round without the last stage, and `hop` per later rank."""
     per_rank = BUILTIN_SCHEDULES["Interleaved1F1B"].stages_per_rank
     size = micro_batches // max(1, micro_batches // ranks)
     return min((per_rank - 1) * size + hop * (ranks - 1 - rank), micro_batches * per_rank)
 
 
 def _alternate(forwards: Row, backwards: Row, warm_up: int) -> Row:
-    """So many forwards, then forward and backward in turn, then the backwards that are left."""
+    """Return `warm_up` forwards, then alternating forwards and backwards, then the remaining backwards."""
     row = forwards[:warm_up]
     for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
         row += [forward, backward]
@@ -180,4 +182,4 @@ BUILTIN_SCHEDULES = {
     "LoopedBFS": BuiltinSchedule(_build_looped_bfs_row, 2, bubble_formula=_LOOPED_BUBBLE),
     "ZBVZeroBubble": BuiltinSchedule(_build_zbv_row, 2),
 }
-"""Schedules by name."""
+"""Built-in schedules by name."""

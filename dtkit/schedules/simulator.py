@@ -1,58 +1,80 @@
-"""A schedule played through on paper: when each action begins and ends, who idles, and what is held meanwhile.
+"""Simulation of a schedule: start and end of each action, idle time, and held activations.
 
-Each rank does its row in order. An action begins when the rank is free and what it needs has ended elsewhere; sending
-takes no time. So this is the best that a schedule can do, and what a measured timeline is held against.
+Each rank runs its row in order. An action starts when the rank is free and the actions that it needs have ended;
+sending takes no time. So a simulation is the best case, to compare a measured timeline with.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from dtkit.schedules.validation import find_dependencies, index_actions, order_actions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from dtkit.schedules.action import Action
-    from dtkit.schedules.schedule import Schedule
+    from dtkit.schedules.action import Action, Row
+
+
+class ScheduleTable(Protocol):
+    """What a simulation reads of a :class:`dtkit.schedules.schedule.Schedule`."""
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """The actions of each rank."""
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+
+    @property
+    def stages(self) -> int:
+        """Number of stages."""
+
+    @property
+    def stage_ranks(self) -> tuple[int, ...]:
+        """The rank of each stage."""
+
+    def get_bubble_formula(self) -> tuple[str, float] | None:
+        """Return the formula of the bubble and its value."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Simulation:
-    """When what would be done, in the unit of the durations that were given."""
+    """Result of a simulation, in the unit of the given durations."""
 
-    schedule: Schedule
+    schedule: ScheduleTable
     intervals: Mapping[Action, tuple[float, float]]
-    """(begin, end) of each action, from 0."""
+    """(start, end) of each action, from 0."""
     makespan: float
-    """From the first begin to the last end."""
+    """Time from the first start to the last end."""
     bubble: float
-    """The share of all ranks' time from 0 to `makespan` in which they do nothing."""
+    """Idle share of all ranks' time within the makespan."""
     peak_micro_batches: tuple[int, ...]
-    """For each rank, the most micro-batches whose activations its stages hold at once."""
+    """Largest number of micro-batches whose activations a rank holds at once, by rank."""
 
     @property
     def peak_activations(self) -> float:
-        """The most that a rank holds, in activations of one micro-batch of the whole model: stages count their part."""
+        """Largest amount that a rank holds, in activations of one micro-batch through the whole model."""
         return max(self.peak_micro_batches) / self.schedule.stages
 
     def __repr__(self) -> str:
-        held = ", ".join(map(str, self.peak_micro_batches))
-        return f"Simulation(time {self.makespan:g}, bubble {self.bubble:.1%}, held at most by rank: {held})"
+        peaks = ", ".join(map(str, self.peak_micro_batches))
+        return f"Simulation(time {self.makespan:g}, bubble {self.bubble:.1%}, peak micro-batches by rank: {peaks})"
 
 
-def simulate(schedule: Schedule, duration: Callable[[Action], float]) -> Simulation:
-    """Play a schedule through, with a duration of each action from 0 up."""
-    there = index_actions(schedule.rows)
+def simulate(schedule: ScheduleTable, duration: Callable[[Action], float]) -> Simulation:
+    """Simulate a schedule with a duration of at least 0 for each action."""
+    cells = index_actions(schedule.rows)
     times: dict[Action, tuple[float, float]] = {}
     free, busy = [0.0] * schedule.ranks, 0.0
-    for rank, _, action in order_actions(schedule.rows, there):
-        begin = max([free[rank], *(times[one][1] for one in find_dependencies(action, there))])
-        taken = duration(action)
-        times[action] = begin, begin + taken
-        free[rank] = begin + taken
-        busy += taken
+    for rank, _, action in order_actions(schedule.rows, cells):
+        start = max([free[rank], *(times[needed][1] for needed in find_dependencies(action, cells))])
+        seconds = duration(action)
+        times[action] = start, start + seconds
+        free[rank] = start + seconds
+        busy += seconds
     makespan = max(free)
     idle = 1 - busy / (makespan * schedule.ranks) if makespan else 0.0
     return Simulation(
@@ -64,11 +86,11 @@ def simulate(schedule: Schedule, duration: Callable[[Action], float]) -> Simulat
     )
 
 
-def _count_peak_micro_batches(schedule: Schedule, rank: int) -> int:
-    """Forward begins to hold a micro-batch's activations; the end of its backward, or of the weights' half, lets go."""
-    most = now = 0
+def _count_peak_micro_batches(schedule: ScheduleTable, rank: int) -> int:
+    """Return the largest number of micro-batches between their forward and the end of their backward."""
+    peak = held = 0
     for action in schedule.rows[rank]:
         if action is not None:
-            now += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
-            most = max(most, now)
-    return most
+            held += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
+            peak = max(peak, held)
+    return peak

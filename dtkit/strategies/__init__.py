@@ -1,1 +1,1 @@
-"""One parallelism a file, each an instance that the user passes to `train`."""
+"""Parallelisms, one per module; the user passes one of them to `train`."""

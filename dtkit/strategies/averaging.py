@@ -1,15 +1,15 @@
-"""Parameter averaging: ranks train by themselves for some steps, and then take the mean of their parameters.
+"""Parameter averaging: ranks train alone for some steps, and then take the mean of their parameters.
 
 Also called local SGD (Stich, ICLR 2019) or federated averaging (McMahan et al., AISTATS 2017). The mean is weighted by
-the samples that each rank has seen since the last one. It sends the parameters once in `every` steps, where data
-parallelism sends as many gradients in each. With `every=1` and plain SGD both are the same up to rounding.
+the samples of each rank since the last averaging. Ranks send parameters once in `every` steps, while data parallelism
+sends gradients in each step. With `every=1` and plain SGD both are equal up to rounding.
 
-With an outer optimiser it is DiLoCo (Douillard et al., 2023): the way from the parameters after the last averaging to
-the new mean counts as minus a gradient, and the outer optimiser makes a step along it. Each rank keeps the state of its
-own (inner) optimiser throughout.
+With an outer optimizer it is DiLoCo (Douillard et al., 2023). The difference between the parameters after the last
+averaging and the new mean is then the gradient of the outer optimizer. Each rank keeps the state of its inner
+optimizer.
 
-Between two averagings ranks are not equal, and only each rank knows whether its own gradients are finite. One that is
-not stands still until the next averaging, where all ranks hear of it and stop together, before they average.
+Between two averagings only a rank itself knows whether its gradients are finite. A rank with a gradient that is not
+finite makes no updates until the next averaging. Then all ranks learn of it, and stop before they average.
 """
 
 from __future__ import annotations
@@ -24,15 +24,7 @@ import torch
 
 from dtkit.planning.cost_model import Cost, compute_ring_bytes
 from dtkit.strategies import gradients
-from dtkit.strategies.base import (
-    ALWAYS_SHOWN,
-    EvalFunction,
-    StepResult,
-    Strategy,
-    Worker,
-    WorkerContext,
-    make_optimizer,
-)
+from dtkit.strategies.base import ALWAYS_SHOWN, EvalFunction, StepResult, Strategy, Worker, make_optimizer
 from dtkit.strategies.options import check_count, check_flag, check_positive, check_rate
 from dtkit.strategies.replicated import LossAccumulator, ReplicatedWorker, copy_to_cpu, module_eval_mode
 
@@ -40,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from dtkit.engine.comm.process_group import Group
+    from dtkit.engine.data.worker_context import WorkerContext
     from dtkit.engine.observe.step_probe import StepProbe
     from dtkit.engine.state.capture import StateVisitor
     from dtkit.planning.cost_model import Benchmark, ModelProfile
@@ -49,41 +42,41 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class OuterSGD:
-    """The outer optimiser of DiLoCo; its paper recommends these defaults. ``OuterSGD(1.0, 0.0)`` is plain averaging."""
+    """DiLoCo's outer optimizer, by default as in its paper. ``OuterSGD(1.0, 0.0)`` is plain averaging."""
 
     lr: float = 0.7
     momentum: float = 0.9
     nesterov: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse what torch would refuse on the engines."""
+        """Check the options."""
         check_rate("lr", self.lr, example=0.7)
         check_flag("nesterov", self.nesterov)
         if isinstance(self.momentum, bool) or not isinstance(self.momentum, int | float):
             raise TypeError(f"momentum={self.momentum!r}; it must be a number, such as momentum=0.9")
         if not 0 <= self.momentum < 1:
             raise ValueError(
-                f"momentum={self.momentum}; it must be at least 0 and less than 1. Usual is momentum=0.9; 0 is for none"
+                f"momentum={self.momentum}; it must be at least 0 and less than 1. Use momentum=0.9, or 0 for none"
             )
 
     def build_optimizer(self, parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
-        """An optimiser over these parameters."""
+        """Return an optimizer for these parameters."""
         nesterov = self.nesterov and self.momentum > 0
         return torch.optim.SGD(parameters, lr=self.lr, momentum=self.momentum, nesterov=nesterov)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ParameterAveraging(Strategy):
-    """Each rank trains on its own samples; parameters are averaged over ranks after every `every` steps.
+    """Training of each rank on its own samples, with parameters averaged over ranks after every `every` steps.
 
     Parameters
     ----------
     every
-        Steps from one averaging to the next.
+        Number of steps between averagings.
     outer
-        ``dtkit.OuterSGD(lr, momentum, nesterov)`` for DiLoCo; plain averages without.
+        ``dtkit.OuterSGD(lr, momentum, nesterov)`` for DiLoCo; plain averaging without.
     clip_grad_norm
-        Largest norm of a rank's own gradient.
+        Largest norm of each rank's gradient.
 
     """
 
@@ -94,26 +87,26 @@ class ParameterAveraging(Strategy):
     supports_explain = False  # no gradients are all-reduced
 
     def __post_init__(self) -> None:
-        """Refuse what is no option."""
+        """Check the options."""
         check_count("every", self.every)
         check_positive("clip_grad_norm", self.clip_grad_norm)
         if self.outer is not None and not isinstance(self.outer, OuterSGD):
             raise TypeError(f"outer={self.outer!r}; it must be a dtkit.OuterSGD, or left out for plain averages")
 
     def estimate_cost(self, profile: ModelProfile, benchmark: Benchmark) -> Cost:
-        """An all-reduce of the parameters once in `every` steps, for which a flat copy of them is made.
+        """Return the cost of an all-reduce of the parameters once in `every` steps.
 
-        (Such a large one doesn't fit into the pieces of memory that freed activations leave, so it comes on top.) An
-        outer optimiser keeps the parameters of the last averaging and its momentum, and for a moment the way from them.
+        Its flat copy of the parameters doesn't fit into memory of freed activations, and so adds to it. An outer
+        optimizer keeps the last averaged parameters and its momentum, and temporarily their difference to the mean.
         """
         kept = 0 if self.outer is None else profile.gradients * (1 + (self.outer.momentum > 0))
-        passing = 1 + (self.outer is not None)
+        num_temporaries = 1 + (self.outer is not None)
         return Cost.for_replica(
             profile,
             optimizer_state=profile.optimizer_state + kept,
             temporaries=max(
                 profile.update_temporaries,
-                round(profile.activations.predict(profile.rows)) + passing * profile.gradients,
+                round(profile.activations.predict(profile.rows)) + num_temporaries * profile.gradients,
             ),
             sent_bytes=compute_ring_bytes(profile.gradients, benchmark.world_size) / self.every,
             exposed_s=benchmark.estimate_all_reduce_s(profile.gradients) / self.every,
@@ -122,7 +115,10 @@ class ParameterAveraging(Strategy):
     def setup(
         self, model: torch.nn.Module, loss_fn: Loss, optimizer: Callable[..., Any], context: WorkerContext
     ) -> Worker:
-        """A replica on this rank; or, alone, one for each shard. The parameters must be equal on all ranks already."""
+        """Return a worker with this rank's replica; in a simulation, with one for each shard.
+
+        The parameters must already be equal on all ranks.
+        """
         model = model.to(context.device)
         if context.group is None and len(context.shards) > 1:
             return _SimulatedAveragingWorker(self, model, loss_fn, optimizer, context)
@@ -130,7 +126,7 @@ class ParameterAveraging(Strategy):
 
 
 class _AveragingWorker(ReplicatedWorker):
-    """One rank's copy of the model, on its own between two averagings."""
+    """One rank's copy of the model, which trains alone between two averagings."""
 
     def __init__(
         self,
@@ -142,20 +138,23 @@ class _AveragingWorker(ReplicatedWorker):
     ) -> None:
         super().__init__(model, loss_fn, optimizer, context, clip_grad_norm=strategy.clip_grad_norm)
         self._average_every, self._steps_since_average = strategy.every, 0
-        self._averaging_weight = 0.0  # what this rank's parameters count for in the next mean
-        self._nonfinite_since_average = False  # a gradient was not finite since the last averaging
-        self._nonfinite_loss: torch.Tensor | None = None  # and this was the loss then
-        self._fingerprint_requested = False  # for a fingerprint, which the next averaging takes
+        self._averaging_weight = 0.0  # this rank's weight in the next mean
+        self._nonfinite_since_average = False  # whether a gradient was not finite
+        self._nonfinite_loss: torch.Tensor | None = None  # the loss of that step
+        self._fingerprint_requested = False  # from the next averaging
         self._last_fingerprint: Fingerprint | None = None
         self._outer_optimizer = (
             _OuterOptimizer(strategy.outer, self._parameters) if strategy.outer is not None else None
         )
 
     def step(
-        self, batches: Sequence[tuple[int, Any]], counts: Sequence[int], _microscope: StepProbe | None = None
+        self,
+        batches: Sequence[tuple[int, Any]],
+        counts: Sequence[int],
+        probe: StepProbe | None = None,  # noqa: ARG002 - no gradients are reduced
     ) -> StepResult:
-        """A step of this rank's own; the last of every `every` ends with the mean of all ranks' parameters."""
-        tally = self._compute_rank_gradients(batches, sum(counts[s] for s in self._context.shards))
+        """Take a step on this rank alone; the last of every `every` steps ends with an averaging."""
+        loss_accumulator = self._compute_rank_gradients(batches, sum(counts[s] for s in self._context.shards))
         averaging = (self._steps_since_average + 1) % self._average_every == 0
         norm = self._compute_grad_norm()
         healthy = (math.isfinite(norm) or self._are_gradients_finite()) and not self._nonfinite_since_average
@@ -163,37 +162,37 @@ class _AveragingWorker(ReplicatedWorker):
             self._phases.enter("sync")
             healthy = not self._group.all_reduce_any(not healthy)
         if averaging and not healthy:
-            mean = self._nonfinite_loss if self._nonfinite_since_average else tally.mean_loss
+            mean = self._nonfinite_loss if self._nonfinite_since_average else loss_accumulator.mean_loss
             self._nonfinite_since_average = False
-            return StepResult(mean, tally.loss_weight, is_finite=False, grad_norm=norm)
+            return StepResult(mean, loss_accumulator.loss_weight, is_finite=False, grad_norm=norm)
         if not (healthy or self._nonfinite_since_average):
-            self._nonfinite_loss = tally.mean_loss
+            self._nonfinite_loss = loss_accumulator.mean_loss
         self._nonfinite_since_average = not healthy
         if healthy and batches:
             self._clip_and_update()
-        self._averaging_weight += float(tally.loss_weight)
+        self._averaging_weight += float(loss_accumulator.loss_weight)
         self._steps_since_average += 1
-        self.step_result = self._make_step_result(tally, counts, finite=True, norm=norm)
+        self.step_result = self._make_step_result(loss_accumulator, counts, finite=True, norm=norm)
         if averaging:
             self._average_parameters()
         return self.step_result
 
     def _compute_rank_gradients(self, batches: Sequence[tuple[int, Any]], samples: int) -> LossAccumulator:
-        """Gradients of the mean over this rank's own samples."""
+        """Compute the gradients of the mean over this rank's samples."""
         self._zero_grad()
-        tally = LossAccumulator(samples)
+        loss_accumulator = LossAccumulator(samples)
         for count, batch in batches:
             self._phases.enter("forward")
-            loss = tally.add(*self._compute_loss(self._model, batch), count)
+            loss = loss_accumulator.add(*self._compute_loss(self._model, batch), count)
             self._phases.enter("backward")
             self._scale_loss(loss).backward()  # type: ignore[no-untyped-call]
-        if isinstance(tally.loss_weight, torch.Tensor) and float(tally.loss_weight):
-            gradients.scale_(self._list_local_gradients(), 1 / tally.loss_weight)
-        return tally
+        if isinstance(loss_accumulator.loss_weight, torch.Tensor) and float(loss_accumulator.loss_weight):
+            gradients.scale_(self._list_local_gradients(), 1 / loss_accumulator.loss_weight)
+        return loss_accumulator
 
     @torch.no_grad()
     def _average_parameters(self) -> None:
-        """Give every rank the mean of all ranks' parameters, in one flat all-reduce; or the outer optimiser's step."""
+        """Average parameters in one flat all-reduce, and take the outer optimizer's step if there is one."""
         flat = torch.cat(
             [self._parameters[0].new_tensor([self._averaging_weight]), *(p.reshape(-1) for p in self._parameters)]
         )
@@ -201,10 +200,10 @@ class _AveragingWorker(ReplicatedWorker):
         if self._group is not None:
             self._phases.enter("sync")
             mean.mul_(self._averaging_weight)
-            self._group.all_reduce(flat)  # the weight travels along as one number more
+            self._group.all_reduce(flat)  # includes the weight, as its first element
             if flat[0]:
                 mean.div_(flat[0])
-            else:  # no sample anywhere: all are as they were
+            else:  # without any samples, parameters stay
                 mean = self.flat_parameters
         self._phases.enter("update")
         self.load_flat_mean(mean)
@@ -213,7 +212,7 @@ class _AveragingWorker(ReplicatedWorker):
 
     @torch.no_grad()
     def load_flat_mean(self, flat_parameters: torch.Tensor) -> None:
-        """Go on from this mean of all ranks' parameters, one after the other in a flat tensor."""
+        """Continue from this mean of all ranks' parameters, concatenated in a flat tensor."""
         parts = torch.split(flat_parameters, [p.numel() for p in self._parameters])
         means = [part.view_as(p) for part, p in zip(parts, self._parameters, strict=True)]
         if self._outer_optimizer is not None:
@@ -223,7 +222,7 @@ class _AveragingWorker(ReplicatedWorker):
         self._averaging_weight = 0.0
 
     def visit_state(self, visitor: StateVisitor) -> None:
-        """A replica's state, with how far it is to the next averaging, and the outer optimiser's."""
+        """Visit a replica's state, the progress to the next averaging, and the outer optimizer's state."""
         super().visit_state(visitor)
         self._steps_since_average = visitor.visit_value("averaging steps", self._steps_since_average)
         self._averaging_weight = visitor.per_rank(
@@ -234,37 +233,37 @@ class _AveragingWorker(ReplicatedWorker):
             self._outer_optimizer.visit_state(visitor, names, self._parameters)
 
     def _visit_parameters(self, visitor: StateVisitor) -> None:
-        """Each rank has its own; on another number of ranks all go on from their mean."""
+        """Visit each rank's parameters; on another number of ranks all continue from their mean."""
         named = self._named_parameters()
         visitor.per_replica("model", named, self._averaging_weight)
         visitor.visit_optimizer("optimizer", self.optimizer, named, per_rank=True)
 
     @property
     def averaging_weight(self) -> float:
-        """What this rank's parameters count for in the next mean."""
+        """Weight of this rank's parameters in the next mean."""
         return self._averaging_weight
 
     @property
     def flat_parameters(self) -> torch.Tensor:
-        """This rank's parameters, one after the other."""
+        """This rank's parameters, concatenated."""
         return torch.cat([p.detach().reshape(-1) for p in self._parameters])
 
     @contextlib.contextmanager
     def averaged_model(self) -> Iterator[torch.nn.Module]:
-        """The mean of all ranks' models as they stand, while it lasts."""
+        """Set the model to the current mean of all ranks' models, within the context."""
         with super().averaged_model() as model, self._averaged_tensors(self._parameters, self._averaging_weight):
             yield model
 
     def compute_fingerprint(self) -> Fingerprint | None:
-        """Parameters are equal just after an averaging only: now, or as they were at one since this was asked first."""
+        """Return a checksum from the last averaging, since only then parameters are equal; None until the next."""
         if self._steps_since_average % self._average_every == 0:
             return super().compute_fingerprint()
-        found, self._last_fingerprint, self._fingerprint_requested = self._last_fingerprint, None, True
-        return found
+        fingerprint, self._last_fingerprint, self._fingerprint_requested = self._last_fingerprint, None, True
+        return fingerprint
 
 
 class _OuterOptimizer:
-    """The outer optimiser and the parameters that it holds: those after the last averaging."""
+    """The outer optimizer with its parameters: those after the last averaging."""
 
     def __init__(self, config: OuterSGD, parameters: Sequence[torch.Tensor]) -> None:
         self._parameters = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
@@ -272,16 +271,16 @@ class _OuterOptimizer:
 
     @torch.no_grad()
     def visit_state(self, visitor: StateVisitor, names: Sequence[str], parameters: Sequence[torch.Tensor]) -> None:
-        """Its state; where none was saved, it begins at these parameters."""
+        """Visit its state; if none was saved, start at these parameters."""
         named = dict(zip(names, self._parameters, strict=True))
         if visitor.visit_tensors("outer", named):
             visitor.visit_optimizer("outer optimizer", self._optimizer, named)
         else:
-            for mine, p in zip(self._parameters, parameters, strict=True):
-                mine.copy_(p)
+            for outer_p, p in zip(self._parameters, parameters, strict=True):
+                outer_p.copy_(p)
 
     def step(self, mean_parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The way from the old parameters to the mean is minus a gradient; returns the parameters after the step."""
+        """Take a step with the old parameters minus the mean as gradient, and return the new parameters."""
         for p, mean in zip(self._parameters, mean_parameters, strict=True):
             p.grad = p.detach() - mean
         self._optimizer.step()
@@ -290,7 +289,7 @@ class _OuterOptimizer:
 
 
 class _SimulatedAveragingWorker(Worker):
-    """All ranks in one process, a model each: what `verify` compares with."""
+    """All ranks in one process, with a model each: the reference of `verify`."""
 
     batch_per_shard = True
 
@@ -306,32 +305,34 @@ class _SimulatedAveragingWorker(Worker):
         self._average_every, self._steps_since_average, self._loss_fn = strategy.every, 0, loss_fn
         self._rank_workers = []
         for shard in context.shards:
-            own = copy.deepcopy(model)
-            alone = dataclasses.replace(context, shards=[shard])
-            lonely = dataclasses.replace(strategy, every=2**62)  # the mean is taken here
-            self._rank_workers.append(_AveragingWorker(lonely, own, loss_fn, make_optimizer(optimizer, own), alone))
+            rank_model = copy.deepcopy(model)
+            rank_context = dataclasses.replace(context, shards=[shard])
+            never = dataclasses.replace(strategy, every=2**62)  # this class averages, not the rank's worker
+            rank_optimizer = make_optimizer(optimizer, rank_model)
+            self._rank_workers.append(_AveragingWorker(never, rank_model, loss_fn, rank_optimizer, rank_context))
         self.optimizer = self._rank_workers[0].optimizer
 
     def step(
-        self, batches: Sequence[tuple[int, Any]], counts: Sequence[int], _microscope: StepProbe | None = None
+        self,
+        batches: Sequence[tuple[int, Any]],
+        counts: Sequence[int],
+        probe: StepProbe | None = None,  # noqa: ARG002 - no gradients are reduced
     ) -> StepResult:
-        """A step of each rank, on one batch for each shard (None where it has no sample)."""
-        outcomes: list[StepResult] = []
+        """Take a step of each rank, on one batch for each shard (None without samples)."""
+        results: list[StepResult] = []
         for rank, (count, batch) in zip(self._rank_workers, batches, strict=True):
-            for mine, first in zip(rank.optimizer.param_groups, self.optimizer.param_groups, strict=True):
-                mine.update(
-                    {name: value for name, value in first.items() if name != "params"}
-                )  # as a scheduler left it
-            outcomes.append(rank.step([(count, batch)] if count else [], counts))
+            for group, first in zip(rank.optimizer.param_groups, self.optimizer.param_groups, strict=True):
+                group.update({name: value for name, value in first.items() if name != "params"})  # a scheduler's values
+            results.append(rank.step([(count, batch)] if count else [], counts))
         self._steps_since_average += 1
         if self._steps_since_average % self._average_every == 0:
             mean = self._compute_mean_parameters()
             for rank in self._rank_workers:
                 rank.load_flat_mean(mean)
-        weight = sum(float(o.loss_weight) for o in outcomes)
-        losses = [o.loss * (float(o.loss_weight) / weight) for o in outcomes if o.loss is not None]
+        weight = sum(float(o.loss_weight) for o in results)
+        losses = [o.loss * (float(o.loss_weight) / weight) for o in results if o.loss is not None]
         loss = torch.stack(losses).sum() if losses else None
-        return StepResult(loss, weight, all(o.is_finite for o in outcomes), float("nan"))
+        return StepResult(loss, weight, all(o.is_finite for o in results), float("nan"))
 
     def _compute_mean_parameters(self) -> torch.Tensor:
         total = sum(rank.averaging_weight for rank in self._rank_workers)
@@ -340,16 +341,16 @@ class _SimulatedAveragingWorker(Worker):
         )
 
     def set_process_group(self, group: Group) -> None:
-        """It has no group."""
+        """Do nothing: a simulation has no process group."""
 
     def state_dict_parts(self) -> dict[str, Any]:
-        """The mean of the models."""
+        """Return the state dict of the models' mean."""
         self._load_mean()
         return {name: copy_to_cpu(value) for name, value in self._model.state_dict().items()}
 
     @contextlib.contextmanager
     def eval_mode(self) -> Iterator[EvalFunction]:
-        """Of the mean of the models."""
+        """Evaluate the mean of the models."""
         self._load_mean()
         with module_eval_mode(self._model):
             yield lambda batch: self._loss_fn.evaluate_batch(self._model, batch)

@@ -1,7 +1,7 @@
-"""What a parallelism is: how a model is placed on the ranks, and what one synchronised step does.
+"""Base classes of all parallelisms: how ranks hold a model, and what one synchronized step does.
 
-A `Strategy` is what the user passes: a small frozen description, without state. On each engine, `setup` turns it
-into a `Worker`: that rank's part of one job, with its module and optimiser.
+The user passes a `Strategy`: a small frozen description without state. On each engine, `setup` turns it into a
+`Worker`: that rank's part of one job, with its module and optimizer.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from dtkit.mesh import Mesh
-from dtkit.strategies.loss import EvalOutput
 
 if TYPE_CHECKING:
     import contextlib
@@ -22,126 +21,106 @@ if TYPE_CHECKING:
     import torch
 
     from dtkit.engine.comm.process_group import Group
-    from dtkit.engine.observe.phase_timer import PhaseTimer
+    from dtkit.engine.data.worker_context import WorkerContext
     from dtkit.engine.observe.step_probe import StepProbe
     from dtkit.engine.state.capture import StateVisitor
     from dtkit.planning.cost_model import Benchmark, Cost, ModelProfile
     from dtkit.schedules.schedule import Schedule
-    from dtkit.strategies.loss import Loss
+    from dtkit.strategies.loss import EvalOutput, Loss
     from dtkit.types import Fingerprint, NonFiniteLocations
 
 
 @dataclasses.dataclass(frozen=True)
-class WorkerContext:
-    """Where a worker works. `group` is None where one process plays all shards alone."""
-
-    group: Group | None
-    device: torch.device
-    phases: PhaseTimer
-    """Where the worker says what it is doing, step by step."""
-    shards: Sequence[int]
-    """The parts of each batch that this worker takes."""
-    mesh: Mesh = dataclasses.field(default_factory=lambda: Mesh({"dp": 1}))
-    """How the strategy arranges the ranks."""
-    make_sample_batch: Callable[[int], Any] | None = None
-    """A batch of so many rows, for strategies that must see the model at work before they can place it."""
-    max_local_samples: int = 0
-    """The most samples that this worker's part of a batch may have."""
-
-
-@dataclasses.dataclass(frozen=True)
 class StepResult:
-    """One step of one rank. Loss and weight stay on the device."""
+    """Result of one step on one rank. Loss and weight stay on the device."""
 
     loss: torch.Tensor | None
-    """Mean over this rank's samples; None without any."""
+    """Mean over this rank's samples; None without samples."""
     loss_weight: torch.Tensor | float
     is_finite: bool
-    """Whether the gradients, reduced over all ranks, are finite: equal on all ranks. If not, nothing was updated."""
+    """Whether the reduced gradients are finite, equal on all ranks. If not, the step updated nothing."""
     grad_norm: float
-    """Of the gradient that was updated with, before clipping; NaN where there was none."""
+    """Norm of the gradient before clipping; NaN without a gradient."""
     nonfinite: NonFiniteLocations = ()
-    """Where it is not finite: what this rank's stages made that is not, for a model in stages."""
-
-
+    """Nonfinite outputs and gradients of this rank's stages, for a model in stages."""
 
 
 EvalFunction = Callable[[Any], "EvalOutput | None"]
-"""None on ranks that don't speak for their model: another one does."""
+"""Function from a batch to its output; None on ranks for which another rank reports."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainingProgram:
-    """What the engines are to do with the batches: all that a user gave to `train` besides model and data."""
+    """What the engines do with the batches: all that a user gave to `train` besides model and data."""
 
     loss_fn: Loss
     optimizer: Callable[..., Any]
     strategy: Strategy
     lr_scheduler: Callable[..., Any] | None = None
-    """A function from the optimiser to a torch scheduler."""
+    """Function from the optimizer to a torch scheduler."""
     lr_scheduler_interval: str = "step"
     """"step" or "epoch"."""
     has_validation: bool = False
-    """Whether there is held-out data: a scheduler that wants a loss then gets that one."""
+    """Whether there is validation data: a scheduler that needs a loss then gets the validation loss."""
 
 
 ALWAYS_SHOWN = {"shown": True}
-"""Metadata of a field that is a strategy's very point, and told also at its default."""
+"""Metadata of a field that `repr` shows even at its default."""
 
 
 class Strategy(abc.ABC):
-    """How to parallelise. Subclasses are frozen dataclasses (with ``repr=False``: see `__repr__`)."""
+    """A way to parallelize. Subclasses are frozen dataclasses (with ``repr=False``: see `__repr__`)."""
 
     def __repr__(self) -> str:
-        """What the user typed: options at their defaults are left out, save those marked by SHOWN."""
+        """Return what the user typed, without options at their defaults (but see `ALWAYS_SHOWN`)."""
         fields = dataclasses.fields(self)  # type: ignore[arg-type]  # every subclass is a dataclass
-        told = [f for f in fields if f.metadata == ALWAYS_SHOWN or getattr(self, f.name) != f.default]
-        given = [f"{f.name}={getattr(self, f.name)!r}" for f in told]
-        return f"{type(self).__name__}({', '.join(given)})"
+        shown = [f for f in fields if f.metadata == ALWAYS_SHOWN or getattr(self, f.name) != f.default]
+        options = [f"{f.name}={getattr(self, f.name)!r}" for f in shown]
+        return f"{type(self).__name__}({', '.join(options)})"
 
     @property
     def num_micro_batches(self) -> int:
-        """How many parts a rank's samples of a step come in."""
+        """Number of micro-batches of a rank's samples in a step."""
         return 1
 
     balance: str | None = None
-    """"auto" where faster ranks are to take more of each batch."""
+    """"auto" if faster ranks take more of each batch."""
     supports_explain: bool = True
-    """Whether a step can be taken apart."""
+    """Whether a step can be explained."""
     pipeline_schedule: Schedule | None = None
-    """In a pipeline, what each rank does in which order."""
+    """The order of each rank's actions, in a pipeline."""
     shards_model: bool = False
-    """Whether a rank keeps a part of the model only: it is then given the model itself, to copy its part of."""
+    """Whether a rank keeps a part of the model only. `setup` then gets the whole model, to copy that part."""
 
     def build_mesh(self, world_size: int) -> Mesh:
-        """How it arranges so many ranks; ValueError where its degrees don't multiply to that."""
+        """Return the arrangement of the ranks; raise ValueError if the degrees don't multiply to `world_size`."""
         return Mesh({"dp": world_size})
 
     def model_shard_id(self, world_size: int, rank: int) -> tuple[int, ...]:
-        """Which part of the model a rank holds: ranks with the same answer hold the same."""
-        here = self.build_mesh(world_size).get_coordinates(rank)
-        return tuple(place for axis, place in here.items() if axis != "dp")
+        """Return which part of the model a rank holds: ranks with equal ids hold the same part."""
+        coordinates = self.build_mesh(world_size).get_coordinates(rank)
+        return tuple(coordinate for axis, coordinate in coordinates.items() if axis != "dp")
 
     def check(self, world_size: int, batch_size: int) -> None:  # noqa: B027 - most strategies work on any size
-        """Raise ValueError where these sizes can't work."""
+        """Raise ValueError if these sizes can't work."""
 
     def check_model(self, model: torch.nn.Module) -> None:  # noqa: B027 - most strategies take any model
-        """Raise ValueError for a model that it can't place, as far as can be seen of it in the notebook."""
+        """Raise ValueError if the notebook can see that this model can't be placed."""
 
-    def preload(self) -> None:  # noqa: B027 - most need nothing that is not there
-        """Load on an engine what setting up would load, before the memory is counted that a model takes."""
+    def preload(self) -> None:  # noqa: B027 - most need no imports
+        """Import what `setup` needs, so that it doesn't count as a model's memory."""
 
     def describe_plan(self, model: torch.nn.Module) -> Any:  # noqa: ARG002 - most have nothing to show
-        """What to show of `model` before training begins: a table; None where nobody asked for one."""
+        """Return a table to show before training begins, or None."""
         return None
 
     def equivalence_notes(self) -> tuple[str, ...]:
-        """Why its training is not that of one process even in exact arithmetic, or far less exact; mostly nothing."""
+        """Return the reasons why this strategy trains differently than one process does; mostly none."""
         return ()
 
     @abc.abstractmethod
     def estimate_cost(self, profile: ModelProfile, benchmark: Benchmark) -> Cost:
-        """What one step asks of one rank, told from what was measured: see :mod:`dtkit.planning.cost_model`."""
+        """Return the estimated cost of one step on one rank: see :mod:`dtkit.planning.cost_model`."""
 
     @abc.abstractmethod
     def setup(
@@ -151,7 +130,7 @@ class Strategy(abc.ABC):
         optimizer: Callable[..., Any],
         context: WorkerContext,
     ) -> Worker:
-        """Place `model`, the same on every rank, and make its optimiser."""
+        """Place `model`, which is equal on all ranks, and build its optimizer."""
 
 
 class Worker(abc.ABC):
@@ -159,60 +138,61 @@ class Worker(abc.ABC):
 
     optimizer: torch.optim.Optimizer
     model: torch.nn.Module
-    """What this rank holds of the model."""
+    """This rank's part of the model."""
     forward_is_collective: bool = False
-    """Whether a forward pass is a collective, so that all ranks must make equally many."""
+    """Whether a forward pass is a collective, so that all ranks need equally many."""
     placement: Any = None
-    """Which part of the model lies where, as a table; None where every rank has all of it, or an even part."""
+    """Table of the parts of the model by rank; None if all ranks hold equal parts."""
     batch_per_shard: bool = False
-    """Whether it takes one batch for each of its shards, in place of micro-batches of all of them together."""
+    """Whether `step` takes one batch for each shard, instead of micro-batches of all shards."""
     step_result: StepResult | None = None
-    """Of the step that is being taken, once it is known: a step counts whose update was made, whatever fails then."""
+    """Result of the current step, set once the update is made: the step counts even if it fails later."""
 
     @abc.abstractmethod
     def step(
         self, batches: Sequence[tuple[int, Any]], counts: Sequence[int], probe: StepProbe | None = None
     ) -> StepResult:
-        """One synchronised step on micro-batches (samples, batch), none where this rank has no sample.
+        """Take one synchronized step on micro-batches (samples, batch); none if this rank has no sample.
 
-        `row_counts` is by shard, of all ranks. With a `microscope` the step is taken apart for it.
+        `counts` holds the number of samples of each shard, of all ranks. A `probe` records the parts of the step.
         """
 
     def make_step_probe(self, **position: int) -> StepProbe:
-        """What `step` is taken apart for; `position`: rank, step and epoch."""
+        """Return a probe for `step`; `position` is rank, step and epoch."""
         from dtkit.engine.observe.step_probe import StepProbe
 
         return StepProbe(self.model, **position)
 
     @abc.abstractmethod
     def state_dict_parts(self) -> dict[str, Any]:
-        """Tensors, or :class:`~dtkit.training.state_dict.TensorPart` objects, that this rank adds to the model's state dict.
+        """Return this rank's entries of the model's state dict. A collective.
 
-        A collective. The tensors may be in use: copy what is to be kept.
+        They are tensors or :class:`~dtkit.engine.state.tensor_part.TensorPart` objects. The model may still use them:
+        copy what you keep.
         """
 
     @abc.abstractmethod
     def eval_mode(self) -> contextlib.AbstractContextManager[EvalFunction]:
-        """While it lasts, the model is evaluated: a function from a batch to its :class:`EvalOutput`.
+        """Evaluate the model within the context, by a function from a batch to its :class:`EvalOutput`.
 
-        A collective: all ranks enter it together, and those that share a model call it on the same batches.
+        A collective: all ranks enter it together. Ranks that share a model call the function on the same batches.
         """
 
     @abc.abstractmethod
     def set_process_group(self, group: Group) -> None:
-        """Go on in a new generation of the process group."""
+        """Continue in a new generation of the process group."""
 
     def visit_state(self, visitor: StateVisitor) -> None:
-        """Show all state that a step depends on to `archive`, which takes it or fills it in. A collective."""
-        raise NotImplementedError(f"{type(self).__name__} works alone, and is made anew where it is needed")
+        """Pass all state that a step depends on to `visitor`, which saves or restores it. A collective."""
+        raise NotImplementedError(f"{type(self).__name__} simulates all ranks in one process; its state isn't saved")
 
     def compute_fingerprint(self) -> Fingerprint | None:
-        """Of the trainable parameters that lie here; None where ranks need not agree now."""
+        """Return checksums of this rank's trainable parameters, or None if ranks may differ now."""
         return None
 
 
 def split_state_dict(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """(buffers, what is no tensor) of a model's state dict, by name."""
+    """Return (buffers, entries that are not tensors) of a model's state dict, by name."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     rest = {name: value for name, value in model.state_dict(keep_vars=True).items() if name not in parameters}
     buffers = {name: value for name, value in rest.items() if hasattr(value, "dtype")}
@@ -220,7 +200,7 @@ def split_state_dict(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], d
 
 
 def make_optimizer(factory: Callable[..., Any], model: torch.nn.Module) -> torch.optim.Optimizer:
-    """The user's optimiser, with a clear word where it isn't one."""
+    """Return the user's optimizer for the trainable parameters of `model`, after checking it."""
     import torch
 
     optimizer = factory([p for p in model.parameters() if p.requires_grad])
@@ -232,14 +212,14 @@ def make_optimizer(factory: Callable[..., Any], model: torch.nn.Module) -> torch
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(
-            f"{type(optimizer).__name__} evaluates the loss as often as it likes in each step, and ranks take one "
-            "gradient a step together. Use an optimiser whose step() needs no closure, such as SGD or AdamW"
+            f"{type(optimizer).__name__}.step() needs a closure that evaluates the loss several times, but all ranks "
+            "compute one gradient per step. Use an optimizer without a closure, such as SGD or AdamW"
         )
-    own = {id(p) for p in model.parameters()}
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    if not held or any(id(p) not in own for p in held):
+    model_ids = {id(p) for p in model.parameters()}
+    optimized = [p for group in optimizer.param_groups for p in group["params"]]
+    if not optimized or any(id(p) not in model_ids for p in optimized):
         raise ValueError(
-            f"the optimiser holds {len(held)} parameters, not all of them the model's; build it from the `params` that "
-            "the function is given: the engine's copy of the model has parameters of its own"
+            f"the optimizer holds {len(optimized)} parameters, not all of them the model's. Build it from the `params` "
+            "that the function gets: the engine's copy of the model has its own parameters"
         )
     return optimizer

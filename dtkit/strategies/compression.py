@@ -1,7 +1,7 @@
-"""Fewer bytes for the same gradients: what DDP does with a bucket in place of a plain all-reduce.
+"""Compression of gradients: what DDP does with a bucket instead of a plain all-reduce.
 
-"fp16" and "bf16" send half of float32's bytes, rounded to 11 and 8 bits. "powersgd" sends two thin matrices in place
-of each wide one: see :mod:`dtkit.strategies.powersgd`. All of them end in the *sum* over ranks.
+"fp16" and "bf16" send half of float32's bytes, rounded to 11 and 8 bits. "powersgd" sends two thin matrices instead of
+each wide one: see :mod:`dtkit.strategies.powersgd`. All of them give the *sum* over ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ COMPRESSION_METHODS = ("fp16", "bf16", "powersgd")
 
 
 def make_comm_hook(method: str | None, group: Group) -> Hook:
-    """What to do with a bucket of gradients: start to sum it over ranks."""
+    """Return a function that starts to sum a bucket of gradients over ranks."""
     if method is None:
         return lambda bucket: group.start_all_reduce(bucket.buffer()).then(_get_first_tensor)
     if method == "powersgd":
@@ -36,14 +36,14 @@ def make_comm_hook(method: str | None, group: Group) -> Hook:
 
 
 def visit_hook_state(comm_hook: Hook, visitor: StateVisitor, named_parameters: Mapping[str, torch.Tensor]) -> None:
-    """Show what a hook keeps from step to step, if anything."""
-    keeper = getattr(comm_hook, "__self__", None)
-    if isinstance(keeper, PowerSGD):
-        keeper.visit_state(visitor, named_parameters)
+    """Visit the state that a hook keeps between steps, if any."""
+    compressor = getattr(comm_hook, "__self__", None)
+    if isinstance(compressor, PowerSGD):
+        compressor.visit_state(visitor, named_parameters)
 
 
 def estimate_compression(method: str | None, profile: ModelProfile) -> tuple[int, int, int]:
-    """(bytes of gradients to reduce, bytes kept from step to step, bytes held besides) on one rank."""
+    """Return one rank's bytes of (gradients to reduce, state kept between steps, temporary tensors)."""
     whole = profile.gradients
     if method is None or not whole:
         return whole, 0, 0
@@ -52,7 +52,7 @@ def estimate_compression(method: str | None, profile: ModelProfile) -> tuple[int
         half = whole * 2 // item
         return half, 0, half
     thin = sum(item * powersgd.count_sent_elements(shape) for shape in profile.gradient_shapes)
-    return thin, whole + thin, 2 * thin  # what was left out, and the factors
+    return thin, whole + thin, 2 * thin  # error feedback and the factors
 
 
 def _get_first_tensor(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:

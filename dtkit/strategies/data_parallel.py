@@ -1,14 +1,13 @@
-"""Data parallelism: a copy of the model on each rank, gradients summed over ranks in every step.
+"""Data parallelism: a copy of the model on each rank, with gradients summed over ranks in every step.
 
-torch's DDP does the work (Li et al., VLDB 2020): it packs gradients into buckets and starts to reduce each one while
-backward still makes the next. Its hook is ours, for three reasons: gradients are summed and not averaged (ranks scale
-their losses by samples beforehand, see :mod:`dtkit.strategies.replicated`), they can be compressed, and the launch of
-the last bucket is where computing ends and blocking begins. What is wrapped is the model together with its loss, so
-that a user's own step function is handed the model itself, with all of its attributes.
+torch's DDP does the work (Li et al., VLDB 2020): it reduces buckets of gradients while backward still computes the
+next ones. dtkit replaces DDP's hook for three reasons. Gradients are summed, not averaged: ranks scale their losses by
+samples (see :mod:`dtkit.strategies.replicated`). The hook can compress them. And the launch of the last bucket marks
+the end of computation. DDP wraps the model together with its loss, so that a user's training step gets the model
+itself, with all of its attributes.
 
-A rank without a sample runs no user code in that step: an empty forward gives NaN, and skipping backward there would
-break DDP's reducer. Every rank knows all counts beforehand, so in such a step all ranks go past DDP and sum their
-gradients explicitly.
+A rank without samples runs no user code: an empty forward gives NaN, and a missing backward breaks DDP's reducer. All
+ranks know all counts, so in such a step all of them bypass DDP and sum their gradients explicitly.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dtkit.planning.cost_model import Cost, compute_ring_bytes
 from dtkit.strategies import compression
-from dtkit.strategies.base import StepResult, Strategy, Worker, WorkerContext, make_optimizer
+from dtkit.strategies.base import StepResult, Strategy, Worker, make_optimizer
 from dtkit.strategies.options import check_choice, check_count, check_flag, check_positive
 from dtkit.strategies.replicated import AUTOCAST_DTYPES, LossAccumulator, ReplicatedWorker
 
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from dtkit.engine.comm.process_group import Group
+    from dtkit.engine.data.worker_context import WorkerContext
     from dtkit.engine.observe.step_probe import StepProbe
     from dtkit.engine.state.capture import StateVisitor
     from dtkit.planning.cost_model import Benchmark, ModelProfile
@@ -45,25 +45,25 @@ class DataParallel(Strategy):
     Parameters
     ----------
     accumulate
-        Micro-batches that a rank's samples of a step come in, for less memory. `batch_size` stays samples per update;
-        a rank with fewer samples than that has as many micro-batches as samples.
+        Number of micro-batches of a rank's samples in a step; more of them need less memory. `batch_size` is still the
+        number of samples per update. A rank with fewer samples has one micro-batch per sample.
     clip_grad_norm
-        Largest norm of the whole gradient; larger ones are scaled down to it.
+        Largest norm of the whole gradient; a larger gradient is scaled down to it.
     precision
-        "bf16" or "fp16": forward and backward under torch's autocast, with the loss scaled for fp16. Parameters and
-        optimiser stay as they are.
+        "bf16" or "fp16": forward and backward use torch's autocast; "fp16" also scales the loss. Parameters and
+        optimizer keep their type.
     compile
         Whether to compile the model with ``torch.compile``; the first steps then take much longer.
     compress
-        "fp16", "bf16" or "powersgd": send fewer bytes; see :mod:`dtkit.strategies.compression`. No longer exact.
+        "fp16", "bf16" or "powersgd": send fewer bytes, not exact; see :mod:`dtkit.strategies.compression`.
     bucket_cap_mb
         Size of DDP's buckets in MB; 25 by default.
     balance
-        "auto": ranks that turn out faster take more samples of each batch. The rows of a step stay the same.
+        "auto": faster ranks take more samples of each batch. The rows of a step stay the same.
     find_unused_parameters
-        For models that don't use all parameters in every step (it costs a pass over the graph a step).
+        For models that don't use all parameters in every step; it traverses the graph in each step.
     sync_batch_norm
-        On GPUs, make batch normalisation use the statistics of the whole batch.
+        On GPUs, make batch normalization use the statistics of the whole batch.
 
     """
 
@@ -78,7 +78,7 @@ class DataParallel(Strategy):
     sync_batch_norm: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse what is no option."""
+        """Check the options."""
         check_count("accumulate", self.accumulate)
         check_positive("clip_grad_norm", self.clip_grad_norm)
         check_positive("bucket_cap_mb", self.bucket_cap_mb)
@@ -89,17 +89,17 @@ class DataParallel(Strategy):
             check_flag(name, getattr(self, name))
         if self.compress == "powersgd" and self.precision == "fp16":
             raise ValueError(
-                "compress='powersgd' with precision='fp16': what is left out of one step is added to the next, and "
-                "fp16 scales each step by another factor. Use precision='bf16', or compress='fp16'"
+                "compress='powersgd' with precision='fp16': PowerSGD adds the error of one step to the next, but fp16 "
+                "scales each step by a different factor. Use precision='bf16', or compress='fp16'"
             )
 
     @property
     def num_micro_batches(self) -> int:
-        """`accumulate`."""
+        """Return `accumulate`."""
         return self.accumulate
 
     def check(self, world_size: int, batch_size: int) -> None:
-        """Raise ValueError where no rank could have so many micro-batches."""
+        """Raise ValueError if no rank has enough samples for `accumulate` micro-batches."""
         most = -(-batch_size // world_size)
         if self.accumulate > most:
             raise ValueError(
@@ -109,15 +109,15 @@ class DataParallel(Strategy):
             )
 
     def equivalence_notes(self) -> tuple[str, ...]:
-        """Rounding that one process does not do."""
+        """Return the rounding that one process does not do."""
         rounding = f"precision={self.precision!r} rounds sums over other samples on each rank"
-        found = [rounding] if self.precision else []
-        return tuple(found + ([f"compress={self.compress!r} sends rounded gradients"] if self.compress else []))
+        notes = [rounding] if self.precision else []
+        return tuple(notes + ([f"compress={self.compress!r} sends rounded gradients"] if self.compress else []))
 
     def estimate_cost(self, profile: ModelProfile, benchmark: Benchmark) -> Cost:
-        """An all-reduce of all gradients, in buckets: it hides behind backward, except for the last bucket.
+        """Return the cost of an all-reduce in buckets, which overlaps with backward except for the last bucket.
 
-        Micro-batches add up in gradients of their own before they go into the buckets.
+        Micro-batches accumulate in separate gradients before they are copied into the buckets.
         """
         sent, kept, besides = compression.estimate_compression(self.compress, profile)
         whole = benchmark.estimate_all_reduce_s(sent)
@@ -136,7 +136,7 @@ class DataParallel(Strategy):
     def setup(
         self, model: torch.nn.Module, loss_fn: Loss, optimizer: Callable[..., Any], context: WorkerContext
     ) -> Worker:
-        """A replica on this rank. The parameters must be equal on all ranks already."""
+        """Return a worker with this rank's replica. The parameters must already be equal on all ranks."""
         model = model.to(context.device)
         if self.sync_batch_norm and context.group is not None and context.device.type == "cuda":
             model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
@@ -146,7 +146,7 @@ class DataParallel(Strategy):
 
 
 class _LossModule(torch.nn.Module):
-    """From a batch to (loss, weight)."""
+    """Module from a batch to (loss, weight)."""
 
     def __init__(self, model: torch.nn.Module, loss_fn: Callable[..., Any]) -> None:
         super().__init__()
@@ -154,9 +154,9 @@ class _LossModule(torch.nn.Module):
         self._loss_fn = loss_fn
 
     def forward(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The model's and the user's work."""
-        found: tuple[torch.Tensor, torch.Tensor | None] = self._loss_fn(self.model, batch)
-        return found
+        """Return (loss, weight) of a batch."""
+        loss_and_weight: tuple[torch.Tensor, torch.Tensor | None] = self._loss_fn(self.model, batch)
+        return loss_and_weight
 
 
 class _DDPWorker(ReplicatedWorker):
@@ -180,35 +180,35 @@ class _DDPWorker(ReplicatedWorker):
         if self._group is None:
             return _LossModule(self._model, self._compute_loss)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*broadcast_buffers", FutureWarning)  # its successor isn't there yet
+            warnings.filterwarnings("ignore", ".*broadcast_buffers", FutureWarning)  # it has no successor yet
             module = DistributedDataParallel(
                 _LossModule(self._model, self._compute_loss),
-                broadcast_buffers=False,  # batch statistics are each rank's own; broadcasting hung with an empty rank
+                broadcast_buffers=False,  # each rank keeps its batch statistics; broadcasts hang with an empty rank
                 init_sync=False,  # equal already
                 gradient_as_bucket_view=True,
                 bucket_cap_mb=self._strategy.bucket_cap_mb,
                 find_unused_parameters=self._strategy.find_unused_parameters,
             )
         self._comm_hook = compression.make_comm_hook(self._strategy.compress, self._group)
-        # DDP's reducer, which we hold, holds the hook in C++, where no garbage collection sees it: a hook that held us
-        # would keep every model for ever. (DDP reads its annotations, and wants objects there, not names.)
+        # DDP's reducer holds the hook in C++, which garbage collection can't see: a strong reference would leak the
+        # model. A lambda, since DDP checks the annotations of functions.
         this = weakref.proxy(self)
         module.register_comm_hook(None, lambda _, bucket: this.launch_reduce(bucket))
         return module
 
     def launch_reduce(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        """A bucket is ready; with the last one there is nothing left to compute."""
+        """Start to reduce a bucket; the last one ends the computation."""
         if bucket.is_last():
             self._phases.enter("sync")
         return self._comm_hook(bucket)
 
     def set_process_group(self, group: Group) -> None:
-        """Wrap the model anew: DDP's reducer holds the old process group."""
+        """Wrap the model again, since DDP's reducer holds the old process group."""
         super().set_process_group(group)
         self._ddp = self._wrap_in_ddp()
 
     def visit_state(self, visitor: StateVisitor) -> None:
-        """A replica's state, and what compression has left out so far."""
+        """Visit a replica's state and the state of the compression."""
         super().visit_state(visitor)
         if self._group is not None:
             compression.visit_hook_state(self._comm_hook, visitor, self._named_parameters())
@@ -216,27 +216,27 @@ class _DDPWorker(ReplicatedWorker):
     def step(
         self, batches: Sequence[tuple[int, Any]], counts: Sequence[int], probe: StepProbe | None = None
     ) -> StepResult:
-        """Forward, backward with all-reduce, update: parameters stay equal on all ranks."""
+        """Run forward, backward with all-reduce, and the update, so that parameters stay equal on all ranks."""
         self._zero_grad()
         some_rank_is_empty = self._group is not None and not all(counts)
         if some_rank_is_empty or probe is not None:
             return self._explain_step(batches, counts, probe)
-        tally = LossAccumulator(sum(counts))
+        loss_accumulator = LossAccumulator(sum(counts))
         total = None
-        for place, (count, batch) in enumerate(batches, 1):
-            last = place == len(batches)
+        for k, (count, batch) in enumerate(batches, 1):
+            last = k == len(batches)
             with contextlib.nullcontext() if last else self._no_sync():
                 self._phases.enter("forward")
                 value, weight = self._ddp(batch)
-                loss = tally.add(value, weight, count)
+                loss = loss_accumulator.add(value, weight, count)
                 if last:
-                    total = self._start_weight_reduce(tally)
+                    total = self._start_weight_reduce(loss_accumulator)
                 self._phases.enter("backward")
                 self._scale_loss(loss).backward()  # type: ignore[no-untyped-call]
         self._check_all_parameters_used()
         self._divide_by_weight(total)
         finite, norm = self._clip_and_update()
-        return self._make_step_result(tally, counts, finite=finite, norm=norm)
+        return self._make_step_result(loss_accumulator, counts, finite=finite, norm=norm)
 
     def _no_sync(self) -> contextlib.AbstractContextManager[None]:
         if isinstance(self._ddp, DistributedDataParallel):
@@ -244,13 +244,13 @@ class _DDPWorker(ReplicatedWorker):
         return contextlib.nullcontext()
 
     def _check_all_parameters_used(self) -> None:
-        """DDP reduces nothing for want of one gradient, and says so a step later: other ranks would wait for it."""
+        """Raise at once: DDP reports a missing gradient one step later, while other ranks wait."""
         if self._group is None or self._strategy.find_unused_parameters:
             return
         if any(p.grad is None for p in self._parameters):
             names = [name for name, p in self._model.named_parameters() if p.requires_grad and p.grad is None]
             raise ValueError(
                 f"{', '.join(names)} got no gradient: the model did not use it in this step, and ranks wait for every "
-                "parameter's gradient. Use strategy=dtkit.DataParallel(find_unused_parameters=True), or freeze what is "
-                "never used by requires_grad_(False)"
+                "parameter's gradient. Use strategy=dtkit.DataParallel(find_unused_parameters=True), or call "
+                "requires_grad_(False) on parameters that are never used"
             )

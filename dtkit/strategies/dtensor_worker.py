@@ -1,21 +1,17 @@
-"""One rank's slices of a model's parameters: what tensor parallel and sharded training do alike.
+"""One rank's shards of a model's parameters: the base of tensor parallel and sharded training.
 
-A sliced parameter is a torch DTensor: this rank's part of it, and the mesh of ranks among which it was cut. What is
-done with gradients here (their norm, clipping, the check that they are finite) is done on the parts that lie on this
-rank, with one number summed over all ranks: a part that lies on `copies` ranks counts for 1 / `copies` on each.
+A sharded parameter is a torch DTensor: this rank's part and the mesh of the ranks that have the other parts. Norm,
+clipping and the check for finite gradients work on this rank's parts, with one number summed over all ranks. A part
+that n ranks hold counts for 1/n on each of them.
 
-A parameter may be several in one: of the rows of queries, keys and values, a rank that holds some heads has a part
-of each. To torch that is a DTensor cut by rows like any other; the parameter says of how many such blocks its part is
-made (:func:`fused_blocks`), and wherever numbers come in or go out, that is undone.
+A fused parameter holds several matrices: a rank with some attention heads has rows of queries, of keys and of values.
+To torch it is a DTensor sharded by rows. The parameter stores the number of its blocks (:func:`get_num_fused_blocks`).
+Loading and saving use it to restore the order of rows.
 
-A rank never copies the whole model: a skeleton of it without numbers is cut, and this rank's slices of the numbers
-are put into it.
-
-A DTensor and the hooks that were put on the module hold the process group that they were made with. When an error
-elsewhere has the group formed anew, another skeleton is cut, and the slices that there are go into that as they are:
-nothing is copied or sent, and the optimiser's state moves along. That is done when the job is next used and not at
-once, since ranks need not hold the same jobs then. torch takes meshes of the same ranks and names for equal, and what
-it keeps about one (which process group to use among it) for true of the other; so here names carry the generation.
+DTensors and the hooks of modules keep the process group that they were made with. For a new process group the worker
+shards another copy without values, and moves its shards and the optimizer's state there without copying. It does so
+when the job is next used, since other ranks may not have the job when the group is formed. For meshes with equal ranks
+and names torch would reuse the old process group. So names of meshes include the generation.
 """
 
 from __future__ import annotations
@@ -30,6 +26,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dtkit.engine.observe.collective_probe import CollectiveProbe
+from dtkit.engine.state.checksum import compute_checksum
 from dtkit.engine.state.dtensor_shards import (
     count_shards,
     get_local_tensor,
@@ -39,13 +36,12 @@ from dtkit.engine.state.dtensor_shards import (
 from dtkit.engine.state.tensor_part import TensorPart
 from dtkit.mesh import Mesh
 from dtkit.strategies import gradients
-from dtkit.strategies.base import StepResult, Strategy, Worker, WorkerContext, make_optimizer
+from dtkit.strategies.base import StepResult, Strategy, Worker, make_optimizer
 from dtkit.strategies.data_parallel import DataParallel
 from dtkit.strategies.meta_copy import copy_to_meta
 from dtkit.strategies.model_shards import load_shards, rebind_optimizer, transfer_shards
 from dtkit.strategies.options import check_count, check_positive
 from dtkit.strategies.replicated import LossAccumulator, ReplicatedWorker, copy_to_cpu
-from dtkit.engine.state.checksum import compute_checksum
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -53,6 +49,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from dtkit.engine.comm.process_group import Group
+    from dtkit.engine.data.worker_context import WorkerContext
     from dtkit.engine.observe.step_probe import StepProbe
     from dtkit.engine.state.capture import StateVisitor
     from dtkit.strategies.loss import Loss
@@ -60,7 +57,7 @@ if TYPE_CHECKING:
 
 
 class DTensorStrategy(Strategy):
-    """What strategies have in common that cut parameters: replicas of the model, and micro-batches for less memory."""
+    """Base of the strategies that shard parameters, with replicas of the model and micro-batches."""
 
     replicas: int
     clip_grad_norm: float | None
@@ -69,39 +66,42 @@ class DTensorStrategy(Strategy):
     shards_model = True
 
     def __post_init__(self) -> None:
-        """Refuse what is no option."""
+        """Check the options."""
         check_count("replicas", self.replicas)
         check_positive("clip_grad_norm", self.clip_grad_norm)
         check_count("accumulate", self.accumulate)
 
     @property
     def num_micro_batches(self) -> int:
-        """`accumulate`."""
+        """Return `accumulate`."""
         return self.accumulate
 
     def check(self, world_size: int, batch_size: int) -> None:
-        """Raise ValueError where nobody could have so many micro-batches."""
+        """Raise ValueError if no replica has enough samples for `accumulate` micro-batches."""
         self._unsharded_strategy.check(self.build_mesh(world_size).num_replicas, batch_size)
 
     def setup(self, model: nn.Module, loss_fn: Loss, optimizer: Callable[..., Any], context: WorkerContext) -> Worker:
-        """This rank's slices. The parameters must be equal on all ranks already; alone, a plain training."""
+        """Return a worker with this rank's shards, or with the whole model without a process group.
+
+        The parameters must already be equal on all ranks.
+        """
         make = self._unsharded_strategy.setup if context.group is None else self._make_worker
         return make(model, loss_fn, optimizer, context)
 
     @property
     def _unsharded_strategy(self) -> DataParallel:
-        """The same training where nothing is cut."""
+        """The same training without shards."""
         return DataParallel(clip_grad_norm=self.clip_grad_norm, accumulate=self.accumulate)
 
     @abc.abstractmethod
     def _make_worker(
         self, model: nn.Module, loss_fn: Loss, optimizer: Callable[..., Any], context: WorkerContext
     ) -> DTensorWorker:
-        """This rank's slices of `model`."""
+        """Return a worker with this rank's shards of `model`."""
 
 
 class DTensorWorker(ReplicatedWorker, abc.ABC):
-    """One rank's slices. Subclasses cut the model, and say what a step is."""
+    """One rank's shards. Subclasses shard the model and define a step."""
 
     forward_is_collective = True
     _strategy: DTensorStrategy
@@ -114,38 +114,38 @@ class DTensorWorker(ReplicatedWorker, abc.ABC):
         optimizer: Callable[..., Any],
         context: WorkerContext,
     ) -> None:
-        """`model` is the whole one, and stays as it is. `optimizer` makes one, once parameters are cut."""
+        """Shard a copy of the whole `model`; `optimizer` is a function from the shards to an optimizer."""
         assert context.group is not None
         self._strategy, self._context = strategy, context
         self._meta_model, self._has_stale_group = copy_to_meta(model), False
-        mine = copy.deepcopy(self._meta_model)
-        self._shard_model(mine, context.group)
-        load_shards(model, mine, context.device)
+        sharded = copy.deepcopy(self._meta_model)
+        self._shard_model(sharded, context.group)
+        load_shards(model, sharded, context.device)
         super().__init__(
-            mine, loss_fn, make_optimizer(optimizer, mine), context, clip_grad_norm=strategy.clip_grad_norm
+            sharded, loss_fn, make_optimizer(optimizer, sharded), context, clip_grad_norm=strategy.clip_grad_norm
         )
-        self._register_shards(mine)
+        self._register_shards(sharded)
 
     def step(
         self, batches: Sequence[tuple[int, Any]], counts: Sequence[int], probe: StepProbe | None = None
     ) -> StepResult:
-        """One step; the collectives in it are told to a microscope."""
+        """Take one step; a probe records its collectives."""
         self._rebuild_if_stale()
         if not isinstance(probe, CollectiveProbe):
             return self._run_step(batches, counts)
         with probe.record_collectives():
-            outcome = self._run_step(batches, counts)
-        probe.record_loss(outcome.loss, float(outcome.loss_weight) if self._reports_samples else 0.0, 0.0)
-        if outcome.is_finite:
+            result = self._run_step(batches, counts)
+        probe.record_loss(result.loss, float(result.loss_weight) if self._reports_samples else 0.0, 0.0)
+        if result.is_finite:
             probe.record_update(float(self.optimizer.param_groups[0]["lr"]))
-        return outcome
+        return result
 
     @abc.abstractmethod
     def _run_step(self, batches: Sequence[tuple[int, Any]], counts: Sequence[int]) -> StepResult:
-        """One step, in the process group that there is now."""
+        """Take one step in the current process group."""
 
     def make_step_probe(self, **position: int) -> StepProbe:
-        """What looks at this rank's collectives. A collective itself, where the process group is a new one."""
+        """Return a probe of this rank's collectives. A collective if the process group is new."""
         self._rebuild_if_stale()
         group = self._group
         assert group is not None
@@ -159,15 +159,15 @@ class DTensorWorker(ReplicatedWorker, abc.ABC):
 
     @abc.abstractmethod
     def _shard_model(self, model: nn.Module, group: Group) -> None:
-        """Cut the parameters of `model`, a skeleton without numbers. A collective."""
+        """Shard the parameters of `model`, a copy without values. A collective."""
 
     @property
     @abc.abstractmethod
     def _replica_index(self) -> int:
-        """Which copy of the model this rank's slices belong to."""
+        """Index of the replica that this rank's shards belong to."""
 
     def _register_shards(self, model: nn.Module) -> None:
-        """Keep the slices at hand: while FSDP is at work, its modules have whole parameters in their place."""
+        """Keep references to the shards, since FSDP temporarily replaces them by whole parameters."""
         self._model = model
         self._sharded_parameters = dict(model.named_parameters(remove_duplicate=False))
         self._parameters = [p for p in model.parameters() if p.requires_grad]
@@ -175,7 +175,7 @@ class DTensorWorker(ReplicatedWorker, abc.ABC):
         self._num_holders = [world // count_shards(p) for p in self._parameters]
 
     def visit_state(self, visitor: StateVisitor) -> None:
-        """As of a whole copy, slice by slice."""
+        """Visit the same state as of a whole copy, by shards."""
         self._rebuild_if_stale()
         super().visit_state(visitor)
 
@@ -185,11 +185,11 @@ class DTensorWorker(ReplicatedWorker, abc.ABC):
     # -- gradients --------------------------------------------------------------------------------------------
 
     def _list_local_gradients(self) -> list[torch.Tensor]:
-        """What lies on this rank of the gradients that there are."""
+
         return [get_local_tensor(p.grad) for p in self._parameters if p.grad is not None]
 
     def _compute_grad_norm(self) -> float:
-        """Of the whole gradient: the squares of all parts, summed over ranks in float64."""
+        """Return the norm of the whole gradient: squares summed over ranks in float64."""
         pairs = [
             (get_local_tensor(p.grad), n)
             for p, n in zip(self._parameters, self._num_holders, strict=True)
@@ -211,108 +211,82 @@ class DTensorWorker(ReplicatedWorker, abc.ABC):
     def _start_weight_reduce(
         self, loss_accumulator: LossAccumulator
     ) -> torch.futures.Future[list[torch.Tensor]] | None:
-        """Of ranks that take the same samples, one tells their weight."""
+        """Start the sum of weights; of ranks with the same samples, one reports theirs."""
         if self._reports_samples:
             return super()._start_weight_reduce(loss_accumulator)
-        mute = LossAccumulator(1)
-        mute.loss_form = loss_accumulator.loss_form
-        return super()._start_weight_reduce(mute)
+        empty = LossAccumulator(1)
+        empty.loss_form = loss_accumulator.loss_form
+        return super()._start_weight_reduce(empty)
 
     @property
     def _reports_samples(self) -> bool:
-        """Whether this rank speaks for the samples that it takes."""
+        """Whether this rank reports the samples that it takes."""
         return True
 
     # -- the whole model --------------------------------------------------------------------------------------
 
     def state_dict_parts(self) -> dict[str, Any]:
-        """The slices of the first copy of the model; from rank 0, what is not cut too."""
+        """Return the shards of the first replica; rank 0 adds the entries that are not sharded."""
         assert self._group is not None
-        found: dict[str, Any] = {}
+        parts: dict[str, Any] = {}
         with self.averaged_model() as model:
             for name, value in model.state_dict().items():
-                cut = get_shard_position(value) if isinstance(value, DTensor) else None
-                if cut is not None and self._replica_index == 0:
-                    found[name] = TensorPart(
-                        copy_to_cpu(get_local_tensor(value)), *cut, get_num_fused_blocks(self._sharded_parameters[name])
+                position = get_shard_position(value) if isinstance(value, DTensor) else None
+                if position is not None and self._replica_index == 0:
+                    parts[name] = TensorPart(
+                        copy_to_cpu(get_local_tensor(value)),
+                        *position,
+                        get_num_fused_blocks(self._sharded_parameters[name]),
                     )
-                elif cut is None and self._group.rank == 0:
-                    found[name] = copy_to_cpu(get_local_tensor(value) if isinstance(value, torch.Tensor) else value)
-        return found
+                elif position is None and self._group.rank == 0:
+                    parts[name] = copy_to_cpu(get_local_tensor(value) if isinstance(value, torch.Tensor) else value)
+        return parts
 
     @contextlib.contextmanager
     def averaged_model(self) -> Iterator[nn.Module]:
-        """The module, its batch statistics averaged over ranks while it lasts."""
+        """Average the batch statistics over ranks, within the context."""
         self._rebuild_if_stale()
         with super().averaged_model() as model:
             yield model
 
     def compute_fingerprint(self) -> Fingerprint:
-        """A checksum of the slices, to be equal in all replicas, and one of what is not cut and lies on all ranks."""
+        """Return a checksum of the shards, equal in all replicas, and one of whole parameters, equal on all ranks."""
         assert self._group is not None
-        mine = self._strategy.model_shard_id(self._group.world_size, self._group.rank)
+        shard_id = self._strategy.model_shard_id(self._group.world_size, self._group.rank)
         whole = [get_local_tensor(p) for p in self._parameters if count_shards(p) == 1]
-        cut = [get_local_tensor(p) for p in self._parameters if count_shards(p) > 1]
-        return {part: compute_checksum(tensors) for part, tensors in (((), whole), (mine, cut)) if tensors}
+        sharded = [get_local_tensor(p) for p in self._parameters if count_shards(p) > 1]
+        return {part: compute_checksum(tensors) for part, tensors in (((), whole), (shard_id, sharded)) if tensors}
 
     # -- another process group --------------------------------------------------------------------------------
 
     def set_process_group(self, group: Group) -> None:
-        """Go on in a new generation of the process group, from the next use on."""
+        """Continue in a new generation of the process group, from the next use on."""
         super().set_process_group(group)
         self._has_stale_group = True
 
     def _rebuild_if_stale(self) -> None:
-        """Move to the process group that there is now. A collective where it is a new one."""
+        """Move to the current process group. A collective if it is new."""
         if not self._has_stale_group:
             return
         assert self._group is not None
-        fresh = copy.deepcopy(self._meta_model)
-        self._shard_model(fresh, self._group)
-        rebind_optimizer(self.optimizer, transfer_shards(self._sharded_parameters, self._model, fresh))
-        self._register_shards(fresh)
+        new_model = copy.deepcopy(self._meta_model)
+        self._shard_model(new_model, self._group)
+        rebind_optimizer(self.optimizer, transfer_shards(self._sharded_parameters, self._model, new_model))
+        self._register_shards(new_model)
         self._has_stale_group = False
 
 
 def build_device_meshes(group: Group, mesh: Mesh, device: torch.device) -> dict[str, DeviceMesh]:
-    """Groups along each axis of several ranks by name, and along all as "": unlike any of another generation."""
+    """Return the sub-mesh of each axis by its name, and the whole mesh as "", named after the group's generation."""
     names = {axis: f"{axis}{group.generation}" for axis in mesh.axes}
     whole = group.device_mesh(Mesh({names[axis]: size for axis, size in mesh.axes.items()}), device)
     return {"": whole} | {axis: whole[name] for axis, name in names.items() if name in (whole.mesh_dim_names or ())}
 
 
-
-
-
-
-
-
-
-
-
-
-
-
 def sum_global_squares(
     tensors: Sequence[torch.Tensor], num_holders: Sequence[int], device: torch.device
 ) -> torch.Tensor:
-    """The sum of squares of each tensor's numbers, over its copies, in float64."""
+    """Return the sum of squares of each tensor, divided by the number of ranks that hold it, in float64."""
     if not tensors:
         return torch.zeros(1, dtype=torch.float64, device=device)
     return gradients.sum_squares(tensors) / torch.tensor(num_holders, dtype=torch.float64, device=device)
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-

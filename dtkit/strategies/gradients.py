@@ -1,6 +1,6 @@
-"""What strategies do alike with the gradients that lie on one rank: add up over ranks, divide, scale, measure.
+"""Functions that all strategies use on one rank's gradients: all-reduce, divide, scale, measure.
 
-Plain functions of tensors. Which ranks take part, and which of them hold the same gradients, is the caller's to know.
+The caller knows which ranks take part, and which of them hold the same gradients.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 def agree_on_loss_form(loss_form: int | None, group: Group | None) -> int:
-    """Whether the loss is a mean or a pair, as all ranks see it. A collective.
+    """Return the form of the loss, a mean or a pair, that all ranks agree on. A collective.
 
-    None where this rank has no loss: it has no sample in the first step, or not the last stage. TypeError, on all
-    ranks, where they see different forms.
+    `loss_form` is None on a rank without a loss: one without samples in the first step, or without the last stage.
+    Raises TypeError on all ranks if the forms differ.
     """
     votes = torch.tensor([loss_form == LOSS_IS_MEAN, loss_form == LOSS_IS_WEIGHTED_SUM], dtype=torch.float32)
     if group is not None:
@@ -32,19 +32,18 @@ def agree_on_loss_form(loss_form: int | None, group: Group | None) -> int:
 
 
 def compute_weight_factor(total_weight: torch.Tensor) -> torch.Tensor:
-    """What makes the gradients of a sum into those of the weighted mean. Of no weight at all, `total` becomes tiny."""
-    return (
-        1 / total_weight.clamp_(min=torch.finfo(total_weight.dtype).tiny)
-    ).nan_to_num()  # a sum of nothing has a gradient of 0
+    """Return the factor from the gradients of a sum to those of the weighted mean. Changes a zero weight in place."""
+    smallest = torch.finfo(total_weight.dtype).tiny
+    return (1 / total_weight.clamp_(min=smallest)).nan_to_num()  # an empty sum has a gradient of 0
 
 
 def compute_clip_factor(norm: float, max_norm: float | None) -> float:
-    """What to multiply a gradient of this norm by: as torch's clip_grad_norm_ does."""
+    """Return the factor for a gradient of this norm, as in torch's clip_grad_norm_."""
     return 1.0 if max_norm is None or norm <= max_norm else max_norm / (norm + 1e-6)
 
 
 def scale_(gradients: list[torch.Tensor], factor: torch.Tensor | float) -> None:
-    """Multiply in place: by one fused operation where they are of one kind."""
+    """Multiply in place, by one fused operation if all gradients have the same type."""
     if len({(g.dtype, g.device, g.layout) for g in gradients}) == 1 and not gradients[0].is_sparse:
         torch._foreach_mul_(gradients, torch.as_tensor(factor, dtype=torch.float64).to(gradients[0]))
     else:
@@ -53,13 +52,20 @@ def scale_(gradients: list[torch.Tensor], factor: torch.Tensor | float) -> None:
 
 
 def sum_squares(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum of squares of each one's numbers, in float64. All on one device, and at least one."""
+    """Return the sum of squares of each gradient, in float64. There must be at least one, all on one device."""
     norms = torch._foreach_norm([get_values(g) for g in gradients])  # noqa: SLF001 - as clip_grad_norm_ does
     return torch.stack(norms).double().square()
 
 
+def add_optional(
+    totals: Sequence[torch.Tensor | None], gradients: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor | None]:
+    """Return the sums, pair by pair, where None counts as 0."""
+    return [b if a is None else a if b is None else a + b for a, b in zip(totals, gradients, strict=True)]
+
+
 def get_values(gradient: torch.Tensor) -> torch.Tensor:
-    """The numbers of a gradient, which is sparse for an embedding made so."""
+    """Return a gradient's values; sparse embeddings have sparse gradients."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
@@ -68,9 +74,9 @@ def all_reduce_flat(
     gradients: Sequence[torch.Tensor | None],
     all_reduce: Callable[[torch.Tensor], object],
 ) -> list[torch.Tensor | None]:
-    """The sums over ranks, laid out as the parameters, in one flat all-reduce that is done in place.
+    """Return the gradients' sums over ranks, by one flat all-reduce in place.
 
-    A parameter that no rank used gets no gradient, as in one process.
+    A parameter that no rank used gets None, as in one process.
     """
     used = parameters[0].new_tensor([g is not None for g in gradients])
     parts = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients, strict=True)]

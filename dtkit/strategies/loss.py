@@ -1,9 +1,8 @@
-"""What one rank's samples contribute: the user's loss, made into a number to differentiate and a weight.
+"""The user's loss as a number to differentiate and a weight.
 
-A loss is either a *mean over samples* (a scalar), which counts for as many samples as it was computed from, or a
-*pair* ``(sum, weight)``: then sums are differentiated, weights are added up over the ranks, and gradients are
-divided by the total. The pair is what class weights, ``ignore_index`` and token means need, since a mean of their
-means is not the mean.
+A loss is either a *mean over samples* (a scalar) or a *pair* ``(sum, weight)``. A mean counts for the number of its
+samples. With pairs, ranks differentiate the sums, add up the weights, and divide gradients by the total weight. Class
+weights, ``ignore_index`` and token means need pairs, since the mean of their means is not the mean.
 """
 
 from __future__ import annotations
@@ -13,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dtkit.strategies.base import EvalOutput
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -22,35 +19,46 @@ LOSS_IS_MEAN, LOSS_IS_WEIGHTED_SUM = 1, 2
 
 
 @dataclasses.dataclass(frozen=True)
+class EvalOutput:
+    """A model's output for a batch. Output and target are None with a custom `training_step`."""
+
+    output: Any
+    target: Any
+    loss: torch.Tensor
+    loss_weight: torch.Tensor | None
+    """Weight of a (sum, weight) pair; None for a mean over samples."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Loss:
-    """The user's way from a batch to a loss: ``loss(output, target)``, or ``step(model, batch)``."""
+    """The user's ``loss(output, target)`` or ``training_step(model, batch)``."""
 
     loss_fn: Callable[..., Any] | None
     training_step: Callable[..., Any] | None
     check_ignore_index: bool = True
-    """Whether to look for `ignore_index` in every batch's targets."""
+    """Whether to look for `ignore_index` in the targets of each batch."""
 
     def with_checked_targets(self, targets: torch.Tensor) -> Loss:
-        """This objective for targets that are all known: looked through once, and not in every step."""
+        """Check all targets once, and return this loss without the check in each step."""
         self._refuse_ignored_targets(targets)
         return dataclasses.replace(self, check_ignore_index=False)
 
     def __call__(self, model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(mean loss, None) or (sum, weight)."""
+        """Return (mean loss, None) or (sum, weight)."""
         if self.training_step is not None:
-            return _check_loss_value(self.training_step(model, batch), "step")
+            return _check_loss_value(self.training_step(model, batch), "training_step")
         inputs, target = split_batch(batch)
         return _check_loss_value(self._call_loss_fn(model(*inputs), target), "loss")
 
     def evaluate_batch(self, model: torch.nn.Module, batch: Any) -> EvalOutput:
-        """What the model makes of a batch, for metrics."""
+        """Return the model's output for a batch, for metrics."""
         if self.training_step is not None:
-            return EvalOutput(None, None, *_check_loss_value(self.training_step(model, batch), "step"))
+            return EvalOutput(None, None, *_check_loss_value(self.training_step(model, batch), "training_step"))
         inputs, target = split_batch(batch)
         return self.evaluate_output(model(*inputs), target)
 
     def evaluate_output(self, output: Any, target: Any) -> EvalOutput:
-        """A model's output next to what it should be."""
+        """Return a model's output with its target and loss."""
         return EvalOutput(output, target, *_check_loss_value(self._call_loss_fn(output, target), "loss"))
 
     def _call_loss_fn(self, output: Any, target: Any) -> Any:
@@ -72,12 +80,12 @@ WEIGHTED_LOSS_EXAMPLE = "lambda out, y: (F.cross_entropy(out, y, ..., reduction=
 
 
 def split_batch(batch: Any) -> tuple[Sequence[Any], Any]:
-    """(the model's inputs, the target) of a batch."""
+    """Return (the model's inputs, the target) of a batch."""
     if not isinstance(batch, tuple) or len(batch) < 2:
         form = f"{len(batch)} array" if isinstance(batch, tuple) else f"a {type(batch).__name__}"
         raise TypeError(
-            f"a batch of this data is {form}; with loss= it must be (inputs..., target). Use step=, a function of "
-            "(model, batch) that returns the loss"
+            f"a batch of this data is {form}; with loss= it must be (inputs..., target). Use training_step=, a "
+            "function of (model, batch) that returns the loss"
         )
     return batch[:-1], batch[-1]
 
@@ -95,17 +103,7 @@ def _check_loss_value(value: Any, source: str) -> tuple[torch.Tensor, torch.Tens
             "(or a pair (sum, weight)). Use reduction='mean', or call .mean() on it"
         )
     if weight is not None and weight.numel() != 1:
-        raise TypeError(f"{source} returned a weight of shape {tuple(weight.shape)}; it must be one number: .sum() it")
+        raise TypeError(
+            f"{source} returned a weight of shape {tuple(weight.shape)}; it must be one number. Call .sum() on it"
+        )
     return total.reshape(()), None if weight is None else weight.reshape(())
-
-
-@dataclasses.dataclass(frozen=True)
-class EvalOutput:
-    """What a model makes of a batch. Output and target are None with a custom `step`."""
-
-    output: Any
-    target: Any
-    loss: torch.Tensor
-    loss_weight: torch.Tensor | None
-    """What a (sum, weight) pair's loss counts for; None for a mean over samples."""
-

@@ -1,9 +1,11 @@
-"""A model's parameters cut among ranks: loaded, and moved to another mesh."""
+"""Loading and moving of the DTensor shards of a model.
+
+A rank never copies the whole model: it shards a copy without values, and loads its own shards into that.
+"""
 
 from __future__ import annotations
 
-import copy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -21,17 +23,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 
-
 def load_shards(model: nn.Module, sharded_model: nn.Module, device: torch.device) -> None:
-    """Give `mine`, a skeleton that was cut, copies of this rank's slices of a whole model's numbers."""
+    """Load this rank's shards of `model` into `sharded_model`, a sharded copy without values."""
 
-    def lay(p: nn.Parameter, like: nn.Parameter) -> nn.Parameter:
+    def convert(p: nn.Parameter, like: nn.Parameter) -> nn.Parameter:
         if not isinstance(like, DTensor):
             return nn.Parameter(p.detach().to(device, copy=True), p.requires_grad)
         part = slice_like(p.detach(), like).to(device, copy=True, memory_format=torch.contiguous_format)
         return nn.Parameter(wrap_local_shard(part, like), p.requires_grad)
 
-    _replace_parameters(sharded_model, dict(model.named_parameters(remove_duplicate=False)), lay)
+    _replace_parameters(sharded_model, dict(model.named_parameters(remove_duplicate=False)), convert)
     copies: dict[int, torch.Tensor] = {}
     for before, after in zip(model.modules(), sharded_model.modules(), strict=True):
         for name, buffer in before.named_buffers(recurse=False):
@@ -42,12 +43,15 @@ def load_shards(model: nn.Module, sharded_model: nn.Module, device: torch.device
 def transfer_shards(
     sharded_parameters: Mapping[str, nn.Parameter], old_model: nn.Module, new_model: nn.Module
 ) -> dict[nn.Parameter, nn.Parameter]:
-    """Put slices, and the buffers and plain settings of `old`, into `fresh`, cut alike. {old parameter: new one}."""
+    """Move the shards, buffers and plain attributes of `old_model` to `new_model`, which is sharded alike.
 
-    def lay(p: nn.Parameter, like: nn.Parameter) -> nn.Parameter:
+    Returns {old parameter: new parameter}.
+    """
+
+    def convert(p: nn.Parameter, like: nn.Parameter) -> nn.Parameter:
         return nn.Parameter(move_to_mesh_of(p, like), p.requires_grad) if isinstance(like, DTensor) else p
 
-    moved = _replace_parameters(new_model, sharded_parameters, lay)
+    moved = _replace_parameters(new_model, sharded_parameters, convert)
     for before, after in zip(old_model.modules(), new_model.modules(), strict=True):
         after.__dict__.update({k: v for k, v in vars(before).items() if isinstance(v, (bool, int, float, str))})
         for name, buffer in before.named_buffers(recurse=False):
@@ -60,19 +64,19 @@ def _replace_parameters(
     source_parameters: Mapping[str, nn.Parameter],
     convert: Callable[[nn.Parameter, nn.Parameter], nn.Parameter],
 ) -> dict[nn.Parameter, nn.Parameter]:
-    """Replace a model's parameters by what `lay` makes of others of the same name. {other: what was made of it}."""
-    made: dict[nn.Parameter, nn.Parameter] = {}
+    """Replace a model's parameters by converted ones of the same name. Return {source: converted parameter}."""
+    converted: dict[nn.Parameter, nn.Parameter] = {}
     for name, like in list(model.named_parameters(remove_duplicate=False)):
         p = source_parameters[name]
-        if p not in made:
-            made[p] = set_num_fused_blocks(convert(p, like), get_num_fused_blocks(like))
+        if p not in converted:
+            converted[p] = set_num_fused_blocks(convert(p, like), get_num_fused_blocks(like))
         module, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(module), attribute, made[p])
-    return made
+        setattr(model.get_submodule(module), attribute, converted[p])
+    return converted
 
 
 def rebind_optimizer(optimizer: torch.optim.Optimizer, new_parameters: Mapping[nn.Parameter, nn.Parameter]) -> None:
-    """Have an optimiser go on with other parameters, its state moved to their mesh."""
+    """Give an optimizer other parameters, and move its state to their mesh."""
     for group in optimizer.param_groups:
         group["params"] = [new_parameters[p] for p in group["params"]]
     for old, new in new_parameters.items():
@@ -81,4 +85,3 @@ def rebind_optimizer(optimizer: torch.optim.Optimizer, new_parameters: Mapping[n
         state = optimizer.state.pop(old)
         assert isinstance(new, DTensor)
         optimizer.state[new] = {k: move_to_mesh_of(v, new) if isinstance(v, DTensor) else v for k, v in state.items()}
-

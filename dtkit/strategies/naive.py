@@ -1,7 +1,7 @@
-"""Data parallelism as it is told on a blackboard: backward, then all-reduce one gradient after the other, then update.
+"""Data parallelism as in a textbook: backward, then an all-reduce of each gradient, then the update.
 
-It is slower than :class:`~dtkit.strategies.data_parallel.DataParallel`, which hides most of the communication behind
-backward, and gives the same parameters up to rounding: the tests use it as that one's reference, and lessons show it.
+:class:`~dtkit.strategies.data_parallel.DataParallel` is faster, because it overlaps communication with backward. Both
+give the same parameters up to rounding: tests use this one as the reference, and lessons show it.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dtkit.planning.cost_model import Cost, compute_ring_bytes
-from dtkit.strategies.base import StepResult, Strategy, Worker, WorkerContext, make_optimizer
+from dtkit.strategies.base import StepResult, Strategy, Worker, make_optimizer
 from dtkit.strategies.replicated import LossAccumulator, ReplicatedWorker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from dtkit.engine.data.worker_context import WorkerContext
     from dtkit.engine.observe.step_probe import StepProbe
     from dtkit.planning.cost_model import Benchmark, ModelProfile
     from dtkit.strategies.loss import Loss
@@ -25,13 +26,13 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class NaiveDataParallel(Strategy):
-    """Gradients are all-reduced after backward, one tensor at a time. For reading; train with `DataParallel`.
+    """All-reduce of gradients after backward, one tensor at a time. For reading; train with `DataParallel`.
 
-    A parameter that the model did not use gets a gradient of zeros.
+    Parameters that the model did not use get a gradient of zeros.
     """
 
     def estimate_cost(self, profile: ModelProfile, benchmark: Benchmark) -> Cost:
-        """As data parallelism, and nothing hides behind backward."""
+        """Return the cost of data parallelism without overlap."""
         return Cost.for_replica(
             profile,
             sent_bytes=compute_ring_bytes(profile.gradients, benchmark.world_size),
@@ -41,7 +42,7 @@ class NaiveDataParallel(Strategy):
     def setup(
         self, model: torch.nn.Module, loss_fn: Loss, optimizer: Callable[..., Any], context: WorkerContext
     ) -> Worker:
-        """A replica on this rank. The parameters must be equal on all ranks already."""
+        """Return a worker with this rank's replica. The parameters must already be equal on all ranks."""
         model = model.to(context.device)
         return _NaiveWorker(model, loss_fn, make_optimizer(optimizer, model), context)
 
@@ -52,19 +53,21 @@ class _NaiveWorker(ReplicatedWorker):
     def step(
         self, batches: Sequence[tuple[int, Any]], counts: Sequence[int], probe: StepProbe | None = None
     ) -> StepResult:
-        """The four lines that data parallelism is."""
+        """Take one step, in the four lines of data parallelism."""
         if probe is not None:
             return self._explain_step(batches, counts, probe)
-        tally = LossAccumulator(sum(counts))
+        loss_accumulator = LossAccumulator(sum(counts))
 
-        gradients = self._compute_local_gradients(batches, tally)  # 1. of this rank's samples, scaled to their share
-        total = self._start_weight_reduce(tally)
+        gradients = self._compute_local_gradients(
+            batches, loss_accumulator
+        )  # 1. this rank's gradients, scaled to its share
+        total = self._start_weight_reduce(loss_accumulator)
         for p, gradient in zip(self._parameters, gradients, strict=True):
             p.grad = torch.zeros_like(p) if gradient is None else gradient
             if self._group is not None:
                 self._phases.enter("sync")
                 self._group.all_reduce(p.grad)  # 2. the same sum on every rank
         self._divide_by_weight(total)
-        finite, norm = self._clip_and_update()  # 3. so every rank makes the same update: 4. all copies stay equal
+        finite, norm = self._clip_and_update()  # 3. the same update, so that 4. all copies stay equal
 
-        return self._make_step_result(tally, counts, finite=finite, norm=norm)
+        return self._make_step_result(loss_accumulator, counts, finite=finite, norm=norm)

@@ -1,4 +1,4 @@
-"""Checks of what strategies are given: each error says the value, the rule and the remedy."""
+"""Checks of the options of strategies: each error names the value, the rule and the remedy."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ if TYPE_CHECKING:
 
 
 def check_count(name: str, value: Any, minimum: int = 1) -> None:
-    """An integer from `least` up."""
+    """Require an integer of at least `minimum`."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}={value!r}; it must be an integer from {minimum} up, such as {name}={max(minimum, 2)}")
+        raise TypeError(
+            f"{name}={value!r}; it must be an integer of at least {minimum}, such as {name}={max(minimum, 2)}"
+        )
     if value < minimum:
         raise ValueError(f"{name}={value}; it must be at least {minimum}")
 
 
 def check_positive(name: str, value: Any) -> None:
-    """A finite number above 0, or None."""
+    """Require a finite number above 0, or None."""
     if value is not None:
         _check_positive_number(name, value, "Leave it out for none")
 
 
 def check_rate(name: str, value: Any, example: float) -> None:
-    """A finite number above 0, of which there must be one."""
+    """Require a finite number above 0."""
     _check_positive_number(name, value, f"Usual is {name}={example}")
 
 
@@ -36,13 +38,13 @@ def _check_positive_number(name: str, value: Any, remedy: str) -> None:
 
 
 def check_flag(name: str, value: Any) -> None:
-    """True or False, and nothing that only counts as one: "no" would count as True."""
+    """Require a bool: other values, such as "no", would count as True."""
     if not isinstance(value, bool):
         raise TypeError(f"{name}={value!r}; it must be True or False, such as {name}={bool(value)}")
 
 
 def check_names(name: str, value: Any) -> tuple[str, ...] | None:
-    """Names in a list or tuple, as a tuple; or None. A single string would be taken for a list of its letters."""
+    """Return a list or tuple of names as a tuple, or None; refuse a single string, which is a list of letters."""
     if value is None:
         return None
     if isinstance(value, str):
@@ -56,6 +58,6 @@ def check_names(name: str, value: Any) -> tuple[str, ...] | None:
 
 
 def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
-    """One of `choices`, or None."""
-    if value is not None and value not in (found := list(choices)):
-        raise ValueError(f"{name}={value!r}; it must be one of {', '.join(map(repr, found))}, or left out")
+    """Require one of `choices`, or None."""
+    if value is not None and value not in (allowed := list(choices)):
+        raise ValueError(f"{name}={value!r}; it must be one of {', '.join(map(repr, allowed))}, or left out")

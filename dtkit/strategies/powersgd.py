@@ -1,10 +1,11 @@
-"""Two thin matrices in place of each wide gradient: PowerSGD (Vogels et al., NeurIPS 2019).
+"""PowerSGD: two thin matrices instead of each wide gradient (Vogels et al., NeurIPS 2019).
 
-A gradient of shape (n, m) is sent as (RANK, n) and (RANK, m), whose product stands for its sum over ranks. What the
-product leaves out stays on each rank and is added to its next gradient. Gradients that would not shrink are sent whole.
+A gradient of shape (n, m) is sent as factors of shapes (r, n) and (r, m) with r = `APPROXIMATION_RANK`. Their product
+approximates the sum over ranks. Each rank adds the error of the approximation to its next gradient. Gradients that
+would not shrink are sent whole.
 
-torch has a hook for it too. It starts collectives from callbacks, and gloo runs those in threads of its own: with more
-than one bucket the order differs between ranks, which ends the process (seen with 10 MB of gradients).
+torch's own hook starts collectives from callbacks. gloo runs these in several threads, so that their order may differ
+between ranks, which aborts the process.
 """
 
 from __future__ import annotations
@@ -24,10 +25,9 @@ APPROXIMATION_RANK = 2
 
 
 class PowerSGD:
-    """Sums gradients over ranks in two collectives a step, both of them with the last bucket.
+    """Sum of gradients over ranks by two collectives per step, both of them with the last bucket.
 
-    Collectives must start in the same order on all ranks, which those that callbacks of several buckets start do not
-    (gloo then aborts the process); and what is thin need not be hidden behind the backward pass.
+    This keeps the order of collectives equal on all ranks. Thin factors need no overlap with backward.
     """
 
     def __init__(self, group: Group) -> None:
@@ -36,7 +36,7 @@ class PowerSGD:
         self._factorizations: dict[torch.Tensor, _LowRankFactorization] = {}
 
     def launch_reduce(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        """Take in a bucket; its future has the sum once the last bucket has come."""
+        """Add a bucket; its future gets the sum after the last bucket."""
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         self._buckets.append((bucket, done))
         if bucket.is_last():
@@ -44,32 +44,34 @@ class PowerSGD:
             self._reduce_compressed(
                 [pair for b, _ in buckets for pair in zip(b.parameters(), b.gradients(), strict=True)]
             )
-            for each, future in buckets:
-                future.set_result(each.buffer())
+            for ready_bucket, future in buckets:
+                future.set_result(ready_bucket.buffer())
         return done
 
     @torch.no_grad()
     def _reduce_compressed(self, gradients: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         plain = [g for _, g in gradients if not _is_compressible(g)]
         wide = [(self._get_factorization(p, g), g.reshape(len(g), -1)) for p, g in gradients if _is_compressible(g)]
-        left = [kept.compute_left_factor(matrix) for kept, matrix in wide]
+        left = [factorization.compute_left_factor(matrix) for factorization, matrix in wide]
         self._all_reduce([*plain, *left])
         left = [_orthogonalize_rows(part) for part in left]
         right = [part @ matrix for part, (_, matrix) in zip(left, wide, strict=True)]
         self._all_reduce(right)
-        for (kept, matrix), a, b in zip(wide, left, right, strict=True):
-            kept.reconstruct(matrix, a, b, self._group.world_size)
+        for (factorization, matrix), a, b in zip(wide, left, right, strict=True):
+            factorization.reconstruct(matrix, a, b, self._group.world_size)
 
     def visit_state(self, visitor: StateVisitor, named_parameters: Mapping[str, torch.Tensor]) -> None:
-        """Show what is kept. On another number of ranks what all have left out is dealt out: its sum stays."""
+        """Visit factors and errors. On another number of ranks each gets an equal share of the errors' sum."""
         wide = {
             name: self._get_factorization(p, p.detach())
             for name, p in named_parameters.items()
             if p.requires_grad and _is_compressible(p) and (p in self._factorizations or not visitor.is_saving)
         }
-        if visitor.visit_tensors("powersgd", {name: one.right_factor for name, one in wide.items()}):
-            left_out = {name: one.error_feedback for name, one in wide.items()}
-            visitor.per_rank_tensors("powersgd", left_out, fraction=1 / visitor.world_size)
+        if visitor.visit_tensors(
+            "powersgd", {name: factorization.right_factor for name, factorization in wide.items()}
+        ):
+            errors = {name: factorization.error_feedback for name, factorization in wide.items()}
+            visitor.per_rank_tensors("powersgd", errors, fraction=1 / visitor.world_size)
         else:
             self._factorizations.clear()
 
@@ -88,26 +90,26 @@ class PowerSGD:
 
 
 class _LowRankFactorization:
-    """What is kept of one gradient from step to step. Thin matrices lie: BLAS is several times faster at them so."""
+    """State of one gradient between steps. Thin matrices have few rows, which is faster in BLAS than few columns."""
 
     def __init__(self, matrix: torch.Tensor, seed: int) -> None:
-        """`seed` is the same on all ranks."""
+        """Draw the first right factor; `seed` must be equal on all ranks."""
         start = torch.Generator().manual_seed(seed)
         self.right_factor = torch.randn(APPROXIMATION_RANK, matrix.shape[1], generator=start).to(matrix)
         self.error_feedback = torch.zeros_like(matrix)
 
     def compute_left_factor(self, matrix: torch.Tensor) -> torch.Tensor:
-        """Add what was left out to a gradient; its rows, seen from the last step's right factor."""
+        """Add the last error to a gradient, and return its product with the last right factor."""
         matrix.add_(self.error_feedback)
         return _orthogonalize_rows(self.right_factor) @ matrix.T
 
     def reconstruct(self, matrix: torch.Tensor, left: torch.Tensor, right: torch.Tensor, world_size: int) -> None:
-        """Put the product of the summed factors in place of a gradient, and keep what this rank's part of it lacks."""
+        """Replace a gradient by the product of the summed factors, and keep this rank's error."""
         torch.addmm(matrix, left.T, right, alpha=-1 / world_size, out=self.error_feedback)
         torch.mm(left.T, right, out=matrix)
         if bool(right.isfinite().all()):
             self.right_factor = right
-        else:  # the step will be refused, and must leave no trace
+        else:  # the step updates nothing, and must not change later ones
             self.error_feedback.zero_()
 
 
@@ -117,7 +119,7 @@ def _orthogonalize_rows(rows: torch.Tensor) -> torch.Tensor:
 
 
 def count_sent_elements(shape: Sequence[int]) -> int:
-    """How many numbers are sent for a gradient: two thin matrices where those have at most half of its own."""
+    """Return the number of elements sent for a gradient: thin factors if they have at most half of its elements."""
     count = math.prod(shape)
     thin = APPROXIMATION_RANK * (shape[0] + count // shape[0]) if len(shape) > 1 and shape[0] else count
     return thin if 2 * thin <= count else count

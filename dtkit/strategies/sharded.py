@@ -1,21 +1,21 @@
-"""Sharded training: parameters, gradients and optimiser state cut into parts, one on each rank.
+"""Sharded training: each rank holds a shard of parameters, gradients and optimizer state.
 
-torch's FSDP2 does the work (Zhao et al., VLDB 2023; after ZeRO, Rajbhandari et al., SC 2020). Ranks take samples of
-their own, as in data parallelism. A block's parameters are gathered when its forward or backward begins and given
-back when it ends; of its gradients each rank keeps the sum of its own part, by a reduce-scatter. So a rank never
-holds more than some blocks in full. With `replicas` the model is cut among the ranks of each replica only, and the
-parts' gradients are summed over replicas (HSDP).
+torch's FSDP2 does the work (Zhao et al., VLDB 2023; after ZeRO, Rajbhandari et al., SC 2020). Each rank takes its own
+samples, as in data parallelism. FSDP2 gathers a block's parameters before its forward or backward pass, and frees them
+afterwards. A reduce-scatter gives each rank the sum of its shard of the gradients. So a rank holds only a few whole
+blocks at a time. With `replicas`, parameters are sharded among the ranks of each replica, and the shards' gradients
+are summed over replicas (HSDP).
 
-Blocks are the layers of every ``nn.Sequential`` and ``nn.ModuleList``; what lies outside of them is one block more.
-Numbers alone (parameters without a dimension) can't be cut: they lie on all ranks.
+Blocks are the layers of every ``nn.Sequential`` and ``nn.ModuleList``; the rest of the model is one more block.
+Parameters without a dimension can't be sharded: all ranks hold them.
 
-Exactness is that of data parallelism: FSDP2 would average gradients and is told to add them up, ranks scale their
-losses by samples before. Gathering is collective, so a rank without a sample takes part with two rows of the data
-whose loss counts for nothing, and whose trace in batch statistics is removed.
+Training is as exact as data parallelism: ranks scale their losses by samples, and FSDP2 sums gradients instead of
+averaging them. Gathering is a collective, so a rank without samples runs two rows whose loss doesn't count, and
+restores the batch statistics afterwards.
 
-Every rank must run the same blocks in the same order in each step: a model that skips some by what its data is can't
-be sharded. A parameter that a rank's loss did not use would make that rank reduce fewer numbers than its peers, which
-ends a gloo process for good; so that is looked for before.
+All ranks must run the same blocks in the same order. So a model that skips blocks depending on its data can't be
+sharded. A rank with an unused parameter would reduce fewer elements than its peers, which aborts a gloo process; dtkit
+checks this before.
 """
 
 from __future__ import annotations
@@ -43,30 +43,32 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from dtkit.engine.comm.process_group import Group
+    from dtkit.engine.data.worker_context import WorkerContext
     from dtkit.engine.observe.phase_timer import PhaseTimer
     from dtkit.planning.cost_model import Benchmark, ModelProfile
-    from dtkit.strategies.base import EvalFunction, StepResult, WorkerContext
+    from dtkit.strategies.base import EvalFunction, StepResult
     from dtkit.strategies.loss import Loss
 
-PADDING_ROWS = 2  # rows of a batch that counts for nothing: a BatchNorm1d can't normalise one
-_GATHER_ALL_LIMIT = 9  # largest tensors that are there in full: 3 blocks (two gathered, one's gradient) of 3 each
+PADDING_ROWS = 2  # rows of a batch that doesn't count; BatchNorm1d needs two
+_GATHER_ALL_LIMIT = 9  # whole tensors at a time: 3 blocks (two gathered, one gradient) of 3 tensors
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Sharded(DTensorStrategy):
-    """Parameters, gradients and optimiser state are cut among the ranks; a block at a time is put together to compute.
+    """Parameters, gradients and optimizer state sharded among the ranks, which gather one block at a time.
 
     Parameters
     ----------
     replicas
-        Copies of the model, each cut among world size / `replicas` ranks. 1: cut among all.
+        Copies of the model, each sharded among world size / `replicas` ranks.
     precision
-        "bf16": compute in it, and gather parameters in it; they and the optimiser stay as they are, and gradients are
-        summed in float32. (fp16 needs a scaled loss, which sharded gradients have no room for.)
+        "bf16": compute and gather parameters in bfloat16. Parameters and optimizer keep their type, and gradients are
+        summed in float32. (fp16 would need a scaled loss, which isn't supported here.)
     clip_grad_norm
-        Largest norm of the whole gradient; larger ones are scaled down to it.
+        Largest norm of the whole gradient; a larger gradient is scaled down to it.
     accumulate
-        Micro-batches that a rank's samples of a step come in, for less memory; `batch_size` stays samples per update.
+        Number of micro-batches of a rank's samples in a step; more of them need less memory. `batch_size` is still the
+        number of samples per update.
 
     """
 
@@ -76,39 +78,39 @@ class Sharded(DTensorStrategy):
     accumulate: int = 1
 
     def __post_init__(self) -> None:
-        """Refuse what is no option."""
+        """Check the options."""
         super().__post_init__()
         check_choice("precision", self.precision, ("bf16",))
 
     def build_mesh(self, world_size: int) -> Mesh:
-        """Every rank takes samples of its own."""
+        """Return a mesh in which every rank takes its own samples."""
         self.build_shard_mesh(world_size)
         return Mesh({"dp": world_size})
 
     def build_shard_mesh(self, world_size: int) -> Mesh:
-        """Among whom parameters are cut; ValueError where `replicas` does not divide the world size."""
+        """Return the mesh for the shards; raise ValueError if `replicas` doesn't divide the world size."""
         if self.replicas == 1:
             return Mesh({"shard": world_size})
         shards = max(1, world_size // self.replicas)
         return Mesh({"replica": self.replicas, "shard": shards}).check(world_size, replica="replicas", shard="shards")
 
     def model_shard_id(self, world_size: int, rank: int) -> tuple[int, ...]:
-        """Its shard."""
+        """Return the index of the rank's shard."""
         return (self.build_shard_mesh(world_size).get_coordinates(rank)["shard"],)
 
     def check_model(self, model: nn.Module) -> None:
-        """Raise ValueError for what FSDP2 can't shard."""
+        """Raise ValueError for a model that FSDP2 can't shard."""
         check_shardable(model)
 
     def equivalence_notes(self) -> tuple[str, ...]:
-        """Rounding that one process does not do."""
+        """Return the rounding that one process does not do."""
         return (f"precision={self.precision!r} rounds sums over other samples on each rank",) if self.precision else ()
 
     def estimate_cost(self, profile: ModelProfile, benchmark: Benchmark) -> Cost:
-        """Everything cut among the shards, and what is put together for the blocks at work.
+        """Return the cost of the shards and of the gathered blocks.
 
-        Which blocks there are is not known here: counted are 3 at a time, of 3 tensors as large as the largest. Sent
-        are parameters twice and gradients once; gloo's reduce-scatter is an all-reduce, and takes twice the bytes.
+        The blocks are unknown here, so this counts 3 at a time, with 3 tensors of the largest size. Ranks send
+        parameters twice and gradients once; gloo's reduce-scatter is an all-reduce of twice the bytes.
         """
         world = benchmark.world_size
         shards = max(1, world // self.replicas)
@@ -142,9 +144,9 @@ class Sharded(DTensorStrategy):
 
 
 def _compute_largest_tensor_bytes(profile: ModelProfile) -> float:
-    """Bytes of the largest tensor that is trained."""
-    numbers = [math.prod(shape) for shape in profile.gradient_shapes]
-    return profile.gradients * max(numbers) / sum(numbers) if sum(numbers) else 0.0
+    """Return the bytes of the largest trainable parameter."""
+    sizes = [math.prod(shape) for shape in profile.gradient_shapes]
+    return profile.gradients * max(sizes) / sum(sizes) if sum(sizes) else 0.0
 
 
 class _FSDPWorker(DTensorWorker):
@@ -167,19 +169,19 @@ class _FSDPWorker(DTensorWorker):
         mesh = self._strategy.build_shard_mesh(group.world_size)
         dtype = AUTOCAST_DTYPES.get(self._strategy.precision or "")
         reduced = None if dtype is None else torch.float32
-        # On CUDA collectives run in streams of their own, beside the computing, and are no phase of it.
+        # On CUDA, collectives run in separate streams next to the computation, so they aren't a phase of it.
         phases = self._context.phases if self._context.device.type == "cpu" else None
         options: dict[str, Any] = {"mesh": build_device_meshes(group, mesh, self._context.device)[""]}
-        if numbers := {p for p in model.parameters() if not p.dim()}:
-            options["ignored_params"] = numbers
+        if scalars := {p for p in model.parameters() if not p.dim()}:
+            options["ignored_params"] = scalars
         for name, block in find_blocks(model):
             policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced)
             shard_module(block, name, mesh.axes["shard"], phases, mp_policy=policy, **options)
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced, output_dtype=reduced)
-        shard_module(model, "what lies outside of blocks", mesh.axes["shard"], phases, mp_policy=policy, **options)
+        shard_module(model, "the rest of the model", mesh.axes["shard"], phases, mp_policy=policy, **options)
 
     def set_process_group(self, group: Group) -> None:
-        """Go on in a new generation of the process group, from the next use on; hold the old one no longer."""
+        """Continue in a new generation of the process group from the next use on, and release the old one."""
         super().set_process_group(group)
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
@@ -192,20 +194,20 @@ class _FSDPWorker(DTensorWorker):
         return mesh.get_coordinates(self._group.rank).get("replica", 0)
 
     def _run_step(self, batches: Sequence[tuple[int, Any]], counts: Sequence[int]) -> StepResult:
-        """Forward and backward with gathering and reduce-scatter, and each rank's update of its own part."""
+        """Run forward and backward with all-gathers and reduce-scatters, and update this rank's shards."""
         self._zero_grad()
-        tally = LossAccumulator(sum(counts))
+        loss_accumulator = LossAccumulator(sum(counts))
         for k in range(min(self._strategy.accumulate, max(counts))):
             if k < len(batches):
-                self._run_micro_batch(tally, *batches[k])
+                self._run_micro_batch(loss_accumulator, *batches[k])
             else:
                 self._run_padding_batch()
         self._check_all_parameters_used()
-        total = self._start_weight_reduce(tally)
+        total = self._start_weight_reduce(loss_accumulator)
         self._all_reduce_unsharded()
         self._divide_by_weight(total)
         finite, norm = self._clip_and_update()
-        return self._make_step_result(tally, counts, finite=finite, norm=norm)
+        return self._make_step_result(loss_accumulator, counts, finite=finite, norm=norm)
 
     def _run_micro_batch(self, loss_accumulator: LossAccumulator, count: int, batch: Any) -> None:
         if self._context.make_sample_batch is None:
@@ -216,7 +218,7 @@ class _FSDPWorker(DTensorWorker):
         loss.backward()  # type: ignore[no-untyped-call]
 
     def _run_padding_batch(self) -> None:
-        """Gather and reduce with the others, without a sample."""
+        """Take part in the collectives without a sample."""
         batch = self._make_padding_batch()
         buffers = [(b, b.clone()) for b in self._model.buffers()]
         self._phases.enter("forward")
@@ -227,18 +229,18 @@ class _FSDPWorker(DTensorWorker):
             buffer.copy_(before)
 
     def _make_padding_batch(self) -> Any:
-        """A batch whose loss is not to count; of a stream, the last one that this rank had."""
+        """Return a batch whose loss doesn't count: for a stream, this rank's last one."""
         if self._context.make_sample_batch is not None:
             return to_device(self._context.make_sample_batch(PADDING_ROWS), self._context.device)
         if self._last_batch is None:
             raise ValueError(
-                "this rank has no sample in its first step, and sharded training needs some batch from every rank to "
-                "put the model together. Give every rank at least one sample at first"
+                "this rank has no sample in its first step, but all ranks must run some batch to gather the model. "
+                "Give every rank at least one sample in the first step"
             )
         return self._last_batch
 
     def _all_reduce_unsharded(self) -> None:
-        """Sum the gradients of parameters that are not cut."""
+        """Sum the gradients of parameters that are not sharded."""
         whole = [p.grad for p in self._parameters if p.grad is not None and not isinstance(p, DTensor)]
         if not whole or self._group is None:
             return
@@ -253,22 +255,22 @@ class _FSDPWorker(DTensorWorker):
 
     @contextlib.contextmanager
     def eval_mode(self) -> Iterator[EvalFunction]:
-        """Of the model put together block by block: all ranks call it equally often."""
+        """Evaluate the model, gathered block by block: all ranks call the function equally often."""
         with super().eval_mode() as forward:
             yield forward
         if isinstance(self._model, FSDPModule):
-            self._model.reshard()  # the outermost block stays whole after a forward pass, waiting for backward
+            self._model.reshard()  # the outermost block stays gathered until backward
 
 
 _UNUSED_PARAMETER_ERROR = (
-    "the model did not use it in this step on this rank, and ranks add up their gradients block by block. Sharded "
-    "training needs a model that uses all of its parameters in every step; freeze what is never used by "
-    "requires_grad_(False)"
+    "the model did not use it in this step on this rank, and ranks sum their gradients block by block. Sharded "
+    "training needs a model that uses all parameters in every step. Call requires_grad_(False) on parameters that are "
+    "never used"
 )
 
 
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The modules to be gathered one at a time, by name: the layers of sequences, save what shares its parameters."""
+    """Return the modules to gather one at a time, by name: layers of sequences that share no parameters."""
     owners: dict[int, int] = {}
     for module in model.modules():
         for p in module.parameters(recurse=False):
@@ -287,31 +289,31 @@ def _find_layers(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Modul
 
 
 def shard_module(module: nn.Module, name: str, shards: int, phases: PhaseTimer | None, **options: Any) -> None:
-    """Shard the parameters of a module that are whole yet; gradients are summed, and never of some of them only.
+    """Shard a module's parameters that aren't sharded yet, with gradients summed and checked for completeness.
 
-    With `phases`, the collectives are marked in the midst of forward and backward.
+    With `phases`, marks its collectives during forward and backward.
     """
-    own = [p for p in module.parameters() if p.requires_grad and p.dim() and not isinstance(p, DTensor)]
-    dtypes = {p.dtype for p in own}
+    trainable = [p for p in module.parameters() if p.requires_grad and p.dim() and not isinstance(p, DTensor)]
+    dtypes = {p.dtype for p in trainable}
     if len(dtypes) > 1:
         raise ValueError(
             f"{name} has parameters of {' and '.join(sorted(map(str, dtypes)))}, and FSDP reduces a block's gradients "
-            "in one dtype. Give them one dtype, or put them into different blocks of an nn.Sequential"
+            "in one dtype. Use one dtype, or put the parameters into different blocks of an nn.Sequential"
         )
-    made = fully_shard(module, **options)
-    assert isinstance(made, FSDPModule)
-    divide = getattr(made, "set_gradient_divide_factor", None) or made.set_reduce_scatter_divide_factor  # its old name
-    divide(1.0)
-    made.set_force_sum_reduction_for_comms(True)  # gloo has no sum that divides
-    expected = sum(math.prod(p.shape[1:]) * -(-p.shape[0] // shards) * shards for p in own)
-    made.set_custom_reduce_scatter(_CheckedReduceScatter(phases, name, expected))  # type: ignore[arg-type]  # the base class is private
+    sharded = fully_shard(module, **options)
+    assert isinstance(sharded, FSDPModule)
+    set_divisor = getattr(sharded, "set_gradient_divide_factor", None) or sharded.set_reduce_scatter_divide_factor
+    set_divisor(1.0)
+    sharded.set_force_sum_reduction_for_comms(True)  # gloo can't divide sums
+    expected = sum(math.prod(p.shape[1:]) * -(-p.shape[0] // shards) * shards for p in trainable)
+    sharded.set_custom_reduce_scatter(_CheckedReduceScatter(phases, name, expected))  # type: ignore[arg-type]  # the base class is private
     if phases is not None:
-        made.set_custom_all_gather(_AllGather(phases))  # type: ignore[arg-type]  # as above
-        made.set_all_reduce_hook(lambda _: phases.end_collective())  # also where replicas have nothing to sum
+        sharded.set_custom_all_gather(_AllGather(phases))  # type: ignore[arg-type]  # as above
+        sharded.set_all_reduce_hook(lambda _: phases.end_collective())  # also called without replicas
 
 
 def _drop_process_groups(module: FSDPModule) -> None:
-    """Have FSDP hold no process group for a module that will not be used again: its threads would stay till then."""
+    """Remove the process groups from an unused module: they would keep their threads alive."""
     state = module._get_fsdp_state()  # noqa: SLF001 - torch has no public way
     parts = getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group])  # noqa: SLF001 - its old name
     for part in parts:
@@ -321,13 +323,13 @@ def _drop_process_groups(module: FSDPModule) -> None:
 
 
 class _TimedCollective:
-    """One of torch's, of which the phases know."""
+    """A collective of FSDP that marks phases."""
 
     def __init__(self, phases: PhaseTimer | None) -> None:
         self._phases = phases
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory for it."""
+        """Return memory for the collective."""
         return torch.empty(size, dtype=dtype, device=device)
 
     def _mark_blocked(self, group: dist.ProcessGroup) -> None:
@@ -336,7 +338,7 @@ class _TimedCollective:
 
 
 class _AllGather(_TimedCollective):
-    """Puts a block's parameters together."""
+    """An all-gather of a block's parameters."""
 
     def __call__(
         self,
@@ -345,7 +347,7 @@ class _AllGather(_TimedCollective):
         group: dist.ProcessGroup,
         async_op: bool = False,  # noqa: FBT001, FBT002 - torch's signature
     ) -> Any:
-        """Gather."""
+        """Gather the parameters."""
         self._mark_blocked(group)
         work = _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
         if self._phases is not None:
@@ -354,7 +356,7 @@ class _AllGather(_TimedCollective):
 
 
 class _CheckedReduceScatter(_TimedCollective):
-    """After a look whether all parameters of the block have a gradient: peers expect them."""
+    """A reduce-scatter that first checks that all parameters of the block have a gradient."""
 
     def __init__(self, phases: PhaseTimer | None, name: str, expected_numel: int) -> None:
         super().__init__(phases)
@@ -368,20 +370,20 @@ class _CheckedReduceScatter(_TimedCollective):
         op: Any,
         async_op: bool = False,  # noqa: FBT001, FBT002 - torch's signature
     ) -> Any:
-        """Reduce, or raise ValueError. The sum over replicas follows, and then the hook that ends the mark."""
+        """Reduce, or raise ValueError. The all-reduce hook ends the mark, after the sum over replicas."""
         if input_tensor.numel() != self._expected_numel:
             raise ValueError(f"a parameter of {self._name} got no gradient: {_UNUSED_PARAMETER_ERROR}")
         self._mark_blocked(group)
         return _reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
-# torch 2.13 renamed them, and warns of the old names.
+# torch 2.13 renamed these functions.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def check_shardable(model: nn.Module) -> None:
-    """Refuse what FSDP2 can't shard."""
+    """Raise ValueError for a model that FSDP2 can't shard."""
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Copies of modules on another device, made of the modules alone: a whole model is never moved to cut it there."""
+"""Copies of modules on another device, so that the whole model is never moved there."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def copy_to_device(module: nn.Module, device: torch.device, memo: dict[int, Any] | None = None) -> nn.Module:
-    """A copy of a module whose parameters and buffers lie on a device, each moved by itself and once.
+    """Return a copy of a module on a device, with each parameter and buffer copied once.
 
-    `memo` is what was copied already, by id, as of :func:`copy.deepcopy`: what two modules share stays shared.
+    `memo` maps ids to existing copies, as in :func:`copy.deepcopy`, so that shared tensors stay shared.
     """
     memo = {} if memo is None else memo
     memo |= copy_tensors_to_device([t for t in (*module.parameters(), *module.buffers()) if id(t) not in memo], device)
@@ -24,10 +24,10 @@ def copy_to_device(module: nn.Module, device: torch.device, memo: dict[int, Any]
 
 
 def copy_tensors_to_device(tensors: Iterable[torch.Tensor], device: torch.device) -> dict[int, torch.Tensor]:
-    """Copies of parameters and buffers on a device, by the id of what they are copies of."""
+    """Return copies of parameters and buffers on a device, by the ids of the originals."""
     return {id(t): _copy_tensor(t, device) for t in tensors}
 
 
 def _copy_tensor(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    found = tensor.detach().to(device, copy=True)
-    return nn.Parameter(found, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else found
+    moved = tensor.detach().to(device, copy=True)
+    return nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved

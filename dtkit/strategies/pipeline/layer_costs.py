@@ -1,11 +1,10 @@
-"""What the layers of a model cost, and what runs before the first and after the last of them.
+"""Costs of a model's layers, and of what runs before the first and after the last of them.
 
-The model runs with its layers held apart. Each is copied to the device when its turn comes, is timed there, forward
-and backward, and goes again; so a model that is too large for one device is no concern. What comes out of a layer is
-cut from what went in: there remain a graph of what ran before the first layer and one of what ran after the last,
-and these are timed as well. Nothing is changed in the model, nor are its batch statistics.
+The timer copies one layer at a time to the device, and times it there, forward and backward. So a model may be larger
+than the device. Detached outputs of layers leave one graph before the first layer and one after the last. These are
+timed as well. The model and its batch statistics don't change.
 
-Whose parameters are used when is found without numbers, on torch's fake tensors.
+A run on torch's fake tensors shows which parameters are used after the last layer.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dtkit._util.guard import run_guarded
-from dtkit.strategies.meta_copy import copy_to_meta, count_bytes
 from dtkit.planning.layer_chain import LayerCosts
+from dtkit.strategies.meta_copy import copy_to_meta, count_bytes
 from dtkit.strategies.pipeline.cut import count_parameters, find_layer_chain
 from dtkit.strategies.pipeline.device_copy import copy_tensors_to_device, copy_to_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-NUM_TIMINGS = 3  # timings of each layer, of which the fastest counts
+NUM_TIMINGS = 3  # the fastest timing of each layer counts
 
 
 # -- by time -------------------------------------------------------------------------------------------------
@@ -41,66 +40,64 @@ def measure_seconds(
     device: torch.device,
     compute_loss: Callable[[Any], Any] = lambda output: output,
 ) -> LayerCosts:
-    """Seconds of forward and backward of a model's layers on a device.
+    """Return the seconds of forward and backward of a model's layers on a device.
 
-    `inputs` lie there. `finish` makes a loss of the model's output: the last stage does so, too.
+    `inputs` are on that device. `compute_loss` computes a loss from the model's output, as the last stage does.
     """
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
-        walk = _LayerTimer(model, device)
-        walk.time_outside_layers(inputs, compute_loss)  # the first time through, in which layers are timed
-        layers = walk.collect_layer_seconds()
-        befores, afters = zip(
-            *(walk.time_outside_layers(inputs, compute_loss) for _ in range(NUM_TIMINGS)), strict=True
-        )
-    return LayerCosts(layers, min(befores), min(afters))
+        timer = _LayerTimer(model, device)
+        timer.time_outside_layers(inputs, compute_loss)  # the first run times the layers
+        layers = timer.collect_layer_seconds()
+        timings = [timer.time_outside_layers(inputs, compute_loss) for _ in range(NUM_TIMINGS)]
+    return LayerCosts(layers, min(before for before, _ in timings), min(after for _, after in timings))
 
 
 class _LayerTimer:
-    """A model that runs with its layers held apart."""
+    """A model that runs with detached layers."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._layers, self._device = find_layer_chain(model), device
         self._seconds_by_layer: dict[int, float] = {}
         self._layer_outputs: list[Any] = []
-        held = find_tensors_outside_layers(model)
-        same = {id(t): t for t in (*model.parameters(), *model.buffers())}
-        self._model_view = copy.deepcopy(model, same | copy_tensors_to_device(held, device)).train()
+        outside = find_tensors_outside_layers(model)
+        originals = {id(t): t for t in (*model.parameters(), *model.buffers())}
+        self._model_view = copy.deepcopy(model, originals | copy_tensors_to_device(outside, device)).train()
         self._outside_parameters = [p for p in self._model_view.parameters() if p.requires_grad]
-        for (_, layer), (_, seen) in zip(self._layers, find_layer_chain(self._model_view), strict=True):
-            seen.forward = functools.partial(self._run_layer, layer)  # of this view alone
+        for (_, layer), (_, view) in zip(self._layers, find_layer_chain(self._model_view), strict=True):
+            view.forward = functools.partial(self._run_layer, layer)
 
     def collect_layer_seconds(self) -> tuple[float, ...]:
-        """What was measured; where one stands in several places, each has its part."""
+        """Return the measured times; a layer that occurs several times is split between its positions."""
         missed = [name for name, layer in self._layers if id(layer) not in self._seconds_by_layer]
         if missed:
             raise ValueError(
-                f"{', '.join(missed)} took no part in the model's forward pass, so it is no chain of layers. Leave "
-                "out what is not called, name where to cut (split=[...]), or use strategy=dtkit.Sharded()"
+                f"{', '.join(missed)} took no part in the model's forward pass, so the layers aren't a chain. Remove "
+                "layers that aren't called, name the cuts (split=[...]), or use strategy=dtkit.Sharded()"
             )
-        places = [id(layer) for _, layer in self._layers]
-        return tuple(self._seconds_by_layer[key] / places.count(key) for key in places)
+        keys = [id(layer) for _, layer in self._layers]
+        return tuple(self._seconds_by_layer[key] / keys.count(key) for key in keys)
 
     def time_outside_layers(self, inputs: Sequence[Any], compute_loss: Callable[[Any], Any]) -> tuple[float, float]:
-        """Seconds of what runs before the first layer, and after the last one."""
+        """Return the seconds of what runs before the first layer, and after the last one."""
         self._num_calls = 0
         self._first_layer_inputs: list[torch.Tensor] = []
         self._last_layer_outputs: list[torch.Tensor] = []
-        self._first_layer_start = self._last_layer_end = begun = self._synchronized_time()
+        self._first_layer_start = self._last_layer_end = started = self._synchronized_time()
         output = compute_loss(self._model_view(*inputs))
         ended = self._synchronized_time()
-        before, after = self._first_layer_start - begun, ended - self._last_layer_end
+        before, after = self._first_layer_start - started, ended - self._last_layer_end
         return before + self._time_backward(self._first_layer_inputs, []), after + self._time_backward(
             _find_differentiable(output), self._last_layer_outputs
         )
 
     def _run_layer(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """In place of a layer: what it made when it was timed, as if it had been made of nothing."""
+        """Return a layer's output, detached; time the layer in the first run."""
         if not self._num_calls:
             self._first_layer_start = self._synchronized_time()
             self._first_layer_inputs = _find_differentiable((args, kwargs))
         if self._num_calls == len(self._layer_outputs):
-            made, seconds = self._time_layer(copy_to_device(layer, self._device).train(), args, kwargs)
-            self._layer_outputs.append(made)
+            layer_output, seconds = self._time_layer(copy_to_device(layer, self._device).train(), args, kwargs)
+            self._layer_outputs.append(layer_output)
             self._seconds_by_layer[id(layer)] = self._seconds_by_layer.get(id(layer), 0.0) + seconds
         self._last_layer_outputs, output = _clone_leaves(self._layer_outputs[self._num_calls])
         self._num_calls += 1
@@ -108,24 +105,24 @@ class _LayerTimer:
         return output
 
     def _time_layer(self, layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, float]:
-        own, found = [p for p in layer.parameters() if p.requires_grad], []
+        parameters, timings = [p for p in layer.parameters() if p.requires_grad], []
         for _ in range(NUM_TIMINGS):
             leaves, (inputs, named) = _clone_leaves((args, kwargs))
-            begun = self._synchronized_time()
+            started = self._synchronized_time()
             output = layer(*inputs, **named)
-            _run_backward(_find_differentiable(output), own + leaves)
-            found.append(self._synchronized_time() - begun)
-        return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, output), min(found)
+            _run_backward(_find_differentiable(output), parameters + leaves)
+            timings.append(self._synchronized_time() - started)
+        return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, output), min(timings)
 
     def _time_backward(self, outputs: list[torch.Tensor], leaves: list[torch.Tensor]) -> float:
-        """Of what was made: until its gradient has reached the last of the leaves."""
+        """Return the seconds until gradients of `outputs` reach the last of the leaves."""
         reached: list[float] = []
         for leaf in leaves:
             leaf.register_hook(lambda _: reached.append(self._synchronized_time()))  # type: ignore[no-untyped-call]
-        begun = self._synchronized_time()
+        started = self._synchronized_time()
         _run_backward(outputs, self._outside_parameters + leaves)
         ended = self._synchronized_time()
-        return (reached[-1] if reached else ended) - begun
+        return (reached[-1] if reached else ended) - started
 
     def _synchronized_time(self) -> float:
         if self._device.type == "cuda":
@@ -138,15 +135,15 @@ def _find_tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _find_differentiable(value: Any) -> list[torch.Tensor]:
-    """The tensors that can be differentiated."""
+    """Return the tensors that require gradients."""
     return [leaf for leaf in _find_tensors(value) if leaf.requires_grad]
 
 
 def _clone_leaves(value: Any) -> tuple[list[torch.Tensor], Any]:
-    """(leaves, the same with copies of them in the place of its tensors), which may be changed in place."""
+    """Return (leaves, `value` with copies of the leaves), so that in-place operations work."""
     leaves: list[torch.Tensor] = []
 
-    def take(leaf: Any) -> Any:
+    def clone(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         if not (leaf.is_floating_point() or leaf.is_complex()):
@@ -154,7 +151,7 @@ def _clone_leaves(value: Any) -> tuple[list[torch.Tensor], Any]:
         leaves.append(leaf.detach().clone().requires_grad_())
         return leaves[-1].clone()
 
-    return leaves, tree_map(take, value)
+    return leaves, tree_map(clone, value)
 
 
 def _run_backward(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
@@ -167,15 +164,14 @@ def _run_backward(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> No
 
 
 def count_by_layer(model: nn.Module, inputs: Sequence[Any]) -> LayerCosts:
-    """Numbers in the parameters of a model's layers, and in those that are used before and after them."""
+    """Return the sizes of the layers' parameters, and of those used before and after the layers."""
     return measure_sizes(model, inputs)[0]
 
 
 def measure_sizes(model: nn.Module, inputs: Sequence[Any]) -> tuple[LayerCosts, tuple[int, ...]]:
-    """(:func:`count_by_layer`, bytes that come out of each layer); no bytes where that can't be told."""
+    """Return (:func:`count_by_layer`, output bytes of each layer); no bytes if they are unknown."""
     around = {id(t): t.numel() for t in find_tensors_outside_layers(model) if isinstance(t, nn.Parameter)}
     nothing: tuple[set[int], tuple[int, ...]] = set(), ()
-    # a model that does not run on fake tensors can't be traced either: that is told when it is cut
     # silent: the tracing that follows fails with the same error
     late, outputs = run_guarded(lambda: _trace_shapes(model, inputs), lambda _: nothing)
     after = sum(count for key, count in around.items() if key in late)
@@ -184,17 +180,17 @@ def measure_sizes(model: nn.Module, inputs: Sequence[Any]) -> tuple[LayerCosts, 
 
 
 def find_tensors_outside_layers(model: nn.Module) -> list[torch.Tensor]:
-    """The parameters and buffers of what is in no layer."""
+    """Return the parameters and buffers outside of layers."""
     within = {id(m) for _, layer in find_layer_chain(model) for m in layer.modules()}
     modules = [m for m in model.modules() if id(m) not in within]
-    found = [t for m in modules for t in (*m.parameters(recurse=False), *m.buffers(recurse=False))]
-    return list({id(t): t for t in found}.values())
+    tensors = [t for m in modules for t in (*m.parameters(recurse=False), *m.buffers(recurse=False))]
+    return list({id(t): t for t in tensors}.values())
 
 
 def _trace_shapes(model: nn.Module, inputs: Sequence[Any]) -> tuple[set[int], tuple[int, ...]]:
-    """(ids of the parameters that are first used once the last layer has run, bytes that came out of each layer).
+    """Return (ids of parameters that are first used after the last layer, output bytes of each layer).
 
-    Without numbers.
+    Runs on fake tensors.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -205,7 +201,7 @@ def _trace_shapes(model: nn.Module, inputs: Sequence[Any]) -> tuple[set[int], tu
         layers = [layer for _, layer in find_layer_chain(view)]
         with _TensorUseMode() as uses:
             for layer in {id(layer): layer for layer in layers}.values():
-                layer.register_forward_hook(lambda *found: outputs.append(count_bytes(_find_tensors(found[-1]))))
+                layer.register_forward_hook(lambda *args: outputs.append(count_bytes(_find_tensors(args[-1]))))
             layers[-1].register_forward_hook(lambda *_: before.update(uses.used_ids))
             view(*inputs)
         pairs = zip(model.parameters(), view.parameters(), strict=True)
@@ -214,7 +210,7 @@ def _trace_shapes(model: nn.Module, inputs: Sequence[Any]) -> tuple[set[int], tu
 
 
 class _TensorUseMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's modes have no types
-    """Which tensors operations were given, by id."""
+    """Mode that collects the ids of the operations' arguments."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -223,6 +219,6 @@ class _TensorUseMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
     def __torch_dispatch__(
         self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run one operation and note what it was given."""
+        """Run one operation and add its arguments."""
         self.used_ids.update(map(id, tree_leaves((args, kwargs))))
         return func(*args, **(kwargs or {}))

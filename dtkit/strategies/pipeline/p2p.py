@@ -1,7 +1,7 @@
-"""Messages between stages as torch's schedules send, receive and await them: marked, and awaited no longer than told.
+"""Messages between stages: timed, and awaited with a timeout.
 
-All of its schedules post messages by one function of their module, and wait for them by another. While a step runs,
-these two are ours: what is posted is marked as begun, by what it is labelled with, and what is awaited as blocked in.
+torch's schedules post messages by one function of their module, and wait for them by another. During a step dtkit
+replaces both, to record phases when messages are posted and awaited.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.pipelining import schedules
 
 from dtkit.engine.observe.phase_timer import BETWEEN_PHASES
+from dtkit.strategies.patching import replace_functions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -20,46 +21,38 @@ if TYPE_CHECKING:
 
     from dtkit.engine.observe.phase_timer import PhaseTimer
 
-_POST_FUNCTION, _WAIT_FUNCTION = (
-    "_batch_p2p",
-    "_wait_batch_p2p",
-)  # the functions in which they do all their posting and waiting
+_POST_FUNCTION, _WAIT_FUNCTION = "_batch_p2p", "_wait_batch_p2p"
 _LABEL_ATTRIBUTE = "dtkit_message"
 
 MessageLabel = tuple[str, tuple[int, int]]
-"""A phase of :data:`dtkit.history.message_times.MESSAGE_PHASES`, and (stage, micro-batch)."""
+"""One of :data:`dtkit.history.comm_time.MESSAGE_PHASES`, and (stage, micro-batch)."""
 
 
 def label_ops(ops: list[dist.P2POp], phase: str, stage: int, micro_batch: int) -> list[dist.P2POp]:
-    """What is to be sent or received of one message: told which."""
+    """Return the sends or receives of one message, labelled with it."""
     for op in ops:
         setattr(op, _LABEL_ATTRIBUTE, (phase, (stage, micro_batch)))
     return ops
 
 
 class P2PTracer:
-    """One rank's messages."""
+    """Recorder of one rank's messages."""
 
     def __init__(self, phases: PhaseTimer, wait: Callable[[dist.Work], None]) -> None:
-        """`wait` waits until that has come or gone."""
+        """Record in `phases`; `wait` waits until a message is sent or received."""
         self._phases, self._wait_for_work = phases, wait
         self._torch_post: Any = vars(schedules)[_POST_FUNCTION]
-        self._labels_by_work: dict[int, MessageLabel] = {}  # by the identity of a work, which who posted it keeps
+        self._labels_by_work: dict[int, MessageLabel] = {}  # by id; torch's schedule keeps the works alive
 
     @contextlib.contextmanager
     def intercept(self) -> Iterator[None]:
-        """Have torch's schedules post and wait here."""
-        names = vars(schedules)
-        before = {name: names[name] for name in (_POST_FUNCTION, _WAIT_FUNCTION)}
+        """Replace the functions by which torch's schedules post and wait, within the context."""
         self._labels_by_work.clear()
-        names.update({_POST_FUNCTION: self.post_ops, _WAIT_FUNCTION: self.wait_for})
-        try:
+        with replace_functions(schedules, {_POST_FUNCTION: self.post_ops, _WAIT_FUNCTION: self.wait_for}):
             yield
-        finally:
-            names.update(before)
 
     def post_ops(self, ops: list[dist.P2POp], desc: str | None = None) -> list[dist.Work]:
-        """Begin to send and receive all these. NCCL makes one work of several, which counts as the last of them."""
+        """Start sends and receives. NCCL returns one work for several, which gets the last label."""
         labels: list[MessageLabel | None] = [getattr(op, _LABEL_ATTRIBUTE, None) for op in ops]
         for label in dict.fromkeys(labels):
             if label is not None:
@@ -71,12 +64,12 @@ class P2PTracer:
         return works
 
     def wait_for(self, works: Sequence[dist.Work | None]) -> None:
-        """Until all have come or gone, message by message."""
-        mine = [work for work in works if work is not None]
-        for work in mine:
+        """Wait for each message."""
+        pending = [work for work in works if work is not None]
+        for work in pending:
             label = self._labels_by_work.pop(id(work), None)
             if label is not None:
                 self._phases.continue_phase(*label)
             self._wait_for_work(work)
-        if mine:
+        if pending:
             self._phases.enter(BETWEEN_PHASES)

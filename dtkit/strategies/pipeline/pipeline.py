@@ -1,21 +1,20 @@
-"""Pipeline parallelism: the model in stages, one after the other on different ranks, fed with micro-batches.
+"""Pipeline parallelism: the model in stages on different ranks, which work on micro-batches.
 
 torch's pipelining does the work (GPipe: Huang et al., NeurIPS 2019; 1F1B: Narayanan et al., SOSP 2019; interleaved:
-Narayanan et al., SC 2021; zero bubble: Qi et al., ICLR 2024). What it asks for, and what follows here:
+Narayanan et al., SC 2021; zero bubble: Qi et al., ICLR 2024).
 
-*Shapes never change.* Its receive buffers have the shape of the first micro-batch, and a larger one would end the
-process. So every step has the same number of micro-batches of one size; where a batch leaves a rest, micro-batches are
-filled up with copies of their first row, which the loss leaves out. That is exact for any batch, and for fewer samples
-than micro-batches, where each row's output depends on that row alone. Batch normalisation mixes rows: in a micro-batch
-that is filled up it sees the copies, too; one without a sample leaves its statistics as they were. The shapes at the
-borders between stages are found by forward passes before the first step.
+*Shapes are fixed.* torch's receive buffers have the shape of the first micro-batch, and a larger message would abort
+the process. So every step has the same number of micro-batches of one size. Copies of the first row pad a smaller
+micro-batch, and the loss excludes them. That is exact if each row's output depends on that row alone. Batch
+normalization mixes rows, so its statistics include the copies; micro-batches without samples leave them unchanged.
+Forward passes before the first step determine the shapes between stages.
 
-*Only own parts are kept.* A rank cuts the whole model where it is held, on the host, and copies its own stages to its
-device: nothing else of the model ever gets there, but for rank 0's, which times the layers there one by one.
+*A device holds its stages only.* A rank cuts the whole model on the host, and copies its own stages to its device. The
+device of rank 0 also gets each layer once, to time it.
 
-*Only the last stage knows the loss*, so its rank alone reports one. The norm of gradients is added up over stages.
+*Only the last stage knows the loss*, so only its rank reports one. The norm of gradients is summed over stages.
 
-*The order is a table* (:mod:`dtkit.schedules.schedule`), of torch's own making or of the user's.
+*The order is a table* (:mod:`dtkit.schedules.schedule`), one of torch's or the user's.
 """
 
 from __future__ import annotations
@@ -32,58 +31,55 @@ from torch import nn
 from dtkit.engine.data.sources import to_device
 from dtkit.mesh import Mesh
 from dtkit.planning.cost_model import Cost, compute_ring_bytes
+from dtkit.planning.layer_chain import LayerChain, LayerCosts
 from dtkit.schedules.schedule import Schedule
-from dtkit.strategies.base import (
-    Strategy,
-    Worker,
-    WorkerContext,
-)
+from dtkit.strategies.base import Strategy, Worker
 from dtkit.strategies.data_parallel import DataParallel
 from dtkit.strategies.loss import split_batch
 from dtkit.strategies.options import check_choice, check_count, check_names, check_positive
-from dtkit.strategies.pipeline import cut as splitting
 from dtkit.strategies.pipeline import layer_costs
-from dtkit.strategies.pipeline.stage import StageIO, infer_stage_io
+from dtkit.strategies.pipeline.cut import StageCut, balance_stages, even_out_ranks, find_layer_chain, find_named_starts
+from dtkit.strategies.pipeline.stage import infer_stage_io
 from dtkit.strategies.pipeline.trace import (
-    StageModulePair,
     check_tied_weights,
     copy_pair_to_device,
     preload_exporter,
     split_model,
     to_model_name,
 )
-from dtkit.strategies.pipeline.worker import PipelineWorker, require_tensor_inputs
+from dtkit.strategies.pipeline.worker import PipelineWorker, PlacedStages, require_tensor_inputs
 from dtkit.strategies.replicated import copy_to_cpu
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from dtkit.engine.data.worker_context import WorkerContext
     from dtkit.planning.cost_model import Benchmark, ModelProfile
     from dtkit.strategies.loss import Loss
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Pipeline(Strategy):
-    """The model is cut into stages that work at the same time, each on another micro-batch.
+    """The model in stages that work at the same time, each on another micro-batch.
 
     Parameters
     ----------
     stages
-        Ranks that a model is cut over.
+        Number of ranks of each replica.
     micro_batches
-        Parts that a replica's samples of a step come in. The more, the less of the time is idle. A table of your own
-        says how many, and they may be left out.
+        Number of micro-batches of a replica's samples in a step; more of them leave less idle time. A custom schedule
+        determines it.
     schedule
         "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "LoopedBFS" or "ZBVZeroBubble". The last four
-        give each rank two parts of the model. Or a table of your own: a :class:`dtkit.Schedule`, or what makes one, as
-        in ``["F0 F1 B0 B1", "F0 B0 F1 B1"]``, a row for each rank.
+        give each rank two stages. Or a custom table: a :class:`dtkit.Schedule`, or its rows, as in
+        ``["F0 F1 B0 B1", "F0 B0 F1 B1"]``, one for each rank.
     replicas
-        Copies of the whole pipeline, each with its part of every batch.
+        Copies of the pipeline, each with its part of every batch.
     split
-        Names of the layers at which the second and later parts begin. Without, a chain of layers is cut so that the
-        slowest part is as fast as possible.
-    by
-        What makes a layer heavy where dtkit cuts: its measured "time", or its "parameters".
+        Names of the layers at which the second and later stages begin. By default dtkit cuts the chain of layers so
+        that the slowest stage is as fast as possible.
+    balance_by
+        Cost of a layer for dtkit's cut: its measured "time", or its "parameters".
     clip_grad_norm
         Largest norm of the whole gradient, over all stages.
 
@@ -100,39 +96,37 @@ class Pipeline(Strategy):
     shards_model = True
 
     def __post_init__(self) -> None:
-        """Refuse what is no option."""
+        """Check the options."""
         check_count("stages", self.stages)
         self._normalize_schedule()
         check_count("micro_batches", self.micro_batches)
         check_count("replicas", self.replicas)
         check_positive("clip_grad_norm", self.clip_grad_norm)
-        check_choice("by", self.balance_by, ("time", "parameters"))
-        assert (
-            self.pipeline_schedule.ranks == self.stages
-        )  # a named schedule is made here first, and says what it can't do
+        check_choice("balance_by", self.balance_by, ("time", "parameters"))
+        assert self.pipeline_schedule.ranks == self.stages  # builds a named schedule, which checks itself
         object.__setattr__(self, "split", check_names("split", self.split))
 
     def _normalize_schedule(self) -> None:
-        """Make a user's table of what was given as one; it says how many micro-batches there are."""
+        """Convert a user's rows to a schedule, and take the number of micro-batches from it."""
         if isinstance(self.schedule, str) and len(self.schedule.split()) == 1:
             return
         table = self.schedule if isinstance(self.schedule, Schedule) else Schedule(self.schedule)
         if table.ranks != self.stages:
             raise ValueError(
-                f"stages={self.stages}, and the schedule has {table.ranks} rows; it needs a row for each rank. Use "
+                f"stages={self.stages}, and the schedule has {table.ranks} rows; it needs one row per rank. Use "
                 f"stages={table.ranks}, or write {self.stages} rows"
             )
         if self.micro_batches not in (0, table.micro_batches):
             raise ValueError(
                 f"micro_batches={self.micro_batches}, and the schedule has {table.micro_batches}. Leave micro_batches "
-                "out, or write a schedule for as many"
+                "out, or write a schedule with that number"
             )
         object.__setattr__(self, "schedule", table)
         object.__setattr__(self, "micro_batches", table.micro_batches)
 
     @functools.cached_property
-    def pipeline_schedule(self) -> Schedule:  # type: ignore[override]  # told by `schedule`
-        """What each rank does in which order."""
+    def pipeline_schedule(self) -> Schedule:  # type: ignore[override]  # determined by `schedule`
+        """The order of each rank's actions."""
         if isinstance(self.schedule, Schedule):
             return self.schedule
         assert isinstance(self.schedule, str)
@@ -140,98 +134,100 @@ class Pipeline(Strategy):
 
     @property
     def num_micro_batches(self) -> int:
-        """`micro_batches`."""
+        """Return `micro_batches`."""
         return self.micro_batches
 
     def build_mesh(self, world_size: int) -> Mesh:
-        """Replicas of pipelines; the stages of one are ranks next to each other."""
+        """Return replicas of pipelines, whose stages are on consecutive ranks."""
         return Mesh({"dp": self.replicas, "pp": self.stages}).check(world_size, dp="replicas", pp="stages")
 
     def estimate_cost(self, profile: ModelProfile, benchmark: Benchmark) -> Cost:
-        """As the model would be cut now, or as if in equal stages where its layers are not known.
+        """Return the cost for the model's cut, or for equal stages if its layers are unknown.
 
-        The schedule is played through: what it takes, and how many micro-batches' activations a rank holds meanwhile.
-        Activations are taken as equal in all stages.
+        A simulation of the schedule gives its time, and the number of micro-batches whose activations a rank holds.
+        All stages count with equal activations.
         """
         rank, stages = profile.rank % self.stages, self.pipeline_schedule.stages
         rows = math.ceil(profile.rows * self.stages / self.micro_batches)  # of one micro-batch
-        seconds, numbers, outputs = self._estimate_stage_shares(profile.layer_chain)
-        played = self.pipeline_schedule.simulate(
-            profile.forward_s.predict(rows), profile.backward_s.predict(rows), seconds
+        time_shares, parameter_shares, outputs = self._estimate_stage_shares(profile.layer_chain)
+        simulation = self.pipeline_schedule.simulate(
+            profile.forward_s.predict(rows), profile.backward_s.predict(rows), time_shares
         )
-        part = sum(numbers[place] for place in self.pipeline_schedule.get_stages(rank))
-        gradients = round(profile.gradients * part)
-        kept = profile.activations.intercept + profile.activations.slope * rows * played.peak_micro_batches[rank]
+        share = sum(parameter_shares[stage] for stage in self.pipeline_schedule.get_stages(rank))
+        gradients = round(profile.gradients * share)
+        activations = (
+            profile.activations.intercept + profile.activations.slope * rows * simulation.peak_micro_batches[rank]
+        )
         buffers = round(self._estimate_buffer_bytes(rank, outputs) * rows * self.micro_batches)
         return Cost(
-            parameters=round(profile.parameters * part),
+            parameters=round(profile.parameters * share),
             gradients=gradients,
-            optimizer_state=round(profile.optimizer_state * part),
-            activations=round(kept / stages) + buffers + min(gradients, self._estimate_temporary_gradients(profile)),
-            temporaries=round(profile.update_temporaries * part) + (gradients if self.replicas > 1 else 0) + buffers,
+            optimizer_state=round(profile.optimizer_state * share),
+            activations=round(activations / stages)
+            + buffers
+            + min(gradients, self._estimate_temporary_gradients(profile)),
+            temporaries=round(profile.update_temporaries * share) + (gradients if self.replicas > 1 else 0) + buffers,
             overhead=round(profile.overhead.predict(rows)),
             sent_bytes=compute_ring_bytes(gradients, self.replicas)
             + self._estimate_sent_bytes(rank, outputs) * rows * self.micro_batches,
-            compute_s=played.makespan + profile.update_s * part,
+            compute_s=simulation.makespan + profile.update_s * share,
             exposed_communication_s=benchmark.estimate_all_reduce_s(gradients) if self.replicas > 1 else 0.0,
         )
 
     def _estimate_stage_shares(
-        self, layers: splitting.LayerChain | None
+        self, layers: LayerChain | None
     ) -> tuple[Sequence[float], Sequence[float], Sequence[float]]:
-        """(each stage's share of the time, of the parameters, bytes of one row that it hands on) as far as is known."""
+        """Return each stage's (shares of time, shares of parameters, output bytes per row), as far as known."""
         count = self.pipeline_schedule.stages
         if layers is None:
             return (1 / count,) * count, (1 / count,) * count, (0.0,) * count
-        alike = splitting.LayerCosts((1.0,) * len(layers.names))
-        by = layers.parameter_counts if self.balance_by == "parameters" else layers.seconds or alike
-        cut = self._cut_by_cost(layers.names, by)
+        equal = LayerCosts((1.0,) * len(layers.names))
+        costs = layers.parameter_counts if self.balance_by == "parameters" else layers.seconds or equal
+        cut = self._cut_by_cost(layers.names, costs)
         outputs = layers.output_bytes or (0.0,) * len(layers.names)
-        handed = [outputs[places[-1]] for places in cut.stages[:-1]]
+        sent = [outputs[stage[-1]] for stage in cut.stages[:-1]]
         return (
-            cut.compute_stage_shares(layers.seconds or alike),
+            cut.compute_stage_shares(layers.seconds or equal),
             cut.compute_stage_shares(layers.parameter_counts),
-            (*handed, 0.0),
+            (*sent, 0.0),
         )
 
     def _estimate_sent_bytes(self, rank: int, outputs: Sequence[float]) -> float:
-        """Of what stages hand on and of its gradients, what this rank sends to others."""
-        homes = self.pipeline_schedule.stage_ranks
-        borders = [(k, k + 1) for k in range(len(homes) - 1) if homes[k] != homes[k + 1]]
-        return sum(outputs[k] for k, behind in borders if rank in (homes[k], homes[behind]))
+        """Return the bytes of outputs and gradients that this rank sends to others, per row."""
+        ranks = self.pipeline_schedule.stage_ranks
+        borders = [(k, k + 1) for k in range(len(ranks) - 1) if ranks[k] != ranks[k + 1]]
+        return sum(outputs[k] for k, following in borders if rank in (ranks[k], ranks[following]))
 
     def _estimate_buffer_bytes(self, rank: int, outputs: Sequence[float]) -> float:
-        """Of what stages hand on, what this rank has buffers for: of its stages' inputs and their outputs' gradients.
+        """Return the bytes of this rank's receive buffers per row: inputs of stages and gradients of outputs.
 
-        Torch has one of each for every micro-batch, from the first step on.
+        torch allocates one of each for every micro-batch in the first step.
         """
-        handed = (0.0, *outputs)
-        return sum(handed[place] + handed[place + 1] for place in self.pipeline_schedule.get_stages(rank))
+        borders = (0.0, *outputs)
+        return sum(borders[stage] + borders[stage + 1] for stage in self.pipeline_schedule.get_stages(rank))
 
     def _estimate_temporary_gradients(self, profile: ModelProfile) -> int:
-        """The most that comes and goes of gradients: a new one beside the sum that it is added to.
+        """Return the bytes of temporary gradients: a new one next to the sum that it is added to.
 
-        Where weights' gradients come apart, torch holds two.
+        With backward in halves, torch holds two.
         """
         sizes = [math.prod(shape) for shape in profile.gradient_shapes]
-        apart = any(action and action.kind == "W" for row in self.pipeline_schedule.rows for action in row)
-        return round((1 + apart) * profile.gradients * max(sizes) / sum(sizes)) if any(sizes) else 0
+        has_halves = any(action and action.kind == "W" for row in self.pipeline_schedule.rows for action in row)
+        return round((1 + has_halves) * profile.gradients * max(sizes) / sum(sizes)) if any(sizes) else 0
 
     def check_model(self, model: nn.Module) -> None:
-        """Raise ValueError where `model` has too few layers in a chain, or not those that the split names."""
+        """Raise ValueError if `model` has too few layers in a chain, or lacks those that `split` names."""
         self._find_split_points(self._find_layer_names(model))
 
-    def plan_for(self, model: nn.Module, *inputs: torch.Tensor) -> splitting.StageCut:
-        """Where `model` is cut and what its stages cost, as a table; ValueError where it can't be.
+    def plan_for(self, model: nn.Module, *inputs: torch.Tensor) -> StageCut:
+        """Return the cut of `model` and the costs of its stages as a table; raise ValueError if it can't be cut.
 
-        `inputs` are a micro-batch of what the model takes. Time is measured here and without a loss, so that engines,
-        which do so for themselves, may come to other figures.
+        `inputs` are the model's inputs for a micro-batch. Time is measured in this process and without a loss, so
+        engines may measure other times.
         """
         names = self._find_layer_names(model)
         if not inputs:
-            raise TypeError(
-                "plan_for needs what the model takes besides the model: a micro-batch, plan_for(model, X[:8])"
-            )
+            raise TypeError("plan_for needs the model's inputs for a micro-batch: plan_for(model, X[:8])")
         if self.balance_by == "time":
             costs = layer_costs.measure_seconds(model, inputs, inputs[0].device)
         else:
@@ -239,28 +235,24 @@ class Pipeline(Strategy):
         return self._cut_by_cost(names, costs)
 
     def preload(self) -> None:
-        """What a first trace loads."""
+        """Load what a first trace loads."""
         preload_exporter()
 
     def setup(self, model: nn.Module, loss_fn: Loss, optimizer: Callable[..., Any], context: WorkerContext) -> Worker:
-        """This rank's stages. Alone, the whole model in one process."""
+        """Return a worker with this rank's stages, or with the whole model without a process group."""
         if context.group is None:
             whole = DataParallel(accumulate=self.micro_batches, clip_grad_norm=self.clip_grad_norm)
             return whole.setup(copy.deepcopy(model), loss_fn, optimizer, context)
         if loss_fn.loss_fn is None:
             raise ValueError(
-                "a pipeline needs loss=, a function of (output, target): a step= of your own runs the model by itself, "
-                "and here no rank has all of it"
+                "a pipeline needs loss=, a function of (output, target): training_step= runs the whole model, but in a "
+                "pipeline no rank has all of it"
             )
-        return PipelineWorker(self, *self._place_stages(model, loss_fn, context), loss_fn, optimizer, context)
+        placed = self._place_stages(model, loss_fn, context)
+        return PipelineWorker(self, placed, loss_fn, optimizer, context, clip_grad_norm=self.clip_grad_norm)
 
-    def _place_stages(
-        self, model: nn.Module, loss_fn: Loss, context: WorkerContext
-    ) -> tuple[splitting.StageCut, dict[int, StageModulePair], StageIO, dict[str, Any]]:
-        """(the cut, this rank's parts by place, tensors at the borders, entries of the state dict that no part has).
-
-        The model is cut where it is held, on the host: a device is given its own parts and nothing else.
-        """
+    def _place_stages(self, model: nn.Module, loss_fn: Loss, context: WorkerContext) -> PlacedStages:
+        """Cut the model on the host, and copy this rank's stages alone to its device."""
         assert context.make_sample_batch is not None
         assert context.group is not None
         batch = context.make_sample_batch(-(-context.max_local_samples // self.micro_batches))
@@ -268,43 +260,41 @@ class Pipeline(Strategy):
         cut = self._choose_cut(model, batch, loss_fn, context)
         parts = split_model(model, cut, inputs, context.device)
         check_tied_weights(model, parts)
-        held = {to_model_name(name) for part in parts for name in part.module.state_dict()}
-        rest = {name: copy_to_cpu(value) for name, value in model.state_dict().items() if name not in held}
-        places = self.pipeline_schedule.get_stages(context.mesh.get_coordinates(context.group.rank)["pp"])
-        mine = {place: copy_pair_to_device(parts[place], model, context.device) for place in places}
-        homes = [context.mesh.get_rank(pp=home) for home in self.pipeline_schedule.stage_ranks]
-        return cut, mine, infer_stage_io(mine, homes, to_device(inputs, context.device), context.group), rest
+        staged = {to_model_name(name) for part in parts for name in part.module.state_dict()}
+        unstaged = {name: copy_to_cpu(value) for name, value in model.state_dict().items() if name not in staged}
+        stages = self.pipeline_schedule.get_stages(context.mesh.get_coordinates(context.group.rank)["pp"])
+        modules = {stage: copy_pair_to_device(parts[stage], model, context.device) for stage in stages}
+        stage_ranks = [context.mesh.get_rank(pp=rank) for rank in self.pipeline_schedule.stage_ranks]
+        stage_io = infer_stage_io(modules, stage_ranks, to_device(inputs, context.device), context.group)
+        return PlacedStages(cut, modules, stage_io, unstaged)
 
-    def _choose_cut(self, model: nn.Module, batch: Any, loss_fn: Loss, context: WorkerContext) -> splitting.StageCut:
-        """Where to cut: as named, or by rank 0's costs, so that all ranks cut alike."""
+    def _choose_cut(self, model: nn.Module, batch: Any, loss_fn: Loss, context: WorkerContext) -> StageCut:
+        """Return the cut by `split`, or by the costs that rank 0 measures, so that all ranks cut alike."""
         names = self._find_layer_names(model)
         if (starts := self._find_split_points(names)) is not None:
-            return splitting.StageCut(
-                names, layer_costs.count_by_layer(model, split_batch(batch)[0]), starts, "parameters"
-            )
+            return StageCut(names, layer_costs.count_by_layer(model, split_batch(batch)[0]), starts, "parameters")
         assert context.group is not None
         costs = torch.zeros(len(names) + 2, dtype=torch.float64)
         if context.group.rank == 0:
-            found = self._measure_layer_costs(model, batch, loss_fn, context.device)
-            costs += torch.tensor([found.before_layers, *found.layers, found.after_layers], dtype=torch.float64)
+            measured = self._measure_layer_costs(model, batch, loss_fn, context.device)
+            values = [measured.before_layers, *measured.layers, measured.after_layers]
+            costs += torch.tensor(values, dtype=torch.float64)
         before, *layers, after = context.group.all_reduce(costs).tolist()
-        return self._cut_by_cost(names, splitting.LayerCosts(tuple(layers), before, after))
+        return self._cut_by_cost(names, LayerCosts(tuple(layers), before, after))
 
     def _find_layer_names(self, model: nn.Module) -> tuple[str, ...]:
-        """The names of the layers at which `model` may be cut; ValueError where there are too few."""
-        names = tuple(name for name, _ in splitting.find_layer_chain(model))
+        """Return the names of the layers at which `model` may be cut; raise ValueError for too few."""
+        names = tuple(name for name, _ in find_layer_chain(model))
         if len(names) < self.pipeline_schedule.stages:
             raise ValueError(
                 f"{type(model).__name__} has {len(names)} layers in a chain ({', '.join(names) or 'none'}), too few "
-                f"for {self.pipeline_schedule.stages} stages. What can be cut is an nn.Sequential, or a model with an "
-                "nn.ModuleList of blocks; use fewer stages, or strategy=dtkit.Sharded() or dtkit.TensorParallel()"
+                f"for {self.pipeline_schedule.stages} stages. dtkit can cut an nn.Sequential, or a model with an "
+                "nn.ModuleList of blocks. Use fewer stages, or strategy=dtkit.Sharded() or dtkit.TensorParallel()"
             )
         return names
 
-    def _measure_layer_costs(
-        self, model: nn.Module, batch: Any, loss_fn: Loss, device: torch.device
-    ) -> splitting.LayerCosts:
-        """What the layers of a model cost, and what runs around them; the loss is a part of that."""
+    def _measure_layer_costs(self, model: nn.Module, batch: Any, loss_fn: Loss, device: torch.device) -> LayerCosts:
+        """Return the costs of the layers and of what runs around them, including the loss."""
         inputs, target = split_batch(batch)
         if self.balance_by == "parameters":
             return layer_costs.count_by_layer(model, inputs)
@@ -313,34 +303,14 @@ class Pipeline(Strategy):
             model, inputs, device, lambda output: loss_fn.evaluate_output(output, target).loss
         )
 
-    def _cut_by_cost(self, names: tuple[str, ...], costs: splitting.LayerCosts) -> splitting.StageCut:
-        """The cut as named; else the one with the fastest slowest stage, and of these one that loads ranks alike."""
+    def _cut_by_cost(self, names: tuple[str, ...], costs: LayerCosts) -> StageCut:
+        """Return the cut by `split`, or one with the fastest slowest stage and balanced ranks."""
         starts = self._find_split_points(names)
         if starts is None:
-            starts = splitting.balance_stages(costs.per_layer, self.pipeline_schedule.stages)
-            starts = splitting.even_out_ranks(costs.per_layer, starts, self.pipeline_schedule.stage_ranks)
-        return splitting.StageCut(names, costs, starts, self.balance_by)
+            starts = balance_stages(costs.per_layer, self.pipeline_schedule.stages)
+            starts = even_out_ranks(costs.per_layer, starts, self.pipeline_schedule.stage_ranks)
+        return StageCut(names, costs, starts, self.balance_by)
 
     def _find_split_points(self, names: tuple[str, ...]) -> tuple[int, ...] | None:
-        """Where the user wants parts to begin; None where dtkit is to choose."""
-        return (
-            None
-            if self.split is None
-            else splitting.find_named_starts(self.split, names, self.pipeline_schedule.stages)
-        )
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
+        """Return the first layers of the stages by `split`, or None without."""
+        return None if self.split is None else find_named_starts(self.split, names, self.pipeline_schedule.stages)

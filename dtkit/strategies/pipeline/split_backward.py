@@ -1,10 +1,10 @@
-"""Whether torch can take a stage's backward pass in halves: first what the stage before waits for, then the weights.
+"""Whether torch can split a stage's backward pass into halves: first the inputs' gradients, then the weights'.
 
-For the second half torch makes groups of weights: it keeps the gradients at those nodes of the inputs' graph that a
-weight's path meets first, and later goes on from there, group by group. Each of these passes frees what it ran through.
-That gives every weight its gradient only where each one's path meets the inputs' graph, and where no pass runs through
-what another one needs. Neither holds for all models: a weight may be used by itself (learned queries that attend to
-each other, a sum of two weights), behind what is frozen, or twice with others in between.
+For the second half torch forms groups of weights. It keeps the gradients at the nodes of the inputs' graph that a
+weight's path meets first. From there it continues group by group. Each of these passes frees its part of the graph. So
+each weight's path must meet the inputs' graph, and no pass may use nodes that another pass needs. Some models violate
+this: a weight may be used alone (learned queries, a sum of two weights), after frozen parameters, or twice with other
+weights in between.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 def can_split_backward(
     outputs: Iterable[torch.Tensor], inputs: Iterable[torch.Tensor], weights: Iterable[torch.Tensor]
 ) -> bool:
-    """Whether backward from `outputs` can be taken in halves: to the `inputs`, and to the `weights` later."""
+    """Return whether backward from `outputs` can run in halves: first to `inputs`, later to `weights`."""
     roots = _get_grad_nodes(outputs)
     reverse = construct_reverse_graph(roots)
-    own = [node for node in _get_grad_nodes(weights) if node in reverse or node in roots]
-    groups = _build_param_groups(own, _get_grad_nodes(inputs), reverse)
+    weight_nodes = [node for node in _get_grad_nodes(weights) if node in reverse or node in roots]
+    groups = _build_param_groups(weight_nodes, _get_grad_nodes(inputs), reverse)
     if groups is None:
         return False
     passes = [_find_nodes_between(group.intermediates, group.weights, reverse) for group in groups]
@@ -37,7 +37,7 @@ def can_split_backward(
 
 @dataclasses.dataclass(eq=False)
 class _ParamGroup:
-    """Weights, and where their ways to the outputs meet the inputs'."""
+    """Weights, and the nodes where their paths to the outputs meet the inputs' paths."""
 
     weights: set[Node]
     intermediates: set[Node]
@@ -46,46 +46,46 @@ class _ParamGroup:
 def _build_param_groups(
     weights: Iterable[Node], inputs: list[Node], reverse_graph: dict[Node, list[Node]]
 ) -> list[_ParamGroup] | None:
-    """As torch makes them; None where a weight has none, or torch's depend on how it goes through a set.
+    """Return the groups as torch forms them, or None if a weight has none or torch's groups may overlap.
 
-    It takes the nodes that a weight's ways meet one by one. Where some of them have a group and others none, or have
-    different ones, groups that overlap may come of that: not with every run, since a set's order follows addresses.
+    torch iterates over the nodes that a weight's paths meet. If these have different groups, or some have none, its
+    groups overlap depending on the order of a set, which follows addresses.
     """
     closure, _ = reverse_closure(inputs, set(), reverse_graph)
-    found: dict[Node, _ParamGroup] = {}
+    groups: dict[Node, _ParamGroup] = {}
     for weight in weights:
         _, met = reverse_closure([weight], closure, reverse_graph)
-        known = {found[node] for node in met if node in found}
-        if not met or len(known) > 1 or (known and not met <= found.keys()):
+        known = {groups[node] for node in met if node in groups}
+        if not met or len(known) > 1 or (known and not met <= groups.keys()):
             return None
         group = known.pop() if known else _ParamGroup(set(), met)
         group.weights.add(weight)
-        found.update(dict.fromkeys(met, group))
-    return list(dict.fromkeys(found.values()))
+        groups.update(dict.fromkeys(met, group))
+    return list(dict.fromkeys(groups.values()))
 
 
 def _get_grad_nodes(tensors: Iterable[torch.Tensor]) -> list[Node]:
-    """Where the gradients of those that have one come out."""
-    found = (_get_grad_fn_or_grad_acc(t) for t in tensors)
-    return [node for node in found if node is not None]
+    """Return the nodes that compute or accumulate the tensors' gradients."""
+    nodes = (_get_grad_fn_or_grad_acc(t) for t in tensors)
+    return [node for node in nodes if node is not None]
 
 
 def _find_nodes_between(starts: set[Node], ends: set[Node], reverse_graph: dict[Node, list[Node]]) -> set[Node]:
-    """The nodes on all ways from a group's `stage_starts` to the weights at its `ends`, the latter left out."""
-    if len(starts) == 1:  # as of most groups: all ways up from the ends lead to it, and there's nothing to find above
+    """Return the nodes on all paths from `starts` to the weights at `ends`, without the latter."""
+    if len(starts) == 1:  # the common case: all paths from the ends lead to it
         return (_find_reachable(ends, lambda node: () if node in starts else reverse_graph[node]) | starts) - ends
     return (_find_reachable(ends, reverse_graph.__getitem__) & _find_reachable(starts, _get_next_nodes)) - ends
 
 
 def _get_next_nodes(node: Node) -> list[Node]:
-    return [found for found, _ in node.next_functions if found is not None]
+    return [successor for successor, _ in node.next_functions if successor is not None]
 
 
 def _find_reachable(starts: Iterable[Node], get_next: Callable[[Node], Iterable[Node]]) -> set[Node]:
-    """These and all that follow."""
-    found, waiting = set(starts), list(starts)
-    while waiting:
-        new = set(get_next(waiting.pop())) - found
-        found |= new
-        waiting += new
-    return found
+    """Return these nodes and all that follow."""
+    reachable, pending = set(starts), list(starts)
+    while pending:
+        new = set(get_next(pending.pop())) - reachable
+        reachable |= new
+        pending += new
+    return reachable

@@ -1,4 +1,9 @@
-"""A model cut into stages: slices of a Sequential, or parts of a trace."""
+"""A model cut into stages: slices of a Sequential, or parts of a trace.
+
+A chain in an ``nn.Sequential`` is sliced. torch's exporter traces any other model, and splits the trace where a stage
+begins. The parts keep the names of their parameters, by which they get their values. Training and evaluation differ for
+dropout or batch normalization. So there are two traces over the same parameters.
+"""
 
 from __future__ import annotations
 
@@ -31,44 +36,43 @@ if TYPE_CHECKING:
 
 @functools.cache
 def preload_exporter() -> None:
-    """Trace something. What torch's exporter loads by that stays, some 25 MB, and belongs to no model."""
+    """Trace a small model, so that the memory of torch's exporter doesn't count for a user's model."""
     starts = {"1": pipelining.SplitPoint.BEGINNING}
     pipelining.pipeline(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), (torch.zeros(1, 1),), split_spec=starts)
 
 
 @dataclasses.dataclass(frozen=True)
 class StageModulePair:
-    """A contiguous part of a model, to train and to evaluate with: two pieces over the same parameters, or one."""
+    """A stage's modules for training and evaluation: two over the same parameters, or one."""
 
     training: StageModule
     evaluation: StageModule
 
     @property
     def module(self) -> nn.Module:
-        """That trains."""
+        """Module for training."""
         return self.training.module
 
 
 def split_model(
     model: nn.Module, cut: StageCut, inputs: Sequence[torch.Tensor], device: torch.device
 ) -> list[StageModulePair]:
-    """All parts of a model, to be :func:`shift_slice` to a device: of the layers of a Sequential, or of a trace.
+    """Return all stages of a model, for :func:`copy_pair_to_device`.
 
-    A trace is made as on the device, where operations may lay out their results in another way than on the host; but
-    on torch's fake tensors, so that the model is neither moved nor copied for it, and has no numbers. It is of
-    training or of evaluation, so there are two.
+    A trace needs the strides of results on the device, which may differ from those on the host. It runs on torch's
+    fake tensors, so that the model is neither moved nor copied.
     """
     if isinstance(model, nn.Sequential):
         layers = find_layer_chain(model)
         slices = [StageModule(nn.Sequential(OrderedDict(layers[k] for k in stage))) for stage in cut.stages]
-        return [StageModulePair(piece, piece) for piece in slices]
-    begins = [cut.layers[start] for start in cut.stage_starts[1:]]
-    training = _trace_and_split(model.train(), begins, inputs, device)
+        return [StageModulePair(part, part) for part in slices]
+    split_points = [cut.layers[start] for start in cut.stage_starts[1:]]
+    training = _trace_and_split(model.train(), split_points, inputs, device)
     try:
-        evaluation = _trace_and_split(model.eval(), begins, inputs, device)
+        evaluation = _trace_and_split(model.eval(), split_points, inputs, device)
     finally:
         model.train()
-    return [StageModulePair(*pieces) for pieces in zip(training, evaluation, strict=True)]
+    return [StageModulePair(*pair) for pair in zip(training, evaluation, strict=True)]
 
 
 def _trace_and_split(
@@ -76,9 +80,9 @@ def _trace_and_split(
 ) -> list[StageModule]:
     def refuse(error: Exception) -> NoReturn:
         raise ValueError(
-            f"{type(model).__name__} can't be traced, and so not be cut into stages: {_summarize_error(error)}. What can be "
-            "cut is an nn.Sequential, or a model whose forward has no control flow that depends on the data. Wrap its "
-            "layers in an nn.Sequential, or use strategy=dtkit.Sharded()"
+            f"{type(model).__name__} can't be traced and cut into stages: {_summarize_error(error)}. dtkit can cut an "
+            "nn.Sequential, or a model whose forward has no data-dependent control flow. Wrap its layers in an "
+            "nn.Sequential, or use strategy=dtkit.Sharded()"
         ) from error
 
     def trace() -> tuple[pipelining.Pipe, TreeSpec]:
@@ -90,18 +94,18 @@ def _trace_and_split(
         like = tuple(shapes[id(t)] for t in inputs)
         view, marked = (copy.deepcopy(model, dict[int, Any](shapes)) for _ in range(2))
         with fake, torch.random.fork_rng([]):
-            form = tree_flatten(view(*like))[1]
-        return pipelining.pipeline(marked, like, split_spec=starts), form  # torch marks split points in the model
+            output_spec = tree_flatten(view(*like))[1]
+        return pipelining.pipeline(marked, like, split_spec=starts), output_spec  # torch changes the model
 
-    pipe, form = run_guarded(trace, refuse)
+    pipe, output_spec = run_guarded(trace, refuse)
     if pipe.num_stages != len(split_points) + 1:
         raise ValueError(
-            f"{type(model).__name__} came apart into {pipe.num_stages} parts in place of {len(split_points) + 1}: the blocks "
-            f"{', '.join(split_points)} are not called one after the other. Name others: split=[...]"
+            f"{type(model).__name__} was split into {pipe.num_stages} parts instead of {len(split_points) + 1}: "
+            f"{', '.join(split_points)} aren't called in order. Name other layers: split=[...]"
         )
     modules = [pipe.get_stage_module(k) for k in range(pipe.num_stages)]
-    found = build_routings(pipe.split_gm, modules)
-    return [StageModule(module, route, form) for module, route in zip(modules, found, strict=True)]
+    routings = build_routings(pipe.split_gm, modules)
+    return [StageModule(module, routing, output_spec) for module, routing in zip(modules, routings, strict=True)]
 
 
 _TRACEBACK_LOCATION = re.compile(r'File "([^"]+)", line (\d+), in \w+\s*\n\s*(.+)')
@@ -111,90 +115,90 @@ _REPEATED_CALL_SUFFIX = re.compile(r"@\d+")
 
 
 def _summarize_error(error: BaseException) -> str:
-    """Of an exporter's error, and the last line of the user's code that it names."""
+    """Return the first line of an exporter's error, and the last line of the user's code in it."""
     lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     first = textwrap.shorten(lines[0], 200, placeholder=" …")
-    own = [found for found in _TRACEBACK_LOCATION.findall(str(error)) if "/torch/" not in found[0]]
-    if not own:
+    locations = [location for location in _TRACEBACK_LOCATION.findall(str(error)) if "/torch/" not in location[0]]
+    if not locations:
         return first
-    path, line, code = own[-1]
+    path, line, code = locations[-1]
     return f"{first} (at {path.rpartition('/')[2]}:{line}: {code.strip()})"
 
 
 def copy_pair_to_device(pair: StageModulePair, model: nn.Module, device: torch.device) -> StageModulePair:
-    """A copy of a part of `model` on a device, both of its modules over the same new parameters."""
+    """Return a copy of a stage of `model` on a device, whose modules share the new parameters."""
     from torch._subclasses.fake_tensor import is_fake
 
-    whole, lasting = named_tensors(model), set(model.state_dict())
+    originals, persistent_names = named_tensors(model), set(model.state_dict())
     copies: dict[int, torch.Tensor] = {}
 
-    def lay(module: nn.Module) -> nn.Module:
+    def copy_module(module: nn.Module) -> nn.Module:
         memo: dict[int, Any] = {}
         for name, shape in named_tensors(module).items():
-            origin = whole.get(name, shape)
-            if is_fake(origin):  # it would train on shapes
+            original = originals.get(name, shape)
+            if is_fake(original):
                 raise ValueError(
-                    f"{name} of the trace is no parameter or buffer of {type(model).__name__}, so nobody knows its "
-                    "numbers. Wrap the model's layers in an nn.Sequential, or use strategy=dtkit.Sharded()"
+                    f"{name} of the trace is not a parameter or buffer of {type(model).__name__}, so it has no "
+                    "values. Wrap the model's layers in an nn.Sequential, or use strategy=dtkit.Sharded()"
                 )
-            if id(origin) not in copies:
-                copies.update(copy_tensors_to_device([origin], device))
-            memo[id(shape)] = copies[id(origin)]
-        made = copy_to_device(module, device, memo)
-        restore_model_names(made)
-        for name, buffer in list(made.named_buffers(remove_duplicate=False)):
-            if name not in lasting:  # a constant in the model's code is a buffer to torch's exporter
+            if id(original) not in copies:
+                copies.update(copy_tensors_to_device([original], device))
+            memo[id(shape)] = copies[id(original)]
+        copied = copy_to_device(module, device, memo)
+        restore_model_names(copied)
+        for name, buffer in list(copied.named_buffers(remove_duplicate=False)):
+            if name not in persistent_names:  # torch's exporter makes buffers of constants
                 owner, _, last = name.rpartition(".")
-                made.get_submodule(owner).register_buffer(last, buffer, persistent=False)
-        return made
+                copied.get_submodule(owner).register_buffer(last, buffer, persistent=False)
+        return copied
 
-    training = dataclasses.replace(pair.training, module=lay(pair.module))
+    training = dataclasses.replace(pair.training, module=copy_module(pair.module))
     if pair.evaluation is pair.training:
         return StageModulePair(training, training)
-    return StageModulePair(training, dataclasses.replace(pair.evaluation, module=lay(pair.evaluation.module)))
+    return StageModulePair(training, dataclasses.replace(pair.evaluation, module=copy_module(pair.evaluation.module)))
 
 
 def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """A module's parameters and buffers, by all of the names that they have in the model."""
-    found: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
-    return {to_model_name(name): t for name, t in (found | dict(module.named_buffers(remove_duplicate=False))).items()}
+    """Return a module's parameters and buffers by all of their names in the model."""
+    tensors: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    tensors |= dict(module.named_buffers(remove_duplicate=False))
+    return {to_model_name(name): tensor for name, tensor in tensors.items()}
 
 
 def to_model_name(name: str) -> str:
-    """A name in the model of one in its trace: of a layer that is called again the exporter makes another, layer@1."""
+    """Return the model's name for a name of the trace: the exporter names a layer's second call layer@1."""
     return _REPEATED_CALL_SUFFIX.sub("", name)
 
 
 def restore_model_names(module: nn.Module) -> None:
-    """Have tensors of a trace stand under their names in the model alone; layers that are called again keep the use."""
+    """Register a trace's tensors under their names in the model; repeated layers keep them as attributes."""
     for name, layer in list(module.named_modules()):
         if to_model_name(name) == name:
             continue
         owner = module
-        for step in to_model_name(name).split("."):
-            if step not in owner._modules:  # noqa: SLF001 - hasattr would find attributes, too
-                owner.add_module(step, nn.Module())
-            owner = owner.get_submodule(step)
-        for kept, there in ((layer._parameters, owner._parameters), (layer._buffers, owner._buffers)):  # noqa: SLF001
-            for own, tensor in list(kept.items()):
-                there.setdefault(own, tensor)
-                del kept[own]
-                vars(layer)[own] = tensor
+        for child in to_model_name(name).split("."):
+            if child not in owner._modules:  # noqa: SLF001 - hasattr would find attributes, too
+                owner.add_module(child, nn.Module())
+            owner = owner.get_submodule(child)
+        for source, target in ((layer._parameters, owner._parameters), (layer._buffers, owner._buffers)):  # noqa: SLF001
+            for key, tensor in list(source.items()):
+                target.setdefault(key, tensor)
+                del source[key]
+                vars(layer)[key] = tensor
 
 
 def check_tied_weights(model: nn.Module, parts: Sequence[StageModulePair]) -> None:
-    """A parameter in two stages would be two parameters, each trained on its own."""
+    """Raise ValueError for a parameter in two stages, which would become two parameters."""
     names: dict[int, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(p), []).append(name)
     for tied in names.values():
-        found = {
-            (name, place) for place, part in enumerate(parts) for name in named_tensors(part.module) if name in tied
+        uses = {
+            (name, stage) for stage, part in enumerate(parts) for name in named_tensors(part.module) if name in tied
         }
-        if len({place for _, place in found}) > 1:
-            where = ", ".join(f"{name} (stage {place})" for name, place in sorted(found))
+        if len({stage for _, stage in uses}) > 1:
+            listed = ", ".join(f"{name} (stage {stage})" for name, stage in sorted(uses))
             raise ValueError(
-                f"{where} are one parameter (tied weights), and stages are on different ranks. Cut the model so that "
+                f"{listed} are one parameter (tied weights), but stages are on different ranks. Cut the model so that "
                 "they are in one stage, untie them, or use strategy=dtkit.Sharded()"
             )
-

@@ -1,8 +1,8 @@
-"""What crosses the borders between stages: which values a stage is given, which of them it needs, which it hands on.
+"""Values between stages: which ones a stage receives, which its module takes, and which it sends on.
 
-A stage sends to the next one only. So a value that is needed further on (the model's input in its last layer, a mask in
-every block) passes through the stages between as it is, and its gradient comes back the same way. A stage's module is
-called with its values in the order that torch's exporter chose for it, which is that of their first use.
+A stage sends to the next one only. So a value that a later stage needs, such as a mask, passes unchanged through the
+stages between them. Its gradient returns the same way. A stage's module takes its values in the order of torch's
+exporter, which is that of their first use.
 """
 
 from __future__ import annotations
@@ -23,48 +23,47 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class ValueRouting:
-    """The names of one stage's values."""
+    """Names of one stage's values."""
 
     received: tuple[str, ...]
-    """Over the border before it."""
+    """Values from the previous stage."""
     module_inputs: tuple[str, ...]
-    """What its module is called with."""
+    """Arguments of the stage's module."""
     module_outputs: tuple[str, ...]
-    """What its module returns."""
+    """Results of the stage's module."""
     sent: tuple[str, ...]
-    """Over the border behind it."""
+    """Values for the next stage."""
 
 
 @dataclasses.dataclass
 class StageModule:
-    """A stage's module with its route; without one, it takes and returns just what crosses the borders."""
+    """A stage's module with its routing; without, it takes what the stage receives and returns what it sends."""
 
     module: nn.Module
     routing: ValueRouting | None = None
     output_spec: TreeSpec | None = None
-    """Of what the model returns, where this is the last stage."""
+    """Structure of the model's output, on the last stage."""
     mutated_inputs: frozenset[int] = frozenset()
-    """Which of the values that come over the border before it are written to, as nn.ReLU(inplace=True) does."""
+    """Indices of received values that the module changes in place, as nn.ReLU(inplace=True) does."""
 
     def __call__(self, *given: Any) -> tuple[torch.Tensor, ...]:
-        """What goes over the border behind it, of what came over the one before.
+        """Return the values to send, given those received.
 
-        That is a leaf to autograd, and may be the very tensor that the stage before it has made: where this one writes
-        to it, it gets a copy.
+        Received values are leaves of autograd, and may be tensors of the previous stage on the same rank. So the module
+        gets copies of those that it changes.
         """
         given = tuple(t.clone() if k in self.mutated_inputs else t for k, t in enumerate(given))
         if self.routing is None:
-            found, self.output_spec = tree_flatten(self.module(*given))
-            return _require_tensors(found)
+            outputs, self.output_spec = tree_flatten(self.module(*given))
+            return _require_tensors(outputs)
         values = dict(zip(self.routing.received, given, strict=True))
-        made = self.module(*(values[name] for name in self.routing.module_inputs))
-        values.update(
-            zip(self.routing.module_outputs, made if isinstance(made, (tuple, list)) else (made,), strict=True)
-        )
+        result = self.module(*(values[name] for name in self.routing.module_inputs))
+        results = result if isinstance(result, (tuple, list)) else (result,)
+        values.update(zip(self.routing.module_outputs, results, strict=True))
         return _require_tensors([values[name] for name in self.routing.sent])
 
     def unflatten_output(self, outputs: Sequence[torch.Tensor]) -> Any:
-        """What the model returns, of what came out of its last stage."""
+        """Return the model's output, given the values of its last stage."""
         assert self.output_spec is not None
         return tree_unflatten(list(outputs), self.output_spec)
 
@@ -79,19 +78,23 @@ def _refuse_non_tensors(values: Sequence[Any]) -> None:
     if values:
         names = ", ".join(type(value).__name__ for value in values)
         raise TypeError(
-            f"the model (or one of its stages) returns {names} besides tensors; stages hand on tensors. Have it return "
-            "tensors alone, or tuples, lists or dicts of them, or use strategy=dtkit.Sharded()"
+            f"the model (or one of its stages) returns {names} besides tensors; stages send tensors only. Return "
+            "only tensors, or tuples, lists or dicts of them, or use strategy=dtkit.Sharded()"
         )
 
 
 def make_sendable(outputs: Sequence[torch.Tensor], inputs: Sequence[Any]) -> tuple[torch.Tensor, ...]:
-    """What a stage made, each a tensor of its own without gaps.
+    """Return a stage's outputs as contiguous tensors that are neither views nor inputs.
 
-    Messages are sent as they lie in memory; and torch's schedules that halve backward detach a stage's outputs in
-    place, which no view allows, nor may it be done to what was given.
+    Messages need contiguous memory. torch's schedules with halves of backward detach outputs in place, which fails for
+    views and must not happen to inputs.
     """
-    own = {id(tensor) for tensor in inputs}
-    return tuple(_clone_contiguous(t) if t._is_view() or not t.is_contiguous() or id(t) in own else t for t in outputs)  # noqa: SLF001
+    input_ids = {id(tensor) for tensor in inputs}
+    return tuple(_clone_contiguous(t) if _needs_clone(t) or id(t) in input_ids else t for t in outputs)
+
+
+def _needs_clone(tensor: torch.Tensor) -> bool:
+    return tensor._is_view() or not tensor.is_contiguous()  # noqa: SLF001 - torch has no public name
 
 
 def _clone_contiguous(tensor: torch.Tensor) -> torch.Tensor:
@@ -99,20 +102,20 @@ def _clone_contiguous(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def build_routings(graph_module: fx.GraphModule, stages: Sequence[nn.Module]) -> list[ValueRouting]:
-    """The route of each stage of a model that torch's pipelining has split: `whole` calls the stages one by one."""
+    """Return the routing of each stage of a model split by torch; `graph_module` calls the stages in order."""
     nodes = list(graph_module.graph.nodes)
     calls = [node for node in nodes if node.op == "call_module"]
     inputs = tuple(node.name for node in nodes if node.op == "placeholder")
     output = next(node for node in nodes if node.op == "output")
     needed = [[a.name for a in call.args] for call in calls] + [_list_value_names(output.args[0])]
-    made = [_list_output_names(call, stage) for call, stage in zip(calls, stages, strict=True)]
+    outputs = [_list_output_names(call, stage) for call, stage in zip(calls, stages, strict=True)]
     borders = [inputs]
     for k in range(1, len(calls)):
-        there = [*inputs, *(name for names in made[:k] for name in names)]
+        available = [*inputs, *(name for names in outputs[:k] for name in names)]
         later = {name for names in needed[k:] for name in names}
-        borders.append(tuple(name for name in there if name in later))
+        borders.append(tuple(name for name in available if name in later))
     borders.append(tuple(needed[-1]))
-    return [ValueRouting(borders[k], tuple(needed[k]), made[k], borders[k + 1]) for k in range(len(calls))]
+    return [ValueRouting(borders[k], tuple(needed[k]), outputs[k], borders[k + 1]) for k in range(len(calls))]
 
 
 def _list_value_names(returned: Any) -> list[str]:
@@ -122,12 +125,12 @@ def _list_value_names(returned: Any) -> list[str]:
 
 
 def _list_output_names(call: fx.Node, stage: Any) -> tuple[str, ...]:
-    """The names of what a stage's module returns: one value, or several that are looked up by number."""
+    """Return the names of the values that a stage's module returns."""
     returned = next(node for node in stage.graph.nodes if node.op == "output").args[0]
     if not isinstance(returned, (tuple, list)):
         return (call.name,)
     names = [f"{call.name}[{k}]" for k in range(len(returned))]
-    for user in call.users:  # each looks one up
-        place: Any = user.args[1]
-        names[place] = user.name
+    for user in call.users:  # each is a getitem
+        index: Any = user.args[1]
+        names[index] = user.name
     return tuple(names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -13,74 +14,79 @@ from torch.utils._pytree import tree_leaves, tree_map
 from dtkit.engine.data.sources import map_tensors
 from dtkit.engine.observe.phase_timer import BETWEEN_PHASES
 from dtkit.engine.observe.stage_probe import PipelineProbe
-from dtkit.strategies import gradients
-from dtkit.strategies.base import (
-    EvalFunction,
-    StepResult,
-    Worker,
-    WorkerContext,
-    make_optimizer,
-    split_state_dict,
-)
-from dtkit.strategies.loss import LOSS_IS_WEIGHTED_SUM, split_batch
-from dtkit.strategies.pipeline import cut as splitting
-from dtkit.strategies.pipeline.stage import StageIO, StageRunner
-from dtkit.strategies.pipeline.trace import (
-    StageModulePair,
-)
-from dtkit.strategies.replicated import LossAccumulator, copy_to_cpu, module_eval_mode
 from dtkit.engine.state.checksum import compute_checksum
+from dtkit.strategies import gradients
+from dtkit.strategies.base import EvalFunction, StepResult, Strategy, Worker, make_optimizer, split_state_dict
+from dtkit.strategies.loss import LOSS_IS_WEIGHTED_SUM, split_batch
+from dtkit.strategies.pipeline.stage import StageRunner
+from dtkit.strategies.replicated import LossAccumulator, copy_to_cpu, module_eval_mode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from dtkit.engine.comm.process_group import Group
+    from dtkit.engine.data.worker_context import WorkerContext
     from dtkit.engine.observe.step_probe import StepProbe
     from dtkit.engine.state.capture import StateVisitor
     from dtkit.strategies.loss import Loss
+    from dtkit.strategies.pipeline.cut import StageCut
+    from dtkit.strategies.pipeline.stage import StageIO
+    from dtkit.strategies.pipeline.trace import StageModulePair
     from dtkit.types import Fingerprint
 
 
+@dataclasses.dataclass(frozen=True)
+class PlacedStages:
+    """One rank's stages of a model that is cut, and the cut itself."""
+
+    cut: StageCut
+    modules: dict[int, StageModulePair]
+    """This rank's modules by stage."""
+    io: StageIO
+    unstaged_entries: dict[str, Any]
+    """Entries of the model's state dict that no stage has."""
+
+
 class PipelineWorker(Worker):
-    """One rank's stages."""
+    """Worker with one rank's stages."""
 
     forward_is_collective = True
 
     def __init__(
         self,
-        strategy: Pipeline,
-        cut: splitting.StageCut,
-        stage_modules: dict[int, StageModulePair],
-        stage_io: StageIO,
-        unstaged_entries: dict[str, Any],
+        strategy: Strategy,
+        placed: PlacedStages,
         loss_fn: Loss,
         optimizer: Callable[..., Any],
         context: WorkerContext,
+        *,
+        clip_grad_norm: float | None,
     ) -> None:
+        assert context.group is not None
+        assert strategy.pipeline_schedule is not None
         self._strategy, self._loss_fn, self._context = strategy, loss_fn, context
-        self.placement = cut
-        self._phases, self._unstaged_entries = context.phases, unstaged_entries
-        self._coordinates = context.mesh.get_coordinates(_get_rank(context))
-        self.model = nn.ModuleList(part.module for part in stage_modules.values())
+        self._clip_grad_norm, self.placement = clip_grad_norm, placed.cut
+        self._phases, self._unstaged_entries = context.phases, placed.unstaged_entries
+        self._coordinates = context.mesh.get_coordinates(context.group.rank)
+        self.model = nn.ModuleList(part.module for part in placed.modules.values())
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
-        if not self._parameters:  # an optimiser wants one: this never gets a gradient, and is no part of the model
-            self.model.register_parameter("nothing", nn.Parameter(torch.zeros((), device=context.device)))
+        if not self._parameters:  # an optimizer needs one; this one never gets a gradient
+            self.model.register_parameter("placeholder", nn.Parameter(torch.zeros((), device=context.device)))
         self.optimizer = make_optimizer(optimizer, self.model)
         self._loss_accumulator = LossAccumulator(1)
         self._loss_form: int | None = None
-        self._stages = StageRunner(strategy.pipeline_schedule, stage_modules, stage_io, self._compute_loss)
-        assert context.group is not None
+        self._stages = StageRunner(strategy.pipeline_schedule, placed.modules, placed.io, self._compute_loss)
         self.set_process_group(context.group)
 
     def set_process_group(self, group: Group) -> None:
-        """Stages hold their group: make them anew, over the same parameters."""
+        """Rebuild the stages, which hold their process group, over the same parameters."""
         self._group = group
-        self._loss_form = None  # of a step that was broken off, some ranks may know it and others not
+        self._loss_form = None  # after a failed step only some ranks may know it
         self._device_mesh = group.device_mesh(self._context.mesh, self._context.device)
         self._stages.set_process_group(self._device_mesh.get_group("pp"), self._context.device, self._phases, group)
 
     def visit_state(self, visitor: StateVisitor) -> None:
-        """This rank's stages, under the whole model's names; each replica has batch statistics of its own."""
+        """Visit this rank's stages under the model's names; each replica has its own batch statistics."""
         named: dict[str, torch.Tensor] = {}
         for module in self.model.children():
             named |= dict(module.named_parameters(remove_duplicate=False))
@@ -100,33 +106,33 @@ class PipelineWorker(Worker):
     def step(
         self, batches: Sequence[tuple[int, Any]], counts: Sequence[int], probe: StepProbe | None = None
     ) -> StepResult:
-        """All micro-batches through all stages, then one update."""
-        scope = probe if isinstance(probe, PipelineProbe) else None
+        """Run all micro-batches through all stages, then update."""
+        probe = probe if isinstance(probe, PipelineProbe) else None
         for p in self._parameters:
-            p.grad = None  # filled with zeros instead, malloc would keep fewer gaps, and steps take 6 % longer
+            p.grad = None  # faster than filling with zeros
         self._loss_accumulator = LossAccumulator(sum(counts))
-        if batches:  # a replica without samples has nothing to run, and all of its ranks know
-            filled = self._pad_micro_batches(batches)
+        if batches:  # a replica without samples runs nothing
+            padded = self._pad_micro_batches(batches)
             self._phases.enter(BETWEEN_PHASES)
-            with contextlib.nullcontext() if scope is None else scope.observe_stages(self._stages.torch_stages):
-                inputs, targets = [x for x, _, _ in filled], [(target, count) for _, target, count in filled]
-                self._stages.run_schedule(inputs, targets, [k for k, (_, _, count) in enumerate(filled) if not count])
-        if scope is not None:
-            scope.compare_gradient_sums()
+            with contextlib.nullcontext() if probe is None else probe.observe_stages(self._stages.torch_stages):
+                inputs, targets = [x for x, _, _ in padded], [(target, count) for _, target, count in padded]
+                self._stages.run_schedule(inputs, targets, [k for k, (_, _, count) in enumerate(padded) if not count])
+        if probe is not None:
+            probe.compare_gradient_sums()
         self._phases.enter("sync")
         self._all_reduce_over_replicas()
         self._divide_by_weight()
         norm = self._compute_grad_norm()
-        if scope is not None:
-            self._report_loss(scope, norm)
+        if probe is not None:
+            self._report_loss(probe, norm)
         self._phases.enter("update")
         finite = math.isfinite(norm)
         if finite:
-            if (factor := gradients.compute_clip_factor(norm, self._strategy.clip_grad_norm)) < 1:
+            if (factor := gradients.compute_clip_factor(norm, self._clip_grad_norm)) < 1:
                 gradients.scale_(self._list_gradients(), factor)
             self.optimizer.step()
-            if scope is not None:
-                scope.record_update(float(self.optimizer.param_groups[0]["lr"]))
+            if probe is not None:
+                probe.record_update(float(self.optimizer.param_groups[0]["lr"]))
         return StepResult(
             self._loss_accumulator.mean_loss,
             self._loss_accumulator.loss_weight,
@@ -136,82 +142,79 @@ class PipelineWorker(Worker):
         )
 
     def make_step_probe(self, **position: int) -> StepProbe:
-        """What looks at the borders of this rank's stages."""
-        return PipelineProbe({place: part.module for place, part in self._stages.stage_modules.items()}, **position)
+        """Return a probe of this rank's stages."""
+        return PipelineProbe({stage: pair.module for stage, pair in self._stages.stage_modules.items()}, **position)
 
     def _report_loss(self, probe: PipelineProbe, norm: float) -> None:
-        """The loss, which the last stage alone knows, and what the update is about to do."""
+        """Record the loss, which only the last stage knows, and the clipping."""
         probe.record_loss(
             self._loss_accumulator.mean_loss if self._stages.has_last_stage else None,
             float(self._loss_accumulator.loss_weight),
             0.0,
         )
-        if self._strategy.clip_grad_norm is not None:
-            probe.record_clipping(gradients.compute_clip_factor(norm, self._strategy.clip_grad_norm))
+        if self._clip_grad_norm is not None:
+            probe.record_clipping(gradients.compute_clip_factor(norm, self._clip_grad_norm))
 
     def _pad_micro_batches(self, batches: Sequence[tuple[int, Any]]) -> list[tuple[tuple[Any, ...], Any, int]]:
-        """(inputs, target, rows that count) of every micro-batch, each of full size."""
-        rows, found = self._micro_batch_size, []
-        for k in range(self._strategy.micro_batches):
+        """Return (inputs, target, number of samples) of every micro-batch, padded to full size."""
+        rows, padded = self._micro_batch_size, []
+        for k in range(self._strategy.num_micro_batches):
             count, batch = batches[k] if k < len(batches) else (0, batches[0][1])
-            inputs, target = split_batch(
-                batch if count == rows else _select_rows(batch, self._make_padding_index(count, rows))
-            )
-            found.append((require_tensor_inputs(inputs), target, count))
-        return found
+            if count < rows:
+                batch = _select_rows(batch, self._make_padding_index(count, rows))
+            inputs, target = split_batch(batch)
+            padded.append((require_tensor_inputs(inputs), target, count))
+        return padded
 
     @property
     def _micro_batch_size(self) -> int:
-        """Of each micro-batch, those included that fill it up."""
+        """Number of rows of each micro-batch, including padding."""
         return int(self._stages.training_io[0][0].shape[0])
 
     def _make_padding_index(self, count: int, rows: int) -> torch.Tensor:
-        """An index of `rows` rows of a batch of fewer: the first one again where there is none."""
+        """Return an index of `rows` rows into a batch of `count` rows, padded with the first row."""
         index = torch.arange(rows, device=self._context.device)
         index[max(count, 1) :] = 0
         return index
 
     def _compute_loss(self, output: Any, target_and_count: tuple[Any, int]) -> torch.Tensor:
-        """A micro-batch's part of the global mean (or of the sum), to differentiate; its filling left out."""
+        """Return a micro-batch's part of the global mean (or sum) without its padding, to differentiate."""
         target, count = target_and_count
         if not count:
             first: torch.Tensor = tree_leaves(output)[0]
-            return first.sum() * 0  # keeps every rank's backward in step
+            return first.sum() * 0  # all ranks need a backward pass
         if count < self._micro_batch_size:
             _check_batch_dim(output, self._micro_batch_size)
             output, target = _truncate_rows(output, count), _truncate_rows(target, count)
-        forecast = self._loss_fn.evaluate_output(output, target)
-        return self._loss_accumulator.add(forecast.loss, forecast.loss_weight, count)
+        evaluated = self._loss_fn.evaluate_output(output, target)
+        return self._loss_accumulator.add(evaluated.loss, evaluated.loss_weight, count)
 
     def _all_reduce_over_replicas(self) -> None:
-        """Gradients of all replicas' samples, in one flat all-reduce among the ranks with the same stages."""
-        if self._strategy.replicas == 1 or not self._parameters:
+        """Sum gradients in one flat all-reduce among the ranks with the same stages."""
+        if self._context.mesh.axes["dp"] == 1 or not self._parameters:
             return
-        mates = self._device_mesh.get_group("dp")
-        own = [p.grad for p in self._parameters]
-        found = gradients.all_reduce_flat(self._parameters, own, lambda flat: self._group.all_reduce(flat, mates))
-        for p, gradient in zip(self._parameters, found, strict=True):
+        dp_group = self._device_mesh.get_group("dp")
+        local = [p.grad for p in self._parameters]
+        sums = gradients.all_reduce_flat(self._parameters, local, lambda flat: self._group.all_reduce(flat, dp_group))
+        for p, gradient in zip(self._parameters, sums, strict=True):
             p.grad = gradient
 
     def _divide_by_weight(self) -> None:
-        """A sum's gradients, made into those of the weighted mean: the last stages know the weights."""
+        """Divide the gradients of a sum by its weight, which the last stages know."""
         if self._loss_form is None:
             self._loss_form = gradients.agree_on_loss_form(self._loss_accumulator.loss_form, self._group)
         if self._loss_form == LOSS_IS_WEIGHTED_SUM:
-            own = torch.as_tensor(self._loss_accumulator.loss_weight, dtype=torch.float64).to(
-                self._context.device, copy=True
-            )
-            gradients.scale_(self._list_gradients(), gradients.compute_weight_factor(self._group.all_reduce(own)))
+            weight = torch.as_tensor(self._loss_accumulator.loss_weight, dtype=torch.float64)
+            total = self._group.all_reduce(weight.to(self._context.device, copy=True))
+            gradients.scale_(self._list_gradients(), gradients.compute_weight_factor(total))
 
     def _compute_grad_norm(self) -> float:
-        """Of the gradient of the whole model: its square is added up over the stages."""
+        """Return the norm of the whole model's gradient: squares are summed over the stages."""
         norm = self._compute_norm_over_stages(self._list_gradients())
-        # It may have overflowed although every gradient is finite; all ranks of a pipeline have the same norm.
-        return (
-            norm
-            if math.isfinite(norm)
-            else self._compute_norm_over_stages([g.double() for g in self._list_gradients()])
-        )
+        if math.isfinite(norm):  # on all ranks of a pipeline, or on none
+            return norm
+        # The norm may overflow although every gradient is finite.
+        return self._compute_norm_over_stages([g.double() for g in self._list_gradients()])
 
     def _compute_norm_over_stages(self, local_gradients: list[torch.Tensor]) -> float:
         total = torch.zeros((), dtype=torch.float64, device=self._context.device)
@@ -222,26 +225,26 @@ class PipelineWorker(Worker):
         return [p.grad for p in self._parameters if p.grad is not None]
 
     def compute_fingerprint(self) -> Fingerprint:
-        """A checksum of this rank's stages, to be equal in all replicas."""
-        part = self._strategy.model_shard_id(self._group.world_size, self._group.rank)
-        return {part: compute_checksum(self._parameters)}
+        """Return a checksum of this rank's stages, which must be equal in all replicas."""
+        shard_id = self._strategy.model_shard_id(self._group.world_size, self._group.rank)
+        return {shard_id: compute_checksum(self._parameters)}
 
     # -- the whole model --------------------------------------------------------------------------------------
 
     def state_dict_parts(self) -> dict[str, Any]:
-        """The entries of this rank's stages, from the first replica; rank 0 adds what no stage has."""
+        """Return the entries of this rank's stages in the first replica; rank 0 adds those of no stage."""
         if self._coordinates["dp"]:
             return {}
-        found = {name: copy_to_cpu(v) for module in self.model.children() for name, v in module.state_dict().items()}
-        return {**self._unstaged_entries, **found} if self._coordinates["pp"] == 0 else found
+        entries = {name: copy_to_cpu(v) for module in self.model.children() for name, v in module.state_dict().items()}
+        return {**self._unstaged_entries, **entries} if self._coordinates["pp"] == 0 else entries
 
     @contextlib.contextmanager
     def eval_mode(self) -> Iterator[EvalFunction]:
-        """Micro-batch after micro-batch through all stages."""
+        """Evaluate micro-batches one after another through all stages."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.no_grad())
-            for part in self._stages.stage_modules.values():
-                stack.enter_context(module_eval_mode(part.evaluation.module))
+            for pair in self._stages.stage_modules.values():
+                stack.enter_context(module_eval_mode(pair.evaluation.module))
             yield self._evaluate_batch
 
     def _evaluate_batch(self, batch: Any) -> Any:
@@ -257,21 +260,17 @@ class PipelineWorker(Worker):
         )
 
 
-def _get_rank(context: WorkerContext) -> int:
-    assert context.group is not None
-    return context.group.rank
-
-
 def _select_rows(batch: Any, index: torch.Tensor) -> Any:
     return map_tensors(batch, lambda t: t.index_select(0, index))
 
 
 def require_tensor_inputs(inputs: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+    """Return a model's inputs; raise TypeError if some aren't tensors."""
     wrong = [type(x).__name__ for x in inputs if not isinstance(x, torch.Tensor)]
     if wrong:
         raise TypeError(
-            f"the model's inputs include {', '.join(wrong)}; stages are fed with tensors. Give arrays, or a Dataset "
-            "whose samples are tuples of tensors"
+            f"the model's inputs include {', '.join(wrong)}; stages take tensors only. Pass arrays, or a Dataset whose "
+            "samples are tuples of tensors"
         )
     return tuple(inputs)
 
@@ -281,20 +280,19 @@ def _truncate_rows(value: Any, count: int) -> Any:
 
 
 def _concat_outputs(outputs: Sequence[Any], rows: int, count: int) -> Any:
-    """The output for `count` samples, of that of micro-batches of `rows`."""
+    """Return the output for `count` samples from those of micro-batches of `rows`."""
     for output in outputs:
         _check_batch_dim(output, rows)
     return tree_map(lambda *parts: torch.cat(parts)[:count], *outputs)
 
 
 def _check_batch_dim(output: Any, rows: int) -> None:
-    """Raise ValueError where an output can't be cut: where rows of it are not those of samples."""
+    """Raise ValueError for an output without one row per sample."""
     wrong = [tuple(t.shape) for t in tree_leaves(output) if t.shape[:1] != (rows,)]
     if wrong:
         raise ValueError(
-            f"the model returned a tensor of shape {wrong[0]} for {rows} samples. A pipeline cuts the output where a "
-            "micro-batch is filled up, and joins it in an evaluation: for that, it must have one row for each sample. "
-            "Return such an output (and reshape it in the loss), or train with a batch_size that replicas * "
-            "micro_batches divides, on data that batch_size divides"
+            f"the model returned a tensor of shape {wrong[0]} for {rows} samples. A pipeline removes padding from "
+            "outputs and concatenates them in evaluations, so an output needs one row for each sample. Return such an "
+            "output (and reshape it in the loss), or train with a batch_size that replicas * micro_batches divides, "
+            "on data that batch_size divides"
         )
-

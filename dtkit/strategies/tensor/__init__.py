@@ -1,1 +1,1 @@
-"""tensor."""
+"""Tensor parallelism: plans, their styles, and attention sharded by heads."""

@@ -1,17 +1,15 @@
-"""Attention cut by heads, where queries, keys and values come from one layer: what a rank computes of it.
+"""Attention sharded by heads, if one layer computes queries, keys and values.
 
-Heads have nothing to do with each other between the layer that makes them and the one that takes them, so each rank
-computes some: of that one layer's rows it has those of its heads' queries, of their keys and of their values. What
-follows is a rowwise layer, and so there is one sum over ranks forward and one backward (Shoeybi et al., Megatron-LM,
-2019).
+Heads are independent between that layer and the output layer, so each rank computes some of them. Of the first layer's
+rows it has the queries, the keys and the values of its heads. The output layer is rowwise, so there is one sum over
+ranks forward and one backward (Shoeybi et al., Megatron-LM, 2019).
 
-- ``nn.MultiheadAttention`` does on a rank what torch's does, with the heads that are here
-(:class:`ShardedMultiheadAttention`). - An attention of the user's own goes on computing as it is written. What its
-layer gives (:class:`FusedQKV`) looks like
-  the whole of queries, keys and values; taken apart, it gives DTensors cut by heads. Where something else is done with
-  it, it is put together from all ranks, which is slower and as right.
+- ``nn.MultiheadAttention`` computes this rank's heads (:class:`ShardedMultiheadAttention`).
+- A user's attention runs unchanged. Its layer returns a :class:`FusedQKV`, which has the shape of all queries, keys and
+  values. Split into them, it gives DTensors sharded by heads. Any other operation first gathers it from all ranks,
+  which is slower but correct.
 
-Random numbers are drawn alike on all ranks: dropout within attention drops the same places in each rank's heads.
+All ranks draw equal random numbers: dropout within attention drops the same positions in each rank's heads.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 NUM_QKV = 3
-"""Queries, keys and values."""
+"""Number of matrices in a fused layer: queries, keys and values."""
 _PACKED_PROJECTIONS = ("in_proj_weight", "in_proj_bias")
 _SEPARATE_PROJECTIONS = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 
@@ -45,24 +43,24 @@ _SEPARATE_PROJECTIONS = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 
 
 class MultiheadAttentionParallel(ParallelStyle):
-    """An ``nn.MultiheadAttention`` computes this rank's heads. Its `out_proj` must be rowwise."""
+    """Style for an ``nn.MultiheadAttention`` that computes this rank's heads; its `out_proj` must be rowwise."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name in (*_PACKED_PROJECTIONS, *_SEPARATE_PROJECTIONS):
             p = getattr(module, name)
             if p is not None:
-                cut = distribute_tensor(p, device_mesh, [Shard(0)], src_data_rank=None)
-                made = nn.Parameter(cut, p.requires_grad)
-                module.register_parameter(
-                    name, set_num_fused_blocks(made, NUM_QKV) if name in _PACKED_PROJECTIONS else made
-                )
+                shard = distribute_tensor(p, device_mesh, [Shard(0)], src_data_rank=None)
+                parameter = nn.Parameter(shard, p.requires_grad)
+                if name in _PACKED_PROJECTIONS:
+                    set_num_fused_blocks(parameter, NUM_QKV)
+                module.register_parameter(name, parameter)
         module.__class__ = ShardedMultiheadAttention
         module.heads_mesh = device_mesh  # type: ignore[assignment]  # a module's attributes may be anything
         return module
 
 
 class ShardedMultiheadAttention(nn.MultiheadAttention):
-    """torch's module with this rank's heads; its `num_heads` and `embed_dim` are still the whole's."""
+    """torch's module with this rank's heads; `num_heads` and `embed_dim` still count all heads."""
 
     heads_mesh: DeviceMesh
 
@@ -77,9 +75,9 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,  # noqa: FBT001, FBT002 - torch's
         is_causal: bool = False,  # noqa: FBT001, FBT002 - torch's
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As torch's. Its weights need collectives of their own: ``need_weights=False`` spares them."""
+        """Compute as torch's module does. Attention weights need collectives: ``need_weights=False`` avoids them."""
         if is_causal and attn_mask is None:
-            raise RuntimeError("is_causal=True is a hint about attn_mask, which is missing: give both")
+            raise RuntimeError("is_causal=True is a hint about attn_mask, which is missing: pass both")
         batched = query.dim() > 2
         swapped = batched and not self.batch_first
         heads = [
@@ -89,15 +87,15 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
         if not is_causal or need_weights or key_padding_mask is not None:
             bias, is_causal = self._build_attn_bias(attn_mask, key_padding_mask, heads[0]), False
         dropout = self.dropout if self.training else 0.0
-        found, weights = compute_attention(heads, bias, dropout, causal=is_causal, need_weights=need_weights)
-        out = self.out_proj(found.transpose(1, 2).flatten(2))
+        head_outputs, weights = compute_attention(heads, bias, dropout, causal=is_causal, need_weights=need_weights)
+        out = self.out_proj(head_outputs.transpose(1, 2).flatten(2))
         out = out.transpose(0, 1) if swapped else out if batched else out.squeeze(0)
         return out, None if weights is None else self._gather_attn_weights(
             weights, average=average_attn_weights, batched=batched
         )
 
     def _project_qkv(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Sequence[torch.Tensor]:
-        """This rank's queries, keys and values. Backward, each different input's gradient is summed over ranks once."""
+        """Return this rank's queries, keys and values. Backward sums each distinct input's gradient once."""
         mesh = self.heads_mesh
         inputs = {id(x): copy_to_parallel_region(x, mesh) for x in (query, key, value)}
         bias = None if self.in_proj_bias is None else _to_local(self.in_proj_bias)
@@ -112,37 +110,38 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
         return [functional.linear(inputs[id(x)], w, b) for x, w, b in zip(given, weights, biases, strict=True)]
 
     def _split_heads(self, x: torch.Tensor, *, batched: bool, transposed: bool) -> torch.Tensor:
-        """(rows, heads that are here, length, numbers of a head)."""
+        """Return the shape (rows, local heads, length, head size)."""
         rows = x.transpose(0, 1) if transposed else x if batched else x.unsqueeze(0)
         return rows.reshape(*rows.shape[:2], -1, self.head_dim).transpose(1, 2)
 
     def _build_attn_bias(
         self, attn_mask: torch.Tensor | None, key_padding_mask: torch.Tensor | None, queries: torch.Tensor
     ) -> torch.Tensor | None:
-        """What masks add to scores, in a shape that spreads to (rows, heads that are here, length, keys)."""
-        added = None if attn_mask is None else _to_additive_mask(attn_mask, queries.dtype)
-        if added is not None and added.dim() > 2:  # (rows x all heads, length, keys)
-            coordinate, here = self.heads_mesh.get_coordinate(), queries.shape[1]
+        """Return the masks as a sum for scores, broadcastable to (rows, local heads, length, keys)."""
+        bias = None if attn_mask is None else _to_additive_mask(attn_mask, queries.dtype)
+        if bias is not None and bias.dim() > 2:  # (rows x all heads, length, keys)
+            coordinate, local_heads = self.heads_mesh.get_coordinate(), queries.shape[1]
             assert coordinate is not None
-            added = added.reshape(-1, self.num_heads, *added.shape[1:]).narrow(1, coordinate[0] * here, here)
+            first = coordinate[0] * local_heads
+            bias = bias.reshape(-1, self.num_heads, *bias.shape[1:]).narrow(1, first, local_heads)
         if key_padding_mask is None:
-            return added
-        keys = _to_additive_mask(key_padding_mask, queries.dtype)[..., None, None, :]
-        return keys if added is None else added + keys
+            return bias
+        padding = _to_additive_mask(key_padding_mask, queries.dtype)[..., None, None, :]
+        return padding if bias is None else bias + padding
 
     def _gather_attn_weights(self, weights: torch.Tensor, *, average: bool, batched: bool) -> torch.Tensor:
-        """Of all heads, put together: a plain tensor, as one never knows what is done with it."""
+        """Return the weights of all heads as a plain tensor, since the user may do anything with it."""
         mesh = self.heads_mesh
-        every: Any = DTensor.from_local(weights, mesh, [Shard(1)], run_check=False)
-        every = every.mean(1) if average else every
-        found: torch.Tensor = every.redistribute(mesh, [Replicate()]).to_local()
-        return found if batched else found.squeeze(0)
+        sharded: Any = DTensor.from_local(weights, mesh, [Shard(1)], run_check=False)
+        sharded = sharded.mean(1) if average else sharded
+        whole: torch.Tensor = sharded.redistribute(mesh, [Replicate()]).to_local()
+        return whole if batched else whole.squeeze(0)
 
 
 def compute_attention(
     heads: Sequence[torch.Tensor], attn_bias: torch.Tensor | None, dropout: float, *, causal: bool, need_weights: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention of queries to keys and values, each (rows, heads, length, numbers); its weights only if asked for."""
+    """Return attention and, if needed, its weights; queries, keys, values are (rows, heads, length, head size)."""
     q, k, v = heads
     if not need_weights:
         return functional.scaled_dot_product_attention(q, k, v, attn_bias, dropout, causal), None
@@ -153,7 +152,7 @@ def compute_attention(
 
 
 def copy_to_parallel_region(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """What all ranks have alike, for this one to compute with: its gradient is the sum of all ranks'."""
+    """Return a replicated tensor as this rank's copy, whose gradient is the sum over ranks."""
     whole = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [Replicate()], run_check=False)
     return whole.redistribute(mesh, [Replicate()]).to_local(grad_placements=[Partial()])
 
@@ -164,24 +163,24 @@ def _to_local(p: torch.Tensor) -> torch.Tensor:
 
 
 def _to_additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A mask as numbers to add: True forbids."""
+    """Return a mask as values to add: True forbids a position."""
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask, -math.inf)
 
 
-# --- one layer for queries, keys and values, in a user's own attention --------------------------------------
+# --- one layer for queries, keys and values in a user's attention -------------------------------------------
 
 
 class FusedQKVParallel(ParallelStyle):
-    """A Linear that makes queries, keys and values, one after another: this rank makes those of its heads."""
+    """Style for a Linear that computes queries, keys and values in this order: a rank computes those of its heads."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        cut = ColwiseParallel(use_local_output=False)._apply(module, device_mesh)  # noqa: SLF001 - as parallelize_module
-        for p in cut.parameters(recurse=False):
+        sharded = ColwiseParallel(use_local_output=False)._apply(module, device_mesh)  # noqa: SLF001 - as parallelize_module
+        for p in sharded.parameters(recurse=False):
             set_num_fused_blocks(p, NUM_QKV)
-        cut.register_forward_hook(_wrap_fused_qkv)
-        return cut
+        sharded.register_forward_hook(_wrap_fused_qkv)
+        return sharded
 
 
 def _wrap_fused_qkv(_module: nn.Module, _inputs: Any, output: DTensor) -> torch.Tensor:
@@ -189,34 +188,34 @@ def _wrap_fused_qkv(_module: nn.Module, _inputs: Any, output: DTensor) -> torch.
 
 
 def make_fused_qkv(local_qkv: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """All ranks' queries, keys and values as one, of which this rank has those of its heads: (..., 3 x here)."""
+    """Return all ranks' queries, keys and values as one tensor, given this rank's: (..., 3 x local size)."""
     parts = local_qkv.reshape(*local_qkv.shape[:-1], NUM_QKV, -1)
     return FusedQKV.from_qkv(DTensor.from_local(parts, mesh, [Shard(parts.dim() - 1)], run_check=False))
 
 
 class FusedQKV(torch.Tensor):
-    """Queries, keys and values as one tensor of the whole's shape; there are no numbers in it, but in `three`."""
+    """Queries, keys and values as one tensor of the whole shape, with its values in `qkv`."""
 
     qkv: DTensor
-    """(..., 3, features), cut along the last."""
+    """DTensor of shape (..., 3, features), sharded by features."""
 
     @classmethod
     def from_qkv(cls, qkv: DTensor) -> FusedQKV:
-        """`three` as what it would be were its last two dimensions one."""
+        """Return `qkv` with its last two dimensions flattened."""
         shape = (*qkv.shape[:-2], NUM_QKV * qkv.shape[-1])
-        made = qkv.to_local().detach().new_empty(1).expand(shape).as_subclass(cls)
-        made.qkv = qkv
-        return made
+        fused = qkv.to_local().detach().new_empty(1).expand(shape).as_subclass(cls)
+        fused.qkv = qkv
+        return fused
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Take it apart by owner, tell its shape, or put it together for anything else."""
+        """Split the tensor into queries, keys and values, return metadata, or gather it for any other function."""
         kwargs = kwargs or {}
         if func in _METADATA_FUNCTIONS:
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-        apart = _try_unfuse(func, *args, **kwargs) if func in _UNFUSING_FUNCTIONS and isinstance(args[0], cls) else None
-        if apart is not None:
-            return apart
+        split = _try_unfuse(func, *args, **kwargs) if func in _UNFUSING_FUNCTIONS and isinstance(args[0], cls) else None
+        if split is not None:
+            return split
         return func(*tree_map(_gather_fused, args), **tree_map(_gather_fused, kwargs))
 
 
@@ -231,42 +230,42 @@ _UNFUSING_FUNCTIONS = {*_SPLIT_FUNCTIONS, *_CHUNK_FUNCTIONS, *_VIEW_FUNCTIONS, _
 
 
 def _try_unfuse(func: Any, tensor: FusedQKV, *args: Any, **kwargs: Any) -> Any:
-    """Queries, keys and values by themselves, or in a dimension of their own; None where they are cut otherwise."""
-    three = tensor.qkv
+    """Return queries, keys and values, split or as a dimension; None for any other split or view."""
+    qkv = tensor.qkv
     if func == _T.contiguous:
         return tensor
     if func in _SPLIT_FUNCTIONS or func in _CHUNK_FUNCTIONS:
         names = {_ARGUMENT_ALIASES.get(k, k): v for k, v in kwargs.items()}
         given = {"dim": 0} | dict(zip(("size", "dim"), args, strict=False)) | names
-        size, last = three.shape[-1], given["dim"] in (-1, tensor.dim() - 1)
+        size, last = qkv.shape[-1], given["dim"] in (-1, tensor.dim() - 1)
         thirds = (NUM_QKV,) if func in _CHUNK_FUNCTIONS else (size, [size] * NUM_QKV, (size,) * NUM_QKV)
-        return three.unbind(-2) if last and given["size"] in thirds else None
+        return qkv.unbind(-2) if last and given["size"] in thirds else None
     shape = _infer_view_shape(func, tensor, args, kwargs)
-    return three.view(shape) if shape is not None and _keeps_qkv_dim(shape, three.shape) else None
+    return qkv.view(shape) if shape is not None and _keeps_qkv_dim(shape, qkv.shape) else None
 
 
 _ARGUMENT_ALIASES = {"split_size": "size", "split_size_or_sections": "size", "chunks": "size"}
 
 
 def _infer_view_shape(func: Any, tensor: torch.Tensor, args: Any, kwargs: Any) -> tuple[int, ...] | None:
-    """What a view is asked to be, its -1 found; None where it is another kind of view."""
+    """Return the shape of a view with its -1 resolved; None for other kinds of views."""
     if kwargs or not args:
         return None
     if func == _T.unflatten:
         dim, sizes = args
         if dim not in (-1, tensor.dim() - 1):
             return None
-        wanted = [*tensor.shape[:-1], *sizes]
+        shape = [*tensor.shape[:-1], *sizes]
     else:
-        wanted = list(args[0]) if isinstance(args[0], (tuple, list)) else list(args)
-    if not all(isinstance(n, int) for n in wanted):
+        shape = list(args[0]) if isinstance(args[0], (tuple, list)) else list(args)
+    if not all(isinstance(n, int) for n in shape):
         return None
-    rest = math.prod(n for n in wanted if n != -1)
-    return tuple(tensor.numel() // rest if n == -1 and rest else n for n in wanted)
+    known = math.prod(n for n in shape if n != -1)
+    return tuple(tensor.numel() // known if n == -1 and known else n for n in shape)
 
 
 def _keeps_qkv_dim(shape: Sequence[int], qkv_shape: Sequence[int]) -> bool:
-    """Whether a view has queries, keys and values in a dimension of their own, and what comes before it as it was."""
+    """Return whether a view has queries, keys and values as a dimension, with the same dimensions before it."""
     before, features = math.prod(qkv_shape[:-2]), qkv_shape[-1]
     return any(
         n == NUM_QKV and math.prod(shape[:k]) == before and math.prod(shape[k + 1 :]) == features
@@ -275,11 +274,10 @@ def _keeps_qkv_dim(shape: Sequence[int], qkv_shape: Sequence[int]) -> bool:
 
 
 def _gather_fused(value: Any) -> Any:
-    """Of what is put together, the whole: a collective."""
+    """Return a fused tensor gathered from all ranks (a collective), and other values unchanged."""
     if not isinstance(value, FusedQKV):
         return value
-    three = value.qkv
-    return three.redistribute(three.device_mesh, [Replicate()]).flatten(-2)
+    return value.qkv.redistribute(value.qkv.device_mesh, [Replicate()]).flatten(-2)
 
 
 # --- torch's attention on DTensors --------------------------------------------------------------------------
@@ -287,26 +285,26 @@ def _gather_fused(value: Any) -> Any:
 
 @functools.cache
 def register_attention_sharding() -> None:
-    """Tell DTensor that attention on a CPU can be cut by heads: torch registers that for GPUs alone."""
+    """Register with DTensor that attention on a CPU can be sharded by heads: torch does so for GPUs only."""
     aten = torch.ops.aten
     forward = getattr(aten, "_scaled_dot_product_flash_attention_for_cpu", None)
     backward = getattr(aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
     if forward is None or backward is None:
         return
-    layouts = (Replicate(), Shard(1))
+    placements = (Replicate(), Shard(1))
 
-    def mask(given: Any, layout: Any) -> list[Any]:
-        """A mask for each head is cut along."""
-        if given is None:
+    def place_mask(mask: Any, placement: Any) -> list[Any]:
+        """Shard a mask that has heads."""
+        if mask is None:
             return []
-        return [layout if len(given.shape) == 4 and given.shape[1] > 1 else Replicate()]
+        return [placement if len(mask.shape) == 4 and mask.shape[1] > 1 else Replicate()]
 
-    def of_forward(*args: Any, attn_mask: Any = None, **_kwargs: Any) -> Any:
+    def place_forward(*args: Any, attn_mask: Any = None, **_kwargs: Any) -> Any:
         scalars = [None] * (len(args) - 3)
-        return [([x, x], [x, x, x, *scalars, *mask(attn_mask, x)]) for x in layouts]
+        return [([x, x], [x, x, x, *scalars, *place_mask(attn_mask, x)]) for x in placements]
 
-    def of_backward(*_args: Any, attn_mask: Any = None, **_kwargs: Any) -> Any:
-        return [([x] * 3, [x] * 6 + [None, None] + mask(attn_mask, x)) for x in layouts]
+    def place_backward(*_args: Any, attn_mask: Any = None, **_kwargs: Any) -> Any:
+        return [([x] * 3, [x] * 6 + [None, None] + place_mask(attn_mask, x)) for x in placements]
 
-    register_sharding(forward.default)(of_forward)
-    register_sharding(backward.default)(of_backward)
+    register_sharding(forward.default)(place_forward)
+    register_sharding(backward.default)(place_backward)

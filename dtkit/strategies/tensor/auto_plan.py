@@ -1,4 +1,8 @@
-"""A plan for tensor parallelism, found in common shapes of models."""
+"""Plans for tensor parallelism, found in common structures of models.
+
+These are pairs of Linear layers and attention: nn.MultiheadAttention, or modules with queries, keys and values in
+separate layers or in one. One layer is sharded by heads only if a trial of the module's forward succeeds.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +11,32 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from dtkit.strategies.tensor.attention_check import explain_unsplittable
+from dtkit.strategies.tensor.plan import (
+    NUM_HEADS_ATTRIBUTES,
+    TensorPlan,
+    build_rows,
+    describe_heads_per_rank,
+    find_problems,
+    find_shared_parameters,
+    find_uneven_heads,
+    join_name,
+    read_int_attribute,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from dtkit.strategies.tensor.plan import Style
 
-# Layers that do with each number what they do with every other one, and have no parameters.
+
+# Elementwise layers without parameters.
 _ELEMENTWISE = (
     nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Softplus, nn.Softsign,
     nn.Tanh, nn.Sigmoid, nn.LogSigmoid, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.Identity, nn.Dropout,
 )  # fmt: skip
 
 
-# Names that models use: (layers cut by outputs, the layer cut by inputs), the longer lists first.
+# Common names: (layers with sharded outputs, the layer with sharded inputs), the longer lists first.
 _MLP_NAMES: tuple[tuple[tuple[str, ...], str], ...] = (
     (("gate_proj", "up_proj"), "down_proj"),
     (("w1", "w3"), "w2"),
@@ -51,27 +68,27 @@ _OUTPUT_PROJECTION_NAMES = ("out_proj", "o_proj", "c_proj", "proj", "dense", "to
 
 
 def find_plan(model: nn.Module, tp_size: int) -> TensorPlan:
-    """A plan for the pairs of layers and the attention that are found in `model`.
+    """Return a plan for the pairs of layers and the attention in `model`.
 
-    Raises ValueError where there are none.
+    Raises ValueError if there are none.
     """
     styles: dict[str, Style] = {}
     notes: dict[str, str] = {}
     for name, module in model.named_modules():
-        for found, note in _find_candidate_groups(module, tp_size):
-            whole_names = {join_name(name, child): style for child, style in found.items()}
-            _add_group(model, tp_size, whole_names, note, styles, notes)
+        for group, note in _find_candidate_groups(module, tp_size):
+            full_names = {join_name(name, child): style for child, style in group.items()}
+            _add_group(model, tp_size, full_names, note, styles, notes)
     if not styles:
         reasons = "".join(f"\n  {name or '(itself)'}: {note}" for name, note in notes.items())
-        looked = (
-            f"these do not divide by {tp_size}, or can't be cut for other reasons:{reasons}\nUse another tp_size"
+        explanation = (
+            f"these layers don't divide by {tp_size}, or can't be sharded otherwise:{reasons}\nUse another tp_size"
             if reasons
-            else "it looks for two Linear layers with nothing but an activation between them, for "
-            "nn.MultiheadAttention, and for attention with q, k, v and an output layer. Use another strategy"
+            else "it looks for two Linear layers with only an activation between them, for nn.MultiheadAttention, and "
+            "for attention with q, k, v and an output layer. Use another strategy"
         )
         raise ValueError(
-            f"TensorParallel({tp_size}) finds nothing in {type(model).__name__} that it could cut into {tp_size} by itself: "
-            f"{looked}, or say what to cut, as in plan={{'fc1': 'colwise', 'fc2': 'rowwise'}}"
+            f"TensorParallel({tp_size}) finds nothing to shard in {type(model).__name__}: {explanation}, or name the "
+            "layers, as in plan={'fc1': 'colwise', 'fc2': 'rowwise'}"
         )
     return TensorPlan(type(model).__name__, tp_size, styles, build_rows(model, tp_size, styles, notes))
 
@@ -79,7 +96,7 @@ def find_plan(model: nn.Module, tp_size: int) -> TensorPlan:
 def _add_group(
     model: nn.Module, tp_size: int, group: dict[str, str], note: str, styles: dict[str, Style], notes: dict[str, str]
 ) -> None:
-    """Add layers that belong together to the plan, with a note, or note why not."""
+    """Add a group of layers to the plan with a note, or note the reason why not."""
     if any(name in styles for name in group):
         return
     reasons = [r for name, style in group.items() for r in find_problems(model.get_submodule(name), style, tp_size)]
@@ -93,10 +110,10 @@ def _add_group(
 
 
 def _find_candidate_groups(module: nn.Module, tp_size: int) -> Iterator[tuple[dict[str, str], str]]:
-    """Groups of layers of one module that can be cut together: ({child, or "" for itself: style}, a note)."""
+    """Yield groups of one module's layers to shard together: ({child, or "" for itself: style}, a note)."""
     children = dict(module.named_children())
     if isinstance(module, nn.Sequential):
-        yield from ((found, "") for found in _find_linear_pairs(list(children.items())))
+        yield from ((pair, "") for pair in _find_linear_pairs(list(children.items())))
         return
     if isinstance(module, nn.MultiheadAttention):
         yield {"": "heads", "out_proj": "rowwise"}, describe_heads_per_rank(module.num_heads, tp_size)
@@ -113,11 +130,13 @@ def _find_candidate_groups(module: nn.Module, tp_size: int) -> Iterator[tuple[di
 def _find_attention_groups(
     module: nn.Module, children: Mapping[str, nn.Module], projection: str, tp_size: int
 ) -> Iterator[tuple[dict[str, str], str]]:
-    """Queries, keys and values in layers of their own, or in one, and the layer that takes what heads found."""
+    """Yield the layers of queries, keys and values, separate or as one, with the output layer."""
     heads = read_int_attribute(module, NUM_HEADS_ATTRIBUTES)
     for names in _QKV_NAMES:
         if all(isinstance(children.get(n), nn.Linear) for n in names):
-            why = next(find_uneven_heads(module, tp_size), "" if heads else "it does not say how many heads it has")
+            why = next(
+                find_uneven_heads(module, tp_size), "" if heads else "it has no attribute for its number of heads"
+            )
             first, last = ("gathered", "scattered") if why else ("heads", "rowwise")
             yield {**dict.fromkeys(names, first), projection: last}, _describe_attention(heads, tp_size, why)
             return
@@ -133,24 +152,24 @@ def _find_attention_groups(
 
 def _describe_attention(heads: int | None, tp_size: int, why_not: str) -> str:
     if why_not:
-        return f"attention itself is computed whole on each rank: {why_not}"
-    return describe_heads_per_rank(heads, tp_size) if heads else "cut by heads"
+        return f"each rank computes the whole attention: {why_not}"
+    return describe_heads_per_rank(heads, tp_size) if heads else "sharded by heads"
 
 
 def _explain_unsplittable_qkv(module: nn.Module, qkv_layer: str, output_layer: str, tp_size: int) -> str:
-    """Why a layer can't be cut as queries, keys and values one after another; empty where it can."""
-    makes, takes = module.get_submodule(qkv_layer), module.get_submodule(output_layer)
-    assert isinstance(makes, nn.Linear)
-    assert isinstance(takes, nn.Linear)
-    if makes.out_features != 3 * takes.in_features:
-        return f"{qkv_layer} makes {makes.out_features} numbers, and not three times the {takes.in_features} of {output_layer}"
-    if takes.in_features % tp_size:
-        return f"{takes.in_features} numbers of all heads can't be cut into {tp_size} equal parts"
+    """Return why a layer can't be sharded as fused queries, keys and values; empty if it can."""
+    qkv, output = module.get_submodule(qkv_layer), module.get_submodule(output_layer)
+    assert isinstance(qkv, nn.Linear)
+    assert isinstance(output, nn.Linear)
+    if qkv.out_features != 3 * output.in_features:
+        return f"{qkv_layer} has {qkv.out_features} outputs, not 3 x {output.in_features} inputs of {output_layer}"
+    if output.in_features % tp_size:
+        return f"{output.in_features} features of all heads can't be cut into {tp_size} equal parts"
     return explain_unsplittable(module, qkv_layer, output_layer, tp_size)
 
 
 def _is_matching_group(children: Mapping[str, nn.Module], outputs: Sequence[str], inputs: str) -> bool:
-    """Whether these layers are there, with sizes that say one feeds the other, and nothing else has parameters."""
+    """Return whether these layers exist and their sizes match."""
     last = children.get(inputs)
     first = [children.get(name) for name in outputs]
     return isinstance(last, nn.Linear) and all(
@@ -159,7 +178,7 @@ def _is_matching_group(children: Mapping[str, nn.Module], outputs: Sequence[str]
 
 
 def _find_linear_pairs(children: Sequence[tuple[str, nn.Module]]) -> Iterator[dict[str, str]]:
-    """Pairs of Linear layers with nothing but activations between them, from the front."""
+    """Yield pairs of Linear layers with only elementwise layers between them."""
     first: tuple[str, nn.Linear] | None = None
     for name, child in children:
         if isinstance(child, nn.Linear):
@@ -170,4 +189,3 @@ def _find_linear_pairs(children: Sequence[tuple[str, nn.Module]]) -> Iterator[di
                 first = name, child
         elif not isinstance(child, _ELEMENTWISE):
             first = None
-

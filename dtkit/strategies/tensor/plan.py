@@ -1,24 +1,22 @@
-"""Which layers are cut among ranks, and how: plans for tensor parallelism, made for common shapes and checked.
+"""Plans for tensor parallelism: which layers are sharded, and how.
 
-A plan names modules and gives each a style:
+A plan gives modules a style by name:
 
 =========== ===================================================================================================
-colwise     a Linear's outputs (an Embedding's features) are cut; what follows gets this rank's part of them
-rowwise     a Linear's inputs (an Embedding's rows) are cut: takes a colwise layer's part, and adds up over ranks
-gathered    as colwise, and what follows gets all outputs
-scattered   as rowwise, and takes all inputs
-heads       as colwise, for queries, keys and values: what follows sees the whole tensor, cut by heads;
+colwise     sharded outputs of a Linear (features of an Embedding): the next layer gets this rank's part
+rowwise     sharded inputs of a Linear (rows of an Embedding): takes a colwise layer's part, and sums over ranks
+gathered    as colwise, but the next layer gets all outputs
+scattered   as rowwise, but takes all inputs
+heads       as colwise, for queries, keys and values: the attention sees a whole tensor, sharded by heads;
             an nn.MultiheadAttention computes this rank's heads (and its out_proj is rowwise)
-fused       as heads, for one Linear that makes queries, keys and values, one after another
+fused       as heads, for one Linear that computes queries, keys and values in this order
 sequence    a LayerNorm or RMSNorm works on this rank's part of the sequence (the second dimension)
-loss        as colwise for the last Linear: the loss is computed from cut outputs (cross entropy alone can)
+loss        as colwise for the last Linear: the loss works on sharded outputs (only cross entropy can)
 =========== ===================================================================================================
 
-A colwise layer, anything that works on each number by itself, and a rowwise layer make a pair with one sum over ranks
-in forward and one in backward (Shoeybi et al., Megatron-LM, 2019). Attention is such a pair, too: what lies between is
-done for each head by itself. `auto` looks for both, for attention as nn.MultiheadAttention, with queries, keys and
-values in layers of their own, or in one layer where the module's own forward, tried here, can be cut by heads. What
-else a model has, every rank keeps whole.
+A colwise layer, elementwise operations and a rowwise layer form a pair (Shoeybi et al., Megatron-LM, 2019). It has one
+sum over ranks in forward and one in backward. Attention is such a pair as well, since its heads are independent. All
+ranks hold the rest of the model whole.
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ Style = str | ParallelStyle
 
 @dataclasses.dataclass(frozen=True)
 class TensorPlanRow:
-    """One module with parameters of its own."""
+    """A module that owns parameters."""
 
     name: str
     module_type: str
@@ -56,18 +54,18 @@ class TensorPlanRow:
     """A style's name, or "whole"."""
     parameters: int
     local_parameters: int
-    """Of these, on each rank."""
+    """Parameters on each rank."""
     note: str
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorPlan:
-    """A plan for one model. Shows itself as a table."""
+    """A plan for one model. Its `repr` is a table."""
 
     model: str
     tp_size: int
     styles: Mapping[str, Style]
-    """By the module's full name."""
+    """Styles by the modules' full names."""
     rows: tuple[TensorPlanRow, ...]
 
     def __repr__(self) -> str:
@@ -75,48 +73,49 @@ class TensorPlan:
 
 
 def format_plan(plan: TensorPlan) -> str:
-    """A plan as a table: each module with parameters, how it is cut, and what of it each rank holds."""
-    head = ("module", "what", "style", "parameters", "each rank", "")
+    """Return a plan as a table: each module's style, and its parameters on each rank."""
+    head = ("module", "type", "style", "parameters", "each rank", "")
     rows = [
         (r.name or "(itself)", r.module_type, r.style, f"{r.parameters:,}", f"{r.local_parameters:,}", r.note)
         for r in plan.rows
     ]
-    total, here = sum(r.parameters for r in plan.rows), sum(r.local_parameters for r in plan.rows)
-    share = here / total if total else 1.0
-    rows.append(("in all", "", "", f"{total:,}", f"{here:,}", f"{share:.0%} of the parameters on each rank"))
+    total, local = sum(r.parameters for r in plan.rows), sum(r.local_parameters for r in plan.rows)
+    share = local / total if total else 1.0
+    rows.append(("total", "", "", f"{total:,}", f"{local:,}", f"{share:.0%} of the parameters on each rank"))
     return "\n".join(
         [f"{plan.model} in {plan.tp_size} slices", *formatting.format_columns([head, *rows], left_aligned=(0, 1, 2, 5))]
     )
 
 
-# --- a user's own plan --------------------------------------------------------------------------------------
+# --- a user's plan ------------------------------------------------------------------------------------------
 
 
 def validate_plan(model: nn.Module, tp_size: int, requested: Mapping[str, Style]) -> TensorPlan:
-    """The plan that a user gave, its patterns (``layers.*.linear1``) made into names.
+    """Return a user's plan, with names instead of patterns (``layers.*.linear1``).
 
-    Raises ValueError with everything that is wrong with it.
+    Raises ValueError with all of its problems.
     """
     modules = dict(model.named_modules())
     styles: dict[str, Style] = {}
-    wrong: list[str] = []
+    problems: list[str] = []
     for pattern, style in requested.items():
-        found = [name for name in modules if _matches(name, pattern)]
-        if not found:
-            wrong.append(f"{pattern!r}: no such module{_suggest_names(pattern, modules)}")
-        styles.update(dict.fromkeys(found, style))
+        matches = [name for name in modules if _matches(name, pattern)]
+        if not matches:
+            problems.append(f"{pattern!r}: no such module{_suggest_names(pattern, modules)}")
+        styles.update(dict.fromkeys(matches, style))
     for name in [name for name, style in styles.items() if _is_attention(modules[name], style)]:
         styles.setdefault(join_name(name, "out_proj"), "rowwise")
     for name, style in styles.items():
-        wrong += [f"{name!r}: {problem}" for problem in find_problems(modules[name], style, tp_size)]
+        problems += [f"{name!r}: {problem}" for problem in find_problems(modules[name], style, tp_size)]
         if style in ("heads", "fused") and isinstance(modules[name], nn.Linear):
-            wrong += [f"{name!r}: {uneven}" for uneven in find_uneven_heads(modules[name.rpartition(".")[0]], tp_size)]
-    wrong += [f"{name!r}: {problem}" for name, problem in find_shared_parameters(model, styles)]
-    if wrong:
-        listed = "\n".join(f"  {line}" for line in wrong)
+            attention = modules[name.rpartition(".")[0]]
+            problems += [f"{name!r}: {problem}" for problem in find_uneven_heads(attention, tp_size)]
+    problems += [f"{name!r}: {problem}" for name, problem in find_shared_parameters(model, styles)]
+    if problems:
+        lines = "\n".join(f"  {problem}" for problem in problems)
         raise ValueError(
-            f"TensorParallel({tp_size}) can't follow its plan for {type(model).__name__}:\n{listed}\n"
-            "Name modules as model.named_modules() does (* stands for any one part of a name), or use plan='auto'"
+            f"TensorParallel({tp_size}) can't follow its plan for {type(model).__name__}:\n{lines}\n"
+            "Name modules as model.named_modules() does (* matches any one part of a name), or use plan='auto'"
         )
     notes = {
         n: describe_heads_per_rank(modules[n].num_heads, tp_size)
@@ -127,6 +126,7 @@ def validate_plan(model: nn.Module, tp_size: int, requested: Mapping[str, Style]
 
 
 def join_name(name: str, child: str) -> str:
+    """Return the full name of a child module."""
     return f"{name}.{child}" if name and child else name or child
 
 
@@ -135,8 +135,8 @@ def _is_attention(module: nn.Module, style: Style) -> bool:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    atoms, wanted = name.split("."), pattern.split(".")
-    return len(atoms) == len(wanted) and all(map(fnmatch.fnmatchcase, atoms, wanted))
+    parts, patterns = name.split("."), pattern.split(".")
+    return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
 
 
 def _suggest_names(pattern: str, modules: Mapping[str, nn.Module]) -> str:
@@ -145,12 +145,12 @@ def _suggest_names(pattern: str, modules: Mapping[str, nn.Module]) -> str:
 
 
 def find_problems(module: nn.Module, style: Style, tp_size: int) -> Iterator[str]:
-    """What keeps a module from being cut in this style."""
+    """Yield the reasons why a module can't be sharded in this style."""
     if isinstance(style, ParallelStyle):
         return
     kind = type(module).__name__
     if style not in STYLES:
-        yield f"style {style!r} is none of {', '.join(STYLES)}, nor a torch ParallelStyle"
+        yield f"style {style!r}; it must be one of {', '.join(STYLES)}, or a torch ParallelStyle"
     elif style == "sequence":
         if not isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
             yield f"sequence is for a LayerNorm or RMSNorm, and this is a {kind}"
@@ -160,8 +160,8 @@ def find_problems(module: nn.Module, style: Style, tp_size: int) -> Iterator[str
         yield f"{style} is for a Linear or an Embedding, and this is a {kind}"
     elif isinstance(module, nn.Embedding) and style in ("heads", "fused", "loss"):
         yield f"{style} is for a Linear, and this is an Embedding"
-    elif style == "fused" and module.out_features % 3:  # type: ignore[operator]  # a Linear, by now
-        yield f"{module.out_features} outputs are no queries, keys and values of one size (fused)"
+    elif style == "fused" and module.out_features % 3:  # type: ignore[operator]  # a Linear
+        yield f"{module.out_features} outputs can't be queries, keys and values of one size (fused)"
     else:
         size, noun = _get_sharded_size(module, style)
         if size % tp_size:
@@ -169,9 +169,9 @@ def find_problems(module: nn.Module, style: Style, tp_size: int) -> Iterator[str
 
 
 def _find_attention_problems(module: nn.MultiheadAttention, tp_size: int) -> Iterator[str]:
-    """What keeps a module of torch's from computing some of its heads on each rank."""
+    """Yield the reasons why torch's module can't be sharded by heads."""
     if type(module) is not nn.MultiheadAttention:
-        yield f"heads is for nn.MultiheadAttention itself, and this is a {type(module).__name__}, made of it"
+        yield f"heads is for nn.MultiheadAttention itself, and this is its subclass {type(module).__name__}"
     if module.bias_k is not None or module.add_zero_attn:
         yield "add_bias_kv and add_zero_attn can't be cut by heads"
     if module.num_heads % tp_size:
@@ -183,11 +183,12 @@ def _describe_indivisible_heads(heads: int, tp_size: int) -> str:
 
 
 def describe_heads_per_rank(heads: int, tp_size: int) -> str:
+    """Return a note on the number of heads."""
     return f"{heads} heads, {heads // tp_size} on each rank"
 
 
 def _get_sharded_size(module: nn.Linear | nn.Embedding, style: str) -> tuple[int, str]:
-    """(the size of the dimension that a style cuts, what it is)."""
+    """Return (the size of the dimension that a style shards, its name)."""
     if isinstance(module, nn.Linear) and style == "fused":
         return module.out_features // 3, "queries (and as many keys and values)"
     if isinstance(module, nn.Embedding):
@@ -197,7 +198,7 @@ def _get_sharded_size(module: nn.Linear | nn.Embedding, style: str) -> tuple[int
 
 
 def find_shared_parameters(model: nn.Module, styles: Mapping[str, Style]) -> Iterator[tuple[str, str]]:
-    """Modules to be cut that share a parameter with another module: cutting one would untie them."""
+    """Yield modules of a plan that share a parameter with another module, which sharding would untie."""
     owners: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         for p in module.parameters(recurse=False):
@@ -206,31 +207,15 @@ def find_shared_parameters(model: nn.Module, styles: Mapping[str, Style]) -> Ite
         for p in model.get_submodule(name).parameters(recurse=False):
             others = [other for other in owners[id(p)] if other != name]
             if others:
-                yield name, f"shares a parameter with {', '.join(map(repr, others))}, and cutting it would untie them"
+                yield name, f"shares a parameter with {', '.join(map(repr, others))}, and sharding it would untie them"
                 break
 
 
-# --- a plan made for common shapes --------------------------------------------------------------------------
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
+# --- attributes of an attention -----------------------------------------------------------------------------
 
 
 def find_uneven_heads(module: nn.Module, tp_size: int) -> Iterator[str]:
-    """What an attention says of its heads that keeps them from being cut."""
+    """Yield the numbers of heads of an attention that can't be divided."""
     for heads in (
         read_int_attribute(module, NUM_HEADS_ATTRIBUTES),
         read_int_attribute(module, _NUM_KV_HEADS_ATTRIBUTES),
@@ -240,33 +225,35 @@ def find_uneven_heads(module: nn.Module, tp_size: int) -> Iterator[str]:
 
 
 def read_int_attribute(module: nn.Module, names: Sequence[str]) -> int | None:
-    found: Any = next((getattr(module, n) for n in names if isinstance(getattr(module, n, None), int)), None)
-    return None if found is None else int(found)
+    """Return the first of these attributes that is an integer."""
+    value: Any = next((getattr(module, n) for n in names if isinstance(getattr(module, n, None), int)), None)
+    return None if value is None else int(value)
 
 
-# --- what comes of it ---------------------------------------------------------------------------------------
+# --- rows of a plan -----------------------------------------------------------------------------------------
 
 
 def build_rows(
     model: nn.Module, tp_size: int, styles: Mapping[str, Style], notes: Mapping[str, str]
 ) -> tuple[TensorPlanRow, ...]:
+    """Return a row for each module with parameters."""
     rows: list[TensorPlanRow] = []
     seen: set[int] = set()
     for name, module in model.named_modules():
-        own = [p for p in module.parameters(recurse=False) if id(p) not in seen]
-        seen.update(map(id, own))
-        if not own:
+        parameters = [p for p in module.parameters(recurse=False) if id(p) not in seen]
+        seen.update(map(id, parameters))
+        if not parameters:
             continue
         style = styles.get(name)
-        total = sum(p.numel() for p in own)
-        here = sum(p.numel() // (tp_size if _is_sharded(p.dim(), style) else 1) for p in own)
+        total = sum(p.numel() for p in parameters)
+        local = sum(p.numel() // (tp_size if _is_sharded(p.dim(), style) else 1) for p in parameters)
         title = "whole" if style is None else style if isinstance(style, str) else type(style).__name__
-        rows.append(TensorPlanRow(name, _describe_module(module), title, total, here, notes.get(name, "")))
+        rows.append(TensorPlanRow(name, _describe_module(module), title, total, local, notes.get(name, "")))
     return tuple(rows)
 
 
 def _is_sharded(dim: int, style: Style | None) -> bool:
-    """Whether a parameter of so many dimensions is cut: of a rowwise layer, the bias is not."""
+    """Return whether a parameter with `dim` dimensions is sharded: a rowwise layer's bias is not."""
     if isinstance(style, ParallelStyle):
         style = {"ColwiseParallel": "colwise", "RowwiseParallel": "rowwise"}.get(type(style).__name__, "")
     return style in _OUTPUT_STYLES or (style in _INPUT_STYLES and dim > 1)

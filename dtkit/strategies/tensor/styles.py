@@ -15,18 +15,17 @@ from torch.distributed.tensor.parallel import (
 from dtkit.strategies.tensor.attention import FusedQKVParallel, MultiheadAttentionParallel
 
 if TYPE_CHECKING:
-
     from torch.distributed.device_mesh import DeviceMesh
 
     from dtkit.strategies.tensor.plan import Style
 
 
 def make_parallel_style(module: nn.Module, style: Style) -> ParallelStyle:
-    """What torch calls a style of :mod:`dtkit.strategies.tensor.plan`."""
+    """Return torch's style for a name of :mod:`dtkit.strategies.tensor.plan`."""
     if isinstance(style, ParallelStyle):
         return style
     whole = isinstance(module, nn.Embedding) or style == "scattered"
-    found: dict[str, ParallelStyle] = {
+    styles: dict[str, ParallelStyle] = {
         "colwise": ColwiseParallel(),
         "gathered": ColwiseParallel(output_layouts=Replicate()),
         "heads": MultiheadAttentionParallel()
@@ -38,11 +37,11 @@ def make_parallel_style(module: nn.Module, style: Style) -> ParallelStyle:
         "scattered": RowwiseParallel(input_layouts=Replicate()),
         "sequence": _SequenceParallelNorm(),
     }
-    return found[style]
+    return styles[style]
 
 
 class _SequenceParallelNorm(ParallelStyle):
-    """A normalisation over features works on its part of the sequence. (torch's own takes its input for a part.)"""
+    """A normalization over features of this rank's part of the sequence. (torch's style expects a sharded input.)"""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return distribute_module(
@@ -65,4 +64,3 @@ class _SequenceParallelNorm(ParallelStyle):
     @staticmethod
     def _gather_output(_module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
         return output.redistribute(mesh, [Replicate()]).to_local()
-

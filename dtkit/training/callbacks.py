@@ -1,70 +1,108 @@
-"""Ready-made callbacks: functions of the run that ``cluster.train(callbacks=[...])`` calls after every epoch."""
+"""Callbacks that ``cluster.train(callbacks=[...])`` calls with the run after every epoch: a ready-made one, and the
+thread that calls them.
+"""
 
 from __future__ import annotations
 
 import math
+import threading
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from dtkit._util.guard import return_error, run_guarded_in_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
-    from dtkit.training.run import Run
+    from dtkit.history.history import History
+    from dtkit.types import RunSpec
+
+CALLBACK_THREAD_NAME = "dtkit-callbacks"
+"""The name of the thread that callbacks run on."""
+
+
+class StoppableRun(Protocol):
+    """What early stopping needs of a run."""
+
+    @property
+    def spec(self) -> RunSpec:
+        """What was asked for."""
+        ...
+
+    @property
+    def history(self) -> History:
+        """What every rank did in every step."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Add a line to the run's log."""
+        ...
+
+    def stop(self) -> int:
+        """End the run at a step boundary."""
+        ...
 
 
 class EarlyStopping:
-    """Stop a run whose metric has not become better for `patience` epochs in a row.
+    """Stop a run whose metric has not improved for `patience` epochs in a row.
 
     Parameters
     ----------
     patience
-        Epochs without a better value that are put up with.
-    metric
-        "loss", or a name given to ``metrics``: of the held-out data where there is `validation`; without, the mean loss
-        of training over the epoch.
+        Epochs without a better value before the run stops.
+    monitor
+        "loss", or a name given to ``metrics``. With `validation` it is the value over the validation data; without, the
+        mean training loss of the epoch.
     min_delta
         How much better counts as better.
-    largest
-        Whether larger is better, as for an accuracy.
+    mode
+        "min" where smaller is better, as for a loss; "max" where larger is better, as for an accuracy.
 
     """
 
     def __init__(
-        self, patience: int = 3, *, monitor: str = "loss", min_delta: float = 0.0, largest: bool = False
+        self,
+        patience: int = 3,
+        *,
+        monitor: str = "loss",
+        min_delta: float = 0.0,
+        mode: Literal["min", "max"] = "min",
     ) -> None:
         if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
             raise ValueError(f"patience={patience!r}; it must be a number of epochs from 1 up")
         if not (isinstance(min_delta, int | float) and min_delta >= 0):
             raise ValueError(f"min_delta={min_delta!r}; it must be a number from 0 up")
-        self.patience, self.monitor, self.min_delta, self.largest = patience, monitor, min_delta, largest
+        if mode not in ("min", "max"):
+            raise ValueError(f"mode={mode!r}; it must be 'min' (smaller is better) or 'max' (larger is better)")
+        self.patience, self.monitor, self.min_delta, self.mode = patience, monitor, min_delta, mode
         self._is_restored = False
         self._reset(None)
 
-    def _reset(self, run: Run | None) -> None:
+    def _reset(self, run: StoppableRun | None) -> None:
         self._run = None if run is None else weakref.ref(run)
-        self.best = -math.inf if self.largest else math.inf
-        """The best value so far."""
+        self.best = -math.inf if self.mode == "max" else math.inf
+        """Best value so far."""
         self.best_epoch = 0
         self._epoch = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it."""
+        """Return what a checkpoint keeps."""
         return {"best": self.best, "best_epoch": self.best_epoch, "epoch": self._epoch}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on in the next run that calls, as if it were the one that was saved."""
+        """Continue in the next run that calls, as if it were the saved one."""
         self.best, self.best_epoch, self._epoch = state["best"], state["best_epoch"], state["epoch"]
         self._is_restored = True
 
-    def __call__(self, run: Run) -> None:
-        """Look at the epoch that has just ended. With another run than the last time, begin anew."""
+    def __call__(self, run: StoppableRun) -> None:
+        """Judge the epoch that has just ended. Another run than the last time starts from nothing."""
         if self._is_restored:
             self._run, self._is_restored = weakref.ref(run), False
         elif self._run is None or self._run() is not run:
             self._reset(run)
         self._epoch += 1
         value = self._get_value(run)
-        gain = value - self.best if self.largest else self.best - value
+        gain = value - self.best if self.mode == "max" else self.best - value
         if gain > self.min_delta:
             self.best, self.best_epoch = value, self._epoch
         elif self._epoch - self.best_epoch >= self.patience:
@@ -74,7 +112,7 @@ class EarlyStopping:
             )
             run.stop()
 
-    def _get_value(self, run: Run) -> float:
+    def _get_value(self, run: StoppableRun) -> float:
         if run.history.evaluations:
             values = run.history.evaluations[-1].values
             if self.monitor not in values:
@@ -90,4 +128,57 @@ class EarlyStopping:
         return float((rows["loss"] * rows["weight"]).sum() / rows["weight"].sum())
 
     def __repr__(self) -> str:
-        return f"EarlyStopping(patience={self.patience}, metric={self.monitor!r}, best={self.best:.4g})"
+        return f"EarlyStopping(patience={self.patience}, monitor={self.monitor!r}, best={self.best:.4g})"
+
+
+class CallbackRunner:
+    """Calls the callbacks of one run at the end of an epoch, before the next one begins, on a thread of their own.
+
+    They may ask the run for anything, since the run's own thread goes on reading its commands.
+    """
+
+    def __init__(self, callbacks: Callable[[], None] | None) -> None:
+        self._callbacks = callbacks
+        self._token: object = None  # the call that is under way
+        self.last_called_step = 0
+        """The step after which callbacks were called last."""
+
+    @property
+    def has_callbacks(self) -> bool:
+        """Whether there is anything to call."""
+        return self._callbacks is not None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether callbacks are running."""
+        return self._token is not None
+
+    def is_due(self, step: int, steps_per_epoch: int) -> bool:
+        """Return whether callbacks are to be called after this step, or are running: nothing is sent before that."""
+        if self.is_running:
+            return True
+        return self._callbacks is not None and step % steps_per_epoch == 0 and step > self.last_called_step
+
+    def start(self, step: int, on_done: Callable[[object, BaseException | None], None]) -> None:
+        """Call them, unless they are running. `on_done` is called on their thread, with a token for `mark_done`."""
+        callbacks = self._callbacks
+        if self.is_running or callbacks is None:
+            return
+        token = self._token = object()
+        self.last_called_step = step
+
+        def call() -> None:
+            on_done(token, run_guarded_in_thread(callbacks, return_error))
+
+        threading.Thread(target=call, name=CALLBACK_THREAD_NAME, daemon=True).start()
+
+    def mark_done(self, token: object) -> bool:
+        """Note that callbacks have returned; return whether the run still waits for these."""
+        if token is not self._token:
+            return False
+        self._token = None
+        return True
+
+    def reset(self) -> None:
+        """Stop waiting for callbacks that may still be running."""
+        self._token = None

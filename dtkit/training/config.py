@@ -1,7 +1,7 @@
-"""What a run was asked to be: what its job on the engines is made of, and what it does besides taking steps.
+"""What a training is: the job on the engines, what the run does between steps, and both as one plan.
 
-It outlives the job: a lost engine's part is made anew from it, `verify` makes the training again, and a notebook that
-takes the cluster over makes the run again.
+It outlives the job: the job of a lost engine is built again from it, `verify` repeats the training with it, and a
+notebook that takes the cluster over restores the run from it.
 """
 
 from __future__ import annotations
@@ -10,54 +10,66 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from dtkit.checkpoint.manager import CheckpointPolicy
-from dtkit.training.snapshots import SnapshotInterval
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from dtkit.cluster.broadcast import ModelHandle
-    from dtkit.cluster.cluster import Cluster
+    from dtkit.data.broadcast import ModelHandle
     from dtkit.data.distribute import DataHandle
     from dtkit.engine.data.loader import LoadingOptions
+    from dtkit.rpc.engine_group import EngineGroup
     from dtkit.rpc.payload import Payload
     from dtkit.schedules.schedule import Schedule
     from dtkit.strategies.base import Strategy
-    from dtkit.training.run import Run
-    from dtkit.types import JobPlan
+    from dtkit.types import JobPlan, RunSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class SnapshotInterval:
+    """Steps from one snapshot in memory to the next, or else seconds at least. Without either there are none."""
+
+    every_steps: int | None = None
+    every_seconds: float | None = None
+
+    @property
+    def is_disabled(self) -> bool:
+        """Whether no snapshots are taken."""
+        return self.every_steps is None and self.every_seconds is None
 
 
 @dataclasses.dataclass(frozen=True)
 class JobSpec:
-    """What the engines were told to make: enough to make it again, as `verify` does."""
+    """What the engines build a job from: enough to build it again, as `verify` does."""
 
     model_handle: ModelHandle
     data_handle: DataHandle
     plan: JobPlan
     program: bytes
-    """Objective, optimiser and strategy, pickled."""
+    """Loss, optimizer and strategy, pickled."""
     loading: LoadingOptions | None = None
     owned_keys: tuple[str, ...] = ()
-    """Keys of what was brought to the engines for this run alone: not needed after it."""
+    """Keys of data and models that were sent to the engines for this run alone: freed with it."""
 
     def build(
         self,
-        cluster: Cluster,
+        engine_group: EngineGroup,
         job: str,
         *,
         ranks: list[int] | None = None,
         single_process: bool = False,
         uninitialized: bool = False,
     ) -> float:
-        """Make a job of it on all ranks, or alone on one. Returns the learning rate.
+        """Build the job on all ranks, or on one alone. Returns the learning rate.
 
-        `copy_to_meta`: its state is still to be restored, and whoever looks at it before that finds none.
+        An `uninitialized` job gets its state later, and refuses to be read before that.
         """
-        how = {"alone": single_process, "hollow": uninitialized}
-        return float(cluster.call_all("build_job", ranks=ranks, job=job, **how, **self._make_build_args())[0])
+        options = {"alone": single_process, "hollow": uninitialized}
+        rates = engine_group.call_all("build_job", ranks=ranks, job=job, **options, **self._make_build_args())
+        return float(rates[0])
 
-    def rebuild(self, cluster: Cluster, job: str, payloads: Sequence[Payload]) -> tuple[int, float]:
-        """Make a job of it again, with the state that is in these shipments: (step, learning rate)."""
-        step, lr = cluster.call_all("rebuild_job", job=job, shipments=payloads, **self._make_build_args())[0]
+    def rebuild(self, engine_group: EngineGroup, job: str, payloads: Sequence[Payload]) -> tuple[int, float]:
+        """Build the job again with the state in these payloads. Returns (step, learning rate)."""
+        step, lr = engine_group.call_all("rebuild_job", job=job, shipments=payloads, **self._make_build_args())[0]
         return int(step), float(lr)
 
     def _make_build_args(self) -> dict[str, Any]:
@@ -72,27 +84,74 @@ class JobSpec:
 
 @dataclasses.dataclass(frozen=True)
 class RunOptions:
-    """What a run does besides taking steps, and what it can't."""
+    """What a run does between steps, and what its strategy can't do."""
 
     strategy: Strategy
     metrics: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
     validation: DataHandle | None = None
-    callbacks: Sequence[Callable[[Run], Any]] = ()
+    callbacks: Sequence[Callable[[Any], Any]] = ()
     balanced_shard_sizes: tuple[int, ...] | None = None
-    """Rows of each shard, where faster ranks are to take more of each batch."""
+    """Rows of each shard, where faster ranks take more of each batch."""
     equivalence_notes: tuple[str, ...] = ()
-    """Why the training is not that of one process."""
+    """Why the training differs from that of one process."""
     supports_explain: bool = True
-    """Whether the strategy can take a step apart."""
+    """Whether the strategy can explain a step."""
     schedule: Schedule | None = None
-    """In a pipeline, what each rank is to do in which order."""
+    """The order of each rank's work in a pipeline."""
     on_failure: str = "repair"
     """What to do when an engine is lost."""
     checkpoint_policy: CheckpointPolicy = dataclasses.field(default_factory=CheckpointPolicy)
-    """The checkpoints that it makes by itself."""
+    """When to write the checkpoints that the user asked for."""
     disk_snapshot_policy: CheckpointPolicy = dataclasses.field(default_factory=CheckpointPolicy)
-    """And those that it may have to go back to when an engine is lost."""
+    """When to write the checkpoints to go back to when an engine is lost."""
     snapshot_interval: SnapshotInterval = dataclasses.field(default_factory=SnapshotInterval)
-    """When the engines are to keep such snapshots in memory."""
+    """When the engines keep a snapshot in memory."""
     ranks_per_replica: int = 1
     """Ranks that share one replica of the model, and so take the same samples."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RunPlan:
+    """What was decided for one run. It is replaced as a whole, so that no thread sees half of a change."""
+
+    job: str
+    """The job's key on the engines."""
+    spec: RunSpec
+    job_spec: JobSpec
+    options: RunOptions
+
+    @property
+    def steps(self) -> int:
+        """The step at which the run ends."""
+        return self.spec.steps
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps in one epoch."""
+        return self.spec.steps_per_epoch
+
+    def end_at(self, steps: int, *, steps_per_epoch: int | None = None) -> RunPlan:
+        """Return the plan with another last step."""
+        per_epoch = self.steps_per_epoch if steps_per_epoch is None else steps_per_epoch
+        return dataclasses.replace(self, spec=dataclasses.replace(self.spec, steps=steps, steps_per_epoch=per_epoch))
+
+    def adapt_to(self, world_size: int) -> RunPlan:
+        """Return the plan for this many ranks, after some were left out."""
+        if world_size == self.spec.world_size:
+            return self
+        options = dataclasses.replace(
+            self.options,
+            balanced_shard_sizes=None if self.options.balanced_shard_sizes is None else (1,) * world_size,
+            ranks_per_replica=world_size // self.options.strategy.build_mesh(world_size).num_replicas,
+        )
+        return dataclasses.replace(self, spec=dataclasses.replace(self.spec, world_size=world_size), options=options)
+
+    def make_evaluation_args(self, data_key: str, pickled_metrics: bytes) -> dict[str, Any]:
+        """Return the arguments of the operation "evaluate"."""
+        per_rank = -(-self.spec.batch_size // self.spec.world_size)
+        return {
+            "data": data_key,
+            "program": pickled_metrics,
+            "batch_size": per_rank,
+            "loading": self.job_spec.loading,
+        }

@@ -1,35 +1,58 @@
-"""How many steps to send in one dispatch: pure arithmetic on measured times.
+"""Dispatches of one run: how many steps each has, what it is sent with, and what its results mean.
 
-A dispatch should last a second: long enough that what happens between two of them (8 to 12 ms on two busy cores) costs
-about one per cent, short enough that a new learning rate and the picture come soon. (A pause does not wait for its
-end.) The number starts at one, since the first steps compile and warm up and say nothing of the later ones, and grows
-at most fourfold at a time.
+A *dispatch* is one call that takes several steps. It should last a second: long enough that what happens between two
+dispatches costs about one percent, short enough that a new learning rate and the view come soon. (A pause does not
+wait for its end.) The number of steps starts at one, since the first steps compile and warm up, and grows at most
+fourfold at a time.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dtkit.errors import NonFiniteError
+from dtkit.training.learning_rate import LearningRateChange, LearningRateUpdater
+from dtkit.training.load_balancing import LoadBalancer
+from dtkit.training.nonfinite import build_nonfinite_failures
+from dtkit.training.pending_calls import PendingCall
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from dtkit.errors import EngineError
+    from dtkit.rpc.engine_group import EngineGroup
+    from dtkit.training.boundary_actions import ReplicaCheckAction
+    from dtkit.training.pending_calls import PendingCalls
+    from dtkit.training.progress import RunProgress
+    from dtkit.types import DispatchResult
+
 TARGET_DISPATCH_S = 1.0  # what a dispatch should last
-SLOW_STEP_S = 0.5  # steps that take longer go one by one, and the next is sent when one has landed
+SLOW_STEP_S = 0.5  # longer steps are sent one by one, each after the one before has returned
 MAX_GROWTH = 4
 MAX_SEND_FRACTION = 0.05  # of a dispatch's time that sending it may take
 
 
 class DispatchSizer:
-    """Fed with what was measured; asked for the next dispatch."""
+    """The number of steps in the next dispatch, from measured times."""
 
     def __init__(self) -> None:
         self.next_steps = 1
         """Steps to put into the next dispatch."""
         self.step_s = 0.0
-        """Seconds that a step takes, as last seen; 0 before the first."""
+        """Seconds that a step took last; 0 before the first."""
         self._mean_send_s = 0.0
 
     def on_sent(self, seconds: float) -> None:
-        """Note how long a fan-out took in the notebook."""
+        """Note how long sending took in the notebook."""
         self._mean_send_s = seconds if not self._mean_send_s else 0.8 * self._mean_send_s + 0.2 * seconds
 
     def on_result(self, steps: int, step_s: float) -> None:
-        """Note a dispatch that did `steps` steps of `step_s` seconds each."""
+        """Note a dispatch that took `steps` steps of `step_s` seconds each."""
         if not steps:
             return
         self.step_s = max(step_s, 1e-6)
@@ -40,3 +63,142 @@ class DispatchSizer:
     def max_in_flight(self) -> int:
         """Dispatches to keep in flight: two, so that engines don't wait for the notebook; one when steps are slow."""
         return 1 if self.step_s >= SLOW_STEP_S else 2
+
+
+@dataclasses.dataclass(frozen=True)
+class StepRequest:
+    """What one dispatch was sent with."""
+
+    steps: int
+    lr_change: LearningRateChange | None
+    explain: bool
+
+
+class StepDispatcher:
+    """Sends dispatches and takes in what they return."""
+
+    def __init__(
+        self,
+        engine_group: EngineGroup,
+        progress: RunProgress,
+        calls: PendingCalls,
+        replica_check: ReplicaCheckAction,
+        fail: Callable[[BaseException], None],
+    ) -> None:
+        self.sizer = DispatchSizer()
+        self.lr_updater = LearningRateUpdater()
+        self.replica_check = replica_check
+        self.explain_next_step = False
+        self.explain_reports: list[Any] = []
+        """What each rank saw in the last step that was explained."""
+        self.recent_spans: tuple[list[np.ndarray], list[float] | None] = [], None
+        """What each rank did when in the last steps, and how far each one's clock is ahead."""
+        self._engine_group, self._progress, self._calls, self._fail = engine_group, progress, calls, fail
+        self._load_balancer: LoadBalancer | None = None
+        self.reset_balancer()
+
+    def reset_balancer(self) -> None:
+        """Begin with equal speeds, for as many ranks as there are now."""
+        sizes = self._progress.plan.options.balanced_shard_sizes
+        self._load_balancer = None if sizes is None else LoadBalancer(sizes)
+
+    def rewind(self, step: int) -> None:
+        """All ranks are at `step` again, in jobs that were built again."""
+        self.lr_updater.reset_to(step)
+        self.reset_balancer()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether as many dispatches are in flight as should be."""
+        return self._calls.num_dispatches >= self.sizer.max_in_flight
+
+    def send_up_to(self, max_steps: int) -> None:
+        """Send the next dispatch: at most `max_steps`, and not beyond the run's target."""
+        progress = self._progress
+        self._send(min(self.sizer.next_steps, progress.target_step - progress.next_step, max_steps))
+
+    def flush_lr(self) -> None:
+        """Send a learning rate that was asked for ahead of the next steps."""
+        if self.lr_updater.has_pending:
+            self._send(0)
+
+    def _send(self, steps: int) -> None:
+        progress = self._progress
+        request = StepRequest(steps, self.lr_updater.take_pending(), self.explain_next_step and steps > 0)
+        args: dict[str, Any] = {"seen": progress.step}
+        if request.explain:
+            args["explain"] = True
+        if self.replica_check.is_due(progress.next_step + steps):
+            self.replica_check.perform(progress.next_step + steps)
+            args["fingerprint"] = True
+        if self._load_balancer is not None:
+            args["shares"] = self._load_balancer.shares
+        call = PendingCall(
+            "advance",
+            progress.next_step,
+            on_result=functools.partial(self._on_result, request),
+            on_failure=functools.partial(self._on_failure, request, progress.next_step),
+            on_cancel=functools.partial(self._on_cancel, request, progress.next_step),
+        )
+        started_at = time.perf_counter()
+        self._calls.send(call, steps=steps, lr=request.lr_change and request.lr_change.value, **args)
+        self.sizer.on_sent(time.perf_counter() - started_at)
+        progress.next_step += steps
+
+    # -- results ----------------------------------------------------------------------------------------------
+
+    def _on_result(self, request: StepRequest, step: int, values: Sequence[Any]) -> None:
+        progress = self._progress
+        results: list[DispatchResult] = [result for result, _ in values]
+        progress.recorder.record_steps(values)
+        first = results[0]
+        num_taken, progress.step, progress.lr = first.step - step, first.step, first.lr
+        if num_taken:
+            self._on_steps_taken(num_taken, results)
+        if request.explain:
+            self.explain_reports, self.explain_next_step = [result.step_report for result in results], False
+        self.lr_updater.on_result(request.lr_change, step)
+        if first.end_reason == "nonfinite":
+            self._on_nonfinite(results)
+        elif first.end_reason == "exhausted":
+            self._on_stream_end()
+        elif progress.step != step + request.steps:
+            progress.needs_resync = True
+
+    def _on_steps_taken(self, num_taken: int, results: Sequence[DispatchResult]) -> None:
+        self._progress.retry_count = 0
+        self.sizer.on_result(num_taken, _get_slowest_step_s(results))
+        self.replica_check.on_result(results)
+        balancer = self._load_balancer
+        if balancer is not None and balancer.on_result([np.asarray(result.rows) for result in results]):
+            shares = ", ".join(f"{share:.0%}" for share in balancer.shares)
+            self._progress.add_event("note", f"shares of the batch by node: {shares}")
+        spans = [np.asarray(result.spans) for result in results if result.spans is not None]
+        self.recent_spans = spans, self._engine_group.clock_offsets
+
+    def _on_stream_end(self) -> None:
+        """End the run here: a stream without length has ended on all ranks, and that is one epoch."""
+        progress = self._progress
+        progress.needs_resync = True
+        progress.target_step = progress.step
+        progress.plan = progress.plan.end_at(progress.step, steps_per_epoch=max(1, progress.step))
+        progress.add_event("note", f"the stream ended after {progress.step} steps")
+
+    def _on_nonfinite(self, results: Sequence[DispatchResult]) -> None:
+        progress = self._progress
+        progress.needs_resync = True
+        failures = build_nonfinite_failures(progress.step, results, self._engine_group.nodes)
+        progress.pause_for(NonFiniteError(failures))
+        progress.add_event("error", f"not finite at step {progress.step}; all ranks paused before the update")
+
+    def _on_cancel(self, request: StepRequest, step: int) -> None:
+        self.lr_updater.on_cancel(request.lr_change, step, self._progress.step)
+
+    def _on_failure(self, request: StepRequest, step: int, error: EngineError) -> None:
+        self._on_cancel(request, step)  # whoever waits for the learning rate is answered as the run ends
+        self._fail(error)
+
+
+def _get_slowest_step_s(results: Sequence[DispatchResult]) -> float:
+    """Return seconds per step: the slowest rank's median."""
+    return max(float(np.median(np.asarray(result.rows)["step_s"])) for result in results)

@@ -1,7 +1,7 @@
-"""The learning rate that somebody asked a run for.
+"""The learning rate that a user asked a run for.
 
-It travels with a dispatch, and holds on all ranks from that one's first step on. A dispatch may come to nothing, and
-ranks may go back to a state that is older than it: then it is sent again.
+It travels with a dispatch, and holds on all ranks from that dispatch's first step. It is sent again when the dispatch
+is cancelled, or when the ranks go back to an earlier state.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from dtkit.training.pending_call import resolve
+from dtkit.training.progress import resolve
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class LearningRateChange:
-    """One, and who waits to hear at which step it took effect."""
+    """A new learning rate, and the answers that are to hold the step at which it took effect."""
 
     value: float
     answers: list[Future[int]]
 
 
 class LearningRateUpdater:
-    """What is to be sent with the next dispatch, and what holds since when."""
+    """The learning rate to send with the next dispatch, and the one in effect."""
 
     def __init__(self) -> None:
         self._pending: LearningRateChange | None = None
@@ -36,26 +36,26 @@ class LearningRateUpdater:
         return self._pending is not None
 
     def request(self, value: float, answer: Future[int] | None) -> None:
-        """Have this one, in place of any other that was not sent yet; who waits for that hears of this one."""
+        """Send this one, instead of any other that was not sent yet; that one's callers wait for this one."""
         waiting = self._pending.answers if self._pending else []
         self._pending = LearningRateChange(value, waiting if answer is None else [*waiting, answer])
 
     def take_pending(self) -> LearningRateChange | None:
-        """What the dispatch that is sent now begins with."""
-        taken, self._pending = self._pending, None
-        return taken
+        """Return the change to send with this dispatch."""
+        change, self._pending = self._pending, None
+        return change
 
     def on_result(self, change: LearningRateChange | None, step: int) -> None:
-        """All ranks have had it from this step on."""
+        """Note that all ranks have it from this step on."""
         if change is not None:
             self._in_effect = step, change.value
             for answer in change.answers:
                 resolve(answer, step)
 
     def on_cancel(self, change: LearningRateChange | None, sent_step: int, current_step: int) -> None:
-        """The dispatch from step `sent` on came to nothing; unless ranks `query_positions` beyond that, so did the rate.
+        """Note that the dispatch from `sent_step` on was cancelled: send its change again.
 
-        Then it is wanted again, unless another one was asked for meanwhile.
+        Not where ranks are beyond that step, which they reached with the change; nor where a newer one was asked for.
         """
         if change is None or current_step > sent_step:
             self.on_result(change, sent_step)
@@ -65,12 +65,12 @@ class LearningRateUpdater:
             self._pending.answers.extend(change.answers)
 
     def reset_to(self, step: int) -> None:
-        """All ranks have the state that they had at this step: one that came later is lost with what it did."""
+        """All ranks have the state of this step: send a change again that came later."""
         if self._in_effect is not None and step <= self._in_effect[0] and self._pending is None:
             self._pending = LearningRateChange(self._in_effect[1], [])
 
     def answer_pending(self, step: int) -> None:
-        """Tell those who wait for one that was not sent where the run stands now."""
+        """Answer the callers of a change that was not sent with the step that the run is at."""
         for answer in self._pending.answers if self._pending else ():
             resolve(answer, step)
         if self._pending is not None:

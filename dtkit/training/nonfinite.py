@@ -1,9 +1,8 @@
-"""A step whose gradients are not finite: which rank they come from, as far as all ranks' words together tell.
+"""The rank that gradients which are not finite come from, as far as all ranks' reports together show.
 
-Summed over the ranks, gradients are not finite on all of them, whoever began it. A loss that is not finite tells of the
-rank whose samples it is of. In a pipeline the last stage alone has one, so there the first stage counts whose output is
-not finite; or, where all outputs and losses are, the last stage whose gradients are not: backward runs from last to
-first.
+Summed over the ranks, gradients are not finite on all of them. A loss that is not finite points to the rank of its
+samples. In a pipeline only the last stage has a loss. There the first stage counts whose output is not finite. Where
+all outputs and losses are finite, it is the last stage whose gradients are not: backward runs from last to first.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _REMEDY = (
 
 
 def build_nonfinite_failures(step: int, advances: Sequence[DispatchResult], nodes: Sequence[Any]) -> list[Failure]:
-    """One failure for each rank that it comes from; or, where that can't be told, one that says so."""
+    """Return one failure for each rank that it comes from; one without a culprit where that can't be known."""
     hosts = {node.rank: node.host for node in nodes}
     return [
         Failure(rank, hosts.get(rank, "?"), "NonFinite", f"{message}. {_REMEDY}", "", step=step, kind="nonfinite")
@@ -34,27 +33,29 @@ def build_nonfinite_failures(step: int, advances: Sequence[DispatchResult], node
 
 
 def _find_causes(advances: Sequence[DispatchResult]) -> dict[int, str]:
-    """What there is to say of each rank that it comes from."""
-    begun = "the gradients over all ranks are not finite"
+    """Return {rank that it comes from: message}."""
+    problem = "the gradients over all ranks are not finite"
     if outputs := _find_first_stages(advances, "output"):
         first = min(outputs.values())
-        given = "rows of data" if first == 0 else f"stage {first - 1}'s, which are finite"
-        what = f"the first numbers that are not are outputs of this rank's stage {first} (its inputs are {given})"
-        return {rank: f"{begun}: {what}" for rank, stage in outputs.items() if stage == first}
+        inputs = "rows of data" if first == 0 else f"stage {first - 1}'s, which are finite"
+        detail = f"the first numbers that are not are outputs of this rank's stage {first} (its inputs are {inputs})"
+        return {rank: f"{problem}: {detail}" for rank, stage in outputs.items() if stage == first}
     losses = {rank: advance.loss for rank, advance in enumerate(advances) if advance.loss is not None}
     if bad := {rank: loss for rank, loss in losses.items() if not math.isfinite(loss)}:
-        return {rank: f"{begun}, with this rank's loss {loss}" for rank, loss in bad.items()}
-    found = ", ".join(f"{loss:.4g}" for loss in losses.values())
-    begun += f", though every rank's loss is ({found})"
+        return {rank: f"{problem}, with this rank's loss {loss}" for rank, loss in bad.items()}
+    all_losses = ", ".join(f"{loss:.4g}" for loss in losses.values())
+    problem += f", though every rank's loss is ({all_losses})"
     if gradients := _find_first_stages(advances, "gradient"):
         last = max(gradients.values())
-        what = f"the first ones in backward's order are those of this rank's stage {last}"
-        return {rank: f"{begun}: {what}" for rank, stage in gradients.items() if stage == last}
-    return {0: begun}
+        detail = f"the first ones in backward's order are those of this rank's stage {last}"
+        return {rank: f"{problem}: {detail}" for rank, stage in gradients.items() if stage == last}
+    return {0: problem}
 
 
 def _find_first_stages(advances: Sequence[DispatchResult], wanted_kind: str) -> dict[int, int]:
-    """Of each rank that had such, the stage that it began in: forward runs up, and backward down."""
+    """Return {rank: stage in which it began}: forward runs up through the stages, backward down."""
     edge = {"output": min, "gradient": max}[wanted_kind]
-    found = {rank: [stage for stage, kind in a.nonfinite if kind == wanted_kind] for rank, a in enumerate(advances)}
-    return {rank: edge(stages) for rank, stages in found.items() if stages}
+    stages_by_rank = {
+        rank: [stage for stage, kind in a.nonfinite if kind == wanted_kind] for rank, a in enumerate(advances)
+    }
+    return {rank: edge(stages) for rank, stages in stages_by_rank.items() if stages}

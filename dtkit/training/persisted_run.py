@@ -1,8 +1,8 @@
-"""A run as one notebook puts it down for another: what the one writes, the other reads, and both are here.
+"""A run's plan on disk, for another notebook that takes the cluster over.
 
-It is written when the job is made, and again when the run is extended, into the cluster's folder (see
-:mod:`dtkit.history.run_log`): the run's description, and the keys by which the engines know its model and data. The
-model itself comes back from an engine, and how many ranks there are is the cluster's to say.
+It is written when the job is built, and again when the run is extended, into the cluster's folder (see
+:mod:`dtkit.history.run_log`). It has the keys of model and data on the engines, not model and data themselves. The
+model comes back from an engine, and the number of ranks from the cluster.
 """
 
 from __future__ import annotations
@@ -10,95 +10,99 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from dtkit.cluster.broadcast import ModelHandle
+from dtkit.data.broadcast import ModelHandle
 from dtkit.data.distribute import DataHandle, StreamHandle
 from dtkit.errors import SerializationError
 from dtkit.history import run_log
 from dtkit.rpc import pickling
-from dtkit.training.config import JobSpec, RunOptions
+from dtkit.training.config import JobSpec, RunOptions, RunPlan
 
 if TYPE_CHECKING:
-    from dtkit.cluster.cluster import Cluster
     from dtkit.data.columns import ColumnSelection
     from dtkit.engine.data.loader import LoadingOptions
+    from dtkit.rpc.engine_group import EngineGroup
     from dtkit.types import JobPlan, RunSpec
 
 
 @dataclasses.dataclass(frozen=True)
 class _DataReference:
-    """Data that lie on the engines: what it takes to speak of them."""
+    """Data on the engines, without the notebook's handle."""
 
     key: str
     num_samples: int | None
-    """None of a stream."""
+    """None for a stream."""
     columns: ColumnSelection
 
     @classmethod
     def from_handle(cls, handle: DataHandle) -> _DataReference:
         return cls(handle.key, handle.num_samples, handle.columns)
 
-    def to_handle(self, cluster: Cluster) -> Any:
-        """The same data, as another notebook's."""
+    def to_handle(self, engine_group: EngineGroup) -> Any:
+        """Return the handle of another notebook to the same data."""
         if self.num_samples is None:
-            return StreamHandle(cluster, self.key, self.columns)
-        return DataHandle(cluster, self.key, self.num_samples, self.columns)
+            return StreamHandle(engine_group, self.key, self.columns)
+        return DataHandle(engine_group, self.key, self.num_samples, self.columns)
 
 
 @dataclasses.dataclass(frozen=True)
 class _PersistedRun:
-    """What is written, pickled."""
+    """The pickled record."""
 
     spec: RunSpec
     model_key: str
-    """Its key on the engines."""
+    """Key of the model on the engines."""
     data: _DataReference
     validation: _DataReference | None
     plan: JobPlan
     program: bytes
     loading: LoadingOptions | None
     options: RunOptions
-    """Without what lies on the engines."""
+    """Options without the handles to data on the engines."""
 
 
-def save(
-    cluster: Cluster, job: str, spec: RunSpec, job_spec: JobSpec, options: RunOptions
-) -> tuple[run_log.RunLog, str]:
-    """Write it. Returns where the run's history is to follow, and a word on what the other notebook will lack."""
-    valid = None if options.validation is None else _DataReference.from_handle(options.validation)
-    there = dataclasses.replace(options, validation=None)
-    data, lacks = _DataReference.from_handle(job_spec.data_handle), ""
-    said = _PersistedRun(
-        spec, job_spec.model_handle.key, data, valid, job_spec.plan, job_spec.program, job_spec.loading, there
+def save(engine_group: EngineGroup, plan: RunPlan) -> tuple[run_log.RunLog, str]:
+    """Write the plan. Returns the log for the run's history, and a warning on what the other notebook will lack."""
+    options, job_spec, warning = plan.options, plan.job_spec, ""
+    validation = None if options.validation is None else _DataReference.from_handle(options.validation)
+    picklable = dataclasses.replace(options, validation=None)
+    record = _PersistedRun(
+        plan.spec,
+        job_spec.model_handle.key,
+        _DataReference.from_handle(job_spec.data_handle),
+        validation,
+        job_spec.plan,
+        job_spec.program,
+        job_spec.loading,
+        picklable,
     )
-    written = run_log.RunLog(cluster.folder / run_log.RUNS_FOLDER / job)
-    for lacking in ("the callbacks", "this run"):
+    log = run_log.RunLog(engine_group.folder / run_log.RUNS_FOLDER / plan.job)
+    for missing in ("the callbacks", "this run"):
         try:
-            written.write_run_pickle(cluster.dumps(said, name="the run"))
+            log.write_run_pickle(engine_group.dumps(record, name="the run"))
         except SerializationError as error:
-            lacks = f"a notebook that takes over will not have {lacking}: {error}".partition("\n")[0]
-            said = dataclasses.replace(said, options=dataclasses.replace(there, callbacks=()))
+            warning = f"a notebook that takes over will not have {missing}: {error}".partition("\n")[0]
+            record = dataclasses.replace(record, options=dataclasses.replace(picklable, callbacks=()))
         else:
             break
-    return written, lacks
+    return log, warning
 
 
-def load(cluster: Cluster, job: str) -> tuple[RunSpec, JobSpec, RunOptions] | None:
-    """Read it, in another notebook; None where nothing was written of such a job."""
-    data = run_log.read_run_pickle(cluster.folder / run_log.RUNS_FOLDER / job)
+def load(engine_group: EngineGroup, job: str, model_rank: int) -> RunPlan | None:
+    """Read the plan in another notebook, with the model from `model_rank`; None where none was written for the job."""
+    data = run_log.read_run_pickle(engine_group.folder / run_log.RUNS_FOLDER / job)
     if data is None:
         return None
     # unpickles: written by this user's earlier notebook; nobody else can write to its folder
-    said: _PersistedRun = pickling.loads(data)
-    copies = _rebuild_model_handle(cluster, said.model_key)
-    order = JobSpec(copies, said.data.to_handle(cluster), said.plan, said.program, said.loading)
-    valid = None if said.validation is None else said.validation.to_handle(cluster)
-    return said.spec, order, dataclasses.replace(said.options, validation=valid)
+    record: _PersistedRun = pickling.loads(data)
+    model = _rebuild_model_handle(engine_group, record.model_key, model_rank)
+    job_spec = JobSpec(model, record.data.to_handle(engine_group), record.plan, record.program, record.loading)
+    validation = None if record.validation is None else record.validation.to_handle(engine_group)
+    return RunPlan(job, record.spec, job_spec, dataclasses.replace(record.options, validation=validation))
 
 
-def _rebuild_model_handle(cluster: Cluster, key: str) -> ModelHandle:
-    """The model as it was broadcast, from an engine that holds it."""
-    (rank, *_) = (heritage.rank for heritage in cluster.engine_inventories)
-    (shipment,) = cluster.call_independently("export_model", [rank], key=key).values()
-    model = shipment.load()
-    shipment.discard()
-    return ModelHandle(cluster, key, cluster.pack(model, name="model"), model, ())
+def _rebuild_model_handle(engine_group: EngineGroup, key: str, rank: int) -> ModelHandle:
+    """Return the model as it was broadcast, from an engine that holds it."""
+    (payload,) = engine_group.call_independently("export_model", [rank], key=key).values()
+    model = payload.load()
+    payload.discard()
+    return ModelHandle(engine_group, key, engine_group.pack(model, name="model"), model, ())

@@ -1,7 +1,7 @@
-"""What ranks report, made into a run's history: rows of steps, what was printed, and what only all ranks tell together.
+"""The recorder of a run's history: rows of steps, printed lines, and what only all ranks together show.
 
-Ranks that failed with others may stand a step apart. What all of them completed is recorded at once; what some did
-beyond that is kept until it is known from where all go on.
+After a failure ranks may be a step apart. The steps that all have completed are recorded at once. What some did beyond
+them is kept until it is known where all continue.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dtkit.history import comm_time, message_times
+from dtkit.history import comm_time
 from dtkit.history.engine_outbox import format_output
 from dtkit.types import DispatchResult, Evaluation, Event
 
@@ -31,23 +31,23 @@ class Recorder:
 
     def __init__(self, engine_group: EngineGroup, history: History) -> None:
         self._engine_group, self._history = engine_group, history
-        self._extra_rows: list[np.ndarray] = []  # rows of the ranks that were further than others when one failed
+        self._extra_rows: list[np.ndarray] = []  # rows of the ranks that were ahead when one failed
         self._has_reported_write_error = False
 
     @property
     def next_step(self) -> int:
-        """The step that the history ends before."""
+        """The first step that is not in the history."""
         totals = self._history.totals(self._history.num_steps - 1)
         return int(totals["step"][-1]) + 1 if len(totals) else 0
 
     def add_event(self, step: int, kind: str, text: str, rank: int | None = None) -> None:
-        """An event."""
+        """Add an event."""
         self._history.add(Event(step, kind, text, time.time(), rank))
 
     def record_steps(
         self, values: Sequence[tuple[DispatchResult, Sequence[Any]]], ranks: Sequence[int] | None = None
     ) -> None:
-        """What ranks did in a dispatch, and said meanwhile: all of them, by rank, unless `ranks` says whose it is."""
+        """Record the steps of a dispatch and what was printed, by rank: of all ranks, or of `ranks`."""
         ranks = range(len(values)) if ranks is None else ranks
         advances = [advance for advance, _ in values]
         rows = [np.asarray(advance.rows) for advance in advances]
@@ -60,40 +60,42 @@ class Recorder:
         self._report_write_error(step)
 
     def _report_write_error(self, step: int) -> None:
-        """Say once that a disk does not take the history, and once that it does again."""
-        spool = self._history.run_log
-        if spool is None or (spool.write_error is not None) == self._has_reported_write_error:
+        """Log once that the history can't be written to disk, and once that it can again."""
+        run_log = self._history.run_log
+        if run_log is None or (run_log.write_error is not None) == self._has_reported_write_error:
             return
         self._has_reported_write_error = not self._has_reported_write_error
         if self._has_reported_write_error:
-            why = f"{spool.write_error}: {spool.folder}. It is kept in memory until there is room"
-            self.add_event(step, "error", f"the history can't be written to disk, for who takes this run over: {why}")
+            reason = f"{run_log.write_error}: {run_log.folder}. It is kept in memory until there is room"
+            text = f"the history can't be written to disk, for a notebook that takes this run over: {reason}"
+            self.add_event(step, "error", text)
         else:
             self.add_event(step, "note", "the history is on disk again")
 
     def record_unread(self, unread_dispatches: Mapping[int, UnreadDispatches], common_step: int) -> None:
-        """What dispatches left that nobody may have read, by rank. All ranks that are there have taken `common` steps:
-        what they did until then is recorded, with what lost ranks left of it.
+        """Record the results that engines kept, by rank, up to `common_step`, which all remaining ranks have reached.
+
+        They include what lost ranks kept.
         """
-        seen = self.next_step
+        first_unread = self.next_step
         dispatches: dict[int, dict[int, tuple[DispatchResult, list[Any]]]] = {}
         for rank in sorted(unread_dispatches):
             for advance, items in unread_dispatches[rank]:
-                if advance.step > seen:
-                    begun = advance.step - len(np.asarray(advance.rows))
-                    dispatches.setdefault(begun, {})[rank] = _slice_steps(advance, seen, advance.step), items
-        for begun in sorted(dispatches):
-            self._record_until(common_step, dispatches[begun])
+                if advance.step > first_unread:
+                    first = advance.step - len(np.asarray(advance.rows))
+                    dispatches.setdefault(first, {})[rank] = _slice_steps(advance, first_unread, advance.step), items
+        for first in sorted(dispatches):
+            self._record_until(common_step, dispatches[first])
 
     def record_unread_evaluations(
         self, unread_evaluations: Mapping[int, Mapping[int, EvaluationSums]], due_steps: Sequence[int]
     ) -> list[int]:
-        """What evaluations left that nobody may have read, by rank: those that all ranks made are recorded.
+        """Record the evaluations that engines kept, by rank, where all ranks made them.
 
-        Of the steps after which they were `due`, those for which there is none.
+        Returns those of `due_steps` for which there is no evaluation.
         """
-        known = {one.step for one in self._history.evaluations}
-        for step in sorted(set.intersection(*(set(found) for found in unread_evaluations.values())) - known):
+        known = {evaluation.step for evaluation in self._history.evaluations}
+        for step in sorted(set.intersection(*map(set, unread_evaluations.values())) - known):
             parts = [unread_evaluations[rank][step] for rank in sorted(unread_evaluations)]
             if len({tuple(sums) for _, sums in parts}) == 1:
                 self.record_evaluation(step, parts)
@@ -101,15 +103,17 @@ class Recorder:
         return [step for step in due_steps if step not in known]
 
     def record_evaluation(self, step: int, parts: Sequence[EvaluationSums]) -> None:
-        """What all ranks found in their parts of the held-out data."""
-        found = combine_evaluations(step, parts)
-        self._history.add(found)
-        self.add_event(step, "note", ", ".join(f"valid {name} {value:.4g}" for name, value in found.values.items()))
+        """Record an evaluation from the sums of all ranks."""
+        evaluation = combine_evaluations(step, parts)
+        self._history.add(evaluation)
+        self.add_event(
+            step, "note", ", ".join(f"valid {name} {value:.4g}" for name, value in evaluation.values.items())
+        )
 
     def _split_blocked_time(
         self, rows: Sequence[np.ndarray], advances: Sequence[DispatchResult], ranks: Sequence[int]
     ) -> None:
-        """Of the time that ranks were blocked, tell apart what they waited for each other."""
+        """Split the time that ranks were blocked into waiting for each other and communication."""
         spans = [advance.blocked_spans for advance in advances]
         if any(span is None for span in spans):
             return
@@ -120,33 +124,33 @@ class Recorder:
         sent = _split_message_time(
             [part[:steps] for part in rows], advances, ranks, self._history.ranks_per_replica, ahead
         )
-        for mine, *found in zip(rows, waits, transfers, *sent, strict=True):
-            wait, transfer, waited, moved = found
-            mine["wait_s"][:steps] = wait + waited
-            mine["comm_s"][:steps] = transfer + moved
+        for part, *seconds in zip(rows, waits, transfers, *sent, strict=True):
+            wait, transfer, message_wait, message_transfer = seconds
+            part["wait_s"][:steps] = wait + message_wait
+            part["comm_s"][:steps] = transfer + message_transfer
 
     # -- after a failure --------------------------------------------------------------------------------------
 
     def clear_extra_rows(self) -> None:
-        """Some rank has failed: nothing is known of who stands further."""
+        """Forget the rows beyond the common step: another failure has come."""
         self._extra_rows.clear()
 
     def record_common_steps(self, replies: Mapping[int, Reply]) -> int | None:
-        """Record the steps that all ranks completed before one failed: the step after them, None where none is known.
+        """Record the steps that all ranks completed before one failed; return the step after them.
 
-        `replies` by rank. Of a lost rank nobody knows.
+        None where the reply of a rank (by rank in `replies`) has no steps. Lost ranks don't count.
         """
         known = {r: reply for r, reply in replies.items() if reply.failure is None or not reply.failure.is_engine_gone}
-        found: list[Any] = [reply.value for reply in known.values() if isinstance(reply.value, tuple)]
-        found = [value for value in found if isinstance(value[0], DispatchResult)]
-        if not found or len(found) < len(known):
+        values: list[Any] = [reply.value for reply in known.values() if isinstance(reply.value, tuple)]
+        values = [value for value in values if isinstance(value[0], DispatchResult)]
+        if not values or len(values) < len(known):
             return None
-        common: int = min(advance.step for advance, _ in found)
-        self._record_until(common, dict(zip(known, found, strict=True)))
+        common: int = min(advance.step for advance, _ in values)
+        self._record_until(common, dict(zip(known, values, strict=True)))
         return common
 
     def _record_until(self, common_step: int, values: Mapping[int, tuple[DispatchResult, Sequence[Any]]]) -> None:
-        """Record what ranks did in a dispatch before step `common`; what some did beyond may be of use later."""
+        """Record the steps of a dispatch before `common_step`; keep those beyond, which may be needed later."""
         self.record_steps(
             [(_slice_steps(advance, 0, common_step), items) for advance, items in values.values()], list(values)
         )
@@ -155,7 +159,7 @@ class Recorder:
         ]
 
     def record_extra_rows(self, step: int) -> None:
-        """All go on from `step`, where some were and others not: record what those did."""
+        """Record the kept rows before `step`, from which all ranks continue."""
         rows = [part[part["step"] < step] for part in self._extra_rows]
         self._extra_rows.clear()
         if any(map(len, rows)):
@@ -169,26 +173,21 @@ def _split_message_time(
     ranks_per_pipeline: int,
     clock_offsets: Sequence[float] | None,
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """(waited, moved) in seconds, of each rank an array by step: what it waited for in messages, and the rest of them.
-
-    `per` is how many ranks a pipeline has.
-    """
-    parts = [
-        np.empty(0, message_times.MESSAGE_DTYPE) if a.messages is None else np.asarray(a.messages) for a in advances
-    ]
-    waited, moved = [], []
-    for mine, part, seconds in zip(
-        rows, parts, message_times.compute_wait_seconds(parts, ranks, ranks_per_pipeline, clock_offsets), strict=True
+    """Return (wait, transfer) in seconds, for each rank an array by step: waiting in messages, and the rest of them."""
+    parts = [np.empty(0, comm_time.MESSAGE_DTYPE) if a.messages is None else np.asarray(a.messages) for a in advances]
+    wait_s, transfer_s = [], []
+    for own_rows, part, seconds in zip(
+        rows, parts, comm_time.compute_message_waits(parts, ranks, ranks_per_pipeline, clock_offsets), strict=True
     ):
-        at = part["step"] - (mine["step"][0] if len(mine) else 0)
-        known = (at >= 0) & (at < len(mine))  # of those that all ranks completed
-        waited.append(np.bincount(at[known], seconds[known], len(mine)))
-        moved.append(np.bincount(at[known], (part["end"] - part["begin"] - seconds)[known], len(mine)))
-    return waited, moved
+        at = part["step"] - (own_rows["step"][0] if len(own_rows) else 0)
+        known = (at >= 0) & (at < len(own_rows))  # of the steps that all ranks completed
+        wait_s.append(np.bincount(at[known], seconds[known], len(own_rows)))
+        transfer_s.append(np.bincount(at[known], (part["end"] - part["begin"] - seconds)[known], len(own_rows)))
+    return wait_s, transfer_s
 
 
 def _slice_steps(advance: DispatchResult, first: int, stop: int) -> DispatchResult:
-    """What was done in these steps."""
+    """Return the part of a result from step `first` to before `stop`."""
     rows = np.asarray(advance.rows)
     inside = (rows["step"] >= first) & (rows["step"] < stop)
     blocked = None if advance.blocked_spans is None else np.asarray(advance.blocked_spans)[inside]
@@ -196,7 +195,7 @@ def _slice_steps(advance: DispatchResult, first: int, stop: int) -> DispatchResu
 
 
 def combine_evaluations(step: int, parts: Sequence[EvaluationSums]) -> Evaluation:
-    """Add up what every rank found in its part: (samples, {name: (sum, weight)})."""
+    """Add up the sums of all ranks: (samples, {name: (sum, weight)})."""
     names = parts[0][1]
     values = {}
     for name in names:

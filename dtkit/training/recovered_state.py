@@ -1,17 +1,17 @@
-"""The state that survivors gave, while a job is made anew: it is nowhere else then.
+"""The state of the survivors while their job is built again: nothing else holds it then.
 
-It lies in shared memory, which ends with the cluster and not with the notebook. What it takes to find it again is put
-down in the run's folder (see :mod:`dtkit.history.run_log`) for as long as that lasts: should the notebook die in the
-midst of a recovery, the one that takes the cluster over makes it again, with that state.
+It is in shared memory, which ends with the cluster and not with the notebook. During a recovery a file in the run's
+folder (see :mod:`dtkit.history.run_log`) says where. Should the notebook die in a recovery, the notebook that takes the
+cluster over repeats it with that state.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 from typing import TYPE_CHECKING
 
+from dtkit._util import files
 from dtkit.history.run_log import RUNS_FOLDER
 from dtkit.rpc import pickling
 
@@ -26,16 +26,16 @@ _FILENAME = "rescued.pkl"
 
 @dataclasses.dataclass(frozen=True)
 class RecoveredState:
-    """Of this step, in these shipments."""
+    """A state, and the payloads that hold it."""
 
     step: int
     payloads: tuple[Payload, ...]
     source: str = ""
-    """Where the state comes from, in words, unless survivors stood there."""
+    """Where the state comes from, in words; empty where survivors were at this step."""
 
     @contextlib.contextmanager
     def keep_during_recovery(self, folder: Path, job: str, *, is_owned: Callable[[], bool]) -> Iterator[None]:
-        """Put down for whoever takes over meanwhile, who needs it then; else, while it is `ours`, freed at the end."""
+        """Keep the state for a notebook that takes over meanwhile; at the end free it, while `is_owned`."""
         self._save(folder, job)
         try:
             yield
@@ -44,31 +44,27 @@ class RecoveredState:
                 self.discard(folder, job)
 
     def discard(self, folder: Path, job: str) -> None:
-        """Free the shared memory, and forget where it was."""
+        """Free the shared memory, and delete the file that says where it was."""
         _get_path(folder, job).unlink(missing_ok=True)
-        for shipment in self.payloads:
-            shipment.discard()
+        for payload in self.payloads:
+            payload.discard()
 
     def _save(self, folder: Path, job: str) -> None:
         """Unless nobody will take this run over; that the disk is full is no reason not to recover."""
         path = _get_path(folder, job)
         if not path.parent.is_dir():
             return
-        part = path.with_suffix(".part")
         with contextlib.suppress(OSError):
-            descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(pickling.dumps(self))
-            part.replace(path)
+            files.replace_file(path, pickling.dumps(self))
 
 
 def list_jobs(folder: Path) -> list[str]:
-    """Of a cluster: whose state a notebook was about to put back when it ended."""
+    """Return the jobs of a cluster whose state a notebook was restoring when it ended."""
     return sorted(path.parent.name for path in folder.glob(f"{RUNS_FOLDER}/*/{_FILENAME}"))
 
 
 def load_interrupted(folder: Path, job: str) -> RecoveredState | None:
-    """What a notebook put down that ended in the midst of a recovery."""
+    """Return the state that a notebook kept which ended during a recovery."""
     path = _get_path(folder, job)
     # unpickles: written by this user's earlier notebook; nobody else can write to its folder
     return pickling.loads(path.read_bytes()) if path.exists() else None

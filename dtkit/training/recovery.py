@@ -1,14 +1,15 @@
-"""What is done when engines are lost, or stand apart: the job is made anew, with the state that survivors hold.
+"""Recovery of a job after engines were lost or got out of sync: it is built again with the state of the survivors.
 
-Each survivor says at which step it stands, and whether its parameters are of that step (an update that was broken off
-in the midst leaves none). The furthest step of which every part of the model is held by some survivor is the one to go
-on from: under data parallelism any one survivor will do. What it holds goes through shared memory to all ranks, so that
-they are equal again whatever happened; and what each has for itself goes with it, back to that rank
-(:mod:`dtkit.engine.state.survivors`). Where a part is held by nobody, the run goes back to its last snapshot. Of the
-last ones in memory (:mod:`dtkit.engine.state.peer_snapshots`), each survivor says whose parts it has copies of; the
-furthest one of which every rank's part is there is taken, and goes the same way. Where a part is lost together with its
-copy, there is the one on disk: a checkpoint that the run writes by itself, beside the training, into the cluster's
-folder.
+Each survivor reports its step, and whether its parameters are of that step (an interrupted update leaves none). The
+state is taken from the first of these sources that has all of it:
+
+1. The survivors, at the furthest step of which they hold every part of the model. Under data parallelism one survivor
+   is enough. Its state goes through shared memory to all ranks, so that they are equal again. What belongs to one rank
+   alone goes back to that rank (:mod:`dtkit.engine.state.survivors`).
+2. The furthest snapshot in the survivors' memory that has every rank's part
+   (:mod:`dtkit.engine.state.peer_snapshots`).
+3. The last snapshot on disk: a checkpoint that the run writes by itself into the cluster's folder.
+4. The start of the training.
 """
 
 from __future__ import annotations
@@ -28,11 +29,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dtkit.checkpoint.checkpoint import Checkpoint
-    from dtkit.cluster.cluster import Cluster
     from dtkit.rpc.engine_group import EngineGroup
     from dtkit.rpc.payload import Payload
-    from dtkit.strategies.base import Strategy
-    from dtkit.training.config import JobSpec
+    from dtkit.training.config import RunPlan
 
 FAILURE_MODES = ("repair", "shrink", "pause")
 _FROM_DISK, _FROM_START = "the last snapshot, from disk", "the beginning, for want of a snapshot"
@@ -41,42 +40,42 @@ _MAX_ATTEMPTS = 3  # of a recovery in which further engines are lost
 
 @dataclasses.dataclass(frozen=True)
 class JobPosition:
-    """Where a rank's job stands, and whether its parameters are of that step."""
+    """A rank's position in its job."""
 
     step: int
     is_intact: bool
+    """Whether its parameters are of that step."""
     lr: float = 0.0
     snapshots: Mapping[int, Sequence[int]] = dataclasses.field(default_factory=dict)
-    """Of which snapshots there are copies in its memory: {step: ranks whose parts these are}."""
+    """Snapshots in its memory: {step: ranks whose parts it holds}."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RecoveryResult:
-    """How a run goes on."""
+    """Where a run continues."""
 
     step: int
-    """From here."""
     lr: float
     lost_steps: int
-    """Updates that were made and are gone."""
+    """Updates that were made and lost."""
     duration_s: float
-    """What it took."""
+    """Seconds that the recovery took."""
     source: str = ""
-    """Where the state comes from, in words, unless survivors stood there."""
+    """Where the state comes from, in words; empty where survivors were at this step."""
 
 
 def choose_sources(
     positions: Mapping[int, JobPosition], model_shard_ids: Mapping[int, object]
 ) -> tuple[int, list[int]] | None:
-    """(step, ranks): who gives the state, one rank for each of the model's parts; None where a part is nowhere.
+    """Return (step, ranks) of the survivors that give the state, one for each part; None where a part is nowhere.
 
-    `parts` says for every rank there was which part of the model it held.
+    `model_shard_ids` has the part of the model that each rank held, lost ranks included.
     """
     wanted = set(model_shard_ids.values())
-    for step in sorted({standing.step for standing in positions.values()}, reverse=True):
+    for step in sorted({position.step for position in positions.values()}, reverse=True):
         holders: dict[object, int] = {}
-        for rank, standing in sorted(positions.items()):
-            if standing.step == step and standing.is_intact:
+        for rank, position in sorted(positions.items()):
+            if position.step == step and position.is_intact:
                 holders.setdefault(model_shard_ids[rank], rank)
         if holders.keys() == wanted:
             return step, sorted(holders.values())
@@ -86,11 +85,12 @@ def choose_sources(
 def choose_snapshot_sources(
     positions: Mapping[int, JobPosition], world_size: int
 ) -> tuple[int, dict[int, list[int]]] | None:
-    """(step, {rank: whose parts it gives}) of the furthest snapshot that survivors have in memory, every rank its own
-    part if it can; None where each lacks some.
+    """Return (step, {rank: ranks whose parts it gives}) of the furthest snapshot that survivors hold in memory.
+
+    Every rank gives its own part where it can. None where every snapshot lacks some part.
     """
-    for step in sorted({step for standing in positions.values() for step in standing.snapshots}, reverse=True):
-        there = {rank: standing.snapshots.get(step, ()) for rank, standing in sorted(positions.items())}
+    for step in sorted({step for position in positions.values() for step in position.snapshots}, reverse=True):
+        there = {rank: position.snapshots.get(step, ()) for rank, position in sorted(positions.items())}
         holders = {part: rank for rank, parts in there.items() for part in parts}
         holders |= {rank: rank for rank, parts in there.items() if rank in parts}
         if len(holders) == world_size:
@@ -98,17 +98,17 @@ def choose_snapshot_sources(
     return None
 
 
-def query_positions(cluster: EngineGroup, job: str, lost_ranks: Sequence[int] = ()) -> dict[int, JobPosition]:
-    """Where every survivor stands. Needs no process group."""
-    found = cluster.call_independently(
-        "job_status", [r for r in range(cluster.world_size) if r not in lost_ranks], job=job
+def query_positions(engine_group: EngineGroup, job: str, lost_ranks: Sequence[int] = ()) -> dict[int, JobPosition]:
+    """Return the position of every survivor. Needs no process group."""
+    reports = engine_group.call_independently(
+        "job_status", [r for r in range(engine_group.world_size) if r not in lost_ranks], job=job
     )
-    return {rank: JobPosition(*said) for rank, said in found.items()}
+    return {rank: JobPosition(*report) for rank, report in reports.items()}
 
 
 def is_out_of_sync(positions: Mapping[int, JobPosition]) -> bool:
-    """Whether ranks differ in step, or one is torn."""
-    return len({standing.step for standing in positions.values()}) > 1 or not all(
+    """Return whether ranks differ in step, or one is partially updated."""
+    return len({position.step for position in positions.values()}) > 1 or not all(
         s.is_intact for s in positions.values()
     )
 
@@ -117,64 +117,64 @@ _PARTIALLY_UPDATED = "an update had begun on a rank and not ended, so that its p
 
 
 def explain_out_of_sync(positions: Mapping[int, JobPosition]) -> str:
-    """Why ranks can't go on as they stand, in words."""
-    if not all(standing.is_intact for standing in positions.values()):
+    """Return why ranks can't continue as they are, in words."""
+    if not all(position.is_intact for position in positions.values()):
         return _PARTIALLY_UPDATED
-    furthest = max(standing.step for standing in positions.values())
-    ahead = [rank for rank, standing in sorted(positions.items()) if standing.step == furthest]
+    furthest = max(position.step for position in positions.values())
+    ahead = [rank for rank, position in sorted(positions.items()) if position.step == furthest]
     return f"{format_ranks(ahead)} had made the update of step {furthest - 1}, and others were broken off before theirs"
 
 
 def fetch_survivor_state(
-    cluster: EngineGroup, job: str, positions: Mapping[int, JobPosition], model_shard_ids: Mapping[int, object]
+    engine_group: EngineGroup, job: str, positions: Mapping[int, JobPosition], model_shard_ids: Mapping[int, object]
 ) -> RecoveredState | None:
-    """Take the state from the survivors, before anything is formed anew; None where they don't have all of it."""
-    left = dict(positions)
-    while (chosen := choose_sources(left, model_shard_ids)) is not None:
+    """Fetch the survivors' state, before the group is formed again; None where they don't have all of it."""
+    remaining = dict(positions)
+    while (chosen := choose_sources(remaining, model_shard_ids)) is not None:
         step, sources = chosen
-        whole = {rank: standing.step == step for rank, standing in left.items() if standing.is_intact}
+        is_at_step = {rank: position.step == step for rank, position in remaining.items() if position.is_intact}
         each = [
-            {"what": ALL_STATE if rank in sources else PER_RANK_STATE if level else OPTIMIZER_STATE}
-            for rank, level in whole.items()
+            {"what": ALL_STATE if rank in sources else PER_RANK_STATE if is_level else OPTIMIZER_STATE}
+            for rank, is_level in is_at_step.items()
         ]
-        found = cluster.call_independently("export_state", list(whole), each=each, job=job)
-        if found.keys() >= set(sources):
-            return RecoveredState(step, tuple(found.values()))
-        _drop_failed_sources(left, sources, found)
+        payloads = engine_group.call_independently("export_state", list(is_at_step), each=each, job=job)
+        if payloads.keys() >= set(sources):
+            return RecoveredState(step, tuple(payloads.values()))
+        _drop_failed_sources(remaining, sources, payloads)
     return None
 
 
 def fetch_snapshot_state(
-    cluster: EngineGroup, job: str, positions: Mapping[int, JobPosition], world_size: int, *, after_step: int
+    engine_group: EngineGroup, job: str, positions: Mapping[int, JobPosition], world_size: int, *, after_step: int
 ) -> RecoveredState | None:
-    """The same of a snapshot in the survivors' memory; None where there is none behind step `beyond`."""
-    left = dict(positions)
-    while (chosen := choose_snapshot_sources(left, world_size)) is not None and chosen[0] > after_step:
+    """Fetch a snapshot in the survivors' memory; None where there is none after `after_step`."""
+    remaining = dict(positions)
+    while (chosen := choose_snapshot_sources(remaining, world_size)) is not None and chosen[0] > after_step:
         step, givers = chosen
         ranks = sorted(givers)
         each = [{"parts": givers[rank]} for rank in ranks]
-        found = cluster.call_independently("export_snapshot", ranks, each=each, job=job, step=step)
-        if found.keys() >= set(ranks):
+        payloads = engine_group.call_independently("export_snapshot", ranks, each=each, job=job, step=step)
+        if payloads.keys() >= set(ranks):
             return RecoveredState(
-                step, tuple(found.values()), f"the last snapshot, from {_describe_memory_source(givers)}"
+                step, tuple(payloads.values()), f"the last snapshot, from {_describe_memory_source(givers)}"
             )
-        _drop_failed_sources(left, ranks, found)
+        _drop_failed_sources(remaining, ranks, payloads)
     return None
 
 
 def _drop_failed_sources(
     positions: dict[int, JobPosition], ranks: Sequence[int], payloads: Mapping[int, Payload]
 ) -> None:
-    """Who gave nothing has been lost meanwhile, or has no memory for it; what others gave is of no use."""
+    """Drop the ranks that gave nothing (lost since, or out of memory), and discard what the others gave."""
     for rank in ranks:
         if rank not in payloads:
             del positions[rank]
-    for shipment in payloads.values():
-        shipment.discard()
+    for payload in payloads.values():
+        payload.discard()
 
 
 def _describe_memory_source(sources: Mapping[int, Sequence[int]]) -> str:
-    """In whose memory that lay which is lost; where nothing is, each had its own."""
+    """Return in whose memory the lost parts were."""
     mirrors = [str(rank) for rank, parts in sorted(sources.items()) if set(parts) - {rank}]
     if not mirrors:
         return "each node's own memory"
@@ -182,108 +182,104 @@ def _describe_memory_source(sources: Mapping[int, Sequence[int]]) -> str:
 
 
 def replace_and_rebuild(
-    cluster: EngineGroup, lost_ranks: Sequence[int], rebuild: Callable[[], Any], *, shrink: bool
+    engine_group: EngineGroup, lost_ranks: Sequence[int], rebuild: Callable[[], Any], *, shrink: bool
 ) -> None:
-    """Replace the engines of these ranks, or go on without them, and have `rebuild` make the job anew and fill it.
+    """Replace the engines of these ranks, or continue without them, and call `rebuild`, which builds the job again.
 
-    Tried again when further engines are lost on the way.
+    Tries again when further engines are lost on the way.
     """
     for attempt in range(_MAX_ATTEMPTS):
         try:
-            _replace_or_shrink(cluster, lost_ranks, shrink=shrink)
-            _check_not_all_new(cluster)
+            _replace_or_shrink(engine_group, lost_ranks, shrink=shrink)
+            _check_not_all_new(engine_group)
             rebuild()
         except EngineError as error:
-            lost_ranks = sorted({*cluster.find_lost_ranks(), *(f.rank for f in error.failures if f.kind == "stuck")})
+            lost_ranks = sorted(
+                {*engine_group.find_lost_ranks(), *(f.rank for f in error.failures if f.kind == "stuck")}
+            )
             if not lost_ranks or attempt == _MAX_ATTEMPTS - 1:
                 raise
         else:
             break
 
 
-def _check_not_all_new(cluster: EngineGroup) -> None:
-    if cluster.clear_if_all_new():
+def _check_not_all_new(engine_group: EngineGroup) -> None:
+    if engine_group.clear_if_all_new():
         raise ClusterError(
-            "no engine is left that holds the data and the model; the cluster is whole again, but empty. Train anew, "
+            "no engine is left that holds the data and the model; the cluster is whole again, but empty. Train again, "
             "or from a checkpoint: cluster.train(..., resume_from=path)"
         )
 
 
-def _replace_or_shrink(cluster: EngineGroup, lost_ranks: Sequence[int], *, shrink: bool) -> None:
+def _replace_or_shrink(engine_group: EngineGroup, lost_ranks: Sequence[int], *, shrink: bool) -> None:
     if not lost_ranks:
-        cluster.form_process_group(ranks_changed=True)
+        engine_group.form_process_group(ranks_changed=True)
     elif shrink:
-        cluster.shrink(lost_ranks)
+        engine_group.shrink(lost_ranks)
     else:
-        cluster.replace(lost_ranks)
+        engine_group.replace(lost_ranks)
 
 
 @dataclasses.dataclass(frozen=True)
 class Recovery:
-    """How one run's job is made anew."""
+    """Builds one run's job again, on all ranks."""
 
-    cluster: Cluster
-    job: str
-    job_spec: JobSpec
-    strategy: Strategy
-    batch_size: int
-    allow_shrink: bool
-    """Whether to go on without the lost ranks; else they are replaced."""
+    engine_group: EngineGroup
+    plan: RunPlan
     snapshot_folder: Path
     """The folder of the run's own checkpoints."""
 
     def __call__(self, lost_ranks: Sequence[int]) -> RecoveryResult:
-        """Bring all ranks to the furthest step that can be had. Blocks until they stand there.
+        """Bring all ranks to the furthest step that can be restored. Blocks until they are there.
 
-        Raises ClusterError where that can't be, ValueError where the strategy can't work on fewer ranks.
+        Raises ClusterError where that can't be done, ValueError where the strategy can't work on fewer ranks.
         """
-        self.cluster.check_owned()  # before any engine is ended
-        began = time.monotonic()
-        shrink = bool(lost_ranks) and self.allow_shrink
+        group, job = self.engine_group, self.plan.job
+        group.check_owned()  # before any engine is ended
+        started_at = time.monotonic()
+        shrink = bool(lost_ranks) and self.plan.options.on_failure == "shrink"
         if shrink:
-            self._check_world_size(self.cluster.world_size - len(lost_ranks))
-        standings = query_positions(self.cluster, self.job, lost_ranks)
-        rescued, disk = self._find_state(standings)
-        found: list[tuple[int, float]] = []
+            self._check_world_size(group.world_size - len(lost_ranks))
+        positions = query_positions(group, job, lost_ranks)
+        state, snapshot = self._find_state(positions)
+        rebuilt: list[tuple[int, float]] = []
 
         def rebuild() -> None:
-            engine_outbox.remove_all(self.cluster.folder, self.job)  # of lost ranks, too; whoever recovers has read it
-            if rescued is not None:
-                found[:] = [self.job_spec.rebuild(self.cluster, self.job, rescued.payloads)]
+            engine_outbox.remove_all(group.folder, job)  # of lost ranks too; the caller has read it
+            if state is not None:
+                rebuilt[:] = [self.plan.job_spec.rebuild(group, job, state.payloads)]
             else:
-                found[:] = [self._restore_snapshot(disk)]
+                rebuilt[:] = [self._restore_snapshot(snapshot)]
 
-        with contextlib.ExitStack() as finally_:
-            if rescued is not None:
-                finally_.enter_context(
-                    rescued.keep_during_recovery(self.cluster.folder, self.job, is_owned=self._is_owned)
-                )
-            replace_and_rebuild(self.cluster, lost_ranks, rebuild, shrink=shrink)
-        step, lr = found[0]
-        furthest = max((standing.step for standing in standings.values()), default=0)
-        source = (_FROM_DISK if disk is not None else _FROM_START) if rescued is None else rescued.source
-        return RecoveryResult(step, lr, max(0, furthest - step), time.monotonic() - began, source)
+        with contextlib.ExitStack() as at_end:
+            if state is not None:
+                at_end.enter_context(state.keep_during_recovery(group.folder, job, is_owned=self._is_owned))
+            replace_and_rebuild(group, lost_ranks, rebuild, shrink=shrink)
+        step, lr = rebuilt[0]
+        furthest = max((position.step for position in positions.values()), default=0)
+        source = (_FROM_DISK if snapshot is not None else _FROM_START) if state is None else state.source
+        return RecoveryResult(step, lr, max(0, furthest - step), time.monotonic() - started_at, source)
 
     def _find_state(self, positions: Mapping[int, JobPosition]) -> tuple[RecoveredState | None, Checkpoint | None]:
-        """What to go on with: survivors' state, or what a notebook had taken of it that died in a recovery; else the
-        furthest snapshot.
+        """Return the survivors' state, or what a notebook that died in a recovery had taken of it; else the furthest
+        snapshot.
         """
-        cluster, job, world_size = self.cluster, self.job, self.cluster.world_size
-        parts = {rank: self.strategy.model_shard_id(world_size, rank) for rank in range(world_size)}
-        rescued, earlier = fetch_survivor_state(cluster, job, positions, parts), load_interrupted(cluster.folder, job)
-        if rescued is not None and earlier is not None:
-            earlier.discard(cluster.folder, job)
-        if rescued is not None or earlier is not None:
-            return rescued or earlier, None
+        group, job, world_size = self.engine_group, self.plan.job, self.engine_group.world_size
+        shard_ids = {rank: self.plan.options.strategy.model_shard_id(world_size, rank) for rank in range(world_size)}
+        state = fetch_survivor_state(group, job, positions, shard_ids)
+        earlier = load_interrupted(group.folder, job)
+        if state is not None and earlier is not None:
+            earlier.discard(group.folder, job)
+        if state is not None or earlier is not None:
+            return state or earlier, None
         disk = self._find_disk_snapshot()
-        beyond = 0 if disk is None else disk.step - 1
-        return fetch_snapshot_state(cluster, job, positions, world_size, after_step=beyond), disk
+        after_step = 0 if disk is None else disk.step - 1
+        return fetch_snapshot_state(group, job, positions, world_size, after_step=after_step), disk
 
     def _is_owned(self) -> bool:
-        return not self.cluster.is_superseded
+        return not self.engine_group.is_superseded
 
     def _find_disk_snapshot(self) -> Checkpoint | None:
-        """The last snapshot there."""
         from dtkit.checkpoint.checkpoint import Checkpoint
 
         try:
@@ -292,16 +288,16 @@ class Recovery:
             return None
 
     def _restore_snapshot(self, snapshot: Checkpoint | None) -> tuple[int, float]:
-        """To the last snapshot on disk; without one, to where the training began."""
+        """Go back to the last snapshot on disk; without one, to where the training began."""
         from dtkit.training.resume import ResumePoint
 
-        lr = self.job_spec.build(self.cluster, self.job, uninitialized=snapshot is not None)
+        lr = self.plan.job_spec.build(self.engine_group, self.plan.job, uninitialized=snapshot is not None)
         if snapshot is None:
             return 0, lr
-        return snapshot.step, ResumePoint(snapshot).restore_job(self.cluster, self.job)[0]
+        return snapshot.step, ResumePoint(snapshot).restore_job(self.engine_group, self.plan.job)[0]
 
     def _check_world_size(self, world_size: int) -> None:
         if world_size < 1:
             raise ClusterError("no engine is left; start another cluster, and resume from a checkpoint there")
-        self.strategy.build_mesh(world_size)
-        self.strategy.check(world_size, self.batch_size)
+        self.plan.options.strategy.build_mesh(world_size)
+        self.plan.options.strategy.check(world_size, self.plan.spec.batch_size)

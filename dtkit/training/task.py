@@ -1,176 +1,215 @@
 """A user's own function on every rank: for one's own loops, and for whole scripts.
 
-What ranks log and print comes live, numbered, as messages that may be lost; the call's return carries all of it and
-fills the gaps. Each rank answers for itself, so the first failure is seen at once.
+What ranks log and print comes live, in numbered messages that may be lost. The call's return carries all of it and
+fills the gaps. Each rank answers for itself, so that the first failure is seen at once.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 import time
 from typing import TYPE_CHECKING, Any
 
 from dtkit._util.guard import notify_views, return_error, run_guarded_in_thread
+from dtkit.dashboard import call_display
 from dtkit.dashboard.text import call_text
 from dtkit.errors import DtkitError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Generator, Sequence
     from concurrent.futures import Future
 
     import pandas as pd
     from matplotlib.figure import Figure
 
-    from dtkit.cluster.cluster import Cluster
+    from dtkit.rpc.engine_group import EngineGroup
     from dtkit.rpc.payload import Payload
     from dtkit.types import Reply
 
-# A user's loop may train for days. What can't wait is seen otherwise: a failed rank at once, a lost engine by its
-# nanny.
+# A user's loop may train for days. A failed rank is seen at once all the same, and a lost engine by its nanny.
 _UNLIMITED_S = 1e7
 _INTERRUPT_TIMEOUT_S = 30.0
 _POLL_S = 0.5
 
 
 class Task:
-    """A function running on all ranks. ``result()`` waits; shown in a cell it is live.
+    """A function running on all ranks. ``result()`` and ``await`` wait for it; shown in a cell it is live.
 
     ``rows`` has what `dtkit.log` reported (dicts with rank and index), ``output`` what was printed (rank, line).
     """
 
-    def __init__(self, cluster: Cluster, name: str, *, own_group: bool) -> None:
-        self.name, self.world_size = name, cluster.world_size
+    def __init__(self, engine_group: EngineGroup, name: str, *, own_group: bool) -> None:
+        self.name, self.world_size = name, engine_group.world_size
         self.rows: list[dict[str, Any]] = []
         self.output: list[tuple[int, str]] = []
         self.state = "running"
         """"running", "done" or "failed"."""
-        self._cluster, self._own_group = cluster, own_group
-        self._num_received = [0] * cluster.world_size  # items taken from each rank
-        self._num_rows = [0] * cluster.world_size
+        self._engine_group, self._own_group = engine_group, own_group
+        self._num_received = [0] * engine_group.world_size  # items taken from each rank
+        self._num_rows = [0] * engine_group.world_size
         self._futures: Sequence[Future[Reply]] = ()
         # locks: while lines are appended
         self._lock = threading.Lock()
         self._done_event = threading.Event()
         self._results: list[Any] = []
         self._error: BaseException | None = None
+        self._was_cancelled = False
         self._callbacks: list[Callable[[], None]] = []
 
     # -- while it runs ----------------------------------------------------------------------------------------
 
     def receive(self, rank: int, first: int, items: Sequence[tuple[str, Any]]) -> None:
-        """Take a rank's items, numbered from `first`; what is behind a gap waits for the call's return."""
+        """Take a rank's items, numbered from `first`; those behind a gap wait for the call's return."""
         with self._lock:
             known = self._num_received[rank]
             if first > known:
                 return
-            for kind, what in items[known - first :]:
+            for kind, content in items[known - first :]:
                 if kind == "row":
-                    # Numbers that JSON lacks come live as text: "nan", "inf".
-                    values = {name: float(value) for name, value in what.items()}
+                    # Live messages have numbers that JSON lacks as text: "nan", "inf".
+                    values = {name: float(value) for name, value in content.items()}
                     self.rows.append({"rank": rank, "index": self._num_rows[rank], **values})
                     self._num_rows[rank] += 1
                 else:
-                    self.output.append((rank, what))
+                    self.output.append((rank, content))
                 self._num_received[rank] += 1
         self._notify()
 
     def start_collecting(self, futures: Sequence[Future[Reply]], payload: Payload) -> None:
-        """Have a thread of the task's own wait for all ranks, whether anybody asks for the result or not."""
+        """Wait for all ranks on a thread of the task's own, whether anybody asks for the result or not."""
         self._futures = futures
         threading.Thread(target=self._run_collector, args=(payload,), name=f"dtkit-{self.name}", daemon=True).start()
 
     def _run_collector(self, payload: Payload) -> None:
-        """Settle; whatever goes wrong, `result` raises it."""
+        """Collect the replies; `result` raises whatever goes wrong."""
         self._error = run_guarded_in_thread(lambda: self._collect_replies(payload), return_error)
         self.state = "done" if self._error is None else "failed"
         self._done_event.set()
         self._notify()
 
     def _collect_replies(self, payload: Payload) -> None:
-        """Wait for all ranks, and take what they say."""
+        """Wait for all ranks, and take in what they return."""
         try:
-            replies = self._cluster.gather_replies(self._futures, _UNLIMITED_S)
+            replies = self._engine_group.gather_replies(self._futures, _UNLIMITED_S)
         finally:
-            self._cluster.discard_payload(payload)
+            self._engine_group.discard_payload(payload)
         self._process_replies(replies)
 
     def _process_replies(self, replies: Sequence[Reply]) -> None:
         results: list[Payload] = []
         for rank, reply in enumerate(replies):
-            if isinstance(reply.value, tuple):  # (result or None, everything that was said)
+            if isinstance(reply.value, tuple):  # (result or None, everything that was logged and printed)
                 self.receive(rank, 0, reply.value[1])
                 results += [reply.value[0]] if reply.value[0] is not None else []
         try:
             try:
-                self._cluster.unwrap(replies)
+                self._engine_group.unwrap(replies)
             finally:
                 if self._own_group:
                     self._restore_group(already_reformed=any(reply.failure for reply in replies))
             self._results = [result.load() for result in results]
         finally:
-            for result in results:  # those of ranks that succeeded where another failed, too
+            for result in results:  # also where another rank failed
                 result.discard()
 
     def _restore_group(self, *, already_reformed: bool) -> None:
-        """The script's group has ended; form ours again."""
+        """Form our group again, after the script's."""
         if not already_reformed:
-            self._cluster.form_process_group()
+            self._engine_group.form_process_group()
 
     # -- for the user -----------------------------------------------------------------------------------------
 
     def done(self) -> bool:
-        """Whether all ranks have answered."""
+        """Return whether all ranks have answered."""
         return self._done_event.is_set()
 
-    def result(self, timeout: float | None = None) -> list[Any]:
-        """What the function returned, by rank; raises what failed it. TimeoutError leaves it running."""
+    def cancelled(self) -> bool:
+        """Return whether `cancel` ended it."""
+        return self.done() and self._was_cancelled and self._error is not None
+
+    @property
+    def exception(self) -> BaseException | None:
+        """What failed it; None while it runs, or where all is well."""
+        return self._error
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until all ranks have answered; raise what failed it. TimeoutError leaves it running."""
         if not self._wait(timeout):
             raise TimeoutError(f"{self.name} still runs after {timeout} s; wait again, or end it with cancel()")
         if self._error is not None:
             raise self._error
+
+    def result(self, timeout: float | None = None) -> list[Any]:
+        """Wait as `wait` does; return what the function returned, by rank."""
+        self.wait(timeout)
         return list(self._results)
 
+    def __await__(self) -> Generator[Any, None, list[Any]]:
+        return self._wait_async().__await__()
+
+    async def _wait_async(self) -> list[Any]:
+        """As `result`, with the kernel free meanwhile. Cancelling it leaves the function running."""
+        loop, changed = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake() -> None:
+            loop.call_soon_threadsafe(changed.set)
+
+        unsubscribe = self.subscribe(wake)
+        try:
+            while not self.done():
+                changed.clear()
+                with contextlib.suppress(TimeoutError):  # a change may come without a notification
+                    # waits: inside asyncio.wait_for, with a timeout
+                    await asyncio.wait_for(changed.wait(), _POLL_S)
+        finally:
+            unsubscribe()
+        return self.result(0)
+
     def display_and_wait(self) -> list[Any]:
-        """As `result`, with a live view. An interrupt reaches the engines and is raised again."""
-        with call_text.display_until_done(self):
+        """Return what `result` does, with a live view. An interrupt reaches the engines and is raised again."""
+        with call_display.display_until_done(self):
             try:
                 self._wait()
             except KeyboardInterrupt:
                 with contextlib.suppress(DtkitError):  # a cluster that was closed meanwhile has nothing to interrupt
                     self.cancel()
-                self._wait(_INTERRUPT_TIMEOUT_S)  # the group is formed anew; a second interrupt doesn't wait for it
+                self._wait(_INTERRUPT_TIMEOUT_S)  # the group is formed again; a second interrupt doesn't wait for it
                 raise
         return self.result(0)
 
     def _wait(self, timeout: float | None = None) -> bool:
-        """Wait until the call is over; whether it is. A signal that another thread got is seen between two waits."""
+        """Wait until the call is over; return whether it is. Signals are handled between two waits."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self._done_event.is_set():
-            left = _POLL_S if deadline is None else deadline - time.monotonic()
-            if left <= 0:
+            remaining = _POLL_S if deadline is None else deadline - time.monotonic()
+            if remaining <= 0:
                 return False
-            self._done_event.wait(min(left, _POLL_S))
+            self._done_event.wait(min(remaining, _POLL_S))
         return True
 
     def cancel(self) -> None:
         """Interrupt the engines that still run the function: it ends there with KeyboardInterrupt."""
         running = [rank for rank, future in enumerate(self._futures) if not future.done()]
         if running:
-            self._cluster.interrupt(running)
+            self._was_cancelled = True
+            self._engine_group.interrupt(running)
 
     def to_pandas(self) -> pd.DataFrame:
-        """A DataFrame of what was logged: rank, index and a column per name. Needs pandas."""
+        """Return what was logged as a DataFrame: rank, index and a column per name. Needs pandas."""
         import pandas as pd
 
         return pd.DataFrame(self.rows)
 
     def figure(self) -> Figure:
-        """What was logged, as a matplotlib Figure: an axes per name, a line per rank."""
-        return call_text.draw_figure(self)
+        """Return what was logged as a matplotlib Figure: an axes per name, a line per rank."""
+        from dtkit.dashboard.figures.call_figure import draw_call
+
+        return draw_call(self)
 
     def subscribe(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Have `callback` called after every change, from any thread; returns what ends that."""
+        """Call `callback` after every change, from any thread; return the function that ends that."""
         self._callbacks.append(callback)
 
         def unsubscribe() -> None:
@@ -186,35 +225,37 @@ class Task:
         return call_text.format_text(self)
 
     def _ipython_display_(self) -> None:
-        call_text.show(self)
+        call_display.show(self)
 
 
 def submit(
-    cluster: Cluster, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, own_group: bool
+    engine_group: EngineGroup, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, own_group: bool
 ) -> Task:
     """See :meth:`dtkit.Cluster.submit`."""
-    cluster.check_open()
+    engine_group.check_open()
     if not callable(fn):
         raise TypeError(
             f"fn is a {type(fn).__name__}, which can't be called; give a function, as in cluster.run(main, x)"
         )
     name = getattr(fn, "__name__", type(fn).__name__)
-    task = Task(cluster, name, own_group=own_group)
-    shipment = cluster.upload(cluster.pack((fn, args, kwargs), name=name))
+    task = Task(engine_group, name, own_group=own_group)
+    payload = engine_group.upload(engine_group.pack((fn, args, kwargs), name=name))
     try:
         group: dict[str, Any] = {}
         if own_group:
-            group = {"port": _open_rendezvous_store(cluster), "attempt": cluster.next_restart_count()}
-        futures = cluster.fan_out("call_function", listen=task.receive, shipment=shipment, **group)
+            group = {"port": _open_rendezvous_store(engine_group), "attempt": engine_group.next_restart_count()}
+        futures = engine_group.fan_out("call_function", listen=task.receive, shipment=payload, **group)
     except BaseException:  # an interrupt too: nobody will open the upload
-        cluster.discard_payload(shipment)
+        engine_group.discard_payload(payload)
         raise
-    task.start_collecting(futures, shipment)
+    task.start_collecting(futures, payload)
     return task
 
 
-def _open_rendezvous_store(cluster: Cluster) -> int:
-    """The port of a store for a script's own group. Rank 0 may have a long call to end first."""
+def _open_rendezvous_store(engine_group: EngineGroup) -> int:
+    """Return the port of a store for a script's own group. Rank 0 may have to finish a long call first."""
     return int(
-        cluster.unwrap(cluster.gather_replies(cluster.fan_out("open_torchrun_store", ranks=[0]), _UNLIMITED_S))[0]
+        engine_group.unwrap(
+            engine_group.gather_replies(engine_group.fan_out("open_torchrun_store", ranks=[0]), _UNLIMITED_S)
+        )[0]
     )

@@ -1,11 +1,11 @@
-"""Is the distributed training the same as in one process? Replay it both ways and compare.
+"""The check that distributed training is the same as training in one process: replay it both ways and compare.
 
-Two jobs are made from the kept start: one on all ranks, and one on rank 0 alone that plays every shard by itself, so
-that both see the same rows in the same steps. After so many steps their parameters are compared. What differs by
-nature (statistics over a rank's own part of the batch, random draws) is named and not judged.
+Two jobs are built from the start of the training: one on all ranks, and one on rank 0 alone that takes the rows of
+every shard, so that both see the same rows in the same steps. Their parameters are then compared. What differs by
+nature (statistics over a rank's own part of the batch, random numbers) is named and not judged.
 
 Numbers whose true gradient is zero (the key bias of attention, a bias before BatchNorm) move by nothing but rounding,
-which Adam-like optimisers amplify; they are found number by number (the key bias is a third of one parameter), named
+which Adam-like optimizers amplify; they are found number by number (the key bias is a third of one parameter), named
 apart and held to a wider bound.
 """
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from dtkit.cluster.cluster import Cluster
+    from dtkit.rpc.engine_group import EngineGroup
     from dtkit.training.config import JobSpec
 
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5}
@@ -31,12 +31,12 @@ _HALF_PRECISION_TOLERANCE = 1e-2
 _ZERO_GRADIENT_FRACTION = {
     "float64": 1e-13,
     "float32": 1e-6,
-}  # a gradient below this share of the largest one is rounding
+}  # of the largest gradient: below it a gradient is rounding
 
 
 @dataclasses.dataclass(frozen=True)
 class Verification:
-    """The answer. ``differences`` has the largest absolute difference in each parameter and buffer."""
+    """The result of a verification. ``differences`` has the largest difference in each parameter and buffer."""
 
     verdict: str
     """"PASS", "FAIL" or "NOT COMPARABLE"."""
@@ -44,7 +44,7 @@ class Verification:
     world_size: int
     dtype: str
     max_difference: float
-    """The largest one, numbers of zero gradient apart."""
+    """The largest difference, without the numbers of zero gradient."""
     tolerance: float
     differences: Mapping[str, float]
     zero_gradient: Mapping[str, tuple[int, float]]
@@ -56,7 +56,7 @@ class Verification:
         return self.verdict == "PASS"
 
     def text(self) -> str:
-        """The report, a few lines."""
+        """Return the report, a few lines."""
         worst = max(self.differences, key=lambda name: self.differences[name], default="")
         lines = [
             f"{self.verdict}: {self.steps} steps on {self.world_size} ranks against one process, {self.dtype}",
@@ -79,33 +79,37 @@ class Verification:
         return f"<p>{html.escape(repr(self))}</p>"
 
 
-def verify(cluster: Cluster, job_spec: JobSpec, steps: int, equivalence_notes: Sequence[str] = ()) -> Verification:
+def verify(
+    engine_group: EngineGroup, job_spec: JobSpec, steps: int, equivalence_notes: Sequence[str] = ()
+) -> Verification:
     """See :meth:`dtkit.Run.verify`."""
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps={steps!r}; verify needs an integer from 1 up")
-    together, alone = cluster.make_key("job"), cluster.make_key("job")
+    distributed, single = engine_group.make_key("job"), engine_group.make_key("job")
     try:
-        state = _train_job(cluster, job_spec, together, steps, None)
-        reference = _train_job(cluster, job_spec, alone, steps, [0])
-        gradients = fetch_tensors(cluster, "max_gradients", alone, [0])
+        state = _train_job(engine_group, job_spec, distributed, steps, None)
+        reference = _train_job(engine_group, job_spec, single, steps, [0])
+        gradients = fetch_tensors(engine_group, "max_gradients", single, [0])
     finally:
-        cluster.free_later(together)
-        cluster.free_later(alone)
+        engine_group.free_later(distributed)
+        engine_group.free_later(single)
     modules = (
         tuple(find_incomparable_modules(job_spec.model_handle.build_with_state(reference)))
-        if cluster.world_size > 1
+        if engine_group.world_size > 1
         else ()
     )
     modules += tuple(equivalence_notes)
-    return compare_states(state, reference, gradients, modules, steps, cluster.world_size)
+    return compare_states(state, reference, gradients, modules, steps, engine_group.world_size)
 
 
-def _train_job(cluster: Cluster, job_spec: JobSpec, job: str, steps: int, ranks: list[int] | None) -> Mapping[str, Any]:
-    """Make the job, take the steps, return its state dict."""
-    job_spec.build(cluster, job, ranks=ranks, single_process=ranks is not None)
+def _train_job(
+    engine_group: EngineGroup, job_spec: JobSpec, job: str, steps: int, ranks: list[int] | None
+) -> Mapping[str, Any]:
+    """Build the job, take the steps, return its state dict."""
+    job_spec.build(engine_group, job, ranks=ranks, single_process=ranks is not None)
     done = 0
     while done < steps:
-        advance, _ = cluster.call_all("advance", job=job, step=done, steps=steps - done, ranks=ranks)[0]
+        advance, _ = engine_group.call_all("advance", job=job, step=done, steps=steps - done, ranks=ranks)[0]
         if advance.end_reason == "nonfinite":
             raise ValueError(
                 f"the gradients are not finite at step {advance.step}, so there is nothing to compare after it. "
@@ -114,7 +118,7 @@ def _train_job(cluster: Cluster, job_spec: JobSpec, job: str, steps: int, ranks:
         if advance.end_reason == "exhausted":
             break
         done = advance.step
-    return fetch_tensors(cluster, "state_dict_parts", job, ranks)
+    return fetch_tensors(engine_group, "state_dict_parts", job, ranks)
 
 
 def compare_states(
@@ -134,44 +138,47 @@ def compare_states(
     for name, expected in reference.items():
         if not hasattr(expected, "is_floating_point"):  # a module's extra state may be anything
             continue
-        found = _compute_difference(state[name], expected)
-        if name in gradients and bool((still := gradients[name] <= floor).any()):
-            zero[name] = int(still.sum()), float(found[still].max())
-            found = found[~still]
-        differences[name] = float(found.max()) if found.numel() else 0.0
-    difference, tolerance = max(differences.values(), default=0.0), TOLERANCE.get(dtype, _HALF_PRECISION_TOLERANCE)
+        difference = _compute_difference(state[name], expected)
+        if name in gradients and bool((is_zero := gradients[name] <= floor).any()):
+            zero[name] = int(is_zero.sum()), float(difference[is_zero].max())
+            difference = difference[~is_zero]
+        differences[name] = float(difference.max()) if difference.numel() else 0.0
+    largest_difference, tolerance = (
+        max(differences.values(), default=0.0),
+        TOLERANCE.get(dtype, _HALF_PRECISION_TOLERANCE),
+    )
     bound = ZERO_TOLERANCE.get(dtype, _HALF_PRECISION_TOLERANCE)
-    within = difference <= tolerance and all(largest <= bound for _, largest in zero.values())
-    verdict = "NOT COMPARABLE" if incomparable_reasons else "PASS" if within else "FAIL"
+    is_within = largest_difference <= tolerance and all(largest <= bound for _, largest in zero.values())
+    verdict = "NOT COMPARABLE" if incomparable_reasons else "PASS" if is_within else "FAIL"
     return Verification(
-        verdict, steps, world_size, dtype, difference, tolerance, differences, zero, incomparable_reasons
+        verdict, steps, world_size, dtype, largest_difference, tolerance, differences, zero, incomparable_reasons
     )
 
 
 def _get_least_precise_dtype(tensors: Iterator[torch.Tensor]) -> str:
-    """The dtype with the fewest digits: its rounding decides the tolerance."""
+    """Return the dtype with the fewest digits: its rounding decides the tolerance."""
     import torch
 
-    found = [tensor.dtype for tensor in tensors if tensor.is_floating_point()] or [torch.get_default_dtype()]
-    return str(max(found, key=lambda dtype: torch.finfo(dtype).eps)).removeprefix("torch.")
+    dtypes = [tensor.dtype for tensor in tensors if tensor.is_floating_point()] or [torch.get_default_dtype()]
+    return str(max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)).removeprefix("torch.")
 
 
 def _compute_difference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """The absolute difference of every number: none between equal infinities (of a mask), infinite where one is NaN."""
-    wide = a.is_complex() or b.is_complex()
-    found = (a - b).abs() if wide else (a.double() - b.double()).abs()
-    return found.masked_fill(a == b, 0.0).nan_to_num(nan=float("inf"), posinf=float("inf"))
+    """Return the absolute difference of every number: 0 between equal infinities (of a mask), infinite for NaN."""
+    is_complex = a.is_complex() or b.is_complex()
+    difference = (a - b).abs() if is_complex else (a.double() - b.double()).abs()
+    return difference.masked_fill(a == b, 0.0).nan_to_num(nan=float("inf"), posinf=float("inf"))
 
 
 def find_incomparable_modules(model: torch.nn.Module) -> Iterator[str]:
-    """The modules of `model` whose training differs between one process and several by nature."""
+    """Yield the modules of `model` whose training differs between one process and several by nature."""
     import torch
     from torch import nn
 
     for name, module in model.named_modules():
         title = f"{name or 'the model'} ({type(module).__name__})"
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, nn.SyncBatchNorm):  # noqa: SLF001 - torch names no public base class
-            yield f"{title}: each rank normalises with the statistics of its own part of the batch"
+            yield f"{title}: each rank normalizes with the statistics of its own part of the batch"
         elif isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:  # noqa: SLF001 - as above
             yield f"{title}: each rank draws random numbers of its own"
         elif isinstance(module, (nn.MultiheadAttention, nn.RNNBase)) and module.dropout > 0:

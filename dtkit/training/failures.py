@@ -1,0 +1,217 @@
+"""What a run does when a call fails: continue after an interrupt or a lost engine, end after a user's error.
+
+====================================  ============================================================================
+failure                               what follows
+====================================  ============================================================================
+another notebook owns the cluster     the run ends here, and stays as it is for the other notebook
+refused, after the ranks moved        nothing: the driver continues from the step that the ranks are at
+an engine is lost                     repair: it is replaced or left out; or a pause, with ``on_failure="pause"``
+interrupted, or refused once          resync: form the group again, and repair where ranks are out of sync
+an error of the user's code           resync, so that the cluster is usable, and the run ends
+====================================  ============================================================================
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from dtkit._util.formatting import format_count
+from dtkit.errors import DtkitError, EngineError, SupersededError, drop_consequential_refusals
+from dtkit.training import recovery
+from dtkit.training.pending_calls import GATHER_TIMEOUT_S, INTERRUPTED_GATHER_TIMEOUT_S
+from dtkit.training.recovery import Recovery
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from dtkit.rpc.engine_group import EngineGroup
+    from dtkit.training.pending_calls import PendingCall, PendingCalls
+    from dtkit.training.progress import RunProgress
+    from dtkit.training.recovery import RecoveryResult
+    from dtkit.types import Failure, Reply
+
+_MAX_RETRIES = 3  # failed calls in a row, without a step between them, before the run ends
+_MAX_ENGINE_LOSSES = 3  # at one step, before the run ends: what ended these engines would end others too
+
+_SUPERSEDED_MESSAGE = (
+    "another notebook has taken this cluster over, and the run with it, after step {step}. This one shows what was "
+    "until then; dtkit.attach() takes it back"
+)
+
+
+class FailureHandler:
+    """Decides how one run continues after a failed call."""
+
+    def __init__(
+        self,
+        engine_group: EngineGroup,
+        progress: RunProgress,
+        calls: PendingCalls,
+        snapshot_folder: Path,
+        *,
+        rewind: Callable[[int], None],
+        fail: Callable[[BaseException], None],
+        on_change: Callable[[], None],
+    ) -> None:
+        self._engine_group, self._progress, self._calls = engine_group, progress, calls
+        self._snapshot_folder = snapshot_folder
+        self._rewind, self._fail, self._on_change = rewind, fail, on_change
+        self._last_loss_step = -1  # the step at which engines were lost last
+        self._loss_count = 0  # how often in a row they were lost there
+
+    def handle(self, call: PendingCall, replies: Sequence[Reply], failures: Sequence[Failure]) -> None:
+        """Continue after the failures of a call, or end the run."""
+        if any(failure.type == "SupersededError" for failure in failures):
+            self._on_superseded(call)
+        elif all(failure.kind == "refused" for failure in failures) and self._progress.needs_resync:
+            call.on_cancel()
+        else:
+            self._settle(replies, failures)
+            self._continue_or_fail(call, failures)
+
+    def _on_superseded(self, call: PendingCall) -> None:
+        self._calls.cancel_all()
+        call.on_cancel()
+        self._progress.history.close_run_log()  # the other notebook writes there
+        self._fail(SupersededError(_SUPERSEDED_MESSAGE.format(step=self._progress.step)))
+
+    def _settle(self, replies: Sequence[Reply], failures: Sequence[Failure]) -> None:
+        """Take in what all calls in flight have done, and send no others behind them."""
+        progress = self._progress
+        progress.needs_resync = True
+        progress.retry_count += 1
+        progress.recorder.clear_extra_rows()
+        self._record_common_steps(dict(enumerate(replies)))
+        is_stuck = any(failure.kind == "stuck" for failure in failures)
+        timeout = INTERRUPTED_GATHER_TIMEOUT_S if is_stuck else GATHER_TIMEOUT_S
+        for late_replies in self._calls.gather_late_replies(_find_gone(failures), timeout):
+            self._record_common_steps(late_replies)
+        self._calls.cancel_all()
+        self._calls.stall_detector.reset()
+
+    def _record_common_steps(self, replies: Mapping[int, Reply]) -> None:
+        """Record the steps that all ranks completed before one failed."""
+        common_step = self._progress.recorder.record_common_steps(replies)
+        if common_step is not None:
+            self._progress.step = common_step
+
+    def _continue_or_fail(self, call: PendingCall, failures: Sequence[Failure]) -> None:
+        errors = [failure for failure in failures if failure.kind == "error" and not failure.victim]
+        lost_ranks = sorted(_find_gone(failures) | set(self._engine_group.find_lost_ranks()))
+        may_retry = self._calls.interruption.is_active or self._progress.retry_count < _MAX_RETRIES
+        if lost_ranks and not errors:
+            call.on_cancel()
+            self._on_lost_ranks(lost_ranks, failures)
+        elif not errors and may_retry:
+            call.on_cancel()
+            self._resync()
+        else:
+            self._resync()
+            call.on_failure(EngineError(drop_consequential_refusals(failures)))
+
+    # -- lost engines -----------------------------------------------------------------------------------------
+
+    def _on_lost_ranks(self, lost_ranks: list[int], failures: Sequence[Failure]) -> None:
+        """Continue with other engines or without them, or pause until somebody asks for that."""
+        progress = self._progress
+        progress.lost_ranks = lost_ranks
+        for failure in failures:
+            if failure.rank in lost_ranks:
+                reason = failure.message.partition(". ")[0]
+                progress.add_event("lost", f"node {failure.rank} lost at step {progress.step}: {reason}", failure.rank)
+        self._loss_count = self._loss_count + 1 if progress.step == self._last_loss_step else 1
+        self._last_loss_step = progress.step
+        if progress.plan.options.on_failure == "pause":
+            progress.pause_for(EngineError(failures))
+        elif self._loss_count > _MAX_ENGINE_LOSSES:
+            times = f"engines were lost {self._loss_count} times in a row at step {progress.step}"
+            progress.add_event("error", f"{times}: so would others be")
+            self._fail(EngineError(failures))
+        else:
+            self.repair()
+
+    def repair(self, reason: str = "") -> None:
+        """Bring all ranks to one step, the lost ones replaced or left out. End the run where that can't be done.
+
+        `reason` says why it is needed where no engine is lost.
+        """
+        progress = self._progress
+        lost_ranks, old_step, old_world_size = progress.lost_ranks, progress.step, self._engine_group.world_size
+        self._on_change()
+        try:
+            result = self.recover(lost_ranks)
+        except (DtkitError, ValueError) as error:
+            self._fail(error)
+            return
+        progress.recorder.record_extra_rows(result.step)
+        progress.rewind(result.step, result.lr)
+        self._rewind(result.step)
+        if lost_ranks:
+            progress.add_event("repair", self._describe_repair(lost_ranks, old_world_size, old_step, result))
+        else:
+            progress.add_event("note", _describe_rewind(old_step, result, reason))
+
+    def recover(self, lost_ranks: Sequence[int]) -> RecoveryResult:
+        """Have the job built again on all ranks, and adapt the plan to the ranks that are left."""
+        progress = self._progress
+        result = Recovery(self._engine_group, progress.plan, self._snapshot_folder)(lost_ranks)
+        progress.plan = progress.plan.adapt_to(self._engine_group.world_size)
+        progress.history.ranks_per_replica = progress.plan.options.ranks_per_replica
+        progress.delay_factors = {}  # the new jobs run at full speed
+        return result
+
+    def record_repair(self, lost_ranks: Sequence[int], old_world_size: int, result: RecoveryResult) -> None:
+        """Note a repair that was made after the run's end; the job may be at an earlier step since."""
+        progress = self._progress
+        old_step = progress.step
+        progress.rewind(result.step, result.lr)
+        progress.add_event("repair", self._describe_repair(lost_ranks, old_world_size, old_step, result))
+
+    def _describe_repair(
+        self, lost_ranks: Sequence[int], old_world_size: int, old_step: int, result: RecoveryResult
+    ) -> str:
+        action = "replaced" if self._engine_group.world_size == old_world_size else "left out"
+        names = ", ".join(map(str, lost_ranks))
+        num_lost = max(result.lost_steps, old_step - result.step)
+        steps = "no step lost" if num_lost == 0 else f"{format_count(num_lost, 'step')} lost"
+        nodes = f"node{'s' * (len(lost_ranks) > 1)} {names}"
+        source = f" ({result.source})" if result.source else ""
+        return f"{nodes} {action}: all go on from step {result.step}{source} after {result.duration_s:.1f} s, {steps}"
+
+    # -- engines that are all there ---------------------------------------------------------------------------
+
+    def _resync(self) -> None:
+        """Form the group again after a failure in which no engine was lost, and bring all ranks to one step."""
+        progress = self._progress
+        positions = recovery.query_positions(self._engine_group, progress.plan.job)
+        progress.lost_ranks = [rank for rank in range(self._engine_group.world_size) if rank not in positions]
+        if progress.lost_ranks or recovery.is_out_of_sync(positions):
+            self.repair(recovery.explain_out_of_sync(positions))
+            return
+        progress.step = next(iter(positions.values())).step
+        self._reform_group()
+
+    def _reform_group(self) -> None:
+        """Form the group, twice if need be: an interrupt may arrive late at an engine."""
+        with contextlib.suppress(DtkitError):
+            self._engine_group.form_process_group()
+            return
+        try:
+            self._engine_group.form_process_group()
+        except DtkitError as error:
+            self._progress.add_event("error", f"the process group could not be formed again: {error}")
+
+
+def _find_gone(failures: Sequence[Failure]) -> set[int]:
+    """Return the ranks that can't be asked any more."""
+    return {failure.rank for failure in failures if failure.is_engine_gone}
+
+
+def _describe_rewind(old_step: int, result: RecoveryResult, reason: str) -> str:
+    num_lost = old_step - result.step
+    if num_lost <= 0:
+        return f"all go on from step {result.step}, no step lost: {reason}"
+    source = f" ({result.source})" if result.source else ""
+    return f"all go back to step {result.step}, {format_count(num_lost, 'step')} lost{source}: {reason}"

@@ -1,0 +1,211 @@
+"""The notebook's requests to a run's job on the engines: weights, an evaluation, memory, a checkpoint, a delay."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import TYPE_CHECKING, Any
+
+from dtkit.checkpoint import folders
+from dtkit.checkpoint.manager import CheckpointRequest
+from dtkit.data import distribute
+from dtkit.errors import DtkitError, RunError
+from dtkit.training import state_dict
+from dtkit.training.recorder import combine_evaluations
+from dtkit.types import State
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from dtkit.planning.memory_report import Memory
+    from dtkit.planning.plan import Plan
+    from dtkit.rpc.engine_group import EngineGroup
+    from dtkit.training.driver import Driver
+    from dtkit.training.verify import Verification
+    from dtkit.types import Evaluation
+
+_log = logging.getLogger("dtkit")
+_MAX_DELAY_FACTOR = 100.0
+_FINAL_FETCH_TIMEOUT_S = 5.0  # for the weights, as the cluster closes
+
+
+class JobClient:
+    """Asks the engines about one run's job, as long as they hold it."""
+
+    def __init__(self, engine_group: EngineGroup, driver: Driver) -> None:
+        self.is_released = False
+        """Whether the engines have freed the job."""
+        self._engine_group, self._driver = engine_group, driver
+        self._progress = driver.progress
+        self._fetched_state: tuple[int, Mapping[str, Any]] | None = None
+        self._model: tuple[int, Any] | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the run takes steps, or is about to."""
+        return self._progress.state in (State.PENDING, State.RUNNING)
+
+    def check_not_released(self, action: str) -> None:
+        """Raise RunError where the engines have freed the job."""
+        if self.is_released:
+            raise RunError(
+                f"{action} needs the job on the engines, and this run was released: by run.release(), by a later train "
+                "or with its cluster. Its weights are in run.model"
+            )
+
+    # -- the weights ------------------------------------------------------------------------------------------
+
+    def fetch_model(self) -> Any:
+        """Return the model as of the present step: the same object until the run takes another one."""
+        step = self._progress.step
+        if self._model is not None and self._model[0] == step and not self.is_running:
+            return self._model[1]
+        model = self._progress.plan.job_spec.model_handle.build_with_state(self.fetch_state_dict())
+        if step == self._progress.step:
+            self._model = step, model
+        return model
+
+    def fetch_state_dict(self) -> Mapping[str, Any]:
+        """Return the whole model's state dict as of the present step."""
+        if self._fetched_state is not None and (self.is_released or self._fetched_state[0] == self._progress.step):
+            return self._fetched_state[1]
+        if self.is_released:
+            raise RunError(
+                "this run was released, and its weights could not be fetched before (an engine was lost or stuck, or "
+                "no step was made). Ask for run.model as soon as a run has ended"
+            )
+        step = self._progress.step
+        state = state_dict.fetch_tensors(self._engine_group, "state_dict_parts", self._progress.plan.job)
+        if not self.is_running and step == self._progress.step:
+            self._fetched_state = step, state
+        return state
+
+    def keep_state_dict(self) -> None:
+        """Fetch the weights before the job is freed. An engine that is gone can't give its part."""
+        try:
+            self._fetched_state = self._progress.step, self.fetch_state_dict()
+        except DtkitError as error:
+            _log.warning("the weights of %s were not kept: %s", self._progress.plan.spec.name, error)
+
+    def keep_state_dict_if_quick(self) -> None:
+        """Fetch the weights as the cluster closes, where all engines give them within some seconds."""
+        if not self._progress.step or self.is_released:
+            return
+        with contextlib.suppress(DtkitError):
+            state = state_dict.fetch_tensors_within(
+                self._engine_group, "state_dict_parts", self._progress.plan.job, _FINAL_FETCH_TIMEOUT_S
+            )
+            self._fetched_state = self._fetched_state if state is None else (self._progress.step, state)
+
+    def free(self) -> None:
+        """Have the engines free the job and what was sent for it, so far as they hold it."""
+        plan = self._progress.plan
+        with contextlib.suppress(DtkitError):
+            self._engine_group.call_all("release", keys=[*plan.job_spec.owned_keys, plan.job])
+            self._engine_group.set_job_flag(present=False)
+
+    # -- questions --------------------------------------------------------------------------------------------
+
+    def evaluate(
+        self, data: Any, metrics: Mapping[str, Callable[..., Any]] | None, timeout: float | None
+    ) -> Evaluation:
+        """See :meth:`dtkit.Run.evaluate`."""
+        self.check_not_released("evaluate")
+        plan = self._progress.plan
+        handle = distribute.distribute_validation_data(
+            self._engine_group, data, training_data=plan.job_spec.data_handle
+        )
+        chosen = plan.options.metrics if metrics is None else metrics
+        args = plan.make_evaluation_args(handle.key, self._engine_group.dumps(dict(chosen), name="metrics"))
+        step = self._progress.step
+        return combine_evaluations(step, self._engine_group.call_all("evaluate", timeout=timeout, job=plan.job, **args))
+
+    def measure_memory(self, expected: Plan | None, timeout: float | None) -> Memory:
+        """See :meth:`dtkit.Run.memory`."""
+        from dtkit.planning.memory_report import Memory
+
+        self.check_not_released("memory")
+        plan, step = self._progress.plan, self._progress.step
+        reports = self._engine_group.call_all("memory_usage", timeout=timeout, job=plan.job)
+        return Memory.from_reports(plan.spec.name, plan.spec.strategy, step, reports, expected)
+
+    def get_placement(self, timeout: float | None) -> Any:
+        """See :meth:`dtkit.Run.placement`."""
+        self.check_not_released("placement")
+        return self._engine_group.call_all("model_placement", timeout=timeout, ranks=[0], job=self._progress.plan.job)[
+            0
+        ]
+
+    def verify(self, steps: int) -> Verification:
+        """See :meth:`dtkit.Run.verify`."""
+        from dtkit.training import verify
+
+        if self.is_running:
+            raise RunError("verify needs the engines to itself; call run.pause() first, then run.resume()")
+        self.check_not_released("verify")
+        plan = self._progress.plan
+        return verify.verify(self._engine_group, plan.job_spec, min(steps, plan.steps), plan.options.equivalence_notes)
+
+    # -- checkpoints ------------------------------------------------------------------------------------------
+
+    def make_checkpoint_request(self, path: str | Path | None, keep_last: int | None) -> CheckpointRequest:
+        """Check the arguments of `save`; return the request."""
+        target = self._progress.plan.options.checkpoint_policy.folder if path is None else path
+        if target is None:
+            raise ValueError("save(): there is no path. Name a folder: run.save('checkpoints/first')")
+        if keep_last is not None and (isinstance(keep_last, bool) or not isinstance(keep_last, int) or keep_last < 1):
+            raise ValueError(f"save(keep_last={keep_last!r}): it is how many checkpoints stay; an integer from 1 up")
+        self.check_not_released("save")
+        return CheckpointRequest(folders.parse_path("save(path", target).absolute(), keep_last)
+
+    def save_after_end(self, request: CheckpointRequest) -> None:
+        """Write a checkpoint of a run that has ended, and has no driver that could send it."""
+        manager, step = self._driver.actions.checkpoint.manager, self._progress.step
+        manager.add_request(request)
+        if manager.begin_next(step) is None:
+            return
+        try:
+            values: list[Any] = self._engine_group.call_all(
+                "save_checkpoint", job=self._progress.plan.job, step=step, **request.make_args()
+            )
+        except DtkitError as error:
+            manager.on_failure(request, step, error)
+        else:
+            manager.on_result(request, step, values)
+
+    def inject_delay(self, rank: int, factor: float) -> str:
+        """Slow a rank down; return what the log says. See :meth:`dtkit.Run.inject_delay`."""
+        progress = self._progress
+        world_size = progress.plan.spec.world_size
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < world_size:
+            raise ValueError(f"inject_delay(rank={rank!r}): there are ranks 0 to {world_size - 1}")
+        if isinstance(factor, bool) or not isinstance(factor, int | float) or not 1 <= factor <= _MAX_DELAY_FACTOR:
+            raise ValueError(
+                f"inject_delay(factor={factor!r}): it must be a number from 1 (full speed) to {_MAX_DELAY_FACTOR:g}"
+            )
+        self.check_not_released("inject_delay")
+        self._engine_group.call_all("inject_delay", ranks=[rank], job=progress.plan.job, factor=float(factor))
+        others = {r: f for r, f in progress.delay_factors.items() if r != rank}
+        progress.delay_factors = others if factor == 1 else dict(sorted({**others, rank: float(factor)}.items()))
+        return f"node {rank} " + ("runs at full speed" if factor == 1 else f"slowed {factor:g}x on purpose")
+
+    def check_fault(self, name: str, rank: int) -> str:
+        """Check the arguments of `inject_fault`; return what the log says."""
+        ranks = self._engine_group.world_size
+        if name != "kill" or isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < ranks:
+            raise ValueError(
+                f"inject_fault({name!r}, {rank!r}): it is inject_fault('kill', rank), with a rank from 0 to {ranks - 1}"
+            )
+        self.check_not_released("inject_fault")
+        return f"node {rank} killed on purpose"
+
+    def check_explainable(self) -> None:
+        """Raise RunError where the strategy can't explain a step."""
+        plan = self._progress.plan
+        if not plan.options.supports_explain:
+            raise RunError(
+                f"{plan.spec.strategy} has no whole gradients on each rank to be all-reduced, and nothing is sharded "
+                "or sent within a step: there is little to explain. Train with DataParallel(), Pipeline(), Sharded() "
+                "or TensorParallel() to have a step explained"
+            )

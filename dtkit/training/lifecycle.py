@@ -1,0 +1,212 @@
+"""The beginning and the end of a run: its job is built, taken over from another notebook, extended, released."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from typing import TYPE_CHECKING
+
+from dtkit.errors import RunError
+from dtkit.history import engine_outbox, run_log
+from dtkit.training import persisted_run, recovered_state, recovery
+from dtkit.training.config import SnapshotInterval
+from dtkit.training.states import RETRAIN_HINT
+from dtkit.types import State
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from dtkit.history.engine_outbox import EvaluationSums, UnreadDispatches
+    from dtkit.rpc.engine_group import EngineGroup
+    from dtkit.training.driver import Driver
+    from dtkit.training.job_client import JobClient
+    from dtkit.training.resume import ResumePoint
+
+_JOIN_TIMEOUT_S = 10.0  # that views get to take in the end of a run
+_STOP_TIMEOUT_S, _CHECKPOINT_TIMEOUT_S = 3.0, 10.0  # as the cluster closes
+
+
+class RunLifecycle:
+    """What the cluster does with one run."""
+
+    def __init__(
+        self, engine_group: EngineGroup, driver: Driver, job: JobClient, on_change: Callable[[], None]
+    ) -> None:
+        self._engine_group, self._driver, self._job, self._on_change = engine_group, driver, job, on_change
+        self._progress = driver.progress
+
+    def build(self, resume_point: ResumePoint | None) -> None:
+        """Build the job on the engines; the run is then paused before its first step, or at the checkpoint's."""
+        progress, plan = self._progress, self._progress.plan
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(self._job.free)
+            progress.lr = plan.job_spec.build(self._engine_group, plan.job)
+            if resume_point is not None:
+                self._restore(resume_point)
+            on_error.pop_all()
+        self._engine_group.set_job_flag(present=True)
+        self._persist()
+        self._driver.start()
+
+    def _restore(self, resume_point: ResumePoint) -> None:
+        progress, plan = self._progress, self._progress.plan
+        progress.lr, overridden = resume_point.restore_job(self._engine_group, plan.job)
+        progress.history.extend(resume_point.checkpoint.load_history())
+        self._restore_position(resume_point.step, resume_point.last_callback_step, resume_point.last_evaluation_step)
+        resume_point.restore_callbacks(plan.options.callbacks)
+        mesh = plan.options.strategy.build_mesh(plan.spec.world_size)
+        progress.add_event("note", resume_point.describe(plan.spec, mesh, overridden))
+
+    # -- for a notebook that takes over -----------------------------------------------------------------------
+
+    def _persist(self) -> None:
+        """Write what another notebook needs to take this run over, and from here on the run's history."""
+        if not self._engine_group.can_be_reattached:
+            return
+        log, warning = persisted_run.save(self._engine_group, self._progress.plan)
+        if warning:
+            self._progress.add_event("note", warning)
+        log.start_recording(self._progress.history)
+
+    def _update_persisted(self) -> None:
+        """Write the changed plan, so far as it was written before."""
+        log = self._progress.history.run_log
+        if log is None or self._engine_group.is_superseded:  # the folder is another notebook's now
+            return
+        try:
+            persisted_run.save(self._engine_group, self._progress.plan)
+        except OSError as error:
+            reason = f"{error.strerror or error}: {log.folder}"
+            text = f"a notebook that takes over will take the run to end as it was to before: {reason}"
+            self._progress.add_event("note", text)
+
+    def reattach(self) -> None:
+        """Restore a run of another notebook, with its history. It is then paused where the engines are."""
+        group, progress, plan = self._engine_group, self._progress, self._progress.plan
+        folder = group.folder / run_log.RUNS_FOLDER / plan.job
+        history = progress.history
+        history.extend(run_log.read_history(folder, ranks_per_replica=plan.options.ranks_per_replica))
+        run_log.RunLog(folder).start_recording(history)
+        lost_ranks = group.find_lost_ranks()
+        positions = recovery.query_positions(group, plan.job, lost_ranks)
+        self._read_unread(min((position.step for position in positions.values()), default=0))
+        if lost_ranks or len(positions) < group.world_size or recovery.is_out_of_sync(positions):
+            result = self._driver.failures.recover(lost_ranks)
+            step, progress.lr, source = result.step, result.lr, f" ({result.source})" if result.source else ""
+        else:
+            step, progress.lr, source = positions[0].step, positions[0].lr, ""
+            # A recovery may have put this state back before its notebook died.
+            if (state := recovered_state.load_interrupted(group.folder, plan.job)) is not None:
+                state.discard(group.folder, plan.job)
+        self._continue_from(step, source)
+
+    def _read_unread(self, common_step: int) -> None:
+        """Record what the engines did that the other notebook did not read."""
+        folder, job = self._engine_group.folder, self._progress.plan.job
+        ranks = range(self._engine_group.world_size)
+        dispatches = {rank: engine_outbox.read_dispatches(folder, job, rank) for rank in ranks}
+        evaluations = {rank: engine_outbox.read_evaluations(folder, job, rank) for rank in ranks}
+        self.replay_unread(dispatches, evaluations, common_step)
+
+    def _continue_from(self, step: int, source: str) -> None:
+        history = self._progress.history
+        last_evaluation = max((evaluation.step for evaluation in history.evaluations), default=0)
+        elapsed_s = float(history.totals()["step_s"].sum())
+        self._restore_position(step, step, last_evaluation, elapsed_s=elapsed_s)
+        last_kind = next((e.kind for e in reversed(history.events) if e.kind in ("lost", "repair")), "repair")
+        kind = "note" if last_kind == "repair" else "repair"  # the other notebook died before it could log this
+        self._progress.add_event(kind, f"taken over at step {step}{source}")
+        self._driver.start()
+
+    def replay_unread(
+        self,
+        unread_dispatches: Mapping[int, UnreadDispatches],
+        unread_evaluations: Mapping[int, Mapping[int, EvaluationSums]],
+        common_step: int,
+    ) -> None:
+        """Record the results that engines kept for a notebook that died; all ranks have taken `common_step` steps.
+
+        An evaluation that is missing at that step is made as the run continues.
+        """
+        recorder, plan = self._progress.recorder, self._progress.plan
+        first_unread = recorder.next_step
+        recorder.record_unread(unread_dispatches, common_step)
+        every = plan.steps_per_epoch
+        first_due = max(1, -(-first_unread // every)) * every
+        due = range(first_due, common_step, every) if plan.options.validation is not None else ()
+        if missing := recorder.record_unread_evaluations(unread_evaluations, due):
+            steps = ", ".join(map(str, missing))
+            recorder.add_event(common_step, "note", f"what evaluations found after these steps was lost: {steps}")
+
+    def _restore_position(
+        self, step: int, last_callback_step: int, last_evaluation_step: int, elapsed_s: float = 0.0
+    ) -> None:
+        """Continue an earlier run from `step`, after the callbacks and the evaluation of these steps."""
+        self._progress.recorder.record_extra_rows(step)
+        self._progress.restore(step, elapsed_s)
+        self._driver.actions.restore(step, last_callback_step, last_evaluation_step)
+        self._driver.steps.reset_balancer()
+
+    # -- the end ----------------------------------------------------------------------------------------------
+
+    def extend(self, steps: int) -> None:
+        """Let an ended run take more steps; it is then paused."""
+        state = self._progress.state
+        if state not in (State.COMPLETED, State.STOPPED):
+            message = f"this run is {state.value}; extend one that has completed or was stopped"
+            raise RunError(f"{message}. {RETRAIN_HINT}" if state is State.FAILED else message)
+        self._job.check_not_released("extend")
+        if not self._driver.join(_JOIN_TIMEOUT_S):
+            raise RunError(
+                f"the run has ended, and a view has not yet taken that in after {_JOIN_TIMEOUT_S:.0f} s; try again"
+            )
+        self._progress.plan = self._progress.plan.end_at(self._progress.step + steps)
+        self._driver.start()
+        self._update_persisted()
+
+    def repair(self) -> None:
+        """Replace the engines that are gone, after the run's end."""
+        if lost_ranks := self._engine_group.find_lost_ranks():
+            old_world_size = self._engine_group.world_size
+            result = self._driver.failures.recover(lost_ranks)
+            self._driver.failures.record_repair(lost_ranks, old_world_size, result)
+            actions = self._driver.actions
+            self._restore_position(
+                result.step,
+                actions.callbacks.runner.last_called_step,
+                actions.evaluation.last_evaluated_step,
+                self._progress.elapsed_s,
+            )
+            self._on_change()
+
+    def release(self) -> None:
+        """Free the job, after fetching its weights, and delete what was written for a recovery."""
+        self._job.keep_state_dict()
+        self._job.is_released = True
+        self._job.free()
+        history = self._progress.history
+        log = history.run_log
+        history.close_run_log()
+        if self._engine_group.is_superseded:  # the folder is another notebook's now
+            return
+        shutil.rmtree(self._driver.snapshot_folder, ignore_errors=True)
+        if log is not None:
+            log.remove()
+
+    def close(self) -> None:
+        """End the run as the cluster closes, at a step boundary if that is soon. Idempotent.
+
+        The weights are kept where the engines still give them.
+        """
+        self._driver.actions.snapshot.tracker.interval = SnapshotInterval()  # nobody will go back to one
+        is_at_boundary = self._progress.state.has_ended
+        with contextlib.suppress(RunError, TimeoutError):
+            self._driver.submit("stop").result(_STOP_TIMEOUT_S)
+            is_at_boundary = True
+        with contextlib.suppress(RunError):
+            self._driver.submit("abandon")
+        self._driver.actions.checkpoint.manager.close(_CHECKPOINT_TIMEOUT_S)
+        if is_at_boundary:
+            self._job.keep_state_dict_if_quick()
+        self._progress.history.close_run_log()
+        self._job.is_released = True

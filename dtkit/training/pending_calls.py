@@ -1,0 +1,203 @@
+"""Calls to all ranks that are in flight, and the interrupt of those that outlast a pause."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from dtkit.health.detector import StallDetector
+from dtkit.health.stacks import StatusProbe
+from dtkit.rpc.engine_group import FAILURE_GRACE_S
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from concurrent.futures import Future
+
+    from dtkit.errors import EngineError
+    from dtkit.rpc.engine_group import EngineGroup
+    from dtkit.training.progress import RunProgress
+    from dtkit.types import Reply
+
+GATHER_TIMEOUT_S = 10.0  # for the other ranks, once one has answered
+INTERRUPTED_GATHER_TIMEOUT_S = 1.0  # the same, once they were interrupted
+_PAUSE_GRACE_S = 0.5  # and two steps: what a pause takes where no rank is stuck
+_MAX_PAUSE_GRACE_S = 1.0  # with the interrupt that follows, less than the three seconds that a pause may take
+
+
+def _do_nothing() -> None:
+    """Leave it to the driver, which continues from the step that the ranks are at."""
+
+
+@dataclasses.dataclass(eq=False)
+class PendingCall:
+    """A call to all ranks that are at one step, and what to do with its replies."""
+
+    op: str
+    step: int
+    """The step that the job must be at."""
+    on_result: Callable[[int, Sequence[Any]], None]
+    """Called with (step, values by rank) when all ranks have done it."""
+    on_failure: Callable[[EngineError], None]
+    """Called when the user's code failed, or the engines refused the call again and again."""
+    on_cancel: Callable[[], None] = _do_nothing
+    """Called when it was not done, and nothing is wrong with it."""
+    is_answered: bool = False
+    """Whether all ranks have answered, or one has failed."""
+    futures: list[Future[Reply]] = dataclasses.field(default_factory=list)
+
+
+class Interruption:
+    """When to interrupt the calls that outlast a pause."""
+
+    def __init__(self) -> None:
+        self.is_active = False
+        """Whether the calls in flight were interrupted."""
+        self.is_logged = False
+        """Whether the log says so."""
+        self._pause_requested_at = 0.0
+        self._interrupt_at = math.inf
+
+    def note_pause_request(self) -> None:
+        """Note the time at which somebody began to wait for a pause."""
+        self._pause_requested_at = time.monotonic()
+
+    def schedule(self, median_step_s: float, *, is_stuck: bool) -> None:
+        """Interrupt at once what is stuck; else give the pause a moment to take effect.
+
+        A rank that is interrupted within a step may be out of sync with the others, and a rank that holds the only copy
+        of its part then makes all go back to the last snapshot.
+        """
+        grace = min(_MAX_PAUSE_GRACE_S, _PAUSE_GRACE_S + 2 * median_step_s)
+        self._interrupt_at = -math.inf if is_stuck or self.is_active else self._pause_requested_at + grace
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds until the calls are to be interrupted."""
+        return self._interrupt_at - time.monotonic()
+
+    def begin(self) -> None:
+        """Note that the calls were interrupted."""
+        self._interrupt_at, self.is_active, self.is_logged = math.inf, True, True
+
+    def cancel(self) -> None:
+        """Interrupt nothing: the pause was taken back."""
+        self._interrupt_at = math.inf
+
+    def reset(self) -> None:
+        """Note that nothing is in flight."""
+        self._interrupt_at, self.is_active = math.inf, False
+
+
+class PendingCalls:
+    """The calls in flight, oldest first, and which rank keeps the others waiting."""
+
+    def __init__(
+        self,
+        engine_group: EngineGroup,
+        progress: RunProgress,
+        on_answered: Callable[[PendingCall], None],
+        on_change: Callable[[], None],
+    ) -> None:
+        self.pending: collections.deque[PendingCall] = collections.deque()
+        self.interruption = Interruption()
+        self.stall_detector = StallDetector(StatusProbe(engine_group.folder, lambda: engine_group.nodes))
+        self._engine_group, self._progress = engine_group, progress
+        self._on_answered, self._on_change = on_answered, on_change
+
+    @property
+    def num_dispatches(self) -> int:
+        """How many of the calls take steps."""
+        return sum(call.op == "advance" for call in self.pending)
+
+    def send(self, call: PendingCall, **args: Any) -> None:
+        """Send a call to all ranks; `on_answered` gets it when all have answered, or one has failed."""
+        self.pending.append(call)
+        call.futures = self._engine_group.fan_out(call.op, job=self._progress.plan.job, step=call.step, **args)
+        self.stall_detector.on_sent(time.monotonic())
+        num_unanswered = len(call.futures)
+        # locks: for a few assignments; waits on the Condition are marked
+        lock = threading.Lock()
+
+        def count(future: Future[Reply]) -> None:
+            nonlocal num_unanswered
+            with lock:
+                num_unanswered -= 1
+                is_last = num_unanswered == 0
+            # The other ranks may wait for the one that failed.
+            # waits: already done here
+            if is_last or future.result().failure is not None:
+                self._on_answered(call)
+
+        for future in call.futures:
+            future.add_done_callback(count)
+
+    def take_answered(self, call: PendingCall) -> Iterator[PendingCall]:
+        """Mark a call as answered; yield the calls whose turn it is now, in the order in which they were sent."""
+        if call not in self.pending:  # it was cancelled
+            return
+        call.is_answered = True
+        while self.pending and self.pending[0].is_answered:
+            yield self.pending[0]
+
+    def gather_replies(self, call: PendingCall, step_s: float) -> list[Reply]:
+        """Take a call out of flight and return its replies, by rank."""
+        replies = self._wait_for_replies(call)
+        self.pending.remove(call)
+        call.futures.clear()  # they refer to the call by their callbacks, and to its results
+        self.stall_detector.on_result(time.monotonic(), step_s or None)
+        return replies
+
+    def _wait_for_replies(self, call: PendingCall) -> list[Reply]:
+        """Give up interrupted ranks that don't answer (in C code) as soon as the steps' length allows.
+
+        Where steps are short, that is three seconds after the pause was asked for.
+        """
+        if not self.interruption.is_active:  # one rank may have failed where another one is stuck
+            return self._engine_group.gather_replies(call.futures, GATHER_TIMEOUT_S, on_poll=self.check_for_stalls)
+        grace = min(FAILURE_GRACE_S, max(INTERRUPTED_GATHER_TIMEOUT_S, 2 * self.stall_detector.median_step_s))
+        return self._engine_group.gather_replies(call.futures, INTERRUPTED_GATHER_TIMEOUT_S, grace_s=grace)
+
+    def gather_late_replies(self, lost_ranks: set[int], timeout: float) -> Iterator[dict[int, Reply]]:
+        """Yield what the other calls in flight returned after one has failed, by rank."""
+        for call in self.pending:
+            ranks = [rank for rank in range(len(call.futures)) if rank not in lost_ranks]
+            replies = self._engine_group.gather_replies([call.futures[rank] for rank in ranks], timeout, ranks)
+            yield dict(zip(ranks, replies, strict=True))
+
+    def cancel_all(self) -> None:
+        """Wait for none of the calls any longer."""
+        for call in reversed(self.pending):  # so that what is wanted again is in order
+            call.on_cancel()
+        self.pending.clear()
+
+    def interrupt_if_due(self) -> bool:
+        """Interrupt the engines once a pause was given its time; return whether that was done."""
+        if self.interruption.remaining_s > 0:
+            return False
+        self.interruption.begin()
+        self._progress.retry_count = 0
+        self._progress.add_event(
+            "pause", f"interrupted at step {self._progress.step}: what was under way is broken off"
+        )
+        self._engine_group.interrupt()
+        return True
+
+    def schedule_interrupt(self) -> None:
+        """Interrupt what is in flight, once the pause had a moment to take effect."""
+        if self.pending:
+            report = self.stall_detector.stall_report
+            is_stuck = report is not None and report.kind == "stuck"
+            self.interruption.schedule(self.stall_detector.median_step_s, is_stuck=is_stuck)
+
+    def check_for_stalls(self) -> None:
+        """Name the rank that keeps the others waiting, once a dispatch is overdue."""
+        report = self.stall_detector.check(time.monotonic())
+        if report is not None:
+            kind = "stuck" if report.kind == "stuck" else "note"
+            self._progress.add_event(kind, report.text, report.rank)
+        if report is not None or self.stall_detector.stall_report is not None:  # views show for how long
+            self._on_change()

@@ -1,0 +1,139 @@
+"""Where one run is: its plan, state, step and error.
+
+One :class:`RunProgress` is shared by the parts of the run's driver. The driver's thread alone writes to it; other
+threads read single attributes.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from dtkit.types import State, Status
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from concurrent.futures import Future
+
+    from dtkit.history.history import History
+    from dtkit.training.config import RunPlan
+    from dtkit.training.recorder import Recorder
+
+_POLL_S = 0.5  # a signal that another thread received is seen between two waits
+
+
+class RunProgress:
+    """State, step and error of one run."""
+
+    def __init__(self, plan: RunPlan, history: History, recorder: Recorder) -> None:
+        self.plan = plan
+        self.history, self.recorder = history, recorder
+        self.state, self.step = State.PENDING, 0
+        """Steps that all ranks have taken."""
+        self.lr: float | None = None
+        self.exception: BaseException | None = None
+        """What failed the run, or paused it."""
+        self.delay_factors: Mapping[int, float] = {}
+        """The ranks that are slowed on purpose, and how many times slower."""
+        self.next_step = 0
+        """The first step of the next dispatch."""
+        self.target_step = 0
+        """The step to pause at, or to end at."""
+        self.stop_request: str | None = None
+        """"pause" or "stop": what to do once nothing is in flight."""
+        self.needs_resync = False
+        """Whether the engines will refuse what is in flight: nothing is sent until all calls have returned."""
+        self.lost_ranks: list[int] = []
+        """Ranks whose engines are gone and not yet replaced."""
+        self.retry_count = 0
+        """Failed calls since the last step that was taken."""
+        # locks: for a few assignments; waits on the Condition are marked
+        self.changed = threading.Condition()  # guards `state`, and whether the driver still reads its inbox
+        self._accumulated_s = 0.0
+        self._running_since: float | None = None
+
+    # -- state ------------------------------------------------------------------------------------------------
+
+    def set_state(self, state: State) -> None:
+        """Change the state. The caller holds `changed`."""
+        now = time.monotonic()
+        if self._running_since is not None:
+            self._accumulated_s, self._running_since = self._accumulated_s + now - self._running_since, None
+        if state is State.RUNNING:
+            self._running_since = now
+        self.state = state
+        self.changed.notify_all()
+
+    def wait_for(self, is_over: Callable[[], bool], timeout: float | None) -> bool:
+        """Wait until `is_over`, which is a matter of the state; return whether it is within `timeout` seconds."""
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        result = False
+        with self.changed:
+            while not result:
+                part = max(0.0, min(_POLL_S, deadline - time.monotonic()))
+                result = self.changed.wait_for(is_over, part)
+                if time.monotonic() >= deadline:
+                    break
+        return result
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds spent RUNNING."""
+        since = self._running_since
+        return self._accumulated_s + (0.0 if since is None else time.monotonic() - since)
+
+    @property
+    def is_pausing(self) -> bool:
+        """Whether a pause or a stop was asked for and has not taken effect."""
+        return self.state is State.RUNNING and self.stop_request is not None
+
+    def make_status(self, message: str) -> Status:
+        """Return state, step, epoch, seconds spent running and seconds left, as of now."""
+        step, spec = self.step, self.plan.spec
+        return Status(
+            state=self.state,
+            step=step,
+            steps=spec.steps,
+            epoch=step // spec.steps_per_epoch,
+            elapsed_s=self.elapsed_s,
+            remaining_s=self._estimate_remaining_s(step, spec.steps),
+            message=message,
+        )
+
+    def _estimate_remaining_s(self, step: int, steps: int) -> float | None:
+        if not step or self.state.has_ended:
+            return None
+        recent = self.history.totals(max(0, self.history.num_steps - 50))["step_s"]
+        return (steps - step) * float(recent.mean()) if len(recent) else None
+
+    # -- what the driver's parts do to it ---------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Take no steps until asked, from the step that the ranks are at."""
+        self.next_step = self.target_step = self.step
+        self.stop_request, self.needs_resync, self.retry_count = None, False, 0
+
+    def restore(self, step: int, elapsed_s: float) -> None:
+        """Continue from a step of an earlier run."""
+        self.step, self._accumulated_s = step, elapsed_s
+
+    def rewind(self, step: int, lr: float | None) -> None:
+        """All ranks are at `step` again, in jobs that were built again."""
+        self.step = self.next_step = step
+        self.lr, self.lost_ranks, self.retry_count = lr, [], 0
+
+    def pause_for(self, error: BaseException) -> None:
+        """Pause because of an error that the caller must look at."""
+        self.stop_request, self.exception = self.stop_request or "pause", error
+
+    def add_event(self, kind: str, text: str, rank: int | None = None) -> None:
+        """Add an event at the present step."""
+        self.recorder.add_event(self.step, kind, text, rank)
+
+
+def resolve(answer: Future[int], step: int) -> None:
+    """Set the step as the answer, unless there is one."""
+    if not answer.done():
+        answer.set_result(step)

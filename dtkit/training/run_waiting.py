@@ -1,0 +1,206 @@
+"""How a caller waits for a run: for its end, or for a command to take effect.
+
+A wait ends when the run has ended. It goes on through a pause that somebody made and may take back, and raises where
+the run paused because it needs its caller. A kernel's interrupt pauses the run at a step boundary.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from dtkit.errors import EngineError, NonFiniteError, PausedError, RunError
+from dtkit.training.callbacks import CALLBACK_THREAD_NAME
+from dtkit.types import State
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+    from concurrent.futures import Future
+
+    from dtkit.dashboard.run_view import RunView
+    from dtkit.training.driver import Driver
+
+_PAUSE_TIMEOUT_S = 10.0  # that an interrupted cell waits for the engines
+_STUCK_TIMEOUT_S = 10.0  # that a command waits once a rank is known to be stuck
+_ANSWER_POLL_S = 0.1
+_STATE_POLL_S = 1.0  # between two looks at a run that is awaited
+
+_BUTTONS_BLOCKED_MESSAGE = "buttons act after this cell; the kernel's interrupt button pauses now"
+_PAUSED_MESSAGE = "paused: this cell waits for Resume or Stop"
+
+
+class RunWaiter:
+    """Waits for one run, and says so in its views."""
+
+    def __init__(
+        self, run: RunView, driver: Driver, call_timeout_s: Callable[[], float], notify: Callable[[], None]
+    ) -> None:
+        self.message = ""
+        """What views say about the wait."""
+        self._run, self._driver, self._notify = run, driver, notify
+        self._call_timeout_s = call_timeout_s
+
+    # -- for the end ------------------------------------------------------------------------------------------
+
+    def wait(self, timeout: float | None) -> None:
+        """Wait until the run has ended; raise what failed it."""
+        if threading.current_thread().name == CALLBACK_THREAD_NAME:
+            raise RunError("a callback can't wait for the run, which waits for its callbacks; return instead")
+        if timeout is None:
+            self._check_not_paused()
+        with self._pause_on_interrupt():
+            is_over = self._driver.progress.wait_for(self._is_over, timeout)
+        if not is_over:
+            status = self._run.status
+            remedy = (
+                "run.resume() continues" if status.state is State.PAUSED else "it goes on; wait again, or run.pause()"
+            )
+            raise TimeoutError(
+                f"the run is {status.state.name} at step {status.step} of {status.steps} after {timeout} s: {remedy}"
+            )
+        self._finish()
+
+    async def wait_async(self) -> None:
+        """As `wait`, with the kernel free meanwhile, so that buttons act. Cancelling it pauses the run."""
+        loop, changed = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake() -> None:
+            loop.call_soon_threadsafe(changed.set)
+
+        unsubscribe = self._run.subscribe(wake)
+        try:
+            while not self._is_over():
+                changed.clear()
+                self._set_message(_PAUSED_MESSAGE if self._driver.progress.state is State.PAUSED else "")
+                with contextlib.suppress(TimeoutError):  # a change may come without a notification
+                    # waits: inside asyncio.wait_for, with a timeout
+                    await asyncio.wait_for(changed.wait(), _STATE_POLL_S)
+        except asyncio.CancelledError:
+            with contextlib.suppress(RunError):
+                self._driver.submit("pause")
+            raise
+        finally:
+            unsubscribe()
+            self._set_message("")
+        await loop.run_in_executor(None, self._finish)
+
+    def _is_over(self) -> bool:
+        """Return whether the run has ended, or needs its caller."""
+        progress = self._driver.progress
+        return progress.state.has_ended or (progress.state is State.PAUSED and progress.exception is not None)
+
+    def _check_not_paused(self) -> None:
+        progress = self._driver.progress
+        if progress.state is State.PAUSED and progress.exception is None:
+            raise PausedError(
+                f"the run is paused at step {progress.step}, and this thread can't resume it while it waits; call "
+                "run.resume() first, or wait for another thread with run.wait(timeout=60)"
+            )
+
+    def _finish(self) -> None:
+        """Let displays become pictures, and raise what failed or paused the run."""
+        from dtkit.dashboard import display
+
+        progress = self._driver.progress
+        if progress.state.has_ended:
+            # waits: CheckpointManager.join has a default timeout
+            self._driver.actions.checkpoint.manager.join()  # the caller may continue from the last checkpoint
+            display.wait_until_replaced(self._run)
+        error = progress.exception
+        if progress.state is State.PAUSED and isinstance(error, EngineError) and not isinstance(error, NonFiniteError):
+            raise PausedError(
+                f"the run paused at step {progress.step}: {error}\nrun.resume() replaces what is lost and continues, "
+                "run.stop() ends the run"
+            ) from error
+        if error is not None:
+            raise error
+
+    # -- while a cell blocks ----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _pause_on_interrupt(self) -> Generator[None, None, None]:
+        """Say that a cell blocks; an interrupt pauses the run, from the first moment on."""
+        with contextlib.ExitStack() as at_end:
+            try:
+                self._show_blocking(at_end)
+                yield
+            except KeyboardInterrupt:
+                self.pause_or_interrupt()
+                raise
+
+    def _show_blocking(self, at_end: contextlib.ExitStack) -> None:
+        """Show text progress in a terminal, and a message on the buttons in a notebook."""
+        from dtkit._util.notebook import in_notebook
+        from dtkit.dashboard.text import run_text
+
+        if self._driver.progress.state.has_ended:
+            return
+        if in_notebook():
+            at_end.callback(self._set_message, "")
+            self._set_message(_BUTTONS_BLOCKED_MESSAGE)
+        else:
+            at_end.callback(run_text.start_text_progress(self._run))
+
+    def _set_message(self, message: str) -> None:
+        if message != self.message:
+            self.message = message
+            self._notify()
+
+    def pause_or_interrupt(self) -> None:
+        """Pause at a step boundary; a second interrupt before that interrupts the engines."""
+        is_first = not self._driver.progress.is_pausing
+        with contextlib.suppress(RunError, TimeoutError):
+            try:
+                _wait_within_limit(self._driver.submit("pause" if is_first else "break"))
+            except KeyboardInterrupt:
+                _wait_within_limit(self._driver.submit("break"))
+            except TimeoutError:
+                if is_first:
+                    self._driver.progress.add_event(
+                        "note",
+                        f"not paused after {_PAUSE_TIMEOUT_S:.0f} s: another interrupt breaks off what is under way",
+                    )
+                    self._notify()
+
+    # -- for a command ----------------------------------------------------------------------------------------
+
+    def call(self, command: str, value: object = None, timeout: float | None = None) -> int:
+        """Submit a command; return the step at which it took effect.
+
+        Without a `timeout` it waits as long as a collective may take, but only some seconds for a rank that is stuck.
+        """
+        started_at = time.monotonic()
+        limit = self._call_timeout_s() if timeout is None else timeout
+        answer = self._driver.submit(command, value)
+        while not answer.done():
+            waited = time.monotonic() - started_at
+            gives_up = timeout is None and waited >= _STUCK_TIMEOUT_S and self._is_stuck() and command != "step"
+            if waited >= limit or gives_up:
+                raise TimeoutError(self._describe_timeout(command, waited))
+            with contextlib.suppress(TimeoutError):
+                answer.result(min(_ANSWER_POLL_S, limit - waited))
+        return answer.result(0)
+
+    def _is_stuck(self) -> bool:
+        report = self._driver.calls.stall_detector.stall_report
+        return report is not None and report.kind == "stuck"
+
+    def _describe_timeout(self, command: str, waited_s: float) -> str:
+        report = self._driver.calls.stall_detector.stall_report
+        reason = "the engines have not come to the end of a step" if report is None else report.text
+        return (
+            f"{command!r} has not taken effect after {waited_s:.0f} s: {reason.rstrip('.')}. It takes effect at the "
+            "next step boundary; cluster.interrupt() ends what the engines are doing, cluster.stacks() shows it"
+        )
+
+
+def _wait_within_limit(answer: Future[int]) -> None:
+    """Wait in short parts: a signal that another thread received is seen between two of them."""
+    deadline = time.monotonic() + _PAUSE_TIMEOUT_S
+    while not answer.done() and time.monotonic() < deadline:
+        with contextlib.suppress(TimeoutError):
+            answer.result(_ANSWER_POLL_S)
+    answer.result(0)

@@ -1,0 +1,280 @@
+"""The arguments of ``cluster.train``, and the checks that need no engine.
+
+The checks raise ValueError or TypeError before anything is sent. What only an engine can know (an error of the
+optimizer, say) comes back when the job is built, still before `train` returns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dtkit.checkpoint import folders
+from dtkit.data import broadcast
+from dtkit.data.broadcast import ModelHandle
+from dtkit.training.recovery import FAILURE_MODES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from dtkit.data.partition import Partition
+    from dtkit.rpc.engine_group import EngineGroup
+    from dtkit.strategies.base import Strategy
+
+SHUFFLE_MODES = ("shard", "global", None)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """The arguments of ``cluster.train`` besides model and data: see there."""
+
+    optimizer: Callable[..., Any]
+    batch_size: int
+    loss: Callable[..., Any] | None = None
+    epochs: int | None = None
+    steps: int | None = None
+    strategy: Strategy | None = None
+    shuffle: str | None = "shard"
+    training_step: Callable[..., Any] | None = None
+    metrics: Mapping[str, Callable[..., Any]] | None = None
+    validation: Any = None
+    lr_scheduler: Callable[..., Any] | None = None
+    lr_scheduler_every: str = "step"
+    callbacks: Sequence[Callable[[Any], Any]] = ()
+    target: Any = None
+    num_workers: int = 0
+    pin_memory: bool | None = None
+    prefetch: bool | None = None
+    seed: int = 0
+    start: bool = True
+    checkpoint_every: int | None = None
+    checkpoint_dir: str | Path | None = None
+    keep_last: int = 3
+    resume_from: str | Path | None = None
+    on_failure: str = "repair"
+    snapshot_every: int | None = None
+
+
+def check_config(config: TrainConfig) -> Strategy:
+    """Check everything that needs neither model nor data; return the strategy."""
+    _check_loss(config)
+    _check_optimizer(config.optimizer)
+    for name in ("batch_size", "epochs", "steps", "checkpoint_every", "keep_last", "snapshot_every"):
+        _check_count(name, getattr(config, name))
+    for name in ("checkpoint_dir", "resume_from"):
+        if (path := getattr(config, name)) is not None:
+            folders.parse_path(name, path)
+    if config.checkpoint_every is not None and config.checkpoint_dir is None:
+        raise ValueError(
+            f"checkpoint_every={config.checkpoint_every}, but not where to: checkpoint_dir='checkpoints/first', say"
+        )
+    if (config.epochs is None) == (config.steps is None):
+        raise ValueError(
+            f"epochs={config.epochs}, steps={config.steps}: say how long to train by one of them, as in epochs=5"
+        )
+    if config.shuffle not in SHUFFLE_MODES:
+        raise ValueError(
+            f"shuffle={config.shuffle!r}; it must be 'shard' (each rank its own rows), 'global' (the same rows a step "
+            "on any number of ranks) or None"
+        )
+    if isinstance(config.seed, bool) or not isinstance(config.seed, int | np.integer) or config.seed < 0:
+        raise ValueError(f"seed={config.seed!r}; it must be an integer from 0 up. Use seed=0")
+    if config.on_failure not in FAILURE_MODES:
+        raise ValueError(
+            f"on_failure={config.on_failure!r}; it must be 'repair' (a new engine takes the place of a lost one), "
+            "'shrink' (go on without it) or 'pause'"
+        )
+    _check_metrics(config)
+    _check_lr_scheduler(config)
+    _check_callbacks(config)
+    return _check_strategy(config.strategy)
+
+
+def check_can_shrink(world_size: int, config: TrainConfig, strategy: Strategy) -> None:
+    """Refuse on_failure='shrink' where the strategy could not go on without one of the ranks."""
+    if config.on_failure != "shrink" or world_size == 1:
+        return
+    try:
+        strategy.build_mesh(world_size - 1)
+        strategy.check(world_size - 1, config.batch_size)
+    except ValueError as error:
+        raise ValueError(
+            f"on_failure='shrink' goes on without a lost rank, and {strategy!r} can't work on {world_size - 1} of "
+            f"{world_size}: {error}. Use on_failure='repair', which starts another engine in its place; where engines "
+            "were attached and none can be started, use checkpoint_dir= and train again with resume_from="
+        ) from None
+
+
+def _check_count(name: str, value: Any) -> None:
+    if value is None and name not in ("batch_size", "keep_last"):
+        return
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name}={value!r}; it must be an integer")
+    if value < 1:
+        raise ValueError(f"{name}={value}; it must be at least 1")
+
+
+def _check_loss(config: TrainConfig) -> None:
+    loss, step = config.loss, config.training_step
+    if (loss is None) == (step is None):
+        raise ValueError(
+            "give either loss, a function of (output, target), or training_step, a function of (model, batch) that "
+            f"returns the loss; you gave {'both' if loss is not None else 'neither'}"
+        )
+    for name, function in (("loss", loss), ("training_step", step)):
+        if isinstance(function, type):
+            raise TypeError(f"{name}={function.__name__} is a class; give an instance: {name}={function.__name__}()")
+        if function is not None and not callable(function):
+            raise TypeError(f"{name}={function!r} can't be called; give a function or a loss module")
+    _check_reduction(loss)
+
+
+_WEIGHTED_LOSS_EXAMPLE = "lambda out, y: (F.cross_entropy(out, y, weight=w, reduction='sum'), w[y].sum())"
+
+
+def _check_reduction(loss: Any) -> None:
+    """Refuse reductions that are not exact over ranks: only a mean, or a pair (sum, weight), is."""
+    reduction = getattr(loss, "reduction", "mean")
+    if reduction not in ("mean", "batchmean"):  # KLDivLoss calls the mean over samples "batchmean"
+        raise ValueError(
+            f"loss has reduction={reduction!r}; dtkit needs the mean over samples, or a pair (sum, weight). Use "
+            "reduction='mean', or write a function that returns (sum, number of samples)"
+        )
+    if getattr(loss, "weight", None) is not None and type(loss).__name__ in ("CrossEntropyLoss", "NLLLoss"):
+        raise ValueError(
+            f"{type(loss).__name__} with class weights divides by the weights of the rows at hand, so the mean over "
+            f"ranks would not be the mean over rows. Return a pair (sum, weight) instead: loss={_WEIGHTED_LOSS_EXAMPLE}"
+        )
+
+
+def check_ignore_index(loss: Any, partition: Partition) -> None:
+    """Refuse ignore_index where the targets are known to use it; else the engine checks (dtkit.strategies.loss)."""
+    ignored = getattr(loss, "ignore_index", None)
+    if ignored is not None and partition.labels is not None and bool((partition.labels == ignored).any()):
+        raise ValueError(
+            f"the targets contain ignore_index={ignored}, so {type(loss).__name__} divides by another number of rows "
+            "on each rank, and the mean over ranks would not be the mean over rows. Return a pair (sum, weight): "
+            f"loss=lambda out, y: (F.cross_entropy(out, y, ignore_index={ignored}, reduction='sum'), (y != "
+            f"{ignored}).sum())"
+        )
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    if not callable(optimizer):
+        raise TypeError(
+            f"optimizer is a {type(optimizer).__name__}; it must be a function from parameters to an optimizer, "
+            "since every rank builds its own: optimizer=lambda params: torch.optim.SGD(params, lr=0.1)"
+        )
+
+
+def _check_metrics(config: TrainConfig) -> None:
+    if config.metrics is not None and not hasattr(config.metrics, "items"):
+        raise TypeError(
+            f"metrics is a {type(config.metrics).__name__}; give names and functions of (output, target), as in "
+            "metrics={'accuracy': accuracy}"
+        )
+    if "loss" in (config.metrics or {}):
+        raise ValueError("metrics has 'loss', which is the name of the loss itself; give the metric another name")
+    for name, metric in (config.metrics or {}).items():
+        if not callable(metric):
+            raise TypeError(
+                f"metrics[{name!r}] is a {type(metric).__name__}; it must be a function of (output, target)"
+            )
+    if config.metrics and config.training_step is not None:
+        raise ValueError(
+            "metrics need output and target, which training_step= keeps to itself; compute them there, or use loss="
+        )
+
+
+def _check_lr_scheduler(config: TrainConfig) -> None:
+    if config.lr_scheduler is not None and not callable(config.lr_scheduler):
+        raise TypeError(
+            f"lr_scheduler is a {type(config.lr_scheduler).__name__}; it must be a function from an optimizer to a "
+            "torch scheduler, since every rank builds its own: "
+            "lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 30)"
+        )
+    if config.lr_scheduler_every not in ("step", "epoch"):
+        raise ValueError(
+            f"lr_scheduler_every={config.lr_scheduler_every!r}; it must be 'step' (after every update) or 'epoch'"
+        )
+
+
+def _check_callbacks(config: TrainConfig) -> None:
+    if callable(config.callbacks):
+        raise TypeError("callbacks is a function; give a list of functions of the run: callbacks=[function]")
+    for callback in config.callbacks:
+        if isinstance(callback, type) or not callable(callback):
+            raise TypeError(
+                f"callbacks has {callback!r}; each must be a function of the run, called after every epoch, such as "
+                "dtkit.EarlyStopping(patience=3)"
+            )
+
+
+def _check_strategy(strategy: Any) -> Strategy:
+    from dtkit.strategies.base import Strategy
+    from dtkit.strategies.data_parallel import DataParallel
+
+    if strategy is None:
+        return DataParallel()
+    if isinstance(strategy, type) and issubclass(strategy, Strategy):
+        raise TypeError(f"strategy={strategy.__name__} is a class; give an instance: strategy={strategy.__name__}()")
+    if not isinstance(strategy, Strategy):
+        raise TypeError(f"strategy={strategy!r}; it must be a dtkit strategy such as dtkit.DataParallel()")
+    return strategy
+
+
+def check_batch_size(config: TrainConfig, partition: Partition) -> None:
+    """Check the batch size against the samples and ranks that there are."""
+    if config.batch_size > partition.n:
+        raise ValueError(
+            f"batch_size={config.batch_size} is more than the {partition.n} samples there are; it is the number of "
+            f"samples per update over all ranks. Use at most {partition.n}"
+        )
+    _check_samples_per_rank(config, partition.world_size)
+
+
+def _check_samples_per_rank(config: TrainConfig, world_size: int) -> None:
+    if config.batch_size < world_size:
+        raise ValueError(
+            f"batch_size={config.batch_size} is less than the {world_size} ranks; it is the number of samples "
+            f"per update over all ranks, and each needs one. Use at least {world_size}"
+        )
+
+
+def check_stream(engine_group: EngineGroup, config: TrainConfig, strategy: Strategy) -> None:
+    """Check a stream, which has no length and so no epochs, and whose samples come in an order of their own."""
+    if config.epochs is not None:
+        raise ValueError(
+            f"epochs={config.epochs}: the data is a stream without length, so nobody knows what an epoch is. Say "
+            "steps=, which is then the most that are taken: the run ends with the stream"
+        )
+    if config.shuffle == "global":
+        raise ValueError(
+            "shuffle='global': the data is a stream, whose samples come in an order of their own. Shuffle where they "
+            "are made, and leave shuffle out"
+        )
+    _check_samples_per_rank(config, engine_group.world_size)
+    if strategy.build_mesh(engine_group.world_size).num_replicas < engine_group.world_size:
+        raise ValueError(
+            f"{strategy!r} has several ranks take the same samples, and of a stream each rank draws its own. Give "
+            "samples that can be taken by number: arrays, a Dataset, files"
+        )
+
+
+def check_model(engine_group: EngineGroup, model: Any) -> None:
+    """Check that the model belongs to this cluster and has something to train."""
+    if isinstance(model, ModelHandle):
+        name, trainable = model.name, model.num_trainable
+        if model.engine_group is not engine_group:
+            raise ValueError(f"{name} was broadcast on another cluster; give the model, or cluster.broadcast(model)")
+    else:
+        broadcast.check_model(model)
+        name, trainable = type(model).__name__, any(p.requires_grad for p in model.parameters())
+    if not trainable:
+        raise ValueError(
+            f"{name} has no parameter that requires a gradient, so an optimizer would have nothing to train. "
+            "Give a model with parameters, or set requires_grad on some"
+        )

@@ -1,4 +1,4 @@
-"""Numbers as people read them, the same in every view (``4,258 samples/s``, ``119 ms``, ``1.2 GB``); tables."""
+"""Numbers as text, the same in every view (``4,258 samples/s``, ``119 ms``, ``1.2 GB``), and aligned columns."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
 UNKNOWN = "—"
-"""Stands where a number is not known."""
+"""Text of a number that is not known."""
 
 
 def _format_significant(value: float, digits: int = 3) -> str:
-    """`value` with `digits` significant digits, thousands grouped, never in exponent form."""
+    """Return `value` with `digits` significant digits and grouped thousands, never in exponent form."""
     magnitude = math.floor(math.log10(abs(value))) if value else 0
     return f"{value:,.{max(0, digits - 1 - magnitude)}f}"
 
 
 def format_rate(value: float | None) -> str:
-    """Samples per second, without the unit: ``4,258``, ``12.5``, ``0.31``."""
+    """Return samples per second without the unit: ``4,258``, ``12.5``, ``0.31``."""
     if value is None or not math.isfinite(value):
         return UNKNOWN
     return f"{value:,.0f}" if value >= 100 else _format_significant(value)
 
 
 def format_loss(value: float | None) -> str:
-    """A loss or a metric: ``0.503``, ``12.3``, ``1.2e-05``, ``NaN``."""
+    """Return a loss or a metric: ``0.503``, ``12.3``, ``1.2e-05``, ``NaN``."""
     if value is None:
         return UNKNOWN
     if math.isnan(value):
@@ -38,7 +38,7 @@ def format_loss(value: float | None) -> str:
 
 
 def format_duration(seconds: float | None) -> str:
-    """A time: ``350 µs``, ``1.5 ms``, ``119 ms``, ``1.24 s``, ``43 s``, ``2 min 5 s``, ``1 h 3 min``."""
+    """Return a time: ``350 µs``, ``1.5 ms``, ``119 ms``, ``1.24 s``, ``43 s``, ``2 min 5 s``, ``1 h 3 min``."""
     if seconds is None or not math.isfinite(seconds):
         return UNKNOWN
     if seconds <= 0:
@@ -53,12 +53,12 @@ def format_duration(seconds: float | None) -> str:
 
 
 def format_clock(seconds: float) -> str:
-    """A time that ticks, in whole seconds: ``7 s``, ``2 min 5 s``, ``1 h 3 min``."""
+    """Return an elapsed time in whole seconds: ``7 s``, ``2 min 5 s``, ``1 h 3 min``."""
     return _format_long_duration(max(0, int(seconds)))
 
 
 def _format_long_duration(seconds_total: int) -> str:
-    """Whole seconds in the two largest units that say something."""
+    """Return whole seconds in their two largest units."""
     minutes, seconds = divmod(seconds_total, 60)
     hours, minutes = divmod(minutes, 60)
     if hours:
@@ -67,9 +67,9 @@ def _format_long_duration(seconds_total: int) -> str:
 
 
 def format_bytes(num_bytes: float | None) -> str:
-    """Bytes in decimal units, to three digits where they say something: ``512 B``, ``4.63 MB``, ``37 MB``, ``1.2 GB``.
+    """Return bytes in decimal units with up to three digits: ``512 B``, ``4.63 MB``, ``37 MB``, ``1.2 GB``.
 
-    Sizes are compared with each other: with one digit, an eighth of 37 MB would look like 1/7.4 of it.
+    Fewer digits would distort the ratio of two sizes.
     """
     if num_bytes is None or not math.isfinite(num_bytes):
         return UNKNOWN
@@ -90,13 +90,13 @@ SECOND_UNITS = {"µs": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 def choose_unit(largest: float, units: Mapping[str, float]) -> tuple[str, float]:
-    """(name, size) of the largest unit on the ladder that `largest` reaches, so that an axis has short numbers."""
+    """Return (name, size) of the largest unit that `largest` reaches, so that an axis has short numbers."""
     fitting = [item for item in units.items() if item[1] <= largest]
     return fitting[-1] if fitting else next(iter(units.items()))
 
 
 def format_percent(fraction: float | None) -> str:
-    """A part of 1: ``34 %``, ``0.4 %``, ``0 %``."""
+    """Return a part of 1 as a percentage: ``34 %``, ``0.4 %``, ``0 %``."""
     if fraction is None or not math.isfinite(fraction):
         return UNKNOWN
     percent = 100 * fraction
@@ -104,18 +104,18 @@ def format_percent(fraction: float | None) -> str:
 
 
 def format_count(count: int, noun: str) -> str:
-    """``1 node``, ``4 nodes``."""
+    """Return a number with its noun: ``1 node``, ``4 nodes``."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def sanitize_text(text: str, max_chars: int = 300) -> str:
-    """`text` of an engine made safe to show: no control characters, one line, at most `limit` characters."""
+    """Return text of an engine, safe to show: one line without control characters, of at most `max_chars`."""
     clean = "".join(c if c.isprintable() else " " for c in text[: 2 * max_chars]).strip()
     return clean if len(clean) <= max_chars else clean[: max_chars - 1] + "…"
 
 
 def format_columns(rows: Sequence[Sequence[str]], left_aligned: Collection[int] = ()) -> list[str]:
-    """A table's rows as lines: columns two spaces apart and to the right, those of these numbers to the left."""
+    """Return rows as lines, with columns two spaces apart and aligned to the right, or to the left if listed."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
@@ -140,11 +140,13 @@ _BYTE_FACTORS = {
 
 
 def parse_bytes(value: int | str) -> int:
-    """Bytes from a number or from text: "600MB", "1.5 GiB"."""
+    """Return bytes from a number or from text such as "600MB" or "1.5 GiB"."""
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", str(value), re.IGNORECASE)
     count = int(float(match[1]) * _BYTE_FACTORS[(match[2] or "").lower()]) if match else 0
     if count < 1:
-        raise ValueError(f"{value!r} is no amount of memory; write a positive number of bytes, or text such as '600MB'")
+        raise ValueError(
+            f"{value!r} is not an amount of memory; write a positive number of bytes, or text such as '600MB'"
+        )
     return count

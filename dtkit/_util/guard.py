@@ -40,7 +40,7 @@ def run_guarded(work: Callable[[], _Result], report: Callable[[Exception], _Fall
 def run_guarded_in_thread(
     work: Callable[[], _Result], report: Callable[[BaseException], _Fallback]
 ) -> _Result | _Fallback:
-    """As :func:`run_guarded`, and nothing passes: for a thread of ours, where KeyboardInterrupt and SystemExit end nobody.
+    """Call `work` as :func:`run_guarded` does, and catch KeyboardInterrupt and SystemExit too: for a thread.
 
     They would end the thread in silence, and whoever waits for its answer would wait for ever.
     """

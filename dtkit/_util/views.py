@@ -61,4 +61,7 @@ def render_png(shown: object) -> bytes:
 
 def _find_view(shown: object) -> View[Any]:
     importlib.import_module(_VIEWS_MODULE)
-    return next(_views[parent] for parent in type(shown).__mro__ if parent in _views)
+    for parent in type(shown).__mro__:
+        if parent in _views:
+            return _views[parent]
+    raise TypeError(f"no view is registered for {type(shown).__name__}; register it in {_VIEWS_MODULE}")

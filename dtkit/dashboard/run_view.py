@@ -1,12 +1,8 @@
-"""What a view reads of a run, and the one way in which it asks for something.
-
-Views are written against this protocol and not against the run itself, so that a test double, a run read back
-from a file or a run of another framework is shown by the same code.
-"""
+"""Protocols of what views read. Views take these and no run, so that a test double is shown by the same code."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -14,26 +10,32 @@ if TYPE_CHECKING:
 
     from dtkit.health.stall_report import StallReport
     from dtkit.history.history import History
+    from dtkit.history.timeline import Timeline
     from dtkit.types import NodeInfo, ReplicaCheckResult, RunSpec, Status
 
 
 @runtime_checkable
 class RunView(Protocol):
-    """A run, as its views see it. Everything may be read from any thread at any time."""
+    """All that a view may read of a run. Any thread may read it at any time."""
 
     @property
     def spec(self) -> RunSpec:
-        """What was asked for."""
+        """What the user asked for."""
         ...
 
     @property
     def status(self) -> Status:
-        """A snapshot of where the run stands."""
+        """A snapshot of state, step and times."""
         ...
 
     @property
     def history(self) -> History:
-        """What every rank did in every step, with events and evaluations."""
+        """Records of every rank and step, with events and evaluations."""
+        ...
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """Phases of the last steps, where they are recorded."""
         ...
 
     @property
@@ -43,36 +45,69 @@ class RunView(Protocol):
 
     @property
     def lr(self) -> float | None:
-        """The learning rate in force, where there is one."""
+        """The current learning rate, where there is one."""
         ...
 
     @property
     def exception(self) -> BaseException | None:
-        """What failed or halted the run."""
+        """The error that failed or paused the run."""
         ...
 
     @property
     def delay_factors(self) -> Mapping[int, float]:
-        """The ranks that are slowed on purpose, and how many times slower: ``{1: 2.0}``."""
+        """Delay factors of the ranks that are slowed on purpose: ``{1: 2.0}``."""
         ...
 
     @property
     def consistency(self) -> ReplicaCheckResult | None:
-        """What the last comparison of parameters over the ranks found; None before the first."""
+        """The result of the last comparison of parameters over the ranks; None before the first."""
         ...
 
     @property
     def stall_report(self) -> StallReport | None:
-        """Who keeps the others waiting now, as far as anybody had to ask; None while all is well."""
+        """Which rank keeps the others waiting now; None while all ranks move."""
         ...
 
     def subscribe(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Have `callback` called, from any thread, after every change; returns what ends that."""
+        """Call `callback` after every change, from any thread. Return a function that ends the subscription."""
         ...
 
     def post(self, command: str, value: float | None = None) -> Future[int] | None:
-        """Ask for "pause", "resume", "step", "stop" or "lr" (with `value`). Never waits for the effect.
+        """Request "pause", "resume", "step", "stop" or "lr" (with `value`), without waiting for the effect.
 
-        The answer, where there is one, will be how many steps were taken when it took effect on all nodes.
+        The future, if any, returns the number of steps at which the command took effect on all nodes.
         """
+        ...
+
+
+class CallView(Protocol):
+    """A function running on all ranks, as its views read it. Any thread may read it."""
+
+    @property
+    def name(self) -> str:
+        """The function's name."""
+        ...
+
+    @property
+    def state(self) -> str:
+        """One of "running", "done" and "failed"."""
+        ...
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        ...
+
+    @property
+    def rows(self) -> Sequence[dict[str, Any]]:
+        """Logged rows: rank, index and the values."""
+        ...
+
+    @property
+    def output(self) -> Sequence[tuple[int, str]]:
+        """Printed lines, with their rank."""
+        ...
+
+    def subscribe(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Call `callback` after every change. Return a function that ends the subscription."""
         ...

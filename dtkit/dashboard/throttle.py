@@ -1,8 +1,8 @@
-"""At most so many calls a second, off the caller's thread, and always one after the last poke.
+"""A limit on how often views update, with the updates on a thread of their own.
 
-The run pokes from its driver thread after every dispatch; what a poke costs there is a lock and, at most
-every `interval`, the start of a timer. The work itself runs on the timer's thread, so neither its time nor
-its errors reach the training. A poke during a call schedules one more: the last state is always shown.
+The run triggers updates from its driver thread after every dispatch. A trigger costs a lock there, and at most once in
+each interval the start of a timer. The update runs on the timer's thread, so neither its time nor its errors reach the
+training. A trigger during an update schedules another one, so the last state is always shown.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ log = logging.getLogger("dtkit.dashboard")
 
 
 def start_timer(delay: float, callback: Callable[[], None]) -> None:
-    """Run `call` after `delay` seconds on a daemon thread."""
+    """Call `callback` after `delay` seconds on a daemon thread."""
     timer = threading.Timer(delay, callback)
     timer.name = "dtkit-view"
     timer.daemon = True
@@ -29,9 +29,9 @@ def start_timer(delay: float, callback: Callable[[], None]) -> None:
 
 
 class Throttle:
-    """Calls `work` soon after :meth:`trigger`, at most once every `interval` seconds.
+    """Calls `callback` soon after :meth:`trigger`, at most once every `interval` seconds.
 
-    `clock` and `later` are seams for tests: the time, and how to run something after a delay.
+    Tests replace `clock` and `call_later`.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Throttle:
         self._reported: set[str] = set()
 
     def trigger(self) -> None:
-        """Something changed. Safe from any thread; does no work on it."""
+        """Schedule a call. Any thread may trigger; the call runs on another one."""
         with self._lock:
             if self._closed or self._scheduled:
                 return
@@ -62,7 +62,7 @@ class Throttle:
         self._call_later(delay, self._run_callback)
 
     def close(self) -> None:
-        """No call begins after this."""
+        """Prevent further calls."""
         with self._lock:
             self._closed = True
 
@@ -75,12 +75,12 @@ class Throttle:
         run_guarded(self._callback, self._log_error)
         with self._lock:
             self._running = False
-            again = self._is_retriggered
-        if again:
+            is_retriggered = self._is_retriggered
+        if is_retriggered:
             self.trigger()
 
     def _log_error(self, error: Exception) -> None:
-        """Log an error once, not four times a second."""
+        """Log an error once, and not at every update."""
         text = f"{type(error).__name__}: {error}"
         if text not in self._reported:
             self._reported.add(text)

@@ -1,1 +1,1 @@
-"""figures."""
+"""Runs, calls and results as matplotlib figures."""

@@ -1,10 +1,8 @@
-"""A step taken apart, as a picture: rows and losses by rank above, gradients by layer below.
+"""The figure of an explained data-parallel step: rows and losses by rank above, gradients by layer below.
 
-The panel of losses shows the mean as areas: a bar as wide as the rank's weight and as high as its loss, and the line
-of the step's loss, which makes one bar of the same area. The panel of gradients has a group of bars a layer: each
-rank's own gradient, and in black the sum that all ranks hold after the all-reduce.
-
-As in :mod:`dtkit.dashboard.figures.run_figure`: no pyplot, every colour given, and no text read as mathematics.
+The panel of losses shows the mean as areas: each bar is as wide as the rank's weight and as high as its loss. The line
+of the step's loss bounds the same area. The panel of gradients has a group of bars for each layer: each rank's own
+gradient, and in black the sum that all ranks hold after the all-reduce.
 """
 
 from __future__ import annotations
@@ -12,57 +10,53 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from dtkit._util import formatting
-from dtkit.dashboard.figures.style import COLORS, MUTED_COLOR, TEXT_COLOR, style_axes
+from dtkit.dashboard.figures import style
+from dtkit.dashboard.figures.render import create_figure
+from dtkit.dashboard.figures.style import COLORS, MUTED_COLOR, TEXT_COLOR
 from dtkit.dashboard.text import data_parallel_text
+from dtkit.dashboard.text.numbers import MAX_RANKS, describe_remaining, format_number, shorten_name
 from dtkit.explain.data_parallel import max_or_none
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
     from dtkit.explain.data_parallel import LayerRecord, RankRecord, StepExplanation
 
-_WIDTH_IN = 11.0  # inches, as the heights
+_WIDTH_IN = 11.0
 _STRIP_HEIGHT_IN, _MIN_STRIPS_HEIGHT_IN = 0.24, 1.5
-_BAR_HEIGHT_IN, _MAX_BARS_HEIGHT_IN = 0.1, 7.0  # a bar, and all of them: many layers or ranks make thinner bars
+_BAR_HEIGHT_IN, _MAX_BARS_HEIGHT_IN = 0.1, 7.0  # of one bar, and of all bars
 _LAYER_GAP_BARS = 1.5  # between two layers, in bars
 _FRAME_HEIGHT_IN = 2.3  # titles, legend, axis labels and the line of checksums
-_NUM_POSITIONS = 600  # places along the strip of rows that can be told apart
-_NARROW_WEIGHT, _MIN_LABEL_WEIGHT = 0.19, 0.045  # weights of ranks
-_LOG_SCALE_RATIO = 100.0  # the ratio of gradients from which a linear axis would hide the small ones
-_MAX_NAME_CHARS = 30  # characters of a layer's name beside its bars
-_LEGEND_COLUMNS = 5  # names in a line
+_NUM_POSITIONS = 600  # positions on a strip of rows that can be distinguished
+_NARROW_WEIGHT, _MIN_LABEL_WEIGHT = 0.19, 0.045  # below these, a label is upright, or left out
+_LOG_SCALE_RATIO = 100.0  # from this ratio of norms on, a linear axis would hide the small ones
+_MAX_NAME_CHARS = 30
+_LEGEND_COLUMNS = 5
 _SUM_LABEL = "all-reduced"
 
 
 def draw_step(explanation: StepExplanation) -> Figure:
-    """Draw the step: rows and losses by rank, gradients by layer, checksums."""
+    """Draw rows and losses by rank, gradients by layer, and checksums."""
     layers, ranks = explanation.group_layers(), explanation.ranks
     series = _name_bars(explanation)
-    upper = max(_MIN_STRIPS_HEIGHT_IN, _STRIP_HEIGHT_IN * min(len(ranks), data_parallel_text.MAX_RANKS))
+    upper = max(_MIN_STRIPS_HEIGHT_IN, _STRIP_HEIGHT_IN * min(len(ranks), MAX_RANKS))
     lower = min(_MAX_BARS_HEIGHT_IN, _BAR_HEIGHT_IN * (len(series) + _LAYER_GAP_BARS) * len(layers))
-    figure = Figure(figsize=(_WIDTH_IN, upper + lower + _FRAME_HEIGHT_IN), facecolor="white", layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.suptitle(
-        data_parallel_text.format_headline(explanation), x=0.012, ha="left", fontsize=11.5, fontweight="bold", color=TEXT_COLOR,
-        parse_math=False,
-    )  # fmt: skip
+    figure = create_figure(_WIDTH_IN, upper + lower + _FRAME_HEIGHT_IN)
+    style.set_figure_title(figure, data_parallel_text.format_headline(explanation))
     grid = figure.add_gridspec(2, 2, height_ratios=(upper, lower), width_ratios=(1.45, 1))
     _draw_rows(figure.add_subplot(grid[0, 0]), explanation)
     _draw_losses(figure.add_subplot(grid[0, 1]), explanation)
     bars = figure.add_subplot(grid[1, 0])
     _draw_gradients(bars, explanation, layers, series)
     _write_columns(figure.add_subplot(grid[1, 1], sharey=bars), explanation, layers)
-    figure.supxlabel(
-        _describe_checksums(explanation), x=0.012, ha="left", fontsize=9, fontweight="bold", parse_math=False,
-        color=TEXT_COLOR if explanation.identical else COLORS[5],
-    )  # fmt: skip
+    note_color = TEXT_COLOR if explanation.identical else COLORS[5]
+    style.set_figure_note(figure, _describe_checksums(explanation), note_color)
     return figure
 
 
@@ -70,25 +64,32 @@ def draw_step(explanation: StepExplanation) -> Figure:
 
 
 def _draw_rows(ax: Axes, explanation: StepExplanation) -> None:
-    """A strip a rank, with a mark where it took a row of the data."""
-    shown = explanation.ranks[: data_parallel_text.MAX_RANKS]
+    """Draw a strip for each rank, with a mark at each row that it took."""
+    shown = explanation.ranks[:MAX_RANKS]
     end = max((int(r.rows.max()) + 1 for r in explanation.ranks if r.rows is not None and len(r.rows)), default=1)
     _style_panel(ax, "Rows of each rank", "row, in the original order")
     for k, rank in enumerate(shown):
         if rank.samples and rank.rows is not None:
-            places = (
-                np.unique(rank.rows * _NUM_POSITIONS // end) * end / _NUM_POSITIONS
-                if end > _NUM_POSITIONS
-                else rank.rows
+            ax.vlines(
+                _thin_out(rank.rows, end),
+                k - 0.36,
+                k + 0.36,
+                color=_get_rank_color(explanation, rank.rank),
+                linewidth=1.2,
             )
-            ax.vlines(places, k - 0.36, k + 0.36, color=_get_rank_color(explanation, rank.rank), linewidth=1.2)
         else:
             ax.text(end / 2, k, _describe_missing_rows(rank), ha="center", va="center", fontsize=8, color=MUTED_COLOR)
     ax.set(xlim=(-0.5 - 0.01 * end, end - 0.5 + 0.01 * end), ylim=(len(shown) - 0.5, -0.5))
     _label_ranks(ax, shown)
-    rest = len(explanation.ranks) - len(shown)
-    if rest:
-        ax.set_title(f"and {formatting.format_count(rest, 'more rank')}", loc="right", fontsize=8, color=MUTED_COLOR)
+    for note in describe_remaining(len(explanation.ranks), "rank"):
+        ax.set_title(note, loc="right", fontsize=8, color=MUTED_COLOR)
+
+
+def _thin_out(rows: np.ndarray, end: int) -> np.ndarray:
+    """Return one row for each position that can be distinguished."""
+    if end <= _NUM_POSITIONS:
+        return rows
+    return np.asarray(np.unique(rows * _NUM_POSITIONS // end) * end / _NUM_POSITIONS)
 
 
 def _describe_missing_rows(rank: RankRecord) -> str:
@@ -98,39 +99,35 @@ def _describe_missing_rows(rank: RankRecord) -> str:
 
 
 def _draw_losses(ax: Axes, explanation: StepExplanation) -> None:
-    """A bar a rank, as wide as its weight in the mean and as high as its loss."""
+    """Draw a bar for each rank, as wide as its weight in the mean and as high as its loss."""
     _style_panel(ax, "Loss of each rank", "weight in the mean: widths add up to 1")
     ax.grid(visible=False)
     left = 0.0
     for rank in explanation.ranks:
         if rank.loss is not None and np.isfinite(rank.loss) and rank.share:
             ax.bar(
-                left, rank.loss, rank.share, align="edge", color=_get_rank_color(explanation, rank.rank), edgecolor="white",
-                linewidth=1.0 if len(explanation.ranks) <= data_parallel_text.MAX_RANKS else 0.0,
+                left, rank.loss, rank.share, align="edge", color=_get_rank_color(explanation, rank.rank),
+                edgecolor="white", linewidth=1.0 if len(explanation.ranks) <= MAX_RANKS else 0.0,
             )  # fmt: skip
             _label_loss_bar(ax, explanation, rank, left + rank.share / 2)
         left += rank.share
     ax.set_xlim(0, max(left, 1e-9))
     if np.isfinite(explanation.loss):
         ax.axhline(explanation.loss, color=TEXT_COLOR, linewidth=1.5, linestyle=(0, (3, 1.6)))
-        ax.set_title(
-            f"of the step: {data_parallel_text.format_number(explanation.loss)}",
-            loc="right",
-            fontsize=9,
-            color=TEXT_COLOR,
-        )
+        text = f"of the step: {format_number(explanation.loss)}"
+        ax.set_title(text, loc="right", fontsize=9, color=TEXT_COLOR)
 
 
 def _label_loss_bar(ax: Axes, explanation: StepExplanation, rank: RankRecord, middle: float) -> None:
-    """Words in a rank's bar: upright in a narrow one, none where there is no room at all."""
-    upright = rank.share < _NARROW_WEIGHT
+    """Write the loss into a rank's bar: upright in a narrow bar, and not into a very narrow one."""
+    is_upright = rank.share < _NARROW_WEIGHT
     if rank.loss is None or rank.share < _MIN_LABEL_WEIGHT:
         return
-    loss, share = data_parallel_text.format_number(rank.loss), data_parallel_text.format_weight(explanation, rank)
-    words = f"rank {rank.rank}: {loss}" if upright else f"rank {rank.rank}\n{share} of\n{loss}"
+    loss, share = format_number(rank.loss), data_parallel_text.format_weight(explanation, rank)
+    text = f"rank {rank.rank}: {loss}" if is_upright else f"rank {rank.rank}\n{share} of\n{loss}"
     ax.text(
-        middle, rank.loss / 2, words, ha="center", va="center", fontsize=7.5 if upright else 8, color=TEXT_COLOR,
-        rotation=90 if upright else 0, bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1.2},
+        middle, rank.loss / 2, text, ha="center", va="center", fontsize=7.5 if is_upright else 8, color=TEXT_COLOR,
+        rotation=90 if is_upright else 0, bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1.2},
     )  # fmt: skip
 
 
@@ -138,7 +135,7 @@ def _label_loss_bar(ax: Axes, explanation: StepExplanation, rank: RankRecord, mi
 
 
 def _name_bars(explanation: StepExplanation) -> list[str]:
-    """The bars of each layer, from above: a rank each (of many one for all), and the sum."""
+    """Return the names of a layer's bars, from above: the ranks, or one for many ranks, and the sum."""
     ranks = explanation.ranks
     own = [f"rank {r.rank}" for r in ranks] if len(ranks) <= len(COLORS) else ["smallest to largest of the ranks"]
     return [*own, _SUM_LABEL]
@@ -148,15 +145,15 @@ def _draw_gradients(
     ax: Axes, explanation: StepExplanation, layers: Sequence[LayerRecord], bar_names: Sequence[str]
 ) -> None:
     unit = 1 / (len(bar_names) + _LAYER_GAP_BARS)  # a layer's group is 1 high
-    many = len(explanation.ranks) > len(COLORS)
+    has_many_ranks = len(explanation.ranks) > len(COLORS)
     for k, name in enumerate(bar_names):
-        at = np.arange(len(layers)) + (k - (len(bar_names) - 1) / 2) * unit
+        positions = np.arange(len(layers)) + (k - (len(bar_names) - 1) / 2) * unit
         if name == _SUM_LABEL:
-            _draw_norm_bars(ax, at, [max_or_none(layer.reduced) for layer in layers], unit, TEXT_COLOR, name)
-        elif many:
-            _draw_norm_ranges(ax, at, layers, unit, name)
+            _draw_norm_bars(ax, positions, [max_or_none(layer.reduced) for layer in layers], unit, TEXT_COLOR, name)
+        elif has_many_ranks:
+            _draw_norm_ranges(ax, positions, layers, unit, name)
         else:
-            _draw_norm_bars(ax, at, [layer.own[k] for layer in layers], unit, COLORS[k], name)
+            _draw_norm_bars(ax, positions, [layer.own[k] for layer in layers], unit, COLORS[k], name)
     rows = -(-len(bar_names) // _LEGEND_COLUMNS)
     _style_panel(ax, "Gradient of each layer: on each rank, and all-reduced", "norm of the gradient", pad=8 + 13 * rows)
     ax.set_ylim(len(layers) - 0.5, -0.5)
@@ -165,13 +162,13 @@ def _draw_gradients(
         label.set_parse_math(False)
     _scale_norm_axis(ax, layers)
     ax.legend(
-        loc="lower left", bbox_to_anchor=(-0.01, 1), ncols=_LEGEND_COLUMNS, fontsize=8, frameon=False, labelcolor=TEXT_COLOR,
-        handlelength=1, columnspacing=1.2, borderaxespad=0.2,
+        loc="lower left", bbox_to_anchor=(-0.01, 1), ncols=_LEGEND_COLUMNS, fontsize=8, frameon=False,
+        labelcolor=TEXT_COLOR, handlelength=1, columnspacing=1.2, borderaxespad=0.2,
     )  # fmt: skip
 
 
 def _format_layer_name(layer: LayerRecord) -> str:
-    name = data_parallel_text.shorten_name(layer.name, _MAX_NAME_CHARS)
+    name = shorten_name(layer.name, _MAX_NAME_CHARS)
     return name if layer.tensors == 1 else f"{name} ({data_parallel_text.format_shape(layer)})"
 
 
@@ -183,14 +180,14 @@ def _draw_norm_bars(
 
 
 def _draw_norm_ranges(ax: Axes, positions: np.ndarray, layers: Sequence[LayerRecord], height: float, name: str) -> None:
-    """Of many ranks: a bar from the smallest norm to the largest."""
-    found = [[n for n in layer.own if n is not None and np.isfinite(n)] or [0.0] for layer in layers]
-    low, high = np.array([min(norms) for norms in found]), np.array([max(norms) for norms in found])
+    """Draw a bar from the smallest norm of all ranks to the largest."""
+    finite = [[norm for norm in layer.own if norm is not None and np.isfinite(norm)] or [0.0] for layer in layers]
+    low, high = np.array([min(norms) for norms in finite]), np.array([max(norms) for norms in finite])
     ax.barh(positions, high - low, height * 0.92, left=low, color=COLORS[0], label=name, gid=name)
 
 
 def _scale_norm_axis(ax: Axes, layers: Sequence[LayerRecord]) -> None:
-    """A logarithmic axis where the gradients are of very different sizes, and says so."""
+    """Use a logarithmic axis where the norms differ much."""
     norms = np.array([n for layer in layers for n in (*layer.own, *layer.reduced) if n], float)
     norms = norms[np.isfinite(norms)]
     if len(norms) and norms.max() / norms.min() > _LOG_SCALE_RATIO:
@@ -200,7 +197,7 @@ def _scale_norm_axis(ax: Axes, layers: Sequence[LayerRecord]) -> None:
 
 
 def _write_columns(ax: Axes, explanation: StepExplanation, layers: Sequence[LayerRecord]) -> None:
-    """Beside the bars, the numbers of the same layers."""
+    """Write the numbers of the layers beside their bars."""
     columns = (
         (0.0, "all-reduced\nnorm", [_format_common_value(layer.reduced) for layer in layers]),
         (
@@ -216,20 +213,20 @@ def _write_columns(ax: Axes, explanation: StepExplanation, layers: Sequence[Laye
         ),
     )
     ax.set_axis_off()
-    place = ax.get_yaxis_transform()  # across in shares of the axes, down by layer
+    transform = ax.get_yaxis_transform()  # x as a share of the axes, y by layer
     for x, title, cells in columns:
         ax.text(
             x, 1.0, title + "\n", transform=ax.transAxes, va="bottom", fontsize=8, color=MUTED_COLOR, linespacing=1.2
         )
         for k, cell in enumerate(cells):
-            colour = COLORS[5] if "differ" in cell.lower() else TEXT_COLOR
-            ax.text(x, k, cell, transform=place, va="center", fontsize=8, color=colour)
+            color = COLORS[5] if "differ" in cell.lower() else TEXT_COLOR
+            ax.text(x, k, cell, transform=transform, va="center", fontsize=8, color=color)
 
 
 def _format_common_value(values: Sequence[float | None]) -> str:
-    """The number that all ranks should hold."""
-    shown = {data_parallel_text.format_number(value) for value in values}
-    return shown.pop() if len(shown) == 1 else "ranks differ"
+    """Return the number that all ranks should hold."""
+    texts = {format_number(value) for value in values}
+    return texts.pop() if len(texts) == 1 else "ranks differ"
 
 
 def _describe_checksums(explanation: StepExplanation) -> str:
@@ -246,7 +243,7 @@ def _describe_checksums(explanation: StepExplanation) -> str:
 
 
 def _get_rank_color(explanation: StepExplanation, rank: int) -> str:
-    """A colour a rank as long as they can be told apart."""
+    """Return the color of a rank. Many ranks share one."""
     return COLORS[rank] if len(explanation.ranks) <= len(COLORS) else COLORS[0]
 
 
@@ -256,7 +253,7 @@ def _label_ranks(ax: Axes, ranks: Sequence[RankRecord]) -> None:
 
 
 def _style_panel(ax: Axes, title: str, xlabel: str, pad: float = 6.0) -> None:
-    style_axes(ax, "x", TEXT_COLOR)
+    style.style_axes(ax, "x", TEXT_COLOR)
     ax.set_title(title, loc="left", fontsize=10, fontweight="bold", color=TEXT_COLOR, pad=pad)
     ax.set_xlabel(xlabel, fontsize=8, color=MUTED_COLOR)
     ax.xaxis.set_major_locator(MaxNLocator(nbins=6))

@@ -1,10 +1,10 @@
-"""The picture of a schedule: when each rank does what, if stages are equal and backward takes twice a forward."""
+"""The figure of a schedule with equal stages, where backward takes twice as long as forward."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dtkit.dashboard.figures import timeline_figure as house
+from dtkit.dashboard.figures import timeline_figure
 from dtkit.history.timeline import convert_simulation
 
 if TYPE_CHECKING:
@@ -15,25 +15,26 @@ if TYPE_CHECKING:
 
 
 def draw_schedule(schedule: Schedule) -> Figure:
-    """A strip per rank, in units of a forward pass."""
-    played = schedule.simulate()
-    spans = convert_simulation(played)
-    figure, ax = house.create_strip_figure(schedule.ranks)
-    house.draw_strips(ax, spans, 0.0, 1.0)
-    house.draw_legend(figure, ax, [*house.make_legend_patches(spans), house.make_idle_patch("waiting")])
-    house.format_axes(ax, schedule.ranks, "forward passes of a stage (backward takes two)")
-    house.draw_titles(
-        ax, f"{schedule.name}: {schedule.micro_batches} micro-batches, planned", _describe_schedule(played)
-    )
+    """Draw a strip for each rank, in units of a forward pass."""
+    simulation = schedule.simulate()
+    spans = convert_simulation(simulation)
+    figure, ax = timeline_figure.create_strip_figure(schedule.ranks)
+    timeline_figure.draw_strips(ax, spans, 0.0, 1.0)
+    patches = [*timeline_figure.make_legend_patches(spans), timeline_figure.make_idle_patch("waiting")]
+    timeline_figure.draw_legend(figure, ax, patches)
+    timeline_figure.format_axes(ax, schedule.ranks, "forward passes of a stage (backward takes two)")
+    title = f"{schedule.name}: {schedule.micro_batches} micro-batches, planned"
+    timeline_figure.draw_titles(ax, title, _describe_simulation(simulation))
     return figure
 
 
-def _describe_schedule(simulation: Simulation) -> str:
-    known = simulation.schedule.get_bubble_formula()
-    formula = f" = {known[0]}" if known else ""
-    *most, last = map(str, simulation.peak_micro_batches)
-    held = f"{', '.join(most)} and {last}" if most else last
-    unit = "micro-batches" if simulation.schedule.stages == simulation.schedule.ranks else "micro-batches of a stage"
+def _describe_simulation(simulation: Simulation) -> str:
+    schedule = simulation.schedule
+    known_formula = schedule.get_bubble_formula()
+    formula = f" = {known_formula[0]}" if known_formula else ""
+    *peaks, last_peak = map(str, simulation.peak_micro_batches)
+    held = f"{', '.join(peaks)} and {last_peak}" if peaks else last_peak
+    unit = "micro-batches" if schedule.stages == schedule.ranks else "micro-batches of a stage"
     return (
         f"time {simulation.makespan:g} · bubble {simulation.bubble:.1%}{formula} · the nodes hold {held} {unit} at most"
     )

@@ -1,31 +1,37 @@
-"""How kept pictures look: colours, light axes, lines with their names at the end, marks of events.
+"""The style of figures: colors, light axes, lines with labels at their ends, and marks of events.
 
-Colours are Okabe and Ito's; nothing is told apart by colour alone. Every colour is given, so a notebook's matplotlib
-style can't make text vanish on our white. All of this works on an ``Axes``, whoever made it.
+The colors are Okabe and Ito's, and nothing is distinguished by color alone. Every color is set, so that a notebook's
+matplotlib style can't make text vanish on the white background.
 """
 
 from __future__ import annotations
 
+import textwrap
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator, StrMethodFormatter
 from matplotlib.transforms import ScaledTranslation
 
-from dtkit.dashboard.live.messages import MARKED_EVENTS
+from dtkit.dashboard.summary.curves import MAX_NODE_LINES, Curves
+from dtkit.dashboard.summary.metrics import compute_run_metrics
+from dtkit.dashboard.summary.notices import MARKED_EVENTS
+from dtkit.dashboard.summary.outliers import find_outliers
 from dtkit.dashboard.summary.timing import format_nodes
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    from dtkit.dashboard.summary.curves import ChartLayout, CurveBuckets
+    from dtkit.dashboard.summary.curves import Chart, ChartLayout, CurveBuckets
+    from dtkit.history.history import History
     from dtkit.types import Event
 
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8A8A00", "#6F58B5")
-"""Okabe and Ito's palette, its yellow darkened to be seen on white, and violet: one a node."""
+"""A color for each node: Okabe and Ito's palette with a yellow dark enough for white, and violet."""
 TEXT_COLOR, MUTED_COLOR, GRID_COLOR, ALERT_COLOR = "#1a1a1a", "#5f5f5f", "#e4e4e4", "#b84a00"
 EVENT_GLYPHS = {
     "pause": "‖", "resume": "▶", "lr": "lr", "error": "✕", "stop": "■", "lost": "†", "repair": "+", "save": "↓",
@@ -36,14 +42,18 @@ _EVENT_WORDS = {
     "lost": "lost", "repair": "repaired", "save": "saved", "stuck": "stuck",
 }  # fmt: skip
 _URGENT_EVENTS = ("error", "lost", "stuck")
-_OUTLIER_COLORS = (5, 6, 3, 2)  # colours that the band's blue does not swallow
-_NARROW_WIDTH_IN = 7.5  # inches: below that a legend is broken
-_MAX_LEGEND_ROW_ENTRIES = 10  # entries of a legend that have room next to each other
-_MIN_LABEL_GAP = 0.062  # of the axes' height: two labels closer than that would overlap
+_OUTLIER_COLORS = (5, 6, 3, 2)  # indices of colors that stand out from the band's blue
+_OUTLIER_DASHES = ("-", (0, (6, 1.6)), (0, (1.6, 1.6)), (0, (6, 1.6, 1.6, 1.6)))
+_NARROW_WIDTH_IN = 7.5  # below this width a legend has several rows
+_MAX_LEGEND_ROW_ENTRIES = 10
+_MIN_LABEL_GAP = 0.062  # of the axes' height; closer labels would overlap
+_MAX_MARKED_EVENTS = 20
+_TITLE_WRAP_CHARS = 120
+_SMALL_TEXT: dict[str, Any] = {"fontsize": 8, "color": MUTED_COLOR}
 
 
 def style_axes(ax: Axes, grid: Literal["x", "y"] | None = "y", label_color: str = MUTED_COLOR) -> None:
-    """Light axes: two spines, and a grid along the numbers."""
+    """Style axes with two spines, and a grid along the numbers."""
     ax.set_facecolor("white")
     ax.grid(visible=False)
     if grid is not None:
@@ -55,25 +65,48 @@ def style_axes(ax: Axes, grid: Literal["x", "y"] | None = "y", label_color: str 
 
 
 def format_step_axis(ax: Axes) -> None:
-    """Whole steps along the bottom."""
+    """Format the x axis for whole steps."""
     ax.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
-    ax.set_xlabel("step", fontsize=8, color=MUTED_COLOR)
+    ax.set_xlabel("step", **_SMALL_TEXT)
 
 
 def set_title(ax: Axes, name: str, note: str = "") -> None:
-    """The panel's name, and what is shown."""
+    """Set a panel's name on the left and a note on the right."""
     ax.set_title(name, loc="left", fontsize=10, fontweight="bold", color=TEXT_COLOR)
-    ax.set_title(note, loc="right", fontsize=8, color=MUTED_COLOR)
+    ax.set_title(note, loc="right", **_SMALL_TEXT)
+
+
+def set_figure_title(figure: Figure, text: str) -> None:
+    """Set a headline of any length above a figure."""
+    text = textwrap.fill(text, _TITLE_WRAP_CHARS)
+    figure.suptitle(text, x=0.012, ha="left", fontsize=11.5, fontweight="bold", color=TEXT_COLOR, parse_math=False)
+
+
+def set_figure_note(figure: Figure, text: str, color: str = TEXT_COLOR) -> None:
+    """Set a sentence below a figure."""
+    figure.supxlabel(text, x=0.012, ha="left", fontsize=9, fontweight="bold", color=color, parse_math=False)
+
+
+def write_beside(ax: Axes, text: str, x: float, y: float, **text_style: Any) -> None:
+    """Write text to the right of a bar's end."""
+    defaults: dict[str, Any] = {"fontsize": 8, "color": TEXT_COLOR, "va": "center"}
+    ax.annotate(text, (x, y), xytext=(5, 0), textcoords="offset points", **(defaults | text_style))
+
+
+def format_bar_axis(ax: Axes, legend_columns: int, fontsize: float) -> None:
+    """Format the x axis of horizontal bars: plain numbers, and a legend below it."""
+    ax.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.11), ncols=legend_columns, fontsize=fontsize, frameon=False)
 
 
 def show_placeholder(ax: Axes, text: str = "no step yet") -> None:
-    """Say why there is nothing to see."""
+    """Write a reason into axes that have nothing to show."""
     ax.text(0.5, 0.5, text, transform=ax.transAxes, ha="center", va="center", color=MUTED_COLOR)
 
 
 def draw_lines(ax: Axes, buckets: CurveBuckets, layout: ChartLayout, overall_label: str) -> None:
-    """A line a node that has values, or one band for many; over them the line of all nodes, dashed."""
+    """Draw a line for each node with values, or one band for many nodes, and the line over all nodes dashed."""
     style_axes(ax)
     format_step_axis(ax)
     if not np.isfinite(buckets.values).any():
@@ -84,8 +117,8 @@ def draw_lines(ax: Axes, buckets: CurveBuckets, layout: ChartLayout, overall_lab
     for k in range(layout.nodes):
         if layout.banded:
             draw_band(ax, buckets.middle_steps, buckets.values[:, k], COLORS[4], 0.3)
-        elif np.isfinite(buckets.values[:, k, 1]).any():  # the first stages of a pipeline have no loss
-            # Many faint bands over each other would hide the lines: they share what one may cover.
+        elif np.isfinite(buckets.values[:, k, 1]).any():  # only the last stage of a pipeline has a loss
+            # Overlapping bands would hide the lines, so they share the opacity of one.
             draw_band(ax, buckets.middle_steps, buckets.values[:, k], COLORS[k], 0.32 / (layout.nodes + 1))
             _draw_line(ax, buckets.middle_steps, buckets.values[:, k], f"node {k}", color=COLORS[k], linewidth=1.3)
     if layout.nodes != 1 or layout.banded:
@@ -103,121 +136,132 @@ def draw_lines(ax: Axes, buckets: CurveBuckets, layout: ChartLayout, overall_lab
 
 
 def draw_band(ax: Axes, steps: np.ndarray, values: np.ndarray, color: str, alpha: float) -> None:
-    """From the smallest to the largest of each bucket, where they differ."""
+    """Draw a band from the smallest to the largest value of each bucket, where they differ."""
     if np.nanmax(values[:, 2] - values[:, 0], initial=0) > 0:
         ax.fill_between(steps, values[:, 0], values[:, 2], color=color, alpha=alpha, linewidth=0)
 
 
 def _draw_line(ax: Axes, steps: np.ndarray, values: np.ndarray, label: str, **style: Any) -> None:
-    """The mean of each bucket; dots where there are too few for a line."""
+    """Draw the mean of each bucket, as dots where there are too few for a line."""
     marker = "o" if np.isfinite(values[:, 1]).sum() < 3 else ""
     ax.plot(steps, values[:, 1], marker=marker, markersize=4, label=label, gid=label, **style)
 
 
 def collect_line_labels(ax: Axes) -> list[tuple[str, float, str]]:
-    """(text, height, colour) for the end of each labelled line."""
-    found = []
+    """Return (text, height, color) for the end of each labeled line."""
+    labels = []
     for line in ax.get_lines():
         text, y = str(line.get_label()), np.asarray(line.get_ydata(), float)
         y = y[np.isfinite(y)]
         if len(y) and not text.startswith("_"):
-            found.append((text, float(y[-1]), str(line.get_color())))
-    return found
+            labels.append((text, float(y[-1]), str(line.get_color())))
+    return labels
 
 
 def draw_end_labels(ax: Axes, labels: Sequence[tuple[str, float, str]]) -> None:
-    """Write each line's name at its end, in its colour, pushed apart where they would overlap."""
+    """Write each line's name at its end, in its color, and apart from the other names."""
     for old in [t for t in ax.texts if t.get_gid() == "end"]:
         old.remove()
     low, high = ax.get_ylim()
     ordered = sorted(labels, key=lambda label: label[1])
-    wanted = [(y - low) / (high - low) for _, y, _ in ordered]
-    for (text, _, colour), y in zip(ordered, spread_positions(wanted, _MIN_LABEL_GAP), strict=True):
+    heights = [(y - low) / (high - low) for _, y, _ in ordered]
+    for (text, _, color), y in zip(ordered, spread_positions(heights, _MIN_LABEL_GAP), strict=True):
         ax.annotate(
             text, (1.012, y), xycoords="axes fraction", va="center", fontsize=8, fontweight="bold",
-            color=colour, gid="end", annotation_clip=False,
+            color=color, gid="end", annotation_clip=False,
         )  # fmt: skip
 
 
 def spread_positions(positions: Sequence[float], gap: float) -> list[float]:
-    """Ascending positions moved apart to `gap`, each crowd around its own middle, kept within 0 and 1."""
-    crowds: list[tuple[float, int]] = []  # (middle, how many)
-    for y in positions:
-        middle, count = y, 1
-        while crowds and middle - crowds[-1][0] < gap * (count + crowds[-1][1]) / 2:
-            other, others = crowds.pop()
-            middle = (middle * count + other * others) / (count + others)
-            count += others
+    """Return ascending positions at least `gap` apart, within 0 and 1. Close positions stay around their middle."""
+    clusters: list[tuple[float, int]] = []  # (middle, number of positions)
+    for position in positions:
+        middle, count = position, 1
+        while clusters and middle - clusters[-1][0] < gap * (count + clusters[-1][1]) / 2:
+            previous_middle, previous_count = clusters.pop()
+            middle = (middle * count + previous_middle * previous_count) / (count + previous_count)
+            count += previous_count
         half = gap * (count - 1) / 2
-        crowds.append((max(half, min(1 - half, middle)), count))
-    return [middle + gap * (k - (count - 1) / 2) for middle, count in crowds for k in range(count)]
+        clusters.append((max(half, min(1 - half, middle)), count))
+    return [middle + gap * (k - (count - 1) / 2) for middle, count in clusters for k in range(count)]
 
 
-def draw_outlier_lines(ax: Axes, buckets: CurveBuckets, ranks: Sequence[int], lost_ranks: Collection[int]) -> None:
-    """Over the band of many nodes a line for each of a few, told apart by dashes as well."""
+def _draw_outlier_lines(ax: Axes, buckets: CurveBuckets, ranks: Sequence[int], lost_ranks: Collection[int]) -> None:
+    """Draw a line for each of a few nodes over the band of many; lines differ in dashes as well."""
     for k, rank in enumerate(ranks):
-        name = f"{'✕' if rank in lost_ranks else '▲'} node {rank}"
-        colour, dashes = (
-            COLORS[_OUTLIER_COLORS[k % 4]],
-            ("-", (0, (6, 1.6)), (0, (1.6, 1.6)), (0, (6, 1.6, 1.6, 1.6)))[k % 4],
-        )
-        _draw_line(ax, buckets.middle_steps, buckets.values[:, k], name, color=colour, linewidth=1.2, linestyle=dashes)
+        label = f"{'✕' if rank in lost_ranks else '▲'} node {rank}"
+        color = COLORS[_OUTLIER_COLORS[k % len(_OUTLIER_COLORS)]]
+        dashes = _OUTLIER_DASHES[k % len(_OUTLIER_DASHES)]
+        _draw_line(ax, buckets.middle_steps, buckets.values[:, k], label, color=color, linewidth=1.2, linestyle=dashes)
     draw_end_labels(ax, collect_line_labels(ax))
 
 
+def draw_outliers(ax: Axes, history: History, chart: Chart, max_buckets: int) -> None:
+    """Draw lines of outliers over the band of many nodes."""
+    num_ranks = history.num_ranks
+    if num_ranks <= MAX_NODE_LINES:
+        return
+    metrics = compute_run_metrics(history, num_ranks)
+    ranks = find_outliers(metrics, metrics.lost_nodes)
+    if ranks:
+        curves = Curves((chart,), num_ranks, max_buckets, max_lines=num_ranks)
+        curves.update(history)
+        _draw_outlier_lines(ax, curves.get_all(ranks), ranks, metrics.lost_nodes)
+
+
 def count_legend_columns(num_entries: int) -> int:
-    """Of a legend across the whole figure: one row, or two of equal length."""
+    """Return the columns of a legend across a whole figure: one row, or two of equal length."""
     return num_entries if num_entries <= _MAX_LEGEND_ROW_ENTRIES else -(-num_entries // 2)
 
 
 def draw_legend_below(ax: Axes, patches: Sequence[Patch]) -> None:
-    """What the looks of a panel of bars mean, below the axis' name; in rows where it is narrow or they are many."""
+    """Draw a legend below the name of the x axis, in several rows where the panel is narrow."""
     figure = ax.get_figure(root=True)
     assert figure is not None
-    narrow = ax.get_position().width * figure.get_figwidth() < _NARROW_WIDTH_IN
-    below = ScaledTranslation(0, -0.42, figure.dpi_scale_trans)  # inches, whatever the height of the axes
+    is_narrow = ax.get_position().width * figure.get_figwidth() < _NARROW_WIDTH_IN
+    below = ScaledTranslation(0, -0.42, figure.dpi_scale_trans)  # inches
     ax.legend(
         handles=list(patches),
         loc="upper left", bbox_to_anchor=(0, 0), bbox_transform=ax.transAxes + below, frameon=False, fontsize=8,
-        ncols=4 if narrow else count_legend_columns(len(patches)), labelcolor=TEXT_COLOR, handlelength=1.8, handleheight=1.0,
-        columnspacing=1.6, borderaxespad=0, borderpad=0,
+        ncols=4 if is_narrow else count_legend_columns(len(patches)), labelcolor=TEXT_COLOR, handlelength=1.8,
+        handleheight=1.0, columnspacing=1.6, borderaxespad=0, borderpad=0,
     )  # fmt: skip
 
 
 def mark_events(ax: Axes, events: Sequence[Event]) -> None:
-    """A thin line and a glyph on the step axis for what happened there."""
+    """Draw a thin line and a glyph at the step of each marked event."""
     left, right = ax.get_xlim()
-    free = left
-    for event in [event for event in events if event.kind in MARKED_EVENTS][-20:]:
-        colour = COLORS[5] if event.kind in _URGENT_EVENTS else MUTED_COLOR
-        ax.axvline(event.step, 0, 0.94, color=colour, linewidth=0.8, linestyle=":", gid=f"event-{event.kind}")
-        if event.step < free:
-            continue  # its glyph would lie on the one before
-        free = event.step + 0.025 * (right - left)
+    next_free_step = left
+    for event in [event for event in events if event.kind in MARKED_EVENTS][-_MAX_MARKED_EVENTS:]:
+        color = COLORS[5] if event.kind in _URGENT_EVENTS else MUTED_COLOR
+        ax.axvline(event.step, 0, 0.94, color=color, linewidth=0.8, linestyle=":", gid=f"event-{event.kind}")
+        if event.step < next_free_step:
+            continue  # its glyph would cover the previous one
+        next_free_step = event.step + 0.025 * (right - left)
         ax.annotate(
             EVENT_GLYPHS.get(event.kind, "•"), (event.step, 1.0), xycoords=("data", "axes fraction"), va="top",
-            ha="center", fontsize=8, color=colour, annotation_clip=True,
+            ha="center", fontsize=8, color=color, annotation_clip=True,
         )  # fmt: skip
 
 
 def describe_event_marks(events: Sequence[Event]) -> str:
-    """What the marks mean that these events have, and of which nodes they are; empty where there is none."""
-    of: dict[str, set[int]] = {}
+    """Return a legend of the marks of these events, with their nodes; an empty text without marks."""
+    ranks_by_kind: dict[str, set[int]] = {}
     for event in events:
         if event.kind in MARKED_EVENTS:
-            of.setdefault(event.kind, set()).update(() if event.rank is None else {event.rank})
-    who = {kind: f"{format_nodes(sorted(ranks))} " if ranks else "" for kind, ranks in of.items()}
-    return "   ".join(f"{EVENT_GLYPHS[kind]} {who[kind]}{_EVENT_WORDS[kind]}" for kind in of)
+            ranks_by_kind.setdefault(event.kind, set()).update(() if event.rank is None else {event.rank})
+    nodes = {kind: f"{format_nodes(sorted(ranks))} " if ranks else "" for kind, ranks in ranks_by_kind.items()}
+    return "   ".join(f"{EVENT_GLYPHS[kind]} {nodes[kind]}{_EVENT_WORDS[kind]}" for kind in ranks_by_kind)
 
 
 def get_last_value(buckets: CurveBuckets) -> float:
-    """The last number of the line over all ranks; NaN where there is none."""
+    """Return the last value of the line over all ranks; NaN without values."""
     line = buckets.values[:, -1, 1]
     known = line[np.isfinite(line)]
     return float(known[-1]) if len(known) else np.nan
 
 
 def describe_lines(layout: ChartLayout, unit: str = "") -> str:
-    """What the lines are, for the corner of the panel."""
-    many = "mean and range of nodes" if layout.banded else "per node and all"
-    return f"{unit}, {many}".removeprefix(", ") if layout.banded or layout.nodes > 1 else unit
+    """Return a note on what the lines are."""
+    lines = "mean and range of nodes" if layout.banded else "per node and all"
+    return f"{unit}, {lines}".removeprefix(", ") if layout.banded or layout.nodes > 1 else unit

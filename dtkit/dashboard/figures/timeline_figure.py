@@ -1,7 +1,7 @@
-"""The kept picture of a timeline: a strip per rank, boxes named as in a schedule, what no phase is of left white.
+"""The figure of a timeline: a strip for each rank, with boxes named as in a schedule and idle time left white.
 
-In a pipeline, what was planned stands behind: the schedule played through with the measured durations, as hollow boxes
-a little higher than the measured ones. A box that came late has its empty outline to the left of it.
+For a pipeline, hollow boxes behind the measured ones show the plan: the schedule simulated with the measured durations.
+A late box has its hollow box to the left.
 """
 
 from __future__ import annotations
@@ -9,95 +9,87 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from dtkit.dashboard.figures import style
+from dtkit.dashboard.figures.render import create_figure
 from dtkit.dashboard.figures.style import MUTED_COLOR, TEXT_COLOR, count_legend_columns
-from dtkit.history.message_times import WAIT_PHASE, get_phase_kind
+from dtkit.history.comm_time import WAIT_PHASE, get_phase_kind
 from dtkit.history.timeline import ACTION_KINDS, COMPUTE_PHASES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
     from dtkit.history.timeline import Timeline
 
-# (colour, hatch, word): told apart without colours too.
 PHASE_STYLES = {
     "data": ("#56B4E9", "...", "data"),
     "forward": ("#0072B2", "", "forward"),
     "backward": ("#009E73", "", "backward"),
-    "backward input": ("#009E73", "\\\\", "its half of the input"),
-    "backward weight": ("#8A8A00", "///", "its half of the weights"),
+    "backward input": ("#009E73", "\\\\", "backward of the input"),
+    "backward weight": ("#8A8A00", "///", "backward of the weights"),
     WAIT_PHASE: ("#F4F4F4", "\\\\\\\\", "waiting"),
     "send": ("#D55E00", "||||", "send"),
     "receive": ("#F0E442", "...", "receive"),
     "sync": ("#E69F00", "xx", "collective"),
     "update": ("#CC79A7", "--", "update"),
 }
+"""(color, hatch, label) of each phase. Phases differ without colors too."""
+
 _PHASE_EDGES = {WAIT_PHASE: ("#9A9A9A", 0.6), "send": ("white", 0), "receive": ("#6B6300", 0)}
-# (colour, width), also of the hatching; messages are often narrower than an edge is wide.
+# (color, width); boxes of messages are often narrower than an edge
 _DEFAULT_EDGE = ("white", 0.6)
-_MAX_NAMED_ACTIONS = 64  # actions at most in a strip whose boxes carry names
-_MIN_NAMED_WIDTH = 0.012  # of the whole: a box from here on has room for its name
-_TOP_HEIGHT_IN, _ROW_HEIGHT_IN, _BOTTOM_HEIGHT_IN = 0.62, 0.5, 0.85  # inches: titles, a rank's strip, axis and legend
+_MAX_NAMED_ACTIONS = 64  # in a strip with more actions, boxes have no names
+_MIN_NAMED_WIDTH = 0.012  # of the whole; a narrower box has no name
+_TOP_HEIGHT_IN, _ROW_HEIGHT_IN, _BOTTOM_HEIGHT_IN = 0.62, 0.5, 0.85
 
 
 def draw_timeline(timeline: Timeline) -> Figure:
-    """The last step of a timeline."""
+    """Draw the last step of a timeline."""
     ranks = timeline.ranks
     figure, ax = create_strip_figure(max(1, len(ranks)))
     if not ranks:
-        ax.text(0.5, 0.5, "no step yet", transform=ax.transAxes, ha="center", color=MUTED_COLOR)
+        style.show_placeholder(ax)
         ax.set_axis_off()
         return figure
     step = timeline.steps[-1]
-    spans = timeline.select(step)
+    spans = timeline.select_spans(step)
     start = float(spans["begin"].min())
-    if timeline.is_pipelined and timeline.schedule is not None:
-        draw_planned_boxes(ax, timeline.simulate_schedule(step).spans, start, 1e3)
+    if _has_plan(timeline):
+        _draw_planned_boxes(ax, timeline.simulate_schedule(step).spans, start, 1e3)
     draw_strips(ax, spans, start, 1e3)
-    draw_legend(
-        figure,
-        ax,
-        [
-            *make_legend_patches(spans),
-            *([] if (spans["phase"] == WAIT_PHASE).any() else [make_idle_patch("waiting")]),
-            *_make_planned_patches(timeline),
-        ],
-    )
+    has_waits = (spans["phase"] == WAIT_PHASE).any()
+    waiting = [] if has_waits else [make_idle_patch("waiting")]
+    draw_legend(figure, ax, [*make_legend_patches(spans), *waiting, *_make_planned_patches(timeline)])
     format_axes(ax, len(ranks), "ms")
     draw_titles(ax, f"Step {step}{timeline.title}", _describe_bubble(timeline, step))
     return figure
 
 
 def create_strip_figure(rows: int) -> tuple[Figure, Axes]:
-    """A white figure with room for so many strips."""
-    figure = Figure(
-        figsize=(10.8, _TOP_HEIGHT_IN + _ROW_HEIGHT_IN * rows + _BOTTOM_HEIGHT_IN),
-        facecolor="white",
-        layout="constrained",
-    )
-    FigureCanvasAgg(figure)
+    """Return a figure with room for this number of strips."""
+    figure = create_figure(10.8, _TOP_HEIGHT_IN + _ROW_HEIGHT_IN * rows + _BOTTOM_HEIGHT_IN)
     return figure, figure.subplots()
 
 
 def draw_strips(ax: Axes, spans: np.ndarray, start: float, scale: float) -> None:
-    """The boxes of all ranks, in `scale` times a second from `start` on, rank 0 on top."""
-    several = len({int(s) for s in spans["stage"][(spans["rank"] == 0) & (spans["stage"] >= 0)]}) > 1
+    """Draw the boxes of all ranks, with rank 0 on top. Times count from `start`; a second is `scale` units."""
+    stages = spans["stage"][(spans["rank"] == 0) & (spans["stage"] >= 0)]
+    show_stage = len(np.unique(stages)) > 1
     kinds, whole = _get_kinds(spans), scale * float(np.ptp(np.append(spans["begin"], spans["end"])))
-    for phase, (colour, hatch, _) in PHASE_STYLES.items():
+    for phase, (color, hatch, _) in PHASE_STYLES.items():
         edge, wide = _PHASE_EDGES.get(phase, _DEFAULT_EDGE)
         for rank in sorted({int(r) for r in spans["rank"]}):
             own = spans[(kinds == phase) & (spans["rank"] == rank)]
             bars = [(scale * (s["begin"] - start), scale * (s["end"] - s["begin"])) for s in own]
             ax.broken_barh(
-                bars, (rank - 0.34, 0.68), facecolors=colour, hatch=hatch, edgecolor=edge, linewidth=wide, gid=phase
+                bars, (rank - 0.34, 0.68), facecolors=color, hatch=hatch, edgecolor=edge, linewidth=wide, gid=phase
             )
             if phase in ACTION_KINDS and _count_actions(spans, rank) <= _MAX_NAMED_ACTIONS:
-                _name_boxes(ax, own, bars, min_width=_MIN_NAMED_WIDTH * whole, show_stage=several)
+                _name_boxes(ax, own, bars, min_width=_MIN_NAMED_WIDTH * whole, show_stage=show_stage)
 
 
 def _get_kinds(spans: np.ndarray) -> np.ndarray:
@@ -111,27 +103,31 @@ def _count_actions(spans: np.ndarray, rank: int) -> int:
 def _name_boxes(
     ax: Axes, spans: np.ndarray, bars: Sequence[tuple[float, float]], *, min_width: float, show_stage: bool
 ) -> None:
-    """Each wide box's action and micro-batch, once; where ranks have several stages, the stage below it in small."""
-    told: set[tuple[int, int]] = set()
+    """Write action and micro-batch into wide boxes, once for each action, and the stage below if asked."""
+    named: set[tuple[int, int]] = set()
     for span, (left, width) in zip(spans, bars, strict=True):
         key = int(span["stage"]), int(span["micro_batch"])
-        if key[1] < 0 or key in told or width < min_width:
+        if key[1] < 0 or key in named or width < min_width:
             continue
-        told.add(key)
+        named.add(key)
         phase = str(span["phase"])
         patch = (
             {"facecolor": PHASE_STYLES[phase][0], "edgecolor": "none", "pad": 0.8} if PHASE_STYLES[phase][1] else None
         )
-        style: dict[str, Any] = {"ha": "center", "va": "center", "color": "white", "clip_on": True, "bbox": patch}
+        text_style: dict[str, Any] = {"ha": "center", "va": "center", "color": "white", "clip_on": True, "bbox": patch}
         ax.text(
-            left + width / 2, span["rank"] - 0.1 * show_stage, f"{ACTION_KINDS[phase]}{key[1]}", fontsize=7, **style
+            left + width / 2,
+            span["rank"] - 0.1 * show_stage,
+            f"{ACTION_KINDS[phase]}{key[1]}",
+            fontsize=7,
+            **text_style,
         )
         if show_stage:
-            ax.text(left + width / 2, span["rank"] + 0.2, f"st {key[0]}", fontsize=4.5, gid="stage", **style)
+            ax.text(left + width / 2, span["rank"] + 0.2, f"st {key[0]}", fontsize=4.5, gid="stage", **text_style)
 
 
-def draw_planned_boxes(ax: Axes, spans: np.ndarray, start: float, scale: float) -> None:
-    """The planned boxes, hollow and a little higher than the measured ones."""
+def _draw_planned_boxes(ax: Axes, spans: np.ndarray, start: float, scale: float) -> None:
+    """Draw the planned boxes, hollow and higher than the measured ones."""
     for rank in sorted({int(r) for r in spans["rank"]}):
         own = spans[spans["rank"] == rank]
         bars = [(scale * (s["begin"] - start), scale * (s["end"] - s["begin"])) for s in own]
@@ -141,28 +137,30 @@ def draw_planned_boxes(ax: Axes, spans: np.ndarray, start: float, scale: float) 
 
 
 def make_legend_patches(spans: np.ndarray) -> list[Patch]:
-    """What the legend has to explain."""
-    there = set(_get_kinds(spans))
+    """Return legend entries for the phases that occur."""
+    present = set(_get_kinds(spans))
     return [
-        Patch(facecolor=colour, hatch=hatch, edgecolor=_PHASE_EDGES.get(phase, _DEFAULT_EDGE)[0], label=word)
-        for phase, (colour, hatch, word) in PHASE_STYLES.items()
-        if phase in there
+        Patch(facecolor=color, hatch=hatch, edgecolor=_PHASE_EDGES.get(phase, _DEFAULT_EDGE)[0], label=word)
+        for phase, (color, hatch, word) in PHASE_STYLES.items()
+        if phase in present
     ]
 
 
 def make_idle_patch(label: str) -> Patch:
-    """What is left white."""
+    """Return a legend entry for time that is left white."""
     return Patch(facecolor="white", edgecolor="#d0d0d0", label=label)
 
 
 def _make_planned_patches(timeline: Timeline) -> list[Patch]:
-    if not timeline.is_pipelined or timeline.schedule is None:
-        return []
-    return [Patch(facecolor="none", edgecolor=MUTED_COLOR, label="planned")]
+    return [Patch(facecolor="none", edgecolor=MUTED_COLOR, label="planned")] if _has_plan(timeline) else []
+
+
+def _has_plan(timeline: Timeline) -> bool:
+    return timeline.is_pipelined and timeline.schedule is not None
 
 
 def draw_legend(figure: Figure, ax: Axes, patches: Sequence[Patch]) -> None:
-    """Below the axis, in a place that does not depend on how many ranks there are."""
+    """Draw the legend below the axis, at a position that doesn't depend on the number of ranks."""
     figure.legend(
         handles=list(patches),
         loc="outside lower center",
@@ -175,7 +173,7 @@ def draw_legend(figure: Figure, ax: Axes, patches: Sequence[Patch]) -> None:
 
 
 def format_axes(ax: Axes, num_ranks: int, unit: str) -> None:
-    """A node per row, time along the bottom."""
+    """Format the axes with a node for each row, and time along the bottom."""
     ax.set_yticks(range(num_ranks), [f"node {rank}" for rank in range(num_ranks)])
     ax.set_ylim(num_ranks - 0.45, -0.55)
     ax.set_xlim(left=0)
@@ -188,22 +186,24 @@ def format_axes(ax: Axes, num_ranks: int, unit: str) -> None:
 
 
 def draw_titles(ax: Axes, name: str, note: str) -> None:
-    """What is shown, and below it what it says."""
+    """Write the name, and a note below it."""
     ax.set_title(
         name, loc="left", fontsize=11.5, fontweight="bold", color=TEXT_COLOR, pad=20 if note else 6, parse_math=False
     )
     ax.annotate(
-        note, (0, 1), xytext=(0, 6), xycoords="axes fraction", textcoords="offset points", fontsize=9, color=MUTED_COLOR,
-        gid="note",
+        note, (0, 1), xytext=(0, 6), xycoords="axes fraction", textcoords="offset points", fontsize=9,
+        color=MUTED_COLOR, gid="note",
     )  # fmt: skip
 
 
 def _describe_bubble(timeline: Timeline, step: int) -> str:
     if not timeline.is_pipelined:
         return ""
-    formula, value = timeline.ideal_bubble_formula
-    how = f"by formula, {formula}" if timeline.ideal_bubble_source == "formula" else "by simulation with equal stages"
-    note = f"bubble: {timeline.measure_bubble(step):.1%} of the time as measured, {value:.1%} {how}"
+    formula, ideal = timeline.ideal_bubble_formula
+    is_formula = timeline.ideal_bubble_source == "formula"
+    source = f"by formula, {formula}" if is_formula else "by simulation with equal stages"
+    note = f"bubble: {timeline.measure_bubble(step):.1%} of the time as measured, {ideal:.1%} {source}"
     if timeline.schedule is None:
         return note
-    return f"{timeline.schedule.name} · {note} · planned with these durations: {timeline.simulate_schedule(step).measure_bubble():.1%}"
+    planned = timeline.simulate_schedule(step).measure_bubble()
+    return f"{timeline.schedule.name} · {note} · planned with these durations: {planned:.1%}"

@@ -1,1 +1,1 @@
-"""live."""
+"""The live view in a notebook: widgets, their messages, and the page's half in ``static/``."""

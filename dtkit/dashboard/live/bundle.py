@@ -1,8 +1,8 @@
-"""One ES module out of several: what the page loads is a single text, and what we edit are small files.
+"""One ES module made of several small files, for a page that loads a single text.
 
-Each file is a module that a browser or node.js can load as it stands. Here they are put one after the other, in the
-order of their imports; their own import lines go, and ``export`` goes everywhere but in the entry. So the names at the
-top level of all files must differ, as they would have to in one file; a browser refuses to load the bundle otherwise.
+Each file is a module that a browser or node.js can load. The bundle has them in the order of their imports, without
+import lines, and with ``export`` in the entry only. So top-level names must differ between all files; otherwise a
+browser refuses to load the bundle.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _EXPORT_PATTERN = re.compile(r"^export (?=(?:async )?function|const|let|class)",
 
 
 def bundle_modules(entry: Path) -> str:
-    """The entry and all that it imports, as the text of one module that exports what the entry does."""
+    """Return the entry and all its imports as the text of one module with the exports of the entry."""
     order: list[Path] = []
     _collect_modules(entry.resolve(), order)
     parts = [_IMPORT_PATTERN.sub("", path.read_text(encoding="utf-8")) for path in order]
@@ -26,9 +26,9 @@ def bundle_modules(entry: Path) -> str:
 
 
 def _collect_modules(path: Path, modules: list[Path]) -> None:
-    """Append what `path` imports, each once, and then `path` itself."""
-    for found in _IMPORT_PATTERN.findall(path.read_text(encoding="utf-8")):
-        target = (path.parent / found).resolve()
+    """Append the imports of `path`, each once, and then `path`."""
+    for imported in _IMPORT_PATTERN.findall(path.read_text(encoding="utf-8")):
+        target = (path.parent / imported).resolve()
         if target not in modules:
             _collect_modules(target, modules)
     modules.append(path)

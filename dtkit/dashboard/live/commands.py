@@ -1,11 +1,11 @@
-"""What a page may ask of a run, and what is said when it has taken effect.
+"""Commands of a page to its run, and reports of their effect.
 
-A button's callback runs on the kernel's thread and never waits there. The run's own commands are posted, and answer
-by a future; what takes its time (slowing a node down, ending one, writing a checkpoint) is done on a thread. Either way
-the answer is the number of steps that were taken when it took effect, on all nodes.
+A button's callback runs on the kernel's thread and never waits there. The run's own commands are posted and answer with
+a future. Slow commands (delaying a node, ending one, writing a checkpoint) run on a thread. Either way the answer is
+the number of steps at which the command took effect on all nodes.
 
-Slowing a node down and ending one are *drills*, for lessons: a page may ask for them only where the person who shows
-the dashboard said ``drills=True``.
+Delaying and ending a node inject faults, for lessons. A page may do so only where the dashboard was shown with
+``fault_injection=True``.
 """
 
 from __future__ import annotations
@@ -27,42 +27,40 @@ COMMANDS = frozenset({"pause", "resume", "step", "stop", "lr"})
 
 
 class FaultInjectable(Protocol):
-    """What a source has besides, where it can be drilled and saved; each method is asked for by name."""
+    """Methods of runs that take faults and write checkpoints. A run may lack them."""
 
     def inject_delay(self, rank: int, factor: float) -> int:
-        """Have a rank take `step_factor` times as long."""
+        """Make a rank's steps `factor` times as long."""
         ...
 
     def inject_fault(self, name: str, rank: int) -> int:
-        """End a rank's process: ``drill("kill", 3)``."""
+        """End a rank's process: ``inject_fault("kill", 3)``."""
         ...
 
     def save(self, path: str | None = None) -> Any:
-        """Write a checkpoint; returns what has its step and path. ValueError without a path where none is known."""
+        """Write a checkpoint; return its step and path. Raise ValueError if no path is known."""
         ...
 
 
 class CommandHandler:
-    """Passes on what pages ask for; `said` hears of effects and refusals, on any thread."""
+    """Passes commands of pages to the run; `report` gets (kind, command, text) of effects and refusals."""
 
     def __init__(self, run: RunView, report: Callable[[str, str, str], None], *, fault_injection: bool = False) -> None:
         self._run, self._report, self.fault_injection = run, report, fault_injection
 
     @property
     def extra_controls(self) -> list[str]:
-        """Which of the controls that not every run has are to be shown."""
-        source = self._run
-        found = ["slow"] if self.fault_injection and hasattr(source, "inject_delay") else []
-        found += ["kill"] if self.fault_injection and hasattr(source, "inject_fault") else []
-        return found + (["save"] if hasattr(source, "save") else [])
+        """Controls to show that not every run has."""
+        controls = {"slow": "inject_delay", "kill": "inject_fault"} if self.fault_injection else {}
+        return [name for name, method in (controls | {"save": "save"}).items() if hasattr(self._run, method)]
 
     def handle(self, command: str, value: Any) -> None:
-        """Pass `command` on; raises what the run says against it, where that is known at once."""
+        """Pass a command to the run. Raise the run's error where it refuses at once."""
         if command in COMMANDS:
-            number = _parse_lr(value) if command == "lr" else None
-            answer = self._run.post(command, number)
-            if isinstance(answer, Future):
-                answer.add_done_callback(lambda done: self._report_result(command, number, done))
+            lr = _parse_lr(value) if command == "lr" else None
+            future = self._run.post(command, lr)
+            if isinstance(future, Future):
+                future.add_done_callback(lambda done: self._report_result(command, lr, done))
         elif command in self.extra_controls:
             self._run_in_background(command, value)
 
@@ -78,17 +76,17 @@ class CommandHandler:
             self._report("refused", command, str(error))
 
     def _run_in_background(self, command: str, value: Any) -> None:
-        act = {"slow": self._prepare_delay, "kill": self._prepare_kill, "save": self._prepare_save}[command](value)
+        action = {"slow": self._prepare_delay, "kill": self._prepare_kill, "save": self._prepare_save}[command](value)
 
         def work() -> None:
-            self._report("effect", command, act())
+            self._report("effect", command, action())
 
         def refuse(error: Exception) -> None:
             self._report("refused", command, str(error))
 
         threading.Thread(target=run_guarded, args=(work, refuse), name=f"dtkit-{command}", daemon=True).start()
 
-    # Each checks what the page sent, and returns what is to be done on a thread.
+    # Each of these checks the page's value, and returns the action to run on a thread.
 
     def _prepare_delay(self, value: Any) -> Callable[[], str]:
         rank, factor = self._parse_rank(value), _parse_factor(value)
@@ -96,8 +94,8 @@ class CommandHandler:
 
         def act() -> str:
             step = run.inject_delay(rank, factor)
-            what = "runs at full speed" if factor == 1 else f"is slowed {factor:g}x"
-            return f"node {rank} {what} since step {step:,}"
+            effect = "runs at full speed" if factor == 1 else f"is slowed {factor:g}x"
+            return f"node {rank} {effect} since step {step:,}"
 
         return act
 
@@ -111,29 +109,29 @@ class CommandHandler:
         def act() -> str:
             try:
                 saved = run.save()
-            except ValueError:  # nobody said where to
+            except ValueError:  # the run has no path
                 saved = run.save(folder)
             return f"checkpoint of step {saved.step:,} on all nodes saved: {saved.path}"
 
         return act
 
     def _parse_rank(self, value: Any) -> int:
-        rank = value.get("rank") if isinstance(value, dict) else None
-        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self._run.spec.world_size:
-            raise ValueError(f"node {rank!r}: there are nodes 0 to {self._run.spec.world_size - 1}")
+        rank, world_size = value.get("rank") if isinstance(value, dict) else None, self._run.spec.world_size
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < world_size:
+            raise ValueError(f"node {rank!r}: there are nodes 0 to {world_size - 1}")
         return rank
 
 
 def _describe_effect(command: str, value: float | None, step: int) -> str:
-    """``paused at step 412 on all nodes``."""
+    """Return a text such as ``paused at step 412 on all nodes``."""
     if command == "lr":
         return f"learning rate {value:g} from step {step:,} on, on all nodes"
-    what = {"pause": "paused", "resume": "resumed", "step": "one step taken: all nodes stand", "stop": "stopped"}
-    return f"{what[command]} at step {step:,}" + ("" if command == "step" else " on all nodes")
+    effect = {"pause": "paused", "resume": "resumed", "step": "one step taken: all nodes are", "stop": "stopped"}
+    return f"{effect[command]} at step {step:,}" + ("" if command == "step" else " on all nodes")
 
 
 def _parse_lr(value: Any) -> float:
-    """A learning rate as the page sent it."""
+    """Return the page's learning rate."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
         raise ValueError(f"a learning rate of {value!r}: it must be a number of 0 or more, such as 0.01")
     return float(value)
@@ -147,6 +145,6 @@ def _parse_factor(value: Any) -> float:
 
 
 def _make_file_name(name: str) -> str:
-    """A run's name as the name of a file: letters, digits, dashes."""
-    kept = "".join(c if c.isalnum() or c in "-_" else "-" for c in formatting.sanitize_text(name, 40))
-    return kept.strip("-") or "run"
+    """Return a file name of letters, digits and dashes."""
+    clean = "".join(c if c.isalnum() or c in "-_" else "-" for c in formatting.sanitize_text(name, 40))
+    return clean.strip("-") or "run"

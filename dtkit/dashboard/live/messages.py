@@ -1,20 +1,17 @@
-"""What a page is sent of a run: one snapshot, then changes only, numbered so that they apply in order.
+"""Messages to the page of a run: one snapshot, then changes, numbered so that they apply in order.
 
-Every message has a ``seq``. A *change* applies to the state that its ``base`` numbers and to no other; a
-page that finds a gap (it was opened late, or its module was still loading) says hello, and the answer is a
-*snapshot*, which any page may take at any time. All pages of one model get every message, so they stay in
-step.
+Every message has a ``seq``. A *change* applies only to the state that its ``base`` numbers. A page that finds a gap,
+because it was opened late or its module was still loading, sends hello and gets a *snapshot*. Any page may apply a
+snapshot at any time. All pages of one model get every message, so they stay in step.
 
-A change is bounded: at most ``MAX_CHANGE_BYTES`` of curves and ``MAX_CHANGE_EVENTS`` lines of log. What is left
-over follows with the next (:attr:`MessageBuilder.pending`), oldest first, so nothing is lost and nothing is coarser
-for it.
+A change has at most ``MAX_CHANGE_BYTES`` of curves and ``MAX_CHANGE_EVENTS`` lines of the log. The rest follows with
+the next change (:attr:`MessageBuilder.has_pending`), oldest first, so nothing is lost.
 
-A message is JSON and five buffers, little-endian: the buckets of the curves; per rank loss, throughput and
-memory; per bar of the time panel the seconds in each phase; the lines of single nodes among many, all of these
-float32; and the boxes of the timeline, in uint16. What did not change since is empty. Numbers that people read are
-formatted here, once; text is sent as text.
+A message is JSON and five little-endian buffers. Four are float32: the buckets of the curves; loss, throughput and
+memory by rank; the seconds of each phase by bar; and the lines of single nodes among many. The fifth is uint16: the
+boxes of the timeline. A buffer without changes is empty. Numbers that people read are formatted here.
 
-The node that somebody selected is kept here, so that all pages agree on it.
+The selected node is kept here, so that all pages agree on it.
 """
 
 from __future__ import annotations
@@ -31,9 +28,8 @@ from dtkit._util.guard import run_guarded
 from dtkit.dashboard.summary.curves import CHARTS, MAX_NODE_LINES, Curves, format_overall_label
 from dtkit.dashboard.summary.lost_nodes import count_initial_nodes, update_lost_nodes
 from dtkit.dashboard.summary.metrics import build_tiles, compute_epoch, compute_run_metrics
-from dtkit.dashboard.summary.node_series import NODE_CHARTS as SPOT_CHARTS
-from dtkit.dashboard.summary.node_series import NodeSeries
-from dtkit.dashboard.summary.notices import collect_notices
+from dtkit.dashboard.summary.node_series import NODE_CHARTS, NodeSeries
+from dtkit.dashboard.summary.notices import MARKED_EVENTS, collect_notices
 from dtkit.dashboard.summary.outliers import find_outliers
 from dtkit.dashboard.summary.stall import find_stall
 from dtkit.dashboard.summary.step_strip import BOX_KINDS, make_step_strip
@@ -53,26 +49,24 @@ MAX_LOG_LINES = 200
 """Lines of the log that a page keeps."""
 MAX_MARKS = 60
 """Events that a page marks on the step axis."""
-MARKED_EVENTS = frozenset({"pause", "resume", "lr", "error", "stop", "stuck", "lost", "repair", "save"})
-"""The kinds of events that get a mark; the others are in the log alone."""
 STRIP_INTERVAL_S = 1.0
-"""Seconds between two timelines: its boxes are most of the bytes, and it is looked at and not watched."""
+"""Shortest time between two timelines, whose boxes are most of the bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """JSON-able content and its buffers."""
+    """Content for JSON, and buffers."""
 
     content: dict[str, Any]
     buffers: list[bytes]
 
 
 class MessageBuilder:
-    """Composes messages about a source. Not thread-safe: one caller at a time."""
+    """Builds messages about a run. Not thread-safe: one caller at a time."""
 
     def __init__(self, run: RunView, clock: Callable[[], float] = time.monotonic) -> None:
         self._run, self._clock = run, clock
-        self._num_ranks = count_initial_nodes(run)  # a run that goes on without some had lines of theirs
+        self._num_ranks = count_initial_nodes(run)  # with lines of nodes that were left out
         self._curves = Curves(CHARTS, self._num_ranks)
         self._max_change_buckets = max(
             1, MAX_CHANGE_BYTES // (12 * self._curves.num_columns)
@@ -88,33 +82,33 @@ class MessageBuilder:
         self._sent_world_size = self._num_ranks
         self._strip_sent_at, self._strip_step, self._has_strip = -math.inf, -1, False
         self.selected_rank: int | None = None
-        """The node that is highlighted."""
+        """The highlighted node."""
         self.extra_controls: Sequence[str] = ()
-        """The controls that not every run has."""
+        """Controls that not every run has."""
         self.last_effect: dict[str, Any] = {"count": 0, "text": ""}
-        """How many commands took effect, and the last of them in words."""
+        """Number of commands that took effect, and the last one in words."""
 
     def __len__(self) -> int:
-        """How many nodes it is about."""
+        """Return the number of nodes."""
         return self._num_ranks
 
     @property
     def seq(self) -> int:
-        """The number of the last message."""
+        """Number of the last message."""
         return self._seq
 
     @property
     def has_pending(self) -> bool:
-        """Whether the last change left something over for the next."""
-        late = self._has_strip and self._strip_step != self._run.status.step
-        return late or self._curves.has_changes or self._num_events_sent < len(self._run.history.events)
+        """Whether the last change left data for the next one."""
+        is_strip_late = self._has_strip and self._strip_step != self._run.status.step
+        return is_strip_late or self._curves.has_changes or self._num_events_sent < len(self._run.history.events)
 
     def build_snapshot(self) -> Message:
-        """Everything that a page needs, complete and down-sampled."""
-        source = self._run
+        """Return everything that a page needs, downsampled."""
+        history = self._run.history
         self._read_history()
-        self._num_evaluations_sent, self._num_events_sent = len(source.history.evaluations), len(source.history.events)
-        events = source.history.events[: self._num_events_sent]
+        self._num_evaluations_sent, self._num_events_sent = len(history.evaluations), len(history.events)
+        events = history.events[: self._num_events_sent]
         content = self._build_current_state("snapshot") | {
             "head": self._build_header(),
             "nodes": self._build_nodes(),
@@ -126,20 +120,20 @@ class MessageBuilder:
         return self._pack_message(content, part.values, part.width, part.origin, part.first)
 
     def build_change(self) -> Message:
-        """What changed since the last message."""
+        """Return the changes since the last message."""
         history = self._run.history
         self._read_history()
         content = self._build_current_state("change")
-        if self._sent_nodes != list(self._run.nodes):  # an engine was replaced, or left out
+        if self._sent_nodes != list(self._run.nodes):  # an engine was replaced or left out
             content["nodes"] = self._build_nodes()
         if self._sent_world_size != self._run.spec.world_size:
             content["head"] = self._build_header()
         if self._num_events_sent < len(history.events):
-            # A flood of prints is cut to what the page would keep anyway.
+            # Of a flood of prints, send only what a page keeps.
             self._num_events_sent = max(self._num_events_sent, len(history.events) - MAX_LOG_LINES)
-            new = history.events[self._num_events_sent : self._num_events_sent + MAX_CHANGE_EVENTS]
-            self._num_events_sent += len(new)
-            content["events"] = [_build_log_line(event) for event in new]
+            new_events = history.events[self._num_events_sent : self._num_events_sent + MAX_CHANGE_EVENTS]
+            self._num_events_sent += len(new_events)
+            content["events"] = [_build_log_line(event) for event in new_events]
         if self._num_evaluations_sent < len(history.evaluations):
             content["evaluations"] = self._build_evaluations(self._num_evaluations_sent)
             self._num_evaluations_sent += len(content["evaluations"])
@@ -150,7 +144,7 @@ class MessageBuilder:
     # -- parts of a message ---------------------------------------------------------------------------
 
     def _read_history(self) -> None:
-        """Take in what the history gained."""
+        """Read the new rows and events of the history."""
         history = self._run.history
         self._curves.update(history)
         if self._node_series is not None:
@@ -160,15 +154,15 @@ class MessageBuilder:
         self._lost_nodes = update_lost_nodes(self._lost_nodes, events)
 
     def _build_current_state(self, kind: str) -> dict[str, Any]:
-        """What every message has: the state and the figures of now."""
-        source, status = self._run, self._run.status
+        """Return what every message has: the state, notices and metrics."""
+        run, status = self._run, self._run.status
         base, self._seq = self._seq, self._seq + 1
-        stuck = find_stall(source)
-        self._metrics = compute_run_metrics(source.history, self._num_ranks, self._lost_nodes)
-        halt = [] if stuck is None or stuck.rank is None else [stuck.rank]
-        self._outliers = find_outliers(self._metrics, {*self._lost_nodes, *halt})
-        at, of = compute_epoch(source.spec, status.step)
-        error = source.exception
+        stall = find_stall(run)
+        self._metrics = compute_run_metrics(run.history, self._num_ranks, self._lost_nodes)
+        stuck_ranks = [] if stall is None or stall.rank is None else [stall.rank]
+        self._outliers = find_outliers(self._metrics, {*self._lost_nodes, *stuck_ranks})
+        epoch, epochs = compute_epoch(run.spec, status.step)
+        error = run.exception
         return {
             "kind": kind,
             "seq": self._seq,
@@ -177,25 +171,23 @@ class MessageBuilder:
                 "state": status.state.value,
                 "step": status.step,
                 "steps": status.steps,
-                "epoch": at,
-                "epochs": of,
+                "epoch": epoch,
+                "epochs": epochs,
                 "elapsed": _replace_nonfinite(status.elapsed_s),
                 "remaining": _replace_nonfinite(status.remaining_s),
-                "message": ""
-                if stuck
-                else formatting.sanitize_text(status.message),  # a remark says it, with the same words
+                "message": "" if stall else formatting.sanitize_text(status.message),  # a notice has the same words
             },
-            "lr": _replace_nonfinite(source.lr),
-            "tiles": [dataclasses.asdict(tile) for tile in build_tiles(source, self._metrics)],
+            "lr": _replace_nonfinite(run.lr),
+            "tiles": [dataclasses.asdict(tile) for tile in build_tiles(run, self._metrics)],
             "error": None if error is None else _format_error(error),
-            "remarks": [dataclasses.asdict(remark) for remark in collect_notices(source, self._lost_nodes)],
+            "remarks": [dataclasses.asdict(notice) for notice in collect_notices(run, self._lost_nodes)],
             "nodes_now": {
-                "world": source.spec.world_size,
+                "world": run.spec.world_size,
                 "lost": sorted(self._lost_nodes),
-                "stuck": halt,
+                "stuck": stuck_ranks,
                 "outliers": self._outliers,
                 "slow": list(self._metrics.timing.straggler.ranks) if self._metrics.timing.straggler else [],
-                "slowed": sorted(source.delay_factors),
+                "slowed": sorted(run.delay_factors),
             },
             "selected": self.selected_rank,
             "effect": self.last_effect,
@@ -222,7 +214,7 @@ class MessageBuilder:
         }
 
     def _build_evaluations(self, start: int) -> list[dict[str, Any]]:
-        """Evaluations from `start` on, at most a page's worth."""
+        """Return evaluations from `start` on, as many as a page keeps."""
         return [
             {
                 "step": e.step,
@@ -236,56 +228,54 @@ class MessageBuilder:
     ) -> Message:
         content["curves"] = {"width": width, "origin": origin, "first": first, "flat": values.ndim == 2}
         content["curves"]["buckets"] = len(values)
-        rows = len(self._run.history)
-        fresh = (rows, self.selected_rank) != self._packed_state or content["kind"] == "snapshot"
-        self._packed_state = rows, self.selected_rank
-        by_rank = self._metrics.by_rank if fresh else self._metrics.by_rank[:0]
-        parts = self._pack_phase_bars(content) if fresh else np.empty(0)
+        packed_state = len(self._run.history), self.selected_rank
+        is_new = packed_state != self._packed_state or content["kind"] == "snapshot"
+        self._packed_state = packed_state
+        by_rank = self._metrics.by_rank if is_new else self._metrics.by_rank[:0]
+        bars = self._pack_phase_bars(content) if is_new else np.empty(0)
         lines = self._pack_node_series(content)
-        floats = [np.ascontiguousarray(a, "<f4").tobytes() for a in (values, by_rank, parts, lines)]
-        return Message(content, [*floats, self._pack_strip_if_due(content).astype("<u2").tobytes()])
+        buffers = [np.ascontiguousarray(array, "<f4").tobytes() for array in (values, by_rank, bars, lines)]
+        return Message(content, [*buffers, self._pack_strip_if_due(content).astype("<u2").tobytes()])
 
     def _pack_node_series(self, content: dict[str, Any]) -> np.ndarray:
-        """Single nodes among many: the words into `content`; returns their means, (buckets, charts, ranks)."""
+        """Describe the lines of single nodes in `content`; return their means, of shape (buckets, charts, ranks)."""
         if self._node_series is None:
             return np.empty(0)
-        wanted = list(dict.fromkeys([*self._outliers, *([] if self.selected_rank is None else [self.selected_rank])]))
-        found = self._node_series.take_changes(wanted, full=content["kind"] == "snapshot")
-        if found is None:
+        ranks = list(dict.fromkeys([*self._outliers, *self._list_selected()]))
+        lines = self._node_series.take_changes(ranks, full=content["kind"] == "snapshot")
+        if lines is None:
             return np.empty(0)
         content["spot"] = {
-            "ranks": found.ranks,
-            "width": found.width,
-            "origin": found.origin,
-            "first": found.first,
-            "charts": [chart.name for chart in SPOT_CHARTS],
-            "buckets": len(found.means),
+            "ranks": lines.ranks,
+            "width": lines.width,
+            "origin": lines.origin,
+            "first": lines.first,
+            "charts": [chart.name for chart in NODE_CHARTS],
+            "buckets": len(lines.means),
         }
-        return found.means
+        return lines.means
+
+    def _list_selected(self) -> list[int]:
+        return [] if self.selected_rank is None else [self.selected_rank]
 
     def _pack_strip_if_due(self, content: dict[str, Any]) -> np.ndarray:
-        """The timeline: the words into `content`; returns its boxes, and then the plan's, as (boxes, 5).
-
-        That is the rank's place, begin and end in 1/60,000 of the step, the kind + 16 times (micro-batch + 1), and the
-        stage + 1.
-        """
+        """Describe the timeline in `content`; return its boxes, and then those of the plan, of shape (boxes, 5)."""
         now, step = self._clock(), self._run.status.step
-        whole = content["kind"] == "snapshot"
-        if not whole and (step == self._strip_step or now - self._strip_sent_at < STRIP_INTERVAL_S):
+        is_due = step != self._strip_step and now - self._strip_sent_at >= STRIP_INTERVAL_S
+        if not is_due and content["kind"] != "snapshot":
             return np.empty(0)
-        wanted = [self.selected_rank] if self.selected_rank is not None else []
         self._strip_sent_at, self._strip_step = now, step
 
-        def draw() -> np.ndarray:
-            found = make_step_strip(getattr(self._run, "timeline", None), [*wanted, *self._outliers])
-            self._has_strip = found is not None
-            return np.empty(0) if found is None else self._pack_strip(content, found)
+        def pack() -> np.ndarray:
+            step_strip = make_step_strip(self._run.timeline, [*self._list_selected(), *self._outliers])
+            self._has_strip = step_strip is not None
+            return np.empty(0) if step_strip is None else self._pack_strip(content, step_strip)
 
-        def say(error: Exception) -> np.ndarray:
+        def report(error: Exception) -> np.ndarray:
             content["strip"] = {"error": _format_error(error)}
             return np.empty(0)
 
-        return run_guarded(draw, say)
+        return run_guarded(pack, report)
 
     def _pack_strip(self, content: dict[str, Any], step_strip: StepStrip) -> np.ndarray:
         content["strip"] = {
@@ -300,19 +290,23 @@ class MessageBuilder:
         return np.concatenate([_pack_boxes(step_strip, step_strip.boxes), _pack_boxes(step_strip, step_strip.plan)])
 
     def _pack_phase_bars(self, content: dict[str, Any]) -> np.ndarray:
-        """Where a step's time goes: the words into `content`; returns the bars' seconds, (bars, phases)."""
-        parts = self._metrics.timing
-        shown = select_bars(parts, self.selected_rank) if parts.is_measured else []
+        """Describe the time of a step in `content`; return the bars' seconds, of shape (bars, phases)."""
+        timing = self._metrics.timing
+        bars = select_bars(timing, self.selected_rank) if timing.is_measured else []
         content["time"] = {
-            "steps": parts.num_steps,
-            "bars": [{"rank": bar.rank, "label": bar.label, "slow": bar.is_straggler} for bar in shown],
-            "straggler": None if parts.straggler is None else parts.straggler.text,
+            "steps": timing.num_steps,
+            "bars": [{"rank": bar.rank, "label": bar.label, "slow": bar.is_straggler} for bar in bars],
+            "straggler": None if timing.straggler is None else timing.straggler.text,
         }
-        return np.array([bar.seconds for bar in shown])
+        return np.array([bar.seconds for bar in bars])
 
 
 def _pack_boxes(step_strip: StepStrip, boxes: np.ndarray) -> np.ndarray:
-    """Boxes of a timeline as five uint16 each."""
+    """Return five uint16 for each box of a timeline.
+
+    They are the rank's position, begin and end in 1/60,000 of the step, the kind plus 16 times (micro-batch + 1), and
+    the stage + 1.
+    """
     packed = np.zeros((len(boxes), 5), "u2")
     packed[:, 0] = np.searchsorted(step_strip.ranks, boxes["rank"])
     for column, name in ((1, "begin"), (2, "end")):
@@ -323,7 +317,7 @@ def _pack_boxes(step_strip: StepStrip, boxes: np.ndarray) -> np.ndarray:
 
 
 def _build_log_line(event: Event) -> dict[str, Any]:
-    """One event as a line of the log. Text stays text: the page never reads it as markup."""
+    """Return an event as a line of the log. The page never reads its text as markup."""
     return {
         "step": event.step,
         "kind": event.kind,
@@ -334,12 +328,12 @@ def _build_log_line(event: Event) -> dict[str, Any]:
 
 
 def _format_error(error: BaseException) -> str:
-    """The first lines of an error, for the banner; the whole of it is raised where the user waits."""
+    """Return the first lines of an error for the banner. The notebook raises all of it from `wait`."""
     lines = str(error).strip().splitlines() or [""]
     text = "\n".join(formatting.sanitize_text(line) for line in lines[:6])
     return f"{type(error).__name__}: {text}"[:1000]
 
 
 def _replace_nonfinite(value: float | None) -> float | None:
-    """JSON has no NaN."""
+    """Return None for a value that JSON can't hold."""
     return value if value is not None and math.isfinite(value) else None

@@ -1,18 +1,15 @@
-"""The one down-sampling of all views: curves in a fixed number of buckets that keep every extreme.
+"""Downsampled curves for all views: a fixed number of buckets that keep every extreme value.
 
-The step axis is cut into buckets of `width` steps. A bucket holds, for each line of each chart, the
-smallest, the largest and the mean of the values that fell into it. When the steps outgrow the budget,
-neighbouring buckets are joined and the width doubles; so 100,000 steps cost what 500 cost, a spike of one
-step never disappears, and the mean of a bucket is a line that can be read where the values alone would be a
-thick band.
+The step axis is divided into buckets of `width` steps. A bucket holds the smallest, the mean and the largest value of
+each line of each chart. When the steps exceed the buckets, neighboring buckets are merged and the width doubles. So
+100,000 steps cost as much as 500, a spike of one step never disappears, and the mean is a readable line.
 
-Up to ``MAX_NODE_LINES`` ranks have a line each; more share one, whose smallest and largest are then the band
-over all nodes. The last line of a chart is the value over all ranks. Charts of what is the same on every rank
-(the learning rate, the reduced gradient's norm) have that line alone. The lines of all charts stand side by
-side, as the columns of one table (:class:`ChartLayout`).
+Up to ``MAX_NODE_LINES`` ranks have a line each. More ranks share one, which is the band over all nodes. The last line
+of a chart is the value over all ranks. Charts of values that are equal on all ranks (learning rate, gradient norm) have
+that line only. The lines of all charts are columns of one table (:class:`ChartLayout`).
 
-Joining needs nothing but the buckets themselves. A page that holds a copy joins its own when told a new
-width, and is sent only the buckets that changed (:meth:`Curves.take`).
+Merging needs the buckets only. A page with a copy merges its own buckets when it gets a new width, and receives only
+the changed buckets (:meth:`Curves.take_changes`).
 """
 
 from __future__ import annotations
@@ -28,21 +25,20 @@ if TYPE_CHECKING:
     from dtkit.history.history import History
 
 MAX_BUCKETS = 512
-"""Buckets at most: about one a pixel of a chart. A power of two, so that halving stays even."""
+"""Largest number of buckets, about one for each pixel of a chart. A power of two, so that halves are whole."""
 
 MAX_NODE_LINES = 8
-"""Ranks that are told apart by a line of their own; above, a band."""
+"""Largest number of ranks with a line of their own; more share a band."""
 
-
-_MAX_DRAWABLE = 1e37  # float32 ends at 3e38, and charts need room to subtract
+_MAX_DRAWABLE = 1e37  # float32 ends at 3e38, and charts subtract values
 
 
 @dataclasses.dataclass(frozen=True)
 class Chart:
-    """One quantity over the steps: how to read it from rows (``ROW``), and from totals (``TOTAL_DTYPE``) and `copies`.
+    """A quantity over the steps, read from rows (``ROW_DTYPE``), and from totals (``TOTAL_DTYPE``).
 
-    `copies` is how many ranks share one replica of the model (:attr:`~dtkit.History.copies`).
-    Without `from_rows` there are no lines for nodes; without `from_totals` any rank's rows say it for all.
+    The second argument of `from_totals` is :attr:`History.ranks_per_replica`. Without `from_rows` there are no lines of
+    nodes; without `from_totals` the rows of any rank hold for all.
     """
 
     name: str
@@ -52,7 +48,7 @@ class Chart:
 
 @dataclasses.dataclass(frozen=True)
 class ChartLayout:
-    """Where a chart's lines stand in the table of curves: `nodes` columns from `first` on, then the one over all."""
+    """Columns of a chart in the table of curves: `nodes` columns from `first` on, then the one over all ranks."""
 
     name: str
     first: int
@@ -66,29 +62,29 @@ class ChartLayout:
 
 
 def compute_own_throughput(rows: np.ndarray) -> np.ndarray:
-    """Samples per second of a rank while it does not wait for others: nodes in step differ in nothing else."""
+    """Return samples per second of a rank without its waiting time, in which nodes in step differ."""
     busy = rows["step_s"] - rows["wait_s"]
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.asarray(np.where(busy > 0, rows["samples"] / busy, np.nan))
 
 
 def find_rows_without_loss(rows: np.ndarray) -> np.ndarray:
-    """Which rows are of a rank that has no loss to tell: it had no sample, or a stage that is not a pipeline's last.
+    """Return which rows have no loss: of a rank without samples, or of a stage that is not the last one.
 
-    A loss that has become NaN is another matter: it has a weight.
+    A loss that became NaN has a weight, and doesn't count here.
     """
     return np.asarray(np.isnan(rows["loss"]) & (rows["weight"] == 0))
 
 
 def count_replicas(num_ranks: int, ranks_per_replica: int) -> int:
-    """How many parts each batch is cut into, where `copies` ranks share one replica of the model."""
+    """Return the number of replicas, among which each batch is divided."""
     return max(1, num_ranks // ranks_per_replica)
 
 
 def format_overall_label(num_ranks: int, ranks_per_replica: int, num_initial_ranks: int | None = None) -> str:
-    """The name of throughput's line over all nodes: ``all ÷ 4``, and ``all`` where all take the same samples.
+    """Return the label of throughput over all nodes: ``all ÷ 4``, or ``all`` for one replica.
 
-    A run that began with more nodes than there are now was divided by other numbers before: ``all ÷ n``.
+    A run that began with more nodes had another divisor, so its label is ``all ÷ n``.
     """
     count = count_replicas(num_ranks, ranks_per_replica)
     if num_initial_ranks is not None and count != count_replicas(num_initial_ranks, ranks_per_replica):
@@ -97,7 +93,7 @@ def format_overall_label(num_ranks: int, ranks_per_replica: int, num_initial_ran
 
 
 def _compute_mean_throughput(totals: np.ndarray, ranks_per_replica: int) -> np.ndarray:
-    # All together, divided by the replicas: on the scale of the nodes' own lines, equal when none waits.
+    # Division by the replicas gives the scale of the nodes' lines, which are equal to it when no node waits.
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.asarray(totals["samples"] / totals["step_s"] / np.maximum(1, totals["ranks"] // ranks_per_replica))
 
@@ -110,22 +106,22 @@ CHARTS = (LOSS, THROUGHPUT, LR, GRAD_NORM)
 
 
 def make_chart_layouts(charts: Sequence[Chart], num_ranks: int, max_lines: int = MAX_NODE_LINES) -> list[ChartLayout]:
-    """The columns of each chart; up to `lines` ranks have one each."""
-    found, first = [], 0
+    """Return the columns of each chart. Up to `max_lines` ranks have one each."""
+    layouts, first = [], 0
     banded = num_ranks > max_lines
     for chart in charts:
-        both = chart.from_rows is not None and chart.from_totals is not None
-        nodes = (1 if banded else num_ranks) if both else 0
-        found.append(ChartLayout(chart.name, first, nodes, banded and both))
+        has_node_lines = chart.from_rows is not None and chart.from_totals is not None
+        nodes = (1 if banded else num_ranks) if has_node_lines else 0
+        layouts.append(ChartLayout(chart.name, first, nodes, banded and has_node_lines))
         first += nodes + 1
-    return found
+    return layouts
 
 
 @dataclasses.dataclass(frozen=True)
 class CurveBuckets:
     """Buckets `first` to `first + len(values)` of some curves.
 
-    `values` is float32 of shape (buckets, columns, 3): smallest, mean, largest; NaN where nothing is.
+    `values` is float32 of shape (buckets, columns, 3): smallest, mean, largest; NaN without values.
     """
 
     width: int
@@ -135,7 +131,7 @@ class CurveBuckets:
 
     @property
     def is_flat(self) -> bool:
-        """Whether smallest, mean and largest are the same everywhere, so that one of them says all."""
+        """Whether smallest, mean and largest are equal everywhere."""
         low, high = self.values[..., 0], self.values[..., 2]
         return bool(np.array_equal(low, high, equal_nan=True))
 
@@ -147,9 +143,9 @@ class CurveBuckets:
 
 
 class Curves:
-    """The curves of a growing history, for `ranks` ranks, in at most `budget` buckets.
+    """Curves of a growing history, for `num_ranks` ranks, in at most `max_buckets` buckets.
 
-    More than `lines` ranks share a band.
+    More than `max_lines` ranks share a band.
     """
 
     def __init__(
@@ -170,16 +166,16 @@ class Curves:
 
     @property
     def width(self) -> int:
-        """Steps in a bucket."""
+        """Number of steps in a bucket."""
         return self._width
 
     @property
     def has_changes(self) -> bool:
-        """Whether buckets changed that were not taken."""
+        """Whether some changed buckets were not taken."""
         return self._first_changed < self._num_buckets
 
     def update(self, history: History) -> None:
-        """Read what the history gained since the last time."""
+        """Read the new rows of the history."""
         rows = history.rows(self._num_rows_read)
         totals = history.totals(self._num_totals_read)
         self._num_rows_read += len(rows)
@@ -194,45 +190,45 @@ class Curves:
                 values = chart.from_totals(totals, history.ranks_per_replica)
                 self._add_values(np.full(len(totals), layout.overall_column), totals["step"], values)
             if chart.from_rows is not None and len(rows):
-                # What is the same on every rank is read from one of them.
+                # Values that are equal on all ranks are read from one of them.
                 own = rows if chart.from_totals is not None else rows[rows["rank"] == rows["rank"].min()]
                 line = own["rank"].astype("i8") if layout.nodes > 1 else np.zeros(len(own), "i8")
                 self._add_values(layout.first + line, own["step"], chart.from_rows(own))
 
     def widen(self, width: int) -> None:
-        """Join buckets until they are `width` steps wide, a power of two; wider ones stay."""
+        """Merge buckets until they are at least `width` steps wide, which is a power of two."""
         while self._width < width:
             self._merge_neighbors()
 
     def take_changes(self, max_buckets: int | None = None, columns: Sequence[int] | None = None) -> CurveBuckets:
-        """The buckets that changed since they were last taken, the oldest `limit` of them; of some columns, or all."""
+        """Return changed buckets that were not taken, the oldest `max_buckets` of them, of some columns or all."""
         stop = self._num_buckets if max_buckets is None else min(self._num_buckets, self._first_changed + max_buckets)
         first, self._first_changed = self._first_changed, max(stop, self._first_changed)
         return self._get_buckets(first, stop, columns)
 
     def take_all(self, columns: Sequence[int] | None = None) -> CurveBuckets:
-        """Every bucket; none counts as changed after it."""
+        """Return all buckets. None of them counts as changed afterwards."""
         self._first_changed = self._num_buckets
         return self.get_all(columns)
 
     def get_all(self, columns: Sequence[int] | None = None) -> CurveBuckets:
-        """Every bucket, without touching what counts as changed."""
+        """Return all buckets, and keep which of them count as changed."""
         return self._get_buckets(0, self._num_buckets, columns)
 
     def _get_buckets(self, first: int, stop: int, columns: Sequence[int] | None) -> CurveBuckets:
-        here: Any = slice(first, stop)
+        part: Any = slice(first, stop)
         if columns is not None:
-            here = np.ix_(range(first, stop), columns)
-        count = self._count[here]
-        seen = count > 0
+            part = np.ix_(range(first, stop), columns)
+        count = self._count[part]
+        has_values = count > 0
         values = np.full((*count.shape, 3), np.nan, "f4")
-        values[seen, 0] = self._low[here][seen]
-        values[seen, 1] = self._sum[here][seen] / count[seen]
-        values[seen, 2] = self._high[here][seen]
+        values[has_values, 0] = self._low[part][has_values]
+        values[has_values, 1] = self._sum[part][has_values] / count[has_values]
+        values[has_values, 2] = self._high[part][has_values]
         return CurveBuckets(self._width, self._origin or 0, first, values)
 
     def _extend_to(self, first_step: int, last_step: int) -> None:
-        """Widen the buckets until `highest` falls into the budget, and note what is about to change."""
+        """Widen the buckets until `last_step` has one, and note which buckets change."""
         if self._origin is None:
             self._origin = first_step
         while (last_step - self._origin) // self._width >= self._max_buckets:
@@ -242,12 +238,12 @@ class Curves:
         self._num_buckets = max(self._num_buckets, (last_step - self._origin) // self._width + 1)
 
     def _merge_neighbors(self) -> None:
-        """Join neighbouring buckets. The last one may have been half full, so it counts as changed."""
+        """Merge neighboring buckets. The last one may have been half full, so it counts as changed."""
         half, last = self._max_buckets // 2, max(0, self._num_buckets - 1) // 2
         count = self._count[0::2] + self._count[1::2]
         exact = self._sum[0::2] + self._sum[1::2]
-        # A page knows means and not counts, so the mean of a pair is the mean of its two, here as there. It
-        # is another than the exact one only where a NaN left a bucket short, and in the last: sent again.
+        # A page knows means and not counts, so the mean of a pair is the mean of two means, here and on the page.
+        # It differs from the exact mean where a NaN left a bucket short, and in the last bucket, which is sent again.
         means = [self._sum[k::2] / np.maximum(self._count[k::2], 1) for k in (0, 1)]
         both = (self._count[0::2] > 0) & (self._count[1::2] > 0)
         both[last] = False
@@ -261,19 +257,19 @@ class Curves:
         self._num_buckets = (self._num_buckets + 1) // 2
 
     def _add_values(self, column: np.ndarray, steps: np.ndarray, values: np.ndarray) -> None:
-        """Add values to their buckets. What can't be drawn (NaN, or beyond float32) leaves a gap."""
-        keep = np.abs(values) < _MAX_DRAWABLE
-        values = values[keep].astype("f8")
-        bucket = np.maximum(steps[keep] - (self._origin or 0), 0) // self._width
-        at = bucket * self.num_columns + column[keep]
-        np.minimum.at(self._low.reshape(-1), at, values)
-        np.maximum.at(self._high.reshape(-1), at, values)
-        np.add.at(self._sum.reshape(-1), at, values)
-        np.add.at(self._count.reshape(-1), at, 1)
+        """Add values to their buckets. Values that can't be drawn (NaN, or beyond float32) leave a gap."""
+        is_drawable = np.abs(values) < _MAX_DRAWABLE
+        values = values[is_drawable].astype("f8")
+        bucket = np.maximum(steps[is_drawable] - (self._origin or 0), 0) // self._width
+        index = bucket * self.num_columns + column[is_drawable]
+        np.minimum.at(self._low.reshape(-1), index, values)
+        np.maximum.at(self._high.reshape(-1), index, values)
+        np.add.at(self._sum.reshape(-1), index, values)
+        np.add.at(self._count.reshape(-1), index, 1)
 
 
 def downsample(history: History, chart: Chart, num_ranks: int, max_buckets: int = MAX_BUCKETS) -> CurveBuckets:
-    """The curves of one chart over a whole history, at once."""
+    """Return the curves of one chart over a whole history."""
     curves = Curves((chart,), num_ranks, max_buckets)
     curves.update(history)
     return curves.get_all()

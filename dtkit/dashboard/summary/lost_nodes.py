@@ -1,7 +1,7 @@
-"""Which nodes are lost: read from the events of a run, "lost" and "repair", each with the node's rank.
+"""Lost nodes, read from the events "lost" and "repair" of a run, each with the node's rank.
 
-A repair without a rank ends all of that: the lost were replaced, or the run goes on without them. Then its world is
-smaller than the one that it began with, and the ranks above those that were left out have moved down.
+A repair without a rank clears all lost nodes: they were replaced, or the run goes on without them. In the second case
+the world size is smaller than before, and higher ranks have moved down.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ if TYPE_CHECKING:
     from dtkit.types import Event
 
 LostNodes = dict[int, int]
-"""The step at which each lost node went, by rank."""
+"""The step at which each node was lost, by rank."""
 
-_FIRST_ROWS = 1024  # rows: the first step of every rank is among them
+_FIRST_ROWS = 1024  # enough rows for the first step of every rank
 
 
 def update_lost_nodes(lost_nodes: LostNodes, events: Iterable[Event]) -> LostNodes:
-    """`lost` as it is after these events, so that a growing list is read once."""
-    found = dict(lost_nodes)
+    """Return the lost nodes after new events, so that each event is read once."""
+    updated = dict(lost_nodes)
     for event in events:
         if event.kind == "lost" and event.rank is not None:
-            found[event.rank] = event.step
+            updated[event.rank] = event.step
         elif event.kind == "repair" and event.rank is None:
-            found.clear()
+            updated.clear()
         elif event.kind == "repair" and event.rank is not None:
-            found.pop(event.rank, None)
-    return found
+            updated.pop(event.rank, None)
+    return updated
 
 
 def count_initial_nodes(run: RunView) -> int:
-    """How many nodes the run began with: more than its world has now, where some were left out."""
+    """Return the number of nodes at the start of a run, which is larger than its world size if nodes were left out."""
     first = run.history.rows(0, min(_FIRST_ROWS, len(run.history)))["rank"]
     return max(run.spec.world_size, int(first.max(initial=-1)) + 1)

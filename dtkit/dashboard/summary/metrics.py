@@ -1,4 +1,4 @@
-"""The few numbers of *now*, over the last steps, that every view shows: of all nodes, and of each."""
+"""Current metrics over the last steps, of all nodes and of each node."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dtkit.types import RunSpec
 
 WINDOW_STEPS = 20
-"""Steps over which a rate is taken: long enough to be read, short enough to show a change."""
+"""Number of steps over which a rate is taken: enough for a stable number, few enough to show a change."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,26 +41,26 @@ class RunMetrics:
     by_rank: np.ndarray
     timing: StepTiming
     ranks_without_loss: np.ndarray
-    """Which ranks had no loss to tell in their last step, so that its NaN means nothing."""
+    """Ranks that reported no loss in their last step, whose NaN means nothing."""
     lost_nodes: LostNodes
-    """The nodes that are lost, and since which step."""
+    """Lost nodes, with the step of the loss."""
 
 
 def compute_run_metrics(history: History, num_ranks: int, lost_nodes: LostNodes | None = None) -> RunMetrics:
-    """Read the last steps of a history; `lost` is read from its events unless the caller has followed them."""
+    """Return the metrics of a history. Without `lost_nodes` they are read from its events."""
     by_rank, silent = np.full((num_ranks, 3), np.nan), np.ones(num_ranks, bool)
-    parts = compute_step_timing(history, num_ranks)
+    timing = compute_step_timing(history, num_ranks)
     lost_nodes = update_lost_nodes({}, history.events) if lost_nodes is None else lost_nodes
     totals = history.totals(history.num_steps - WINDOW_STEPS)
     if not len(totals):
-        return RunMetrics(None, None, None, None, by_rank, parts, silent, lost_nodes)
+        return RunMetrics(None, None, None, None, by_rank, timing, silent, lost_nodes)
     rows = history.rows(len(history) - WINDOW_STEPS * num_ranks)
     rows = rows[rows["rank"] < num_ranks]
     rank = rows["rank"]
     by_rank[rank, 0], silent[rank] = (
         rows["loss"],
         find_rows_without_loss(rows),
-    )  # in the order of steps: the last one written stays
+    )
     busy = np.bincount(rank, rows["step_s"] - rows["wait_s"], num_ranks)
     by_rank[:, 1] = _divide_or_nan(np.bincount(rank, rows["samples"], num_ranks), busy)
     by_rank[rank, 2] = rows["memory_bytes"]
@@ -73,7 +73,7 @@ def compute_run_metrics(history: History, num_ranks: int, lost_nodes: LostNodes 
         loss_spread=float(np.ptp(losses)) if len(losses) > 1 else None,
         step_s=float(np.median(totals["step_s"])),
         by_rank=by_rank,
-        timing=parts,
+        timing=timing,
         ranks_without_loss=silent,
         lost_nodes=lost_nodes,
     )
@@ -84,14 +84,14 @@ def _divide_or_nan(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray
 
 
 def compute_epoch(spec: RunSpec, step: int) -> tuple[int, int]:
-    """(which epoch the run stands in, how many it makes), both counted from 1."""
-    each = max(1, spec.steps_per_epoch)
-    return max(1, math.ceil(step / each)), max(1, math.ceil(spec.steps / each))
+    """Return (current epoch, number of epochs), both counted from 1."""
+    steps_per_epoch = max(1, spec.steps_per_epoch)
+    return max(1, math.ceil(step / steps_per_epoch)), max(1, math.ceil(spec.steps / steps_per_epoch))
 
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """One of the large figures: what it is, its value, and a line under it, which may be an alert."""
+    """A large number of a view, with a label above it and a note below it, which may be an alert."""
 
     label: str
     value: str
@@ -100,7 +100,7 @@ class Tile:
 
 
 def build_tiles(run: RunView, metrics: RunMetrics) -> Iterator[Tile]:
-    """The figures at the top of a view, ready to be read."""
+    """Return the tiles at the top of a view."""
     yield Tile("throughput", formatting.format_rate(metrics.throughput), "samples/s, all nodes")
     yield Tile("mean loss", formatting.format_loss(metrics.loss), _describe_loss(run, metrics))
     slow = metrics.timing.straggler
@@ -118,17 +118,17 @@ def build_tiles(run: RunView, metrics: RunMetrics) -> Iterator[Tile]:
 
 
 def _build_nodes_tile(run: RunView, metrics: RunMetrics) -> Tile:
-    """How many of the world are alive, and the worst that is to be said of them."""
-    # While a repair is under way the world may be the new one already, and the lost are still counted in the old one.
+    """Return the number of live nodes, with the most urgent note on them."""
+    # During a repair the world size may be new already, while lost nodes belong to the old one.
     world = len(metrics.by_rank) if metrics.lost_nodes else run.spec.world_size
     alive = f"{world - len(metrics.lost_nodes):,} / {world:,}"
-    stuck, first = find_stall(run), count_initial_nodes(run)
+    stall, num_initial = find_stall(run), count_initial_nodes(run)
     if metrics.lost_nodes:
         return Tile("nodes", alive, f"✕ {format_nodes(sorted(metrics.lost_nodes))} lost", alert=True)
-    if stuck is not None:
-        return Tile("nodes", alive, format_short(stuck), alert=True)
-    if first > world:
-        return Tile("nodes", alive, f"was {first:,}: {first - world:,} left out")
+    if stall is not None:
+        return Tile("nodes", alive, format_short(stall), alert=True)
+    if num_initial > world:
+        return Tile("nodes", alive, f"was {num_initial:,}: {num_initial - world:,} left out")
     hosts = len({node.host for node in run.nodes})
     return Tile("nodes", alive, f"on {formatting.format_count(hosts, 'host')}" if hosts else "")
 

@@ -1,6 +1,6 @@
-"""What every view says in words: who is lost or stuck, whether the ranks agree, and who is slowed on purpose.
+"""Notices in words: lost and stuck nodes, disagreeing ranks, and delays set on purpose.
 
-A remark has a kind, by which a view chooses glyph and colour. Its text alone says everything.
+A view chooses glyph and color by the kind of a notice. The text alone has all information.
 """
 
 from __future__ import annotations
@@ -22,22 +22,25 @@ if TYPE_CHECKING:
     from dtkit.types import ReplicaCheckResult
 
 NOTICE_GLYPHS = {"lost": "✕", "stuck": STUCK_GLYPH, "differs": "✕", "identical": "✓", "fewer": "○", "slowed": "▼"}
-"""The kinds of remarks, the most urgent first, and the sign that stands before each."""
+"""Kinds of notices, the most urgent first, with the glyph of each."""
 
 ALERT_KINDS = ("lost", "stuck", "differs")
-"""The kinds that are alerts."""
+"""Kinds of notices that are alerts."""
+
+MARKED_EVENTS = frozenset({"pause", "resume", "lr", "error", "stop", "stuck", "lost", "repair", "save"})
+"""Kinds of events with a mark on the step axis. The others are in the log only."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Notice:
-    """A sentence about the run. Its `kind` may be an alert's."""
+    """A sentence about the run."""
 
     kind: str
     text: str
 
 
 def collect_notices(run: RunView, lost_nodes: LostNodes | None = None) -> list[Notice]:
-    """All that is to be said now, the most urgent first; `lost` is read from the events unless the caller knows."""
+    """Return the current notices, the most urgent first. Without `lost_nodes` they are read from the events."""
     lost_nodes = update_lost_nodes({}, run.history.events) if lost_nodes is None else lost_nodes
     ranks = run.spec.world_size
     return [
@@ -50,29 +53,29 @@ def collect_notices(run: RunView, lost_nodes: LostNodes | None = None) -> list[N
 
 
 def _make_lost_notice(lost_nodes: LostNodes, num_ranks: int) -> Iterator[Notice]:
-    """Who went last, and how many are left."""
+    """Return a notice on the lost nodes."""
     if lost_nodes:
-        gone = "was" if len(lost_nodes) == 1 else "were"
-        left = formatting.format_count(num_ranks - len(lost_nodes), "node")
-        yield Notice(
-            "lost",
-            f"{format_nodes(sorted(lost_nodes))} {gone} lost at step {max(lost_nodes.values()):,}; {left} of {num_ranks:,} left",
-        )
+        verb = "was" if len(lost_nodes) == 1 else "were"
+        num_left = formatting.format_count(num_ranks - len(lost_nodes), "node")
+        nodes, step = format_nodes(sorted(lost_nodes)), max(lost_nodes.values())
+        yield Notice("lost", f"{nodes} {verb} lost at step {step:,}; {num_left} of {num_ranks:,} left")
 
 
 def _make_stuck_notice(run: RunView) -> Iterator[Notice]:
-    found = find_stall(run)
-    if found is not None:
-        yield Notice("stuck", formatting.sanitize_text(format_sentence(found), 600))
+    stall = find_stall(run)
+    if stall is not None:
+        yield Notice("stuck", formatting.sanitize_text(format_sentence(stall), 600))
 
 
 def _make_left_out_notice(run: RunView) -> Iterator[Notice]:
-    """That nodes were left out for good."""
+    """Return a notice on nodes that were lost and not replaced."""
     first, ranks = count_initial_nodes(run), run.spec.world_size
     if first > ranks:
-        out = first - ranks
-        be = "was" if out == 1 else "were"
-        yield Notice("fewer", f"{formatting.format_count(ranks, 'node')}: {out:,} of {first:,} {be} lost and left out")
+        num_left_out = first - ranks
+        verb = "was" if num_left_out == 1 else "were"
+        yield Notice(
+            "fewer", f"{formatting.format_count(ranks, 'node')}: {num_left_out:,} of {first:,} {verb} lost and left out"
+        )
 
 
 def _make_consistency_notice(consistency: ReplicaCheckResult | None, num_ranks: int) -> Iterator[Notice]:
@@ -90,16 +93,16 @@ def _make_consistency_notice(consistency: ReplicaCheckResult | None, num_ranks: 
 
 
 def _describe_compared(consistency: ReplicaCheckResult, num_ranks: int) -> str:
-    """What was compared: copies of the whole model, or of its parts, or what is not cut into parts."""
+    """Return what was compared: whole models, replicas of parts, or the parameters that are not split."""
     if consistency.num_holders is None:
         return f"parameters identical on {formatting.format_count(num_ranks, 'node')}"
     if consistency.num_holders > 1:
         return f"parameters identical between {formatting.format_count(consistency.num_holders, 'replica')}"
-    return f"parameters that are not cut identical on {formatting.format_count(num_ranks, 'node')}"
+    return f"parameters that are not split identical on {formatting.format_count(num_ranks, 'node')}"
 
 
 def _make_delay_notices(run: RunView) -> Iterator[Notice]:
-    """One remark for all nodes that are slowed by the same factor."""
+    """Return a notice for all nodes that are slowed by the same factor."""
     by_factor: dict[float, list[int]] = {}
     for rank, factor in sorted(run.delay_factors.items()):
         if math.isfinite(factor) and factor != 1:

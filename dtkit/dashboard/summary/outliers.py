@@ -1,8 +1,7 @@
-"""Which of many nodes are worth a name: the lost, those that keep the others waiting, and who is far from the rest.
+"""Outliers among many nodes: lost nodes, stragglers, and nodes far from the median.
 
-Far is measured in robust standard deviations (1.4826 times the median absolute deviation, Rousseeuw and Croux, JASA
-1993), which a few odd nodes can't stretch. Of 256 nodes that differ by normal chance alone none is beyond ``FAR`` in a
-thousand looks.
+Distance is measured in robust standard deviations: 1.4826 times the median absolute deviation (Rousseeuw and Croux,
+JASA 1993), which a few outliers don't change.
 """
 
 from __future__ import annotations
@@ -19,29 +18,33 @@ if TYPE_CHECKING:
     from dtkit.dashboard.summary.metrics import RunMetrics
 
 MAX_OUTLIERS = 4
-"""Outliers at most: more names can't be told apart at the edge of a chart."""
+"""Largest number of outliers: more names don't fit at the edge of a chart."""
 
 MIN_DEVIATIONS = 6.0
-_MIN_RELATIVE_SPREAD = 0.02  # of the median: nodes that differ by less are alike, however narrow the others lie
+"""Distance of an outlier from the median. Chance alone takes no node of 256 that far."""
+
+_MIN_RELATIVE_SPREAD = 0.02  # of the median; nodes that differ by less are alike
 
 
 def find_outliers(metrics: RunMetrics, lost_ranks: Collection[int] = ()) -> list[int]:
-    """Ranks, the most remarkable first; none where each node has a line of its own anyway."""
+    """Return the ranks of outliers, the most important first; none where every node has a line of its own."""
     if len(metrics.by_rank) <= MAX_NODE_LINES:
         return []
     slow = metrics.timing.straggler.ranks if metrics.timing.straggler else ()
-    far = np.maximum(_measure_deviations(metrics.by_rank[:, 0]), _measure_deviations(metrics.by_rank[:, 1]))
-    odd = [int(rank) for rank in np.argsort(-far, kind="stable")[:MAX_OUTLIERS] if far[rank] > MIN_DEVIATIONS]
-    return list(dict.fromkeys([*sorted(lost_ranks), *slow, *odd]))[:MAX_OUTLIERS]
+    deviations = np.maximum(_measure_deviations(metrics.by_rank[:, 0]), _measure_deviations(metrics.by_rank[:, 1]))
+    distant = [
+        int(rank) for rank in np.argsort(-deviations, kind="stable")[:MAX_OUTLIERS] if deviations[rank] > MIN_DEVIATIONS
+    ]
+    return list(dict.fromkeys([*sorted(lost_ranks), *slow, *distant]))[:MAX_OUTLIERS]
 
 
 def _measure_deviations(values: np.ndarray) -> np.ndarray:
-    """How far each is from the median; 0 for what is not finite."""
-    known = values[np.isfinite(values)]
-    if not len(known):
+    """Return the distance of each value from the median; 0 for values that are not finite."""
+    finite = values[np.isfinite(values)]
+    if not len(finite):
         return np.zeros(len(values))
-    middle = float(np.median(known))
+    median = float(np.median(finite))
     spread = max(
-        1.4826 * float(np.median(np.abs(known - middle))), _MIN_RELATIVE_SPREAD * abs(middle) / MIN_DEVIATIONS, 1e-12
+        1.4826 * float(np.median(np.abs(finite - median))), _MIN_RELATIVE_SPREAD * abs(median) / MIN_DEVIATIONS, 1e-12
     )
-    return np.nan_to_num(np.abs(values - middle) / spread, nan=0.0, posinf=0.0)
+    return np.nan_to_num(np.abs(values - median) / spread, nan=0.0, posinf=0.0)

@@ -1,7 +1,7 @@
-"""The node that all others wait for and that does not move: what every view says of it, from the run's finding.
+"""Text on the node that doesn't move while all others wait for it, from the run's stall report.
 
-The seconds go on while it lasts, so they stand where a view shows numbers, and not in the sentence, which a screen
-reader would begin anew with each of them.
+The elapsed seconds change all the time. So they are shown with the numbers of a view and not in the sentence, which a
+screen reader would read again at every change.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from dtkit.health.stall_report import StallReport
 
 STUCK_GLYPH = "⊘"
-"""Stands before the node, and marks the step on the time axes."""
+"""Glyph of a stuck node, and of its mark on the step axis."""
 
-_HALTING_KINDS = ("stuck", "together")  # a straggler moves
+_HALTING_KINDS = ("stuck", "together")  # a straggler still moves
 _PHASE_WORDS = {
     "unknown": "",
     IDLE: "not in the call",
@@ -29,36 +29,38 @@ _PHASE_WORDS = {
 
 
 def find_stall(run: RunView) -> StallReport | None:
-    """What keeps the run from moving now; None while it moves."""
-    found = run.stall_report
-    return found if found is not None and found.kind in _HALTING_KINDS else None
+    """Return the stall that stops the run now; None while it moves."""
+    stall = run.stall_report
+    return stall if stall is not None and stall.kind in _HALTING_KINDS else None
 
 
 def format_short(stall: StallReport) -> str:
-    """For where there is little room: ``⊘ node 1 stuck: forward, 12 s``."""
-    who = "no node moves" if stall.rank is None else f"node {stall.rank} stuck"
-    return f"{STUCK_GLYPH} {who}: {', '.join(filter(None, (_describe_phase(stall), formatting.format_clock(stall.stalled_s))))}"
+    """Return a short text such as ``⊘ node 1 stuck: forward, 12 s``."""
+    subject = "no node moves" if stall.rank is None else f"node {stall.rank} stuck"
+    details = [_describe_phase(stall), formatting.format_clock(stall.stalled_s)]
+    return f"{STUCK_GLYPH} {subject}: {', '.join(filter(None, details))}"
 
 
 def format_sentence(stall: StallReport) -> str:
-    """All but the seconds: who, where, and what helps."""
+    """Return a sentence with node, position and remedy, without the seconds."""
     if stall.rank is None:
         return f"no node moves. {stall.remedy}".strip()
-    return f"node {stall.rank} is stuck{_describe_position(stall)}, and the others wait for it. {_format_details(stall)}".strip()
+    sentence = f"node {stall.rank} is stuck{_describe_position(stall)}, and the others wait for it."
+    return f"{sentence} {_format_details(stall)}".strip()
 
 
 def format_line(stall: StallReport) -> str:
-    """For a terminal, where lines are cut: the most important first."""
+    """Return a line with the most important first, because a terminal cuts lines."""
     return f"{format_short(stall)}. {_format_details(stall)}".strip()
 
 
 def _format_details(stall: StallReport) -> str:
-    where = f"It stands at {stall.location}. " if stall.location else ""
-    return f"{where}{stall.remedy}"
+    location = f"It is at {stall.location}. " if stall.location else ""
+    return f"{location}{stall.remedy}"
 
 
 def _describe_position(stall: StallReport) -> str:
-    """`` in forward of step 12``, with all that is not known left out."""
+    """Return a text such as `` in forward of step 12``, without the parts that are not known."""
     phase = _describe_phase(stall)
     if stall.phase == IDLE:
         return f": {phase}"

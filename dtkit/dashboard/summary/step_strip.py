@@ -1,9 +1,9 @@
-"""What each node did when in the last step, as strips: the live timeline and the kept one draw these.
+"""The phases of the last step as strips, for the live timeline and the figure.
 
-The time that a node was blocked in a collective is cut where the last node arrived (:mod:`dtkit.history.comm_time`):
-before that it waited, after it data moved. Messages between stages are cut already
-(:mod:`dtkit.history.message_times`): into waiting, and sending or receiving. What is between phases is left empty. Of
-many nodes some are shown: those that are asked for, and others at equal distances.
+The time that a node was blocked in a collective is split at the arrival of the last node
+(:mod:`dtkit.history.comm_time`): before, the node waited; after, data moved. Messages between stages are already split
+into waiting, and sending or receiving. Time between phases is left empty. Of many nodes, the preferred ones are shown,
+and others at equal distances.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dtkit._util import formatting
-from dtkit.history import comm_time, message_times
+from dtkit.history import comm_time
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -34,19 +34,18 @@ BOX_KINDS = (
     "update",
     "other",
 )
-"""What a strip is made of; as the phases of :mod:`dtkit.dashboard.summary.timing`, with a pipeline's two halves of backward and
-its messages."""
+"""Kinds of boxes: the phases of :mod:`dtkit.dashboard.summary.timing`, with halves of backward and with messages."""
 
 NUMBERED_KINDS = tuple(kind for kind in BOX_KINDS if kind.startswith(("forward", "backward")))
-"""Of which a box carries its micro-batch's number."""
+"""Kinds of boxes with the number of a micro-batch."""
 
 MAX_NODES = 16
-"""Nodes at most."""
+"""Largest number of nodes."""
 
 MAX_BOXES = 1500
-"""Spans at most: 15 kB on their way to a page."""
+"""Largest number of boxes, which are 15 kB in a message."""
 
-_KIND_BY_PHASE = {message_times.SYNC_PHASE: "communication", message_times.WAIT_PHASE: "waiting"}
+_KIND_BY_PHASE = {comm_time.SYNC_PHASE: "communication", comm_time.WAIT_PHASE: "waiting"}
 _BOX_DTYPE = np.dtype(
     [("rank", "i4"), ("kind", "u1"), ("stage", "i4"), ("micro_batch", "i4"), ("begin", "f8"), ("end", "f8")]
 )
@@ -54,9 +53,9 @@ _BOX_DTYPE = np.dtype(
 
 @dataclasses.dataclass(frozen=True)
 class StepStrip:
-    """Boxes of one step in seconds from its begin, by rank and time; `plan` is the schedule behind them, if known.
+    """Boxes of one step in seconds from its begin, by rank and time; `plan` is the schedule, if known.
 
-    `boxes` and `plan` have the fields rank, kind (an index of ``BUILTIN_SCHEDULES``), stage, micro_batch (both -1 for
+    `boxes` and `plan` have the fields rank, kind (an index of ``BOX_KINDS``), stage, micro_batch (both -1 for
     none), begin and end.
     """
 
@@ -70,34 +69,33 @@ class StepStrip:
 
 
 def make_step_strip(timeline: Timeline | None, preferred_ranks: Iterable[int] = ()) -> StepStrip | None:
-    """The last step of a timeline; None where there is none."""
+    """Return the last step of a timeline, or None."""
     if timeline is None or not len(timeline.spans):
         return None
     step = int(timeline.spans["step"].max())
-    spans = comm_time.split_wait_spans(timeline.select(step))
+    spans = comm_time.split_collective_waits(timeline.select_spans(step))
     spans = spans[spans["end"] > spans["begin"]]
     if not len(spans):
         return None
     start, end = float(spans["begin"].min()), float(spans["end"].max())
-    piped = bool((spans["micro_batch"] >= 0).any())
+    is_pipelined = bool((spans["micro_batch"] >= 0).any())
     boxes = _make_boxes(spans, start)
     ranks = _select_ranks(np.unique(boxes["rank"]), preferred_ranks)
     boxes = boxes[np.isin(boxes["rank"], ranks)]
-    while len(boxes) > MAX_BOXES:  # the shortest say least
+    while len(boxes) > MAX_BOXES:  # drop the shortest boxes
         boxes = boxes[boxes["end"] - boxes["begin"] > np.median(boxes["end"] - boxes["begin"])]
-    plan = _make_planned_boxes(timeline, step, start, ranks) if piped else np.empty(0, _BOX_DTYPE)
-    return StepStrip(
-        step, max(end - start, 1e-9), ranks, boxes, plan, piped, _describe_step(timeline, step, is_pipelined=piped)
-    )
+    plan = _make_planned_boxes(timeline, step, start, ranks) if is_pipelined else np.empty(0, _BOX_DTYPE)
+    note = _describe_step(timeline, step, is_pipelined=is_pipelined)
+    return StepStrip(step, max(end - start, 1e-9), ranks, boxes, plan, is_pipelined, note)
 
 
 def _select_ranks(ranks: np.ndarray, preferred_ranks: Iterable[int]) -> tuple[int, ...]:
-    """The ranks to show, in order."""
+    """Return the ranks to show, in order."""
     if len(ranks) <= MAX_NODES:
         return tuple(int(rank) for rank in ranks)
-    named = [rank for rank in preferred_ranks if rank in ranks][: MAX_NODES // 2]
-    even = ranks[np.linspace(0, len(ranks) - 1, MAX_NODES - len(named)).astype(int)]
-    return tuple(sorted({*named, *(int(rank) for rank in even)}))
+    preferred = [rank for rank in preferred_ranks if rank in ranks][: MAX_NODES // 2]
+    spread = ranks[np.linspace(0, len(ranks) - 1, MAX_NODES - len(preferred)).astype(int)]
+    return tuple(sorted({*preferred, *(int(rank) for rank in spread)}))
 
 
 def _make_boxes(spans: np.ndarray, start: float) -> np.ndarray:
@@ -110,15 +108,15 @@ def _make_boxes(spans: np.ndarray, start: float) -> np.ndarray:
 
 
 def _find_kind_indices(phases: np.ndarray) -> np.ndarray:
-    names, place = np.unique(phases, return_inverse=True)
-    plain = [message_times.get_phase_kind(str(name)) for name in names]
-    known = [_KIND_BY_PHASE.get(name, name) for name in plain]
-    numbers = [BOX_KINDS.index(name) if name in BOX_KINDS else BOX_KINDS.index("other") for name in known]
-    return np.asarray(numbers, "u1")[place]
+    names, indices = np.unique(phases, return_inverse=True)
+    kinds = [comm_time.get_phase_kind(str(name)) for name in names]
+    box_kinds = [_KIND_BY_PHASE.get(name, name) for name in kinds]
+    numbers = [BOX_KINDS.index(name) if name in BOX_KINDS else BOX_KINDS.index("other") for name in box_kinds]
+    return np.asarray(numbers, "u1")[indices]
 
 
 def _make_planned_boxes(timeline: Timeline, step: int, start: float, ranks: tuple[int, ...]) -> np.ndarray:
-    """The schedule played through with the measured durations, on the same clock, where the timeline knows one."""
+    """Return the boxes of the schedule simulated with the measured durations, if the timeline has a schedule."""
     if timeline.schedule is None:
         return np.empty(0, _BOX_DTYPE)
     spans = timeline.simulate_schedule(step).spans
@@ -128,8 +126,6 @@ def _make_planned_boxes(timeline: Timeline, step: int, start: float, ranks: tupl
 def _describe_step(timeline: Timeline, step: int, *, is_pipelined: bool) -> str:
     if not is_pipelined:
         return f"step {step:,}"
-    measured, ideal = (
-        formatting.format_percent(timeline.measure_bubble(step)),
-        formatting.format_percent(timeline.get_ideal_bubble()),
-    )
+    measured = formatting.format_percent(timeline.measure_bubble(step))
+    ideal = formatting.format_percent(timeline.get_ideal_bubble())
     return f"step {step:,} · bubble {measured} measured, {ideal} by {timeline.ideal_bubble_source}"

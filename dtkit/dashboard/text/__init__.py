@@ -1,1 +1,1 @@
-"""text."""
+"""Runs, calls and results as text and as HTML, without matplotlib."""

@@ -1,6 +1,6 @@
-"""A step taken apart, as text and as HTML: three chapters, a sentence and a table each.
+"""An explained step of data-parallel training, as text and as HTML.
 
-What comes from the user (names of the model and of its parameters) loses its control characters.
+Names of the user's model and parameters lose their control characters.
 """
 
 from __future__ import annotations
@@ -9,8 +9,18 @@ import math
 from typing import TYPE_CHECKING
 
 from dtkit._util import formatting
+from dtkit._util.table import Table
 from dtkit.dashboard.text import sections
-from dtkit.dashboard.text.sections import Section, Table
+from dtkit.dashboard.text.numbers import (
+    MAX_RANKS,
+    TIMES_SIGN,
+    describe_clipping,
+    describe_remaining,
+    format_number,
+    shorten_name,
+)
+from dtkit.dashboard.text.numbers import format_shape as format_tensor_shape
+from dtkit.dashboard.text.sections import Section
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -18,30 +28,27 @@ if TYPE_CHECKING:
     from dtkit.explain.data_parallel import LayerRecord, RankRecord, StepExplanation
 
 MAX_RANK_COLUMNS = 8
-"""Ranks with a column of their own; more are shown as the lowest and the highest."""
-MAX_RANKS = 16
-"""Ranks with a line of their own."""
-_MAX_ROW_NUMBERS, _MAX_TERMS, _MAX_NAME_CHARS = 8, 8, 44
-_TIMES_SIGN = "\N{MULTIPLICATION SIGN}"
+"""Ranks with a column of their own. Of more ranks, the smallest and the largest value are shown."""
+_MAX_ROW_NUMBERS, _MAX_TERMS = 8, 8
 
 _COSINE_NOTE = (
-    "The cosine says how far a rank's own gradient points the way of the sum: 1 the same way, 0 across it, "
-    "-1 the opposite way. Where ranks disagree, parts cancel and the sum is shorter than the gradients it is made of."
+    "The cosine compares a rank's own gradient with the sum: 1 the same direction, 0 at right angles, -1 the opposite "
+    "direction. Where ranks disagree, parts cancel and the sum is shorter than the gradients it is made of."
 )
 
 
 def format_text(explanation: StepExplanation) -> str:
-    """The step in a page of text."""
+    """Return the step as a page of text."""
     return sections.format_text(format_headline(explanation), _make_sections(explanation))
 
 
 def format_html(explanation: StepExplanation) -> str:
-    """The same as HTML."""
+    """Return the step as HTML."""
     return sections.format_html(format_headline(explanation), _make_sections(explanation))
 
 
 def format_headline(explanation: StepExplanation) -> str:
-    """What was taken apart: ``Step 7 of Net on 3 ranks, epoch 2: 20 samples``."""
+    """Return a headline such as ``Step 7 of Net on 3 ranks, epoch 2: 20 samples``."""
     where = f"Step {explanation.step:,} of {formatting.sanitize_text(explanation.model, 60)}"
     ranks = formatting.format_count(len(explanation.ranks), "rank")
     return (
@@ -49,60 +56,45 @@ def format_headline(explanation: StepExplanation) -> str:
     )
 
 
-def format_number(value: float | None) -> str:
-    """Four significant digits: enough to check a sum by hand. None is a dash."""
-    if value is None:
-        return formatting.UNKNOWN
-    if not value or not math.isfinite(value):
-        return "NaN" if math.isnan(value) else f"{value:g}"
-    return f"{value:#.4g}".rstrip(".")
-
-
 def format_cosine(value: float | None) -> str:
-    """Two decimals tell what a direction has to tell."""
+    """Return two decimals, which are enough for a direction."""
     return formatting.UNKNOWN if value is None else f"{value:.2f}"
 
 
 def format_range(values: Iterable[float | None], format_value: Callable[[float | None], str] = format_number) -> str:
-    """The one number that all ranks have, or the lowest and the highest: ``0.1211 to 0.1402``."""
+    """Return the one number that all ranks have, or a range such as ``0.1211 to 0.1402``."""
     low, high = map(format_value, _find_range(values))
     return low if low == high else f"{low} to {high}"
 
 
 def _find_range(values: Iterable[float | None]) -> tuple[float | None, float | None]:
-    """The lowest and the highest value that is there."""
-    found = [value for value in values if value is not None]
-    return (min(found), max(found)) if found else (None, None)
-
-
-def shorten_name(name: str, limit: int = _MAX_NAME_CHARS) -> str:
-    """A parameter's name, safe to show; of a long one the end, which tells it from its neighbours."""
-    clean = formatting.sanitize_text(name)
-    return clean if len(clean) <= limit else "…" + clean[1 - limit :]
+    """Return the smallest and the largest value, leaving out None."""
+    known = [value for value in values if value is not None]
+    return (min(known), max(known)) if known else (None, None)
 
 
 def format_shape(layer: LayerRecord) -> str:
-    """Lengths with a times sign between them, ``scalar``, or how many tensors a group stands for."""
+    """Return the shape of a layer, or the number of tensors of a group."""
     if layer.shape is None:
         return formatting.format_count(layer.tensors, "tensor")
-    return _TIMES_SIGN.join(map(str, layer.shape)) or "scalar"
+    return format_tensor_shape(layer.shape)
 
 
 def format_weight(explanation: StepExplanation, rank: RankRecord) -> str:
-    """What a rank's loss is multiplied by in the mean: ``7/20`` where it is a fraction of whole weights."""
+    """Return a rank's share in the mean loss, as ``7/20`` where weights are whole numbers."""
     total = explanation.weight
-    whole = rank.weight.is_integer() and total.is_integer() and total > 0
-    if whole and rank.share and math.isclose(rank.share, rank.weight / total, rel_tol=1e-6):
+    is_fraction = rank.weight.is_integer() and total.is_integer() and total > 0
+    if is_fraction and rank.share and math.isclose(rank.share, rank.weight / total, rel_tol=1e-6):
         return f"{rank.weight:.0f}/{total:.0f}"
     return format_number(rank.share)
 
 
 def describe_loss(explanation: StepExplanation) -> str:
-    """The mean over all samples, written out so that it can be checked by hand."""
+    """Return the mean over all samples as a sum that can be checked by hand."""
     terms = [
-        f"{format_weight(explanation, r)} {_TIMES_SIGN} {format_number(r.loss)}"
-        for r in explanation.ranks
-        if r.loss is not None
+        f"{format_weight(explanation, rank)} {TIMES_SIGN} {format_number(rank.loss)}"
+        for rank in explanation.ranks
+        if rank.loss is not None
     ]
     if not terms:
         return "no rank had a sample in this step"
@@ -112,7 +104,7 @@ def describe_loss(explanation: StepExplanation) -> str:
 
 
 def describe_agreement(explanation: StepExplanation) -> str:
-    """Whether all ranks hold the same parameters, and if not, where they differ."""
+    """Return whether all ranks hold the same parameters, and if not, where they differ."""
     ranks = len(explanation.ranks)
     if ranks == 1:
         return "One rank: there is nothing to compare."
@@ -123,7 +115,7 @@ def describe_agreement(explanation: StepExplanation) -> str:
     return f"The ranks hold DIFFERENT parameters{where}."
 
 
-# -- the three chapters ----------------------------------------------------------------------------------------------
+# -- sections --------------------------------------------------------------------------------------------------------
 
 
 def _make_sections(explanation: StepExplanation) -> tuple[Section, Section, Section]:
@@ -132,11 +124,11 @@ def _make_sections(explanation: StepExplanation) -> tuple[Section, Section, Sect
 
 def _make_losses_section(explanation: StepExplanation) -> Section:
     body = [_format_loss_row(explanation, rank) for rank in explanation.ranks[:MAX_RANKS]]
-    table = Table(("rank", "samples", "loss", "weight in the mean", "rows"), body, frozenset({"rows"}))
+    table = Table(("rank", "samples", "loss", "weight in the mean", "rows"), body, {"rows"})
     return Section(
         "Each rank takes rows of its own and computes the mean loss over them.",
         table,
-        [*_format_remaining(explanation), describe_loss(explanation)],
+        [*describe_remaining(len(explanation.ranks), "rank"), describe_loss(explanation)],
     )
 
 
@@ -147,7 +139,7 @@ def _format_loss_row(explanation: StepExplanation, rank: RankRecord) -> list[str
 
 
 def format_row_numbers(rank: RankRecord) -> str:
-    """The numbers of a rank's rows in the order taken; of many the first."""
+    """Return the numbers of a rank's first rows, in the order taken."""
     if not rank.samples:
         return "no sample in this step"
     if rank.rows is None:
@@ -164,12 +156,15 @@ def _make_gradients_section(explanation: StepExplanation) -> Section:
     body = [_format_layer_row(explanation, layer) for layer in (*layers, total)]
     cosines = ["cosine with the sum", "", *_format_rank_cells(explanation, total.cosine, format_cosine), "", "", "", ""]
     head = ("layer", "shape", *own, "all-reduced", "cosine", "update", "checksum after")
-    table = Table(head, [*body, cosines], frozenset({"layer", "shape", "checksum after"}))
+    table = Table(head, [*body, cosines], {"layer", "shape", "checksum after"})
     return Section(
-        "Each rank computes the gradient of its own loss. The all-reduce adds these up, each times its weight, and "
-        "leaves the sum on every rank. Norms:",
+        "Each rank computes the gradient of its own loss. The all-reduce sums these gradients, each times its weight, "
+        "and leaves the sum on every rank. Norms:",
         table,
-        [_COSINE_NOTE, *_describe_clipping(explanation)],
+        [
+            _COSINE_NOTE,
+            *describe_clipping(explanation.clip, _name_clipped_norm(explanation), updated=explanation.updated),
+        ],
     )
 
 
@@ -195,7 +190,7 @@ def _format_layer_row(explanation: StepExplanation, layer: LayerRecord) -> list[
 
 
 def format_checksum(explanation: StepExplanation, layer: LayerRecord) -> str:
-    """A layer's checksum where ranks agree; a group has none of its own."""
+    """Return a layer's checksum if all ranks have the same. A group has no checksum of its own."""
     if not explanation.updated:
         return formatting.UNKNOWN
     if not layer.identical:
@@ -203,15 +198,10 @@ def format_checksum(explanation: StepExplanation, layer: LayerRecord) -> str:
     return layer.checksums[0] or "identical"
 
 
-def _describe_clipping(explanation: StepExplanation) -> list[str]:
-    clip, norm = explanation.clip, explanation.all_layers.reduced[0]
-    if clip is None or not explanation.updated:
-        return []
-    if clip >= 1:
-        return ["Clipping: the norm over all layers is within the limit, so the gradient stays as it is."]
-    return [
-        f"Clipping: the norm over all layers, {format_number(norm)}, is over the limit: all is multiplied by {clip:.4g}."
-    ]
+def _name_clipped_norm(explanation: StepExplanation) -> str:
+    norm = explanation.all_layers.reduced[0]
+    is_clipped = explanation.clip is not None and explanation.clip < 1
+    return f"the norm over all layers, {format_number(norm)}," if is_clipped else "the norm over all layers"
 
 
 def _make_update_section(explanation: StepExplanation) -> Section:
@@ -219,8 +209,12 @@ def _make_update_section(explanation: StepExplanation) -> Section:
         [str(rank.rank), rank.before, formatting.UNKNOWN if rank.after is None else rank.after]
         for rank in explanation.ranks[:MAX_RANKS]
     ]
-    table = Table(("rank", "before", "after"), body, frozenset({"before", "after"}))
-    notes = [*_format_remaining(explanation), describe_agreement(explanation), *_describe_buffers(explanation)]
+    table = Table(("rank", "before", "after"), body, {"before", "after"})
+    notes = [
+        *describe_remaining(len(explanation.ranks), "rank"),
+        describe_agreement(explanation),
+        *_describe_buffers(explanation),
+    ]
     if not explanation.updated:
         return Section("No update: the gradients are not finite. Checksums of all parameters:", table, notes)
     title = f"Every rank takes the same update (learning rate {explanation.lr:g}). Checksums of all parameters:"
@@ -231,8 +225,3 @@ def _describe_buffers(explanation: StepExplanation) -> list[str]:
     if len({rank.buffers for rank in explanation.ranks}) == 1:
         return []
     return ["Buffers (batch statistics) differ between ranks: each rank's are of its own samples."]
-
-
-def _format_remaining(explanation: StepExplanation) -> list[str]:
-    rest = len(explanation.ranks) - MAX_RANKS
-    return [f"and {formatting.format_count(rest, 'more rank')}"] if rest > 0 else []

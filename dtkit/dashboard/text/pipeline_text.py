@@ -1,13 +1,14 @@
-"""A step of a pipeline taken apart, as text and as HTML: what crossed borders, what stages made of it, the update."""
+"""An explained step of a pipeline, as text and as HTML: transfers, gradients of stages, and the update."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from dtkit._util import formatting
+from dtkit._util.table import Table
 from dtkit.dashboard.text import sections
-from dtkit.dashboard.text.data_parallel_text import format_number
-from dtkit.dashboard.text.sections import Section, Table
+from dtkit.dashboard.text.numbers import MAX_RANKS, describe_clipping, describe_remaining, format_number, format_shape
+from dtkit.dashboard.text.sections import Section
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,29 +16,26 @@ if TYPE_CHECKING:
     from dtkit.explain.pipeline import PipelineExplanation, StageRank, StageRecord, StageTransfer
 
 MAX_TRANSFERS = 40
-"""Crossings with a line of their own."""
-MAX_RANKS = 16
-"""Ranks, and stages, with a line of their own."""
+"""Transfers with a line of their own."""
 MAX_MICRO_BATCHES = 8
-"""Micro-batches with a column of their own; of more the first and the last few."""
-_TIMES_SIGN = "\N{MULTIPLICATION SIGN}"
+"""Micro-batches with a column of their own. Of more, the first ones and the last one are shown."""
 
 
 def format_text(explanation: PipelineExplanation) -> str:
-    """The step in a page of text."""
+    """Return the step as a page of text."""
     return sections.format_text(format_headline(explanation), _make_sections(explanation))
 
 
 def format_html(explanation: PipelineExplanation) -> str:
-    """The same as HTML."""
+    """Return the step as HTML."""
     return sections.format_html(format_headline(explanation), _make_sections(explanation))
 
 
 def format_headline(explanation: PipelineExplanation) -> str:
-    """``Step 7 of Net in 4 stages on 2 ranks, epoch 2: 64 samples in 8 micro-batches``."""
+    """Return a headline such as ``Step 7 of Net in 4 stages on 2 ranks, epoch 2: 64 samples in 8 micro-batches``."""
     stages = formatting.format_count(len({stage.stage for stage in explanation.stages}), "stage")
-    several = f" and {len(explanation.replicas):,} replicas" if len(explanation.replicas) > 1 else ""
-    where = f"Step {explanation.step:,} of {formatting.sanitize_text(explanation.model, 60)} in {stages}{several}"
+    replicas = f" and {len(explanation.replicas):,} replicas" if len(explanation.replicas) > 1 else ""
+    where = f"Step {explanation.step:,} of {formatting.sanitize_text(explanation.model, 60)} in {stages}{replicas}"
     ranks, samples = (
         formatting.format_count(len(explanation.ranks), "rank"),
         formatting.format_count(explanation.samples, "sample"),
@@ -47,19 +45,22 @@ def format_headline(explanation: PipelineExplanation) -> str:
 
 
 def describe_integrity(explanation: PipelineExplanation) -> str:
-    """Whether all that was sent arrived as it was."""
-    wrong = [crossing for crossing in explanation.transfers if not crossing.is_intact]
+    """Return whether all tensors arrived as they were sent."""
+    wrong = [transfer for transfer in explanation.transfers if not transfer.is_intact]
     count = len(explanation.transfers)
     if not count:
         return "Nothing crossed a border: no replica had a sample."
     if not wrong:
         return f"What arrived is what was sent, bit by bit: all {formatting.format_count(count, 'tensor')}."
-    names = ", ".join(f"{c.kind} of micro-batch {c.micro_batch} from {_format_stages(c)}" for c in wrong[:3])
+    names = ", ".join(
+        f"{transfer.kind} of micro-batch {transfer.micro_batch} from {_format_stages(transfer)}"
+        for transfer in wrong[:3]
+    )
     return f"{len(wrong)} of {count} tensors did NOT arrive as they were sent: {names}{', …' * (len(wrong) > 3)}"
 
 
 def describe_gradient_sums(explanation: PipelineExplanation) -> str:
-    """Whether stages' gradients are the sums of their parts."""
+    """Return whether the gradient of each stage is the sum of its micro-batches' parts."""
     wrong = [
         f"stage {stage.stage} on rank {stage.rank}" for stage in explanation.stages if not stage.is_sum_of_micro_batches
     ]
@@ -68,7 +69,7 @@ def describe_gradient_sums(explanation: PipelineExplanation) -> str:
     return "Each stage's gradient is the sum of its micro-batches' parts, up to rounding."
 
 
-# -- the three chapters ----------------------------------------------------------------------------------------------
+# -- sections --------------------------------------------------------------------------------------------------------
 
 
 def _make_sections(explanation: PipelineExplanation) -> tuple[Section, Section, Section]:
@@ -76,28 +77,27 @@ def _make_sections(explanation: PipelineExplanation) -> tuple[Section, Section, 
 
 
 def _make_transfers_section(explanation: PipelineExplanation) -> Section:
-    shown = [crossing for _, crossing in sort_by_replica(explanation)[:MAX_TRANSFERS]]
-    several = any(crossing.tensor for crossing in explanation.transfers)
-    body = [_format_transfer_row(crossing, show_tensor_number=several) for crossing in shown]
+    shown = [transfer for _, transfer in sort_by_replica(explanation)[:MAX_TRANSFERS]]
+    has_tuples = any(transfer.tensor for transfer in explanation.transfers)
+    rows = [_format_transfer_row(transfer, show_tensor_number=has_tuples) for transfer in shown]
     head = ("", "micro-batch", "what", "stages", "ranks", "shape", "bytes", "norm", "first numbers", "sent", "arrived")
-    rest = len(explanation.transfers) - len(shown)
     down, up = (formatting.format_bytes(explanation.sent_bytes(kind)) for kind in ("activation", "gradient"))
     order = "Replica by replica, in" if len(explanation.replicas) > 1 else "In"
     return Section(
-        "Activations go down through the stages, gradients with respect to them come back up. "
-        f"{order} the order of sending:",
-        Table(head, body, frozenset({"what", "stages", "ranks", "shape", "first numbers", "sent", "arrived"})),
+        f"Activations go down through the stages, and their gradients come back up. {order} the order of sending:",
+        Table(head, rows, {"what", "stages", "ranks", "shape", "first numbers", "sent", "arrived"}),
         [
-            *([f"and {formatting.format_count(rest, 'more tensor')}"] if rest > 0 else []),
+            *describe_remaining(len(explanation.transfers), "tensor", MAX_TRANSFERS),
             f"{describe_integrity(explanation)} From rank to rank went {down} of activations and {up} of gradients.",
         ],
     )
 
 
 def sort_by_replica(explanation: PipelineExplanation) -> list[tuple[int, StageTransfer]]:
-    """(the how-manieth replica, what crossed in it), each replica's in the order of sending."""
+    """Return (number of the replica, transfer), sorted by replica and by the order of sending."""
     places = {rank: place for place, ranks in enumerate(explanation.replicas) for rank in ranks}
-    return sorted(((places[c.sender], c) for c in explanation.transfers), key=lambda pair: (pair[0], pair[1].index))
+    pairs = [(places[transfer.sender], transfer) for transfer in explanation.transfers]
+    return sorted(pairs, key=lambda pair: (pair[0], pair[1].index))
 
 
 def _format_transfer_row(transfer: StageTransfer, *, show_tensor_number: bool) -> list[str]:
@@ -107,7 +107,7 @@ def _format_transfer_row(transfer: StageTransfer, *, show_tensor_number: bool) -
         transfer.kind,
         _format_stages(transfer),
         f"{transfer.sender} → {transfer.receiver}" if transfer.sender != transfer.receiver else f"on {transfer.sender}",
-        f"{_TIMES_SIGN.join(map(str, transfer.shape)) or 'scalar'} {transfer.dtype}",
+        f"{format_shape(transfer.shape)} {transfer.dtype}",
         f"{transfer.nbytes:,}",
         format_number(transfer.norm),
         ", ".join(f"{value:.3g}" for value in transfer.first_values) + ", …",
@@ -130,10 +130,10 @@ def _make_gradients_section(explanation: PipelineExplanation) -> Section:
     body = [_format_stage_row(stage, columns) for stage in explanation.stages[:MAX_RANKS]]
     head = ("stage", "rank", "parameters", *names, "their sum", "differs by")
     return Section(
-        "Each stage adds up what its micro-batches give to its gradient. Norms:",
-        Table(head, body, frozenset()),
+        "Each stage sums the gradients of its micro-batches. Norms:",
+        Table(head, body),
         [
-            *_format_remaining(len(explanation.stages), "stage"),
+            *describe_remaining(len(explanation.stages), "stage"),
             describe_gradient_sums(explanation),
             *_describe_replica_sum(explanation),
         ],
@@ -146,7 +146,7 @@ def _describe_replica_sum(explanation: PipelineExplanation) -> list[str]:
 
 
 def _select_micro_batches(num_micro_batches: int) -> Sequence[int | None]:
-    """Numbers of the micro-batches that are shown; None stands for those between."""
+    """Return the numbers of the micro-batches to show; None stands for the ones left out."""
     if num_micro_batches <= MAX_MICRO_BATCHES:
         return range(num_micro_batches)
     return [*range(MAX_MICRO_BATCHES - 2), None, num_micro_batches - 1]
@@ -174,13 +174,13 @@ def _format_stage_row(stage: StageRecord, micro_batches: Sequence[int | None]) -
 def _make_update_section(explanation: PipelineExplanation) -> Section:
     body = [_format_rank_row(rank) for rank in explanation.ranks[:MAX_RANKS]]
     head = ("rank", "stages", "samples", "loss", "before", "after")
-    table = Table(head, body, frozenset({"stages", "before", "after"}))
+    table = Table(head, body, {"stages", "before", "after"})
     notes = [
-        *_format_remaining(len(explanation.ranks), "rank"),
-        *_describe_clipping(explanation),
+        *describe_remaining(len(explanation.ranks), "rank"),
+        *describe_clipping(explanation.ranks[0].clip, "the norm over all stages", updated=explanation.updated),
         *_describe_replica_equality(explanation),
     ]
-    notes.append(f"loss of the step: {format_number(explanation.loss)}, known to the last stage alone")
+    notes.append(f"loss of the step: {format_number(explanation.loss)}, known to the last stage only")
     if not explanation.updated:
         return Section("No update: the gradients are not finite. Checksums of each rank's parameters:", table, notes)
     lr = explanation.ranks[0].lr
@@ -200,17 +200,3 @@ def _describe_replica_equality(explanation: PipelineExplanation) -> list[str]:
     if explanation.identical:
         return ["All replicas have the same stages, bit by bit."]
     return ["The replicas do NOT have the same stages."]
-
-
-def _describe_clipping(explanation: PipelineExplanation) -> list[str]:
-    clip = explanation.ranks[0].clip
-    if clip is None or not explanation.updated:
-        return []
-    if clip >= 1:
-        return ["Clipping: the norm over all stages is within the limit, so the gradient stays as it is."]
-    return [f"Clipping: the norm over all stages is over the limit: all is multiplied by {clip:.4g}."]
-
-
-def _format_remaining(count: int, noun: str) -> list[str]:
-    rest = count - MAX_RANKS
-    return [f"and {formatting.format_count(rest, f'more {noun}')}"] if rest > 0 else []

@@ -1,7 +1,7 @@
-"""A line with the elapsed time for what takes over a second: starting engines, sending data.
+"""A line with the elapsed time of work that takes over a second, such as starting engines or sending data.
 
-Work that is done sooner shows nothing. In a notebook the line is a display of its own, which says at the end how
-long it took; on a terminal it is rewritten in place and then goes; anywhere else it is printed once.
+Shorter work shows nothing. In a notebook the line is a display of its own, which shows the elapsed time at the end. A
+terminal rewrites the line in place and then clears it. Elsewhere the line is printed once.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ import shutil
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from dtkit._util import formatting
-from dtkit.dashboard.display import in_notebook
+from dtkit._util.notebook import UpdatableDisplay, in_notebook
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _log = logging.getLogger("dtkit.dashboard")
 SHOW_AFTER_S, REFRESH_INTERVAL_S = 1.0, 0.5
+_JOIN_TIMEOUT_S = 5.0
 
 
 class _ProgressLine(Protocol):
@@ -31,7 +32,7 @@ class _ProgressLine(Protocol):
 
 
 class Progress:
-    """What is being waited for; `update` changes the words."""
+    """Work in progress; `update` changes its text."""
 
     def __init__(self, text: str) -> None:
         self._name = self._text = text
@@ -41,36 +42,47 @@ class Progress:
         self._line: _ProgressLine | None = None
 
     def update(self, text: str) -> None:
-        """Say what is being done now."""
+        """Show what is done now."""
         self._text = text
+
+    def start(self) -> None:
+        """Show the line once the work has taken a second."""
+        self._thread.start()
+
+    def finish(self) -> None:
+        """End the line."""
+        self._done_event.set()
+        self._thread.join(timeout=_JOIN_TIMEOUT_S)
 
     def _run(self) -> None:
         try:
             self._refresh_until_done()
-        except (OSError, ValueError) as error:  # the stream is closed, or nobody reads it any more
+        except (OSError, ValueError) as error:  # the stream is closed, or nobody reads it
             _log.warning("the progress line failed; the work goes on: %s: %s", type(error).__name__, error)
 
     def _refresh_until_done(self) -> None:
-        wait = SHOW_AFTER_S
-        while not self._done_event.wait(wait):
-            wait = REFRESH_INTERVAL_S
+        wait_s = SHOW_AFTER_S
+        while not self._done_event.wait(wait_s):
+            wait_s = REFRESH_INTERVAL_S
             if self._line is None:
                 self._line = _make_progress_line()
-            self._line.show(f"{self._text} … {formatting.format_clock(time.monotonic() - self._started_at)}")
+            self._line.show(f"{self._text} … {self._format_elapsed()}")
         if self._line is not None:
-            self._line.finish(f"{self._name}: {formatting.format_clock(time.monotonic() - self._started_at)}")
+            self._line.finish(f"{self._name}: {self._format_elapsed()}")
+
+    def _format_elapsed(self) -> str:
+        return formatting.format_clock(time.monotonic() - self._started_at)
 
 
 @contextlib.contextmanager
 def show_progress(text: str) -> Iterator[Progress]:
     """Show `text` and the elapsed time while the block runs, if it runs for over a second."""
     progress = Progress(text)
-    progress._thread.start()  # noqa: SLF001 - this module's own
+    progress.start()
     try:
         yield progress
     finally:
-        progress._done_event.set()  # noqa: SLF001
-        progress._thread.join(timeout=5)  # noqa: SLF001
+        progress.finish()
 
 
 def _make_progress_line() -> _ProgressLine:
@@ -80,32 +92,26 @@ def _make_progress_line() -> _ProgressLine:
 
 
 class _NotebookLine:
-    """A display handle: it belongs to the cell that it is made in, and can be updated from any thread."""
+    """A display in the cell that runs when it is first shown."""
 
     def __init__(self) -> None:
-        self._handle: Any = None
+        self._display = UpdatableDisplay()
 
     def show(self, text: str) -> None:
-        from IPython.display import display
-
-        data = {"text/plain": text}
-        if self._handle is None:
-            self._handle = display(data, raw=True, display_id=True)  # type: ignore[no-untyped-call]
-        else:
-            self._handle.update(data, raw=True)
+        self._display.show({"text/plain": text})
 
     def finish(self, text: str) -> None:
-        # A display can't be taken back, and an empty one would leave a gap: it becomes what it took.
-        self._handle.update({"text/plain": text}, raw=True)
+        # A display can't be removed, and an empty one would leave a gap, so it shows the elapsed time.
+        self._display.show({"text/plain": text})
 
 
 class _TerminalLine:
     def show(self, text: str) -> None:
-        text = text[: shutil.get_terminal_size().columns - 1]  # a wrapped line can't be gone back over
+        text = text[: shutil.get_terminal_size().columns - 1]  # the cursor can't go back over a wrapped line
         sys.stderr.write(f"\r{text}\x1b[K")
         sys.stderr.flush()
 
-    def finish(self, text: str) -> None:  # noqa: ARG002 - the line goes, as if it had not been
+    def finish(self, text: str) -> None:  # noqa: ARG002 - the line is cleared
         sys.stderr.write("\r\x1b[K")
         sys.stderr.flush()
 

@@ -1,4 +1,4 @@
-"""The panels of a run's figure: each is one file with one function, ``draw(ax, history)``.
+"""Panels of a run's figure: each module has one function ``draw(ax, history)``, or one that makes it.
 
-The live view's half of a panel has the same name in ``static/panels/``, and is fed with the same numbers.
+The live view's half of a panel has the same name in ``live/static/panels/`` and shows the same numbers.
 """

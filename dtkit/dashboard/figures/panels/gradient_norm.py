@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def draw(ax: Axes, history: History) -> None:
     """Draw the panel; spikes are kept as a band."""
-    ranks = max(history.ranks, default=-1) + 1
+    ranks = history.num_ranks
     (layout,) = make_chart_layouts([GRAD_NORM], ranks)
     part = downsample(history, GRAD_NORM, ranks)
     style.draw_lines(ax, part, layout, formatting.format_loss(style.get_last_value(part)))
@@ -28,5 +28,5 @@ def draw(ax: Axes, history: History) -> None:
 
 
 def has_gradient_norm(history: History) -> bool:
-    """Whether any rank knows its gradient's norm."""
+    """Return whether the norm of the gradient was measured."""
     return bool(np.isfinite(history.totals()["grad_norm"]).any())

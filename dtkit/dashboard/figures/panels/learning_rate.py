@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def draw(ax: Axes, history: History) -> None:
     """Draw the panel."""
-    ranks = max(history.ranks, default=-1) + 1
+    ranks = history.num_ranks
     (layout,) = make_chart_layouts([LR], ranks)
     part = downsample(history, LR, ranks)
     style.draw_lines(ax, part, layout, f"{style.get_last_value(part):.3g}")
@@ -28,6 +28,6 @@ def draw(ax: Axes, history: History) -> None:
 
 
 def has_lr_changes(history: History) -> bool:
-    """Whether there is more to see than one number."""
+    """Return whether the learning rate changes."""
     rates = history.column("lr")
     return bool(len(rates) and np.ptp(rates) > 0)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dtkit.dashboard.figures import style
-from dtkit.dashboard.summary import node_series
 from dtkit.dashboard.summary.curves import LOSS, MAX_BUCKETS, downsample, make_chart_layouts
 
 if TYPE_CHECKING:
@@ -15,26 +14,35 @@ if TYPE_CHECKING:
 
     from dtkit.history.history import History
 
-_MAX_VALIDATION_MARKERS = (
-    20  # of more validation points some are drawn, and a line joins all: a chain would hide the lines
-)
+_MAX_VALIDATION_MARKERS = 20  # more markers would hide the lines
 
 
 def draw(ax: Axes, history: History) -> None:
     """Draw the panel."""
-    ranks = max(history.ranks, default=-1) + 1
+    ranks = history.num_ranks
     (layout,) = make_chart_layouts([LOSS], ranks)
     style.draw_lines(ax, downsample(history, LOSS, ranks), layout, "mean")
-    node_series.draw_history_outliers(ax, history, LOSS, ranks, MAX_BUCKETS)
+    style.draw_outliers(ax, history, LOSS, MAX_BUCKETS)
     style.set_title(ax, "Loss", style.describe_lines(layout))
-    points = [(e.step, e.values["loss"]) for e in history.evaluations if "loss" in e.values]
-    points = [(step, value) for step, value in points if np.isfinite(value)]
-    if points:
-        many = len(points) > _MAX_VALIDATION_MARKERS
-        every = -(-len(points) // _MAX_VALIDATION_MARKERS)
-        ax.plot(
-            *zip(*points, strict=True), "D-" if many else "D", color=style.TEXT_COLOR, linewidth=0.8, markerfacecolor="white",
-            markersize=4 if many else 5, markevery=((len(points) - 1) % every, every), gid="valid",
-        )  # fmt: skip
-        style.draw_end_labels(ax, [*style.collect_line_labels(ax), ("valid", points[-1][1], style.TEXT_COLOR)])
+    _draw_validation(ax, history)
     style.mark_events(ax, history.events)
+
+
+def _draw_validation(ax: Axes, history: History) -> None:
+    """Draw validation losses as points. Many points get a line, and some of them a marker."""
+    points = [
+        (evaluation.step, evaluation.values["loss"])
+        for evaluation in history.evaluations
+        if "loss" in evaluation.values
+    ]
+    points = [(step, loss) for step, loss in points if np.isfinite(loss)]
+    if not points:
+        return
+    has_line = len(points) > _MAX_VALIDATION_MARKERS
+    marker_step = -(-len(points) // _MAX_VALIDATION_MARKERS)
+    ax.plot(
+        *zip(*points, strict=True), "D-" if has_line else "D", color=style.TEXT_COLOR, linewidth=0.8,
+        markerfacecolor="white", markersize=4 if has_line else 5,
+        markevery=((len(points) - 1) % marker_step, marker_step), gid="valid",
+    )  # fmt: skip
+    style.draw_end_labels(ax, [*style.collect_line_labels(ax), ("valid", points[-1][1], style.TEXT_COLOR)])

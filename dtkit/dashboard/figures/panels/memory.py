@@ -1,4 +1,4 @@
-"""Memory of each node against its limit; of many the most, the median and the least."""
+"""Memory of each node against its limit. Of many nodes, those with the most, the median and the least are shown."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from dtkit.types import NodeInfo
 
 NEAR_LIMIT = 0.9
-"""From this part of the limit on it is said."""
+"""Share of the limit from which on a bar is an alert."""
 
 
 def make_panel(nodes: Sequence[NodeInfo]) -> Callable[[Axes, History], None]:
-    """The panel of these nodes, whose limits a history does not hold."""
+    """Return the panel of these nodes, whose limits a history doesn't have."""
     limits = {node.rank: node.memory_total for node in nodes if node.memory_total > 0}
 
     def draw(ax: Axes, history: History) -> None:
@@ -49,26 +49,30 @@ def make_panel(nodes: Sequence[NodeInfo]) -> Callable[[Axes, History], None]:
 
 
 def _get_latest_bytes(history: History) -> dict[int, int]:
-    """Bytes by rank, in each one's last step."""
+    """Return the bytes of each rank in its last step."""
     rows = history.rows(len(history) - 4096)
     return dict(zip(rows["rank"].tolist(), rows["memory_bytes"].tolist(), strict=True))
 
 
 def _select_bars(used: dict[int, int], limits: dict[int, int]) -> list[tuple[str, int]]:
-    """(label, rank) of each bar."""
+    """Return (label, rank) of each bar."""
     if len(used) <= MAX_NODE_LINES:
         return [(f"node {rank}", rank) for rank in sorted(used)]
     order = sorted(used, key=lambda rank: used[rank] / limits[rank])
-    picked = {"most": order[-1], "median": order[len(order) // 2], "least": order[0]}
-    return [(f"{what}: node {rank}", rank) for what, rank in picked.items()]
+    ranks = {"most": order[-1], "median": order[len(order) // 2], "least": order[0]}
+    return [(f"{name}: node {rank}", rank) for name, rank in ranks.items()]
 
 
 def _draw_bar(ax: Axes, row: int, used: int, limit: int) -> None:
-    part, tight = used / limit, used >= NEAR_LIMIT * limit
-    colour = style.ALERT_COLOR if tight else style.COLORS[0]
+    share, is_tight = used / limit, used >= NEAR_LIMIT * limit
+    color = style.ALERT_COLOR if is_tight else style.COLORS[0]
     ax.barh(row, 1.0, 0.5, facecolor="white", edgecolor=style.MUTED_COLOR, linewidth=0.8, gid="limit")
     ax.barh(
-        row, np.clip(part, 0, 1), 0.5, facecolor=colour, hatch="////" if tight else "", edgecolor="white", gid="used"
+        row, np.clip(share, 0, 1), 0.5, facecolor=color, hatch="////" if is_tight else "", edgecolor="white", gid="used"
     )
-    text = f"{'▲ ' if tight else ''}{formatting.format_bytes(used)} of {formatting.format_bytes(limit)} · {formatting.format_percent(part)}"
-    ax.text(1.02, row, text, va="center", fontsize=8, color=style.ALERT_COLOR if tight else style.MUTED_COLOR)
+    warning = "▲ " if is_tight else ""
+    text = (
+        f"{warning}{formatting.format_bytes(used)} of {formatting.format_bytes(limit)} · "
+        f"{formatting.format_percent(share)}"
+    )
+    ax.text(1.02, row, text, va="center", fontsize=8, color=style.ALERT_COLOR if is_tight else style.MUTED_COLOR)

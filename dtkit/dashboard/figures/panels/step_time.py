@@ -1,4 +1,4 @@
-"""Where a step's time goes: a bar a node, in phases, and who keeps the others waiting."""
+"""The time of a step by phase: a bar for each node, and which nodes keep the others waiting."""
 
 from __future__ import annotations
 
@@ -26,61 +26,58 @@ PHASE_STYLES: dict[str, dict[str, Any]] = {
     "update": {"facecolor": "#CC79A7", "hatch": "----", "edgecolor": "white"},
     "other": {"facecolor": "white", "edgecolor": "#9a9a9a"},
 }
-"""Each phase by colour and by hatching; those of the live view are the same."""
+"""Color and hatching of each phase, as in the live view."""
 
-_MIN_SHARE_WIDTH, _MIN_TIME_WIDTH = (
-    0.045,
-    0.11,
-)  # of the axis: a segment from here on has room for its share, and for its time as well
-_MIN_LEGEND_LENGTH = 0.004  # of the longest bar: a phase that is shorter everywhere is left out
+_MIN_SHARE_WIDTH, _MIN_TIME_WIDTH = 0.045, 0.11  # of the axis; shorter segments have no share, or no time
+_MIN_LEGEND_LENGTH = 0.004  # of the longest bar; phases that are always shorter have no legend entry
 
 
 def draw(ax: Axes, history: History) -> None:
-    """Draw the panel: the mean of the last steps."""
-    parts = compute_step_timing(history, max(history.ranks, default=-1) + 1)
+    """Draw the mean of the last steps."""
+    timing = compute_step_timing(history, history.num_ranks)
     style.style_axes(ax)
     style.set_title(ax, "Where a step's time goes")
-    shown = select_bars(parts) if parts.is_measured else []
-    if not shown:
-        style.show_placeholder(ax, "the steps were not taken apart" if parts.num_steps else "no step yet")
+    bars = select_bars(timing) if timing.is_measured else []
+    if not bars:
+        style.show_placeholder(ax, "phases were not measured" if timing.num_steps else "no step yet")
         ax.set(xticks=[], yticks=[])
         return
-    longest = max(float(bar.seconds.sum()) for bar in shown) * 1e3
-    for row, bar in enumerate(shown):
+    longest = max(float(bar.seconds.sum()) for bar in bars) * 1e3
+    for row, bar in enumerate(bars):
         _draw_bar(ax, row, bar, longest)
-    _label_bars(ax, shown, longest)
+    _label_bars(ax, bars, longest)
     ax.set_xlabel(
-        f"ms, mean of the last {formatting.format_count(parts.num_steps, 'step')}", fontsize=8, color=style.MUTED_COLOR
+        f"ms, mean of the last {formatting.format_count(timing.num_steps, 'step')}", fontsize=8, color=style.MUTED_COLOR
     )
-    seen = [PHASES[k] for k in _find_visible_phases(shown, longest)]
-    style.draw_legend_below(ax, [Patch(label=phase, linewidth=0.6, **PHASE_STYLES[phase]) for phase in seen])
-    if parts.straggler is not None:
-        ax.set_title(f"▲ {parts.straggler.text}", loc="right", fontsize=9, fontweight="bold", color=style.ALERT_COLOR)
+    visible = [PHASES[k] for k in _find_visible_phases(bars, longest)]
+    style.draw_legend_below(ax, [Patch(label=phase, linewidth=0.6, **PHASE_STYLES[phase]) for phase in visible])
+    if timing.straggler is not None:
+        ax.set_title(f"▲ {timing.straggler.text}", loc="right", fontsize=9, fontweight="bold", color=style.ALERT_COLOR)
 
 
 def _find_visible_phases(phase_bars: list[PhaseBar], longest: float) -> list[int]:
-    """The phases that are long enough to be seen in some bar."""
-    most = np.max([bar.seconds for bar in phase_bars], axis=0) * 1e3
-    return [k for k in range(len(PHASES)) if most[k] >= _MIN_LEGEND_LENGTH * longest]
+    """Return the phases that are long enough to be seen in some bar."""
+    longest_by_phase = np.max([bar.seconds for bar in phase_bars], axis=0) * 1e3
+    return [k for k in range(len(PHASES)) if longest_by_phase[k] >= _MIN_LEGEND_LENGTH * longest]
 
 
 def _draw_bar(ax: Axes, row: int, bar: PhaseBar, longest: float) -> None:
-    """One node's step: a segment a phase, with its share where there is room, and the whole at the end."""
-    left, whole = 0.0, float(bar.seconds.sum()) * 1e3
+    """Draw a node's step: a segment for each phase with its share, and the sum at the end."""
+    left, total = 0.0, float(bar.seconds.sum()) * 1e3
     for phase, seconds in zip(PHASES, bar.seconds * 1e3, strict=True):
         ax.barh(row, seconds, 0.66, left, linewidth=0.6, gid=f"{phase}-{bar.rank}", **PHASE_STYLES[phase])
         if seconds >= _MIN_SHARE_WIDTH * longest:
-            time = f"{formatting.format_duration(seconds / 1e3)} · " if seconds >= _MIN_TIME_WIDTH * longest else ""
+            duration = f"{formatting.format_duration(seconds / 1e3)} · " if seconds >= _MIN_TIME_WIDTH * longest else ""
             ax.text(
-                left + seconds / 2, row, time + formatting.format_percent(seconds / whole), ha="center", va="center",
-                fontsize=7.5, color=style.TEXT_COLOR, gid="share",
+                left + seconds / 2, row, duration + formatting.format_percent(seconds / total), ha="center",
+                va="center", fontsize=7.5, color=style.TEXT_COLOR, gid="share",
                 bbox={"boxstyle": "round,pad=0.18", "facecolor": "white", "edgecolor": "none", "alpha": 0.88},
             )  # fmt: skip
         left += seconds
     ax.text(
         left + 0.01 * longest,
         row,
-        formatting.format_duration(whole / 1e3),
+        formatting.format_duration(total / 1e3),
         va="center",
         fontsize=8,
         color=style.MUTED_COLOR,
@@ -88,7 +85,7 @@ def _draw_bar(ax: Axes, row: int, bar: PhaseBar, longest: float) -> None:
 
 
 def _label_bars(ax: Axes, phase_bars: list[PhaseBar], longest: float) -> None:
-    """Names of the bars, milliseconds below them."""
+    """Write the names of the bars, and milliseconds below them."""
     ax.set_yticks(range(len(phase_bars)), [f"▲ {bar.label}" if bar.is_straggler else bar.label for bar in phase_bars])
     for tick, bar in zip(ax.get_yticklabels(), phase_bars, strict=True):
         tick.set_color(style.ALERT_COLOR if bar.is_straggler else style.TEXT_COLOR)

@@ -1,4 +1,4 @@
-"""What each node did when, in the last step: a strip a node, and the planned schedule hollow behind it."""
+"""The phases of the last step: a strip for each node, and the planned schedule hollow behind it."""
 
 from __future__ import annotations
 
@@ -24,27 +24,26 @@ _KIND_STYLES: dict[str, dict[str, Any]] = {
     **PHASE_STYLES,
     "backward input": PHASE_STYLES["backward"],
     "backward weight": {"facecolor": "#8A8A00", "hatch": "||||", "edgecolor": "white"},
-    # Often narrower than an edge is wide, so they have none.
+    # Often narrower than an edge, so they have none.
     "send": {"facecolor": "#D55E00", "hatch": "||||", "edgecolor": "white", "linewidth": 0},
     "receive": {"facecolor": "#F0E442", "hatch": "....", "edgecolor": "#6b6300", "linewidth": 0},
 }
-_MAX_NUMBERED_BOXES = 200  # boxes at most that carry their micro-batch's number
-_MIN_NUMBERED_WIDTH = 0.018  # of the step: a box from here on has room for a number
-_BELOW = 0.3  # inches, of the legend below the axis' name
+_MAX_NUMBERED_BOXES = 200  # more boxes have no numbers
+_MIN_NUMBERED_WIDTH = 0.018  # of the step; a narrower box has no number
 
 
 def make_panel(timeline: Timeline | None) -> Callable[[Axes, History], None]:
-    """The panel of a timeline, which a history does not hold."""
+    """Return the panel of a timeline, which a history doesn't have."""
 
     def draw(ax: Axes, _history: History) -> None:
-        found = make_step_strip(timeline)
+        step_strip = make_step_strip(timeline)
         style.style_axes(ax)
-        style.set_title(ax, "Timeline", "" if found is None else found.note)
-        if found is None:
+        style.set_title(ax, "Timeline", "" if step_strip is None else step_strip.note)
+        if step_strip is None:
             style.show_placeholder(ax)
             ax.set(xticks=[], yticks=[])
         else:
-            _draw_strip(ax, found)
+            _draw_strip(ax, step_strip)
 
     return draw
 
@@ -67,17 +66,18 @@ def _draw_strip(ax: Axes, step_strip: StepStrip) -> None:
 
 
 def _get_begin_and_width(box: np.void) -> tuple[float, float]:
-    """(begin, width) in milliseconds."""
+    """Return (begin, width) in milliseconds."""
     return 1e3 * float(box["begin"]), 1e3 * float(box["end"] - box["begin"])
 
 
 def _write_micro_batches(ax: Axes, row: int, boxes: np.ndarray, seconds: float) -> None:
-    """The micro-batches' numbers, where there is room."""
+    """Write the numbers of micro-batches into boxes that are wide enough."""
     for box in boxes[(boxes["micro_batch"] >= 0) & (boxes["end"] - boxes["begin"] > _MIN_NUMBERED_WIDTH * seconds)]:
         begin, width = _get_begin_and_width(box)
         ax.text(
-            begin + width / 2, row, str(box["micro_batch"]), ha="center", va="center", fontsize=6.5, color=style.TEXT_COLOR,
-            gid="micro-batch", bbox={"boxstyle": "round,pad=0.12", "facecolor": "white", "edgecolor": "none"},
+            begin + width / 2, row, str(box["micro_batch"]), ha="center", va="center", fontsize=6.5,
+            color=style.TEXT_COLOR, gid="micro-batch",
+            bbox={"boxstyle": "round,pad=0.12", "facecolor": "white", "edgecolor": "none"},
         )  # fmt: skip
 
 

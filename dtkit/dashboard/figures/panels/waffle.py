@@ -1,4 +1,4 @@
-"""Many nodes at a glance: a square each, dark where it is fast, with a sign where something is the matter."""
+"""A square for each of many nodes: dark where it is fast, with a sign where it is slow or lost."""
 
 from __future__ import annotations
 
@@ -17,45 +17,46 @@ if TYPE_CHECKING:
     from dtkit.history.history import History
 
 SQUARES_PER_ROW = 32
-"""Squares in a row."""
+"""Number of squares in a row."""
 
 _PALE_COLOR, _FULL_COLOR = np.array([0.87, 0.93, 0.97]), np.array([0.0, 0.447, 0.698])
 
 
 def draw(ax: Axes, history: History) -> None:
-    """Draw the panel: throughput without waiting, from half of the median (pale) to all of it (full)."""
-    ranks = max(history.ranks, default=-1) + 1
-    now = compute_run_metrics(history, ranks)
+    """Draw the throughput without waiting, from half of the median (pale) to the median (full color)."""
+    ranks = history.num_ranks
+    metrics = compute_run_metrics(history, ranks)
     style.set_title(ax, "Nodes at a glance", "samples/s without waiting · ▲ keeps the others waiting · ✕ lost")
     ax.set_axis_off()
-    rates = now.by_rank[:, 1]
+    rates = metrics.by_rank[:, 1]
     median = float(np.nanmedian(rates)) if np.isfinite(rates).any() else 0.0
     for rank, rate in enumerate(rates):
         level = float(np.clip(2 * rate / median - 1, 0, 1)) if median and np.isfinite(rate) else 0.0
-        _draw_square(ax, rank, level, _get_sign(now, rank))
-    across = min(ranks, SQUARES_PER_ROW) or 1
-    ax.set(xlim=(0, max(across, SQUARES_PER_ROW)), ylim=(-(-ranks // SQUARES_PER_ROW) or 1, 0))
+        _draw_square(ax, rank, level, _get_sign(metrics, rank))
+    ax.set(xlim=(0, SQUARES_PER_ROW), ylim=(count_rows(ranks), 0))
 
 
 def count_rows(num_ranks: int) -> int:
-    """How many rows of squares there are."""
+    """Return the number of rows of squares."""
     return max(1, -(-num_ranks // SQUARES_PER_ROW))
 
 
 def _get_sign(metrics: RunMetrics, rank: int) -> str:
-    slow = metrics.timing.straggler is not None and rank in metrics.timing.straggler.ranks
-    return "✕" if rank in metrics.lost_nodes else "▲" if slow else ""
+    if rank in metrics.lost_nodes:
+        return "✕"
+    straggler = metrics.timing.straggler
+    return "▲" if straggler is not None and rank in straggler.ranks else ""
 
 
 def _draw_square(ax: Axes, rank: int, level: float, sign: str) -> None:
     row, column = divmod(rank, SQUARES_PER_ROW)
     ink = "white" if level > 0.5 else style.TEXT_COLOR
     face = "white" if sign == "✕" else tuple(_PALE_COLOR + (_FULL_COLOR - _PALE_COLOR) * level)
-    edge, style = (style.ALERT_COLOR, "--" if sign == "✕" else "-") if sign else ("white", "-")
+    edge, dashes = (style.ALERT_COLOR, "--" if sign == "✕" else "-") if sign else ("white", "-")
     square = Rectangle(
-        (column + 0.05, row + 0.07), 0.9, 0.86, facecolor=face, edgecolor=edge, linestyle=style,
+        (column + 0.05, row + 0.07), 0.9, 0.86, facecolor=face, edgecolor=edge, linestyle=dashes,
         linewidth=1.4 if sign else 0.5, gid=f"node-{rank}",
     )  # fmt: skip
     ax.add_patch(square)
-    colour = style.ALERT_COLOR if sign == "✕" else ink
-    ax.text(column + 0.5, row + 0.52, sign or str(rank), ha="center", va="center", fontsize=6.5, color=colour)
+    color = style.ALERT_COLOR if sign == "✕" else ink
+    ax.text(column + 0.5, row + 0.52, sign or str(rank), ha="center", va="center", fontsize=6.5, color=color)

@@ -1,4 +1,4 @@
-// Lines over the steps, as SVG, drawn from the store's buckets. A panel names its chart and what is special about it.
+// Lines over the steps, as SVG, drawn from the store's buckets. A panel names its chart and its options.
 
 import { s, h, setAttr, setText } from "./elements.js";
 import { number, tick, ticks } from "./numbers.js";
@@ -8,8 +8,8 @@ import { MARKED } from "./store.js";
 const LEFT = 46, RIGHT = 72, TOP = 14, BOTTOM = 22;
 
 /**
- * A panel with the chart `name` of the store. `options`: title, testid, note(head, layout), overall(head, value), and
- * perhaps fromZero, smooth, height, points(store), shown(store), lineName(store, line), lineClass.
+ * Return a panel with the chart `name` of the store. Required `options`: title, testid, note(head, layout),
+ * overall(head, value). Optional: fromZero, smooth, height, points(store), shown(store), lineName(store, line), lineClass.
  */
 export function chart(store, name, options, redraw) {
   const note = h("span", { class: "dtk-note" });
@@ -33,7 +33,7 @@ export function chart(store, name, options, redraw) {
   return { el, update };
 }
 
-/** A step is pointed at with the pointer, or with the arrow keys: the same one in all charts. */
+/** Point at a step with the pointer or the arrow keys, in all charts. */
 function pointAt(view, redraw) {
   const { store, svg } = view;
   const to = (hover) => { store.hover = hover; redraw(); };
@@ -54,8 +54,8 @@ function pointAt(view, redraw) {
 }
 
 /**
- * The buckets of a chart as they are drawn: the store's, or with `smooth` so many joined that at most that many are left.
- * {used, width, value(line, bucket, which)}: which is 0 smallest, 1 mean, 2 largest.
+ * Return the buckets of a chart as {used, width, value(line, bucket, which)}: which is 0 smallest, 1 mean, 2 largest.
+ * With `smooth`, buckets are merged until at most that many are left.
  */
 function grain(store, layout, smooth) {
   const { data, used, width } = store.curves, { columns } = store.head;
@@ -100,7 +100,7 @@ function drawChart(view, width) {
   drawLabels(view, ends, width);
   drawCursor(view);
 }
-/** From the lowest to the highest value that is drawn, with some room. */
+/** Return the range of the drawn values, with some room. */
 function range(view, points) {
   const { options, layout } = view, { used, value } = view.grain;
   let [low, high] = [Infinity, -Infinity];
@@ -133,13 +133,13 @@ function drawGrid(view, low, high, width) {
   const whole = ticks(first, end, width > 420 ? 6 : 4).filter(Number.isInteger);
   parts.push(s("text", { x: LEFT - 7, y: view.height - 5, "text-anchor": "end" }, "step"));
   for (const v of whole) {
-    if (x(v) - 3.3 * tick(v).length < LEFT - 4) continue; // it would lie on that word
+    if (x(v) - 3.3 * tick(v).length < LEFT - 4) continue; // it would overlap the label
     parts.push(s("text", { x: x(v), y: view.height - 5, "text-anchor": "middle" }, tick(v)));
   }
   view.layers.grid.replaceChildren(...parts);
 }
 
-/** What happened, on the step axis; two marks of one place become one. */
+/** Draw event marks on the step axis; marks at the same position are merged. */
 function drawMarks(view) {
   const { x, first, end } = view.frame, parts = [];
   let previous = -Infinity;
@@ -155,7 +155,7 @@ function drawMarks(view) {
   view.layers.marks.replaceChildren(...parts);
 }
 
-/** A line's mean as a path, and its extremes as a band behind it. */
+/** Draw a line's mean as a path, and its extremes as a band behind it. */
 function drawLine(view, line, ends) {
   const { store, layers, options, layout } = view;
   const { used, width, value } = view.grain, { x, y, step } = view.frame;
@@ -176,20 +176,20 @@ function drawLine(view, line, ends) {
   if (seen === 1) mean += "h.01"; // a dot, with round caps
   const crowd = layout.banded && !overall;
   const hue = crowd ? "crowd" : alone ? "only" : overall ? "all" : `n${line % 8}`;
-  const single = overall && layout.nodes === 1 && !layout.banded; // one node: its own line says it all
+  const single = overall && layout.nodes === 1 && !layout.banded; // the line of a single node is also the overall line
   const rank = overall ? "all" : crowd ? "band" : line;
   const path = pathOf(view, `line${line}`, layers.lines, "", rank), own = overall || crowd || options.lineName ? undefined : line;
-  const dash = options.lineName ? ` dtk-dash${line % 4}` : ""; // runs are told apart without colours too
+  const dash = options.lineName ? ` dtk-dash${line % 4}` : ""; // runs differ without colors too
   setAttr(path, "class", `dtk-line dtk-${hue}${dash}${pickedClass(store, own)}`);
   setAttr(path, "d", crowd || single ? "" : mean);
   const shade = pathOf(view, `band${line}`, layers.bands, `dtk-band dtk-${hue}`);
   setAttr(shade, "d", band && seen ? `${up}${down}Z` : "");
-  setAttr(shade, "opacity", crowd ? 0.3 : 0.32 / (layout.nodes + 1)); // many bands over each other would hide the lines
+  setAttr(shade, "opacity", crowd ? 0.3 : 0.32 / (layout.nodes + 1)); // overlapping bands would hide the lines
   const label = overall ? options.overall(store.head, last) : options.lineName?.(store, line) ?? nodeName(store, line);
   if (seen && !crowd && !single) ends.push({ y: y(last), label, hue, rank: own });
 }
 
-/** Of many nodes the outliers and the highlighted one, as lines of their own over the band. */
+/** Draw lines of outliers and of the highlighted node over the band of many nodes. */
 function drawSpots(view, ends) {
   const { store, layers, layout, name } = view, { spot } = store, { x, y } = view.frame;
   const ranks = layout.banded && spot?.charts.includes(name) ? spot.ranks : [];
@@ -228,7 +228,7 @@ function drawPoints(view, points, ends) {
   if (points.length) ends.push({ y: y(points.at(-1).value), label: "◇ valid", hue: "all" });
 }
 
-/** Points that don't lie on each other, the last one among them; a line joins those that are left out. */
+/** Draw points that don't overlap, including the last one; a line joins all points. */
 function apart(points, x) {
   if (points.length <= 20) return points;
   const kept = [];
@@ -236,7 +236,7 @@ function apart(points, x) {
   return kept.reverse();
 }
 
-/** Names at the lines' ends, pushed apart where they would overlap. */
+/** Write names at the lines' ends, apart from each other. */
 function drawLabels(view, ends, width) {
   ends.sort((a, b) => a.y - b.y);
   const placed = spread(ends.map((end) => end.y), 12, TOP, view.height - BOTTOM);
@@ -246,7 +246,7 @@ function drawLabels(view, ends, width) {
     return text;
   }));
 }
-/** Ascending positions moved apart to at least `gap`, each crowd around its own middle (as in figures.py). */
+/** Return ascending positions at least `gap` apart; close positions stay around their middle (as in figures/style.py). */
 function spread(wanted, gap, low, high) {
   const crowds = [];
   for (const y of wanted) {
@@ -262,7 +262,7 @@ function spread(wanted, gap, low, high) {
   return crowds.flatMap(([middle, count]) => Array.from({ length: count }, (_, k) => middle + gap * (k - (count - 1) / 2)));
 }
 
-/** The bucket under the pointer, in whichever chart it is. */
+/** Draw the bucket under the pointer, in all charts. */
 function hovered(view) {
   const { store, frame } = view, { used, width } = view.grain;
   if (store.hover === null || !used || !frame) return null;

@@ -1,4 +1,4 @@
-// The browser's half of a live comparison; its other half is compare_live.py. Runs take the place of a chart's nodes.
+// The browser's half of a live comparison; comparison_widget.py is the other half. Runs take the place of nodes.
 
 import { chart } from "./chart.js";
 import { h, s, setAttr, setText } from "./elements.js";

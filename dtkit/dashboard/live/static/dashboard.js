@@ -1,11 +1,11 @@
-// The browser's half of the live view; its other half is live.py, and messages are composed in feed.py.
+// The browser's half of the live view; widget.py is the other half, and messages.py builds the messages.
 //
-//   store.js    what the messages add up to; one a model, so that two views of it show the same
+//   store.js    the state of a run; one for each model, so that all its views show the same
 //   chart.js    SVG lines over the steps, from the store's buckets
 //   panels/     one file and one function each: build(store, send, redraw) returns {el, update}
-//   this file   receives messages, redraws at most once a frame; an error in a panel stays in its panel
+//   this file   receives messages and redraws at most once a frame
 //
-// No dependency and no build step: bundle.py puts the files into one module, in the order of their imports.
+// There is no dependency and no build step: bundle.py puts the files into one module.
 
 import { h, setAttr, setText } from "./elements.js";
 import { banner } from "./panels/banner.js";
@@ -34,7 +34,7 @@ const PANELS = [
   learningRateChart, pictures, memory, nodesTable, log, summary,
 ];
 
-/** An error in a panel shows in that panel, and nowhere else. */
+/** Show an error of a panel in that panel only. */
 function guarded(panel) {
   return () => {
     try {
@@ -98,7 +98,7 @@ export default () => {
       const stopTheme = followTheme(root);
       const size = new ResizeObserver(redraw);
       size.observe(root);
-      const ticking = setInterval(redraw, 1000); // the clock of a long step
+      const ticking = setInterval(redraw, 1000); // the elapsed time of a long step
       redraw();
       return () => { views.delete(redraw); stopTheme(); size.disconnect(); clearInterval(ticking); };
     },

@@ -1,8 +1,8 @@
-// Elements of the page. Text from engines is only ever set as textContent: there is no markup from data.
+// Elements of the page. Text of engines is set as textContent only, and never as markup.
 
 const SVG = "http://www.w3.org/2000/svg";
 
-/** An element with attributes and children; strings become text. */
+/** Return an element with attributes and children; strings become text. */
 export function h(tag, attributes = {}, ...children) {
   return fill(document.createElement(tag), attributes, children);
 }

@@ -1,4 +1,4 @@
-// Numbers as people read them, as in units.py.
+// Numbers as text, as in _util/formatting.py.
 
 const NOTHING = "—";
 
@@ -24,7 +24,7 @@ export function clock(seconds) {
   if (hours) return `${hours} h ${minutes} min`;
   return minutes ? `${minutes} min ${whole % 60} s` : `${whole} s`;
 }
-/** A short time, in the unit that suits it. */
+/** Return a short time with its unit. */
 export function duration(seconds) {
   if (!Number.isFinite(seconds)) return NOTHING;
   if (seconds <= 0) return "0 s";
@@ -37,7 +37,7 @@ export function tick(value) {
   if (Math.abs(value) >= 1e4) return `${+(value / 1e3).toPrecision(3)}k`;
   return (+value.toPrecision(6)).toLocaleString("en-US", { maximumFractionDigits: 12 });
 }
-/** Round values between low and high, about `count` of them. */
+/** Return about `count` round values between low and high. */
 export function ticks(low, high, count) {
   const raw = (high - low) / Math.max(1, count);
   if (!(raw > 0)) return [low];

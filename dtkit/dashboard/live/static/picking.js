@@ -1,18 +1,18 @@
-// The node that is highlighted in all panels, and what stands before its name: nothing is told by colour alone.
+// The highlighted node of all panels, and the glyphs of nodes, which differ without colors too.
 
-/** Highlight a node, or no longer. At once on this page; the kernel tells the others, and sends its lines. */
+/** Highlight a node, or end that. This page does so at once; the kernel sends it to other pages, with the lines. */
 export function pick(store, rank) {
   store.selected = store.selected === rank ? null : rank;
   store.picking = true;
   store.send({ select: store.selected });
   store.redraw();
 }
-/** "", or " dtk-picked" and " dtk-faded" where some node is highlighted. */
+/** Return "", or " dtk-picked" or " dtk-faded" while some node is highlighted. */
 export function pickedClass(store, rank) {
   if (store.selected === null || rank === undefined) return "";
   return store.selected === rank ? " dtk-picked" : " dtk-faded";
 }
-/** What is the matter with a node: lost, stuck, left out, slow (keeps the others waiting), slowed on purpose; or nothing. */
+/** Return the state of a node: lost, stuck, left out, slow (keeps the others waiting), slowed on purpose, or none. */
 export function condition(store, rank) {
   const { world, lost, stuck, slow, slowed } = store.nodesNow;
   if (lost.includes(rank)) return "lost";
@@ -22,7 +22,7 @@ export function condition(store, rank) {
 export const CONDITION_GLYPH = { lost: "✕", stuck: "⊘", out: "○", slow: "▲", slowed: "▼", "": "" };
 export const CONDITION_WORDS = { lost: "lost", stuck: "stuck", out: "left out", slow: "keeps the others waiting", slowed: "slowed on purpose", "": "" };
 
-/** A node's name with its sign: "▲ node 3". */
+/** Return a node's name with its glyph: "▲ node 3". */
 export function nodeName(store, rank) {
   return `${CONDITION_GLYPH[condition(store, rank)]} node ${rank}`.trim();
 }

@@ -1,18 +1,18 @@
-// What the messages of a run add up to: one store a model, so that two views of it show the same.
-// Messages are composed in feed.py; buckets are joined here as series.py joins them.
+// The state of a run, from its messages: one store for each model, so that all its views show the same.
+// messages.py builds the messages; buckets are merged here as in summary/curves.py.
 
 const LOG = 200;
-/** The states that a run can still be told something in. */
+/** The states in which a run takes commands. */
 export const LIVE = ["pending", "running", "paused"];
 
-/** The kinds of events that get a mark on the step axis, and the mark. */
+/** The kinds of events with a mark on the step axis, and the mark. */
 export const MARKED = { pause: "‖", resume: "▶", lr: "lr", error: "✕", stop: "■", lost: "†", repair: "+", save: "↓", stuck: "⊘" };
 
 /**
- * An empty store. `curves.data` is Float32 of shape (buckets, columns, 3): smallest, mean, largest; which columns are
- * whose says `head.charts`. `bars` is Float32 of shape (bars, phases), in seconds; `ranks` of shape (ranks, 3); `spot.data`
- * of shape (buckets, charts, ranks); `strip.boxes` is Uint16 of shape (boxes, 5), see feed.py. `send` and `redraw` are set
- * by who owns the store.
+ * Return an empty store. `curves.data` is Float32 of shape (buckets, columns, 3): smallest, mean, largest; `head.charts`
+ * has the columns of each chart. `bars` is Float32 of shape (bars, phases), in seconds; `ranks` of shape (ranks, 3); `spot.data`
+ * of shape (buckets, charts, ranks); `strip.boxes` is Uint16 of shape (boxes, 5), see messages.py. The owner of
+ * the store sets `send` and `redraw`.
  */
 export function newStore() {
   return {
@@ -25,7 +25,7 @@ export function newStore() {
   };
 }
 
-/** Apply a message. Returns false where it does not follow on what the store has: then ask for a snapshot. */
+/** Apply a message. Return false if it doesn't follow the last one; the page then asks for a snapshot. */
 export function apply(store, content, buffers) {
   if (content.kind === "refused") {
     store.refused = content;
@@ -38,13 +38,13 @@ export function apply(store, content, buffers) {
     return true;
   }
   const whole = content.kind === "snapshot";
-  if (content.seq <= store.seq) return true; // seen already
+  if (content.seq <= store.seq) return true; // applied already
   if (!whole && content.base !== store.seq) return false;
   store.seq = content.seq;
   store.received = Date.now();
   for (const key of ["status", "lr", "tiles", "error", "remarks"]) store[key] = content[key];
   applyNow(store, content);
-  store.head = content.head ?? store.head; // its words change where nodes were left out
+  store.head = content.head ?? store.head; // it changes when nodes are left out
   if (whole) {
     for (const key of ["marks", "evaluations"]) store[key] = content[key];
     store.log = content.events;
@@ -65,7 +65,7 @@ export function apply(store, content, buffers) {
   return true;
 }
 
-/** A copy of a buffer's bytes; it may be a DataView at an odd offset. */
+/** Return a copy of a buffer's bytes; it may be a DataView at an odd offset. */
 function raw(buffer) {
   return (buffer.buffer ? new Uint8Array(buffer.buffer, buffer.byteOffset, buffer.byteLength) : new Uint8Array(buffer)).slice();
 }
@@ -77,11 +77,11 @@ function applyNow(store, content) {
   store.nodesNow = content.nodes_now ?? store.nodesNow;
   store.effect = content.effect;
   const selected = content.selected ?? null;
-  if (store.picking && selected !== store.selected) return; // the kernel has not heard of this page's choice yet
+  if (store.picking && selected !== store.selected) return; // the kernel hasn't received this page's choice yet
   [store.selected, store.picking] = [selected, false];
 }
 
-/** Lines of single nodes: those of another choice or another width come whole. */
+/** Apply lines of single nodes. A new choice or a new width comes with whole lines. */
 function applySpot(store, part, values) {
   const each = part.charts.length * part.ranks.length;
   const kept = part.first ? store.spot.data.subarray(0, part.first * each) : [];
@@ -93,7 +93,7 @@ function applySpot(store, part, values) {
 
 function applyCurves(store, part, values) {
   const curves = store.curves;
-  const each = store.head.columns * 3; // floats a bucket
+  const each = store.head.columns * 3; // floats in a bucket
   if (!curves.used) curves.origin = part.origin;
   while (curves.used && curves.width < part.width) join(curves, each);
   curves.width = part.width;
@@ -109,7 +109,7 @@ function applyCurves(store, part, values) {
   curves.used = Math.max(curves.used, end);
 }
 
-/** Join neighbouring buckets, as series.py does, and double their width. */
+/** Merge neighboring buckets, as in summary/curves.py, and double their width. */
 function join(curves, each) {
   const { data, used } = curves;
   const half = Math.ceil(used / 2);

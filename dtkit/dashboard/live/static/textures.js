@@ -1,8 +1,8 @@
-// What a phase of a step looks like: a colour and a texture (SVG patterns, whose names are a view's own).
+// The color and the texture of each phase of a step. Textures are SVG patterns with names of one view.
 
 import { h, s } from "./elements.js";
 
-/** Paths of an 8 by 8 tile; what has none is plain. */
+/** Paths of an 8 by 8 tile; phases without a path are plain. */
 export const TEXTURE = {
   data: "M2,1v2h-2v-2zM6,5v2h-2v-2z",
   backward: "M-2,2l4,-4M0,8l8,-8M6,10l4,-4",
@@ -16,24 +16,24 @@ export const TEXTURE = {
 };
 let prefixes = 0;
 
-/** A prefix for the names of one view's patterns. */
+/** Return a prefix for the names of one view's patterns. */
 export function newPrefix() {
   return `dtk${++prefixes}`;
 }
 export function phaseClass(phase) {
   return `dtk-${phase.replace(" ", "-")}`;
 }
-/** The patterns of a view, to stand in its SVG. */
+/** Return the patterns of a view, for its SVG. */
 export function textures(prefix) {
   return s("defs", {}, ...Object.entries(TEXTURE).map(([phase, d]) =>
     s("pattern", { id: `${prefix}-${phaseClass(phase)}`, width: 8, height: 8, patternUnits: "userSpaceOnUse", class: phaseClass(phase) },
       s("rect", { width: 8, height: 8, class: "dtk-ground" }), s("path", { d, class: "dtk-texture" }))));
 }
-/** The attributes of what is drawn in a phase's look. */
+/** Return the attributes of an element in a phase's style. */
 export function phaseLook(prefix, phase) {
   return { class: `dtk-phase ${phaseClass(phase)}`, "data-phase": phase, fill: TEXTURE[phase] ? `url(#${prefix}-${phaseClass(phase)})` : "" };
 }
-/** What the phases look like, as a list below a panel; drawn anew only when it changes. */
+/** Draw the legend of the phases below a panel, when it changes. */
 export function drawLegend(legend, phases, prefix) {
   if (legend.dataset.phases === String(phases)) return;
   legend.dataset.phases = String(phases);

@@ -1,8 +1,8 @@
-// Light or dark, as the page around is.
+// Light or dark, as the surrounding page.
 
 import { setAttr } from "./elements.js";
 
-/** Follow JupyterLab's theme where there is one, else the system's. Returns what ends that. */
+/** Follow JupyterLab's theme, or else the system's. Return a function that ends this. */
 export function followTheme(root) {
   const system = window.matchMedia("(prefers-color-scheme: dark)");
   const set = () => {

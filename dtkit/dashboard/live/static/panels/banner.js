@@ -1,4 +1,4 @@
-// What failed the run, or made it pause.
+// The error that failed or paused the run.
 
 import { h, setText } from "../elements.js";
 

@@ -1,4 +1,4 @@
-// Buttons, the learning rate, drills. They only ask: what took effect, and at which step, comes back with a message.
+// Buttons, the learning rate, and fault injection. They send commands; a message reports the effect and its step.
 
 import { h, setAttr, setText } from "../elements.js";
 import { LIVE } from "../store.js";
@@ -41,7 +41,7 @@ export function controls(store, send, redraw) {
       b.el.hidden = Boolean(b.offered) && !store.head.offers.includes(b.command);
       b.el.disabled = asked || !b.when.includes(status.state);
     }
-    // A button that the keyboard stood on and that went dead hands the focus on.
+    // A button that is disabled while it has the focus passes the focus on.
     if (active?.disabled && el.contains(active)) buttons.find((b) => !b.el.disabled && !b.el.hidden)?.el.focus();
     rate.update();
     drills.update();
@@ -50,7 +50,7 @@ export function controls(store, send, redraw) {
   };
   return { el, update };
 }
-/** What was asked and has taken effect is no longer being asked. */
+/** End the pending state of commands that took effect. */
 function forgetAnswered(store) {
   const { asked, status, lr, effect } = store;
   for (const [command, then] of asked) {
@@ -59,7 +59,7 @@ function forgetAnswered(store) {
   }
 }
 
-/** For lessons: slow a node down, end one. Ending wants a second click. */
+/** Fault injection for lessons: slow a node down, or end one, which needs a second click. */
 function drillField(store, ask, redraw) {
   const node = h("select", { "data-testid": "drill-node", "aria-label": "which node" });
   const factor = h("select", { "data-testid": "drill-factor", "aria-label": "how much slower" },

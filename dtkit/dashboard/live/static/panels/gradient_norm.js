@@ -1,4 +1,4 @@
-// The gradient's norm, where a rank knows it; its kept half is panels/gradient_norm.py.
+// The norm of the gradient, where it is measured; the figure has panels/gradient_norm.py.
 
 import { chart } from "../chart.js";
 import { number } from "../numbers.js";
@@ -14,7 +14,7 @@ export function gradientNormChart(store, _send, redraw) {
   }, redraw);
 }
 
-/** Whether a column of the curves has any number. */
+/** Return whether a column of the curves has any number. */
 export function known(store, column) {
   const { data, used } = store.curves, { columns } = store.head;
   for (let b = used - 1; b >= 0; b--) if (!Number.isNaN(data[(b * columns + column) * 3])) return true;

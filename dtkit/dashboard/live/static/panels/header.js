@@ -1,4 +1,4 @@
-// What is trained, how, and in which state it is.
+// Model, strategy, and state of the run.
 
 import { h, setText } from "../elements.js";
 

@@ -1,4 +1,4 @@
-// The learning rate; its kept half is panels/learning_rate.py.
+// The learning rate; the figure has panels/learning_rate.py.
 
 import { chart } from "../chart.js";
 import { known } from "./gradient_norm.js";
@@ -15,7 +15,7 @@ export function learningRateChart(store, _send, redraw) {
   }, redraw);
 }
 
-/** Whether there is more to see than one number. */
+/** Return whether the learning rate changes. */
 function changed(store, column) {
   const { data, used } = store.curves, { columns } = store.head;
   let [low, high] = [Infinity, -Infinity];

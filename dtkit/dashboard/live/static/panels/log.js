@@ -1,4 +1,4 @@
-// What happened, in lines.
+// The log of events.
 
 import { h, setText } from "../elements.js";
 

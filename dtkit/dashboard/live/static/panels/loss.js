@@ -1,4 +1,4 @@
-// Loss per node and mean, with validation; its kept half is panels/loss.py.
+// Loss per node and mean, with validation; the figure has panels/loss.py.
 
 import { chart } from "../chart.js";
 

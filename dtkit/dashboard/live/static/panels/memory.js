@@ -1,10 +1,10 @@
-// Memory of each node against its limit; of many the least, the median and the most; its kept half is panels/memory.py.
+// Memory of each node against its limit; of many nodes the least, the median and the most; the figure has panels/memory.py.
 
 import { h, setAttr, setText } from "../elements.js";
 import { bytes, share } from "../numbers.js";
 import { nodeName, pickedClass } from "../picking.js";
 
-const NEARLY = 0.9; // from here on it is said
+const NEARLY = 0.9; // share of the limit from which on a bar is an alert
 
 export function memory(store) {
   const rows = h("div", { class: "dtk-memory", role: "list" });
@@ -19,10 +19,10 @@ export function memory(store) {
   return { el, update };
 }
 
-/** {rank, label, used, limit}: every node, or three of many and the highlighted one. */
+/** Return {rank, label, used, limit} of every node, or of three among many and the highlighted one. */
 function shownMemory(store) {
-  const found = store.nodes.map(({ rank, memory_total: limit }) => ({ rank, used: store.ranks[3 * rank + 2], limit, label: "" }));
-  const known = found.filter(({ used, limit }) => Number.isFinite(used) && limit > 0);
+  const bars = store.nodes.map(({ rank, memory_total: limit }) => ({ rank, used: store.ranks[3 * rank + 2], limit, label: "" }));
+  const known = bars.filter(({ used, limit }) => Number.isFinite(used) && limit > 0);
   if (store.head.ranks <= 8 || !known.length) return known;
   const sorted = [...known].sort((a, b) => a.used / a.limit - b.used / b.limit);
   const three = [[sorted.at(-1), "most: "], [sorted[sorted.length >> 1], "median: "], [sorted[0], "least: "]];

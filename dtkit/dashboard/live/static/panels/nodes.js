@@ -1,4 +1,4 @@
-// The engines, a row each, with what each does now.
+// A row for each engine, with its current metrics.
 
 import { h, setAttr, setText } from "../elements.js";
 import { bytes, number } from "../numbers.js";
@@ -32,7 +32,7 @@ export function nodesTable(store) {
 }
 function nodeRow(store, node) {
   const many = store.head.ranks > 8, swatch = many ? [] : [h("span", { class: `dtk-swatch dtk-n${node.rank}`, "aria-hidden": "true" })];
-  // Of many nodes the squares above are the way of the keyboard: no 256 stops here.
+  // For many nodes the keyboard uses the squares above, so that there are no 256 stops here.
   const button = h("button", { type: "button", class: "dtk-pick", ...(many ? { tabindex: -1 } : {}) }, String(node.rank));
   button.addEventListener("click", () => pick(store, node.rank));
   return h("tr", { "data-rank": node.rank }, h("th", { scope: "row" }, ...swatch, button),

@@ -1,4 +1,4 @@
-// The user's own panels, drawn by matplotlib in the kernel (custom.py); each shows its picture, or its error.
+// The user's own panels, drawn by matplotlib in the kernel (panel_renderer.py): a picture or an error.
 
 import { h, setText } from "../elements.js";
 

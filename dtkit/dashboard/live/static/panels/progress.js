@@ -1,4 +1,4 @@
-// How far the run is, and how long it still takes.
+// Progress of the run, and the remaining time.
 
 import { h, setAttr, setText } from "../elements.js";
 import { clock } from "../numbers.js";

@@ -1,10 +1,10 @@
-// Who is lost or stuck, whether the ranks agree, and who is slowed on purpose; the words are remarks.py's.
+// Notices on lost and stuck nodes, agreement, and delays; summary/notices.py has their text.
 
 import { h, setText } from "../elements.js";
 
 const GLYPH = { lost: "✕", stuck: "⊘", differs: "✕", identical: "✓", fewer: "○", slowed: "▼" }, URGENT = ["lost", "stuck", "differs"];
 
-/** Alerts stand apart: a screen reader says them at once, and only when their text is new. */
+/** Alerts are separate: a screen reader reads them at once, and only when their text is new. */
 export function remarks(store) {
   const alerts = h("div", { class: "dtk-banner", role: "alert", "data-testid": "alert", hidden: "" });
   const quiet = h("ul", { class: "dtk-remarks", "data-testid": "remarks", "aria-label": "remarks" });

@@ -1,7 +1,7 @@
-// Where a step's time goes: a bar a node, in phases; its kept half is panels/step_time.py.
+// The time of a step by phase, a bar for each node; the figure has panels/step_time.py.
 //
-// The bars are one stop for the keyboard: arrow keys go from bar to bar, the one that is pointed at is read out in the
-// panel's note, and Enter highlights its node in all panels.
+// The bars are one keyboard stop: arrow keys move from bar to bar, the panel's note describes the current one, and Enter
+// highlights its node in all panels.
 
 import { h, s, setAttr, setText } from "../elements.js";
 import { duration, share, tick, ticks } from "../numbers.js";
@@ -12,21 +12,21 @@ const BAR = 22, GAP = 8, AXIS = 20, END = 64;
 
 export function stepTime(store, _send, redraw) {
   const note = h("span", { class: "dtk-note", "aria-live": "polite" });
-  const said = h("p", { class: "dtk-straggler", "data-testid": "straggler" });
+  const straggler = h("p", { class: "dtk-straggler", "data-testid": "straggler" });
   const layers = { axis: s("g", { class: "dtk-grid" }), bars: s("g") };
   const view = { store, redraw, prefix: newPrefix(), rows: [], at: 0, pointed: null, layers };
   const svg = s("svg", { class: "dtk-chart dtk-bars", role: "list", "aria-label": "where a step's time goes, by node" },
     textures(view.prefix), layers.axis, layers.bars);
   const legend = h("ul", { class: "dtk-legend", "aria-label": "phases" });
   const el = h("section", { class: "dtk-panel dtk-wide", "data-testid": "time-panel" },
-    h("h3", {}, "Where a step's time goes ", note), said, svg, legend);
+    h("h3", {}, "Where a step's time goes ", note), straggler, svg, legend);
   svg.addEventListener("keydown", (event) => move(view, event));
   const update = () => {
     const { time, head } = store;
     el.hidden = !time?.bars.length;
     if (el.hidden) return;
-    setText(said, time.straggler ? `▲ ${time.straggler}` : "");
-    said.hidden = !time.straggler;
+    setText(straggler, time.straggler ? `▲ ${time.straggler}` : "");
+    straggler.hidden = !time.straggler;
     const bars = read(store);
     draw(view, svg, bars, Math.max(260, el.clientWidth || 0));
     drawLegend(legend, head.phases.filter((_, k) => seen(bars, k)), view.prefix);
@@ -36,7 +36,7 @@ export function stepTime(store, _send, redraw) {
   return { el, update };
 }
 
-/** The bars as the store has them: {label, slow, seconds, whole}. */
+/** Return the bars of the store: {label, slow, seconds, whole}. */
 function read({ time, bars, head }) {
   const each = head.phases.length;
   return time.bars.map((bar, k) => {
@@ -45,7 +45,7 @@ function read({ time, bars, head }) {
   });
 }
 
-/** A phase that is too short to be seen in any bar needs no legend. */
+/** Return the phases that are long enough to be seen in some bar. */
 function seen(bars, k) {
   const longest = Math.max(...bars.map((bar) => bar.whole));
   return bars.some((bar) => bar.seconds[k] >= 0.004 * longest);
@@ -78,7 +78,7 @@ function drawAxis(layer, { longest, scale, left, height, width }) {
   layer.replaceChildren(...parts);
 }
 
-/** A bar: made once, then moved, so that the keyboard stays where it stands. */
+/** Return a bar, made once and then updated, so that it keeps the keyboard focus. */
 function addRow(view) {
   const k = view.rows.length, { phases } = view.store.head;
   const el = s("g", { role: "listitem", class: "dtk-row" });
@@ -86,7 +86,7 @@ function addRow(view) {
   const frame = s("rect", { class: "dtk-frame", height: BAR + 4, y: -2, rx: 4 });
   const segments = phases.map((phase) => ({
     rect: s("rect", { height: BAR, ...phaseLook(view.prefix, phase) }),
-    pill: s("rect", { class: "dtk-pill", height: BAR - 7, y: 3.5, rx: 4 }), // letters on a texture can't be read
+    pill: s("rect", { class: "dtk-pill", height: BAR - 7, y: 3.5, rx: 4 }), // text on a texture isn't readable
     text: s("text", { class: "dtk-share", y: BAR / 2 + 4, "text-anchor": "middle" }),
   }));
   el.append(frame, label, ...segments.map((seg) => seg.rect), ...segments.flatMap((seg) => [seg.pill, seg.text]), whole);

@@ -1,4 +1,4 @@
-// For screen readers: the state at once, as when a node gets stuck or goes on; the numbers every quarter of a minute.
+// For screen readers: changes of state at once, and the numbers every 15 seconds.
 
 import { h, setText } from "../elements.js";
 

@@ -1,4 +1,4 @@
-// Samples per second per node and in all, divided by the replicas of the model; its kept half is panels/throughput.py.
+// Samples per second of each node and of all, divided by the number of replicas; the figure has panels/throughput.py.
 
 import { chart } from "../chart.js";
 
@@ -7,7 +7,7 @@ export function throughputChart(store, _send, redraw) {
     title: "Throughput",
     testid: "throughput-chart",
     fromZero: true,
-    smooth: 64, // single steps of a few milliseconds say more of the scheduler than of the training (as in throughput.py)
+    smooth: 64, // single steps of a few milliseconds show the scheduler's noise (as in throughput.py)
     note: (head, layout) => (layout.banded ? `samples/s without waiting: band of nodes; and ${head.overall}` : layout.nodes > 1 ? `samples/s without waiting, and ${head.overall}` : "samples/s"),
     overall: (head) => head.overall,
   }, redraw);

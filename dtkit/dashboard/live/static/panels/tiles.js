@@ -1,4 +1,4 @@
-// The large figures; their text is made in glance.py.
+// The large numbers; summary/metrics.py has their text.
 
 import { h, setAttr, setText } from "../elements.js";
 

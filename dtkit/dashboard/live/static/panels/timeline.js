@@ -1,7 +1,7 @@
-// What each node did when, in the last step: a strip a node; its kept half is panels/timeline.py.
+// The phases of the last step, a strip for each node; the figure has panels/timeline.py.
 //
-// All boxes of a kind are one path, so that a pipeline of many micro-batches stays light. The schedule that was planned
-// stands behind what was measured, hollow. What a box is, the panel's note tells while it is pointed at.
+// All boxes of a kind are one path, which keeps pipelines of many micro-batches fast. Hollow boxes behind show the planned
+// schedule. The panel's note describes the box under the pointer.
 
 import { h, s, setAttr, setText } from "../elements.js";
 import { duration, tick, ticks } from "../numbers.js";
@@ -44,7 +44,7 @@ export function timeline(store) {
   return { el, update };
 }
 
-/** How high a strip is: many are lower, and a pipeline's have room for the plan. */
+/** Return the height of a strip: many strips are lower, and those of a pipeline have room for the plan. */
 function tallOf({ ranks, piped }) {
   return ranks.length > FEW ? 15 : piped ? 32 : 24;
 }
@@ -78,7 +78,7 @@ function microBatch(x, top, batch, rowTall) {
     s("text", { class: "dtk-share", x, y: top + rowTall / 2 + 4, "text-anchor": "middle" }, text)];
 }
 
-/** What the box under the pointer is, or one close by, in words: the narrowest of several; null where none is. */
+/** Return a description of the narrowest box at or near the pointer, or null. */
 function pointedAt(view) {
   const { store, store: { strip, head }, pointed } = view;
   if (!pointed) return null;
@@ -104,7 +104,7 @@ function drawStripAxis(view, frame) {
   view.layers.axis.replaceChildren(...parts);
 }
 
-/** The names of the strips; a click on one highlights its node. */
+/** Draw the names of the strips; a click on one highlights its node. */
 function drawStripNames(view) {
   const { store, layers: { names } } = view, { ranks } = store.strip, rowTall = tallOf(store.strip);
   while (names.children.length > ranks.length) names.lastChild.remove();
@@ -127,13 +127,13 @@ function usedKinds({ strip, head }) {
   return [...head.kinds.filter((_, k) => used.has(k)), ...planned];
 }
 
-/** For a screen reader: how much of the step each node of the first few works. */
+/** Return text for a screen reader: the share of the step in which each of the first nodes works. */
 function describeStrip({ strip, head }) {
   const idle = ["waiting", "send", "receive", "communication"].map((kind) => head.kinds.indexOf(kind)), busy = strip.ranks.map(() => 0);
   for (let at = 0; at < EACH * strip.measured; at += EACH) {
     const [place, begin, end, code] = strip.boxes.subarray(at, at + EACH);
     if (!idle.includes(code & 15)) busy[place] += end - begin;
   }
-  const said = strip.ranks.slice(0, 8).map((rank, place) => `node ${rank} works ${Math.round((100 * busy[place]) / WHOLE)} %`);
-  return `${strip.note}; ${said.join(", ")}${strip.ranks.length > 8 ? " and others" : ""}`;
+  const shares = strip.ranks.slice(0, 8).map((rank, place) => `node ${rank} works ${Math.round((100 * busy[place]) / WHOLE)} %`);
+  return `${strip.note}; ${shares.join(", ")}${strip.ranks.length > 8 ? " and others" : ""}`;
 }

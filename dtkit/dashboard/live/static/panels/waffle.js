@@ -1,7 +1,7 @@
-// Many nodes at a glance: a square each, dark where it is fast; its kept half is panels/waffle.py.
+// A square for each of many nodes, dark where it is fast; the figure has panels/waffle.py.
 //
-// A list box with one stop for the keyboard: arrow keys go from square to square, Enter highlights that node in all
-// panels, Escape ends it. A sign says what is the matter with a node, so that no colour has to.
+// A list box with one keyboard stop: arrow keys move from square to square, Enter highlights a node in all panels, and
+// Escape ends that. Nodes with a problem have a glyph, so that they differ without colors.
 
 import { h, setAttr, setText } from "../elements.js";
 import { bytes, number } from "../numbers.js";
@@ -49,7 +49,7 @@ function drawCell(view, cell, rank, median) {
   setText(cell, CONDITION_GLYPH[what] || String(rank));
 }
 
-/** The median of the nodes' throughput. */
+/** Return the median of the nodes' throughput. */
 function middle(store) {
   const rates = [];
   for (let rank = 0; rank < store.head.ranks; rank++) if (Number.isFinite(store.ranks[3 * rank + 1])) rates.push(store.ranks[3 * rank + 1]);
@@ -81,7 +81,7 @@ function listenToCells(view) {
     else if (event.key === "Enter" || event.key === " ") pick(store, view.at);
     else if (by) view.at = Math.min(view.cells.length - 1, Math.max(0, view.at + by));
     else return;
-    view.pointed = null; // the keyboard speaks now
+    view.pointed = null; // the keyboard takes over
     event.preventDefault();
     redraw();
   });

@@ -1,0 +1,48 @@
+"""Drawing of the user's panels: with a title and with errors in their place, or as a PNG of their own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dtkit._util import formatting
+from dtkit._util.guard import run_guarded
+from dtkit.dashboard.figures import style
+from dtkit.dashboard.figures.render import create_figure, render_png
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from dtkit.dashboard.figures.custom_panels import PanelFunction
+    from dtkit.history.history import History
+
+_WIDTH_IN, _HEIGHT_IN = 6.0, 2.3
+
+
+def wrap_panel(name: str, function: PanelFunction) -> PanelFunction:
+    """Return a panel for the figure of a run, which has a title and shows an error in its place."""
+
+    def draw(ax: Axes, history: History) -> None:
+        def show_error(error: Exception) -> None:
+            ax.clear()
+            ax.set_axis_off()
+            style.show_placeholder(ax, f"this panel failed: {format_error(error)}")
+
+        style.style_axes(ax)
+        run_guarded(lambda: function(ax, history), show_error)
+        style.set_title(ax, formatting.sanitize_text(name, 60))
+
+    return draw
+
+
+def draw_png(function: PanelFunction, history: History) -> bytes:
+    """Return a panel as a PNG of its own."""
+    figure = create_figure(_WIDTH_IN, _HEIGHT_IN)
+    ax = figure.subplots()
+    style.style_axes(ax)
+    function(ax, history)
+    return render_png(figure)
+
+
+def format_error(error: Exception) -> str:
+    """Return an error of a panel in one line."""
+    return formatting.sanitize_text(f"{type(error).__name__}: {error}", 200)

@@ -1,0 +1,42 @@
+"""Empty figures, and figures as PNG.
+
+Only ``Figure`` and the Agg canvas are used, never pyplot: figures are drawn on threads other than the user's.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+_DPI = 160
+_CSS_PIXELS_PER_INCH = 92
+
+
+def create_figure(width: float, height: float) -> Figure:
+    """Return an empty white figure, in inches, that pyplot doesn't know of."""
+    figure = Figure(figsize=(width, height), facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def render_png(figure: Figure) -> bytes:
+    """Return the figure as a PNG that is sharp on a dense screen at the width of :func:`get_css_width`."""
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=_DPI, facecolor="white")
+    return file.getvalue()
+
+
+def get_css_width(figure: Figure) -> int:
+    """Return the figure's width in CSS pixels."""
+    return round(figure.get_figwidth() * _CSS_PIXELS_PER_INCH)
+
+
+def format_img_tag(figure: Figure, alt: str) -> str:
+    """Return the figure as an ``<img>`` no wider than its container; `alt` says the same in words."""
+    data = base64.b64encode(render_png(figure)).decode("ascii")
+    attributes = f'width="{get_css_width(figure)}" style="max-width: 100%" alt="{html.escape(alt)}"'
+    return f'<img src="data:image/png;base64,{data}" {attributes}>'

@@ -1,0 +1,94 @@
+"""A plan as text and as HTML."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dtkit._util import formatting
+from dtkit._util.table import Table
+from dtkit.dashboard.text.table_page import TablePage
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dtkit.planning.plan import Plan, PlanRow
+
+MEMORY_PARTS = (
+    ("sent_model", "as sent"),
+    ("parameters", "parameters"),
+    ("gradients", "gradients"),
+    ("optimizer", "optimizer"),
+    ("activations", "activations"),
+    ("overhead", "overhead"),
+)
+"""Parts of a rank's memory: the field of a row, and the heading of its column."""
+
+_MAX_SHOWN_RANKS = 8  # on more ranks, each strategy is listed with its tightest rank only
+_MAX_NAMES_CHARS = 60  # characters of strategies' names in a headline
+
+
+def format_text(plan: Plan) -> str:
+    """Return the plan as text."""
+    return _make_page(plan).to_text()
+
+
+def format_html(plan: Plan) -> str:
+    """Return the plan as HTML."""
+    return _make_page(plan).to_html()
+
+
+def format_headline(plan: Plan) -> str:
+    """Return what was planned, and which strategies fit."""
+    samples = formatting.format_count(plan.batch_size, "sample")
+    ranks = formatting.format_count(plan.world_size, "rank")
+    fit = _describe_fit(plan.fitting, plan.strategies)
+    return f"Plan for {formatting.sanitize_text(plan.model, 60)}: {samples} per update on {ranks}: {fit}"
+
+
+def find_tightest_row(rows: Sequence[PlanRow]) -> PlanRow:
+    """Return the row with the least memory to spare."""
+    return min(rows, key=lambda row: row.free - row.needed)
+
+
+def _describe_fit(fitting: Sequence[str], strategies: Sequence[str]) -> str:
+    """Return which strategies fit, by name where the names are short."""
+    if len(fitting) == len(strategies):
+        return "all fit"
+    names, many = ", ".join(fitting), len(fitting) > 1
+    if len(names) > _MAX_NAMES_CHARS:
+        return f"{len(fitting)} of {len(strategies)} strategies {'fit' if many else 'fits'}"
+    return f"{names or 'none'} fit" if many or not fitting else f"only {names} fits"
+
+
+def _make_page(plan: Plan) -> TablePage:
+    shows_all_ranks = plan.world_size <= _MAX_SHOWN_RANKS
+    selection = [] if shows_all_ranks else ["of each strategy, the rank with least to spare"]
+    return TablePage(format_headline(plan), [_make_table(plan)], [*selection, *plan.notes])
+
+
+def _make_table(plan: Plan) -> Table:
+    """Make a table with the answer in the first columns, which stay in sight when a page scrolls."""
+    parts = [name for _, name in MEMORY_PARTS]
+    times = ["sent/step", "computing", "waiting", "step"]
+    header = ["strategy", "rank", "samples", "needed", "free", "fits", *parts, *times]
+    return Table(header, [_format_row(row) for row in _select_rows(plan)], {"strategy"})
+
+
+def _select_rows(plan: Plan) -> list[PlanRow]:
+    if plan.world_size <= _MAX_SHOWN_RANKS:
+        return list(plan.rows)
+    return [find_tightest_row(plan.get_rows(name)) for name in plan.strategies]
+
+
+def _format_row(row: PlanRow) -> list[str]:
+    return [
+        row.strategy,
+        str(row.rank),
+        f"{row.rows:,}",
+        formatting.format_bytes(row.needed),
+        formatting.format_bytes(row.free),
+        "yes" if row.fits else "NO",
+        *(formatting.format_bytes(getattr(row, field)) for field, _ in MEMORY_PARTS),
+        formatting.format_bytes(row.sent_bytes),
+        *(formatting.format_duration(seconds) for seconds in (row.compute_s, row.communication_s, row.step_s)),
+    ]

@@ -1,8 +1,8 @@
-"""Python values as JSON and back, without loss: what a checkpoint keeps besides tensors.
+"""Lossless conversion of Python values to JSON and back, for everything in a checkpoint that is not a tensor.
 
-JSON has no tuples, no keys but strings, no infinities and no numbers of a given type; schedulers and optimisers have
-all of them. What JSON lacks is written as an object with one key that begins with "$". Anything else is refused: a
-checkpoint holds data, and never instructions how to make an object.
+JSON has no tuples, infinities or typed numbers, and its keys are strings. Schedulers and optimizers have all of these.
+They are written as an object with one key that begins with "$". Other values are refused, because a checkpoint holds
+data only, and no instructions to create objects.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ _TAGS = ("$float", "$tuple", "$pairs", "$counter", "$scalar")
 
 
 class UnsupportedValueError(ValueError):
-    """A value that is no plain data."""
+    """Raised for a value that is not plain data."""
 
 
 def encode(value: Any, where: str) -> Any:
-    """The value in JSON's types. Raises Unsavable, naming the place, for what is no plain data."""
+    """Return the value in JSON's types. Raises UnsupportedValueError, with `where`, if it is not plain data."""
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, (int, float)) and type(value).__module__ == "builtins":
@@ -45,14 +45,14 @@ def _encode_dict(value: dict[Any, Any], where: str) -> Any:
 
 
 def _get_number_family(value: Any) -> str:
-    """Whose number it is; a tensor also says whether it lies on the CPU."""
+    """Return the library of a number, and for a tensor whether it is on the CPU."""
     if not type(value).__module__.startswith("torch"):
         return "numpy"
     return "torch cpu" if value.device.type == "cpu" else "torch"
 
 
 def decode(value: Any, device: Any = None) -> Any:
-    """What :func:`encode` was given; numbers of torch that lay on a device lie on `device`."""
+    """Return the value that :func:`encode` was given. Tensors of a device are created on `device`."""
     if isinstance(value, list):
         return [decode(item, device) for item in value]
     if not isinstance(value, dict):
@@ -83,5 +83,5 @@ def _decode_scalar(family: str, dtype: str, value: Any, device: Any) -> Any:
 
     kind = getattr(torch, dtype)
     if not isinstance(kind, torch.dtype):
-        raise UnsupportedValueError(f"{dtype!r} is no dtype of torch")
+        raise UnsupportedValueError(f"{dtype!r} is not a dtype of torch")
     return torch.tensor(decode(value), dtype=kind, device="cpu" if family == "torch cpu" else device)

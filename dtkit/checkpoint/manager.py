@@ -1,8 +1,8 @@
-"""A run's saves, as the notebook sees to them: when one is due, and what makes a checkpoint of what the ranks wrote.
+"""Checkpoints of a run, on the notebook's side: when one is due, and how the ranks' files become a checkpoint.
 
-The driver sends a save to all ranks between two steps and goes on with steps. A thread here waits until every rank has
-reported in the folder, writes history and ``checkpoint.json``, and gives the folder its name. Saves are finished one
-after the other, in order. What goes wrong becomes an event of the run, and the error of whoever asked for the save.
+The driver sends a request to all ranks between two steps and goes on with steps. A thread waits until every rank has
+written its report, writes the history and ``checkpoint.json``, and renames the folder. Checkpoints are finished one at
+a time, in order. A failure becomes an event of the run, and the error of whoever asked for the checkpoint.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import time
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from dtkit._util import formatting
+from dtkit._util import files, formatting
 from dtkit._util.guard import run_guarded
-from dtkit.checkpoint import checkpoint
+from dtkit.checkpoint import folders, index, validation
 from dtkit.errors import CheckpointError
 from dtkit.types import Event
 
@@ -28,48 +28,49 @@ if TYPE_CHECKING:
 
     from dtkit.history.history import History
 
-WRITE_STALL_TIMEOUT_S = 120.0  # without a byte more in the folder: a rank has ended, or its disk hangs
+WRITE_STALL_TIMEOUT_S = 120.0  # while the folder doesn't grow: a rank has ended, or its disk hangs
 _POLL_S = 0.02
 _NEVER_DUE = 2**31
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointResult:
-    """A checkpoint that was written."""
+    """Checkpoint that was written."""
 
     path: Path
     step: int
     nbytes: int
     duration_s: float
-    """From the step's end until it was whole on the disk."""
+    """Time from the end of the step until it was complete on disk."""
     blocked_s: float
-    """Of these, how long training stood still."""
+    """Part of this time for which training paused."""
 
     def __repr__(self) -> str:
-        took = f"{formatting.format_duration(self.duration_s)} (training stood still for {formatting.format_duration(self.blocked_s)})"
-        return f"saved step {self.step}, {formatting.format_bytes(self.nbytes)} in {took}: {self.path}"
+        duration, blocked = map(formatting.format_duration, (self.duration_s, self.blocked_s))
+        size = formatting.format_bytes(self.nbytes)
+        return f"saved step {self.step}, {size} in {duration} (training paused for {blocked}): {self.path}"
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointPolicy:
-    """The saves that a run makes by itself, as ``cluster.train`` was asked for."""
+    """Schedule of a run's own checkpoints, as asked for in ``cluster.train``."""
 
     every_steps: int | None = None
-    """Steps from one to the next; None for none but those asked for by hand."""
+    """Steps between checkpoints; None if there are none."""
     folder: Path | None = None
     keep_last: int = 3
-    """How many stay of those that it made by itself."""
+    """Number of the run's own checkpoints to keep."""
     every_seconds: float | None = None
-    """Instead of `every`: seconds from one to the next."""
+    """Seconds between checkpoints, instead of `every_steps`."""
     quiet: bool = False
-    """Whether the log says nothing of those that were written."""
+    """Whether the log leaves out checkpoints that were written."""
     skip_while_writing: bool = False
-    """Whether one is left out while another is being written: there are others, in memory."""
-    lineage: checkpoint.Lineage = ()
-    """This run's name, after those of the runs that it goes on from: `keep` removes none of another run's."""
+    """Whether to skip one while another is being written, because snapshots in memory replace it."""
+    lineage: folders.Lineage = ()
+    """Runs that this run continues, and its own name: other runs' checkpoints are never removed."""
 
     def is_due(self, step: int, total_steps: int, last_request: tuple[int, float]) -> bool:
-        """Whether to save after so many steps, of `last` in all, after one that was asked for at (step, time)."""
+        """Return whether to save after `step` of `total_steps` steps. `last_request` is (step, time)."""
         if self.folder is None or step <= last_request[0]:
             return False
         if self.every_steps is not None:
@@ -79,119 +80,120 @@ class CheckpointPolicy:
 
 @dataclasses.dataclass(eq=False)
 class CheckpointRequest:
-    """One save, from when it is asked for."""
+    """Request for one checkpoint."""
 
     path: Path
     keep_last: int | None
     policy: CheckpointPolicy | None = None
-    """None for one that was asked for by hand."""
+    """None if the user asked for it."""
     future: Future[CheckpointResult] = dataclasses.field(default_factory=Future)
     folder: Path | None = None
     token: str = ""
     started_at: float = 0.0
 
     def make_args(self) -> dict[str, Any]:
-        """What the engines are told."""
+        """Return the arguments of the engines' operation."""
         return {"folder": str(self.folder), "token": self.token}
 
     def result(self, step_timeout: float) -> CheckpointResult:
         """Wait until it is written. Raises CheckpointError."""
+        timeout = step_timeout + WRITE_STALL_TIMEOUT_S
         try:
-            return self.future.result(step_timeout + WRITE_STALL_TIMEOUT_S)
+            return self.future.result(timeout)
         except TimeoutError:
-            raise CheckpointError(
-                f"the engines did not write to {self.path} within {step_timeout + WRITE_STALL_TIMEOUT_S:.0f} s"
-            ) from None
+            raise CheckpointError(f"the engines did not write to {self.path} within {timeout:.0f} s") from None
 
     def fail(self, reason: str | BaseException) -> None:
-        """Tell whoever waits for it."""
+        """Remove its folder, and raise the error in whoever waits for it."""
         if self.folder is not None:
-            checkpoint.abandon_checkpoint(self.folder)
+            folders.abandon_checkpoint(self.folder)
         if not self.future.done():
             error = reason if isinstance(reason, CheckpointError) else CheckpointError(str(reason))
             self.future.set_exception(error)
 
 
 class CheckpointManager:
-    """The saves of one run. All but `finish` is called by the run's driver, or when that has ended."""
+    """Checkpoints of one run. The run's driver calls it; only the writing thread finishes checkpoints."""
 
     def __init__(self, history: History, on_change: Callable[[], None]) -> None:
         self.policy, self.snapshot_policy = CheckpointPolicy(), CheckpointPolicy(quiet=True)
-        """What the user asked for; what the run may have to go back to when an engine is lost."""
+        """What the user asked for, and what the run needs to recover from a lost engine."""
         self.describe: Callable[[], Mapping[str, Any]] = dict
-        """What checkpoint.json is to say besides: spec and callbacks, as they are now."""
+        """Function that returns further fields of checkpoint.json: spec and callbacks, as they are now."""
         self._history, self._on_change = history, on_change
         self._requests: list[CheckpointRequest] = []
-        self._last_requests: dict[
-            CheckpointPolicy, tuple[int, float]
-        ] = {}  # step and time of the last one of each plan
+        self._last_requests: dict[CheckpointPolicy, tuple[int, float]] = {}  # (step, time)
         self._started_at = 0, time.monotonic()
         self._total_steps = 0
         # locks: for one checkpoint, which fails once ranks stop writing
-        self._finish_lock = threading.Lock()  # saves are finished one after the other
+        self._finish_lock = threading.Lock()
         self._closing = threading.Event()
         self._threads: list[threading.Thread] = []
 
     # -- when -------------------------------------------------------------------------------------------------
 
     def reset_to(self, step: int) -> None:
-        """A run begins at this step: it need not be saved."""
+        """Start at this step, which needs no checkpoint."""
         self._started_at = step, time.monotonic()
         self._last_requests.clear()
 
     def add_request(self, request: CheckpointRequest) -> None:
-        """At the next boundary between two steps."""
+        """Save before the next step."""
         self._requests.append(request)
 
     @property
     def has_requests(self) -> bool:
-        """Whether somebody asked for one by hand."""
+        """Whether the user asked for a checkpoint that was not sent yet."""
         return bool(self._requests)
 
     def is_due(self, step: int, total_steps: int) -> bool:
-        """Whether to save after so many steps, of `last` in all."""
+        """Return whether to save after `step` of `total_steps` steps."""
         self._total_steps = total_steps
         return self.has_requests or self._find_due_policy(step) is not None
 
     def _find_due_policy(self, step: int) -> CheckpointPolicy | None:
-        plans = [p for p in (self.policy, self.snapshot_policy) if not (p.skip_while_writing and self._is_writing)]
-        return next(
-            (p for p in plans if p.is_due(step, self._total_steps, self._last_requests.get(p, self._started_at))), None
-        )
+        for policy in (self.policy, self.snapshot_policy):
+            is_skipped = policy.skip_while_writing and self._is_writing
+            last_request = self._last_requests.get(policy, self._started_at)
+            if not is_skipped and policy.is_due(step, self._total_steps, last_request):
+                return policy
+        return None
 
     @property
     def _is_writing(self) -> bool:
         return any(thread.is_alive() for thread in self._threads)
 
     def steps_until_due(self, step: int) -> int:
-        """Steps until the next save is due."""
-        found = [plan.every_steps for plan in (self.policy, self.snapshot_policy) if plan.every_steps is not None]
-        return min((every - step % every for every in found), default=_NEVER_DUE)
+        """Return the number of steps until the next checkpoint."""
+        periods = [
+            policy.every_steps for policy in (self.policy, self.snapshot_policy) if policy.every_steps is not None
+        ]
+        return min((period - step % period for period in periods), default=_NEVER_DUE)
 
     def begin_next(self, step: int) -> CheckpointRequest | None:
-        """The save to send now, its folder made; None where that can't be."""
-        save = self._requests.pop(0) if self._requests else self._make_scheduled_request(step)
-        save.started_at = time.monotonic()
+        """Return the request to send now, with its folder; None if the folder can't be created."""
+        request = self._requests.pop(0) if self._requests else self._make_scheduled_request(step)
+        request.started_at = time.monotonic()
         try:
-            save.folder = checkpoint.begin_checkpoint(save.path)
-            save.token = os.urandom(8).hex()
-            checkpoint.write_and_sync(save.folder / checkpoint.TOKEN_FILE, save.token)
+            request.folder = folders.begin_checkpoint(request.path)
+            request.token = os.urandom(8).hex()
+            files.write_synced(request.folder / folders.TOKEN_FILE, request.token)
         except OSError as error:
-            self._fail_request(save, step, _format_os_error(save, error))
+            self._fail_request(request, step, _format_os_error(request, error))
             return None
-        return save
+        return request
 
     def _make_scheduled_request(self, step: int) -> CheckpointRequest:
-        plan = self._find_due_policy(step)
-        assert plan is not None
-        assert plan.folder is not None
-        self._last_requests[plan] = step, time.monotonic()
-        return CheckpointRequest(plan.folder, plan.keep_last, plan)
+        policy = self._find_due_policy(step)
+        assert policy is not None
+        assert policy.folder is not None
+        self._last_requests[policy] = step, time.monotonic()
+        return CheckpointRequest(policy.folder, policy.keep_last, policy)
 
     def on_cancel(self, request: CheckpointRequest) -> None:
-        """Ranks did not stand at that step: it will be asked for again, or is due again."""
+        """Take back a request, because ranks were at different steps. It will be due again."""
         assert request.folder is not None
-        checkpoint.abandon_checkpoint(request.folder)
+        folders.abandon_checkpoint(request.folder)
         request.folder = None
         if request.policy is None:
             self._requests.insert(0, request)
@@ -199,40 +201,40 @@ class CheckpointManager:
             self._last_requests.pop(request.policy, None)
 
     def on_failure(self, request: CheckpointRequest, step: int, error: BaseException) -> None:
-        """The engines could not take it."""
+        """Fail a request that the engines could not serve."""
         self._fail_request(request, step, str(error).partition("\n")[0])
 
     def cancel_requests(self, reason: str) -> None:
-        """Those that were not sent yet will not be: the run has ended, or an engine is lost."""
-        for save in self._requests:
-            save.fail(reason)
+        """Fail requests that were not sent, after the run has ended or lost an engine."""
+        for request in self._requests:
+            request.fail(reason)
         self._requests.clear()
 
-    # -- what makes a checkpoint of it ------------------------------------------------------------------------
+    # -- writing ----------------------------------------------------------------------------------------------
 
     def on_result(self, request: CheckpointRequest, step: int, values: Sequence[Any]) -> None:
-        """All ranks have copied their state as after `step` steps, and are writing."""
+        """Finish a checkpoint in a thread, now that all ranks have copied their state and are writing."""
         run_guarded(
             lambda: self._start_writing(request, step, values),
             lambda error: self._fail_request(request, step, _format_error(error)),
         )
 
     def _start_writing(self, request: CheckpointRequest, step: int, values: Sequence[Any]) -> None:
-        head = {**self.describe(), "step": step, "torch": values[0]["torch"]}  # callbacks speak, which are the user's
-        upto = len(self._history), len(self._history.events), len(self._history.evaluations)
-        args = request, head, list(values), self._history.copy_until(*upto)
+        metadata = {**self.describe(), "step": step, "torch": values[0]["torch"]}  # calls the user's callbacks
+        lengths = len(self._history), len(self._history.events), len(self._history.evaluations)
+        args = request, metadata, list(values), self._history.copy_until(*lengths)
         thread = threading.Thread(target=self._finish_checkpoint, args=args, name="dtkit-checkpoint", daemon=True)
         self._threads = [t for t in self._threads if t.is_alive()] + [thread]
         thread.start()
 
     def join(self, timeout: float = WRITE_STALL_TIMEOUT_S) -> None:
-        """Wait for saves that are at work, for so long at most."""
+        """Wait for checkpoints that are being written, up to `timeout`."""
         deadline = time.monotonic() + timeout
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def close(self, timeout: float) -> None:
-        """Let saves that are at work end, for so long; then give them up."""
+        """Wait for checkpoints that are being written, up to `timeout`, and abandon the rest."""
         self.join(timeout)
         self._closing.set()
 
@@ -241,19 +243,19 @@ class CheckpointManager:
     ) -> None:
         with self._finish_lock:
             try:
-                saved = self._write_checkpoint(request, metadata, values, history)
+                result = self._write_checkpoint(request, metadata, values, history)
             except OSError as error:
                 self._fail_request(request, metadata["step"], _format_os_error(request, error))
             except CheckpointError as error:
                 self._fail_request(request, metadata["step"], str(error))
             else:
                 if request.policy is None or not request.policy.quiet:
-                    self._log_result(saved)
-                request.future.set_result(saved)
+                    self._log_result(result)
+                request.future.set_result(result)
 
     def _log_result(self, result: CheckpointResult) -> None:
-        text = f"saved {result.path.name}, {formatting.format_bytes(result.nbytes)} in {formatting.format_duration(result.duration_s)}"
-        self._add_event(result.step, "note", text)
+        size, duration = formatting.format_bytes(result.nbytes), formatting.format_duration(result.duration_s)
+        self._add_event(result.step, "note", f"saved {result.path.name}, {size} in {duration}")
 
     def _write_checkpoint(
         self, request: CheckpointRequest, metadata: dict[str, Any], values: list[dict[str, Any]], history: History
@@ -264,47 +266,48 @@ class CheckpointManager:
         reports = self._wait_for_reports(request.folder, len(values))
         if errors := [report["error"] for report in reports if "error" in report]:
             raise CheckpointError("; ".join(errors))
-        files = {name: written for report in reports for name, written in report["file"].items()}
-        files[checkpoint.HISTORY_FILE] = _write_history(request.folder, history)
-        for left in [request.folder / checkpoint.TOKEN_FILE, *request.folder.glob("report-*.json")]:
-            left.unlink()
+        file_entries = {name: entry for report in reports for name, entry in report["file"].items()}
+        file_entries[validation.HISTORY_FILE] = _write_history(request.folder, history)
+        for temporary in [request.folder / folders.TOKEN_FILE, *request.folder.glob("report-*.json")]:
+            temporary.unlink()
+        lineage = () if request.policy is None else request.policy.lineage
         metadata |= {
-            "files": files,
-            "index": checkpoint.build_index(reports),
-            "facts": checkpoint.merge_facts([report["facts"] for report in reports]),
-            "line": () if request.policy is None else request.policy.lineage,
+            "files": file_entries,
+            "index": index.build_index(reports),
+            "facts": index.merge_facts([report["facts"] for report in reports]),
+            "line": lineage,
         }
-        path = checkpoint.finish_checkpoint(request.folder, metadata)
+        path = folders.finish_checkpoint(request.folder, metadata)
         if request.keep_last is not None:
-            checkpoint.prune_checkpoints(
-                request.path, request.keep_last, () if request.policy is None else request.policy.lineage
-            )
-        stood, size = max(value["seconds"] for value in values), sum(file["bytes"] for file in files.values())
-        return CheckpointResult(path, metadata["step"], size, time.monotonic() - request.started_at, stood)
+            folders.prune_checkpoints(request.path, request.keep_last, lineage)
+        nbytes, duration_s = (
+            sum(entry["bytes"] for entry in file_entries.values()),
+            time.monotonic() - request.started_at,
+        )
+        return CheckpointResult(path, metadata["step"], nbytes, duration_s, max(value["seconds"] for value in values))
 
     def _wait_for_reports(self, folder: Path, world_size: int) -> list[dict[str, Any]]:
-        """What every rank says came of its part, once all have."""
-        found: dict[int, dict[str, Any]] = {}
-        grown, since = -1, time.monotonic()
-        while len(found) < world_size:
-            for rank in set(range(world_size)) - found.keys():
+        """Return the reports of all ranks, once they are written."""
+        reports: dict[int, dict[str, Any]] = {}
+        size, changed_at = -1, time.monotonic()
+        while len(reports) < world_size:
+            for rank in set(range(world_size)) - reports.keys():
                 with contextlib.suppress(FileNotFoundError):
-                    text = (folder / checkpoint.get_report_filename(rank)).read_text(encoding="utf-8")
-                    found[rank] = json.loads(text)
-            if (size := _measure_folder(folder)) != grown:
-                grown, since = size, time.monotonic()
-            missing = ", ".join(map(str, sorted(set(range(world_size)) - found.keys())))
-            if time.monotonic() - since > WRITE_STALL_TIMEOUT_S:
+                    text = (folder / folders.get_report_filename(rank)).read_text(encoding="utf-8")
+                    reports[rank] = json.loads(text)
+            if (new_size := _measure_folder(folder)) != size:
+                size, changed_at = new_size, time.monotonic()
+            missing = ", ".join(map(str, sorted(set(range(world_size)) - reports.keys())))
+            if time.monotonic() - changed_at > WRITE_STALL_TIMEOUT_S:
                 raise CheckpointError(f"rank {missing} has written nothing for {WRITE_STALL_TIMEOUT_S:.0f} s")
             if missing and self._closing.wait(_POLL_S):
                 raise CheckpointError(f"the cluster was closed before rank {missing} had written its part")
-        return [found[rank] for rank in range(world_size)]
+        return [reports[rank] for rank in range(world_size)]
 
     def _fail_request(self, request: CheckpointRequest, step: int, reason: str) -> None:
-        self._add_event(
-            step, "error", f"the checkpoint of step {step} was not written: {reason}. Older ones are as they were"
-        )
-        request.fail(f"the checkpoint of step {step} was not written: {reason}")
+        text = f"the checkpoint of step {step} was not written: {reason}"
+        self._add_event(step, "error", f"{text}. Older ones are unchanged")
+        request.fail(text)
 
     def _add_event(self, step: int, kind: str, text: str) -> None:
         self._history.add(Event(step, kind, text, time.time()))
@@ -316,13 +319,13 @@ def _format_error(error: Exception) -> str:
 
 
 def _format_os_error(request: CheckpointRequest, error: OSError) -> str:
-    """What the system says of a folder, and what to do."""
-    why = error.strerror or error
-    return f"{request.path}: {why}. Name a folder that the notebook and all engines can write to, with room for it"
+    """Return the system's error, and the remedy."""
+    reason = error.strerror or error
+    return f"{request.path}: {reason}. Name a folder with free space that the notebook and all engines can write to"
 
 
 def _measure_folder(folder: Path) -> int:
-    """Bytes in a folder, and files: what grows while ranks write."""
+    """Return the number of bytes and of files in a folder, which grows while ranks write."""
     total = 0
     for path in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):
@@ -331,8 +334,7 @@ def _measure_folder(folder: Path) -> int:
 
 
 def _write_history(folder: Path, history: History) -> dict[str, Any]:
-    path = folder / checkpoint.HISTORY_FILE
+    path = folder / validation.HISTORY_FILE
     history.to_jsonl(path)
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-    return {"bytes": path.stat().st_size, "digest": checkpoint.compute_digest(path)}
+    files.sync(path)
+    return {"bytes": path.stat().st_size, "digest": validation.compute_digest(path)}

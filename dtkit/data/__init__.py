@@ -1,1 +1,1 @@
-"""data."""
+"""Data sets: partitions into shards, and the way of data and models to the engines."""

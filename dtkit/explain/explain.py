@@ -1,4 +1,4 @@
-"""Which explanation a step gets: what ranks report tells how they divide the work."""
+"""Choice of the explanation of a step, by what its ranks report."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dtkit.explain.data_parallel import Explanation
+    from dtkit.explain.base import Explanation
 
 
 def build_explanation(reports: Sequence[Any], model: str, clock_offsets: Sequence[float] | None) -> Explanation:
-    """Of a step, from the reports of all ranks; `offsets` are their clocks', where they are on several hosts."""
+    """Return the explanation of a step from the reports of all ranks, in any order.
+
+    `clock_offsets` says how far each rank's clock is ahead of rank 0's; None on one host.
+    """
     if "sightings" in reports[0]:
         from dtkit.explain.pipeline import PipelineExplanation
 

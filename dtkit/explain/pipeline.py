@@ -1,11 +1,8 @@
-"""One step of a pipeline taken apart: what crossed the borders between stages, and what each stage made of it.
+"""Explanation of one pipeline step: the transfers between stages, and the gradient of each stage.
 
-A micro-batch goes down through the stages as activations, and its gradient comes back up. Each crossing was noted
-twice, by the rank that sent the tensor and by the one that used it (see :mod:`dtkit.engine.observe.stage_probe`), each
-with a digest of the bits; so it can be told whether what arrived is what was sent. Each stage's gradient is the sum of
-its micro-batches' parts, and is held against them.
-
-Plain data: nothing here imports torch, and matplotlib only when a figure is asked for.
+A micro-batch goes through the stages as activations, and its gradient goes back. Sender and receiver both record each
+transfer (see :mod:`dtkit.engine.observe.stage_probe`). Their digests show whether the tensor arrived intact. Each
+stage's gradient is compared with the sum of its micro-batches' parts.
 """
 
 from __future__ import annotations
@@ -13,31 +10,28 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from dtkit.explain.data_parallel import Explanation, RankReport, compute_mean_loss
+from dtkit.explain.base import Explanation, RankPart, RankReport
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-    from types import ModuleType
 
-    import numpy as np
     import pandas as pd
-    from matplotlib.figure import Figure
 
 SUM_TOLERANCE = 1e-5
-"""The largest difference between a stage's gradient and the sum of its parts, over its norm, that rounding explains."""
+"""Largest difference between a stage's gradient and the sum of its parts that rounding explains, over its norm."""
 
 
 class TransferRecord(TypedDict):
-    """A tensor at a border, as one of its two ranks saw it."""
+    """Transfer of a tensor between stages, as one of its two ranks recorded it."""
 
     way: str
     """"sent" or "arrived"."""
     kind: str
     """"activation" or "gradient"."""
     border: tuple[int, int]
-    """The stage that it comes from, and the one that it goes to."""
+    """Stage of the sender, and stage of the receiver."""
     which: tuple[int, int]
-    """The micro-batch, and the how-manieth of its tensors."""
+    """Micro-batch, and index of the tensor among those sent together."""
     rank: int
     peer: int
     at: float
@@ -47,12 +41,12 @@ class TransferRecord(TypedDict):
     nbytes: int
     norm: float
     first: tuple[float, ...]
-    """The first numbers in it."""
+    """First numbers in the tensor."""
     digest: str
 
 
 class MicroBatchGradient(TypedDict):
-    """The norm of what one micro-batch adds to a stage's gradient."""
+    """Norm of one micro-batch's part of a stage's gradient."""
 
     stage: int
     micro_batch: int
@@ -60,7 +54,7 @@ class MicroBatchGradient(TypedDict):
 
 
 class StageReport(TypedDict):
-    """One stage: how much there is to train, its gradient's norm, and by how much that differs from its parts' sum."""
+    """One stage: size, norm of its gradient, and norm of the gradient's difference from the sum of its parts."""
 
     tensors: int
     numbers: int
@@ -69,7 +63,7 @@ class StageReport(TypedDict):
 
 
 class PipelineReport(RankReport):
-    """What one rank tells of the step: plain numbers, which travel as they are."""
+    """Report of one rank of a pipeline."""
 
     sightings: list[TransferRecord]
     parts: list[MicroBatchGradient]
@@ -78,34 +72,34 @@ class PipelineReport(RankReport):
 
 @dataclasses.dataclass(frozen=True)
 class StageTransfer:
-    """One tensor that crossed a border between two stages."""
+    """Transfer of one tensor between two stages."""
 
     index: int
-    """Its place in the order of sending, over all ranks, from 0."""
+    """Index in the order of sending, over all ranks."""
     kind: str
     """"activation" (down) or "gradient" (up)."""
     micro_batch: int
     tensor: int
-    """The how-manieth of the tensors that cross there together."""
+    """Index of the tensor among those sent together."""
     from_stage: int
     to_stage: int
     sender: int
-    """A rank, as is the receiver; they are the same where both stages lie on it and nothing is sent."""
+    """Sending rank; the same as the receiver if both stages are on it and nothing is sent."""
     receiver: int
     shape: tuple[int, ...]
     dtype: str
     nbytes: int
     norm: float
     first_values: tuple[float, ...]
-    """The first numbers in it."""
+    """First numbers in the tensor."""
     sent_digest: str
-    """Digest of what was sent: twelve hexadecimal digits."""
+    """Digest of the sent tensor: twelve hexadecimal digits."""
     received_digest: str | None
-    """Digest of what the receiver used; None where it used nothing."""
+    """Digest of the tensor that the receiver used; None if it used none."""
 
     @property
     def is_intact(self) -> bool:
-        """Whether what arrived is what was sent, bit by bit."""
+        """Whether the tensor arrived as it was sent, bit by bit."""
         return self.sent_digest == self.received_digest
 
 
@@ -116,14 +110,15 @@ class StageRecord:
     stage: int
     rank: int
     tensors: int
-    """Trained tensors in it, and the numbers in them."""
+    """Number of trained tensors."""
     numbers: int
+    """Number of their elements."""
     micro_batch_norms: tuple[float | None, ...]
-    """By micro-batch, the norm of what it adds to the gradient; None where it added nothing."""
+    """Norm of each micro-batch's part of the gradient; None if it has none."""
     norm: float
-    """Of the stage's gradient: the sum of these parts."""
+    """Norm of the stage's gradient, which is the sum of these parts."""
     gap: float
-    """Norm of the difference between that gradient and the sum of the parts, added up once more in float64."""
+    """Norm of the difference between the gradient and the sum of its parts in float64."""
 
     @property
     def is_sum_of_micro_batches(self) -> bool:
@@ -132,32 +127,19 @@ class StageRecord:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class StageRank:
-    """One rank of the pipeline."""
+class StageRank(RankPart):
+    """One rank of the pipeline. Its rows, samples and loss are those of its replica; the last stage has the loss."""
 
-    rank: int
     stages: tuple[int, ...]
-    rows: np.ndarray | None
-    """Numbers of the rows that its replica took (int64), the same on all ranks of it; None for a stream."""
-    samples: int
-    loss: float | None
-    """Mean over its replica's samples; None on ranks without the last stage, which alone knows it."""
-    weight: float
     clip: float | None
-    lr: float | None
-    """None where no update was made."""
-    before: str
-    """Checksum of the stages' parameters before the step, twelve hexadecimal digits."""
-    after: str | None
-    """The same after it; None where no update was made."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class PipelineExplanation(Explanation):
-    """One step of a pipeline, taken apart. Print it, call :meth:`figure`, or read the numbers.
+    """One pipeline step in detail. Print it, call :meth:`figure`, or read the numbers.
 
-    ``transfers`` has a record per tensor that crossed a border, in the order of sending; ``stages`` one per stage (and
-    replica), ``ranks`` one per rank. All are plain dataclasses: ``pandas.DataFrame(explanation.crossings)`` works.
+    ``transfers`` has a record for each sent tensor, in the order of sending; ``stages`` one for each stage of each
+    replica; ``ranks`` one for each rank. All are dataclasses: ``pandas.DataFrame(explanation.transfers)`` works.
     """
 
     ranks: tuple[StageRank, ...]
@@ -168,7 +150,10 @@ class PipelineExplanation(Explanation):
     def from_reports(
         cls, reports: Sequence[PipelineReport], model: str, clock_offsets: Sequence[float] | None = None
     ) -> PipelineExplanation:
-        """From the reports of all ranks, in any order. `offsets` are how far each rank's clock is ahead of rank 0's."""
+        """Return the explanation from the reports of all ranks, in any order.
+
+        `clock_offsets` says how far each rank's clock is ahead of rank 0's.
+        """
         reports = sorted(reports, key=lambda report: report["rank"])
         assert len({(report["rank"], report["step"]) for report in reports}) == len(reports), "a rank reported twice"
         first = reports[0]
@@ -183,71 +168,47 @@ class PipelineExplanation(Explanation):
 
     @property
     def samples(self) -> int:
-        """Samples of the step: those of each replica once."""
+        """Samples of the step; those of each replica count once."""
         return sum(rank.samples for rank in self.ranks if 0 in rank.stages)
 
     @property
     def replicas(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each replica, which are next to each other: as many as there are of the first stage."""
+        """Ranks of each replica, which are consecutive. Each replica has one first stage."""
         count = max(1, sum(0 in rank.stages for rank in self.ranks))
         ranks, size = [rank.rank for rank in self.ranks], len(self.ranks) // count
         return tuple(tuple(ranks[start : start + size]) for start in range(0, count * size, size))
 
     @property
     def micro_batches(self) -> int:
-        """Parts that a replica's samples came in."""
+        """Number of micro-batches of each replica."""
         return max((len(stage.micro_batch_norms) for stage in self.stages), default=0)
-
-    @property
-    def loss(self) -> float:
-        """The loss of the step, as the last stages know it; NaN where none had a sample."""
-        return compute_mean_loss((rank.weight, rank.loss) for rank in self.ranks)
 
     @property
     def is_intact(self) -> bool:
         """Whether every tensor arrived as it was sent, bit by bit."""
-        return all(crossing.is_intact for crossing in self.transfers)
+        return all(transfer.is_intact for transfer in self.transfers)
 
     @property
     def is_sum_of_micro_batches(self) -> bool:
-        """Whether every stage's gradient is the sum of its micro-batches' parts, up to rounding."""
+        """Whether each stage's gradient is the sum of its micro-batches' parts, up to rounding."""
         return all(stage.is_sum_of_micro_batches for stage in self.stages)
 
     @property
     def identical(self) -> bool:
-        """Whether all replicas have the same stages after the step, bit by bit, as they should."""
+        """Whether all replicas have equal stages after the step, bit by bit."""
         after = {rank.rank: rank.after or rank.before for rank in self.ranks}
-        return all(len({after[rank] for rank in mates}) == 1 for mates in zip(*self.replicas, strict=True))
-
-    @property
-    def updated(self) -> bool:
-        """Whether the parameters were updated: not where the gradients were not finite."""
-        return all(rank.after is not None for rank in self.ranks)
+        return all(len({after[rank] for rank in peers}) == 1 for peers in zip(*self.replicas, strict=True))
 
     def sent_bytes(self, kind: str) -> int:
-        """Bytes of "activation" or of "gradient" that went from rank to rank, all ranks together."""
+        """Return the bytes of "activation" or "gradient" that were sent between ranks, over all ranks."""
         return sum(c.nbytes for c in self.transfers if c.kind == kind and c.sender != c.receiver)
 
     def to_pandas(self) -> pd.DataFrame:
-        """A DataFrame with a row per crossing. Needs pandas."""
+        """Return a DataFrame with a row for each transfer. Needs pandas."""
         import pandas as pd
 
-        rows = [dataclasses.asdict(crossing) | {"intact": crossing.is_intact} for crossing in self.transfers]
+        rows = [dataclasses.asdict(transfer) | {"intact": transfer.is_intact} for transfer in self.transfers]
         return pd.DataFrame(rows, columns=[*(field.name for field in dataclasses.fields(StageTransfer)), "intact"])
-
-    # -- views --------------------------------------------------------------------------------------------------
-
-    def figure(self) -> Figure:
-        """A picture as a matplotlib Figure: who sent what when, how large it was, and what each stage made of it."""
-        from dtkit.dashboard.figures.pipeline_figure import draw_pipeline_step
-
-        return draw_pipeline_step(self)
-
-    @property
-    def _view_module(self) -> ModuleType:
-        from dtkit.dashboard.text import pipeline_text
-
-        return pipeline_text
 
 
 def _build_stage_rank(report: PipelineReport) -> StageRank:
@@ -269,22 +230,22 @@ def _build_stage_records(reports: Iterable[PipelineReport]) -> Iterable[StageRec
     for report in reports:
         norms = {(part["stage"], part["micro_batch"]): part["norm"] for part in report["parts"]}
         count = max((k for _, k in norms), default=-1) + 1
-        for stage, found in report["stages"].items():
+        for stage, stage_report in report["stages"].items():
             parts = tuple(norms.get((stage, k)) for k in range(count))
-            yield StageRecord(stage=stage, rank=report["rank"], micro_batch_norms=parts, **found)
+            yield StageRecord(stage=stage, rank=report["rank"], micro_batch_norms=parts, **stage_report)
 
 
 def _match_transfers(
     reports: Sequence[PipelineReport], clock_offsets: Sequence[float] | None
 ) -> Iterable[StageTransfer]:
-    """What was sent, in order, each with what the receiver saw of it."""
-    seen = [
+    """Yield what was sent, in order, each with the digest at its receiver."""
+    records = [
         (s["at"] - (clock_offsets[s["rank"]] if clock_offsets else 0.0), s)
         for report in reports
         for s in report["sightings"]
     ]
-    arrived = {_make_transfer_key(s, s["peer"], s["rank"]): s["digest"] for _, s in seen if s["way"] == "arrived"}
-    sent = sorted(((at, s) for at, s in seen if s["way"] == "sent"), key=lambda pair: pair[0])
+    arrived = {_make_transfer_key(s, s["peer"], s["rank"]): s["digest"] for _, s in records if s["way"] == "arrived"}
+    sent = sorted(((at, s) for at, s in records if s["way"] == "sent"), key=lambda pair: pair[0])
     for order, (_, s) in enumerate(sent):
         yield StageTransfer(
             index=order,

@@ -1,15 +1,12 @@
-"""What an engine's dispatches returned, on disk until the notebook says to have read it: rows outlive who made them.
+"""Dispatch results, kept on disk until the notebook acknowledges them, so that they survive the engine.
 
-An engine writes what a dispatch did before it answers, into the run's folder (see :mod:`dtkit.history.run_log`), one
-small file a dispatch. The next dispatch says up to which step the notebook has read, and the files before that are
-removed. A notebook that takes the cluster over reads what is left there, also of an engine that died along with the
-older one.
+An engine writes the result of a dispatch into the run's folder (see :mod:`dtkit.history.run_log`) before it replies,
+one small file for each dispatch. The next dispatch names the step up to which the notebook has read; earlier files are
+removed. A notebook that takes over the cluster reads the remaining files, even those of an engine that died with the
+older notebook. Results of evaluations between dispatches are kept in the same way, until a later dispatch is read.
 
-What a rank found in an evaluation between two dispatches is kept in the same way, until one behind it was read.
-
-A file is a line of JSON and three arrays as they lie in memory; of an evaluation, the line alone. One that was cut off,
-by whatever ended its engine, is left out, and so is one that is not of that form. What a full disk does not take is
-tried again with the next dispatch.
+A file is a line of JSON and up to three arrays as bytes; for an evaluation, the line alone. Readers skip files that are
+cut off or malformed. The next dispatch writes what a full disk did not take.
 """
 
 from __future__ import annotations
@@ -23,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dtkit._util import files
+from dtkit.history.comm_time import MESSAGE_DTYPE
 from dtkit.history.history import ROW_DTYPE
-from dtkit.history.message_times import MESSAGE_DTYPE
 from dtkit.history.run_log import RUNS_FOLDER
 from dtkit.types import DispatchResult
 
@@ -33,41 +31,39 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 UnreadDispatches = list[tuple[DispatchResult, list[Any]]]
-"""As a dispatch returns it, as far as a history needs it: rows, when they were blocked and in what, and what was
-printed."""
+"""Results of dispatches as far as a history needs them (rows, blocked spans, messages), each with its output."""
 EvaluationSums = tuple[int, dict[str, tuple[float, float]]]
 """One rank's part of an evaluation: (samples, {name: (sum, weight)})."""
 
-_SPAN_BYTES = 3 * 8  # bytes of a begin, an end, and among whom
+_SPAN_BYTES = 3 * 8  # begin, end, and number of the group of ranks
 
 
 class ResultOutbox:
-    """One rank's dispatches of one job, on its engine. `folder` is the cluster's."""
+    """Unread results of one rank in one job, on its engine. `folder` is the cluster's."""
 
     def __init__(self, folder: Path, job: str, rank: int) -> None:
         self._folder, self._rank = folder / RUNS_FOLDER / job, rank
         self._files: list[_OutboxFile] = []
 
     def store_dispatch(self, advance: DispatchResult, items: Sequence[Any]) -> None:
-        """Put down what a dispatch did and said. That there is no room for it is no error."""
+        """Store the result and the output of a dispatch. A full disk raises no error."""
         rows = np.asarray(advance.rows)
         if len(rows):
-            self._store(
-                f"{_get_dispatch_prefix(self._rank)}{rows['step'][0]}", advance.step, _encode_dispatch(advance, items)
-            )
+            name = f"{_get_dispatch_prefix(self._rank)}{rows['step'][0]}"
+            self._store(name, advance.step, _encode_dispatch(advance, items))
 
     def store_evaluation(self, step: int, sums: EvaluationSums) -> None:
-        """The same of what an evaluation after so many steps found."""
+        """Store this rank's part of the evaluation after `step` steps."""
         self._store(f"{_get_evaluation_prefix(self._rank)}{step}", step + 1, json.dumps(sums).encode() + b"\n")
 
     def _store(self, name: str, end_step: int, data: bytes) -> None:
-        if os.access(self._folder, os.W_OK):  # else nobody will take this run over
+        if os.access(self._folder, os.W_OK):  # without the folder, no notebook can take over this run
             self._files.append(_OutboxFile(self._folder / name, end_step, data))
         for file in self._files:
             file.write()
 
     def discard_read(self, read_until: float = math.inf) -> None:
-        """Remove what came before step `seen`; by default all."""
+        """Remove results from before step `read_until`; by default all."""
         for file in self._files:
             if file.end_step <= read_until:
                 with contextlib.suppress(OSError):
@@ -77,104 +73,107 @@ class ResultOutbox:
 
 @dataclasses.dataclass
 class _OutboxFile:
-    """What one dispatch did, or one evaluation."""
+    """Result of one dispatch or one evaluation."""
 
     path: Path
     end_step: int
-    """Who has read all before this step, has read it."""
+    """A reader of all steps before this one has read the file."""
     unwritten: bytes | None
+    """Content; None once it is on disk."""
 
     def write(self) -> None:
-        """Unless that is done."""
+        """Write the file, unless it is written."""
         if self.unwritten is None:
             return
         with contextlib.suppress(OSError):
-            descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            with os.fdopen(descriptor, "wb", buffering=0) as file:
-                if file.write(self.unwritten) == len(self.unwritten):
-                    self.unwritten = None
+            files.replace_file(self.path, self.unwritten)
+            self.unwritten = None
 
 
 def format_output(kind: str, item: Any) -> str:
-    """What was said, as a history shows it: a printed line, or numbers by name."""
+    """Return an output as a history shows it: a printed line, or numbers by name."""
     return str(item) if kind == "text" else " ".join(f"{name}={value:.6g}" for name, value in item.items())
 
 
 def _get_dispatch_prefix(rank: int) -> str:
-    """Of the names of a rank's files; the first step of the dispatch follows."""
+    """Return the beginning of a rank's file names; the first step of the dispatch follows."""
     return f"unread-{rank}."
 
 
 def _get_evaluation_prefix(rank: int) -> str:
-    """The same for evaluations; the step follows."""
+    """Return the beginning of the names of a rank's evaluations; the step follows."""
     return f"unread-evaluation-{rank}."
 
 
 def _encode_dispatch(advance: DispatchResult, items: Sequence[Any]) -> bytes:
     rows = np.asarray(advance.rows)
     spans = None if advance.blocked_spans is None else np.asarray(advance.blocked_spans, "f8")
-    sent = None if advance.messages is None else np.asarray(advance.messages)
-    head = {
+    messages = None if advance.messages is None else np.asarray(advance.messages)
+    header = {
         "rows": len(rows),
         "places": None if spans is None else spans.shape[1],
-        "messages": None if sent is None else len(sent),
-        "lines": [format_output(kind, what) for kind, what in items],
+        "messages": None if messages is None else len(messages),
+        "lines": [format_output(kind, item) for kind, item in items],
     }
-    arrays = [part.tobytes() for part in (rows, spans, sent) if part is not None]
-    return b"".join((json.dumps(head).encode(), b"\n", *arrays))
+    arrays = [array.tobytes() for array in (rows, spans, messages) if array is not None]
+    return b"".join((json.dumps(header).encode(), b"\n", *arrays))
 
 
 def read_dispatches(folder: Path, job: str, rank: int) -> UnreadDispatches:
-    """What is left of a rank's dispatches, in their order."""
-    found = [_read_dispatch(path, rank) for path in (folder / RUNS_FOLDER / job).glob(f"{_get_dispatch_prefix(rank)}*")]
-    return sorted((one for one in found if one is not None), key=lambda one: one[0].step)
+    """Return the unread results of a rank's dispatches, in order."""
+    paths = (folder / RUNS_FOLDER / job).glob(f"{_get_dispatch_prefix(rank)}*")
+    results = [_read_dispatch(path, rank) for path in paths]
+    return sorted((result for result in results if result is not None), key=lambda result: result[0].step)
 
 
 def read_evaluations(folder: Path, job: str, rank: int) -> dict[int, EvaluationSums]:
-    """What is left of a rank's evaluations, by the steps after which they were made."""
-    begin = _get_evaluation_prefix(rank)
-    found = {
-        path.name.removeprefix(begin): _read_evaluation(path) for path in (folder / RUNS_FOLDER / job).glob(f"{begin}*")
-    }
-    return {int(step): one for step, one in found.items() if one is not None and step.isdecimal()}
+    """Return a rank's unread evaluations by step."""
+    prefix = _get_evaluation_prefix(rank)
+    paths = (folder / RUNS_FOLDER / job).glob(f"{prefix}*")
+    results = {path.name.removeprefix(prefix): _read_evaluation(path) for path in paths}
+    return {int(step): sums for step, sums in results.items() if sums is not None and step.isdecimal()}
 
 
 def _read_evaluation(path: Path) -> EvaluationSums | None:
-    """One evaluation; None where the file is not whole."""
+    """Return one evaluation; None if the file is incomplete or malformed."""
     try:
         line, end, _ = path.read_bytes().partition(b"\n")
         samples, sums = json.loads(line)
-        found = {str(name): (float(total), float(weight)) for name, (total, weight) in sums.items()}
-        return (int(samples), found) if end else None
+        checked_sums = {str(name): (float(total), float(weight)) for name, (total, weight) in sums.items()}
+        return (int(samples), checked_sums) if end else None
     except (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
 
 
 def remove_all(folder: Path, job: str) -> None:
-    """Delete what all ranks left: the job is made anew, and ranks may be others."""
+    """Delete the files of all ranks: a rebuilt job may have other ranks."""
     for path in (folder / RUNS_FOLDER / job).glob("unread-*"):
         path.unlink(missing_ok=True)
 
 
 def _read_dispatch(path: Path, rank: int) -> tuple[DispatchResult, list[Any]] | None:
-    """One dispatch; None where the file is not whole."""
+    """Return one dispatch; None if the file is incomplete or malformed."""
     try:
-        head, _, data = path.read_bytes().partition(b"\n")
-        said = json.loads(head)
-        count, places, sent, lines = said["rows"], said["places"], said["messages"], said["lines"]
+        line, _, data = path.read_bytes().partition(b"\n")
+        header = json.loads(line)
+        count, width, num_messages, lines = header["rows"], header["places"], header["messages"], header["lines"]
         ends = np.cumsum(
-            [count * ROW_DTYPE.itemsize, count * (places or 0) * _SPAN_BYTES, (sent or 0) * MESSAGE_DTYPE.itemsize]
+            [
+                count * ROW_DTYPE.itemsize,
+                count * (width or 0) * _SPAN_BYTES,
+                (num_messages or 0) * MESSAGE_DTYPE.itemsize,
+            ]
         )
         if count < 1 or len(data) != ends[-1]:
             return None
         rows = np.frombuffer(data[: ends[0]], ROW_DTYPE).copy()
-        blocked = None if places is None else np.frombuffer(data[ends[0] : ends[1]], "f8").reshape(count, places, 3)
-        messages = None if sent is None else np.frombuffer(data[ends[1] :], MESSAGE_DTYPE)
+        blocked = None if width is None else np.frombuffer(data[ends[0] : ends[1]], "f8").reshape(count, width, 3)
+        messages = None if num_messages is None else np.frombuffer(data[ends[1] :], MESSAGE_DTYPE)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     first = int(rows["step"][0])
     in_order = np.array_equal(rows["step"], np.arange(first, first + count)) and (rows["rank"] == rank).all()
     if not in_order or not isinstance(lines, list) or not all(isinstance(text, str) for text in lines):
         return None
-    advance = DispatchResult(rows, first + count, float(rows["lr"][-1]), blocked_spans=blocked, messages=messages)
-    return advance, [("text", text) for text in lines]
+    result = DispatchResult(rows, first + count, float(rows["lr"][-1]), blocked_spans=blocked, messages=messages)
+    return result, [("text", text) for text in lines]

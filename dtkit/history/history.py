@@ -1,9 +1,8 @@
-"""The append-only table of what every rank did in every step.
+"""Append-only table of all ranks' steps.
 
-One writer (the run's driver thread) appends blocks; any number of readers (figures, the live view, pandas) read
-rows by index, so a view that remembers how many rows it has seen fetches only what is new. Rows live in numpy
-chunks of fixed size: appending is O(1), a million rows take 88 MB, and nothing is ever copied to grow.
-Per-step totals over the ranks (global loss, samples, slowest rank) are kept beside the rows as they arrive.
+One writer (the run's driver thread) appends blocks. Any number of readers (figures, the live view, pandas) read rows by
+index, so a view that remembers its last row fetches only new ones. Rows are in numpy chunks of fixed size, so an append
+copies no earlier rows. Totals over the ranks (loss, samples, slowest rank) are computed as rows arrive.
 """
 
 from __future__ import annotations
@@ -46,14 +45,14 @@ ROW_DTYPE = np.dtype(
         ("grad_norm", "f4"),
     ]
 )
-"""One row, in the order of :class:`~dtkit.types.StepRecord`."""
+"""Row of one rank and step, in the order of :class:`~dtkit.types.StepRecord`."""
 
 TOTAL_DTYPE = np.dtype(
     [
         ("step", "i4"),
         ("ranks", "i4"),
         ("samples", "i8"),
-        ("loss", "f8"),  # weighted sum until read; `totals` divides
+        ("loss", "f8"),  # weighted sum; `totals` divides it
         ("weight", "f8"),
         ("step_s", "f8"),  # the slowest rank's
         ("wait_s", "f8"),  # summed over the ranks, as are the bytes
@@ -61,13 +60,13 @@ TOTAL_DTYPE = np.dtype(
         ("grad_norm", "f8"),  # the largest over the ranks
     ]
 )
-"""One step over all ranks."""
+"""Row of one step over all ranks."""
 
 _CHUNK_ROWS = 16384
 
 
 class _GrowingArray:
-    """A growing array of one dtype, in chunks that never move."""
+    """Growing array in chunks that never move."""
 
     def __init__(self, dtype: np.dtype[Any]) -> None:
         self._dtype = dtype
@@ -78,7 +77,7 @@ class _GrowingArray:
         return self._length
 
     def append(self, block: np.ndarray) -> None:
-        """Copy `block` to the end."""
+        """Append a copy of `block`."""
         while len(block):
             used = self._length % _CHUNK_ROWS
             if used == 0:
@@ -89,7 +88,7 @@ class _GrowingArray:
             block = block[len(take) :]
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Rows start to stop (clipped), as one array."""
+        """Return rows `start` to `stop` (clipped) as one array."""
         start, stop = max(0, start), min(stop, self._length)
         if start >= stop:
             return np.empty(0, self._dtype)
@@ -103,14 +102,14 @@ class _GrowingArray:
 
 
 class History:
-    """What every rank did in every step; ``len(history)`` counts rows (one per rank and step).
+    """All ranks' steps; ``len(history)`` is the number of rows (one for each rank and step).
 
-    Iterate over it or index it for :class:`~dtkit.types.StepRecord`; read columns as arrays with
-    :meth:`column`; :meth:`to_pandas` gives a DataFrame. Safe to read while the run appends.
+    Iterate over it or index it for :class:`~dtkit.types.StepRecord`. :meth:`column` returns a column as an array, and
+    :meth:`to_pandas` a DataFrame. It can be read while the run appends.
     """
 
     def __init__(self, *, ranks_per_replica: int = 1) -> None:
-        """`copies`: how many ranks report the same samples, since they share one replica of the model."""
+        """Create an empty history. `ranks_per_replica` ranks share a replica, so they report the same samples."""
         self.ranks_per_replica = ranks_per_replica
         self._rows = _GrowingArray(ROW_DTYPE)
         self._totals = _GrowingArray(TOTAL_DTYPE)
@@ -119,12 +118,12 @@ class History:
         self.events: list[Event] = []
         self.evaluations: list[Evaluation] = []
         self.run_log: RunLog | None = None
-        """Where all that comes is written too."""
+        """Log on disk to which the history is also written."""
 
     # -- writing (the run's driver thread) --------------------------------------------------------------------
 
     def append(self, rows: np.ndarray | Iterable[StepRecord]) -> None:
-        """Add rows: an array of dtype ``ROW``, or records. All ranks' rows of a step come in one call."""
+        """Append rows of dtype :data:`ROW_DTYPE`, or records. One call has all ranks' rows of a step."""
         if not isinstance(rows, np.ndarray):
             rows = np.array([dataclasses.astuple(r) for r in rows], ROW_DTYPE)
         order = np.argsort(rows["step"], kind="stable")
@@ -134,32 +133,32 @@ class History:
         with self._lock:
             self._rows.append(block)
             self._totals.append(totals)
-        spool = self.run_log
-        if spool is not None:
-            spool.append_rows(block)
+        run_log = self.run_log
+        if run_log is not None:
+            run_log.append_rows(block)
 
     def add(self, event: Event | Evaluation) -> None:
-        """Add an event or an evaluation; one after as many steps as an earlier one takes its place."""
-        spool = self.run_log
-        if spool is not None:
-            spool.append_event(event)
+        """Add an event or an evaluation. An evaluation replaces an earlier one after the same number of steps."""
+        run_log = self.run_log
+        if run_log is not None:
+            run_log.append_event(event)
         if isinstance(event, Event):
             self.events.append(event)
             return
         for k, known in enumerate(self.evaluations):
-            if known.step == event.step:  # a run went back before it
+            if known.step == event.step:  # the run went back to an earlier step
                 self.evaluations[k] = event
                 return
         self.evaluations.append(event)
 
     def close_run_log(self) -> None:
-        """Write no more of it anywhere."""
-        spool, self.run_log = self.run_log, None
-        if spool is not None:
-            spool.close()
+        """Stop writing to the run log, and close it."""
+        run_log, self.run_log = self.run_log, None
+        if run_log is not None:
+            run_log.close()
 
     def extend(self, other: History) -> None:
-        """Begin with all that another history has: of a run that this one goes on with."""
+        """Append another history: that of the run which this one continues."""
         with self._lock:
             self._rows.append(other.rows())
             with other._lock:
@@ -168,12 +167,12 @@ class History:
         self.evaluations += other.evaluations
 
     def copy_until(self, rows: int, events: int, evaluations: int) -> History:
-        """A copy of the first of each, as they are now; later ones don't change it."""
-        found = History(ranks_per_replica=self.ranks_per_replica)
-        found.append(self.rows(0, rows))
-        found.events = self.events[:events]
-        found.evaluations = self.evaluations[:evaluations]
-        return found
+        """Return a copy of the first `rows`, `events` and `evaluations`."""
+        copy = History(ranks_per_replica=self.ranks_per_replica)
+        copy.append(self.rows(0, rows))
+        copy.events = self.events[:events]
+        copy.evaluations = self.evaluations[:evaluations]
+        return copy
 
     # -- reading ----------------------------------------------------------------------------------------------
 
@@ -181,12 +180,12 @@ class History:
         return len(self._rows)
 
     def rows(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Rows `start` to `stop` in order of arrival, as a structured array of dtype ``ROW`` (do not write to it)."""
+        """Return rows `start` to `stop` in order of arrival, of dtype :data:`ROW_DTYPE`. Do not write to them."""
         with self._lock:
             return self._rows.read(start, len(self._rows) if stop is None else stop)
 
     def totals(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """One row per step over all ranks, dtype ``TOTAL_DTYPE``: samples, weighted mean loss, the slowest rank's time."""
+        """Return a row for each step, of dtype :data:`TOTAL_DTYPE`; the loss is the weighted mean."""
         with self._lock:
             part = self._totals.read(start, len(self._totals) if stop is None else stop).copy()
         with np.errstate(invalid="ignore"):
@@ -195,16 +194,21 @@ class History:
 
     @property
     def num_steps(self) -> int:
-        """How many steps were recorded."""
+        """Number of recorded steps."""
         return len(self._totals)
 
     @property
+    def num_ranks(self) -> int:
+        """Number of ranks, by the highest one; 0 before the first step."""
+        return max(self.ranks, default=-1) + 1
+
+    @property
     def ranks(self) -> list[int]:
-        """The ranks that have rows."""
+        """Ranks that have rows."""
         return [int(r) for r in np.unique(self.column("rank"))]
 
     def column(self, name: str) -> np.ndarray:
-        """One column over all rows."""
+        """Return one column of all rows."""
         if name not in (ROW_DTYPE.names or ()):
             raise ValueError(f"no column {name!r}; the columns are {', '.join(ROW_DTYPE.names or ())}")
         return self.rows()[name]
@@ -220,7 +224,7 @@ class History:
             yield StepRecord(*row.item())
 
     def loss(self, rank: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """(steps, losses): of one rank, or the mean over all ranks, weighted as the gradients are."""
+        """Return (steps, losses) of one rank, or the mean over all ranks, weighted like the gradients."""
         if rank is None:
             total = self.totals()
             return total["step"], total["loss"]
@@ -229,7 +233,7 @@ class History:
         return rows["step"], rows["loss"]
 
     def throughput(self, rank: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """(steps, samples per second): of one rank, or of all together (all samples over the slowest rank's time)."""
+        """Return (steps, samples per second) of one rank, or of all: their samples over the slowest rank's time."""
         if rank is None:
             table = self.totals()
         else:
@@ -238,16 +242,16 @@ class History:
         with np.errstate(divide="ignore", invalid="ignore"):
             return table["step"], table["samples"] / table["step_s"]
 
-    # -- leaving ----------------------------------------------------------------------------------------------
+    # -- export -----------------------------------------------------------------------------------------------
 
     def to_pandas(self) -> pd.DataFrame:
-        """A DataFrame with a row per rank and step. Needs pandas."""
+        """Return a DataFrame with a row for each rank and step. Needs pandas."""
         import pandas as pd
 
         return pd.DataFrame(self.rows())
 
     def to_jsonl(self, path: str | Path) -> None:
-        """Write rows, evaluations and events, one JSON object a line; :meth:`from_jsonl` reads it back."""
+        """Write rows, evaluations and events, one JSON object on each line. :meth:`from_jsonl` reads them."""
         with Path(path).open("w", encoding="utf-8") as file:
             file.write(json.dumps({"type": "head", "copies": self.ranks_per_replica}) + "\n")
             for kind, items in (("row", self), ("evaluation", self.evaluations), ("event", self.events)):
@@ -255,7 +259,7 @@ class History:
 
     @classmethod
     def from_jsonl(cls, path: str | Path) -> History:
-        """Read what :meth:`to_jsonl` wrote."""
+        """Read a file that :meth:`to_jsonl` wrote."""
         history, rows = cls(), []
         with Path(path).open(encoding="utf-8") as file:
             for line in file:
@@ -279,7 +283,7 @@ class History:
 
 
 def _sum_over_ranks(block: np.ndarray) -> np.ndarray:
-    """Sum a block, sorted by step, over the ranks."""
+    """Return the totals of a block that is sorted by step."""
     steps, first, count = np.unique(block["step"], return_index=True, return_counts=True)
     total = np.zeros(len(steps), TOTAL_DTYPE)
     if not len(steps):
@@ -287,7 +291,7 @@ def _sum_over_ranks(block: np.ndarray) -> np.ndarray:
     total["step"], total["ranks"] = steps, count
     total["samples"] = np.add.reduceat(block["samples"].astype("i8"), first)
     total["weight"] = np.add.reduceat(block["weight"], first)
-    # A rank without a sample reports a loss of NaN with weight 0: it takes no part in the mean.
+    # A rank without a sample reports NaN with weight 0, which the mean must ignore.
     weighted = np.where(block["weight"] != 0, block["loss"] * block["weight"], 0.0)
     total["loss"] = np.add.reduceat(weighted, first)
     total["step_s"] = np.maximum.reduceat(block["step_s"].astype("f8"), first)

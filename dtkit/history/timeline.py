@@ -1,18 +1,14 @@
-"""What every rank did when, in the last steps of a run: spans of time on one clock, and what they say of a pipeline.
+"""Timelines: spans of all ranks in the last steps of a run, on one clock, and the bubble of a pipeline.
 
-The *bubble* is the share of the ranks' time, from the first micro-batch's begin to the last one's end, in which they
-compute nothing. For p ranks and m micro-batches of equal cost it is (p - 1) / (m + p - 1) of the whole (Huang et al.,
-NeurIPS 2019), and with v parts of the model on each rank (p - 1) / (v m + p - 1) (Narayanan et al., SC 2021). Where no
-formula is known, the schedule is played through with backward twice as long as forward: that is "by simulation".
+The *bubble* is the idle share of the ranks' time between the begin of the first micro-batch and the end of the last
+one. For p ranks and m micro-batches of equal cost it is (p - 1) / (m + p - 1) (Huang et al., NeurIPS 2019). With v
+stages on each rank it is (p - 1) / (v m + p - 1) (Narayanan et al., SC 2021). Where no formula is known, the schedule
+is simulated with a backward that takes twice as long as forward.
 
-What a rank does between its passes is to "send" (its own messages), to "receive" (a message that the other stage has
-sent), and to "wait" for a stage that has not come so far (:mod:`dtkit.history.message_times`).
+Between its passes a rank sends, receives, or waits for another stage (:mod:`dtkit.history.comm_time`).
 
-What was *planned* is the schedule played through with the durations that were measured, and with sending free: what
-the measured bubble has more than that went into sending, and into waiting for a busy machine.
-
-Traces are in the JSON format of Chrome's tracing, which https://ui.perfetto.dev opens; an arrow leads from where a
-message is sent to where it is received.
+The *planned* timeline is the schedule simulated with the measured durations and with free sending. The difference from
+the measured bubble is the time for sending, and for waiting on a busy machine.
 """
 
 from __future__ import annotations
@@ -20,11 +16,12 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dtkit.history import message_times
+from dtkit._util import views
+from dtkit.history.chrome_trace import build_trace
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,39 +36,39 @@ SPAN_DTYPE = np.dtype(
     [
         ("step", "i4"),
         ("rank", "i4"),
-        ("phase", "U16"),  # those of messages say which pass they belong to: "send forward"
-        ("stage", "i4"),  # -1 outside of a pipeline, as is the micro-batch
+        ("phase", "U16"),  # a message's phase names its pass: "send forward"
+        ("stage", "i4"),  # -1 outside of a pipeline, like micro_batch
         ("micro_batch", "i4"),
         ("begin", "f8"),
         ("end", "f8"),
     ]
 )
-"""One span of one rank; seconds on a clock that all ranks share."""
+"""Span of one rank, in seconds on a clock that all ranks share."""
 
 ACTION_KINDS = {"forward": "F", "backward": "B", "backward input": "I", "backward weight": "W"}
-"""Phases of computing, and what they are called in a schedule."""
+"""Compute phases, and their kinds of action in a schedule."""
 COMPUTE_PHASES = tuple(ACTION_KINDS)
 
 
 class Timeline:
-    """Spans of the last steps, of all ranks. Shows itself as a picture; :meth:`trace` writes it for Perfetto."""
+    """Spans of all ranks in the last steps. :meth:`figure` draws it, :meth:`export_chrome_trace` writes it."""
 
     def __init__(self, spans: np.ndarray, *, schedule: Schedule | None = None, title: str = "") -> None:
         self.spans, self.schedule, self.title = spans, schedule, title
 
     @property
     def steps(self) -> list[int]:
-        """The steps that there are spans of."""
+        """Steps that have spans."""
         return [int(step) for step in np.unique(self.spans["step"])]
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks that there are spans of."""
+        """Ranks that have spans."""
         return [int(rank) for rank in np.unique(self.spans["rank"])]
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches in a step; 0 where there is no pipeline."""
+        """Micro-batches in a step; 0 without a pipeline."""
         return int(self.spans["micro_batch"].max(initial=-1)) + 1
 
     @property
@@ -79,33 +76,33 @@ class Timeline:
         """Whether micro-batches went through stages."""
         return self.num_micro_batches > 0
 
-    def select(self, step: int, rank: int | None = None) -> np.ndarray:
-        """The spans of a step, of one rank or of all."""
-        chosen = self.spans["step"] == step
-        found: np.ndarray = self.spans[chosen if rank is None else chosen & (self.spans["rank"] == rank)]
-        return found
+    def select_spans(self, step: int, rank: int | None = None) -> np.ndarray:
+        """Return the spans of a step, of one rank or of all."""
+        mask = self.spans["step"] == step
+        selected: np.ndarray = self.spans[mask if rank is None else mask & (self.spans["rank"] == rank)]
+        return selected
 
     def measure_bubble(self, step: int | None = None) -> float:
-        """The share of idle time in a step's pipeline as measured, over all ranks; the last step's unless told."""
+        """Return the measured share of idle time in a step's pipeline, over all ranks (default: the last step)."""
         work = self._select_compute_spans(step)
-        whole = self.measure_duration_s(step) * len(np.unique(work["rank"]))
-        return 1 - float((work["end"] - work["begin"]).sum()) / whole
+        total_s = self.measure_duration_s(step) * len(np.unique(work["rank"]))
+        return 1 - float((work["end"] - work["begin"]).sum()) / total_s
 
     def measure_duration_s(self, step: int | None = None) -> float:
-        """From the first micro-batch's begin to the last one's end, in a step's pipeline."""
+        """Return the time from the begin of the first micro-batch to the end of the last one."""
         work = self._select_compute_spans(step)
         return float(work["end"].max() - work["begin"].min())
 
     def _select_compute_spans(self, step: int | None) -> np.ndarray:
-        spans = self.select(self.steps[-1] if step is None and self.steps else step or 0)
+        spans = self.select_spans(self.steps[-1] if step is None and self.steps else step or 0)
         work: np.ndarray = spans[np.isin(spans["phase"], COMPUTE_PHASES) & (spans["stage"] >= 0)]
         if not len(work):
-            raise ValueError("there is no pipeline in this timeline, so no bubble")
+            raise ValueError("this timeline has no pipeline, so it has no bubble; train with dtkit.Pipeline")
         return work
 
     @property
     def ideal_bubble_formula(self) -> tuple[str, float]:
-        """(formula, value) of the bubble, for stages of equal cost and no cost of sending."""
+        """Formula and value of the bubble for stages of equal cost and free sending."""
         if self.schedule is not None:
             return self.schedule.get_bubble_formula() or ("equal stages", self.schedule.simulate().bubble)
         ranks = len(np.unique(self.spans["rank"][self.spans["stage"] >= 0]))
@@ -113,15 +110,15 @@ class Timeline:
 
     @property
     def ideal_bubble_source(self) -> str:
-        """Where the ideal bubble is from: "formula" or "simulation"."""
+        """Source of the ideal bubble: "formula" or "simulation"."""
         return "formula" if self.ideal_bubble_formula[0].startswith("(") else "simulation"
 
     def get_ideal_bubble(self) -> float:
-        """What formula or simulation says, for stages of equal cost and no cost of sending."""
+        """Return the bubble for stages of equal cost and free sending, by formula or simulation."""
         return self.ideal_bubble_formula[1]
 
     def simulate_schedule(self, step: int | None = None) -> Timeline:
-        """What the schedule makes of the durations that were measured, were sending free: spans as if measured."""
+        """Return the planned timeline: the schedule with the measured durations and free sending."""
         work = self._select_compute_spans(step)
         if self.schedule is None:
             return Timeline(np.empty(0, SPAN_DTYPE))
@@ -131,55 +128,46 @@ class Timeline:
         return Timeline(np.concatenate(planned), schedule=self.schedule)
 
     def measure_peak_micro_batches(self, rank: int, step: int | None = None) -> int:
-        """The most micro-batches whose activations a rank held at once: forward begun, backward not yet ended.
+        """Return the most micro-batches with activations on a rank: forward has begun, backward has not ended.
 
-        With several stages on a rank, each of them counts.
+        Each stage of the rank counts.
         """
-        spans = self.select(self.steps[-1] if step is None else step, rank)
+        spans = self.select_spans(self.steps[-1] if step is None else step, rank)
         spans = spans[spans["micro_batch"] >= 0]
-        begun: dict[tuple[int, int], float] = {}  # the loss is a span of its own, of the same forward pass
+        begun: dict[tuple[int, int], float] = {}  # the loss is a second forward span of the same pass
         for s in spans[spans["phase"] == "forward"]:
             begun.setdefault((int(s["stage"]), int(s["micro_batch"])), float(s["begin"]))
-        moves = [(begin, 1) for begin in begun.values()]
-        moves += [(float(s["end"]), -1) for s in spans if s["phase"] in {"backward", "backward weight"}]
-        return int(np.max(np.cumsum([change for _, change in sorted(moves)]), initial=0))
+        changes = [(begin, 1) for begin in begun.values()]
+        changes += [(float(s["end"]), -1) for s in spans if s["phase"] in {"backward", "backward weight"}]
+        return int(np.max(np.cumsum([change for _, change in sorted(changes)]), initial=0))
 
     def measure_peak_activations(self, step: int | None = None) -> float:
-        """The most that a rank held, in activations of one micro-batch of the whole model: stages count their part."""
+        """Return the largest amount on any rank, in activations of one micro-batch of the whole model."""
         work = self._select_compute_spans(step)
         return max(self.measure_peak_micro_batches(int(rank), step) for rank in np.unique(work["rank"])) / (
             int(work["stage"].max()) + 1
         )
 
     def compare_with(self, other: Timeline) -> ScheduleComparison:
-        """How this schedule does against another one's timeline, such as that of 1F1B, on the same model."""
-        times = [float(np.median([one.measure_duration_s(step) for step in one.steps])) for one in (self, other)]
-        names = [one.schedule.name if one.schedule is not None else "other" for one in (self, other)]
-        return ScheduleComparison(
-            names[0], names[1], times[0], times[1], self.measure_peak_activations(), other.measure_peak_activations()
-        )
+        """Compare this schedule with another one on the same model, such as 1F1B."""
+        names = [each.schedule.name if each.schedule is not None else "other" for each in (self, other)]
+        durations = [float(np.median([each.measure_duration_s(step) for step in each.steps])) for each in (self, other)]
+        peaks = [each.measure_peak_activations() for each in (self, other)]
+        return ScheduleComparison(names[0], names[1], durations[0], durations[1], peaks[0], peaks[1])
 
     def export_chrome_trace(self, path: str | Path) -> None:
-        """Write a Chrome trace: a row per rank, and an arrow per message."""
-        start = float(self.spans["begin"].min(initial=np.inf))
-        step = "step" if len(self.steps) == 1 else "steps"
-        events = _make_metadata_events(self.ranks, f"{step} {', '.join(map(str, self.steps))}{self.title}")
-        events += [_make_span_event(span, start) for span in self.spans]
-        events += _make_arrow_events(
-            self.spans, start, len(self.ranks) if self.schedule is None else self.schedule.ranks
-        )
-        Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
+        """Write a Chrome trace: a row for each rank, and an arrow for each message."""
+        noun = "step" if len(self.steps) == 1 else "steps"
+        title = f"{noun} {', '.join(map(str, self.steps))}{self.title}"
+        ranks_per_pipeline = len(self.ranks) if self.schedule is None else self.schedule.ranks
+        Path(path).write_text(json.dumps(build_trace(self.spans, ranks_per_pipeline, title)), encoding="utf-8")
 
     def figure(self) -> Figure:
-        """A strip per rank: what it did when, in the last step."""
-        from dtkit.dashboard.figures import timeline_figure
-
-        return timeline_figure.draw_timeline(self)
+        """Return a figure of the last step: a strip for each rank."""
+        return views.draw(self)
 
     def _repr_png_(self) -> bytes:
-        from dtkit.dashboard.figures import run_figure
-
-        return run_figure.render_png(self.figure())
+        return views.render_png(self)
 
     def __repr__(self) -> str:
         if not len(self.spans):
@@ -187,120 +175,77 @@ class Timeline:
         steps = f"steps {self.steps[0]} to {self.steps[-1]}, {len(self.ranks)} ranks"
         if not self.is_pipelined:
             return f"Timeline({steps})"
-        how = "the formula" if self.ideal_bubble_source == "formula" else self.ideal_bubble_source
-        return f"Timeline({steps}, bubble {self.measure_bubble():.1%} measured, {self.get_ideal_bubble():.1%} by {how})"
+        source = "the formula" if self.ideal_bubble_source == "formula" else self.ideal_bubble_source
+        bubbles = f"bubble {self.measure_bubble():.1%} measured, {self.get_ideal_bubble():.1%} by {source}"
+        return f"Timeline({steps}, {bubbles})"
 
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleComparison:
-    """A schedule against another one: what it takes of the other's time and memory. Below 1 is better."""
+    """Time and memory of a schedule, relative to another one. Ratios below 1 are better."""
 
     schedule_name: str
     other_name: str
     duration_s: float
-    """A step's pipeline, from the first begin to the last end; the median of the steps."""
+    """Median over the steps, from the first begin to the last end."""
     other_duration_s: float
     peak_activations: float
-    """The most that a rank holds, in activations of one micro-batch of the whole model."""
+    """Largest amount on any rank, in activations of one micro-batch of the whole model."""
     other_peak_activations: float
 
     @property
     def time_ratio(self) -> float:
-        """Of the other's."""
+        """Time of this schedule, divided by the other's."""
         return self.duration_s / self.other_duration_s
 
     @property
     def memory_ratio(self) -> float:
-        """Of the other's."""
+        """Activation memory of this schedule, divided by the other's."""
         return self.peak_activations / self.other_peak_activations
 
     def __repr__(self) -> str:
+        times = f"{1e3 * self.duration_s:.0f} and {1e3 * self.other_duration_s:.0f} ms"
+        peaks = f"{self.peak_activations:g} and {self.other_peak_activations:g} micro-batches of the whole model"
         return (
-            f"{self.schedule_name} against {self.other_name}: time {self.time_ratio:.2f} ({1e3 * self.duration_s:.0f} and "
-            f"{1e3 * self.other_duration_s:.0f} ms), memory {self.memory_ratio:.2f} ({self.peak_activations:g} and {self.other_peak_activations:g} "
-            "micro-batches of the whole model)"
+            f"{self.schedule_name} against {self.other_name}: time {self.time_ratio:.2f} ({times}), "
+            f"memory {self.memory_ratio:.2f} ({peaks})"
         )
 
 
 def _simulate_spans(spans: np.ndarray, schedule: Schedule) -> np.ndarray:
-    """The planned spans of one pipeline's ranks, from its measured ones of a step."""
-    found: dict[tuple[str, int, int], float] = {}
+    """Return the planned spans of one pipeline in one step, from its measured ones."""
+    durations: dict[tuple[str, int, int], float] = {}
     for span in spans:
         key = ACTION_KINDS[str(span["phase"])], int(span["stage"]), int(span["micro_batch"])
-        found[key] = found.get(key, 0.0) + float(span["end"] - span["begin"])
-    played = schedule.simulate_with(lambda a: found.get((a.kind, a.stage, a.micro_batch), 0.0))
-    made = convert_simulation(played, int(spans["step"][0]), schedule.ranks * int(spans["rank"][0] // schedule.ranks))
+        durations[key] = durations.get(key, 0.0) + float(span["end"] - span["begin"])
+    simulation = schedule.simulate_with(lambda a: durations.get((a.kind, a.stage, a.micro_batch), 0.0))
+    first_rank = schedule.ranks * int(spans["rank"][0] // schedule.ranks)
+    planned = convert_simulation(simulation, int(spans["step"][0]), first_rank)
     start = float(spans["begin"].min())
-    made["begin"] += start
-    made["end"] += start
-    return made
+    planned["begin"] += start
+    planned["end"] += start
+    return planned
 
 
 def convert_simulation(simulation: Simulation, step: int = 0, first_rank: int = 0) -> np.ndarray:
-    """A simulation as spans, from time 0."""
+    """Return the spans of a simulation, which begin at time 0."""
     phases = {kind: phase for phase, kind in ACTION_KINDS.items()}
-    homes = simulation.schedule.stage_ranks
+    stage_ranks = simulation.schedule.stage_ranks
 
-    def row(action: Action) -> tuple[object, ...]:
-        where = action.stage, action.micro_batch
-        return step, first_rank + homes[action.stage], phases[action.kind], *where, *simulation.intervals[action]
+    def make_row(action: Action) -> tuple[object, ...]:
+        place = action.stage, action.micro_batch
+        return step, first_rank + stage_ranks[action.stage], phases[action.kind], *place, *simulation.intervals[action]
 
-    return np.array([row(action) for action in simulation.intervals], SPAN_DTYPE)
-
-
-def _make_metadata_events(ranks: Sequence[int], title: str) -> list[dict[str, Any]]:
-    """Names of the whole and of its rows, and the order of these: by name, rank 10 would come before rank 2."""
-
-    def told(what: str, rank: int, **args: object) -> dict[str, Any]:
-        return {"ph": "M", "pid": 0, "tid": rank, "name": what, "args": args}
-
-    names = [told("thread_name", rank, name=f"rank {rank}") for rank in ranks]
-    order = [told("thread_sort_index", rank, sort_index=rank) for rank in ranks]
-    return [told("process_name", 0, name=title), *names, *order] if ranks else []
-
-
-def _make_span_event(span: np.void, start: float) -> dict[str, Any]:
-    return {
-        "ph": "X",
-        "pid": 0,
-        "tid": int(span["rank"]),
-        "name": _format_span_name(span),
-        "cat": message_times.get_phase_kind(str(span["phase"])),
-        "ts": 1e6 * (float(span["begin"]) - start),
-        "dur": 1e6 * float(span["end"] - span["begin"]),
-        "args": _make_event_args(span),
-    }
-
-
-def _make_event_args(span: np.void) -> dict[str, int]:
-    known = ("step", "stage", "micro_batch") if span["micro_batch"] >= 0 else ("step",)
-    return {name: int(span[name]) for name in known}
-
-
-def _make_arrow_events(spans: np.ndarray, start: float, ranks_per_pipeline: int) -> list[dict[str, Any]]:
-    """From the begin of each message's sending to that of its receiving; within the boxes of these, as is asked for."""
-    events: list[dict[str, Any]] = []
-    for number, (sent, received) in enumerate(message_times.pair_messages(spans, ranks_per_pipeline)):
-        for ph, span in (("s", spans[sent]), ("f", spans[received])):
-            arrow = {"ph": ph, "pid": 0, "tid": int(span["rank"]), "name": "message", "cat": "message", "id": number}
-            ends = {"bp": "e"} if ph == "f" else {}
-            events.append({**arrow, **ends, "ts": 1e6 * (float(span["begin"]) - start), "args": _make_event_args(span)})
-    return events
-
-
-def _format_span_name(span: np.void) -> str:
-    if span["micro_batch"] < 0:
-        return str(span["phase"])
-    return f"{span['phase']} {span['micro_batch']} of stage {span['stage']}"
+    return np.array([make_row(action) for action in simulation.intervals], SPAN_DTYPE)
 
 
 def merge_spans(spans_by_rank: Sequence[np.ndarray], clock_offsets: Sequence[float] | None) -> np.ndarray:
-    """All ranks' spans together, on rank 0's clock."""
-    moved = []
+    """Return the spans of all ranks on the clock of rank 0."""
+    shifted = []
     for rank, spans in enumerate(spans_by_rank):
-        own = spans.copy()
+        rank_spans = spans.copy()
         if clock_offsets is not None:
-            own["begin"] -= clock_offsets[rank]
-            own["end"] -= clock_offsets[rank]
-        moved.append(own)
-    return np.concatenate(moved) if moved else np.empty(0, SPAN_DTYPE)
+            rank_spans["begin"] -= clock_offsets[rank]
+            rank_spans["end"] -= clock_offsets[rank]
+        shifted.append(rank_spans)
+    return np.concatenate(shifted) if shifted else np.empty(0, SPAN_DTYPE)

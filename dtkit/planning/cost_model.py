@@ -1,18 +1,15 @@
-"""Will it fit, and what will it cost: memory, bytes and time predicted from what was measured. Arithmetic only.
+"""Cost model: memory, traffic and time of a step, predicted from measurements. Arithmetic only.
 
-What is measured, and where, is :mod:`dtkit.planning.planner`'s matter. It comes here as *facts* (of a model, on one
-rank) and a *benchmark* (of the engines and what lies between them). Each strategy answers for itself:
-``strategy.cost(facts, benchmark)`` says what one rank then holds, sends and waits for. A :class:`Plan` lays that beside
-the memory that is free.
+:mod:`dtkit.planning.profiler` measures a *profile* (of a model, on one rank) and :mod:`dtkit.planning.planner` a
+*benchmark* (of the engines and their links). ``strategy.estimate_cost(profile, benchmark)`` returns a :class:`Cost` for
+one rank. A :class:`~dtkit.planning.plan.Plan` compares it with the free memory.
 
-What a rank holds at its worst is the sum of what stays (the model as it was sent, the copy that trains, gradients,
-optimiser state) and of the larger of what comes and goes: what forward and backward hold at their peak, batch
-included, or what the update does. Not counted: the data set (which engines of a host share), what backends use inside
-of one operation (a convolution's workspace, say), and the interpreter with its libraries, which are there already when
-the free memory is read.
+The peak of a rank is the sum of persistent memory (model as sent, copy that trains, gradients, optimizer state) and of
+the larger temporary part: that of forward and backward, including the batch, or that of the update. Not counted are the
+data set (shared by engines of a host), workspace inside of operations, and the interpreter with its libraries, which
+are loaded before the free memory is read.
 
-Times assume that ranks wait for the slowest one, and that of an all-reduce as much hides behind backward as the
-benchmark saw to hide behind a product of matrices.
+Times assume that ranks wait for the slowest one. The benchmark's overlap says how much of an all-reduce backward hides.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
 
-from dtkit._util import formatting
+from dtkit._util import views
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,123 +28,121 @@ if TYPE_CHECKING:
     from dtkit.planning.layer_chain import LayerChain
 
 
-# --- what was measured --------------------------------------------------------------------------------------
+# --- measurements -------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class LinearFit:
-    """A quantity that grows with the rows of a batch: fixed + per_row * rows."""
+    """Quantity that grows with the rows of a batch: intercept + slope * rows."""
 
     intercept: float = 0.0
     slope: float = 0.0
 
     @classmethod
     def from_points(cls, points: Sequence[tuple[float, float]]) -> LinearFit:
-        """The line through the first and the last of some (rows, value); through zero where that is one point."""
+        """Return the line through the first and last of these (rows, value), or through zero for a single point."""
         (x, y), (x2, y2) = points[0], points[-1]
         if x == x2:
             return cls(0.0, y2 / x2)
-        slope = max(0.0, (y2 - y) / (x2 - x))  # clocks are noisy: no batch is faster for being larger
+        slope = max(0.0, (y2 - y) / (x2 - x))  # a larger batch is faster only by noise
         return cls(max(0.0, y2 - slope * x2), slope)
 
     def predict(self, rows: float) -> float:
-        """The value for so many rows."""
+        """Return the value for so many rows."""
         return self.intercept + self.slope * rows
 
 
 @dataclasses.dataclass(frozen=True)
 class StepTimings:
-    """What some real steps of a model took one rank."""
+    """Times and memory of some real steps on one rank."""
 
     points: Sequence[tuple[float, float, float]]
-    """(rows, forward in seconds, backward in seconds)."""
+    """Rows, seconds of forward, and seconds of backward."""
     update_s: float = 0.0
     optimizer_bytes: int = 0
-    """Bytes that the optimiser keeps."""
+    """Size of the optimizer state."""
     rows: int = 1
     process_growth: int | None = None
-    """Bytes by which the process grew at most in steps of so many rows; None where the system does not say."""
+    """Largest growth of the process in steps of `rows`, in bytes; None if the system can't measure it."""
     activation_peaks: Sequence[Any] = ()
-    """What forward and backward held, where that was asked: :class:`dtkit.engine.dry_run.ActivationPeak`."""
+    """Memory of forward and backward, if it was asked for: :class:`dtkit.engine.dry_run.ActivationPeak`."""
 
     @classmethod
     def from_estimate(cls, row_s: float) -> StepTimings:
-        """Without a step: so many seconds a row, of which forward takes a third."""
+        """Return timings without a measurement: `row_s` seconds for each row, a third of them in forward."""
         return cls([(1, row_s / 3, 2 * row_s / 3)])
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelProfile:
-    """What one rank was measured to need for a model, apart from any strategy. Bytes and seconds."""
+    """What one rank needs for a model, independent of the strategy. Bytes and seconds."""
 
     rows: int
     """This rank's samples of a global batch."""
     sent_model: int
-    """The model as it was sent, which the engine keeps for the next run and for `verify`; 0 where it lies elsewhere."""
+    """The model as it was sent, kept for the next run and for `verify`; 0 if it is in other memory."""
     parameters: int
-    """Of a copy to train: parameters and buffers."""
+    """Parameters and buffers of the copy that trains."""
     gradients: int
-    """Of the parameters that are trained (sparse gradients aside)."""
+    """Gradients of trained parameters, without sparse ones."""
     optimizer_state: int
-    """What the optimiser keeps from step to step."""
+    """State that the optimizer keeps from step to step."""
     update_temporaries: int
-    """What the update holds besides while it runs."""
+    """Temporary memory of the update."""
     activations: LinearFit = dataclasses.field(default_factory=LinearFit)
-    """What forward and backward hold besides, at their peak, by rows: inputs, what is saved for backward, temporaries,
-    and gradients on their way."""
+    """Peak memory of forward and backward, by rows: inputs, saved tensors, temporaries, and gradients in flight."""
     overhead: LinearFit = dataclasses.field(default_factory=LinearFit)
-    """What the process was seen to grow by beyond all these: freed memory that malloc keeps, workspace of backends."""
+    """Further growth of the process: freed memory that malloc keeps, and workspace of backends."""
     forward_s: LinearFit = dataclasses.field(default_factory=LinearFit)
     backward_s: LinearFit = dataclasses.field(default_factory=LinearFit)
     update_s: float = 0.0
     gradient_shapes: tuple[tuple[int, ...], ...] = ()
-    """Of the gradients."""
     rank: int = 0
     model: Any = None
-    """The nn.Module where the notebook has it, for what depends on its form. Nobody runs it."""
+    """The nn.Module, if the notebook has it, for strategies that depend on its structure. It is never run."""
     layer_chain: LayerChain | None = None
-    """Its chain of layers, for a strategy that cuts it there; None where they are not known."""
+    """Chain of layers, for strategies that cut the model; None if it is unknown."""
 
     def estimate_compute_s(self, micro_batches: int = 1) -> float:
-        """Seconds of computing in one step, whose rows come in so many micro-batches."""
+        """Return the seconds of computation in one step with so many micro-batches."""
         rows = self.rows / micro_batches
         return micro_batches * (self.forward_s.predict(rows) + self.backward_s.predict(rows)) + self.update_s
 
 
 @dataclasses.dataclass(frozen=True)
 class Benchmark:
-    """What engines can do, and what lies between them. Shows itself as a table; :meth:`figure` is a heat map.
+    """Speed of the engines and of their links. Notebooks show it as a table; :meth:`figure` returns heat maps.
 
-    Measured on all ranks at once, as in training, except for pairs: one pair after the other.
+    All ranks are measured at the same time, as in training. Only pairs are measured one after the other.
     """
 
     dtype: str
-    """What the matrix rate is of, such as "float32"."""
+    """Dtype of the matrices, such as "float32"."""
     backend: str
     flops: tuple[float, ...]
-    """Floating-point operations per second of a large product of matrices, by rank."""
+    """Floating-point operations per second in a large matrix product, by rank."""
     all_reduce_timings: tuple[tuple[int, float], ...]
-    """(bytes, seconds) of one all-reduce over all ranks, by growing size; empty for one rank."""
+    """Bytes and seconds of an all-reduce over all ranks, in order of size; empty for one rank."""
     latency_s: tuple[tuple[float, ...], ...]
-    """One way from rank to rank, for a message of 8 bytes; NaN on the diagonal."""
+    """One-way seconds from rank to rank, for a message of 8 bytes; NaN on the diagonal."""
     bandwidth: tuple[tuple[float, ...], ...]
     """Bytes per second from rank to rank, for messages of 1 MiB; NaN on the diagonal."""
     overlap: float
-    """How much of an all-reduce hides behind a computation of the same length: 0 none, 1 all of it."""
+    """Share of an all-reduce that a computation of the same length hides, from 0 to 1."""
     duration_s: float
 
     @classmethod
     def memory_only(cls, world_size: int) -> Benchmark:
-        """For questions of memory alone: an all-reduce takes no time here."""
+        """Return a benchmark for estimates of memory only: communication takes no time."""
         return cls("", "", (math.nan,) * world_size, (), (), (), 0.0, 0.0)
 
     @property
     def world_size(self) -> int:
-        """How many ranks."""
+        """Number of ranks."""
         return len(self.flops)
 
     def estimate_all_reduce_s(self, nbytes: float) -> float:
-        """Seconds of an all-reduce of so many bytes: a straight line between what was measured, and on beyond it."""
+        """Return the seconds of an all-reduce, by linear interpolation and extrapolation of the measurements."""
         points = self.all_reduce_timings
         if not points or nbytes <= 0:
             return 0.0
@@ -158,57 +153,49 @@ class Benchmark:
 
     @property
     def all_reduce_bytes_s(self) -> float:
-        """Bandwidth of the largest all-reduce as the links saw it: 2 (N - 1) / N of its bytes a second, per rank."""
+        """Bandwidth of the links in the largest all-reduce, in which each rank sends 2 (N - 1) / N of its bytes."""
         if not self.all_reduce_timings:
             return math.nan
         size, seconds = self.all_reduce_timings[-1]
         return compute_ring_bytes(size, self.world_size) / seconds
 
     def figure(self) -> Figure:
-        """Latency and bandwidth from rank to rank, and the matrix rate of each."""
-        from dtkit.dashboard.figures import plan_figure
-
-        return plan_figure.draw_benchmark(self)
+        """Return a figure of latency and bandwidth between ranks, and of each rank's matrix rate."""
+        return views.draw(self)
 
     def __repr__(self) -> str:
-        from dtkit.dashboard.figures import plan_figure
-
-        return plan_figure.format_benchmark_text(self)
+        return views.format_text(self)
 
     def _repr_html_(self) -> str:
-        from dtkit.dashboard.figures import plan_figure
-
-        return plan_figure.format_benchmark_html(self)
+        return views.format_html(self)
 
 
 def compute_ring_bytes(nbytes: float, world_size: int) -> float:
-    """What each rank sends in a ring all-reduce of `nbytes`: 2 (N - 1) / N of it (Patarasu and Yuan, JPDC 2009)."""
+    """Return what each rank sends in a ring all-reduce: 2 (N - 1) / N of it (Patarasu and Yuan, JPDC 2009)."""
     return 2 * (world_size - 1) / world_size * nbytes
 
 
-# --- what it would cost -------------------------------------------------------------------------------------
+# --- costs --------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What a strategy asks of one rank. Bytes and seconds; what is sent and how long, per step on average.
-
-    What is sent is NaN where it can't be told.
-    """
+    """Cost of a strategy on one rank. Bytes and seconds; traffic and times are averages over steps."""
 
     parameters: int
     gradients: int
     optimizer_state: int
     activations: int
-    """The most that forward and backward hold besides."""
+    """Peak memory of forward and backward."""
     temporaries: int
-    """The most that synchronising and updating hold besides, when activations are gone."""
+    """Peak memory of synchronization and update, after activations are freed."""
     overhead: int
-    """What the process takes beyond its tensors."""
+    """Memory of the process beyond its tensors."""
     sent_bytes: float
+    """NaN if unknown."""
     compute_s: float
     exposed_communication_s: float
-    """Communication that nothing hides."""
+    """Communication that is not hidden behind computation."""
 
     @classmethod
     def for_replica(
@@ -222,7 +209,7 @@ class Cost:
         optimizer_state: int | None = None,
         temporaries: int | None = None,
     ) -> Cost:
-        """Of a rank with a whole copy of the model, save what is given."""
+        """Return the cost of a rank with a full replica, except for what is given."""
         rows = profile.rows / micro_batches
         return cls(
             parameters=profile.parameters,
@@ -238,182 +225,42 @@ class Cost:
 
     @property
     def persistent_bytes(self) -> int:
-        """What stays in memory from step to step, whatever the batch."""
+        """Memory that stays from step to step, whatever the batch."""
         return self.parameters + self.gradients + self.optimizer_state
 
     @property
     def transient_bytes(self) -> int:
-        """What comes and goes, at its peak."""
+        """Peak of temporary memory."""
         return max(self.activations, self.temporaries)
 
 
 @dataclasses.dataclass(frozen=True)
 class MemoryBudget:
-    """Memory that one rank can get. Ranks of one `pool` (a host, or a GPU) share what is free there."""
+    """Memory that one rank can get. Ranks of one `pool` (a host, or a GPU) share its free memory."""
 
     pool: str
     free: int
     """Bytes free in the pool."""
     reusable: int = 0
-    """Bytes of the pool that an earlier run of this rank holds, and gives back when the next one starts."""
+    """Bytes of an earlier run on this rank, which the next run frees."""
     swap: int = 0
-    """Bytes of swap space that the pool could fall back on."""
+    """Bytes of swap space of the pool."""
     limit: int | None = None
-    """Bytes that this rank's process may still allocate, where it has a limit of its own."""
+    """Bytes that this process may still allocate; None without a limit of its own."""
 
 
 def divide_memory(
     needed_bytes: Sequence[float], memory_budgets: Sequence[MemoryBudget], *, include_swap: bool = False
 ) -> list[int]:
-    """What each rank can have: its part of its pool in proportion to needs, within its own limit.
+    """Return what each rank can get: a share of its pool in proportion to needs, up to its own limit.
 
-    All ranks of a pool fit or none does, since they need it at the same time. `swap` counts swap space as free.
+    All ranks of a pool fit or none does, because they need it at the same time.
     """
-    found = []
-    for need, room in zip(needed_bytes, memory_budgets, strict=True):
-        mates = [(n, r) for n, r in zip(needed_bytes, memory_budgets, strict=True) if r.pool == room.pool]
-        free = max(r.free + include_swap * r.swap for _, r in mates) + sum(r.reusable for _, r in mates)
-        total = sum(n for n, _ in mates)
-        share = int(free * need / total) if total else free // len(mates)
-        found.append(share if room.limit is None else min(share, room.limit + room.reusable))
-    return found
-
-
-@dataclasses.dataclass(frozen=True)
-class PlanRow:
-    """One strategy on one rank. Bytes and seconds; `step_s` is NaN where the computing was not measured."""
-
-    strategy: str
-    rank: int
-    rows: int
-    """Samples of a global batch."""
-    sent_model: int
-    """The model as it was sent, kept on the engine."""
-    parameters: int
-    gradients: int
-    optimizer: int
-    activations: int
-    """The most that a step holds besides: in forward and backward, or in the update if that is more."""
-    overhead: int
-    """What processes take beyond their tensors."""
-    needed: int
-    """The sum of these."""
-    free: int
-    """This rank's part of the memory that is free."""
-    sent_bytes: float
-    """Per step; NaN where that is not counted."""
-    compute_s: float
-    communication_s: float
-    """Not hidden behind computing."""
-    step_s: float
-    """Of the slowest rank's computing, and communication."""
-
-    @property
-    def fits(self) -> bool:
-        """Whether the memory suffices."""
-        return self.needed <= self.free
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What each strategy would need and cost, one row per strategy and rank; see :meth:`dtkit.Cluster.plan`.
-
-    Shows itself as a table; `figure()` draws it, `to_pandas()` gives the rows as a DataFrame.
-    """
-
-    model: str
-    batch_size: int
-    world_size: int
-    rows: tuple[PlanRow, ...]
-    benchmark: Benchmark
-    notes: tuple[str, ...] = ()
-    """How it was measured, and what is not counted."""
-
-    @property
-    def fitting(self) -> tuple[str, ...]:
-        """The strategies that fit on every rank."""
-        return tuple(name for name in self.strategies if all(row.fits for row in self.get_rows(name)))
-
-    @property
-    def strategies(self) -> tuple[str, ...]:
-        """The strategies, in order."""
-        return tuple(dict.fromkeys(row.strategy for row in self.rows))
-
-    def get_rows(self, strategy: object) -> tuple[PlanRow, ...]:
-        """The rows of one strategy (or of its text), by rank."""
-        found = tuple(row for row in self.rows if row.strategy == str(strategy))
-        if not found:
-            raise ValueError(f"{strategy!r} is not in this plan; it has {', '.join(self.strategies)}")
-        return found
-
-    def figure(self) -> Figure:
-        """Memory against what is free, and time per step, by strategy."""
-        from dtkit.dashboard.figures import plan_figure
-
-        return plan_figure.draw_plan(self)
-
-    def to_pandas(self) -> Any:
-        """The rows as a pandas DataFrame."""
-        import pandas as pd
-
-        return pd.DataFrame([{**dataclasses.asdict(row), "fits": row.fits} for row in self.rows])
-
-    def __repr__(self) -> str:
-        from dtkit.dashboard.figures import plan_figure
-
-        return plan_figure.format_plan_text(self)
-
-    def _repr_html_(self) -> str:
-        from dtkit.dashboard.figures import plan_figure
-
-        return plan_figure.format_plan_html(self)
-
-
-def build_rows(
-    strategy: str, profile: Sequence[ModelProfile], costs: Sequence[Cost], memory_budgets: Sequence[MemoryBudget]
-) -> list[PlanRow]:
-    """One strategy's rows: what each rank needs, beside what it can have."""
-    needs = [
-        f.sent_model + c.persistent_bytes + c.transient_bytes + c.overhead for f, c in zip(profile, costs, strict=True)
-    ]
-    step_s = max(c.compute_s for c in costs) + max(c.exposed_communication_s for c in costs)
-    return [
-        PlanRow(
-            strategy=strategy,
-            rank=rank,
-            rows=fact.rows,
-            sent_model=fact.sent_model,
-            parameters=cost.parameters,
-            gradients=cost.gradients,
-            optimizer=cost.optimizer_state,
-            activations=cost.transient_bytes,
-            overhead=cost.overhead,
-            needed=need,
-            free=free,
-            sent_bytes=cost.sent_bytes if math.isnan(cost.sent_bytes) else round(cost.sent_bytes),
-            compute_s=cost.compute_s,
-            communication_s=cost.exposed_communication_s,
-            step_s=step_s,
-        )
-        for rank, (fact, cost, need, free) in enumerate(
-            zip(profile, costs, needs, divide_memory(needs, memory_budgets), strict=True)
-        )
-    ]
-
-
-def find_shortage(needed_bytes: Sequence[int], memory_budgets: Sequence[MemoryBudget]) -> tuple[int, int, int] | None:
-    """(rank, needed, free) of the rank that lacks most, or None where all fit, swap space included."""
-    free = divide_memory(needed_bytes, memory_budgets, include_swap=True)
-    rank = max(range(len(needed_bytes)), key=lambda r: needed_bytes[r] - free[r])
-    return (rank, needed_bytes[rank], free[rank]) if needed_bytes[rank] > free[rank] else None
-
-
-def describe_persistent(cost: Cost, sent_model: int) -> str:
-    """What a rank's certain need is made of, as text."""
-    parts = {
-        "the model as sent": sent_model,
-        "parameters": cost.parameters,
-        "gradients": cost.gradients,
-        "optimiser state": cost.optimizer_state,
-    }
-    return ", ".join(f"{name} {formatting.format_bytes(count)}" for name, count in parts.items() if count)
+    shares = []
+    for needed, budget in zip(needed_bytes, memory_budgets, strict=True):
+        pool = [(n, b) for n, b in zip(needed_bytes, memory_budgets, strict=True) if b.pool == budget.pool]
+        free = max(b.free + include_swap * b.swap for _, b in pool) + sum(b.reusable for _, b in pool)
+        total = sum(n for n, _ in pool)
+        share = int(free * needed / total) if total else free // len(pool)
+        shares.append(share if budget.limit is None else min(share, budget.limit + budget.reusable))
+    return shares

@@ -3,40 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerCosts:
-    """What each layer costs, and what runs around them: seconds, or numbers of parameters."""
+    """Cost of each layer and of what runs around them, in seconds or in parameters."""
 
     layers: tuple[float, ...]
     before_layers: float = 0.0
-    """Of what runs before the first layer."""
+    """Cost of what runs before the first layer."""
     after_layers: float = 0.0
-    """Of what runs after the last one."""
+    """Cost of what runs after the last layer."""
 
     @property
     def per_layer(self) -> list[float]:
-        """By layer, with what can't be cut off from the first and the last one."""
-        found = list(self.layers)
-        found[0] += self.before_layers
-        found[-1] += self.after_layers
-        return found
+        """Costs by layer; the first and the last include what runs around the layers."""
+        costs = list(self.layers)
+        costs[0] += self.before_layers
+        costs[-1] += self.after_layers
+        return costs
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerChain:
-    """A model's chain of layers, by name, and what is known of them before it is cut."""
+    """A model's chain of layers by name, with what is known before the model is cut."""
 
     names: tuple[str, ...]
     parameter_counts: LayerCosts
-    """In their parameters."""
+    """Number of parameters of each layer."""
     seconds: LayerCosts | None = None
-    """As measured; None where no step was taken."""
+    """Measured times; None without a step."""
     output_bytes: tuple[float, ...] = ()
-    """Bytes that come out of each, for one row of a batch; none where that is not known."""
-
+    """Bytes of each layer's output for one row of a batch; empty if unknown."""

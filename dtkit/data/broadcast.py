@@ -1,0 +1,144 @@
+"""A model on every rank, with identical parameters and buffers.
+
+The model's code is sent with cloudpickle. Its numbers go to rank 0 once, and from there to the others by
+torch.distributed, so that a larger cluster costs no more of the notebook's time.
+"""
+
+from __future__ import annotations
+
+import html
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from dtkit._util import formatting
+from dtkit._util.table import Table
+from dtkit.dashboard.text.progress import show_progress
+from dtkit.rpc import pickling
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+
+    from dtkit.rpc.engine_group import EngineGroup
+
+
+class ModelHandle:
+    """One copy of a model per rank, as it was when it was sent. Pass it to ``cluster.train`` as often as you like.
+
+    ``checksums`` has a digest per rank of all parameters and buffers: equal digests, equal bits. It is empty where
+    ranks map one file.
+    """
+
+    def __init__(
+        self,
+        engine_group: EngineGroup,
+        key: str,
+        packed: pickling.PackedObject,
+        model: torch.nn.Module,
+        checksums: Sequence[str],
+    ) -> None:
+        self.engine_group, self.key, self.checksums = engine_group, key, tuple(checksums)
+        self.name = type(model).__name__
+        self.num_parameters = sum(p.numel() for p in model.parameters())
+        self.num_trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        self.nbytes = sum(packed.sizes)
+        self.batch_norm_names = find_batch_norms(model)
+        self._packed = packed
+        weakref.finalize(self, engine_group.free_later, key)
+
+    @property
+    def is_identical(self) -> bool:
+        """Whether all ranks hold the same bits."""
+        return len(set(self.checksums)) == 1
+
+    def build_with_state(self, state: Mapping[str, Any]) -> torch.nn.Module:
+        """Return a new model in this process, with the parameters and buffers of `state`."""
+        model = self.build_model()
+        model.load_state_dict(state)
+        return model
+
+    def build_model(self) -> torch.nn.Module:
+        """Return a new model in this process, as it was when it was sent."""
+        model: torch.nn.Module = pickling.unpack_object(
+            self._packed.header, [bytearray(b) for b in self._packed.buffers]
+        )
+        return model
+
+    def _format_summary(self) -> str:
+        same = "identical" if self.is_identical else "NOT identical"
+        size = f"{self.num_parameters:,} parameters, {formatting.format_bytes(self.nbytes)}"
+        return f"{self.name} on {len(self.checksums)} ranks, {size}, {same}"
+
+    def __repr__(self) -> str:
+        return "\n".join([self._format_summary(), *(f"  rank {r}  {c}" for r, c in enumerate(self.checksums))])
+
+    def _repr_html_(self) -> str:
+        rows = [(str(rank), checksum) for rank, checksum in enumerate(self.checksums)]
+        table = Table(("rank", "checksum"), rows, {"checksum"})
+        return f"<p>{html.escape(self._format_summary())}</p>{table.to_html()}"
+
+
+def broadcast(engine_group: EngineGroup, model: Any, *, by_shared_file: bool = False) -> ModelHandle:
+    """See :meth:`dtkit.Cluster.broadcast`.
+
+    With `by_shared_file` the engines of this host hold no copy, and map one file when they need it. That is for
+    strategies of which a rank takes only a part of the model.
+    """
+    check_model(model)
+    model = _copy_to_cpu(model)
+    key = engine_group.make_key("model")
+    packed = engine_group.pack(model, name="model")
+    with show_progress(f"sending {type(model).__name__}, {formatting.format_bytes(packed.nbytes)}"):
+        if by_shared_file and engine_group.is_single_host:
+            shipment = engine_group.upload(packed)
+            engine_group.call_all("store_model", key=key, shipment=shipment)
+            handle = ModelHandle(engine_group, key, packed, model, ())
+            weakref.finalize(
+                handle, engine_group.discard_payload, shipment
+            ).atexit = False  # the engines may outlive this process
+            return handle
+        checksums = engine_group.call_all_with_payload("receive_model", packed, broadcast=True, key=key)
+    return ModelHandle(engine_group, key, packed, model, checksums)
+
+
+def check_model(model: Any) -> None:
+    """Raise TypeError or ValueError for what is not an nn.Module, or one whose numbers don't exist yet."""
+    import torch
+
+    if isinstance(model, type) and issubclass(model, torch.nn.Module):
+        raise TypeError(f"model is the class {model.__name__}; give an instance: {model.__name__}(...)")
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; it must be a torch.nn.Module, built in the notebook")
+    for name, tensor in _list_tensors(model):
+        if torch.nn.parameter.is_lazy(tensor):
+            raise ValueError(
+                f"{name} of the model has no shape yet (a lazy module), so ranks could not agree on it. Run one batch "
+                "through the model first"
+            )
+        if tensor.is_meta:
+            raise ValueError(
+                f"{name} of the model is on the meta device and has no numbers; build the model on the CPU"
+            )
+
+
+def find_batch_norms(model: torch.nn.Module) -> list[str]:
+    """Return the names of modules that normalize with statistics of the batch."""
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    return [
+        f"{name or 'the model'} ({type(m).__name__})" for name, m in model.named_modules() if isinstance(m, _BatchNorm)
+    ]
+
+
+def _list_tensors(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def _copy_to_cpu(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the model, or a copy of it on the CPU where its numbers are on a device."""
+    if all(tensor.device.type == "cpu" for _, tensor in _list_tensors(model)):
+        return model
+    import copy
+
+    return copy.deepcopy(model).cpu()

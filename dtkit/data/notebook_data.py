@@ -1,0 +1,151 @@
+"""Inspection of data in the notebook: what a user may give, and what is sent to the engines for it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dtkit._util import formatting
+from dtkit.data import columns as frames
+from dtkit.data.columns import ColumnSelection
+from dtkit.data.partition import as_labels
+from dtkit.engine.data import paths
+from dtkit.engine.data.memmap import FileBackedData, MappedFile
+from dtkit.engine.data.parquet import ParquetFiles, ParquetSource
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_MAX_LABELS = 2**24  # labels read from a file or an arrow table, only for the figure
+
+
+@dataclasses.dataclass(frozen=True)
+class NotebookData:
+    """Data with numbered rows, inspected and ready to be sent."""
+
+    data: Any
+    num_samples: int
+    columns: ColumnSelection
+    labels: Any = None
+    note: str = ""
+    reads_in_blocks: bool = False
+    """Whether rows are read in blocks, which is faster for contiguous shards."""
+
+
+def inspect_data(data: Any, column_selection: ColumnSelection, *, for_evaluation: bool = False) -> NotebookData:
+    """Return what to send for `data`, with its properties. Raises ValueError or TypeError for unusable data."""
+    data = paths.describe_files(data, column_selection)
+    if isinstance(data, ParquetFiles):
+        return _inspect_parquet(data, want_labels=not for_evaluation)
+    if _is_hugging_face_dataset(data):
+        return _inspect_hugging_face_dataset(data, column_selection)
+    if frames.is_pandas(data):
+        arrays, columns = frames.convert_frame(data, column_selection)
+        return _inspect_arrays(arrays, columns, frames.describe_arrays(arrays, columns))
+    if type(data).__name__ == "TensorDataset" and hasattr(data, "tensors"):
+        data = tuple(data.tensors)
+    if hasattr(data, "to_pandas"):
+        raise TypeError(f"data is a {type(data).__module__}.{type(data).__name__}; give data.to_pandas()")
+    if hasattr(data, "__array__") or isinstance(data, MappedFile):
+        data = (data,)
+    if isinstance(data, (tuple, list)):
+        if column_selection.is_given and not for_evaluation:
+            raise ValueError(
+                f"target={column_selection.target!r}, columns={column_selection.features!r} name columns of a "
+                "table, but this data has arrays, of which the last is the target. Leave them out"
+            )
+        return _inspect_arrays(frames.convert_pandas_parts(data, column_selection.float_dtype), ColumnSelection())
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, (dict, str, bytes)):
+        return NotebookData(
+            _WithColumns(data, column_selection) if column_selection.is_given else data, len(data), column_selection
+        )
+    raise TypeError(
+        f"data is a {type(data).__name__}; it must be a tuple of arrays as in (X, y), a map-style Dataset (with "
+        "__len__ and __getitem__), a DataFrame, a path of .npy or .parquet files, an iterable of samples, or a "
+        "function that returns one of these on the engine"
+    )
+
+
+def _inspect_arrays(data: Sequence[Any], columns: ColumnSelection, note: str = "") -> NotebookData:
+    arrays, samples = _check_arrays(data)
+    labels = None
+    if len(arrays) > 1:
+        last = arrays[-1]
+        labels = as_labels(last.open() if isinstance(last, MappedFile) else last)
+    return NotebookData(arrays, samples, columns, labels, note)
+
+
+def _inspect_parquet(data: ParquetFiles, *, want_labels: bool) -> NotebookData:
+    labels = None
+    if want_labels and len(data.columns.target_names) == 1 and data.num_rows <= _MAX_LABELS:
+        labels = as_labels(ParquetSource(data).read_target())
+    return NotebookData(
+        data, data.num_rows, data.columns, labels, f"read by row group from {data.display_name}", reads_in_blocks=True
+    )
+
+
+def _is_hugging_face_dataset(data: Any) -> bool:
+    return any(k.__module__ == "datasets.arrow_dataset" and k.__name__ == "Dataset" for k in type(data).__mro__)
+
+
+def _inspect_hugging_face_dataset(data: Any, column_selection: ColumnSelection) -> NotebookData:
+    """Inspect a Dataset of ``datasets``. Engines map its files; a Dataset in memory is sent through shared memory."""
+    from dtkit.engine.data.sources import check_hub_columns
+
+    columns = check_hub_columns(data, column_selection)
+    labels = None
+    if len(columns.target_names) == 1 and len(data) <= _MAX_LABELS:
+        name = columns.target_names[0]
+        values = np.asarray(data.select_columns([name]).with_format("numpy")[:][name])
+        labels = as_labels(values) if values.dtype.kind in "biuf" else None
+    filenames = [file["filename"] for file in data.cache_files]
+    sent = _WithColumns(data, columns) if columns.is_given else data
+    note = f"mapped by every engine from {formatting.format_count(len(filenames), 'arrow file')}" if filenames else ""
+    return NotebookData(FileBackedData(filenames, sent) if filenames else sent, len(data), columns, labels, note)
+
+
+class _WithColumns:
+    """Dataset with selected columns, which is unpickled as a data source."""
+
+    def __init__(self, data: Any, columns: ColumnSelection) -> None:
+        self._data, self._columns = data, columns
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        from dtkit.engine.data.sources import as_source
+
+        return as_source, (self._data, self._columns)
+
+
+def _check_arrays(data: Sequence[Any]) -> tuple[tuple[Any, ...], int]:
+    arrays = []
+    for k, array in enumerate(data):
+        if not (hasattr(array, "__array__") or isinstance(array, MappedFile)):
+            raise TypeError(
+                f"data[{k}] is a {type(array).__name__}; each part must be a numpy array or a tensor. "
+                "Convert it with numpy.asarray"
+            )
+        if type(array).__module__.partition(".")[0] != "torch":
+            array = _to_numeric_array(array if isinstance(array, MappedFile) else np.asarray(array), k)  # noqa: PLW2901 - the same array in the one form that travels
+        arrays.append(array)
+    shapes = [tuple(a.shape) for a in arrays]
+    if not shapes or any(not shape for shape in shapes):
+        raise ValueError(
+            f"data has arrays of shapes {shapes}; each must have rows. Give arrays of one dimension or more"
+        )
+    if len({shape[0] for shape in shapes}) > 1:
+        raise ValueError(
+            f"data has arrays of {', '.join(str(s[0]) for s in shapes)} rows (shapes {shapes}); all must have equally "
+            "many, one per sample. Cut them to the same length"
+        )
+    return tuple(arrays), int(shapes[0][0])
+
+
+def _to_numeric_array(array: Any, k: int) -> Any:
+    if np.dtype(array.dtype).kind not in "biufc":
+        raise TypeError(
+            f"data[{k}] has dtype {array.dtype}; tensors hold numbers only. Encode it first, as in "
+            "numpy.unique(labels, return_inverse=True)[1]"
+        )
+    return array

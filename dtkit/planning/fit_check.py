@@ -1,0 +1,100 @@
+"""Refusal of models that can't fit the memory, before a training starts.
+
+Only persistent memory is counted, so that nothing is refused that could have worked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from dtkit._util import formatting
+from dtkit.data.broadcast import ModelHandle
+from dtkit.data.program import pickle_program
+from dtkit.planning import plan
+from dtkit.planning.cost_model import Benchmark, MemoryBudget, ModelProfile
+from dtkit.planning.planner import list_candidates
+from dtkit.planning.profiler import get_model_name, measure_memory_budgets, trains_on_host
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from dtkit.rpc.engine_group import EngineGroup
+    from dtkit.strategies.base import Strategy
+
+_CERTAIN_FIT_FACTOR = 12  # times a model's parameters: gradients, and more state than any common optimizer has
+
+
+def check_fits(engine_group: EngineGroup, model: Any, optimizer: Callable[..., Any], strategy: Strategy) -> None:
+    """Raise ValueError if a model and its optimizer can't fit some rank's memory, whatever the batch.
+
+    The sum of the model as sent, the copy that trains, gradients and optimizer state is compared with free memory,
+    swap space and memory that an earlier run frees. Only for large models is the optimizer tried on the meta device.
+    """
+    sent = 0 if isinstance(model, ModelHandle) else _count_model_bytes(model)
+    certain_bytes = [_CERTAIN_FIT_FACTOR * (sent or model.nbytes)] * engine_group.world_size
+    if plan.find_shortage(certain_bytes, measure_memory_budgets(engine_group, free_caches=False)) is None:
+        return
+    key = model.key if isinstance(model, ModelHandle) else None
+    program = pickle_program(engine_group, model, None, None, optimizer)
+    sizes = engine_group.call_all("measure", ranks=[0], what="sizes", program=program, model=key)[0]
+    budgets = measure_memory_budgets(engine_group, free_caches=True)
+    profile = ModelProfile(
+        rows=0,
+        sent_model=sent if trains_on_host(engine_group) else 0,
+        parameters=sizes.parameters,
+        gradients=sizes.gradients,
+        optimizer_state=sizes.optimizer_state or 0,
+        update_temporaries=0,
+        gradient_shapes=sizes.shapes,
+    )
+    shortage = _find_strategy_shortage(strategy, profile, budgets)
+    if shortage is not None:
+        others = [
+            s
+            for s in list_candidates(engine_group, model)
+            if repr(s) != repr(strategy) and _find_strategy_shortage(s, profile, budgets) is None
+        ]
+        raise ValueError(_format_refusal(get_model_name(model), strategy, profile, shortage, others))
+
+
+def _find_strategy_shortage(
+    strategy: Strategy, profile: ModelProfile, memory_budgets: Sequence[MemoryBudget]
+) -> tuple[int, int, int] | None:
+    profile = _keep_certain(strategy, profile)
+    cost = strategy.estimate_cost(profile, Benchmark.memory_only(len(memory_budgets)))
+    return plan.find_shortage([profile.sent_model + cost.persistent_bytes] * len(memory_budgets), memory_budgets)
+
+
+def _keep_certain(strategy: Strategy, profile: ModelProfile) -> ModelProfile:
+    """Return the part of a profile that is certain for this strategy."""
+    if strategy.shards_model:  # engines map the model as sent, and keep only their shards
+        profile = dataclasses.replace(profile, sent_model=0)
+    if getattr(strategy, "find_unused_parameters", False):  # unused parameters have no gradient and no state
+        profile = dataclasses.replace(profile, gradients=0, optimizer_state=0, gradient_shapes=())
+    return profile
+
+
+def _format_refusal(
+    name: str, strategy: Strategy, profile: ModelProfile, shortage: tuple[int, int, int], others: Sequence[Strategy]
+) -> str:
+    rank, needed, free = shortage
+    profile = _keep_certain(strategy, profile)
+    parts = plan.describe_persistent(strategy.estimate_cost(profile, Benchmark.memory_only(1)), profile.sent_model)
+    if others:
+        remedy = f"These would fit: {', '.join(map(repr, others))}"
+    else:
+        remedy = (
+            "No other strategy fits either: use a smaller model, an optimizer with less state (SGD without momentum "
+            "has none), or engines with more memory"
+        )
+    return (
+        f"{name} does not fit rank {rank} with {strategy!r}: it needs {formatting.format_bytes(needed)} there before "
+        f"the first activation ({parts}), and {formatting.format_bytes(free)} are free for it. {remedy}"
+    )
+
+
+def _count_model_bytes(model: Any) -> int:
+    from dtkit.strategies.meta_copy import count_bytes
+
+    return count_bytes([*model.parameters(), *model.buffers()])

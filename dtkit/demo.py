@@ -1,4 +1,4 @@
-"""The main job in a terminal: ``python -m dtkit.demo`` trains a small network on real digits and proves it right."""
+"""A demo for the terminal: ``python -m dtkit.demo`` trains a small network on digits and verifies the training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NUM_HELD_OUT = 297
 
 
 def make_network() -> nn.Module:
-    """A convolutional network for 8 x 8 pictures."""
+    """Return a convolutional network for 8 x 8 images."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1),
@@ -30,12 +30,12 @@ def make_network() -> nn.Module:
 
 
 def accuracy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The share of right answers."""
+    """Return the share of correct predictions."""
     return (output.argmax(1) == target).float().mean()
 
 
 def load_dataset() -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-    """scikit-learn's digits, shuffled: (training, held out) images of (1, 8, 8) and labels."""
+    """Return scikit-learn's digits, shuffled: (training, held-out) images of shape (1, 8, 8), with labels."""
     try:
         from sklearn.datasets import load_digits
     except ModuleNotFoundError:
@@ -50,16 +50,20 @@ def load_dataset() -> tuple[tuple[Any, Any], tuple[Any, Any]]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Train, evaluate, verify, and write a picture."""
+    """Train, evaluate, verify, and write a figure."""
     parser = argparse.ArgumentParser(prog="python -m dtkit.demo", description=__doc__)
-    parser.add_argument("--engines", type=int, default=None, help="by default what this machine carries")
+    parser.add_argument("--engines", type=int, help="number of engines (as many as this machine can run)")
     parser.add_argument("--epochs", type=int, default=15, help="passes over the data (%(default)s)")
-    parser.add_argument("--picture", type=Path, default=Path("dtkit-demo.png"), help="where to write it (%(default)s)")
-    asked = parser.parse_args(arguments)
-    if not asked.picture.parent.is_dir():  # known before anything is started
-        parser.error(f"--picture {asked.picture}: there is no folder {asked.picture.parent}; make it, or name another")
+    parser.add_argument("--picture", type=Path, default=Path("dtkit-demo.png"), help="path of the figure (%(default)s)")
+    options = parser.parse_args(arguments)
+    if not options.picture.parent.is_dir():  # checked before anything starts
+        parser.error(
+            f"--picture {options.picture}: the folder {options.picture.parent} does not exist; make it, or give "
+            "another "
+            "path"
+        )
     training, held_out = load_dataset()
-    with dtkit.Cluster(asked.engines) as cluster:
+    with dtkit.Cluster(options.engines) as cluster:
         print(cluster, "\n")
         part = cluster.partition(training, by="stratified", seed=0)
         print(part, "\n")
@@ -69,16 +73,16 @@ def main(arguments: list[str] | None = None) -> None:
             loss=nn.CrossEntropyLoss(),
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
             batch_size=64,
-            epochs=asked.epochs,
+            epochs=options.epochs,
             metrics={"accuracy": accuracy},
         )
         # waits: every call to the engines has a timeout, so the run ends by itself
         run.wait()
-        found = run.evaluate(held_out)
-        print(f"\naccuracy on {found.samples} rows that it never saw: {found.values['accuracy']:.1%}\n")
+        evaluation = run.evaluate(held_out)
+        print(f"\naccuracy on {evaluation.samples} held-out rows: {evaluation.values['accuracy']:.1%}\n")
         run.verify()
-        run.figure().savefig(asked.picture)
-        print(f"\nthe picture of the run: {asked.picture.resolve()}")
+        run.figure().savefig(options.picture)
+        print(f"\nthe figure of the run: {options.picture.resolve()}")
 
 
 if __name__ == "__main__":

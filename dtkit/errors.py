@@ -2,15 +2,16 @@
 
     DtkitError
     ├── ClusterError              engines could not be started, reached or formed into a group
-    │   ├── ClusterClosed         a call on a cluster that was closed
-    │   ├── VersionMismatch       notebook and engine can't work together; both versions are named
-    │   └── Refused               a dispatch that does not match what the engine stands at; nothing was run
-    │       └── Superseded        another notebook has taken the cluster over
+    │   ├── ClusterClosedError    a call on a cluster that was closed
+    │   ├── VersionMismatchError  notebook and engine can't work together; both versions are named
+    │   └── RefusedError          a request that doesn't match the engine's owner, generation or step; nothing ran
+    │       └── SupersededError   another notebook has taken the cluster over
     ├── EngineError               user code, or the engine itself, failed on a rank; carries every rank's Failure
     │   └── NonFiniteError        the reduced gradients held NaN or infinity; parameters are as before that step
     ├── RunError                  the run's state does not allow what was asked
+    │   └── PausedError           a run that is waited for is paused, and needs its caller to continue
     ├── CheckpointError           a checkpoint could not be written, or can't be used; says what is wrong with it
-    └── CannotSend                an object that can't be pickled; names the attribute that can't
+    └── SerializationError        an object that can't be pickled; names the attribute that can't
 
 Bad arguments raise plain ``ValueError`` or ``TypeError``: they are the caller's, not the cluster's. Every
 message gives the value, the rule and the remedy.
@@ -34,15 +35,15 @@ class ClusterError(DtkitError):
     """Engines could not be started, reached or formed into a process group."""
 
 
-class ClusterClosedError(ClusterError):  # noqa: N818 - reads as a state, as in `except ClusterClosed`
+class ClusterClosedError(ClusterError):
     """A call on a cluster that was closed."""
 
 
-class VersionMismatchError(ClusterError):  # noqa: N818 - reads as a state
+class VersionMismatchError(ClusterError):
     """The notebook and an engine run versions that can't work together."""
 
 
-class RefusedError(ClusterError):  # noqa: N818 - what the engine did
+class RefusedError(ClusterError):
     """A dispatch did not match the engine's owner, generation, job or step; nothing was run."""
 
 
@@ -54,11 +55,15 @@ class RunError(DtkitError):
     """The run's state does not allow what was asked."""
 
 
+class PausedError(RunError):
+    """A run that somebody waits for is paused, and needs its caller to continue."""
+
+
 class CheckpointError(DtkitError):
     """A checkpoint could not be written, or is damaged, or does not fit."""
 
 
-class SerializationError(DtkitError):  # noqa: N818 - reads as a sentence
+class SerializationError(DtkitError):
     """An object can't be pickled, so it can't travel to an engine."""
 
 

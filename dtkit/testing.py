@@ -8,8 +8,8 @@ in order, as an engine does, and refuses what a real one refuses; what a rank co
     engines.fail(rank=1, op="advance", error=RuntimeError("no forward here"), at_step=7)
     run = cluster.train(...)            # fails as on real engines: rank 1 is the cause, rank 0 its victim
 
-What a test says of the future (`fail`, `nonfinite`, `end_early_after`) is best said before the calls it concerns are sent,
-or while they are held: a rank that has answered already can't take part.
+What a test says of the future (`fail`, `nonfinite`, `end_early_after`) is best said before the calls it concerns are
+sent, or while they are held: a rank that has answered already can't take part.
 """
 
 from __future__ import annotations
@@ -103,9 +103,9 @@ class _Fault:
 class FakeTransport:
     """`world_size` pretended engines, whose ids are 10, 11, ...
 
-    ``served_requests`` lists (rank, op, args) as they were served, ``interrupted`` the ranks that were interrupted. `step_s`
-    is what a step is said to take; nothing sleeps. ``hello[rank]`` overrides what that engine says of itself, as in
-    ``engines.hello[1]["torch"] = "1.0"``.
+    ``served_requests`` lists (rank, op, args) as they were served, ``interrupted`` the ranks that were interrupted.
+    `step_s` is what a step is said to take; nothing sleeps. ``hello[rank]`` overrides what that engine says of itself,
+    as in ``engines.hello[1]["torch"] = "1.0"``.
     """
 
     def __init__(self, world_size: int = 2, *, step_s: float = 0.05) -> None:

@@ -10,6 +10,9 @@ import enum
 import math
 from collections.abc import Mapping
 
+RESERVED_COLUMNS = ("rank", "index")
+"""Columns that the notebook adds to every row of `dtkit.log`."""
+
 END_EARLY_PREFIX = "hurry-"
 """With a job's key, the name of a file in the cluster's folder: somebody waits for the dispatch under way to end."""
 

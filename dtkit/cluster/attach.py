@@ -8,7 +8,7 @@ they keep there what nobody said to have read (:mod:`dtkit.history.engine_outbox
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dtkit import __version__
 from dtkit.cluster import cluster_file, transport
@@ -20,42 +20,33 @@ if TYPE_CHECKING:
     from dtkit.training.run import Run
 
 
-def attach(name: Any = None, *, client: Any = None, **options: Any) -> Cluster:
-    """Take over a cluster that runs: one that a notebook started which has ended, or another one still has.
+def attach(name: str | Path | None = None) -> Cluster:
+    """Take over a running cluster, whether its notebook has ended or not.
 
     Parameters
     ----------
     name
-        Which, of several: as the error lists them. Without it the one whose notebook has ended.
-    client
-        Instead: a connected ``ipyparallel.Client``, for engines that somebody else started by whatever launcher.
-        ``close()`` then leaves the engines running.
-    options
-        With `client`: those of :class:`Cluster` that make sense for engines that run already (device, threads, timeout,
-        step_timeout, interface); and ``folder=``, where they meet: on several hosts one that all of them see.
+        Name of the cluster, as the error for several clusters lists them. By default, the cluster whose notebook has
+        ended.
 
     Returns
     -------
     Cluster
-        Its ``current_run`` is the run that was going on, paused where the engines stand, with its whole history;
-        ``current_run.resume_from()`` goes on.
+        Its ``current_run`` is the run that was in progress, with its whole history. It is paused where the engines
+        are; ``current_run.resume()`` continues it.
 
     Raises
     ------
     ClusterError
-        Where none is running, or several are; where one doesn't answer.
-    VersionMismatch
-        Where it was started by another version of dtkit.
+        If no cluster is running, if several are, or if an engine doesn't answer.
+    VersionMismatchError
+        If another version of dtkit started the cluster.
 
     """
-    if client is None and not isinstance(name, str | Path | None):
-        client, name = name, None
-    if client is not None:
-        return Cluster.from_transport(transport.wrap_client(client), **options)
-    if options:
+    if not isinstance(name, str | Path | None):
         raise TypeError(
-            f"attach({', '.join(options)}=...): a cluster that is taken over stays as it was started; options are for "
-            "attach(client=...)"
+            f"attach({name!r}): name must be a cluster's name. For engines that you started with ipyparallel, use "
+            "dtkit.Cluster.from_client(client)"
         )
     found = cluster_file.choose_cluster(
         cluster_file.find_running(transport.get_runtime_folder()), None if name is None else str(name)
@@ -84,7 +75,9 @@ def _restore_run(cluster: Cluster) -> Run | None:
     jobs = [job for heritage in cluster.engine_inventories for job in heritage.job_steps]
     jobs += recovered_state.list_jobs(cluster.folder)  # that ended on the engines, to be made anew
     for job in dict.fromkeys(jobs):
-        found = persisted_run.load(cluster, job)
-        if found is not None:
-            return Run.reattach(cluster, job, *found)
+        plan = persisted_run.load(cluster, job, cluster.engine_inventories[0].rank)
+        if plan is not None:
+            run = Run(cluster, plan.adapt_to(cluster.world_size))
+            run.lifecycle.reattach()
+            return run
     return None

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from dtkit._util import formatting
+from dtkit._util.table import Table
 from dtkit.cluster import cluster_file, reaper
 from dtkit.cluster import transport as engines
 from dtkit.cluster.devices import DevicePlan, choose_num_engines, plan_devices
@@ -32,11 +33,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from types import TracebackType
 
-    from dtkit.cluster.broadcast import ModelHandle
     from dtkit.cluster.cluster_file import ClusterInfo
+    from dtkit.data.broadcast import ModelHandle
     from dtkit.data.partition import Partition
     from dtkit.health.stacks import Stacks
-    from dtkit.planning.cost_model import Benchmark, Plan
+    from dtkit.planning.cost_model import Benchmark
+    from dtkit.planning.plan import Plan
     from dtkit.rpc.transport import Transport
     from dtkit.strategies.base import Strategy
     from dtkit.training.run import Run
@@ -123,6 +125,21 @@ class Cluster(EngineGroup):
         plan = plan_devices(len(transport.engine_ids), device, threads)
         self._connect(transport, folder, shared_memory.ProcessId.from_pid(), plan, timeout, step_timeout, interface)
         return self
+
+    @classmethod
+    def from_client(cls, client: Any, **options: Any) -> Cluster:
+        """Make a cluster of engines that somebody else started with ipyparallel, on one or several hosts.
+
+        Parameters
+        ----------
+        client
+            A connected ``ipyparallel.Client``. ``close()`` leaves its engines running.
+        options
+            Those of :class:`Cluster` that apply to running engines (device, threads, timeout, step_timeout,
+            interface), and ``folder=``, where the engines meet: on several hosts, one that all of them see.
+
+        """
+        return cls.from_transport(engines.wrap_client(client), **options)
 
     @classmethod
     def reattach(cls, info: ClusterInfo) -> Cluster:
@@ -217,17 +234,27 @@ class Cluster(EngineGroup):
 
     # -- what a user calls ------------------------------------------------------------------------------------
 
-    def run(self, fn: Callable[..., Any], *args: Any, own_group: bool = False, **kwargs: Any) -> list[Any]:
-        """Call ``fn(*args, **kwargs)`` on every rank, inside the process group; the results by rank.
+    def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Call ``fn(*args, **kwargs)`` on every rank, inside the process group, and return the results by rank.
 
-        Shows live what the ranks report by :func:`dtkit.log` and print. An interrupt reaches the engines.
-        ``own_group=True`` gives `fn` torchrun's environment instead, for a script that makes its own group.
+        The cell shows live what ranks print and pass to :func:`dtkit.log`. An interrupt reaches the engines.
         """
-        task = self.submit(fn, *args, own_group=own_group, **kwargs)
-        return task.display_and_wait()
+        return self._submit(fn, args, kwargs).display_and_wait()
 
-    def submit(self, fn: Callable[..., Any], *args: Any, own_group: bool = False, **kwargs: Any) -> Task:
-        """As :meth:`run`, without waiting: a handle that shows itself."""
+    def submit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Task:
+        """Call a function as :meth:`run` does, without waiting. The returned task displays itself."""
+        return self._submit(fn, args, kwargs)
+
+    def torchrun(self, main: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Call ``main(*args, **kwargs)`` on every rank in torchrun's environment, and return the results by rank.
+
+        Use it for a script that makes its own process group. dtkit's group is formed again afterwards.
+        """
+        return self._submit(main, args, kwargs, own_group=True).display_and_wait()
+
+    def _submit(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, own_group: bool = False
+    ) -> Task:
         from dtkit.training import task
 
         self.ensure_group_formed()
@@ -271,14 +298,16 @@ class Cluster(EngineGroup):
             the columns that the model gets, by default all others. Numbers keep their dtype where all features share
             one; mixed ones, booleans and float64 become torch's default dtype. A categorical target is numbered, other
             columns must hold numbers, none of them missing.
-        model, loss, step
+        model, loss, training_step
             For "speed": what will be trained, as for :meth:`train`.
 
         """
         from dtkit.data import distribute, speed
+        from dtkit.planning import planner
 
         self.check_open()
         if by == "speed":
+            planner.check_idle(self.current_run)
             speed.check_measurable(model, loss, training_step, weights)
         how: dict[str, Any] = {"labels": labels, "seed": seed, "target": target, "columns": columns}
         part = distribute.partition_data(self, data, by="contiguous" if by == "speed" else by, weights=weights, **how)
@@ -286,7 +315,7 @@ class Cluster(EngineGroup):
 
     def broadcast(self, model: Any) -> ModelHandle:
         """The model on every rank with identical parameters and buffers. Shows a checksum per rank."""
-        from dtkit.cluster import broadcast as replicas
+        from dtkit.data import broadcast as replicas
 
         self.check_open()
         return replicas.broadcast(self, model)
@@ -346,13 +375,13 @@ class Cluster(EngineGroup):
         shuffle
             "shard": each rank its own rows, in an order of its own. "global": any number of ranks sees the same rows in
             each step, so that training is the same up to rounding. None: rows in order.
-        step
+        training_step
             ``step(model, batch)`` instead of `loss`, for batches of any form; returns what `loss` may return.
         metrics
             Names and functions of (output, target) that return means over samples, for `validation` and `Run.evaluate`.
-        valid
+        validation
             Held-out data, evaluated after each epoch.
-        scheduler
+        lr_scheduler
             A function from the optimiser to any torch scheduler, as in
             ``lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=1000)``. One that wants a
             loss (``ReduceLROnPlateau``) gets each epoch's: that of `validation`, or else of training.
@@ -363,7 +392,7 @@ class Cluster(EngineGroup):
             raise pauses the run. :class:`EarlyStopping` is one.
         target
             Of a table: see :meth:`partition`. `validation` and `Run.evaluate` take the same columns.
-        workers
+        num_workers
             Processes per engine that load a Dataset's samples (torch's DataLoader); 0 loads in the engine.
         pin_memory
             Page-locked memory for batches on their way to a GPU; by default where there is one.
@@ -374,11 +403,11 @@ class Cluster(EngineGroup):
             Of the order of rows and of random numbers on the engines.
         start
             False leaves the run paused before its first step, for ``run.step()``.
-        checkpoint_every, checkpoint_dir, keep
+        checkpoint_every, checkpoint_dir, keep_last
             Write a checkpoint into the folder `checkpoint_dir` after every so many steps, and after the last one; the
             newest `keep` stay. Notebook and engines must share the folder. Training goes on while ranks write; an error
             of the disk is shown, and training goes on too.
-        resume
+        resume_from
             A checkpoint's folder, or one that holds checkpoints, whose newest is taken. `steps` and `epochs` count from
             the very start. On the same layout training goes on as if it had never ended; on another number of engines
             or under another strategy with exactly the same state, and the run's log says what is different.
@@ -386,7 +415,7 @@ class Cluster(EngineGroup):
             What to do when an engine is lost. "repair": another one takes its place, with the state of a survivor; the
             fourth time in a row at one step the run fails. "shrink": the others take its shard, and go on (of the epoch
             that is under way, ``shuffle="shard"`` then sees some rows twice and some not). "pause": wait for
-            ``run.resume_from()``, which repairs.
+            ``run.resume()``, which repairs.
         snapshot_every
             Steps from one snapshot to the next, for strategies that keep the only copy of a part of the model on one
             rank: what the run goes back to when that is lost. Each rank keeps a copy of its own part and of another
@@ -404,8 +433,9 @@ class Cluster(EngineGroup):
 
         """
         from dtkit.training import launch
+        from dtkit.training.validation import TrainConfig
 
-        options = launch.TrainConfig(
+        options = TrainConfig(
             optimizer=optimizer,
             batch_size=batch_size,
             loss=loss,
@@ -432,7 +462,7 @@ class Cluster(EngineGroup):
             on_failure=on_failure,
             snapshot_every=snapshot_every,
         )
-        return launch.train(self, model, data, options)
+        return launch.train(self, self, model, data, options)
 
     def benchmark(self, dtype: str = "float32", *, remeasure: bool = False) -> Benchmark:
         """How fast the engines compute and what lies between them: measured once, in a few seconds, and kept.
@@ -444,8 +474,8 @@ class Cluster(EngineGroup):
         ----------
         dtype
             Of the matrices: "float32", "float64", "bfloat16" or "float16".
-        again
-            Measure anew.
+        remeasure
+            Whether to measure again.
 
         Raises
         ------
@@ -456,6 +486,7 @@ class Cluster(EngineGroup):
         from dtkit.planning import planner
 
         if remeasure or dtype not in self._benchmarks:
+            planner.check_idle(self.current_run)
             self._benchmarks[dtype] = planner.run_benchmark(self, dtype)
         return self._benchmarks[dtype]
 
@@ -483,7 +514,7 @@ class Cluster(EngineGroup):
 
         Parameters
         ----------
-        model, optimizer, loss, step, batch_size
+        model, optimizer, loss, training_step, batch_size
             As for :meth:`train`.
         sample
             A batch or a few rows, as in ``(X[:8], y[:8])``, or a :class:`Partition`: what a row looks like.
@@ -500,11 +531,11 @@ class Cluster(EngineGroup):
             Where model, loss or optimiser fail.
 
         """
-        from dtkit.planning import planner
+        from dtkit.planning import planner, profiler
 
-        return planner.make_plan(
-            self, model, planner.PlanRequest(batch_size, optimizer, sample, loss, training_step, strategies)
-        )
+        planner.check_idle(self.current_run)
+        request = profiler.PlanRequest(batch_size, optimizer, sample, loss, training_step, strategies)
+        return planner.make_plan(self, model, request, self.benchmark)
 
     def stacks(self) -> Stacks:
         """Every rank's Python stack as of now, also while engines are busy, in a collective, or stuck.
@@ -540,7 +571,7 @@ class Cluster(EngineGroup):
                 return
             run, self.current_run = self.current_run, None
         if run is not None:
-            run.on_cluster_closing()
+            run.lifecycle.close()
         self._release_engines()
         with self._lock:
             self._is_closed = True
@@ -635,7 +666,7 @@ class Cluster(EngineGroup):
         if self._is_closed:
             return "Cluster(closed)"
         head = f"Cluster of {formatting.format_count(self.world_size, 'engine')}, {self.backend}"
-        return "\n".join([head, *formatting.format_columns(self._build_table()), *self._list_notes()])
+        return "\n".join([head, self._make_table().to_text(), *self._list_notes()])
 
     def _list_notes(self) -> list[str]:
         """What whoever looks at it should know."""
@@ -646,8 +677,8 @@ class Cluster(EngineGroup):
             found.append(f"Tensors travel over {self._interface}, and that traffic is not encrypted.")
         return found
 
-    def _build_table(self) -> list[list[str]]:
-        head = [
+    def _make_table(self) -> Table:
+        header = [
             "rank",
             "engine id",
             "host",
@@ -672,16 +703,13 @@ class Cluster(EngineGroup):
             ]
             for n in self._nodes
         ]
-        return [head, *rows]
+        return Table(header, rows, {"host", "device", "backend"})
 
     def _repr_html_(self) -> str:
         if self._is_closed:
             return "<p>Cluster(closed)</p>"
-        head, *rows = self._build_table()
-        cells = "".join(f"<th>{html.escape(c)}</th>" for c in head)
-        body = "".join("<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in row) + "</tr>" for row in rows)
         notes = "".join(f"<p>{html.escape(note)}</p>" for note in self._list_notes())
-        return f"<table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table>{notes}"
+        return self._make_table().to_html() + notes
 
 
 def _make_cluster_folder(location: str | Path | None) -> Path:

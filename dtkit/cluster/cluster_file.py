@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from dtkit import __version__
-from dtkit._util import formatting
+from dtkit._util import files, formatting
 from dtkit.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -84,10 +84,7 @@ class ClusterInfo:
     def write(self) -> None:
         """Put them into the folder, all at once."""
         said = {name: value for name, value in dataclasses.asdict(self).items() if name != "folder"}
-        temporary = self.folder / (CLUSTER_FILE + ".new")
-        temporary.touch(mode=0o600)
-        temporary.write_text(json.dumps(said), encoding="utf-8")
-        temporary.replace(self.folder / CLUSTER_FILE)
+        files.replace_file(self.folder / CLUSTER_FILE, json.dumps(said))
 
 
 _FILE_KEYS = {field.name for field in dataclasses.fields(ClusterInfo)} - {"folder"}

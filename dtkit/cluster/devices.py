@@ -58,7 +58,8 @@ def plan_devices(num_engines: int, device: str, threads: int | None) -> DevicePl
     devices = tuple(f"cuda:{r % gpus}" for r in range(num_engines))
     if num_engines <= gpus:
         return DevicePlan(devices, threads, "cpu:gloo,cuda:nccl")
-    note = f"{num_engines} engines share {gpus} GPU{'s' * (gpus > 1)}: collectives go through gloo, since NCCL needs a GPU per rank."
+    shared = formatting.format_count(gpus, "GPU")
+    note = f"{num_engines} engines share {shared}: collectives go through gloo, since NCCL needs a GPU per rank."
     return DevicePlan(devices, threads, "gloo", note)
 
 
@@ -77,7 +78,8 @@ def choose_num_engines(n: int | None, launcher: str) -> int:
     most = resources.compute_max_engines()
     if launcher == "local" and n > most:
         raise ValueError(
-            f"Cluster({n}): this machine's free memory ({formatting.format_bytes(resources.read_memory().free)}) carries {most} "
+            f"Cluster({n}): this machine's free memory ({formatting.format_bytes(resources.read_memory().free)}) "
+            f"carries {most} "
             f"engines at about {formatting.format_bytes(resources.ENGINE_BYTES)} each. Use Cluster({most}) or fewer"
         )
     return n

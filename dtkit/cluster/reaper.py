@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from dtkit._util import files
 from dtkit.rpc import shared_memory
 
 if TYPE_CHECKING:
@@ -60,10 +61,7 @@ def write_members(folder: Path, pids: list[int], lease_s: float, job_lease_s: fl
         with contextlib.suppress(psutil.NoSuchProcess):
             members.append([pid, psutil.Process(pid).create_time()])
     text = json.dumps({"members": members, "lease_s": lease_s, "job_lease_s": job_lease_s})
-    temporary = folder / (MEMBERS_FILE + ".new")
-    temporary.touch(mode=0o600)
-    temporary.write_text(text)
-    temporary.replace(folder / MEMBERS_FILE)
+    files.replace_file(folder / MEMBERS_FILE, text)
 
 
 _descriptors: dict[Path, int] = {}  # of the locks that this process holds

@@ -47,7 +47,7 @@ def wrap_client(client: Any) -> IpyparallelTransport:
     """The engines of a client that somebody else connected."""
     if not isinstance(client, ipp.Client):
         raise TypeError(
-            f"attach(client={client!r}): client must be an ipyparallel.Client, as in attach(client=ipp.Cluster(n=2)"
+            f"from_client({client!r}): client must be an ipyparallel.Client, as in from_client(ipp.Cluster(n=2)"
             ".start_and_connect_sync())"
         )
     if not client.ids:
@@ -127,7 +127,8 @@ class IpyparallelTransport:
     def replace(self, ranks: Sequence[int]) -> None:
         """Have a new engine at each of these ranks: only possible where we start engines."""
         raise ClusterError(
-            f"the engines of {formatting.format_count(len(ranks), 'rank')} are gone ({', '.join(map(str, ranks))}), and this "
+            f"the engines of {formatting.format_count(len(ranks), 'rank')} are gone "
+            f"({', '.join(map(str, ranks))}), and this "
             "cluster was attached to engines that somebody else started, so it can't start others. Train with "
             "on_failure='shrink', or start engines where those came from, and attach again"
         )
@@ -337,7 +338,8 @@ class LaunchedTransport(IpyparallelTransport):
         if controller is not None and not cluster_file.is_process_alive(*controller):
             raise ClusterError(
                 "the controller, through which every message goes, has ended. This cluster can't be used any more: "
-                "cluster.close() ends its engines. Start another one, and train with resume_from= from the last checkpoint"
+                "cluster.close() ends its engines. Start another one, and train with resume_from= from the last "
+                "checkpoint"
             )
 
     def get_reaper_identity(self) -> tuple[int, float]:
@@ -394,7 +396,8 @@ class LaunchedTransport(IpyparallelTransport):
     def _raise_missing(self, num_started: int, n: int) -> None:
         logs = "\n".join(p.read_text()[-500:] for p in sorted((self.folder / "log").glob("ipengine*"))[:1])
         raise ClusterError(
-            f"{num_started} of {n} engines came within {self._config.timeout:g} s; give them longer with timeout=, or fewer "
+            f"{num_started} of {n} engines came within {self._config.timeout:g} s; give them longer with "
+            "timeout=, or fewer "
             f"engines. The first engine's log ends:\n{logs}"
         )
 

@@ -28,8 +28,8 @@ from dtkit.planning.layer_chain import LayerChain
 from dtkit.rpc import pickling
 from dtkit.strategies.base import make_optimizer
 from dtkit.strategies.loss import split_batch
-from dtkit.strategies.pipeline import layer_costs
 from dtkit.strategies.meta_copy import count_bytes
+from dtkit.strategies.pipeline import layer_costs
 from dtkit.strategies.pipeline.cut import find_layer_chain
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ from dtkit.engine.checks import check_batch_norm, check_sync_batch_norm
 from dtkit.engine.data.iterable import IterableBatches, StreamSource
 from dtkit.engine.data.loader import LoadedBatches, LoadingOptions, make_row_batches, make_stream_batches
 from dtkit.engine.data.sources import ArraySource
+from dtkit.engine.data.worker_context import WorkerContext
 from dtkit.engine.job import Job
 from dtkit.engine.observe.phase_timer import PhaseTimer
 from dtkit.mesh import Mesh
-from dtkit.strategies.base import WorkerContext
 
 if TYPE_CHECKING:
     from collections.abc import Callable

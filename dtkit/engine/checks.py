@@ -101,5 +101,6 @@ def check_folder_writable(folder: Path) -> None:
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ClusterError(
             f"{socket.gethostname()} can't write to {folder}, where the ranks meet. On several hosts that must be a "
-            "folder which the notebook and all engines see: dtkit.attach(client=client, folder='/shared/dtkit'), say"
+            "folder which the notebook and all engines see: dtkit.Cluster.from_client(client, "
+            "folder='/shared/dtkit'), say"
         )

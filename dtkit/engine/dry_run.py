@@ -14,7 +14,6 @@ The optimiser runs on the meta device: fake tensors would not tell it the number
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
 
 OPS_WITH_HIDDEN_WORKSPACE = ("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn")
 """Operations whose fake results are smaller than the real ones: recurrent layers keep a workspace for backward."""
-
 
 
 class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's modes have no types
@@ -76,12 +74,6 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
 
 
 # --- models without numbers ---------------------------------------------------------------------------------
-
-
-
-
-
-
 
 
 def find_dense_gradient_parameters(model: nn.Module) -> list[nn.Parameter]:

@@ -27,8 +27,8 @@ from dtkit.engine.observe.phase_timer import (
     compute_durations,
 )
 from dtkit.engine.step_guard import StepGuard
+from dtkit.history.comm_time import MESSAGE_PHASES
 from dtkit.history.history import ROW_DTYPE
-from dtkit.history.message_times import MESSAGE_PHASES
 from dtkit.strategies.base import StepResult
 from dtkit.types import DispatchResult
 
@@ -38,11 +38,12 @@ if TYPE_CHECKING:
     from dtkit.engine.comm.process_group import Group
     from dtkit.engine.data.batches import ShardedBatches
     from dtkit.engine.data.iterable import IterableBatches
+    from dtkit.engine.data.worker_context import WorkerContext
     from dtkit.engine.memory import PeakMemoryTracker
     from dtkit.engine.observe.step_probe import StepProbe
     from dtkit.engine.state.capture import StateVisitor
     from dtkit.planning.memory_report import MemoryUsage
-    from dtkit.strategies.base import TrainingProgram, Worker, WorkerContext
+    from dtkit.strategies.base import TrainingProgram, Worker
     from dtkit.strategies.loss import EvalOutput
     from dtkit.types import NonFiniteLocations
 
@@ -123,8 +124,8 @@ class Job:
         self, num_steps: int, *, explain: bool = False, should_end_early: Callable[[], bool] = lambda: False
     ) -> None:
         """Take up to `steps` steps. Ends early, at the same step on all ranks, when steps have become slow, or when
-        `end_early` says on some rank that somebody waits for the end. Ranks ask each other a step before they decide; at
-        the beginning they wait for the answer, so that of what was sent ahead nothing is begun.
+        `end_early` says on some rank that somebody waits for the end. Ranks ask each other a step before they decide;
+        at the beginning they wait for the answer, so that of what was sent ahead nothing is begun.
 
         What was done is read by :meth:`collect_results`, also after an exception.
         """

@@ -85,7 +85,7 @@ class LearningRates:
             self.lr_schedule.step(epoch_ended=num_updates % steps_per_epoch == 0)
 
     def step_after_evaluation(self, num_updates: int, loss_sum: float, weight: float, group: Group | None) -> None:
-        """As `step_after_epoch`, of held-out data, after so many updates. If that was done it is done over, and not twice.
+        """Step with the metric of held-out data, after so many updates. A repeated call replaces the first one.
 
         When an evaluation is broken off, some ranks may have taken their losses' mean and others not. How all was
         before is put down before ranks tell each other theirs: where one has taken the mean, all can go back, whoever's

@@ -58,8 +58,8 @@ def read_used_memory(device: torch.device) -> int:
 class Clock:
     """Marks within steps, read as seconds once a dispatch has ended.
 
-    ``mark()`` returns a token; :meth:`at` and :meth:`seconds` read tokens, after :meth:`wait_until_replaced`. On the CPU a token is
-    the time; on CUDA it is an event in the stream, so that marking never waits for the device.
+    ``mark()`` returns a token; :meth:`at` and :meth:`seconds` read tokens, after :meth:`wait_until_replaced`. On the
+    CPU a token is the time; on CUDA it is an event in the stream, so that marking never waits for the device.
     """
 
     def start_dispatch(self) -> None:

@@ -121,7 +121,7 @@ class Session:
             )
         if self.group is not None and self.group.is_broken:
             raise RefusedError(
-                "the process group is not formed: an error broke it up, or a call with own_group=True took its place. "
+                "the process group is not formed: an error broke it up, or cluster.torchrun took its place. "
                 "Wait for that call's result, then call again"
             )
 

@@ -252,9 +252,8 @@ def _format_head(observation: RankObservation) -> str:
     step = "" if standing.step is None or standing.phase == IDLE else f" of step {standing.step}"
     parts.append(f"{last}{standing.phase}{step}")
     if standing.phase != IDLE:
-        parts.append(
-            f"for {standing.observed_at - standing.phase_since + (observation.status_age_s or 0.0 if last else 0.0):.0f} s"
-        )
+        status_age_s = observation.status_age_s or 0.0 if last else 0.0
+        parts.append(f"for {standing.observed_at - standing.phase_since + status_age_s:.0f} s")
     if standing.is_blocked:
         parts.append("waiting in a collective")
     if last:

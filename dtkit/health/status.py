@@ -114,6 +114,6 @@ def get_dump_path(folder: Path, rank: int) -> Path:
 
 def remove_status_files(folder: Path) -> None:
     """Delete what watchdogs left in a folder."""
-    for pattern in ("status-*.json*", "stacks-*.txt"):
+    for pattern in ("status-*.json", ".status-*.json-*", "stacks-*.txt"):
         for path in folder.glob(pattern):
             path.unlink(missing_ok=True)

@@ -59,7 +59,7 @@ _FIRST_STEP_TIMEOUT_S, _CALL_TIMEOUT_MARGIN_S = 1800.0, 30.0
 
 
 class EngineGroup:
-    """The engines behind a :class:`~dtkit.rpc.transport.Transport`. `file_owner` owns the shared files that are made."""
+    """The engines behind a :class:`~dtkit.rpc.transport.Transport`. `file_owner` owns the shared files."""
 
     def __init__(
         self,
@@ -93,12 +93,22 @@ class EngineGroup:
         self._key_counter, self._restart_counter = itertools.count(), itertools.count()
 
     def check_open(self) -> None:
-        """Raise ClusterClosed where this cluster was closed."""
+        """Raise ClusterClosedError if this cluster was closed."""
         if self._is_closed:
             raise ClusterClosedError("this cluster was closed; start another one with dtkit.Cluster()")
 
+    @property
+    def is_superseded(self) -> bool:
+        """Whether another notebook has taken these engines over."""
+        return False
+
+    @property
+    def can_be_reattached(self) -> bool:
+        """Whether the engines outlive this notebook, so that another one can take them over."""
+        return False
+
     def check_owned(self) -> None:
-        """Raise Superseded where another notebook is known to have these engines."""
+        """Raise SupersededError if another notebook is known to have these engines."""
 
     # -- who is there -----------------------------------------------------------------------------------------
 
@@ -370,7 +380,8 @@ class EngineGroup:
     def _make_stuck_reply(self, rank: int, waited_s: float) -> Reply:
         node = self._nodes[rank] if rank < len(self._nodes) else None
         message = (
-            f"no answer within {waited_s:.0f} s, nor to an interrupt. The engine is stuck; close this cluster and start "
+            f"no answer within {waited_s:.0f} s, nor to an interrupt. The engine is stuck; close this cluster and "
+            "start "
             "another one"
         )
         failure = Failure(rank, node.host if node else "?", "TimeoutError", message, "", kind="stuck")

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dtkit.data.partition import count_cumulative_samples, divide_proportionally
+from dtkit.data.sharding import divide_proportionally
+from dtkit.data.step_counts import count_cumulative_samples
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dtkit.data.columns import ColumnSelection
-from dtkit.data.partition import divide_proportionally
+from dtkit.data.sharding import divide_proportionally
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -253,7 +253,8 @@ class _ShardIterator:
         """
         if self._error_name:
             raise ValueError(
-                f"the stream of rank {self.rank} broke off after {self._num_taken:,} samples ({self._error_name}), and an "
+                f"the stream of rank {self.rank} broke off after {self._num_taken:,} samples "
+                f"({self._error_name}), and an "
                 "iterator can't go on after an error. Train anew, which iterates from the start"
             )
         drawn: list[Any] = []

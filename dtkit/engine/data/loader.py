@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from dtkit.engine.data.batches import Shards
     from dtkit.engine.data.sources import RowSource
-    from dtkit.strategies.base import WorkerContext
+    from dtkit.engine.data.worker_context import WorkerContext
     from dtkit.types import JobPlan
 
 StepBatches = list[tuple[int, Any]]
@@ -55,13 +55,16 @@ class LoadingOptions:
 
     def __post_init__(self) -> None:
         if isinstance(self.num_workers, bool) or not hasattr(self.num_workers, "__index__") or self.num_workers < 0:
-            raise ValueError(f"workers={self.num_workers!r}; it must be a number of processes per engine, from 0 up")
+            raise ValueError(
+                f"num_workers={self.num_workers!r}; it must be a number of processes per engine, from 0 up"
+            )
         for name in ("pin_memory", "prefetch"):
             if getattr(self, name) not in (True, False, None):
                 raise ValueError(f"{name}={getattr(self, name)!r}; it must be True, False or None (where it pays)")
         if self.num_workers and self.prefetch:
             raise ValueError(
-                f"workers={self.num_workers}, prefetch=True: worker processes load ahead by themselves. Leave prefetch out"
+                f"num_workers={self.num_workers}, prefetch=True: worker processes load ahead by themselves. Leave "
+                "prefetch out"
             )
 
 
@@ -116,7 +119,8 @@ def make_stream_batches(
     """This worker's batches of a stream without length. A collective; ValueError on all ranks where one has none."""
     if options.num_workers:
         raise ValueError(
-            f"workers={options.num_workers}: worker processes load rows by number, and a stream has none. Leave workers "
+            f"num_workers={options.num_workers}: worker processes load rows by number, and a stream has none. Leave "
+            "workers "
             "out; prefetch=True draws the next samples in a thread"
         )
     mesh, group = context.mesh, context.group
@@ -415,7 +419,7 @@ _PR_SET_PDEATHSIG = 1  # PR_SET_PDEATHSIG of linux/prctl.h
 
 def _raise_workers_unsupported(source: RowSource, num_workers: int) -> None:
     raise ValueError(
-        f"workers={num_workers}: worker processes are for Datasets whose samples take computing; these rows "
+        f"num_workers={num_workers}: worker processes are for Datasets whose samples take computing; these rows "
         f"({type(source).__name__}) are copied out of arrays or files faster than they could travel between processes. "
-        "Leave workers out"
+        "Leave num_workers out"
     )

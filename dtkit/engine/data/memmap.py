@@ -46,7 +46,7 @@ class MappedFile:
 
 
 def load_npy(path: str) -> np.memmap[Any, Any]:
-    """A ``.npy`` file, mapped. Raises what :func:`check_files_exist` raises, and TypeError for one that holds objects."""
+    """Map a ``.npy`` file. Raise what :func:`check_files_exist` raises, and TypeError for an array of objects."""
     check_files_exist([path])
     try:
         found: np.memmap[Any, Any] = np.load(path, mmap_mode="r", allow_pickle=False)

@@ -88,7 +88,8 @@ class ParquetSource:
         self._group_starts = list(itertools.accumulate(sizes, initial=0))
         if len(self) != parquet_files.num_rows:
             raise ValueError(
-                f"{parquet_files.display_name} has {len(self):,} rows here and {parquet_files.num_rows:,} in the notebook; copy it anew"
+                f"{parquet_files.display_name} has {len(self):,} rows here and {parquet_files.num_rows:,} in the "
+                "notebook; copy it anew"
             )
         self._cache_bytes = cache_bytes
         self._cached_groups: collections.OrderedDict[int, tuple[torch.Tensor, ...]] = collections.OrderedDict()

@@ -15,6 +15,8 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+from dtkit.types import RESERVED_COLUMNS
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
 
 PUBLISH_PERIOD_S = 0.25
 MAX_LINES_PER_S = 100  # printed lines; more are counted, not carried
-RESERVED_COLUMNS = ("rank", "index")  # of every row, given by the notebook
 
 
 class CallOutput:
@@ -144,7 +145,8 @@ def log(**values: float) -> None:
     for name, value in values.items():
         if name in RESERVED_COLUMNS:
             raise ValueError(
-                f"dtkit.log({name}=...): {' and '.join(RESERVED_COLUMNS)} are columns that dtkit fills in; use another name"
+                f"dtkit.log({name}=...): {' and '.join(RESERVED_COLUMNS)} are columns that dtkit fills in; use "
+                "another name"
             )
         try:
             row[name] = float(value)

@@ -23,7 +23,7 @@ from dtkit.engine.observe.step_probe import StepProbe, compute_digest
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from dtkit.explain.data_parallel import RankReport
+    from dtkit.explain.base import RankReport
     from dtkit.explain.sharded import CollectiveReport, ShardedReport
 
 _OP_NAMESPACES = ("c10d", "_c10d_functional")

@@ -3,12 +3,12 @@
 A step runs through "data", "forward", "backward", "sync" and "update", in any order and as often as it likes: whoever
 does the work says what begins. A pipeline also says which micro-batch of which stage, tells the halves of backward
 apart ("backward input", "backward weight"), and has a phase for each message to and from other stages
-(:data:`dtkit.history.message_times.MESSAGE_PHASES`); "other" is what is between these. Marking costs a clock's reading
+(:data:`dtkit.history.comm_time.MESSAGE_PHASES`); "other" is what is between these. Marking costs a clock's reading
 and a list's append, so that measuring is never the reason why a step is slow.
 
 "sync" is time blocked in a collective: among all ranks, unless it is said among which. How much of that and of
-messages was waiting for others can only be told from all ranks' marks (see :mod:`dtkit.history.comm_time` and
-:mod:`dtkit.history.message_times`), so those are kept as times and not only as durations.
+messages was waiting for others can only be told from all ranks' marks (see
+:mod:`dtkit.history.comm_time`), so those are kept as times and not only as durations.
 
 A rank can be slowed on purpose, for lessons: it then sleeps after each piece of computing, in proportion to it. Where
 layers are cut there are many short pieces, and each sleep lasts longer than asked for; that is taken off the next ones.
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dtkit.history.message_times import MESSAGE_DTYPE, MESSAGE_PHASES, SYNC_PHASE
+from dtkit.history.comm_time import MESSAGE_DTYPE, MESSAGE_PHASES, SYNC_PHASE
 from dtkit.history.timeline import SPAN_DTYPE
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ def _describe_span(phase: str, position: tuple[int, int] | None) -> tuple[str, i
 
 
 def build_messages(steps: Sequence[tuple[int, PhaseEvents]], clock: Clock) -> np.ndarray:
-    """What these (step, marks) tell of messages: rows of dtype :data:`dtkit.history.message_times.MESSAGE_DTYPE`."""
+    """What these (step, marks) tell of messages: rows of dtype :data:`dtkit.history.comm_time.MESSAGE_DTYPE`."""
     rows = [
         (step, _MESSAGE_PHASE_NUMBERS[phase], *where, clock.read_mark(begun), clock.read_mark(ended))
         for step, marks in steps

@@ -24,7 +24,7 @@ from dtkit.engine.observe.step_probe import StepProbe, compute_digest, compute_n
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from dtkit.explain.data_parallel import RankReport
+    from dtkit.explain.base import RankReport
     from dtkit.explain.pipeline import MicroBatchGradient, PipelineReport, StageReport, TransferRecord
 
 _SEND_METHODS = {"get_fwd_send_ops": "activation", "get_bwd_send_ops": "gradient"}

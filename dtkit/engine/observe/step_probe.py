@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from dtkit.explain.data_parallel import RankReport, TensorReport
+    from dtkit.explain.base import RankReport, TensorReport
 
 
 class StepProbe:
@@ -110,7 +110,7 @@ class StepProbe:
         self.record_update(lr)
 
     def record_update(self, lr: float) -> None:
-        """As `record_parameter_updates`, without a look at each parameter: for who has no room to keep a copy of them."""
+        """Record the updates as a whole, if memory has no room for a copy of each parameter."""
         self._report["lr"], self._report["after"] = float(lr), _digest_parameters(self._model)
 
     def build_report(self) -> RankReport:

@@ -27,11 +27,12 @@ import time
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from dtkit._util import files
 from dtkit._util.guard import run_guarded
 from dtkit.engine.observe import stack_sampler
 from dtkit.engine.observe.phase_timer import BETWEEN_PHASES
 from dtkit.health.status import IDLE, EngineStatus, get_dump_path, get_status_path
-from dtkit.history.message_times import MESSAGE_PHASES
+from dtkit.history.comm_time import MESSAGE_PHASES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -165,11 +166,7 @@ class Watchdog:
             self._warning, self._warned = _SAMPLE_FAILED_MESSAGE.format(error=f"{type(error).__name__}: {error}"), True
 
     def _write_status(self, status: EngineStatus) -> None:
-        path = get_status_path(self._folder, status.rank)
-        part = path.with_suffix(".json.part")
-        with _open_private(part) as file:
-            file.write(status.to_json())
-        part.replace(path)
+        files.replace_file(get_status_path(self._folder, status.rank), status.to_json())
 
     def sample(self, spec: GroupSpec) -> EngineStatus:
         """Where this engine stands now."""

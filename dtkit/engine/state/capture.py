@@ -25,8 +25,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from dtkit.checkpoint.checkpoint import intersect, shift_slice
+from dtkit.checkpoint.index import intersect, shift_slice
 from dtkit.checkpoint.json_values import UnsupportedValueError, decode, encode
+from dtkit.checkpoint.safetensors_file import SAFETENSORS_NAMES
+from dtkit.engine.state.checksum import compute_checksum
 from dtkit.engine.state.dtensor_shards import (
     count_shards,
     get_local_tensor,
@@ -34,15 +36,13 @@ from dtkit.engine.state.dtensor_shards import (
     get_shard_position,
     wrap_local_shard,
 )
-from dtkit.engine.state.safetensors_file import SAFETENSORS_NAMES
-from dtkit.engine.state.checksum import compute_checksum
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from dtkit.engine.comm.process_group import Group
+    from dtkit.engine.data.worker_context import WorkerContext
     from dtkit.engine.job import Job
-    from dtkit.strategies.base import WorkerContext
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +86,7 @@ class StateReader(Protocol):
     """Where state comes from: files, or another process's memory."""
 
     facts: Mapping[str, Any]
-    """Those of all ranks, merged: see :func:`dtkit.checkpoint.checkpoint.merge`."""
+    """Those of all ranks, merged: see :func:`dtkit.checkpoint.index.merge_facts`."""
 
     def get_shape(self, name: str) -> tuple[int, ...] | None:
         """Of the whole tensor; None where there is none of this name."""
@@ -247,8 +247,12 @@ class StateCapture(StateVisitor):
         return True
 
     def per_rank_tensors(
-        self, prefix: str, named_tensors: Mapping[str, torch.Tensor], *, fraction: float | None = None
-    ) -> None:  # noqa: ARG002 - both ways
+        self,
+        prefix: str,
+        named_tensors: Mapping[str, torch.Tensor],
+        *,
+        fraction: float | None = None,  # noqa: ARG002 - only restoring needs it
+    ) -> None:
         """See :class:`StateVisitor`."""
         for name, tensor in drop_aliases(named_tensors)[0].items():
             self._add_shard(f"rank{self.rank}/{prefix}/{name}", tensor)
@@ -456,7 +460,11 @@ class StateRestore(StateVisitor):
 
     @torch.no_grad()
     def per_rank_tensors(
-        self, prefix: str, named_tensors: Mapping[str, torch.Tensor], *, fraction: float | None = None
+        self,
+        prefix: str,
+        named_tensors: Mapping[str, torch.Tensor],
+        *,
+        fraction: float | None = None,
     ) -> None:
         """See :class:`StateVisitor`."""
         for name, tensor in drop_aliases(named_tensors)[0].items():
@@ -588,7 +596,8 @@ class StateRestore(StateVisitor):
             return wrap_local_shard(part, p) if isinstance(p, DTensor) else part
         if sliced:
             raise ValueError(
-                f"the state {state_key!r} of {parameter_name} has shape {shape}, the parameter {tuple(p.shape)}: a strategy that cuts "
+                f"the state {state_key!r} of {parameter_name} has shape {shape}, the parameter {tuple(p.shape)}: "
+                "a strategy that cuts "
                 "parameters can't take over such an optimiser. Go on under DataParallel()"
             )
         return self._read_part(names, torch.empty(shape, device="meta")).to(p.device)
@@ -600,7 +609,8 @@ class StateRestore(StateVisitor):
             return
         if saved["class"] != type(stateful).__name__:
             raise ValueError(
-                f"the checkpoint was made with a {saved['class']} as {description}, and now it is a {type(stateful).__name__}. "
+                f"the checkpoint was made with a {saved['class']} as {description}, and now it is a "
+                f"{type(stateful).__name__}. "
                 "Give the same as then"
             )
         stateful.load_state_dict(decode(saved["state"], self.context.device))

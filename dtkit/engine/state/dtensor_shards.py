@@ -1,30 +1,23 @@
-"""A rank's part of a DTensor: where it lies, and how it is made and moved."""
+"""A rank's part of a DTensor: its position, and functions to make and move it."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
-if TYPE_CHECKING:
-
-
-    pass
-
 
 def get_local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """What lies here of a tensor, without copying; the tensor itself where it is no DTensor."""
+    """Return this rank's part of a tensor without copying; a plain tensor as it is."""
     with torch.no_grad():
-        found = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         # waits: a collective, limited by the process group's timeout
-        return found.wait() if isinstance(found, AsyncCollectiveTensor) else found
+        return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
 def get_shard_position(tensor: DTensor) -> tuple[int, int] | None:
-    """(the dimension along which it is cut, the how-manieth part lies here); None where all of it does."""
+    """Return (the sharded dimension, the index of this rank's part), or None for a whole tensor."""
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None
     for axis, placement in enumerate(tensor.placements):
@@ -34,7 +27,7 @@ def get_shard_position(tensor: DTensor) -> tuple[int, int] | None:
 
 
 def count_shards(tensor: torch.Tensor) -> int:
-    """Into how many parts a tensor is cut."""
+    """Return the number of parts of a tensor."""
     if not isinstance(tensor, DTensor):
         return 1
     cuts = [n for n, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True) if placement.is_shard()]
@@ -42,13 +35,13 @@ def count_shards(tensor: torch.Tensor) -> int:
 
 
 def get_num_fused_blocks(parameter: torch.Tensor) -> int:
-    """Of how many equal blocks of rows a rank has its part each: 3 where queries, keys and values are one parameter."""
-    found: int = getattr(parameter, _FUSED_BLOCKS_ATTRIBUTE, 1)
-    return found
+    """Return the number of matrices in one parameter, such as 3 for queries, keys and values. Each is sharded."""
+    num_blocks: int = getattr(parameter, _FUSED_BLOCKS_ATTRIBUTE, 1)
+    return num_blocks
 
 
 def set_num_fused_blocks(parameter: nn.Parameter, num_blocks: int) -> nn.Parameter:
-    """Say of how many blocks of rows a parameter, cut by rows, has a part each."""
+    """Store the number of blocks of rows of a parameter that is sharded by rows."""
     setattr(parameter, _FUSED_BLOCKS_ATTRIBUTE, num_blocks)
     return parameter
 
@@ -57,28 +50,29 @@ _FUSED_BLOCKS_ATTRIBUTE = "dtkit_folds"
 
 
 def slice_like(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
-    """This rank's part of a tensor that is to be cut like another: parts as torch.chunk makes them, or none."""
-    cut = get_shard_position(like)
-    if cut is None:
+    """Return this rank's part of a tensor if it is sharded like another: a torch.chunk, or an empty tensor."""
+    position = get_shard_position(like)
+    if position is None:
         return whole
     if get_num_fused_blocks(like) > 1:
-        return torch.cat([block.chunk(count_shards(like))[cut[1]] for block in whole.chunk(get_num_fused_blocks(like))])
-    chunks = whole.chunk(count_shards(like), cut[0])
-    return chunks[cut[1]] if cut[1] < len(chunks) else whole.narrow(cut[0], 0, 0)
+        return torch.cat(
+            [block.chunk(count_shards(like))[position[1]] for block in whole.chunk(get_num_fused_blocks(like))]
+        )
+    chunks = whole.chunk(count_shards(like), position[0])
+    return chunks[position[1]] if position[1] < len(chunks) else whole.narrow(position[0], 0, 0)
 
 
 def wrap_local_shard(local_shard: torch.Tensor, like: DTensor) -> DTensor:
-    """The tensor of which this is what lies here, laid out as another is."""
+    """Return the DTensor of which this is the local part, sharded like another."""
     mesh, stride = like.device_mesh, like.stride()
     return DTensor.from_local(local_shard, mesh, like.placements, run_check=False, shape=like.shape, stride=stride)
 
 
 @torch.no_grad()
 def move_to_mesh_of(tensor: torch.Tensor, like: DTensor) -> DTensor:
-    """The same numbers on another mesh."""
+    """Return a tensor with the same local part on another mesh."""
     placements = tensor.placements if isinstance(tensor, DTensor) else like.placements
     shape, stride = tensor.shape, tensor.stride()
     return DTensor.from_local(
         get_local_tensor(tensor), like.device_mesh, placements, run_check=False, shape=shape, stride=stride
     )
-

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dtkit.checkpoint.safetensors_file import SAFETENSORS_NAMES, TORCH_DTYPES
 from dtkit.engine.state.capture import ShardedState, TensorShard
-from dtkit.engine.state.safetensors_file import SAFETENSORS_NAMES, TORCH_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

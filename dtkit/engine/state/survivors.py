@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dtkit.checkpoint import checkpoint
+from dtkit.checkpoint import index
 from dtkit.checkpoint.json_values import UnsupportedValueError
 from dtkit.engine.state.capture import MemoryReader, ShardedState, StateCapture, restore_state
 from dtkit.types import ALL_STATE, PER_RANK_STATE
@@ -97,6 +97,6 @@ def restore_from_survivors(job: Job, survivor_states: Sequence[ShardedState]) ->
     restore_state(
         job,
         _SurvivorReader(
-            [one.shards for one in survivor_states], checkpoint.merge_facts([one.facts for one in survivor_states])
+            [one.shards for one in survivor_states], index.merge_facts([one.facts for one in survivor_states])
         ),
     )

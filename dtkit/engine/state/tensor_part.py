@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-
-    pass
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorPart:
-    """A part of a tensor."""
+    """One of the equal parts of a tensor, as state dicts have it."""
 
     tensor: Any
     dim: int
-    """The dimension along which it was cut."""
+    """The sharded dimension."""
     index: int
-    """The how-manieth part it is, from 0."""
+    """Index of the part, from 0."""
     fused_blocks: int = 1
-    """Of how many equal blocks of the whole it has a part each, one after another."""
-
+    """Number of equal blocks of the whole tensor, of each of which this is the concatenated part."""

@@ -25,11 +25,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dtkit.checkpoint.checkpoint import TOKEN_FILE, get_rank_filename, get_report_filename, write_and_sync
+from dtkit._util.files import write_synced
+from dtkit.checkpoint import safetensors_file
+from dtkit.checkpoint.folders import TOKEN_FILE, get_rank_filename, get_report_filename
 from dtkit.checkpoint.json_values import UnsupportedValueError
-from dtkit.engine.state import safetensors_file
+from dtkit.checkpoint.safetensors_file import SAFETENSORS_NAMES, FileReader
 from dtkit.engine.state.capture import ShardedState, capture_state, restore_state
-from dtkit.engine.state.safetensors_file import SAFETENSORS_NAMES, FileReader
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -109,7 +110,7 @@ def _write_files(folder: Path, rank: int, state: ShardedState) -> None:
 def _reserve_report(folder: Path, rank: int) -> str | None:
     """Make room for the word of what came of it, which a full disk would not take: why that can't be done, if so."""
     try:
-        write_and_sync(_get_partial_report_path(folder, rank), " " * _RESERVED_REPORT_BYTES)
+        write_synced(_get_partial_report_path(folder, rank), " " * _RESERVED_REPORT_BYTES)
     except OSError as error:
         return error.strerror or type(error).__name__
     return None

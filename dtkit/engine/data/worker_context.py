@@ -1,0 +1,34 @@
+"""Environment of a worker on an engine."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from dtkit.mesh import Mesh
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+    from dtkit.engine.comm.process_group import Group
+    from dtkit.engine.observe.phase_timer import PhaseTimer
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerContext:
+    """Environment of a worker. `group` is None if one process simulates all ranks."""
+
+    group: Group | None
+    device: torch.device
+    phases: PhaseTimer
+    """Recorder of the phase that the worker is in."""
+    shards: Sequence[int]
+    """Shards of each batch that this worker takes."""
+    mesh: Mesh = dataclasses.field(default_factory=lambda: Mesh({"dp": 1}))
+    """Arrangement of the ranks."""
+    make_sample_batch: Callable[[int], Any] | None = None
+    """Function from a number of rows to a batch, for strategies that run the model before they place it."""
+    max_local_samples: int = 0
+    """Largest number of samples in this worker's part of a batch."""

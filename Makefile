@@ -12,7 +12,8 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c binde
 # Where a browser may be found; CHROMIUM=/path/to/one goes first.
 BROWSERS := chromium chromium-browser google-chrome google-chrome-stable
 
-# The three suites are a partition of all tests, so that none is run twice and none is forgotten.
+# The three suites are a partition of all tests: none runs twice, none is forgotten. Tests marked `slow` repeat a
+# behavior in more combinations; `make test` leaves them out, `make test-all` runs them.
 UNIT_TESTS := not (cluster or gpu or notebook or browser)
 CLUSTER_TESTS := (cluster or gpu) and not (notebook or browser)
 NOTEBOOK_TESTS := notebook or browser
@@ -21,10 +22,10 @@ NOTEBOOK_TESTS := notebook or browser
 AS_ROOT = $(shell test "$$(id -u)" -ne 0 || echo --allow-root)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo lab check test faults soak bench chromium clean
+.PHONY: help venv demo lab lint check test test-all faults soak bench chromium clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 venv: $(INSTALLED)  ## make .venv with the package (editable) and all that its tests need
 
@@ -42,13 +43,20 @@ demo: venv  ## train a real model on a cluster, in this terminal
 lab: venv  ## open JupyterLab on the notebooks
 	$(BIN)/python -m jupyterlab --ip=127.0.0.1 $(AS_ROOT) notebooks
 
-check: venv  ## format, lint, strict types and unit tests
+lint: venv  ## format, lint and strict types
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -m '$(UNIT_TESTS)'
 
-test: check chromium  ## check, then every other test: real clusters, notebooks, a real browser
+check: lint  ## lint, then the unit tests
+	$(BIN)/python -m pytest -m '$(UNIT_TESTS) and not slow'
+
+test: check chromium  ## check, then tests on real clusters, in notebooks and in a real browser (15 minutes)
+	$(BIN)/python -m pytest -m '$(CLUSTER_TESTS) and not slow'
+	$(BIN)/python -m pytest -m '($(NOTEBOOK_TESTS)) and not slow'
+
+test-all: lint chromium  ## every test, also those that `make test` leaves out (an hour)
+	$(BIN)/python -m pytest -m '$(UNIT_TESTS)'
 	$(BIN)/python -m pytest -m '$(CLUSTER_TESTS)'
 	$(BIN)/python -m pytest -m '$(NOTEBOOK_TESTS)'
 

@@ -12,12 +12,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from dtkit.engine import node_info
+from dtkit.engine.data.worker_context import WorkerContext
 from dtkit.engine.observe.phase_timer import PhaseTimer
 from dtkit.strategies import averaging
 from dtkit.strategies.averaging import ParameterAveraging
-from dtkit.strategies.base import WorkerContext
 from dtkit.strategies.loss import Loss
-from tests.test_trainer import CPU, data, job, net, sgd
+from tests.support.in_process_job import CPU, data, job, net, sgd
 
 
 def noisy() -> nn.Module:
@@ -114,7 +114,7 @@ class Breaking(torch.optim.SGD):
     do: Any = None
 
     def step(self, closure: Any = None) -> Any:
-        self.taken = getattr(self, "reattach", 0) + 1
+        self.taken = getattr(self, "taken", 0) + 1
         if self.taken == 2:
             type(self).do()
         return super().step(closure)

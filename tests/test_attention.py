@@ -1,8 +1,9 @@
-"""Attention by heads, without other ranks: what one computes of it, and which forwards of users can be cut."""
+"""Attention sharded by heads, without other ranks: its results, and which user-defined forwards can be sharded."""
 
 from __future__ import annotations
 
 import functools
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -21,7 +22,7 @@ from dtkit.strategies.tensor.attention import (
     make_fused_qkv,
 )
 from dtkit.strategies.tensor.attention_check import explain_unsplittable
-from tests.cluster.nets import HEADS, WIDTH, Attention, Block
+from tests.support.nets import HEADS, WIDTH, Attention, Block
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,42 +30,42 @@ if TYPE_CHECKING:
 ROWS, LENGTH, KEYS = 3, 4, 5
 
 
-def alone(ways: int, rank: int) -> DeviceMesh:
-    """A mesh of which this process takes the part of one rank; nobody else is there."""
-    return DeviceMesh("cpu", torch.arange(ways), mesh_dim_names=(f"r{rank}",), _init_backend=False, _rank=rank)
+def single_process_mesh(tp_size: int, rank: int) -> DeviceMesh:
+    """Return a mesh in which this process simulates one rank."""
+    return DeviceMesh("cpu", torch.arange(tp_size), mesh_dim_names=(f"r{rank}",), _init_backend=False, _rank=rank)
 
 
 # -- nn.MultiheadAttention -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def own_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank's weights stay with it: there is nobody here to put them together with."""
-    monkeypatch.setattr(ShardedMultiheadAttention, "_weights", lambda _self, weights, **_: weights)
+def local_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep each rank's attention weights local, since there are no other ranks to gather from."""
+    monkeypatch.setattr(ShardedMultiheadAttention, "_gather_attn_weights", lambda _self, weights, **_: weights)
 
 
 class Part(nn.Module):
-    """A rowwise layer, before its sum over ranks."""
+    """A rowwise layer without its sum over ranks."""
 
-    def __init__(self, whole: nn.Linear, ways: int, rank: int) -> None:
+    def __init__(self, whole: nn.Linear, tp_size: int, rank: int) -> None:
         super().__init__()
-        self.weight = whole.weight.chunk(ways, 1)[rank]
+        self.weight = whole.weight.chunk(tp_size, 1)[rank]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight)
 
 
-def part(whole: nn.MultiheadAttention, ways: int, rank: int) -> nn.Module:
-    """The module as a rank has it."""
-    mine = copy_to_meta(whole)
-    MultiheadAttentionParallel()._apply(mine, alone(ways, rank))
-    load_shards(whole, mine, torch.device("cpu"))
-    mine.out_proj = Part(whole.out_proj, ways, rank)
-    return mine.train(whole.training)
+def part(whole: nn.MultiheadAttention, tp_size: int, rank: int) -> nn.Module:
+    """Return one rank's shards of the module."""
+    sharded = copy_to_meta(whole)
+    MultiheadAttentionParallel()._apply(sharded, single_process_mesh(tp_size, rank))
+    load_shards(whole, sharded, torch.device("cpu"))
+    sharded.out_proj = Part(whole.out_proj, tp_size, rank)
+    return sharded.train(whole.training)
 
 
 def masks(kind: str, queries: int, keys: int, rows: int = ROWS) -> dict[str, Any]:
-    """What a call says of masks; the first key is always seen."""
+    """Return the mask arguments of a call; no mask hides the first key."""
     draw = functools.partial(torch.rand, generator=torch.Generator().manual_seed(1))
     hidden, each = draw(queries, keys) < 0.4, draw(rows * HEADS, queries, keys) < 0.4
     padding = draw(rows, keys) < 0.4
@@ -98,41 +99,41 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def check_parts(module: nn.MultiheadAttention, inputs: Any, ways: int = 2, **call: Any) -> None:
-    """What ranks compute adds up to what torch's module computes, and their weights are its own."""
+def check_parts(module: nn.MultiheadAttention, inputs: Any, tp_size: int = 2, **call: Any) -> None:
+    """Assert that the ranks' results sum up to those of torch's module, with the same attention weights."""
     expected, expected_weights = module(*inputs, **call)
-    found, weights = zip(*(part(module, ways, rank)(*inputs, **call) for rank in range(ways)), strict=True)
-    total = sum(found) if module.out_proj.bias is None else sum(found) + module.out_proj.bias
+    outputs, weights = zip(*(part(module, tp_size, rank)(*inputs, **call) for rank in range(tp_size)), strict=True)
+    total = sum(outputs) if module.out_proj.bias is None else sum(outputs) + module.out_proj.bias
     assert torch.allclose(total, expected, atol=1e-12)
     if expected_weights is None:
-        assert weights == (None,) * ways
+        assert weights == (None,) * tp_size
     else:
-        every = torch.cat(weights, 1)
-        assert torch.allclose(every.mean(1).view(expected_weights.shape), expected_weights, atol=1e-12)
+        all_heads = torch.cat(weights, 1)
+        assert torch.allclose(all_heads.mean(1).view(expected_weights.shape), expected_weights, atol=1e-12)
 
 
-@pytest.mark.usefixtures("own_weights")
+@pytest.mark.usefixtures("local_weights")
 @pytest.mark.parametrize("call", [{"need_weights": False}, {}], ids=str)
 @pytest.mark.parametrize("shape", list(SHAPES))
 @pytest.mark.parametrize("mask", MASKS)
-def test_what_ranks_compute_adds_up_to_torch_s_attention(mask: str, shape: str, call: dict[str, Any]):
+def test_shards_of_attention_sum_up_to_torch_s_attention(mask: str, shape: str, call: dict[str, Any]):
     torch.manual_seed(0)
-    how = SHAPES[shape]
-    module = nn.MultiheadAttention(WIDTH, HEADS, **how).double()
-    keys = LENGTH if "kdim" not in how else KEYS
+    options = SHAPES[shape]
+    module = nn.MultiheadAttention(WIDTH, HEADS, **options).double()
+    keys = LENGTH if "kdim" not in options else KEYS
     query = torch.randn(ROWS, LENGTH, WIDTH, dtype=torch.float64)
-    key = query if keys == LENGTH else torch.randn(ROWS, keys, how["kdim"], dtype=torch.float64)
-    value = query if keys == LENGTH else torch.randn(ROWS, keys, how["vdim"], dtype=torch.float64)
-    if not how.get("batch_first"):
+    key = query if keys == LENGTH else torch.randn(ROWS, keys, options["kdim"], dtype=torch.float64)
+    value = query if keys == LENGTH else torch.randn(ROWS, keys, options["vdim"], dtype=torch.float64)
+    if not options.get("batch_first"):
         same = key is query
         query = query.transpose(0, 1)
         key, value = (query, query) if same else (key.transpose(0, 1), value.transpose(0, 1))
     check_parts(module, (query, key, value), **masks(mask, LENGTH, keys), **call)
 
 
-@pytest.mark.usefixtures("own_weights")
+@pytest.mark.usefixtures("local_weights")
 @pytest.mark.parametrize("call", [{"need_weights": False}, {}], ids=str)
-def test_without_rows_and_with_keys_and_values_that_differ(call: dict[str, Any]):
+def test_attention_without_batch_and_with_different_keys_and_values(call: dict[str, Any]):
     torch.manual_seed(0)
     module = nn.MultiheadAttention(WIDTH, HEADS).double()
     query = torch.randn(LENGTH, WIDTH, dtype=torch.float64)
@@ -142,22 +143,22 @@ def test_without_rows_and_with_keys_and_values_that_differ(call: dict[str, Any])
     check_parts(module, (query, key, key), **masks("for each head", LENGTH, KEYS, rows=1), **call)
 
 
-def test_a_hint_without_its_mask_is_refused_as_torch_does():
+def test_is_causal_without_a_mask_raises_as_in_torch():
     module = nn.MultiheadAttention(WIDTH, HEADS)
     x = torch.randn(LENGTH, WIDTH)
-    for one in (module, part(module, 2, 0)):
+    for attention in (module, part(module, 2, 0)):
         with pytest.raises(RuntimeError, match="attn_mask"):
-            one(x, x, x, is_causal=True)
+            attention(x, x, x, is_causal=True)
 
 
-@pytest.mark.usefixtures("own_weights")
-def test_dropout_is_within_attention_and_only_in_training():
+@pytest.mark.usefixtures("local_weights")
+def test_dropout_applies_within_attention_and_only_in_training():
     torch.manual_seed(0)
     module = nn.MultiheadAttention(WIDTH, HEADS, dropout=0.5).double()
     x = torch.randn(LENGTH, ROWS, WIDTH, dtype=torch.float64)
-    mine = part(module, 2, 0)
-    for weigh in (True, False):
-        first, second = (mine.train()(x, x, x, need_weights=weigh)[0] for _ in range(2))
+    sharded = part(module, 2, 0)
+    for need_weights in (True, False):
+        first, second = (sharded.train()(x, x, x, need_weights=need_weights)[0] for _ in range(2))
         assert not torch.equal(first, second)
     check_parts(module.eval(), (x, x, x))
 
@@ -165,16 +166,16 @@ def test_dropout_is_within_attention_and_only_in_training():
 # -- queries, keys and values as one ---------------------------------------------------------------------------
 
 
-def three(ways: int = 2, rank: int = 1) -> tuple[torch.Tensor, FusedQKV, list[torch.Tensor]]:
-    """(The whole, as a rank has it, and the parts that are this rank's)."""
+def make_qkv(tp_size: int = 2, rank: int = 1) -> tuple[torch.Tensor, FusedQKV, list[torch.Tensor]]:
+    """Return (the whole tensor, the fused tensor of a rank, this rank's queries, keys and values)."""
     whole = torch.randn(ROWS, LENGTH, 3 * WIDTH, generator=torch.Generator().manual_seed(2))
-    parts = [third.chunk(ways, -1)[rank] for third in whole.chunk(3, -1)]
-    made = make_fused_qkv(torch.cat(parts, -1), alone(ways, rank))
-    assert isinstance(made, FusedQKV)
-    return whole, made, parts
+    parts = [third.chunk(tp_size, -1)[rank] for third in whole.chunk(3, -1)]
+    fused = make_fused_qkv(torch.cat(parts, -1), single_process_mesh(tp_size, rank))
+    assert isinstance(fused, FusedQKV)
+    return whole, fused, parts
 
 
-TAKEN_APART: dict[str, Callable[[Any], Any]] = {
+SPLITS: dict[str, Callable[[Any], Any]] = {
     "split": lambda x: x.split(WIDTH, dim=2),
     "split by sizes": lambda x: x.split([WIDTH, WIDTH, WIDTH], -1),
     "torch.split": lambda x: torch.split(x, split_size_or_sections=WIDTH, dim=-1),
@@ -186,19 +187,19 @@ TAKEN_APART: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("how", list(TAKEN_APART))
-def test_parts_are_taken_by_owner_without_the_other_ranks(how: str):
-    whole, made, parts = three()
-    assert (made.shape, made.dim(), made.dtype, made.device) == (whole.shape, 3, whole.dtype, whole.device)
-    for found, mine, expected in zip(TAKEN_APART[how](made), parts, TAKEN_APART[how](whole), strict=True):
-        assert isinstance(found, DTensor)
-        assert found.shape == expected.shape
-        assert found.placements == (Shard(2),)
-        assert torch.equal(found.to_local(), mine)
+@pytest.mark.parametrize("split", list(SPLITS))
+def test_fused_qkv_splits_without_other_ranks(split: str):
+    whole, fused, parts = make_qkv()
+    assert (fused.shape, fused.dim(), fused.dtype, fused.device) == (whole.shape, 3, whole.dtype, whole.device)
+    for actual, local, expected in zip(SPLITS[split](fused), parts, SPLITS[split](whole), strict=True):
+        assert isinstance(actual, DTensor)
+        assert actual.shape == expected.shape
+        assert actual.placements == (Shard(2),)
+        assert torch.equal(actual.to_local(), local)
 
 
 @pytest.mark.parametrize(
-    "otherwise",
+    "operation",
     [
         lambda x: x + 1,
         lambda x: x.split(WIDTH // 2, -1),
@@ -209,30 +210,30 @@ def test_parts_are_taken_by_owner_without_the_other_ranks(how: str):
         lambda x: x.transpose(0, 1),
     ],
 )
-def test_anything_else_is_done_with_the_whole(otherwise: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch):
-    """Put together from all ranks: here, where there are none, by hand."""
-    whole, made, _ = three()
+def test_other_operations_gather_the_whole_fused_qkv(operation: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch):
+    """The test replaces the gathering from all ranks."""
+    whole, fused, _ = make_qkv()
     with pytest.raises(AttributeError, match="_dim_group"):
-        otherwise(made)
-    asked: list[Any] = []
+        operation(fused)
+    gathered: list[Any] = []
 
-    def gathered(tensor: DTensor, mesh: Any, placements: Any) -> torch.Tensor:
-        asked.append(placements)
+    def redistribute(tensor: DTensor, mesh: Any, placements: Any) -> torch.Tensor:
+        gathered.append(placements)
         assert tensor.shape == (ROWS, LENGTH, 3, WIDTH)
         return whole.view(tensor.shape)
 
-    monkeypatch.setattr(DTensor, "redistribute", gathered)
-    found, expected = otherwise(made), otherwise(whole)
-    pairs = zip(found, expected, strict=True) if isinstance(found, tuple) else [(found, expected)]
+    monkeypatch.setattr(DTensor, "redistribute", redistribute)
+    actual, expected = operation(fused), operation(whole)
+    pairs = zip(actual, expected, strict=True) if isinstance(actual, tuple) else [(actual, expected)]
     assert all(torch.equal(a, b) for a, b in pairs)
-    assert asked == [[Replicate()]]
+    assert gathered == [[Replicate()]]
 
 
 # -- a user's forward ------------------------------------------------------------------------------------------
 
 
 class Variant(Attention):
-    """Another way to take queries, keys and values apart."""
+    """Attention with another way to split queries, keys and values."""
 
     def __init__(self, take: Callable[..., Any], norm: int = 0) -> None:
         super().__init__()
@@ -253,8 +254,8 @@ class Lost(Attention):
         return self.c_attn(x)
 
 
-def normed(module: Any, made: torch.Tensor) -> Any:
-    q, k, v = made.split(WIDTH, -1)
+def normed(module: Any, qkv: torch.Tensor) -> Any:
+    q, k, v = qkv.split(WIDTH, -1)
     return module.norm(q.view(*q.shape[:2], HEADS, -1)).view(q.shape), k, v
 
 
@@ -264,33 +265,31 @@ def normed(module: Any, made: torch.Tensor) -> Any:
         (Attention(), ""),
         (Attention(flash=False, dropout=0.5), ""),
         (Attention().bfloat16(), ""),
-        (Variant(lambda _, made: made.chunk(3, -1)), ""),
-        (Variant(lambda _, made: made.view(*made.shape[:2], 3, WIDTH).unbind(2)), ""),
+        (Variant(lambda _, qkv: qkv.chunk(3, -1)), ""),
+        (Variant(lambda _, qkv: qkv.view(*qkv.shape[:2], 3, WIDTH).unbind(2)), ""),
         (
-            Variant(lambda _, made: (made[..., :WIDTH], made[..., WIDTH:-WIDTH], made[..., -WIDTH:])),
-            "heads meet before",
+            Variant(lambda _, qkv: (qkv[..., :WIDTH], qkv[..., WIDTH:-WIDTH], qkv[..., -WIDTH:])),
+            "heads are not independent before",
         ),
         # Each head has its queries, keys and values together, as in GPT-NeoX.
         (
-            Variant(lambda _, made: (t.flatten(2) for t in made.reshape(3, 2, HEADS, 6).chunk(3, -1))),
-            "heads meet before",
+            Variant(lambda _, qkv: (t.flatten(2) for t in qkv.reshape(3, 2, HEADS, 6).chunk(3, -1))),
+            "heads are not independent before",
         ),
-        (Variant(lambda _, made: (t.flip(-1) for t in made.chunk(3, -1))), "heads meet before"),
-        (Variant(normed, WIDTH // HEADS), r"norm.weight, norm.bias would have a part of its gradient only"),
-        (Guided(), "can't be tried in slices .*guide"),
-        (Lost(), "does not come to c_proj"),
-        (Attention().to("meta"), "no numbers"),
+        (Variant(lambda _, qkv: (t.flip(-1) for t in qkv.chunk(3, -1))), "heads are not independent before"),
+        (Variant(normed, WIDTH // HEADS), r"norm.weight, norm.bias would get only a part of its gradient"),
+        (Guided(), "its forward fails with shards .*guide"),
+        (Lost(), "does not reach c_proj"),
+        (Attention().to("meta"), "no values"),
     ],
 )
-def test_a_forward_is_tried_before_it_is_cut(module: nn.Module, why_not: str):
-    found = explain_unsplittable(module, "c_attn", "c_proj", 2)
-    assert bool(found) == bool(why_not)
-    import re
-
-    assert re.search(why_not, found)
+def test_explain_unsplittable_runs_the_forward(module: nn.Module, why_not: str):
+    reason = explain_unsplittable(module, "c_attn", "c_proj", 2)
+    assert bool(reason) == bool(why_not)
+    assert re.search(why_not, reason)
 
 
-def test_a_trial_leaves_the_module_and_random_numbers_as_they_are():
+def test_explain_unsplittable_changes_neither_module_nor_rng():
     module = Block("fused", dropout=0.5)
     before, drawn = {k: v.clone() for k, v in module.state_dict().items()}, torch.get_rng_state()
     assert explain_unsplittable(module, "c_attn", "proj", 4) == ""
@@ -301,6 +300,6 @@ def test_a_trial_leaves_the_module_and_random_numbers_as_they_are():
     assert torch.equal(torch.get_rng_state(), drawn)
 
 
-def test_heads_that_do_not_divide_are_no_parts():
-    """Seen without being told how many heads there are."""
-    assert "slices" in explain_unsplittable(Attention(), "c_attn", "c_proj", 8)
+def test_explain_unsplittable_refuses_heads_that_do_not_divide():
+    """The module doesn't need to know its number of heads."""
+    assert "shards" in explain_unsplittable(Attention(), "c_attn", "c_proj", 8)

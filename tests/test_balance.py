@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from dtkit.data.partition import divide_proportionally
+from dtkit.data.sharding import divide_proportionally
 from dtkit.engine.state.checksum import compute_checksum
 from dtkit.history.history import ROW_DTYPE
 from dtkit.training.load_balancing import MIN_STEPS, LoadBalancer
@@ -23,7 +23,7 @@ def rows(samples, seconds, steps=MIN_STEPS):
 def landed(balancer, costs, fixed=0.0, batch=64):
     """One dispatch in which rank r takes costs[r] seconds a sample and `intercept` a step."""
     counts = divide_proportionally(batch, balancer.shares)
-    return balancer.landed([rows(n, n * cost + fixed) for n, cost in zip(counts, costs, strict=True)])
+    return balancer.on_result([rows(n, n * cost + fixed) for n, cost in zip(counts, costs, strict=True)])
 
 
 def balanced(costs, fixed=0.0, rounds=12):

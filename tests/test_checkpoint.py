@@ -1,4 +1,4 @@
-"""Checkpoints as files: whole or not at all, refused when damaged, and never anything but data."""
+"""Checkpoints as files: complete or absent, refused when damaged, and data only."""
 
 from __future__ import annotations
 
@@ -24,20 +24,17 @@ import torch
 from safetensors.torch import load_file
 
 import dtkit
-from dtkit.checkpoint import checkpoint, json_values
-from dtkit.checkpoint.manager import CheckpointManager, CheckpointPolicy, CheckpointRequest
+from dtkit.checkpoint import folders, index, json_values, safetensors_file, validation
+from dtkit.checkpoint.manager import CheckpointRequest
+from dtkit.checkpoint.safetensors_file import FileReader
 from dtkit.engine import rng
-from dtkit.engine.state import safetensors_file, writer
+from dtkit.engine.state import writer
 from dtkit.engine.state.capture import MemoryReader, ShardedState, TensorShard, assign_holders
-from dtkit.engine.state.safetensors_file import FileReader
 from dtkit.engine.state.tensor_part import TensorPart
 from dtkit.history.history import History
 from dtkit.training.state_dict import join_state_dicts
-from dtkit.types import RunSpec
-from tests.cluster.small import net
-
-SPEC = RunSpec("Net", "DataParallel()", 2, 64, 16, 20, 4, "global", 0, "loss", "SGD")
-
+from tests.support.checkpoints import SPEC, captured, rewritten, saver, vars_of, write_one, write_with
+from tests.support.small import net
 
 # -- values ------------------------------------------------------------------------------------------------
 
@@ -54,20 +51,20 @@ SPEC = RunSpec("Net", "DataParallel()", 2, 64, 16, 20, 4, "global", 0, "loss", "
     ],
     ids=repr,
 )
-def test_plain_values_come_back_as_they_were(value: Any):
+def test_plain_values_survive_json(value: Any):
     found = json_values.decode(json.loads(json.dumps(json_values.encode(value, "it"), allow_nan=False)))
     assert found == value
     assert type(found) is type(value)
 
 
-def test_what_is_no_data_is_refused_by_name():
+def test_a_value_that_is_not_plain_data_is_refused_by_name():
     with pytest.raises(
         json_values.UnsupportedValueError, match=r"the scheduler\['fn'\] is a builtin_function_or_method"
     ):
         json_values.encode({"fn": len}, "the scheduler")
 
 
-def test_random_states_come_back():
+def test_random_states_survive_json():
     state = json.loads(json.dumps(json_values.encode(rng.get_global_states(), "it")))
     wanted = random.random(), float(np.random.random())  # noqa: NPY002 - whose state is shared
     rng.set_global_states(json_values.decode(state))
@@ -79,12 +76,12 @@ def test_random_states_come_back():
 
 
 @pytest.mark.parametrize("dtype", safetensors_file.SAFETENSORS_NAMES, ids=str)
-def test_files_are_safetensors(tmp_path: Path, dtype: torch.dtype):
+def test_tensor_files_can_be_read_by_safetensors(tmp_path: Path, dtype: torch.dtype):
     tensors = {"a": torch.arange(6).reshape(2, 3).to(dtype), "b": torch.tensor(1).to(dtype), "c": torch.zeros(0, 2)}
     written = safetensors_file.write_tensors(tmp_path / "x.safetensors", tensors)
     assert written == {
         "bytes": (tmp_path / "x.safetensors").stat().st_size,
-        "digest": checkpoint.compute_digest(tmp_path / "x.safetensors"),
+        "digest": validation.compute_digest(tmp_path / "x.safetensors"),
     }
     found = load_file(tmp_path / "x.safetensors")
     assert {name: (t.dtype, t.tolist()) for name, t in found.items()} == {
@@ -92,15 +89,15 @@ def test_files_are_safetensors(tmp_path: Path, dtype: torch.dtype):
     }
 
 
-def test_a_part_is_put_together_from_pieces_that_were_cut_otherwise(tmp_path: Path):
+def test_reader_joins_pieces_of_another_sharding(tmp_path: Path):
     whole = torch.arange(35.0).reshape(5, 7)
     parts = [TensorShard(part.contiguous(), (5, 7), (0, k)) for part, k in ((whole[:, :3], 0), (whole[:, 3:], 3))]
     for rank, slab in enumerate(parts):
-        safetensors_file.write_tensors(tmp_path / checkpoint.get_rank_filename(rank), {"w": slab.tensor})
+        safetensors_file.write_tensors(tmp_path / folders.get_rank_filename(rank), {"w": slab.tensor})
     pieces = [[rank, list(slab.offset), list(slab.tensor.shape)] for rank, slab in enumerate(parts)]
-    index = {"w": {"dtype": "F32", "shape": [5, 7], "pieces": pieces}}
-    files = [checkpoint.get_rank_filename(rank) for rank in range(2)]
-    with FileReader(tmp_path, index, files, {}) as reader:
+    entries = {"w": {"dtype": "F32", "shape": [5, 7], "pieces": pieces}}
+    files = [folders.get_rank_filename(rank) for rank in range(2)]
+    with FileReader(tmp_path, entries, files, {}) as reader:
         for source in (reader, MemoryReader([{"w": slab} for slab in parts], {})):
             assert source.get_shape("w") == (5, 7)
             assert source.get_shape("v") is None
@@ -108,8 +105,8 @@ def test_a_part_is_put_together_from_pieces_that_were_cut_otherwise(tmp_path: Pa
             assert source.read_slice("w", (5, 0), (0, 7)).shape == (0, 7)
 
 
-def test_what_is_several_in_one_is_put_together_from_parts_of_each(tmp_path: Path):
-    """Queries, keys and values: each of two ranks has half of the rows of each."""
+def test_reader_joins_pieces_of_fused_blocks(tmp_path: Path):
+    """Each of two ranks has half of the rows of the queries, the keys and the values."""
     whole = torch.arange(24.0).reshape(12, 2)
     parts = [torch.cat([third.chunk(2)[rank] for third in whole.chunk(3)]) for rank in range(2)]
     slabs = [TensorShard(part, (12, 2), (2 * rank, 0), fused_blocks=3) for rank, part in enumerate(parts)]
@@ -117,15 +114,12 @@ def test_what_is_several_in_one_is_put_together_from_parts_of_each(tmp_path: Pat
     for rank, slab in enumerate(slabs):
         facts = {"layout": {}, "values": {}, "optimizers": {}, "aliases": {}, "extra": {}, "own": {}}
         reports.append(
-            writer._write_tensors(tmp_path / checkpoint.get_rank_filename(rank), ShardedState({"w": slab}, facts))
+            writer._write_tensors(tmp_path / folders.get_rank_filename(rank), ShardedState({"w": slab}, facts))
         )
-    index, files = (
-        checkpoint.build_index(json.loads(json.dumps(reports))),
-        [checkpoint.get_rank_filename(r) for r in range(2)],
-    )
-    assert checkpoint._is_fully_covered(index["w"], 2)
-    assert not checkpoint._is_fully_covered({**index["w"], "pieces": index["w"]["pieces"][1:]}, 2)
-    with FileReader(tmp_path, index, files, {}) as reader:
+    entries = index.build_index(json.loads(json.dumps(reports)))
+    assert index.is_fully_covered(entries["w"], 2)
+    assert not index.is_fully_covered({**entries["w"], "pieces": entries["w"]["pieces"][1:]}, 2)
+    with FileReader(tmp_path, entries, [folders.get_rank_filename(r) for r in range(2)], {}) as reader:
         for source in (reader, MemoryReader([{"w": slab} for slab in slabs], {})):
             assert torch.equal(source.read_slice("w", (0, 0), (12, 2)), whole)
             assert torch.equal(source.read_slice("w", (3, 1), (6, 1)), whole[3:9, 1:])
@@ -133,7 +127,7 @@ def test_what_is_several_in_one_is_put_together_from_parts_of_each(tmp_path: Pat
     assert torch.equal(join_state_dicts(pieces)["w"], whole)
 
 
-def test_what_several_hold_one_gives_and_bytes_are_balanced():
+def test_each_shared_tensor_has_one_holder_and_bytes_are_balanced():
     common = [("a", (0,), 8), ("b", (0,), 8), ("c", (0,), 16)]
     given = assign_holders([common, [*common, ("d", (4,), 4)]])
     assert given[0] & given[1] == set()
@@ -144,54 +138,12 @@ def test_what_several_hold_one_gives_and_bytes_are_balanced():
 # -- a checkpoint ------------------------------------------------------------------------------------------
 
 
-def captured(rank: int) -> ShardedState:
-    """Each of two ranks has half of the rows of every matrix, and rank 0 what is no matrix."""
-    slabs = {}
-    for name, tensor in net().state_dict().items():
-        here = tensor.chunk(2)[rank].contiguous()
-        offset = (rank * len(tensor.chunk(2)[0]), *(0 for _ in tensor.shape[1:]))
-        slabs[f"model/{name}"] = TensorShard(here, tuple(tensor.shape), offset)
-    facts = {"layout": {}, "values": {}, "optimizers": {}, "aliases": {}, "extra": {}, "own": {str(rank): {}}}
-    return ShardedState(slabs, facts)
-
-
-def saver(history: History, path: Path, keep: int = 3) -> CheckpointManager:
-    found = CheckpointManager(history, lambda: None)
-    found.policy = CheckpointPolicy(5, path, keep)
-    found.describe = lambda: {"spec": {**vars_of(SPEC)}, "called": 0, "callbacks": []}
-    return found
-
-
-def vars_of(spec: RunSpec) -> dict[str, Any]:
-    return {name: getattr(spec, name) for name in spec.__dataclass_fields__}
-
-
-def write_one(path: Path, step: int = 5, keep: int | None = None, history: History | None = None) -> CheckpointRequest:
-    """Save by hand, with the ranks' part done here."""
-    made = saver(History() if history is None else history, path)
-    made.add_request(CheckpointRequest(path, keep))
-    return write_with(made, step)
-
-
-def write_with(made: CheckpointManager, step: int) -> CheckpointRequest:
-    """The save that is due, with the ranks' part done here."""
-    assert made.is_due(step, 10**9)
-    save = made.begin_next(step)
-    assert save is not None
-    assert save.folder is not None
-    for rank in range(2):
-        assert writer._reserve_report(save.folder, rank) is None
-        writer._write_files(save.folder, rank, captured(rank))
-    made.on_result(save, step, [{"error": None, "seconds": 0.0, "torch": "2"}] * 2)
-    return save
-
-
 @pytest.fixture
 def whole(tmp_path: Path) -> Path:
     return write_one(tmp_path).future.result(20).path
 
 
-def test_a_checkpoint_gives_its_weights_without_engines(whole: Path, tmp_path: Path):
+def test_checkpoint_loads_weights_without_engines(whole: Path, tmp_path: Path):
     assert sorted(path.name for path in whole.iterdir()) == [
         "checkpoint.json",
         "history.jsonl",
@@ -210,7 +162,7 @@ def test_a_checkpoint_gives_its_weights_without_engines(whole: Path, tmp_path: P
         assert "67" in text
 
 
-def test_every_damage_is_named(whole: Path, tmp_path: Path):
+def test_damage_of_any_file_is_named(whole: Path, tmp_path: Path):
     for name in sorted(path.name for path in whole.iterdir()):
         kept = (whole / name).read_bytes()
         places = random.Random(name).sample(range(len(kept)), min(25, len(kept)))
@@ -227,23 +179,15 @@ def test_every_damage_is_named(whole: Path, tmp_path: Path):
     assert "DAMAGED: rank-001.safetensors" in repr(dtkit.list_checkpoints(tmp_path))
 
 
-def rewritten(folder: Path, change: Any) -> None:
-    """A checkpoint.json that somebody wrote with a digest that is right."""
-    head = json.loads((folder / "checkpoint.json").read_text())
-    head.pop("digest")
-    change(head)
-    (folder / "checkpoint.json").write_text(json.dumps({**head, "digest": checkpoint._compute_metadata_digest(head)}))
-
-
 @pytest.mark.parametrize("name", ["../../secret", "/etc/passwd", "rank-000.safetensors/../x", "rank-000.pkl"])
-def test_names_stay_within_the_folder(whole: Path, name: str):
+def test_file_names_outside_the_folder_are_refused(whole: Path, name: str):
     rewritten(whole, lambda head: head["files"].update({name: {"bytes": 1, "digest": ""}}))
-    with pytest.raises(dtkit.errors.CheckpointError, match="is no file of a checkpoint"):
+    with pytest.raises(dtkit.errors.CheckpointError, match="is not a file of a checkpoint"):
         dtkit.Checkpoint(whole)
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "expected"),
     [
         ({"format": "x"}, "says format='x', which must be an integer from 1 up"),
         ({"step": "x"}, "says step='x', which must be an integer from 0 up"),
@@ -255,63 +199,64 @@ def test_names_stay_within_the_folder(whole: Path, name: str):
         ({"spec": {**vars_of(SPEC), "steps_per_epoch": 0}}, "says spec/steps_per_epoch='0', which must be"),
         ({"facts": {}}, "lacks facts/layout"),
         ({"files": 3}, "says files='3', which must be an object"),
-        ({"files": {"rank-000.safetensors": {}}}, "lacks what a checkpoint must say"),
+        ({"files": {"rank-000.safetensors": {}}}, "lacks fields that a checkpoint must have"),
     ],
     ids=str,
 )
-def test_what_a_forged_head_says_is_looked_at(whole: Path, change: dict[str, Any], told: str):
+def test_invalid_metadata_fields_are_refused(whole: Path, change: dict[str, Any], expected: str):
     rewritten(whole, lambda head: head.update(change))
-    with pytest.raises(dtkit.errors.CheckpointError, match=rf"checkpoint\.json {told}.*Use an older checkpoint"):
+    with pytest.raises(dtkit.errors.CheckpointError, match=rf"checkpoint\.json {expected}.*Use an older checkpoint"):
         dtkit.Checkpoint(whole)
     found = dtkit.list_checkpoints(whole.parent)
     assert (len(found), list(found.broken)) == (0, [whole])
 
 
 @pytest.mark.parametrize("text", ["[]", "[1]", "3", "null", '"digest"'])
-def test_a_head_that_is_no_object_costs_its_checkpoint_alone(whole: Path, text: str):
+def test_metadata_that_is_not_an_object_breaks_only_its_checkpoint(whole: Path, text: str):
     other = write_one(whole.parent, 6).future.result(20).path
     (whole / "checkpoint.json").write_text(text)
-    with pytest.raises(dtkit.errors.CheckpointError, match="no JSON of a checkpoint"):
+    with pytest.raises(dtkit.errors.CheckpointError, match="not the JSON of a checkpoint"):
         dtkit.Checkpoint(whole)
     assert [one.path for one in dtkit.list_checkpoints(whole.parent)] == [other]
 
 
 @pytest.mark.parametrize(
-    ("path", "kind", "told"),
+    ("path", "kind", "expected"),
     [
-        ("", ValueError, "=''.*: no folder is called that. Name one, such as 'checkpoints/first'"),
-        ("a\0b", ValueError, "no folder is called that"),
-        (5, TypeError, "=5.*: it is the name of a folder, a text or a Path"),
+        ("", ValueError, "=''.*: this is not the name of a folder. Use a name such as 'checkpoints/first'"),
+        ("a\0b", ValueError, "this is not the name of a folder"),
+        (5, TypeError, "=5.*: it must be the name of a folder, a text or a Path"),
         ("~nobody-of-that-name/x", ValueError, "there is no such user"),
     ],
     ids=repr,
 )
-def test_a_path_that_is_none_is_named(path: Any, kind: type[Exception], told: str):
+def test_an_invalid_path_is_refused_with_the_call(path: Any, kind: type[Exception], expected: str):
     for read in (dtkit.Checkpoint, dtkit.list_checkpoints):
-        with pytest.raises(kind, match=rf"^{read.__name__}\(path{told}" if "=" in told else told):
+        with pytest.raises(kind, match=rf"^{read.__name__}\(path{expected}" if "=" in expected else expected):
             read(path)
 
 
-def test_a_folder_that_cannot_be_made_is_told_with_what_to_do():
-    made = saver(History(), Path("unused"))
+def test_a_folder_that_cannot_be_created_is_reported_with_a_remedy():
+    manager = saver(History(), Path("unused"))
     wanted = CheckpointRequest(Path("/proc/x"), None)
-    made.add_request(wanted)
-    assert made.begin_next(5) is None
+    manager.add_request(wanted)
+    assert manager.begin_next(5) is None
     with pytest.raises(
-        dtkit.errors.CheckpointError, match=r"/proc/x: No such file.* Name a folder that the notebook and all"
+        dtkit.errors.CheckpointError,
+        match=r"/proc/x: No such file.* Name a folder with free space that the notebook and all",
     ):
         wanted.result(1)
 
 
-def test_newer_formats_holes_and_other_models_are_refused(whole: Path):
+def test_newer_formats_missing_pieces_and_other_models_are_refused(whole: Path):
     other = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2).double())
-    with pytest.raises(dtkit.errors.CheckpointError, match=r"2.bias has shape \(3,\) there and \(2,\) in the model"):
+    with pytest.raises(dtkit.errors.CheckpointError, match=r"2.bias has shape \(3,\) in it and \(2,\) in the model"):
         dtkit.Checkpoint(whole).load_into(other)
     with pytest.raises(
         dtkit.errors.CheckpointError, match=r"it lacks y; the model lacks 0.bias, 0.weight, 2.bias, 2.weight"
     ):
         dtkit.Checkpoint(whole).check_fits({"y": other[0].weight})
-    with pytest.raises(dtkit.errors.CheckpointError, match=r"0.bias is F32 there and F64 in the model"):
+    with pytest.raises(dtkit.errors.CheckpointError, match=r"0.bias is F32 in it and F64 in the model"):
         dtkit.Checkpoint(whole).load_into(net().double())
     rewritten(whole, lambda head: head["index"]["model/0.weight"]["pieces"].pop())
     with pytest.raises(dtkit.errors.CheckpointError, match=r"lacks parts of model/0.weight"):
@@ -321,11 +266,12 @@ def test_newer_formats_holes_and_other_models_are_refused(whole: Path):
         dtkit.Checkpoint(whole)
 
 
-def test_nothing_in_a_checkpoint_is_unpickled(root: Path):
-    """What reads checkpoints imports nothing that can, and calls no torch.load."""
-    files = ["checkpoint/checkpoint.py", "checkpoint/manager.py", "checkpoint/json_values.py", "training/resume.py"]
-    engine = ["state/capture.py", "state/safetensors_file.py", "state/writer.py", "rng.py"]
-    for name in [*files, *(f"engine/{name}" for name in engine)]:
+def test_no_module_that_reads_checkpoints_can_unpickle(root: Path):
+    """They import no pickling module, and don't call torch.load."""
+    names = [path.relative_to(root / "dtkit").as_posix() for path in (root / "dtkit/checkpoint").glob("*.py")]
+    names += ["training/resume.py", "engine/state/capture.py", "engine/state/writer.py", "engine/rng.py"]
+    assert "checkpoint/safetensors_file.py" in names
+    for name in names:
         tree = ast.parse((root / "dtkit" / name).read_text())
         modules = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
         modules |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
@@ -337,14 +283,14 @@ def test_nothing_in_a_checkpoint_is_unpickled(root: Path):
 # -- saves that end before they are done ---------------------------------------------------------------------
 
 
-def test_whatever_is_cut_off_the_checkpoint_before_stays(whole: Path, tmp_path: Path):
-    """A save that ended at any byte of any file, before the rename, is not seen; the next save removes it."""
+def test_an_interrupted_save_leaves_the_previous_checkpoint_intact(whole: Path, tmp_path: Path):
+    """A save that ended at any byte before the rename is ignored, and the next save removes it."""
     kept = {path.name: path.read_bytes() for path in sorted(whole.iterdir())}
     order = [name for name in kept if name != "checkpoint.json"] + ["checkpoint.json"]
     cuts = random.Random(5)
     for done, name in enumerate(order):
         for size in {0, len(kept[name]), *(cuts.randrange(len(kept[name])) for _ in range(20))}:
-            left = tmp_path / f".saving-{checkpoint.socket.gethostname()}-{_dead()}-0a0b0c0d"
+            left = tmp_path / f".saving-{folders.socket.gethostname()}-{_dead()}-0a0b0c0d"
             left.mkdir()
             for finished in order[:done]:
                 (left / finished).write_bytes(kept[finished])
@@ -359,7 +305,7 @@ def test_whatever_is_cut_off_the_checkpoint_before_stays(whole: Path, tmp_path: 
 
 
 def _dead() -> int:
-    """The number of a process that has ended."""
+    """Return the id of a process that has ended."""
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait(20)
     return process.pid
@@ -368,14 +314,14 @@ def _dead() -> int:
 KILLED = """
 import sys, pathlib
 sys.path.insert(0, sys.argv[2])
-from tests.test_checkpoint import write_one
+from tests.support.checkpoints import write_one
 print("ready", flush=True)
 for step in range(100, 10**6):
-    write_one(pathlib.Path(sys.argv[1]), step, keep=2).done.result(20)
+    write_one(pathlib.Path(sys.argv[1]), step, keep_last=2).future.result(20)
 """
 
 
-def test_a_process_that_is_killed_while_it_saves_leaves_whole_checkpoints(whole: Path, tmp_path: Path, root: Path):
+def test_a_process_killed_while_saving_leaves_complete_checkpoints(whole: Path, tmp_path: Path, root: Path):
     process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path), str(root)], stdout=subprocess.PIPE)
     assert process.stdout is not None
     assert process.stdout.readline() == b"ready\n"
@@ -393,45 +339,45 @@ def test_a_process_that_is_killed_while_it_saves_leaves_whole_checkpoints(whole:
     assert dtkit.Checkpoint(tmp_path).path == saved.path
 
 
-def test_the_last_ones_stay_and_none_is_written_over(tmp_path: Path):
+def test_keep_last_removes_older_ones_and_none_is_overwritten(tmp_path: Path):
     for step in (10, 5, 5):
-        write_one(tmp_path, step, keep=2).future.result(20)
+        write_one(tmp_path, step, keep_last=2).future.result(20)
     assert [one.path.name for one in dtkit.list_checkpoints(tmp_path)] == ["step-00000005", "step-00000005.2"]
     assert dtkit.Checkpoint(tmp_path).path.name == "step-00000005.2"
 
 
-def test_of_two_runs_in_one_folder_neither_removes_what_the_other_wrote(tmp_path: Path):
-    saved = [write_one(tmp_path, 1).future.result(20).path]  # by hand: it belongs to no line
+def test_two_runs_in_one_folder_keep_each_others_checkpoints(tmp_path: Path):
+    saved = [write_one(tmp_path, 1).future.result(20).path]  # by hand: it has no lineage
     for step in (5, 10, 15):
         for name in ("first", "second"):
-            made = saver(History(), tmp_path)
-            made.policy = dataclasses.replace(made.policy, keep_last=2, lineage=(name,))
-            saved.append(write_with(made, step).future.result(20).path)
+            manager = saver(History(), tmp_path)
+            manager.policy = dataclasses.replace(manager.policy, keep_last=2, lineage=(name,))
+            saved.append(write_with(manager, step).future.result(20).path)
     assert dtkit.list_checkpoints(tmp_path).broken == {}
     assert sorted(one.path for one in dtkit.list_checkpoints(tmp_path)) == sorted([saved[0], *saved[-4:]])
 
 
-def test_what_stays_is_not_read_again_with_each_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A large model's checkpoint.json takes long to read."""
-    read, seen = checkpoint.read_metadata, []
-    monkeypatch.setattr(checkpoint, "read_metadata", lambda folder: seen.append(folder) or read(folder))
-    made = saver(History(), tmp_path)
-    made.policy = dataclasses.replace(made.policy, keep_last=4, lineage=("first",))
-    saved = [write_with(made, step).future.result(20).path for step in range(5, 35, 5)]
+def test_metadata_of_kept_checkpoints_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The checkpoint.json of a large model takes long to read."""
+    read, seen = validation.read_metadata, []
+    monkeypatch.setattr(folders, "read_metadata", lambda folder: seen.append(folder) or read(folder))
+    manager = saver(History(), tmp_path)
+    manager.policy = dataclasses.replace(manager.policy, keep_last=4, lineage=("first",))
+    saved = [write_with(manager, step).future.result(20).path for step in range(5, 35, 5)]
     assert sorted(seen) == saved
     assert sorted(tmp_path.iterdir()) == saved[-4:]
-    shutil.copy(saved[2] / "history.jsonl", saved[-1] / "checkpoint.json")  # who changes one has it read anew
+    shutil.copy(saved[2] / "history.jsonl", saved[-1] / "checkpoint.json")  # a changed file is read again
     other = saver(History(), tmp_path)
     other.policy = dataclasses.replace(other.policy, keep_last=1, lineage=("first",))
     last = write_with(other, 35).future.result(20).path
-    assert sorted(tmp_path.iterdir()) == [saved[-1], last]  # what can't be read is nobody's to remove
+    assert sorted(tmp_path.iterdir()) == [saved[-1], last]  # a damaged one is not removed
 
 
-def test_runs_that_go_on_from_the_same_one_remove_that_one_s_only(tmp_path: Path):
+def test_two_runs_resumed_from_one_remove_only_its_checkpoints(tmp_path: Path):
     def save(step: int, *line: str) -> Path:
-        made = saver(History(), tmp_path)
-        made.policy = dataclasses.replace(made.policy, keep_last=2, lineage=line)
-        return write_with(made, step).future.result(20).path
+        manager = saver(History(), tmp_path)
+        manager.policy = dataclasses.replace(manager.policy, keep_last=2, lineage=line)
+        return write_with(manager, step).future.result(20).path
 
     save(5, "root")
     save(10, "root")
@@ -442,7 +388,7 @@ def test_runs_that_go_on_from_the_same_one_remove_that_one_s_only(tmp_path: Path
     assert sorted(path.path for path in dtkit.list_checkpoints(tmp_path)) == sorted([one, two, other, again])
 
 
-def test_the_newest_without_its_checkpoint_json_is_refused_and_no_older_one_taken(tmp_path: Path):
+def test_a_newest_checkpoint_without_metadata_is_refused(tmp_path: Path):
     older, newest = (write_one(tmp_path, step).future.result(20).path for step in (5, 10))
     (newest / "checkpoint.json").unlink()
     with pytest.raises(
@@ -454,14 +400,14 @@ def test_the_newest_without_its_checkpoint_json_is_refused_and_no_older_one_take
     assert list(dtkit.list_checkpoints(tmp_path).broken) == [newest]
 
 
-def test_a_path_may_begin_at_home(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_path_may_begin_with_a_tilde(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert dtkit.Checkpoint("~").path == whole
     assert [one.path for one in dtkit.list_checkpoints("~")] == [whole]
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
-def test_a_disk_without_room_is_an_error_of_the_save_alone(
+def test_a_disk_error_fails_only_its_checkpoint(
     whole: Path, tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch
 ):
     def full(*_: Any) -> Any:
@@ -476,8 +422,8 @@ def test_a_disk_without_room_is_an_error_of_the_save_alone(
     dtkit.Checkpoint(tmp_path).check_files()
 
 
-def test_a_real_full_disk(tmp_path: Path):
-    """/dev/full takes nothing."""
+def test_a_full_disk_is_written_into_the_report(tmp_path: Path):
+    """Writes to /dev/full fail."""
     (tmp_path / "rank-000.safetensors").symlink_to("/dev/full")
     assert writer._reserve_report(tmp_path, 0) is None
     writer._write_files(tmp_path, 0, captured(0))
@@ -485,14 +431,14 @@ def test_a_real_full_disk(tmp_path: Path):
     assert "No space left on device" in report["error"]
 
 
-def test_when_a_save_is_due(tmp_path: Path):
-    made = saver(History(), tmp_path)
-    assert [step for step in range(18) if made.is_due(step, 17) and made.begin_next(step)] == [5, 10, 15, 17]
-    assert [made.steps_until_due(step) for step in (0, 4, 5, 7)] == [5, 1, 5, 3]
-    made.reset_to(20)
-    assert not made.is_due(20, 100)
-    save = made.begin_next(25)
+def test_checkpoints_are_due_every_n_steps_and_at_the_end(tmp_path: Path):
+    manager = saver(History(), tmp_path)
+    assert [step for step in range(18) if manager.is_due(step, 17) and manager.begin_next(step)] == [5, 10, 15, 17]
+    assert [manager.steps_until_due(step) for step in (0, 4, 5, 7)] == [5, 1, 5, 3]
+    manager.reset_to(20)
+    assert not manager.is_due(20, 100)
+    save = manager.begin_next(25)
     assert save is not None
-    made.on_cancel(save)
-    assert made.is_due(25, 100)
+    manager.on_cancel(save)
+    assert manager.is_due(25, 100)
     assert save.folder is None

@@ -23,7 +23,7 @@ class Group:
     """Something that can be let go of."""
 
 
-def test_a_group_is_held_while_something_is_under_way_in_it_and_let_go_of_in_a_thread():
+def test_a_group_is_held_while_it_is_in_use_and_freed_in_a_thread():
     work, group, gone = Work(), Group(), threading.Event()
     by: list[str] = []
     weakref.finalize(group, lambda: (by.append(threading.current_thread().name), gone.set()))

@@ -1,6 +1,5 @@
 """dtkit.compare: several runs as a figure over bytes and steps, a table, and text."""
 
-import dataclasses
 import re
 import subprocess
 import sys
@@ -9,24 +8,16 @@ import numpy as np
 import pytest
 
 import dtkit
-from dtkit.dashboard import compare
 from dtkit.dashboard.figures import comparison_figure
-from tests.fake_source import FakeSource
+from dtkit.dashboard.text import comparison_text
+from tests.support.compared import run
+from tests.support.fake_source import FakeSource
 
 
-def run(strategy="DataParallel()", *, every=1, steps=80, ranks=4, name="ConvNet", sent=400_000):
-    """A run whose ranks send `sent` bytes every so many steps."""
-    source = FakeSource(ranks=ranks, steps=steps, name=name)
-    source.spec = dataclasses.replace(source.spec, strategy=strategy)
-    source.sends = lambda step: np.where(step % every == 0, sent, 0)
-    source.advance(steps)
-    return source
-
-
-def test_the_table_says_what_the_histories_say():
+def test_the_table_agrees_with_the_histories():
     plain, eighth = run(), run("ParameterAveraging(every=8)", every=8)
-    found = dtkit.compare([plain, eighth])
-    first, second = found.rows
+    comparison = dtkit.compare([plain, eighth])
+    first, second = comparison.rows
     assert (first.label, first.nodes, first.steps) == ("DataParallel()", 4, 80)
     assert first.sent_bytes == 80 * 400_000
     assert second.sent_bytes == first.sent_bytes / 8
@@ -37,50 +28,50 @@ def test_the_table_says_what_the_histories_say():
     assert first.loss == pytest.approx(totals["loss"][-20:].mean())
 
 
-def test_as_text_it_is_a_table():
+def test_the_text_of_a_comparison_is_a_table():
     header, *lines = repr(dtkit.compare([run(), run("ParameterAveraging(every=8)", every=8)])).splitlines()
-    assert re.split(" {2,}", header) == ["run", *compare._NUMBER_COLUMNS]
+    assert re.split(" {2,}", header) == ["run", *comparison_text.NUMBER_COLUMNS]
     assert lines[0].startswith("DataParallel()  ")
     assert "32 MB" in lines[0]
     assert "4 MB" in lines[1]
     assert len({len(line) for line in lines}) == 1
 
 
-def test_in_a_notebook_it_is_a_figure_and_a_table_of_escaped_text():
-    found = dtkit.compare([run(), run("Odd('<script>')")])
-    page = found._repr_html_()
+def test_the_html_of_a_comparison_is_a_figure_and_an_escaped_table():
+    comparison = dtkit.compare([run(), run("Odd('<script>')")])
+    page = comparison._repr_html_()
     assert '<img src="data:image/png;base64,' in page
     assert page.count("<tr>") == 3
     assert "<script>" not in page
     assert "Odd(&#x27;&lt;script&gt;&#x27;)" in page
     numbers = re.findall(r'style="text-align: right; ([^"]*)"', page)
-    assert numbers == ["white-space: nowrap"] * 3 * len(compare._NUMBER_COLUMNS)
+    assert numbers == ["white-space: nowrap"] * 3 * len(comparison_text.NUMBER_COLUMNS)
     assert 'alt="Loss against steps and against bytes. DataParallel(): loss ' in page
-    assert found._repr_png_().startswith(b"\x89PNG")
+    assert comparison._repr_png_().startswith(b"\x89PNG")
 
 
-def test_an_eighth_of_the_bytes_looks_like_an_eighth():
+def test_bytes_keep_enough_digits_to_compare_ratios():
     whole, eighth = dtkit.compare([run(sent=463_000), run("E()", every=8, sent=463_000)]).rows
-    assert compare._format_numbers(whole)[3:5] == ("37 MB", "463 kB")
-    assert compare._format_numbers(eighth)[3:5] == ("4.63 MB", "57.9 kB")
+    assert comparison_text.format_numbers(whole)[3:5] == ("37 MB", "463 kB")
+    assert comparison_text.format_numbers(eighth)[3:5] == ("4.63 MB", "57.9 kB")
 
 
-def test_the_table_as_a_frame():
+def test_to_pandas_has_a_row_for_each_run():
     pytest.importorskip("pandas")
     frame = dtkit.compare([run(), run("B()")]).to_pandas()
     assert list(frame.index) == ["DataParallel()", "B()"]
     assert frame.loc["B()", "sent_bytes"] == 80 * 400_000
 
 
-def test_lines_are_told_apart_by_more_than_colour():
-    found = dtkit.compare([run(f"S{k}()") for k in range(8)])
-    for ax in found.figure().axes:
+def test_lines_differ_by_more_than_color():
+    comparison = dtkit.compare([run(f"S{k}()") for k in range(8)])
+    for ax in comparison.figure().axes:
         looks = {(line.get_marker(), line._unscaled_dash_pattern[1], line.get_color()) for line in ax.get_lines()}
         assert len(looks) == 8
         assert len({marker for marker, _, _ in looks}) == 8
 
 
-def test_the_same_losses_against_steps_and_against_the_bytes_sent_by_then():
+def test_losses_are_drawn_against_steps_and_bytes():
     one, other = run(steps=40), run("ParameterAveraging(every=8)", every=8, steps=40)
     steps, sent = dtkit.compare([one, other]).figure().axes
     for by_step, by_bytes in zip(steps.get_lines(), sent.get_lines(), strict=True):
@@ -92,13 +83,13 @@ def test_the_same_losses_against_steps_and_against_the_bytes_sent_by_then():
     assert sent.get_xscale() == "linear"
 
 
-def test_bytes_that_are_far_apart_get_a_logarithmic_axis():
+def test_very_different_bytes_get_a_logarithmic_axis():
     figure = dtkit.compare([run(), run("Tiny()", sent=4_000)]).figure()
     assert figure.axes[1].get_xscale() == "log"
     figure.canvas.draw()
 
 
-def test_a_loss_that_falls_far_gets_a_logarithmic_axis():
+def test_a_steeply_falling_loss_gets_a_logarithmic_axis():
     steep = FakeSource(ranks=2)
     for loss in (10.0, 1.0, 0.1):
         steep.advance(5, loss=loss)
@@ -107,30 +98,30 @@ def test_a_loss_that_falls_far_gets_a_logarithmic_axis():
     figure.canvas.draw()
 
 
-def test_a_long_run_is_drawn_from_few_points():
+def test_a_long_comparison_is_drawn_from_few_points():
     steps, sent = dtkit.compare([run(steps=5000)]).figure().axes
     assert len(steps.get_lines()[0].get_xdata()) <= 64
     assert sent.get_lines()[0].get_xdata()[-1] == 5000 * 400_000
 
 
-def test_runs_without_a_step_or_without_bytes_are_shown():
+def test_runs_without_steps_or_bytes_are_shown():
     empty, alone = FakeSource(name="Fresh"), run(ranks=1, sent=0)
     for runs in ([empty], [alone], [empty, alone], [empty, run("B()")]):
-        found = dtkit.compare(runs)
-        assert found._repr_png_().startswith(b"\x89PNG")
-        assert len(repr(found).splitlines()) == 1 + len(runs)
+        comparison = dtkit.compare(runs)
+        assert comparison._repr_png_().startswith(b"\x89PNG")
+        assert len(repr(comparison).splitlines()) == 1 + len(runs)
     texts = {text.get_text() for ax in dtkit.compare([empty]).figure().axes for text in ax.texts}
     assert texts == {"no step yet", "nothing was sent"}
 
 
-def test_what_runs_do_later_is_shown_later():
+def test_a_comparison_reads_its_runs_when_it_is_shown():
     going = run(steps=10)
-    found = dtkit.compare([going])
+    comparison = dtkit.compare([going])
     going.advance(30)
-    assert found.rows[0].steps == 40
+    assert comparison.rows[0].steps == 40
 
 
-def test_histories_read_back_from_a_file(tmp_path):
+def test_saved_histories_are_compared(tmp_path):
     source = run(steps=10)
     source.history.to_jsonl(tmp_path / "run.jsonl")
     back = dtkit.History.from_jsonl(tmp_path / "run.jsonl")
@@ -149,11 +140,11 @@ def test_histories_read_back_from_a_file(tmp_path):
         (lambda: [run("A()"), run("B()").history], ["run 1: A()", "run 2"]),
     ],
 )
-def test_runs_are_named_by_what_differs(runs, labels):
+def test_default_labels_are_what_differs_between_runs(runs, labels):
     assert list(dtkit.compare(runs()).labels) == labels
 
 
-def test_labels_of_the_users_own():
+def test_labels_may_be_given():
     assert list(dtkit.compare([run(), run()], labels=["a", "b"]).labels) == ["a", "b"]
 
 
@@ -168,20 +159,20 @@ def test_labels_of_the_users_own():
         (lambda: dtkit.compare([FakeSource(), 3]), TypeError, "item 1 is 3;"),
         (lambda: dtkit.compare(3), TypeError, r"compare\(3\): it takes a list"),
         (lambda: dtkit.compare([FakeSource()], labels=["a", "b"]), ValueError, "are 2 for 1 run"),
-        (lambda: dtkit.compare([FakeSource()] * 2, labels=["a", "a"]), ValueError, "the same one"),
+        (lambda: dtkit.compare([FakeSource()] * 2, labels=["a", "a"]), ValueError, "the same label"),
         (lambda: dtkit.compare([FakeSource()], labels="a"), TypeError, "a list with a name for each"),
         (lambda: dtkit.compare([FakeSource()], labels=[1]), TypeError, "a list with a name for each"),
     ],
 )
-def test_what_cannot_be_compared_is_refused(call, error, said):
+def test_invalid_arguments_of_compare_are_refused(call, error, said):
     with pytest.raises(error, match=said):
         call()
 
 
-def test_comparing_loads_no_matplotlib_before_it_is_drawn():
+def test_compare_loads_no_matplotlib():
     code = "import dtkit, sys; dtkit.compare; sys.exit('matplotlib' in sys.modules or 'torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_marks_are_enough_for_every_colour():
+def test_markers_and_dashes_differ_for_every_color():
     assert len(comparison_figure._MARKERS) >= 8

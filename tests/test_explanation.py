@@ -6,68 +6,14 @@ import dataclasses
 import math
 import subprocess
 import sys
-from typing import Any
 
 import numpy as np
 import pytest
 
-from dtkit.dashboard.figures import run_figure
+from dtkit.dashboard.figures import render, style
 from dtkit.dashboard.text import data_parallel_text
 from dtkit.explain.data_parallel import StepExplanation, max_or_none
-
-RANKS = [  # rank, rows, loss
-    (0, [3, 18, 0], 1.0),
-    (1, list(range(4, 9)), 2.0),
-    (2, [], None),
-]
-
-
-def tensor(name: str, own: float | None, **also: Any) -> dict[str, Any]:
-    """A tensor's report; the reduced gradient is 0.3 and, as everywhere here, at a cosine of 0.5 to the own one."""
-    there = own is not None
-    told = {
-        "kind": "parameter",
-        "name": name,
-        "shape": (8, 4),
-        "own": own,
-        "contribution": own / 2 if there else None,
-        "reduced": 0.3,
-        "cosine": 0.5 if there else None,
-        "update": 0.03,
-        "value": 1.5,
-        "checksum": "0123456789ab",
-    }
-    return told | also
-
-
-def report(rank: int, rows: Any, loss: float | None, total: int, names: tuple[str, ...]) -> dict[str, Any]:
-    count = len(rows)
-    return {
-        "model": "Net",
-        "rank": rank,
-        "step": 7,
-        "epoch": 1,
-        "rows": np.array(rows, np.int64),
-        "samples": count,
-        "loss": loss,
-        "weight": float(count),
-        "share": count / total,
-        "clip": None,
-        "lr": 0.1,
-        "before": "aaaaaaaaaaaa",
-        "after": "bbbbbbbbbbbb",
-        "buffers": None,
-        "tensors": [tensor(name, None if loss is None else 0.4 + rank / 10) for name in names],
-    }
-
-
-def reports(ranks: Any = RANKS, names: tuple[str, ...] = ("0.weight", "0.bias"), **also: Any) -> list[dict[str, Any]]:
-    total = sum(len(rows) for _, rows, _ in ranks)
-    return [report(*each, total, names) | also for each in ranks]
-
-
-def told(*args: Any, **also: Any) -> StepExplanation:
-    return StepExplanation.from_reports(reports(*args, **also))
+from tests.support.step_reports import RANKS, report, reports, tensor, told
 
 
 def many(ranks: int, rows: int = 4) -> list[tuple[int, list[int], float]]:
@@ -93,7 +39,7 @@ def test_records_by_rank_and_by_layer():
     assert step.updated
 
 
-def test_all_layers_together_have_the_norm_of_the_whole_gradient():
+def test_all_layers_have_the_norm_of_the_whole_gradient():
     total = told().all_layers
     assert total.tensors == 2
     assert total.own == (pytest.approx(math.hypot(0.4, 0.4)), pytest.approx(math.hypot(0.5, 0.5)), None)
@@ -101,7 +47,7 @@ def test_all_layers_together_have_the_norm_of_the_whole_gradient():
     assert total.cosine == (pytest.approx(0.5), pytest.approx(0.5), None)
 
 
-def test_the_cosine_of_a_group_is_that_of_its_vectors():
+def test_the_cosine_of_a_group_is_that_of_its_concatenated_vectors():
     """Own (3, 0 | 0, 4) against reduced (1, 1 | 1, -1), written as two layers."""
     layers = [
         tensor("a", 3.0, reduced=math.sqrt(2), cosine=1 / math.sqrt(2)),
@@ -111,7 +57,7 @@ def test_the_cosine_of_a_group_is_that_of_its_vectors():
     assert step.all_layers.cosine == (pytest.approx(-1 / (5 * 2)),)
 
 
-def test_what_differs_is_named():
+def test_ranks_that_differ_are_named():
     stray = reports()
     stray[1]["after"] = "cccccccccccc"
     stray[1]["tensors"][1]["checksum"] = "dddddddddddd"
@@ -122,13 +68,13 @@ def test_what_differs_is_named():
     assert "DIFFERS" in repr(step)
 
 
-def test_without_any_sample_the_loss_is_not_a_number():
+def test_the_loss_without_any_sample_is_nan():
     step = StepExplanation.from_reports([report(0, [], None, 1, ("w",))])
     assert math.isnan(step.loss)
     assert "no rank had a sample in this step" in repr(step)
 
 
-def test_a_table_for_pandas():
+def test_an_explanation_becomes_a_data_frame():
     frame = told().to_pandas()
     assert len(frame) == 2 * 3
     assert frame.groupby("rank").own.sum().tolist() == [pytest.approx(0.8), pytest.approx(1.0), 0]
@@ -148,7 +94,7 @@ def test_a_table_for_pandas():
         (1, ["3 others"]),
     ],
 )
-def test_layers_are_grouped_by_module_as_finely_as_fits(limit, names):
+def test_layers_are_grouped_by_module_as_finely_as_possible(limit, names):
     step = told(RANKS[:1], ("a.0.w", "a.0.b", "a.1.w", "b.0.w", "b.0.b", "c"))
     big = [dataclasses.replace(layer, reduced=(9.0,)) if layer.name == "b.0.w" else layer for layer in step.layers]
     found = dataclasses.replace(step, layers=tuple(big)).group_layers(limit)
@@ -157,12 +103,12 @@ def test_layers_are_grouped_by_module_as_finely_as_fits(limit, names):
     assert math.hypot(*(record.reduced[0] for record in found)) == pytest.approx(math.hypot(9, *[0.3] * 5))
 
 
-def test_no_records_are_no_view():
+def test_a_limit_below_one_is_refused():
     with pytest.raises(ValueError, match="limit=0; it is the number of records to show, from 1 up"):
         told().group_layers(0)
 
 
-def test_the_largest_value_that_is_there():
+def test_max_or_none_ignores_none():
     assert max_or_none([None, 1.0, 3.0]) == 3
     assert max_or_none([None]) is None
 
@@ -182,8 +128,8 @@ Step 7 of Net on 3 ranks, epoch 2: 8 samples
 
    loss of the step = 3/8 * 1.000 + 5/8 * 2.000 = 1.625
 
-2. Each rank computes the gradient of its own loss. The all-reduce adds these up, each times its
-   weight, and leaves the sum on every rank. Norms:
+2. Each rank computes the gradient of its own loss. The all-reduce sums these gradients, each times
+   its weight, and leaves the sum on every rank. Norms:
 
    layer                shape      rank 0  rank 1  rank 2  all-reduced  cosine   update  checksum after
    0.weight             8*4        0.4000  0.5000       —       0.3000    0.50  0.03000  0123456789ab
@@ -191,8 +137,8 @@ Step 7 of Net on 3 ranks, epoch 2: 8 samples
    all layers           2 tensors  0.5657  0.7071       —       0.4243    0.50  0.04243  identical
    cosine with the sum               0.50    0.50       —
 
-   The cosine says how far a rank's own gradient points the way of the sum: 1 the same way, 0 across
-   it, -1 the opposite way. Where ranks disagree, parts cancel and the sum is shorter than the
+   The cosine compares a rank's own gradient with the sum: 1 the same direction, 0 at right angles,
+   -1 the opposite direction. Where ranks disagree, parts cancel and the sum is shorter than the
    gradients it is made of.
 
 3. Every rank takes the same update (learning rate 0.1). Checksums of all parameters:
@@ -205,42 +151,42 @@ Step 7 of Net on 3 ranks, epoch 2: 8 samples
    All 3 ranks hold identical parameters, bit by bit."""
 
 
-def test_the_text_needs_no_manual():
+def test_the_text_of_a_step():
     assert repr(told()) == TEXT.replace("*", TIMES)
 
 
-def test_clipping_is_told():
+def test_the_text_shows_clipping():
     over, within = repr(told(clip=0.1853)), repr(told(clip=1.0))
     assert "Clipping: the norm over all layers, 0.4243, is over the limit: all is multiplied by 0.1853." in over
     assert "Clipping: the norm over all layers is within the limit" in within
     assert "Clipping" not in repr(told())
 
 
-def test_weights_that_are_no_whole_numbers():
+def test_the_text_shows_fractional_weights():
     step = told(RANKS[:2], weight=2.5, share=0.5)
     assert f"loss of the step = 0.5000 {TIMES} 1.000 + 0.5000 {TIMES} 2.000 = 1.500" in repr(step)
 
 
-def test_no_update_is_no_update():
+def test_the_text_shows_a_step_without_an_update():
     text = repr(told(after=None, lr=None, clip=1.0))
     assert "3. No update: the gradients are not finite." in text
     assert "Every rank takes" not in text
     assert "Clipping" not in text
 
 
-def test_one_rank_has_nobody_to_compare_with():
+def test_the_text_of_one_rank_compares_nothing():
     text = repr(told(RANKS[:1]))
     assert "on 1 rank, epoch 2: 3 samples" in text
     assert "One rank: there is nothing to compare." in text
 
 
-def test_rows_of_a_stream_and_many_rows():
+def test_the_text_of_streams_and_of_many_rows():
     rows = [row * 3 for row in range(50)]
     assert "0, 3, 6, 9, 12, 15, 18, 21, …\n" in repr(told([(0, rows, 1.0)]))
     assert "of a stream, without numbers" in repr(told(RANKS[:1], rows=None))
 
 
-def test_many_ranks_fit_the_page():
+def test_the_text_of_many_ranks_fits_the_page():
     text = repr(told(many(40)))
     assert "and 24 more ranks" in text
     assert "smallest own  largest own" in text
@@ -248,7 +194,7 @@ def test_many_ranks_fit_the_page():
     assert max(map(len, text.splitlines())) < 120
 
 
-def test_long_and_wild_names_are_tamed():
+def test_long_names_and_control_characters_are_cleaned():
     text = repr(told(RANKS[:1], ("encoder." * 9 + "weight", "a\nb\x1b[31m"), model="N" * 400))
     assert "…" + ("encoder." * 9 + "weight")[-43:] in text
     assert "a b [31m" in text
@@ -275,7 +221,7 @@ def test_numbers_have_four_digits(value, text):
 # -- HTML ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_page_tells_what_the_text_tells():
+def test_the_html_has_the_content_of_the_text():
     page = told()._repr_html_()
     assert 'src="data:image/png;base64,' in page
     for words in ("no sample in this step", "3/8 = 0.3750", "0123456789ab", "identical parameters, bit by bit"):
@@ -294,7 +240,7 @@ def test_names_cannot_inject_html():
 # -- the picture -----------------------------------------------------------------------------------------------------
 
 
-def test_the_picture_has_rows_losses_and_gradients():
+def test_the_figure_has_rows_losses_and_gradients():
     figure = told().figure()
     rows, losses, gradients, columns = figure.axes
     assert [len(lines.get_segments()) for lines in rows.collections] == [3, 5]
@@ -310,18 +256,18 @@ def test_the_picture_has_rows_losses_and_gradients():
     assert line == "Parameters aaaaaaaaaaaa → bbbbbbbbbbbb. All 3 ranks hold identical parameters, bit by bit."
 
 
-def test_the_picture_says_when_ranks_differ():
+def test_the_figure_shows_that_ranks_differ():
     stray = reports()
     stray[2]["after"] = "cccccccccccc"
     stray[2]["tensors"][0] |= {"update": 0.04, "checksum": "cccccccccccc"}
     figure = StepExplanation.from_reports(stray).figure()
-    marked = [text.get_text() for text in figure.axes[3].texts if text.get_color() == run_figure.COLORS[5]]
+    marked = [text.get_text() for text in figure.axes[3].texts if text.get_color() == style.COLORS[5]]
     assert marked == ["ranks differ", "DIFFERS"]
     assert figure.get_supxlabel() == "The ranks hold DIFFERENT parameters, in 0.weight."
 
 
 @pytest.mark.parametrize("ranks", [9, 40])
-def test_many_ranks_are_one_bar_from_the_smallest_to_the_largest(ranks):
+def test_many_ranks_are_one_bar_from_smallest_to_largest(ranks):
     figure = told(many(ranks)).figure()
     spread, reduced = figure.axes[2].containers
     largest_own = 0.4 + (ranks - 1) / 10
@@ -359,15 +305,15 @@ STRANGE = {
 
 
 @pytest.mark.parametrize("name", STRANGE)
-def test_strange_steps_are_shown_without_a_warning(name):
+def test_unusual_steps_are_drawn_without_a_warning(name):
     step = told(RANKS[:2], **STRANGE[name])
-    assert run_figure.render_png(step.figure()).startswith(b"\x89PNG")
+    assert render.render_png(step.figure()).startswith(b"\x89PNG")
     assert repr(step).startswith("Step 7 of ")
 
 
-def test_reading_needs_neither_torch_nor_matplotlib_and_drawing_no_pyplot():
+def test_text_needs_neither_torch_nor_matplotlib_and_figures_no_pyplot():
     code = (
-        "import sys; from tests.test_explanation import told\n"
+        "import sys; from tests.support.step_reports import told\n"
         "assert 'torch' not in sys.modules\n"
         "told().figure(); assert 'matplotlib.pyplot' not in sys.modules"
     )

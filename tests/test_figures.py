@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from dtkit._util import formatting
-from dtkit.dashboard.figures import run_figure, style
+from dtkit.dashboard.figures import render, run_figure, style
 from dtkit.dashboard.summary.timing import PHASES, compute_step_timing
 from dtkit.types import Evaluation, ReplicaCheckResult, State
-from tests.fake_source import FakeSource
+from tests.support.fake_source import FakeSource
 
 
 def panel(figure, name):
@@ -31,7 +31,7 @@ def end_labels(ax):
     return {text.get_text() for text in ax.texts if text.get_gid() == "end"}
 
 
-def test_a_line_and_a_label_a_node_and_one_for_all():
+def test_each_node_has_a_line_and_a_label():
     source = FakeSource(ranks=4)
     source.advance(50)
     loss, throughput, *_ = run_figure.draw_run(source).axes
@@ -48,7 +48,7 @@ def test_a_line_and_a_label_a_node_and_one_for_all():
 
 
 @pytest.mark.parametrize("ranks", [9, 256])
-def test_many_nodes_are_a_band_and_their_mean(ranks):
+def test_many_nodes_are_drawn_as_a_band_with_the_mean(ranks):
     source = FakeSource(ranks=ranks)
     source.advance(30)
     figure = run_figure.draw_run(source)
@@ -58,7 +58,7 @@ def test_many_nodes_are_a_band_and_their_mean(ranks):
     assert len(loss.collections) == 1
 
 
-def test_one_node_needs_no_mean():
+def test_one_node_has_no_mean_line():
     source = FakeSource(ranks=1)
     source.advance(30)
     loss, throughput, *_ = run_figure.draw_run(source).axes
@@ -85,13 +85,13 @@ def test_one_pipeline_has_one_line_over_all():
     np.testing.assert_allclose(throughput.get_lines()[-1].get_ydata(), source.history.throughput()[1], rtol=1e-6)
 
 
-def test_the_title_says_what_how_and_how_far():
+def test_the_title_has_model_strategy_and_progress():
     source = FakeSource(name="$Net_0$ <b>")  # mathematics and markup stay text
     source.advance(12)
     source.state = State.PAUSED
     figure = run_figure.draw_run(source)
     assert figure.get_suptitle() == "$Net_0$ <b> · DataParallel() · 4 nodes · paused · 12 of 400 steps"
-    assert run_figure.render_png(figure).startswith(b"\x89PNG")
+    assert render.render_png(figure).startswith(b"\x89PNG")
 
 
 def test_events_and_validation_are_marked():
@@ -110,22 +110,22 @@ def test_events_and_validation_are_marked():
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
-def test_the_bars_of_the_steps_time(ranks):
+def test_step_time_bars_show_the_phases(ranks):
     source = FakeSource(ranks=ranks)
     source.slowness = {1: 2.0}
     source.advance(60)
     ax = panel(run_figure.draw_run(source), "Where a step's time goes")
-    found = compute_step_timing(source.history, ranks)
+    timing = compute_step_timing(source.history, ranks)
     for rank in range(ranks):
         left = 0.0
         for k, phase in enumerate(PHASES):
             (bar,) = [patch for patch in ax.patches if patch.get_gid() == f"{phase}-{rank}"]
             assert bar.get_x() == pytest.approx(left, abs=1e-6)
-            assert bar.get_width() == pytest.approx(1e3 * found.seconds[rank, k])
+            assert bar.get_width() == pytest.approx(1e3 * timing.seconds[rank, k])
             left += bar.get_width()
     labels = [label.get_text() for label in ax.get_yticklabels()]
     assert labels == ["node 0", "▲ node 1", *(f"node {k}" for k in range(2, ranks))]
-    assert ax._right_title.get_text() == f"▲ {found.straggler.text}"
+    assert ax._right_title.get_text() == f"▲ {timing.straggler.text}"
     assert [text.get_text() for text in ax.get_legend().get_texts()] == list(PHASES)
     looks = {(str(patch.get_hatch()), patch.get_facecolor()) for patch in ax.get_legend().get_patches()}
     assert (
@@ -133,7 +133,7 @@ def test_the_bars_of_the_steps_time(ranks):
     )  # told apart without colour; "forward" and "other" are dark and empty
 
 
-def test_many_nodes_have_three_bars_and_nobody_is_named_without_a_straggler():
+def test_many_nodes_have_three_bars_without_a_straggler():
     source = FakeSource(ranks=16)
     source.advance(60)
     ax = panel(run_figure.draw_run(source), "Where a step's time goes")
@@ -141,7 +141,7 @@ def test_many_nodes_have_three_bars_and_nobody_is_named_without_a_straggler():
     assert ax._right_title.get_text() == ""
 
 
-def test_the_gradients_norm_and_the_learning_rate_are_shown_where_they_say_something():
+def test_optional_panels_are_drawn_where_they_have_data():
     source = FakeSource()
     source.advance(30)
     figure = run_figure.draw_run(source)
@@ -157,7 +157,7 @@ def test_the_gradients_norm_and_the_learning_rate_are_shown_where_they_say_somet
     assert titles == ["Loss", "Throughput", "Where a step's time goes", "Memory"]
 
 
-def test_whether_ranks_agree_and_who_is_slowed_stand_under_the_title():
+def test_agreement_and_delays_are_listed_below_the_title():
     source = FakeSource()
     source.advance(30)
     assert said(run_figure.draw_run(source)) == []
@@ -174,7 +174,7 @@ def test_whether_ranks_agree_and_who_is_slowed_stand_under_the_title():
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16])
-def test_nothing_in_the_picture_lies_over_something_else(ranks):
+def test_elements_of_the_figure_do_not_overlap(ranks):
     """Titles, names and legends, by the boxes that they take when drawn."""
     source = FakeSource(ranks=ranks, name="A rather long name of a model")
     source.slowness, source.delay_factors = {0: 1.6}, {0: 1.6}
@@ -194,23 +194,23 @@ def test_nothing_in_the_picture_lies_over_something_else(ranks):
 
 
 @pytest.mark.parametrize("state", list(State))
-def test_without_a_step_it_says_so(state):
+def test_a_run_without_steps_has_a_placeholder(state):
     source = FakeSource()
     source.state = state
     figure = run_figure.draw_run(source)
     assert all(any(t.get_text() == "no step yet" for t in ax.texts) for ax in figure.axes)
-    run_figure.render_png(figure)
+    render.render_png(figure)
 
 
 @pytest.mark.parametrize("losses", [[1.0], [float("nan")], [float("inf")], [1e300, -1e300], [0.0, 0.0]])
-def test_strange_losses_are_drawn_without_a_warning(losses):
+def test_nonfinite_losses_are_drawn_without_a_warning(losses):
     source = FakeSource(ranks=2)
     for loss in losses:
         source.advance(1, loss=loss)
-    run_figure.render_png(run_figure.draw_run(source))
+    render.render_png(run_figure.draw_run(source))
 
 
-def test_a_long_run_is_drawn_from_few_points_with_its_extremes():
+def test_a_long_run_is_drawn_from_few_points_with_extremes():
     source = FakeSource(ranks=4, steps=100_000)
     source.advance(50_000)
     source.advance(1, loss=77.0)
@@ -220,17 +220,17 @@ def test_a_long_run_is_drawn_from_few_points_with_its_extremes():
     assert max(band.get_paths()[0].vertices[:, 1].max() for band in loss.collections) == 77
 
 
-def test_the_picture_does_not_follow_a_style():
+def test_the_figure_ignores_matplotlib_styles():
     import matplotlib as mpl
 
     source = FakeSource()
     source.advance(5)
     with mpl.rc_context({"text.color": "white", "axes.facecolor": "black", "savefig.facecolor": "black"}):
         figure = run_figure.draw_run(source)
-        run_figure.render_png(figure)
+        render.render_png(figure)
     assert figure.axes[0].get_facecolor() == (1, 1, 1, 1)
-    assert figure.axes[0]._left_title.get_color() == run_figure.TEXT_COLOR
-    assert figure._suptitle.get_color() == run_figure.TEXT_COLOR
+    assert figure.axes[0]._left_title.get_color() == style.TEXT_COLOR
+    assert figure._suptitle.get_color() == style.TEXT_COLOR
 
 
 def test_pyplot_is_never_loaded():
@@ -251,5 +251,5 @@ def test_pyplot_is_never_loaded():
         ([], []),
     ],
 )
-def test_labels_are_pushed_apart_around_their_middle(wanted, placed):
+def test_close_labels_are_spread_around_their_middle(wanted, placed):
     assert style.spread_positions(wanted, 0.1) == pytest.approx(placed)

@@ -1,4 +1,4 @@
-"""What stays of the dashboard where nobody looks: nbclient executes a notebook, nbconvert makes a page of it."""
+"""Dashboards without a browser: nbclient executes a notebook, nbconvert makes a page of it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from nbconvert import HTMLExporter
 from nbformat.v4 import new_code_cell, new_notebook
 
-from tests.browser.test_everywhere import TRAIN
-from tests.notebook import execute
+from tests.support.fake_run import TRAIN
+from tests.support.notebook import execute
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,8 +21,8 @@ pytestmark = pytest.mark.notebook
 COMPARE = "dtkit.compare([run, run.history], labels=['run', 'its history'])"
 
 
-def test_pictures_and_text_stay(tmp_path: Path):
-    """Displays of a run and of a comparison, live when their cells ran, are pictures when the run has ended."""
+def test_displays_become_pictures_and_text(tmp_path: Path):
+    """Live displays of a run and of a comparison become pictures when the run ends."""
     path = tmp_path / "run.ipynb"
     sources = (TRAIN, "run.dashboard()", COMPARE, "run.resume(); await run", "run.report('run.html')")
     nbformat.write(new_notebook(cells=[new_code_cell(source) for source in sources]), path)

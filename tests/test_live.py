@@ -27,33 +27,10 @@ from dtkit.dashboard.summary.timing import PHASES, compute_step_timing
 from dtkit.dashboard.throttle import Throttle
 from dtkit.history.history import History
 from dtkit.types import Evaluation, ReplicaCheckResult, State, StepRecord
-from tests.fake_source import FakeSource
+from tests.support.fake_source import FakeSource
+from tests.support.timers import Timers
 
 STATIC = Path(widget.STATIC_FOLDER)
-
-
-class Timers:
-    """A clock that the test sets, and timers that run when it says so."""
-
-    def __init__(self):
-        self.now, self.waiting = 0.0, []
-
-    def clock(self):
-        return self.now
-
-    def later(self, delay, call):
-        self.waiting.append((self.now + delay, call))
-
-    def run(self):
-        """Run all timers, in order, moving the clock on; returns when each ran."""
-        ran = []
-        while self.waiting:
-            self.waiting.sort(key=lambda item: item[0])
-            at, call = self.waiting.pop(0)
-            self.now = max(self.now, at)
-            ran.append(self.now)
-            call()
-        return ran
 
 
 def size(message):
@@ -67,7 +44,7 @@ def records(step, losses):
     return [StepRecord(step, 0, r, 8, x, 8, 0.1, 0, 0, 0, 0, 0.1, 1) for r, x in enumerate(losses)]
 
 
-def test_curves_keep_every_extreme_in_a_fixed_budget():
+def test_curves_keep_extremes_in_a_fixed_number_of_buckets():
     source = FakeSource(ranks=2, steps=100_000)
     source.advance(60_000)
     source.advance(1, loss=99.0)
@@ -84,7 +61,7 @@ def test_curves_keep_every_extreme_in_a_fixed_budget():
     assert part.middle_steps[0] < part.middle_steps[-1] <= 100_000 + part.width
 
 
-def test_curves_of_few_steps_are_the_values_themselves():
+def test_curves_of_few_steps_hold_the_exact_values():
     source = FakeSource(ranks=3, steps=100)
     source.advance(100)
     part = downsample(source.history, LOSS, 3)
@@ -96,7 +73,7 @@ def test_curves_of_few_steps_are_the_values_themselves():
         np.testing.assert_array_equal(part.values[:, rank, 1], losses.astype("f4"))
 
 
-def test_curves_added_bit_by_bit_equal_those_added_at_once():
+def test_curves_read_in_parts_equal_curves_read_at_once():
     source, bit = FakeSource(ranks=4, steps=5000), Curves(CHARTS, 4)
     for k in range(60):
         source.advance(1 + 7 * (k % 20))
@@ -118,7 +95,7 @@ def test_many_ranks_share_a_band():
     np.testing.assert_array_equal(part.values[:, 0, 2], losses.max(1).astype("f4"))
 
 
-def test_not_finite_losses_leave_a_gap_and_nothing_else():
+def test_nonfinite_losses_leave_only_a_gap():
     history = History()
     for step, loss in enumerate([1.0, float("nan"), float("inf"), 2.0]):
         history.append(records(step, [loss]))
@@ -126,7 +103,7 @@ def test_not_finite_losses_leave_a_gap_and_nothing_else():
     np.testing.assert_array_equal(part.values[:, 0, 1], np.array([1, np.nan, np.nan, 2], "f4"))
 
 
-def test_a_rank_that_reports_late_still_lands_in_its_step():
+def test_late_rows_go_to_the_bucket_of_their_step():
     history, curves = History(), Curves((LOSS,), 2)
     for step in range(10):
         history.append(records(step, [1.0]))
@@ -138,7 +115,7 @@ def test_a_rank_that_reports_late_still_lands_in_its_step():
     assert curves.get_all().values[3, 1, 1] == 7
 
 
-# -- the feed --------------------------------------------------------------------------------------------
+# -- messages -----------------------------------------------------------------------------------------------
 
 
 class Page:
@@ -187,9 +164,9 @@ class Page:
         self.width *= 2
 
 
-def long_story(feed, source):
+def long_story(builder, source):
     """Messages of a run with everything in it: slow, fast, events, evaluations, joins."""
-    yield feed.build_snapshot()
+    yield builder.build_snapshot()
     for k in range(80):
         source.advance(1 + (k % 9) * 11, loss=float("nan") if k == 20 else None)
         source.lr = 0.1 if k < 40 else 0.03
@@ -197,9 +174,9 @@ def long_story(feed, source):
         if k % 10 == 0:
             source.event("lr", f"learning rate {k}")
             source.history.add(Evaluation(source.step, 10, {"loss": 0.5, "accuracy": float("nan")}))
-        yield feed.build_change()
-    while feed.pending:
-        yield feed.build_change()
+        yield builder.build_change()
+    while builder.has_pending:
+        yield builder.build_change()
 
 
 def assert_same(a, b):
@@ -212,62 +189,62 @@ def assert_same(a, b):
 
 
 @pytest.mark.parametrize("ranks", [1, 4, 64])
-def test_a_late_page_has_what_changes_added_up_to(ranks):
+def test_a_late_snapshot_equals_the_sum_of_all_changes(ranks):
     source = FakeSource(ranks=ranks, steps=5000)
-    feed = MessageBuilder(source)
-    story = long_story(feed, source)
+    builder = MessageBuilder(source)
+    story = long_story(builder, source)
     early = Page(next(story))
     for message in story:
         early.apply(message)
     assert early.width > 1  # buckets were joined on the way
-    late = Page(feed.build_snapshot())
+    late = Page(builder.build_snapshot())
     late.seq = early.seq
     assert_same(early, late)
 
 
 @pytest.mark.parametrize("ranks", [4, 8])
 @pytest.mark.parametrize("steps", [1, 10, 100, 1000])
-def test_a_change_is_small_however_much_happened(ranks, steps):
+def test_the_size_of_a_change_is_bounded(ranks, steps):
     source = FakeSource(ranks=ranks, steps=100_000)
-    feed = MessageBuilder(source)
-    feed.build_snapshot()
+    builder = MessageBuilder(source)
+    builder.build_snapshot()
     for _ in range(30):
         source.advance(steps)
         for k in range(50):
             source.event("print", f"{k} " + "x" * 1000)
-        assert size(feed.build_change()) <= 10_000
+        assert size(builder.build_change()) <= 10_000
     sent = 0
-    while feed.has_pending:  # what was left over follows, and comes to an end
-        assert size(feed.build_change()) <= 10_000
+    while builder.has_pending:  # what was left over follows, and comes to an end
+        assert size(builder.build_change()) <= 10_000
         sent += 1
         assert sent < 100
 
 
-def test_only_changes_are_sent():
+def test_a_change_has_only_what_changed():
     source = FakeSource()
-    feed = MessageBuilder(source)
+    builder = MessageBuilder(source)
     source.advance(300)
-    feed.build_snapshot()
+    builder.build_snapshot()
     source.advance(1)
-    message = feed.build_change()
+    message = builder.build_change()
     assert message.content["curves"]["buckets"] == 1
     assert {"head", "nodes", "events", "evaluations"}.isdisjoint(message.content)
-    idle = feed.build_change()
+    idle = builder.build_change()
     assert idle.content["curves"]["buckets"] == 0
     assert [len(b) for b in idle.buffers] == [0] * 5
     assert "time" not in idle.content
     assert size(idle) < 1000
 
 
-def test_a_flood_of_prints_is_cut_to_what_a_page_keeps():
+def test_a_flood_of_prints_is_cut_to_the_lines_of_a_page():
     source = FakeSource()
-    feed = MessageBuilder(source)
-    feed.build_snapshot()
+    builder = MessageBuilder(source)
+    builder.build_snapshot()
     for k in range(10_000):
         source.event("print", str(k))
     texts = []
-    while feed.has_pending:
-        events = feed.build_change().content["events"]
+    while builder.has_pending:
+        events = builder.build_change().content["events"]
         assert len(events) <= MAX_CHANGE_EVENTS
         texts += [e["text"] for e in events]
     assert texts == [str(k) for k in range(10_000 - MAX_LOG_LINES, 10_000)]
@@ -279,7 +256,7 @@ def test_a_snapshot_of_a_long_run_stays_small():
     assert size(MessageBuilder(source).build_snapshot()) < 70_000
 
 
-def test_text_from_engines_stays_text():
+def test_text_of_engines_is_sent_as_text():
     source = FakeSource(name="<img src=x onerror=alert(1)>")
     source.event("print", "<script>alert(1)</script>\x1b[31m\x00", rank=1)
     source.exception = RuntimeError("<b>rank 1</b>\nsecond\x07 line")
@@ -295,13 +272,13 @@ def test_messages_are_json_without_nan():
     source = FakeSource()
     source.lr = float("nan")
     source.advance(3, loss=float("nan"))
-    feed = MessageBuilder(source)
-    json.dumps(feed.build_snapshot().content, allow_nan=False)
-    tiles = {tile["label"]: tile["value"] for tile in feed.build_change().content["tiles"]}
+    builder = MessageBuilder(source)
+    json.dumps(builder.build_snapshot().content, allow_nan=False)
+    tiles = {tile["label"]: tile["value"] for tile in builder.build_change().content["tiles"]}
     assert tiles["mean loss"] == "NaN"
 
 
-def test_tiles_say_what_the_records_say():
+def test_tiles_agree_with_the_records():
     source = FakeSource(ranks=4, steps=400)
     source.advance(150)
     source.advance(20, loss=0.25)
@@ -317,23 +294,23 @@ def test_tiles_say_what_the_records_say():
     assert list(tiles) == ["throughput", "mean loss", "step time", "waiting", "nodes"]
 
 
-def test_the_time_panel_is_sent_as_the_kept_one_draws_it():
+def test_the_live_time_panel_has_the_bars_of_the_figure():
     source = FakeSource(ranks=4)
     source.slowness = {1: 2.0}
     source.advance(60)
     message = MessageBuilder(source).build_snapshot()
-    found = compute_step_timing(source.history, 4)
+    timing = compute_step_timing(source.history, 4)
     sent = np.frombuffer(message.buffers[2], "<f4").reshape(4, len(PHASES))
-    np.testing.assert_array_equal(sent, found.seconds.astype("f4"))
+    np.testing.assert_array_equal(sent, timing.seconds.astype("f4"))
     time = message.content["time"]
-    assert (time["steps"], time["straggler"]) == (50, found.straggler.text)
+    assert (time["steps"], time["straggler"]) == (50, timing.straggler.text)
     assert time["bars"][1] == {"rank": 1, "label": "node 1", "slow": True}
     assert message.content["head"]["phases"] == PHASES
     tiles = {tile["label"]: tile["note"] for tile in message.content["tiles"]}
     assert tiles["step time"] == "▲ slowest: node 1"
 
 
-def test_nodes_are_measured_by_what_they_do_without_waiting():
+def test_throughput_of_nodes_leaves_out_waiting():
     source = FakeSource(ranks=2)
     source.slowness = {1: 2.0}
     source.advance(60)
@@ -345,7 +322,7 @@ def test_nodes_are_measured_by_what_they_do_without_waiting():
     assert rates[0] > 1.5 * rates[1]
 
 
-def test_remarks_are_sent_with_their_kind():
+def test_notices_are_sent_with_their_kind():
     source = FakeSource(ranks=4)
     source.delay_factors, source.consistency = {1: 2.0}, ReplicaCheckResult(412, (), None)
     assert MessageBuilder(source).build_snapshot().content["remarks"] == [
@@ -354,38 +331,38 @@ def test_remarks_are_sent_with_their_kind():
     ]
 
 
-def test_a_stuck_node_is_told_while_it_lasts():
+def test_a_stall_is_sent_until_it_ends():
     source = FakeSource(ranks=4)
     source.advance(30)
-    feed = MessageBuilder(source)
-    feed.build_snapshot()
+    builder = MessageBuilder(source)
+    builder.build_snapshot()
     source.message = "rank 1 keeps the others waiting"  # as a run has it: the finding's text
     source.stick(1)
-    content = feed.build_change().content
+    content = builder.build_change().content
     nodes = {tile["label"]: tile for tile in content["tiles"]}["nodes"]
     assert nodes == {"label": "nodes", "value": "4 / 4", "note": "⊘ node 1 stuck: forward, 12 s", "alert": True}
     assert content["nodes_now"]["stuck"] == [1]
     assert content["remarks"] == [
         {
             "kind": "stuck",
-            "text": "node 1 is stuck in forward of step 31, and the others wait for it. It stands at train.py:12 in "
+            "text": "node 1 is stuck in forward of step 31, and the others wait for it. It is at train.py:12 in "
             "step. cluster.stacks() shows where all ranks stand",
         }
     ]
     assert content["status"]["message"] == ""  # said once
-    assert [mark["kind"] for mark in feed.build_snapshot().content["marks"]] == ["stuck"]
+    assert [mark["kind"] for mark in builder.build_snapshot().content["marks"]] == ["stuck"]
     said = content["remarks"]
     source.stick(1, seconds=40.0)
-    content = feed.build_change().content
+    content = builder.build_change().content
     assert {tile["label"]: tile for tile in content["tiles"]}["nodes"]["note"] == "⊘ node 1 stuck: forward, 40 s"
     assert content["remarks"] == said  # an alert is read out anew with every word that changes
     source.stall_report, source.message = None, ""
-    content = feed.build_change().content
+    content = builder.build_change().content
     assert (content["remarks"], content["nodes_now"]["stuck"]) == ([], [])
-    assert [mark["kind"] for mark in feed.build_snapshot().content["marks"]] == ["stuck", "stuck"]
+    assert [mark["kind"] for mark in builder.build_snapshot().content["marks"]] == ["stuck", "stuck"]
 
 
-def test_a_run_in_which_no_node_moves_says_so_and_a_straggler_is_not_stuck():
+def test_a_stall_of_all_nodes_is_shown_and_a_straggler_is_not_stuck():
     source = FakeSource(ranks=4)
     source.advance(30)
     source.stick(None, seconds=75.0)
@@ -409,17 +386,15 @@ def test_a_run_in_which_no_node_moves_says_so_and_a_straggler_is_not_stuck():
         ("backward", 12, "backward", "is stuck in backward of step 12"),
     ],
 )
-def test_every_place_in_which_a_node_is_stuck_has_words(phase, step, tile, place):
+def test_every_phase_of_a_stuck_node_has_a_description(phase, step, tile, place):
     source = FakeSource(ranks=2)
     source.stick(1, phase=phase)
     found = dataclasses.replace(source.stall_report, step=step)
     assert stall.format_short(found) == f"⊘ node 1 stuck: {tile}, 12 s".replace(": ,", ":")
-    assert stall.format_sentence(found).startswith(
-        f"node 1 {place}, and the others wait for it. It stands at train.py:12"
-    )
+    assert stall.format_sentence(found).startswith(f"node 1 {place}, and the others wait for it. It is at train.py:12")
 
 
-def test_what_is_the_same_on_all_ranks_has_one_line():
+def test_values_equal_on_all_ranks_have_one_line():
     source = FakeSource(ranks=4)
     source.advance(10)
     part = Curves(CHARTS, 4)
@@ -444,16 +419,16 @@ def node():
     return found or pytest.skip("no node.js")
 
 
-def test_the_page_adds_up_the_same(tmp_path):
+def test_the_page_merges_changes_like_the_notebook(tmp_path):
     """The page's own store, fed with the messages of a run, ends with what a snapshot holds."""
     source = FakeSource(ranks=4, steps=5000)
-    feed = MessageBuilder(source)
-    messages = [*long_story(feed, source), feed.build_snapshot()]
+    builder = MessageBuilder(source)
+    messages = [*long_story(builder, source), builder.build_snapshot()]
     (tmp_path / "store.mjs").write_bytes((STATIC / "store.js").read_bytes())
-    (tmp_path / "messages.json").write_and_sync(
+    (tmp_path / "messages.json").write_text(
         json.dumps([[m.content, [base64.b64encode(b).decode() for b in m.buffers]] for m in messages])
     )
-    (tmp_path / "run.mjs").write_and_sync(
+    (tmp_path / "run.mjs").write_text(
         textwrap.dedent("""
         import { newStore, apply } from "./store.mjs";
         import { readFileSync } from "node:fs";
@@ -491,13 +466,13 @@ def test_the_page_adds_up_the_same(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["dashboard.js", "compare.js"])
-def test_the_modules_of_the_page_are_one_module(tmp_path, name):
+def test_the_bundle_is_one_valid_module(tmp_path, name):
     """A name that two files have at their top level would make it one that no browser loads."""
     entry = STATIC / name
     code = bundle_modules(entry)
-    (tmp_path / "all.mjs").write_and_sync(code, encoding="utf-8")
+    (tmp_path / "all.mjs").write_text(code, encoding="utf-8")
     run = 'import start from "./all.mjs"; console.log(Object.keys(start()).sort().join());'
-    (tmp_path / "run.mjs").write_and_sync(run, encoding="utf-8")
+    (tmp_path / "run.mjs").write_text(run, encoding="utf-8")
     done = subprocess.run([node(), "run.mjs"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert (done.stdout.strip(), done.stderr) == ("initialize,render", "")
     assert not re.search(r"^import ", code, re.MULTILINE)
@@ -507,9 +482,10 @@ def test_the_modules_of_the_page_are_one_module(tmp_path, name):
     assert parts == used | {"dashboard.js"}  # none is forgotten
 
 
-def test_every_panel_is_drawn_in_both_views():
-    kept = {path.stem for path in (STATIC.parent / "panels").glob("*.py")} - {"__init__"}
+def test_every_panel_of_the_figure_has_a_live_half():
+    kept = {path.stem for path in (STATIC.parents[1] / "figures" / "panels").glob("*.py")} - {"__init__"}
     live_ones = {path.stem for path in (STATIC / "panels").glob("*.js")}
+    assert kept
     assert kept <= live_ones
 
 
@@ -520,7 +496,7 @@ def throttled(work, timers, interval=0.25):
     return Throttle(work, interval, clock=timers.clock, call_later=timers.later)
 
 
-def test_at_most_four_a_second_and_the_last_one_always():
+def test_a_throttle_limits_calls_and_always_makes_the_last_one():
     timers, seen, value = Timers(), [], 0
     throttle = throttled(lambda: seen.append((timers.now, value)), timers)
     for k in range(1000):  # ten seconds of a poke every 10 ms
@@ -538,7 +514,7 @@ def test_at_most_four_a_second_and_the_last_one_always():
     assert 38 <= len(seen) <= 42
 
 
-def test_a_poke_during_the_work_is_not_lost():
+def test_a_trigger_during_a_call_is_not_lost():
     timers, runs = Timers(), []
 
     def work():
@@ -552,7 +528,7 @@ def test_a_poke_during_the_work_is_not_lost():
     assert runs == [0, 0.25]
 
 
-def test_an_error_in_a_view_is_reported_once_and_harms_nobody(caplog):
+def test_an_error_in_a_view_is_logged_once(caplog):
     timers = Timers()
     throttle = throttled(lambda: 1 / 0, timers)
     with caplog.at_level(logging.WARNING, "dtkit.dashboard"):
@@ -563,7 +539,7 @@ def test_an_error_in_a_view_is_reported_once_and_harms_nobody(caplog):
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_nothing_runs_after_close():
+def test_a_closed_throttle_makes_no_call():
     timers, runs = Timers(), []
     throttle = throttled(lambda: runs.append(1), timers)
     throttle.trigger()
@@ -592,7 +568,7 @@ def watched(timers, monkeypatch):
     dashboard.close()
 
 
-def test_the_fake_is_a_source():
+def test_the_fake_run_satisfies_the_protocol():
     assert isinstance(FakeSource(), RunView)
 
 
@@ -607,7 +583,7 @@ def test_the_model_opens_with_a_snapshot():
     assert source.subscribers == 0
 
 
-def test_snapshots_until_a_page_is_heard_then_changes_only(watched, timers):
+def test_changes_are_sent_after_the_first_hello(watched, timers):
     source, dashboard, sent = watched
 
     def updates(count):
@@ -624,7 +600,7 @@ def test_snapshots_until_a_page_is_heard_then_changes_only(watched, timers):
     assert set(updates(20)) == {"change"}
 
 
-def test_messages_are_numbered_without_a_gap(watched, timers):
+def test_messages_are_numbered_without_gaps(watched, timers):
     source, dashboard, sent = watched
     for k in range(10):
         source.advance(1)
@@ -635,25 +611,25 @@ def test_messages_are_numbered_without_a_gap(watched, timers):
     assert all(b["base"] == a["seq"] for a, b in itertools.pairwise(contents))
 
 
-def test_what_is_left_over_follows_by_itself(watched, timers):
+def test_pending_changes_follow_by_themselves(watched, timers):
     source, dashboard, sent = watched
     dashboard._on_page_message(dashboard, {"hello": "opened"}, [])
     sent.clear()
     source.advance(400)
     timers.run()
     assert len(sent) > 1
-    assert not dashboard._feed.pending
+    assert not dashboard._message_builder.has_pending
 
 
 @pytest.mark.parametrize("command", ["pause", "resume", "step", "stop"])
-def test_buttons_post_and_nothing_else(watched, command):
+def test_a_button_only_posts_its_command(watched, command):
     source, dashboard, _ = watched
     dashboard._on_page_message(dashboard, {"command": command, "value": 3}, [])
     assert source.posted == [(command, None)]
 
 
 @pytest.mark.parametrize("bad", ["0.1", None, float("nan"), -1])
-def test_a_bad_learning_rate_is_refused_on_the_page(watched, bad):
+def test_an_invalid_learning_rate_is_refused_on_the_page(watched, bad):
     source, dashboard, sent = watched
     dashboard._on_page_message(dashboard, {"command": "lr", "value": bad}, [])
     assert source.posted == []
@@ -663,24 +639,24 @@ def test_a_bad_learning_rate_is_refused_on_the_page(watched, bad):
     assert source.posted == [("lr", 0.03)]
 
 
-def test_what_the_run_refuses_is_said_on_the_page(watched):
+def test_a_refusal_of_the_run_is_shown_on_the_page(watched):
     source, dashboard, sent = watched
     source.refuse = RuntimeError("the run has ended")
     dashboard._on_page_message(dashboard, {"command": "pause"}, [])
     assert sent[-1][0] == {"kind": "refused", "command": "pause", "text": "the run has ended"}
 
 
-def test_strange_messages_are_ignored(watched):
+def test_unknown_messages_of_a_page_are_ignored(watched):
     source, dashboard, _ = watched
     for content in ("pause", None, {}, {"command": "rm"}, {"command": "__class__"}):
         dashboard._on_page_message(dashboard, content, [])
     assert source.posted == []
 
 
-def test_a_view_that_fails_leaves_the_run_alone(watched, timers, monkeypatch, caplog):
+def test_a_failing_view_does_not_affect_the_run(watched, timers, monkeypatch, caplog):
     source, dashboard, _ = watched
-    monkeypatch.setattr(dashboard._feed, "build_change", lambda: 1 / 0)
-    dashboard._greeted = True
+    monkeypatch.setattr(dashboard._message_builder, "build_change", lambda: 1 / 0)
+    dashboard._is_page_ready = True
     source.advance(1)
     timers.run()
     source.advance(1)
@@ -689,7 +665,7 @@ def test_a_view_that_fails_leaves_the_run_alone(watched, timers, monkeypatch, ca
     assert "the training goes on" in caplog.text
 
 
-def test_the_view_is_light_to_import():
+def test_importing_the_widget_loads_no_heavy_package():
     code = (
         "import sys, dtkit.dashboard.live.widget, dtkit.dashboard.display, dtkit.dashboard.text.run_text;"
         "print([m for m in ('torch', 'ipyparallel', 'matplotlib') if m in sys.modules])"
@@ -725,7 +701,7 @@ def notebook(monkeypatch):
     return shown
 
 
-def test_a_run_that_ends_leaves_a_picture_and_text_alone(notebook):
+def test_an_ended_run_is_replaced_by_a_picture_and_text(notebook):
     source = FakeSource()
     source.advance(5)
     display.show(source)
@@ -748,7 +724,7 @@ def test_a_run_that_ends_leaves_a_picture_and_text_alone(notebook):
     assert source not in display._displays
 
 
-def test_a_run_that_ended_shows_the_picture_at_once(notebook):
+def test_a_run_that_had_ended_is_shown_as_a_picture(notebook):
     source = FakeSource()
     source.advance(5)
     source.end()
@@ -759,7 +735,7 @@ def test_a_run_that_ended_shows_the_picture_at_once(notebook):
     assert display.wait_until_replaced(source, timeout=0)
 
 
-def test_a_picture_that_fails_leaves_the_text_with_the_reason(notebook, monkeypatch):
+def test_a_failing_picture_is_replaced_by_text_with_the_error(notebook, monkeypatch):
     source = FakeSource()
     display.show(source)
     monkeypatch.setattr(display, "make_static_output", lambda _: 1 / 0)
@@ -770,7 +746,7 @@ def test_a_picture_that_fails_leaves_the_text_with_the_reason(notebook, monkeypa
     assert "ZeroDivisionError" in data["text/plain"]
 
 
-def test_a_page_opened_anew_keeps_the_last_state(notebook):
+def test_a_reloaded_page_keeps_the_last_state(notebook):
     source = FakeSource()
     display.show(source)
     model = notebook[0][0]
@@ -783,7 +759,7 @@ def test_a_page_opened_anew_keeps_the_last_state(notebook):
     model.close()
 
 
-def test_outside_a_notebook_a_run_is_text(capsys):
+def test_a_run_outside_a_notebook_is_shown_as_text(capsys):
     assert threading.current_thread() is threading.main_thread()
     display.show(FakeSource(name="Net"))
     assert capsys.readouterr().out.startswith("Net · DataParallel() · running\n")

@@ -232,7 +232,7 @@ def test_a_worker_that_is_killed_is_an_error_and_others_take_its_place():
         fed.close()
 
 
-def test_a_worker_that_dies_while_it_hands_over_is_told_from_a_dataset_that_lost_its_connection():
+def test_a_dead_worker_is_told_from_a_dataset_that_lost_its_connection():
     class Torn:
         error: Exception = ConnectionResetError("Connection reset by peer")
 
@@ -249,11 +249,11 @@ def test_a_worker_that_dies_while_it_hands_over_is_told_from_a_dataset_that_lost
 
 
 def test_workers_are_refused_where_they_do_not_pay():
-    with pytest.raises(ValueError, match=r"num_workers=2: .*\(ArraySource\) .* Leave workers out"):
+    with pytest.raises(ValueError, match=r"num_workers=2: .*\(ArraySource\) .* Leave num_workers"):
         make_loader(ArraySource([torch.zeros(3)]), LoadingOptions(num_workers=2), CPU, 0, 0)
 
 
-@pytest.mark.parametrize("bad", [{"workers": -1}, {"workers": 1.5}, {"workers": True}, {"prefetch": 2}])
+@pytest.mark.parametrize("bad", [{"num_workers": -1}, {"num_workers": 1.5}, {"num_workers": True}, {"prefetch": 2}])
 def test_options_that_make_no_sense(bad: dict[str, Any]):
     with pytest.raises(ValueError, match=f"{next(iter(bad))}="):
         LoadingOptions(**bad)
@@ -423,7 +423,7 @@ def test_one_process_that_plays_all_ranks_sees_their_samples():
         ] or step == 4
 
 
-def test_a_step_can_be_asked_for_again_and_steps_can_be_left_out_but_not_gone_back_to():
+def test_steps_can_be_repeated_and_skipped_but_not_revisited():
     stream = alone(counting(200))
     first = numbers(stream.load_batches(0))
     assert numbers(stream.load_batches(0)) == first
@@ -463,7 +463,7 @@ def test_a_stream_that_raises_is_not_taken_to_have_ended(ahead: bool):  # noqa: 
         yield from ((torch.tensor([k]), k) for k in range(21))
         raise OSError("the link is down")
 
-    stream = alone(samples, ahead=ahead)
+    stream = alone(samples, prefetch=ahead)
     stream.count_samples(0)
     with pytest.raises(OSError, match="the link is down") as caught:
         stream.count_samples(1)
@@ -483,7 +483,7 @@ def test_closing_lets_generators_end():
 
     for ahead in (False, True):
         ended.clear()
-        stream = alone(samples, ahead=ahead)
+        stream = alone(samples, prefetch=ahead)
         stream.count_samples(0)
         if ahead:
             stream._prefetched.result(10)

@@ -51,7 +51,7 @@ def ranks(culprit: RankObservation) -> list[RankObservation]:
     return [culprit if rank == culprit.rank else seen(rank) for rank in range(3)]
 
 
-AWAY: dict[str, Any] = {"blocked": False, "phase": "forward", "counts": {"0": 4}}
+AWAY: dict[str, Any] = {"is_blocked": False, "phase": "forward", "collective_counts": {"0": 4}}
 
 
 # -- who it is ---------------------------------------------------------------------------------------------
@@ -64,7 +64,7 @@ AWAY: dict[str, Any] = {"blocked": False, "phase": "forward", "counts": {"0": 4}
         (seen(1, "ended"), "ended"),
         (seen(1, "running", age_s=3.0), "silent"),
         (seen(1, "running", **AWAY), "away"),
-        (seen(1, counts={"0": 4}), "other"),
+        (seen(1, collective_counts={"0": 4}), "other"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -74,29 +74,31 @@ def test_the_rank_that_keeps_the_others_waiting(culprit: RankObservation, cause:
 
 def test_a_rank_that_left_a_call_early():
     waiting = [seen(rank, op="call", phase="call", job=None, step=None) for rank in range(3)]
-    waiting[2] = seen(2, op=None, phase="idle", blocked=False, counts={}, stack=(), job=None, step=None)
+    waiting[2] = seen(2, op=None, phase="idle", is_blocked=False, collective_counts={}, stack=(), job=None, step=None)
     assert diagnose(waiting) == Diagnosis("returned", 2)
 
 
 def test_a_rank_that_has_ended_its_dispatch_is_not_to_blame():
-    done = seen(0, op=None, phase="idle", blocked=False, counts={}, stack=())
+    done = seen(0, op=None, phase="idle", is_blocked=False, collective_counts={}, stack=())
     assert diagnose([done, seen(1, **AWAY), seen(2)]) == Diagnosis("away", 1)
 
 
 def test_a_wait_that_shows_no_line_is_told_by_the_count():
     """DDP waits in C++, a user's ``work.wait()`` in the user's own line: neither stack says so."""
-    ahead = {"blocked": False, "phase": "backward", "counts": {"0": 5}}
+    ahead = {"is_blocked": False, "phase": "backward", "collective_counts": {"0": 5}}
     assert diagnose([seen(0, **ahead), seen(1, **ahead), seen(2, **AWAY)]) == Diagnosis("away", 2)
 
 
 def test_counts_mean_nothing_where_ranks_send_in_pairs():
-    stages = [seen(rank, pairwise=True, phase="receive", counts={"0": 3 + rank}) for rank in range(3)]
-    stages[1] = seen(1, pairwise=True, blocked=False, phase="forward", counts={"0": 9})
+    stages = [seen(rank, is_p2p=True, phase="receive", collective_counts={"0": 3 + rank}) for rank in range(3)]
+    stages[1] = seen(1, is_p2p=True, is_blocked=False, phase="forward", collective_counts={"0": 9})
     assert diagnose(stages) == Diagnosis("away", 1)
 
 
 def test_counts_of_different_calls_are_not_compared():
-    assert diagnose([seen(0, job="job-2"), seen(1, counts={"0": 4}), seen(2, counts={"0": 4})]) == Diagnosis("together")
+    assert diagnose(
+        [seen(0, job="job-2"), seen(1, collective_counts={"0": 4}), seen(2, collective_counts={"0": 4})]
+    ) == Diagnosis("together")
 
 
 def test_all_wait_in_different_places():
@@ -122,7 +124,7 @@ def test_all_silent_is_a_machine_under_load():
     [([0.9, 0.1, 0.8], 1), ([0.9, 0.4, 0.8], None), ([0.1, 0.1, 0.8], None), ([0.9, None, 0.8], None)],
 )
 def test_a_straggler_hardly_ever_waits(shares: list[float | None], slow: int | None):
-    assert find_straggler([seen(rank, waited=share) for rank, share in enumerate(shares)]) == slow
+    assert find_straggler([seen(rank, blocked_fraction=share) for rank, share in enumerate(shares)]) == slow
 
 
 # -- when it is told ---------------------------------------------------------------------------------------
@@ -188,7 +190,7 @@ def test_what_is_told_names_rank_phase_step_and_line(world: World):
 
 
 def test_a_stopped_rank_has_its_own_remedy(world: World):
-    world.ranks = ranks(seen(1, "stopped", still_s=0.0))
+    world.ranks = ranks(seen(1, "stopped", stalled_s=0.0))
     lookout = StallDetector(world)
     lookout.on_sent(0.0)
     found = lookout.check(6.0)
@@ -202,7 +204,7 @@ def test_it_is_told_once_and_again_when_it_changes(world: World):
     lookout.on_sent(0.0)
     assert lookout.check(6.0) is not None
     assert lookout.check(6.5) is None
-    world.ranks = ranks(seen(1, **AWAY | {"still_s": 7.0}))
+    world.ranks = ranks(seen(1, **AWAY | {"stalled_s": 7.0}))
     assert lookout.check(7.0) is None
     assert lookout.stall_report is not None
     assert lookout.stall_report.stalled_s == pytest.approx(7.2)
@@ -215,7 +217,7 @@ def land(lookout: StallDetector, world: World) -> None:
 
 
 def move(lookout: StallDetector, world: World) -> None:
-    world.ranks = [seen(rank, still_s=0.1) for rank in range(3)]
+    world.ranks = [seen(rank, stalled_s=0.1) for rank in range(3)]
 
 
 @pytest.mark.parametrize("recover", [land, move])
@@ -244,8 +246,8 @@ def test_after_a_failure_nobody_is_stuck_and_nobody_goes_on(world: World):
 
 def test_a_rank_that_moves_is_a_straggler_and_is_named_once(world: World):
     def shares(step: int) -> list[RankObservation]:
-        slow = seen(1, still_s=0.5, step=step, waited=0.0, slowness=10.0, **AWAY)
-        return [slow if rank == 1 else seen(rank, still_s=0.5, step=step, waited=0.9) for rank in range(3)]
+        slow = seen(1, stalled_s=0.5, step=step, blocked_fraction=0.0, delay_factor=10.0, **AWAY)
+        return [slow if rank == 1 else seen(rank, stalled_s=0.5, step=step, blocked_fraction=0.9) for rank in range(3)]
 
     world.ranks = shares(12)
     lookout = StallDetector(world)
@@ -266,7 +268,7 @@ def test_a_rank_that_moves_is_a_straggler_and_is_named_once(world: World):
 
 
 def test_a_rank_that_is_slow_on_purpose_is_given_as_much_longer(world: World):
-    world.ranks = ranks(seen(1, slowness=10.0, **AWAY))
+    world.ranks = ranks(seen(1, delay_factor=10.0, **AWAY))
     lookout = StallDetector(world)
     lookout.on_sent(0.0)
     assert lookout.check(6.0) is None
@@ -277,7 +279,7 @@ def test_all_at_once_are_given_longer(world: World):
     lookout = StallDetector(world)
     lookout.on_sent(0.0)
     assert lookout.check(6.0) is None
-    world.ranks = [seen(rank, **AWAY | {"still_s": 31.0}) for rank in range(3)]
+    world.ranks = [seen(rank, **AWAY | {"stalled_s": 31.0}) for rank in range(3)]
     found = lookout.check(32.0)
     assert found is not None
     assert (found.kind, found.rank) == ("together", None)
@@ -304,6 +306,8 @@ def test_a_rank_that_was_stuck_is_no_straggler_for_it(world: World):
     lookout.on_sent(0.0)
     assert lookout.check(6.0) is not None
     for step, now in enumerate((6.5, 7.0, 7.5)):
-        world.ranks = [seen(rank, still_s=0.1, step=13 + step, waited=0.9 * (rank != 1)) for rank in range(3)]
+        world.ranks = [
+            seen(rank, stalled_s=0.1, step=13 + step, blocked_fraction=0.9 * (rank != 1)) for rank in range(3)
+        ]
         found = lookout.check(now)
         assert (None if found is None else found.kind) == ("recovered" if now == 6.5 else None)

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from dtkit.engine.memory import PeakMemoryTracker, count_storage_bytes
-from dtkit.planning.cost_model import Benchmark, Plan, PlanRow
+from dtkit.planning.cost_model import Benchmark
 from dtkit.planning.memory_report import Memory, MemoryRow, MemoryUsage
-
-MB = 10**6
-
-
-def held(**changes: Any) -> MemoryUsage:
-    how: dict[str, Any] = {"sent_model": 0, "parameters": 20 * MB, "gradients": 20 * MB, "optimizer": 40 * MB}
-    return MemoryUsage(**(how | {"grown": 100 * MB, "limit": 150 * MB} | changes))
+from dtkit.planning.plan import Plan, PlanRow
+from tests.support.memory_reports import MB, held
 
 
 def planned(strategy: str = "Sharded()", ranks: int = 2) -> Plan:
@@ -37,32 +31,32 @@ def memory(*reports: MemoryUsage, plan: Plan | None = None) -> Memory:
     return Memory.from_reports("Net", "Sharded()", 3, reports, plan)
 
 
-def test_what_came_and_went_is_the_rest_of_the_peak():
+def test_activations_are_the_rest_of_the_peak():
     row = MemoryRow.from_usage(0, held(sent_model=10 * MB), None)
     assert row.activations == 20 * MB
     assert row.peak == row.total == 110 * MB
     assert row.limit == 160 * MB  # the model as it was sent lies beside what the job could have
 
 
-def test_without_a_step_or_a_kernel_that_counts_there_is_no_peak():
-    row = MemoryRow.from_usage(0, held(grown=None, limit=None), None)
+def test_the_peak_is_unknown_without_a_step_or_a_measurement():
+    row = MemoryRow.from_usage(0, held(process_growth=None, limit=None), None)
     assert (row.peak, row.activations, row.limit) == (None, None, None)
     assert row.total == 80 * MB
-    found = memory(held(grown=None, limit=None))
+    found = memory(held(process_growth=None, limit=None))
     assert found.peak is None
     assert "limit" not in repr(found)
     assert [t.get_text() for t in found.figure().axes[0].texts] == ["no step yet"]
 
 
-def test_a_process_that_seems_to_have_grown_less_than_its_tensors_holds_them_all_the_same():
-    row = MemoryRow.from_usage(0, held(grown=70 * MB), None)
+def test_a_process_that_grew_less_than_its_tensors_still_holds_them():
+    row = MemoryRow.from_usage(0, held(process_growth=70 * MB), None)
     assert (row.activations, row.peak) == (0, 80 * MB)
 
 
-def test_the_table_has_what_was_planned_below_what_was_measured():
-    found = memory(held(), held(grown=120 * MB), plan=planned())
+def test_the_table_shows_planned_below_measured_memory():
+    found = memory(held(), held(process_growth=120 * MB), plan=planned())
     head, *lines = [re.sub(" +", " ", line) for line in repr(found).splitlines()[1:6]]
-    assert head == "rank peak as sent parameters gradients optimiser activations limit"
+    assert head == "rank peak as sent parameters gradients optimizer activations limit"
     assert lines[0] == "0 100 MB 0 B 20 MB 20 MB 40 MB 20 MB 150 MB"
     assert lines[1] == " planned 110 MB 0 B 20 MB 20 MB 40 MB 30 MB 150 MB"
     assert found.peak == 120 * MB
@@ -71,8 +65,8 @@ def test_the_table_has_what_was_planned_below_what_was_measured():
     assert page.count("planned</td>") == 2
 
 
-def test_the_figure_has_measured_bars_hollow_ones_and_limits():
-    ax = memory(held(), held(grown=120 * MB), plan=planned()).figure().axes[0]
+def test_the_figure_has_measured_and_planned_bars_and_limits():
+    ax = memory(held(), held(process_growth=120 * MB), plan=planned()).figure().axes[0]
     bars = {gid: [b for b in ax.patches if b.get_gid() == gid] for gid in ("measured", "planned")}
     ends = [max(b.get_x() + b.get_width() for b in bars["measured"] if round(b.get_y()) == k) for k in (0, 1)]
     assert ends == pytest.approx([100, 120])
@@ -81,28 +75,28 @@ def test_the_figure_has_measured_bars_hollow_ones_and_limits():
     assert [t.get_text() for t in ax.texts] == ["100 MB (planned 110 MB)", "120 MB (planned 110 MB)"]
 
 
-def test_limits_far_off_are_left_out_of_the_figure():
+def test_distant_limits_are_left_out_of_the_figure():
     ax = memory(held(limit=10_000 * MB)).figure().axes[0]
     assert not [line for line in ax.lines if line.get_gid() == "limit"]
     assert ax.get_xlim()[1] < 200
 
 
-def test_of_many_ranks_those_that_held_most_are_shown():
-    found = memory(*(held(grown=(100 + k) * MB) for k in range(40)))
+def test_of_many_ranks_those_with_most_memory_are_shown():
+    found = memory(*(held(process_growth=(100 + k) * MB) for k in range(40)))
     lines = repr(found).splitlines()
     assert re.match(r"24 +124 MB", lines[2])
     assert lines[-1] == "and 24 more ranks, which held less"
     assert len(found.figure().axes[0].get_yticks()) == 16
 
 
-def test_a_plan_of_something_else_is_refused():
-    with pytest.raises(ValueError, match=r"is not in this plan; it has DataParallel\(\)"):
+def test_a_plan_of_another_model_or_cluster_is_refused():
+    with pytest.raises(ValueError, match=r"is not in this plan; choose one of DataParallel\(\)"):
         memory(held(), held(), plan=planned("DataParallel()"))
     with pytest.raises(ValueError, match="the plan is for Net on 4 ranks, and this run trains Net on 2"):
         memory(held(), held(), plan=planned(ranks=4))
 
 
-def test_it_becomes_a_table_of_pandas():
+def test_memory_becomes_a_data_frame():
     pd = pytest.importorskip("pandas")
     frame = memory(held(), held(), plan=planned()).to_pandas()
     assert isinstance(frame, pd.DataFrame)
@@ -113,14 +107,14 @@ def test_it_becomes_a_table_of_pandas():
 # -- on an engine ---------------------------------------------------------------------------------------------
 
 
-def test_storages_count_once_and_whole():
+def test_shared_storages_count_once_and_completely():
     whole = torch.zeros(1000)
     assert count_storage_bytes([whole, whole[:10], whole.view(10, 100)]) == 4000
     sparse = torch.sparse_coo_tensor([[1, 3]], [1.0, 2.0], (1000,), check_invariants=True)
     assert count_storage_bytes([sparse]) == 2 * 8 + 2 * 4
 
 
-def test_a_gauge_sees_what_was_there_for_a_moment_only():
+def test_the_peak_tracker_sees_short_lived_memory():
     model = nn.Linear(1000, 1000)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)  # the first one loads much of torch
     gauge = PeakMemoryTracker(torch.device("cpu"), model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dtkit.history import message_times
+from dtkit.history import comm_time
 from dtkit.history.timeline import SPAN_DTYPE
 
 
@@ -20,7 +20,7 @@ def told(found, rank):
 
 
 def test_a_receiver_waits_until_the_sender_begins():
-    found = message_times.split_wait_spans(
+    found = comm_time.split_message_waits(
         spans((0, "forward", 0, 0, 5), (0, "send forward", 0, 5, 6), (1, "receive forward", 0, 1, 5.5)), 2
     )
     assert told(found, 0) == [("forward", 0, 5), ("send forward", 5, 6)]
@@ -29,88 +29,86 @@ def test_a_receiver_waits_until_the_sender_begins():
     assert found["stage"].tolist() == [0, 0, 1, 1]
 
 
-def test_a_message_that_is_there_already_is_not_waited_for():
-    found = message_times.split_wait_spans(spans((0, "send forward", 0, 0, 1), (1, "receive forward", 0, 2, 3)), 2)
+def test_a_receiver_does_not_wait_for_a_message_that_was_sent():
+    found = comm_time.split_message_waits(spans((0, "send forward", 0, 0, 1), (1, "receive forward", 0, 2, 3)), 2)
     assert told(found, 1) == [("receive forward", 2, 3)]
 
 
-def test_a_sender_waits_until_the_receiver_asks():
-    found = message_times.split_wait_spans(spans((1, "send backward", 7, 0, 9), (0, "receive backward", 7, 8, 9)), 2)
+def test_a_sender_waits_until_the_receiver_posts():
+    found = comm_time.split_message_waits(spans((1, "send backward", 7, 0, 9), (0, "receive backward", 7, 8, 9)), 2)
     assert told(found, 1) == [("wait", 0, 8), ("send backward", 8, 9)]
     assert told(found, 0) == [("receive backward", 8, 9)]
 
 
-def test_nobody_waits_for_a_message_that_was_buffered_on_its_way():
-    found = message_times.split_wait_spans(spans((0, "send forward", 0, 0, 1), (1, "receive forward", 0, 4, 5)), 2)
+def test_a_buffered_message_causes_no_wait():
+    found = comm_time.split_message_waits(spans((0, "send forward", 0, 0, 1), (1, "receive forward", 0, 4, 5)), 2)
     assert told(found, 0) == [("send forward", 0, 1)]
 
 
-def test_to_post_a_message_is_not_to_wait_for_it():
+def test_posting_a_message_is_not_waiting():
     """As torch's looped schedules do: they ask long before they need it."""
     asked = (1, "receive forward", 0, 0, 1), (1, "forward", 5, 1, 4), (1, "receive forward", 0, 4, 8)
-    found = message_times.split_wait_spans(spans(*asked, (0, "send forward", 0, 6, 6.5)), 2)
+    found = comm_time.split_message_waits(spans(*asked, (0, "send forward", 0, 6, 6.5)), 2)
     assert told(found, 1) == [
         ("receive forward", 0, 1), ("forward", 1, 4), ("wait", 4, 6), ("receive forward", 6, 8)
     ]  # fmt: skip
 
 
-def test_the_directions_and_the_micro_batches_are_told_apart():
+def test_directions_and_micro_batches_are_distinguished():
     other = (0, "send forward", 1, 0, 1), (0, "send forward", 0, 5, 6), (1, "send backward", 0, 7, 8)
-    found = message_times.split_wait_spans(
+    found = comm_time.split_message_waits(
         spans((1, "receive forward", 0, 2, 6), (0, "receive backward", 0, 6, 8), *other), 2
     )
     assert told(found, 1)[:2] == [("wait", 2, 5), ("receive forward", 5, 6)]
     assert told(found, 0)[2:] == [("wait", 6, 7), ("receive backward", 7, 8)]
 
 
-def test_steps_and_replicas_are_told_apart():
+def test_steps_and_replicas_are_distinguished():
     own = (0, "send forward", 0, 4, 5), (1, "receive forward", 0, 1, 5)
     replica = (2, "send forward", 0, 3, 4), (3, "receive forward", 0, 1, 4)
     later = spans((0, "send forward", 0, 14, 15), (1, "receive forward", 0, 11, 15), step=4)
-    found = message_times.split_wait_spans(np.concatenate([spans(*own, *replica), later]), 2)
+    found = comm_time.split_message_waits(np.concatenate([spans(*own, *replica), later]), 2)
     waits = found[found["phase"] == "wait"]
     assert [(w["rank"], w["step"], w["end"]) for w in waits] == [(1, 3, 4), (1, 4, 14), (3, 3, 3)]
 
 
-def test_what_the_other_rank_did_not_tell_stays_as_it_is():
-    found = message_times.split_wait_spans(spans((1, "receive forward", 0, 1, 5)), 2)
+def test_a_message_with_one_known_end_is_unchanged():
+    found = comm_time.split_message_waits(spans((1, "receive forward", 0, 1, 5)), 2)
     assert told(found, 1) == [("receive forward", 1, 5)]
 
 
 def test_each_message_keeps_both_of_its_ends():
     """Were the clocks of two hosts a little off, a message might seem to arrive before it was sent."""
-    found = message_times.split_wait_spans(spans((0, "send forward", 0, 5, 6), (1, "receive forward", 0, 1, 4.9)), 2)
+    found = comm_time.split_message_waits(spans((0, "send forward", 0, 5, 6), (1, "receive forward", 0, 1, 4.9)), 2)
     assert told(found, 1) == [("wait", 1, 4.9), ("receive forward", 4.9, 4.9)]
-    assert len(message_times.pair_messages(found, 2)) == 1
+    assert len(comm_time.pair_messages(found, 2)) == 1
 
 
-def test_without_messages_nothing_changes():
+def test_spans_without_messages_are_unchanged():
     alike = np.array([(0, 0, "forward", -1, -1, 0, 1), (0, 0, "sync", -1, -1, 1, 2)], SPAN_DTYPE)
-    assert message_times.split_wait_spans(alike, 1) is alike
-    assert message_times.pair_messages(alike, 1) == []
+    assert comm_time.split_message_waits(alike, 1) is alike
+    assert comm_time.pair_messages(alike, 1) == []
 
 
-def test_seconds_of_waiting_on_clocks_of_several_hosts():
+def test_message_waits_use_clock_offsets():
     send, receive = (
-        message_times.MESSAGE_PHASES.index("send forward"),
-        message_times.MESSAGE_PHASES.index("receive forward"),
+        comm_time.MESSAGE_PHASES.index("send forward"),
+        comm_time.MESSAGE_PHASES.index("receive forward"),
     )
     parts = [
-        np.array([(0, send, 0, 0, 5, 6), (1, send, 0, 0, 15, 16)], message_times.MESSAGE_DTYPE),
-        np.array([(0, receive, 1, 0, 101, 106), (1, receive, 1, 0, 115.5, 116)], message_times.MESSAGE_DTYPE),
+        np.array([(0, send, 0, 0, 5, 6), (1, send, 0, 0, 15, 16)], comm_time.MESSAGE_DTYPE),
+        np.array([(0, receive, 1, 0, 101, 106), (1, receive, 1, 0, 115.5, 116)], comm_time.MESSAGE_DTYPE),
     ]
-    found = message_times.compute_wait_seconds(parts, [0, 1], 2, [0.0, 100.0])
+    found = comm_time.compute_message_waits(parts, [0, 1], 2, [0.0, 100.0])
     assert [part.tolist() for part in found] == [[0, 0.5], [4, 0]]
     assert parts[1]["begin"][0] == 101  # what was given stays as it was
-    other = message_times.compute_wait_seconds(parts, [0, 1], 1, [0.0, 100.0])  # of two replicas
+    other = comm_time.compute_message_waits(parts, [0, 1], 1, [0.0, 100.0])  # of two replicas
     assert not np.concatenate(other).any()
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_of_no_message_no_waiting(ranks: int):
+def test_message_waits_without_messages_are_empty(ranks: int):
     assert [
         len(part)
-        for part in message_times.compute_wait_seconds(
-            [np.empty(0, message_times.MESSAGE_DTYPE)] * ranks, range(ranks), 1
-        )
+        for part in comm_time.compute_message_waits([np.empty(0, comm_time.MESSAGE_DTYPE)] * ranks, range(ranks), 1)
     ] == [0] * ranks

@@ -1,4 +1,4 @@
-"""Notebook 03 as it is committed, executed once: every claim in it holds, and its pictures are there."""
+"""Notebook 03, executed once as committed: every claim passes, and its pictures are there."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.notebook import Done, check_claims, check_memory, check_nothing_is_left, code_of, printed, watched
+from tests.support.notebook import Done, check_claims, check_memory, check_nothing_is_left, code_of, printed, watched
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.notebook
+pytestmark = [pytest.mark.notebook, pytest.mark.slow]
 
 NOTEBOOK = "notebooks/03_model_parallel.ipynb"
 PICTURE = "data:image/png;base64,iVBOR"
@@ -23,9 +23,6 @@ def done(root: Path) -> Done:
     return watched(root / NOTEBOOK)
 
 
-# -- executed -------------------------------------------------------------------------------------------------
-
-
 def test_every_claim_passes_and_every_prediction_is_right(done: Done):
     check_claims(done, least=20)
 
@@ -34,7 +31,7 @@ def test_nothing_warns(done: Done):
     assert printed(done.notebook, "stderr") == ""
 
 
-def test_what_does_not_fit_is_planned_and_refused(done: Done):
+def test_a_model_that_does_not_fit_is_planned_and_refused(done: Done):
     shown = done.outputs("plan = cluster.plan(")[-1].data
     assert "3 of 4 strategies fit" in shown["text/plain"]
     assert PICTURE in shown["text/html"]
@@ -44,19 +41,19 @@ def test_what_does_not_fit_is_planned_and_refused(done: Done):
     )
 
 
-def test_each_way_is_taken_apart(done: Done):
-    for source, words in (
+def test_each_strategy_is_explained(done: Done):
+    for source, text in (
         ("strategy=pipeline, start=False", "What arrived is what was sent, bit by bit: all 16 tensors."),
-        ("strategy=slices, start=False", "All ranks made the same collectives"),
-        ("strategy=shards, start=False", "The difference is what reduce-scatter should send"),
+        ("strategy=tensor_parallel, start=False", "All ranks made the same collectives"),
+        ("strategy=sharded, start=False", "The difference is what reduce-scatter should send"),
     ):
         page = done.outputs(source)[-1].data["text/html"]
-        assert words in page
+        assert text in page
         assert PICTURE in page
 
 
-def test_memory_stands_beside_the_plan(done: Done):
-    for name in ("pipeline", "slices", "shards"):
+def test_memory_is_shown_next_to_the_plan(done: Done):
+    for name in ("pipeline", "tensor", "sharded"):
         (shown,) = [
             output.data
             for cell in code_of(done.notebook)
@@ -68,20 +65,20 @@ def test_memory_stands_beside_the_plan(done: Done):
 
 
 def test_both_timelines_are_drawn(done: Done):
-    for source in ('timed(8, "GPipe")', 'timed(8, "1F1B")'):
+    for source in ('measure(8, "GPipe")', 'measure(8, "1F1B")'):
         shown = done.outputs(source)[-1].data
         assert "image/png" in shown
         assert "11.1% by the formula" in shown["text/plain"]
 
 
-def test_the_three_are_compared(done: Done):
-    lines = done.text("held at most   sent per step").splitlines()
-    assert [line.split()[0] for line in lines[1:]] == ["pipeline", "slices", "shards"]
+def test_the_three_strategies_are_compared(done: Done):
+    lines = done.text("peak memory   sent per step").splitlines()
+    assert [line.split()[0] for line in lines[1:]] == ["pipeline", "tensor", "sharded"]
 
 
 def test_no_process_is_left(done: Done):
     check_nothing_is_left(done)
 
 
-def test_all_processes_together_stay_under_what_binder_gives(done: Done):
+def test_memory_of_all_processes_fits_binder(done: Done):
     check_memory(done)

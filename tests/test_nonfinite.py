@@ -35,7 +35,7 @@ def test_where_all_losses_are_finite_nobody_knows():
     assert "though every rank's loss is (1, 2.5)" in found[0]
 
 
-def test_the_first_stage_whose_output_is_not_finite_and_not_the_last_one_which_knows_the_loss():
+def test_the_first_stage_with_a_nonfinite_output_is_named_not_the_last():
     every = tuple((stage, "gradient") for stage in (0,))
     found = said((None, every), (None, ((1, "output"), (1, "gradient"))), (None, ((2, "output"),)), (math.nan, ()))
     assert list(found) == [1]

@@ -1,4 +1,4 @@
-"""The helper that executes notebooks: a test of a notebook is worth what this finds."""
+"""The helper that executes notebooks for tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from nbclient.exceptions import CellExecutionError, CellTimeoutError
 from nbformat.v4 import new_code_cell, new_notebook
 
-from tests.notebook import execute
+from tests.support.notebook import execute
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,7 +23,7 @@ def write(path: Path, *sources: str) -> Path:
     return path
 
 
-def test_cells_run_in_this_python_beside_the_notebook_and_the_file_stays(tmp_path: Path):
+def test_cells_run_in_this_python_and_the_file_stays_unchanged(tmp_path: Path):
     widget = "import ipywidgets; slider = ipywidgets.IntSlider(); slider"
     path = write(tmp_path / "fine.ipynb", "import os, sys; print(sys.executable, os.getcwd())", widget)
     before = path.read_bytes()
@@ -33,13 +33,13 @@ def test_cells_run_in_this_python_beside_the_notebook_and_the_file_stays(tmp_pat
     assert path.read_bytes() == before
 
 
-def test_a_failing_cell_is_shown_with_its_source(tmp_path: Path):
+def test_a_failing_cell_raises_with_its_source(tmp_path: Path):
     path = write(tmp_path / "fails.ipynb", "x = 1", "wrong = x / 0")
     with pytest.raises(CellExecutionError, match=r"(?s)wrong = x / 0.*ZeroDivisionError"):
         execute(path, timeout=30)
 
 
-def test_a_cell_that_does_not_end_is_given_up(tmp_path: Path):
+def test_a_cell_that_does_not_end_times_out(tmp_path: Path):
     path = write(tmp_path / "hangs.ipynb", "import threading; threading.Event().wait(60)")
     with pytest.raises(CellTimeoutError):
         execute(path, timeout=1)

@@ -1,4 +1,4 @@
-"""All notebooks as they are committed: without outputs, with links that lead somewhere, predictions before results."""
+"""All notebooks as committed: no outputs, working links, predictions before results."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 import nbformat
 import pytest
 
-from tests.notebook import check_as_committed, check_links, check_predictions
+from tests.support.notebook import check_as_committed, check_links, check_predictions
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from nbformat import NotebookNode
 
-NOTEBOOKS = {  # name -> (links at least, numbers that the reader types)
+NOTEBOOKS = {  # name -> (least number of links, of predictions)
     "01_quickstart": (0, 0),
     "02_data_parallel": (8, 15),
     "03_model_parallel": (7, 15),
@@ -33,17 +33,17 @@ def committed(root: Path, name: str) -> NotebookNode:
     return nbformat.read(root / "notebooks" / f"{name}.ipynb", as_version=4)
 
 
-def test_these_are_all(root: Path):
+def test_all_notebooks_are_listed(root: Path):
     assert {path.stem for path in (root / "notebooks").glob("*.ipynb")} == set(NOTEBOOKS)
 
 
-def test_it_is_committed_without_outputs(committed: NotebookNode):
+def test_a_notebook_is_committed_without_outputs(committed: NotebookNode):
     check_as_committed(committed)
 
 
-def test_its_links_lead_somewhere(committed: NotebookNode, root: Path, name: str):
+def test_links_of_a_notebook_work(committed: NotebookNode, root: Path, name: str):
     check_links(committed, root / "notebooks", NOTEBOOKS[name][0])
 
 
-def test_every_prediction_is_typed_before_anything_is_measured(committed: NotebookNode, name: str):
+def test_predictions_come_before_their_use(committed: NotebookNode, name: str):
     check_predictions(committed, NOTEBOOKS[name][1])

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import pytest
 
 import dtkit
-from tests.syntax import unmarked
+from tests.support.syntax import unmarked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -239,12 +239,12 @@ def test_what_catches_by_name_or_tidies_up_is_not_broad(code: str):
 @pytest.mark.parametrize(
     ("code", "silent"),
     [
-        ("attempt(work, lambda _: None)", True),
-        ("attempt(work, lambda error: [])", True),
-        ("boundary.contain(work, report=lambda error: 0)", True),
-        ("threading.Thread(target=attempt, args=(work, lambda error: None))", True),
-        ("attempt(work, lambda error: log(error))", False),
-        ("contain(work, itself)", False),
+        ("run_guarded(work, lambda _: None)", True),
+        ("run_guarded(work, lambda error: [])", True),
+        ("guard.run_guarded_in_thread(work, report=lambda error: 0)", True),
+        ("threading.Thread(target=run_guarded, args=(work, lambda error: None))", True),
+        ("run_guarded(work, lambda error: log(error))", False),
+        ("run_guarded_in_thread(work, return_error)", False),
     ],
 )
 def test_a_report_that_does_not_look_at_its_error_is_seen(code: str, silent: bool):  # noqa: FBT001 - a row of the table
@@ -275,14 +275,14 @@ def _is_silent(node: ast.AST) -> bool:
     if not isinstance(node, ast.Call):
         return False
     given = [node.func, *node.args, *(keyword.value for keyword in node.keywords)]
-    if not {"attempt", "contain"} & {_last_name(value) for value in given}:
+    if not {"run_guarded", "run_guarded_in_thread"} & {_last_name(value) for value in given}:
         return False
     lambdas = (found for value in given[1:] for found in ast.walk(value) if isinstance(found, ast.Lambda))
     return any(_ignores_its_argument(found) for found in lambdas)
 
 
 def _ignores_its_argument(function: ast.Lambda) -> bool:
-    used = {name.id for name in ast.walk(function.rows) if isinstance(name, ast.Name)}
+    used = {name.id for name in ast.walk(function.body) if isinstance(name, ast.Name)}
     return any(argument.arg not in used for argument in function.args.args)
 
 

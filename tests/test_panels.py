@@ -12,7 +12,7 @@ import pytest
 import dtkit
 from dtkit.dashboard import report
 from dtkit.dashboard.figures import custom_panels, run_figure, style
-from dtkit.dashboard.live import comparison_widget, widget
+from dtkit.dashboard.live import comparison_widget, panel_renderer, widget
 from dtkit.dashboard.live.commands import CommandHandler
 from dtkit.dashboard.live.messages import MessageBuilder
 from dtkit.dashboard.summary.curves import LOSS, downsample
@@ -26,8 +26,8 @@ from dtkit.dashboard.summary.timing import compute_step_timing, select_bars
 from dtkit.history.timeline import SPAN_DTYPE, Timeline, convert_simulation
 from dtkit.schedules.schedule import Schedule
 from dtkit.types import Event, State
-from tests.fake_source import Drilled, FakeSource
-from tests.test_live import Timers
+from tests.support.fake_source import FakeSource, FaultInjectableSource
+from tests.support.timers import Timers
 
 # -- lost nodes ------------------------------------------------------------------------------------------
 
@@ -44,19 +44,19 @@ def test_a_node_is_lost_until_it_is_repaired():
     assert lost == {1: 7, 3: 9}  # what was known stays as it was
 
 
-def test_lost_nodes_are_counted_said_and_sent():
+def test_lost_nodes_are_counted_and_sent_with_a_notice():
     source = FakeSource(ranks=4)
     source.advance(30)
     source.lose(2)
-    feed = MessageBuilder(source)
-    content = feed.build_snapshot().content
+    builder = MessageBuilder(source)
+    content = builder.build_snapshot().content
     nodes = {tile["label"]: tile for tile in content["tiles"]}["nodes"]
     assert (nodes["value"], nodes["note"]) == ("3 / 4", "✕ node 2 lost")
     assert content["remarks"][0] == {"kind": "lost", "text": "node 2 was lost at step 30; 3 nodes of 4 left"}
     assert content["nodes_now"]["lost"] == [2]
     assert [mark["kind"] for mark in content["marks"]] == ["lost"]
     source.event("repair", "node 2 is back", 2)
-    content = feed.build_change().content
+    content = builder.build_change().content
     assert content["nodes_now"]["lost"] == []
     assert content["remarks"] == collect_notices(source) == []
     assert (
@@ -68,14 +68,14 @@ def test_lost_nodes_are_counted_said_and_sent():
 # -- outliers and their lines ----------------------------------------------------------------------------
 
 
-def test_of_nodes_that_are_alike_none_is_named():
+def test_similar_nodes_have_no_outliers():
     source = FakeSource(ranks=256)
     for _ in range(20):
         source.advance(20)
         assert find_outliers(compute_run_metrics(source.history, 256)) == []
 
 
-def test_outliers_are_the_lost_the_slow_and_the_far():
+def test_outliers_are_lost_slow_or_distant_nodes():
     source = FakeSource(ranks=64)
     source.slowness = {5: 2.0, 6: 1.9}
     source.advance(60)
@@ -88,19 +88,19 @@ def test_outliers_are_the_lost_the_slow_and_the_far():
     assert find_outliers(compute_run_metrics(FakeSource(ranks=8).history, 8)) == []
 
 
-def test_a_nodes_line_is_its_own_history_whenever_it_is_chosen():
+def test_the_line_of_a_chosen_node_has_its_whole_history():
     source, spotlight = FakeSource(ranks=16, steps=4000), NodeSeries(16)
     for _ in range(7):
         source.advance(300)
         spotlight.update(source.history)
-    found = spotlight.take_changes([3, 9])
-    assert found.first == 0
-    assert found.means.shape == (len(found.means), 2, 2)
-    assert NUM_BUCKETS // 2 <= len(found.means) <= NUM_BUCKETS
+    buckets = spotlight.take_changes([3, 9])
+    assert buckets.first == 0
+    assert buckets.means.shape == (len(buckets.means), 2, 2)
+    assert NUM_BUCKETS // 2 <= len(buckets.means) <= NUM_BUCKETS
     for k, rank in enumerate((3, 9)):
         _, losses = source.history.loss(rank)
-        whole = losses[: len(losses) // found.width * found.width].reshape(-1, found.width).mean(1)
-        np.testing.assert_allclose(found.means[: len(whole), 0, k], whole, rtol=1e-5)
+        whole = losses[: len(losses) // buckets.width * buckets.width].reshape(-1, buckets.width).mean(1)
+        np.testing.assert_allclose(buckets.means[: len(whole), 0, k], whole, rtol=1e-5)
     assert spotlight.take_changes([3, 9]) is None  # nothing changed
     source.advance(1)
     spotlight.update(source.history)
@@ -126,7 +126,7 @@ def test_the_selected_node_is_sent_to_all_pages(monkeypatch):
     view.close()
 
 
-def test_outliers_have_lines_in_the_kept_picture_too():
+def test_outliers_have_lines_in_the_figure():
     source = FakeSource(ranks=16)
     source.slowness = {5: 2.0}
     source.advance(60)
@@ -142,21 +142,24 @@ def test_outliers_have_lines_in_the_kept_picture_too():
     assert (signs[5], signs[9], signs[1]) == ("▲", "✕", "1")
 
 
-def test_nodes_that_were_replaced_or_left_out_are_sent():
+def test_replaced_and_left_out_nodes_are_sent():
     source = FakeSource(ranks=4)
     source.advance(20)
-    feed = MessageBuilder(source)
-    feed.build_snapshot()
-    assert "nodes" not in feed.build_change().content
+    builder = MessageBuilder(source)
+    builder.build_snapshot()
+    assert "nodes" not in builder.build_change().content
     source.shrink(3)
     source.advance(20)
-    told = feed.build_change().content
+    told = builder.build_change().content
     assert len(told["nodes"]) == 3
     later = MessageBuilder(source).build_snapshot().content  # a page that is opened now, or that a new kernel opens
-    assert (feed.build_snapshot().content["head"]["ranks"], later["head"]["ranks"]) == (4, 4)  # there are lines of four
+    assert (builder.build_snapshot().content["head"]["ranks"], later["head"]["ranks"]) == (
+        4,
+        4,
+    )  # there are lines of four
     assert told["head"]["overall"] == later["head"]["overall"] == "all ÷ n"  # was divided by 4, and is by 3
     source.advance(40)
-    assert "head" not in feed.build_change().content
+    assert "head" not in builder.build_change().content
     assert [bar.rank for bar in select_bars(compute_step_timing(source.history, 4))] == [
         0,
         1,
@@ -169,14 +172,14 @@ def test_nodes_that_were_replaced_or_left_out_are_sent():
         assert (content["nodes_now"]["world"], content["nodes_now"]["lost"]) == (3, [])
 
 
-def test_while_nodes_are_being_left_out_they_are_lost():
+def test_nodes_count_as_lost_until_the_run_goes_on_without_them():
     """The world is the new one before the event says so."""
     source = FakeSource(ranks=4)
     source.advance(20)
-    feed = MessageBuilder(source)
+    builder = MessageBuilder(source)
     source.lose(3)
     source.spec = dataclasses.replace(source.spec, world_size=3)
-    content = feed.build_snapshot().content
+    content = builder.build_snapshot().content
     nodes = next(tile for tile in content["tiles"] if tile["label"] == "nodes")
     assert (nodes["value"], nodes["note"], nodes["alert"]) == ("3 / 4", "✕ node 3 lost", True)
     assert [remark["kind"] for remark in content["remarks"]] == ["lost"]
@@ -187,7 +190,7 @@ def said(figure):
     return [text.get_text() for text in figure.texts if (text.get_gid() or "").startswith("remark-")]
 
 
-def test_the_kept_picture_says_who_is_stuck_who_was_left_out_and_what_marks_mean():
+def test_the_title_lists_stuck_and_left_out_nodes_and_event_marks():
     source = FakeSource(ranks=4)
     source.advance(20)
     source.lr = 0.01
@@ -199,8 +202,8 @@ def test_the_kept_picture_says_who_is_stuck_who_was_left_out_and_what_marks_mean
     figure = run_figure.draw_run(source)
     assert " · 3 nodes (was 4) · " in figure._suptitle.get_text()
     first, second, *others = said(figure)
-    assert first.startswith("⊘ node 2 is stuck in forward of step 41, and the others wait for it. It stands at train")
-    assert second == "    ranks stand"  # a long one goes on below
+    assert first.startswith("⊘ node 2 is stuck in forward of step 41, and the others wait for it. It is at train")
+    assert second.startswith("    ")  # a long notice is wrapped
     assert others == [
         "○ 3 nodes: 1 of 4 was lost and left out",
         "marks:  lr new learning rate   † node 1 lost   + repaired   ⊘ node 2 stuck",
@@ -220,72 +223,72 @@ def named(found, rank):
     return [(BOX_KINDS[box["kind"]], round(1e3 * (box["end"] - box["begin"]))) for box in own]
 
 
-def test_a_collective_is_cut_where_the_last_node_arrives():
+def test_a_collective_is_split_at_the_arrival_of_the_last_node():
     source = FakeSource(ranks=2, strips=True)
     source.slowness = {1: 2.0}
     source.advance(5)
-    found = make_step_strip(source.timeline)
-    assert found.step == 5
-    assert named(found, 0) == [
+    step_strip = make_step_strip(source.timeline)
+    assert step_strip.step == 5
+    assert named(step_strip, 0) == [
         ("data", 5), ("forward", 25), ("backward", 50), ("waiting", 75), ("communication", 22), ("update", 6)
     ]  # fmt: skip
-    assert [kind for kind, _ in named(found, 1)] == ["data", "forward", "backward", "communication", "update"]
+    assert [kind for kind, _ in named(step_strip, 1)] == ["data", "forward", "backward", "communication", "update"]
 
 
-def test_a_pipelines_boxes_have_their_micro_batches():
+def test_boxes_of_a_pipeline_have_micro_batches():
     source = FakeSource(ranks=4, stages=4, strips=True)
     source.advance(2)
-    found = make_step_strip(source.timeline)
-    assert found.is_pipelined
-    assert re.fullmatch(r"step 2 · bubble \d+ % measured, 43 % by formula", found.note)
-    own = found.boxes[found.boxes["rank"] == 2]
+    step_strip = make_step_strip(source.timeline)
+    assert step_strip.is_pipelined
+    assert re.fullmatch(r"step 2 · bubble \d+ % measured, 43 % by formula", step_strip.note)
+    own = step_strip.boxes[step_strip.boxes["rank"] == 2]
     assert own["micro_batch"].tolist() == [0, 1, 2, 3] * 2
-    assert not len(found.plan)  # no schedule was given
+    assert not len(step_strip.plan)  # no schedule was given
 
 
-def test_the_planned_schedule_stands_behind_what_was_measured():
+def test_a_strip_of_a_pipeline_has_the_planned_schedule():
     source = FakeSource(ranks=4, stages=4, strips=True)
     source.advance(2)
     measured = source.timeline.spans
-    found = make_step_strip(Timeline(measured, schedule=Schedule.from_name("GPipe", 4, 4)))
-    assert len(found.plan) == len(found.boxes) == 32
+    step_strip = make_step_strip(Timeline(measured, schedule=Schedule.from_name("GPipe", 4, 4)))
+    assert len(step_strip.plan) == len(step_strip.boxes) == 32
     for rank in range(4):
-        plan, boxes = (part[part["rank"] == rank] for part in (found.plan, found.boxes))
+        plan, boxes = (part[part["rank"] == rank] for part in (step_strip.plan, step_strip.boxes))
         assert plan["micro_batch"].tolist() == boxes["micro_batch"].tolist()
         assert (plan["begin"] <= boxes["begin"] + 1e-9).all()  # sending is free in a plan
     message = MessageBuilder(source).build_snapshot()
     assert len(message.buffers[4]) == 10 * 32
 
 
-def test_a_schedule_without_a_formula_was_simulated():
+def test_a_schedule_without_a_formula_is_compared_with_a_simulation():
     zero = Schedule.from_name("ZBVZeroBubble", 2, 4)
     assert make_step_strip(Timeline(convert_simulation(zero.simulate()), schedule=zero)).note.endswith(
         "measured, 4 % by simulation"
     )
 
 
-def test_messages_have_kinds_of_their_own():
+def test_messages_between_stages_have_their_own_kinds():
     spans = [
         (3, 0, "send forward", 0, 1, 0, 1),
         (3, 0, "wait", 0, 1, 1, 3),
         (3, 0, "receive backward", 0, 0, 3, 6),
         (3, 0, "backward", 0, 0, 6, 9),
     ]
-    found = make_step_strip(Timeline(np.array(spans, SPAN_DTYPE)))
-    assert [(kind, seconds // 1000) for kind, seconds in named(found, 0)] == [
+    step_strip = make_step_strip(Timeline(np.array(spans, SPAN_DTYPE)))
+    assert [(kind, seconds // 1000) for kind, seconds in named(step_strip, 0)] == [
         ("send", 1), ("waiting", 2), ("receive", 3), ("backward", 3)
     ]  # fmt: skip
-    assert found.boxes["micro_batch"].tolist() == [1, 1, 0, 0]
-    assert found.boxes["stage"].tolist() == [0] * 4
+    assert step_strip.boxes["micro_batch"].tolist() == [1, 1, 0, 0]
+    assert step_strip.boxes["stage"].tolist() == [0] * 4
 
 
-def test_of_many_nodes_some_are_shown_and_those_that_are_asked_for():
+def test_a_strip_of_many_nodes_includes_preferred_ranks():
     source = FakeSource(ranks=256, strips=True)
     source.advance(2)
-    found = make_step_strip(source.timeline, [77])
-    assert len(found.ranks) <= MAX_NODES
-    assert 77 in found.ranks
-    assert (found.ranks[0], found.ranks[-1]) == (0, 255)
+    step_strip = make_step_strip(source.timeline, [77])
+    assert len(step_strip.ranks) <= MAX_NODES
+    assert 77 in step_strip.ranks
+    assert (step_strip.ranks[0], step_strip.ranks[-1]) == (0, 255)
     many = np.zeros(50_000, SPAN_DTYPE)
     many["phase"], many["begin"] = "forward", np.arange(50_000)
     many["end"] = many["begin"] + np.random.default_rng(0).random(50_000)
@@ -294,25 +297,25 @@ def test_of_many_nodes_some_are_shown_and_those_that_are_asked_for():
     assert make_step_strip(Timeline(np.empty(0, SPAN_DTYPE))) is None
 
 
-def test_a_timeline_is_sent_when_it_changes_and_once_a_second_at_most():
+def test_a_timeline_is_sent_on_change_and_at_most_once_a_second():
     now = [0.0]
     source = FakeSource(ranks=4, strips=True)
     source.advance(5)
-    feed = MessageBuilder(source, lambda: now[0])
-    first = feed.build_snapshot()
+    builder = MessageBuilder(source, lambda: now[0])
+    first = builder.build_snapshot()
     assert first.content["strip"]["step"] == 5
     assert len(first.buffers[4]) == 10 * first.content["strip"]["boxes"]
     source.advance(5)
-    assert "strip" not in feed.build_change().content  # too soon
-    assert feed.has_pending
+    assert "strip" not in builder.build_change().content  # too soon
+    assert builder.has_pending
     now[0] = 1.1
-    assert feed.build_change().content["strip"]["step"] == 10
+    assert builder.build_change().content["strip"]["step"] == 10
     now[0] = 9.0
-    assert "strip" not in feed.build_change().content  # nothing new
-    assert not feed.has_pending
+    assert "strip" not in builder.build_change().content  # nothing new
+    assert not builder.has_pending
 
 
-def test_a_timeline_that_fails_is_an_error_of_that_panel_alone(monkeypatch):
+def test_a_failing_timeline_is_an_error_of_that_panel_only(monkeypatch):
     source = FakeSource(ranks=2)
     source.advance(5)
     monkeypatch.setattr(type(source), "timeline", property(lambda _: 1 / 0))
@@ -327,14 +330,15 @@ def test_a_timeline_that_fails_is_an_error_of_that_panel_alone(monkeypatch):
 SAVED = "checkpoint of step 5 on all nodes saved: /somewhere/checkpoints/Conv-Net-1"
 
 
-def desk(source, *, drills=True):
-    heard, news = [], threading.Event()
+def make_handler(source, *, fault_injection=True):
+    """A handler of commands, its reports, and an event that is set by each report."""
+    reports, reported = [], threading.Event()
 
-    def said(*what):
-        heard.append(what)
-        news.set()
+    def report(*words):
+        reports.append(words)
+        reported.set()
 
-    return CommandHandler(source, said, fault_injection=drills), heard, news
+    return CommandHandler(source, report, fault_injection=fault_injection), reports, reported
 
 
 @pytest.mark.parametrize(
@@ -342,31 +346,31 @@ def desk(source, *, drills=True):
     [
         ("pause", None, "paused at step 412 on all nodes"),
         ("resume", None, "resumed at step 412 on all nodes"),
-        ("step", None, "one step taken: all nodes stand at step 412"),
+        ("step", None, "one step taken: all nodes are at step 412"),
         ("stop", None, "stopped at step 412 on all nodes"),
         ("lr", 0.01, "learning rate 0.01 from step 412 on, on all nodes"),
     ],
 )
-def test_a_command_says_when_it_took_effect(command, value, text):
-    source = Drilled(steps=500)
+def test_a_command_reports_the_step_at_which_it_took_effect(command, value, text):
+    source = FaultInjectableSource(steps=500)
     source.advance(412)
-    asked, heard, _ = desk(source)
-    asked.handle(command, value)
-    assert heard == [("effect", command, text)]
+    handler, reports, _ = make_handler(source)
+    handler.handle(command, value)
+    assert reports == [("effect", command, text)]
 
 
-def test_what_a_run_answers_with_an_error_is_a_refusal(monkeypatch):
-    source = Drilled()
-    answer = Future()
-    answer.set_exception(RuntimeError("the run is RUNNING"))
-    monkeypatch.setattr(source, "post_ops", lambda *_: answer)
-    asked, heard, _ = desk(source)
-    asked.handle("step", None)
-    assert heard == [("refused", "step", "the run is RUNNING")]
+def test_an_error_of_the_run_is_reported_as_a_refusal(monkeypatch):
+    source = FaultInjectableSource()
+    future = Future()
+    future.set_exception(RuntimeError("the run is RUNNING"))
+    monkeypatch.setattr(source, "post", lambda *_: future)
+    handler, reports, _ = make_handler(source)
+    handler.handle("step", None)
+    assert reports == [("refused", "step", "the run is RUNNING")]
 
 
 @pytest.mark.parametrize(
-    ("command", "value", "done", "text"),
+    ("command", "value", "call", "text"),
     [
         ("slow", {"rank": 3, "factor": 2}, ("slow", 3, 2.0), "node 3 is slowed 2x since step 5"),
         ("slow", {"rank": 3, "factor": 1}, ("slow", 3, 1.0), "node 3 runs at full speed since step 5"),
@@ -374,34 +378,34 @@ def test_what_a_run_answers_with_an_error_is_a_refusal(monkeypatch):
         ("save", None, ("save", "checkpoints/Conv-Net-1"), SAVED),
     ],
 )
-def test_drills_and_checkpoints_are_done_on_a_thread(command, value, done, text):
-    source = Drilled(name="Conv/Net 1")
+def test_faults_and_checkpoints_run_on_a_thread(command, value, call, text):
+    source = FaultInjectableSource(name="Conv/Net 1")
     source.advance(5)
-    asked, heard, news = desk(source)
-    asked.handle(command, value)
-    assert news.wait(10)
-    assert source.asked == [done]
-    assert heard == [("effect", command, text)]
+    handler, reports, reported = make_handler(source)
+    handler.handle(command, value)
+    assert reported.wait(10)
+    assert source.calls == [call]
+    assert reports == [("effect", command, text)]
 
 
-def test_a_checkpoint_that_fails_is_said():
-    source = Drilled()
+def test_a_failed_checkpoint_is_reported_as_a_refusal():
+    source = FaultInjectableSource()
     source.refuse = OSError("no space left")
-    asked, heard, news = desk(source)
-    asked.handle("save_checkpoint", None)
-    assert news.wait(10)
-    assert heard == [("refused", "save", "no space left")]
+    handler, reports, reported = make_handler(source)
+    handler.handle("save", None)
+    assert reported.wait(10)
+    assert reports == [("refused", "save", "no space left")]
 
 
-def test_drills_are_for_those_who_asked_for_them():
-    source = Drilled()
-    asked, heard, _ = desk(source, drills=False)
-    assert asked.extra_controls == ["save"]
-    asked.handle("kill", {"rank": 1})
-    assert (source.asked, heard) == ([], [])
-    asked.fault_injection = True
-    assert asked.extra_controls == ["slow", "kill", "save"]
-    assert desk(FakeSource())[0].extra_controls == []
+def test_fault_controls_are_offered_only_if_enabled():
+    source = FaultInjectableSource()
+    handler, reports, _ = make_handler(source, fault_injection=False)
+    assert handler.extra_controls == ["save"]
+    handler.handle("kill", {"rank": 1})
+    assert (source.calls, reports) == ([], [])
+    handler.fault_injection = True
+    assert handler.extra_controls == ["slow", "kill", "save"]
+    assert make_handler(FakeSource())[0].extra_controls == []
 
 
 @pytest.mark.parametrize(
@@ -413,22 +417,22 @@ def test_drills_are_for_those_who_asked_for_them():
         ("kill", None, "there are nodes"),
     ],
 )
-def test_a_drill_that_makes_no_sense_is_refused_at_once(command, value, match):
+def test_an_invalid_fault_is_refused_at_once(command, value, match):
     with pytest.raises(ValueError, match=match):
-        desk(Drilled())[0].handle(command, value)
+        make_handler(FaultInjectableSource())[0].handle(command, value)
 
 
-def test_effects_reach_the_page_and_those_that_open_later():
-    source, timers = Drilled(), Timers()
-    view = widget.Dashboard(source, clock=timers.clock, call_later=timers.later, fault_injection=True)
-    assert view.opening["content"]["head"]["offers"] == ["slow", "kill", "save"]
+def test_effects_reach_open_pages_and_later_ones():
+    source, timers = FaultInjectableSource(), Timers()
+    dashboard = widget.Dashboard(source, clock=timers.clock, call_later=timers.later, fault_injection=True)
+    assert dashboard.opening["content"]["head"]["offers"] == ["slow", "kill", "save"]
     source.advance(12)
-    view._on_page_message(view, {"command": "pause"}, [])
-    assert view._message_builder.build_snapshot().content["effect"] == {
+    dashboard._on_page_message(dashboard, {"command": "pause"}, [])
+    assert dashboard._message_builder.build_snapshot().content["effect"] == {
         "count": 1,
         "text": "paused at step 12 on all nodes",
     }
-    view.close()
+    dashboard.close()
 
 
 # -- the user's own panels -------------------------------------------------------------------------------
@@ -442,7 +446,7 @@ def own_panels():
         custom_panels.remove_panel(name)
 
 
-def test_a_users_panel_stands_in_the_kept_picture(own_panels):
+def test_a_custom_panel_is_in_the_figure(own_panels):
     @dtkit.panel("Rows so far")
     def rows(ax, history):
         ax.plot([0, 1], [0, len(history)])
@@ -460,7 +464,7 @@ def test_a_users_panel_stands_in_the_kept_picture(own_panels):
     assert rows(by_name["Loss"], source.history) is None  # the function stays one's own
 
 
-def test_pictures_are_drawn_at_a_bounded_rate(own_panels):
+def test_custom_panels_are_drawn_at_a_bounded_rate(own_panels):
     drawn, now = [], [100.0]
 
     @dtkit.panel("Slow to draw")
@@ -469,19 +473,19 @@ def test_pictures_are_drawn_at_a_bounded_rate(own_panels):
         now[0] += 1.0  # a second of drawing: the next not before twenty have passed
 
     source = FakeSource()
-    gallery = custom_panels.CustomPanelRenderer(source.history, lambda: now[0])
-    assert [picture.png[:4] for picture in gallery.draw_due_panels()] == [b"\x89PNG"]
-    assert list(gallery.draw_due_panels()) == []
+    renderer = panel_renderer.CustomPanelRenderer(source.history, lambda: now[0])
+    assert [picture.png[:4] for picture in renderer.draw_due_panels()] == [b"\x89PNG"]
+    assert list(renderer.draw_due_panels()) == []
     source.advance(1)
-    assert gallery.is_outdated
+    assert renderer.is_outdated
     for later, count in ((115.0, 1), (121.5, 2)):
         now[0] = later
-        list(gallery.draw_due_panels())
+        list(renderer.draw_due_panels())
         assert len(drawn) == count
-    assert not gallery.is_outdated
+    assert not renderer.is_outdated
 
 
-def test_pictures_and_errors_are_sent_to_pages(own_panels, monkeypatch):
+def test_custom_panels_and_their_errors_are_sent_to_pages(own_panels, monkeypatch):
     @dtkit.panel("Broken")
     def broken(_ax, _history):
         raise RuntimeError("no")
@@ -497,12 +501,12 @@ def test_pictures_and_errors_are_sent_to_pages(own_panels, monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "error"), [("", ValueError), (None, ValueError)])
-def test_a_panel_needs_a_title(name, error):
+def test_a_custom_panel_needs_a_title(name, error):
     with pytest.raises(error, match="title"):
         dtkit.panel(name)
 
 
-def test_a_panel_is_a_function(own_panels):
+def test_a_custom_panel_must_be_a_function(own_panels):
     with pytest.raises(TypeError, match="function of"):
         dtkit.panel("x")("not one")
 
@@ -514,8 +518,8 @@ def test_runs_are_compared_on_one_axis():
     long, short = FakeSource(steps=5000, name="Long"), FakeSource(steps=5000, name="Short", seed=1)
     long.advance(3000)
     short.advance(100)
-    found = dtkit.compare([long, short], labels=["long", "<b>short</b>"])
-    message = comparison_widget.ComparisonMessageBuilder(found).build_snapshot()
+    comparison = dtkit.compare([long, short], labels=["long", "<b>short</b>"])
+    message = comparison_widget.ComparisonMessageBuilder(comparison).build_snapshot()
     json.dumps(message.content, allow_nan=False)
     part, head = message.content["curves"], message.content["head"]
     values = np.frombuffer(message.buffers[0], "<f4").reshape(part["buckets"], head["columns"], 3)
@@ -556,7 +560,7 @@ def test_a_comparison_is_live_until_no_run_goes_on(monkeypatch):
     assert comparison_widget.try_show(dtkit.compare([ended])) is False
 
 
-def test_a_report_is_one_file_that_needs_nothing_else(tmp_path):
+def test_a_report_is_one_self_contained_file(tmp_path):
     source = FakeSource(ranks=4, name="<script>alert(1)</script>", strips=True)
     source.advance(50)
     source.lr = 0.01
@@ -570,18 +574,19 @@ def test_a_report_is_one_file_that_needs_nothing_else(tmp_path):
     assert not re.search(r"<script|<link|<img src=x|https?://", page)
     assert page.count("data:image/png;base64,") == 1
     assert "&lt;script&gt;alert(1)" in page
-    for heading in ("What was seen", "Next to one process", "Nodes", "Schedule", "What happened", "Versions"):
+    for heading in ("Figures", "Speed-up over one process", "Nodes", "Schedule", "Events", "Versions"):
         assert f"<h2>{heading}</h2>" in page
-    assert all(f"<td>{node.pid}</td>" in page for node in source.nodes)
+    cells = re.findall(r"<td[^>]*>([^<]*)</td>", page)
+    assert all(str(node.pid) in cells for node in source.nodes)
     rates = [np.median(s.history.throughput()[1]) for s in (source, alone)]
-    assert f"<td>{rates[0] / rates[1]:.2f}</td>" in page
-    assert "<td>51</td><td>0.01</td>" in page
+    assert f"{rates[0] / rates[1]:.2f}" in cells
+    assert cells[cells.index("51") + 1] == "0.01"
     assert "learning rate 0.01 &lt;img" in page
     with pytest.raises(ValueError, match="one process"):
         report.write_report(source, path, single_process=source.history)
 
 
-def test_every_time_axis_marks_what_happened():
+def test_every_step_axis_has_event_marks():
     source = FakeSource()
     source.advance(30)
     for kind, rank in (("stuck", 1), ("lost", 1), ("repair", 1), ("save", None), ("error", None)):

@@ -14,8 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtkit.data import partition
-from dtkit.data.partition import Partition, as_labels, count_cumulative_samples, count_samples_per_step, partition_rows
+from dtkit.data import partition_view, sharding
+from dtkit.data.partition import Partition, as_labels
+from dtkit.data.sharding import partition_rows
+from dtkit.data.step_counts import count_cumulative_samples, count_samples_per_step
 
 sizes_of_shards = st.lists(st.integers(0, 40) | st.just(1), min_size=1, max_size=9).filter(any)
 huge_sizes = st.lists(st.integers(1, 10**7), min_size=1, max_size=90)
@@ -36,7 +38,7 @@ def by_definition(sizes: list[int]) -> np.ndarray:
 
 @given(sizes_of_shards)
 @settings(max_examples=150, deadline=None)
-def test_cumulative_is_the_order_of_the_keys(sizes: list[int]) -> None:
+def test_cumulative_counts_follow_the_order_of_keys(sizes: list[int]) -> None:
     assert np.array_equal(count_cumulative_samples(sizes, np.arange(sum(sizes) + 1)), by_definition(sizes))
 
 
@@ -56,7 +58,7 @@ def test_every_step_is_full_and_all_shards_end_together(sizes: list[int], batch_
 
 @given(sizes_of_shards, st.integers(1, 30), st.data())
 @settings(max_examples=80, deadline=None)
-def test_a_step_does_not_depend_on_the_others(sizes: list[int], batch_size: int, data: st.DataObject) -> None:
+def test_counts_of_a_step_do_not_depend_on_other_steps(sizes: list[int], batch_size: int, data: st.DataObject) -> None:
     steps = -(-sum(sizes) // batch_size)
     first = data.draw(st.integers(0, steps))
     last = data.draw(st.integers(first, steps))
@@ -66,7 +68,7 @@ def test_a_step_does_not_depend_on_the_others(sizes: list[int], batch_size: int,
 
 @given(huge_sizes, st.lists(st.floats(0, 1), min_size=1, max_size=30))
 @settings(max_examples=80, deadline=None)
-def test_shards_stay_close_to_their_share(sizes: list[int], moments: list[float]) -> None:
+def test_cumulative_counts_stay_close_to_proportional(sizes: list[int], moments: list[float]) -> None:
     n = sum(sizes)
     taken = np.array(sorted(int(moment * n) for moment in moments))
     held = count_cumulative_samples(sizes, taken)
@@ -79,7 +81,7 @@ def test_shards_stay_close_to_their_share(sizes: list[int], moments: list[float]
             assert abs(count - Fraction(total * size, n)) <= Fraction(1, 2) + Fraction(len(sizes) * size, 2 * n)
 
 
-def test_a_billion_rows_are_counted_exactly() -> None:
+def test_counts_of_a_billion_rows_are_exact() -> None:
     # Keys that differ in the eighteenth digit: floating point can't tell them apart.
     sizes = [333_333_333, 333_333_334, 333_333_332, 1]
     taken = np.array([0, 1, 2, 500_000_000, 999_999_998, 999_999_999, 10**9])
@@ -94,7 +96,7 @@ def test_a_billion_rows_are_counted_exactly() -> None:
     assert held[-1].tolist() == sizes
 
 
-def test_one_giant_among_many_dwarfs() -> None:
+def test_counts_with_one_large_shard_among_many_small_ones() -> None:
     sizes = [10**6, *([1] * 255)]
     held = count_cumulative_samples(sizes, np.arange(500_000, 500_400))
     assert held.sum(axis=1).tolist() == list(range(500_000, 500_400))
@@ -109,12 +111,12 @@ def test_one_giant_among_many_dwarfs() -> None:
 @given(
     st.integers(1, 200),
     st.integers(1, 12),
-    st.sampled_from(partition.PARTITION_METHODS),
+    st.sampled_from(sharding.PARTITION_METHODS),
     st.none() | st.integers(0, 9),
     st.none() | st.lists(st.floats(0.01, 100), min_size=12, max_size=12),
 )
 @settings(max_examples=200, deadline=None)
-def test_a_cut_is_disjoint_complete_and_reproducible(
+def test_shards_are_disjoint_complete_and_reproducible(
     n: int, ranks: int, by: str, seed: int | None, weights: list[float] | None
 ) -> None:
     ranks = min(n, ranks)
@@ -135,21 +137,21 @@ def test_a_cut_is_disjoint_complete_and_reproducible(
 
 @given(st.lists(st.integers(0, 6), min_size=8, max_size=120), st.integers(1, 8), st.none() | st.integers(0, 9))
 @settings(max_examples=150, deadline=None)
-def test_stratified_spreads_every_class(labels: list[int], ranks: int, seed: int | None) -> None:
+def test_stratified_spreads_every_class_evenly(labels: list[int], ranks: int, seed: int | None) -> None:
     part = Partition(len(labels), ranks, by="stratified", labels=labels, seed=seed)
     assert part.class_counts is not None
     assert (np.ptp(part.class_counts, axis=0) <= 1).all()
     assert max(part.sizes) - min(part.sizes) <= 1
 
 
-def test_rows_as_one_expects_them() -> None:
+def test_contiguous_and_strided_rows() -> None:
     assert [s.tolist() for s in partition_rows(7, 3)] == [[0, 1, 2], [3, 4], [5, 6]]
     assert [s.tolist() for s in partition_rows(7, 3, by="strided")] == [[0, 3, 6], [1, 4], [2, 5]]
     labels = ["a", "a", "b", "b", "a", "b"]
     assert [s.tolist() for s in partition_rows(6, 2, by="stratified", labels=labels)] == [[0, 3, 4], [1, 2, 5]]
 
 
-def test_a_seed_permutes_and_the_numbers_stay_the_same() -> None:
+def test_a_seed_permutes_rows_and_keeps_sizes() -> None:
     # Written down: a change here breaks everybody's runs.
     assert [s.tolist() for s in partition_rows(8, 2, seed=0)] == [[2, 4, 3, 6], [5, 0, 1, 7]]
     assert not np.array_equal(partition_rows(100, 2, seed=0)[0], partition_rows(100, 2, seed=1)[0])
@@ -164,12 +166,12 @@ def test_a_seed_permutes_and_the_numbers_stay_the_same() -> None:
         (3, [1e-300, 1e300, 1e-300], [1, 1, 1]),
     ],
 )
-def test_weights_are_shares(n: int, weights: list[float], sizes: list[int]) -> None:
+def test_sizes_are_proportional_to_weights(n: int, weights: list[float], sizes: list[int]) -> None:
     for by in ("contiguous", "strided"):
         assert [len(shard) for shard in partition_rows(n, len(weights), by=by, weights=weights)] == sizes
 
 
-def test_weighted_rows_are_dealt_evenly() -> None:
+def test_weighted_strided_rows_are_spread_evenly() -> None:
     slow, fast = partition_rows(12, 2, by="strided", weights=[1, 2])
     assert slow.tolist() == [1, 4, 7, 10]
     assert len(fast) == 8
@@ -197,7 +199,7 @@ def test_weighted_rows_are_dealt_evenly() -> None:
         (lambda: Partition(9, 2).indices(-1), r"rank=-1 .* 0 to 1"),
     ],
 )
-def test_a_bad_argument_is_named_with_rule_and_remedy(call, message: str) -> None:
+def test_an_invalid_argument_is_refused_with_rule_and_remedy(call, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
 
@@ -205,7 +207,7 @@ def test_a_bad_argument_is_named_with_rule_and_remedy(call, message: str) -> Non
 # --- Partition ----------------------------------------------------------------------------------------------
 
 
-def test_a_partition_is_its_cut() -> None:
+def test_a_partition_has_the_rows_of_partition_rows() -> None:
     part = Partition(1797, 4, seed=3, weights=[1, 2, 3, 4], source="handle")
     assert (part.n, part.world_size, part.by, part.seed, part.source) == (1797, 4, "contiguous", 3, "handle")
     assert part.weights == (1.0, 2.0, 3.0, 4.0)
@@ -222,7 +224,7 @@ def test_a_partition_is_its_cut() -> None:
     assert np.array_equal(copy.indices(2), part.indices(2))
 
 
-def test_what_it_holds_cannot_be_changed_from_outside() -> None:
+def test_changing_returned_indices_leaves_the_partition_unchanged() -> None:
     for options in ({}, {"seed": 0}, {"by": "stratified", "labels": np.arange(10) % 2}):
         part = Partition(10, 2, **options)
         before = part.indices(0).copy()
@@ -230,26 +232,26 @@ def test_what_it_holds_cannot_be_changed_from_outside() -> None:
         assert np.array_equal(part.indices(0), before)
 
 
-def test_indices_are_kept_small() -> None:
+def test_shards_are_ranges_or_32_bit_integers() -> None:
     assert len(pickle.dumps(Partition(2**30, 8))) < 2000
     assert len(pickle.dumps(Partition(2**30, 8, by="strided"))) < 2000
     assert len(pickle.dumps(Partition(100_000, 8, seed=0))) < 410_000
 
 
-@pytest.mark.parametrize("by", partition.PARTITION_METHODS)
-def test_it_shows_itself(by: str) -> None:
+@pytest.mark.parametrize("by", sharding.PARTITION_METHODS)
+def test_a_partition_is_shown_as_text_html_and_png(by: str) -> None:
     labels = np.arange(300) % 3
     part = Partition(300, 40, by=by, labels=labels)
     assert repr(part).startswith(f"Partition(300 rows on 40 ranks, {by}, sizes=(8, 8")
     page = part._repr_html_()
-    assert "<td>31</td>" in page
+    assert ">31</td>" in page
     assert "and 8 more ranks" in page
     assert "class 2" in page
     assert 'src="data:image/png;base64,' in page
     assert part._repr_png_().startswith(b"\x89PNG")
 
 
-def test_the_picture_shows_the_rows_and_the_balance() -> None:
+def test_the_figure_shows_rows_and_the_balance_of_classes() -> None:
     figure = Partition(20, 2, by="strided", labels=np.arange(20) // 10).figure()
     rows, classes = figure.axes
     strip = np.asarray(rows.images[0].get_array())
@@ -260,9 +262,9 @@ def test_the_picture_shows_the_rows_and_the_balance() -> None:
 
 @pytest.mark.parametrize("by", ["contiguous", "strided"])
 @pytest.mark.parametrize("seed", [None, 0])
-def test_the_strip_adds_up_to_all_rows(by: str, seed: int | None) -> None:
+def test_densities_of_all_ranks_add_up_to_one(by: str, seed: int | None) -> None:
     part = Partition(12_345, 7, by=by, seed=seed)
-    strip = np.stack([partition._compute_density(shard, part.n, 111) for shard in part._shards])
+    strip = np.stack([partition_view.compute_density(shard, part.n, 111) for shard in part._shards])
     assert np.allclose(strip.sum(axis=0), 1)
 
 
@@ -272,7 +274,7 @@ def test_a_label_cannot_inject_html() -> None:
     assert "&lt;script&gt;" in page
 
 
-def test_importing_and_cutting_needs_neither_torch_nor_matplotlib() -> None:
+def test_a_partition_imports_neither_torch_nor_matplotlib() -> None:
     code = (
         "import sys; from dtkit.data.partition import Partition; Partition(9, 2, seed=0, labels=[0] * 9)\n"
         "assert not {'torch', 'matplotlib'} & set(sys.modules)"
@@ -280,7 +282,7 @@ def test_importing_and_cutting_needs_neither_torch_nor_matplotlib() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_the_figure_leaves_pyplot_alone() -> None:
+def test_the_figure_does_not_import_pyplot() -> None:
     code = (
         "import sys; from dtkit.data.partition import Partition; Partition(9, 2)._repr_png_()\n"
         "assert 'matplotlib.pyplot' not in sys.modules"
@@ -295,7 +297,7 @@ def test_the_figure_leaves_pyplot_alone() -> None:
     ("n", "ranks", "classes"),
     [(40, 2, 2), (100, 4, 10), (1000, 8, 2), (1000, 4, 31), (1797, 4, 10), (50_000, 256, 10)],
 )
-def test_sorted_labels_bring_a_warning_with_the_remedy(n: int, ranks: int, classes: int) -> None:
+def test_sorted_labels_cause_a_warning_with_the_remedy(n: int, ranks: int, classes: int) -> None:
     labels = np.sort(np.arange(n) % classes)
     with pytest.warns(UserWarning, match=r"sorted.*seed=0 or by='stratified'") as caught:
         Partition(n, ranks, labels=labels)
@@ -306,7 +308,7 @@ def test_sorted_labels_bring_a_warning_with_the_remedy(n: int, ranks: int, class
         Partition(n, ranks, labels=labels, by="stratified")
 
 
-def test_random_shards_bring_none() -> None:
+def test_random_shards_cause_no_warning() -> None:
     generator = np.random.default_rng(0)
     for _ in range(1000):
         n = int(generator.integers(50, 3000))
@@ -319,7 +321,7 @@ def test_random_shards_bring_none() -> None:
             Partition(n, ranks, labels=labels)
 
 
-def test_labels_that_name_no_class_are_left_alone() -> None:
+def test_labels_that_are_not_classes_are_ignored() -> None:
     for labels in (np.linspace(0, 1, 100), np.arange(100), np.array([object()] * 100)):
         assert as_labels(labels) is None
         assert Partition(100, 2, labels=labels).class_counts is None
@@ -329,7 +331,7 @@ def test_labels_that_name_no_class_are_left_alone() -> None:
         assert Partition(100, 2, labels=labels).class_counts.tolist() == [[25, 25], [25, 25]]
 
 
-def test_torch_labels() -> None:
+def test_labels_may_be_a_torch_tensor() -> None:
     torch = pytest.importorskip("torch")
     part = Partition(6, 2, by="stratified", labels=torch.tensor([0, 0, 0, 0, 1, 1]))
     assert part.class_counts.tolist() == [[2, 1], [2, 1]]

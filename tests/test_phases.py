@@ -258,20 +258,20 @@ def as_spans(ranks):
 
 
 def test_waiting_is_cut_off_the_spans_of_collectives():
-    found = comm_time.split_wait_spans(as_spans(REPLICAS))
+    found = comm_time.split_collective_waits(as_spans(REPLICAS))
     told = [[(s["phase"], s["begin"], s["end"]) for s in found[found["rank"] == rank]] for rank in (0, 3)]
     assert told[0] == [
         ("wait", 0, 1), ("sync 0-1", 1, 2), ("forward", 2, 10), ("wait", 10, 11), ("sync", 11, 12)
     ]  # fmt: skip
     assert told[1] == [("sync 2-3", 5, 7), ("wait", 7, 7.5), ("sync 2-3", 7.5, 8), ("sync", 11, 12)]
-    assert np.array_equal(comm_time.split_wait_spans(found), found)
+    assert np.array_equal(comm_time.split_collective_waits(found), found)
     lengths = [float((found["end"] - found["begin"])[found["rank"] == r].sum()) for r in (1, 2, 3)]
     assert lengths == [4, 6.5, 4]
 
 
 def test_spans_of_a_rank_that_failed_are_not_cut():
     found = as_spans([REPLICAS[0], REPLICAS[1][:1]])
-    assert comm_time.split_wait_spans(found)["phase"].tolist().count("wait") == 1  # of what both were in
+    assert comm_time.split_collective_waits(found)["phase"].tolist().count("wait") == 1  # of what both were in
     alone = found[found["rank"] == 0]
-    assert "wait" not in comm_time.split_wait_spans(alone)["phase"]
-    assert not len(comm_time.split_wait_spans(found[:0]))
+    assert "wait" not in comm_time.split_collective_waits(alone)["phase"]
+    assert not len(comm_time.split_collective_waits(found[:0]))

@@ -13,41 +13,30 @@ import torch
 from torch import nn
 
 import dtkit
-from dtkit.dashboard.figures import plan_figure
+from dtkit.dashboard.text import plan_text
 from dtkit.engine import benchmark as measure
 from dtkit.engine import dry_run, memory, memory_limit
-from dtkit.planning import planner
-from dtkit.planning.cost_model import (
-    Benchmark,
-    Cost,
-    LinearFit,
-    MemoryBudget,
-    ModelProfile,
-    Plan,
-    PlanRow,
-    build_rows,
-    compute_ring_bytes,
-    divide_memory,
-    find_shortage,
-)
+from dtkit.planning import fit_check
+from dtkit.planning.cost_model import Benchmark, Cost, LinearFit, MemoryBudget, compute_ring_bytes, divide_memory
 from dtkit.planning.layer_chain import LayerChain, LayerCosts
+from dtkit.planning.plan import Plan, build_rows, find_shortage
 from dtkit.strategies.averaging import OuterSGD, ParameterAveraging
 from dtkit.strategies.loss import Loss
 from dtkit.strategies.meta_copy import copy_to_meta, count_bytes
 from dtkit.strategies.naive import NaiveDataParallel
 from dtkit.testing import FakeTransport
+from tests.support.plans import LINKS, MB, benchmark, facts, plan
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 CPU = torch.device("cpu")
-MB = 10**6
 
 
 # -- arithmetic ------------------------------------------------------------------------------------------
 
 
-def test_a_line_goes_through_its_points_and_never_down():
+def test_a_linear_fit_goes_through_its_points_and_never_falls():
     assert LinearFit.from_points([(4, 10.0), (8, 18.0)]) == LinearFit(2.0, 2.0)
     assert LinearFit.from_points([(8, 16.0)]) == LinearFit(0.0, 2.0)
     assert LinearFit.from_points([(4, 10.0), (8, 9.0)]) == LinearFit(
@@ -58,17 +47,11 @@ def test_a_line_goes_through_its_points_and_never_down():
 
 
 @pytest.mark.parametrize(("ranks", "sent"), [(1, 0), (2, 600), (3, 800), (4, 900)])
-def test_a_ring_sends_twice_all_but_its_own_part(ranks: int, sent: int):
+def test_a_ring_all_reduce_sends_twice_all_but_its_own_part(ranks: int, sent: int):
     assert compute_ring_bytes(600, ranks) == sent
 
 
-def benchmark(ranks: int = 2, overlap: float = 0.0, all_reduce: Any = ((8, 1e-4), (1000, 1e-3), (5000, 3e-3))) -> Any:
-    nan = math.nan
-    links = tuple(tuple(nan if a == b else 1e-4 for b in range(ranks)) for a in range(ranks))
-    return Benchmark("float32", "gloo", (1e9,) * ranks, all_reduce, links, links, overlap, 1.0)
-
-
-def test_an_all_reduce_takes_what_lies_between_the_measured_ones():
+def test_all_reduce_times_are_interpolated():
     found = benchmark()
     assert found.estimate_all_reduce_s(8) == found.estimate_all_reduce_s(1) == 1e-4
     assert found.estimate_all_reduce_s(1000) == pytest.approx(1e-3)
@@ -79,7 +62,7 @@ def test_an_all_reduce_takes_what_lies_between_the_measured_ones():
     assert found.all_reduce_bytes_s == pytest.approx(5000 / 3e-3)
 
 
-def test_ranks_of_a_host_share_what_is_free_there():
+def test_ranks_of_a_host_share_its_free_memory():
     rooms = [MemoryBudget("a cpu", 900), MemoryBudget("a cpu", 900), MemoryBudget("b cpu", 300)]
     assert divide_memory([100, 100, 100], rooms) == [450, 450, 300]
     assert divide_memory([100, 200, 100], rooms) == [300, 600, 300]  # all of a pool fit, or none does
@@ -88,36 +71,16 @@ def test_ranks_of_a_host_share_what_is_free_there():
     assert find_shortage([450, 450, 301], rooms) == (2, 301, 300)
 
 
-def test_a_limit_swap_and_what_an_earlier_run_gives_back():
+def test_memory_shares_include_limits_swap_and_reusable_memory():
     limited = MemoryBudget("a cpu", 900, limit=100)
     assert divide_memory([10], [limited]) == [100]
-    assert divide_memory([10], [dataclasses.replace(limited, held=50)]) == [150]
+    assert divide_memory([10], [dataclasses.replace(limited, reusable=50)]) == [150]
     swapping = MemoryBudget("a cpu", 900, reusable=100, swap=500)
     assert divide_memory([10], [swapping]) == [1000]
     assert divide_memory([10], [swapping], include_swap=True) == [1500]
 
 
-def facts(**changes: Any) -> ModelProfile:
-    base = ModelProfile(
-        rows=8,
-        sent_model=100 * MB,
-        parameters=100 * MB,
-        gradients=80 * MB,
-        optimizer_state=160 * MB,
-        update_temporaries=20 * MB,
-        activations=LinearFit(10 * MB, 5 * MB),
-        forward_s=LinearFit(0.01, 0.01),
-        backward_s=LinearFit(0.02, 0.02),
-        update_s=0.005,
-        gradient_shapes=((1000, 1000), (19_000_000,)),
-    )
-    return dataclasses.replace(base, **changes)
-
-
-LINKS = benchmark(all_reduce=((8, 1e-4), (25 * 2**20, 0.025), (50 * 2**20, 0.05)))
-
-
-def test_data_parallel_costs_a_copy_and_an_all_reduce_of_its_gradients():
+def test_data_parallel_costs_a_replica_and_an_all_reduce():
     cost = dtkit.DataParallel().estimate_cost(facts(), LINKS)
     assert (cost.parameters, cost.gradients, cost.optimizer_state) == (100 * MB, 80 * MB, 160 * MB)
     assert cost.persistent_bytes == 340 * MB
@@ -131,7 +94,7 @@ def test_data_parallel_costs_a_copy_and_an_all_reduce_of_its_gradients():
     )
 
 
-def test_what_hides_behind_backward_is_all_but_the_last_bucket():
+def test_backward_hides_all_but_the_last_bucket():
     hiding = dataclasses.replace(LINKS, overlap=1.0)
     last = LINKS.estimate_all_reduce_s(25 * 2**20)
     assert dtkit.DataParallel().estimate_cost(facts(), hiding).exposed_communication_s == pytest.approx(last)
@@ -151,41 +114,48 @@ def test_a_pipeline_costs_its_stages():
     equal = [dtkit.Pipeline(2, 4).estimate_cost(facts(rank=rank), LINKS) for rank in (0, 1)]
     assert [cost.parameters for cost in equal] == [50 * MB, 50 * MB]
     assert equal[0].activations > equal[1].activations  # 1F1B: the first rank holds more micro-batches
-    known = [dtkit.Pipeline(2, 4).estimate_cost(facts(rank=rank, layers=LAYERS), LINKS) for rank in (0, 1)]
+    known = [dtkit.Pipeline(2, 4).estimate_cost(facts(rank=rank, layer_chain=LAYERS), LINKS) for rank in (0, 1)]
     assert [cost.parameters for cost in known] == [70 * MB, 30 * MB]  # cut in a | b by time; before them lie 4 of 10
     assert [cost.gradients for cost in known] == [56 * MB, 24 * MB]
     assert [cost.sent_bytes for cost in known] == [0.0, 0.0]  # nobody knows what comes out of layers
     handing = dataclasses.replace(LAYERS, output_bytes=(100.0, 200.0, 300.0, 400.0))
-    sent = [dtkit.Pipeline(2, 4).estimate_cost(facts(rank=rank, layers=handing), LINKS).sent_bytes for rank in (0, 1)]
+    sent = [
+        dtkit.Pipeline(2, 4).estimate_cost(facts(rank=rank, layer_chain=handing), LINKS).sent_bytes for rank in (0, 1)
+    ]
     assert sent == [16 * 300, 16 * 300]  # of 16 rows forward, and gradients as large back: cut behind c
     looped = dtkit.Pipeline(2, 4, "Interleaved1F1B")
-    sent = [looped.estimate_cost(facts(rank=rank, layers=handing), LINKS).sent_bytes for rank in (0, 1)]
+    sent = [looped.estimate_cost(facts(rank=rank, layer_chain=handing), LINKS).sent_bytes for rank in (0, 1)]
     assert sent == [16 * 600, 16 * 600]  # three borders, each between both ranks
-    named = [dtkit.Pipeline(2, 4, split=["b"]).estimate_cost(facts(rank=rank, layers=LAYERS), LINKS) for rank in (0, 1)]
+    named = [
+        dtkit.Pipeline(2, 4, split=["b"]).estimate_cost(facts(rank=rank, layer_chain=LAYERS), LINKS) for rank in (0, 1)
+    ]
     assert [cost.parameters for cost in named] == [50 * MB, 50 * MB]
     assert named[0].compute_s > known[0].compute_s  # its second stage has 5/6 of the work
 
 
-def test_a_pipeline_holds_what_depends_on_no_row_once():
+def test_a_pipeline_holds_row_independent_activations_once():
     fixed, per_row = (
-        [dtkit.Pipeline(2, 4).estimate_cost(facts(rank=rank, activations=line, shapes=()), LINKS) for rank in (0, 1)]
+        [
+            dtkit.Pipeline(2, 4).estimate_cost(facts(rank=rank, activations=line, gradient_shapes=()), LINKS)
+            for rank in (0, 1)
+        ]
         for line in (LinearFit(10 * MB, 0), LinearFit(0, 5 * MB))
     )
     assert [cost.activations for cost in fixed] == [5 * MB, 5 * MB]
     assert [cost.activations for cost in per_row] == [2 * 4 * 5 * MB // 2, 4 * 5 * MB // 2]  # 1F1B: two and one
-    uneven = facts(rows=9, activations=LinearFit(0, 5 * MB), shapes=())
+    uneven = facts(rows=9, activations=LinearFit(0, 5 * MB), gradient_shapes=())
     assert (
         dtkit.Pipeline(2, 4).estimate_cost(uneven, LINKS).activations == 5 * 5 * MB
     )  # of 18 rows in four, five at a time
 
 
-def test_a_pipeline_has_buffers_for_what_every_micro_batch_sends():
+def test_a_pipeline_has_a_buffer_for_each_micro_batch():
     handing = dataclasses.replace(LAYERS, output_bytes=(100.0, 200.0, 300.0, 400.0))
     for schedule, expected in (("1F1B", [300, 300]), ("Interleaved1F1B", [100 + 200 + 300, 100 + 200 + 300])):
         for rank in (0, 1):
             strategy = dtkit.Pipeline(2, 4, schedule)
             with_, without = (
-                strategy.estimate_cost(facts(rank=rank, layers=layers), LINKS)
+                strategy.estimate_cost(facts(rank=rank, layer_chain=layers), LINKS)
                 for layers in (handing, dataclasses.replace(handing, output_bytes=()))
             )
             assert with_.activations - without.activations == 16 * expected[rank]
@@ -193,25 +163,25 @@ def test_a_pipeline_has_buffers_for_what_every_micro_batch_sends():
 
 
 @pytest.mark.parametrize(("schedule", "times"), [("1F1B", 1), ("Interleaved1F1B", 1), ("ZBVZeroBubble", 2)])
-def test_gradients_on_their_way_are_held_besides(schedule: str, times: int):
+def test_gradients_in_flight_count_as_activations(schedule: str, times: int):
     """Two in halves: of a matrix of a million numbers in twenty million."""
     known, unknown = (
-        dtkit.Pipeline(2, 4, schedule).estimate_cost(facts(shapes=shapes), LINKS)
+        dtkit.Pipeline(2, 4, schedule).estimate_cost(facts(gradient_shapes=shapes), LINKS)
         for shapes in (((1000, 1000), *[(1_000_000,)] * 19), ())
     )
     assert known.activations - unknown.activations == times * 4 * MB
 
 
-def test_a_pipeline_that_was_not_timed_is_cut_as_if_layers_took_the_same():
+def test_an_untimed_pipeline_is_cut_into_equal_numbers_of_layers():
     untimed = dataclasses.replace(LAYERS, seconds=None)
-    found = [dtkit.Pipeline(2, 4).estimate_cost(facts(rank=rank, layers=untimed), LINKS) for rank in (0, 1)]
+    found = [dtkit.Pipeline(2, 4).estimate_cost(facts(rank=rank, layer_chain=untimed), LINKS) for rank in (0, 1)]
     assert [cost.parameters for cost in found] == [60 * MB, 40 * MB]
     assert found[0].compute_s == pytest.approx(dtkit.Pipeline(2, 4).estimate_cost(facts(), LINKS).compute_s, rel=0.02)
-    numbers = dtkit.Pipeline(2, 4, balance_by="parameters").estimate_cost(facts(layers=untimed), LINKS)
+    numbers = dtkit.Pipeline(2, 4, balance_by="parameters").estimate_cost(facts(layer_chain=untimed), LINKS)
     assert numbers.parameters == 50 * MB  # a stage of what lies before and one layer
 
 
-def test_slices_cost_what_their_plan_says():
+def test_tensor_parallel_costs_follow_its_plan():
     model = nn.Sequential(nn.Linear(10, 30), nn.ReLU(), nn.Linear(30, 10), nn.ReLU(), nn.Linear(10, 1000))
     strategy = dtkit.TensorParallel(2)
     cost = strategy.estimate_cost(facts(model=model), LINKS)
@@ -219,11 +189,11 @@ def test_slices_cost_what_their_plan_says():
     assert cost.parameters == round(100 * MB * sum(r.local_parameters for r in rows) / sum(r.parameters for r in rows))
     shapes = tuple(tuple(p.shape) for p in model.parameters())
     assert (
-        cost.parameters > strategy.estimate_cost(facts(shapes=shapes), LINKS).parameters
+        cost.parameters > strategy.estimate_cost(facts(gradient_shapes=shapes), LINKS).parameters
     )  # as if the last one were cut, too
 
 
-def test_micro_batches_hold_less_and_gather_gradients_apart():
+def test_accumulation_needs_fewer_activations_and_more_gradients():
     cost = dtkit.DataParallel(accumulate=4).estimate_cost(facts(), LINKS)
     assert cost.activations == 20 * MB
     assert cost.gradients == 160 * MB
@@ -237,7 +207,7 @@ def test_compression_sends_less():
     assert thin.gradients > 160 * MB  # what was left out is kept
 
 
-def test_averaging_sends_a_part_and_an_outer_optimiser_keeps_more():
+def test_averaging_sends_less_and_an_outer_optimizer_has_more_state():
     plain = ParameterAveraging(every=8).estimate_cost(facts(), LINKS)
     assert plain.sent_bytes == 10 * MB
     assert plain.exposed_communication_s == pytest.approx(LINKS.estimate_all_reduce_s(80 * MB) / 8)
@@ -261,27 +231,18 @@ def test_a_step_waits_for_the_slowest_rank():
 # -- a plan and a benchmark, shown -----------------------------------------------------------------------
 
 
-def plan(ranks: int = 2, free: int = 1000 * MB, model: str = "Net") -> Plan:
-    rooms = [MemoryBudget(f"host {r}", free) for r in range(ranks)]
-    rows: list[PlanRow] = []
-    for strategy in (dtkit.DataParallel(), ParameterAveraging(every=4)):
-        costs = [strategy.estimate_cost(facts(), LINKS)] * ranks
-        rows += build_rows(repr(strategy), [facts()] * ranks, costs, rooms)
-    return Plan(model, 64, ranks, tuple(rows), benchmark(ranks), ("a note",))
-
-
-def test_a_plan_says_which_fit():
+def test_a_plan_lists_the_strategies_that_fit():
     assert plan().fitting == ("DataParallel()", "ParameterAveraging(every=4)")
     tight = plan(free=500 * MB)
     assert tight.fitting == ("DataParallel()",)
     assert "only DataParallel() fits" in repr(tight)
     assert "none fit" in repr(plan(free=100 * MB))
     assert len(tight.get_rows(dtkit.DataParallel())) == 2
-    with pytest.raises(ValueError, match="is not in this plan; it has DataParallel"):
+    with pytest.raises(ValueError, match="is not in this plan; choose one of DataParallel"):
         tight.get_rows("Pipeline()")
 
 
-def test_a_plan_as_text_and_as_a_page():
+def test_a_plan_is_shown_as_text_and_html():
     lines = repr(plan(free=500 * MB)).splitlines()
     assert len(lines) == 1 + 1 + 4 + 1
     assert len({len(line) for line in lines[1:6]}) == 1
@@ -294,29 +255,29 @@ def test_a_plan_as_text_and_as_a_page():
     assert "data:image/png" in page
 
 
-def test_of_many_ranks_the_tightest_is_listed():
+def test_a_plan_of_many_ranks_shows_the_tightest_one():
     many = plan(ranks=12)
     assert len(repr(many).splitlines()) == 1 + 1 + 2 + 2
     assert "least to spare" in repr(many)
     assert len(many.to_pandas()) == 24
 
 
-def test_the_answer_stands_before_what_it_is_made_of():
-    head = plan_figure._format_plan_table(plan())[0]
+def test_a_plan_shows_the_answer_before_its_parts():
+    head = plan_text._make_table(plan()).header
     assert head[:6] == ["strategy", "rank", "samples", "needed", "free", "fits"]
-    assert head[6:12] == [name for _, name, _ in plan_figure.MEMORY_PARTS]
+    assert head[6:12] == [name for _, name in plan_text.MEMORY_PARTS]
 
 
-def test_in_a_page_names_stand_to_the_left_and_numbers_are_not_cut_from_their_units():
+def test_html_aligns_names_to_the_left_and_keeps_units_with_numbers():
     page = plan()._repr_html_()
     cells = re.findall(r'<t[hd] style="([^"]*)">', page)
-    assert len(cells) == 5 * len(plan_figure._format_plan_table(plan())[0])
+    assert len(cells) == 5 * len(plan_text._make_table(plan()).header)
     names = [style for style in cells if "text-align: left" in style]
     assert len(names) == 5
     assert all("white-space: nowrap" in style for style in cells if style not in names)
 
 
-def test_a_long_list_of_what_fits_is_counted():
+def test_a_long_list_of_fitting_strategies_is_counted():
     rows = [dataclasses.replace(row, strategy=f"Long{k}({'x' * 40})") for k in range(3) for row in plan().rows[:2]]
     tight = [dataclasses.replace(row, free=row.needed - 1) for row in rows[4:]]
     some = dataclasses.replace(plan(), rows=tuple(rows[:4] + tight))
@@ -328,10 +289,8 @@ def test_a_long_list_of_what_fits_is_counted():
 @pytest.mark.parametrize(
     ("size", "unit", "time", "other"), [(1e-3, "kB", 1e-4, "µs"), (1, "MB", 1, "ms"), (1e3, "GB", 50, "s")]
 )
-def test_a_plan_of_any_size_has_short_numbers_and_nothing_lies_over_something_else(
-    size: float, unit: str, time: float, other: str
-):
-    parts = ["needed", *(field for field, _, _ in plan_figure.MEMORY_PARTS)]
+def test_a_plan_figure_of_any_size_has_short_numbers_and_no_overlaps(size: float, unit: str, time: float, other: str):
+    parts = ["needed", *(field for field, _ in plan_text.MEMORY_PARTS)]
     times = ("compute_s", "communication_s", "step_s")
     rows = [
         dataclasses.replace(
@@ -353,7 +312,7 @@ def test_a_plan_of_any_size_has_short_numbers_and_nothing_lies_over_something_el
         assert all(label.get_window_extent().y0 >= top for label in ticks)
 
 
-def test_a_plan_drawn_adds_up():
+def test_bars_of_a_plan_figure_add_up():
     figure = plan(free=500 * MB).figure()
     memory_axes, time_axes = figure.axes
     widths = [patch.get_width() for patch in memory_axes.patches]
@@ -363,14 +322,14 @@ def test_a_plan_drawn_adds_up():
     assert len(time_axes.patches) == 4
 
 
-def test_rows_as_a_data_frame():
+def test_a_plan_becomes_a_data_frame():
     frame = plan().to_pandas()
     assert list(frame.strategy.unique()) == ["DataParallel()", "ParameterAveraging(every=4)"]
     assert frame.fits.all()
     assert (frame.needed <= frame.free).all()
 
 
-def test_a_benchmark_as_text_a_page_and_a_figure():
+def test_a_benchmark_is_shown_as_text_html_and_figure():
     found = benchmark(3)
     assert "Benchmark of 3 ranks, gloo: 3 GFLOP/s in float32 together" in repr(found)
     assert "data:image/png" in found._repr_html_()
@@ -386,7 +345,7 @@ def test_a_benchmark_of_one_rank_has_no_links():
     assert math.isnan(alone.all_reduce_bytes_s)
     assert "all-reduce" not in repr(alone)
     assert alone.figure().axes[0].texts[0].get_text() == "one rank has no links"
-    assert plan_figure.format_benchmark_html(alone)
+    assert alone._repr_html_()
 
 
 # -- the dry run -----------------------------------------------------------------------------------------
@@ -453,7 +412,7 @@ def full() -> Any:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_step_on_fake_tensors_allocates_what_a_real_one_does(name: str):
+def test_a_dry_run_allocates_as_much_as_a_real_step(name: str):
     make, shape, whole = MODELS[name]
     model = make()
     model(batch(3, *shape, whole=whole)[0])  # lazy modules get their shapes
@@ -466,7 +425,7 @@ def test_a_step_on_fake_tensors_allocates_what_a_real_one_does(name: str):
     assert fake[1].nbytes > fake[0].nbytes
 
 
-def test_a_perceptron_counted_by_hand():
+def test_estimated_peaks_of_a_perceptron_equal_a_count_by_hand():
     rows, item = 512, 4
     found = dry_run.estimate_peaks(perceptron(), OBJECTIVE, batch(3, 100), (rows,), CPU, full)[0]
     # The batch; the hidden layer before and after its ReLU; output and its logarithm of probabilities; at the peak, in
@@ -477,7 +436,7 @@ def test_a_perceptron_counted_by_hand():
     assert found.flops == 2 * rows * (2 * 100 * 200 + 3 * 200 * 10)  # no gradient of the inputs is taken
 
 
-def test_the_ledger_lets_go_of_what_is_freed():
+def test_the_allocation_tracker_releases_freed_tensors():
     with dry_run.AllocationTracker() as ledger:
         a = torch.zeros(1000)
         b = a + 1
@@ -490,7 +449,7 @@ def test_the_ledger_lets_go_of_what_is_freed():
     assert ledger.peak_bytes == 8000
 
 
-def test_a_hollow_model_keeps_ties_and_dtypes():
+def test_a_meta_copy_keeps_tied_parameters_and_dtypes():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double())
     model[1].weight = model[0].weight
     hollow = copy_to_meta(model)
@@ -513,7 +472,7 @@ OPTIMISERS = {
 
 
 @pytest.mark.parametrize("name", OPTIMISERS)
-def test_an_optimiser_tried_on_the_meta_device(name: str):
+def test_optimizer_state_is_estimated_on_the_meta_device(name: str):
     factory, state, besides = OPTIMISERS[name]
     assert dry_run.estimate_optimizer_bytes(perceptron(), factory, CPU) == (state, pytest.approx(besides, abs=64))
     model = perceptron()
@@ -522,7 +481,7 @@ def test_an_optimiser_tried_on_the_meta_device(name: str):
     assert dry_run.measure_optimizer_bytes(optimizer, list(model.parameters()))[0] == state  # for real
 
 
-def test_what_is_frozen_or_sparse_has_no_gradient_to_hold():
+def test_frozen_and_sparse_parameters_have_no_dense_gradient():
     model = nn.Sequential(nn.Embedding(100, 4, sparse=True), nn.Linear(4, 4), nn.Linear(4, 4))
     model[2].requires_grad_(False)
     assert count_bytes(dry_run.find_dense_gradient_parameters(model)) == 4 * (16 + 4)
@@ -530,7 +489,7 @@ def test_what_is_frozen_or_sparse_has_no_gradient_to_hold():
     assert adam == 2 * 4 * (16 + 4) + 2 * 4
 
 
-def test_code_that_looks_at_numbers_is_noted_and_not_guessed():
+def test_a_model_that_reads_values_is_noted_and_not_estimated():
     found, why = measure._try_or_explain(
         lambda: dry_run.estimate_peaks(Asks(), OBJECTIVE, batch(3, 8), (4,), CPU, full), []
     )
@@ -540,11 +499,11 @@ def test_code_that_looks_at_numbers_is_noted_and_not_guessed():
     assert real.nbytes > 4 * 8 * 4
 
 
-def test_a_recurrent_layer_does_not_tell_all():
+def test_recurrent_layers_have_hidden_workspace():
     assert dry_run.estimate_peaks(Recurrent(), OBJECTIVE, batch(3, 5, 8), (4,), CPU, full)[0].has_hidden_workspace
 
 
-def test_under_autocast_activations_are_smaller():
+def test_autocast_makes_activations_smaller():
     deep = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)], nn.Linear(64, 10))
     rows = (512,)
     wide = dry_run.estimate_peaks(deep, OBJECTIVE, batch(3, 64), rows, CPU, full)[0]
@@ -557,7 +516,7 @@ def test_under_autocast_activations_are_smaller():
 # -- an engine's memory ----------------------------------------------------------------------------------
 
 
-def test_the_peak_of_a_process_is_seen_after_it_has_passed():
+def test_the_peak_of_a_process_is_known_after_it_has_passed():
     before = memory.reset_peak(CPU)
     if before is None:
         pytest.skip("the system does not let a process reset its peak")
@@ -569,7 +528,7 @@ def test_the_peak_of_a_process_is_seen_after_it_has_passed():
     assert memory.read_peak(CPU) - again < 20 * MB
 
 
-def test_what_an_earlier_job_holds_is_counted():
+def test_memory_of_an_earlier_job_is_reusable():
     placed = nn.Linear(1000, 1000)
     before = memory.measure_available_memory(CPU, [placed], tidy_up=True).job_bytes
     job = nn.Linear(1000, 1000)
@@ -585,7 +544,7 @@ def test_a_process_without_a_limit_has_none():
     assert memory_limit.compute_data_left() is None
 
 
-def test_what_a_limit_leaves(monkeypatch: pytest.MonkeyPatch):
+def test_free_memory_under_a_limit(monkeypatch: pytest.MonkeyPatch):
     used = memory_limit._read_data_bytes()
     monkeypatch.setattr(memory_limit.resource, "getrlimit", lambda _: (used + 500 * MB, resource.RLIM_INFINITY))
     assert 450 * MB < memory_limit.compute_data_left() < 500 * MB + memory_limit._read_malloc_free_bytes() + 50 * MB
@@ -606,7 +565,7 @@ def soft() -> int:
     return resource.getrlimit(resource.RLIMIT_DATA)[0]
 
 
-def test_a_limit_holds_in_users_work_and_not_while_groups_are_formed_amid_it(limited: memory_limit.MemoryLimit):
+def test_a_limit_holds_in_user_code_but_not_while_a_group_forms(limited: memory_limit.MemoryLimit):
     most = soft()
     assert most != resource.RLIM_INFINITY
     with limited.suspend():
@@ -618,7 +577,7 @@ def test_a_limit_holds_in_users_work_and_not_while_groups_are_formed_amid_it(lim
     assert soft() == most
 
 
-def test_an_answer_has_room_where_work_has_used_the_limit_up(
+def test_a_reply_has_memory_after_user_code_has_used_the_limit(
     limited: memory_limit.MemoryLimit, monkeypatch: pytest.MonkeyPatch
 ):
     most = soft()
@@ -633,7 +592,7 @@ def test_an_answer_has_room_where_work_has_used_the_limit_up(
     assert soft() == most
 
 
-def test_a_limit_of_the_users_own_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch):
+def test_a_limit_set_by_the_user_is_not_changed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv(memory_limit.LIMIT_ENV_VAR, raising=False)
     monkeypatch.setattr(memory_limit.resource, "setrlimit", lambda *_: pytest.fail("it was changed"))
     with memory_limit.lift_data_limit(), memory_limit.MemoryLimit().enforce():
@@ -684,8 +643,8 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no model": ({"model": 3}, TypeError, "model is a int"),
     "a lazy model": ({"model": nn.LazyLinear(3)}, ValueError, "has no shape yet"),
     "no loss": ({"loss": None}, ValueError, "give either loss"),
-    "loss and step": ({"step": lambda _m, _b: 0}, ValueError, "you gave both"),
-    "an optimiser that isn't a function": ({"optimizer": "adam"}, TypeError, "optimizer is a str"),
+    "loss and step": ({"training_step": lambda _m, _b: 0}, ValueError, "you gave both"),
+    "an optimizer that isn't a function": ({"optimizer": "adam"}, TypeError, "optimizer is a str"),
     "a strategy that isn't one": ({"strategies": ["ddp"]}, TypeError, "strategies holds 'ddp'"),
     "no strategy": ({"strategies": []}, ValueError, "strategies is empty"),
     "a strategy that can't work": ({"strategies": [dtkit.DataParallel(accumulate=9)]}, ValueError, "accumulate=9"),
@@ -694,38 +653,38 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_cannot_be_planned_is_refused(cluster: dtkit.Cluster, name: str):
+def test_an_invalid_plan_request_is_refused(cluster: dtkit.Cluster, name: str):
     asked, error, message = BAD[name]
     with pytest.raises(error, match=message):
         ask(cluster, **asked)
 
 
-def test_a_partition_smaller_than_the_batch(cluster: dtkit.Cluster):
+def test_a_partition_smaller_than_the_batch_is_refused(cluster: dtkit.Cluster):
     part = cluster.partition(batch(8, 100))
     with pytest.raises(ValueError, match="batch_size=16 is more than the 8 samples"):
         ask(cluster, sample=part)
 
 
-def test_a_plan_of_a_model_that_the_strategy_can_t_take(cluster: dtkit.Cluster):
+def test_a_model_that_a_strategy_can_not_train_is_refused(cluster: dtkit.Cluster):
     with pytest.raises(ValueError, match="has 0 layers in a chain"):
         ask(cluster, nn.Linear(100, 10), strategies=[dtkit.Pipeline(2, 4)])
 
 
-def test_slices_are_compared_where_the_model_can_be_cut_so(cluster: dtkit.Cluster):
+def test_tensor_parallel_is_compared_if_the_model_allows_it(cluster: dtkit.Cluster):
     pairs = nn.Sequential(nn.Linear(100, 20), nn.ReLU(), nn.Linear(20, 10))
     assert "TensorParallel(tp_size=2)" in ask(cluster, pairs).strategies
     assert "TensorParallel(tp_size=2)" not in ask(cluster, nn.Linear(100, 10)).strategies
 
 
-def test_what_a_refusal_lists_adds_up(cluster: dtkit.Cluster, engines: FakeTransport):
+def test_parts_in_a_refusal_add_up(cluster: dtkit.Cluster, engines: FakeTransport):
     engines.memory_free = 200_000
     strategy = dtkit.Pipeline(1, 4, replicas=2)
-    refusal = r"it needs 355 kB .*\(parameters 88\.8 kB, gradients 88\.8 kB, optimiser state 178 kB\)"
+    refusal = r"it needs 355 kB .*\(parameters 88\.8 kB, gradients 88\.8 kB, optimizer state 178 kB\)"
     with pytest.raises(ValueError, match=refusal):  # the model as it was sent is mapped
-        planner.check_fits(cluster, perceptron(), adam, strategy)
+        fit_check.check_fits(cluster, perceptron(), adam, strategy)
 
 
-def test_what_slices_send_is_not_told_as_nothing(cluster: dtkit.Cluster):
+def test_unknown_traffic_is_noted_and_not_shown_as_zero(cluster: dtkit.Cluster):
     strategies = [dtkit.TensorParallel(2), dtkit.DataParallel()]
     found = ask(cluster, strategies=strategies)
     assert any("not counted: what TensorParallel(tp_size=2) sends" in note for note in found.notes)
@@ -733,7 +692,7 @@ def test_what_slices_send_is_not_told_as_nothing(cluster: dtkit.Cluster):
     assert "what is sent not counted" in " ".join(text.get_text() for text in found.figure().axes[1].texts)
 
 
-def test_stages_of_layers_that_can_t_be_measured_are_taken_as_equal(cluster: dtkit.Cluster):
+def test_stages_of_unmeasured_layers_are_equal(cluster: dtkit.Cluster):
     found = ask(cluster, strategies=[dtkit.Pipeline(2, 4)])
     assert "stages of a pipeline are taken as equal: its layers can't be measured (a double has no data)" in found.notes
     assert found.rows[0].parameters == found.rows[1].parameters == BYTES // 2
@@ -744,13 +703,13 @@ def test_a_plan_of_unequal_shards(cluster: dtkit.Cluster):
     assert [row.rows for row in ask(cluster, sample=part).get_rows("DataParallel()")] == [12, 4]
 
 
-def test_the_model_as_sent_counts_unless_it_is_there(cluster: dtkit.Cluster):
+def test_the_sent_model_counts_unless_it_was_broadcast(cluster: dtkit.Cluster):
     model = perceptron()
     assert ask(cluster, model).rows[0].sent_model == BYTES
     assert ask(cluster, cluster.broadcast(model)).rows[0].sent_model == 0
 
 
-def test_a_benchmark_is_kept(cluster: dtkit.Cluster, engines: FakeTransport):
+def test_a_benchmark_is_cached(cluster: dtkit.Cluster, engines: FakeTransport):
     found = cluster.benchmark()
     assert cluster.benchmark() is found
     assert ask(cluster).benchmark is found
@@ -762,7 +721,7 @@ def test_a_benchmark_is_kept(cluster: dtkit.Cluster, engines: FakeTransport):
         cluster.benchmark("int8")
 
 
-def test_what_does_not_fit_is_not_tried_for_real(cluster: dtkit.Cluster, engines: FakeTransport):
+def test_a_model_that_may_not_fit_takes_no_real_step(cluster: dtkit.Cluster, engines: FakeTransport):
     engines.memory_free = 400_000
     found = ask(cluster)
     assert found.fitting == ()
@@ -774,43 +733,41 @@ def test_what_does_not_fit_is_not_tried_for_real(cluster: dtkit.Cluster, engines
 NEEDED = 5 * BYTES + STEPS
 
 
-def test_what_surely_fits_costs_one_question(cluster: dtkit.Cluster, engines: FakeTransport):
-    planner.check_fits(cluster, perceptron(), adam, dtkit.DataParallel())
+def test_a_model_that_fits_for_certain_needs_one_call(cluster: dtkit.Cluster, engines: FakeTransport):
+    fit_check.check_fits(cluster, perceptron(), adam, dtkit.DataParallel())
     assert [args["what"] for _, op, args in engines.served_requests if op == "measure"] == ["room"] * 2
 
 
-def test_a_training_is_refused_by_the_certain_part_alone(cluster: dtkit.Cluster, engines: FakeTransport):
+def test_a_training_is_refused_only_for_persistent_memory(cluster: dtkit.Cluster, engines: FakeTransport):
     engines.memory_free = 2 * NEEDED  # both engines share it
-    planner.check_fits(cluster, perceptron(), adam, dtkit.DataParallel())
+    fit_check.check_fits(cluster, perceptron(), adam, dtkit.DataParallel())
     engines.memory_free = 2 * NEEDED - 4
     refusal = r"Sequential does not fit rank 0 with DataParallel\(\): it needs 444 kB .*the model as sent 88.8 kB, "
     with pytest.raises(
-        ValueError, match=refusal + r".*optimiser state 178 kB\), and 444 kB are free.*These would fit: Sharded"
+        ValueError, match=refusal + r".*optimizer state 178 kB\), and 444 kB are free.*These would fit: Sharded"
     ):
-        planner.check_fits(cluster, perceptron(), adam, dtkit.DataParallel())
-    planner.check_fits(cluster, perceptron(), sgd, dtkit.DataParallel())  # keeps nothing
-    planner.check_fits(cluster, perceptron(), adam, dtkit.DataParallel(find_unused_parameters=True))  # who knows
+        fit_check.check_fits(cluster, perceptron(), adam, dtkit.DataParallel())
+    fit_check.check_fits(cluster, perceptron(), sgd, dtkit.DataParallel())  # keeps nothing
+    fit_check.check_fits(cluster, perceptron(), adam, dtkit.DataParallel(find_unused_parameters=True))  # who knows
     copies = cluster.broadcast(perceptron())
-    planner.check_fits(cluster, copies, adam, dtkit.DataParallel())  # is there already
+    fit_check.check_fits(cluster, copies, adam, dtkit.DataParallel())  # is there already
 
 
-def test_a_refusal_names_what_would_fit(cluster: dtkit.Cluster, engines: FakeTransport):
+def test_a_refusal_names_strategies_that_fit(cluster: dtkit.Cluster, engines: FakeTransport):
     engines.memory_free = 2 * NEEDED + 2 * BYTES
     with pytest.raises(ValueError, match=r"These would fit: DataParallel\(\), ParameterAveraging"):
-        planner.check_fits(cluster, perceptron(), adam, ParameterAveraging(outer=OuterSGD(lr=0.5)))
+        fit_check.check_fits(cluster, perceptron(), adam, ParameterAveraging(outer=OuterSGD(lr=0.5)))
 
 
-def test_an_optimiser_that_cannot_be_tried_is_not_held_against_a_training(
-    cluster: dtkit.Cluster, engines: FakeTransport
-):
+def test_an_optimizer_without_an_estimate_does_not_refuse_a_training(cluster: dtkit.Cluster, engines: FakeTransport):
     def looks(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=float(parameters[0].sum()))
 
     engines.memory_free = 2 * NEEDED - 4
-    planner.check_fits(cluster, perceptron(), looks, dtkit.DataParallel())
+    fit_check.check_fits(cluster, perceptron(), looks, dtkit.DataParallel())
 
 
-def test_cost_has_room_for_every_part():
+def test_a_cost_has_every_part():
     cost = Cost.for_replica(facts(overhead=LinearFit(0, MB)), sent_bytes=0, exposed_s=0, micro_batches=2)
     assert cost.overhead == 4 * MB
     assert cost.transient_bytes == max(cost.activations, cost.temporaries) == 30 * MB

@@ -35,7 +35,7 @@ class Screen(io.StringIO):
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "SHOW_AFTER_S", 0.01)
-    monkeypatch.setattr(progress, "EVERY_S", 0.01)
+    monkeypatch.setattr(progress, "REFRESH_INTERVAL_S", 0.01)
 
 
 def on(monkeypatch: pytest.MonkeyPatch, screen: Any) -> Any:
@@ -48,7 +48,7 @@ def threads() -> list[str]:
 
 
 @pytest.mark.parametrize("tty", [True, False])
-def test_work_that_is_done_within_a_second_shows_nothing(monkeypatch: pytest.MonkeyPatch, tty):
+def test_short_work_shows_no_progress(monkeypatch: pytest.MonkeyPatch, tty):
     screen = on(monkeypatch, Screen(tty=tty))
     with progress.show_progress("starting 2 engines"):
         assert threads()
@@ -56,7 +56,7 @@ def test_work_that_is_done_within_a_second_shows_nothing(monkeypatch: pytest.Mon
     assert not threads()
 
 
-def test_a_terminal_s_line_is_rewritten_with_its_phase_and_goes(quick, monkeypatch: pytest.MonkeyPatch):
+def test_a_terminal_line_is_rewritten_and_then_cleared(quick, monkeypatch: pytest.MonkeyPatch):
     screen = on(monkeypatch, Screen(tty=True))
     with progress.show_progress("starting 2 engines") as line:
         screen.await_writes(2)
@@ -69,7 +69,7 @@ def test_a_terminal_s_line_is_rewritten_with_its_phase_and_goes(quick, monkeypat
     assert "\n" not in shown
 
 
-def test_a_terminal_s_line_never_wraps(quick, monkeypatch: pytest.MonkeyPatch):
+def test_a_terminal_line_never_wraps(quick, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COLUMNS", "20")
     screen = on(monkeypatch, Screen(tty=True))
     with progress.show_progress("x" * 100):
@@ -77,7 +77,7 @@ def test_a_terminal_s_line_never_wraps(quick, monkeypatch: pytest.MonkeyPatch):
     assert screen.getvalue().startswith("\r" + "x" * 19 + "\x1b[K")
 
 
-def test_elsewhere_one_plain_line_is_printed_once(quick, monkeypatch: pytest.MonkeyPatch):
+def test_a_plain_stream_gets_one_line_once(quick, monkeypatch: pytest.MonkeyPatch):
     screen = on(monkeypatch, Screen())
     shown = threading.Semaphore(0)
     show = progress._PlainLine.show
@@ -86,13 +86,13 @@ def test_elsewhere_one_plain_line_is_printed_once(quick, monkeypatch: pytest.Mon
         show(line, text)
         shown.release()
 
-    monkeypatch.setattr(progress._PlainLine, "try_show", counted)
+    monkeypatch.setattr(progress._PlainLine, "show", counted)
     with progress.show_progress("sending"):
         assert all(shown.acquire(timeout=10) for _ in range(3))
     assert screen.getvalue() == "sending … 0 s\n"
 
 
-def test_the_line_ends_with_the_block_also_after_an_error(quick, monkeypatch: pytest.MonkeyPatch):
+def test_the_progress_line_ends_after_an_error(quick, monkeypatch: pytest.MonkeyPatch):
     screen = on(monkeypatch, Screen(tty=True))
 
     def fail() -> None:
@@ -106,7 +106,7 @@ def test_the_line_ends_with_the_block_also_after_an_error(quick, monkeypatch: py
     assert not threads()
 
 
-def test_a_line_that_can_not_be_shown_leaves_the_work_alone(
+def test_a_failing_progress_line_does_not_affect_the_work(
     quick, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     class Closed(Screen):
@@ -121,7 +121,7 @@ def test_a_line_that_can_not_be_shown_leaves_the_work_alone(
     assert "the progress line failed; the work goes on: BrokenPipeError: gone" in caplog.text
 
 
-def test_a_notebook_has_one_display_that_says_at_the_end_how_long_it_took(quick, monkeypatch: pytest.MonkeyPatch):
+def test_a_notebook_display_shows_the_elapsed_time_at_the_end(quick, monkeypatch: pytest.MonkeyPatch):
     shown, updated = [], threading.Semaphore(0)
 
     class Handle:

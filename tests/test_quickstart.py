@@ -1,4 +1,4 @@
-"""Notebook 01 as it is committed, executed once: what it claims, what it leaves, and the memory that it takes."""
+"""Notebook 01, executed once as committed: its claims, leftover processes, and memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import nbformat
 import pytest
 
-from tests.notebook import Done, check_memory, check_nothing_is_left, printed, watched
+from tests.support.notebook import Done, check_memory, check_nothing_is_left, printed, watched
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,14 +30,14 @@ def test_the_cluster_is_a_table_of_two_ranks(done: Done):
     assert "<table>" in done.outputs("cluster = dtkit.Cluster(2")[-1].data["text/html"]
 
 
-def test_the_shards_are_the_rows_that_were_not_held_out(done: Done):
+def test_the_shards_hold_all_rows_except_the_held_out_ones(done: Done):
     shards = re.search(r"sizes=\((\d+), (\d+)\)", done.text("cluster.partition("))
     assert shards
     assert sum(map(int, shards.groups())) == 1797 - 297
     assert "image/png" in done.outputs("cluster.partition(")[-1].data
 
 
-def test_the_copies_are_identical(done: Done):
+def test_replicas_are_identical(done: Done):
     checksums = re.findall(r"rank \d+\s+([0-9a-f]{8,})", done.text("cluster.broadcast("))
     assert len(checksums) == 2
     assert len(set(checksums)) == 1
@@ -50,51 +50,53 @@ def test_single_steps_take_half_the_batch_from_each_shard(done: Done):
     assert all(a != b for a, b in zip(losses[::2], losses[1::2], strict=True))  # "each rank's own loss differs"
 
 
-def test_the_dashboard_has_become_a_picture(done: Done):
-    (kept,) = done.outputs("run.resume()")
-    assert set(kept.data) == {"image/png", "text/plain"}
-    assert kept.data["image/png"].startswith("iVBOR")  # a PNG, in base64
-    assert "completed" in kept.data["text/plain"]
-    assert re.search(r"step ([\d,]+) of \1, ", kept.data["text/plain"])
+def test_the_dashboard_becomes_a_picture(done: Done):
+    (output,) = done.outputs("run.resume()")
+    assert set(output.data) == {"image/png", "text/plain"}
+    assert output.data["image/png"].startswith("iVBOR")  # a PNG, in base64
+    assert "completed" in output.data["text/plain"]
+    assert re.search(r"step ([\d,]+) of \1, ", output.data["text/plain"])
     assert "widget-view" not in nbformat.writes(done.notebook)
 
 
-def test_nothing_was_said_on_stderr(done: Done):
+def test_stderr_is_empty(done: Done):
     assert printed(done.notebook, "stderr") == ""
 
 
 def test_accuracy_is_over_95_percent_on_held_out_rows(done: Done):
-    found = re.search(r"accuracy on (\d+) rows that it never saw: (\S+)%", done.text("run.evaluate("))
-    assert found
-    assert found[1] == "297"
-    assert float(found[2]) > 95
-    right, of = re.search(r"(\d+) of (\d+) right", done.text("model = run.model")).groups()
-    assert f"{100 * int(right) / int(of):.1f}" == found[2]  # the model in the notebook is the one on the engines
+    accuracy = re.search(r"accuracy on (\d+) held-out rows: (\S+)%", done.text("run.evaluate("))
+    assert accuracy
+    assert accuracy[1] == "297"
+    assert float(accuracy[2]) > 95
+    correct, total = re.search(r"(\d+) of (\d+) correct", done.text("model = run.model")).groups()
+    assert (
+        f"{100 * int(correct) / int(total):.1f}" == accuracy[2]
+    )  # the model in the notebook is the one on the engines
 
 
 def test_it_equals_training_in_one_process(done: Done):
     assert done.text("run.verify(").startswith("PASS: 20 steps on 2 ranks against one process")
 
 
-def test_throughput_of_one_and_two_engines_is_told_honestly(done: Done):
-    said = re.findall(
+def test_throughput_of_one_and_two_engines_is_reported(done: Done):
+    lines = re.findall(
         r"(\d+) samples per update: 1 engine (\S+) samples/s, 2 engines (\S+) samples/s, ratio (\S+)",
         done.text("def samples_per_second"),
     )
-    assert [line[0] for line in said] == ["64", "500"]
-    for line in said:
-        one, two, ratio = (float(number.replace(",", "")) for number in line[1:])
-        assert one > 0
-        assert two > 0
-        assert ratio == pytest.approx(two / one, abs=0.02)
-    conclusion = done.text("better =")
-    if abs(float(said[1][3]) - float(said[0][3])) > 0.02:  # the printed ratios are rounded
-        assert ("closer to the number of engines" in conclusion) == (float(said[1][3]) > float(said[0][3]))
+    assert [line[0] for line in lines] == ["64", "500"]
+    for line in lines:
+        rate_1, rate_2, ratio = (float(number.replace(",", "")) for number in line[1:])
+        assert rate_1 > 0
+        assert rate_2 > 0
+        assert ratio == pytest.approx(rate_2 / rate_1, abs=0.02)
+    conclusion = done.text("cores = ")
+    if abs(float(lines[1][3]) - float(lines[0][3])) > 0.02:  # the printed ratios are rounded
+        assert ("closer to the number of engines" in conclusion) == (float(lines[1][3]) > float(lines[0][3]))
 
 
 def test_no_process_is_left(done: Done):
     check_nothing_is_left(done)
 
 
-def test_all_processes_together_stay_under_what_binder_gives(done: Done):
+def test_memory_of_all_processes_fits_binder(done: Done):
     check_memory(done)

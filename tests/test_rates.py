@@ -20,8 +20,8 @@ def rates(lr_scheduler=None, every="step", *, lr=0.1, has_valid=False, groups=1)
     return LearningRates(program, optimizer), optimizer
 
 
-def outcome(loss=1.0, weight=1.0):
-    return SimpleNamespace(loss=None if loss is None else torch.tensor(loss), weight=weight)
+def outcome(loss=1.0, loss_weight=1.0):
+    return SimpleNamespace(loss=None if loss is None else torch.tensor(loss), loss_weight=loss_weight)
 
 
 def run(found, optimizer, updates, per_epoch=4, loss=1.0):
@@ -30,7 +30,7 @@ def run(found, optimizer, updates, per_epoch=4, loss=1.0):
     for k in range(updates):
         seen.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
-        found.after(outcome(loss), k + 1, per_epoch, None)
+        found.step_after_update(outcome(loss), k + 1, per_epoch, None)
     return seen
 
 

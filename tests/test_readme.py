@@ -9,7 +9,7 @@ import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_notebook
 
-from tests.notebook import execute
+from tests.support.notebook import execute
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -86,7 +86,7 @@ def test_the_example_does_what_it_says(done: NotebookNode):
 
 @pytest.mark.notebook
 def test_a_lost_engine_is_replaced(done: NotebookNode):
-    assert "node 1 replaced: all go on from step 20" in said(done, "struck.history.events")
+    assert "node 1 replaced: all go on from step 20" in said(done, "disturbed.history.events")
 
 
 @pytest.mark.notebook

@@ -8,8 +8,8 @@ import types
 import numpy as np
 import pytest
 
+from dtkit.history.comm_time import MESSAGE_DTYPE, MESSAGE_PHASES
 from dtkit.history.history import ROW_DTYPE, History
-from dtkit.history.message_times import MESSAGE_DTYPE, MESSAGE_PHASES
 from dtkit.training.recorder import Recorder
 from dtkit.types import DispatchResult, Evaluation, Failure, Reply
 
@@ -47,7 +47,7 @@ def test_waiting_for_another_stage_is_no_communication():
         steps = 3 - rank  # one of them is a step further
         found = advance(rank, steps, 200.0)
         advances.append(
-            dataclasses.replace(found, messages=np.array(sent, MESSAGE_DTYPE), blocked=np.empty((steps, 0, 3)))
+            dataclasses.replace(found, messages=np.array(sent, MESSAGE_DTYPE), blocked_spans=np.empty((steps, 0, 3)))
         )
     recorder.record_steps([(one, []) for one in advances])
     rows = history.rows()

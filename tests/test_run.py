@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
@@ -19,9 +20,9 @@ from dtkit.errors import RefusedError
 from dtkit.health.stall_report import StallReport
 from dtkit.rpc import engine_group as ranks
 from dtkit.testing import FakeTransport
-from dtkit.training import driver
-from dtkit.types import Failure, Reply, State
-from tests.test_watchdog import until as watched
+from dtkit.training import pending_calls
+from dtkit.types import Evaluation, Failure, Reply, State
+from tests.support.waiting import until as watched
 
 ROWS = torch.zeros(64, 2), torch.zeros(64, dtype=torch.int64)
 
@@ -66,7 +67,7 @@ def test_an_interrupt_before_the_waiting_has_begun_pauses_the_run_too(cluster, m
     assert run.status.state is State.PAUSED
 
 
-def test_who_does_not_answer_is_told_with_what_was_waited_for_and_who_is_gone_comes_first(cluster, monkeypatch):
+def test_a_timeout_names_the_call_and_the_silent_ranks_lost_ones_first(cluster, monkeypatch):
     monkeypatch.setattr(ranks, "FAILURE_GRACE_S", 0.01)
     gone: Future[Reply] = Future()
     gone.set_result(Reply(failure=Failure(1, "?", "EngineLost", "rank 1 is gone", "", kind="lost")))
@@ -237,7 +238,7 @@ def paused_for_a_lost_engine(cluster: dtkit.Cluster, engines: FakeTransport) -> 
     run.step()
     engines.end_engine(1)
     run.resume()
-    with pytest.raises(dtkit.errors.EngineError, match="its process has ended"):
+    with pytest.raises(dtkit.errors.PausedError, match=r"(?s)its process has ended.*run\.resume\(\) replaces"):
         run.wait(10)
     return run
 
@@ -270,16 +271,20 @@ def test_a_checkpoint_of_a_run_that_has_lost_an_engine_is_refused_at_once(cluste
 
 def test_a_folder_that_is_none_is_refused_by_the_argument_s_name(cluster):
     run = train(cluster, start=False)
-    with pytest.raises(ValueError, match=r"^save\(path=''\): no folder is called that\. Name one, such as 'check"):
+    with pytest.raises(
+        ValueError, match=r"^save\(path=''\): this is not the name of a folder\. Use a name such as 'check"
+    ):
         run.save("")
-    with pytest.raises(TypeError, match=r"^save\(path=5\): it is the name of a folder"):
+    with pytest.raises(TypeError, match=r"^save\(path=5\): it must be the name of a folder"):
         run.save(5)  # type: ignore[arg-type]
     run.stop()
-    with pytest.raises(TypeError, match=r"^resume_from=123: it is the name of a folder, a text or a Path, such as"):
+    with pytest.raises(
+        TypeError, match=r"^resume_from=123: it must be the name of a folder, a text or a Path, such as"
+    ):
         train(cluster, resume_from=123)
-    with pytest.raises(ValueError, match=r"^checkpoint_dir='': no folder is called that"):
+    with pytest.raises(ValueError, match=r"^checkpoint_dir='': this is not the name of a folder"):
         train(cluster, checkpoint_every=5, checkpoint_dir="")
-    with pytest.raises(dtkit.errors.CheckpointError, match="/nowhere/x is not there"):
+    with pytest.raises(dtkit.errors.CheckpointError, match="/nowhere/x does not exist"):
         train(cluster, resume_from="/nowhere/x")
 
 
@@ -320,7 +325,7 @@ def test_pause_waits_for_what_is_in_flight(cluster, engines):
     run.post("pause")
     assert run.status.state is State.RUNNING
     engines.release_requests()
-    run.wait(10)
+    run._driver.wait(10)
     assert run.status.state is State.PAUSED
     assert run.status.step == run.history.num_steps
     sent = sum(steps for _, steps in dispatches(engines))
@@ -330,8 +335,8 @@ def test_pause_waits_for_what_is_in_flight(cluster, engines):
 @pytest.fixture
 def gracious(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pause has all the time to take effect before anything is broken off."""
-    monkeypatch.setattr(driver, "_PAUSE_GRACE_S", 600.0)
-    monkeypatch.setattr(driver, "_MAX_PAUSE_GRACE_S", 600.0)
+    monkeypatch.setattr(pending_calls, "_PAUSE_GRACE_S", 600.0)
+    monkeypatch.setattr(pending_calls, "_MAX_PAUSE_GRACE_S", 600.0)
 
 
 def under_way(cluster: dtkit.Cluster, engines: FakeTransport) -> dtkit.Run:
@@ -368,8 +373,8 @@ def check_broken_off(run: dtkit.Run, engines: FakeTransport) -> None:
 @pytest.mark.usefixtures("gracious")
 def test_what_is_known_to_be_stuck_is_broken_off_at_once(cluster, engines, monkeypatch):
     run = under_way(cluster, engines)
-    monkeypatch.setattr(run._driver._stall_detector, "check", lambda _now: None)
-    run._driver._stall_detector.stall_report = StallReport(
+    monkeypatch.setattr(run._driver.calls.stall_detector, "check", lambda _now: None)
+    run._driver.calls.stall_detector.stall_report = StallReport(
         "stuck", 1, "here", "forward", 3, "net.py:14", "it waits", "wait", 8.0
     )
     check_broken_off(run, engines)
@@ -378,10 +383,10 @@ def test_what_is_known_to_be_stuck_is_broken_off_at_once(cluster, engines, monke
 def test_who_is_stuck_is_named_while_another_rank_has_failed_already(cluster, engines, monkeypatch):
     run = under_way(cluster, engines)
     found = StallReport("stuck", 1, "here", "forward", 3, "net.py:14", "it waits", "wait", 8.0)
-    watched(lambda: len(run._driver._pending_calls))
-    answers = run._driver._pending_calls[0].futures
+    watched(lambda: len(run._driver.calls.pending))
+    answers = run._driver.calls.pending[0].futures
     monkeypatch.setattr(
-        run._driver._stall_detector, "check", lambda _now: found if answers and answers[0].done() else None
+        run._driver.calls.stall_detector, "check", lambda _now: found if answers and answers[0].done() else None
     )
     engines.interrupt([0])  # the other one is held
     until(run, lambda: any(event.kind == "stuck" and event.rank == 1 for event in run.history.events))
@@ -389,8 +394,8 @@ def test_who_is_stuck_is_named_while_another_rank_has_failed_already(cluster, en
     engines.release_requests()
 
 
-def test_an_interrupt_of_the_next_wait_is_a_second_one_while_the_first_has_not_paused(cluster, engines, monkeypatch):
-    monkeypatch.setattr("dtkit.training.run._PAUSE_TIMEOUT_S", 0.1)
+def test_an_interrupt_before_the_first_one_has_paused_is_a_second_one(cluster, engines, monkeypatch):
+    monkeypatch.setattr("dtkit.training.run_waiting._PAUSE_TIMEOUT_S", 0.1)
     run = train(cluster, steps=100_000, start=False)
     run.step(5)
     engines.hold_requests()
@@ -501,7 +506,7 @@ def test_a_save_that_can_t_be_begun_keeps_no_other_one_waiting(cluster, engines,
     for save in saves:
         with pytest.raises(dtkit.errors.CheckpointError, match="was not written"):
             save.future.result(10)
-    run.wait(10)
+    run._driver.wait(10)
     assert run.status.state is State.PAUSED
 
 
@@ -550,7 +555,7 @@ def test_who_was_stuck_goes_on_with_the_first_dispatch_that_lands(cluster):
     """While dispatches land one after the other, nobody looks out for a rank that keeps the others waiting."""
     run = train(cluster, steps=100_000)
     until(run, lambda: run.status.step > 3)
-    run._driver._stall_detector.stall_report = StallReport(
+    run._driver.calls.stall_detector.stall_report = StallReport(
         "stuck", 1, "here", "forward", 3, "net.py:14", "it waits", "wait", 8.0
     )
     until(run, lambda: run.stall_report is None)
@@ -610,7 +615,7 @@ def test_an_evaluation_that_is_broken_off_by_a_pause_is_made_when_the_run_goes_o
 def test_a_notebook_that_takes_over_is_told_of_evaluations_that_were_lost(cluster):
     run = train(cluster, validation=ROWS, start=False)
     made = 4, {"loss": (2.0, 4.0)}
-    run._driver.replay_unread({0: [], 1: []}, {0: {8: made}, 1: {8: made, 12: made}}, 16)
+    run.lifecycle.replay_unread({0: [], 1: []}, {0: {8: made}, 1: {8: made, 12: made}}, 16)
     assert [e.step for e in run.history.evaluations] == [8]
     told = [event.text for event in run.history.events if "lost" in event.text]
     assert told == ["what evaluations found after these steps was lost: 4, 12"]  # where it stands, one will be made
@@ -657,7 +662,7 @@ def test_an_interrupt_that_comes_as_the_one_before_is_seen_to_leaves_nothing_bro
     engines.hold_requests()
     with monkeypatch.context() as patch:
         patch.setattr(cluster, "gather_replies", interrupted)
-        patch.setattr(cluster, "wait_until_reformed", interrupted)
+        patch.setattr(cluster, "_abandon_call", interrupted)
         with pytest.raises(KeyboardInterrupt):
             cluster.call_all("node_info")
     before = cluster.generation
@@ -774,3 +779,129 @@ def test_hosts_are_known_also_while_an_engine_is_lost_and_after_it_was_replaced(
         assert not cluster.is_single_host
         cluster.shrink([1])
         assert cluster.is_single_host
+
+
+# -- waiting, and commands that can't take effect -------------------------------------------------------------
+
+
+def test_wait_raises_on_a_run_that_this_thread_has_paused(cluster):
+    run = train(cluster, start=False)
+    run.step(2)
+    with pytest.raises(dtkit.errors.PausedError, match=r"paused at step 2.*run\.resume\(\) first"):
+        run.wait()
+    with pytest.raises(TimeoutError, match="the run is PAUSED at step 2"):
+        run.wait(0.05)
+    run.resume()
+    assert run.result(10) is run.model
+    assert run.done()
+
+
+def test_wait_goes_on_through_a_pause_that_is_taken_back(cluster):
+    run = train(cluster, steps=5000)
+    run.pause()
+    threading.Timer(0.2, run.post, ["resume"]).start()
+    run.wait(20)
+    assert run.status.state is State.COMPLETED
+
+
+def test_await_says_that_the_cell_waits_while_the_run_is_paused(cluster):
+    run = train(cluster, steps=100_000)
+
+    async def main() -> str:
+        loop, changed = asyncio.get_running_loop(), asyncio.Event()
+        run.subscribe(lambda: loop.call_soon_threadsafe(changed.set))
+        waiting = asyncio.ensure_future(run)
+        await loop.run_in_executor(None, run.pause)
+        while "waits for Resume or Stop" not in run.status.message:
+            await asyncio.wait_for(changed.wait(), 10)
+            changed.clear()
+        assert not waiting.done()
+        run.post("stop")
+        await asyncio.wait_for(waiting, 10)
+        return run.status.message
+
+    assert asyncio.run(main()) == ""
+    assert run.status.state is State.STOPPED
+
+
+def test_pause_of_a_stuck_engine_names_it_and_what_helps(cluster, engines, monkeypatch):
+    monkeypatch.setattr("dtkit.training.run_waiting._STUCK_TIMEOUT_S", 0.2)
+    run = train(cluster, steps=100_000, start=False)
+    run.step(5)
+    engines.hold_requests()
+    run.resume()
+    with pytest.raises(TimeoutError, match=r"'pause' has not taken effect after 0 s: the engines have not come"):
+        run.pause(timeout=0.1)
+    monkeypatch.setattr(run._driver.calls.stall_detector, "check", lambda _now: None)
+    run._driver.calls.stall_detector.stall_report = StallReport(
+        "stuck", 1, "here", "forward", 3, "net.py:14", "rank 1 is stuck in forward", "wait", 8.0
+    )
+    with pytest.raises(TimeoutError, match=r"rank 1 is stuck in forward.*net\.py:14.*cluster\.interrupt\(\)"):
+        run.pause()
+    engines.release_requests()
+    until(run, lambda: run.status.state is State.PAUSED)
+
+
+def test_extend_is_not_undone_by_a_view_that_is_told_of_a_change_meanwhile(cluster, monkeypatch):
+    run = train(cluster, steps=20)
+    run.wait(10)
+    start, steps_seen = run._driver.start, []
+
+    def start_after_a_notification() -> None:
+        notifier = threading.Thread(target=run._notify)  # as the thread that writes checkpoints does
+        notifier.start()
+        notifier.join(10)
+        steps_seen.append(run.spec.steps)
+        start()
+
+    monkeypatch.setattr(run._driver, "start", start_after_a_notification)
+    run.extend(steps=30)
+    run.wait(10)
+    assert steps_seen == [50]
+    assert (run.spec.steps, run.status.step) == (50, 50)
+
+
+def test_explain_step_needs_a_strategy_that_has_something_to_explain(cluster):
+    run = train(cluster, strategy=dtkit.ParameterAveraging(every=2), start=False)
+    with pytest.raises(dtkit.errors.RunError, match="there is little to explain"):
+        run.explain_step()
+    run.stop()
+
+
+def test_the_model_is_the_same_object_while_the_run_is_at_the_same_step(cluster):
+    run = train(cluster, start=False)
+    run.step(2)
+    before = run.model
+    assert run.model is before
+    run.step()
+    assert run.model is not before
+    run.stop()
+
+
+@pytest.mark.parametrize(
+    ("mode", "values", "stops"), [("min", [3.0, 2.0, 2.0, 2.0], True), ("max", [1.0, 2.0, 3.0, 4.0], False)]
+)
+def test_early_stopping_follows_the_mode(mode, values, stops):
+    stopped = []
+
+    class Epochs:
+        spec = None
+
+        def __init__(self) -> None:
+            self.history = self
+            self.evaluations: list[Any] = []
+
+        def note(self, text: str) -> None:
+            stopped.append(text)
+
+        def stop(self) -> int:
+            return 0
+
+    run: Any = Epochs()
+    stopping = dtkit.EarlyStopping(patience=2, mode=mode)
+    for value in values:
+        run.evaluations.append(Evaluation(1, 1, {"loss": value}))
+        stopping(run)
+    assert bool(stopped) == stops
+    with pytest.raises(ValueError, match="mode='largest'; it must be 'min'"):
+        dtkit.EarlyStopping(mode="largest")  # type: ignore[arg-type]

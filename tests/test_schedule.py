@@ -1,4 +1,4 @@
-"""Schedules as tables: reading, rules, the known ones next to torch's own, and playing them through."""
+"""Schedules as tables: parsing, rules, simulation, and the built-in ones compared with torch's."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ V_SHAPED = "0F0 3F0 0F1 3B0 3F1 0B0 3B1 0B1\n1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1"
 HALVES = "F0 F1 I0 F2 I1 W0 I2 W1 W2\nF0 I0 F1 I1 W0 F2 I2 W1 W2"
 
 
-def test_text_lines_and_cells_are_the_same_table():
+def test_text_lines_and_cells_give_the_same_schedule():
     cells = [["F0", "F1", "B0", "B1"], ["F0", Action("B", 1, 0), "f1", "b1"]]
-    found = [Schedule(given) for given in (ONE, ONE.splitlines(), cells, "\n\n" + ONE.replace(" ", ",  "))]
-    assert all(one == found[0] and hash(one) == hash(found[0]) for one in found)
-    assert found[0].rows[1] == (Action("F", 1, 0), Action("B", 1, 0), Action("F", 1, 1), Action("B", 1, 1))
-    assert (found[0].ranks, found[0].stages, found[0].micro_batches) == (2, 2, 2)
-    assert found[0] == dtkit.Schedule(ONE)
+    forms = (ONE, ONE.splitlines(), cells, "\n\n" + ONE.replace(" ", ",  "))
+    first, *others = [Schedule(form) for form in forms]
+    assert all(other == first and hash(other) == hash(first) for other in others)
+    assert first.rows[1] == (Action("F", 1, 0), Action("B", 1, 0), Action("F", 1, 1), Action("B", 1, 1))
+    assert (first.ranks, first.stages, first.micro_batches) == (2, 2, 2)
+    assert first == dtkit.Schedule(ONE)
 
 
-def test_idle_cells_are_kept_and_change_nothing():
+def test_idle_cells_are_kept_without_effect():
     idle = Schedule([["F0", "F1", None, "B0", ".", "B1"], ["", "F0", "B0", "F1", "-", "B1"]])
     assert idle.rows[0][2] is None
     assert idle.simulate().intervals == Schedule(ONE).simulate().intervals
@@ -36,13 +37,13 @@ def test_idle_cells_are_kept_and_change_nothing():
 
 
 @pytest.mark.parametrize("text", [ONE, V_SHAPED, HALVES])
-def test_a_table_is_written_as_it_is_read(text: str):
+def test_schedule_text_parses_to_the_same_schedule(text: str):
     table = Schedule(text)
     assert Schedule(str(table)) == table
     assert pickle.loads(pickle.dumps(table)) == table
 
 
-def test_stages_lie_where_the_table_puts_them():
+def test_stage_ranks_follow_the_table():
     table = Schedule(V_SHAPED)
     assert table.stage_ranks == (0, 1, 1, 0)
     assert [table.get_stages(rank) for rank in (0, 1)] == [[0, 3], [1, 2]]
@@ -55,39 +56,39 @@ def test_stages_lie_where_the_table_puts_them():
     ("given", "message"),
     [
         ("", "the schedule is empty; it needs a row for each rank"),
-        ("F0 X1\nF0 B0", "rank 0, cell 1: 'X1' is no action. Write F2 for the forward pass of micro-batch 2"),
-        ("F0 . B0\n. .", "rank 1 does nothing"),
+        ("F0 X1\nF0 B0", "rank 0, cell 1: 'X1' is not an action. Write F2 for the forward pass of micro-batch 2"),
+        ("F0 . B0\n. .", "rank 1 has no actions"),
         (
             "F0 1F0 B0\nF0 B0",
             r"rank 1, cell 0: 1F0 is of stage 1, which is on rank 0 \(cell 1\). A stage's parameters are on one rank",
         ),
-        ("F0 B0\n2F0 2B0", "rank 1, cell 0: there is a stage 2, but no stage 1. Stages are counted from 0"),
-        ("F0 F1 B0 B1\nF0 B0 F1 . F1 B1", r"rank 1, cell 4: 1F1 is there already, in cell 2. .* make it idle"),
+        ("F0 B0\n2F0 2B0", "rank 1, cell 0: there is a stage 2, but no stage 1. Stages are numbered from 0"),
+        ("F0 F1 B0 B1\nF0 B0 F1 . F1 B1", r"rank 1, cell 4: 1F1 is already in cell 2. .* make it idle"),
         (
             "F0 F1 B0 B1\nF0 B0 F1",
             r"rank 1: 1B1 is missing in its 3 cells. The schedule has 2 micro-batches \(0 to 1\)",
         ),
         ("F0 I0\nF0 B0", "rank 0: 0W0 is missing in its 2 cells"),
         ("F0 W0\nF0 B0", "rank 0: 0I0 is missing"),
-        ("F1 B1\nF1 B1", r"rank 0: 0F0 is missing .* leave out micro-batch 0 everywhere"),
-        ("F0 B0 W0\nF0 B0", "rank 0, cell 1: 0B0 is a whole backward pass, and cell 2 has a half of the same, 0W0"),
-        ("F0 B0\nB0 F0", r"rank 1, cell 0: 1B0 stands before 1F0 \(cell 1\).* swap the two"),
-        ("F0 W0 I0\nF0 B0", r"rank 0, cell 1: 0W0 stands before 0I0 \(cell 2\)"),
+        ("F1 B1\nF1 B1", r"rank 0: 0F0 is missing .* remove micro-batch 0 from all rows"),
+        ("F0 B0 W0\nF0 B0", "rank 0, cell 1: 0B0 is a whole backward pass, and cell 2 has a half of it, 0W0"),
+        ("F0 B0\nB0 F0", r"rank 1, cell 0: 1B0 is before 1F0 \(cell 1\).* swap the two"),
+        ("F0 W0 I0\nF0 B0", r"rank 0, cell 1: 0W0 is before 0I0 \(cell 2\)"),
     ],
 )
-def test_what_can_t_be_run_is_refused_with_its_place_and_a_remedy(given: str, message: str):
+def test_invalid_schedules_raise_with_cell_and_remedy(given: str, message: str):
     with pytest.raises(ValueError, match=message):
         Schedule(given)
 
 
-def test_a_deadlock_says_who_waits_for_whom():
-    with pytest.raises(ValueError, match="a deadlock, after 2 of 8 actions no rank can go on") as error:
+def test_deadlock_error_names_the_waiting_actions():
+    with pytest.raises(ValueError, match="a deadlock: after 2 of 8 actions no rank can continue") as error:
         Schedule("F0 B0 F1 B1\nF0 F1 B0 B1")
     assert "rank 0, cell 1: 0B0 needs 1B0 of rank 1 (cell 2)" in str(error.value)
     assert "rank 1, cell 1: 1F1 needs 0F1 of rank 0 (cell 2)" in str(error.value)
     remedies = (
-        "To begin with, put 0F1 before 0B0 in the row of rank 0 (cell 1)",
-        "To begin with, put 1B0 before 1F1 in the row of rank 1 (cell 1)",
+        "As a first step, put 0F1 before 0B0 in the row of rank 0 (cell 1)",
+        "As a first step, put 1B0 before 1F1 in the row of rank 1 (cell 1)",
     )
     assert str(error.value).endswith(remedies)
     Schedule("F0 F1 B0 B1\nF0 F1 B0 B1")  # the first remedy
@@ -95,7 +96,7 @@ def test_a_deadlock_says_who_waits_for_whom():
 
 
 def torch_rows(name: str, ranks: int, micro_batches: int) -> list[list[str]]:
-    """What torch's class of that name would do. It needs of a stage only where it lies."""
+    """Return the rows of torch's class of that name, which only needs the stages' positions."""
     per_rank = BUILTIN_SCHEDULES[name].stages_per_rank
     stages = [
         SimpleNamespace(
@@ -115,16 +116,16 @@ def torch_rows(name: str, ranks: int, micro_batches: int) -> list[list[str]]:
 
 @pytest.mark.parametrize("name", BUILTIN_SCHEDULES)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_known_schedules_are_those_of_torch(name: str, ranks: int):
+def test_built_in_schedules_equal_torch_s(name: str, ranks: int):
     made = 0
     for micro_batches in range(1, 13):
         try:
-            own = Schedule.from_name(name, ranks, micro_batches)
+            schedule = Schedule.from_name(name, ranks, micro_batches)
         except ValueError:
             continue
         made += 1
-        rows, expected = [[str(a) for a in row] for row in own.rows], torch_rows(name, ranks, micro_batches)
-        if name == "1F1B":  # torch's list numbers the last rank's forwards from 1; what it runs is right
+        rows, expected = [[str(a) for a in row] for row in schedule.rows], torch_rows(name, ranks, micro_batches)
+        if name == "1F1B":  # torch's list, not its run, numbers the last rank's forwards from 1
             expected[-1] = [f"{ranks - 1}{kind}{m}" for m in range(micro_batches) for kind in "FB"]
         assert rows == expected, (name, ranks, micro_batches)
     assert made >= 5
@@ -134,20 +135,20 @@ def test_known_schedules_are_those_of_torch(name: str, ranks: int):
 @pytest.mark.parametrize("name", BUILTIN_SCHEDULES)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("backward", [1.0, 2.0])
-def test_formulas_are_what_playing_them_through_gives(name: str, ranks: int, backward: float):
+def test_bubble_formulas_equal_simulations(name: str, ranks: int, backward: float):
     for micro_batches in (ranks, 2 * ranks, 4 * ranks):
         table = Schedule.from_name(name, ranks, micro_batches)
         formula = table.get_bubble_formula()
-        played = table.simulate(1.0, backward)
+        simulation = table.simulate(1.0, backward)
         if formula is None:
-            assert 0 < played.bubble < Schedule.from_name("1F1B", ranks, micro_batches).simulate().bubble
+            assert 0 < simulation.bubble < Schedule.from_name("1F1B", ranks, micro_batches).simulate().bubble
         else:
-            assert played.bubble == pytest.approx(formula[1])
+            assert simulation.bubble == pytest.approx(formula[1])
             v = BUILTIN_SCHEDULES[name].stages_per_rank
             assert formula[1] == pytest.approx((ranks - 1) / (v * micro_batches + ranks - 1))
 
 
-def test_names_and_numbers_that_don_t_fit():
+def test_from_name_refuses_names_and_numbers_that_do_not_fit():
     with pytest.raises(ValueError, match="schedule='2F2B'; it must be one of 'GPipe', '1F1B'"):
         Schedule.from_name("2F2B", 2, 4)
     with pytest.raises(ValueError, match=r"Interleaved1F1B takes them in 2 equal rounds\. Use micro_batches=4 or 6"):
@@ -159,52 +160,52 @@ def test_names_and_numbers_that_don_t_fit():
     assert Schedule.from_name("GPipe", 4, 2).micro_batches == 2
 
 
-def test_a_known_name_is_for_the_known_order_only():
-    with pytest.raises(ValueError, match="name='1F1B' is that of a known schedule, and the table is another"):
+def test_built_in_name_with_another_table_raises():
+    with pytest.raises(ValueError, match="name='1F1B' is a built-in schedule, but the table differs from it"):
         Schedule("F0 F1 B0 B1\nF0 F1 B0 B1", name="1F1B")
     assert Schedule(ONE, name="1F1B") == Schedule.from_name("1F1B", 2, 2)
 
 
-def test_what_is_held_at_most():
-    """GPipe holds all micro-batches, 1F1B as many as there are ranks behind."""
+def test_simulation_counts_peak_micro_batches():
+    """GPipe holds all micro-batches, 1F1B at most one per following rank and its own."""
     assert Schedule.from_name("GPipe", 4, 8).simulate().peak_micro_batches == (8, 8, 8, 8)
     assert Schedule.from_name("1F1B", 4, 8).simulate().peak_micro_batches == (4, 3, 2, 1)
     assert Schedule.from_name("1F1B", 4, 8).simulate().peak_activations == 1
     assert Schedule.from_name("Interleaved1F1B", 2, 4).simulate().peak_micro_batches == (5, 3)
     assert Schedule.from_name("Interleaved1F1B", 2, 4).simulate().peak_activations == 5 / 4
     heavy = Schedule.from_name("GPipe", 2, 4).simulate(1.0, 2.0, weights=[1, 3])
-    assert heavy.makespan == 1 + 4 * 3 + 4 * 6 + 2  # the second rank never waits, once it has begun
+    assert heavy.makespan == 1 + 4 * 3 + 4 * 6 + 2  # the second rank never waits after its start
     with pytest.raises(ValueError, match=r"weights=\[1\]; there must be one for each of the 2 stages"):
         Schedule.from_name("GPipe", 2, 4).simulate(weights=[1])
-    assert Schedule(HALVES).simulate().peak_micro_batches == (3, 2)  # what W needs is held until then
+    assert Schedule(HALVES).simulate().peak_micro_batches == (3, 2)  # activations are held until W
 
 
-def test_halves_of_backward_fill_the_gaps():
-    """The second rank's weights come last: 13 in place of 15, and no more is held than with 1F1B."""
+def test_halves_of_backward_fill_gaps():
+    """The second rank's weights come last: 13 instead of 15, with as many activations as 1F1B."""
     table = Schedule("F0 F1 B0 F2 B1 F3 B2 B3\nF0 I0 F1 I1 W0 F2 I2 W1 F3 I3 W2 W3")
-    played, usual = table.simulate(), Schedule.from_name("1F1B", 2, 4).simulate()
-    assert (played.makespan, usual.makespan) == (13, 15)
-    assert played.bubble == pytest.approx(1 - 24 / 26)
-    assert played.peak_micro_batches == (2, 2)
-    assert played.peak_activations == usual.peak_activations == 1
+    simulation, usual = table.simulate(), Schedule.from_name("1F1B", 2, 4).simulate()
+    assert (simulation.makespan, usual.makespan) == (13, 15)
+    assert simulation.bubble == pytest.approx(1 - 24 / 26)
+    assert simulation.peak_micro_batches == (2, 2)
+    assert simulation.peak_activations == usual.peak_activations == 1
 
 
-def test_times_follow_from_durations():
-    played = Schedule(ONE).simulate_with(lambda action: 5.0 if action == Action("F", 1, 0) else 1.0)
-    assert played.intervals[Action("F", 1, 0)] == (1, 6)
-    assert played.intervals[Action("B", 0, 0)] == (7, 8)
-    assert played.makespan == 10
-    assert played.bubble == pytest.approx(1 - 12 / 20)
+def test_simulation_uses_the_duration_of_each_action():
+    simulation = Schedule(ONE).simulate_with(lambda action: 5.0 if action == Action("F", 1, 0) else 1.0)
+    assert simulation.intervals[Action("F", 1, 0)] == (1, 6)
+    assert simulation.intervals[Action("B", 0, 0)] == (7, 8)
+    assert simulation.makespan == 10
+    assert simulation.bubble == pytest.approx(1 - 12 / 20)
 
 
-def test_the_first_stage_leaves_all_of_backward_to_its_weights():
+def test_w_takes_all_of_backward_on_the_first_stage():
     times = Schedule(HALVES).simulate().intervals
     assert times[Action("I", 0, 0)][0] == times[Action("I", 0, 0)][1]
     assert times[Action("W", 0, 0)][1] - times[Action("W", 0, 0)][0] == 2
     assert times[Action("W", 1, 0)][1] - times[Action("W", 1, 0)][0] == 1
 
 
-def test_pictures():
+def test_schedule_figures_and_png():
     (ax,) = Schedule(ONE).figure().axes
     assert [label.get_text() for label in ax.get_yticklabels()] == ["node 0", "node 1"]
     assert sorted(t.get_text() for t in ax.texts if t.get_gid() is None) == sorted(["F0", "F1", "B0", "B1"] * 2)
@@ -215,10 +216,10 @@ def test_pictures():
     assert len(Schedule.from_name("1F1B", 4, 8)._repr_png_()) > 1000
 
 
-# -- as a strategy's ------------------------------------------------------------------------------------------
+# -- schedules of a strategy ----------------------------------------------------------------------------------
 
 
-def test_a_pipeline_takes_a_table_in_any_form():
+def test_pipeline_accepts_schedules_in_any_form():
     for given in (ONE, ONE.splitlines(), Schedule(ONE)):
         strategy = dtkit.Pipeline(2, schedule=given)
         assert strategy.micro_batches == strategy.num_micro_batches == 2
@@ -240,6 +241,6 @@ def test_a_pipeline_takes_a_table_in_any_form():
         ({"stages": 2, "micro_batches": 5, "schedule": "Interleaved1F1B"}, "in 2 equal rounds"),
     ],
 )
-def test_what_a_pipeline_refuses(options: dict, message: str):
+def test_pipeline_refuses_schedules_that_do_not_fit(options: dict, message: str):
     with pytest.raises(ValueError, match=message):
         dtkit.Pipeline(**options)

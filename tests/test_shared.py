@@ -96,7 +96,7 @@ def test_where_shared_memory_is_too_small_a_temporary_file_serves(
             raise OSError(errno.ENOSPC, "No space left on device")
         real(descriptor, size)
 
-    monkeypatch.setattr(shared_memory, "_reserve_report", reserve)
+    monkeypatch.setattr(shared_memory, "_reserve", reserve)
     missing = str(tmp_path / "missing")
     handle = shared_memory.write_buffers([b"abcd"], directories=[missing, str(small), str(big)])
     assert Path(handle.path).parent == big
@@ -110,7 +110,7 @@ def test_a_real_limit_is_an_error_before_a_byte_is_written(tmp_path: Path) -> No
         "import resource, signal, sys; from dtkit.rpc import shared_memory as shared\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))\n"
-        "try: shared.write([bytes(100000)], directories=[sys.argv[1]])\n"
+        "try: shared.write_buffers([bytes(100000)], directories=[sys.argv[1]])\n"
         "except OSError as error: print(error)"
     )
     ran = subprocess.run(
@@ -181,7 +181,8 @@ def test_a_zombie_counts_as_dead(tmp_path: Path) -> None:
 
 def test_a_killed_writer_leaves_a_file_that_the_next_sweep_takes(tmp_path: Path) -> None:
     code = (
-        f"from dtkit.rpc import shared_memory as shared; shared.write([b'a'], directories=[{str(tmp_path)!r}]); {WAIT}"
+        f"from dtkit.rpc import shared_memory as shared; shared.write_buffers([b'a'], "
+        f"directories=[{str(tmp_path)!r}]); {WAIT}"
     )
     process = child(code)
     assert shared_memory.remove_orphans([str(tmp_path)]) == []
@@ -210,7 +211,7 @@ def test_owner() -> None:
 def test_a_process_name_with_spaces_and_parentheses_is_read_right() -> None:
     code = (
         "import ctypes; ctypes.CDLL(None).prctl(15, b'a) R (1 2', 0, 0, 0)\n"
-        "from dtkit.rpc.shared_memory import Owner; print(Owner.of().start_time)"
+        "from dtkit.rpc.shared_memory import ProcessId; print(ProcessId.from_pid().start_time)"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert int(ran.stdout) >= ProcessId.from_pid().start_time

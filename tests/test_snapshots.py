@@ -19,8 +19,10 @@ from dtkit.history.history import History
 from dtkit.rpc import pickling, shared_memory
 from dtkit.rpc.payload import make_payload
 from dtkit.training import launch, recovered_state, recovery
+from dtkit.training.boundary_actions import SnapshotTracker
+from dtkit.training.config import SnapshotInterval
 from dtkit.training.recovery import JobPosition
-from dtkit.training.snapshots import SnapshotInterval, SnapshotTracker
+from dtkit.training.validation import TrainConfig
 
 
 def answers(error: str | None = None, seconds: float = 0.0) -> list[dict[str, Any]]:
@@ -98,7 +100,7 @@ def test_what_keeps_them_from_being_is_said_once():
     ids=repr,
 )
 def test_where_a_part_is_in_one_place_only(strategy: Any, options: dict[str, Any], expected: SnapshotInterval):
-    asked = launch.TrainConfig(optimizer=torch.optim.SGD, batch_size=8, **options)
+    asked = TrainConfig(optimizer=torch.optim.SGD, batch_size=8, **options)
     assert launch._make_snapshot_interval(asked, strategy, 4) == expected
 
 
@@ -204,7 +206,7 @@ class Giving:
     def __init__(self, *gone: int) -> None:
         self.gone, self.asked, self.discarded = set(gone), [], 0
 
-    def alone(self, op: str, ranks: Any, *, each: Any, **_: Any) -> dict[int, Any]:
+    def call_independently(self, op: str, ranks: Any, *, each: Any, **_: Any) -> dict[int, Any]:
         self.asked.append((op, {rank: one["parts"] for rank, one in zip(ranks, each, strict=True)}))
         return {rank: self for rank in ranks if rank not in self.gone}
 
@@ -259,7 +261,7 @@ def test_what_survivors_gave_is_freed_also_where_the_job_can_t_be_made_anew(tmp_
     given = recovered_state.RecoveredState(3, (sent,), "node 1's memory")
 
     def fails() -> None:
-        with given.keep_during_recovery(tmp_path, "job", ours=lambda: ours):
+        with given.keep_during_recovery(tmp_path, "job", is_owned=lambda: ours):
             assert recovered_state.load_interrupted(tmp_path, "job") == given
             assert recovered_state.list_jobs(tmp_path) == ["job"]
             raise dtkit.errors.ClusterError("no memory for it")
@@ -274,5 +276,5 @@ def test_what_survivors_gave_is_freed_also_where_the_job_can_t_be_made_anew(tmp_
 
 
 def test_nothing_is_put_down_for_a_run_that_nobody_can_take_over(tmp_path: Path):
-    with recovered_state.RecoveredState(3, ()).keep_during_recovery(tmp_path, "job", ours=lambda: True):
+    with recovered_state.RecoveredState(3, ()).keep_during_recovery(tmp_path, "job", is_owned=lambda: True):
         assert list(tmp_path.iterdir()) == []

@@ -46,7 +46,7 @@ def advance(start: int, stop: int) -> DispatchResult:
     return DispatchResult(rows(start, stop, ranks=1), stop, 0.1, "done", None, ())
 
 
-def test_a_history_is_read_back_as_it_was(tmp_path: Path):
+def test_a_history_is_read_as_it_was_written(tmp_path: Path):
     history = written(tmp_path / "run")
     found = run_log.read_history(tmp_path / "run", ranks_per_replica=1)
     assert np.array_equal(found.rows(), history.rows())
@@ -54,7 +54,7 @@ def test_a_history_is_read_back_as_it_was(tmp_path: Path):
     assert (found.events, found.evaluations) == (history.events, history.evaluations)
 
 
-def test_what_was_cut_off_is_left_out(tmp_path: Path):
+def test_records_that_were_cut_off_are_left_out(tmp_path: Path):
     folder = tmp_path / "run"
     history = written(folder)
     with (folder / "rows.bin").open("ab") as file:
@@ -72,7 +72,7 @@ def test_what_was_cut_off_is_left_out(tmp_path: Path):
     assert again.events == found.events
 
 
-def test_an_older_notebook_writes_nothing_more(tmp_path: Path):
+def test_an_older_notebook_does_not_change_the_new_files(tmp_path: Path):
     """It may not know yet that another one has taken the run over, and ends amid a line."""
     folder = tmp_path / "run"
     older = written(folder)
@@ -89,7 +89,7 @@ def test_an_older_notebook_writes_nothing_more(tmp_path: Path):
     assert sorted(path.name for path in folder.iterdir()) == ["notes.jsonl", "rows.bin"]
 
 
-def test_a_line_that_cannot_be_read_costs_that_line(tmp_path: Path):
+def test_only_unreadable_lines_are_left_out(tmp_path: Path):
     folder = tmp_path / "run"
     history = written(folder)
     path = folder / "notes.jsonl"
@@ -98,10 +98,10 @@ def test_a_line_that_cannot_be_read_costs_that_line(tmp_path: Path):
     found = run_log.read_history(folder, ranks_per_replica=1)
     assert (found.events[:-1], found.evaluations) == (history.events, history.evaluations)
     assert (found.events[-1].kind, found.events[-1].step) == ("error", 12)
-    assert found.events[-1].text.startswith("5 lines of this log can't be read")
+    assert found.events[-1].text.startswith("5 lines of this log can't be read and were left out")
 
 
-def test_a_closed_one_holds_no_file_and_writes_none(tmp_path: Path):
+def test_a_closed_log_has_no_open_file_and_writes_nothing(tmp_path: Path):
     """Its disk can be unmounted; and what is said later takes no newer notebook's place."""
     history = written(tmp_path / "run")
     before = (tmp_path / "run" / "notes.jsonl").read_bytes()
@@ -121,7 +121,7 @@ def test_a_closed_one_holds_no_file_and_writes_none(tmp_path: Path):
     assert (tmp_path / "run" / "notes.jsonl").read_bytes() == before
 
 
-def test_threads_write_whole_lines(tmp_path: Path):
+def test_threads_write_complete_lines(tmp_path: Path):
     history = written(tmp_path / "run")
     before = len(history.events)
     writers = [
@@ -137,12 +137,12 @@ def test_threads_write_whole_lines(tmp_path: Path):
     assert {event.kind for event in found.events} == {"note"}
 
 
-def test_what_was_never_written_is_empty(tmp_path: Path):
+def test_a_log_without_rows_is_an_empty_history(tmp_path: Path):
     run_log.RunLog(tmp_path / "run").write_run_pickle(b"what was asked for")
     assert len(run_log.read_history(tmp_path / "run", ranks_per_replica=1)) == 0
 
 
-def test_a_full_disk_costs_nothing_but_the_file(small_disk: Path):
+def test_rows_of_a_full_disk_are_written_later(small_disk: Path):
     history = written(small_disk / "run")
     recorder = Recorder(cast("Any", None), history)
     filler = small_disk / "filler"
@@ -161,7 +161,7 @@ def test_a_full_disk_costs_nothing_but_the_file(small_disk: Path):
     assert found.events == history.events
 
 
-def test_it_is_gone_when_nobody_will_ask(tmp_path: Path):
+def test_a_removed_log_has_no_request(tmp_path: Path):
     kept = run_log.RunLog(tmp_path / "run")
     kept.write_run_pickle(b"what was asked for")
     assert run_log.read_run_pickle(tmp_path / "run") == b"what was asked for"
@@ -181,7 +181,7 @@ def paper(where: Path, name: str, **more: Any) -> cluster_file.ClusterInfo:
     return found
 
 
-def test_a_cluster_is_found_by_its_papers(tmp_path: Path):
+def test_a_cluster_is_found_by_its_file(tmp_path: Path):
     mine = paper(tmp_path, "dtkit-a")
     paper(tmp_path, "dtkit-b", warden=(1, 0.0))  # whose processes have ended
     (tmp_path / "dtkit-c").mkdir(mode=0o700)
@@ -219,13 +219,13 @@ def test_a_cluster_of_another_version_is_listed_and_refused_by_name(
 
 
 @pytest.mark.parametrize("changed", [{"warden": [1, 0.0]}, {"warden": "me"}, {"warden": [-1, 0.0]}, {"begun": "today"}])
-def test_of_another_version_only_what_runs_is_listed(tmp_path: Path, changed: dict[str, Any]):
+def test_of_another_version_only_running_clusters_are_listed(tmp_path: Path, changed: dict[str, Any]):
     path = paper(tmp_path, "dtkit-a").folder / cluster_file.CLUSTER_FILE
     path.write_text(json.dumps({**json.loads(path.read_text()), "version": "99.0", **changed}))
     assert cluster_file.find_running(tmp_path) == []
 
 
-def test_of_several_the_one_without_a_notebook_is_meant(tmp_path: Path):
+def test_without_a_name_the_cluster_without_a_notebook_is_chosen(tmp_path: Path):
     free = paper(tmp_path, "dtkit-a")
     taken = paper(tmp_path, "dtkit-b", notebook=cluster_file.get_process_identity(os.getpid()))
     assert cluster_file.choose_cluster([free, taken], None) == free
@@ -249,6 +249,6 @@ def test_of_several_the_one_without_a_notebook_is_meant(tmp_path: Path):
         ({}, [()], None),
     ],
 )
-def test_whose_state_a_run_goes_on_with(standings: dict[int, Any], parts: list[Any], expected: Any):
+def test_recovery_chooses_ranks_that_have_the_whole_state(standings: dict[int, Any], parts: list[Any], expected: Any):
     found = {rank: JobPosition(step, whole) for rank, (step, whole) in standings.items()}
     assert recovery.choose_sources(found, dict(enumerate(parts))) == expected

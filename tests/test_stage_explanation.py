@@ -12,35 +12,7 @@ from dtkit.explain import explain
 from dtkit.explain.data_parallel import StepExplanation
 from dtkit.explain.pipeline import PipelineExplanation
 from dtkit.explain.sharded import ShardedExplanation
-
-
-def base(rank: int, **more: Any) -> dict[str, Any]:
-    """The part of a report that all kinds have."""
-    found = {"model": "M", "rank": rank, "step": 4, "epoch": 1, "rows": None, "samples": 8, "loss": None, "weight": 0.0}
-    return found | {"share": 0.0, "clip": None, "lr": 0.1, "before": "a", "after": "b", "buffers": None} | more
-
-
-def sighting(way: str, kind: str, micro_batch: int, at: float, **changes: Any) -> dict[str, Any]:
-    """Of two stages: 0 on rank 0, 1 on rank 1."""
-    border = (0, 1) if kind == "activation" else (1, 0)
-    rank, peer = border if way == "sent" else border[::-1]
-    found = {"way": way, "kind": kind, "border": border, "which": (micro_batch, 0), "rank": rank, "peer": peer}
-    what = {"shape": (4, 3), "dtype": "float32", "nbytes": 48, "norm": 2.0, "first": (0.5, 1.0, 1.5)}
-    return found | what | {"at": at, "digest": f"{kind}{micro_batch}"} | changes
-
-
-def piped() -> list[dict[str, Any]]:
-    """Reports of two ranks: two micro-batches down, and their gradients up."""
-    first = [sighting("sent", "activation", k, 1.0 + k) for k in (0, 1)]
-    first += [sighting("arrived", "gradient", k, 4.0 + k) for k in (0, 1)]
-    second = [sighting("arrived", "activation", k, 1.5 + k) for k in (0, 1)]
-    second += [sighting("sent", "gradient", k, 3.5 + k) for k in (0, 1)]
-    parts = [{"stage": s, "micro_batch": k, "norm": 1.0 + k} for s in (0, 1) for k in (0, 1)]
-    stage = {"tensors": 2, "numbers": 15, "norm": 2.5, "gap": 1e-8}
-    return [
-        base(0, sightings=first, parts=parts[:2], stages={0: dict(stage)}),
-        base(1, sightings=second, parts=parts[2:], stages={1: dict(stage)}, loss=0.75, weight=8.0),
-    ]
+from tests.support.stage_reports import base, collective, cut, piped, sighting
 
 
 def explained(reports: list[dict[str, Any]], offsets: list[float] | None = None) -> PipelineExplanation:
@@ -49,7 +21,7 @@ def explained(reports: list[dict[str, Any]], offsets: list[float] | None = None)
     return found
 
 
-def test_each_tensor_is_a_crossing_in_the_order_of_sending():
+def test_transfers_are_in_the_order_of_sending():
     found = explained(piped()[::-1])
     assert [(c.index, c.kind, c.micro_batch, c.sender, c.receiver) for c in found.transfers] == [
         (0, "activation", 0, 0, 1),
@@ -64,12 +36,12 @@ def test_each_tensor_is_a_crossing_in_the_order_of_sending():
     assert found.sent_bytes("activation") == found.sent_bytes("gradient") == 96
 
 
-def test_clocks_of_other_hosts_are_set_right():
+def test_clock_offsets_are_subtracted():
     found = explained(piped(), offsets=[0.0, 3.0])  # rank 1's clock is 3 s ahead
     assert [c.kind for c in found.transfers] == ["gradient", "activation", "gradient", "activation"]
 
 
-def test_what_arrived_otherwise_or_not_at_all_is_named():
+def test_changed_and_missing_transfers_are_named():
     reports = piped()
     reports[1]["sightings"][0]["digest"] = "other"
     del reports[0]["sightings"][3]
@@ -90,7 +62,7 @@ def test_a_gradient_that_is_not_the_sum_of_its_parts_is_named():
     assert "The gradient is NOT the sum of its micro-batches' parts in stage 1 on rank 1." in repr(found)
 
 
-def test_a_hand_over_on_one_rank_sends_nothing():
+def test_a_transfer_within_one_rank_sends_nothing():
     reports = piped()
     for report in reports:
         for seen in report["sightings"]:
@@ -101,7 +73,7 @@ def test_a_hand_over_on_one_rank_sends_nothing():
     assert "on 0" in repr(found)
 
 
-def test_text_page_and_table_tell_the_same():
+def test_text_html_and_data_frame_agree():
     found = explained(piped())
     text, page = repr(found), found._repr_html_()
     assert text.startswith("Step 4 of Net in 2 stages on 2 ranks, epoch 2: 8 samples in 2 micro-batches")
@@ -114,14 +86,14 @@ def test_text_page_and_table_tell_the_same():
     assert frame["nbytes"].sum() == 4 * 48
 
 
-def test_no_update_is_told():
+def test_a_step_without_an_update_is_shown():
     reports = piped()
     for report in reports:
         report["after"] = report["lr"] = None
     assert "No update: the gradients are not finite." in repr(explained(reports))
 
 
-def test_many_crossings_and_micro_batches_are_cut_short():
+def test_many_transfers_and_micro_batches_are_shortened():
     reports = piped()
     many = range(60)
     reports[0]["sightings"] = [sighting("sent", "activation", k, float(k)) for k in many]
@@ -144,14 +116,14 @@ def copies(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return reports + others
 
 
-def test_replicas_are_told_one_after_the_other_and_the_first_is_drawn():
+def test_all_replicas_are_listed_and_the_first_is_drawn():
     found = explained(copies(piped()))
     assert len(found.transfers) == 8
     assert found.replicas == ((0, 1), (2, 3))
     assert (found.samples, found.identical) == (16, True)
     arrows = found.figure().axes[0]
     assert [label.get_text() for label in arrows.get_yticklabels()] == ["stage 0, rank 0", "stage 1, rank 1"]
-    assert arrows.get_title(loc="left") == "What crossed the borders between stages: replica 1 of 2"
+    assert arrows.get_title(loc="left") == "Transfers between stages: replica 1 of 2"
     text = repr(found)
     assert text.startswith("Step 4 of Net in 2 stages and 2 replicas on 4 ranks")
     senders = [line.split()[6] for line in text.splitlines() if "float32" in line]
@@ -159,7 +131,7 @@ def test_replicas_are_told_one_after_the_other_and_the_first_is_drawn():
     assert "All replicas have the same stages, bit by bit." in text
 
 
-def test_a_replica_without_samples_is_not_the_one_that_is_drawn():
+def test_a_replica_without_samples_is_not_drawn():
     reports = copies(piped())
     for report in reports[:2]:
         report["sightings"], report["parts"] = [], []
@@ -170,7 +142,7 @@ def test_a_replica_without_samples_is_not_the_one_that_is_drawn():
     assert arrows.get_title(loc="left").endswith("replica 2 of 2")
 
 
-def test_a_replica_whose_stages_are_others_is_told():
+def test_a_replica_with_other_parameters_is_named():
     reports = copies(piped())
     reports[3]["after"] = "c"
     found = explained(reports)
@@ -178,7 +150,7 @@ def test_a_replica_whose_stages_are_others_is_told():
     assert "The replicas do NOT have the same stages." in repr(found)
 
 
-def test_an_empty_replica_is_told():
+def test_a_replica_without_samples_is_listed():
     reports = [base(0, sightings=[], parts=[], stages={0: {"tensors": 1, "numbers": 3, "norm": 0.0, "gap": 0.0}})]
     found = explained(reports)
     assert "Nothing crossed a border" in repr(found)
@@ -188,18 +160,7 @@ def test_an_empty_replica_is_told():
 # -- where parameters are cut ---------------------------------------------------------------------------------
 
 
-def collective(what: str, phase: str, nbytes: int, digest: str | None) -> dict[str, Any]:
-    shape = {"shape": (nbytes // 4,), "dtype": "float32", "nbytes": nbytes, "ranks": (0, 1)}
-    return {"what": what, "phase": phase, "digest": digest} | shape
-
-
-def cut(sent: int = 300) -> list[dict[str, Any]]:
-    found = [collective("all_gather", "forward", 200, "x"), collective("reduce_scatter", "backward", 200, None)]
-    more = {"speaks": True, "sent_bytes": sent, "held_bytes": 100, "whole_bytes": 200, "weight": 8.0}
-    return [base(r, collectives=copy.deepcopy(found), loss=0.5 + r, **more) for r in (0, 1)]
-
-
-def test_collectives_are_counted_by_the_textbook_and_compared():
+def test_collectives_have_expected_bytes_and_compared_digests():
     found = explain.build_explanation(cut(), "Net", None)
     assert isinstance(found, ShardedExplanation)
     assert [(g.what, g.count, g.expected_bytes) for g in found.groups] == [
@@ -214,7 +175,7 @@ def test_collectives_are_counted_by_the_textbook_and_compared():
     assert len(found.to_pandas()) == 2
 
 
-def test_results_that_differ_and_ranks_out_of_step_are_told():
+def test_different_results_and_misaligned_ranks_are_shown():
     reports = cut()
     reports[1]["collectives"][0]["digest"] = "y"
     found = ShardedExplanation.from_reports(reports, "Net")  # type: ignore[arg-type]  # made by hand
@@ -240,7 +201,7 @@ def sliced(samples: list[int]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("samples", "witness"), [([5, 4], 0), ([1, 0], 0), ([0, 1], 2)])
-def test_ranks_are_held_against_those_of_their_group(samples: list[int], witness: int):
+def test_ranks_are_compared_within_their_group(samples: list[int], witness: int):
     """Replicas with other numbers of samples, or with none, do other things, and all is well."""
     found = ShardedExplanation.from_reports(sliced(samples), "Net")  # type: ignore[arg-type]  # made by hand
     assert found.is_aligned
@@ -256,7 +217,7 @@ def test_ranks_are_held_against_those_of_their_group(samples: list[int], witness
     assert labels == [f"forward: all-reduce, ranks {witness}, {witness + 1}", "sync: all-reduce, ranks 0, 2"]
 
 
-def test_a_group_that_differs_is_found_though_no_collective_of_it_is_shown():
+def test_a_difference_in_a_group_that_is_not_shown_is_found():
     reports = sliced([4, 4])
     reports[3]["collectives"][0]["digest"] = "other"
     found = ShardedExplanation.from_reports(reports, "Net")  # type: ignore[arg-type]  # made by hand
@@ -265,7 +226,7 @@ def test_a_group_that_differs_is_found_though_no_collective_of_it_is_shown():
     assert not ShardedExplanation.from_reports(reports, "Net").is_aligned  # type: ignore[arg-type]  # made by hand
 
 
-def test_replicas_get_the_explanation_of_replicas():
+def test_replica_reports_give_a_step_explanation():
     tensor = {"kind": "parameter", "name": "w", "shape": (2,), "own": 1.0, "contribution": 0.5, "reduced": 1.0}
     tensor |= {"cosine": 1.0, "update": 0.1, "value": 1.0, "checksum": "c"}
     assert isinstance(explain.build_explanation([base(0, tensors=[tensor])], "Net", None), StepExplanation)

@@ -1,4 +1,4 @@
-"""Options that no strategy takes: refused where they are typed, with the value, the rule and the remedy."""
+"""Invalid options of strategies raise errors with the value, the rule and the remedy."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from dtkit.strategies.loss import LOSS_IS_MEAN, LOSS_IS_WEIGHTED_SUM
 
 
 @pytest.mark.parametrize("name", ["compile", "find_unused_parameters", "sync_batch_norm"])
-def test_a_flag_is_no_string(name):
+def test_flag_options_need_a_bool(name):
     with pytest.raises(TypeError, match=f"{name}='no'; it must be True or False, such as {name}=True"):
         dtkit.DataParallel(**{name: "no"})
     with pytest.raises(TypeError, match=f"{name}=0; it must be True or False, such as {name}=False"):
         dtkit.DataParallel(**{name: 0})
 
 
-def test_a_split_is_a_list_of_names():
+def test_split_needs_a_list_of_names():
     with pytest.raises(TypeError, match=r"split='24'; it must be a list of names, such as split=\['24'\]"):
         dtkit.Pipeline(2, 4, split="24")
     with pytest.raises(TypeError, match=r"split=\[2\]; names are strings, such as split=\['2'\]"):
@@ -28,7 +28,7 @@ def test_a_split_is_a_list_of_names():
     assert dtkit.Pipeline(2, 4, split=["2"]).split == ("2",)
 
 
-def test_an_outer_optimiser_needs_a_rate():
+def test_outer_optimizer_checks_its_options():
     with pytest.raises(ValueError, match=r"lr=-1; it must be a finite number above 0\. Usual is lr=0\.7$"):
         dtkit.OuterSGD(lr=-1)
     with pytest.raises(TypeError, match=r"lr=None; it must be a number above 0, such as lr=1\.0"):
@@ -41,36 +41,36 @@ def test_an_outer_optimiser_needs_a_rate():
         dtkit.OuterSGD(nesterov=None)
 
 
-def test_degrees_are_told_by_the_names_that_were_typed():
+def test_mesh_errors_name_the_options_of_the_strategy():
     with pytest.raises(ValueError, match=r"replicas 1 x stages 3 = 3, but there are 2 ranks.*replicas 1 x stages 2"):
         dtkit.Pipeline(3, 4).build_mesh(2)
-    with pytest.raises(ValueError, match=r"replicas 1 x ways 3 = 3, but there are 4 ranks"):
+    with pytest.raises(ValueError, match=r"replicas 1 x tp_size 3 = 3, but there are 4 ranks"):
         dtkit.TensorParallel(3).build_mesh(4)
     with pytest.raises(ValueError, match=r"replicas 3 x shards 1 = 3, but there are 4 ranks"):
         dtkit.Sharded(replicas=3).build_mesh(4)
 
 
-# -- what strategies do alike with gradients ---------------------------------------------------------------------
+# -- functions of gradients --------------------------------------------------------------------------------------
 
 
-def test_gradients_are_summed_in_one_go_and_unused_ones_stay_away():
+def test_all_reduce_flat_sums_once_and_keeps_unused_gradients_none():
     parameters = [torch.zeros(2, 3, dtype=torch.float64), torch.zeros(4, dtype=torch.float64), torch.zeros(1)]
-    own = [torch.ones(2, 3, dtype=torch.float64), None, None]
-    elsewhere = [torch.ones(2, 3), torch.full((4,), 5.0), None]
+    local = [torch.ones(2, 3, dtype=torch.float64), None, None]
+    remote = [torch.ones(2, 3), torch.full((4,), 5.0), None]
     calls = []
 
     def all_reduce(flat):
         calls.append(flat.numel())
         flat += torch.cat([torch.tensor([1.0, 1.0, 0.0]), *(torch.ones(6), torch.full((4,), 5.0), torch.zeros(1))])
 
-    found = gradients.all_reduce_flat(parameters, own, all_reduce)
+    sums = gradients.all_reduce_flat(parameters, local, all_reduce)
     assert calls == [3 + 6 + 4 + 1]
-    assert torch.equal(found[0], own[0] + elsewhere[0])
-    assert torch.equal(found[1], elsewhere[1].double())
-    assert found[2] is None
+    assert torch.equal(sums[0], local[0] + remote[0])
+    assert torch.equal(sums[1], remote[1].double())
+    assert sums[2] is None
 
 
-def test_scaling_is_the_same_fused_and_one_by_one():
+def test_scale_is_equal_fused_and_one_by_one():
     fused = [torch.arange(3.0), torch.ones(2, 2)]
     mixed = [torch.arange(3.0), torch.ones(2, 2, dtype=torch.float64), torch.ones(2).to_sparse()]
     gradients.scale_(fused, 0.5)
@@ -81,27 +81,29 @@ def test_scaling_is_the_same_fused_and_one_by_one():
     assert torch.equal(mixed[2].to_dense(), torch.full((2,), 0.5))
 
 
-def test_a_factor_is_not_rounded_on_its_way():
+def test_scale_does_not_round_the_factor():
     exact = [torch.ones(2, dtype=torch.float64)]
     gradients.scale_(exact, 1 / 3)
     assert exact[0].tolist() == [1 / 3, 1 / 3]
 
 
-def test_squares_and_clipping():
-    found = gradients.sum_squares([torch.tensor([3.0, 4.0]), torch.tensor([1.0, 2.0], dtype=torch.float64).to_sparse()])
-    assert torch.allclose(found, torch.tensor([25.0, 5.0], dtype=torch.float64))
+def test_sum_squares_and_clip_factor():
+    squares = gradients.sum_squares(
+        [torch.tensor([3.0, 4.0]), torch.tensor([1.0, 2.0], dtype=torch.float64).to_sparse()]
+    )
+    assert torch.allclose(squares, torch.tensor([25.0, 5.0], dtype=torch.float64))
     assert gradients.compute_clip_factor(5.0, None) == gradients.compute_clip_factor(5.0, 5.0) == 1.0
     assert gradients.compute_clip_factor(5.0, 1.0) == 1 / (5 + 1e-6)
 
 
-def test_no_weight_at_all_divides_by_nothing():
+def test_weight_factor_of_zero_is_finite():
     assert float(gradients.compute_weight_factor(torch.tensor(4.0, dtype=torch.float64))) == 0.25
-    nothing = torch.tensor(0.0, dtype=torch.float64)
-    assert float(gradients.compute_weight_factor(nothing)) < float("inf")
-    assert float(nothing) > 0
+    zero = torch.tensor(0.0, dtype=torch.float64)
+    assert float(gradients.compute_weight_factor(zero)) < float("inf")
+    assert float(zero) > 0
 
 
-def test_the_form_of_a_loss_is_told_by_who_knows_it():
+def test_loss_form_without_a_group():
     assert gradients.agree_on_loss_form(LOSS_IS_MEAN, None) == LOSS_IS_MEAN
     assert gradients.agree_on_loss_form(LOSS_IS_WEIGHTED_SUM, None) == LOSS_IS_WEIGHTED_SUM
 
@@ -111,6 +113,6 @@ class _Disagreeing:
         votes += 1
 
 
-def test_ranks_with_two_forms_of_loss_are_refused():
+def test_loss_forms_that_differ_between_ranks_raise():
     with pytest.raises(TypeError, match="a scalar on some ranks and a"):
         gradients.agree_on_loss_form(LOSS_IS_MEAN, _Disagreeing())

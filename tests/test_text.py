@@ -10,8 +10,8 @@ from dtkit._util import formatting
 from dtkit.dashboard.summary.notices import collect_notices
 from dtkit.dashboard.text import run_text
 from dtkit.types import ReplicaCheckResult, State
-from tests.fake_source import FakeSource
-from tests.test_live import Timers
+from tests.support.fake_source import FakeSource
+from tests.support.timers import Timers
 
 
 class Terminal(io.StringIO):
@@ -86,7 +86,7 @@ def test_the_unit_of_an_axis_follows_the_size(largest, ladder, name):
     assert formatting.choose_unit(largest, ladder) == (name, ladder[name])
 
 
-def test_columns_line_up_words_to_the_left_and_numbers_to_the_right():
+def test_columns_align_text_left_and_numbers_right():
     rows = [["layer", "size", "note"], ["a", "1,024", ""], ["embedding", "8", "tied"]]
     assert formatting.format_columns(rows, left_aligned=(0, 2)) == [
         "layer       size  note",
@@ -95,12 +95,12 @@ def test_columns_line_up_words_to_the_left_and_numbers_to_the_right():
     ]
 
 
-def test_plain_removes_what_a_terminal_obeys():
+def test_sanitize_text_removes_control_characters():
     assert formatting.sanitize_text("a\x1b[2Jb\r\nc\x00") == "a [2Jb  c"
     assert formatting.sanitize_text("x" * 1000, 10) == "x" * 9 + "…"
 
 
-def test_the_summary_has_state_step_loss_throughput_and_a_line_a_node():
+def test_the_summary_has_state_metrics_and_a_line_for_each_node():
     source = FakeSource(ranks=4, name="Net")
     source.advance(150)
     source.advance(1, loss=0.5)
@@ -113,7 +113,7 @@ def test_the_summary_has_state_step_loss_throughput_and_a_line_a_node():
     assert nodes[3].endswith("318 MB  host0 cpu")
 
 
-def test_the_summary_says_who_is_slowed_who_waits_and_whether_ranks_agree():
+def test_the_summary_has_delays_stragglers_and_agreement():
     source = FakeSource(ranks=4)
     source.slowness, source.delay_factors, source.consistency = {1: 2.0}, {1: 2.0}, ReplicaCheckResult(40, (), None)
     source.advance(40)
@@ -131,24 +131,22 @@ def test_the_summary_says_who_is_slowed_who_waits_and_whether_ranks_agree():
     ("copies", "words"),
     [
         (2, "parameters identical between 2 replicas"),
-        (1, "parameters that are not cut identical on 4 nodes"),
+        (1, "parameters that are not split identical on 4 nodes"),
     ],
 )
-def test_what_was_compared_is_said(copies: int, words: str):
+def test_the_notice_on_agreement_names_what_was_compared(copies: int, words: str):
     source = FakeSource(ranks=4)
     source.consistency = ReplicaCheckResult(40, (), None, copies)
     source.advance(40)
     assert f"✓ {words}, checked at step 40" in run_text.format_run(source).splitlines()
 
 
-def test_the_summary_says_who_is_stuck_and_for_how_long_and_who_was_left_out():
+def test_the_summary_has_stuck_and_left_out_nodes():
     source = FakeSource(ranks=4)
     source.advance(40)
     source.stick(1)
     progress = run_text.TextProgress(source, io.StringIO(), is_tty=False)
-    said = (
-        "⊘ node 1 stuck: forward, 12 s. It stands at train.py:12 in step. cluster.stacks() shows where all ranks stand"
-    )
+    said = "⊘ node 1 stuck: forward, 12 s. It is at train.py:12 in step. cluster.stacks() shows where all ranks stand"
     assert progress.format_block()[2] == f"  {said}"
     assert progress.format_block()[3].startswith("  node 0 ")  # it is said once
     source.stall_report = None
@@ -167,19 +165,19 @@ def test_the_summary_says_who_is_stuck_and_for_how_long_and_who_was_left_out():
         ({2: 1.5, 0: 1.5, 3: 4.0}, ["nodes 0 and 2 slowed 1.5x on purpose", "node 3 slowed 4x on purpose"]),
     ],
 )
-def test_nodes_that_are_slowed_alike_are_named_together(slowed, said):
+def test_nodes_with_the_same_delay_are_named_together(slowed, said):
     source = FakeSource()
     source.delay_factors = slowed
     assert [remark.text for remark in collect_notices(source)] == said
 
 
-def test_one_node_alone_has_nobody_to_agree_with():
+def test_a_single_node_has_no_notice_on_agreement():
     source = FakeSource(ranks=1)
     source.consistency = ReplicaCheckResult(40, (), None)
     assert collect_notices(source) == []
 
 
-def test_the_summary_of_many_nodes_ends():
+def test_the_summary_of_many_nodes_is_cut():
     source = FakeSource(ranks=256)
     source.advance(1)
     lines = run_text.format_run(source).splitlines()
@@ -187,7 +185,7 @@ def test_the_summary_of_many_nodes_ends():
     assert len(lines) == 3 + 16
 
 
-def test_a_stage_that_knows_no_loss_has_none_and_a_loss_that_is_no_number_is_told():
+def test_a_stage_without_a_loss_has_a_dash_and_a_nan_loss_is_shown():
     source = FakeSource(ranks=4, stages=2)
     source.advance(1, loss=0.5)
     _, _, now, *nodes = run_text.format_run(source).splitlines()
@@ -198,7 +196,7 @@ def test_a_stage_that_knows_no_loss_has_none_and_a_loss_that_is_no_number_is_tol
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_before_the_first_step(ranks):
+def test_the_summary_before_the_first_step(ranks):
     source = FakeSource(ranks=ranks)
     source.state = State.PENDING
     assert "first step, 0 s" in run_text.format_run(source)
@@ -232,7 +230,7 @@ def test_a_terminal_is_rewritten_in_place_with_one_write():
     assert len(writes) == 2  # nothing changed, nothing is written
 
 
-def test_lines_fit_the_terminal(monkeypatch):
+def test_lines_are_cut_to_the_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "30")
     monkeypatch.setenv("LINES", "4")
     source, stream = FakeSource(ranks=8), Terminal()
@@ -262,7 +260,7 @@ def test_a_log_gets_plain_lines_every_few_seconds():
     assert source.subscribers == 0
 
 
-def test_a_run_that_is_followed_again_tells_only_what_is_new():
+def test_progress_shown_again_prints_only_new_events():
     source, timers = FakeSource(ranks=2), Timers()
     source.event("print", "before anybody looked")
     said = []

@@ -9,6 +9,7 @@ import pytest
 
 from dtkit.history.timeline import SPAN_DTYPE, Timeline, convert_simulation, merge_spans
 from dtkit.schedules.schedule import Schedule
+from tests.support.trace_format import follows_the_trace_event_format
 
 
 def gpipe(ranks, micro_batches, *, step=0):
@@ -26,7 +27,7 @@ def gpipe(ranks, micro_batches, *, step=0):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("micro_batches", [4, 8, 16])
-def test_the_bubble_of_gpipe_is_that_of_the_formula(ranks, micro_batches):
+def test_the_bubble_of_gpipe_equals_the_formula(ranks, micro_batches):
     timeline = Timeline(gpipe(ranks, micro_batches))
     assert timeline.get_ideal_bubble() == pytest.approx((ranks - 1) / (micro_batches + ranks - 1))
     assert timeline.measure_bubble() == pytest.approx(timeline.get_ideal_bubble())
@@ -34,7 +35,7 @@ def test_the_bubble_of_gpipe_is_that_of_the_formula(ranks, micro_batches):
     assert [timeline.measure_peak_micro_batches(rank) for rank in range(ranks)] == [micro_batches] * ranks
 
 
-def test_parts_on_a_rank_make_the_bubble_smaller():
+def test_more_stages_on_a_rank_make_the_bubble_smaller():
     interleaved = Schedule.from_name("Interleaved1F1B", 4, 8)
     timeline = Timeline(convert_simulation(interleaved.simulate()), schedule=interleaved)
     assert timeline.ideal_bubble_formula == ("(p-1)/(v·m+p-1)", pytest.approx(3 / 19))
@@ -50,7 +51,7 @@ def late(spans, rank, by):
     return moved
 
 
-def test_what_was_planned_has_the_measured_durations_and_no_cost_of_sending():
+def test_the_planned_timeline_has_measured_durations_and_free_sending():
     schedule = Schedule.from_name("GPipe", 2, 4)
     measured = late(gpipe(2, 4), 1, 0.5)  # each message takes half a second; the way back has the time
     measured["begin"] += 100
@@ -61,12 +62,12 @@ def test_what_was_planned_has_the_measured_durations_and_no_cost_of_sending():
     assert planned.measure_bubble() == pytest.approx(1 / 5)
     order = ["rank", "begin"]
     assert np.array_equal(
-        np.sort(planned.select(0, 0), order=order), np.sort(measured[measured["rank"] == 0], order=order)
+        np.sort(planned.select_spans(0, 0), order=order), np.sort(measured[measured["rank"] == 0], order=order)
     )
-    assert planned.select(0, 1)["begin"].min() == 101  # where 101.5 was measured
+    assert planned.select_spans(0, 1)["begin"].min() == 101  # where 101.5 was measured
 
 
-def test_each_replica_has_a_plan_of_its_own():
+def test_each_replica_has_its_own_planned_timeline():
     schedule = Schedule.from_name("GPipe", 2, 4)
     other = late(gpipe(2, 4), 0, 0)
     other["rank"] += 2
@@ -79,7 +80,7 @@ def test_each_replica_has_a_plan_of_its_own():
     assert timeline.get_ideal_bubble() == pytest.approx(1 / 5)
 
 
-def test_a_schedule_without_a_formula_is_played_through():
+def test_a_schedule_without_a_formula_is_simulated():
     schedule = Schedule("F0 F1 B0 F2 B1 F3 B2 B3\nF0 I0 F1 I1 W0 F2 I2 W1 F3 I3 W2 W3")
     timeline = Timeline(convert_simulation(schedule.simulate()), schedule=schedule)
     assert timeline.ideal_bubble_formula == ("equal stages", pytest.approx(1 - 24 / 26))
@@ -87,7 +88,7 @@ def test_a_schedule_without_a_formula_is_played_through():
     assert [timeline.measure_peak_micro_batches(rank) for rank in (0, 1)] == [2, 2]
 
 
-def test_a_schedule_is_scored_against_another():
+def test_a_schedule_is_compared_with_another():
     table = "F0 F1 B0 F2 B1 F3 B2 B3\nF0 I0 F1 I1 W0 F2 I2 W1 F3 I3 W2 W3"
     own, usual, gpipe_ = Schedule(table), Schedule.from_name("1F1B", 2, 4), Schedule.from_name("GPipe", 2, 4)
     lines = [Timeline(convert_simulation(schedule.simulate()), schedule=schedule) for schedule in (own, usual, gpipe_)]
@@ -100,7 +101,7 @@ def test_a_schedule_is_scored_against_another():
     assert lines[2].compare_with(lines[1]).memory_ratio == 2
 
 
-def test_activations_are_held_until_their_backward_has_ended():
+def test_activations_count_until_their_backward_has_ended():
     spans = [
         (0, 0, "forward", 0, 0, 0, 1),
         (0, 0, "forward", 0, 1, 1, 2),
@@ -113,7 +114,7 @@ def test_activations_are_held_until_their_backward_has_ended():
     assert Timeline(np.array(spans, SPAN_DTYPE)).measure_peak_micro_batches(0) == 2
 
 
-def test_the_loss_is_a_part_of_its_forward_pass():
+def test_the_loss_belongs_to_its_forward_pass():
     spans = [
         (0, 0, "forward", 0, 0, 0, 1),
         (0, 0, "forward", 0, 0, 1.5, 2),
@@ -132,11 +133,11 @@ def test_a_run_without_stages_has_no_bubble():
     timeline = Timeline(spans)
     assert not timeline.is_pipelined
     assert repr(timeline) == "Timeline(steps 3 to 3, 1 ranks)"
-    with pytest.raises(ValueError, match="no pipeline in this timeline"):
+    with pytest.raises(ValueError, match="timeline has no pipeline"):
         timeline.measure_bubble()
 
 
-def test_clocks_of_several_hosts_are_put_right():
+def test_merged_spans_are_on_the_clock_of_rank_0():
     one, other = gpipe(2, 4)[:8], gpipe(2, 4)[8:]
     ahead = other.copy()
     ahead["begin"] += 50
@@ -146,7 +147,7 @@ def test_clocks_of_several_hosts_are_put_right():
     assert ahead["begin"].min() > 50  # what was given stays as it was
 
 
-def test_the_last_step_is_shown_and_the_others_are_there():
+def test_a_timeline_draws_the_last_step_and_has_all_of_them():
     timeline = Timeline(np.concatenate([gpipe(2, 4, step=6), gpipe(2, 8, step=7)]))
     assert timeline.steps == [6, 7]
     assert timeline.measure_bubble(6) == pytest.approx(1 / 5)
@@ -175,7 +176,7 @@ def test_a_trace_has_a_row_per_rank_and_an_event_per_span(tmp_path):
     }
 
 
-def test_an_arrow_leads_from_where_a_message_is_sent_to_where_it_is_received(tmp_path):
+def test_an_arrow_leads_from_the_sender_to_the_receiver(tmp_path):
     spans = [
         (0, 0, "send forward", 0, 0, 1, 1.25),
         (0, 0, "send forward", 0, 0, 2, 2.5),  # awaited
@@ -194,47 +195,13 @@ def test_an_arrow_leads_from_where_a_message_is_sent_to_where_it_is_received(tmp
     assert end["args"] == {"step": 0, "stage": 1, "micro_batch": 0}
 
 
-def follows_the_trace_event_format(text):
-    """What the format asks of a JSON object with complete events ("X"), metadata ("M") and flows ("s", "f")."""
-    trace = json.loads(text)
-    assert trace["displayTimeUnit"] in {"ms", "ns"}
-    ends, boxes, flows = {}, {}, {}
-    for event in trace["traceEvents"]:
-        assert event["ph"] in {"X", "M", "s", "f"}
-        assert isinstance(event["name"], str)
-        assert event["name"]
-        assert all(isinstance(event[key], int) for key in ("pid", "tid"))
-        if event["ph"] == "M":
-            assert event["name"] in {"process_name", "thread_name", "thread_sort_index"}
-            assert event["args"]
-            continue
-        if event["ph"] in {"s", "f"}:
-            assert event["ph"] == "s" or event["bp"] == "e"
-            flows.setdefault((event["cat"], event["name"], event["id"]), []).append(event)
-            continue
-        assert all(isinstance(event[key], float) and np.isfinite(event[key]) for key in ("ts", "dur"))
-        assert event["ts"] >= 0
-        assert event["dur"] >= 0
-        assert isinstance(event["cat"], str)
-        row = event["pid"], event["tid"]
-        assert event["ts"] >= ends.get(row, 0) - 1e-3, "events of a thread don't overlap, unless they nest"
-        ends[row] = event["ts"] + event["dur"]
-        boxes.setdefault(row, []).append((event["ts"], ends[row]))
-    for start, end in flows.values():
-        assert (start["ph"], end["ph"]) == ("s", "f")
-        assert start["ts"] <= end["ts"] + 1e-3
-        for event in (start, end):  # each is bound to the box around it
-            assert any(a - 1e-3 <= event["ts"] <= b + 1e-3 for a, b in boxes[event["pid"], event["tid"]])
-    return trace
-
-
-def test_a_trace_obeys_the_format(tmp_path):
+def test_a_trace_follows_the_format(tmp_path):
     for spans in (gpipe(2, 4), np.array([(3, 0, "forward", -1, -1, 0, 1)], SPAN_DTYPE), np.empty(0, SPAN_DTYPE)):
         Timeline(spans).export_chrome_trace(tmp_path / "trace.json")
         follows_the_trace_event_format((tmp_path / "trace.json").read_text())
 
 
-def test_pictures():
+def test_timelines_are_drawn():
     figure = Timeline(gpipe(2, 4), schedule=Schedule.from_name("GPipe", 2, 4), title=" of a net").figure()
     (ax,) = figure.axes
     assert [label.get_text() for label in ax.get_yticklabels()] == ["node 0", "node 1"]

@@ -12,7 +12,7 @@ from dtkit.dashboard.summary.timing import (
     select_bars,
 )
 from dtkit.history.history import ROW_DTYPE, History
-from tests.fake_source import FakeSource
+from tests.support.fake_source import FakeSource
 
 WAITING = PHASES.index("waiting")
 
@@ -28,20 +28,20 @@ def taken_apart(ranks=4, slow=None, steps=100, seed=0):
     return compute_step_timing(source(ranks, slow, steps, seed).history, ranks)
 
 
-def test_means_are_those_of_the_last_steps_and_add_up_to_the_step():
+def test_phase_means_of_the_last_steps_sum_to_the_step_time():
     history = source(slow={1: 2.0}).history
-    found = compute_step_timing(history, 4)
-    assert found.num_steps == WINDOW_STEPS
+    timing = compute_step_timing(history, 4)
+    assert timing.num_steps == WINDOW_STEPS
     rows = history.rows(50 * 4)
     for rank in range(4):
         own = rows[rows["rank"] == rank]
         columns = ("data_s", "forward_s", "backward_s", "wait_s", "comm_s", "update_s")
-        np.testing.assert_allclose(found.seconds[rank, :6], [own[name].mean() for name in columns], rtol=1e-5)
-        np.testing.assert_allclose(found.seconds[rank].sum(), own["step_s"].mean(), rtol=1e-5)
-    assert found.waiting_share == pytest.approx(rows["wait_s"].sum() / rows["step_s"].sum(), rel=1e-5)
+        np.testing.assert_allclose(timing.seconds[rank, :6], [own[name].mean() for name in columns], rtol=1e-5)
+        np.testing.assert_allclose(timing.seconds[rank].sum(), own["step_s"].mean(), rtol=1e-5)
+    assert timing.waiting_share == pytest.approx(rows["wait_s"].sum() / rows["step_s"].sum(), rel=1e-5)
 
 
-def test_the_straggler_is_named_with_what_it_costs():
+def test_a_straggler_is_named_with_the_wait_it_causes():
     straggler = taken_apart(slow={1: 2.0}).straggler
     assert straggler.ranks == (1,)
     assert straggler.waiting_rank != 1
@@ -52,7 +52,7 @@ def test_the_straggler_is_named_with_what_it_costs():
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 64])
 @pytest.mark.parametrize("seed", range(5))
-def test_noise_names_nobody(ranks, seed):
+def test_noise_names_no_straggler(ranks, seed):
     assert taken_apart(ranks, seed=seed).straggler is None
 
 
@@ -66,23 +66,23 @@ def test_noise_names_nobody(ranks, seed):
         ({1: 2.0, 2: 2.0, 3: 2.0}, (1, 2, 3)),  # a lone fast node waits
     ],
 )
-def test_who_is_a_straggler(slow, named_ranks):
+def test_stragglers_of_typical_timings(slow, named_ranks):
     straggler = taken_apart(slow=slow).straggler
     assert (straggler and straggler.ranks) == named_ranks
 
 
-def test_a_few_disturbed_steps_name_nobody():
+def test_a_few_disturbed_steps_name_no_straggler():
     disturbed = source()
     rows = disturbed.history.rows(50 * 4)
     one = (rows["rank"] == 2) & (rows["step"] % 5 == 0)
     rows["backward_s"][one] *= 10  # the scheduler, not the machine
     rows["wait_s"][(rows["rank"] != 2) & (rows["step"] % 5 == 0)] += 0.45
-    found = compute_step_timing(disturbed.history, 4)
-    assert found.seconds[0, WAITING] > 0.05  # so others did wait
-    assert found.straggler is None
+    timing = compute_step_timing(disturbed.history, 4)
+    assert timing.seconds[0, WAITING] > 0.05  # so others did wait
+    assert timing.straggler is None
 
 
-def test_slower_computing_without_waiting_names_nobody():
+def test_slow_computing_without_waiting_names_no_straggler():
     """Averaging every 1000 steps: who is slower keeps nobody waiting."""
     history = source(slow={1: 2.0}).history
     history.rows()["wait_s"][:] = 0
@@ -90,7 +90,7 @@ def test_slower_computing_without_waiting_names_nobody():
 
 
 @pytest.mark.parametrize(("ranks", "enough"), [(2, 8), (4, 11), (64, 19)])
-def test_a_few_steps_are_no_evidence(ranks, enough):
+def test_a_few_steps_name_no_straggler(ranks, enough):
     assert taken_apart(ranks, slow={1: 2.0}, steps=enough - 1).straggler is None
     assert taken_apart(ranks, slow={1: 2.0}, steps=enough).straggler is not None
 
@@ -114,38 +114,38 @@ def noisy(ranks, step_s, *, steps, seed, sigma, slow=None, spell=0.0):
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("steps", [10, 20, 50])
 @pytest.mark.parametrize(("step_s", "sigma"), [(2e-3, 0.5), (2e-3, 1.0), (20e-3, 0.3), (20e-3, 1.0)])
-def test_heavy_tailed_noise_names_nobody(ranks, steps, step_s, sigma):
+def test_heavy_tailed_noise_names_no_straggler(ranks, steps, step_s, sigma):
     windows = 400
     false = [noisy(ranks, step_s, steps=steps, seed=seed, sigma=sigma) for seed in range(windows)]
     assert sum(found is not None for found in false) < 0.01 * windows
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_bad_spells_of_short_steps_name_nobody(ranks):
+def test_slow_periods_of_short_steps_name_no_straggler(ranks):
     """As recorded: for a whole window one of the ranks computes half as long again, by chance of the scheduler."""
     assert all(noisy(ranks, 2e-3, steps=50, seed=k, sigma=0.4, spell=0.5) is None for k in range(400))
 
 
 @pytest.mark.parametrize(("ranks", "steps"), [(2, 8), (4, 11)])
-def test_who_is_slowed_twofold_is_named_within_about_ten_steps(ranks, steps):
+def test_a_rank_twice_as_slow_is_named_within_about_ten_steps(ranks, steps):
     found = [noisy(ranks, 20e-3, steps=steps, seed=k, sigma=0.1, slow={1: 2.0}) for k in range(200)]
     assert all(straggler is not None and straggler.ranks == (1,) for straggler in found)
 
 
 @pytest.mark.parametrize("sigma", [0.3, 0.5])
-def test_in_heavy_noise_a_full_window_tells_who_is_slowed(sigma):
+def test_a_full_window_names_a_slow_rank_despite_heavy_noise(sigma):
     found = [noisy(4, 20e-3, steps=50, seed=k, sigma=sigma, slow={1: 2.0}) for k in range(200)]
     assert np.mean([straggler is not None and straggler.ranks == (1,) for straggler in found]) > 0.98
 
 
-def test_stages_of_a_pipeline_do_other_work_and_are_not_called_slow():
+def test_stages_of_a_pipeline_are_not_stragglers():
     staged = FakeSource(ranks=4, stages=2)
     staged.slowness = {1: 2.0, 3: 2.0}
     staged.advance(60)
-    found = compute_step_timing(staged.history, 4)
-    assert not found.is_same_work
-    assert found.straggler is None
-    assert found.seconds[0, WAITING] > 0.05  # though others wait for them
+    timing = compute_step_timing(staged.history, 4)
+    assert not timing.is_same_work
+    assert timing.straggler is None
+    assert timing.seconds[0, WAITING] > 0.05  # though others wait for them
     many = FakeSource(ranks=16, stages=2)
     many.advance(60)
     assert [bar.label.split(":")[0] for bar in select_bars(compute_step_timing(many.history, 16))] == [
@@ -156,7 +156,7 @@ def test_stages_of_a_pipeline_do_other_work_and_are_not_called_slow():
 
 
 @pytest.mark.parametrize("silent", ["no samples", "no loss at all"])
-def test_ranks_without_a_loss_are_not_stages_where_they_had_no_samples_or_nobody_has_one(silent):
+def test_ranks_without_samples_are_not_taken_for_stages(silent):
     history = source(slow={1: 2.0}).history
     rows = history.rows()
     chosen = rows["rank"] == 2 if silent == "no samples" else np.ones(len(rows), bool)
@@ -166,14 +166,14 @@ def test_ranks_without_a_loss_are_not_stages_where_they_had_no_samples_or_nobody
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])
-def test_few_nodes_have_a_bar_each(ranks):
+def test_each_of_few_nodes_has_a_bar(ranks):
     shown = select_bars(taken_apart(ranks, {1: 2.0} if ranks > 1 else None))
     assert [bar.label for bar in shown] == [f"node {k}" for k in range(ranks)]
     assert [bar.rank for bar in shown if bar.is_straggler] == ([1] if ranks > 1 else [])
 
 
 @pytest.mark.parametrize("ranks", [9, 256])
-def test_of_many_nodes_the_fastest_the_median_and_the_slowest_are_named(ranks):
+def test_many_nodes_have_bars_of_fastest_median_and_slowest(ranks):
     shown = select_bars(taken_apart(ranks, {7: 2.0, 3: 0.5}))
     labels = [bar.label for bar in shown]
     assert labels[0] == "fastest: node 3"
@@ -182,7 +182,7 @@ def test_of_many_nodes_the_fastest_the_median_and_the_slowest_are_named(ranks):
     assert [bar.is_straggler for bar in shown] == [False, False, True]
 
 
-def test_before_the_first_step_and_without_clocks():
+def test_timing_without_steps_or_phases():
     empty = compute_step_timing(History(), 3)
     assert (empty.num_steps, empty.is_measured, empty.waiting_share, empty.straggler, select_bars(empty)) == (
         0,
@@ -199,18 +199,18 @@ def test_before_the_first_step_and_without_clocks():
     assert compute_step_timing(history, 2).waiting_share == 0
 
 
-def test_a_rank_without_rows_has_no_bar_and_strange_times_no_effect():
+def test_ranks_without_rows_and_nonfinite_times_are_left_out():
     history = source(ranks=3).history
     rows = history.rows()
     rows["rank"][rows["rank"] == 1] = 2
     rows["forward_s"][-1] = np.nan
     rows["backward_s"][-2] = np.inf
-    found = compute_step_timing(history, 3)
-    assert [bar.rank for bar in select_bars(found)] == [0, 2]
-    assert np.isfinite(found.seconds[[0, 2]]).all()
+    timing = compute_step_timing(history, 3)
+    assert [bar.rank for bar in select_bars(timing)] == [0, 2]
+    assert np.isfinite(timing.seconds[[0, 2]]).all()
 
 
-def test_names_of_nodes():
+def test_format_nodes():
     assert format_nodes((1,)) == "node 1"
     assert format_nodes((1, 3)) == "nodes 1 and 3"
     assert format_nodes((1, 3, 5, 6)) == "nodes 1, 3, 5 and 6"

@@ -11,49 +11,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from dtkit.data.partition import Partition
-from dtkit.engine import node_info
-from dtkit.engine.data.batches import ShardedBatches, Shards
-from dtkit.engine.data.sources import DatasetSource, as_source
-from dtkit.engine.job import Job, _choose_vote_steps
-from dtkit.engine.observe.phase_timer import PhaseTimer
-from dtkit.strategies.base import TrainingProgram, WorkerContext, make_optimizer
-from dtkit.strategies.data_parallel import DataParallel
-from dtkit.strategies.loss import Loss
-from dtkit.types import JobPlan
-
-CPU = torch.device("cpu")
-
-
-def data(rows: int = 20) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(rows, 4, generator=generator, dtype=torch.float64), torch.arange(rows) % 3
-
-
-def net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
-def job(model: nn.Module | None = None, rows: Any = None, loss: Any = None, **how: Any) -> Job:
-    source = as_source(data() if rows is None else rows)
-    part = Partition(len(source), 2)
-    plan = JobPlan(how.get("batch_size", 6), 100, how.get("shuffle", "shard"), 0)
-    stream = ShardedBatches(source, Shards(part.flatten_indices(), part.sizes), plan, [0, 1])
-    setting = WorkerContext(None, CPU, PhaseTimer(node_info.make_clock(CPU)), [0, 1])
-    objective = Loss(loss or nn.CrossEntropyLoss(), None) if "step" not in how else Loss(None, how["step"])
-    program = TrainingProgram(
-        objective,
-        how.get("optimizer", sgd),
-        how.get("strategy", DataParallel()),
-        how.get("scheduler"),
-        how.get("every", "step"),
-    )
-    return Job(model or net(), program, stream, setting, seed=0)
+from dtkit.engine.data.sources import DatasetSource
+from dtkit.engine.job import _choose_vote_steps
+from dtkit.strategies.base import make_optimizer
+from tests.support.in_process_job import data, job, net, sgd
 
 
 def test_a_dispatch_gives_a_row_a_step_and_leaves_the_job_standing_there():
@@ -150,7 +111,7 @@ def test_evaluate_counts_rows_and_not_what_is_in_them():
     def step(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
         return F.cross_entropy(model(batch["x"]), batch["y"])
 
-    made = job(rows=Texts(), step=step)
+    made = job(rows=Texts(), training_step=step)
     source = DatasetSource(Texts())
     parts = np.split(np.arange(20), [8, 16])
     samples, sums = made.evaluate([(len(part), source.take(part)) for part in parts], {})
@@ -208,7 +169,7 @@ def test_a_metric_per_sample_is_refused():
 
 
 def test_metrics_beside_a_step_are_refused():
-    made = job(step=lambda model, batch: model(batch[0]).sum())
+    made = job(training_step=lambda model, batch: model(batch[0]).sum())
     with pytest.raises(ValueError, match="metrics need output and target, which step= keeps to itself"):
         made.evaluate([(20, data())], {"size": len})
 
@@ -280,9 +241,9 @@ BAD_OPTIMIZERS = {
     "other parameters": (
         lambda params: torch.optim.SGD(net().parameters(), lr=1),
         ValueError,
-        "the optimiser holds 4 parameters, not all of them the model's; build it from the `params`",
+        "the optimizer holds 4 parameters, not all of them the model's. Build it from the `params`",
     ),
-    "a closure": (torch.optim.LBFGS, ValueError, "LBFGS evaluates the loss as often .* such as SGD or AdamW"),
+    "a closure": (torch.optim.LBFGS, ValueError, r"LBFGS\.step\(\) needs a closure .* such as SGD or AdamW"),
     "none": (lambda params: torch.optim.SGD([], lr=1), ValueError, "empty parameter list"),
 }
 

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 import dtkit
-from dtkit.cluster.broadcast import ModelHandle
+from dtkit.data.broadcast import ModelHandle
 from dtkit.engine import memory
 from dtkit.engine.node_info import get_handshake
 from dtkit.types import Failure, Reply, Request
-from tests.cluster.small import data, net, sgd
+from tests.support.small import data, net, sgd
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -59,7 +59,7 @@ class Notes:
     def interrupt(self, ranks: Any) -> None:
         """Nothing runs here."""
 
-    def lost(self) -> list[int]:
+    def find_lost_ranks(self) -> list[int]:
         return []
 
     def close(self) -> None:
@@ -129,14 +129,18 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "half a step": ({"steps": 0.5}, TypeError, "steps=0.5; it must be an integer"),
     "shuffle True": ({"shuffle": True}, ValueError, "shuffle=True; it must be 'shard' .*'global' .*or None"),
     "a seed of text": ({"seed": "x"}, ValueError, "seed='x'; it must be an integer from 0 up. Use seed=0"),
-    "loss and step": ({"step": lambda m, b: b}, ValueError, "give either loss.* or step.*you gave both"),
-    "neither loss nor step": ({"loss": None}, ValueError, "give either loss.* or step.*you gave neither"),
+    "loss and step": (
+        {"training_step": lambda m, b: b},
+        ValueError,
+        "give either loss.* or training_step.*you gave both",
+    ),
+    "neither loss nor step": ({"loss": None}, ValueError, "give either loss.* or training_step.*you gave neither"),
     "a loss that can't be called": ({"loss": "mse"}, TypeError, "loss='mse' can't be called; give a function"),
     "a loss class": ({"loss": nn.MSELoss}, TypeError, r"loss=MSELoss is a class; give an instance: loss=MSELoss\(\)"),
     "a step class": (
-        {"loss": None, "step": nn.MSELoss},
+        {"loss": None, "training_step": nn.MSELoss},
         TypeError,
-        "step=MSELoss is a class; give an instance",
+        "training_step=MSELoss is a class; give an instance",
     ),
     "a loss that sums": (
         {"loss": nn.MSELoss(reduction="sum")},
@@ -165,7 +169,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         r"metrics\['accuracy'\] is a int; it must be a function of \(output, target\)",
     ),
     "metrics beside a step": (
-        {"loss": None, "step": lambda m, b: b, "metrics": {"a": len}},
+        {"loss": None, "training_step": lambda m, b: b, "metrics": {"a": len}},
         ValueError,
         "metrics need output and target, .* use loss=",
     ),
@@ -265,7 +269,7 @@ def test_a_build_that_fails_leaves_the_cluster_free(cluster, notes):
 def test_a_model_that_lies_on_a_device_stays_there(cluster):
     mine = net()
     copies = cluster.broadcast(mine)
-    assert copies.identical
+    assert copies.is_identical
     assert repr(copies).startswith("Sequential on 2 ranks, 67 parameters, ")
     assert "identical" in copies._repr_html_()
 

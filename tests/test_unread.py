@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from dtkit.history import engine_outbox
+from dtkit.history.comm_time import MESSAGE_DTYPE
 from dtkit.history.engine_outbox import ResultOutbox
 from dtkit.history.history import ROW_DTYPE
-from dtkit.history.message_times import MESSAGE_DTYPE
 from dtkit.types import DispatchResult
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def steps(folder: Path, rank: int = RANK) -> list[int]:
     ]
 
 
-def test_it_is_read_back_as_it_was(tmp_path: Path, kept: ResultOutbox):
+def test_dispatches_are_read_as_they_were_stored(tmp_path: Path, kept: ResultOutbox):
     first, second = piped(advance(8, 12)), advance(12, 14, places=0)
     kept.store_dispatch(first, SAID)
     kept.store_dispatch(second, [])
@@ -79,18 +79,18 @@ def test_dispatches_are_read_in_the_order_of_their_steps(tmp_path: Path, kept: R
     assert steps(tmp_path) == [8, 9, 10, 99, 100]
 
 
-def test_ranks_are_told_apart(tmp_path: Path, kept: ResultOutbox):
+def test_each_rank_has_its_own_files(tmp_path: Path, kept: ResultOutbox):
     kept.store_dispatch(advance(0, 2), [])
     ResultOutbox(tmp_path, JOB, 11).store_dispatch(advance(5, 6, rank=11), [])
     assert (steps(tmp_path, 1), steps(tmp_path, 11)) == ([0, 1], [5])
 
 
-def test_nobody_else_can_read_it(run: Path, kept: ResultOutbox):
+def test_files_are_private(run: Path, kept: ResultOutbox):
     kept.store_dispatch(advance(0, 3), [])
     assert [path.stat().st_mode & 0o777 for path in run.iterdir()] == [0o600]
 
 
-def test_what_was_read_is_let_go(tmp_path: Path, run: Path, kept: ResultOutbox):
+def test_files_are_removed_once_they_were_read(tmp_path: Path, run: Path, kept: ResultOutbox):
     for start in (0, 4, 8):
         kept.store_dispatch(advance(start, start + 4), [])
     kept.discard_read(3)
@@ -101,7 +101,7 @@ def test_what_was_read_is_let_go(tmp_path: Path, run: Path, kept: ResultOutbox):
     assert list(run.iterdir()) == []
 
 
-def test_what_lost_ranks_left_goes_too(tmp_path: Path, run: Path, kept: ResultOutbox):
+def test_remove_all_deletes_files_of_lost_ranks(tmp_path: Path, run: Path, kept: ResultOutbox):
     kept.store_dispatch(advance(0, 4), [])
     ResultOutbox(tmp_path, JOB, 7).store_dispatch(advance(0, 4, rank=7), [])
     (run / "rows.bin").touch()
@@ -111,19 +111,19 @@ def test_what_lost_ranks_left_goes_too(tmp_path: Path, run: Path, kept: ResultOu
     kept.discard_read()
 
 
-def test_a_dispatch_without_a_step_leaves_nothing(run: Path, kept: ResultOutbox):
+def test_a_dispatch_without_a_step_stores_nothing(run: Path, kept: ResultOutbox):
     kept.store_dispatch(advance(4, 4), SAID)
     assert list(run.iterdir()) == []
 
 
-def test_where_nobody_takes_over_nothing_is_written(tmp_path: Path):
+def test_nothing_is_written_without_a_run_folder(tmp_path: Path):
     kept = ResultOutbox(tmp_path, "job-2", 0)
     kept.store_dispatch(advance(0, 4), [])
     assert list(tmp_path.iterdir()) == []
     assert kept._files == []
 
 
-def test_one_that_was_cut_off_is_left_out(tmp_path: Path, run: Path, kept: ResultOutbox):
+def test_a_file_that_was_cut_off_is_left_out(tmp_path: Path, run: Path, kept: ResultOutbox):
     kept.store_dispatch(advance(0, 4), SAID)
     kept.store_dispatch(advance(4, 8), SAID)
     last = run / "unread-1.4"
@@ -138,7 +138,7 @@ def test_one_that_was_cut_off_is_left_out(tmp_path: Path, run: Path, kept: Resul
 FOUND: engine_outbox.EvaluationSums = (4, {"loss": (2.0, 4.0), "hits": (float("inf"), 4.0)})
 
 
-def test_evaluations_are_kept_until_a_dispatch_behind_them_was_read(tmp_path: Path, run: Path, kept: ResultOutbox):
+def test_evaluations_stay_until_a_later_dispatch_was_read(tmp_path: Path, run: Path, kept: ResultOutbox):
     for step in (4, 8):
         kept.store_evaluation(step, FOUND)
     kept.store_dispatch(advance(8, 12), [])
@@ -162,7 +162,7 @@ def test_evaluations_are_kept_until_a_dispatch_behind_them_was_read(tmp_path: Pa
         for what in (4, {}, [4], [4, [1]], ["x", {}], [4, {"loss": 1}], [4, {"loss": [1, None]}])
     ],
 )
-def test_an_evaluation_that_is_not_of_that_form_is_left_out(tmp_path: Path, run: Path, text: str):
+def test_a_malformed_evaluation_is_left_out(tmp_path: Path, run: Path, text: str):
     (run / "unread-evaluation-1.4").write_text(text)
     assert engine_outbox.read_evaluations(tmp_path, JOB, RANK) == {}
 
@@ -194,7 +194,7 @@ BODY = np.asarray(WHOLE.rows).tobytes() + REST
         _head() + b"\n" + bytes(len(BODY)),
     ],
 )
-def test_what_is_not_of_that_form_is_left_out(tmp_path: Path, run: Path, data: bytes):
+def test_a_malformed_dispatch_is_left_out(tmp_path: Path, run: Path, data: bytes):
     path = run / "unread-1.4"
     path.write_bytes(_head() + b"\n" + BODY)
     assert steps(tmp_path) == [4, 5, 6, 7]
@@ -202,7 +202,7 @@ def test_what_is_not_of_that_form_is_left_out(tmp_path: Path, run: Path, data: b
     assert steps(tmp_path) == []
 
 
-def test_a_full_disk_is_no_error_and_is_tried_again(small_disk: Path):
+def test_a_full_disk_raises_no_error_and_is_retried(small_disk: Path):
     (small_disk / "runs" / JOB).mkdir(parents=True)
     kept, filler = ResultOutbox(small_disk, JOB, RANK), small_disk / "filler"
     kept.store_dispatch(advance(0, 100), [])

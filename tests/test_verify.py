@@ -3,29 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from dtkit.training.verify import Verification, compare_states, find_incomparable_modules
-
-
-def judged(
-    change: dict[str, Any] | None = None,
-    gradients: dict[str, torch.Tensor] | None = None,
-    modules: tuple[str, ...] = (),
-    dtype: torch.dtype = torch.float64,
-) -> Verification:
-    """Compare a state with itself, after adding `build_change` to it."""
-    reference = {"w": torch.ones(3, dtype=dtype), "b": torch.ones(2, dtype=dtype), "count": torch.tensor(7)}
-    state = {name: value.clone() for name, value in reference.items()}
-    for name, by in (change or {}).items():
-        state[name] = state[name] + torch.as_tensor(by, dtype=dtype)
-    if gradients is None:
-        gradients = {"w": torch.ones(3, dtype=dtype), "b": torch.ones(2, dtype=dtype)}
-    return compare_states(state, reference, gradients, modules, 20, 2)
+from dtkit.training.verify import compare_states, find_incomparable_modules
+from tests.support.verification import judged
 
 
 def test_equal_numbers_pass():
@@ -91,7 +75,7 @@ def test_a_small_gradient_is_not_a_zero_one():
 
 
 def test_not_comparable_names_the_modules():
-    found = judged({"w": 1.0}, modules=("1 (BatchNorm1d): each rank normalises",))
+    found = judged({"w": 1.0}, modules=("1 (BatchNorm1d): each rank normalizes",))
     assert found.verdict == "NOT COMPARABLE"
     assert not found
     assert "1 (BatchNorm1d)" in found.text()

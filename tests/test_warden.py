@@ -7,16 +7,10 @@ import sys
 from typing import TYPE_CHECKING
 
 from dtkit.cluster import reaper
+from tests.support.locks import owned
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-
-def owned(folder: Path) -> bool:
-    """What the warden finds, which is a process of its own."""
-    ask = f"from pathlib import Path; from dtkit.cluster import reaper; print(reaper._owned(Path({str(folder)!r})))"
-    said = subprocess.run([sys.executable, "-c", ask], check=True, capture_output=True, text=True, timeout=30)
-    return said.stdout == "True\n"
 
 
 def test_a_lock_is_held_until_its_last_holder_lets_go(tmp_path: Path):
@@ -41,12 +35,12 @@ from pathlib import Path
 from dtkit.cluster import reaper as warden
 
 folder = Path({str(tmp_path)!r})
-warden.take_lock(folder)
+warden.acquire_lock(folder)
 if (child := os.fork()) == 0:
     warden.release_lock(folder)
     held = True
     try:
-        warden.take_lock(folder, timeout=0)
+        warden.acquire_lock(folder, timeout=0)
     except BlockingIOError:
         held = False
     os._exit(held)

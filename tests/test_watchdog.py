@@ -27,9 +27,10 @@ from dtkit.health import stacks
 from dtkit.health.diagnosis import RankObservation
 from dtkit.health.status import EngineStatus, Frame, get_dump_path, get_status_path, remove_status_files
 from dtkit.types import GroupSpec, NodeInfo, Request
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
 USER = Frame("/home/me/net.py", 14, "forward", "user")
@@ -50,7 +51,7 @@ def node() -> NodeInfo:
 def job(**changed: Any) -> Any:
     """As much of a job as a watchdog reads."""
     setting = SimpleNamespace(phases=PhaseTimer(Clock()), mesh=SimpleNamespace(axes={"dp": 2}))
-    return SimpleNamespace(step=7, setting=setting, median_step_s=lambda: 0.25, **changed)
+    return SimpleNamespace(step=7, context=setting, median_step_s=lambda: 0.25, **changed)
 
 
 @pytest.fixture
@@ -64,14 +65,6 @@ def watchdog(spec: GroupSpec) -> Iterator[Watchdog]:
 
 def request(op: str = "advance") -> Request:
     return Request(op, 1, 3, {"job": "job-1"})
-
-
-def until(condition: Callable[[], Any], timeout: float = 10.0) -> Any:
-    deadline, pause = time.monotonic() + timeout, threading.Event()
-    while not (found := condition()):
-        assert time.monotonic() < deadline
-        pause.wait(0.02)
-    return found
 
 
 # -- what it says ------------------------------------------------------------------------------------------
@@ -131,7 +124,7 @@ def test_time_in_which_it_could_not_look_is_not_held_against_the_rank(
     """A rank goes on after SIGSTOP: its watchdog may run before all else, and must not say that it is stuck still."""
     watchdog.stop()  # the thread looks no more, this test does
     now = time.time()
-    monkeypatch.setattr("dtkit.engine.observe.watchdog.time.time_ratio", lambda: now)
+    monkeypatch.setattr("dtkit.engine.observe.watchdog.time.time", lambda: now)
     with watchdog.track_request(request()):
         watchdog.sample(spec)
         now += 1
@@ -292,7 +285,7 @@ over = threading.Event()
 
 def look():
     while not over.is_set():
-        stack.of_thread(threading.main_thread().ident)
+        stack.sample_thread(threading.main_thread().ident)
 
 thread = threading.Thread(target=look)
 thread.start()
@@ -365,7 +358,7 @@ def test_no_signal_where_it_would_kill(monkeypatch: pytest.MonkeyPatch, watchdog
     monkeypatch.setattr(os, "kill", lambda *_: pytest.fail("a signal was sent"))
     found = watchdog.sample(spec)
     for process, dumps in (("sleeping", False), ("stopped", True), ("ended", True), ("unknown", True)):
-        one = RankObservation(1, "here", found.pid, process, 0.1, dataclasses.replace(found, dumps=dumps))
+        one = RankObservation(1, "here", found.pid, process, 0.1, dataclasses.replace(found, can_dump_stacks=dumps))
         assert stacks.request_stack_dump(tmp_path, one) == ()
 
 

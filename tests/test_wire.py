@@ -245,7 +245,7 @@ def test_what_a_cell_defines_works_elsewhere() -> None:
 def test_a_process_without_torch_never_loads_it() -> None:
     code = (
         "import sys, numpy as np; from dtkit.rpc import pickling as wire\n"
-        "p = wire.pack({'a': np.arange(9)[::2], 'f': lambda x: x}); wire.unpack(p.skeleton, p.buffers)\n"
+        "p = wire.pack_object({'a': np.arange(9)[::2], 'f': lambda x: x}); wire.unpack_object(p.header, p.buffers)\n"
         "assert 'torch' not in sys.modules"
     )
     python(code)
@@ -504,7 +504,7 @@ def test_the_garbage_collector_may_find_what_was_packed() -> None:
             pass
 
         sys.unraisablehook = lambda event: print(event.exc_value)
-        packed = wire.pack([torch.zeros(3), torch.zeros(2, 3).T])
+        packed = wire.pack_object([torch.zeros(3), torch.zeros(2, 3).T])
         cycle = Cycle()
         cycle.itself, cycle.packed = cycle, packed
         del cycle, packed

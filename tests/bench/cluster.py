@@ -125,7 +125,7 @@ def dispatches() -> bool:
 
 def exact() -> bool:
     """50 steps in float64 with momentum on 1 to 4 engines, against a plain loop in one process."""
-    from tests.cluster import oracle
+    from tests.support import oracle
 
     reference = oracle.one_process(oracle.mlp(), oracle.global_rows)
     differences = []

@@ -15,10 +15,10 @@ from playwright.sync_api import sync_playwright
 
 from dtkit.dashboard.live.messages import MessageBuilder
 from tests.bench.pairs import PAIRS, Sample, alternate, ratios, report
-from tests.browser.conftest import FLAGS, chromium
-from tests.browser.lab import Lab
-from tests.browser.server import jupyterlab
-from tests.fake_source import FakeSource
+from tests.support.chromium import FLAGS, chromium
+from tests.support.fake_source import FakeSource
+from tests.support.lab import Lab
+from tests.support.server import jupyterlab
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

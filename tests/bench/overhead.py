@@ -122,7 +122,7 @@ def fingerprint() -> bool:
     with dtkit.Cluster(2) as cluster:
         copies = cluster.broadcast(work.model())
         run = cluster.train(copies, work.data(), start=False, **how)
-        watch = run._driver.replica_checker
+        watch = run._driver.replica_check.checker
         landed = watch.on_result
 
         def listen(now: float, step: int, prints: Any, seconds: float) -> bool:

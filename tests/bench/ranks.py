@@ -25,9 +25,10 @@ from dtkit.engine import node_info
 from dtkit.engine.comm.process_group import Group, find_loopback_interface
 from dtkit.engine.data.batches import ShardedBatches, Shards
 from dtkit.engine.data.sources import as_source
+from dtkit.engine.data.worker_context import WorkerContext
 from dtkit.engine.job import Job
 from dtkit.engine.observe.phase_timer import PhaseTimer
-from dtkit.strategies.base import TrainingProgram, WorkerContext
+from dtkit.strategies.base import TrainingProgram
 from dtkit.strategies.loss import Loss
 from dtkit.types import GroupSpec, JobPlan
 from tests.bench.work import optimizer

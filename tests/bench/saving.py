@@ -108,7 +108,7 @@ class _Training:
 def _seconds(run: dtkit.Run, warm: int) -> float:
     """Of all steps but those to warm up, until all that is to be saved is on the disk."""
     run.step(warm)
-    run._driver.checkpoint_manager.join()
+    run._driver.actions.checkpoint.manager.join()
     begun = time.perf_counter()
     run.resume()
     run.wait(_LIMIT_S)

@@ -2,44 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from typing import TYPE_CHECKING
 
 import pytest
 from playwright.sync_api import sync_playwright
 
-from tests.browser.lab import Lab, Look
-from tests.browser.server import jupyterlab
+from tests.support.chromium import FLAGS, chromium
+from tests.support.lab import Lab, Look
+from tests.support.server import jupyterlab
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from playwright.sync_api import Browser, Page
 
-    from tests.browser.server import Server
-
-CHROMIUMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-FLAGS = [
-    "--no-sandbox",  # CI and containers run as root, where Chromium's sandbox can't start
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    # Nothing of the browser's own goes out to a network.
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
-
-
-def chromium() -> str:
-    """The browser's path: $CHROMIUM, or the first known name on PATH."""
-    named = os.environ.get("CHROMIUM")
-    for name in (named,) if named else CHROMIUMS:
-        if path := shutil.which(name):
-            return path
-    looked = named or ", ".join(CHROMIUMS)
-    pytest.fail(f"no browser: looked for {looked}. `make chromium` installs one; CHROMIUM=/path/to/it names one.")
+    from tests.support.server import Server
 
 
 # Package scope, not session: Playwright keeps an event loop running in this thread for as long as it lives,

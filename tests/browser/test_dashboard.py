@@ -11,13 +11,14 @@ import pytest
 from playwright.sync_api import Page, expect
 
 import dtkit
-from dtkit.dashboard.figures import run_figure
+from dtkit.dashboard.figures import render
 from dtkit.dashboard.live.comparison_widget import ComparisonMessageBuilder, ComparisonWidget
 from dtkit.dashboard.summary.timing import PHASES, compute_step_timing
 from dtkit.types import Evaluation, ReplicaCheckResult, State
-from tests.browser.lab import Look
-from tests.browser.still import Still, plain, put
-from tests.fake_source import FakeSource
+from tests.support.fake_source import FakeSource
+from tests.support.lab import Look
+from tests.support.marks import slow
+from tests.support.still import Still, plain, put
 
 pytestmark = pytest.mark.browser
 
@@ -58,8 +59,8 @@ def overflowing(page: Page) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16, 256])
-@pytest.mark.parametrize("look", [NARROW, WIDE], indirect=True, ids=["light-narrow", "dark-wide"])
+@pytest.mark.parametrize("ranks", [slow(1), slow(2), 4, slow(8), slow(16), slow(256)])
+@pytest.mark.parametrize("look", [NARROW, slow(WIDE)], indirect=True, ids=["light-narrow", "dark-wide"])
 def test_it_fits_and_is_drawn(page: Page, look: Look, ranks: int, tmp_path: Path):
     view = Still(page, source(ranks, slow=ranks > 1), look.theme)
     shots = Path(os.environ.get("DTKIT_SCREENSHOTS", tmp_path))
@@ -90,6 +91,7 @@ def test_the_bars_are_the_numbers_of_the_kept_picture(page: Page):
     assert view.root.locator(".dtk-slow").get_attribute("data-rank") == "1"
 
 
+@pytest.mark.slow
 def test_stages_of_a_pipeline_have_no_loss_and_are_not_slow(page: Page):
     made = FakeSource(ranks=2, stages=2)
     made.slowness = {1: 2.0}
@@ -109,6 +111,7 @@ def test_stages_of_a_pipeline_have_no_loss_and_are_not_slow(page: Page):
     expect(view.root.get_by_test_id("straggler")).to_be_hidden()
 
 
+@pytest.mark.slow
 def test_phases_have_textures_of_their_own(page: Page):
     view = Still(page, source(2))
     fills = view.root.locator(".dtk-row[data-rank='0'] .dtk-phase").evaluate_all(
@@ -118,12 +121,14 @@ def test_phases_have_textures_of_their_own(page: Page):
     assert sum(fill.startswith("url(") for fill in fills) == 5
 
 
+@pytest.mark.slow
 def test_no_straggler_no_words(page: Page):
     view = Still(page, source(4, slow=False))
     expect(view.root.get_by_test_id("time-panel")).to_be_visible()
     expect(view.root.get_by_test_id("straggler")).to_be_hidden()
 
 
+@pytest.mark.slow
 def test_whether_the_ranks_agree_is_said_and_a_difference_is_an_alert(page: Page):
     made = source(4)
     view = Still(page, made)
@@ -140,6 +145,7 @@ def test_whether_the_ranks_agree_is_said_and_a_difference_is_an_alert(page: Page
     expect(remarks).to_be_hidden()
 
 
+@pytest.mark.slow
 def test_a_stuck_node_is_seen_everywhere_and_told_politely(page: Page):
     made = source(4, slow=False)
     view = Still(page, made)
@@ -162,6 +168,7 @@ def test_a_stuck_node_is_seen_everywhere_and_told_politely(page: Page):
     expect(view.root.get_by_test_id("summary")).not_to_contain_text("stuck")
 
 
+@pytest.mark.slow
 def test_nodes_that_were_left_out_are_no_longer_counted(page: Page):
     made = source(4, slow=False)
     made.shrink(3)
@@ -175,6 +182,7 @@ def test_nodes_that_were_left_out_are_no_longer_counted(page: Page):
     assert "○ node 3" in view.root.get_by_test_id("loss-chart").locator(".dtk-labels text").all_text_contents()
 
 
+@pytest.mark.slow
 def test_bars_are_read_with_the_keyboard(page: Page):
     view = Still(page, source(4))
     panel = view.root.get_by_test_id("time-panel")
@@ -193,6 +201,7 @@ def test_bars_are_read_with_the_keyboard(page: Page):
     assert re.match(r"straggler, node 1: \d+ ms a step: data \d+\.?\d* ms \(\d+ %\) · forward", label)
 
 
+@pytest.mark.slow
 def test_a_bar_keeps_the_focus_while_steps_come_in(page: Page):
     made = source(4)
     view = Still(page, made)
@@ -204,6 +213,7 @@ def test_a_bar_keeps_the_focus_while_steps_come_in(page: Page):
     expect(row).to_be_focused()
 
 
+@pytest.mark.slow
 def test_a_step_is_pointed_at_with_arrow_keys_in_all_charts(page: Page):
     view = Still(page, source(2))
     page.locator("[data-testid=loss-chart] svg").focus()
@@ -234,6 +244,7 @@ def test_buttons_ask_by_mouse_and_by_keyboard(page: Page):
     ]
 
 
+@pytest.mark.slow
 def test_before_the_first_step_only_what_is_known_is_shown(page: Page):
     made = FakeSource(ranks=2)
     made.state = State.PENDING
@@ -258,6 +269,7 @@ def test_text_of_engines_is_shown_as_text(page: Page):
     assert view.root.locator("img, script").count() == 0
 
 
+@pytest.mark.slow
 def test_an_error_in_a_panel_stays_in_it(page: Page):
     made = source(2)
     view = Still(page, made)
@@ -283,7 +295,7 @@ def test_an_error_in_a_panel_stays_in_it(page: Page):
 # -- many nodes, and one that is looked at ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ranks", [16, 256])
+@pytest.mark.parametrize("ranks", [16, slow(256)])
 def test_many_nodes_are_squares_with_signs(page: Page, ranks: int):
     view = Still(page, source(ranks))
     cells = view.root.get_by_test_id("waffle").get_by_role("option")
@@ -299,6 +311,7 @@ def test_many_nodes_are_squares_with_signs(page: Page, ranks: int):
     assert view.root.get_by_test_id("memory-panel").get_by_role("listitem").count() == 3
 
 
+@pytest.mark.slow
 def test_a_node_is_highlighted_in_all_panels_by_mouse_and_keyboard(page: Page):
     view = Still(page, source(16))
     waffle = view.root.get_by_test_id("waffle")
@@ -324,6 +337,7 @@ def test_a_node_is_highlighted_in_all_panels_by_mouse_and_keyboard(page: Page):
     assert page.evaluate("() => window.sent.at(-1)") == {"select": None}
 
 
+@pytest.mark.slow
 def test_of_few_nodes_a_name_or_a_row_is_pressed(page: Page):
     view = Still(page, source(4))
     expect(view.root.get_by_test_id("waffle-panel")).to_be_hidden()
@@ -338,6 +352,7 @@ def test_of_few_nodes_a_name_or_a_row_is_pressed(page: Page):
 # -- the timeline -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_pipelines_micro_batches_are_numbered(page: Page):
     made = FakeSource(ranks=4, stages=4, strips=True)
     made.advance(30)
@@ -351,6 +366,7 @@ def test_a_pipelines_micro_batches_are_numbered(page: Page):
     assert re.search(r"node 0 works 5\d %, node 1 works", label)
 
 
+@pytest.mark.slow
 def test_a_timeline_that_fails_says_so_in_its_panel(page: Page, monkeypatch: pytest.MonkeyPatch):
     made = source(2)
     monkeypatch.setattr(FakeSource, "timeline", property(lambda _: 1 / 0))
@@ -363,6 +379,7 @@ def test_a_timeline_that_fails_says_so_in_its_panel(page: Page, monkeypatch: pyt
 # -- controls -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_drills_are_there_where_they_are_offered(page: Page):
     made = source(4)
     view = Still(page, made)
@@ -385,6 +402,7 @@ def test_drills_are_there_where_they_are_offered(page: Page):
     assert overflowing(page) == []
 
 
+@pytest.mark.slow
 def test_what_took_effect_is_said_politely(page: Page):
     view = Still(page, source(2))
     effect = view.root.get_by_test_id("effect")
@@ -399,23 +417,25 @@ def test_what_took_effect_is_said_politely(page: Page):
 # -- the user's own panels ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_users_panel_and_its_error_are_shown_apart(page: Page):
     view = Still(page, source(2))
-    figure = run_figure.create_figure(6, 2.3)
-    view.show("Mine", run_figure.render_png(figure))
+    figure = render.create_figure(6, 2.3)
+    view.show("Mine", render.render_png(figure))
     view.show("<b>Broken</b>", b"", "RuntimeError: <script>")
     own = view.root.get_by_test_id("custom-panel")
     expect(own).to_have_count(2)
     page.wait_for_function("() => document.querySelector('[data-name=Mine] img').naturalWidth > 500")
     expect(own.nth(1)).to_have_text("<b>Broken</b>: this panel failed: RuntimeError: <script>")
     assert view.root.locator("script, b").count() == 0
-    view.show("<b>Broken</b>", run_figure.render_png(figure))
+    view.show("<b>Broken</b>", render.render_png(figure))
     expect(own.nth(1).locator("p")).to_be_hidden()
 
 
 # -- what asks for less, or for other senses ----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_panel_has_a_name_and_nothing_moves_where_that_is_asked_for(page: Page):
     page.emulate_media(reduced_motion="reduce")
     view = Still(page, source(16))
@@ -435,6 +455,7 @@ def test_every_panel_has_a_name_and_nothing_moves_where_that_is_asked_for(page: 
 # -- several runs -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_runs_are_compared_live_with_a_legend_that_tells_them_apart(page: Page):
     runs = [FakeSource(steps=400, seed=k, name=f"<i>Run</i> {k}") for k in range(3)]
     for k, run in enumerate(runs):

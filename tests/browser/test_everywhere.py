@@ -12,40 +12,26 @@ import pytest
 from nbformat.v4 import new_code_cell, new_notebook
 from playwright.sync_api import Locator, expect
 
-from tests.browser.lab import Lab, Look
+from tests.support.fake_run import TRAIN
+from tests.support.lab import Lab, Look
+from tests.support.marks import slow
 
 if TYPE_CHECKING:
     from nbformat import NotebookNode
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(480)]
 
-TRAIN = """
-import torch, dtkit
-from torch import nn
-from dtkit.testing import FakeTransport
-
-@dtkit.panel("Rows so far")
-def rows(ax, history):
-    ax.plot([0, 1], [0, len(history)])
-
-cluster = dtkit.Cluster.over(FakeTransport(16), device="cpu")
-data = torch.zeros(6400, 2), torch.zeros(6400, dtype=torch.int64)
-run = cluster.train(nn.Linear(2, 2), data, loss=nn.CrossEntropyLoss(), optimizer=torch.optim.SGD,
-                    batch_size=1600, steps=400, start=False)
-run.step(50)
-run.note("<script>alert(1)</script>")
-"""
 WAIT_MS = 60_000
 LOOKS = [
     Look("JupyterLab Light", 1400, 1000),
-    Look("JupyterLab Dark", 760, 1000),
-    Look("JupyterLab Light", 1200, 1000, app="notebook"),
+    slow(Look("JupyterLab Dark", 760, 1000)),
+    slow(Look("JupyterLab Light", 1200, 1000, app="notebook")),
 ]
 
 
 def notebook() -> NotebookNode:
     """Two displays of one run, and its end."""
-    cells = [new_code_cell(source) for source in (TRAIN, "run.dashboard(drills=True)", "run", "run.stop()")]
+    cells = [new_code_cell(source) for source in (TRAIN, "run.dashboard(fault_injection=True)", "run", "run.stop()")]
     kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
     return new_notebook(cells=cells, metadata={"kernelspec": kernel})
 
@@ -79,7 +65,7 @@ def test_displays_stay_in_step_and_end_as_pictures(lab: Lab):
     second.get_by_test_id("waffle").get_by_role("option").nth(6).click()
     for view in (first, second):
         expect(view).to_have_attribute("data-step", "51", timeout=WAIT_MS)
-        expect(view.get_by_test_id("effect")).to_have_text("✓ one step taken: all nodes stand at step 51")
+        expect(view.get_by_test_id("effect")).to_have_text("✓ one step taken: all nodes are at step 51")
         expect(view.get_by_test_id("loss-chart").locator("path.dtk-picked")).to_have_attribute("data-rank", "6")
     rate = second.get_by_test_id("lr")
     rate.fill("0.002")
@@ -103,6 +89,7 @@ def test_displays_stay_in_step_and_end_as_pictures(lab: Lab):
     assert lab.page.get_by_text("Error displaying widget").count() == 0
 
 
+@pytest.mark.slow
 def test_a_page_that_is_opened_anew_has_the_whole_history(lab: Lab):
     first, _ = started(lab)
     line = first.get_by_test_id("loss-chart").locator("path.dtk-line[data-rank=all]")

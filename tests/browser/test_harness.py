@@ -9,9 +9,9 @@ import pytest
 from nbformat.v4 import new_code_cell, new_notebook
 from playwright.sync_api import expect
 
-from tests.browser.lab import CellFailed, Lab, Look
+from tests.support.lab import CellFailed, Lab, Look
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 COUNTER = '''
 import sys, anywidget, traitlets

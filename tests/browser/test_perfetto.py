@@ -22,7 +22,7 @@ import dtkit
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page, Route
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 LOAD_S = 90  # 11 MB of WebAssembly are compiled
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".wasm": "application/wasm"}
@@ -63,7 +63,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             for name, strategy in STRATEGIES.items():
                 run = cluster.train(model, (inputs, inputs), strategy=strategy, batch_size=16, steps=3, **how)
                 run.wait(60)
-                run.export_chrome_trace(made[name])
+                run.timeline.export_chrome_trace(made[name])
 
     made = {name: tmp_path_factory.mktemp("traces") / f"{name}.json" for name in STRATEGIES}
     with ThreadPoolExecutor(1) as pool:  # Playwright's event loop runs in this thread

@@ -10,7 +10,8 @@ import nbformat
 import pytest
 from playwright.sync_api import Locator, expect
 
-from tests.browser.lab import Lab, Look
+from tests.support.lab import Lab, Look
+from tests.support.marks import slow
 
 pytestmark = pytest.mark.browser
 
@@ -63,7 +64,7 @@ def cut_off(dashboard: Locator) -> list[str]:
 
 @pytest.mark.parametrize(
     "look",
-    [Look("JupyterLab Light", 1400, 1000), Look("JupyterLab Dark", 760, 1000)],
+    [Look("JupyterLab Light", 1400, 1000), slow(Look("JupyterLab Dark", 760, 1000))],
     indirect=True,
     ids=["light-wide", "dark-narrow"],
 )

@@ -12,7 +12,7 @@ from nbformat.v4 import new_code_cell, new_notebook
 from playwright.sync_api import Locator, expect
 
 if TYPE_CHECKING:
-    from tests.browser.lab import Lab
+    from tests.support.lab import Lab
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(480)]
 

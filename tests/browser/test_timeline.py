@@ -11,12 +11,12 @@ import pytest
 from nbformat.v4 import new_code_cell, new_notebook
 from playwright.sync_api import Locator, expect
 
-from tests.browser.lab import Lab, Look
+from tests.support.lab import Lab, Look
 
 if TYPE_CHECKING:
     from nbformat import NotebookNode
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 TRAINING_S = 60
 CELLS = (
@@ -49,7 +49,7 @@ run = cluster.train(
     optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
     batch_size=64,
     steps=100_000,
-    strategy=dtkit.Pipeline(2, 4, schedule="ZBVZeroBubble", by="parameters"),
+    strategy=dtkit.Pipeline(2, 4, schedule="ZBVZeroBubble", balance_by="parameters"),
 )
 run
 """,

@@ -10,6 +10,7 @@ import dtkit
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
+    from pathlib import Path
 
 _FAILED = pytest.StashKey[bool]()
 
@@ -60,6 +61,14 @@ def _lent(request: pytest.FixtureRequest, shared: Shared, engines: int) -> Itera
         shared.close()
 
 
+@pytest.fixture
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Jupyter's runtime folder, empty and for this test alone. Clusters keep their folders in it."""
+    folder = tmp_path / "runtime"
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(folder))
+    return folder
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Remember which tests failed."""
@@ -68,13 +77,37 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     return report
 
 
-@pytest.hookimpl(trylast=True)
+PREFERRED_WORLD_SIZES = (2, 3, 4, 1)
+"""Where a test runs on several world sizes, `make test` takes the first of these that it has."""
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put tests in the order of the number of engines that they want, so that each cluster is started once."""
-    items.sort(key=_engines)
+    """Mark all but one world size of each test as slow, and sort by world size: each cluster then starts once."""
+    by_test: dict[object, list[pytest.Item]] = {}
+    for item in items:
+        if _get_world_size(item) and item.path.name not in CHOOSE_THEMSELVES:
+            by_test.setdefault(_get_test_and_parameters(item), []).append(item)
+    for variants in by_test.values():
+        daily = min(map(_get_world_size, variants), key=PREFERRED_WORLD_SIZES.index)
+        for item in variants:
+            if _get_world_size(item) != daily:
+                item.add_marker(pytest.mark.slow)
+    items.sort(key=_get_world_size)
 
 
-def _engines(item: pytest.Item) -> int:
+CHOOSE_THEMSELVES = ("test_oracle.py",)
+"""Files that mark their slow world sizes themselves."""
+
+
+def _get_test_and_parameters(item: pytest.Item) -> tuple[object, ...]:
+    """Return what identifies a test, apart from its world size and the strategy that fits this world size."""
+    parameters = {name: value for name, value in item.callspec.indices.items() if name not in ("cluster", "strategy")}
+    return item.path, item.function, *sorted(parameters.items())
+
+
+def _get_world_size(item: pytest.Item) -> int:
+    """Return how many engines a test wants of the shared cluster, or 0."""
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
     wanted = parameters.get("cluster", 0)
     return wanted if isinstance(wanted, int) else 0

@@ -13,7 +13,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
 import dtkit
-from tests.cluster.small import check_usable, train
+from tests.support.small import check_usable, train
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,7 +33,7 @@ def client() -> Iterator[ipp.Client]:
 
 @pytest.fixture
 def cluster(client: ipp.Client) -> Iterator[dtkit.Cluster]:
-    with dtkit.attach(client=client, device="cpu", threads=1) as attached:
+    with dtkit.Cluster.from_client(client, device="cpu", threads=1) as attached:
         yield attached
 
 
@@ -54,7 +54,7 @@ def test_training_is_the_same_as_on_engines_of_our_own(cluster: dtkit.Cluster, c
 
 
 def test_close_leaves_the_engines_alive_and_empty(client: ipp.Client):
-    with dtkit.attach(client=client) as cluster:
+    with dtkit.Cluster.from_client(client) as cluster:
         run = train(cluster, steps=LONG)  # RUNNING when the cluster closes
         folder = Path(cluster._folder)
         pids = [node.pid for node in cluster.nodes]
@@ -65,13 +65,13 @@ def test_close_leaves_the_engines_alive_and_empty(client: ipp.Client):
     assert client[:].apply_sync(group_is_formed) == [False, False]
     with pytest.raises(dtkit.errors.ClusterClosedError):
         cluster.run(print)
-    with dtkit.attach(client=client) as again:
+    with dtkit.Cluster.from_client(client) as again:
         check_usable(again)
 
 
 def test_the_last_to_attach_owns_the_engines(cluster: dtkit.Cluster, client: ipp.Client):
     run = train(cluster, start=False)
-    with dtkit.attach(client=client) as other:
+    with dtkit.Cluster.from_client(client) as other:
         check_usable(other)
         with pytest.raises(dtkit.errors.EngineError, match="another notebook attached meanwhile"):
             cluster.run(print)
@@ -85,11 +85,11 @@ def test_an_engine_with_another_version_is_refused_with_both_named(client: ipp.C
     client[1].execute("import dtkit; kept = dtkit.__version__; dtkit.__version__ = '0.0.1'", block=True)
     try:
         message = rf"dtkit is {dtkit.__version__} in the notebook and 0.0.1 on rank 1 \(.*\); they must be equal"
-        with pytest.raises(dtkit.errors.VersionMismatch, match=message):
-            dtkit.attach(client=client)
+        with pytest.raises(dtkit.errors.VersionMismatchError, match=message):
+            dtkit.Cluster.from_client(client)
     finally:
         client[1].execute("dtkit.__version__ = kept", block=True)
-    with dtkit.attach(client=client) as cluster:
+    with dtkit.Cluster.from_client(client) as cluster:
         check_usable(cluster)
 
 
@@ -98,18 +98,18 @@ def test_an_engine_without_dtkit_is_refused(client: ipp.Client):
     client[0].execute(hidden + "; sys.modules['dtkit'] = None", block=True)
     try:
         with pytest.raises(
-            dtkit.errors.VersionMismatch, match=r"rank 0 can't load dtkit .*Install the same dtkit-jupyter"
+            dtkit.errors.VersionMismatchError, match=r"rank 0 can't load dtkit .*Install the same dtkit-jupyter"
         ):
-            dtkit.attach(client=client)
+            dtkit.Cluster.from_client(client)
     finally:
         client[0].execute("sys.modules.update(kept)", block=True)
-    with dtkit.attach(client=client) as cluster:
+    with dtkit.Cluster.from_client(client) as cluster:
         check_usable(cluster)
 
 
 def test_what_is_no_client_is_refused():
     with pytest.raises(TypeError, match=r"client must be an ipyparallel\.Client"):
-        dtkit.attach(client=3)
+        dtkit.Cluster.from_client(3)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -13,10 +14,12 @@ import pytest
 import torch
 
 import dtkit
-from tests.cluster.oracle import BATCH, SEED, data, mean_loss, mlp
-from tests.cluster.small import check_usable
+from tests.support.marks import slow
+from tests.support.oracle import BATCH, SEED, data, mean_loss, mlp
+from tests.support.small import check_usable
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 pytestmark = pytest.mark.cluster
@@ -44,7 +47,7 @@ def held() -> tuple[Tensors, Tensors, float]:
     worker: Any = job._worker
     named = dict(worker._model.named_parameters())
     means = {name: worker.optimizer.state[p]["exp_avg"].clone() for name, p in named.items()}
-    return {name: p.detach().clone() for name, p in named.items()}, means, worker.weight
+    return {name: p.detach().clone() for name, p in named.items()}, means, worker.averaging_weight
 
 
 def same(one: Tensors, other: Tensors) -> bool:
@@ -63,9 +66,26 @@ def close(one: Tensors, other: Tensors) -> bool:
     return all(torch.allclose(one[name], other[name], rtol=0, atol=1e-14) for name in one)
 
 
-@pytest.mark.parametrize("engines", [3, 4])
-def test_each_survivor_keeps_its_own(engines: int):
-    with dtkit.Cluster(engines, threads=1, spares=1) as cluster:
+@pytest.fixture(scope="module")
+def cluster_with_spare() -> Iterator[dtkit.Cluster]:
+    """Three engines and a spare, for tests that replace an engine."""
+    with dtkit.Cluster(3, threads=1, spares=1) as started:
+        yield started
+
+
+@contextlib.contextmanager
+def lend(cluster_with_spare: dtkit.Cluster, engines: int, spares: int) -> Iterator[dtkit.Cluster]:
+    """The shared cluster where it has that many engines, a new one otherwise."""
+    if (engines, spares) == (3, 1):
+        yield cluster_with_spare
+        return
+    with dtkit.Cluster(engines, threads=1, spares=spares) as started:
+        yield started
+
+
+@pytest.mark.parametrize("engines", [3, slow(4)])
+def test_each_survivor_keeps_its_own(cluster_with_spare: dtkit.Cluster, engines: int):
+    with lend(cluster_with_spare, engines, spares=1) as cluster:
         run = start(cluster)
         run.step(AT)
         before = cluster.run(held)
@@ -87,7 +107,7 @@ def test_each_survivor_keeps_its_own(engines: int):
         check_usable(cluster)
 
 
-@pytest.mark.parametrize("engines", [3, 4])
+@pytest.mark.parametrize("engines", [3, slow(4)])
 def test_fewer_go_on_from_the_mean(engines: int):
     """As from a checkpoint on another number of ranks."""
     with dtkit.Cluster(engines, threads=1) as cluster:
@@ -109,8 +129,9 @@ def test_fewer_go_on_from_the_mean(engines: int):
 
 
 @pytest.mark.parametrize("mode", ["repair", "shrink", "pause"])
-def test_an_engine_that_is_killed_in_the_midst_costs_one_step_at_most(mode: str):
-    with dtkit.Cluster(3, threads=1, spares=int(mode != "shrink")) as cluster:
+@pytest.mark.slow
+def test_an_engine_that_is_killed_in_the_midst_costs_one_step_at_most(cluster_with_spare: dtkit.Cluster, mode: str):
+    with lend(cluster_with_spare, 3, spares=int(mode != "shrink")) as cluster:
         run = start(cluster, steps=400, start=True, on_failure=mode)
         there = threading.Event()
         end = run.subscribe(lambda: run.status.step >= 30 and there.set())
@@ -118,7 +139,7 @@ def test_an_engine_that_is_killed_in_the_midst_costs_one_step_at_most(mode: str)
         end()
         os.kill(cluster.nodes[1].pid, signal.SIGKILL)
         if mode == "pause":
-            with pytest.raises(dtkit.errors.EngineError, match="rank 1 is gone"):
+            with pytest.raises(dtkit.errors.PausedError, match="rank 1 is gone"):
                 run.wait(60)
             run.resume()
         run.wait(60)
@@ -164,6 +185,7 @@ class Telling(torch.optim.Adam):
         return found
 
 
+@pytest.mark.slow
 def test_one_that_is_behind_keeps_its_optimiser(tmp_path: Path):
     with dtkit.Cluster(3, threads=1) as cluster:
         run = start(cluster, start=True, loss=Waiting(tmp_path), optimizer=lambda p: Telling(p, tmp_path))

@@ -8,7 +8,6 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,17 +15,14 @@ from torch import nn
 from torch.nn import functional as F
 
 import dtkit
-from tests.cluster.nets import quickly
-from tests.cluster.small import check_usable, data, net, sgd, train
+from tests.support.marks import slow
+from tests.support.small import check_usable, data, net, sgd, train
+from tests.support.waiting import soon
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 pytestmark = pytest.mark.cluster
-
-
-WITHIN_S = 5.0  # an error is told
-OUT_S = 2.0  # all ranks answer again, however many waited for the one that failed
 
 
 class FailsOnRankOne(nn.Module):
@@ -77,23 +73,9 @@ def cut(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    # name -> (what is given to train, the error, what its message says)
-    "fewer samples than ranks": ({"rows": cut(1), "batch_size": 1}, ValueError, "1 samples don't suffice for 2 ranks"),
-    "unequal lengths": ({"rows": (data()[0], data()[1][:60])}, ValueError, "64, 60 rows .* same length"),
-    "text instead of numbers": ({"rows": (data()[0], np.array(["a"] * 64))}, TypeError, "numbers only. Encode it"),
-    "a dict as data": ({"rows": {"x": 1}}, TypeError, "data is a dict; it must be a tuple of arrays"),
+    # name -> (arguments of train, the error, a pattern of its message)
     "batch_size 0": ({"batch_size": 0}, ValueError, "batch_size=0; it must be at least 1"),
-    "batch_size over the data": ({"batch_size": 65}, ValueError, "batch_size=65 is more than the 64 samples"),
-    "batch_size under the ranks": ({"batch_size": 1}, ValueError, "batch_size=1 is less than the 2 ranks"),
-    "batch_size of another type": ({"batch_size": 2.5}, TypeError, "batch_size=2.5; it must be an integer"),
-    "neither epochs nor steps": ({"steps": None}, ValueError, "say how long"),
-    "no loss": ({"loss": None}, ValueError, "give either loss"),
-    "a loss class": ({"loss": nn.CrossEntropyLoss}, TypeError, "is a class; give an instance"),
-    "a loss that isn't reduced": ({"loss": nn.CrossEntropyLoss(reduction="none")}, ValueError, "reduction='none'"),
-    "class weights": ({"loss": nn.CrossEntropyLoss(weight=torch.ones(3))}, ValueError, r"pair \(sum, weight\)"),
-    "targets that are ignored": ({"loss": nn.CrossEntropyLoss(ignore_index=1)}, ValueError, "ignore_index=1"),
-    "an optimiser, not a function": ({"optimizer": sgd(net().parameters())}, TypeError, "function from parameters"),
-    "nothing to train": ({"model": frozen()}, ValueError, "no parameter that requires a gradient"),
+    "a model that can't be sent": ({"model": HoldsALock()}, dtkit.errors.SerializationError, "gate"),
     "an optimiser of other parameters": (
         {"optimizer": lambda _: torch.optim.SGD(net().parameters(), lr=1)},
         dtkit.errors.EngineError,
@@ -109,24 +91,11 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         dtkit.errors.EngineError,
         "returned NoneType; it must return",
     ),
-    "a model class": ({"model": nn.Identity}, TypeError, "model is the class Identity; give an instance"),
-    "no model": ({"model": 3}, TypeError, "model is a int; it must be a torch.nn.Module"),
-    "a lazy model": ({"model": nn.LazyLinear(3)}, ValueError, "has no shape yet"),
-    "a model that can't be sent": ({"model": HoldsALock()}, dtkit.errors.SerializationError, "gate"),
-    "a loss that can't be sent": (
-        {"loss": HoldsALock().gated},
-        dtkit.errors.SerializationError,
-        "lock",
-    ),
     "one sample for a BatchNorm1d": (
         {"model": normalised(), "batch_size": 21},
         dtkit.errors.EngineError,
         r"1 \(BatchNorm1d\) can't normalise one sample, and step 3 .*Choose a batch_size",
     ),
-    "an unknown shuffle": ({"shuffle": "yes"}, ValueError, "shuffle='yes'; it must be 'shard'"),
-    "a strategy class": ({"strategy": dtkit.DataParallel}, TypeError, "is a class; give an instance"),
-    "a strategy's name": ({"strategy": "ddp"}, TypeError, "must be a dtkit strategy"),
-    "a seed below 0": ({"seed": -1}, ValueError, "seed=-1; it must be an integer from 0 up"),
 }
 
 
@@ -166,12 +135,12 @@ def test_fails_in_the_first_step_with_the_engine_s_traceback(cluster2: dtkit.Clu
     check_usable(cluster2)
 
 
-@pytest.mark.parametrize("ranks", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("ranks", [slow((0,)), (1,), slow((0, 1))])
 def test_a_layer_that_is_not_used_is_named_in_the_first_step(cluster2: dtkit.Cluster, ranks: tuple[int, ...]):
     """torch would say so a step later, and until then the other rank would wait: in a single step for ever."""
     run = train(cluster2, LeavesOut(*ranks), start=False)
     before = run.model.state_dict()
-    message = r"spare.weight, spare.bias got no gradient.*DataParallel\(find_unused_parameters=True\), or freeze"
+    message = r"spare.weight, spare.bias got no gradient.*DataParallel\(find_unused_parameters=True\), or call"
     with pytest.raises(dtkit.errors.EngineError, match=message) as caught:
         run.step()
     assert run.exception is caught.value
@@ -207,10 +176,8 @@ def test_a_rank_that_fails_to_build_what_others_have_built(cluster2: dtkit.Clust
 
     train(cluster2, strategy=strategy, steps=2).wait(60)  # the groups of its mesh are there: nobody waits in a build
     for _ in range(2):  # and the second time, in a new group, they are not
-        begun = time.monotonic()
-        with pytest.raises(dtkit.errors.EngineError, match=r"rank 1 .*no optimiser here"):
+        with soon(), pytest.raises(dtkit.errors.EngineError, match=r"rank 1 .*no optimiser here"):
             train(cluster2, strategy=strategy, optimizer=fails)
-        assert time.monotonic() - begun < WITHIN_S
     check_usable(cluster2)
 
 
@@ -236,7 +203,9 @@ def blocked(cluster: dtkit.Cluster) -> list[bool]:
 
 @pytest.mark.parametrize("cluster", [4], indirect=True)
 @pytest.mark.parametrize(
-    "strategy", [dtkit.DataParallel(), dtkit.Sharded(replicas=2), dtkit.TensorParallel(2, replicas=2)], ids=repr
+    "strategy",
+    [slow(dtkit.DataParallel()), dtkit.Sharded(replicas=2), slow(dtkit.TensorParallel(2, replicas=2))],
+    ids=repr,
 )
 def test_ranks_that_wait_for_one_that_raises_are_out_at_once(cluster: dtkit.Cluster, strategy: Any, tmp_path: Path):
     loss = OnASign(tmp_path)
@@ -247,7 +216,7 @@ def test_ranks_that_wait_for_one_that_raises_are_out_at_once(cluster: dtkit.Clus
     deadline = time.monotonic() + 60
     while blocked(cluster) != [True, False, True, True]:
         assert time.monotonic() < deadline, cluster.stacks()
-    with quickly(OUT_S):
+    with soon():
         loss.fail.touch()
         with pytest.raises(dtkit.errors.EngineError, match=r"rank 1 on .*, step 2: LookupError: a bad row") as caught:
             run.wait(60)
@@ -282,56 +251,3 @@ def test_an_optimiser_that_fails_to_update_on_one_rank(cluster2: dtkit.Cluster):
     with pytest.raises(dtkit.errors.EngineError, match=r"rank 0 .*no update here"):
         run.wait(60)
     check_usable(cluster2)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((0,), r"Cluster\(0\): a cluster needs at least one engine"),
-        ((-1,), r"Cluster\(-1\)"),
-        ((100_000,), r"Cluster\(100000\): this machine's free memory \(.*\) carries \d+ engines.*Use Cluster\(\d+\)"),
-    ],
-)
-def test_a_number_of_engines_that_can_not_be(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        dtkit.Cluster(*arguments)
-
-
-def test_options_of_a_cluster_that_can_not_be():
-    with pytest.raises(TypeError, match="must be an integer"):
-        dtkit.Cluster("2")
-    with pytest.raises(TypeError, match="must be an integer"):
-        dtkit.Cluster(True)
-    with pytest.raises(ValueError, match="device='tpu'; it must be"):
-        dtkit.Cluster(1, device="tpu")
-    with pytest.raises(ValueError, match="threads=0"):
-        dtkit.Cluster(1, threads=0)
-    with pytest.raises(ValueError, match="'lots' is no amount of memory"):
-        dtkit.Cluster(1, memory_limit="lots")
-
-
-def test_calls_on_a_closed_cluster():
-    cluster = dtkit.Cluster(1)
-    run = train(cluster)
-    run.wait(60)
-    weights = run.model.state_dict()
-    cluster.close()
-    cluster.close()
-    assert repr(cluster) == "Cluster(closed)"
-    calls = [
-        lambda: cluster.run(print),
-        lambda: cluster.submit(print),
-        lambda: cluster.partition(data()),
-        lambda: cluster.broadcast(net()),
-        lambda: train(cluster),
-        cluster.activate,
-        cluster.refresh_nodes,
-        cluster.interrupt,
-        cluster.form_process_group,
-    ]
-    for call in calls:
-        with pytest.raises(dtkit.errors.ClusterClosedError, match=r"was closed; start another one"):
-            call()
-    assert run.model.state_dict().keys() == weights.keys()  # fetched before, kept after
-    with pytest.raises(dtkit.errors.RunError, match="was released"):
-        run.evaluate(data())

@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 import dtkit
-from tests.cluster import oracle, small
-from tests.cluster.oracle import BOUND, difference
+from tests.support import oracle, small
+from tests.support.marks import slow
+from tests.support.oracle import BOUND, difference
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -49,7 +50,7 @@ HOW: dict[str, Any] = {
     "optimizer": adamw,
     "batch_size": oracle.BATCH,
     "seed": oracle.SEED,
-    "scheduler": cosine,
+    "lr_scheduler": cosine,
     "shuffle": "global",
 }
 
@@ -111,7 +112,9 @@ def test_goes_on_under_any_strategy(
     assert [row.step for row in run.history if row.rank == 0] == list(range(STEPS))
 
 
-@pytest.mark.parametrize(("before", "after"), [("data", "pipeline"), ("pipeline", "sharded"), ("sharded", "tensor")])
+@pytest.mark.parametrize(
+    ("before", "after"), [slow("data", "pipeline"), ("pipeline", "sharded"), slow("sharded", "tensor")]
+)
 def test_goes_on_on_more_engines_and_on_fewer(
     cluster2: dtkit.Cluster,
     cluster4: dtkit.Cluster,
@@ -173,7 +176,7 @@ def test_a_schedule_that_wants_a_loss_and_early_stopping_go_on(cluster2: dtkit.C
     def plateau(optimizer: torch.optim.Optimizer) -> Any:
         return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
 
-    how = {"scheduler": plateau, "valid": oracle.data(), "optimizer": oracle.momentum}
+    how = {"lr_scheduler": plateau, "validation": oracle.data(), "optimizer": oracle.momentum}
     expected = train(cluster2, callbacks=[one := dtkit.EarlyStopping(patience=9)], **how)
     train(
         cluster2,
@@ -210,7 +213,7 @@ def test_a_stream_is_read_again_up_to_where_it_stood(cluster2: dtkit.Cluster, tm
 
 
 def test_saves_by_themselves_keep_the_last_ones(cluster2: dtkit.Cluster, tmp_path: Path):
-    run = small.train(cluster2, steps=20, checkpoint_every=6, checkpoint_dir=tmp_path, keep=2)
+    run = small.train(cluster2, steps=20, checkpoint_every=6, checkpoint_dir=tmp_path, keep_last=2)
     run.wait(60)
     assert dtkit.Checkpoint(tmp_path).step == 20
     run.save(keep_last=2)
@@ -319,6 +322,7 @@ def test_a_disk_that_takes_some_of_a_checkpoint_names_what_it_lacks(cluster2: dt
     assert max(later.time - earlier.time for earlier, later in itertools.pairwise(errors)) < 60
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_below_the_cluster_itself_costs_the_run_nothing(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -366,12 +370,12 @@ def test_what_does_not_fit_is_refused_before_anything_changes(
     run = small.train(cluster2, steps=2)
     run.wait(60)
     with pytest.raises(
-        dtkit.errors.CheckpointError, match=r"0.weight has shape \(16, 6\) there and \(8, 4\) in the model"
+        dtkit.errors.CheckpointError, match=r"0.weight has shape \(16, 6\) in it and \(8, 4\) in the model"
     ):
         small.train(cluster2, resume_from=saved["data"])
     with pytest.raises(ValueError, match="more than 11"):
         train(cluster2, steps=BREAK, resume_from=saved["data"])
-    with pytest.raises(dtkit.errors.CheckpointError, match="is not there"):
+    with pytest.raises(dtkit.errors.CheckpointError, match="does not exist"):
         small.train(cluster2, resume_from=tmp_path / "nothing")
     assert cluster2.current_run is run
     with pytest.raises(dtkit.errors.EngineError, match="made with AdamW, and optimizer= makes a SGD"):
@@ -419,7 +423,7 @@ def test_options_that_the_checkpoint_overrules_are_said(cluster2: dtkit.Cluster,
 
     run = small.train(cluster2, steps=8, resume_from=tmp_path, optimizer=other, start=False)
     said = run.history.events[-1].text
-    assert "the optimiser goes on with the checkpoint's lr=0.1 (0.5 was given), momentum=0.9 (0.5 was given)" in said
+    assert "the optimizer goes on with the checkpoint's lr=0.1 (0.5 was given), momentum=0.9 (0.5 was given)" in said
     assert "weight_decay" not in said
     assert "run.set(lr=...)" in said
     run.set(lr=0.5)
@@ -431,7 +435,7 @@ def test_options_that_the_checkpoint_overrules_are_said(cluster2: dtkit.Cluster,
 def said(cluster: dtkit.Cluster, path: Path, **options: Any) -> str:
     """What the log says of a run that is to go on from there, after the checkpoint's name."""
     rows = options.pop("rows", oracle.data())
-    run = cluster.train(oracle.mlp(), rows, **(HOW | {"steps": STEPS, "resume": path, "start": False} | options))
+    run = cluster.train(oracle.mlp(), rows, **(HOW | {"steps": STEPS, "resume_from": path, "start": False} | options))
     head, _, rest = run.history.events[-1].text.partition("; ")
     assert head == f"goes on from {path.name}"
     return rest
@@ -481,9 +485,7 @@ def test_what_another_number_of_engines_changes_is_said(
     assert said(cluster2, path, shuffle="shard") == f"{fewer}; {OTHER_ROWS}"
 
 
-def test_more_replicas_on_as_many_engines_have_other_random_numbers_and_the_same_rows(
-    cluster2: dtkit.Cluster, tmp_path: Path
-):
+def test_more_replicas_draw_other_random_numbers_and_take_the_same_rows(cluster2: dtkit.Cluster, tmp_path: Path):
     path = train(cluster2, steps=BREAK, strategy=strategies(2)["pipeline"], shuffle="shard").save(tmp_path).path
     made = (
         "made by Pipeline(stages=2, micro_batches=3) on 2 ranks, now DataParallel() on 2 ranks: the state is the same"
@@ -497,7 +499,7 @@ def one_cycle(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=20)
 
 
-@pytest.mark.parametrize("options", [{}, {"scheduler": one_cycle}], ids=["as the others", "of the momentum too"])
+@pytest.mark.parametrize("options", [{}, {"lr_scheduler": one_cycle}], ids=["as the others", "of the momentum too"])
 def test_what_a_scheduler_sets_is_no_option_that_was_overruled(
     cluster2: dtkit.Cluster, tmp_path: Path, options: dict[str, Any]
 ):

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import dtkit
-from tests.cluster.oracle import (
+from tests.support.oracle import (
     BOUND,
     CLASSES,
     FEATURES,
@@ -217,5 +217,5 @@ def test_it_has_a_timeline_too(cluster: dtkit.Cluster, tmp_path: Path):
     assert not timeline.is_pipelined
     assert {"data", "forward", "backward", "sync", "update"} <= set(timeline.spans["phase"].tolist())
     assert (timeline.spans["end"] >= timeline.spans["begin"]).all()
-    run.export_chrome_trace(tmp_path / "trace.json")
+    run.timeline.export_chrome_trace(tmp_path / "trace.json")
     assert (tmp_path / "trace.json").stat().st_size > 100

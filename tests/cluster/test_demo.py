@@ -37,7 +37,7 @@ def test_it_trains_proves_and_draws(tmp_path: Path):
     last = said[said.index("completed 100 % step 144 of 144") :]
     for rank in (0, 1):
         assert re.search(rf"^  node {rank}  loss +\S+ +[\d,]+ samples/s", last, re.MULTILINE)
-    accuracy = re.search(r"accuracy on 297 rows that it never saw: (\S+)%", last)
+    accuracy = re.search(r"accuracy on 297 held-out rows: (\S+)%", last)
     assert accuracy
     assert float(accuracy[1]) > 95
     assert "\nPASS: 20 steps on 2 ranks against one process" in last
@@ -58,5 +58,5 @@ def test_without_scikit_learn_it_says_what_to_install(tmp_path: Path):
 def test_a_picture_in_a_folder_that_is_missing_is_refused_at_once(tmp_path: Path):
     done = demo(tmp_path, "--picture", "nowhere/run.png")
     assert done.returncode == 2
-    assert "there is no folder nowhere" in done.stderr
+    assert "the folder nowhere does not exist" in done.stderr
     assert done.stdout == ""

@@ -16,9 +16,10 @@ from torch.nn import functional as F
 
 import dtkit
 from dtkit import Pipeline, Sharded, TensorParallel
-from tests.cluster.nets import accuracy, adamw, go, net, quickly
-from tests.cluster.oracle import BATCH, BOUND, CLASSES, FEATURES, data, difference, mlp, momentum, train
-from tests.cluster.small import check_usable
+from tests.support.nets import accuracy, adamw, go, net
+from tests.support.oracle import BATCH, BOUND, CLASSES, FEATURES, data, difference, mlp, momentum, train
+from tests.support.small import check_usable
+from tests.support.waiting import soon
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -135,7 +136,7 @@ class Failing(nn.Module):
 def test_one_rank_that_raises_ends_the_run_and_nothing_else(cluster: dtkit.Cluster, strategy: Strategy):
     """In a pipeline a layer is on one rank anyway: see :mod:`tests.cluster.test_pipeline`."""
     run = train(cluster, net(Failing), strategy=strategy, start=False)
-    with quickly(5), pytest.raises(dtkit.errors.EngineError, match=r"rank 1 .*LookupError: a bad row"):
+    with soon(), pytest.raises(dtkit.errors.EngineError, match=r"rank 1 .*LookupError: a bad row"):
         go(run)
     assert run.status.step == 2
     assert difference(run.model.state_dict(), net(Failing).state_dict()) > 0

@@ -13,9 +13,9 @@ import pytest
 import dtkit
 from dtkit.health import stacks
 from dtkit.types import State
-from tests.cluster.small import check_usable, data, train
-from tests.cluster.test_run import LONG, until
-from tests.test_watchdog import until as watched
+from tests.support.marks import slow
+from tests.support.small import LONG, check_usable, data, train
+from tests.support.waiting import until, until_run
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,13 +29,13 @@ pytestmark = pytest.mark.cluster
 def run(cluster2: dtkit.Cluster) -> dtkit.Run:
     """One of which each rank has a part, with two dispatches of many steps under way."""
     found = train(cluster2, strategy=dtkit.Pipeline(2, micro_batches=2), steps=LONG)
-    until(found, lambda: found.status.step > 300)
+    until_run(found, lambda: found.status.step > 300)
     return found
 
 
 def check_undisturbed(run: dtkit.Run) -> None:
     """It goes on, and no step was taken twice."""
-    until(run, lambda step=run.status.step: run.status.step > step + 100)
+    until_run(run, lambda step=run.status.step: run.status.step > step + 100)
     assert run.status.state is State.RUNNING
     run.stop()
     rows = run.history.rows()
@@ -46,7 +46,7 @@ def check_undisturbed(run: dtkit.Run) -> None:
     assert "interrupted" not in told
 
 
-@pytest.mark.parametrize("ask", [lambda run: run.model, lambda run: run.memory()], ids=["model", "memory"])
+@pytest.mark.parametrize("ask", [lambda run: run.model, slow(lambda run: run.memory())], ids=["model", "memory"])
 def test_a_call_that_stands_in_line_behind_steps_breaks_none_off(
     cluster2: dtkit.Cluster, run: dtkit.Run, monkeypatch: pytest.MonkeyPatch, ask: Callable[[dtkit.Run], Any]
 ):
@@ -59,7 +59,7 @@ def test_a_call_that_stands_in_line_behind_steps_breaks_none_off(
         return collect(*args, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(cluster2, "collect", pressed)
+        patch.setattr(cluster2, "gather_replies", pressed)
         with pytest.raises(KeyboardInterrupt):
             ask(run)
     assert run.memory().rows
@@ -75,7 +75,7 @@ def endless(_output: torch.Tensor, _target: torch.Tensor) -> None:
 
 def test_a_call_that_is_being_done_is_broken_off(cluster2: dtkit.Cluster, run: dtkit.Run):
     def press() -> None:
-        watched(lambda: all(at(cluster2, node) == "evaluate" for node in cluster2.nodes), 30)
+        until(lambda: all(at(cluster2, node) == "evaluate" for node in cluster2.nodes), 30)
         os.kill(os.getpid(), signal.SIGINT)
 
     presser = threading.Thread(target=press, daemon=True)

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import dtkit
-from tests.cluster import oracle
-from tests.cluster.oracle import difference
-from tests.cluster.second_host import NAME, Hosts, engines_on_two_hosts
+from tests.support import oracle
+from tests.support.oracle import difference
+from tests.support.second_host import NAME, Hosts, engines_on_two_hosts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,7 +34,7 @@ def hosts() -> Iterator[Hosts]:
 @pytest.fixture
 def apart(hosts: Hosts) -> Iterator[dtkit.Cluster]:
     how = {"interface": hosts.interface, "folder": hosts.folder, "device": "cpu", "threads": 1, "step_timeout": 20}
-    with dtkit.attach(client=hosts.client, **how) as cluster:
+    with dtkit.Cluster.from_client(hosts.client, **how) as cluster:
         yield cluster
 
 
@@ -76,11 +76,11 @@ def test_a_checkpoint_goes_to_a_folder_that_both_see(apart: dtkit.Cluster, hosts
 
 def test_a_folder_that_one_does_not_see_is_refused(hosts: Hosts):
     with pytest.raises(
-        dtkit.errors.EngineError, match=rf"rank 1 .*{NAME} can't write to .*attach\(client=client, folder="
+        dtkit.errors.EngineError, match=rf"rank 1 .*{NAME} can't write to .*from_client\(client, folder="
     ):
-        dtkit.attach(client=hosts.client, device="cpu", interface=hosts.interface)
+        dtkit.Cluster.from_client(hosts.client, device="cpu", interface=hosts.interface)
     with pytest.raises(ValueError, match=r"folder='/nowhere/at/all': No such file.* all engines can write to"):
-        dtkit.attach(client=hosts.client, folder="/nowhere/at/all")
+        dtkit.Cluster.from_client(hosts.client, folder="/nowhere/at/all")
 
 
 def test_an_error_names_the_host(apart: dtkit.Cluster):
@@ -95,6 +95,7 @@ def test_an_error_names_the_host(apart: dtkit.Cluster):
     train(apart).wait(60)
 
 
+@pytest.mark.slow
 def test_two_interrupts_break_off_what_is_stuck_on_the_other_host(apart: dtkit.Cluster):
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         while torch.distributed.get_rank() == 1:

@@ -13,8 +13,9 @@ from torch import nn
 
 import dtkit
 from dtkit.dashboard.summary.notices import collect_notices
-from tests.cluster.nets import go, quickly, worker
-from tests.cluster.small import check_usable, data, net, sgd, train
+from tests.support.nets import go, worker
+from tests.support.small import check_usable, data, net, sgd, train
+from tests.support.waiting import soon
 
 pytestmark = pytest.mark.cluster
 
@@ -69,17 +70,6 @@ def wide() -> nn.Module:
 def rows() -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     return torch.randn(2048, 64, generator=generator), torch.randint(3, (2048,), generator=generator)
-
-
-@pytest.mark.parametrize(
-    ("rank", "factor", "word"),
-    [(2, 2, "there are ranks 0 to 1"), (True, 2, "there are ranks"), (0, 0.5, "from 1"), (0, float("nan"), "from 1")],
-)
-def test_what_can_t_be_slowed(cluster2, rank: Any, factor: Any, word: str):
-    run = train(cluster2, steps=2)
-    run.wait(60)
-    with pytest.raises(ValueError, match=word):
-        run.inject_delay(rank, factor)
 
 
 def test_balance_gives_a_slowed_rank_less_and_trains_the_same(cluster2):
@@ -178,7 +168,7 @@ def test_an_explained_step_is_a_step_like_any_other(cluster2, strategy: Any):
     plain.wait(60)
     expected = plain.model.state_dict()
     run = train(cluster2, net().double(), (data()[0].double(), data()[1]), steps=6, strategy=strategy, start=False)
-    found = [run.step(explain=True) for _ in range(6)]
+    found = [run.explain_step() for _ in range(6)]
     state = run.model.state_dict()
     assert max(float((state[name] - expected[name]).abs().max()) for name in expected) <= 1e-12
     assert [explanation.step for explanation in found] == list(range(6))
@@ -186,20 +176,18 @@ def test_an_explained_step_is_a_step_like_any_other(cluster2, strategy: Any):
     first = run.history.rows()[:2]
     assert found[0].loss == pytest.approx(float(run.history.totals()["loss"][0]))
     assert [len(rank.rows) for rank in found[0].ranks] == first["samples"].tolist()
-    assert found[0].total.reduced[0] == pytest.approx(float(first["grad_norm"][0]), rel=1e-5)
+    assert found[0].all_layers.reduced[0] == pytest.approx(float(first["grad_norm"][0]), rel=1e-5)
 
 
 def test_what_can_t_be_explained(cluster2):
     run = train(cluster2, steps=2, strategy=dtkit.ParameterAveraging(every=2), start=False)
     with pytest.raises(dtkit.errors.RunError, match="has no whole gradients on each rank"):
-        run.step(explain=True)
-    with pytest.raises(ValueError, match="one step is explained at a time"):
-        run.step(3, explain=True)
+        run.explain_step()
     run.stop()
     run = train(cluster2, steps=1, start=False)
     run.step()
     with pytest.raises(dtkit.errors.RunError, match="completed"):
-        run.step(explain=True)
+        run.explain_step()
 
 
 # -- schedules and callbacks ----------------------------------------------------------------------------------
@@ -227,7 +215,7 @@ def test_setting_a_rate_scales_the_schedule(cluster2):
 def test_what_is_no_scheduler_is_refused(cluster2):
     with pytest.raises(dtkit.errors.EngineError, match=r"scheduler\(optimizer\) returned int"):
         train(cluster2, lr_scheduler=lambda _: 3)
-    with pytest.raises(TypeError, match="it must be a function from an optimiser to a torch scheduler"):
+    with pytest.raises(TypeError, match="it must be a function from an optimizer to a torch scheduler"):
         train(cluster2, lr_scheduler=3)
     with pytest.raises(ValueError, match="it must be 'step'"):
         train(cluster2, lr_scheduler=lambda o: o, lr_scheduler_every="year")
@@ -284,12 +272,6 @@ def test_early_stopping_of_what_is_not_measured(cluster2):
     with pytest.raises(ValueError, match="needs held-out data"):
         run.wait(60)
     run.stop()
-    with pytest.raises(TypeError, match="give a list of functions"):
-        train(cluster2, callbacks=dtkit.EarlyStopping())
-    with pytest.raises(TypeError, match="each must be a function of the run"):
-        train(cluster2, callbacks=[dtkit.EarlyStopping])
-    with pytest.raises(ValueError, match="it must be a number of epochs from 1 up"):
-        dtkit.EarlyStopping(patience=0)
 
 
 def test_a_run_trains_on_after_early_stopping(cluster2):
@@ -306,45 +288,6 @@ def test_a_run_trains_on_after_early_stopping(cluster2):
 
 
 # -- what is refused at once ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("make", "word"),
-    [
-        (lambda: dtkit.DataParallel(compress="zip"), "compress='zip'; it must be one of 'fp16', 'bf16', 'powersgd'"),
-        (lambda: dtkit.DataParallel(precision="fp8"), "precision='fp8'; it must be one of 'bf16', 'fp16'"),
-        (lambda: dtkit.DataParallel(accumulate=0), "accumulate=0; it must be at least 1"),
-        (lambda: dtkit.DataParallel(clip_grad_norm=-1), "clip_grad_norm=-1; it must be a finite number above 0"),
-        (lambda: dtkit.DataParallel(bucket_cap_mb=0), "bucket_cap_mb=0; it must be"),
-        (lambda: dtkit.DataParallel(balance="always"), "balance='always'; it must be one of 'auto'"),
-        (lambda: dtkit.ParameterAveraging(every=0), "every=0; it must be at least 1"),
-        (lambda: dtkit.OuterSGD(lr=0), "lr=0; it must be"),
-        (lambda: dtkit.OuterSGD(momentum=1), "momentum=1; it must be"),
-    ],
-)
-def test_options_that_can_t_be(make: Any, word: str):
-    with pytest.raises(ValueError, match=word):
-        make()
-
-
-@pytest.mark.parametrize(
-    ("make", "word"),
-    [
-        (lambda: dtkit.DataParallel(accumulate=2.5), "accumulate=2.5; it must be an integer"),
-        (lambda: dtkit.DataParallel(clip_grad_norm="1"), "clip_grad_norm='1'; it must be a number"),
-        (lambda: dtkit.ParameterAveraging(every="8"), "every='8'; it must be an integer"),
-        (lambda: dtkit.ParameterAveraging(outer=0.7), "outer=0.7; it must be a dtkit.OuterSGD"),
-    ],
-)
-def test_options_of_another_kind(make: Any, word: str):
-    with pytest.raises(TypeError, match=word):
-        make()
-
-
-def test_more_micro_batches_than_samples(cluster2):
-    with pytest.raises(ValueError, match=r"accumulate=9 micro-batches of a step, but a rank has at most 8 samples"):
-        train(cluster2, strategy=dtkit.DataParallel(accumulate=9))
-    check_usable(cluster2)
 
 
 def test_callbacks_may_ask_the_run_for_anything_that_acts_between_steps(cluster2):
@@ -375,7 +318,7 @@ def test_early_stopping_begins_anew_with_another_run(cluster2):
 
 def test_a_failed_evaluation_pauses_a_training_that_is_whole(cluster2):
     run = train(cluster2, epochs=2, validation=data(), metrics={"shape": lambda output, _: output})
-    with pytest.raises(dtkit.errors.EngineError, match="metric 'shape' returned a tensor of shape"):
+    with pytest.raises(dtkit.errors.PausedError, match="metric 'shape' returned a tensor of shape"):
         run.wait(60)
     assert run.status.state is dtkit.types.State.PAUSED
     assert run.status.step == 4
@@ -408,16 +351,18 @@ def test_a_metric_that_raises_on_one_rank_is_told_with_its_line_and_the_other_is
 ):
     """Whoever gathers parameters for the next batch waits for the one that failed."""
     run = train(cluster2, epochs=2, validation=data(), metrics={"picky": picky}, strategy=strategy)
-    told = rf"^rank 1 on {re.escape(cluster2.nodes[1].host)}, step 4: LookupError: no such class"
-    with pytest.raises(dtkit.errors.EngineError, match=told) as caught:
+    told = rf"rank 1 on {re.escape(cluster2.nodes[1].host)}, step 4: LookupError: no such class"
+    with pytest.raises(dtkit.errors.PausedError, match=told):
         run.wait(60)
     assert (run.status.state, run.status.step) == (dtkit.types.State.PAUSED, 4)
-    assert "Traceback of rank 1:" in str(caught.value)
-    assert 'in picky\n    raise LookupError("no such class")\n' in str(caught.value)
-    assert {failure.rank: failure.victim for failure in caught.value.failures} == victims
-    with quickly(2):
+    error = run.exception
+    assert isinstance(error, dtkit.errors.EngineError)
+    assert "Traceback of rank 1:" in str(error)
+    assert 'in picky\n    raise LookupError("no such class")\n' in str(error)
+    assert {failure.rank: failure.victim for failure in error.failures} == victims
+    with soon():
         assert cluster2.run(rank) == [0, 1]
-    with quickly(5), pytest.raises(dtkit.errors.EngineError, match=told):
+    with soon(), pytest.raises(dtkit.errors.EngineError, match=told):
         run.evaluate(data())
     assert run.evaluate(data(), metrics={}).samples == 64
     run.stop()

@@ -10,9 +10,10 @@ import psutil
 import pytest
 
 from dtkit.cluster import cluster_file
-from tests.cluster.oracle import BATCH, BOUND, SEED
 from tests.faults.expect import crowd
-from tests.kernel import Kernel
+from tests.support.kernel import Kernel
+from tests.support.marks import slow
+from tests.support.oracle import BATCH, BOUND, SEED
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,7 +25,7 @@ STEPS = 1000
 TRAINS = f"""
 import pathlib, threading
 import dtkit
-from tests.cluster import oracle
+from tests.support import oracle
 
 class Net(oracle.torch.nn.Module):  # of a cell: it travels by value
     def __init__(self):
@@ -47,7 +48,7 @@ print("trains", flush=True)
 """
 ATTACHES = f"""
 import dtkit
-from tests.cluster import oracle
+from tests.support import oracle
 
 cluster = dtkit.attach()
 run = cluster.current_run
@@ -78,8 +79,8 @@ def kernel(tmp_path: Path, root: Path) -> Iterator[Kernel]:
         psutil.Process(left.warden[0]).terminate()
 
 
-@pytest.mark.parametrize("cell", ["", "run.wait()"], ids=["idle", "waiting"])
-@pytest.mark.parametrize("now", [False, True], ids=["asked to end", "killed"])
+@pytest.mark.parametrize("cell", [slow(""), "run.wait()"], ids=["idle", "waiting"])
+@pytest.mark.parametrize("now", [slow(False), True], ids=["asked to end", "killed"])
 def test_a_kernel_that_restarts_goes_on_with_the_run(kernel: Kernel, tmp_path: Path, *, now: bool, cell: str):
     slow = tmp_path / "slow"
     slow.touch()
@@ -131,7 +132,8 @@ PRESSED_AFTER_S = 0.0, 0.3, 0.5, 0.8, 1.1  # in different steps of a dispatch, w
 RETURN_S = 0.5
 
 
-@pytest.mark.parametrize(("step_s", "steps"), [(0.3, 6), (0.005, 300)], ids=["slow steps", "fast steps"])
+@pytest.mark.parametrize(("step_s", "steps"), [(0.3, 6), slow(0.005, 300)], ids=["slow steps", "fast steps"])
+@pytest.mark.slow
 def test_an_interrupt_of_wait_returns_within_two_steps(kernel: Kernel, step_s: float, steps: int):
     """And half a second; `steps` are those after which dispatches are as long as they get."""
     kernel.run(PACED.format(step_s=step_s))

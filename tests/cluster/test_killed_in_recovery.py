@@ -9,8 +9,9 @@ import pytest
 
 import dtkit
 from dtkit.dashboard.summary import lost_nodes
-from tests.cluster.test_takeover import NOTEBOOK, REPLICAS, check_goes_on, notebook
-from tests.test_watchdog import until
+from tests.support.marks import slow
+from tests.support.takeover import NOTEBOOK, REPLICAS, check_goes_on, notebook
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,8 +20,8 @@ pytestmark = pytest.mark.cluster
 
 DIES = """
     import os, pickle
-    from dtkit.training.config import Order
-    from dtkit.rpc.engine_group import Ranks
+    from dtkit.training.config import JobSpec
+    from dtkit.rpc.engine_group import EngineGroup
 
     def die():
         os.kill(os.getpid(), 9)
@@ -46,9 +47,9 @@ LOSES = """
     cluster.kill([1])
 """
 MOMENTS = {
-    "in a new group": "after(Ranks, 'form', others=True)",
+    "in a new group": "after(EngineGroup, 'form_process_group', ranks_changed=True)",
     "half sent": "cluster._transport.send = half",
-    "put back": "after(Order, 'revive')",
+    "put back": "after(JobSpec, 'rebuild')",
 }
 PIPELINE = dtkit.Pipeline(2, 2)
 
@@ -80,9 +81,16 @@ def processes(folder: Path) -> list[psutil.Process]:
     return found
 
 
+DAILY_MOMENT = "in a new group"
+
+
 @pytest.mark.parametrize(
     ("moment", "strategy"),
-    [*((moment, REPLICAS) for moment in MOMENTS), ("half sent", PIPELINE)],
+    [
+        (DAILY_MOMENT, REPLICAS),
+        *(slow(moment, REPLICAS) for moment in MOMENTS if moment != DAILY_MOMENT),
+        slow("half sent", PIPELINE),
+    ],
     ids=[*MOMENTS, "pipeline half sent"],
 )
 def test_a_kernel_that_was_killed_amid_a_recovery(tmp_path: Path, moment: str, strategy: dtkit.Strategy):

@@ -6,15 +6,12 @@ Processes are known by pid and start time. Each test starts clusters of its own,
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import os
 import signal
 import subprocess
 import sys
-import tempfile
-import threading
 import time
 import warnings
 from pathlib import Path
@@ -28,99 +25,24 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import dtkit
 from dtkit.engine.comm import tcp as sockets
-from tests.cluster.small import data, sgd, train
+from tests.support.leftovers import (
+    Process,
+    assert_nothing_left,
+    belongs,
+    family,
+    files,
+    get_stuck,
+    large,
+    until_empty,
+    until_stepping,
+)
+from tests.support.marks import slow
+from tests.support.small import LONG, data, sgd, train
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 pytestmark = pytest.mark.cluster
-
-LONG = 100_000  # steps that nobody waits for
-Process = tuple[int, float]
-
-
-@pytest.fixture
-def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where Jupyter keeps what lives as long as a session: empty, and for this test alone."""
-    folder = tmp_path / "runtime"
-    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(folder))
-    return folder
-
-
-def family(cluster: dtkit.Cluster, runtime: Path) -> set[Process]:
-    """Every process of a cluster: engines, their nannies, the controller's parts, the warden."""
-    (folder,) = runtime.iterdir()
-    engines = {node.pid for node in cluster.nodes}
-    found = {(p.pid, p.create_time()) for p in psutil.process_iter() if belongs(p, folder)}
-    assert engines <= {pid for pid, _ in found}
-    assert len(found) >= 2 * len(engines) + 2  # an engine and its nanny each, the controller, the warden
-    return found
-
-
-def belongs(process: psutil.Process, folder: Path) -> bool:
-    with contextlib.suppress(psutil.Error):
-        return str(folder) in process.cmdline() or process.environ().get("IPP_PROFILE_DIR") == str(folder)
-    return False
-
-
-def alive(processes: set[Process]) -> set[Process]:
-    return {p for p in processes if _lives(*p)}
-
-
-def _lives(pid: int, created: float) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        process = psutil.Process(pid)
-        return process.create_time() == created and process.status() != psutil.STATUS_ZOMBIE
-    return False
-
-
-def files(processes: set[Process]) -> set[str]:
-    """Files in shared memory, or in its stead among the temporary ones, that hang on one of these processes' lives."""
-    pids = {pid for pid, _ in processes}
-    found = set()
-    for folder in (Path("/dev/shm"), Path(tempfile.gettempdir())):
-        for pid in pids:
-            found |= {str(path) for path in folder.glob(f"dtkit-{os.getuid()}-{pid}-*")}
-    return found
-
-
-def until_gone(processes: set[Process], timeout: float) -> set[Process]:
-    """Those that still live after `timeout` seconds."""
-    waiting = []
-    for pid, created in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process = psutil.Process(pid)
-            if process.create_time() == created:
-                waiting.append(process)
-    psutil.wait_procs(waiting, timeout=timeout)
-    return alive(processes)
-
-
-def until_empty(folder: Path, timeout: float) -> list[Path]:
-    """What the folder still holds after `timeout` seconds: the warden removes the cluster's own as its last deed."""
-    deadline, pause = time.monotonic() + timeout, threading.Event()
-    while (left := list(folder.iterdir())) and time.monotonic() < deadline:
-        pause.wait(0.05)
-    return left
-
-
-def large() -> tuple[torch.Tensor, torch.Tensor]:
-    """Data that does not travel inline: it goes through shared memory."""
-    inputs, targets = data()
-    return inputs.repeat(1000, 1), targets.repeat(1000)
-
-
-def until_stepping(run: dtkit.Run) -> None:
-    seen = threading.Event()
-    unsubscribe = run.subscribe(lambda: run.status.step and seen.set())
-    assert run.status.step or seen.wait(60)
-    unsubscribe()
-
-
-def assert_nothing_left(processes: set[Process], runtime: Path, timeout: float = 10) -> None:
-    assert not until_gone(processes, timeout)
-    assert not until_empty(runtime, timeout)
-    assert not files(processes)
 
 
 # -- what is left --------------------------------------------------------------------------------------------
@@ -139,6 +61,7 @@ def test_nothing_is_left_of_a_cluster_that_is_closed_while_a_run_is_running(runt
     assert run.status.state is dtkit.types.State.STOPPED
 
 
+@pytest.mark.slow
 def test_nothing_is_left_after_an_exception(runtime: Path):
     def fail() -> None:
         with dtkit.Cluster(2) as cluster:
@@ -151,25 +74,6 @@ def test_nothing_is_left_after_an_exception(runtime: Path):
     with pytest.raises(RuntimeError, match="in the cell"):
         fail()
     assert_nothing_left(set(found), runtime)
-
-
-def hold_the_interpreter(sign: str) -> None:
-    """Keep the GIL for ever: no thread of this process runs any more, and no signal handler of Python's."""
-    if dist.get_rank() == 0:
-        Path(sign).touch()
-        # sleeps: under test: an engine that holds the GIL forever
-        ctypes.PyDLL(None).sleep(1000)
-
-
-def get_stuck(cluster: dtkit.Cluster, folder: Path) -> None:
-    """One engine holds its interpreter, the other one is stopped."""
-    sign = folder / "held"
-    cluster.submit(hold_the_interpreter, str(sign))
-    deadline, pause = time.monotonic() + 30, threading.Event()
-    while not sign.exists():
-        assert time.monotonic() < deadline
-        pause.wait(0.01)
-    psutil.Process(cluster.nodes[1].pid).suspend()
 
 
 def test_close_ends_engines_that_are_stuck(runtime: Path, tmp_path: Path):
@@ -198,8 +102,8 @@ def _mentions(process: psutil.Process) -> list[str]:
 
 NOTEBOOK = """
 import dtkit, pathlib, sys
-from dtkit.cluster import transport as engines as module
-from tests.cluster import small, test_leftovers
+from dtkit.cluster import transport
+from tests.support import leftovers, small
 
 def ready(*_):
     print("ready", flush=True)
@@ -214,10 +118,10 @@ if __name__ == "__main__":
 CASES = {
     "with a run": (
         "pass",
-        "test_leftovers.until_stepping(small.train(cluster, rows=test_leftovers.large(), steps=10**6))",
+        "leftovers.until_stepping(small.train(cluster, rows=leftovers.large(), steps=10**6))",
     ),
-    "with engines that are stuck": ("pass", "test_leftovers.get_stuck(cluster, pathlib.Path(sys.argv[1]))"),
-    "while it starts": ("module.StartedEngines._watch = print; module._until = ready", "pass"),
+    "with engines that are stuck": ("pass", "leftovers.get_stuck(cluster, pathlib.Path(sys.argv[1]))"),
+    "while it starts": ("transport.LaunchedTransport._report_members = print; transport._wait_until = ready", "pass"),
 }
 
 
@@ -238,7 +142,7 @@ def notebook(case: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["with a run", slow("with engines that are stuck"), slow("while it starts")])
 def test_nothing_is_left_after_the_notebook_was_killed(runtime: Path, tmp_path: Path, case: str):
     with notebook(case, tmp_path) as process:
         assert process.stdout is not None

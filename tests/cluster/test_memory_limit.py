@@ -12,8 +12,9 @@ from torch.nn import functional as F
 import dtkit
 from dtkit import Pipeline, Sharded
 from dtkit.mesh import Mesh
-from tests.cluster.nets import quickly
-from tests.cluster.small import check_usable
+from tests.support.marks import slow
+from tests.support.small import check_usable
+from tests.support.waiting import soon
 
 if TYPE_CHECKING:
     from dtkit.strategies.base import Strategy
@@ -38,7 +39,9 @@ def pids(cluster: dtkit.Cluster) -> list[int]:
     return [node.pid for node in cluster.refresh_nodes()]
 
 
-@pytest.mark.parametrize("strategy", [Pipeline(2, 8), ZERO_BUBBLE, Sharded()], ids=["1F1B", "ZBV", "Sharded"])
+@pytest.mark.parametrize(
+    "strategy", [slow(Pipeline(2, 8)), slow(ZERO_BUBBLE), Sharded()], ids=["1F1B", "ZBV", "Sharded"]
+)
 def test_state_that_fills_the_limit_is_an_error_and_the_same_engines_go_on(strategy: Strategy):
     rows = torch.randn(64, 64), torch.randint(10, (64,))
     with dtkit.Cluster(2, threads=1, memory_limit=LIMIT) as cluster:
@@ -46,7 +49,7 @@ def test_state_that_fills_the_limit_is_an_error_and_the_same_engines_go_on(strat
         run = cluster.train(
             wide(), rows, loss=F.cross_entropy, optimizer=adam, batch_size=32, steps=3, strategy=strategy, start=False
         )
-        with quickly(5), pytest.raises(dtkit.errors.EngineError, match="allocate memory"):
+        with soon(), pytest.raises(dtkit.errors.EngineError, match="allocate memory"):
             run.step()
         run.release()
         check_usable(cluster)

@@ -11,8 +11,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import dtkit
-from tests.cluster.nets import Decoder, worker
-from tests.cluster.oracle import CLASSES, FEATURES, train
+from tests.support.nets import Decoder, worker
+from tests.support.oracle import CLASSES, FEATURES, train
 
 if TYPE_CHECKING:
     from dtkit.strategies.base import Strategy, Worker
@@ -67,10 +67,14 @@ def blocks() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "kind", "options"),
     [
-        (chain, dtkit.Pipeline, {"stages": 2, "micro_batches": 4, "by": "parameters"}),
-        (blocks, dtkit.Pipeline, {"stages": 2, "micro_batches": 4, "by": "parameters", "schedule": "ZBVZeroBubble"}),
+        (chain, dtkit.Pipeline, {"stages": 2, "micro_batches": 4, "balance_by": "parameters"}),
+        (
+            blocks,
+            dtkit.Pipeline,
+            {"stages": 2, "micro_batches": 4, "balance_by": "parameters", "schedule": "ZBVZeroBubble"},
+        ),
         (chain, dtkit.Sharded, {}),
-        (chain, dtkit.TensorParallel, {"ways": 2}),
+        (chain, dtkit.TensorParallel, {"tp_size": 2}),
     ],
     ids=["pipeline", "traced pipeline", "sharded", "tensor parallel"],
 )

@@ -28,8 +28,9 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from dtkit import DataParallel, NaiveDataParallel, Pipeline, Sharded, TensorParallel
-from tests.cluster.nets import IN_PROJECTIONS, KINDS, OPTIMIZERS, WIDTH, Clipped, bound, forwards, net, slices
-from tests.cluster.oracle import LOSSES, SAMPLES, Trained, difference, global_rows, reference, train
+from tests.support.nets import IN_PROJECTIONS, KINDS, OPTIMIZERS, WIDTH, Clipped, bound, forwards, net, slices
+from tests.support.oracle import LOSSES, SAMPLES, Trained, difference, global_rows, reference, train
+from tests.support.pairwise import Pair, choose_covering, pairs_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -149,13 +150,61 @@ TABLE = [
 ]
 
 
-def cases() -> list[Any]:
-    found = []
-    for row in TABLE:
-        for world, net_name, optimizer in itertools.product(row.worlds, row.nets, row.optimizers):
-            told = f"world{world}, {row.name or row.strategy}, {net_name}, {optimizer}, {row.batch}, {row.loss}"
-            found.append(pytest.param(world, row, net_name, optimizer, id=told))
-    return found
+Case = tuple[int, Row, str, str]
+
+
+def list_cases() -> list[Case]:
+    """Return the full product of the table: world size, row, net, optimizer."""
+    return [
+        (world, row, net_name, optimizer)
+        for row in TABLE
+        for world, net_name, optimizer in itertools.product(row.worlds, row.nets, row.optimizers)
+    ]
+
+
+def is_daily(case: Case) -> bool:
+    """Return whether `make test` may run a case: four engines only where the mesh is 2 x 2.
+
+    One kind of attention is enough there: each replica cuts it as two engines do.
+    """
+    world, row, net_name, _ = case
+    is_two_by_two = tuple(row.strategy.build_mesh(world).axes.values()) == (2, 2)
+    return world < 4 or (is_two_by_two and net_name not in ATTENTION[1:])
+
+
+def get_pairs(case: Case) -> set[Pair]:
+    """Return what the daily cases cover: pairs of strategy, mesh, net, optimizer and options.
+
+    The mesh isn't paired with nets and optimizers: it decides only which ranks form a group.
+    """
+    world, row, net_name, optimizer = case
+    strategy = type(row.strategy).__name__
+    mesh = " x ".join(map(str, row.strategy.build_mesh(world).axes.values()))
+    fields = {field.name: getattr(row.strategy, field.name) for field in dataclasses.fields(row.strategy)}
+    options = f"{row.name.removesuffix(', replicas') or _describe_options(fields)}, {row.loss}"
+    return pairs_of((strategy, net_name, optimizer, options)) | pairs_of((strategy, mesh, options))
+
+
+_MESH_OPTIONS = ("replicas", "tp_size", "stages", "balance_by")
+
+
+def _describe_options(fields: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in fields.items() if name not in _MESH_OPTIONS)
+
+
+def get_parameters() -> list[Any]:
+    """Return all cases. Those that the pairwise choice leaves out are slow."""
+    cases = list_cases()
+    daily = [case for case in cases if is_daily(case)]
+    chosen = [daily[index] for index in choose_covering([get_pairs(case) for case in daily])]
+    return [
+        pytest.param(*case, id=describe(case), marks=[] if case in chosen else [pytest.mark.slow]) for case in cases
+    ]
+
+
+def describe(case: Case) -> str:
+    world, row, net_name, optimizer = case
+    return f"world{world}, {row.name or row.strategy}, {net_name}, {optimizer}, {row.batch}, {row.loss}"
 
 
 @functools.cache
@@ -165,7 +214,7 @@ def expected(net_name: str, optimizer: str, clip: float | None, loss: str, batch
     return reference(net(net_name), functools.partial(global_rows, batch=batch), LOSSES[loss][1], make, steps)
 
 
-@pytest.mark.parametrize(("cluster", "row", "net_name", "optimizer"), cases(), indirect=["cluster"])
+@pytest.mark.parametrize(("cluster", "row", "net_name", "optimizer"), get_parameters(), indirect=["cluster"])
 def test_training_is_that_of_one_process(cluster: dtkit.Cluster, row: Row, net_name: str, optimizer: str):
     run = train(
         cluster,

@@ -8,8 +8,6 @@ import random
 import re
 import shutil
 import signal
-import threading
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +17,15 @@ from torch import nn
 
 import dtkit
 from dtkit.errors import CheckpointError
-from tests.cluster import oracle
-from tests.cluster.oracle import BATCH, BOUND, CLASSES, FEATURES, SEED, data, difference, mean_loss, momentum
-from tests.cluster.small import check_usable
-from tests.cluster.test_recovery import at_step, kinds
+from tests.support import oracle
+from tests.support.marks import slow
+from tests.support.oracle import BATCH, BOUND, CLASSES, FEATURES, SEED, data, difference, mean_loss, momentum
+from tests.support.recovery import at_step, kinds
+from tests.support.small import check_usable
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 pytestmark = pytest.mark.cluster
 
@@ -73,13 +73,6 @@ def kill(cluster: dtkit.Cluster, *ranks: int) -> None:
         os.kill(cluster.nodes[rank].pid, signal.SIGKILL)
 
 
-def until(condition: Callable[[], Any]) -> None:
-    deadline, pause = time.monotonic() + 60, threading.Event()
-    while not condition():
-        assert time.monotonic() < deadline
-        pause.wait(0.01)
-
-
 def repairs(run: dtkit.Run) -> list[str]:
     return [event.text for event in run.history.events if event.kind == "repair"]
 
@@ -101,7 +94,11 @@ CUT = [dtkit.Sharded(), dtkit.TensorParallel(2), dtkit.Pipeline(2, 2)]
 CUT4 = [dtkit.Sharded(), dtkit.TensorParallel(4), dtkit.Pipeline(4, 4)]
 
 
-@pytest.mark.parametrize(("engines", "strategy"), [*(("two", s) for s in CUT), *(("four", s) for s in CUT4)], ids=str)
+@pytest.mark.parametrize(
+    ("engines", "strategy"),
+    [("two", CUT[0]), *(slow("two", cut) for cut in CUT[1:]), *(slow("four", cut) for cut in CUT4)],
+    ids=str,
+)
 def test_what_one_rank_held_is_in_its_peers_memory(
     request: pytest.FixtureRequest, engines: str, strategy: dtkit.Strategy
 ):
@@ -119,6 +116,7 @@ def test_what_one_rank_held_is_in_its_peers_memory(
     check_usable(cluster)
 
 
+@pytest.mark.slow
 def test_two_that_keep_no_copies_of_each_other_may_be_lost_at_once(four: dtkit.Cluster):
     expected = undisturbed(four)
     run = start(four)
@@ -130,6 +128,7 @@ def test_two_that_keep_no_copies_of_each_other_may_be_lost_at_once(four: dtkit.C
     check_usable(four)
 
 
+@pytest.mark.slow
 def test_a_part_that_is_lost_with_its_copy_is_on_disk(four: dtkit.Cluster):
     expected = undisturbed(four)
     run = start(four, start=False)
@@ -146,7 +145,7 @@ def test_a_part_that_is_lost_with_its_copy_is_on_disk(four: dtkit.Cluster):
 def saved(run: dtkit.Run) -> int:
     """The step of the last snapshot on disk."""
     with contextlib.suppress(CheckpointError):
-        return dtkit.Checkpoint(run._snapshot_folder).step
+        return dtkit.Checkpoint(run._driver.snapshot_folder).step
     return 0
 
 
@@ -270,11 +269,12 @@ def test_a_run_that_goes_on_from_a_checkpoint_goes_back_to_that_at_worst(two: dt
     assert difference(again.model.state_dict(), expected) <= BOUND
 
 
+@pytest.mark.slow
 def test_fewer_go_on_from_the_copies_of_more():
     with dtkit.Cluster(4, threads=1) as cluster:
         run = start(cluster, on_failure="shrink", start=False)
         run.step(50)
-        shutil.rmtree(run._snapshot_folder)
+        shutil.rmtree(run._driver.snapshot_folder)
         cluster.kill([2])
         run.resume()
         run.wait(60)
@@ -336,7 +336,7 @@ def test_a_snapshot_that_fails_fails_no_training(two: dtkit.Cluster):
     assert run.status.state is dtkit.types.State.COMPLETED
 
 
-@pytest.mark.parametrize("strategy", CUT, ids=str)
+@pytest.mark.parametrize("strategy", [CUT[0], *map(slow, CUT[1:])], ids=str)
 def test_a_run_at_rest_loses_nothing(two: dtkit.Cluster, strategy: dtkit.Strategy):
     """Paused, or done: it may stand there for long, and steps that would bring the next snapshot don't come."""
     expected = undisturbed(two, strategy=strategy)

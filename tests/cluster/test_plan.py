@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import dtkit
-from dtkit.planning import planner
+from dtkit.planning import fit_check
 from dtkit.strategies.averaging import OuterSGD, ParameterAveraging
-from tests.cluster.small import check_usable, data, net, train
+from tests.support.small import check_usable, data, net, train
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -112,7 +112,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[torch.Tensor, torch.Tensor
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*normalises with the statistics of a batch:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*normalizes with the statistics of a batch:UserWarning")
 @pytest.mark.parametrize("name", CASES)
 def test_the_predicted_peak_of_memory_is_within_a_fifth(cluster2: dtkit.Cluster, name: str):
     make, (x, y), batch_size, optimizer, strategy = CASES[name]
@@ -281,14 +281,14 @@ def test_a_plan_from_a_partition_and_a_step_function(cluster2: dtkit.Cluster):
         return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
     found = plan(cluster2, sample=part, loss=None, training_step=step)
-    assert [row.rows for row in found.of("DataParallel()")] == [8, 8]
+    assert [row.rows for row in found.get_rows("DataParallel()")] == [8, 8]
 
 
 def test_what_fails_in_a_plan_is_the_engines_error(cluster2: dtkit.Cluster):
     def fails(_parameters: Any) -> torch.optim.Optimizer:
-        raise RuntimeError("no optimiser here")
+        raise RuntimeError("no optimizer here")
 
-    with pytest.raises(dtkit.errors.EngineError, match="no optimiser here"):
+    with pytest.raises(dtkit.errors.EngineError, match="no optimizer here"):
         plan(cluster2, optimizer=fails)
     with pytest.raises(dtkit.errors.EngineError, match=r"returned NoneType; it must return a torch\.optim\.Optimizer"):
         plan(cluster2, optimizer=lambda _: None)
@@ -324,9 +324,9 @@ def test_what_can_not_fit_is_refused_and_what_fits_is_not():
     small, large = wide(2500), wide(3500)  # 25 and 49 MB
     with dtkit.Cluster(1, memory_limit="170MB") as cluster:
         with pytest.raises(ValueError, match=r"does not fit rank 0 .*needs 246 MB .*1[567]\d MB are free for it"):
-            planner.check_fits(cluster, large, adam, dtkit.DataParallel())
-        planner.check_fits(cluster, large, plain, dtkit.DataParallel())  # 147 MB
+            fit_check.check_fits(cluster, large, adam, dtkit.DataParallel())
+        fit_check.check_fits(cluster, large, plain, dtkit.DataParallel())  # 147 MB
         run = train(cluster, small, optimizer=plain, steps=3)
         run.wait(60)
         # What it holds is given back when the next one starts, so it does not count against that (125 MB).
-        planner.check_fits(cluster, small, adam, dtkit.DataParallel())
+        fit_check.check_fits(cluster, small, adam, dtkit.DataParallel())

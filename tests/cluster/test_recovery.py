@@ -19,9 +19,10 @@ from torch import nn
 
 import dtkit
 from dtkit.cluster import cluster_file
-from dtkit.training.snapshots import SnapshotTracker
-from tests.cluster.nets import net
-from tests.cluster.oracle import (
+from dtkit.training.boundary_actions import SnapshotTracker
+from tests.support.marks import slow
+from tests.support.nets import net
+from tests.support.oracle import (
     BATCH,
     BOUND,
     CLASSES,
@@ -35,8 +36,9 @@ from tests.cluster.oracle import (
     momentum,
     one_process,
 )
-from tests.cluster.small import check_usable
-from tests.test_watchdog import until as watched
+from tests.support.recovery import at_step, kinds
+from tests.support.small import check_usable
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -69,24 +71,12 @@ def start(cluster: dtkit.Cluster, model: nn.Module | None = None, **options: Any
     )
 
 
-def at_step(run: dtkit.Run, step: int) -> None:
-    """Wait until so many steps are known of."""
-    there = threading.Event()
-    end = run.subscribe(lambda: run.status.step >= step and there.set())
-    assert run.status.step >= step or there.wait(60)
-    end()
-
-
-def kinds(run: dtkit.Run) -> list[str]:
-    return [event.kind for event in run.history.events if event.kind in ("lost", "repair")]
-
-
 @pytest.mark.parametrize(
     ("strategy", "options"),
     [
         (dtkit.DataParallel(), {}),
-        (dtkit.Sharded(), {"snapshot_every": 50}),
-        (dtkit.Pipeline(2, micro_batches=2), {"snapshot_every": 50}),
+        slow(dtkit.Sharded(), {"snapshot_every": 50}),
+        slow(dtkit.Pipeline(2, micro_batches=2), {"snapshot_every": 50}),
     ],
     ids=repr,
 )
@@ -152,7 +142,7 @@ class DeadlyPlateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
     [(dtkit.DataParallel(), {}), (dtkit.Pipeline(2, micro_batches=2), {"snapshot_every": 4})],
     ids=["replicas", "pipeline"],
 )
-@pytest.mark.parametrize(("moment", "epoch"), [("amid", 2), ("behind", 2), ("amid", 4)])
+@pytest.mark.parametrize(("moment", "epoch"), [("amid", 2), slow("behind", 2), slow("amid", 4)])
 def test_an_evaluation_in_which_an_engine_is_lost_is_made_again_and_taken_once(
     cluster: dtkit.Cluster, tmp_path: Path, strategy: Any, options: dict[str, Any], moment: str, epoch: int
 ):
@@ -194,7 +184,7 @@ def test_an_evaluation_in_which_an_engine_is_lost_is_made_again_and_taken_once(
 def test_a_second_loss_is_given_the_engine_that_was_to_be_the_next_spare(cluster: dtkit.Cluster):
     """It comes sooner than one that is started when that has come."""
     transport: Any = cluster._transport
-    watched(lambda: transport.spare_ids, 60)
+    until(lambda: transport.spare_ids, 60)
     spare = transport.spare_ids[0]
     cluster.kill([1])
     assert cluster.repair() == [1]
@@ -203,12 +193,12 @@ def test_a_second_loss_is_given_the_engine_that_was_to_be_the_next_spare(cluster
     assert cluster.repair() == [0]
     assert transport.engine_ids[0] == spare + 1  # engines are numbered as they come
     check_usable(cluster)
-    watched(lambda: transport.spare_ids == [spare + 2], 30)
+    until(lambda: transport.spare_ids == [spare + 2], 30)
 
 
 def test_a_spare_that_was_started_later_is_where_a_takeover_finds_it(cluster: dtkit.Cluster):
     transport: Any = cluster._transport
-    watched(lambda: transport.spare_ids, 60)
+    until(lambda: transport.spare_ids, 60)
     spare = transport.spare_ids[0]
     transport._use_spare(1)  # and no replacing after it, which would sign, too
     transport._refill_spares()
@@ -239,7 +229,7 @@ def cluster4() -> Iterator[dtkit.Cluster]:
         yield started
 
 
-@pytest.mark.parametrize("strategy", [dtkit.DataParallel(), dtkit.Sharded(replicas=2)], ids=repr)
+@pytest.mark.parametrize("strategy", [slow(dtkit.DataParallel()), slow(dtkit.Sharded(replicas=2))], ids=repr)
 def test_three_that_survive_the_fourth_lose_one_step_at_most(cluster4: dtkit.Cluster, strategy: Any):
     """Some may have had all that they needed for a step, and others not; what three hold makes a whole."""
     steps = 200  # DDP made anew sums four gradients in another order: 1e-14 by then, and 3e-12 after STEPS
@@ -260,7 +250,8 @@ def test_three_that_survive_the_fourth_lose_one_step_at_most(cluster4: dtkit.Clu
     check_usable(cluster4)
 
 
-@pytest.mark.parametrize("kind", ["encoder", "gpt"])
+@pytest.mark.parametrize("kind", ["encoder", slow("gpt")])
+@pytest.mark.slow
 def test_the_heads_of_a_lost_engine_come_from_the_other_replica(cluster4: dtkit.Cluster, kind: str):
     """Of queries, keys and values in one parameter, survivors have parts of each."""
     steps, strategy = 40, dtkit.TensorParallel(2, replicas=2)
@@ -303,11 +294,12 @@ class Noting:
         return mean_loss(model(inputs), targets)
 
 
-@pytest.mark.parametrize(("shuffle", "at"), [("global", 20), ("shard", 18)], ids=["within", "between epochs"])
+@pytest.mark.parametrize(("shuffle", "at"), [slow("global", 20), ("shard", 18)], ids=["within", "between epochs"])
+@pytest.mark.slow
 def test_three_of_four_go_on_and_miss_no_row(tmp_path: Path, shuffle: str, at: int):
     """Shards are dealt anew: within an epoch only one order of all rows goes on as if there had been as many ever."""
     with dtkit.Cluster(4, threads=1) as cluster:
-        noting: dict[str, Any] = {"loss": None, "step": Noting(tmp_path)}
+        noting: dict[str, Any] = {"loss": None, "training_step": Noting(tmp_path)}
         run = start(cluster, on_failure="shrink", shuffle=shuffle, steps=60, start=False, **noting)
         run.step(at)
         cluster.kill([1])
@@ -328,7 +320,7 @@ def test_a_run_waits_to_be_repaired(cluster: dtkit.Cluster, undisturbed: dict[st
     run = start(cluster, on_failure="pause")
     at_step(run, 120)
     cluster.kill([1])
-    with pytest.raises(dtkit.errors.EngineError, match="rank 1 is gone"):
+    with pytest.raises(dtkit.errors.PausedError, match="rank 1 is gone"):
         run.wait(60)
     assert run.status.state is dtkit.types.State.PAUSED
     assert cluster.repair() == [1]
@@ -337,7 +329,7 @@ def test_a_run_waits_to_be_repaired(cluster: dtkit.Cluster, undisturbed: dict[st
     assert difference(run.model.state_dict(), undisturbed) <= BOUND
 
 
-def test_a_run_that_has_ended_is_repaired_saved_and_extended_from_where_that_leaves_it(
+def test_an_ended_run_is_repaired_saved_and_extended_from_where_it_stands(
     cluster: dtkit.Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """A part of it is nowhere but in a snapshot, of an earlier step: of the last one, say, there was no copy."""
@@ -361,6 +353,7 @@ def test_a_run_that_has_ended_is_repaired_saved_and_extended_from_where_that_lea
     check_usable(cluster)
 
 
+@pytest.mark.slow
 def test_engines_that_are_lost_at_one_step_again_and_again_end_the_run(cluster: dtkit.Cluster):
     run = start(cluster, loss=leaving, steps=20)
     with pytest.raises(dtkit.errors.EngineError, match="its process has ended"):
@@ -510,7 +503,7 @@ def press_twice(stuck: Path) -> list[float]:
     pressed: list[float] = []
 
     def twice() -> None:
-        watched(stuck.exists, 60)
+        until(stuck.exists, 60)
         os.kill(os.getpid(), signal.SIGINT)
         threading.Event().wait(0.3)
         pressed.append(time.monotonic())
@@ -524,7 +517,7 @@ def press_twice(stuck: Path) -> list[float]:
     [
         (sleep_for_long, dtkit.DataParallel()),
         (stop_this_process, dtkit.DataParallel()),
-        (stop_this_process, dtkit.Pipeline(2, 2)),
+        slow(stop_this_process, dtkit.Pipeline(2, 2)),
     ],
     ids=["asleep", "stopped", "stopped in a pipeline"],
 )
@@ -556,7 +549,7 @@ def run_in_c() -> None:
 
 def test_a_second_interrupt_gives_up_a_rank_that_lets_none_in(cluster: dtkit.Cluster, tmp_path: Path):
     """It is ended, and the spare takes its place: nothing else gets the others out."""
-    watched(lambda: cluster._transport.spare_ids, 60)  # type: ignore[attr-defined]
+    until(lambda: cluster._transport.spare_ids, 60)  # type: ignore[attr-defined]
     run = start(cluster, loss=Stuck(tmp_path, run_in_c))
     pressed = press_twice(tmp_path / "stuck")
     with pytest.raises(KeyboardInterrupt):
@@ -591,7 +584,7 @@ def test_an_evaluation_by_hand_that_is_interrupted_ends_on_the_engines_too(clust
         begun = tmp_path / f"begun-{presses}"
 
         def press(begun: Path = begun, presses: int = presses) -> None:
-            watched(begun.exists)
+            until(begun.exists)
             for _ in range(presses):
                 os.kill(os.getpid(), signal.SIGINT)
                 threading.Event().wait(0.02)
@@ -700,6 +693,7 @@ def wide() -> nn.Module:
     return nn.Sequential(nn.Linear(FEATURES, 100_000), nn.Tanh(), nn.Linear(100_000, CLASSES)).double()
 
 
+@pytest.mark.slow
 def test_interrupts_amid_large_messages_cost_no_engine(cluster: dtkit.Cluster):
     """gloo does not tell who waits for a message that is half read: it took the time limit, and then the engine."""
     strategy = dtkit.Pipeline(2, 2, split=["1"])

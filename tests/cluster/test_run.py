@@ -17,24 +17,10 @@ from torch import nn
 
 import dtkit
 from dtkit.types import State
-from tests.cluster.small import ROWS, accuracy, check_usable, data, net, sgd, train
+from tests.support.small import LONG, ROWS, accuracy, check_usable, data, net, sgd, train
+from tests.support.waiting import until_run
 
 pytestmark = pytest.mark.cluster
-
-LONG = 100_000  # steps that nobody waits for
-
-
-def until(run: dtkit.Run, reached, timeout: float = 60) -> None:
-    """Wait until `reached()` holds, looking whenever the run changes."""
-    changed = threading.Event()
-    unsubscribe = run.subscribe(changed.set)
-    try:
-        while not reached():
-            changed.clear()
-            if not reached():
-                assert changed.wait(timeout), f"nothing happened within {timeout} s: {run.status}"
-    finally:
-        unsubscribe()
 
 
 def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -43,7 +29,7 @@ def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 def test_commands_return_the_step_at_which_they_took_effect(cluster2):
     run = train(cluster2, steps=LONG)
-    until(run, lambda: run.status.step > 20)
+    until_run(run, lambda: run.status.step > 20)
     at = run.pause()
     assert run.status.state is State.PAUSED
     assert run.status.step == at == run.history.num_steps
@@ -54,7 +40,7 @@ def test_commands_return_the_step_at_which_they_took_effect(cluster2):
     assert run.resume() == at + 4
     changed = run.set(lr=0.01)
     assert changed > at + 3
-    until(run, lambda: run.status.step > changed + 5)
+    until_run(run, lambda: run.status.step > changed + 5)
     end = run.stop()
     assert run.status.state is State.STOPPED
     assert run.history.num_steps == end
@@ -90,20 +76,21 @@ def test_what_the_state_does_not_allow_is_refused(cluster2):
     assert run.stop() == run.status.step
 
 
-def test_wait_returns_when_the_run_was_paused(cluster2):
+def test_wait_goes_on_while_the_run_is_paused(cluster2):
     run = train(cluster2, steps=LONG)
     threading.Thread(target=run.pause).start()
-    run.wait(60)
+    with pytest.raises(TimeoutError, match=r"PAUSED at step \d+ of .*run\.resume\(\) continues"):
+        run.wait(2)
     assert run.status.state is State.PAUSED
 
 
 def test_a_pause_that_is_taken_back_leaves_no_trace(cluster2):
     run = train(cluster2, steps=LONG)
-    until(run, lambda: run.status.step > 20)
+    until_run(run, lambda: run.status.step > 20)
     for _ in range(20):  # now before, now after the engines have heard that somebody waits
         run.post("pause")
         stood = run.resume()
-        until(run, lambda stood=stood: run.status.step > stood + 20)
+        until_run(run, lambda stood=stood: run.status.step > stood + 20)
     run.stop()
 
 
@@ -146,16 +133,18 @@ def test_await_leaves_the_loop_free_and_ends_with_the_run(cluster2):
 def test_cancelling_an_await_pauses(cluster2):
     run = train(cluster2, steps=LONG)
 
+    async def wait_for_run() -> None:
+        await run
+
     async def main() -> None:
-        waiting = asyncio.ensure_future(run._wait_async())
+        waiting = asyncio.ensure_future(wait_for_run())
         await asyncio.sleep(0)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
 
     asyncio.run(main())
-    run.wait(60)
-    assert run.status.state is State.PAUSED
+    until_run(run, lambda: run.status.state is State.PAUSED)
 
 
 def test_held_out_data_is_evaluated_after_every_epoch(cluster2):
@@ -185,23 +174,27 @@ def test_evaluate_is_exact_for_any_number_of_rows(cluster2, rows):
     assert found.values["loss"] == pytest.approx(float(nn.functional.cross_entropy(output, targets[:rows])), abs=1e-6)
 
 
-def test_the_model_comes_back_new_and_the_user_s_stays(cluster2):
-    mine = net()
-    run = train(cluster2, mine)
+def test_model_is_fetched_once_per_step_and_the_user_s_is_unchanged(cluster2):
+    original = net()
+    run = train(cluster2, original)
     run.wait(60)
-    assert equal(mine.state_dict(), net().state_dict())
+    assert equal(original.state_dict(), net().state_dict())
     trained = run.model
-    assert trained is not run.model
-    assert not equal(trained.state_dict(), mine.state_dict())
+    assert trained is run.model
+    assert not equal(trained.state_dict(), original.state_dict())
     with torch.no_grad():
-        next(trained.parameters()).zero_()
-    assert not equal(trained.state_dict(), run.model.state_dict())  # nor is what the run keeps touched
+        for parameter in trained.parameters():
+            parameter.zero_()
+    run.extend(steps=1)
+    run.wait(60)
+    assert run.model is not trained
+    assert all(parameter.any() for parameter in run.model.parameters())  # the run did not continue from zeros
 
 
 def test_batch_statistics_come_back_averaged_over_ranks(cluster2):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8, momentum=None), nn.Linear(8, 3))
-    with pytest.warns(UserWarning, match=r"1 \(BatchNorm1d\) normalises with the statistics of a batch"):
+    with pytest.warns(UserWarning, match=r"1 \(BatchNorm1d\) normalizes with the statistics of a batch"):
         run = train(cluster2, model, steps=4, shuffle=None)
     run.wait(60)
     first = run.model.state_dict()["1.running_mean"]
@@ -331,7 +324,7 @@ def test_dropout_draws_differ_between_ranks_and_are_named(cluster2):
 
 def test_broadcast_gives_equal_checksums_and_can_be_trained_twice(cluster2):
     copies = cluster2.broadcast(net())
-    assert copies.identical
+    assert copies.is_identical
     assert len(set(copies.checksums)) == 1
     runs = []
     for _ in range(2):

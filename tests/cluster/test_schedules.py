@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 
 import dtkit
-from dtkit.history.message_times import MESSAGE_PHASES, WAIT_PHASE, pair_messages
+from dtkit.history.comm_time import MESSAGE_PHASES, WAIT_PHASE, pair_messages
 from dtkit.history.timeline import ACTION_KINDS, COMPUTE_PHASES, Timeline
 from dtkit.schedules.builtin import BUILTIN_SCHEDULES as SCHEDULES
-from tests.cluster.nets import net
-from tests.cluster.oracle import BOUND, difference, global_rows, one_process, reference, train
-from tests.cluster.small import check_usable
-from tests.cluster.test_pipeline import deep
-from tests.test_timeline import follows_the_trace_event_format
+from tests.support.marks import slow
+from tests.support.nets import deep, net
+from tests.support.oracle import BOUND, difference, global_rows, one_process, reference, train
+from tests.support.trace_format import follows_the_trace_event_format
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -54,7 +53,7 @@ def ran(timeline: Timeline) -> list[list[str]]:
     """What each rank computed in the last step, in order."""
     found = []
     for rank in timeline.ranks:
-        spans = [s for s in timeline.select(timeline.steps[-1], rank) if s["phase"] in ACTION_KINDS]
+        spans = [s for s in timeline.select_spans(timeline.steps[-1], rank) if s["phase"] in ACTION_KINDS]
         named = [
             f"{s['stage']}{ACTION_KINDS[s['phase']]}{s['micro_batch']}" for s in sorted(spans, key=lambda s: s["begin"])
         ]
@@ -109,7 +108,7 @@ def test_a_table_on_four_engines_trains_as_one_process(cluster: dtkit.Cluster, t
     )
 
 
-@pytest.mark.parametrize("name", ["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize("name", [slow("GPipe"), "1F1B", slow("Interleaved1F1B"), "ZBVZeroBubble"])
 def test_known_schedules_run_as_their_tables_say(cluster2: dtkit.Cluster, name: str):
     timeline = steps(cluster2, name, 4).timeline
     table = dtkit.Schedule.from_name(name, 2, 4)
@@ -124,7 +123,9 @@ def messages_of(table: dtkit.Schedule) -> set[tuple[str, int, int]]:
     return {(phase, s + k, m) for s in borders for m in range(table.micro_batches) for phase, k in ends}
 
 
-@pytest.mark.parametrize("name", [*SCHEDULES, "halves", "there and back"])
+@pytest.mark.parametrize(
+    "name", [*(name if name == "1F1B" else slow(name) for name in SCHEDULES), slow("halves"), "there and back"]
+)
 def test_what_is_computed_sent_and_received_is_told_once_each_and_in_order(
     cluster2: dtkit.Cluster, name: str, tmp_path: Path
 ):
@@ -132,7 +133,7 @@ def test_what_is_computed_sent_and_received_is_told_once_each_and_in_order(
     timeline = run.timeline
     table = timeline.schedule
     assert table is not None
-    spans = timeline.select(timeline.steps[-1])
+    spans = timeline.select_spans(timeline.steps[-1])
 
     for rank in range(2):  # one thing at a time
         own = np.sort(spans[spans["rank"] == rank], order=["begin", "end"])
@@ -179,15 +180,7 @@ def test_its_timeline_has_a_plan_and_its_trace_obeys_the_format(cluster2: dtkit.
     assert timeline.simulate_schedule().measure_duration_s() <= timeline.measure_duration_s()
     assert repr(timeline.compare_with(timeline)).startswith("own against own: time 1.00")
     assert timeline._repr_png_().startswith(b"\x89PNG")
-    run.export_chrome_trace(tmp_path / "trace.json")
+    run.timeline.export_chrome_trace(tmp_path / "trace.json")
     trace = follows_the_trace_event_format((tmp_path / "trace.json").read_text())
     names = {event["name"] for event in trace["traceEvents"]}
     assert {"forward 0 of stage 0", "backward input 3 of stage 1", "backward weight 3 of stage 1"} <= names
-
-
-def test_what_can_t_be_run_is_refused_before_anything_is_sent(cluster2: dtkit.Cluster):
-    with pytest.raises(ValueError, match="a deadlock, after 2 of 8 actions"):
-        steps(cluster2, "F0 B0 F1 B1\nF0 F1 B0 B1")
-    with pytest.raises(ValueError, match="stages 3 = 3, but there are 2 ranks"):
-        train(cluster2, net(deep), strategy=dtkit.Pipeline(3, schedule=["F0 B0"] * 3))
-    check_usable(cluster2)

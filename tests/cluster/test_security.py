@@ -26,8 +26,8 @@ import torch.distributed as dist
 import zmq
 
 import dtkit
-from tests.cluster.small import check_usable, train
-from tests.cluster.test_leftovers import LONG, family, large, until_stepping
+from tests.support.leftovers import family, large, until_stepping
+from tests.support.small import LONG, check_usable, train
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -139,7 +139,7 @@ def test_nothing_listens_off_loopback_while_a_script_makes_its_own_group(watched
         dist.destroy_process_group()
 
     before = watched.listening()
-    task = watched.cluster.submit(long_script, str(tmp_path / "go"), own_group=True)
+    task = watched.cluster._submit(long_script, (str(tmp_path / "go"),), {}, own_group=True)
     try:
         formed = threading.Event()
         task.subscribe(lambda: len(task.output) == 2 and formed.set())

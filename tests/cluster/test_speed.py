@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-import dtkit
-from tests.cluster.small import check_usable, data, net, train
+from tests.support.small import data, net, train
 
 pytestmark = pytest.mark.cluster
 
@@ -33,15 +32,3 @@ def test_a_rank_of_half_the_speed_gets_a_third_of_the_rows(cluster2):
     run.wait(60)
     samples = run.history.rows()["samples"]
     assert samples[::2].sum() / samples.sum() == pytest.approx(part.sizes[0] / part.n, abs=0.05)
-
-
-def test_speed_needs_something_to_measure(cluster2):
-    with pytest.raises(ValueError, match="give model= and loss="):
-        cluster2.partition(data(), by="speed")
-    with pytest.raises(ValueError, match="give model= and loss="):
-        cluster2.partition(data(), by="speed", model=net())
-    with pytest.raises(ValueError, match="measures the weights itself"):
-        cluster2.partition(data(), by="speed", model=net(), loss=nn.CrossEntropyLoss(), weights=[1, 2])
-    with pytest.raises(ValueError, match="by='speed' cuts by measured speeds"):
-        dtkit.Partition(10, 2, by="speed")
-    check_usable(cluster2)

@@ -13,10 +13,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import dtkit
-from tests.cluster.nets import WIDTH
-from tests.cluster.oracle import BOUND, CLASSES, FEATURES, SEED, data, difference, momentum
-from tests.cluster.small import check_usable
-from tests.cluster.test_borders import ALL, SCHEDULES, STEPS, Blocks, alone, check, loss, rows, train
+from tests.support.nets import WIDTH
+from tests.support.oracle import BOUND, CLASSES, FEATURES, SEED, data, difference, momentum
+from tests.support.small import check_usable
+from tests.support.stage_models import ALL, SCHEDULES, STEPS, Blocks, alone, check, loss, rows, train
 
 pytestmark = [pytest.mark.cluster, pytest.mark.parametrize("cluster", [2], indirect=True)]
 
@@ -123,10 +123,7 @@ def test_a_stage_may_begin_with_a_layer_that_writes_to_its_input(cluster: dtkit.
     check(
         cluster,
         rectified,
-        [
-            dataclasses.replace(s, split_batch=["1", "3", "5"] if s.pipeline_schedule.stages == 4 else ["3"])
-            for s in ALL
-        ],
+        [dataclasses.replace(s, split=["1", "3", "5"] if s.pipeline_schedule.stages == 4 else ["3"]) for s in ALL],
     )
 
 
@@ -188,7 +185,7 @@ def test_a_micro_batch_without_a_sample_leaves_no_trace_in_batch_statistics(clus
     for schedule in ("GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"):
         how: dict[str, Any] = {"optimizer": momentum, "loss": loss, "batch_size": 8, "steps": 2, "seed": SEED}
         strategy = dtkit.Pipeline(2, 8, schedule, balance_by="parameters")
-        with pytest.warns(UserWarning, match=r"2 \(BatchNorm1d\) normalises .* those of a micro-batch only"):
+        with pytest.warns(UserWarning, match=r"2 \(BatchNorm1d\) normalizes .* those of a micro-batch only"):
             run = cluster.train(normalised(), (inputs, targets), strategy=strategy, shuffle="global", **how)
         run.wait(60)
         assert difference(run.model.state_dict(), expected.state_dict()) <= BOUND, schedule

@@ -17,8 +17,8 @@ import dtkit
 from dtkit.engine.data.batches import ShardedBatches, Shards
 from dtkit.engine.data.sources import as_source
 from dtkit.types import JobPlan
-from tests.cluster.nets import adamw
-from tests.cluster.oracle import (
+from tests.support.nets import adamw
+from tests.support.oracle import (
     BATCH,
     BOUND,
     CLASSES,

@@ -23,8 +23,9 @@ from torch import nn
 import dtkit
 from dtkit.health import stacks
 from dtkit.health.detector import DetectorConfig, StallDetector
-from tests.cluster import small
-from tests.cluster.nets import quickly
+from tests.support import small
+from tests.support.marks import slow
+from tests.support.waiting import soon, until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -52,7 +53,7 @@ def _no_run_goes_on(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     for cluster in clusters:
         run = cluster.current_run
-        if run is not None and not run.status.state.ended:
+        if run is not None and not run.status.state.has_ended:
             run.stop()
 
 
@@ -62,14 +63,6 @@ def sign(tmp_path: Path) -> Iterator[Path]:
     path = tmp_path / "stuck"
     yield path
     path.unlink(missing_ok=True)
-
-
-def until(condition: Callable[[], Any], timeout: float = 30.0) -> Any:
-    deadline, pause = time.monotonic() + timeout, threading.Event()
-    while not (found := condition()):
-        assert time.monotonic() < deadline
-        pause.wait(0.05)
-    return found
 
 
 def named(
@@ -135,7 +128,7 @@ def hold_the_interpreter(sign: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("misbehave", "text"), [(loop_for_ever, "sign.exists()"), (wait_for_a_lock, "lock.acquire(timeout")]
+    ("misbehave", "text"), [(loop_for_ever, "sign.exists()"), slow(wait_for_a_lock, "lock.acquire(timeout")]
 )
 def test_a_step_that_does_not_end(cluster3: dtkit.Cluster, sign: Path, misbehave: Any, text: str):
     run = small.train(cluster3, training_step=stepping(misbehave, sign), loss=None, steps=MANY)
@@ -190,6 +183,7 @@ def check_same(run: dtkit.Run, other: dtkit.Run) -> None:
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.slow
 def test_stacks_do_not_disturb_a_training(cluster2: dtkit.Cluster):
     straight = small.train(cluster2, steps=1000)
     straight.wait(120)
@@ -245,7 +239,7 @@ def test_a_rank_that_does_something_else(cluster3: dtkit.Cluster, sign: Path):
     sign.touch()
     task = cluster3.submit(wait_for_one_that_does_something_else, sign)
     found, _ = named(cluster3)
-    assert (found.rank, found.phase) == (0, "call")
+    assert (found.rank, found.phase) == (0, "call_function")
     check_line(found, sleep_long, "wait(0.2)")
     sign.unlink()
     task.result(timeout=60)
@@ -270,6 +264,7 @@ def costly(model: nn.Module, batch: Any) -> torch.Tensor:
     return nn.functional.cross_entropy(model(x), y)
 
 
+@pytest.mark.slow
 def test_it_is_named_within_ten_seconds_by_the_usual_limits(cluster2: dtkit.Cluster, sign: Path):
     run = small.train(cluster2, training_step=stepping(loop_for_ever, sign, rank=0), loss=None, steps=MANY)
     until(lambda: run.status.step)
@@ -326,7 +321,7 @@ def test_without_the_controller_every_call_says_so():
             process.kill()
         for call in (lambda: cluster.run(int), cluster.refresh_nodes, lambda: run.model, run.step):
             with (
-                quickly(5),
+                soon(),
                 pytest.raises(dtkit.errors.DtkitError, match="the controller, through which every message"),
             ):
                 call()
@@ -338,12 +333,12 @@ def upset() -> None:
 
     watchdog: Any = get_session().watchdog
 
-    def look(_spec: Any) -> None:
-        del watchdog.look
+    def fail_once(_spec: Any) -> None:
+        del watchdog.sample
         raise ValueError("it could not be told")
 
     if dist.get_rank() == 1:
-        watchdog.look = look
+        watchdog.sample = fail_once
 
 
 def test_a_watchdog_that_fails_goes_on_and_the_run_is_told(cluster2: dtkit.Cluster):

@@ -11,7 +11,7 @@ from torch import nn
 import dtkit
 from dtkit.explain.pipeline import PipelineExplanation
 from dtkit.explain.sharded import ShardedExplanation
-from tests.cluster.small import data, sgd, train
+from tests.support.small import data, sgd, train
 
 pytestmark = pytest.mark.cluster
 
@@ -46,7 +46,7 @@ def explained(cluster: dtkit.Cluster, strategy: Any, **how: Any) -> tuple[dtkit.
     expected = plain.model.state_dict()
     run = train(cluster, net(), rows(), steps=2, strategy=strategy, start=False, **how)
     run.step()
-    found = run.step(explain=True)
+    found = run.explain_step()
     state = run.model.state_dict()
     assert all(torch.equal(state[name], expected[name]) for name in expected)
     assert found.step == 1
@@ -58,7 +58,7 @@ def explained(cluster: dtkit.Cluster, strategy: Any, **how: Any) -> tuple[dtkit.
 def test_what_crosses_borders_arrives_as_it_was_sent_and_adds_up(cluster2: dtkit.Cluster, strategy: Any):
     run, found = explained(cluster2, strategy)
     assert isinstance(found, PipelineExplanation)
-    borders, m = strategy.table.stages - 1, strategy.micro_batches
+    borders, m = strategy.pipeline_schedule.stages - 1, strategy.micro_batches
     assert len(found.transfers) == 2 * borders * m
     assert {(c.kind, c.micro_batch) for c in found.transfers} == {
         (kind, k) for kind in ("activation", "gradient") for k in range(m)
@@ -114,7 +114,7 @@ def test_replicas_are_told_apart(cluster: dtkit.Cluster, strategy: Any):
     assert found.samples == 17
     run = train(cluster, net(), rows(), steps=4, strategy=strategy, start=False, batch_size=21)
     run.step(3)
-    found = run.step(explain=True)
+    found = run.explain_step()
     check_replicas(found)
     assert found.samples == 1
     assert found.loss == pytest.approx(float(run.history.totals()["loss"][3]))

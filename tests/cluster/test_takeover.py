@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
@@ -21,93 +19,19 @@ from dtkit.cluster import cluster_file, reaper
 from dtkit.health.status import EngineStatus, get_status_path
 from dtkit.history import engine_outbox
 from dtkit.types import END_EARLY_PREFIX
-from tests.cluster.oracle import BATCH, BOUND, SEED, data, difference, mean_loss, mlp, momentum
-from tests.cluster.small import check_usable
-from tests.cluster.test_recovery import at_step
-from tests.test_warden import owned
-from tests.test_watchdog import until
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import torch
+from tests.support.locks import owned
+from tests.support.recovery import at_step
+from tests.support.small import check_usable
+from tests.support.takeover import NOTEBOOK, check_goes_on, engine_of, notebook
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.cluster
-
-STEPS = 2000
-REPLICAS = dtkit.DataParallel()
-NOTEBOOK = f"""
-import sys, threading
-import dtkit
-from tests.cluster import oracle
-
-class Net(oracle.torch.nn.Module):  # of a cell: it travels by value
-    def __init__(self):
-        super().__init__()
-        self.inner = oracle.mlp()
-
-    def forward(self, x):
-        return self.inner(x)
-
-if __name__ == "__main__":
-    cluster = dtkit.Cluster(2, threads=1, lease=30)
-    options = dict(loss=oracle.mean_loss, optimizer=oracle.momentum, batch_size={BATCH}, steps={STEPS}, seed={SEED})
-    run = cluster.train(Net(), oracle.data(), shuffle="global", **options)
-    there = threading.Event()
-    run.subscribe(lambda: run.status.step > 100 and there.set())
-    there.wait(60)
-    print("ready", flush=True)
-    sys.stdin.read()
-    print(type(run.exception).__name__, run.exception, flush=True)
-    cluster.close()
-"""
 
 
 @pytest.fixture(autouse=True)
 def _runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Clusters of this test alone."""
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path))
-
-
-@contextlib.contextmanager
-def notebook(code: str = NOTEBOOK) -> Iterator[subprocess.Popen[str]]:
-    """Another process, that has a cluster which trains."""
-    pipe: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", code], **pipe) as process:
-        try:
-            assert process.stdout is not None
-            assert any(line == "ready\n" for line in process.stdout)
-            yield process
-        finally:
-            process.kill()
-
-
-def steps(run: dtkit.Run, back: bool) -> list[int]:  # noqa: FBT001 - as it is passed on
-    """That the history has, in their order; once each, where some were taken twice."""
-    found = run.history.totals()["step"].tolist()
-    return sorted(set(found)) if back else found
-
-
-def check_goes_on(cluster: dtkit.Cluster, strategy: dtkit.Strategy = REPLICAS, *, back: bool = False) -> None:
-    """With its whole history, to the parameters of a run that nobody disturbed. `back`: from before the last row."""
-    run = cluster.current_run
-    assert run is not None
-    assert run.status.state is dtkit.types.State.PAUSED
-    assert run.status.step > 100
-    assert steps(run, back) == list(range(len(run.history.totals()) if back else run.status.step))
-    assert run.status.elapsed_s == pytest.approx(run.history.totals()["step_s"].sum())
-    run.resume()
-    run.wait(120)
-    assert steps(run, back) == list(range(STEPS))
-    found = {name.removeprefix("inner."): value for name, value in run.model.state_dict().items()}
-    assert difference(found, undisturbed(cluster, strategy)) <= BOUND
-
-
-def undisturbed(cluster: dtkit.Cluster, strategy: dtkit.Strategy) -> dict[str, torch.Tensor]:
-    how: dict[str, Any] = {"loss": mean_loss, "optimizer": momentum, "batch_size": BATCH, "steps": STEPS, "seed": SEED}
-    run = cluster.train(mlp(), data(), strategy=strategy, shuffle="global", **how)
-    run.wait(60)
-    return run.model.state_dict()  # type: ignore[no-any-return]
 
 
 def test_the_kernel_was_killed():
@@ -118,6 +42,7 @@ def test_the_kernel_was_killed():
             check_goes_on(cluster)
 
 
+@pytest.mark.slow
 def test_the_kernel_was_killed_while_it_waited_for_a_pause(tmp_path: Path):
     """Its word to the engines, to end what they do, is still there: every step was put off, for ever. Jupyter
     interrupts a kernel before it kills it, so this is what a restart does.
@@ -125,7 +50,7 @@ def test_the_kernel_was_killed_while_it_waited_for_a_pause(tmp_path: Path):
     asks = """
     there.wait(60)
     hurry, cluster.hurry = cluster.hurry, lambda *_, **__: None  # from here on its driver gets no further
-    hurry(run._driver.route.job, wanted=True)
+    hurry(run._driver.progress.plan.job, wanted=True)
 """
     with notebook(NOTEBOOK.replace("    there.wait(60)\n", asks.lstrip("\n"))) as process:
         process.send_signal(signal.SIGKILL)
@@ -156,6 +81,7 @@ def test_the_kernel_was_killed_while_it_sent_a_dispatch():
             check_goes_on(cluster)
 
 
+@pytest.mark.slow
 def test_the_kernel_was_killed_and_then_an_engine():
     with notebook() as process:
         process.send_signal(signal.SIGKILL)
@@ -166,10 +92,6 @@ def test_the_kernel_was_killed_and_then_an_engine():
             run = cluster.current_run
             check_goes_on(cluster)
             assert "repair" in [event.kind for event in run.history.events]
-
-
-def engine_of(folder: Path, rank: int) -> psutil.Process:
-    return psutil.Process(json.loads(get_status_path(folder, rank).read_text())["pid"])
 
 
 def left_by(folder: Path, rank: int) -> set[int]:
@@ -191,6 +113,7 @@ def check_rows(cluster: dtkit.Cluster, lost: set[int]) -> None:
     assert found[1] == list(range(min(max(lost) + 1, stop)))
 
 
+@pytest.mark.slow
 def test_the_kernel_was_killed_and_an_engine_with_it(tmp_path: Path):
     """In the midst of a dispatch, after one that the notebook had no time to read."""
     with notebook() as process:
@@ -211,6 +134,7 @@ def test_the_kernel_was_killed_and_an_engine_with_it(tmp_path: Path):
         assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_kernel_was_killed_and_an_engine_once_it_had_nothing_to_do(tmp_path: Path):
     """What it did last nobody has read, and nobody can ask it any more."""
     with notebook() as process:
@@ -271,7 +195,7 @@ def test_the_older_notebook_is_told_and_leaves_the_cluster_alone():
     with notebook() as process, dtkit.attach() as cluster:
         check_goes_on(cluster)
         said, _ = process.communicate("", timeout=30)
-        assert "Superseded another notebook has taken this cluster over" in said
+        assert "SupersededError another notebook has taken this cluster over" in said
         check_usable(cluster)
 
 
@@ -298,6 +222,7 @@ def tell(process: subprocess.Popen[str], line: str) -> str:
     return next(line for line in process.stdout if line.startswith("> ")).removeprefix("> ")
 
 
+@pytest.mark.slow
 def test_an_older_notebook_spoils_nothing(tmp_path: Path):
     """It does not know yet, and goes on with its run: what is written down of the run is the newer one's alone."""
     with notebook(LISTENING) as process:
@@ -307,8 +232,10 @@ def test_an_older_notebook_spoils_nothing(tmp_path: Path):
         assert run is not None
         assert tell(process, "run.note('I am still here')") == "done\n"
         assert tell(process, "run.resume()") == "done\n"
-        assert tell(process, "run.wait(60)").startswith("Superseded another notebook has taken this cluster over")
-        assert tell(process, "cluster.repair()").startswith("Superseded another notebook has taken this cluster over")
+        assert tell(process, "run.wait(60)").startswith("SupersededError another notebook has taken this cluster over")
+        assert tell(process, "cluster.repair()").startswith(
+            "SupersededError another notebook has taken this cluster over"
+        )
         tell(process, "run.note('and on')")
         tell(process, "run.release()")
         run.resume()
@@ -328,7 +255,7 @@ def test_a_takeover_that_fails_takes_nothing(tmp_path: Path, monkeypatch: pytest
     """Whoever had the cluster still has it, and ends it."""
     subprocess.run([sys.executable, "-c", SCRIPT], check=True, timeout=60)
     cluster = dtkit.attach()
-    monkeypatch.setattr("dtkit.cluster.attach._run_callback", fail)
+    monkeypatch.setattr("dtkit.cluster.attach._restore_run", fail)
     with pytest.raises(LookupError, match="unreadable"):
         dtkit.attach(cluster.folder.name)
     assert not cluster.is_superseded
@@ -342,6 +269,7 @@ def fail(_cluster: dtkit.Cluster) -> None:
     raise LookupError("unreadable")
 
 
+@pytest.mark.slow
 def test_a_second_takeover_finds_what_the_first_one_did():
     with notebook() as process:
         process.send_signal(signal.SIGKILL)
@@ -363,6 +291,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_cluster_may_outlive_a_script():
     subprocess.run([sys.executable, "-c", SCRIPT], check=True, timeout=60)
     with dtkit.attach() as cluster:

@@ -10,8 +10,8 @@ import pytest
 
 import dtkit
 from dtkit.training import persisted_run
-from tests.cluster.oracle import BATCH, SAMPLES
-from tests.cluster.test_takeover import NOTEBOOK, STEPS, check_goes_on, engine_of, notebook
+from tests.support.oracle import BATCH, SAMPLES
+from tests.support.takeover import NOTEBOOK, STEPS, check_goes_on, engine_of, notebook
 
 if TYPE_CHECKING:
     import subprocess
@@ -56,6 +56,7 @@ def kill(process: subprocess.Popen[str]) -> None:
     process.wait(10)
 
 
+@pytest.mark.slow
 def test_an_extended_run_goes_on_to_its_later_end():
     with notebook(EXTENDED) as process:
         kill(process)
@@ -82,6 +83,7 @@ def check_two_share(cluster: dtkit.Cluster) -> None:
     assert set(totals["ranks"][fewer:].tolist()) == {2}
 
 
+@pytest.mark.slow
 def test_a_run_that_went_on_with_fewer_is_shared_by_those_that_are_left():
     with notebook(SHRUNK) as process:
         kill(process)
@@ -101,6 +103,7 @@ def test_a_run_that_goes_on_with_fewer_as_it_is_taken_over_is_shared_by_those(tm
 
 
 @pytest.mark.parametrize("ranks", [[0], [0, 1]], ids=["of one engine", "of all"])
+@pytest.mark.slow
 def test_a_job_that_ended_as_it_was_taken_over_is_made_anew(monkeypatch: pytest.MonkeyPatch, ranks: list[int]):
     """From what the others hold; where none has it, from the last snapshot, and of replicas there is none."""
     take_up = persisted_run.load

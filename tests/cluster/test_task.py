@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import dtkit
-from tests.cluster.small import check_usable, train
+from tests.support.small import check_usable, train
 
 pytestmark = pytest.mark.cluster
 
@@ -280,7 +280,7 @@ def script() -> tuple[float, dict[str, str]]:
 def test_a_torchrun_script_runs_unchanged_and_again(cluster2):
     attempts = []
     for _ in range(2):
-        results = cluster2.run(script, own_group=True)
+        results = cluster2.torchrun(script)
         assert [total for total, _ in results] == [2.0, 2.0]
         seen = [environment for _, environment in results]
         assert [e["RANK"] for e in seen] == [e["LOCAL_RANK"] for e in seen] == ["0", "1"]
@@ -299,9 +299,9 @@ def test_a_script_that_fails_on_one_rank_leaves_the_cluster_usable(cluster2):
         dist.barrier()
 
     with pytest.raises(dtkit.errors.EngineError, match="ValueError: in main"):
-        cluster2.run(bad_script, own_group=True)
+        cluster2.torchrun(bad_script)
     check_usable(cluster2)
-    assert cluster2.run(script, own_group=True)[0][0] == 2.0
+    assert cluster2.torchrun(script)[0][0] == 2.0
 
 
 def test_what_is_sent_behind_a_script_is_refused_until_our_group_is_back(cluster2, tmp_path):
@@ -309,10 +309,12 @@ def test_what_is_sent_behind_a_script_is_refused_until_our_group_is_back(cluster
         while not Path(path).exists():
             pass
 
-    task = cluster2.submit(long_script, str(tmp_path / "go"), own_group=True)
+    task = cluster2._submit(long_script, (str(tmp_path / "go"),), {}, own_group=True)
     behind = cluster2.submit(all_ranks, 1.0)
     (tmp_path / "go").touch()
-    with pytest.raises(dtkit.errors.EngineError, match=r"own_group=True took its place\. Wait for that call's result"):
+    with pytest.raises(
+        dtkit.errors.EngineError, match=r"cluster.torchrun took its place\. Wait for that call's result"
+    ):
         behind.result(30)
     task.result(30)
     assert cluster2.run(all_ranks, 2.0) == [(0, 6.0), (1, 6.0)]
@@ -320,7 +322,7 @@ def test_what_is_sent_behind_a_script_is_refused_until_our_group_is_back(cluster
 
 def test_a_run_goes_on_after_a_script(cluster2):
     run = train(cluster2, steps=1_000_000)
-    assert [total for total, _ in cluster2.run(script, own_group=True)] == [2.0, 2.0]
+    assert [total for total, _ in cluster2.torchrun(script)] == [2.0, 2.0]
     moved = threading.Event()
     at = run.status.step
     run.subscribe(lambda: run.status.step > at + 10 and moved.set())
@@ -360,7 +362,7 @@ def test_scripts_of_other_libraries_run_and_average_gradients(cluster2, main):
     expected = nn.Linear(2, 1)
     with torch.no_grad():
         expected.weight -= 0.1 * 0.5  # the mean over ranks of the inputs 0 and 1
-    results = cluster2.run(main, own_group=True)
+    results = cluster2.torchrun(main)
     for world, weight in results:
         assert world == 2
         assert weight == pytest.approx(expected.weight.flatten().tolist(), abs=1e-6)

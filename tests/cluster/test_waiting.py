@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 import dtkit
-from dtkit.history.message_times import SYNC_PHASE, WAIT_PHASE, get_phase_kind
+from dtkit.history.comm_time import SYNC_PHASE, WAIT_PHASE, get_phase_kind
 from dtkit.history.timeline import COMPUTE_PHASES
-from tests.cluster.oracle import data, mlp, momentum
+from tests.support.oracle import data, mlp, momentum
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -91,17 +91,17 @@ def test_the_timeline_tells_computing_collectives_and_waiting_apart(
     run = slowed(cluster2, strategy, costly, 1)
     timeline = run.timeline
     for step in timeline.steps:
-        found = [order(timeline.select(step, rank)) for rank in (0, 1)]
+        found = [order(timeline.select_spans(step, rank)) for rank in (0, 1)]
         assert [phase for phase in found[0] if phase != WAIT_PHASE] == [
             phase for phase in found[1] if phase != WAIT_PHASE
         ]
         assert {"data", "forward", SYNC_PHASE, WAIT_PHASE, "backward", "update"} <= set(found[0])
         assert found[0].index("forward") < found[0].index(WAIT_PHASE) < found[0].index("backward")
-        lengths = timeline.select(step)["end"] - timeline.select(step)["begin"]
+        lengths = timeline.select_spans(step)["end"] - timeline.select_spans(step)["begin"]
         assert (lengths >= 0).all()
-    waited = [longest(timeline.select(timeline.steps[-1], rank), WAIT_PHASE) for rank in (0, 1)]
+    waited = [longest(timeline.select_spans(timeline.steps[-1], rank), WAIT_PHASE) for rank in (0, 1)]
     assert waited[0] > max(1.5 * COST, waited[1])
-    run.export_chrome_trace(tmp_path / "trace.json")
+    run.timeline.export_chrome_trace(tmp_path / "trace.json")
     assert f'"cat": "{WAIT_PHASE}"' in (tmp_path / "trace.json").read_text()
     run.stop()
 
@@ -122,7 +122,7 @@ def longest(spans: np.ndarray, phase: str) -> float:
 def test_replicas_wait_for_each_other_only_where_they_meet(cluster: dtkit.Cluster, strategy: Strategy):
     run = slowed(cluster, strategy, costly, 3)
     assert np.argmin(seconds(run, "wait")) == 3
-    spans = run.timeline.select(run.timeline.steps[-1])
+    spans = run.timeline.select_spans(run.timeline.steps[-1])
     for rank, (mates, alike) in enumerate([("0-1", "0-2"), ("0-1", "1-3"), ("2-3", "0-2"), ("2-3", "1-3")]):
         own = spans[spans["rank"] == rank]
         expected = {mates, alike} if isinstance(strategy, dtkit.TensorParallel) else {mates}  # FSDP2 sums unseen
@@ -141,7 +141,7 @@ def first_backward(spans: np.ndarray, rank: int) -> float:
 
 def test_a_step_that_is_explained_is_marked_too(cluster2: dtkit.Cluster):
     run = slowed(cluster2, dtkit.TensorParallel(2), costly, 1)
-    run.step(explain=True)
-    assert longest(run.timeline.select(run.timeline.steps[-1], 0), WAIT_PHASE) > 1.5 * COST
+    run.explain_step()
+    assert longest(run.timeline.select_spans(run.timeline.steps[-1], 0), WAIT_PHASE) > 1.5 * COST
     assert {str(phase) for phase in run.timeline.spans["phase"]} & set(COMPUTE_PHASES)
     run.stop()

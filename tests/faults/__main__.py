@@ -25,7 +25,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("names", nargs="*", help="parts of cells' names: all that have all of them are played")
     parser.add_argument("--seed", type=int, default=0, help="draws ranks, steps and places")
-    parser.add_argument("--sample", action="store_true", help="only what CI plays")
+    parser.add_argument("--sample", action="store_true", help="only the cells of `make test-all`")
     parser.add_argument("--list", action="store_true", help="only say which cells there are")
     options = parser.parse_args(arguments)
     cells = [cell for cell in (SAMPLE if options.sample else CELLS) if all(name in cell.name for name in options.names)]

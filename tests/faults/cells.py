@@ -119,7 +119,16 @@ SAMPLE = (
     Cell("kernel killed", "DataParallel", BESIDE),
     Cell("disk full", "DataParallel", BESIDE),
 )
-"""What CI plays: each outcome, each strategy and each place once at least, the costly ones as rarely as may be."""
+"""Cells of `make test-all`: each outcome, each strategy and each place at least once."""
+
+DAILY = (
+    Cell("SIGKILL", "Sharded", "forward"),
+    Cell("os._exit", "Pipeline", "checkpoint"),
+    Cell("exception", "TensorParallel", "backward"),
+    Cell("NaN loss", "DataParallel", "backward"),
+    Cell("interrupt twice", "DataParallel", BESIDE),
+)
+"""Cells of `make test`: a killed engine, one lost during a save, an error, a NaN, an interrupt."""
 
 
 def most_lost(cell: Cell, snapshot: int) -> int:

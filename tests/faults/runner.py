@@ -107,7 +107,7 @@ def play(cell: Cell, ground: Ground, seed: int) -> Outcome:
     outcome, begun = Outcome(cell, step, rank), time.monotonic()
     try:
         wanted = ground.undisturbed(cell.strategy)
-        trap = Trap(cell.fault if cell.place != BESIDE else "endless loop", place, rank, step, ground.to() / "trap")
+        trap = Trap(cell.fault if cell.place != BESIDE else "endless loop", place, rank, step, ground.folder() / "trap")
         process = psutil.Process(ground.cluster.nodes[rank].pid)
         _how(cell)(Stage(cell, ground.cluster, trap, wanted, outcome, process))
     except (dtkit.errors.DtkitError, AssertionError, TimeoutError, OSError, RuntimeError) as error:

@@ -105,7 +105,7 @@ def start(cluster: dtkit.Cluster, strategy: str, trap: Trap | Slowness | None = 
     how: dict[str, Any] = {
         "loss": F.cross_entropy,
         "optimizer": lambda parameters: Optimizer(parameters, trap),
-        "scheduler": lambda optimizer: Scheduler(optimizer, trap),
+        "lr_scheduler": lambda optimizer: Scheduler(optimizer, trap),
         "strategy": STRATEGIES[strategy],
         "batch_size": BATCH,
         "shuffle": "global",

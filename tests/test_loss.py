@@ -1,4 +1,4 @@
-"""From a batch to a loss: what a user's function may return, and what is refused with a remedy."""
+"""From a batch to a loss: what a user's function may return, and the errors for anything else."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def model() -> nn.Module:
     return nn.Linear(4, 3)
 
 
-def test_a_mean_has_no_weight():
+def test_mean_loss_has_no_weight():
     x, y = batch()
     network = model()
     loss, weight = Loss(nn.CrossEntropyLoss(), None)(network, (x, y))
@@ -39,28 +39,28 @@ def test_a_mean_has_no_weight():
 
 
 @pytest.mark.parametrize("weight", [torch.tensor(5), 5, 5.0, torch.tensor([5.0])])
-def test_a_pair_is_a_sum_and_a_weight(weight):
-    total, found = Loss(lambda out, y: (out.sum(), weight), None)(model(), batch())
-    assert found is not None
-    assert (found.item(), found.shape, found.dtype) == (5.0, (), torch.float64)
+def test_pair_is_a_sum_and_a_weight(weight):
+    total, actual = Loss(lambda out, y: (out.sum(), weight), None)(model(), batch())
+    assert actual is not None
+    assert (actual.item(), actual.shape, actual.dtype) == (5.0, (), torch.float64)
     assert total.shape == ()
 
 
-def test_a_loss_of_one_number_in_any_shape_is_a_scalar():
+def test_loss_with_one_element_becomes_a_scalar():
     loss, _ = Loss(lambda out, y: out.sum().reshape(1, 1), None)(model(), batch())
     assert loss.shape == ()
 
 
-def test_several_inputs_come_in_order():
+def test_several_inputs_keep_their_order():
     class Two(nn.Module):
         def forward(self, a, b):
             return a - b
 
-    found, _ = Loss(lambda out, y: (out * y).sum(), None)(Two(), (torch.tensor(5.0), torch.tensor(3.0), 2))
-    assert found.item() == 4
+    loss, _ = Loss(lambda out, y: (out * y).sum(), None)(Two(), (torch.tensor(5.0), torch.tensor(3.0), 2))
+    assert loss.item() == 4
 
 
-def test_a_step_gets_the_batch_as_it_is():
+def test_training_step_gets_the_batch_unchanged():
     def step(network, given):
         return network(given["x"]).sum(), len(given["x"])
 
@@ -68,18 +68,18 @@ def test_a_step_gets_the_batch_as_it_is():
     total, weight = Loss(None, step)(model(), {"x": x})
     assert weight is not None
     assert (weight.item(), total.item()) == (6, pytest.approx(model()(x).sum().item()))
-    found = Loss(None, step).evaluate_batch(model(), {"x": x})
-    assert found.output is found.target is None
-    assert found.loss.item() == pytest.approx(total.item())
+    output = Loss(None, step).evaluate_batch(model(), {"x": x})
+    assert output.output is output.target is None
+    assert output.loss.item() == pytest.approx(total.item())
 
 
-def test_predict_gives_what_metrics_need():
+def test_evaluate_batch_returns_output_target_and_loss():
     x, y = batch()
-    found = Loss(nn.CrossEntropyLoss(), None).evaluate_batch(model(), (x, y))
-    assert torch.equal(found.output, model()(x))
-    assert torch.equal(found.target, y)
-    assert found.loss.item() == pytest.approx(F.cross_entropy(found.output, y).item())
-    assert found.loss_weight is None
+    output = Loss(nn.CrossEntropyLoss(), None).evaluate_batch(model(), (x, y))
+    assert torch.equal(output.output, model()(x))
+    assert torch.equal(output.target, y)
+    assert output.loss.item() == pytest.approx(F.cross_entropy(output.output, y).item())
+    assert output.loss_weight is None
 
 
 BAD = {
@@ -93,17 +93,17 @@ BAD = {
     "a pair of a number": (lambda out, y: (1.0, 2.0), "loss returned float"),
     "a weight per sample": (
         lambda out, y: (out.sum(), torch.ones(6)),
-        r"loss returned a weight of shape \(6,\); it must be one number: .sum\(\) it",
+        r"loss returned a weight of shape \(6,\); it must be one number. Call .sum\(\) on it",
     ),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_is_no_loss_is_refused(name):
+def test_invalid_losses_raise(name):
     loss, message = BAD[name]
     with pytest.raises(TypeError, match=re.compile(message, re.DOTALL)):
         Loss(loss, None)(model(), batch())
-    with pytest.raises(TypeError, match=re.compile(message.replace("loss", "step", 1), re.DOTALL)):
+    with pytest.raises(TypeError, match=re.compile(message.replace("loss", "training_step", 1), re.DOTALL)):
         Loss(None, lambda network, given: loss(network(given[0]), given[1]))(model(), batch())
 
 
@@ -111,69 +111,69 @@ def test_what_is_no_loss_is_refused(name):
     ("given", "form"),
     [({"x": 1, "y": 2}, "a dict"), ((torch.zeros(2, 4),), "1 array"), (torch.zeros(2, 4), "a Tensor")],
 )
-def test_a_batch_without_a_target_needs_a_step(given, form):
-    objective = Loss(nn.CrossEntropyLoss(), None)
-    for call in (objective, objective.evaluate_batch):
-        with pytest.raises(TypeError, match=rf"a batch of this data is {form}; with loss= .*Use step="):
+def test_batch_without_a_target_needs_a_training_step(given, form):
+    loss_fn = Loss(nn.CrossEntropyLoss(), None)
+    for call in (loss_fn, loss_fn.evaluate_batch):
+        with pytest.raises(TypeError, match=rf"a batch of this data is {form}; with loss= .*Use training_step="):
             call(model(), given)
 
 
-def test_ignored_targets_are_refused_with_the_pair():
+def test_ignored_targets_raise_with_the_pair_as_remedy():
     x, y = batch()
-    objective = Loss(nn.CrossEntropyLoss(ignore_index=1), None)
+    loss_fn = Loss(nn.CrossEntropyLoss(ignore_index=1), None)
     message = r"targets contain ignore_index=1: .*returns \(sum, weight\): lambda out, y"
     with pytest.raises(ValueError, match=message):
-        objective(model(), (x, y))
+        loss_fn(model(), (x, y))
     with pytest.raises(ValueError, match=message):
-        objective.with_checked_targets(y)
+        loss_fn.with_checked_targets(y)
 
 
-def test_targets_that_are_known_are_looked_through_once():
+def test_known_targets_are_checked_once():
     x, y = batch()
-    objective = Loss(nn.CrossEntropyLoss(), None).with_checked_targets(y)
-    assert not objective.check_ignore_index
-    assert objective(model(), (x, y))[0].isfinite()
+    loss_fn = Loss(nn.CrossEntropyLoss(), None).with_checked_targets(y)
+    assert not loss_fn.check_ignore_index
+    assert loss_fn(model(), (x, y))[0].isfinite()
     assert Loss(nn.MSELoss(), None).with_checked_targets(y).check_ignore_index is False
     assert Loss(None, lambda m, b: b).with_checked_targets(y).training_step is not None
 
 
-# -- a sample alone, and batch normalisation -----------------------------------------------------------------
+# -- batch normalization of a single sample ------------------------------------------------------------------
 
 
-def check(network: nn.Module, inputs: torch.Tensor, batch_size: int, objective: Loss | None = None) -> None:
+def check(network: nn.Module, inputs: torch.Tensor, batch_size: int, loss_fn: Loss | None = None) -> None:
     part = Partition(len(inputs), 2)
     source = ArraySource([inputs, torch.zeros(len(inputs))])
     stream = ShardedBatches(
         source, Shards(part.flatten_indices(), part.sizes), JobPlan(batch_size, 10, "shard", 0), [0]
     )
-    program = TrainingProgram(objective or Loss(nn.MSELoss(), None), torch.optim.SGD, DataParallel())
+    program = TrainingProgram(loss_fn or Loss(nn.MSELoss(), None), torch.optim.SGD, DataParallel())
     check_batch_norm(network.train(), program, source, stream)
 
 
-def test_one_sample_for_a_batch_norm_is_refused():
+def test_batch_norm_refuses_a_single_sample():
     network = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
     with pytest.raises(
         ValueError, match=r"1 \(BatchNorm1d\) can't normalise one sample, and step 2 .* rank (0|1) just"
     ):
         check(network, torch.zeros(21, 4), 10)
     assert network.training
-    assert not network[1]._forward_pre_hooks  # nothing of the check stays
+    assert not network[1]._forward_pre_hooks  # the check removes its hooks
     assert not network[1].running_mean.any()
 
 
-def test_what_does_no_harm_is_let_through():
+def test_batch_norm_check_accepts_harmless_models():
     flat = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
-    check(flat, torch.zeros(20, 4), 10)  # no lonely sample
+    check(flat, torch.zeros(20, 4), 10)  # no single sample
     check(nn.BatchNorm1d(4), torch.zeros(21, 4, 7), 10)  # seven values a sample
     check(nn.Linear(4, 1), torch.zeros(21, 4), 10)
     frozen = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
-    frozen.train = lambda mode=True: frozen  # a model that keeps its statistics
+    frozen.train = lambda mode=True: frozen  # a model in evaluation mode
     frozen[1].eval()
     check(frozen, torch.zeros(21, 4), 10)
-    check(flat, torch.zeros(21, 4), 10, Loss(None, lambda m, b: b))  # only the user's step knows
+    check(flat, torch.zeros(21, 4), 10, Loss(None, lambda m, b: b))  # only the user's step knows the forward
 
 
-def test_torch_s_own_complaint_gets_the_remedy():
+def test_torch_s_batch_norm_error_gets_the_remedy():
     network = nn.BatchNorm1d(4)
     with pytest.raises(ValueError, match="more than 1 value per channel") as caught:
         network(torch.zeros(1, 4))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Locator, Page
 
     from dtkit.dashboard.live.messages import Message
-    from tests.fake_source import FakeSource
+    from tests.support.fake_source import FakeSource
 
 _PAGE = """<!doctype html><meta charset="utf-8"><body data-jp-theme-light="{light}"
 style="margin: 8px; background: {background}; --jp-ui-font-family: 'DejaVu Sans', sans-serif">

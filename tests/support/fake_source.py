@@ -157,25 +157,25 @@ class FakeSource:
         self.event("done", "done")
 
 
-class Drilled(FakeSource):
-    """One that can be drilled and saved; `asked` keeps what was done, and every command answers at once."""
+class FaultInjectableSource(FakeSource):
+    """A run that takes faults and writes checkpoints; `calls` keeps them, and every command answers at once."""
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
-        self.asked = []
+        self.calls = []
 
     def post(self, command, value=None):
         super().post(command, value)
-        answer = Future()
-        answer.set_result(self.step)
-        return answer
+        future = Future()
+        future.set_result(self.step)
+        return future
 
-    def slow(self, rank, factor):
-        self.asked.append(("slow", rank, factor))
+    def inject_delay(self, rank, factor):
+        self.calls.append(("slow", rank, factor))
         return self.step
 
-    def drill(self, name, rank):
-        self.asked.append((name, rank))
+    def inject_fault(self, name, rank):
+        self.calls.append((name, rank))
         return self.step
 
     def save(self, path=None):
@@ -183,5 +183,5 @@ class Drilled(FakeSource):
             raise self.refuse
         if path is None:
             raise ValueError("there is no path")
-        self.asked.append(("save", path))
+        self.calls.append(("save", path))
         return SimpleNamespace(step=self.step, path=f"/somewhere/{path}")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from nbformat import NotebookNode
     from playwright.sync_api import Locator, Page
 
-    from tests.browser.server import Server
+    from tests.support.server import Server
 
 # Milliseconds, Playwright's unit. JupyterLab's first page takes 3 s on two cores, when they are idle.
 START_MS = 60_000

@@ -1,4 +1,4 @@
-"""Cutting a model into stages: arithmetic, what may be cut, and what is taken to another device."""
+"""Cutting a model into stages: balanced costs, chains of layers, and copies on devices."""
 
 from __future__ import annotations
 
@@ -11,30 +11,22 @@ import torch
 from torch import nn
 
 import dtkit
+from dtkit.engine.data.worker_context import WorkerContext
 from dtkit.engine.observe.phase_timer import PhaseTimer
 from dtkit.planning.layer_chain import LayerCosts
-from dtkit.strategies.base import WorkerContext
 from dtkit.strategies.loss import Loss
 from dtkit.strategies.pipeline import layer_costs
-from dtkit.strategies.pipeline import stage as stages
 from dtkit.strategies.pipeline.cut import StageCut, balance_stages, even_out_ranks, find_layer_chain, find_named_starts
-from tests.cluster import nets
+from dtkit.strategies.pipeline.trace import split_model
+from tests.support import nets
+from tests.support.cuts import best
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
 
-def best(costs, parts):
-    """The smallest possible largest part, by trying all."""
-    n = len(costs)
-    return min(
-        max(sum(costs[a:b]) for a, b in itertools.pairwise([0, *ends, n]))
-        for ends in itertools.combinations(range(1, n), parts - 1)
-    )
-
-
 @pytest.mark.parametrize("costs", [[1, 1, 1, 1], [5, 1, 1, 1, 1, 1], [1, 9, 1, 1, 3, 3], [0.5, 2, 2, 0.1, 7, 1, 1]])
 @pytest.mark.parametrize("parts", [1, 2, 3, 4])
-def test_the_slowest_stage_is_as_fast_as_any_contiguous_cut_allows(costs, parts):
+def test_slowest_stage_is_as_fast_as_possible(costs, parts):
     starts = balance_stages(costs, parts)
     cut = StageCut(tuple("abcdefg"[: len(costs)]), LayerCosts(tuple(costs)), starts)
     assert starts[0] == 0
@@ -44,53 +36,59 @@ def test_the_slowest_stage_is_as_fast_as_any_contiguous_cut_allows(costs, parts)
 
 @pytest.mark.parametrize("parts", [2, 3, 4])
 @pytest.mark.parametrize(("before", "after"), [(0, 5), (3, 0), (1, 4), (9, 1)])
-def test_what_runs_around_the_layers_is_in_the_balance(before, after, parts):
-    """Eight equal blocks between embeddings and a head that is as expensive as several of them."""
+def test_costs_around_the_layers_are_balanced(before, after, parts):
+    """The head is as expensive as several of the eight blocks."""
     costs = LayerCosts((1.0,) * 8, before, after)
     cut = StageCut(tuple("abcdefgh"), costs, balance_stages(costs.per_layer, parts))
-    found = [cut.compute_stage_cost(k) for k in range(parts)]
-    assert sum(found) == 8 + before + after
-    assert max(found) == best([1 + before, *(1.0,) * 6, 1 + after], parts)
-    assert max(found) < max(before + 8 // parts, after + 8 // parts)  # what blocks alone would have come to
+    stage_costs = [cut.compute_stage_cost(k) for k in range(parts)]
+    assert sum(stage_costs) == 8 + before + after
+    assert max(stage_costs) == best([1 + before, *(1.0,) * 6, 1 + after], parts)
+    assert max(stage_costs) < max(before + 8 // parts, after + 8 // parts)  # the cut by blocks alone
 
 
 ZBV, LOOPED = (0, 1, 1, 0), (0, 1, 0, 1)
 
 
-@pytest.mark.parametrize("homes", [ZBV, LOOPED, (0, 1, 2, 2, 1, 0), (0, 1, 2, 3)])
-def test_ranks_with_several_stages_are_loaded_alike_where_the_slowest_stage_allows(homes):
+@pytest.mark.parametrize("stage_ranks", [ZBV, LOOPED, (0, 1, 2, 2, 1, 0), (0, 1, 2, 3)])
+def test_even_out_ranks_balances_ranks_with_several_stages(stage_ranks):
     costs = LayerCosts((1.0,) * 17, before_layers=2.0, after_layers=4.0).per_layer
-    starts = balance_stages(costs, len(homes))
-    before, after = loads(costs, starts, homes), loads(costs, even_out_ranks(costs, starts, homes), homes)
-    assert max(after.stages) == max(before.stages) == best(costs, len(homes))
+    starts = balance_stages(costs, len(stage_ranks))
+    before, after = (
+        loads(costs, starts, stage_ranks),
+        loads(costs, even_out_ranks(costs, starts, stage_ranks), stage_ranks),
+    )
+    assert max(after.stages) == max(before.stages) == best(costs, len(stage_ranks))
     assert max(after.ranks) <= max(before.ranks)
     assert max(after.ranks) - min(after.ranks) <= max(1.0, max(after.stages) - min(costs))
     assert min(map(len, after.places)) > 0
 
 
-def test_the_rank_with_the_first_and_the_last_stage_gets_fewer_layers():
-    """Of a table like ZBV's, rank 0 has embeddings and head as well."""
+def test_rank_with_the_first_and_last_stage_gets_fewer_layers():
+    """In a schedule like ZBV, rank 0 has the embeddings and the head."""
     costs = LayerCosts((1.0,) * 8, before_layers=1.0, after_layers=3.0).per_layer
     starts = balance_stages(costs, 4)
     cut = loads(costs, even_out_ranks(costs, (0, 3, 5, 7), ZBV), ZBV)
-    assert loads(costs, (0, 3, 5, 7), ZBV).ranks == [8.0, 4.0]  # as fast a slowest stage, and twice the work
+    assert loads(costs, (0, 3, 5, 7), ZBV).ranks == [8.0, 4.0]  # the same slowest stage
     assert max(loads(costs, starts, ZBV).stages) == max(cut.stages) == 4.0
     assert cut.ranks == [6.0, 6.0]
 
 
-def loads(costs, starts, homes):
+def loads(costs, starts, stage_ranks):
     places = [range(a, b) for a, b in itertools.pairwise([*starts, len(costs)])]
     parts = [sum(costs[k] for k in place) for place in places]
-    ranks = [sum(p for p, home in zip(parts, homes, strict=True) if home == rank) for rank in range(max(homes) + 1)]
+    ranks = [
+        sum(p for p, home in zip(parts, stage_ranks, strict=True) if home == rank)
+        for rank in range(max(stage_ranks) + 1)
+    ]
     return SimpleNamespace(places=places, stages=parts, ranks=ranks)
 
 
-# -- what layers cost -----------------------------------------------------------------------------------------
+# -- costs of layers ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("parts", [2, 3, 4])
-def test_measured_layers_of_very_unequal_cost_are_cut_as_well_as_can_be(parts):
-    """Against every contiguous cut, on the same measurements."""
+def test_layers_of_unequal_cost_are_cut_well(parts):
+    """Compared with every contiguous cut on the same measurements."""
     widths = [16, 512, 8, 8, 768, 768, 4, 256, 1024, 16, 3]
     model = nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(widths)))
     costs = layer_costs.measure_seconds(model, [torch.randn(64, 16)], CPU)
@@ -106,7 +104,7 @@ def test_layers_of_a_sequential_are_its_children():
 
 
 class Decoder(nn.Module):
-    """Its head is declared first, its embedding last; the second one of its own parameters is used by the head."""
+    """A model that declares its head first and its embedding last; the head uses the parameter `second`."""
 
     def __init__(self, vocabulary=7, width=8, blocks=4):
         super().__init__()
@@ -117,8 +115,8 @@ class Decoder(nn.Module):
         self.register_buffer("scale", torch.ones(()))
 
     def forward(self, tokens):
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        x = (self.embed(tokens) + self.first) * (1 + 0 * places.to(tokens.device))[:, None]
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = (self.embed(tokens) + self.first) * (1 + 0 * positions.to(tokens.device))[:, None]
         for block in self.blocks:
             x = x + block(x)
         return self.head(x + self.second.sum(0)) * self.scale
@@ -127,7 +125,7 @@ class Decoder(nn.Module):
 TOKENS = torch.zeros(3, 5, dtype=torch.long)
 
 
-def test_layers_of_another_model_are_its_blocks():
+def test_layers_of_other_models_are_their_blocks():
     model = Decoder()
     assert [name for name, _ in find_layer_chain(model)] == ["blocks.0", "blocks.1", "blocks.2", "blocks.3"]
     costs = layer_costs.measure_seconds(model, [TOKENS], CPU)
@@ -135,20 +133,20 @@ def test_layers_of_another_model_are_its_blocks():
     assert min(*costs.layers, costs.before_layers, costs.after_layers) > 0
 
 
-def test_parameters_around_the_blocks_belong_to_where_they_are_used_and_not_to_where_they_are_declared():
+def test_parameters_around_the_blocks_count_where_they_are_used():
     costs, outputs = layer_costs.measure_sizes(Decoder(), [TOKENS])
-    assert outputs == (4 * 3 * 5 * 8,) * 4  # of so many rows, places and features, in float32
+    assert outputs == (4 * 3 * 5 * 8,) * 4  # float32 x rows x positions x features
     assert costs == LayerCosts((72,) * 4, before_layers=7 * 8 + 8, after_layers=8 * 7 + 7 + 3 * 8)
 
 
-def test_slow_layers_are_seen_to_be_slow():
+def test_measured_costs_show_slow_layers():
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 4096), nn.Linear(4096, 4096), nn.Linear(4096, 3))
     costs = layer_costs.measure_seconds(model, [torch.randn(32, 64)], CPU).layers
     assert costs[2] == max(costs)
     assert costs[2] > 3 * costs[0]
 
 
-def test_a_slow_head_is_seen_to_be_slow_and_the_loss_is_a_part_of_it():
+def test_measured_costs_show_a_slow_head_and_loss():
     model, tokens = Decoder(vocabulary=50_000, width=32), torch.zeros(4, 32, dtype=torch.long)
     costs = layer_costs.measure_seconds(model, [tokens], CPU)
     assert costs.after_layers > 3 * max(costs.layers)
@@ -166,8 +164,8 @@ def _slow_loss(output, rounds):
 
 @pytest.mark.parametrize("parts", [2, 3, 4])
 @pytest.mark.parametrize("by", ["time", "parameters"])
-def test_a_model_with_a_large_vocabulary_is_cut_as_well_as_can_be(by, parts):
-    """Its blocks alone would be cut in the middle; against every contiguous cut, on the same measurements."""
+def test_model_with_a_large_vocabulary_is_cut_well(by, parts):
+    """Compared with every contiguous cut on the same measurements."""
     model, tokens = Decoder(vocabulary=5000, width=32, blocks=9), torch.zeros(4, 16, dtype=torch.long)
     cut = dtkit.Pipeline(parts, parts, balance_by=by).plan_for(model, tokens)
     assert max(cut.compute_stage_cost(k) for k in range(parts)) <= 1.15 * best(cut.costs.per_layer, parts)
@@ -175,8 +173,8 @@ def test_a_model_with_a_large_vocabulary_is_cut_as_well_as_can_be(by, parts):
     assert cut.costs.after_layers > sum(cut.costs.layers[-3:])
 
 
-def test_measuring_changes_nothing_in_the_model():
-    """Not its batch statistics, nor the random numbers that follow; layers may work in place, and stand there twice."""
+def test_measuring_does_not_change_the_model():
+    """Neither batch statistics nor random numbers change; layers may work in place or occur twice."""
     twice = nn.Linear(4, 4)
     model = nn.Sequential(twice, nn.BatchNorm1d(4), nn.ReLU(inplace=True), twice, nn.Dropout(0.5), nn.Linear(4, 2))
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -192,35 +190,35 @@ def test_measuring_changes_nothing_in_the_model():
     assert costs.layers[0] == costs.layers[3]
 
 
-def test_a_cut_shows_what_runs_around_the_layers():
+def test_repr_of_a_cut_shows_costs_around_the_layers():
     cut = dtkit.Pipeline(2, 2, balance_by="parameters").plan_for(Decoder(vocabulary=100), TOKENS)
     assert repr(cut).splitlines() == [
         "4 layers in 2 stages, by parameters",
-        "stage  from      to        layers  before them  after them  in all",
-        "    0  blocks.0  blocks.2     216          808               1,024",
-        "    1  blocks.3  blocks.3      72                      924     996",
+        "stage  from      to        layers  before them  after them  total",
+        "    0  blocks.0  blocks.2     216          808              1,024",
+        "    1  blocks.3  blocks.3      72                      924    996",
     ]
     lines = repr(
-        dataclasses.replace(cut, costs=LayerCosts((0.001, 0.002, 0.003, 0.004), 0.01, 0.02), by="time")
+        dataclasses.replace(cut, costs=LayerCosts((0.001, 0.002, 0.003, 0.004), 0.01, 0.02), cost_unit="time")
     ).splitlines()
     assert " ".join(lines[2].split()) == "0 blocks.0 blocks.2 6.0 ms 10 ms 16 ms"
     assert " ".join(lines[3].split()) == "1 blocks.3 blocks.3 4.0 ms 20 ms 24 ms"
 
 
-def test_a_plan_for_a_model_that_can_t_be_cut_says_why():
+def test_plan_for_explains_why_a_model_can_not_be_cut():
     with pytest.raises(ValueError, match=r"Linear has 0 layers in a chain \(none\), too few for 2 stages.*Sharded"):
         dtkit.Pipeline(2, 2).plan_for(nn.Linear(2, 2), torch.zeros(1, 2))
-    with pytest.raises(TypeError, match=r"a micro-batch, plan_for\(model, X\[:8\]\)"):
+    with pytest.raises(TypeError, match=r"a micro-batch: plan_for\(model, X\[:8\]\)"):
         dtkit.Pipeline(2, 2).plan_for(Decoder())
     cut = dtkit.Pipeline(2, 2, split=["blocks.3"]).plan_for(Decoder(), TOKENS)
     assert cut.stage_starts == (0, 3)
 
 
-# -- what is moved --------------------------------------------------------------------------------------------
+# -- copies on devices ----------------------------------------------------------------------------------------
 
 
 class Alone:
-    """One rank of a group, the others silent: it hands round what it was given, or shapes in their place."""
+    """A group of one rank, which broadcasts its own tensors, or empty ones instead of other ranks'."""
 
     def __init__(self, rank, shape):
         self.rank, self._shape = rank, shape
@@ -228,7 +226,7 @@ class Alone:
     def all_reduce(self, tensor):
         return tensor
 
-    def hand_round(self, tensors, _source, device):
+    def broadcast_tensors(self, tensors, _source, device):
         return tuple(tensors) if tensors is not None else (torch.empty(self._shape, device=device),)
 
 
@@ -247,67 +245,65 @@ def dropping():
         (Decoder, (3, 5, 8), "1F1B", "time"),
     ],
 )
-def test_a_device_is_given_its_own_stages_and_not_the_model(make, border, schedule, by, rank):
-    """The device is torch's "meta", which has no numbers: a model that is moved there would have lost its own."""
+def test_device_gets_its_stages_only(make, border, schedule, by, rank):
+    """The device is torch's "meta", where a moved model would lose its values."""
     model = make().train()
     batch = (TOKENS if make is Decoder else torch.randn(3, nets.FEATURES), torch.zeros(3, dtype=torch.long))
     strategy = dtkit.Pipeline(2, 4, schedule, balance_by=by)
-    setting = WorkerContext(
+    context = WorkerContext(
         Alone(rank, border), META, PhaseTimer(None), [0], strategy.build_mesh(2), lambda _: batch, 3
     )
-    objective = Loss(lambda output, _: output.sum(), None)
+    loss_fn = Loss(lambda output, _: output.sum(), None)
     before = {name: (value, value.clone()) for name, value in model.state_dict(keep_vars=True).items()}
     with Arrivals(META) as arrivals:
-        _, mine, found, rest = strategy._place_stages(model, objective, setting)
-    own = [tensor for part in mine.values() for tensor in (*part.module.parameters(), *part.module.buffers())]
-    assert list(mine) == strategy.pipeline_schedule.get_stages(rank)
-    assert len(found.training) == len(found.evaluation) == strategy.pipeline_schedule.stages + 1
-    assert {t.device for t in own} == {META}
+        placed = strategy._place_stages(model, loss_fn, context)
+    local = [t for part in placed.modules.values() for t in (*part.module.parameters(), *part.module.buffers())]
+    assert list(placed.modules) == strategy.pipeline_schedule.get_stages(rank)
+    assert len(placed.io.training) == len(placed.io.evaluation) == strategy.pipeline_schedule.stages + 1
+    assert {t.device for t in local} == {META}
     assert all(value.device == CPU and torch.equal(value, kept) for value, kept in before.values())
     assert all(value is model.state_dict(keep_vars=True)[name] for name, (value, _) in before.items())
-    assert all(value.device == CPU for value in rest.values())
-    others = sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in own if isinstance(p, nn.Parameter))
+    assert all(value.device == CPU for value in placed.unstaged_entries.values())
+    others = sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in local if isinstance(p, nn.Parameter))
     assert others > 0
-    if by == "parameters" or rank == 1:  # but for rank 0's, which times layers there, one by one
-        assert arrivals.numbers == sum(t.numel() for t in {id(t): t for t in own}.values())
-    for part in mine.values():  # traces make their own tensors there as well
-        inputs = found.training[next(place for place, other in mine.items() if other is part)]
+    if by == "parameters" or rank == 1:  # rank 0 also copies layers there, to time them
+        assert arrivals.num_elements == sum(t.numel() for t in {id(t): t for t in local}.values())
+    for stage, part in placed.modules.items():  # traces create tensors there as well
+        inputs = placed.io.training[stage]
         for module in (part.module, part.evaluation.module):
             assert module(*inputs).device == META
 
 
 class Arrivals(torch.overrides.TorchFunctionMode):
-    """The numbers of parameters and buffers that are copied to a device."""
+    """Mode that counts the elements copied to a device."""
 
     def __init__(self, device):
         super().__init__()
-        self.device, self.numbers = device, 0
+        self.device, self.num_elements = device, 0
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         made = func(*args, **(kwargs or {}))
         if func is torch.Tensor.to and made.device == self.device and (kwargs or {}).get("copy"):
-            self.numbers += made.numel()
+            self.num_elements += made.numel()
         return made
 
 
-def test_what_has_no_chain():
+def test_model_without_a_chain_has_no_layers():
     assert find_layer_chain(nn.Linear(2, 2)) == []
 
 
-def test_names_given_by_the_user():
+def test_find_named_starts_checks_the_names():
     layers = ["0", "1", "2", "3"]
     assert find_named_starts(["2"], layers, 2) == (0, 2)
-    with pytest.raises(
-        ValueError, match="split has 'x', which begins no layer of this model; it can be cut at 1, 2, 3"
-    ):
+    with pytest.raises(ValueError, match="split names 'x', but this model has no such layer; it can be cut at 1, 2, 3"):
         find_named_starts(["x"], layers, 2)
-    with pytest.raises(ValueError, match="gives 3 stages of this model, and 2 are wanted"):
+    with pytest.raises(ValueError, match="gives 3 stages of this model, but there must be 2"):
         find_named_starts(["1", "2"], layers, 2)
     with pytest.raises(ValueError, match="in order, the 2 layers"):
         find_named_starts(["2", "1"], layers, 3)
 
 
-def test_a_layer_that_takes_no_part():
+def test_unused_layers_raise():
     class Odd(nn.Module):
         def __init__(self):
             super().__init__()
@@ -321,7 +317,7 @@ def test_a_layer_that_takes_no_part():
 
 
 class Undecided(nn.Module):
-    """Its way depends on the data, which no trace can follow."""
+    """A model with data-dependent control flow, which can't be traced."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -331,8 +327,8 @@ class Undecided(nn.Module):
         return self.blocks[1](self.blocks[0](x)) if x.sum() > 0 else self.blocks[0](x)
 
 
-def test_a_model_that_cannot_be_traced_is_refused_with_what_to_do():
+def test_model_that_can_not_be_traced_raises_with_the_remedy():
     cut = StageCut(("blocks.0", "blocks.1"), LayerCosts((1.0, 1.0)), (0, 1))
     with pytest.raises(ValueError, match=r"Undecided can't be traced.*use strategy=dtkit.Sharded\(\)") as raised:
-        stages.split_model(Undecided(), cut, (torch.ones(4, 2),), CPU)
-    assert raised.value.__cause__ is not None  # torch's own error says where
+        split_model(Undecided(), cut, (torch.ones(4, 2),), CPU)
+    assert raised.value.__cause__ is not None  # torch's error has the location

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 MOST_BYTES = 1.5e9
 SAMPLE_S = 0.25
-CLAIM = re.compile(r"^(PASS|FAIL)  (.+): measured (\S+); formula (.+) = (\S+), tolerance (\S+)$", re.MULTILINE)
-SAID = re.compile(r"^      you said (\S+): (right|off by \S+)$", re.MULTILINE)
+CLAIM = re.compile(r"^(PASS|FAIL)  (.+): measured (\S+); expected (\S+) \((.+)\), tolerance (\S+)$", re.MULTILINE)
+PREDICTION = re.compile(r"^      you predicted (\S+): (right|off by \S+)$", re.MULTILINE)
 """What a claim prints: see :func:`check_claims`."""
 
 
@@ -201,10 +201,10 @@ def check_claims(done: Done, least: int) -> None:
     """
     text = printed(done.notebook, "stdout")
     made = sum(len(re.findall(r"^claim\(", cell.source, re.MULTILINE)) for cell in code_of(done.notebook))
-    claims, said = CLAIM.findall(text), SAID.findall(text)
-    assert len(claims) == len(said) == made >= least
-    assert [found for found in claims if found[0] != "PASS"] == []
-    assert [found for found in said if found[1] != "right"] == []
+    claims, predictions = CLAIM.findall(text), PREDICTION.findall(text)
+    assert len(claims) == len(predictions) == made >= least
+    assert [claim for claim in claims if claim[0] != "PASS"] == []
+    assert [prediction for prediction in predictions if prediction[1] != "right"] == []
     assert f"{made} of {made} claims PASS" in done.text("verdicts.count(")
 
 

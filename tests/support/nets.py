@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 from typing import TYPE_CHECKING, Any
@@ -12,10 +11,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from dtkit.history.timeline import COMPUTE_PHASES
-from tests.cluster.oracle import BOUND, CLASSES, FEATURES, mlp, momentum
+from tests.support.oracle import BOUND, CLASSES, FEATURES, mlp, momentum
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     import dtkit
     from dtkit.strategies.tensor.plan import TensorPlan
@@ -314,22 +313,12 @@ def cut_by_heads(plan: TensorPlan) -> list[str]:
     return [row.name for row in plan.rows if row.note.endswith("on each rank") and row.style in ("heads", "fused")]
 
 
-@contextlib.contextmanager
-def quickly(seconds: float) -> Iterator[None]:
-    """What happens within must not take longer."""
-    import time
-
-    begun = time.perf_counter()
-    yield
-    assert time.perf_counter() - begun < seconds
-
-
 def forwards(run: dtkit.Run) -> list[int]:
     """How many micro-batches each rank took in the last step, as the timeline saw it; collectives may part a pass."""
     last = run.timeline.steps[-1]
     found = []
     for rank in run.timeline.ranks:
-        phases = [s["phase"] for s in sorted(run.timeline.select(last, rank), key=lambda s: s["begin"])]
+        phases = [s["phase"] for s in sorted(run.timeline.select_spans(last, rank), key=lambda s: s["begin"])]
         passes = [phase for phase, _ in itertools.groupby(phase for phase in phases if phase in COMPUTE_PHASES)]
         found.append(passes.count("forward"))
     return found

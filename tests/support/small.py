@@ -10,6 +10,8 @@ from torch import nn
 import dtkit
 
 ROWS = 64
+LONG = 100_000
+"""Steps that no test waits for."""
 
 
 def data() -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,1 @@
+"""What tests share: doubles, small models and data, and helpers that wait, start and look."""

@@ -1,0 +1,16 @@
+"""Runs to compare, with histories made by hand."""
+
+import dataclasses
+
+import numpy as np
+
+from tests.support.fake_source import FakeSource
+
+
+def run(strategy="DataParallel()", *, every=1, steps=80, ranks=4, name="ConvNet", sent=400_000):
+    """A run whose ranks send `sent` bytes every so many steps."""
+    source = FakeSource(ranks=ranks, steps=steps, name=name)
+    source.spec = dataclasses.replace(source.spec, strategy=strategy)
+    source.sends = lambda step: np.where(step % every == 0, sent, 0)
+    source.advance(steps)
+    return source

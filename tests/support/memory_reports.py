@@ -1,0 +1,14 @@
+"""Memory that a rank reports, made by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dtkit.planning.memory_report import MemoryUsage
+
+MB = 10**6
+
+
+def held(**changes: Any) -> MemoryUsage:
+    how: dict[str, Any] = {"sent_model": 0, "parameters": 20 * MB, "gradients": 20 * MB, "optimizer": 40 * MB}
+    return MemoryUsage(**(how | {"process_growth": 100 * MB, "limit": 150 * MB} | changes))

@@ -1,0 +1,47 @@
+"""Waits with a time limit."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import dtkit
+
+
+SOON_S = 20.0
+"""Far below each time limit of engines, and far above what a loaded machine takes."""
+
+
+@contextlib.contextmanager
+def soon() -> Iterator[None]:
+    """Check that what happens within ends by itself, before any time limit ends it."""
+    begun = time.monotonic()
+    yield
+    assert time.monotonic() - begun < SOON_S
+
+
+def until(condition: Callable[[], Any], timeout: float = 60.0) -> Any:
+    """Wait until the condition holds, and return its value."""
+    deadline, pause = time.monotonic() + timeout, threading.Event()
+    while not (found := condition()):
+        assert time.monotonic() < deadline
+        pause.wait(0.02)
+    return found
+
+
+def until_run(run: dtkit.Run, reached: Callable[[], bool], timeout: float = 60) -> None:
+    """Wait until `reached()` holds, looking whenever the run changes."""
+    changed = threading.Event()
+    unsubscribe = run.subscribe(changed.set)
+    try:
+        while not reached():
+            changed.clear()
+            if not reached():
+                assert changed.wait(timeout), f"nothing happened within {timeout} s: {run.status}"
+    finally:
+        unsubscribe()

@@ -1,0 +1,280 @@
+"""Arguments that a user gets wrong: refused with the value, the rule and the remedy. The engines are doubles."""
+
+from __future__ import annotations
+
+import re
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import dtkit
+from dtkit.strategies.sharded import check_shardable
+from dtkit.testing import FakeTransport
+from tests.support.small import check_usable, data, net, sgd, train
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture
+def cluster() -> Iterator[dtkit.Cluster]:
+    """A cluster over two doubles of engines."""
+    with dtkit.Cluster.from_transport(FakeTransport(2), device="cpu") as made:
+        yield made
+
+
+class HoldsALock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(4, 3)
+        self.gate = threading.Lock()
+
+    def gated(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        with self.gate:
+            return F.cross_entropy(output, target)
+
+
+def frozen() -> nn.Module:
+    return net().requires_grad_(False)
+
+
+def cut(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs, targets = data()
+    return inputs[:rows], targets[:rows]
+
+
+BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    # name -> (arguments of train, the error, a pattern of its message)
+    "fewer samples than ranks": ({"rows": cut(1), "batch_size": 1}, ValueError, "1 samples don't suffice for 2 ranks"),
+    "unequal lengths": ({"rows": (data()[0], data()[1][:60])}, ValueError, "64, 60 rows .* same length"),
+    "text instead of numbers": ({"rows": (data()[0], np.array(["a"] * 64))}, TypeError, "numbers only. Encode it"),
+    "a dict as data": ({"rows": {"x": 1}}, TypeError, "data is a dict; it must be a tuple of arrays"),
+    "batch_size 0": ({"batch_size": 0}, ValueError, "batch_size=0; it must be at least 1"),
+    "batch_size over the data": ({"batch_size": 65}, ValueError, "batch_size=65 is more than the 64 samples"),
+    "batch_size under the ranks": ({"batch_size": 1}, ValueError, "batch_size=1 is less than the 2 ranks"),
+    "batch_size of another type": ({"batch_size": 2.5}, TypeError, "batch_size=2.5; it must be an integer"),
+    "neither epochs nor steps": ({"steps": None}, ValueError, "say how long"),
+    "no loss": ({"loss": None}, ValueError, "give either loss"),
+    "a loss class": ({"loss": nn.CrossEntropyLoss}, TypeError, "is a class; give an instance"),
+    "a loss that isn't reduced": ({"loss": nn.CrossEntropyLoss(reduction="none")}, ValueError, "reduction='none'"),
+    "class weights": ({"loss": nn.CrossEntropyLoss(weight=torch.ones(3))}, ValueError, r"pair \(sum, weight\)"),
+    "targets that are ignored": ({"loss": nn.CrossEntropyLoss(ignore_index=1)}, ValueError, "ignore_index=1"),
+    "an optimiser, not a function": ({"optimizer": sgd(net().parameters())}, TypeError, "function from parameters"),
+    "nothing to train": ({"model": frozen()}, ValueError, "no parameter that requires a gradient"),
+    "a model class": ({"model": nn.Identity}, TypeError, "model is the class Identity; give an instance"),
+    "no model": ({"model": 3}, TypeError, "model is a int; it must be a torch.nn.Module"),
+    "a lazy model": ({"model": nn.LazyLinear(3)}, ValueError, "has no shape yet"),
+    "a model that can't be sent": ({"model": HoldsALock()}, dtkit.errors.SerializationError, "gate"),
+    "a loss that can't be sent": (
+        {"loss": HoldsALock().gated},
+        dtkit.errors.SerializationError,
+        "lock",
+    ),
+    "an unknown shuffle": ({"shuffle": "yes"}, ValueError, "shuffle='yes'; it must be 'shard'"),
+    "a strategy class": ({"strategy": dtkit.DataParallel}, TypeError, "is a class; give an instance"),
+    "a strategy's name": ({"strategy": "ddp"}, TypeError, "must be a dtkit strategy"),
+    "a seed below 0": ({"seed": -1}, ValueError, "seed=-1; it must be an integer from 0 up"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_argument_of_train_is_refused_and_the_cluster_trains_on(cluster: dtkit.Cluster, name: str):
+    options, kind, message = BAD[name]
+    with pytest.raises(kind, match=re.compile(message, re.DOTALL)):
+        train(cluster, **options)
+    assert cluster.current_run is None
+    check_usable(cluster)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0,), r"Cluster\(0\): a cluster needs at least one engine"),
+        ((-1,), r"Cluster\(-1\)"),
+        ((100_000,), r"Cluster\(100000\): this machine's free memory \(.*\) carries \d+ engines.*Use Cluster\(\d+\)"),
+    ],
+)
+def test_a_number_of_engines_that_can_not_be(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        dtkit.Cluster(*arguments)
+
+
+def test_options_of_a_cluster_that_can_not_be():
+    with pytest.raises(TypeError, match="must be an integer"):
+        dtkit.Cluster("2")
+    with pytest.raises(TypeError, match="must be an integer"):
+        dtkit.Cluster(True)
+    with pytest.raises(ValueError, match="device='tpu'; it must be"):
+        dtkit.Cluster(1, device="tpu")
+    with pytest.raises(ValueError, match="threads=0"):
+        dtkit.Cluster(1, threads=0)
+    with pytest.raises(ValueError, match="'lots' is not an amount of memory"):
+        dtkit.Cluster(1, memory_limit="lots")
+
+
+def test_calls_on_a_closed_cluster_are_refused(cluster: dtkit.Cluster):
+    run = train(cluster)
+    run.wait(60)
+    weights = run.model.state_dict()
+    cluster.close()
+    cluster.close()
+    assert repr(cluster) == "Cluster(closed)"
+    calls = [
+        lambda: cluster.run(print),
+        lambda: cluster.submit(print),
+        lambda: cluster.partition(data()),
+        lambda: cluster.broadcast(net()),
+        lambda: train(cluster),
+        cluster.activate,
+        cluster.refresh_nodes,
+        cluster.interrupt,
+        cluster.form_process_group,
+    ]
+    for call in calls:
+        with pytest.raises(dtkit.errors.ClusterClosedError, match=r"was closed; start another one"):
+            call()
+    assert run.model.state_dict().keys() == weights.keys()  # fetched before, kept after
+    with pytest.raises(dtkit.errors.RunError, match="was released"):
+        run.evaluate(data())
+
+
+# -- strategies ----------------------------------------------------------------------------------------------
+
+
+MISFITS: dict[str, tuple[dtkit.Strategy, str]] = {
+    "too many stages": (dtkit.Pipeline(3, 4), "replicas 1 x stages 3 = 3, but there are 2 ranks"),
+    "a table of too many stages": (dtkit.Pipeline(3, schedule=["F0 B0"] * 3), "stages 3 = 3, but there are 2 ranks"),
+    "too many slices": (dtkit.TensorParallel(3), "replicas 1 x tp_size 3 = 3, but there are 2 ranks"),
+    "too many replicas": (dtkit.Sharded(replicas=3), "replicas 3 x shards .*there are .* ranks"),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_strategy_that_does_not_fit_the_world_size_is_refused(cluster: dtkit.Cluster, name: str):
+    strategy, message = MISFITS[name]
+    with pytest.raises(ValueError, match=message):
+        train(cluster, strategy=strategy)
+    check_usable(cluster)
+
+
+def test_schedule_with_a_deadlock_is_refused_with_its_place(cluster: dtkit.Cluster):
+    with pytest.raises(ValueError, match="a deadlock: after 2 of 8 actions"):
+        train(cluster, strategy=dtkit.Pipeline(2, schedule="F0 B0 F1 B1\nF0 F1 B0 B1"))
+    check_usable(cluster)
+
+
+def test_sparse_embedding_cannot_be_sharded():
+    with pytest.raises(ValueError, match="sparse"):
+        check_shardable(nn.Sequential(nn.Embedding(3, 2, sparse=True)))
+
+
+@pytest.mark.parametrize(
+    ("make", "word"),
+    [
+        (lambda: dtkit.DataParallel(compress="zip"), "compress='zip'; it must be one of 'fp16', 'bf16', 'powersgd'"),
+        (lambda: dtkit.DataParallel(precision="fp8"), "precision='fp8'; it must be one of 'bf16', 'fp16'"),
+        (lambda: dtkit.DataParallel(accumulate=0), "accumulate=0; it must be at least 1"),
+        (lambda: dtkit.DataParallel(clip_grad_norm=-1), "clip_grad_norm=-1; it must be a finite number above 0"),
+        (lambda: dtkit.DataParallel(bucket_cap_mb=0), "bucket_cap_mb=0; it must be"),
+        (lambda: dtkit.DataParallel(balance="always"), "balance='always'; it must be one of 'auto'"),
+        (lambda: dtkit.ParameterAveraging(every=0), "every=0; it must be at least 1"),
+        (lambda: dtkit.Pipeline(4, 2), "needs at least as many micro-batches as stages"),
+        (lambda: dtkit.Pipeline(2, 4, schedule="2F2B"), "schedule='2F2B'; it must be one of 'GPipe', '1F1B'"),
+        (lambda: dtkit.Pipeline(0, 4), "stages=0; it must be at least 1"),
+        (lambda: dtkit.OuterSGD(lr=0), "lr=0; it must be"),
+        (lambda: dtkit.OuterSGD(momentum=1), "momentum=1; it must be"),
+    ],
+)
+def test_bad_option_is_refused_by_value(make: Any, word: str):
+    with pytest.raises(ValueError, match=word):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("make", "word"),
+    [
+        (lambda: dtkit.DataParallel(accumulate=2.5), "accumulate=2.5; it must be an integer"),
+        (lambda: dtkit.DataParallel(clip_grad_norm="1"), "clip_grad_norm='1'; it must be a number"),
+        (lambda: dtkit.ParameterAveraging(every="8"), "every='8'; it must be an integer"),
+        (lambda: dtkit.ParameterAveraging(outer=0.7), "outer=0.7; it must be a dtkit.OuterSGD"),
+    ],
+)
+def test_option_of_a_wrong_type_is_refused(make: Any, word: str):
+    with pytest.raises(TypeError, match=word):
+        make()
+
+
+def test_more_micro_batches_than_samples(cluster: dtkit.Cluster):
+    with pytest.raises(ValueError, match=r"accumulate=9 micro-batches of a step, but a rank has at most 8 samples"):
+        train(cluster, strategy=dtkit.DataParallel(accumulate=9))
+    check_usable(cluster)
+
+
+@pytest.mark.parametrize(
+    ("rank", "factor", "word"),
+    [(2, 2, "there are ranks 0 to 1"), (True, 2, "there are ranks"), (0, 0.5, "from 1"), (0, float("nan"), "from 1")],
+)
+def test_delay_of_a_bad_rank_or_factor_is_refused(cluster: dtkit.Cluster, rank: Any, factor: Any, word: str):
+    run = train(cluster, steps=2)
+    run.wait(60)
+    with pytest.raises(ValueError, match=word):
+        run.inject_delay(rank, factor)
+
+
+def test_speed_needs_something_to_measure(cluster: dtkit.Cluster):
+    with pytest.raises(ValueError, match="give model= and loss="):
+        cluster.partition(data(), by="speed")
+    with pytest.raises(ValueError, match="give model= and loss="):
+        cluster.partition(data(), by="speed", model=net())
+    with pytest.raises(ValueError, match="measures the weights itself"):
+        cluster.partition(data(), by="speed", model=net(), loss=nn.CrossEntropyLoss(), weights=[1, 2])
+    with pytest.raises(ValueError, match="by='speed' needs measured speeds"):
+        dtkit.Partition(10, 2, by="speed")
+    check_usable(cluster)
+
+
+def test_bad_callback_is_refused(cluster: dtkit.Cluster):
+    with pytest.raises(TypeError, match="give a list of functions"):
+        train(cluster, callbacks=dtkit.EarlyStopping())
+    with pytest.raises(TypeError, match="each must be a function of the run"):
+        train(cluster, callbacks=[dtkit.EarlyStopping])
+    with pytest.raises(ValueError, match="it must be a number of epochs from 1 up"):
+        dtkit.EarlyStopping(patience=0)
+
+
+# -- streams -------------------------------------------------------------------------------------------------
+
+
+def stream() -> Iterator[Any]:
+    """Samples without end."""
+    while True:
+        yield torch.zeros(4), 0
+
+
+BAD_STREAMS: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
+    "epochs": (stream, {"epochs": 2}, ValueError, r"epochs=2: the data is a stream without length.*Say steps="),
+    "a global shuffle": (stream, {"shuffle": "global"}, ValueError, "shuffle='global': the data is a stream"),
+    "fewer samples than ranks": (stream, {"batch_size": 1}, ValueError, "batch_size=1 is less than the 2 ranks"),
+    "a generator": (stream(), {}, TypeError, "a generator that iterates in this process.*Give the function"),
+    "arguments": (lambda path: [path], {}, TypeError, r"data is a function of \(path\)"),
+    "a DataLoader": (
+        torch.utils.data.DataLoader([1]),
+        {},
+        TypeError,
+        r"data is a DataLoader.*Give its dataset \(loader\.dataset\)",
+    ),
+    "a stream to evaluate on": (data(), {"validation": stream}, ValueError, "an evaluation would have no end"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_STREAMS)
+def test_bad_stream_is_refused(cluster: dtkit.Cluster, name: str):
+    rows, options, kind, message = BAD_STREAMS[name]
+    with pytest.raises(kind, match=message):
+        train(cluster, rows=rows, **options)
+    check_usable(cluster)

@@ -1,0 +1,51 @@
+"""Identity of a process: pids are used again, so a process is known by its pid and its start time."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import os
+
+import psutil
+
+from dtkit._util import timeouts
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessId:
+    """One process of this host. Compare with `matches`: start times shift when the system's clock is set."""
+
+    pid: int
+    start_time: float
+    """Seconds since the epoch."""
+
+    @classmethod
+    def from_pid(cls, pid: int | None = None) -> ProcessId:
+        """Return the identity of a process, by default this one. Raise ProcessLookupError if there is none."""
+        pid = os.getpid() if pid is None else pid
+        try:
+            return cls(pid, psutil.Process(pid).create_time())
+        except psutil.NoSuchProcess:
+            raise ProcessLookupError(errno.ESRCH, f"no process with pid {pid} is running; name one that is") from None
+
+    def matches(self, other: ProcessId) -> bool:
+        """Return whether both identify the same process."""
+        difference = abs(self.start_time - other.start_time)
+        return self.pid == other.pid and difference <= timeouts.PROCESS_START_TOLERANCE_S
+
+    def find(self) -> psutil.Process | None:
+        """Return the process, also as a zombie; None if it has ended."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(self.pid)
+            if self.matches(ProcessId(self.pid, process.create_time())):
+                return process
+        return None
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process still runs."""
+        with contextlib.suppress(psutil.Error):
+            process = self.find()
+            return process is not None and process.status() != psutil.STATUS_ZOMBIE
+        return False

@@ -1,0 +1,371 @@
+"""Private names of torch and ipyparallel that dtkit uses: one table, and the only place that reaches for them.
+
+Import a name from here as from any module: ``from dtkit._util.torch_private import tree_leaves``. The first import of a
+name loads torch and looks the name up, so a torch version without it fails where the feature's module is imported, not
+during a run. Importing this module alone doesn't load torch.
+
+A class member is imported as a function: ``is_view(tensor)`` calls ``tensor._is_view()``. Two uses stay elsewhere.
+A subclass may override or call protected methods of its base class, which `requires` lists here. Names of operators
+and attributes that dtkit only compares with are strings there.
+"""
+
+# mypy: implicit-reexport
+# ruff: noqa: F401 - other modules import these names from here
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.metadata
+import operator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch._subclasses.fake_tensor import FakeTensorMode, is_fake
+    from torch.distributed import _functional_collectives as functional_collectives
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining._backward import _get_grad_fn_or_grad_acc as get_grad_node
+    from torch.distributed.pipelining._backward import construct_reverse_graph, reverse_closure
+    from torch.distributed.pipelining.schedules import _Action as ScheduleAction
+    from torch.distributed.pipelining.schedules import _ComputationType as ComputationType
+    from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime as PipelineScheduleRuntime
+    from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
+    from torch.nn.modules.batchnorm import _NormBase as NormBase
+    from torch.nn.modules.dropout import _DropoutNd as DropoutBase
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+    foreach_norm: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
+    foreach_mul_: Callable[[Sequence[torch.Tensor], torch.Tensor], None]
+    get_storage_id: Callable[[torch.UntypedStorage], int]
+    get_sparse_values: Callable[[torch.Tensor], torch.Tensor]
+    get_sparse_indices: Callable[[torch.Tensor], torch.Tensor]
+    is_view: Callable[[torch.Tensor], bool]
+    count_inplace_writes: Callable[[torch.Tensor], int]
+    get_backward_hooks: Callable[[torch.Tensor], Any]
+    get_module_dict: Callable[[nn.Module], dict[str, nn.Module | None]]
+    get_parameter_dict: Callable[[nn.Module], dict[str, nn.Parameter | None]]
+    get_buffer_dict: Callable[[nn.Module], dict[str, torch.Tensor | None]]
+    apply_style: Callable[..., nn.Module]
+    set_group_timeout: Callable[..., None] | None
+    abort_groups: Callable[[], None]
+    resolve_group: Callable[[str], dist.ProcessGroup]
+    world_state: Any
+    count_collectives: Callable[[dist.ProcessGroup], int]
+    get_mesh_groups: Callable[[DeviceMesh], dict[str, dist.ProcessGroup]] | None
+    POST_P2P: str
+    WAIT_P2P: str
+    LAST_LR: str
+    LOADER_ITERATOR: str
+    CHILD_SCHEDULERS: str
+
+SUPPORTED_TORCH = "2.11 to 2.13"
+
+
+@dataclasses.dataclass(frozen=True)
+class PrivateName:
+    """One private name: where it is, which feature needs it, and why no public name serves."""
+
+    module: str
+    path: str
+    """The dotted path within the module; empty for the module itself."""
+    feature: str
+    """What doesn't work without it, as the subject of a sentence in the plural."""
+    why: str
+    kind: str = "object"
+    """"object"; or a class member, loaded as a function of an instance: "method" or "attribute"; or "key", loaded as
+    the last part of the path, for code that sets or replaces the attribute."""
+    since: str = "2.11"
+    """The first version of torch (or ipyparallel) with this name that dtkit supports."""
+    is_optional: bool = False
+    """Whether the name loads as None if the installed version lacks it."""
+    requires: tuple[str, ...] = ()
+    """Members of this class that a subclass in dtkit overrides or calls."""
+
+    def load(self) -> Any:
+        """Return the object, or raise ImportError with the feature, the name, the version and the remedy."""
+        try:
+            value = self._resolve()
+            for member in self.requires:
+                _check_member(value, member)
+        except (AttributeError, ModuleNotFoundError) as error:
+            version = importlib.metadata.version(self.module.partition(".")[0])  # raises if it isn't installed at all
+            if self.is_optional:
+                return None
+            raise ImportError(self._explain_absence(version, error)) from error
+        key = self.path.rpartition(".")[2]
+        if self.kind == "method":
+            return lambda instance, *args, **kwargs: getattr(instance, key)(*args, **kwargs)
+        if self.kind == "attribute":
+            return operator.attrgetter(key)
+        return key if self.kind == "key" else value
+
+    def _explain_absence(self, version: str, error: Exception) -> str:
+        package = self.module.partition(".")[0]
+        name = f"{self.module}.{self.path}".rstrip(".")
+        remedy = f"a torch from {SUPPORTED_TORCH}" if package == "torch" else f"{package} {self.since}"
+        return (
+            f"{self.feature} need {name}, which {package} {version} doesn't have ({error}). It is a private name. "
+            f"Install {remedy}, or a newer dtkit"
+        )
+
+    def _resolve(self) -> Any:
+        value: Any = importlib.import_module(self.module)
+        if not self.path:
+            return value
+        *owners, key = self.path.split(".")
+        for name in owners:
+            value = getattr(value, name)
+        if isinstance(value, type):
+            _check_member(value, key)
+        return getattr(value, key, None) if isinstance(value, type) else getattr(value, key)
+
+
+def _check_member(owner: type, name: str) -> None:
+    """Raise AttributeError unless a class has this member, or its methods use it in instances."""
+    for base in owner.__mro__:
+        codes = (getattr(member, "__code__", None) for member in vars(base).values())
+        if name in vars(base) or any(name in code.co_names for code in codes if code is not None):
+            return
+    raise AttributeError(f"{owner.__name__} has no {name}")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in PRIVATE_NAMES:
+        raise AttributeError(f"{__name__} has no entry {name!r}: add it to PRIVATE_NAMES")
+    return globals().setdefault(name, PRIVATE_NAMES[name].load())
+
+
+_PYTREE, _FAKE, _DISTRIBUTED = "torch.utils._pytree", "torch._subclasses.fake_tensor", "torch.distributed"
+_BACKWARD, _SCHEDULES = "torch.distributed.pipelining._backward", "torch.distributed.pipelining.schedules"
+_NO_PUBLIC = "torch has no public name for it"
+_NESTED = "Batches with nested tensors", "torch has no public functions for nested containers"
+_SIZES = "Memory estimates without memory", "only fake tensors run a user's forward without allocating"
+_PIPELINES = "Pipeline strategies"
+_SPARSE = "Sizes of sparse gradients", "the public methods refuse an uncoalesced tensor"
+_CUT = "Pipeline stages", "hasattr, named_children and named_parameters omit repeated layers and tied weights"
+_CACHES = "Process groups that end", "a cache of DTensor keeps meshes, and so threads and connections, alive"
+_CPU_ATTENTION = "Sharded attention on CPUs", "torch registers its sharding for GPUs only"
+
+PRIVATE_NAMES = {
+    # -- tensors and modules
+    "TorchDispatchMode": PrivateName(
+        "torch.utils._python_dispatch", "TorchDispatchMode", "Observers of operations", _NO_PUBLIC
+    ),
+    "TreeSpec": PrivateName(_PYTREE, "TreeSpec", *_NESTED),
+    "tree_flatten": PrivateName(_PYTREE, "tree_flatten", *_NESTED),
+    "tree_leaves": PrivateName(_PYTREE, "tree_leaves", *_NESTED),
+    "tree_map": PrivateName(_PYTREE, "tree_map", *_NESTED),
+    "tree_unflatten": PrivateName(_PYTREE, "tree_unflatten", *_NESTED),
+    "FakeTensorMode": PrivateName(_FAKE, "FakeTensorMode", *_SIZES),
+    "is_fake": PrivateName(_FAKE, "is_fake", *_SIZES),
+    "BatchNormBase": PrivateName(
+        "torch.nn.modules.batchnorm", "_BatchNorm", "Checks of batch normalization", "its classes share no public base"
+    ),
+    "NormBase": PrivateName(
+        "torch.nn.modules.batchnorm", "_NormBase", "Steps that can be undone", "norm layers share no public base"
+    ),
+    "DropoutBase": PrivateName(
+        "torch.nn.modules.dropout", "_DropoutNd", "Checks of dropout", "dropout layers share no public base"
+    ),
+    "get_storage_id": PrivateName(
+        "torch", "UntypedStorage._cdata", "Counts of bytes", "data_ptr is 0 for all empty or fake storages", "attribute"
+    ),
+    "get_sparse_values": PrivateName("torch", "Tensor._values", *_SPARSE, "method"),
+    "get_sparse_indices": PrivateName("torch", "Tensor._indices", *_SPARSE, "method"),
+    "is_view": PrivateName("torch", "Tensor._is_view", _PIPELINES, _NO_PUBLIC, "method"),
+    "count_inplace_writes": PrivateName("torch", "Tensor._version", _PIPELINES, _NO_PUBLIC, "attribute"),
+    "get_backward_hooks": PrivateName(
+        "torch", "Tensor._backward_hooks", "Tensors in calls", "hooks make a tensor more than its numbers", "attribute"
+    ),
+    "get_module_dict": PrivateName("torch.nn", "Module._modules", *_CUT, "attribute"),
+    "get_parameter_dict": PrivateName("torch.nn", "Module._parameters", *_CUT, "attribute"),
+    "get_buffer_dict": PrivateName("torch.nn", "Module._buffers", *_CUT, "attribute"),
+    # -- optimizers and loaders
+    "foreach_norm": PrivateName(
+        "torch", "_foreach_norm", "Gradient norms", "one operation a tensor is slower; clip_grad_norm_ uses it"
+    ),
+    "foreach_mul_": PrivateName(
+        "torch", "_foreach_mul_", "Gradient scales", "one operation a tensor is slower; clip_grad_norm_ uses it"
+    ),
+    "LAST_LR": PrivateName(
+        "torch.optim.lr_scheduler", "LRScheduler._last_lr", "Schedules of a changed rate", _NO_PUBLIC, "key"
+    ),
+    "CHILD_SCHEDULERS": PrivateName(
+        "torch.optim.lr_scheduler", "SequentialLR._schedulers", "Schedules of a changed rate", _NO_PUBLIC, "key"
+    ),
+    "LOADER_ITERATOR": PrivateName(
+        "torch.utils.data", "DataLoader._iterator", "Loaders with workers", "nothing public ends the workers", "key"
+    ),
+    "shut_down_workers": PrivateName(
+        "torch.utils.data.dataloader",
+        "_MultiProcessingDataLoaderIter._shutdown_workers",
+        "Loaders with workers",
+        "nothing public ends the workers",
+        "method",
+    ),
+    # -- process groups
+    "set_group_timeout": PrivateName(
+        f"{_DISTRIBUTED}.distributed_c10d",
+        "_set_pg_timeout",
+        "Changed timeouts of collectives",
+        "without it the timeout stays as the group was formed",
+        is_optional=True,
+    ),
+    "abort_groups": PrivateName(
+        f"{_DISTRIBUTED}.distributed_c10d", "_abort_process_group", "Interrupts of NCCL", _NO_PUBLIC
+    ),
+    "resolve_group": PrivateName(
+        f"{_DISTRIBUTED}.distributed_c10d", "_resolve_process_group", "Explained collectives", _NO_PUBLIC
+    ),
+    "world_state": PrivateName(
+        f"{_DISTRIBUTED}.distributed_c10d", "_world", "Detections of stuck ranks", "torch doesn't list its groups"
+    ),
+    "count_collectives": PrivateName(
+        _DISTRIBUTED,
+        "ProcessGroup._get_sequence_number_for_group",
+        "Detections of stuck ranks",
+        _NO_PUBLIC,
+        "method",
+    ),
+    "functional_collectives": PrivateName(
+        f"{_DISTRIBUTED}._functional_collectives",
+        "",
+        "Timings of collectives in layers",
+        "DTensor calls these functions",
+    ),
+    "AsyncCollectiveTensor": PrivateName(
+        f"{_DISTRIBUTED}._functional_collectives",
+        "AsyncCollectiveTensor",
+        "Shards of DTensors",
+        "a part of a DTensor may be a collective that runs",
+    ),
+    "get_mesh_groups": PrivateName(
+        f"{_DISTRIBUTED}.device_mesh",
+        "DeviceMesh._pg_registry",
+        "Process groups that end",
+        "a mesh keeps its groups alive",
+        "attribute",
+        is_optional=True,
+    ),
+    "clear_sharding_cache": PrivateName(
+        "torch", "_C._clear_DTensor_sharding_propagator_cache", *_CACHES, is_optional=True
+    ),
+    "clear_propagation_cache": PrivateName(
+        f"{_DISTRIBUTED}.tensor",
+        "DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear",
+        *_CACHES,
+        is_optional=True,
+    ),
+    "clear_transform_cache": PrivateName(
+        f"{_DISTRIBUTED}.tensor._redistribute", "_gen_transform_infos.cache_clear", *_CACHES, is_optional=True
+    ),
+    "clear_planner_cache": PrivateName(
+        f"{_DISTRIBUTED}.tensor._redistribute", "clear_redistribute_planner_cache", *_CACHES, is_optional=True
+    ),
+    "clear_topology_cache": PrivateName(
+        f"{_DISTRIBUTED}.tensor._collective_utils",
+        "MeshTopoInfo.build_from_mesh.cache_clear",
+        *_CACHES,
+        is_optional=True,
+    ),
+    # -- strategies
+    "get_fsdp_state": PrivateName(
+        f"{_DISTRIBUTED}.fsdp", "FSDPModule._get_fsdp_state", "Sharded strategies", _NO_PUBLIC, "method"
+    ),
+    "get_fsdp_groups": PrivateName(
+        f"{_DISTRIBUTED}.fsdp._fully_shard._fsdp_state",
+        "FSDPState._fsdp_param_groups",
+        "Sharded strategies",
+        "an unused module keeps its process groups alive",
+        "attribute",
+        since="2.12",
+        is_optional=True,
+    ),
+    "get_fsdp_group": PrivateName(
+        f"{_DISTRIBUTED}.fsdp._fully_shard._fsdp_state",
+        "FSDPState._fsdp_param_group",
+        "Sharded strategies",
+        "the same, before torch had several groups a module",
+        "attribute",
+    ),
+    "apply_style": PrivateName(
+        f"{_DISTRIBUTED}.tensor.parallel",
+        "ParallelStyle._apply",
+        "Tensor-parallel layers",
+        "a style is applied, and defined, by this method alone",
+        "method",
+    ),
+    "cpu_attention": PrivateName(
+        "torch", "ops.aten._scaled_dot_product_flash_attention_for_cpu", *_CPU_ATTENTION, is_optional=True
+    ),
+    "cpu_attention_backward": PrivateName(
+        "torch", "ops.aten._scaled_dot_product_flash_attention_for_cpu_backward", *_CPU_ATTENTION, is_optional=True
+    ),
+    "get_grad_node": PrivateName(
+        _BACKWARD, "_get_grad_fn_or_grad_acc", _PIPELINES, "dtkit must predict how torch splits a backward pass"
+    ),
+    "construct_reverse_graph": PrivateName(
+        _BACKWARD, "construct_reverse_graph", _PIPELINES, "dtkit must predict how torch splits a backward pass"
+    ),
+    "reverse_closure": PrivateName(
+        _BACKWARD, "reverse_closure", _PIPELINES, "dtkit must predict how torch splits a backward pass"
+    ),
+    "ScheduleAction": PrivateName(_SCHEDULES, "_Action", _PIPELINES, "a custom schedule consists of them"),
+    "ComputationType": PrivateName(_SCHEDULES, "_ComputationType", _PIPELINES, "a custom schedule consists of them"),
+    "PipelineScheduleRuntime": PrivateName(
+        _SCHEDULES,
+        "_PipelineScheduleRuntime",
+        _PIPELINES,
+        "it alone runs a custom schedule",
+        requires=("_prepare_schedule_with_comms", "_maybe_compute_loss", "_maybe_get_loss", "_loss_fn"),
+    ),
+    "PipelineStage": PrivateName(
+        "torch.distributed.pipelining",
+        "PipelineStage",
+        _PIPELINES,
+        "the class is public, but its methods that dtkit overrides are undocumented",
+        requires=(
+            "forward_one_chunk",
+            "forward_maybe_with_nosync",
+            "backward_one_chunk",
+            "backward_weight_one_chunk",
+            "get_fwd_send_ops",
+            "get_fwd_recv_ops",
+            "get_bwd_send_ops",
+            "get_bwd_recv_ops",
+            "clear_runtime_states",
+            "fwd_cache",
+            "bwd_cache",
+        ),
+    ),
+    "step_micro_batches": PrivateName(
+        _SCHEDULES,
+        "_PipelineSchedule._step_microbatches",
+        _PIPELINES,
+        "the public `step` would split the micro-batches",
+        "method",
+    ),
+    "POST_P2P": PrivateName(_SCHEDULES, "_batch_p2p", _PIPELINES, "dtkit replaces it to time messages", "key"),
+    "WAIT_P2P": PrivateName(_SCHEDULES, "_wait_batch_p2p", _PIPELINES, "dtkit replaces it to time messages", "key"),
+    # -- ipyparallel (9.2 and later), for cluster.transport alone
+    "get_client_engines": PrivateName(
+        "ipyparallel", "Client._engines", "Calls to engines", "a view would make ten objects a call", "attribute", "9.2"
+    ),
+    "get_main_stream": PrivateName(
+        "ipyparallel",
+        "Client._mux_stream",
+        "Calls to engines",
+        "a view would make ten objects a call",
+        "attribute",
+        "9.2",
+    ),
+}
+"""Private names by the name under which dtkit imports them."""

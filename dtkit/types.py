@@ -1,6 +1,6 @@
-"""What crosses the wire between notebook and engines, and what views read: plain frozen data.
+"""Plain frozen data that notebook and engines send each other, and that views read.
 
-Nothing here imports torch, numpy or ipyparallel, so that every layer may read these types.
+Nothing here imports torch, numpy or ipyparallel, so that every layer may use these types.
 """
 
 from __future__ import annotations
@@ -8,53 +8,55 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, TypedDict, TypeVar
+
+R = TypeVar("R")
 
 RESERVED_COLUMNS = ("rank", "index")
 """Columns that the notebook adds to every row of `dtkit.log`."""
 
-END_EARLY_PREFIX = "hurry-"
-"""With a job's key, the name of a file in the cluster's folder: somebody waits for the dispatch under way to end."""
-
+END_EARLY_PREFIX = "end-early-"
+"""Prefix of a file in the cluster's folder, before a job's key. The file asks the ranks to end their dispatch early."""
 
 ABORT_FLAG = ".off"
-"""Behind the name of a group's store, the name of a file: a rank could not join, so nobody need wait for it."""
-
+"""Suffix of a file next to a group's store. The file says that a rank could not join, so that no rank waits for it."""
 
 ALL_STATE, PER_RANK_STATE, OPTIMIZER_STATE = "all", "own", "optimizers"
-"""What a survivor is asked for of a job's state: all of it, what is its rank's own, or of that its optimisers only."""
-
+"""Parts of a job's state that a rank exports: all of it, what differs between ranks, or the optimizers in that."""
 
 Fingerprint = Mapping[tuple[int, ...], int]
-"""Checksums of the parameters that lie on one rank, by the part of the model that they are of, called as in
-`Strategy.model_shard_id`; () is what lies on all ranks. Ranks that tell of the same part must have the same number."""
+"""Checksums of one rank's parameters, by the part of the model (see `Strategy.model_shard_id`).
+
+The part () is on all ranks. Ranks that hold the same part must have the same checksum.
+"""
 
 
 class State(enum.Enum):
-    """Where a run stands: ``PENDING -> RUNNING <-> PAUSED -> COMPLETED | STOPPED | FAILED``."""
+    """State of a run: ``PENDING -> RUNNING <-> PAUSED -> COMPLETED | STOPPED | FAILED``."""
 
     PENDING = "pending"
-    """Asked for; the job is not yet built on the engines."""
+    """The job is not yet built on the engines."""
     RUNNING = "running"
-    """Dispatches are sent, one after the other."""
+    """The notebook sends one dispatch after another."""
     PAUSED = "paused"
-    """No dispatch is in flight; all ranks stand at the same step, with model and optimiser in memory."""
+    """No dispatch is in flight. All ranks are at the same step, with model and optimizer in memory."""
     COMPLETED = "completed"
-    """Every step that was asked for is done; `extend` trains on."""
+    """All steps are done; `extend` adds some."""
     STOPPED = "stopped"
-    """The user ended it; it will not go on."""
+    """The user ended the run for good."""
     FAILED = "failed"
-    """An error ended it; `exception` says which."""
+    """An error ended the run; `exception` is that error."""
 
     @property
     def has_ended(self) -> bool:
-        """Whether no further step will be taken without `extend`."""
+        """Return whether no further step follows without `extend`."""
         return self in (State.COMPLETED, State.STOPPED, State.FAILED)
 
 
 @dataclasses.dataclass(frozen=True)
 class NodeInfo:
-    """One engine, as a row of the cluster's table. Memory is in bytes: the device's on CUDA, else the host's."""
+    """One engine, a row of the cluster's table. Memory is in bytes: the device's on CUDA, else the host's."""
 
     rank: int
     engine_id: int
@@ -66,14 +68,25 @@ class NodeInfo:
     threads: int
 
 
+class EngineDescription(TypedDict):
+    """An engine's report for its :class:`NodeInfo`."""
+
+    host: str
+    pid: int
+    device: str
+    memory_total: int
+    memory_free: int
+    threads: int
+
+
 @dataclasses.dataclass(frozen=True)
 class RunSpec:
-    """What was asked for, as JSON-able data: the head line of every view of a run."""
+    """Request of a run as JSON data: the headline of every view."""
 
     name: str
-    """The model's class, or what the user called the run."""
+    """Name of the model's class, or the name that the user gave the run."""
     strategy: str
-    """The strategy as the user would type it, e.g. ``DataParallel()``."""
+    """Strategy as the user types it, such as ``DataParallel()``."""
     world_size: int
     samples: int
     """Samples in one epoch."""
@@ -89,13 +102,13 @@ class RunSpec:
 
     @property
     def epochs(self) -> float:
-        """Passes over the data that the run makes."""
+        """Number of passes over the data."""
         return self.steps / self.steps_per_epoch
 
 
 @dataclasses.dataclass(frozen=True)
 class Status:
-    """A snapshot of a run. Times are in seconds; `remaining_s` is None until it can be estimated."""
+    """State and progress of a run. Times are in seconds; `remaining_s` is None until it can be estimated."""
 
     state: State
     step: int
@@ -108,7 +121,7 @@ class Status:
 
 @dataclasses.dataclass(frozen=True)
 class StepRecord:
-    """What one rank did in one step. `loss` is the mean over this rank's samples (NaN without any)."""
+    """One rank's part of one step. `loss` is the mean over this rank's samples (NaN without any)."""
 
     step: int
     epoch: int
@@ -116,46 +129,52 @@ class StepRecord:
     samples: int
     loss: float
     weight: float
-    """What `loss` counts for in the global mean: the samples, or the weight that the loss returned."""
+    """Weight of `loss` in the global mean: the number of samples, or the weight that the loss returned."""
     lr: float
     data_s: float
     forward_s: float
     backward_s: float
-    """Backward pass, with the communication that it hides."""
+    """Backward pass, including the communication that it hides."""
     update_s: float
     step_s: float
     memory_bytes: int
-    """Device memory allocated by this process on CUDA, else its resident set."""
+    """Device memory that this process has allocated on CUDA, else its resident set."""
     comm_s: float = 0.0
-    """Exposed communication: blocked in a collective that every rank had reached, or in a message between stages
-    whose other rank had begun it as well."""
+    """Exposed communication: time in a collective that all ranks had reached.
+
+    In a pipeline, also the time in a message between stages that the other rank had begun too.
+    """
     wait_s: float = 0.0
-    """Blocked in a collective, or in a message, that another rank had not reached yet. Of ranks that do the same work,
-    the one that waits least is the straggler."""
+    """Time in a collective or a message that another rank had not reached yet.
+
+    Among ranks with the same work, the one that waits least is the straggler.
+    """
     sent_bytes: int = 0
-    """What this rank sent for synchronisation."""
+    """Bytes that this rank sent for synchronization."""
     grad_norm: float = math.nan
-    """Norm of the step's gradient, reduced over ranks and before clipping; NaN where no rank knows it."""
+    """Norm of the gradient, reduced over ranks and before clipping; NaN where no rank knows it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ReplicaCheckResult:
-    """The last comparison of the parameters' checksums, over the ranks that hold the same ones."""
+    """Last comparison of the parameters' checksums among the ranks that hold the same part."""
 
     step: int
-    """After so many updates they were compared."""
+    """Number of updates before the comparison."""
     differing_ranks: tuple[int, ...]
-    """The ranks whose parameters are not those of most ranks that hold the same part; empty when all are identical."""
+    """Ranks whose parameters differ from those of most ranks with the same part; empty if none differ."""
     differing_since: int | None
-    """The step of the first comparison that showed the difference."""
+    """Step of the first comparison that showed the difference."""
     num_holders: int | None = None
-    """On how many ranks each part of the model lies, and was compared; 1: only what lies on all ranks could be. None
-    where every rank holds the whole model."""
+    """Number of ranks that hold each part of the model; None where every rank holds the whole model.
+
+    With 1, only what is on all ranks was compared.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """Loss and metrics over held-out data, after `step` updates."""
+    """Loss and metrics on held-out data, after `step` updates."""
 
     step: int
     samples: int
@@ -164,20 +183,20 @@ class Evaluation:
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """Something worth a mark on the time axis: a pause, a new learning rate, a lost node, NaN."""
+    """A mark on the time axis: a pause, a new learning rate, a lost node, NaN."""
 
     step: int
     kind: str
     """One of "start", "pause", "resume", "stop", "lr", "error", "note", "done", "print", "stuck", "lost", "repair"."""
     text: str
     time: float
-    """Seconds since the epoch, as time.time()."""
+    """Seconds since the epoch, as `time.time` returns them."""
     rank: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """Why a call failed on one rank."""
+    """Reason why a call failed on one rank."""
 
     rank: int
     host: str
@@ -186,20 +205,23 @@ class Failure:
     traceback: str
     step: int | None = None
     victim: bool = False
-    """True where the rank only lost its peer in a collective; the cause is another rank's."""
+    """True if the rank only lost its peer in a collective: another rank has the cause."""
     kind: str = "error"
-    """"error" | "refused" | "nonfinite" | "interrupted", as the engine tells; of one that tells nothing, "lost" (its
-    process has ended) | "stuck" (it answers nothing)."""
+    """Kind of failure.
+
+    An engine reports "error", "refused", "nonfinite" or "interrupted". Without a report it is "lost" (its process has
+    ended) or "stuck" (it does not answer).
+    """
 
     @property
     def is_engine_gone(self) -> bool:
-        """Whether the engine can't be asked any more, where it stands least of all."""
+        """Return whether the engine can't answer any more."""
         return self.kind in ("lost", "stuck")
 
 
 @dataclasses.dataclass(frozen=True)
 class GroupSpec:
-    """How one engine joins the process group of one generation."""
+    """Settings with which one engine joins the process group of one generation."""
 
     rank: int
     world_size: int
@@ -208,17 +230,16 @@ class GroupSpec:
     """"gloo", or "cpu:gloo,cuda:nccl" where every rank has a GPU of its own."""
     device: str
     store_path: str
-    """Path of the FileStore that this generation meets at; a new one each time, so that no late message of a
-    broken group can join."""
+    """Path of this generation's FileStore. Each has its own, so that no late message of a broken group joins it."""
     interface: str
-    """Network interface that collectives use; the loopback one unless the user asked to leave it."""
+    """Network interface of collectives; the loopback one unless the user names another."""
     threads: int | None
     timeout_s: float
 
 
 @dataclasses.dataclass(frozen=True)
 class JobPlan:
-    """The arithmetic of a job: who takes how many samples when. The same on every rank."""
+    """Numbers from which each rank computes its samples of each step. They are the same on every rank."""
 
     batch_size: int
     steps: int
@@ -227,62 +248,142 @@ class JobPlan:
 
 
 @dataclasses.dataclass(frozen=True)
+class LoadingOptions:
+    """User's options for how engines load batches."""
+
+    num_workers: int = 0
+    """Number of processes per engine that load a Dataset's samples."""
+    pin_memory: bool | None = None
+    """Whether batches for a GPU are in page-locked memory; None: where there is a GPU."""
+    prefetch: bool | None = None
+    """Whether a thread loads the next batch while a step runs; None: where it pays."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.num_workers, bool) or not hasattr(self.num_workers, "__index__") or self.num_workers < 0:
+            raise ValueError(
+                f"num_workers={self.num_workers!r}; it must be a number of processes per engine, from 0 up"
+            )
+        for name in ("pin_memory", "prefetch"):
+            if getattr(self, name) not in (True, False, None):
+                raise ValueError(f"{name}={getattr(self, name)!r}; it must be True, False or None (where it pays)")
+        if self.num_workers and self.prefetch:
+            raise ValueError(
+                f"num_workers={self.num_workers}, prefetch=True: worker processes load ahead by themselves. Leave "
+                "prefetch out"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class JobDefinition:
+    """Everything that engines need to build a job."""
+
+    model: str
+    """Key of the model on the engines."""
+    data: str
+    """Key of the data on the engines."""
+    program: bytes
+    """Loss, optimizer and strategy, pickled."""
+    plan: JobPlan
+    loading: LoadingOptions
+
+
+@dataclasses.dataclass(frozen=True)
+class JobPosition:
+    """A rank's position in its job."""
+
+    step: int
+    is_intact: bool
+    """Whether its parameters are of that step."""
+    lr: float = 0.0
+    snapshots: Mapping[int, Sequence[int]] = dataclasses.field(default_factory=dict)
+    """Snapshots in its memory: {step: ranks whose parts it holds}."""
+
+
+class SnapshotReport(TypedDict):
+    """Result of one rank's part of a snapshot."""
+
+    error: str | None
+    seconds: float
+    """Time for which the training was interrupted."""
+
+
+class CheckpointReport(SnapshotReport):
+    """Result of the first part of a checkpoint on one rank: the copy of its state."""
+
+    torch: str
+    """Version of torch on the engine."""
+
+
+OutputItem = tuple[str, Any]
+"""Output of a call: ("text", line), or ("row", {name: number}) from `dtkit.log`."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Request:
-    """One call to one engine. `owner` and `generation` must be the engine's own, or it refuses."""
+    """One call to one engine, which refuses it unless owner and generation match its own."""
 
     op: str
     owner_id: int
     generation: int
-    args: dict[str, object]
+    args: dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class EngineInventory:
-    """What a notebook finds on an engine that it takes over."""
+    """State of an engine that a notebook attaches to."""
 
     rank: int
     generation: int
     job_steps: dict[str, int]
-    """Job and the step that it stands at."""
+    """Step of each job."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Reply:
-    """What an engine answers: a value, or why there is none."""
+class Reply(Generic[R]):
+    """An engine's answer: a value, or a failure."""
 
-    value: object = None
+    value: R | None = None
     failure: Failure | None = None
+
+    def unwrap(self) -> R:
+        """Return the value of an operation that succeeded; None if that is its value."""
+        assert self.failure is None
+        return self.value  # type: ignore[return-value]
 
 
 NonFiniteLocations = tuple[tuple[int, str], ...]
-"""(stage, "output" or "gradient"), for each of a rank's that was not finite."""
+"""(stage, "output" or "gradient") for each value of a rank that was not finite."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DispatchResult:
-    """What a dispatch did on one rank: rows of dtype ``history.ROW`` and where the job stands now."""
+    """Result of a dispatch on one rank. `rows` has dtype :data:`~dtkit.history.history.ROW_DTYPE`."""
 
     rows: object
     step: int
     lr: float
     end_reason: str = "done"
-    """"done", "time" (all ranks agreed that the steps had become slow), "nonfinite" or "exhausted" (a stream of unknown
-    length has ended on all ranks)."""
+    """Reason why the dispatch ended.
+
+    It is "done", "time" (all ranks agreed that the steps had become slow), "nonfinite", or "exhausted" (a stream of
+    unknown length has ended on all ranks).
+    """
     loss: float | None = None
-    """With "nonfinite": this rank's loss in the step that was not taken."""
+    """With "nonfinite", this rank's loss in the step that was not taken."""
     nonfinite: NonFiniteLocations = ()
-    """With "nonfinite", of a model in stages: what this rank's made that is not finite."""
+    """With "nonfinite" in a pipeline, the values of this rank's stages that are not finite."""
     blocked_spans: object = None
-    """(steps, collectives, 3): when this rank was blocked, from and to, in seconds on its clock, and a number for the
-    ranks among which; NaN for none."""
+    """Spans in which this rank was blocked, of shape (steps, collectives, 3).
+
+    A span is its begin and end in seconds on the rank's clock, and a number for the group of ranks; NaN for none.
+    """
     messages: object = None
-    """When this rank was in which message to or from another stage: an array of dtype ``messages.MESSAGE_DTYPE``; None
-    without any."""
+    """Messages with other stages, of dtype :data:`~dtkit.history.comm_time.MESSAGE_DTYPE`; None if there were none."""
     fingerprint: Fingerprint | None = None
-    """Where asked for, and where ranks must agree: of the parameters after the last step."""
+    """Checksums after the last step, if the notebook asked for them."""
     fingerprint_s: float = 0.0
-    """What that took."""
+    """Time that the checksums took."""
     step_report: object = None
-    """Of a step that was explained, what this rank saw of it."""
+    """This rank's report of a step that is explained."""
     spans: object = None
-    """What this rank did when in its last steps: an array of dtype ``timeline.SPAN``."""
+    """Timeline of the last steps, of dtype :data:`~dtkit.history.timeline.SPAN_DTYPE`."""

@@ -1,8 +1,8 @@
-"""The way into an engine: a pickled :class:`~dtkit.types.Request` comes, a :class:`~dtkit.types.Reply` goes.
+"""Entry point of an engine: takes a pickled :class:`~dtkit.types.Request`, returns a pickled reply.
 
-Whatever goes wrong becomes a :class:`~dtkit.types.Failure` in the reply, never an exception, so that each rank
-answers for itself. A rank that fails breaks the group up, so that its peers are out of their collective at once; the
-notebook then forms the next generation.
+Every error becomes a :class:`~dtkit.types.Failure` in the reply, so each rank answers for itself. A rank that fails
+aborts its process group, so that its peers leave their collectives at once. The notebook then forms the next
+generation.
 """
 
 from __future__ import annotations
@@ -18,32 +18,36 @@ from dtkit.types import Reply
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dtkit.types import Request
+    from dtkit.engine.session import Session
+    from dtkit.types import OutputItem, Request
 
-# locks: for one call; calls never overlap anyway
+# locks: for one call; an engine gets no second call meanwhile
 _request_lock = threading.Lock()
 
 
-def handle_request(message: bytes, publish: Callable[[int, list[Any]], None] | None) -> bytes:
-    """Serve one request. The boundary that reports: whatever is raised here becomes a Failure."""
+def handle_request(
+    message: bytes, publish: Callable[[int, list[OutputItem]], None] | None, session: Session | None = None
+) -> bytes:
+    """Serve one request, by default in the session of this process. All errors are caught here."""
     # unpickles: sent by the notebook; engines run what it sends
     request: Request = pickle.loads(message)
-    session = get_session()
-    with _request_lock, session.watchdog.track_request(request), session.sigint_handler.handle_during_request():
+    session = session or get_session()
+    state = session.state
+    with _request_lock, state.watchdog.track_request(request), state.sigint_handler.handle_during_request():
         try:
-            session.sigint_handler.raise_if_interrupted()
+            state.sigint_handler.raise_if_interrupted()
             value = session.serve_request(request, publish)
-            session.sigint_handler.work_done = True
-            reply = Reply(value)
+            state.sigint_handler.work_done = True
+            reply: Reply[Any] = Reply(value)
         # broad: the error becomes a Failure in the engine's reply
         except BaseException as error:  # noqa: BLE001 - reported to the notebook with its traceback
-            session.sigint_handler.work_done = True
+            state.sigint_handler.work_done = True
             reply = Reply(session.collect_partial_result(request), session.build_failure(error, request))
-            if not isinstance(error, RefusedError) and session.group is not None:
-                session.group.abort()
+            if not isinstance(error, RefusedError) and state.group is not None:
+                state.group.abort()
     return pickle.dumps(reply, protocol=5)
 
 
 def attach_sigint_handler(kernel: Any) -> None:
-    """Have the session decide what SIGINT does on this engine: see :mod:`dtkit.engine.comm.sigint`."""
-    get_session().sigint_handler.attach_to_kernel(kernel)
+    """Let the session decide what SIGINT does on this engine: see :mod:`dtkit.engine.comm.sigint`."""
+    get_session().state.sigint_handler.attach_to_kernel(kernel)

@@ -1,0 +1,93 @@
+"""Measurements of the engine, of its links and of a user's model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dtkit.rpc.payload import Payload
+from dtkit.rpc.protocol import BenchmarkOperations
+
+if TYPE_CHECKING:
+    from dtkit.engine.benchmark import BenchmarkContext
+    from dtkit.engine.ops.state import EngineState
+    from dtkit.planning.cost_model import ActivationPeak, AvailableMemory, LinkSpeeds, ModelSizes, StepTimings
+    from dtkit.planning.layer_chain import LayerChain
+
+
+class BenchmarkOps(BenchmarkOperations):
+    """See :class:`~dtkit.rpc.protocol.BenchmarkOperations`."""
+
+    def __init__(self, state: EngineState) -> None:
+        self._state = state
+
+    def _make_context(self) -> BenchmarkContext:
+        from dtkit.engine.benchmark import BenchmarkContext
+
+        state = self._state
+        models = {key: model for key, model in state.models.items() if not isinstance(model, Payload)}
+        return BenchmarkContext(state.get_group(), state.get_device(), models, state.data)
+
+    def measure_links(self, *, dtype: str) -> LinkSpeeds:
+        """Measure the speed of the engine and of its links. A collective."""
+        from dtkit.engine import benchmark
+
+        context = self._make_context()
+        return self._state.run_abortable(lambda: benchmark.measure_links(context, dtype))
+
+    def measure_available_memory(self, *, free_caches: bool) -> AvailableMemory:
+        """Measure the memory that the engine can get, after it has freed unused memory if asked to."""
+        from dtkit.engine import memory
+
+        context = self._make_context()
+        return self._state.run_abortable(
+            lambda: memory.measure_available_memory(context.device, context.models.values(), tidy_up=free_caches)
+        )
+
+    def measure_model_sizes(self, *, program: bytes, model: str | None) -> ModelSizes:
+        """Measure what a model needs for any batch."""
+        from dtkit.engine import benchmark
+
+        context = self._make_context()
+        return self._state.run_abortable(lambda: benchmark.measure_model_sizes(context, program, model))
+
+    def measure_activation_peaks(
+        self, *, program: bytes, model: str | None, data: str, rows: tuple[int, ...], precision: str | None = None
+    ) -> tuple[list[ActivationPeak], str]:
+        """Measure forward and backward on tensors without memory; without a result, the text gives the reason."""
+        from dtkit.engine import benchmark
+
+        context = self._make_context()
+        return self._state.run_abortable(
+            lambda: benchmark.measure_activation_peaks(context, program, model, data, rows, precision)
+        )
+
+    def measure_layers(
+        self, *, program: bytes, model: str | None, data: str, rows: int, timed: bool
+    ) -> tuple[LayerChain | None, str]:
+        """Measure the layers of a model's chain; without a result, the text gives the reason."""
+        from dtkit.engine import benchmark
+
+        context = self._make_context()
+        return self._state.run_abortable(
+            lambda: benchmark.measure_layers(context, program, model, data, rows, timed=timed)
+        )
+
+    def measure_step_times(
+        self,
+        *,
+        program: bytes,
+        model: str,
+        data: str,
+        rows: int,
+        precision: str | None = None,
+        track_allocations: bool = False,
+    ) -> StepTimings:
+        """Take real steps on all ranks at the same time. A collective."""
+        from dtkit.engine import benchmark
+
+        context = self._make_context()
+        return self._state.run_abortable(
+            lambda: benchmark.measure_step_times(
+                context, program, model, data, rows, precision, track_allocations=track_allocations
+            )
+        )

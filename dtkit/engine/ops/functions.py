@@ -1,0 +1,55 @@
+"""Calls of the user's functions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from dtkit.engine.observe.call_output import CallOutput, activate_output
+from dtkit.rpc.protocol import FunctionOperations
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dtkit.engine.ops.state import EngineState
+    from dtkit.rpc.payload import Payload
+    from dtkit.types import OutputItem
+
+
+class FunctionOps(FunctionOperations):
+    """See :class:`~dtkit.rpc.protocol.FunctionOperations`."""
+
+    def __init__(self, state: EngineState) -> None:
+        self._state = state
+        self._torchrun_store: Any = None  # open as long as this refers to it
+
+    def call_function(
+        self, *, payload: Payload, port: int | None = None, restart_count: int = 0
+    ) -> tuple[Payload | None, list[OutputItem]]:
+        """Call ``fn(*args, **kwargs)``; return its result and its output."""
+        state = self._state
+        output = state.call_output = CallOutput(state.publish)
+
+        def work() -> Any:
+            fn, args, kwargs = payload.load()
+            return fn(*args, **kwargs)
+
+        with activate_output(output):
+            value = state.run_abortable(work) if port is None else self._run_as_torchrun(work, port, restart_count)
+        return state.pack(value, name="the function's result"), output.items
+
+    def open_torchrun_store(self) -> int:
+        """Open a store for the process group of a script; return its port."""
+        from dtkit.engine.comm import torchrun
+
+        self._torchrun_store, port = torchrun.open_store(self._state.get_group().world_size)
+        return port
+
+    def _run_as_torchrun(self, work: Callable[[], Any], port: int, restart_count: int) -> Any:
+        """Run a script that forms a process group of its own, from torchrun's environment variables."""
+        from dtkit.engine.comm import torchrun
+
+        group, spec = self._state.get_group(), self._state.spec
+        assert spec is not None
+        group.close()
+        group.is_broken = True  # calls that wait behind this one are refused until the group is formed again
+        return torchrun.call_with_environment(work, torchrun.make_torchrun_environment(spec, port, restart_count))

@@ -1,1 +1,1 @@
-"""cluster."""
+"""Processes of a cluster: start, find, take over and end them; and the facade `Cluster`."""

@@ -1,8 +1,8 @@
-"""A cluster that another notebook had, taken over: found on this machine, with its run and all that was seen of it.
+"""Taking over a cluster of another notebook on this machine, with its run.
 
-The engines go on where they stand; what the older notebook still has in flight is refused from here on. The run's
-history is read from the cluster's folder, where it was written as it came, and so is what the engines did after that:
-they keep there what nobody said to have read (:mod:`dtkit.history.engine_outbox`).
+The engines keep what they hold, and refuse what the other notebook still has in flight. The run's history is in the
+cluster's folder, where the other notebook wrote it. So are the results that it did not acknowledge
+(:mod:`dtkit.history.engine_outbox`).
 """
 
 from __future__ import annotations
@@ -11,13 +11,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtkit import __version__
-from dtkit.cluster import cluster_file, transport
+from dtkit.cluster import cluster_file, start
 from dtkit.cluster.cluster import Cluster
+from dtkit.cluster.config import LaunchConfig
+from dtkit.cluster.launched_transport import get_runtime_folder
 from dtkit.errors import VersionMismatchError
 from dtkit.training import persisted_run, recovered_state
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dtkit.rpc.engine_group import EngineGroup
     from dtkit.training.run import Run
+    from dtkit.types import EngineInventory
 
 
 def attach(name: str | Path | None = None) -> Cluster:
@@ -48,36 +54,35 @@ def attach(name: str | Path | None = None) -> Cluster:
             f"attach({name!r}): name must be a cluster's name. For engines that you started with ipyparallel, use "
             "dtkit.Cluster.from_client(client)"
         )
-    found = cluster_file.choose_cluster(
-        cluster_file.find_running(transport.get_runtime_folder()), None if name is None else str(name)
-    )
-    if found.version != __version__:
+    running = cluster_file.find_running(get_runtime_folder())
+    info = cluster_file.choose_cluster(running, None if name is None else str(name))
+    if info.version != __version__:
         raise VersionMismatchError(
-            f"{found.name} was started by dtkit {found.version}, and this is {__version__}. Take it over with "
+            f"{info.name} was started by dtkit {info.version}, and this is {__version__}. Take it over with "
             "that version, or close it: its processes end by themselves when its notebook is gone"
         )
-    cluster = Cluster.reattach(found)
+    group, inventories = start.reattach(info)
     try:
-        cluster.current_run = _restore_run(cluster)
-        if lost := cluster.find_lost_ranks():  # with a run, that has seen to it
-            cluster.replace(lost)
-            cluster.clear_if_all_new()
+        run = _restore_run(group, inventories)
+        cluster = Cluster._from_group(group, LaunchConfig.from_json(info.launch_config), run)  # noqa: SLF001
+        if group.membership.find_lost_ranks():  # without a run; a restored run has replaced them
+            cluster.repair()
     except BaseException:
-        cluster.undo_reattach(found)
+        start.undo_reattach(group, info)
         raise
     return cluster
 
 
-def _restore_run(cluster: Cluster) -> Run | None:
-    """The run whose job the engines have."""
+def _restore_run(group: EngineGroup, inventories: Sequence[EngineInventory]) -> Run | None:
+    """Return the run whose job the engines hold, or whose recovery its notebook did not survive."""
     from dtkit.training.run import Run
 
-    jobs = [job for heritage in cluster.engine_inventories for job in heritage.job_steps]
-    jobs += recovered_state.list_jobs(cluster.folder)  # that ended on the engines, to be made anew
+    jobs = [job for inventory in inventories for job in inventory.job_steps]
+    jobs += recovered_state.list_jobs(group.folder)
     for job in dict.fromkeys(jobs):
-        plan = persisted_run.load(cluster, job, cluster.engine_inventories[0].rank)
+        plan = persisted_run.load(group, job, inventories[0].rank)
         if plan is not None:
-            run = Run(cluster, plan.adapt_to(cluster.world_size))
+            run = Run(group, plan.adapt_to(group.world_size))
             run.lifecycle.reattach()
             return run
     return None

@@ -1,20 +1,21 @@
-"""Which engine gets which device, how many threads, and what carries the collectives: arithmetic on what is here."""
+"""Choice of the number of engines, and of each one's device, threads and backend."""
 
 from __future__ import annotations
 
 import dataclasses
 
-from dtkit._util import formatting
-from dtkit.cluster import resources
+from dtkit._util import formatting, resources
 from dtkit.engine import memory_limit as limits
 
-_MMAP_THRESHOLD_BYTES = 32 * 2**20  # bytes: glibc maps larger ones by themselves whatever it is told
-_TRIM_THRESHOLD_BYTES = 2**40  # bytes free at the heap's end, from which glibc gives them back
+_MMAP_THRESHOLD_BYTES = 32 * 2**20
+"""Size from which glibc maps an allocation by itself; it accepts no larger threshold."""
+_TRIM_THRESHOLD_BYTES = 2**40
+"""Free memory at the end of the heap from which glibc gives it back to the system."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DevicePlan:
-    """Devices by rank, threads, and what carries the collectives."""
+    """Devices by rank, threads per engine, and backend of the collectives."""
 
     devices: tuple[str, ...]
     threads: int | None
@@ -22,27 +23,25 @@ class DevicePlan:
     note: str = ""
 
     def make_environment(self, rank: int, memory_limit: int | None) -> dict[str, str]:
-        """What an engine's process starts with. With more threads than cores torch spins (seven times slower)."""
-        found = {name: str(self.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+        """Return the environment of an engine's process."""
+        variables = {name: str(self.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
         if self.devices[rank] == "cpu":
-            found["CUDA_VISIBLE_DEVICES"] = ""
-            # Large tensors in huge pages: backward makes its gradients anew in each step, and touching 50 MB page by
-            # page took 35 to 58 ms (100 MB of gradients: 1.26 of bare DDP's steps per second with it, 0.90 without).
-            found["THP_MEM_ALLOC_ENABLE"] = "1"
-            # What a step frees, the next one takes again: glibc gave it back to the system, and 30 MB of activations
-            # came page by page (a pipeline: 0.94 of the bare loop's speed, 0.96 to 1.00 with it). A job's end trims.
-            found["MALLOC_MMAP_THRESHOLD_"] = str(_MMAP_THRESHOLD_BYTES)
-            found["MALLOC_TRIM_THRESHOLD_"] = str(_TRIM_THRESHOLD_BYTES)
+            variables["CUDA_VISIBLE_DEVICES"] = ""
+            # Backward allocates gradients in each step. Huge pages save most of the page faults.
+            variables["THP_MEM_ALLOC_ENABLE"] = "1"
+            # The next step takes what this one frees, so glibc must not give it back to the system. A job's end does.
+            variables["MALLOC_MMAP_THRESHOLD_"] = str(_MMAP_THRESHOLD_BYTES)
+            variables["MALLOC_TRIM_THRESHOLD_"] = str(_TRIM_THRESHOLD_BYTES)
         if memory_limit is not None:
-            found[limits.LIMIT_ENV_VAR] = str(memory_limit)
-            # The limit counts what malloc keeps of freed memory in pieces; what is mapped by itself goes back at once.
-            found["MALLOC_MMAP_THRESHOLD_"] = str(2**20)
-            found.pop("MALLOC_TRIM_THRESHOLD_", None)
-        return found
+            variables[limits.LIMIT_ENV_VAR] = str(memory_limit)
+            # The limit counts freed memory that malloc keeps. Allocations with a mapping of their own go back at once.
+            variables["MALLOC_MMAP_THRESHOLD_"] = str(2**20)
+            variables.pop("MALLOC_TRIM_THRESHOLD_", None)
+        return variables
 
 
 def plan_devices(num_engines: int, device: str, threads: int | None) -> DevicePlan:
-    """Devices for `n` engines: a GPU each while there are enough, else shared ones, else the CPU."""
+    """Return devices for all engines: a GPU each if there are enough, else shared GPUs, else the CPU."""
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device={device!r}; it must be 'auto', 'cpu' or 'cuda'")
     if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int)):
@@ -64,7 +63,7 @@ def plan_devices(num_engines: int, device: str, threads: int | None) -> DevicePl
 
 
 def choose_num_engines(n: int | None, launcher: str) -> int:
-    """The number of engines: as asked for, if this machine carries so many; by default what it carries."""
+    """Return `n`, if this machine's memory suffices for so many engines; by default what it suffices for."""
     if n is None:
         return resources.compute_default_engines()
     if isinstance(n, bool) or not isinstance(n, int):

@@ -1,19 +1,18 @@
-"""The process that outlives the notebook: it ends a cluster's processes when nobody owns them any more.
+"""The reaper: a process that outlives the notebook, and ends a cluster's processes when nobody owns them any more.
 
-The notebook holds a lock on a file in the cluster's folder. The system gives the lock up when the notebook ends, in
-whatever way; nobody has to notice in time, and no heartbeat can be late. When the lock has been free for as long as
-the lease says, the warden ends every process of the cluster by SIGKILL, so an engine that is stopped, stuck in a
-lock or holds the GIL ends too. It then deletes the cluster's shared-memory files and its folder. SIGTERM from the
-notebook (`close`) does the same at once.
+The notebook holds a lock on a file in the cluster's folder. The system frees the lock when the notebook ends, in
+whatever way, so no heartbeat can be late. When the lock has been free for as long as the lease says, the reaper ends
+every process of the cluster by SIGKILL, which also ends engines that are stopped or stuck. It then deletes the
+cluster's shared-memory files and its folder. SIGTERM from the notebook (`close`) does the same at once.
 
-Processes are known by pid and start time, so a pid that was used again is left alone. Run as
-``python -m dtkit.cluster.reaper FOLDER``; it needs neither torch nor ipyparallel.
+It runs as ``python -m dtkit.cluster.reaper FOLDER``, without torch and ipyparallel.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import fcntl
 import json
 import os
@@ -28,53 +27,56 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from dtkit._util import files
+from dtkit._util import files, timeouts
+from dtkit._util.process import ProcessId
 from dtkit.rpc import shared_memory
+from dtkit.rpc.cluster_folder import JOB_FLAG
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-LOCK_FILE, MEMBERS_FILE, JOB_FLAG = "owner.lock", "members.json", "job"
-POLL_PERIOD_S = 0.5
-TERM_GRACE_S = 1.0  # between SIGTERM and SIGKILL on `close`
-MARKER_VARIABLE = "IPP_PROFILE_DIR"  # ipyparallel gives it to whatever a cluster starts, and children inherit it
-_MAX_KILL_ROUNDS = 5  # what was forked while others were being killed is found in the next round
+LOCK_FILE, MEMBERS_FILE = "owner.lock", "members.json"
+MARKER_VARIABLE = "IPP_PROFILE_DIR"
+"""Environment variable of every process that ipyparallel starts for a cluster, which children inherit."""
+_MAX_KILL_ROUNDS = 5
+"""Each round finds processes that were forked during the one before."""
 
 
 def start_reaper(folder: Path) -> subprocess.Popen[bytes]:
-    """Start the warden of a folder that has its lock and its members. It inherits SIGTERM blocked, and lets it through
-    once it can act on it: asked to end everything while it still loads, it does so.
+    """Start the reaper of a folder that has its lock and its list of members.
+
+    The reaper inherits SIGTERM blocked and unblocks it when it can handle it, so that no early SIGTERM is lost.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         command = [sys.executable, "-m", "dtkit.cluster.reaper", str(folder)]
-        nowhere = subprocess.DEVNULL  # it may outlive us, and would hold whatever pipe we write to
-        return subprocess.Popen(command, start_new_session=True, stdin=nowhere, stdout=nowhere, stderr=nowhere)
+        null = subprocess.DEVNULL  # the reaper may outlive this process, and would keep its pipes open
+        return subprocess.Popen(command, start_new_session=True, stdin=null, stdout=null, stderr=null)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def write_members(folder: Path, pids: list[int], lease_s: float, job_lease_s: float) -> None:
-    """Tell the warden which processes are this cluster's. Atomic: it never reads half a file."""
+    """Report this cluster's processes and leases to the reaper."""
     members = []
     for pid in pids:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            members.append([pid, psutil.Process(pid).create_time()])
+        with contextlib.suppress(ProcessLookupError):
+            members.append(dataclasses.astuple(ProcessId.from_pid(pid)))
     text = json.dumps({"members": members, "lease_s": lease_s, "job_lease_s": job_lease_s})
     files.replace_file(folder / MEMBERS_FILE, text)
 
 
-_descriptors: dict[Path, int] = {}  # of the locks that this process holds
-_holder_counts: collections.Counter[Path] = collections.Counter()  # how many want each
+_descriptors: dict[Path, int] = {}  # of the lock files that this process has locked
+_holder_counts: collections.Counter[Path] = collections.Counter()  # how many threads hold each lock
 # locks: while a file is locked, which is tried once
 _table_lock = threading.Lock()
 
 
-def acquire_lock(folder: Path, timeout: float = 5.0) -> None:
-    """Own the cluster, until `release_lock`. The warden holds the lock for moments only, so it is tried again.
+def acquire_lock(folder: Path, timeout: float = timeouts.LOCK_TIMEOUT_S) -> None:
+    """Own the cluster until `release_lock`. The reaper holds the lock for moments only, so this tries again.
 
-    A lock belongs to the process, not to who took it in there: a second one would get it too, and whoever closes any
-    descriptor of the file gives it up for both. So there is one descriptor, and a count of those who hold it.
+    A lock belongs to the whole process, and closing any descriptor of the file frees it. So each process has one
+    descriptor, and counts its holders.
     """
     deadline = time.monotonic() + timeout
     pause = threading.Event()
@@ -84,7 +86,7 @@ def acquire_lock(folder: Path, timeout: float = 5.0) -> None:
         except BlockingIOError:
             if time.monotonic() > deadline:
                 raise
-            pause.wait(0.01)
+            pause.wait(timeouts.LOCK_POLL_S)
         else:
             return
 
@@ -97,7 +99,7 @@ def _acquire_or_share(folder: Path) -> None:
 
 
 def _open_locked(folder: Path) -> int:
-    """A descriptor that holds the lock. BlockingIOError where another process does."""
+    """Lock the file and return its descriptor. Raise BlockingIOError if another process has locked it."""
     descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -108,7 +110,7 @@ def _open_locked(folder: Path) -> int:
 
 
 def release_lock(folder: Path) -> None:
-    """Own it no longer; the last holder in this process gives it up. In a process that was forked it does nothing."""
+    """Release this holder's lock; the last one in this process frees it. No-op in a forked process."""
     with _table_lock:
         if folder not in _descriptors:
             return
@@ -119,20 +121,20 @@ def release_lock(folder: Path) -> None:
 
 
 def _reset_after_fork() -> None:
-    """A child holds none of its parent's locks; the table may have been in use as it was copied."""
-    global _table_lock  # noqa: PLW0603 - nobody in the child could release the old one
+    """Drop the parent's locks, which a child doesn't hold. The table may have been in use during the fork."""
+    global _table_lock  # noqa: PLW0603 - no thread of the child could release the old one
     # locks: while a file is locked, which is tried once
     _table_lock = threading.Lock()
     _holder_counts.clear()
     while _descriptors:
-        os.close(_descriptors.popitem()[1])  # which takes nothing from the parent
+        os.close(_descriptors.popitem()[1])  # the parent keeps its lock
 
 
 os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 def _is_owned_elsewhere(folder: Path) -> bool:
-    """Whether another process holds the lock. One that holds it must not ask: it would give it up."""
+    """Return whether another process holds the lock. A holder must not call this, because it would free its lock."""
     with (folder / LOCK_FILE).open("r+") as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -142,22 +144,21 @@ def _is_owned_elsewhere(folder: Path) -> bool:
 
 
 def _find_processes(folder: Path) -> list[psutil.Process]:
-    """The cluster's processes that still live: its members, their descendants, and whoever carries its mark.
+    """Return the cluster's running processes: its members, their descendants, and those that have its marker.
 
-    The mark finds what no list can: what was forked while the list was made, or by a parent that is gone (the
-    controller's schedulers), or by a start that was killed half-way.
+    The marker also finds processes that were forked while the list was written, whose parent has ended, or whose start
+    was interrupted.
     """
-    found = [process for process in psutil.process_iter() if _is_marked(process, folder)]
-    for pid, created in _read_members(folder)["members"]:
+    processes = [process for process in psutil.process_iter() if _is_marked(process, folder)]
+    for pid, start_time in _read_members(folder)["members"]:
         with contextlib.suppress(psutil.NoSuchProcess):
-            process = psutil.Process(pid)
-            if process.create_time() == created:
-                found += [process, *process.children(recursive=True)]
-    return [process for process in dict.fromkeys(found) if _is_running(process)]
+            if (process := ProcessId(pid, start_time).find()) is not None:
+                processes += [process, *process.children(recursive=True)]
+    return [process for process in dict.fromkeys(processes) if _is_running(process)]
 
 
 def _read_members(folder: Path) -> Any:
-    """What `write_members` wrote; of a folder that somebody removed, that there are none, and no lease."""
+    """Return what `write_members` wrote; no members and no lease if the folder was removed."""
     try:
         return json.loads((folder / MEMBERS_FILE).read_text())
     except FileNotFoundError:
@@ -165,14 +166,14 @@ def _read_members(folder: Path) -> Any:
 
 
 def _is_marked(process: psutil.Process, folder: Path) -> bool:
-    """Whether a process was started by the cluster of this folder, by the environment that it inherited."""
+    """Return whether a process inherited this folder's marker in its environment."""
     with contextlib.suppress(psutil.Error, OSError):
         return bool(process.environ().get(MARKER_VARIABLE) == str(folder))
     return False
 
 
 def kill_members(folder: Path, pids: Iterable[int]) -> None:
-    """End those of these processes that are the cluster's of this folder, at once."""
+    """End those of these processes that belong to this folder's cluster, at once."""
     for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(pid)
@@ -187,36 +188,36 @@ def _is_running(process: psutil.Process) -> bool:
 
 
 def _signal_and_wait(processes: list[psutil.Process], signum: int, timeout_s: float) -> None:
-    """Send a signal and wait until all have ended, at most so long. (A zombie has: its parent may never ask.)"""
+    """Send a signal, and wait until all have ended or are zombies, whose parent may never reap them."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(signum)
     deadline, pause = time.monotonic() + timeout_s, threading.Event()
     while any(map(_is_running, processes)) and time.monotonic() < deadline:
-        pause.wait(0.02)
+        pause.wait(timeouts.PROCESS_POLL_S)
 
 
 def _end_cluster(folder: Path, grace_s: float) -> None:
-    """End all processes, then delete what they leave."""
+    """End all processes, then delete their files."""
     if grace_s:
         _signal_and_wait(_find_processes(folder), signal.SIGTERM, grace_s)
     for _ in range(_MAX_KILL_ROUNDS):
         if not (processes := _find_processes(folder)):
             break
-        _signal_and_wait(processes, signal.SIGKILL, 5.0)
-    shared_memory.remove_owned_files(shared_memory.ProcessId.from_pid())
+        _signal_and_wait(processes, signal.SIGKILL, timeouts.KILL_TIMEOUT_S)
+    shared_memory.remove_owned_files(ProcessId.from_pid())
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def main(folder: Path) -> None:
-    """Watch until the lease is over or SIGTERM comes."""
-    asked = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: asked.set())
+    """Watch until the lease is over or SIGTERM arrives."""
+    is_terminated = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: is_terminated.set())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     free_since: float | None = None
-    while not asked.wait(POLL_PERIOD_S):
-        if not folder.exists():  # nobody can take over what is left, or find it: the mark does
+    while not is_terminated.wait(timeouts.REAPER_POLL_S):
+        if not folder.exists():  # no notebook can take the cluster over any more; the marker finds its processes
             break
         lease = _read_members(folder)
         if _is_owned_elsewhere(folder):
@@ -227,7 +228,7 @@ def main(folder: Path) -> None:
         if time.monotonic() - free_since >= limit:
             _end_cluster(folder, grace_s=0)
             return
-    _end_cluster(folder, TERM_GRACE_S)
+    _end_cluster(folder, timeouts.TERM_GRACE_S)
 
 
 if __name__ == "__main__":

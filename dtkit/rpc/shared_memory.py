@@ -1,14 +1,14 @@
-"""One file in shared memory that every engine of the host maps: one copy of the data, not one per engine.
+"""Files in shared memory that every engine of the host maps: one copy of the data, not one per engine.
 
-The notebook writes buffers into a file in /dev/shm and sends the small :class:`Handle`; engines map it
-copy-on-write, so reading costs no memory, and an engine that writes changes its own pages only.
+The notebook writes buffers into a file in /dev/shm and sends the small :class:`SharedBuffer`. Engines map the file
+copy-on-write: reading costs no memory, and an engine that writes changes only its own pages.
 
-A file is created exclusively, readable by its user alone, and its space is reserved before a byte is written:
-a shared memory that is too small (64 MB in a container, by default) answers with an error and not with
-SIGBUS. Then a temporary file takes its place, mapped just the same.
+A file is created exclusively, readable by its user alone. Its space is reserved before a byte is written, so that a
+shared memory that is too small (64 MB in a container, by default) raises an error instead of SIGBUS. A temporary file
+then takes its place.
 
-Nobody may be left to delete the file when a notebook is killed, so its name says on whose life it hangs
-(``dtkit-<uid>-<pid>-<start>-<random>``) and :func:`remove_orphans` deletes files of processes that are gone.
+A killed notebook can't delete its files. Their names therefore contain their owner's identity
+(``dtkit-<uid>-<pid>-<start>-<random>``), and :func:`remove_orphans` deletes files whose owner has ended.
 """
 
 from __future__ import annotations
@@ -28,46 +28,22 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
-from dtkit.cluster import resources
+from dtkit._util import resources
+from dtkit._util.process import ProcessId
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 ALIGNMENT = 64
-"""Bytes: a cache line, and enough for every vector instruction."""
+"""Bytes of a cache line, which suit every vector instruction."""
 
 _SHARED_MEMORY_FOLDER = "/dev/shm"  # noqa: S108 - the system's shared memory; files in it are created exclusively
 _FILENAME_PATTERN = re.compile(r"dtkit-(\d+)-(\d+)-(\d+)-([0-9a-f]{8})[0-9a-f]{16}")
 
 
 @dataclasses.dataclass(frozen=True)
-class ProcessId:
-    """The process on whose life a file's life hangs; its start time tells it from a later one of that pid."""
-
-    pid: int
-    start_time: int
-    """Clock ticks since boot on Linux, elsewhere milliseconds since the epoch."""
-
-    @classmethod
-    def from_pid(cls, pid: int | None = None) -> ProcessId:
-        """The process `pid`, by default this one. Raises ProcessLookupError where there is none."""
-        pid = os.getpid() if pid is None else pid
-        start = _read_start_time(pid)
-        if start is None:
-            raise ProcessLookupError(errno.ESRCH, f"no process with pid {pid} is running; name one that is")
-        return cls(pid, start)
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether that very process still runs."""
-        return _read_start_time(self.pid) == self.start_time
-
-
-@dataclasses.dataclass(frozen=True)
 class SharedBuffer:
-    """Where the buffers lie: what an engine of the same host needs to map them."""
+    """Place of the buffers: what an engine of the same host needs to map them."""
 
     path: str
     spans: tuple[tuple[int, int], ...]
@@ -75,17 +51,17 @@ class SharedBuffer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the file."""
+        """Bytes that the file holds."""
         return max((offset + size for offset, size in self.spans), default=0)
 
 
 def write_buffers(
     buffers: Sequence[Any], *, file_owner: ProcessId | None = None, directories: Sequence[str] | None = None
 ) -> SharedBuffer:
-    """Copy `buffers` (contiguous, any type) into one new file and say where they lie.
+    """Copy `buffers` (contiguous, any type) into one new file.
 
-    `owner`: see :class:`ProcessId`; this process by default. `directories` are tried in order; by default shared
-    memory and then the folder of temporary files. Raises OSError where none of them has the room.
+    The file is deleted after its owner, by default this process, has ended. `directories` are tried in order; by
+    default shared memory, then the folder of temporary files. Raises OSError if none of them has the room.
     """
     views = [memoryview(buffer).cast("B") if memoryview(buffer).nbytes else memoryview(b"") for buffer in buffers]
     spans = _compute_spans([view.nbytes for view in views])
@@ -108,15 +84,14 @@ def write_buffers(
 
 
 class BufferMapping:
-    """The reading side of a :class:`Handle`."""
+    """Reading side of a :class:`SharedBuffer`."""
 
     @staticmethod
     def open(handle: SharedBuffer) -> list[memoryview]:
-        """Map the file; one writable view per buffer, in order. The views keep the mapping alive, nothing
-        else does.
+        """Map the file and return one writable view per buffer. Only these views keep the mapping alive.
 
-        Pages are shared until they are written, and a write is seen by this process alone. Raises OSError
-        where the file is gone, belongs to somebody else or is shorter than the handle says.
+        Pages are shared until they are written, and only this process sees what it writes. Raises OSError if the file
+        is gone, belongs to another user or is too short.
         """
         descriptor = os.open(handle.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
@@ -130,25 +105,25 @@ class BufferMapping:
 
 
 def remove_file(handle: SharedBuffer) -> None:
-    """Delete the file. Mappings of it stay valid; a file that is gone already is no error."""
+    """Delete the file, if it still exists. Mappings of it stay valid."""
     Path(handle.path).unlink(missing_ok=True)
 
 
 def remove_owned_files(file_owner: ProcessId, directories: Sequence[str] | None = None) -> list[str]:
-    """Delete every file that hangs on `owner`, alive or not; returns their paths."""
-    return _remove_files(lambda other: other == file_owner, directories)
+    """Delete every file of this owner, alive or not, and return the paths."""
+    return _remove_files(file_owner.matches, directories)
 
 
 def remove_orphans(directories: Sequence[str] | None = None) -> list[str]:
-    """Delete our user's files whose owner no longer runs; returns their paths.
+    """Delete this user's files whose owner has ended, and return the paths.
 
-    Only regular files with our naming, of our uid, made on this host (and in this container) are touched.
+    Only regular files with this module's names, made on this host (and in this container), are deleted.
     """
     return _remove_files(lambda owner: not owner.is_alive, directories)
 
 
 def get_default_directories() -> tuple[str, ...]:
-    """Shared memory, then the folder of temporary files."""
+    """Return shared memory, then the folder of temporary files."""
     return (_SHARED_MEMORY_FOLDER, tempfile.gettempdir())
 
 
@@ -161,14 +136,14 @@ def _compute_spans(sizes: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 
 def _check_memory(directory: str, size: int) -> None:
-    """Shared memory counts as memory: beyond what is free, the kernel kills instead of answering."""
+    """Raise OSError if shared memory would take more than is free: the kernel would kill processes instead."""
     free = resources.read_memory().free
     if directory == _SHARED_MEMORY_FOLDER and size > free:
         raise OSError(errno.ENOMEM, f"only {free / 1e6:.0f} MB of memory are free")
 
 
 def _write_file(handle: SharedBuffer, views: Sequence[memoryview]) -> None:
-    """Create, reserve, fill; leaves nothing behind when one of them fails."""
+    """Create, reserve and fill the file; delete it if any of these fails."""
     descriptor = os.open(handle.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         _reserve(descriptor, max(handle.nbytes, 1))
@@ -189,7 +164,7 @@ def _reserve(descriptor: int, size: int) -> None:
 
 
 def _write_at(descriptor: int, view: memoryview, offset: int) -> None:
-    """Write all of `view`: the kernel may take less at a time (2 GB at most)."""
+    """Write all of `view`; the kernel takes at most 2 GB at a time."""
     while view:
         written = os.pwrite(descriptor, view, offset)
         view, offset = view[written:], offset + written
@@ -203,30 +178,29 @@ def _check_file(handle: SharedBuffer, status: os.stat_result) -> None:
 
 
 def _make_filename(file_owner: ProcessId) -> str:
-    return (
-        f"dtkit-{os.getuid()}-{file_owner.pid}-{file_owner.start_time}-{_compute_host_digest()}{secrets.token_hex(8)}"
-    )
+    start_ms = round(1000 * file_owner.start_time)
+    return f"dtkit-{os.getuid()}-{file_owner.pid}-{start_ms}-{_compute_host_digest()}{secrets.token_hex(8)}"
 
 
 def _remove_files(should_remove: Callable[[ProcessId], bool], directories: Sequence[str] | None) -> list[str]:
-    """Delete our files whose owner is condemned."""
-    gone = []
+    """Delete the files whose owner `should_remove` accepts, and return the paths."""
+    removed = []
     for directory in directories or get_default_directories():
         for path, owner in _list_own_files(directory):
             if should_remove(owner):
                 with contextlib.suppress(FileNotFoundError):  # another process was faster
                     path.unlink()
-                    gone.append(str(path))
-    return gone
+                    removed.append(str(path))
+    return removed
 
 
 def _list_own_files(directory: str) -> list[tuple[Path, ProcessId]]:
     try:
         entries = list(Path(directory).iterdir())
-    except OSError:  # no such folder, or not ours to read
+    except OSError:  # missing, or not readable
         return []
     named = ((entry, _FILENAME_PATTERN.fullmatch(entry.name)) for entry in entries)
-    return [(path, ProcessId(int(m[2]), int(m[3]))) for path, m in named if m and _is_own_file(path, m)]
+    return [(path, ProcessId(int(m[2]), int(m[3]) / 1000)) for path, m in named if m and _is_own_file(path, m)]
 
 
 def _is_own_file(path: Path, name: re.Match[str]) -> bool:
@@ -234,40 +208,19 @@ def _is_own_file(path: Path, name: re.Match[str]) -> bool:
         status = path.lstat()
     except FileNotFoundError:
         return False
-    mine = int(name[1]) == status.st_uid == os.getuid()
-    return mine and stat.S_ISREG(status.st_mode) and name[4] == _compute_host_digest()
+    is_this_user = int(name[1]) == status.st_uid == os.getuid()
+    return is_this_user and stat.S_ISREG(status.st_mode) and name[4] == _compute_host_digest()
 
 
 @functools.cache
 def _compute_host_digest() -> str:
-    """Eight hexadecimal digits for this host and pid namespace.
+    """Return eight hexadecimal digits that identify this host and pid namespace.
 
-    A pid means nothing outside them, and a folder for temporary files may be seen from many (a network file
-    system, a container that shares the host's memory): the file of a living process there must not be swept
-    here.
+    Pids mean nothing outside them. Several hosts or containers may see the same folder, and files of processes that
+    live elsewhere must stay.
     """
     try:
         namespace = str(Path("/proc/self/ns/pid").readlink())
     except OSError:
         namespace = ""
     return hashlib.blake2s(f"{socket.gethostname()} {namespace}".encode(), digest_size=4).hexdigest()
-
-
-def _read_start_time(pid: int) -> int | None:
-    """When the process started, as an exact integer; None for one that is gone or a zombie."""
-    try:
-        # The name in parentheses may hold spaces and parentheses itself.
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    except FileNotFoundError:
-        return None if Path("/proc/self/stat").exists() else _read_start_time_by_psutil(pid)
-    except ProcessLookupError:
-        return None
-    return None if fields[0] in (b"Z", b"X") else int(fields[19])
-
-
-def _read_start_time_by_psutil(pid: int) -> int | None:
-    try:
-        process = psutil.Process(pid)
-        return None if process.status() == psutil.STATUS_ZOMBIE else round(process.create_time() * 1000)
-    except psutil.NoSuchProcess:
-        return None

@@ -1,12 +1,12 @@
-"""The seam between the notebook and the engine processes.
+"""The boundary between the notebook and the engine processes.
 
-Everything above it (cluster, runs, views) speaks to engines through these few methods. Two things stand below:
-ipyparallel (:mod:`dtkit.cluster.transport`), and the double for tests (:mod:`dtkit.testing`).
+All calls to engines go through these few methods. ipyparallel implements them (:mod:`dtkit.cluster.transport`), and so
+does the double for tests (:mod:`dtkit.testing`).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -20,33 +20,39 @@ class Transport(Protocol):
 
     @property
     def engine_ids(self) -> Sequence[int]:
-        """Ipyparallel's id of each rank."""
+        """Id of each rank's engine."""
 
     def send(
         self, rank: int, message: bytes, listen: Callable[[int, list[object]], None] | None = None
-    ) -> Future[Reply]:
+    ) -> Future[Reply[Any]]:
         """Send one pickled Request. The future never raises: a lost engine is a Reply with a Failure.
 
-        `listen(first, items)` is called with what the engine publishes meanwhile, from any thread.
+        `listen(first, items)` is called, in any thread, with what the engine publishes meanwhile.
         """
 
     def interrupt(self, ranks: Sequence[int], *, wake: bool = False) -> None:
-        """Send SIGINT to these engines, without waiting; with `wake`, SIGCONT first: a stopped one hears nothing."""
+        """Send SIGINT to these engines, without waiting; with `wake`, SIGCONT first, for stopped ones."""
 
     def check_reachable(self) -> None:
-        """Raise ClusterError where no message can reach the engines any more. Without waiting."""
+        """Raise ClusterError if no message can reach the engines any more. Does not wait."""
 
     def find_lost_ranks(self) -> list[int]:
-        """The ranks whose engines have ended."""
+        """Return the ranks whose engines have ended."""
 
     def kill(self, ranks: Sequence[int]) -> None:
         """End these engines at once, and return when they are gone."""
 
+    def end_processes(self, pids: Sequence[int]) -> None:
+        """End these processes of this host, if the transport started them. Works for stopped engines too."""
+
     def replace(self, ranks: Sequence[int]) -> None:
-        """Have a new engine at each of these ranks; what still runs there is ended. Else ClusterError."""
+        """Start a new engine at each of these ranks, and end the old ones. Raise ClusterError if that can't be done."""
 
     def drop(self, ranks: Sequence[int]) -> None:
-        """Go on without these ranks: those above move down."""
+        """Continue without these ranks; higher ranks move down."""
 
     def close(self) -> None:
         """End what this transport started, and nothing else. Idempotent."""
+
+    def detach(self) -> None:
+        """Stop using the engines, which another notebook has now."""

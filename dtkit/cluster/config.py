@@ -1,0 +1,47 @@
+"""Settings of a started cluster."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from dtkit._util import timeouts
+from dtkit.cluster.devices import DevicePlan
+
+
+@dataclasses.dataclass(frozen=True)
+class LaunchConfig:
+    """How engines are started, and how long they live."""
+
+    launcher: str
+    plan: DevicePlan
+    timeout: float
+    memory_limit: int | None = None
+    lease: float | None = None
+    spares: int = 0
+    """Engines that are started too, and wait to replace a lost one."""
+    keep_alive: bool = False
+    """Whether engines outlive a script."""
+
+    def __post_init__(self) -> None:
+        spares = self.spares
+        if isinstance(spares, bool) or not isinstance(spares, int) or spares < 0:
+            raise ValueError(
+                f"spares={spares!r}; it is how many engines wait to replace one that is lost. Use an integer from 0 up"
+            )
+
+    @property
+    def lease_s(self) -> float:
+        """Seconds that engines live without a notebook."""
+        return timeouts.LEASE_S if self.lease is None else self.lease
+
+    @property
+    def job_lease_s(self) -> float:
+        """Seconds that engines with a job live without a notebook."""
+        return timeouts.JOB_LEASE_S if self.lease is None else self.lease
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> LaunchConfig:
+        """Return what `dataclasses.asdict` and JSON made of one."""
+        plan = DevicePlan(**{**fields["plan"], "devices": tuple(fields["plan"]["devices"])})
+        return cls(**{**fields, "plan": plan})

@@ -1,0 +1,211 @@
+"""The transport over engines that dtkit starts and ends.
+
+A started cluster is: the notebook; a reaper that outlives it (:mod:`dtkit.cluster.reaper`); ipyparallel's controller;
+the engines, each with a nanny process. All of them share one folder that only the user can enter. It has connection
+files, logs, and the stores at which process groups meet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dtkit._util import resources
+from dtkit.cluster import reaper
+from dtkit.cluster.config import LaunchConfig
+from dtkit.cluster.launchers.launcher import Launcher
+from dtkit.cluster.launchers.local import LocalLauncher
+from dtkit.cluster.lease import Lease, wait_until
+from dtkit.cluster.transport import IpyparallelTransport
+from dtkit.errors import ClusterError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from dtkit._util.process import ProcessId
+    from dtkit.cluster.cluster_file import ClusterInfo
+
+
+_LAUNCHERS: dict[str, type[Launcher]] = {"local": LocalLauncher}
+"""Launchers with code of their own; ipyparallel's others all work alike."""
+
+
+class LaunchedTransport(IpyparallelTransport):
+    """Transport over a controller, engines and spare engines of its own."""
+
+    on_refill: Callable[[], object]
+    """Called in a thread after spare engines were started."""
+
+    def __init__(self, config: LaunchConfig, folder: Path, launcher: Launcher, lease: Lease) -> None:
+        self.config, self.folder = config, folder
+        self._launcher, self._lease = launcher, lease
+        self.spare_ids: list[int] = []
+        """Ipyparallel's ids of the engines that wait to replace one."""
+        self.on_refill = bool
+        # locks: while engines start, which has a timeout
+        self._start_lock = threading.Lock()  # its holder knows that an engine that connects is its own
+        # locks: while engines start, which has a timeout
+        self._refill_lock = threading.Lock()  # its holder knows how many spares are missing
+        self._is_closing = False
+
+    @classmethod
+    def start(cls, n: int, config: LaunchConfig) -> LaunchedTransport:
+        """Start reaper, controller, `n` engines and the spare ones."""
+        folder = _make_cluster_folder()
+        lease = Lease(folder, config.lease_s, config.job_lease_s)
+        transport = cls(config, folder, _get_launcher_class(config)(config, folder), lease)
+        try:
+            transport._launcher.start_controller()
+            transport._report_members()
+            IpyparallelTransport.__init__(transport, transport._launcher.connect(), [])
+            ids = transport._start_engines(n + config.spares)
+        except BaseException:
+            transport.close()
+            raise
+        transport.engine_ids, transport.spare_ids = ids[:n], ids[n:]
+        transport._preload(transport.spare_ids)
+        return transport
+
+    @classmethod
+    def reattach(cls, info: ClusterInfo) -> LaunchedTransport:
+        """Return a transport over the engines that another notebook started."""
+        config = LaunchConfig.from_json(info.launch_config)
+        launcher = _get_launcher_class(config).reattach(config, info.folder)
+        client = launcher.connect()
+        lease = Lease(info.folder, config.lease_s, config.job_lease_s, info.reaper)
+        transport = cls(config, info.folder, launcher, lease)
+        IpyparallelTransport.__init__(transport, client, list(info.engine_ids))
+        transport.spare_ids = list(info.spare_ids)
+        return transport
+
+    @property
+    def reaper(self) -> ProcessId:
+        """Process that ends the cluster; it owns the shared files."""
+        return self._lease.reaper
+
+    def check_reachable(self) -> None:
+        """Raise ClusterError if the controller has ended."""
+        if self._launcher.has_controller_ended():
+            raise ClusterError(
+                "the controller, through which every message goes, has ended. This cluster can't be used any more: "
+                "cluster.close() ends its engines. Start another one, and train with resume_from= from the last "
+                "checkpoint"
+            )
+
+    def end_processes(self, pids: Sequence[int]) -> None:
+        """End these engines at once. The controller forgets a stopped engine, which no message can end."""
+        reaper.kill_members(self.folder, pids)
+
+    def detach(self) -> None:
+        """Stop using the engines, which another notebook has now."""
+        self._is_closing = True
+        self._client.close()
+        self._lease.release()
+
+    def close(self) -> None:
+        """Let the reaper, which knows every process, end all of them."""
+        self._is_closing = True
+        if (client := getattr(self, "_client", None)) is not None:  # else starting failed
+            client.close()
+        try:
+            self._launcher.stop()
+        finally:
+            self._lease.end_cluster()
+
+    # -- engines ----------------------------------------------------------------------------------------------
+
+    def replace(self, ranks: Sequence[int]) -> None:
+        """End the engines of these ranks, and take spare engines or new ones instead."""
+        self.kill(ranks)
+        missing = [rank for rank in ranks if not self._use_spare(rank)]
+        if missing:
+            with self._refill_lock:  # engines that are already being started come sooner than new ones
+                missing = [rank for rank in missing if not self._use_spare(rank)]
+        if missing:
+            for rank, engine in zip(missing, self._start_engines(len(missing)), strict=True):
+                self.engine_ids[rank] = engine
+        if len(self.spare_ids) < self.config.spares:
+            threading.Thread(target=self._refill_spares, name="dtkit-spares", daemon=True).start()
+
+    def _use_spare(self, rank: int) -> bool:
+        while self.spare_ids:
+            engine = self.spare_ids.pop(0)
+            if engine in self._client.ids:
+                self.engine_ids[rank] = engine
+                return True
+        return False
+
+    def _refill_spares(self) -> None:
+        """Start missing spares. A replacement that needs one meanwhile waits for it."""
+        with self._refill_lock, contextlib.suppress(ClusterError):  # without spares, a replacement takes longer
+            engines = self._start_engines(max(0, self.config.spares - len(self.spare_ids)))
+            if not engines:  # another thread was quicker, or the cluster is closing
+                return
+            self._preload(engines)
+            self.spare_ids += engines
+            self._launcher.remove_ended_engines()
+            self.on_refill()
+        resources.trim_malloc()  # this thread may have had a malloc arena of its own
+
+    def _preload(self, engines: Sequence[int]) -> None:
+        if engines:
+            self._client.direct_view(engines).apply_async(_load_torch)
+
+    def _start_engines(self, n: int) -> list[int]:
+        """Start engines, wait until they are connected, and return their ids."""
+        with self._start_lock:
+            known = set(self._client.ids)
+            self._launcher.start_engines(n)
+            self._report_members()
+            timeout = self.config.timeout
+            if not wait_until(lambda: len(set(self._client.ids) - known) >= n or self._is_closing, timeout):
+                self._raise_missing(len(set(self._client.ids) - known), n)
+            self._report_members()  # with the nannies
+            _make_private(self.folder)
+            return sorted(set(self._client.ids) - known)[:n]
+
+    def _report_members(self) -> None:
+        self._lease.write_members(self._launcher.list_pids())
+
+    def _raise_missing(self, num_started: int, n: int) -> None:
+        logs = "\n".join(path.read_text()[-500:] for path in sorted((self.folder / "log").glob("ipengine*"))[:1])
+        raise ClusterError(
+            f"{num_started} of {n} engines came within {self.config.timeout:g} s; give them longer with timeout=, or "
+            f"fewer engines. The first engine's log ends:\n{logs}"
+        )
+
+
+def get_runtime_folder() -> Path:
+    """Return the folder in which Jupyter keeps what lives as long as a session."""
+    from jupyter_core.paths import jupyter_runtime_dir
+
+    return Path(jupyter_runtime_dir())
+
+
+def _get_launcher_class(config: LaunchConfig) -> type[Launcher]:
+    return _LAUNCHERS.get(config.launcher, Launcher)
+
+
+def _load_torch() -> None:
+    """Load what takes longest when an engine joins, and at its first step."""
+    from dtkit.engine.warmup import preload
+
+    preload()
+
+
+def _make_cluster_folder() -> Path:
+    """Create a folder that only this user can enter."""
+    folder = get_runtime_folder() / f"dtkit-{secrets.token_hex(4)}"
+    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700)
+    return folder
+
+
+def _make_private(folder: Path) -> None:
+    """Let only this user read what ipyparallel wrote, such as logs."""
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # engines replace their files all the time
+            path.chmod(0o700 if path.is_dir() else 0o600)

@@ -1,0 +1,145 @@
+"""Controller and engines of one cluster, started by any of ipyparallel's launchers."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any, Self
+
+import ipyparallel as ipp
+import psutil
+
+from dtkit._util import timeouts
+from dtkit._util.process import ProcessId
+from dtkit.errors import ClusterError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from dtkit.cluster.config import LaunchConfig
+
+_HUB_RECORD_LIMIT = 256
+"""Requests and results that the controller keeps, though dtkit never asks for them."""
+
+
+class Launcher:
+    """Starts and ends processes through ipyparallel. This one works with the name of any of its launchers."""
+
+    controller_ip = ""  # ipyparallel's own choice
+
+    def __init__(self, config: LaunchConfig, folder: Path) -> None:
+        self._config, self._folder = config, folder
+        self._engine_set_ids: list[str] = []
+        self._controller: ProcessId | None = None
+        self._cluster: Any = None
+
+    @classmethod
+    def reattach(cls, config: LaunchConfig, folder: Path) -> Self:
+        """Return the launcher of a cluster that another notebook started."""
+        launcher = cls(config, folder)
+        launcher._cluster = ipp.Cluster.from_file(profile_dir=str(folder), cluster_id="dtkit")
+        launcher._engine_set_ids = list(launcher._cluster.engines)
+        return launcher
+
+    # -- controller -------------------------------------------------------------------------------------------
+
+    def start_controller(self) -> None:
+        """Start the process through which every message goes."""
+        max_misses = round(timeouts.HEARTBEAT_TIMEOUT_S / timeouts.HEARTBEAT_PERIOD_S)
+        self._cluster = ipp.Cluster(
+            controller_ip=self.controller_ip,
+            engine_launcher_class=self._config.launcher,
+            profile_dir=str(self._folder),
+            cluster_id="dtkit",
+            shutdown_atexit=False,
+            log_level=50,
+            controller_args=[
+                f"--HeartMonitor.period={round(1000 * timeouts.HEARTBEAT_PERIOD_S)}",
+                f"--HeartMonitor.max_heartmonitor_misses={max_misses}",
+                "--IPController.enable_curve=True",
+                f"--DictDB.record_limit={_HUB_RECORD_LIMIT}",
+            ],
+        )
+        # waits: ipyparallel starts a process and returns
+        self._cluster.start_controller_sync()
+        self._find_controller()  # while it surely runs
+
+    def connect(self) -> ipp.Client:
+        """Return a client of the controller."""
+        # ipyparallel drops the controller of a cluster file if its process has ended.
+        if self.has_controller_ended() or self._cluster.controller is None:
+            raise ClusterError(
+                f"the controller of {self._folder.name}, through which every message goes, has ended, so that nobody "
+                "can reach its engines. They end by themselves soon after its notebook, or as that closes it. Start "
+                "another cluster with dtkit.Cluster(), and train with resume_from= from the last checkpoint"
+            )
+        timeout = self._config.timeout
+        try:
+            return self._cluster.connect_client_sync(timeout=timeout)
+        except TimeoutError:
+            raise ClusterError(
+                f"the controller did not answer within {timeout:g} s; give it longer with timeout="
+            ) from None
+
+    def has_controller_ended(self) -> bool:
+        """Return whether the controller, if it is a process of this host, has ended."""
+        controller = self._find_controller()
+        return controller is not None and not controller.is_alive
+
+    def _find_controller(self) -> ProcessId | None:
+        if self._controller is None and (pid := self._get_controller_pid()) is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._controller = ProcessId.from_pid(pid)
+        return self._controller
+
+    def _get_controller_pid(self) -> int | None:
+        process = getattr(self._cluster.controller, "process", None)
+        return None if process is None else int(process.pid)
+
+    # -- engines ----------------------------------------------------------------------------------------------
+
+    def start_engines(self, n: int) -> None:
+        """Start engines, without waiting for them to connect."""
+        # waits: ipyparallel waits at most 60 s for the connection file
+        self._engine_set_ids.append(self._cluster.start_engines_sync(n))
+
+    def list_pids(self) -> list[int]:
+        """Return the pids of this host's processes of the cluster, children included."""
+        controller_pid = self._get_controller_pid()
+        roots = [] if controller_pid is None else [controller_pid]
+        for name in self._engine_set_ids:
+            roots += [engine.process.pid for engine in self._get_engine_launchers(name).values()]
+        pids = list(roots)
+        for pid in roots:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                pids += [child.pid for child in psutil.Process(pid).children(recursive=True)]
+        return pids
+
+    def remove_ended_engines(self) -> None:
+        """Forget engines that have ended: ipyparallel keeps an event loop for each of them."""
+        for name in list(self._engine_set_ids):
+            launchers = self._get_engine_launchers(name)
+            if launchers and not any(engine.process.is_running() for engine in launchers.values()):
+                self._engine_set_ids.remove(name)
+                self._cluster.engines.pop(name)
+        self._cluster.update_cluster_file()  # a notebook that takes over reads it
+
+    def _get_engine_launchers(self, name: str) -> dict[Any, Any]:
+        launchers: dict[Any, Any] = getattr(self._cluster.engines.get(name), "launchers", {})
+        return launchers
+
+    def stop(self) -> None:
+        """End processes that the reaper may not reach, because they run on other hosts."""
+        if self._cluster is not None:
+            # waits: ipyparallel waits at most 10 s for each process to end
+            self._cluster.stop_cluster_sync()
+
+
+def check_launcher(name: str) -> None:
+    """Raise ValueError for a launcher that ipyparallel doesn't know."""
+    try:
+        ipp.cluster.launcher.find_launcher_class(name, "engine")
+    except (KeyError, AttributeError):
+        raise ValueError(
+            f"launcher={name!r}; it must be 'local', or the name of a launcher that ipyparallel knows, such as 'ssh', "
+            "'slurm' or 'mpi'"
+        ) from None

@@ -1,0 +1,50 @@
+"""Versions that notebook and engines compare before anything else."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import socket
+import sys
+from typing import TYPE_CHECKING, Any
+
+import dtkit
+from dtkit.errors import VersionMismatchError
+
+if TYPE_CHECKING:
+    from dtkit.types import Reply
+
+
+def get_handshake() -> dict[str, object]:
+    """Return versions, host, pid and import path of this process, without importing torch.
+
+    The keys are a contract between versions of dtkit: only add to them.
+    """
+    return {
+        "dtkit": dtkit.__version__,
+        "python": f"{sys.version_info.major}.{sys.version_info.minor}",
+        "cloudpickle": importlib.metadata.version("cloudpickle"),
+        "torch": importlib.metadata.version("torch").partition("+")[0],
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "path": list(sys.path),
+    }
+
+
+def check_reply(rank: int, reply: Reply[Any]) -> dict[str, Any]:
+    """Return an engine's handshake; raise VersionMismatchError unless its versions equal this process's."""
+    engine = reply.value
+    if not isinstance(engine, dict):
+        reason = reply.failure.message if reply.failure else "no answer"
+        raise VersionMismatchError(
+            f"rank {rank} can't load dtkit {dtkit.__version__}: {reason}. Install the same dtkit-jupyter where the "
+            "engines run"
+        )
+    notebook = get_handshake()
+    for name in ("dtkit", "python", "cloudpickle", "torch"):
+        if notebook[name] != engine.get(name):
+            raise VersionMismatchError(
+                f"{name} is {notebook[name]} in the notebook and {engine.get(name)} on rank {rank} "
+                f"({engine['host']}); they must be equal. Start the engines from the notebook's environment"
+            )
+    return engine

@@ -1,0 +1,77 @@
+"""Replacement of lost ranks by new engines, or continuation without them: the one way for all callers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dtkit.errors import ClusterError, EngineError
+from dtkit.rpc.protocol import DataOperations, GroupOperations, make_call
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from dtkit.rpc.engine_group import EngineGroup
+
+_MAX_ATTEMPTS = 3
+
+
+def replace_lost_ranks(
+    group: EngineGroup,
+    lost_ranks: Sequence[int],
+    *,
+    shrink: bool = False,
+    rebuild: Callable[[], None] | None = None,
+) -> None:
+    """Start new engines at these ranks, with the other engines' data and models. All jobs end.
+
+    With `shrink`, the others continue and take over the lost shards; higher ranks move down. `rebuild` then builds the
+    job again. It needs an engine that holds the data, so ClusterError is raised if all engines are new. If more engines
+    are lost on the way, this tries again.
+    """
+    for attempt in range(_MAX_ATTEMPTS):
+        try:
+            _replace_or_shrink(group, lost_ranks, shrink=shrink)
+            is_empty = group.membership.clear_if_all_new()
+            if rebuild is not None:
+                _check_not_empty(is_empty=is_empty)
+                rebuild()
+        except EngineError as error:
+            stuck_ranks = {failure.rank for failure in error.failures if failure.kind == "stuck"}
+            lost_ranks = sorted({*group.membership.find_lost_ranks(), *stuck_ranks})
+            if not lost_ranks or attempt == _MAX_ATTEMPTS - 1:
+                raise
+        else:
+            break
+
+
+def _replace_or_shrink(group: EngineGroup, lost_ranks: Sequence[int], *, shrink: bool) -> None:
+    if not lost_ranks:
+        group.membership.form_process_group(ranks_changed=True)
+        return
+    if shrink:
+        group.membership.drop_engines(lost_ranks)
+        group.call_all(make_call(DataOperations.repartition))
+    else:
+        group.membership.replace_engines(lost_ranks)
+        group.fan_out(make_call(GroupOperations.warm_up), ranks=lost_ranks)
+        _initialize_new_engines(group)
+    group.record_owner()
+
+
+def _initialize_new_engines(group: EngineGroup) -> None:
+    """Copy data and models to the new engines."""
+    new_ranks = group.membership.uninitialized_ranks
+    old_ranks = [rank for rank in range(group.world_size) if rank not in new_ranks]
+    if old_ranks:
+        (payload,) = group.call_all(make_call(DataOperations.export_data), ranks=old_ranks[:1])
+        group.call_all(make_call(DataOperations.import_data, payload=payload), ranks=sorted(new_ranks))
+        payload.discard()
+        new_ranks.clear()
+
+
+def _check_not_empty(*, is_empty: bool) -> None:
+    if is_empty:
+        raise ClusterError(
+            "no engine is left that holds the data and the model; the cluster is whole again, but empty. Train again, "
+            "or from a checkpoint: cluster.train(..., resume_from=path)"
+        )

@@ -1,12 +1,13 @@
-"""Random states as plain values: torch's as a job keeps them, and those of numpy and of Python, which it shares.
+"""A job's random state: torch's as the job keeps it, and those of numpy and Python, which it shares with cells.
 
-On another layout a rank goes on with the state of the rank that had the same place among the replicas. A replica that
-there was not begins with a state of its own that follows from the seed, the step and its place.
+With another layout a rank continues with the state of the rank that had the same replica index. A new replica starts
+with a state that follows from the seed, the step and its index.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import random
 import struct
 from typing import TYPE_CHECKING, Any
@@ -15,24 +16,86 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator
 
-_PYTHON_STATE_FORMAT = "625I"  # words of the Mersenne Twister's state, and the place in it
+    from dtkit.engine.state.visitor import StateVisitor
+
+_PYTHON_STATE_FORMAT = "625I"  # words of the Mersenne Twister's state, and the position in it
+
+
+class JobRng:
+    """Context in which torch draws a job's own random numbers, so that jobs and cells don't disturb each other."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._cuda_device = device if device.type == "cuda" else None
+        self._seed = seed
+        self._cpu_state: torch.Tensor
+        self._cuda_state: torch.Tensor | None
+        self._reseed(seed)
+
+    def _reseed(self, seed: int) -> None:
+        with self._fork_rng():
+            torch.manual_seed(seed)
+            self._save_states()
+
+    def visit_state(self, visitor: StateVisitor, step: int) -> None:
+        """Visit the states of this job, and those of numpy and Python in this process."""
+        replica = visitor.replica
+        cuda = None if self._cuda_state is None else encode_state(self._cuda_state)
+        current = {"replica": replica, "cpu": encode_state(self._cpu_state), "cuda": cuda, **get_global_states()}
+        state = visitor.per_rank(
+            "random", current, lambda states: next((s for s in states if s["replica"] == replica), None)
+        )
+        if state is None:
+            self._reseed(derive_seed(self._seed, step, replica))
+            return
+        self._cpu_state = decode_state(state["cpu"])
+        if self._cuda_device is not None and state["cuda"] is not None:
+            self._cuda_state = decode_state(state["cuda"])
+        set_global_states(state)
+
+    def _fork_rng(self) -> contextlib.AbstractContextManager[None]:
+        return torch.random.fork_rng(devices=[self._cuda_device] if self._cuda_device else [])
+
+    def _save_states(self) -> None:
+        self._cpu_state = torch.get_rng_state()
+        self._cuda_state = torch.cuda.get_rng_state(self._cuda_device) if self._cuda_device else None
+
+    @contextlib.contextmanager
+    def preserve_states(self) -> Iterator[None]:
+        """Enter the context, and restore the state afterwards: training draws the same numbers with and without it."""
+        saved = self._cpu_state, self._cuda_state
+        try:
+            with self:
+                yield
+        finally:
+            self._cpu_state, self._cuda_state = saved
+
+    def __enter__(self) -> None:
+        self._fork_context = self._fork_rng()
+        self._fork_context.__enter__()
+        torch.set_rng_state(self._cpu_state)
+        if self._cuda_device and self._cuda_state is not None:
+            torch.cuda.set_rng_state(self._cuda_state, self._cuda_device)
+
+    def __exit__(self, *exception: object) -> None:
+        self._save_states()
+        self._fork_context.__exit__(None, None, None)
 
 
 def encode_state(state: torch.Tensor) -> str:
-    """A state of torch's, as text."""
+    """Return a torch random state as text."""
     return base64.b64encode(state.numpy().tobytes()).decode()
 
 
 def decode_state(text: str) -> torch.Tensor:
-    """What :func:`encode_state` was given."""
+    """Return the state that :func:`encode_state` was given."""
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
 
 
 def get_global_states() -> dict[str, Any]:
-    """The states of numpy's and of Python's own generators."""
-    kind, keys, *rest = np.random.get_state()  # noqa: NPY002 - the global one is what users' code draws from
+    """Return the states of numpy's and Python's global generators."""
+    kind, keys, *rest = np.random.get_state()  # noqa: NPY002 - users' code draws from the global generator
     version, words, gauss = random.getstate()
     return {
         "numpy": [kind, base64.b64encode(np.asarray(keys).tobytes()).decode(), *rest],
@@ -41,7 +104,7 @@ def get_global_states() -> dict[str, Any]:
 
 
 def set_global_states(state: dict[str, Any]) -> None:
-    """Put back what :func:`shared` returned."""
+    """Restore what :func:`get_global_states` returned."""
     kind, keys, *rest = state["numpy"]
     words = np.frombuffer(base64.b64decode(keys), np.uint32)
     np.random.set_state((kind, words, *rest))  # noqa: NPY002 - as above
@@ -49,11 +112,6 @@ def set_global_states(state: dict[str, Any]) -> None:
     random.setstate((version, struct.unpack(_PYTHON_STATE_FORMAT, base64.b64decode(packed)), gauss))
 
 
-def find_replica_state(states: Sequence[dict[str, Any]], replica: int) -> dict[str, Any] | None:
-    """The first of these states that belongs to a place among the replicas."""
-    return next((state for state in states if state["place"] == replica), None)
-
-
 def derive_seed(seed: int, step: int, replica: int) -> int:
-    """A seed that no other step and place have."""
+    """Return a seed that no other step and replica have."""
     return int(np.random.SeedSequence([seed, step, replica]).generate_state(1, np.uint64)[0] >> 1)

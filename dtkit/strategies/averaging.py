@@ -22,11 +22,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dtkit.engine.state.shards import MODEL_PREFIX
 from dtkit.planning.cost_model import Cost, compute_ring_bytes
 from dtkit.strategies import gradients
-from dtkit.strategies.base import ALWAYS_SHOWN, EvalFunction, StepResult, Strategy, Worker, make_optimizer
+from dtkit.strategies.base import (
+    ALWAYS_SHOWN,
+    EvalFunction,
+    StepResult,
+    Strategy,
+    Worker,
+    make_optimizer,
+    split_state_dict,
+)
 from dtkit.strategies.options import check_count, check_flag, check_positive, check_rate
-from dtkit.strategies.replicated import LossAccumulator, ReplicatedWorker, copy_to_cpu, module_eval_mode
+from dtkit.strategies.replicated import LossAccumulator, ReplicatedWorker, module_eval_mode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +43,7 @@ if TYPE_CHECKING:
     from dtkit.engine.comm.process_group import Group
     from dtkit.engine.data.worker_context import WorkerContext
     from dtkit.engine.observe.step_probe import StepProbe
-    from dtkit.engine.state.capture import StateVisitor
+    from dtkit.engine.state.visitor import StateVisitor
     from dtkit.planning.cost_model import Benchmark, ModelProfile
     from dtkit.strategies.loss import Loss
     from dtkit.types import Fingerprint
@@ -127,6 +136,8 @@ class ParameterAveraging(Strategy):
 
 class _AveragingWorker(ReplicatedWorker):
     """One rank's copy of the model, which trains alone between two averagings."""
+
+    _optimizer_differs_by_rank = True
 
     def __init__(
         self,
@@ -234,9 +245,7 @@ class _AveragingWorker(ReplicatedWorker):
 
     def _visit_parameters(self, visitor: StateVisitor) -> None:
         """Visit each rank's parameters; on another number of ranks all continue from their mean."""
-        named = self._named_parameters()
-        visitor.per_replica("model", named, self._averaging_weight)
-        visitor.visit_optimizer("optimizer", self.optimizer, named, per_rank=True)
+        visitor.per_replica(MODEL_PREFIX, self._named_parameters(), self._averaging_weight)
 
     @property
     def averaging_weight(self) -> float:
@@ -343,10 +352,12 @@ class _SimulatedAveragingWorker(Worker):
     def set_process_group(self, group: Group) -> None:
         """Do nothing: a simulation has no process group."""
 
-    def state_dict_parts(self) -> dict[str, Any]:
-        """Return the state dict of the models' mean."""
+    def visit_model(self, visitor: StateVisitor) -> None:
+        """Visit the mean of the models."""
         self._load_mean()
-        return {name: copy_to_cpu(value) for name, value in self._model.state_dict().items()}
+        buffers, extra = split_state_dict(self._model)
+        visitor.visit_tensors(MODEL_PREFIX, {**dict(self._model.named_parameters(remove_duplicate=False)), **buffers})
+        visitor.visit_extra_state(self._model, extra)
 
     @contextlib.contextmanager
     def eval_mode(self) -> Iterator[EvalFunction]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dtkit.engine.comm.process_group import Group
     from dtkit.engine.data.worker_context import WorkerContext
     from dtkit.engine.observe.step_probe import StepProbe
-    from dtkit.engine.state.capture import StateVisitor
+    from dtkit.engine.state.visitor import StateVisitor
     from dtkit.planning.cost_model import Benchmark, Cost, ModelProfile
     from dtkit.schedules.schedule import Schedule
     from dtkit.strategies.loss import EvalOutput, Loss
@@ -164,14 +164,6 @@ class Worker(abc.ABC):
         return StepProbe(self.model, **position)
 
     @abc.abstractmethod
-    def state_dict_parts(self) -> dict[str, Any]:
-        """Return this rank's entries of the model's state dict. A collective.
-
-        They are tensors or :class:`~dtkit.engine.state.tensor_part.TensorPart` objects. The model may still use them:
-        copy what you keep.
-        """
-
-    @abc.abstractmethod
     def eval_mode(self) -> contextlib.AbstractContextManager[EvalFunction]:
         """Evaluate the model within the context, by a function from a batch to its :class:`EvalOutput`.
 
@@ -181,6 +173,10 @@ class Worker(abc.ABC):
     @abc.abstractmethod
     def set_process_group(self, group: Group) -> None:
         """Continue in a new generation of the process group."""
+
+    @abc.abstractmethod
+    def visit_model(self, visitor: StateVisitor) -> None:
+        """Pass the model's parameters, buffers and extra state to `visitor`. A collective."""
 
     def visit_state(self, visitor: StateVisitor) -> None:
         """Pass all state that a step depends on to `visitor`, which saves or restores it. A collective."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from dtkit.engine.comm.process_group import Group
-    from dtkit.engine.state.capture import StateVisitor
+    from dtkit.engine.state.visitor import StateVisitor
     from dtkit.planning.cost_model import ModelProfile
 
     Hook = Callable[[Any], torch.futures.Future[torch.Tensor]]

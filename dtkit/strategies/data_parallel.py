@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from dtkit.engine.comm.process_group import Group
     from dtkit.engine.data.worker_context import WorkerContext
     from dtkit.engine.observe.step_probe import StepProbe
-    from dtkit.engine.state.capture import StateVisitor
+    from dtkit.engine.state.visitor import StateVisitor
     from dtkit.planning.cost_model import Benchmark, ModelProfile
     from dtkit.strategies.loss import Loss
 

@@ -23,17 +23,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from dtkit.engine.observe.collective_probe import CollectiveProbe
 from dtkit.engine.state.checksum import compute_checksum
-from dtkit.engine.state.dtensor_shards import (
-    count_shards,
-    get_local_tensor,
-    get_num_fused_blocks,
-    get_shard_position,
-)
-from dtkit.engine.state.tensor_part import TensorPart
+from dtkit.engine.state.dtensor_shards import count_shards, get_local_tensor
 from dtkit.mesh import Mesh
 from dtkit.strategies import gradients
 from dtkit.strategies.base import StepResult, Strategy, Worker, make_optimizer
@@ -41,7 +34,7 @@ from dtkit.strategies.data_parallel import DataParallel
 from dtkit.strategies.meta_copy import copy_to_meta
 from dtkit.strategies.model_shards import load_shards, rebind_optimizer, transfer_shards
 from dtkit.strategies.options import check_count, check_positive
-from dtkit.strategies.replicated import LossAccumulator, ReplicatedWorker, copy_to_cpu
+from dtkit.strategies.replicated import LossAccumulator, ReplicatedWorker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -51,7 +44,7 @@ if TYPE_CHECKING:
     from dtkit.engine.comm.process_group import Group
     from dtkit.engine.data.worker_context import WorkerContext
     from dtkit.engine.observe.step_probe import StepProbe
-    from dtkit.engine.state.capture import StateVisitor
+    from dtkit.engine.state.visitor import StateVisitor
     from dtkit.strategies.loss import Loss
     from dtkit.types import Fingerprint
 
@@ -174,10 +167,10 @@ class DTensorWorker(ReplicatedWorker, abc.ABC):
         world = self._context.group.world_size if self._context.group is not None else 1
         self._num_holders = [world // count_shards(p) for p in self._parameters]
 
-    def visit_state(self, visitor: StateVisitor) -> None:
+    def visit_model(self, visitor: StateVisitor) -> None:
         """Visit the same state as of a whole copy, by shards."""
         self._rebuild_if_stale()
-        super().visit_state(visitor)
+        super().visit_model(visitor)
 
     def _named_parameters(self) -> dict[str, nn.Parameter]:
         return self._sharded_parameters
@@ -224,23 +217,6 @@ class DTensorWorker(ReplicatedWorker, abc.ABC):
         return True
 
     # -- the whole model --------------------------------------------------------------------------------------
-
-    def state_dict_parts(self) -> dict[str, Any]:
-        """Return the shards of the first replica; rank 0 adds the entries that are not sharded."""
-        assert self._group is not None
-        parts: dict[str, Any] = {}
-        with self.averaged_model() as model:
-            for name, value in model.state_dict().items():
-                position = get_shard_position(value) if isinstance(value, DTensor) else None
-                if position is not None and self._replica_index == 0:
-                    parts[name] = TensorPart(
-                        copy_to_cpu(get_local_tensor(value)),
-                        *position,
-                        get_num_fused_blocks(self._sharded_parameters[name]),
-                    )
-                elif position is None and self._group.rank == 0:
-                    parts[name] = copy_to_cpu(get_local_tensor(value) if isinstance(value, torch.Tensor) else value)
-        return parts
 
     @contextlib.contextmanager
     def averaged_model(self) -> Iterator[nn.Module]:

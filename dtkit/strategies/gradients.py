@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dtkit._util.torch_private import foreach_mul_, foreach_norm
 from dtkit.strategies.loss import LOSS_IS_MEAN, LOSS_IS_WEIGHTED_SUM
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def compute_clip_factor(norm: float, max_norm: float | None) -> float:
 def scale_(gradients: list[torch.Tensor], factor: torch.Tensor | float) -> None:
     """Multiply in place, by one fused operation if all gradients have the same type."""
     if len({(g.dtype, g.device, g.layout) for g in gradients}) == 1 and not gradients[0].is_sparse:
-        torch._foreach_mul_(gradients, torch.as_tensor(factor, dtype=torch.float64).to(gradients[0]))
+        foreach_mul_(gradients, torch.as_tensor(factor, dtype=torch.float64).to(gradients[0]))
     else:
         for gradient in gradients:
             gradient.mul_(float(factor))
@@ -53,7 +54,7 @@ def scale_(gradients: list[torch.Tensor], factor: torch.Tensor | float) -> None:
 
 def sum_squares(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the sum of squares of each gradient, in float64. There must be at least one, all on one device."""
-    norms = torch._foreach_norm([get_values(g) for g in gradients])  # noqa: SLF001 - as clip_grad_norm_ does
+    norms = foreach_norm([get_values(g) for g in gradients])
     return torch.stack(norms).double().square()
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from dtkit.engine.comm.process_group import Group
-    from dtkit.engine.state.capture import StateVisitor
+    from dtkit.engine.state.visitor import StateVisitor
 
 APPROXIMATION_RANK = 2
 

@@ -9,13 +9,14 @@ well.
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dtkit._util.torch_private import foreach_norm
 from dtkit.engine.state.checksum import compute_checksum
+from dtkit.engine.state.shards import MODEL_PREFIX
 from dtkit.strategies import gradients
 from dtkit.strategies.base import EvalFunction, StepResult, Worker, split_state_dict
 from dtkit.strategies.loss import LOSS_IS_MEAN, LOSS_IS_WEIGHTED_SUM, Loss
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from dtkit.engine.comm.process_group import Group
     from dtkit.engine.data.worker_context import WorkerContext
     from dtkit.engine.observe.step_probe import StepProbe
-    from dtkit.engine.state.capture import StateVisitor
+    from dtkit.engine.state.visitor import StateVisitor
     from dtkit.types import Fingerprint
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -59,6 +60,8 @@ class LossAccumulator:
 
 class ReplicatedWorker(Worker):
     """One rank's copy of the model, with its optimizer. Subclasses synchronize the copies."""
+
+    _optimizer_differs_by_rank = False
 
     def __init__(
         self,
@@ -184,7 +187,7 @@ class ReplicatedWorker(Worker):
         if not values:
             return 0.0
         if self._has_uniform_parameters:
-            return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(values))))  # noqa: SLF001 - as clip_grad_norm_ does
+            return float(torch.linalg.vector_norm(torch.stack(foreach_norm(values))))
         return float(torch.nn.utils.get_total_norm(values))
 
     def _are_gradients_finite(self) -> bool:
@@ -238,12 +241,19 @@ class ReplicatedWorker(Worker):
 
     # -- all state --------------------------------------------------------------------------------------------
 
-    def visit_state(self, visitor: StateVisitor) -> None:
-        """Visit parameters and optimizer, buffers with their weight, and the factor of fp16's loss."""
+    def visit_model(self, visitor: StateVisitor) -> None:
+        """Visit the parameters, and the buffers weighted by samples."""
         self._visit_parameters(visitor)
         buffers, extra = split_state_dict(self._model)
-        visitor.per_replica("model", buffers, float(self._num_samples_seen))
+        visitor.per_replica(MODEL_PREFIX, buffers, float(self._num_samples_seen))
         visitor.visit_extra_state(self._model, extra)
+
+    def visit_state(self, visitor: StateVisitor) -> None:
+        """Visit the model, the optimizer, and the factor of fp16's loss."""
+        self.visit_model(visitor)
+        visitor.visit_optimizer(
+            "optimizer", self.optimizer, self._named_parameters(), per_rank=self._optimizer_differs_by_rank
+        )
         self._num_samples_seen = visitor.per_rank(
             "seen", self._num_samples_seen, lambda seen: sum(seen) // visitor.world_size
         )
@@ -251,23 +261,14 @@ class ReplicatedWorker(Worker):
             visitor.visit_stateful("scaler", self._grad_scaler, "the loss's scale")
 
     def _visit_parameters(self, visitor: StateVisitor) -> None:
-        """Visit parameters and optimizer, which are equal on all ranks that hold them."""
-        named = self._named_parameters()
-        visitor.visit_tensors("model", named)
-        visitor.visit_optimizer("optimizer", self.optimizer, named)
+        """Visit parameters, which are equal on all ranks that hold them."""
+        visitor.visit_tensors(MODEL_PREFIX, self._named_parameters())
 
     def _named_parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return this rank's parameters by all of their names."""
         return dict(self._model.named_parameters(remove_duplicate=False))
 
     # -- the whole model --------------------------------------------------------------------------------------
-
-    def state_dict_parts(self) -> dict[str, Any]:
-        """Return the whole state dict on rank 0, nothing on others."""
-        with self.averaged_model() as model:
-            if self._group is not None and self._group.rank != 0:
-                return {}
-            return {name: copy_to_cpu(value) for name, value in model.state_dict().items()}
 
     @contextlib.contextmanager
     def eval_mode(self) -> Iterator[EvalFunction]:
@@ -311,8 +312,3 @@ def module_eval_mode(model: torch.nn.Module) -> Iterator[None]:
             yield
     finally:
         model.train()
-
-
-def copy_to_cpu(value: Any) -> Any:
-    """Return a copy of a state dict's entry on the CPU; a module's extra state may be any object."""
-    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else copy.deepcopy(value)

@@ -31,6 +31,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from dtkit._util.torch_private import get_fsdp_group, get_fsdp_groups, get_fsdp_state
 from dtkit.engine.data.sources import to_device
 from dtkit.mesh import Mesh
 from dtkit.planning.cost_model import Cost, compute_ring_bytes
@@ -314,9 +315,9 @@ def shard_module(module: nn.Module, name: str, shards: int, phases: PhaseTimer |
 
 def _drop_process_groups(module: FSDPModule) -> None:
     """Remove the process groups from an unused module: they would keep their threads alive."""
-    state = module._get_fsdp_state()  # noqa: SLF001 - torch has no public way
-    parts = getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group])  # noqa: SLF001 - its old name
-    for part in parts:
+    state = get_fsdp_state(module)
+    parts = [get_fsdp_group(state)] if get_fsdp_groups is None else get_fsdp_groups(state)
+    for part in filter(None, parts):
         for name, value in list(vars(part.mesh_info).items()):
             if isinstance(value, dist.ProcessGroup):
                 setattr(part.mesh_info, name, None)

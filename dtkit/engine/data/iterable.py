@@ -1,22 +1,22 @@
-"""Streams of samples whose number nobody knows: generators, IterableDatasets, whatever can only be iterated.
+"""Streams of samples of unknown length: generators, IterableDatasets, anything that can only be iterated.
 
-Each rank iterates over its own part and takes its share of every batch. How many samples a step has is not known
-beforehand, since parts may end at different times; so the ranks add up their counts, one small all-reduce a step, which
-gives exact weights. A rank whose part has ended joins as an empty rank. When all counts are 0 the stream has ended, and
-every rank learns it at the same step.
+Each rank iterates over its own part, and takes its share of every batch. Parts may end at different times, so the
+number of samples of a step isn't known beforehand. Ranks add up their counts with one small all-reduce a step, which
+gives exact weights. A rank whose part has ended takes part without samples. When all counts are 0 the stream has ended,
+at the same step on every rank.
 
-The function that makes the stream is called on each engine. One that takes ``rank`` and ``world_size`` makes that
-rank's part; of any other, rank r takes the items r, r + N, r + 2N and so on, and the others pass by unused.
+Each engine calls the function that returns the stream. A function of ``rank`` and ``world_size`` returns that rank's
+part. Of any other stream, rank r takes the items r, r + N, r + 2N and so on, and skips the others.
 
-A stream has a state, unlike rows by index: it goes forward only. A job that is made anew (by `verify`, say) iterates
-anew from the start, and steps that it does not take are drawn and dropped. What was drawn for a step is kept until a
-later step is asked for, so that a step that failed can be taken again.
+A stream only goes forward. A job that is built again iterates from the start, and skips the samples of steps that it
+does not take. Samples of a step are kept until a later step is requested, so that a failed step can be repeated.
 """
 
 from __future__ import annotations
 
 import inspect
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,35 +29,34 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from dtkit.engine.comm.process_group import Group
-    from dtkit.engine.state.capture import StateVisitor
     from dtkit.types import JobPlan
 
 
 class StreamSource:
-    """How samples are made on this engine: an iterable, or a function that returns one and is called for each job."""
+    """Source of samples on this engine: an iterable, or a function that is called for each job and returns one."""
 
     def __init__(self, data_or_factory: Any, columns: ColumnSelection | None = None) -> None:
         self._data_or_factory, self._columns = data_or_factory, columns or ColumnSelection()
 
     def iterate_samples(self, rank: int, world_size: int) -> Iterator[Any]:
-        """The samples of `rank`'s part, from the start."""
-        made, whole = self._make_iterable(rank, world_size)
-        _check_iterable(made)
-        if not whole:
-            return iter(made)
-        if _is_hub_iterable(made):
+        """Return the samples of a rank's part, from the start."""
+        iterable, has_all_parts = self._make_iterable(rank, world_size)
+        _check_iterable(iterable)
+        if not has_all_parts:
+            return iter(iterable)
+        if _is_hub_iterable(iterable):
             from datasets.distributed import split_dataset_by_node
 
-            return iter(split_dataset_by_node(made, rank, world_size))
-        return itertools.islice(iter(made), rank, None, world_size)
+            return iter(split_dataset_by_node(iterable, rank, world_size))
+        return itertools.islice(iter(iterable), rank, None, world_size)
 
     def make_sample_batch(self, num_rows: int) -> Any:
-        """A batch of so many rows to try a model with: the first samples, over again where there are fewer."""
+        """Return a batch of the first `num_rows` samples to try a model with; fewer samples are repeated."""
         first = list(itertools.islice(self.iterate_samples(0, 1), num_rows))
         return self.collate(list(itertools.islice(itertools.cycle(first), num_rows)))
 
     def _make_iterable(self, rank: int, world_size: int) -> tuple[Any, bool]:
-        """(an iterable, whether it still holds the parts of all ranks)."""
+        """Return (iterable, whether it has the parts of all ranks)."""
         if not _is_factory(self._data_or_factory):
             return self._data_or_factory, True
         if accepts_rank(self._data_or_factory):
@@ -65,7 +64,7 @@ class StreamSource:
         return self._data_or_factory(), True
 
     def collate(self, samples: Sequence[Any]) -> Any:
-        """A batch of samples, by torch's default collation."""
+        """Return a batch of samples, by torch's default collation."""
         from torch.utils.data import default_collate
 
         batch = default_collate(list(samples))
@@ -73,10 +72,9 @@ class StreamSource:
 
 
 class IterableBatches:
-    """The batches that one worker takes from a stream: of one rank's part, or of several that it plays alone.
+    """Batches of one worker from a stream: of one rank's part, or of several parts that it simulates.
 
-    Has the interface of :class:`~dtkit.engine.data.batches.ShardedBatches`, in which a run without a known end is one
-    epoch.
+    It has the interface of :class:`~dtkit.engine.data.batches.ShardedBatches`. A run without a known end is one epoch.
     """
 
     def __init__(
@@ -90,10 +88,10 @@ class IterableBatches:
         prefetch: bool = False,
         reports_counts: bool = True,
     ) -> None:
-        """`world_size`: how many parts there are, of which `mine` are this worker's. `ahead`: draw the next samples in
-        a thread while a step runs. `counted`: False where another rank takes the same part and tells its counts.
+        """Start the iterators. A collective. Raises ValueError on all ranks if some part is empty.
 
-        A collective. Raises ValueError on all ranks where some part is empty.
+        Of `num_shards` parts, `own_shards` are this worker's. `prefetch` draws the next samples in a thread during a
+        step. `reports_counts` is False if another rank takes the same part and reports its counts.
         """
         self.steps_per_epoch = max(1, plan.steps)
         self._source, self._own_shards, self._group = source, tuple(own_shards), group
@@ -103,65 +101,61 @@ class IterableBatches:
             _ShardIterator(source.iterate_samples(rank, num_shards), rank) for rank in self._own_shards
         ]
         self._check_not_empty()
-        self._prefetch_executor = _make_executor("dtkit-stream") if prefetch else None
+        self._prefetch_executor = ThreadPoolExecutor(1, "dtkit-stream") if prefetch else None
         self._prefetched: Future[list[list[Any]]] | None = None
         self._step = -1
         self._current_samples: list[list[Any]] = [[] for _ in self._shard_iterators]
         self._sample_counts: tuple[int, ...] | None = None
 
-    # -- what Stream has ----------------------------------------------------------------------------------------
+    # -- interface of ShardedBatches --------------------------------------------------------------------------
 
     def get_epoch(self, step: int) -> int:
-        """0 in a run of the length that was asked for."""
+        """Return 0 within the requested length of the run."""
         return step // self.steps_per_epoch
 
     def set_shares(self, shares: Sequence[float]) -> None:
-        """From the next batch that is drawn, have each rank take such a share of it."""
+        """Set each rank's share of every batch that is drawn from now on."""
         self._shares = tuple(shares)
 
     def count_samples(self, step: int) -> tuple[int, ...]:
-        """How many samples each rank has in a step; all 0 once the stream has ended on all ranks. A collective."""
+        """Return the number of samples of each rank in a step; all 0 after the stream's end. A collective."""
         self._advance_to(step)
         if self._sample_counts is None:
-            held = [0] * self._num_shards
-            for rank, drawn in zip(self._own_shards, self._current_samples, strict=True):
-                held[rank] = len(drawn)
-            self._sample_counts = self._sum_counts(held)
+            counts = [0] * self._num_shards
+            for shard, samples in zip(self._own_shards, self._current_samples, strict=True):
+                counts[shard] = len(samples)
+            self._sample_counts = self._sum_counts(counts)
             self._start_prefetch()
         return self._sample_counts
 
-    def find_step_with_count(self, count: int) -> tuple[int, int] | None:  # noqa: ARG002 - as Stream has it
-        """Counts are not known beforehand."""
+    def find_step_with_count(self, count: int) -> tuple[int, int] | None:  # noqa: ARG002 - part of the interface
+        """Return None: counts are not known beforehand."""
         return None
 
     def get_rows(self, step: int) -> None:
-        """Samples of a stream have no numbers."""
+        """Return None: samples of a stream have no row numbers."""
 
     def load_batches(self, step: int, num_micro_batches: int = 1) -> list[tuple[int, Any]]:
-        """This worker's samples of a step in up to `parts` micro-batches, as (samples, batch)."""
+        """Return (samples, batch) for up to `num_micro_batches` micro-batches of this worker's samples of a step."""
         self._advance_to(step)
         samples = list(itertools.chain.from_iterable(self._current_samples))
-        pieces = np.array_split(np.arange(len(samples)), min(num_micro_batches, len(samples))) if samples else []
-        return [(len(piece), self._source.collate([samples[k] for k in piece])) for piece in pieces]
+        parts = np.array_split(np.arange(len(samples)), min(num_micro_batches, len(samples))) if samples else []
+        return [(len(part), self._source.collate([samples[k] for k in part])) for part in parts]
 
     def load_batches_by_shard(self, step: int) -> list[tuple[int, Any]]:
-        """This worker's samples of a step, part by part; None for a part without any."""
+        """Return (samples, batch) for each of this worker's parts; the batch is None without samples."""
         self._advance_to(step)
-        return [(len(drawn), self._source.collate(drawn) if drawn else None) for drawn in self._current_samples]
-
-    def visit_state(self, visitor: StateVisitor, step: int) -> None:
-        """Samples up to a step are drawn again and dropped."""
+        return [(len(samples), self._source.collate(samples) if samples else None) for samples in self._current_samples]
 
     def set_process_group(self, group: Group) -> None:
-        """Go on in a new generation of the process group. Counts are added up anew: a peer may not have them yet."""
+        """Continue in a new generation of the process group. Counts are summed again: a peer may lack them."""
         self._group, self._sample_counts = group, None
 
     def close(self) -> None:
-        """End the thread, and let go of the iterators: a generator's ``finally`` runs as nobody holds it any more."""
+        """End the thread, and drop the iterators, so that the ``finally`` of a generator runs."""
         if self._prefetch_executor is not None:
-            self._prefetch_executor.shutdown(
-                wait=False, cancel_futures=True
-            )  # a stream may wait for its next item for ever
+            # A stream may wait forever for its next item.
+            self._prefetch_executor.shutdown(wait=False, cancel_futures=True)
         self._prefetched = None
         for part in self._shard_iterators:
             part.release()
@@ -169,24 +163,24 @@ class IterableBatches:
     # -- drawing ------------------------------------------------------------------------------------------------
 
     def _advance_to(self, step: int) -> None:
-        """Have the samples of `step`; those of steps before it that were not asked for are dropped."""
+        """Draw the samples of `step`, and drop those of skipped steps."""
         if step < self._step:
             raise ValueError(
-                f"the stream stands at step {self._step} and can't go back to step {step}: its samples are gone. Make "
-                "the job anew, which iterates from the start"
+                f"the stream is at step {self._step} and can't go back to step {step}: its samples are gone. Build the "
+                "job again, which iterates from the start"
             )
         while self._step < step:
-            drawn, self._sample_counts = self._take_next(), None
-            self._step, self._current_samples = self._step + 1, drawn
+            samples, self._sample_counts = self._take_next(), None
+            self._step, self._current_samples = self._step + 1, samples
 
     def _take_next(self) -> list[list[Any]]:
-        """The next samples of each part: drawn already, or now."""
+        """Return the next samples of each part, prefetched or drawn now."""
         if self._prefetched is None:
             return self._draw_samples()
-        # waits: the user's stream; the notebook's patience and its interrupt end it
-        self._prefetched.exception()  # waits; an interrupt leaves the future for the next time
+        # waits: the user's stream; the notebook's timeout and its interrupt end it
+        self._prefetched.exception()  # an interrupt leaves the future for the next call
         future, self._prefetched = self._prefetched, None
-        # waits: the user's stream; the notebook's patience and its interrupt end it
+        # waits: already done here
         return future.result()
 
     def _draw_samples(self) -> list[list[Any]]:
@@ -195,13 +189,13 @@ class IterableBatches:
         ]
 
     def _compute_quotas(self) -> list[int]:
-        """How many samples of a full batch each of this worker's parts gives: equally many, the rest to the first."""
+        """Return the number of samples of a full batch from each of this worker's parts."""
         if self._shares is not None:
-            every = divide_proportionally(self._batch_size, self._shares)
+            quotas = divide_proportionally(self._batch_size, self._shares)
         else:
             size, rest = divmod(self._batch_size, self._num_shards)
-            every = tuple(size + (rank < rest) for rank in range(self._num_shards))
-        return [every[rank] for rank in self._own_shards]
+            quotas = tuple(size + (shard < rest) for shard in range(self._num_shards))
+        return [quotas[shard] for shard in self._own_shards]
 
     def _start_prefetch(self) -> None:
         if self._prefetch_executor is not None and self._prefetched is None:
@@ -212,92 +206,90 @@ class IterableBatches:
             return tuple(counts)
         import torch
 
-        told = torch.tensor(counts) if self._reports_counts else torch.zeros(len(counts), dtype=torch.int64)
-        return tuple(self._group.all_reduce(told).tolist())
+        own_counts = torch.tensor(counts) if self._reports_counts else torch.zeros(len(counts), dtype=torch.int64)
+        return tuple(self._group.all_reduce(own_counts).tolist())
 
     def _check_not_empty(self) -> None:
-        """Have the ranks tell each other whether their parts hold anything, before anything is built upon them."""
-        held = [0] * self._num_shards
+        """Raise ValueError on all ranks if the part of some rank is empty. A collective."""
+        counts = [0] * self._num_shards
         for part in self._shard_iterators:
-            held[part.rank] = int(part.fetch_first())
-        found = self._sum_counts(held)
-        empty = [rank for rank, any_there in enumerate(found) if not any_there]
+            counts[part.rank] = int(part.fetch_first())
+        empty = [rank for rank, count in enumerate(self._sum_counts(counts)) if not count]
         if not empty:
             return
         ranks = f"rank {empty[0]}" if len(empty) == 1 else f"ranks {', '.join(map(str, empty))}"
         raise ValueError(
-            f"the stream gave no sample on {ranks} of {self._num_shards}; each rank needs at least one to begin. Give "
+            f"the stream gave no sample on {ranks} of {self._num_shards}; each rank needs one to start. Give "
             "every rank a part of the data (rank r of N gets the items r, r + N, ... of a function without arguments), "
             "or use fewer engines"
         )
 
 
 class _ShardIterator:
-    """One rank's samples, drawn a few at a time."""
+    """Iterator over one rank's samples."""
 
     def __init__(self, samples: Iterator[Any], rank: int) -> None:
         self.rank = rank
         self._samples, self._num_taken, self._exhausted, self._error_name = samples, 0, False, ""
 
     def fetch_first(self) -> bool:
-        """Whether there is a first sample; it is kept for the first batch."""
+        """Return whether there is a first sample, which is kept for the first batch."""
         first = self.take_samples(1)
         self._samples = itertools.chain(first, self._samples)
         self._num_taken = 0
         return bool(first)
 
     def take_samples(self, max_samples: int) -> list[Any]:
-        """Up to `quota` samples; none once it has ended.
+        """Return up to `max_samples` samples; none after the end.
 
-        After an error a generator is at its end without having reached it, so nothing is drawn from it again.
+        An error ends a generator early, so nothing is drawn from it after one.
         """
         if self._error_name:
             raise ValueError(
-                f"the stream of rank {self.rank} broke off after {self._num_taken:,} samples "
-                f"({self._error_name}), and an "
-                "iterator can't go on after an error. Train anew, which iterates from the start"
+                f"the stream of rank {self.rank} broke off after {self._num_taken:,} samples ({self._error_name}), and "
+                "an iterator can't continue after an error. Train again, which iterates from the start"
             )
-        drawn: list[Any] = []
+        samples: list[Any] = []
         try:
             if not self._exhausted:
-                drawn.extend(itertools.islice(self._samples, max_samples))
+                samples.extend(itertools.islice(self._samples, max_samples))
         except BaseException as error:
-            self._num_taken += len(drawn)
+            self._num_taken += len(samples)
             self._error_name = type(error).__name__
             error.add_note(f"the stream raised this on rank {self.rank}, after {self._num_taken:,} samples of its part")
             raise
-        self._exhausted = len(drawn) < max_samples
-        self._num_taken += len(drawn)
-        return drawn
+        self._exhausted = len(samples) < max_samples
+        self._num_taken += len(samples)
+        return samples
 
     def release(self) -> None:
-        """Hold the iterator no longer."""
+        """Drop the iterator."""
         self._samples, self._exhausted = iter(()), True
 
 
-# --- what is a stream ---------------------------------------------------------------------------------------
+# -- recognizing a stream ------------------------------------------------------------------------------------
 
 
 def is_iterable_only(data: Any) -> bool:
-    """Whether this can only be iterated: an IterableDataset, or anything iterable that has no rows by number."""
+    """Return whether data can only be iterated: an IterableDataset, or any iterable without rows by number."""
     if any(kind.__name__ == "IterableDataset" for kind in type(data).__mro__):
         return True
     return hasattr(data, "__iter__") and not (hasattr(data, "__getitem__") or hasattr(data, "__len__"))
 
 
 def is_stream_factory(function: Callable[..., Any]) -> bool:
-    """Whether it is plain from the outside that this function makes a stream."""
+    """Return whether a function returns a stream, as far as this is visible without a call."""
     return inspect.isgeneratorfunction(function) or accepts_rank(function)
 
 
 def accepts_rank(function: Callable[..., Any]) -> bool:
-    """Whether a function makes one rank's part: it has the parameters ``rank`` and ``world_size``.
+    """Return whether a function returns one rank's part: it has the parameters ``rank`` and ``world_size``.
 
-    Raises TypeError for one that can't be called without others.
+    Raises TypeError if the function needs other arguments.
     """
     try:
         parameters = inspect.signature(function).parameters
-    except ValueError:  # a builtin that does not say
+    except ValueError:  # a builtin without a signature
         return False
     if {"rank", "world_size"} <= parameters.keys():
         return True
@@ -316,21 +308,15 @@ def _is_factory(data_or_factory: Any) -> bool:
     return isinstance(data_or_factory, type) or (callable(data_or_factory) and not hasattr(data_or_factory, "__iter__"))
 
 
-def _is_hub_iterable(made: Any) -> bool:
-    return any(kind.__module__ == "datasets.iterable_dataset" for kind in type(made).__mro__)
+def _is_hub_iterable(data: Any) -> bool:
+    return any(kind.__module__ == "datasets.iterable_dataset" for kind in type(data).__mro__)
 
 
-def _check_iterable(made: Any) -> None:
-    """Refuse what is no iterable of samples: a tuple of arrays can be iterated, but not sample by sample."""
-    rows = hasattr(made, "__array__") or isinstance(made, (tuple, dict, str, bytes))
-    if rows or not hasattr(made, "__iter__"):
+def _check_iterable(iterable: Any) -> None:
+    """Raise TypeError for what isn't an iterable of samples; iterating over a tuple of arrays yields arrays."""
+    is_wrong_kind = hasattr(iterable, "__array__") or isinstance(iterable, (tuple, dict, str, bytes))
+    if is_wrong_kind or not hasattr(iterable, "__iter__"):
         raise TypeError(
-            f"the function of (rank, world_size) returned a {type(made).__name__}; it must return an iterable of "
-            "samples, such as a generator. For arrays, give a function without arguments: dtkit deals out their rows"
+            f"the function of (rank, world_size) returned a {type(iterable).__name__}; it must return an iterable of "
+            "samples, such as a generator. For arrays, give a function without arguments: dtkit distributes their rows"
         )
-
-
-def _make_executor(name: str) -> Any:
-    from concurrent.futures import ThreadPoolExecutor
-
-    return ThreadPoolExecutor(1, name)

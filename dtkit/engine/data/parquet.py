@@ -1,10 +1,10 @@
-"""Parquet files, read by row group: the unit in which the format lets rows be found.
+"""Parquet files, read by row group: the format gives access to row groups, not to rows.
 
-Rows are numbered through all files in order. A batch is gathered from the row groups that hold its rows; groups that
-were read lately are kept decoded, up to a number of bytes. So an engine whose shard is contiguous reads its own groups
-alone. A shuffle of single rows over many groups would read nearly every group for every batch; therefore rows are
-shuffled within windows of groups in random order, as many groups as a part of the cache holds (`shuffled`). A shard
-that fits into a window is shuffled freely.
+Rows are numbered through all files in order. A batch is gathered from the row groups that have its rows. A cache of
+limited size keeps decoded groups, so an engine with a contiguous shard reads only its own groups. A shuffle of single
+rows over many groups would read nearly every group for every batch. `shuffle_rows` therefore shuffles rows within
+windows of randomly chosen groups, and a window fits into the cache. A shard that fits into one window is shuffled
+freely.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from dtkit.data.columns import ColumnSelection
 
 CACHE_BYTES = 256 * 1024**2
-_WINDOWS_PER_CACHE = 4  # of the cache: verify plays several shards in one process, each in a window of its own
+_WINDOWS_PER_CACHE = 4  # verify simulates several shards in one process, each in a window of its own
 
 
 @dataclasses.dataclass(frozen=True)
 class ParquetFiles:
-    """Which files and columns: what travels to an engine."""
+    """Files and columns, as they are sent to an engine."""
 
     paths: tuple[str, ...]
     columns: ColumnSelection
@@ -42,40 +42,40 @@ class ParquetFiles:
 
     @property
     def display_name(self) -> str:
-        """For messages."""
+        """Name for messages."""
         return self.paths[0] if len(self.paths) == 1 else f"{self.paths[0]} and {len(self.paths) - 1} more files"
 
 
 def list_files(paths_or_folder: Any) -> tuple[str, ...]:
-    """The files of a path, a folder (its ``*.parquet``, in the order of their names) or several paths."""
+    """Return the files of a path, of a folder (its ``*.parquet``, sorted by name) or of several paths."""
     if isinstance(paths_or_folder, (tuple, list)):
-        return tuple(itertools.chain.from_iterable(list_files(one) for one in paths_or_folder))
+        return tuple(itertools.chain.from_iterable(map(list_files, paths_or_folder)))
     path = Path(paths_or_folder).absolute()
     check_files_exist([str(path)])
     if not path.is_dir():
         return (str(path),)
-    found = tuple(str(part) for part in sorted(path.glob("*.parquet")))
-    if not found:
-        raise FileNotFoundError(f"{path} holds no file named *.parquet; give the files themselves, as a list")
-    return found
+    files = tuple(str(part) for part in sorted(path.glob("*.parquet")))
+    if not files:
+        raise FileNotFoundError(f"{path} has no file named *.parquet; give the files themselves, as a list")
+    return files
 
 
 def describe_parquet(paths_or_folder: Any, columns: ColumnSelection) -> ParquetFiles:
-    """Read the files' footers and check the columns; no rows are read. Raises ValueError or TypeError by name."""
+    """Check the columns by the files' footers, without reading rows. Raises ValueError or TypeError."""
     paths = list_files(paths_or_folder)
     opened = [_open_file(path) for path in paths]
     schema = opened[0].schema_arrow
     chosen = frames.require_target(columns, schema.names)
     for path, file in zip(paths, opened, strict=True):
         if not file.schema_arrow.equals(schema):
-            raise ValueError(f"{path} has other columns or types than {paths[0]}; all files of a table must be alike")
+            raise ValueError(f"{path} differs in columns or types from {paths[0]}; all files of a table must be alike")
     _check_types(schema, chosen)
     _check_no_missing(opened, chosen)
     return ParquetFiles(paths, chosen, sum(file.metadata.num_rows for file in opened))
 
 
 class ParquetSource:
-    """Rows of parquet files; a batch is (features, target). May be asked from several threads."""
+    """Rows of parquet files; a batch is (features, target). It is thread-safe."""
 
     is_thread_safe, reads_disk = True, True
 
@@ -89,7 +89,7 @@ class ParquetSource:
         if len(self) != parquet_files.num_rows:
             raise ValueError(
                 f"{parquet_files.display_name} has {len(self):,} rows here and {parquet_files.num_rows:,} in the "
-                "notebook; copy it anew"
+                "notebook; copy it again"
             )
         self._cache_bytes = cache_bytes
         self._cached_groups: collections.OrderedDict[int, tuple[torch.Tensor, ...]] = collections.OrderedDict()
@@ -98,13 +98,13 @@ class ParquetSource:
         self.groups_read: collections.Counter[int] = collections.Counter()
         largest = max(sizes, default=0) * self._compute_row_bytes()
         self.groups_per_window = max(1, cache_bytes // _WINDOWS_PER_CACHE // max(1, largest))
-        """Row groups among which rows are shuffled."""
+        """Number of row groups within which rows are shuffled."""
 
     def __len__(self) -> int:
         return int(self._group_starts[-1])
 
     def take(self, rows: np.ndarray) -> tuple[torch.Tensor, ...]:
-        """Gathered from the groups that hold these rows, each visited once."""
+        """Return a batch of these rows. Each group that has some of them is visited once."""
         import torch
 
         groups = self._find_groups(rows)
@@ -120,26 +120,26 @@ class ParquetSource:
         return batch
 
     def shuffle_rows(self, rows: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """`rows` in random order, such that neighbours come from few groups. A function of `rng` alone."""
-        place = rng.permutation(len(self._row_groups))  # where each group stands in the epoch
-        window = place[self._find_groups(rows)] // self.groups_per_window
+        """Return `rows` in a random order in which neighbors come from few groups. It depends on `rng` alone."""
+        group_positions = rng.permutation(len(self._row_groups))
+        window = group_positions[self._find_groups(rows)] // self.groups_per_window
         shuffled: np.ndarray = rows[np.lexsort((rng.permutation(len(rows)), window))]
         return shuffled
 
     def _find_groups(self, rows: np.ndarray) -> np.ndarray:
-        found: np.ndarray = np.searchsorted(self._group_starts, rows, side="right") - 1
-        return found
+        groups: np.ndarray = np.searchsorted(self._group_starts, rows, side="right") - 1
+        return groups
 
     def _get_group(self, group: int) -> tuple[torch.Tensor, ...]:
-        """A decoded group, from the cache or from its file."""
+        """Return a decoded group, from the cache or from its file."""
         if group in self._cached_groups:
             self._cached_groups.move_to_end(group)
             return self._cached_groups[group]
         parts = self._cached_groups[group] = self._read_group(group)
-        held = sum(part.nbytes for kept in self._cached_groups.values() for part in kept)
-        while held > self._cache_bytes and len(self._cached_groups) > 2:  # a batch may stand between two windows
+        cached_bytes = sum(part.nbytes for group_parts in self._cached_groups.values() for part in group_parts)
+        while cached_bytes > self._cache_bytes and len(self._cached_groups) > 2:  # a batch may need two windows
             _, dropped = self._cached_groups.popitem(last=False)
-            held -= sum(part.nbytes for part in dropped)
+            cached_bytes -= sum(part.nbytes for part in dropped)
         return parts
 
     def _read_group(self, group: int) -> tuple[torch.Tensor, ...]:
@@ -164,7 +164,7 @@ class ParquetSource:
         return 8 * len(names)
 
     def read_target(self) -> np.ndarray:
-        """The whole target, for a picture of classes: one column is read, and none of the others."""
+        """Return the whole target, for a picture of classes. Only its column is read."""
         name = self._columns.target_names[0]
         parts = [file.read(columns=[name], use_threads=False).column(name).to_numpy() for file in self._files]
         return frames.convert_target(np.concatenate(parts), self._columns.float_dtype)
@@ -180,14 +180,14 @@ def _open_file(path: str) -> Any:
     try:
         return pyarrow.parquet.ParquetFile(path, memory_map=True)
     except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{path} is no parquet file: {str(error).splitlines()[0]}") from None
+        raise ValueError(f"{path} is not a parquet file: {str(error).splitlines()[0]}") from None
 
 
 def _check_types(schema: Any, columns: ColumnSelection) -> None:
     import pyarrow.types as kind
 
-    def is_number(found: Any) -> bool:
-        return bool(kind.is_integer(found) or kind.is_floating(found) or kind.is_boolean(found))
+    def is_number(dtype: Any) -> bool:
+        return bool(kind.is_integer(dtype) or kind.is_floating(dtype) or kind.is_boolean(dtype))
 
     names = (*(columns.features or ()), *columns.target_names)
     wrong = {name: str(schema.field(name).type) for name in names if not is_number(schema.field(name).type)}
@@ -196,18 +196,18 @@ def _check_types(schema: Any, columns: ColumnSelection) -> None:
 
 
 def _check_no_missing(open_files: Sequence[Any], columns: ColumnSelection) -> None:
-    """Refuse columns whose statistics say that values are missing; files need not have statistics."""
+    """Raise ValueError for columns with missing values by their statistics, which a file may lack."""
     names = {*(columns.features or ()), *columns.target_names}
     missing: collections.Counter[Any] = collections.Counter()
     for chunk in _iterate_column_chunks(open_files):
         if chunk.path_in_schema in names and chunk.statistics is not None and chunk.statistics.has_null_count:
             missing[chunk.path_in_schema] += chunk.statistics.null_count
-    if found := +missing:
-        frames.refuse_missing(found)
+    if any_missing := +missing:
+        frames.refuse_missing(any_missing)
 
 
 def _iterate_column_chunks(open_files: Sequence[Any]) -> Iterator[Any]:
-    """The footers' account of every column of every row group."""
+    """Yield the footers' entries for every column of every row group."""
     for file in open_files:
         for g in range(file.metadata.num_row_groups):
             group = file.metadata.row_group(g)
@@ -215,9 +215,9 @@ def _iterate_column_chunks(open_files: Sequence[Any]) -> Iterator[Any]:
 
 
 def _check_no_nan(arrays: dict[Any, np.ndarray], first_row: int) -> None:
-    """Refuse NaN where a group is read: the footer counts what is missing, not what is no number."""
+    """Raise ValueError for NaN in a group that was read: footers count missing values only."""
     for name, array in arrays.items():
-        if array.dtype.kind == "O":  # booleans with a null among them, where the footer has no statistics
+        if array.dtype.kind == "O":  # booleans with a null, in a file without statistics
             frames.refuse_missing({name: sum(value is None for value in array)})
         if array.dtype.kind == "f" and np.isnan(array).any():
             row = first_row + int(np.flatnonzero(np.isnan(array))[0])

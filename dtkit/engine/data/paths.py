@@ -1,4 +1,4 @@
-"""Paths as data: what lies in files that engines read themselves. Imports no torch, so that a notebook may ask too."""
+"""Paths given as data, to files that engines read themselves. It works without torch, for the notebook."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _PARQUET_SUFFIXES = (".parquet", ".pq")
 
 
 def describe_files(data: Any, columns: ColumnSelection) -> Any:
-    """`data` with paths and mapped arrays replaced by what an engine opens; anything else as it is.
+    """Return `data` with paths and mapped arrays replaced by what an engine opens.
 
-    A path is one of a ``.npy`` file, of a parquet file or of a folder of these; parquet may be several paths. Raises
-    FileNotFoundError, and ValueError or TypeError for what is in them.
+    A path is that of a ``.npy`` file, a parquet file or a folder of parquet files; several parquet paths are one table.
+    Raises FileNotFoundError, and ValueError or TypeError for unsuitable content.
     """
     if _is_path(data):
         return parquet.describe_parquet(data, columns) if _is_parquet(data) else _describe_npy(data)
@@ -34,7 +34,7 @@ def describe_files(data: Any, columns: ColumnSelection) -> Any:
 
 
 def _describe_part(part: Any) -> Any:
-    """One of several arrays."""
+    """Return the same for one of several arrays."""
     if _is_path(part):
         return _describe_npy(part)
     return (memmap.describe_memmap(part) or part) if isinstance(part, np.memmap) else part
@@ -43,12 +43,12 @@ def _describe_part(part: Any) -> Any:
 def _describe_npy(path: Any) -> memmap.MappedFile:
     if Path(path).suffix != ".npy":
         raise ValueError(
-            f"{os.fspath(path)!r} is no kind of file that engines read: these are .npy (one array) and .parquet (a "
-            "table, or a folder of such files). Load it and give the arrays, or give a function that loads it"
+            f"{os.fspath(path)!r} is not a file that engines read: these are .npy (one array) and .parquet (a table, "
+            "or a folder of such files). Load it and give the arrays, or give a function that loads it"
         )
-    found = memmap.describe_memmap(memmap.load_npy(str(path)))
-    assert found is not None, "a file that was just mapped has a name"
-    return found
+    mapped_file = memmap.describe_memmap(memmap.load_npy(str(path)))
+    assert mapped_file is not None, "a file that was just mapped has a name"
+    return mapped_file
 
 
 def _is_path(data: Any) -> bool:

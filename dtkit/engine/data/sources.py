@@ -1,4 +1,4 @@
-"""Where an engine's rows come from: anything whose rows can be taken by index, behind one protocol."""
+"""Sources of rows: anything whose rows can be taken by index, behind one protocol."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ class RowSource(Protocol):
     """Rows that can be taken by index."""
 
     is_thread_safe: bool
-    """Whether `take` runs no code of the user's, so that it may run in a thread beside the training."""
+    """Whether `take` runs no user code, so that it may run in a thread during a step."""
     reads_disk: bool
-    """Whether it reads from a disk, so that a thread of its own pays."""
+    """Whether it reads from a disk, so that a thread pays."""
 
     def __len__(self) -> int: ...
 
     def take(self, rows: np.ndarray) -> Any:
-        """A batch of these rows, on the CPU."""
+        """Return a batch of these rows, on the CPU."""
 
 
 class ArraySource:
-    """Equally long tensors; a batch is the tuple of their rows."""
+    """Tensors of equal length; a batch is the tuple of their rows."""
 
     is_thread_safe, reads_disk = True, False
 
@@ -46,41 +46,41 @@ class ArraySource:
 
     @property
     def targets(self) -> torch.Tensor:
-        """The last array."""
+        """Return the last tensor."""
         return self._tensors[-1]
 
     def take(self, rows: np.ndarray) -> tuple[torch.Tensor, ...]:
-        """One `index_select` a tensor."""
+        """Return a batch by one `index_select` for each tensor."""
         index = torch.from_numpy(rows)
         return tuple(t.index_select(0, index) for t in self._tensors)
 
     def take_micro_batches(self, micro_batch_rows: Sequence[np.ndarray]) -> list[tuple[torch.Tensor, ...]]:
-        """Batches of these rows, for micro-batches: still one `index_select` a tensor."""
+        """Return the batches of several micro-batches, still by one `index_select` for each tensor."""
         sizes = [len(rows) for rows in micro_batch_rows]
         return list(zip(*(torch.split(t, sizes) for t in self.take(np.concatenate(micro_batch_rows))), strict=True))
 
 
 class MappedSource:
-    """As :class:`ArraySource`, for arrays of which some stay in their file: rows are copied out as they are taken."""
+    """Arrays of equal length, some of which stay in their file; `take` copies rows."""
 
     is_thread_safe, reads_disk = True, True
 
     def __init__(self, parts: Sequence[Any]) -> None:
         arrays = [part.open() if isinstance(part, MappedFile) else np.asarray(part) for part in parts]
-        self._arrays = [(array, array.dtype.newbyteorder("=")) for array in arrays]  # torch has this machine's order
+        self._arrays = [(array, array.dtype.newbyteorder("=")) for array in arrays]  # torch has native order only
 
     def __len__(self) -> int:
         return len(self._arrays[0][0])
 
     def take(self, rows: np.ndarray) -> tuple[torch.Tensor, ...]:
-        """One copy of the rows a file."""
+        """Return a batch, with one copy of the rows of each file."""
         return tuple(
             torch.from_numpy(np.take(array, rows, axis=0).astype(dtype, copy=False)) for array, dtype in self._arrays
         )
 
 
 class DatasetSource:
-    """A map-style torch Dataset; a batch is what torch's default collation makes of its samples."""
+    """Map-style torch Dataset; a batch is collated from its samples by torch's default collation."""
 
     is_thread_safe, reads_disk = False, False
 
@@ -91,18 +91,18 @@ class DatasetSource:
         return len(self._dataset)
 
     def take(self, rows: np.ndarray) -> Any:
-        """Samples one by one, or through the dataset's own `__getitems__`, collated."""
+        """Return a batch of samples, loaded one by one or by the dataset's `__getitems__`."""
         from torch.utils.data import default_collate
 
         batch = default_collate(self._load_samples(rows.tolist()))
         return self._columns.split_batch(tuple(batch) if isinstance(batch, list) else batch)
 
     def _load_samples(self, rows: list[int]) -> Any:
-        many = getattr(self._dataset, "__getitems__", None)
-        if many is None:
+        load_samples = getattr(self._dataset, "__getitems__", None)
+        if load_samples is None:
             return [self._load_sample(row) for row in rows]
         try:
-            return many(rows)
+            return load_samples(rows)
         except Exception as error:
             error.add_note(f"the Dataset raised this for the rows {_format_rows(rows)}")
             raise
@@ -116,10 +116,10 @@ class DatasetSource:
 
 
 class HubSource(DatasetSource):
-    """A Dataset of Hugging Face's ``datasets``: a batch is read from the arrow table in one go.
+    """Dataset of Hugging Face's ``datasets``: a batch is read from the arrow table at once.
 
-    Where no format is set, columns become tensors. A format or transform of the user's own is kept, and its samples
-    are collated like any Dataset's.
+    Without a format, columns become tensors. A user's format or transform is kept, and its samples are collated like
+    those of any Dataset.
     """
 
     is_thread_safe, reads_disk = False, True
@@ -128,13 +128,11 @@ class HubSource(DatasetSource):
         columns = check_hub_columns(dataset, columns or ColumnSelection())
         if columns.is_given:
             dataset = dataset.select_columns([*(columns.features or ()), *columns.target_names])
-        self._reads_whole_batches = self.is_thread_safe = (
-            get_hub_format(dataset) is None
-        )  # a transform is the user's code
+        self._reads_whole_batches = self.is_thread_safe = get_hub_format(dataset) is None  # a transform is user code
         super().__init__(dataset.with_format("torch") if self._reads_whole_batches else dataset, columns)
 
     def take(self, rows: np.ndarray) -> Any:
-        """A dict of tensors by column; or (inputs..., target) where the target was named."""
+        """Return a dict of tensors by column, or (inputs..., target) if a target column was given."""
         if not self._reads_whole_batches:
             return super().take(rows)
         batch = self._dataset[rows.tolist()]
@@ -155,37 +153,37 @@ def _raise_ragged_column(name: str, values: list[Any], rows: np.ndarray) -> NoRe
 
 
 def is_hub_dataset(data: Any) -> bool:
-    """Whether this is a map-style Dataset of Hugging Face's ``datasets``, without importing it."""
+    """Return whether this is a map-style Dataset of Hugging Face's ``datasets``, without importing it."""
     return any(
         kind.__module__ == "datasets.arrow_dataset" and kind.__name__ == "Dataset" for kind in type(data).__mro__
     )
 
 
 def get_hub_format(dataset: Any) -> str | None:
-    """The format that a user has set: "torch", "custom" (a transform), ...; None for none."""
+    """Return the format that a user has set: "torch", "custom" (a transform), ..., or None."""
     kind: str | None = dataset.format["type"]
     return kind
 
 
 def check_hub_columns(dataset: Any, columns: ColumnSelection) -> ColumnSelection:
-    """`columns` spelt out. Raises TypeError that names columns of text, which no tensor can hold."""
+    """Return `columns` with all names resolved. Raises TypeError for columns of text, which no tensor can hold."""
     if columns.is_given:
         columns = columns.resolve(dataset.column_names)
     if get_hub_format(dataset) is not None:
-        return columns  # what becomes of the columns is up to the user's format
+        return columns  # the user's format converts them
     chosen = [*(columns.features or ()), *columns.target_names] if columns.is_given else dataset.column_names
     text = {name: _describe_feature(dataset.features[name]) for name in chosen if _is_text(dataset.features[name])}
     if text:
         named = ", ".join(f"{name!r} ({dtype})" for name, dtype in text.items())
         raise TypeError(
-            f"columns {named} hold no numbers, and tensors hold nothing else. Make numbers of them in a .map(...) (a "
-            f"tokeniser, class_encode_column for labels), then drop them: dataset.remove_columns({list(text)})"
+            f"columns {named} hold text, and tensors hold numbers only. Convert them in a .map(...) (a tokenizer, "
+            f"class_encode_column for labels), then drop them: dataset.remove_columns({list(text)})"
         )
     return columns
 
 
 def _is_text(feature: Any) -> bool:
-    """Whether a column's type is, or is a list of, text or bytes."""
+    """Return whether a column's type is text or bytes, or a list of these."""
     inner = getattr(feature, "feature", None)
     return _is_text(inner) if inner is not None else _describe_feature(feature) in _TEXT_DTYPES
 
@@ -203,10 +201,10 @@ _TEXT_DTYPES = ("string", "large_string", "string_view", "binary", "large_binary
 
 
 def as_source(data: Any, columns: ColumnSelection | None = None) -> RowSource | StreamSource:
-    """Whatever :meth:`dtkit.Cluster.partition` takes, as rows by index; or, of unknown length, as a stream."""
+    """Return the source for what :meth:`dtkit.Cluster.partition` takes; a stream if its length is unknown."""
     columns = columns or ColumnSelection()
     if isinstance(data, StreamSource) or (hasattr(data, "take") and hasattr(data, "is_thread_safe")):
-        return data  # type: ignore[no-any-return]  # a Source already
+        return data  # type: ignore[no-any-return]  # a source already
     data = paths.describe_files(data, columns)
     if isinstance(data, ParquetFiles):
         return ParquetSource(data)
@@ -219,7 +217,7 @@ def as_source(data: Any, columns: ColumnSelection | None = None) -> RowSource | 
 
 
 def _make_sample_source(data: Any, columns: ColumnSelection) -> RowSource | StreamSource:
-    """What gives samples one by one: a Dataset, or (without rows by number) a stream."""
+    """Return the source for data that yields samples: a Dataset, or a stream without rows by number."""
     if is_hub_dataset(data):
         return HubSource(data, columns)
     if is_iterable_only(data):
@@ -233,7 +231,7 @@ def _make_sample_source(data: Any, columns: ColumnSelection) -> RowSource | Stre
 
 
 def _as_arrays(data: Any, columns: ColumnSelection) -> Sequence[Any] | None:
-    """The arrays that `data` is or stands for; None for what isn't arrays."""
+    """Return the arrays that `data` is or can be converted to; None for anything else."""
     if frames.is_pandas(data):
         return frames.convert_frame(data, columns)[0]
     if isinstance(data, (np.ndarray, torch.Tensor, MappedFile)):
@@ -246,19 +244,17 @@ def _as_arrays(data: Any, columns: ColumnSelection) -> Sequence[Any] | None:
 
 
 def load_source(function: Callable[..., Any], columns: ColumnSelection) -> RowSource | StreamSource:
-    """What a user's function gives on this engine: rows, or (of unknown length) a stream that calls it anew."""
+    """Return the source for a user's function on this engine; a stream calls the function for each job."""
     if is_stream_factory(function):
         return StreamSource(function, columns)
-    found = function()
-    if is_iterable_only(found):
-        return StreamSource(function, columns)
-    return as_source(found, columns)
+    data = function()
+    return StreamSource(function, columns) if is_iterable_only(data) else as_source(data, columns)
 
 
 def make_source_loader(
     function: Callable[..., Any], columns: ColumnSelection
 ) -> Callable[[], RowSource | StreamSource]:
-    """What is sent to the engines for a function of the user's."""
+    """Return the function that engines are sent for a user's function."""
     return functools.partial(load_source, function, columns)
 
 
@@ -268,12 +264,12 @@ def _format_rows(rows: Sequence[int]) -> str:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """A batch of any nesting, on the device."""
+    """Return a nested batch on the device."""
     return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A batch of any nesting, each of its tensors changed."""
+    """Return a nested batch with `function` applied to each tensor."""
     if isinstance(batch, torch.Tensor):
         return function(batch)
     if isinstance(batch, dict):

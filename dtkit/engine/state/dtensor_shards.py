@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
+
+from dtkit._util.torch_private import AsyncCollectiveTensor
 
 
 def get_local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -46,7 +47,7 @@ def set_num_fused_blocks(parameter: nn.Parameter, num_blocks: int) -> nn.Paramet
     return parameter
 
 
-_FUSED_BLOCKS_ATTRIBUTE = "dtkit_folds"
+_FUSED_BLOCKS_ATTRIBUTE = "dtkit_fused_blocks"
 
 
 def slice_like(whole: torch.Tensor, like: DTensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from dtkit._util import formatting
+from dtkit._util.torch_private import get_module_dict
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -75,7 +76,7 @@ def _format_cut(cut: StageCut) -> str:
 def find_layer_chain(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the layers at which `model` may be cut, by name and in order; none without a chain."""
     if isinstance(model, nn.Sequential):
-        return list(zip(model._modules, model, strict=True))  # noqa: SLF001 - named_children omits repeated modules
+        return list(zip(get_module_dict(model), model, strict=True))
     lists = [(name, m) for name, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
     if not lists:
         return []

@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from dtkit._util.guard import run_guarded
+from dtkit._util.torch_private import FakeTensorMode, TorchDispatchMode, tree_leaves, tree_map
 from dtkit.planning.layer_chain import LayerCosts
 from dtkit.strategies.meta_copy import copy_to_meta, count_bytes
 from dtkit.strategies.pipeline.cut import count_parameters, find_layer_chain
@@ -192,8 +191,6 @@ def _trace_shapes(model: nn.Module, inputs: Sequence[Any]) -> tuple[set[int], tu
 
     Runs on fake tensors.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     before: set[int] = set()
     outputs: list[int] = []
     with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng([]):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.pipelining import schedules
 
+from dtkit._util.torch_private import POST_P2P, WAIT_P2P
 from dtkit.engine.observe.phase_timer import BETWEEN_PHASES
 from dtkit.strategies.patching import replace_functions
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
     from dtkit.engine.observe.phase_timer import PhaseTimer
 
-_POST_FUNCTION, _WAIT_FUNCTION = "_batch_p2p", "_wait_batch_p2p"
 _LABEL_ATTRIBUTE = "dtkit_message"
 
 MessageLabel = tuple[str, tuple[int, int]]
@@ -41,14 +41,14 @@ class P2PTracer:
     def __init__(self, phases: PhaseTimer, wait: Callable[[dist.Work], None]) -> None:
         """Record in `phases`; `wait` waits until a message is sent or received."""
         self._phases, self._wait_for_work = phases, wait
-        self._torch_post: Any = vars(schedules)[_POST_FUNCTION]
+        self._torch_post: Any = vars(schedules)[POST_P2P]
         self._labels_by_work: dict[int, MessageLabel] = {}  # by id; torch's schedule keeps the works alive
 
     @contextlib.contextmanager
     def intercept(self) -> Iterator[None]:
         """Replace the functions by which torch's schedules post and wait, within the context."""
         self._labels_by_work.clear()
-        with replace_functions(schedules, {_POST_FUNCTION: self.post_ops, _WAIT_FUNCTION: self.wait_for}):
+        with replace_functions(schedules, {POST_P2P: self.post_ops, WAIT_P2P: self.wait_for}):
             yield
 
     def post_ops(self, ops: list[dist.P2POp], desc: str | None = None) -> list[dist.Work]:

@@ -48,7 +48,6 @@ from dtkit.strategies.pipeline.trace import (
     to_model_name,
 )
 from dtkit.strategies.pipeline.worker import PipelineWorker, PlacedStages, require_tensor_inputs
-from dtkit.strategies.replicated import copy_to_cpu
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -261,7 +260,7 @@ class Pipeline(Strategy):
         parts = split_model(model, cut, inputs, context.device)
         check_tied_weights(model, parts)
         staged = {to_model_name(name) for part in parts for name in part.module.state_dict()}
-        unstaged = {name: copy_to_cpu(value) for name, value in model.state_dict().items() if name not in staged}
+        unstaged = {name: _copy_to_cpu(value) for name, value in model.state_dict().items() if name not in staged}
         stages = self.pipeline_schedule.get_stages(context.mesh.get_coordinates(context.group.rank)["pp"])
         modules = {stage: copy_pair_to_device(parts[stage], model, context.device) for stage in stages}
         stage_ranks = [context.mesh.get_rank(pp=rank) for rank in self.pipeline_schedule.stage_ranks]
@@ -314,3 +313,8 @@ class Pipeline(Strategy):
     def _find_split_points(self, names: tuple[str, ...]) -> tuple[int, ...] | None:
         """Return the first layers of the stages by `split`, or None without."""
         return None if self.split is None else find_named_starts(self.split, names, self.pipeline_schedule.stages)
+
+
+def _copy_to_cpu(value: Any) -> Any:
+    """Return a copy of a state dict's entry; a module's extra state may be any object."""
+    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else copy.deepcopy(value)

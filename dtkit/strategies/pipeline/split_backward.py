@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed.pipelining._backward import _get_grad_fn_or_grad_acc, construct_reverse_graph, reverse_closure
+from dtkit._util.torch_private import construct_reverse_graph, get_grad_node, reverse_closure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -66,7 +66,7 @@ def _build_param_groups(
 
 def _get_grad_nodes(tensors: Iterable[torch.Tensor]) -> list[Node]:
     """Return the nodes that compute or accumulate the tensors' gradients."""
-    nodes = (_get_grad_fn_or_grad_acc(t) for t in tensors)
+    nodes = (get_grad_node(t) for t in tensors)
     return [node for node in nodes if node is not None]
 
 

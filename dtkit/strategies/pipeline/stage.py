@@ -1,7 +1,7 @@
 """One rank's stages, run by torch's pipelining.
 
-This module needs private names of torch. A schedule takes micro-batches that are already split. A user's table runs in
-the base class of torch's looped schedules, which derives the sends and receives.
+A schedule takes micro-batches that are already split. A user's table runs in the base class of torch's looped
+schedules, which derives the sends and receives.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.distributed import pipelining
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import (
-    PipelineScheduleSingle,
-    _Action,
-    _ComputationType,
-    _PipelineScheduleRuntime,
-)
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
+from dtkit._util.torch_private import (
+    ComputationType,
+    PipelineScheduleRuntime,
+    PipelineStage,
+    ScheduleAction,
+    count_inplace_writes,
+    step_micro_batches,
+)
 from dtkit.engine.comm.cancellable_wait import LARGE_MESSAGE_BYTES, CancellableWait
 from dtkit.engine.observe.phase_timer import BETWEEN_PHASES
 from dtkit.strategies.pipeline.p2p import P2PTracer, label_ops
@@ -99,7 +101,7 @@ def _run_trial(stage_module: StageModule, inputs: Sequence[torch.Tensor]) -> tup
     copies = [t.clone() for t in inputs]
     with preserve_buffers(stage_module.module), torch.random.fork_rng([inputs[0].device] if inputs[0].is_cuda else []):
         outputs = make_sendable(stage_module(*copies), copies)
-    stage_module.mutated_inputs |= frozenset(k for k, t in enumerate(copies) if t._version)  # noqa: SLF001 - counts in-place writes
+    stage_module.mutated_inputs |= frozenset(k for k, t in enumerate(copies) if count_inplace_writes(t))
     return outputs
 
 
@@ -228,7 +230,7 @@ def _sum_without_overflow(output: torch.Tensor) -> torch.Tensor:
     return output.detach().sum(dtype=torch.promote_types(output.dtype, torch.float32))
 
 
-class CustomScheduleRuntime(_PipelineScheduleRuntime):
+class CustomScheduleRuntime(PipelineScheduleRuntime):
     """torch's runtime with a user's table.
 
     torch appends losses in the order of forwards and looks them up by micro-batch. That is wrong if a table has F1
@@ -239,7 +241,7 @@ class CustomScheduleRuntime(_PipelineScheduleRuntime):
         super().__init__(stages, schedule.micro_batches, loss_fn=compute_loss, scale_grads=False)  # type: ignore[no-untyped-call]
         self._losses: dict[int, torch.Tensor] = {}
         self.pipeline_order = {
-            rank: [a and _Action(a.stage, _ComputationType(a.kind), a.micro_batch) for a in row]
+            rank: [a and ScheduleAction(a.stage, ComputationType(a.kind), a.micro_batch) for a in row]
             for rank, row in enumerate(schedule.rows)
         }
         self._prepare_schedule_with_comms(self.pipeline_order)
@@ -330,8 +332,13 @@ class StageRunner:
             stage.unsplit_micro_batches.clear()
             stage.clear_runtime_states()
         with self._p2p_tracer.intercept():
-            self._torch_schedule._step_microbatches(  # noqa: SLF001 - the public `step` would split the micro-batches
-                list(inputs), [{} for _ in inputs], list(enumerate(targets)), None, return_outputs=False
+            step_micro_batches(
+                self._torch_schedule,
+                list(inputs),
+                [{} for _ in inputs],
+                list(enumerate(targets)),
+                None,
+                return_outputs=False,
             )
 
     def find_nonfinite(self) -> NonFiniteLocations:

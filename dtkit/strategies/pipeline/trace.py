@@ -18,9 +18,16 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 from torch.distributed import pipelining
-from torch.utils._pytree import tree_flatten
 
 from dtkit._util.guard import run_guarded
+from dtkit._util.torch_private import (
+    FakeTensorMode,
+    get_buffer_dict,
+    get_module_dict,
+    get_parameter_dict,
+    is_fake,
+    tree_flatten,
+)
 from dtkit.strategies.meta_copy import make_empty_like
 from dtkit.strategies.pipeline.cut import find_layer_chain
 from dtkit.strategies.pipeline.device_copy import copy_tensors_to_device, copy_to_device
@@ -29,8 +36,7 @@ from dtkit.strategies.pipeline.value_routing import StageModule, build_routings
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch.utils._pytree import TreeSpec
-
+    from dtkit._util.torch_private import TreeSpec
     from dtkit.strategies.pipeline.cut import StageCut
 
 
@@ -86,8 +92,6 @@ def _trace_and_split(
         ) from error
 
     def trace() -> tuple[pipelining.Pipe, TreeSpec]:
-        from torch._subclasses.fake_tensor import FakeTensorMode
-
         starts = dict.fromkeys(split_points, pipelining.SplitPoint.BEGINNING)
         with FakeTensorMode(allow_non_fake_inputs=True) as fake:
             shapes = {id(t): make_empty_like(t, device) for t in (*model.parameters(), *model.buffers(), *inputs)}
@@ -127,8 +131,6 @@ def _summarize_error(error: BaseException) -> str:
 
 def copy_pair_to_device(pair: StageModulePair, model: nn.Module, device: torch.device) -> StageModulePair:
     """Return a copy of a stage of `model` on a device, whose modules share the new parameters."""
-    from torch._subclasses.fake_tensor import is_fake
-
     originals, persistent_names = named_tensors(model), set(model.state_dict())
     copies: dict[int, torch.Tensor] = {}
 
@@ -177,12 +179,13 @@ def restore_model_names(module: nn.Module) -> None:
             continue
         owner = module
         for child in to_model_name(name).split("."):
-            if child not in owner._modules:  # noqa: SLF001 - hasattr would find attributes, too
+            if child not in get_module_dict(owner):
                 owner.add_module(child, nn.Module())
             owner = owner.get_submodule(child)
-        for source, target in ((layer._parameters, owner._parameters), (layer._buffers, owner._buffers)):  # noqa: SLF001
+        for get_tensors in (get_parameter_dict, get_buffer_dict):
+            source: dict[str, Any] = get_tensors(layer)
             for key, tensor in list(source.items()):
-                target.setdefault(key, tensor)
+                get_tensors(owner).setdefault(key, tensor)
                 del source[key]
                 vars(layer)[key] = tensor
 

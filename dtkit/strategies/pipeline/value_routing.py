@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from dtkit._util.torch_private import is_view, tree_flatten, tree_unflatten
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from torch import nn
-    from torch.utils._pytree import TreeSpec
+
+    from dtkit._util.torch_private import TreeSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +96,7 @@ def make_sendable(outputs: Sequence[torch.Tensor], inputs: Sequence[Any]) -> tup
 
 
 def _needs_clone(tensor: torch.Tensor) -> bool:
-    return tensor._is_view() or not tensor.is_contiguous()  # noqa: SLF001 - torch has no public name
+    return is_view(tensor) or not tensor.is_contiguous()
 
 
 def _clone_contiguous(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,17 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
 
+from dtkit._util.torch_private import tree_leaves, tree_map
 from dtkit.engine.data.sources import map_tensors
 from dtkit.engine.observe.phase_timer import BETWEEN_PHASES
 from dtkit.engine.observe.stage_probe import PipelineProbe
 from dtkit.engine.state.checksum import compute_checksum
+from dtkit.engine.state.shards import MODEL_PREFIX
 from dtkit.strategies import gradients
 from dtkit.strategies.base import EvalFunction, StepResult, Strategy, Worker, make_optimizer, split_state_dict
 from dtkit.strategies.loss import LOSS_IS_WEIGHTED_SUM, split_batch
 from dtkit.strategies.pipeline.stage import StageRunner
-from dtkit.strategies.replicated import LossAccumulator, copy_to_cpu, module_eval_mode
+from dtkit.strategies.replicated import LossAccumulator, module_eval_mode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from dtkit.engine.comm.process_group import Group
     from dtkit.engine.data.worker_context import WorkerContext
     from dtkit.engine.observe.step_probe import StepProbe
-    from dtkit.engine.state.capture import StateVisitor
+    from dtkit.engine.state.visitor import StateVisitor
     from dtkit.strategies.loss import Loss
     from dtkit.strategies.pipeline.cut import StageCut
     from dtkit.strategies.pipeline.stage import StageIO
@@ -85,21 +86,30 @@ class PipelineWorker(Worker):
         self._device_mesh = group.device_mesh(self._context.mesh, self._context.device)
         self._stages.set_process_group(self._device_mesh.get_group("pp"), self._context.device, self._phases, group)
 
-    def visit_state(self, visitor: StateVisitor) -> None:
+    def visit_model(self, visitor: StateVisitor) -> None:
         """Visit this rank's stages under the model's names; each replica has its own batch statistics."""
-        named: dict[str, torch.Tensor] = {}
-        for module in self.model.children():
-            named |= dict(module.named_parameters(remove_duplicate=False))
-        visitor.visit_tensors("model", named)
-        if self._parameters:
-            visitor.visit_optimizer("optimizer", self.optimizer, named)
+        visitor.visit_tensors(MODEL_PREFIX, self._named_parameters())
         for module in self.model.children():
             buffers, extra = split_state_dict(module)
-            visitor.per_replica("model", buffers, None)
+            visitor.per_replica(MODEL_PREFIX, buffers, None)
             visitor.visit_extra_state(module, extra)
-        visitor.visit_tensors(
-            "model", {name: t for name, t in self._unstaged_entries.items() if isinstance(t, torch.Tensor)}
-        )
+        unstaged = {name: t for name, t in self._unstaged_entries.items() if isinstance(t, torch.Tensor)}
+        visitor.visit_tensors(MODEL_PREFIX, unstaged)
+        if visitor.is_saving:  # there is no module here to restore it into
+            extra = {name: value for name, value in self._unstaged_entries.items() if name not in unstaged}
+            visitor.visit_extra_state(self.model, extra)
+
+    def visit_state(self, visitor: StateVisitor) -> None:
+        """Visit the model, and this rank's part of the optimizer."""
+        self.visit_model(visitor)
+        if self._parameters:
+            visitor.visit_optimizer("optimizer", self.optimizer, self._named_parameters())
+
+    def _named_parameters(self) -> dict[str, torch.Tensor]:
+        """Return the parameters of this rank's stages by all of their names."""
+        return {
+            name: p for module in self.model.children() for name, p in module.named_parameters(remove_duplicate=False)
+        }
 
     # -- a step -----------------------------------------------------------------------------------------------
 
@@ -230,13 +240,6 @@ class PipelineWorker(Worker):
         return {shard_id: compute_checksum(self._parameters)}
 
     # -- the whole model --------------------------------------------------------------------------------------
-
-    def state_dict_parts(self) -> dict[str, Any]:
-        """Return the entries of this rank's stages in the first replica; rank 0 adds those of no stage."""
-        if self._coordinates["dp"]:
-            return {}
-        entries = {name: copy_to_cpu(v) for module in self.model.children() for name, v in module.state_dict().items()}
-        return {**self._unstaged_entries, **entries} if self._coordinates["pp"] == 0 else entries
 
     @contextlib.contextmanager
     def eval_mode(self) -> Iterator[EvalFunction]:

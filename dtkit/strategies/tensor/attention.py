@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle
 from torch.nn import functional
-from torch.utils._pytree import tree_map
 
+from dtkit._util.torch_private import apply_style, cpu_attention, cpu_attention_backward, tree_map
 from dtkit.engine.state.dtensor_shards import set_num_fused_blocks
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ class FusedQKVParallel(ParallelStyle):
     """Style for a Linear that computes queries, keys and values in this order: a rank computes those of its heads."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        sharded = ColwiseParallel(use_local_output=False)._apply(module, device_mesh)  # noqa: SLF001 - as parallelize_module
+        sharded = apply_style(ColwiseParallel(use_local_output=False), module, device_mesh)
         for p in sharded.parameters(recurse=False):
             set_num_fused_blocks(p, NUM_QKV)
         sharded.register_forward_hook(_wrap_fused_qkv)
@@ -286,10 +286,7 @@ def _gather_fused(value: Any) -> Any:
 @functools.cache
 def register_attention_sharding() -> None:
     """Register with DTensor that attention on a CPU can be sharded by heads: torch does so for GPUs only."""
-    aten = torch.ops.aten
-    forward = getattr(aten, "_scaled_dot_product_flash_attention_for_cpu", None)
-    backward = getattr(aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
-    if forward is None or backward is None:
+    if cpu_attention is None or cpu_attention_backward is None:
         return
     placements = (Replicate(), Shard(1))
 
@@ -306,5 +303,5 @@ def register_attention_sharding() -> None:
     def place_backward(*_args: Any, attn_mask: Any = None, **_kwargs: Any) -> Any:
         return [([x] * 3, [x] * 6 + [None, None] + place_mask(attn_mask, x)) for x in placements]
 
-    register_sharding(forward.default)(place_forward)
-    register_sharding(backward.default)(place_backward)
+    register_sharding(cpu_attention.default)(place_forward)
+    register_sharding(cpu_attention_backward.default)(place_backward)

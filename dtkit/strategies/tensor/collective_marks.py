@@ -11,8 +11,8 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from torch.distributed import _functional_collectives
 
+from dtkit._util.torch_private import functional_collectives
 from dtkit.strategies.patching import replace_functions
 
 if TYPE_CHECKING:
@@ -35,10 +35,10 @@ _COLLECTIVE_FUNCTIONS = (
 @contextlib.contextmanager
 def mark_collectives(phases: PhaseTimer, ranks: tuple[int, int] | None) -> Iterator[None]:
     """Mark waits within the context as collectives among these ranks (see :func:`rank_span`)."""
-    functions = vars(_functional_collectives)
+    functions = vars(functional_collectives)
     wrapped = {name: _wrap_collective(phases, functions[name]) for name in _COLLECTIVE_FUNCTIONS if name in functions}
     wrapped[_WAIT_FUNCTION] = _wrap_wait(phases, ranks, functions[_WAIT_FUNCTION])
-    with replace_functions(_functional_collectives, wrapped):
+    with replace_functions(functional_collectives, wrapped):
         yield
 
 

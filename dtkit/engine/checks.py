@@ -1,4 +1,4 @@
-"""What an engine can see to be wrong before it begins: with where it is to work, and with a job."""
+"""Checks of an engine's folder, and of a job before it starts."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from dtkit._util.torch_private import BatchNormBase
 from dtkit.engine.data.sources import to_device
 from dtkit.errors import ClusterError
 from dtkit.strategies.loss import split_batch
@@ -24,20 +25,20 @@ if TYPE_CHECKING:
 def check_batch_norm(
     model: nn.Module, program: TrainingProgram, source: RowSource, batch_source: ShardedBatches
 ) -> None:
-    """Refuse a step that gives some rank one sample, where a BatchNorm1d in training would see a single value.
+    """Raise ValueError if some step gives a rank one sample, and a BatchNorm1d would then see a single value.
 
-    Every rank knows all counts, so all refuse together. A BatchNorm1d on (N, C, L) has L values a sample and is let
-    through: which of the two a module gets is seen in a forward pass, made only where the question arises.
+    Every rank knows all counts, so all raise together. A BatchNorm1d on (N, C, L) has L values for each sample, and is
+    accepted. A forward pass tells the two apart, and only runs if some step gives a rank one sample.
     """
     modules = {name: m for name, m in model.named_modules() if isinstance(m, nn.BatchNorm1d) and m.training}
-    lonely = batch_source.find_step_with_count(1) if modules else None
-    if lonely is None or program.loss_fn.training_step is not None:
+    single = batch_source.find_step_with_count(1) if modules else None
+    if single is None or program.loss_fn.training_step is not None:
         return
     flat = _find_modules_with_2d_input(model, modules, source)
     if flat:
-        step, rank = lonely
+        step, rank = single
         raise ValueError(
-            f"{flat[0]} (BatchNorm1d) can't normalise one sample, and step {step} of each epoch gives rank {rank} "
+            f"{flat[0]} (BatchNorm1d) can't normalize one sample, and step {step} of each epoch gives rank {rank} "
             f"just one ({batch_source.count_samples(step)} samples by rank). Choose a batch_size that leaves every "
             "rank two samples or none in the last batch, or use LayerNorm or GroupNorm"
         )
@@ -46,9 +47,9 @@ def check_batch_norm(
 def check_sync_batch_norm(
     model: nn.Module, program: TrainingProgram, batch_source: ShardedBatches, device: torch.device
 ) -> None:
-    """Refuse a step that leaves some rank without a sample where statistics are those of all ranks: it would hang."""
+    """Raise ValueError if a step leaves a rank without a sample, and SyncBatchNorm would wait for that rank."""
     wanted = device.type == "cuda" and getattr(program.strategy, "sync_batch_norm", False)
-    names = [name for name, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]  # noqa: SLF001 - torch names no public base class
+    names = [name for name, m in model.named_modules() if isinstance(m, BatchNormBase)]
     empty = batch_source.find_step_with_count(0) if wanted and names else None
     if empty is not None:
         step, rank = empty
@@ -60,7 +61,7 @@ def check_sync_batch_norm(
 
 
 def _find_modules_with_2d_input(model: nn.Module, modules: dict[str, nn.BatchNorm1d], source: RowSource) -> list[str]:
-    """The names of those modules that get two-dimensional input."""
+    """Return the names of the modules that get two-dimensional input."""
     import numpy as np
 
     flat: list[str] = []
@@ -88,19 +89,18 @@ def _find_modules_with_2d_input(model: nn.Module, modules: dict[str, nn.BatchNor
 
 
 def add_batch_norm_hint(error: ValueError) -> None:
-    """Add the remedy to torch's own complaint of a lonely sample, where it could not be seen coming."""
+    """Add the remedy to torch's error about a single sample, for counts that are not known beforehand."""
     if "more than 1 value per channel when training" in str(error):
         error.add_note(
-            "A batch normalisation in training can't normalise one sample, and this step gave one to this rank. "
+            "A batch normalization in training can't normalize one sample, and this step gave this rank one sample. "
             "Choose a batch_size that leaves every rank two samples or none, or use LayerNorm or GroupNorm"
         )
 
 
 def check_folder_writable(folder: Path) -> None:
-    """Raise ClusterError where this engine can't write to the cluster's folder: on another host it may not be there."""
+    """Raise ClusterError if this engine can't write to the cluster's folder, which another host may lack."""
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ClusterError(
-            f"{socket.gethostname()} can't write to {folder}, where the ranks meet. On several hosts that must be a "
-            "folder which the notebook and all engines see: dtkit.Cluster.from_client(client, "
-            "folder='/shared/dtkit'), say"
+            f"{socket.gethostname()} can't write to {folder}, the cluster's folder. On several hosts the notebook and "
+            "all engines must share it, as in dtkit.Cluster.from_client(client, folder='/shared/dtkit')"
         )

@@ -1,4 +1,4 @@
-"""A learning-rate schedule: torch's own scheduler, stepped alike on all ranks, and what a new base rate does to it."""
+"""Learning rates of a job: set by hand, or by torch's scheduler, which takes the same steps on all ranks."""
 
 from __future__ import annotations
 
@@ -8,38 +8,38 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import lr_scheduler
 
+from dtkit._util.torch_private import CHILD_SCHEDULERS, LAST_LR
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from dtkit.engine.comm.process_group import Group
-    from dtkit.engine.state.capture import StateVisitor
+    from dtkit.engine.state.visitor import StateVisitor
     from dtkit.strategies.base import StepResult, TrainingProgram
 
-_BASE_RATE_KEYS = ("initial_lr", "max_lr", "min_lr")  # what schedulers keep in an optimiser's groups
+_BASE_RATE_KEYS = ("initial_lr", "max_lr", "min_lr")  # in parameter groups, set by schedulers
 
 
 class LearningRates:
-    """The learning rates of a job's optimiser: set by hand, followed by a schedule if there is one."""
+    """Learning rates of a job's optimizer, with its schedule if there is one."""
 
     def __init__(self, program: TrainingProgram, optimizer: torch.optim.Optimizer) -> None:
         self._param_groups = optimizer.param_groups
         self._ratios = [1.0] * len(self._param_groups)
         self._uses_train_loss = not program.has_validation
-        self._epoch_losses: list[
-            tuple[torch.Tensor, torch.Tensor | float]
-        ] = []  # (sum, weight) of each step of the epoch
-        self._num_updates = 0  # that the schedule knows of
-        self._before_evaluation: dict[str, Any] | None = None  # how all was before held-out data were last evaluated
+        self._epoch_losses: list[tuple[torch.Tensor, torch.Tensor | float]] = []  # (sum, weight) of this epoch's steps
+        self._num_updates = 0  # the schedule has taken these into account
+        self._before_evaluation: dict[str, Any] | None = None  # state before the last evaluation
         self.lr_schedule: LRSchedule | None = None
         if program.lr_scheduler is not None:
             self.lr_schedule = LRSchedule(program.lr_scheduler, optimizer, program.lr_scheduler_interval)
-            for group in self._param_groups:  # as most schedulers do, by which one sees that "lr" is theirs
+            for group in self._param_groups:  # like most schedulers, to mark "lr" as scheduled
                 group.setdefault("initial_lr", group["lr"])
 
     def set_lr(self, lr: float) -> None:
-        """Give the first group this rate, and the others in proportion."""
+        """Set the first group's rate, and scale the others and the schedule in proportion."""
         first = self._param_groups[0]["lr"]
-        if first:  # at 0 nothing can be read from it: the proportions stay as they were
+        if first:  # at 0 the ratios stay as they were
             self._ratios = [group["lr"] / first for group in self._param_groups]
         if self.lr_schedule is not None and first:
             self.lr_schedule.scale_base_lrs(lr / first)
@@ -49,7 +49,7 @@ class LearningRates:
     def step_after_update(
         self, step_result: StepResult, num_updates: int, steps_per_epoch: int, group: Group | None
     ) -> None:
-        """An update was made, the `updates`-th."""
+        """Step after the update number `num_updates`."""
         if self.lr_schedule is None:
             return
         epoch_ended = num_updates % steps_per_epoch == 0
@@ -64,7 +64,7 @@ class LearningRates:
                 self.step_after_epoch(sums[0], sums[1], group)
 
     def visit_state(self, visitor: StateVisitor) -> None:
-        """Show how rates stand to each other, the schedule, and the losses of the epoch so far."""
+        """Visit the ratios of rates, the schedule, and the losses of the epoch so far."""
         self._ratios = visitor.visit_value("lr ratios", self._ratios)
         self._num_updates = visitor.visit_value("lr updates", self._num_updates)
         if self.lr_schedule is None:
@@ -73,23 +73,22 @@ class LearningRates:
         if self.lr_schedule.needs_metric:
             self._before_evaluation = visitor.visit_value("lr before", self._before_evaluation)
         losses = [(float(total), float(weight)) for total, weight in self._epoch_losses]
-        first = visitor.rank == 0
+        is_first = visitor.rank == 0
         self._epoch_losses = visitor.per_rank(
-            "epoch losses", losses, lambda each: [pair for one in each for pair in one] if first else []
+            "epoch losses", losses, lambda lists: [pair for pairs in lists for pair in pairs] if is_first else []
         )
 
     def step_without_loss(self, num_updates: int, steps_per_epoch: int) -> None:
-        """As `after`, of a step that failed once its update was made: its loss is not known. Unless that was done."""
+        """Step after an update whose step failed later, so that its loss is unknown; no-op if that was done."""
         if self.lr_schedule is not None and num_updates != self._num_updates:
             self._num_updates = num_updates
             self.lr_schedule.step(epoch_ended=num_updates % steps_per_epoch == 0)
 
     def step_after_evaluation(self, num_updates: int, loss_sum: float, weight: float, group: Group | None) -> None:
-        """Step with the metric of held-out data, after so many updates. A repeated call replaces the first one.
+        """Step with the loss of held-out data, after `num_updates` updates. A repeated call replaces the first one.
 
-        When an evaluation is broken off, some ranks may have taken their losses' mean and others not. How all was
-        before is put down before ranks tell each other theirs: where one has taken the mean, all can go back, whoever's
-        state they go on with.
+        After an aborted evaluation only some ranks may have stepped. Every rank stores its state before the ranks
+        exchange losses. All can therefore return to it, from whichever rank they get their state.
         """
         if self.lr_schedule is None or not self.lr_schedule.needs_metric:
             return
@@ -110,7 +109,7 @@ class LearningRates:
             group["lr"] = rate
 
     def step_after_epoch(self, loss_sum: float, weight: float, group: Group | None) -> None:
-        """An epoch has ended with this rank's loss of total / weight. A collective, where the schedule wants it."""
+        """Step with the mean loss of all ranks, if the schedule needs it. A collective then."""
         if self.lr_schedule is None or not self.lr_schedule.needs_metric:
             return
         sums = torch.tensor([loss_sum, weight], dtype=torch.float64)
@@ -120,60 +119,60 @@ class LearningRates:
 
 
 class LRSchedule:
-    """A scheduler over an optimiser, stepped after every "step" or "epoch"."""
+    """Scheduler of an optimizer, which steps after every "step" or "epoch"."""
 
     def __init__(self, factory: Callable[..., Any], optimizer: torch.optim.Optimizer, interval: str) -> None:
-        """Raise TypeError where `factory(optimizer)` gives no torch scheduler of this optimiser."""
-        made = factory(optimizer)
-        if not isinstance(made, lr_scheduler.LRScheduler):
+        """Raises TypeError or ValueError if `factory(optimizer)` isn't a torch scheduler of this optimizer."""
+        scheduler = factory(optimizer)
+        if not isinstance(scheduler, lr_scheduler.LRScheduler):
             raise TypeError(
-                f"scheduler(optimizer) returned {type(made).__name__}; it must return a torch scheduler, as in "
+                f"lr_scheduler(optimizer) returned {type(scheduler).__name__}; it must return a torch scheduler, as in "
                 "lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=1000)"
             )
-        if getattr(made, "optimizer", optimizer) is not optimizer:
+        if getattr(scheduler, "optimizer", optimizer) is not optimizer:
             raise ValueError(
-                "the scheduler holds another optimiser than the one that the function was given; every rank makes its "
+                "the scheduler has another optimizer than the one that the function was given. Every rank makes its "
                 "own: lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 30)"
             )
-        self._scheduler, self._optimizer, self._interval = made, optimizer, interval
-        self.needs_metric = isinstance(made, lr_scheduler.ReduceLROnPlateau)
-        """Whether it is stepped with a loss, at the end of every epoch."""
+        self._scheduler, self._optimizer, self._interval = scheduler, optimizer, interval
+        self.needs_metric = isinstance(scheduler, lr_scheduler.ReduceLROnPlateau)
+        """Whether it steps with a loss, at the end of every epoch."""
 
     def visit_state(self, visitor: StateVisitor) -> None:
-        """Show the scheduler's state."""
+        """Visit the scheduler's state."""
         visitor.visit_stateful("scheduler", self._scheduler, "the scheduler")
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy of the scheduler's state."""
+        """Return a copy of the scheduler's state."""
         return copy.deepcopy(self._scheduler.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Make that the scheduler's state, of which it holds a copy."""
+        """Load a copy of the state."""
         self._scheduler.load_state_dict(copy.deepcopy(state))
 
     def step(self, *, epoch_ended: bool) -> None:
-        """An update was made."""
+        """Step after an update."""
         if not self.needs_metric and (self._interval == "step" or epoch_ended):
             self._scheduler.step()
 
     def step_with_metric(self, metric: float) -> None:
-        """An epoch has ended with this loss."""
+        """Step after an epoch with this loss."""
         self._scheduler.step(metric)  # type: ignore[arg-type]
 
     def scale_base_lrs(self, ratio: float) -> None:
-        """Multiply all base rates, so that the schedule keeps its form."""
+        """Multiply all base rates, so that the schedule keeps its shape."""
         for group in self._optimizer.param_groups:
             for name in _BASE_RATE_KEYS:
                 if name in group:
                     group[name] *= ratio
         for scheduler in _iterate_schedulers(self._scheduler):
-            for name in ("base_lrs", "max_lrs", "_last_lr"):
-                if isinstance(found := getattr(scheduler, name, None), list):
-                    setattr(scheduler, name, [rate * ratio for rate in found])
+            for name in ("base_lrs", "max_lrs", LAST_LR):
+                if isinstance(rates := getattr(scheduler, name, None), list):
+                    setattr(scheduler, name, [rate * ratio for rate in rates])
 
 
 def _iterate_schedulers(scheduler: Any) -> Iterator[Any]:
-    """A scheduler and those that it is made of."""
+    """Yield a scheduler, and those that it consists of."""
     yield scheduler
-    for part in getattr(scheduler, "_schedulers", ()):
+    for part in getattr(scheduler, CHILD_SCHEDULERS, ()):
         yield from _iterate_schedulers(part)

@@ -1,10 +1,9 @@
-"""All or nothing: what is left of a step that failed on the way.
+"""All or nothing: a step that fails is either undone or complete.
 
-A step changes parameters and optimiser, random numbers, and the statistics of batch normalisation. Until the optimiser
-begins, all that was done can be undone, since it is random numbers and statistics only: both are kept from before.
-Once the optimiser has ended, the step counts, whatever fails after it. Between the two an interrupt is held back, so
-that only an optimiser that fails by itself, or the end of the process, can leave a model torn between two steps; such a
-model is marked, and is never the one that others are repaired from.
+A step changes parameters and optimizer, random state, and statistics of batch normalization. Before the update, only
+random state and statistics have changed, and copies of both allow to undo the step. After the update the step counts,
+whatever fails later. An interrupt during the update waits for its end. So only an optimizer that raises, or the end of
+the process, can leave a model partially updated. Such a model is marked, and other ranks never get its state.
 """
 
 from __future__ import annotations
@@ -15,7 +14,8 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.modules.batchnorm import _NormBase
+
+from dtkit._util.torch_private import NormBase
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
 
 class StepGuard:
-    """The step that is being taken."""
+    """Guard of the current step."""
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         self._cuda_device = device if device.type == "cuda" else None
-        modules = [module for module in model.modules() if isinstance(module, _NormBase)]
+        modules = [module for module in model.modules() if isinstance(module, NormBase)]
         self._norm_buffers = [b for module in modules for b in module.buffers(recurse=False)]
         self._saved_statistics = [torch.empty_like(b) for b in self._norm_buffers]
         self.update_started = self.update_done = False
-        """Whether the optimiser has begun; whether it has ended."""
+        """Whether the optimizer's step has started; whether it has ended."""
         self._sigint_pending = False
         self._previous_handler: Any = signal.default_int_handler
         self.is_ending = False
-        """Whether it ends now, well or not: an interrupt waits too. Set without a call, before which one would come."""
+        """Whether the step is ending, so that an interrupt waits. It is set without an interruptible call."""
         optimizer.register_step_pre_hook(self._on_update_start)
         optimizer.register_step_post_hook(self._on_update_end)
 
@@ -47,28 +47,28 @@ class StepGuard:
 
     @property
     def partially_updated(self) -> bool:
-        """Whether the optimiser has begun and not ended."""
+        """Return whether the update has started and not ended."""
         return self.update_started and not self.update_done
 
     def begin_step(self) -> None:
-        """Keep what can be undone."""
+        """Copy what a failed step must restore."""
         self.update_started = self.update_done = self.is_ending = False
         self._cpu_rng_state = torch.get_rng_state()
         self._cuda_rng_state = None if self._cuda_device is None else torch.cuda.get_rng_state(self._cuda_device)
-        for kept, own in zip(self._saved_statistics, self._norm_buffers, strict=True):
-            kept.copy_(own)
+        for saved, buffer in zip(self._saved_statistics, self._norm_buffers, strict=True):
+            saved.copy_(buffer)
 
     def roll_back(self) -> None:
-        """As if the step had not been begun. Only before the optimiser has begun."""
+        """Undo the step. The update must not have started."""
         assert not self.update_started
         torch.set_rng_state(self._cpu_rng_state)
         if self._cuda_rng_state is not None and self._cuda_device is not None:
             torch.cuda.set_rng_state(self._cuda_rng_state, self._cuda_device)
-        for kept, own in zip(self._saved_statistics, self._norm_buffers, strict=True):
-            own.detach().copy_(kept)
+        for saved, buffer in zip(self._saved_statistics, self._norm_buffers, strict=True):
+            buffer.detach().copy_(saved)
 
     def commit_step(self) -> None:
-        """The step counts from here on. An interrupt that was held back comes now."""
+        """Complete the step, and deliver an interrupt that waited."""
         self.update_started = self.update_done = self.is_ending = False
         if self._sigint_pending:
             self._sigint_pending = False
@@ -76,7 +76,7 @@ class StepGuard:
 
     @contextlib.contextmanager
     def guard_sigint(self) -> Iterator[None]:
-        """While it lasts, SIGINT waits from the optimiser's beginning to the step's end. In the main thread only."""
+        """Delay SIGINT from the update's start to the step's end, within the context. No-op outside the main thread."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

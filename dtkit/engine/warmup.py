@@ -1,4 +1,4 @@
-"""What the first step would load, loaded before: on an engine that starts, or that waits as a spare."""
+"""Imports and initializations of the first step, done beforehand by an engine that starts or waits as a spare."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import gc
 
 
 def preload() -> None:
-    """Load what the first step would load: the first optimiser takes over a second, for torch's dynamo."""
+    """Load what the first step needs; torch's dynamo alone, for the first optimizer, takes over a second."""
     import torch
     from torch.nn.parallel import DistributedDataParallel  # noqa: F401
 
@@ -21,12 +21,12 @@ def preload() -> None:
 
 
 def _freeze_loaded_objects() -> None:
-    """Have garbage collections pass over modules: the one between two jobs took 0.15 s for them, and more under load.
+    """Exclude modules from garbage collection, which takes long for them.
 
-    Only where there is no tensor yet: what is set aside is never collected, and nobody's model may be among it.
+    No-op if there are tensors: excluded objects are never collected, and a model may be among them.
     """
     import torch
 
     gc.collect()
-    if not any(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()):
+    if not any(issubclass(type(item), torch.Tensor) for item in gc.get_objects()):
         gc.freeze()

@@ -1,12 +1,12 @@
-"""Who keeps the others waiting: told when dispatches are sent and land, asked from time to time, from all ranks' words.
+"""Detector of ranks that keep the others waiting.
 
-As long as dispatches land in time nobody is asked. Once one is overdue, every rank's
-:class:`~dtkit.health.status.EngineStatus` is read and compared (:mod:`dtkit.health.diagnosis`).
+The driver reports when it sends a dispatch and when one returns. If one is overdue, the detector compares all ranks'
+:class:`~dtkit.health.status.EngineStatus` (:mod:`dtkit.health.diagnosis`).
 
-A rank that moves is never called stuck. One that moves and for which the others wait most of the time is a straggler:
-it is named, and it is up to nobody but the user to do something about it.
+A rank that moves is never stuck. If it moves and the others wait for it most of the time, it is a straggler. The
+detector reports stragglers, and the user decides what to do.
 
-Nothing here reads a clock or a file: `probe` does, and the caller says what time it is.
+The detector reads no clock and no file. The caller passes the time, and `probe` reads the files.
 """
 
 from __future__ import annotations
@@ -17,14 +17,8 @@ import math
 import statistics
 from typing import TYPE_CHECKING
 
-from dtkit.health.diagnosis import (
-    CERTAIN_CAUSES,
-    HALTED_STATES,
-    WATCHDOG_SILENT_S,
-    diagnose,
-    find_straggler,
-    get_progress_marker,
-)
+from dtkit._util import timeouts
+from dtkit.health.diagnosis import CERTAIN_CAUSES, HALTED_STATES, diagnose, find_straggler, get_progress_marker
 from dtkit.health.stall_report import report_all_stalled, report_straggler, report_stuck
 
 if TYPE_CHECKING:
@@ -33,122 +27,119 @@ if TYPE_CHECKING:
     from dtkit.health.diagnosis import RankObservation
     from dtkit.health.stall_report import StallReport
 
-_SAMPLE_WINDOW_S = 5.0  # after which a watchdog's last looks hold none at a rank that was stuck
-_NUM_RECENT_DISPATCHES = 50  # dispatches, of which the median step is taken
+_NUM_RECENT_DISPATCHES = 50  # for the median step
 
 
 @dataclasses.dataclass(frozen=True)
 class DetectorConfig:
-    """When to worry, in seconds; `step_factor` in times what a step should take."""
+    """Limits in seconds; `step_factor` is relative to the median step."""
 
-    min_limit_s: float = 5.0
-    """More than the 1.25 s that a word may be old, so that none is from before the dispatch."""
+    min_limit_s: float = timeouts.STALL_LIMIT_S
+    """Longer than the maximal age of a status, so that none is from before the dispatch."""
     step_factor: float = 5.0
-    silent_s: float = WATCHDOG_SILENT_S
-    """An engine writes twice a second; older than this, it can't."""
-    all_ranks_limit_s: float = 30.0
-    """For all ranks at once: a long step, or the compilation of the first one, is nobody's fault."""
+    silent_s: float = timeouts.WATCHDOG_SILENT_S
+    """Age of a status above which its watchdog counts as silent."""
+    all_ranks_limit_s: float = timeouts.ALL_RANKS_STALL_LIMIT_S
+    """Limit for a stall of all ranks, which may be a long step or a compilation."""
 
 
 class StallDetector:
-    """Of one run. `probe` returns what is known of each rank, by rank."""
+    """Detector of one run. `probe` returns the observation of each rank, in order."""
 
     def __init__(self, probe: Callable[[], Sequence[RankObservation]], config: DetectorConfig | None = None) -> None:
         self.stall_report: StallReport | None = None
-        """What is the case as of the last look, its seconds up to date; None while all is well."""
+        """Report of the last check, with current seconds; None without a stall."""
         self._probe, self._config = probe, config or DetectorConfig()
         self._num_pending = 0
-        self._waiting_since = 0.0  # when the oldest dispatch in flight had the engines for itself
+        self._waiting_since = 0.0  # when the engines could start the oldest pending dispatch
         self._recent_step_s: collections.deque[float] = collections.deque(maxlen=_NUM_RECENT_DISPATCHES)
-        self._first_markers: dict[
-            int, tuple[object, ...]
-        ] = {}  # what each rank stood at, at the first look of this alarm
+        self._first_markers: dict[int, tuple[object, ...]] = {}  # by rank, at the first check of this overdue dispatch
         self._reported_key: tuple[object, ...] | None = None
-        self._ignore_stragglers_until = -math.inf  # before this, shares of waiting tell of what is over
-        self._reported_straggler: int | None = None  # named already, and not again with each dispatch
+        self._ignore_stragglers_until = -math.inf  # blocked fractions still include the last stall
+        self._reported_straggler: int | None = None  # reported once, and not again for each dispatch
 
-    # -- told by the driver -----------------------------------------------------------------------------------
+    # -- reports by the driver --------------------------------------------------------------------------------
 
     def on_sent(self, now: float) -> None:
-        """A dispatch (or any other call) is on its way. `now` is in seconds on any clock that never jumps."""
+        """Note that a dispatch or another call is sent. `now` is in seconds on a monotonic clock."""
         if not self._num_pending:
             self._waiting_since = now
         self._num_pending += 1
 
     def on_result(self, now: float, step_s: float | None = None) -> None:
-        """The oldest one has landed; `step_s` is what its steps took each, if it took any."""
+        """Note the result of the oldest call; `step_s` is the seconds per step, if it has steps."""
         self._num_pending = max(0, self._num_pending - 1)
         self._waiting_since = now
         if step_s:
             self._recent_step_s.append(step_s)
 
     def reset(self) -> None:
-        """Nothing is in flight any more: after a failure, or for a new group."""
+        """Forget pending calls, after a failure or for a new group."""
         self._num_pending, self._first_markers = 0, {}
         self.stall_report = self._reported_key = self._reported_straggler = None
 
     @property
     def median_step_s(self) -> float:
-        """Of the last dispatches; 0 before the first."""
+        """Median seconds of a step in the last dispatches; 0 before the first."""
         return statistics.median(self._recent_step_s) if self._recent_step_s else 0.0
 
     @property
     def limit_s(self) -> float:
-        """How long the oldest dispatch may take before anybody is asked, and a rank not move before it is blamed.
+        """Seconds after which the oldest dispatch is overdue, or a rank without progress is stuck.
 
-        It depends on a step and not on how many there are in a dispatch: within a long one ranks are seen to move.
+        The number of steps in a dispatch has no effect, since ranks move within a long dispatch.
         """
         return max(self._config.min_limit_s, self._config.step_factor * self.median_step_s)
 
     @property
     def is_overdue(self) -> bool:
-        """Whether the last look found the oldest dispatch to be late."""
+        """Whether the oldest dispatch was overdue at the last check."""
         return bool(self._first_markers)
 
-    # -- asked by the driver ----------------------------------------------------------------------------------
+    # -- checks by the driver ---------------------------------------------------------------------------------
 
     def check(self, now: float) -> StallReport | None:
-        """What is new: a finding, or a recovery. None while nothing has changed."""
+        """Return a new report, of a stall or a recovery, or None."""
         if not self._num_pending or now - self._waiting_since < self.limit_s:
             self._first_markers = {}
             return self._report_recovery(now)
-        seen = self._probe()
-        if self._has_resumed(seen):
+        observations = self._probe()
+        if self._has_resumed(observations):
             return self._report_recovery(now)
-        marks = {one.rank: get_progress_marker(one) for one in seen}
-        self._first_markers = self._first_markers or marks
-        found = self._find_stuck_rank(seen)
-        if found is None and now >= self._ignore_stragglers_until:
-            found = self._find_moving_straggler(
-                seen, {rank for rank, at in marks.items() if at != self._first_markers.get(rank)}
-            )
-        if found is None:
+        markers = {observation.rank: get_progress_marker(observation) for observation in observations}
+        self._first_markers = self._first_markers or markers
+        report = self._find_stuck_rank(observations)
+        if report is None and now >= self._ignore_stragglers_until:
+            moving = {rank for rank, marker in markers.items() if marker != self._first_markers.get(rank)}
+            report = self._find_moving_straggler(observations, moving)
+        if report is None:
             return None
-        self.stall_report = found
-        if found.news_key == self._reported_key or (
-            found.kind == "straggler" and found.rank == self._reported_straggler
-        ):
-            return None
-        self._reported_key = found.news_key
-        if found.kind == "straggler":
-            self._reported_straggler = found.rank
-        return found
+        self.stall_report = report
+        return report if self._is_news(report) else None
+
+    def _is_news(self, report: StallReport) -> bool:
+        """Return whether a report differs from the last one, and store it as reported."""
+        is_straggler = report.kind == "straggler"
+        if report.news_key == self._reported_key or (is_straggler and report.rank == self._reported_straggler):
+            return False
+        self._reported_key = report.news_key
+        if is_straggler:
+            self._reported_straggler = report.rank
+        return True
 
     def _find_stuck_rank(self, observations: Sequence[RankObservation]) -> StallReport | None:
-        limit = self.limit_s
-        verdict = diagnose(observations, self._config.silent_s)
-        if verdict is not None and verdict.rank is None:
-            patience = limit if verdict.cause == "apart" else max(limit, self._config.all_ranks_limit_s)
-            return (
-                report_all_stalled(verdict.cause, observations)
-                if min(map(_get_scaled_stall_s, observations)) >= patience
-                else None
-            )
-        if verdict is not None and verdict.rank is not None:
-            one = observations[verdict.rank]
-            if verdict.cause in CERTAIN_CAUSES or _get_scaled_stall_s(one) >= limit:
-                return report_stuck(verdict.cause, one, len(observations))
-        return None
+        diagnosis = diagnose(observations, self._config.silent_s)
+        if diagnosis is None:
+            return None
+        if diagnosis.rank is None:
+            limit_s = self.limit_s
+            if diagnosis.cause != "apart":
+                limit_s = max(limit_s, self._config.all_ranks_limit_s)
+            stalled = min(map(_get_scaled_stall_s, observations)) >= limit_s
+            return report_all_stalled(diagnosis.cause, observations) if stalled else None
+        culprit = observations[diagnosis.rank]
+        stuck = diagnosis.cause in CERTAIN_CAUSES or _get_scaled_stall_s(culprit) >= self.limit_s
+        return report_stuck(diagnosis.cause, culprit, len(observations)) if stuck else None
 
     def _find_moving_straggler(
         self, observations: Sequence[RankObservation], moving_ranks: set[int]
@@ -157,26 +148,24 @@ class StallDetector:
         return report_straggler(observations[slow]) if slow is not None and slow in moving_ranks else None
 
     def _has_resumed(self, observations: Sequence[RankObservation]) -> bool:
-        """Whether who was stuck moves again, though the dispatch has not landed yet."""
-        found = self.stall_report
-        if found is None or found.kind != "stuck" or found.rank is None:
+        """Return whether the stuck rank moves again before its dispatch returns."""
+        report = self.stall_report
+        if report is None or report.kind != "stuck" or report.rank is None:
             return False
-        return (
-            observations[found.rank].process_state not in HALTED_STATES
-            and observations[found.rank].stalled_s < found.stalled_s
-        )
+        observation = observations[report.rank]
+        return observation.process_state not in HALTED_STATES and observation.stalled_s < report.stalled_s
 
     def _report_recovery(self, now: float) -> StallReport | None:
-        """What was the case is no longer. A straggler goes on being one: nothing to tell."""
-        found, self.stall_report, self._reported_key = self.stall_report, None, None
-        if found is None or found.kind == "straggler":
+        """Clear the report, and return one of the recovery; None for a straggler, which may still be one."""
+        report, self.stall_report, self._reported_key = self.stall_report, None, None
+        if report is None or report.kind == "straggler":
             return None
-        self._ignore_stragglers_until = now + _SAMPLE_WINDOW_S
-        who = "all ranks go" if found.rank is None else f"rank {found.rank} goes"
-        reason = f"{who} on after {found.stalled_s:.0f} s"
-        return dataclasses.replace(found, kind="recovered", reason=reason, remedy="", location="")
+        self._ignore_stragglers_until = now + timeouts.STRAGGLER_HOLDOFF_S
+        subject = "all ranks go" if report.rank is None else f"rank {report.rank} goes"
+        reason = f"{subject} on after {report.stalled_s:.0f} s"
+        return dataclasses.replace(report, kind="recovered", reason=reason, remedy="", location="")
 
 
 def _get_scaled_stall_s(observation: RankObservation) -> float:
-    """For how long a rank saw itself not move, by the measure of one that is as slow on purpose."""
+    """Return a rank's seconds without progress, divided by its delay factor."""
     return 0.0 if observation.status is None else observation.status.stalled_s / observation.status.delay_factor

@@ -1,4 +1,4 @@
-"""What is told of a rank that keeps the others waiting: one sentence, where it stands, and what helps."""
+"""Report of a rank that keeps the others waiting: a reason, a location and a remedy."""
 
 from __future__ import annotations
 
@@ -16,47 +16,47 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class StallReport:
-    """What is to be told."""
+    """A change in whether ranks move, for the user."""
 
     kind: str
     """"stuck", "straggler", "together" (no rank alone) or "recovered"."""
     rank: int | None
-    """Whom the others wait for; None for "together"."""
+    """The rank that the others wait for; None for "together"."""
     host: str
     phase: str
     step: int | None
     location: str
-    """``file:line in function``; empty where nothing is known."""
+    """``file:line in function``; empty if unknown."""
     reason: str
     """One sentence."""
     remedy: str
     stalled_s: float
-    """For how long nothing has moved."""
+    """Seconds without progress."""
 
     @property
     def text(self) -> str:
-        """All of it, as a person reads it."""
-        where = f" It stands at {self.location}." if self.location and self.rank is not None else ""
-        return f"{self.reason}.{where} {self.remedy}".strip()
+        """Reason, location and remedy as one text."""
+        location = f" It is at {self.location}." if self.location and self.rank is not None else ""
+        return f"{self.reason}.{location} {self.remedy}".strip()
 
     @property
     def news_key(self) -> tuple[object, ...]:
-        """What must differ for another finding to be news."""
+        """Key that is equal for reports of the same stall."""
         return self.kind, self.rank, self.phase, self.step
 
 
-_SHOW_STACKS_HINT = "cluster.stacks() shows where all ranks stand"
-_INTERRUPT_HINT = f"{_SHOW_STACKS_HINT}; cluster.interrupt() ends what they do"
-_PHASE_NAMES = {IDLE: "no call", "call": "the call", "collective": "a collective", "step": "the midst"}
+_SHOW_STACKS_HINT = "cluster.stacks() shows the position of all ranks"
+_INTERRUPT_HINT = f"{_SHOW_STACKS_HINT}; cluster.interrupt() ends their calls"
+_PHASE_NAMES = {IDLE: "no call", "call": "the call", "collective": "a collective", "step": "a step"}
 _KEEPS_WAITING_TEXT = "rank {rank} keeps {others} waiting: it "
-_TEXT_BY_CAUSE = {  # cause -> what is the case, and what helps
+_TEXT_BY_CAUSE = {  # cause -> (reason, remedy)
     "stopped": (
         "rank {rank} is stopped (SIGSTOP) in {place}, and the others wait for it",
         "`kill -CONT {pid}` on {host} lets it go on",
     ),
     "ended": ("the process of rank {rank} ({pid} on {host}) has ended in {place}", _SHOW_STACKS_HINT),
     "silent": (
-        "rank {rank} says nothing, for {seconds:.0f} s now, last in {place}: C code holds its interpreter (the GIL)",
+        "rank {rank} has not reported for {seconds:.0f} s, last in {place}: C code holds its interpreter (the GIL)",
         _INTERRUPT_HINT,
     ),
     "away": (
@@ -76,56 +76,58 @@ _TEXT_BY_CAUSE = {  # cause -> what is the case, and what helps
 
 
 def report_stuck(cause: str, observation: RankObservation, world_size: int) -> StallReport:
-    """A finding on one rank."""
-    standing, seconds = observation.status, observation.stalled_s
+    """Return a report of one stuck rank."""
     reason, remedy = _TEXT_BY_CAUSE[cause]
-    words = {
+    values = {
         "rank": observation.rank,
         "pid": observation.pid,
         "host": observation.host,
-        "seconds": (observation.status_age_s or 0.0) if cause == "silent" else seconds,
-        "place": _format_position(standing),
+        "seconds": (observation.status_age_s or 0.0) if cause == "silent" else observation.stalled_s,
+        "place": _format_position(observation.status),
         "others": "the other one" if world_size == 2 else "the others",
     }
-    return _make_report(observation, "stuck", reason.format(**words), remedy.format(**words))
+    return _make_report(observation, "stuck", reason.format(**values), remedy.format(**values))
 
 
 def report_straggler(observation: RankObservation) -> StallReport:
-    """A finding on a rank that is slow, and moves."""
-    slowness = 1.0 if observation.status is None else observation.status.delay_factor
-    why = f"; it is slowed {slowness:g}x on purpose" if slowness > 1 else ""
-    reason = f"rank {observation.rank} is a straggler: it goes on, and the others wait for it most of the time{why}"
-    remedy = "It is left alone. Give it a smaller shard: cluster.partition(data, by='speed', ...) does that"
-    return _make_report(observation, "straggler", reason, "run.slow(rank, 1) ends that" if slowness > 1 else remedy)
+    """Return a report of a rank that moves slowly."""
+    delay_factor = 1.0 if observation.status is None else observation.status.delay_factor
+    reason = f"rank {observation.rank} is a straggler: it moves, and the others wait for it most of the time"
+    if delay_factor > 1:
+        reason += f"; it is slowed {delay_factor:g}x on purpose"
+        return _make_report(observation, "straggler", reason, f"run.inject_delay({observation.rank}, 1) ends that")
+    remedy = "Give it a smaller shard: cluster.partition(data, by='speed', ...) does that"
+    return _make_report(observation, "straggler", reason, remedy)
 
 
 def report_all_stalled(cause: str, observations: Sequence[RankObservation]) -> StallReport:
-    """A finding on no rank in particular."""
-    one = max(observations, key=lambda each: each.stalled_s)
-    seconds = min(each.stalled_s for each in observations)
+    """Return a report of a stall without a single culprit."""
+    longest = max(observations, key=lambda observation: observation.stalled_s)
+    seconds = min(observation.stalled_s for observation in observations)
     places = "; ".join(
-        f"rank {each.rank} in {_format_position(each.status)}, {each.format_location() or 'nowhere known'}"
-        for each in observations
+        f"rank {observation.rank} in {_format_position(observation.status)}, "
+        f"{observation.format_location() or 'unknown location'}"
+        for observation in observations
     )
     if cause == "apart":
         reason = f"all ranks have waited for each other for {seconds:.0f} s, in different places: {places}"
         remedy = f"They may not call the same collectives in the same order. {_INTERRUPT_HINT}"
     else:
-        reason = f"no rank has moved for {seconds:.0f} s, and none waits for another one: {places}"
-        remedy = f"It is a long step, or one that does not end. {_INTERRUPT_HINT}"
+        reason = f"no rank has moved for {seconds:.0f} s, and none waits for another: {places}"
+        remedy = f"It is a long step, or one that doesn't end. {_INTERRUPT_HINT}"
     return dataclasses.replace(
-        _make_report(one, "together", reason, remedy), rank=None, host="", location="", stalled_s=seconds
+        _make_report(longest, "together", reason, remedy), rank=None, host="", location="", stalled_s=seconds
     )
 
 
 def _make_report(observation: RankObservation, kind: str, reason: str, remedy: str) -> StallReport:
-    standing = observation.status
+    status = observation.status
     return StallReport(
         kind=kind,
         rank=observation.rank,
         host=observation.host,
-        phase="unknown" if standing is None else standing.phase,
-        step=None if standing is None else standing.step,
+        phase="unknown" if status is None else status.phase,
+        step=None if status is None else status.step,
         location=observation.format_location(),
         reason=reason,
         remedy=remedy,
@@ -134,8 +136,10 @@ def _make_report(observation: RankObservation, kind: str, reason: str, remedy: s
 
 
 def _format_position(status: EngineStatus | None) -> str:
-    """Phase and step, as in "forward of step 12"."""
+    """Return phase and step, as in "forward of step 12"."""
     if status is None:
-        return "an unknown place"
+        return "an unknown phase"
     phase = _PHASE_NAMES.get(status.phase, status.phase)
-    return phase if status.step is None or status.phase == IDLE else f"{phase} of step {status.step}"
+    if status.step is None or status.phase == IDLE:
+        return phase
+    return f"step {status.step}" if status.phase == "step" else f"{phase} of step {status.step}"

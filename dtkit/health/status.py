@@ -1,7 +1,7 @@
-"""Where an engine stands right now: what its watchdog writes and the notebook reads, plain data in small files.
+"""Status of an engine, which its watchdog writes and the notebook reads, also while the engine is busy or stuck.
 
-One file a rank in the cluster's folder, replaced as a whole, so that a reader never sees half of one. It answers while
-the engine is busy or stuck, when no call would.
+Each rank has a small file in the cluster's folder. The watchdog replaces the file as a whole, so that a reader never
+sees a part.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import json
 from typing import TYPE_CHECKING
+
+from dtkit.health.frames import Frame, find_user_frame
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -18,22 +20,8 @@ IDLE = "idle"
 
 
 @dataclasses.dataclass(frozen=True)
-class Frame:
-    """One line of a stack."""
-
-    file: str
-    line: int
-    function: str
-    kind: str = "library"
-    """"user", "dtkit" or "library" (installed packages and Python's own)."""
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line} in {self.function}"
-
-
-@dataclasses.dataclass(frozen=True)
 class EngineStatus:
-    """What one engine's watchdog saw. Times are in seconds since the epoch, durations in seconds."""
+    """One sample of an engine's watchdog. Times are in seconds since the epoch, durations in seconds."""
 
     rank: int
     world_size: int
@@ -41,79 +29,73 @@ class EngineStatus:
     host: str
     pid: int
     process_start_time: float
-    """When the process started: with the pid, who it is."""
+    """Start of the process; with the pid it identifies the process."""
     observed_at: float
-    """When this was seen."""
+    """Time of the sample."""
     op: str | None
-    """What is being served: "advance", "evaluate", "call", ...; "cell" for code that came past dtkit; None if idle."""
+    """The current operation: "advance", "evaluate", "call", ...; "cell" for code from %%px; None if idle."""
     phase: str
     """"data", "forward", "backward", "collective", "send", "receive", "update", "step" (between those), else `op`, or
     "idle"."""
     phase_since: float
-    """When that was first seen to be so: up to half a second late."""
+    """When a sample first had this phase: up to half a second late."""
     stalled_s: float
-    """For how long nothing moved: no step, no mark of a phase, no collective begun."""
+    """Seconds without progress: no step, no phase, no new collective."""
     is_blocked: bool
-    """Whether it waits in a collective, as far as phase and stack tell."""
+    """Whether it waits in a collective, by its phase and stack."""
     blocked_fraction: float | None
-    """Of the last looks at the busy engine, the part at which it was blocked; None before there were enough."""
+    """Fraction of the last samples in which the busy engine was blocked; None with too few samples."""
     job: str | None = None
     step: int | None = None
     median_step_s: float = 0.0
     delay_factor: float = 1.0
-    """How many times slower this rank was made on purpose."""
+    """Factor by which this rank is slowed on purpose."""
     is_p2p: bool = False
-    """Whether ranks send to each other in pairs, so that counts of collectives can't be compared."""
+    """Whether ranks send messages in pairs, so that counts of collectives can't be compared."""
     collective_counts: dict[str, int] = dataclasses.field(default_factory=dict)
     """Collectives begun in this call, by process group."""
     thread_id: int = 0
-    """The identity of the thread that serves."""
+    """Id of the thread that serves requests."""
     can_dump_stacks: bool = False
-    """Whether SIGUSR1 has this process write its stacks. Where it is False, that signal may end the process."""
+    """Whether this process writes its stacks upon SIGUSR1. Otherwise the signal may end the process."""
     stack: tuple[Frame, ...] = ()
-    """Of the serving thread, innermost first, as far out as dtkit's or the user's code reaches; empty if idle."""
+    """The serving thread's stack, innermost first, without the frames that every call has; empty if idle."""
     threads: dict[str, tuple[Frame, ...]] = dataclasses.field(default_factory=dict)
-    """Other threads that run user code, by name: loaders of batches."""
+    """Stacks of other threads that run user code, such as batch loaders, by name."""
 
     def get_user_frame(self) -> Frame | None:
-        """The user's own innermost line, else the innermost of all."""
+        """Return the innermost user's frame, else the innermost frame."""
         return find_user_frame(self.stack)
 
     def to_json(self) -> str:
-        """As text."""
-        return json.dumps(self, default=vars)  # dataclasses.asdict copies all, which takes ten times as long
+        """Return JSON."""
+        return json.dumps(self, default=vars)  # dataclasses.asdict is slow
 
     @classmethod
     def from_json(cls, text: str) -> EngineStatus:
-        """From text."""
-        found = json.loads(text)
-        found["stack"] = _decode_frames(found["stack"])
-        found["threads"] = {name: _decode_frames(rows) for name, rows in found["threads"].items()}
-        return cls(**found)
+        """Return the status from JSON."""
+        fields = json.loads(text)
+        fields["stack"] = _decode_frames(fields["stack"])
+        fields["threads"] = {name: _decode_frames(rows) for name, rows in fields["threads"].items()}
+        return cls(**fields)
 
 
 def _decode_frames(rows: list[dict[str, object]]) -> tuple[Frame, ...]:
     return tuple(Frame(**row) for row in rows)  # type: ignore[arg-type]
 
 
-def find_user_frame(stack: tuple[Frame, ...]) -> Frame | None:
-    """The user's own innermost line of a stack, else the innermost of all; None for an empty one."""
-    own = (frame for frame in stack if frame.kind == "user")
-    return next(own, stack[0] if stack else None)
-
-
 def get_status_path(folder: Path, rank: int) -> Path:
-    """Where a rank's watchdog writes."""
+    """Return the path of a rank's status."""
     return folder / f"status-{rank}.json"
 
 
 def get_dump_path(folder: Path, rank: int) -> Path:
-    """Where SIGUSR1 has a rank write its stacks."""
+    """Return the path of the stacks that a rank writes upon SIGUSR1."""
     return folder / f"stacks-{rank}.txt"
 
 
 def remove_status_files(folder: Path) -> None:
-    """Delete what watchdogs left in a folder."""
+    """Delete the files of watchdogs in a folder."""
     for pattern in ("status-*.json", ".status-*.json-*", "stacks-*.txt"):
         for path in folder.glob(pattern):
             path.unlink(missing_ok=True)

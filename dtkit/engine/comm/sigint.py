@@ -1,9 +1,9 @@
-"""SIGINT on an engine: it ends what a request does, and never the making of its answer.
+"""SIGINT on an engine: it ends the work of a request, but never the reply.
 
-A rank that has finished, or failed, answers within a millisecond; the next request may be waiting already. An
-interrupt in such a moment, sent since another rank is stuck, finds nothing to interrupt. But ipykernel lets SIGINT
-raise from a message's arrival until its answer has left, and swallows KeyboardInterrupt in its own code: no answer
-comes then, and the notebook waits for one. So what SIGINT does is decided here.
+The notebook interrupts all ranks if one is stuck. A rank that has already finished or failed is about to reply, and has
+nothing to interrupt. But ipykernel lets SIGINT raise from a message's arrival until its reply is sent, and swallows
+KeyboardInterrupt in its own code. Then the notebook would wait for a reply that never comes. So this module replaces
+ipykernel's handling.
 """
 
 from __future__ import annotations
@@ -17,34 +17,32 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType
 
-_IPYKERNEL_HANDLERS = (
-    "do_apply",
-    "do_execute",
-)  # ipykernel's functions that run what others sent: they answer for what is raised
+_IPYKERNEL_HANDLERS = ("do_apply", "do_execute")
+"""ipykernel's functions that run the code of a message, and reply with its error."""
 
 
 class SigintHandler:
-    """Decides whether SIGINT raises KeyboardInterrupt. In the main thread only: elsewhere nothing comes."""
+    """Decides whether SIGINT raises KeyboardInterrupt. Works in the main thread only."""
 
     def __init__(self) -> None:
         self.work_done = False
-        """The work is done: until the answer has left there is nothing to interrupt. Set without a call, before which
-        an interrupt would come."""
+        """Whether the work is done, so that there is nothing to interrupt until the reply is sent. The attribute is set
+        without a call, since an interrupt could come before a call."""
         self.was_interrupted = False
-        """Whether the request was interrupted, whatever error it ended with: libraries turn one into another."""
+        """Whether the request was interrupted, even if a library turned the interrupt into another error."""
         self._is_serving = self._arrived_early = False
         self._kernel: Any = None
         self._previous_handler: Any = signal.SIG_DFL
 
     def attach_to_kernel(self, kernel: Any) -> None:
-        """Take the place of ipykernel's own hooks around each message. Idempotent; amid a message."""
+        """Replace ipykernel's hooks around each message. Idempotent; called during a message."""
         if kernel is not self._kernel:
             self._kernel, self._previous_handler = kernel, kernel.saved_sigint_handler
             kernel.pre_handler_hook, kernel.post_handler_hook = self._on_message, self._on_reply_sent
 
     @contextlib.contextmanager
     def handle_during_request(self) -> Iterator[None]:
-        """While a request is served, until it is over. One that came a moment too early is taken now."""
+        """Handle SIGINT while the context serves a request, including one that came just before."""
         early, self._arrived_early = self._arrived_early, False
         self.work_done, self.was_interrupted = False, early
         if threading.current_thread() is not threading.main_thread():
@@ -61,7 +59,7 @@ class SigintHandler:
                 signal.signal(signal.SIGINT, before)
 
     def raise_if_interrupted(self) -> None:
-        """Raise the one that came too early."""
+        """Raise KeyboardInterrupt if the request was interrupted."""
         if self.was_interrupted:
             raise KeyboardInterrupt
 

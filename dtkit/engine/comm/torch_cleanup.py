@@ -1,12 +1,11 @@
-"""What torch keeps of a process group that was left: its threads and connections live as long as anybody holds it.
+"""References to closed process groups that torch keeps, and that keep a group's threads and connections alive.
 
-Python's collector of cycles sees none of these holders. Seen in torch 2.13, where each costs three threads and a
-connection to every peer:
+Python's garbage collector doesn't break these references. Each costs three threads, and a connection to every peer:
 
-- A few functions have ``group=dist.group.WORLD`` for a default: the group that there was as their module was loaded.
-  They would use that one for ever, too. None in its place is whichever group there is.
-- A DeviceMesh has a table of the groups along its axes, and DTensor's caches have every mesh that there ever was among
-  their keys. They are of no use: no mesh of a later generation equals one of an earlier.
+- Some functions have the default argument ``group=dist.group.WORLD``: the group at the time of the module's import.
+  They would also use that group for ever. None instead means the current group.
+- A DeviceMesh has a table of the groups along its axes, and the keys of DTensor's caches include every mesh. These
+  entries are useless, since no mesh equals one of an earlier generation.
 """
 
 from __future__ import annotations
@@ -17,8 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from dtkit._util import torch_private
+from dtkit._util.torch_private import get_mesh_groups
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
 
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -27,47 +29,37 @@ _MODULES_WITH_GROUP_DEFAULTS = (
     "torch.distributed.optim.zero_redundancy_optimizer",
     "torch.distributed.fsdp.sharded_grad_scaler",
 )
-_DTENSOR_CACHES = (
-    ("torch._C", "_clear_DTensor_sharding_propagator_cache"),
-    ("torch.distributed.tensor", "DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear"),
-    ("torch.distributed.tensor._redistribute", "_gen_transform_infos.cache_clear"),
-    ("torch.distributed.tensor._redistribute", "clear_redistribute_planner_cache"),
-    ("torch.distributed.tensor._collective_utils", "MeshTopoInfo.build_from_mesh.cache_clear"),
+_CACHE_CLEARS = (
+    "clear_sharding_cache",
+    "clear_propagation_cache",
+    "clear_transform_cache",
+    "clear_planner_cache",
+    "clear_topology_cache",
 )
-"""Private names, each of which a version of torch may lack. The meshes in its cache then hold no group at least."""
+"""Functions in `torch_private` that clear a cache, or None where torch has no such cache."""
 
 
 def release_groups(device_meshes: Iterable[DeviceMesh]) -> None:
-    """Have torch hold no group any more, after the last one was left; `grids` are the meshes made over it."""
+    """Remove torch's references to the closed process group, over which `device_meshes` were made."""
     for function in _iterate_functions():
         if any(isinstance(default, dist.ProcessGroup) for default in function.__defaults__ or ()):
             function.__defaults__ = tuple(map(_drop_group, function.__defaults__ or ()))
-    for grid in device_meshes:
-        getattr(grid, "_pg_registry", {}).clear()
+    for device_mesh in device_meshes:
+        if get_mesh_groups is not None:
+            get_mesh_groups(device_mesh).clear()
     if "torch.distributed.tensor" in sys.modules:
-        for module, path in _DTENSOR_CACHES:
-            _find_cache_clear(module, path)()
+        for clear in [getattr(torch_private, name) for name in _CACHE_CLEARS]:
+            if clear is not None:
+                clear()
 
 
 def _iterate_functions() -> Iterator[types.FunctionType]:
-    """Functions and methods of the modules whose defaults are groups, where they are loaded."""
+    """Yield the functions and methods of the loaded modules in which a default argument may be a group."""
     for name in _MODULES_WITH_GROUP_DEFAULTS:
-        for thing in list(vars(sys.modules[name]).values()) if name in sys.modules else ():
-            inside = vars(thing).values() if isinstance(thing, type) else (thing,)
-            yield from (found for found in inside if isinstance(found, types.FunctionType))
+        for value in list(vars(sys.modules[name]).values()) if name in sys.modules else ():
+            members = vars(value).values() if isinstance(value, type) else (value,)
+            yield from (member for member in members if isinstance(member, types.FunctionType))
 
 
 def _drop_group(default: Any) -> Any:
     return None if isinstance(default, dist.ProcessGroup) else default
-
-
-def _find_cache_clear(module: str, path: str) -> Callable[[], Any]:
-    """A function of a module by its dotted path; one that does nothing where there is none."""
-    found: Any = sys.modules.get(module)
-    for name in path.split("."):
-        found = getattr(found, name, None)
-    return _do_nothing if found is None else found
-
-
-def _do_nothing() -> None:
-    """What there is to clear where there is no cache."""

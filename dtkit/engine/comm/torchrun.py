@@ -1,4 +1,4 @@
-"""A script's own process group, made as under torchrun, inside of an engine."""
+"""Scripts that form a process group themselves, as under torchrun, within an engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def open_store(world_size: int) -> tuple[Any, int]:
-    """A TCPStore on loopback only, for as long as it is held; and its port."""
+    """Return a TCPStore on loopback, which ends with its last reference, and its port."""
     import torch.distributed as dist
 
     # port: bound to loopback for as long as the script runs
@@ -36,15 +36,15 @@ def open_store(world_size: int) -> tuple[Any, int]:
 
 
 def call_with_environment(work: Callable[[], Any], environment: dict[str, str]) -> Any:
-    """Work that may make a group of its own, of which nothing stays. An interrupt gets through to it."""
+    """Call `work`, which may form a process group, and remove that group. SIGINT ends a blocked collective."""
     import torch.distributed as dist
 
-    break_up = tcp.make_connection_breaker()
+    shut_down_new = tcp.make_connection_breaker()
     try:
-        with _set_environment(environment), abort_on_sigint(break_up):
+        with _set_environment(environment), abort_on_sigint(shut_down_new):
             return work()
     except BaseException:
-        break_up()
+        shut_down_new()
         raise
     finally:
         if dist.is_initialized():
@@ -66,7 +66,7 @@ def _set_environment(values: dict[str, str]) -> Iterator[None]:
 
 
 def make_torchrun_environment(spec: GroupSpec, port: int, restart_count: int) -> dict[str, str]:
-    """The environment that torchrun gives to a worker (torch.distributed.run, "Environment Variables")."""
+    """Return a worker's environment under torchrun (torch.distributed.run, "Environment Variables")."""
     rank, world = str(spec.rank), str(spec.world_size)
     return {
         "RANK": rank,

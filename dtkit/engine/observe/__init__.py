@@ -1,1 +1,1 @@
-"""observe."""
+"""Observation of an engine: phases of a step, the watchdog's status, output of calls, and probes of one step."""

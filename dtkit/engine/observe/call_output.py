@@ -1,8 +1,8 @@
-"""What an engine says while a call runs: rows from `dtkit.log`, and what it prints.
+"""Output of a call on an engine: rows from `dtkit.log`, and printed lines.
 
-Everything is numbered and kept until the call returns it. Meanwhile it is published at most four times a second,
-from a thread, so that what was said before a long computation shows during it. Published messages may be lost;
-the numbers let the notebook fill the gaps from the call's return.
+Items are numbered and kept until the call returns them. Meanwhile a thread publishes them at most four times a second,
+also during a long computation. Published messages may be lost. The notebook uses the numbers to fill the gaps
+when the call returns.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+from dtkit._util import timeouts
 from dtkit.types import RESERVED_COLUMNS
 
 if TYPE_CHECKING:
@@ -22,15 +23,15 @@ if TYPE_CHECKING:
 
     OutputItem = tuple[str, Any]
 
-PUBLISH_PERIOD_S = 0.25
-MAX_LINES_PER_S = 100  # printed lines; more are counted, not carried
+MAX_LINES_PER_S = 100
+"""Printed lines that are kept per second; further lines are only counted."""
 
 
 class CallOutput:
-    """The items of one call: ("row", {name: number}) and ("text", line)."""
+    """Items of one call: ("row", {name: number}) and ("text", line)."""
 
     def __init__(self, publish: Callable[[int, list[OutputItem]], None] | None = None) -> None:
-        """`publish(first, items)` sends items numbered from `first`; None keeps them for the return only."""
+        """Publish items, numbered from `first`, by `publish(first, items)`; None keeps them for the return only."""
         self.items: list[OutputItem] = []
         self._publish = publish
         self._num_published = 0
@@ -44,7 +45,7 @@ class CallOutput:
         self._wake.set()
 
     def add_line(self, text: str) -> None:
-        """Add a printed line, unless there have been too many."""
+        """Add a printed line, or count it if there are too many per second."""
         now = time.monotonic()
         self._line_budget = min(MAX_LINES_PER_S, self._line_budget + (now - self._budget_updated_at) * MAX_LINES_PER_S)
         self._budget_updated_at = now
@@ -63,7 +64,7 @@ class CallOutput:
 
     @contextlib.contextmanager
     def capture_streams(self) -> Iterator[None]:
-        """Take over stdout and stderr, and publish, until the call has ended."""
+        """Capture stdout and stderr, and publish items, within the context."""
         out, err = _LineStream(self), _LineStream(self)
         thread = threading.Thread(target=self._publish_loop, name="dtkit-publish", daemon=True)
         if self._publish is not None:
@@ -78,29 +79,29 @@ class CallOutput:
             self._closed.set()
             self._wake.set()
             if self._publish is not None:
-                thread.join(timeout=5)
+                thread.join(timeout=timeouts.OUTPUT_JOIN_TIMEOUT_S)
 
     def _publish_loop(self) -> None:
         while not self._closed.is_set():
-            self._wake.wait(timeout=3600)
+            self._wake.wait(timeout=timeouts.OUTPUT_IDLE_TIMEOUT_S)
             self._wake.clear()
             items = self.items[self._num_published :]
             if items and self._publish is not None and not self._closed.is_set():
                 self._publish(self._num_published, [_encode_item(item) for item in items])
                 self._num_published += len(items)
-                self._closed.wait(PUBLISH_PERIOD_S)
+                self._closed.wait(timeouts.OUTPUT_PERIOD_S)
 
 
 def _encode_item(item: OutputItem) -> OutputItem:
-    """An item as JSON can carry it: NaN and infinity as text, which the notebook takes for numbers again."""
-    kind, what = item
+    """Return an item for JSON: nonfinite numbers become text, which the notebook converts back."""
+    kind, content = item
     if kind != "row":
         return item
-    return kind, {name: value if math.isfinite(value) else str(value) for name, value in what.items()}
+    return kind, {name: value if math.isfinite(value) else str(value) for name, value in content.items()}
 
 
 class _LineStream(io.TextIOBase):
-    """A text stream that hands whole lines to a channel."""
+    """Text stream that adds whole lines to a call's output."""
 
     def __init__(self, output: CallOutput) -> None:
         self._output, self._partial_line = output, ""
@@ -115,7 +116,7 @@ class _LineStream(io.TextIOBase):
         return len(text)
 
     def flush_partial_line(self) -> None:
-        """The last line may lack its end."""
+        """Add the last line if it lacks its end."""
         if self._partial_line:
             self._output.add_line(self._partial_line)
             self._partial_line = ""
@@ -126,7 +127,7 @@ _active_output: CallOutput | None = None
 
 @contextlib.contextmanager
 def activate_output(output: CallOutput) -> Iterator[None]:
-    """Make `channel` the one that :func:`log` writes to."""
+    """Let :func:`log` add to `output` within the context."""
     global _active_output  # noqa: PLW0603 - an engine runs one call at a time
     previous, _active_output = _active_output, output
     try:
@@ -137,7 +138,7 @@ def activate_output(output: CallOutput) -> Iterator[None]:
 
 
 def log(**values: float) -> None:
-    """Report numbers from inside ``cluster.run``: they arrive in the notebook, live, as a row of this rank.
+    """Report numbers from a function in ``cluster.run``. The notebook shows them live as a row of this rank.
 
     Example: ``dtkit.log(loss=loss.item(), samples=len(batch))``. Tensors of one element count as numbers.
     """
@@ -145,7 +146,7 @@ def log(**values: float) -> None:
     for name, value in values.items():
         if name in RESERVED_COLUMNS:
             raise ValueError(
-                f"dtkit.log({name}=...): {' and '.join(RESERVED_COLUMNS)} are columns that dtkit fills in; use "
+                f"dtkit.log({name}=...): dtkit fills the columns {' and '.join(RESERVED_COLUMNS)} itself; use "
                 "another name"
             )
         try:
@@ -155,7 +156,7 @@ def log(**values: float) -> None:
                 f"dtkit.log({name}={type(value).__name__}): values must be numbers or tensors of one element; "
                 "use .item() or .mean()"
             ) from None
-    if _active_output is None:  # a loop that is tried in the notebook first should work there too
+    if _active_output is None:  # in the notebook, where users try a loop first
         print(" ".join(f"{k}={v:.6g}" for k, v in row.items()), file=sys.stdout)  # noqa: T201
         return
     _active_output.add_row(row)

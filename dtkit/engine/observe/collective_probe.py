@@ -1,8 +1,8 @@
-"""What one rank sees of one step whose layers or parameters are cut: every collective, with its bytes.
+"""One rank's record of one explained step with sharded layers or parameters: every collective, with its bytes.
 
-Where each rank has slices only, no rank has gradients of its own to be shown before and after a sum: collectives are
-within forward and backward. So these are noted, in order, as torch dispatches them. Each is waited for where it is
-noted (so that nothing overlaps in such a step), and a result that should be the same on all of its ranks gets a digest.
+With shards only, no rank has whole gradients before and after an all-reduce: collectives run within forward and
+backward. The probe records them in the order in which torch dispatches them. It waits for each at once, so that nothing
+overlaps in an explained step. A result that should be equal on all ranks gets a digest.
 """
 
 from __future__ import annotations
@@ -12,13 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import _functional_collectives
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from dtkit.engine.memory import count_storage_bytes
-from dtkit.engine.observe.step_probe import StepProbe, compute_digest
+from dtkit._util.torch_private import TorchDispatchMode, functional_collectives, resolve_group, tree_leaves
+from dtkit.engine.observe.step_probe import StepProbe
+from dtkit.engine.observe.tensor_values import compute_digest, count_storage_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -29,11 +27,11 @@ if TYPE_CHECKING:
 _OP_NAMESPACES = ("c10d", "_c10d_functional")
 _COLLECTIVE_KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
 _REPLICATED_RESULT_KINDS = ("all_reduce", "all_gather", "broadcast")
-"""Those whose result is the same on all ranks."""
+"""Collectives with the same result on all ranks."""
 
 
 class CollectiveProbe(StepProbe):
-    """Collects one rank's numbers of one step."""
+    """Recorder of one rank's values and collectives in one step."""
 
     def __init__(
         self,
@@ -44,9 +42,9 @@ class CollectiveProbe(StepProbe):
         reports_samples: bool,
         **position: int,
     ) -> None:
-        """`phase` tells what the step is doing; `sent` how many bytes this rank has sent so far.
+        """Record a step. The two functions return its current phase and the bytes that this rank has sent so far.
 
-        `speaks`: of the ranks that take the same samples, this is the one that counts them.
+        `reports_samples` is True on one of the ranks with the same samples.
         """
         super().__init__(model, **position)
         self._get_phase, self._count_sent_bytes, self._reports_samples = get_phase, count_sent_bytes, reports_samples
@@ -55,7 +53,7 @@ class CollectiveProbe(StepProbe):
 
     @contextlib.contextmanager
     def record_collectives(self) -> Iterator[None]:
-        """Note the collectives of a step."""
+        """Record the collectives of a step within the context."""
         self._sent_before = self._count_sent_bytes()
         with _CollectiveRecorder(self._record):
             yield
@@ -78,9 +76,9 @@ class CollectiveProbe(StepProbe):
         )
 
     def build_report(self) -> RankReport:
-        """All of it as plain numbers: what ``ShardedExplanation.from_reports`` takes, one of each rank."""
+        """Return the record as plain data for ``ShardedExplanation.from_reports``."""
         parameters = list(self._model.parameters())
-        found: ShardedReport = {
+        report: ShardedReport = {
             **super().build_report(),
             "collectives": self._collectives,
             "speaks": self._reports_samples,
@@ -88,11 +86,11 @@ class CollectiveProbe(StepProbe):
             "held_bytes": count_storage_bytes(parameters),
             "whole_bytes": sum(p.numel() * p.element_size() for p in parameters),
         }
-        return found
+        return report
 
 
 class _CollectiveRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's modes have no types
-    """Tells of each collective that is dispatched while it is active, once that has ended."""
+    """Mode that reports each dispatched collective after its end."""
 
     def __init__(self, on_collective: Callable[[str, int, Sequence[torch.Tensor], tuple[int, ...]], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -101,24 +99,24 @@ class _CollectiveRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run one operation; a DTensor's is first made into those on its parts."""
+        """Run one operation. For DTensors, torch first dispatches the operations on their parts."""
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
-        made = func(*args, **(kwargs or {}))
+        output = func(*args, **(kwargs or {}))
         kind = _classify_op(func)
         if kind is not None:
-            groups = [tree_leaves(value) for value in (*args, made)]
+            groups = [tree_leaves(value) for value in (*args, output)]
             tensors = [[t for t in group if isinstance(t, torch.Tensor)] for group in groups]
-            results = _wait_for_results(made) or tensors[0]
+            results = _wait_for_results(output) or tensors[0]
             self._on_collective(
                 kind, max(sum(t.nbytes for t in group) for group in tensors), results, _find_ranks(args)
             )
-        return made
+        return output
 
 
 def _classify_op(func: Any) -> str | None:
-    """One of `_TYPE_CHECKS`, as torch's many names for them begin; None for what is no collective."""
-    space, _, name = getattr(getattr(func, "_schema", None), "name", "").partition("::")
+    """Return one of `_COLLECTIVE_KINDS` by the beginning of an operation's name; None for other operations."""
+    space, _, name = func.name().partition("::")
     if space not in _OP_NAMESPACES:
         return None
     plain = name.replace("_", "")
@@ -126,24 +124,24 @@ def _classify_op(func: Any) -> str | None:
 
 
 def _wait_for_results(output: Any) -> list[torch.Tensor]:
-    """The tensors that a collective has made, when they are there."""
+    """Return the tensors that a collective creates, after it has ended."""
     results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
     for leaf in tree_leaves(output):
         if isinstance(leaf, torch.ScriptObject):
             # waits: a collective, limited by the process group's timeout
             leaf.wait()  # type: ignore[attr-defined]  # a c10d Work
             return results
-    wait: Callable[[Any], torch.Tensor] = vars(_functional_collectives)["wait_tensor"]  # which may be marked just now
+    wait: Callable[[Any], torch.Tensor] = vars(functional_collectives)["wait_tensor"]  # strategies may replace it
     return [wait(tensor) for tensor in results]
 
 
 def _find_ranks(args: tuple[Any, ...]) -> tuple[int, ...]:
-    """The ranks that a collective is among: by its process group, or that group's name."""
+    """Return the ranks of a collective by its process group, or by the name of the group."""
     for arg in reversed(args):
         if isinstance(arg, torch.ScriptObject):
             with contextlib.suppress(AttributeError, RuntimeError, TypeError, KeyError):
                 return tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(arg)))
         if isinstance(arg, str):
             with contextlib.suppress(AttributeError, RuntimeError, KeyError):
-                return tuple(dist.get_process_group_ranks(vars(dist.distributed_c10d)["_resolve_process_group"](arg)))
+                return tuple(dist.get_process_group_ranks(resolve_group(arg)))
     return tuple(range(dist.get_world_size()))

@@ -1,17 +1,15 @@
-"""Where a step's time goes: a mark at each border between its phases, read once the dispatch has ended.
+"""Phases of a step: a mark at the beginning of each, which is read after the dispatch.
 
-A step runs through "data", "forward", "backward", "sync" and "update", in any order and as often as it likes: whoever
-does the work says what begins. A pipeline also says which micro-batch of which stage, tells the halves of backward
-apart ("backward input", "backward weight"), and has a phase for each message to and from other stages
-(:data:`dtkit.history.comm_time.MESSAGE_PHASES`); "other" is what is between these. Marking costs a clock's reading
-and a list's append, so that measuring is never the reason why a step is slow.
+A step has the phases "data", "forward", "backward", "sync" and "update", in any order and number. The worker enters
+each. A pipeline adds the stage and the micro-batch, and splits backward into "backward input" and "backward weight".
+It also has phases for messages between stages (:data:`dtkit.history.comm_time.MESSAGE_PHASES`). "other" is the time
+between these. A mark is one clock reading and one list append, so that it doesn't slow a step.
 
-"sync" is time blocked in a collective: among all ranks, unless it is said among which. How much of that and of
-messages was waiting for others can only be told from all ranks' marks (see
-:mod:`dtkit.history.comm_time`), so those are kept as times and not only as durations.
+"sync" is the time blocked in a collective, among all ranks unless the event names some. Only the marks of all ranks
+show which part of it was waiting (see :mod:`dtkit.history.comm_time`). So these are kept as times, not as durations.
 
-A rank can be slowed on purpose, for lessons: it then sleeps after each piece of computing, in proportion to it. Where
-layers are cut there are many short pieces, and each sleep lasts longer than asked for; that is taken off the next ones.
+A rank can be slowed on purpose. It then sleeps after each computation, in proportion to its length. Sleeps last longer
+than requested, so the excess is subtracted from later ones.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from dtkit.history.timeline import SPAN_DTYPE
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from dtkit.engine.node_info import Clock
+    from dtkit.engine.observe.clock import Clock
 
 COMPUTE_PHASES = ("forward", "backward", "backward input", "backward weight")
 BETWEEN_PHASES, END_OF_STEP = "other", "end"
@@ -36,70 +34,70 @@ _MAX_RANKS = 2**20
 _MESSAGE_PHASE_NUMBERS = {phase: number for number, phase in enumerate(MESSAGE_PHASES)}
 
 PhaseEvents = list[tuple[str, object, tuple[int, int] | None]]
-"""(phase, mark at which it began, where or None) in order, closed by an "end".
+"""Events (phase, mark of its beginning, position or None) in order; the last one is "end".
 
-Where is (stage, micro-batch) in a pipeline, and (first rank, last rank) of a collective among fewer than all.
+A position is (stage, micro-batch) in a pipeline, and (first rank, last rank) for a collective among some ranks.
 """
 
 
 class PhaseTimer:
-    """The marks of one job's steps."""
+    """Recorder of the phases of one job's steps."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.delay_factor = 1.0
-        """How many times longer this rank's computing takes, by sleeping: 1 for not at all."""
-        self._delayed_until: object | None = None  # what was computed before in this phase was slowed
-        self._delay_owed_s = 0.0  # seconds to sleep yet; below zero, what was slept too much
+        """Factor by which sleeps lengthen this rank's computation; 1 for none."""
+        self._delayed_until: object | None = None  # mark in this phase up to which the delay is applied
+        self._delay_owed_s = 0.0  # negative after too long a sleep
         self._events: PhaseEvents = []
-        self._enclosing_phase = ""  # the phase in whose midst a collective runs
+        self._enclosing_phase = ""  # the phase during which a collective runs
 
     def enter(self, phase: str, position: tuple[int, int] | None = None) -> None:
-        """The phase that ran so far ends here and `phase` begins, in a pipeline for (stage, micro-batch)."""
+        """End the current phase and begin `phase`, in a pipeline for the position (stage, micro-batch)."""
         self.apply_delay()
         self._delayed_until = None
         self._events.append((phase, self.clock.record_mark(), position))
 
     def continue_phase(self, phase: str, position: tuple[int, int]) -> None:
-        """`phase` goes on where it runs already, else it begins."""
+        """Begin `phase` unless it is the current one."""
         if not self._events or self._events[-1][0] != phase or self._events[-1][2] != position:
             self.enter(phase, position)
 
     def begin_collective(self, rank_span: tuple[int, int] | None = None) -> None:
-        """A collective begins in the midst of a phase, among ranks from one to another, or all of them.
+        """Begin a collective within a phase, among the ranks of a span or all ranks.
 
-        Between steps (in an evaluation) nothing is marked.
+        Outside of steps, such as in an evaluation, nothing is recorded.
         """
         if self._events and not self._enclosing_phase and self._events[-1][0] != SYNC_PHASE:
             self._enclosing_phase = self._events[-1][0]
             self.enter(SYNC_PHASE, rank_span)
 
     def end_collective(self) -> None:
-        """It has ended, and the phase around it goes on."""
+        """End the collective, and continue the phase around it."""
         if self._enclosing_phase:
             phase, self._enclosing_phase = self._enclosing_phase, ""
             self.enter(phase)
 
     def apply_delay(self) -> None:
-        """Be as late as a slowed rank is, without ending the phase: others go on at what it does next."""
+        """Sleep as a slowed rank does, without ending the phase, before an action that other ranks wait for."""
         if self.delay_factor > 1 and self._events and self._events[-1][0] in COMPUTE_PHASES:
             self._sleep_for_delay(self._events[-1][1] if self._delayed_until is None else self._delayed_until)
             self._delayed_until = self.clock.record_mark()
 
     @property
     def enclosing_phase(self) -> str:
-        """The phase that runs; during a collective in the midst of one, that one."""
+        """The current phase; during a collective, the phase around it."""
         return self._enclosing_phase or self.current_phase
 
     @property
     def current_phase(self) -> str:
-        """The phase that runs; empty between steps."""
+        """The current phase; empty between steps."""
         return self._events[-1][0] if self._events else ""
 
     def get_progress(self) -> tuple[str, int]:
-        """(the phase that runs, marks of this step so far) for another thread; ("", 0) between steps."""
-        marks = self._events  # read once: the step may end meanwhile
-        return (marks[-1][0], len(marks)) if marks else ("", 0)
+        """Return (current phase, number of events in this step) for another thread; ("", 0) between steps."""
+        events = self._events  # read once, since the step may end meanwhile
+        return (events[-1][0], len(events)) if events else ("", 0)
 
     def _sleep_for_delay(self, since: object) -> None:
         now = self.clock.record_mark()
@@ -109,75 +107,76 @@ class PhaseTimer:
             self._delay_owed_s -= _sleep_measured(self._delay_owed_s)
 
     def end_step(self) -> PhaseEvents:
-        """End the step; its marks."""
+        """End the step and return its events."""
         self.enter(END_OF_STEP)
-        marks, self._events = self._events, []
-        return marks
+        events, self._events = self._events, []
+        return events
 
     def reset(self) -> None:
-        """Forget a step that failed."""
+        """Discard the events of a failed step."""
         self._events, self._enclosing_phase, self._delayed_until, self._delay_owed_s = [], "", None, 0.0
 
 
 def _sleep_measured(seconds: float) -> float:
-    """Sleep so long; how long it took."""
-    begun = time.perf_counter()
+    """Sleep, and return the actual seconds."""
+    start = time.perf_counter()
     time.sleep(seconds)
-    return time.perf_counter() - begun
+    return time.perf_counter() - start
 
 
 def compute_durations(events: PhaseEvents, clock: Clock) -> dict[str, float]:
-    """Seconds in each phase of one step, and in all of them as "step"."""
-    found: dict[str, float] = {}
-    for (phase, begun, _), (_, ended, _) in itertools.pairwise(events):
-        found[phase] = found.get(phase, 0.0) + clock.compute_elapsed(begun, ended)
-    found["step"] = clock.compute_elapsed(events[0][1], events[-1][1])
-    return found
+    """Return the seconds in each phase of one step, and those of the whole step as "step"."""
+    durations: dict[str, float] = {}
+    for (phase, start, _), (_, end, _) in itertools.pairwise(events):
+        durations[phase] = durations.get(phase, 0.0) + clock.compute_elapsed(start, end)
+    durations["step"] = clock.compute_elapsed(events[0][1], events[-1][1])
+    return durations
 
 
 def build_spans(steps: Sequence[tuple[int, PhaseEvents]], rank: int, clock: Clock) -> np.ndarray:
-    """Rows of dtype :data:`dtkit.history.timeline.SPAN_DTYPE`: when a rank did what in these (step, marks)."""
+    """Return the phases of these (step, events) as rows of dtype :data:`dtkit.history.timeline.SPAN_DTYPE`."""
     rows = [
-        (step, rank, *_describe_span(phase, where), clock.read_mark(begun), clock.read_mark(ended))
-        for step, marks in steps
-        for (phase, begun, where), (_, ended, _) in itertools.pairwise(marks)
+        (step, rank, *_describe_span(phase, position), clock.read_mark(start), clock.read_mark(end))
+        for step, events in steps
+        for (phase, start, position), (_, end, _) in itertools.pairwise(events)
         if phase != BETWEEN_PHASES
     ]
     return np.array(rows, SPAN_DTYPE)
 
 
 def _describe_span(phase: str, position: tuple[int, int] | None) -> tuple[str, int, int]:
-    """(phase, stage, micro-batch) of a span."""
+    """Return (phase, stage, micro-batch) of a span."""
     if position is None:
         return phase, -1, -1
     return (f"{phase} {position[0]}-{position[1]}", -1, -1) if phase == SYNC_PHASE else (phase, *position)
 
 
 def build_messages(steps: Sequence[tuple[int, PhaseEvents]], clock: Clock) -> np.ndarray:
-    """What these (step, marks) tell of messages: rows of dtype :data:`dtkit.history.comm_time.MESSAGE_DTYPE`."""
+    """Return the messages of these (step, events) as rows of dtype :data:`dtkit.history.comm_time.MESSAGE_DTYPE`."""
     rows = [
-        (step, _MESSAGE_PHASE_NUMBERS[phase], *where, clock.read_mark(begun), clock.read_mark(ended))
-        for step, marks in steps
-        for (phase, begun, where), (_, ended, _) in itertools.pairwise(marks)
-        if where is not None and phase in _MESSAGE_PHASE_NUMBERS
+        (step, _MESSAGE_PHASE_NUMBERS[phase], *position, clock.read_mark(start), clock.read_mark(end))
+        for step, events in steps
+        for (phase, start, position), (_, end, _) in itertools.pairwise(events)
+        if position is not None and phase in _MESSAGE_PHASE_NUMBERS
     ]
     return np.array(rows, MESSAGE_DTYPE)
 
 
 def build_blocked_times(steps: Sequence[PhaseEvents], clock: Clock) -> np.ndarray:
-    """When each step was blocked in collectives: (steps, most such times in a step, 3) of begin, end and among whom.
+    """Return the begin, end and rank span of each collective as an array (steps, most collectives in a step, 3).
 
-    Times are the clock's, in seconds, as in `time.perf_counter`: common to all processes of one host. Among whom is a
-    number that all ranks of a collective give, and no rank for other ranks; what is not used is NaN.
+    Times are in seconds, as in `time.perf_counter`, which all processes of a host share. A rank span is a number that
+    only the ranks of that collective have. Unused rows are NaN.
     """
-    found = [list(_iterate_blocked_times(marks, clock)) for marks in steps]
-    places = max(map(len, found), default=0)
-    unused = [(np.nan, np.nan, np.nan)]
-    return np.array([own + unused * (places - len(own)) for own in found], float).reshape(len(steps), places, 3)
+    rows_by_step = [list(_iterate_blocked_times(events, clock)) for events in steps]
+    num_rows = max(map(len, rows_by_step), default=0)
+    padding = [(np.nan, np.nan, np.nan)]
+    padded = [rows + padding * (num_rows - len(rows)) for rows in rows_by_step]
+    return np.array(padded, float).reshape(len(steps), num_rows, 3)
 
 
 def _iterate_blocked_times(events: PhaseEvents, clock: Clock) -> Iterator[tuple[float, float, float]]:
-    for (phase, begun, among), (_, ended, _) in itertools.pairwise(events):
+    for (phase, start, rank_span), (_, end, _) in itertools.pairwise(events):
         if phase == SYNC_PHASE:
-            number = -1 if among is None else among[0] * _MAX_RANKS + among[1]
-            yield clock.read_mark(begun), clock.read_mark(ended), number
+            span_number = -1 if rank_span is None else rank_span[0] * _MAX_RANKS + rank_span[1]
+            yield clock.read_mark(start), clock.read_mark(end), span_number

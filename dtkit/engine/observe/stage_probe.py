@@ -1,12 +1,11 @@
-"""What one rank of a pipeline sees of one step: what it sends over the borders of its stages, and what arrives.
+"""One rank's record of one explained step of a pipeline: the tensors that its stages send and receive.
 
-While a schedule runs, the methods of torch's stages are looked in on: those that say what is to be sent or received,
-and those that use what has arrived. A tensor that is sent is noted when it is handed over, one that arrives when it is
-used; both by a digest of its bits, so that the notebook can tell whether what arrived is what was sent. A stage next
-to another one on the same rank hands over without sending, and that is noted alike.
+While a schedule runs, the probe wraps methods of torch's stages: those that return sends and receives, and those that
+use received tensors. It records a tensor when it is sent, and when the receiver uses it. The notebook compares
+the digests of both. Neighboring stages on the same rank pass tensors without messages, which the probe records too.
 
-Of the backward passes, each micro-batch's part of a stage's gradient is taken by itself and then added, as backward
-would have done. So the parts can be added up again, in float64, and held against the gradient that the update uses.
+In backward, the probe takes each micro-batch's gradients separately, and then adds them as backward would. It also sums
+them in float64, to compare the sum with the gradient that the update uses.
 """
 
 from __future__ import annotations
@@ -19,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dtkit.engine.observe.step_probe import StepProbe, compute_digest, compute_norm, flatten_to_float64
+from dtkit.engine.observe.step_probe import StepProbe
+from dtkit.engine.observe.tensor_values import compute_digest, compute_norm, flatten_to_float64
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,15 +32,15 @@ _RECV_METHODS = {"get_fwd_recv_ops": "activation", "get_bwd_recv_ops": "gradient
 _LOCAL_INPUT_METHODS = {"set_local_fwd_input": "activation", "set_local_bwd_input": "gradient"}
 _CONSUMING_METHODS = {"forward_one_chunk": "activation", "backward_one_chunk": "gradient"}
 _BACKWARD_METHODS = ("backward_one_chunk", "backward_weight_one_chunk")
-_PRODUCER_OFFSET = {"activation": -1, "gradient": 1}  # from the stage that uses a tensor to the one that it is from
-_NUM_SHOWN_VALUES = 3  # numbers of a tensor that are shown
+_PRODUCER_OFFSET = {"activation": -1, "gradient": 1}  # from the stage that uses a tensor to the one that computes it
+_NUM_SHOWN_VALUES = 3  # of each tensor
 
 
 class PipelineProbe(StepProbe):
-    """Collects one rank's numbers of one step of a pipeline."""
+    """Recorder of one rank's values and transfers in one step of a pipeline."""
 
     def __init__(self, stage_modules: Mapping[int, torch.nn.Module], *, rank: int, step: int, epoch: int) -> None:
-        """`parts` are this rank's modules by stage, with the parameters' names as they are in the model."""
+        """Record a step of this rank's modules by stage. Their parameters are named as in the whole model."""
         super().__init__(torch.nn.ModuleList(stage_modules.values()), rank=rank, step=step, epoch=epoch)
         self._named_parameters = [
             pair for part in stage_modules.values() for pair in part.named_parameters() if pair[1].requires_grad
@@ -64,17 +64,17 @@ class PipelineProbe(StepProbe):
 
     @contextlib.contextmanager
     def observe_stages(self, stages: Sequence[Any]) -> Iterator[None]:
-        """Look in on torch's stages while it lasts."""
-        watches = [
+        """Wrap the methods of torch's stages within the context."""
+        wrappers = [
             (_SEND_METHODS, self._wrap_send),
             (_RECV_METHODS, self._wrap_recv),
             (_LOCAL_INPUT_METHODS, self._wrap_local_input),
             (_CONSUMING_METHODS, self._wrap_consumer),
         ]
         for stage in stages:
-            for names, watch in watches:
+            for names, wrap in wrappers:
                 for name, kind in names.items():
-                    setattr(stage, name, watch(getattr(stage, name), kind, stage.stage_index))
+                    setattr(stage, name, wrap(getattr(stage, name), kind, stage.stage_index))
             for name in _BACKWARD_METHODS:
                 setattr(stage, name, self._wrap_backward(getattr(stage, name), stage.stage_index))
         try:
@@ -88,9 +88,9 @@ class PipelineProbe(StepProbe):
                     *_CONSUMING_METHODS,
                     "backward_weight_one_chunk",
                 ):
-                    delattr(stage, name)  # of this stage: its class has its own
+                    delattr(stage, name)  # uncovers the method of the class
 
-    # -- at the borders ---------------------------------------------------------------------------------------
+    # -- between stages ---------------------------------------------------------------------------------------
 
     def _wrap_send(self, method: Callable[..., Any], kind: str, stage: int) -> Callable[..., Any]:
         def record_sends(micro_batch: int) -> Any:
@@ -112,16 +112,16 @@ class PipelineProbe(StepProbe):
         return record_expected
 
     def _wrap_local_input(self, method: Callable[..., Any], kind: str, stage: int) -> Callable[..., Any]:
-        """From one stage to the next on the same rank: nothing is sent."""
+        """Wrap the method that passes tensors to a stage on the same rank."""
 
         def record_local_transfer(outputs: Any, micro_batch: int) -> None:
             method(outputs, micro_batch)
-            given = [v for v in (outputs if isinstance(outputs, tuple) else (outputs,)) if v is not None]
-            for k, tensor in enumerate(given):
+            tensors = [v for v in (outputs if isinstance(outputs, tuple) else (outputs,)) if v is not None]
+            for k, tensor in enumerate(tensors):
                 self._record_transfer(
                     "sent", kind, (stage + _PRODUCER_OFFSET[kind], stage), (micro_batch, k), tensor, self._rank
                 )
-            self._expected_tensors[kind, stage, micro_batch] = [(tensor, self._rank) for tensor in given]
+            self._expected_tensors[kind, stage, micro_batch] = [(tensor, self._rank) for tensor in tensors]
 
         return record_local_transfer
 
@@ -145,7 +145,7 @@ class PipelineProbe(StepProbe):
         tensor: torch.Tensor,
         peer: int,
     ) -> None:
-        numbers = flatten_to_float64(tensor)
+        values = flatten_to_float64(tensor)
         self._transfers.append(
             {
                 "way": direction,
@@ -158,8 +158,8 @@ class PipelineProbe(StepProbe):
                 "shape": tuple(tensor.shape),
                 "dtype": str(tensor.dtype).removeprefix("torch."),
                 "nbytes": tensor.nbytes,
-                "norm": compute_norm(numbers),
-                "first": tuple(numbers[:_NUM_SHOWN_VALUES].tolist()),
+                "norm": compute_norm(values),
+                "first": tuple(values[:_NUM_SHOWN_VALUES].tolist()),
                 "digest": compute_digest([("", tensor)]),
             }
         )
@@ -167,7 +167,7 @@ class PipelineProbe(StepProbe):
     # -- within a stage ---------------------------------------------------------------------------------------
 
     def _wrap_backward(self, method: Callable[..., Any], stage: int) -> Callable[..., Any]:
-        """A backward pass whose gradients are taken by themselves, and then added to what there was."""
+        """Wrap a backward pass, to take its gradients separately and add them to the existing ones."""
         parameters, sums = self._stage_parameters[stage], self._gradient_sums[stage]
 
         @functools.wraps(method)
@@ -175,38 +175,38 @@ class PipelineProbe(StepProbe):
             before = [p.grad for p in parameters]
             for p in parameters:
                 p.grad = None
-            found = method(micro_batch, *args, **kwargs)
+            result = method(micro_batch, *args, **kwargs)
             norms = []
             for p, old, total in zip(parameters, before, sums, strict=True):
                 if p.grad is not None:
-                    own = flatten_to_float64(p.grad)
-                    norms.append(compute_norm(own))
-                    total.add_(own)
+                    gradient = flatten_to_float64(p.grad)
+                    norms.append(compute_norm(gradient))
+                    total.add_(gradient)
                     p.grad = p.grad if old is None else old.add_(p.grad)
                 else:
                     p.grad = old
             if norms:
                 self._micro_batch_norms.append({"stage": stage, "micro_batch": micro_batch, "norm": math.hypot(*norms)})
-            return found
+            return result
 
         return record_gradients
 
     def compare_gradient_sums(self) -> None:
-        """All micro-batches are through: hold the sum of their parts against the gradients that there are."""
+        """Compare the sums over all micro-batches with the parameters' gradients."""
         for stage, parameters in self._stage_parameters.items():
-            found = self._stage_reports[stage]
+            report = self._stage_reports[stage]
             for p, total in zip(parameters, self._gradient_sums[stage], strict=True):
                 gradient = torch.zeros_like(total) if p.grad is None else flatten_to_float64(p.grad)
-                found["norm"] = math.hypot(found["norm"], compute_norm(gradient))
-                found["gap"] = math.hypot(found["gap"], compute_norm(total.sub_(gradient)))
+                report["norm"] = math.hypot(report["norm"], compute_norm(gradient))
+                report["gap"] = math.hypot(report["gap"], compute_norm(total.sub_(gradient)))
         self._gradient_sums = {}
 
     def build_report(self) -> RankReport:
-        """All of it as plain numbers: what ``PipelineExplanation.from_reports`` takes, one of each rank."""
-        found: PipelineReport = {
+        """Return the record as plain data for ``PipelineExplanation.from_reports``."""
+        report: PipelineReport = {
             **super().build_report(),
             "sightings": self._transfers,
             "parts": self._micro_batch_norms,
             "stages": self._stage_reports,
         }
-        return found
+        return report

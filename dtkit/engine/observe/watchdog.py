@@ -1,15 +1,15 @@
-"""A thread on each engine that says where it stands, twice a second, whatever the engine is doing.
+"""A thread on each engine that writes the engine's status twice a second.
 
-It reads what is there anyway: the call being served, the job's step and the last mark of its phases, how many
-collectives torch has begun in each process group, and the serving thread's stack. Nothing is added to a step. What it
-finds is a :class:`~dtkit.health.status.EngineStatus`, written as a small file into the cluster's folder; the notebook
-compares all ranks' (:mod:`dtkit.health.detector`).
+It reads what exists anyway: the current call, the job's step and phase, the number of collectives that torch has begun
+in each process group, and the serving thread's stack. A step costs nothing extra. The result is an
+:class:`~dtkit.health.status.EngineStatus` in a small file in the cluster's folder. The notebook compares those of all
+ranks (:mod:`dtkit.health.detector`).
 
-The counts tell more than any stack: a rank that waits in a collective has begun one more than the rank that it waits
-for, also inside DDP's backward, which is C++ and shows no Python line.
+The counts show more than stacks do: a rank that waits in a collective has begun one more than the rank that it waits
+for. This also holds in DDP's backward, which is C++ without Python frames.
 
-Where C code holds the interpreter this thread can't run, and the file grows old, which is a sign in itself. For that
-case SIGUSR1 has faulthandler write all stacks, from C, without the interpreter.
+While C code holds the interpreter, this thread can't run, and the file's age shows it. In that case faulthandler writes
+all stacks upon SIGUSR1, from C.
 """
 
 from __future__ import annotations
@@ -25,50 +25,75 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Protocol
 
-from dtkit._util import files
+from dtkit._util import files, timeouts
 from dtkit._util.guard import run_guarded
 from dtkit.engine.observe import stack_sampler
 from dtkit.engine.observe.phase_timer import BETWEEN_PHASES
+from dtkit.health.frames import has_user_code
 from dtkit.health.status import IDLE, EngineStatus, get_dump_path, get_status_path
 from dtkit.history.comm_time import MESSAGE_PHASES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from dtkit.engine.job import Job
-    from dtkit.health.status import Frame
+    from dtkit.engine.observe.phase_timer import PhaseTimer
+    from dtkit.health.frames import Frame
+    from dtkit.mesh import Mesh
     from dtkit.types import GroupSpec, Request
 
-SAMPLE_PERIOD_S = 0.5
-_MISSED_SAMPLE_S = (
-    2.5 * SAMPLE_PERIOD_S
-)  # a look that comes this late: the process was stopped, or its interpreter held
-_NUM_SAMPLES, _MIN_SAMPLES = 8, 3  # of which the part that was blocked is told
+_NUM_SAMPLES, _MIN_SAMPLES = 8, 3  # for the fraction of blocked samples
 _WAITING_PHASES = ("sync", *MESSAGE_PHASES)
 _PHASE_DISPLAY_NAMES = {"sync": "collective", "end": "step", BETWEEN_PHASES: "step"} | {
     phase: phase.split()[0] for phase in MESSAGE_PHASES
 }
-# how phases are called here, where it isn't as in the marks
-_SAMPLE_FAILED_MESSAGE = "dtkit's watchdog could not tell where this engine stands, and goes on looking: {error}"
+"""Names of phases in the status where they differ from those in events."""
+_SAMPLE_FAILED_MESSAGE = "dtkit's watchdog failed to write this engine's status, and tries again: {error}"
+
+
+class JobContext(Protocol):
+    """Part of a job's context that the watchdog reads."""
+
+    @property
+    def phases(self) -> PhaseTimer:
+        """The recorder of the job's phases."""
+
+    @property
+    def mesh(self) -> Mesh:
+        """The ranks' mesh."""
+
+
+class WatchedJob(Protocol):
+    """Part of a job that the watchdog reads."""
+
+    @property
+    def step(self) -> int:
+        """The current step."""
+
+    @property
+    def context(self) -> JobContext:
+        """The worker's context."""
+
+    def median_step_s(self) -> float:
+        """Return the median seconds of the last steps."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _ActiveCall:
-    """A request that is being served."""
+    """The request that the engine serves."""
 
     op: str
     job: str | None
     started_at: float
     thread_id: int
     collective_counts: dict[str, int]
-    """Collectives begun before it, by process group: only those of this call can be compared between ranks."""
+    """Collectives begun before it, by process group; ranks can compare those of the same call only."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _JobPosition:
-    """Where the job stands in its step."""
+    """Position of the job within its step."""
 
     phase: str
     step: int | None = None
@@ -80,13 +105,14 @@ class _JobPosition:
 
 
 class Watchdog:
-    """One engine's. `jobs` are the session's own, read only."""
+    """The watchdog of one engine."""
 
-    def __init__(self, jobs: Mapping[str, Job]) -> None:
+    def __init__(self, jobs: Mapping[str, WatchedJob]) -> None:
+        """Watch the session's `jobs`, which may change."""
         self._jobs = jobs
         self._spec: GroupSpec | None = None
         # locks: while a status file of some kB is written
-        self._lock = threading.Lock()  # who holds it may write; after `leave` nobody does
+        self._lock = threading.Lock()  # its owner may write; after `stop` nothing does
         self._thread: threading.Thread | None = None
         self._stop_event = threading.Event()
         self._active_call: _ActiveCall | None = None
@@ -94,17 +120,17 @@ class Watchdog:
         self._last_progress: tuple[object, float] = (None, time.time())
         self._phase_since: tuple[object, float] = (None, time.time())
         self._blocked_samples: collections.deque[bool] = collections.deque(maxlen=_NUM_SAMPLES)
-        self._sampled_work: object = None  # the job, or the call, that those looks were at
+        self._sampled_work: object = None  # the job or call of these samples
         self._warning: str | None = None
         self._warned = False
         self._dump_file: IO[str] | None = None
         self._main_thread_id = threading.main_thread().ident or 0
 
-    # -- told by the session ----------------------------------------------------------------------------------
+    # -- called by the session --------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def track_request(self, request: Request) -> Iterator[None]:
-        """While a request is served."""
+        """Track a request while the context serves it."""
         job = request.args.get("job")
         name = job if isinstance(job, str) else None
         self._active_call = _ActiveCall(request.op, name, time.time(), threading.get_ident(), _count_collectives())
@@ -114,7 +140,7 @@ class Watchdog:
             self._active_call = None
 
     def start(self, spec: GroupSpec) -> None:
-        """Watch as this rank of this generation, from now on."""
+        """Watch as this rank of this generation from now on."""
         import psutil
 
         with self._lock:
@@ -126,17 +152,17 @@ class Watchdog:
             self._thread.start()
 
     def stop(self) -> None:
-        """Write nothing more until the next `join`."""
+        """Write nothing until the next `start`."""
         with self._lock:
             self._spec = None
 
     def take_warning(self) -> str | None:
-        """Why a look has failed, if one has: once, for the notebook."""
-        said, self._warning = self._warning, None
-        return said
+        """Return the message of a failed sample for the notebook, once; None without one."""
+        warning, self._warning = self._warning, None
+        return warning
 
     def _register_stack_dump(self, path: Path) -> None:
-        """Have SIGUSR1 write all stacks. An owner of that signal (a batch system's, a library's) keeps it."""
+        """Let SIGUSR1 write all stacks, unless a library or a batch system uses this signal."""
         if not hasattr(faulthandler, "register") or signal.getsignal(signal.SIGUSR1) != signal.SIG_DFL:
             return
         before, self._dump_file = self._dump_file, _open_private(path)
@@ -147,18 +173,18 @@ class Watchdog:
     # -- the thread -------------------------------------------------------------------------------------------
 
     def _sample_loop(self) -> None:
-        while not self._stop_event.wait(SAMPLE_PERIOD_S):
+        while not self._stop_event.wait(timeouts.WATCHDOG_PERIOD_S):
             run_guarded(self._sample_and_write, self._on_sample_error)
 
     def _sample_and_write(self) -> None:
         with self._lock:
             if self._spec is not None:
-                found = self.sample(self._spec)
-                with contextlib.suppress(OSError):  # a full disk, or the folder is gone: then nobody reads it
-                    self._write_status(found)
+                status = self.sample(self._spec)
+                with contextlib.suppress(OSError):  # a full disk, or nobody reads it since the folder is gone
+                    self._write_status(status)
 
     def _on_sample_error(self, error: Exception) -> None:
-        """A look has failed, and the next one may too: an old file would say that this engine is stuck."""
+        """Delete the status after a failed sample, since an old file would mean that this engine is stuck."""
         with self._lock, contextlib.suppress(OSError):
             if self._spec is not None:
                 get_status_path(self._folder, self._spec.rank).unlink()
@@ -169,24 +195,21 @@ class Watchdog:
         files.replace_file(get_status_path(self._folder, status.rank), status.to_json())
 
     def sample(self, spec: GroupSpec) -> EngineStatus:
-        """Where this engine stands now."""
+        """Return this engine's current status."""
         call, now = self._active_call, time.time()
-        thread = self._main_thread_id if call is None else call.thread_id
-        rows = stack_sampler.sample_thread(thread)
-        place = self._get_position(call, rows)
+        thread_id = self._main_thread_id if call is None else call.thread_id
+        stack = stack_sampler.sample_thread(thread_id)
+        position = self._get_position(call, stack)
         counts = {} if call is None else _count_since(call.collective_counts)
-        pairwise = place.is_p2p or stack_sampler.is_in_p2p(rows)
-        busy = call is not None or place.phase != IDLE
-        blocked = busy and (stack_sampler.is_in_collective(rows) or (place.is_waiting and not _is_in_user_code(rows)))
-        waited = self._compute_blocked_fraction(call, blocked=blocked)
-        key = (None if call is None else call.started_at, place.step, place.phase)
-        if (
-            now - self._last_sample_at > _MISSED_SAMPLE_S
-        ):  # nobody saw whether it moved, and a process that was stopped could not
-            self._last_progress = (None, now)
-        self._last_sample_at = now
-        self._last_progress = _update_since(self._last_progress, (key, place.num_events, counts), now)
-        self._phase_since = _update_since(self._phase_since, key, now)
+        is_busy = call is not None or position.phase != IDLE
+        is_waiting = position.is_waiting and not _is_in_user_code(stack)
+        is_blocked = is_busy and (is_waiting or stack_sampler.is_in_collective(stack))
+        blocked_fraction = self._compute_blocked_fraction(call, blocked=is_blocked)
+        self._update_progress(
+            (None if call is None else call.started_at, position.step, position.phase),
+            (position.num_events, counts),
+            now,
+        )
         return EngineStatus(
             rank=spec.rank,
             world_size=spec.world_size,
@@ -195,51 +218,56 @@ class Watchdog:
             pid=os.getpid(),
             process_start_time=self._process_start_time,
             observed_at=now,
-            op=call.op if call is not None else ("cell" if busy else None),
-            phase=place.phase,
+            op=call.op if call is not None else ("cell" if is_busy else None),
+            phase=position.phase,
             phase_since=self._phase_since[1],
             stalled_s=now - self._last_progress[1],
-            is_blocked=blocked,
-            blocked_fraction=waited,
+            is_blocked=is_blocked,
+            blocked_fraction=blocked_fraction,
             job=None if call is None else call.job,
-            step=place.step,
-            median_step_s=place.median_step_s,
-            delay_factor=place.delay_factor,
-            is_p2p=pairwise,
+            step=position.step,
+            median_step_s=position.median_step_s,
+            delay_factor=position.delay_factor,
+            is_p2p=position.is_p2p or stack_sampler.is_in_p2p(stack),
             collective_counts=counts,
-            thread_id=thread,
+            thread_id=thread_id,
             can_dump_stacks=self._dump_file is not None and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL,
-            stack=rows if busy else (),
-            threads=stack_sampler.sample_helper_threads(thread) if busy else {},
+            stack=stack if is_busy else (),
+            threads=stack_sampler.sample_helper_threads(thread_id) if is_busy else {},
         )
 
+    def _update_progress(self, position: tuple[object, ...], details: tuple[object, ...], now: float) -> None:
+        """Store since when the phase is the same, and since when nothing has moved."""
+        if now - self._last_sample_at > timeouts.WATCHDOG_MISSED_SAMPLE_S:  # a stopped process can't progress
+            self._last_progress = (None, now)
+        self._last_sample_at = now
+        self._last_progress = _update_since(self._last_progress, (position, *details), now)
+        self._phase_since = _update_since(self._phase_since, position, now)
+
     def _compute_blocked_fraction(self, call: _ActiveCall | None, *, blocked: bool) -> float | None:
-        """Of the last looks at this job, or at this call, the part at which it was blocked."""
+        """Return the fraction of the last samples of this job, or this call, in which it was blocked."""
         if call is None:
             return None
-        what = call.job or call.started_at
-        if what != self._sampled_work:
+        work = call.job or call.started_at
+        if work != self._sampled_work:
             self._blocked_samples.clear()
-            self._sampled_work = what
+            self._sampled_work = work
         self._blocked_samples.append(blocked)
-        return (
-            sum(self._blocked_samples) / len(self._blocked_samples)
-            if len(self._blocked_samples) >= _MIN_SAMPLES
-            else None
-        )
+        count = len(self._blocked_samples)
+        return sum(self._blocked_samples) / count if count >= _MIN_SAMPLES else None
 
     def _get_position(self, call: _ActiveCall | None, frames: tuple[Frame, ...]) -> _JobPosition:
         if call is None:
-            return _JobPosition("cell" if stack_sampler.has_user_code(frames) else IDLE)
+            return _JobPosition("cell" if has_user_code(frames) else IDLE)
         job = None if call.job is None else self._jobs.get(call.job)
         if job is None:
             return _JobPosition(call.op)
-        mark, marks = job.context.phases.get_progress() if call.op == "advance" else (call.op, 0)
+        phase, num_events = job.context.phases.get_progress() if call.op == "advance" else (call.op, 0)
         return _JobPosition(
-            _PHASE_DISPLAY_NAMES.get(mark, mark) or "step",
+            _PHASE_DISPLAY_NAMES.get(phase, phase) or "step",
             job.step,
-            marks,
-            is_waiting=mark in _WAITING_PHASES,
+            num_events,
+            is_waiting=phase in _WAITING_PHASES,
             is_p2p=job.context.mesh.axes.get("pp", 1) > 1,
             median_step_s=job.median_step_s(),
             delay_factor=job.context.phases.delay_factor,
@@ -247,24 +275,26 @@ class Watchdog:
 
 
 def _is_in_user_code(frames: tuple[Frame, ...]) -> bool:
-    """Whether the innermost line is the user's: then whatever the phase is called, it is not waiting in ours."""
+    """Return whether the innermost frame is the user's. Then it isn't waiting, whatever its phase."""
     return bool(frames) and frames[0].kind == "user"
 
 
 def _update_since(previous: tuple[object, float], key: object, now: float) -> tuple[object, float]:
-    """What is the case, and since when."""
+    """Return (state, time of its beginning), given the previous pair and the current state."""
     return previous if previous[0] == key else (key, now)
 
 
 def _count_collectives() -> dict[str, int]:
-    """Collectives that this process has begun, by process group: torch's own numbers, which ranks have in common."""
-    torch = sys.modules.get("torch.distributed")
-    world: Any = getattr(getattr(torch, "distributed_c10d", None), "_world", None)
-    found = {}
-    for group in list(world.pg_map) if world is not None else ():
-        with contextlib.suppress(RuntimeError):  # a backend that does not count, or a group that is being formed
-            found[str(world.pg_names.get(group))] = int(group._get_sequence_number_for_group())  # noqa: SLF001 - torch has no public call for it
-    return found
+    """Return the number of collectives that this process has begun, by process group: torch's numbers for them."""
+    if "torch.distributed" not in sys.modules:  # a late import, since the watchdog doesn't need torch
+        return {}
+    from dtkit._util.torch_private import count_collectives, world_state
+
+    counts = {}
+    for group in list(world_state.pg_map):
+        with contextlib.suppress(RuntimeError):  # a backend that doesn't count, or a group that is being formed
+            counts[str(world_state.pg_names.get(group))] = int(count_collectives(group))
+    return counts
 
 
 def _count_since(previous_counts: Mapping[str, int]) -> dict[str, int]:
@@ -272,5 +302,5 @@ def _count_since(previous_counts: Mapping[str, int]) -> dict[str, int]:
 
 
 def _open_private(path: Path) -> IO[str]:
-    """A file that only this user can read, empty."""
+    """Open an empty file that only this user can read."""
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w")

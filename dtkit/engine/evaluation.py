@@ -1,0 +1,64 @@
+"""Evaluation of a model on this rank's part of held-out data."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dtkit.engine.data.sources import to_device
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from dtkit.strategies.base import EvalFunction
+    from dtkit.strategies.loss import EvalOutput, Loss
+
+
+def check_metrics(metrics: dict[str, Callable[..., Any]], loss_fn: Loss) -> None:
+    """Raise ValueError if there are metrics, and nothing to compute them from."""
+    if metrics and loss_fn.training_step is not None:
+        raise ValueError(
+            "metrics need output and target, which training_step= keeps to itself. Compute them from run.model, or "
+            "train with loss="
+        )
+
+
+def evaluate_batches(
+    forward: EvalFunction,
+    batches: Iterable[tuple[int, Any]],
+    metrics: dict[str, Callable[..., Any]],
+    device: torch.device,
+) -> tuple[int, dict[str, tuple[float, float]]]:
+    """Return (samples, {name: (weighted sum, weight)}) over batches; those of 0 samples count for nothing."""
+    sums: dict[str, list[float]] = {name: [0.0, 0.0] for name in ("loss", *metrics)}
+    samples = 0
+    for count, batch in batches:
+        eval_output = forward(to_device(batch, device))
+        if eval_output is None or not count:
+            continue
+        samples += count
+        for name, (value, weight) in _compute_metrics(eval_output, metrics).items():
+            sums[name][0] += value if weight is not None else value * count
+            sums[name][1] += weight if weight is not None else count
+    return samples, {name: (total, weight) for name, (total, weight) in sums.items()}
+
+
+def _compute_metrics(
+    eval_output: EvalOutput, metrics: dict[str, Callable[..., Any]]
+) -> dict[str, tuple[float, float | None]]:
+    """Return {name: (value, weight)}, including the loss. A value without weight is a mean over samples."""
+    weight = eval_output.loss_weight
+    values: dict[str, tuple[float, float | None]] = {
+        "loss": (float(eval_output.loss), None if weight is None else float(weight))
+    }
+    for name, metric in metrics.items():
+        result = metric(eval_output.output, eval_output.target)
+        total, weight = result if isinstance(result, tuple) else (result, None)
+        if isinstance(total, torch.Tensor) and total.numel() != 1:
+            raise TypeError(
+                f"metric {name!r} returned a tensor of shape {tuple(total.shape)}; it must return one number, the "
+                "mean over the samples (or a pair (sum, weight))"
+            )
+        values[name] = (float(total), None if weight is None else float(weight))
+    return values

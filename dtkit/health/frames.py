@@ -1,0 +1,75 @@
+"""Frames of a stack: whose code a line is, and which lines are worth showing."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sysconfig
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import dtkit
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+MAX_FRAMES = 60
+"""Number of innermost frames that are kept. Recursion would fill the status file."""
+
+_DTKIT_FOLDER = str(Path(dtkit.__file__).parent)
+ENTRY_FILES = tuple(
+    str(Path(_DTKIT_FOLDER, "engine", name)) for name in ("entrypoint.py", "server.py", "session.py", "ops")
+)
+"""Beginnings of the paths of files through which every call passes."""
+_LIBRARY_FOLDERS = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+@dataclasses.dataclass(frozen=True)
+class Frame:
+    """One line of a stack."""
+
+    file: str
+    line: int
+    function: str
+    kind: str = "library"
+    """"user", "dtkit" or "library" (installed packages and Python's own)."""
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}"
+
+
+CallStack = tuple[Frame, ...]
+"""Frames of one thread, innermost first."""
+
+
+def make_stack(locations: Sequence[tuple[str, int, str]]) -> CallStack:
+    """Return the stack of (file, line, function) tuples, innermost first, without the frames that every call has."""
+    return trim_outer_frames([Frame(file, line, name, classify_file(file)) for file, line, name in locations])
+
+
+@functools.lru_cache(4096)
+def classify_file(file: str) -> str:
+    """Return whose code a file is: "dtkit", "library" or "user"."""
+    if file.startswith(_DTKIT_FOLDER + "/"):
+        return "dtkit"
+    installed = file.startswith(("<frozen", "<string", *(f"{folder}/" for folder in _LIBRARY_FOLDERS)))
+    return "library" if installed or "/site-packages/" in file or "/dist-packages/" in file else "user"
+
+
+def trim_outer_frames(frames: Sequence[Frame]) -> CallStack:
+    """Return the frames without the outer ones that every call has: the kernel's, and those of dtkit's entry files."""
+    count = len(frames)
+    while count and (frames[count - 1].kind == "library" or frames[count - 1].file.startswith(ENTRY_FILES)):
+        count -= 1
+    return tuple(frames[:count])
+
+
+def has_user_code(stack: Sequence[Frame]) -> bool:
+    """Return whether any frame is the user's."""
+    return any(frame.kind == "user" for frame in stack)
+
+
+def find_user_frame(stack: Sequence[Frame]) -> Frame | None:
+    """Return the innermost user's frame, else the innermost frame; None for an empty stack."""
+    user_frames = (frame for frame in stack if frame.kind == "user")
+    return next(user_frames, stack[0] if stack else None)

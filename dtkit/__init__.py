@@ -1,6 +1,6 @@
 """Distributed training of PyTorch models, driven and watched from a notebook.
 
-The front door: every public name, found in its module when it is first asked for. Importing this loads neither
+All public names are here. Each is imported from its module at its first use, so that ``import dtkit`` loads neither
 torch nor matplotlib nor ipyparallel.
 """
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {  # a public name -> its module
+_HOMES = {  # public name -> its module
     "Checkpoint": "checkpoint.checkpoint",
     "Cluster": "cluster.cluster",
     "DataParallel": "strategies.data_parallel",
@@ -54,7 +54,7 @@ _HOMES = {  # a public name -> its module
     "log": "engine.observe.call_output",
     "panel": "dashboard.figures.custom_panels",
 }
-_MODULES = ("errors", "types")  # every error, and what results are made of
+_MODULES = ("errors", "types")  # all errors, and the types of results
 
 __all__ = [  # noqa: PLE0604, RUF100 - the names resolve by __getattr__
     "Checkpoint",
@@ -108,7 +108,7 @@ _OVERWRITTEN = (
 
 
 def _check_installation() -> None:
-    """Notice that the unrelated distribution `dtkit` was installed over this one, while this file is still ours."""
+    """Warn if the unrelated distribution `dtkit` is installed too, as long as it has not replaced this file."""
     import importlib.metadata
     import warnings
 

@@ -1,4 +1,4 @@
-"""A demo for the terminal: ``python -m dtkit.demo`` trains a small network on digits and verifies the training."""
+"""Demo for the terminal: ``python -m dtkit.demo`` trains a small network on digits and verifies the training."""
 
 from __future__ import annotations
 
@@ -59,8 +59,7 @@ def main(arguments: list[str] | None = None) -> None:
     if not options.picture.parent.is_dir():  # checked before anything starts
         parser.error(
             f"--picture {options.picture}: the folder {options.picture.parent} does not exist; make it, or give "
-            "another "
-            "path"
+            "another path"
         )
     training, held_out = load_dataset()
     with dtkit.Cluster(options.engines) as cluster:

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtkit._util import files
+from dtkit._util import files, timeouts
 from dtkit.checkpoint.validation import (
     FORMAT_VERSION,
     HISTORY_FILE,
@@ -30,7 +30,6 @@ TOKEN_FILE = "token"  # noqa: S105 - not a secret
 """File of an unfinished checkpoint. By its content, engines recognize the notebook's folder."""
 _FOLDER_PATTERN = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 _UNFINISHED_PATTERN = re.compile(r"\.saving-(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]+")
-_UNFINISHED_MAX_AGE_S = 3600.0  # for an unfinished folder of another host, since its last change
 
 Lineage = tuple[str, ...]
 """Names of runs, each of which continues the previous one."""
@@ -125,7 +124,7 @@ def _make_unfinished_path(path: Path) -> Path:
 
 def _is_abandoned(folder: Path, name: re.Match[str]) -> bool:
     if name["host"] != socket.gethostname():
-        return time.time() - _get_modified_time(folder) > _UNFINISHED_MAX_AGE_S
+        return time.time() - _get_modified_time(folder) > timeouts.UNFINISHED_MAX_AGE_S
     pid = int(name["pid"])
     if pid == os.getpid():
         return folder not in _active_folders

@@ -53,7 +53,7 @@ def build_index(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """
     index: dict[str, Any] = {}
     for number, report in enumerate(reports):
-        for name, (dtype, shape, blocks) in report["slabs"].items():
+        for name, (dtype, shape, blocks) in report["shards"].items():
             entry = index.setdefault(name, {"dtype": dtype, "shape": shape, "pieces": []})
             entry["pieces"] += [[number, begin, size, *([row] if row else [])] for begin, size, row in blocks]
     return index
@@ -75,10 +75,10 @@ def is_fully_covered(entry: Mapping[str, Any], num_files: int) -> bool:
 
 def merge_facts(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the facts of all ranks. Plain values are equal on all of them; optimizers of parts are joined."""
-    merged: dict[str, Any] = {"layout": parts[0]["layout"], "values": {}, "aliases": {}, "extra": {}, "own": {}}
+    merged: dict[str, Any] = {"layout": parts[0]["layout"], "values": {}, "aliases": {}, "extra": {}, "per_rank": {}}
     optimizers: dict[str, list[Any]] = {}
     for part in parts:
-        for key in ("values", "extra", "own"):
+        for key in ("values", "extra", "per_rank"):
             merged[key].update(part[key])
         for prefix, names in part["aliases"].items():
             merged["aliases"].setdefault(prefix, {}).update(names)

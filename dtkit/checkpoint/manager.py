@@ -16,7 +16,7 @@ import time
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from dtkit._util import files, formatting
+from dtkit._util import files, formatting, timeouts
 from dtkit._util.guard import run_guarded
 from dtkit.checkpoint import folders, index, validation
 from dtkit.errors import CheckpointError
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     from dtkit.history.history import History
 
-WRITE_STALL_TIMEOUT_S = 120.0  # while the folder doesn't grow: a rank has ended, or its disk hangs
-_POLL_S = 0.02
 _NEVER_DUE = 2**31
 
 
@@ -91,13 +89,9 @@ class CheckpointRequest:
     token: str = ""
     started_at: float = 0.0
 
-    def make_args(self) -> dict[str, Any]:
-        """Return the arguments of the engines' operation."""
-        return {"folder": str(self.folder), "token": self.token}
-
     def result(self, step_timeout: float) -> CheckpointResult:
         """Wait until it is written. Raises CheckpointError."""
-        timeout = step_timeout + WRITE_STALL_TIMEOUT_S
+        timeout = step_timeout + timeouts.WRITE_STALL_TIMEOUT_S
         try:
             return self.future.result(timeout)
         except TimeoutError:
@@ -227,7 +221,7 @@ class CheckpointManager:
         self._threads = [t for t in self._threads if t.is_alive()] + [thread]
         thread.start()
 
-    def join(self, timeout: float = WRITE_STALL_TIMEOUT_S) -> None:
+    def join(self, timeout: float = timeouts.WRITE_STALL_TIMEOUT_S) -> None:
         """Wait for checkpoints that are being written, up to `timeout`."""
         deadline = time.monotonic() + timeout
         for thread in self._threads:
@@ -298,9 +292,9 @@ class CheckpointManager:
             if (new_size := _measure_folder(folder)) != size:
                 size, changed_at = new_size, time.monotonic()
             missing = ", ".join(map(str, sorted(set(range(world_size)) - reports.keys())))
-            if time.monotonic() - changed_at > WRITE_STALL_TIMEOUT_S:
-                raise CheckpointError(f"rank {missing} has written nothing for {WRITE_STALL_TIMEOUT_S:.0f} s")
-            if missing and self._closing.wait(_POLL_S):
+            if time.monotonic() - changed_at > timeouts.WRITE_STALL_TIMEOUT_S:
+                raise CheckpointError(f"rank {missing} has written nothing for {timeouts.WRITE_STALL_TIMEOUT_S:.0f} s")
+            if missing and self._closing.wait(timeouts.WRITE_POLL_S):
                 raise CheckpointError(f"the cluster was closed before rank {missing} had written its part")
         return [reports[rank] for rank in range(world_size)]
 

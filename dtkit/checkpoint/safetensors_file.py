@@ -53,8 +53,10 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, 
     return {"bytes": size, "digest": digest.hexdigest()}
 
 
-def _iterate_bytes(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
-    header, end = {}, 0
+def encode_header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
+    """Return what precedes the tensors' bytes: the length of the header, and the header."""
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    end = 0
     for name, tensor in tensors.items():
         begin, end = end, end + tensor.numel() * tensor.element_size()
         header[name] = {
@@ -64,7 +66,11 @@ def _iterate_bytes(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memo
         }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # tensors must be aligned to 8 bytes
-    yield struct.pack("<Q", len(text)) + text
+    return struct.pack("<Q", len(text)) + text
+
+
+def _iterate_bytes(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
+    yield encode_header(tensors)
     for tensor in tensors.values():
         if tensor.numel():
             raw: Any = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]

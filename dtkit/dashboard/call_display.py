@@ -11,6 +11,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Protocol, TextIO
 
+from dtkit._util import timeouts
 from dtkit._util.guard import run_guarded
 from dtkit._util.notebook import UpdatableDisplay, in_notebook
 from dtkit.dashboard.text.call_text import (
@@ -29,14 +30,13 @@ if TYPE_CHECKING:
     from dtkit.dashboard.run_view import CallView
 
 _log = logging.getLogger("dtkit.dashboard")
-UPDATE_INTERVAL_S = 0.25
 
 
 @contextlib.contextmanager
 def display_until_done(call: CallView, stream: TextIO | None = None) -> Iterator[None]:
     """Show logged values and printed lines while the block runs. A silent call shows nothing."""
     view: _View = _NotebookView(call) if in_notebook() else _StreamView(call, stream or sys.stdout)
-    throttle = Throttle(view.update, UPDATE_INTERVAL_S)
+    throttle = Throttle(view.update, timeouts.LIVE_INTERVAL_S)
     unsubscribe = call.subscribe(throttle.trigger)
     try:
         yield
@@ -52,7 +52,7 @@ def show(call: CallView) -> None:
         sys.stdout.write(format_text(call) + "\n")
         return
     view = _NotebookView(call, show_if_empty=True)
-    throttle = Throttle(view.update, UPDATE_INTERVAL_S)
+    throttle = Throttle(view.update, timeouts.LIVE_INTERVAL_S)
     unsubscribers: list[Callable[[], None]] = []
 
     def on_change() -> None:

@@ -14,6 +14,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
+from dtkit._util import timeouts
 from dtkit._util.guard import run_guarded
 from dtkit._util.notebook import in_notebook
 from dtkit.dashboard.text import run_text
@@ -40,7 +41,7 @@ def show(run: RunView, *, fault_injection: bool = False) -> None:
         display(data, metadata=metadata, raw=True)  # type: ignore[no-untyped-call]
 
 
-def wait_until_replaced(run: RunView, timeout: float = 10.0) -> bool:
+def wait_until_replaced(run: RunView, timeout: float = timeouts.REPLACE_TIMEOUT_S) -> bool:
     """Wait until the live displays of an ended run are replaced. Return whether they are, after `timeout` seconds.
 
     A caller that ends the kernel, or reports the end of the run, waits first. Without displays it returns at once.

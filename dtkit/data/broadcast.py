@@ -14,6 +14,7 @@ from dtkit._util import formatting
 from dtkit._util.table import Table
 from dtkit.dashboard.text.progress import show_progress
 from dtkit.rpc import pickling
+from dtkit.rpc.protocol import ModelOperations, make_call
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -88,17 +89,19 @@ def broadcast(engine_group: EngineGroup, model: Any, *, by_shared_file: bool = F
     check_model(model)
     model = _copy_to_cpu(model)
     key = engine_group.make_key("model")
-    packed = engine_group.pack(model, name="model")
+    packed = engine_group.uploads.pack(model, name="model")
     with show_progress(f"sending {type(model).__name__}, {formatting.format_bytes(packed.nbytes)}"):
-        if by_shared_file and engine_group.is_single_host:
-            shipment = engine_group.upload(packed)
-            engine_group.call_all("store_model", key=key, shipment=shipment)
+        if by_shared_file and engine_group.membership.is_single_host:
+            payload = engine_group.uploads.upload(packed)
+            engine_group.call_all(make_call(ModelOperations.store_model, key=key, payload=payload))
             handle = ModelHandle(engine_group, key, packed, model, ())
             weakref.finalize(
-                handle, engine_group.discard_payload, shipment
+                handle, engine_group.uploads.discard, payload
             ).atexit = False  # the engines may outlive this process
             return handle
-        checksums = engine_group.call_all_with_payload("receive_model", packed, broadcast=True, key=key)
+        checksums = engine_group.call_all_with_payload(
+            lambda payload: make_call(ModelOperations.receive_model, key=key, payload=payload), packed, broadcast=True
+        )
     return ModelHandle(engine_group, key, packed, model, checksums)
 
 
@@ -124,10 +127,12 @@ def check_model(model: Any) -> None:
 
 def find_batch_norms(model: torch.nn.Module) -> list[str]:
     """Return the names of modules that normalize with statistics of the batch."""
-    from torch.nn.modules.batchnorm import _BatchNorm
+    from dtkit._util.torch_private import BatchNormBase
 
     return [
-        f"{name or 'the model'} ({type(m).__name__})" for name, m in model.named_modules() if isinstance(m, _BatchNorm)
+        f"{name or 'the model'} ({type(m).__name__})"
+        for name, m in model.named_modules()
+        if isinstance(m, BatchNormBase)
     ]
 
 

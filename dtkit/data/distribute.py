@@ -24,6 +24,7 @@ from dtkit.data.columns import ColumnSelection
 from dtkit.data.notebook_data import NotebookData, inspect_data
 from dtkit.data.partition import Partition
 from dtkit.engine.data import iterable
+from dtkit.rpc.protocol import DataOperations, make_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -131,9 +132,8 @@ def distribute_validation_data(
                 "evaluate on as arrays or as a Dataset"
             )
         rows = np.arange(handle.num_samples, dtype=np.int32)
-        engine_group.call_all(
-            "set_shards", key=handle.key, indices=rows, sizes=_compute_even_sizes(handle.num_samples, ranks)
-        )
+        sizes = _compute_even_sizes(handle.num_samples, ranks)
+        engine_group.call_all(make_call(DataOperations.set_shards, key=handle.key, indices=rows, sizes=sizes))
         return handle
     inspected = inspect_data(data, selection, for_evaluation=True)
     if not inspected.num_samples:
@@ -185,8 +185,9 @@ class _PartitionRequest:
         partition = Partition(data_handle.num_samples, ranks, labels=self.labels, source=data_handle, **self.options)
         if self.check is not None:
             self.check(partition)
+        indices = partition.flatten_indices()
         self.engine_group.call_all(
-            "set_shards", key=data_handle.key, indices=partition.flatten_indices(), sizes=partition.sizes
+            make_call(DataOperations.set_shards, key=data_handle.key, indices=indices, sizes=partition.sizes)
         )
         return partition
 
@@ -199,9 +200,11 @@ def _send_data(
     engine_group: EngineGroup, notebook_data: NotebookData, rows: np.ndarray, sizes: Sequence[int]
 ) -> DataHandle:
     key = engine_group.make_key("data")
-    packed = engine_group.pack((notebook_data.data, rows), name="data")
+    packed = engine_group.uploads.pack((notebook_data.data, rows), name="data")
     with show_progress(f"sending {formatting.format_bytes(packed.nbytes)} to {engine_group.world_size} engines"):
-        engine_group.call_all_with_payload("load_data", packed, key=key, sizes=tuple(sizes))
+        engine_group.call_all_with_payload(
+            lambda payload: make_call(DataOperations.load_data, key=key, payload=payload, sizes=tuple(sizes)), packed
+        )
     return DataHandle(engine_group, key, notebook_data.num_samples, notebook_data.columns)
 
 
@@ -258,12 +261,14 @@ def _load_on_engines(engine_group: EngineGroup, data: Any, columns: ColumnSelect
     if _is_function(data):
         iterable.accepts_rank(data)  # refuses one that can't be called
     key = engine_group.make_key("data")
-    payload = engine_group.upload(engine_group.pack(functools.partial(load, data, columns), name="data"))
+    payload = engine_group.uploads.upload(
+        engine_group.uploads.pack(functools.partial(load, data, columns), name="data")
+    )
     with show_progress("loading data on the engines"):
         try:
-            lengths = engine_group.call_all("load_data", key=key, shipment=payload, sizes=None)
+            lengths = engine_group.call_all(make_call(DataOperations.load_data, key=key, payload=payload, sizes=None))
         finally:
-            engine_group.discard_payload(payload)
+            engine_group.uploads.discard(payload)
     if set(lengths) == {None}:
         return StreamHandle(engine_group, key, columns)
     if len(set(lengths)) > 1:
@@ -271,4 +276,4 @@ def _load_on_engines(engine_group: EngineGroup, data: Any, columns: ColumnSelect
             f"the function loaded {lengths} rows on ranks 0 to {len(lengths) - 1}; it must load the same rows "
             "in the same order on all of them, because ranks select rows by number. Seed its random choices"
         )
-    return DataHandle(engine_group, key, int(lengths[0]), columns)
+    return DataHandle(engine_group, key, lengths[0], columns)

@@ -24,4 +24,4 @@ def pickle_program(
     from dtkit.strategies.meta_copy import copy_to_meta
 
     shapes = None if isinstance(model, ModelHandle) else copy_to_meta(model)
-    return engine_group.dumps((shapes, Loss(loss_fn, training_step), optimizer), name="plan")
+    return engine_group.uploads.dumps((shapes, Loss(loss_fn, training_step), optimizer), name="plan")

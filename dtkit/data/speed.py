@@ -13,9 +13,10 @@ from dtkit.data import broadcast
 from dtkit.data.broadcast import ModelHandle
 from dtkit.data.partition import Partition
 from dtkit.data.program import pickle_program
+from dtkit.rpc.protocol import BenchmarkOperations, DataOperations, make_call
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from dtkit.data.distribute import DataHandle
     from dtkit.planning.cost_model import StepTimings
@@ -37,8 +38,9 @@ def repartition_by_speed(
         partition.n, partition.world_size, by="speed", weights=speeds, labels=partition.labels, seed=partition.seed
     )
     repartitioned.source, repartitioned.note = partition.source, partition.note
+    indices = repartitioned.flatten_indices()
     engine_group.call_all(
-        "set_shards", key=partition.source.key, indices=repartitioned.flatten_indices(), sizes=repartitioned.sizes
+        make_call(DataOperations.set_shards, key=partition.source.key, indices=indices, sizes=repartitioned.sizes)
     )
     return repartitioned
 
@@ -61,13 +63,14 @@ def measure_speeds(
     handle = model if isinstance(model, ModelHandle) else broadcast.broadcast(engine_group, model)
     source: DataHandle = partition.source
     with show_progress(f"measuring the speed of {partition.world_size} engines"):
-        times: Sequence[StepTimings] = engine_group.call_all(
-            "measure",
-            what="times",
-            program=pickle_program(engine_group, handle, loss_fn, training_step, _make_sgd),
-            model=handle.key,
-            data=source.key,
-            rows=min(NUM_TIMED_ROWS, *partition.sizes),
+        times = engine_group.call_all(
+            make_call(
+                BenchmarkOperations.measure_step_times,
+                program=pickle_program(engine_group, handle, loss_fn, training_step, _make_sgd),
+                model=handle.key,
+                data=source.key,
+                rows=min(NUM_TIMED_ROWS, *partition.sizes),
+            )
         )
     return tuple(_compute_rate(timings) for timings in times)
 

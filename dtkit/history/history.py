@@ -11,7 +11,7 @@ import dataclasses
 import json
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     import pandas as pd
-
-    from dtkit.history.run_log import RunLog
 
 ROW_DTYPE = np.dtype(
     [
@@ -63,6 +61,33 @@ TOTAL_DTYPE = np.dtype(
 """Row of one step over all ranks."""
 
 _CHUNK_ROWS = 16384
+_ITEM_CLASSES: dict[str, type[StepRecord | Evaluation | Event]] = {
+    "row": StepRecord,
+    "evaluation": Evaluation,
+    "event": Event,
+}
+
+
+class HistoryLog(Protocol):
+    """Log on disk that receives what a history appends. :class:`~dtkit.history.run_log.RunLog` is one."""
+
+    folder: Path
+
+    @property
+    def write_error(self) -> str | None:
+        """Reason why something is not on disk yet; None if all of it is."""
+
+    def append_rows(self, block: np.ndarray) -> None:
+        """Append rows of dtype :data:`ROW_DTYPE`."""
+
+    def append_event(self, item: Event | Evaluation) -> None:
+        """Append an event or an evaluation."""
+
+    def close(self) -> None:
+        """Write nothing more."""
+
+    def remove(self) -> None:
+        """Close the log, and delete its folder."""
 
 
 class _GrowingArray:
@@ -117,7 +142,7 @@ class History:
         self._lock = threading.Lock()
         self.events: list[Event] = []
         self.evaluations: list[Evaluation] = []
-        self.run_log: RunLog | None = None
+        self.run_log: HistoryLog | None = None
         """Log on disk to which the history is also written."""
 
     # -- writing (the run's driver thread) --------------------------------------------------------------------
@@ -254,8 +279,8 @@ class History:
         """Write rows, evaluations and events, one JSON object on each line. :meth:`from_jsonl` reads them."""
         with Path(path).open("w", encoding="utf-8") as file:
             file.write(json.dumps({"type": "head", "copies": self.ranks_per_replica}) + "\n")
-            for kind, items in (("row", self), ("evaluation", self.evaluations), ("event", self.events)):
-                file.writelines(json.dumps({"type": kind, **dataclasses.asdict(item)}) + "\n" for item in items)
+            for items in (self, self.evaluations, self.events):
+                file.writelines(map(encode_line, items))
 
     @classmethod
     def from_jsonl(cls, path: str | Path) -> History:
@@ -263,14 +288,12 @@ class History:
         history, rows = cls(), []
         with Path(path).open(encoding="utf-8") as file:
             for line in file:
-                item = json.loads(line)
-                kind = item.pop("type")
-                if kind == "head":
-                    history.ranks_per_replica = item["copies"]
-                elif kind == "row":
-                    rows.append(StepRecord(**item))
+                if "copies" in (fields := json.loads(line)):
+                    history.ranks_per_replica = fields["copies"]
+                elif isinstance(item := decode_fields(fields), StepRecord):
+                    rows.append(item)
                 else:
-                    history.add(Event(**item) if kind == "event" else Evaluation(**item))
+                    history.add(item)
         if rows:
             history.append(rows)
         return history
@@ -280,6 +303,17 @@ class History:
             return "History(empty)"
         _, losses = self.loss()
         return f"History({len(self)} rows, {self.num_steps} steps, {len(self.ranks)} ranks, last loss {losses[-1]:.4g})"
+
+
+def encode_line(item: StepRecord | Evaluation | Event) -> str:
+    """Return an item as a line of JSON, from which :func:`decode_fields` makes it again."""
+    kind = next(kind for kind, item_class in _ITEM_CLASSES.items() if type(item) is item_class)
+    return json.dumps({"type": kind, **dataclasses.asdict(item)}) + "\n"
+
+
+def decode_fields(fields: dict[str, Any]) -> StepRecord | Evaluation | Event:
+    """Return the item of a line's fields; KeyError or TypeError if there is none."""
+    return _ITEM_CLASSES[fields.pop("type")](**fields)
 
 
 def _sum_over_ranks(block: np.ndarray) -> np.ndarray:

@@ -14,7 +14,6 @@ the old ones. An older notebook that is still running writes into files without 
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 import time
@@ -24,7 +23,7 @@ import numpy as np
 
 from dtkit._util import files
 from dtkit._util.formatting import format_count
-from dtkit.history.history import ROW_DTYPE, History
+from dtkit.history.history import ROW_DTYPE, History, decode_fields, encode_line
 from dtkit.types import Evaluation, Event
 
 if TYPE_CHECKING:
@@ -42,10 +41,8 @@ class RunLog:
         self.folder = folder
         for private_folder in (folder.parent, folder):  # `parents=True` ignores `mode` for the parent
             private_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._rows, self._events = (
-            files.AppendOnlyFile(folder / _ROWS_FILE),
-            files.AppendOnlyFile(folder / _EVENTS_FILE),
-        )
+        self._rows = files.AppendOnlyFile(folder / _ROWS_FILE)
+        self._events = files.AppendOnlyFile(folder / _EVENTS_FILE)
 
     def write_run_pickle(self, data: bytes) -> None:
         """Store the pickled request. It replaces an older one when it is complete."""
@@ -55,7 +52,7 @@ class RunLog:
         """Write the history so far, and have it write what follows."""
         self.append_rows(history.rows())
         items: list[Event | Evaluation] = [*history.events, *history.evaluations]
-        self._events.append(b"".join(map(_encode_line, items)))
+        self._events.append("".join(map(encode_line, items)).encode())
         history.run_log = self
 
     @property
@@ -69,7 +66,7 @@ class RunLog:
 
     def append_event(self, item: Event | Evaluation) -> None:
         """Append an event or an evaluation."""
-        self._events.append(_encode_line(item))
+        self._events.append(encode_line(item).encode())
 
     def close(self) -> None:
         """Write nothing more. Idempotent."""
@@ -98,23 +95,17 @@ def read_history(folder: Path, *, ranks_per_replica: int) -> History:
     unreadable = 0
     for line in _read_complete_records(folder / _EVENTS_FILE).splitlines():
         try:
-            history.add(_decode_line(line))
+            item = decode_fields(json.loads(line))
         except (ValueError, KeyError, TypeError, AttributeError):
+            item = None
+        if isinstance(item, Event | Evaluation):
+            history.add(item)
+        else:
             unreadable += 1
     if unreadable:
         text = f"{format_count(unreadable, 'line')} of this log can't be read and were left out: the file was damaged"
         history.add(Event(int(rows["step"][-1]) + 1 if len(rows) else 0, "error", text, time.time()))
     return history
-
-
-def _encode_line(item: Event | Evaluation) -> bytes:
-    return json.dumps({"type": type(item).__name__, **dataclasses.asdict(item)}).encode() + b"\n"
-
-
-def _decode_line(line: bytes) -> Event | Evaluation:
-    fields = json.loads(line)
-    item_class: type[Event | Evaluation] = {"Event": Event, "Evaluation": Evaluation}[fields.pop("type")]
-    return item_class(**fields)
 
 
 def _read_complete_records(path: Path) -> bytes:

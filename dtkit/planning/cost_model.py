@@ -53,6 +53,52 @@ class LinearFit:
 
 
 @dataclasses.dataclass(frozen=True)
+class LinkSpeeds:
+    """One rank's part of a :class:`Benchmark`."""
+
+    flops: float
+    all_reduce_times: list[tuple[int, float]]
+    """Bytes and seconds."""
+    pairs: dict[int, tuple[float, float]]
+    """Latency in seconds and bytes per second, to each higher rank."""
+    overlap: float
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSizes:
+    """Part of a :class:`ModelProfile` that doesn't depend on the batch. Bytes."""
+
+    parameters: int
+    gradients: int
+    shapes: tuple[tuple[int, ...], ...]
+    optimizer_state: int | None
+    """None if the optimizer could not be tried on the meta device; `reason` says why."""
+    update_peak: int
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ActivationPeak:
+    """Peak memory of forward and backward, besides parameters and gradients, and number of operations."""
+
+    rows: int
+    nbytes: int
+    flops: int = 0
+    has_hidden_workspace: bool = False
+    """Whether some operation allocates memory that can't be counted."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AvailableMemory:
+    """One rank's part of a :class:`MemoryBudget`: the memory that its engine can get."""
+
+    free_bytes: int
+    swap_bytes: int
+    job_bytes: int
+    limit_bytes: int | None
+
+
+@dataclasses.dataclass(frozen=True)
 class StepTimings:
     """Times and memory of some real steps on one rank."""
 
@@ -64,8 +110,8 @@ class StepTimings:
     rows: int = 1
     process_growth: int | None = None
     """Largest growth of the process in steps of `rows`, in bytes; None if the system can't measure it."""
-    activation_peaks: Sequence[Any] = ()
-    """Memory of forward and backward, if it was asked for: :class:`dtkit.engine.dry_run.ActivationPeak`."""
+    activation_peaks: Sequence[ActivationPeak] = ()
+    """Memory of forward and backward, if it was asked for."""
 
     @classmethod
     def from_estimate(cls, row_s: float) -> StepTimings:

@@ -15,6 +15,7 @@ from dtkit.planning import plan
 from dtkit.planning.cost_model import Benchmark, MemoryBudget, ModelProfile
 from dtkit.planning.planner import list_candidates
 from dtkit.planning.profiler import get_model_name, measure_memory_budgets, trains_on_host
+from dtkit.rpc.protocol import BenchmarkOperations, make_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -37,7 +38,8 @@ def check_fits(engine_group: EngineGroup, model: Any, optimizer: Callable[..., A
         return
     key = model.key if isinstance(model, ModelHandle) else None
     program = pickle_program(engine_group, model, None, None, optimizer)
-    sizes = engine_group.call_all("measure", ranks=[0], what="sizes", program=program, model=key)[0]
+    call = make_call(BenchmarkOperations.measure_model_sizes, program=program, model=key)
+    (sizes,) = engine_group.call_all(call, ranks=[0])
     budgets = measure_memory_budgets(engine_group, free_caches=True)
     profile = ModelProfile(
         rows=0,

@@ -17,6 +17,7 @@ from dtkit.errors import RunError
 from dtkit.planning.cost_model import Benchmark
 from dtkit.planning.plan import Plan, PlanRow, build_rows
 from dtkit.planning.profiler import ModelProfiler, PlanRequest, get_model_name
+from dtkit.rpc.protocol import BenchmarkOperations, make_call
 from dtkit.types import RunSpec, State, Status
 
 if TYPE_CHECKING:
@@ -37,14 +38,14 @@ def run_benchmark(engine_group: EngineGroup, dtype: str = "float32") -> Benchmar
     _check_dtype(dtype)
     started_at = time.monotonic()
     with show_progress(f"measuring {formatting.format_count(engine_group.world_size, 'engine')} and their links"):
-        speeds = engine_group.call_all("measure", what="links", dtype=dtype)
+        speeds = engine_group.call_all(make_call(BenchmarkOperations.measure_links, dtype=dtype))
     ranks = range(engine_group.world_size)
     pairs = {(low, high): value for low in ranks for high, value in speeds[low].pairs.items()}
     pairs |= {(high, low): value for (low, high), value in pairs.items()}
     unknown = (math.nan, math.nan)
     return Benchmark(
         dtype=dtype,
-        backend=engine_group.backend,
+        backend=engine_group.membership.backend,
         flops=tuple(links.flops for links in speeds),
         all_reduce_timings=tuple(speeds[0].all_reduce_times),
         latency_s=tuple(tuple(pairs.get((a, b), unknown)[0] for b in ranks) for a in ranks),

@@ -7,7 +7,7 @@ take some real steps for the times.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dtkit.data import broadcast, distribute
 from dtkit.data.broadcast import ModelHandle
@@ -15,15 +15,17 @@ from dtkit.data.partition import Partition
 from dtkit.data.program import pickle_program
 from dtkit.planning.cost_model import Benchmark, LinearFit, MemoryBudget, ModelProfile, StepTimings
 from dtkit.planning.plan import find_shortage
+from dtkit.rpc.protocol import BenchmarkOperations, Call, make_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from dtkit.engine.benchmark import ModelSizes
-    from dtkit.engine.dry_run import ActivationPeak
+    from dtkit.planning.cost_model import ActivationPeak
     from dtkit.planning.layer_chain import LayerChain
     from dtkit.rpc.engine_group import EngineGroup
     from dtkit.strategies.base import Strategy
+
+R = TypeVar("R")
 
 _USABLE_FRACTION = 0.85  # of the free memory, for real steps
 _MAX_CAUTIOUS_ROWS = 8  # in real steps of a model with unknown activations
@@ -55,16 +57,16 @@ class ModelProfiler:
         self._max_local_samples = _compute_max_local_samples(engine_group, request)
         self.memory_budgets = measure_memory_budgets(engine_group, free_caches=True)
         report_progress(f"trying {get_model_name(model)} without numbers")
-        self._sizes: ModelSizes = self._measure_on_rank_0("sizes")
+        self._sizes = self._measure_on_rank_0(
+            make_call(BenchmarkOperations.measure_model_sizes, program=self._program, model=self._model_key)
+        )
         self._model_handle: ModelHandle | None = None
         self._profiles: dict[str | None, list[ModelProfile]] = {}
         self._layer_chains: dict[int, LayerChain | None] = {}
         self._has_run_steps = False  # whether the model fits, and times were measured
 
-    def _measure_on_rank_0(self, measurement: str, **args: Any) -> Any:
-        return self._engine_group.call_all(
-            "measure", ranks=[0], what=measurement, program=self._program, model=self._model_key, **args
-        )[0]
+    def _measure_on_rank_0(self, call: Call[R]) -> R:
+        return self._engine_group.call_all(call, ranks=[0])[0]
 
     def profile_ranks(self, precision: str | None, benchmark: Benchmark) -> list[ModelProfile]:
         """Return the profile of each rank. Strategies with the same precision share it."""
@@ -78,16 +80,16 @@ class ModelProfiler:
         if rows not in self._layer_chains:
             self._report_progress(f"looking for where to cut {get_model_name(self._model)}")
             key = self._get_model_key() if self._has_run_steps else self._model_key
-            chain, reason = self._engine_group.call_all(
-                "measure",
-                ranks=[0],
-                what="layers",
-                program=self._program,
-                model=key,
-                data=self._data.key,
-                rows=rows,
-                timed=self._has_run_steps,
-            )[0]
+            chain, reason = self._measure_on_rank_0(
+                make_call(
+                    BenchmarkOperations.measure_layers,
+                    program=self._program,
+                    model=key,
+                    data=self._data.key,
+                    rows=rows,
+                    timed=self._has_run_steps,
+                )
+            )
             self._add_note(
                 f"stages of a pipeline are taken as equal: its layers can't be measured ({reason})", unless=not reason
             )
@@ -97,9 +99,16 @@ class ModelProfiler:
     def _measure_profiles(self, precision: str | None, benchmark: Benchmark) -> list[ModelProfile]:
         rows = max(*self._max_local_samples, 4)
         peaks, reason = self._measure_on_rank_0(
-            "peaks", data=self._data.key, rows=(max(2, rows // 2), rows), precision=precision
+            make_call(
+                BenchmarkOperations.measure_activation_peaks,
+                program=self._program,
+                model=self._model_key,
+                data=self._data.key,
+                rows=(max(2, rows // 2), rows),
+                precision=precision,
+            )
         )
-        timings = self._measure_step_timings(precision, _fit_activations(peaks), ledger=not peaks)
+        timings = self._measure_step_timings(precision, _fit_activations(peaks), track_allocations=not peaks)
         self._has_run_steps = self._has_run_steps or bool(timings)
         if not peaks:
             self._add_note(f"the model was tried with numbers, on a few rows: {reason}", unless=not timings)
@@ -156,7 +165,7 @@ class ModelProfiler:
         )
 
     def _measure_step_timings(
-        self, precision: str | None, activations: LinearFit, *, ledger: bool
+        self, precision: str | None, activations: LinearFit, *, track_allocations: bool
     ) -> list[StepTimings] | None:
         """Take real steps on all ranks; None if the memory may not suffice."""
         sizes = self._sizes
@@ -179,16 +188,21 @@ class ModelProfiler:
             )
             return None
         self._report_progress(f"taking some steps of {get_model_name(self._model)}")
-        rows = [min(share, _MAX_CAUTIOUS_ROWS) if ledger else share for share in self._max_local_samples]
+        rows = [min(share, _MAX_CAUTIOUS_ROWS) if track_allocations else share for share in self._max_local_samples]
+        model_key = self._get_model_key()
         return self._engine_group.call_all(
-            "measure",
-            each=[{"rows": count} for count in rows],
-            what="times",
-            program=self._program,
-            model=self._get_model_key(),
-            data=self._data.key,
-            precision=precision,
-            ledger=ledger,
+            [
+                make_call(
+                    BenchmarkOperations.measure_step_times,
+                    program=self._program,
+                    model=model_key,
+                    data=self._data.key,
+                    rows=count,
+                    precision=precision,
+                    track_allocations=track_allocations,
+                )
+                for count in rows
+            ]
         )
 
     def _get_model_key(self) -> str:
@@ -207,7 +221,7 @@ def _fit_activations(peaks: Sequence[ActivationPeak]) -> LinearFit:
 
 def measure_memory_budgets(engine_group: EngineGroup, *, free_caches: bool) -> list[MemoryBudget]:
     """Return the memory that each rank can get, in pools by host and device."""
-    rooms = engine_group.call_all("measure", what="room", tidy_up=free_caches)
+    rooms = engine_group.call_all(make_call(BenchmarkOperations.measure_available_memory, free_caches=free_caches))
     return [
         MemoryBudget(f"{node.host} {node.device}", free.free_bytes, free.job_bytes, free.swap_bytes, free.limit_bytes)
         for node, free in zip(engine_group.nodes, rooms, strict=True)

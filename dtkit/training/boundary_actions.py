@@ -9,7 +9,7 @@ All are a :class:`BoundaryAction`. At one step they are done in this order::
     replicas      compared by checksums that a dispatch returns with its results
 
 An evaluation that was interrupted is due again before the next step. That some ranks have evaluated already does no
-harm: see :meth:`dtkit.engine.lr_schedule.LearningRates.held_out`.
+harm: see :meth:`dtkit.engine.lr_schedule.LearningRates.step_after_evaluation`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from dtkit.checkpoint.manager import CheckpointManager, CheckpointRequest
 from dtkit.errors import format_ranks
+from dtkit.rpc.protocol import StateOperations, make_call
 from dtkit.training.callbacks import CallbackRunner
-from dtkit.training.config import SnapshotInterval
 from dtkit.training.pending_calls import PendingCall
 from dtkit.training.replica_check import ReplicaChecker
 from dtkit.training.resume import collect_callback_states
+from dtkit.training.snapshot_tracker import NEVER_DUE, SnapshotTracker, count_steps_left
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,13 +34,10 @@ if TYPE_CHECKING:
 
     from dtkit.errors import EngineError
     from dtkit.rpc.engine_group import EngineGroup
+    from dtkit.rpc.protocol import Call
     from dtkit.training.pending_calls import PendingCalls
     from dtkit.training.progress import RunProgress
-    from dtkit.types import DispatchResult
-
-DEFAULT_INTERVAL_S, MAX_INTERVAL_S = 10.0, 30.0  # between two snapshots in memory
-_MAX_TIME_FRACTION = 0.01  # of the time, that training may wait for snapshots
-_NEVER_DUE = 2**31
+    from dtkit.types import CheckpointReport, DispatchResult
 
 
 class BoundaryAction(Protocol):
@@ -65,7 +63,7 @@ class EvaluationAction:
         self._progress, self._calls = progress, calls
         options = progress.plan.options
         self._is_enabled = options.validation is not None
-        self._metrics = engine_group.dumps(dict(options.metrics), name="metrics") if self._is_enabled else b""
+        self._metrics = engine_group.uploads.dumps(dict(options.metrics), name="metrics") if self._is_enabled else b""
         self.last_evaluated_step = 0
         """The step of the last evaluation that was made."""
         self._last_requested_step = 0  # the same, with those in flight
@@ -79,17 +77,16 @@ class EvaluationAction:
 
     def steps_until_due(self, step: int) -> int:
         """Return the steps that are left of the epoch."""
-        return _count_steps_left(step, self._progress.plan.steps_per_epoch) if self._is_enabled else _NEVER_DUE
+        return count_steps_left(step, self._progress.plan.steps_per_epoch) if self._is_enabled else NEVER_DUE
 
     def perform(self, step: int) -> None:
         """Ask all ranks for it."""
         plan = self._progress.plan
         assert plan.options.validation is not None
         self._last_requested_step = step
-        call = PendingCall(
-            "evaluate", step, self._on_result, functools.partial(self._on_failure, step), self._on_cancel
-        )
-        self._calls.send(call, **plan.make_evaluation_args(plan.options.validation.key, self._metrics))
+        call = plan.make_evaluation_call(plan.options.validation.key, self._metrics, step)
+        on_failure = functools.partial(self._on_failure, step)
+        self._calls.send(PendingCall(call, step, self._on_result, on_failure, self._on_cancel))
 
     def _on_result(self, step: int, values: Sequence[Any]) -> None:
         self._mark_done(step)
@@ -132,7 +129,7 @@ class CallbackAction:
 
     def steps_until_due(self, step: int) -> int:
         """Return the steps that are left of the epoch."""
-        return _count_steps_left(step, self._progress.plan.steps_per_epoch) if self.runner.has_callbacks else _NEVER_DUE
+        return count_steps_left(step, self._progress.plan.steps_per_epoch) if self.runner.has_callbacks else NEVER_DUE
 
     def perform(self, step: int) -> None:
         """Call them, unless they are running."""
@@ -144,63 +141,6 @@ class CallbackAction:
             self._progress.pause_for(error)
             text = f"a callback failed: {type(error).__name__}: {error}".partition("\n")[0]
             self._progress.add_event("error", text)
-
-
-class SnapshotTracker:
-    """When a run's next snapshot in its engines' memory is due.
-
-    Snapshots are for strategies of which a rank holds the only copy of a part: see
-    :mod:`dtkit.engine.state.peer_snapshots`. Training waits for them, so by default the interval grows until that is a
-    hundredth of the time, up to the interval of those on disk (:mod:`dtkit.checkpoint.manager`).
-    """
-
-    def __init__(self, interval: SnapshotInterval | None = None) -> None:
-        self.interval = interval or SnapshotInterval()
-        self._last_request = 0, time.monotonic()
-        self._is_due_now = False
-        self._min_interval_s = 0.0  # from the time that the last one took
-        self._has_warned = False
-
-    def reset_to(self, step: int) -> None:
-        """Continue from `step`, of which no engine holds a snapshot."""
-        self._last_request, self._is_due_now = (step, time.monotonic()), step > 0
-
-    def is_due(self, step: int) -> bool:
-        """Return whether to take one after this step."""
-        every, seconds = self.interval.every_steps, self.interval.every_seconds
-        if self.interval.is_disabled or self._is_due_now:
-            return self._is_due_now and not self.interval.is_disabled
-        if step <= self._last_request[0]:
-            return False
-        if every is not None:
-            return step % every == 0
-        return time.monotonic() - self._last_request[1] >= max(seconds or 0.0, self._min_interval_s)
-
-    def is_missing(self, step: int) -> bool:
-        """Return whether steps were taken since the last one: a run that pauses may do so for long, or for good."""
-        return not self.interval.is_disabled and step > self._last_request[0]
-
-    def steps_until_due(self, step: int) -> int:
-        """Return the steps until the next one is due."""
-        every = self.interval.every_steps
-        return _NEVER_DUE if every is None else _count_steps_left(step, every)
-
-    def on_sent(self, step: int) -> None:
-        """Note that one was asked for."""
-        self._last_request, self._is_due_now = (step, time.monotonic()), False
-
-    def on_cancel(self) -> None:
-        """Note that ranks were not at that step: it is due again."""
-        self._is_due_now = True
-
-    def on_result(self, values: Sequence[Any]) -> str | None:
-        """Note what the ranks answered; return a warning the first time that none could be kept."""
-        self._min_interval_s = min(MAX_INTERVAL_S, max(value["seconds"] for value in values) / _MAX_TIME_FRACTION)
-        error = values[0]["error"]
-        if error is None or self._has_warned:
-            return None
-        self._has_warned = True
-        return f"no snapshot is kept in memory, only on disk: {error}"
 
 
 class SnapshotAction:
@@ -221,8 +161,8 @@ class SnapshotAction:
     def perform(self, step: int) -> None:
         """Ask all ranks for it."""
         self.tracker.on_sent(step)
-        call = PendingCall("take_snapshot", step, self._on_result, self._on_failure, self.tracker.on_cancel)
-        self._calls.send(call)
+        call = make_call(StateOperations.take_snapshot, job=self._progress.plan.job, step=step)
+        self._calls.send(PendingCall(call, step, self._on_result, self._on_failure, self.tracker.on_cancel))
 
     def perform_before_idle(self, step: int) -> bool:
         """Take one before the run pauses or ends, where steps were taken since the last; return whether one is sent."""
@@ -262,19 +202,33 @@ class CheckpointAction:
 
     def perform(self, step: int, *, from_snapshot: bool = False) -> None:
         """Ask all ranks for it; `from_snapshot`: of the copy that they have just made."""
-        request = self.manager.begin_next(step)
-        if request is not None:
+        checkpoint = self.manager.begin_next(step)
+        if checkpoint is not None:
             call = PendingCall(
-                "save_checkpoint",
+                make_save_call(self._progress.plan.job, step, checkpoint, from_snapshot=from_snapshot),
                 step,
-                on_result=functools.partial(self.manager.on_result, request),
-                on_failure=functools.partial(self._on_failure, request),
-                on_cancel=functools.partial(self.manager.on_cancel, request),
+                on_result=functools.partial(self.manager.on_result, checkpoint),
+                on_failure=functools.partial(self._on_failure, checkpoint),
+                on_cancel=functools.partial(self.manager.on_cancel, checkpoint),
             )
-            self._calls.send(call, copied=from_snapshot, **request.make_args())
+            self._calls.send(call)
 
-    def _on_failure(self, request: CheckpointRequest, error: EngineError) -> None:
-        self.manager.on_failure(request, self._progress.step, error)  # the training itself is whole
+    def _on_failure(self, checkpoint: CheckpointRequest, error: EngineError) -> None:
+        self.manager.on_failure(checkpoint, self._progress.step, error)  # the training itself is whole
+
+
+def make_save_call(
+    job: str, step: int, checkpoint: CheckpointRequest, *, from_snapshot: bool = False
+) -> Call[CheckpointReport]:
+    """Return the call by which all ranks begin to write a checkpoint."""
+    return make_call(
+        StateOperations.save_checkpoint,
+        job=job,
+        step=step,
+        folder=str(checkpoint.folder),
+        token=checkpoint.token,
+        from_snapshot=from_snapshot,
+    )
 
 
 class ReplicaCheckAction:
@@ -290,7 +244,7 @@ class ReplicaCheckAction:
 
     def steps_until_due(self, step: int) -> int:  # noqa: ARG002 - it is due by time
         """Return that it never limits a dispatch."""
-        return _NEVER_DUE
+        return NEVER_DUE
 
     def perform(self, step: int) -> None:  # noqa: ARG002 - the dispatch asks for it
         """Note that a dispatch asks for checksums."""
@@ -387,7 +341,3 @@ class BoundaryActions:
         self.evaluation.reset_to(step, last_evaluation_step)
         self.checkpoint.manager.reset_to(step)
         self.snapshot.tracker.reset_to(step)
-
-
-def _count_steps_left(step: int, every: int) -> int:
-    return every - step % every

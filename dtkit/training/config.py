@@ -10,15 +10,18 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from dtkit.checkpoint.manager import CheckpointPolicy
+from dtkit.rpc.protocol import JobOperations, make_call
+from dtkit.types import JobDefinition, LoadingOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from dtkit.data.broadcast import ModelHandle
     from dtkit.data.distribute import DataHandle
-    from dtkit.engine.data.loader import LoadingOptions
+    from dtkit.history.engine_outbox import EvaluationSums
     from dtkit.rpc.engine_group import EngineGroup
     from dtkit.rpc.payload import Payload
+    from dtkit.rpc.protocol import Call
     from dtkit.schedules.schedule import Schedule
     from dtkit.strategies.base import Strategy
     from dtkit.types import JobPlan, RunSpec
@@ -58,28 +61,31 @@ class JobSpec:
         ranks: list[int] | None = None,
         single_process: bool = False,
         uninitialized: bool = False,
+        timeout: float | None = None,
     ) -> float:
         """Build the job on all ranks, or on one alone. Returns the learning rate.
 
         An `uninitialized` job gets its state later, and refuses to be read before that.
         """
-        options = {"alone": single_process, "hollow": uninitialized}
-        rates = engine_group.call_all("build_job", ranks=ranks, job=job, **options, **self._make_build_args())
-        return float(rates[0])
+        call = make_call(
+            JobOperations.build_job,
+            job=job,
+            definition=self._make_definition(),
+            single_process=single_process,
+            uninitialized=uninitialized,
+        )
+        return engine_group.call_all(call, ranks=ranks, timeout=timeout)[0]
 
     def rebuild(self, engine_group: EngineGroup, job: str, payloads: Sequence[Payload]) -> tuple[int, float]:
         """Build the job again with the state in these payloads. Returns (step, learning rate)."""
-        step, lr = engine_group.call_all("rebuild_job", job=job, shipments=payloads, **self._make_build_args())[0]
-        return int(step), float(lr)
+        definition = self._make_definition()
+        call = make_call(JobOperations.rebuild_job, job=job, definition=definition, payloads=payloads)
+        return engine_group.call_all(call)[0]
 
-    def _make_build_args(self) -> dict[str, Any]:
-        return {
-            "model": self.model_handle.key,
-            "data": self.data_handle.key,
-            "program": self.program,
-            "plan": self.plan,
-            "loading": self.loading,
-        }
+    def _make_definition(self) -> JobDefinition:
+        return JobDefinition(
+            self.model_handle.key, self.data_handle.key, self.program, self.plan, self.loading or LoadingOptions()
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,12 +152,16 @@ class RunPlan:
         )
         return dataclasses.replace(self, spec=dataclasses.replace(self.spec, world_size=world_size), options=options)
 
-    def make_evaluation_args(self, data_key: str, pickled_metrics: bytes) -> dict[str, Any]:
-        """Return the arguments of the operation "evaluate"."""
-        per_rank = -(-self.spec.batch_size // self.spec.world_size)
-        return {
-            "data": data_key,
-            "program": pickled_metrics,
-            "batch_size": per_rank,
-            "loading": self.job_spec.loading,
-        }
+    def make_evaluation_call(
+        self, data_key: str, pickled_metrics: bytes, step: int | None = None
+    ) -> Call[EvaluationSums]:
+        """Return the call that evaluates the job on all ranks."""
+        return make_call(
+            JobOperations.evaluate,
+            job=self.job,
+            data=data_key,
+            metrics=pickled_metrics,
+            batch_size=-(-self.spec.batch_size // self.spec.world_size),
+            loading=self.job_spec.loading,
+            step=step,
+        )

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dtkit._util import timeouts
 from dtkit.errors import NonFiniteError
+from dtkit.rpc.protocol import JobOperations, make_call
 from dtkit.training.learning_rate import LearningRateChange, LearningRateUpdater
 from dtkit.training.load_balancing import LoadBalancer
 from dtkit.training.nonfinite import build_nonfinite_failures
@@ -29,10 +31,10 @@ if TYPE_CHECKING:
     from dtkit.training.boundary_actions import ReplicaCheckAction
     from dtkit.training.pending_calls import PendingCalls
     from dtkit.training.progress import RunProgress
-    from dtkit.types import DispatchResult
+    from dtkit.types import DispatchResult, OutputItem
 
-TARGET_DISPATCH_S = 1.0  # what a dispatch should last
-SLOW_STEP_S = 0.5  # longer steps are sent one by one, each after the one before has returned
+    DispatchReply = tuple[DispatchResult, list[OutputItem]]
+
 MAX_GROWTH = 4
 MAX_SEND_FRACTION = 0.05  # of a dispatch's time that sending it may take
 
@@ -56,13 +58,13 @@ class DispatchSizer:
         if not steps:
             return
         self.step_s = max(step_s, 1e-6)
-        wanted = max(TARGET_DISPATCH_S, self._mean_send_s / MAX_SEND_FRACTION) / self.step_s
-        self.next_steps = 1 if self.step_s >= SLOW_STEP_S else max(1, min(round(wanted), MAX_GROWTH * steps))
+        wanted = max(timeouts.TARGET_DISPATCH_S, self._mean_send_s / MAX_SEND_FRACTION) / self.step_s
+        self.next_steps = 1 if self.step_s >= timeouts.SLOW_STEP_S else max(1, min(round(wanted), MAX_GROWTH * steps))
 
     @property
     def max_in_flight(self) -> int:
         """Dispatches to keep in flight: two, so that engines don't wait for the notebook; one when steps are slow."""
-        return 1 if self.step_s >= SLOW_STEP_S else 2
+        return 1 if self.step_s >= timeouts.SLOW_STEP_S else 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,45 +126,52 @@ class StepDispatcher:
 
     def _send(self, steps: int) -> None:
         progress = self._progress
-        request = StepRequest(steps, self.lr_updater.take_pending(), self.explain_next_step and steps > 0)
-        args: dict[str, Any] = {"seen": progress.step}
-        if request.explain:
-            args["explain"] = True
-        if self.replica_check.is_due(progress.next_step + steps):
-            self.replica_check.perform(progress.next_step + steps)
-            args["fingerprint"] = True
-        if self._load_balancer is not None:
-            args["shares"] = self._load_balancer.shares
-        call = PendingCall(
-            "advance",
-            progress.next_step,
-            on_result=functools.partial(self._on_result, request),
-            on_failure=functools.partial(self._on_failure, request, progress.next_step),
-            on_cancel=functools.partial(self._on_cancel, request, progress.next_step),
+        step = progress.next_step
+        dispatch = StepRequest(steps, self.lr_updater.take_pending(), self.explain_next_step and steps > 0)
+        has_replica_check = self.replica_check.is_due(step + steps)
+        if has_replica_check:
+            self.replica_check.perform(step + steps)
+        call = make_call(
+            JobOperations.advance,
+            job=progress.plan.job,
+            step=step,
+            steps=steps,
+            lr=None if dispatch.lr_change is None else dispatch.lr_change.value,
+            shares=None if self._load_balancer is None else self._load_balancer.shares,
+            explain=dispatch.explain,
+            fingerprint=has_replica_check,
+            read_until=progress.step,
+        )
+        pending = PendingCall(
+            call,
+            step,
+            on_result=functools.partial(self._on_result, dispatch),
+            on_failure=functools.partial(self._on_failure, dispatch, step),
+            on_cancel=functools.partial(self._on_cancel, dispatch, step),
         )
         started_at = time.perf_counter()
-        self._calls.send(call, steps=steps, lr=request.lr_change and request.lr_change.value, **args)
+        self._calls.send(pending)
         self.sizer.on_sent(time.perf_counter() - started_at)
         progress.next_step += steps
 
     # -- results ----------------------------------------------------------------------------------------------
 
-    def _on_result(self, request: StepRequest, step: int, values: Sequence[Any]) -> None:
+    def _on_result(self, dispatch: StepRequest, step: int, values: Sequence[DispatchReply]) -> None:
         progress = self._progress
-        results: list[DispatchResult] = [result for result, _ in values]
+        results = [result for result, _ in values]
         progress.recorder.record_steps(values)
         first = results[0]
         num_taken, progress.step, progress.lr = first.step - step, first.step, first.lr
         if num_taken:
             self._on_steps_taken(num_taken, results)
-        if request.explain:
+        if dispatch.explain:
             self.explain_reports, self.explain_next_step = [result.step_report for result in results], False
-        self.lr_updater.on_result(request.lr_change, step)
+        self.lr_updater.on_result(dispatch.lr_change, step)
         if first.end_reason == "nonfinite":
             self._on_nonfinite(results)
         elif first.end_reason == "exhausted":
             self._on_stream_end()
-        elif progress.step != step + request.steps:
+        elif progress.step != step + dispatch.steps:
             progress.needs_resync = True
 
     def _on_steps_taken(self, num_taken: int, results: Sequence[DispatchResult]) -> None:
@@ -174,7 +183,7 @@ class StepDispatcher:
             shares = ", ".join(f"{share:.0%}" for share in balancer.shares)
             self._progress.add_event("note", f"shares of the batch by node: {shares}")
         spans = [np.asarray(result.spans) for result in results if result.spans is not None]
-        self.recent_spans = spans, self._engine_group.clock_offsets
+        self.recent_spans = spans, self._engine_group.membership.clock_offsets
 
     def _on_stream_end(self) -> None:
         """End the run here: a stream without length has ended on all ranks, and that is one epoch."""
@@ -191,11 +200,11 @@ class StepDispatcher:
         progress.pause_for(NonFiniteError(failures))
         progress.add_event("error", f"not finite at step {progress.step}; all ranks paused before the update")
 
-    def _on_cancel(self, request: StepRequest, step: int) -> None:
-        self.lr_updater.on_cancel(request.lr_change, step, self._progress.step)
+    def _on_cancel(self, dispatch: StepRequest, step: int) -> None:
+        self.lr_updater.on_cancel(dispatch.lr_change, step, self._progress.step)
 
-    def _on_failure(self, request: StepRequest, step: int, error: EngineError) -> None:
-        self._on_cancel(request, step)  # whoever waits for the learning rate is answered as the run ends
+    def _on_failure(self, dispatch: StepRequest, step: int, error: EngineError) -> None:
+        self._on_cancel(dispatch, step)  # whoever waits for the learning rate is answered as the run ends
         self._fail(error)
 
 

@@ -22,6 +22,7 @@ import time
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
+from dtkit._util import timeouts
 from dtkit._util.guard import run_guarded
 from dtkit.errors import RunError
 from dtkit.training.boundary_actions import (
@@ -47,8 +48,6 @@ if TYPE_CHECKING:
     from dtkit.rpc.engine_group import EngineGroup
     from dtkit.training.config import RunPlan
 
-_POLL_S = 0.5
-
 
 @dataclasses.dataclass(frozen=True)
 class _Command:
@@ -72,10 +71,10 @@ class Driver:
         run_callbacks: Callable[[], None],
     ) -> None:
         self._engine_group, self._on_change = engine_group, on_change
-        self._inbox: queue.SimpleQueue[_Command | PendingCall] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Command | PendingCall[Any]] = queue.SimpleQueue()
         self._waiting_answers: list[Future[int]] = []
         self._thread: threading.Thread | None = None
-        self.snapshot_folder = engine_group.make_snapshot_folder(plan.job)
+        self.snapshot_folder = engine_group.cluster_folder.make_snapshot_folder(plan.job)
         """The folder of the checkpoints to go back to when an engine is lost."""
         progress = self.progress = RunProgress(plan, history, Recorder(engine_group, history))
         calls = self.calls = PendingCalls(engine_group, progress, self._inbox.put, on_change)
@@ -155,18 +154,18 @@ class Driver:
             if self._is_own_thread and not self.calls.pending:
                 self._on_idle()
 
-    def _wait_for_event(self) -> _Command | PendingCall:
+    def _wait_for_event(self) -> _Command | PendingCall[Any]:
         """Return the next event. Engines that don't answer for longer than a collective may take are stuck."""
         deadline = time.monotonic() + self._engine_group.call_timeout_s
         while True:
             if self.calls.interrupt_if_due():
                 continue
-            part = max(0.0, min(_POLL_S, self.calls.interruption.remaining_s))
+            part = max(0.0, min(timeouts.DRIVER_POLL_S, self.calls.interruption.remaining_s))
             try:
                 # waits: an idle run waits for its user; else the limit is `call_timeout_s`
                 return self._inbox.get(timeout=part if self.calls.pending else None)
             except queue.Empty:
-                self._engine_group.check_reachable()
+                self._engine_group.transport.check_reachable()
                 self.calls.check_for_stalls()
                 if time.monotonic() >= deadline:
                     return self.calls.pending[0]
@@ -184,7 +183,7 @@ class Driver:
                 return
             self.steps.send_up_to(actions.steps_until_due(progress.next_step))
 
-    def _process_replies(self, call: PendingCall) -> None:
+    def _process_replies(self, call: PendingCall[Any]) -> None:
         replies = self.calls.gather_replies(call, self.steps.sizer.step_s)
         failures = [reply.failure for reply in replies if reply.failure is not None]
         with contextlib.ExitStack() as on_error:
@@ -245,7 +244,7 @@ class Driver:
         progress.stop_request = "stop" if "stop" in (progress.stop_request, command.name) else "pause"
         self._waiting_answers.append(command.answer)
         if self.calls.pending:
-            self._engine_group.end_early(progress.plan.job, enabled=True)
+            self._engine_group.cluster_folder.set_end_early(progress.plan.job, enabled=True)
 
     def _handle_interrupt(self, command: _Command) -> None:
         """Interrupt what the engines do, and pause where that leaves them."""
@@ -297,7 +296,7 @@ class Driver:
     def _handle_repair(self, command: _Command) -> None:
         """Replace what is lost. A run that takes steps does so without being asked."""
         progress = self.progress
-        progress.lost_ranks = sorted({*progress.lost_ranks, *self._engine_group.find_lost_ranks()})
+        progress.lost_ranks = sorted({*progress.lost_ranks, *self._engine_group.membership.find_lost_ranks()})
         if progress.lost_ranks and progress.state is not State.RUNNING:
             self.failures.repair()
         resolve(command.answer, progress.step)
@@ -317,7 +316,7 @@ class Driver:
         progress.next_step, progress.needs_resync = progress.step, False
         self.calls.interruption.reset()
         # Whoever set the flag: a kernel that was killed since, too.
-        self._engine_group.end_early(progress.plan.job, enabled=False)
+        self._engine_group.cluster_folder.set_end_early(progress.plan.job, enabled=False)
         if progress.state.has_ended:
             return
         is_running, is_stopping = progress.state is State.RUNNING, progress.stop_request == "stop"

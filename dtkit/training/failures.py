@@ -14,12 +14,12 @@ an error of the user's code           resync, so that the cluster is usable, and
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from dtkit._util import timeouts
 from dtkit._util.formatting import format_count
 from dtkit.errors import DtkitError, EngineError, SupersededError, drop_consequential_refusals
 from dtkit.training import recovery
-from dtkit.training.pending_calls import GATHER_TIMEOUT_S, INTERRUPTED_GATHER_TIMEOUT_S
 from dtkit.training.recovery import Recovery
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class FailureHandler:
         self._last_loss_step = -1  # the step at which engines were lost last
         self._loss_count = 0  # how often in a row they were lost there
 
-    def handle(self, call: PendingCall, replies: Sequence[Reply], failures: Sequence[Failure]) -> None:
+    def handle(self, call: PendingCall[Any], replies: Sequence[Reply[Any]], failures: Sequence[Failure]) -> None:
         """Continue after the failures of a call, or end the run."""
         if any(failure.type == "SupersededError" for failure in failures):
             self._on_superseded(call)
@@ -71,13 +71,13 @@ class FailureHandler:
             self._settle(replies, failures)
             self._continue_or_fail(call, failures)
 
-    def _on_superseded(self, call: PendingCall) -> None:
+    def _on_superseded(self, call: PendingCall[Any]) -> None:
         self._calls.cancel_all()
         call.on_cancel()
         self._progress.history.close_run_log()  # the other notebook writes there
         self._fail(SupersededError(_SUPERSEDED_MESSAGE.format(step=self._progress.step)))
 
-    def _settle(self, replies: Sequence[Reply], failures: Sequence[Failure]) -> None:
+    def _settle(self, replies: Sequence[Reply[Any]], failures: Sequence[Failure]) -> None:
         """Take in what all calls in flight have done, and send no others behind them."""
         progress = self._progress
         progress.needs_resync = True
@@ -85,21 +85,21 @@ class FailureHandler:
         progress.recorder.clear_extra_rows()
         self._record_common_steps(dict(enumerate(replies)))
         is_stuck = any(failure.kind == "stuck" for failure in failures)
-        timeout = INTERRUPTED_GATHER_TIMEOUT_S if is_stuck else GATHER_TIMEOUT_S
+        timeout = timeouts.INTERRUPTED_GATHER_TIMEOUT_S if is_stuck else timeouts.GATHER_TIMEOUT_S
         for late_replies in self._calls.gather_late_replies(_find_gone(failures), timeout):
             self._record_common_steps(late_replies)
         self._calls.cancel_all()
         self._calls.stall_detector.reset()
 
-    def _record_common_steps(self, replies: Mapping[int, Reply]) -> None:
+    def _record_common_steps(self, replies: Mapping[int, Reply[Any]]) -> None:
         """Record the steps that all ranks completed before one failed."""
         common_step = self._progress.recorder.record_common_steps(replies)
         if common_step is not None:
             self._progress.step = common_step
 
-    def _continue_or_fail(self, call: PendingCall, failures: Sequence[Failure]) -> None:
+    def _continue_or_fail(self, call: PendingCall[Any], failures: Sequence[Failure]) -> None:
         errors = [failure for failure in failures if failure.kind == "error" and not failure.victim]
-        lost_ranks = sorted(_find_gone(failures) | set(self._engine_group.find_lost_ranks()))
+        lost_ranks = sorted(_find_gone(failures) | set(self._engine_group.membership.find_lost_ranks()))
         may_retry = self._calls.interruption.is_active or self._progress.retry_count < _MAX_RETRIES
         if lost_ranks and not errors:
             call.on_cancel()
@@ -196,10 +196,10 @@ class FailureHandler:
     def _reform_group(self) -> None:
         """Form the group, twice if need be: an interrupt may arrive late at an engine."""
         with contextlib.suppress(DtkitError):
-            self._engine_group.form_process_group()
+            self._engine_group.membership.form_process_group()
             return
         try:
-            self._engine_group.form_process_group()
+            self._engine_group.membership.form_process_group()
         except DtkitError as error:
             self._progress.add_event("error", f"the process group could not be formed again: {error}")
 

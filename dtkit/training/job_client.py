@@ -6,11 +6,15 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING, Any
 
+from dtkit._util import timeouts
+from dtkit._util.deadline import Deadline
 from dtkit.checkpoint import folders
 from dtkit.checkpoint.manager import CheckpointRequest
 from dtkit.data import distribute
 from dtkit.errors import DtkitError, RunError
+from dtkit.rpc.protocol import DataOperations, JobOperations, make_call
 from dtkit.training import state_dict
+from dtkit.training.boundary_actions import make_save_call
 from dtkit.training.recorder import combine_evaluations
 from dtkit.types import State
 
@@ -27,7 +31,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("dtkit")
 _MAX_DELAY_FACTOR = 100.0
-_FINAL_FETCH_TIMEOUT_S = 5.0  # for the weights, as the cluster closes
 
 
 class JobClient:
@@ -66,7 +69,7 @@ class JobClient:
             self._model = step, model
         return model
 
-    def fetch_state_dict(self) -> Mapping[str, Any]:
+    def fetch_state_dict(self, timeout: float | None = None) -> Mapping[str, Any]:
         """Return the whole model's state dict as of the present step."""
         if self._fetched_state is not None and (self.is_released or self._fetched_state[0] == self._progress.step):
             return self._fetched_state[1]
@@ -76,16 +79,17 @@ class JobClient:
                 "no step was made). Ask for run.model as soon as a run has ended"
             )
         step = self._progress.step
-        state = state_dict.fetch_tensors(self._engine_group, "state_dict_parts", self._progress.plan.job)
+        state = state_dict.fetch_state_dict(self._engine_group, self._progress.plan.job, timeout=timeout)
         if not self.is_running and step == self._progress.step:
             self._fetched_state = step, state
         return state
 
-    def keep_state_dict(self) -> None:
+    def keep_state_dict(self, deadline: Deadline) -> None:
         """Fetch the weights before the job is freed. An engine that is gone can't give its part."""
         try:
-            self._fetched_state = self._progress.step, self.fetch_state_dict()
+            self._fetched_state = self._progress.step, self.fetch_state_dict(deadline.get_remaining_s())
         except DtkitError as error:
+            deadline.get_remaining_s()  # engines that are only slow keep the job
             _log.warning("the weights of %s were not kept: %s", self._progress.plan.spec.name, error)
 
     def keep_state_dict_if_quick(self) -> None:
@@ -93,17 +97,18 @@ class JobClient:
         if not self._progress.step or self.is_released:
             return
         with contextlib.suppress(DtkitError):
-            state = state_dict.fetch_tensors_within(
-                self._engine_group, "state_dict_parts", self._progress.plan.job, _FINAL_FETCH_TIMEOUT_S
+            state = state_dict.fetch_state_dict_within(
+                self._engine_group, self._progress.plan.job, timeouts.CLOSE_FETCH_TIMEOUT_S
             )
             self._fetched_state = self._fetched_state if state is None else (self._progress.step, state)
 
-    def free(self) -> None:
+    def free(self, timeout: float | None = None) -> None:
         """Have the engines free the job and what was sent for it, so far as they hold it."""
         plan = self._progress.plan
         with contextlib.suppress(DtkitError):
-            self._engine_group.call_all("release", keys=[*plan.job_spec.owned_keys, plan.job])
-            self._engine_group.set_job_flag(present=False)
+            keys = [*plan.job_spec.owned_keys, plan.job]
+            self._engine_group.call_all(make_call(DataOperations.release, keys=keys), timeout=timeout)
+            self._engine_group.cluster_folder.set_job_flag(present=False)
 
     # -- questions --------------------------------------------------------------------------------------------
 
@@ -117,9 +122,9 @@ class JobClient:
             self._engine_group, data, training_data=plan.job_spec.data_handle
         )
         chosen = plan.options.metrics if metrics is None else metrics
-        args = plan.make_evaluation_args(handle.key, self._engine_group.dumps(dict(chosen), name="metrics"))
+        call = plan.make_evaluation_call(handle.key, self._engine_group.uploads.dumps(dict(chosen), name="metrics"))
         step = self._progress.step
-        return combine_evaluations(step, self._engine_group.call_all("evaluate", timeout=timeout, job=plan.job, **args))
+        return combine_evaluations(step, self._engine_group.call_all(call, timeout=timeout))
 
     def measure_memory(self, expected: Plan | None, timeout: float | None) -> Memory:
         """See :meth:`dtkit.Run.memory`."""
@@ -127,17 +132,16 @@ class JobClient:
 
         self.check_not_released("memory")
         plan, step = self._progress.plan, self._progress.step
-        reports = self._engine_group.call_all("memory_usage", timeout=timeout, job=plan.job)
+        reports = self._engine_group.call_all(make_call(JobOperations.memory_usage, job=plan.job), timeout=timeout)
         return Memory.from_reports(plan.spec.name, plan.spec.strategy, step, reports, expected)
 
     def get_placement(self, timeout: float | None) -> Any:
         """See :meth:`dtkit.Run.placement`."""
         self.check_not_released("placement")
-        return self._engine_group.call_all("model_placement", timeout=timeout, ranks=[0], job=self._progress.plan.job)[
-            0
-        ]
+        call = make_call(JobOperations.model_placement, job=self._progress.plan.job)
+        return self._engine_group.call_all(call, timeout=timeout, ranks=[0])[0]
 
-    def verify(self, steps: int) -> Verification:
+    def verify(self, steps: int, timeout: float | None) -> Verification:
         """See :meth:`dtkit.Run.verify`."""
         from dtkit.training import verify
 
@@ -145,7 +149,8 @@ class JobClient:
             raise RunError("verify needs the engines to itself; call run.pause() first, then run.resume()")
         self.check_not_released("verify")
         plan = self._progress.plan
-        return verify.verify(self._engine_group, plan.job_spec, min(steps, plan.steps), plan.options.equivalence_notes)
+        notes, deadline = plan.options.equivalence_notes, Deadline(timeout, "verify")
+        return verify.verify(self._engine_group, plan.job_spec, min(steps, plan.steps), notes, deadline)
 
     # -- checkpoints ------------------------------------------------------------------------------------------
 
@@ -159,22 +164,20 @@ class JobClient:
         self.check_not_released("save")
         return CheckpointRequest(folders.parse_path("save(path", target).absolute(), keep_last)
 
-    def save_after_end(self, request: CheckpointRequest) -> None:
+    def save_after_end(self, checkpoint: CheckpointRequest) -> None:
         """Write a checkpoint of a run that has ended, and has no driver that could send it."""
         manager, step = self._driver.actions.checkpoint.manager, self._progress.step
-        manager.add_request(request)
+        manager.add_request(checkpoint)
         if manager.begin_next(step) is None:
             return
         try:
-            values: list[Any] = self._engine_group.call_all(
-                "save_checkpoint", job=self._progress.plan.job, step=step, **request.make_args()
-            )
+            values = self._engine_group.call_all(make_save_call(self._progress.plan.job, step, checkpoint))
         except DtkitError as error:
-            manager.on_failure(request, step, error)
+            manager.on_failure(checkpoint, step, error)
         else:
-            manager.on_result(request, step, values)
+            manager.on_result(checkpoint, step, values)
 
-    def inject_delay(self, rank: int, factor: float) -> str:
+    def inject_delay(self, rank: int, factor: float, timeout: float | None) -> str:
         """Slow a rank down; return what the log says. See :meth:`dtkit.Run.inject_delay`."""
         progress = self._progress
         world_size = progress.plan.spec.world_size
@@ -185,7 +188,8 @@ class JobClient:
                 f"inject_delay(factor={factor!r}): it must be a number from 1 (full speed) to {_MAX_DELAY_FACTOR:g}"
             )
         self.check_not_released("inject_delay")
-        self._engine_group.call_all("inject_delay", ranks=[rank], job=progress.plan.job, factor=float(factor))
+        call = make_call(JobOperations.inject_delay, job=progress.plan.job, factor=float(factor))
+        self._engine_group.call_all(call, timeout=timeout, ranks=[rank])
         others = {r: f for r, f in progress.delay_factors.items() if r != rank}
         progress.delay_factors = others if factor == 1 else dict(sorted({**others, rank: float(factor)}.items()))
         return f"node {rank} " + ("runs at full speed" if factor == 1 else f"slowed {factor:g}x on purpose")

@@ -6,6 +6,7 @@ import os
 import warnings
 from typing import TYPE_CHECKING, Any, Protocol
 
+from dtkit._util import timeouts
 from dtkit._util.stacklevel import find_caller_stacklevel
 from dtkit.checkpoint import folders
 from dtkit.checkpoint.manager import CheckpointPolicy
@@ -15,7 +16,6 @@ from dtkit.data.distribute import DataHandle, StreamHandle
 from dtkit.data.partition import Partition
 from dtkit.errors import format_ranks
 from dtkit.planning import fit_check, planner
-from dtkit.training.boundary_actions import DEFAULT_INTERVAL_S, MAX_INTERVAL_S
 from dtkit.training.config import JobSpec, RunOptions, RunPlan, SnapshotInterval
 from dtkit.training.resume import load_resume_point
 from dtkit.training.run import Run
@@ -28,7 +28,7 @@ from dtkit.training.validation import (
     check_model,
     check_stream,
 )
-from dtkit.types import JobPlan, RunSpec
+from dtkit.types import JobPlan, LoadingOptions, RunSpec
 
 if TYPE_CHECKING:
     from dtkit.checkpoint.folders import Lineage
@@ -86,7 +86,7 @@ def _check_all(engine_group: EngineGroup, model: Any, config: TrainConfig) -> St
 
 def _replace_lost_engines(engine_group: EngineGroup, host: TrainingHost) -> None:
     """Replace the engines that were lost before this training, as would be done during it."""
-    if lost_ranks := engine_group.find_lost_ranks():
+    if lost_ranks := engine_group.membership.find_lost_ranks():
         message = f"{format_ranks(lost_ranks)} gone: replaced before the training starts"
         print(message)  # noqa: T201 - it takes some seconds
         host.repair()
@@ -101,8 +101,6 @@ def _make_plan(
     previous_lineage: Lineage,
 ) -> RunPlan:
     """Send data and model to the engines, and decide everything else."""
-    from dtkit.engine.data.loader import LoadingOptions
-
     loading = LoadingOptions(config.num_workers, config.pin_memory, config.prefetch)
     program = _pickle_program(engine_group, config, strategy)
     part = _partition_data(engine_group, model, data, config, strategy)
@@ -152,7 +150,7 @@ def _pickle_program(engine_group: EngineGroup, config: TrainConfig, strategy: St
         config.lr_scheduler_every,
         has_validation=config.validation is not None,
     )
-    return engine_group.dumps(program, name="train")
+    return engine_group.uploads.dumps(program, name="train")
 
 
 def _get_shard_sizes(engine_group: EngineGroup, partition: Partition | StreamHandle) -> tuple[int, ...]:
@@ -189,7 +187,7 @@ def _make_disk_snapshot_policy(config: TrainConfig, strategy: Strategy, world_si
     is_alone = _has_unreplicated_part(strategy, world_size)
     if config.snapshot_every is None and (not is_alone or config.on_failure == "pause"):
         return CheckpointPolicy(quiet=True)
-    seconds = MAX_INTERVAL_S if config.snapshot_every is None else None
+    seconds = timeouts.MAX_SNAPSHOT_INTERVAL_S if config.snapshot_every is None else None
     return CheckpointPolicy(
         config.snapshot_every, keep_last=2, every_seconds=seconds, quiet=True, skip_while_writing=is_alone
     )
@@ -199,7 +197,9 @@ def _make_snapshot_interval(config: TrainConfig, strategy: Strategy, world_size:
     """Return when to keep snapshots in memory; never where another rank holds each part."""
     if not _has_unreplicated_part(strategy, world_size):
         return SnapshotInterval()
-    return SnapshotInterval(config.snapshot_every, DEFAULT_INTERVAL_S if config.snapshot_every is None else None)
+    return SnapshotInterval(
+        config.snapshot_every, timeouts.DEFAULT_SNAPSHOT_INTERVAL_S if config.snapshot_every is None else None
+    )
 
 
 def _has_unreplicated_part(strategy: Strategy, world_size: int) -> bool:

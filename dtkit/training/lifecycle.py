@@ -6,6 +6,7 @@ import contextlib
 import shutil
 from typing import TYPE_CHECKING
 
+from dtkit._util import timeouts
 from dtkit.errors import RunError
 from dtkit.history import engine_outbox, run_log
 from dtkit.training import persisted_run, recovered_state, recovery
@@ -16,14 +17,12 @@ from dtkit.types import State
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from dtkit._util.deadline import Deadline
     from dtkit.history.engine_outbox import EvaluationSums, UnreadDispatches
     from dtkit.rpc.engine_group import EngineGroup
     from dtkit.training.driver import Driver
     from dtkit.training.job_client import JobClient
     from dtkit.training.resume import ResumePoint
-
-_JOIN_TIMEOUT_S = 10.0  # that views get to take in the end of a run
-_STOP_TIMEOUT_S, _CHECKPOINT_TIMEOUT_S = 3.0, 10.0  # as the cluster closes
 
 
 class RunLifecycle:
@@ -44,7 +43,7 @@ class RunLifecycle:
             if resume_point is not None:
                 self._restore(resume_point)
             on_error.pop_all()
-        self._engine_group.set_job_flag(present=True)
+        self._engine_group.cluster_folder.set_job_flag(present=True)
         self._persist()
         self._driver.start()
 
@@ -87,7 +86,7 @@ class RunLifecycle:
         history = progress.history
         history.extend(run_log.read_history(folder, ranks_per_replica=plan.options.ranks_per_replica))
         run_log.RunLog(folder).start_recording(history)
-        lost_ranks = group.find_lost_ranks()
+        lost_ranks = group.membership.find_lost_ranks()
         positions = recovery.query_positions(group, plan.job, lost_ranks)
         self._read_unread(min((position.step for position in positions.values()), default=0))
         if lost_ranks or len(positions) < group.world_size or recovery.is_out_of_sync(positions):
@@ -149,24 +148,28 @@ class RunLifecycle:
 
     # -- the end ----------------------------------------------------------------------------------------------
 
-    def extend(self, steps: int) -> None:
-        """Let an ended run take more steps; it is then paused."""
+    def extend(self, *, epochs: int | None, steps: int | None, timeout: float | None) -> None:
+        """Let an ended run take more steps; it is then paused. The limit is for views to show its end."""
+        if (epochs is None) == (steps is None):
+            raise ValueError(f"epochs={epochs}, steps={steps}: say how much longer by one of them, as in epochs=1")
+        num_steps = steps if steps is not None else (epochs or 0) * self._progress.plan.spec.steps_per_epoch
+        if num_steps < 1:
+            raise ValueError(f"epochs={epochs}, steps={steps}: train on by at least one step")
         state = self._progress.state
         if state not in (State.COMPLETED, State.STOPPED):
             message = f"this run is {state.value}; extend one that has completed or was stopped"
             raise RunError(f"{message}. {RETRAIN_HINT}" if state is State.FAILED else message)
         self._job.check_not_released("extend")
-        if not self._driver.join(_JOIN_TIMEOUT_S):
-            raise RunError(
-                f"the run has ended, and a view has not yet taken that in after {_JOIN_TIMEOUT_S:.0f} s; try again"
-            )
-        self._progress.plan = self._progress.plan.end_at(self._progress.step + steps)
+        limit = timeouts.LIFECYCLE_JOIN_TIMEOUT_S if timeout is None else timeout
+        if not self._driver.join(limit):
+            raise RunError(f"the run has ended, but a view has not shown its end within {limit:g} s; try again")
+        self._progress.plan = self._progress.plan.end_at(self._progress.step + num_steps)
         self._driver.start()
         self._update_persisted()
 
     def repair(self) -> None:
         """Replace the engines that are gone, after the run's end."""
-        if lost_ranks := self._engine_group.find_lost_ranks():
+        if lost_ranks := self._engine_group.membership.find_lost_ranks():
             old_world_size = self._engine_group.world_size
             result = self._driver.failures.recover(lost_ranks)
             self._driver.failures.record_repair(lost_ranks, old_world_size, result)
@@ -179,11 +182,12 @@ class RunLifecycle:
             )
             self._on_change()
 
-    def release(self) -> None:
+    def release(self, deadline: Deadline) -> None:
         """Free the job, after fetching its weights, and delete what was written for a recovery."""
-        self._job.keep_state_dict()
+        self._job.keep_state_dict(deadline)
+        remaining = deadline.get_remaining_s()
         self._job.is_released = True
-        self._job.free()
+        self._job.free(remaining)
         history = self._progress.history
         log = history.run_log
         history.close_run_log()
@@ -201,11 +205,11 @@ class RunLifecycle:
         self._driver.actions.snapshot.tracker.interval = SnapshotInterval()  # nobody will go back to one
         is_at_boundary = self._progress.state.has_ended
         with contextlib.suppress(RunError, TimeoutError):
-            self._driver.submit("stop").result(_STOP_TIMEOUT_S)
+            self._driver.submit("stop").result(timeouts.CLOSE_STOP_TIMEOUT_S)
             is_at_boundary = True
         with contextlib.suppress(RunError):
             self._driver.submit("abandon")
-        self._driver.actions.checkpoint.manager.close(_CHECKPOINT_TIMEOUT_S)
+        self._driver.actions.checkpoint.manager.close(timeouts.CLOSE_CHECKPOINT_TIMEOUT_S)
         if is_at_boundary:
             self._job.keep_state_dict_if_quick()
         self._progress.history.close_run_log()

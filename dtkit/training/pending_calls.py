@@ -7,11 +7,11 @@ import dataclasses
 import math
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from dtkit._util import timeouts
 from dtkit.health.detector import StallDetector
 from dtkit.health.stacks import StatusProbe
-from dtkit.rpc.engine_group import FAILURE_GRACE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -19,13 +19,12 @@ if TYPE_CHECKING:
 
     from dtkit.errors import EngineError
     from dtkit.rpc.engine_group import EngineGroup
+    from dtkit.rpc.protocol import Call
     from dtkit.training.progress import RunProgress
     from dtkit.types import Reply
 
-GATHER_TIMEOUT_S = 10.0  # for the other ranks, once one has answered
-INTERRUPTED_GATHER_TIMEOUT_S = 1.0  # the same, once they were interrupted
-_PAUSE_GRACE_S = 0.5  # and two steps: what a pause takes where no rank is stuck
-_MAX_PAUSE_GRACE_S = 1.0  # with the interrupt that follows, less than the three seconds that a pause may take
+
+R = TypeVar("R")
 
 
 def _do_nothing() -> None:
@@ -33,13 +32,13 @@ def _do_nothing() -> None:
 
 
 @dataclasses.dataclass(eq=False)
-class PendingCall:
+class PendingCall(Generic[R]):
     """A call to all ranks that are at one step, and what to do with its replies."""
 
-    op: str
+    call: Call[R]
     step: int
     """The step that the job must be at."""
-    on_result: Callable[[int, Sequence[Any]], None]
+    on_result: Callable[[int, Sequence[R]], None]
     """Called with (step, values by rank) when all ranks have done it."""
     on_failure: Callable[[EngineError], None]
     """Called when the user's code failed, or the engines refused the call again and again."""
@@ -47,7 +46,7 @@ class PendingCall:
     """Called when it was not done, and nothing is wrong with it."""
     is_answered: bool = False
     """Whether all ranks have answered, or one has failed."""
-    futures: list[Future[Reply]] = dataclasses.field(default_factory=list)
+    futures: list[Future[Reply[R]]] = dataclasses.field(default_factory=list)
 
 
 class Interruption:
@@ -71,7 +70,7 @@ class Interruption:
         A rank that is interrupted within a step may be out of sync with the others, and a rank that holds the only copy
         of its part then makes all go back to the last snapshot.
         """
-        grace = min(_MAX_PAUSE_GRACE_S, _PAUSE_GRACE_S + 2 * median_step_s)
+        grace = min(timeouts.MAX_PAUSE_GRACE_S, timeouts.PAUSE_GRACE_S + 2 * median_step_s)
         self._interrupt_at = -math.inf if is_stuck or self.is_active else self._pause_requested_at + grace
 
     @property
@@ -99,10 +98,10 @@ class PendingCalls:
         self,
         engine_group: EngineGroup,
         progress: RunProgress,
-        on_answered: Callable[[PendingCall], None],
+        on_answered: Callable[[PendingCall[Any]], None],
         on_change: Callable[[], None],
     ) -> None:
-        self.pending: collections.deque[PendingCall] = collections.deque()
+        self.pending: collections.deque[PendingCall[Any]] = collections.deque()
         self.interruption = Interruption()
         self.stall_detector = StallDetector(StatusProbe(engine_group.folder, lambda: engine_group.nodes))
         self._engine_group, self._progress = engine_group, progress
@@ -111,18 +110,18 @@ class PendingCalls:
     @property
     def num_dispatches(self) -> int:
         """How many of the calls take steps."""
-        return sum(call.op == "advance" for call in self.pending)
+        return sum(pending.call.operation == "advance" for pending in self.pending)
 
-    def send(self, call: PendingCall, **args: Any) -> None:
+    def send(self, call: PendingCall[R]) -> None:
         """Send a call to all ranks; `on_answered` gets it when all have answered, or one has failed."""
         self.pending.append(call)
-        call.futures = self._engine_group.fan_out(call.op, job=self._progress.plan.job, step=call.step, **args)
+        call.futures = self._engine_group.fan_out(call.call)
         self.stall_detector.on_sent(time.monotonic())
         num_unanswered = len(call.futures)
         # locks: for a few assignments; waits on the Condition are marked
         lock = threading.Lock()
 
-        def count(future: Future[Reply]) -> None:
+        def count(future: Future[Reply[R]]) -> None:
             nonlocal num_unanswered
             with lock:
                 num_unanswered -= 1
@@ -135,7 +134,7 @@ class PendingCalls:
         for future in call.futures:
             future.add_done_callback(count)
 
-    def take_answered(self, call: PendingCall) -> Iterator[PendingCall]:
+    def take_answered(self, call: PendingCall[Any]) -> Iterator[PendingCall[Any]]:
         """Mark a call as answered; yield the calls whose turn it is now, in the order in which they were sent."""
         if call not in self.pending:  # it was cancelled
             return
@@ -143,7 +142,7 @@ class PendingCalls:
         while self.pending and self.pending[0].is_answered:
             yield self.pending[0]
 
-    def gather_replies(self, call: PendingCall, step_s: float) -> list[Reply]:
+    def gather_replies(self, call: PendingCall[R], step_s: float) -> list[Reply[R]]:
         """Take a call out of flight and return its replies, by rank."""
         replies = self._wait_for_replies(call)
         self.pending.remove(call)
@@ -151,17 +150,21 @@ class PendingCalls:
         self.stall_detector.on_result(time.monotonic(), step_s or None)
         return replies
 
-    def _wait_for_replies(self, call: PendingCall) -> list[Reply]:
+    def _wait_for_replies(self, call: PendingCall[R]) -> list[Reply[R]]:
         """Give up interrupted ranks that don't answer (in C code) as soon as the steps' length allows.
 
         Where steps are short, that is three seconds after the pause was asked for.
         """
         if not self.interruption.is_active:  # one rank may have failed where another one is stuck
-            return self._engine_group.gather_replies(call.futures, GATHER_TIMEOUT_S, on_poll=self.check_for_stalls)
-        grace = min(FAILURE_GRACE_S, max(INTERRUPTED_GATHER_TIMEOUT_S, 2 * self.stall_detector.median_step_s))
-        return self._engine_group.gather_replies(call.futures, INTERRUPTED_GATHER_TIMEOUT_S, grace_s=grace)
+            return self._engine_group.gather_replies(
+                call.futures, timeouts.GATHER_TIMEOUT_S, on_poll=self.check_for_stalls
+            )
+        grace = min(
+            timeouts.FAILURE_GRACE_S, max(timeouts.INTERRUPTED_GATHER_TIMEOUT_S, 2 * self.stall_detector.median_step_s)
+        )
+        return self._engine_group.gather_replies(call.futures, timeouts.INTERRUPTED_GATHER_TIMEOUT_S, grace_s=grace)
 
-    def gather_late_replies(self, lost_ranks: set[int], timeout: float) -> Iterator[dict[int, Reply]]:
+    def gather_late_replies(self, lost_ranks: set[int], timeout: float) -> Iterator[dict[int, Reply[Any]]]:
         """Yield what the other calls in flight returned after one has failed, by rank."""
         for call in self.pending:
             ranks = [rank for rank in range(len(call.futures)) if rank not in lost_ranks]

@@ -15,13 +15,13 @@ from dtkit.data.distribute import DataHandle, StreamHandle
 from dtkit.errors import SerializationError
 from dtkit.history import run_log
 from dtkit.rpc import pickling
+from dtkit.rpc.protocol import ModelOperations, make_call
 from dtkit.training.config import JobSpec, RunOptions, RunPlan
 
 if TYPE_CHECKING:
     from dtkit.data.columns import ColumnSelection
-    from dtkit.engine.data.loader import LoadingOptions
     from dtkit.rpc.engine_group import EngineGroup
-    from dtkit.types import JobPlan, RunSpec
+    from dtkit.types import JobPlan, LoadingOptions, RunSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +78,7 @@ def save(engine_group: EngineGroup, plan: RunPlan) -> tuple[run_log.RunLog, str]
     log = run_log.RunLog(engine_group.folder / run_log.RUNS_FOLDER / plan.job)
     for missing in ("the callbacks", "this run"):
         try:
-            log.write_run_pickle(engine_group.dumps(record, name="the run"))
+            log.write_run_pickle(engine_group.uploads.dumps(record, name="the run"))
         except SerializationError as error:
             warning = f"a notebook that takes over will not have {missing}: {error}".partition("\n")[0]
             record = dataclasses.replace(record, options=dataclasses.replace(picklable, callbacks=()))
@@ -102,7 +102,7 @@ def load(engine_group: EngineGroup, job: str, model_rank: int) -> RunPlan | None
 
 def _rebuild_model_handle(engine_group: EngineGroup, key: str, rank: int) -> ModelHandle:
     """Return the model as it was broadcast, from an engine that holds it."""
-    (payload,) = engine_group.call_independently("export_model", [rank], key=key).values()
+    (payload,) = engine_group.call_independently(make_call(ModelOperations.export_model, key=key), [rank]).values()
     model = payload.load()
     payload.discard()
-    return ModelHandle(engine_group, key, engine_group.pack(model, name="model"), model, ())
+    return ModelHandle(engine_group, key, engine_group.uploads.pack(model, name="model"), model, ())

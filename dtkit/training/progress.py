@@ -11,6 +11,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from dtkit._util import timeouts
 from dtkit.types import State, Status
 
 if TYPE_CHECKING:
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from dtkit.history.history import History
     from dtkit.training.config import RunPlan
     from dtkit.training.recorder import Recorder
-
-_POLL_S = 0.5  # a signal that another thread received is seen between two waits
 
 
 class RunProgress:
@@ -72,7 +71,7 @@ class RunProgress:
         result = False
         with self.changed:
             while not result:
-                part = max(0.0, min(_POLL_S, deadline - time.monotonic()))
+                part = max(0.0, min(timeouts.INTERRUPT_POLL_S, deadline - time.monotonic()))
                 result = self.changed.wait_for(is_over, part)
                 if time.monotonic() >= deadline:
                     break

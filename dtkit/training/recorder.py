@@ -118,7 +118,7 @@ class Recorder:
         if any(span is None for span in spans):
             return
         steps = min(map(len, rows))
-        clocks = self._engine_group.clock_offsets
+        clocks = self._engine_group.membership.clock_offsets
         ahead = None if clocks is None else [clocks[rank] for rank in ranks]
         waits, transfers = comm_time.split_blocked_time([np.asarray(span)[:steps] for span in spans], ahead)
         sent = _split_message_time(
@@ -135,7 +135,7 @@ class Recorder:
         """Forget the rows beyond the common step: another failure has come."""
         self._extra_rows.clear()
 
-    def record_common_steps(self, replies: Mapping[int, Reply]) -> int | None:
+    def record_common_steps(self, replies: Mapping[int, Reply[Any]]) -> int | None:
         """Record the steps that all ranks completed before one failed; return the step after them.
 
         None where the reply of a rank (by rank in `replies`) has no steps. Lost ranks don't count.

@@ -17,15 +17,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from dtkit.errors import CheckpointError, ClusterError, EngineError, format_ranks
+from dtkit.errors import CheckpointError, ClusterError, format_ranks
 from dtkit.history import engine_outbox
+from dtkit.rpc.protocol import JobOperations, StateOperations, make_call
+from dtkit.rpc.replacement import replace_lost_ranks
 from dtkit.training.recovered_state import RecoveredState, load_interrupted
-from dtkit.types import ALL_STATE, OPTIMIZER_STATE, PER_RANK_STATE
+from dtkit.types import ALL_STATE, OPTIMIZER_STATE, PER_RANK_STATE, JobPosition
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from dtkit.checkpoint.checkpoint import Checkpoint
@@ -35,19 +37,6 @@ if TYPE_CHECKING:
 
 FAILURE_MODES = ("repair", "shrink", "pause")
 _FROM_DISK, _FROM_START = "the last snapshot, from disk", "the beginning, for want of a snapshot"
-_MAX_ATTEMPTS = 3  # of a recovery in which further engines are lost
-
-
-@dataclasses.dataclass(frozen=True)
-class JobPosition:
-    """A rank's position in its job."""
-
-    step: int
-    is_intact: bool
-    """Whether its parameters are of that step."""
-    lr: float = 0.0
-    snapshots: Mapping[int, Sequence[int]] = dataclasses.field(default_factory=dict)
-    """Snapshots in its memory: {step: ranks whose parts it holds}."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,10 +89,8 @@ def choose_snapshot_sources(
 
 def query_positions(engine_group: EngineGroup, job: str, lost_ranks: Sequence[int] = ()) -> dict[int, JobPosition]:
     """Return the position of every survivor. Needs no process group."""
-    reports = engine_group.call_independently(
-        "job_status", [r for r in range(engine_group.world_size) if r not in lost_ranks], job=job
-    )
-    return {rank: JobPosition(*report) for rank, report in reports.items()}
+    survivors = [rank for rank in range(engine_group.world_size) if rank not in lost_ranks]
+    return engine_group.call_independently(make_call(JobOperations.job_status, job=job), survivors)
 
 
 def is_out_of_sync(positions: Mapping[int, JobPosition]) -> bool:
@@ -133,11 +120,12 @@ def fetch_survivor_state(
     while (chosen := choose_sources(remaining, model_shard_ids)) is not None:
         step, sources = chosen
         is_at_step = {rank: position.step == step for rank, position in remaining.items() if position.is_intact}
-        each = [
-            {"what": ALL_STATE if rank in sources else PER_RANK_STATE if is_level else OPTIMIZER_STATE}
+        scopes = [
+            ALL_STATE if rank in sources else PER_RANK_STATE if is_level else OPTIMIZER_STATE
             for rank, is_level in is_at_step.items()
         ]
-        payloads = engine_group.call_independently("export_state", list(is_at_step), each=each, job=job)
+        calls = [make_call(StateOperations.export_state, job=job, scope=scope) for scope in scopes]
+        payloads = engine_group.call_independently(calls, list(is_at_step))
         if payloads.keys() >= set(sources):
             return RecoveredState(step, tuple(payloads.values()))
         _drop_failed_sources(remaining, sources, payloads)
@@ -152,8 +140,8 @@ def fetch_snapshot_state(
     while (chosen := choose_snapshot_sources(remaining, world_size)) is not None and chosen[0] > after_step:
         step, givers = chosen
         ranks = sorted(givers)
-        each = [{"parts": givers[rank]} for rank in ranks]
-        payloads = engine_group.call_independently("export_snapshot", ranks, each=each, job=job, step=step)
+        calls = [make_call(StateOperations.export_snapshot, job=job, step=step, ranks=givers[rank]) for rank in ranks]
+        payloads = engine_group.call_independently(calls, ranks)
         if payloads.keys() >= set(ranks):
             return RecoveredState(
                 step, tuple(payloads.values()), f"the last snapshot, from {_describe_memory_source(givers)}"
@@ -179,45 +167,6 @@ def _describe_memory_source(sources: Mapping[int, Sequence[int]]) -> str:
     if not mirrors:
         return "each node's own memory"
     return f"node {mirrors[0]}'s memory" if len(mirrors) == 1 else f"the memory of nodes {' and '.join(mirrors)}"
-
-
-def replace_and_rebuild(
-    engine_group: EngineGroup, lost_ranks: Sequence[int], rebuild: Callable[[], Any], *, shrink: bool
-) -> None:
-    """Replace the engines of these ranks, or continue without them, and call `rebuild`, which builds the job again.
-
-    Tries again when further engines are lost on the way.
-    """
-    for attempt in range(_MAX_ATTEMPTS):
-        try:
-            _replace_or_shrink(engine_group, lost_ranks, shrink=shrink)
-            _check_not_all_new(engine_group)
-            rebuild()
-        except EngineError as error:
-            lost_ranks = sorted(
-                {*engine_group.find_lost_ranks(), *(f.rank for f in error.failures if f.kind == "stuck")}
-            )
-            if not lost_ranks or attempt == _MAX_ATTEMPTS - 1:
-                raise
-        else:
-            break
-
-
-def _check_not_all_new(engine_group: EngineGroup) -> None:
-    if engine_group.clear_if_all_new():
-        raise ClusterError(
-            "no engine is left that holds the data and the model; the cluster is whole again, but empty. Train again, "
-            "or from a checkpoint: cluster.train(..., resume_from=path)"
-        )
-
-
-def _replace_or_shrink(engine_group: EngineGroup, lost_ranks: Sequence[int], *, shrink: bool) -> None:
-    if not lost_ranks:
-        engine_group.form_process_group(ranks_changed=True)
-    elif shrink:
-        engine_group.shrink(lost_ranks)
-    else:
-        engine_group.replace(lost_ranks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,7 +203,7 @@ class Recovery:
         with contextlib.ExitStack() as at_end:
             if state is not None:
                 at_end.enter_context(state.keep_during_recovery(group.folder, job, is_owned=self._is_owned))
-            replace_and_rebuild(group, lost_ranks, rebuild, shrink=shrink)
+            replace_lost_ranks(group, lost_ranks, shrink=shrink, rebuild=rebuild)
         step, lr = rebuilt[0]
         furthest = max((position.step for position in positions.values()), default=0)
         source = (_FROM_DISK if snapshot is not None else _FROM_START) if state is None else state.source

@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 from typing import TYPE_CHECKING
 
+from dtkit._util import timeouts
 from dtkit.types import ReplicaCheckResult
 
 if TYPE_CHECKING:
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from dtkit.types import Fingerprint
 
 MAX_TIME_FRACTION = 0.004  # of the time that checksums may take
-MIN_INTERVAL_S = 1.0
-UNSHARED_INTERVAL_S = 60.0  # after a check in which no two ranks held the same part
 
 
 class ReplicaChecker:
@@ -37,7 +36,7 @@ class ReplicaChecker:
 
     def on_sent(self, now: float) -> None:
         """Note that a dispatch brings checksums: those that are sent before it returns need not."""
-        self._next_check_at = now + MIN_INTERVAL_S
+        self._next_check_at = now + timeouts.REPLICA_CHECK_INTERVAL_S
 
     def on_result(self, now: float, step: int, fingerprints: Sequence[Fingerprint | None], seconds: float) -> bool:
         """Compare the checksums of all ranks after `step` updates, computed in `seconds`; return whether this is news.
@@ -50,7 +49,10 @@ class ReplicaChecker:
             return False
         sums = group_by_shard(known)
         shared = [by_rank for by_rank in sums.values() if len(by_rank) > 1]
-        self._next_check_at = now + max(MIN_INTERVAL_S if shared else UNSHARED_INTERVAL_S, seconds / MAX_TIME_FRACTION)
+        self._next_check_at = now + max(
+            timeouts.REPLICA_CHECK_INTERVAL_S if shared else timeouts.UNSHARED_REPLICA_CHECK_INTERVAL_S,
+            seconds / MAX_TIME_FRACTION,
+        )
         before, self.result = self.result, None
         if not shared:
             return False

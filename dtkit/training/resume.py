@@ -12,6 +12,7 @@ from dtkit.checkpoint.json_values import UnsupportedValueError, decode, encode
 from dtkit.data.broadcast import ModelHandle
 from dtkit.errors import CheckpointError
 from dtkit.mesh import Mesh
+from dtkit.rpc.protocol import StateOperations, make_call
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -63,11 +64,17 @@ class ResumePoint:
         Returns the learning rate, and the optimizer's options that differ from those given to `train`.
         """
         head = self.checkpoint.metadata
-        source: dict[str, Any] = {"folder": str(self.checkpoint.path.absolute()), "files": list(head["files"])}
         results = engine_group.call_all(
-            "restore_checkpoint", job=job, index=head["index"], facts=head["facts"], **source
+            make_call(
+                StateOperations.restore_checkpoint,
+                job=job,
+                folder=str(self.checkpoint.path.absolute()),
+                index=head["index"],
+                files=list(head["files"]),
+                facts=head["facts"],
+            )
         )
-        return float(results[0][1]), {name: pair for rank in reversed(results) for name, pair in rank[2].items()}
+        return results[0][1], {name: pair for rank in reversed(results) for name, pair in rank[2].items()}
 
     def restore_callbacks(self, callbacks: Sequence[Any]) -> None:
         """Restore the state of callbacks of the same class, at the same place of the list."""
@@ -114,7 +121,7 @@ def _describe_rank_state(metadata: Any, spec: RunSpec, mesh: Mesh) -> str:
     """Return what happens to state that belongs to one rank."""
     facts = metadata["facts"]
     notes = []
-    averaged = any(own["optimizers"] for own in facts["own"].values())
+    averaged = any(rank_facts["optimizers"] for rank_facts in facts["per_rank"].values())
     other_world = metadata["spec"]["world_size"] != spec.world_size
     if averaged and (other_world or not spec.strategy.startswith(facts["layout"]["strategy"])):
         notes.append("the ranks' optimizer states became their mean")

@@ -12,6 +12,7 @@ import math
 import threading
 from typing import TYPE_CHECKING, Any
 
+from dtkit._util.deadline import Deadline
 from dtkit._util.guard import notify_views
 from dtkit.errors import RunError
 from dtkit.history.history import History
@@ -180,7 +181,7 @@ class Run:
         if self._take_steps(1, explain=True, timeout=timeout) == before:
             raise self.exception or RunError(f"the run has taken all of its {self.spec.steps} steps; run.extend() it")
         reports = self._driver.steps.explain_reports
-        return explain.build_explanation(reports, self.spec.name, self._engine_group.clock_offsets)
+        return explain.build_explanation(reports, self.spec.name, self._engine_group.membership.clock_offsets)
 
     def stop(self, timeout: float | None = None) -> int:
         """End the run at a step boundary; it keeps model and history. Returns the number of steps taken."""
@@ -210,18 +211,18 @@ class Run:
         self._driver.progress.add_event("note", str(text))
         self._notify()
 
-    def inject_delay(self, rank: int, factor: float) -> int:
+    def inject_delay(self, rank: int, factor: float, *, timeout: float | None = None) -> int:
         """Have one rank's computing take `factor` times as long (it sleeps), for lessons and tests; 1 ends that.
 
         Every picture of the run says so. Returns the step at which it was asked for.
         """
-        self.note(self._job.inject_delay(rank, factor))
+        self.note(self._job.inject_delay(rank, factor, timeout))
         return self._driver.progress.step
 
     def inject_fault(self, name: str, rank: int) -> int:
         """End a rank's process, for lessons: ``run.inject_fault("kill", 1)``. Returns the steps taken so far."""
         self.note(self._job.check_fault(name, rank))
-        self._engine_group.kill([rank])
+        self._engine_group.transport.kill([rank])
         return self._driver.progress.step
 
     def save(
@@ -294,27 +295,24 @@ class Run:
         """
         return self._job.get_placement(timeout)
 
-    def verify(self, steps: int = 20) -> Verification:
+    def verify(self, steps: int = 20, *, timeout: float | None = None) -> Verification:
         """Check that this training is the same as in one process. Prints the answer, and returns it.
 
         The first `steps` steps are repeated from the start, once on all ranks and once on one engine alone with the
-        same rows; the parameters are then compared. Neither touches the run.
+        same rows; the parameters are then compared. Neither touches the run. Raises TimeoutError after `timeout`
+        seconds; without a `timeout`, each call to the engines has the time limit of a collective.
         """
-        verification = self._job.verify(steps)
+        verification = self._job.verify(steps, timeout)
         print(verification.text())  # noqa: T201 - asked for as a report
         return verification
 
     # -- going on, and letting go -----------------------------------------------------------------------------
 
-    def extend(self, *, epochs: int | None = None, steps: int | None = None) -> None:
+    def extend(self, *, epochs: int | None = None, steps: int | None = None, timeout: float | None = None) -> None:
         """Train on for this many epochs (or steps) more, with the optimizer as it is."""
-        if (epochs is None) == (steps is None):
-            raise ValueError(f"epochs={epochs}, steps={steps}: say how much longer by one of them, as in epochs=1")
-        num_steps = steps if steps is not None else (epochs or 0) * self.spec.steps_per_epoch
-        if num_steps < 1:
-            raise ValueError(f"epochs={epochs}, steps={steps}: train on by at least one step")
-        self.lifecycle.extend(num_steps)
-        self.resume()
+        deadline = Deadline(timeout, "extend")
+        self.lifecycle.extend(epochs=epochs, steps=steps, timeout=timeout)
+        self.resume(deadline.get_remaining_s())
 
     def repair(self, timeout: float | None = None) -> None:
         """Replace the engines that are gone, and continue where the survivors are."""
@@ -324,15 +322,19 @@ class Run:
         else:
             self._waiter.call("repair", timeout=timeout)
 
-    def release(self) -> None:
-        """Free the engines' copy of the model, after fetching its weights. A paused run is stopped. Idempotent."""
+    def release(self, timeout: float | None = None) -> None:
+        """Free the engines' copy of the model, after fetching its weights. A paused run is stopped. Idempotent.
+
+        Raises TimeoutError if the weights have not come within `timeout` seconds; the engines then keep the job.
+        """
+        deadline = Deadline(timeout, "release")
         if self._job.is_released:
             return
         if self._job.is_running:
             raise RunError(f"this run is at step {self.status.step} of {self.spec.steps}; run.stop() it first")
         if not self.done():
-            self.stop()
-        self.lifecycle.release()
+            self.stop(deadline.get_remaining_s())
+        self.lifecycle.release(deadline)
 
     # -- views ------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from dtkit._util import timeouts
 from dtkit.errors import EngineError, NonFiniteError, PausedError, RunError
 from dtkit.training.callbacks import CALLBACK_THREAD_NAME
 from dtkit.types import State
@@ -23,10 +24,6 @@ if TYPE_CHECKING:
     from dtkit.dashboard.run_view import RunView
     from dtkit.training.driver import Driver
 
-_PAUSE_TIMEOUT_S = 10.0  # that an interrupted cell waits for the engines
-_STUCK_TIMEOUT_S = 10.0  # that a command waits once a rank is known to be stuck
-_ANSWER_POLL_S = 0.1
-_STATE_POLL_S = 1.0  # between two looks at a run that is awaited
 
 _BUTTONS_BLOCKED_MESSAGE = "buttons act after this cell; the kernel's interrupt button pauses now"
 _PAUSED_MESSAGE = "paused: this cell waits for Resume or Stop"
@@ -77,7 +74,7 @@ class RunWaiter:
                 self._set_message(_PAUSED_MESSAGE if self._driver.progress.state is State.PAUSED else "")
                 with contextlib.suppress(TimeoutError):  # a change may come without a notification
                     # waits: inside asyncio.wait_for, with a timeout
-                    await asyncio.wait_for(changed.wait(), _STATE_POLL_S)
+                    await asyncio.wait_for(changed.wait(), timeouts.STATE_POLL_S)
         except asyncio.CancelledError:
             with contextlib.suppress(RunError):
                 self._driver.submit("pause")
@@ -161,7 +158,8 @@ class RunWaiter:
                 if is_first:
                     self._driver.progress.add_event(
                         "note",
-                        f"not paused after {_PAUSE_TIMEOUT_S:.0f} s: another interrupt breaks off what is under way",
+                        f"not paused after {timeouts.INTERRUPTED_CELL_TIMEOUT_S:.0f} s: another interrupt breaks off "
+                        "what is under way",
                     )
                     self._notify()
 
@@ -177,11 +175,16 @@ class RunWaiter:
         answer = self._driver.submit(command, value)
         while not answer.done():
             waited = time.monotonic() - started_at
-            gives_up = timeout is None and waited >= _STUCK_TIMEOUT_S and self._is_stuck() and command != "step"
+            gives_up = (
+                timeout is None
+                and waited >= timeouts.STUCK_COMMAND_TIMEOUT_S
+                and self._is_stuck()
+                and command != "step"
+            )
             if waited >= limit or gives_up:
                 raise TimeoutError(self._describe_timeout(command, waited))
             with contextlib.suppress(TimeoutError):
-                answer.result(min(_ANSWER_POLL_S, limit - waited))
+                answer.result(min(timeouts.SHORT_INTERRUPT_POLL_S, limit - waited))
         return answer.result(0)
 
     def _is_stuck(self) -> bool:
@@ -199,8 +202,8 @@ class RunWaiter:
 
 def _wait_within_limit(answer: Future[int]) -> None:
     """Wait in short parts: a signal that another thread received is seen between two of them."""
-    deadline = time.monotonic() + _PAUSE_TIMEOUT_S
+    deadline = time.monotonic() + timeouts.INTERRUPTED_CELL_TIMEOUT_S
     while not answer.done() and time.monotonic() < deadline:
         with contextlib.suppress(TimeoutError):
-            answer.result(_ANSWER_POLL_S)
+            answer.result(timeouts.SHORT_INTERRUPT_POLL_S)
     answer.result(0)

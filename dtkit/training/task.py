@@ -12,10 +12,12 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+from dtkit._util import timeouts
 from dtkit._util.guard import notify_views, return_error, run_guarded_in_thread
 from dtkit.dashboard import call_display
 from dtkit.dashboard.text import call_text
 from dtkit.errors import DtkitError
+from dtkit.rpc.protocol import FunctionOperations, make_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
@@ -27,11 +29,6 @@ if TYPE_CHECKING:
     from dtkit.rpc.engine_group import EngineGroup
     from dtkit.rpc.payload import Payload
     from dtkit.types import Reply
-
-# A user's loop may train for days. A failed rank is seen at once all the same, and a lost engine by its nanny.
-_UNLIMITED_S = 1e7
-_INTERRUPT_TIMEOUT_S = 30.0
-_POLL_S = 0.5
 
 
 class Task:
@@ -49,7 +46,7 @@ class Task:
         self._engine_group, self._own_group = engine_group, own_group
         self._num_received = [0] * engine_group.world_size  # items taken from each rank
         self._num_rows = [0] * engine_group.world_size
-        self._futures: Sequence[Future[Reply]] = ()
+        self._futures: Sequence[Future[Reply[Any]]] = ()
         # locks: while lines are appended
         self._lock = threading.Lock()
         self._done_event = threading.Event()
@@ -77,7 +74,7 @@ class Task:
                 self._num_received[rank] += 1
         self._notify()
 
-    def start_collecting(self, futures: Sequence[Future[Reply]], payload: Payload) -> None:
+    def start_collecting(self, futures: Sequence[Future[Reply[Any]]], payload: Payload) -> None:
         """Wait for all ranks on a thread of the task's own, whether anybody asks for the result or not."""
         self._futures = futures
         threading.Thread(target=self._run_collector, args=(payload,), name=f"dtkit-{self.name}", daemon=True).start()
@@ -92,12 +89,12 @@ class Task:
     def _collect_replies(self, payload: Payload) -> None:
         """Wait for all ranks, and take in what they return."""
         try:
-            replies = self._engine_group.gather_replies(self._futures, _UNLIMITED_S)
+            replies = self._engine_group.gather_replies(self._futures, timeouts.TASK_TIMEOUT_S)
         finally:
-            self._engine_group.discard_payload(payload)
+            self._engine_group.uploads.discard(payload)
         self._process_replies(replies)
 
-    def _process_replies(self, replies: Sequence[Reply]) -> None:
+    def _process_replies(self, replies: Sequence[Reply[Any]]) -> None:
         results: list[Payload] = []
         for rank, reply in enumerate(replies):
             if isinstance(reply.value, tuple):  # (result or None, everything that was logged and printed)
@@ -117,7 +114,7 @@ class Task:
     def _restore_group(self, *, already_reformed: bool) -> None:
         """Form our group again, after the script's."""
         if not already_reformed:
-            self._engine_group.form_process_group()
+            self._engine_group.membership.form_process_group()
 
     # -- for the user -----------------------------------------------------------------------------------------
 
@@ -162,7 +159,7 @@ class Task:
                 changed.clear()
                 with contextlib.suppress(TimeoutError):  # a change may come without a notification
                     # waits: inside asyncio.wait_for, with a timeout
-                    await asyncio.wait_for(changed.wait(), _POLL_S)
+                    await asyncio.wait_for(changed.wait(), timeouts.INTERRUPT_POLL_S)
         finally:
             unsubscribe()
         return self.result(0)
@@ -175,7 +172,8 @@ class Task:
             except KeyboardInterrupt:
                 with contextlib.suppress(DtkitError):  # a cluster that was closed meanwhile has nothing to interrupt
                     self.cancel()
-                self._wait(_INTERRUPT_TIMEOUT_S)  # the group is formed again; a second interrupt doesn't wait for it
+                # The group is formed again. A second interrupt doesn't wait for it.
+                self._wait(timeouts.TASK_INTERRUPT_TIMEOUT_S)
                 raise
         return self.result(0)
 
@@ -183,10 +181,10 @@ class Task:
         """Wait until the call is over; return whether it is. Signals are handled between two waits."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self._done_event.is_set():
-            remaining = _POLL_S if deadline is None else deadline - time.monotonic()
+            remaining = timeouts.INTERRUPT_POLL_S if deadline is None else deadline - time.monotonic()
             if remaining <= 0:
                 return False
-            self._done_event.wait(min(remaining, _POLL_S))
+            self._done_event.wait(min(remaining, timeouts.INTERRUPT_POLL_S))
         return True
 
     def cancel(self) -> None:
@@ -229,7 +227,12 @@ class Task:
 
 
 def submit(
-    engine_group: EngineGroup, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, own_group: bool
+    engine_group: EngineGroup,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    own_group: bool = False,
 ) -> Task:
     """See :meth:`dtkit.Cluster.submit`."""
     engine_group.check_open()
@@ -237,16 +240,18 @@ def submit(
         raise TypeError(
             f"fn is a {type(fn).__name__}, which can't be called; give a function, as in cluster.run(main, x)"
         )
+    engine_group.membership.ensure_formed()
     name = getattr(fn, "__name__", type(fn).__name__)
     task = Task(engine_group, name, own_group=own_group)
-    payload = engine_group.upload(engine_group.pack((fn, args, kwargs), name=name))
+    payload = engine_group.uploads.upload(engine_group.uploads.pack((fn, args, kwargs), name=name))
     try:
-        group: dict[str, Any] = {}
+        call = make_call(FunctionOperations.call_function, payload=payload)
         if own_group:
-            group = {"port": _open_rendezvous_store(engine_group), "attempt": engine_group.next_restart_count()}
-        futures = engine_group.fan_out("call_function", listen=task.receive, shipment=payload, **group)
+            port, count = _open_rendezvous_store(engine_group), next(engine_group.torchrun_attempts)
+            call = make_call(FunctionOperations.call_function, payload=payload, port=port, restart_count=count)
+        futures = engine_group.fan_out(call, listen=task.receive)
     except BaseException:  # an interrupt too: nobody will open the upload
-        engine_group.discard_payload(payload)
+        engine_group.uploads.discard(payload)
         raise
     task.start_collecting(futures, payload)
     return task
@@ -256,6 +261,9 @@ def _open_rendezvous_store(engine_group: EngineGroup) -> int:
     """Return the port of a store for a script's own group. Rank 0 may have to finish a long call first."""
     return int(
         engine_group.unwrap(
-            engine_group.gather_replies(engine_group.fan_out("open_torchrun_store", ranks=[0]), _UNLIMITED_S)
+            engine_group.gather_replies(
+                engine_group.fan_out(make_call(FunctionOperations.open_torchrun_store), ranks=[0]),
+                timeouts.TASK_TIMEOUT_S,
+            )
         )[0]
     )

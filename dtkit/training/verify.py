@@ -15,13 +15,16 @@ import dataclasses
 import html
 from typing import TYPE_CHECKING, Any
 
-from dtkit.training.state_dict import fetch_tensors
+from dtkit.errors import EngineError
+from dtkit.rpc.protocol import JobOperations, make_call
+from dtkit.training.state_dict import fetch_state_dict, load_payloads
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     import torch
 
+    from dtkit._util.deadline import Deadline
     from dtkit.rpc.engine_group import EngineGroup
     from dtkit.training.config import JobSpec
 
@@ -80,16 +83,21 @@ class Verification:
 
 
 def verify(
-    engine_group: EngineGroup, job_spec: JobSpec, steps: int, equivalence_notes: Sequence[str] = ()
+    engine_group: EngineGroup, job_spec: JobSpec, steps: int, equivalence_notes: Sequence[str], deadline: Deadline
 ) -> Verification:
     """See :meth:`dtkit.Run.verify`."""
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps={steps!r}; verify needs an integer from 1 up")
     distributed, single = engine_group.make_key("job"), engine_group.make_key("job")
     try:
-        state = _train_job(engine_group, job_spec, distributed, steps, None)
-        reference = _train_job(engine_group, job_spec, single, steps, [0])
-        gradients = fetch_tensors(engine_group, "max_gradients", single, [0])
+        state = _train_job(engine_group, job_spec, distributed, steps, None, deadline)
+        reference = _train_job(engine_group, job_spec, single, steps, [0], deadline)
+        call = make_call(JobOperations.max_gradients, job=single)
+        payloads = engine_group.call_all(call, ranks=[0], timeout=deadline.get_remaining_s())
+        (gradients,) = load_payloads(payloads)
+    except EngineError:
+        deadline.get_remaining_s()  # raises TimeoutError if that is why the engines failed
+        raise
     finally:
         engine_group.free_later(distributed)
         engine_group.free_later(single)
@@ -103,13 +111,15 @@ def verify(
 
 
 def _train_job(
-    engine_group: EngineGroup, job_spec: JobSpec, job: str, steps: int, ranks: list[int] | None
+    engine_group: EngineGroup, job_spec: JobSpec, job: str, steps: int, ranks: list[int] | None, deadline: Deadline
 ) -> Mapping[str, Any]:
     """Build the job, take the steps, return its state dict."""
-    job_spec.build(engine_group, job, ranks=ranks, single_process=ranks is not None)
+    is_single = ranks is not None
+    job_spec.build(engine_group, job, ranks=ranks, single_process=is_single, timeout=deadline.get_remaining_s())
     done = 0
     while done < steps:
-        advance, _ = engine_group.call_all("advance", job=job, step=done, steps=steps - done, ranks=ranks)[0]
+        call = make_call(JobOperations.advance, job=job, step=done, steps=steps - done)
+        advance, _ = engine_group.call_all(call, ranks=ranks, timeout=deadline.get_remaining_s())[0]
         if advance.end_reason == "nonfinite":
             raise ValueError(
                 f"the gradients are not finite at step {advance.step}, so there is nothing to compare after it. "
@@ -118,7 +128,7 @@ def _train_job(
         if advance.end_reason == "exhausted":
             break
         done = advance.step
-    return fetch_tensors(engine_group, "state_dict_parts", job, ranks)
+    return fetch_state_dict(engine_group, job, ranks, deadline.get_remaining_s())
 
 
 def compare_states(
@@ -175,11 +185,13 @@ def find_incomparable_modules(model: torch.nn.Module) -> Iterator[str]:
     import torch
     from torch import nn
 
+    from dtkit._util.torch_private import BatchNormBase, DropoutBase
+
     for name, module in model.named_modules():
         title = f"{name or 'the model'} ({type(module).__name__})"
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, nn.SyncBatchNorm):  # noqa: SLF001 - torch names no public base class
+        if isinstance(module, BatchNormBase) and not isinstance(module, nn.SyncBatchNorm):
             yield f"{title}: each rank normalizes with the statistics of its own part of the batch"
-        elif isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:  # noqa: SLF001 - as above
+        elif isinstance(module, DropoutBase) and module.p > 0:
             yield f"{title}: each rank draws random numbers of its own"
         elif isinstance(module, (nn.MultiheadAttention, nn.RNNBase)) and module.dropout > 0:
             yield f"{title}: dropout={module.dropout} draws random numbers of each rank's own"

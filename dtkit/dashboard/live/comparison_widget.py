@@ -14,7 +14,7 @@ import anywidget
 import numpy as np
 import traitlets
 
-from dtkit._util import formatting
+from dtkit._util import formatting, timeouts
 from dtkit.dashboard.live.bundle import bundle_modules
 from dtkit.dashboard.live.messages import Message
 from dtkit.dashboard.live.widget import STATIC_FOLDER
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from dtkit.types import Status
 
 NUM_BUCKETS = 256
-UPDATE_INTERVAL_S = 0.5
 _MEAN_LOSS = Chart("loss", None, LOSS.from_totals)
 
 
@@ -156,7 +155,7 @@ class ComparisonWidget(anywidget.AnyWidget):
         self._message_builder = ComparisonMessageBuilder(comparison)
         # locks: while a message is made and sent
         self._send_lock = threading.Lock()
-        self._throttle = Throttle(self._send_update, UPDATE_INTERVAL_S, clock=clock, call_later=call_later)
+        self._throttle = Throttle(self._send_update, timeouts.COMPARISON_INTERVAL_S, clock=clock, call_later=call_later)
         opening = self._message_builder.build_snapshot()
         super().__init__(opening={"content": opening.content, "buffers": opening.buffers})
         self.on_msg(lambda *_: self._throttle.trigger())  # a page sent hello

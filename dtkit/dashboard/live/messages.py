@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dtkit._util import formatting
+from dtkit._util import formatting, timeouts
 from dtkit._util.guard import run_guarded
 from dtkit.dashboard.summary.curves import CHARTS, MAX_NODE_LINES, Curves, format_overall_label
 from dtkit.dashboard.summary.lost_nodes import count_initial_nodes, update_lost_nodes
@@ -49,8 +49,6 @@ MAX_LOG_LINES = 200
 """Lines of the log that a page keeps."""
 MAX_MARKS = 60
 """Events that a page marks on the step axis."""
-STRIP_INTERVAL_S = 1.0
-"""Shortest time between two timelines, whose boxes are most of the bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,7 +259,7 @@ class MessageBuilder:
     def _pack_strip_if_due(self, content: dict[str, Any]) -> np.ndarray:
         """Describe the timeline in `content`; return its boxes, and then those of the plan, of shape (boxes, 5)."""
         now, step = self._clock(), self._run.status.step
-        is_due = step != self._strip_step and now - self._strip_sent_at >= STRIP_INTERVAL_S
+        is_due = step != self._strip_step and now - self._strip_sent_at >= timeouts.TIMELINE_INTERVAL_S
         if not is_due and content["kind"] != "snapshot":
             return np.empty(0)
         self._strip_sent_at, self._strip_step = now, step

@@ -10,7 +10,7 @@ import dataclasses
 import time
 from typing import TYPE_CHECKING
 
-from dtkit._util import formatting
+from dtkit._util import formatting, timeouts
 from dtkit._util.guard import run_guarded
 from dtkit.dashboard.figures.custom_panels import get_panels
 
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from dtkit.dashboard.figures.custom_panels import PanelFunction
     from dtkit.history.history import History
 
-MIN_PICTURE_INTERVAL_S = 2.0
-"""Shortest time between two pictures of a panel."""
 
 MAX_DRAWING_SHARE = 0.05
 """Largest share of the time that drawing may take."""
@@ -64,7 +62,9 @@ class CustomPanelRenderer:
             yield self._draw_panel(name, function)
             self._drawn_states[name] = state
             drawing_s = self._clock() - started_at
-            self._next_draw_times[name] = self._clock() + max(MIN_PICTURE_INTERVAL_S, drawing_s / MAX_DRAWING_SHARE)
+            self._next_draw_times[name] = self._clock() + max(
+                timeouts.PICTURE_INTERVAL_S, drawing_s / MAX_DRAWING_SHARE
+            )
 
     def _draw_panel(self, name: str, function: PanelFunction) -> PanelPicture:
         from dtkit.dashboard.figures import panel_frame

@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any
 import anywidget
 import traitlets
 
+from dtkit._util import timeouts
 from dtkit._util.guard import run_guarded
 from dtkit.dashboard.live.bundle import bundle_modules
 from dtkit.dashboard.live.commands import CommandHandler
 from dtkit.dashboard.live.messages import Message, MessageBuilder
-from dtkit.dashboard.live.panel_renderer import MIN_PICTURE_INTERVAL_S, CustomPanelRenderer
+from dtkit.dashboard.live.panel_renderer import CustomPanelRenderer
 from dtkit.dashboard.throttle import Throttle, start_timer
 
 if TYPE_CHECKING:
@@ -33,9 +34,6 @@ if TYPE_CHECKING:
     from dtkit.dashboard.run_view import RunView
 
 STATIC_FOLDER = Path(__file__).parent / "static"
-
-UPDATE_INTERVAL_S = 0.25
-"""Shortest time between two updates."""
 
 
 class Dashboard(anywidget.AnyWidget):
@@ -69,9 +67,9 @@ class Dashboard(anywidget.AnyWidget):
         self._num_opened_pages = 0
         self._num_updates = 0
         self._unsubscribe: Callable[[], None] = _do_nothing
-        self._throttle = Throttle(self._send_update, UPDATE_INTERVAL_S, clock=clock, call_later=call_later)
+        self._throttle = Throttle(self._send_update, timeouts.LIVE_INTERVAL_S, clock=clock, call_later=call_later)
         self._picture_throttle = Throttle(
-            self._send_pictures, MIN_PICTURE_INTERVAL_S, clock=clock, call_later=call_later
+            self._send_pictures, timeouts.PICTURE_INTERVAL_S, clock=clock, call_later=call_later
         )
         message = self._message_builder.build_snapshot()
         super().__init__(opening={"content": message.content, "buffers": message.buffers})

@@ -14,15 +14,13 @@ import threading
 import time
 from typing import TYPE_CHECKING, Protocol
 
-from dtkit._util import formatting
+from dtkit._util import formatting, timeouts
 from dtkit._util.notebook import UpdatableDisplay, in_notebook
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _log = logging.getLogger("dtkit.dashboard")
-SHOW_AFTER_S, REFRESH_INTERVAL_S = 1.0, 0.5
-_JOIN_TIMEOUT_S = 5.0
 
 
 class _ProgressLine(Protocol):
@@ -52,7 +50,7 @@ class Progress:
     def finish(self) -> None:
         """End the line."""
         self._done_event.set()
-        self._thread.join(timeout=_JOIN_TIMEOUT_S)
+        self._thread.join(timeout=timeouts.PROGRESS_JOIN_TIMEOUT_S)
 
     def _run(self) -> None:
         try:
@@ -61,9 +59,9 @@ class Progress:
             _log.warning("the progress line failed; the work goes on: %s: %s", type(error).__name__, error)
 
     def _refresh_until_done(self) -> None:
-        wait_s = SHOW_AFTER_S
+        wait_s = timeouts.PROGRESS_DELAY_S
         while not self._done_event.wait(wait_s):
-            wait_s = REFRESH_INTERVAL_S
+            wait_s = timeouts.PROGRESS_INTERVAL_S
             if self._line is None:
                 self._line = _make_progress_line()
             self._line.show(f"{self._text} … {self._format_elapsed()}")

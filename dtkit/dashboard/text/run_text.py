@@ -13,7 +13,7 @@ import time
 import weakref
 from typing import TYPE_CHECKING, TextIO
 
-from dtkit._util import formatting
+from dtkit._util import formatting, timeouts
 from dtkit.dashboard.summary.metrics import RunMetrics, compute_epoch, compute_run_metrics
 from dtkit.dashboard.summary.notices import NOTICE_GLYPHS, collect_notices
 from dtkit.dashboard.summary.stall import find_stall, format_line
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 MAX_SHOWN_NODES = 16
 """Nodes with a line of their own. One line stands for the others."""
 
-_TTY_INTERVAL_S, _LOG_INTERVAL_S = 0.25, 5.0
 _BAR_WIDTH = 24
 
 
@@ -187,7 +186,7 @@ def start_text_progress(
     `clock` and `call_later`.
     """
     progress = TextProgress(run, stream or sys.stdout, num_printed_events=_num_printed_events.get(run, 0))
-    interval = _TTY_INTERVAL_S if progress.is_tty else _LOG_INTERVAL_S
+    interval = timeouts.LIVE_INTERVAL_S if progress.is_tty else timeouts.LOG_INTERVAL_S
     throttle = Throttle(progress.update, interval, clock=clock, call_later=call_later)
     unsubscribe = run.subscribe(throttle.trigger)
     throttle.trigger()

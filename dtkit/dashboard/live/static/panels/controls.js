@@ -26,11 +26,11 @@ export function controls(store, send, redraw) {
     el.addEventListener("click", () => ask(b.command, null));
     return { ...b, el, text: label };
   });
-  const rate = rateField(store, ask), drills = drillField(store, ask, redraw);
+  const rate = rateField(store, ask), faults = faultField(store, ask, redraw);
   const said = h("span", { class: "dtk-said", role: "alert" });
   const effect = h("span", { class: "dtk-effect dtk-note", role: "status", "data-testid": "effect" });
   const el = h("div", { class: "dtk-controls", role: "group", "aria-label": "controls" },
-    ...buttons.map((b) => b.el), rate.el, drills.el, effect, said);
+    ...buttons.map((b) => b.el), rate.el, faults.el, effect, said);
   const update = () => {
     const { status } = store;
     forgetAnswered(store);
@@ -44,7 +44,7 @@ export function controls(store, send, redraw) {
     // A button that is disabled while it has the focus passes the focus on.
     if (active?.disabled && el.contains(active)) buttons.find((b) => !b.el.disabled && !b.el.hidden)?.el.focus();
     rate.update();
-    drills.update();
+    faults.update();
     setText(effect, store.effect.text && `✓ ${store.effect.text}`);
     setText(said, store.refused?.text ?? "");
   };
@@ -60,13 +60,13 @@ function forgetAnswered(store) {
 }
 
 /** Fault injection for lessons: slow a node down, or end one, which needs a second click. */
-function drillField(store, ask, redraw) {
-  const node = h("select", { "data-testid": "drill-node", "aria-label": "which node" });
-  const factor = h("select", { "data-testid": "drill-factor", "aria-label": "how much slower" },
+function faultField(store, ask, redraw) {
+  const node = h("select", { "data-testid": "fault-node", "aria-label": "which node" });
+  const factor = h("select", { "data-testid": "fault-factor", "aria-label": "how much slower" },
     ...[1, 1.5, 2, 4, 10].map((f) => h("option", { value: f, ...(f === 2 ? { selected: "" } : {}) }, f === 1 ? "full speed" : `×${f}`)));
   const slow = h("button", { type: "button", "data-testid": "slow" }, "▼ Slow down");
   const kill = h("button", { type: "button", "data-testid": "kill" }, "✕ Kill");
-  const el = h("span", { class: "dtk-drills", role: "group", "aria-label": "drills" }, "drills", node, factor, slow, kill);
+  const el = h("span", { class: "dtk-faults", role: "group", "aria-label": "inject a fault" }, "inject a fault", node, factor, slow, kill);
   let sure = 0;
   slow.addEventListener("click", () => ask("slow", { rank: Number(node.value), factor: Number(factor.value) }));
   kill.addEventListener("click", () => {

@@ -1,0 +1,41 @@
+"""A cluster as a table: one row per rank."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dtkit._util import formatting, resources
+from dtkit._util.table import Table
+from dtkit.dashboard.text.table_page import TablePage
+
+if TYPE_CHECKING:
+    from dtkit.rpc.engine_group import EngineGroup
+
+_HEADER = ["rank", "engine id", "host", "pid", "device", "memory used", "memory free", "threads", "backend"]
+
+
+def make_page(group: EngineGroup, device_note: str) -> TablePage:
+    """Return the page of a cluster, whose choice of devices may need a note."""
+    if group.is_closed:
+        return TablePage("Cluster(closed)", [])
+    backend = group.membership.backend
+    rows = [
+        [
+            str(node.rank),
+            str(node.engine_id),
+            node.host,
+            str(node.pid),
+            node.device,
+            formatting.format_bytes(node.memory_total - node.memory_free),
+            formatting.format_bytes(node.memory_free),
+            str(node.threads),
+            backend,
+        ]
+        for node in group.nodes
+    ]
+    notes = [device_note] if device_note else []
+    interface = group.membership.config.interface
+    if interface not in (None, resources.find_loopback_interface()):
+        notes.append(f"Tensors travel over {interface}, and that traffic is not encrypted.")
+    headline = f"Cluster of {formatting.format_count(group.world_size, 'engine')}, {backend}"
+    return TablePage(headline, [Table(_HEADER, rows, {"host", "device", "backend"})], notes)

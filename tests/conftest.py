@@ -1,4 +1,4 @@
-"""What every test shares. Keep it small: a fixture that one file needs lives in that file."""
+"""Fixtures of all tests. A fixture that only one file needs belongs in that file."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# Before any test imports torch: on two cores, each process that takes both slows all the others down.
+# Set before any test imports torch: on two cores, processes with two threads each slow each other down.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")
 def root() -> Path:
-    """The root of the repository."""
+    """Root of the repository."""
     return Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of one megabyte, where this user may mount one."""
+    """File system of one megabyte; the test is skipped where this user can't mount one."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1M", "dtkit-test", str(folder)]
     if shutil.which("mount") is None or subprocess.call(mount, stderr=subprocess.DEVNULL, timeout=10):
-        pytest.skip("mounting a file system takes rights that this user does not have")
+        pytest.skip("this user has no right to mount a file system")
     try:
         yield folder
     finally:

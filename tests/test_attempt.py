@@ -11,13 +11,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from dtkit.engine import node_info
 from dtkit.engine.data.worker_context import WorkerContext
+from dtkit.engine.observe.clock import make_clock
 from dtkit.engine.observe.phase_timer import PhaseTimer
 from dtkit.strategies import averaging
 from dtkit.strategies.averaging import ParameterAveraging
 from dtkit.strategies.loss import Loss
-from tests.support.in_process_job import CPU, data, job, net, sgd
+from tests.support.in_process_job import CPU, data, make_job, net, sgd
 
 
 def noisy() -> nn.Module:
@@ -31,7 +31,7 @@ def state(made: Any) -> list[torch.Tensor]:
 
 
 def undisturbed(steps: int, **how: Any) -> list[torch.Tensor]:
-    made = job(noisy(), **how)
+    made = make_job(noisy(), **how)
     made.advance(steps)
     return state(made)
 
@@ -55,7 +55,7 @@ def test_a_step_that_fails_before_its_update_is_taken_again_as_if_nothing_had_be
         fault()  # forward has drawn numbers and changed statistics by now
         return F.cross_entropy(output, target)
 
-    made = job(noisy(), loss=loss)
+    made = make_job(noisy(), loss=loss)
     with pytest.raises(RuntimeError, match="no loss here"):
         made.advance(5)
     assert (made.step, made.partially_updated) == (2, False)
@@ -76,7 +76,7 @@ def test_a_step_that_fails_after_its_update_counts():
 
         return Late(optimizer, lambda step: 1 / (1 + step))
 
-    made = job(noisy(), lr_scheduler=scheduler)
+    made = make_job(noisy(), lr_scheduler=scheduler)
     with pytest.raises(RuntimeError, match="too late"):
         made.advance(5)
     assert (made.step, made.partially_updated) == (3, False)
@@ -98,7 +98,7 @@ def test_a_step_whose_averaging_fails_counts_with_its_loss(monkeypatch: pytest.M
         raise RuntimeError("the others are gone")
 
     monkeypatch.setattr(averaging._AveragingWorker, "_average_parameters", fail)
-    setting = WorkerContext(None, CPU, PhaseTimer(node_info.make_clock(CPU)), [0])
+    setting = WorkerContext(None, CPU, PhaseTimer(make_clock(CPU)), [0])
     worker = ParameterAveraging(every=2).setup(net(), Loss(F.cross_entropy, None), sgd, setting)
     batch = data(4)
     first = worker.step([(4, batch)], [4])
@@ -125,7 +125,7 @@ def test_an_optimiser_that_fails_leaves_the_model_torn(monkeypatch: pytest.Monke
         raise ArithmeticError
 
     monkeypatch.setattr(Breaking, "do", staticmethod(fail))
-    made = job(optimizer=lambda parameters: Breaking(parameters, lr=0.1))
+    made = make_job(optimizer=lambda parameters: Breaking(parameters, lr=0.1))
     with pytest.raises(ArithmeticError):
         made.advance(5)
     assert (made.step, made.partially_updated) == (1, True)
@@ -133,7 +133,7 @@ def test_an_optimiser_that_fails_leaves_the_model_torn(monkeypatch: pytest.Monke
 
 def test_an_interrupt_waits_for_the_update_to_end(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Breaking, "do", staticmethod(lambda: signal.raise_signal(signal.SIGINT)))
-    made = job(optimizer=lambda parameters: Breaking(parameters, lr=0.1))
+    made = make_job(optimizer=lambda parameters: Breaking(parameters, lr=0.1))
     with pytest.raises(KeyboardInterrupt):
         made.advance(5)
     assert (made.step, made.partially_updated) == (2, False)
@@ -150,7 +150,7 @@ def test_an_interrupt_elsewhere_comes_at_once():
         fault()
         return F.cross_entropy(output, target)
 
-    made = job(rows=(x, y), loss=loss)
+    made = make_job(rows=(x, y), loss=loss)
     with pytest.raises(KeyboardInterrupt):
         made.advance(5)
     assert (made.step, made.partially_updated) == (1, False)

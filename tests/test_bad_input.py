@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import dtkit
 from dtkit.strategies.sharded import check_shardable
-from dtkit.testing import FakeTransport
+from dtkit.testing.fake_transport import FakeTransport
 from tests.support.small import check_usable, data, net, sgd, train
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def test_calls_on_a_closed_cluster_are_refused(cluster: dtkit.Cluster):
         cluster.activate,
         cluster.refresh_nodes,
         cluster.interrupt,
-        cluster.form_process_group,
+        cluster._engine_group.membership.form_process_group,
     ]
     for call in calls:
         with pytest.raises(dtkit.errors.ClusterClosedError, match=r"was closed; start another one"):

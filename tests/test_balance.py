@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from dtkit._util import timeouts
 from dtkit.data.sharding import divide_proportionally
 from dtkit.engine.state.checksum import compute_checksum
 from dtkit.history.history import ROW_DTYPE
 from dtkit.training.load_balancing import MIN_STEPS, LoadBalancer
-from dtkit.training.replica_check import MAX_TIME_FRACTION, MIN_INTERVAL_S, UNSHARED_INTERVAL_S, ReplicaChecker
+from dtkit.training.replica_check import MAX_TIME_FRACTION, ReplicaChecker
 from dtkit.types import ReplicaCheckResult
 
 
@@ -123,7 +124,7 @@ def test_costly_checksums_are_asked_for_rarely():
     assert watch.is_due(10.0 + 0.1 / MAX_TIME_FRACTION)
     cheap = ReplicaChecker()
     cheap.on_result(10.0, 5, whole(7, 7), 1e-6)
-    assert not cheap.is_due(10.0 + 0.99 * MIN_INTERVAL_S)
+    assert not cheap.is_due(10.0 + 0.99 * timeouts.REPLICA_CHECK_INTERVAL_S)
 
 
 def test_parameters_that_need_not_be_equal_now_are_asked_for_again():
@@ -163,8 +164,8 @@ def test_where_nothing_lies_twice_nothing_is_said_and_seldom_asked():
     watch = ReplicaChecker()
     assert not watch.on_result(10.0, 5, cut((7, 8)), 1e-6)
     assert watch.result is None
-    assert not watch.is_due(9.9 + UNSHARED_INTERVAL_S)
-    assert watch.is_due(10.0 + UNSHARED_INTERVAL_S)
+    assert not watch.is_due(9.9 + timeouts.UNSHARED_REPLICA_CHECK_INTERVAL_S)
+    assert watch.is_due(10.0 + timeouts.UNSHARED_REPLICA_CHECK_INTERVAL_S)
     assert watch.on_result(100.0, 6, cut((7, 8), (7, 8)), 0.0)
     assert not watch.on_result(102.0, 7, cut((7, 8)), 0.0)  # the other replica is gone, and what was said of it too
     assert watch.result is None

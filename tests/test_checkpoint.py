@@ -29,11 +29,18 @@ from dtkit.checkpoint.manager import CheckpointRequest
 from dtkit.checkpoint.safetensors_file import FileReader
 from dtkit.engine import rng
 from dtkit.engine.state import writer
-from dtkit.engine.state.capture import MemoryReader, ShardedState, TensorShard, assign_holders
-from dtkit.engine.state.tensor_part import TensorPart
+from dtkit.engine.state.capture import assign_holders
+from dtkit.engine.state.shards import MemoryReader, ShardedState, TensorShard, join_state_dict
 from dtkit.history.history import History
-from dtkit.training.state_dict import join_state_dicts
-from tests.support.checkpoints import SPEC, captured, rewritten, saver, vars_of, write_one, write_with
+from tests.support.checkpoints import (
+    SPEC,
+    make_manager,
+    make_rank_state,
+    rewrite_metadata,
+    spec_fields,
+    write_checkpoint,
+    write_due_checkpoint,
+)
 from tests.support.small import net
 
 # -- values ------------------------------------------------------------------------------------------------
@@ -92,13 +99,13 @@ def test_tensor_files_can_be_read_by_safetensors(tmp_path: Path, dtype: torch.dt
 def test_reader_joins_pieces_of_another_sharding(tmp_path: Path):
     whole = torch.arange(35.0).reshape(5, 7)
     parts = [TensorShard(part.contiguous(), (5, 7), (0, k)) for part, k in ((whole[:, :3], 0), (whole[:, 3:], 3))]
-    for rank, slab in enumerate(parts):
-        safetensors_file.write_tensors(tmp_path / folders.get_rank_filename(rank), {"w": slab.tensor})
-    pieces = [[rank, list(slab.offset), list(slab.tensor.shape)] for rank, slab in enumerate(parts)]
+    for rank, shard in enumerate(parts):
+        safetensors_file.write_tensors(tmp_path / folders.get_rank_filename(rank), {"w": shard.tensor})
+    pieces = [[rank, list(shard.offset), list(shard.tensor.shape)] for rank, shard in enumerate(parts)]
     entries = {"w": {"dtype": "F32", "shape": [5, 7], "pieces": pieces}}
     files = [folders.get_rank_filename(rank) for rank in range(2)]
     with FileReader(tmp_path, entries, files, {}) as reader:
-        for source in (reader, MemoryReader([{"w": slab} for slab in parts], {})):
+        for source in (reader, MemoryReader([{"w": shard} for shard in parts], {})):
             assert source.get_shape("w") == (5, 7)
             assert source.get_shape("v") is None
             assert torch.equal(source.read_slice("w", (1, 2), (3, 4)), whole[1:4, 2:6])
@@ -109,22 +116,26 @@ def test_reader_joins_pieces_of_fused_blocks(tmp_path: Path):
     """Each of two ranks has half of the rows of the queries, the keys and the values."""
     whole = torch.arange(24.0).reshape(12, 2)
     parts = [torch.cat([third.chunk(2)[rank] for third in whole.chunk(3)]) for rank in range(2)]
-    slabs = [TensorShard(part, (12, 2), (2 * rank, 0), fused_blocks=3) for rank, part in enumerate(parts)]
+    shards = [TensorShard(part, (12, 2), (2 * rank, 0), fused_blocks=3) for rank, part in enumerate(parts)]
     reports = []
-    for rank, slab in enumerate(slabs):
-        facts = {"layout": {}, "values": {}, "optimizers": {}, "aliases": {}, "extra": {}, "own": {}}
+    for rank, shard in enumerate(shards):
+        facts = {"layout": {}, "values": {}, "optimizers": {}, "aliases": {}, "extra": {}, "per_rank": {}}
         reports.append(
-            writer._write_tensors(tmp_path / folders.get_rank_filename(rank), ShardedState({"w": slab}, facts))
+            writer._write_tensors(tmp_path / folders.get_rank_filename(rank), ShardedState({"w": shard}, facts))
         )
     entries = index.build_index(json.loads(json.dumps(reports)))
     assert index.is_fully_covered(entries["w"], 2)
     assert not index.is_fully_covered({**entries["w"], "pieces": entries["w"]["pieces"][1:]}, 2)
     with FileReader(tmp_path, entries, [folders.get_rank_filename(r) for r in range(2)], {}) as reader:
-        for source in (reader, MemoryReader([{"w": slab} for slab in slabs], {})):
+        for source in (reader, MemoryReader([{"w": shard} for shard in shards], {})):
             assert torch.equal(source.read_slice("w", (0, 0), (12, 2)), whole)
             assert torch.equal(source.read_slice("w", (3, 1), (6, 1)), whole[3:9, 1:])
-    pieces = [{"w": TensorPart(part, 0, rank, fused_blocks=3)} for rank, part in enumerate(parts)]
-    assert torch.equal(join_state_dicts(pieces)["w"], whole)
+    states = [ShardedState({"model/w": shard}, {**facts, "aliases": {"model": {"tied": "w"}}}) for shard in shards]
+    joined = join_state_dict(states)
+    assert torch.equal(joined["w"], whole)
+    assert joined["tied"] is joined["w"]
+    with pytest.raises(ValueError, match=r"model/w came in parts at \[\(2, 0\)\] of \(12, 2\); one is missing"):
+        join_state_dict(states[1:])
 
 
 def test_each_shared_tensor_has_one_holder_and_bytes_are_balanced():
@@ -140,7 +151,7 @@ def test_each_shared_tensor_has_one_holder_and_bytes_are_balanced():
 
 @pytest.fixture
 def whole(tmp_path: Path) -> Path:
-    return write_one(tmp_path).future.result(20).path
+    return write_checkpoint(tmp_path).future.result(20).path
 
 
 def test_checkpoint_loads_weights_without_engines(whole: Path, tmp_path: Path):
@@ -181,7 +192,7 @@ def test_damage_of_any_file_is_named(whole: Path, tmp_path: Path):
 
 @pytest.mark.parametrize("name", ["../../secret", "/etc/passwd", "rank-000.safetensors/../x", "rank-000.pkl"])
 def test_file_names_outside_the_folder_are_refused(whole: Path, name: str):
-    rewritten(whole, lambda head: head["files"].update({name: {"bytes": 1, "digest": ""}}))
+    rewrite_metadata(whole, lambda head: head["files"].update({name: {"bytes": 1, "digest": ""}}))
     with pytest.raises(dtkit.errors.CheckpointError, match="is not a file of a checkpoint"):
         dtkit.Checkpoint(whole)
 
@@ -196,7 +207,7 @@ def test_file_names_outside_the_folder_are_refused(whole: Path, name: str):
         ({"created": None}, "says created='None', which must be a finite number"),
         ({"spec": {}}, "lacks spec/name"),
         ({"spec": []}, r"says spec='\[\]', which must be an object"),
-        ({"spec": {**vars_of(SPEC), "steps_per_epoch": 0}}, "says spec/steps_per_epoch='0', which must be"),
+        ({"spec": {**spec_fields(SPEC), "steps_per_epoch": 0}}, "says spec/steps_per_epoch='0', which must be"),
         ({"facts": {}}, "lacks facts/layout"),
         ({"files": 3}, "says files='3', which must be an object"),
         ({"files": {"rank-000.safetensors": {}}}, "lacks fields that a checkpoint must have"),
@@ -204,7 +215,7 @@ def test_file_names_outside_the_folder_are_refused(whole: Path, name: str):
     ids=str,
 )
 def test_invalid_metadata_fields_are_refused(whole: Path, change: dict[str, Any], expected: str):
-    rewritten(whole, lambda head: head.update(change))
+    rewrite_metadata(whole, lambda head: head.update(change))
     with pytest.raises(dtkit.errors.CheckpointError, match=rf"checkpoint\.json {expected}.*Use an older checkpoint"):
         dtkit.Checkpoint(whole)
     found = dtkit.list_checkpoints(whole.parent)
@@ -213,7 +224,7 @@ def test_invalid_metadata_fields_are_refused(whole: Path, change: dict[str, Any]
 
 @pytest.mark.parametrize("text", ["[]", "[1]", "3", "null", '"digest"'])
 def test_metadata_that_is_not_an_object_breaks_only_its_checkpoint(whole: Path, text: str):
-    other = write_one(whole.parent, 6).future.result(20).path
+    other = write_checkpoint(whole.parent, 6).future.result(20).path
     (whole / "checkpoint.json").write_text(text)
     with pytest.raises(dtkit.errors.CheckpointError, match="not the JSON of a checkpoint"):
         dtkit.Checkpoint(whole)
@@ -237,7 +248,7 @@ def test_an_invalid_path_is_refused_with_the_call(path: Any, kind: type[Exceptio
 
 
 def test_a_folder_that_cannot_be_created_is_reported_with_a_remedy():
-    manager = saver(History(), Path("unused"))
+    manager = make_manager(History(), Path("unused"))
     wanted = CheckpointRequest(Path("/proc/x"), None)
     manager.add_request(wanted)
     assert manager.begin_next(5) is None
@@ -258,18 +269,19 @@ def test_newer_formats_missing_pieces_and_other_models_are_refused(whole: Path):
         dtkit.Checkpoint(whole).check_fits({"y": other[0].weight})
     with pytest.raises(dtkit.errors.CheckpointError, match=r"0.bias is F32 in it and F64 in the model"):
         dtkit.Checkpoint(whole).load_into(net().double())
-    rewritten(whole, lambda head: head["index"]["model/0.weight"]["pieces"].pop())
+    rewrite_metadata(whole, lambda head: head["index"]["model/0.weight"]["pieces"].pop())
     with pytest.raises(dtkit.errors.CheckpointError, match=r"lacks parts of model/0.weight"):
         dtkit.Checkpoint(whole)
-    rewritten(whole, lambda head: head.update(format=99))
+    rewrite_metadata(whole, lambda head: head.update(format=99))
     with pytest.raises(dtkit.errors.CheckpointError, match="has format 99"):
         dtkit.Checkpoint(whole)
 
 
 def test_no_module_that_reads_checkpoints_can_unpickle(root: Path):
     """They import no pickling module, and don't call torch.load."""
-    names = [path.relative_to(root / "dtkit").as_posix() for path in (root / "dtkit/checkpoint").glob("*.py")]
-    names += ["training/resume.py", "engine/state/capture.py", "engine/state/writer.py", "engine/rng.py"]
+    paths = [path for folder in ("checkpoint", "engine/state") for path in (root / "dtkit" / folder).glob("*.py")]
+    names = [path.relative_to(root / "dtkit").as_posix() for path in paths]
+    names += ["training/resume.py", "engine/rng.py"]
     assert "checkpoint/safetensors_file.py" in names
     for name in names:
         tree = ast.parse((root / "dtkit" / name).read_text())
@@ -300,7 +312,7 @@ def test_an_interrupted_save_leaves_the_previous_checkpoint_intact(whole: Path, 
             assert found.verify_files() == []
             shutil.rmtree(left)
     left.mkdir()
-    write_one(tmp_path, 6).future.result(20)
+    write_checkpoint(tmp_path, 6).future.result(20)
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["step-00000005", "step-00000006"]
 
 
@@ -314,10 +326,10 @@ def _dead() -> int:
 KILLED = """
 import sys, pathlib
 sys.path.insert(0, sys.argv[2])
-from tests.support.checkpoints import write_one
+from tests.support.checkpoints import write_checkpoint
 print("ready", flush=True)
 for step in range(100, 10**6):
-    write_one(pathlib.Path(sys.argv[1]), step, keep_last=2).future.result(20)
+    write_checkpoint(pathlib.Path(sys.argv[1]), step, keep_last=2).future.result(20)
 """
 
 
@@ -334,25 +346,25 @@ def test_a_process_killed_while_saving_leaves_complete_checkpoints(whole: Path, 
     found = dtkit.list_checkpoints(tmp_path)
     assert not found.broken
     assert [one.verify_files() for one in found] == [[]] * len(found)
-    saved = write_one(tmp_path, 10**7).future.result(20)
+    saved = write_checkpoint(tmp_path, 10**7).future.result(20)
     assert [path for path in tmp_path.iterdir() if path.name.startswith(".")] == []
     assert dtkit.Checkpoint(tmp_path).path == saved.path
 
 
 def test_keep_last_removes_older_ones_and_none_is_overwritten(tmp_path: Path):
     for step in (10, 5, 5):
-        write_one(tmp_path, step, keep_last=2).future.result(20)
+        write_checkpoint(tmp_path, step, keep_last=2).future.result(20)
     assert [one.path.name for one in dtkit.list_checkpoints(tmp_path)] == ["step-00000005", "step-00000005.2"]
     assert dtkit.Checkpoint(tmp_path).path.name == "step-00000005.2"
 
 
 def test_two_runs_in_one_folder_keep_each_others_checkpoints(tmp_path: Path):
-    saved = [write_one(tmp_path, 1).future.result(20).path]  # by hand: it has no lineage
+    saved = [write_checkpoint(tmp_path, 1).future.result(20).path]  # by hand: it has no lineage
     for step in (5, 10, 15):
         for name in ("first", "second"):
-            manager = saver(History(), tmp_path)
+            manager = make_manager(History(), tmp_path)
             manager.policy = dataclasses.replace(manager.policy, keep_last=2, lineage=(name,))
-            saved.append(write_with(manager, step).future.result(20).path)
+            saved.append(write_due_checkpoint(manager, step).future.result(20).path)
     assert dtkit.list_checkpoints(tmp_path).broken == {}
     assert sorted(one.path for one in dtkit.list_checkpoints(tmp_path)) == sorted([saved[0], *saved[-4:]])
 
@@ -361,23 +373,23 @@ def test_metadata_of_kept_checkpoints_is_read_once(tmp_path: Path, monkeypatch: 
     """The checkpoint.json of a large model takes long to read."""
     read, seen = validation.read_metadata, []
     monkeypatch.setattr(folders, "read_metadata", lambda folder: seen.append(folder) or read(folder))
-    manager = saver(History(), tmp_path)
+    manager = make_manager(History(), tmp_path)
     manager.policy = dataclasses.replace(manager.policy, keep_last=4, lineage=("first",))
-    saved = [write_with(manager, step).future.result(20).path for step in range(5, 35, 5)]
+    saved = [write_due_checkpoint(manager, step).future.result(20).path for step in range(5, 35, 5)]
     assert sorted(seen) == saved
     assert sorted(tmp_path.iterdir()) == saved[-4:]
     shutil.copy(saved[2] / "history.jsonl", saved[-1] / "checkpoint.json")  # a changed file is read again
-    other = saver(History(), tmp_path)
+    other = make_manager(History(), tmp_path)
     other.policy = dataclasses.replace(other.policy, keep_last=1, lineage=("first",))
-    last = write_with(other, 35).future.result(20).path
+    last = write_due_checkpoint(other, 35).future.result(20).path
     assert sorted(tmp_path.iterdir()) == [saved[-1], last]  # a damaged one is not removed
 
 
 def test_two_runs_resumed_from_one_remove_only_its_checkpoints(tmp_path: Path):
     def save(step: int, *line: str) -> Path:
-        manager = saver(History(), tmp_path)
+        manager = make_manager(History(), tmp_path)
         manager.policy = dataclasses.replace(manager.policy, keep_last=2, lineage=line)
-        return write_with(manager, step).future.result(20).path
+        return write_due_checkpoint(manager, step).future.result(20).path
 
     save(5, "root")
     save(10, "root")
@@ -389,7 +401,7 @@ def test_two_runs_resumed_from_one_remove_only_its_checkpoints(tmp_path: Path):
 
 
 def test_a_newest_checkpoint_without_metadata_is_refused(tmp_path: Path):
-    older, newest = (write_one(tmp_path, step).future.result(20).path for step in (5, 10))
+    older, newest = (write_checkpoint(tmp_path, step).future.result(20).path for step in (5, 10))
     (newest / "checkpoint.json").unlink()
     with pytest.raises(
         dtkit.errors.CheckpointError, match=f"{newest.name} can't be used: checkpoint.json .*older checkpoint"
@@ -416,7 +428,7 @@ def test_a_disk_error_fails_only_its_checkpoint(
     history = History()
     monkeypatch.setattr(safetensors_file, "write_tensors", full)
     with pytest.raises(dtkit.errors.CheckpointError, match=f"rank 0 on .*{os.strerror(code)}"):
-        write_one(tmp_path, 6, history=history).future.result(20)
+        write_checkpoint(tmp_path, 6, history=history).future.result(20)
     assert [event.kind for event in history.events] == ["error"]
     assert list(tmp_path.iterdir()) == [whole]
     dtkit.Checkpoint(tmp_path).check_files()
@@ -426,13 +438,13 @@ def test_a_full_disk_is_written_into_the_report(tmp_path: Path):
     """Writes to /dev/full fail."""
     (tmp_path / "rank-000.safetensors").symlink_to("/dev/full")
     assert writer._reserve_report(tmp_path, 0) is None
-    writer._write_files(tmp_path, 0, captured(0))
+    writer._write_files(tmp_path, 0, make_rank_state(0))
     report = json.loads((tmp_path / "report-000.json").read_text())
     assert "No space left on device" in report["error"]
 
 
 def test_checkpoints_are_due_every_n_steps_and_at_the_end(tmp_path: Path):
-    manager = saver(History(), tmp_path)
+    manager = make_manager(History(), tmp_path)
     assert [step for step in range(18) if manager.is_due(step, 17) and manager.begin_next(step)] == [5, 10, 15, 17]
     assert [manager.steps_until_due(step) for step in (0, 4, 5, 7)] == [5, 1, 5, 3]
     manager.reset_to(20)

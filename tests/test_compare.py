@@ -10,12 +10,12 @@ import pytest
 import dtkit
 from dtkit.dashboard.figures import comparison_figure
 from dtkit.dashboard.text import comparison_text
-from tests.support.compared import run
+from tests.support.comparison_sources import make_source
 from tests.support.fake_source import FakeSource
 
 
 def test_the_table_agrees_with_the_histories():
-    plain, eighth = run(), run("ParameterAveraging(every=8)", every=8)
+    plain, eighth = make_source(), make_source("ParameterAveraging(every=8)", every=8)
     comparison = dtkit.compare([plain, eighth])
     first, second = comparison.rows
     assert (first.label, first.nodes, first.steps) == ("DataParallel()", 4, 80)
@@ -29,7 +29,9 @@ def test_the_table_agrees_with_the_histories():
 
 
 def test_the_text_of_a_comparison_is_a_table():
-    header, *lines = repr(dtkit.compare([run(), run("ParameterAveraging(every=8)", every=8)])).splitlines()
+    header, *lines = repr(
+        dtkit.compare([make_source(), make_source("ParameterAveraging(every=8)", every=8)])
+    ).splitlines()
     assert re.split(" {2,}", header) == ["run", *comparison_text.NUMBER_COLUMNS]
     assert lines[0].startswith("DataParallel()  ")
     assert "32 MB" in lines[0]
@@ -38,7 +40,7 @@ def test_the_text_of_a_comparison_is_a_table():
 
 
 def test_the_html_of_a_comparison_is_a_figure_and_an_escaped_table():
-    comparison = dtkit.compare([run(), run("Odd('<script>')")])
+    comparison = dtkit.compare([make_source(), make_source("Odd('<script>')")])
     page = comparison._repr_html_()
     assert '<img src="data:image/png;base64,' in page
     assert page.count("<tr>") == 3
@@ -51,20 +53,20 @@ def test_the_html_of_a_comparison_is_a_figure_and_an_escaped_table():
 
 
 def test_bytes_keep_enough_digits_to_compare_ratios():
-    whole, eighth = dtkit.compare([run(sent=463_000), run("E()", every=8, sent=463_000)]).rows
+    whole, eighth = dtkit.compare([make_source(sent=463_000), make_source("E()", every=8, sent=463_000)]).rows
     assert comparison_text.format_numbers(whole)[3:5] == ("37 MB", "463 kB")
     assert comparison_text.format_numbers(eighth)[3:5] == ("4.63 MB", "57.9 kB")
 
 
 def test_to_pandas_has_a_row_for_each_run():
     pytest.importorskip("pandas")
-    frame = dtkit.compare([run(), run("B()")]).to_pandas()
+    frame = dtkit.compare([make_source(), make_source("B()")]).to_pandas()
     assert list(frame.index) == ["DataParallel()", "B()"]
     assert frame.loc["B()", "sent_bytes"] == 80 * 400_000
 
 
 def test_lines_differ_by_more_than_color():
-    comparison = dtkit.compare([run(f"S{k}()") for k in range(8)])
+    comparison = dtkit.compare([make_source(f"S{k}()") for k in range(8)])
     for ax in comparison.figure().axes:
         looks = {(line.get_marker(), line._unscaled_dash_pattern[1], line.get_color()) for line in ax.get_lines()}
         assert len(looks) == 8
@@ -72,7 +74,7 @@ def test_lines_differ_by_more_than_color():
 
 
 def test_losses_are_drawn_against_steps_and_bytes():
-    one, other = run(steps=40), run("ParameterAveraging(every=8)", every=8, steps=40)
+    one, other = make_source(steps=40), make_source("ParameterAveraging(every=8)", every=8, steps=40)
     steps, sent = dtkit.compare([one, other]).figure().axes
     for by_step, by_bytes in zip(steps.get_lines(), sent.get_lines(), strict=True):
         np.testing.assert_array_equal(by_step.get_ydata(), by_bytes.get_ydata())
@@ -84,7 +86,7 @@ def test_losses_are_drawn_against_steps_and_bytes():
 
 
 def test_very_different_bytes_get_a_logarithmic_axis():
-    figure = dtkit.compare([run(), run("Tiny()", sent=4_000)]).figure()
+    figure = dtkit.compare([make_source(), make_source("Tiny()", sent=4_000)]).figure()
     assert figure.axes[1].get_xscale() == "log"
     figure.canvas.draw()
 
@@ -99,14 +101,14 @@ def test_a_steeply_falling_loss_gets_a_logarithmic_axis():
 
 
 def test_a_long_comparison_is_drawn_from_few_points():
-    steps, sent = dtkit.compare([run(steps=5000)]).figure().axes
+    steps, sent = dtkit.compare([make_source(steps=5000)]).figure().axes
     assert len(steps.get_lines()[0].get_xdata()) <= 64
     assert sent.get_lines()[0].get_xdata()[-1] == 5000 * 400_000
 
 
 def test_runs_without_steps_or_bytes_are_shown():
-    empty, alone = FakeSource(name="Fresh"), run(ranks=1, sent=0)
-    for runs in ([empty], [alone], [empty, alone], [empty, run("B()")]):
+    empty, alone = FakeSource(name="Fresh"), make_source(ranks=1, sent=0)
+    for runs in ([empty], [alone], [empty, alone], [empty, make_source("B()")]):
         comparison = dtkit.compare(runs)
         assert comparison._repr_png_().startswith(b"\x89PNG")
         assert len(repr(comparison).splitlines()) == 1 + len(runs)
@@ -115,14 +117,14 @@ def test_runs_without_steps_or_bytes_are_shown():
 
 
 def test_a_comparison_reads_its_runs_when_it_is_shown():
-    going = run(steps=10)
+    going = make_source(steps=10)
     comparison = dtkit.compare([going])
     going.advance(30)
     assert comparison.rows[0].steps == 40
 
 
 def test_saved_histories_are_compared(tmp_path):
-    source = run(steps=10)
+    source = make_source(steps=10)
     source.history.to_jsonl(tmp_path / "run.jsonl")
     back = dtkit.History.from_jsonl(tmp_path / "run.jsonl")
     before, after = dtkit.compare([source, back]).rows
@@ -133,11 +135,14 @@ def test_saved_histories_are_compared(tmp_path):
 @pytest.mark.parametrize(
     ("runs", "labels"),
     [
-        (lambda: [run("A()"), run("B()")], ["A()", "B()"]),
-        (lambda: [run(name="One"), run(name="Other")], ["One", "Other"]),
-        (lambda: [run("A()"), run("A()", name="X"), run("B()")], ["ConvNet A()", "X A()", "ConvNet B()"]),
-        (lambda: [run("A()"), run("A()")], ["run 1: A()", "run 2: A()"]),
-        (lambda: [run("A()"), run("B()").history], ["run 1: A()", "run 2"]),
+        (lambda: [make_source("A()"), make_source("B()")], ["A()", "B()"]),
+        (lambda: [make_source(name="One"), make_source(name="Other")], ["One", "Other"]),
+        (
+            lambda: [make_source("A()"), make_source("A()", name="X"), make_source("B()")],
+            ["ConvNet A()", "X A()", "ConvNet B()"],
+        ),
+        (lambda: [make_source("A()"), make_source("A()")], ["run 1: A()", "run 2: A()"]),
+        (lambda: [make_source("A()"), make_source("B()").history], ["run 1: A()", "run 2"]),
     ],
 )
 def test_default_labels_are_what_differs_between_runs(runs, labels):
@@ -145,7 +150,7 @@ def test_default_labels_are_what_differs_between_runs(runs, labels):
 
 
 def test_labels_may_be_given():
-    assert list(dtkit.compare([run(), run()], labels=["a", "b"]).labels) == ["a", "b"]
+    assert list(dtkit.compare([make_source(), make_source()], labels=["a", "b"]).labels) == ["a", "b"]
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,13 @@ import pytest
 from tests.support.notebook import (
     CLAIM,
     PREDICTION,
-    Done,
+    ExecutedNotebook,
     check_claims,
     check_memory,
     check_nothing_is_left,
-    code_of,
-    printed,
-    watched,
+    execute_and_watch,
+    join_stream,
+    list_code_cells,
 )
 
 if TYPE_CHECKING:
@@ -39,8 +39,8 @@ def committed(root: Path) -> NotebookNode:
 
 
 @pytest.fixture(scope="module")
-def done(root: Path) -> Done:
-    return watched(root / NOTEBOOK)
+def done(root: Path) -> ExecutedNotebook:
+    return execute_and_watch(root / NOTEBOOK)
 
 
 # -- as it is committed ---------------------------------------------------------------------------------------
@@ -49,7 +49,7 @@ def done(root: Path) -> Done:
 @pytest.fixture
 def claim(committed: NotebookNode) -> Callable[..., str]:
     """The notebook's own `claim`, which then returns what it prints."""
-    (cell,) = [cell for cell in code_of(committed) if "def claim(" in cell.source]
+    (cell,) = [cell for cell in list_code_cells(committed) if "def claim(" in cell.source]
     names: dict[str, Any] = {}
     exec(cell.source, names)
 
@@ -82,17 +82,17 @@ def test_a_claim_is_judged_by_its_formula_not_by_the_prediction(
 # -- executed -------------------------------------------------------------------------------------------------
 
 
-def test_every_claim_passes_and_every_prediction_is_right(done: Done):
+def test_every_claim_passes_and_every_prediction_is_right(done: ExecutedNotebook):
     check_claims(done, least=20)
 
 
-def test_only_the_skewed_partition_warns(done: Done):
-    text = printed(done.notebook, "stderr")
+def test_only_the_skewed_partition_warns(done: ExecutedNotebook):
+    text = join_stream(done.notebook, "stderr")
     assert text.count("Warning") == 1
     assert "UserWarning: the classes of rank 1's rows differ" in text
 
 
-def test_partitions_and_the_step_have_tables_and_pictures(done: Done):
+def test_partitions_and_the_step_have_tables_and_pictures(done: ExecutedNotebook):
     for source in ("\npartition = cluster.partition(", "skewed = cluster.partition("):
         shown = done.outputs(source)[-1].data
         assert "image/png" in shown
@@ -102,18 +102,18 @@ def test_partitions_and_the_step_have_tables_and_pictures(done: Done):
     assert "data:image/png;base64,iVBOR" in page
 
 
-def test_verify_agrees(done: Done):
+def test_verify_agrees(done: ExecutedNotebook):
     assert done.text("run.verify(").startswith("PASS: 48 steps on 2 ranks against one process, float64")
 
 
-def test_plain_means_give_other_parameters(done: Done):
+def test_plain_means_give_other_parameters(done: ExecutedNotebook):
     (difference,) = re.findall(
         r"plain means: the parameters differ by (\S+) after 20 steps", done.text("plain = replay(")
     )
     assert float(difference) > 1e-3
 
 
-def test_the_comparison_shows_every_run(done: Done):
+def test_the_comparison_shows_every_run(done: ExecutedNotebook):
     (shown,) = done.outputs("dtkit.compare(")
     page = shown.data["text/html"]
     assert "data:image/png;base64,iVBOR" in page
@@ -126,7 +126,7 @@ def accuracies(text: str) -> dict[str, float]:
     return {name: float(percent) for percent, name in lines}
 
 
-def test_all_strategies_learn_and_skewed_shards_hurt_only_averaging(done: Done):
+def test_all_strategies_learn_and_skewed_shards_hurt_only_averaging(done: ExecutedNotebook):
     runs = accuracies(done.text("strategies = {"))
     assert len(runs) == 5
     assert min(runs.values()) > 90
@@ -135,7 +135,7 @@ def test_all_strategies_learn_and_skewed_shards_hurt_only_averaging(done: Done):
     assert cut["averaging every 48, cut by digit"] < 85
 
 
-def test_the_straggler_is_named_in_its_picture_and_balance_frees_the_others(done: Done):
+def test_the_straggler_is_named_in_its_picture_and_balance_frees_the_others(done: ExecutedNotebook):
     (equal,), (balanced,) = done.outputs("equal = train_costly("), done.outputs("balanced = train_costly(")
     for output in (equal, balanced):
         assert set(output.data) == {"image/png", "text/plain"}  # the dashboard has become a picture
@@ -147,7 +147,7 @@ def test_the_straggler_is_named_in_its_picture_and_balance_frees_the_others(done
     assert "widget-view" not in nbformat.writes(done.notebook)
 
 
-def test_the_naive_version_is_shown_to_its_end(done: Done):
+def test_the_naive_version_is_shown_to_its_end(done: ExecutedNotebook):
     (output,) = done.outputs("inspect.getsource(")
     source = output.data["text/markdown"]
     assert source.startswith('```python\n"""')
@@ -156,13 +156,13 @@ def test_the_naive_version_is_shown_to_its_end(done: Done):
     assert "return" in source.splitlines()[-2]
 
 
-def test_the_times_of_both_versions_are_reported(done: Done):
+def test_the_times_of_both_versions_are_reported(done: ExecutedNotebook):
     lines = re.findall(r"^(fast|naive) +a step: (\S+) ms, of which (\S+) ms", done.text("blocked_s = "), re.MULTILINE)
     assert [line[0] for line in lines] == ["fast", "naive"]
     assert all(0 < float(blocked) < float(step) for _, step, blocked in lines)
 
 
-def test_plans_show_what_fits(done: Done):
+def test_plans_show_what_fits(done: ExecutedNotebook):
     everything, huge = done.outputs("plan = cluster.plan(")[-1], done.outputs("huge = cluster.plan(")[-1]
     assert "all fit" in everything.data["text/plain"]
     assert "only DataParallel(accumulate=100000000) fits" in huge.data["text/plain"]
@@ -170,9 +170,9 @@ def test_plans_show_what_fits(done: Done):
         assert "data:image/png;base64,iVBOR" in shown.data["text/html"]
 
 
-def test_no_process_is_left(done: Done):
+def test_no_process_is_left(done: ExecutedNotebook):
     check_nothing_is_left(done)
 
 
-def test_memory_of_all_processes_fits_binder(done: Done):
+def test_memory_of_all_processes_fits_binder(done: ExecutedNotebook):
     check_memory(done)

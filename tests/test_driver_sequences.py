@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import dtkit
+from dtkit._util import timeouts
 from dtkit.errors import EngineError, RefusedError, RunError
-from dtkit.rpc import engine_group
-from dtkit.testing import FakeTransport
-from dtkit.training import failures, pending_calls
+from dtkit.testing.fake_transport import FakeTransport
 from dtkit.training.states import STATE_TABLE
 from dtkit.types import State
 
@@ -36,14 +35,13 @@ ACTIONS = st.sampled_from((*COMMANDS * 2, "resume", "resume", *FAULTS, "hold", "
 def short_waits():
     """Waits for ranks that are held are short, so that a sequence takes milliseconds."""
     with contextlib.ExitStack() as patches:
-        for module, name, seconds in (
-            (pending_calls, "_PAUSE_GRACE_S", 0.01),
-            (pending_calls, "_MAX_PAUSE_GRACE_S", 0.01),
-            (pending_calls, "FAILURE_GRACE_S", 0.1),
-            (failures, "GATHER_TIMEOUT_S", 0.1),
-            (engine_group, "FAILURE_GRACE_S", 0.1),
+        for name, seconds in (
+            ("PAUSE_GRACE_S", 0.01),
+            ("MAX_PAUSE_GRACE_S", 0.01),
+            ("FAILURE_GRACE_S", 0.1),
+            ("GATHER_TIMEOUT_S", 0.1),
         ):
-            patches.enter_context(mock.patch.object(module, name, seconds))
+            patches.enter_context(mock.patch.object(timeouts, name, seconds))
         yield
 
 

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from dtkit.engine.observe.step_probe import StepProbe, compute_digest
-from dtkit.engine.session import compute_model_checksum
+from dtkit.engine.observe.step_probe import StepProbe
+from dtkit.engine.observe.tensor_values import compute_digest
+from dtkit.engine.ops.data import compute_model_checksum
 from dtkit.explain.data_parallel import StepExplanation
 
 if TYPE_CHECKING:
@@ -135,7 +136,8 @@ def test_every_number_is_what_one_process_finds(counts):
 
 def in_group(rank: int, store: str, counts: tuple[int, ...]) -> dict[str, Any]:
     """One rank of a real group; the all-reduce is in place, on the very tensors that the microscope was shown."""
-    from dtkit.engine.comm.process_group import Group, find_loopback_interface
+    from dtkit._util.resources import find_loopback_interface
+    from dtkit.engine.comm.process_group import Group
     from dtkit.types import GroupSpec
 
     torch.set_num_threads(1)

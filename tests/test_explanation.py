@@ -13,7 +13,7 @@ import pytest
 from dtkit.dashboard.figures import render, style
 from dtkit.dashboard.text import data_parallel_text
 from dtkit.explain.data_parallel import StepExplanation, max_or_none
-from tests.support.step_reports import RANKS, report, reports, tensor, told
+from tests.support.step_reports import RANKS, make_explanation, make_report, make_reports, make_tensor_report
 
 
 def many(ranks: int, rows: int = 4) -> list[tuple[int, list[int], float]]:
@@ -24,7 +24,7 @@ def many(ranks: int, rows: int = 4) -> list[tuple[int, list[int], float]]:
 
 
 def test_records_by_rank_and_by_layer():
-    step = StepExplanation.from_reports(reports()[::-1])
+    step = StepExplanation.from_reports(make_reports()[::-1])
     assert (step.model, step.step, step.epoch, step.samples, step.weight, step.lr) == ("Net", 7, 1, 8, 8, 0.1)
     assert [(r.rank, r.samples, r.loss, r.share) for r in step.ranks] == [
         (0, 3, 1, 0.375),
@@ -40,7 +40,7 @@ def test_records_by_rank_and_by_layer():
 
 
 def test_all_layers_have_the_norm_of_the_whole_gradient():
-    total = told().all_layers
+    total = make_explanation().all_layers
     assert total.tensors == 2
     assert total.own == (pytest.approx(math.hypot(0.4, 0.4)), pytest.approx(math.hypot(0.5, 0.5)), None)
     assert total.reduced == (pytest.approx(math.hypot(0.3, 0.3)),) * 3
@@ -50,15 +50,15 @@ def test_all_layers_have_the_norm_of_the_whole_gradient():
 def test_the_cosine_of_a_group_is_that_of_its_concatenated_vectors():
     """Own (3, 0 | 0, 4) against reduced (1, 1 | 1, -1), written as two layers."""
     layers = [
-        tensor("a", 3.0, reduced=math.sqrt(2), cosine=1 / math.sqrt(2)),
-        tensor("b", 4.0, reduced=math.sqrt(2), cosine=-1 / math.sqrt(2)),
+        make_tensor_report("a", 3.0, reduced=math.sqrt(2), cosine=1 / math.sqrt(2)),
+        make_tensor_report("b", 4.0, reduced=math.sqrt(2), cosine=-1 / math.sqrt(2)),
     ]
-    step = told(RANKS[:1], tensors=layers)
+    step = make_explanation(RANKS[:1], tensors=layers)
     assert step.all_layers.cosine == (pytest.approx(-1 / (5 * 2)),)
 
 
 def test_ranks_that_differ_are_named():
-    stray = reports()
+    stray = make_reports()
     stray[1]["after"] = "cccccccccccc"
     stray[1]["tensors"][1]["checksum"] = "dddddddddddd"
     step = StepExplanation.from_reports(stray)
@@ -69,17 +69,17 @@ def test_ranks_that_differ_are_named():
 
 
 def test_the_loss_without_any_sample_is_nan():
-    step = StepExplanation.from_reports([report(0, [], None, 1, ("w",))])
+    step = StepExplanation.from_reports([make_report(0, [], None, 1, ("w",))])
     assert math.isnan(step.loss)
     assert "no rank had a sample in this step" in repr(step)
 
 
 def test_an_explanation_becomes_a_data_frame():
-    frame = told().to_pandas()
+    frame = make_explanation().to_pandas()
     assert len(frame) == 2 * 3
     assert frame.groupby("rank").own.sum().tolist() == [pytest.approx(0.8), pytest.approx(1.0), 0]
     first = frame.drop_duplicates("rank")
-    assert (first.share * first.loss).sum() == pytest.approx(told().loss)
+    assert (first.share * first.loss).sum() == pytest.approx(make_explanation().loss)
     assert frame.own.dtype == float
 
 
@@ -95,7 +95,7 @@ def test_an_explanation_becomes_a_data_frame():
     ],
 )
 def test_layers_are_grouped_by_module_as_finely_as_possible(limit, names):
-    step = told(RANKS[:1], ("a.0.w", "a.0.b", "a.1.w", "b.0.w", "b.0.b", "c"))
+    step = make_explanation(RANKS[:1], ("a.0.w", "a.0.b", "a.1.w", "b.0.w", "b.0.b", "c"))
     big = [dataclasses.replace(layer, reduced=(9.0,)) if layer.name == "b.0.w" else layer for layer in step.layers]
     found = dataclasses.replace(step, layers=tuple(big)).group_layers(limit)
     assert [record.name for record in found] == names
@@ -105,7 +105,7 @@ def test_layers_are_grouped_by_module_as_finely_as_possible(limit, names):
 
 def test_a_limit_below_one_is_refused():
     with pytest.raises(ValueError, match="limit=0; it is the number of records to show, from 1 up"):
-        told().group_layers(0)
+        make_explanation().group_layers(0)
 
 
 def test_max_or_none_ignores_none():
@@ -152,42 +152,42 @@ Step 7 of Net on 3 ranks, epoch 2: 8 samples
 
 
 def test_the_text_of_a_step():
-    assert repr(told()) == TEXT.replace("*", TIMES)
+    assert repr(make_explanation()) == TEXT.replace("*", TIMES)
 
 
 def test_the_text_shows_clipping():
-    over, within = repr(told(clip=0.1853)), repr(told(clip=1.0))
+    over, within = repr(make_explanation(clip=0.1853)), repr(make_explanation(clip=1.0))
     assert "Clipping: the norm over all layers, 0.4243, is over the limit: all is multiplied by 0.1853." in over
     assert "Clipping: the norm over all layers is within the limit" in within
-    assert "Clipping" not in repr(told())
+    assert "Clipping" not in repr(make_explanation())
 
 
 def test_the_text_shows_fractional_weights():
-    step = told(RANKS[:2], weight=2.5, share=0.5)
+    step = make_explanation(RANKS[:2], weight=2.5, share=0.5)
     assert f"loss of the step = 0.5000 {TIMES} 1.000 + 0.5000 {TIMES} 2.000 = 1.500" in repr(step)
 
 
 def test_the_text_shows_a_step_without_an_update():
-    text = repr(told(after=None, lr=None, clip=1.0))
+    text = repr(make_explanation(after=None, lr=None, clip=1.0))
     assert "3. No update: the gradients are not finite." in text
     assert "Every rank takes" not in text
     assert "Clipping" not in text
 
 
 def test_the_text_of_one_rank_compares_nothing():
-    text = repr(told(RANKS[:1]))
+    text = repr(make_explanation(RANKS[:1]))
     assert "on 1 rank, epoch 2: 3 samples" in text
     assert "One rank: there is nothing to compare." in text
 
 
 def test_the_text_of_streams_and_of_many_rows():
     rows = [row * 3 for row in range(50)]
-    assert "0, 3, 6, 9, 12, 15, 18, 21, …\n" in repr(told([(0, rows, 1.0)]))
-    assert "of a stream, without numbers" in repr(told(RANKS[:1], rows=None))
+    assert "0, 3, 6, 9, 12, 15, 18, 21, …\n" in repr(make_explanation([(0, rows, 1.0)]))
+    assert "of a stream, without numbers" in repr(make_explanation(RANKS[:1], rows=None))
 
 
 def test_the_text_of_many_ranks_fits_the_page():
-    text = repr(told(many(40)))
+    text = repr(make_explanation(many(40)))
     assert "and 24 more ranks" in text
     assert "smallest own  largest own" in text
     assert f" + … + 4/160 {TIMES} 1.975 = " in text
@@ -195,7 +195,7 @@ def test_the_text_of_many_ranks_fits_the_page():
 
 
 def test_long_names_and_control_characters_are_cleaned():
-    text = repr(told(RANKS[:1], ("encoder." * 9 + "weight", "a\nb\x1b[31m"), model="N" * 400))
+    text = repr(make_explanation(RANKS[:1], ("encoder." * 9 + "weight", "a\nb\x1b[31m"), model="N" * 400))
     assert "…" + ("encoder." * 9 + "weight")[-43:] in text
     assert "a b [31m" in text
     assert "\x1b" not in text
@@ -222,7 +222,7 @@ def test_numbers_have_four_digits(value, text):
 
 
 def test_the_html_has_the_content_of_the_text():
-    page = told()._repr_html_()
+    page = make_explanation()._repr_html_()
     assert 'src="data:image/png;base64,' in page
     for words in ("no sample in this step", "3/8 = 0.3750", "0123456789ab", "identical parameters, bit by bit"):
         assert words in page
@@ -231,7 +231,7 @@ def test_the_html_has_the_content_of_the_text():
 
 
 def test_names_cannot_inject_html():
-    page = told(RANKS[:1], ("<script>alert(1)</script>",), model="<b>Net")._repr_html_()
+    page = make_explanation(RANKS[:1], ("<script>alert(1)</script>",), model="<b>Net")._repr_html_()
     assert "<script" not in page
     assert "<b>Net" not in page
     assert "&lt;script&gt;" in page
@@ -241,13 +241,13 @@ def test_names_cannot_inject_html():
 
 
 def test_the_figure_has_rows_losses_and_gradients():
-    figure = told().figure()
+    figure = make_explanation().figure()
     rows, losses, gradients, columns = figure.axes
     assert [len(lines.get_segments()) for lines in rows.collections] == [3, 5]
     assert [text.get_text() for text in rows.texts] == ["no sample in this step"]
     areas = sum(bar.get_width() * bar.get_height() for bar in losses.patches)
-    assert areas == pytest.approx(told().loss)
-    assert losses.get_lines()[0].get_ydata()[0] == pytest.approx(told().loss)
+    assert areas == pytest.approx(make_explanation().loss)
+    assert losses.get_lines()[0].get_ydata()[0] == pytest.approx(make_explanation().loss)
     bars = {group[0].get_gid(): [bar.get_width() for bar in group] for group in gradients.containers}
     assert bars == {"rank 0": [0.4, 0.4], "rank 1": [0.5, 0.5], "rank 2": [0, 0], "all-reduced": [0.3, 0.3]}
     assert [label.get_text() for label in gradients.get_yticklabels()] == ["0.weight", "0.bias"]
@@ -257,7 +257,7 @@ def test_the_figure_has_rows_losses_and_gradients():
 
 
 def test_the_figure_shows_that_ranks_differ():
-    stray = reports()
+    stray = make_reports()
     stray[2]["after"] = "cccccccccccc"
     stray[2]["tensors"][0] |= {"update": 0.04, "checksum": "cccccccccccc"}
     figure = StepExplanation.from_reports(stray).figure()
@@ -268,7 +268,7 @@ def test_the_figure_shows_that_ranks_differ():
 
 @pytest.mark.parametrize("ranks", [9, 40])
 def test_many_ranks_are_one_bar_from_smallest_to_largest(ranks):
-    figure = told(many(ranks)).figure()
+    figure = make_explanation(many(ranks)).figure()
     spread, reduced = figure.axes[2].containers
     largest_own = 0.4 + (ranks - 1) / 10
     assert [(bar.get_x(), bar.get_x() + bar.get_width()) for bar in spread] == [(0.4, pytest.approx(largest_own))] * 2
@@ -278,15 +278,15 @@ def test_many_ranks_are_one_bar_from_smallest_to_largest(ranks):
 
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_twenty_layers_of_eight_ranks_stay_on_a_page(ranks):
-    figure = told(many(ranks), tuple(f"{k}.weight" for k in range(60))).figure()
+    figure = make_explanation(many(ranks), tuple(f"{k}.weight" for k in range(60))).figure()
     assert len(figure.axes[2].get_yticks()) <= 20
     assert figure.get_figheight() < 12
 
 
 def test_gradients_of_very_different_sizes_get_a_logarithmic_axis():
-    small = [tensor("a", 1e-5, reduced=1e-5), tensor("b", 1.0)]
-    assert told(RANKS[:2], tensors=small).figure().axes[2].get_xscale() == "log"
-    assert told().figure().axes[2].get_xscale() == "linear"
+    small = [make_tensor_report("a", 1e-5, reduced=1e-5), make_tensor_report("b", 1.0)]
+    assert make_explanation(RANKS[:2], tensors=small).figure().axes[2].get_xscale() == "log"
+    assert make_explanation().figure().axes[2].get_xscale() == "linear"
 
 
 STRANGE = {
@@ -295,27 +295,31 @@ STRANGE = {
     "below zero": {"loss": -3.0},
     "zero": {"loss": 0.0},
     "a stream": {"rows": None},
-    "nothing reduced": {"tensors": [tensor("w", None, reduced=None, update=0.0)]},
-    "no gradient at all": {"tensors": [tensor("w", 0.0, reduced=0.0, cosine=None, update=0.0)]},
-    "gradients not finite": {"tensors": [tensor("w", math.inf, reduced=math.nan, cosine=None, update=None)]},
-    "a huge gradient": {"tensors": [tensor("w", 1e300, reduced=1e300), tensor("v", 1e300, reduced=1e300)]},
-    "mathematics": {"model": "$Net_0$", "tensors": [tensor("$a_0", 1.0)]},
+    "nothing reduced": {"tensors": [make_tensor_report("w", None, reduced=None, update=0.0)]},
+    "no gradient at all": {"tensors": [make_tensor_report("w", 0.0, reduced=0.0, cosine=None, update=0.0)]},
+    "gradients not finite": {
+        "tensors": [make_tensor_report("w", math.inf, reduced=math.nan, cosine=None, update=None)]
+    },
+    "a huge gradient": {
+        "tensors": [make_tensor_report("w", 1e300, reduced=1e300), make_tensor_report("v", 1e300, reduced=1e300)]
+    },
+    "mathematics": {"model": "$Net_0$", "tensors": [make_tensor_report("$a_0", 1.0)]},
     "far rows": {"rows": np.array([0, 10**12])},
 }
 
 
 @pytest.mark.parametrize("name", STRANGE)
 def test_unusual_steps_are_drawn_without_a_warning(name):
-    step = told(RANKS[:2], **STRANGE[name])
+    step = make_explanation(RANKS[:2], **STRANGE[name])
     assert render.render_png(step.figure()).startswith(b"\x89PNG")
     assert repr(step).startswith("Step 7 of ")
 
 
 def test_text_needs_neither_torch_nor_matplotlib_and_figures_no_pyplot():
     code = (
-        "import sys; from tests.support.step_reports import told\n"
+        "import sys; from tests.support.step_reports import make_explanation\n"
         "assert 'torch' not in sys.modules\n"
-        "told().figure(); assert 'matplotlib.pyplot' not in sys.modules"
+        "make_explanation().figure(); assert 'matplotlib.pyplot' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
     code = (

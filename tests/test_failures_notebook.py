@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.notebook import Done, check_memory, check_nothing_is_left, code_of, printed, watched
+from tests.support.notebook import (
+    ExecutedNotebook,
+    check_memory,
+    check_nothing_is_left,
+    execute_and_watch,
+    join_stream,
+    list_code_cells,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,28 +33,28 @@ FIRST = "predicted_attached = 4"
 
 
 @pytest.fixture(scope="module", params=[None, FIRST], ids=["run all", "restarted"])
-def done(root: Path, request: pytest.FixtureRequest) -> Done:
-    return watched(root / NOTEBOOK, restart_before=request.param)
+def done(root: Path, request: pytest.FixtureRequest) -> ExecutedNotebook:
+    return execute_and_watch(root / NOTEBOOK, restart_before=request.param)
 
 
-def test_every_claim_holds(done: Done):
-    claims = CLAIM.findall(printed(done.notebook, "stdout"))
-    made = sum(len(re.findall(r"^within\(", cell.source, re.MULTILINE)) for cell in code_of(done.notebook))
+def test_every_claim_holds(done: ExecutedNotebook):
+    claims = CLAIM.findall(join_stream(done.notebook, "stdout"))
+    made = sum(len(re.findall(r"^within\(", cell.source, re.MULTILINE)) for cell in list_code_cells(done.notebook))
     assert len(claims) == made >= 15
     assert [claim for claim in claims if claim[0] != "PASS"] == []
     assert all(float(measured) <= float(limit) for _, _, measured, limit, _ in claims)
-    assert f"{made} of {made} within their limits" in printed(done.notebook, "stdout")
+    assert f"{made} of {made} within their limits" in join_stream(done.notebook, "stdout")
 
 
-def test_the_notebook_shows_who_failed_and_where(done: Done):
-    text = printed(done.notebook, "stdout")
+def test_the_notebook_shows_who_failed_and_where(done: ExecutedNotebook):
+    text = join_stream(done.notebook, "stdout")
     assert re.search(r"repair +node 1 replaced: all go on from step \d+", text)
     assert re.search(r"rank 1 on .*, step 49: ValueError: rank 1 does not like these \d+ rows", text)
     assert "rank 1 is stopped (SIGSTOP)" in text
     assert "KeyboardInterrupt: paused at step" in text
     stacks = "".join(
         output.data["text/plain"]
-        for cell in code_of(done.notebook)
+        for cell in list_code_cells(done.notebook)
         if cell.source == "stacks"
         for output in cell.outputs
     )
@@ -55,22 +62,24 @@ def test_the_notebook_shows_who_failed_and_where(done: Done):
     assert "stopped" in stacks
 
 
-def test_a_new_kernel_or_this_one_takes_over(done: Done, request: pytest.FixtureRequest):
+def test_a_new_kernel_or_this_one_takes_over(done: ExecutedNotebook, request: pytest.FixtureRequest):
     restarted = "[restarted]" in request.node.name
     assert done.text("restarted = ").endswith("a new kernel\n" if restarted else "the kernel was not restarted\n")
     assert done.text("if not restarted:").startswith("killed the kernel of") is not restarted
     assert re.search(r"paused\nstep [\d,]+ of 1,000,000", done.text("dtkit.attach("))
 
 
-def test_its_pictures_are_there(done: Done):
-    cells = [cell for cell in code_of(done.notebook) if cell.source == "run" or cell.source.endswith("\nfigure")]
+def test_its_pictures_are_there(done: ExecutedNotebook):
+    cells = [
+        cell for cell in list_code_cells(done.notebook) if cell.source == "run" or cell.source.endswith("\nfigure")
+    ]
     assert len(cells) == 3
     assert all(any("image/png" in output.get("data", {}) for output in cell.outputs) for cell in cells)
 
 
-def test_nothing_is_left(done: Done):
+def test_nothing_is_left(done: ExecutedNotebook):
     check_nothing_is_left(done, engines=3)
 
 
-def test_it_fits_binder(done: Done):
+def test_it_fits_binder(done: ExecutedNotebook):
     check_memory(done)

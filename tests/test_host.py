@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from dtkit.cluster import resources
+from dtkit._util import resources
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -191,7 +191,7 @@ def test_most_engines_leaves_room_for_the_notebook(tmp_path: Path, monkeypatch: 
 
 def test_looking_at_the_host_does_not_import_torch() -> None:
     code = (
-        "import sys; from dtkit.cluster import resources; resources.compute_default_engines(); "
+        "import sys; from dtkit._util import resources; resources.compute_default_engines(); "
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

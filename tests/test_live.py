@@ -346,7 +346,7 @@ def test_a_stall_is_sent_until_it_ends():
         {
             "kind": "stuck",
             "text": "node 1 is stuck in forward of step 31, and the others wait for it. It is at train.py:12 in "
-            "step. cluster.stacks() shows where all ranks stand",
+            "step. cluster.stacks() shows the position of all ranks",
         }
     ]
     assert content["status"]["message"] == ""  # said once
@@ -368,7 +368,7 @@ def test_a_stall_of_all_nodes_is_shown_and_a_straggler_is_not_stuck():
     source.stick(None, seconds=75.0)
     content = MessageBuilder(source).build_snapshot().content
     assert {tile["label"]: tile for tile in content["tiles"]}["nodes"]["note"] == "⊘ no node moves: 1 min 15 s"
-    assert content["remarks"][0]["text"] == "no node moves. cluster.stacks() shows where all ranks stand"
+    assert content["remarks"][0]["text"] == "no node moves. cluster.stacks() shows the position of all ranks"
     assert content["nodes_now"]["stuck"] == []
     source.stall_report = dataclasses.replace(source.stall_report, kind="straggler", rank=2)
     content = MessageBuilder(source).build_snapshot().content

@@ -21,18 +21,16 @@ from dtkit.engine.data.batches import ShardedBatches, Shards
 from dtkit.engine.data.iterable import IterableBatches, StreamSource, accepts_rank, is_iterable_only
 from dtkit.engine.data.loader import (
     LoadedBatches,
-    LoadingOptions,
-    PrefetchLoader,
-    SyncLoader,
-    WorkerLoader,
     load_evaluation_batches,
     make_loader,
     make_row_batches,
     make_stream_batches,
 )
+from dtkit.engine.data.prefetch_loader import PrefetchLoader, SyncLoader
 from dtkit.engine.data.sources import ArraySource, DatasetSource, as_source, load_source
+from dtkit.engine.data.worker_loader import WorkerLoader
 from dtkit.mesh import Mesh
-from dtkit.types import JobPlan
+from dtkit.types import JobPlan, LoadingOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -429,7 +427,7 @@ def test_steps_can_be_repeated_and_skipped_but_not_revisited():
     assert numbers(stream.load_batches(0)) == first
     assert stream.count_samples(0) == stream.count_samples(0) == (8, 8)
     assert sorted(*numbers(stream.load_batches(3))) == list(range(48, 64))
-    with pytest.raises(ValueError, match="stands at step 3 and can't go back to step 2"):
+    with pytest.raises(ValueError, match="is at step 3 and can't go back to step 2"):
         stream.count_samples(2)
 
 

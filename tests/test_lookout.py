@@ -9,7 +9,8 @@ import pytest
 
 from dtkit.health.detector import DetectorConfig, StallDetector
 from dtkit.health.diagnosis import Diagnosis, RankObservation, diagnose, find_straggler
-from dtkit.health.status import EngineStatus, Frame
+from dtkit.health.frames import Frame
+from dtkit.health.status import EngineStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -184,8 +185,8 @@ def test_what_is_told_names_rank_phase_step_and_line(world: World):
     assert found.location == "net.py:14 in forward"
     assert found.text == (
         "rank 1 keeps the others waiting: it has been in forward of step 12 for 6 s, and has not begun the collective "
-        "that they are in. It stands at net.py:14 in forward. cluster.stacks() shows where all ranks stand; "
-        "cluster.interrupt() ends what they do"
+        "that they are in. It is at net.py:14 in forward. cluster.stacks() shows the position of all ranks; "
+        "cluster.interrupt() ends their calls"
     )
 
 

@@ -153,7 +153,7 @@ def check(network: nn.Module, inputs: torch.Tensor, batch_size: int, loss_fn: Lo
 def test_batch_norm_refuses_a_single_sample():
     network = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
     with pytest.raises(
-        ValueError, match=r"1 \(BatchNorm1d\) can't normalise one sample, and step 2 .* rank (0|1) just"
+        ValueError, match=r"1 \(BatchNorm1d\) can't normalize one sample, and step 2 .* rank (0|1) just"
     ):
         check(network, torch.zeros(21, 4), 10)
     assert network.training

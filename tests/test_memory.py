@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from dtkit.engine.memory import PeakMemoryTracker, count_storage_bytes
+from dtkit.engine.memory import PeakMemoryTracker
+from dtkit.engine.observe.tensor_values import count_storage_bytes
 from dtkit.planning.cost_model import Benchmark
 from dtkit.planning.memory_report import Memory, MemoryRow, MemoryUsage
 from dtkit.planning.plan import Plan, PlanRow
-from tests.support.memory_reports import MB, held
+from tests.support.memory_reports import MB, make_usage
 
 
 def planned(strategy: str = "Sharded()", ranks: int = 2) -> Plan:
@@ -32,29 +33,29 @@ def memory(*reports: MemoryUsage, plan: Plan | None = None) -> Memory:
 
 
 def test_activations_are_the_rest_of_the_peak():
-    row = MemoryRow.from_usage(0, held(sent_model=10 * MB), None)
+    row = MemoryRow.from_usage(0, make_usage(sent_model=10 * MB), None)
     assert row.activations == 20 * MB
     assert row.peak == row.total == 110 * MB
     assert row.limit == 160 * MB  # the model as it was sent lies beside what the job could have
 
 
 def test_the_peak_is_unknown_without_a_step_or_a_measurement():
-    row = MemoryRow.from_usage(0, held(process_growth=None, limit=None), None)
+    row = MemoryRow.from_usage(0, make_usage(process_growth=None, limit=None), None)
     assert (row.peak, row.activations, row.limit) == (None, None, None)
     assert row.total == 80 * MB
-    found = memory(held(process_growth=None, limit=None))
+    found = memory(make_usage(process_growth=None, limit=None))
     assert found.peak is None
     assert "limit" not in repr(found)
     assert [t.get_text() for t in found.figure().axes[0].texts] == ["no step yet"]
 
 
 def test_a_process_that_grew_less_than_its_tensors_still_holds_them():
-    row = MemoryRow.from_usage(0, held(process_growth=70 * MB), None)
+    row = MemoryRow.from_usage(0, make_usage(process_growth=70 * MB), None)
     assert (row.activations, row.peak) == (0, 80 * MB)
 
 
 def test_the_table_shows_planned_below_measured_memory():
-    found = memory(held(), held(process_growth=120 * MB), plan=planned())
+    found = memory(make_usage(), make_usage(process_growth=120 * MB), plan=planned())
     head, *lines = [re.sub(" +", " ", line) for line in repr(found).splitlines()[1:6]]
     assert head == "rank peak as sent parameters gradients optimizer activations limit"
     assert lines[0] == "0 100 MB 0 B 20 MB 20 MB 40 MB 20 MB 150 MB"
@@ -66,7 +67,7 @@ def test_the_table_shows_planned_below_measured_memory():
 
 
 def test_the_figure_has_measured_and_planned_bars_and_limits():
-    ax = memory(held(), held(process_growth=120 * MB), plan=planned()).figure().axes[0]
+    ax = memory(make_usage(), make_usage(process_growth=120 * MB), plan=planned()).figure().axes[0]
     bars = {gid: [b for b in ax.patches if b.get_gid() == gid] for gid in ("measured", "planned")}
     ends = [max(b.get_x() + b.get_width() for b in bars["measured"] if round(b.get_y()) == k) for k in (0, 1)]
     assert ends == pytest.approx([100, 120])
@@ -76,13 +77,13 @@ def test_the_figure_has_measured_and_planned_bars_and_limits():
 
 
 def test_distant_limits_are_left_out_of_the_figure():
-    ax = memory(held(limit=10_000 * MB)).figure().axes[0]
+    ax = memory(make_usage(limit=10_000 * MB)).figure().axes[0]
     assert not [line for line in ax.lines if line.get_gid() == "limit"]
     assert ax.get_xlim()[1] < 200
 
 
 def test_of_many_ranks_those_with_most_memory_are_shown():
-    found = memory(*(held(process_growth=(100 + k) * MB) for k in range(40)))
+    found = memory(*(make_usage(process_growth=(100 + k) * MB) for k in range(40)))
     lines = repr(found).splitlines()
     assert re.match(r"24 +124 MB", lines[2])
     assert lines[-1] == "and 24 more ranks, which held less"
@@ -91,17 +92,17 @@ def test_of_many_ranks_those_with_most_memory_are_shown():
 
 def test_a_plan_of_another_model_or_cluster_is_refused():
     with pytest.raises(ValueError, match=r"is not in this plan; choose one of DataParallel\(\)"):
-        memory(held(), held(), plan=planned("DataParallel()"))
+        memory(make_usage(), make_usage(), plan=planned("DataParallel()"))
     with pytest.raises(ValueError, match="the plan is for Net on 4 ranks, and this run trains Net on 2"):
-        memory(held(), held(), plan=planned(ranks=4))
+        memory(make_usage(), make_usage(), plan=planned(ranks=4))
 
 
 def test_memory_becomes_a_data_frame():
     pd = pytest.importorskip("pandas")
-    frame = memory(held(), held(), plan=planned()).to_pandas()
+    frame = memory(make_usage(), make_usage(), plan=planned()).to_pandas()
     assert isinstance(frame, pd.DataFrame)
     assert frame["planned_activations"].tolist() == [30 * MB] * 2
-    assert memory(held()).to_pandas()["planned_peak"].tolist() == [None]
+    assert memory(make_usage()).to_pandas()["planned_peak"].tolist() == [None]
 
 
 # -- on an engine ---------------------------------------------------------------------------------------------

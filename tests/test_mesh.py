@@ -30,8 +30,8 @@ def test_peers_along_an_axis():
 def test_degrees_that_don_t_make_the_world():
     with pytest.raises(ValueError, match=r"dp 2 x pp 3 = 6, but there are 4 ranks") as error:
         Mesh({"dp": 2, "pp": 3}).check(4)
-    assert "nearest: dp 2 x pp 2; dp 1 x pp 4" in str(error.value)
-    with pytest.raises(ValueError, match="nearest: dp 2 x tp 2; dp 1 x tp 4"):  # both are as near
+    assert "work with 4: dp 2 x pp 2; dp 1 x pp 4" in str(error.value)
+    with pytest.raises(ValueError, match="work with 4: dp 2 x tp 2; dp 1 x tp 4"):  # both are as near
         Mesh({"dp": 1, "tp": 2}).check(4)
     assert Mesh({"dp": 2, "pp": 2}).check(4).size == 4
 

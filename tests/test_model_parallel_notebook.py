@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.notebook import Done, check_claims, check_memory, check_nothing_is_left, code_of, printed, watched
+from tests.support.notebook import (
+    ExecutedNotebook,
+    check_claims,
+    check_memory,
+    check_nothing_is_left,
+    execute_and_watch,
+    join_stream,
+    list_code_cells,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,19 +27,19 @@ PICTURE = "data:image/png;base64,iVBOR"
 
 
 @pytest.fixture(scope="module")
-def done(root: Path) -> Done:
-    return watched(root / NOTEBOOK)
+def done(root: Path) -> ExecutedNotebook:
+    return execute_and_watch(root / NOTEBOOK)
 
 
-def test_every_claim_passes_and_every_prediction_is_right(done: Done):
+def test_every_claim_passes_and_every_prediction_is_right(done: ExecutedNotebook):
     check_claims(done, least=20)
 
 
-def test_nothing_warns(done: Done):
-    assert printed(done.notebook, "stderr") == ""
+def test_nothing_warns(done: ExecutedNotebook):
+    assert join_stream(done.notebook, "stderr") == ""
 
 
-def test_a_model_that_does_not_fit_is_planned_and_refused(done: Done):
+def test_a_model_that_does_not_fit_is_planned_and_refused(done: ExecutedNotebook):
     shown = done.outputs("plan = cluster.plan(")[-1].data
     assert "3 of 4 strategies fit" in shown["text/plain"]
     assert PICTURE in shown["text/html"]
@@ -41,7 +49,7 @@ def test_a_model_that_does_not_fit_is_planned_and_refused(done: Done):
     )
 
 
-def test_each_strategy_is_explained(done: Done):
+def test_each_strategy_is_explained(done: ExecutedNotebook):
     for source, text in (
         ("strategy=pipeline, start=False", "What arrived is what was sent, bit by bit: all 16 tensors."),
         ("strategy=tensor_parallel, start=False", "All ranks made the same collectives"),
@@ -52,11 +60,11 @@ def test_each_strategy_is_explained(done: Done):
         assert PICTURE in page
 
 
-def test_memory_is_shown_next_to_the_plan(done: Done):
+def test_memory_is_shown_next_to_the_plan(done: ExecutedNotebook):
     for name in ("pipeline", "tensor", "sharded"):
         (shown,) = [
             output.data
-            for cell in code_of(done.notebook)
+            for cell in list_code_cells(done.notebook)
             if cell.source.endswith(f'\nmemory["{name}"]') or cell.source == f'memory["{name}"]'
             for output in cell.outputs[-1:]
         ]
@@ -64,21 +72,21 @@ def test_memory_is_shown_next_to_the_plan(done: Done):
         assert PICTURE in shown["text/html"]
 
 
-def test_both_timelines_are_drawn(done: Done):
+def test_both_timelines_are_drawn(done: ExecutedNotebook):
     for source in ('measure(8, "GPipe")', 'measure(8, "1F1B")'):
         shown = done.outputs(source)[-1].data
         assert "image/png" in shown
         assert "11.1% by the formula" in shown["text/plain"]
 
 
-def test_the_three_strategies_are_compared(done: Done):
+def test_the_three_strategies_are_compared(done: ExecutedNotebook):
     lines = done.text("peak memory   sent per step").splitlines()
     assert [line.split()[0] for line in lines[1:]] == ["pipeline", "tensor", "sharded"]
 
 
-def test_no_process_is_left(done: Done):
+def test_no_process_is_left(done: ExecutedNotebook):
     check_nothing_is_left(done)
 
 
-def test_memory_of_all_processes_fits_binder(done: Done):
+def test_memory_of_all_processes_fits_binder(done: ExecutedNotebook):
     check_memory(done)

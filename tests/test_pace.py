@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dtkit.training.dispatch import MAX_GROWTH, TARGET_DISPATCH_S, DispatchSizer
+from dtkit._util import timeouts
+from dtkit.training.dispatch import MAX_GROWTH, DispatchSizer
 
 
 def settled(step_s: float, send_s: float = 0.0) -> DispatchSizer:
@@ -22,7 +23,7 @@ def test_it_begins_with_one_step():
 
 @pytest.mark.parametrize("step_s", [1e-5, 1e-4, 1e-3, 0.02, 0.1])
 def test_a_dispatch_comes_to_last_its_time(step_s):
-    assert settled(step_s).next_steps * step_s == pytest.approx(TARGET_DISPATCH_S, rel=0.11)
+    assert settled(step_s).next_steps * step_s == pytest.approx(timeouts.TARGET_DISPATCH_S, rel=0.11)
 
 
 @pytest.mark.parametrize("step_s", [0.5, 2.0, 60.0])
@@ -41,7 +42,7 @@ def test_it_grows_at_most_fourfold_at_a_time():
 def test_it_shrinks_at_once():
     pace = settled(0.001)
     pace.on_result(500, 0.1)
-    assert pace.next_steps == round(TARGET_DISPATCH_S / 0.1)
+    assert pace.next_steps == round(timeouts.TARGET_DISPATCH_S / 0.1)
     pace.on_result(8, 10.0)
     assert pace.next_steps == 1
 
@@ -55,7 +56,7 @@ def test_one_slow_sending_does_not_count_for_much():
     pace = settled(0.01, send_s=0.001)
     pace.on_sent(0.2)
     pace.on_result(pace.next_steps, 0.01)
-    assert pace.next_steps * 0.01 <= TARGET_DISPATCH_S
+    assert pace.next_steps * 0.01 <= timeouts.TARGET_DISPATCH_S
 
 
 def test_two_are_in_flight_unless_steps_are_slow():

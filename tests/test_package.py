@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import os
 import re
 import subprocess
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import pytest
 
 import dtkit
-from tests.support.syntax import unmarked
+from tests.support.syntax import find_marker_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 VIEWS = {"IPython", "ipyparallel", "ipywidgets", "anywidget", "matplotlib"}
 FORBIDDEN = {  # a file or folder of dtkit/, the longest match counts -> what it never imports, however late
     "engine": VIEWS,
+    "engine/entrypoint.py": VIEWS - {"IPython"},
     "strategies": VIEWS,
     "dashboard": {"torch", "ipyparallel"},
     "training": {"torch", "ipyparallel"},
@@ -35,6 +37,7 @@ FORBIDDEN = {  # a file or folder of dtkit/, the longest match counts -> what it
     "mesh.py": {"torch", "ipyparallel"},
     "planning/cost_model.py": {"torch", "ipyparallel", "numpy"},
     "cluster/transport.py": set(),
+    "cluster/launchers": set(),
     "integrations": set(),
     "": {"ipyparallel"},
 }
@@ -203,7 +206,7 @@ def test_a_missing_and_a_stale_mark_are_found(tmp_path: Path):
     code = "def f():\n    # sleeps: why\n    sleep(1)\n    sleep(2)\n# sleeps: why\nx = 1\n"
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "a.py").write_text(code)
-    found = unmarked(tmp_path / "code", _is_sleep, "sleeps")
+    found = find_marker_errors(tmp_path / "code", _is_sleep, "sleeps")
     assert found == ["code/a.py:4 needs '# sleeps: why'", "code/a.py:6 has a stale '# sleeps:'"]
 
 
@@ -310,7 +313,7 @@ def _is_sleep(node: ast.AST) -> bool:
     ids=["broad excepts", "silent reports", "sleeps"],
 )
 def test_each_exception_gives_its_reason(root: Path, folder: str, sees: Callable[[ast.AST], bool], marker: str):
-    assert unmarked(root / folder, sees, marker) == []
+    assert find_marker_errors(root / folder, sees, marker) == []
 
 
 # -- what installs it ------------------------------------------------------------------------------------
@@ -368,3 +371,93 @@ def _split(requirement: str) -> tuple[str, str]:
 def _normal(name: str) -> str:
     """A distribution's name as package indexes compare it."""
     return re.sub(r"[-_.]+", "-", name).lower()
+
+
+# -- packages, circles, sizes --------------------------------------------------------------------------------
+
+LAYERS = [  # bottom to top; the longest entry that fits a module counts
+    "_util",
+    "types",
+    "errors",
+    "mesh",
+    "schedules",
+    "health",
+    "data.sharding",
+    "data.step_counts",
+    "data.partition",
+    "data.partition_view",
+    "data.columns",
+    "history",
+    "checkpoint",
+    "explain",
+    "planning.layer_chain",
+    "planning.cost_model",
+    "planning.plan",
+    "planning.memory_report",
+    "rpc",
+    "dashboard",
+    "engine.comm",
+    "engine.observe",
+    "engine.data",
+    "engine.state",
+    "strategies",
+    "engine",
+    "data",
+    "planning",
+    "training",
+    "cluster",
+    "testing",
+    "demo",
+]
+
+
+@pytest.fixture(scope="module")
+def graph(imports: dict[str, list[Import]]) -> dict[str, set[str]]:
+    """Modules of dtkit that each one imports, without the leading "dtkit."; late and type-only imports too."""
+    modules = {_module(file) for file in imports if not file.endswith("__init__.py")}  # packages hold a docstring only
+    edges = {}
+    for file, lines in imports.items():
+        names = {line.module.removeprefix("dtkit.") for line in lines if line.module.startswith("dtkit.")}
+        edges[_module(file)] = (names & modules) - {_module(file)}
+    return edges
+
+
+def test_a_package_imports_only_what_is_below_it(graph: dict[str, set[str]]):
+    up = [
+        f"{module} imports {other}"
+        for module, others in graph.items()
+        for other in others
+        if _height(other) > _height(module)
+    ]
+    assert up == []
+
+
+def test_no_modules_import_each_other_in_a_circle(graph: dict[str, set[str]]):
+    sorter = graphlib.TopologicalSorter(graph)
+    sorter.prepare()  # raises CycleError with the circle
+
+
+def test_no_file_or_class_is_too_long(root: Path):
+    long = []
+    for path in sorted((root / "dtkit").rglob("*.py")):
+        text = path.read_text()
+        name = path.relative_to(root).as_posix()
+        long += [f"{name}: {text.count(chr(10))} lines"] * (text.count("\n") > 400)
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ClassDef):
+                functions = [part for part in node.body if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef)]
+                methods = [part.name for part in functions if not part.decorator_list]  # a property is an attribute
+                public = {method for method in methods if not method.startswith("_")}
+                long += [f"{name}: {node.name} has {len(public)} public methods"] * (len(public) > 25)
+    assert long == []
+
+
+def _module(file: str) -> str:
+    """Return "rpc.payload" for "rpc/payload.py", and "rpc" for "rpc/__init__.py"."""
+    return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def _height(module: str) -> int:
+    """Return a module's place in LAYERS."""
+    fits = [entry for entry in LAYERS if f"{module}.".startswith(f"{entry}.")]
+    return LAYERS.index(max(fits, key=len)) if fits else len(LAYERS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dtkit.engine.node_info import Clock
+from dtkit.engine.observe.clock import Clock
 from dtkit.engine.observe.phase_timer import (
     BETWEEN_PHASES,
     PhaseTimer,

@@ -19,7 +19,7 @@ from dtkit.strategies.pipeline import layer_costs
 from dtkit.strategies.pipeline.cut import StageCut, balance_stages, even_out_ranks, find_layer_chain, find_named_starts
 from dtkit.strategies.pipeline.trace import split_model
 from tests.support import nets
-from tests.support.cuts import best
+from tests.support.best_cut import find_smallest_maximum
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -31,7 +31,7 @@ def test_slowest_stage_is_as_fast_as_possible(costs, parts):
     cut = StageCut(tuple("abcdefg"[: len(costs)]), LayerCosts(tuple(costs)), starts)
     assert starts[0] == 0
     assert all(len(stage) for stage in cut.stages)
-    assert max(cut.compute_stage_cost(k) for k in range(parts)) == best(costs, parts)
+    assert max(cut.compute_stage_cost(k) for k in range(parts)) == find_smallest_maximum(costs, parts)
 
 
 @pytest.mark.parametrize("parts", [2, 3, 4])
@@ -42,7 +42,7 @@ def test_costs_around_the_layers_are_balanced(before, after, parts):
     cut = StageCut(tuple("abcdefgh"), costs, balance_stages(costs.per_layer, parts))
     stage_costs = [cut.compute_stage_cost(k) for k in range(parts)]
     assert sum(stage_costs) == 8 + before + after
-    assert max(stage_costs) == best([1 + before, *(1.0,) * 6, 1 + after], parts)
+    assert max(stage_costs) == find_smallest_maximum([1 + before, *(1.0,) * 6, 1 + after], parts)
     assert max(stage_costs) < max(before + 8 // parts, after + 8 // parts)  # the cut by blocks alone
 
 
@@ -57,7 +57,7 @@ def test_even_out_ranks_balances_ranks_with_several_stages(stage_ranks):
         loads(costs, starts, stage_ranks),
         loads(costs, even_out_ranks(costs, starts, stage_ranks), stage_ranks),
     )
-    assert max(after.stages) == max(before.stages) == best(costs, len(stage_ranks))
+    assert max(after.stages) == max(before.stages) == find_smallest_maximum(costs, len(stage_ranks))
     assert max(after.ranks) <= max(before.ranks)
     assert max(after.ranks) - min(after.ranks) <= max(1.0, max(after.stages) - min(costs))
     assert min(map(len, after.places)) > 0
@@ -94,7 +94,7 @@ def test_layers_of_unequal_cost_are_cut_well(parts):
     costs = layer_costs.measure_seconds(model, [torch.randn(64, 16)], CPU)
     cut = StageCut(tuple(map(str, range(10))), costs, balance_stages(costs.per_layer, parts))
     assert max(costs.layers) > 5 * min(costs.layers)
-    assert max(cut.compute_stage_cost(k) for k in range(parts)) <= 1.15 * best(costs.per_layer, parts)
+    assert max(cut.compute_stage_cost(k) for k in range(parts)) <= 1.15 * find_smallest_maximum(costs.per_layer, parts)
 
 
 def test_layers_of_a_sequential_are_its_children():
@@ -168,7 +168,9 @@ def test_model_with_a_large_vocabulary_is_cut_well(by, parts):
     """Compared with every contiguous cut on the same measurements."""
     model, tokens = Decoder(vocabulary=5000, width=32, blocks=9), torch.zeros(4, 16, dtype=torch.long)
     cut = dtkit.Pipeline(parts, parts, balance_by=by).plan_for(model, tokens)
-    assert max(cut.compute_stage_cost(k) for k in range(parts)) <= 1.15 * best(cut.costs.per_layer, parts)
+    assert max(cut.compute_stage_cost(k) for k in range(parts)) <= 1.15 * find_smallest_maximum(
+        cut.costs.per_layer, parts
+    )
     assert len(cut.stages[-1]) < 3  # a head is as expensive as all of the blocks
     assert cut.costs.after_layers > sum(cut.costs.layers[-3:])
 

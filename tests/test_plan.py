@@ -15,7 +15,7 @@ from torch import nn
 import dtkit
 from dtkit.dashboard.text import plan_text
 from dtkit.engine import benchmark as measure
-from dtkit.engine import dry_run, memory, memory_limit
+from dtkit.engine import dry_run, memory, memory_limit, trial_training
 from dtkit.planning import fit_check
 from dtkit.planning.cost_model import Benchmark, Cost, LinearFit, MemoryBudget, compute_ring_bytes, divide_memory
 from dtkit.planning.layer_chain import LayerChain, LayerCosts
@@ -24,8 +24,8 @@ from dtkit.strategies.averaging import OuterSGD, ParameterAveraging
 from dtkit.strategies.loss import Loss
 from dtkit.strategies.meta_copy import copy_to_meta, count_bytes
 from dtkit.strategies.naive import NaiveDataParallel
-from dtkit.testing import FakeTransport
-from tests.support.plans import LINKS, MB, benchmark, facts, plan
+from dtkit.testing.fake_transport import FakeTransport
+from tests.support.plans import LINKS, MB, make_benchmark, make_plan, make_profile
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,7 +52,7 @@ def test_a_ring_all_reduce_sends_twice_all_but_its_own_part(ranks: int, sent: in
 
 
 def test_all_reduce_times_are_interpolated():
-    found = benchmark()
+    found = make_benchmark()
     assert found.estimate_all_reduce_s(8) == found.estimate_all_reduce_s(1) == 1e-4
     assert found.estimate_all_reduce_s(1000) == pytest.approx(1e-3)
     assert found.estimate_all_reduce_s(3000) == pytest.approx(2e-3)
@@ -81,7 +81,7 @@ def test_memory_shares_include_limits_swap_and_reusable_memory():
 
 
 def test_data_parallel_costs_a_replica_and_an_all_reduce():
-    cost = dtkit.DataParallel().estimate_cost(facts(), LINKS)
+    cost = dtkit.DataParallel().estimate_cost(make_profile(), LINKS)
     assert (cost.parameters, cost.gradients, cost.optimizer_state) == (100 * MB, 80 * MB, 160 * MB)
     assert cost.persistent_bytes == 340 * MB
     assert cost.activations == cost.transient_bytes == 50 * MB
@@ -90,15 +90,15 @@ def test_data_parallel_costs_a_replica_and_an_all_reduce():
     assert (
         cost.exposed_communication_s
         == pytest.approx(LINKS.estimate_all_reduce_s(80 * MB))
-        == NaiveDataParallel().estimate_cost(facts(), LINKS).exposed_communication_s
+        == NaiveDataParallel().estimate_cost(make_profile(), LINKS).exposed_communication_s
     )
 
 
 def test_backward_hides_all_but_the_last_bucket():
     hiding = dataclasses.replace(LINKS, overlap=1.0)
     last = LINKS.estimate_all_reduce_s(25 * 2**20)
-    assert dtkit.DataParallel().estimate_cost(facts(), hiding).exposed_communication_s == pytest.approx(last)
-    short = facts(backward_s=LinearFit(0.01, 0.0))
+    assert dtkit.DataParallel().estimate_cost(make_profile(), hiding).exposed_communication_s == pytest.approx(last)
+    short = make_profile(backward_s=LinearFit(0.01, 0.0))
     assert dtkit.DataParallel().estimate_cost(short, hiding).exposed_communication_s == pytest.approx(
         LINKS.estimate_all_reduce_s(80 * MB) - 0.01
     )
@@ -111,23 +111,25 @@ LAYERS = LayerChain(
 
 
 def test_a_pipeline_costs_its_stages():
-    equal = [dtkit.Pipeline(2, 4).estimate_cost(facts(rank=rank), LINKS) for rank in (0, 1)]
+    equal = [dtkit.Pipeline(2, 4).estimate_cost(make_profile(rank=rank), LINKS) for rank in (0, 1)]
     assert [cost.parameters for cost in equal] == [50 * MB, 50 * MB]
     assert equal[0].activations > equal[1].activations  # 1F1B: the first rank holds more micro-batches
-    known = [dtkit.Pipeline(2, 4).estimate_cost(facts(rank=rank, layer_chain=LAYERS), LINKS) for rank in (0, 1)]
+    known = [dtkit.Pipeline(2, 4).estimate_cost(make_profile(rank=rank, layer_chain=LAYERS), LINKS) for rank in (0, 1)]
     assert [cost.parameters for cost in known] == [70 * MB, 30 * MB]  # cut in a | b by time; before them lie 4 of 10
     assert [cost.gradients for cost in known] == [56 * MB, 24 * MB]
     assert [cost.sent_bytes for cost in known] == [0.0, 0.0]  # nobody knows what comes out of layers
     handing = dataclasses.replace(LAYERS, output_bytes=(100.0, 200.0, 300.0, 400.0))
     sent = [
-        dtkit.Pipeline(2, 4).estimate_cost(facts(rank=rank, layer_chain=handing), LINKS).sent_bytes for rank in (0, 1)
+        dtkit.Pipeline(2, 4).estimate_cost(make_profile(rank=rank, layer_chain=handing), LINKS).sent_bytes
+        for rank in (0, 1)
     ]
     assert sent == [16 * 300, 16 * 300]  # of 16 rows forward, and gradients as large back: cut behind c
     looped = dtkit.Pipeline(2, 4, "Interleaved1F1B")
-    sent = [looped.estimate_cost(facts(rank=rank, layer_chain=handing), LINKS).sent_bytes for rank in (0, 1)]
+    sent = [looped.estimate_cost(make_profile(rank=rank, layer_chain=handing), LINKS).sent_bytes for rank in (0, 1)]
     assert sent == [16 * 600, 16 * 600]  # three borders, each between both ranks
     named = [
-        dtkit.Pipeline(2, 4, split=["b"]).estimate_cost(facts(rank=rank, layer_chain=LAYERS), LINKS) for rank in (0, 1)
+        dtkit.Pipeline(2, 4, split=["b"]).estimate_cost(make_profile(rank=rank, layer_chain=LAYERS), LINKS)
+        for rank in (0, 1)
     ]
     assert [cost.parameters for cost in named] == [50 * MB, 50 * MB]
     assert named[0].compute_s > known[0].compute_s  # its second stage has 5/6 of the work
@@ -136,14 +138,14 @@ def test_a_pipeline_costs_its_stages():
 def test_a_pipeline_holds_row_independent_activations_once():
     fixed, per_row = (
         [
-            dtkit.Pipeline(2, 4).estimate_cost(facts(rank=rank, activations=line, gradient_shapes=()), LINKS)
+            dtkit.Pipeline(2, 4).estimate_cost(make_profile(rank=rank, activations=line, gradient_shapes=()), LINKS)
             for rank in (0, 1)
         ]
         for line in (LinearFit(10 * MB, 0), LinearFit(0, 5 * MB))
     )
     assert [cost.activations for cost in fixed] == [5 * MB, 5 * MB]
     assert [cost.activations for cost in per_row] == [2 * 4 * 5 * MB // 2, 4 * 5 * MB // 2]  # 1F1B: two and one
-    uneven = facts(rows=9, activations=LinearFit(0, 5 * MB), gradient_shapes=())
+    uneven = make_profile(rows=9, activations=LinearFit(0, 5 * MB), gradient_shapes=())
     assert (
         dtkit.Pipeline(2, 4).estimate_cost(uneven, LINKS).activations == 5 * 5 * MB
     )  # of 18 rows in four, five at a time
@@ -155,7 +157,7 @@ def test_a_pipeline_has_a_buffer_for_each_micro_batch():
         for rank in (0, 1):
             strategy = dtkit.Pipeline(2, 4, schedule)
             with_, without = (
-                strategy.estimate_cost(facts(rank=rank, layer_chain=layers), LINKS)
+                strategy.estimate_cost(make_profile(rank=rank, layer_chain=layers), LINKS)
                 for layers in (handing, dataclasses.replace(handing, output_bytes=()))
             )
             assert with_.activations - without.activations == 16 * expected[rank]
@@ -166,7 +168,7 @@ def test_a_pipeline_has_a_buffer_for_each_micro_batch():
 def test_gradients_in_flight_count_as_activations(schedule: str, times: int):
     """Two in halves: of a matrix of a million numbers in twenty million."""
     known, unknown = (
-        dtkit.Pipeline(2, 4, schedule).estimate_cost(facts(gradient_shapes=shapes), LINKS)
+        dtkit.Pipeline(2, 4, schedule).estimate_cost(make_profile(gradient_shapes=shapes), LINKS)
         for shapes in (((1000, 1000), *[(1_000_000,)] * 19), ())
     )
     assert known.activations - unknown.activations == times * 4 * MB
@@ -174,54 +176,56 @@ def test_gradients_in_flight_count_as_activations(schedule: str, times: int):
 
 def test_an_untimed_pipeline_is_cut_into_equal_numbers_of_layers():
     untimed = dataclasses.replace(LAYERS, seconds=None)
-    found = [dtkit.Pipeline(2, 4).estimate_cost(facts(rank=rank, layer_chain=untimed), LINKS) for rank in (0, 1)]
+    found = [dtkit.Pipeline(2, 4).estimate_cost(make_profile(rank=rank, layer_chain=untimed), LINKS) for rank in (0, 1)]
     assert [cost.parameters for cost in found] == [60 * MB, 40 * MB]
-    assert found[0].compute_s == pytest.approx(dtkit.Pipeline(2, 4).estimate_cost(facts(), LINKS).compute_s, rel=0.02)
-    numbers = dtkit.Pipeline(2, 4, balance_by="parameters").estimate_cost(facts(layer_chain=untimed), LINKS)
+    assert found[0].compute_s == pytest.approx(
+        dtkit.Pipeline(2, 4).estimate_cost(make_profile(), LINKS).compute_s, rel=0.02
+    )
+    numbers = dtkit.Pipeline(2, 4, balance_by="parameters").estimate_cost(make_profile(layer_chain=untimed), LINKS)
     assert numbers.parameters == 50 * MB  # a stage of what lies before and one layer
 
 
 def test_tensor_parallel_costs_follow_its_plan():
     model = nn.Sequential(nn.Linear(10, 30), nn.ReLU(), nn.Linear(30, 10), nn.ReLU(), nn.Linear(10, 1000))
     strategy = dtkit.TensorParallel(2)
-    cost = strategy.estimate_cost(facts(model=model), LINKS)
+    cost = strategy.estimate_cost(make_profile(model=model), LINKS)
     rows = strategy.plan_for(model).rows
     assert cost.parameters == round(100 * MB * sum(r.local_parameters for r in rows) / sum(r.parameters for r in rows))
     shapes = tuple(tuple(p.shape) for p in model.parameters())
     assert (
-        cost.parameters > strategy.estimate_cost(facts(gradient_shapes=shapes), LINKS).parameters
+        cost.parameters > strategy.estimate_cost(make_profile(gradient_shapes=shapes), LINKS).parameters
     )  # as if the last one were cut, too
 
 
 def test_accumulation_needs_fewer_activations_and_more_gradients():
-    cost = dtkit.DataParallel(accumulate=4).estimate_cost(facts(), LINKS)
+    cost = dtkit.DataParallel(accumulate=4).estimate_cost(make_profile(), LINKS)
     assert cost.activations == 20 * MB
     assert cost.gradients == 160 * MB
     assert cost.compute_s == pytest.approx(4 * (0.01 + 0.02 + 0.02 + 0.04) + 0.005)
 
 
 def test_compression_sends_less():
-    assert dtkit.DataParallel(compress="bf16").estimate_cost(facts(), LINKS).sent_bytes == 40 * MB
-    thin = dtkit.DataParallel(compress="powersgd").estimate_cost(facts(), LINKS)
+    assert dtkit.DataParallel(compress="bf16").estimate_cost(make_profile(), LINKS).sent_bytes == 40 * MB
+    thin = dtkit.DataParallel(compress="powersgd").estimate_cost(make_profile(), LINKS)
     assert thin.sent_bytes == 4 * (2 * 2000 + 19_000_000)  # the matrix as two thin ones, the vector as it is
     assert thin.gradients > 160 * MB  # what was left out is kept
 
 
 def test_averaging_sends_less_and_an_outer_optimizer_has_more_state():
-    plain = ParameterAveraging(every=8).estimate_cost(facts(), LINKS)
+    plain = ParameterAveraging(every=8).estimate_cost(make_profile(), LINKS)
     assert plain.sent_bytes == 10 * MB
     assert plain.exposed_communication_s == pytest.approx(LINKS.estimate_all_reduce_s(80 * MB) / 8)
-    outer = ParameterAveraging(every=8, outer=OuterSGD()).estimate_cost(facts(), LINKS)
+    outer = ParameterAveraging(every=8, outer=OuterSGD()).estimate_cost(make_profile(), LINKS)
     assert (
         outer.optimizer_state - plain.optimizer_state == 2 * 80 * MB
     )  # the parameters of the last averaging, and momentum
 
 
 def test_a_step_waits_for_the_slowest_rank():
-    slow = facts(forward_s=LinearFit(0.02, 0.02), backward_s=LinearFit(0.04, 0.04))
-    costs = [dtkit.DataParallel().estimate_cost(f, LINKS) for f in (facts(), slow)]
+    slow = make_profile(forward_s=LinearFit(0.02, 0.02), backward_s=LinearFit(0.04, 0.04))
+    costs = [dtkit.DataParallel().estimate_cost(f, LINKS) for f in (make_profile(), slow)]
     rows = build_rows(
-        "DataParallel()", [facts(), slow], costs, [MemoryBudget("a", 1000 * MB), MemoryBudget("b", 400 * MB)]
+        "DataParallel()", [make_profile(), slow], costs, [MemoryBudget("a", 1000 * MB), MemoryBudget("b", 400 * MB)]
     )
     assert [row.step_s for row in rows] == pytest.approx([costs[1].compute_s + costs[0].exposed_communication_s] * 2)
     assert rows[0].needed == 490 * MB
@@ -232,23 +236,23 @@ def test_a_step_waits_for_the_slowest_rank():
 
 
 def test_a_plan_lists_the_strategies_that_fit():
-    assert plan().fitting == ("DataParallel()", "ParameterAveraging(every=4)")
-    tight = plan(free=500 * MB)
+    assert make_plan().fitting == ("DataParallel()", "ParameterAveraging(every=4)")
+    tight = make_plan(free=500 * MB)
     assert tight.fitting == ("DataParallel()",)
     assert "only DataParallel() fits" in repr(tight)
-    assert "none fit" in repr(plan(free=100 * MB))
+    assert "none fit" in repr(make_plan(free=100 * MB))
     assert len(tight.get_rows(dtkit.DataParallel())) == 2
     with pytest.raises(ValueError, match="is not in this plan; choose one of DataParallel"):
         tight.get_rows("Pipeline()")
 
 
 def test_a_plan_is_shown_as_text_and_html():
-    lines = repr(plan(free=500 * MB)).splitlines()
+    lines = repr(make_plan(free=500 * MB)).splitlines()
     assert len(lines) == 1 + 1 + 4 + 1
     assert len({len(line) for line in lines[1:6]}) == 1
     assert "490 MB" in lines[2]
     assert "NO" in lines[4]
-    page = plan(model="<b>")._repr_html_()
+    page = make_plan(model="<b>")._repr_html_()
     assert "&lt;b&gt;" in page
     assert "<b>" not in page
     assert page.count("<tr>") == 5
@@ -256,33 +260,35 @@ def test_a_plan_is_shown_as_text_and_html():
 
 
 def test_a_plan_of_many_ranks_shows_the_tightest_one():
-    many = plan(ranks=12)
+    many = make_plan(ranks=12)
     assert len(repr(many).splitlines()) == 1 + 1 + 2 + 2
     assert "least to spare" in repr(many)
     assert len(many.to_pandas()) == 24
 
 
 def test_a_plan_shows_the_answer_before_its_parts():
-    head = plan_text._make_table(plan()).header
+    head = plan_text._make_table(make_plan()).header
     assert head[:6] == ["strategy", "rank", "samples", "needed", "free", "fits"]
     assert head[6:12] == [name for _, name in plan_text.MEMORY_PARTS]
 
 
 def test_html_aligns_names_to_the_left_and_keeps_units_with_numbers():
-    page = plan()._repr_html_()
+    page = make_plan()._repr_html_()
     cells = re.findall(r'<t[hd] style="([^"]*)">', page)
-    assert len(cells) == 5 * len(plan_text._make_table(plan()).header)
+    assert len(cells) == 5 * len(plan_text._make_table(make_plan()).header)
     names = [style for style in cells if "text-align: left" in style]
     assert len(names) == 5
     assert all("white-space: nowrap" in style for style in cells if style not in names)
 
 
 def test_a_long_list_of_fitting_strategies_is_counted():
-    rows = [dataclasses.replace(row, strategy=f"Long{k}({'x' * 40})") for k in range(3) for row in plan().rows[:2]]
+    rows = [dataclasses.replace(row, strategy=f"Long{k}({'x' * 40})") for k in range(3) for row in make_plan().rows[:2]]
     tight = [dataclasses.replace(row, free=row.needed - 1) for row in rows[4:]]
-    some = dataclasses.replace(plan(), rows=tuple(rows[:4] + tight))
+    some = dataclasses.replace(make_plan(), rows=tuple(rows[:4] + tight))
     assert repr(some).splitlines()[0].endswith("on 2 ranks: 2 of 3 strategies fit")
-    one = dataclasses.replace(plan(), rows=tuple([dataclasses.replace(r, strategy="x" * 61) for r in rows[:2]] + tight))
+    one = dataclasses.replace(
+        make_plan(), rows=tuple([dataclasses.replace(r, strategy="x" * 61) for r in rows[:2]] + tight)
+    )
     assert repr(one).splitlines()[0].endswith(": 1 of 2 strategies fits")
 
 
@@ -299,9 +305,9 @@ def test_a_plan_figure_of_any_size_has_short_numbers_and_no_overlaps(size: float
             **{field: int(getattr(row, field) * size) for field in parts},
             **{field: getattr(row, field) * time for field in times},
         )
-        for row in plan().rows
+        for row in make_plan().rows
     ]
-    figure = dataclasses.replace(plan(), rows=tuple(rows)).figure()
+    figure = dataclasses.replace(make_plan(), rows=tuple(rows)).figure()
     figure.canvas.draw()
     for ax, name in zip(figure.axes, (unit, other), strict=True):
         assert ax.get_title(loc="right").split(",")[0] == name
@@ -313,24 +319,26 @@ def test_a_plan_figure_of_any_size_has_short_numbers_and_no_overlaps(size: float
 
 
 def test_bars_of_a_plan_figure_add_up():
-    figure = plan(free=500 * MB).figure()
+    figure = make_plan(free=500 * MB).figure()
     memory_axes, time_axes = figure.axes
     widths = [patch.get_width() for patch in memory_axes.patches]
-    assert sum(widths) == pytest.approx(sum(rows[0].needed for rows in map(plan().get_rows, plan().strategies)) / 1e6)
+    assert sum(widths) == pytest.approx(
+        sum(rows[0].needed for rows in map(make_plan().get_rows, make_plan().strategies)) / 1e6
+    )
     assert sum("does not fit" in text.get_text() for text in memory_axes.texts) == 1
     assert len([line for line in memory_axes.lines if line.get_gid() == "free"]) == 2
     assert len(time_axes.patches) == 4
 
 
 def test_a_plan_becomes_a_data_frame():
-    frame = plan().to_pandas()
+    frame = make_plan().to_pandas()
     assert list(frame.strategy.unique()) == ["DataParallel()", "ParameterAveraging(every=4)"]
     assert frame.fits.all()
     assert (frame.needed <= frame.free).all()
 
 
 def test_a_benchmark_is_shown_as_text_html_and_figure():
-    found = benchmark(3)
+    found = make_benchmark(3)
     assert "Benchmark of 3 ranks, gloo: 3 GFLOP/s in float32 together" in repr(found)
     assert "data:image/png" in found._repr_html_()
     latency, width, rate = found.figure().axes
@@ -341,7 +349,7 @@ def test_a_benchmark_is_shown_as_text_html_and_figure():
 
 
 def test_a_benchmark_of_one_rank_has_no_links():
-    alone = benchmark(1, all_reduce=())
+    alone = make_benchmark(1, all_reduce=())
     assert math.isnan(alone.all_reduce_bytes_s)
     assert "all-reduce" not in repr(alone)
     assert alone.figure().axes[0].texts[0].get_text() == "one rank has no links"
@@ -408,7 +416,7 @@ OBJECTIVE = Loss(nn.CrossEntropyLoss(), None)
 
 
 def full() -> Any:
-    return measure._make_autocast(CPU)
+    return trial_training.make_autocast(CPU)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -508,7 +516,7 @@ def test_autocast_makes_activations_smaller():
     rows = (512,)
     wide = dry_run.estimate_peaks(deep, OBJECTIVE, batch(3, 64), rows, CPU, full)[0]
     thin = dry_run.estimate_peaks(
-        deep, OBJECTIVE, batch(3, 64), rows, CPU, lambda: measure._make_autocast(CPU, "bf16")
+        deep, OBJECTIVE, batch(3, 64), rows, CPU, lambda: trial_training.make_autocast(CPU, "bf16")
     )[0]
     assert thin.nbytes < 0.7 * wide.nbytes
 
@@ -681,7 +689,7 @@ def test_parts_in_a_refusal_add_up(cluster: dtkit.Cluster, engines: FakeTranspor
     strategy = dtkit.Pipeline(1, 4, replicas=2)
     refusal = r"it needs 355 kB .*\(parameters 88\.8 kB, gradients 88\.8 kB, optimizer state 178 kB\)"
     with pytest.raises(ValueError, match=refusal):  # the model as it was sent is mapped
-        fit_check.check_fits(cluster, perceptron(), adam, strategy)
+        fit_check.check_fits(cluster._engine_group, perceptron(), adam, strategy)
 
 
 def test_unknown_traffic_is_noted_and_not_shown_as_zero(cluster: dtkit.Cluster):
@@ -715,7 +723,7 @@ def test_a_benchmark_is_cached(cluster: dtkit.Cluster, engines: FakeTransport):
     assert ask(cluster).benchmark is found
     assert cluster.benchmark(remeasure=True) is not found
     assert cluster.benchmark("float64") is not cluster.benchmark()
-    asked = [args["dtype"] for _, op, args in engines.served_requests if op == "measure" and args["what"] == "links"]
+    asked = [args["dtype"] for _, op, args in engines.served_requests if op == "measure_links"]
     assert asked == ["float32"] * 4 + ["float64"] * 2
     with pytest.raises(ValueError, match="dtype='int8'"):
         cluster.benchmark("int8")
@@ -726,7 +734,7 @@ def test_a_model_that_may_not_fit_takes_no_real_step(cluster: dtkit.Cluster, eng
     found = ask(cluster)
     assert found.fitting == ()
     assert any("no step was taken" in note for note in found.notes)
-    assert "times" not in {args["what"] for _, op, args in engines.served_requests if op == "measure"}
+    assert "measure_step_times" not in {op for _, op, _ in engines.served_requests}
 
 
 # Per rank: 89 kB as sent, to train, and as gradients; AdamW keeps twice that.
@@ -734,29 +742,31 @@ NEEDED = 5 * BYTES + STEPS
 
 
 def test_a_model_that_fits_for_certain_needs_one_call(cluster: dtkit.Cluster, engines: FakeTransport):
-    fit_check.check_fits(cluster, perceptron(), adam, dtkit.DataParallel())
-    assert [args["what"] for _, op, args in engines.served_requests if op == "measure"] == ["room"] * 2
+    fit_check.check_fits(cluster._engine_group, perceptron(), adam, dtkit.DataParallel())
+    assert [op for _, op, _ in engines.served_requests if op.startswith("measure")] == ["measure_available_memory"] * 2
 
 
 def test_a_training_is_refused_only_for_persistent_memory(cluster: dtkit.Cluster, engines: FakeTransport):
     engines.memory_free = 2 * NEEDED  # both engines share it
-    fit_check.check_fits(cluster, perceptron(), adam, dtkit.DataParallel())
+    fit_check.check_fits(cluster._engine_group, perceptron(), adam, dtkit.DataParallel())
     engines.memory_free = 2 * NEEDED - 4
     refusal = r"Sequential does not fit rank 0 with DataParallel\(\): it needs 444 kB .*the model as sent 88.8 kB, "
     with pytest.raises(
         ValueError, match=refusal + r".*optimizer state 178 kB\), and 444 kB are free.*These would fit: Sharded"
     ):
-        fit_check.check_fits(cluster, perceptron(), adam, dtkit.DataParallel())
-    fit_check.check_fits(cluster, perceptron(), sgd, dtkit.DataParallel())  # keeps nothing
-    fit_check.check_fits(cluster, perceptron(), adam, dtkit.DataParallel(find_unused_parameters=True))  # who knows
+        fit_check.check_fits(cluster._engine_group, perceptron(), adam, dtkit.DataParallel())
+    fit_check.check_fits(cluster._engine_group, perceptron(), sgd, dtkit.DataParallel())  # keeps nothing
+    fit_check.check_fits(
+        cluster._engine_group, perceptron(), adam, dtkit.DataParallel(find_unused_parameters=True)
+    )  # who knows
     copies = cluster.broadcast(perceptron())
-    fit_check.check_fits(cluster, copies, adam, dtkit.DataParallel())  # is there already
+    fit_check.check_fits(cluster._engine_group, copies, adam, dtkit.DataParallel())  # is there already
 
 
 def test_a_refusal_names_strategies_that_fit(cluster: dtkit.Cluster, engines: FakeTransport):
     engines.memory_free = 2 * NEEDED + 2 * BYTES
     with pytest.raises(ValueError, match=r"These would fit: DataParallel\(\), ParameterAveraging"):
-        fit_check.check_fits(cluster, perceptron(), adam, ParameterAveraging(outer=OuterSGD(lr=0.5)))
+        fit_check.check_fits(cluster._engine_group, perceptron(), adam, ParameterAveraging(outer=OuterSGD(lr=0.5)))
 
 
 def test_an_optimizer_without_an_estimate_does_not_refuse_a_training(cluster: dtkit.Cluster, engines: FakeTransport):
@@ -764,10 +774,10 @@ def test_an_optimizer_without_an_estimate_does_not_refuse_a_training(cluster: dt
         return torch.optim.SGD(parameters, lr=float(parameters[0].sum()))
 
     engines.memory_free = 2 * NEEDED - 4
-    fit_check.check_fits(cluster, perceptron(), looks, dtkit.DataParallel())
+    fit_check.check_fits(cluster._engine_group, perceptron(), looks, dtkit.DataParallel())
 
 
 def test_a_cost_has_every_part():
-    cost = Cost.for_replica(facts(overhead=LinearFit(0, MB)), sent_bytes=0, exposed_s=0, micro_batches=2)
+    cost = Cost.for_replica(make_profile(overhead=LinearFit(0, MB)), sent_bytes=0, exposed_s=0, micro_batches=2)
     assert cost.overhead == 4 * MB
     assert cost.transient_bytes == max(cost.activations, cost.temporaries) == 30 * MB

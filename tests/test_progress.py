@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from dtkit._util import timeouts
 from dtkit.dashboard.text import progress
 
 
@@ -34,8 +35,8 @@ class Screen(io.StringIO):
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "SHOW_AFTER_S", 0.01)
-    monkeypatch.setattr(progress, "REFRESH_INTERVAL_S", 0.01)
+    monkeypatch.setattr(timeouts, "PROGRESS_DELAY_S", 0.01)
+    monkeypatch.setattr(timeouts, "PROGRESS_INTERVAL_S", 0.01)
 
 
 def on(monkeypatch: pytest.MonkeyPatch, screen: Any) -> Any:

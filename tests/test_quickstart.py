@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import nbformat
 import pytest
 
-from tests.support.notebook import Done, check_memory, check_nothing_is_left, printed, watched
+from tests.support.notebook import ExecutedNotebook, check_memory, check_nothing_is_left, execute_and_watch, join_stream
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,38 +19,38 @@ NOTEBOOK = "notebooks/01_quickstart.ipynb"
 
 
 @pytest.fixture(scope="module")
-def done(root: Path) -> Done:
-    return watched(root / NOTEBOOK)
+def done(root: Path) -> ExecutedNotebook:
+    return execute_and_watch(root / NOTEBOOK)
 
 
-def test_the_cluster_is_a_table_of_two_ranks(done: Done):
+def test_the_cluster_is_a_table_of_two_ranks(done: ExecutedNotebook):
     *_, head, first, second = done.text("cluster = dtkit.Cluster(2").splitlines()
     assert head.split()[:3] == ["rank", "engine", "id"]
     assert (first.split()[0], second.split()[0]) == ("0", "1")
     assert "<table>" in done.outputs("cluster = dtkit.Cluster(2")[-1].data["text/html"]
 
 
-def test_the_shards_hold_all_rows_except_the_held_out_ones(done: Done):
+def test_the_shards_hold_all_rows_except_the_held_out_ones(done: ExecutedNotebook):
     shards = re.search(r"sizes=\((\d+), (\d+)\)", done.text("cluster.partition("))
     assert shards
     assert sum(map(int, shards.groups())) == 1797 - 297
     assert "image/png" in done.outputs("cluster.partition(")[-1].data
 
 
-def test_replicas_are_identical(done: Done):
+def test_replicas_are_identical(done: ExecutedNotebook):
     checksums = re.findall(r"rank \d+\s+([0-9a-f]{8,})", done.text("cluster.broadcast("))
     assert len(checksums) == 2
     assert len(set(checksums)) == 1
 
 
-def test_single_steps_take_half_the_batch_from_each_shard(done: Done):
+def test_single_steps_take_half_the_batch_from_each_shard(done: ExecutedNotebook):
     rows = [line.split() for line in done.text("run.step(2)").strip().splitlines()[1:]]
     assert [row[1:4] for row in rows] == [[str(s), str(r), "32"] for s in range(3) for r in range(2)]
     losses = [float(row[4]) for row in rows]
     assert all(a != b for a, b in zip(losses[::2], losses[1::2], strict=True))  # "each rank's own loss differs"
 
 
-def test_the_dashboard_becomes_a_picture(done: Done):
+def test_the_dashboard_becomes_a_picture(done: ExecutedNotebook):
     (output,) = done.outputs("run.resume()")
     assert set(output.data) == {"image/png", "text/plain"}
     assert output.data["image/png"].startswith("iVBOR")  # a PNG, in base64
@@ -59,11 +59,11 @@ def test_the_dashboard_becomes_a_picture(done: Done):
     assert "widget-view" not in nbformat.writes(done.notebook)
 
 
-def test_stderr_is_empty(done: Done):
-    assert printed(done.notebook, "stderr") == ""
+def test_stderr_is_empty(done: ExecutedNotebook):
+    assert join_stream(done.notebook, "stderr") == ""
 
 
-def test_accuracy_is_over_95_percent_on_held_out_rows(done: Done):
+def test_accuracy_is_over_95_percent_on_held_out_rows(done: ExecutedNotebook):
     accuracy = re.search(r"accuracy on (\d+) held-out rows: (\S+)%", done.text("run.evaluate("))
     assert accuracy
     assert accuracy[1] == "297"
@@ -74,11 +74,11 @@ def test_accuracy_is_over_95_percent_on_held_out_rows(done: Done):
     )  # the model in the notebook is the one on the engines
 
 
-def test_it_equals_training_in_one_process(done: Done):
+def test_it_equals_training_in_one_process(done: ExecutedNotebook):
     assert done.text("run.verify(").startswith("PASS: 20 steps on 2 ranks against one process")
 
 
-def test_throughput_of_one_and_two_engines_is_reported(done: Done):
+def test_throughput_of_one_and_two_engines_is_reported(done: ExecutedNotebook):
     lines = re.findall(
         r"(\d+) samples per update: 1 engine (\S+) samples/s, 2 engines (\S+) samples/s, ratio (\S+)",
         done.text("def samples_per_second"),
@@ -94,9 +94,9 @@ def test_throughput_of_one_and_two_engines_is_reported(done: Done):
         assert ("closer to the number of engines" in conclusion) == (float(lines[1][3]) > float(lines[0][3]))
 
 
-def test_no_process_is_left(done: Done):
+def test_no_process_is_left(done: ExecutedNotebook):
     check_nothing_is_left(done)
 
 
-def test_memory_of_all_processes_fits_binder(done: Done):
+def test_memory_of_all_processes_fits_binder(done: ExecutedNotebook):
     check_memory(done)

@@ -124,5 +124,5 @@ def test_what_is_no_scheduler():
     with pytest.raises(TypeError, match="scheduler\\(optimizer\\) returned int; it must return a torch scheduler"):
         rates(lambda o: 3)
     other = SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
-    with pytest.raises(ValueError, match="holds another optimiser than the one that the function was given"):
+    with pytest.raises(ValueError, match="has another optimizer than the one that the function was given"):
         rates(lambda _: lr_scheduler.StepLR(other, 3))

@@ -29,8 +29,8 @@ def history() -> History:
 
 @pytest.fixture
 def recorder(history: History) -> Recorder:
-    ranks = types.SimpleNamespace(clock_offsets=[0.0, 100.0, 200.0])  # three hosts, whose clocks differ
-    return Recorder(ranks, history)
+    membership = types.SimpleNamespace(clock_offsets=[0.0, 100.0, 200.0])  # three hosts, whose clocks differ
+    return Recorder(types.SimpleNamespace(membership=membership), history)
 
 
 def test_waiting_is_told_on_one_clock(recorder: Recorder, history: History):
@@ -40,7 +40,7 @@ def test_waiting_is_told_on_one_clock(recorder: Recorder, history: History):
 
 def test_waiting_for_another_stage_is_no_communication():
     history = History(ranks_per_replica=2)
-    recorder = Recorder(types.SimpleNamespace(clock_offsets=[0.0, 100.0]), history)
+    recorder = Recorder(types.SimpleNamespace(membership=types.SimpleNamespace(clock_offsets=[0.0, 100.0])), history)
     advances = []
     for rank, (phase, begin, end) in enumerate([("send forward", 3.0, 4.0), ("receive forward", 101.0, 103.5)]):
         sent = [(step, MESSAGE_PHASES.index(phase), rank, 0, begin + 10 * step, end + 10 * step) for step in range(3)]
@@ -87,7 +87,7 @@ def one_host(history: History) -> Recorder:
     """Of a run of which 4 steps were read."""
     for rank in range(2):
         history.append(np.asarray(left(rank, 0, 4)[0].rows))
-    return Recorder(types.SimpleNamespace(clock_offsets=None), history)
+    return Recorder(types.SimpleNamespace(membership=types.SimpleNamespace(clock_offsets=None)), history)
 
 
 def test_of_what_was_left_unread_each_step_is_recorded_once(one_host: Recorder, history: History):

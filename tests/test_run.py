@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import signal
 import threading
@@ -14,15 +15,17 @@ import torch
 from torch import nn
 
 import dtkit
+from dtkit._util import timeouts
 from dtkit.checkpoint.manager import CheckpointRequest
 from dtkit.dashboard.text import run_text
-from dtkit.errors import RefusedError
+from dtkit.errors import RefusedError, RunError
 from dtkit.health.stall_report import StallReport
-from dtkit.rpc import engine_group as ranks
-from dtkit.testing import FakeTransport
-from dtkit.training import pending_calls
+from dtkit.rpc.protocol import GroupOperations, make_call
+from dtkit.rpc.replacement import replace_lost_ranks
+from dtkit.testing.fake_transport import FakeTransport
+from dtkit.training.task import Task
 from dtkit.types import Evaluation, Failure, Reply, State
-from tests.support.waiting import until as watched
+from tests.support.waiting import wait_until as watched
 
 ROWS = torch.zeros(64, 2), torch.zeros(64, dtype=torch.int64)
 
@@ -68,10 +71,10 @@ def test_an_interrupt_before_the_waiting_has_begun_pauses_the_run_too(cluster, m
 
 
 def test_a_timeout_names_the_call_and_the_silent_ranks_lost_ones_first(cluster, monkeypatch):
-    monkeypatch.setattr(ranks, "FAILURE_GRACE_S", 0.01)
+    monkeypatch.setattr(timeouts, "FAILURE_GRACE_S", 0.01)
     gone: Future[Reply] = Future()
     gone.set_result(Reply(failure=Failure(1, "?", "EngineLost", "rank 1 is gone", "", kind="lost")))
-    replies = cluster.gather_replies([Future(), gone], 10_000_000)
+    replies = cluster._engine_group.gather_replies([Future(), gone], 10_000_000)
     error = dtkit.errors.EngineError([reply.failure for reply in replies])
     assert error.cause.kind == "lost"
     assert "no answer within 0 s" in str(error)
@@ -136,7 +139,7 @@ def test_a_group_that_another_call_formed_anew_does_not_end_the_run(cluster, eng
     engines.hold_requests()
     run.resume()
     threading.Timer(0.05, engines.release_requests).start()
-    cluster.form_process_group()  # what is in flight belongs to the generation before
+    cluster._engine_group.membership.form_process_group()  # what is in flight belongs to the generation before
     run.wait(10)
     assert run.status.state is State.COMPLETED
     assert list(run.history.totals()["step"]) == list(range(300))
@@ -152,7 +155,7 @@ def test_a_failure_ends_the_run_with_the_cause_on_top_and_the_cluster_usable(clu
     assert "rank 0 only lost its peer" in str(caught.value)
     assert run.status.state is State.FAILED
     assert run.history.num_steps == 3
-    assert cluster.generation == 1
+    assert cluster._engine_group.membership.generation == 1
     again = train(cluster)
     again.wait(10)
     assert again.status.state is State.COMPLETED
@@ -335,8 +338,8 @@ def test_pause_waits_for_what_is_in_flight(cluster, engines):
 @pytest.fixture
 def gracious(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pause has all the time to take effect before anything is broken off."""
-    monkeypatch.setattr(pending_calls, "_PAUSE_GRACE_S", 600.0)
-    monkeypatch.setattr(pending_calls, "_MAX_PAUSE_GRACE_S", 600.0)
+    monkeypatch.setattr(timeouts, "PAUSE_GRACE_S", 600.0)
+    monkeypatch.setattr(timeouts, "MAX_PAUSE_GRACE_S", 600.0)
 
 
 def under_way(cluster: dtkit.Cluster, engines: FakeTransport) -> dtkit.Run:
@@ -395,7 +398,7 @@ def test_who_is_stuck_is_named_while_another_rank_has_failed_already(cluster, en
 
 
 def test_an_interrupt_before_the_first_one_has_paused_is_a_second_one(cluster, engines, monkeypatch):
-    monkeypatch.setattr("dtkit.training.run_waiting._PAUSE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(timeouts, "INTERRUPTED_CELL_TIMEOUT_S", 0.1)
     run = train(cluster, steps=100_000, start=False)
     run.step(5)
     engines.hold_requests()
@@ -484,7 +487,7 @@ def test_who_waits_for_what_is_under_way_hears_of_the_end_of_its_run(cluster, en
     def refuse() -> None:
         raise dtkit.errors.ClusterError("the controller has ended")
 
-    monkeypatch.setattr(cluster, "check_reachable", refuse)
+    monkeypatch.setattr(engines, "check_reachable", refuse)
     with pytest.raises(dtkit.errors.CheckpointError, match="has failed at step 0"):
         save.future.result(10)
     with pytest.raises(dtkit.errors.ClusterError, match="the controller has ended"):
@@ -627,8 +630,14 @@ def test_a_call_that_is_interrupted_ends_on_the_engines_too_and_the_next_one_wor
 ):
     run = train(cluster, start=False)
     run.step(4)
-    generation, collect, waits = cluster.generation, cluster.gather_replies, threading.Event()
-    monkeypatch.setattr(cluster, "gather_replies", lambda *given, **how: (waits.set(), collect(*given, **how))[1])
+    generation, collect, waits = (
+        cluster._engine_group.membership.generation,
+        cluster._engine_group.gather_replies,
+        threading.Event(),
+    )
+    monkeypatch.setattr(
+        cluster._engine_group, "gather_replies", lambda *given, **how: (waits.set(), collect(*given, **how))[1]
+    )
     engines.hold_requests()
 
     def press() -> None:
@@ -647,7 +656,7 @@ def test_a_call_that_is_interrupted_ends_on_the_engines_too_and_the_next_one_wor
     presser.join(10)
     engines.release_requests()
     assert run.evaluate(ROWS).values == {"loss": 0.5}
-    assert cluster.generation > generation
+    assert cluster._engine_group.membership.generation > generation
     assert (run.status.state, run.status.step) == (State.PAUSED, 4)
     run.resume()
     run.wait(10)
@@ -661,13 +670,13 @@ def test_an_interrupt_that_comes_as_the_one_before_is_seen_to_leaves_nothing_bro
 
     engines.hold_requests()
     with monkeypatch.context() as patch:
-        patch.setattr(cluster, "gather_replies", interrupted)
-        patch.setattr(cluster, "_abandon_call", interrupted)
+        patch.setattr(cluster._engine_group, "gather_replies", interrupted)
+        patch.setattr(cluster._engine_group, "_abandon", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            cluster.call_all("node_info")
-    before = cluster.generation
+            cluster._engine_group.call_all(make_call(GroupOperations.node_info))
+    before = cluster._engine_group.membership.generation
     assert cluster.run(int, "3") == [3, 3]
-    assert cluster.generation == before + 1
+    assert cluster._engine_group.membership.generation == before + 1
 
 
 def test_extend_goes_on_where_it_ended(cluster):
@@ -733,52 +742,52 @@ def test_the_cause_is_told_also_where_the_group_can_t_be_formed_anew(cluster, en
 
 
 def test_what_an_interrupt_left_of_a_group_is_removed_with_the_next_one(cluster):
-    left = [cluster.folder / f"store-{cluster.generation}{what}" for what in (".off", ".1")]
+    left = [cluster.folder / f"store-{cluster._engine_group.membership.generation}{what}" for what in (".off", ".1")]
     for path in left:
         path.touch()
-    cluster.form_process_group()
+    cluster._engine_group.membership.form_process_group()
     assert not any(path.exists() for path in left)
 
 
 def test_a_group_of_which_a_newer_one_was_begun_meanwhile_is_not_formed(cluster, monkeypatch):
     """That one was interrupted; calls would be refused for ever, as sent before it, and nobody would form it."""
-    collect = cluster.gather_replies
+    collect = cluster._engine_group.gather_replies
 
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
     def meanwhile(*args: Any, **options: Any) -> Any:
         replies = collect(*args, **options)
-        monkeypatch.setattr(cluster, "gather_replies", interrupted)
+        monkeypatch.setattr(cluster._engine_group, "gather_replies", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            cluster.form_process_group()
-        monkeypatch.setattr(cluster, "gather_replies", collect)
+            cluster._engine_group.membership.form_process_group()
+        monkeypatch.setattr(cluster._engine_group, "gather_replies", collect)
         return replies
 
-    monkeypatch.setattr(cluster, "gather_replies", meanwhile)
-    cluster.form_process_group()
-    before = cluster.generation
+    monkeypatch.setattr(cluster._engine_group, "gather_replies", meanwhile)
+    cluster._engine_group.membership.form_process_group()
+    before = cluster._engine_group.membership.generation
     assert cluster.run(int, "3") == [3, 3]
-    assert cluster.generation == before + 1
+    assert cluster._engine_group.membership.generation == before + 1
 
 
 def test_hosts_are_known_also_while_an_engine_is_lost_and_after_it_was_replaced():
     engines = FakeTransport(3)
     with dtkit.Cluster.from_transport(engines, device="cpu", interface="lo") as cluster:
-        assert cluster.is_single_host
+        assert cluster._engine_group.membership.is_single_host
         engines.end_engine(2)
         engines.handshake_overrides[1]["host"] = "another"
-        cluster.handshake([0, 1])
-        assert not cluster.is_single_host
+        cluster._engine_group.membership.handshake([0, 1])
+        assert not cluster._engine_group.membership.is_single_host
         engines.handshake_overrides[2]["host"] = "a third"
-        cluster.replace([2])
-        assert cluster._host_by_rank[2] == "a third"
+        replace_lost_ranks(cluster._engine_group, [2])
+        assert cluster._engine_group.membership._host_by_rank[2] == "a third"
         engines.end_engine(1)
-        cluster.shrink([1])
-        assert list(cluster._host_by_rank) == [0, 1]
-        assert not cluster.is_single_host
-        cluster.shrink([1])
-        assert cluster.is_single_host
+        replace_lost_ranks(cluster._engine_group, [1], shrink=True)
+        assert list(cluster._engine_group.membership._host_by_rank) == [0, 1]
+        assert not cluster._engine_group.membership.is_single_host
+        replace_lost_ranks(cluster._engine_group, [1], shrink=True)
+        assert cluster._engine_group.membership.is_single_host
 
 
 # -- waiting, and commands that can't take effect -------------------------------------------------------------
@@ -825,7 +834,7 @@ def test_await_says_that_the_cell_waits_while_the_run_is_paused(cluster):
 
 
 def test_pause_of_a_stuck_engine_names_it_and_what_helps(cluster, engines, monkeypatch):
-    monkeypatch.setattr("dtkit.training.run_waiting._STUCK_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(timeouts, "STUCK_COMMAND_TIMEOUT_S", 0.2)
     run = train(cluster, steps=100_000, start=False)
     run.step(5)
     engines.hold_requests()
@@ -905,3 +914,95 @@ def test_early_stopping_follows_the_mode(mode, values, stops):
     assert bool(stopped) == stops
     with pytest.raises(ValueError, match="mode='largest'; it must be 'min'"):
         dtkit.EarlyStopping(mode="largest")  # type: ignore[arg-type]
+
+
+# -- time limits -----------------------------------------------------------------------------------------------
+
+
+def test_release_keeps_the_job_if_the_weights_do_not_come_in_time(cluster, engines):
+    run = train(cluster)
+    run.wait(10)
+    engines.hold_requests()
+    threading.Timer(0.4, engines.release_requests).start()
+    with pytest.raises(TimeoutError, match=r"release has not ended within timeout=0\.1 s"):
+        run.release(timeout=0.1)
+    assert not run.is_released
+    run.release(timeout=10)
+    assert run.is_released
+    assert set(run.model.state_dict()) == {"weight", "bias"}
+
+
+def test_verify_ends_at_its_time_limit(cluster, engines):
+    run = train(cluster)
+    run.wait(10)
+    engines.hold_requests()
+    threading.Timer(0.4, engines.release_requests).start()
+    with pytest.raises(TimeoutError, match=r"verify has not ended within timeout=0\.1 s"):
+        run.verify(timeout=0.1)
+
+
+def test_extend_waits_for_views_no_longer_than_its_time_limit(cluster):
+    run, has_ended, is_shown = train(cluster), threading.Event(), threading.Event()
+
+    def show() -> None:
+        if run.done():
+            has_ended.set()
+            is_shown.wait(10)
+
+    unsubscribe = run.subscribe(show)
+    assert has_ended.wait(10)
+    with pytest.raises(RunError, match=r"a view has not shown its end within 0\.1 s"):
+        run.extend(steps=8, timeout=0.1)
+    is_shown.set()
+    unsubscribe()
+    run.extend(steps=8, timeout=10)
+    run.wait(10)
+    assert run.status.step == 48
+
+
+def test_a_delay_ends_at_its_time_limit(cluster, engines):
+    run = train(cluster)
+    run.wait(10)
+    engines.hold_requests()
+    threading.Timer(0.4, engines.release_requests).start()
+    with pytest.raises(dtkit.errors.EngineError):
+        run.inject_delay(0, 2.0, timeout=0.1)
+
+
+WAITING = ("done", "exception", "result", "subscribe", "wait", "__await__")
+IMMEDIATE = {"done", "exception", "subscribe", "__await__"}
+
+
+@pytest.mark.parametrize("name", WAITING)
+def test_runs_and_tasks_wait_by_the_same_names(name):
+    of_run, of_task = inspect.getattr_static(dtkit.Run, name), inspect.getattr_static(Task, name)
+    assert type(of_run) is type(of_task)
+    if name not in IMMEDIATE:
+        assert str(inspect.signature(of_run)).startswith("(self, timeout: 'float | None' = None)")
+        assert str(inspect.signature(of_task)).startswith("(self, timeout: 'float | None' = None)")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "pause",
+        "resume",
+        "step",
+        "explain_step",
+        "stop",
+        "set",
+        "save",
+        "wait",
+        "result",
+        "evaluate",
+        "memory",
+        "placement",
+        "verify",
+        "extend",
+        "repair",
+        "release",
+        "inject_delay",
+    ],
+)
+def test_every_blocking_method_of_a_run_has_a_timeout(name):
+    assert inspect.signature(getattr(dtkit.Run, name)).parameters["timeout"].default is None

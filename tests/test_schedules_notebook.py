@@ -9,7 +9,15 @@ import nbformat
 import pytest
 
 from dtkit.schedules.schedule import Schedule
-from tests.support.notebook import Done, check_claims, check_memory, check_nothing_is_left, code_of, printed, watched
+from tests.support.notebook import (
+    ExecutedNotebook,
+    check_claims,
+    check_memory,
+    check_nothing_is_left,
+    execute_and_watch,
+    join_stream,
+    list_code_cells,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,13 +36,13 @@ def committed(root: Path) -> NotebookNode:
 
 
 @pytest.fixture(scope="module")
-def done(root: Path) -> Done:
-    return watched(root / NOTEBOOK)
+def done(root: Path) -> ExecutedNotebook:
+    return execute_and_watch(root / NOTEBOOK)
 
 
 def tables(notebook: NotebookNode) -> dict[str, Schedule]:
     """Return the tables in the notebook, by name."""
-    text = "\n".join(cell.source for cell in code_of(notebook))
+    text = "\n".join(cell.source for cell in list_code_cells(notebook))
     matches = re.findall(r'table = """\n(.*?)"""\n(\w+) = dtkit.Schedule\(table', text, re.DOTALL)
     return {name: Schedule(table) for table, name in matches}
 
@@ -63,12 +71,12 @@ def test_the_exercise_at_the_end_has_a_solution():
 # -- executed -------------------------------------------------------------------------------------------------
 
 
-def test_every_claim_passes_and_every_prediction_is_right(done: Done):
+def test_every_claim_passes_and_every_prediction_is_right(done: ExecutedNotebook):
     check_claims(done, least=14)
-    assert printed(done.notebook, "stderr") == ""
+    assert join_stream(done.notebook, "stderr") == ""
 
 
-def test_each_schedule_is_drawn_as_planned_and_as_measured(done: Done):
+def test_each_schedule_is_drawn_as_planned_and_as_measured(done: ExecutedNotebook):
     for name in MEASURED:
         (output,) = done.outputs(f"{name}_timeline = measure(")
         assert "image/png" in output.data
@@ -83,22 +91,22 @@ def test_each_schedule_is_drawn_as_planned_and_as_measured(done: Done):
     assert "image/png" in done.outputs("ax.annotate(name")[-1].data
 
 
-def test_tables_that_can_not_run_are_refused_with_the_place(done: Done):
+def test_tables_that_can_not_run_are_refused_with_the_place(done: ExecutedNotebook):
     text = done.text("errors = {}")
     assert "a deadlock: after 2 of 8 actions no rank can continue. rank 0, cell 1: 0B0 needs 1B0 of rank 1" in text
     assert "rank 1: 1B1 is missing in its 3 cells" in text
     assert "rank 1, cell 0: 1B0 is before 1F0 (cell 1)" in text
 
 
-def test_the_score_is_shown(done: Done):
+def test_the_score_is_shown(done: ExecutedNotebook):
     assert re.search(
         r"my schedule against 1F1B: time \d\.\d\d \(\d+ and \d+ ms\), memory 2\.00", done.text("memory of my schedule")
     )
 
 
-def test_no_process_is_left(done: Done):
+def test_no_process_is_left(done: ExecutedNotebook):
     check_nothing_is_left(done)
 
 
-def test_memory_of_all_processes_fits_binder(done: Done):
+def test_memory_of_all_processes_fits_binder(done: ExecutedNotebook):
     check_memory(done)

@@ -19,26 +19,29 @@ import pytest
 from torch import nn
 
 import dtkit
-from dtkit.cluster import cluster_file
-from dtkit.cluster import transport as engines
+from dtkit._util.process import ProcessId
+from dtkit.cluster import cluster_file, launched_transport
+from dtkit.cluster.config import LaunchConfig
 from dtkit.cluster.devices import plan_devices
+from dtkit.cluster.launchers import launcher as launcher_module
 from dtkit.dashboard import report
 from dtkit.dashboard.text import call_text
 from dtkit.data.partition import Partition
 from dtkit.engine import server
+from dtkit.engine.entrypoint import Entrypoint
 from dtkit.explain import explain
 from dtkit.health import stacks
 from dtkit.health.diagnosis import RankObservation
-from dtkit.health.status import EngineStatus, Frame
+from dtkit.health.frames import Frame
+from dtkit.health.status import EngineStatus
 from dtkit.planning.memory_report import Memory
 from dtkit.rpc import shared_memory
-from dtkit.rpc.entrypoint import Entrypoint
 from dtkit.rpc.shared_memory import BufferMapping, SharedBuffer
-from dtkit.testing import FakeTransport
-from tests.support import checkpoints, compared, memory_reports, plans, stage_reports, step_reports
+from dtkit.testing.fake_transport import FakeTransport
+from tests.support import checkpoints, comparison_sources, memory_reports, plans, stage_reports, step_reports
 from tests.support.fake_source import FakeSource
-from tests.support.syntax import nodes, unmarked
-from tests.support.verification import judged
+from tests.support.syntax import find_marker_errors, iterate_nodes
+from tests.support.verification import verify_changed_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -129,7 +132,7 @@ def _dangerous(node: ast.AST) -> bool:
     ids=["waits", "locks", "ports", "dangers"],
 )
 def test_each_exception_gives_its_reason(root: Path, sees: Callable[[ast.AST], bool], marker: str):
-    assert unmarked(root / "dtkit", sees, marker) == []
+    assert find_marker_errors(root / "dtkit", sees, marker) == []
 
 
 @pytest.mark.parametrize(
@@ -183,8 +186,10 @@ HOSTILE = """<script>alert("1")</script><img src=x onerror='a()'>&amp;"""
 
 def _cluster() -> dtkit.Cluster:
     cluster = dtkit.Cluster.from_transport(FakeTransport(2), device="cpu", interface=HOSTILE)
-    cluster._nodes = [dataclasses.replace(node, host=HOSTILE, device=HOSTILE) for node in cluster.nodes]
-    cluster._device_plan = dataclasses.replace(cluster._device_plan, note=HOSTILE)
+    cluster._engine_group.membership._nodes = [
+        dataclasses.replace(node, host=HOSTILE, device=HOSTILE) for node in cluster.nodes
+    ]
+    cluster._device_note = HOSTILE
     return cluster
 
 
@@ -206,19 +211,19 @@ def _stacks() -> stacks.Stacks:
 def _checkpoints(folder: Path) -> Checkpoints:
     """One that is whole, one that is damaged; all that can be said in them is hostile."""
     made = folder / HOSTILE.replace("/", "|")
-    whole = checkpoints.write_one(made).future.result(20).path
-    broken = checkpoints.write_one(made, step=6).future.result(20).path
+    whole = checkpoints.write_checkpoint(made).future.result(20).path
+    broken = checkpoints.write_checkpoint(made, step=6).future.result(20).path
     (broken / "checkpoint.json").write_text(HOSTILE)
 
     def spoil(head: dict[str, Any]) -> None:
         head["spec"] |= {"name": HOSTILE, "strategy": HOSTILE, "optimizer": HOSTILE}
 
-    checkpoints.rewritten(whole, spoil)
+    checkpoints.rewrite_metadata(whole, spoil)
     return dtkit.list_checkpoints(made)
 
 
 def _piped() -> Any:
-    reports = stage_reports.piped()
+    reports = stage_reports.make_pipeline_reports()
     for one in reports:
         for crossing in one["sightings"]:
             crossing["dtype"] = HOSTILE
@@ -226,7 +231,7 @@ def _piped() -> Any:
 
 
 def _cut() -> Any:
-    reports = stage_reports.cut()
+    reports = stage_reports.make_sharded_reports()
     for one in reports:
         for collective in one["collectives"]:
             collective |= {"phase": HOSTILE, "dtype": HOSTILE}
@@ -239,25 +244,27 @@ def _labels() -> Partition:
 
 
 PAGES: dict[str, Any] = {  # a class that shows itself as HTML -> one that is full of hostile text
-    "Benchmark": lambda *_: dataclasses.replace(plans.benchmark(), dtype=HOSTILE, backend=HOSTILE),
+    "Benchmark": lambda *_: dataclasses.replace(plans.make_benchmark(), dtype=HOSTILE, backend=HOSTILE),
     "Checkpoint": lambda folder, _: _checkpoints(folder)[0],
     "Checkpoints": lambda folder, _: _checkpoints(folder),
     "Cluster": lambda *_: _cluster(),
-    "Comparison": lambda *_: dtkit.compare([compared.run(), compared.run(HOSTILE, name=HOSTILE)]),
-    "Memory": lambda *_: Memory.from_reports(HOSTILE, HOSTILE, 3, [memory_reports.held()]),
+    "Comparison": lambda *_: dtkit.compare(
+        [comparison_sources.make_source(), comparison_sources.make_source(HOSTILE, name=HOSTILE)]
+    ),
+    "Memory": lambda *_: Memory.from_reports(HOSTILE, HOSTILE, 3, [memory_reports.make_usage()]),
     "Partition": lambda *_: _labels(),
     "PipelineExplanation": lambda *_: _piped(),
-    "Plan": lambda *_: dataclasses.replace(plans.plan(model=HOSTILE), notes=(HOSTILE,)),
+    "Plan": lambda *_: dataclasses.replace(plans.make_plan(model=HOSTILE), notes=(HOSTILE,)),
     "ModelHandle": lambda _, monkeypatch: _replicas(monkeypatch),
     "ShardedExplanation": lambda *_: _cut(),
     "Stacks": lambda *_: _stacks(),
-    "StepExplanation": lambda *_: step_reports.told(step_reports.RANKS[:1], (HOSTILE,), model=HOSTILE),
-    "Verification": lambda *_: dataclasses.replace(judged(modules=(HOSTILE,)), verdict=HOSTILE),
+    "StepExplanation": lambda *_: step_reports.make_explanation(step_reports.RANKS[:1], (HOSTILE,), model=HOSTILE),
+    "Verification": lambda *_: dataclasses.replace(verify_changed_state(modules=(HOSTILE,)), verdict=HOSTILE),
 }
 
 
 def test_every_class_that_shows_itself_as_html_is_in_the_list(root: Path):
-    classes = [node for node in nodes(root / "dtkit") if isinstance(node, ast.ClassDef)]
+    classes = [node for node in iterate_nodes(root / "dtkit") if isinstance(node, ast.ClassDef)]
     own = {c.name for c in classes if any(getattr(part, "name", "") == "_repr_html_" for part in c.body)}
     heirs = {c.name: base.id for c in classes for base in c.bases if isinstance(base, ast.Name) and base.id in own}
     found = own - set(heirs.values()) | heirs.keys()
@@ -363,7 +370,7 @@ def test_a_cluster_s_folder_is_believed_only_where_nobody_else_can_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Taking a cluster over unpickles what lies there."""
-    me = cluster_file.get_process_identity(os.getpid())
+    me = ProcessId.from_pid()
     folder = tmp_path / "dtkit-mine"
     folder.mkdir(mode=0o700)
     cluster_file.ClusterInfo(folder, 1, me, me, (0,), (), 0.0, {}).write()
@@ -383,7 +390,7 @@ def test_a_checkpoint_is_as_private_as_the_user_s_other_files(tmp_path: Path, um
     """It goes where the user says, to be read by whom the user's umask lets: dtkit neither opens nor closes it."""
     before = os.umask(umask)
     try:
-        whole = checkpoints.write_one(tmp_path / "saved").future.result(20).path
+        whole = checkpoints.write_checkpoint(tmp_path / "saved").future.result(20).path
     finally:
         os.umask(before)
     assert {stat.S_IMODE(path.stat().st_mode) for path in whole.iterdir()} == {mode}
@@ -403,7 +410,8 @@ def test_leaving_loopback_is_asked_for_and_said(monkeypatch: pytest.MonkeyPatch)
     elsewhere = FakeTransport(2)
     elsewhere.handshake_overrides[1]["host"] = "another"
     with pytest.raises(
-        dtkit.errors.ClusterError, match=r"keeps to loopback by default.*Tensor traffic on it is not encrypted"
+        dtkit.errors.ClusterError,
+        match=r"uses the loopback interface by default.*Tensor traffic on it is not encrypted",
     ):
         dtkit.Cluster.from_transport(elsewhere, device="cpu")
 
@@ -418,11 +426,10 @@ def test_a_controller_wants_a_key_wherever_it_listens(
         asked.update(how)
         raise InterruptedError("that is enough")
 
-    monkeypatch.setattr(engines.ipp, "Cluster", start)
-    started = engines.LaunchedTransport.__new__(engines.LaunchedTransport)
-    started.folder, started._config = tmp_path, engines.LaunchConfig(launcher, plan_devices(1, "cpu", 1), 1.0)
+    monkeypatch.setattr(launcher_module.ipp, "Cluster", start)
+    config = LaunchConfig(launcher, plan_devices(1, "cpu", 1), 1.0)
     with pytest.raises(InterruptedError):
-        started._start_controller()
+        launched_transport._get_launcher_class(config)(config, tmp_path).start_controller()
     assert asked["controller_ip"] == address  # "": the launcher's own choice
     assert "--IPController.enable_curve=True" in asked["controller_args"]
 

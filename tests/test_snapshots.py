@@ -7,22 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 
 import dtkit
+from dtkit._util.process import ProcessId
 from dtkit.checkpoint.manager import CheckpointManager, CheckpointPolicy
-from dtkit.engine.state.capture import ShardedState, TensorShard
 from dtkit.engine.state.packing import PackedLayout, unpack_state
 from dtkit.engine.state.peer_snapshots import choose_peer_distance
+from dtkit.engine.state.shards import ShardedState, TensorShard
 from dtkit.history import run_log
 from dtkit.history.history import History
-from dtkit.rpc import pickling, shared_memory
+from dtkit.rpc import pickling
 from dtkit.rpc.payload import make_payload
 from dtkit.training import launch, recovered_state, recovery
-from dtkit.training.boundary_actions import SnapshotTracker
 from dtkit.training.config import SnapshotInterval
-from dtkit.training.recovery import JobPosition
+from dtkit.training.snapshot_tracker import SnapshotTracker
 from dtkit.training.validation import TrainConfig
+from dtkit.types import JobPosition
 
 
 def answers(error: str | None = None, seconds: float = 0.0) -> list[dict[str, Any]]:
@@ -139,17 +141,20 @@ def test_what_is_packed_comes_out_as_it_was():
         "none": torch.empty(0, 4),
         "complex": torch.tensor([1 + 2j]),
     }
-    slabs = {name: TensorShard(tensor, (9, *tensor.shape[1:]), (1,), len(name)) for name, tensor in tensors.items()}
-    facts = {"own": {"1": {"values": {"random": "abc"}}}, "step": 7}
-    block = packed(ShardedState(slabs, facts))
+    shards = {name: TensorShard(tensor, (9, *tensor.shape[1:]), (1,), len(name)) for name, tensor in tensors.items()}
+    facts = {"per_rank": {"1": {"values": {"random": "abc"}}}, "step": 7}
+    block = packed(ShardedState(shards, facts))
+    assert {name: t.tolist() for name, t in safetensors.torch.load(block.numpy().tobytes()).items()} == {
+        name: t.tolist() for name, t in tensors.items()
+    }
     found = unpack_state(block.clone())
     assert found.facts == facts
     assert list(found.shards) == list(tensors)
-    for name, slab in found.shards.items():
-        assert slab.tensor.dtype == tensors[name].dtype
-        assert torch.equal(slab.tensor, tensors[name])
-        assert (slab.full_shape, slab.offset, slab.fused_blocks) == ((9, *tensors[name].shape[1:]), (1,), len(name))
-        assert slab.tensor.is_contiguous()
+    for name, shard in found.shards.items():
+        assert shard.tensor.dtype == tensors[name].dtype
+        assert torch.equal(shard.tensor, tensors[name])
+        assert (shard.full_shape, shard.offset, shard.fused_blocks) == ((9, *tensors[name].shape[1:]), (1,), len(name))
+        assert shard.tensor.is_contiguous()
 
 
 def test_what_is_packed_is_a_copy():
@@ -206,8 +211,8 @@ class Giving:
     def __init__(self, *gone: int) -> None:
         self.gone, self.asked, self.discarded = set(gone), [], 0
 
-    def call_independently(self, op: str, ranks: Any, *, each: Any, **_: Any) -> dict[int, Any]:
-        self.asked.append((op, {rank: one["parts"] for rank, one in zip(ranks, each, strict=True)}))
+    def call_independently(self, calls: Any, ranks: Any) -> dict[int, Any]:
+        self.asked.append({rank: call.args["ranks"] for rank, call in zip(ranks, calls, strict=True)})
         return {rank: self for rank in ranks if rank not in self.gone}
 
     def discard(self) -> None:
@@ -217,7 +222,7 @@ class Giving:
 def test_who_is_lost_while_it_gives_is_done_without():
     giving: Any = Giving(1)
     found = recovery.fetch_snapshot_state(giving, "job", survivors(0, 1, 2), 4, after_step=0)
-    assert [asked for _, asked in giving.asked] == [{0: [0, 3], 1: [1], 2: [2]}, {0: [0, 3], 2: [1, 2]}]
+    assert giving.asked == [{0: [0, 3], 1: [1], 2: [2]}, {0: [0, 3], 2: [1, 2]}]
     assert found is not None
     assert (found.step, len(found.payloads), giving.discarded) == (20, 2, 2)
     assert found.source == "the last snapshot, from the memory of nodes 0 and 2"
@@ -255,7 +260,7 @@ def test_why_ranks_can_t_go_on_is_told_as_it_is(standings: dict[int, JobPosition
 
 @pytest.mark.parametrize("ours", [True, False], ids=["ours", "another notebook's by now"])
 def test_what_survivors_gave_is_freed_also_where_the_job_can_t_be_made_anew(tmp_path: Path, *, ours: bool):
-    sent = make_payload(pickling.pack_object(torch.zeros(9)), shared_memory.ProcessId.from_pid(), max_inline_bytes=0)
+    sent = make_payload(pickling.pack_object(torch.zeros(9)), ProcessId.from_pid(), max_inline_bytes=0)
     assert sent.shared_buffer is not None
     run_log.RunLog(tmp_path / run_log.RUNS_FOLDER / "job")
     given = recovered_state.RecoveredState(3, (sent,), "node 1's memory")

@@ -15,11 +15,15 @@ import torch
 from dtkit.data import columns as frames
 from dtkit.data.columns import ColumnSelection
 from dtkit.engine.data import memmap, parquet
+from dtkit.engine.data.batches import ShardedBatches, Shards
+from dtkit.engine.data.loader import LoadedBatches
 from dtkit.engine.data.memmap import FileBackedData, MappedFile
 from dtkit.engine.data.parquet import ParquetSource
 from dtkit.engine.data.paths import describe_files
+from dtkit.engine.data.prefetch_loader import SyncLoader
 from dtkit.engine.data.sources import ArraySource, DatasetSource, HubSource, MappedSource, as_source, load_source
 from dtkit.rpc import pickling
+from dtkit.types import JobPlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -250,7 +254,7 @@ def test_files_that_can_not_be_read(tmp_path: Path, files: tuple[str, str]):
     np.save(tmp_path / "objects.npy", np.array(["a", None], object))
     with pytest.raises(TypeError, match=r"objects\.npy can't be mapped as an array"):
         describe_files(tmp_path / "objects.npy", ColumnSelection())
-    with pytest.raises(ValueError, match=r"'data\.csv' is no kind of file that engines read"):
+    with pytest.raises(ValueError, match=r"'data\.csv' is not a file that engines read"):
         describe_files("data.csv", ColumnSelection())
     found = describe_files(files[0], ColumnSelection())
     np.save(files[0], np.zeros((3, 4)))
@@ -264,7 +268,7 @@ def test_what_is_on_disk_is_looked_for_before_it_is_opened(tmp_path: Path):
     sent = pickle.dumps(FileBackedData([str(path)], {"rows": 3}))
     assert pickle.loads(sent) == {"rows": 3}
     path.unlink()
-    with pytest.raises(FileNotFoundError, match=r"data does not exist on .*Engines read data in files themselves"):
+    with pytest.raises(FileNotFoundError, match=r"data does not exist on .*Engines read files themselves"):
         pickle.loads(sent)
 
 
@@ -329,6 +333,20 @@ def test_a_shuffle_keeps_rows_of_few_groups_together(table: Path, window: int):
     assert window == 1 or at_once > 1
 
 
+@pytest.mark.parametrize("how", ["directly", "by a loader"])
+def test_batches_use_the_shuffle_of_their_source(table: Path, how: str):
+    source = opened(table)
+    source.groups_per_window = 1
+    plan, shards = JobPlan(10, 4, "global", 3), Shards(np.arange(ROWS), [ROWS])
+    batches = (
+        LoadedBatches(source, shards, plan, [0], SyncLoader(source))
+        if how == "by a loader"
+        else ShardedBatches(source, shards, plan, [0])
+    )
+    order = np.concatenate([batches.get_rows(step) for step in range(4)])
+    assert np.array_equal(order, source.shuffle_rows(np.arange(ROWS), np.random.default_rng([3, 0])))
+
+
 def test_the_target_alone_is_read_for_a_picture(table: Path):
     assert opened(table).read_target().tolist() == (np.arange(ROWS) % 3).tolist()
 
@@ -349,13 +367,13 @@ def test_what_parquet_can_not_be(tmp_path: Path):
     with pytest.raises(ValueError, match="column 'a' is NaN in row 1, which would make every parameter NaN"):
         take(opened(strange), 0)
     (tmp_path / "text.parquet").write_text("hello")
-    with pytest.raises(ValueError, match=r"text\.parquet is no parquet file"):
+    with pytest.raises(ValueError, match=r"text\.parquet is not a parquet file"):
         opened(tmp_path / "text.parquet")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(FileNotFoundError, match=r"holds no file named \*\.parquet"):
+    with pytest.raises(FileNotFoundError, match=r"has no file named \*\.parquet"):
         opened(tmp_path / "empty")
     pq.write_table(pa.table({"a": [1], "label": [1]}), tmp_path / "ok.parquet")
-    with pytest.raises(ValueError, match="other columns or types"):
+    with pytest.raises(ValueError, match="differs in columns or types"):
         opened([tmp_path / "ok.parquet", missing])
 
 

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 
 import dtkit
+from dtkit._util.process import ProcessId
 from dtkit.cluster import cluster_file
 from dtkit.history import run_log
 from dtkit.history.history import ROW_DTYPE, History
 from dtkit.training import recovery
 from dtkit.training.recorder import Recorder
-from dtkit.training.recovery import JobPosition
-from dtkit.types import DispatchResult, Evaluation, Event
+from dtkit.types import DispatchResult, Evaluation, Event, JobPosition
 
 
 def rows(start: int, stop: int, ranks: int = 2) -> np.ndarray:
@@ -60,7 +60,7 @@ def test_records_that_were_cut_off_are_left_out(tmp_path: Path):
     with (folder / "rows.bin").open("ab") as file:
         file.write(b"half a row")
     with (folder / "notes.jsonl").open("a") as file:
-        file.write('{"type": "Event", "st')
+        file.write('{"type": "event", "st')
     found = run_log.read_history(folder, ranks_per_replica=1)
     assert len(found) == len(history)
     assert found.events == history.events
@@ -93,7 +93,7 @@ def test_only_unreadable_lines_are_left_out(tmp_path: Path):
     folder = tmp_path / "run"
     history = written(folder)
     path = folder / "notes.jsonl"
-    bad = b'ote", "text": "on"}\n[1]\n{"type": "Row"}\n{"type": "Event", "colour": 1}\n\xff\n'
+    bad = b'ote", "text": "on"}\n[1]\n{"type": "plot"}\n{"type": "event", "colour": 1}\n\xff\n'
     path.write_bytes(bad + path.read_bytes())
     found = run_log.read_history(folder, ranks_per_replica=1)
     assert (found.events[:-1], found.evaluations) == (history.events, history.evaluations)
@@ -172,10 +172,16 @@ def test_a_removed_log_has_no_request(tmp_path: Path):
 def paper(where: Path, name: str, **more: Any) -> cluster_file.ClusterInfo:
     folder = where / name
     folder.mkdir(mode=0o700)
-    me = cluster_file.get_process_identity(os.getpid())
-    how: dict[str, Any] = {"owner": 1, "notebook": (1, 0.0), "warden": me, "engine_ids": (0, 1), "spare_ids": ()}
+    me = ProcessId.from_pid()
+    how: dict[str, Any] = {
+        "owner": 1,
+        "notebook": ProcessId(1, 0.0),
+        "reaper": me,
+        "engine_ids": (0, 1),
+        "spare_ids": (),
+    }
     found = cluster_file.ClusterInfo(
-        folder=folder, begun=time.time(), launch_config={"launcher": "local"}, **{**how, **more}
+        folder=folder, started_at=time.time(), launch_config={"launcher": "local"}, **{**how, **more}
     )
     found.write()
     return found
@@ -183,7 +189,7 @@ def paper(where: Path, name: str, **more: Any) -> cluster_file.ClusterInfo:
 
 def test_a_cluster_is_found_by_its_file(tmp_path: Path):
     mine = paper(tmp_path, "dtkit-a")
-    paper(tmp_path, "dtkit-b", warden=(1, 0.0))  # whose processes have ended
+    paper(tmp_path, "dtkit-b", reaper=ProcessId(1, 0.0))  # whose processes have ended
     (tmp_path / "dtkit-c").mkdir(mode=0o700)
     assert cluster_file.find_running(tmp_path) == [mine]
     assert cluster_file.choose_cluster([mine], None) == mine
@@ -218,7 +224,15 @@ def test_a_cluster_of_another_version_is_listed_and_refused_by_name(
         dtkit.attach()
 
 
-@pytest.mark.parametrize("changed", [{"warden": [1, 0.0]}, {"warden": "me"}, {"warden": [-1, 0.0]}, {"begun": "today"}])
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"reaper": {"pid": 1, "start_time": 0.0}},
+        {"reaper": "me"},
+        {"reaper": {"pid": -1, "start_time": 0.0}},
+        {"started_at": "today"},
+    ],
+)
 def test_of_another_version_only_running_clusters_are_listed(tmp_path: Path, changed: dict[str, Any]):
     path = paper(tmp_path, "dtkit-a").folder / cluster_file.CLUSTER_FILE
     path.write_text(json.dumps({**json.loads(path.read_text()), "version": "99.0", **changed}))
@@ -227,7 +241,7 @@ def test_of_another_version_only_running_clusters_are_listed(tmp_path: Path, cha
 
 def test_without_a_name_the_cluster_without_a_notebook_is_chosen(tmp_path: Path):
     free = paper(tmp_path, "dtkit-a")
-    taken = paper(tmp_path, "dtkit-b", notebook=cluster_file.get_process_identity(os.getpid()))
+    taken = paper(tmp_path, "dtkit-b", notebook=ProcessId.from_pid())
     assert cluster_file.choose_cluster([free, taken], None) == free
     assert cluster_file.choose_cluster([free, taken], "dtkit-b") == taken
     both = [free, dataclasses.replace(free, folder=tmp_path / "dtkit-z")]

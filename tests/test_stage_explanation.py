@@ -12,7 +12,13 @@ from dtkit.explain import explain
 from dtkit.explain.data_parallel import StepExplanation
 from dtkit.explain.pipeline import PipelineExplanation
 from dtkit.explain.sharded import ShardedExplanation
-from tests.support.stage_reports import base, collective, cut, piped, sighting
+from tests.support.stage_reports import (
+    make_base,
+    make_collective,
+    make_pipeline_reports,
+    make_sharded_reports,
+    make_transfer,
+)
 
 
 def explained(reports: list[dict[str, Any]], offsets: list[float] | None = None) -> PipelineExplanation:
@@ -22,7 +28,7 @@ def explained(reports: list[dict[str, Any]], offsets: list[float] | None = None)
 
 
 def test_transfers_are_in_the_order_of_sending():
-    found = explained(piped()[::-1])
+    found = explained(make_pipeline_reports()[::-1])
     assert [(c.index, c.kind, c.micro_batch, c.sender, c.receiver) for c in found.transfers] == [
         (0, "activation", 0, 0, 1),
         (1, "activation", 1, 0, 1),
@@ -37,12 +43,12 @@ def test_transfers_are_in_the_order_of_sending():
 
 
 def test_clock_offsets_are_subtracted():
-    found = explained(piped(), offsets=[0.0, 3.0])  # rank 1's clock is 3 s ahead
+    found = explained(make_pipeline_reports(), offsets=[0.0, 3.0])  # rank 1's clock is 3 s ahead
     assert [c.kind for c in found.transfers] == ["gradient", "activation", "gradient", "activation"]
 
 
 def test_changed_and_missing_transfers_are_named():
-    reports = piped()
+    reports = make_pipeline_reports()
     reports[1]["sightings"][0]["digest"] = "other"
     del reports[0]["sightings"][3]
     found = explained(reports)
@@ -55,7 +61,7 @@ def test_changed_and_missing_transfers_are_named():
 
 
 def test_a_gradient_that_is_not_the_sum_of_its_parts_is_named():
-    reports = piped()
+    reports = make_pipeline_reports()
     reports[1]["stages"][1]["gap"] = 0.01
     found = explained(reports)
     assert not found.is_sum_of_micro_batches
@@ -63,7 +69,7 @@ def test_a_gradient_that_is_not_the_sum_of_its_parts_is_named():
 
 
 def test_a_transfer_within_one_rank_sends_nothing():
-    reports = piped()
+    reports = make_pipeline_reports()
     for report in reports:
         for seen in report["sightings"]:
             seen["rank"] = seen["peer"] = 0
@@ -74,7 +80,7 @@ def test_a_transfer_within_one_rank_sends_nothing():
 
 
 def test_text_html_and_data_frame_agree():
-    found = explained(piped())
+    found = explained(make_pipeline_reports())
     text, page = repr(found), found._repr_html_()
     assert text.startswith("Step 4 of Net in 2 stages on 2 ranks, epoch 2: 8 samples in 2 micro-batches")
     for words in ("What arrived is what was sent, bit by bit: all 4 tensors.", "0.5, 1, 1.5, …", "0.7500"):
@@ -87,17 +93,17 @@ def test_text_html_and_data_frame_agree():
 
 
 def test_a_step_without_an_update_is_shown():
-    reports = piped()
+    reports = make_pipeline_reports()
     for report in reports:
         report["after"] = report["lr"] = None
     assert "No update: the gradients are not finite." in repr(explained(reports))
 
 
 def test_many_transfers_and_micro_batches_are_shortened():
-    reports = piped()
+    reports = make_pipeline_reports()
     many = range(60)
-    reports[0]["sightings"] = [sighting("sent", "activation", k, float(k)) for k in many]
-    reports[1]["sightings"] = [sighting("arrived", "activation", k, k + 0.5) for k in many]
+    reports[0]["sightings"] = [make_transfer("sent", "activation", k, float(k)) for k in many]
+    reports[1]["sightings"] = [make_transfer("arrived", "activation", k, k + 0.5) for k in many]
     reports[0]["parts"] = [{"stage": 0, "micro_batch": k, "norm": 1.0} for k in many]
     found = explained(reports)
     assert f"and {60 - pipeline_text.MAX_TRANSFERS} more tensors" in repr(found)
@@ -117,7 +123,7 @@ def copies(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def test_all_replicas_are_listed_and_the_first_is_drawn():
-    found = explained(copies(piped()))
+    found = explained(copies(make_pipeline_reports()))
     assert len(found.transfers) == 8
     assert found.replicas == ((0, 1), (2, 3))
     assert (found.samples, found.identical) == (16, True)
@@ -132,7 +138,7 @@ def test_all_replicas_are_listed_and_the_first_is_drawn():
 
 
 def test_a_replica_without_samples_is_not_drawn():
-    reports = copies(piped())
+    reports = copies(make_pipeline_reports())
     for report in reports[:2]:
         report["sightings"], report["parts"] = [], []
     found = explained(reports)
@@ -143,7 +149,7 @@ def test_a_replica_without_samples_is_not_drawn():
 
 
 def test_a_replica_with_other_parameters_is_named():
-    reports = copies(piped())
+    reports = copies(make_pipeline_reports())
     reports[3]["after"] = "c"
     found = explained(reports)
     assert not found.identical
@@ -151,7 +157,7 @@ def test_a_replica_with_other_parameters_is_named():
 
 
 def test_a_replica_without_samples_is_listed():
-    reports = [base(0, sightings=[], parts=[], stages={0: {"tensors": 1, "numbers": 3, "norm": 0.0, "gap": 0.0}})]
+    reports = [make_base(0, sightings=[], parts=[], stages={0: {"tensors": 1, "numbers": 3, "norm": 0.0, "gap": 0.0}})]
     found = explained(reports)
     assert "Nothing crossed a border" in repr(found)
     assert found.figure().axes
@@ -161,7 +167,7 @@ def test_a_replica_without_samples_is_listed():
 
 
 def test_collectives_have_expected_bytes_and_compared_digests():
-    found = explain.build_explanation(cut(), "Net", None)
+    found = explain.build_explanation(make_sharded_reports(), "Net", None)
     assert isinstance(found, ShardedExplanation)
     assert [(g.what, g.count, g.expected_bytes) for g in found.groups] == [
         ("all_gather", 1, 100.0),
@@ -176,7 +182,7 @@ def test_collectives_have_expected_bytes_and_compared_digests():
 
 
 def test_different_results_and_misaligned_ranks_are_shown():
-    reports = cut()
+    reports = make_sharded_reports()
     reports[1]["collectives"][0]["digest"] = "y"
     found = ShardedExplanation.from_reports(reports, "Net")  # type: ignore[arg-type]  # made by hand
     assert not found.is_agreed
@@ -193,10 +199,10 @@ def sliced(samples: list[int]) -> list[dict[str, Any]]:
     for rank in range(4):
         replica, piece = divmod(rank, 2)
         mates, twins, own = (2 * replica, 2 * replica + 1), (piece, piece + 2), samples[replica]
-        within = collective("all_reduce", "forward", 4 * own, f"of {mates}") | {"ranks": mates}
-        over = collective("all_reduce", "sync", 80, f"of slice {piece}") | {"ranks": twins}
+        within = make_collective("all_reduce", "forward", 4 * own, f"of {mates}") | {"ranks": mates}
+        over = make_collective("all_reduce", "sync", 80, f"of slice {piece}") | {"ranks": twins}
         more = {"sent_bytes": 500, "held_bytes": 100, "whole_bytes": 200, "speaks": piece == 0, "samples": own}
-        found.append(base(rank, collectives=[within, over] if own else [over], **more))
+        found.append(make_base(rank, collectives=[within, over] if own else [over], **more))
     return found
 
 
@@ -229,7 +235,7 @@ def test_a_difference_in_a_group_that_is_not_shown_is_found():
 def test_replica_reports_give_a_step_explanation():
     tensor = {"kind": "parameter", "name": "w", "shape": (2,), "own": 1.0, "contribution": 0.5, "reduced": 1.0}
     tensor |= {"cosine": 1.0, "update": 0.1, "value": 1.0, "checksum": "c"}
-    assert isinstance(explain.build_explanation([base(0, tensors=[tensor])], "Net", None), StepExplanation)
+    assert isinstance(explain.build_explanation([make_base(0, tensors=[tensor])], "Net", None), StepExplanation)
 
 
 @pytest.mark.parametrize("count", [1, 8, 9, 30])

@@ -229,7 +229,7 @@ def test_batches_of_any_form_move_to_the_device():
 
 def test_a_source_that_reads_blocks_decides_how_rows_are_shuffled():
     class Blocks(ArraySource):
-        def shuffled(self, rows: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        def shuffle_rows(self, rows: np.ndarray, rng: np.random.Generator) -> np.ndarray:
             return rows[::-1] if rng.random() >= 0 else rows
 
     found = ShardedBatches(Blocks([torch.arange(SAMPLES)]), shards(2), JobPlan(24, 9, "shard", 0), [0])

@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from dtkit._util.process import ProcessId
 from dtkit.dashboard import call_display
 from dtkit.dashboard.text import call_text
 from dtkit.engine.observe.call_output import CallOutput, activate_output, log
 from dtkit.errors import ClusterClosedError, EngineError
-from dtkit.rpc import pickling, shared_memory
+from dtkit.rpc import pickling
 from dtkit.rpc.engine_group import EngineGroup
+from dtkit.rpc.membership import Membership
 from dtkit.rpc.payload import Payload, make_payload
 from dtkit.training import task
 from dtkit.types import Failure, Reply
@@ -30,9 +32,11 @@ if TYPE_CHECKING:
 
     from matplotlib.figure import Figure
 
+    from dtkit.rpc.protocol import Call
+
 
 def result(value: Any, *, small: int = 2**20) -> Payload:
-    return make_payload(pickling.pack_object(value), shared_memory.ProcessId.from_pid(), small)
+    return make_payload(pickling.pack_object(value), ProcessId.from_pid(), small)
 
 
 def broke(rank: int, kind: str = "error", message: str = "no") -> Failure:
@@ -43,11 +47,11 @@ class FakeCluster:
     """What a task calls of a cluster. Engines answer through `answer` and speak through `listen`."""
 
     world_size = 2
-    _is_closed = False
-    _is_formed = True
+    is_closed = False
+    is_formed = True
     gather_replies = EngineGroup.gather_replies
     unwrap = EngineGroup.unwrap
-    reform_if_broken = EngineGroup.reform_if_broken
+    reform_if_broken = Membership.reform_if_broken
 
     def __init__(self) -> None:
         self.sent: list[tuple[str, dict[str, Any]]] = []
@@ -57,10 +61,11 @@ class FakeCluster:
         self.futures: list[Future[Reply]] = []
         self.on_interrupt: Callable[[], None] = lambda: None
         self.listen: Any = None
-        self._attempts = itertools.count()
+        self.torchrun_attempts = itertools.count()
+        self.membership = self.uploads = self
 
     def check_open(self) -> None:
-        if self._is_closed:
+        if self.is_closed:
             raise ClusterClosedError("this cluster was closed; start another one")
 
     def pack(self, obj: Any, name: str | None = None) -> pickling.PackedObject:
@@ -69,18 +74,18 @@ class FakeCluster:
     def upload(self, packed: pickling.PackedObject) -> Payload:
         return make_payload(packed, None)
 
-    def discard_payload(self, shipment: Payload) -> None:
+    def discard(self, shipment: Payload) -> None:
         self.discarded.append(shipment)
 
-    def next_restart_count(self) -> int:
-        return next(self._attempts)
+    def ensure_formed(self) -> None:
+        """The group is formed."""
 
     def form_process_group(self) -> None:
         self.formed += 1
 
-    def fan_out(self, op: str, *, listen: Any = None, ranks: Sequence[int] | None = None, **args: Any) -> list[Any]:
-        self.sent.append((op, {"ranks": ranks, **args}))
-        if op == "open_torchrun_store":
+    def fan_out(self, call: Call[Any], *, listen: Any = None, ranks: Sequence[int] | None = None) -> list[Any]:
+        self.sent.append((call.operation, {"ranks": ranks, **call.args}))
+        if call.operation == "open_torchrun_store":
             store: Future[Reply] = Future()
             store.set_result(Reply(4321))
             return [store]
@@ -132,14 +137,14 @@ def test_what_can_not_be_called_is_refused_before_anything_is_sent(cluster, fn):
 
 
 def test_a_closed_cluster_is_named_first(cluster):
-    cluster._is_closed = True
+    cluster.is_closed = True
     with pytest.raises(ClusterClosedError):
         start(cluster, 3)
 
 
 def test_a_cluster_that_is_closed_meanwhile_ends_the_wait(cluster):
     call = start(cluster)
-    cluster._is_closed = True
+    cluster.is_closed = True
     with pytest.raises(ClusterClosedError, match="closed during the call"):
         call.result(10)
     assert call.state == "failed"
@@ -215,7 +220,7 @@ def test_a_script_gets_a_store_and_a_new_attempt_and_our_group_comes_back(cluste
     for attempt in range(2):
         call = start(cluster, own_group=True)
         (opened, to), (op, args) = cluster.sent[-2:]
-        assert (opened, to["ranks"], op, args["port"], args["attempt"]) == (
+        assert (opened, to["ranks"], op, args["port"], args["restart_count"]) == (
             "open_torchrun_store",
             [0],
             "call_function",
@@ -276,8 +281,8 @@ def test_numbers_that_json_lacks_come_live_as_numbers(cluster):
 
 
 @pytest.mark.parametrize("name", ["rank", "index"])
-def test_columns_of_ours_can_not_be_logged(name):
-    with pytest.raises(ValueError, match=rf"dtkit\.log\({name}=\.\.\.\): rank and index are columns"):
+def test_log_refuses_the_names_of_reserved_columns(name):
+    with pytest.raises(ValueError, match=rf"dtkit\.log\({name}=\.\.\.\): dtkit fills the columns rank and index"):
         log(**{name: 1})
 
 
@@ -472,7 +477,7 @@ def test_an_interrupt_after_the_cluster_was_closed_stays_an_interrupt(cluster):
     call = start(cluster)
 
     def closed() -> None:
-        cluster._is_closed = True
+        cluster.is_closed = True
         raise ClusterClosedError("closed")
 
     cluster.on_interrupt = closed

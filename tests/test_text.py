@@ -146,7 +146,9 @@ def test_the_summary_has_stuck_and_left_out_nodes():
     source.advance(40)
     source.stick(1)
     progress = run_text.TextProgress(source, io.StringIO(), is_tty=False)
-    said = "⊘ node 1 stuck: forward, 12 s. It is at train.py:12 in step. cluster.stacks() shows where all ranks stand"
+    said = (
+        "⊘ node 1 stuck: forward, 12 s. It is at train.py:12 in step. cluster.stacks() shows the position of all ranks"
+    )
     assert progress.format_block()[2] == f"  {said}"
     assert progress.format_block()[3].startswith("  node 0 ")  # it is said once
     source.stall_report = None

@@ -9,7 +9,7 @@ import pytest
 
 from dtkit.history.timeline import SPAN_DTYPE, Timeline, convert_simulation, merge_spans
 from dtkit.schedules.schedule import Schedule
-from tests.support.trace_format import follows_the_trace_event_format
+from tests.support.trace_format import parse_checked_trace
 
 
 def gpipe(ranks, micro_batches, *, step=0):
@@ -187,7 +187,7 @@ def test_an_arrow_leads_from_the_sender_to_the_receiver(tmp_path):
     ]
     Timeline(np.array(spans, SPAN_DTYPE)).export_chrome_trace(tmp_path / "trace.json")
     text = (tmp_path / "trace.json").read_text()
-    events = follows_the_trace_event_format(text)["traceEvents"]
+    events = parse_checked_trace(text)["traceEvents"]
     (start,) = [e for e in events if e["ph"] == "s"]
     (end,) = [e for e in events if e["ph"] == "f"]
     assert (start["tid"], start["ts"], end["tid"], end["ts"]) == (0, 5e5, 1, 5e5)
@@ -198,7 +198,7 @@ def test_an_arrow_leads_from_the_sender_to_the_receiver(tmp_path):
 def test_a_trace_follows_the_format(tmp_path):
     for spans in (gpipe(2, 4), np.array([(3, 0, "forward", -1, -1, 0, 1)], SPAN_DTYPE), np.empty(0, SPAN_DTYPE)):
         Timeline(spans).export_chrome_trace(tmp_path / "trace.json")
-        follows_the_trace_event_format((tmp_path / "trace.json").read_text())
+        parse_checked_trace((tmp_path / "trace.json").read_text())
 
 
 def test_timelines_are_drawn():

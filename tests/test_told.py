@@ -43,7 +43,7 @@ class MuteError(ValueError):
 
 def test_an_error_without_words_is_told_by_its_name():
     error = raised(MuteError())
-    assert error_report.format_message(error) == "(no words: its __str__ raised KeyError)"
+    assert error_report.format_message(error) == "(no message: its __str__ raised KeyError)"
     assert "MuteError" in error_report.format_traceback(error)
     assert error_report.format_message(raised(RuntimeError("stage 1 failed"), MuteError())).startswith(
         "stage 1 failed Caused by MuteError: (no"

@@ -12,13 +12,18 @@ from torch import nn
 from torch.nn import functional as F
 
 from dtkit.engine.data.sources import DatasetSource
-from dtkit.engine.job import _choose_vote_steps
+from dtkit.engine.job import Job, _choose_vote_steps
+from dtkit.engine.state.shards import join_state_dict
 from dtkit.strategies.base import make_optimizer
-from tests.support.in_process_job import data, job, net, sgd
+from tests.support.in_process_job import data, make_job, net, sgd
+
+
+def get_state(made: Job) -> dict[str, Any]:
+    return join_state_dict([made.state_dict_parts()])
 
 
 def test_a_dispatch_gives_a_row_a_step_and_leaves_the_job_standing_there():
-    made = job()
+    made = make_job()
     made.advance(3)
     first = made.collect_results()
     made.advance(4)
@@ -34,12 +39,12 @@ def test_a_dispatch_gives_a_row_a_step_and_leaves_the_job_standing_there():
 
 
 def test_dispatches_of_any_length_train_alike():
-    one, other = job(), job()
+    one, other = make_job(), make_job()
     one.advance(10)
     for k in (1, 2, 3, 4):
         other.advance(k)
-    state = other.state_dict_parts()
-    assert all(torch.equal(value, state[name]) for name, value in one.state_dict_parts().items())
+    state = get_state(other)
+    assert all(torch.equal(value, state[name]) for name, value in get_state(one).items())
 
 
 def test_groups_keep_their_proportions_when_the_rate_changes():
@@ -47,7 +52,7 @@ def test_groups_keep_their_proportions_when_the_rate_changes():
         parameters = list(parameters)
         return torch.optim.SGD([{"params": parameters[:2]}, {"params": parameters[2:], "lr": 0.01}], lr=0.1)
 
-    made = job(optimizer=two_groups)
+    made = make_job(optimizer=two_groups)
     groups = made._worker.optimizer.param_groups
 
     def rates() -> list[float]:
@@ -65,17 +70,17 @@ def test_groups_keep_their_proportions_when_the_rate_changes():
 def test_not_a_number_stops_before_the_update_and_says_whose_loss():
     inputs, targets = data()
     inputs[12] = math.nan
-    made = job(rows=(inputs, targets), shuffle=None, batch_size=4)
+    made = make_job(rows=(inputs, targets), shuffle=None, batch_size=4)
     made.advance(20)
     found = made.collect_results()
     assert found.end_reason == "nonfinite"
     assert math.isnan(found.loss)
     assert found.step == made.step == len(found.rows) < 20
-    before = made.state_dict_parts()
+    before = get_state(made)
     assert all(value.isfinite().all() for value in before.values())
     made.advance(1)  # the same step again
     assert made.collect_results().end_reason == "nonfinite"
-    assert all(torch.equal(value, before[name]) for name, value in made.state_dict_parts().items())
+    assert all(torch.equal(value, before[name]) for name, value in get_state(made).items())
 
 
 def test_a_sum_without_weight_blames_nobody():
@@ -85,14 +90,14 @@ def test_a_sum_without_weight_blames_nobody():
         output.register_hook(lambda gradient: gradient * math.inf)
         return output.sum() * 0, 0
 
-    made = job(loss=loss)
+    made = make_job(loss=loss)
     made.advance(1)
     found = made.collect_results()
     assert (found.end_reason, found.loss) == ("nonfinite", None)
 
 
 def test_finite_gradients_whose_norm_overflows_are_finite():
-    made = job(nn.Linear(4, 3), (torch.full((20, 4), 1e25), data()[1]), loss=lambda out, y: out.mean() * 1e5)
+    made = make_job(nn.Linear(4, 3), (torch.full((20, 4), 1e25), data()[1]), loss=lambda out, y: out.mean() * 1e5)
     made.advance(1)
     assert made.collect_results().end_reason == "done"
 
@@ -111,7 +116,7 @@ def test_evaluate_counts_rows_and_not_what_is_in_them():
     def step(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
         return F.cross_entropy(model(batch["x"]), batch["y"])
 
-    made = job(rows=Texts(), training_step=step)
+    made = make_job(rows=Texts(), training_step=step)
     source = DatasetSource(Texts())
     parts = np.split(np.arange(20), [8, 16])
     samples, sums = made.evaluate([(len(part), source.take(part)) for part in parts], {})
@@ -126,7 +131,7 @@ def test_an_evaluation_that_draws_random_numbers_changes_none_of_the_training():
     found = []
     for evaluations in (0, 1, 2):
         torch.manual_seed(0)
-        made = job(nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3)).double())
+        made = make_job(nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3)).double())
         made.advance(2)
         for _ in range(evaluations):
             made.evaluate([(20, data())], {"noise": lambda output, _: torch.rand(1, dtype=output.dtype)})
@@ -144,7 +149,7 @@ def test_evaluate_is_exact_for_parts_of_any_size_and_leaves_the_training_alone()
 
     inputs, targets = data()
     model = nn.Sequential(net(), nn.Dropout(0.5))
-    made, other = job(model), job(nn.Sequential(net(), nn.Dropout(0.5)))
+    made, other = make_job(model), make_job(nn.Sequential(net(), nn.Dropout(0.5)))
     batches = [(len(x), (x, y)) for x, y in zip(inputs.split(7), targets.split(7), strict=True)]
     samples, sums = made.evaluate(batches, {"mean": accuracy, "pair": both})
     with torch.no_grad():
@@ -155,27 +160,27 @@ def test_evaluate_is_exact_for_parts_of_any_size_and_leaves_the_training_alone()
     assert model.training
     made.advance(3)
     other.advance(3)
-    state = other.state_dict_parts()
-    assert all(torch.equal(value, state[name]) for name, value in made.state_dict_parts().items())
+    state = get_state(other)
+    assert all(torch.equal(value, state[name]) for name, value in get_state(made).items())
 
 
 def test_no_data_on_this_rank_adds_nothing():
-    assert job().evaluate([], {"accuracy": len}) == (0, {"loss": (0.0, 0.0), "accuracy": (0.0, 0.0)})
+    assert make_job().evaluate([], {"accuracy": len}) == (0, {"loss": (0.0, 0.0), "accuracy": (0.0, 0.0)})
 
 
 def test_a_metric_per_sample_is_refused():
     with pytest.raises(TypeError, match=r"metric 'hits' returned a tensor of shape \(20,\); it must return one number"):
-        job().evaluate([(20, data())], {"hits": lambda out, y: out.argmax(1) == y})
+        make_job().evaluate([(20, data())], {"hits": lambda out, y: out.argmax(1) == y})
 
 
 def test_metrics_beside_a_step_are_refused():
-    made = job(training_step=lambda model, batch: model(batch[0]).sum())
-    with pytest.raises(ValueError, match="metrics need output and target, which step= keeps to itself"):
+    made = make_job(training_step=lambda model, batch: model(batch[0]).sum())
+    with pytest.raises(ValueError, match="metrics need output and target, which training_step= keeps to itself"):
         made.evaluate([(20, data())], {"size": len})
 
 
 def test_a_job_draws_random_numbers_of_its_own():
-    made, other = (job(nn.Sequential(net(), nn.Dropout(0.5))) for _ in range(2))
+    made, other = (make_job(nn.Sequential(net(), nn.Dropout(0.5))) for _ in range(2))
     torch.manual_seed(3)
     before = torch.get_rng_state()
     made.advance(5)
@@ -183,8 +188,8 @@ def test_a_job_draws_random_numbers_of_its_own():
     other.advance(2)
     torch.rand(7)
     other.advance(3)
-    state = other.state_dict_parts()
-    assert all(torch.equal(value, state[name]) for name, value in made.state_dict_parts().items())
+    state = get_state(other)
+    assert all(torch.equal(value, state[name]) for name, value in get_state(made).items())
 
 
 def test_the_state_is_a_copy_with_whatever_modules_add_to_it():
@@ -195,8 +200,8 @@ def test_the_state_is_a_copy_with_whatever_modules_add_to_it():
         def set_extra_state(self, state: Any) -> None:
             pass
 
-    made = job(Extra(4, 3).double())
-    state = made.state_dict_parts()
+    made = make_job(Extra(4, 3).double())
+    state = get_state(made)
     assert state["_extra_state"] == {"version": 3}
     kept = state["weight"].clone()
     made.advance(2)
@@ -204,7 +209,7 @@ def test_the_state_is_a_copy_with_whatever_modules_add_to_it():
 
 
 def test_the_largest_gradients_are_kept_number_by_number():
-    made = job()
+    made = make_job()
     made.track_max_gradients()
     made.advance(4)
     found = made.max_gradients
@@ -224,7 +229,7 @@ def test_where_ranks_ask_each_other_for_the_time():
 
 
 def test_a_dispatch_that_somebody_waits_for_ends_where_ranks_decide():
-    made = job()
+    made = make_job()
     made.advance(64, should_end_early=lambda: made.step >= 15)
     assert (made.step, made.collect_results().end_reason) == (16, "time")
     made.advance(64, should_end_early=lambda: made.step >= 32)  # the question was asked at step 31

@@ -15,8 +15,8 @@ from torch import nn
 
 import dtkit
 from dtkit.data.broadcast import ModelHandle
-from dtkit.engine import memory
-from dtkit.engine.node_info import get_handshake
+from dtkit.planning.cost_model import AvailableMemory
+from dtkit.rpc.handshake import get_handshake
 from dtkit.types import Failure, Reply, Request
 from tests.support.small import data, net, sgd
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 NODE = {"host": "here", "pid": 1, "device": "cpu", "memory_total": 4, "memory_free": 2, "threads": 1}
 
-ROOM = memory.AvailableMemory(free_bytes=10**9, swap_bytes=0, job_bytes=0, limit_bytes=None)
+ROOM = AvailableMemory(free_bytes=10**9, swap_bytes=0, job_bytes=0, limit_bytes=None)
 
 
 class Notes:
@@ -52,7 +52,7 @@ class Notes:
             "build_job": 0.1,
             "load_data": 64,
             "receive_model": "5eed",
-            "measure": ROOM,
+            "measure_available_memory": ROOM,
         }
         return Reply(answers.get(request.op))
 
@@ -86,7 +86,7 @@ def train(cluster: dtkit.Cluster, model: Any = None, rows: Any = None, **options
 def test_a_training_that_is_right_sends_data_then_model_then_builds(cluster, notes):
     run = train(cluster, start=False, seed=np.int64(3), batch_size=np.int32(16), steps=None, epochs=np.int64(2))
     assert [op for op, after in zip(notes.asked, [*notes.asked[1:], ""], strict=True) if op != after] == [
-        "measure",
+        "measure_available_memory",
         "load_data",
         "receive_model",
         "build_job",
@@ -204,7 +204,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "text": ({"rows": (data()[0], np.array(["a"] * 64))}, TypeError, r"data\[1\] has dtype <U1; .*Encode it first"),
     "objects": ({"rows": (data()[0], [1] * 64)}, TypeError, r"data\[1\] is a list; .* numpy.asarray"),
     "a dict": ({"rows": {"x": 1}}, TypeError, "data is a dict; it must be a tuple of arrays"),
-    "text as data": ({"rows": "file.csv"}, ValueError, "'file.csv' is no kind of file that engines read"),
+    "text as data": ({"rows": "file.csv"}, ValueError, "'file.csv' is not a file that engines read"),
     "a loss that can't be pickled": (
         {"loss": holds_a_lock},
         dtkit.errors.SerializationError,

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from dtkit.training.verify import compare_states, find_incomparable_modules
-from tests.support.verification import judged
+from tests.support.verification import verify_changed_state
 
 
 def test_equal_numbers_pass():
-    found = judged()
+    found = verify_changed_state()
     assert found
     assert (found.verdict, found.max_difference, found.dtype) == ("PASS", 0.0, "float64")
     assert found.text().startswith("PASS: 20 steps on 2 ranks against one process, float64")
@@ -32,7 +32,7 @@ def test_equal_numbers_pass():
     ],
 )
 def test_the_tolerance_follows_the_dtype(dtype, by, verdict):
-    found = judged({"b": [0, by]}, dtype=dtype)
+    found = verify_changed_state({"b": [0, by]}, dtype=dtype)
     assert found.verdict == verdict
     assert bool(found) == (verdict == "PASS")
     if verdict == "FAIL":
@@ -40,13 +40,13 @@ def test_the_tolerance_follows_the_dtype(dtype, by, verdict):
 
 
 def test_a_step_count_that_differs_fails():
-    assert judged({"count": 1}).verdict == "FAIL"
+    assert verify_changed_state({"count": 1}).verdict == "FAIL"
 
 
 @pytest.mark.parametrize("name", ["w", "b"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_what_is_not_finite_fails_wherever_it_stands(name, value):
-    found = judged({name: value})
+    found = verify_changed_state({name: value})
     assert found.verdict == "FAIL"
     assert found.max_difference == math.inf
 
@@ -58,24 +58,26 @@ def test_equal_infinities_are_equal():
 
 def test_numbers_of_zero_gradient_are_named_apart_and_held_to_a_wider_bound():
     gradients = {"w": torch.tensor([1.0, 1e-14, 1.0], dtype=torch.float64), "b": torch.ones(2, dtype=torch.float64)}
-    found = judged({"w": [0, 5e-11, 0]}, gradients)
+    found = verify_changed_state({"w": [0, 5e-11, 0]}, gradients)
     assert found.verdict == "PASS"
     assert found.max_difference == 0
     assert found.zero_gradient == {"w": (1, pytest.approx(5e-11, rel=1e-4))}
     assert "w: 1 numbers of zero gradient hold rounding alone" in found.text()
-    assert judged({"w": [0, 5e-10, 0]}, gradients).verdict == "FAIL"
-    assert judged({"w": [5e-11, 0, 0]}, gradients).verdict == "FAIL"  # its neighbours are held to the narrow one
+    assert verify_changed_state({"w": [0, 5e-10, 0]}, gradients).verdict == "FAIL"
+    assert (
+        verify_changed_state({"w": [5e-11, 0, 0]}, gradients).verdict == "FAIL"
+    )  # its neighbours are held to the narrow one
 
 
 def test_a_small_gradient_is_not_a_zero_one():
     gradients = {"w": torch.tensor([1.0, 1e-9, 1.0], dtype=torch.float64), "b": torch.ones(2, dtype=torch.float64)}
-    found = judged({"w": [0, 5e-11, 0]}, gradients)
+    found = verify_changed_state({"w": [0, 5e-11, 0]}, gradients)
     assert found.verdict == "FAIL"
     assert not found.zero_gradient
 
 
 def test_not_comparable_names_the_modules():
-    found = judged({"w": 1.0}, modules=("1 (BatchNorm1d): each rank normalizes",))
+    found = verify_changed_state({"w": 1.0}, modules=("1 (BatchNorm1d): each rank normalizes",))
     assert found.verdict == "NOT COMPARABLE"
     assert not found
     assert "1 (BatchNorm1d)" in found.text()
@@ -87,7 +89,7 @@ def test_extra_state_is_left_out():
 
 
 def test_the_report_is_escaped_in_html():
-    found = judged(modules=("<b> (Dropout)",))
+    found = verify_changed_state(modules=("<b> (Dropout)",))
     assert "<b>" not in found._repr_html_()
 
 

@@ -12,22 +12,23 @@ import sys
 import threading
 import time
 import weakref
-from types import SimpleNamespace
+from types import CodeType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
 
 from dtkit.engine.comm import process_group
-from dtkit.engine.node_info import Clock
 from dtkit.engine.observe import stack_sampler
+from dtkit.engine.observe.clock import Clock
 from dtkit.engine.observe.phase_timer import PhaseTimer
 from dtkit.engine.observe.watchdog import Watchdog
-from dtkit.health import stacks
+from dtkit.health import frames, stacks
 from dtkit.health.diagnosis import RankObservation
-from dtkit.health.status import EngineStatus, Frame, get_dump_path, get_status_path, remove_status_files
+from dtkit.health.frames import Frame
+from dtkit.health.status import EngineStatus, get_dump_path, get_status_path, remove_status_files
 from dtkit.types import GroupSpec, NodeInfo, Request
-from tests.support.waiting import until
+from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -150,7 +151,7 @@ def test_it_tells_how_often_it_was_blocked_in_this_job(watchdog: Watchdog, spec:
 
 def test_it_writes_for_this_user_alone_and_stops_when_left(watchdog: Watchdog, spec: GroupSpec, tmp_path: Path):
     path = get_status_path(tmp_path, 1)
-    until(path.exists)
+    wait_until(path.exists)
     assert path.stat().st_mode & 0o777 == 0o600
     assert get_dump_path(tmp_path, 1).stat().st_mode & 0o777 == 0o600
     found = EngineStatus.from_json(path.read_text())
@@ -167,15 +168,15 @@ def test_a_look_that_fails_is_told_once_and_not_the_last(watchdog: Watchdog, tmp
         looks.append(1)
         raise ValueError("no median")
 
-    until(path.exists)
+    wait_until(path.exists)
     fine, held.median_step_s = held.median_step_s, median_step_s
     with watchdog.track_request(request()):
-        until(lambda: len(looks) > 2)
+        wait_until(lambda: len(looks) > 2)
         assert not path.exists()  # one that grows old says that the engine is stuck
         held.median_step_s = fine
-        until(path.exists)
+        wait_until(path.exists)
     assert watchdog.take_warning() == (
-        "dtkit's watchdog could not tell where this engine stands, and goes on looking: ValueError: no median"
+        "dtkit's watchdog failed to write this engine's status, and tries again: ValueError: no median"
     )
     assert watchdog.take_warning() is None
 
@@ -198,20 +199,20 @@ def test_another_owner_of_the_signal_keeps_it(spec: GroupSpec):
 
 
 def test_whose_code_a_file_is():
-    assert stack_sampler.classify_file(stack_sampler.__file__) == "dtkit"
+    assert frames.classify_file(frames.__file__) == "dtkit"
     assert (
-        stack_sampler.classify_file(threading.__file__)
-        == stack_sampler.classify_file(psutil.__file__)
-        == stack_sampler.classify_file("<frozen runpy>")
+        frames.classify_file(threading.__file__)
+        == frames.classify_file(psutil.__file__)
+        == frames.classify_file("<frozen runpy>")
         == "library"
     )
-    assert stack_sampler.classify_file("/tmp/ipykernel_1/2.py") == stack_sampler.classify_file(__file__) == "user"
+    assert frames.classify_file("/tmp/ipykernel_1/2.py") == frames.classify_file(__file__) == "user"
 
 
 def test_outer_frames_that_all_calls_have_are_left_out():
-    door = Frame(str(stack_sampler._ENTRY_FILES[0]), 1, "handle", "dtkit")
-    assert stack_sampler.trim_outer_frames([LIBRARY, USER, OWN, door, door, LIBRARY]) == (LIBRARY, USER, OWN)
-    assert stack_sampler.trim_outer_frames([LIBRARY]) == ()
+    door = Frame(str(frames.ENTRY_FILES[0]), 1, "handle", "dtkit")
+    assert frames.trim_outer_frames([LIBRARY, USER, OWN, door, door, LIBRARY]) == (LIBRARY, USER, OWN)
+    assert frames.trim_outer_frames([LIBRARY]) == ()
 
 
 @pytest.mark.parametrize(
@@ -231,7 +232,9 @@ def test_a_collective_is_known_by_its_innermost_line(files: list[str], blocked: 
 
 
 def test_ranks_that_wait_for_what_they_asked_each_other_are_in_a_collective():
-    assert stack_sampler.is_in_collective([Frame(process_group.__file__, 1, "answer"), USER])
+    constants = process_group.Group.start_all_reduce_any.__code__.co_consts
+    (wait_function,) = [constant.co_name for constant in constants if isinstance(constant, CodeType)]
+    assert stack_sampler.is_in_collective([Frame(process_group.__file__, 1, wait_function), USER])
     assert not stack_sampler.is_in_collective([Frame(process_group.__file__, 1, "all_reduce"), USER])
 
 
@@ -329,7 +332,7 @@ def test_a_standing_travels_as_text(watchdog: Watchdog, spec: GroupSpec):
 
 
 def test_what_another_process_wrote_is_not_believed(watchdog: Watchdog, node: NodeInfo, tmp_path: Path):
-    until(get_status_path(tmp_path, 1).exists)
+    wait_until(get_status_path(tmp_path, 1).exists)
     assert stacks.observe_rank(tmp_path, node).process_state in ("running", "sleeping")
     other = stacks.observe_rank(tmp_path, dataclasses.replace(node, pid=node.pid + 1))
     assert (other.status, other.process_state) == (None, "unknown")
@@ -346,12 +349,12 @@ def test_a_number_that_went_to_another_process_is_no_engine():
 
 
 def test_a_process_writes_its_stack_by_itself(watchdog: Watchdog, node: NodeInfo, tmp_path: Path):
-    until(get_status_path(tmp_path, 1).exists)
+    wait_until(get_status_path(tmp_path, 1).exists)
     found = stacks.observe_rank(tmp_path, node)
-    frames = stacks.request_stack_dump(tmp_path, found)
-    assert any(frame.function == "test_a_process_writes_its_stack_by_itself" for frame in frames)
+    stack = stacks.request_stack_dump(tmp_path, found)
+    assert any(frame.function == "test_a_process_writes_its_stack_by_itself" for frame in stack)
     again = stacks.request_stack_dump(tmp_path, found)
-    assert [frame.function for frame in again] == [frame.function for frame in frames]
+    assert [frame.function for frame in again] == [frame.function for frame in stack]
 
 
 def test_no_signal_where_it_would_kill(monkeypatch: pytest.MonkeyPatch, watchdog: Watchdog, spec: GroupSpec, tmp_path):
@@ -390,7 +393,7 @@ def test_what_is_shown():
     assert lines[0] == "rank 0, here, pid 7, sleeping, forward of step 12, for 6 s"
     assert lines[1:3] == ["    torch/autograd/graph.py:979 in backward", "  > /home/me/net.py:14 in <lambda>"]
     assert "rank 1, here, pid 8, stopped (SIGSTOP), last seen in forward of step 12, for 15 s, silent for 9 s" in lines
-    assert lines[-1] == "rank 2, there, pid 9, unknown, nothing is known of what it does"
+    assert lines[-1] == "rank 2, there, pid 9, unknown, no status"
     page = shown._repr_html_()
     assert "&lt;lambda&gt;" in page
     assert "<lambda>" not in page

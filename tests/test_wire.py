@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from dtkit.errors import SerializationError
-from dtkit.rpc import pickling, shared_memory
+from dtkit.rpc import pickling, shared_memory, user_modules
 
 ROOT = str(Path(__file__).resolve().parent.parent)
 
@@ -416,9 +416,9 @@ def helper(x):
 def test_a_module_beside_the_notebook_travels_by_value(beside, tmp_path: Path) -> None:
     module = beside("lesson_models", MODULE)
     engine = [entry for entry in sys.path if entry != str(tmp_path)]
-    found = pickling.find_user_modules(engine)
+    found = user_modules.find_user_modules(engine)
     assert [each for each in found if each.__name__.startswith("lesson")] == [module]
-    data = pickling.dumps((module.Model(), module, lambda: module.helper(9)), pickling.find_user_modules(engine))
+    data = pickling.dumps((module.Model(), module, lambda: module.helper(9)), user_modules.find_user_modules(engine))
     assert not cloudpickle.list_registry_pickle_by_value()
     code = (
         "import sys; from dtkit.rpc import pickling as wire; m, module, f = wire.loads(sys.stdin.buffer.read())\n"
@@ -435,7 +435,7 @@ def test_a_package_and_its_modules_travel(beside, tmp_path: Path, *, init: bool)
     inner = beside("lesson_pack.inner", "value = 5\ndef f(): return value + 1")
     package = sys.modules["lesson_pack"]
     engine = [entry for entry in sys.path if entry != str(tmp_path)]
-    found = pickling.find_user_modules(engine)
+    found = user_modules.find_user_modules(engine)
     assert {package, inner} <= set(found)
     data = pickling.dumps(lambda: 2 * package.inner.f(), found)
     code = "import sys; from dtkit.rpc import pickling as wire; print(wire.loads(sys.stdin.buffer.read())())"
@@ -444,20 +444,20 @@ def test_a_package_and_its_modules_travel(beside, tmp_path: Path, *, init: bool)
 
 def test_what_the_engine_can_import_goes_by_reference(beside, tmp_path: Path) -> None:
     module = beside("lesson_known", MODULE)
-    assert module not in pickling.find_user_modules([str(tmp_path)])
-    assert module not in pickling.find_user_modules([str(tmp_path / "x" / "..")])
+    assert module not in user_modules.find_user_modules([str(tmp_path)])
+    assert module not in user_modules.find_user_modules([str(tmp_path / "x" / "..")])
     # ... unless it lies in the current folder, where it is edited while engines live.
     here = Path.cwd()
     os.chdir(tmp_path)
     try:
-        assert module in pickling.find_user_modules([str(tmp_path)])
+        assert module in user_modules.find_user_modules([str(tmp_path)])
     finally:
         os.chdir(here)
 
 
 def test_installed_packages_and_dtkit_never_travel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir("/")  # everything lies under it
-    names = {module.__name__ for module in pickling.find_user_modules([])}
+    names = {module.__name__ for module in user_modules.find_user_modules([])}
     tops = {name.partition(".")[0] for name in names}
     assert not tops & {"dtkit", "numpy", "torch", "json", "cloudpickle", "pytest", "__main__"}
     assert __name__ in names

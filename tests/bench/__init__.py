@@ -1,1 +1,1 @@
-"""What `make bench` measures: each figure next to its reference, in alternating pairs, with median and spread."""
+"""Measurements of `make bench`: each figure next to its reference, in alternating pairs, with median and spread."""

@@ -1,4 +1,4 @@
-"""`make bench`: what dtkit must reach, measured on this machine. Names of single parts may be given as arguments."""
+"""`make bench`: measure dtkit's targets on this machine. Arguments select single parts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PARTS: dict[str, Callable[[], bool]] = {
 
 
 def main(names: list[str]) -> int:
-    """Run the parts; exit status 1 where a target was missed, 2 where there is no such part."""
+    """Run the parts, and return exit status 1 for a missed target and 2 for an unknown part."""
     unknown = [name for name in names if name not in PARTS]
     if unknown:
         print(f"no part {', '.join(unknown)}; the parts are {', '.join(PARTS)}")

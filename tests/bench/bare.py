@@ -1,6 +1,6 @@
-"""The reference: a bare DistributedDataParallel loop under torchrun. Prints steps per second.
+"""The reference: a bare DistributedDataParallel loop under torchrun, which prints its steps per second.
 
-It does what a careful user's script does: shuffled batches of its own shard by index, loss, backward, update. It
+The loop does the same as a careful user's script: shuffled batches of its shard by index, loss, backward, update. It
 keeps no records and checks nothing.
 """
 
@@ -27,11 +27,11 @@ def main(name: str) -> None:
     update, loss = optimizer(list(model.parameters())), nn.CrossEntropyLoss()
     batch = work.batch // world
     order = torch.randperm(len(inputs))
-    begun = 0.0
+    start_time = 0.0
     for step in range(work.warm + work.steps):
         if step == work.warm:
             dist.barrier()
-            begun = time.perf_counter()
+            start_time = time.perf_counter()
         start = step * batch % len(inputs)
         if start == 0:
             order = torch.randperm(len(inputs))
@@ -40,9 +40,9 @@ def main(name: str) -> None:
         loss(model(inputs[rows]), targets[rows]).backward()
         update.step()
     if rank == 0:
-        print(work.steps / (time.perf_counter() - begun), flush=True)
+        print(work.steps / (time.perf_counter() - start_time), flush=True)
     dist.barrier()
-    os._exit(0)  # torch aborted now and then while it tore the group down, DDP still holding it
+    os._exit(0)  # torch may abort while it destroys a group that DDP still uses
 
 
 main(sys.argv[1])

@@ -1,9 +1,9 @@
 """The references of :mod:`tests.bench.strategies`: torch's own engines in bare loops under torchrun.
 
-Each loop is what a careful user's script does: shuffled batches by index, forward and backward by torch's engine, the
-optimiser's update. It keeps no records and checks nothing. The script stays, and takes a window of steps whenever a
-line comes through a named pipe, so that it alternates with dtkit in windows of a second or two; meanwhile both ranks
-block and take no processor time. For each window it prints steps per second.
+Each loop does the same as a careful user's script: shuffled batches by index, forward and backward by torch's engine,
+the optimizer's update. It keeps no records and checks nothing. The script takes a window of steps for each line from a
+named pipe, so that it alternates with dtkit; between windows both ranks block without using a processor. For each
+window it prints the steps per second.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def pipeline(work: Work) -> Step:
-    """1F1B over two stages."""
+    """Return a step of 1F1B over two stages."""
     rank = dist.get_rank()
     stage = PipelineStage(halves(work)[rank], rank, dist.get_world_size(), torch.device("cpu"))
     update = optimizer(list(stage.submod.parameters()))
@@ -49,22 +49,22 @@ def pipeline(work: Work) -> Step:
 
 
 def tensor(work: Work) -> Step:
-    """Pairs of a colwise and a rowwise layer."""
+    """Return a step of a model whose layers are alternately colwise and rowwise."""
     styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
     plan = {name: styles[style]() for name, style in colwise_rowwise(work).items()}
-    return _whole(parallelize_module(work.model(), init_device_mesh("cpu", (dist.get_world_size(),)), plan))
+    return _make_step(parallelize_module(work.model(), init_device_mesh("cpu", (dist.get_world_size(),)), plan))
 
 
 def sharded(work: Work) -> Step:
-    """FSDP2, layer by layer."""
+    """Return a step of FSDP2, applied layer by layer."""
     model, mesh = work.model(), init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in model:
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh)
-    return _whole(fully_shard(model, mesh=mesh))
+    return _make_step(fully_shard(model, mesh=mesh))
 
 
-def _whole(model: nn.Module) -> Step:
+def _make_step(model: nn.Module) -> Step:
     update, loss = optimizer(list(model.parameters())), nn.CrossEntropyLoss()
 
     def step(inputs: torch.Tensor, targets: torch.Tensor) -> None:
@@ -76,10 +76,10 @@ def _whole(model: nn.Module) -> Step:
 
 
 def batches(work: Work, *, shards: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """This rank's batches, of its part of the rows where there is one for each, shuffled anew in each epoch."""
+    """Yield this rank's batches, shuffled again in each epoch; with `shards`, from its shard of the rows."""
     inputs, targets = (t[dist.get_rank() % shards :: shards] for t in work.data())
     batch = work.batch // shards
-    shuffle = torch.Generator().manual_seed(0)  # ranks that share samples must draw the same
+    shuffle = torch.Generator().manual_seed(0)  # ranks that share samples need the same order
     while True:
         order = torch.randperm(len(inputs), generator=shuffle)
         for start in range(0, len(order), batch):
@@ -91,13 +91,13 @@ ENGINES = {PIPELINE: pipeline, TENSOR: tensor, SHARDED: sharded}
 
 
 def main(engine: str, name: str, pipe: str) -> None:
-    """Windows of steps, one for each line that comes."""
+    """Take a window of steps for each line from the pipe."""
     dist.init_process_group("gloo")
     work = WORKS[name]
     step, data = ENGINES[engine](work), batches(work, shards=dist.get_world_size() if engine == SHARDED else 1)
     for _ in range(work.warm):
         step(*next(data))
-    lines = Path(pipe).open() if dist.get_rank() == 0 else None  # noqa: SIM115 - for as long as the process lives
+    lines = Path(pipe).open() if dist.get_rank() == 0 else None  # noqa: SIM115 - open while the process lives
     go = torch.ones(1)
     while True:
         if lines is not None:
@@ -105,12 +105,12 @@ def main(engine: str, name: str, pipe: str) -> None:
         dist.broadcast(go, src=0)
         if not go:
             break
-        begun = time.perf_counter()
+        start = time.perf_counter()
         for _ in range(work.steps):
             step(*next(data))
         dist.barrier()
         if lines is not None:
-            print(work.steps / (time.perf_counter() - begun), flush=True)
+            print(work.steps / (time.perf_counter() - start), flush=True)
     os._exit(0)  # as in bare.py
 
 

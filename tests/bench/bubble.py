@@ -1,10 +1,8 @@
 """The idle share of pipelines whose stages have a declared cost, next to the formula.
 
-Stages sleep, so that more ranks than cores can work at the same time, and all take equally long. What is measured above
-the formula is a cost per action, whatever its length: sending, and waking up when a message has come (0.3 to 0.5 ms on
-gloo), and in torch's looped runtime, which Interleaved1F1B runs on, posting sends and receives between two actions
-(0.25 ms, against 0.02 ms with GPipe and 1F1B). Ranks also start a step some ms after each other. At 10 ms a piece that
-is 0.03 to 0.05 of the time, as much as the whole bubble of an interleaved schedule, so pieces here are of 30 ms.
+Stages sleep, so that more ranks than cores can work at the same time, all equally long. The excess over the formula is
+a cost per action, whatever its length: sending, waking up for a message, and posting sends and receives. Actions take
+30 ms here, which keeps that cost small next to the bubble.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from torch import nn
 import dtkit
 from tests.bench.pairs import Sample, report
 
-PIECE_S = 0.03  # of a stage's forward pass, and of its backward pass
+PASS_S = 0.03  # of a forward or backward pass of a stage
 STEPS = 7
 WARM = 1
 TOLERANCE = 0.03
@@ -26,15 +24,15 @@ SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B")
 
 
 class Slow(nn.Module):
-    """A layer of declared cost: it sleeps, forward and backward."""
+    """Layer of a declared cost: it sleeps in its forward and backward pass."""
 
     def __init__(self, width: int = 4) -> None:
         super().__init__()
         self.layer = nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # sleeps: a declared cost of a stage, large next to a busy machine's noise
-        time.sleep(PIECE_S)
+        # sleeps: a declared cost of a stage, large next to the noise of a busy machine
+        time.sleep(PASS_S)
         return _SlowBackward.apply(self.layer(x))
 
 
@@ -46,12 +44,12 @@ class _SlowBackward(torch.autograd.Function):
     @staticmethod
     def backward(_ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         # sleeps: a declared cost, as in `forward`
-        time.sleep(PIECE_S)
+        time.sleep(PASS_S)
         return gradient
 
 
 def bubble() -> bool:
-    """Measured share against formula: 2 and 4 ranks, 4, 8 and 16 micro-batches, three schedules."""
+    """Compare measured shares with the formula: 2 and 4 ranks, 4, 8 and 16 micro-batches, three schedules."""
     met = True
     for ranks in (2, 4):
         with dtkit.Cluster(ranks, threads=1) as cluster:
@@ -65,12 +63,12 @@ def bubble() -> bool:
 
 def _report(cluster: dtkit.Cluster, strategy: dtkit.Pipeline) -> bool:
     timelines = _measure(cluster, strategy)
-    measured = Sample([timeline.bubble() for timeline in timelines])
-    planned = Sample([timeline.planned().bubble() for timeline in timelines])
+    measured = Sample([timeline.measure_bubble() for timeline in timelines])
+    planned = Sample([timeline.simulate_schedule().measure_bubble() for timeline in timelines])
     formula = timelines[0].get_ideal_bubble()
     print(
         f"  p={strategy.stages} m={strategy.micro_batches:2} {strategy.schedule:16} measured {measured.median:.3f}  "
-        f"formula {formula:.3f}  difference {measured.median - formula:+.3f}  with these durations "
+        f"formula {formula:.3f}  difference {measured.median - formula:+.3f}  simulated with these durations "
         f"{planned.median:.3f}",
         flush=True,
     )
@@ -79,17 +77,22 @@ def _report(cluster: dtkit.Cluster, strategy: dtkit.Pipeline) -> bool:
 
 
 def _measure(cluster: dtkit.Cluster, strategy: dtkit.Pipeline) -> list[Any]:
-    """The timelines of some steps, one by one."""
+    """Return the timelines of several single steps."""
     model = nn.Sequential(*(Slow() for _ in range(strategy.pipeline_schedule.stages)))
     rows = torch.randn(256, 4), torch.randint(4, (256,))
-    how: dict[str, Any] = {"loss": nn.CrossEntropyLoss(), "optimizer": _sgd, "batch_size": 64, "steps": WARM + STEPS}
-    run = cluster.train(model, rows, strategy=strategy, start=False, **how)
+    options: dict[str, Any] = {
+        "loss": nn.CrossEntropyLoss(),
+        "optimizer": _sgd,
+        "batch_size": 64,
+        "steps": WARM + STEPS,
+    }
+    run = cluster.train(model, rows, strategy=strategy, start=False, **options)
     run.step(WARM)
-    found = []
+    timelines = []
     for _ in range(STEPS):
         run.step()
-        found.append(run.timeline)
-    return found
+        timelines.append(run.timeline)
+    return timelines
 
 
 def _sgd(parameters: Any) -> torch.optim.Optimizer:

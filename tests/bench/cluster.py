@@ -1,4 +1,4 @@
-"""What a cluster costs: to start and close, to feed, to talk to, in seconds and memory; and that it trains exactly."""
+"""Costs of a cluster: starting, closing, sending data and dispatches, in seconds and memory; and its exactness."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tests.bench.work import SHORT, WORKS, optimizer
 
 
 def start() -> bool:
-    """`Cluster(2)` to the first step's record, and `close()`, in a fresh process each time."""
+    """Measure `Cluster(2)` up to the first step's record, and `close()`, in a new process each time."""
     code = "import tests.bench.cluster as bench; bench.start_once()"
     first, closed = [], []
     for _ in range(PAIRS):
         out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120)
-        a, b = map(float, out.stdout.split()[-2:])
-        first.append(a)
-        closed.append(b)
+        first_s, close_s = map(float, out.stdout.split()[-2:])
+        first.append(first_s)
+        closed.append(close_s)
     print("  to the first record:", *(f"{t:.2f}" for t in first), " close:", *(f"{t:.2f}" for t in closed))
     return report("Cluster(2) to the first step's record", Sample(first), unit="s", most=6.0) & report(
         "close()", Sample(closed), unit="s", most=3.0
@@ -33,22 +33,22 @@ def start() -> bool:
 
 
 def start_once() -> None:
-    """One start: prints seconds to the first record, and seconds to close. Raises where something is left."""
+    """Start a cluster once and print the seconds to the first record and to close. Raise if anything is left."""
     work = WORKS[SHORT]
     model, data = work.model(), work.data()
     files = _shared_files()
-    begun = time.perf_counter()
+    start = time.perf_counter()
     cluster = dtkit.Cluster(2)
     run = cluster.train(model, data, loss=nn.CrossEntropyLoss(), optimizer=optimizer, batch_size=64, steps=1)
     run._driver.wait(60)
     assert len(run.history) == 2
-    first = time.perf_counter() - begun
-    family = psutil.Process().children(recursive=True)
-    folder = cluster._folder
-    begun = time.perf_counter()
+    first = time.perf_counter() - start
+    processes = psutil.Process().children(recursive=True)
+    folder = cluster.folder
+    start = time.perf_counter()
     cluster.close()
-    closed = time.perf_counter() - begun
-    assert not [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    closed = time.perf_counter() - start
+    assert not [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
     assert not folder.exists()
     assert _shared_files() == files
     print(first, closed)
@@ -59,79 +59,79 @@ def _shared_files() -> set[Path]:
 
 
 def bulk() -> bool:
-    """500 MB of arrays to four engines, next to one plain copy into shared memory; and what memory grows by."""
+    """Send 500 MB of arrays to four engines, next to a plain copy into shared memory, and measure the memory growth."""
     data = np.random.default_rng(0).random((500_000, 125))
     labels = np.zeros(len(data), dtype=np.int64)
     with dtkit.Cluster(4) as cluster:
-        cluster.partition((data[:1000], labels[:1000]))  # what is loaded once is loaded
-        family = [psutil.Process(), *psutil.Process().children(recursive=True)]
-        before = _pss(family)
-        keep = cluster.partition((data, labels), labels=None)
-        touched = cluster.run(_touch)  # every engine reads what it mapped
-        growth = (_pss(family) - before) / data.nbytes
-        assert len(touched) == 4
-        del keep
+        cluster.partition((data[:1000], labels[:1000]))  # loads the modules that this needs
+        processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
+        before = _measure_pss(processes)
+        handle = cluster.partition((data, labels), labels=None)
+        sums = cluster.run(_sum_data)  # each engine reads all that it mapped
+        growth = (_measure_pss(processes) - before) / data.nbytes
+        assert len(sums) == 4
+        del handle
 
         def send() -> float:
-            begun = time.perf_counter()
+            start = time.perf_counter()
             cluster.partition((data, labels))
-            return time.perf_counter() - begun
+            return time.perf_counter() - start
 
-        found, bare = alternate(send, lambda: _plain_copy(data), PAIRS)
+        sending, copying = alternate(send, lambda: _copy_to_shared_memory(data), PAIRS)
     return report(
-        "500 MB to 4 engines, against one plain copy into shared memory", ratios(found, bare), most=2.0
+        "500 MB to 4 engines, against one plain copy into shared memory", ratios(sending, copying), most=2.0
     ) & report("memory of all processes grows by, in sizes of the data", Sample([growth]), most=1.2)
 
 
-def _touch() -> float:
-    from dtkit.engine.session import _session
+def _sum_data() -> float:
+    from dtkit.engine.session import get_session
 
-    source, _ = list(_session._data.values())[-1]
+    source, _ = list(get_session().state.data.values())[-1]
     return float(source._tensors[0].sum())
 
 
-def _plain_copy(data: np.ndarray) -> float:
+def _copy_to_shared_memory(data: np.ndarray) -> float:
     from multiprocessing.shared_memory import SharedMemory
 
-    begun = time.perf_counter()
+    start = time.perf_counter()
     block = SharedMemory(create=True, size=data.nbytes)
     np.ndarray(data.shape, data.dtype, block.buf)[:] = data
-    taken = time.perf_counter() - begun
+    seconds = time.perf_counter() - start
     block.close()
     block.unlink()
-    return taken
+    return seconds
 
 
-def _pss(processes: list[psutil.Process]) -> int:
+def _measure_pss(processes: list[psutil.Process]) -> int:
     return sum(p.memory_full_info().pss for p in processes if p.is_running())
 
 
 def dispatches() -> bool:
-    """Memory of notebook, hub and engines over 5,000 short dispatches, extrapolated to 100,000."""
+    """Measure the memory growth over 5,000 short dispatches, extrapolated to 100,000."""
     work = WORKS[SHORT]
     with dtkit.Cluster(2) as cluster:
         part = cluster.partition(work.data(), seed=0)
-        how = {"loss": nn.CrossEntropyLoss(), "optimizer": optimizer, "batch_size": work.batch, "steps": 100_000}
-        run = cluster.train(work.model(), part, start=False, **how)
-        family = [psutil.Process(), *psutil.Process().children(recursive=True)]
-        for _ in range(3000):  # until tables of fixed size (the hub's records) are full and heaps have settled
+        options = {"loss": nn.CrossEntropyLoss(), "optimizer": optimizer, "batch_size": work.batch, "steps": 100_000}
+        run = cluster.train(work.model(), part, start=False, **options)
+        processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
+        for _ in range(3000):  # fills tables of fixed size, such as the hub's records
             run.step()
-        before = _pss(family)
+        before = _measure_pss(processes)
         for _ in range(5000):
             run.step()
-        growth = 20 * (_pss(family) - before) / 1e6
+        growth = 20 * (_measure_pss(processes) - before) / 1e6
     return report("memory that 100,000 dispatches add (extrapolated from 5,000)", Sample([growth]), unit="MB", most=100)
 
 
 def exact() -> bool:
-    """50 steps in float64 with momentum on 1 to 4 engines, against a plain loop in one process."""
+    """Compare 50 steps in float64 with momentum on 1 to 4 engines with a plain loop in one process."""
     from tests.support import oracle
 
-    reference = oracle.one_process(oracle.mlp(), oracle.global_rows)
+    reference = oracle.train_in_one_process(oracle.mlp(), oracle.get_global_rows)
     differences = []
     for engines in (1, 2, 3, 4):
         with dtkit.Cluster(engines, threads=1) as cluster:
             run = oracle.train(cluster, oracle.mlp(), shuffle="global")
-            differences.append(oracle.difference(run.model.state_dict(), reference))
+            differences.append(oracle.max_difference(run.model.state_dict(), reference))
     print("  largest difference with 1, 2, 3 and 4 engines:", *(f"{value:.2g}" for value in differences))
     return report("largest difference of parameters from one process", Sample([max(differences)]), most=1e-12)

@@ -1,4 +1,4 @@
-"""What the live dashboard costs: kernel CPU and bytes an update, and a training's speed beside an open browser."""
+"""Costs of the live dashboard: kernel CPU and bytes per update, and the speed of a training next to a browser."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from playwright.sync_api import sync_playwright
 
 from dtkit.dashboard.live.messages import MessageBuilder
 from tests.bench.pairs import PAIRS, Sample, alternate, ratios, report
-from tests.support.chromium import FLAGS, chromium
+from tests.support.chromium import FLAGS, find_chromium
 from tests.support.fake_source import FakeSource
 from tests.support.lab import Lab
 from tests.support.server import jupyterlab
@@ -51,13 +51,13 @@ async def speed(show, seconds=6.0):
 """
 WATCH = """
 run = train(10_000_000)
-landed = []
-run.subscribe(lambda: landed.append((run.status.step, time.time())))
+updates = []
+run.subscribe(lambda: updates.append((run.status.step, time.time())))
 run
 """
-LANDED = """
+REPORT = """
 import json
-print(json.dumps({"landed": landed, "pauses": [e.time for e in run.history.events if e.kind == "pause"]}))
+print(json.dumps({"updates": updates, "pauses": [e.time for e in run.history.events if e.kind == "pause"]}))
 run.stop()
 """
 _OBSERVE = """() => {
@@ -70,28 +70,36 @@ _OBSERVE = """() => {
 
 
 def dashboard() -> bool:
-    """Every part of it."""
-    return all([updates(4, 3.0, 10_000), updates(256, 10.0, None), opening(), *in_a_browser(1), *in_a_browser(2)])
+    """Measure all parts."""
+    return all(
+        [
+            measure_updates(4, 3.0, 10_000),
+            measure_updates(256, 10.0, None),
+            measure_opening(),
+            *measure_in_browser(1),
+            *measure_in_browser(2),
+        ]
+    )
 
 
 # -- in the kernel alone ------------------------------------------------------------------------------------------
 
 
-def updates(ranks: int, most_ms: float, most_bytes: int | None) -> bool:
-    """CPU of composing an update and making JSON of it, and its bytes, with everything shown."""
+def measure_updates(ranks: int, most_ms: float, most_bytes: int | None) -> bool:
+    """Measure the CPU of composing an update as JSON, and its bytes, with all panels shown."""
     source = FakeSource(ranks=ranks, steps=100_000, strips=True)
     source.advance(600)
-    feed = MessageBuilder(source)
-    _size(feed.build_snapshot())
-    spent, sizes = [], []
+    builder = MessageBuilder(source)
+    _measure_size(builder.build_snapshot())
+    cpu_ms, sizes = [], []
     for _ in range(UPDATES):
         source.advance(STEPS_AN_UPDATE)
-        gc.collect()  # the made-up run's own garbage
-        begun = time.thread_time()
-        size = _size(feed.build_change())
-        spent.append(1000 * (time.thread_time() - begun))
+        gc.collect()  # garbage of the fake run
+        start = time.thread_time()
+        size = _measure_size(builder.build_change())
+        cpu_ms.append(1000 * (time.thread_time() - start))
         sizes.append(size)
-    met = report(f"kernel CPU an update, {ranks} nodes", Sample(spent), unit="ms", most=most_ms)
+    met = report(f"kernel CPU an update, {ranks} nodes", Sample(cpu_ms), unit="ms", most=most_ms)
     sent = Sample([max(sizes)])
     if most_bytes is None:
         print(f"      bytes of the largest update, {ranks} nodes: {sent}")
@@ -99,40 +107,42 @@ def updates(ranks: int, most_ms: float, most_bytes: int | None) -> bool:
     return report(f"bytes of the largest update, {ranks} nodes", sent, most=most_bytes) and met
 
 
-def _size(message: Message) -> int:
+def _measure_size(message: Message) -> int:
     return len(json.dumps(message.content)) + sum(map(len, message.buffers))
 
 
-def opening() -> bool:
-    """A run of 100,000 steps, as a page that is opened now gets it."""
+def measure_opening() -> bool:
+    """Measure the first message for a run of 100,000 steps, which a newly opened page gets."""
     source = FakeSource(ranks=4, steps=100_000)
     source.advance(100_000)
-    taken = []
+    seconds = []
     for _ in range(PAIRS):
-        begun = time.perf_counter()
-        _size(MessageBuilder(source).build_snapshot())
-        taken.append(time.perf_counter() - begun)
-    return report("opening a run of 100,000 steps, in the kernel", Sample(taken), unit="s", most=1.0)
+        start = time.perf_counter()
+        _measure_size(MessageBuilder(source).build_snapshot())
+        seconds.append(time.perf_counter() - start)
+    return report("opening a run of 100,000 steps, in the kernel", Sample(seconds), unit="s", most=1.0)
 
 
 # -- in a real browser --------------------------------------------------------------------------------------------
 
 
-def in_a_browser(engines: int) -> list[bool]:
-    """How soon things are seen and done, and what training loses; with a core to spare for one engine of two cores."""
+def measure_in_browser(engines: int) -> list[bool]:
+    """Measure delays and the loss of training speed. With one engine on two cores, one core is spare."""
     with _lab() as lab:
         cells = [
             SETUP.format(engines=engines),
             WATCH,
-            LANDED,
+            REPORT,
             *(f"await speed({k % 2 == 1})" for k in range(2 * PAIRS)),
         ]
         kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
         lab.open(new_notebook(cells=[new_code_cell(cell) for cell in cells], metadata={"kernelspec": kernel}))
-        _finish(lab, 0)
-        met = _seen(lab) if engines == 1 else []
-        following = iter(range(3, 3 + 2 * PAIRS))
-        shown, hidden = alternate(lambda: _speed(lab, next(following)), lambda: _speed(lab, next(following)), PAIRS)
+        _run_cell(lab, 0)
+        met = _measure_delays(lab) if engines == 1 else []
+        cell_indices = iter(range(3, 3 + 2 * PAIRS))
+        shown, hidden = alternate(
+            lambda: _measure_speed(lab, next(cell_indices)), lambda: _measure_speed(lab, next(cell_indices)), PAIRS
+        )
         spare = "a core to spare" if engines == 1 else "no core to spare"
         share = ratios(shown, hidden)
         if engines == 1:
@@ -143,30 +153,30 @@ def in_a_browser(engines: int) -> list[bool]:
 
 @contextlib.contextmanager
 def _lab() -> Iterator[Lab]:
-    """JupyterLab in Chromium, for as long as the block runs."""
+    """Run JupyterLab in Chromium during the block."""
     with tempfile.TemporaryDirectory() as folder, jupyterlab(Path(folder) / "lab") as server:
         with sync_playwright() as playwright:
-            browser = playwright.chromium.launch(executable_path=chromium(), args=FLAGS)
+            browser = playwright.chromium.launch(executable_path=find_chromium(), args=FLAGS)
             lab = Lab(browser.new_page(viewport={"width": 1400, "height": 1000}), server, "JupyterLab Light")
             yield lab
             lab.close()
             browser.close()
 
 
-def _finish(lab: Lab, cell: int) -> None:
+def _run_cell(lab: Lab, cell: int) -> None:
     lab.run_cell(cell)
     lab.wait_idle(timeout=240)
 
 
-def _speed(lab: Lab, cell: int) -> float:
-    """Steps a second, as the cell printed them."""
-    _finish(lab, cell)
+def _measure_speed(lab: Lab, cell: int) -> float:
+    """Return the steps per second that the cell prints."""
+    _run_cell(lab, cell)
     lab.wait_text(cell, "speed")
     return float(lab.text(cell).split("speed ")[1].split()[0])
 
 
-def _seen(lab: Lab) -> list[bool]:
-    """From the end of a dispatch to its picture, and from a click on Pause to the last step."""
+def _measure_delays(lab: Lab) -> list[bool]:
+    """Measure from the end of a dispatch to its picture, and from a click on Pause to the last step."""
     lab.run_cell(1)
     lab.page.wait_for_function("() => Number(document.querySelector('.dtkit')?.dataset.step) > 20", timeout=120_000)
     lab.page.evaluate(_OBSERVE)
@@ -177,14 +187,14 @@ def _seen(lab: Lab) -> list[bool]:
     )
     drawn = lab.page.evaluate("() => window.drawn")
     clicks = [_click(lab) for _ in range(CLICKS)]
-    _finish(lab, 2)
-    lab.wait_text(2, "landed")
-    found: dict[str, Any] = json.loads(lab.text(2).splitlines()[0])
-    first = {}
-    for step, at in found["landed"]:
-        first.setdefault(step, at)
-    shown = [1000 * (at - first[step]) for step, at in drawn if step in first]
-    pauses = [at - clicked for clicked, at in zip(clicks, found["pauses"], strict=True)]
+    _run_cell(lab, 2)
+    lab.wait_text(2, "updates")
+    report_data: dict[str, Any] = json.loads(lab.text(2).splitlines()[0])
+    first_seen = {}
+    for step, at in report_data["updates"]:
+        first_seen.setdefault(step, at)
+    shown = [1000 * (at - first_seen[step]) for step, at in drawn if step in first_seen]
+    pauses = [at - clicked for clicked, at in zip(clicks, report_data["pauses"], strict=True)]
     return [
         report("from the end of a dispatch to its picture", Sample(shown), unit="ms", most=300),
         report("from a click on Pause to the last step", Sample(pauses), unit="s", most=1.5),
@@ -192,7 +202,7 @@ def _seen(lab: Lab) -> list[bool]:
 
 
 def _click(lab: Lab) -> float:
-    """Press Pause, wait until it is, and resume; returns when it was pressed."""
+    """Press Pause, wait until the run is paused, and resume. Return the time of the click."""
     page = lab.page
     at: float = page.evaluate(
         "() => { document.querySelector('[data-testid=pause]').click(); return Date.now() / 1000; }"

@@ -1,7 +1,7 @@
 """Strategies over a slow link: two ranks in two network namespaces, joined by a veth pair of 100 Mbit/s.
 
-The namespaces have no names and belong to a process each. The kernel removes them, and the link with them, when the
-last process in them ends: nothing is left behind, however the measurement ends.
+Each namespace belongs to one process and has no name. The system removes it, and the link, when its last process ends,
+so that nothing is left however the measurement ends.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ if TYPE_CHECKING:
     from dtkit.engine.comm.process_group import Group
 
 RATE = "100mbit"
-BLOCKS = 5  # of `steps` steps of each strategy, in turn
+BLOCKS = 5  # per strategy, in turn
 INTERFACE = "dtkit0"
 PLAIN, HALF, THIN, AVERAGING = "DataParallel()", "compress='fp16'", "compress='powersgd'", "ParameterAveraging(every=8)"
 TOOLS = ("ip", "tc", "unshare", "nsenter")
 
 
 def link() -> bool:
-    """Seconds and bytes per step; what was counted as sent, next to what the interface sent."""
+    """Measure seconds and bytes per step, and compare the counted bytes with those of the interface."""
     try:
-        with shaped() as prefixes:
-            found = ranks.together("tests.bench.link:train", prefixes=prefixes, interface=INTERFACE)
-    except NoLinkError as reason:
-        print(f"skip  a link of {RATE}: {reason}")
+        with create_link() as prefixes:
+            blocks_by_rank = ranks.run_on_two_ranks("tests.bench.link:train", prefixes=prefixes, interface=INTERFACE)
+    except NoLinkError as error:
+        print(f"skip  a link of {RATE}: {error}")
         return True
-    return _judge(found)
+    return _report(blocks_by_rank)
 
 
-def _judge(found: list[Any]) -> bool:
-    blocks = found[0]
+def _report(blocks_by_rank: list[Any]) -> bool:
+    blocks = blocks_by_rank[0]
     for name, figures in blocks.items():
         seconds, sent = Sample(figures["seconds"]), Sample(figures["sent"])
         print(f"  {name}: {seconds} s, {sent.median / 1e6:.4g} MB a step")
@@ -53,8 +53,8 @@ def _judge(found: list[Any]) -> bool:
     for name in (THIN, AVERAGING):
         faster = ratios(plain, Sample(blocks[name]["seconds"]))
         met &= report(f"steps per second over {RATE} against plain gradients, {name}", faster, least=4.0)
-    # Headers are 66 bytes of each 1514, and what is received is acknowledged by as many now and then.
-    rows = [figures for rank in found for figures in rank.values()]
+    # Of each 1514 bytes 66 are headers, and received packets are acknowledged.
+    rows = [figures for rank in blocks_by_rank for figures in rank.values()]
     counted = Sample([a / b for f in rows for a, b in zip(f["interface"], f["sent"], strict=True)])
     return met & report("bytes that the interface sent, to those counted", counted, least=1.0, most=1.07)
 
@@ -63,57 +63,57 @@ def _judge(found: list[Any]) -> bool:
 
 
 class NoLinkError(Exception):
-    """This machine does not let us make one."""
+    """This machine can't create the link."""
 
 
-def _check_able() -> None:
+def _check_possible() -> None:
     if os.geteuid() != 0:
         raise NoLinkError("network namespaces need root")
-    if gone := [tool for tool in TOOLS if shutil.which(tool) is None]:
-        raise NoLinkError(f"no {', '.join(gone)} on this machine (Debian: iproute2, util-linux)")
+    if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
+        raise NoLinkError(f"no {', '.join(missing)} on this machine (Debian: iproute2, util-linux)")
 
 
 @contextlib.contextmanager
-def shaped() -> Iterator[list[list[str]]]:
-    """For each rank the command to start it by, in a namespace of its own at one end of the link."""
-    _check_able()
+def create_link() -> Iterator[list[list[str]]]:
+    """Create the link, and return the command prefix that starts each rank at its end."""
+    _check_possible()
     with contextlib.ExitStack() as stack:
         holders = [stack.enter_context(_namespace()) for _ in range(ranks.WORLD_SIZE)]
         inside = [["nsenter", f"--net=/proc/{pid}/ns/net"] for pid in holders]
-        one, other = map(str, holders)
-        _do("ip", "link", "add", INTERFACE, "netns", one, "type", "veth", "peer", "name", INTERFACE, "netns", other)
+        first, second = map(str, holders)
+        _run("ip", "link", "add", INTERFACE, "netns", first, "type", "veth", "peer", "name", INTERFACE, "netns", second)
         for k, enter in enumerate(inside, 1):
-            _do(*enter, "ip", "address", "add", f"10.0.0.{k}/30", "dev", INTERFACE)
-            _do(*enter, "ip", "link", "set", INTERFACE, "up")
+            _run(*enter, "ip", "address", "add", f"10.0.0.{k}/30", "dev", INTERFACE)
+            _run(*enter, "ip", "link", "set", INTERFACE, "up")
             shape = f"tbf rate {RATE} burst 256kbit latency 100ms".split()
-            _do(*enter, "tc", "qdisc", "add", "dev", INTERFACE, "root", *shape)
+            _run(*enter, "tc", "qdisc", "add", "dev", INTERFACE, "root", *shape)
         yield inside
 
 
 @contextlib.contextmanager
 def _namespace() -> Iterator[int]:
-    """The id of a process that holds a network namespace open. It ends with its standard input, so with us."""
+    """Return the id of a process that keeps a network namespace. It ends when this process closes its input."""
     with subprocess.Popen(["unshare", "--net", "cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as holder:
         try:
-            own, limit = _namespace_of("self"), time.monotonic() + 10
-            while _namespace_of(holder.pid) in (own, None):
+            own, limit = _read_namespace("self"), time.monotonic() + 10
+            while _read_namespace(holder.pid) in (own, None):
                 if holder.poll() is not None or time.monotonic() > limit:
-                    raise NoLinkError("unshare made no network namespace (a container without the right to?)")
-                # sleeps: polls every 10 ms, for at most 10 s, until a process has left the namespace
+                    raise NoLinkError("unshare made no network namespace (does the container allow it?)")
+                # sleeps: polls every 10 ms, for at most 10 s, until the process is in its new namespace
                 time.sleep(0.01)
             yield holder.pid
         finally:
             holder.kill()
 
 
-def _namespace_of(process: object) -> str | None:
+def _read_namespace(process: object) -> str | None:
     try:
         return str(Path(f"/proc/{process}/ns/net").readlink())
     except OSError:  # it has ended
         return None
 
 
-def _do(*command: str) -> None:
+def _run(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     if done.returncode:
         raise NoLinkError(f"{' '.join(command)}: {done.stderr.strip()}")
@@ -123,7 +123,7 @@ def _do(*command: str) -> None:
 
 
 def train(group: Group) -> dict[str, Any]:
-    """Blocks of steps of every strategy in turn: seconds and bytes per step."""
+    """Take blocks of steps of each strategy in turn, and return the seconds and bytes per step."""
     work = WORKS[LINK]
     strategies = {
         PLAIN: dtkit.DataParallel(),
@@ -131,27 +131,27 @@ def train(group: Group) -> dict[str, Any]:
         THIN: dtkit.DataParallel(compress="powersgd"),
         AVERAGING: dtkit.ParameterAveraging(every=8),
     }
-    jobs = {name: ranks.job(group, work, strategy) for name, strategy in strategies.items()}
-    found: dict[str, Any] = {name: {"seconds": [], "sent": [], "interface": []} for name in jobs}
-    for made in jobs.values():
-        ranks.take(made, work.warm)
+    jobs = {name: ranks.make_job(group, work, strategy) for name, strategy in strategies.items()}
+    figures: dict[str, Any] = {name: {"seconds": [], "sent": [], "interface": []} for name in jobs}
+    for job in jobs.values():
+        ranks.take_steps(job, work.warm)
     for _ in range(BLOCKS):
-        for name, made in jobs.items():
-            before = _transmitted(group)
-            rows = ranks.take(made, work.steps)
-            transmitted = _transmitted(group) - before
-            found[name]["seconds"].append(statistics.fmean(rows["step_s"].tolist()))
-            found[name]["sent"].append(statistics.fmean(rows["sent_bytes"].tolist()))
-            found[name]["interface"].append(transmitted / work.steps)
-    return found
+        for name, job in jobs.items():
+            before = _read_transmitted_bytes(group)
+            rows = ranks.take_steps(job, work.steps)
+            transmitted = _read_transmitted_bytes(group) - before
+            figures[name]["seconds"].append(statistics.fmean(rows["step_s"].tolist()))
+            figures[name]["sent"].append(statistics.fmean(rows["sent_bytes"].tolist()))
+            figures[name]["interface"].append(transmitted / work.steps)
+    return figures
 
 
-def _transmitted(group: Group) -> int:
-    """Bytes that this namespace's interface has sent, with nothing on its way."""
+def _read_transmitted_bytes(group: Group) -> int:
+    """Return the bytes that this namespace's interface has sent, once nothing is in transit."""
     group.barrier()
-    group.barrier()  # the others have ended the first one, so what stood in the queue before it has reached them
+    group.barrier()  # the first barrier ended, so earlier bytes have arrived
     for line in Path("/proc/net/dev").read_text().splitlines():
         name, _, counters = line.partition(":")
         if name.strip() == INTERFACE:
             return int(counters.split()[8])
-    raise RuntimeError(f"no interface {INTERFACE} here")
+    raise RuntimeError(f"this namespace has no interface {INTERFACE}")

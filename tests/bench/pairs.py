@@ -1,4 +1,4 @@
-"""Alternating pairs: measure a thing and its reference in turn, so that a machine that drifts drifts for both."""
+"""Alternating pairs of a measurement and its reference, so that drift of the machine affects both."""
 
 from __future__ import annotations
 
@@ -27,20 +27,23 @@ class Sample:
 
 
 def alternate(measure: Callable[[], float], reference: Callable[[], float], pairs: int) -> tuple[Sample, Sample]:
-    """`measure_speeds` and `reference` in turn, each of them first in every other pair; each returns its figure."""
-    found: list[float] = []
-    bare: list[float] = []
+    """Call `measure` and `reference` in turn, each of them first in every other pair; each returns its figure."""
+    measured: list[float] = []
+    expected: list[float] = []
     for k in range(pairs):
-        turns = [(bare, reference), (found, measure)]
+        turns = [(expected, reference), (measured, measure)]
         for figures, work in turns if k % 2 == 0 else reversed(turns):
             figures.append(work())
-        print(f"  pair: {found[-1]:.4g} against {bare[-1]:.4g}, ratio {found[-1] / bare[-1]:.3f}", flush=True)
-    return Sample(found), Sample(bare)
+        print(
+            f"  pair: {measured[-1]:.4g} against {expected[-1]:.4g}, ratio {measured[-1] / expected[-1]:.3f}",
+            flush=True,
+        )
+    return Sample(measured), Sample(expected)
 
 
-def ratios(found: Sample, bare: Sample) -> Sample:
-    """Pair by pair."""
-    return Sample([a / b for a, b in zip(found.values, bare.values, strict=True)])
+def ratios(measured: Sample, reference: Sample) -> Sample:
+    """Return the ratio of each pair."""
+    return Sample([a / b for a, b in zip(measured.values, reference.values, strict=True)])
 
 
 def report(name: str, sample: Sample, *, unit: str = "", least: float | None = None, most: float | None = None) -> bool:

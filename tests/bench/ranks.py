@@ -1,7 +1,7 @@
-"""Two ranks as plain processes around dtkit's engine code: for what is measured without a notebook and a cluster.
+"""Two ranks as plain processes around dtkit's engine code, for measurements without notebook and cluster.
 
-`together("tests.bench.link:train")` starts both. Each forms the process group, calls that function with it and prints
-what it returns as JSON.
+`run_on_two_ranks("tests.bench.link:train")` starts both. Each rank forms the process group, calls that function with
+it, and prints the result as JSON.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ import numpy as np
 import torch
 from torch import nn
 
+from dtkit._util.resources import find_loopback_interface
 from dtkit.data.partition import Partition
-from dtkit.engine import node_info
-from dtkit.engine.comm.process_group import Group, find_loopback_interface
+from dtkit.engine.comm.process_group import Group
 from dtkit.engine.data.batches import ShardedBatches, Shards
 from dtkit.engine.data.sources import as_source
 from dtkit.engine.data.worker_context import WorkerContext
 from dtkit.engine.job import Job
+from dtkit.engine.observe.clock import make_clock
 from dtkit.engine.observe.phase_timer import PhaseTimer
 from dtkit.strategies.base import TrainingProgram
 from dtkit.strategies.loss import Loss
@@ -40,14 +41,16 @@ if TYPE_CHECKING:
     from tests.bench.work import Work
 
 WORLD_SIZE = 2
-LIMIT_S = 300.0  # for all that two ranks do together
+LIMIT_S = 300.0  # for a whole measurement
 COLLECTIVE_S = 60.0
 
 
-def together(task: str, *, prefixes: Sequence[Sequence[str]] = ((), ()), interface: str | None = None) -> list[Any]:
-    """What `task`, as "module:function", returned on each rank. `prefixes`: commands to start each rank by."""
+def run_on_two_ranks(
+    task: str, *, prefixes: Sequence[Sequence[str]] = ((), ()), interface: str | None = None
+) -> list[Any]:
+    """Return the results of `task`, a "module:function", by rank. `prefixes` are command prefixes of the ranks."""
     with tempfile.TemporaryDirectory() as folder:
-        what = [
+        command = [
             sys.executable,
             "-m",
             "tests.bench.ranks",
@@ -56,12 +59,14 @@ def together(task: str, *, prefixes: Sequence[Sequence[str]] = ((), ()), interfa
             interface or find_loopback_interface(),
         ]
         with contextlib.ExitStack() as stack:
-            started = [stack.enter_context(_started([*prefix, *what, str(r)])) for r, prefix in enumerate(prefixes)]
-            return [_answer(process, rank) for rank, process in enumerate(started)]
+            started = [
+                stack.enter_context(_start_rank([*prefix, *command, str(r)])) for r, prefix in enumerate(prefixes)
+            ]
+            return [_read_result(process, rank) for rank, process in enumerate(started)]
 
 
 @contextlib.contextmanager
-def _started(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
+def _start_rank(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path.cwd()
@@ -73,32 +78,32 @@ def _started(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def _answer(process: subprocess.Popen[str], rank: int) -> Any:
+def _read_result(process: subprocess.Popen[str], rank: int) -> Any:
     out, errors = process.communicate(timeout=LIMIT_S)
     if process.returncode:
         raise RuntimeError(f"rank {rank} failed:\n{errors[-3000:]}")
     return json.loads(out.splitlines()[-1])
 
 
-def job(group: Group, work: Work, strategy: Strategy) -> Job:
-    """This rank's part of a training, as a session makes it."""
+def make_job(group: Group, work: Work, strategy: Strategy) -> Job:
+    """Return this rank's job of a training, as a session builds it."""
     device = torch.device("cpu")
     source = as_source(work.data())
     part = Partition(len(source), group.world_size)
     plan = JobPlan(work.batch, 1_000_000, "shard", seed=0)
     stream = ShardedBatches(source, Shards(part.flatten_indices(), part.sizes), plan, [group.rank])
     mesh = strategy.build_mesh(group.world_size)
-    setting = WorkerContext(group, device, PhaseTimer(node_info.make_clock(device)), shards=[group.rank], mesh=mesh)
+    context = WorkerContext(group, device, PhaseTimer(make_clock(device)), shards=[group.rank], mesh=mesh)
     program = TrainingProgram(Loss(nn.CrossEntropyLoss(), None), optimizer, strategy)
-    return Job(work.model(), program, stream, setting, seed=group.rank)
+    return Job(work.model(), program, stream, context, seed=group.rank)
 
 
-def take(made: Job, steps: int) -> np.ndarray:
-    """Take so many steps in as many dispatches as they need (one ends early where steps are slow); their rows."""
-    rows, goal = [], made.step + steps
-    while made.step < goal:
-        made.advance(goal - made.step)
-        rows.append(made.collect_results().rows)
+def take_steps(job: Job, steps: int) -> np.ndarray:
+    """Take `steps` steps and return their rows. Slow dispatches end early, so several may be needed."""
+    rows, goal = [], job.step + steps
+    while job.step < goal:
+        job.advance(goal - job.step)
+        rows.append(job.collect_results().rows)
     return np.concatenate(rows)
 
 
@@ -106,8 +111,8 @@ def main(task: str, store: str, interface: str, rank: str) -> None:
     torch.set_num_threads(1)
     module, _, function = task.partition(":")
     group = Group(GroupSpec(int(rank), WORLD_SIZE, 0, "gloo", "cpu", store, interface, 1, COLLECTIVE_S))
-    found = getattr(importlib.import_module(module), function)(group)
-    print(json.dumps(found), flush=True)
+    result = getattr(importlib.import_module(module), function)(group)
+    print(json.dumps(result), flush=True)
     group.barrier()
     os._exit(0)  # as in bare.py: DDP still holds the group
 

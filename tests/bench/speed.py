@@ -17,12 +17,12 @@ from tests.bench.work import LONG, SHORT, WIDE, WORKS, Work, optimizer
 
 
 def throughput() -> bool:
-    """Where computing takes the time."""
+    """Compare trainings dominated by computing."""
     return _against_bare(SHORT, 0.90) & _against_bare(LONG, 0.97)
 
 
 def comm() -> bool:
-    """Where communication takes the time."""
+    """Compare a training dominated by communication."""
     return _against_bare(WIDE, 1.0)
 
 
@@ -30,28 +30,28 @@ def _against_bare(name: str, least: float) -> bool:
     print(name, flush=True)
     work = WORKS[name]
     with dtkit.Cluster(2) as cluster:
-        part, copies = cluster.partition(work.data(), seed=0), cluster.broadcast(work.model())
-        found, bare = alternate(lambda: _steps(cluster, copies, part, work), lambda: _bare(name), PAIRS)
+        part, model = cluster.partition(work.data(), seed=0), cluster.broadcast(work.model())
+        measured, bare = alternate(lambda: _measure_speed(cluster, model, part, work), lambda: _run_bare(name), PAIRS)
     print(f"  {1000 / bare.median:.2f} ms a step under bare torchrun")
-    return report(f"steps per second against bare torchrun, {name}", ratios(found, bare), least=least)
+    return report(f"steps per second against bare torchrun, {name}", ratios(measured, bare), least=least)
 
 
-def _steps(cluster: dtkit.Cluster, copies: dtkit.ModelHandle, part: dtkit.Partition, work: Work) -> float:
+def _measure_speed(cluster: dtkit.Cluster, model: dtkit.ModelHandle, part: dtkit.Partition, work: Work) -> float:
     steps = work.warm + work.steps
-    how = {"loss": nn.CrossEntropyLoss(), "optimizer": optimizer, "batch_size": work.batch, "steps": steps}
-    run = cluster.train(copies, part, start=False, **how)
+    options = {"loss": nn.CrossEntropyLoss(), "optimizer": optimizer, "batch_size": work.batch, "steps": steps}
+    run = cluster.train(model, part, start=False, **options)
     dashboard = Dashboard(run)
     run.step(work.warm)
-    begun = time.perf_counter()
+    start = time.perf_counter()
     run.resume()
-    run._driver.wait(600)  # as run.wait() does, without its text progress
-    taken = time.perf_counter() - begun
+    run._driver.wait(600)  # like run.wait(), without its text progress
+    seconds = time.perf_counter() - start
     assert len(run.history) == 2 * steps
     dashboard.close_or_freeze()
-    return work.steps / taken
+    return work.steps / seconds
 
 
-def _bare(name: str) -> float:
+def _run_bare(name: str) -> float:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())}
     out = subprocess.run(

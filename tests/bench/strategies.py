@@ -16,11 +16,11 @@ from torch import nn
 import dtkit
 from tests.bench.pairs import PAIRS, alternate, ratios, report
 from tests.bench.work import (
-    BRIEF,
     HEAVY,
+    MEDIUM,
     MICRO_BATCHES,
-    MIDDLING,
     PIPELINE,
+    QUICK,
     SHARDED,
     TENSOR,
     WORKS,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from dtkit.strategies.base import Strategy
 
-LEAST = 0.97  # of the bare loop's steps per second, where a step is as long as that of a model worth taking apart
+MIN_RATIO = 0.97  # to the bare loop's steps per second, for models that are large enough to be split
 LIMIT_S = 300.0
 
 STRATEGIES: dict[str, Callable[[Work], Strategy]] = {
@@ -46,39 +46,41 @@ STRATEGIES: dict[str, Callable[[Work], Strategy]] = {
 
 
 def strategies() -> bool:
-    """All three. Shorter steps have no target: the figure is told."""
+    """Compare all three strategies. Shorter steps have no target."""
     with dtkit.Cluster(2) as cluster:
-        met = [_against_bare(cluster, engine, name) for name in (HEAVY, MIDDLING, BRIEF) for engine in STRATEGIES]
+        met = [_against_bare(cluster, engine, name) for name in (HEAVY, MEDIUM, QUICK) for engine in STRATEGIES]
     return all(met)
 
 
 def _against_bare(cluster: dtkit.Cluster, engine: str, name: str) -> bool:
-    work, what = WORKS[name], f"{engine}, {name}"
-    print(what, flush=True)
-    with _bare(engine, name) as reference:
-        found, bare = alternate(lambda: _steps(cluster, work, STRATEGIES[engine](work)), reference, 2 * PAIRS)
+    work, title = WORKS[name], f"{engine}, {name}"
+    print(title, flush=True)
+    with _start_bare(engine, name) as reference:
+        measured, bare = alternate(
+            lambda: _measure_speed(cluster, work, STRATEGIES[engine](work)), reference, 2 * PAIRS
+        )
     print(f"  {1000 / bare.median:.2f} ms a step under bare torchrun")
-    share = f"steps per second against bare torchrun, {what}"
-    return report(share, ratios(found, bare), least=LEAST if name == HEAVY else None)
+    share = f"steps per second against bare torchrun, {title}"
+    return report(share, ratios(measured, bare), least=MIN_RATIO if name == HEAVY else None)
 
 
-def _steps(cluster: dtkit.Cluster, work: Work, strategy: Strategy) -> float:
-    """As a run takes them by itself, all records kept."""
+def _measure_speed(cluster: dtkit.Cluster, work: Work, strategy: Strategy) -> float:
+    """Return the steps per second of a run, with all records kept."""
     steps = work.warm + work.steps
-    how = {"loss": nn.CrossEntropyLoss(), "optimizer": optimizer, "batch_size": work.batch, "steps": steps}
-    run = cluster.train(work.model(), work.data(), strategy=strategy, start=False, **how)
+    options = {"loss": nn.CrossEntropyLoss(), "optimizer": optimizer, "batch_size": work.batch, "steps": steps}
+    run = cluster.train(work.model(), work.data(), strategy=strategy, start=False, **options)
     run.step(work.warm)
-    begun = time.perf_counter()
+    start = time.perf_counter()
     run.resume()
-    run._driver.wait(LIMIT_S)  # as run.wait() does, without its text progress
-    taken = time.perf_counter() - begun
+    run._driver.wait(LIMIT_S)  # like run.wait(), without its text progress
+    seconds = time.perf_counter() - start
     assert len(run.history) == 2 * steps
-    return work.steps / taken
+    return work.steps / seconds
 
 
 @contextlib.contextmanager
-def _bare(engine: str, name: str) -> Iterator[Callable[[], float]]:
-    """A function that has the bare loop take its steps, and returns how many it took per second."""
+def _start_bare(engine: str, name: str) -> Iterator[Callable[[], float]]:
+    """Start the bare loop, and return a function that takes a window of steps and returns its steps per second."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())}
     with tempfile.TemporaryDirectory() as folder, Path(folder, "errors").open("w+") as errors:
@@ -91,9 +93,12 @@ def _bare(engine: str, name: str) -> Iterator[Callable[[], float]]:
             stderr=errors,
             text=True,
         )
-        with process, os.fdopen(os.open(pipe, os.O_RDWR), "w") as lines:  # opened both ways, it waits for nobody
+        with (
+            process,
+            os.fdopen(os.open(pipe, os.O_RDWR), "w") as lines,
+        ):  # opened for both directions, so that open doesn't wait
 
-            def window() -> float:
+            def take_window() -> float:
                 lines.write("go\n")
                 lines.flush()
                 assert process.stdout is not None
@@ -103,6 +108,6 @@ def _bare(engine: str, name: str) -> Iterator[Callable[[], float]]:
                 return float(figure)
 
             try:
-                yield window
+                yield take_window
             finally:
                 process.terminate()  # torchrun ends its ranks

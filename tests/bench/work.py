@@ -1,4 +1,4 @@
-"""The trainings that are measured, the same under dtkit and under bare torchrun."""
+"""The measured trainings, the same under dtkit and under bare torchrun."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """A multilayer perceptron on random numbers: `width` and `batch` set how long a step takes."""
+    """Multilayer perceptron on random numbers; `width` and `batch` set the length of a step."""
 
     width: int
     depth: int
@@ -33,9 +33,9 @@ class Work:
 
 
 SHORT, LONG, WIDE = "short steps (1 to 2 ms)", "steps of 20 ms and more", "100 MB of gradients"
-LINK, COMPUTING = "10 MB of gradients", "computing and little else"
-HEAVY, MIDDLING = "a model in parts, steps of 100 ms and more", "a model in parts, steps of 20 to 50 ms"
-BRIEF = "a model in parts, short steps"
+LINK, COMPUTING = "10 MB of gradients", "mostly computing"
+HEAVY, MEDIUM = "a split model, steps of 100 ms and more", "a split model, steps of 20 to 50 ms"
+QUICK = "a split model, short steps"
 SAVED_50, SAVED_200 = "50 MB of parameters and momentum", "200 MB of parameters and momentum"
 PIPELINE, TENSOR, SHARDED = "pipeline", "tensor", "sharded"
 MICRO_BATCHES = 4
@@ -46,8 +46,8 @@ WORKS = {
     LINK: Work(width=1120, depth=2, batch=32, steps=8, warm=8),
     COMPUTING: Work(width=256, depth=3, batch=4096, steps=60, warm=60),
     HEAVY: Work(width=1024, depth=4, batch=512, steps=40, warm=6),
-    MIDDLING: Work(width=512, depth=4, batch=512, steps=120, warm=40),
-    BRIEF: Work(width=64, depth=4, batch=64, steps=200, warm=30),
+    MEDIUM: Work(width=512, depth=4, batch=512, steps=120, warm=40),
+    QUICK: Work(width=64, depth=4, batch=64, steps=200, warm=30),
     SAVED_50: Work(width=1750, depth=2, batch=16, steps=60, warm=20),
     SAVED_200: Work(width=3510, depth=2, batch=16, steps=40, warm=20),
 }
@@ -58,18 +58,18 @@ def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def colwise_rowwise(work: Work) -> dict[str, str]:
-    """A tensor-parallel plan: the linear layers of a model in pairs."""
+    """Return a tensor-parallel plan with the linear layers in pairs."""
     linear = [name for name, layer in work.model().named_children() if isinstance(layer, nn.Linear)]
     return {name: ("colwise", "rowwise")[k % 2] for k, name in enumerate(linear)}
 
 
 def middle(work: Work) -> int:
-    """Where a model's second half begins."""
+    """Return the index at which a model's second half begins."""
     return work.depth // 2 * 2 + 2
 
 
 def halves(work: Work) -> tuple[nn.Module, nn.Module]:
-    """A model in two stages."""
+    """Return a model in two stages."""
     model = work.model()
     assert isinstance(model, nn.Sequential)
     return model[: middle(work)], model[middle(work) :]

@@ -1,4 +1,4 @@
-"""The live view by itself, in a real browser: any number of nodes, both themes, narrow and wide, mouse and keyboard."""
+"""The live view without JupyterLab, in a real browser: numbers of nodes, themes, widths, mouse and keyboard."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from dtkit.types import Evaluation, ReplicaCheckResult, State
 from tests.support.fake_source import FakeSource
 from tests.support.lab import Look
 from tests.support.marks import slow
-from tests.support.still import Still, plain, put
+from tests.support.static_view import StaticView, encode_message, load_widget
 
 pytestmark = pytest.mark.browser
 
 NARROW, WIDE = Look("light", 600, 900), Look("dark", 1400, 900)
 
 
-def source(ranks: int, *, slow: bool = True) -> FakeSource:
-    """A run with something in every panel."""
-    made = FakeSource(ranks=ranks, strips=True)
+def make_source(ranks: int, *, slow: bool = True) -> FakeSource:
+    """Return a run with content for each panel."""
+    run = FakeSource(ranks=ranks, strips=True)
     if slow:
-        made.slowness = made.delay_factors = {1: 1.6}
-    made.consistency = ReplicaCheckResult(300, (), None)
-    made.event("start", "the parameters were broadcast from node 0")
-    made.advance(200)
-    made.history.add(Evaluation(200, 100, {"loss": 0.7}))
-    made.lr = 0.01
-    made.event("lr", "learning rate set to 0.01")
-    made.advance(100)
+        run.slowness = run.delay_factors = {1: 1.6}
+    run.consistency = ReplicaCheckResult(300, (), None)
+    run.event("start", "the parameters were broadcast from node 0")
+    run.advance(200)
+    run.history.add(Evaluation(200, 100, {"loss": 0.7}))
+    run.lr = 0.01
+    run.event("lr", "learning rate set to 0.01")
+    run.advance(100)
     if ranks > 8:
-        made.lose(11)
-    made.advance(40)
-    return made
+        run.lose(11)
+    run.advance(40)
+    return run
 
 
-def overflowing(page: Page) -> list[str]:
-    """What stands out of the dashboard on either side, or is cut off where it stands."""
-    found: list[str] = page.evaluate("""() => {
+def list_overflowing(page: Page) -> list[str]:
+    """Return the texts that extend beyond the dashboard or are cut off."""
+    texts: list[str] = page.evaluate("""() => {
       const root = document.querySelector(".dtkit").getBoundingClientRect();
       const out = [...document.querySelectorAll(".dtkit :is(text, button, li, h2, h3, p, .dtk-value, .dtk-note)")]
         .filter((el) => el.getClientRects().length && !el.closest(".dtk-scroll, .dtk-hidden"))
@@ -56,48 +56,48 @@ def overflowing(page: Page) -> list[str]:
         });
       return out.map((el) => el.textContent);
     }""")
-    return found
+    return texts
 
 
 @pytest.mark.parametrize("ranks", [slow(1), slow(2), 4, slow(8), slow(16), slow(256)])
 @pytest.mark.parametrize("look", [NARROW, slow(WIDE)], indirect=True, ids=["light-narrow", "dark-wide"])
-def test_it_fits_and_is_drawn(page: Page, look: Look, ranks: int, tmp_path: Path):
-    view = Still(page, source(ranks, slow=ranks > 1), look.theme)
+def test_dashboard_fits_its_width_and_draws_every_panel(page: Page, look: Look, ranks: int, tmp_path: Path):
+    view = StaticView(page, make_source(ranks, slow=ranks > 1), look.theme)
     shots = Path(os.environ.get("DTKIT_SCREENSHOTS", tmp_path))
     view.screenshot(shots / f"dashboard-{ranks}-{look.theme}-{look.width}.png")
-    assert overflowing(page) == []
+    assert list_overflowing(page) == []
     assert page.locator(".dtk-broken").count() == 0
     expect(view.root).to_have_attribute("data-theme", look.theme)
     assert page.locator(".dtk-tile").count() == 5
     bars = ranks if ranks <= 8 else 3
     assert view.root.get_by_test_id("time-panel").locator(".dtk-row").count() == bars
     lines = view.root.get_by_test_id("loss-chart").locator("path.dtk-line:not([d=''])")
-    # Of many nodes the mean, the one that is slow and the one that is lost.
+    # Many nodes: only the mean, the slow node and the lost node.
     assert lines.count() == (1 if ranks == 1 else ranks + 1 if ranks <= 8 else 3)
     for chart in ("gradient-norm-chart", "learning-rate-chart"):
         assert view.root.get_by_test_id(chart).locator("path.dtk-line.dtk-only").get_attribute("d")
 
 
-def test_the_bars_are_the_numbers_of_the_kept_picture(page: Page):
-    made = source(4)
-    view = Still(page, made)
-    found = compute_step_timing(made.history, 4)
+def test_bars_show_the_same_numbers_as_the_saved_picture(page: Page):
+    run = make_source(4)
+    view = StaticView(page, run)
+    timing = compute_step_timing(run.history, 4)
     for rank in range(4):
         row = view.root.locator(f".dtk-row[data-rank='{rank}']")
-        wide = [float(row.locator(f"[data-phase={phase}]").get_attribute("width") or 0) for phase in PHASES]
-        shares = found.seconds[rank] / found.seconds[rank].sum()
-        assert [part / sum(wide) for part in wide] == pytest.approx(list(shares), abs=2e-3)
-    expect(view.root.get_by_test_id("straggler")).to_have_text(f"▲ {found.straggler.text}")
+        widths = [float(row.locator(f"[data-phase={phase}]").get_attribute("width") or 0) for phase in PHASES]
+        shares = timing.seconds[rank] / timing.seconds[rank].sum()
+        assert [width / sum(widths) for width in widths] == pytest.approx(list(shares), abs=2e-3)
+    expect(view.root.get_by_test_id("straggler")).to_have_text(f"▲ {timing.straggler.text}")
     assert view.root.locator(".dtk-slow").get_attribute("data-rank") == "1"
 
 
 @pytest.mark.slow
-def test_stages_of_a_pipeline_have_no_loss_and_are_not_slow(page: Page):
-    made = FakeSource(ranks=2, stages=2)
-    made.slowness = {1: 2.0}
-    made.advance(60)
-    made.nodes = [dataclasses.replace(node, memory_total=4_630_000) for node in made.nodes]
-    view = Still(page, made)
+def test_pipeline_stages_show_no_loss_and_no_straggler(page: Page):
+    run = FakeSource(ranks=2, stages=2)
+    run.slowness = {1: 2.0}
+    run.advance(60)
+    run.nodes = [dataclasses.replace(node, memory_total=4_630_000) for node in run.nodes]
+    view = StaticView(page, run)
     losses = view.root.get_by_test_id("loss-chart")
     assert losses.locator("path.dtk-line:not([d=''])").count() == 2
     assert losses.locator(".dtk-labels text").all_text_contents() in (["node 1", "mean"], ["mean", "node 1"])
@@ -112,8 +112,8 @@ def test_stages_of_a_pipeline_have_no_loss_and_are_not_slow(page: Page):
 
 
 @pytest.mark.slow
-def test_phases_have_textures_of_their_own(page: Page):
-    view = Still(page, source(2))
+def test_each_phase_has_its_own_texture(page: Page):
+    view = StaticView(page, make_source(2))
     fills = view.root.locator(".dtk-row[data-rank='0'] .dtk-phase").evaluate_all(
         "(all) => all.map((el) => getComputedStyle(el).fill)"
     )
@@ -122,35 +122,35 @@ def test_phases_have_textures_of_their_own(page: Page):
 
 
 @pytest.mark.slow
-def test_no_straggler_no_words(page: Page):
-    view = Still(page, source(4, slow=False))
+def test_straggler_line_is_hidden_without_a_straggler(page: Page):
+    view = StaticView(page, make_source(4, slow=False))
     expect(view.root.get_by_test_id("time-panel")).to_be_visible()
     expect(view.root.get_by_test_id("straggler")).to_be_hidden()
 
 
 @pytest.mark.slow
-def test_whether_the_ranks_agree_is_said_and_a_difference_is_an_alert(page: Page):
-    made = source(4)
-    view = Still(page, made)
-    alert, remarks = view.root.get_by_test_id("alert"), view.root.get_by_test_id("remarks")
+def test_replica_check_is_shown_and_a_difference_is_an_alert(page: Page):
+    run = make_source(4)
+    view = StaticView(page, run)
+    alert, notices = view.root.get_by_test_id("alert"), view.root.get_by_test_id("remarks")
     expect(alert).to_be_hidden()
-    expect(remarks.locator("li")).to_have_text(
+    expect(notices.locator("li")).to_have_text(
         ["✓ parameters identical on 4 nodes, checked at step 300", "▼ node 1 slowed 1.6x on purpose"]
     )
-    made.consistency, made.delay_factors = ReplicaCheckResult(350, (3,), 310), {}
+    run.consistency, run.delay_factors = ReplicaCheckResult(350, (3,), 310), {}
     view.update()
     expect(alert).to_be_visible()
     expect(alert).to_have_attribute("role", "alert")
     expect(alert).to_have_text("✕ node 3 differs since step 310: parameters are no longer equal")
-    expect(remarks).to_be_hidden()
+    expect(notices).to_be_hidden()
 
 
 @pytest.mark.slow
-def test_a_stuck_node_is_seen_everywhere_and_told_politely(page: Page):
-    made = source(4, slow=False)
-    view = Still(page, made)
+def test_stuck_node_is_shown_in_every_panel_and_announced(page: Page):
+    run = make_source(4, slow=False)
+    view = StaticView(page, run)
     tile, row = view.root.get_by_test_id("tiles").locator(".dtk-tile").last, "tbody tr[data-rank='2']"
-    made.stick(2)
+    run.stick(2)
     view.update()
     expect(tile).to_have_text("nodes4 / 4⊘ node 2 stuck: forward, 12 s")
     expect(tile.locator(".dtk-alert")).to_be_visible()
@@ -160,36 +160,36 @@ def test_a_stuck_node_is_seen_everywhere_and_told_politely(page: Page):
         panel = view.root.get_by_test_id(chart)
         assert panel.locator(".dtk-mark-stuck text").text_content() == "⊘"
         assert "⊘ node 2" in panel.locator(".dtk-labels text").all_text_contents()
-    expect(view.root.get_by_test_id("summary")).to_contain_text("⊘ node 2 stuck: forward, 12 s")  # at once
-    assert overflowing(page) == []
-    made.stall_report = None
+    expect(view.root.get_by_test_id("summary")).to_contain_text("⊘ node 2 stuck: forward, 12 s")  # without delay
+    assert list_overflowing(page) == []
+    run.stall_report = None
     view.update()
     expect(view.root.get_by_test_id("alert")).to_be_hidden()
     expect(view.root.get_by_test_id("summary")).not_to_contain_text("stuck")
 
 
 @pytest.mark.slow
-def test_nodes_that_were_left_out_are_no_longer_counted(page: Page):
-    made = source(4, slow=False)
-    made.shrink(3)
-    made.advance(60)
-    view = Still(page, made, offers=["slow", "kill"])
+def test_removed_nodes_are_no_longer_counted(page: Page):
+    run = make_source(4, slow=False)
+    run.shrink(3)
+    run.advance(60)
+    view = StaticView(page, run, offers=["slow", "kill"])
     expect(view.root.locator("header .dtk-note")).to_contain_text("3 nodes (was 4)")
     expect(view.root.get_by_test_id("tiles").locator(".dtk-tile").last).to_have_text("nodes3 / 3was 4: 1 left out")
-    assert view.root.get_by_test_id("drill-node").locator("option").count() == 3
+    assert view.root.get_by_test_id("fault-node").locator("option").count() == 3
     assert view.root.get_by_test_id("nodes-table").locator("tbody tr").count() == 3
     assert view.root.get_by_test_id("time-panel").locator(".dtk-row").count() == 3
     assert "○ node 3" in view.root.get_by_test_id("loss-chart").locator(".dtk-labels text").all_text_contents()
 
 
 @pytest.mark.slow
-def test_bars_are_read_with_the_keyboard(page: Page):
-    view = Still(page, source(4))
+def test_bars_can_be_read_with_the_keyboard(page: Page):
+    view = StaticView(page, make_source(4))
     panel = view.root.get_by_test_id("time-panel")
     note = panel.locator("h3 .dtk-note")
     expect(note).to_have_text("ms, mean of the last 50 steps")
     rows = panel.locator(".dtk-row")
-    assert rows.evaluate_all("(all) => all.map((el) => el.tabIndex)") == [0, -1, -1, -1]  # one stop for Tab
+    assert rows.evaluate_all("(all) => all.map((el) => el.tabIndex)") == [0, -1, -1, -1]  # one tab stop
     rows.first.focus()
     for rank in (1, 2):
         page.keyboard.press("ArrowDown")
@@ -202,20 +202,20 @@ def test_bars_are_read_with_the_keyboard(page: Page):
 
 
 @pytest.mark.slow
-def test_a_bar_keeps_the_focus_while_steps_come_in(page: Page):
-    made = source(4)
-    view = Still(page, made)
+def test_bar_keeps_the_focus_during_updates(page: Page):
+    run = make_source(4)
+    view = StaticView(page, run)
     row = view.root.locator(".dtk-row[data-rank='2']")
     row.focus()
     for _ in range(3):
-        made.advance(5)
+        run.advance(5)
         view.update()
     expect(row).to_be_focused()
 
 
 @pytest.mark.slow
-def test_a_step_is_pointed_at_with_arrow_keys_in_all_charts(page: Page):
-    view = Still(page, source(2))
+def test_arrow_keys_select_a_step_in_all_charts(page: Page):
+    view = StaticView(page, make_source(2))
     page.locator("[data-testid=loss-chart] svg").focus()
     page.keyboard.press("Home")
     page.keyboard.press("ArrowRight")
@@ -225,12 +225,12 @@ def test_a_step_is_pointed_at_with_arrow_keys_in_all_charts(page: Page):
     expect(view.root.get_by_test_id("loss-chart").locator("h3 .dtk-note")).to_have_text("per node and mean")
 
 
-def test_buttons_ask_by_mouse_and_by_keyboard(page: Page):
-    made = source(2)
-    view = Still(page, made)
+def test_buttons_send_commands_by_mouse_and_keyboard(page: Page):
+    run = make_source(2)
+    view = StaticView(page, run)
     view.root.get_by_test_id("pause").click()
     expect(view.root.get_by_test_id("pause")).to_have_text(re.compile("Pausing"))
-    made.state = State.PAUSED
+    run.state = State.PAUSED
     view.update()
     view.root.get_by_test_id("step").focus()
     page.keyboard.press("Enter")
@@ -245,59 +245,59 @@ def test_buttons_ask_by_mouse_and_by_keyboard(page: Page):
 
 
 @pytest.mark.slow
-def test_before_the_first_step_only_what_is_known_is_shown(page: Page):
-    made = FakeSource(ranks=2)
-    made.state = State.PENDING
-    view = Still(page, made)
+def test_empty_panels_are_hidden_before_the_first_step(page: Page):
+    run = FakeSource(ranks=2)
+    run.state = State.PENDING
+    view = StaticView(page, run)
     for panel in ("time-panel", "gradient-norm-chart", "learning-rate-chart"):
         expect(view.root.get_by_test_id(panel)).to_be_hidden()
     assert view.root.get_by_test_id("loss-chart").locator("text").all_text_contents() == ["no step yet"]
-    made.state = State.RUNNING
-    made.advance(10)
+    run.state = State.RUNNING
+    run.advance(10)
     view.update()
     for panel in ("time-panel", "gradient-norm-chart"):
         expect(view.root.get_by_test_id(panel)).to_be_visible()
 
 
-def test_text_of_engines_is_shown_as_text(page: Page):
-    made = source(2)
-    made.spec = type(made.spec)(**{**made.spec.__dict__, "name": "<img src=x onerror=alert(1)>"})
-    made.event("print", "<script>alert(1)</script>", rank=1)
-    view = Still(page, made)
+def test_text_from_engines_is_escaped(page: Page):
+    run = make_source(2)
+    run.spec = type(run.spec)(**{**run.spec.__dict__, "name": "<img src=x onerror=alert(1)>"})
+    run.event("print", "<script>alert(1)</script>", rank=1)
+    view = StaticView(page, run)
     expect(view.root.locator("h2")).to_have_text("<img src=x onerror=alert(1)>")
     expect(view.root.get_by_test_id("log")).to_contain_text("[1] <script>alert(1)</script>")
     assert view.root.locator("img, script").count() == 0
 
 
 @pytest.mark.slow
-def test_an_error_in_a_panel_stays_in_it(page: Page):
-    made = source(2)
-    view = Still(page, made)
+def test_error_in_a_panel_does_not_affect_the_others(page: Page):
+    run = make_source(2)
+    view = StaticView(page, run)
     page.evaluate("""() => {
       const real = window.real = Element.prototype.setAttribute;
       Element.prototype.setAttribute = function (name, value) {
-        if (this.dataset?.phase) throw new Error("drawn wrongly");
+        if (this.dataset?.phase) throw new Error("drawing failed");
         return real.call(this, name, value);
       };
     }""")
-    made.slowness = {0: 3.0}
-    made.advance(60)
+    run.slowness = {0: 3.0}
+    run.advance(60)
     view.update()
-    expect(page.locator(".dtk-broken")).to_have_text("this panel failed: drawn wrongly")
+    expect(page.locator(".dtk-broken")).to_have_text("this panel failed: drawing failed")
     assert view.root.get_by_test_id("time-panel").locator(".dtk-broken").count() == 1
-    expect(view.root).to_have_attribute("data-step", str(made.step))
+    expect(view.root).to_have_attribute("data-step", str(run.step))
     page.evaluate("() => { Element.prototype.setAttribute = window.real; }")
-    made.advance(5)
+    run.advance(5)
     view.update()
     expect(page.locator(".dtk-broken")).to_have_count(0)
 
 
-# -- many nodes, and one that is looked at ------------------------------------------------------------------------
+# -- many nodes, and a selected node ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ranks", [16, slow(256)])
-def test_many_nodes_are_squares_with_signs(page: Page, ranks: int):
-    view = Still(page, source(ranks))
+def test_many_nodes_are_drawn_as_labeled_squares(page: Page, ranks: int):
+    view = StaticView(page, make_source(ranks))
     cells = view.root.get_by_test_id("waffle").get_by_role("option")
     assert cells.count() == ranks
     assert [cells.nth(k).text_content() for k in (0, 1, 11, ranks - 1)] == ["0", "▲", "✕", str(ranks - 1)]
@@ -312,18 +312,18 @@ def test_many_nodes_are_squares_with_signs(page: Page, ranks: int):
 
 
 @pytest.mark.slow
-def test_a_node_is_highlighted_in_all_panels_by_mouse_and_keyboard(page: Page):
-    view = Still(page, source(16))
+def test_selected_node_is_highlighted_in_all_panels(page: Page):
+    view = StaticView(page, make_source(16))
     waffle = view.root.get_by_test_id("waffle")
     waffle.get_by_role("option").nth(5).click()
     assert page.evaluate("() => window.sent.at(-1)") == {"select": 5}
-    view.choose(5)  # the kernel answers with the node's lines
+    view.select_rank(5)  # the kernel answers with the node's lines
     for chart in ("loss-chart", "throughput-chart"):
         line = view.root.get_by_test_id(chart).locator("path.dtk-picked")
         expect(line).to_have_attribute("data-rank", "5")
         assert line.get_attribute("d")
-    for place in ("nodes-table", "memory-panel", "time-panel", "timeline-panel"):
-        assert view.root.get_by_test_id(place).locator(".dtk-picked").count() == 1
+    for panel in ("nodes-table", "memory-panel", "time-panel", "timeline-panel"):
+        assert view.root.get_by_test_id(panel).locator(".dtk-picked").count() == 1
     waffle.focus()
     for key in ("Home", "ArrowRight", "ArrowRight", "Enter"):
         page.keyboard.press(key)
@@ -338,14 +338,16 @@ def test_a_node_is_highlighted_in_all_panels_by_mouse_and_keyboard(page: Page):
 
 
 @pytest.mark.slow
-def test_of_few_nodes_a_name_or_a_row_is_pressed(page: Page):
-    view = Still(page, source(4))
+def test_few_nodes_are_selected_by_name_or_row(page: Page):
+    view = StaticView(page, make_source(4))
     expect(view.root.get_by_test_id("waffle-panel")).to_be_hidden()
     view.root.get_by_test_id("nodes-table").get_by_role("button", name="highlight node 2").press("Enter")
     lines = view.root.get_by_test_id("loss-chart")
     expect(lines.locator("path.dtk-picked")).to_have_attribute("data-rank", "2")
     expect(lines.locator("path.dtk-faded")).to_have_count(3)
-    view.root.get_by_test_id("time-panel").locator(".dtk-row[data-rank='2']").press("Enter")  # once more: no longer
+    view.root.get_by_test_id("time-panel").locator(".dtk-row[data-rank='2']").press(
+        "Enter"
+    )  # a second press clears the selection
     expect(lines.locator("path.dtk-picked")).to_have_count(0)
 
 
@@ -353,13 +355,13 @@ def test_of_few_nodes_a_name_or_a_row_is_pressed(page: Page):
 
 
 @pytest.mark.slow
-def test_a_pipelines_micro_batches_are_numbered(page: Page):
-    made = FakeSource(ranks=4, stages=4, strips=True)
-    made.advance(30)
-    view = Still(page, made)
+def test_micro_batches_of_a_pipeline_are_numbered(page: Page):
+    run = FakeSource(ranks=4, stages=4, strips=True)
+    run.advance(30)
+    view = StaticView(page, run)
     panel = view.root.get_by_test_id("timeline-panel")
     assert panel.locator(".dtk-name").all_text_contents() == [f"node {k}" for k in range(4)]
-    assert panel.locator("[data-phase=forward]").count() == 2  # all boxes of a kind are one path; and the legend's
+    assert panel.locator("[data-phase=forward]").count() == 2  # one path for all boxes of a kind, and one in the legend
     assert panel.locator(".dtk-strip-numbers text").all_text_contents() == ["0", "1", "2", "3"] * 8
     expect(panel.locator("h3 .dtk-note")).to_have_text(re.compile(r"^step 30 · bubble \d+ % measured, 43 % by formula"))
     label = panel.locator("svg[role=img]").get_attribute("aria-label") or ""
@@ -367,10 +369,10 @@ def test_a_pipelines_micro_batches_are_numbered(page: Page):
 
 
 @pytest.mark.slow
-def test_a_timeline_that_fails_says_so_in_its_panel(page: Page, monkeypatch: pytest.MonkeyPatch):
-    made = source(2)
+def test_failing_timeline_shows_an_error_in_its_panel(page: Page, monkeypatch: pytest.MonkeyPatch):
+    run = make_source(2)
     monkeypatch.setattr(FakeSource, "timeline", property(lambda _: 1 / 0))
-    view = Still(page, made)
+    view = StaticView(page, run)
     panel = view.root.get_by_test_id("timeline-panel")
     expect(panel.locator(".dtk-broken")).to_have_text("this panel failed: ZeroDivisionError: division by zero")
     assert page.locator(".dtk-broken").count() == 1
@@ -380,14 +382,14 @@ def test_a_timeline_that_fails_says_so_in_its_panel(page: Page, monkeypatch: pyt
 
 
 @pytest.mark.slow
-def test_drills_are_there_where_they_are_offered(page: Page):
-    made = source(4)
-    view = Still(page, made)
-    for name in ("drill-node", "slow", "kill", "save"):
+def test_fault_controls_are_shown_only_when_offered(page: Page):
+    run = make_source(4)
+    view = StaticView(page, run)
+    for name in ("fault-node", "slow", "kill", "save"):
         expect(view.root.get_by_test_id(name)).to_be_hidden()
-    view = Still(page, made, offers=["slow", "kill", "save"])
-    view.root.get_by_test_id("drill-node").select_option("3")
-    view.root.get_by_test_id("drill-factor").select_option("4")
+    view = StaticView(page, run, offers=["slow", "kill", "save"])
+    view.root.get_by_test_id("fault-node").select_option("3")
+    view.root.get_by_test_id("fault-factor").select_option("4")
     view.root.get_by_test_id("slow").click()
     view.root.get_by_test_id("kill").click()
     expect(view.root.get_by_test_id("kill")).to_have_text("✕ Really kill node 3?")
@@ -399,46 +401,46 @@ def test_drills_are_there_where_they_are_offered(page: Page):
         {"command": "save", "value": None},
     ]
     expect(view.root.get_by_test_id("save")).to_be_disabled()
-    assert overflowing(page) == []
+    assert list_overflowing(page) == []
 
 
 @pytest.mark.slow
-def test_what_took_effect_is_said_politely(page: Page):
-    view = Still(page, source(2))
+def test_effect_of_a_command_is_announced(page: Page):
+    view = StaticView(page, make_source(2))
     effect = view.root.get_by_test_id("effect")
     expect(effect).to_have_text("")
     view.root.get_by_test_id("pause").click()
-    view.effect("paused at step 340 on all nodes")
+    view.report_effect("paused at step 340 on all nodes")
     expect(effect).to_have_text("✓ paused at step 340 on all nodes")
     expect(effect).to_have_attribute("role", "status")
-    expect(view.root.get_by_test_id("pause")).to_have_text(re.compile("Pause"))  # no longer asking
+    expect(view.root.get_by_test_id("pause")).to_have_text(re.compile("Pause"))  # the command has been answered
 
 
-# -- the user's own panels ----------------------------------------------------------------------------------------
+# -- custom panels ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_a_users_panel_and_its_error_are_shown_apart(page: Page):
-    view = Still(page, source(2))
+def test_custom_panel_and_its_error_are_shown_separately(page: Page):
+    view = StaticView(page, make_source(2))
     figure = render.create_figure(6, 2.3)
-    view.show("Mine", render.render_png(figure))
-    view.show("<b>Broken</b>", b"", "RuntimeError: <script>")
-    own = view.root.get_by_test_id("custom-panel")
-    expect(own).to_have_count(2)
+    view.show_picture("Mine", render.render_png(figure))
+    view.show_picture("<b>Broken</b>", b"", "RuntimeError: <script>")
+    panels = view.root.get_by_test_id("custom-panel")
+    expect(panels).to_have_count(2)
     page.wait_for_function("() => document.querySelector('[data-name=Mine] img').naturalWidth > 500")
-    expect(own.nth(1)).to_have_text("<b>Broken</b>: this panel failed: RuntimeError: <script>")
+    expect(panels.nth(1)).to_have_text("<b>Broken</b>: this panel failed: RuntimeError: <script>")
     assert view.root.locator("script, b").count() == 0
-    view.show("<b>Broken</b>", render.render_png(figure))
-    expect(own.nth(1).locator("p")).to_be_hidden()
+    view.show_picture("<b>Broken</b>", render.render_png(figure))
+    expect(panels.nth(1).locator("p")).to_be_hidden()
 
 
-# -- what asks for less, or for other senses ----------------------------------------------------------------------
+# -- accessibility ----------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_every_panel_has_a_name_and_nothing_moves_where_that_is_asked_for(page: Page):
+def test_panels_have_accessible_names_and_respect_reduced_motion(page: Page):
     page.emulate_media(reduced_motion="reduce")
-    view = Still(page, source(16))
+    view = StaticView(page, make_source(16))
     moving = view.root.locator("*").evaluate_all(
         "(all) => [...new Set(all.map((el) => getComputedStyle(el).transitionDuration))]"
     )
@@ -456,24 +458,24 @@ def test_every_panel_has_a_name_and_nothing_moves_where_that_is_asked_for(page: 
 
 
 @pytest.mark.slow
-def test_runs_are_compared_live_with_a_legend_that_tells_them_apart(page: Page):
+def test_comparison_shows_live_runs_with_distinct_lines(page: Page):
     runs = [FakeSource(steps=400, seed=k, name=f"<i>Run</i> {k}") for k in range(3)]
     for k, run in enumerate(runs):
         run.advance(300 - 100 * k)
-    found = dtkit.compare(runs, labels=["one", "<b>two</b>", "three"])
-    feed = ComparisonMessageBuilder(found)
-    put(page, str(ComparisonWidget._esm), feed.build_snapshot(), "light")
+    comparison = dtkit.compare(runs, labels=["one", "<b>two</b>", "three"])
+    builder = ComparisonMessageBuilder(comparison)
+    load_widget(page, str(ComparisonWidget._esm), builder.build_snapshot(), "light")
     root = page.get_by_test_id("dtkit-comparison")
     expect(root).to_have_attribute("data-state", "running")
     rows = root.get_by_test_id("runs-table").locator("tbody tr")
     expect(rows.locator("th")).to_have_text([" 1: one", " 2: <b>two</b>", " 3: three"])
     lines = root.locator(".dtk-lines path:not([d=''])")
     assert lines.count() == 3
-    looks = lines.evaluate_all("(all) => all.map((el) => getComputedStyle(el).strokeDasharray)")
-    assert len(set(looks)) == 3  # without colours too
+    dashes = lines.evaluate_all("(all) => all.map((el) => getComputedStyle(el).strokeDasharray)")
+    assert len(set(dashes)) == 3  # distinguishable without colors, too
     assert root.locator(".dtk-labels text").all_text_contents() == ["run 3", "run 2", "run 1"]
     runs[0].advance(50)
-    message = feed.build_snapshot()
-    page.evaluate("([content, buffers]) => window.hear(content, buffers)", plain(message))
+    message = builder.build_snapshot()
+    page.evaluate("([content, buffers]) => window.receive(content, buffers)", encode_message(message))
     expect(rows.first.locator("td").nth(1)).to_have_text("350")
     assert root.locator("b, i").count() == 0

@@ -1,4 +1,4 @@
-"""The harness itself: a real widget in a real kernel, in JupyterLab in a real browser."""
+"""The test harness: a real widget and kernel, in JupyterLab in a real browser."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from nbformat.v4 import new_code_cell, new_notebook
 from playwright.sync_api import expect
 
-from tests.support.lab import CellFailed, Lab, Look
+from tests.support.lab import CellFailedError, Lab, Look
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
@@ -55,14 +55,14 @@ def notebook(*sources: str):
 
 
 @pytest.mark.parametrize("look", [Look("JupyterLab Dark", 1000, 700)], indirect=True)
-def test_a_widget_made_in_a_notebook_talks_to_its_kernel(lab: Lab, tmp_path):
+def test_widget_in_a_notebook_talks_to_its_kernel(lab: Lab, tmp_path):
     lab.open(notebook(COUNTER, "import json; print(json.dumps([counter.count, sys.executable]))"))
     lab.run_cell(0)
     lab.wait_idle()
     button = lab.cell(0).get_by_test_id("add")
     for clicks in (1, 2, 3):
         button.click()
-        # Doubling is done in the kernel: the page alone can't show this number.
+        # The kernel doubles the number, so the page alone can't show it.
         expect(lab.cell(0).get_by_test_id("doubled")).to_have_text(str(2 * clicks))
 
     lab.run_cell(1)
@@ -81,15 +81,15 @@ def test_a_widget_made_in_a_notebook_talks_to_its_kernel(lab: Lab, tmp_path):
     assert lab.page.evaluate("() => document.body.dataset.jpThemeLight") == "false"
 
 
-def test_a_failing_cell_and_an_interrupt_are_reported(lab: Lab):
+def test_failing_cell_and_interrupt_are_reported(lab: Lab):
     wait = "import threading; print('wait' + 'ing'); threading.Event().wait(60)"
     lab.open(notebook("1 / 0", wait))
     lab.run_cell(0)
-    with pytest.raises(CellFailed, match=r"^cell 0: ZeroDivisionError: division by zero$"):
+    with pytest.raises(CellFailedError, match=r"^cell 0: ZeroDivisionError: division by zero$"):
         lab.wait_idle()
 
     lab.run_cell(1)
     lab.wait_text(1, "waiting")
     lab.interrupt()
-    with pytest.raises(CellFailed, match=r"cell 1: KeyboardInterrupt"):
+    with pytest.raises(CellFailedError, match=r"cell 1: KeyboardInterrupt"):
         lab.wait_idle()

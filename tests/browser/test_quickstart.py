@@ -1,4 +1,4 @@
-"""Notebook 01 as a person meets it: Run All in JupyterLab, watch both nodes, press the buttons."""
+"""Notebook 01 as a user runs it: Run All in JupyterLab, watch both nodes, press the buttons."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ NOTEBOOK = Path(__file__).resolve().parents[2] / "notebooks" / "01_quickstart.ip
 TRAINING_S = 60
 
 
-def endless() -> nbformat.NotebookNode:
-    """Notebook 01 up to its dashboard, training until it is stopped: else it would end before a person could press.
+def make_endless_notebook() -> nbformat.NotebookNode:
+    """Return notebook 01 up to its dashboard, training until it is stopped.
 
-    Its last cell is not run, so nothing closes the cluster but the lease, which is half an hour unless made short.
+    The last cell is missing, so only the lease ends the cluster; it is shortened for that.
     """
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     (train,) = [k for k, cell in enumerate(notebook.cells) if "epochs=40" in cell.source]
@@ -34,20 +34,20 @@ def endless() -> nbformat.NotebookNode:
     return notebook
 
 
-def cell_with(lab: Lab, text: str) -> int:
-    """The index of the cell with that source."""
+def find_cell(lab: Lab, text: str) -> int:
+    """Return the index of the cell with that text."""
     cells = lab.page.evaluate("() => window.dtkitLab.cells().map((cell) => cell.source)")
-    (found,) = [k for k, source in enumerate(cells) if text in source]
-    return found
+    (index,) = [k for k, source in enumerate(cells) if text in source]
+    return index
 
 
-def step_of(summary: Locator) -> int:
-    """The step that the dashboard shows."""
-    return int(summary.get_attribute("data-step") or -1)
+def read_step(dashboard: Locator) -> int:
+    """Return the step that the dashboard shows."""
+    return int(dashboard.get_attribute("data-step") or -1)
 
 
 def wait_for_step(lab: Lab, above: int) -> None:
-    """Until the dashboard shows a later step."""
+    """Wait until the dashboard shows a later step."""
     lab.page.wait_for_function(
         "(above) => Number(document.querySelector('[data-testid=dtkit-dashboard]').dataset.step) > above",
         arg=above,
@@ -55,8 +55,8 @@ def wait_for_step(lab: Lab, above: int) -> None:
     )
 
 
-def cut_off(dashboard: Locator) -> list[str]:
-    """The large figures that don't fit where they stand."""
+def list_cut_off(dashboard: Locator) -> list[str]:
+    """Return the large figures that are cut off."""
     return dashboard.locator(".dtk-value").evaluate_all(
         "(values) => values.filter((el) => el.scrollWidth > el.clientWidth).map((el) => el.textContent)"
     )
@@ -68,47 +68,49 @@ def cut_off(dashboard: Locator) -> list[str]:
     indirect=True,
     ids=["light-wide", "dark-narrow"],
 )
-def test_watch_pause_resume_and_stop(lab: Lab, tmp_path: Path, look: Look):
+def test_quickstart_run_can_be_watched_paused_resumed_and_stopped(lab: Lab, tmp_path: Path, look: Look):
     shots = Path(os.environ.get("DTKIT_SCREENSHOTS", tmp_path))
-    lab.open(endless())
+    lab.open(make_endless_notebook())
     lab.run_all()
-    shown = cell_with(lab, "run.resume()")
-    lab.wait_text(shown, "application/vnd.jupyter.widget-view+json", timeout=TRAINING_S)
-    lab.select(shown)
-    dashboard = lab.cell(shown).get_by_test_id("dtkit-dashboard")
+    cell = find_cell(lab, "run.resume()")
+    lab.wait_text(cell, "application/vnd.jupyter.widget-view+json", timeout=TRAINING_S)
+    lab.select(cell)
+    dashboard = lab.cell(cell).get_by_test_id("dtkit-dashboard")
     expect(dashboard).to_have_attribute("data-state", "running", timeout=TRAINING_S * 1000)
 
     # Both nodes' curves move.
     nodes = [dashboard.get_by_test_id("loss-chart").locator(f"path.dtk-line[data-rank='{k}']") for k in (0, 1)]
     wait_for_step(lab, 20)
     before = [line.get_attribute("d") for line in nodes]
-    wait_for_step(lab, step_of(dashboard) + 200)
+    wait_for_step(lab, read_step(dashboard) + 200)
     assert all(line.get_attribute("d") != old for line, old in zip(nodes, before, strict=True))
     lab.screenshot(shots / f"running-{look.width}.png")
 
-    # Pause: the step stands still while the kernel goes on answering.
+    # Pause: the step stays the same while the kernel keeps answering.
     dashboard.get_by_test_id("pause").click()
     expect(dashboard).to_have_attribute("data-state", "paused")
-    stands = step_of(dashboard)
+    paused_at = read_step(dashboard)
     dashboard.get_by_test_id("step").click()
-    wait_for_step(lab, stands)
+    wait_for_step(lab, paused_at)
     expect(dashboard).to_have_attribute("data-state", "paused")
-    assert step_of(dashboard) == stands + 1
-    assert cut_off(dashboard) == []
+    assert read_step(dashboard) == paused_at + 1
+    assert list_cut_off(dashboard) == []
     throughput = dashboard.get_by_test_id("throughput-chart").locator("path.dtk-line[data-rank='0']")
-    assert 16 < len(re.findall("[ML]", throughput.get_attribute("d") or "")) <= 64  # joined: one a step can't be read
+    assert (
+        16 < len(re.findall("[ML]", throughput.get_attribute("d") or "")) <= 64
+    )  # points are joined, since one per step can't be read
     lab.screenshot(shots / f"paused-{look.width}.png")
 
     dashboard.get_by_test_id("resume").click()
     expect(dashboard).to_have_attribute("data-state", "running")
-    wait_for_step(lab, stands + 100)
+    wait_for_step(lab, paused_at + 100)
     dashboard.get_by_test_id("stop").click()
 
-    # The output is a picture now, that a saved notebook shows without a kernel.
-    lab.wait_text(shown, "image/png", timeout=TRAINING_S)
+    # The output is a picture now, which a saved notebook shows without a kernel.
+    lab.wait_text(cell, "image/png", timeout=TRAINING_S)
     lab.wait_idle()
-    (kept,) = [output for output in lab.outputs(shown) if "data" in output]
-    assert set(kept["data"]) == {"image/png", "text/plain"}
-    assert "stopped" in "".join(kept["data"]["text/plain"])
-    lab.select(shown)
+    (picture,) = [output for output in lab.outputs(cell) if "data" in output]
+    assert set(picture["data"]) == {"image/png", "text/plain"}
+    assert "stopped" in "".join(picture["data"]["text/plain"])
+    lab.select(cell)
     lab.screenshot(shots / f"kept-{look.width}.png")

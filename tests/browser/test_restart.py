@@ -1,4 +1,4 @@
-"""*Restart Kernel* in JupyterLab amid a run: `attach` in the new kernel shows its dashboard, and the run goes on."""
+"""*Restart Kernel* in JupyterLab during a run: `attach` in the new kernel shows and continues the run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(480)]
 
-TRAINS = """
+TRAIN = """
 import torch, dtkit
 from torch import nn
 
@@ -25,16 +25,16 @@ data = torch.randn(640, 8), torch.randint(3, (640,))
 run = cluster.train(nn.Linear(8, 3), data, loss=nn.CrossEntropyLoss(),
                     optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01), batch_size=64, steps=1_000_000)
 """
-ATTACHES = """
+ATTACH = """
 import json
 import dtkit
 
 cluster = dtkit.attach()
 run = cluster.current_run
-stands = run.status.step
-print(json.dumps([run.status.state.value, stands, run.history.totals()["step"].tolist() == list(range(stands))]))
+step = run.status.step
+print(json.dumps([run.status.state.value, step, run.history.totals()["step"].tolist() == list(range(step))]))
 """
-ENDS = """
+END = """
 end = run.stop()
 print(json.dumps([end, run.history.totals()["step"].tolist() == list(range(end))]))
 cluster.close()
@@ -42,59 +42,59 @@ cluster.close()
 WAIT_MS = 60_000
 
 
-def test_a_restarted_kernel_shows_the_run_and_goes_on(lab: Lab, tmp_path: Path):
+def test_restarted_kernel_shows_and_continues_the_run(lab: Lab, tmp_path: Path):
     shots = Path(os.environ.get("DTKIT_SCREENSHOTS", tmp_path))
     kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
-    cells = [new_code_cell(source) for source in (TRAINS, "run", ATTACHES, "run", ENDS)]
+    cells = [new_code_cell(source) for source in (TRAIN, "run", ATTACH, "run", END)]
     lab.open(new_notebook(cells=cells, metadata={"kernelspec": kernel}))
     for cell in (0, 1):
         lab.run_cell(cell)
         lab.wait_idle(timeout=120)
-    before = seen(lab, 1, above=200)
+    before = wait_for_step(lab, 1, above=200)
 
     lab.restart()
     lab.screenshot(shots / "restarted.png")
     lab.run_cell(2)
     lab.wait_idle(timeout=120)
-    state, stands, whole = json.loads(lab.text(2))
+    state, step, is_complete = json.loads(lab.text(2))
     assert state == "paused"
-    assert stands >= before
-    assert whole
+    assert step >= before
+    assert is_complete
 
     lab.run_cell(3)
     lab.wait_idle()
     lab.select(3)
-    dashboard = shown(lab, 3)
+    dashboard = get_dashboard(lab, 3)
     expect(dashboard).to_have_attribute("data-state", "paused", timeout=WAIT_MS)
-    expect(dashboard).to_have_attribute("data-step", str(stands))
-    expect(dashboard.get_by_test_id("log")).to_contain_text(f"taken over at step {stands}")
+    expect(dashboard).to_have_attribute("data-step", str(step))
+    expect(dashboard.get_by_test_id("log")).to_contain_text(f"taken over at step {step}")
     line = dashboard.get_by_test_id("loss-chart").locator("path.dtk-line[data-rank='0']")
     drawn = line.get_attribute("d")
     lab.screenshot(shots / "attached.png")
     dashboard.get_by_test_id("resume").click()
     expect(dashboard).to_have_attribute("data-state", "running")
-    later = seen(lab, 3, above=stands + 200)
+    later = wait_for_step(lab, 3, above=step + 200)
     assert line.get_attribute("d") != drawn
 
     lab.run_cell(4)
     lab.wait_idle(timeout=60)
-    end, whole = json.loads(lab.text(4))
+    end, is_complete = json.loads(lab.text(4))
     assert end >= later
-    assert whole
+    assert is_complete
 
 
-def shown(lab: Lab, cell: int) -> Locator:
-    """The dashboard under a cell."""
+def get_dashboard(lab: Lab, cell: int) -> Locator:
+    """Return the dashboard below a cell."""
     return lab.cell(cell).get_by_test_id("dtkit-dashboard")
 
 
-def seen(lab: Lab, cell: int, above: int) -> int:
-    """Wait until the dashboard under a cell shows a later step; which."""
+def wait_for_step(lab: Lab, cell: int, above: int) -> int:
+    """Wait until the dashboard below a cell shows a later step, and return it."""
     lab.select(cell)
-    found = shown(lab, cell)
-    expect(found).to_be_visible(timeout=WAIT_MS)
-    element = found.element_handle()
+    dashboard = get_dashboard(lab, cell)
+    expect(dashboard).to_be_visible(timeout=WAIT_MS)
+    element = dashboard.element_handle()
     lab.page.wait_for_function(
         "([element, above]) => Number(element.dataset.step) > above", arg=[element, above], timeout=WAIT_MS
     )
-    return int(found.get_attribute("data-step") or -1)
+    return int(dashboard.get_attribute("data-step") or -1)

@@ -1,4 +1,4 @@
-"""A pipeline's timeline as a person meets it: live in JupyterLab, measured on real engines, the plan hollow behind."""
+"""A pipeline's timeline live in JupyterLab, measured on real engines, with the plan outlined behind it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from torch import nn
 import dtkit
 
 class Slow(nn.Module):
-    # A layer of declared cost: it sleeps, forward and backward.
+    # Layer of a declared cost: it sleeps in its forward and backward pass.
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(256, 256)
@@ -61,12 +61,12 @@ def notebook() -> NotebookNode:
     return new_notebook(cells=[new_code_cell(source.strip()) for source in CELLS], metadata={"kernelspec": kernel})
 
 
-def box(path: Locator) -> dict[str, float]:
-    """Where a path stands."""
-    found: dict[str, float] = path.evaluate(
+def get_box(path: Locator) -> dict[str, float]:
+    """Return the bounding box of a path."""
+    bounds: dict[str, float] = path.evaluate(
         "(el) => { const { x, y, width, height } = el.getBBox(); return { x, y, width, height }; }"
     )
-    return found
+    return bounds
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def box(path: Locator) -> dict[str, float]:
     indirect=True,
     ids=["light-wide", "dark-narrow"],
 )
-def test_the_planned_schedule_stands_hollow_behind_the_measured_one(lab: Lab, tmp_path: Path, look: Look):
+def test_planned_schedule_is_outlined_behind_the_measured_one(lab: Lab, tmp_path: Path, look: Look):
     lab.open(notebook())
     lab.run_all()
     lab.wait_text(1, "application/vnd.jupyter.widget-view+json", timeout=TRAINING_S)
@@ -104,10 +104,10 @@ def test_the_planned_schedule_stands_hollow_behind_the_measured_one(lab: Lab, tm
     assert len(re.findall("M", plan.get_attribute("d") or "")) == 2 * 2 * 4 * 3  # F, I and W of two stages a rank
     layers = panel.locator("svg > g").evaluate_all("(all) => all.map((el) => el.getAttribute('class'))")
     assert layers.index("dtk-strip-plan") < layers.index("dtk-strip-boxes")
-    forward = box(panel.locator(".dtk-strip-boxes [data-phase=forward]"))
-    hollow = box(plan)
-    assert hollow["y"] < forward["y"]  # it shows above and below what stands before it
-    assert hollow["y"] + hollow["height"] > forward["y"] + forward["height"]
+    forward = get_box(panel.locator(".dtk-strip-boxes [data-phase=forward]"))
+    outline = get_box(plan)
+    assert outline["y"] < forward["y"]  # visible above and below the measured boxes
+    assert outline["y"] + outline["height"] > forward["y"] + forward["height"]
 
     note = panel.locator("h3 .dtk-note")
     expect(note).to_have_text(re.compile(r"bubble \d+ % measured, \d+(\.\d)? % by simulation"))
@@ -116,6 +116,6 @@ def test_the_planned_schedule_stands_hollow_behind_the_measured_one(lab: Lab, tm
     first = re.match(r"M([\d.]+),(\d+)h([\d.]+)v(\d+)", drawn)
     assert svg is not None
     assert first is not None
-    x, y, wide, tall = map(float, first.groups())
-    lab.page.mouse.move(svg["x"] + x + wide / 2, svg["y"] + y + tall / 2)
+    x, y, width, height = map(float, first.groups())
+    lab.page.mouse.move(svg["x"] + x + width / 2, svg["y"] + y + height / 2)
     expect(note).to_have_text(re.compile(r"^node 0: forward · micro-batch 0 · stage 0 · [\d.]+ ms$"))

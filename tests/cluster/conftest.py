@@ -1,4 +1,4 @@
-"""Clusters that tests share. A test must leave them usable; one that breaks its cluster starts one of its own."""
+"""Clusters that tests share. A test must leave them usable; a test that breaks a cluster starts its own."""
 
 from __future__ import annotations
 
@@ -15,55 +15,55 @@ if TYPE_CHECKING:
 _FAILED = pytest.StashKey[bool]()
 
 
-class Shared:
-    """One cluster at a time, for as long as tests want that many engines, and none of them fails."""
+class SharedCluster:
+    """One cluster at a time, kept while tests want its number of engines and none of them fails."""
 
     def __init__(self) -> None:
         self._cluster: dtkit.Cluster | None = None
 
-    def of(self, engines: int) -> dtkit.Cluster:
-        """So many, each with one thread."""
+    def get(self, engines: int) -> dtkit.Cluster:
+        """Return a cluster of that many engines, with one thread each."""
         if self._cluster is None or self._cluster.world_size != engines:
             self.close()
             self._cluster = dtkit.Cluster(engines, threads=1)
         return self._cluster
 
     def close(self) -> None:
-        """End it."""
+        """Close the cluster."""
         cluster, self._cluster = self._cluster, None
         if cluster is not None:
             cluster.close()
 
 
 @pytest.fixture(scope="session")
-def shared() -> Iterator[Shared]:
-    """What clusters are lent from."""
-    found = Shared()
-    yield found
-    found.close()
+def shared() -> Iterator[SharedCluster]:
+    """Owner of the shared cluster."""
+    owner = SharedCluster()
+    yield owner
+    owner.close()
 
 
 @pytest.fixture
-def cluster2(request: pytest.FixtureRequest, shared: Shared) -> Iterator[dtkit.Cluster]:
-    """Two engines."""
-    yield from _lent(request, shared, 2)
+def cluster2(request: pytest.FixtureRequest, shared: SharedCluster) -> Iterator[dtkit.Cluster]:
+    """Shared cluster of two engines."""
+    yield from _lend(request, shared, 2)
 
 
 @pytest.fixture(params=[2, 4], ids="world{}".format)
-def cluster(request: pytest.FixtureRequest, shared: Shared) -> Iterator[dtkit.Cluster]:
-    """Two engines, then four. Other numbers: ``parametrize("cluster", [3], indirect=True)``."""
-    yield from _lent(request, shared, request.param)
+def cluster(request: pytest.FixtureRequest, shared: SharedCluster) -> Iterator[dtkit.Cluster]:
+    """Shared cluster of two engines, then of four. Other numbers: ``parametrize("cluster", [3], indirect=True)``."""
+    yield from _lend(request, shared, request.param)
 
 
-def _lent(request: pytest.FixtureRequest, shared: Shared, engines: int) -> Iterator[dtkit.Cluster]:
-    yield shared.of(engines)
-    if request.node.stash.get(_FAILED, False):  # what broke it is told once, not again by all tests that follow
+def _lend(request: pytest.FixtureRequest, shared: SharedCluster, engines: int) -> Iterator[dtkit.Cluster]:
+    yield shared.get(engines)
+    if request.node.stash.get(_FAILED, False):  # a broken cluster must not fail the tests that follow
         shared.close()
 
 
 @pytest.fixture
 def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Jupyter's runtime folder, empty and for this test alone. Clusters keep their folders in it."""
+    """Empty Jupyter runtime folder for this test alone; clusters keep their folders in it."""
     folder = tmp_path / "runtime"
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(folder))
     return folder
@@ -78,7 +78,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 
 PREFERRED_WORLD_SIZES = (2, 3, 4, 1)
-"""Where a test runs on several world sizes, `make test` takes the first of these that it has."""
+"""Preference of `make test` for a test that runs on several world sizes."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -86,7 +86,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark all but one world size of each test as slow, and sort by world size: each cluster then starts once."""
     by_test: dict[object, list[pytest.Item]] = {}
     for item in items:
-        if _get_world_size(item) and item.path.name not in CHOOSE_THEMSELVES:
+        if _get_world_size(item) and item.path.name not in SELF_SELECTING_FILES:
             by_test.setdefault(_get_test_and_parameters(item), []).append(item)
     for variants in by_test.values():
         daily = min(map(_get_world_size, variants), key=PREFERRED_WORLD_SIZES.index)
@@ -96,12 +96,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_get_world_size)
 
 
-CHOOSE_THEMSELVES = ("test_oracle.py",)
+SELF_SELECTING_FILES = ("test_oracle.py",)
 """Files that mark their slow world sizes themselves."""
 
 
 def _get_test_and_parameters(item: pytest.Item) -> tuple[object, ...]:
-    """Return what identifies a test, apart from its world size and the strategy that fits this world size."""
+    """Return what identifies a test, apart from its world size and the strategy that fits it."""
     parameters = {name: value for name, value in item.callspec.indices.items() if name not in ("cluster", "strategy")}
     return item.path, item.function, *sorted(parameters.items())
 
@@ -109,5 +109,5 @@ def _get_test_and_parameters(item: pytest.Item) -> tuple[object, ...]:
 def _get_world_size(item: pytest.Item) -> int:
     """Return how many engines a test wants of the shared cluster, or 0."""
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    wanted = parameters.get("cluster", 0)
-    return wanted if isinstance(wanted, int) else 0
+    world_size = parameters.get("cluster", 0)
+    return world_size if isinstance(world_size, int) else 0

@@ -1,4 +1,4 @@
-"""Between two averagings ranks are not equal: after a loss each survivor goes on with what is its own."""
+"""Losses between two averagings, when the ranks differ: each survivor continues with its own parameters."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import torch
 import dtkit
 from tests.support.marks import slow
 from tests.support.oracle import BATCH, SEED, data, mean_loss, mlp
+from tests.support.recovery import wait_for_step
 from tests.support.small import check_usable
 
 if TYPE_CHECKING:
@@ -34,27 +35,29 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 
 
 def start(cluster: dtkit.Cluster, **options: Any) -> dtkit.Run:
-    how: dict[str, Any] = {"loss": mean_loss, "optimizer": adam, "batch_size": BATCH, "steps": 60, "seed": SEED}
+    arguments: dict[str, Any] = {"loss": mean_loss, "optimizer": adam, "batch_size": BATCH, "steps": 60, "seed": SEED}
     strategy = dtkit.ParameterAveraging(every=EVERY)
-    return cluster.train(mlp(), data(), **{**how, "strategy": strategy, "shuffle": "global", "start": False, **options})
+    return cluster.train(
+        mlp(), data(), **{**arguments, "strategy": strategy, "shuffle": "global", "start": False, **options}
+    )
 
 
-def held() -> tuple[Tensors, Tensors, float]:
-    """On an engine: the parameters, the optimiser's means of gradients, and what the rank counts for."""
+def get_rank_state() -> tuple[Tensors, Tensors, float]:
+    """Return this engine's parameters, Adam's means of gradients, and its weight in the next mean."""
     from dtkit.engine.session import get_session
 
-    (job,) = get_session()._jobs.values()
+    (job,) = get_session().state.jobs.values()
     worker: Any = job._worker
     named = dict(worker._model.named_parameters())
     means = {name: worker.optimizer.state[p]["exp_avg"].clone() for name, p in named.items()}
-    return {name: p.detach().clone() for name, p in named.items()}, means, worker.averaging_weight
+    return {name: p.detach().clone() for name, p in named.items()}, means, worker._averaging_weight
 
 
-def same(one: Tensors, other: Tensors) -> bool:
-    return all(torch.equal(one[name], other[name]) for name in one)
+def are_equal(first: Tensors, second: Tensors) -> bool:
+    return all(torch.equal(first[name], second[name]) for name in first)
 
 
-def mean(parts: list[Tensors], weights: list[float]) -> Tensors:
+def compute_mean(parts: list[Tensors], weights: list[float]) -> Tensors:
     total = sum(weights)
     return {
         name: torch.stack([part[name] * (w / total) for part, w in zip(parts, weights, strict=True)]).sum(0)
@@ -62,8 +65,8 @@ def mean(parts: list[Tensors], weights: list[float]) -> Tensors:
     }
 
 
-def close(one: Tensors, other: Tensors) -> bool:
-    return all(torch.allclose(one[name], other[name], rtol=0, atol=1e-14) for name in one)
+def are_close(first: Tensors, second: Tensors) -> bool:
+    return all(torch.allclose(first[name], second[name], rtol=0, atol=1e-14) for name in first)
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +78,7 @@ def cluster_with_spare() -> Iterator[dtkit.Cluster]:
 
 @contextlib.contextmanager
 def lend(cluster_with_spare: dtkit.Cluster, engines: int, spares: int) -> Iterator[dtkit.Cluster]:
-    """The shared cluster where it has that many engines, a new one otherwise."""
+    """Lend the shared cluster if it has that many engines, or a new one otherwise."""
     if (engines, spares) == (3, 1):
         yield cluster_with_spare
         return
@@ -84,23 +87,23 @@ def lend(cluster_with_spare: dtkit.Cluster, engines: int, spares: int) -> Iterat
 
 
 @pytest.mark.parametrize("engines", [3, slow(4)])
-def test_each_survivor_keeps_its_own(cluster_with_spare: dtkit.Cluster, engines: int):
+def test_repair_keeps_the_own_parameters_of_each_survivor(cluster_with_spare: dtkit.Cluster, engines: int):
     with lend(cluster_with_spare, engines, spares=1) as cluster:
         run = start(cluster)
         run.step(AT)
-        before = cluster.run(held)
-        assert not same(before[0][1], before[2][1])
-        cluster.kill([1])
+        before = cluster.run(get_rank_state)
+        assert not are_equal(before[0][1], before[2][1])
+        cluster._engine_group.transport.kill([1])
         assert cluster.repair() == [1]
-        after = cluster.run(held)
-        left = [rank for rank in range(engines) if rank != 1]
-        for rank in left:
-            assert same(after[rank][0], before[rank][0])
-            assert same(after[rank][1], before[rank][1])
+        after = cluster.run(get_rank_state)
+        surviving_ranks = [rank for rank in range(engines) if rank != 1]
+        for rank in surviving_ranks:
+            assert are_equal(after[rank][0], before[rank][0])
+            assert are_equal(after[rank][1], before[rank][1])
             assert after[rank][2] == before[rank][2]
-        survivors = [before[rank] for rank in left]
-        assert close(after[1][0], mean([s[0] for s in survivors], [s[2] for s in survivors]))
-        assert close(after[1][1], mean([s[1] for s in survivors], [1.0] * len(left)))
+        survivors = [before[rank] for rank in surviving_ranks]
+        assert are_close(after[1][0], compute_mean([s[0] for s in survivors], [s[2] for s in survivors]))
+        assert are_close(after[1][1], compute_mean([s[1] for s in survivors], [1.0] * len(surviving_ranks)))
         run.resume()
         run.wait(60)
         assert run.history.totals()["step"].tolist() == list(range(60))
@@ -108,20 +111,20 @@ def test_each_survivor_keeps_its_own(cluster_with_spare: dtkit.Cluster, engines:
 
 
 @pytest.mark.parametrize("engines", [3, slow(4)])
-def test_fewer_go_on_from_the_mean(engines: int):
-    """As from a checkpoint on another number of ranks."""
+def test_shrunken_run_continues_from_the_mean(engines: int):
+    """The run continues as from a checkpoint on another number of ranks."""
     with dtkit.Cluster(engines, threads=1) as cluster:
         run = start(cluster, on_failure="shrink")
         run.step(AT)
-        before = cluster.run(held)
-        cluster.kill([1])
+        before = cluster.run(get_rank_state)
+        cluster._engine_group.transport.kill([1])
         cluster.repair()
-        after = cluster.run(held)
-        survivors = [one for rank, one in enumerate(before) if rank != 1]
+        after = cluster.run(get_rank_state)
+        survivors = [state for rank, state in enumerate(before) if rank != 1]
         assert len(after) == len(survivors) == engines - 1
         for parameters, means, _ in after:
-            assert close(parameters, mean([s[0] for s in survivors], [s[2] for s in survivors]))
-            assert close(means, mean([s[1] for s in survivors], [1.0] * len(survivors)))
+            assert are_close(parameters, compute_mean([s[0] for s in survivors], [s[2] for s in survivors]))
+            assert are_close(means, compute_mean([s[1] for s in survivors], [1.0] * len(survivors)))
         run.resume()
         run.wait(60)
         assert run.status.state is dtkit.types.State.COMPLETED
@@ -130,29 +133,26 @@ def test_fewer_go_on_from_the_mean(engines: int):
 
 @pytest.mark.parametrize("mode", ["repair", "shrink", "pause"])
 @pytest.mark.slow
-def test_an_engine_that_is_killed_in_the_midst_costs_one_step_at_most(cluster_with_spare: dtkit.Cluster, mode: str):
+def test_engine_killed_during_a_step_costs_at_most_one_step(cluster_with_spare: dtkit.Cluster, mode: str):
     with lend(cluster_with_spare, 3, spares=int(mode != "shrink")) as cluster:
         run = start(cluster, steps=400, start=True, on_failure=mode)
-        there = threading.Event()
-        end = run.subscribe(lambda: run.status.step >= 30 and there.set())
-        assert there.wait(60)
-        end()
+        wait_for_step(run, 30)
         os.kill(cluster.nodes[1].pid, signal.SIGKILL)
         if mode == "pause":
             with pytest.raises(dtkit.errors.PausedError, match="rank 1 is gone"):
                 run.wait(60)
             run.resume()
         run.wait(60)
-        (told,) = (event.text for event in run.history.events if event.kind == "repair")
-        assert re.search(r" (no|1) step lost$", told), told
+        (text,) = (event.text for event in run.history.events if event.kind == "repair")
+        assert re.search(r" (no|1) step lost$", text), text
         assert sorted(set(run.history.totals()["step"])) == list(range(400))
 
 
-BEHIND = 3  # the step that one does not end
+BEHIND = 3  # the step that rank 1 does not end
 
 
-class Waiting:
-    """A loss in which rank 1 waits, once, until it is interrupted."""
+class WaitingLoss:
+    """Loss in which rank 1 waits once, until it is interrupted."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -168,8 +168,8 @@ class Waiting:
         return mean_loss(output, target)
 
 
-class Telling(torch.optim.Adam):
-    """Says when it has made that step."""
+class SignalingAdam(torch.optim.Adam):
+    """Optimizer that creates a file when it has made that step."""
 
     def __init__(self, parameters: Any, folder: Path) -> None:
         super().__init__(parameters, lr=0.01)
@@ -178,29 +178,29 @@ class Telling(torch.optim.Adam):
     def step(self, closure: Any = None) -> Any:
         import torch.distributed as dist
 
-        found = super().step(closure)
+        result = super().step(closure)
         self.updates += 1
         if self.updates == BEHIND:
             (self.folder / str(dist.get_rank())).touch()
-        return found
+        return result
 
 
 @pytest.mark.slow
-def test_one_that_is_behind_keeps_its_optimiser(tmp_path: Path):
+def test_rank_that_is_a_step_behind_keeps_its_optimizer(tmp_path: Path):
     with dtkit.Cluster(3, threads=1) as cluster:
-        run = start(cluster, start=True, loss=Waiting(tmp_path), optimizer=lambda p: Telling(p, tmp_path))
+        run = start(cluster, start=True, loss=WaitingLoss(tmp_path), optimizer=lambda p: SignalingAdam(p, tmp_path))
         deadline, pause = time.monotonic() + 30, threading.Event()
         while len(list(tmp_path.iterdir())) < 3:
             assert time.monotonic() < deadline
             pause.wait(0.01)
         run._driver.submit("break").result(60)
         assert run.status.state is dtkit.types.State.PAUSED
-        parameters, means, _ = zip(*cluster.run(held), strict=True)
+        parameters, means, _ = zip(*cluster.run(get_rank_state), strict=True)
         assert run.status.step == BEHIND
-        assert not same(means[1], means[0])
-        assert not same(means[1], means[2])
-        assert not same(means[1], mean([means[0], means[2]], [1.0, 1.0]))
-        assert not same(parameters[0], parameters[2])
+        assert not are_equal(means[1], means[0])
+        assert not are_equal(means[1], means[2])
+        assert not are_equal(means[1], compute_mean([means[0], means[2]], [1.0, 1.0]))
+        assert not are_equal(parameters[0], parameters[2])
         run.resume()
         run.wait(60)
         assert run.status.state is dtkit.types.State.COMPLETED

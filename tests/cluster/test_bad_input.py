@@ -1,4 +1,4 @@
-"""What a user may get wrong: refused with the value, the rule and the remedy, and the cluster trains on."""
+"""User errors: messages with the value, the rule and the remedy, and a cluster that stays usable."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import dtkit
 from tests.support.marks import slow
 from tests.support.small import check_usable, data, net, sgd, train
-from tests.support.waiting import soon
+from tests.support.waiting import ends_soon
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,8 +36,8 @@ class FailsOnRankOne(nn.Module):
         return self.line(x)
 
 
-class LeavesOut(nn.Module):
-    """Has a layer that some ranks don't use."""
+class PartlyUsed(nn.Module):
+    """Model with a layer that some ranks don't use."""
 
     def __init__(self, *ranks: int) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class HoldsALock(nn.Module):
             return F.cross_entropy(output, target)
 
 
-def normalised() -> nn.Module:
+def make_batch_norm_net() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
 
 
@@ -76,31 +76,31 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     # name -> (arguments of train, the error, a pattern of its message)
     "batch_size 0": ({"batch_size": 0}, ValueError, "batch_size=0; it must be at least 1"),
     "a model that can't be sent": ({"model": HoldsALock()}, dtkit.errors.SerializationError, "gate"),
-    "an optimiser of other parameters": (
+    "an optimizer of other parameters": (
         {"optimizer": lambda _: torch.optim.SGD(net().parameters(), lr=1)},
         dtkit.errors.EngineError,
         "not all of them the model's",
     ),
-    "an optimiser without parameters": (
+    "an optimizer without parameters": (
         {"optimizer": lambda _: torch.optim.SGD([], lr=1)},
         dtkit.errors.EngineError,
         "empty parameter list",
     ),
-    "no optimiser at all": (
+    "no optimizer at all": (
         {"optimizer": lambda _: None},
         dtkit.errors.EngineError,
         "returned NoneType; it must return",
     ),
     "one sample for a BatchNorm1d": (
-        {"model": normalised(), "batch_size": 21},
+        {"model": make_batch_norm_net(), "batch_size": 21},
         dtkit.errors.EngineError,
-        r"1 \(BatchNorm1d\) can't normalise one sample, and step 3 .*Choose a batch_size",
+        r"1 \(BatchNorm1d\) can't normalize one sample, and step 3 .*Choose a batch_size",
     ),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_refused_at_once(cluster2: dtkit.Cluster, name: str):
+def test_train_refuses_bad_arguments(cluster2: dtkit.Cluster, name: str):
     options, kind, message = BAD[name]
     with pytest.raises(kind, match=re.compile(message, re.DOTALL)):
         train(cluster2, **options)
@@ -109,7 +109,7 @@ def test_refused_at_once(cluster2: dtkit.Cluster, name: str):
 
 
 FAILING: dict[str, tuple[dict[str, Any], str]] = {
-    # name -> (what is given to train, what the run's error says)
+    # name -> (arguments of train, a pattern of the error's message)
     "a loss that isn't a scalar": (
         {"loss": lambda out, y: F.cross_entropy(out, y, reduction="none")},
         r"loss returned a tensor of shape \(8,\); it must return a scalar tensor.*Use reduction='mean'",
@@ -124,7 +124,7 @@ FAILING: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", FAILING)
-def test_fails_in_the_first_step_with_the_engine_s_traceback(cluster2: dtkit.Cluster, name: str):
+def test_run_fails_in_the_first_step_with_the_engines_traceback(cluster2: dtkit.Cluster, name: str):
     options, message = FAILING[name]
     run = train(cluster2, **options)
     with pytest.raises(dtkit.errors.EngineError, match=re.compile(message, re.DOTALL)) as caught:
@@ -136,9 +136,9 @@ def test_fails_in_the_first_step_with_the_engine_s_traceback(cluster2: dtkit.Clu
 
 
 @pytest.mark.parametrize("ranks", [slow((0,)), (1,), slow((0, 1))])
-def test_a_layer_that_is_not_used_is_named_in_the_first_step(cluster2: dtkit.Cluster, ranks: tuple[int, ...]):
-    """torch would say so a step later, and until then the other rank would wait: in a single step for ever."""
-    run = train(cluster2, LeavesOut(*ranks), start=False)
+def test_unused_layer_is_named_in_the_first_step(cluster2: dtkit.Cluster, ranks: tuple[int, ...]):
+    """torch raises an error only in the next step, so the other rank would wait until then."""
+    run = train(cluster2, PartlyUsed(*ranks), start=False)
     before = run.model.state_dict()
     message = r"spare.weight, spare.bias got no gradient.*DataParallel\(find_unused_parameters=True\), or call"
     with pytest.raises(dtkit.errors.EngineError, match=message) as caught:
@@ -149,12 +149,12 @@ def test_a_layer_that_is_not_used_is_named_in_the_first_step(cluster2: dtkit.Clu
     assert len(run.history) == 0
     after = run.model.state_dict()
     assert all(torch.equal(after[name], value) for name, value in before.items())
-    run = train(cluster2, LeavesOut(*ranks), strategy=dtkit.DataParallel(find_unused_parameters=True))
+    run = train(cluster2, PartlyUsed(*ranks), strategy=dtkit.DataParallel(find_unused_parameters=True))
     run.wait(60)
     assert run.status.state is dtkit.types.State.COMPLETED
 
 
-def test_the_rank_that_fails_is_named_and_the_other_folded(cluster2: dtkit.Cluster):
+def test_error_names_the_failed_rank_and_summarizes_the_other(cluster2: dtkit.Cluster):
     run = train(cluster2, FailsOnRankOne())
     with pytest.raises(dtkit.errors.EngineError) as caught:
         run.wait(60)
@@ -166,23 +166,25 @@ STRATEGIES = [dtkit.DataParallel(), dtkit.Sharded(), dtkit.TensorParallel(2), dt
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
-def test_a_rank_that_fails_to_build_what_others_have_built(cluster2: dtkit.Cluster, strategy: Any):
-    """Those formed the group anew with a job that the failed rank did not have, and waited for it."""
+def test_cluster_survives_a_rank_that_fails_to_build_its_job(cluster2: dtkit.Cluster, strategy: Any):
+    """Ranks that have the job form the group again, and must not wait for the rank that doesn't."""
 
-    def fails(parameters: Any) -> torch.optim.Optimizer:
+    def fail_on_rank_1(parameters: Any) -> torch.optim.Optimizer:
         if dist.get_rank() == 1:
-            raise ValueError("no optimiser here")
+            raise ValueError("no optimizer here")
         return sgd(parameters)
 
-    train(cluster2, strategy=strategy, steps=2).wait(60)  # the groups of its mesh are there: nobody waits in a build
-    for _ in range(2):  # and the second time, in a new group, they are not
-        with soon(), pytest.raises(dtkit.errors.EngineError, match=r"rank 1 .*no optimiser here"):
-            train(cluster2, strategy=strategy, optimizer=fails)
+    train(cluster2, strategy=strategy, steps=2).wait(
+        60
+    )  # forms the groups of the mesh, so that building a job has no collective
+    for _ in range(2):  # the second time in a new group, without groups of the mesh
+        with ends_soon(), pytest.raises(dtkit.errors.EngineError, match=r"rank 1 .*no optimizer here"):
+            train(cluster2, strategy=strategy, optimizer=fail_on_rank_1)
     check_usable(cluster2)
 
 
-class OnASign:
-    """A loss in which rank 1 stops once one file is there, and raises once another is."""
+class FlagLoss:
+    """Loss in which rank 1 stops once one file exists, and raises once another one exists."""
 
     def __init__(self, folder: Path) -> None:
         self.stop, self.fail = folder / "stop", folder / "fail"
@@ -196,9 +198,9 @@ class OnASign:
         return F.cross_entropy(output, target)
 
 
-def blocked(cluster: dtkit.Cluster) -> list[bool]:
-    """Which ranks wait in a collective."""
-    return [seen.status is not None and seen.status.is_blocked for seen in cluster.stacks().ranks]
+def list_blocked(cluster: dtkit.Cluster) -> list[bool]:
+    """Return for each rank whether it waits in a collective."""
+    return [rank.status is not None and rank.status.is_blocked for rank in cluster.stacks().ranks]
 
 
 @pytest.mark.parametrize("cluster", [4], indirect=True)
@@ -207,16 +209,16 @@ def blocked(cluster: dtkit.Cluster) -> list[bool]:
     [slow(dtkit.DataParallel()), dtkit.Sharded(replicas=2), slow(dtkit.TensorParallel(2, replicas=2))],
     ids=repr,
 )
-def test_ranks_that_wait_for_one_that_raises_are_out_at_once(cluster: dtkit.Cluster, strategy: Any, tmp_path: Path):
-    loss = OnASign(tmp_path)
+def test_ranks_waiting_for_a_failed_rank_are_released_at_once(cluster: dtkit.Cluster, strategy: Any, tmp_path: Path):
+    loss = FlagLoss(tmp_path)
     run = train(cluster, loss=loss, strategy=strategy, start=False)
     run.step(2)
     loss.stop.touch()
     run.resume()
     deadline = time.monotonic() + 60
-    while blocked(cluster) != [True, False, True, True]:
+    while list_blocked(cluster) != [True, False, True, True]:
         assert time.monotonic() < deadline, cluster.stacks()
-    with soon():
+    with ends_soon():
         loss.fail.touch()
         with pytest.raises(dtkit.errors.EngineError, match=r"rank 1 on .*, step 2: LookupError: a bad row") as caught:
             run.wait(60)
@@ -225,21 +227,21 @@ def test_ranks_that_wait_for_one_that_raises_are_out_at_once(cluster: dtkit.Clus
     check_usable(cluster)
 
 
-def test_an_interrupt_of_the_users_own_making_is_an_error_as_any_other(cluster2: dtkit.Cluster):
+def test_keyboard_interrupt_raised_by_user_code_fails_the_run(cluster2: dtkit.Cluster):
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         if torch.distributed.get_rank() == 1:
-            raise KeyboardInterrupt("enough of this")
+            raise KeyboardInterrupt("raised by the loss")
         return nn.functional.cross_entropy(output, target)
 
     run = train(cluster2, loss=loss)
-    with pytest.raises(dtkit.errors.EngineError, match=r"rank 1 on .* KeyboardInterrupt: enough of this"):
+    with pytest.raises(dtkit.errors.EngineError, match=r"rank 1 on .* KeyboardInterrupt: raised by the loss"):
         run.wait(60)
     assert run.status.state is dtkit.types.State.FAILED
     check_usable(cluster2)
 
 
-def test_an_optimiser_that_fails_to_update_on_one_rank(cluster2: dtkit.Cluster):
-    """The failure comes between two collectives: the other rank is found waiting in the next step."""
+def test_optimizer_that_fails_on_one_rank_fails_the_run(cluster2: dtkit.Cluster):
+    """The error is between two collectives, so the other rank waits in the next step."""
 
     class Broken(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:

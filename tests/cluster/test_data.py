@@ -1,4 +1,4 @@
-"""Every kind of data, trained on and evaluated on by real engines; and the ends of streams, on all ranks at once."""
+"""Training and evaluation on each kind of data with real engines, and streams that end on all ranks at once."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
 import dtkit
+from dtkit.rpc.engine_group import EngineGroup
 from tests.support import small
 from tests.support.marks import slow
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from tests.cluster.conftest import Shared
+    from tests.cluster.conftest import SharedCluster
 
 datasets = pytest.importorskip("datasets")
 pytestmark = pytest.mark.cluster
@@ -31,57 +32,57 @@ pytestmark = pytest.mark.cluster
 ROWS = small.ROWS
 
 
-def table() -> pd.DataFrame:
+def make_table() -> pd.DataFrame:
     x, y = small.data()
     names = ["u", "v", "w", "z"]
     return pd.DataFrame(x.double().numpy(), columns=names).assign(label=y.numpy())
 
 
-def npy(folder: Path) -> Any:
+def save_npy(folder: Path) -> Any:
     x, y = small.data()
     np.save(folder / "X.npy", x.numpy())
     np.save(folder / "y.npy", y.numpy())
     return folder / "X.npy", folder / "y.npy"
 
 
-def parquet(folder: Path) -> Any:
-    pq.write_table(pa.Table.from_pandas(table()), folder / "data.parquet", row_group_size=10)
+def save_parquet(folder: Path) -> Any:
+    pq.write_table(pa.Table.from_pandas(make_table()), folder / "data.parquet", row_group_size=10)
     return folder / "data.parquet"
 
 
-def hub_on_disk(folder: Path) -> Any:
-    hub().save_to_disk(folder / "hub")
+def save_hub_dataset(folder: Path) -> Any:
+    make_hub_dataset().save_to_disk(folder / "hub")
     return datasets.load_from_disk(folder / "hub")
 
 
-def hub() -> Any:
+def make_hub_dataset() -> Any:
     x, y = small.data()
     return datasets.Dataset.from_dict({"x": x.numpy(), "label": y.numpy()})
 
 
-def mapped(folder: Path) -> Any:
-    return tuple(np.load(path, mmap_mode="r") for path in npy(folder))
+def map_npy(folder: Path) -> Any:
+    return tuple(np.load(path, mmap_mode="r") for path in save_npy(folder))
 
 
 KINDS: dict[str, tuple[Callable[[Path], Any], str | None]] = {
-    "a DataFrame": (lambda _: table(), "label"),
-    "a DataFrame and a Series": (lambda _: (table().drop(columns="label"), table()["label"]), None),
-    "a function that loads a DataFrame": (lambda _: table, "label"),
-    "npy files": (npy, None),
-    "mapped arrays": (mapped, None),
-    "parquet": (parquet, "label"),
-    "a hub Dataset in memory": (lambda _: hub(), "label"),
-    "a hub Dataset on disk": (hub_on_disk, "label"),
+    "a DataFrame": (lambda _: make_table(), "label"),
+    "a DataFrame and a Series": (lambda _: (make_table().drop(columns="label"), make_table()["label"]), None),
+    "a function that loads a DataFrame": (lambda _: make_table, "label"),
+    "npy files": (save_npy, None),
+    "mapped arrays": (map_npy, None),
+    "parquet": (save_parquet, "label"),
+    "a hub Dataset in memory": (lambda _: make_hub_dataset(), "label"),
+    "a hub Dataset on disk": (save_hub_dataset, "label"),
 }
 
 
 @pytest.fixture(scope="module")
-def expected(shared: Shared) -> tuple[list[float], float]:
-    """The losses of training on plain arrays in the order of their rows; and a loss at the end."""
-    return outcome(shared.of(2), small.data(), None)
+def expected(shared: SharedCluster) -> tuple[list[float], float]:
+    """Losses of training on plain arrays in row order, and the final loss."""
+    return train_and_evaluate(shared.get(2), small.data(), None)
 
 
-def outcome(cluster: dtkit.Cluster, rows: Any, target: str | None) -> tuple[list[float], float]:
+def train_and_evaluate(cluster: dtkit.Cluster, rows: Any, target: str | None) -> tuple[list[float], float]:
     part = cluster.partition(rows, target=target)
     run = small.train(cluster, rows=part, epochs=2, shuffle=None, validation=part)
     run.wait(60)
@@ -90,59 +91,59 @@ def outcome(cluster: dtkit.Cluster, rows: Any, target: str | None) -> tuple[list
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_every_kind_of_data_trains_as_arrays_do(
+def test_each_kind_of_data_trains_like_arrays(
     cluster2: dtkit.Cluster, tmp_path: Path, expected: tuple[list[float], float], name: str
 ):
     make, target = KINDS[name]
-    losses, loss = outcome(cluster2, make(tmp_path), target)
+    losses, loss = train_and_evaluate(cluster2, make(tmp_path), target)
     assert losses == pytest.approx(expected[0], abs=1e-6)
     assert loss == pytest.approx(expected[1], abs=1e-6)
 
 
 @pytest.mark.parametrize("shuffle", ["shard", "global"])
-def test_parquet_is_given_to_train_and_shuffled(cluster2: dtkit.Cluster, tmp_path: Path, shuffle: str):
-    run = small.train(cluster2, rows=parquet(tmp_path), target="label", epochs=2, shuffle=shuffle)
+def test_train_accepts_parquet_and_shuffles_it(cluster2: dtkit.Cluster, tmp_path: Path, shuffle: str):
+    run = small.train(cluster2, rows=save_parquet(tmp_path), target="label", epochs=2, shuffle=shuffle)
     run.wait(60)
     assert run.history.totals()["samples"].sum() == 2 * ROWS
     assert run.verify(steps=8)
 
 
-def test_what_a_table_became_is_said(cluster2: dtkit.Cluster):
-    part = cluster2.partition(table(), target="label")
+def test_partition_describes_the_columns_of_a_table(cluster2: dtkit.Cluster):
+    part = cluster2.partition(make_table(), target="label")
     assert "4 columns as float32, target 'label' as int64" in repr(part)
     assert "4 columns as float32" in part._repr_html_()
 
 
-def test_only_the_place_of_data_on_disk_travels(cluster2: dtkit.Cluster, tmp_path: Path, monkeypatch: Any):
+def test_only_the_path_of_data_on_disk_is_sent(cluster2: dtkit.Cluster, tmp_path: Path, monkeypatch: Any):
     sent = []
-    deliver = dtkit.Cluster.call_all_with_payload
+    deliver = EngineGroup.call_all_with_payload
 
-    def watched(self: dtkit.Cluster, op: str, packed: Any, **args: Any) -> Any:
+    def record_size(self: dtkit.Cluster, op: str, packed: Any, **args: Any) -> Any:
         sent.append(packed.nbytes)
         return deliver(self, op, packed, **args)
 
-    monkeypatch.setattr(dtkit.Cluster, "call_all_with_payload", watched)
-    for make in (mapped, parquet, hub_on_disk):
-        cluster2.partition(make(tmp_path), target=None if make is mapped else "label")
+    monkeypatch.setattr(EngineGroup, "call_all_with_payload", record_size)
+    for make in (map_npy, save_parquet, save_hub_dataset):
+        cluster2.partition(make(tmp_path), target=None if make is map_npy else "label")
     assert max(sent) < 4000 + 4 * ROWS
 
 
-def test_a_file_that_an_engine_does_not_see_is_named(cluster2: dtkit.Cluster, tmp_path: Path):
-    paths = npy(tmp_path)
+def test_file_missing_on_an_engine_is_named(cluster2: dtkit.Cluster, tmp_path: Path):
+    paths = save_npy(tmp_path)
 
-    def gone() -> Any:
+    def list_missing() -> Any:
         return [str(path) + ".npy" for path in paths]
 
     with pytest.raises(dtkit.errors.EngineError, match=r"X\.npy\.npy does not exist on .*under the same path"):
-        small.train(cluster2, rows=gone)
+        small.train(cluster2, rows=list_missing)
     small.check_usable(cluster2)
 
 
-def test_frames_that_hold_no_numbers_are_refused_at_once(cluster2: dtkit.Cluster):
+def test_unsuitable_tables_are_refused_at_once(cluster2: dtkit.Cluster):
     with pytest.raises(TypeError, match=r"columns 'city' \(.*\) are not numbers.*get_dummies"):
-        small.train(cluster2, rows=table().assign(city="x"), target="label")
+        small.train(cluster2, rows=make_table().assign(city="x"), target="label")
     with pytest.raises(ValueError, match=r"a table needs target="):
-        small.train(cluster2, rows=table())
+        small.train(cluster2, rows=make_table())
     with pytest.raises(ValueError, match="name columns of a table, but this data has arrays"):
         small.train(cluster2, rows=small.data(), target="label")
     small.check_usable(cluster2)
@@ -152,7 +153,7 @@ def test_frames_that_hold_no_numbers_are_refused_at_once(cluster2: dtkit.Cluster
 
 
 class Rows(Dataset):
-    """The small data, row by row; row `bad` raises."""
+    """Dataset of the small data, in which row `bad` raises."""
 
     def __init__(self, bad: int | None = None) -> None:
         self.x, self.y = small.data()
@@ -163,34 +164,37 @@ class Rows(Dataset):
 
     def __getitem__(self, row: int) -> Any:
         if row == self.bad:
-            raise KeyError("unlucky")
+            raise KeyError("bad row")
         return self.x[row], self.y[row]
 
 
-def children() -> list[int]:
+def list_children() -> list[int]:
     return [child.pid for child in psutil.Process().children(recursive=True)]
 
 
 @pytest.mark.parametrize("options", [{"num_workers": 2}, {"prefetch": True}])
-def test_batches_loaded_ahead_are_the_same(
+def test_batches_loaded_ahead_train_the_same(
     cluster2: dtkit.Cluster, expected: tuple[list[float], float], options: dict[str, Any]
 ):
-    before = cluster2.run(children)
+    before = cluster2.run(list_children)
     part = cluster2.partition(Rows())
     run = small.train(cluster2, rows=part, epochs=2, shuffle=None, validation=Rows(), **options)
     run.wait(60)
     assert run.history.totals()["loss"].tolist() == pytest.approx(expected[0], abs=1e-6)
     assert run.evaluate(Rows()).values["loss"] == pytest.approx(expected[1], abs=1e-6)  # noqa: PD011 - no DataFrame
-    started = [set(now) - set(then) for now, then in zip(cluster2.run(children), before, strict=True)]
+    started = [set(now) - set(then) for now, then in zip(cluster2.run(list_children), before, strict=True)]
     assert [len(pids) for pids in started] == [options.get("num_workers", 0)] * 2
     run.release()
     small.check_usable(cluster2)
-    assert [set(now) - set(then) for now, then in zip(cluster2.run(children), before, strict=True)] == [set(), set()]
+    assert [set(now) - set(then) for now, then in zip(cluster2.run(list_children), before, strict=True)] == [
+        set(),
+        set(),
+    ]
 
 
-def test_a_worker_that_fails_names_rank_and_row(cluster2: dtkit.Cluster):
+def test_failing_worker_process_names_rank_and_row(cluster2: dtkit.Cluster):
     run = small.train(cluster2, rows=cluster2.partition(Rows(bad=40)), num_workers=1, shuffle=None)
-    with pytest.raises(dtkit.errors.EngineError, match="unlucky") as caught:
+    with pytest.raises(dtkit.errors.EngineError, match="bad row") as caught:
         run.wait(60)
     assert caught.value.cause.rank == 1
     assert "the Dataset raised this for row 40" in str(caught.value)
@@ -209,7 +213,7 @@ def test_workers_end_with_their_engine():
     with dtkit.Cluster(1, device="cpu") as cluster:
         run = small.train(cluster, rows=Rows(), num_workers=2, steps=3)
         run.wait(60)
-        pids = cluster.run(children)[0]
+        pids = cluster.run(list_children)[0]
         assert len(pids) >= 2
     _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=10)
     assert alive == []
@@ -224,7 +228,7 @@ def stream() -> Iterator[Any]:
 
 
 def uneven(rank: int, world_size: int) -> Iterator[Any]:
-    """Rank 0 has 40 of the rows, rank 1 the other 24."""
+    """Yield 40 of the rows on rank 0, and the other 24 on rank 1."""
     x, y = small.data()
     part = slice(0, 40) if rank == 0 else slice(40, ROWS)
     yield from zip(x[part], y[part], strict=True)
@@ -246,20 +250,20 @@ STREAMS: dict[str, tuple[Any, list[tuple[int, int]]]] = {
 
 @pytest.mark.parametrize("name", STREAMS)
 @pytest.mark.parametrize("prefetch", [None, slow(True)])
-def test_a_stream_ends_on_all_ranks_at_the_same_step(cluster2: dtkit.Cluster, name: str, prefetch: bool | None):  # noqa: FBT001 - a parameter of the test
+def test_stream_ends_on_all_ranks_at_the_same_step(cluster2: dtkit.Cluster, name: str, prefetch: bool | None):  # noqa: FBT001 - a parameter of the test
     rows, counts = STREAMS[name]
     run = small.train(cluster2, rows=rows, steps=6, prefetch=prefetch, validation=small.data())
     run.wait(60)
     assert run.status.state is dtkit.types.State.COMPLETED
-    taken = run.history.rows()
-    taken = taken[np.argsort(taken, order=["step", "rank"])]
-    assert list(map(tuple, taken["samples"].reshape(-1, 2).tolist())) == counts
+    history = run.history.rows()
+    history = history[np.argsort(history, order=["step", "rank"])]
+    assert list(map(tuple, history["samples"].reshape(-1, 2).tolist())) == counts
     assert run.status.steps == len(counts)
-    assert [found.step for found in run.history.evaluations] == [len(counts)]
+    assert [evaluation.step for evaluation in run.history.evaluations] == [len(counts)]
     assert run.verify(steps=6)
 
 
-def test_a_stream_can_be_paused_and_stepped(cluster2: dtkit.Cluster):
+def test_run_on_a_stream_can_be_paused_and_stepped(cluster2: dtkit.Cluster):
     run = small.train(cluster2, rows=stream, steps=100, start=False)
     assert run.step() == 1
     assert run.step(2) == 3
@@ -268,12 +272,12 @@ def test_a_stream_can_be_paused_and_stepped(cluster2: dtkit.Cluster):
     assert run.history.totals()["samples"].tolist() == [16] * 4
 
 
-def test_weights_are_exact_where_parts_end_apart(cluster2: dtkit.Cluster):
+def test_streams_of_unequal_length_train_exactly(cluster2: dtkit.Cluster):
     run = small.train(cluster2, net64(), rows=lambda rank, world_size: as64(uneven(rank, world_size)), steps=9)
     run.wait(60)
-    found = run.verify(steps=5)
-    assert found
-    assert found.max_difference < 1e-12
+    verification = run.verify(steps=5)
+    assert verification
+    assert verification.max_difference < 1e-12
 
 
 def net64() -> nn.Module:
@@ -293,7 +297,7 @@ BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         r"the stream gave no sample on rank 1 of 2",
     ),
     "workers": (stream, {"num_workers": 1}, dtkit.errors.EngineError, "worker processes load rows by number"),
-    "no iterable": (
+    "not an iterable": (
         lambda rank, world_size: 3,
         {},
         dtkit.errors.EngineError,
@@ -303,21 +307,21 @@ BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_streams_that_can_not_be_are_refused_before_anything_hangs(cluster2: dtkit.Cluster, name: str):
+def test_invalid_streams_are_refused_before_anything_hangs(cluster2: dtkit.Cluster, name: str):
     rows, options, kind, message = BAD[name]
     with pytest.raises(kind, match=message):
         small.train(cluster2, rows=rows, **options)
     small.check_usable(cluster2)
 
 
-def test_a_stream_can_not_be_cut(cluster2: dtkit.Cluster):
+def test_stream_cannot_be_partitioned(cluster2: dtkit.Cluster):
     for rows in (stream, Endless(), Endless):
         with pytest.raises(ValueError, match=r"a stream without length, so there are no rows to divide"):
             cluster2.partition(rows)
     small.check_usable(cluster2)
 
 
-def test_a_stream_that_raises_names_its_rank_and_place(cluster2: dtkit.Cluster):
+def test_failing_stream_names_rank_and_position(cluster2: dtkit.Cluster):
     def broken(rank: int, world_size: int) -> Iterator[Any]:
         for k, sample in enumerate(stream()):
             if rank == 1 and k == 20:
@@ -332,7 +336,7 @@ def test_a_stream_that_raises_names_its_rank_and_place(cluster2: dtkit.Cluster):
     small.check_usable(cluster2)
 
 
-def test_generators_end_when_their_job_does(cluster2: dtkit.Cluster, tmp_path: Path):
+def test_generators_are_closed_with_their_job(cluster2: dtkit.Cluster, tmp_path: Path):
     def marked(rank: int, world_size: int) -> Iterator[Any]:
         try:
             yield from Endless()

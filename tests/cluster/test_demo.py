@@ -1,4 +1,4 @@
-"""``python -m dtkit.demo``, which is what ``make demo`` runs: in a process of its own, as a person starts it."""
+"""``python -m dtkit.demo``, as ``make demo`` runs it, in another process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.cluster
 
 
-def demo(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_demo(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "dtkit.demo", *arguments],
         cwd=folder,
@@ -28,13 +28,13 @@ def demo(folder: Path, *arguments: str, **environment: str) -> subprocess.Comple
     )
 
 
-def test_it_trains_proves_and_draws(tmp_path: Path):
-    done = demo(tmp_path, "--engines", "2", "--epochs", "6")
+def test_demo_trains_verifies_and_saves_a_picture(tmp_path: Path):
+    done = run_demo(tmp_path, "--engines", "2", "--epochs", "6")
     assert done.returncode == 0, done.stderr
-    said = done.stdout
-    assert re.search(r"^rank +engine id +host +pid", said, re.MULTILINE)  # the table of nodes
-    # Six epochs of 1500 rows in batches of 64 are 144 steps; a line per node stands under the last of them.
-    last = said[said.index("completed 100 % step 144 of 144") :]
+    printed = done.stdout
+    assert re.search(r"^rank +engine id +host +pid", printed, re.MULTILINE)  # the table of nodes
+    # Six epochs of 1500 rows in batches of 64 are 144 steps; the last one is followed by a line per node.
+    last = printed[printed.index("completed 100 % step 144 of 144") :]
     for rank in (0, 1):
         assert re.search(rf"^  node {rank}  loss +\S+ +[\d,]+ samples/s", last, re.MULTILINE)
     accuracy = re.search(r"accuracy on 297 held-out rows: (\S+)%", last)
@@ -42,21 +42,21 @@ def test_it_trains_proves_and_draws(tmp_path: Path):
     assert float(accuracy[1]) > 95
     assert "\nPASS: 20 steps on 2 ranks against one process" in last
     picture = tmp_path / "dtkit-demo.png"
-    assert said.splitlines()[-1].endswith(str(picture))
+    assert printed.splitlines()[-1].endswith(str(picture))
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "Traceback" not in done.stderr
 
 
-def test_without_scikit_learn_it_says_what_to_install(tmp_path: Path):
+def test_demo_without_scikit_learn_names_the_package_to_install(tmp_path: Path):
     (tmp_path / "sklearn.py").write_text("raise ModuleNotFoundError(name='sklearn')\n")
-    done = demo(tmp_path, PYTHONPATH=str(tmp_path))
+    done = run_demo(tmp_path, PYTHONPATH=str(tmp_path))
     assert done.returncode == 1
     assert "pip install scikit-learn" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_a_picture_in_a_folder_that_is_missing_is_refused_at_once(tmp_path: Path):
-    done = demo(tmp_path, "--picture", "nowhere/run.png")
+def test_demo_refuses_a_picture_in_a_missing_folder(tmp_path: Path):
+    done = run_demo(tmp_path, "--picture", "nowhere/run.png")
     assert done.returncode == 2
     assert "the folder nowhere does not exist" in done.stderr
     assert done.stdout == ""

@@ -1,7 +1,7 @@
-"""The same Run whatever holds the model in parts, and the same end when something goes wrong.
+"""Runs with strategies that divide the model: the same commands, and the same outcome of errors.
 
-Each strategy alone on two engines, and with two replicas on four. For data parallelism the same stands in
-:mod:`tests.cluster.test_run` and :mod:`tests.cluster.test_bad_input`; what all of them compute, in
+Each strategy runs alone on two engines, and with two replicas on four. Data parallelism has the same tests in
+:mod:`tests.cluster.test_run` and :mod:`tests.cluster.test_bad_input`. Results of training are compared in
 :mod:`tests.cluster.test_oracle`.
 """
 
@@ -16,10 +16,10 @@ from torch.nn import functional as F
 
 import dtkit
 from dtkit import Pipeline, Sharded, TensorParallel
-from tests.support.nets import accuracy, adamw, go, net
-from tests.support.oracle import BATCH, BOUND, CLASSES, FEATURES, data, difference, mlp, momentum, train
+from tests.support.nets import accuracy, adamw, make_net, resume_and_wait
+from tests.support.oracle import BATCH, BOUND, CLASSES, FEATURES, data, max_difference, mlp, momentum, train
 from tests.support.small import check_usable
-from tests.support.waiting import soon
+from tests.support.waiting import ends_soon
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,22 +28,27 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.cluster
 
-SLICED = [(2, Sharded()), (4, Sharded(replicas=2)), (2, TensorParallel(2)), (4, TensorParallel(2, replicas=2))]
-EVERY = [*SLICED, (2, Pipeline(2, 4)), (4, Pipeline(2, 4, replicas=2))]
+WITHOUT_PIPELINE = [
+    (2, Sharded()),
+    (4, Sharded(replicas=2)),
+    (2, TensorParallel(2)),
+    (4, TensorParallel(2, replicas=2)),
+]
+ALL_STRATEGIES = [*WITHOUT_PIPELINE, (2, Pipeline(2, 4)), (4, Pipeline(2, 4, replicas=2))]
 
 
-def each(strategies: Sequence[tuple[int, Strategy]]) -> Any:
-    """Parametrise by (engines, strategy)."""
+def for_each(strategies: Sequence[tuple[int, Strategy]]) -> Any:
+    """Return a parametrize mark over (engines, strategy)."""
     cases = [pytest.param(world, strategy, id=f"world{world}, {strategy}") for world, strategy in strategies]
     return pytest.mark.parametrize(("cluster", "strategy"), cases, indirect=["cluster"])
 
 
-@each(EVERY)
-def test_the_same_run(cluster: dtkit.Cluster, strategy: Strategy):
-    """Pause, step, learning rate, metrics, held-out data, evaluation, verification, the model."""
+@for_each(ALL_STRATEGIES)
+def test_run_commands_work_with_every_strategy(cluster: dtkit.Cluster, strategy: Strategy):
+    """Commands: pause, step, learning rate, metrics, validation, evaluation, verification, the model."""
     inputs, targets = data()
     run = cluster.train(
-        net("decoder"),
+        make_net("decoder"),
         (inputs, targets),
         loss=F.cross_entropy,
         optimizer=momentum,
@@ -57,7 +62,7 @@ def test_the_same_run(cluster: dtkit.Cluster, strategy: Strategy):
     assert run.step(2) == 2
     run.set(lr=0.05)
     assert run.lr == 0.05
-    go(run)
+    resume_and_wait(run)
     assert run.status.step == run.spec.steps == 18
     assert sorted(set(run.history.column("lr"))) == [0.05, 0.1]
     assert [e.samples for e in run.history.evaluations] == [len(inputs)] * 3
@@ -65,25 +70,25 @@ def test_the_same_run(cluster: dtkit.Cluster, strategy: Strategy):
     assert len(losses) == 18
     assert not torch.tensor(losses).isnan().any()
     check_evaluation(run)
-    found = run.verify(steps=10)
-    assert found.verdict == "PASS"
-    assert found.max_difference <= BOUND
+    verification = run.verify(steps=10)
+    assert verification.verdict == "PASS"
+    assert verification.max_difference <= BOUND
 
 
 def check_evaluation(run: dtkit.Run) -> None:
-    """What the engines say of held-out rows is what the model in the notebook says."""
+    """Check that evaluation on the engines equals that of the model in the notebook."""
     inputs, targets = data()
-    found = run.evaluate((inputs, targets))
+    evaluation = run.evaluate((inputs, targets))
     with torch.no_grad():
         output = run.model.eval()(inputs)
-    assert found.samples == len(inputs)
-    assert found.values["loss"] == pytest.approx(F.cross_entropy(output, targets).item(), abs=1e-12)
-    assert found.values["accuracy"] == pytest.approx(accuracy(output, targets).item(), abs=1e-12)
+    assert evaluation.samples == len(inputs)
+    assert evaluation.values["loss"] == pytest.approx(F.cross_entropy(output, targets).item(), abs=1e-12)
+    assert evaluation.values["accuracy"] == pytest.approx(accuracy(output, targets).item(), abs=1e-12)
 
 
-@each(EVERY)
-def test_a_group_formed_anew_changes_nothing(cluster: dtkit.Cluster, strategy: Strategy):
-    """A call that fails on one rank breaks the group up, while a run is paused: twice, as it moves then again."""
+@for_each(ALL_STRATEGIES)
+def test_forming_the_group_again_does_not_change_training(cluster: dtkit.Cluster, strategy: Strategy):
+    """A failing call next to a paused run breaks the group, twice, since the parameters are moved each time."""
 
     def fail() -> None:
         import torch.distributed as dist
@@ -92,30 +97,30 @@ def test_a_group_formed_anew_changes_nothing(cluster: dtkit.Cluster, strategy: S
             raise LookupError("on purpose")
         dist.barrier()
 
-    how: dict[str, Any] = {"strategy": strategy, "optimizer": adamw, "shuffle": "global", "steps": 8}
-    run = train(cluster, net("decoder"), start=False, **how)
+    options: dict[str, Any] = {"strategy": strategy, "optimizer": adamw, "shuffle": "global", "steps": 8}
+    run = train(cluster, make_net("decoder"), start=False, **options)
     for _ in range(2):
         run.step(3)
         with pytest.raises(dtkit.errors.EngineError, match="on purpose"):
             cluster.run(fail)
-    go(run)
-    undisturbed = train(cluster, net("decoder"), **how)
-    assert difference(run.model.state_dict(), undisturbed.model.state_dict()) == 0.0
+    resume_and_wait(run)
+    undisturbed = train(cluster, make_net("decoder"), **options)
+    assert max_difference(run.model.state_dict(), undisturbed.model.state_dict()) == 0.0
 
 
-@each(EVERY)
-def test_what_is_not_finite_stops_all_ranks_before_the_update(cluster: dtkit.Cluster, strategy: Strategy):
+@for_each(ALL_STRATEGIES)
+def test_nonfinite_values_stop_all_ranks_before_the_update(cluster: dtkit.Cluster, strategy: Strategy):
     inputs, targets = data()
     inputs = inputs.clone()
     inputs[60] = float("nan")
     run = train(cluster, mlp(), (inputs, targets), strategy=strategy, shuffle=None, start=False)
     with pytest.raises(dtkit.errors.NonFiniteError):
-        go(run)
+        resume_and_wait(run)
     assert all(bool(p.isfinite().all()) for p in run.model.parameters())
 
 
-class Failing(nn.Module):
-    """Raises on rank 1 in training, in the third forward pass."""
+class FailingNet(nn.Module):
+    """Model that raises on rank 1, in the third forward pass of training."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,48 +137,48 @@ class Failing(nn.Module):
         return hidden
 
 
-@each(SLICED)
-def test_one_rank_that_raises_ends_the_run_and_nothing_else(cluster: dtkit.Cluster, strategy: Strategy):
-    """In a pipeline a layer is on one rank anyway: see :mod:`tests.cluster.test_pipeline`."""
-    run = train(cluster, net(Failing), strategy=strategy, start=False)
-    with soon(), pytest.raises(dtkit.errors.EngineError, match=r"rank 1 .*LookupError: a bad row"):
-        go(run)
+@for_each(WITHOUT_PIPELINE)
+def test_error_on_one_rank_ends_only_the_run(cluster: dtkit.Cluster, strategy: Strategy):
+    """For pipelines see :mod:`tests.cluster.test_pipeline`."""
+    run = train(cluster, make_net(FailingNet), strategy=strategy, start=False)
+    with ends_soon(), pytest.raises(dtkit.errors.EngineError, match=r"rank 1 .*LookupError: a bad row"):
+        resume_and_wait(run)
     assert run.status.step == 2
-    assert difference(run.model.state_dict(), net(Failing).state_dict()) > 0
+    assert max_difference(run.model.state_dict(), make_net(FailingNet).state_dict()) > 0
     check_usable(cluster)
 
 
-def left() -> int:
-    """On an engine: bytes that it may still allocate."""
+def get_free_bytes() -> int:
+    """Return the bytes that this engine may still allocate."""
     from dtkit.engine.memory_limit import compute_data_left
 
-    found = compute_data_left()
-    assert found is not None
-    return found
+    free_bytes = compute_data_left()
+    assert free_bytes is not None
+    return free_bytes
 
 
 @pytest.mark.parametrize("engines", [2, 4])
-def test_a_model_that_no_engine_can_hold_is_refused_and_then_trained_in_parts(engines: int):
+def test_model_too_large_for_one_engine_trains_when_split(engines: int):
     """27 million parameters: 432 MB with gradients and AdamW's state, on engines of 420 MB."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(1500, 1500) for _ in range(12)), nn.Linear(1500, 3))
     start = {name: value.clone() for name, value in model.state_dict().items()}
     rows = torch.randn(64, 1500), torch.randint(3, (64,))
-    how: dict[str, Any] = {
+    options: dict[str, Any] = {
         "loss": F.cross_entropy,
         "optimizer": lambda p: torch.optim.AdamW(p, lr=1e-4),
         "batch_size": 32,
         "steps": 3,
     }
     with dtkit.Cluster(engines, memory_limit="420MB") as cluster:
-        refused = r"does not fit rank \d with DataParallel.*These would fit: Sharded.*Pipeline"
-        with pytest.raises(ValueError, match=refused):
-            cluster.train(model, rows, **how)
+        message = r"does not fit rank \d with DataParallel.*These would fit: Sharded.*Pipeline"
+        with pytest.raises(ValueError, match=message):
+            cluster.train(model, rows, **options)
         for strategy in (Pipeline(engines, 2 * engines, balance_by="parameters"), Sharded()):
-            run = cluster.train(model, rows, strategy=strategy, **how)
+            run = cluster.train(model, rows, strategy=strategy, **options)
             run.wait(60)
-            assert min(cluster.run(left)) > 0
+            assert min(cluster.run(get_free_bytes)) > 0
             assert all(row.peak < row.limit for row in run.memory().rows)
-            found = run.model.state_dict()
-            assert found.keys() == start.keys()
-            assert any(not torch.equal(found[name], value) for name, value in start.items())
+            state = run.model.state_dict()
+            assert state.keys() == start.keys()
+            assert any(not torch.equal(state[name], value) for name, value in start.items())

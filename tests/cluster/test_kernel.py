@@ -1,4 +1,4 @@
-"""A real Jupyter kernel: it restarts in the midst of a run, and the next one goes on; it is interrupted and pauses."""
+"""A real Jupyter kernel: after a restart the next kernel continues the run; an interrupt pauses it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from dtkit.cluster import cluster_file
-from tests.faults.expect import crowd
+from tests.faults.expect import get_load_factor
 from tests.support.kernel import Kernel
 from tests.support.marks import slow
 from tests.support.oracle import BATCH, BOUND, SEED
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.cluster
 
 STEPS = 1000
-TRAINS = f"""
+TRAIN = f"""
 import pathlib, threading
 import dtkit
 from tests.support import oracle
 
-class Net(oracle.torch.nn.Module):  # of a cell: it travels by value
+class Net(oracle.torch.nn.Module):  # defined in a cell: pickled by value
     def __init__(self):
         super().__init__()
         self.inner = oracle.mlp()
@@ -39,85 +39,86 @@ class Net(oracle.torch.nn.Module):  # of a cell: it travels by value
         return self.inner(x)
 
 cluster = dtkit.Cluster(2, threads=1)
-how = dict(loss=oracle.mean_loss, optimizer=oracle.momentum, batch_size={BATCH}, steps={STEPS}, seed={SEED})
-run = cluster.train(Net(), oracle.data(), shuffle="global", **how)
-there = threading.Event()
-run.subscribe(lambda: run.status.step > 50 and there.set())
-assert there.wait(60)
+options = dict(loss=oracle.mean_loss, optimizer=oracle.momentum, batch_size={BATCH}, steps={STEPS}, seed={SEED})
+run = cluster.train(Net(), oracle.data(), shuffle="global", **options)
+started = threading.Event()
+run.subscribe(lambda: run.status.step > 50 and started.set())
+assert started.wait(60)
 print("trains", flush=True)
 """
-ATTACHES = f"""
+ATTACH = f"""
 import dtkit
 from tests.support import oracle
 
 cluster = dtkit.attach()
 run = cluster.current_run
-stands = run.status.step
+step = run.status.step
 assert run.status.state is dtkit.types.State.PAUSED, run.status
-assert 50 < stands < {STEPS}, stands
-assert list(run.history.totals()["step"]) == list(range(stands))
+assert 50 < step < {STEPS}, step
+assert list(run.history.totals()["step"]) == list(range(step))
 """
-GOES_ON = f"""
+CONTINUE = f"""
 run.resume()
 run.wait(120)
 assert list(run.history.totals()["step"]) == list(range({STEPS}))
-found = {{name.removeprefix("inner."): value for name, value in run.model.state_dict().items()}}
-how = dict(loss=oracle.mean_loss, optimizer=oracle.momentum, batch_size={BATCH}, steps={STEPS}, seed={SEED})
-undisturbed = cluster.train(oracle.mlp(), oracle.data(), shuffle="global", **how)
+state = {{name.removeprefix("inner."): value for name, value in run.model.state_dict().items()}}
+options = dict(loss=oracle.mean_loss, optimizer=oracle.momentum, batch_size={BATCH}, steps={STEPS}, seed={SEED})
+undisturbed = cluster.train(oracle.mlp(), oracle.data(), shuffle="global", **options)
 undisturbed.wait(120)
-print(oracle.difference(found, undisturbed.model.state_dict()))
+print(oracle.max_difference(state, undisturbed.model.state_dict()))
 cluster.close()
 """
 
 
 @pytest.fixture
 def kernel(tmp_path: Path, root: Path) -> Iterator[Kernel]:
-    """With clusters of this test alone, which end with it."""
+    """Kernel whose clusters belong to this test alone and end with it."""
     with Kernel.started(tmp_path, root) as started:
         yield started
-    for left in cluster_file.find_running(tmp_path):  # of a test that failed: a kernel leaves them to the lease
-        psutil.Process(left.warden[0]).terminate()
+    for cluster_info in cluster_file.find_running(tmp_path):  # left by a failed test
+        psutil.Process(cluster_info.reaper.pid).terminate()
 
 
 @pytest.mark.parametrize("cell", [slow(""), "run.wait()"], ids=["idle", "waiting"])
 @pytest.mark.parametrize("now", [slow(False), True], ids=["asked to end", "killed"])
-def test_a_kernel_that_restarts_goes_on_with_the_run(kernel: Kernel, tmp_path: Path, *, now: bool, cell: str):
-    slow = tmp_path / "slow"
-    slow.touch()
-    kernel.finish(kernel.begin(TRAINS.replace("MARK", str(slow)) + cell), until="trains")
+def test_restarted_kernel_continues_the_run(kernel: Kernel, tmp_path: Path, *, now: bool, cell: str):
+    slow_flag = tmp_path / "slow"
+    slow_flag.touch()
+    kernel.finish(kernel.begin(TRAIN.replace("MARK", str(slow_flag)) + cell), until="trains")
     kernel.restart(now=now)
-    kernel.run(ATTACHES)
-    slow.unlink()
-    assert float(kernel.run(GOES_ON)) <= BOUND
+    kernel.run(ATTACH)
+    slow_flag.unlink()
+    assert float(kernel.run(CONTINUE)) <= BOUND
 
 
 # -- interrupts --------------------------------------------------------------------------------------------------
 
-PACED = """
+SLOW_TRAIN = """
 import json, threading, time
 import torch, dtkit
 
-def paced(output, target):
+def slow_loss(output, target):
     threading.Event().wait({step_s})
     return torch.nn.functional.cross_entropy(output, target)
 
 cluster = dtkit.Cluster(2, threads=1)
 data = torch.randn(64, 4), torch.randint(3, (64,))
-run = cluster.train(torch.nn.Linear(4, 3), data, loss=paced, optimizer=torch.optim.SGD, batch_size=16, steps=1_000_000)
+options = dict(loss=slow_loss, optimizer=torch.optim.SGD, batch_size=16, steps=1_000_000)
+run = cluster.train(torch.nn.Linear(4, 3), data, **options)
 """
-WAITS = """
-there, enough = threading.Event(), run.status.step + {steps}
-unsubscribe = run.subscribe(lambda: run.status.step >= enough and there.set())
-assert there.wait(60)
+WAIT = """
+reached, step = threading.Event(), run.status.step + {steps}
+unsubscribe = run.subscribe(lambda: run.status.step >= step and reached.set())
+assert reached.wait(60)
 unsubscribe()
-told = threading.Event()
+printed = threading.Event()
 
-def tell():
-    if run.status.message and not told.is_set():  # that buttons act later: the cell waits
-        told.set()
+def print_once():
+    if run.status.message and not printed.is_set():  # shown while the cell waits
+        printed.set()
         print("waits", flush=True)
 
-unsubscribe = run.subscribe(tell)
+unsubscribe = run.subscribe(print_once)
 try:
     run.wait(60)
 except KeyboardInterrupt:
@@ -128,22 +129,22 @@ assert list(totals["step"]) == list(range(run.status.step))
 print(json.dumps([ended, run.status.state.value, sum(totals["step_s"][-2:])]))
 run.resume()
 """
-PRESSED_AFTER_S = 0.0, 0.3, 0.5, 0.8, 1.1  # in different steps of a dispatch, which lasts a second
+INTERRUPT_DELAYS_S = 0.0, 0.3, 0.5, 0.8, 1.1  # in different steps of a dispatch of one second
 RETURN_S = 0.5
 
 
 @pytest.mark.parametrize(("step_s", "steps"), [(0.3, 6), slow(0.005, 300)], ids=["slow steps", "fast steps"])
 @pytest.mark.slow
-def test_an_interrupt_of_wait_returns_within_two_steps(kernel: Kernel, step_s: float, steps: int):
-    """And half a second; `steps` are those after which dispatches are as long as they get."""
-    kernel.run(PACED.format(step_s=step_s))
-    for pause in PRESSED_AFTER_S:
-        cell = kernel.begin(WAITS.format(steps=steps))
+def test_interrupted_wait_returns_within_two_steps(kernel: Kernel, step_s: float, steps: int):
+    """The limit is two steps and half a second. After `steps` steps, dispatches have their full length."""
+    kernel.run(SLOW_TRAIN.format(step_s=step_s))
+    for pause in INTERRUPT_DELAYS_S:
+        cell = kernel.begin(WAIT.format(steps=steps))
         kernel.finish(cell, until="waits")
         threading.Event().wait(pause)
-        pressed = kernel.interrupt()
+        interrupted_at = kernel.interrupt()
         ended, state, two_steps = json.loads(kernel.finish(cell))
-        print(f"pressed after {pause} s: wait returned after {ended - pressed:.2f} s, two steps are {two_steps:.3f} s")
+        print(f"wait returned after {ended - interrupted_at:.2f} s; two steps take {two_steps:.3f} s")
         assert state == "paused"
-        assert ended - pressed <= two_steps + RETURN_S * crowd()
+        assert ended - interrupted_at <= two_steps + RETURN_S * get_load_factor()
     kernel.run("cluster.close()")

@@ -1,18 +1,18 @@
-"""Every strategy trains as one process does: one test, and a table of what it is run with.
+"""Every strategy trains as one process does: one test, with a table of its cases.
 
-20 steps in float64 from the same rows as a plain loop in one process: the parameters, each step's loss, and what the
-history says of batches, micro-batches and norms. A new strategy, schedule or option is a line of TABLE.
+A case trains 20 steps in float64 on the same rows as a plain loop in one process. It compares the parameters and each
+step's loss, and checks batches, micro-batches and norms in the history. A new strategy, schedule or option is a row of
+TABLE.
 
-Every strategy takes all kinds of nets and both optimisers, with batches of 24 of 121 samples: the last batch of an
-epoch then has one sample, fewer than ranks or micro-batches. What is left out takes the same path as something that
-stands here:
+Each strategy trains all kinds of nets with both optimizers, in batches of 24 of 121 samples. The last batch of an epoch
+then has one sample, fewer than ranks or micro-batches. Other combinations share their code with these cases:
 
-- Options (micro-batches, clipping, a loss that is a pair) meet one net, since they act on gradients, whatever they are
-  of; and one optimiser, which comes after them. They are run with batches of 25, which divide by nothing.
-- Replicas around stages or slices stand on four engines (2 x 2), for the groups that they form differ from all others
-  only in being both. On two engines each replica is a whole model: a net of one kind is enough for that.
-- One engine, and three, that divide nothing, belong to data parallelism: other strategies want their degrees to
-  multiply to the number of engines. It alone takes 50 steps too.
+- Options (micro-batches, clipping, a loss pair) act on gradients of any model, and before the optimizer. They are
+  tested with one net and one optimizer, in batches of 25, which neither 2 nor 3 divides.
+- Replicas of stages or slices need four engines (2 x 2). On two engines each replica is a whole model, for which one
+  net is enough.
+- One engine and three engines are for data parallelism only, since the degrees of other strategies must multiply to the
+  number of engines. It alone also takes 50 steps.
 """
 
 from __future__ import annotations
@@ -28,8 +28,18 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from dtkit import DataParallel, NaiveDataParallel, Pipeline, Sharded, TensorParallel
-from tests.support.nets import IN_PROJECTIONS, KINDS, OPTIMIZERS, WIDTH, Clipped, bound, forwards, net, slices
-from tests.support.oracle import LOSSES, SAMPLES, Trained, difference, global_rows, reference, train
+from tests.support.nets import (
+    IN_PROJECTIONS,
+    KINDS,
+    OPTIMIZERS,
+    WIDTH,
+    Clipped,
+    count_forward_passes,
+    get_bound,
+    get_slice,
+    make_net,
+)
+from tests.support.oracle import LOSSES, SAMPLES, Trained, get_global_rows, max_difference, train, train_reference
 from tests.support.pairwise import Pair, choose_covering, pairs_of
 
 if TYPE_CHECKING:
@@ -43,7 +53,7 @@ pytestmark = pytest.mark.cluster
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A strategy, on how many engines, and what it is run with: all combinations of `nets` and `optimizers`."""
+    """A strategy on several numbers of engines, with all combinations of `nets` and `optimizers`."""
 
     worlds: Sequence[int]
     strategy: Strategy
@@ -53,16 +63,16 @@ class Row:
     loss: str = "mean"
     steps: int = 20
     name: str = ""
-    """By default what the strategy says of itself."""
+    """Name of the case; by default the strategy's repr."""
 
 
-def option(worlds: Sequence[int], strategy: Strategy, net_name: str = "mlp", **other: Any) -> Row:
-    """A row for what acts on gradients, whatever they are of: one net and optimiser, batches that divide by nothing."""
-    return Row(worlds, strategy, **{"nets": (net_name,), "optimizers": ("momentum",), "batch": 25, **other})
+def make_option_row(worlds: Sequence[int], strategy: Strategy, net_name: str = "mlp", **changes: Any) -> Row:
+    """Return a row for an option that acts on gradients: one net, one optimizer, and batches of 25."""
+    return Row(worlds, strategy, **{"nets": (net_name,), "optimizers": ("momentum",), "batch": 25, **changes})
 
 
 ATTENTION = ("decoder by hand", "decoder with a mask", "decoder fused", "gpt by hand", "translator")
-CONVOLUTION = {"out": "scattered"}  # `auto` finds nothing in it
+CONVOLUTION = {"out": "scattered"}  # `auto` finds no layer in it
 WITH_AUTO = tuple(name for name in KINDS if name != "convolution")
 PLANS: dict[str, dict[str, Any]] = {
     "by name": {"h.0.mlp.0": "colwise", "h.0.mlp.2": "rowwise"},
@@ -75,7 +85,7 @@ PLANS: dict[str, dict[str, Any]] = {
         "h.0.proj": RowwiseParallel(input_layouts=Replicate()),
     },
 }
-# Micro-batches for two and for four ranks. Some schedules want rounds of as many as there are ranks.
+# Micro-batches for two and for four ranks. Some schedules need a multiple of the number of ranks.
 SCHEDULES = {
     "GPipe": (5, 5),
     "1F1B": (5, 5),
@@ -91,26 +101,26 @@ TABLE = [
     Row([1, 2, 3, 4], DataParallel(), ["mlp"], steps=50),
     Row([1, 2, 3, 4], DataParallel(accumulate=3, clip_grad_norm=0.2), ["mlp"], steps=50),
     Row([2, 4], DataParallel(), KINDS[1:]),
-    option([2, 4], DataParallel(accumulate=3)),
-    option([2, 4], DataParallel(clip_grad_norm=0.2)),
-    option([2, 4], DataParallel(), loss="pair"),
-    option([3], DataParallel(accumulate=3, clip_grad_norm=0.2), loss="pair"),
-    option([3], DataParallel(bucket_cap_mb=0.0005)),
-    option([3], DataParallel(balance="auto")),
+    make_option_row([2, 4], DataParallel(accumulate=3)),
+    make_option_row([2, 4], DataParallel(clip_grad_norm=0.2)),
+    make_option_row([2, 4], DataParallel(), loss="pair"),
+    make_option_row([3], DataParallel(accumulate=3, clip_grad_norm=0.2), loss="pair"),
+    make_option_row([3], DataParallel(bucket_cap_mb=0.0005)),
+    make_option_row([3], DataParallel(balance="auto")),
     Row([1, 3], NaiveDataParallel(), ["mlp"]),
     # -- sharded ---------------------------------------------------------------------------------------------------
     Row([2, 4], Sharded()),
     Row([4], Sharded(replicas=2)),
-    option([2], Sharded(replicas=2)),
-    option([2], Sharded(), "scaled"),
-    option([4], Sharded(), "scaled"),
-    option([4], Sharded(replicas=2), "decoder tied"),
-    option([2], Sharded(clip_grad_norm=0.2)),
-    option([4], Sharded(accumulate=3)),
-    option([4], Sharded(replicas=2, accumulate=3, clip_grad_norm=0.2)),
-    option([2], Sharded(accumulate=2), loss="pair"),
-    option([4], Sharded(replicas=2), loss="pair"),
-    # -- tensor parallelism: batches are cut among replicas only ---------------------------------------------------
+    make_option_row([2], Sharded(replicas=2)),
+    make_option_row([2], Sharded(), "scaled"),
+    make_option_row([4], Sharded(), "scaled"),
+    make_option_row([4], Sharded(replicas=2), "decoder tied"),
+    make_option_row([2], Sharded(clip_grad_norm=0.2)),
+    make_option_row([4], Sharded(accumulate=3)),
+    make_option_row([4], Sharded(replicas=2, accumulate=3, clip_grad_norm=0.2)),
+    make_option_row([2], Sharded(accumulate=2), loss="pair"),
+    make_option_row([4], Sharded(replicas=2), loss="pair"),
+    # -- tensor parallelism: only replicas divide batches ---------------------------------------------------
     Row([2], TensorParallel(2), WITH_AUTO),
     Row([4], TensorParallel(4), WITH_AUTO),
     Row([4], TensorParallel(2, replicas=2), WITH_AUTO),
@@ -122,19 +132,21 @@ TABLE = [
     Row([4], TensorParallel(2, CONVOLUTION, 2), ["convolution"]),
     Row([2], TensorParallel(2), ATTENTION, ["momentum"]),
     Row([4], TensorParallel(2, replicas=2), ATTENTION, ["adamw"]),
-    option([2], TensorParallel(1, replicas=2)),
-    option([2], TensorParallel(2, clip_grad_norm=0.2)),
-    option([4], TensorParallel(4, accumulate=3)),
-    option([4], TensorParallel(4), "translator"),
-    option([4], TensorParallel(2, replicas=2, accumulate=3, clip_grad_norm=0.2)),
-    option([2], TensorParallel(2), loss="pair"),
-    option([4], TensorParallel(2, replicas=2), loss="pair"),
-    *(option([2], TensorParallel(2, plan), "decoder", name=f"plan {of}") for of, plan in PLANS.items()),
-    option([4], TensorParallel(4, PLANS["sequence"]), "decoder", name="plan sequence"),  # of 6, in parts of 2 and 1
-    option([4], TensorParallel(2, PLANS["torch's own"], 2), "decoder", name="plan torch's own, replicas"),
-    option([2], TensorParallel(2, {"2": "loss"}), "wide"),
-    option([4], TensorParallel(2, {"2": "loss"}, 2), "wide"),
-    # -- pipelines: micro-batches are filled up to one size --------------------------------------------------------
+    make_option_row([2], TensorParallel(1, replicas=2)),
+    make_option_row([2], TensorParallel(2, clip_grad_norm=0.2)),
+    make_option_row([4], TensorParallel(4, accumulate=3)),
+    make_option_row([4], TensorParallel(4), "translator"),
+    make_option_row([4], TensorParallel(2, replicas=2, accumulate=3, clip_grad_norm=0.2)),
+    make_option_row([2], TensorParallel(2), loss="pair"),
+    make_option_row([4], TensorParallel(2, replicas=2), loss="pair"),
+    *(make_option_row([2], TensorParallel(2, plan), "decoder", name=f"plan {of}") for of, plan in PLANS.items()),
+    make_option_row(
+        [4], TensorParallel(4, PLANS["sequence"]), "decoder", name="plan sequence"
+    ),  # 6 positions in parts of 2 and 1
+    make_option_row([4], TensorParallel(2, PLANS["torch's own"], 2), "decoder", name="plan torch's own, replicas"),
+    make_option_row([2], TensorParallel(2, {"2": "loss"}), "wide"),
+    make_option_row([4], TensorParallel(2, {"2": "loss"}, 2), "wide"),
+    # -- pipelines: micro-batches are padded to one size --------------------------------------------------------
     Row([2], Pipeline(2, 4)),
     Row([4], Pipeline(4, 4), ["decoder of four blocks"]),
     Row([4], Pipeline(2, 4, replicas=2)),
@@ -143,10 +155,10 @@ TABLE = [
         Row([4], Pipeline(4, m, kind, balance_by="parameters"), ["deep"], ["momentum"])
         for kind, (_, m) in SCHEDULES.items()
     ),
-    option([2], Pipeline(2, 4, clip_grad_norm=0.1), "deep"),
-    option([4], Pipeline(2, 4, replicas=2, clip_grad_norm=0.1), "deep"),
-    option([2], Pipeline(2, 4), "deep", loss="pair"),
-    option([4], Pipeline(2, 4, replicas=2), "deep", loss="pair"),
+    make_option_row([2], Pipeline(2, 4, clip_grad_norm=0.1), "deep"),
+    make_option_row([4], Pipeline(2, 4, replicas=2, clip_grad_norm=0.1), "deep"),
+    make_option_row([2], Pipeline(2, 4), "deep", loss="pair"),
+    make_option_row([4], Pipeline(2, 4, replicas=2), "deep", loss="pair"),
 ]
 
 
@@ -208,17 +220,19 @@ def describe(case: Case) -> str:
 
 
 @functools.cache
-def expected(net_name: str, optimizer: str, clip: float | None, loss: str, batch: int, steps: int) -> Trained:
-    """What one process makes of it, whatever the strategy."""
+def get_expected(net_name: str, optimizer: str, clip: float | None, loss: str, batch: int, steps: int) -> Trained:
+    """Train in one process, which is the same for all strategies."""
     make = OPTIMIZERS[optimizer] if clip is None else Clipped(OPTIMIZERS[optimizer], clip)
-    return reference(net(net_name), functools.partial(global_rows, batch=batch), LOSSES[loss][1], make, steps)
+    return train_reference(
+        make_net(net_name), functools.partial(get_global_rows, batch=batch), LOSSES[loss][1], make, steps
+    )
 
 
 @pytest.mark.parametrize(("cluster", "row", "net_name", "optimizer"), get_parameters(), indirect=["cluster"])
-def test_training_is_that_of_one_process(cluster: dtkit.Cluster, row: Row, net_name: str, optimizer: str):
+def test_training_equals_training_in_one_process(cluster: dtkit.Cluster, row: Row, net_name: str, optimizer: str):
     run = train(
         cluster,
-        net(net_name),
+        make_net(net_name),
         strategy=row.strategy,
         optimizer=OPTIMIZERS[optimizer],
         loss=LOSSES[row.loss][0],
@@ -227,24 +241,27 @@ def test_training_is_that_of_one_process(cluster: dtkit.Cluster, row: Row, net_n
         shuffle="global",
     )
     clip = getattr(row.strategy, "clip_grad_norm", None)
-    truth, limit = expected(net_name, optimizer, clip, row.loss, row.batch, row.steps), bound(net_name, optimizer)
-    assert difference(run.model.state_dict(), truth.state) <= limit
-    assert np.abs(run.history.loss()[1] - truth.losses).max() <= limit
-    check_that_what_is_awkward_took_place(run, row)
+    reference, tolerance = (
+        get_expected(net_name, optimizer, clip, row.loss, row.batch, row.steps),
+        get_bound(net_name, optimizer),
+    )
+    assert max_difference(run.model.state_dict(), reference.state) <= tolerance
+    assert np.abs(run.history.loss()[1] - reference.losses).max() <= tolerance
+    check_edge_cases_occurred(run, row)
     if isinstance(row.strategy, TensorParallel) and net_name in IN_PROJECTIONS:
-        rows = {len(here) for here in cluster.run(slices, IN_PROJECTIONS[net_name])}
-        assert rows == {3 * WIDTH // row.strategy.tp_size}  # attention was cut, and not only right
+        rows = {len(part) for part in cluster.run(get_slice, IN_PROJECTIONS[net_name])}
+        assert rows == {3 * WIDTH // row.strategy.tp_size}  # attention was really divided
 
 
-def check_that_what_is_awkward_took_place(run: dtkit.Run, row: Row) -> None:
-    """A smaller last batch, ranks without a sample in it, as many micro-batches as asked for, clipping."""
+def check_edge_cases_occurred(run: dtkit.Run, row: Row) -> None:
+    """Check that there were a smaller last batch, ranks without a sample, all micro-batches, and clipping."""
     world, rest = len(run.timeline.ranks), SAMPLES % row.batch
     assert set(run.history.totals()["samples"]) == {row.batch, rest}
     assert (run.history.column("samples") == 0).any() == (row.strategy.build_mesh(world).num_replicas > rest)
-    taken = [run.timeline.num_micro_batches] * world if run.timeline.is_pipelined else forwards(run)
-    assert taken == [row.strategy.num_micro_batches] * world
+    counts = [run.timeline.num_micro_batches] * world if run.timeline.is_pipelined else count_forward_passes(run)
+    assert counts == [row.strategy.num_micro_batches] * world
     clip = getattr(row.strategy, "clip_grad_norm", None)
     if clip is not None:
         norms = run.history.column("grad_norm").reshape(-1, world)
         assert (norms > clip).any()
-        assert (norms == norms[:, :1]).all()  # every rank knows the norm of the whole gradient
+        assert (norms == norms[:, :1]).all()  # all ranks have the norm of the whole gradient

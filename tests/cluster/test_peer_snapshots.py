@@ -1,4 +1,4 @@
-"""What only one rank held is lost with it, and its peer has a copy: the run goes back to it, and needs no disk."""
+"""Parts that only one rank held are restored from the snapshot in its peer's memory, without a disk."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ import dtkit
 from dtkit.errors import CheckpointError
 from tests.support import oracle
 from tests.support.marks import slow
-from tests.support.oracle import BATCH, BOUND, CLASSES, FEATURES, SEED, data, difference, mean_loss, momentum
-from tests.support.recovery import at_step, kinds
+from tests.support.oracle import BATCH, BOUND, CLASSES, FEATURES, SEED, data, max_difference, mean_loss, momentum
+from tests.support.recovery import list_loss_events, wait_for_step
 from tests.support.small import check_usable
-from tests.support.waiting import until
+from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,37 +34,37 @@ SHM = Path("/dev/shm")
 
 
 def net() -> nn.Module:
-    """A chain of which four ranks may hold a part each, whichever way it is cut."""
+    """Return a chain that every strategy can divide among cluster4_with_spare ranks."""
     torch.manual_seed(2)
     layers = [nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh()]
     return nn.Sequential(*layers, nn.Linear(16, CLASSES)).double()
 
 
 def start(cluster: dtkit.Cluster, **options: Any) -> dtkit.Run:
-    how: dict[str, Any] = {"optimizer": momentum, "batch_size": BATCH, "steps": STEPS, "seed": SEED, "loss": mean_loss}
-    more = {"shuffle": "global", "snapshot_every": EVERY, "strategy": dtkit.Sharded()}
-    return cluster.train(net(), data(), **(how | more | options))
+    arguments: dict[str, Any] = {"optimizer": momentum, "batch_size": BATCH, "steps": STEPS, "seed": SEED}
+    arguments |= {"loss": mean_loss, "shuffle": "global", "snapshot_every": EVERY, "strategy": dtkit.Sharded()}
+    return cluster.train(net(), data(), **(arguments | options))
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[dtkit.Cluster]:
-    """Two engines, and one that waits."""
+def cluster_with_spare() -> Iterator[dtkit.Cluster]:
+    """Two engines and a spare."""
     with dtkit.Cluster(2, threads=1, spares=1) as started:
         yield started
 
 
 @pytest.fixture(scope="module")
-def four() -> Iterator[dtkit.Cluster]:
-    """Four engines, and one that waits."""
+def cluster4_with_spare() -> Iterator[dtkit.Cluster]:
+    """Four engines and a spare."""
     with dtkit.Cluster(4, threads=1, spares=1) as started:
         yield started
 
 
-def undisturbed(cluster: dtkit.Cluster, **options: Any) -> dict[str, Any]:
-    """What the same run makes of the model when nobody disturbs it."""
+def train_undisturbed(cluster: dtkit.Cluster, **options: Any) -> dict[str, Any]:
+    """Return the final parameters of an undisturbed run."""
     run = start(cluster, **options)
     run.wait(60)
-    assert kinds(run) == []
+    assert list_loss_events(run) == []
     return run.model.state_dict()  # type: ignore[no-any-return]
 
 
@@ -73,133 +73,139 @@ def kill(cluster: dtkit.Cluster, *ranks: int) -> None:
         os.kill(cluster.nodes[rank].pid, signal.SIGKILL)
 
 
-def repairs(run: dtkit.Run) -> list[str]:
+def list_repairs(run: dtkit.Run) -> list[str]:
     return [event.text for event in run.history.events if event.kind == "repair"]
 
 
-def check_went_back(run: dtkit.Run, where: str) -> int:
-    """To a snapshot, from there, and at most as far as it is from one to the next. The step."""
-    (told,) = repairs(run)
-    found = re.search(
-        rf"all go on from step (\d+) \(the last snapshot, from {where}\) after .* s, (\d+|no) steps? lost$", told
+def check_restored(run: dtkit.Run, source: str) -> int:
+    """Check that the run continued from its last snapshot, read from `source`, and return that step."""
+    (text,) = list_repairs(run)
+    match = re.search(
+        rf"all go on from step (\d+) \(the last snapshot, from {source}\) after .* s, (\d+|no) steps? lost$", text
     )
-    assert found is not None, told
-    step, lost = int(found[1]), 0 if found[2] == "no" else int(found[2])  # none where it came right after a snapshot
+    assert match is not None, text
+    step, lost = int(match[1]), 0 if match[2] == "no" else int(match[2])  # 0 right after a snapshot
     assert step % EVERY == 0
     assert 0 <= lost <= EVERY
     return step
 
 
-CUT = [dtkit.Sharded(), dtkit.TensorParallel(2), dtkit.Pipeline(2, 2)]
-CUT4 = [dtkit.Sharded(), dtkit.TensorParallel(4), dtkit.Pipeline(4, 4)]
+SHARDING = [dtkit.Sharded(), dtkit.TensorParallel(2), dtkit.Pipeline(2, 2)]
+SHARDING4 = [dtkit.Sharded(), dtkit.TensorParallel(4), dtkit.Pipeline(4, 4)]
 
 
 @pytest.mark.parametrize(
-    ("engines", "strategy"),
-    [("two", CUT[0]), *(slow("two", cut) for cut in CUT[1:]), *(slow("four", cut) for cut in CUT4)],
+    ("fixture", "strategy"),
+    [
+        ("cluster_with_spare", SHARDING[0]),
+        *(slow("cluster_with_spare", strategy) for strategy in SHARDING[1:]),
+        *(slow("cluster4_with_spare", strategy) for strategy in SHARDING4),
+    ],
     ids=str,
 )
-def test_what_one_rank_held_is_in_its_peers_memory(
-    request: pytest.FixtureRequest, engines: str, strategy: dtkit.Strategy
+def test_lost_part_is_restored_from_the_peers_memory(
+    request: pytest.FixtureRequest, fixture: str, strategy: dtkit.Strategy
 ):
-    cluster: dtkit.Cluster = request.getfixturevalue(engines)
-    expected = undisturbed(cluster, strategy=strategy)
-    dice = random.Random(f"{SEED} {engines} {strategy!r}")
-    rank = dice.randrange(cluster.world_size)
+    cluster: dtkit.Cluster = request.getfixturevalue(fixture)
+    expected = train_undisturbed(cluster, strategy=strategy)
+    generator = random.Random(f"{SEED} {fixture} {strategy!r}")
+    rank = generator.randrange(cluster.world_size)
     run = start(cluster, strategy=strategy)
-    at_step(run, dice.randrange(EVERY + 1, STEPS - 3 * EVERY))
+    wait_for_step(run, generator.randrange(EVERY + 1, STEPS - 3 * EVERY))
     kill(cluster, rank)
     run.wait(60)
-    check_went_back(run, f"node {(rank + 1) % cluster.world_size}'s memory")
-    assert difference(run.model.state_dict(), expected) <= BOUND
+    check_restored(run, f"node {(rank + 1) % cluster.world_size}'s memory")
+    assert max_difference(run.model.state_dict(), expected) <= BOUND
     assert sorted(set(run.history.totals()["step"])) == list(range(STEPS))
     check_usable(cluster)
 
 
 @pytest.mark.slow
-def test_two_that_keep_no_copies_of_each_other_may_be_lost_at_once(four: dtkit.Cluster):
-    expected = undisturbed(four)
-    run = start(four)
-    at_step(run, 50)
-    kill(four, 1, 3)
+def test_two_ranks_that_are_not_peers_may_be_lost_at_once(cluster4_with_spare: dtkit.Cluster):
+    expected = train_undisturbed(cluster4_with_spare)
+    run = start(cluster4_with_spare)
+    wait_for_step(run, 50)
+    kill(cluster4_with_spare, 1, 3)
     run.wait(60)
-    assert difference(run.model.state_dict(), expected) <= BOUND
-    assert all("memory" in told for told in repairs(run))
-    check_usable(four)
+    assert max_difference(run.model.state_dict(), expected) <= BOUND
+    assert all("memory" in text for text in list_repairs(run))
+    check_usable(cluster4_with_spare)
 
 
 @pytest.mark.slow
-def test_a_part_that_is_lost_with_its_copy_is_on_disk(four: dtkit.Cluster):
-    expected = undisturbed(four)
-    run = start(four, start=False)
+def test_part_lost_with_its_peer_snapshot_is_restored_from_disk(cluster4_with_spare: dtkit.Cluster):
+    expected = train_undisturbed(cluster4_with_spare)
+    run = start(cluster4_with_spare, start=False)
     run.step(50)
-    until(lambda: saved(run) == 2 * EVERY)
-    kill(four, 1, 2)
+    wait_until(lambda: get_saved_step(run) == 2 * EVERY)
+    kill(cluster4_with_spare, 1, 2)
     run.resume()
     run.wait(60)
-    assert check_went_back(run, "disk") == 2 * EVERY
-    assert difference(run.model.state_dict(), expected) <= BOUND
-    check_usable(four)
+    assert check_restored(run, "disk") == 2 * EVERY
+    assert max_difference(run.model.state_dict(), expected) <= BOUND
+    check_usable(cluster4_with_spare)
 
 
-def saved(run: dtkit.Run) -> int:
-    """The step of the last snapshot on disk."""
+def get_saved_step(run: dtkit.Run) -> int:
+    """Return the step of the last snapshot on disk."""
     with contextlib.suppress(CheckpointError):
         return dtkit.Checkpoint(run._driver.snapshot_folder).step
     return 0
 
 
-def test_it_needs_no_disk_neither_the_first_time_nor_the_next(two: dtkit.Cluster, small_disk: Path):
-    """What a run went back to is kept in memory at once, so that the next one who is lost costs no more."""
-    expected = undisturbed(two)
-    snapshots = two.make_snapshot_folder("any").parent
+def test_repeated_recovery_needs_no_disk(cluster_with_spare: dtkit.Cluster, small_disk: Path):
+    """The restored state is a snapshot in memory at once, so that the next loss needs no disk either."""
+    expected = train_undisturbed(cluster_with_spare)
+    snapshots = cluster_with_spare._engine_group.cluster_folder.make_snapshot_folder("any").parent
     shutil.rmtree(snapshots)
     snapshots.symlink_to(small_disk)
     with contextlib.suppress(OSError):
         (small_disk / "filler").write_bytes(bytes(2**20))
     try:
-        run = start(two, start=False)
+        run = start(cluster_with_spare, start=False)
         run.step(2 * EVERY + 5)
         assert [event.kind for event in run.history.events if "No space left" in event.text] == ["error"] * 2
-        kill(two, 0)
+        kill(cluster_with_spare, 0)
         run.step(1)
-        assert check_went_back(run, "node 1's memory") == 2 * EVERY
+        assert check_restored(run, "node 1's memory") == 2 * EVERY
         run.step(3)
-        kill(two, 1)
+        kill(cluster_with_spare, 1)
         run.resume()
         run.wait(60)
     finally:
         snapshots.unlink()
-    _, second = repairs(run)
+    _, second = list_repairs(run)
     assert f"step {2 * EVERY} (the last snapshot, from node 0's memory)" in second
-    assert difference(run.model.state_dict(), expected) <= BOUND
-    check_usable(two)
+    assert max_difference(run.model.state_dict(), expected) <= BOUND
+    check_usable(cluster_with_spare)
 
 
 def wide() -> nn.Module:
-    """40 MB, so that a copy of a part of it takes a while on its way."""
+    """Return a model of 40 MB, so that sending a snapshot takes a while."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(FEATURES, 500_000), nn.Tanh(), nn.Linear(500_000, CLASSES)).double()
 
 
-def test_who_dies_amid_an_exchange_leaves_the_snapshot_before(two: dtkit.Cluster):
-    """Its message is half on its way, of which gloo tells nobody."""
-    two.run(die_amid_an_exchange, 1, 3)
-    how: dict[str, Any] = {"loss": mean_loss, "batch_size": BATCH, "steps": 12, "snapshot_every": 2}
-    plain = {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=1e-5), "shuffle": "global"}
-    run = two.train(wide(), data(), strategy=dtkit.Sharded(), **how, **plain)
+def test_death_during_an_exchange_keeps_the_previous_snapshot(cluster_with_spare: dtkit.Cluster):
+    """The peer has received half of the message, and gloo reports no error."""
+    cluster_with_spare.run(die_during_exchange, 1, 3)
+    options: dict[str, Any] = {"loss": mean_loss, "batch_size": BATCH, "steps": 12, "snapshot_every": 2}
+    more = {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=1e-5), "shuffle": "global"}
+    run = cluster_with_spare.train(wide(), data(), strategy=dtkit.Sharded(), **options, **more)
     run.wait(120)
-    (told,) = repairs(run)
-    assert "all go on from step 4 (the last snapshot, from node 0's memory)" in told
-    assert told.endswith(" 2 steps lost")
+    (text,) = list_repairs(run)
+    assert "all go on from step 4 (the last snapshot, from node 0's memory)" in text
+    assert text.endswith(" 2 steps lost")
     state = run.model.state_dict()
-    whole = two.train(wide(), data(), strategy=dtkit.Sharded(), **(how | plain | {"snapshot_every": None}))
-    whole.wait(120)
-    assert difference(state, whole.model.state_dict()) <= BOUND
-    check_usable(two)
+    undisturbed = cluster_with_spare.train(
+        wide(), data(), strategy=dtkit.Sharded(), **(options | more | {"snapshot_every": None})
+    )
+    undisturbed.wait(120)
+    assert max_difference(state, undisturbed.model.state_dict()) <= BOUND
+    check_usable(cluster_with_spare)
 
 
-def die_amid_an_exchange(rank: int, which: int) -> None:
+def die_during_exchange(rank: int, call: int) -> None:
     import torch.distributed as dist
 
     from dtkit.engine.state import peer_snapshots
@@ -209,9 +215,9 @@ def die_amid_an_exchange(rank: int, which: int) -> None:
     def die(*args: Any) -> None:
         nonlocal calls
         calls += 1
-        if calls == which:
-            _, (mine, target), *_ = args
-            dist.isend(mine, target)
+        if calls == call:
+            _, (block, target), *_ = args
+            dist.isend(block, target)
             os.kill(os.getpid(), signal.SIGKILL)
         exchange(*args)
 
@@ -219,69 +225,69 @@ def die_amid_an_exchange(rank: int, which: int) -> None:
         peer_snapshots._exchange_blocks = die
 
 
-def held() -> tuple[list[int], int]:
-    """(steps of copies, their bytes) on an engine."""
-    from dtkit.engine.session import _session
+def list_snapshots() -> tuple[list[int], int]:
+    """Return the steps of this engine's snapshots, and their bytes together."""
+    from dtkit.engine.session import get_session
 
-    copies = [one for found in _session._snapshots.values() for one in found]
-    return [one.step for one in copies], sum(one.nbytes for one in copies)
+    snapshots = [snapshot for by_job in get_session().state.snapshots.values() for snapshot in by_job]
+    return [snapshot.step for snapshot in snapshots], sum(snapshot.nbytes for snapshot in snapshots)
 
 
-def test_copies_end_with_the_run(two: dtkit.Cluster):
-    run = start(two, start=False)
+def test_snapshots_are_removed_with_the_run(cluster_with_spare: dtkit.Cluster):
+    run = start(cluster_with_spare, start=False)
     run.step(EVERY + 1)
-    assert [steps for steps, _ in two.run(held)] == [[EVERY]] * 2
-    assert [row.snapshots for row in run.memory().rows] == [size for _, size in two.run(held)]
+    assert [steps for steps, _ in cluster_with_spare.run(list_snapshots)] == [[EVERY]] * 2
+    assert [row.snapshots for row in run.memory().rows] == [size for _, size in cluster_with_spare.run(list_snapshots)]
     run.step(EVERY)
-    assert [steps for steps, _ in two.run(held)] == [[2 * EVERY]] * 2
+    assert [steps for steps, _ in cluster_with_spare.run(list_snapshots)] == [[2 * EVERY]] * 2
     run.release()
-    assert two.run(held) == [([], 0)] * 2
+    assert cluster_with_spare.run(list_snapshots) == [([], 0)] * 2
 
 
-def test_nothing_stays_in_shared_memory():
+def test_recovery_leaves_nothing_in_shared_memory():
     with dtkit.Cluster(2, threads=1) as cluster:
-        mark = f"dtkit-*-{cluster._file_owner.pid}-*"
-        how = {"optimizer": torch.optim.SGD, "strategy": dtkit.Sharded(), "steps": 6, "snapshot_every": 2}
-        run = cluster.train(wide(), data(), loss=mean_loss, batch_size=BATCH, start=False, **how)
+        pattern = f"dtkit-*-{cluster._engine_group.membership.config.file_owner.pid}-*"
+        options = {"optimizer": torch.optim.SGD, "strategy": dtkit.Sharded(), "steps": 6, "snapshot_every": 2}
+        run = cluster.train(wide(), data(), loss=mean_loss, batch_size=BATCH, start=False, **options)
         run.step(3)
-        before = set(SHM.glob(mark))
+        before = set(SHM.glob(pattern))
         assert before  # the model, which engines map
         kill(cluster, 1)
         run.resume()
         run.wait(60)
-        assert "memory" in repairs(run)[0]
-        assert set(SHM.glob(mark)) == before  # what came back of the copies has passed through it
-    assert not set(SHM.glob(mark))
+        assert "memory" in list_repairs(run)[0]
+        assert set(SHM.glob(pattern)) == before  # the restored snapshots passed through it
+    assert not set(SHM.glob(pattern))
 
 
-def test_a_run_that_goes_on_from_a_checkpoint_goes_back_to_that_at_worst(two: dtkit.Cluster, tmp_path: Path):
-    expected = undisturbed(two, steps=40)
-    run = start(two, steps=11)
+def test_resumed_run_falls_back_to_its_checkpoint_at_worst(cluster_with_spare: dtkit.Cluster, tmp_path: Path):
+    expected = train_undisturbed(cluster_with_spare, steps=40)
+    run = start(cluster_with_spare, steps=11)
     run.wait(60)
     path = run.save(tmp_path).path
-    again = start(two, steps=40, resume_from=path, start=False)
-    again.step(3)
-    kill(two, 0)
-    again.resume()
-    again.wait(60)
-    (told,) = repairs(again)
-    assert re.search(r"from step 11 \(the last snapshot, from node 1's memory\) after .* s, 3 steps lost", told), told
-    assert difference(again.model.state_dict(), expected) <= BOUND
+    resumed = start(cluster_with_spare, steps=40, resume_from=path, start=False)
+    resumed.step(3)
+    kill(cluster_with_spare, 0)
+    resumed.resume()
+    resumed.wait(60)
+    (text,) = list_repairs(resumed)
+    assert re.search(r"from step 11 \(the last snapshot, from node 1's memory\) after .* s, 3 steps lost", text), text
+    assert max_difference(resumed.model.state_dict(), expected) <= BOUND
 
 
 @pytest.mark.slow
-def test_fewer_go_on_from_the_copies_of_more():
+def test_shrunken_run_continues_from_snapshots_of_more_ranks():
     with dtkit.Cluster(4, threads=1) as cluster:
         run = start(cluster, on_failure="shrink", start=False)
         run.step(50)
         shutil.rmtree(run._driver.snapshot_folder)
-        cluster.kill([2])
+        cluster._engine_group.transport.kill([2])
         run.resume()
         run.wait(60)
         assert cluster.world_size == 3
-        assert check_went_back(run, "node 3's memory") == 2 * EVERY
-        rows = oracle.global_rows
-        assert difference(run.model.state_dict(), oracle.one_process(net(), rows, steps=STEPS)) <= BOUND
+        assert check_restored(run, "node 3's memory") == 2 * EVERY
+        rows = oracle.get_global_rows
+        assert max_difference(run.model.state_dict(), oracle.train_in_one_process(net(), rows, steps=STEPS)) <= BOUND
         check_usable(cluster)
 
 
@@ -289,71 +295,73 @@ def with_momentum(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1e-5, momentum=0.9)
 
 
-def test_a_training_close_to_its_limit_of_memory_keeps_none_and_says_so():
-    """Steps of this one leave some 110 to 140 MB, and snapshots would take 160 while one takes another's place."""
+def test_run_close_to_its_memory_limit_keeps_no_snapshot_in_memory():
+    """Steps leave about 110 to 140 MB; replacing one snapshot by the next would take 160 MB."""
     with dtkit.Cluster(2, threads=1, memory_limit="280MB") as cluster:
-        how = {"optimizer": with_momentum, "strategy": dtkit.Sharded(), "snapshot_every": 2}
-        run = cluster.train(wide(), data(), loss=mean_loss, batch_size=4, steps=7, **how)
+        options = {"optimizer": with_momentum, "strategy": dtkit.Sharded(), "snapshot_every": 2}
+        run = cluster.train(wide(), data(), loss=mean_loss, batch_size=4, steps=7, **options)
         run.wait(60)
         assert run.status.state is dtkit.types.State.COMPLETED
-        (said,) = [event for event in run.history.events if "in memory" in event.text]
+        (entry,) = [event for event in run.history.events if "in memory" in event.text]
         number = r"[\d.]+ MB"
         assert re.fullmatch(
             "no snapshot is kept in memory, only on disk: "
             rf"rank 0 would need {number} of the {number} that training leaves; rank 1 would need .*",
-            said.text,
-        ), said.text
-        assert cluster.run(held) == [([], 0)] * 2
-        assert saved(run) > 0
+            entry.text,
+        ), entry.text
+        assert cluster.run(list_snapshots) == [([], 0)] * 2
+        assert get_saved_step(run) > 0
 
 
-class Odd(torch.optim.lr_scheduler.StepLR):
-    """Raises on rank 1 where a snapshot asks for its state, once."""
+class FailingScheduler(torch.optim.lr_scheduler.StepLR):
+    """Scheduler whose state raises once, on rank 1."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(optimizer, step_size=1000)
-        self.asked = 0
+        self.calls = 0
 
     def state_dict(self) -> dict[str, Any]:
         import torch.distributed as dist
 
-        self.asked += 1
-        if self.asked == 1 and dist.get_rank() == 1:
+        self.calls += 1
+        if self.calls == 1 and dist.get_rank() == 1:
             raise RuntimeError("no state")
         return super().state_dict()
 
 
-def test_a_snapshot_that_fails_fails_no_training(two: dtkit.Cluster):
-    run = start(two, lr_scheduler=Odd, start=False)
+def test_failed_snapshot_does_not_fail_the_run(cluster_with_spare: dtkit.Cluster):
+    run = start(cluster_with_spare, lr_scheduler=FailingScheduler, start=False)
     run.step(EVERY + 1)
-    (said,) = [event.text for event in run.history.events if event.kind == "error"]
-    assert "the snapshot in memory failed" in said
-    assert "no state" in said
+    (text,) = [event.text for event in run.history.events if event.kind == "error"]
+    assert "the snapshot in memory failed" in text
+    assert "no state" in text
     run.step(EVERY)
-    assert [steps for steps, _ in two.run(held)] == [[2 * EVERY]] * 2
+    assert [steps for steps, _ in cluster_with_spare.run(list_snapshots)] == [[2 * EVERY]] * 2
     run.resume()
     run.wait(60)
     assert run.status.state is dtkit.types.State.COMPLETED
 
 
-@pytest.mark.parametrize("strategy", [CUT[0], *map(slow, CUT[1:])], ids=str)
-def test_a_run_at_rest_loses_nothing(two: dtkit.Cluster, strategy: dtkit.Strategy):
-    """Paused, or done: it may stand there for long, and steps that would bring the next snapshot don't come."""
-    expected = undisturbed(two, strategy=strategy)
-    run = start(two, strategy=strategy, start=False, snapshot_every=None)
+@pytest.mark.parametrize("strategy", [SHARDING[0], *map(slow, SHARDING[1:])], ids=str)
+def test_engine_lost_while_paused_or_completed_costs_no_step(
+    cluster_with_spare: dtkit.Cluster, strategy: dtkit.Strategy
+):
+    """A paused or completed run needs a current snapshot, since no further step triggers one."""
+    expected = train_undisturbed(cluster_with_spare, strategy=strategy)
+    run = start(cluster_with_spare, strategy=strategy, start=False, snapshot_every=None)
 
-    def until_paused() -> None:
-        at_step(run, 7)
+    def pause_at_step_7() -> None:
+        wait_for_step(run, 7)
         run.pause()
 
-    for rank, comes_to_rest in enumerate((until_paused, lambda: run.wait(60))):
+    for rank, come_to_rest in enumerate((pause_at_step_7, lambda: run.wait(60))):
         run.resume()
-        comes_to_rest()
-        stands = run.status.step
-        kill(two, rank)
-        until(two.find_lost_ranks)
-        assert two.repair() == [rank]
-        assert run.status.step == stands
-        assert repairs(run)[-1].endswith("no step lost")
+        come_to_rest()
+        step = run.status.step
+        kill(cluster_with_spare, rank)
+        wait_until(cluster_with_spare._engine_group.membership.find_lost_ranks)
+        assert cluster_with_spare.repair() == [rank]
+        assert run.status.step == step
+        assert list_repairs(run)[-1].endswith("no step lost")
     assert run.status.state is dtkit.types.State.COMPLETED
-    assert difference(run.model.state_dict(), expected) <= BOUND
+    assert max_difference(run.model.state_dict(), expected) <= BOUND

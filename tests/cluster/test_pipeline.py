@@ -1,4 +1,4 @@
-"""What is particular to pipelines: two traces, what lies where, what can't be cut, errors in a stage, counts."""
+"""Pipelines: evaluation, placement, models that can't be split, errors in a stage, counts."""
 
 from __future__ import annotations
 
@@ -10,12 +10,21 @@ from torch import nn
 from torch.nn import functional as F
 
 import dtkit
-from tests.support.cuts import best
+from tests.support.best_cut import find_smallest_maximum
 from tests.support.marks import slow
-from tests.support.nets import WIDTH, Decoder, deep, net, worker
-from tests.support.oracle import BOUND, CLASSES, FEATURES, data, difference, global_rows, one_process, train
+from tests.support.nets import WIDTH, Decoder, deep, get_worker, make_net
+from tests.support.oracle import (
+    BOUND,
+    CLASSES,
+    FEATURES,
+    data,
+    get_global_rows,
+    max_difference,
+    train,
+    train_in_one_process,
+)
 from tests.support.small import check_usable
-from tests.support.waiting import soon
+from tests.support.waiting import ends_soon
 
 pytestmark = pytest.mark.cluster
 
@@ -24,13 +33,13 @@ on_two = pytest.mark.parametrize("cluster", [2], indirect=True)
 
 @pytest.fixture
 def strategy(cluster: dtkit.Cluster) -> dtkit.Pipeline:
-    """Two stages; on four engines, two replicas of that."""
+    """Pipeline of two stages, with two replicas on four engines."""
     return dtkit.Pipeline(2, 4, replicas=cluster.world_size // 2, balance_by="parameters")
 
 
 def test_dropout_is_off_in_evaluation(cluster: dtkit.Cluster, strategy: dtkit.Pipeline):
-    """The model is traced twice: in training its blocks drop, in evaluation they don't."""
-    model = net(lambda: Decoder(dropout=0.5))
+    """The model is traced twice, with dropout for training and without it for evaluation."""
+    model = make_net(lambda: Decoder(dropout=0.5))
     run = train(cluster, model, strategy=strategy, steps=3)
     values = [run.evaluate(data()).values["loss"] for _ in range(2)]
     assert values[0] == values[1]
@@ -41,25 +50,25 @@ def test_dropout_is_off_in_evaluation(cluster: dtkit.Cluster, strategy: dtkit.Pi
 
 
 def test_each_rank_holds_its_part_of_the_model(cluster: dtkit.Cluster):
-    def numbers() -> int:
-        return sum(p.numel() for p in worker().model.parameters())
+    def count_parameters() -> int:
+        return sum(p.numel() for p in get_worker().model.parameters())
 
-    model = net("deep")
+    model = make_net("deep")
     run = train(cluster, model, strategy=dtkit.Pipeline(cluster.world_size, 4, balance_by="parameters"), steps=2)
-    held = cluster.run(numbers)
-    assert sum(held) == sum(p.numel() for p in model.parameters())
-    assert max(held) < sum(held)
+    counts = cluster.run(count_parameters)
+    assert sum(counts) == sum(p.numel() for p in model.parameters())
+    assert max(counts) < sum(counts)
     assert run.model.state_dict().keys() == model.state_dict().keys()
 
 
-def test_a_large_head_is_in_the_balance(cluster: dtkit.Cluster):
-    """Blocks alone would be cut in equal parts, and the last rank hold the head besides."""
+def test_large_head_counts_when_stages_are_balanced(cluster: dtkit.Cluster):
+    """Balancing the blocks alone would give the last rank its share of blocks and the head."""
 
-    def numbers() -> int:
-        return sum(p.numel() for p in worker().model.parameters())
+    def count_parameters() -> int:
+        return sum(p.numel() for p in get_worker().model.parameters())
 
     size = cluster.world_size
-    model = net(lambda: Decoder(blocks=8))
+    model = make_net(lambda: Decoder(blocks=8))
     block = sum(p.numel() for p in model.h[0].parameters())
     torch.manual_seed(0)
     model.head = nn.Sequential(nn.Linear(WIDTH, 3 * block // WIDTH), nn.Linear(3 * block // WIDTH, CLASSES)).double()
@@ -67,21 +76,21 @@ def test_a_large_head_is_in_the_balance(cluster: dtkit.Cluster):
     assert head > 3 * block
     train(cluster, model, strategy=dtkit.Pipeline(size, 4, balance_by="parameters"), steps=2)
     costs = [stem + block, *[block] * 6, block + head]
-    assert max(cluster.run(numbers)) == best(costs, size)
+    assert max(cluster.run(count_parameters)) == find_smallest_maximum(costs, size)
 
 
 @on_two
-def test_a_stage_may_have_no_parameters(cluster: dtkit.Cluster):
+def test_stage_without_parameters_trains(cluster: dtkit.Cluster):
     def model() -> nn.Module:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(FEATURES, 12), nn.Linear(12, CLASSES), nn.Tanh()).double()
 
     run = train(cluster, model(), strategy=dtkit.Pipeline(2, 4, split=["2"]), shuffle="global", steps=8)
-    assert difference(run.model.state_dict(), one_process(model(), global_rows, steps=8)) <= BOUND
+    assert max_difference(run.model.state_dict(), train_in_one_process(model(), get_global_rows, steps=8)) <= BOUND
 
 
 class Constant(Decoder):
-    """Has tensors that are no part of its state dict: torch's exporter makes buffers of them."""
+    """Model with tensors outside its state dict, which torch's exporter turns into buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,60 +101,58 @@ class Constant(Decoder):
 
 
 @on_two
-def test_constants_in_a_model_s_code_are_no_part_of_its_state(cluster: dtkit.Cluster):
-    model = net(Constant)
+def test_constants_in_model_code_are_not_in_the_state_dict(cluster: dtkit.Cluster):
+    model = make_net(Constant)
     run = train(cluster, model, strategy=dtkit.Pipeline(2, 4), shuffle="global", steps=3)
     assert run.model.state_dict().keys() == model.state_dict().keys()
-    expected = one_process(net(Constant), global_rows, steps=3)
-    assert difference(run.model.state_dict(), expected) <= BOUND
+    expected = train_in_one_process(make_net(Constant), get_global_rows, steps=3)
+    assert max_difference(run.model.state_dict(), expected) <= BOUND
 
 
-class Raises(nn.Module):
-    """Fails at the third micro-batch that it sees."""
+class Failing(nn.Module):
+    """Layer that raises after its third micro-batch."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.seen = nn.Linear(12, 12), 0
+        self.layer, self.calls = nn.Linear(12, 12), 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen += self.training
-        if self.seen > 3:
-            raise ValueError("this layer has had enough")
+        self.calls += self.training
+        if self.calls > 3:
+            raise ValueError("too many micro-batches")
         return self.layer(x)
 
 
-@pytest.mark.parametrize("where", [1, 14])
-def test_an_error_in_a_stage_is_told_as_it_was(cluster: dtkit.Cluster, strategy: dtkit.Pipeline, where: int):
+@pytest.mark.parametrize("position", [1, 14])
+def test_error_in_a_stage_is_raised_unchanged(cluster: dtkit.Cluster, strategy: dtkit.Pipeline, position: int):
     layers = list(deep().children())
-    layers.insert(where, Raises())
-    if where == 1:
+    layers.insert(position, Failing())
+    if position == 1:
         layers[0], layers[1] = nn.Linear(FEATURES, 12), layers[1]
-    with soon(), pytest.raises(dtkit.errors.EngineError, match="this layer has had enough") as error:
+    with ends_soon(), pytest.raises(dtkit.errors.EngineError, match="too many micro-batches") as error:
         train(cluster, nn.Sequential(*layers).double(), strategy=strategy, steps=20)
     assert "ValueError" in str(error.value)
     check_usable(cluster)
 
 
 class Grows(nn.Module):
-    """Makes twice as many rows of the fourth micro-batch that it sees."""
+    """Layer that doubles the rows from the fourth micro-batch on."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen = 0
+        self.calls = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen += self.training
-        return torch.cat([x, x]) if self.seen > 3 else x
+        self.calls += self.training
+        return torch.cat([x, x]) if self.calls > 3 else x
 
 
-def test_a_tensor_that_does_not_fit_at_a_border_is_refused_before_it_is_sent(
-    cluster: dtkit.Cluster, strategy: dtkit.Pipeline
-):
-    """gloo would end the process that receives it."""
+def test_stage_output_of_another_shape_is_refused_before_it_is_sent(cluster: dtkit.Cluster, strategy: dtkit.Pipeline):
+    """gloo would end the receiving process."""
     layers = list(deep().children())
     model = nn.Sequential(layers[0], Grows(), *layers[1:]).double()
     with (
-        soon(),
+        ends_soon(),
         pytest.raises(dtkit.errors.EngineError, match=r"stage 0 returned float64 of shape .* pad the samples") as error,
     ):
         train(cluster, model, strategy=strategy, steps=20)
@@ -153,8 +160,8 @@ def test_a_tensor_that_does_not_fit_at_a_border_is_refused_before_it_is_sent(
     check_usable(cluster)
 
 
-class Spoils(nn.Module):
-    """Makes its output, or the gradient that goes through it, not a number."""
+class NanLayer(nn.Module):
+    """Layer that turns its output, or the gradient through it, into NaN."""
 
     def __init__(self, *, backward: bool) -> None:
         super().__init__()
@@ -170,28 +177,28 @@ class Spoils(nn.Module):
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("schedule", [slow("1F1B"), "Interleaved1F1B"])
-def test_what_is_not_finite_is_put_down_to_the_stage_that_made_it(
+def test_nonfinite_values_are_attributed_to_the_stage_that_made_them(
     cluster: dtkit.Cluster, schedule: str, direction: str
 ):
-    """Though the last stage alone knows a loss, and the gradients of all stages are not finite in the end."""
+    """Only the last stage has a loss, and in the end the gradients of all stages are not finite."""
     size = cluster.world_size
     stages = size * (2 if schedule != "1F1B" else 1)
-    where = stages - 2  # of the stages, the one that spoils
+    nan_stage = stages - 2
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(FEATURES if k == 0 else 8, 8), nn.Tanh()) for k in range(stages)]
-    layers[where].append(Spoils(backward=direction == "backward"))
+    layers[nan_stage].append(NanLayer(backward=direction == "backward"))
     model = nn.Sequential(*layers, nn.Linear(8, CLASSES)).double()
     split = [str(k) for k in range(1, stages)]
     run = train(cluster, model, strategy=dtkit.Pipeline(size, size, schedule, split=split), start=False)
     run.resume()
-    with pytest.raises(dtkit.errors.NonFiniteError, match=rf"this rank's stage {where}\b") as caught:
+    with pytest.raises(dtkit.errors.NonFiniteError, match=rf"this rank's stage {nan_stage}\b") as caught:
         run.wait(60)
-    assert [failure.rank for failure in caught.value.failures] == [where % size]
+    assert [failure.rank for failure in caught.value.failures] == [nan_stage % size]
     run.stop()
 
 
 @on_two
-def test_what_can_t_be_cut(cluster: dtkit.Cluster):
+def test_model_that_cannot_be_split_is_refused(cluster: dtkit.Cluster):
     strategy = dtkit.Pipeline(2, 4)
     line = nn.Linear(FEATURES, CLASSES).double()
     with pytest.raises(ValueError, match=r"has 0 layers in a chain \(none\), too few for 2 stages"):
@@ -199,54 +206,56 @@ def test_what_can_t_be_cut(cluster: dtkit.Cluster):
     with pytest.raises(dtkit.errors.EngineError, match=r"has 0 layers in a chain \(none\), too few for 2 stages"):
         train(cluster, cluster.broadcast(line), strategy=strategy)
     with pytest.raises(dtkit.errors.EngineError, match=r"are one parameter \(tied weights\)"):
-        train(cluster, net(lambda: Decoder(tied=True)), strategy=strategy)
-    twice = nn.Linear(FEATURES, FEATURES)
-    twin = nn.Sequential(twice, nn.Tanh(), twice, nn.Linear(FEATURES, CLASSES)).double()
+        train(cluster, make_net(lambda: Decoder(tied=True)), strategy=strategy)
+    shared = nn.Linear(FEATURES, FEATURES)
+    tied = nn.Sequential(shared, nn.Tanh(), shared, nn.Linear(FEATURES, CLASSES)).double()
     split = dtkit.Pipeline(2, 4, split=["2"])
     with pytest.raises(
         dtkit.errors.EngineError, match=r"0\.weight \(stage 0\), 2\.weight \(stage 1\) are one parameter"
     ):
-        train(cluster, twin, strategy=split)
+        train(cluster, tied, strategy=split)
     with pytest.raises(ValueError, match=r"split names 'h\.7', but this model has no such layer"):
-        train(cluster, net("decoder"), strategy=dtkit.Pipeline(2, 4, split=["h.7"]))
+        train(cluster, make_net("decoder"), strategy=dtkit.Pipeline(2, 4, split=["h.7"]))
 
     def step(model: nn.Module, batch: Any) -> torch.Tensor:
         return F.cross_entropy(model(batch[0]), batch[1])
 
     with pytest.raises(dtkit.errors.EngineError, match="a pipeline needs loss="):
-        train(cluster, net("deep"), loss=None, training_step=step, strategy=strategy)
+        train(cluster, make_net("deep"), loss=None, training_step=step, strategy=strategy)
     check_usable(cluster)
 
 
 @on_two
 @pytest.mark.parametrize("split", [None, ["h.1"]])
-def test_a_run_tells_which_layers_lie_where(cluster: dtkit.Cluster, split: list[str] | None):
-    model = net("decoder")
+def test_placement_lists_the_layers_of_each_stage(cluster: dtkit.Cluster, split: list[str] | None):
+    model = make_net("decoder")
     run = train(cluster, model, strategy=dtkit.Pipeline(2, 4, split=split), start=False)
-    cut = run.placement()
+    placement = run.placement()
     by = "parameters" if split else "time"
-    assert repr(cut).splitlines()[0] == f"{len(cut.layers)} layers in 2 stages, by {by}"
-    assert cut.layers[cut.stage_starts[1]] == (split or [cut.layers[cut.stage_starts[1]]])[0]
-    numbers = [sum(p.numel() for name, p in model.named_parameters() if name.startswith(cut.layers[k])) for k in (0, 1)]
-    held = [memory.parameters for memory in run.memory().rows]
-    assert sum(held) == 8 * sum(p.numel() for p in model.parameters())
-    assert all(taken > 8 * count for taken, count in zip(held, numbers, strict=True))
+    assert repr(placement).splitlines()[0] == f"{len(placement.layers)} layers in 2 stages, by {by}"
+    assert placement.layers[placement.stage_starts[1]] == (split or [placement.layers[placement.stage_starts[1]]])[0]
+    numbers = [
+        sum(p.numel() for name, p in model.named_parameters() if name.startswith(placement.layers[k])) for k in (0, 1)
+    ]
+    measured = [row.parameters for row in run.memory().rows]
+    assert sum(measured) == 8 * sum(p.numel() for p in model.parameters())
+    assert all(taken > 8 * count for taken, count in zip(measured, numbers, strict=True))
     assert train(cluster, model, start=False).placement() is None
 
 
-def test_what_tracing_loads_is_not_counted_as_a_model_s_memory():
-    """Of a cluster's first pipeline, that is."""
-    with dtkit.Cluster(2, threads=1) as fresh:
-        run = train(fresh, net("decoder"), strategy=dtkit.Pipeline(2, 4), steps=3)
-        assert max(row.activations for row in run.memory().rows) < 30e6  # it was 45 MB, for 20 kB of parameters
+def test_memory_report_excludes_what_tracing_loads():
+    """The first pipeline of a cluster loads torch's tracing modules."""
+    with dtkit.Cluster(2, threads=1) as cluster:
+        run = train(cluster, make_net("decoder"), strategy=dtkit.Pipeline(2, 4), steps=3)
+        assert max(row.activations for row in run.memory().rows) < 30e6  # tracing loads 45 MB
 
 
-def test_the_timeline_counts_what_each_schedule_holds(cluster: dtkit.Cluster):
-    """GPipe holds all micro-batches, 1F1B at most as many as there are stages: counted."""
+def test_timeline_counts_the_micro_batches_that_each_schedule_holds(cluster: dtkit.Cluster):
+    """GPipe holds all micro-batches, 1F1B at most one per stage."""
     stages = cluster.world_size
     for schedule, expected in (("GPipe", [6] * stages), ("1F1B", list(range(stages, 0, -1)))):
         strategy = dtkit.Pipeline(stages, 6, schedule=schedule, balance_by="parameters")
-        timeline = train(cluster, net("deep"), strategy=strategy, steps=2).timeline
+        timeline = train(cluster, make_net("deep"), strategy=strategy, steps=2).timeline
         assert timeline.num_micro_batches == 6
         assert [timeline.measure_peak_micro_batches(rank) for rank in timeline.ranks] == expected
         assert 0 < timeline.measure_bubble() < 1

@@ -1,4 +1,4 @@
-"""Predictions against what real engines then do, and what is refused before it starts."""
+"""Plans compared with real engines, and refusals before a training starts."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch import nn
 
 import dtkit
 from dtkit.planning import fit_check
+from dtkit.rpc.protocol import GroupOperations, make_call
 from dtkit.strategies.averaging import OuterSGD, ParameterAveraging
 from tests.support.small import check_usable, data, net, train
 
@@ -37,7 +38,7 @@ class Encoder(nn.Module):
         return self.head(self.layers(self.words(x) + self.places(places)).mean(1))
 
 
-class AsksForNumbers(nn.Module):
+class DataDependent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.line = nn.Linear(4, 3)
@@ -84,22 +85,22 @@ def momentum(parameters: Any) -> torch.optim.Optimizer:
 # -- memory ----------------------------------------------------------------------------------------------
 
 
-def begin() -> int | None:
-    """Bytes that this engine has resident, from which its peak is counted again."""
+def reset_peak() -> int | None:
+    """Reset this engine's peak memory, and return its resident bytes; None where the system refuses that."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
         return None
-    return status("VmRSS")
+    return read_status("VmRSS")
 
 
-def end() -> int:
-    return status("VmHWM")
+def read_peak() -> int:
+    return read_status("VmHWM")
 
 
-def status(name: str) -> int:
+def read_status(name: str) -> int:
     return 1024 * int(re.search(rf"^{name}:\s+(\d+)", Path("/proc/self/status").read_text(), re.MULTILINE)[1])
 
 
@@ -114,34 +115,34 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[torch.Tensor, torch.Tensor
 
 @pytest.mark.filterwarnings("ignore:.*normalizes with the statistics of a batch:UserWarning")
 @pytest.mark.parametrize("name", CASES)
-def test_the_predicted_peak_of_memory_is_within_a_fifth(cluster2: dtkit.Cluster, name: str):
+def test_predicted_peak_memory_is_within_20_percent(cluster2: dtkit.Cluster, name: str):
     make, (x, y), batch_size, optimizer, strategy = CASES[name]
     strategy = strategy or dtkit.DataParallel()
     loss, model = nn.CrossEntropyLoss(), make()
-    train(cluster2, steps=2).wait(60)  # what torch loads at the first step is there
+    train(cluster2, steps=2).wait(60)  # torch loads its modules in the first step
     plan = cluster2.plan(
         model, batch_size=batch_size, optimizer=optimizer, loss=loss, sample=(x[:4], y[:4]), strategies=[strategy]
     )
     part, peaks = cluster2.partition((x, y), seed=0), []
-    for _ in range(3):  # the same training's peak varies, by up to a third, with malloc's luck
+    for _ in range(3):  # the peak of the same training varies by up to a third
         cluster2.current_run.release()
-        before = cluster2.run(begin)
+        before = cluster2.run(reset_peak)
         if None in before:
             pytest.skip("the system does not let a process reset its peak")
-        how: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "batch_size": batch_size, "strategy": strategy}
-        run = cluster2.train(model, part, steps=4, **how)
+        options: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "batch_size": batch_size, "strategy": strategy}
+        run = cluster2.train(model, part, steps=4, **options)
         run.wait(120)
-        peaks.append([after - at_first for after, at_first in zip(cluster2.run(end), before, strict=True)])
+        peaks.append([peak - initial for peak, initial in zip(cluster2.run(read_peak), before, strict=True)])
     predicted = [row.needed for row in plan.get_rows(strategy)]
-    for needed, taken in zip(predicted, zip(*peaks, strict=True), strict=True):
-        print(name, f"{needed / MB:.0f} of", *(f"{t / MB:.0f}" for t in sorted(taken)), "MB")
-        assert 0.8 * min(taken) <= needed <= 1.2 * max(taken)
+    for needed, measured in zip(predicted, zip(*peaks, strict=True), strict=True):
+        print(name, f"{needed / MB:.0f} of", *(f"{t / MB:.0f}" for t in sorted(measured)), "MB")
+        assert 0.8 * min(measured) <= needed <= 1.2 * max(measured)
     table = run.history.to_pandas()
     assert table[table.step >= 2].sent_bytes.mean() == pytest.approx(plan.rows[0].sent_bytes, rel=0.02)
 
 
 class Decoder(nn.Module):
-    """Most of it lies around its blocks."""
+    """Model with most of its parameters outside its blocks."""
 
     def __init__(self, words: int = 3000, width: int = 64) -> None:
         super().__init__()
@@ -156,33 +157,35 @@ class Decoder(nn.Module):
 
 
 @pytest.mark.parametrize("by", ["parameters", "time"])
-def test_a_plan_counts_what_runs_around_the_layers_in_the_first_and_the_last_stage(cluster2: dtkit.Cluster, by: str):
+def test_plan_counts_modules_outside_the_chain_in_first_and_last_stage(cluster2: dtkit.Cluster, by: str):
     x = torch.randint(3000, (64, 16))
     model, strategy, loss = Decoder(), dtkit.Pipeline(2, 4, balance_by=by), nn.CrossEntropyLoss()
-    asked: dict[str, Any] = {"batch_size": 32, "optimizer": adam, "loss": loss, "strategies": [strategy]}
-    plan = cluster2.plan(model, sample=(x[:4], x[:4, 0]), **asked)
+    options: dict[str, Any] = {"batch_size": 32, "optimizer": adam, "loss": loss, "strategies": [strategy]}
+    plan = cluster2.plan(model, sample=(x[:4], x[:4, 0]), **options)
     run = cluster2.train(model, (x, x[:, 0]), loss=loss, optimizer=adam, batch_size=32, strategy=strategy, steps=6)
     run.wait(60)
-    planned, held = plan.get_rows(strategy), run.memory(plan).rows
-    around = [4 * 3000 * 64, 4 * 3000 * 65]
-    assert all(row.parameters > part for row, part in zip(planned, around, strict=True))
-    assert [row.parameters for row in planned] == pytest.approx([row.parameters for row in held], rel=0.1)
-    taken = run.history.rows()
+    planned, measured = plan.get_rows(strategy), run.memory(plan).rows
+    outside = [4 * 3000 * 64, 4 * 3000 * 65]
+    assert all(row.parameters > part for row, part in zip(planned, outside, strict=True))
+    assert [row.parameters for row in planned] == pytest.approx([row.parameters for row in measured], rel=0.1)
+    rows = run.history.rows()
     for rank in (0, 1):
-        sent = taken[(taken["rank"] == rank) & (taken["step"] > 0)]["sent_bytes"].min()  # some have more to say
+        sent = rows[(rows["rank"] == rank) & (rows["step"] > 0)][
+            "sent_bytes"
+        ].min()  # some steps send control data, too
         assert planned[rank].sent_bytes == pytest.approx(sent, rel=0.02)
         assert planned[rank].sent_bytes == 4 * 32 * 16 * 64
-    if by == "parameters":  # of which nothing varies
-        assert [row.parameters for row in planned] == [row.parameters for row in held]
-        assert [row.optimizer for row in planned] == pytest.approx([row.optimizer for row in held], rel=0.01)
-    cuts = [dtkit.Pipeline(2, 4, split=[f"blocks.{k}"]) for k in (1, 5)]
-    found = cluster2.plan(model, sample=(x[:4], x[:4, 0]), **(asked | {"strategies": cuts}))
-    assert found.get_rows(cuts[0])[0].parameters < found.get_rows(cuts[1])[0].parameters
+    if by == "parameters":  # without measured times, the split is the same
+        assert [row.parameters for row in planned] == [row.parameters for row in measured]
+        assert [row.optimizer for row in planned] == pytest.approx([row.optimizer for row in measured], rel=0.01)
+    splits = [dtkit.Pipeline(2, 4, split=[f"blocks.{k}"]) for k in (1, 5)]
+    split_plan = cluster2.plan(model, sample=(x[:4], x[:4, 0]), **(options | {"strategies": splits}))
+    assert split_plan.get_rows(splits[0])[0].parameters < split_plan.get_rows(splits[1])[0].parameters
 
 
-def test_a_chain_that_is_none_is_planned_as_if_in_equal_stages(cluster2: dtkit.Cluster):
-    class Partly(nn.Module):
-        """Its second block is never called."""
+def test_model_with_an_unused_block_is_planned_in_equal_stages(cluster2: dtkit.Cluster):
+    class PartlyUsed(nn.Module):
+        """Model whose second block is never called."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -192,23 +195,23 @@ def test_a_chain_that_is_none_is_planned_as_if_in_equal_stages(cluster2: dtkit.C
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.head(self.blocks[0](x))
 
-    found = cluster2.plan(
-        Partly(),
+    plan = cluster2.plan(
+        PartlyUsed(),
         batch_size=16,
         optimizer=adam,
         loss=nn.CrossEntropyLoss(),
         sample=rows(4, 100),
         strategies=[dtkit.Pipeline(2, 4)],
     )
-    assert any("blocks.1 took no part" in note and "taken as equal" in note for note in found.notes)
-    assert found.rows[0].parameters == found.rows[1].parameters
+    assert any("blocks.1 took no part" in note and "taken as equal" in note for note in plan.notes)
+    assert plan.rows[0].parameters == plan.rows[1].parameters
 
 
-@pytest.mark.parametrize("make", [AsksForNumbers, Recurrent])
-def test_a_model_that_cannot_be_tried_without_numbers_is_tried_with_them(
+@pytest.mark.parametrize("make", [DataDependent, Recurrent])
+def test_model_that_fails_on_meta_tensors_is_profiled_with_real_ones(
     cluster2: dtkit.Cluster, make: Callable[[], nn.Module]
 ):
-    inputs = torch.rand(4, 4) if make is AsksForNumbers else torch.rand(4, 20, 32)
+    inputs = torch.rand(4, 4) if make is DataDependent else torch.rand(4, 20, 32)
     plan = cluster2.plan(
         make(),
         batch_size=64,
@@ -226,90 +229,92 @@ def test_a_model_that_cannot_be_tried_without_numbers_is_tried_with_them(
 # -- benchmark and plan ----------------------------------------------------------------------------------
 
 
-def test_a_benchmark_measures_engines_and_links(cluster2: dtkit.Cluster):
-    found = cluster2.benchmark()
-    assert found.world_size == 2
-    assert all(1e8 < flops < 1e13 for flops in found.flops)
-    sizes, seconds = zip(*found.all_reduce_timings, strict=True)
+def test_benchmark_measures_engines_and_links(cluster2: dtkit.Cluster):
+    benchmark = cluster2.benchmark()
+    assert benchmark.world_size == 2
+    assert all(1e8 < flops < 1e13 for flops in benchmark.flops)
+    sizes, seconds = zip(*benchmark.all_reduce_timings, strict=True)
     assert sizes[0] == 8
     assert len(sizes) >= 3
     assert seconds[-1] > seconds[0] > 1e-6
-    assert math.isnan(found.latency_s[0][0])
-    assert 1e-6 < found.latency_s[0][1] == found.latency_s[1][0] < 0.1
-    assert 1e6 < found.bandwidth[0][1] < 1e12
-    assert 0 <= found.overlap <= 1
-    assert cluster2.benchmark() is found
+    assert math.isnan(benchmark.latency_s[0][0])
+    assert 1e-6 < benchmark.latency_s[0][1] == benchmark.latency_s[1][0] < 0.1
+    assert 1e6 < benchmark.bandwidth[0][1] < 1e12
+    assert 0 <= benchmark.overlap <= 1
+    assert cluster2.benchmark() is benchmark
     check_usable(cluster2)
 
 
-def plan(cluster: dtkit.Cluster, **changes: Any) -> Any:
+def make_plan(cluster: dtkit.Cluster, **changes: Any) -> Any:
     inputs, targets = data()
-    asked: dict[str, Any] = {
+    options: dict[str, Any] = {
         "batch_size": 16,
         "optimizer": momentum,
         "loss": nn.CrossEntropyLoss(),
         "sample": (inputs[:4], targets[:4]),
     }
-    return cluster.plan(net(), **(asked | changes))
+    return cluster.plan(net(), **(options | changes))
 
 
-def test_a_plan_leaves_the_cluster_as_it_was(cluster2: dtkit.Cluster):
-    def kept() -> list[int]:
-        from dtkit.engine.session import _session
+def test_plan_leaves_the_cluster_unchanged(cluster2: dtkit.Cluster):
+    def count_objects() -> list[int]:
+        from dtkit.engine.session import get_session
 
-        return [len(_session._models), len(_session._data)]
+        return [len(get_session().state.models), len(get_session().state.data)]
 
-    gc.collect()  # what earlier tests left
-    cluster2.call_all("node_info")
-    before = cluster2.run(kept)
-    found = plan(cluster2)
-    assert len(found.rows) == 2 * len(found.strategies)
-    assert found.fitting == found.strategies
-    assert all(row.step_s > 0 for row in found.rows)
+    gc.collect()  # objects of earlier tests
+    cluster2._engine_group.call_all(make_call(GroupOperations.node_info))
+    before = cluster2.run(count_objects)
+    plan = make_plan(cluster2)
+    assert len(plan.rows) == 2 * len(plan.strategies)
+    assert plan.fitting == plan.strategies
+    assert all(row.step_s > 0 for row in plan.rows)
     gc.collect()
-    cluster2.call_all("node_info")  # what nobody holds is let go of with the next call
-    for now, then in zip(cluster2.run(kept), before, strict=True):  # runs of earlier tests may have gone meanwhile
+    cluster2._engine_group.call_all(
+        make_call(GroupOperations.node_info)
+    )  # engines free unused objects in the next call
+    for now, then in zip(cluster2.run(count_objects), before, strict=True):  # runs of earlier tests may have been freed
         assert now[0] <= then[0]
         assert now[1] <= then[1]
     check_usable(cluster2)
 
 
-def test_a_plan_from_a_partition_and_a_step_function(cluster2: dtkit.Cluster):
+def test_plan_accepts_a_partition_and_a_training_step(cluster2: dtkit.Cluster):
     part = cluster2.partition(data(), seed=0)
 
     def step(model: nn.Module, batch: Any) -> torch.Tensor:
         return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
-    found = plan(cluster2, sample=part, loss=None, training_step=step)
-    assert [row.rows for row in found.get_rows("DataParallel()")] == [8, 8]
+    plan = make_plan(cluster2, sample=part, loss=None, training_step=step)
+    assert [row.rows for row in plan.get_rows("DataParallel()")] == [8, 8]
 
 
-def test_what_fails_in_a_plan_is_the_engines_error(cluster2: dtkit.Cluster):
-    def fails(_parameters: Any) -> torch.optim.Optimizer:
+def test_failure_during_planning_raises_the_engines_error(cluster2: dtkit.Cluster):
+    def raise_error(_parameters: Any) -> torch.optim.Optimizer:
         raise RuntimeError("no optimizer here")
 
     with pytest.raises(dtkit.errors.EngineError, match="no optimizer here"):
-        plan(cluster2, optimizer=fails)
+        make_plan(cluster2, optimizer=raise_error)
     with pytest.raises(dtkit.errors.EngineError, match=r"returned NoneType; it must return a torch\.optim\.Optimizer"):
-        plan(cluster2, optimizer=lambda _: None)
+        make_plan(cluster2, optimizer=lambda _: None)
     with pytest.raises(dtkit.errors.EngineError, match="mat1 and mat2"):
-        plan(cluster2, sample=(torch.rand(4, 5), torch.zeros(4, dtype=torch.long)))
+        make_plan(cluster2, sample=(torch.rand(4, 5), torch.zeros(4, dtype=torch.long)))
     check_usable(cluster2)
 
 
-def test_nothing_is_measured_beside_a_run(cluster2: dtkit.Cluster):
+def test_plan_is_refused_while_a_run_is_running(cluster2: dtkit.Cluster):
     run = train(cluster2, steps=100_000)
     try:
         with pytest.raises(dtkit.errors.RunError, match=r"this cluster is training .*pause it"):
-            plan(cluster2)
+            make_plan(cluster2)
         run.pause()
-        assert plan(cluster2).rows
+        assert make_plan(cluster2).rows
     finally:
         run.stop()
     check_usable(cluster2)
 
 
-# -- what is refused -------------------------------------------------------------------------------------
+# -- refusals -------------------------------------------------------------------------------------
 
 
 def wide(width: int) -> nn.Module:
@@ -320,13 +325,13 @@ def plain(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
-def test_what_can_not_fit_is_refused_and_what_fits_is_not():
+def test_fit_check_refuses_only_models_that_do_not_fit():
     small, large = wide(2500), wide(3500)  # 25 and 49 MB
     with dtkit.Cluster(1, memory_limit="170MB") as cluster:
         with pytest.raises(ValueError, match=r"does not fit rank 0 .*needs 246 MB .*1[567]\d MB are free for it"):
-            fit_check.check_fits(cluster, large, adam, dtkit.DataParallel())
-        fit_check.check_fits(cluster, large, plain, dtkit.DataParallel())  # 147 MB
+            fit_check.check_fits(cluster._engine_group, large, adam, dtkit.DataParallel())
+        fit_check.check_fits(cluster._engine_group, large, plain, dtkit.DataParallel())  # 147 MB
         run = train(cluster, small, optimizer=plain, steps=3)
         run.wait(60)
-        # What it holds is given back when the next one starts, so it does not count against that (125 MB).
-        fit_check.check_fits(cluster, small, adam, dtkit.DataParallel())
+        # The next training frees the run's memory, so the run does not count against it (125 MB).
+        fit_check.check_fits(cluster._engine_group, small, adam, dtkit.DataParallel())

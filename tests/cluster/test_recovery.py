@@ -1,4 +1,4 @@
-"""Engines that are lost, and interrupts: the run goes on from where survivors stand, as if nothing had been."""
+"""Lost engines and interrupts: the run continues from the survivors' state, to the same result."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from torch import nn
 
 import dtkit
 from dtkit.cluster import cluster_file
-from dtkit.training.boundary_actions import SnapshotTracker
+from dtkit.training.snapshot_tracker import SnapshotTracker
 from tests.support.marks import slow
-from tests.support.nets import net
+from tests.support.nets import make_net
 from tests.support.oracle import (
     BATCH,
     BOUND,
@@ -29,16 +29,16 @@ from tests.support.oracle import (
     FEATURES,
     SEED,
     data,
-    difference,
-    global_rows,
+    get_global_rows,
+    max_difference,
     mean_loss,
     mlp,
     momentum,
-    one_process,
+    train_in_one_process,
 )
-from tests.support.recovery import at_step, kinds
+from tests.support.recovery import list_loss_events, wait_for_step
 from tests.support.small import check_usable
-from tests.support.waiting import until
+from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -51,23 +51,23 @@ STEPS = 600
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[dtkit.Cluster]:
-    """Two engines, and one that waits."""
+    """Two engines and a spare."""
     with dtkit.Cluster(2, threads=1, spares=1) as started:
         yield started
 
 
 @pytest.fixture(scope="module")
 def undisturbed(cluster: dtkit.Cluster) -> dict[str, Any]:
-    """What the same run makes of the model when nobody disturbs it."""
+    """Final parameters of an undisturbed run."""
     run = start(cluster)
     run.wait(60)
     return run.model.state_dict()  # type: ignore[no-any-return]
 
 
 def start(cluster: dtkit.Cluster, model: nn.Module | None = None, **options: Any) -> dtkit.Run:
-    how: dict[str, Any] = {"optimizer": momentum, "batch_size": BATCH, "steps": STEPS, "seed": SEED}
+    arguments: dict[str, Any] = {"optimizer": momentum, "batch_size": BATCH, "steps": STEPS, "seed": SEED}
     return cluster.train(
-        mlp() if model is None else model, data(), **{"loss": mean_loss, "shuffle": "global", **how, **options}
+        mlp() if model is None else model, data(), **{"loss": mean_loss, "shuffle": "global", **arguments, **options}
     )
 
 
@@ -80,61 +80,61 @@ def start(cluster: dtkit.Cluster, model: nn.Module | None = None, **options: Any
     ],
     ids=repr,
 )
-def test_a_killed_engine_is_replaced_and_training_is_as_undisturbed(
+def test_killed_engine_is_replaced_and_training_is_unchanged(
     cluster: dtkit.Cluster, undisturbed: dict[str, Any], strategy: Any, options: dict[str, Any]
 ):
     expected = undisturbed
-    if strategy != dtkit.DataParallel():  # sums are rounded otherwise, and 600 steps make that larger
-        alone = start(cluster, strategy=strategy)
-        alone.wait(60)
-        expected = alone.model.state_dict()
+    if strategy != dtkit.DataParallel():  # other sums round differently, which 600 steps amplify
+        reference = start(cluster, strategy=strategy)
+        reference.wait(60)
+        expected = reference.model.state_dict()
     run = start(cluster, strategy=strategy, **options)
-    at_step(run, 120)
+    wait_for_step(run, 120)
     os.kill(cluster.nodes[1].pid, signal.SIGKILL)
     run.wait(120)
-    assert kinds(run) == ["lost", "repair"]
-    assert difference(run.model.state_dict(), expected) <= BOUND
+    assert list_loss_events(run) == ["lost", "repair"]
+    assert max_difference(run.model.state_dict(), expected) <= BOUND
     assert sorted(set(run.history.totals()["step"])) == list(range(STEPS))
-    if not options:  # a survivor had it all
+    if not options:  # a survivor has the whole model
         assert "no step lost" in next(e.text for e in run.history.events if e.kind == "repair")
     check_usable(cluster)
 
 
-def once(path: Path) -> None:
-    """End this process, if there is this file; then there is none any more."""
+def die_once(path: Path) -> None:
+    """Remove the file and end this process, if the file exists."""
     with contextlib.suppress(FileNotFoundError):
         path.unlink()
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 class DeadlyRows(torch.utils.data.Dataset[Any]):
-    """Held-out data. Who reads a row of it where there is the file, ends."""
+    """Validation data that ends the process which reads a row while the file exists."""
 
-    def __init__(self, deadly: Path) -> None:
-        self.rows, self.deadly = data(), deadly
+    def __init__(self, flag: Path) -> None:
+        self.rows, self.flag = data(), flag
 
     def __len__(self) -> int:
         return 11
 
     def __getitem__(self, index: int) -> Any:
-        once(self.deadly)
+        die_once(self.flag)
         return self.rows[0][index], self.rows[1][index]
 
 
 class DeadlyPlateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
-    """Halves the learning rate after every epoch but the first. Rank 1 then ends, where there is the file."""
+    """Halves the learning rate after each epoch but the first; rank 1 then ends if the file exists."""
 
-    def __init__(self, optimizer: Any, deadly: Path) -> None:
+    def __init__(self, optimizer: Any, flag: Path) -> None:
         super().__init__(optimizer, factor=0.5, patience=0, threshold=0.99)
-        self.deadly = deadly
+        self.flag = flag
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: value for name, value in super().state_dict().items() if name != "deadly"}
+        return {name: value for name, value in super().state_dict().items() if name != "flag"}
 
     def step(self, metrics: Any, epoch: Any = None) -> None:
         super().step(metrics, epoch)
         if torch.distributed.get_rank() == 1:
-            once(self.deadly)
+            die_once(self.flag)
 
 
 @pytest.mark.parametrize(
@@ -142,147 +142,147 @@ class DeadlyPlateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
     [(dtkit.DataParallel(), {}), (dtkit.Pipeline(2, micro_batches=2), {"snapshot_every": 4})],
     ids=["replicas", "pipeline"],
 )
-@pytest.mark.parametrize(("moment", "epoch"), [("amid", 2), slow("behind", 2), slow("amid", 4)])
-def test_an_evaluation_in_which_an_engine_is_lost_is_made_again_and_taken_once(
+@pytest.mark.parametrize(("moment", "epoch"), [("during", 2), slow("after", 2), slow("during", 4)])
+def test_evaluation_interrupted_by_a_lost_engine_is_repeated_and_counted_once(
     cluster: dtkit.Cluster, tmp_path: Path, strategy: Any, options: dict[str, Any], moment: str, epoch: int
 ):
-    """`behind`: another rank had taken its loss. `epoch` 4 is the last one; callbacks see all four in any case."""
-    amid, behind, seen = tmp_path / "amid", tmp_path / "behind", []
+    """`after`: another rank has used the loss already. Epoch 4 is the last; callbacks see all four epochs."""
+    during, after, seen = tmp_path / "during", tmp_path / "after", []
 
     def begin() -> dtkit.Run:
         return start(
             cluster,
             strategy=strategy,
             steps=24,
-            validation=DeadlyRows(amid),
-            lr_scheduler=lambda optimizer: DeadlyPlateau(optimizer, behind),
+            validation=DeadlyRows(during),
+            lr_scheduler=lambda optimizer: DeadlyPlateau(optimizer, after),
             lr_scheduler_every="epoch",
             callbacks=[lambda run: seen.append([e.step for e in run.history.evaluations])],
             start=False,
             **options,
         )
 
-    straight = begin()
-    straight.resume()
-    straight.wait(60)
-    assert straight.history.rows()["lr"][-1] == 0.025
-    expected, told = straight.model.state_dict(), list(seen)
+    undisturbed_run = begin()
+    undisturbed_run.resume()
+    undisturbed_run.wait(60)
+    assert undisturbed_run.history.rows()["lr"][-1] == 0.025
+    expected, expected_seen = undisturbed_run.model.state_dict(), list(seen)
     seen.clear()
     run = begin()
     run.step(6 * epoch - 2)
     (tmp_path / moment).touch()
     run.resume()
     run.wait(60)
-    assert kinds(run) == ["lost", "repair"]
-    assert seen == told == [[6], [6, 12], [6, 12, 18], [6, 12, 18, 24]]
+    assert list_loss_events(run) == ["lost", "repair"]
+    assert seen == expected_seen == [[6], [6, 12], [6, 12, 18], [6, 12, 18, 24]]
     assert run.history.rows()["lr"][-1] == 0.025
-    assert difference(run.model.state_dict(), expected) <= BOUND
-    ours, theirs = ([e.values["loss"] for e in one.history.evaluations] for one in (run, straight))
-    assert ours == pytest.approx(theirs, abs=BOUND)
+    assert max_difference(run.model.state_dict(), expected) <= BOUND
+    losses, expected_losses = ([e.values["loss"] for e in r.history.evaluations] for r in (run, undisturbed_run))
+    assert losses == pytest.approx(expected_losses, abs=BOUND)
 
 
-def test_a_second_loss_is_given_the_engine_that_was_to_be_the_next_spare(cluster: dtkit.Cluster):
-    """It comes sooner than one that is started when that has come."""
-    transport: Any = cluster._transport
-    until(lambda: transport.spare_ids, 60)
+def test_second_lost_engine_is_replaced_by_the_next_spare(cluster: dtkit.Cluster):
+    """The next spare is ready sooner than an engine that is started after the loss."""
+    transport: Any = cluster._engine_group.transport
+    wait_until(lambda: transport.spare_ids, 60)
     spare = transport.spare_ids[0]
-    cluster.kill([1])
+    cluster._engine_group.transport.kill([1])
     assert cluster.repair() == [1]
     assert transport.engine_ids[1] == spare
-    cluster.kill([0])
+    cluster._engine_group.transport.kill([0])
     assert cluster.repair() == [0]
-    assert transport.engine_ids[0] == spare + 1  # engines are numbered as they come
+    assert transport.engine_ids[0] == spare + 1  # ids are given in the order of registration
     check_usable(cluster)
-    until(lambda: transport.spare_ids == [spare + 2], 30)
+    wait_until(lambda: transport.spare_ids == [spare + 2], 30)
 
 
-def test_a_spare_that_was_started_later_is_where_a_takeover_finds_it(cluster: dtkit.Cluster):
-    transport: Any = cluster._transport
-    until(lambda: transport.spare_ids, 60)
+def test_later_spare_is_recorded_in_the_cluster_file(cluster: dtkit.Cluster):
+    transport: Any = cluster._engine_group.transport
+    wait_until(lambda: transport.spare_ids, 60)
     spare = transport.spare_ids[0]
-    transport._use_spare(1)  # and no replacing after it, which would sign, too
+    transport._use_spare(1)  # without `replace`, which writes the cluster file, too
     transport._refill_spares()
     assert cluster_file.read_cluster_file(cluster.folder).spare_ids == (spare + 1,)
-    cluster.form_process_group(ranks_changed=True)
+    cluster._engine_group.membership.form_process_group(ranks_changed=True)
     check_usable(cluster)
 
 
-def test_a_learning_rate_outlives_a_snapshot_that_is_older(cluster: dtkit.Cluster):
+def test_learning_rate_survives_recovery_from_an_older_snapshot(cluster: dtkit.Cluster):
     run = start(cluster, strategy=dtkit.Pipeline(2, micro_batches=2), snapshot_every=10, steps=40, start=False)
     run.step(14)
     run.set(lr=0.025)
     run.step(2)
-    cluster.kill([1])
+    cluster._engine_group.transport.kill([1])
     run.resume()
     run.wait(60)
-    (told,) = (event.text for event in run.history.events if event.kind == "repair")
-    assert "6 steps lost" in told
-    again = run.history.rows()[-2 * 30 :]
-    assert set(again["step"]) == set(range(10, 40))
-    assert set(again["lr"]) == {0.025}  # none is taken with a rate that nobody wants any more
+    (text,) = (event.text for event in run.history.events if event.kind == "repair")
+    assert "6 steps lost" in text
+    repeated = run.history.rows()[-2 * 30 :]
+    assert set(repeated["step"]) == set(range(10, 40))
+    assert set(repeated["lr"]) == {0.025}  # not the rate at the time of the snapshot
 
 
 @pytest.fixture(scope="module")
 def cluster4() -> Iterator[dtkit.Cluster]:
-    """Four engines, and one that waits."""
+    """Four engines and a spare."""
     with dtkit.Cluster(4, threads=1, spares=1) as started:
         yield started
 
 
 @pytest.mark.parametrize("strategy", [slow(dtkit.DataParallel()), slow(dtkit.Sharded(replicas=2))], ids=repr)
-def test_three_that_survive_the_fourth_lose_one_step_at_most(cluster4: dtkit.Cluster, strategy: Any):
-    """Some may have had all that they needed for a step, and others not; what three hold makes a whole."""
-    steps = 200  # DDP made anew sums four gradients in another order: 1e-14 by then, and 3e-12 after STEPS
-    alone = start(cluster4, strategy=strategy, steps=steps)
-    alone.wait(60)
-    expected = alone.model.state_dict()
+def test_three_survivors_lose_at_most_one_step(cluster4: dtkit.Cluster, strategy: Any):
+    """Some survivors may have completed a step and others not; together they hold the whole model."""
+    steps = 200  # a new DDP sums four gradients in another order, and STEPS steps would amplify that above BOUND
+    reference = start(cluster4, strategy=strategy, steps=steps)
+    reference.wait(60)
+    expected = reference.model.state_dict()
     before = [node.pid for node in cluster4.nodes]
     run = start(cluster4, strategy=strategy, steps=steps)
-    at_step(run, 30)
+    wait_for_step(run, 30)
     os.kill(before[1], signal.SIGKILL)
     run.wait(60)
-    assert kinds(run) == ["lost", "repair"]
-    (told,) = (event.text for event in run.history.events if event.kind == "repair")
-    assert re.search(r" (no|1) step lost$", told), told
+    assert list_loss_events(run) == ["lost", "repair"]
+    (text,) = (event.text for event in run.history.events if event.kind == "repair")
+    assert re.search(r" (no|1) step lost$", text), text
     assert [node.rank for node in cluster4.nodes if node.pid not in before] == [1]
     assert sorted(set(run.history.totals()["step"])) == list(range(steps))
-    assert difference(run.model.state_dict(), expected) <= BOUND
+    assert max_difference(run.model.state_dict(), expected) <= BOUND
     check_usable(cluster4)
 
 
 @pytest.mark.parametrize("kind", ["encoder", slow("gpt")])
 @pytest.mark.slow
-def test_the_heads_of_a_lost_engine_come_from_the_other_replica(cluster4: dtkit.Cluster, kind: str):
-    """Of queries, keys and values in one parameter, survivors have parts of each."""
+def test_attention_heads_of_a_lost_engine_come_from_the_other_replica(cluster4: dtkit.Cluster, kind: str):
+    """Survivors hold parts of queries, keys and values, which are one parameter."""
     steps, strategy = 40, dtkit.TensorParallel(2, replicas=2)
-    alone = start(cluster4, net(kind), strategy=strategy, steps=steps)
-    alone.wait(60)
-    expected = alone.model.state_dict()
-    run = start(cluster4, net(kind), strategy=strategy, steps=steps, start=False)
+    reference = start(cluster4, make_net(kind), strategy=strategy, steps=steps)
+    reference.wait(60)
+    expected = reference.model.state_dict()
+    run = start(cluster4, make_net(kind), strategy=strategy, steps=steps, start=False)
     run.step(10)
     os.kill(cluster4.nodes[1].pid, signal.SIGKILL)
     run.resume()
     run.wait(60)
-    assert kinds(run) == ["lost", "repair"]
+    assert list_loss_events(run) == ["lost", "repair"]
     assert sorted(set(run.history.totals()["step"])) == list(range(steps))
-    assert difference(run.model.state_dict(), expected) <= 1e-10
+    assert max_difference(run.model.state_dict(), expected) <= 1e-10
     check_usable(cluster4)
 
 
-def test_a_run_goes_on_with_fewer():
+def test_run_shrinks_and_continues_after_a_loss():
     with dtkit.Cluster(2, threads=1) as cluster:
         run = start(cluster, on_failure="shrink", steps=60, start=False)
         run.step(20)
-        cluster.kill([0])
+        cluster._engine_group.transport.kill([0])
         run.resume()
         run.wait(120)
         assert (cluster.world_size, run.spec.world_size) == (1, 1)
-        assert difference(run.model.state_dict(), one_process(mlp(), global_rows, steps=60)) <= BOUND
+        assert max_difference(run.model.state_dict(), train_in_one_process(mlp(), get_global_rows, steps=60)) <= BOUND
         check_usable(cluster)
 
 
-class Noting:
-    """A step that writes down which rows it was given: their first numbers, of which no two are equal."""
+class RecordingStep:
+    """Training step that records its rows by their first numbers, which are unique."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -296,51 +296,53 @@ class Noting:
 
 @pytest.mark.parametrize(("shuffle", "at"), [slow("global", 20), ("shard", 18)], ids=["within", "between epochs"])
 @pytest.mark.slow
-def test_three_of_four_go_on_and_miss_no_row(tmp_path: Path, shuffle: str, at: int):
-    """Shards are dealt anew: within an epoch only one order of all rows goes on as if there had been as many ever."""
+def test_three_of_four_engines_continue_and_skip_no_row(tmp_path: Path, shuffle: str, at: int):
+    """The rows are divided into new shards; only shuffle="global" continues exactly within an epoch."""
     with dtkit.Cluster(4, threads=1) as cluster:
-        noting: dict[str, Any] = {"loss": None, "training_step": Noting(tmp_path)}
-        run = start(cluster, on_failure="shrink", shuffle=shuffle, steps=60, start=False, **noting)
+        recording: dict[str, Any] = {"loss": None, "training_step": RecordingStep(tmp_path)}
+        run = start(cluster, on_failure="shrink", shuffle=shuffle, steps=60, start=False, **recording)
         run.step(at)
-        cluster.kill([1])
+        cluster._engine_group.transport.kill([1])
         run.resume()
         run.wait(60)
-        assert (cluster.world_size, run.spec.world_size, kinds(run)) == (3, 3, ["lost", "repair"])
+        assert (cluster.world_size, run.spec.world_size, list_loss_events(run)) == (3, 3, ["lost", "repair"])
         assert run.history.totals()["ranks"].tolist() == [4] * at + [3] * (60 - at)
-        wanted = collections.Counter(dict.fromkeys(data()[0][:, 0].tolist(), 10))
+        expected = collections.Counter(dict.fromkeys(data()[0][:, 0].tolist(), 10))
         seen = collections.Counter(float(line) for path in tmp_path.iterdir() for line in path.read_text().splitlines())
-        assert wanted <= seen
-        assert (seen - wanted).total() <= BATCH  # of a step that survivors had begun, and took again
+        assert expected <= seen
+        assert (seen - expected).total() <= BATCH  # the survivors repeat at most one step
         if shuffle == "global":
-            assert difference(run.model.state_dict(), one_process(mlp(), global_rows, steps=60)) <= BOUND
+            assert (
+                max_difference(run.model.state_dict(), train_in_one_process(mlp(), get_global_rows, steps=60)) <= BOUND
+            )
         check_usable(cluster)
 
 
-def test_a_run_waits_to_be_repaired(cluster: dtkit.Cluster, undisturbed: dict[str, Any]):
+def test_run_with_on_failure_pause_waits_for_a_repair(cluster: dtkit.Cluster, undisturbed: dict[str, Any]):
     run = start(cluster, on_failure="pause")
-    at_step(run, 120)
-    cluster.kill([1])
+    wait_for_step(run, 120)
+    cluster._engine_group.transport.kill([1])
     with pytest.raises(dtkit.errors.PausedError, match="rank 1 is gone"):
         run.wait(60)
     assert run.status.state is dtkit.types.State.PAUSED
     assert cluster.repair() == [1]
     run.resume()
     run.wait(120)
-    assert difference(run.model.state_dict(), undisturbed) <= BOUND
+    assert max_difference(run.model.state_dict(), undisturbed) <= BOUND
 
 
-def test_an_ended_run_is_repaired_saved_and_extended_from_where_it_stands(
+def test_completed_run_is_repaired_saved_and_extended(
     cluster: dtkit.Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """A part of it is nowhere but in a snapshot, of an earlier step: of the last one, say, there was no copy."""
+    """A part of the model is only in a snapshot of an earlier step, since the last one was not saved."""
     monkeypatch.setattr(SnapshotTracker, "is_missing", lambda *_: False)
     options: dict[str, Any] = {"strategy": dtkit.Pipeline(2, micro_batches=2), "snapshot_every": 50}
-    alone = start(cluster, steps=140, **options)
-    alone.wait(60)
-    expected = alone.model.state_dict()
+    reference = start(cluster, steps=140, **options)
+    reference.wait(60)
+    expected = reference.model.state_dict()
     run = start(cluster, steps=120, **options)
     run.wait(60)
-    cluster.kill([1])
+    cluster._engine_group.transport.kill([1])
     run.repair()
     assert (run.status.state, run.status.step, run.lr) == (dtkit.types.State.COMPLETED, 100, 0.1)
     assert "all go on from step 100" in next(e.text for e in run.history.events if e.kind == "repair")
@@ -349,24 +351,24 @@ def test_an_ended_run_is_repaired_saved_and_extended_from_where_it_stands(
     assert run.spec.steps == 140
     run.wait(60)
     assert sorted(set(run.history.totals()["step"])) == list(range(140))
-    assert difference(run.model.state_dict(), expected) <= BOUND
+    assert max_difference(run.model.state_dict(), expected) <= BOUND
     check_usable(cluster)
 
 
 @pytest.mark.slow
-def test_engines_that_are_lost_at_one_step_again_and_again_end_the_run(cluster: dtkit.Cluster):
-    run = start(cluster, loss=leaving, steps=20)
+def test_run_fails_after_repeated_losses_at_one_step(cluster: dtkit.Cluster):
+    run = start(cluster, loss=crash_on_rank_1, steps=20)
     with pytest.raises(dtkit.errors.EngineError, match="its process has ended"):
         run.wait(180)
     assert run.status.state is dtkit.types.State.FAILED
-    assert kinds(run) == [*["lost", "repair"] * 3, "lost"]
+    assert list_loss_events(run) == [*["lost", "repair"] * 3, "lost"]
     assert "lost 4 times in a row at step 0" in run.history.events[-2].text + run.history.events[-1].text
     assert cluster.repair() == [1]
     check_usable(cluster)
 
 
-def leaving(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """As C code that crashes on one rank's samples."""
+def crash_on_rank_1(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """End the process of rank 1, as a crash in C code does."""
     import torch.distributed as dist
 
     if dist.get_rank() == 1:
@@ -374,20 +376,20 @@ def leaving(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return mean_loss(output, target)
 
 
-def test_what_an_update_that_fails_costs_is_told(cluster: dtkit.Cluster):
-    """A rank that fails amid its update has its part of the model torn, and there is no other copy of it."""
-    run = start(cluster, strategy=dtkit.Sharded(), optimizer=Failing, snapshot_every=25, start=False)
+def test_failed_update_logs_the_lost_steps(cluster: dtkit.Cluster):
+    """A rank that fails during its update holds a partially updated part, of which there is no other copy."""
+    run = start(cluster, strategy=dtkit.Sharded(), optimizer=FailingSGD, snapshot_every=25, start=False)
     run.resume()
     with pytest.raises(dtkit.errors.EngineError, match="no more updates"):
         run.wait(60)
-    at = run.status.step
-    assert at in (25, 50)
-    (told,) = [event.text for event in run.history.events if "go back" in event.text]
-    assert told.startswith(f"all go back to step {at}, {60 - at} steps lost")
+    step = run.status.step
+    assert step in (25, 50)
+    (text,) = [event.text for event in run.history.events if "go back" in event.text]
+    assert text.startswith(f"all go back to step {step}, {60 - step} steps lost")
 
 
-class Failing(torch.optim.SGD):
-    """Raises on rank 1 in its update of step 60."""
+class FailingSGD(torch.optim.SGD):
+    """Optimizer that raises on rank 1 in the update of step 60."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, lr=0.1)
@@ -402,17 +404,17 @@ class Failing(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_after_all_engines_were_lost_one_trains_anew(cluster: dtkit.Cluster):
+def test_cluster_is_usable_after_losing_all_engines(cluster: dtkit.Cluster):
     run = start(cluster, steps=100_000)
-    at_step(run, 30)
-    cluster.kill([0, 1])
+    wait_for_step(run, 30)
+    cluster._engine_group.transport.kill([0, 1])
     with pytest.raises(dtkit.DtkitError):
         run.wait(120)
     cluster.repair()
     check_usable(cluster)
 
 
-def test_an_interrupt_of_some_steps_pauses_them(cluster: dtkit.Cluster):
+def test_interrupt_of_run_step_pauses_the_run(cluster: dtkit.Cluster):
     run = start(cluster, steps=200_000, start=False)
     timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
@@ -423,97 +425,98 @@ def test_an_interrupt_of_some_steps_pauses_them(cluster: dtkit.Cluster):
     run.stop()
 
 
-def test_a_training_replaces_first_what_was_lost_before_it(cluster: dtkit.Cluster):
+def test_train_first_replaces_engines_that_were_lost_earlier(cluster: dtkit.Cluster):
     part = cluster.partition(data())
-    cluster.kill([1])
+    cluster._engine_group.transport.kill([1])
     run = cluster.train(mlp(), part, loss=mean_loss, optimizer=momentum, batch_size=BATCH, steps=3)
     run.wait(60)
     assert run.status.state is dtkit.types.State.COMPLETED
-    assert "lost" not in kinds(run)
+    assert "lost" not in list_loss_events(run)
 
 
-def test_an_idle_cluster_is_repaired_by_hand(cluster: dtkit.Cluster):
-    part, copies = cluster.partition(data()), cluster.broadcast(mlp())
-    done = cluster.train(copies, part, loss=mean_loss, optimizer=momentum, batch_size=BATCH, steps=3)
-    done.wait(60)
-    cluster.kill([0])
+def test_idle_cluster_is_repaired_by_hand(cluster: dtkit.Cluster):
+    part, model = cluster.partition(data()), cluster.broadcast(mlp())
+    completed = cluster.train(model, part, loss=mean_loss, optimizer=momentum, batch_size=BATCH, steps=3)
+    completed.wait(60)
+    cluster._engine_group.transport.kill([0])
     with pytest.raises(dtkit.errors.EngineError, match=r"cluster\.repair\(\) starts another one"):
         cluster.run(os.getpid)
     assert cluster.repair() == [0]
     assert len(set(cluster.run(os.getpid))) == 2
-    done.extend(steps=2)  # its job was made anew, with a survivor's state
-    done.wait(60)
-    run = cluster.train(copies, part, loss=mean_loss, optimizer=momentum, batch_size=BATCH, steps=3)  # so were these
+    completed.extend(steps=2)  # its job was rebuilt from a survivor's state
+    completed.wait(60)
+    # The model and the data were rebuilt, too.
+    run = cluster.train(model, part, loss=mean_loss, optimizer=momentum, batch_size=BATCH, steps=3)
     run.wait(60)
     assert run.status.state is dtkit.types.State.COMPLETED
 
 
-def interrupted(after: Callable[[], Any], times: int = 1) -> None:
-    """Interrupt this process's main thread, as the notebook's button does, once `after` has returned."""
+def interrupt_after(event: Callable[[], Any], times: int = 1) -> None:
+    """Interrupt this process's main thread, as the notebook's button does, after `event` has returned."""
 
     def press() -> None:
-        after()
+        event()
         for _ in range(times):
             os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=press, daemon=True).start()
 
 
-def test_an_interrupt_pauses_between_two_steps(cluster: dtkit.Cluster, undisturbed: dict[str, Any]):
+def test_interrupt_pauses_between_two_steps(cluster: dtkit.Cluster, undisturbed: dict[str, Any]):
     run = start(cluster)
-    interrupted(lambda: at_step(run, 50))
+    interrupt_after(lambda: wait_for_step(run, 50))
     with pytest.raises(KeyboardInterrupt):
         run.wait(60)
     assert run.status.state is dtkit.types.State.PAUSED
     run.resume()
     run.wait(60)
-    assert difference(run.model.state_dict(), undisturbed) <= BOUND
+    assert max_difference(run.model.state_dict(), undisturbed) <= BOUND
 
 
 def sleep_for_long() -> None:
-    """What an interrupt ends."""
+    """Sleep until an interrupt."""
     # sleeps: under test: a rank that sleeps during a step
     time.sleep(600)
 
 
 def stop_this_process() -> None:
-    """It hears of no interrupt, unless somebody has it go on."""
+    """Stop this process, which gets signals only after it is continued."""
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-class Stuck:
-    """A loss that does not return, once, in the midst of a step of one rank."""
+class StuckLoss:
+    """Loss that gets stuck once, during a step of rank 1."""
 
-    def __init__(self, folder: Path, how: Callable[[], None]) -> None:
-        self.folder, self.how = folder, how
+    def __init__(self, folder: Path, get_stuck: Callable[[], None]) -> None:
+        self.folder, self.get_stuck = folder, get_stuck
 
     def __call__(self, output: Any, target: Any) -> Any:
         import torch.distributed as dist
 
         flag = self.folder / "stuck"
-        seen = self.calls = getattr(self, "calls", 0) + 1
-        if seen > 20 and dist.get_rank() == 1 and not flag.exists():
+        self.calls = getattr(self, "calls", 0) + 1
+        if self.calls > 20 and dist.get_rank() == 1 and not flag.exists():
             flag.touch()
-            self.how()
+            self.get_stuck()
         return mean_loss(output, target)
 
 
-def press_twice(stuck: Path) -> list[float]:
-    """Interrupt this process once a rank is stuck, and once more; the list gets the time of the second interrupt."""
-    pressed: list[float] = []
+def interrupt_twice(flag: Path) -> list[float]:
+    """Interrupt this process twice once `flag` exists; the returned list gets the time of the second interrupt."""
+    sent_at: list[float] = []
 
-    def twice() -> None:
-        until(stuck.exists, 60)
+    def interrupt() -> None:
+        wait_until(flag.exists, 60)
         os.kill(os.getpid(), signal.SIGINT)
         threading.Event().wait(0.3)
-        pressed.append(time.monotonic())
+        sent_at.append(time.monotonic())
 
-    interrupted(twice)
-    return pressed
+    interrupt_after(interrupt)
+    return sent_at
 
 
 @pytest.mark.parametrize(
-    ("how", "strategy"),
+    ("get_stuck", "strategy"),
     [
         (sleep_for_long, dtkit.DataParallel()),
         (stop_this_process, dtkit.DataParallel()),
@@ -521,81 +524,81 @@ def press_twice(stuck: Path) -> list[float]:
     ],
     ids=["asleep", "stopped", "stopped in a pipeline"],
 )
-def test_a_second_interrupt_breaks_off_what_is_stuck(
-    cluster: dtkit.Cluster, tmp_path: Path, how: Any, strategy: dtkit.Strategy
+def test_second_interrupt_aborts_a_stuck_step(
+    cluster: dtkit.Cluster, tmp_path: Path, get_stuck: Any, strategy: dtkit.Strategy
 ):
-    straight = start(cluster, strategy=strategy)
-    straight.wait(60)
-    undisturbed = straight.model.state_dict()
-    run = start(cluster, loss=Stuck(tmp_path, how), strategy=strategy)
+    reference = start(cluster, strategy=strategy)
+    reference.wait(60)
+    undisturbed = reference.model.state_dict()
+    run = start(cluster, loss=StuckLoss(tmp_path, get_stuck), strategy=strategy)
     engines = [node.pid for node in cluster.nodes]
-    pressed = press_twice(tmp_path / "stuck")
+    sent_at = interrupt_twice(tmp_path / "stuck")
     with pytest.raises(KeyboardInterrupt):
         run.wait(60)
-    assert time.monotonic() - pressed[0] < 3
+    assert time.monotonic() - sent_at[0] < 3
     assert run.status.state is dtkit.types.State.PAUSED
     assert [node.pid for node in cluster.nodes] == engines
     assert [e.text for e in run.history.events if "broken off" in e.text]
-    assert cluster.run(os.getpid)  # at once: nobody sleeps any more
+    assert cluster.run(os.getpid)  # no rank sleeps any more
     run.resume()
     run.wait(60)
-    assert difference(run.model.state_dict(), undisturbed) <= BOUND
+    assert max_difference(run.model.state_dict(), undisturbed) <= BOUND
 
 
 def run_in_c() -> None:
-    """It holds the interpreter, and looks for no signal."""
+    """Hold the interpreter in C, without checks for signals."""
     collections.deque(itertools.repeat(None), maxlen=0)
 
 
-def test_a_second_interrupt_gives_up_a_rank_that_lets_none_in(cluster: dtkit.Cluster, tmp_path: Path):
-    """It is ended, and the spare takes its place: nothing else gets the others out."""
-    until(lambda: cluster._transport.spare_ids, 60)  # type: ignore[attr-defined]
-    run = start(cluster, loss=Stuck(tmp_path, run_in_c))
-    pressed = press_twice(tmp_path / "stuck")
+def test_second_interrupt_replaces_a_rank_that_ignores_signals(cluster: dtkit.Cluster, tmp_path: Path):
+    """Only replacing the rank by the spare releases the others."""
+    wait_until(lambda: cluster._engine_group.transport.spare_ids, 60)  # type: ignore[attr-defined]
+    run = start(cluster, loss=StuckLoss(tmp_path, run_in_c))
+    sent_at = interrupt_twice(tmp_path / "stuck")
     with pytest.raises(KeyboardInterrupt):
         run.wait(60)
     assert run._driver.wait(10)
-    assert time.monotonic() - pressed[0] < 5  # two in which it is found out, and what a repair takes
+    assert time.monotonic() - sent_at[0] < 5  # two seconds for the detection, and the repair
     assert run.status.state is dtkit.types.State.PAUSED
-    assert kinds(run) == ["lost", "repair"]
+    assert list_loss_events(run) == ["lost", "repair"]
     run.resume()
     run.wait(60)
     assert run.history.totals()["step"].tolist() == list(range(STEPS))
 
 
-class Endless:
-    """A metric that does not return. It says when it was begun."""
+class EndlessMetric:
+    """Metric that does not return; it creates a file when it is called."""
 
-    def __init__(self, begun: Path) -> None:
-        self.begun = begun
+    def __init__(self, flag: Path) -> None:
+        self.flag = flag
 
     def __call__(self, *_: Any) -> float:
-        self.begun.touch()
+        self.flag.touch()
         while True:
             threading.Event().wait(0.01)
 
 
-def test_an_evaluation_by_hand_that_is_interrupted_ends_on_the_engines_too(cluster: dtkit.Cluster, tmp_path: Path):
-    """Whether or not a second interrupt comes before they have ended it."""
+def test_interrupted_evaluate_call_ends_on_the_engines(cluster: dtkit.Cluster, tmp_path: Path):
+    """The number of interrupts before the engines have ended the call doesn't matter."""
     run = start(cluster, start=False)
     run.step(5)
     engines = [node.pid for node in cluster.nodes]
-    for presses in (1, 2):
-        begun = tmp_path / f"begun-{presses}"
+    for count in (1, 2):
+        flag = tmp_path / f"called-{count}"
 
-        def press(begun: Path = begun, presses: int = presses) -> None:
-            until(begun.exists)
-            for _ in range(presses):
+        def interrupt(flag: Path = flag, count: int = count) -> None:
+            wait_until(flag.exists)
+            for _ in range(count):
                 os.kill(os.getpid(), signal.SIGINT)
                 threading.Event().wait(0.02)
 
-        presser = threading.Thread(target=press, daemon=True)
-        presser.start()
+        thread = threading.Thread(target=interrupt, daemon=True)
+        thread.start()
         with contextlib.suppress(KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
-            run.evaluate(data(), metrics={"endless": Endless(begun)})
-        with contextlib.suppress(KeyboardInterrupt):  # the second may come as late as here
-            presser.join(10)
-        presser.join(10)
+            run.evaluate(data(), metrics={"endless": EndlessMetric(flag)})
+        with contextlib.suppress(KeyboardInterrupt):  # the second interrupt may arrive here
+            thread.join(10)
+        thread.join(10)
         assert cluster.run(os.getpid) == engines
     assert run.evaluate(data()).samples == len(data()[0])
     run.step(5)
@@ -604,10 +607,10 @@ def test_an_evaluation_by_hand_that_is_interrupted_ends_on_the_engines_too(clust
 
 
 @pytest.fixture
-def waits() -> Iterator[Callable[[dtkit.Run], int]]:
-    """Waits for a run again and again, with ten interrupts meanwhile; how many of them it raised.
+def interrupted_wait() -> Iterator[Callable[[dtkit.Run], int]]:
+    """Function that waits for a run during ten interrupts, and returns how many of them it raised.
 
-    Interrupts may come late: outside of `wait` they are nobody's, as in a notebook between two cells.
+    Late interrupts outside `wait` have no effect, as in a notebook between two cells.
     """
     waiting = False
 
@@ -615,18 +618,18 @@ def waits() -> Iterator[Callable[[dtkit.Run], int]]:
         if waiting:
             raise KeyboardInterrupt
 
-    def waits(run: dtkit.Run) -> int:
+    def wait(run: dtkit.Run) -> int:
         nonlocal waiting
-        pressed, raised = threading.Event(), 0
+        all_sent, raised = threading.Event(), 0
 
-        def press() -> None:
+        def interrupt() -> None:
             for _ in range(10):
                 os.kill(os.getpid(), signal.SIGINT)
                 threading.Event().wait(0.05)
-            pressed.set()
+            all_sent.set()
 
-        threading.Thread(target=press, daemon=True).start()
-        while not pressed.is_set():
+        threading.Thread(target=interrupt, daemon=True).start()
+        while not all_sent.is_set():
             try:
                 waiting = True
                 run.wait(1)
@@ -639,63 +642,61 @@ def waits() -> Iterator[Callable[[dtkit.Run], int]]:
         return raised
 
     before = signal.signal(signal.SIGINT, handle)
-    yield waits
+    yield wait
     signal.signal(signal.SIGINT, before)
 
 
 def test_ten_interrupts_leave_a_working_cluster(
-    cluster: dtkit.Cluster, undisturbed: dict[str, Any], waits: Callable[[dtkit.Run], int]
+    cluster: dtkit.Cluster, undisturbed: dict[str, Any], interrupted_wait: Callable[[dtkit.Run], int]
 ):
     run = start(cluster)
-    at_step(run, 30)
-    assert waits(run)
+    wait_for_step(run, 30)
+    assert interrupted_wait(run)
     run.pause()
     run.resume()
     run.wait(60)
-    assert difference(run.model.state_dict(), undisturbed) <= BOUND
+    assert max_difference(run.model.state_dict(), undisturbed) <= BOUND
     check_usable(cluster)
 
 
 @pytest.mark.parametrize("strategy", [dtkit.DataParallel(), dtkit.Pipeline(2, 2)], ids=["data", "pipeline"])
-def test_ranks_agree_anew_where_one_was_interrupted_as_they_had_agreed(
-    cluster: dtkit.Cluster, strategy: dtkit.Strategy
-):
-    """The other knows the loss's form, so that its next collective would be another one: gloo ends a process for it."""
+def test_ranks_agree_again_on_the_loss_form_after_an_interrupt(cluster: dtkit.Cluster, strategy: dtkit.Strategy):
+    """Otherwise the next collectives of the ranks would differ, for which gloo ends a process."""
     engines = [node.pid for node in cluster.nodes]
-    cluster.run(interrupt_once_agreed)
+    cluster.run(interrupt_after_agreement)
     run = start(cluster, strategy=strategy, steps=20)
     run.wait(60)
     assert run.status.state is dtkit.types.State.COMPLETED
     assert [node.pid for node in cluster.nodes] == engines
-    assert kinds(run) == []
+    assert list_loss_events(run) == []
 
 
-def interrupt_once_agreed() -> None:
+def interrupt_after_agreement() -> None:
     import torch.distributed as dist
 
     from dtkit.strategies import gradients
 
     agree = gradients.agree_on_loss_form
 
-    def agree_and_be_interrupted(*args: Any) -> int:
+    def agree_and_interrupt(*args: Any) -> int:
         agree(*args)
         gradients.agree_on_loss_form = agree
         signal.raise_signal(signal.SIGINT)
-        raise AssertionError("nothing was interrupted")
+        raise AssertionError("SIGINT raised no KeyboardInterrupt")
 
     if dist.get_rank() == 0:
-        gradients.agree_on_loss_form = agree_and_be_interrupted
+        gradients.agree_on_loss_form = agree_and_interrupt
 
 
 def wide() -> nn.Module:
-    """Between whose halves 6 MB travel: long enough that a message is half way when it is broken off."""
+    """Return a model whose halves exchange 6 MB, so that an interrupt can hit a message."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(FEATURES, 100_000), nn.Tanh(), nn.Linear(100_000, CLASSES)).double()
 
 
 @pytest.mark.slow
-def test_interrupts_amid_large_messages_cost_no_engine(cluster: dtkit.Cluster):
-    """gloo does not tell who waits for a message that is half read: it took the time limit, and then the engine."""
+def test_interrupts_during_large_messages_lose_no_engine(cluster: dtkit.Cluster):
+    """gloo raises no error in a rank that has read half of a message."""
     strategy = dtkit.Pipeline(2, 2, split=["1"])
     run = cluster.train(
         wide(), data(), loss=mean_loss, optimizer=momentum, batch_size=BATCH, steps=100_000, strategy=strategy
@@ -703,7 +704,7 @@ def test_interrupts_amid_large_messages_cost_no_engine(cluster: dtkit.Cluster):
     engines = [node.pid for node in cluster.nodes]
     moments, pause = random.Random(SEED), threading.Event()
     for _ in range(25):
-        pause.wait(moments.random() * 0.2)  # as above
+        pause.wait(moments.random() * 0.2)  # a different moment each time
         run._driver.submit("break").result(30)
         assert run.status.state is dtkit.types.State.PAUSED
         run.resume()
@@ -713,11 +714,11 @@ def test_interrupts_amid_large_messages_cost_no_engine(cluster: dtkit.Cluster):
 
 
 def test_interrupts_at_any_moment_lose_no_row(cluster: dtkit.Cluster, undisturbed: dict[str, Any]):
-    """Also where one comes as an engine answers, or between two of its calls."""
+    """Interrupts may also hit an engine that answers, or that is between two calls."""
     run = start(cluster)
     moments, pause = random.Random(SEED), threading.Event()
     for _ in range(25):
-        pause.wait(moments.random() * 0.05)  # not for anything to happen: to come at another moment each time
+        pause.wait(moments.random() * 0.05)  # a different moment each time
         if run.status.state.has_ended:
             break
         run._driver.submit("break").result(30)
@@ -726,4 +727,4 @@ def test_interrupts_at_any_moment_lose_no_row(cluster: dtkit.Cluster, undisturbe
             run.resume()
     run.wait(60)
     assert run.history.totals()["step"].tolist() == list(range(STEPS))
-    assert difference(run.model.state_dict(), undisturbed) <= BOUND
+    assert max_difference(run.model.state_dict(), undisturbed) <= BOUND

@@ -1,4 +1,4 @@
-"""A run's life on real engines: pause, step, learning rate, stop, wait, NaN, weights."""
+"""Commands and results of a run on real engines: pause, step, learning rate, stop, wait, NaN, weights."""
 
 from __future__ import annotations
 
@@ -18,42 +18,42 @@ from torch import nn
 import dtkit
 from dtkit.types import State
 from tests.support.small import LONG, ROWS, accuracy, check_usable, data, net, sgd, train
-from tests.support.waiting import until_run
+from tests.support.waiting import wait_until_run
 
 pytestmark = pytest.mark.cluster
 
 
-def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+def are_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def test_commands_return_the_step_at_which_they_took_effect(cluster2):
     run = train(cluster2, steps=LONG)
-    until_run(run, lambda: run.status.step > 20)
-    at = run.pause()
+    wait_until_run(run, lambda: run.status.step > 20)
+    paused_at = run.pause()
     assert run.status.state is State.PAUSED
-    assert run.status.step == at == run.history.num_steps
-    assert run.step() == at + 1
-    assert run.step(3) == at + 4
-    assert run.set(lr=0.05) == at + 4
+    assert run.status.step == paused_at == run.history.num_steps
+    assert run.step() == paused_at + 1
+    assert run.step(3) == paused_at + 4
+    assert run.set(lr=0.05) == paused_at + 4
     assert run.lr == 0.05
-    assert run.resume() == at + 4
+    assert run.resume() == paused_at + 4
     changed = run.set(lr=0.01)
-    assert changed > at + 3
-    until_run(run, lambda: run.status.step > changed + 5)
+    assert changed > paused_at + 3
+    wait_until_run(run, lambda: run.status.step > changed + 5)
     end = run.stop()
     assert run.status.state is State.STOPPED
     assert run.history.num_steps == end
     rows = run.history.rows()
     for rank in (0, 1):
-        mine = rows[rows["rank"] == rank]
-        assert list(mine["step"]) == list(range(end))
-        assert (mine["lr"][: at + 4] == 0.1).all()
-        assert (mine["lr"][at + 4 : changed] == 0.05).all()
-        assert (mine["lr"][changed:] == 0.01).all()
+        rank_rows = rows[rows["rank"] == rank]
+        assert list(rank_rows["step"]) == list(range(end))
+        assert (rank_rows["lr"][: paused_at + 4] == 0.1).all()
+        assert (rank_rows["lr"][paused_at + 4 : changed] == 0.05).all()
+        assert (rank_rows["lr"][changed:] == 0.01).all()
 
 
-def test_what_the_state_does_not_allow_is_refused(cluster2):
+def test_commands_that_the_state_does_not_allow_are_refused(cluster2):
     run = train(cluster2, steps=LONG)
     with pytest.raises(dtkit.errors.RunError, match=r"call run.pause\(\) first"):
         run.step()
@@ -63,7 +63,7 @@ def test_what_the_state_does_not_allow_is_refused(cluster2):
         run.release()
     with pytest.raises(dtkit.errors.RunError, match="trains one model at a time"):
         train(cluster2)
-    assert run.status.state is State.RUNNING  # the second train left the first alone
+    assert run.status.state is State.RUNNING  # the refused train did not change the first run
     with pytest.raises(ValueError, match="lr=-1; a learning rate is a finite number from 0 up"):
         run.set(lr=-1)
     with pytest.raises(ValueError, match="lr=nan"):
@@ -76,7 +76,7 @@ def test_what_the_state_does_not_allow_is_refused(cluster2):
     assert run.stop() == run.status.step
 
 
-def test_wait_goes_on_while_the_run_is_paused(cluster2):
+def test_wait_continues_while_the_run_is_paused(cluster2):
     run = train(cluster2, steps=LONG)
     threading.Thread(target=run.pause).start()
     with pytest.raises(TimeoutError, match=r"PAUSED at step \d+ of .*run\.resume\(\) continues"):
@@ -84,13 +84,13 @@ def test_wait_goes_on_while_the_run_is_paused(cluster2):
     assert run.status.state is State.PAUSED
 
 
-def test_a_pause_that_is_taken_back_leaves_no_trace(cluster2):
+def test_resume_right_after_pause_continues_the_run(cluster2):
     run = train(cluster2, steps=LONG)
-    until_run(run, lambda: run.status.step > 20)
-    for _ in range(20):  # now before, now after the engines have heard that somebody waits
+    wait_until_run(run, lambda: run.status.step > 20)
+    for _ in range(20):  # the pause reaches the engines before or after the resume
         run.post("pause")
-        stood = run.resume()
-        until_run(run, lambda stood=stood: run.status.step > stood + 20)
+        step = run.resume()
+        wait_until_run(run, lambda step=step: run.status.step > step + 20)
     run.stop()
 
 
@@ -102,23 +102,23 @@ def test_wait_with_a_timeout_leaves_the_run_running(cluster2):
     run.stop()
 
 
-def test_an_interrupt_while_waiting_pauses_and_is_raised(cluster2):
+def test_interrupt_during_wait_pauses_the_run_and_is_raised(cluster2):
     run = train(cluster2, steps=LONG)
-    pressed = threading.Event()
+    is_sent = threading.Event()
 
-    def press() -> None:
-        if run.status.step > 5 and not pressed.is_set():
-            pressed.set()
+    def interrupt_once() -> None:
+        if run.status.step > 5 and not is_sent.is_set():
+            is_sent.set()
             os.kill(os.getpid(), signal.SIGINT)
 
-    run.subscribe(press)
+    run.subscribe(interrupt_once)
     with pytest.raises(KeyboardInterrupt):
         run.wait(60)
     assert run.status.state is State.PAUSED
     check_usable(cluster2)
 
 
-def test_await_leaves_the_loop_free_and_ends_with_the_run(cluster2):
+def test_await_does_not_block_the_loop_and_ends_with_the_run(cluster2):
     run = train(cluster2, steps=LONG)
 
     async def main() -> int:
@@ -130,7 +130,7 @@ def test_await_leaves_the_loop_free_and_ends_with_the_run(cluster2):
     assert run.status.state is State.STOPPED
 
 
-def test_cancelling_an_await_pauses(cluster2):
+def test_canceling_an_await_pauses_the_run(cluster2):
     run = train(cluster2, steps=LONG)
 
     async def wait_for_run() -> None:
@@ -144,10 +144,10 @@ def test_cancelling_an_await_pauses(cluster2):
             await waiting
 
     asyncio.run(main())
-    until_run(run, lambda: run.status.state is State.PAUSED)
+    wait_until_run(run, lambda: run.status.state is State.PAUSED)
 
 
-def test_held_out_data_is_evaluated_after_every_epoch(cluster2):
+def test_validation_data_is_evaluated_after_each_epoch(cluster2):
     inputs, targets = data()
     run = train(cluster2, epochs=3, validation=(inputs[:11], targets[:11]), metrics={"accuracy": accuracy})
     run.wait(60)
@@ -166,22 +166,24 @@ def test_evaluate_is_exact_for_any_number_of_rows(cluster2, rows):
     inputs, targets = data()
     run = train(cluster2, metrics={"accuracy": accuracy})
     run.wait(60)
-    found = run.evaluate((inputs[:rows], targets[:rows]))
+    evaluation = run.evaluate((inputs[:rows], targets[:rows]))
     with torch.no_grad():
         output = run.model(inputs[:rows])
-    assert found.samples == rows
-    assert found.values["accuracy"] == pytest.approx(float(accuracy(output, targets[:rows])), abs=1e-6)
-    assert found.values["loss"] == pytest.approx(float(nn.functional.cross_entropy(output, targets[:rows])), abs=1e-6)
+    assert evaluation.samples == rows
+    assert evaluation.values["accuracy"] == pytest.approx(float(accuracy(output, targets[:rows])), abs=1e-6)
+    assert evaluation.values["loss"] == pytest.approx(
+        float(nn.functional.cross_entropy(output, targets[:rows])), abs=1e-6
+    )
 
 
 def test_model_is_fetched_once_per_step_and_the_user_s_is_unchanged(cluster2):
     original = net()
     run = train(cluster2, original)
     run.wait(60)
-    assert equal(original.state_dict(), net().state_dict())
+    assert are_equal(original.state_dict(), net().state_dict())
     trained = run.model
     assert trained is run.model
-    assert not equal(trained.state_dict(), original.state_dict())
+    assert not are_equal(trained.state_dict(), original.state_dict())
     with torch.no_grad():
         for parameter in trained.parameters():
             parameter.zero_()
@@ -191,7 +193,7 @@ def test_model_is_fetched_once_per_step_and_the_user_s_is_unchanged(cluster2):
     assert all(parameter.any() for parameter in run.model.parameters())  # the run did not continue from zeros
 
 
-def test_batch_statistics_come_back_averaged_over_ranks(cluster2):
+def test_batch_statistics_are_averaged_over_ranks(cluster2):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8, momentum=None), nn.Linear(8, 3))
     with pytest.warns(UserWarning, match=r"1 \(BatchNorm1d\) normalizes with the statistics of a batch"):
@@ -199,19 +201,19 @@ def test_batch_statistics_come_back_averaged_over_ranks(cluster2):
     run.wait(60)
     first = run.model.state_dict()["1.running_mean"]
     assert first.abs().max() > 0
-    assert equal(run.model.state_dict(), run.model.state_dict())  # reading does not change it
+    assert are_equal(run.model.state_dict(), run.model.state_dict())  # reading does not change it
     check = run.verify(steps=4)
     assert check.verdict == "NOT COMPARABLE"
     assert "1 (BatchNorm1d)" in check.text()
 
 
-def test_a_new_train_releases_the_last_run_and_keeps_its_weights(cluster2):
+def test_new_train_releases_the_last_run_and_keeps_its_weights(cluster2):
     first = train(cluster2)
     first.wait(60)
     before = first.model.state_dict()
     second = train(cluster2, steps=3)
     second.wait(60)
-    assert equal(first.model.state_dict(), before)
+    assert are_equal(first.model.state_dict(), before)
     with pytest.raises(dtkit.errors.RunError, match="was released"):
         first.evaluate(data())
     second.release()
@@ -219,7 +221,7 @@ def test_a_new_train_releases_the_last_run_and_keeps_its_weights(cluster2):
     assert second.model.state_dict().keys() == before.keys()
 
 
-def test_a_paused_run_gives_way_to_a_new_one(cluster2):
+def test_train_stops_a_paused_run(cluster2):
     first = train(cluster2, start=False)
     assert first.status.state is State.PAUSED
     first.step(2)
@@ -230,7 +232,7 @@ def test_a_paused_run_gives_way_to_a_new_one(cluster2):
 
 
 class Poison(nn.Module):
-    """Gives NaN for a batch that holds the marked row."""
+    """Model that returns NaN for a batch with the marked row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -240,7 +242,7 @@ class Poison(nn.Module):
         return self.line(x) * torch.where((x == 77).any(), torch.nan, 1.0)
 
 
-def test_not_a_number_pauses_all_ranks_before_the_update(cluster2):
+def test_nan_loss_pauses_all_ranks_before_the_update(cluster2):
     inputs, targets = data()
     inputs[40] = 77  # of rank 1, in step (40 - 32) // 8 = 1 with rows in order
     torch.manual_seed(0)
@@ -256,7 +258,7 @@ def test_not_a_number_pauses_all_ranks_before_the_update(cluster2):
     assert "parameters are as after the step before" in str(caught.value)
     assert run.status.state is State.PAUSED
     assert run.status.step == 1
-    assert equal(run.model.state_dict(), before)
+    assert are_equal(run.model.state_dict(), before)
     assert isinstance(run.exception, dtkit.errors.NonFiniteError)
     run.set(lr=0.001)
     run.resume()  # the same step, the same rows
@@ -266,12 +268,12 @@ def test_not_a_number_pauses_all_ranks_before_the_update(cluster2):
     check_usable(cluster2)
 
 
-def test_the_first_steps_can_be_verified_and_the_run_goes_on(cluster2):
+def test_verify_during_a_run_leaves_it_unchanged(cluster2):
     run = train(cluster2, steps=30, start=False)
     run.step(5)
     before = run.model.state_dict()
     assert run.verify(steps=10).verdict == "PASS"
-    assert equal(run.model.state_dict(), before)
+    assert are_equal(run.model.state_dict(), before)
     run.resume()
     run.wait(60)
     assert run.history.num_steps == 30
@@ -282,8 +284,8 @@ def test_history_has_a_row_per_rank_and_step(cluster2):
     run.wait(60)
     frame = run.history.to_pandas()
     assert len(run.history) == len(frame) == 2 * 8
-    wanted = "step epoch rank samples loss lr data_s forward_s backward_s update_s step_s memory_bytes"
-    assert set(wanted.split()) <= set(frame.columns)
+    expected = "step epoch rank samples loss lr data_s forward_s backward_s update_s step_s memory_bytes"
+    assert set(expected.split()) <= set(frame.columns)
     assert (frame.groupby("step")["samples"].sum() == 16).all()
     assert frame.groupby("epoch")["samples"].sum().tolist() == [ROWS, ROWS]
     assert (frame["memory_bytes"] > 50_000_000).all()
@@ -292,7 +294,7 @@ def test_history_has_a_row_per_rank_and_step(cluster2):
     assert (parts <= frame["step_s"] * 1.01).all()
 
 
-def test_what_a_step_prints_becomes_events(cluster2):
+def test_text_printed_in_a_step_becomes_events(cluster2):
     def step(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         print("seen", len(batch[0]))
         return nn.functional.cross_entropy(model(batch[0]), batch[1])
@@ -303,7 +305,7 @@ def test_what_a_step_prints_becomes_events(cluster2):
     assert sorted(printed) == [(0, "seen 8"), (0, "seen 8"), (1, "seen 8"), (1, "seen 8")]
 
 
-def test_a_failing_view_does_not_touch_the_training(cluster2, caplog):
+def test_failing_subscriber_does_not_disturb_the_run(cluster2, caplog):
     run = train(cluster2, start=False)
     run.subscribe(lambda: 1 / 0)
     run.resume()
@@ -312,30 +314,30 @@ def test_a_failing_view_does_not_touch_the_training(cluster2, caplog):
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_dropout_draws_differ_between_ranks_and_are_named(cluster2):
+def test_verify_names_dropout_as_not_comparable(cluster2):
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3))
     run = train(cluster2, model)
     run.wait(60)
-    found = run.verify(steps=3)
-    assert found.verdict == "NOT COMPARABLE"
-    assert not found
-    assert "1 (Dropout)" in found.text()
+    verification = run.verify(steps=3)
+    assert verification.verdict == "NOT COMPARABLE"
+    assert not verification
+    assert "1 (Dropout)" in verification.text()
 
 
-def test_broadcast_gives_equal_checksums_and_can_be_trained_twice(cluster2):
-    copies = cluster2.broadcast(net())
-    assert copies.is_identical
-    assert len(set(copies.checksums)) == 1
-    runs = []
+def test_broadcast_model_has_equal_checksums_and_trains_twice(cluster2):
+    model = cluster2.broadcast(net())
+    assert model.is_identical
+    assert len(set(model.checksums)) == 1
+    states = []
     for _ in range(2):
-        run = train(cluster2, copies)
+        run = train(cluster2, model)
         run.wait(60)
-        runs.append(run.model.state_dict())
-    assert equal(*runs)  # the same start, the same rows: the same bits
+        states.append(run.model.state_dict())
+    assert are_equal(*states)  # bit by bit
     changed = net()
     with torch.no_grad():
         changed[0].weight[0, 0] += 1e-6
-    assert cluster2.broadcast(changed).checksums != copies.checksums
+    assert cluster2.broadcast(changed).checksums != model.checksums
 
 
 def test_stratified_and_weighted_partitions_reach_the_engines(cluster2):
@@ -346,7 +348,7 @@ def test_stratified_and_weighted_partitions_reach_the_engines(cluster2):
     assert tuple(by_rank) == part.sizes == (16, 48)
 
 
-def test_numpy_arrays_and_several_inputs(cluster2):
+def test_model_with_several_inputs_trains_on_numpy_arrays(cluster2):
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -362,17 +364,17 @@ def test_numpy_arrays_and_several_inputs(cluster2):
     assert run.status.state is State.COMPLETED
 
 
-def test_the_client_forgets_calls_that_have_landed(cluster2):
-    """ipyparallel's client keeps a call until its engine reports idle; a hundred calls must not leave a trace each."""
-    client = cluster2._transport._client
+def test_client_forgets_finished_calls(cluster2):
+    """ipyparallel's client keeps a call until its engine reports idle; finished calls must not add up."""
+    client = cluster2._engine_group.transport._client
     for _ in range(100):
         cluster2.refresh_nodes()
     for table in (client._futures, client._output_futures, client.results, client.history):
         assert len(table) < 50
 
 
-def test_what_dispatches_brought_is_let_go_without_a_search_for_garbage(cluster2):
-    """Python searches a notebook's heap minutes apart: answers of 50 KB that lie in cycles until then add up."""
+def test_dispatch_results_are_freed_without_garbage_collection(cluster2):
+    """Garbage collections may be minutes apart, so results in reference cycles would add up."""
     run = train(cluster2, steps=2000, start=False)
     gc.collect()
     gc.disable()
@@ -381,7 +383,7 @@ def test_what_dispatches_brought_is_let_go_without_a_search_for_garbage(cluster2
         run.wait(60)
         gc.set_debug(gc.DEBUG_SAVEALL)
         gc.collect()
-        kept = {type(thing).__name__ for thing in gc.garbage} & {"Reply", "Advance", "Flight"}
+        kept = {type(item).__name__ for item in gc.garbage} & {"Reply", "DispatchResult", "PendingCall"}
     finally:
         gc.set_debug(0)
         gc.garbage.clear()
@@ -393,13 +395,13 @@ def page_faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
-def test_a_step_takes_again_what_the_step_before_has_freed(cluster2: dtkit.Cluster):
-    """Activations of half a MB each: page by page from the system they would take thousands of faults a step."""
+def test_steps_reuse_memory_freed_by_the_previous_step(cluster2: dtkit.Cluster):
+    """New pages for activations of half a MB each would cause thousands of page faults per step."""
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(1024, 1024), nn.ReLU()) for _ in range(4)]
     rows = torch.randn(512, 1024), torch.randint(1024, (512,))
-    how = {"strategy": dtkit.Pipeline(2, 4), "batch_size": 512, "steps": 40}
-    run = train(cluster2, nn.Sequential(*layers), rows, start=False, **how)
+    options = {"strategy": dtkit.Pipeline(2, 4), "batch_size": 512, "steps": 40}
+    run = train(cluster2, nn.Sequential(*layers), rows, start=False, **options)
     run.step(20)
     before = np.array(cluster2.run(page_faults))
     run.step(20)

@@ -1,4 +1,4 @@
-"""Rows in proportion to measured speeds."""
+"""Partition of rows in proportion to measured speeds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.cluster
 
 
 def costly(model: nn.Module, batch: Any) -> torch.Tensor:
-    """A row costs rank 1 twice as much as rank 0: declared, as a busy machine promises nothing else."""
+    """Take a step in which a row costs rank 1 twice as much as rank 0."""
     import torch.distributed as dist
 
     # sleeps: a declared cost that differs between ranks
@@ -23,7 +23,7 @@ def costly(model: nn.Module, batch: Any) -> torch.Tensor:
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
-def test_a_rank_of_half_the_speed_gets_a_third_of_the_rows(cluster2):
+def test_rank_at_half_speed_gets_a_third_of_the_rows(cluster2):
     part = cluster2.partition(data(), by="speed", model=net(), training_step=costly)
     assert part.by == "speed"
     assert sum(part.sizes) == part.n

@@ -1,7 +1,7 @@
-"""Averaged parameters against a reference of many models in one process; and what compression and rounding cost.
+"""Averaged parameters compared with several models in one process, and the errors of compression and rounding.
 
-Neither is the training of one process, so neither is in the table of :mod:`tests.cluster.test_oracle`. One engine, and
-three, that divide nothing.
+These trainings differ from one process, so they are not in the table of :mod:`tests.cluster.test_oracle`. They run on
+one engine and on three.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.support.oracle import (
     SEED,
     STEPS,
     data,
-    difference,
+    max_difference,
     mean_loss,
     mlp,
     momentum,
@@ -42,11 +42,13 @@ pytestmark = [pytest.mark.cluster, pytest.mark.parametrize("cluster", [1, 3], in
 Optimizer = torch.optim.Optimizer
 
 
-# -- parameters now and then ---------------------------------------------------------------------------------
+# -- parameter averaging ---------------------------------------------------------------------------------
 
 
-def averaged(ranks: int, every: int, outer: dtkit.OuterSGD | None, make: Callable[..., Optimizer]) -> dict[str, Any]:
-    """The reference: all ranks in one process, a model each, a loop that anybody can read."""
+def train_averaged(
+    ranks: int, every: int, outer: dtkit.OuterSGD | None, make: Callable[..., Optimizer]
+) -> dict[str, Any]:
+    """Train the reference: one model per rank, in a plain loop in one process."""
     inputs, targets = data()
     part = dtkit.Partition(SAMPLES, ranks)
     plan = JobPlan(BATCH, STEPS, "shard", SEED)
@@ -92,28 +94,28 @@ AVERAGED = {
 
 
 @pytest.mark.parametrize(("every", "outer", "optimizer"), AVERAGED.values(), ids=AVERAGED)
-def test_averaging_equals_its_reference(
+def test_averaging_equals_the_reference_in_one_process(
     cluster: dtkit.Cluster, every: int, outer: dtkit.OuterSGD | None, optimizer: Callable[..., Optimizer]
 ):
-    """Every 8: the run ends between two averagings, and its model is the mean all the same."""
+    """With every=8 the run ends between two averagings; its model is the mean there, too."""
     strategy = dtkit.ParameterAveraging(every=every, outer=outer)
     run = train(cluster, mlp(), strategy=strategy, optimizer=optimizer)
-    expected = averaged(cluster.world_size, every, outer, optimizer)
-    assert difference(run.model.state_dict(), expected) <= BOUND
+    expected = train_averaged(cluster.world_size, every, outer, optimizer)
+    assert max_difference(run.model.state_dict(), expected) <= BOUND
     assert run.verify(steps=STEPS).max_difference <= BOUND
 
 
-def test_averaging_every_step_with_plain_sgd_is_data_parallelism(cluster: dtkit.Cluster):
+def test_averaging_every_step_with_plain_sgd_equals_data_parallelism(cluster: dtkit.Cluster):
     def plain(parameters: Any) -> Optimizer:
         return torch.optim.SGD(parameters, lr=0.1)
 
     gradients = train(cluster, mlp(), optimizer=plain).model.state_dict()
     parameters = train(cluster, mlp(), optimizer=plain, strategy=dtkit.ParameterAveraging(every=1)).model.state_dict()
-    assert difference(gradients, parameters) <= BOUND
+    assert max_difference(gradients, parameters) <= BOUND
 
 
-def test_averaging_every_eight_steps_sends_an_eighth(cluster: dtkit.Cluster):
-    """Counted on the connections: what goes beyond the parameters are headers, and a word on whether all is well."""
+def test_averaging_every_eight_steps_sends_an_eighth_of_the_bytes(cluster: dtkit.Cluster):
+    """Sent bytes are counted on connections, so they include headers and control data."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(FEATURES, 2000), nn.Tanh(), nn.Linear(2000, CLASSES)).double()
     sent = []
@@ -128,29 +130,29 @@ def test_averaging_every_eight_steps_sends_an_eighth(cluster: dtkit.Cluster):
     assert sent[1] == pytest.approx(sent[0] / 8, rel=0.02)
 
 
-# -- what is no longer exact ----------------------------------------------------------------------------------
+# -- rounding and compression ----------------------------------------------------------------------------------
 
-ROUNDED = {  # seen after 20 steps at 4 engines: 6e-5, 7e-4, 2e-3 and 2e-4
-    "fp16 on the wire": (dtkit.DataParallel(compress="fp16"), 1e-3),
-    "bf16 on the wire": (dtkit.DataParallel(compress="bf16"), 1e-2),
+ROUNDED = {
+    "fp16 compression": (dtkit.DataParallel(compress="fp16"), 1e-3),
+    "bf16 compression": (dtkit.DataParallel(compress="bf16"), 1e-2),
     "bf16": (dtkit.DataParallel(precision="bf16"), 2e-2),
     "fp16": (dtkit.DataParallel(precision="fp16"), 2e-3),
 }
 
 
 @pytest.mark.parametrize("name", ROUNDED)
-def test_rounding_stays_within_its_bound(cluster: dtkit.Cluster, name: str):
+def test_rounding_error_stays_within_its_bound(cluster: dtkit.Cluster, name: str):
     strategy, bound = ROUNDED[name]
     inputs, targets = data()
     part = cluster.partition((inputs.float(), targets))
     exact = train(cluster, mlp().float(), part, steps=20).model.state_dict()
     run = train(cluster, mlp().float(), part, steps=20, strategy=strategy)
-    found = difference(run.model.state_dict(), exact)
-    assert found <= bound
-    assert found > 0 or cluster.world_size == 1
-    verified = run.verify(steps=4)
-    assert verified.verdict == "NOT COMPARABLE"
-    assert name.partition(" ")[0] in verified.text()
+    error = max_difference(run.model.state_dict(), exact)
+    assert error <= bound
+    assert error > 0 or cluster.world_size == 1
+    verification = run.verify(steps=4)
+    assert verification.verdict == "NOT COMPARABLE"
+    assert name.partition(" ")[0] in verification.text()
 
 
 def test_powersgd_trains_with_a_fraction_of_the_bytes(cluster: dtkit.Cluster):
@@ -158,11 +160,13 @@ def test_powersgd_trains_with_a_fraction_of_the_bytes(cluster: dtkit.Cluster):
     model = nn.Sequential(nn.Linear(FEATURES, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, CLASSES))
     inputs, targets = data()
     part = cluster.partition((inputs.float(), targets))
-    how: dict[str, Any] = {"steps": 100, "optimizer": lambda p: torch.optim.SGD(p, lr=0.05)}
-    plain = train(cluster, model, part, **how)
-    small = train(cluster, model, part, strategy=dtkit.DataParallel(compress="powersgd", bucket_cap_mb=0.005), **how)
-    losses = [float(run.history.loss()[1][-10:].mean()) for run in (plain, small)]
+    options: dict[str, Any] = {"steps": 100, "optimizer": lambda p: torch.optim.SGD(p, lr=0.05)}
+    plain = train(cluster, model, part, **options)
+    compressed = train(
+        cluster, model, part, strategy=dtkit.DataParallel(compress="powersgd", bucket_cap_mb=0.005), **options
+    )
+    losses = [float(run.history.loss()[1][-10:].mean()) for run in (plain, compressed)]
     assert losses[1] == pytest.approx(losses[0], abs=0.15)
     if cluster.world_size > 1:
-        sent = [int(run.history.totals()["sent_bytes"][10:].sum()) for run in (plain, small)]
+        sent = [int(run.history.totals()["sent_bytes"][10:].sum()) for run in (plain, compressed)]
         assert sent[1] < 0.45 * sent[0]

@@ -1,4 +1,4 @@
-"""A user's own functions on every rank: results, live rows, output, errors, interrupts, and whole scripts."""
+"""User functions on all ranks: results, live rows, output, errors, interrupts, and whole scripts."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ import torch.distributed as dist
 from torch import nn
 
 import dtkit
+from dtkit.training.task import submit
 from tests.support.small import check_usable, train
 
 pytestmark = pytest.mark.cluster
 
 
-def all_ranks(value: float) -> tuple[int, float]:
+def all_reduce_value(value: float) -> tuple[int, float]:
     total = torch.tensor([value * (dist.get_rank() + 1)])
     dist.all_reduce(total)
     return dist.get_rank(), total.item()
 
 
-def test_results_come_by_rank_from_inside_the_process_group(cluster2):
-    assert cluster2.run(all_ranks, 2.0) == [(0, 6.0), (1, 6.0)]
+def test_run_returns_results_by_rank_from_inside_the_process_group(cluster2):
+    assert cluster2.run(all_reduce_value, 2.0) == [(0, 6.0), (1, 6.0)]
 
 
-def test_functions_of_a_cell_may_use_classes_helpers_and_globals(cluster2):
+def test_function_of_a_cell_may_use_classes_helpers_and_globals(cluster2):
     cell = {"__name__": "__main__"}
     exec(
         "import torch\n"
@@ -57,9 +58,9 @@ def test_rows_and_output_arrive_complete_and_in_order(cluster2):
     task = cluster2.submit(report, 300)
     assert task.result(60) == ["x", "x"]
     for rank in (0, 1):
-        mine = [row for row in task.rows if row["rank"] == rank]
-        assert [row["index"] for row in mine] == list(range(300))
-        assert [row["loss"] for row in mine] == [1 / (k + 1) for k in range(300)]
+        rank_rows = [row for row in task.rows if row["rank"] == rank]
+        assert [row["index"] for row in rank_rows] == list(range(300))
+        assert [row["loss"] for row in rank_rows] == [1 / (k + 1) for k in range(300)]
         assert (rank, f"done {rank}") in task.output
     assert task.to_pandas().shape == (600, 4)
     assert [ax.get_title(loc="left") for ax in task.figure().axes] == ["loss", "samples"]
@@ -71,19 +72,19 @@ def wait_for_file(path: str) -> None:
         pass
 
 
-def test_rows_are_there_while_the_function_still_runs(cluster2, tmp_path):
-    signal_file = tmp_path / "go"
-    task = cluster2.submit(wait_for_file, str(signal_file))
-    heard = threading.Event()
-    task.subscribe(lambda: len(task.rows) == 2 and heard.set())
-    assert heard.wait(30) or len(task.rows) == 2
+def test_rows_arrive_while_the_function_still_runs(cluster2, tmp_path):
+    flag = tmp_path / "go"
+    task = cluster2.submit(wait_for_file, str(flag))
+    arrived = threading.Event()
+    task.subscribe(lambda: len(task.rows) == 2 and arrived.set())
+    assert arrived.wait(30) or len(task.rows) == 2
     assert not task.done()
     assert "running" in repr(task)
-    signal_file.touch()
+    flag.touch()
     task.result(30)
 
 
-def test_a_flood_of_lines_is_limited_and_counted(cluster2):
+def test_flood_of_printed_lines_is_limited_and_counted(cluster2):
     def flood() -> None:
         for k in range(5000):
             print(k)
@@ -103,27 +104,27 @@ def test_run_prints_lines_with_their_rank(cluster2, capsys):
     assert "[0] loss=0.5 samples=8" in out
 
 
-def test_numbers_that_json_lacks_arrive_live_as_numbers(cluster2, tmp_path):
+def test_nan_and_infinity_arrive_live_as_numbers(cluster2, tmp_path):
     def diverge(path: str) -> None:
         dtkit.log(loss=math.nan, largest=math.inf)
         while not Path(path).exists():
             pass
 
     task = cluster2.submit(diverge, str(tmp_path / "go"))
-    heard = threading.Event()
-    task.subscribe(lambda: len(task.rows) == 2 and heard.set())
-    assert heard.wait(30) or len(task.rows) == 2
+    arrived = threading.Event()
+    task.subscribe(lambda: len(task.rows) == 2 and arrived.set())
+    assert arrived.wait(30) or len(task.rows) == 2
     (tmp_path / "go").touch()
     task.result(30)
     assert all(math.isnan(row["loss"]) and row["largest"] == math.inf for row in task.rows)
-    assert task.output == []  # nor does the message that carried them complain
+    assert task.output == []  # without a warning on their encoding
 
 
-def test_the_last_words_before_an_error_arrive(cluster2):
+def test_output_printed_just_before_an_error_arrives(cluster2):
     def fail() -> None:
         for k in range(3):
             dtkit.log(k=k)
-        print("last words")
+        print("last line")
         raise ValueError("now")
 
     task = cluster2.submit(fail)
@@ -131,26 +132,26 @@ def test_the_last_words_before_an_error_arrive(cluster2):
         task.result(30)
     for rank in (0, 1):
         assert [row["k"] for row in task.rows if row["rank"] == rank] == [0, 1, 2]
-        assert task.output.count((rank, "last words")) == 1
+        assert task.output.count((rank, "last line")) == 1
     check_usable(cluster2)
 
 
-def test_results_of_ranks_that_succeeded_leave_no_file(cluster2):
+def test_results_of_successful_ranks_leave_no_file(cluster2):
     def large_or_fail() -> torch.Tensor:
         if dist.get_rank() == 1:
             raise ValueError("no result")
         return torch.zeros(1_000_000)
 
-    def ours() -> set[str]:
+    def list_files() -> set[str]:
         return {path.name for path in Path("/dev/shm").glob("dtkit-*")}
 
-    before = ours()
+    before = list_files()
     with pytest.raises(dtkit.errors.EngineError, match="no result"):
         cluster2.run(large_or_fail)
-    assert ours() <= before
+    assert list_files() <= before
 
 
-def test_a_lost_engine_ends_the_call_and_frees_the_others():
+def test_lost_engine_ends_the_call_and_interrupts_the_others():
     def endless() -> None:
         print("running")
         while True:
@@ -166,7 +167,7 @@ def test_a_lost_engine_ends_the_call_and_frees_the_others():
             task.result(30)
     assert caught.value.cause.kind == "lost"
     assert str(caught.value).startswith("rank 1 on ?: EngineLost: the engine of rank 1 is gone")
-    assert caught.value.failures[1].kind == "interrupted"  # rank 0, which would have looped for ever
+    assert caught.value.failures[1].kind == "interrupted"  # rank 0, which would have looped forever
 
 
 def test_closing_the_cluster_ends_a_running_call():
@@ -179,10 +180,10 @@ def test_closing_the_cluster_ends_a_running_call():
     with pytest.raises(dtkit.errors.ClusterClosedError, match="closed during the call"):
         task.result(30)
     with pytest.raises(dtkit.errors.ClusterClosedError):
-        cluster.submit(all_ranks, 1.0)
+        cluster.submit(all_reduce_value, 1.0)
 
 
-def test_an_error_on_one_rank_names_it_and_folds_the_others(cluster2):
+def test_error_names_the_failed_rank_and_summarizes_the_others(cluster2):
     def fail() -> None:
         if dist.get_rank() == 1:
             raise ValueError("only here")
@@ -200,13 +201,13 @@ def test_an_error_on_one_rank_names_it_and_folds_the_others(cluster2):
     check_usable(cluster2)
 
 
-def test_a_result_that_can_not_be_sent_is_named(cluster2):
+def test_result_that_cannot_be_pickled_is_named(cluster2):
     with pytest.raises(dtkit.errors.EngineError, match=r"can't be pickled|the function's result"):
         cluster2.run(threading.Lock)
     check_usable(cluster2)
 
 
-def test_what_can_not_be_sent_is_refused_before_anything_runs(cluster2):
+def test_function_that_cannot_be_pickled_is_refused_before_it_runs(cluster2):
     class Holder:
         def __init__(self) -> None:
             self.gate = threading.Lock()
@@ -220,7 +221,7 @@ def test_what_can_not_be_sent_is_refused_before_anything_runs(cluster2):
 
 
 @pytest.mark.parametrize("where", ["loop", "collective"])
-def test_an_interrupt_reaches_the_engines(cluster2, where):
+def test_interrupt_reaches_the_engines(cluster2, where):
     def loop() -> None:
         print("looping")
         while True:
@@ -234,15 +235,15 @@ def test_an_interrupt_reaches_the_engines(cluster2, where):
             pass
 
     task = cluster2.submit({"loop": loop, "collective": collective}[where])
-    pressed = threading.Event()
+    is_sent = threading.Event()
 
-    def press() -> None:
-        if len(task.output) == 2 and not pressed.is_set():
-            pressed.set()
+    def interrupt_once() -> None:
+        if len(task.output) == 2 and not is_sent.is_set():
+            is_sent.set()
             os.kill(os.getpid(), signal.SIGINT)
 
-    task.subscribe(press)
-    press()
+    task.subscribe(interrupt_once)
+    interrupt_once()
     with pytest.raises(KeyboardInterrupt):
         task.display_and_wait()
     with pytest.raises(dtkit.errors.EngineError, match="KeyboardInterrupt"):
@@ -250,7 +251,7 @@ def test_an_interrupt_reaches_the_engines(cluster2, where):
     check_usable(cluster2)
 
 
-def test_memory_limit_holds_and_the_engine_goes_on():
+def test_memory_limit_raises_and_keeps_the_engine():
     def allocate(count: int) -> int:
         return len(torch.ones(count))
 
@@ -272,26 +273,26 @@ def script() -> tuple[float, dict[str, str]]:
     dist.init_process_group("gloo")
     total = torch.ones(1)
     dist.all_reduce(total)
-    seen = {name: os.environ[name] for name in TORCHRUN.split()}
+    environment = {name: os.environ[name] for name in TORCHRUN.split()}
     dist.destroy_process_group()
-    return total.item(), seen
+    return total.item(), environment
 
 
-def test_a_torchrun_script_runs_unchanged_and_again(cluster2):
+def test_torchrun_script_runs_unchanged_and_repeatedly(cluster2):
     attempts = []
     for _ in range(2):
         results = cluster2.torchrun(script)
         assert [total for total, _ in results] == [2.0, 2.0]
-        seen = [environment for _, environment in results]
-        assert [e["RANK"] for e in seen] == [e["LOCAL_RANK"] for e in seen] == ["0", "1"]
-        assert {e["WORLD_SIZE"] for e in seen} == {e["LOCAL_WORLD_SIZE"] for e in seen} == {"2"}
-        attempts.append(seen[0]["TORCHELASTIC_RESTART_COUNT"])
+        environments = [environment for _, environment in results]
+        assert [e["RANK"] for e in environments] == [e["LOCAL_RANK"] for e in environments] == ["0", "1"]
+        assert {e["WORLD_SIZE"] for e in environments} == {e["LOCAL_WORLD_SIZE"] for e in environments} == {"2"}
+        attempts.append(environments[0]["TORCHELASTIC_RESTART_COUNT"])
         check_usable(cluster2)
     assert attempts[0] != attempts[1]
     assert cluster2.run(lambda: "RANK" in os.environ) == [False, False]
 
 
-def test_a_script_that_fails_on_one_rank_leaves_the_cluster_usable(cluster2):
+def test_failing_script_leaves_the_cluster_usable(cluster2):
     def bad_script() -> None:
         dist.init_process_group("gloo")
         if dist.get_rank() == 1:
@@ -304,28 +305,28 @@ def test_a_script_that_fails_on_one_rank_leaves_the_cluster_usable(cluster2):
     assert cluster2.torchrun(script)[0][0] == 2.0
 
 
-def test_what_is_sent_behind_a_script_is_refused_until_our_group_is_back(cluster2, tmp_path):
+def test_call_queued_behind_a_script_is_refused(cluster2, tmp_path):
     def long_script(path: str) -> None:
         while not Path(path).exists():
             pass
 
-    task = cluster2._submit(long_script, (str(tmp_path / "go"),), {}, own_group=True)
-    behind = cluster2.submit(all_ranks, 1.0)
+    task = submit(cluster2._engine_group, long_script, (str(tmp_path / "go"),), {}, own_group=True)
+    queued = cluster2.submit(all_reduce_value, 1.0)
     (tmp_path / "go").touch()
     with pytest.raises(
-        dtkit.errors.EngineError, match=r"cluster.torchrun took its place\. Wait for that call's result"
+        dtkit.errors.EngineError, match=r"cluster.torchrun took its place\. Wait for the result of that call"
     ):
-        behind.result(30)
+        queued.result(30)
     task.result(30)
-    assert cluster2.run(all_ranks, 2.0) == [(0, 6.0), (1, 6.0)]
+    assert cluster2.run(all_reduce_value, 2.0) == [(0, 6.0), (1, 6.0)]
 
 
-def test_a_run_goes_on_after_a_script(cluster2):
+def test_run_continues_after_a_script(cluster2):
     run = train(cluster2, steps=1_000_000)
     assert [total for total, _ in cluster2.torchrun(script)] == [2.0, 2.0]
     moved = threading.Event()
-    at = run.status.step
-    run.subscribe(lambda: run.status.step > at + 10 and moved.set())
+    step = run.status.step
+    run.subscribe(lambda: run.status.step > step + 10 and moved.set())
     assert moved.wait(30)
     run.stop()
     assert run.exception is None

@@ -1,4 +1,4 @@
-"""The table: which fault at which place under which strategy, and what must come of it."""
+"""The table of cells: which fault at which place under which strategy, and its expected outcome."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import dataclasses
 import random
 import zlib
 
-from tests.faults.training import COPIED, STRATEGIES
+from tests.faults.training import REPLICATED, STRATEGIES
 
 ENGINES, STEPS = 2, 24
 FIRST, LAST = 3, 17
-"""A fault springs at a step from FIRST to LAST, drawn by the seed."""
+"""First and last step at which a fault may fire; the seed selects one."""
 
-STEP_PLACES = ("forward", "backward", "data", "optimiser")
+STEP_PLACES = ("forward", "backward", "data", "optimizer")
 ANYWHERE = "a step"
-"""One of STEP_PLACES, drawn by the seed."""
-BESIDE = "beside"
-"""No rank's code: see :mod:`tests.faults.besides`."""
+"""One of STEP_PLACES, selected by the seed."""
+OUTSIDE = "outside"
+"""Place of faults outside the ranks' code: see :mod:`tests.faults.other_faults`."""
 
 PLACES: dict[str, tuple[str, ...]] = {
     "SIGKILL": (*STEP_PLACES, "checkpoint", "forming"),
@@ -30,13 +30,13 @@ PLACES: dict[str, tuple[str, ...]] = {
     "NaN loss": ("forward", "backward", "data"),
     "10x slow": ("forward",),
 }
-"""Where each fault makes sense. A value that is wrong can't be in a checkpoint's or in the group's making, since no
-value of the user's is made there; what is slow there is slow, and nothing else."""
+"""Places where each fault makes sense. Wrong values and slowness need user code, which checkpoints and group forming
+don't run."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """One fault, and where."""
+    """One fault, with its strategy and place."""
 
     fault: str
     strategy: str
@@ -44,40 +44,40 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """As in the table, and as an argument of ``python -m tests.faults``."""
+        """Name in the table, and as an argument of ``python -m tests.faults``."""
         return f"{self.fault} x {self.strategy} x {self.place}"
 
-    def dice(self, seed: int) -> random.Random:
-        """This cell's own random numbers, whatever else is played."""
+    def make_random(self, seed: int) -> random.Random:
+        """Return a random generator that depends only on this cell and the seed."""
         return random.Random(zlib.crc32(f"{self.name} {seed}".encode()))
 
     @property
     def outcome(self) -> str:
-        """What must come of it: see :mod:`tests.faults.expect`, and for "beside" :mod:`tests.faults.besides`."""
-        if self.place == BESIDE:
-            return "beside"
+        """Expected outcome: see :mod:`tests.faults.expect`, and for "outside" :mod:`tests.faults.other_faults`."""
+        if self.place == OUTSIDE:
+            return OUTSIDE
         if self.fault in OUTCOMES:
             return OUTCOMES[self.fault]
         return {"checkpoint": "unsaved", "forming": "reformed"}.get(self.place, "failed")
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Whom the fault may befall: a pipeline's last stage does not look at the rows' values."""
-        blind = self.strategy == "Pipeline" and (self.fault, self.place) == ("NaN loss", "data")
-        return (0,) if blind else tuple(range(ENGINES))
+        """Ranks that the fault may hit. A pipeline's last stage doesn't read the values of rows."""
+        ignores_rows = self.strategy == "Pipeline" and (self.fault, self.place) == ("NaN loss", "data")
+        return (0,) if ignores_rows else tuple(range(ENGINES))
 
     @property
     def exact(self) -> bool:
-        """Whether the parameters must end as without the fault: a rank that averages takes some of its own along."""
+        """Whether the final parameters must equal those without the fault, which averaging doesn't promise."""
         return self.strategy != "ParameterAveraging" or self.outcome in ("named", "unsaved")
 
 
 ENDS = ("SIGKILL", "os._exit")
-"""Whose process is gone."""
+"""Faults that end the process."""
 HALTS = ("SIGSTOP", "endless loop", "deaf loop")
-"""Who keeps the others waiting, until the time limit of a collective."""
+"""Faults that keep the others waiting, up to the time limit of a collective."""
 
-BESIDES = (
+OTHER_FAULTS = (
     "interrupt once",
     "interrupt twice",
     "interrupt ten times",
@@ -92,15 +92,15 @@ OUTCOMES = {
     "10x slow": "named",
     "NaN loss": "paused",
 }
-"""What comes of a fault at any place. An error is told to whoever asked for what it befell."""
+"""Outcomes that don't depend on the place. Errors are raised by the call that they interrupt."""
 
 CELLS = (
     *(Cell(fault, strategy, place) for fault, places in PLACES.items() for strategy in STRATEGIES for place in places),
-    *(Cell(fault, "DataParallel", BESIDE) for fault in BESIDES),
+    *(Cell(fault, "DataParallel", OUTSIDE) for fault in OTHER_FAULTS),
 )
 
 SAMPLE = (
-    Cell("SIGKILL", "DataParallel", "optimiser"),
+    Cell("SIGKILL", "DataParallel", "optimizer"),
     Cell("SIGKILL", "Sharded", "forward"),
     Cell("SIGKILL", "DataParallel", "forming"),
     Cell("os._exit", "Pipeline", "checkpoint"),
@@ -114,23 +114,23 @@ SAMPLE = (
     Cell("10x slow", "DataParallel", "forward"),
     Cell("exception", "DataParallel", "forming"),
     Cell("endless loop", "Sharded", ANYWHERE),
-    Cell("interrupt twice", "DataParallel", BESIDE),
-    Cell("controller killed", "DataParallel", BESIDE),
-    Cell("kernel killed", "DataParallel", BESIDE),
-    Cell("disk full", "DataParallel", BESIDE),
+    Cell("interrupt twice", "DataParallel", OUTSIDE),
+    Cell("controller killed", "DataParallel", OUTSIDE),
+    Cell("kernel killed", "DataParallel", OUTSIDE),
+    Cell("disk full", "DataParallel", OUTSIDE),
 )
-"""Cells of `make test-all`: each outcome, each strategy and each place at least once."""
+"""Cells of `make test-all`: each outcome, strategy and place at least once."""
 
 DAILY = (
     Cell("SIGKILL", "Sharded", "forward"),
     Cell("os._exit", "Pipeline", "checkpoint"),
     Cell("exception", "TensorParallel", "backward"),
     Cell("NaN loss", "DataParallel", "backward"),
-    Cell("interrupt twice", "DataParallel", BESIDE),
+    Cell("interrupt twice", "DataParallel", OUTSIDE),
 )
 """Cells of `make test`: a killed engine, one lost during a save, an error, a NaN, an interrupt."""
 
 
-def most_lost(cell: Cell, snapshot: int) -> int:
-    """How many steps a repair may lose."""
-    return 1 if cell.strategy in COPIED else snapshot + 1
+def get_max_lost_steps(cell: Cell, snapshot_every: int) -> int:
+    """Return how many steps a repair may lose."""
+    return 1 if cell.strategy in REPLICATED else snapshot_every + 1

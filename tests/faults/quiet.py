@@ -1,4 +1,4 @@
-"""Cells print what a notebook would show; the table has no room for it."""
+"""Suppression of the output that a notebook would show, which has no place in the table."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[io.StringIO]:
-    """What is printed meanwhile, instead of printing it."""
+    """Collect printed text instead of showing it."""
     with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.redirect_stderr(io.StringIO()):
         yield text

@@ -1,4 +1,4 @@
-"""Plays a cell on a cluster that lives as long as the cells leave it alive."""
+"""Runs of cells on one cluster, which is replaced when a cell breaks it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import psutil
 
 import dtkit
 from tests.faults import expect, training
-from tests.faults.besides import BESIDES
-from tests.faults.cells import ANYWHERE, BESIDE, ENGINES, FIRST, LAST, STEP_PLACES, STEPS
-from tests.faults.plant import fail_on, plant
+from tests.faults.cells import ANYWHERE, ENGINES, FIRST, LAST, OUTSIDE, STEP_PLACES, STEPS
+from tests.faults.group_trap import fail_on, plant_in_group
+from tests.faults.other_faults import OTHER_FAULTS
 from tests.faults.quiet import quiet
 from tests.faults.trap import Slowness, Trap
 
@@ -27,22 +27,22 @@ if TYPE_CHECKING:
     from tests.faults.cells import Cell
 
 LIMIT_S = 150.0
-"""What a cell may take in all; more, and it hangs."""
+"""Longest time of a cell."""
 COLLECTIVE_S = 6.0
 MEMORY = "3GB"
 
 
 @dataclasses.dataclass
 class Outcome:
-    """What a cell did. `problems` is empty where all of it was right."""
+    """Outcome of a cell; `problems` is empty if it passed."""
 
     cell: Cell
     step: int
     rank: int
     detected_s: float | None = None
-    """From the fault to the first word of it in the run's log."""
+    """Seconds from the fault to its first log entry."""
     recovered_s: float | None = None
-    """From the fault to the next step."""
+    """Seconds from the fault to the end of the repair."""
     shown: str = ""
     lost: str = ""
     took_s: float = 0.0
@@ -50,149 +50,150 @@ class Outcome:
 
 
 class Ground:
-    """A cluster to play on, and how trainings end there when nothing happens."""
+    """Cluster for cells, and the final states of undisturbed trainings on it."""
 
     def __init__(self, spares: int = 1) -> None:
         self._spares = spares
         self._cluster: dtkit.Cluster | None = None
-        self._wanted: dict[str, dict[str, torch.Tensor]] = {}
+        self._expected_states: dict[str, dict[str, torch.Tensor]] = {}
         self._folder = Path(tempfile.mkdtemp(prefix="dtkit-faults-"))
-        self._played = 0
+        self._num_folders = 0
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.renew()
+        self.close_cluster()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     @property
     def cluster(self) -> dtkit.Cluster:
-        """Started where there is none."""
+        """The cluster, started if there is none."""
         if self._cluster is None:
             options: dict[str, Any] = {"step_timeout": COLLECTIVE_S, "memory_limit": MEMORY, "spares": self._spares}
             with quiet():
                 self._cluster = dtkit.Cluster(ENGINES, threads=1, **options)
         return self._cluster
 
-    def renew(self) -> None:
-        """The next cell gets a cluster of its own."""
+    def close_cluster(self) -> None:
+        """Close the cluster, so that the next cell gets a new one."""
         if self._cluster is not None:
             self._cluster.close()
             self._cluster = None
 
-    def folder(self) -> Path:
-        """An empty one."""
-        self._played += 1
-        made = self._folder / str(self._played)
-        made.mkdir()
-        return made
+    def make_folder(self) -> Path:
+        """Return a new empty folder."""
+        self._num_folders += 1
+        folder = self._folder / str(self._num_folders)
+        folder.mkdir()
+        return folder
 
-    def undisturbed(self, strategy: str) -> dict[str, torch.Tensor]:
-        """How the parameters end when nothing happens."""
-        if strategy not in self._wanted:
+    def get_expected_state(self, strategy: str) -> dict[str, torch.Tensor]:
+        """Return the final parameters of an undisturbed training."""
+        if strategy not in self._expected_states:
             run = training.start(self.cluster, strategy, steps=STEPS)
             run.resume()
             with quiet():
                 run.wait(LIMIT_S)
-            self._wanted[strategy] = run.model.state_dict()
-        return self._wanted[strategy]
+            self._expected_states[strategy] = run.model.state_dict()
+        return self._expected_states[strategy]
 
 
-def play(cell: Cell, ground: Ground, seed: int) -> Outcome:
-    """One cell, whatever becomes of it. A cluster that it ruined is closed."""
-    dice = cell.dice(seed)
-    step, rank = dice.randint(FIRST, LAST), dice.choice(cell.ranks)
-    place = cell.place if cell.place not in (ANYWHERE, BESIDE) else dice.choice(STEP_PLACES)
-    outcome, begun = Outcome(cell, step, rank), time.monotonic()
+def run_cell(cell: Cell, ground: Ground, seed: int) -> Outcome:
+    """Run a cell and return its outcome. A cluster that the cell broke is closed."""
+    generator = cell.make_random(seed)
+    step, rank = generator.randint(FIRST, LAST), generator.choice(cell.ranks)
+    place = cell.place if cell.place not in (ANYWHERE, OUTSIDE) else generator.choice(STEP_PLACES)
+    outcome, start = Outcome(cell, step, rank), time.monotonic()
     try:
-        wanted = ground.undisturbed(cell.strategy)
-        trap = Trap(cell.fault if cell.place != BESIDE else "endless loop", place, rank, step, ground.folder() / "trap")
+        expected_state = ground.get_expected_state(cell.strategy)
+        trap = Trap(
+            cell.fault if cell.place != OUTSIDE else "endless loop", place, rank, step, ground.make_folder() / "trap"
+        )
         process = psutil.Process(ground.cluster.nodes[rank].pid)
-        _how(cell)(Stage(cell, ground.cluster, trap, wanted, outcome, process))
+        _get_scenario(cell)(Stage(cell, ground.cluster, trap, expected_state, outcome, process))
     except (dtkit.errors.DtkitError, AssertionError, TimeoutError, OSError, RuntimeError) as error:
         outcome.problems.append(f"{type(error).__name__}: {error}".partition("\n")[0])
-    outcome.problems += _trains_on(cell, ground)
+    outcome.problems += _check_next_training(cell, ground)
     if outcome.problems:
-        ground.renew()
-    outcome.took_s = time.monotonic() - begun
+        ground.close_cluster()
+    outcome.took_s = time.monotonic() - start
     return outcome
 
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """All that a cell is played with."""
+    """Everything that a cell's scenario needs."""
 
     cell: Cell
     cluster: dtkit.Cluster
     trap: Trap
-    wanted: dict[str, torch.Tensor]
+    expected_state: dict[str, torch.Tensor]
     outcome: Outcome
     process: psutil.Process
-    """Of the rank that the fault befalls."""
+    """Process of the rank that the fault hits."""
 
     def train(self, trap: Trap | Slowness | None = None, **options: Any) -> dtkit.Run:
-        """Before its first step."""
+        """Create a run that has not begun."""
         return training.start(self.cluster, self.cell.strategy, trap or self.trap, **({"steps": STEPS} | options))
 
 
-def _in_a_step(stage: Stage) -> None:
+def _run_step_fault(stage: Stage) -> None:
     run = stage.train()
-    stage.trap.set()
+    stage.trap.arm()
     run.resume()
-    expect.ends(stage, run, _waited(run))
+    expect.check_end(stage, run, _wait(run))
 
 
-def _in_a_checkpoint(stage: Stage) -> None:
+def _run_checkpoint_fault(stage: Stage) -> None:
     run = stage.train()
     run.step(stage.trap.step)
-    stage.trap.set()
+    stage.trap.arm()
     error: BaseException | None = None
     try:
         with quiet():
             run.save(stage.trap.path.parent / "checkpoints")
     except dtkit.errors.CheckpointError as raised:
         error = raised
-    expect.saved(stage, run, error)
+    expect.check_save(stage, run, error)
     run.resume()
-    expect.ends(stage, run, _waited(run))
+    expect.check_end(stage, run, _wait(run))
 
 
-def _while_forming(stage: Stage) -> None:
-    """A paused run; a call fails on one rank, so the group is formed anew; the fault befalls a rank in that."""
+def _run_forming_fault(stage: Stage) -> None:
+    """Fail a call next to a paused run, so that the group is formed again, and hit a rank while it is formed."""
     run, trap = stage.train(), stage.trap
     run.step(trap.step)
-    stage.cluster.run(plant, trap)
-    trap.set()
+    stage.cluster.run(plant_in_group, trap)
+    trap.arm()
     error: BaseException | None = None
     try:
         with quiet():
             stage.cluster.run(fail_on, 1 - trap.rank)
     except dtkit.errors.EngineError as raised:
         error = raised
-    expect.told(stage, error)
+    expect.check_failed_call(stage, error)
     run.resume()
-    expect.ends(stage, run, _waited(run))
+    expect.check_end(stage, run, _wait(run))
 
 
-def _slow(stage: Stage) -> None:
+def _run_slow_rank(stage: Stage) -> None:
     run = stage.train(Slowness(stage.trap.rank))
     run.resume()
-    expect.ends(stage, run, _waited(run))
+    expect.check_end(stage, run, _wait(run))
 
 
-def _how(cell: Cell) -> Callable[[Stage], None]:
-    """What plays it."""
-    if cell.place == BESIDE:
-        return BESIDES[cell.fault]
-    return _slow if cell.outcome == "named" else PLAYS.get(cell.place, _in_a_step)
+def _get_scenario(cell: Cell) -> Callable[[Stage], None]:
+    if cell.place == OUTSIDE:
+        return OTHER_FAULTS[cell.fault]
+    return _run_slow_rank if cell.outcome == "named" else SCENARIOS.get(cell.place, _run_step_fault)
 
 
-PLAYS = {"checkpoint": _in_a_checkpoint, "forming": _while_forming}
+SCENARIOS = {"checkpoint": _run_checkpoint_fault, "forming": _run_forming_fault}
 
 
-def _waited(run: dtkit.Run) -> BaseException | None:
-    """What waiting raised."""
+def _wait(run: dtkit.Run) -> BaseException | None:
+    """Wait for the run, and return the error that this raises."""
     with quiet():
         try:
             run.wait(LIMIT_S)
@@ -201,8 +202,8 @@ def _waited(run: dtkit.Run) -> BaseException | None:
     return None
 
 
-def _trains_on(cell: Cell, ground: Ground) -> list[str]:
-    """What keeps the same cluster from training on, the same strategy and another."""
+def _check_next_training(cell: Cell, ground: Ground) -> list[str]:
+    """Train on the same cluster with the same strategy and another, and return the problems."""
     try:
         for strategy in (cell.strategy, "DataParallel"):
             run = training.start(ground.cluster, strategy, steps=3)
@@ -212,5 +213,5 @@ def _trains_on(cell: Cell, ground: Ground) -> list[str]:
             if run.status.step != 3 or ground.cluster.world_size != ENGINES:
                 return [f"the next training ended at step {run.status.step}"]
     except (dtkit.errors.DtkitError, TimeoutError) as error:
-        return [f"the cluster does not train on: {type(error).__name__}: {error}".partition("\n")[0]]
+        return [f"the cluster can't train any more: {type(error).__name__}: {error}".partition("\n")[0]]
     return []

@@ -1,6 +1,6 @@
-"""A sample of the fault matrix on a real cluster. ``make test`` plays DAILY, ``make faults`` the whole matrix.
+"""A sample of the fault matrix on a real cluster. ``make test`` runs DAILY, ``make faults`` the whole matrix.
 
-The seed draws ranks, steps and places: DTKIT_SEED gives another one, and each failure names it.
+A seed selects ranks, steps and places. DTKIT_SEED sets it, and each failure names it.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.faults.__main__ import line
-from tests.faults.cells import BESIDES, CELLS, DAILY, PLACES, SAMPLE
-from tests.faults.runner import Ground, play
+from tests.faults.__main__ import format_row
+from tests.faults.cells import CELLS, DAILY, OTHER_FAULTS, PLACES, SAMPLE
+from tests.faults.runner import Ground, run_cell
 from tests.faults.training import STRATEGIES
 from tests.support.marks import slow
 
@@ -26,20 +26,20 @@ SEED = int(os.environ.get("DTKIT_SEED", "0"))
 
 @pytest.fixture(scope="module")
 def ground() -> Iterator[Ground]:
-    with Ground() as made:
-        yield made
+    with Ground() as ground:
+        yield ground
 
 
 @pytest.mark.cluster
 @pytest.mark.parametrize("cell", [cell if cell in DAILY else slow(cell) for cell in SAMPLE], ids=lambda cell: cell.name)
-def test_cell(ground: Ground, cell: Cell):
-    outcome = play(cell, ground, SEED)
-    assert not outcome.problems, f"seed {SEED}\n{line(outcome)}"
+def test_fault_has_the_expected_outcome(ground: Ground, cell: Cell):
+    outcome = run_cell(cell, ground, SEED)
+    assert not outcome.problems, f"seed {SEED}\n{format_row(outcome)}"
 
 
 def test_the_sample_has_each_strategy_outcome_and_place():
     assert {cell.strategy for cell in SAMPLE} == set(STRATEGIES)
     assert {cell.outcome for cell in SAMPLE} == {cell.outcome for cell in CELLS}
-    assert {cell.place for cell in SAMPLE} >= {"forward", "backward", "data", "optimiser", "checkpoint", "forming"}
-    assert {cell.fault for cell in CELLS} == {*PLACES, *BESIDES}
+    assert {cell.place for cell in SAMPLE} >= {"forward", "backward", "data", "optimizer", "checkpoint", "forming"}
+    assert {cell.fault for cell in CELLS} == {*PLACES, *OTHER_FAULTS}
     assert set(DAILY) < set(SAMPLE) < set(CELLS)

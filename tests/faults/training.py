@@ -1,4 +1,4 @@
-"""The training that faults are put into: tiny, in float64, and the same each time, for every strategy."""
+"""The training for faults: tiny, in float64, and the same each time, for every strategy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 ROWS, FEATURES, WIDTH, CLASSES, BATCH = 96, 6, 8, 3, 16
 SNAPSHOT = 4
-"""Steps from one snapshot to the next, where a rank holds the only copy of a part."""
+"""Steps between snapshots for strategies in which a rank holds the only copy of a part."""
 
 STRATEGIES: dict[str, Strategy] = {
     "DataParallel": DataParallel(),
@@ -28,30 +28,30 @@ STRATEGIES: dict[str, Strategy] = {
     "TensorParallel": TensorParallel(2),
     "Sharded": Sharded(),
 }
-COPIED = ("DataParallel", "ParameterAveraging")
-"""Those of which each rank holds a whole copy."""
+REPLICATED = ("DataParallel", "ParameterAveraging")
+"""Strategies in which each rank holds a whole copy."""
 
 
 class Trapped(nn.Tanh):
-    """An activation that a trap waits in, forward and backward."""
+    """Activation with a trap in its forward and backward pass."""
 
     def __init__(self, trap: Trap | Slowness | None) -> None:
         super().__init__()
         self.trap = trap
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found = super().forward(x)
+        output = super().forward(x)
         trap = self.trap
         if trap is None or not self.training:
-            return found
-        if found.requires_grad:
-            found.register_hook(lambda gradient: trap.pass_by("backward", gradient))
-        passed: torch.Tensor = trap.pass_by("forward", found)
-        return passed
+            return output
+        if output.requires_grad:
+            output.register_hook(lambda gradient: trap.trigger("backward", gradient))
+        result: torch.Tensor = trap.trigger("forward", output)
+        return result
 
 
 class Rows(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Rows, of which one may be a trap."""
+    """Rows with a trap in their loading."""
 
     def __init__(self, trap: Trap | Slowness | None) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -64,11 +64,11 @@ class Rows(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         row = self._x[index]
-        return (row if self._trap is None else self._trap.pass_by("data", row)), self._y[index]
+        return (row if self._trap is None else self._trap.trigger("data", row)), self._y[index]
 
 
 class Optimizer(torch.optim.SGD):
-    """A trap waits before the update."""
+    """SGD with a trap before the update."""
 
     def __init__(self, parameters: Iterable[Any], trap: Trap | Slowness | None) -> None:
         super().__init__(parameters, lr=0.1, momentum=0.9)
@@ -76,12 +76,12 @@ class Optimizer(torch.optim.SGD):
 
     def step(self, closure: Any = None) -> Any:
         if self._trap is not None:
-            self._trap.pass_by("optimiser")
+            self._trap.trigger("optimizer")
         return super().step(closure)
 
 
 class Scheduler(torch.optim.lr_scheduler.StepLR):
-    """A trap waits where a checkpoint asks for its state."""
+    """Scheduler with a trap in `state_dict`, which checkpoints call."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, trap: Trap | Slowness | None) -> None:
         self._trap = trap
@@ -89,33 +89,33 @@ class Scheduler(torch.optim.lr_scheduler.StepLR):
 
     def state_dict(self) -> dict[str, Any]:
         if self._trap is not None:
-            self._trap.pass_by("checkpoint")
+            self._trap.trigger("checkpoint")
         return {name: value for name, value in super().state_dict().items() if name != "_trap"}
 
 
 def net(trap: Trap | Slowness | None = None) -> nn.Module:
-    """A chain that every strategy can cut in two."""
+    """Return a chain that every strategy can split in two."""
     torch.manual_seed(3)
     first, second, last = nn.Linear(FEATURES, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
     return nn.Sequential(first, Trapped(trap), second, Trapped(trap), last).double()
 
 
 def start(cluster: dtkit.Cluster, strategy: str, trap: Trap | Slowness | None = None, **options: Any) -> dtkit.Run:
-    """A run that stands before its first step."""
-    how: dict[str, Any] = {
+    """Create a run that has not begun."""
+    arguments: dict[str, Any] = {
         "loss": F.cross_entropy,
         "optimizer": lambda parameters: Optimizer(parameters, trap),
         "lr_scheduler": lambda optimizer: Scheduler(optimizer, trap),
         "strategy": STRATEGIES[strategy],
         "batch_size": BATCH,
         "shuffle": "global",
-        "snapshot_every": None if strategy in COPIED else SNAPSHOT,
+        "snapshot_every": None if strategy in REPLICATED else SNAPSHOT,
         "start": False,
     }
-    return cluster.train(net(trap), Rows(trap), **(how | options))
+    return cluster.train(net(trap), Rows(trap), **(arguments | options))
 
 
-def difference(mine: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """The largest one of any parameter."""
-    assert mine.keys() == other.keys()
-    return max(float((mine[name] - other[name]).abs().max()) for name in mine)
+def max_difference(state: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """Return the largest difference of any parameter."""
+    assert state.keys() == other.keys()
+    return max(float((state[name] - other[name]).abs().max()) for name in state)

@@ -1,8 +1,7 @@
-"""Faults that spring once, on one rank, at one step and place, inside the user's own code.
+"""Faults that fire once, on one rank, at one step and place, inside user code.
 
-A trap travels to the engines in a model, a dataset, an optimiser and a scheduler. It is set by a file, which the rank
-takes away at the moment when it springs: the same code, run again after a recovery, does nothing. What the file becomes
-says when that was, on the clock of this host.
+A trap is sent to the engines in a model, a dataset, an optimizer and a scheduler. A file arms it, and the rank removes
+the file when the trap fires, so that the same code does nothing after a recovery. A second file records the time.
 """
 
 from __future__ import annotations
@@ -23,112 +22,112 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SLOW_STEP_S = 0.06
-"""What a step takes more on the rank that is slowed, ten times what it takes otherwise."""
+"""Seconds that a step of the slowed rank takes longer; the other ranks take a tenth of that."""
 STEP_S = SLOW_STEP_S / 10
-_PIECE = 1 << 30  # bytes
+_BLOCK = 1 << 30  # bytes
 
 
-class Sprung(LookupError):  # noqa: N818 - what has happened
-    """What user code raises here."""
+class TrapError(LookupError):
+    """Error that the trap raises in user code."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Trap:
-    """One fault, and where it waits."""
+    """One fault, and where it fires."""
 
     fault: str
     place: str
-    """"forward", "backward", "data", "optimiser", "checkpoint", "forming"."""
+    """"forward", "backward", "data", "optimizer", "checkpoint" or "forming"."""
     rank: int
     step: int
     path: Path
-    """Exists while the trap is set."""
+    """File that exists while the trap is armed."""
 
-    def set(self) -> None:
-        """From here on it springs."""
+    def arm(self) -> None:
+        """Let the trap fire from now on."""
         self.path.touch()
 
     @property
-    def sprung_at(self) -> float | None:
-        """When it sprang, as time.time(); None before."""
+    def fired_at(self) -> float | None:
+        """Time at which the trap fired, as time.time(); None before."""
         with contextlib.suppress(FileNotFoundError, ValueError):
-            return float(self._mark.read_text(encoding="utf-8"))
+            return float(self._fired_file.read_text(encoding="utf-8"))
         return None
 
     @property
-    def _mark(self) -> Path:
-        return self.path.with_suffix(".sprung")
+    def _fired_file(self) -> Path:
+        return self.path.with_suffix(".fired")
 
-    def pass_by(self, place: str, value: Any = None) -> Any:
-        """On an engine: the fault, if it waits here; else `value`."""
-        if place != self.place or not self.path.exists() or not self._due():
+    def trigger(self, place: str, value: Any = None) -> Any:
+        """Fire if this engine is at the trap's rank, step and place; otherwise return `value`."""
+        if place != self.place or not self.path.exists() or not self._is_due():
             return value
         self.path.unlink()
-        unready = self.path.with_suffix(".new")
-        unready.write_text(repr(time.time()), encoding="utf-8")
-        unready.replace(self._mark)
+        temporary = self.path.with_suffix(".new")
+        temporary.write_text(repr(time.time()), encoding="utf-8")
+        temporary.replace(self._fired_file)
         return FAULTS[self.fault](value)
 
-    def _due(self) -> bool:
+    def _is_due(self) -> bool:
         if self.place == "forming":
             return True
-        return dist.is_initialized() and dist.get_rank() == self.rank and standing() == self.step
+        return dist.is_initialized() and dist.get_rank() == self.rank and get_job_step() == self.step
 
 
-def standing() -> int | None:
-    """At which step the newest job of this engine stands."""
-    from dtkit.engine.session import _session
+def get_job_step() -> int | None:
+    """Return the step of this engine's newest job."""
+    from dtkit.engine.session import get_session
 
-    return next(reversed(_session._jobs.values())).step if _session._jobs else None
+    return next(reversed(get_session().state.jobs.values())).step if get_session().state.jobs else None
 
 
 def kill(_value: Any) -> None:
-    """As the system does to the largest process when memory is gone."""
+    """End the process as the system does when memory runs out."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def stop(_value: Any) -> None:
-    """Alive, and doing nothing: all threads."""
+    """Stop all threads of the process, which stays alive."""
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def leave(_value: Any) -> None:
-    """Gone without a word, as C code that gives up."""
+    """End the process without an error, as C code may."""
     os._exit(3)
 
 
 def fail(_value: Any) -> None:
-    """An error in the user's code."""
-    raise Sprung("sprung on purpose")
+    """Raise an error in user code."""
+    raise TrapError("raised on purpose")
 
 
 def loop(_value: Any) -> None:
-    """Python that does not end."""
+    """Run Python code that does not end."""
     while True:
         pass
 
 
-def loop_for_ever(value: Any) -> None:
-    """Python that does not end, and that catches the interrupt."""
+def loop_uninterruptibly(value: Any) -> None:
+    """Run Python code that does not end and ignores interrupts."""
     with contextlib.suppress(KeyboardInterrupt):
         loop(value)
-    loop_for_ever(value)
+    loop_uninterruptibly(value)
 
 
 def take_all_memory(_value: Any) -> None:
-    """Until there is no more: under a limit of memory, an error of torch."""
-    taken = []
+    """Allocate memory until torch raises an error at the limit."""
+    blocks = []
     while True:
-        taken.append(torch.empty(_PIECE, dtype=torch.uint8))
+        blocks.append(torch.empty(_BLOCK, dtype=torch.uint8))
 
 
-def cut(value: torch.Tensor) -> torch.Tensor:
-    """One feature too few for what follows."""
+def drop_feature(value: torch.Tensor) -> torch.Tensor:
+    """Return one feature too few for the next layer."""
     return value[..., :-1]
 
 
 def poison(value: torch.Tensor) -> torch.Tensor:
-    """Not a number."""
+    """Return NaN for all values."""
     return value * float("nan")
 
 
@@ -138,52 +137,52 @@ FAULTS: dict[str, Callable[[Any], Any]] = {
     "exception": fail,
     "os._exit": leave,
     "endless loop": loop,
-    "deaf loop": loop_for_ever,
+    "deaf loop": loop_uninterruptibly,
     "out of memory": take_all_memory,
-    "mismatched shapes": cut,
+    "mismatched shapes": drop_feature,
     "NaN loss": poison,
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Slowness:
-    """Not sprung, but lasting: one rank's steps take ten times as long as the others'."""
+    """Permanent fault: the steps of one rank take ten times as long as those of the others."""
 
     rank: int
 
-    def pass_by(self, place: str, value: Any = None) -> Any:
-        """On an engine: take the time."""
+    def trigger(self, place: str, value: Any = None) -> Any:
+        """Wait, on an engine."""
         if place == "forward" and dist.is_initialized():
             threading.Event().wait(SLOW_STEP_S if dist.get_rank() == self.rank else STEP_S)
         return value
 
 
 @dataclasses.dataclass(frozen=True)
-class Minefield:
-    """A trap that is set again and again: its file says for which fault, rank and place."""
+class RepeatedTrap:
+    """Trap that fires repeatedly; its file names the fault, rank and place."""
 
     path: Path
     step_s: float
-    """What a step takes at least."""
+    """Minimum seconds of a step."""
 
-    def lay(self, fault: str, rank: int, place: str) -> None:
-        """The next fault."""
-        unready = self.path.with_suffix(".new")
-        unready.write_text(f"{fault}\n{rank}\n{place}", encoding="utf-8")
-        unready.replace(self.path)
+    def arm(self, fault: str, rank: int, place: str) -> None:
+        """Set the next fault."""
+        temporary = self.path.with_suffix(".new")
+        temporary.write_text(f"{fault}\n{rank}\n{place}", encoding="utf-8")
+        temporary.replace(self.path)
 
     @property
-    def sprung(self) -> bool:
-        """Whether the last one did."""
+    def has_fired(self) -> bool:
+        """Whether the last fault has fired."""
         return not self.path.exists()
 
-    def pass_by(self, place: str, value: Any = None) -> Any:
-        """On an engine."""
-        if place == "optimiser":
+    def trigger(self, place: str, value: Any = None) -> Any:
+        """Wait, and fire if this engine is at the fault's rank and place."""
+        if place == "optimizer":
             threading.Event().wait(self.step_s)
         with contextlib.suppress(FileNotFoundError):
-            fault, rank, wanted = self.path.read_text(encoding="utf-8").split("\n")
-            if place == wanted and dist.is_initialized() and dist.get_rank() == int(rank):
+            fault, rank, armed_place = self.path.read_text(encoding="utf-8").split("\n")
+            if place == armed_place and dist.is_initialized() and dist.get_rank() == int(rank):
                 self.path.unlink()
                 return FAULTS[fault](value)
         return value

@@ -1,4 +1,4 @@
-"""The browser of the tests: where it is and how it is started."""
+"""Path and options of the browser for tests."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ FLAGS = [
     "--disable-gpu",
     "--disable-quic",
     "--no-first-run",
-    # Nothing of the browser's own goes out to a network.
+    # The browser itself must not use the network.
     "--disable-background-networking",
     "--disable-component-update",
     "--disable-sync",
 ]
 
 
-def chromium() -> str:
-    """The browser's path: $CHROMIUM, or the first known name on PATH."""
+def find_chromium() -> str:
+    """Return the browser's path: $CHROMIUM, or the first known name on PATH."""
     named = os.environ.get("CHROMIUM")
     for name in (named,) if named else CHROMIUMS:
         if path := shutil.which(name):
             return path
-    looked = named or ", ".join(CHROMIUMS)
-    pytest.fail(f"no browser: looked for {looked}. `make chromium` installs one; CHROMIUM=/path/to/it names one.")
+    names = named or ", ".join(CHROMIUMS)
+    pytest.fail(f"found no browser among {names}; run `make chromium`, or set CHROMIUM to its path.")

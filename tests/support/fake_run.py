@@ -1,11 +1,11 @@
-"""A cell that starts a run on 16 ranks that are doubles."""
+"""Notebook cell that starts a run on 16 fake ranks."""
 
 from __future__ import annotations
 
 TRAIN = """
 import torch, dtkit
 from torch import nn
-from dtkit.testing import FakeTransport
+from dtkit.testing.fake_transport import FakeTransport
 
 @dtkit.panel("Rows so far")
 def rows(ax, history):

@@ -1,4 +1,4 @@
-"""A source for views: a real history, fed by hand, and every part of the protocol settable."""
+"""Source of a run view for tests: a real history, with rows and status set by the test."""
 
 import contextlib
 import dataclasses
@@ -15,10 +15,10 @@ from dtkit.types import Event, NodeInfo, RunSpec, State, Status
 
 
 class FakeSource:
-    """A run of `ranks` nodes that the test drives; `posted` keeps what views asked for.
+    """Run of `ranks` nodes that the test drives; `posted` has the commands of views.
 
-    With `stages` the nodes are pipelines of so many: they share their samples, and the last one alone knows a loss.
-    `draw_strips` are kept of the last step, so that there is a timeline.
+    With `stages`, each group of that many nodes is a pipeline, and only its last node has a loss. With `strips` the
+    run has a timeline of the last step.
     """
 
     def __init__(self, ranks=4, steps=400, name="ConvNet", seed=0, stages=1, *, strips=False):
@@ -37,8 +37,8 @@ class FakeSource:
         self.posted = []
         self.refuse = None
         self.delay_factors, self.consistency, self.stall_report = {}, None, None
-        self.sends = lambda _step: 400_000 if ranks > 1 else 0  # bytes of a rank in a step
-        self.slowness = {}  # rank -> how many times longer it computes
+        self.sends = lambda _step: 400_000 if ranks > 1 else 0  # bytes per rank in a step
+        self.slowness = {}  # rank -> factor on its computing time
         self._stages, self._strips = stages, strips
         self._callbacks = []
         self._random = np.random.default_rng(seed)
@@ -70,7 +70,7 @@ class FakeSource:
         self.posted.append((command, value))
 
     def advance(self, steps=1, loss=None):
-        """Record `steps` more steps of every rank; `loss` overrides the made-up ones."""
+        """Record `steps` more steps of each rank, with a made-up loss unless `loss` is given."""
         n = self.spec.world_size
         rows = np.zeros(steps * n, ROW_DTYPE)
         rows["step"] = self.step + 1 + np.repeat(np.arange(steps), n)
@@ -91,7 +91,7 @@ class FakeSource:
         self.changed()
 
     def _time(self, rows):
-        """Phases of 100 ms steps: every rank waits for the slowest one; then all communicate at once."""
+        """Fill in the phases of 100 ms steps: each rank waits for the slowest, then all communicate."""
         ranks = self.spec.world_size
         slow = np.array([self.slowness.get(r, 1.0) for r in range(ranks)])[rows["rank"]]
         noise = 1 + 0.02 * self._random.normal(size=len(rows)) ** 2
@@ -105,13 +105,13 @@ class FakeSource:
 
     @property
     def timeline(self):
-        """The last step: a pipeline's micro-batches one after the other, or phases with a collective at the end."""
+        """Timeline of the last step: micro-batches of a pipeline, or phases with a collective at the end."""
         if not self._strips or not self.step:
             return None
-        make = self._piped if self._stages > 1 else self._alike
+        make = self._make_pipeline_spans if self._stages > 1 else self._make_phase_spans
         return Timeline(np.array([span for rank in range(self.spec.world_size) for span in make(rank)], SPAN_DTYPE))
 
-    def _alike(self, rank):
+    def _make_phase_spans(self, rank):
         slow = self.slowness.get(rank, 1.0)
         ends = np.cumsum([0, 0.005, 0.025 * slow, 0.05 * slow])
         reached = 0.08 * max(self.slowness.values(), default=1.0)
@@ -119,8 +119,8 @@ class FakeSource:
         phases = ("data", "forward", "backward", "sync", "update")
         return [(self.step, rank, p, -1, -1, a, b) for p, a, b in zip(phases, times, times[1:], strict=False)]
 
-    def _piped(self, rank, batches=4):
-        """All forwards, then all backwards, each twice as long."""
+    def _make_pipeline_spans(self, rank, batches=4):
+        """Yield all forward passes, then all backward passes, each twice as long."""
         stage, last = rank % self._stages, self._stages - 1
         turn = 0.01 * (batches + last)
         for k in range(batches):
@@ -131,18 +131,18 @@ class FakeSource:
             yield self.step, rank, "backward", stage, k, begin, begin + 0.0195
 
     def lose(self, rank):
-        """A node is gone."""
+        """Record the loss of a node."""
         self.event("lost", f"node {rank} was lost", rank)
 
     def stick(self, rank, seconds=12.3, phase="forward"):
-        """A node is found to keep the others waiting; with None as the rank, no node moves."""
+        """Report that a node keeps the others waiting; with None as the rank, that no node moves."""
         kind, line = ("together", "") if rank is None else ("stuck", "train.py:12 in step")
-        remedy = "cluster.stacks() shows where all ranks stand"
+        remedy = "cluster.stacks() shows the position of all ranks"
         self.stall_report = StallReport(kind, rank, "host0", phase, self.step + 1, line, "it waits", remedy, seconds)
         self.event("stuck", "no node moves" if rank is None else f"node {rank} is stuck", rank)
 
     def shrink(self, ranks):
-        """A node is lost, and the run goes on with so many, whose ranks have moved down."""
+        """Lose a node and continue with `ranks` nodes, which are numbered again."""
         self.lose(1)
         self.spec = dataclasses.replace(self.spec, world_size=ranks)
         self.nodes = self.nodes[:ranks]
@@ -158,7 +158,7 @@ class FakeSource:
 
 
 class FaultInjectableSource(FakeSource):
-    """A run that takes faults and writes checkpoints; `calls` keeps them, and every command answers at once."""
+    """Run that accepts faults and checkpoints and records them in `calls`; commands take effect at once."""
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)

@@ -1,4 +1,4 @@
-"""A job in this process that plays all shards by itself, without a group."""
+"""Job in this process that trains all shards, without a process group."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from dtkit.data.partition import Partition
-from dtkit.engine import node_info
 from dtkit.engine.data.batches import ShardedBatches, Shards
 from dtkit.engine.data.sources import as_source
 from dtkit.engine.data.worker_context import WorkerContext
 from dtkit.engine.job import Job
+from dtkit.engine.observe.clock import make_clock
 from dtkit.engine.observe.phase_timer import PhaseTimer
 from dtkit.strategies.base import TrainingProgram
 from dtkit.strategies.data_parallel import DataParallel
@@ -36,20 +36,22 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
-def job(model: nn.Module | None = None, rows: Any = None, loss: Any = None, **how: Any) -> Job:
+def make_job(model: nn.Module | None = None, rows: Any = None, loss: Any = None, **options: Any) -> Job:
     source = as_source(data() if rows is None else rows)
     part = Partition(len(source), 2)
-    plan = JobPlan(how.get("batch_size", 6), 100, how.get("shuffle", "shard"), 0)
+    plan = JobPlan(options.get("batch_size", 6), 100, options.get("shuffle", "shard"), 0)
     stream = ShardedBatches(source, Shards(part.flatten_indices(), part.sizes), plan, [0, 1])
-    setting = WorkerContext(None, CPU, PhaseTimer(node_info.make_clock(CPU)), [0, 1])
-    objective = (
-        Loss(loss or nn.CrossEntropyLoss(), None) if "training_step" not in how else Loss(None, how["training_step"])
+    context = WorkerContext(None, CPU, PhaseTimer(make_clock(CPU)), [0, 1])
+    program_loss = (
+        Loss(loss or nn.CrossEntropyLoss(), None)
+        if "training_step" not in options
+        else Loss(None, options["training_step"])
     )
     program = TrainingProgram(
-        objective,
-        how.get("optimizer", sgd),
-        how.get("strategy", DataParallel()),
-        how.get("lr_scheduler"),
-        how.get("every", "step"),
+        program_loss,
+        options.get("optimizer", sgd),
+        options.get("strategy", DataParallel()),
+        options.get("lr_scheduler"),
+        options.get("every", "step"),
     )
-    return Job(model or net(), program, stream, setting, seed=0)
+    return Job(model or net(), program, stream, context, seed=0)

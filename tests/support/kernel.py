@@ -1,4 +1,4 @@
-"""A Jupyter kernel as a notebook has it: a process of its own that executes cells, restarts and is interrupted."""
+"""Jupyter kernel of a notebook: a process that executes cells and can be restarted and interrupted."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ START_S = 60.0
 CELL_S = 120.0
 
 
-class CellFailed(AssertionError):  # noqa: N818 - reads as a state
+class CellFailedError(AssertionError):
     """A cell ended in an error."""
 
 
 class Kernel:
-    """The Python that runs the tests, in a kernel; with an IPython profile of its own."""
+    """Kernel with the Python of the tests and a temporary IPython profile."""
 
     def __init__(self, manager: KernelManager) -> None:
         self._manager = manager
@@ -37,13 +37,13 @@ class Kernel:
     @classmethod
     @contextlib.contextmanager
     def started(cls, runtime: Path, cwd: Path) -> Iterator[Self]:
-        """One that keeps what lives as long as a session in `runtime`, and begins in `cwd`."""
+        """Start a kernel in the folder `cwd`, with `runtime` as Jupyter's runtime folder."""
         specs = KernelSpecManager(kernel_dirs=[], ensure_native_kernel=True)  # ipykernel's own: sys.executable
         signed = Session(key=secrets.token_hex().encode())
         manager = KernelManager(kernel_name="python3", kernel_spec_manager=specs, session=signed)
         with tempfile.TemporaryDirectory(prefix="ipython-") as profile:
-            places = {"IPYTHONDIR": profile, "JUPYTER_RUNTIME_DIR": str(runtime)}
-            manager.start_kernel(env=os.environ | places, cwd=str(cwd))
+            folders = {"IPYTHONDIR": profile, "JUPYTER_RUNTIME_DIR": str(runtime)}
+            manager.start_kernel(env=os.environ | folders, cwd=str(cwd))
             try:
                 kernel = cls(manager)
                 yield kernel
@@ -58,44 +58,44 @@ class Kernel:
         self._client.wait_for_ready(timeout=START_S)
 
     def disconnect(self) -> None:
-        """Speak to it no more."""
+        """Close the connections to the kernel."""
         self._client.stop_channels()
 
     def restart(self, *, now: bool) -> None:
-        """As the menu's *Restart Kernel* does (it asks the kernel to end), or `now`: by SIGKILL."""
+        """Restart the kernel as the menu does, which asks it to end; with `now`, by SIGKILL."""
         self.disconnect()
         self._manager.restart_kernel(now=now)
         self._connect()
 
     def interrupt(self) -> float:
-        """As the stop button does, by SIGINT. Returns when that was, as time.time()."""
+        """Send SIGINT as the stop button does, and return the time (time.time())."""
         pressed = time.time()
         self._manager.interrupt_kernel()
         return pressed
 
     def run(self, code: str) -> str:
-        """Execute a cell; what it printed. Raises CellFailed."""
+        """Execute a cell and return its printed text. Raises CellFailedError."""
         return self.finish(self.begin(code))
 
     def begin(self, code: str) -> str:
-        """Start a cell, to be finished later."""
+        """Start a cell and return its id for `finish`."""
         return str(self._client.execute(code, store_history=False))
 
     def finish(self, cell: str, until: str | None = None) -> str:
-        """Wait for the end of a cell, or until it has printed `until`; what it printed meanwhile."""
-        said, deadline = "", time.monotonic() + CELL_S
-        while until is None or until not in said:
+        """Wait for the end of a cell, or until it has printed `until`, and return its printed text."""
+        printed, deadline = "", time.monotonic() + CELL_S
+        while until is None or until not in printed:
             try:
                 message = self._client.get_iopub_msg(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
-                raise TimeoutError(f"the cell did not end within {CELL_S:g} s; it printed {said!r}") from None
+                raise TimeoutError(f"the cell did not end within {CELL_S:g} s; it printed {printed!r}") from None
             kind, content = message["msg_type"], message["content"]
             if message["parent_header"].get("msg_id") != cell:
                 continue
             if kind == "stream" and content["name"] == "stdout":
-                said += content["text"]
+                printed += content["text"]
             elif kind == "error":
-                raise CellFailed(f"{content['ename']}: {content['evalue']}\n" + "\n".join(content["traceback"]))
+                raise CellFailedError(f"{content['ename']}: {content['evalue']}\n" + "\n".join(content["traceback"]))
             elif kind == "status" and content["execution_state"] == "idle":
                 break
-        return said
+        return printed

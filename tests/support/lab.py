@@ -1,7 +1,7 @@
-"""JupyterLab as a test sees it: a page, driven by JupyterLab's own commands, read from its models.
+"""JupyterLab for tests: a page, driven by JupyterLab's commands and read from its models.
 
-Nothing is read from the DOM that the notebook's model knows: the DOM holds what is on screen. Runs of cells
-are *started* here, and a test waits for what it is about: the kernel (`wait_idle`), or something to show.
+Tests read the notebook's model, not the DOM, which holds only what is on screen. `run_all` and `run_cell` only start
+cells; a test then waits for the kernel (`wait_idle`) or for an output.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
     from tests.support.server import Server
 
-# Milliseconds, Playwright's unit. JupyterLab's first page takes 3 s on two cores, when they are idle.
+# Milliseconds, Playwright's unit.
 START_MS = 60_000
 STEP_MS = 15_000
 
-# Once per page: what tests ask JupyterLab, and a count of the runs that were started and haven't ended.
+# Installed once per page: queries for tests, and a count of the cell runs that haven't ended.
 _BRIDGE = """
 () => {
   const app = window.jupyterapp;
@@ -42,7 +42,7 @@ _BRIDGE = """
     idle: () => lab.running === 0 && lab.panel().sessionContext.session?.kernel?.status === "idle",
     run: (command) => {
       lab.running += 1;
-      // A cell that fails ends the run without an error here: its output tells.
+      // A failing cell raises no error here: its output shows the error.
       app.commands.execute(command).finally(() => { lab.running -= 1; });
     },
   };
@@ -50,23 +50,23 @@ _BRIDGE = """
 """
 
 
-class CellFailed(AssertionError):  # noqa: N818 - reads as a state
+class CellFailedError(AssertionError):
     """A cell of the notebook ended in an error."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Look:
-    """How JupyterLab is shown; for another, parametrize "look" indirectly."""
+    """Appearance of JupyterLab; tests change it by parametrizing "look" indirectly."""
 
     theme: str = "JupyterLab Light"
     width: int = 1280
     height: int = 900
     app: str = "jupyterlab"
-    """Or "notebook"."""
+    """Application: "jupyterlab" or "notebook"."""
 
 
 class Lab:
-    """A JupyterLab in a browser page, with one notebook open at a time."""
+    """JupyterLab in a browser page, with one notebook open at a time."""
 
     def __init__(self, page: Page, server: Server, theme: str, app: str = "jupyterlab") -> None:
         self.page = page
@@ -79,9 +79,9 @@ class Lab:
     # -- a notebook ---------------------------------------------------------------------------------------
 
     def open(self, notebook: NotebookNode | Path) -> None:
-        """Open a copy of the notebook, in a folder of its own, and wait for its kernel.
+        """Open a copy of the notebook in a new folder and wait for its kernel.
 
-        A Path brings the Python files beside it along. The file that was given is never written to.
+        With a Path, the Python files next to it are copied, too. The original is never written to.
         """
         folder = self._server.root / uuid.uuid4().hex[:8]
         folder.mkdir()
@@ -95,28 +95,28 @@ class Lab:
         self.reload()
 
     def reload(self) -> None:
-        """Load the page anew, with the notebook as it was last saved; a kernel that it had goes on."""
+        """Load the page again, with the notebook as last saved. Its kernel keeps running."""
         assert self._file is not None
         path = quote(self._file.relative_to(self._server.root).as_posix())
         self.page.goto(f"{self._server.url}/{self._route}/{path}?reset&token={self._server.token}", timeout=START_MS)
         self.page.wait_for_function("() => window.jupyterapp?.shell?.currentWidget?.context", timeout=START_MS)
         self.page.evaluate(_BRIDGE)
         self.page.wait_for_function("() => window.dtkitLab.ready()", timeout=START_MS)
-        self.set_theme(self._theme)  # the server remembers the last one, whichever test that was
+        self.set_theme(self._theme)  # the server remembers the theme of the last test
 
     def run_all(self) -> None:
-        """Start all cells, as the menu does; it doesn't wait for them."""
+        """Start all cells, as the menu does, without waiting for them."""
         self._run("notebook:run-all-cells")
 
     def run_cell(self, index: int) -> None:
-        """Start one cell; it doesn't wait for it."""
+        """Start one cell, without waiting for it."""
         self.select(index)
         self._run("notebook:run-cell")
 
     def wait_idle(self, timeout: float = 60) -> None:
-        """Wait until no cell that was started runs any more, for at most `timeout` seconds.
+        """Wait until all started cells have ended, for at most `timeout` seconds.
 
-        Raises CellFailed when cells of the notebook show errors.
+        Raises CellFailedError when cells of the notebook show errors.
         """
         self.page.wait_for_function("() => window.dtkitLab.idle()", timeout=timeout * 1000)
         failed = [
@@ -126,7 +126,7 @@ class Lab:
             if output["output_type"] == "error"
         ]
         if failed:
-            raise CellFailed("\n".join(failed))
+            raise CellFailedError("\n".join(failed))
 
     def wait_text(self, index: int, text: str, timeout: float = 15) -> None:
         """Wait until a cell, running or not, has printed `text`, for at most `timeout` seconds."""
@@ -137,17 +137,17 @@ class Lab:
         )
 
     def outputs(self, index: int) -> list[dict[str, Any]]:
-        """A cell's outputs, as nbformat has them, from the notebook's model."""
+        """Return a cell's outputs from the notebook's model, in nbformat's form."""
         outputs: list[dict[str, Any]] = self._cell(index).get("outputs", [])
         return outputs
 
     def text(self, index: int) -> str:
-        """What a cell printed and what its outputs are as plain text, in order."""
+        """Return a cell's printed text and outputs as plain text, in order."""
         parts = [o.get("text", o.get("data", {}).get("text/plain", "")) for o in self.outputs(index)]
         return "".join("".join(part) for part in parts)
 
     def source(self, index: int) -> str:
-        """A cell's source."""
+        """Return a cell's source."""
         return "".join(self._cell(index)["source"])
 
     def select(self, index: int) -> None:
@@ -162,11 +162,11 @@ class Lab:
         )
 
     def cell(self, index: int) -> Locator:
-        """A cell on screen: its buttons, pictures and widgets are found from here."""
+        """Return a cell on screen, to locate its buttons, pictures and widgets."""
         return self.page.locator(f'.jp-Notebook .jp-Cell[data-windowed-list-index="{index}"]')
 
     def save(self) -> NotebookNode:
-        """Save the notebook and return what is in the file."""
+        """Save the notebook and return the file's content."""
         assert self._file is not None
         self.command("docmanager:save")
         self.page.wait_for_function("() => !window.dtkitLab.panel().context.model.dirty")
@@ -175,7 +175,7 @@ class Lab:
     # -- JupyterLab ---------------------------------------------------------------------------------------
 
     def command(self, name: str, **arguments: object) -> None:
-        """Execute a command of JupyterLab and wait until it is done."""
+        """Execute a command of JupyterLab and wait for its end."""
         self.page.evaluate(
             "async ([name, arguments]) => { await window.jupyterapp.commands.execute(name, arguments); }",
             [name, arguments],
@@ -192,19 +192,19 @@ class Lab:
         self.page.wait_for_function("() => window.dtkitLab.idle()", timeout=START_MS)
 
     def set_theme(self, name: str) -> None:
-        """Change JupyterLab's theme ("JupyterLab Light", "JupyterLab Dark") and wait until it shows."""
+        """Change JupyterLab's theme ("JupyterLab Light", "JupyterLab Dark") and wait until it is shown."""
         self._theme = name
         self.command("apputils:change-theme", theme=name)
         shown = f"() => document.body.dataset.jpThemeName === {json.dumps(name)}"
         self.page.wait_for_function(shown, timeout=STEP_MS)
 
     def screenshot(self, path: str | Path) -> None:
-        """Write what the window shows to a PNG file."""
+        """Write a picture of the window to a PNG file."""
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         self.page.screenshot(path=path, animations="disabled")
 
     def close(self) -> None:
-        """End all kernels that this server runs."""
+        """End all kernels of this server."""
         self.page.evaluate("async () => { await window.jupyterapp?.serviceManager.sessions.shutdownAll(); }")
 
     def _cell(self, index: int) -> dict[str, Any]:

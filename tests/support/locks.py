@@ -1,4 +1,4 @@
-"""Whether a cluster's folder is locked, as another process sees it."""
+"""Lock of a cluster's folder, as another process sees it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def owned(folder: Path) -> bool:
-    """What the warden finds, which is a process of its own."""
+def is_owned(folder: Path) -> bool:
+    """Return whether another process, such as the reaper, finds the folder owned."""
     imports = "from pathlib import Path; from dtkit.cluster import reaper"
-    ask = f"{imports}; print(reaper._is_owned_elsewhere(Path({str(folder)!r})))"
-    said = subprocess.run([sys.executable, "-c", ask], check=True, capture_output=True, text=True, timeout=30)
-    return said.stdout == "True\n"
+    code = f"{imports}; print(reaper._is_owned_elsewhere(Path({str(folder)!r})))"
+    process = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=30)
+    return process.stdout == "True\n"

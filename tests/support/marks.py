@@ -1,4 +1,4 @@
-"""Marks of single parameter sets."""
+"""Pytest marks for single parameter sets."""
 
 from __future__ import annotations
 

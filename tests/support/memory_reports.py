@@ -1,4 +1,4 @@
-"""Memory that a rank reports, made by hand."""
+"""Memory usage of a rank, without an engine."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from dtkit.planning.memory_report import MemoryUsage
 MB = 10**6
 
 
-def held(**changes: Any) -> MemoryUsage:
-    how: dict[str, Any] = {"sent_model": 0, "parameters": 20 * MB, "gradients": 20 * MB, "optimizer": 40 * MB}
-    return MemoryUsage(**(how | {"process_growth": 100 * MB, "limit": 150 * MB} | changes))
+def make_usage(**changes: Any) -> MemoryUsage:
+    fields: dict[str, Any] = {"sent_model": 0, "parameters": 20 * MB, "gradients": 20 * MB, "optimizer": 40 * MB}
+    return MemoryUsage(**(fields | {"process_growth": 100 * MB, "limit": 150 * MB} | changes))

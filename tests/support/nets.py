@@ -1,4 +1,4 @@
-"""Small networks of each kind that strategies must train exactly, and where on an engine their parts lie."""
+"""Small networks of each kind that strategies must train exactly, and queries for their parts on engines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WIDTH, HEADS = 8, 4
 
 
 class Convolution(nn.Module):
-    """An empty batch would raise in its `view`."""
+    """Convolutions; the `view` would raise for an empty batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Convolution(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Torch's transformer encoder over the features as a sequence of numbers."""
+    """torch's transformer encoder, over the features as a sequence of numbers."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Encoder(nn.Module):
 
 
 class Block(nn.Module):
-    """A decoder's block, as GPT-like models are mostly written."""
+    """Decoder block in the usual form of GPT-like models."""
 
     def __init__(self, attention: str = "torch", dropout: float = 0.0) -> None:
         super().__init__()
@@ -68,8 +68,8 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows, length, width = x.shape
         z = self.first(x)
-        found = self.c_attn(z).split(width, 2) if self.attention == "fused" else (self.q(z), self.k(z), self.v(z))
-        q, k, v = (t.view(rows, length, self.n_head, width // self.n_head).transpose(1, 2) for t in found)
+        parts = self.c_attn(z).split(width, 2) if self.attention == "fused" else (self.q(z), self.k(z), self.v(z))
+        q, k, v = (t.view(rows, length, self.n_head, width // self.n_head).transpose(1, 2) for t in parts)
         if self.attention == "by hand":
             scores = q @ k.transpose(-2, -1) / (width // self.n_head) ** 0.5
             y = scores.masked_fill(~self.past[:length, :length], float("-inf")).softmax(-1) @ v
@@ -82,7 +82,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A GPT-like model: the features are made into tokens, the last one's class is predicted."""
+    """GPT-like model that turns the features into tokens and predicts the class of the last one."""
 
     def __init__(self, attention: str = "torch", *, blocks: int = 2, tied: bool = False, dropout: float = 0.0) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Decoder(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal attention with queries, keys and values from one layer, written as nanoGPT writes it."""
+    """Causal attention in nanoGPT's form, with queries, keys and values from one layer."""
 
     def __init__(self, width: int = WIDTH, heads: int = HEADS, *, dropout: float = 0.0, flash: bool = True) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class Attention(nn.Module):
 
 
 class GPT(nn.Module):
-    """As nanoGPT: blocks of such attention and an MLP."""
+    """nanoGPT's model: blocks of attention and an MLP."""
 
     def __init__(self, attention: Callable[[], nn.Module] = Attention, dropout: float = 0.0) -> None:
         super().__init__()
@@ -160,13 +160,13 @@ class GPTBlock(nn.Module):
 
 
 class Translator(nn.Module):
-    """Torch's layers of an encoder and of a decoder with masks of both kinds, and attention whose weights are used."""
+    """torch's encoder and decoder layers with both kinds of masks, and attention whose weights are used."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.place = nn.Embedding(12, WIDTH), nn.Parameter(torch.randn(FEATURES, 1, WIDTH) / 4)
-        how: dict[str, Any] = {"dropout": 0.0, "norm_first": True, "bias": False}
-        self.encoder = nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, **how)
+        options: dict[str, Any] = {"dropout": 0.0, "norm_first": True, "bias": False}
+        self.encoder = nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, **options)
         self.decoder = nn.TransformerDecoderLayer(WIDTH, HEADS, 2 * WIDTH, dropout=0.0)
         self.look = nn.MultiheadAttention(WIDTH, HEADS, kdim=2, vdim=2, batch_first=True)
         self.out = nn.Linear(WIDTH + FEATURES, CLASSES)
@@ -174,32 +174,32 @@ class Translator(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tokens = (x * 2).round().long().clamp(-6, 5) + 6
         padding = x > 1
-        padding[:, 0] = False  # a row that may look at nothing has no softmax
+        padding[:, 0] = False  # a row with everything masked has no softmax
         causal = torch.ones(FEATURES, FEATURES, device=x.device).triu(1).bool()
         z = self.embed(tokens.T) + self.place
         memory = self.encoder(z, src_key_padding_mask=padding)
         z = self.decoder(z, memory, tgt_mask=causal, memory_key_padding_mask=padding, tgt_is_causal=True)
         numbers = x[..., None].expand(-1, -1, 2)
-        # The trial of a plan is made in evaluation, and so meets the other way.
-        found, weights = self.look(z.transpose(0, 1), numbers, numbers, average_attn_weights=self.training)
+        # A plan is checked in eval mode, and so takes the other branch.
+        attended, weights = self.look(z.transpose(0, 1), numbers, numbers, average_attn_weights=self.training)
         weights = weights if self.training else weights.mean(1)
-        return self.out(torch.cat([found.mean(1), weights.mean(1) * x], 1))
+        return self.out(torch.cat([attended.mean(1), weights.mean(1) * x], 1))
 
 
 def deep() -> nn.Module:
-    """Eight pairs of layers in a chain: two parts of a model for each of four ranks."""
+    """Return eight pairs of layers in a chain: two parts for each of four ranks."""
     width = 12
     layers = [nn.Linear(FEATURES, width), *(nn.Linear(width, width) for _ in range(6)), nn.Linear(width, CLASSES)]
     return nn.Sequential(*(part for layer in layers for part in (layer, nn.Tanh())))
 
 
 def wide() -> nn.Module:
-    """Eight classes, of which the data has three."""
+    """Return a model of eight classes, of which the data has three."""
     return nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, 8))
 
 
 class Scaled(nn.Module):
-    """A parameter without a dimension, one that is frozen, and one with fewer rows than ranks."""
+    """Model with a scalar parameter, a frozen one, and one with fewer rows than ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,7 +229,7 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "scaled": Scaled,
 }
 KINDS = ("mlp", "convolution", "encoder", "decoder")
-"""One net of each kind that every strategy must train."""
+"""One net of each kind, which every strategy must train."""
 
 
 IN_PROJECTIONS = {
@@ -239,11 +239,11 @@ IN_PROJECTIONS = {
     "gpt by hand": "h.1.attn.c_attn.weight",
     "translator": "decoder.multihead_attn.in_proj_weight",
 }
-"""Queries, keys and values in one parameter: 3 x WIDTH rows."""
+"""Parameters that hold queries, keys and values together: 3 x WIDTH rows."""
 
 
-def net(name: str | Callable[[], nn.Module]) -> nn.Module:
-    """One of NETS, or what a function makes, in float64 and the same each time."""
+def make_net(name: str | Callable[[], nn.Module]) -> nn.Module:
+    """Return one of NETS, or the result of a function, in float64 and the same each time."""
     torch.manual_seed(4)
     return (NETS[name] if isinstance(name, str) else name)().double()
 
@@ -255,76 +255,76 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 OPTIMIZERS = {"momentum": momentum, "adamw": adamw}
 
 
-def bound(name: str, optimizer: str) -> float:
-    """AdamW amplifies rounding where the true gradient is zero: the key bias of attention."""
+def get_bound(name: str, optimizer: str) -> float:
+    """Return the tolerance. AdamW amplifies rounding where the true gradient is zero: the key bias of attention."""
     return 1e-10 if optimizer == "adamw" and name.startswith(("encoder", "decoder", "gpt", "translator")) else BOUND
 
 
 class Clipped:
-    """An optimiser for the reference loop, that clips before each step."""
+    """Optimizer for the reference loop that clips before each step."""
 
     def __init__(self, optimizer: Callable[..., torch.optim.Optimizer], limit: float) -> None:
         self._make, self._limit = optimizer, limit
 
     def __call__(self, parameters: Any) -> Any:
-        held = list(parameters)
-        made = self._make(held)
+        clipped = list(parameters)
+        optimizer = self._make(clipped)
 
         def clip(*_: Any) -> None:
-            torch.nn.utils.clip_grad_norm_(held, self._limit)
+            torch.nn.utils.clip_grad_norm_(clipped, self._limit)
 
-        made.register_step_pre_hook(clip)
-        return made
+        optimizer.register_step_pre_hook(clip)
+        return optimizer
 
 
 def accuracy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output.argmax(1) == target).double().mean()
 
 
-# -- what engines are asked ----------------------------------------------------------------------------------
+# -- functions that run on engines ----------------------------------------------------------------------------------
 
 
-def worker() -> Any:
-    """On an engine: this rank's part of the newest job."""
+def get_worker() -> Any:
+    """Return the worker of the newest job of this engine."""
     from dtkit.engine import session
 
-    return list(session._session._jobs.values())[-1]._worker
+    return list(session.get_session().state.jobs.values())[-1]._worker
 
 
-def held() -> tuple[int, int]:
-    """On an engine: bytes of the numbers that lie here, of parameters and of the optimiser's state."""
+def measure_local_bytes() -> tuple[int, int]:
+    """Return the bytes of this rank's parameters and of its optimizer state."""
     from dtkit.engine.state.dtensor_shards import get_local_tensor
 
-    mine = worker()
-    parameters = [get_local_tensor(p) for p in set(mine._sharded_parameters.values())]
-    state = [v for s in mine.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor) and v.dim()]
+    worker = get_worker()
+    parameters = [get_local_tensor(p) for p in set(worker._sharded_parameters.values())]
+    state = [v for s in worker.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor) and v.dim()]
     return sum(p.nbytes for p in parameters), sum(get_local_tensor(v).nbytes for v in state)
 
 
-def slices(name: str) -> torch.Tensor:
-    """On an engine: what lies here of a parameter."""
+def get_slice(name: str) -> torch.Tensor:
+    """Return this rank's part of a parameter."""
     from dtkit.engine.state.dtensor_shards import get_local_tensor
 
-    return get_local_tensor(worker()._sharded_parameters[name]).detach().clone()
+    return get_local_tensor(get_worker()._sharded_parameters[name]).detach().clone()
 
 
-def cut_by_heads(plan: TensorPlan) -> list[str]:
-    """The layers of attention of which a rank computes some heads."""
+def list_attention_rows(plan: TensorPlan) -> list[str]:
+    """Return the attention layers of which a rank computes only some heads."""
     return [row.name for row in plan.rows if row.note.endswith("on each rank") and row.style in ("heads", "fused")]
 
 
-def forwards(run: dtkit.Run) -> list[int]:
-    """How many micro-batches each rank took in the last step, as the timeline saw it; collectives may part a pass."""
+def count_forward_passes(run: dtkit.Run) -> list[int]:
+    """Return the micro-batches of each rank in the timeline's last step. Collectives may split a pass."""
     last = run.timeline.steps[-1]
-    found = []
+    counts = []
     for rank in run.timeline.ranks:
         phases = [s["phase"] for s in sorted(run.timeline.select_spans(last, rank), key=lambda s: s["begin"])]
         passes = [phase for phase, _ in itertools.groupby(phase for phase in phases if phase in COMPUTE_PHASES)]
-        found.append(passes.count("forward"))
-    return found
+        counts.append(passes.count("forward"))
+    return counts
 
 
-def go(run: dtkit.Run) -> None:
-    """Resume, and wait for the end."""
+def resume_and_wait(run: dtkit.Run) -> None:
+    """Resume the run and wait for its end."""
     run.resume()
     run.wait(60)

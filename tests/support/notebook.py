@@ -1,7 +1,7 @@
-"""Execute a notebook as a person would with Run All, without a browser; and what holds for every one of them.
+"""Execution of notebooks as with Run All, without a browser, and checks that hold for all of them.
 
-Binder promises one gigabyte and kills at two, so the memory of all processes together is part of what a notebook says.
-It is the sum of their PSS (pages that several processes map are divided among them), sampled meanwhile.
+Binder guarantees one gigabyte and kills at two, so the memory of all processes together is checked. It is the sum of
+their PSS, where each page is divided among the processes that map it, sampled during the execution.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ MOST_BYTES = 1.5e9
 SAMPLE_S = 0.25
 CLAIM = re.compile(r"^(PASS|FAIL)  (.+): measured (\S+); expected (\S+) \((.+)\), tolerance (\S+)$", re.MULTILINE)
 PREDICTION = re.compile(r"^      you predicted (\S+): (right|off by \S+)$", re.MULTILINE)
-"""What a claim prints: see :func:`check_claims`."""
+"""Printed form of a claim's prediction: see `check_claims`."""
 
 
 def execute(
     path: str | Path, timeout: float, cwd: str | Path | None = None, restart_before: str | None = None
 ) -> NotebookNode:
-    """Run all cells of the notebook at `path` and return it with their outputs; the file is not touched.
+    """Run all cells of the notebook at `path` and return it with their outputs; the file is not changed.
 
-    A cell may take `timeout` seconds. `cwd` is where the kernel starts: by default beside the notebook. The kernel is
-    restarted before the cell that has `restart_before` in its source. It is the Python that runs the tests, with an
-    IPython profile of its own: nothing of the user's takes part. Raises nbclient's CellExecutionError, which shows the
-    failing cell's source and its traceback, CellTimeoutError, or DeadKernelError.
+    A cell may take `timeout` seconds. The kernel starts in `cwd`, by default the notebook's folder, and is restarted
+    before the cell that has `restart_before` in its source. It is the Python of the tests, with a temporary IPython
+    profile. Raises nbclient's CellExecutionError, which shows the failing cell's source and traceback,
+    CellTimeoutError, or DeadKernelError.
     """
     path = Path(path)
     notebook = nbformat.read(path, as_version=4)
@@ -56,7 +56,7 @@ def execute(
         timeout=timeout,
         startup_timeout=60,
         shutdown_kernel="graceful",
-        store_widget_state=False,  # the outputs are what a notebook keeps, not a dump of every widget
+        store_widget_state=False,  # outputs only, without the state of widgets
         resources={"metadata": {"path": str(cwd or path.parent)}},
     )
     with tempfile.TemporaryDirectory(prefix="ipython-") as profile:
@@ -65,7 +65,7 @@ def execute(
 
 
 class _Client(NotebookClient):
-    """Restarts the kernel before one cell, as the menu does."""
+    """Client that restarts the kernel before one cell, as the menu does."""
 
     def __init__(self, notebook: NotebookNode, restart_before: str | None, **options: Any) -> None:
         super().__init__(notebook, **options)
@@ -79,7 +79,7 @@ class _Client(NotebookClient):
 
 
 class _ThisPython(AsyncKernelManager):
-    """Knows one kernel, "python3": ipykernel's own, which starts ``sys.executable``."""
+    """Manager of one kernel, "python3": ipykernel's own, which starts ``sys.executable``."""
 
     @default("kernel_spec_manager")
     def _no_installed_kernels(self) -> KernelSpecManager:
@@ -88,15 +88,15 @@ class _ThisPython(AsyncKernelManager):
 
 @dataclasses.dataclass
 class Footprint:
-    """All processes that this one started meanwhile, and the most memory that they took together."""
+    """Processes started during an execution, and the peak of their memory together."""
 
     seen: set[psutil.Process] = dataclasses.field(default_factory=set)
     peak: int = 0
-    engines: int = 0
-    """The most engines at a time."""
+    max_engines: int = 0
+    """Largest number of engines at a time."""
 
     def sample(self) -> None:
-        # Once seen, always counted: a process whose parent has ended is no longer among the descendants.
+        # A process whose parent has ended is no longer a descendant, so earlier ones are kept.
         self.seen |= set(psutil.Process().children(recursive=True))
         total, parents = 0, {}
         for process in self.seen:
@@ -104,16 +104,16 @@ class Footprint:
                 total += process.memory_full_info().pss if sys.platform == "linux" else 0
                 if "ipyparallel.engine" in process.cmdline():
                     parents[process.pid] = process.ppid()
-        # What an engine has forked has its command line, until it begins a program of its own.
+        # A process that an engine forked has its command line until it starts another program.
         engines = sum(parent not in parents for parent in parents.values())
-        self.peak, self.engines = max(self.peak, total), max(self.engines, engines)
+        self.peak, self.max_engines = max(self.peak, total), max(self.max_engines, engines)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        over = threading.Event()
+        done = threading.Event()
 
         def watch() -> None:
-            while not over.wait(SAMPLE_S):
+            while not done.wait(SAMPLE_S):
                 self.sample()
 
         thread = threading.Thread(target=watch)
@@ -121,57 +121,57 @@ class Footprint:
         try:
             yield
         finally:
-            over.set()
+            done.set()
             thread.join()
 
 
 @dataclasses.dataclass(frozen=True)
-class Done:
-    """The executed notebook; cells are found by something in their source."""
+class ExecutedNotebook:
+    """An executed notebook, whose cells are found by a part of their source."""
 
     notebook: NotebookNode
     footprint: Footprint
 
     def outputs(self, source: str) -> list[NotebookNode]:
-        found = [cell for cell in code_of(self.notebook) if source in cell.source]
-        assert len(found) == 1, f"{len(found)} cells have {source!r}"
-        return found[0].outputs
+        cells = [cell for cell in list_code_cells(self.notebook) if source in cell.source]
+        assert len(cells) == 1, f"{len(cells)} cells have {source!r}"
+        return cells[0].outputs
 
     def text(self, source: str) -> str:
-        """What the cell printed, and its outputs as plain text."""
+        """Return the cell's printed text, and its outputs as plain text."""
         return "".join(
             output.text if output.output_type == "stream" else output.data["text/plain"] + "\n"
             for output in self.outputs(source)
         )
 
 
-def watched(path: str | Path, timeout: float = 120, restart_before: str | None = None) -> Done:
-    """As :func:`execute`, with an eye on all processes."""
+def execute_and_watch(path: str | Path, timeout: float = 120, restart_before: str | None = None) -> ExecutedNotebook:
+    """Execute a notebook as `execute` does, and watch its processes."""
     footprint = Footprint()
     with footprint.watching():
         notebook = execute(path, timeout, restart_before=restart_before)
-    return Done(notebook, footprint)
+    return ExecutedNotebook(notebook, footprint)
 
 
-def code_of(notebook: NotebookNode) -> list[NotebookNode]:
+def list_code_cells(notebook: NotebookNode) -> list[NotebookNode]:
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
-def printed(notebook: NotebookNode, stream: str) -> str:
-    """All that went to "stdout" or "stderr"."""
-    outputs = [output for cell in code_of(notebook) for output in cell.outputs]
+def join_stream(notebook: NotebookNode, stream: str) -> str:
+    """Return all text written to "stdout" or "stderr"."""
+    outputs = [output for cell in list_code_cells(notebook) for output in cell.outputs]
     return "".join(output.text for output in outputs if output.get("name") == stream)
 
 
 def check_as_committed(notebook: NotebookNode) -> None:
-    """It is valid, for any Python's kernel, and without outputs."""
+    """Check that the notebook is valid, for the python3 kernel, and without outputs."""
     nbformat.validate(notebook)
     assert notebook.metadata.kernelspec.name == "python3"
-    assert all(cell.outputs == [] and cell.execution_count is None for cell in code_of(notebook))
+    assert all(cell.outputs == [] and cell.execution_count is None for cell in list_code_cells(notebook))
 
 
 def check_links(notebook: NotebookNode, folder: Path, least: int) -> None:
-    """So many links at least, each to a heading of its own or to a file as seen from `folder`."""
+    """Check at least `least` links, each to a heading of the notebook or a file relative to `folder`."""
     text = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
     headings = {heading.replace(" ", "-") for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE)}
     links = re.findall(r"\]\(([^)\s]+)\)", text)
@@ -181,43 +181,45 @@ def check_links(notebook: NotebookNode, folder: Path, least: int) -> None:
 
 
 def check_predictions(notebook: NotebookNode, least: int) -> None:
-    """So many numbers at least that the reader types, in cells of their own, each before it is used."""
+    """Check at least `least` predictions that the reader types, each in a cell before its use."""
     typed: set[str] = set()
-    for cell in code_of(notebook):
+    for cell in list_code_cells(notebook):
         assigned = set(re.findall(r"^(predicted_\w+) = [\d_./ ]+$", cell.source, re.MULTILINE))
         used = set(re.findall(r"\bpredicted_\w+", cell.source)) - assigned
         assert used <= typed, cell.source
-        assert not assigned or len(assigned) == len(cell.source.splitlines()), "predictions have a cell of their own"
+        assert not assigned or len(assigned) == len(cell.source.splitlines()), (
+            "a cell with predictions has no other code"
+        )
         typed |= assigned
-    sources = "\n".join(cell.source for cell in code_of(notebook))
+    sources = "\n".join(cell.source for cell in list_code_cells(notebook))
     assert len(typed) >= least
     assert {name for name in typed if len(re.findall(rf"\b{name}\b", sources)) < 2} == set()
 
 
-def check_claims(done: Done, least: int) -> None:
-    """Every claim that the notebook's cells make is printed once, and passes; so does what the reader types first.
+def check_claims(done: ExecutedNotebook, least: int) -> None:
+    """Check that each claim of the notebook is printed once and passes, and its prediction is right.
 
-    A claim is a number that the reader types, a measurement, and a formula with a tolerance.
+    A claim is a predicted number, a measurement, and a formula with a tolerance.
     """
-    text = printed(done.notebook, "stdout")
-    made = sum(len(re.findall(r"^claim\(", cell.source, re.MULTILINE)) for cell in code_of(done.notebook))
+    text = join_stream(done.notebook, "stdout")
+    num_claims = sum(len(re.findall(r"^claim\(", cell.source, re.MULTILINE)) for cell in list_code_cells(done.notebook))
     claims, predictions = CLAIM.findall(text), PREDICTION.findall(text)
-    assert len(claims) == len(predictions) == made >= least
+    assert len(claims) == len(predictions) == num_claims >= least
     assert [claim for claim in claims if claim[0] != "PASS"] == []
     assert [prediction for prediction in predictions if prediction[1] != "right"] == []
-    assert f"{made} of {made} claims PASS" in done.text("verdicts.count(")
+    assert f"{num_claims} of {num_claims} claims PASS" in done.text("verdicts.count(")
 
 
-def check_nothing_is_left(done: Done, engines: int = 2) -> None:
-    """It had so many engines at a time, and none of its processes is alive."""
-    assert done.footprint.engines == engines  # and the watch did see them
+def check_nothing_is_left(done: ExecutedNotebook, engines: int = 2) -> None:
+    """Check that the notebook had that many engines at a time, and that no process is left."""
+    assert done.footprint.max_engines == engines
     _, left = psutil.wait_procs(done.footprint.seen, timeout=15)
     assert left == []
 
 
-def check_memory(done: Done) -> None:
-    """All processes together stay under what Binder gives."""
+def check_memory(done: ExecutedNotebook) -> None:
+    """Check that all processes together stay below Binder's limit."""
     if sys.platform != "linux":
-        pytest.skip("PSS is Linux's")
+        pytest.skip("PSS is available on Linux only")
     print(f"peak PSS of all processes: {done.footprint.peak / 1e6:.0f} MB")
     assert 0.5e9 < done.footprint.peak < MOST_BYTES

@@ -1,7 +1,4 @@
-"""The reference that distributed training is held to: one process, a plain loop, float64.
-
-The bound is 1e-12, and what is seen is about 1e-16.
-"""
+"""Reference for distributed training: a plain loop in one process, in float64, met to BOUND."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from torch.nn import functional as F
 if TYPE_CHECKING:
     import dtkit
 
-SAMPLES, FEATURES, CLASSES = 121, 6, 3  # 121 divides by none of 2, 3, 4; batches of 24 leave a last one of 1
+SAMPLES, FEATURES, CLASSES = 121, 6, 3  # neither 2, 3 nor 4 divides 121; batches of 24 leave a last batch of 1
 BATCH, STEPS, SEED = 24, 50, 5
 BOUND = 1e-12
 
@@ -55,60 +52,62 @@ def weighted(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 LOSSES: dict[str, tuple[Loss, Loss]] = {"mean": (mean_loss, mean_loss), "pair": (weighted_pair, weighted)}
-"""What a cluster is given, and what the plain loop over whole batches takes for it."""
+"""Loss for a cluster, and the equivalent for the plain loop over whole batches."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """What one process made of a model, and each step's loss."""
+    """Final state of a model, and the loss of each step."""
 
     state: dict[str, torch.Tensor]
     losses: np.ndarray
 
 
-def reference(
+def train_reference(
     model: nn.Module,
     rows: Callable[[int], np.ndarray],
     loss: Loss = mean_loss,
     optimizer: Callable[..., torch.optim.Optimizer] = momentum,
     steps: int = STEPS,
 ) -> Trained:
-    """One process trains `model` itself, with one batch a step, made of `rows(step)`."""
+    """Train `model` in place, with one batch of `rows(step)` per step."""
     inputs, targets = data()
     update = optimizer([p for p in model.parameters() if p.requires_grad])
     losses = []
     for step in range(steps):
-        chosen = torch.from_numpy(rows(step))
+        batch = torch.from_numpy(rows(step))
         update.zero_grad()
-        value = loss(model(inputs[chosen]), targets[chosen])
+        value = loss(model(inputs[batch]), targets[batch])
         value.backward()
         update.step()
         losses.append(value.item())
     return Trained(model.state_dict(), np.array(losses))
 
 
-def one_process(model: nn.Module, rows: Callable[[int], np.ndarray], *args: Any, **options: Any) -> dict[str, Any]:
-    """The state dict that :func:`reference` ends with."""
-    return reference(model, rows, *args, **options).state
+def train_in_one_process(
+    model: nn.Module, rows: Callable[[int], np.ndarray], *args: Any, **options: Any
+) -> dict[str, Any]:
+    """Return the state dict that `train_reference` ends with."""
+    return train_reference(model, rows, *args, **options).state
 
 
-def global_rows(step: int, batch: int = BATCH) -> np.ndarray:
-    """What shuffle="global" promises: the epoch's permutation of all rows, a slice a step."""
+def get_global_rows(step: int, batch: int = BATCH) -> np.ndarray:
+    """Return the rows that shuffle="global" promises: a slice of the epoch's permutation of all rows."""
     per_epoch = -(-SAMPLES // batch)
     order = np.random.default_rng([SEED, step // per_epoch]).permutation(np.arange(SAMPLES))
     start = step % per_epoch * batch
     return order[start : start + batch]
 
 
-def difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+def max_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     assert a.keys() == b.keys()
     return max(float((a[name] - b[name]).abs().max()) for name in a)
 
 
 def train(cluster: dtkit.Cluster, model: nn.Module, part: Any = None, **options: Any) -> dtkit.Run:
-    """Return a run that has ended, or with `start=False` one that hasn't begun."""
-    how = {"loss": mean_loss, "optimizer": momentum, "batch_size": BATCH, "steps": STEPS, "seed": SEED} | options
-    run = cluster.train(model, cluster.partition(data()) if part is None else part, **how)
-    if how.get("start", True):
+    """Return a completed run, or with `start=False` one that hasn't begun."""
+    arguments = {"loss": mean_loss, "optimizer": momentum, "batch_size": BATCH, "steps": STEPS, "seed": SEED} | options
+    run = cluster.train(model, cluster.partition(data()) if part is None else part, **arguments)
+    if arguments.get("start", True):
         run.wait(120)
     return run

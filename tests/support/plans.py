@@ -1,4 +1,4 @@
-"""A plan and a benchmark made by hand."""
+"""A plan and a benchmark, without engines."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from dtkit.strategies.averaging import ParameterAveraging
 MB = 10**6
 
 
-def benchmark(ranks: int = 2, overlap: float = 0.0, all_reduce: Any = ((8, 1e-4), (1000, 1e-3), (5000, 3e-3))) -> Any:
+def make_benchmark(
+    ranks: int = 2, overlap: float = 0.0, all_reduce: Any = ((8, 1e-4), (1000, 1e-3), (5000, 3e-3))
+) -> Any:
     nan = math.nan
     links = tuple(tuple(nan if a == b else 1e-4 for b in range(ranks)) for a in range(ranks))
     return Benchmark("float32", "gloo", (1e9,) * ranks, all_reduce, links, links, overlap, 1.0)
 
 
-def facts(**changes: Any) -> ModelProfile:
+def make_profile(**changes: Any) -> ModelProfile:
     base = ModelProfile(
         rows=8,
         sent_model=100 * MB,
@@ -37,13 +39,13 @@ def facts(**changes: Any) -> ModelProfile:
     return dataclasses.replace(base, **changes)
 
 
-LINKS = benchmark(all_reduce=((8, 1e-4), (25 * 2**20, 0.025), (50 * 2**20, 0.05)))
+LINKS = make_benchmark(all_reduce=((8, 1e-4), (25 * 2**20, 0.025), (50 * 2**20, 0.05)))
 
 
-def plan(ranks: int = 2, free: int = 1000 * MB, model: str = "Net") -> Plan:
-    rooms = [MemoryBudget(f"host {r}", free) for r in range(ranks)]
+def make_plan(ranks: int = 2, free: int = 1000 * MB, model: str = "Net") -> Plan:
+    budgets = [MemoryBudget(f"host {r}", free) for r in range(ranks)]
     rows: list[PlanRow] = []
     for strategy in (dtkit.DataParallel(), ParameterAveraging(every=4)):
-        costs = [strategy.estimate_cost(facts(), LINKS)] * ranks
-        rows += build_rows(repr(strategy), [facts()] * ranks, costs, rooms)
-    return Plan(model, 64, ranks, tuple(rows), benchmark(ranks), ("a note",))
+        costs = [strategy.estimate_cost(make_profile(), LINKS)] * ranks
+        rows += build_rows(repr(strategy), [make_profile()] * ranks, costs, budgets)
+    return Plan(model, 64, ranks, tuple(rows), make_benchmark(ranks), ("a note",))

@@ -1,4 +1,4 @@
-"""Waits for a step of a run, and its events of loss and repair."""
+"""Wait for a step of a run, and its events of losses and repairs."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ if TYPE_CHECKING:
     import dtkit
 
 
-def at_step(run: dtkit.Run, step: int) -> None:
-    """Wait until so many steps are known of."""
-    there = threading.Event()
-    end = run.subscribe(lambda: run.status.step >= step and there.set())
-    assert run.status.step >= step or there.wait(60)
-    end()
+def wait_for_step(run: dtkit.Run, step: int) -> None:
+    """Wait until the run is at `step` or later."""
+    reached = threading.Event()
+    unsubscribe = run.subscribe(lambda: run.status.step >= step and reached.set())
+    assert run.status.step >= step or reached.wait(60)
+    unsubscribe()
 
 
-def kinds(run: dtkit.Run) -> list[str]:
+def list_loss_events(run: dtkit.Run) -> list[str]:
     return [event.kind for event in run.history.events if event.kind in ("lost", "repair")]

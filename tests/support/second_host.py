@@ -1,7 +1,7 @@
-"""A second host on this machine: a network, a name and a shared memory of its own, by Linux namespaces.
+"""A second host on this machine, in Linux namespaces: with its own network, name and shared memory.
 
-What the two hosts share is the network between them and, as everywhere where dtkit trains on several hosts, a folder.
-Temporary files are each one's own. Making a host takes root's rights and the tools ip and unshare.
+The two hosts share a network and a folder, as dtkit requires of several hosts. Temporary files are separate. Creating
+the host needs root and the tools ip and unshare.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ if TYPE_CHECKING:
 
 NAME = "otherhost"
 _WAIT_S = 60.0
-_ALONE = ("unshare", "--uts", "--mount", "--fork", "--kill-child", "sh", "-c")  # with a name and mounts of its own
+_NEW_NAMESPACES = ("unshare", "--uts", "--mount", "--fork", "--kill-child", "sh", "-c")
 
 
 @dataclasses.dataclass(frozen=True)
 class Hosts:
-    """Two engines, of which the second is on the other host."""
+    """Two engines, the second of them on the other host."""
 
     client: ipp.Client
     interface: str
-    """The network between them, by the name that it has on both."""
+    """Name of the network interface between them, on both hosts."""
     folder: Path
-    """That both see."""
+    """Folder that both hosts see."""
 
 
 @contextlib.contextmanager
 def engines_on_two_hosts() -> Iterator[Hosts]:
-    """Start them, and the other host."""
+    """Start the other host and an engine on each host."""
     pid = os.getpid()
     interface, subnet = f"dtkit{pid}"[:15], f"10.{200 + pid % 50}.{pid // 50 % 250}"
     with (
@@ -62,25 +62,28 @@ def engines_on_two_hosts() -> Iterator[Hosts]:
 
 @contextlib.contextmanager
 def _network(namespace: str, interface: str, subnet: str) -> Iterator[str]:
-    """Two ends of a cable, both of the same name: one here, one in a namespace."""
+    """Create a virtual cable with one end on this host and one in a namespace, both of the same name."""
     if os.getuid() != 0 or not all(map(shutil.which, ("ip", "unshare"))):
-        pytest.skip("a second host takes root's rights, ip and unshare")
+        pytest.skip("a second host needs root, ip and unshare")
     if Path(sys.prefix).is_relative_to("/tmp"):
-        pytest.skip("a second host would not see this Python, which lies among temporary files")
+        pytest.skip("a second host would not see this Python, which is in /tmp")
     inside = ("ip", "netns", "exec", namespace)
     try:
         try:
             _run("ip", "netns", "add", namespace)
             _run("ip", "link", "add", interface, "type", "veth", "peer", "name", interface, "netns", namespace)
-            for place, address in (((), f"{subnet}.1/24"), (inside, f"{subnet}.2/24")):
-                _run(*place, "ip", "addr", "add", address, "dev", interface)
-                _run(*place, "ip", "link", "set", interface, "up")
+            for prefix, address in (((), f"{subnet}.1/24"), (inside, f"{subnet}.2/24")):
+                _run(*prefix, "ip", "addr", "add", address, "dev", interface)
+                _run(*prefix, "ip", "link", "set", interface, "up")
             _run(*inside, "ip", "link", "set", "lo", "up")
-        except subprocess.CalledProcessError as refused:
-            pytest.skip(f"this system gives no second network with a cable to it: {refused.stderr.decode().strip()}")
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"this system refuses a second network: {error.stderr.decode().strip()}")
         yield namespace
     finally:
-        for end in ("netns", namespace), ("link", interface):  # its namespace takes the cable along, but not at once
+        for end in (
+            ("netns", namespace),
+            ("link", interface),
+        ):  # the kernel removes the cable with its namespace, but not at once
             subprocess.run(["ip", end[0], "delete", end[1]], capture_output=True, timeout=_WAIT_S, check=False)
 
 
@@ -95,10 +98,10 @@ def _engine(namespace: str, profile: Path) -> Iterator[None]:
         f"hostname {NAME} && mount -t tmpfs none /dev/shm && mount -t tmpfs none /tmp && "
         f"exec {sys.executable} -m ipyparallel.engine --profile-dir={profile} --file={keys}"
     )
-    command = ["ip", "netns", "exec", namespace, *_ALONE, start]
+    command = ["ip", "netns", "exec", namespace, *_NEW_NAMESPACES, start]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
             yield
         finally:
-            process.kill()  # unshare takes no SIGTERM, and ends its child with itself
+            process.kill()  # unshare ignores SIGTERM; its child ends with it
             process.wait(_WAIT_S)

@@ -1,4 +1,4 @@
-"""A JupyterLab server of the tests' own: own configuration, data and runtime folders; on loopback only."""
+"""A JupyterLab server for tests: on loopback, with separate configuration, data and runtime folders."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ _CLASSES = {"jupyterlab": "LabApp", "notebook": "JupyterNotebookApp"}
 START_S = 60
 STOP_S = 15
 
-# JupyterLab's settings, by schema: no question and no message that a test didn't cause.
+# JupyterLab's settings, by schema: no dialogs and messages that a test didn't cause.
 SETTINGS = {
     "@jupyterlab/apputils-extension/notification": {
         "fetchNews": "false",
         "checkForUpdates": False,
         "doNotDisturbMode": True,
     },
-    "@jupyterlab/docmanager-extension/plugin": {"autosave": False},  # a test says when it saves
+    "@jupyterlab/docmanager-extension/plugin": {"autosave": False},  # tests save explicitly
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Server:
-    """Where a running JupyterLab listens, and the folder that it serves."""
+    """Address of a running JupyterLab, and the folder that it serves."""
 
     url: str
     token: str
@@ -50,14 +50,14 @@ class Server:
 
 @contextmanager
 def jupyterlab(folder: Path, app: str = "jupyterlab") -> Iterator[Server]:
-    """Run JupyterLab (or the app "notebook") with all its files under `folder`, and end it with all that it started."""
+    """Run JupyterLab (or the app "notebook") with all its files in `folder`, and end it with its processes."""
     root = folder / "root"
     root.mkdir(parents=True)
     token = secrets.token_hex(16)
     command = [
         *(sys.executable, "-m", app, "--no-browser", "--ip=127.0.0.1", "--port=0", "--allow-root"),
         *(f"--{_CLASSES[app]}.expose_app_in_browser=True", f"--ServerApp.root_dir={root}"),
-        # The notebook's own outputs are trusted only where this database says so: keep the user's out of it.
+        # This database lists trusted outputs; the user's must stay unchanged.
         f"--NotebookNotary.db_file={folder / 'signatures.db'}",
     ]
     process = subprocess.Popen(
@@ -70,14 +70,14 @@ def jupyterlab(folder: Path, app: str = "jupyterlab") -> Iterator[Server]:
     )
     try:
         url = _wait_for_url(process)
-        _wait_until_it_listens(url)
+        _wait_until_listening(url)
         yield Server(url, token, root, process.pid)
     finally:
         _stop(process)
 
 
-def _wait_until_it_listens(url: str) -> None:
-    """It may announce its address a moment before that."""
+def _wait_until_listening(url: str) -> None:
+    """Wait until the server accepts connections, which may be a moment after it prints its address."""
     address = urlsplit(url)
     deadline, pause = time.monotonic() + START_S, threading.Event()
     while True:
@@ -92,48 +92,48 @@ def _wait_until_it_listens(url: str) -> None:
 
 
 def _environment(folder: Path, token: str) -> dict[str, str]:
-    """This process's environment without what steers Jupyter, and with folders of the server's own."""
+    """Return the environment without Jupyter's variables, and with folders for this server."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("JUPYTER", "IPYTHON"))}
-    places = {
+    folders = {
         "JUPYTER_CONFIG_DIR": "config",
-        "JUPYTER_DATA_DIR": "data",  # keeps a user's kernels and extensions out
+        "JUPYTER_DATA_DIR": "data",  # hides the user's kernels and extensions
         "JUPYTER_RUNTIME_DIR": "runtime",
         "JUPYTERLAB_SETTINGS_DIR": "settings",
         "JUPYTERLAB_WORKSPACES_DIR": "workspaces",
         "IPYTHONDIR": "ipython",
     }
-    for place in places.values():
-        (folder / place).mkdir()
+    for name in folders.values():
+        (folder / name).mkdir()
     for schema, values in SETTINGS.items():
         file = folder / "settings" / f"{schema}.jupyterlab-settings"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(values))
-    own = {name: str(folder / place) for name, place in places.items()}
-    # The token goes by the environment: a command line can be read by every user of the machine.
-    return kept | own | {"JUPYTER_TOKEN": token, "JUPYTER_PREFER_ENV_PATH": "1"}
+    paths = {variable: str(folder / name) for variable, name in folders.items()}
+    # The token is in the environment, since every user of the machine can read command lines.
+    return kept | paths | {"JUPYTER_TOKEN": token, "JUPYTER_PREFER_ENV_PATH": "1"}
 
 
 def _wait_for_url(process: subprocess.Popen[str]) -> str:
-    """The address that the server announces on stderr; raises with all of stderr where none comes."""
+    """Return the address that the server prints on stderr. Raises RuntimeError with all of stderr without one."""
     lines: queue.Queue[str | None] = queue.Queue()
     assert process.stderr is not None
     threading.Thread(target=_drain, args=(process.stderr, lines), daemon=True).start()
     deadline = time.monotonic() + START_S
-    seen: list[str] = []
+    printed: list[str] = []
     while True:
         try:
             line = lines.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
             line = None
         if line is None:
-            raise RuntimeError(f"JupyterLab gave no address within {START_S} s. It said:\n{''.join(seen)}")
-        seen.append(line)
-        if found := re.search(r"http://127\.0\.0\.1:\d+", line):
-            return found[0]
+            raise RuntimeError(f"JupyterLab printed no address within {START_S} s, but:\n{''.join(printed)}")
+        printed.append(line)
+        if match := re.search(r"http://127\.0\.0\.1:\d+", line):
+            return match[0]
 
 
 def _drain(stream: IO[str], lines: queue.Queue[str | None]) -> None:
-    """Read to the end, for as long as the server lives: a full pipe would stop it."""
+    """Read until the server ends, since a full pipe would block it."""
     with stream:
         for line in stream:
             lines.put(line)
@@ -141,18 +141,18 @@ def _drain(stream: IO[str], lines: queue.Queue[str | None]) -> None:
 
 
 def _stop(process: subprocess.Popen[str]) -> None:
-    """End the server, which ends its kernels; then, by pid, what a kernel left."""
+    """End the server, which ends its kernels, and then the processes that a kernel left."""
     try:
-        family = psutil.Process(process.pid).children(recursive=True)
+        children = psutil.Process(process.pid).children(recursive=True)
     except psutil.NoSuchProcess:
-        family = []
+        children = []
     process.terminate()
     try:
         process.wait(STOP_S)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait(STOP_S)
-    _, left = psutil.wait_procs(family, timeout=STOP_S)
-    for child in left:
+    _, alive = psutil.wait_procs(children, timeout=STOP_S)
+    for child in alive:
         child.kill()
-    psutil.wait_procs(left, timeout=STOP_S)
+    psutil.wait_procs(alive, timeout=STOP_S)

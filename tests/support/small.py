@@ -1,4 +1,4 @@
-"""A training small enough for tests: what most of them start."""
+"""A small training, which most tests use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import dtkit
 
 ROWS = 64
 LONG = 100_000
-"""Steps that no test waits for."""
+"""Number of steps that no test waits for."""
 
 
 def data() -> tuple[torch.Tensor, torch.Tensor]:
@@ -33,15 +33,15 @@ def accuracy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def train(cluster: dtkit.Cluster, model: Any = None, rows: Any = None, **options: Any) -> dtkit.Run:
-    """A run of 16 samples per update; 20 steps unless told."""
-    how: dict[str, Any] = {"loss": nn.CrossEntropyLoss(), "optimizer": sgd, "batch_size": 16}
+    """Start a run of 20 steps with 16 samples each, changed by `options`."""
+    defaults: dict[str, Any] = {"loss": nn.CrossEntropyLoss(), "optimizer": sgd, "batch_size": 16}
     if "epochs" not in options:
-        how["steps"] = 20
-    return cluster.train(net() if model is None else model, data() if rows is None else rows, **(how | options))
+        defaults["steps"] = 20
+    return cluster.train(net() if model is None else model, data() if rows is None else rows, **(defaults | options))
 
 
 def check_usable(cluster: dtkit.Cluster) -> None:
-    """The cluster trains: the proof that whatever came before left it whole."""
+    """Check that the cluster can train."""
     run = train(cluster, steps=2)
     run.wait(60)
     assert len(run.history) == 2 * cluster.world_size

@@ -1,4 +1,4 @@
-"""Models whose stages pass on more than one tensor, and the check that a pipeline trains them exactly."""
+"""Models whose stages send more than one tensor, and the check that pipelines train them exactly."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.support.oracle import (
     FEATURES,
     SEED,
     data,
-    difference,
-    global_rows,
+    get_global_rows,
+    max_difference,
     momentum,
 )
 
@@ -47,7 +47,7 @@ ALL = [*SCHEDULES, *HALVED]
 
 
 class Blocks(nn.Module):
-    """Four blocks between an embedding and a head."""
+    """Model of four blocks between an embedding and a head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Blocks(nn.Module):
 
 
 class SecondFirst(Blocks):
-    """Takes two inputs and uses the second one first; both in every block."""
+    """Model of two inputs that uses the second one first, and both in each block."""
 
     def forward(self, x: torch.Tensor, z: torch.Tensor) -> Any:
         z, x = self.embed(z), self.embed(x)
@@ -74,7 +74,7 @@ class SecondFirst(Blocks):
 
 
 class Queries(nn.Module):
-    """Learned queries attend to each other, and then to what comes in."""
+    """Layer whose learned queries attend to each other, and then to the input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,19 +88,19 @@ class Queries(nn.Module):
 
 
 class Tied(nn.Module):
-    """One matrix twice, each time with another bias."""
+    """Layer that uses one matrix twice, each time with another bias."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.other = (nn.Parameter(torch.randn(WIDTH)) for _ in range(2))
+        self.first_bias, self.second_bias = (nn.Parameter(torch.randn(WIDTH)) for _ in range(2))
         self.w = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(F.linear(torch.tanh(F.linear(x, self.w, self.one)), self.w, self.other))
+        return torch.tanh(F.linear(torch.tanh(F.linear(x, self.w, self.first_bias)), self.w, self.second_bias))
 
 
 class Around(nn.Module):
-    """One matrix twice, and another one between."""
+    """Layer that uses one matrix twice, with another one between."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class Around(nn.Module):
 
 
 class Adapted(nn.Module):
-    """Two matrices that a third one is added to, or what is made of it."""
+    """Layer of two matrices, to both of which a function of a third one is added."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,49 +132,49 @@ def loss(output: Any, target: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(scores(output), target)
 
 
-def made(make: Callable[[], nn.Module]) -> nn.Module:
+def make_model(make: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(2)
     return make().double()
 
 
-def rows(make: Callable[[], nn.Module]) -> tuple[torch.Tensor, ...]:
+def make_rows(make: Callable[[], nn.Module]) -> tuple[torch.Tensor, ...]:
     inputs, targets = data()
     return (inputs, inputs * 2, targets) if make is SecondFirst else (inputs, targets)
 
 
-def alone(make: Callable[[], nn.Module], judge: Callable[..., torch.Tensor], steps: int = STEPS) -> nn.Module:
-    """One process."""
-    model, (*inputs, targets) = made(make), rows(make)
+def train_alone(make: Callable[[], nn.Module], loss_fn: Callable[..., torch.Tensor], steps: int = STEPS) -> nn.Module:
+    """Train the model in one process."""
+    model, (*inputs, targets) = make_model(make), make_rows(make)
     update = momentum([p for p in model.parameters() if p.requires_grad])
     for step in range(steps):
-        chosen = torch.from_numpy(global_rows(step))
+        batch = torch.from_numpy(get_global_rows(step))
         update.zero_grad()
-        judge(model(*(x[chosen] for x in inputs)), targets[chosen]).backward()
+        loss_fn(model(*(x[batch] for x in inputs)), targets[batch]).backward()
         update.step()
     return model
 
 
 def train(
-    cluster: dtkit.Cluster, make: Callable[[], nn.Module], strategy: Any, judge: Any = loss, steps: int = STEPS
+    cluster: dtkit.Cluster, make: Callable[[], nn.Module], strategy: Any, loss_fn: Any = loss, steps: int = STEPS
 ) -> dtkit.Run:
-    how: dict[str, Any] = {
+    options: dict[str, Any] = {
         "optimizer": momentum,
         "batch_size": BATCH,
         "steps": steps,
         "seed": SEED,
         "shuffle": "global",
     }
-    run = cluster.train(made(make), rows(make), loss=judge, strategy=strategy, **how)
+    run = cluster.train(make_model(make), make_rows(make), loss=loss_fn, strategy=strategy, **options)
     run.wait(60)
     return run
 
 
-def check(cluster: dtkit.Cluster, make: Callable[[], nn.Module], strategies: Sequence[Any]) -> None:
-    expected = alone(make, loss)
-    *inputs, targets = rows(make)
+def check_equals_one_process(cluster: dtkit.Cluster, make: Callable[[], nn.Module], strategies: Sequence[Any]) -> None:
+    expected = train_alone(make, loss)
+    *inputs, targets = make_rows(make)
     with torch.no_grad():
         expected_loss = loss(expected.eval()(*inputs), targets).item()
     for strategy in strategies:
         run = train(cluster, make, strategy)
-        assert difference(run.model.state_dict(), expected.state_dict()) <= BOUND, strategy
-        assert run.evaluate(rows(make)).values["loss"] == pytest.approx(expected_loss, abs=BOUND), strategy
+        assert max_difference(run.model.state_dict(), expected.state_dict()) <= BOUND, strategy
+        assert run.evaluate(make_rows(make)).values["loss"] == pytest.approx(expected_loss, abs=BOUND), strategy

@@ -1,4 +1,4 @@
-"""Reports of ranks about one step, made by hand, for explanations."""
+"""Reports of ranks on one step for explanations, without engines."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ RANKS = [  # rank, rows, loss
 ]
 
 
-def tensor(name: str, own: float | None, **also: Any) -> dict[str, Any]:
-    """A tensor's report; the reduced gradient is 0.3 and, as everywhere here, at a cosine of 0.5 to the own one."""
-    there = own is not None
-    told = {
+def make_tensor_report(name: str, own: float | None, **changes: Any) -> dict[str, Any]:
+    """Return a tensor's report. The reduced gradient is 0.3, with a cosine of 0.5 to the rank's own gradient."""
+    has_gradient = own is not None
+    fields = {
         "kind": "parameter",
         "name": name,
         "shape": (8, 4),
         "own": own,
-        "contribution": own / 2 if there else None,
+        "contribution": own / 2 if has_gradient else None,
         "reduced": 0.3,
-        "cosine": 0.5 if there else None,
+        "cosine": 0.5 if has_gradient else None,
         "update": 0.03,
         "value": 1.5,
         "checksum": "0123456789ab",
     }
-    return told | also
+    return fields | changes
 
 
-def report(rank: int, rows: Any, loss: float | None, total: int, names: tuple[str, ...]) -> dict[str, Any]:
+def make_report(rank: int, rows: Any, loss: float | None, total: int, names: tuple[str, ...]) -> dict[str, Any]:
     count = len(rows)
     return {
         "model": "Net",
@@ -50,14 +50,16 @@ def report(rank: int, rows: Any, loss: float | None, total: int, names: tuple[st
         "before": "aaaaaaaaaaaa",
         "after": "bbbbbbbbbbbb",
         "buffers": None,
-        "tensors": [tensor(name, None if loss is None else 0.4 + rank / 10) for name in names],
+        "tensors": [make_tensor_report(name, None if loss is None else 0.4 + rank / 10) for name in names],
     }
 
 
-def reports(ranks: Any = RANKS, names: tuple[str, ...] = ("0.weight", "0.bias"), **also: Any) -> list[dict[str, Any]]:
+def make_reports(
+    ranks: Any = RANKS, names: tuple[str, ...] = ("0.weight", "0.bias"), **changes: Any
+) -> list[dict[str, Any]]:
     total = sum(len(rows) for _, rows, _ in ranks)
-    return [report(*each, total, names) | also for each in ranks]
+    return [make_report(*rank, total, names) | changes for rank in ranks]
 
 
-def told(*args: Any, **also: Any) -> StepExplanation:
-    return StepExplanation.from_reports(reports(*args, **also))
+def make_explanation(*args: Any, **changes: Any) -> StepExplanation:
+    return StepExplanation.from_reports(make_reports(*args, **changes))

@@ -1,4 +1,4 @@
-"""The syntax trees of a folder's files, for tests of what no file may do without saying why."""
+"""Syntax trees of a folder's files, for tests of statements that need a marker comment."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 
 class Place(NamedTuple):
-    """A syntax node, and the line that its statement begins on."""
+    """A syntax node and the first line of its statement."""
 
     node: ast.AST
     line: int
 
 
-def places(tree: ast.AST) -> Iterator[Place]:
-    """All nodes of a tree, each with the first line of the innermost statement around it."""
+def iterate_places(tree: ast.AST) -> Iterator[Place]:
+    """Yield all nodes of a tree, each with the first line of its innermost statement."""
     todo = [Place(tree, 0)]
     while todo:
         node, line = todo.pop()
@@ -29,34 +29,36 @@ def places(tree: ast.AST) -> Iterator[Place]:
         todo += [Place(child, line) for child in ast.iter_child_nodes(node)]
 
 
-def nodes(folder: Path) -> Iterator[ast.AST]:
-    """All nodes of a folder's files."""
+def iterate_nodes(folder: Path) -> Iterator[ast.AST]:
+    """Yield all nodes of a folder's files."""
     for path in sorted(folder.rglob("*.py")):
         yield from ast.walk(ast.parse(path.read_text()))
 
 
-def unmarked(folder: Path, sees: Callable[[ast.AST], bool], marker: str) -> list[str]:
-    """Lines that do what `sees` looks for and aren't marked, and lines that are marked and don't do it.
+def find_marker_errors(folder: Path, matches: Callable[[ast.AST], bool], marker: str) -> list[str]:
+    """Return the statements that match without a marker, and the markers without a matching statement.
 
-    A mark is a comment right above the statement that begins with "marker: " and gives the reason.
+    A marker is a comment above the statement that begins with "marker: " and gives the reason.
     """
-    found = []
+    errors = []
     for path in sorted(folder.rglob("*.py")):
         text = path.read_text()
-        seen = {place.line for place in places(ast.parse(text)) if sees(place.node)}
-        marked = set(_marked(text.splitlines(), marker))
-        found += [f"{path.relative_to(folder.parent)}:{line} needs '# {marker}: why'" for line in sorted(seen - marked)]
-        found += [
-            f"{path.relative_to(folder.parent)}:{line} has a stale '# {marker}:'" for line in sorted(marked - seen)
+        matching = {place.line for place in iterate_places(ast.parse(text)) if matches(place.node)}
+        marked = set(_iterate_marked_lines(text.splitlines(), marker))
+        errors += [
+            f"{path.relative_to(folder.parent)}:{line} needs '# {marker}: why'" for line in sorted(matching - marked)
         ]
-    return found
+        errors += [
+            f"{path.relative_to(folder.parent)}:{line} has a stale '# {marker}:'" for line in sorted(marked - matching)
+        ]
+    return errors
 
 
-def _marked(lines: list[str], marker: str) -> Iterator[int]:
-    """The numbers of the lines below each comment that gives a reason."""
+def _iterate_marked_lines(lines: list[str], marker: str) -> Iterator[int]:
+    """Yield the number of the line below each marker comment."""
     for index, line in enumerate(lines):
         if re.match(rf"\s*# {marker}: \S", line):
-            below = index + 1
-            while lines[below].lstrip().startswith("#"):
-                below += 1
-            yield below + 1
+            next_line = index + 1
+            while lines[next_line].lstrip().startswith("#"):
+                next_line += 1
+            yield next_line + 1

@@ -2,7 +2,7 @@
 
 
 class Timers:
-    """A clock that the test sets, and timers that run when it says so."""
+    """Clock that the test sets, and timers that run when the test calls `run`."""
 
     def __init__(self):
         self.now, self.waiting = 0.0, []
@@ -14,12 +14,12 @@ class Timers:
         self.waiting.append((self.now + delay, call))
 
     def run(self):
-        """Run all timers, in order, moving the clock on; returns when each ran."""
-        ran = []
+        """Run all timers in order, moving the clock on, and return the time of each."""
+        times = []
         while self.waiting:
             self.waiting.sort(key=lambda item: item[0])
             at, call = self.waiting.pop(0)
             self.now = max(self.now, at)
-            ran.append(self.now)
+            times.append(self.now)
             call()
-        return ran
+        return times

@@ -1,4 +1,4 @@
-"""The rules of the Trace Event Format."""
+"""Rules of the Trace Event Format."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import json
 import numpy as np
 
 
-def follows_the_trace_event_format(text):
-    """What the format asks of a JSON object with complete events ("X"), metadata ("M") and flows ("s", "f")."""
+def parse_checked_trace(text):
+    """Parse a trace and check its complete events ("X"), metadata ("M") and flows ("s", "f")."""
     trace = json.loads(text)
     assert trace["displayTimeUnit"] in {"ms", "ns"}
     ends, boxes, flows = {}, {}, {}
@@ -36,6 +36,6 @@ def follows_the_trace_event_format(text):
     for start, end in flows.values():
         assert (start["ph"], end["ph"]) == ("s", "f")
         assert start["ts"] <= end["ts"] + 1e-3
-        for event in (start, end):  # each is bound to the box around it
+        for event in (start, end):  # each flow is bound to the event around it
             assert any(a - 1e-3 <= event["ts"] <= b + 1e-3 for a, b in boxes[event["pid"], event["tid"]])
     return trace

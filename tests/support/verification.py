@@ -1,4 +1,4 @@
-"""A verification of a state against itself."""
+"""Verification of a state against a changed copy."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from dtkit.training.verify import Verification, compare_states
 
 
-def judged(
+def verify_changed_state(
     change: dict[str, Any] | None = None,
     gradients: dict[str, torch.Tensor] | None = None,
     modules: tuple[str, ...] = (),
     dtype: torch.dtype = torch.float64,
 ) -> Verification:
-    """Compare a state with itself, after adding `build_change` to it."""
+    """Compare a state with a copy to which `change` was added."""
     reference = {"w": torch.ones(3, dtype=dtype), "b": torch.ones(2, dtype=dtype), "count": torch.tensor(7)}
     state = {name: value.clone() for name, value in reference.items()}
     for name, by in (change or {}).items():

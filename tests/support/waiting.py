@@ -14,28 +14,28 @@ if TYPE_CHECKING:
 
 
 SOON_S = 20.0
-"""Far below each time limit of engines, and far above what a loaded machine takes."""
+"""Seconds: below each time limit of engines, above what a loaded machine needs."""
 
 
 @contextlib.contextmanager
-def soon() -> Iterator[None]:
-    """Check that what happens within ends by itself, before any time limit ends it."""
-    begun = time.monotonic()
+def ends_soon() -> Iterator[None]:
+    """Check that the block ends by itself, before any time limit ends it."""
+    start = time.monotonic()
     yield
-    assert time.monotonic() - begun < SOON_S
+    assert time.monotonic() - start < SOON_S
 
 
-def until(condition: Callable[[], Any], timeout: float = 60.0) -> Any:
+def wait_until(condition: Callable[[], Any], timeout: float = 60.0) -> Any:
     """Wait until the condition holds, and return its value."""
     deadline, pause = time.monotonic() + timeout, threading.Event()
-    while not (found := condition()):
+    while not (value := condition()):
         assert time.monotonic() < deadline
         pause.wait(0.02)
-    return found
+    return value
 
 
-def until_run(run: dtkit.Run, reached: Callable[[], bool], timeout: float = 60) -> None:
-    """Wait until `reached()` holds, looking whenever the run changes."""
+def wait_until_run(run: dtkit.Run, reached: Callable[[], bool], timeout: float = 60) -> None:
+    """Wait until `reached()` holds; it is called whenever the run changes."""
     changed = threading.Event()
     unsubscribe = run.subscribe(changed.set)
     try:

@@ -1,4 +1,4 @@
-"""Engines that somebody else started: dtkit trains on them, and leaves them as it found them."""
+"""Engines that dtkit did not start: it trains on them, and leaves them unchanged."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.cluster
 
-LONG = 100_000  # steps that nobody waits for
+LONG = 100_000  # steps; no test waits for them
 
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[ipp.Client]:
-    """A plain ipyparallel cluster of two engines."""
+    """Client of a plain ipyparallel cluster of two engines."""
     with ipp.Cluster(n=2, log_level=50) as client:
         client.wait_for_engines(2, timeout=60, interactive=False)
         yield client
@@ -37,18 +37,18 @@ def cluster(client: ipp.Client) -> Iterator[dtkit.Cluster]:
         yield attached
 
 
-def group_is_formed() -> bool:
+def is_group_formed() -> bool:
     import torch.distributed as dist
 
     return dist.is_initialized()
 
 
-def test_training_is_the_same_as_on_engines_of_our_own(cluster: dtkit.Cluster, cluster2: dtkit.Cluster):
-    run, ours = train(cluster, epochs=2), train(cluster2, epochs=2)
+def test_training_equals_training_on_engines_started_by_dtkit(cluster: dtkit.Cluster, cluster2: dtkit.Cluster):
+    run, own_run = train(cluster, epochs=2), train(cluster2, epochs=2)
     run.wait(60)
-    ours.wait(60)
-    found, expected = run.model.state_dict(), ours.model.state_dict()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    own_run.wait(60)
+    state, expected = run.model.state_dict(), own_run.model.state_dict()
+    assert all(torch.equal(state[name], expected[name]) for name in expected)
     assert [node.engine_id for node in cluster.nodes] == [0, 1]
     assert len({node.pid for node in cluster.nodes}) == 2
 
@@ -56,24 +56,24 @@ def test_training_is_the_same_as_on_engines_of_our_own(cluster: dtkit.Cluster, c
 def test_close_leaves_the_engines_alive_and_empty(client: ipp.Client):
     with dtkit.Cluster.from_client(client) as cluster:
         run = train(cluster, steps=LONG)  # RUNNING when the cluster closes
-        folder = Path(cluster._folder)
+        folder = Path(cluster.folder)
         pids = [node.pid for node in cluster.nodes]
-        assert client[:].apply_sync(group_is_formed) == [True, True]
+        assert client[:].apply_sync(is_group_formed) == [True, True]
     assert run.status.state is dtkit.types.State.STOPPED
     assert not folder.exists()
     assert client[:].apply_sync(__import__("os").getpid) == pids
-    assert client[:].apply_sync(group_is_formed) == [False, False]
+    assert client[:].apply_sync(is_group_formed) == [False, False]
     with pytest.raises(dtkit.errors.ClusterClosedError):
         cluster.run(print)
     with dtkit.Cluster.from_client(client) as again:
         check_usable(again)
 
 
-def test_the_last_to_attach_owns_the_engines(cluster: dtkit.Cluster, client: ipp.Client):
+def test_last_client_to_attach_owns_the_engines(cluster: dtkit.Cluster, client: ipp.Client):
     run = train(cluster, start=False)
     with dtkit.Cluster.from_client(client) as other:
         check_usable(other)
-        with pytest.raises(dtkit.errors.EngineError, match="another notebook attached meanwhile"):
+        with pytest.raises(dtkit.errors.EngineError, match="another notebook has attached since"):
             cluster.run(print)
         run.resume()
         with pytest.raises(dtkit.errors.RefusedError, match="another notebook has taken this cluster over"):
@@ -81,7 +81,7 @@ def test_the_last_to_attach_owns_the_engines(cluster: dtkit.Cluster, client: ipp
         check_usable(other)
 
 
-def test_an_engine_with_another_version_is_refused_with_both_named(client: ipp.Client):
+def test_engine_with_another_version_is_refused_naming_both_versions(client: ipp.Client):
     client[1].execute("import dtkit; kept = dtkit.__version__; dtkit.__version__ = '0.0.1'", block=True)
     try:
         message = rf"dtkit is {dtkit.__version__} in the notebook and 0.0.1 on rank 1 \(.*\); they must be equal"
@@ -93,7 +93,7 @@ def test_an_engine_with_another_version_is_refused_with_both_named(client: ipp.C
         check_usable(cluster)
 
 
-def test_an_engine_without_dtkit_is_refused(client: ipp.Client):
+def test_engine_without_dtkit_is_refused(client: ipp.Client):
     hidden = "import sys; kept = {k: sys.modules.pop(k) for k in list(sys.modules) if k.split('.')[0] == 'dtkit'}"
     client[0].execute(hidden + "; sys.modules['dtkit'] = None", block=True)
     try:
@@ -107,37 +107,37 @@ def test_an_engine_without_dtkit_is_refused(client: ipp.Client):
         check_usable(cluster)
 
 
-def test_what_is_no_client_is_refused():
+def test_from_client_refuses_other_objects():
     with pytest.raises(TypeError, match=r"client must be an ipyparallel\.Client"):
         dtkit.Cluster.from_client(3)
 
 
 @pytest.fixture
 def shell() -> Iterator[InteractiveShell]:
-    """An IPython of the test's own, without a history on disk."""
+    """IPython shell without a history on disk."""
     config = Config()
     config.HistoryManager.enabled = False
-    made = InteractiveShell.instance(config=config)
-    yield made
+    shell = InteractiveShell.instance(config=config)
+    yield shell
     InteractiveShell.clear_instance()
 
 
 def test_px_reaches_the_engines_between_dispatches(cluster: dtkit.Cluster, shell: InteractiveShell, capsys):
     cluster.activate()
     run = train(cluster, steps=LONG)
-    begun = threading.Event()
-    run.subscribe(lambda: run.status.step > 3 and begun.set())
-    assert begun.wait(60)
+    started = threading.Event()
+    run.subscribe(lambda: run.status.step > 3 and started.set())
+    assert started.wait(60)
     for k in range(3):
         before = run.status.step
-        done = shell.run_cell(f"%%px\nimport torch.distributed as dist\nprint('here', dist.get_rank(), {k})")
-        assert done.success
-        said = capsys.readouterr().out
-        assert f"here 0 {k}" in said
-        assert f"here 1 {k}" in said
+        result = shell.run_cell(f"%%px\nimport torch.distributed as dist\nprint('rank', dist.get_rank(), {k})")
+        assert result.success
+        printed = capsys.readouterr().out
+        assert f"rank 0 {k}" in printed
+        assert f"rank 1 {k}" in printed
         assert run.status.state is dtkit.types.State.RUNNING
         assert run.status.step >= before
-    # A collective works, too: the ranks stand at the same step.
+    # Collectives work, since all ranks are at the same step.
     collective = "%%px\nimport torch\nt = torch.ones(1)\ndist.all_reduce(t)\nprint('sum', t.item())"
     assert shell.run_cell(collective).success
     assert capsys.readouterr().out.count("sum 2.0") == 2

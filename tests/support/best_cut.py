@@ -1,12 +1,12 @@
-"""The best cut of layers into stages, by brute force."""
+"""Best split of layers into stages, by brute force."""
 
 from __future__ import annotations
 
 import itertools
 
 
-def best(costs, parts):
-    """The smallest possible largest part, by trying all."""
+def find_smallest_maximum(costs, parts):
+    """Return the smallest possible largest part, found by trying all splits."""
     n = len(costs)
     return min(
         max(sum(costs[a:b]) for a, b in itertools.pairwise([0, *ends, n]))

@@ -1,6 +1,6 @@
-"""The dashboard of a real run in JupyterLab and in Notebook 7: in step, opened anew, saved, without a kernel.
+"""The dashboard of a real run in JupyterLab and Notebook 7: in sync, reloaded, saved, and without a kernel.
 
-The engines are pretended ones, so that 16 nodes cost nothing; kernel, widget and browser are real.
+The engines are fakes, so that 16 nodes cost nothing. Kernel, widget and browser are real.
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ LOOKS = [
 
 
 def notebook() -> NotebookNode:
-    """Two displays of one run, and its end."""
+    """Return a notebook with two displays of one run, and its end."""
     cells = [new_code_cell(source) for source in (TRAIN, "run.dashboard(fault_injection=True)", "run", "run.stop()")]
     kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
     return new_notebook(cells=cells, metadata={"kernelspec": kernel})
 
 
-def started(lab: Lab) -> list[Locator]:
-    """Both displays, standing at step 50."""
+def start(lab: Lab) -> list[Locator]:
+    """Start the run and return both displays, at step 50."""
     lab.open(notebook())
     for cell in (0, 1, 2):
         lab.run_cell(cell)
         lab.wait_idle(timeout=120)
-    return shown(lab)
+    return get_displays(lab)
 
 
-def shown(lab: Lab) -> list[Locator]:
+def get_displays(lab: Lab) -> list[Locator]:
     views = lab.page.get_by_test_id("dtkit-dashboard")
     expect(views).to_have_count(2, timeout=WAIT_MS)
-    found = [views.nth(k) for k in range(2)]
-    for view in found:
+    displays = [views.nth(k) for k in range(2)]
+    for view in displays:
         expect(view).to_have_attribute("data-step", "50", timeout=WAIT_MS)
-    return found
+    return displays
 
 
 @pytest.mark.parametrize("look", LOOKS, indirect=True, ids=["lab-light", "lab-dark", "notebook7"])
-def test_displays_stay_in_step_and_end_as_pictures(lab: Lab):
-    first, second = started(lab)
+def test_displays_stay_in_sync_and_end_as_pictures(lab: Lab):
+    first, second = start(lab)
     for view in (first, second):
-        expect(view.get_by_test_id("slow")).to_be_visible()  # one display asked for drills, so both have them
+        expect(view.get_by_test_id("slow")).to_be_visible()  # one display has fault controls, so both have them
         expect(view.get_by_test_id("log")).to_contain_text("<script>alert(1)</script>")
         expect(view.get_by_test_id("custom-panel").locator("img")).to_be_visible(timeout=WAIT_MS)
     first.get_by_test_id("step").click()
@@ -90,17 +90,17 @@ def test_displays_stay_in_step_and_end_as_pictures(lab: Lab):
 
 
 @pytest.mark.slow
-def test_a_page_that_is_opened_anew_has_the_whole_history(lab: Lab):
-    first, _ = started(lab)
+def test_reloaded_page_has_the_whole_history(lab: Lab):
+    first, _ = start(lab)
     line = first.get_by_test_id("loss-chart").locator("path.dtk-line[data-rank=all]")
     drawn = len(re.findall("[ML]", line.get_attribute("d") or ""))
     assert drawn == 50
     lab.save()
     lab.reload()
-    again, other = shown(lab)
-    for view in (again, other):
+    first, second = get_displays(lab)
+    for view in (first, second):
         line = view.get_by_test_id("loss-chart").locator("path.dtk-line[data-rank=all]")
         assert len(re.findall("[ML]", line.get_attribute("d") or "")) == drawn
         expect(view.get_by_test_id("log")).to_contain_text("<script>alert(1)</script>")
-    again.get_by_test_id("step").click()
-    expect(other).to_have_attribute("data-step", "51", timeout=WAIT_MS)
+    first.get_by_test_id("step").click()
+    expect(second).to_have_attribute("data-step", "51", timeout=WAIT_MS)

@@ -1,4 +1,4 @@
-"""What crosses the borders between a pipeline's stages, for models as people write them; each against one process."""
+"""Values that pipelines send between stages, for typical models; each compared with one process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.oracle import (
     CLASSES,
     FEATURES,
     data,
-    difference,
+    max_difference,
     momentum,
     weighted,
     weighted_pair,
@@ -34,12 +34,12 @@ from tests.support.stage_models import (
     Queries,
     SecondFirst,
     Tied,
-    alone,
-    check,
+    check_equals_one_process,
     loss,
-    made,
-    rows,
+    make_model,
+    make_rows,
     train,
+    train_alone,
 )
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.parametrize("cluster", [2], indir
 
 
 class Masked(Blocks):
-    """A mask of the input, which has no gradient, and a slice of a buffer in every block."""
+    """Model with a mask of the input, which has no gradient, and a slice of a buffer in each block."""
 
     def forward(self, x: torch.Tensor) -> Any:
         mask, waves = x.sum(1, keepdim=True) > 0, self.waves[:WIDTH]
@@ -60,7 +60,7 @@ class Masked(Blocks):
 
 
 class Returning(Blocks):
-    """Uses its first layer's output again in its head, over all stages."""
+    """Model that uses its first layer's output again in its head."""
 
     def forward(self, x: torch.Tensor) -> Any:
         x = first = self.embed(x)
@@ -70,7 +70,7 @@ class Returning(Blocks):
 
 
 class Named(Blocks):
-    """Returns a dict, one entry of it made in the first stage."""
+    """Model that returns a dict, with one entry from the first stage."""
 
     def forward(self, x: torch.Tensor) -> Any:
         first = self.embed(x)
@@ -81,7 +81,7 @@ class Named(Blocks):
 
 
 class Strided(Blocks):
-    """Hands on what lies in memory the other way round, as pictures cut into patches do."""
+    """Model that sends transposed tensors, like those of pictures cut into patches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Strided(Blocks):
 
 
 class Expanded(Blocks):
-    """Its blocks return a view that is an expansion, and the gradients that come back are one."""
+    """Model whose blocks return expanded views, and whose gradients are expanded views, too."""
 
     def forward(self, x: torch.Tensor) -> Any:
         x = self.embed(x)
@@ -106,20 +106,20 @@ class Expanded(Blocks):
 
 
 def flattened() -> nn.Module:
-    """A Sequential with layers that return views, cut right behind them."""
+    """Return a Sequential that is split right after layers that return views."""
     net = [nn.Unflatten(1, (2, FEATURES // 2)), nn.Flatten(), nn.Linear(FEATURES, WIDTH), nn.Tanh(), nn.Identity()]
     return nn.Sequential(
         *net, nn.Linear(WIDTH, WIDTH), nn.Unflatten(1, (2, -1)), nn.Flatten(), nn.Linear(WIDTH, CLASSES)
     )
 
 
-def frozen(first: int) -> Callable[[], nn.Module]:
-    """So many first layers are not trained."""
+def make_frozen(num_frozen: int) -> Callable[[], nn.Module]:
+    """Return a function that makes a model with that many frozen first layers."""
 
     def make() -> nn.Module:
         sizes = [FEATURES, *[WIDTH] * 7, CLASSES]
         net = nn.Sequential(*[nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in itertools.pairwise(sizes)])
-        for layer in net[:first]:
+        for layer in net[:num_frozen]:
             layer.requires_grad_(requires_grad=False)
         return net
 
@@ -127,7 +127,7 @@ def frozen(first: int) -> Callable[[], nn.Module]:
 
 
 class Conditioned(Blocks):
-    """Its first layers are frozen, but for one whose output is used in the head."""
+    """Model with frozen first layers, except for one whose output the head uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,42 +142,48 @@ class Conditioned(Blocks):
         return self.head(x + c)
 
 
-def layers_of(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """Three of a kind in a sequence."""
+def make_three(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """Return a function that makes a sequence of three such layers."""
     return lambda: nn.Sequential(nn.Linear(FEATURES, WIDTH), make(), make(), make(), nn.Linear(WIDTH, CLASSES))
 
 
 @pytest.mark.parametrize("make", [SecondFirst, Masked, Returning, Named, Strided, Expanded])
-def test_a_model_of_blocks(cluster: dtkit.Cluster, make: Callable[[], nn.Module]):
-    """Four engines' worth of stages on two: values pass whole stages by, and a V hands them on without sending."""
-    check(cluster, make, ALL)
-
-
-@pytest.mark.parametrize("make", [flattened, frozen(1), frozen(3), frozen(5)], ids=["views", "1", "3", "5"])
-def test_a_sequence_of_layers(cluster: dtkit.Cluster, make: Callable[[], nn.Module]):
-    """Torch's halved backward passes find weights by way of the inputs' gradients, which frozen stages have none of."""
-    check(cluster, make, ALL)
+def test_models_of_blocks_train_as_one_process(cluster: dtkit.Cluster, make: Callable[[], nn.Module]):
+    """Values skip whole stages, and the V schedule passes them on without sending."""
+    check_equals_one_process(cluster, make, ALL)
 
 
 @pytest.mark.parametrize(
     "make",
-    [Conditioned, *map(layers_of, (Queries, Tied, Around, Adapted))],
+    [flattened, make_frozen(1), make_frozen(3), make_frozen(5)],
+    ids=["views", "1 frozen", "3 frozen", "5 frozen"],
+)
+def test_sequences_of_layers_train_as_one_process(cluster: dtkit.Cluster, make: Callable[[], nn.Module]):
+    """torch's split backward pass finds weights by the gradients of inputs, which frozen stages don't have."""
+    check_equals_one_process(cluster, make, ALL)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [Conditioned, *map(make_three, (Queries, Tied, Around, Adapted))],
     ids=["frozen", "queries", "tied", "around", "lora"],
 )
-def test_weights_that_can_t_wait_for_the_second_half(cluster: dtkit.Cluster, make: Callable[[], nn.Module]):
-    """Torch's second half would leave some of them out, or come through what another one's has freed."""
-    check(cluster, make, HALVED)
+def test_weights_that_need_a_whole_backward_pass_train_as_one_process(
+    cluster: dtkit.Cluster, make: Callable[[], nn.Module]
+):
+    """torch's second half would skip some weights, or use a graph that another one has freed."""
+    check_equals_one_process(cluster, make, HALVED)
 
 
-def test_a_loss_that_is_a_pair_and_a_view(cluster: dtkit.Cluster):
-    expected = alone(Blocks, weighted)
+def test_loss_pair_trains_as_one_process(cluster: dtkit.Cluster):
+    expected = train_alone(Blocks, weighted)
     for strategy in ALL:
         run = train(cluster, Blocks, strategy, weighted_pair)
-        assert difference(run.model.state_dict(), expected.state_dict()) <= BOUND
+        assert max_difference(run.model.state_dict(), expected.state_dict()) <= BOUND
 
 
-class Asking(Blocks):
-    """Asks itself whether it is training, in place of a module that does."""
+class TrainingDependent(Blocks):
+    """Model that reads `self.training` itself."""
 
     def forward(self, x: torch.Tensor) -> Any:
         x = self.embed(x)
@@ -186,28 +192,28 @@ class Asking(Blocks):
         return self.head(x * 3 if self.training else x)
 
 
-def test_evaluation_is_of_the_model_that_evaluates(cluster: dtkit.Cluster):
-    run = train(cluster, Asking, SCHEDULES[0])
+def test_evaluation_uses_the_model_in_eval_mode(cluster: dtkit.Cluster):
+    run = train(cluster, TrainingDependent, SCHEDULES[0])
     inputs, targets = data()
     with torch.no_grad():
         expected = loss(run.model.eval()(inputs), targets).item()
-    assert run.evaluate(rows(Asking)).values["loss"] == pytest.approx(expected, abs=BOUND)
+    assert run.evaluate(make_rows(TrainingDependent)).values["loss"] == pytest.approx(expected, abs=BOUND)
 
 
-def test_an_explained_step_of_values_that_pass_by(cluster: dtkit.Cluster):
+def test_values_that_skip_stages_can_be_explained(cluster: dtkit.Cluster):
     strategy = SCHEDULES[1]
-    how: dict[str, Any] = {"optimizer": momentum, "batch_size": BATCH, "steps": 2, "loss": loss}
-    run = cluster.train(made(Returning), data(), strategy=strategy, start=False, **how)
+    options: dict[str, Any] = {"optimizer": momentum, "batch_size": BATCH, "steps": 2, "loss": loss}
+    run = cluster.train(make_model(Returning), data(), strategy=strategy, start=False, **options)
     assert run.explain_step().is_intact
     run.stop()
 
 
-class Counting(Blocks):
+class ReturnsInt(Blocks):
     def forward(self, x: torch.Tensor) -> Any:
         return {"scores": super().forward(x), "rows": len(x)}
 
 
-def test_what_is_no_tensor_can_t_be_handed_on(cluster: dtkit.Cluster):
+def test_stage_output_that_is_not_a_tensor_is_refused(cluster: dtkit.Cluster):
     with pytest.raises(dtkit.errors.EngineError, match=r"returns int besides tensors.*dtkit\.Sharded"):
-        train(cluster, Counting, SCHEDULES[0])
+        train(cluster, ReturnsInt, SCHEDULES[0])
     check_usable(cluster)

@@ -1,4 +1,4 @@
-"""A notebook in a process of its own, and the check that another one continues its run exactly."""
+"""A notebook in another process, and the check that a second notebook continues its run exactly."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 import dtkit
 from dtkit.health.status import get_status_path
-from tests.support.oracle import BATCH, BOUND, SEED, data, difference, mean_loss, mlp, momentum
+from tests.support.oracle import BATCH, BOUND, SEED, data, max_difference, mean_loss, mlp, momentum
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,7 +33,7 @@ import sys, threading
 import dtkit
 from tests.support import oracle
 
-class Net(oracle.torch.nn.Module):  # of a cell: it travels by value
+class Net(oracle.torch.nn.Module):  # defined in __main__: pickled by value
     def __init__(self):
         super().__init__()
         self.inner = oracle.mlp()
@@ -45,9 +45,9 @@ if __name__ == "__main__":
     cluster = dtkit.Cluster(2, threads=1, lease=30)
     options = dict(loss=oracle.mean_loss, optimizer=oracle.momentum, batch_size={BATCH}, steps={STEPS}, seed={SEED})
     run = cluster.train(Net(), oracle.data(), shuffle="global", **options)
-    there = threading.Event()
-    run.subscribe(lambda: run.status.step > 100 and there.set())
-    there.wait(60)
+    started = threading.Event()
+    run.subscribe(lambda: run.status.step > 100 and started.set())
+    started.wait(60)
     print("ready", flush=True)
     sys.stdin.read()
     print(type(run.exception).__name__, run.exception, flush=True)
@@ -57,7 +57,7 @@ if __name__ == "__main__":
 
 @contextlib.contextmanager
 def notebook(code: str = NOTEBOOK) -> Iterator[subprocess.Popen[str]]:
-    """Another process, that has a cluster which trains."""
+    """Start another process with a cluster that trains."""
     pipe: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", code], **pipe) as process:
         try:
@@ -68,32 +68,35 @@ def notebook(code: str = NOTEBOOK) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def steps(run: dtkit.Run, back: bool) -> list[int]:  # noqa: FBT001 - as it is passed on
-    """That the history has, in their order; once each, where some were taken twice."""
-    found = run.history.totals()["step"].tolist()
-    return sorted(set(found)) if back else found
+def list_steps(run: dtkit.Run, *, repeated: bool) -> list[int]:
+    """Return the steps of the history in order; once each where some may be `repeated`."""
+    steps = run.history.totals()["step"].tolist()
+    return sorted(set(steps)) if repeated else steps
 
 
-def check_goes_on(cluster: dtkit.Cluster, strategy: dtkit.Strategy = REPLICAS, *, back: bool = False) -> None:
-    """With its whole history, to the parameters of a run that nobody disturbed. `back`: from before the last row."""
+def check_run_continues(cluster: dtkit.Cluster, strategy: dtkit.Strategy = REPLICAS, *, repeated: bool = False) -> None:
+    """Check that the run continues with its whole history, to the parameters of an undisturbed run.
+
+    Steps may be `repeated` where the run continues from before its last row.
+    """
     run = cluster.current_run
     assert run is not None
     assert run.status.state is dtkit.types.State.PAUSED
     assert run.status.step > 100
-    assert steps(run, back) == list(range(len(run.history.totals()) if back else run.status.step))
+    assert list_steps(run, repeated=repeated) == list(range(len(run.history.totals()) if repeated else run.status.step))
     assert run.status.elapsed_s == pytest.approx(run.history.totals()["step_s"].sum())
     run.resume()
     run.wait(120)
-    assert steps(run, back) == list(range(STEPS))
-    found = {name.removeprefix("inner."): value for name, value in run.model.state_dict().items()}
-    assert difference(found, undisturbed(cluster, strategy)) <= BOUND
+    assert list_steps(run, repeated=repeated) == list(range(STEPS))
+    state = {name.removeprefix("inner."): value for name, value in run.model.state_dict().items()}
+    assert max_difference(state, get_undisturbed_state(cluster, strategy)) <= BOUND
 
 
 _UNDISTURBED: dict[tuple[str, int], dict[str, torch.Tensor]] = {}
 
 
-def undisturbed(cluster: dtkit.Cluster, strategy: dtkit.Strategy) -> dict[str, torch.Tensor]:
-    """Return the parameters that an undisturbed run ends with. It is trained once for each strategy and world size."""
+def get_undisturbed_state(cluster: dtkit.Cluster, strategy: dtkit.Strategy) -> dict[str, torch.Tensor]:
+    """Return the final parameters of an undisturbed run, trained once for each strategy and world size."""
     key = repr(strategy), cluster.world_size
     if key not in _UNDISTURBED:
         options: dict[str, Any] = {"loss": mean_loss, "optimizer": momentum, "batch_size": BATCH, "seed": SEED}
@@ -103,5 +106,5 @@ def undisturbed(cluster: dtkit.Cluster, strategy: dtkit.Strategy) -> dict[str, t
     return _UNDISTURBED[key]
 
 
-def engine_of(folder: Path, rank: int) -> psutil.Process:
+def get_engine_process(folder: Path, rank: int) -> psutil.Process:
     return psutil.Process(json.loads(get_status_path(folder, rank).read_text())["pid"])

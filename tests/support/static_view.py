@@ -1,7 +1,7 @@
 """The live view without JupyterLab: its module on an empty page, fed by a source that a test drives.
 
-The page gets what anywidget would give it (a model with an opening, custom messages with buffers); what it sends comes
-back through `sent`. So a picture of 256 nodes costs a second, and no kernel. Nothing is loaded from anywhere.
+The page gets the same as from anywidget: a model with a first message, then custom messages with buffers. `sent` has
+the messages that the page sends. No kernel is needed, and nothing is loaded from the network.
 """
 
 from __future__ import annotations
@@ -27,42 +27,42 @@ _PAGE = """<!doctype html><meta charset="utf-8"><body data-jp-theme-light="{ligh
 style="margin: 8px; background: {background}; --jp-ui-font-family: 'DejaVu Sans', sans-serif">
 <style>{css}</style><div id="view"></div>"""
 
-# A model as anywidget has it. Buffers arrive as DataViews.
+# A model with anywidget's methods. Buffers arrive as DataViews.
 _START = """
 async ([code, content, buffers]) => {
   const decode = (text) => new DataView(Uint8Array.from(atob(text), (c) => c.charCodeAt(0)).buffer);
-  const heard = [];
+  const listeners = [];
   window.sent = [];
   const model = {
     get: () => ({ content, buffers: buffers.map(decode) }),
-    on: (_name, callback) => heard.push(callback),
+    on: (_name, callback) => listeners.push(callback),
     send: (message) => window.sent.push(message),
   };
   const url = URL.createObjectURL(new Blob([code], { type: "text/javascript" }));
   const widget = (await import(url)).default();
   widget.initialize({ model });
   widget.render({ model, el: document.getElementById("view") });
-  window.hear = (content, buffers) => { for (const callback of heard) callback(content, buffers.map(decode)); };
+  window.receive = (content, buffers) => { for (const callback of listeners) callback(content, buffers.map(decode)); };
 }
 """
 
 
-class Still:
-    """A dashboard of `source` on `page`; `update` sends what changed since."""
+class StaticView:
+    """Dashboard of `source` on `page`; `update` sends the changes since the last call."""
 
     def __init__(self, page: Page, source: FakeSource, theme: str = "light", *, offers: Sequence[str] = ()) -> None:
         self.page = page
-        self._feed = MessageBuilder(source, itertools.count().__next__)  # each look is a second after the last
+        self._feed = MessageBuilder(source, itertools.count().__next__)  # one second between messages
         self._feed.extra_controls = offers
-        put(page, str(Dashboard._esm), self._feed.build_snapshot(), theme)
+        load_widget(page, str(Dashboard._esm), self._feed.build_snapshot(), theme)
         self.root: Locator = page.get_by_test_id("dtkit-dashboard")
         self._wait()
 
     def update(self) -> None:
-        """Send all that changed, and wait until it is drawn."""
+        """Send all changes and wait until they are drawn."""
         while True:
             self.page.evaluate(
-                "([content, buffers]) => window.hear(content, buffers)", plain(self._feed.build_change())
+                "([content, buffers]) => window.receive(content, buffers)", encode_message(self._feed.build_change())
             )
             if not self._feed.has_pending:
                 break
@@ -70,25 +70,25 @@ class Still:
 
     @property
     def sent(self) -> list[dict[str, Any]]:
-        """What the page sent, hellos left out."""
-        said: list[dict[str, Any]] = self.page.evaluate("() => window.sent")
-        return [message for message in said if "hello" not in message and "select" not in message]
+        """Commands that the page sent."""
+        messages: list[dict[str, Any]] = self.page.evaluate("() => window.sent")
+        return [message for message in messages if "hello" not in message and "select" not in message]
 
-    def choose(self, rank: int | None) -> None:
-        """What the kernel does when a page selects a node."""
+    def select_rank(self, rank: int | None) -> None:
+        """Answer as the kernel does when a page selects a node."""
         self._feed.selected_rank = rank
         self.update()
 
-    def effect(self, text: str) -> None:
-        """What the kernel does when a command took effect."""
+    def report_effect(self, text: str) -> None:
+        """Answer as the kernel does when a command took effect."""
         self._feed.last_effect = {"count": self._feed.last_effect["count"] + 1, "text": text}
         self.update()
 
-    def show(self, name: str, png: bytes, error: str | None = None) -> None:
-        """Send the picture of a user's panel."""
+    def show_picture(self, name: str, png: bytes, error: str | None = None) -> None:
+        """Send the picture of a custom panel."""
         content = {"kind": "picture", "name": name, "error": error}
         self.page.evaluate(
-            "([content, buffers]) => window.hear(content, buffers)", [content, [base64.b64encode(png).decode()]]
+            "([content, buffers]) => window.receive(content, buffers)", [content, [base64.b64encode(png).decode()]]
         )
 
     def screenshot(self, path: Path) -> None:
@@ -101,14 +101,14 @@ class Still:
         self.page.wait_for_function(shown, timeout=10_000)
 
 
-def plain(message: Message) -> list[Any]:
-    json.dumps(message.content, allow_nan=False)  # what the wire would refuse is refused here
+def encode_message(message: Message) -> list[Any]:
+    json.dumps(message.content, allow_nan=False)  # Jupyter refuses NaN in messages, too
     return [message.content, [base64.b64encode(buffer).decode() for buffer in message.buffers]]
 
 
-def put(page: Page, module: str, opening: Message, theme: str) -> None:
-    """Load a widget's module on an empty page, with the message that it opens with."""
+def load_widget(page: Page, module: str, first_message: Message, theme: str) -> None:
+    """Load a widget's module on an empty page, with its first message."""
     dark = theme == "dark"
     css = (STATIC_FOLDER / "dashboard.css").read_text(encoding="utf-8")
     page.set_content(_PAGE.format(light=str(not dark).lower(), background="#111" if dark else "#fff", css=css))
-    page.evaluate(_START, [module, *plain(opening)])
+    page.evaluate(_START, [module, *encode_message(first_message)])

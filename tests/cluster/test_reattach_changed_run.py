@@ -1,4 +1,4 @@
-"""A run that is no longer what it was asked to be (longer, or of fewer ranks), taken over by another kernel."""
+"""Attaching to runs that changed after their start: extended ones, and ones with fewer ranks."""
 
 from __future__ import annotations
 
@@ -9,23 +9,26 @@ import numpy as np
 import pytest
 
 import dtkit
+from dtkit.rpc.protocol import DataOperations, make_call
 from dtkit.training import persisted_run
 from tests.support.oracle import BATCH, SAMPLES
-from tests.support.takeover import NOTEBOOK, STEPS, check_goes_on, engine_of, notebook
+from tests.support.reattach import NOTEBOOK, STEPS, check_run_continues, get_engine_process, notebook
 
 if TYPE_CHECKING:
     import subprocess
     from pathlib import Path
 
+    from dtkit.rpc.engine_group import EngineGroup
+
 pytestmark = pytest.mark.cluster
 
 TRAINS = "    run = cluster.train("
 EXTENDED = NOTEBOOK.replace(TRAINS, f"    options.update(steps=100)\n{TRAINS}").replace(
-    "    there = threading",
+    "    started = threading",
     f"""
     run.wait(60)
     run.extend(steps={STEPS - 100})
-    there = threading""",
+    started = threading""",
 )
 SHARING = NOTEBOOK.replace("dtkit.Cluster(2,", "dtkit.Cluster(3,").replace(
     TRAINS,
@@ -34,20 +37,20 @@ SHARING = NOTEBOOK.replace("dtkit.Cluster(2,", "dtkit.Cluster(3,").replace(
 {TRAINS}""",
 )
 SHRUNK = SHARING.replace(
-    "    there.wait(60)\n",
+    "    started.wait(60)\n",
     """
-    there.wait(60)
-    fewer = threading.Event()
-    run.subscribe(lambda: any(event.kind == "repair" for event in run.history.events) and fewer.set())
-    cluster.kill([2])
-    assert fewer.wait(60)
+    started.wait(60)
+    shrunk = threading.Event()
+    run.subscribe(lambda: any(event.kind == "repair" for event in run.history.events) and shrunk.set())
+    cluster._engine_group.transport.kill([2])
+    assert shrunk.wait(60)
 """,
 )
 
 
 @pytest.fixture(autouse=True)
 def _runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clusters of this test alone."""
+    """Jupyter runtime folder of this test alone."""
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path))
 
 
@@ -57,20 +60,20 @@ def kill(process: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.slow
-def test_an_extended_run_goes_on_to_its_later_end():
+def test_attached_run_continues_to_its_extended_end():
     with notebook(EXTENDED) as process:
         kill(process)
         with dtkit.attach() as cluster:
-            check_goes_on(cluster)
+            check_run_continues(cluster)
 
 
 def check_two_share(cluster: dtkit.Cluster) -> None:
-    """Each batch between the two that are left, all of it, to the end."""
+    """Check that the two remaining ranks share each whole batch, up to the end."""
     run = cluster.current_run
     assert run is not None
     assert (cluster.world_size, run.spec.world_size) == (2, 2)
-    fewer = run.status.step
-    assert fewer < STEPS
+    step = run.status.step
+    assert step < STEPS
     run.resume()
     run.wait(120)
     assert run.status.state is dtkit.types.State.COMPLETED
@@ -78,23 +81,23 @@ def check_two_share(cluster: dtkit.Cluster) -> None:
     assert totals["step"].tolist() == list(range(STEPS))
     per_epoch = -(-SAMPLES // BATCH)
     last = np.arange(STEPS) % per_epoch == per_epoch - 1
-    wanted = np.where(last, SAMPLES % BATCH, BATCH)
-    assert totals["samples"][fewer:].tolist() == wanted[fewer:].tolist()
-    assert set(totals["ranks"][fewer:].tolist()) == {2}
+    expected = np.where(last, SAMPLES % BATCH, BATCH)
+    assert totals["samples"][step:].tolist() == expected[step:].tolist()
+    assert set(totals["ranks"][step:].tolist()) == {2}
 
 
 @pytest.mark.slow
-def test_a_run_that_went_on_with_fewer_is_shared_by_those_that_are_left():
+def test_attached_run_after_a_shrink_uses_the_remaining_ranks():
     with notebook(SHRUNK) as process:
         kill(process)
         with dtkit.attach() as cluster:
             check_two_share(cluster)
 
 
-def test_a_run_that_goes_on_with_fewer_as_it_is_taken_over_is_shared_by_those(tmp_path: Path):
+def test_run_that_shrinks_during_attach_uses_the_remaining_ranks(tmp_path: Path):
     with notebook(SHARING) as process:
         (folder,) = tmp_path.iterdir()
-        engine = engine_of(folder, 2)
+        engine = get_engine_process(folder, 2)
         kill(process)
         engine.kill()
         engine.wait(10)
@@ -102,25 +105,25 @@ def test_a_run_that_goes_on_with_fewer_as_it_is_taken_over_is_shared_by_those(tm
             check_two_share(cluster)
 
 
-@pytest.mark.parametrize("ranks", [[0], [0, 1]], ids=["of one engine", "of all"])
+@pytest.mark.parametrize("ranks", [[0], [0, 1]], ids=["one engine", "all engines"])
 @pytest.mark.slow
-def test_a_job_that_ended_as_it_was_taken_over_is_made_anew(monkeypatch: pytest.MonkeyPatch, ranks: list[int]):
-    """From what the others hold; where none has it, from the last snapshot, and of replicas there is none."""
-    take_up = persisted_run.load
+def test_job_lost_during_attach_is_rebuilt(monkeypatch: pytest.MonkeyPatch, ranks: list[int]):
+    """The job is rebuilt from another rank; without one, from the last snapshot, which replicas don't have."""
+    load = persisted_run.load
 
-    def taken_up(cluster: dtkit.Cluster, job: str) -> Any:
-        found = take_up(cluster, job)
-        cluster.call_all("release", keys=[job], ranks=ranks)
-        return found
+    def load_and_release(engine_group: EngineGroup, job: str, model_rank: int) -> Any:
+        plan = load(engine_group, job, model_rank)
+        engine_group.call_all(make_call(DataOperations.release, keys=[job]), ranks=ranks)
+        return plan
 
-    monkeypatch.setattr(persisted_run, "load", taken_up)
+    monkeypatch.setattr(persisted_run, "load", load_and_release)
     with notebook() as process:
         kill(process)
         with dtkit.attach() as cluster:
             run = cluster.current_run
             assert run is not None
             if ranks == [0]:
-                check_goes_on(cluster)
+                check_run_continues(cluster)
             else:
                 assert run.history.events[-1].text == "taken over at step 0 (the beginning, for want of a snapshot)"
                 run.resume()

@@ -1,4 +1,4 @@
-"""A rank moves its own part of a model to its device, and nothing else of it: counted in real trainings."""
+"""Ranks move only their own part of a model to their device, counted in real trainings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import dtkit
-from tests.support.nets import Decoder, worker
+from tests.support.nets import Decoder, get_worker
 from tests.support.oracle import CLASSES, FEATURES, train
 
 if TYPE_CHECKING:
@@ -22,10 +22,10 @@ pytestmark = pytest.mark.cluster
 WIDTH = 128
 
 
-class Moves(TorchFunctionMode):
-    """The most numbers that were in one tensor, and those in all tensors, that were asked to be on a device.
+class MoveCounter(TorchFunctionMode):
+    """Count of the floating-point numbers in all calls of `Tensor.to`.
 
-    On a CPU that asks for nothing, where the tensor is there already; on a GPU the same call would move it.
+    On a CPU such a call moves nothing; on a GPU the same call would.
     """
 
     def __init__(self) -> None:
@@ -33,34 +33,34 @@ class Moves(TorchFunctionMode):
         self.numbers = 0
 
     def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if func is torch.Tensor.to and made.is_floating_point() and not made.is_meta:
-            self.numbers += made.numel()
-        return made
+        result = func(*args, **(kwargs or {}))
+        if func is torch.Tensor.to and result.is_floating_point() and not result.is_meta:
+            self.numbers += result.numel()
+        return result
 
 
-def watching(kind: type[Strategy]) -> type[Strategy]:
-    """A strategy that counts what its setting up moves."""
+def count_moves(kind: type[Strategy]) -> type[Strategy]:
+    """Return a strategy that counts the moves of its setup."""
 
     @dataclasses.dataclass(frozen=True, repr=False)
-    class Watched(kind):  # type: ignore[misc, valid-type]
+    class Counted(kind):  # type: ignore[misc, valid-type]
         def setup(self, *args: Any) -> Worker:
-            with Moves() as moves:
-                made: Worker = super().setup(*args)
-            made.moves = moves  # type: ignore[attr-defined]
-            return made
+            with MoveCounter() as moves:
+                worker: Worker = super().setup(*args)
+            worker.moves = moves  # type: ignore[attr-defined]
+            return worker
 
-    return Watched
+    return Counted
 
 
 def chain() -> nn.Module:
-    """Eight equal layers, next to which first and last are small."""
+    """Return eight equal layers between a small first and last one."""
     middle = [part for _ in range(8) for part in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
     return nn.Sequential(nn.Linear(FEATURES, WIDTH), *middle, nn.Linear(WIDTH, CLASSES))
 
 
 def blocks() -> nn.Module:
-    """Traced, where it is cut into stages."""
+    """Return a model that is traced to be split into stages."""
     return Decoder(blocks=8)
 
 
@@ -78,20 +78,20 @@ def blocks() -> nn.Module:
     ],
     ids=["pipeline", "traced pipeline", "sharded", "tensor parallel"],
 )
-def test_a_rank_moves_its_own_part_only(
+def test_rank_moves_only_its_own_part_to_the_device(
     cluster2: dtkit.Cluster, make: Any, kind: type[Strategy], options: dict[str, Any]
 ):
-    def numbers() -> tuple[int, int]:
-        found = worker()
-        held = [*found.model.parameters(), *found.model.buffers()]
-        own = [t.to_local() if hasattr(t, "to_local") else t for t in held]
-        return found.moves.numbers, sum(t.numel() for t in own if t.is_floating_point())
+    def count_numbers() -> tuple[int, int]:
+        worker = get_worker()
+        tensors = [*worker.model.parameters(), *worker.model.buffers()]
+        own = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
+        return worker.moves.numbers, sum(t.numel() for t in own if t.is_floating_point())
 
     torch.manual_seed(0)
     model = make().double()
-    train(cluster2, model, strategy=watching(kind)(**options), steps=2)
+    train(cluster2, model, strategy=count_moves(kind)(**options), steps=2)
     whole = sum(p.numel() for p in model.parameters())
-    for moved, own in cluster2.run(numbers):
+    for moved, own in cluster2.run(count_numbers):
         print(f"{moved:,} moved, {own:,} held, of {whole:,}")
-        assert own <= moved <= 1.05 * own  # the samples that a model is tried on besides
+        assert own <= moved <= 1.05 * own  # plus the samples for the first trial
         assert own < 0.6 * whole

@@ -1,4 +1,4 @@
-"""The lock by which the warden knows that a notebook is there."""
+"""The lock by which the reaper knows that a notebook owns the cluster."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from dtkit.cluster import reaper
-from tests.support.locks import owned
+from tests.support.locks import is_owned
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,14 +17,14 @@ def test_a_lock_is_held_until_its_last_holder_lets_go(tmp_path: Path):
     """A kernel that attaches to its own cluster has two Cluster objects, of which either may be closed first."""
     reaper.acquire_lock(tmp_path)
     reaper.acquire_lock(tmp_path)
-    assert owned(tmp_path)
+    assert is_owned(tmp_path)
     reaper.release_lock(tmp_path)
-    assert owned(tmp_path)
+    assert is_owned(tmp_path)
     reaper.release_lock(tmp_path)
-    assert not owned(tmp_path)
+    assert not is_owned(tmp_path)
     reaper.release_lock(tmp_path)  # once too often
     reaper.acquire_lock(tmp_path)
-    assert owned(tmp_path)
+    assert is_owned(tmp_path)
     reaper.release_lock(tmp_path)
 
 
@@ -32,15 +32,15 @@ def test_a_forked_child_gives_up_no_lock_and_holds_none(tmp_path: Path):
     script = f"""
 import os
 from pathlib import Path
-from dtkit.cluster import reaper as warden
+from dtkit.cluster import reaper
 
 folder = Path({str(tmp_path)!r})
-warden.acquire_lock(folder)
+reaper.acquire_lock(folder)
 if (child := os.fork()) == 0:
-    warden.release_lock(folder)
+    reaper.release_lock(folder)
     held = True
     try:
-        warden.acquire_lock(folder, timeout=0)
+        reaper.acquire_lock(folder, timeout=0)
     except BlockingIOError:
         held = False
     os._exit(held)
@@ -52,6 +52,6 @@ input()
     ) as parent:
         assert parent.stdout is not None
         assert parent.stdout.readline() == "0\n"
-        assert owned(tmp_path)
+        assert is_owned(tmp_path)
         parent.communicate("\n", timeout=30)
-    assert not owned(tmp_path)
+    assert not is_owned(tmp_path)

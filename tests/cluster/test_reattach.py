@@ -1,0 +1,373 @@
+"""Clusters whose kernel died or was superseded, and the notebook that attaches to them."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+import dtkit
+from dtkit._util.process import ProcessId
+from dtkit.cluster import cluster_file, reaper
+from dtkit.health.status import EngineStatus, get_status_path
+from dtkit.history import engine_outbox
+from dtkit.types import END_EARLY_PREFIX
+from tests.support.locks import is_owned
+from tests.support.reattach import NOTEBOOK, check_run_continues, get_engine_process, notebook
+from tests.support.recovery import wait_for_step
+from tests.support.small import check_usable
+from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture(autouse=True)
+def _runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jupyter runtime folder of this test alone."""
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path))
+
+
+def test_attach_continues_the_run_of_a_killed_kernel():
+    with notebook() as process:
+        process.send_signal(signal.SIGKILL)
+        process.wait(10)
+        with dtkit.attach() as cluster:
+            check_run_continues(cluster)
+
+
+@pytest.mark.slow
+def test_attach_after_a_kill_during_a_pause_continues_the_run(tmp_path: Path):
+    """The request to end a dispatch early must not outlive the notebook.
+
+    Jupyter interrupts a kernel before it restarts it, so a restart leaves such a request.
+    """
+    request_end = """
+    started.wait(60)
+    folder = cluster._engine_group.cluster_folder
+    set_end_early, folder.set_end_early = folder.set_end_early, lambda *_, **__: None  # the driver can't withdraw it
+    set_end_early(run._driver.progress.plan.job, enabled=True)
+"""
+    with notebook(NOTEBOOK.replace("    started.wait(60)\n", request_end.lstrip("\n"))) as process:
+        process.send_signal(signal.SIGKILL)
+        process.wait(10)
+        assert list(tmp_path.glob(f"*/{END_EARLY_PREFIX}*"))
+        with dtkit.attach() as cluster:
+            check_run_continues(cluster)
+
+
+def test_attach_after_a_kill_during_a_dispatch_continues_the_run():
+    """One rank has the dispatch and waits for the other one, which never gets it."""
+    send_to_one_rank = """
+    send = cluster._engine_group.transport.send
+
+    def send_to_rank_0(rank, message, listen=None):
+        threading.Event().wait() if started.is_set() and rank == 1 else None
+        return send(rank, message, listen)
+
+    cluster._engine_group.transport.send = send_to_rank_0
+    started.wait(60)
+"""
+    with notebook(NOTEBOOK.replace("    started.wait(60)\n", send_to_one_rank.lstrip("\n"))) as process:
+        process.send_signal(signal.SIGKILL)
+        process.wait(10)
+        start = time.monotonic()
+        with dtkit.attach() as cluster:
+            assert time.monotonic() - start < 20  # less than the 30 s that engines have for their own calls
+            check_run_continues(cluster)
+
+
+@pytest.mark.slow
+def test_attached_run_survives_the_loss_of_an_engine():
+    with notebook() as process:
+        process.send_signal(signal.SIGKILL)
+        process.wait(10)
+        with dtkit.attach() as cluster:
+            assert cluster.current_run is not None
+            cluster._engine_group.transport.kill([1])
+            run = cluster.current_run
+            check_run_continues(cluster)
+            assert "repair" in [event.kind for event in run.history.events]
+
+
+def list_stored_steps(folder: Path, rank: int) -> set[int]:
+    """Return the steps of the dispatch results that a rank has on disk."""
+    (job,) = (path.name for path in (folder / "runs").iterdir())
+    return {
+        int(step)
+        for result, _ in engine_outbox.read_dispatches(folder, job, rank)
+        for step in np.asarray(result.rows)["step"]
+    }
+
+
+def check_rows(cluster: dtkit.Cluster, lost: set[int]) -> None:
+    """Check that rank 0 has one row per step, and rank 1 one for each step that it stored."""
+    assert cluster.current_run is not None
+    rows, stop = cluster.current_run.history.rows(), cluster.current_run.status.step
+    steps = {rank: rows["step"][rows["rank"] == rank].tolist() for rank in (0, 1)}
+    assert steps[0] == list(range(stop))
+    assert steps[1] == list(range(min(max(lost) + 1, stop)))
+
+
+@pytest.mark.slow
+def test_attach_after_losing_kernel_and_engine_continues_the_run(tmp_path: Path):
+    """The engine ends during a dispatch, and the notebook has not read the previous result."""
+    with notebook() as process:
+        (folder,) = tmp_path.iterdir()
+        engine = get_engine_process(folder, 1)
+        process.send_signal(signal.SIGSTOP)
+        before = list_stored_steps(folder, 1)
+        wait_until(
+            lambda: max(list_stored_steps(folder, 1), default=-1) > max(before, default=-1) or is_idle(folder, 1)
+        )
+        engine.kill()
+        process.send_signal(signal.SIGKILL)
+        process.wait(10)
+        engine.wait(10)
+        lost = list_stored_steps(folder, 1)
+        assert lost
+        with dtkit.attach() as cluster:
+            check_rows(cluster, lost)
+            check_run_continues(cluster)
+        assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_attach_after_losing_kernel_and_idle_engine_continues_the_run(tmp_path: Path):
+    """The last result of the engine is unread, and only its outbox still has it."""
+    with notebook() as process:
+        (folder,) = tmp_path.iterdir()
+        stop_between_dispatches(process, folder)
+        process.send_signal(signal.SIGKILL)
+        process.wait(10)
+        engine = get_engine_process(folder, 1)
+        engine.kill()
+        engine.wait(10)
+        with dtkit.attach() as cluster:
+            run = cluster.current_run
+            assert run is not None
+            assert cluster._engine_group.membership.engine_sys_path  # the remaining engine was asked
+            check_rows(cluster, {run.status.step - 1})  # each step has a row of both ranks
+            check_run_continues(cluster)
+            run.release()
+            assert not (folder / "runs" / run._driver.progress.plan.job).exists()
+
+
+EVALUATES = NOTEBOOK.replace(
+    "    run = cluster.train(", "    options.update(validation=oracle.data())\n    run = cluster.train("
+)
+
+
+def test_attach_restores_evaluations_that_the_notebook_had_not_read(tmp_path: Path):
+    with notebook(EVALUATES) as process:
+        (folder,) = tmp_path.iterdir()
+        process.send_signal(signal.SIGKILL)
+        process.wait(10)
+        wait_until(lambda: all(list((folder / "runs").glob(f"*/unread-evaluation-{rank}.*")) for rank in (0, 1)))
+        with dtkit.attach() as cluster:
+            run = cluster.current_run
+            assert run is not None
+            step = run.status.step
+            evaluated = [e.step for e in run.history.evaluations]
+            assert evaluated == list(range(6, step + (step in evaluated), 6))  # the last one may still be due
+            run.step(6)
+            assert [e.step for e in run.history.evaluations] == list(range(6, step + 7, 6))
+
+
+def is_idle(folder: Path, rank: int) -> bool:
+    status = EngineStatus.from_json(get_status_path(folder, rank).read_text())
+    return status.op is None and status.stalled_s > 1
+
+
+def stop_between_dispatches(process: subprocess.Popen[str], folder: Path) -> None:
+    """Stop the notebook while no engine has a dispatch. A stop while it sends one is repeated."""
+    for _ in range(5):
+        process.send_signal(signal.SIGSTOP)
+        with contextlib.suppress(AssertionError):
+            wait_until(lambda: all(is_idle(folder, rank) for rank in (0, 1)))
+            return
+        process.send_signal(signal.SIGCONT)
+    raise AssertionError("an engine was busy whenever the notebook was stopped")
+
+
+def test_superseded_notebook_raises_and_leaves_the_cluster_alone():
+    with notebook() as process, dtkit.attach() as cluster:
+        check_run_continues(cluster)
+        printed, _ = process.communicate("", timeout=30)
+        assert "SupersededError another notebook has taken this cluster over" in printed
+        check_usable(cluster)
+
+
+LISTENING = NOTEBOOK.replace(
+    "    sys.stdin.read()\n",
+    """
+    for line in sys.stdin:
+        try:
+            exec(line)
+        except BaseException as error:
+            print(">", type(error).__name__, str(error).partition(chr(10))[0], flush=True)
+        else:
+            print("> done", flush=True)
+""",
+)
+
+
+def execute_line(process: subprocess.Popen[str], line: str) -> str:
+    """Execute a line in the other notebook, and return its outcome."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(line + "\n")
+    process.stdin.flush()
+    return next(line for line in process.stdout if line.startswith("> ")).removeprefix("> ")
+
+
+@pytest.mark.slow
+def test_superseded_notebook_cannot_change_the_persisted_run(tmp_path: Path):
+    """The older notebook continues without knowing; only the newer one may write the run's record."""
+    with notebook(LISTENING) as process:
+        assert execute_line(process, "run.pause()") == "done\n"
+        newer = dtkit.attach(next(tmp_path.iterdir()).name)
+        run = newer.current_run
+        assert run is not None
+        assert execute_line(process, "run.note('I am still here')") == "done\n"
+        assert execute_line(process, "run.resume()") == "done\n"
+        assert execute_line(process, "run.wait(60)").startswith(
+            "SupersededError another notebook has taken this cluster over"
+        )
+        assert execute_line(process, "cluster.repair()").startswith(
+            "SupersededError another notebook has taken this cluster over"
+        )
+        execute_line(process, "run.note('and on')")
+        execute_line(process, "run.release()")
+        run.resume()
+        wait_for_step(run, run.status.step + 50)
+        run.pause()
+        with dtkit.attach(newer.folder.name) as cluster:
+            last = cluster.current_run
+            assert last is not None
+            assert [e.text for e in last.history.events[:-1]] == [e.text for e in run.history.events]
+            assert "taken over" in last.history.events[-1].text
+            assert "here" not in " ".join(event.text for event in last.history.events)
+            check_run_continues(cluster)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_failed_attach_leaves_the_cluster_with_its_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The previous owner keeps the cluster, and ends it."""
+    subprocess.run([sys.executable, "-c", SCRIPT], check=True, timeout=60)
+    cluster = dtkit.attach()
+    monkeypatch.setattr("dtkit.cluster.attach._restore_run", raise_unreadable)
+    with pytest.raises(LookupError, match="unreadable"):
+        dtkit.attach(cluster.folder.name)
+    assert not cluster._engine_group.is_superseded
+    assert is_owned(cluster.folder)  # otherwise the reaper ends it
+    check_usable(cluster)
+    cluster.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def raise_unreadable(*_: object) -> None:
+    raise LookupError("unreadable")
+
+
+@pytest.mark.slow
+def test_second_attach_sees_what_the_first_one_did():
+    with notebook() as process:
+        process.send_signal(signal.SIGKILL)
+        process.wait(10)
+        first = dtkit.attach()
+        assert first.current_run is not None
+        first.current_run.resume()
+        wait_for_step(first.current_run, first.current_run.status.step + 50)
+        with dtkit.attach(first.folder.name) as cluster:
+            check_run_continues(cluster)
+        first.close()
+
+
+SCRIPT = """
+import dtkit
+
+if __name__ == "__main__":
+    dtkit.Cluster(1, threads=1, keep_alive=True)
+"""
+
+
+@pytest.mark.slow
+def test_cluster_with_keep_alive_outlives_its_script():
+    subprocess.run([sys.executable, "-c", SCRIPT], check=True, timeout=60)
+    with dtkit.attach() as cluster:
+        assert cluster.current_run is None
+        check_usable(cluster)
+
+
+def test_attach_refuses_a_cluster_whose_controller_was_killed(tmp_path: Path):
+    subprocess.run([sys.executable, "-c", SCRIPT], check=True, timeout=60)
+    (folder,) = tmp_path.iterdir()
+    processes = reaper._find_processes(folder)
+    controllers = [process for process in processes if any("controller" in word for word in process.cmdline())]
+    try:
+        for process in controllers:
+            process.kill()
+        wait_until(lambda: not any(ProcessId(process.pid, process.create_time()).is_alive for process in controllers))
+        message = rf"the controller of {folder.name}, .* has ended.*Start another cluster with dtkit\.Cluster\(\)"
+        with pytest.raises(dtkit.errors.ClusterError, match=message):
+            dtkit.attach(folder.name)
+    finally:
+        shutil.rmtree(folder)
+    assert not psutil.wait_procs(processes, timeout=30)[1]
+
+
+def test_cluster_ends_when_its_folder_is_removed(tmp_path: Path):
+    """systemd removes the runtime folder when a user logs out; nobody could find the processes then."""
+    subprocess.run([sys.executable, "-c", SCRIPT], check=True, timeout=60)
+    (folder,) = tmp_path.iterdir()
+    processes = reaper._find_processes(folder)
+    assert len(processes) > 3  # controller, schedulers, engine, nanny
+    shutil.rmtree(folder)
+    assert not psutil.wait_procs(processes, timeout=30)[1]
+
+
+CLOSING = """
+import dtkit
+
+if __name__ == "__main__":
+    dtkit.attach().close()
+"""
+
+
+@pytest.fixture
+def older(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Folder with a copy of dtkit of another version."""
+    folder = tmp_path_factory.mktemp("older")
+    shutil.copytree(Path(dtkit.__file__).parent, folder / "dtkit", ignore=shutil.ignore_patterns("__pycache__"))
+    init_file = folder / "dtkit" / "__init__.py"
+    init_file.write_text(init_file.read_text().replace(f'__version__ = "{dtkit.__version__}"', '__version__ = "0.0.1"'))
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    return folder
+
+
+def test_attach_refuses_a_cluster_of_another_version(older: Path, tmp_path: Path):
+    subprocess.run([sys.executable, "-c", SCRIPT], cwd=older, check=True, timeout=60)
+    try:
+        (running,) = cluster_file.find_running(tmp_path)
+        message = (
+            rf"^{running.name} was started by dtkit 0\.0\.1, and this is {dtkit.__version__}\. Take it over with that"
+        )
+        with pytest.raises(dtkit.errors.VersionMismatchError, match=message):
+            dtkit.attach()
+        assert cluster_file.find_running(tmp_path) == [running]
+    finally:
+        subprocess.run([sys.executable, "-c", CLOSING], cwd=older, check=True, timeout=60)
+    assert cluster_file.find_running(tmp_path) == []
+
+
+def test_attach_without_a_running_cluster_raises():
+    with pytest.raises(dtkit.errors.ClusterError, match=r"no cluster of yours is running on this machine; start one"):
+        dtkit.attach()

@@ -22,7 +22,7 @@ END_EARLY_PREFIX = "end-early-"
 ABORT_FLAG = ".off"
 """Suffix of a file next to a group's store. The file says that a rank could not join, so that no rank waits for it."""
 
-ALL_STATE, PER_RANK_STATE, OPTIMIZER_STATE = "all", "own", "optimizers"
+ALL_STATE, PER_RANK_STATE, OPTIMIZER_STATE = "all", "per_rank", "optimizers"
 """Parts of a job's state that a rank exports: all of it, what differs between ranks, or the optimizers in that."""
 
 Fingerprint = Mapping[tuple[int, ...], int]

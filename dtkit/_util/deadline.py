@@ -1,9 +1,16 @@
-"""The time limit of an action that makes several calls."""
+"""Time limits of what makes several calls, or waits for a condition."""
 
 from __future__ import annotations
 
 import math
+import threading
 import time
+from typing import TYPE_CHECKING
+
+from dtkit._util import timeouts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class Deadline:
@@ -21,3 +28,13 @@ class Deadline:
         if remaining <= 0:
             raise TimeoutError(f"{self._action} has not ended within timeout={self._seconds:g} s; give it longer")
         return remaining
+
+
+def wait_until(condition: Callable[[], bool], timeout: float) -> bool:
+    """Wait until `condition` is true; return whether it became true in time."""
+    deadline, pause = time.monotonic() + timeout, threading.Event()
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        pause.wait(timeouts.PROCESS_POLL_S)
+    return True

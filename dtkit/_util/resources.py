@@ -1,4 +1,4 @@
-"""Cores, memory and GPUs of this machine, and how many engines they suffice for. Reads files, without torch.
+"""Cores, memory and GPUs of this machine, and how many engines fit. Reads files, without torch.
 
 In a container, /proc shows the host's cores and memory. Control groups have the container's limits: version 2 keeps
 `cpu.max` and `memory.max` in one tree, version 1 has a tree for each. Limits of all groups above the process's own hold
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _ROOT = Path("/")
 
 ENGINE_BYTES = 350_000_000
-"""Memory of an engine that has trained a small model, with its nanny. Shared pages count in part."""
+"""Memory of an engine that has trained a small model, with its nanny. Shared pages are divided among the processes."""
 
 NOTEBOOK_BYTES = 500_000_000
 """Memory of Jupyter's server, a kernel with torch, the controller, and the notebook's own data."""
@@ -43,7 +43,7 @@ MAX_BINDER_ENGINES = 2
 
 @dataclasses.dataclass(frozen=True)
 class HostMemory:
-    """Bytes that processes of this container or host may use, and free ones among them."""
+    """Total and free bytes available to this container or host."""
 
     total: int
     free: int
@@ -96,12 +96,12 @@ def count_gpus(root: Path = _ROOT, environ: Mapping[str, str] = os.environ) -> i
 
 
 def compute_max_engines(root: Path = _ROOT) -> int:
-    """Return how many engines the memory suffices for next to a notebook; 0 if it is too small for one."""
+    """Return how many engines fit into the memory next to a notebook."""
     return max(0, read_memory(root).free - NOTEBOOK_BYTES) // ENGINE_BYTES
 
 
 def compute_default_engines(root: Path = _ROOT, environ: Mapping[str, str] = os.environ) -> int:
-    """Return the default number of engines: one per GPU, else what cores and memory suffice for; at least 1."""
+    """Return the default number of engines: one per GPU, else what cores and memory allow; at least 1."""
     devices = count_gpus(root, environ)
     if devices:
         return devices
@@ -162,7 +162,7 @@ def _read_reclaimable_bytes(cgroup: Path) -> int:
 
 
 def _read_number(*files: Path) -> int | None:
-    """Return the integer in the first of `files` that has one; "max" is none, and version 1 has a huge number."""
+    """Return the first integer in `files`; None if there is no limit."""
     for file in files:
         text = _read_text(file).strip()
         if text.isdigit():

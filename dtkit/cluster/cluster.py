@@ -22,7 +22,7 @@ from dtkit.planning import planner, profiler
 from dtkit.rpc.protocol import GroupOperations, make_call
 from dtkit.rpc.replacement import replace_lost_ranks
 from dtkit.training import launch, task
-from dtkit.training.validation import TrainConfig
+from dtkit.training.config import TrainConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -13,12 +13,13 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dtkit._util import resources
+from dtkit._util import resources, timeouts
+from dtkit._util.deadline import wait_until
 from dtkit.cluster import reaper
 from dtkit.cluster.config import LaunchConfig
 from dtkit.cluster.launchers.launcher import Launcher
 from dtkit.cluster.launchers.local import LocalLauncher
-from dtkit.cluster.lease import Lease, wait_until
+from dtkit.cluster.lease import Lease
 from dtkit.cluster.transport import IpyparallelTransport
 from dtkit.errors import ClusterError
 
@@ -55,7 +56,7 @@ class LaunchedTransport(IpyparallelTransport):
     def start(cls, n: int, config: LaunchConfig) -> LaunchedTransport:
         """Start reaper, controller, `n` engines and the spare ones."""
         folder = _make_cluster_folder()
-        lease = Lease(folder, config.lease_s, config.job_lease_s)
+        lease = Lease.start(folder, config.lease_s, config.job_lease_s)
         transport = cls(config, folder, _get_launcher_class(config)(config, folder), lease)
         try:
             transport._launcher.start_controller()
@@ -75,7 +76,7 @@ class LaunchedTransport(IpyparallelTransport):
         config = LaunchConfig.from_json(info.launch_config)
         launcher = _get_launcher_class(config).reattach(config, info.folder)
         client = launcher.connect()
-        lease = Lease(info.folder, config.lease_s, config.job_lease_s, info.reaper)
+        lease = Lease.take_over(info.folder, config.lease_s, config.job_lease_s, info.reaper)
         transport = cls(config, info.folder, launcher, lease)
         IpyparallelTransport.__init__(transport, client, list(info.engine_ids))
         transport.spare_ids = list(info.spare_ids)
@@ -94,6 +95,12 @@ class LaunchedTransport(IpyparallelTransport):
                 "cluster.close() ends its engines. Start another one, and train with resume_from= from the last "
                 "checkpoint"
             )
+
+    def _describe_loss(self) -> str:
+        return (
+            f"its process has ended, or was silent for {timeouts.HEARTBEAT_TIMEOUT_S:.0f} s. cluster.repair() starts "
+            "another one in its place"
+        )
 
     def end_processes(self, pids: Sequence[int]) -> None:
         """End these engines at once. The controller forgets a stopped engine, which no message can end."""

@@ -5,48 +5,60 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import threading
-import time
 from typing import TYPE_CHECKING
 
 import psutil
 
 from dtkit._util import timeouts
+from dtkit._util.deadline import wait_until
 from dtkit._util.process import ProcessId
 from dtkit.cluster import reaper
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
 
 class Lease:
     """Lock and reaper of one cluster folder."""
 
-    def __init__(self, folder: Path, lease_s: float, job_lease_s: float, reaper_id: ProcessId | None = None) -> None:
-        """Start a reaper; or, given the one of another notebook, take the lock when that is free."""
+    reaper: ProcessId
+    """Process that ends the cluster once the lock is free for too long."""
+
+    def __init__(self, folder: Path, lease_s: float, job_lease_s: float) -> None:
         self._folder, self._lease_s, self._job_lease_s = folder, lease_s, job_lease_s
-        # locks: for a try to lock a file
-        self._lock, self._holds_lock, self._is_closed = threading.Lock(), False, False
+        # locks: while trying to lock the file
+        self._state_lock = threading.Lock()
+        self._holds_file_lock = self._is_closed = False
         self._process: subprocess.Popen[bytes] | None = None
-        if reaper_id is None:
-            self._acquire(timeouts.LOCK_TIMEOUT_S)
-            self.write_members([])
-            self._process = reaper.start_reaper(folder)
-            self.reaper = ProcessId.from_pid(self._process.pid)
-        else:
-            self.reaper = reaper_id
-            threading.Thread(target=self._acquire_when_free, name="dtkit-lock", daemon=True).start()
+
+    @classmethod
+    def start(cls, folder: Path, lease_s: float, job_lease_s: float) -> Lease:
+        """Take the lock, and start the reaper."""
+        lease = cls(folder, lease_s, job_lease_s)
+        lease._acquire(timeouts.LOCK_TIMEOUT_S)
+        lease.write_members([])
+        lease._process = reaper.start_reaper(folder)
+        lease.reaper = ProcessId.from_pid(lease._process.pid)
+        return lease
+
+    @classmethod
+    def take_over(cls, folder: Path, lease_s: float, job_lease_s: float, reaper_id: ProcessId) -> Lease:
+        """Use the reaper of another notebook, and take the lock when that notebook frees it."""
+        lease = cls(folder, lease_s, job_lease_s)
+        lease.reaper = reaper_id
+        threading.Thread(target=lease._acquire_when_free, name="dtkit-lock", daemon=True).start()
+        return lease
 
     def write_members(self, pids: list[int]) -> None:
         """Report all processes that run by now to the reaper."""
         reaper.write_members(self._folder, pids, self._lease_s, self._job_lease_s)
 
     def release(self) -> None:
-        """Free the lock: another notebook has the cluster, or it has ended. Idempotent."""
-        with self._lock:
+        """Free the lock, because another notebook owns the cluster or the cluster has ended. Idempotent."""
+        with self._state_lock:
             self._is_closed = True
-            if self._holds_lock:
-                self._holds_lock = False
+            if self._holds_file_lock:
+                self._holds_file_lock = False
                 reaper.release_lock(self._folder)
 
     def end_cluster(self) -> None:
@@ -72,17 +84,7 @@ class Lease:
             pause.wait(timeouts.OWNERSHIP_RETRY_S)
 
     def _acquire(self, timeout: float) -> None:
-        with self._lock:  # a lock that is taken while another thread closes would never be freed
+        with self._state_lock:  # a file lock that is taken while another thread closes would never be freed
             if not self._is_closed:
                 reaper.acquire_lock(self._folder, timeout)
-                self._holds_lock = True
-
-
-def wait_until(condition: Callable[[], bool], timeout: float) -> bool:
-    """Wait until `condition` is true; return whether it became true in time."""
-    deadline, pause = time.monotonic() + timeout, threading.Event()
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        pause.wait(timeouts.PROCESS_POLL_S)
-    return True
+                self._holds_file_lock = True

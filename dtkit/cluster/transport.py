@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Any
 import ipyparallel as ipp
 
 from dtkit._util import formatting, timeouts
+from dtkit._util.deadline import wait_until
 from dtkit._util.torch_private import get_client_engines, get_main_stream
-from dtkit.cluster.lease import wait_until
 from dtkit.engine.entrypoint import MIMETYPE, Entrypoint
 from dtkit.errors import ClusterError
 from dtkit.types import Failure, Reply
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+_ATTACHED_REMEDY = "Train with on_failure='shrink', or start engines where the lost ones came from, and attach again"
 
 
 def wrap_client(client: Any) -> IpyparallelTransport:
@@ -50,7 +52,7 @@ class IpyparallelTransport:
         client = self._client
         engine = get_client_engines(client).get(self.engine_ids[rank])
         if engine is None:
-            reply.set_result(_make_lost_reply(rank))
+            reply.set_result(self._make_lost_reply(rank))
             return reply
         sent = client.send_apply_request(get_main_stream(client), self._entrypoint, [message], ident=engine.encode())
         if listen is not None:
@@ -69,14 +71,22 @@ class IpyparallelTransport:
             self._client.history.remove(finished.msg_id)
         result = finished.result(timeout=0)
         if isinstance(result, list):
-            # unpickles: an engine's reply; engines are trusted (see the README)
+            # unpickles: an engine's reply; engines are trusted (docs/guides/security.md)
             return pickle.loads(result.pop())  # type: ignore[no-any-return]
         name = getattr(result, "ename", type(result).__name__)
         if name == ipp.error.EngineError.__name__:  # an engine ended during the call
-            return _make_lost_reply(rank)
+            return self._make_lost_reply(rank)
         kind = "interrupted" if name == KeyboardInterrupt.__name__ else "error"  # between two calls
         trace = getattr(result, "traceback", None) or ""
         return Reply(failure=Failure(rank, "?", name, getattr(result, "evalue", str(result)), trace, kind=kind))
+
+    def _make_lost_reply(self, rank: int) -> Reply[Any]:
+        message = f"the engine of rank {rank} is gone: {self._describe_loss()}"
+        return Reply(failure=Failure(rank, "?", "EngineLost", message, "", kind="lost"))
+
+    def _describe_loss(self) -> str:
+        """Return why an engine may be gone, and what helps."""
+        return f"its process has ended, or its controller receives no heartbeats. {_ATTACHED_REMEDY}"
 
     def interrupt(self, ranks: Sequence[int], *, wake: bool = False) -> None:
         """Send SIGINT through each engine's nanny."""
@@ -111,8 +121,8 @@ class IpyparallelTransport:
         """Raise ClusterError: dtkit did not start these engines, so it can't start others."""
         raise ClusterError(
             f"the engines of {formatting.format_count(len(ranks), 'rank')} are gone ({', '.join(map(str, ranks))}), "
-            "and this cluster was attached to engines that somebody else started, so it can't start others. Train "
-            "with on_failure='shrink', or start engines where those came from, and attach again"
+            "and this cluster was attached to engines that somebody else started, so it can't start others. "
+            f"{_ATTACHED_REMEDY}"
         )
 
     def make_locked_view(self, lock: threading.RLock) -> ipp.DirectView:
@@ -165,11 +175,3 @@ class _LockedView(ipp.DirectView):  # type: ignore[misc]  # ipyparallel has no t
             # waits: a user's %%px may take as long as it likes; an interrupt ends it
             result.get()
         return result
-
-
-def _make_lost_reply(rank: int) -> Reply[Any]:
-    message = (
-        f"the engine of rank {rank} is gone: its process has ended, or was silent for "
-        f"{timeouts.HEARTBEAT_TIMEOUT_S:.0f} s. cluster.repair() starts another one in its place"
-    )
-    return Reply(failure=Failure(rank, "?", "EngineLost", message, "", kind="lost"))

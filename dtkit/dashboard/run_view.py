@@ -65,7 +65,7 @@ class RunView(Protocol):
 
     @property
     def stall_report(self) -> StallReport | None:
-        """Which rank keeps the others waiting now; None while all ranks move."""
+        """The rank that the others wait for; None while every rank makes progress."""
         ...
 
     def subscribe(self, callback: Callable[[], None]) -> Callable[[], None]:

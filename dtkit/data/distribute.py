@@ -86,7 +86,7 @@ def distribute_training_data(
     check: Callable[[Partition], None],
     check_stream: Callable[[], None],
 ) -> Partition | StreamHandle:
-    """Send the data of ``train``, unless it is a Partition: permute rows by `seed` and partition them, or use a stream.
+    """Distribute the `data` of ``train``: partition its rows, permuted by `seed`, or set up a stream.
 
     Rows that are read in blocks are not permuted, so that each engine reads blocks of its own. `check_stream` may
     refuse a stream.
@@ -114,38 +114,35 @@ def distribute_validation_data(
 
     The columns of a table are those of `target`, else those of `training_data`, with its order and its classes.
     """
-    ranks = engine_group.world_size
     if isinstance(data, Partition):
         return get_data_handle(engine_group, data)
     selection = (
         ColumnSelection.from_arguments(target) if training_data is None or target is not None else training_data.columns
     )
     if _is_loaded_by_engines(data):
-        handle = (
-            data
-            if isinstance(data, StreamHandle) or _is_plain_stream(data)
-            else _load_on_engines(engine_group, data, selection)
-        )
-        if not isinstance(handle, DataHandle) or handle.num_samples is None:
-            raise ValueError(
-                "this data is a stream without length, so an evaluation would have no end. Give the samples to "
-                "evaluate on as arrays or as a Dataset"
-            )
-        rows = np.arange(handle.num_samples, dtype=np.int32)
-        sizes = _compute_even_sizes(handle.num_samples, ranks)
-        engine_group.call_all(make_call(DataOperations.set_shards, key=handle.key, indices=rows, sizes=sizes))
-        return handle
-    inspected = inspect_data(data, selection, for_evaluation=True)
-    if not inspected.num_samples:
+        return _shard_engine_data(engine_group, data, selection)
+    return _send_validation_rows(engine_group, inspect_data(data, selection, for_evaluation=True))
+
+
+def _shard_engine_data(engine_group: EngineGroup, data: Any, columns: ColumnSelection) -> DataHandle:
+    """Divide data that the engines load into equal contiguous shards. Raises ValueError for a stream."""
+    handle = None if _is_plain_stream(data) else _load_on_engines(engine_group, data, columns)
+    if handle is None or handle.num_samples is None:
         raise ValueError(
-            "the data to evaluate on has no samples, so its loss would be 0 / 0. Give some, or leave it out"
+            "this data is a stream without length, so an evaluation would have no end. Give the samples to "
+            "evaluate on as arrays or as a Dataset"
         )
-    return _send_data(
-        engine_group,
-        inspected,
-        np.arange(inspected.num_samples, dtype=np.int32),
-        _compute_even_sizes(inspected.num_samples, ranks),
-    )
+    rows, sizes = _divide_evenly(handle.num_samples, engine_group.world_size)
+    engine_group.call_all(make_call(DataOperations.set_shards, key=handle.key, indices=rows, sizes=sizes))
+    return handle
+
+
+def _send_validation_rows(engine_group: EngineGroup, notebook_data: NotebookData) -> DataHandle:
+    if not notebook_data.num_samples:
+        raise ValueError(
+            "the data to evaluate on has no samples, so there is no loss to compute. Give some, or leave it out"
+        )
+    return _send_data(engine_group, notebook_data, *_divide_evenly(notebook_data.num_samples, engine_group.world_size))
 
 
 def get_data_handle(engine_group: EngineGroup, partition: Partition) -> DataHandle:
@@ -192,8 +189,10 @@ class _PartitionRequest:
         return partition
 
 
-def _compute_even_sizes(num_samples: int, ranks: int) -> list[int]:
-    return [num_samples // ranks + (rank < num_samples % ranks) for rank in range(ranks)]
+def _divide_evenly(num_samples: int, ranks: int) -> tuple[np.ndarray, list[int]]:
+    """Return (all row numbers, rows of each rank), in order."""
+    sizes = [num_samples // ranks + (rank < num_samples % ranks) for rank in range(ranks)]
+    return np.arange(num_samples, dtype=np.int32), sizes
 
 
 def _send_data(
@@ -212,7 +211,7 @@ def _send_data(
 
 
 def _is_loaded_by_engines(data: Any) -> bool:
-    """Return whether engines load the data themselves. The notebook inspects data with numbered rows."""
+    """Return whether engines load the data. The notebook inspects data with rows that can be indexed."""
     _refuse_iterator(data)
     return isinstance(data, StreamHandle) or _is_function(data) or iterable.is_iterable_only(data)
 
@@ -225,7 +224,7 @@ def _is_function(data: Any) -> bool:
 
 
 def _is_plain_stream(data: Any) -> bool:
-    """Return whether this is known to be a stream without a call."""
+    """Return whether data is a stream, as far as can be seen without calling it."""
     return iterable.is_stream_factory(data) if _is_function(data) else iterable.is_iterable_only(data)
 
 
@@ -234,7 +233,7 @@ def _refuse_iterator(data: Any) -> None:
     if hasattr(data, "__next__") and not isinstance(data, type):
         raise TypeError(
             f"data is a {type(data).__name__} that iterates in this process; it can't be sent. Give the function that "
-            "creates it, without a call: every engine calls it"
+            "creates it, not its result; each engine calls it"
         )
     if any(kind.__name__ == "DataLoader" for kind in type(data).__mro__):
         raise TypeError(

@@ -1,8 +1,8 @@
 """All or nothing: a step that fails is either undone or complete.
 
 A step changes parameters and optimizer, random state, and statistics of batch normalization. Before the update, only
-random state and statistics have changed, and copies of both allow to undo the step. After the update the step counts,
-whatever fails later. An interrupt during the update waits for its end. So only an optimizer that raises, or the end of
+random state and statistics have changed, and copies of both allow undoing the step. After the update the step counts,
+whatever fails later. SIGINT during the update is delivered after it. So only an optimizer that raises, or the end of
 the process, can leave a model partially updated. Such a model is marked, and other ranks never get its state.
 """
 
@@ -35,7 +35,9 @@ class StepGuard:
         self._sigint_pending = False
         self._previous_handler: Any = signal.default_int_handler
         self.is_ending = False
-        """Whether the step is ending, so that an interrupt waits. It is set without an interruptible call."""
+        """Whether the step is ending, so that SIGINT waits. A plain attribute, because SIGINT could
+        interrupt a method call before it takes effect.
+        """
         optimizer.register_step_pre_hook(self._on_update_start)
         optimizer.register_step_post_hook(self._on_update_end)
 

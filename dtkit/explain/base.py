@@ -26,7 +26,7 @@ class TensorReport(TypedDict):
     """Role in the model: "parameter"."""
     name: str
     shape: tuple[int, ...]
-    own: float | None
+    local_norm: float | None
     """Norm of the gradient of this rank's own loss."""
     contribution: float | None
     """Norm of this rank's term in the sum: its own gradient times its share."""

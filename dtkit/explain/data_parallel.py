@@ -47,7 +47,7 @@ class LayerRecord:
     """None for a group."""
     tensors: int
     """Number of parameter tensors."""
-    own: tuple[float | None, ...]
+    local_norm: tuple[float | None, ...]
     """Norm of the gradient of each rank's own loss."""
     contribution: tuple[float | None, ...]
     """Norm of each rank's term in the sum: its own gradient times its share."""
@@ -145,7 +145,9 @@ class StepExplanation(Explanation):
     def _keep_largest(self, records: Sequence[LayerRecord], limit: int) -> list[LayerRecord]:
         """Return the records with the largest gradients in order, and the others as one."""
         order = sorted(
-            records, key=lambda record: max_or_none(record.reduced) or max_or_none(record.own) or 0.0, reverse=True
+            records,
+            key=lambda record: max_or_none(record.reduced) or max_or_none(record.local_norm) or 0.0,
+            reverse=True,
         )
         kept = {id(record) for record in order[: limit - 1]}
         others = [record for record in records if id(record) not in kept]
@@ -168,7 +170,7 @@ class StepExplanation(Explanation):
         return pd.DataFrame(rows, columns=columns).astype(dict.fromkeys(("loss", *_NORM_FIELDS), float))
 
 
-_NORM_FIELDS = ("own", "contribution", "reduced", "cosine", "update", "value")
+_NORM_FIELDS = ("local_norm", "contribution", "reduced", "cosine", "update", "value")
 
 
 def max_or_none(values: Iterable[float | None]) -> float | None:
@@ -200,7 +202,7 @@ def _merge_layers(name: str, layers: Sequence[LayerRecord], ranks: int) -> Layer
         tensors=sum(layer.tensors for layer in layers),
         **norms,
         cosine=tuple(
-            _combine_cosines(layers, rank, norms["own"][rank], norms["reduced"][rank]) for rank in range(ranks)
+            _combine_cosines(layers, rank, norms["local_norm"][rank], norms["reduced"][rank]) for rank in range(ranks)
         ),
         checksums=(None,) * ranks,
         identical=all(layer.identical for layer in layers),
@@ -219,7 +221,9 @@ def _combine_cosines(
     """Return the cosine of concatenated tensors: dot products are added, each of them cosine times both norms."""
     if not own or not reduced or not math.isfinite(own * reduced):
         return None
-    dots = [(layer.cosine[rank] or 0.0) * (layer.own[rank] or 0.0) * (layer.reduced[rank] or 0.0) for layer in layers]
+    dots = [
+        (layer.cosine[rank] or 0.0) * (layer.local_norm[rank] or 0.0) * (layer.reduced[rank] or 0.0) for layer in layers
+    ]
     return math.fsum(dots) / (own * reduced)
 
 

@@ -15,7 +15,7 @@ def build_explanation(reports: Sequence[Any], model: str, clock_offsets: Sequenc
 
     `clock_offsets` says how far each rank's clock is ahead of rank 0's; None on one host.
     """
-    if "sightings" in reports[0]:
+    if "transfers" in reports[0]:
         from dtkit.explain.pipeline import PipelineExplanation
 
         return PipelineExplanation.from_reports(reports, model, clock_offsets)

@@ -24,13 +24,13 @@ SUM_TOLERANCE = 1e-5
 class TransferRecord(TypedDict):
     """Transfer of a tensor between stages, as one of its two ranks recorded it."""
 
-    way: str
+    direction: str
     """"sent" or "arrived"."""
     kind: str
     """"activation" or "gradient"."""
-    border: tuple[int, int]
+    stage_pair: tuple[int, int]
     """Stage of the sender, and stage of the receiver."""
-    which: tuple[int, int]
+    tensor_id: tuple[int, int]
     """Micro-batch, and index of the tensor among those sent together."""
     rank: int
     peer: int
@@ -65,7 +65,7 @@ class StageReport(TypedDict):
 class PipelineReport(RankReport):
     """Report of one rank of a pipeline."""
 
-    sightings: list[TransferRecord]
+    transfers: list[TransferRecord]
     parts: list[MicroBatchGradient]
     stages: dict[int, StageReport]
 
@@ -242,18 +242,20 @@ def _match_transfers(
     records = [
         (s["at"] - (clock_offsets[s["rank"]] if clock_offsets else 0.0), s)
         for report in reports
-        for s in report["sightings"]
+        for s in report["transfers"]
     ]
-    arrived = {_make_transfer_key(s, s["peer"], s["rank"]): s["digest"] for _, s in records if s["way"] == "arrived"}
-    sent = sorted(((at, s) for at, s in records if s["way"] == "sent"), key=lambda pair: pair[0])
+    arrived = {
+        _make_transfer_key(s, s["peer"], s["rank"]): s["digest"] for _, s in records if s["direction"] == "arrived"
+    }
+    sent = sorted(((at, s) for at, s in records if s["direction"] == "sent"), key=lambda pair: pair[0])
     for order, (_, s) in enumerate(sent):
         yield StageTransfer(
             index=order,
             kind=s["kind"],
-            micro_batch=s["which"][0],
-            tensor=s["which"][1],
-            from_stage=s["border"][0],
-            to_stage=s["border"][1],
+            micro_batch=s["tensor_id"][0],
+            tensor=s["tensor_id"][1],
+            from_stage=s["stage_pair"][0],
+            to_stage=s["stage_pair"][1],
             sender=s["rank"],
             receiver=s["peer"],
             shape=s["shape"],
@@ -267,4 +269,4 @@ def _match_transfers(
 
 
 def _make_transfer_key(s: TransferRecord, sender: int, receiver: int) -> tuple[Any, ...]:
-    return s["kind"], s["border"], s["which"], sender, receiver
+    return s["kind"], s["stage_pair"], s["tensor_id"], sender, receiver

@@ -28,7 +28,7 @@ _RING_PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_a
 class CollectiveReport(TypedDict):
     """One collective, as one rank recorded it."""
 
-    what: str
+    operation: str
     """"all_reduce", "all_gather", "reduce_scatter", "broadcast" or "all_to_all"."""
     phase: str
     """Phase of the step: "forward", "backward", "sync" or "update"."""
@@ -47,7 +47,7 @@ class ShardedReport(RankReport):
     """Report of one rank with sharded parameters."""
 
     collectives: list[CollectiveReport]
-    speaks: bool
+    reports_samples: bool
     sent_bytes: int
     held_bytes: int
     whole_bytes: int
@@ -58,7 +58,7 @@ class Collective:
     """One collective of the step."""
 
     index: int
-    what: str
+    operation: str
     phase: str
     shape: tuple[int, ...]
     dtype: str
@@ -76,7 +76,7 @@ class CollectiveGroup:
     """Collectives of one kind, group and phase."""
 
     phase: str
-    what: str
+    operation: str
     ranks: tuple[int, ...]
     count: int
     nbytes: int
@@ -87,7 +87,7 @@ class CollectiveGroup:
 class ShardedRank(RankPart):
     """One rank's part in the step. Checksums are of its own shard."""
 
-    speaks: bool
+    reports_samples: bool
     """Whether this rank counts its samples: one of the ranks with the same samples does."""
     held_bytes: int
     """Size of the parameters on this rank."""
@@ -118,7 +118,7 @@ class ShardedExplanation(Explanation):
         names = [field.name for field in dataclasses.fields(ShardedRank)]
         groups = _group_reports(reports)
         first, longest = reports[0], max(reports, key=lambda report: len(report["collectives"]))
-        aligned = all(_is_equal_on_all_ranks(group, "phase", "what", "nbytes") for group in groups.values())
+        aligned = all(_is_equal_on_all_ranks(group, "phase", "operation", "nbytes") for group in groups.values())
         return cls(
             model=model,
             step=first["step"],
@@ -133,14 +133,14 @@ class ShardedExplanation(Explanation):
     @property
     def samples(self) -> int:
         """Samples of the step; those that several ranks share count once."""
-        return sum(rank.samples for rank in self.ranks if rank.speaks)
+        return sum(rank.samples for rank in self.ranks if rank.reports_samples)
 
     @property
     def groups(self) -> tuple[CollectiveGroup, ...]:
         """Collectives by phase, kind and group, in the order of the first of each."""
         groups: dict[tuple[str, str, tuple[int, ...]], list[Collective]] = {}
         for collective in self.collectives:
-            groups.setdefault((collective.phase, collective.what, collective.ranks), []).append(collective)
+            groups.setdefault((collective.phase, collective.operation, collective.ranks), []).append(collective)
         return tuple(
             CollectiveGroup(*key, len(group), sum(c.nbytes for c in group), sum(c.expected_bytes for c in group))
             for key, group in groups.items()
@@ -171,7 +171,7 @@ def _build_collectives(report: ShardedReport, groups: _CollectivesByGroup) -> It
         k, size = counts[ranks], len(ranks)
         counts[ranks] += 1
         digests = tuple(line[k]["digest"] if k < len(line) else None for line in groups[ranks].values())
-        ring_bytes = _RING_PASSES.get(collective["what"], 0) * (size - 1) / size * collective["nbytes"]
+        ring_bytes = _RING_PASSES.get(collective["operation"], 0) * (size - 1) / size * collective["nbytes"]
         fields: dict[str, Any] = {key: value for key, value in collective.items() if key != "digest"}
         yield Collective(index=index, expected_bytes=ring_bytes, digests=digests, **fields)
 

@@ -1,6 +1,6 @@
 """Refusal of models that can't fit the memory, before a training starts.
 
-Only persistent memory is counted, so that nothing is refused that could have worked.
+Counts only memory that is needed for certain, so a model that might fit is never refused.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from dtkit.rpc.protocol import BenchmarkOperations, make_call
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from dtkit.planning.cost_model import Cost
+    from dtkit.planning.plan import Shortage
     from dtkit.rpc.engine_group import EngineGroup
     from dtkit.strategies.base import Strategy
 
@@ -50,26 +52,32 @@ def check_fits(engine_group: EngineGroup, model: Any, optimizer: Callable[..., A
         update_temporaries=0,
         gradient_shapes=sizes.shapes,
     )
-    shortage = _find_strategy_shortage(strategy, profile, budgets)
-    if shortage is not None:
-        others = [
-            s
-            for s in list_candidates(engine_group, model)
-            if repr(s) != repr(strategy) and _find_strategy_shortage(s, profile, budgets) is None
-        ]
-        raise ValueError(_format_refusal(get_model_name(model), strategy, profile, shortage, others))
+    refused = _StrategyFit.check(strategy, profile, budgets)
+    if refused.shortage is not None:
+        others = [s for s in list_candidates(engine_group, model) if repr(s) != repr(strategy)]
+        fitting = [s for s in others if _StrategyFit.check(s, profile, budgets).shortage is None]
+        raise ValueError(_format_refusal(get_model_name(model), strategy, refused, refused.shortage, fitting))
 
 
-def _find_strategy_shortage(
-    strategy: Strategy, profile: ModelProfile, memory_budgets: Sequence[MemoryBudget]
-) -> tuple[int, int, int] | None:
-    profile = _keep_certain(strategy, profile)
-    cost = strategy.estimate_cost(profile, Benchmark.memory_only(len(memory_budgets)))
-    return plan.find_shortage([profile.sent_model + cost.persistent_bytes] * len(memory_budgets), memory_budgets)
+@dataclasses.dataclass(frozen=True)
+class _StrategyFit:
+    """Persistent memory of a strategy, and the shortage if some rank lacks it."""
+
+    sent_model: int
+    cost: Cost
+    shortage: Shortage | None
+
+    @classmethod
+    def check(cls, strategy: Strategy, profile: ModelProfile, budgets: Sequence[MemoryBudget]) -> _StrategyFit:
+        """Compare the memory that the strategy needs for certain with what each rank has."""
+        profile = _drop_uncertain_memory(strategy, profile)
+        cost = strategy.estimate_cost(profile, Benchmark.memory_only(len(budgets)))
+        needed = [profile.sent_model + cost.persistent_bytes] * len(budgets)
+        return cls(profile.sent_model, cost, plan.find_shortage(needed, budgets))
 
 
-def _keep_certain(strategy: Strategy, profile: ModelProfile) -> ModelProfile:
-    """Return the part of a profile that is certain for this strategy."""
+def _drop_uncertain_memory(strategy: Strategy, profile: ModelProfile) -> ModelProfile:
+    """Return the profile without memory that this strategy may not need."""
     if strategy.shards_model:  # engines map the model as sent, and keep only their shards
         profile = dataclasses.replace(profile, sent_model=0)
     if getattr(strategy, "find_unused_parameters", False):  # unused parameters have no gradient and no state
@@ -78,11 +86,9 @@ def _keep_certain(strategy: Strategy, profile: ModelProfile) -> ModelProfile:
 
 
 def _format_refusal(
-    name: str, strategy: Strategy, profile: ModelProfile, shortage: tuple[int, int, int], others: Sequence[Strategy]
+    name: str, strategy: Strategy, refused: _StrategyFit, shortage: Shortage, others: Sequence[Strategy]
 ) -> str:
-    rank, needed, free = shortage
-    profile = _keep_certain(strategy, profile)
-    parts = plan.describe_persistent(strategy.estimate_cost(profile, Benchmark.memory_only(1)), profile.sent_model)
+    parts = plan.describe_persistent(refused.cost, refused.sent_model)
     if others:
         remedy = f"These would fit: {', '.join(map(repr, others))}"
     else:
@@ -91,8 +97,9 @@ def _format_refusal(
             "has none), or engines with more memory"
         )
     return (
-        f"{name} does not fit rank {rank} with {strategy!r}: it needs {formatting.format_bytes(needed)} there before "
-        f"the first activation ({parts}), and {formatting.format_bytes(free)} are free for it. {remedy}"
+        f"{name} does not fit rank {shortage.rank} with {strategy!r}: it needs "
+        f"{formatting.format_bytes(shortage.needed)} there before the first activation ({parts}), and "
+        f"{formatting.format_bytes(shortage.free)} are free for it. {remedy}"
     )
 
 

@@ -135,11 +135,20 @@ def build_rows(
     ]
 
 
-def find_shortage(needed_bytes: Sequence[int], memory_budgets: Sequence[MemoryBudget]) -> tuple[int, int, int] | None:
-    """Return (rank, needed, free) of the rank with the largest shortage; None if all fit, including swap space."""
+@dataclasses.dataclass(frozen=True)
+class Shortage:
+    """A rank whose memory does not suffice, with bytes."""
+
+    rank: int
+    needed: int
+    free: int
+
+
+def find_shortage(needed_bytes: Sequence[int], memory_budgets: Sequence[MemoryBudget]) -> Shortage | None:
+    """Return the largest shortage of a rank; None if all fit, including swap space."""
     free = divide_memory(needed_bytes, memory_budgets, include_swap=True)
     rank = max(range(len(needed_bytes)), key=lambda r: needed_bytes[r] - free[r])
-    return (rank, needed_bytes[rank], free[rank]) if needed_bytes[rank] > free[rank] else None
+    return Shortage(rank, needed_bytes[rank], free[rank]) if needed_bytes[rank] > free[rank] else None
 
 
 def describe_persistent(cost: Cost, sent_model: int) -> str:

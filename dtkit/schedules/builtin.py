@@ -5,7 +5,7 @@
   activations of at most p micro-batches instead of all m.
 - Interleaved1F1B (Narayanan et al., SC 2021): v stages per rank, so that the first micro-batch arrives earlier.
 - LoopedBFS (Lamy-Poirier, MLSys 2023): the same stages, each with all micro-batches in sequence.
-- InterleavedZeroBubble and ZBVZeroBubble (Qi et al., ICLR 2024): the weights' half of backward fills gaps.
+- InterleavedZeroBubble and ZBVZeroBubble (Qi et al., ICLR 2024): weight-gradient passes fill gaps.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     Row = list[Action]
+
+_STAGES_PER_RANK = 2  # of every schedule with several
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +89,10 @@ def _build_interleaved_row(rank: int, ranks: int, micro_batches: int) -> Row:
 
 
 def _build_interleaved_zero_bubble_row(rank: int, ranks: int, micro_batches: int) -> Row:
-    """Return a row as interleaved, with half the warm-up; after `rank` inputs' halves, each gets a weights' half."""
+    """Return an interleaved row with half the warm-up.
+
+    From the input-gradient pass number `rank` on, each is followed by a weight-gradient pass.
+    """
     forwards, backwards = _list_interleaved_passes(rank, ranks, micro_batches)
     inputs = [b._replace(kind="I") for b in backwards]
     weights = [b._replace(kind="W") for b in backwards]
@@ -100,7 +105,7 @@ def _build_interleaved_zero_bubble_row(rank: int, ranks: int, micro_batches: int
 
 
 def _build_looped_bfs_row(rank: int, ranks: int, micro_batches: int) -> Row:
-    stages = [rank + k * ranks for k in range(BUILTIN_SCHEDULES["LoopedBFS"].stages_per_rank)]
+    stages = [rank + k * ranks for k in range(_STAGES_PER_RANK)]
     forwards = [Action("F", stage, m) for stage in stages for m in range(micro_batches)]
     return forwards + [Action("B", stage, m) for stage in reversed(stages) for m in reversed(range(micro_batches))]
 
@@ -108,8 +113,8 @@ def _build_looped_bfs_row(rank: int, ranks: int, micro_batches: int) -> Row:
 def _build_zbv_row(rank: int, ranks: int, micro_batches: int) -> Row:
     """Return a row for stages that go down the ranks and up again, so that the last one is on rank 0.
 
-    After the warm-up, forward and both halves of backward alternate on the rank's second and first stage. At the end,
-    the inputs' halves come first, since other ranks wait for them.
+    After the warm-up, forward and both passes of backward alternate on the rank's second and first stage. At the end,
+    the input-gradient passes come first, since other ranks wait for them.
     """
     first, second = rank, 2 * ranks - 1 - rank
     count = max(2 * ranks - 1, micro_batches)
@@ -144,9 +149,8 @@ def _build_zbv_row(rank: int, ranks: int, micro_batches: int) -> Row:
 
 def _list_interleaved_passes(rank: int, ranks: int, micro_batches: int) -> tuple[Row, Row]:
     """Return a rank's forwards and backwards with several stages: each round passes through all stages."""
-    per_rank = BUILTIN_SCHEDULES["Interleaved1F1B"].stages_per_rank
     size = micro_batches // max(1, micro_batches // ranks)
-    stages = [rank + k * ranks for k in range(per_rank)]
+    stages = [rank + k * ranks for k in range(_STAGES_PER_RANK)]
 
     def row(kind: str, order: list[int]) -> Row:
         starts = range(0, micro_batches, size)
@@ -156,10 +160,12 @@ def _list_interleaved_passes(rank: int, ranks: int, micro_batches: int) -> tuple
 
 
 def _count_warmup_forwards(rank: int, ranks: int, micro_batches: int, hop: int) -> int:
-    """Return the forwards before the first backward: a round without the last stage, and `hop` per later rank."""
-    per_rank = BUILTIN_SCHEDULES["Interleaved1F1B"].stages_per_rank
+    """Return the number of forwards before the first backward.
+
+    It is one round for each stage of the rank but the last, plus `hop` for each later rank.
+    """
     size = micro_batches // max(1, micro_batches // ranks)
-    return min((per_rank - 1) * size + hop * (ranks - 1 - rank), micro_batches * per_rank)
+    return min((_STAGES_PER_RANK - 1) * size + hop * (ranks - 1 - rank), micro_batches * _STAGES_PER_RANK)
 
 
 def _alternate(forwards: Row, backwards: Row, warm_up: int) -> Row:
@@ -176,10 +182,12 @@ BUILTIN_SCHEDULES = {
     "GPipe": BuiltinSchedule(_build_gpipe_row, allows_few_micro_batches=True, bubble_formula=_PLAIN_BUBBLE),
     "1F1B": BuiltinSchedule(_build_1f1b_row, bubble_formula=_PLAIN_BUBBLE),
     "Interleaved1F1B": BuiltinSchedule(
-        _build_interleaved_row, 2, needs_full_rounds=True, bubble_formula=_LOOPED_BUBBLE
+        _build_interleaved_row, _STAGES_PER_RANK, needs_full_rounds=True, bubble_formula=_LOOPED_BUBBLE
     ),
-    "InterleavedZeroBubble": BuiltinSchedule(_build_interleaved_zero_bubble_row, 2, needs_full_rounds=True),
-    "LoopedBFS": BuiltinSchedule(_build_looped_bfs_row, 2, bubble_formula=_LOOPED_BUBBLE),
-    "ZBVZeroBubble": BuiltinSchedule(_build_zbv_row, 2),
+    "InterleavedZeroBubble": BuiltinSchedule(
+        _build_interleaved_zero_bubble_row, _STAGES_PER_RANK, needs_full_rounds=True
+    ),
+    "LoopedBFS": BuiltinSchedule(_build_looped_bfs_row, _STAGES_PER_RANK, bubble_formula=_LOOPED_BUBBLE),
+    "ZBVZeroBubble": BuiltinSchedule(_build_zbv_row, _STAGES_PER_RANK),
 }
 """Built-in schedules by name."""

@@ -40,7 +40,7 @@ class Schedule:
 
     >>> Schedule('''F0 F1 B0 B1
     ...             F0 B0 F1 B1''')
-    Schedule('own', 2 ranks, 2 micro-batches)
+    Schedule('custom', 2 ranks, 2 micro-batches)
 
     `rows` is text with a line per rank and blanks between cells. Or it is a list of such lines, or of lists of cells
     (`"F0"`, `None` if idle). Ranks, stages, micro-batches and cells are counted from 0. A schedule that can't run
@@ -50,7 +50,7 @@ class Schedule:
     rows: tuple[Row, ...]
     name: str
 
-    def __init__(self, rows: str | Sequence[str | Sequence[str | Action | None]], name: str = "own") -> None:
+    def __init__(self, rows: str | Sequence[str | Sequence[str | Action | None]], name: str = "custom") -> None:
         lines = [line for line in rows.splitlines() if line.strip()] if isinstance(rows, str) else list(rows)
         object.__setattr__(self, "rows", tuple(_parse_row(rank, line) for rank, line in enumerate(lines)))
         object.__setattr__(self, "name", name)

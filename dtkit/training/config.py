@@ -1,7 +1,6 @@
-"""What a training is: the job on the engines, what the run does between steps, and both as one plan.
+"""The arguments of ``train``, and the plan of a run: how engines build the job, and what happens between steps.
 
-It outlives the job: the job of a lost engine is built again from it, `verify` repeats the training with it, and a
-notebook that takes the cluster over restores the run from it.
+The plan is kept after the job is lost, so that recovery, `verify` and a notebook that attaches can build the job again.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from dtkit.types import JobDefinition, LoadingOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
 
     from dtkit.data.broadcast import ModelHandle
     from dtkit.data.distribute import DataHandle
@@ -28,8 +28,39 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """The arguments of ``cluster.train`` besides model and data: see there."""
+
+    optimizer: Callable[..., Any]
+    batch_size: int
+    loss: Callable[..., Any] | None = None
+    epochs: int | None = None
+    steps: int | None = None
+    strategy: Strategy | None = None
+    shuffle: str | None = "shard"
+    training_step: Callable[..., Any] | None = None
+    metrics: Mapping[str, Callable[..., Any]] | None = None
+    validation: Any = None
+    lr_scheduler: Callable[..., Any] | None = None
+    lr_scheduler_every: str = "step"
+    callbacks: Sequence[Callable[[Any], Any]] = ()
+    target: Any = None
+    num_workers: int = 0
+    pin_memory: bool | None = None
+    prefetch: bool | None = None
+    seed: int = 0
+    start: bool = True
+    checkpoint_every: int | None = None
+    checkpoint_dir: str | Path | None = None
+    keep_last: int = 3
+    resume_from: str | Path | None = None
+    on_failure: str = "repair"
+    snapshot_every: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class SnapshotInterval:
-    """Steps from one snapshot in memory to the next, or else seconds at least. Without either there are none."""
+    """Interval between snapshots in memory, in steps or seconds. Without either, no snapshots are taken."""
 
     every_steps: int | None = None
     every_seconds: float | None = None
@@ -90,7 +121,7 @@ class JobSpec:
 
 @dataclasses.dataclass(frozen=True)
 class RunOptions:
-    """What a run does between steps, and what its strategy can't do."""
+    """Options of a run, with facts about its strategy."""
 
     strategy: Strategy
     metrics: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
@@ -109,7 +140,7 @@ class RunOptions:
     checkpoint_policy: CheckpointPolicy = dataclasses.field(default_factory=CheckpointPolicy)
     """When to write the checkpoints that the user asked for."""
     disk_snapshot_policy: CheckpointPolicy = dataclasses.field(default_factory=CheckpointPolicy)
-    """When to write the checkpoints to go back to when an engine is lost."""
+    """When to write the run's own checkpoints, used to recover from lost engines."""
     snapshot_interval: SnapshotInterval = dataclasses.field(default_factory=SnapshotInterval)
     """When the engines keep a snapshot in memory."""
     ranks_per_replica: int = 1

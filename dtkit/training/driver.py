@@ -227,13 +227,13 @@ class Driver:
         return {
             "pause": self._handle_pause_or_stop,
             "stop": self._handle_pause_or_stop,
-            "break": self._handle_interrupt,
+            "interrupt": self._handle_interrupt,
             "resume": self._handle_resume,
             "step": self._handle_step,
             "lr": self._handle_lr,
             "save": self._handle_save,
             "repair": self._handle_repair,
-            "called": lambda done: self.actions.callbacks.on_done(*done.value),
+            "callbacks_done": lambda done: self.actions.callbacks.on_done(*done.value),
             "abandon": self._handle_abandon,
         }
 
@@ -306,7 +306,7 @@ class Driver:
         self._end(State.STOPPED)
 
     def _post_callbacks_done(self, token: object, error: BaseException | None) -> None:
-        self._inbox.put(_Command("called", (token, error), Future()))
+        self._inbox.put(_Command("callbacks_done", (token, error), Future()))
 
     # -- states -----------------------------------------------------------------------------------------------
 

@@ -127,7 +127,7 @@ class FailureHandler:
             progress.pause_for(EngineError(failures))
         elif self._loss_count > _MAX_ENGINE_LOSSES:
             times = f"engines were lost {self._loss_count} times in a row at step {progress.step}"
-            progress.add_event("error", f"{times}: so would others be")
+            progress.add_event("error", f"{times}: replacements would be lost too")
             self._fail(EngineError(failures))
         else:
             self.repair()

@@ -16,11 +16,10 @@ from dtkit.data.distribute import DataHandle, StreamHandle
 from dtkit.data.partition import Partition
 from dtkit.errors import format_ranks
 from dtkit.planning import fit_check, planner
-from dtkit.training.config import JobSpec, RunOptions, RunPlan, SnapshotInterval
+from dtkit.training.config import JobSpec, RunOptions, RunPlan, SnapshotInterval, TrainConfig
 from dtkit.training.resume import load_resume_point
 from dtkit.training.run import Run
 from dtkit.training.validation import (
-    TrainConfig,
     check_batch_size,
     check_can_shrink,
     check_config,

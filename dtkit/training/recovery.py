@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from dtkit.training.config import RunPlan
 
 FAILURE_MODES = ("repair", "shrink", "pause")
-_FROM_DISK, _FROM_START = "the last snapshot, from disk", "the beginning, for want of a snapshot"
+_FROM_DISK, _FROM_START = "the last snapshot, from disk", "the start, because there is no snapshot"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -127,7 +127,7 @@ class Run:
 
     @property
     def stall_report(self) -> StallReport | None:
-        """Who keeps the others waiting now: rank, phase, line, for how many seconds; None while all is well."""
+        """The rank that the others wait for, with its phase, line and seconds; None while every rank makes progress."""
         return self._driver.calls.stall_detector.stall_report
 
     @property

@@ -151,9 +151,9 @@ class RunWaiter:
         is_first = not self._driver.progress.is_pausing
         with contextlib.suppress(RunError, TimeoutError):
             try:
-                _wait_within_limit(self._driver.submit("pause" if is_first else "break"))
+                _wait_within_limit(self._driver.submit("pause" if is_first else "interrupt"))
             except KeyboardInterrupt:
-                _wait_within_limit(self._driver.submit("break"))
+                _wait_within_limit(self._driver.submit("interrupt"))
             except TimeoutError:
                 if is_first:
                     self._driver.progress.add_event(

@@ -4,13 +4,15 @@ The table is :data:`STATE_TABLE`; drawn::
 
                              resume, step
     PENDING --start--> PAUSED ----------> RUNNING --last step--> COMPLETED
-                       ^ | ^               | | |                   |
-                       | | +-pause, error--+ | +--error--> FAILED  |
-                       | +------stop---------+--> STOPPED          |
-                       +--------------extend---------+-------------+
+                       ^   ^                 |                       |
+                       |   +--pause, error---+                       |
+                       +----------------extend-----------------------+
 
-A cluster that closes ends a run in any state (STOPPED), and so does an error of the driver itself (FAILED). A command
-is answered with the step at which it took effect. No command is accepted after the end.
+    PENDING, PAUSED, RUNNING --stop--> STOPPED --extend--> PAUSED
+    PENDING, PAUSED, RUNNING --error--> FAILED
+
+Closing the cluster stops a run that has not ended; an error in the driver makes it FAILED. A command is answered with
+the step at which it took effect. No command is accepted after the end.
 """
 
 from __future__ import annotations
@@ -32,20 +34,23 @@ class StateRule:
     next_states: frozenset[State]
 
 
-_ALWAYS = frozenset({"pause", "stop", "resume", "lr", "save", "break", "repair", "called", "abandon"})
+_ACTIVE_COMMANDS = frozenset(
+    {"pause", "stop", "resume", "lr", "save", "interrupt", "repair", "callbacks_done", "abandon"}
+)
 _ENDS = frozenset({State.STOPPED, State.FAILED})
 
 STATE_TABLE: Mapping[State, StateRule] = {
-    State.PENDING: StateRule(_ALWAYS | {"step"}, _ENDS | {State.PAUSED}),
-    State.PAUSED: StateRule(_ALWAYS | {"step"}, _ENDS | {State.RUNNING}),
-    State.RUNNING: StateRule(_ALWAYS, _ENDS | {State.PAUSED, State.COMPLETED}),
+    State.PENDING: StateRule(_ACTIVE_COMMANDS | {"step"}, _ENDS | {State.PAUSED}),
+    State.PAUSED: StateRule(_ACTIVE_COMMANDS | {"step"}, _ENDS | {State.RUNNING}),
+    State.RUNNING: StateRule(_ACTIVE_COMMANDS, _ENDS | {State.PAUSED, State.COMPLETED}),
     State.COMPLETED: StateRule(frozenset(), frozenset({State.PAUSED, State.FAILED})),
     State.STOPPED: StateRule(frozenset(), frozenset({State.PAUSED, State.FAILED})),
     State.FAILED: StateRule(frozenset(), frozenset({State.FAILED})),
 }
 """The commands that each state allows, and the states that may follow it.
 
-A run that has failed may fail again on the way out. One that has ended otherwise fails only by an error in the driver.
+FAILED may follow FAILED: closing the driver can raise a second error. COMPLETED and STOPPED become FAILED only if the
+driver itself raises.
 """
 
 RETRAIN_HINT = "run.exception says why. cluster.train(...) starts again, with resume_from=path from a checkpoint"
@@ -57,10 +62,10 @@ _COMMAND_PHRASES = {
     "resume": "be resumed",
     "stop": "be stopped",
     "step": "take a step",
-    "lr": "change",
+    "lr": "change its learning rate",
     "abandon": "end",
     "save": "be saved",
-    "break": "be interrupted",
+    "interrupt": "be interrupted",
     "repair": "be repaired",
 }
 

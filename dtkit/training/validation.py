@@ -1,12 +1,11 @@
-"""The arguments of ``cluster.train``, and the checks that need no engine.
+"""Checks of the arguments of ``cluster.train`` that need no engine.
 
-The checks raise ValueError or TypeError before anything is sent. What only an engine can know (an error of the
+They raise ValueError or TypeError before anything is sent. What only an engine can know (an error of the
 optimizer, say) comes back when the job is built, still before `train` returns.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,45 +16,12 @@ from dtkit.data.broadcast import ModelHandle
 from dtkit.training.recovery import FAILURE_MODES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
-
     from dtkit.data.partition import Partition
     from dtkit.rpc.engine_group import EngineGroup
     from dtkit.strategies.base import Strategy
+    from dtkit.training.config import TrainConfig
 
 SHUFFLE_MODES = ("shard", "global", None)
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainConfig:
-    """The arguments of ``cluster.train`` besides model and data: see there."""
-
-    optimizer: Callable[..., Any]
-    batch_size: int
-    loss: Callable[..., Any] | None = None
-    epochs: int | None = None
-    steps: int | None = None
-    strategy: Strategy | None = None
-    shuffle: str | None = "shard"
-    training_step: Callable[..., Any] | None = None
-    metrics: Mapping[str, Callable[..., Any]] | None = None
-    validation: Any = None
-    lr_scheduler: Callable[..., Any] | None = None
-    lr_scheduler_every: str = "step"
-    callbacks: Sequence[Callable[[Any], Any]] = ()
-    target: Any = None
-    num_workers: int = 0
-    pin_memory: bool | None = None
-    prefetch: bool | None = None
-    seed: int = 0
-    start: bool = True
-    checkpoint_every: int | None = None
-    checkpoint_dir: str | Path | None = None
-    keep_last: int = 3
-    resume_from: str | Path | None = None
-    on_failure: str = "repair"
-    snapshot_every: int | None = None
 
 
 def check_config(config: TrainConfig) -> Strategy:

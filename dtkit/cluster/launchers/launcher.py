@@ -69,8 +69,8 @@ class Launcher:
         if self.has_controller_ended() or self._cluster.controller is None:
             raise ClusterError(
                 f"the controller of {self._folder.name}, through which every message goes, has ended, so that nobody "
-                "can reach its engines. They end by themselves soon after its notebook, or as that closes it. Start "
-                "another cluster with dtkit.Cluster(), and train with resume_from= from the last checkpoint"
+                "can reach its engines. They end when the notebook closes the cluster, or soon after the notebook "
+                "ends. Start another cluster with dtkit.Cluster(), and train with resume_from= from the last checkpoint"
             )
         timeout = self._config.timeout
         try:

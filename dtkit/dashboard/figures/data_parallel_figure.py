@@ -153,7 +153,7 @@ def _draw_gradients(
         elif has_many_ranks:
             _draw_norm_ranges(ax, positions, layers, unit, name)
         else:
-            _draw_norm_bars(ax, positions, [layer.own[k] for layer in layers], unit, COLORS[k], name)
+            _draw_norm_bars(ax, positions, [layer.local_norm[k] for layer in layers], unit, COLORS[k], name)
     rows = -(-len(bar_names) // _LEGEND_COLUMNS)
     _style_panel(ax, "Gradient of each layer: on each rank, and all-reduced", "norm of the gradient", pad=8 + 13 * rows)
     ax.set_ylim(len(layers) - 0.5, -0.5)
@@ -181,14 +181,16 @@ def _draw_norm_bars(
 
 def _draw_norm_ranges(ax: Axes, positions: np.ndarray, layers: Sequence[LayerRecord], height: float, name: str) -> None:
     """Draw a bar from the smallest norm of all ranks to the largest."""
-    finite = [[norm for norm in layer.own if norm is not None and np.isfinite(norm)] or [0.0] for layer in layers]
+    finite = [
+        [norm for norm in layer.local_norm if norm is not None and np.isfinite(norm)] or [0.0] for layer in layers
+    ]
     low, high = np.array([min(norms) for norms in finite]), np.array([max(norms) for norms in finite])
     ax.barh(positions, high - low, height * 0.92, left=low, color=COLORS[0], label=name, gid=name)
 
 
 def _scale_norm_axis(ax: Axes, layers: Sequence[LayerRecord]) -> None:
     """Use a logarithmic axis where the norms differ much."""
-    norms = np.array([n for layer in layers for n in (*layer.own, *layer.reduced) if n], float)
+    norms = np.array([n for layer in layers for n in (*layer.local_norm, *layer.reduced) if n], float)
     norms = norms[np.isfinite(norms)]
     if len(norms) and norms.max() / norms.min() > _LOG_SCALE_RATIO:
         ax.set_xscale("log")

@@ -93,8 +93,10 @@ def _draw_arrows(ax: Axes, transfers: Sequence[StageTransfer], stages: Sequence[
 def _draw_transfer_norms(ax: Axes, transfers: Sequence[StageTransfer]) -> None:
     """Draw the norms of transfers on a logarithmic scale: a line for each pair of stages and kind."""
     _style_panel(ax, "Norms of the transfers, by pair of stages")
-    lines = sorted({(t.kind, t.from_stage, t.to_stage) for t in transfers})[: 2 * _MAX_SHOWN_STAGES]
-    for kind, start, end in lines:
+    lines = {(t.kind, t.from_stage, t.to_stage) for t in transfers}
+    pairs = sorted({tuple(sorted(stages)) for _, *stages in lines})
+    shown_pairs = pairs[:_MAX_SHOWN_STAGES]
+    for kind, start, end in sorted(line for line in lines if tuple(sorted(line[1:])) in shown_pairs):
         points = [t for t in transfers if (t.kind, t.from_stage, t.to_stage) == (kind, start, end) and not t.tensor]
         points.sort(key=lambda transfer: transfer.micro_batch)
         dashes = "-" if kind == "activation" else (0, (3, 1.6))
@@ -106,6 +108,7 @@ def _draw_transfer_norms(ax: Axes, transfers: Sequence[StageTransfer]) -> None:
             f"{start} → {end}", (points[-1].micro_batch, points[-1].norm or np.nan), xytext=(7, 0), va="center",
             textcoords="offset points", fontsize=8, fontweight="bold", color=_KIND_COLORS[kind], annotation_clip=False,
         )  # fmt: skip
+    _write_remaining(ax, len(pairs), "pair")
     _format_micro_batch_axis(ax)
     if lines:
         ax.set_yscale("log")
@@ -123,10 +126,9 @@ def _draw_micro_batch_norms(ax: Axes, stages: Sequence[StageRecord]) -> None:
         ax.bar(positions, [norm or 0.0 for norm in stage.micro_batch_norms], width * 0.92, color=color)
         ax.plot([], [], color=color, linewidth=5, label=f"stage {stage.stage}: sum {format_number(stage.norm)}")
         ax.axhline(stage.norm, color=color, linewidth=1.3, linestyle=(0, (3, 1.6)))
-    for note in describe_remaining(len(stages), "stage", _MAX_SHOWN_STAGES):
-        ax.set_title(note, loc="right", fontsize=8, color=MUTED_COLOR)
+    _write_remaining(ax, len(stages), "stage")
     _format_micro_batch_axis(ax)
-    ax.set_ylabel("norm; dashed: of the sum", fontsize=8, color=MUTED_COLOR)
+    ax.set_ylabel("norm (dashed line: norm of the sum)", fontsize=8, color=MUTED_COLOR)
     norms = [norm for stage in shown for norm in (stage.norm, *stage.micro_batch_norms) if norm and np.isfinite(norm)]
     if norms and max(norms) > _LOG_SCALE_RATIO * min(norms):  # a linear axis would hide the small ones
         ax.set_yscale("log")
@@ -134,6 +136,12 @@ def _draw_micro_batch_norms(ax: Axes, stages: Sequence[StageRecord]) -> None:
     elif norms:
         ax.set_ylim(0, 1.45 * max(norms))
     ax.legend(fontsize=7.5, frameon=False, labelcolor=TEXT_COLOR, loc="upper left", ncols=2)
+
+
+def _write_remaining(ax: Axes, count: int, noun: str) -> None:
+    """Write how many stages or pairs are not shown."""
+    for note in describe_remaining(count, noun, _MAX_SHOWN_STAGES):
+        ax.set_title(note, loc="right", fontsize=8, color=MUTED_COLOR)
 
 
 def _format_micro_batch_axis(ax: Axes) -> None:

@@ -49,7 +49,7 @@ def draw_sharded_step(explanation: ShardedExplanation) -> Figure:
 def _draw_groups(ax: Axes, groups: Sequence[CollectiveGroup], unit_size: float, recording_rank: int | None) -> None:
     """Draw a bar for each group. With a `recording_rank`, groups include some ranks only, and are named by them."""
     for y, group in enumerate(groups):
-        ax.barh(y, group.expected_bytes / unit_size, height=0.66, color=_COLLECTIVE_COLORS[group.what])
+        ax.barh(y, group.expected_bytes / unit_size, height=0.66, color=_COLLECTIVE_COLORS[group.operation])
         text = f"{group.count:,} of {formatting.format_bytes(group.nbytes)} together"
         style.write_beside(ax, text, group.expected_bytes / unit_size, y)
     ax.set_yticks(range(len(groups)), [_name_group(group, with_ranks=recording_rank is not None) for group in groups])
@@ -60,7 +60,7 @@ def _draw_groups(ax: Axes, groups: Sequence[CollectiveGroup], unit_size: float, 
 
 
 def _name_group(group: CollectiveGroup, *, with_ranks: bool) -> str:
-    name = f"{group.phase}: {format_collective_name(group.what)}"
+    name = f"{group.phase}: {format_collective_name(group.operation)}"
     return f"{name}, ranks {format_ranks(group.ranks)}" if with_ranks else name
 
 
@@ -68,7 +68,7 @@ def _draw_totals(ax: Axes, explanation: ShardedExplanation, unit_size: float) ->
     end = 0.0
     for group in explanation.groups:
         size = group.expected_bytes / unit_size
-        ax.barh(0, size, left=end, height=0.55, color=_COLLECTIVE_COLORS[group.what])
+        ax.barh(0, size, left=end, height=0.55, color=_COLLECTIVE_COLORS[group.operation])
         end += size
     ax.barh(1, explanation.sent_bytes / unit_size, height=0.55, color=style.MUTED_COLOR)
     totals = (explanation.expected_bytes, explanation.sent_bytes)

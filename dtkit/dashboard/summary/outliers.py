@@ -21,17 +21,18 @@ MAX_OUTLIERS = 4
 """Largest number of outliers: more names don't fit at the edge of a chart."""
 
 MIN_DEVIATIONS = 6.0
-"""Distance of an outlier from the median. Chance alone takes no node of 256 that far."""
+"""Distance of an outlier from the median. Normal noise practically never exceeds it among 256 nodes."""
 
 _MIN_RELATIVE_SPREAD = 0.02  # of the median; nodes that differ by less are alike
 
 
 def find_outliers(metrics: RunMetrics, lost_ranks: Collection[int] = ()) -> list[int]:
-    """Return the ranks of outliers, the most important first; none where every node has a line of its own."""
+    """Return the ranks of outliers, the most important first; empty if the chart draws every node."""
     if len(metrics.by_rank) <= MAX_NODE_LINES:
         return []
     slow = metrics.timing.straggler.ranks if metrics.timing.straggler else ()
-    deviations = np.maximum(_measure_deviations(metrics.by_rank[:, 0]), _measure_deviations(metrics.by_rank[:, 1]))
+    losses, throughputs, _ = metrics.by_rank.T
+    deviations = np.maximum(_measure_deviations(losses), _measure_deviations(throughputs))
     distant = [
         int(rank) for rank in np.argsort(-deviations, kind="stable")[:MAX_OUTLIERS] if deviations[rank] > MIN_DEVIATIONS
     ]

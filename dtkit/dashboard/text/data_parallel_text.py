@@ -184,7 +184,7 @@ def _format_rank_cells(
 
 
 def _format_layer_row(explanation: StepExplanation, layer: LayerRecord) -> list[str]:
-    own = _format_rank_cells(explanation, layer.own)
+    own = _format_rank_cells(explanation, layer.local_norm)
     sums = (format_range(layer.reduced), format_range(layer.cosine, format_cosine), format_range(layer.update))
     return [shorten_name(layer.name), format_shape(layer), *own, *sums, format_checksum(explanation, layer)]
 

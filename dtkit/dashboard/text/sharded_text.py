@@ -59,7 +59,7 @@ def describe_traffic(explanation: ShardedExplanation) -> str:
         f"Sent by a rank: {formatting.format_bytes(counted)} counted, {formatting.format_bytes(expected)} by the "
         "textbook's rings."
     )
-    scatters = sum(group.expected_bytes for group in explanation.groups if group.what == "reduce_scatter")
+    scatters = sum(group.expected_bytes for group in explanation.groups if group.operation == "reduce_scatter")
     if scatters and math.isclose(counted, expected + scatters, rel_tol=0.05):
         return f"{text} The difference is what reduce-scatter should send: this backend makes an all-reduce of it."
     return text
@@ -104,7 +104,7 @@ def _make_ranks_section(explanation: ShardedExplanation) -> Section:
 
 def _describe_shared_samples(explanation: ShardedExplanation) -> list[str]:
     """Return a note that ranks of one replica take the same samples, where there are such ranks."""
-    if all(rank.speaks for rank in explanation.ranks):
+    if all(rank.reports_samples for rank in explanation.ranks):
         return []
     samples = formatting.format_count(explanation.samples, "sample")
     return [f"Ranks that share a replica take the same samples: {samples} in all."]
@@ -124,7 +124,7 @@ def _make_collectives_section(explanation: ShardedExplanation) -> Section:
 def _format_group_row(group: CollectiveGroup) -> list[str]:
     return [
         group.phase,
-        format_collective_name(group.what),
+        format_collective_name(group.operation),
         format_ranks(group.ranks),
         f"{group.count:,}",
         f"{group.nbytes:,}",

@@ -1,4 +1,4 @@
-"""Paths given as data, to files that engines read themselves. It works without torch, for the notebook."""
+"""Paths that users pass as data; engines open the files. Doesn't need torch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def describe_files(data: Any, columns: ColumnSelection) -> Any:
 
 
 def _describe_part(part: Any) -> Any:
-    """Return the same for one of several arrays."""
+    """Describe one array of a tuple."""
     if _is_path(part):
         return _describe_npy(part)
     return (memmap.describe_memmap(part) or part) if isinstance(part, np.memmap) else part
@@ -43,8 +43,8 @@ def _describe_part(part: Any) -> Any:
 def _describe_npy(path: Any) -> memmap.MappedFile:
     if Path(path).suffix != ".npy":
         raise ValueError(
-            f"{os.fspath(path)!r} is not a file that engines read: these are .npy (one array) and .parquet (a table, "
-            "or a folder of such files). Load it and give the arrays, or give a function that loads it"
+            f"{os.fspath(path)!r} is not supported: give a .npy file, a .parquet file or a folder of .parquet files, "
+            "or load it yourself: give the arrays, or a function that loads them"
         )
     mapped_file = memmap.describe_memmap(memmap.load_npy(str(path)))
     assert mapped_file is not None, "a file that was just mapped has a name"

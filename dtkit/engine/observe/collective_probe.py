@@ -63,7 +63,7 @@ class CollectiveProbe(StepProbe):
         first = results[0]
         self._collectives.append(
             {
-                "what": kind,
+                "operation": kind,
                 "phase": self._get_phase(),
                 "shape": tuple(first.shape),
                 "dtype": str(first.dtype).removeprefix("torch."),
@@ -81,7 +81,7 @@ class CollectiveProbe(StepProbe):
         report: ShardedReport = {
             **super().build_report(),
             "collectives": self._collectives,
-            "speaks": self._reports_samples,
+            "reports_samples": self._reports_samples,
             "sent_bytes": self._sent_after - self._sent_before,
             "held_bytes": count_storage_bytes(parameters),
             "whole_bytes": sum(p.numel() * p.element_size() for p in parameters),

@@ -148,10 +148,10 @@ class PipelineProbe(StepProbe):
         values = flatten_to_float64(tensor)
         self._transfers.append(
             {
-                "way": direction,
+                "direction": direction,
                 "kind": kind,
-                "border": stage_pair,
-                "which": tensor_id,
+                "stage_pair": stage_pair,
+                "tensor_id": tensor_id,
                 "rank": self._rank,
                 "peer": peer,
                 "at": time.perf_counter(),
@@ -205,7 +205,7 @@ class PipelineProbe(StepProbe):
         """Return the record as plain data for ``PipelineExplanation.from_reports``."""
         report: PipelineReport = {
             **super().build_report(),
-            "sightings": self._transfers,
+            "transfers": self._transfers,
             "parts": self._micro_batch_norms,
             "stages": self._stage_reports,
         }

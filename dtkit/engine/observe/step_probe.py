@@ -81,7 +81,7 @@ class StepProbe:
         for entry, gradient in zip(self._report["tensors"], self._local_gradients, strict=True):
             if gradient is not None:
                 entry["contribution"] = norm = compute_norm(flatten_to_float64(gradient))
-                entry["own"] = norm / share if share else None
+                entry["local_norm"] = norm / share if share else None
 
     def record_reduced_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Record the all-reduced gradients, before clipping; None for a parameter that no rank used."""
@@ -133,7 +133,7 @@ def _make_empty_report(name: str, p: torch.Tensor) -> TensorReport:
         "kind": "parameter",
         "name": name,
         "shape": tuple(p.shape),
-        "own": None,
+        "local_norm": None,
         "contribution": None,
         "reduced": None,
         "cosine": None,

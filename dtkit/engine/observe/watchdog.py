@@ -8,8 +8,8 @@ ranks (:mod:`dtkit.health.detector`).
 The counts show more than stacks do: a rank that waits in a collective has begun one more than the rank that it waits
 for. This also holds in DDP's backward, which is C++ without Python frames.
 
-While C code holds the interpreter, this thread can't run, and the file's age shows it. In that case faulthandler writes
-all stacks upon SIGUSR1, from C.
+While C code holds the GIL, this thread can't run and the file ages. SIGUSR1 then makes faulthandler write all stacks,
+which works without the GIL.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _PHASE_DISPLAY_NAMES = {"sync": "collective", "end": "step", BETWEEN_PHASES: "st
     phase: phase.split()[0] for phase in MESSAGE_PHASES
 }
 """Names of phases in the status where they differ from those in events."""
-_SAMPLE_FAILED_MESSAGE = "dtkit's watchdog failed to write this engine's status, and tries again: {error}"
+_SAMPLE_FAILED_MESSAGE = "dtkit's watchdog failed to write this engine's status ({error}). It will retry."
 
 
 class JobContext(Protocol):
@@ -98,10 +98,26 @@ class _JobPosition:
     phase: str
     step: int | None = None
     num_events: int = 0
+    """Number of phases of this step that have begun."""
     is_waiting: bool = False
+    """Whether the phase is one that waits for other ranks."""
     is_p2p: bool = False
+    """Whether ranks send messages in pairs, as in a pipeline."""
     median_step_s: float = 0.0
     delay_factor: float = 1.0
+    """Factor by which this rank is slowed on purpose."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Since:
+    """A value, and the time since when it is the same."""
+
+    value: object
+    at: float
+
+    def update(self, value: object, now: float) -> _Since:
+        """Return this while the value is the same; else the new value, since `now`."""
+        return self if self.value == value else _Since(value, now)
 
 
 class Watchdog:
@@ -112,13 +128,12 @@ class Watchdog:
         self._jobs = jobs
         self._spec: GroupSpec | None = None
         # locks: while a status file of some kB is written
-        self._lock = threading.Lock()  # its owner may write; after `stop` nothing does
+        self._lock = threading.Lock()  # held while writing, so that no status is written after `stop`
         self._thread: threading.Thread | None = None
         self._stop_event = threading.Event()
         self._active_call: _ActiveCall | None = None
         self._last_sample_at = time.time()
-        self._last_progress: tuple[object, float] = (None, time.time())
-        self._phase_since: tuple[object, float] = (None, time.time())
+        self._progress_since = self._phase_since = _Since(None, time.time())
         self._blocked_samples: collections.deque[bool] = collections.deque(maxlen=_NUM_SAMPLES)
         self._sampled_work: object = None  # the job or call of these samples
         self._warning: str | None = None
@@ -140,7 +155,7 @@ class Watchdog:
             self._active_call = None
 
     def start(self, spec: GroupSpec) -> None:
-        """Watch as this rank of this generation from now on."""
+        """Start sampling with this rank and generation."""
         import psutil
 
         with self._lock:
@@ -152,7 +167,7 @@ class Watchdog:
             self._thread.start()
 
     def stop(self) -> None:
-        """Write nothing until the next `start`."""
+        """Stop writing the status until `start` is called again."""
         with self._lock:
             self._spec = None
 
@@ -220,8 +235,8 @@ class Watchdog:
             observed_at=now,
             op=call.op if call is not None else ("cell" if is_busy else None),
             phase=position.phase,
-            phase_since=self._phase_since[1],
-            stalled_s=now - self._last_progress[1],
+            phase_since=self._phase_since.at,
+            stalled_s=now - self._progress_since.at,
             is_blocked=is_blocked,
             blocked_fraction=blocked_fraction,
             job=None if call is None else call.job,
@@ -237,12 +252,12 @@ class Watchdog:
         )
 
     def _update_progress(self, position: tuple[object, ...], details: tuple[object, ...], now: float) -> None:
-        """Store since when the phase is the same, and since when nothing has moved."""
+        """Update the start of the current phase and the time of the last progress."""
         if now - self._last_sample_at > timeouts.WATCHDOG_MISSED_SAMPLE_S:  # a stopped process can't progress
-            self._last_progress = (None, now)
+            self._progress_since = _Since(None, now)
         self._last_sample_at = now
-        self._last_progress = _update_since(self._last_progress, (position, *details), now)
-        self._phase_since = _update_since(self._phase_since, position, now)
+        self._progress_since = self._progress_since.update((position, *details), now)
+        self._phase_since = self._phase_since.update(position, now)
 
     def _compute_blocked_fraction(self, call: _ActiveCall | None, *, blocked: bool) -> float | None:
         """Return the fraction of the last samples of this job, or this call, in which it was blocked."""
@@ -275,13 +290,8 @@ class Watchdog:
 
 
 def _is_in_user_code(frames: tuple[Frame, ...]) -> bool:
-    """Return whether the innermost frame is the user's. Then it isn't waiting, whatever its phase."""
+    """Return whether the innermost frame is the user's. Such a rank counts as working even in a waiting phase."""
     return bool(frames) and frames[0].kind == "user"
-
-
-def _update_since(previous: tuple[object, float], key: object, now: float) -> tuple[object, float]:
-    """Return (state, time of its beginning), given the previous pair and the current state."""
-    return previous if previous[0] == key else (key, now)
 
 
 def _count_collectives() -> dict[str, int]:

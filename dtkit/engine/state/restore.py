@@ -124,9 +124,9 @@ class StateRestore(StateVisitor):
             for rank, facts in self._facts_by_rank.items()
             if prefix in facts["optimizers"]
         }
-        own = f"rank{self.rank}/"
-        if per_rank and self._same_layout and own in each:
-            return {own: each[own]}
+        prefix_here = f"rank{self.rank}/"
+        if per_rank and self._same_layout and prefix_here in each:
+            return {prefix_here: each[prefix_here]}
         return each if common is None else {"": common}
 
     def _restore_groups(

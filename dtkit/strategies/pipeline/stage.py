@@ -13,6 +13,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
@@ -34,8 +35,6 @@ from dtkit.strategies.replicated import module_eval_mode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
-    import torch.distributed as dist
 
     from dtkit.engine.comm.process_group import Group
     from dtkit.engine.observe.phase_timer import PhaseTimer
@@ -62,7 +61,7 @@ SCHEDULE_CLASSES: dict[str, type[Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class StageIO:
-    """Inputs of each stage, and the output of the last: tensors with the shapes of every micro-batch.
+    """Example inputs of each stage and the model's output, with the shapes of one micro-batch.
 
     A model may return more in training than in evaluation.
     """
@@ -127,7 +126,7 @@ class Stage(PipelineStage):
         super().__init__(stage_module.module, *args, **kwargs)
         self._stage_module, self._phases, self._expected_outputs = stage_module, phases, kwargs["output_args"]
         self.unsplit_micro_batches: set[int] = set()
-        """Micro-batches of this step whose backward ran whole instead of in halves."""
+        """Micro-batches of this step whose backward ran whole instead of in two passes."""
         self.empty_micro_batches: frozenset[int] = frozenset()
         """Micro-batches of this step without samples."""
         self.output_sums: list[torch.Tensor] = []
@@ -140,7 +139,7 @@ class Stage(PipelineStage):
         )
         with self._in_phase("forward", fwd_chunk_id), buffers:
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-            if not self.is_last:  # the loss shows the last one's
+            if not self.is_last:  # the last stage's output is checked through its loss
                 check_stage_output(self.stage_index, output, self._expected_outputs)
                 self.output_sums += map(_sum_without_overflow, output)
             return output
@@ -151,7 +150,7 @@ class Stage(PipelineStage):
         return outputs if self.is_last else make_sendable(outputs, args)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        """Run one micro-batch backward, or the half that the previous stage waits for."""
+        """Run one micro-batch backward, or only the gradient of its inputs, which the previous stage waits for."""
         whole = kwargs.get("full_backward", True)
         if not whole and not self._can_split_backward(bwd_chunk_id, kwargs.get("loss")):
             whole = kwargs["full_backward"] = True
@@ -160,7 +159,7 @@ class Stage(PipelineStage):
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def _can_split_backward(self, micro_batch: int, loss: torch.Tensor | None) -> bool:
-        """Return whether backward can run in halves; torch handles its first stage itself.
+        """Return whether backward can run in two passes. Torch never splits the first stage, so it needs no check.
 
         Models may skip layers at random, so each micro-batch needs this check.
         """
@@ -170,7 +169,7 @@ class Stage(PipelineStage):
         )
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        """Run the other half, for the gradients of the weights."""
+        """Run the other pass, for the gradients of the weights."""
         if bwd_chunk_id in self.unsplit_micro_batches:
             self.unsplit_micro_batches.remove(bwd_chunk_id)
             return
@@ -366,20 +365,29 @@ class StageRunner:
 
     def run_forward(self, inputs: tuple[Any, ...]) -> Any:
         """Return the output of one micro-batch, or None on ranks without the last stage."""
-        import torch.distributed as dist
-
         rank, stage_ranks = dist.get_rank(self._pp_group), self.schedule.stage_ranks
-        values: tuple[Any, ...] = inputs
-        for stage in range(self.last_stage + 1):
-            stage_rank, previous_rank = stage_ranks[stage], stage_ranks[max(0, stage - 1)]
+        values: Sequence[Any] = inputs
+        for stage, stage_rank in enumerate(stage_ranks):
+            previous_rank = stage_ranks[max(0, stage - 1)]
             if rank == stage_rank:
-                if stage and previous_rank != stage_rank:
-                    values = tuple(torch.empty_like(t, requires_grad=False) for t in self._evaluation_io[stage])
-                    self._wait_for_peers([dist.irecv(t, group=self._pp_group, group_src=previous_rank) for t in values])
-                values = self.stage_modules[stage].evaluation(*values)
-                if stage < self.last_stage:
-                    check_stage_output(stage, values, self._evaluation_io[stage + 1])
+                if rank != previous_rank:
+                    values = self._receive(stage, previous_rank)
+                values = self._run_stage(stage, values)
             elif rank == previous_rank:
-                sent = [t.contiguous() for t in values]
-                self._wait_for_peers([dist.isend(t, group=self._pp_group, group_dst=stage_rank) for t in sent])
+                self._send(values, stage_rank)
         return self.stage_modules[self.last_stage].evaluation.unflatten_output(values) if self.has_last_stage else None
+
+    def _run_stage(self, stage: int, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        output = self.stage_modules[stage].evaluation(*inputs)
+        if stage < self.last_stage:
+            check_stage_output(stage, output, self._evaluation_io[stage + 1])
+        return output
+
+    def _receive(self, stage: int, source: int) -> Sequence[torch.Tensor]:
+        values = [torch.empty_like(t, requires_grad=False) for t in self._evaluation_io[stage]]
+        self._wait_for_peers([dist.irecv(t, group=self._pp_group, group_src=source) for t in values])
+        return values
+
+    def _send(self, values: Sequence[torch.Tensor], target: int) -> None:
+        sent = [t.contiguous() for t in values]
+        self._wait_for_peers([dist.isend(t, group=self._pp_group, group_dst=target) for t in sent])

@@ -18,6 +18,10 @@ UNIT_TESTS := not (cluster or gpu or notebook or browser)
 CLUSTER_TESTS := (cluster or gpu) and not (notebook or browser)
 NOTEBOOK_TESTS := notebook or browser
 
+# Unit tests run in several processes. Tests on clusters don't: engines keep the cores busy.
+TEST_PROCESSES ?= 2
+UNIT_PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
+
 # JupyterLab refuses to run as root unless told; this one listens on loopback only and wants a token.
 AS_ROOT = $(shell test "$$(id -u)" -ne 0 || echo --allow-root)
 
@@ -49,14 +53,14 @@ lint: venv  ## format, lint and strict types
 	$(BIN)/mypy
 
 check: lint  ## lint, then the unit tests
-	$(BIN)/python -m pytest -m '$(UNIT_TESTS) and not slow'
+	$(UNIT_PYTEST) -m '$(UNIT_TESTS) and not slow'
 
 test: check chromium  ## check, then tests on real clusters, in notebooks and in a real browser (15 minutes)
 	$(BIN)/python -m pytest -m '$(CLUSTER_TESTS) and not slow'
 	$(BIN)/python -m pytest -m '($(NOTEBOOK_TESTS)) and not slow'
 
 test-all: lint chromium  ## every test, also those that `make test` leaves out (an hour)
-	$(BIN)/python -m pytest -m '$(UNIT_TESTS)'
+	$(UNIT_PYTEST) -m '$(UNIT_TESTS)'
 	$(BIN)/python -m pytest -m '$(CLUSTER_TESTS)'
 	$(BIN)/python -m pytest -m '$(NOTEBOOK_TESTS)'
 

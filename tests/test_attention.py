@@ -116,7 +116,7 @@ def check_parts(module: nn.MultiheadAttention, inputs: Any, tp_size: int = 2, **
 @pytest.mark.parametrize("call", [{"need_weights": False}, {}], ids=str)
 @pytest.mark.parametrize("shape", list(SHAPES))
 @pytest.mark.parametrize("mask", MASKS)
-def test_shards_of_attention_sum_up_to_torch_s_attention(mask: str, shape: str, call: dict[str, Any]):
+def test_attention_shards_sum_to_the_result_of_torch_attention(mask: str, shape: str, call: dict[str, Any]):
     torch.manual_seed(0)
     options = SHAPES[shape]
     module = nn.MultiheadAttention(WIDTH, HEADS, **options).double()
@@ -133,7 +133,7 @@ def test_shards_of_attention_sum_up_to_torch_s_attention(mask: str, shape: str, 
 
 @pytest.mark.usefixtures("local_weights")
 @pytest.mark.parametrize("call", [{"need_weights": False}, {}], ids=str)
-def test_attention_without_batch_and_with_different_keys_and_values(call: dict[str, Any]):
+def test_unbatched_attention_shards_match_torch_with_separate_keys_and_values(call: dict[str, Any]):
     torch.manual_seed(0)
     module = nn.MultiheadAttention(WIDTH, HEADS).double()
     query = torch.randn(LENGTH, WIDTH, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""The boundary at which any error is caught: who hears of it, what passes, and what is kept alive."""
+"""Guards that catch any error: reports, interrupts that pass, and lifetimes of objects."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BOTH = pytest.mark.parametrize("boundary", [run_guarded, run_guarded_in_thread])
 
 
 class Model:
-    """What a user's function may hold while it fails."""
+    """Object that a user's function holds while it fails."""
 
 
 def failing(error: BaseException) -> Callable[[], None]:
@@ -30,7 +30,7 @@ def failing(error: BaseException) -> Callable[[], None]:
 
 @pytest.fixture
 def no_collector() -> Iterator[None]:
-    """What is freed meanwhile was in no cycle."""
+    """Garbage collection turned off: objects freed meanwhile are in no reference cycle."""
     gc.collect()
     gc.disable()
     yield
@@ -38,14 +38,14 @@ def no_collector() -> Iterator[None]:
 
 
 @BOTH
-def test_what_goes_well_is_returned_and_nothing_is_reported(boundary):
+def test_guard_returns_the_result_and_reports_nothing_on_success(boundary):
     told = []
     assert boundary(lambda: 7, told.append) == 7
     assert told == []
 
 
 @BOTH
-def test_an_error_is_reported_with_its_traceback_and_the_report_takes_its_place(boundary):
+def test_guard_reports_an_error_with_its_traceback_and_returns_the_report(boundary):
     error = ZeroDivisionError("no batch")
     told = []
 
@@ -58,7 +58,7 @@ def test_an_error_is_reported_with_its_traceback_and_the_report_takes_its_place(
 
 
 @BOTH
-def test_a_report_may_raise_another_error(boundary):
+def test_report_can_raise_another_error(boundary):
     cause = ZeroDivisionError("no batch")
 
     def refuse(error: BaseException) -> None:
@@ -70,7 +70,7 @@ def test_a_report_may_raise_another_error(boundary):
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])
-def test_an_interrupt_passes_an_attempt_unreported(kind: type[BaseException]):
+def test_run_guarded_lets_an_interrupt_pass_unreported(kind: type[BaseException]):
     told = []
     with pytest.raises(kind):
         run_guarded(failing(kind()), told.append)
@@ -78,13 +78,13 @@ def test_an_interrupt_passes_an_attempt_unreported(kind: type[BaseException]):
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])
-def test_nothing_passes_where_a_thread_ends(kind: type[BaseException]):
+def test_run_guarded_in_thread_catches_even_an_interrupt(kind: type[BaseException]):
     assert isinstance(run_guarded_in_thread(failing(kind()), return_error), kind)
 
 
 @BOTH
 @pytest.mark.usefixtures("no_collector")
-def test_what_the_work_held_is_freed_once_it_is_reported(boundary):
+def test_objects_held_by_failing_work_are_freed_after_the_report(boundary):
     held = []
 
     def work() -> None:
@@ -97,7 +97,7 @@ def test_what_the_work_held_is_freed_once_it_is_reported(boundary):
 
 
 @pytest.mark.usefixtures("no_collector")
-def test_what_the_work_held_is_freed_with_the_error_that_the_report_made_of_it():
+def test_objects_held_by_failing_work_are_freed_with_the_error_of_the_report():
     held = []
 
     def work() -> None:
@@ -111,11 +111,11 @@ def test_what_the_work_held_is_freed_with_the_error_that_the_report_made_of_it()
     try:
         run_guarded(work, refuse)
     except ValueError:
-        assert held[0]() is not None  # its traceback can still be looked at
+        assert held[0]() is not None  # its traceback is still available
     assert held[0]() is None
 
 
-def test_a_view_that_fails_is_logged_and_the_next_is_told(caplog: pytest.LogCaptureFixture):
+def test_failing_view_is_logged_and_the_next_one_is_notified(caplog: pytest.LogCaptureFixture):
     told = []
     with caplog.at_level(logging.ERROR, "dtkit"):
         notify_views([failing(OSError("the page is gone")), lambda: told.append("the next")], "brave-otter")
@@ -125,7 +125,7 @@ def test_a_view_that_fails_is_logged_and_the_next_is_told(caplog: pytest.LogCapt
     assert str(record.exc_info[1]) == "the page is gone"
 
 
-def test_an_interrupt_ends_the_telling_of_views():
+def test_interrupt_ends_the_notification_of_views():
     told = []
     with pytest.raises(KeyboardInterrupt):
         notify_views([failing(KeyboardInterrupt()), lambda: told.append("the next")], "brave-otter")

@@ -173,7 +173,7 @@ def test_checkpoint_loads_weights_without_engines(whole: Path, tmp_path: Path):
         assert "67" in text
 
 
-def test_damage_of_any_file_is_named(whole: Path, tmp_path: Path):
+def test_damage_to_any_file_is_reported_with_its_name(whole: Path, tmp_path: Path):
     for name in sorted(path.name for path in whole.iterdir()):
         kept = (whole / name).read_bytes()
         places = random.Random(name).sample(range(len(kept)), min(25, len(kept)))
@@ -351,7 +351,7 @@ def test_a_process_killed_while_saving_leaves_complete_checkpoints(whole: Path, 
     assert dtkit.Checkpoint(tmp_path).path == saved.path
 
 
-def test_keep_last_removes_older_ones_and_none_is_overwritten(tmp_path: Path):
+def test_keep_last_removes_older_checkpoints_and_overwrites_none(tmp_path: Path):
     for step in (10, 5, 5):
         write_checkpoint(tmp_path, step, keep_last=2).future.result(20)
     assert [one.path.name for one in dtkit.list_checkpoints(tmp_path)] == ["step-00000005", "step-00000005.2"]
@@ -370,7 +370,7 @@ def test_two_runs_in_one_folder_keep_each_others_checkpoints(tmp_path: Path):
 
 
 def test_metadata_of_kept_checkpoints_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The checkpoint.json of a large model takes long to read."""
+    """The checkpoint.json of a large model takes a long time to read."""
     read, seen = validation.read_metadata, []
     monkeypatch.setattr(folders, "read_metadata", lambda folder: seen.append(folder) or read(folder))
     manager = make_manager(History(), tmp_path)
@@ -385,7 +385,7 @@ def test_metadata_of_kept_checkpoints_is_read_once(tmp_path: Path, monkeypatch: 
     assert sorted(tmp_path.iterdir()) == [saved[-1], last]  # a damaged one is not removed
 
 
-def test_two_runs_resumed_from_one_remove_only_its_checkpoints(tmp_path: Path):
+def test_sibling_runs_remove_checkpoints_of_their_parent_but_not_of_each_other(tmp_path: Path):
     def save(step: int, *line: str) -> Path:
         manager = make_manager(History(), tmp_path)
         manager.policy = dataclasses.replace(manager.policy, keep_last=2, lineage=line)
@@ -400,7 +400,7 @@ def test_two_runs_resumed_from_one_remove_only_its_checkpoints(tmp_path: Path):
     assert sorted(path.path for path in dtkit.list_checkpoints(tmp_path)) == sorted([one, two, other, again])
 
 
-def test_a_newest_checkpoint_without_metadata_is_refused(tmp_path: Path):
+def test_the_newest_checkpoint_without_metadata_is_refused(tmp_path: Path):
     older, newest = (write_checkpoint(tmp_path, step).future.result(20).path for step in (5, 10))
     (newest / "checkpoint.json").unlink()
     with pytest.raises(
@@ -434,7 +434,7 @@ def test_a_disk_error_fails_only_its_checkpoint(
     dtkit.Checkpoint(tmp_path).check_files()
 
 
-def test_a_full_disk_is_written_into_the_report(tmp_path: Path):
+def test_a_full_disk_error_is_written_to_the_report(tmp_path: Path):
     """Writes to /dev/full fail."""
     (tmp_path / "rank-000.safetensors").symlink_to("/dev/full")
     assert writer._reserve_report(tmp_path, 0) is None

@@ -26,7 +26,7 @@ STEPS = 60
 ROWS = torch.zeros(64, 2), torch.zeros(64, dtype=torch.int64)
 LIMIT_S = 30.0  # for every answer; what takes longer waits for something that never comes
 
-COMMANDS = ("pause", "resume", "step", "stop", "lr", "break")
+COMMANDS = ("pause", "resume", "step", "stop", "lr", "interrupt")
 FAULTS = ("interrupted", "refused", "user error", "nonfinite", "ends early", "lost")
 ACTIONS = st.sampled_from((*COMMANDS * 2, "resume", "resume", *FAULTS, "hold", "release"))
 

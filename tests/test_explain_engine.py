@@ -111,9 +111,9 @@ def check(reports: list[dict[str, Any]], counts: tuple[int, ...]) -> None:
             close(tensor["update"], LR * mean.norm())
             close(tensor["value"], p.detach().norm())
             if g is None:
-                assert tensor["own"] is tensor["contribution"] is tensor["cosine"] is None
+                assert tensor["local_norm"] is tensor["contribution"] is tensor["cosine"] is None
             else:
-                close(tensor["own"], g.norm())
+                close(tensor["local_norm"], g.norm())
                 close(tensor["contribution"], g.norm() * len(rows) / total)
                 close(tensor["cosine"], F.cosine_similarity(g.reshape(1, -1), mean.reshape(1, -1))[0])
 
@@ -239,11 +239,11 @@ class Spare(nn.Module):
 
 def test_what_a_rank_does_not_use_is_none_and_not_zero():
     few, many = ({t["name"]: t for t in report["tensors"]} for report in step((4, 8), Spare))
-    assert few["spare.weight"]["own"] is few["spare.weight"]["cosine"] is None
+    assert few["spare.weight"]["local_norm"] is few["spare.weight"]["cosine"] is None
     assert few["spare.weight"]["reduced"] == many["spare.weight"]["contribution"]
     close(many["spare.weight"]["cosine"], 1)
     for tensors in (few, many):
-        assert tensors["never.bias"]["own"] is tensors["never.bias"]["reduced"] is None
+        assert tensors["never.bias"]["local_norm"] is tensors["never.bias"]["reduced"] is None
         assert tensors["never.bias"]["update"] == 0
 
 
@@ -265,7 +265,7 @@ def test_gradients_of_every_kind_have_norms(kind):
     expected = math.sqrt(float((dense.abs().double() ** 2).sum()))
     assert expected > 0
     assert tensor["reduced"] == tensor["contribution"] == pytest.approx(expected)
-    assert tensor["own"] == pytest.approx(2 * expected)
+    assert tensor["local_norm"] == pytest.approx(2 * expected)
     close(tensor["cosine"], 1)
 
 
@@ -278,7 +278,7 @@ def test_samples_without_weight_have_a_loss_but_no_own_gradient():
     scope.record_reduced_gradients([torch.ones_like(p) for p in model.parameters()])
     report = scope.build_report()
     assert (report["loss"], report["share"]) == (2.0, 0.0)
-    assert [(t["own"], t["contribution"], t["cosine"]) for t in report["tensors"]] == [(None, 0.0, None)] * 4
+    assert [(t["local_norm"], t["contribution"], t["cosine"]) for t in report["tensors"]] == [(None, 0.0, None)] * 4
 
 
 def test_gradients_that_are_not_finite_are_told_and_no_update_is_made_up():

@@ -32,7 +32,7 @@ def test_records_by_rank_and_by_layer():
         (2, 0, None, 0),
     ]
     assert [layer.name for layer in step.layers] == ["0.weight", "0.bias"]
-    assert step.layers[0].own == (0.4, 0.5, None)
+    assert step.layers[0].local_norm == (0.4, 0.5, None)
     assert step.layers[0].checksums == ("0123456789ab",) * 3
     assert step.loss == 1.0 * 3 / 8 + 2.0 * 5 / 8
     assert step.identical
@@ -42,7 +42,7 @@ def test_records_by_rank_and_by_layer():
 def test_all_layers_have_the_norm_of_the_whole_gradient():
     total = make_explanation().all_layers
     assert total.tensors == 2
-    assert total.own == (pytest.approx(math.hypot(0.4, 0.4)), pytest.approx(math.hypot(0.5, 0.5)), None)
+    assert total.local_norm == (pytest.approx(math.hypot(0.4, 0.4)), pytest.approx(math.hypot(0.5, 0.5)), None)
     assert total.reduced == (pytest.approx(math.hypot(0.3, 0.3)),) * 3
     assert total.cosine == (pytest.approx(0.5), pytest.approx(0.5), None)
 
@@ -77,10 +77,10 @@ def test_the_loss_without_any_sample_is_nan():
 def test_an_explanation_becomes_a_data_frame():
     frame = make_explanation().to_pandas()
     assert len(frame) == 2 * 3
-    assert frame.groupby("rank").own.sum().tolist() == [pytest.approx(0.8), pytest.approx(1.0), 0]
+    assert frame.groupby("rank").local_norm.sum().tolist() == [pytest.approx(0.8), pytest.approx(1.0), 0]
     first = frame.drop_duplicates("rank")
     assert (first.share * first.loss).sum() == pytest.approx(make_explanation().loss)
-    assert frame.own.dtype == float
+    assert frame.local_norm.dtype == float
 
 
 @pytest.mark.parametrize(

@@ -62,14 +62,14 @@ def test_the_notebook_shows_who_failed_and_where(done: ExecutedNotebook):
     assert "stopped" in stacks
 
 
-def test_a_new_kernel_or_this_one_takes_over(done: ExecutedNotebook, request: pytest.FixtureRequest):
+def test_a_new_kernel_or_the_same_one_takes_over_the_cluster(done: ExecutedNotebook, request: pytest.FixtureRequest):
     restarted = "[restarted]" in request.node.name
     assert done.text("restarted = ").endswith("a new kernel\n" if restarted else "the kernel was not restarted\n")
     assert done.text("if not restarted:").startswith("killed the kernel of") is not restarted
     assert re.search(r"paused\nstep [\d,]+ of 1,000,000", done.text("dtkit.attach("))
 
 
-def test_its_pictures_are_there(done: ExecutedNotebook):
+def test_the_notebook_shows_its_pictures(done: ExecutedNotebook):
     cells = [
         cell for cell in list_code_cells(done.notebook) if cell.source == "run" or cell.source.endswith("\nfigure")
     ]
@@ -77,9 +77,9 @@ def test_its_pictures_are_there(done: ExecutedNotebook):
     assert all(any("image/png" in output.get("data", {}) for output in cell.outputs) for cell in cells)
 
 
-def test_nothing_is_left(done: ExecutedNotebook):
+def test_the_notebook_leaves_no_process_behind(done: ExecutedNotebook):
     check_nothing_is_left(done, engines=3)
 
 
-def test_it_fits_binder(done: ExecutedNotebook):
+def test_the_notebook_fits_in_the_memory_of_binder(done: ExecutedNotebook):
     check_memory(done)

@@ -1,4 +1,4 @@
-"""The kept picture, by its structure: lines, labels, bands, marks."""
+"""The static figure of a run: lines, labels, bands, and marks."""
 
 import itertools
 
@@ -77,7 +77,7 @@ def test_stages_without_a_loss_have_no_line_and_samples_count_once():
     np.testing.assert_allclose(overall, source.history.throughput()[1] / 2, rtol=1e-6)
 
 
-def test_one_pipeline_has_one_line_over_all():
+def test_a_single_pipeline_has_a_throughput_line_for_all_nodes():
     source = FakeSource(ranks=2, stages=2)
     source.advance(50)
     throughput = run_figure.draw_run(source).axes[1]
@@ -157,7 +157,7 @@ def test_optional_panels_are_drawn_where_they_have_data():
     assert titles == ["Loss", "Throughput", "Where a step's time goes", "Memory"]
 
 
-def test_agreement_and_delays_are_listed_below_the_title():
+def test_replica_checks_and_delays_are_listed_below_the_title():
     source = FakeSource()
     source.advance(30)
     assert said(run_figure.draw_run(source)) == []
@@ -175,7 +175,7 @@ def test_agreement_and_delays_are_listed_below_the_title():
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16])
 def test_elements_of_the_figure_do_not_overlap(ranks):
-    """Titles, names and legends, by the boxes that they take when drawn."""
+    """Titles, names and legends, compared by their bounding boxes."""
     source = FakeSource(ranks=ranks, name="A rather long name of a model")
     source.slowness, source.delay_factors = {0: 1.6}, {0: 1.6}
     source.consistency = ReplicaCheckResult(30, (), None)

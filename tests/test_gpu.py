@@ -1,4 +1,4 @@
-"""What only a GPU can show. Skipped where there is none; needs torch 2.11 or newer and nothing else besides dtkit."""
+"""Tests that need a GPU, and only torch 2.11 or newer besides dtkit; skipped without a GPU."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_one_engine_uses_nccl():
         assert run.verify(steps=5)
 
 
-def test_two_engines_on_one_gpu_fall_back_to_gloo_and_say_so():
+def test_two_engines_on_one_gpu_fall_back_to_gloo_and_report_it():
     gpus = torch.cuda.device_count()
     with dtkit.Cluster(gpus + 1) as cluster:
         assert cluster.backend == "gloo"
@@ -74,7 +74,7 @@ def test_records_have_the_device_s_memory_and_times_from_events():
     assert np.all(parts <= rows["step_s"] * 1.01 + 1e-5)
 
 
-def test_a_memory_limit_is_one_of_the_device():
+def test_memory_limit_applies_to_the_device():
     with dtkit.Cluster(1, memory_limit="200MB") as cluster:
         with pytest.raises(dtkit.errors.EngineError, match="out of memory"):
             cluster.run(lambda: torch.empty(300_000_000, dtype=torch.uint8, device="cuda"))

@@ -57,7 +57,7 @@ def test_curves_keep_extremes_in_a_fixed_number_of_buckets():
         assert np.nanmax(part.values[:, rank, 2]) == np.float32(losses.max()) == 99
         assert np.nanmin(part.values[:, rank, 0]) == np.float32(losses.min())
     bucket = part.values[int(np.nanargmax(part.values[:, 0, 2]))]
-    assert bucket[0, 1] < 5  # the mean is still to be read beside the spike
+    assert bucket[0, 1] < 5  # the mean stays readable beside the spike
     assert part.middle_steps[0] < part.middle_steps[-1] <= 100_000 + part.width
 
 
@@ -119,7 +119,7 @@ def test_late_rows_go_to_the_bucket_of_their_step():
 
 
 class Page:
-    """What a page adds up from messages: the Python mirror of apply() in store.js."""
+    """The page state that messages build up: the Python mirror of apply() in store.js."""
 
     def __init__(self, message):
         self.seq, self.kept = 0, None
@@ -214,7 +214,7 @@ def test_the_size_of_a_change_is_bounded(ranks, steps):
             source.event("print", f"{k} " + "x" * 1000)
         assert size(builder.build_change()) <= 10_000
     sent = 0
-    while builder.has_pending:  # what was left over follows, and comes to an end
+    while builder.has_pending:  # the remaining events follow in a few messages
         assert size(builder.build_change()) <= 10_000
         sent += 1
         assert sent < 100
@@ -236,7 +236,7 @@ def test_a_change_has_only_what_changed():
     assert size(idle) < 1000
 
 
-def test_a_flood_of_prints_is_cut_to_the_lines_of_a_page():
+def test_a_flood_of_prints_keeps_only_the_last_log_lines():
     source = FakeSource()
     builder = MessageBuilder(source)
     builder.build_snapshot()
@@ -256,7 +256,7 @@ def test_a_snapshot_of_a_long_run_stays_small():
     assert size(MessageBuilder(source).build_snapshot()) < 70_000
 
 
-def test_text_of_engines_is_sent_as_text():
+def test_engine_output_is_sent_as_plain_text():
     source = FakeSource(name="<img src=x onerror=alert(1)>")
     source.event("print", "<script>alert(1)</script>\x1b[31m\x00", rank=1)
     source.exception = RuntimeError("<b>rank 1</b>\nsecond\x07 line")
@@ -310,7 +310,7 @@ def test_the_live_time_panel_has_the_bars_of_the_figure():
     assert tiles["step time"] == "▲ slowest: node 1"
 
 
-def test_throughput_of_nodes_leaves_out_waiting():
+def test_node_throughput_excludes_waiting():
     source = FakeSource(ranks=2)
     source.slowness = {1: 2.0}
     source.advance(60)
@@ -349,13 +349,13 @@ def test_a_stall_is_sent_until_it_ends():
             "step. cluster.stacks() shows the position of all ranks",
         }
     ]
-    assert content["status"]["message"] == ""  # said once
+    assert content["status"]["message"] == ""  # reported only once
     assert [mark["kind"] for mark in builder.build_snapshot().content["marks"]] == ["stuck"]
     said = content["remarks"]
     source.stick(1, seconds=40.0)
     content = builder.build_change().content
     assert {tile["label"]: tile for tile in content["tiles"]}["nodes"]["note"] == "⊘ node 1 stuck: forward, 40 s"
-    assert content["remarks"] == said  # an alert is read out anew with every word that changes
+    assert content["remarks"] == said  # a screen reader repeats an alert whenever its text changes
     source.stall_report, source.message = None, ""
     content = builder.build_change().content
     assert (content["remarks"], content["nodes_now"]["stuck"]) == ([], [])
@@ -467,7 +467,7 @@ def test_the_page_merges_changes_like_the_notebook(tmp_path):
 
 @pytest.mark.parametrize("name", ["dashboard.js", "compare.js"])
 def test_the_bundle_is_one_valid_module(tmp_path, name):
-    """A name that two files have at their top level would make it one that no browser loads."""
+    """A top-level name that two files share would make a bundle that no browser loads."""
     entry = STATIC / name
     code = bundle_modules(entry)
     (tmp_path / "all.mjs").write_text(code, encoding="utf-8")
@@ -479,10 +479,10 @@ def test_the_bundle_is_one_valid_module(tmp_path, name):
     assert re.findall(r"^export .*", code, re.MULTILINE) == ["export default () => {"]
     parts = {path.name for path in STATIC.rglob("*.js")} - {"compare.js"}  # another entry
     used = set(re.findall(r"/([\w]+\.js)\";$", "\n".join(p.read_text() for p in STATIC.rglob("*.js")), re.MULTILINE))
-    assert parts == used | {"dashboard.js"}  # none is forgotten
+    assert parts == used | {"dashboard.js"}  # no file is missing from the bundle
 
 
-def test_every_panel_of_the_figure_has_a_live_half():
+def test_every_figure_panel_has_a_live_counterpart():
     kept = {path.stem for path in (STATIC.parents[1] / "figures" / "panels").glob("*.py")} - {"__init__"}
     live_ones = {path.stem for path in (STATIC / "panels").glob("*.js")}
     assert kept
@@ -611,7 +611,7 @@ def test_messages_are_numbered_without_gaps(watched, timers):
     assert all(b["base"] == a["seq"] for a, b in itertools.pairwise(contents))
 
 
-def test_pending_changes_follow_by_themselves(watched, timers):
+def test_pending_changes_are_sent_without_further_updates(watched, timers):
     source, dashboard, sent = watched
     dashboard._on_page_message(dashboard, {"hello": "opened"}, [])
     sent.clear()
@@ -639,7 +639,7 @@ def test_an_invalid_learning_rate_is_refused_on_the_page(watched, bad):
     assert source.posted == [("lr", 0.03)]
 
 
-def test_a_refusal_of_the_run_is_shown_on_the_page(watched):
+def test_a_refusal_by_the_run_is_shown_on_the_page(watched):
     source, dashboard, sent = watched
     source.refuse = RuntimeError("the run has ended")
     dashboard._on_page_message(dashboard, {"command": "pause"}, [])

@@ -1,4 +1,4 @@
-"""From a batch to a loss: what a user's function may return, and the errors for anything else."""
+"""Losses of batches: valid return values of user functions, and the errors for all others."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_batch_norm_check_accepts_harmless_models():
     frozen.train = lambda mode=True: frozen  # a model in evaluation mode
     frozen[1].eval()
     check(frozen, torch.zeros(21, 4), 10)
-    check(flat, torch.zeros(21, 4), 10, Loss(None, lambda m, b: b))  # only the user's step knows the forward
+    check(flat, torch.zeros(21, 4), 10, Loss(None, lambda m, b: b))  # only the user's training step calls the model
 
 
 def test_torch_s_batch_norm_error_gets_the_remedy():

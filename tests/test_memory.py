@@ -1,4 +1,4 @@
-"""Memory by rank: what engines tell made into a table, beside a plan, and drawn."""
+"""Memory by rank: a table and a figure of what engines report, beside a plan."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_activations_are_the_rest_of_the_peak():
     row = MemoryRow.from_usage(0, make_usage(sent_model=10 * MB), None)
     assert row.activations == 20 * MB
     assert row.peak == row.total == 110 * MB
-    assert row.limit == 160 * MB  # the model as it was sent lies beside what the job could have
+    assert row.limit == 160 * MB  # the model as sent is added to the job's own limit
 
 
 def test_the_peak_is_unknown_without_a_step_or_a_measurement():
@@ -49,7 +49,7 @@ def test_the_peak_is_unknown_without_a_step_or_a_measurement():
     assert [t.get_text() for t in found.figure().axes[0].texts] == ["no step yet"]
 
 
-def test_a_process_that_grew_less_than_its_tensors_still_holds_them():
+def test_the_peak_is_at_least_the_size_of_the_tensors():
     row = MemoryRow.from_usage(0, make_usage(process_growth=70 * MB), None)
     assert (row.activations, row.peak) == (0, 80 * MB)
 
@@ -82,7 +82,7 @@ def test_distant_limits_are_left_out_of_the_figure():
     assert ax.get_xlim()[1] < 200
 
 
-def test_of_many_ranks_those_with_most_memory_are_shown():
+def test_many_ranks_are_cut_to_those_with_the_most_memory():
     found = memory(*(make_usage(process_growth=(100 + k) * MB) for k in range(40)))
     lines = repr(found).splitlines()
     assert re.match(r"24 +124 MB", lines[2])
@@ -133,4 +133,4 @@ def test_the_peak_tracker_sees_short_lived_memory():
     assert 80 * MB <= found.process_growth < 140 * MB
     with gauge.track_steps():
         pass
-    assert gauge.measure_usage(model, optimizer).process_growth == found.process_growth  # the most of all
+    assert gauge.measure_usage(model, optimizer).process_growth == found.process_growth  # the largest of all steps

@@ -1,4 +1,4 @@
-"""Messages between stages: what of being blocked in one was waiting for the other stage."""
+"""Messages between stages: the part of a message that was a wait for the other stage."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_buffered_message_causes_no_wait():
 
 
 def test_posting_a_message_is_not_waiting():
-    """As torch's looped schedules do: they ask long before they need it."""
+    """Torch's looped schedules post receives long before they need the data."""
     asked = (1, "receive forward", 0, 0, 1), (1, "forward", 5, 1, 4), (1, "receive forward", 0, 4, 8)
     found = comm_time.split_message_waits(spans(*asked, (0, "send forward", 0, 6, 6.5)), 2)
     assert told(found, 1) == [
@@ -78,7 +78,7 @@ def test_a_message_with_one_known_end_is_unchanged():
 
 
 def test_each_message_keeps_both_of_its_ends():
-    """Were the clocks of two hosts a little off, a message might seem to arrive before it was sent."""
+    """A message can seem to arrive before it was sent if the clocks of two hosts differ."""
     found = comm_time.split_message_waits(spans((0, "send forward", 0, 5, 6), (1, "receive forward", 0, 1, 4.9)), 2)
     assert told(found, 1) == [("wait", 1, 4.9), ("receive forward", 4.9, 4.9)]
     assert len(comm_time.pair_messages(found, 2)) == 1
@@ -101,7 +101,7 @@ def test_message_waits_use_clock_offsets():
     ]
     found = comm_time.compute_message_waits(parts, [0, 1], 2, [0.0, 100.0])
     assert [part.tolist() for part in found] == [[0, 0.5], [4, 0]]
-    assert parts[1]["begin"][0] == 101  # what was given stays as it was
+    assert parts[1]["begin"][0] == 101  # the input is unchanged
     other = comm_time.compute_message_waits(parts, [0, 1], 1, [0.0, 100.0])  # of two replicas
     assert not np.concatenate(other).any()
 

@@ -1,4 +1,4 @@
-"""Whom a step that is not finite is put down to, by what ranks report of it."""
+"""Attribution of a non-finite step to ranks, from their reports."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NODES = [SimpleNamespace(rank=rank, host=f"host{rank}") for rank in range(4)]
 
 
 def said(*ranks: tuple[float | None, NonFiniteLocations]) -> dict[int, str]:
-    """{rank: message} for each rank's (loss, what of its stages went astray)."""
+    """{rank: message} for each rank's (loss, nonfinite values of its stages)."""
     advances = [DispatchResult(None, 5, 0.1, "nonfinite", loss, astray) for loss, astray in ranks]
     failures = build_nonfinite_failures(5, advances, NODES)
     assert {(f.kind, f.step, f.host) for f in failures} == {("nonfinite", 5, f"host{f.rank}") for f in failures}
@@ -22,14 +22,14 @@ def said(*ranks: tuple[float | None, NonFiniteLocations]) -> dict[int, str]:
     return {f.rank: f.message for f in failures}
 
 
-def test_the_ranks_whose_losses_are_not_finite():
+def test_ranks_with_nonfinite_losses_are_named():
     found = said((1.0, ()), (math.nan, ()), (2.0, ()), (math.inf, ()))
     assert list(found) == [1, 3]
     assert "this rank's loss nan" in found[1]
     assert "this rank's loss inf" in found[3]
 
 
-def test_where_all_losses_are_finite_nobody_knows():
+def test_failure_with_finite_losses_lists_the_losses_of_all_ranks():
     found = said((1.0, ()), (None, ()), (2.5, ()))
     assert list(found) == [0]
     assert "though every rank's loss is (1, 2.5)" in found[0]
@@ -42,20 +42,20 @@ def test_the_first_stage_with_a_nonfinite_output_is_named_not_the_last():
     assert "outputs of this rank's stage 1 (its inputs are stage 0's, which are finite)" in found[1]
 
 
-def test_a_first_stage_has_rows_of_data():
+def test_failure_of_the_first_stage_names_rows_of_data_as_its_inputs():
     found = said((None, ((0, "output"), (2, "output"))), (math.nan, ((1, "output"),)))
     assert list(found) == [0]
     assert "stage 0 (its inputs are rows of data)" in found[0]
 
 
-def test_a_last_stage_has_its_loss():
+def test_failure_of_the_last_stage_names_its_loss():
     found = said((None, ((0, "gradient"),)), (math.nan, ((1, "gradient"),)))
     assert list(found) == [1]
     assert "this rank's loss nan" in found[1]
 
 
 @pytest.mark.parametrize(("last", "rank"), [(1, 1), (0, 0)])
-def test_backward_runs_from_last_to_first(last: int, rank: int):
+def test_nonfinite_gradients_are_attributed_to_the_last_affected_stage(last: int, rank: int):
     ranks: list[tuple[float | None, NonFiniteLocations]] = [(None, ((0, "gradient"),)), (0.7, ())]
     if last:
         ranks[1] = (0.7, ((1, "gradient"),))

@@ -19,7 +19,7 @@ from dtkit.engine import dry_run, memory, memory_limit, trial_training
 from dtkit.planning import fit_check
 from dtkit.planning.cost_model import Benchmark, Cost, LinearFit, MemoryBudget, compute_ring_bytes, divide_memory
 from dtkit.planning.layer_chain import LayerChain, LayerCosts
-from dtkit.planning.plan import Plan, build_rows, find_shortage
+from dtkit.planning.plan import Plan, Shortage, build_rows, find_shortage
 from dtkit.strategies.averaging import OuterSGD, ParameterAveraging
 from dtkit.strategies.loss import Loss
 from dtkit.strategies.meta_copy import copy_to_meta, count_bytes
@@ -67,8 +67,8 @@ def test_ranks_of_a_host_share_its_free_memory():
     assert divide_memory([100, 100, 100], rooms) == [450, 450, 300]
     assert divide_memory([100, 200, 100], rooms) == [300, 600, 300]  # all of a pool fit, or none does
     assert find_shortage([450, 450, 300], rooms) is None
-    assert find_shortage([451, 451, 300], rooms) == (0, 451, 450)
-    assert find_shortage([450, 450, 301], rooms) == (2, 301, 300)
+    assert find_shortage([451, 451, 300], rooms) == Shortage(0, 451, 450)
+    assert find_shortage([450, 450, 301], rooms) == Shortage(2, 301, 300)
 
 
 def test_memory_shares_include_limits_swap_and_reusable_memory():
@@ -761,6 +761,14 @@ def test_a_training_is_refused_only_for_persistent_memory(cluster: dtkit.Cluster
     )  # who knows
     copies = cluster.broadcast(perceptron())
     fit_check.check_fits(cluster._engine_group, copies, adam, dtkit.DataParallel())  # is there already
+
+
+def test_a_refusal_lists_the_memory_of_one_rank_of_a_sharded_model(cluster: dtkit.Cluster, engines: FakeTransport):
+    engines.memory_free = 2 * BYTES
+    with pytest.raises(
+        ValueError, match=r"it needs 178 kB .*\(parameters 44.4 kB, gradients 44.4 kB, optimizer state 88"
+    ):
+        fit_check.check_fits(cluster._engine_group, perceptron(), adam, dtkit.Sharded())
 
 
 def test_a_refusal_names_strategies_that_fit(cluster: dtkit.Cluster, engines: FakeTransport):

@@ -1,4 +1,4 @@
-"""The line for what takes over a second: when it shows, where, and that it leaves no trace on a terminal."""
+"""Progress line of work that takes over a second: timing, output streams, and removal from a terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dtkit.dashboard.text import progress
 
 
 class Screen(io.StringIO):
-    """A stream that says when it was written to."""
+    """A stream that signals each write."""
 
     def __init__(self, *, tty: bool = False) -> None:
         super().__init__()

@@ -25,7 +25,7 @@ def outcome(loss=1.0, loss_weight=1.0):
 
 
 def run(found, optimizer, updates, per_epoch=4, loss=1.0):
-    """The learning rate of each of so many updates."""
+    """The learning rate of each update."""
     seen = []
     for k in range(updates):
         seen.append(optimizer.param_groups[0]["lr"])
@@ -59,12 +59,12 @@ SCHEDULES = {
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_any_scheduler_is_stepped_after_every_update(name):
+def test_scheduler_is_stepped_after_every_update(name):
     found, optimizer = rates(SCHEDULES[name])
     assert run(found, optimizer, 12) == reference(SCHEDULES[name], 12)
 
 
-def test_or_after_every_epoch():
+def test_scheduler_is_stepped_after_every_epoch_if_requested():
     found, optimizer = rates(lambda o: lr_scheduler.ExponentialLR(o, 0.5), "epoch")
     assert run(found, optimizer, 9) == pytest.approx([0.1] * 4 + [0.05] * 4 + [0.025])
 
@@ -93,12 +93,12 @@ def plateau(optimizer):
     return lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0)
 
 
-def test_a_plateau_is_seen_in_the_epoch_s_training_loss():
+def test_plateau_scheduler_follows_the_training_loss_of_each_epoch():
     found, optimizer = rates(plateau)
     assert run(found, optimizer, 12) == [0.1] * 8 + [0.05] * 4  # the second epoch is no better than the first
 
 
-def test_or_in_the_held_out_loss():
+def test_plateau_scheduler_follows_the_validation_loss_if_there_is_one():
     found, optimizer = rates(plateau, has_valid=True)
     assert run(found, optimizer, 12) == [0.1] * 12
     found.step_after_epoch(3.0, 2.0, None)
@@ -107,8 +107,8 @@ def test_or_in_the_held_out_loss():
     assert optimizer.param_groups[0]["lr"] == 0.05
 
 
-def test_an_evaluation_that_is_made_over_is_taken_once():
-    """Of one that was broken off nobody knows on which ranks it was taken."""
+def test_repeated_evaluation_steps_the_scheduler_once():
+    """An interrupted evaluation may have stepped the scheduler on some ranks only."""
     found, optimizer = rates(plateau, has_valid=True, groups=2)
     seen = []
     for updates, losses in ((4, [3.0]), (8, [4.0, 4.0]), (12, [2.0]), (16, [4.0, 4.0, 4.0])):
@@ -116,11 +116,11 @@ def test_an_evaluation_that_is_made_over_is_taken_once():
             found.step_after_evaluation(updates, loss, 1.0, None)
         seen.append([group["lr"] for group in optimizer.param_groups])
     assert seen == [[0.1, 0.01], [0.05, 0.005], [0.05, 0.005], [0.025, 0.0025]]
-    found.step_after_evaluation(16, 1.0, 1.0, None)  # as if it had been another all along
+    found.step_after_evaluation(16, 1.0, 1.0, None)  # replaces the earlier loss
     assert optimizer.param_groups[0]["lr"] == 0.05
 
 
-def test_what_is_no_scheduler():
+def test_invalid_scheduler_is_refused():
     with pytest.raises(TypeError, match="scheduler\\(optimizer\\) returned int; it must return a torch scheduler"):
         rates(lambda o: 3)
     other = SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)

@@ -1,4 +1,4 @@
-"""The lock by which the reaper knows that a notebook owns the cluster."""
+"""The lock that shows the reaper that a notebook owns the cluster."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_a_lock_is_held_until_its_last_holder_lets_go(tmp_path: Path):
+def test_a_lock_is_held_until_its_last_holder_releases_it(tmp_path: Path):
     """A kernel that attaches to its own cluster has two Cluster objects, of which either may be closed first."""
     reaper.acquire_lock(tmp_path)
     reaper.acquire_lock(tmp_path)
@@ -28,7 +28,7 @@ def test_a_lock_is_held_until_its_last_holder_lets_go(tmp_path: Path):
     reaper.release_lock(tmp_path)
 
 
-def test_a_forked_child_gives_up_no_lock_and_holds_none(tmp_path: Path):
+def test_a_forked_child_neither_holds_nor_releases_the_lock(tmp_path: Path):
     script = f"""
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The run's driver, against pretended engines: no process is started."""
+"""The run driver, tested with fake engines and without processes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def train(cluster: dtkit.Cluster, **options: Any) -> dtkit.Run:
 
 
 def dispatches(engines: FakeTransport, rank: int = 0) -> list[tuple[int, int]]:
-    """(first step, steps) of each dispatch that the rank was sent."""
+    """(first step, steps) of each dispatch sent to the rank."""
     return [(args["step"], args["steps"]) for r, op, args in engines.served_requests if r == rank and op == "advance"]
 
 
@@ -62,7 +62,7 @@ def until(run: dtkit.Run, reached: Any) -> None:
     unsubscribe()
 
 
-def test_an_interrupt_before_the_waiting_has_begun_pauses_the_run_too(cluster, monkeypatch):
+def test_interrupt_at_the_start_of_a_wait_pauses_the_run(cluster, monkeypatch):
     run = train(cluster, steps=1_000_000)
     press(monkeypatch)
     with pytest.raises(KeyboardInterrupt):
@@ -70,7 +70,7 @@ def test_an_interrupt_before_the_waiting_has_begun_pauses_the_run_too(cluster, m
     assert run.status.state is State.PAUSED
 
 
-def test_a_timeout_names_the_call_and_the_silent_ranks_lost_ones_first(cluster, monkeypatch):
+def test_timeout_error_names_a_lost_rank_as_its_cause(cluster, monkeypatch):
     monkeypatch.setattr(timeouts, "FAILURE_GRACE_S", 0.01)
     gone: Future[Reply] = Future()
     gone.set_result(Reply(failure=Failure(1, "?", "EngineLost", "rank 1 is gone", "", kind="lost")))
@@ -90,7 +90,7 @@ def test_a_run_takes_every_step_once_and_ends(cluster, engines):
     assert dispatches(engines, 0) == dispatches(engines, 1)
 
 
-def test_a_plan_that_was_asked_for_by_auto_is_shown_before_it_is_used(cluster, capsys):
+def test_automatic_tensor_parallel_plan_is_printed_before_it_is_used(cluster, capsys):
     net = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 2))
     how = {"loss": nn.CrossEntropyLoss(), "optimizer": torch.optim.SGD, "batch_size": 16, "steps": 3, "start": False}
     cluster.train(net, ROWS, strategy=dtkit.TensorParallel(2), **how)
@@ -100,7 +100,7 @@ def test_a_plan_that_was_asked_for_by_auto_is_shown_before_it_is_used(cluster, c
     assert repr(strategy.plan_for(net)) in capsys.readouterr().out
 
 
-def test_dispatches_start_with_one_step_and_grow_to_what_one_should_last(cluster, engines):
+def test_dispatches_start_with_one_step_and_grow_to_the_target_duration(cluster, engines):
     run = train(cluster, steps=200)  # of 50 ms each
     run.wait(10)
     sizes = [steps for _, steps in dispatches(engines)]
@@ -123,7 +123,7 @@ def test_slow_steps_are_sent_one_at_a_time(engines):
     assert all(steps == 1 for _, steps in dispatches(engines))
 
 
-def test_a_dispatch_that_ended_early_is_followed_by_the_step_that_it_reached(cluster, engines):
+def test_run_continues_from_the_step_where_a_dispatch_ended_early(cluster, engines):
     run = train(cluster, steps=200, start=False)
     run.step(20)
     engines.end_early_after(2)
@@ -133,19 +133,19 @@ def test_a_dispatch_that_ended_early_is_followed_by_the_step_that_it_reached(clu
     assert list(run.history.totals()["step"]) == list(range(200))
 
 
-def test_a_group_that_another_call_formed_anew_does_not_end_the_run(cluster, engines):
+def test_run_continues_after_another_call_forms_the_group_again(cluster, engines):
     run = train(cluster, steps=300, start=False)
     run.step(2)
     engines.hold_requests()
     run.resume()
     threading.Timer(0.05, engines.release_requests).start()
-    cluster._engine_group.membership.form_process_group()  # what is in flight belongs to the generation before
+    cluster._engine_group.membership.form_process_group()  # requests in flight belong to the earlier generation
     run.wait(10)
     assert run.status.state is State.COMPLETED
     assert list(run.history.totals()["step"]) == list(range(300))
 
 
-def test_a_failure_ends_the_run_with_the_cause_on_top_and_the_cluster_usable(cluster, engines):
+def test_failure_ends_the_run_with_its_cause_and_leaves_the_cluster_usable(cluster, engines):
     run = train(cluster, start=False)
     run.step(3)
     engines.inject_failure(1, "advance", ValueError("no forward here"))
@@ -161,7 +161,7 @@ def test_a_failure_ends_the_run_with_the_cause_on_top_and_the_cluster_usable(clu
     assert again.status.state is State.COMPLETED
 
 
-def test_a_lost_engine_is_replaced_and_the_run_goes_on(cluster, engines):
+def test_lost_engine_is_replaced_and_the_run_continues(cluster, engines):
     run = train(cluster, start=False)
     run.step()
     engines.end_engine(1)
@@ -174,25 +174,25 @@ def test_a_lost_engine_is_replaced_and_the_run_goes_on(cluster, engines):
 
 
 @pytest.mark.parametrize("ranks", [[1], [0, 1]], ids=["one", "all"])
-def test_what_was_lost_before_a_training_is_replaced_first(cluster, engines, capsys, ranks):
+def test_engines_lost_before_training_are_replaced_before_it_starts(cluster, engines, capsys, ranks):
     for rank in ranks:
         engines.end_engine(rank)
     run = train(cluster, steps=100_000)
     assert f"{ranks[-1]} gone: replaced before the training starts" in capsys.readouterr().out
     until(run, lambda: run.status.step > 0)
-    engines.end_engine(1)  # what the other one holds is handed over, also where all began anew
+    engines.end_engine(1)  # the state of rank 0 is handed over, even if all ranks started again
     until(run, lambda: any(event.kind == "repair" for event in run.history.events))
     run.stop()
     assert "from step 0 " not in run.history.events[-2].text
 
 
-def test_what_was_lost_before_a_training_that_is_not_to_be_repaired_is_told(cluster, engines):
+def test_train_raises_for_a_lost_engine_if_it_must_not_be_replaced(cluster, engines):
     engines.end_engine(1)
     with pytest.raises(dtkit.errors.EngineError, match=r"its process has ended"):
         train(cluster, on_failure="pause")
 
 
-def test_a_run_that_was_released_is_not_repaired(cluster, engines):
+def test_released_run_refuses_repair(cluster, engines):
     run = train(cluster)
     run.wait(10)
     run.release()
@@ -202,7 +202,7 @@ def test_a_run_that_was_released_is_not_repaired(cluster, engines):
     assert cluster.repair() == [1]
 
 
-def test_a_run_may_go_on_with_fewer(cluster, engines):
+def test_run_continues_with_fewer_ranks_if_allowed_to_shrink(cluster, engines):
     run = train(cluster, start=False, on_failure="shrink")
     run.step()
     engines.end_engine(0)
@@ -217,14 +217,14 @@ def test_a_run_may_go_on_with_fewer(cluster, engines):
     ("strategy", "why"),
     [(dtkit.Pipeline(2, 2), "stages 2"), (dtkit.Sharded(replicas=2), "replicas")],
 )
-def test_a_strategy_that_needs_all_ranks_can_t_go_on_with_fewer(strategy, why):
+def test_strategy_that_needs_all_ranks_refuses_to_shrink(strategy, why):
     with dtkit.Cluster.from_transport(FakeTransport(2), device="cpu") as cluster:
         with pytest.raises(ValueError, match=f"on_failure='shrink' .* can't work on 1 of 2.*{why}.*'repair'"):
             train(cluster, strategy=strategy, on_failure="shrink")
         assert cluster.current_run is None
 
 
-def test_a_failed_run_says_why_it_can_t_go_on(cluster, engines):
+def test_failed_run_refuses_to_continue_and_refers_to_its_exception(cluster, engines):
     run = train(cluster, start=False)
     run.step()
     engines.inject_failure(1, "advance", ValueError("no such row"))
@@ -246,22 +246,22 @@ def paused_for_a_lost_engine(cluster: dtkit.Cluster, engines: FakeTransport) -> 
     return run
 
 
-def test_a_lost_engine_is_named_alone_where_the_others_only_refuse(cluster, engines):
+def test_error_names_only_the_lost_engine_if_the_others_just_refuse(cluster, engines):
     run = paused_for_a_lost_engine(cluster, engines)
     with pytest.raises(dtkit.errors.EngineError, match="its process has ended") as caught:
         _ = run.model
     assert "Refused" not in str(caught.value)
 
 
-def test_a_run_may_wait_for_somebody_to_look(cluster, engines):
+def test_run_paused_for_a_lost_engine_completes_after_resume(cluster, engines):
     run = paused_for_a_lost_engine(cluster, engines)
     assert run.status.state is State.PAUSED
-    run.resume()  # which replaces it
+    run.resume()  # replaces the lost engine
     run.wait(10)
     assert run.status.state is State.COMPLETED
 
 
-def test_a_checkpoint_of_a_run_that_has_lost_an_engine_is_refused_at_once(cluster, engines, tmp_path):
+def test_save_is_refused_at_once_if_the_run_has_lost_an_engine(cluster, engines, tmp_path):
     run = paused_for_a_lost_engine(cluster, engines)
     said = len(run.history.events)
     with pytest.raises(dtkit.errors.CheckpointError, match=r"lost: rank 1; run.resume\(\) or run.repair\(\) replaces"):
@@ -272,7 +272,7 @@ def test_a_checkpoint_of_a_run_that_has_lost_an_engine_is_refused_at_once(cluste
     assert run.status.state is State.COMPLETED
 
 
-def test_a_folder_that_is_none_is_refused_by_the_argument_s_name(cluster):
+def test_invalid_folder_is_refused_with_the_name_of_the_argument(cluster):
     run = train(cluster, start=False)
     with pytest.raises(
         ValueError, match=r"^save\(path=''\): this is not the name of a folder\. Use a name such as 'check"
@@ -291,12 +291,12 @@ def test_a_folder_that_is_none_is_refused_by_the_argument_s_name(cluster):
         train(cluster, resume_from="/nowhere/x")
 
 
-def test_what_to_do_about_a_lost_engine_is_checked(cluster):
+def test_train_refuses_an_unknown_on_failure_value(cluster):
     with pytest.raises(ValueError, match="on_failure='ignore'; it must be 'repair'"):
         train(cluster, on_failure="ignore")
 
 
-def test_a_gradient_that_is_not_finite_pauses_all_ranks_and_can_be_tried_again(cluster, engines):
+def test_nonfinite_gradient_pauses_all_ranks_and_the_step_can_be_repeated(cluster, engines):
     engines.inject_nonfinite(7, ranks=[1])
     run = train(cluster)
     with pytest.raises(dtkit.errors.NonFiniteError, match="rank 1 on fake, step 7"):
@@ -309,7 +309,7 @@ def test_a_gradient_that_is_not_finite_pauses_all_ranks_and_can_be_tried_again(c
     assert list(run.history.totals()["step"]) == list(range(40))
 
 
-def test_a_gradient_that_is_not_finite_with_finite_losses_says_so(cluster, engines):
+def test_nonfinite_gradient_error_reports_that_all_losses_are_finite(cluster, engines):
     engines.inject_nonfinite(3, ranks=[], always=True)
     run = train(cluster)
     with pytest.raises(dtkit.errors.NonFiniteError, match=r"though every rank's loss is \(1, 1\)"):
@@ -320,7 +320,7 @@ def test_a_gradient_that_is_not_finite_with_finite_losses_says_so(cluster, engin
     assert run.status.step == 3
 
 
-def test_pause_waits_for_what_is_in_flight(cluster, engines):
+def test_pause_waits_for_dispatches_in_flight(cluster, engines):
     run = train(cluster, steps=100_000, start=False)
     run.step(5)
     engines.hold_requests()
@@ -337,13 +337,13 @@ def test_pause_waits_for_what_is_in_flight(cluster, engines):
 
 @pytest.fixture
 def gracious(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pause has all the time to take effect before anything is broken off."""
+    """Pause grace period so long that no engine is interrupted."""
     monkeypatch.setattr(timeouts, "PAUSE_GRACE_S", 600.0)
     monkeypatch.setattr(timeouts, "MAX_PAUSE_GRACE_S", 600.0)
 
 
 def under_way(cluster: dtkit.Cluster, engines: FakeTransport) -> dtkit.Run:
-    """A run with dispatches that do not land, which is to pause."""
+    """A run that was asked to pause while its dispatches are held."""
     run = train(cluster, steps=100_000, start=False)
     run.step(5)
     engines.hold_requests()
@@ -353,9 +353,9 @@ def under_way(cluster: dtkit.Cluster, engines: FakeTransport) -> dtkit.Run:
 
 
 @pytest.mark.usefixtures("gracious")
-def test_a_second_interrupt_leaves_the_pause_time_to_take_effect(cluster, engines):
+def test_second_interrupt_gives_the_pause_time_to_take_effect(cluster, engines):
     run = under_way(cluster, engines)
-    broken = run._driver.submit("break")
+    broken = run._driver.submit("interrupt")
     engines.release_requests()
     assert broken.result(10) == run.status.step > 5
     assert run.status.state is State.PAUSED
@@ -366,7 +366,7 @@ def test_a_second_interrupt_leaves_the_pause_time_to_take_effect(cluster, engine
 
 
 def check_broken_off(run: dtkit.Run, engines: FakeTransport) -> None:
-    answer = run._driver.submit("break")
+    answer = run._driver.submit("interrupt")
     watched(lambda: engines.interrupted_ranks == [0, 1])
     engines.release_requests()
     assert answer.result(10) == 5
@@ -374,7 +374,7 @@ def check_broken_off(run: dtkit.Run, engines: FakeTransport) -> None:
 
 
 @pytest.mark.usefixtures("gracious")
-def test_what_is_known_to_be_stuck_is_broken_off_at_once(cluster, engines, monkeypatch):
+def test_second_interrupt_reaches_the_engines_at_once_if_a_rank_is_stuck(cluster, engines, monkeypatch):
     run = under_way(cluster, engines)
     monkeypatch.setattr(run._driver.calls.stall_detector, "check", lambda _now: None)
     run._driver.calls.stall_detector.stall_report = StallReport(
@@ -383,7 +383,7 @@ def test_what_is_known_to_be_stuck_is_broken_off_at_once(cluster, engines, monke
     check_broken_off(run, engines)
 
 
-def test_who_is_stuck_is_named_while_another_rank_has_failed_already(cluster, engines, monkeypatch):
+def test_stuck_rank_is_named_even_if_another_rank_has_failed(cluster, engines, monkeypatch):
     run = under_way(cluster, engines)
     found = StallReport("stuck", 1, "here", "forward", 3, "net.py:14", "it waits", "wait", 8.0)
     watched(lambda: len(run._driver.calls.pending))
@@ -391,13 +391,13 @@ def test_who_is_stuck_is_named_while_another_rank_has_failed_already(cluster, en
     monkeypatch.setattr(
         run._driver.calls.stall_detector, "check", lambda _now: found if answers and answers[0].done() else None
     )
-    engines.interrupt([0])  # the other one is held
+    engines.interrupt([0])  # rank 1 is held
     until(run, lambda: any(event.kind == "stuck" and event.rank == 1 for event in run.history.events))
-    assert engines.interrupted_ranks == [0]  # by this test, and nobody by the driver
+    assert engines.interrupted_ranks == [0]  # by this test, not by the driver
     engines.release_requests()
 
 
-def test_an_interrupt_before_the_first_one_has_paused_is_a_second_one(cluster, engines, monkeypatch):
+def test_interrupt_before_the_pause_takes_effect_counts_as_the_second_one(cluster, engines, monkeypatch):
     monkeypatch.setattr(timeouts, "INTERRUPTED_CELL_TIMEOUT_S", 0.1)
     run = train(cluster, steps=100_000, start=False)
     run.step(5)
@@ -416,7 +416,7 @@ def test_an_interrupt_before_the_first_one_has_paused_is_a_second_one(cluster, e
 
 
 def press(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interrupt whoever waits next."""
+    """Make the next wait for a run raise KeyboardInterrupt."""
 
     def pressed(_run: dtkit.Run) -> None:
         raise KeyboardInterrupt
@@ -424,11 +424,11 @@ def press(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_text, "start_text_progress", pressed)
 
 
-def test_what_has_not_paused_in_time_is_broken_off(cluster, engines):
+def test_engines_are_interrupted_if_the_pause_takes_too_long(cluster, engines):
     check_broken_off(under_way(cluster, engines), engines)
 
 
-def test_resume_takes_a_pause_back(cluster, engines):
+def test_resume_cancels_a_pending_pause(cluster, engines):
     run = train(cluster, start=False)
     engines.hold_requests()
     run.resume()
@@ -439,19 +439,19 @@ def test_resume_takes_a_pause_back(cluster, engines):
     assert run.status.state is State.COMPLETED
 
 
-def test_a_pause_that_is_taken_back_is_answered(cluster, engines):
+def test_canceled_pause_is_answered_at_once(cluster, engines):
     run = train(cluster, steps=100_000, start=False)
     engines.hold_requests()
     run.resume()
     pause = run.post("pause")
     run.post("resume").result(10)
-    assert pause.result(1) == 0  # and not when the run next comes to an end
+    assert pause.result(1) == 0  # at once, not when the run ends
     engines.release_requests()
     run.stop()
 
 
-def test_a_view_that_is_slow_to_hear_of_the_end_meets_no_second_thread(cluster):
-    """The run goes on from there, and both would send."""
+def test_extend_starts_no_second_driver_while_a_slow_view_shows_the_end(cluster):
+    """Two driver threads would both send dispatches of the extended run."""
     run = train(cluster, steps=20)
     run.subscribe(lambda: run.status.state.has_ended and threading.Event().wait(0.1))
     run.wait(10)
@@ -462,7 +462,7 @@ def test_a_view_that_is_slow_to_hear_of_the_end_meets_no_second_thread(cluster):
     run._driver.join(10)
 
 
-def test_a_view_that_hears_of_the_end_may_extend_the_run(cluster):
+def test_view_can_extend_the_run_when_it_ends(cluster):
     run = train(cluster, steps=20, start=False)
     once = threading.Event()
 
@@ -477,7 +477,7 @@ def test_a_view_that_hears_of_the_end_may_extend_the_run(cluster):
     assert list(run.history.totals()["step"]) == list(range(50))
 
 
-def test_who_waits_for_what_is_under_way_hears_of_the_end_of_its_run(cluster, engines, monkeypatch, tmp_path):
+def test_pending_save_raises_when_its_run_fails(cluster, engines, monkeypatch, tmp_path):
     run = train(cluster, steps=100_000, start=False)
     engines.hold_requests()
     save = CheckpointRequest(tmp_path, None)
@@ -495,7 +495,7 @@ def test_who_waits_for_what_is_under_way_hears_of_the_end_of_its_run(cluster, en
     engines.release_requests()
 
 
-def test_a_save_that_can_t_be_begun_keeps_no_other_one_waiting(cluster, engines, tmp_path):
+def test_save_that_cannot_start_does_not_block_the_next_one(cluster, engines, tmp_path):
     run = train(cluster, steps=100_000, start=False)
     run.step(1)
     engines.hold_requests()
@@ -513,7 +513,7 @@ def test_a_save_that_can_t_be_begun_keeps_no_other_one_waiting(cluster, engines,
     assert run.status.state is State.PAUSED
 
 
-def test_a_command_that_fails_ends_the_run_and_leaves_nobody_waiting(cluster, monkeypatch: pytest.MonkeyPatch):
+def test_failing_command_ends_the_run_and_is_still_answered(cluster, monkeypatch: pytest.MonkeyPatch):
     run = train(cluster, start=False)
 
     def fail(*_: object) -> None:
@@ -526,7 +526,7 @@ def test_a_command_that_fails_ends_the_run_and_leaves_nobody_waiting(cluster, mo
         run.wait(10)
 
 
-def test_a_learning_rate_travels_with_the_next_dispatch(cluster, engines):
+def test_new_learning_rate_is_sent_with_the_next_dispatch(cluster, engines):
     run = train(cluster, steps=100_000)
     until(run, lambda: run.status.step > 3)
     at = run.set(lr=0.5)
@@ -534,11 +534,11 @@ def test_a_learning_rate_travels_with_the_next_dispatch(cluster, engines):
     rows = run.history.rows()
     assert (rows["lr"][rows["step"] < at] == 0.1).all()
     assert (rows["lr"][rows["step"] >= at] == 0.5).all()
-    assert [event.step for event in run.history.events if event.kind == "lr"] == [at]  # where its mark belongs
+    assert [event.step for event in run.history.events if event.kind == "lr"] == [at]  # the step that charts mark
     assert at in [step for step, _ in dispatches(engines)]
 
 
-def test_a_learning_rate_that_was_under_way_behind_a_failure_is_sent_again(cluster, engines):
+def test_learning_rate_in_flight_during_a_failure_is_sent_again(cluster, engines):
     run = train(cluster, steps=300, start=False)
     run.step()
     engines.hold_requests()
@@ -554,8 +554,8 @@ def test_a_learning_rate_that_was_under_way_behind_a_failure_is_sent_again(clust
     assert list(run.history.totals()["step"]) == list(range(300))
 
 
-def test_who_was_stuck_goes_on_with_the_first_dispatch_that_lands(cluster):
-    """While dispatches land one after the other, nobody looks out for a rank that keeps the others waiting."""
+def test_stuck_rank_is_reported_as_recovered_when_a_dispatch_returns(cluster):
+    """The stall detector looks for no stuck rank while dispatches keep returning."""
     run = train(cluster, steps=100_000)
     until(run, lambda: run.status.step > 3)
     run._driver.calls.stall_detector.stall_report = StallReport(
@@ -567,7 +567,7 @@ def test_who_was_stuck_goes_on_with_the_first_dispatch_that_lands(cluster):
     assert told == ["rank 1 goes on after 8 s."]
 
 
-def test_held_out_data_is_evaluated_at_the_end_of_each_epoch_without_a_pause_between(cluster, engines):
+def test_validation_runs_after_each_epoch_without_a_pause(cluster, engines):
     run = train(cluster, epochs=5, validation=ROWS)
     run.wait(10)
     assert [e.step for e in run.history.evaluations] == [4, 8, 12, 16, 20]
@@ -576,14 +576,14 @@ def test_held_out_data_is_evaluated_at_the_end_of_each_epoch_without_a_pause_bet
 
 
 def calls(engines: FakeTransport, *ops: str) -> list[tuple[str, int]]:
-    """(op, step) of what rank 0 was asked for after steps, in order."""
+    """(op, step) of each such request to rank 0, in order."""
     return [(op, args["step"]) for rank, op, args in engines.served_requests if rank == 0 and op in ops]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("Connection closed by peer")], ids=repr)
 @pytest.mark.parametrize("at", [1, 4], ids=["amid", "at the end"])
-def test_an_evaluation_that_is_broken_off_is_made_before_the_next_step(cluster, engines, at, error):
-    """And before callbacks are called, which look at what it found."""
+def test_interrupted_evaluation_is_repeated_before_the_next_step(cluster, engines, at, error):
+    """Callbacks come after the repeated evaluation, because they read its values."""
     seen = []
     engines.inject_failure(1, "evaluate", error, after=at)
     run = train(cluster, epochs=5, validation=ROWS, callbacks=[lambda r: seen.append(r.history.evaluations[-1].step)])
@@ -591,14 +591,14 @@ def test_an_evaluation_that_is_broken_off_is_made_before_the_next_step(cluster, 
     assert run.status.state is State.COMPLETED
     assert [e.step for e in run.history.evaluations] == seen == [4, 8, 12, 16, 20]
     steps = [step for _, step in calls(engines, "evaluate")]
-    assert steps == sorted([4, 8, 12, 16, 20, 4 * (at + 1)])  # that one again, and no other
+    assert steps == sorted([4, 8, 12, 16, 20, 4 * (at + 1)])  # only the interrupted one is repeated
     asked = calls(engines, "evaluate", "advance")
     last = max(k for k, call in enumerate(asked) if call == ("evaluate", 4 * (at + 1)))
     assert all(step > 4 * at for _, step in asked[last:])
 
 
 @pytest.mark.parametrize("step", [8, 20], ids=["amid", "at the end"])
-def test_an_evaluation_that_is_broken_off_by_a_pause_is_made_when_the_run_goes_on(cluster, engines, step):
+def test_evaluation_interrupted_by_a_pause_is_repeated_on_resume(cluster, engines, step):
     run = train(cluster, steps=20, validation=ROWS, start=False)
     run.step(step - 1)
     engines.inject_failure(0, "evaluate", KeyboardInterrupt())
@@ -615,19 +615,17 @@ def test_an_evaluation_that_is_broken_off_by_a_pause_is_made_when_the_run_goes_o
     assert [e.step for e in run.history.evaluations] == [4, 8, 12, 16, 20]
 
 
-def test_a_notebook_that_takes_over_is_told_of_evaluations_that_were_lost(cluster):
+def test_notebook_that_takes_over_reports_lost_evaluations(cluster):
     run = train(cluster, validation=ROWS, start=False)
     made = 4, {"loss": (2.0, 4.0)}
     run.lifecycle.replay_unread({0: [], 1: []}, {0: {8: made}, 1: {8: made, 12: made}}, 16)
     assert [e.step for e in run.history.evaluations] == [8]
     told = [event.text for event in run.history.events if "lost" in event.text]
-    assert told == ["what evaluations found after these steps was lost: 4, 12"]  # where it stands, one will be made
+    assert told == ["what evaluations found after these steps was lost: 4, 12"]  # that of step 16 is still to come
 
 
 @pytest.mark.parametrize("presses", [1, 2])
-def test_a_call_that_is_interrupted_ends_on_the_engines_too_and_the_next_one_works(
-    cluster, engines, monkeypatch, presses
-):
+def test_interrupted_call_ends_on_the_engines_and_the_next_one_works(cluster, engines, monkeypatch, presses):
     run = train(cluster, start=False)
     run.step(4)
     generation, collect, waits = (
@@ -646,7 +644,7 @@ def test_a_call_that_is_interrupted_ends_on_the_engines_too_and_the_next_one_wor
         watched(lambda: engines.interrupted_ranks == [0, 1])
         if presses == 1:
             engines.release_requests()
-        else:  # what was sent to the engines since is held: nobody waits for it
+        else:  # later requests are held, and nothing waits for them
             os.kill(os.getpid(), signal.SIGINT)
 
     presser = threading.Thread(target=press, daemon=True)
@@ -663,7 +661,7 @@ def test_a_call_that_is_interrupted_ends_on_the_engines_too_and_the_next_one_wor
     assert run.status.state is State.COMPLETED
 
 
-def test_an_interrupt_that_comes_as_the_one_before_is_seen_to_leaves_nothing_broken(cluster, engines, monkeypatch):
+def test_interrupt_during_interrupt_handling_leaves_the_cluster_usable(cluster, engines, monkeypatch):
     def interrupted(*_: Any) -> None:
         engines.release_requests()
         raise KeyboardInterrupt
@@ -679,7 +677,7 @@ def test_an_interrupt_that_comes_as_the_one_before_is_seen_to_leaves_nothing_bro
     assert cluster._engine_group.membership.generation == before + 1
 
 
-def test_extend_goes_on_where_it_ended(cluster):
+def test_extend_continues_where_the_run_ended(cluster):
     run = train(cluster)
     run.wait(10)
     run.extend(epochs=2)
@@ -711,7 +709,7 @@ def test_closing_the_cluster_ends_a_run_that_hangs(engines):
 
 
 def test_commands_that_race_with_the_end_are_answered(cluster):
-    """Each command either takes effect or says that the run has ended; none waits for ever."""
+    """Each command either takes effect or reports that the run has ended; none waits forever."""
     for _ in range(20):
         run = train(cluster, steps=3, start=False)
         run.post("resume")
@@ -725,7 +723,7 @@ def test_commands_that_race_with_the_end_are_answered(cluster):
         run.release()
 
 
-def test_the_text_of_a_run_says_what_it_is(cluster):
+def test_repr_of_a_run_shows_its_model_strategy_and_state(cluster):
     run = train(cluster)
     run.wait(10)
     assert repr(run).startswith("Linear · DataParallel() · completed\nstep 40 of 40")
@@ -733,7 +731,7 @@ def test_the_text_of_a_run_says_what_it_is(cluster):
     assert run.figure().axes
 
 
-def test_the_cause_is_told_also_where_the_group_can_t_be_formed_anew(cluster, engines):
+def test_first_error_is_raised_even_if_the_group_cannot_be_formed_again(cluster, engines):
     engines.inject_failure(1, "build_job", ValueError("no such layer"))
     engines.inject_failure(0, "join_group", RuntimeError("no port is left"))
     with pytest.raises(dtkit.errors.EngineError, match="rank 1 on fake: ValueError: no such layer") as caught:
@@ -741,7 +739,7 @@ def test_the_cause_is_told_also_where_the_group_can_t_be_formed_anew(cluster, en
     assert "no port is left" in str(caught.value.__cause__)
 
 
-def test_what_an_interrupt_left_of_a_group_is_removed_with_the_next_one(cluster):
+def test_next_group_removes_the_files_of_an_interrupted_one(cluster):
     left = [cluster.folder / f"store-{cluster._engine_group.membership.generation}{what}" for what in (".off", ".1")]
     for path in left:
         path.touch()
@@ -749,8 +747,8 @@ def test_what_an_interrupt_left_of_a_group_is_removed_with_the_next_one(cluster)
     assert not any(path.exists() for path in left)
 
 
-def test_a_group_of_which_a_newer_one_was_begun_meanwhile_is_not_formed(cluster, monkeypatch):
-    """That one was interrupted; calls would be refused for ever, as sent before it, and nobody would form it."""
+def test_group_is_not_formed_if_a_newer_one_was_started_meanwhile(cluster, monkeypatch):
+    """An interrupted newer group would otherwise make the engines refuse all later calls as outdated."""
     collect = cluster._engine_group.gather_replies
 
     def interrupted(*_: Any) -> None:
@@ -771,7 +769,7 @@ def test_a_group_of_which_a_newer_one_was_begun_meanwhile_is_not_formed(cluster,
     assert cluster._engine_group.membership.generation == before + 1
 
 
-def test_hosts_are_known_also_while_an_engine_is_lost_and_after_it_was_replaced():
+def test_hosts_stay_known_while_an_engine_is_lost_and_after_its_replacement():
     engines = FakeTransport(3)
     with dtkit.Cluster.from_transport(engines, device="cpu", interface="lo") as cluster:
         assert cluster._engine_group.membership.is_single_host
@@ -805,7 +803,7 @@ def test_wait_raises_on_a_run_that_this_thread_has_paused(cluster):
     assert run.done()
 
 
-def test_wait_goes_on_through_a_pause_that_is_taken_back(cluster):
+def test_wait_continues_through_a_pause_that_ends_with_resume(cluster):
     run = train(cluster, steps=5000)
     run.pause()
     threading.Timer(0.2, run.post, ["resume"]).start()
@@ -813,7 +811,7 @@ def test_wait_goes_on_through_a_pause_that_is_taken_back(cluster):
     assert run.status.state is State.COMPLETED
 
 
-def test_await_says_that_the_cell_waits_while_the_run_is_paused(cluster):
+def test_await_reports_that_the_cell_waits_while_the_run_is_paused(cluster):
     run = train(cluster, steps=100_000)
 
     async def main() -> str:
@@ -833,7 +831,7 @@ def test_await_says_that_the_cell_waits_while_the_run_is_paused(cluster):
     assert run.status.state is State.STOPPED
 
 
-def test_pause_of_a_stuck_engine_names_it_and_what_helps(cluster, engines, monkeypatch):
+def test_pause_timeout_names_the_stuck_rank_and_the_remedy(cluster, engines, monkeypatch):
     monkeypatch.setattr(timeouts, "STUCK_COMMAND_TIMEOUT_S", 0.2)
     run = train(cluster, steps=100_000, start=False)
     run.step(5)
@@ -851,13 +849,13 @@ def test_pause_of_a_stuck_engine_names_it_and_what_helps(cluster, engines, monke
     until(run, lambda: run.status.state is State.PAUSED)
 
 
-def test_extend_is_not_undone_by_a_view_that_is_told_of_a_change_meanwhile(cluster, monkeypatch):
+def test_extend_is_not_undone_by_a_concurrent_notification(cluster, monkeypatch):
     run = train(cluster, steps=20)
     run.wait(10)
     start, steps_seen = run._driver.start, []
 
     def start_after_a_notification() -> None:
-        notifier = threading.Thread(target=run._notify)  # as the thread that writes checkpoints does
+        notifier = threading.Thread(target=run._notify)  # like the thread that writes checkpoints
         notifier.start()
         notifier.join(10)
         steps_seen.append(run.spec.steps)
@@ -870,7 +868,7 @@ def test_extend_is_not_undone_by_a_view_that_is_told_of_a_change_meanwhile(clust
     assert (run.spec.steps, run.status.step) == (50, 50)
 
 
-def test_explain_step_needs_a_strategy_that_has_something_to_explain(cluster):
+def test_explain_step_is_refused_if_the_strategy_has_nothing_to_explain(cluster):
     run = train(cluster, strategy=dtkit.ParameterAveraging(every=2), start=False)
     with pytest.raises(dtkit.errors.RunError, match="there is little to explain"):
         run.explain_step()
@@ -919,7 +917,7 @@ def test_early_stopping_follows_the_mode(mode, values, stops):
 # -- time limits -----------------------------------------------------------------------------------------------
 
 
-def test_release_keeps_the_job_if_the_weights_do_not_come_in_time(cluster, engines):
+def test_release_keeps_the_job_if_the_weights_arrive_too_late(cluster, engines):
     run = train(cluster)
     run.wait(10)
     engines.hold_requests()
@@ -960,7 +958,7 @@ def test_extend_waits_for_views_no_longer_than_its_time_limit(cluster):
     assert run.status.step == 48
 
 
-def test_a_delay_ends_at_its_time_limit(cluster, engines):
+def test_inject_delay_ends_at_its_time_limit(cluster, engines):
     run = train(cluster)
     run.wait(10)
     engines.hold_requests()
@@ -974,7 +972,7 @@ IMMEDIATE = {"done", "exception", "subscribe", "__await__"}
 
 
 @pytest.mark.parametrize("name", WAITING)
-def test_runs_and_tasks_wait_by_the_same_names(name):
+def test_runs_and_tasks_have_the_same_waiting_methods(name):
     of_run, of_task = inspect.getattr_static(dtkit.Run, name), inspect.getattr_static(Task, name)
     assert type(of_run) is type(of_task)
     if name not in IMMEDIATE:

@@ -47,7 +47,7 @@ def test_stage_ranks_follow_the_table():
     table = Schedule(V_SHAPED)
     assert table.stage_ranks == (0, 1, 1, 0)
     assert [table.get_stages(rank) for rank in (0, 1)] == [[0, 3], [1, 2]]
-    assert repr(table) == "Schedule('own', 2 ranks, 4 stages, 2 micro-batches)"
+    assert repr(table) == "Schedule('custom', 2 ranks, 4 stages, 2 micro-batches)"
     uneven = Schedule("0F0 0B0\n1F0 2F0 2B0 1B0")
     assert uneven.get_stages(1) == [1, 2]
 
@@ -225,7 +225,7 @@ def test_pipeline_accepts_schedules_in_any_form():
         assert strategy.micro_batches == strategy.num_micro_batches == 2
         assert strategy.pipeline_schedule == strategy.schedule == Schedule(ONE)
         assert repr(strategy) == (
-            "Pipeline(stages=2, micro_batches=2, schedule=Schedule('own', 2 ranks, 2 micro-batches))"
+            "Pipeline(stages=2, micro_batches=2, schedule=Schedule('custom', 2 ranks, 2 micro-batches))"
         )
     assert dtkit.Pipeline(2, micro_batches=2, schedule=ONE) == dtkit.Pipeline(2, schedule=ONE)
     assert dtkit.Pipeline(2, 4).pipeline_schedule == Schedule.from_name("1F1B", 2, 4)

@@ -1,4 +1,4 @@
-"""What dtkit never does: wait without a limit, run text, unpickle files, open ports, let others in.
+"""Security rules: no unlimited waits, no evaluated text, no unpickled files, no open ports, no access for other users.
 
 The first part reads the code. An exception carries a comment that gives its reason, such as ``# waits: ...``; a stale
 comment fails too. The cluster's side, ports and keys, is in ``tests/cluster/test_security.py``.
@@ -49,14 +49,14 @@ if TYPE_CHECKING:
 
     from dtkit.checkpoint.checkpoint import Checkpoints
 
-# -- what the code never does ------------------------------------------------------------------------------
+# -- forbidden calls in the code ---------------------------------------------------------------------------
 
 _ENDLESS = {"wait", "result", "exception", "join", "get", "acquire", "communicate", "shutdown", "barrier"}
 _SUBPROCESS = {"run", "call", "check_call", "check_output", "getoutput", "getstatusoutput"}
 
 
 def _called(node: ast.AST) -> tuple[str, str]:
-    """What a node calls: in full, and the last name of it. Empty for what is no call."""
+    """The full name that a node calls, and its last part; both empty if it is no call."""
     if not isinstance(node, ast.Call):
         return "", ""
     full = ast.unparse(node.func)
@@ -122,7 +122,7 @@ def _dangerous(node: ast.AST) -> bool:
         return True
     if re.fullmatch(r"(\w+_)?loads?(_all)?|open", name) and full.split(".")[0] in _UNPICKLE and "." in full:
         return "allow_pickle=False" not in ast.unparse(node)
-    is_own = name in {"pack_object", "unpack_object"}  # what unpack_object does is marked where it does it
+    is_own = name in {"pack_object", "unpack_object"}  # the marker is inside unpack_object
     return name in {"Unpickler", "read_pickle", "mktemp"} or (name.endswith(("_object_list", "_object")) and not is_own)
 
 
@@ -131,7 +131,7 @@ def _dangerous(node: ast.AST) -> bool:
     [(_waits, "waits"), (_locks, "locks"), (_opens, "port"), (_dangerous, "unpickles")],
     ids=["waits", "locks", "ports", "dangers"],
 )
-def test_each_exception_gives_its_reason(root: Path, sees: Callable[[ast.AST], bool], marker: str):
+def test_every_exception_to_a_rule_gives_its_reason(root: Path, sees: Callable[[ast.AST], bool], marker: str):
     assert find_marker_errors(root / "dtkit", sees, marker) == []
 
 
@@ -160,7 +160,7 @@ def test_each_exception_gives_its_reason(root: Path, sees: Callable[[ast.AST], b
         (_dangerous, "dist.broadcast_object_list(things)"),
     ],
 )
-def test_the_reading_sees_it(sees: Callable[[ast.AST], bool], code: str):
+def test_the_scan_finds_each_forbidden_form(sees: Callable[[ast.AST], bool], code: str):
     assert any(map(sees, ast.walk(ast.parse(code))))
 
 
@@ -175,11 +175,11 @@ def test_the_reading_sees_it(sees: Callable[[ast.AST], bool], code: str):
         (_dangerous, "json.loads(t); self.load(3); np.load(p, allow_pickle=False); model.eval(); torch.compile(f)"),
     ],
 )
-def test_the_reading_leaves_alone_what_has_a_limit(sees: Callable[[ast.AST], bool], code: str):
+def test_the_scan_permits_limited_and_safe_calls(sees: Callable[[ast.AST], bool], code: str):
     assert not any(map(sees, ast.walk(ast.parse(code))))
 
 
-# -- what engines say is text, not HTML ------------------------------------------------------------------------
+# -- engine output is text, not HTML ---------------------------------------------------------------------------
 
 HOSTILE = """<script>alert("1")</script><img src=x onerror='a()'>&amp;"""
 
@@ -209,7 +209,7 @@ def _stacks() -> stacks.Stacks:
 
 
 def _checkpoints(folder: Path) -> Checkpoints:
-    """One that is whole, one that is damaged; all that can be said in them is hostile."""
+    """One complete and one damaged checkpoint, with hostile text in every field that can have it."""
     made = folder / HOSTILE.replace("/", "|")
     whole = checkpoints.write_checkpoint(made).future.result(20).path
     broken = checkpoints.write_checkpoint(made, step=6).future.result(20).path
@@ -225,7 +225,7 @@ def _checkpoints(folder: Path) -> Checkpoints:
 def _piped() -> Any:
     reports = stage_reports.make_pipeline_reports()
     for one in reports:
-        for crossing in one["sightings"]:
+        for crossing in one["transfers"]:
             crossing["dtype"] = HOSTILE
     return explain.build_explanation(reports, HOSTILE, None)
 
@@ -263,7 +263,7 @@ PAGES: dict[str, Any] = {  # a class that shows itself as HTML -> one that is fu
 }
 
 
-def test_every_class_that_shows_itself_as_html_is_in_the_list(root: Path):
+def test_every_class_with_an_html_view_is_in_pages(root: Path):
     classes = [node for node in iterate_nodes(root / "dtkit") if isinstance(node, ast.ClassDef)]
     own = {c.name for c in classes if any(getattr(part, "name", "") == "_repr_html_" for part in c.body)}
     heirs = {c.name: base.id for c in classes for base in c.bases if isinstance(base, ast.Name) and base.id in own}
@@ -273,7 +273,7 @@ def test_every_class_that_shows_itself_as_html_is_in_the_list(root: Path):
 
 @pytest.mark.filterwarnings("ignore:Glyph")
 @pytest.mark.parametrize("name", PAGES)
-def test_what_engines_say_is_escaped(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_hostile_text_is_escaped_in_every_html_view(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     shown = PAGES[name](tmp_path, monkeypatch)
     assert type(shown).__name__ == name
     try:
@@ -283,7 +283,7 @@ def test_what_engines_say_is_escaped(name: str, tmp_path: Path, monkeypatch: pyt
             shown.close()
 
 
-def test_a_call_and_a_report_escape_what_was_printed_and_raised(tmp_path: Path):
+def test_a_call_and_a_report_escape_printed_and_raised_text(tmp_path: Path):
     source = FakeSource(ranks=2, name=HOSTILE)
     source.advance(5)
     source.event("print", HOSTILE, rank=1)
@@ -299,7 +299,7 @@ def test_a_call_and_a_report_escape_what_was_printed_and_raised(tmp_path: Path):
 
 
 class _Tags(HTMLParser):
-    """What a browser would make of a page."""
+    """The tags and texts that a browser would find in a page."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -318,14 +318,14 @@ class _Tags(HTMLParser):
 
 
 def _assert_harmless(page: str) -> None:
-    """The hostile text is there, as text: nothing of it is a tag or an attribute."""
+    """Assert that the hostile text is in the page as text, not as tags or attributes."""
     tags = _Tags()
     tags.feed(page)
     assert tags.bad == []
     assert "<script>alert" in "".join(tags.texts)
 
 
-def test_views_in_the_browser_set_text_and_never_html(root: Path):
+def test_browser_views_set_text_and_never_html(root: Path):
     """The live dashboard: names and lines reach the page as text nodes. ``tests/browser`` tries it."""
     parses = re.compile(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|\beval\(|new Function")
     scripts = sorted((root / "dtkit").rglob("*.js"))
@@ -333,12 +333,10 @@ def test_views_in_the_browser_set_text_and_never_html(root: Path):
     assert [path.name for path in scripts if parses.search(path.read_text(encoding="utf-8"))] == []
 
 
-# -- files are the user's alone, and only the user's are believed ----------------------------------------------
+# -- files are private, and only the user's own are trusted ----------------------------------------------------
 
 
-def test_a_file_is_made_anew_and_never_through_a_name_that_somebody_planted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_shared_memory_refuses_to_write_through_an_existing_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     theirs = tmp_path / "theirs"
     theirs.write_bytes(b"untouched")
     planted = tmp_path / "dtkit-planted"
@@ -354,7 +352,7 @@ def test_a_file_is_made_anew_and_never_through_a_name_that_somebody_planted(
     shared_memory.remove_file(handle)
 
 
-def test_what_belongs_to_somebody_else_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_links_and_files_of_other_users_are_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     handle = shared_memory.write_buffers([b"secret"], directories=[str(tmp_path)])
     link = tmp_path / "link"
     link.symlink_to(handle.path)
@@ -366,10 +364,8 @@ def test_what_belongs_to_somebody_else_is_not_opened(tmp_path: Path, monkeypatch
         BufferMapping.open(handle)
 
 
-def test_a_cluster_s_folder_is_believed_only_where_nobody_else_can_write(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """Taking a cluster over unpickles what lies there."""
+def test_a_cluster_folder_is_trusted_only_if_private_to_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Attaching to a cluster unpickles files of its folder."""
     me = ProcessId.from_pid()
     folder = tmp_path / "dtkit-mine"
     folder.mkdir(mode=0o700)
@@ -386,8 +382,8 @@ def test_a_cluster_s_folder_is_believed_only_where_nobody_else_can_write(
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
-def test_a_checkpoint_is_as_private_as_the_user_s_other_files(tmp_path: Path, umask: int, mode: int):
-    """It goes where the user says, to be read by whom the user's umask lets: dtkit neither opens nor closes it."""
+def test_checkpoint_permissions_follow_the_umask(tmp_path: Path, umask: int, mode: int):
+    """The user's umask alone decides who can read a checkpoint; dtkit neither adds nor removes permissions."""
     before = os.umask(umask)
     try:
         whole = checkpoints.write_checkpoint(tmp_path / "saved").future.result(20).path
@@ -397,10 +393,10 @@ def test_a_checkpoint_is_as_private_as_the_user_s_other_files(tmp_path: Path, um
     assert stat.S_IMODE(whole.stat().st_mode) == mode | (mode & 0o444) >> 2
 
 
-# -- loopback, and leaving it ----------------------------------------------------------------------------------------
+# -- traffic beyond loopback -----------------------------------------------------------------------------------------
 
 
-def test_leaving_loopback_is_asked_for_and_said(monkeypatch: pytest.MonkeyPatch):
+def test_traffic_beyond_loopback_must_be_requested_and_is_reported(monkeypatch: pytest.MonkeyPatch):
     plain = "Tensors travel over eth7, and that traffic is not encrypted."
     with dtkit.Cluster.from_transport(FakeTransport(2), device="cpu", interface="eth7") as cluster:
         assert repr(cluster).endswith(plain)
@@ -417,7 +413,7 @@ def test_leaving_loopback_is_asked_for_and_said(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(("launcher", "address"), [("local", "127.0.0.1"), ("ssh", "")])
-def test_a_controller_wants_a_key_wherever_it_listens(
+def test_the_controller_requires_a_key_on_every_address(
     launcher: str, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     asked: dict[str, Any] = {}
@@ -434,16 +430,16 @@ def test_a_controller_wants_a_key_wherever_it_listens(
     assert "--IPController.enable_curve=True" in asked["controller_args"]
 
 
-def test_engines_forget_the_key_once_they_are_connected(monkeypatch: pytest.MonkeyPatch):
+def test_engines_delete_the_key_after_they_connect(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("IPP_CONNECTION_INFO", "secret")
     monkeypatch.setattr(server, "handle_request", lambda message, _: message + str(dict(os.environ)).encode())
     assert b"secret" not in Entrypoint()(b"")[0]
 
 
-# -- the page about it -----------------------------------------------------------------------------------------
+# -- the security guide ----------------------------------------------------------------------------------------
 
 
-def test_a_page_says_who_is_trusted(root: Path):
+def test_the_security_guide_explains_who_is_trusted(root: Path):
     page = (root / "docs" / "guides" / "security.md").read_text(encoding="utf-8")
     assert len(page.splitlines()) <= 40
     for word in ("unpickles", "CurveZMQ", "unencrypted", "loopback", "shared host", "interface=", "umask", "escaped"):

@@ -1,4 +1,4 @@
-"""Snapshots in memory: when one is due, how a part is packed, who keeps it, and whose copies a run goes back to."""
+"""Snapshots in memory: intervals, packing, placement of copies, and choice of copies in a recovery."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ from dtkit.history.history import History
 from dtkit.rpc import pickling
 from dtkit.rpc.payload import make_payload
 from dtkit.training import launch, recovered_state, recovery
-from dtkit.training.config import SnapshotInterval
+from dtkit.training.config import SnapshotInterval, TrainConfig
 from dtkit.training.snapshot_tracker import SnapshotTracker
-from dtkit.training.validation import TrainConfig
 from dtkit.types import JobPosition
 
 
@@ -31,18 +30,18 @@ def answers(error: str | None = None, seconds: float = 0.0) -> list[dict[str, An
     return [{"error": error, "seconds": seconds}] * 2
 
 
-# -- when ----------------------------------------------------------------------------------------------------
+# -- intervals -----------------------------------------------------------------------------------------------
 
 
-def test_what_a_run_comes_to_rest_at_is_kept_once():
+def test_snapshot_of_the_step_where_a_run_pauses_is_taken_once():
     found = SnapshotTracker(SnapshotInterval(every_seconds=100.0))
     assert [found.is_missing(step) for step in (0, 3)] == [False, True]
     found.on_sent(3)
     assert [found.is_missing(step) for step in (3, 4)] == [False, True]
-    assert not SnapshotTracker().is_missing(3)  # others hold all of it
+    assert not SnapshotTracker().is_missing(3)  # other ranks hold the whole state
 
 
-def test_by_steps():
+def test_snapshots_are_due_at_step_intervals():
     found = SnapshotTracker(SnapshotInterval(every_steps=5))
     assert [step for step in range(12) if found.is_due(step)] == [5, 10]
     assert (found.steps_until_due(0), found.steps_until_due(7)) == (5, 3)
@@ -52,21 +51,21 @@ def test_by_steps():
     assert found.is_due(5)
 
 
-def test_by_time_and_for_a_hundredth_of_it_at_most():
+def test_timed_snapshots_take_at_most_one_percent_of_the_time():
     found = SnapshotTracker(SnapshotInterval(every_seconds=0.0))
     assert not found.is_due(0)
     assert found.is_due(1)
     found.on_sent(1)
     assert found.on_result(answers(seconds=1000.0)) is None
     assert not found.is_due(2)
-    assert found._min_interval_s == 30.0  # there is one on disk by then
+    assert found._min_interval_s == 30.0  # by then there is a snapshot on disk
     assert found.on_result(answers(seconds=0.2)) is None
     assert found._min_interval_s == pytest.approx(20.0)
     assert not SnapshotTracker(SnapshotInterval(every_seconds=1000.0)).is_due(1)
 
 
-def test_what_a_run_goes_on_from_is_kept_at_once():
-    """Else what is lost before the next one is due takes it back to where there was one last, or to the beginning."""
+def test_snapshot_is_due_at_once_at_the_step_from_which_a_run_continues():
+    """A loss before the next snapshot would otherwise take the run back further, or to its beginning."""
     found = SnapshotTracker(SnapshotInterval(every_steps=50))
     found.reset_to(20)
     assert found.is_due(20)
@@ -76,13 +75,13 @@ def test_what_a_run_goes_on_from_is_kept_at_once():
     assert not found.is_due(0)
 
 
-def test_none_are_due_where_none_are_wanted():
+def test_no_snapshot_is_due_if_snapshots_are_disabled():
     found = SnapshotTracker()
     found.reset_to(20)
     assert not any(found.is_due(step) for step in range(20, 200))
 
 
-def test_what_keeps_them_from_being_is_said_once():
+def test_snapshot_error_is_reported_once():
     found = SnapshotTracker(SnapshotInterval(every_steps=5))
     said = [found.on_result(answers(error)) for error in (None, "2 MB short", "3 MB short", None, "2 MB short")]
     assert said == [None, "no snapshot is kept in memory, only on disk: 2 MB short", None, None, None]
@@ -92,7 +91,7 @@ def test_what_keeps_them_from_being_is_said_once():
     ("strategy", "options", "expected"),
     [
         (dtkit.DataParallel(), {}, SnapshotInterval()),
-        (dtkit.DataParallel(), {"snapshot_every": 5}, SnapshotInterval()),  # any survivor has it all
+        (dtkit.DataParallel(), {"snapshot_every": 5}, SnapshotInterval()),  # any survivor has the whole state
         (dtkit.Sharded(replicas=2), {}, SnapshotInterval()),
         (dtkit.Sharded(), {}, SnapshotInterval(every_seconds=10.0)),
         (dtkit.Sharded(), {"on_failure": "pause"}, SnapshotInterval(every_seconds=10.0)),
@@ -101,12 +100,14 @@ def test_what_keeps_them_from_being_is_said_once():
     ],
     ids=repr,
 )
-def test_where_a_part_is_in_one_place_only(strategy: Any, options: dict[str, Any], expected: SnapshotInterval):
+def test_snapshots_are_enabled_only_for_state_that_no_other_rank_holds(
+    strategy: Any, options: dict[str, Any], expected: SnapshotInterval
+):
     asked = TrainConfig(optimizer=torch.optim.SGD, batch_size=8, **options)
     assert launch._make_snapshot_interval(asked, strategy, 4) == expected
 
 
-def test_the_disk_is_left_alone_while_it_writes(tmp_path: Path):
+def test_automatic_checkpoint_is_skipped_while_another_one_is_written(tmp_path: Path):
     saver, written = CheckpointManager(History(), lambda: None), threading.Event()
     saver.snapshot_policy = CheckpointPolicy(5, folder=tmp_path, quiet=True, skip_while_writing=True)
     writing = threading.Thread(target=written.wait, args=(60,))
@@ -121,7 +122,7 @@ def test_the_disk_is_left_alone_while_it_writes(tmp_path: Path):
     assert saver.is_due(5, 100)
 
 
-# -- one piece of memory -------------------------------------------------------------------------------------
+# -- packing -------------------------------------------------------------------------------------------------
 
 
 def packed(captured: ShardedState) -> torch.Tensor:
@@ -131,7 +132,7 @@ def packed(captured: ShardedState) -> torch.Tensor:
     return block
 
 
-def test_what_is_packed_comes_out_as_it_was():
+def test_packed_state_is_unpacked_unchanged():
     tensors = {
         "odd": torch.tensor([True, False, True]),
         "float": torch.randn(3, 5, dtype=torch.float64),
@@ -157,31 +158,31 @@ def test_what_is_packed_comes_out_as_it_was():
         assert shard.tensor.is_contiguous()
 
 
-def test_what_is_packed_is_a_copy():
+def test_packed_state_is_a_copy():
     weights = torch.ones(4)
     block = packed(ShardedState({"w": TensorShard(weights, (4,), (0,))}, {}))
     weights.zero_()
     assert unpack_state(block).shards["w"].tensor.tolist() == [1.0] * 4
 
 
-# -- who keeps whose ------------------------------------------------------------------------------------------
+# -- placement of copies --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("hosts", "expected"),
     [("aa", 1), ("ab", 1), ("aaaa", 1), ("abab", 1), ("aabb", 2), ("aabbcc", 2), ("aaabbb", 3), ("aaab", 1)],
 )
-def test_a_copy_is_kept_on_another_host(hosts: str, expected: int):
+def test_snapshot_copy_is_stored_on_another_host(hosts: str, expected: int):
     assert choose_peer_distance(hosts) == expected
 
 
-# -- whose copies ---------------------------------------------------------------------------------------------
+# -- choice of copies in a recovery ---------------------------------------------------------------------------
 
-RING = {0: (0, 3), 1: (1, 0), 2: (2, 1), 3: (3, 2)}  # who keeps whose, of four
+RING = {0: (0, 3), 1: (1, 0), 2: (2, 1), 3: (3, 2)}  # ranks whose parts each of four ranks holds
 
 
 def survivors(*ranks: int, steps: dict[int, tuple[int, ...]] | None = None) -> dict[int, JobPosition]:
-    """Those of four that are left, each with copies of the snapshots at these steps, or of that at 20."""
+    """Survivors of four ranks, each with copies of the snapshots at these steps, or at step 20."""
     had = steps or dict.fromkeys(ranks, (20,))
     return {rank: JobPosition(27, True, 0.1, dict.fromkeys(had[rank], RING[rank])) for rank in ranks}
 
@@ -190,23 +191,23 @@ def survivors(*ranks: int, steps: dict[int, tuple[int, ...]] | None = None) -> d
     ("standings", "expected"),
     [
         (survivors(0, 2, 3), (20, {0: [0], 2: [1, 2], 3: [3]})),
-        (survivors(0, 2), (20, {0: [0, 3], 2: [1, 2]})),  # two whose copies the other two have
-        (survivors(0, 1, 2, 3), (20, {0: [0], 1: [1], 2: [2], 3: [3]})),  # nobody is lost: one has a torn update
+        (survivors(0, 2), (20, {0: [0, 3], 2: [1, 2]})),  # each lost rank has a copy on a survivor
+        (survivors(0, 1, 2, 3), (20, {0: [0], 1: [1], 2: [2], 3: [3]})),  # none is lost: an update is incomplete
         (survivors(0, 3), None),  # the part of 1 is lost with its copy on 2
         (survivors(2), None),
         ({}, None),
-        # One of them was lost in the midst of a snapshot: that before is whole, and perhaps the new one too.
+        # A rank was lost during a snapshot: the previous one is complete, and perhaps the new one too.
         (survivors(0, 2, 3, steps={0: (20, 25), 2: (20,), 3: (20, 25)}), (20, {0: [0], 2: [1, 2], 3: [3]})),
         (survivors(0, 2, 3, steps={0: (25,), 2: (20, 25), 3: (20, 25)}), (25, {0: [0], 2: [1, 2], 3: [3]})),
         (survivors(0, 2, 3, steps={0: (25,), 2: (20,), 3: (20,)}), None),
     ],
 )
-def test_whose_copies_a_run_goes_back_to(standings: dict[int, JobPosition], expected: Any):
+def test_recovery_chooses_the_latest_complete_snapshot(standings: dict[int, JobPosition], expected: Any):
     assert recovery.choose_snapshot_sources(standings, 4) == expected
 
 
 class Giving:
-    """Survivors that are asked for copies; those in `gone` have been lost meanwhile."""
+    """Survivors that are asked for copies; those in `gone` were lost meanwhile."""
 
     def __init__(self, *gone: int) -> None:
         self.gone, self.asked, self.discarded = set(gone), [], 0
@@ -219,7 +220,7 @@ class Giving:
         self.discarded += 1
 
 
-def test_who_is_lost_while_it_gives_is_done_without():
+def test_recovery_continues_without_a_rank_lost_while_sending_copies():
     giving: Any = Giving(1)
     found = recovery.fetch_snapshot_state(giving, "job", survivors(0, 1, 2), 4, after_step=0)
     assert giving.asked == [{0: [0, 3], 1: [1], 2: [2]}, {0: [0, 3], 2: [1, 2]}]
@@ -228,7 +229,7 @@ def test_who_is_lost_while_it_gives_is_done_without():
     assert found.source == "the last snapshot, from the memory of nodes 0 and 2"
 
 
-def test_what_the_disk_has_of_a_later_step_is_better():
+def test_snapshot_is_used_only_if_the_disk_has_an_earlier_step():
     giving: Any = Giving()
     assert recovery.fetch_snapshot_state(giving, "job", survivors(0, 2, 3), 4, after_step=20) is None
     found = recovery.fetch_snapshot_state(giving, "job", survivors(0, 2, 3), 4, after_step=19)
@@ -253,13 +254,13 @@ def test_what_the_disk_has_of_a_later_step_is_better():
         ),
     ],
 )
-def test_why_ranks_can_t_go_on_is_told_as_it_is(standings: dict[int, JobPosition], why: str):
+def test_error_explains_why_ranks_are_out_of_sync(standings: dict[int, JobPosition], why: str):
     assert recovery.is_out_of_sync(standings)
     assert recovery.explain_out_of_sync(standings).startswith(why)
 
 
 @pytest.mark.parametrize("ours", [True, False], ids=["ours", "another notebook's by now"])
-def test_what_survivors_gave_is_freed_also_where_the_job_can_t_be_made_anew(tmp_path: Path, *, ours: bool):
+def test_failed_recovery_frees_its_state_unless_another_notebook_owns_it(tmp_path: Path, *, ours: bool):
     sent = make_payload(pickling.pack_object(torch.zeros(9)), ProcessId.from_pid(), max_inline_bytes=0)
     assert sent.shared_buffer is not None
     run_log.RunLog(tmp_path / run_log.RUNS_FOLDER / "job")
@@ -280,6 +281,6 @@ def test_what_survivors_gave_is_freed_also_where_the_job_can_t_be_made_anew(tmp_
     assert recovered_state.list_jobs(tmp_path) == []
 
 
-def test_nothing_is_put_down_for_a_run_that_nobody_can_take_over(tmp_path: Path):
+def test_recovered_state_is_not_stored_for_a_run_that_no_notebook_can_take_over(tmp_path: Path):
     with recovered_state.RecoveredState(3, ()).keep_during_recovery(tmp_path, "job", is_owned=lambda: True):
         assert list(tmp_path.iterdir()) == []

@@ -254,7 +254,7 @@ def test_files_that_can_not_be_read(tmp_path: Path, files: tuple[str, str]):
     np.save(tmp_path / "objects.npy", np.array(["a", None], object))
     with pytest.raises(TypeError, match=r"objects\.npy can't be mapped as an array"):
         describe_files(tmp_path / "objects.npy", ColumnSelection())
-    with pytest.raises(ValueError, match=r"'data\.csv' is not a file that engines read"):
+    with pytest.raises(ValueError, match=r"'data\.csv' is not supported"):
         describe_files("data.csv", ColumnSelection())
     found = describe_files(files[0], ColumnSelection())
     np.save(files[0], np.zeros((3, 4)))

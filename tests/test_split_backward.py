@@ -1,4 +1,4 @@
-"""Which backward passes can be split into halves."""
+"""Backward passes that can be split into halves."""
 
 import pytest
 import torch

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
+from dtkit.dashboard.figures import pipeline_figure
 from dtkit.dashboard.text import pipeline_text
 from dtkit.explain import explain
 from dtkit.explain.data_parallel import StepExplanation
@@ -49,8 +52,8 @@ def test_clock_offsets_are_subtracted():
 
 def test_changed_and_missing_transfers_are_named():
     reports = make_pipeline_reports()
-    reports[1]["sightings"][0]["digest"] = "other"
-    del reports[0]["sightings"][3]
+    reports[1]["transfers"][0]["digest"] = "other"
+    del reports[0]["transfers"][3]
     found = explained(reports)
     assert not found.is_intact
     assert [c.received_digest for c in found.transfers] == ["other", "activation1", "gradient0", None]
@@ -71,7 +74,7 @@ def test_a_gradient_that_is_not_the_sum_of_its_parts_is_named():
 def test_a_transfer_within_one_rank_sends_nothing():
     reports = make_pipeline_reports()
     for report in reports:
-        for seen in report["sightings"]:
+        for seen in report["transfers"]:
             seen["rank"] = seen["peer"] = 0
     found = explained(reports)
     assert found.is_intact
@@ -102,8 +105,8 @@ def test_a_step_without_an_update_is_shown():
 def test_many_transfers_and_micro_batches_are_shortened():
     reports = make_pipeline_reports()
     many = range(60)
-    reports[0]["sightings"] = [make_transfer("sent", "activation", k, float(k)) for k in many]
-    reports[1]["sightings"] = [make_transfer("arrived", "activation", k, k + 0.5) for k in many]
+    reports[0]["transfers"] = [make_transfer("sent", "activation", k, float(k)) for k in many]
+    reports[1]["transfers"] = [make_transfer("arrived", "activation", k, k + 0.5) for k in many]
     reports[0]["parts"] = [{"stage": 0, "micro_batch": k, "norm": 1.0} for k in many]
     found = explained(reports)
     assert f"and {60 - pipeline_text.MAX_TRANSFERS} more tensors" in repr(found)
@@ -112,12 +115,28 @@ def test_many_transfers_and_micro_batches_are_shortened():
     assert len(found.figure().axes) == 3
 
 
+def test_norms_of_many_stages_show_both_kinds_of_the_first_pairs():
+    transfers = [
+        dataclasses.replace(transfer, from_stage=transfer.from_stage + k, to_stage=transfer.to_stage + k)
+        for k in range(20)
+        for transfer in explained(make_pipeline_reports()).transfers
+    ]
+    ax = Figure().subplots()
+    pipeline_figure._draw_transfer_norms(ax, transfers)
+    activations, gradients = (
+        {f"activation {k} → {k + 1}" for k in range(8)},
+        {f"gradient {k + 1} → {k}" for k in range(8)},
+    )
+    assert {line.get_gid() for line in ax.lines} == activations | gradients
+    assert ax.get_title(loc="right") == "and 12 more pairs"
+
+
 def copies(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The same on two ranks more: another replica."""
     others = copy.deepcopy(reports)
     for report in others:
         report["rank"] += 2
-        for seen in report["sightings"]:
+        for seen in report["transfers"]:
             seen["rank"], seen["peer"] = seen["rank"] + 2, seen["peer"] + 2
     return reports + others
 
@@ -140,7 +159,7 @@ def test_all_replicas_are_listed_and_the_first_is_drawn():
 def test_a_replica_without_samples_is_not_drawn():
     reports = copies(make_pipeline_reports())
     for report in reports[:2]:
-        report["sightings"], report["parts"] = [], []
+        report["transfers"], report["parts"] = [], []
     found = explained(reports)
     assert found.replicas == ((0, 1), (2, 3))
     arrows = found.figure().axes[0]
@@ -157,7 +176,7 @@ def test_a_replica_with_other_parameters_is_named():
 
 
 def test_a_replica_without_samples_is_listed():
-    reports = [make_base(0, sightings=[], parts=[], stages={0: {"tensors": 1, "numbers": 3, "norm": 0.0, "gap": 0.0}})]
+    reports = [make_base(0, transfers=[], parts=[], stages={0: {"tensors": 1, "numbers": 3, "norm": 0.0, "gap": 0.0}})]
     found = explained(reports)
     assert "Nothing crossed a border" in repr(found)
     assert found.figure().axes
@@ -169,7 +188,7 @@ def test_a_replica_without_samples_is_listed():
 def test_collectives_have_expected_bytes_and_compared_digests():
     found = explain.build_explanation(make_sharded_reports(), "Net", None)
     assert isinstance(found, ShardedExplanation)
-    assert [(g.what, g.count, g.expected_bytes) for g in found.groups] == [
+    assert [(g.operation, g.count, g.expected_bytes) for g in found.groups] == [
         ("all_gather", 1, 100.0),
         ("reduce_scatter", 1, 100.0),
     ]
@@ -201,7 +220,7 @@ def sliced(samples: list[int]) -> list[dict[str, Any]]:
         mates, twins, own = (2 * replica, 2 * replica + 1), (piece, piece + 2), samples[replica]
         within = make_collective("all_reduce", "forward", 4 * own, f"of {mates}") | {"ranks": mates}
         over = make_collective("all_reduce", "sync", 80, f"of slice {piece}") | {"ranks": twins}
-        more = {"sent_bytes": 500, "held_bytes": 100, "whole_bytes": 200, "speaks": piece == 0, "samples": own}
+        more = {"sent_bytes": 500, "held_bytes": 100, "whole_bytes": 200, "reports_samples": piece == 0, "samples": own}
         found.append(make_base(rank, collectives=[within, over] if own else [over], **more))
     return found
 
@@ -233,7 +252,7 @@ def test_a_difference_in_a_group_that_is_not_shown_is_found():
 
 
 def test_replica_reports_give_a_step_explanation():
-    tensor = {"kind": "parameter", "name": "w", "shape": (2,), "own": 1.0, "contribution": 0.5, "reduced": 1.0}
+    tensor = {"kind": "parameter", "name": "w", "shape": (2,), "local_norm": 1.0, "contribution": 0.5, "reduced": 1.0}
     tensor |= {"cosine": 1.0, "update": 0.1, "value": 1.0, "checksum": "c"}
     assert isinstance(explain.build_explanation([make_base(0, tensors=[tensor])], "Net", None), StepExplanation)
 

@@ -1,4 +1,4 @@
-"""A call of a user's function, with engines that answer when the test says so: its state, its rows, and its views."""
+"""Calls of user functions, with engines that answer on demand: state, rows, and views."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def broke(rank: int, kind: str = "error", message: str = "no") -> Failure:
 
 
 class FakeCluster:
-    """What a task calls of a cluster. Engines answer through `answer` and speak through `listen`."""
+    """The parts of a cluster that a task uses. Engines answer through `answer` and send output through `listen`."""
 
     world_size = 2
     is_closed = False
@@ -117,7 +117,7 @@ def row(**values: Any) -> tuple[str, dict[str, Any]]:
 # -- the call ------------------------------------------------------------------------------------------------
 
 
-def test_results_come_by_rank_in_whatever_order_ranks_answer(cluster):
+def test_results_are_in_rank_order_regardless_of_the_order_of_answers(cluster):
     call = start(cluster)
     assert (call.state, call.done()) == ("running", False)
     cluster.answer(1, "b")
@@ -130,19 +130,19 @@ def test_results_come_by_rank_in_whatever_order_ranks_answer(cluster):
 
 
 @pytest.mark.parametrize("fn", [3, None, "main"])
-def test_what_can_not_be_called_is_refused_before_anything_is_sent(cluster, fn):
+def test_object_that_is_not_callable_is_refused_before_anything_is_sent(cluster, fn):
     with pytest.raises(TypeError, match=r"can't be called; give a function, as in cluster\.run\(main, x\)"):
         start(cluster, fn)
     assert cluster.sent == []
 
 
-def test_a_closed_cluster_is_named_first(cluster):
+def test_closed_cluster_is_reported_before_other_errors(cluster):
     cluster.is_closed = True
     with pytest.raises(ClusterClosedError):
         start(cluster, 3)
 
 
-def test_a_cluster_that_is_closed_meanwhile_ends_the_wait(cluster):
+def test_closing_the_cluster_during_a_call_ends_the_wait(cluster):
     call = start(cluster)
     cluster.is_closed = True
     with pytest.raises(ClusterClosedError, match="closed during the call"):
@@ -150,7 +150,7 @@ def test_a_cluster_that_is_closed_meanwhile_ends_the_wait(cluster):
     assert call.state == "failed"
 
 
-def test_a_failure_is_raised_by_its_rank_after_the_group_was_formed_anew(cluster):
+def test_failure_of_a_rank_is_raised_after_the_group_is_formed_again(cluster):
     call = start(cluster)
     cluster.answer(0, failure=dataclasses.replace(broke(0), victim=True))
     cluster.answer(1, failure=broke(1, message="mine"))
@@ -159,7 +159,7 @@ def test_a_failure_is_raised_by_its_rank_after_the_group_was_formed_anew(cluster
     assert (call.state, cluster.formed) == ("failed", 1)
 
 
-def test_what_was_said_before_a_failure_is_kept(cluster):
+def test_rows_and_output_before_a_failure_are_kept(cluster):
     call = start(cluster)
     cluster.answer(0, items=[row(loss=1.0), ("text", "last words")], failure=broke(0))
     cluster.answer(1)
@@ -216,7 +216,7 @@ def test_the_thread_ends_with_the_call(cluster):
     assert not thread.is_alive()
 
 
-def test_a_script_gets_a_store_and_a_new_attempt_and_our_group_comes_back(cluster):
+def test_script_gets_a_store_and_a_new_attempt_and_the_group_is_formed_again(cluster):
     for attempt in range(2):
         call = start(cluster, own_group=True)
         (opened, to), (op, args) = cluster.sent[-2:]
@@ -234,7 +234,7 @@ def test_a_script_gets_a_store_and_a_new_attempt_and_our_group_comes_back(cluste
         assert cluster.formed == attempt + 1
 
 
-def test_our_group_comes_back_once_after_a_script_that_fails(cluster):
+def test_group_is_formed_again_once_after_a_failing_script(cluster):
     call = start(cluster, own_group=True)
     cluster.answer(0)
     cluster.answer(1, failure=broke(1))
@@ -243,15 +243,15 @@ def test_our_group_comes_back_once_after_a_script_that_fails(cluster):
     assert cluster.formed == 1
 
 
-# -- what ranks say ------------------------------------------------------------------------------------------
+# -- output of ranks -----------------------------------------------------------------------------------------
 
 
-def test_gaps_are_filled_by_the_return_without_duplicates_in_each_rank_s_order(cluster):
+def test_final_answer_fills_gaps_in_each_rank_s_order_without_duplicates(cluster):
     call = start(cluster)
     items = [row(k=float(k)) for k in range(6)]
     cluster.listen(0, 0, items[:2])
     cluster.listen(0, 4, items[4:])  # 2 and 3 were lost
-    cluster.listen(0, 1, items[1:3])  # one that is known, and one that is new
+    cluster.listen(0, 1, items[1:3])  # a known row and a new one
     assert [r["k"] for r in call.rows] == [0, 1, 2]
     cluster.answer(1, items=items[:1])
     cluster.answer(0, items=items)
@@ -260,7 +260,7 @@ def test_gaps_are_filled_by_the_return_without_duplicates_in_each_rank_s_order(c
     assert [(r["index"], r["k"]) for r in call.rows if r["rank"] == 1] == [(0, 0)]
 
 
-def test_numbers_that_json_lacks_come_live_as_numbers(cluster):
+def test_nan_and_infinity_in_live_rows_arrive_as_numbers(cluster):
     sent: list[Any] = []
     arrived = threading.Event()
 
@@ -294,16 +294,16 @@ def test_to_pandas_has_a_column_per_name(cluster):
     assert frame["loss"].isna().tolist() == [False, True]
 
 
-# -- its views -----------------------------------------------------------------------------------------------
+# -- views ---------------------------------------------------------------------------------------------------
 
 
-def test_text_shows_the_latest_value_of_each_name_and_safe_lines(cluster):
+def test_text_shows_the_latest_value_of_each_name_and_sanitized_lines(cluster):
     call = start(cluster)
     cluster.listen(0, 0, [row(loss=0.5), row(accuracy=1.0), ("text", "\x1b[31mred")])
     assert repr(call) == "len on 2 ranks: running\n  [0] loss=0.5 accuracy=1\n[0] [31mred"
 
 
-def test_html_escapes_what_engines_say_and_keeps_to_the_last_lines(cluster):
+def test_html_escapes_engine_output_and_shows_only_the_last_lines(cluster):
     call = start(cluster)
     cluster.listen(0, 0, [("text", f"<b>{k}</b>") for k in range(40)])
     cluster.listen(1, 0, [row(**{"<i>": 1.0})])
@@ -316,7 +316,7 @@ def test_html_escapes_what_engines_say_and_keeps_to_the_last_lines(cluster):
     assert re.findall(r"<td[^>]*>([^<]*)</td>", page) == ["1", "1", "1.00"]
 
 
-def test_a_digest_reads_each_row_once():
+def test_log_summary_reads_each_row_once():
     class Rows(list[Any]):
         looked_at = 0
 
@@ -349,14 +349,14 @@ def test_the_figure_has_axes_per_name_and_a_line_per_rank(cluster):
     assert drawn(figure) == {"loss": {"rank 0": [2, 1], "rank 1": [4]}, "$a": {"rank 0": [3]}}
 
 
-def test_the_figure_of_a_silent_call_says_so(cluster):
+def test_figure_of_a_call_without_rows_reports_that_nothing_was_logged(cluster):
     figure = start(cluster).figure()
     figure.canvas.draw()
     assert figure.axes == []
     assert "nothing logged yet" in [text.get_text() for text in figure.texts]
 
 
-def test_following_prints_every_line_and_the_last_row(cluster):
+def test_live_display_prints_every_line_and_the_last_row(cluster):
     stream = io.StringIO()
     call = start(cluster)
     with call_display.display_until_done(call, stream):
@@ -364,7 +364,7 @@ def test_following_prints_every_line_and_the_last_row(cluster):
     assert stream.getvalue().splitlines() == ["[0] a", "[0] b", "[0] loss=0.5 samples=64"]
 
 
-def test_a_line_that_comes_while_the_view_writes_is_not_lost(cluster):
+def test_line_that_arrives_while_the_view_writes_is_not_lost(cluster):
     call = start(cluster)
     items = [("text", str(k)) for k in range(3)]
 
@@ -383,7 +383,7 @@ def test_a_line_that_comes_while_the_view_writes_is_not_lost(cluster):
     assert stream.getvalue() == "[0] 0\n[0] 1\n[0] 2\n"
 
 
-def test_a_view_that_fails_does_not_touch_the_call(cluster, caplog: pytest.LogCaptureFixture):
+def test_failing_view_does_not_affect_the_call(cluster, caplog: pytest.LogCaptureFixture):
     class Closed(io.StringIO):
         def write(self, text: str) -> int:
             raise BrokenPipeError("gone")
@@ -399,7 +399,7 @@ def test_a_view_that_fails_does_not_touch_the_call(cluster, caplog: pytest.LogCa
     assert "a view of len failed" in caplog.text
 
 
-def test_the_last_update_may_fail(cluster, caplog: pytest.LogCaptureFixture):
+def test_failing_last_update_is_logged(cluster, caplog: pytest.LogCaptureFixture):
     class View:
         def update(self) -> None:
             raise BrokenPipeError("gone")
@@ -430,11 +430,11 @@ def test_a_notebook_updates_one_display(cluster, monkeypatch: pytest.MonkeyPatch
     assert shown[-1].endswith("[0] 99") or len(shown) == 1
 
 
-# -- following -----------------------------------------------------------------------------------------------
+# -- live display and interrupts -----------------------------------------------------------------------------
 
 
 def pressing(times: int, call: task.Task) -> None:
-    """Make the call's wait raise KeyboardInterrupt so many times, as a signal would."""
+    """Make the call's wait raise KeyboardInterrupt this many times, as a signal would."""
     wait, left = call._wait, iter(range(times))
 
     def interrupted(timeout: float | None = None) -> bool:
@@ -473,7 +473,7 @@ def test_a_second_interrupt_does_not_wait_for_engines_that_do_not_answer(cluster
     call.result(10)
 
 
-def test_an_interrupt_after_the_cluster_was_closed_stays_an_interrupt(cluster):
+def test_interrupt_after_the_cluster_was_closed_raises_keyboard_interrupt(cluster):
     call = start(cluster)
 
     def closed() -> None:

@@ -30,7 +30,7 @@ def test_linear_layers_with_activations_between_are_a_pair():
     assert find_plan(mlp(), 2).styles == {"0": "colwise", "3": "rowwise"}
 
 
-def test_layers_with_anything_else_between_are_not_a_pair():
+def test_linear_layers_with_other_layers_between_are_not_a_pair():
     net = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 6))
     with pytest.raises(ValueError, match=r"finds nothing to shard in Sequential.*plan=\{'fc1': 'colwise'"):
         find_plan(net, 2)
@@ -43,7 +43,7 @@ def test_find_plan_finds_consecutive_pairs():
     assert find_plan(net, 2).styles == {"0": "colwise", "2": "rowwise", "4": "colwise", "6": "rowwise"}
 
 
-def test_find_plan_shards_torch_s_encoder():
+def test_find_plan_shards_the_torch_encoder():
     plan = find_plan(Encoder(), 2)
     layer = {"self_attn": "heads", "self_attn.out_proj": "rowwise", "linear1": "colwise", "linear2": "rowwise"}
     assert plan.styles == {f"layers.layers.{k}.{name}": style for k in (0, 1) for name, style in layer.items()}
@@ -67,7 +67,7 @@ class Named(nn.MultiheadAttention):
         (Named(8, 4), 2, "heads is for nn.MultiheadAttention itself, and this is its subclass Named"),
     ],
 )
-def test_torch_s_attention_that_can_not_be_sharded_stays_whole_with_a_note(
+def test_unshardable_torch_attention_stays_whole_with_a_note(
     attention: nn.MultiheadAttention, tp_size: int, reason: str
 ):
     net = nn.ModuleDict({"mlp": mlp(), "attention": attention})
@@ -80,7 +80,7 @@ def test_torch_s_attention_that_can_not_be_sharded_stays_whole_with_a_note(
         tensor_plan.validate_plan(net, tp_size, {"attention": "heads"})
 
 
-def test_find_plan_shards_a_model_that_is_an_attention():
+def test_find_plan_shards_a_model_that_is_itself_an_attention_module():
     assert find_plan(nn.MultiheadAttention(8, 4), 2).styles == {"": "heads", "out_proj": "rowwise"}
 
 
@@ -123,7 +123,7 @@ class Wider(Attention):
         (Wider, 2, "c_attn has 40 outputs, not 3 x 8 inputs of c_proj"),
     ],
 )
-def test_fused_attention_that_can_not_be_sharded_is_computed_whole(attention: Any, tp_size: int, reason: str):
+def test_unshardable_fused_attention_is_computed_whole(attention: Any, tp_size: int, reason: str):
     plan = find_plan(nn.ModuleDict({"attn": attention(), "mlp": mlp()}), tp_size)
     assert (plan.styles["attn.c_attn"], plan.styles["attn.c_proj"]) == ("gathered", "scattered")
     note = {row.name: row.note for row in plan.rows}["attn.c_attn"]
@@ -293,7 +293,7 @@ def test_sharded_refuses_fp16():
         Sharded(precision="fp16")
 
 
-def test_repr_shows_what_was_typed():
+def test_repr_shows_the_given_options():
     assert repr(TensorParallel(2)) == "TensorParallel(tp_size=2)"
     assert repr(Sharded(2, clip_grad_norm=1.0)) == "Sharded(replicas=2, clip_grad_norm=1.0)"
 

@@ -63,7 +63,7 @@ class Terminal(io.StringIO):
         (formatting.format_bytes, float("nan"), "—"),
     ],
 )
-def test_units(function, value, said):
+def test_values_are_formatted_with_units(function, value, said):
     assert function(value) == said
 
 
@@ -150,7 +150,7 @@ def test_the_summary_has_stuck_and_left_out_nodes():
         "⊘ node 1 stuck: forward, 12 s. It is at train.py:12 in step. cluster.stacks() shows the position of all ranks"
     )
     assert progress.format_block()[2] == f"  {said}"
-    assert progress.format_block()[3].startswith("  node 0 ")  # it is said once
+    assert progress.format_block()[3].startswith("  node 0 ")  # the stall is shown once
     source.stall_report = None
     source.shrink(3)
     source.advance(40)
@@ -179,7 +179,7 @@ def test_a_single_node_has_no_notice_on_agreement():
     assert collect_notices(source) == []
 
 
-def test_the_summary_of_many_nodes_is_cut():
+def test_summary_of_many_nodes_is_shortened():
     source = FakeSource(ranks=256)
     source.advance(1)
     lines = run_text.format_run(source).splitlines()
@@ -198,7 +198,7 @@ def test_a_stage_without_a_loss_has_a_dash_and_a_nan_loss_is_shown():
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_the_summary_before_the_first_step(ranks):
+def test_summary_before_the_first_step_reports_that_there_is_none(ranks):
     source = FakeSource(ranks=ranks)
     source.state = State.PENDING
     assert "first step, 0 s" in run_text.format_run(source)

@@ -1,4 +1,4 @@
-"""Spans of time: bubbles, activations held, and the trace, from schedules that are written down here."""
+"""Timelines of spans: bubbles, activations in memory, figures, and traces of known schedules."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_more_stages_on_a_rank_make_the_bubble_smaller():
 
 
 def late(spans, rank, by):
-    """The same, with all of a rank so much later."""
+    """The same spans, with those of one rank delayed."""
     moved = spans.copy()
     moved["begin"][moved["rank"] == rank] += by
     moved["end"][moved["rank"] == rank] += by
@@ -53,7 +53,7 @@ def late(spans, rank, by):
 
 def test_the_planned_timeline_has_measured_durations_and_free_sending():
     schedule = Schedule.from_name("GPipe", 2, 4)
-    measured = late(gpipe(2, 4), 1, 0.5)  # each message takes half a second; the way back has the time
+    measured = late(gpipe(2, 4), 1, 0.5)  # each message takes half a second; the backward path has slack
     measured["begin"] += 100
     measured["end"] += 100
     timeline = Timeline(measured, schedule=schedule)
@@ -88,7 +88,7 @@ def test_a_schedule_without_a_formula_is_simulated():
     assert [timeline.measure_peak_micro_batches(rank) for rank in (0, 1)] == [2, 2]
 
 
-def test_a_schedule_is_compared_with_another():
+def test_compare_with_returns_the_ratios_of_time_and_memory():
     table = "F0 F1 B0 F2 B1 F3 B2 B3\nF0 I0 F1 I1 W0 F2 I2 W1 F3 I3 W2 W3"
     own, usual, gpipe_ = Schedule(table), Schedule.from_name("1F1B", 2, 4), Schedule.from_name("GPipe", 2, 4)
     lines = [Timeline(convert_simulation(schedule.simulate()), schedule=schedule) for schedule in (own, usual, gpipe_)]
@@ -125,7 +125,7 @@ def test_the_loss_belongs_to_its_forward_pass():
     assert timeline.measure_bubble() == pytest.approx(0.5 / 3)
     assert timeline.simulate_schedule().measure_duration_s() == 2.5
     (ax,) = timeline.figure().axes
-    assert [t.get_text() for t in ax.texts if t.get_gid() is None] == ["F0", "B0"]  # told once of each pass
+    assert [t.get_text() for t in ax.texts if t.get_gid() is None] == ["F0", "B0"]  # one label per pass
 
 
 def test_a_run_without_stages_has_no_bubble():
@@ -144,10 +144,10 @@ def test_merged_spans_are_on_the_clock_of_rank_0():
     ahead["end"] += 50
     found = merge_spans([one, ahead], [0.0, 50.0])
     assert np.array_equal(found, gpipe(2, 4))
-    assert ahead["begin"].min() > 50  # what was given stays as it was
+    assert ahead["begin"].min() > 50  # the input is unchanged
 
 
-def test_a_timeline_draws_the_last_step_and_has_all_of_them():
+def test_timeline_has_all_steps_and_measures_the_last_one_by_default():
     timeline = Timeline(np.concatenate([gpipe(2, 4, step=6), gpipe(2, 8, step=7)]))
     assert timeline.steps == [6, 7]
     assert timeline.measure_bubble(6) == pytest.approx(1 / 5)
@@ -179,8 +179,8 @@ def test_a_trace_has_a_row_per_rank_and_an_event_per_span(tmp_path):
 def test_an_arrow_leads_from_the_sender_to_the_receiver(tmp_path):
     spans = [
         (0, 0, "send forward", 0, 0, 1, 1.25),
-        (0, 0, "send forward", 0, 0, 2, 2.5),  # awaited
-        (0, 1, "receive forward", 1, 0, 0.5, 0.75),  # asked for
+        (0, 0, "send forward", 0, 0, 2, 2.5),  # the received one
+        (0, 1, "receive forward", 1, 0, 0.5, 0.75),  # posted
         (0, 1, "wait", 1, 0, 0.75, 1),
         (0, 1, "receive forward", 1, 0, 1, 2),
         (0, 1, "send backward", 1, 0, 3, 4),  # nobody received it
@@ -201,7 +201,7 @@ def test_a_trace_follows_the_format(tmp_path):
         parse_checked_trace((tmp_path / "trace.json").read_text())
 
 
-def test_timelines_are_drawn():
+def test_figure_shows_measured_and_planned_passes():
     figure = Timeline(gpipe(2, 4), schedule=Schedule.from_name("GPipe", 2, 4), title=" of a net").figure()
     (ax,) = figure.axes
     assert [label.get_text() for label in ax.get_yticklabels()] == ["node 0", "node 1"]

@@ -1,4 +1,4 @@
-"""The time constants: the relations that their table states, and that no other module defines one."""
+"""The time constants: their order, their units, and a scan that no other module defines one."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ WAITING_PARAMETERS = re.compile(r"timeout|lease|grace|interval|period")
 
 
 @pytest.mark.parametrize("names", ORDERS.values(), ids=ORDERS)
-def test_the_table_is_in_order(names: tuple[str, ...]):
+def test_the_time_constants_of_each_table_row_are_in_order(names: tuple[str, ...]):
     seconds = [getattr(timeouts, name) for name in names]
     assert seconds == sorted(set(seconds))
 
 
-def test_no_stopped_engine_is_silent_for_over_ten_seconds():
+def test_a_stopped_engine_is_noticed_within_ten_seconds():
     assert timeouts.HEARTBEAT_TIMEOUT_S + 2 * timeouts.HEARTBEAT_PERIOD_S < 10
 
 
@@ -65,7 +65,7 @@ def test_a_watchdog_is_silent_only_after_several_missed_samples():
     assert 2 * timeouts.WATCHDOG_PERIOD_S < timeouts.FRESH_STATUS_TIMEOUT_S < timeouts.WATCHDOG_SILENT_S
 
 
-def test_no_sample_of_a_stall_outlives_the_holdoff():
+def test_stall_samples_are_dropped_before_the_holdoff_ends():
     assert watchdog._NUM_SAMPLES * timeouts.WATCHDOG_PERIOD_S < timeouts.STRAGGLER_HOLDOFF_S
 
 
@@ -73,7 +73,7 @@ def test_stacks_are_collected_within_four_seconds():
     assert timeouts.FRESH_STATUS_TIMEOUT_S + timeouts.STACK_DUMP_TIMEOUT_S < 4
 
 
-def test_a_pause_takes_at_most_three_seconds_where_steps_are_short():
+def test_a_pause_takes_at_most_three_seconds_with_short_steps():
     grace_before, grace_after = timeouts.INTERRUPTED_GATHER_TIMEOUT_S, timeouts.INTERRUPTED_GATHER_TIMEOUT_S
     assert timeouts.MAX_PAUSE_GRACE_S + grace_before + grace_after <= 3
     assert timeouts.INTERRUPTED_GATHER_TIMEOUT_S < timeouts.FAILURE_GRACE_S
@@ -95,11 +95,11 @@ def test_polls_are_shorter_than_what_they_wait_for():
     assert timeouts.SHORT_INTERRUPT_POLL_S < timeouts.INTERRUPT_POLL_S <= 0.5
 
 
-def test_a_cluster_is_ended_before_nobody_waits_for_its_reaper():
+def test_the_reaper_ends_a_cluster_before_the_wait_for_it_times_out():
     assert timeouts.TERM_GRACE_S + timeouts.KILL_TIMEOUT_S < timeouts.REAPER_EXIT_TIMEOUT_S
 
 
-def test_every_constant_is_seconds_and_has_a_reason():
+def test_every_constant_is_in_seconds_and_has_a_reason():
     source = inspect.getsource(timeouts)
     for name, value in vars(timeouts).items():
         if name.isupper():
@@ -124,7 +124,7 @@ def test_no_other_module_defines_a_time_constant(root: Path):
     ] == []
 
 
-def test_the_scan_sees_each_form_of_constant():
+def test_the_scan_finds_each_form_of_constant():
     code = """
 POLL_S = 0.5
 A_TIMEOUT, MAX_LINES_PER_S = 3.0, 100

@@ -45,7 +45,9 @@ def test_importing_the_table_does_not_load_torch():
     ],
     ids=["attribute", "module", "method", "key", "member"],
 )
-def test_a_missing_name_raises_feature_name_version_and_remedy(entry: PrivateName, monkeypatch: pytest.MonkeyPatch):
+def test_the_error_for_a_missing_name_has_feature_version_and_remedy(
+    entry: PrivateName, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setitem(PRIVATE_NAMES, "gone", entry)
     with pytest.raises(ImportError, match=r"Gradient norms need torch.*which torch 2\.\d+\S* .*Install a torch from"):
         from dtkit._util.torch_private import gone  # noqa: F401
@@ -55,12 +57,12 @@ def test_a_missing_optional_name_is_none():
     assert PrivateName("torch", "Tensor._gone", "Features", "why", is_optional=True).load() is None
 
 
-def test_an_unknown_name_is_an_import_error():
+def test_an_unknown_name_raises_an_import_error():
     with pytest.raises(ImportError, match="no_such_name"):
         from dtkit._util.torch_private import no_such_name  # noqa: F401
 
 
-def test_members_are_functions_of_an_instance():
+def test_private_members_are_functions_that_take_the_instance():
     import torch
 
     tensor = torch.zeros(4)
@@ -100,7 +102,7 @@ def test_the_scan_finds_each_form_of_use(code: str):
     assert len(list(_find_private_uses(ast.parse(code)))) == 1
 
 
-def test_the_scan_permits_what_a_class_defines_itself():
+def test_the_scan_permits_private_names_that_a_class_defines():
     code = "class A:\n    def make(cls):\n        new = cls()\n        new._x = 1\n    def f(self): self._x = 2"
     assert list(_find_private_uses(ast.parse(code))) == []
 

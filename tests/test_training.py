@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import pickle
 import re
 import threading
@@ -17,6 +19,7 @@ import dtkit
 from dtkit.data.broadcast import ModelHandle
 from dtkit.planning.cost_model import AvailableMemory
 from dtkit.rpc.handshake import get_handshake
+from dtkit.training.config import TrainConfig
 from dtkit.types import Failure, Reply, Request
 from tests.support.small import data, net, sgd
 
@@ -81,6 +84,14 @@ def cluster(notes: Notes) -> Iterator[dtkit.Cluster]:
 def train(cluster: dtkit.Cluster, model: Any = None, rows: Any = None, **options: Any) -> dtkit.Run:
     how = {"loss": nn.CrossEntropyLoss(), "optimizer": sgd, "batch_size": 16, "steps": 4} | options
     return cluster.train(net() if model is None else model, data() if rows is None else rows, **how)
+
+
+def test_train_and_its_config_have_the_same_arguments_and_defaults():
+    parameters = list(inspect.signature(dtkit.Cluster.train).parameters.values())[3:]  # without self, model, data
+    assert {p.name: p.default for p in parameters} == {
+        field.name: inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
+        for field in dataclasses.fields(TrainConfig)
+    }
 
 
 def test_a_training_that_is_right_sends_data_then_model_then_builds(cluster, notes):
@@ -204,7 +215,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "text": ({"rows": (data()[0], np.array(["a"] * 64))}, TypeError, r"data\[1\] has dtype <U1; .*Encode it first"),
     "objects": ({"rows": (data()[0], [1] * 64)}, TypeError, r"data\[1\] is a list; .* numpy.asarray"),
     "a dict": ({"rows": {"x": 1}}, TypeError, "data is a dict; it must be a tuple of arrays"),
-    "text as data": ({"rows": "file.csv"}, ValueError, "'file.csv' is not a file that engines read"),
+    "text as data": ({"rows": "file.csv"}, ValueError, "'file.csv' is not supported"),
     "a loss that can't be pickled": (
         {"loss": holds_a_lock},
         dtkit.errors.SerializationError,

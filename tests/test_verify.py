@@ -1,4 +1,4 @@
-"""The judgement alone: two state dicts, and the largest gradients seen."""
+"""The verdict of a verification, from two state dicts and the largest gradients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dtkit.training.verify import compare_states, find_incomparable_modules
 from tests.support.verification import verify_changed_state
 
 
-def test_equal_numbers_pass():
+def test_equal_parameters_pass():
     found = verify_changed_state()
     assert found
     assert (found.verdict, found.max_difference, found.dtype) == ("PASS", 0.0, "float64")
@@ -39,24 +39,24 @@ def test_the_tolerance_follows_the_dtype(dtype, by, verdict):
         assert "worst: b, " in found.text()
 
 
-def test_a_step_count_that_differs_fails():
+def test_a_differing_step_count_fails():
     assert verify_changed_state({"count": 1}).verdict == "FAIL"
 
 
 @pytest.mark.parametrize("name", ["w", "b"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_what_is_not_finite_fails_wherever_it_stands(name, value):
+def test_a_nonfinite_value_in_any_parameter_fails(name, value):
     found = verify_changed_state({name: value})
     assert found.verdict == "FAIL"
     assert found.max_difference == math.inf
 
 
-def test_equal_infinities_are_equal():
+def test_equal_infinities_pass():
     mask = {"mask": torch.tensor([0.0, -math.inf])}
     assert compare_states(mask, mask, {}, (), 1, 2).verdict == "PASS"
 
 
-def test_numbers_of_zero_gradient_are_named_apart_and_held_to_a_wider_bound():
+def test_elements_with_zero_gradient_are_reported_and_get_a_wider_tolerance():
     gradients = {"w": torch.tensor([1.0, 1e-14, 1.0], dtype=torch.float64), "b": torch.ones(2, dtype=torch.float64)}
     found = verify_changed_state({"w": [0, 5e-11, 0]}, gradients)
     assert found.verdict == "PASS"
@@ -66,24 +66,24 @@ def test_numbers_of_zero_gradient_are_named_apart_and_held_to_a_wider_bound():
     assert verify_changed_state({"w": [0, 5e-10, 0]}, gradients).verdict == "FAIL"
     assert (
         verify_changed_state({"w": [5e-11, 0, 0]}, gradients).verdict == "FAIL"
-    )  # its neighbours are held to the narrow one
+    )  # other elements have the narrow tolerance
 
 
-def test_a_small_gradient_is_not_a_zero_one():
+def test_a_small_gradient_does_not_count_as_zero():
     gradients = {"w": torch.tensor([1.0, 1e-9, 1.0], dtype=torch.float64), "b": torch.ones(2, dtype=torch.float64)}
     found = verify_changed_state({"w": [0, 5e-11, 0]}, gradients)
     assert found.verdict == "FAIL"
     assert not found.zero_gradient
 
 
-def test_not_comparable_names_the_modules():
+def test_a_not_comparable_verdict_names_the_modules():
     found = verify_changed_state({"w": 1.0}, modules=("1 (BatchNorm1d): each rank normalizes",))
     assert found.verdict == "NOT COMPARABLE"
     assert not found
     assert "1 (BatchNorm1d)" in found.text()
 
 
-def test_extra_state_is_left_out():
+def test_extra_state_is_not_compared():
     state = {"w": torch.ones(1), "_extra_state": {"version": 1}}
     assert compare_states(state, state, {"w": torch.ones(1)}, (), 1, 2).verdict == "PASS"
 
@@ -112,12 +112,12 @@ def test_the_report_is_escaped_in_html():
         (nn.AlphaDropout(0.2), True),
     ],
 )
-def test_what_differs_between_one_process_and_several_by_nature(module, named):
+def test_modules_whose_results_depend_on_the_number_of_processes_are_found(module, named):
     found = list(find_incomparable_modules(nn.Sequential(nn.Linear(4, 4), module)))
     assert bool(found) == named
     if named:
         assert found[0].startswith(f"1 ({type(module).__name__}): ")
 
 
-def test_a_module_that_is_the_model_itself_is_named_too():
+def test_an_incomparable_module_can_be_the_model_itself():
     assert next(find_incomparable_modules(nn.Dropout(0.5))).startswith("the model (Dropout)")

@@ -176,7 +176,7 @@ def test_a_look_that_fails_is_told_once_and_not_the_last(watchdog: Watchdog, tmp
         held.median_step_s = fine
         wait_until(path.exists)
     assert watchdog.take_warning() == (
-        "dtkit's watchdog failed to write this engine's status, and tries again: ValueError: no median"
+        "dtkit's watchdog failed to write this engine's status (ValueError: no median). It will retry."
     )
     assert watchdog.take_warning() is None
 

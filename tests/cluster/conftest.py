@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import dtkit
+from tests.support.marks import slow
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
@@ -49,7 +50,7 @@ def cluster2(request: pytest.FixtureRequest, shared: SharedCluster) -> Iterator[
     yield from _lend(request, shared, 2)
 
 
-@pytest.fixture(params=[2, 4], ids="world{}".format)
+@pytest.fixture(params=[2, slow(4)], ids="world{}".format)
 def cluster(request: pytest.FixtureRequest, shared: SharedCluster) -> Iterator[dtkit.Cluster]:
     """Shared cluster of two engines, then of four. Other numbers: ``parametrize("cluster", [3], indirect=True)``."""
     yield from _lend(request, shared, request.param)

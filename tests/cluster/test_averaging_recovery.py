@@ -87,6 +87,7 @@ def lend(cluster_with_spare: dtkit.Cluster, engines: int, spares: int) -> Iterat
 
 
 @pytest.mark.parametrize("engines", [3, slow(4)])
+@pytest.mark.slow
 def test_repair_keeps_the_own_parameters_of_each_survivor(cluster_with_spare: dtkit.Cluster, engines: int):
     with lend(cluster_with_spare, engines, spares=1) as cluster:
         run = start(cluster)
@@ -111,6 +112,7 @@ def test_repair_keeps_the_own_parameters_of_each_survivor(cluster_with_spare: dt
 
 
 @pytest.mark.parametrize("engines", [3, slow(4)])
+@pytest.mark.slow
 def test_shrunken_run_continues_from_the_mean(engines: int):
     """The run continues as from a checkpoint on another number of ranks."""
     with dtkit.Cluster(engines, threads=1) as cluster:
@@ -193,7 +195,7 @@ def test_rank_that_is_a_step_behind_keeps_its_optimizer(tmp_path: Path):
         while len(list(tmp_path.iterdir())) < 3:
             assert time.monotonic() < deadline
             pause.wait(0.01)
-        run._driver.submit("break").result(60)
+        run._driver.submit("interrupt").result(60)
         assert run.status.state is dtkit.types.State.PAUSED
         parameters, means, _ = zip(*cluster.run(get_rank_state), strict=True)
         assert run.status.step == BEHIND

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 import dtkit
 from dtkit import Pipeline, Sharded, TensorParallel
+from tests.support.marks import slow
 from tests.support.nets import accuracy, adamw, make_net, resume_and_wait
 from tests.support.oracle import BATCH, BOUND, CLASSES, FEATURES, data, max_difference, mlp, momentum, train
 from tests.support.small import check_usable
@@ -157,7 +158,7 @@ def get_free_bytes() -> int:
     return free_bytes
 
 
-@pytest.mark.parametrize("engines", [2, 4])
+@pytest.mark.parametrize("engines", [2, slow(4)])
 def test_model_too_large_for_one_engine_trains_when_split(engines: int):
     """27 million parameters: 432 MB with gradients and AdamW's state, on engines of 420 MB."""
     torch.manual_seed(0)

@@ -11,6 +11,7 @@ from torch import nn
 import dtkit
 from dtkit.explain.pipeline import PipelineExplanation
 from dtkit.explain.sharded import ShardedExplanation
+from tests.support.marks import slow
 from tests.support.small import data, sgd, train
 
 pytestmark = pytest.mark.cluster
@@ -92,21 +93,23 @@ def test_explanation_lists_collectives_with_their_bytes(cluster2: dtkit.Cluster,
     assert explanation.sent_bytes == int(run.history.rows()["sent_bytes"][-1])
     numbers = sum(p.numel() for p in net().parameters())
     by_kind = {
-        kind: sum(c.nbytes for c in explanation.collectives if c.what == kind) for kind in ("all_gather", "all_reduce")
+        kind: sum(c.nbytes for c in explanation.collectives if c.operation == kind)
+        for kind in ("all_gather", "all_reduce")
     }
     if isinstance(strategy, dtkit.Sharded):
         padded = 8 * (numbers + 1)  # the last layer's 3 rows and 3 biases are padded to halves of 2
         assert by_kind["all_gather"] == pytest.approx(2 * padded, rel=0.15)
-        assert {c.phase for c in explanation.collectives if c.what == "all_gather"} == {"forward", "backward"}
+        assert {c.phase for c in explanation.collectives if c.operation == "all_gather"} == {"forward", "backward"}
         assert all(rank.held_bytes < 0.6 * rank.whole_bytes for rank in explanation.ranks)
     else:  # two pairs of layers: two outputs forward, and the gradient of one input backward, of 16 rows
         within = [c for c in explanation.collectives if c.phase in ("forward", "backward")]
         assert sorted(c.nbytes for c in within) == [8 * 16 * 3, 8 * 16 * WIDTH, 8 * 16 * WIDTH]
-        assert {c.what for c in within} == {"all_reduce"}
+        assert {c.operation for c in within} == {"all_reduce"}
 
 
 @pytest.mark.parametrize("cluster", [4], indirect=True)
 @pytest.mark.parametrize("strategy", WITH_REPLICAS, ids=str)
+@pytest.mark.slow
 def test_explanation_tells_replicas_apart(cluster: dtkit.Cluster, strategy: Any):
     """Batches of 17 samples, which replicas share unequally, and of one sample, which only one replica has."""
     _, explanation = explain_second_step(cluster, strategy, batch_size=17)
@@ -153,9 +156,9 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
     ("strategy", "part"),
     [
         (dtkit.DataParallel(), 1),
-        (dtkit.Pipeline(2, 4, balance_by="parameters"), 1 / 2),
-        (dtkit.TensorParallel(2), 1 / 2),
-        (dtkit.Sharded(), 1 / 2),
+        slow(dtkit.Pipeline(2, 4, balance_by="parameters"), 1 / 2),
+        slow(dtkit.TensorParallel(2), 1 / 2),
+        slow(dtkit.Sharded(), 1 / 2),
     ],
     ids=str,
 )

@@ -122,6 +122,7 @@ def shell() -> Iterator[InteractiveShell]:
     InteractiveShell.clear_instance()
 
 
+@pytest.mark.slow
 def test_px_reaches_the_engines_between_dispatches(cluster: dtkit.Cluster, shell: InteractiveShell, capsys):
     cluster.activate()
     run = train(cluster, steps=LONG)

@@ -12,6 +12,7 @@ import torch
 
 import dtkit
 from tests.support import oracle
+from tests.support.marks import slow
 from tests.support.oracle import max_difference
 from tests.support.second_host import NAME, Hosts, engines_on_two_hosts
 
@@ -49,7 +50,7 @@ def train(cluster: dtkit.Cluster, **options: Any) -> dtkit.Run:
 
 @pytest.mark.parametrize(
     "strategy",
-    [dtkit.DataParallel(), dtkit.Pipeline(2, 3), dtkit.TensorParallel(2), dtkit.Sharded()],
+    [dtkit.DataParallel(), slow(dtkit.Pipeline(2, 3)), slow(dtkit.TensorParallel(2)), slow(dtkit.Sharded())],
     ids=lambda strategy: type(strategy).__name__,
 )
 def test_training_on_two_hosts_equals_training_on_one(

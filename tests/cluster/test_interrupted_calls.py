@@ -47,6 +47,7 @@ def check_undisturbed(run: dtkit.Run) -> None:
 
 
 @pytest.mark.parametrize("call", [lambda run: run.model, slow(lambda run: run.memory())], ids=["model", "memory"])
+@pytest.mark.slow
 def test_interrupting_a_queued_call_leaves_the_steps_running(
     cluster2: dtkit.Cluster, run: dtkit.Run, monkeypatch: pytest.MonkeyPatch, call: Callable[[dtkit.Run], Any]
 ):

@@ -81,6 +81,7 @@ def kernel(tmp_path: Path, root: Path) -> Iterator[Kernel]:
 
 @pytest.mark.parametrize("cell", [slow(""), "run.wait()"], ids=["idle", "waiting"])
 @pytest.mark.parametrize("now", [slow(False), True], ids=["asked to end", "killed"])
+@pytest.mark.slow
 def test_restarted_kernel_continues_the_run(kernel: Kernel, tmp_path: Path, *, now: bool, cell: str):
     slow_flag = tmp_path / "slow"
     slow_flag.touch()

@@ -95,6 +95,7 @@ DAILY_MOMENT = "in a new group"
     ],
     ids=[*MOMENTS, "pipeline half sent"],
 )
+@pytest.mark.slow
 def test_attach_after_a_kill_during_recovery_continues_the_run(tmp_path: Path, moment: str, strategy: dtkit.Strategy):
     with notebook(make_dying_notebook(moment, strategy)) as process:
         process.wait(60)

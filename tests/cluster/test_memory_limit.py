@@ -74,6 +74,7 @@ def break_group() -> None:
     raise LookupError("on purpose")
 
 
+@pytest.mark.slow
 def test_group_forms_when_memory_is_too_low_for_thread_stacks():
     """gloo ends the process if it can start only some of its threads."""
     with dtkit.Cluster(2, threads=1, memory_limit="200MB") as cluster:

@@ -153,6 +153,7 @@ def get_saved_step(run: dtkit.Run) -> int:
     return 0
 
 
+@pytest.mark.slow
 def test_repeated_recovery_needs_no_disk(cluster_with_spare: dtkit.Cluster, small_disk: Path):
     """The restored state is a snapshot in memory at once, so that the next loss needs no disk either."""
     expected = train_undisturbed(cluster_with_spare)
@@ -186,6 +187,7 @@ def wide() -> nn.Module:
     return nn.Sequential(nn.Linear(FEATURES, 500_000), nn.Tanh(), nn.Linear(500_000, CLASSES)).double()
 
 
+@pytest.mark.slow
 def test_death_during_an_exchange_keeps_the_previous_snapshot(cluster_with_spare: dtkit.Cluster):
     """The peer has received half of the message, and gloo reports no error."""
     cluster_with_spare.run(die_during_exchange, 1, 3)
@@ -244,6 +246,7 @@ def test_snapshots_are_removed_with_the_run(cluster_with_spare: dtkit.Cluster):
     assert cluster_with_spare.run(list_snapshots) == [([], 0)] * 2
 
 
+@pytest.mark.slow
 def test_recovery_leaves_nothing_in_shared_memory():
     with dtkit.Cluster(2, threads=1) as cluster:
         pattern = f"dtkit-*-{cluster._engine_group.membership.config.file_owner.pid}-*"
@@ -295,6 +298,7 @@ def with_momentum(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1e-5, momentum=0.9)
 
 
+@pytest.mark.slow
 def test_run_close_to_its_memory_limit_keeps_no_snapshot_in_memory():
     """Steps leave about 110 to 140 MB; replacing one snapshot by the next would take 160 MB."""
     with dtkit.Cluster(2, threads=1, memory_limit="280MB") as cluster:
@@ -343,6 +347,7 @@ def test_failed_snapshot_does_not_fail_the_run(cluster_with_spare: dtkit.Cluster
 
 
 @pytest.mark.parametrize("strategy", [SHARDING[0], *map(slow, SHARDING[1:])], ids=str)
+@pytest.mark.slow
 def test_engine_lost_while_paused_or_completed_costs_no_step(
     cluster_with_spare: dtkit.Cluster, strategy: dtkit.Strategy
 ):

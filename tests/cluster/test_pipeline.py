@@ -243,6 +243,7 @@ def test_placement_lists_the_layers_of_each_stage(cluster: dtkit.Cluster, split:
     assert train(cluster, model, start=False).placement() is None
 
 
+@pytest.mark.slow
 def test_memory_report_excludes_what_tracing_loads():
     """The first pipeline of a cluster loads torch's tracing modules."""
     with dtkit.Cluster(2, threads=1) as cluster:

@@ -17,6 +17,7 @@ import dtkit
 from dtkit.planning import fit_check
 from dtkit.rpc.protocol import GroupOperations, make_call
 from dtkit.strategies.averaging import OuterSGD, ParameterAveraging
+from tests.support.marks import slow
 from tests.support.small import check_usable, data, net, train
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[torch.Tensor, torch.Tensor
 
 
 @pytest.mark.filterwarnings("ignore:.*normalizes with the statistics of a batch:UserWarning")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name if name == "perceptron" else slow(name) for name in CASES])
 def test_predicted_peak_memory_is_within_20_percent(cluster2: dtkit.Cluster, name: str):
     make, (x, y), batch_size, optimizer, strategy = CASES[name]
     strategy = strategy or dtkit.DataParallel()
@@ -156,7 +157,7 @@ class Decoder(nn.Module):
         return self.head(hidden.mean(1))
 
 
-@pytest.mark.parametrize("by", ["parameters", "time"])
+@pytest.mark.parametrize("by", ["parameters", slow("time")])
 def test_plan_counts_modules_outside_the_chain_in_first_and_last_stage(cluster2: dtkit.Cluster, by: str):
     x = torch.randint(3000, (64, 16))
     model, strategy, loss = Decoder(), dtkit.Pipeline(2, 4, balance_by=by), nn.CrossEntropyLoss()
@@ -183,6 +184,7 @@ def test_plan_counts_modules_outside_the_chain_in_first_and_last_stage(cluster2:
     assert split_plan.get_rows(splits[0])[0].parameters < split_plan.get_rows(splits[1])[0].parameters
 
 
+@pytest.mark.slow
 def test_model_with_an_unused_block_is_planned_in_equal_stages(cluster2: dtkit.Cluster):
     class PartlyUsed(nn.Module):
         """Model whose second block is never called."""
@@ -207,7 +209,7 @@ def test_model_with_an_unused_block_is_planned_in_equal_stages(cluster2: dtkit.C
     assert plan.rows[0].parameters == plan.rows[1].parameters
 
 
-@pytest.mark.parametrize("make", [DataDependent, Recurrent])
+@pytest.mark.parametrize("make", [slow(DataDependent), Recurrent])
 def test_model_that_fails_on_meta_tensors_is_profiled_with_real_ones(
     cluster2: dtkit.Cluster, make: Callable[[], nn.Module]
 ):
@@ -256,6 +258,7 @@ def make_plan(cluster: dtkit.Cluster, **changes: Any) -> Any:
     return cluster.plan(net(), **(options | changes))
 
 
+@pytest.mark.slow
 def test_plan_leaves_the_cluster_unchanged(cluster2: dtkit.Cluster):
     def count_objects() -> list[int]:
         from dtkit.engine.session import get_session
@@ -279,6 +282,7 @@ def test_plan_leaves_the_cluster_unchanged(cluster2: dtkit.Cluster):
     check_usable(cluster2)
 
 
+@pytest.mark.slow
 def test_plan_accepts_a_partition_and_a_training_step(cluster2: dtkit.Cluster):
     part = cluster2.partition(data(), seed=0)
 

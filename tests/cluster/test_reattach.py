@@ -63,6 +63,7 @@ def test_attach_after_a_kill_during_a_pause_continues_the_run(tmp_path: Path):
             check_run_continues(cluster)
 
 
+@pytest.mark.slow
 def test_attach_after_a_kill_during_a_dispatch_continues_the_run():
     """One rank has the dispatch and waits for the other one, which never gets it."""
     send_to_one_rank = """
@@ -197,6 +198,7 @@ def stop_between_dispatches(process: subprocess.Popen[str], folder: Path) -> Non
     raise AssertionError("an engine was busy whenever the notebook was stopped")
 
 
+@pytest.mark.slow
 def test_superseded_notebook_raises_and_leaves_the_cluster_alone():
     with notebook() as process, dtkit.attach() as cluster:
         check_run_continues(cluster)
@@ -259,6 +261,7 @@ def test_superseded_notebook_cannot_change_the_persisted_run(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_failed_attach_leaves_the_cluster_with_its_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The previous owner keeps the cluster, and ends it."""
     subprocess.run([sys.executable, "-c", SCRIPT], check=True, timeout=60)
@@ -324,6 +327,7 @@ def test_attach_refuses_a_cluster_whose_controller_was_killed(tmp_path: Path):
     assert not psutil.wait_procs(processes, timeout=30)[1]
 
 
+@pytest.mark.slow
 def test_cluster_ends_when_its_folder_is_removed(tmp_path: Path):
     """systemd removes the runtime folder when a user logs out; nobody could find the processes then."""
     subprocess.run([sys.executable, "-c", SCRIPT], check=True, timeout=60)
@@ -353,6 +357,7 @@ def older(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     return folder
 
 
+@pytest.mark.slow
 def test_attach_refuses_a_cluster_of_another_version(older: Path, tmp_path: Path):
     subprocess.run([sys.executable, "-c", SCRIPT], cwd=older, check=True, timeout=60)
     try:

@@ -94,6 +94,7 @@ def test_attached_run_after_a_shrink_uses_the_remaining_ranks():
             check_two_share(cluster)
 
 
+@pytest.mark.slow
 def test_run_that_shrinks_during_attach_uses_the_remaining_ranks(tmp_path: Path):
     with notebook(SHARING) as process:
         (folder,) = tmp_path.iterdir()
@@ -125,7 +126,7 @@ def test_job_lost_during_attach_is_rebuilt(monkeypatch: pytest.MonkeyPatch, rank
             if ranks == [0]:
                 check_run_continues(cluster)
             else:
-                assert run.history.events[-1].text == "taken over at step 0 (the beginning, for want of a snapshot)"
+                assert run.history.events[-1].text == "taken over at step 0 (the start, because there is no snapshot)"
                 run.resume()
                 run.wait(60)
                 assert run.history.totals()["step"].tolist()[-STEPS:] == list(range(STEPS))

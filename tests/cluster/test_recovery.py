@@ -139,7 +139,7 @@ class DeadlyPlateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
 
 @pytest.mark.parametrize(
     ("strategy", "options"),
-    [(dtkit.DataParallel(), {}), (dtkit.Pipeline(2, micro_batches=2), {"snapshot_every": 4})],
+    [(dtkit.DataParallel(), {}), slow(dtkit.Pipeline(2, micro_batches=2), {"snapshot_every": 4})],
     ids=["replicas", "pipeline"],
 )
 @pytest.mark.parametrize(("moment", "epoch"), [("during", 2), slow("after", 2), slow("during", 4)])
@@ -181,6 +181,7 @@ def test_evaluation_interrupted_by_a_lost_engine_is_repeated_and_counted_once(
     assert losses == pytest.approx(expected_losses, abs=BOUND)
 
 
+@pytest.mark.slow
 def test_second_lost_engine_is_replaced_by_the_next_spare(cluster: dtkit.Cluster):
     """The next spare is ready sooner than an engine that is started after the loss."""
     transport: Any = cluster._engine_group.transport
@@ -518,7 +519,7 @@ def interrupt_twice(flag: Path) -> list[float]:
 @pytest.mark.parametrize(
     ("get_stuck", "strategy"),
     [
-        (sleep_for_long, dtkit.DataParallel()),
+        slow(sleep_for_long, dtkit.DataParallel()),
         (stop_this_process, dtkit.DataParallel()),
         slow(stop_this_process, dtkit.Pipeline(2, 2)),
     ],
@@ -705,7 +706,7 @@ def test_interrupts_during_large_messages_lose_no_engine(cluster: dtkit.Cluster)
     moments, pause = random.Random(SEED), threading.Event()
     for _ in range(25):
         pause.wait(moments.random() * 0.2)  # a different moment each time
-        run._driver.submit("break").result(30)
+        run._driver.submit("interrupt").result(30)
         assert run.status.state is dtkit.types.State.PAUSED
         run.resume()
     run.stop()
@@ -721,7 +722,7 @@ def test_interrupts_at_any_moment_lose_no_row(cluster: dtkit.Cluster, undisturbe
         pause.wait(moments.random() * 0.05)  # a different moment each time
         if run.status.state.has_ended:
             break
-        run._driver.submit("break").result(30)
+        run._driver.submit("interrupt").result(30)
         assert run.status.state in (dtkit.types.State.PAUSED, dtkit.types.State.COMPLETED), run.exception
         if run.status.state is dtkit.types.State.PAUSED:
             run.resume()

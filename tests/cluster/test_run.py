@@ -373,6 +373,7 @@ def test_client_forgets_finished_calls(cluster2):
         assert len(table) < 50
 
 
+@pytest.mark.slow
 def test_dispatch_results_are_freed_without_garbage_collection(cluster2):
     """Garbage collections may be minutes apart, so results in reference cycles would add up."""
     run = train(cluster2, steps=2000, start=False)
@@ -395,6 +396,7 @@ def page_faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
+@pytest.mark.slow
 def test_steps_reuse_memory_freed_by_the_previous_step(cluster2: dtkit.Cluster):
     """New pages for activations of half a MB each would cause thousands of page faults per step."""
     torch.manual_seed(0)

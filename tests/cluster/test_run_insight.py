@@ -72,6 +72,7 @@ def rows() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(2048, 64, generator=generator), torch.randint(3, (2048,), generator=generator)
 
 
+@pytest.mark.slow
 def test_balance_gives_a_slowed_rank_fewer_samples_and_trains_the_same(cluster2):
     options: dict[str, Any] = {"batch_size": 64, "steps": 120, "shuffle": "global"}
     plain = train(cluster2, wide().double(), (rows()[0].double(), rows()[1]), **options)

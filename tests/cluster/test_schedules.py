@@ -93,6 +93,7 @@ on_four = pytest.mark.parametrize("cluster", [4], indirect=True)
         *(pytest.param(TABLES[name], 2, id=f"two replicas, {name}") for name in ("halves", "V shape")),
     ],
 )
+@pytest.mark.slow
 def test_custom_schedule_on_four_engines_trains_as_one_process(cluster: dtkit.Cluster, text: str, replicas: int):
     """Four stages, or two replicas of two stages, each of which runs the table."""
     table = dtkit.Schedule(text)
@@ -179,7 +180,7 @@ def test_custom_schedule_has_a_simulated_timeline_and_a_valid_trace(cluster2: dt
     assert timeline.ideal_bubble_formula[0] == "equal stages"
     assert timeline.simulate_schedule().measure_bubble() <= timeline.measure_bubble()
     assert timeline.simulate_schedule().measure_duration_s() <= timeline.measure_duration_s()
-    assert repr(timeline.compare_with(timeline)).startswith("own against own: time 1.00")
+    assert repr(timeline.compare_with(timeline)).startswith("custom against custom: time 1.00")
     assert timeline._repr_png_().startswith(b"\x89PNG")
     timeline.export_chrome_trace(tmp_path / "trace.json")
     trace = parse_checked_trace((tmp_path / "trace.json").read_text())

@@ -29,6 +29,7 @@ import dtkit
 from dtkit.training.task import submit
 from tests.support.leftovers import list_processes, make_large_data, wait_until_stepping
 from tests.support.small import LONG, check_usable, train
+from tests.support.waiting import wait_until_run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -124,9 +125,9 @@ def test_cluster_listens_on_loopback_only_without_http_and_with_a_key(watched: W
         assert info_ports <= set(mechanisms)
         assert ports - set(mechanisms)  # gloo's ports, which have no key (see the README)
         step = run.status.step
+        wait_until_run(run, lambda: run.status.step > step)
     finally:
         run.pause()
-    assert run.status.step > step
     run.stop()
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import dtkit
+from tests.support.marks import slow
 from tests.support.nets import WIDTH
 from tests.support.oracle import BOUND, CLASSES, FEATURES, SEED, data, max_difference, momentum
 from tests.support.small import check_usable
@@ -69,7 +70,7 @@ def auxiliary_loss(output: Any, target: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(output["scores"], target) + output["size"]
 
 
-OTHER_ROWS = [(Views, views_loss), (Tokens, tokens_loss), (Auxiliary, auxiliary_loss)]
+OTHER_ROWS = [(Tokens, tokens_loss), slow(Views, views_loss), slow(Auxiliary, auxiliary_loss)]
 
 
 @pytest.mark.parametrize(("make", "loss_fn"), OTHER_ROWS)

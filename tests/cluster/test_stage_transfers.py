@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import dtkit
+from tests.support.marks import slow
 from tests.support.nets import WIDTH
 from tests.support.oracle import (
     BATCH,
@@ -147,7 +148,7 @@ def make_three(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return lambda: nn.Sequential(nn.Linear(FEATURES, WIDTH), make(), make(), make(), nn.Linear(WIDTH, CLASSES))
 
 
-@pytest.mark.parametrize("make", [SecondFirst, Masked, Returning, Named, Strided, Expanded])
+@pytest.mark.parametrize("make", [SecondFirst, Masked, *map(slow, (Returning, Named, Strided, Expanded))])
 def test_models_of_blocks_train_as_one_process(cluster: dtkit.Cluster, make: Callable[[], nn.Module]):
     """Values skip whole stages, and the V schedule passes them on without sending."""
     check_equals_one_process(cluster, make, ALL)
@@ -155,8 +156,8 @@ def test_models_of_blocks_train_as_one_process(cluster: dtkit.Cluster, make: Cal
 
 @pytest.mark.parametrize(
     "make",
-    [flattened, make_frozen(1), make_frozen(3), make_frozen(5)],
-    ids=["views", "1 frozen", "3 frozen", "5 frozen"],
+    [flattened, make_frozen(3), slow(make_frozen(1)), slow(make_frozen(5))],
+    ids=["views", "3 frozen", "1 frozen", "5 frozen"],
 )
 def test_sequences_of_layers_train_as_one_process(cluster: dtkit.Cluster, make: Callable[[], nn.Module]):
     """torch's split backward pass finds weights by the gradients of inputs, which frozen stages don't have."""
@@ -165,8 +166,8 @@ def test_sequences_of_layers_train_as_one_process(cluster: dtkit.Cluster, make: 
 
 @pytest.mark.parametrize(
     "make",
-    [Conditioned, *map(make_three, (Queries, Tied, Around, Adapted))],
-    ids=["frozen", "queries", "tied", "around", "lora"],
+    [Conditioned, make_three(Tied), *(slow(make_three(layer)) for layer in (Queries, Around, Adapted))],
+    ids=["frozen", "tied", "queries", "around", "lora"],
 )
 def test_weights_that_need_a_whole_backward_pass_train_as_one_process(
     cluster: dtkit.Cluster, make: Callable[[], nn.Module]

@@ -297,6 +297,7 @@ class StallingTanh(nn.Tanh):
         return super().forward(x)
 
 
+@pytest.mark.slow
 def test_stage_waits_for_another_no_longer_than_step_timeout(flag: Path):
     """gloo's own limit is the one given when the group was formed, 30 s above step_timeout."""
     layers = nn.Linear(4, 8), StallingTanh(flag), nn.Linear(8, 3)

@@ -17,6 +17,7 @@ import dtkit
 from dtkit.engine.data.batches import ShardedBatches, Shards
 from dtkit.engine.data.sources import as_source
 from dtkit.types import JobPlan
+from tests.support.marks import slow
 from tests.support.nets import adamw
 from tests.support.oracle import (
     BATCH,
@@ -140,7 +141,7 @@ ROUNDED = {
 }
 
 
-@pytest.mark.parametrize("name", ROUNDED)
+@pytest.mark.parametrize("name", ["fp16 compression", "bf16", slow("bf16 compression"), slow("fp16")])
 def test_rounding_error_stays_within_its_bound(cluster: dtkit.Cluster, name: str):
     strategy, bound = ROUNDED[name]
     inputs, targets = data()

@@ -88,7 +88,7 @@ def test_attention_needs_one_all_reduce_forward_and_one_backward(
     """Attention has the same collectives as an MLP. Keys from another layer need one more for their gradient."""
     run = train(cluster, make_net(kind), strategy=strategy, start=False)
     tensor_collectives = [c for c in run.explain_step().collectives if c.ranks == (0, 1) and len(c.shape) > 1]
-    kinds = [(c.what, c.phase) for c in tensor_collectives]
+    kinds = [(c.operation, c.phase) for c in tensor_collectives]
     pairs, more = {"encoder": (4, 0), "gpt": (4, 0), "translator": (6, 1)}[kind]
     assert {kind for kind, _ in kinds} == {"all_reduce"}
     assert kinds.count(("all_reduce", "forward")) == pairs + (kind == "translator")  # its attention weights are used
@@ -134,7 +134,7 @@ DROPOUT_NETS = {
 }
 
 
-@pytest.mark.parametrize("kind", list(DROPOUT_NETS))
+@pytest.mark.parametrize("kind", ["gpt", *(slow(kind) for kind in DROPOUT_NETS if kind != "gpt")])
 def test_dropout_draws_the_same_on_ranks_of_one_replica(cluster: dtkit.Cluster, strategy: TensorParallel, kind: str):
     """Replicated parameters stay equal on all ranks, and slices in all replicas, attention included."""
     model = make_net(DROPOUT_NETS[kind])

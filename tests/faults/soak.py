@@ -124,7 +124,7 @@ class Soak:
             self.run.pause()
             self.run.resume()
         elif fault == "interrupt":
-            self.run._driver.submit("break").result(SETTLED_S)
+            self.run._driver.submit("interrupt").result(SETTLED_S)
             self.run.resume()
         else:
             self._trap.arm(fault, rank, place)

@@ -25,7 +25,14 @@ def make_transfer(way: str, kind: str, micro_batch: int, at: float, **changes: A
     """Return a transfer between two stages: 0 on rank 0, 1 on rank 1."""
     border = (0, 1) if kind == "activation" else (1, 0)
     rank, peer = border if way == "sent" else border[::-1]
-    fields = {"way": way, "kind": kind, "border": border, "which": (micro_batch, 0), "rank": rank, "peer": peer}
+    fields = {
+        "direction": way,
+        "kind": kind,
+        "stage_pair": border,
+        "tensor_id": (micro_batch, 0),
+        "rank": rank,
+        "peer": peer,
+    }
     tensor = {"shape": (4, 3), "dtype": "float32", "nbytes": 48, "norm": 2.0, "first": (0.5, 1.0, 1.5)}
     return fields | tensor | {"at": at, "digest": f"{kind}{micro_batch}"} | changes
 
@@ -39,14 +46,14 @@ def make_pipeline_reports() -> list[dict[str, Any]]:
     parts = [{"stage": s, "micro_batch": k, "norm": 1.0 + k} for s in (0, 1) for k in (0, 1)]
     stage = {"tensors": 2, "numbers": 15, "norm": 2.5, "gap": 1e-8}
     return [
-        make_base(0, sightings=first, parts=parts[:2], stages={0: dict(stage)}),
-        make_base(1, sightings=second, parts=parts[2:], stages={1: dict(stage)}, loss=0.75, weight=8.0),
+        make_base(0, transfers=first, parts=parts[:2], stages={0: dict(stage)}),
+        make_base(1, transfers=second, parts=parts[2:], stages={1: dict(stage)}, loss=0.75, weight=8.0),
     ]
 
 
 def make_collective(what: str, phase: str, nbytes: int, digest: str | None) -> dict[str, Any]:
     shape = {"shape": (nbytes // 4,), "dtype": "float32", "nbytes": nbytes, "ranks": (0, 1)}
-    return {"what": what, "phase": phase, "digest": digest} | shape
+    return {"operation": what, "phase": phase, "digest": digest} | shape
 
 
 def make_sharded_reports(sent: int = 300) -> list[dict[str, Any]]:
@@ -54,5 +61,5 @@ def make_sharded_reports(sent: int = 300) -> list[dict[str, Any]]:
         make_collective("all_gather", "forward", 200, "x"),
         make_collective("reduce_scatter", "backward", 200, None),
     ]
-    more = {"speaks": True, "sent_bytes": sent, "held_bytes": 100, "whole_bytes": 200, "weight": 8.0}
+    more = {"reports_samples": True, "sent_bytes": sent, "held_bytes": 100, "whole_bytes": 200, "weight": 8.0}
     return [make_base(r, collectives=copy.deepcopy(collectives), loss=0.5 + r, **more) for r in (0, 1)]

@@ -22,7 +22,7 @@ def make_tensor_report(name: str, own: float | None, **changes: Any) -> dict[str
         "kind": "parameter",
         "name": name,
         "shape": (8, 4),
-        "own": own,
+        "local_norm": own,
         "contribution": own / 2 if has_gradient else None,
         "reduced": 0.3,
         "cosine": 0.5 if has_gradient else None,

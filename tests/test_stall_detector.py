@@ -1,4 +1,4 @@
-"""Whom the others wait for, and when that is told: pure."""
+"""Diagnosis of the rank that stalls the others, and the time of its report, without engines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LIBRARY = Frame("torch/autograd/graph.py", 979, "backward")
 
 
 def standing(rank: int, **changed: Any) -> EngineStatus:
-    """A rank of three in a training, moving."""
+    """Status of one of three ranks, waiting in a collective of a training."""
     found = EngineStatus(
         rank=rank,
         world_size=3,
@@ -48,14 +48,14 @@ def seen(rank: int, process: str = "sleeping", age_s: float = 0.2, **changed: An
 
 
 def ranks(culprit: RankObservation) -> list[RankObservation]:
-    """Three, of which all but this one wait."""
+    """Three ranks, all of which wait except this one."""
     return [culprit if rank == culprit.rank else seen(rank) for rank in range(3)]
 
 
 AWAY: dict[str, Any] = {"is_blocked": False, "phase": "forward", "collective_counts": {"0": 4}}
 
 
-# -- who it is ---------------------------------------------------------------------------------------------
+# -- the stalled rank --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -69,54 +69,54 @@ AWAY: dict[str, Any] = {"is_blocked": False, "phase": "forward", "collective_cou
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_the_rank_that_keeps_the_others_waiting(culprit: RankObservation, cause: str):
+def test_diagnosis_names_the_rank_that_keeps_the_others_waiting(culprit: RankObservation, cause: str):
     assert diagnose(ranks(culprit)) == Diagnosis(cause, 1)
 
 
-def test_a_rank_that_left_a_call_early():
+def test_diagnosis_names_a_rank_that_returned_early_from_a_call():
     waiting = [seen(rank, op="call", phase="call", job=None, step=None) for rank in range(3)]
     waiting[2] = seen(2, op=None, phase="idle", is_blocked=False, collective_counts={}, stack=(), job=None, step=None)
     assert diagnose(waiting) == Diagnosis("returned", 2)
 
 
-def test_a_rank_that_has_ended_its_dispatch_is_not_to_blame():
+def test_rank_that_has_finished_its_dispatch_is_not_blamed():
     done = seen(0, op=None, phase="idle", is_blocked=False, collective_counts={}, stack=())
     assert diagnose([done, seen(1, **AWAY), seen(2)]) == Diagnosis("away", 1)
 
 
-def test_a_wait_that_shows_no_line_is_told_by_the_count():
-    """DDP waits in C++, a user's ``work.wait()`` in the user's own line: neither stack says so."""
+def test_wait_without_a_trace_in_the_stack_is_found_by_the_collective_count():
+    """Neither stack shows a wait: DDP waits in C++, and a user's ``work.wait()`` in the user's line."""
     ahead = {"is_blocked": False, "phase": "backward", "collective_counts": {"0": 5}}
     assert diagnose([seen(0, **ahead), seen(1, **ahead), seen(2, **AWAY)]) == Diagnosis("away", 2)
 
 
-def test_counts_mean_nothing_where_ranks_send_in_pairs():
+def test_collective_counts_are_ignored_in_point_to_point_communication():
     stages = [seen(rank, is_p2p=True, phase="receive", collective_counts={"0": 3 + rank}) for rank in range(3)]
     stages[1] = seen(1, is_p2p=True, is_blocked=False, phase="forward", collective_counts={"0": 9})
     assert diagnose(stages) == Diagnosis("away", 1)
 
 
-def test_counts_of_different_calls_are_not_compared():
+def test_collective_counts_of_different_jobs_are_not_compared():
     assert diagnose(
         [seen(0, job="job-2"), seen(1, collective_counts={"0": 4}), seen(2, collective_counts={"0": 4})]
     ) == Diagnosis("together")
 
 
-def test_all_wait_in_different_places():
+def test_diagnosis_is_apart_if_all_ranks_wait_in_different_places():
     assert diagnose([seen(0), seen(1), seen(2, stack=(LIBRARY,))]) == Diagnosis("apart")
 
 
-def test_all_compute():
+def test_diagnosis_is_together_if_all_ranks_compute():
     assert diagnose([seen(rank, **AWAY) for rank in range(3)]) == Diagnosis("together")
 
 
-def test_nothing_is_concluded_from_an_old_word_or_from_none():
+def test_outdated_or_missing_status_gives_no_diagnosis():
     assert diagnose(ranks(seen(1, age_s=2.0, **AWAY))) is None
     assert diagnose([seen(0), RankObservation(1, "there", 101, "unknown")]) is None
     assert diagnose([]) is None
 
 
-def test_all_silent_is_a_machine_under_load():
+def test_silence_of_all_ranks_gives_no_diagnosis():
     assert diagnose([seen(rank, age_s=4.0) for rank in range(3)]) is None
 
 
@@ -124,15 +124,15 @@ def test_all_silent_is_a_machine_under_load():
     ("shares", "slow"),
     [([0.9, 0.1, 0.8], 1), ([0.9, 0.4, 0.8], None), ([0.1, 0.1, 0.8], None), ([0.9, None, 0.8], None)],
 )
-def test_a_straggler_hardly_ever_waits(shares: list[float | None], slow: int | None):
+def test_straggler_is_the_only_rank_that_hardly_ever_waits(shares: list[float | None], slow: int | None):
     assert find_straggler([seen(rank, blocked_fraction=share) for rank, share in enumerate(shares)]) == slow
 
 
-# -- when it is told ---------------------------------------------------------------------------------------
+# -- the time of the report --------------------------------------------------------------------------------
 
 
 class World:
-    """Three ranks that a test moves, and how often it was asked about them."""
+    """Three ranks that a test changes, and a count of their observations."""
 
     def __init__(self) -> None:
         self.ranks = ranks(seen(1, **AWAY))
@@ -148,7 +148,7 @@ def world() -> World:
     return World()
 
 
-def test_nobody_is_asked_before_a_dispatch_is_overdue(world: World):
+def test_detector_observes_no_rank_before_a_dispatch_is_overdue(world: World):
     lookout = StallDetector(world)
     assert lookout.check(100.0) is None
     lookout.on_sent(100.0)
@@ -159,7 +159,7 @@ def test_nobody_is_asked_before_a_dispatch_is_overdue(world: World):
 
 
 @pytest.mark.parametrize(("step_s", "limit"), [(0.05, 5.0), (2.0, 10.0), (20.0, 100.0)])
-def test_overdue_is_five_times_what_a_step_should_take(world: World, step_s: float, limit: float):
+def test_time_limit_is_five_step_durations_but_at_least_five_seconds(world: World, step_s: float, limit: float):
     lookout = StallDetector(world)
     lookout.on_sent(0.0)
     lookout.on_result(1.0, step_s)
@@ -167,7 +167,7 @@ def test_overdue_is_five_times_what_a_step_should_take(world: World, step_s: flo
     assert lookout.limit_s == limit
 
 
-def test_a_dispatch_begins_when_the_one_before_has_landed(world: World):
+def test_dispatch_starts_when_the_previous_one_has_returned(world: World):
     lookout = StallDetector(world)
     lookout.on_sent(0.0)
     lookout.on_sent(0.1)
@@ -176,7 +176,7 @@ def test_a_dispatch_begins_when_the_one_before_has_landed(world: World):
     assert lookout.check(9.1) is not None
 
 
-def test_what_is_told_names_rank_phase_step_and_line(world: World):
+def test_stall_report_names_rank_phase_step_and_line(world: World):
     lookout = StallDetector(world)
     lookout.on_sent(0.0)
     found = lookout.check(6.0)
@@ -190,7 +190,7 @@ def test_what_is_told_names_rank_phase_step_and_line(world: World):
     )
 
 
-def test_a_stopped_rank_has_its_own_remedy(world: World):
+def test_stall_report_of_a_stopped_rank_has_its_own_remedy(world: World):
     world.ranks = ranks(seen(1, "stopped", stalled_s=0.0))
     lookout = StallDetector(world)
     lookout.on_sent(0.0)
@@ -200,7 +200,7 @@ def test_a_stopped_rank_has_its_own_remedy(world: World):
     assert found.remedy == "`kill -CONT 101` on here lets it go on"
 
 
-def test_it_is_told_once_and_again_when_it_changes(world: World):
+def test_stall_is_reported_once_and_again_when_it_changes(world: World):
     lookout = StallDetector(world)
     lookout.on_sent(0.0)
     assert lookout.check(6.0) is not None
@@ -222,7 +222,7 @@ def move(lookout: StallDetector, world: World) -> None:
 
 
 @pytest.mark.parametrize("recover", [land, move])
-def test_a_recovery_is_told_once(world: World, recover: Callable[[StallDetector, World], None]):
+def test_recovery_is_reported_once(world: World, recover: Callable[[StallDetector, World], None]):
     lookout = StallDetector(world)
     lookout.on_sent(0.0)
     assert lookout.check(6.0) is not None
@@ -234,8 +234,8 @@ def test_a_recovery_is_told_once(world: World, recover: Callable[[StallDetector,
     assert lookout.stall_report is None
 
 
-def test_after_a_failure_nobody_is_stuck_and_nobody_goes_on(world: World):
-    """The rank was interrupted, or replaced: it did not recover."""
+def test_reset_clears_the_stall_without_reporting_a_recovery(world: World):
+    """An interrupted or replaced rank has not recovered."""
     lookout = StallDetector(world)
     lookout.on_sent(0.0)
     assert lookout.check(6.0) is not None
@@ -245,7 +245,7 @@ def test_after_a_failure_nobody_is_stuck_and_nobody_goes_on(world: World):
     assert lookout.check(6.5) is None
 
 
-def test_a_rank_that_moves_is_a_straggler_and_is_named_once(world: World):
+def test_slow_rank_that_moves_is_reported_once_as_a_straggler(world: World):
     def shares(step: int) -> list[RankObservation]:
         slow = seen(1, stalled_s=0.5, step=step, blocked_fraction=0.0, delay_factor=10.0, **AWAY)
         return [slow if rank == 1 else seen(rank, stalled_s=0.5, step=step, blocked_fraction=0.9) for rank in range(3)]
@@ -253,7 +253,7 @@ def test_a_rank_that_moves_is_a_straggler_and_is_named_once(world: World):
     world.ranks = shares(12)
     lookout = StallDetector(world)
     lookout.on_sent(0.0)
-    assert lookout.check(6.0) is None  # it may be stuck: nothing has been seen to move
+    assert lookout.check(6.0) is None  # it may be stuck: no progress has been observed
     world.ranks = shares(13)
     found = lookout.check(6.5)
     assert found is not None
@@ -268,14 +268,14 @@ def test_a_rank_that_moves_is_a_straggler_and_is_named_once(world: World):
     assert lookout.check(13.5) is None
 
 
-def test_a_rank_that_is_slow_on_purpose_is_given_as_much_longer(world: World):
+def test_rank_slowed_on_purpose_gets_a_proportionally_longer_limit(world: World):
     world.ranks = ranks(seen(1, delay_factor=10.0, **AWAY))
     lookout = StallDetector(world)
     lookout.on_sent(0.0)
     assert lookout.check(6.0) is None
 
 
-def test_all_at_once_are_given_longer(world: World):
+def test_stall_of_all_ranks_at_once_is_reported_after_a_longer_limit(world: World):
     world.ranks = [seen(rank, **AWAY) for rank in range(3)]
     lookout = StallDetector(world)
     lookout.on_sent(0.0)
@@ -287,13 +287,13 @@ def test_all_at_once_are_given_longer(world: World):
     assert "rank 2 in forward of step 12, net.py:14 in forward" in found.text
 
 
-def test_limits_can_be_given(world: World):
+def test_minimum_time_limit_is_configurable(world: World):
     lookout = StallDetector(world, DetectorConfig(min_limit_s=0.5))
     lookout.on_sent(0.0)
     assert lookout.check(0.6) is not None
 
 
-def test_after_a_failure_nothing_is_in_flight(world: World):
+def test_reset_clears_the_dispatches_in_flight(world: World):
     lookout = StallDetector(world)
     lookout.on_sent(0.0)
     lookout.reset()
@@ -301,8 +301,8 @@ def test_after_a_failure_nothing_is_in_flight(world: World):
     assert world.asked == 0
 
 
-def test_a_rank_that_was_stuck_is_no_straggler_for_it(world: World):
-    """The looks at which the others waited for it are still among the last ones."""
+def test_recovered_rank_is_not_reported_as_a_straggler(world: World):
+    """The last observations still include those in which the others waited for it."""
     lookout = StallDetector(world)
     lookout.on_sent(0.0)
     assert lookout.check(6.0) is not None

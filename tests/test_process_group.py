@@ -1,4 +1,4 @@
-"""A process group, without one: what becomes of it when it is left."""
+"""Lifetime of a process group that is left while work is in flight, tested with a stand-in."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dtkit.engine.comm.process_group import hold_group_until_done
 
 
 class Work:
-    """Of a group, under way until it is told to have ended; torch's group waits for that as it is let go of."""
+    """Work in flight until a test ends it; torch's group waits for its work when it is freed."""
 
     def __init__(self) -> None:
         self.ended = threading.Event()
@@ -20,7 +20,7 @@ class Work:
 
 
 class Group:
-    """Something that can be let go of."""
+    """Object that can be freed."""
 
 
 def test_a_group_is_held_while_it_is_in_use_and_freed_in_a_thread():

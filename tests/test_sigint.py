@@ -1,4 +1,4 @@
-"""SIGINT on an engine: it ends the work of a request, never the making of its reply."""
+"""SIGINT on an engine: it interrupts the work of a request, but never its reply."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ def interrupt() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_an_interrupt_ends_what_is_being_done():
+def test_sigint_interrupts_the_work_of_a_request():
     with pytest.raises(KeyboardInterrupt), SigintHandler().handle_during_request():
         interrupt()
 
 
-def test_an_interrupt_is_no_more_once_the_work_is_done():
+def test_sigint_is_ignored_after_the_work_is_done():
     interrupts, before = SigintHandler(), signal.getsignal(signal.SIGINT)
     with interrupts.handle_during_request():
         interrupts.work_done = True

@@ -1,4 +1,4 @@
-"""Waiting for messages: they come, they fail, or the connection ends while one of them is half way."""
+"""Waits for messages that arrive, fail, or stay incomplete because the connection ends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LIMIT = dt.timedelta(seconds=30)
 
 
 class Message:
-    """As torch's Work: comes when it is told to, and raises where it is told to."""
+    """A stand-in for torch's Work that arrives or raises on request."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.came, self.error = threading.Event(), error
@@ -32,7 +32,7 @@ def waiter(ended: threading.Event | None = None) -> Any:
     return CancellableWait((ended or threading.Event()).is_set)
 
 
-def test_all_have_come():
+def test_a_wait_ends_when_all_messages_have_arrived():
     one, other = Message(), Message()
     made, over = waiter(), threading.Event()
 
@@ -49,16 +49,16 @@ def test_all_have_come():
     assert over.is_set()
 
 
-def test_its_error_is_the_callers():
+def test_the_caller_gets_the_error_of_a_message_and_can_wait_again():
     made = waiter()
     with pytest.raises(RuntimeError, match="Timed out"):
         made.wait([Message(RuntimeError("Timed out waiting 10ms"))], LIMIT)
     late = Message()
     late.came.set()
-    made.wait([late], LIMIT)  # the thread goes on
+    made.wait([late], LIMIT)  # the thread continues
 
 
-def test_who_waits_gives_up_when_the_connection_ends():
+def test_a_wait_is_canceled_when_the_connection_ends():
     from dtkit.engine.comm.process_group import is_lost_peer_error
 
     ended, never = threading.Event(), Message()
@@ -68,7 +68,7 @@ def test_who_waits_gives_up_when_the_connection_ends():
     try:
         with pytest.raises(RuntimeError, match="is incomplete") as caught:
             made.wait([never], LIMIT)
-        assert is_lost_peer_error(caught.value)  # nobody takes it for this rank's own fault
+        assert is_lost_peer_error(caught.value)  # it does not count as this rank's own error
     finally:
         never.came.set()
 

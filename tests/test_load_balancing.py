@@ -1,4 +1,4 @@
-"""Shares of the batch that follow the ranks' speeds, and checksums compared over ranks: arithmetic."""
+"""Arithmetic of load balancing by the ranks' speeds, and of checksums compared across ranks."""
 
 from __future__ import annotations
 
@@ -34,32 +34,32 @@ def balanced(costs, fixed=0.0, rounds=12):
     return balancer.shares
 
 
-def test_shares_end_in_proportion_to_speed():
+def test_shares_converge_in_proportion_to_speed():
     assert balanced([1.0, 2.0]) == pytest.approx([2 / 3, 1 / 3])
     assert balanced([1.0, 1.0, 4.0]) == pytest.approx([4 / 9, 4 / 9, 1 / 9])
 
 
-def test_times_are_equal_although_a_step_costs_something_of_its_own():
+def test_step_times_become_equal_despite_a_fixed_cost_per_step():
     shares = balanced([1.0, 2.0], fixed=8.0)
     times = [share * 64 * cost + 8.0 for share, cost in zip(shares, [1.0, 2.0], strict=True)]
     assert times[0] == pytest.approx(times[1], rel=0.06)
 
 
-def test_the_first_dispatch_says_nothing():
+def test_the_first_dispatch_does_not_change_the_shares():
     balancer = LoadBalancer([10, 10])
     assert not landed(balancer, [1.0, 5.0])
     assert balancer.shares == (0.5, 0.5)
     assert landed(balancer, [1.0, 5.0])
 
 
-def test_noise_changes_nothing():
+def test_noise_does_not_change_the_shares():
     balancer = LoadBalancer([10, 10])
     landed(balancer, [1.0, 1.0])
     assert not landed(balancer, [1.0, 1.03])
     assert balancer.shares == (0.5, 0.5)
 
 
-def test_single_delays_do_not_count():
+def test_delays_in_some_steps_do_not_change_the_shares():
     balancer = LoadBalancer([10, 10])
     landed(balancer, [1.0, 1.0])
     disturbed = rows(32, 32.0, 8)
@@ -67,11 +67,11 @@ def test_single_delays_do_not_count():
     assert not balancer.on_result([disturbed, rows(32, 32.0, 8)])
 
 
-def test_shares_begin_as_the_shards_are():
+def test_initial_shares_follow_the_shard_sizes():
     assert LoadBalancer([30, 10]).shares == (0.75, 0.25)
 
 
-def test_every_rank_gets_a_sample_while_there_are_enough():
+def test_every_rank_gets_a_sample_if_there_are_enough():
     assert divide_proportionally(10, (0.98, 0.01, 0.01)) == (8, 1, 1)
     assert divide_proportionally(2, (0.98, 0.01, 0.01)) == (1, 1, 0)
     assert sum(divide_proportionally(101, (0.5, 0.3, 0.2))) == 101
@@ -90,17 +90,17 @@ def cut(*rows: tuple[int, int]) -> list[dict[tuple[int, ...], int]]:
     return [{(part,): value} for row in rows for part, value in enumerate(row)]
 
 
-def test_equal_checksums_are_identical_parameters():
+def test_equal_checksums_are_reported_as_identical_parameters():
     watch = ReplicaChecker()
     assert watch.is_due(0.0)
     assert watch.on_result(0.0, 5, whole(7, 7, 7), 0.0)
     assert watch.result is not None
     assert watch.result == ReplicaCheckResult(5, (), None)
-    assert not watch.on_result(2.0, 9, whole(8, 8, 8), 0.0)  # no news
+    assert not watch.on_result(2.0, 9, whole(8, 8, 8), 0.0)  # nothing new to report
     assert watch.result.step == 9
 
 
-def test_the_rank_that_differs_is_named_since_it_was_seen_first():
+def test_a_differing_rank_is_reported_with_its_first_differing_step():
     watch = ReplicaChecker()
     watch.on_result(0.0, 5, whole(7, 7, 7), 0.0)
     assert watch.on_result(2.0, 8, whole(7, 9, 7), 0.0)
@@ -111,13 +111,13 @@ def test_the_rank_that_differs_is_named_since_it_was_seen_first():
     assert (watch.result.differing_ranks, watch.result.differing_since) == ((), None)
 
 
-def test_without_a_majority_all_differ():
+def test_all_ranks_are_reported_as_differing_without_a_majority():
     watch = ReplicaChecker()
     watch.on_result(0.0, 5, whole(7, 9), 0.0)
     assert watch.result.differing_ranks == (0, 1)
 
 
-def test_costly_checksums_are_asked_for_rarely():
+def test_costly_checksums_are_requested_rarely():
     watch = ReplicaChecker()
     watch.on_result(10.0, 5, whole(7, 7), 0.1)
     assert not watch.is_due(10.0 + 0.99 * 0.1 / MAX_TIME_FRACTION)
@@ -127,7 +127,7 @@ def test_costly_checksums_are_asked_for_rarely():
     assert not cheap.is_due(10.0 + 0.99 * timeouts.REPLICA_CHECK_INTERVAL_S)
 
 
-def test_parameters_that_need_not_be_equal_now_are_asked_for_again():
+def test_a_check_is_due_again_if_ranks_return_no_checksums():
     watch = ReplicaChecker()
     assert not watch.on_result(0.0, 5, [None, None], 0.0)
     assert watch.result is None
@@ -139,16 +139,16 @@ def test_a_part_is_compared_with_the_same_part_of_other_replicas():
     assert watch.on_result(0.0, 5, cut((7, 8), (7, 8)), 0.0)
     assert watch.result == ReplicaCheckResult(5, (), None, num_holders=2)
     assert watch.on_result(2.0, 8, cut((7, 8), (7, 9)), 0.0)
-    assert watch.result == ReplicaCheckResult(8, (1, 3), 8, num_holders=2)  # of two, nobody can say who is right
+    assert watch.result == ReplicaCheckResult(8, (1, 3), 8, num_holders=2)  # two replicas have no majority
     assert not watch.on_result(4.0, 9, cut((7, 8), (7, 9)), 0.0)
     assert watch.result == ReplicaCheckResult(9, (1, 3), 8, num_holders=2)
-    assert not watch.on_result(6.0, 10, cut((8, 8), (8, 9)), 0.0)  # equal numbers of different parts mean nothing
+    assert not watch.on_result(6.0, 10, cut((8, 8), (8, 9)), 0.0)  # equal checksums of different parts mean nothing
     three = ReplicaChecker()
     three.on_result(0.0, 5, cut((7, 8), (7, 9), (7, 8)), 0.0)
     assert three.result == ReplicaCheckResult(5, (3,), 5, num_holders=3)
 
 
-def test_what_is_not_cut_is_compared_over_all_ranks():
+def test_unsharded_parameters_are_compared_across_all_ranks():
     sums = [found | {(): 1} for found in cut((7, 8), (7, 8))]
     watch = ReplicaChecker()
     watch.on_result(0.0, 5, sums, 0.0)
@@ -160,21 +160,21 @@ def test_what_is_not_cut_is_compared_over_all_ranks():
     assert alone.result == ReplicaCheckResult(5, (), None, num_holders=1)
 
 
-def test_where_nothing_lies_twice_nothing_is_said_and_seldom_asked():
+def test_a_model_without_replicas_has_no_result_and_is_checked_rarely():
     watch = ReplicaChecker()
     assert not watch.on_result(10.0, 5, cut((7, 8)), 1e-6)
     assert watch.result is None
     assert not watch.is_due(9.9 + timeouts.UNSHARED_REPLICA_CHECK_INTERVAL_S)
     assert watch.is_due(10.0 + timeouts.UNSHARED_REPLICA_CHECK_INTERVAL_S)
     assert watch.on_result(100.0, 6, cut((7, 8), (7, 8)), 0.0)
-    assert not watch.on_result(102.0, 7, cut((7, 8)), 0.0)  # the other replica is gone, and what was said of it too
+    assert not watch.on_result(102.0, 7, cut((7, 8)), 0.0)  # the other replica is gone, and so is its result
     assert watch.result is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.int8])
 @pytest.mark.parametrize("offset", [0, 1])
-def test_a_fingerprint_sees_a_single_bit(dtype, offset):
-    tensor = torch.arange(1 + offset, 100 + offset).to(dtype)[offset:]  # a view may lie askew
+def test_a_checksum_changes_with_a_single_bit(dtype, offset):
+    tensor = torch.arange(1 + offset, 100 + offset).to(dtype)[offset:]  # a view may be unaligned
     before = compute_checksum([tensor])
     assert compute_checksum([tensor.clone()]) == before
     changed = tensor.clone()
@@ -183,8 +183,8 @@ def test_a_fingerprint_sees_a_single_bit(dtype, offset):
     assert compute_checksum([]) == 0
 
 
-def test_a_step_that_is_mostly_fixed_is_left_alone():
-    """Twice as slow, and a step's own part outweighs its samples: no share would help much, and none runs away."""
+def test_balancing_steps_of_mostly_fixed_cost_makes_none_slower():
+    """One rank is twice as slow, but fixed costs outweigh samples: no share helps much, and none diverges."""
     balancer = LoadBalancer([10, 10])
     for _ in range(20):
         counts = divide_proportionally(64, balancer.shares)

@@ -1,4 +1,4 @@
-"""What a run and a cluster write down for a notebook that takes them over."""
+"""Files of runs and clusters for a notebook that takes them over."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_records_that_were_cut_off_are_left_out(tmp_path: Path):
     found = run_log.read_history(folder, ranks_per_replica=1)
     assert len(found) == len(history)
     assert found.events == history.events
-    run_log.RunLog(folder).start_recording(found)  # whoever takes the run over goes on behind the last whole record
+    run_log.RunLog(folder).start_recording(found)  # a notebook that takes over continues after the last whole record
     found.append(rows(12, 14))
     found.add(Event(14, "note", "on", 2.5))
     again = run_log.read_history(folder, ranks_per_replica=1)
@@ -73,7 +73,7 @@ def test_records_that_were_cut_off_are_left_out(tmp_path: Path):
 
 
 def test_an_older_notebook_does_not_change_the_new_files(tmp_path: Path):
-    """It may not know yet that another one has taken the run over, and ends amid a line."""
+    """The older notebook may not know of the takeover yet, and may end during a line."""
     folder = tmp_path / "run"
     older = written(folder)
     newer = run_log.read_history(folder, ranks_per_replica=1)
@@ -102,7 +102,7 @@ def test_only_unreadable_lines_are_left_out(tmp_path: Path):
 
 
 def test_a_closed_log_has_no_open_file_and_writes_nothing(tmp_path: Path):
-    """Its disk can be unmounted; and what is said later takes no newer notebook's place."""
+    """The disk can then be unmounted, and late events do not overwrite those of a newer notebook."""
     history = written(tmp_path / "run")
     before = (tmp_path / "run" / "notes.jsonl").read_bytes()
 
@@ -142,7 +142,7 @@ def test_a_log_without_rows_is_an_empty_history(tmp_path: Path):
     assert len(run_log.read_history(tmp_path / "run", ranks_per_replica=1)) == 0
 
 
-def test_rows_of_a_full_disk_are_written_later(small_disk: Path):
+def test_rows_that_a_full_disk_did_not_take_are_written_later(small_disk: Path):
     history = written(small_disk / "run")
     recorder = Recorder(cast("Any", None), history)
     filler = small_disk / "filler"
@@ -151,7 +151,7 @@ def test_rows_of_a_full_disk_are_written_later(small_disk: Path):
     for start in range(12, 212, 100):
         recorder.record_steps([(advance(start, start + 100), [])])
     assert history.rows()["step"][-1] == 211
-    assert [event.kind for event in history.events] == ["note", "error"]  # told once
+    assert [event.kind for event in history.events] == ["note", "error"]  # reported once
     assert "No space left on device" in history.events[-1].text
     filler.unlink()
     recorder.record_steps([(advance(212, 213), [])])
@@ -161,7 +161,7 @@ def test_rows_of_a_full_disk_are_written_later(small_disk: Path):
     assert found.events == history.events
 
 
-def test_a_removed_log_has_no_request(tmp_path: Path):
+def test_removed_log_has_no_run_pickle(tmp_path: Path):
     kept = run_log.RunLog(tmp_path / "run")
     kept.write_run_pickle(b"what was asked for")
     assert run_log.read_run_pickle(tmp_path / "run") == b"what was asked for"
@@ -209,7 +209,7 @@ def test_a_cluster_is_found_by_its_file(tmp_path: Path):
 def test_a_cluster_of_another_version_is_listed_and_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], version: str
 ):
-    """Whatever else it says of itself, or does not."""
+    """Other fields of its file may be unknown or missing."""
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path))
     path = paper(tmp_path, "dtkit-a").folder / cluster_file.CLUSTER_FILE
     said = {**json.loads(path.read_text()), **changed}
@@ -233,7 +233,7 @@ def test_a_cluster_of_another_version_is_listed_and_refused_by_name(
         {"started_at": "today"},
     ],
 )
-def test_of_another_version_only_running_clusters_are_listed(tmp_path: Path, changed: dict[str, Any]):
+def test_ended_cluster_of_another_version_is_not_listed(tmp_path: Path, changed: dict[str, Any]):
     path = paper(tmp_path, "dtkit-a").folder / cluster_file.CLUSTER_FILE
     path.write_text(json.dumps({**json.loads(path.read_text()), "version": "99.0", **changed}))
     assert cluster_file.find_running(tmp_path) == []
@@ -254,11 +254,11 @@ def test_without_a_name_the_cluster_without_a_notebook_is_chosen(tmp_path: Path)
 @pytest.mark.parametrize(
     ("standings", "parts", "expected"),
     [
-        ({0: (5, True), 1: (6, True)}, [(), (), ()], (6, [1])),  # data parallel: whoever stands furthest
-        ({0: (5, True), 1: (6, False)}, [(), ()], (5, [0])),  # but for one whose update was broken off
-        ({0: (5, True)}, [(0,), (1,)], None),  # a part is nowhere
-        ({0: (5, True), 3: (5, True)}, [(0,), (1,), (0,), (1,)], (5, [0, 3])),  # two replicas make a whole
-        ({0: (6, True), 3: (5, True)}, [(0,), (1,), (0,), (1,)], None),  # not of one step
+        ({0: (5, True), 1: (6, True)}, [(), (), ()], (6, [1])),  # data parallel: the rank at the latest step
+        ({0: (5, True), 1: (6, False)}, [(), ()], (5, [0])),  # except a rank with an incomplete update
+        ({0: (5, True)}, [(0,), (1,)], None),  # no rank has the second part
+        ({0: (5, True), 3: (5, True)}, [(0,), (1,), (0,), (1,)], (5, [0, 3])),  # two replicas together have all parts
+        ({0: (6, True), 3: (5, True)}, [(0,), (1,), (0,), (1,)], None),  # parts of different steps
         ({0: (6, True), 1: (5, True), 2: (5, True)}, [(0,), (1,), (0,)], (5, [1, 2])),
         ({}, [()], None),
     ],

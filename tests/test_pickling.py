@@ -1,4 +1,4 @@
-"""Objects on their way from the notebook to an engine."""
+"""Pickling of objects that the notebook sends to an engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROOT = str(Path(__file__).resolve().parent.parent)
 
 
 def arrive(packed: pickling.PackedObject, kind: type = bytearray):
-    """What an engine makes of it; `kind` bytearray for writable buffers, bytes for read-only ones."""
+    """The object as an engine unpacks it; `kind` is bytearray for writable buffers, bytes for read-only ones."""
     return pickling.unpack_object(packed.header, [kind(buffer) for buffer in packed.buffers])
 
 
@@ -48,7 +48,7 @@ def python(code: str, *args: str, path: str = ROOT, cwd: Path | None = None, dat
 # --- buffers ------------------------------------------------------------------------------------------------
 
 
-def test_big_data_is_out_of_band_and_not_copied_on_either_side() -> None:
+def test_large_data_is_sent_out_of_band_without_copies_on_either_side() -> None:
     array, tensor = np.arange(100_000.0), torch.arange(100_000.0)
     packed = pickling.pack_object({"array": array, "tensor": tensor, "name": "x"})
     assert packed.sizes == (800_000, 400_000)
@@ -65,7 +65,7 @@ def test_big_data_is_out_of_band_and_not_copied_on_either_side() -> None:
     assert np.frombuffer(buffers[0])[1] == np.frombuffer(buffers[1], np.float32)[1] == 5
 
 
-def test_tensors_live_on_a_shared_file_and_keep_it_mapped(tmp_path: Path) -> None:
+def test_tensors_use_a_shared_file_and_keep_it_mapped(tmp_path: Path) -> None:
     model = nn.Linear(30, 20)
     packed = pickling.pack_object(model)
     handle = shared_memory.write_buffers(packed.buffers, directories=[str(tmp_path)])
@@ -86,7 +86,7 @@ def test_tensors_live_on_a_shared_file_and_keep_it_mapped(tmp_path: Path) -> Non
     ],
     ids=str,
 )
-def test_every_dtype_and_layout(dtype: torch.dtype) -> None:
+def test_tensors_of_every_dtype_and_layout_arrive_with_equal_values(dtype: torch.dtype) -> None:
     base = torch.arange(120).reshape(2, 3, 4, 5).to(dtype)
     tensors = [
         torch.ones(()).to(dtype),
@@ -129,7 +129,7 @@ def test_a_read_only_buffer_is_never_written_to() -> None:
     assert buffers[1] == bytes(12)
 
 
-def test_gradients_and_attributes_of_tensors() -> None:
+def test_tensors_keep_requires_grad_attributes_layout_and_meta_device() -> None:
     leaf = torch.ones(3, requires_grad=True)
     tagged = torch.ones(3)
     tagged.tag = "mine"
@@ -144,7 +144,7 @@ def test_gradients_and_attributes_of_tensors() -> None:
         assert got[3].device.type == "meta"
 
 
-def test_arrays_of_every_kind() -> None:
+def test_arrays_of_every_kind_arrive_with_equal_values() -> None:
     arrays = [
         np.arange(10)[::3],
         np.asfortranarray(np.arange(6.0).reshape(2, 3)),
@@ -185,7 +185,7 @@ def test_tied_parameters_are_one_object_and_are_sent_once() -> None:
     assert len(list(got.parameters())) == 2
 
 
-def test_tensors_that_only_overlap_are_apart() -> None:
+def test_overlapping_tensors_arrive_with_equal_values() -> None:
     base = torch.arange(6)
     got = arrive(pickling.pack_object([base, base[:3], base.view(2, 3), base.view(torch.int32)]))
     for tensor, sent in zip(got, [base, base[:3], base.view(2, 3), base.view(torch.int32)], strict=True):
@@ -233,7 +233,7 @@ print(loss.item(), net.layer.weight.grad.tolist())
 """
 
 
-def test_what_a_cell_defines_works_elsewhere() -> None:
+def test_classes_and_functions_of_a_cell_work_in_another_process() -> None:
     torch.manual_seed(0)
     layer = nn.Linear(2, 1)
     expected = (layer(torch.ones(4, 2)) * 3 + 1).sum().item()
@@ -242,7 +242,7 @@ def test_what_a_cell_defines_works_elsewhere() -> None:
     assert gradient.strip() == "[[12.0, 12.0]]"
 
 
-def test_a_process_without_torch_never_loads_it() -> None:
+def test_pickling_arrays_and_functions_does_not_load_torch() -> None:
     code = (
         "import sys, numpy as np; from dtkit.rpc import pickling as wire\n"
         "p = wire.pack_object({'a': np.arange(9)[::2], 'f': lambda x: x}); wire.unpack_object(p.header, p.buffers)\n"
@@ -251,7 +251,7 @@ def test_a_process_without_torch_never_loads_it() -> None:
     python(code)
 
 
-def test_dumps_holds_everything() -> None:
+def test_dumps_includes_all_buffers() -> None:
     got = pickling.loads(pickling.dumps({"t": torch.arange(5.0), "a": np.arange(5)[::2], "f": lambda x: x + 1}))
     assert torch.equal(got["t"], torch.arange(5.0))
     assert got["a"].tolist() == [0, 2, 4]
@@ -276,7 +276,7 @@ class Slotted:
 
 
 class Careful:
-    """Leaves its lock at home, but not the other thing."""
+    """A class whose state omits one lock but includes another."""
 
     def __init__(self) -> None:
         self.lock = LOCK
@@ -308,7 +308,7 @@ def _closure():
 
 
 def _by_value(function):
-    """As if it had been defined in a cell."""
+    """The function as if a cell had defined it."""
     function.__module__ = "__main__"
     return function
 
@@ -343,21 +343,21 @@ def _default(lock=LOCK):
         ((i for i in "ab"), r"^model: cannot pickle 'generator' object"),
     ],
 )
-def test_the_part_that_cannot_be_sent_is_named(obj, message: str) -> None:
+def test_the_error_names_the_part_that_cannot_be_sent(obj, message: str) -> None:
     for send in (pickling.pack_object, pickling.dumps):
         with pytest.raises(SerializationError, match=message) as caught:
             send(obj, name="model")
         assert isinstance(caught.value.__cause__, Exception)
 
 
-def test_without_a_name_the_type_is_named() -> None:
+def test_the_error_names_the_type_of_an_unnamed_object() -> None:
     with pytest.raises(SerializationError, match=r"^Holder\.lock: "):
         pickling.pack_object(Holder(lock=LOCK))
     with pytest.raises(SerializationError, match=r"^_default \(default 0\): "):
         pickling.pack_object(_by_value(_default))
 
 
-def test_a_loop_and_a_deep_nest_end() -> None:
+def test_unsendable_cyclic_and_deeply_nested_objects_are_refused() -> None:
     loop = Holder(lock=LOCK)
     loop.me = loop
     with pytest.raises(SerializationError, match=r"^loop\.lock: "):
@@ -369,7 +369,7 @@ def test_a_loop_and_a_deep_nest_end() -> None:
         pickling.pack_object(nest, name="nest")
 
 
-def test_after_a_failure_no_module_stays_registered(tmp_path: Path, beside) -> None:
+def test_no_module_stays_registered_after_a_failure(tmp_path: Path, beside) -> None:
     module = beside("left_behind", "def f(): return 1")
     with pytest.raises(SerializationError):
         pickling.pack_object([LOCK], by_value=[module])
@@ -413,7 +413,7 @@ def helper(x):
 """
 
 
-def test_a_module_beside_the_notebook_travels_by_value(beside, tmp_path: Path) -> None:
+def test_a_module_beside_the_notebook_is_sent_by_value(beside, tmp_path: Path) -> None:
     module = beside("lesson_models", MODULE)
     engine = [entry for entry in sys.path if entry != str(tmp_path)]
     found = user_modules.find_user_modules(engine)
@@ -428,7 +428,7 @@ def test_a_module_beside_the_notebook_travels_by_value(beside, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("init", [True, False])
-def test_a_package_and_its_modules_travel(beside, tmp_path: Path, *, init: bool) -> None:
+def test_a_package_and_its_modules_are_sent_by_value(beside, tmp_path: Path, *, init: bool) -> None:
     if init:
         (tmp_path / "lesson_pack").mkdir()
         (tmp_path / "lesson_pack" / "__init__.py").write_text("from lesson_pack.inner import value")
@@ -442,11 +442,11 @@ def test_a_package_and_its_modules_travel(beside, tmp_path: Path, *, init: bool)
     assert python(code, data=data).decode().strip() == "12"
 
 
-def test_what_the_engine_can_import_goes_by_reference(beside, tmp_path: Path) -> None:
+def test_a_module_that_engines_can_import_is_sent_by_reference(beside, tmp_path: Path) -> None:
     module = beside("lesson_known", MODULE)
     assert module not in user_modules.find_user_modules([str(tmp_path)])
     assert module not in user_modules.find_user_modules([str(tmp_path / "x" / "..")])
-    # ... unless it lies in the current folder, where it is edited while engines live.
+    # ... unless it is in the current folder, where users edit it while engines run.
     here = Path.cwd()
     os.chdir(tmp_path)
     try:
@@ -455,7 +455,7 @@ def test_what_the_engine_can_import_goes_by_reference(beside, tmp_path: Path) ->
         os.chdir(here)
 
 
-def test_installed_packages_and_dtkit_never_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_installed_packages_and_dtkit_are_never_sent_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir("/")  # everything lies under it
     names = {module.__name__ for module in user_modules.find_user_modules([])}
     tops = {name.partition(".")[0] for name in names}
@@ -465,7 +465,7 @@ def test_installed_packages_and_dtkit_never_travel(monkeypatch: pytest.MonkeyPat
     assert not [name for name in names if str(sys.modules[name].__file__).startswith(stdlib)]
 
 
-def test_the_users_own_registration_stays(beside) -> None:
+def test_a_users_own_pickle_registration_is_kept(beside) -> None:
     module = beside("lesson_registered", MODULE)
     cloudpickle.register_pickle_by_value(module)
     try:
@@ -475,7 +475,7 @@ def test_the_users_own_registration_stays(beside) -> None:
         cloudpickle.unregister_pickle_by_value(module)
 
 
-def test_threads_that_pack_at_the_same_time_do_not_disturb_each_other(beside) -> None:
+def test_threads_can_pack_the_same_module_at_the_same_time(beside) -> None:
     module = beside("lesson_threads", MODULE)
     by_reference = pickle.dumps(module.helper)
     seen: list[int] = []
@@ -494,8 +494,8 @@ def test_threads_that_pack_at_the_same_time_do_not_disturb_each_other(beside) ->
     assert not cloudpickle.list_registry_pickle_by_value()
 
 
-def test_the_garbage_collector_may_find_what_was_packed() -> None:
-    """Python 3.11 crashes on clearing a memoryview of which there is another view: there must be none."""
+def test_garbage_collection_of_a_packed_object_does_not_crash() -> None:
+    """Python 3.11 crashes on clearing a memoryview that another view refers to: there must be none."""
     code = """if True:
         import gc, sys, torch
         from dtkit.rpc import pickling as wire

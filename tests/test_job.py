@@ -1,4 +1,4 @@
-"""A job in this process, which plays all shards by itself: what a dispatch does, without a group."""
+"""A job in this process, without a process group: dispatches, evaluations, state, and optimizers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def get_state(made: Job) -> dict[str, Any]:
     return join_state_dict([made.state_dict_parts()])
 
 
-def test_a_dispatch_gives_a_row_a_step_and_leaves_the_job_standing_there():
+def test_a_dispatch_returns_one_row_per_step_and_the_next_one_continues():
     made = make_job()
     made.advance(3)
     first = made.collect_results()
@@ -38,7 +38,7 @@ def test_a_dispatch_gives_a_row_a_step_and_leaves_the_job_standing_there():
     assert len(made.collect_results().rows) == 0
 
 
-def test_dispatches_of_any_length_train_alike():
+def test_dispatches_of_any_length_give_the_same_parameters():
     one, other = make_job(), make_job()
     one.advance(10)
     for k in (1, 2, 3, 4):
@@ -47,7 +47,7 @@ def test_dispatches_of_any_length_train_alike():
     assert all(torch.equal(value, state[name]) for name, value in get_state(one).items())
 
 
-def test_groups_keep_their_proportions_when_the_rate_changes():
+def test_parameter_groups_keep_their_lr_ratios_when_the_lr_changes():
     def two_groups(parameters: Any) -> torch.optim.Optimizer:
         parameters = list(parameters)
         return torch.optim.SGD([{"params": parameters[:2]}, {"params": parameters[2:], "lr": 0.01}], lr=0.1)
@@ -67,7 +67,7 @@ def test_groups_keep_their_proportions_when_the_rate_changes():
     assert rates() == pytest.approx([1.0, 0.1])
 
 
-def test_not_a_number_stops_before_the_update_and_says_whose_loss():
+def test_a_nan_loss_ends_the_dispatch_before_the_update_and_is_reported():
     inputs, targets = data()
     inputs[12] = math.nan
     made = make_job(rows=(inputs, targets), shuffle=None, batch_size=4)
@@ -83,8 +83,8 @@ def test_not_a_number_stops_before_the_update_and_says_whose_loss():
     assert all(torch.equal(value, before[name]) for name, value in get_state(made).items())
 
 
-def test_a_sum_without_weight_blames_nobody():
-    """0 / 0 is no sign of a bad sample: here the gradients are made infinite behind the loss's back."""
+def test_infinite_gradients_of_a_zero_weight_loss_report_no_loss():
+    """A loss of 0 / 0 does not mean a bad sample; a hook makes the gradients infinite."""
 
     def loss(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, int]:
         output.register_hook(lambda gradient: gradient * math.inf)
@@ -96,14 +96,14 @@ def test_a_sum_without_weight_blames_nobody():
     assert (found.end_reason, found.loss) == ("nonfinite", None)
 
 
-def test_finite_gradients_whose_norm_overflows_are_finite():
+def test_finite_gradients_with_an_overflowing_norm_do_not_end_the_dispatch():
     made = make_job(nn.Linear(4, 3), (torch.full((20, 4), 1e25), data()[1]), loss=lambda out, y: out.mean() * 1e5)
     made.advance(1)
     assert made.collect_results().end_reason == "done"
 
 
 class Texts(torch.utils.data.Dataset):
-    """Samples of several forms, text first: how many a batch holds can't be read from its first part."""
+    """Samples that begin with a text, so the first part of a batch doesn't give its size."""
 
     def __len__(self) -> int:
         return 20
@@ -112,7 +112,7 @@ class Texts(torch.utils.data.Dataset):
         return {"text": str(row), "x": data()[0][row], "y": data()[1][row]}
 
 
-def test_evaluate_counts_rows_and_not_what_is_in_them():
+def test_evaluate_counts_rows_regardless_of_their_contents():
     def step(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
         return F.cross_entropy(model(batch["x"]), batch["y"])
 
@@ -126,8 +126,8 @@ def test_evaluate_counts_rows_and_not_what_is_in_them():
     assert total / weight == pytest.approx(F.cross_entropy(net()(inputs), targets).item(), abs=1e-12)
 
 
-def test_an_evaluation_that_draws_random_numbers_changes_none_of_the_training():
-    """However often it is broken off and made again."""
+def test_random_numbers_drawn_in_an_evaluation_do_not_change_the_training():
+    """An interrupted evaluation is repeated, so the number of evaluations must make no difference."""
     found = []
     for evaluations in (0, 1, 2):
         torch.manual_seed(0)
@@ -140,7 +140,7 @@ def test_an_evaluation_that_draws_random_numbers_changes_none_of_the_training():
     assert found[0] == found[1] == found[2]
 
 
-def test_evaluate_is_exact_for_parts_of_any_size_and_leaves_the_training_alone():
+def test_evaluate_is_exact_for_parts_of_any_size_and_does_not_change_training():
     def accuracy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return (output.argmax(1) == target).double().mean()
 
@@ -164,7 +164,7 @@ def test_evaluate_is_exact_for_parts_of_any_size_and_leaves_the_training_alone()
     assert all(torch.equal(value, state[name]) for name, value in get_state(made).items())
 
 
-def test_no_data_on_this_rank_adds_nothing():
+def test_a_rank_without_data_adds_nothing_to_an_evaluation():
     assert make_job().evaluate([], {"accuracy": len}) == (0, {"loss": (0.0, 0.0), "accuracy": (0.0, 0.0)})
 
 
@@ -173,13 +173,13 @@ def test_a_metric_per_sample_is_refused():
         make_job().evaluate([(20, data())], {"hits": lambda out, y: out.argmax(1) == y})
 
 
-def test_metrics_beside_a_step_are_refused():
+def test_metrics_with_a_training_step_are_refused():
     made = make_job(training_step=lambda model, batch: model(batch[0]).sum())
     with pytest.raises(ValueError, match="metrics need output and target, which training_step= keeps to itself"):
         made.evaluate([(20, data())], {"size": len})
 
 
-def test_a_job_draws_random_numbers_of_its_own():
+def test_a_job_uses_its_own_random_state():
     made, other = (make_job(nn.Sequential(net(), nn.Dropout(0.5))) for _ in range(2))
     torch.manual_seed(3)
     before = torch.get_rng_state()
@@ -192,7 +192,7 @@ def test_a_job_draws_random_numbers_of_its_own():
     assert all(torch.equal(value, state[name]) for name, value in get_state(made).items())
 
 
-def test_the_state_is_a_copy_with_whatever_modules_add_to_it():
+def test_the_state_is_a_copy_and_includes_extra_state():
     class Extra(nn.Linear):
         def get_extra_state(self) -> dict[str, int]:
             return {"version": 3}
@@ -208,7 +208,7 @@ def test_the_state_is_a_copy_with_whatever_modules_add_to_it():
     assert torch.equal(state["weight"], kept)
 
 
-def test_the_largest_gradients_are_kept_number_by_number():
+def test_the_largest_gradient_of_each_element_is_kept():
     made = make_job()
     made.track_max_gradients()
     made.advance(4)
@@ -218,7 +218,7 @@ def test_the_largest_gradients_are_kept_number_by_number():
     assert all((value >= 0).all() and value.any() for value in found.values())
 
 
-def test_where_ranks_ask_each_other_for_the_time():
+def test_ranks_vote_at_most_eight_times_within_a_dispatch():
     assert _choose_vote_steps(1) == set()
     assert _choose_vote_steps(2) == {1}
     assert _choose_vote_steps(3) == {1, 2}
@@ -228,15 +228,15 @@ def test_where_ranks_ask_each_other_for_the_time():
     )
 
 
-def test_a_dispatch_that_somebody_waits_for_ends_where_ranks_decide():
+def test_a_dispatch_that_should_end_early_ends_after_the_next_vote():
     made = make_job()
     made.advance(64, should_end_early=lambda: made.step >= 15)
     assert (made.step, made.collect_results().end_reason) == (16, "time")
-    made.advance(64, should_end_early=lambda: made.step >= 32)  # the question was asked at step 31
+    made.advance(64, should_end_early=lambda: made.step >= 32)  # the vote at step 31 was too early
     assert (made.step, made.collect_results().end_reason) == (40, "time")
-    made.advance(64, should_end_early=lambda: True)  # what was sent ahead is not begun
+    made.advance(64, should_end_early=lambda: True)  # a dispatch sent ahead does not begin
     assert (made.step, made.collect_results().end_reason) == (40, "time")
-    made.advance(1, explain=True, should_end_early=lambda: True)  # whoever asked for one step to be taken apart gets it
+    made.advance(1, explain=True, should_end_early=lambda: True)  # a step to be explained is always taken
     assert made.step == 41
     assert made.step_report is not None
 
@@ -254,13 +254,13 @@ BAD_OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", BAD_OPTIMIZERS)
-def test_what_is_no_optimiser_of_this_model_is_refused(name):
+def test_an_optimizer_that_does_not_fit_the_model_is_refused(name):
     factory, kind, message = BAD_OPTIMIZERS[name]
     with pytest.raises(kind, match=message):
         make_optimizer(factory, net())
 
 
-def test_the_optimiser_gets_what_is_to_be_trained():
+def test_the_optimizer_gets_only_trainable_parameters():
     model = net()
     model[0].requires_grad_(False)
     held = make_optimizer(sgd, model).param_groups[0]["params"]

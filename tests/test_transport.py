@@ -1,0 +1,41 @@
+"""The transports over ipyparallel: what they report of an engine that is gone."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dtkit.cluster.launched_transport import LaunchedTransport
+from dtkit.cluster.transport import IpyparallelTransport
+from dtkit.errors import ClusterError
+
+CLIENT: Any = SimpleNamespace(_engines={}, ids=[])
+
+
+def lost_message(transport: IpyparallelTransport) -> str:
+    failure = transport.send(0, b"").result(0).failure
+    assert failure is not None
+    assert failure.kind == "lost"
+    return failure.message
+
+
+def test_the_message_of_a_lost_engine_has_the_remedy_of_a_started_cluster():
+    transport = LaunchedTransport.__new__(LaunchedTransport)
+    IpyparallelTransport.__init__(transport, CLIENT, [7])
+    assert lost_message(transport) == (
+        "the engine of rank 0 is gone: its process has ended, or was silent for 8 s. cluster.repair() starts another "
+        "one in its place"
+    )
+
+
+def test_the_message_of_a_lost_engine_that_the_user_started_does_not_promise_another():
+    transport = IpyparallelTransport(CLIENT, [7])
+    message = lost_message(transport)
+    assert message.startswith("the engine of rank 0 is gone: its process has ended, or its controller receives no")
+    assert "repair()" not in message
+    remedy = message.partition(". ")[2]
+    with pytest.raises(ClusterError) as caught:
+        transport.replace([0])
+    assert str(caught.value).endswith(remedy)

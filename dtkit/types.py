@@ -244,7 +244,13 @@ class JobPlan:
     batch_size: int
     steps: int
     shuffle: str | None
+    """"shard": each shard's rows in an order of its own. "global": all rows in one order. `IN_ORDER`: all rows as they
+    are. None: each shard's rows as they are."""
     seed: int
+
+
+IN_ORDER = "in order"
+"""What ``shuffle=None`` means for data that the user has not partitioned."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,7 +27,7 @@ import dtkit
 from dtkit.checkpoint import folders, index, json_values, safetensors_file, validation
 from dtkit.checkpoint.manager import CheckpointRequest
 from dtkit.checkpoint.safetensors_file import FileReader
-from dtkit.engine import rng
+from dtkit.engine.data.random_state import GeneratorStates, derive_seed
 from dtkit.engine.state import writer
 from dtkit.engine.state.capture import assign_holders
 from dtkit.engine.state.shards import MemoryReader, ShardedState, TensorShard, join_state_dict
@@ -72,11 +72,17 @@ def test_a_value_that_is_not_plain_data_is_refused_by_name():
 
 
 def test_random_states_survive_json():
-    state = json.loads(json.dumps(json_values.encode(rng.get_global_states(), "it")))
-    wanted = random.random(), float(np.random.random())  # noqa: NPY002 - whose state is shared
-    rng.set_global_states(json_values.decode(state))
-    assert (random.random(), float(np.random.random())) == wanted  # noqa: NPY002 - as above
-    assert rng.derive_seed(0, 1, 2) != rng.derive_seed(0, 1, 3)
+    np.random.randn()  # noqa: NPY002 - which keeps a second number for the next call
+    random.gauss(0, 1)
+    state = json.loads(json.dumps(json_values.encode(GeneratorStates.capture().encode(), "it")))
+    expected = [draw_from_all_generators() for _ in range(3)]
+    GeneratorStates.decode(json_values.decode(state)).restore()
+    assert [draw_from_all_generators() for _ in range(3)] == expected
+    assert derive_seed(0, 1, 2) != derive_seed(0, 1, 3)
+
+
+def draw_from_all_generators() -> tuple[float, ...]:
+    return random.gauss(0, 1), float(np.random.randn()), float(torch.randn(()))  # noqa: NPY002 - users' generator
 
 
 # -- tensors -----------------------------------------------------------------------------------------------
@@ -281,7 +287,7 @@ def test_no_module_that_reads_checkpoints_can_unpickle(root: Path):
     """They import no pickling module, and don't call torch.load."""
     paths = [path for folder in ("checkpoint", "engine/state") for path in (root / "dtkit" / folder).glob("*.py")]
     names = [path.relative_to(root / "dtkit").as_posix() for path in paths]
-    names += ["training/resume.py", "engine/rng.py"]
+    names += ["training/resume.py", "engine/rng.py", "engine/data/random_state.py"]
     assert "checkpoint/safetensors_file.py" in names
     for name in names:
         tree = ast.parse((root / "dtkit" / name).read_text())

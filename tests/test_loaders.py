@@ -27,6 +27,7 @@ from dtkit.engine.data.loader import (
     make_stream_batches,
 )
 from dtkit.engine.data.prefetch_loader import PrefetchLoader, SyncLoader
+from dtkit.engine.data.sample_seeds import SampleSeeds
 from dtkit.engine.data.sources import ArraySource, DatasetSource, as_source, load_source
 from dtkit.engine.data.worker_loader import WorkerLoader
 from dtkit.mesh import Mesh
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 SAMPLES, BATCH, WORLD = 61, 16, 2
 CPU = torch.device("cpu")
+SEEDS = SampleSeeds(7)
 
 
 class Numbers(Dataset):
@@ -75,9 +77,9 @@ def numbers(pieces: list[tuple[int, Any]]) -> list[list[int]]:
 # -- rows by number -----------------------------------------------------------------------------------------
 
 LOADERS: dict[str, Callable[[Any], Any]] = {
-    "directly": SyncLoader,
-    "one ahead": lambda source: PrefetchLoader(SyncLoader(source)),
-    "by two workers": lambda source: WorkerLoader(source, 2),
+    "directly": lambda source: SyncLoader(source, SEEDS),
+    "one ahead": lambda source: PrefetchLoader(SyncLoader(source, SEEDS)),
+    "by two workers": lambda source: WorkerLoader(source, 2, SEEDS),
 }
 
 
@@ -127,7 +129,7 @@ def test_shards_that_one_worker_plays_and_steps_without_a_sample(name: str):
 @pytest.mark.parametrize("name", LOADERS)
 def test_an_error_names_rank_step_and_row(name: str):
     source = DatasetSource(Numbers(bad=45))
-    loader = WorkerLoader(source, 2, rank=1) if "workers" in name else LOADERS[name](source)
+    loader = WorkerLoader(source, 2, SEEDS, rank=1) if "workers" in name else LOADERS[name](source)
     fed = feeder(source, loader)
     bad = next(step for step in range(9) if 45 in fed.get_rows(step))
     try:
@@ -154,7 +156,7 @@ def test_one_batch_is_taken_ahead_and_in_another_thread():
             return super().take(rows)
 
     source = Watched([torch.arange(SAMPLES).unsqueeze(1)])
-    fed = feeder(source, PrefetchLoader(SyncLoader(source)))
+    fed = feeder(source, PrefetchLoader(SyncLoader(source, SEEDS)))
     fed.load_batches(0)
     fed.load_batches(1)
     fed.close()  # waits for what is under way
@@ -170,6 +172,7 @@ def test_one_batch_is_taken_ahead_and_in_another_thread():
         (LoadingOptions(prefetch=True), ArraySource([torch.zeros(3)]), PrefetchLoader),
         (LoadingOptions(), DatasetSource(Numbers()), SyncLoader),
         (LoadingOptions(num_workers=1), DatasetSource(Numbers()), WorkerLoader),
+        (LoadingOptions(prefetch=True), DatasetSource(Numbers()), WorkerLoader),  # threads share random generators
     ],
 )
 def test_the_loader_that_is_chosen(loading: LoadingOptions, source: Any, expected: type):
@@ -188,23 +191,38 @@ def test_files_are_read_ahead_unless_told_otherwise(tmp_path: Any):
 # -- worker processes ---------------------------------------------------------------------------------------
 
 
-def test_random_numbers_of_workers_depend_on_the_step_alone():
+def test_random_numbers_of_a_sample_depend_on_its_row_and_step_alone():
     source = DatasetSource(Numbers())
-    found = []
+    expected = draw_samples(source, SyncLoader(source, SEEDS), [0, 1, 2, 3])
     for workers, start in [(1, 0), (2, 0), (2, 3)]:
-        fed = feeder(source, WorkerLoader(source, workers, seed=7))
-        before = torch.get_rng_state()
-        for step in range(start, 4):
-            (_, batch), *_ = fed.load_batches(step)
-        assert torch.equal(torch.get_rng_state(), before)  # nothing was drawn from the job's own
-        fed.close()
-        found.append([values.tolist() for values in batch[1:]])
-    assert found[0] == found[1] == found[2]
+        steps = list(range(start, 4))
+        assert draw_samples(source, WorkerLoader(source, workers, SEEDS), steps) == expected
+    assert draw_samples(source, SyncLoader(source, SEEDS), [3], num_micro_batches=3) == expected
+    assert draw_samples(source, SyncLoader(source, SampleSeeds(8)), [3]) != expected
+    assert draw_samples(source, SyncLoader(source, SEEDS), [3 + 4]) != expected
+
+
+def get_numpy_words() -> list[int]:
+    state: Any = np.random.get_state()  # noqa: NPY002 - what users' code draws from
+    return [*state[1].tolist(), *state[2:]]
+
+
+def draw_samples(source: Any, loader: Any, steps: list[int], **options: Any) -> list[list[float]]:
+    """Return what the samples of the last of these steps draw, without a change of the generators here."""
+    fed = feeder(source, loader)
+    before = torch.get_rng_state(), random.getstate(), get_numpy_words()
+    for step in steps:
+        batches = fed.load_batches(step, **options)
+    after = torch.get_rng_state(), random.getstate(), get_numpy_words()
+    fed.close()
+    assert torch.equal(before[0], after[0])
+    assert before[1:] == after[1:]
+    return [torch.cat([batch[k] for _, batch in batches]).tolist() for k in (1, 2, 3)]
 
 
 def test_workers_are_kept_and_leave_nothing_behind():
     source = DatasetSource(Numbers())
-    fed = feeder(source, WorkerLoader(source, 2))
+    fed = feeder(source, WorkerLoader(source, 2, SEEDS))
     pids = {
         pid for step in [0, 1, 2, 3, 9, 10] for _, batch in fed.load_batches(step) for pid in batch[0][:, 1].tolist()
     }
@@ -219,7 +237,7 @@ def test_workers_are_kept_and_leave_nothing_behind():
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_worker_that_is_killed_is_an_error_and_others_take_its_place():
     source = DatasetSource(Numbers())
-    fed = feeder(source, WorkerLoader(source, 1))
+    fed = feeder(source, WorkerLoader(source, 1, SEEDS))
     try:
         (_, batch), *_ = fed.load_batches(0)
         os.kill(int(batch[0][0, 1]), signal.SIGKILL)
@@ -237,7 +255,7 @@ def test_a_dead_worker_is_told_from_a_dataset_that_lost_its_connection():
         def __next__(self) -> Any:
             raise self.error
 
-    loader = WorkerLoader(DatasetSource(Numbers()), 1)
+    loader = WorkerLoader(DatasetSource(Numbers()), 1, SEEDS)
     loader._iterator = Torn()
     with pytest.raises(RuntimeError, match="a worker process that loads samples was killed or exited"):
         loader._take_next()
@@ -378,30 +396,50 @@ def test_a_part_that_is_empty_is_named_on_all_ranks_before_anything_starts():
     assert "the stream gave no sample on rank 1 of 2" in str(drain(counting(1), 2)[1])
 
 
-def test_ranks_of_one_replica_take_the_same_part_and_count_it_once():
+def test_one_rank_of_each_replica_draws_from_a_stream():
     group, mesh = Ranks(4), Mesh({"dp": 2, "tp": 2})
 
     def run(rank: int) -> Any:
+        coordinates = mesh.get_coordinates(rank)
         setting = SimpleNamespace(
             group=SimpleNamespace(rank=rank, all_reduce=group.all_reduce),
-            shards=[mesh.get_coordinates(rank)["dp"]],
+            shards=[coordinates["dp"]],
             mesh=mesh,
-            device=CPU,
+            replica_link=SimpleNamespace(is_leader=coordinates["tp"] == 0),
         )
         stream = make_stream_batches(StreamSource(counting(22)), plan(), setting, LoadingOptions())  # type: ignore[arg-type]
         return [(stream.count_samples(step), numbers(stream.load_batches(step))) for step in range(3)]
 
-    with torch.random.fork_rng():  # torch's generator is one for all of these threads
-        found = group.play(run)
-    assert [counts for counts, _ in found[0]] == [(8, 8), (3, 3), (0, 0)]
-    assert found[0] == found[1]
-    assert found[2] == found[3]
+    found = group.play(run)
+    assert [[counts for counts, _ in steps] for steps in found] == [[(8, 8), (3, 3), (0, 0)]] * 4
     assert found[0][0][1] == [list(range(0, 16, 2))]
     assert found[2][0][1] == [list(range(1, 16, 2))]
+    assert found[1][0][1] == found[3][0][1] == []
 
 
-def test_a_batch_to_try_a_model_with():
-    assert StreamSource(counting(3)).make_sample_batch(5)[1].tolist() == [0, -1, -2, 0, -1]
+def test_first_sample_of_a_stream_is_tried_and_trained_on():
+    stream = alone(counting(50))
+    assert stream.make_first_batch()[1].tolist() == [0]
+    assert numbers(stream.load_batches(0))[0][:2] == [0, 2]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_random_numbers_of_a_stream_repeat_with_its_seed(ahead: bool):  # noqa: FBT001 - a parameter of the test
+    def samples() -> Iterator[Any]:
+        while True:
+            yield torch.rand(()), random.random() + np.random.random()  # noqa: NPY002 - what users do
+
+    def draw(seed: int, *, prefetch: bool) -> list[float]:
+        source = load_source(samples, ColumnSelection())
+        stream = IterableBatches(source, plan(seed=seed), WORLD, [0, 1], None, prefetch=prefetch)  # type: ignore[arg-type]
+        values = [
+            n for step in range(3) for _, batch in stream.load_batches(step) for part in batch for n in part.tolist()
+        ]
+        stream.close()
+        return values
+
+    assert draw(3, prefetch=ahead) == draw(3, prefetch=False)
+    assert draw(4, prefetch=ahead) != draw(3, prefetch=ahead)
 
 
 def alone(make: Any, **options: Any) -> IterableBatches:
@@ -479,14 +517,20 @@ def test_closing_lets_generators_end():
         finally:
             ended.append(True)
 
-    for ahead in (False, True):
-        ended.clear()
-        stream = alone(samples, prefetch=ahead)
-        stream.count_samples(0)
-        if ahead:
-            stream._prefetched.result(10)
-        stream.close()
-        assert ended == [True, True]
+    stream = alone(samples)
+    stream.count_samples(0)
+    stream.close()
+    assert ended == [True, True]
+
+
+def test_closing_ends_the_worker_processes_of_a_stream():
+    others = set(psutil.Process().children())
+    stream = alone(counting(10**9), prefetch=True)
+    stream.count_samples(0)
+    workers = set(psutil.Process().children()) - others
+    stream.close()
+    assert workers
+    assert not any(worker.is_running() for worker in workers)
 
 
 class Endless(IterableDataset):
@@ -543,7 +587,7 @@ def test_functions_that_engines_can_not_call():
 class Setting:
     """What `feed` asks of where a worker works."""
 
-    group, device, shards, mesh = None, CPU, [0, 1], Mesh({"dp": 2})
+    group, device, shards, mesh, replica_link = None, CPU, [0, 1], Mesh({"dp": 2}), None
 
 
 def test_feeding_picks_what_the_data_is():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import pickle
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from dtkit.engine.data.memmap import FileBackedData, MappedFile
 from dtkit.engine.data.parquet import ParquetSource
 from dtkit.engine.data.paths import describe_files
 from dtkit.engine.data.prefetch_loader import SyncLoader
+from dtkit.engine.data.sample_seeds import SampleSeeds
 from dtkit.engine.data.sources import ArraySource, DatasetSource, HubSource, MappedSource, as_source, load_source
 from dtkit.rpc import pickling
 from dtkit.types import JobPlan
@@ -339,7 +341,7 @@ def test_batches_use_the_shuffle_of_their_source(table: Path, how: str):
     source.groups_per_window = 1
     plan, shards = JobPlan(10, 4, "global", 3), Shards(np.arange(ROWS), [ROWS])
     batches = (
-        LoadedBatches(source, shards, plan, [0], SyncLoader(source))
+        LoadedBatches(source, shards, plan, [0], SyncLoader(source, SampleSeeds(0)))
         if how == "by a loader"
         else ShardedBatches(source, shards, plan, [0])
     )
@@ -483,3 +485,47 @@ def test_micro_batches_are_taken_at_once_and_are_the_rows_asked_for():
     for taken, rows in zip(source.take_micro_batches(pieces), pieces, strict=True):
         for found, expected in zip(taken, source.take(rows), strict=True):
             assert torch.equal(found, expected)
+
+
+# -- batches of samples ----------------------------------------------------------------------------------------
+
+
+class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Rows of different lengths."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
+        return {"tokens": torch.arange(row + 1), "label": torch.tensor(row)}
+
+
+def pad(samples: list[dict[str, torch.Tensor]]) -> collections.UserDict[str, torch.Tensor]:
+    """Return a padded batch in a class of its own, as Hugging Face's tokenizers do."""
+    tokens = torch.nn.utils.rnn.pad_sequence([sample["tokens"] for sample in samples], batch_first=True)
+    return collections.UserDict({"tokens": tokens, "label": torch.stack([sample["label"] for sample in samples])})
+
+
+def test_collate_fn_of_the_user_makes_the_batches():
+    batch = as_source(Tokens(), ColumnSelection(collate_fn=pad)).take(np.array([0, 2]))
+    assert type(batch) is dict
+    assert batch["tokens"].tolist() == [[0, 0, 0], [0, 1, 2]]
+    assert batch["label"].tolist() == [0, 2]
+    selection = ColumnSelection.from_arguments("label", collate_fn=pad)
+    inputs, target = as_source(Tokens(), selection).take(np.array([1, 2]))
+    assert (inputs.shape, target.tolist()) == ((2, 3), [1, 2])
+
+
+def test_ragged_samples_raise_with_both_shapes_and_the_remedy():
+    with pytest.raises(ValueError, match=r"different shapes \(\(1,\) and \(3,\)\).* give collate_fn="):
+        as_source(Tokens()).take(np.array([0, 2]))
+
+
+@pytest.mark.parametrize("sample", [{"x": torch.ones(2), "label": 1}, (torch.ones(2), 1)], ids=["dicts", "tuples"])
+def test_list_of_samples_is_a_dataset(sample: Any):
+    source = as_source([sample] * 5)
+    assert isinstance(source, DatasetSource)
+    assert len(source) == 5
+    batch = source.take(np.arange(3))
+    assert [part.shape[0] for part in (batch.values() if isinstance(batch, dict) else batch)] == [3, 3]
+    assert isinstance(as_source([torch.ones(5, 2), torch.ones(5)]), ArraySource)

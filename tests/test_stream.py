@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, TensorDataset
 from dtkit.data.partition import Partition
 from dtkit.engine.data.batches import ShardedBatches, Shards
 from dtkit.engine.data.sources import ArraySource, DatasetSource, as_source, to_device
-from dtkit.types import JobPlan
+from dtkit.types import IN_ORDER, JobPlan
 
 SAMPLES = 121  # divides by none of 2, 3, 4
 
@@ -38,7 +38,7 @@ def rows(streams: list[ShardedBatches], step: int) -> list[int]:
     return sorted(np.concatenate([s.get_rows(step) for s in streams]).tolist())
 
 
-WAYS = ["shard", "global", None]
+WAYS = [IN_ORDER, "shard", "global", None]
 
 
 @pytest.mark.parametrize("shuffle", WAYS)
@@ -110,6 +110,15 @@ def test_epochs_and_seeds_differ_and_no_shuffle_keeps_the_order(shuffle):
     plain = stream(2, [0], None)
     assert np.concatenate([plain.get_rows(step) for step in range(6)]).tolist() == list(range(61))
     assert np.array_equal(plain.get_rows(0), plain.get_rows(6))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_rows_of_data_that_is_not_partitioned_keep_their_order(world):
+    ranks = [stream(world, [rank], IN_ORDER, seed=1) for rank in range(world)]
+    for step in range(2 * ranks[0].steps_per_epoch):
+        rows = np.concatenate([rank.get_rows(step) for rank in ranks])
+        first = step % ranks[0].steps_per_epoch * 24
+        assert rows.tolist() == list(range(first, first + len(rows)))
 
 
 def test_two_shards_of_equal_size_are_shuffled_differently():

@@ -11,11 +11,15 @@ import numpy as np
 from dtkit.engine.checks import check_batch_norm, check_sync_batch_norm
 from dtkit.engine.data.iterable import IterableBatches, StreamSource
 from dtkit.engine.data.loader import LoadedBatches, make_row_batches, make_stream_batches
-from dtkit.engine.data.sources import ArraySource
+from dtkit.engine.data.replica_link import ReplicaBatches, ReplicaLink, share_batch
+from dtkit.engine.data.sample_seeds import SampleSeeds
+from dtkit.engine.data.sources import ArraySource, repeat_rows
 from dtkit.engine.data.worker_context import WorkerContext
 from dtkit.engine.job import Job
+from dtkit.engine.label_weight import find_label_weight
 from dtkit.engine.observe.clock import make_clock
 from dtkit.engine.observe.phase_timer import PhaseTimer
+from dtkit.engine.reference_job import ReferenceJob
 from dtkit.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -26,8 +30,11 @@ if TYPE_CHECKING:
     from dtkit.engine.comm.process_group import Group
     from dtkit.engine.data.batches import Shards
     from dtkit.engine.data.sources import RowSource
+    from dtkit.rpc.reference import Reference
     from dtkit.strategies.base import Strategy, TrainingProgram
     from dtkit.types import JobPlan, LoadingOptions
+
+_NUM_SAMPLE_ROWS = 2  # to try a model with
 
 EngineData = StreamSource | tuple["RowSource", "Shards"]
 """Data of an engine: a stream, or rows by number with their shards."""
@@ -41,16 +48,26 @@ def build_job(
     loading_options: LoadingOptions,
     location: tuple[Group, torch.device],
     *,
-    single_process: bool,
+    reference: Reference | None = None,
 ) -> Job:
-    """Return a job before its first step. `model` is not changed. Raises ValueError if some step would fail."""
-    context = _make_context(program.strategy, data, plan, location, single_process=single_process)
-    job_model = model if program.strategy.shards_model and not single_process else copy.deepcopy(model)
-    batch_source, program = _make_batch_source(data, job_model, program, plan, context, loading_options)
+    """Return a job before its first step. `model` is not changed. Raises ValueError if some step would fail.
+
+    A `reference` is trained by this process alone.
+    """
+    context = _make_context(program.strategy, data, plan, location, single_process=reference is not None)
+    job_model = model if program.strategy.shards_model and reference is None else copy.deepcopy(model)
+    loaded = _make_batch_source(data, plan, context, loading_options)
+    context = dataclasses.replace(context, make_sample_batch=_make_batch_sampler(data, loaded, plan, context))
+    program = _weigh_labels(program, job_model, data, context)
+    if not isinstance(data, StreamSource):  # counts and targets of a stream are not known beforehand
+        program = _check_rows(data[0], job_model, program, loaded, context)
+    link = context.replica_link
     seed = plan.seed + context.shards[0]  # ranks of one replica draw the same numbers, as dropout needs
-    job = Job(job_model, program, batch_source, context, seed)
-    if single_process:
-        job.track_max_gradients()
+    if reference is not None:
+        return ReferenceJob(job_model, program, loaded, context, seed, reference)
+    job = Job(job_model, program, loaded if link is None else ReplicaBatches(loaded, link), context, seed)
+    if location[0].rank == 0 and (weight := program.loss_fn.label_weight) is not None:
+        job.notes.append(f"the loss is a mean over {weight}: each rank counts by the number of its labels")
     return job
 
 
@@ -59,41 +76,90 @@ def _make_context(
 ) -> WorkerContext:
     """Return the environment of a job's worker."""
     group, device = location
-    mesh = Mesh({"dp": group.world_size}) if single_process else strategy.build_mesh(group.world_size)
+    mesh = strategy.build_mesh(group.world_size)
+    if single_process:
+        mesh = Mesh({"dp": mesh.num_replicas})
     return WorkerContext(
+        replica_link=None if single_process else _make_replica_link(strategy, data, mesh, location),
         group=None if single_process else group,
         device=device,
         phases=PhaseTimer(make_clock(device)),
-        shards=range(group.world_size) if single_process else [mesh.get_coordinates(group.rank)["dp"]],
+        shards=range(mesh.num_replicas) if single_process else [mesh.get_coordinates(group.rank)["dp"]],
         mesh=mesh,
-        make_sample_batch=None if isinstance(data, StreamSource) else _make_batch_sampler(data[0]),
         max_local_samples=-(-plan.batch_size // mesh.num_replicas),
     )
 
 
-def _make_batch_sampler(source: RowSource) -> Callable[[int], Any]:
-    """Return a function from a number of rows to a batch."""
-    return lambda num_rows: source.take(np.arange(num_rows) % len(source))
+def _make_replica_link(
+    strategy: Strategy, data: EngineData, mesh: Mesh, location: tuple[Group, torch.device]
+) -> ReplicaLink | None:
+    """Return the link of ranks that need the same samples, if these may differ from rank to rank. A collective."""
+    is_same_on_all_ranks = not isinstance(data, StreamSource) and data[0].is_same_on_all_ranks
+    if is_same_on_all_ranks or mesh.num_replicas == mesh.size:
+        return None
+    group, device = location
+    return ReplicaLink(group, mesh, device, strategy.reduce_batch)
 
 
 def _make_batch_source(
-    data: EngineData,
-    model: torch.nn.Module,
-    program: TrainingProgram,
-    plan: JobPlan,
-    context: WorkerContext,
-    loading_options: LoadingOptions,
-) -> tuple[LoadedBatches | IterableBatches, TrainingProgram]:
-    """Return a job's batches, and its program, which may check targets now. Raises ValueError if a step would fail."""
-    if isinstance(data, StreamSource):  # counts and targets are not known beforehand
-        return make_stream_batches(data, plan, context, loading_options), program
+    data: EngineData, plan: JobPlan, context: WorkerContext, loading_options: LoadingOptions
+) -> LoadedBatches | IterableBatches:
+    """Return a job's batches as this rank loads them."""
+    if isinstance(data, StreamSource):
+        return make_stream_batches(data, plan, context, loading_options)
     source, shards = data
-    if isinstance(source, ArraySource):
-        program = dataclasses.replace(program, loss_fn=program.loss_fn.with_checked_targets(source.targets))
     batches = make_row_batches(source, shards, plan, context, loading_options)
     if context.mesh.num_replicas < len(shards.sizes):  # ranks of one replica take the same rows
         batches.set_shares([1.0] * context.mesh.num_replicas)
+    return batches
+
+
+def _make_batch_sampler(
+    data: EngineData, batch_source: LoadedBatches | IterableBatches, plan: JobPlan, context: WorkerContext
+) -> Callable[[int], Any]:
+    """Return a function from a number of rows to a batch that is the same on all ranks. A collective.
+
+    If user code makes the samples, rank 0 makes a few, which are repeated.
+    """
+    if not isinstance(data, StreamSource) and data[0].is_same_on_all_ranks:
+        source = data[0]
+        return lambda num_rows: source.take(np.arange(num_rows) % len(source))
+
+    def load_batch() -> Any:
+        if isinstance(batch_source, IterableBatches):
+            return batch_source.make_first_batch()
+        assert not isinstance(data, StreamSource)
+        rows = np.arange(min(_NUM_SAMPLE_ROWS, len(data[0])))
+        return SampleSeeds(plan.seed).take(data[0], rows, step=0)
+
+    batch = load_batch() if context.group is None else share_batch(load_batch, context.group, src=0)
+    return lambda num_rows: repeat_rows(batch, num_rows)
+
+
+def _weigh_labels(
+    program: TrainingProgram, model: torch.nn.Module, data: EngineData, context: WorkerContext
+) -> TrainingProgram:
+    """Return the program, whose loss gets a weight if it is a mean over labels."""
+    assert context.make_sample_batch is not None
+    all_labels = None
+    if not isinstance(data, StreamSource) and isinstance(data[0], ArraySource):
+        all_labels = data[0].targets
+    weight = find_label_weight(program.loss_fn, model, context.make_sample_batch, all_labels)
+    return dataclasses.replace(program, loss_fn=dataclasses.replace(program.loss_fn, label_weight=weight))
+
+
+def _check_rows(
+    source: RowSource,
+    model: torch.nn.Module,
+    program: TrainingProgram,
+    batch_source: LoadedBatches | IterableBatches,
+    context: WorkerContext,
+) -> TrainingProgram:
+    """Return the program, which may check targets now. Raises ValueError if a step would fail."""
+    if isinstance(source, ArraySource):
+        program = dataclasses.replace(program, loss_fn=program.loss_fn.with_checked_targets(source.targets))
     if context.group is not None:
-        check_batch_norm(model.train(), program, source, batches)
-        check_sync_batch_norm(model, program, batches, context.device)
-    return batches, program
+        assert context.make_sample_batch is not None
+        check_batch_norm(model.train(), program, context.make_sample_batch, batch_source)
+        check_sync_batch_norm(model, program, batch_source, context.device)
+    return program

@@ -183,7 +183,7 @@ def test_batches_loaded_ahead_train_the_same(
     assert run.history.totals()["loss"].tolist() == pytest.approx(expected[0], abs=1e-6)
     assert run.evaluate(Rows()).values["loss"] == pytest.approx(expected[1], abs=1e-6)  # noqa: PD011 - no DataFrame
     started = [set(now) - set(then) for now, then in zip(cluster2.run(list_children), before, strict=True)]
-    assert [len(pids) for pids in started] == [options.get("num_workers", 0)] * 2
+    assert [len(pids) for pids in started] == [options.get("num_workers", 1)] * 2
     run.release()
     small.check_usable(cluster2)
     assert [set(now) - set(then) for now, then in zip(cluster2.run(list_children), before, strict=True)] == [
@@ -349,3 +349,23 @@ def test_generators_are_closed_with_their_job(cluster2: dtkit.Cluster, tmp_path:
     run.release()
     small.check_usable(cluster2)
     assert sorted(path.name[:2] for path in tmp_path.iterdir()) == ["0-", "1-"]
+
+
+def pad_samples(samples: list[dict[str, Any]]) -> tuple[torch.Tensor, torch.Tensor]:
+    x = nn.utils.rnn.pad_sequence([torch.tensor(sample["x"]) for sample in samples], batch_first=True)
+    return nn.functional.pad(x, (0, 4 - x.shape[1])), torch.tensor([sample["y"] for sample in samples])
+
+
+def test_list_of_ragged_samples_trains_with_a_collate_fn(cluster2: dtkit.Cluster):
+    samples = [{"x": [float(row % 7)] * (1 + row % 4), "y": row % 3} for row in range(ROWS)]
+    padded = pad_samples(samples)
+    run = small.train(cluster2, rows=samples, collate_fn=pad_samples, shuffle="global", validation=samples)
+    run.wait(60)
+    expected = small.train(cluster2, rows=padded, shuffle="global", validation=padded)
+    expected.wait(60)
+    assert run.history.loss()[1].tolist() == pytest.approx(expected.history.loss()[1].tolist(), abs=1e-6)
+
+
+def test_collate_fn_is_refused_for_arrays(cluster2: dtkit.Cluster):
+    with pytest.raises(ValueError, match="collate_fn= makes a batch of samples, but this data has arrays"):
+        small.train(cluster2, collate_fn=pad_samples)

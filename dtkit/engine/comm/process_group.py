@@ -182,22 +182,35 @@ class Group:
             received.append(data.numpy())
         return received
 
+    def broadcast_json(self, value: Any, src: int, process_group: dist.ProcessGroup | None = None) -> Any:
+        """Return the value of rank `src` on every rank, or on those of a `process_group`. It has types of JSON."""
+        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        length = torch.tensor([len(text)])
+        dist.broadcast(length, src=src, group=process_group)
+        if self.rank != src:
+            text = torch.empty(int(length), dtype=torch.uint8)
+        dist.broadcast(text, src=src, group=process_group)
+        return json.loads(text.numpy().tobytes())
+
     def broadcast_tensors(
-        self, tensors: Sequence[torch.Tensor] | None, src: int, device: torch.device
+        self,
+        tensors: Sequence[torch.Tensor] | None,
+        src: int,
+        device: torch.device,
+        process_group: dist.ProcessGroup | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """Return the tensors of rank `src` on every rank, with the same layout. Other ranks give None."""
-        layouts = json.dumps([_describe_layout(t) for t in tensors or ()]).encode()
-        length = torch.tensor([len(layouts)])
-        dist.broadcast(length, src=src)
-        text = torch.tensor(list(layouts)) if tensors is not None else torch.zeros(int(length), dtype=torch.int64)
-        dist.broadcast(text, src=src)
+        """Return the tensors of rank `src` on every rank, or on those of a `process_group`, with the same layout.
+
+        Other ranks give None.
+        """
+        layouts = self.broadcast_json([_describe_layout(t) for t in tensors or ()], src, process_group)
         received = []
-        for k, (shape, stride, dtype, requires_grad) in enumerate(json.loads(bytes(text.tolist()))):
+        for k, (shape, stride, dtype, requires_grad) in enumerate(layouts):
             numbers = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
             if tensors is not None:
                 numbers.copy_(tensors[k].detach())
-            if numbers.numel():
-                dist.broadcast(numbers.view(-1).view(torch.uint8), src=src)  # gloo doesn't support all dtypes
+            if numbers.numel():  # as bytes, since gloo doesn't support all dtypes
+                dist.broadcast(numbers.view(-1).view(torch.uint8), src=src, group=process_group)
             result = torch.empty_strided(shape, stride, dtype=numbers.dtype, device=device).copy_(numbers)
             received.append(result.requires_grad_(requires_grad))
         return tuple(received)
@@ -305,8 +318,14 @@ def hold_group_until_done(work: dist.Work, group: Any, timeout_s: float) -> None
     threading.Thread(target=wait_for_work, args=(work, group), name="dtkit-held", daemon=True).start()
 
 
+class PeerFailedError(RuntimeError):
+    """Another rank has failed, and reports its error itself."""
+
+
 def is_lost_peer_error(error: BaseException) -> bool:
-    """Return whether an exception only reports that another rank has ended."""
+    """Return whether an exception only reports that another rank has failed or ended."""
+    if isinstance(error, PeerFailedError):
+        return True
     return isinstance(error, RuntimeError) and bool(_LOST_PEER_PATTERN.search(str(error)))
 
 

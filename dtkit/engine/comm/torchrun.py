@@ -41,7 +41,7 @@ def call_with_environment(work: Callable[[], Any], environment: dict[str, str]) 
 
     shut_down_new = tcp.make_connection_breaker()
     try:
-        with _set_environment(environment), abort_on_sigint(shut_down_new):
+        with set_environment(environment), abort_on_sigint(shut_down_new):
             return work()
     except BaseException:
         shut_down_new()
@@ -52,7 +52,8 @@ def call_with_environment(work: Callable[[], Any], environment: dict[str, str]) 
 
 
 @contextlib.contextmanager
-def _set_environment(values: dict[str, str]) -> Iterator[None]:
+def set_environment(values: dict[str, str]) -> Iterator[None]:
+    """Set environment variables within the context."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -65,16 +66,19 @@ def _set_environment(values: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
+def make_rank_environment(spec: GroupSpec) -> dict[str, str]:
+    """Return the variables by which libraries such as Lightning find out this process's rank."""
+    rank = str(spec.rank)
+    return {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(spec.world_size)}
+
+
 def make_torchrun_environment(spec: GroupSpec, port: int, restart_count: int) -> dict[str, str]:
     """Return a worker's environment under torchrun (torch.distributed.run, "Environment Variables")."""
     rank, world = str(spec.rank), str(spec.world_size)
-    return {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
+    return make_rank_environment(spec) | {
         "ROLE_RANK": rank,
         "GROUP_RANK": "0",
         "ROLE_NAME": "default",
-        "WORLD_SIZE": world,
         "LOCAL_WORLD_SIZE": world,
         "ROLE_WORLD_SIZE": world,
         "GROUP_WORLD_SIZE": "1",

@@ -17,6 +17,7 @@ import numpy as np
 
 from dtkit.data.sharding import divide_proportionally
 from dtkit.data.step_counts import count_cumulative_samples
+from dtkit.types import IN_ORDER
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -119,6 +120,19 @@ class ShardedBatches:
         parts = np.array_split(rows, min(num_micro_batches, len(rows))) if len(rows) else []
         return [(len(part), self._source.take(part)) for part in parts]
 
+    def load_batches_by_part(self, step: int, num_micro_batches: int = 1) -> list[list[tuple[int, Any]]]:
+        """Return the batches that the rank of each shard would load by `load_batches`."""
+        counts = self.count_samples(step)
+        ends = np.cumsum([counts[shard] for shard in self._own_shards])[:-1]
+        return [
+            [
+                (len(part), self._source.take(part))
+                for part in np.array_split(rows, min(num_micro_batches, len(rows)) or 1)
+                if len(part)
+            ]
+            for rows in np.split(self.get_rows(step), ends)
+        ]
+
     def load_batches_by_shard(self, step: int) -> list[tuple[int, Any]]:
         """Return (samples, batch) for each of this worker's shards; the batch is None if the shard has no sample."""
         counts = self.count_samples(step)
@@ -129,7 +143,7 @@ class ShardedBatches:
     def _get_shard_rows(self, shard: int, step: int) -> np.ndarray:
         within, epoch = step % self.steps_per_epoch, self.get_epoch(step)
         count = self._count_shard_samples(step)
-        if self._plan.shuffle == "global":
+        if self._plan.shuffle in ("global", IN_ORDER):
             start = within * self._plan.batch_size + sum(count[:shard])
             return self._cached_permutation(epoch, None)[start : start + count[shard]]
         _, before = self._cached_count_block(within // _COUNT_BLOCK_STEPS)
@@ -139,7 +153,7 @@ class ShardedBatches:
     def _permute_rows(self, epoch: int, shard: int | None) -> np.ndarray:
         """Return the order of rows in an epoch: of one shard, or of all rows for None."""
         rows = self._shards.get_all_rows() if shard is None else self._shards.get_rows(shard)
-        if self._plan.shuffle is None:
+        if self._plan.shuffle in (None, IN_ORDER):
             return rows
         key = [self._plan.seed, epoch] if shard is None else [self._plan.seed, epoch, shard + 1]
         rng = np.random.default_rng(key)

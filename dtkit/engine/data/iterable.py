@@ -14,9 +14,9 @@ does not take. Samples of a step are kept until a later step is requested, so th
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,9 +26,9 @@ from dtkit.data.sharding import divide_proportionally
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from concurrent.futures import Future
 
     from dtkit.engine.comm.process_group import Group
+    from dtkit.engine.data.shard_iterator import ShardIterator
     from dtkit.types import JobPlan
 
 
@@ -50,11 +50,6 @@ class StreamSource:
             return iter(split_dataset_by_node(iterable, rank, world_size))
         return itertools.islice(iter(iterable), rank, None, world_size)
 
-    def make_sample_batch(self, num_rows: int) -> Any:
-        """Return a batch of the first `num_rows` samples to try a model with; fewer samples are repeated."""
-        first = list(itertools.islice(self.iterate_samples(0, 1), num_rows))
-        return self.collate(list(itertools.islice(itertools.cycle(first), num_rows)))
-
     def _make_iterable(self, rank: int, world_size: int) -> tuple[Any, bool]:
         """Return (iterable, whether it has the parts of all ranks)."""
         if not _is_factory(self._data_or_factory):
@@ -64,11 +59,10 @@ class StreamSource:
         return self._data_or_factory(), True
 
     def collate(self, samples: Sequence[Any]) -> Any:
-        """Return a batch of samples, by torch's default collation."""
-        from torch.utils.data import default_collate
+        """Return a batch of samples."""
+        from dtkit.engine.data.collation import collate_samples
 
-        batch = default_collate(list(samples))
-        return self._columns.split_batch(tuple(batch) if isinstance(batch, list) else batch)
+        return collate_samples(list(samples), self._columns)
 
 
 class IterableBatches:
@@ -86,26 +80,37 @@ class IterableBatches:
         group: Group | None,
         *,
         prefetch: bool = False,
-        reports_counts: bool = True,
     ) -> None:
         """Start the iterators. A collective. Raises ValueError on all ranks if some part is empty.
 
-        Of `num_shards` parts, `own_shards` are this worker's. `prefetch` draws the next samples in a thread during a
-        step. `reports_counts` is False if another rank takes the same part and reports its counts.
+        Of `num_shards` parts, `own_shards` are this worker's; none if another rank draws for it. `prefetch` draws the
+        next samples in a worker process.
         """
         self.steps_per_epoch = max(1, plan.steps)
         self._source, self._own_shards, self._group = source, tuple(own_shards), group
-        self._batch_size, self._num_shards, self._reports_counts = plan.batch_size, num_shards, reports_counts
+        self._batch_size, self._num_shards = plan.batch_size, num_shards
         self._shares: tuple[float, ...] | None = None
         self._shard_iterators = [
-            _ShardIterator(source.iterate_samples(rank, num_shards), rank) for rank in self._own_shards
+            self._start_iterator(shard, plan.seed, prefetch=prefetch) for shard in self._own_shards
         ]
         self._check_not_empty()
-        self._prefetch_executor = ThreadPoolExecutor(1, "dtkit-stream") if prefetch else None
-        self._prefetched: Future[list[list[Any]]] | None = None
         self._step = -1
         self._current_samples: list[list[Any]] = [[] for _ in self._shard_iterators]
         self._sample_counts: tuple[int, ...] | None = None
+
+    def _start_iterator(self, shard: int, seed: int, *, prefetch: bool) -> ShardIterator:
+        from dtkit.engine.data.random_state import derive_seed
+        from dtkit.engine.data.shard_iterator import ShardIterator, WorkerShardIterator
+
+        open_samples = functools.partial(self._source.iterate_samples, shard, self._num_shards)
+        shard_seed = derive_seed(seed, shard)
+        if not prefetch:
+            return ShardIterator(open_samples, shard, shard_seed)
+        return WorkerShardIterator(open_samples, shard, shard_seed, max(1, self._batch_size // self._num_shards))
+
+    def make_first_batch(self) -> Any:
+        """Return a batch of the first sample, to try a model with."""
+        return self._source.collate([self._shard_iterators[0].first_sample])
 
     # -- interface of ShardedBatches --------------------------------------------------------------------------
 
@@ -125,7 +130,6 @@ class IterableBatches:
             for shard, samples in zip(self._own_shards, self._current_samples, strict=True):
                 counts[shard] = len(samples)
             self._sample_counts = self._sum_counts(counts)
-            self._start_prefetch()
         return self._sample_counts
 
     def find_step_with_count(self, count: int) -> tuple[int, int] | None:  # noqa: ARG002 - part of the interface
@@ -138,9 +142,16 @@ class IterableBatches:
     def load_batches(self, step: int, num_micro_batches: int = 1) -> list[tuple[int, Any]]:
         """Return (samples, batch) for up to `num_micro_batches` micro-batches of this worker's samples of a step."""
         self._advance_to(step)
-        samples = list(itertools.chain.from_iterable(self._current_samples))
+        return self._split_batch(list(itertools.chain.from_iterable(self._current_samples)), num_micro_batches)
+
+    def _split_batch(self, samples: Sequence[Any], num_micro_batches: int) -> list[tuple[int, Any]]:
         parts = np.array_split(np.arange(len(samples)), min(num_micro_batches, len(samples))) if samples else []
         return [(len(part), self._source.collate([samples[k] for k in part])) for part in parts]
+
+    def load_batches_by_part(self, step: int, num_micro_batches: int = 1) -> list[list[tuple[int, Any]]]:
+        """Return the batches that the rank of each part would load by `load_batches`."""
+        self._advance_to(step)
+        return [self._split_batch(samples, num_micro_batches) for samples in self._current_samples]
 
     def load_batches_by_shard(self, step: int) -> list[tuple[int, Any]]:
         """Return (samples, batch) for each of this worker's parts; the batch is None without samples."""
@@ -152,13 +163,9 @@ class IterableBatches:
         self._group, self._sample_counts = group, None
 
     def close(self) -> None:
-        """End the thread, and drop the iterators, so that the ``finally`` of a generator runs."""
-        if self._prefetch_executor is not None:
-            # A stream may wait forever for its next item.
-            self._prefetch_executor.shutdown(wait=False, cancel_futures=True)
-        self._prefetched = None
+        """End the iterators and their worker processes."""
         for part in self._shard_iterators:
-            part.release()
+            part.close()
 
     # -- drawing ------------------------------------------------------------------------------------------------
 
@@ -170,18 +177,8 @@ class IterableBatches:
                 "job again, which iterates from the start"
             )
         while self._step < step:
-            samples, self._sample_counts = self._take_next(), None
+            samples, self._sample_counts = self._draw_samples(), None
             self._step, self._current_samples = self._step + 1, samples
-
-    def _take_next(self) -> list[list[Any]]:
-        """Return the next samples of each part, prefetched or drawn now."""
-        if self._prefetched is None:
-            return self._draw_samples()
-        # waits: the user's stream; the notebook's timeout and its interrupt end it
-        self._prefetched.exception()  # an interrupt leaves the future for the next call
-        future, self._prefetched = self._prefetched, None
-        # waits: already done here
-        return future.result()
 
     def _draw_samples(self) -> list[list[Any]]:
         return [
@@ -197,23 +194,18 @@ class IterableBatches:
             quotas = tuple(size + (shard < rest) for shard in range(self._num_shards))
         return [quotas[shard] for shard in self._own_shards]
 
-    def _start_prefetch(self) -> None:
-        if self._prefetch_executor is not None and self._prefetched is None:
-            self._prefetched = self._prefetch_executor.submit(self._draw_samples)
-
     def _sum_counts(self, counts: list[int]) -> tuple[int, ...]:
         if self._group is None:
             return tuple(counts)
         import torch
 
-        own_counts = torch.tensor(counts) if self._reports_counts else torch.zeros(len(counts), dtype=torch.int64)
-        return tuple(self._group.all_reduce(own_counts).tolist())
+        return tuple(self._group.all_reduce(torch.tensor(counts)).tolist())
 
     def _check_not_empty(self) -> None:
         """Raise ValueError on all ranks if the part of some rank is empty. A collective."""
         counts = [0] * self._num_shards
         for part in self._shard_iterators:
-            counts[part.rank] = int(part.fetch_first())
+            counts[part.rank] = int(part.has_sample())
         empty = [rank for rank, count in enumerate(self._sum_counts(counts)) if not count]
         if not empty:
             return
@@ -223,48 +215,6 @@ class IterableBatches:
             "every rank a part of the data (rank r of N gets the items r, r + N, ... of a function without arguments), "
             "or use fewer engines"
         )
-
-
-class _ShardIterator:
-    """Iterator over one rank's samples."""
-
-    def __init__(self, samples: Iterator[Any], rank: int) -> None:
-        self.rank = rank
-        self._samples, self._num_taken, self._exhausted, self._error_name = samples, 0, False, ""
-
-    def fetch_first(self) -> bool:
-        """Return whether there is a first sample, which is kept for the first batch."""
-        first = self.take_samples(1)
-        self._samples = itertools.chain(first, self._samples)
-        self._num_taken = 0
-        return bool(first)
-
-    def take_samples(self, max_samples: int) -> list[Any]:
-        """Return up to `max_samples` samples; none after the end.
-
-        An error ends a generator early, so nothing is drawn from it after one.
-        """
-        if self._error_name:
-            raise ValueError(
-                f"the stream of rank {self.rank} broke off after {self._num_taken:,} samples ({self._error_name}), and "
-                "an iterator can't continue after an error. Train again, which iterates from the start"
-            )
-        samples: list[Any] = []
-        try:
-            if not self._exhausted:
-                samples.extend(itertools.islice(self._samples, max_samples))
-        except BaseException as error:
-            self._num_taken += len(samples)
-            self._error_name = type(error).__name__
-            error.add_note(f"the stream raised this on rank {self.rank}, after {self._num_taken:,} samples of its part")
-            raise
-        self._exhausted = len(samples) < max_samples
-        self._num_taken += len(samples)
-        return samples
-
-    def release(self) -> None:
-        """Drop the iterator."""
-        self._samples, self._exhausted = iter(()), True
 
 
 # -- recognizing a stream ------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def describe_parquet(paths_or_folder: Any, columns: ColumnSelection) -> ParquetF
 class ParquetSource:
     """Rows of parquet files; a batch is (features, target). It is thread-safe."""
 
-    is_thread_safe, reads_disk = True, True
+    is_thread_safe, reads_disk, is_same_on_all_ranks = True, True, True
 
     def __init__(self, parquet_files: ParquetFiles, cache_bytes: int = CACHE_BYTES) -> None:
         check_files_exist(parquet_files.paths)

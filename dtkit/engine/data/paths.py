@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dtkit.data.columns import is_sample_list
 from dtkit.engine.data import memmap, parquet
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def describe_files(data: Any, columns: ColumnSelection) -> Any:
         return parquet.describe_parquet(data, columns) if _is_parquet(data) else _describe_npy(data)
     if isinstance(data, np.memmap):
         return memmap.describe_memmap(data) or data
-    if isinstance(data, (tuple, list)):
+    if isinstance(data, (tuple, list)) and not is_sample_list(data):
         if data and all(_is_path(part) and _is_parquet(part) for part in data):
             return parquet.describe_parquet(data, columns)
         return tuple(_describe_part(part) for part in data)

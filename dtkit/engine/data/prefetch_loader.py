@@ -1,7 +1,8 @@
 """Loading of batches when they are needed, or one step ahead in a thread.
 
 A thread pays where rows come from a disk, or where they go to a GPU: gathering and pinning then overlap with the step.
-On a CPU whose cores are busy, gathering rows of an array in a thread costs more than it saves.
+On a CPU whose cores are busy, gathering rows of an array in a thread costs more than it saves. User code never runs in
+the thread: it may draw random numbers, and all threads of a process share torch's generators.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from concurrent.futures import Future
 
+    from dtkit.engine.data.sample_seeds import SampleSeeds
     from dtkit.engine.data.sources import RowSource
 
 StepBatches = list[tuple[int, Any]]
@@ -38,8 +40,11 @@ class BatchLoader(Protocol):
 class SyncLoader:
     """Loader without a thread or process of its own."""
 
-    def __init__(self, source: RowSource, *, pin_memory: bool = False, rank: int = 0, unit: str = "step") -> None:
-        self._source, self._pin_memory, self._rank, self._unit = source, pin_memory, rank, unit
+    def __init__(
+        self, source: RowSource, seeds: SampleSeeds, *, pin_memory: bool = False, rank: int = 0, unit: str = "step"
+    ) -> None:
+        self._source, self._seeds = source, seeds
+        self._pin_memory, self._rank, self._unit = pin_memory, rank, unit
 
     def load(self, step: int, plan_rows: Callable[[int], StepBatches]) -> StepBatches:
         """See :class:`BatchLoader`."""
@@ -52,7 +57,7 @@ class SyncLoader:
             if isinstance(self._source, ArraySource) and len(row_lists) > 1:
                 batches = iter(self._source.take_micro_batches(row_lists))
             else:
-                batches = map(self._source.take, row_lists)
+                batches = (self._seeds.take(self._source, rows, step) for rows in row_lists)
             return [(count, None if rows is None else self._pin_batch(next(batches))) for count, rows in step_rows]
 
     def _pin_batch(self, batch: Any) -> Any:

@@ -9,11 +9,13 @@ import numpy as np
 import torch
 
 from dtkit.data import columns as frames
-from dtkit.data.columns import ColumnSelection
+from dtkit.data.columns import ColumnSelection, is_sample_list
 from dtkit.engine.data import paths
+from dtkit.engine.data.collation import collate_samples
 from dtkit.engine.data.iterable import StreamSource, is_iterable_only, is_stream_factory
 from dtkit.engine.data.memmap import MappedFile
 from dtkit.engine.data.parquet import ParquetFiles, ParquetSource
+from dtkit.engine.data.random_state import preserve_generators, seed_generators
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,6 +28,8 @@ class RowSource(Protocol):
     """Whether `take` runs no user code, so that it may run in a thread during a step."""
     reads_disk: bool
     """Whether it reads from a disk, so that a thread pays."""
+    is_same_on_all_ranks: bool
+    """Whether a row is the same on every rank: the notebook sent it, or it is in a file. User code may differ."""
 
     def __len__(self) -> int: ...
 
@@ -36,7 +40,7 @@ class RowSource(Protocol):
 class ArraySource:
     """Tensors of equal length; a batch is the tuple of their rows."""
 
-    is_thread_safe, reads_disk = True, False
+    is_thread_safe, reads_disk, is_same_on_all_ranks = True, False, True
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tuple(tensors)
@@ -63,7 +67,7 @@ class ArraySource:
 class MappedSource:
     """Arrays of equal length, some of which stay in their file; `take` copies rows."""
 
-    is_thread_safe, reads_disk = True, True
+    is_thread_safe, reads_disk, is_same_on_all_ranks = True, True, True
 
     def __init__(self, parts: Sequence[Any]) -> None:
         arrays = [part.open() if isinstance(part, MappedFile) else np.asarray(part) for part in parts]
@@ -82,7 +86,7 @@ class MappedSource:
 class DatasetSource:
     """Map-style torch Dataset; a batch is collated from its samples by torch's default collation."""
 
-    is_thread_safe, reads_disk = False, False
+    is_thread_safe, reads_disk, is_same_on_all_ranks = False, False, False
 
     def __init__(self, dataset: Any, columns: ColumnSelection | None = None) -> None:
         self._dataset, self._columns = dataset, columns or ColumnSelection()
@@ -92,22 +96,25 @@ class DatasetSource:
 
     def take(self, rows: np.ndarray) -> Any:
         """Return a batch of samples, loaded one by one or by the dataset's `__getitems__`."""
-        from torch.utils.data import default_collate
+        return self.take_seeded(rows, _ignore_row)
 
-        batch = default_collate(self._load_samples(rows.tolist()))
-        return self._columns.split_batch(tuple(batch) if isinstance(batch, list) else batch)
+    def take_seeded(self, rows: np.ndarray, seed_row: Callable[[int], None]) -> Any:
+        """Return a batch of samples; call `seed_row` before each is loaded, or before all by `__getitems__`."""
+        return collate_samples(self._load_samples(rows.tolist(), seed_row), self._columns)
 
-    def _load_samples(self, rows: list[int]) -> Any:
+    def _load_samples(self, rows: list[int], seed_row: Callable[[int], None]) -> Any:
         load_samples = getattr(self._dataset, "__getitems__", None)
         if load_samples is None:
-            return [self._load_sample(row) for row in rows]
+            return [self._load_sample(row, seed_row) for row in rows]
+        seed_row(rows[0])
         try:
             return load_samples(rows)
         except Exception as error:
             error.add_note(f"the Dataset raised this for the rows {_format_rows(rows)}")
             raise
 
-    def _load_sample(self, row: int) -> Any:
+    def _load_sample(self, row: int, seed_row: Callable[[int], None]) -> Any:
+        seed_row(row)
         try:
             return self._dataset[row]
         except Exception as error:
@@ -122,13 +129,14 @@ class HubSource(DatasetSource):
     those of any Dataset.
     """
 
-    is_thread_safe, reads_disk = False, True
+    reads_disk = True
 
     def __init__(self, dataset: Any, columns: ColumnSelection | None = None) -> None:
         columns = check_hub_columns(dataset, columns or ColumnSelection())
         if columns.is_given:
             dataset = dataset.select_columns([*(columns.features or ()), *columns.target_names])
-        self._reads_whole_batches = self.is_thread_safe = get_hub_format(dataset) is None  # a transform is user code
+        self._reads_whole_batches = get_hub_format(dataset) is None and columns.collate_fn is None
+        self.is_thread_safe = self.is_same_on_all_ranks = self._reads_whole_batches  # a transform is user code
         super().__init__(dataset.with_format("torch") if self._reads_whole_batches else dataset, columns)
 
     def take(self, rows: np.ndarray) -> Any:
@@ -169,8 +177,8 @@ def check_hub_columns(dataset: Any, columns: ColumnSelection) -> ColumnSelection
     """Return `columns` with all names resolved. Raises TypeError for columns of text, which no tensor can hold."""
     if columns.is_given:
         columns = columns.resolve(dataset.column_names)
-    if get_hub_format(dataset) is not None:
-        return columns  # the user's format converts them
+    if get_hub_format(dataset) is not None or columns.collate_fn is not None:
+        return columns  # the user's format or function converts them
     chosen = [*(columns.features or ()), *columns.target_names] if columns.is_given else dataset.column_names
     text = {name: _describe_feature(dataset.features[name]) for name in chosen if _is_text(dataset.features[name])}
     if text:
@@ -197,6 +205,7 @@ def _describe_feature(feature: Any) -> str:
     )
 
 
+_FUNCTION_SEED = 0
 _TEXT_DTYPES = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
 
 
@@ -236,19 +245,31 @@ def _as_arrays(data: Any, columns: ColumnSelection) -> Sequence[Any] | None:
         return frames.convert_frame(data, columns)[0]
     if isinstance(data, (np.ndarray, torch.Tensor, MappedFile)):
         return (data,)
-    if isinstance(data, torch.utils.data.TensorDataset):
+    if isinstance(data, torch.utils.data.TensorDataset) and columns.collate_fn is None:
         return data.tensors
+    if is_sample_list(data):
+        return None
     if isinstance(data, (tuple, list)):
         return frames.convert_pandas_parts(data, columns.float_dtype)
     return None
 
 
 def load_source(function: Callable[..., Any], columns: ColumnSelection) -> RowSource | StreamSource:
-    """Return the source for a user's function on this engine; a stream calls the function for each job."""
+    """Return the source for a user's function on this engine; a stream calls the function for each job.
+
+    All engines call the function with the same seeds, so that data that it draws at random are the same on each.
+    """
     if is_stream_factory(function):
         return StreamSource(function, columns)
-    data = function()
-    return StreamSource(function, columns) if is_iterable_only(data) else as_source(data, columns)
+    with preserve_generators():
+        seed_generators(_FUNCTION_SEED)
+        data = function()
+    if is_iterable_only(data):
+        return StreamSource(function, columns)
+    source = as_source(data, columns)
+    assert not isinstance(source, StreamSource)
+    source.is_same_on_all_ranks = False  # it may read other files on each host, or draw from a generator of its own
+    return source
 
 
 def make_source_loader(
@@ -256,6 +277,10 @@ def make_source_loader(
 ) -> Callable[[], RowSource | StreamSource]:
     """Return the function that engines are sent for a user's function."""
     return functools.partial(load_source, function, columns)
+
+
+def _ignore_row(_row: int) -> None:
+    pass
 
 
 def _format_rows(rows: Sequence[int]) -> str:
@@ -278,3 +303,12 @@ def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
         parts = [map_tensors(v, function) for v in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)  # a namedtuple, or not
     return batch
+
+
+def repeat_rows(batch: Any, num_rows: int) -> Any:
+    """Return a nested batch of `num_rows` rows, which repeats the rows of `batch`; each tensor has a row per sample."""
+
+    def repeat(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.index_select(0, torch.arange(num_rows) % len(tensor)) if tensor.dim() else tensor
+
+    return map_tensors(batch, repeat)

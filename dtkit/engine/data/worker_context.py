@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import torch
 
     from dtkit.engine.comm.process_group import Group
+    from dtkit.engine.data.replica_link import ReplicaLink
     from dtkit.engine.observe.phase_timer import PhaseTimer
 
 
@@ -29,6 +30,8 @@ class WorkerContext:
     mesh: Mesh = dataclasses.field(default_factory=lambda: Mesh({"dp": 1}))
     """Arrangement of the ranks."""
     make_sample_batch: Callable[[int], Any] | None = None
-    """Function from a number of rows to a batch, for strategies that run the model before they place it."""
+    """Function from a number of rows to a batch that is the same on all ranks, to run a model before it is placed."""
     max_local_samples: int = 0
     """Largest number of samples in this worker's part of a batch."""
+    replica_link: ReplicaLink | None = None
+    """Link by which one rank of a replica loads the batches for all; None if each rank loads its own."""

@@ -1,30 +1,21 @@
-"""Loading of batches in worker processes, for Datasets whose samples take computing.
-
-The processes are those of torch's DataLoader. They are forked, so that they have what was defined in a notebook, and
-share its memory. The system ends them when their engine ends.
-"""
+"""Loading of batches in worker processes, for Datasets whose samples take computing."""
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
-import warnings
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from dtkit._util.torch_private import LOADER_ITERATOR, shut_down_workers
 from dtkit.engine.data.prefetch_loader import annotate_load_errors, is_same_rows
+from dtkit.engine.data.worker_process import make_worker_loader, start_workers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
 
     from dtkit.engine.data.prefetch_loader import StepBatches
+    from dtkit.engine.data.sample_seeds import SampleSeeds
     from dtkit.engine.data.sources import RowSource
-
-_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 class WorkerLoader:
@@ -34,28 +25,21 @@ class WorkerLoader:
         self,
         source: RowSource,
         num_workers: int,
+        seeds: SampleSeeds,
         *,
         pin_memory: bool = False,
-        seed: int = 0,
         rank: int = 0,
         num_steps: int | None = None,
         unit: str = "step",
     ) -> None:
         self._rank, self._unit, self._sampler = rank, unit, _StepSampler(num_steps)
         self._iterator: Any = None
-        start_method = "fork" if sys.platform.startswith("linux") else None
-        # waits: the user's Dataset, as in `load`; torch checks every 5 s that its workers are alive
-        self._loader: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(
-            _StepDataset(source, seed, rank),
-            batch_size=None,  # the sampler yields whole steps
+        self._loader = make_worker_loader(
+            _StepDataset(source, seeds),
+            num_workers,
             sampler=self._sampler,
-            num_workers=num_workers,
-            collate_fn=_identity,
             pin_memory=pin_memory,
             persistent_workers=True,
-            worker_init_fn=_WorkerInit(os.getpid()),
-            multiprocessing_context=start_method,
-            generator=torch.Generator().manual_seed(seed),  # without it, torch draws from the job's random numbers
         )
 
     def load(self, step: int, plan_rows: Callable[[int], StepBatches]) -> StepBatches:
@@ -64,7 +48,7 @@ class WorkerLoader:
         self._sampler.plan_rows = plan_rows
         if self._iterator is None or not self._sampler.accept_next(step, step_rows):
             self._sampler.restart_at(step)
-            self._iterator = self._start_workers()
+            self._iterator = start_workers(self._loader)
         try:
             with annotate_load_errors(f"{self._unit} {step}", step_rows, self._rank):
                 return self._take_next()
@@ -83,12 +67,6 @@ class WorkerLoader:
                 "a worker process that loads samples was killed or exited. If memory ran out, use fewer num_workers="
             ) from error
         return batches
-
-    def _start_workers(self) -> Any:
-        """Fork the workers, or restart those that exist. Workers end with the calling thread, the main thread."""
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*fork.*", DeprecationWarning)  # Python 3.12: of a process with threads
-            return iter(self._loader)
 
     def close(self) -> None:
         """End the processes, and wait for them."""
@@ -132,42 +110,11 @@ class _StepSampler(torch.utils.data.Sampler[Any]):
 class _StepDataset(torch.utils.data.Dataset[Any]):
     """Dataset of steps, for a worker process: an item is the batches of one step."""
 
-    def __init__(self, source: RowSource, seed: int, rank: int) -> None:
-        self._source, self._seed, self._rank = source, seed, rank
+    def __init__(self, source: RowSource, seeds: SampleSeeds) -> None:
+        self._source, self._seeds = source, seeds
 
     def __getitem__(self, request: tuple[int, StepBatches]) -> StepBatches:
         step, step_rows = request
-        _seed_all([self._seed, self._rank, step])
-        return [(count, None if rows is None else self._source.take(rows)) for count, rows in step_rows]
-
-
-def _seed_all(entropy: Iterable[int]) -> None:
-    """Seed all generators. Numbers then don't depend on the number of workers or on the first step of the run."""
-    import random
-
-    number = int(np.random.SeedSequence(list(entropy)).generate_state(1)[0])
-    torch.manual_seed(number)
-    random.seed(number)
-    np.random.seed(number)  # noqa: NPY002 - a user's Dataset may draw from numpy's global generator
-
-
-def _identity(batch: Any) -> Any:
-    return batch
-
-
-class _WorkerInit:
-    """Function that a worker process calls first."""
-
-    def __init__(self, engine_pid: int) -> None:
-        self._engine_pid = engine_pid
-
-    def __call__(self, _worker_id: int) -> None:
-        """Ignore interrupts, and have the system end this process with the engine."""
-        signal.set_wakeup_fd(-1)  # it is the engine's, which would take this process's interrupt for its own
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        if sys.platform.startswith("linux"):
-            import ctypes
-
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != self._engine_pid:  # the engine ended before that call
-                os._exit(1)
+        return [
+            (count, None if rows is None else self._seeds.take(self._source, rows, step)) for count, rows in step_rows
+        ]

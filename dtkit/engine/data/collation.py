@@ -1,0 +1,61 @@
+"""Batches of samples that user code made: torch's default collation, or the user's function."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import default_collate
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dtkit.data.columns import ColumnSelection
+
+
+def collate_samples(samples: Sequence[Any], columns: ColumnSelection) -> Any:
+    """Return a batch: a tuple, a dict, or whatever else the user's function returns."""
+    collate = columns.collate_fn or _collate_by_default
+    batch = collate(list(samples))
+    if isinstance(batch, Mapping):  # such as Hugging Face's BatchEncoding
+        batch = dict(batch)
+    return columns.split_batch(tuple(batch) if isinstance(batch, list) else batch)
+
+
+def _collate_by_default(samples: list[Any]) -> Any:
+    try:
+        return default_collate(samples)
+    except (RuntimeError, TypeError) as error:
+        if (shapes := _find_ragged_shapes(samples)) is None:
+            raise
+        raise ValueError(
+            f"samples have tensors of different shapes ({shapes}), so they can't be stacked. Pad them to one length in "
+            "the Dataset, or give collate_fn=, a function from a list of samples to a batch (for tokens, Hugging "
+            "Face's DataCollatorWithPadding)"
+        ) from error
+
+
+def _find_ragged_shapes(samples: Sequence[Any]) -> str | None:
+    """Return two shapes of the same entry of two samples that differ; None if all agree."""
+    first = _list_shapes(samples[0])
+    for sample in samples[1:]:
+        for name, shape in _list_shapes(sample).items():
+            if name in first and first[name] != shape:
+                return f"{first[name]} and {shape}"
+    return None
+
+
+def _list_shapes(sample: Any) -> dict[Any, tuple[int, ...]]:
+    entries = sample.items() if isinstance(sample, Mapping) else enumerate(_as_tuple(sample))
+    return {name: _get_shape(value) for name, value in entries}
+
+
+def _as_tuple(sample: Any) -> tuple[Any, ...]:
+    return tuple(sample) if isinstance(sample, (tuple, list)) else (sample,)
+
+
+def _get_shape(value: Any) -> tuple[int, ...]:
+    if isinstance(value, list):
+        return (len(value),)
+    return tuple(value.shape) if isinstance(value, torch.Tensor) or hasattr(value, "shape") else ()

@@ -1,0 +1,139 @@
+"""Iterators over one rank's part of a stream: in this process, or in a worker process that draws ahead.
+
+User code draws random numbers from states of its own in both cases, so both give the same samples.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dtkit._util.torch_private import shut_down_workers
+from dtkit.engine.data.random_state import OwnRng, seed_generators
+from dtkit.engine.data.worker_process import make_worker_loader, start_workers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+class ShardIterator:
+    """Iterator over one rank's samples."""
+
+    def __init__(self, open_samples: Callable[[], Iterator[Any]], rank: int, seed: int) -> None:
+        """`open_samples` returns the samples from the start. It and they draw random numbers from `seed` on."""
+        self.rank = rank
+        self._rng = OwnRng(seed)
+        self._samples: Iterator[Any] = iter(())
+        self._buffer: collections.deque[Any] = collections.deque()
+        self._num_taken, self._exhausted, self._error_name = 0, False, ""
+        self._open(open_samples)
+
+    def _open(self, open_samples: Callable[[], Iterator[Any]]) -> None:
+        with self._rng:
+            self._samples = open_samples()
+
+    def has_sample(self) -> bool:
+        """Return whether there is a first sample, which is kept for the first batch."""
+        self._fill_buffer(1)
+        return bool(self._buffer)
+
+    @property
+    def first_sample(self) -> Any:
+        """The sample that :meth:`has_sample` has found."""
+        return self._buffer[0]
+
+    def take_samples(self, max_samples: int) -> list[Any]:
+        """Return up to `max_samples` samples; none after the end.
+
+        An error ends a generator early, so nothing is drawn from it after one.
+        """
+        self._fill_buffer(max_samples)
+        count = min(max_samples, len(self._buffer))
+        self._num_taken += count
+        return [self._buffer.popleft() for _ in range(count)]
+
+    def _fill_buffer(self, count: int) -> None:
+        """Draw until the buffer has `count` samples or the stream ends."""
+        if self._error_name:
+            raise ValueError(
+                f"the stream of rank {self.rank} broke off after {self._num_taken:,} samples ({self._error_name}), and "
+                "an iterator can't continue after an error. Train again, which iterates from the start"
+            )
+        if self._exhausted or len(self._buffer) >= count:
+            return
+        try:
+            self._draw(count)
+        except BaseException as error:
+            if not self._can_continue_after(error):
+                self._num_taken += len(self._buffer)
+                self._error_name = type(error).__name__
+            error.add_note(f"the stream raised this on rank {self.rank}, after {self._num_taken:,} samples of its part")
+            raise
+        self._exhausted = len(self._buffer) < count
+
+    def _draw(self, count: int) -> None:
+        with self._rng:
+            self._buffer.extend(itertools.islice(self._samples, count - len(self._buffer)))
+
+    def _can_continue_after(self, _error: BaseException) -> bool:
+        return False
+
+    def close(self) -> None:
+        """Drop the iterator, so that the ``finally`` of a generator runs."""
+        self._samples, self._exhausted = iter(()), True
+        self._buffer.clear()
+
+
+class WorkerShardIterator(ShardIterator):
+    """Iterator over one rank's samples that a worker process draws ahead."""
+
+    def __init__(self, open_samples: Callable[[], Iterator[Any]], rank: int, seed: int, chunk_size: int) -> None:
+        self._chunks = _SampleChunks(open_samples, seed, chunk_size)
+        super().__init__(open_samples, rank, seed)
+
+    def _open(self, _open_samples: Callable[[], Iterator[Any]]) -> None:
+        self._samples = start_workers(make_worker_loader(self._chunks, num_workers=1))
+
+    def _draw(self, count: int) -> None:
+        while len(self._buffer) < count:
+            chunk = next(self._samples, None)
+            if chunk is None:
+                return
+            # unpickles: from this engine's own child process
+            self._buffer.extend(pickle.loads(chunk))
+
+    def _can_continue_after(self, error: BaseException) -> bool:
+        return isinstance(error, KeyboardInterrupt)  # the worker draws on
+
+    def close(self) -> None:
+        """End the process, and wait for it."""
+        iterator: Any = self._samples
+        super().close()
+        shut_down_workers(iterator)
+
+
+class _SampleChunks(torch.utils.data.IterableDataset[bytes]):
+    """Samples in pickled lists, for a worker process: one message for each costs less than one for each tensor."""
+
+    def __init__(self, open_samples: Callable[[], Iterator[Any]], seed: int, chunk_size: int) -> None:
+        self._open_samples, self._seed, self._chunk_size = open_samples, seed, chunk_size
+
+    def __iter__(self) -> Iterator[bytes]:
+        seed_generators(self._seed)
+        chunk: list[Any] = []
+        try:
+            for sample in self._open_samples():
+                chunk.append(sample)
+                if len(chunk) == self._chunk_size:
+                    yield pickle.dumps(chunk)
+                    chunk = []
+        except Exception:
+            if chunk:  # the samples before the error are used
+                yield pickle.dumps(chunk)
+            raise
+        if chunk:
+            yield pickle.dumps(chunk)

@@ -10,6 +10,7 @@
     │   └── NonFiniteError        gradients were NaN or infinite; parameters are as before that step
     ├── RunError                  the run's state does not allow the call
     │   └── PausedError           a run is paused, and can't continue while its caller waits
+    ├── CollectiveInStepError     a step calls a collective where one process trains alone
     ├── CheckpointError           a checkpoint could not be written, or can't be used
     └── SerializationError        an object can't be pickled; the message names the attribute
 
@@ -56,6 +57,10 @@ class RunError(DtkitError):
 
 class PausedError(RunError):
     """A run is paused, and can't continue while its caller waits."""
+
+
+class CollectiveInStepError(DtkitError):
+    """A training step calls a collective, but one process trains alone."""
 
 
 class CheckpointError(DtkitError):

@@ -12,8 +12,6 @@ import statistics
 import time
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from dtkit._util import timeouts
 from dtkit.engine import checks, node_info
 from dtkit.engine.data.sources import to_device
@@ -30,9 +28,12 @@ from dtkit.types import DispatchResult
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    import torch
+
     from dtkit.engine.comm.process_group import Group
     from dtkit.engine.data.batches import ShardedBatches
     from dtkit.engine.data.iterable import IterableBatches
+    from dtkit.engine.data.replica_link import ReplicaBatches
     from dtkit.engine.data.worker_context import WorkerContext
     from dtkit.engine.memory import PeakMemoryTracker
     from dtkit.engine.observe.step_probe import StepProbe
@@ -53,7 +54,7 @@ class Job:
         self,
         model: torch.nn.Module,
         program: TrainingProgram,
-        batch_source: ShardedBatches | IterableBatches,
+        batch_source: ShardedBatches | IterableBatches | ReplicaBatches,
         context: WorkerContext,
         seed: int,
     ) -> None:
@@ -71,8 +72,8 @@ class Job:
         self._step_guard = StepGuard(self._worker.model, self._worker.optimizer, context.device)
         self.partially_updated = False
         """Whether an update began and did not end, so that the parameters are of no step."""
-        self.max_gradients: dict[str, torch.Tensor] | None = None
-        """Largest gradient of every element so far, if :meth:`track_max_gradients` was called."""
+        self.notes: list[str] = []
+        """Lines to show once the training runs."""
         self.step_report: Any = None
         """Report of the last step, if it was explained."""
         self._recent_step_s: list[float] = []
@@ -183,7 +184,7 @@ class Job:
         try:
             completed = self._run_step(explain=explain)
         except BaseException:
-            self._step_guard.is_ending = True
+            self._step_guard.defers_sigint = True
             self._settle_failed_step()
             raise
         if completed is None:
@@ -229,14 +230,14 @@ class Job:
             self.step_report = probe.build_report()
         return self._complete_step(result)
 
-    def _run_worker(self, batches: list[tuple[int, Any]], counts: Sequence[int], probe: StepProbe | None) -> StepResult:
+    def _run_worker(
+        self, batches: Sequence[tuple[int, Any]], counts: Sequence[int], probe: StepProbe | None
+    ) -> StepResult:
         try:
             result = self._worker.step_result = self._worker.step(batches, counts, probe)
         except ValueError as error:
             checks.add_batch_norm_hint(error)
             raise
-        if self.max_gradients is not None:
-            self._update_max_gradients(self.max_gradients)
         return result
 
     def _record_nonfinite(self, result: StepResult) -> None:
@@ -251,7 +252,7 @@ class Job:
         events = self.context.phases.end_step()
         return CompletedStep(self.step, samples, lr, step_result, events, self._count_sent_bytes() - sent_bytes)
 
-    def _load_batches(self) -> list[tuple[int, Any]]:
+    def _load_batches(self) -> Sequence[tuple[int, Any]]:
         if self._worker.batch_per_shard:
             batches = self._batch_source.load_batches_by_shard(self.step)
         else:
@@ -331,16 +332,6 @@ class Job:
             yield pair
         if self._worker.forward_is_collective and self.context.make_sample_batch is not None:
             yield from ((0, self.context.make_sample_batch(1)) for _ in range(max_batches - num_batches))
-
-    def track_max_gradients(self) -> None:
-        """Keep the largest gradient of every element from now on: `verify` tells true zeros from rounding by it."""
-        self.max_gradients = {}
-
-    def _update_max_gradients(self, max_gradients: dict[str, torch.Tensor]) -> None:
-        for name, p in self._worker.model.named_parameters():
-            if p.grad is not None:
-                size = p.grad.abs().cpu()
-                max_gradients[name] = torch.maximum(max_gradients[name], size) if name in max_gradients else size
 
 
 def _return_false() -> bool:

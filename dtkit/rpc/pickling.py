@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import io
 import pickle
 import sys
 import threading
+import types
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import cloudpickle
@@ -29,7 +31,6 @@ from dtkit._util.guard import run_guarded
 from dtkit.rpc.pickle_errors import PICKLE_PROTOCOL, raise_serialization_error
 
 if TYPE_CHECKING:
-    import types
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     import torch
@@ -150,8 +151,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         self._blocks: dict[tuple[Any, ...], _TensorBlock] = {}
 
     def reducer_override(self, obj: Any) -> Any:
-        """Return how `obj` is pickled; cloudpickle decides for all but plain tensors and strided arrays."""
+        """Return how `obj` is pickled; cloudpickle decides for most kinds."""
         kind = type(obj)
+        if isinstance(obj, types.ModuleType) and sys.modules.get(obj.__name__) is obj and kind is not types.ModuleType:
+            # cloudpickle takes modules of a subclass apart, such as torch.distributed.config
+            return importlib.import_module, (obj.__name__,)
         if kind is np.ndarray:
             return _reduce_array(obj)
         if self._torch is not None and kind is self._torch.Tensor and _is_plain_tensor(obj, self._torch):

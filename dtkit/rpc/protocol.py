@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from dtkit.planning.layer_chain import LayerChain
     from dtkit.planning.memory_report import MemoryUsage
     from dtkit.rpc.payload import Payload
+    from dtkit.rpc.reference import Reference
     from dtkit.types import (
         CheckpointReport,
         DispatchResult,
@@ -206,11 +207,11 @@ class JobOperations(ABC):
 
     @abstractmethod
     def build_job(
-        self, *, job: str, definition: JobDefinition, single_process: bool = False, uninitialized: bool = False
+        self, *, job: str, definition: JobDefinition, reference: Reference | None = None, uninitialized: bool = False
     ) -> float:
         """Build a job; return its learning rate.
 
-        A `single_process` job trains on all shards by itself. An `uninitialized` job is at no step until its state is
+        A `reference` trains on all shards by itself. An `uninitialized` job is at no step until its state is
         restored.
         """
 
@@ -276,8 +277,8 @@ class JobOperations(ABC):
         """Return the rank's part of the model's state dict. A collective."""
 
     @abstractmethod
-    def max_gradients(self, *, job: str) -> Payload:
-        """Return the largest gradient of every parameter so far, of a `single_process` job."""
+    def reference_report(self, *, job: str) -> Payload:
+        """Return the :class:`~dtkit.rpc.reference.ReferenceReport` of a reference."""
 
 
 class StateOperations(ABC):

@@ -27,6 +27,7 @@ from dtkit.rpc.protocol import (
     StateOperations,
     bind_operations,
 )
+from dtkit.rpc.reference import ReferenceReport
 from dtkit.testing.fake_engine import FakeJob
 from dtkit.types import DispatchResult, EngineInventory, JobPosition
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from dtkit.planning.cost_model import ActivationPeak, ModelSizes
     from dtkit.planning.layer_chain import LayerChain
     from dtkit.rpc.payload import Payload
+    from dtkit.rpc.reference import Reference
     from dtkit.testing.fake_engine import FakeEngine
     from dtkit.types import (
         CheckpointReport,
@@ -171,7 +173,7 @@ class _Models(_Subject, ModelOperations):
 
 class _Jobs(_Subject, JobOperations):
     def build_job(
-        self, *, job: str, definition: JobDefinition, single_process: bool = False, uninitialized: bool = False
+        self, *, job: str, definition: JobDefinition, reference: Reference | None = None, uninitialized: bool = False
     ) -> float:
         engine, batch_size = self._engine, definition.plan.batch_size
         share, rest = divmod(batch_size, self._results.world_size)
@@ -255,9 +257,9 @@ class _Jobs(_Subject, JobOperations):
         facts: dict[str, Any] = {key: {} for key in ("layout", "values", "optimizers", "aliases", "extra", "per_rank")}
         return self._engine.pack(ShardedState(shards, facts))
 
-    def max_gradients(self, *, job: str) -> Payload:
+    def reference_report(self, *, job: str) -> Payload:
         self._engine.get_job(job)
-        return self._engine.pack({})
+        return self._engine.pack(ReferenceReport({}, ()))
 
 
 class _State(_Subject, StateOperations):

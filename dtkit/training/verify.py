@@ -1,8 +1,11 @@
 """The check that distributed training is the same as training in one process: replay it both ways and compare.
 
-Two jobs are built from the start of the training: one on all ranks, and one on rank 0 alone that takes the rows of
-every shard, so that both see the same rows in the same steps. Their parameters are then compared. What differs by
-nature (statistics over a rank's own part of the batch, random numbers) is named and not judged.
+Two jobs are built from the start of the training: one on all ranks, and a reference on rank 0 alone that takes the rows
+of every shard, so that both see the same rows in the same steps. Their parameters are then compared.
+
+Some trainings differ by nature: each rank draws random numbers of its own, and a loss or a normalization may depend on
+which samples are in a batch together. If parameters differ, more references find out whether that is the reason (see
+:func:`_find_reasons`). The result is then "NOT COMPARABLE" instead of "FAIL".
 
 Numbers whose true gradient is zero (the key bias of attention, a bias before BatchNorm) move by nothing but rounding,
 which Adam-like optimizers amplify; they are found number by number (the key bias is a third of one parameter), named
@@ -13,10 +16,12 @@ from __future__ import annotations
 
 import dataclasses
 import html
+import math
 from typing import TYPE_CHECKING, Any
 
-from dtkit.errors import EngineError
+from dtkit.errors import CollectiveInStepError, EngineError
 from dtkit.rpc.protocol import JobOperations, make_call
+from dtkit.rpc.reference import Reference, ReferenceReport
 from dtkit.training.state_dict import fetch_state_dict, load_payloads
 
 if TYPE_CHECKING:
@@ -28,9 +33,13 @@ if TYPE_CHECKING:
     from dtkit.rpc.engine_group import EngineGroup
     from dtkit.training.config import JobSpec
 
+    StateDict = Mapping[str, Any]
+
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5}
 ZERO_TOLERANCE = {"float64": 1e-10, "float32": 1e-3}
 _HALF_PRECISION_TOLERANCE = 1e-2
+_REPEATED_STEPS = 2  # enough to see whether a training repeats itself
+_MAX_NAMES = 2  # of modules in one line
 _ZERO_GRADIENT_FRACTION = {
     "float64": 1e-13,
     "float32": 1e-6,
@@ -54,17 +63,27 @@ class Verification:
     """Parameters with numbers whose true gradient is zero: how many, and their largest difference."""
     incomparable_reasons: tuple[str, ...]
     """What makes the two not comparable: modules as "name (Type): why", and options of the strategy."""
+    part_difference: float | None = None
+    """Largest difference to one process that takes each rank's part of a batch by itself, with that rank's random
+    numbers. None if it was not needed, or does not agree either."""
 
     def __bool__(self) -> bool:
         return self.verdict == "PASS"
 
+    @property
+    def is_within_tolerance(self) -> bool:
+        """Whether all differences are within their bounds."""
+        bound = ZERO_TOLERANCE.get(self.dtype, _HALF_PRECISION_TOLERANCE)
+        return self.max_difference <= self.tolerance and all(x <= bound for _, x in self.zero_gradient.values())
+
     def text(self) -> str:
         """Return the report, a few lines."""
         worst = max(self.differences, key=lambda name: self.differences[name], default="")
-        lines = [
-            f"{self.verdict}: {self.steps} steps on {self.world_size} ranks against one process, {self.dtype}",
-            f"  largest difference of the parameters {self.max_difference:.3g}, tolerance {self.tolerance:g}",
-        ]
+        lines = [f"{self.verdict}: {self.steps} steps on {self.world_size} ranks against one process, {self.dtype}"]
+        if self.differences:
+            lines.append(
+                f"  largest difference of the parameters {self.max_difference:.3g}, tolerance {self.tolerance:g}"
+            )
         if self.verdict == "FAIL":
             lines.append(f"  worst: {worst}, {self.differences[worst]:.3g}")
         for name, (count, largest) in self.zero_gradient.items():
@@ -73,6 +92,11 @@ class Verification:
                 f"  {name}: {count} numbers of zero gradient hold rounding alone: {largest:.3g}, bound {bound:g}"
             )
         lines += [f"  {module}" for module in self.incomparable_reasons]
+        if self.part_difference is not None:
+            lines.append(
+                "  one process that takes each rank's part of the batches by itself gets the same parameters: largest "
+                f"difference {self.part_difference:.3g}"
+            )
         return "\n".join(lines)
 
     def __repr__(self) -> str:
@@ -88,47 +112,150 @@ def verify(
     """See :meth:`dtkit.Run.verify`."""
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps={steps!r}; verify needs an integer from 1 up")
-    distributed, single = engine_group.make_key("job"), engine_group.make_key("job")
+    replay = _Replay(engine_group, job_spec, deadline)
     try:
-        state = _train_job(engine_group, job_spec, distributed, steps, None, deadline)
-        reference = _train_job(engine_group, job_spec, single, steps, [0], deadline)
-        call = make_call(JobOperations.max_gradients, job=single)
-        payloads = engine_group.call_all(call, ranks=[0], timeout=deadline.get_remaining_s())
-        (gradients,) = load_payloads(payloads)
+        state = replay.train(steps)
+        try:
+            reference, report = replay.train_reference(Reference.WHOLE, steps)
+        except EngineError as error:
+            reason = _describe_collective(error)
+            if reason is None:
+                raise
+            return _make_incomparable(state, reason, steps, engine_group.world_size)
+        modules: tuple[str, ...] = ()
+        if engine_group.world_size > 1:
+            modules = summarize_modules(job_spec.model_handle.build_with_state(reference))
+        verification = compare_states(
+            state, reference, report.max_gradients, modules + tuple(equivalence_notes), steps, engine_group.world_size
+        )
+        if verification.is_within_tolerance or equivalence_notes:
+            return verification
+        return _explain_difference(replay, verification, state, (reference, report))
     except EngineError:
         deadline.get_remaining_s()  # raises TimeoutError if that is why the engines failed
         raise
-    finally:
-        engine_group.free_later(distributed)
-        engine_group.free_later(single)
-    modules = (
-        tuple(find_incomparable_modules(job_spec.model_handle.build_with_state(reference)))
-        if engine_group.world_size > 1
-        else ()
-    )
-    modules += tuple(equivalence_notes)
-    return compare_states(state, reference, gradients, modules, steps, engine_group.world_size)
 
 
-def _train_job(
-    engine_group: EngineGroup, job_spec: JobSpec, job: str, steps: int, ranks: list[int] | None, deadline: Deadline
-) -> Mapping[str, Any]:
-    """Build the job, take the steps, return its state dict."""
-    is_single = ranks is not None
-    job_spec.build(engine_group, job, ranks=ranks, single_process=is_single, timeout=deadline.get_remaining_s())
-    done = 0
-    while done < steps:
-        call = make_call(JobOperations.advance, job=job, step=done, steps=steps - done)
-        advance, _ = engine_group.call_all(call, ranks=ranks, timeout=deadline.get_remaining_s())[0]
-        if advance.end_reason == "nonfinite":
-            raise ValueError(
-                f"the gradients are not finite at step {advance.step}, so there is nothing to compare after it. "
-                f"Verify fewer steps: run.verify(steps={max(1, advance.step)})"
+class _Replay:
+    """Trainings of the same job from its start, each of which is freed at its end."""
+
+    def __init__(self, engine_group: EngineGroup, job_spec: JobSpec, deadline: Deadline) -> None:
+        self._engine_group, self._job_spec, self._deadline = engine_group, job_spec, deadline
+
+    def train(self, steps: int) -> StateDict:
+        """Return the state dict of the model after distributed training."""
+        state, _ = self._train_job(steps, None)
+        return state
+
+    def train_reference(self, reference: Reference, steps: int) -> tuple[StateDict, ReferenceReport]:
+        """Return the state dict of the model that rank 0 has trained alone, and its report."""
+        state, report = self._train_job(steps, reference)
+        assert report is not None
+        return state, report
+
+    def _train_job(self, steps: int, reference: Reference | None) -> tuple[StateDict, ReferenceReport | None]:
+        engine_group, deadline = self._engine_group, self._deadline
+        job, ranks = engine_group.make_key("job"), None if reference is None else [0]
+        try:
+            self._job_spec.build(
+                engine_group, job, ranks=ranks, reference=reference, timeout=deadline.get_remaining_s()
             )
-        if advance.end_reason == "exhausted":
-            break
-        done = advance.step
-    return fetch_state_dict(engine_group, job, ranks, deadline.get_remaining_s())
+            self._advance(job, steps, ranks)
+            report = None
+            if reference is not None:
+                call = make_call(JobOperations.reference_report, job=job)
+                payloads = engine_group.call_all(call, ranks=ranks, timeout=deadline.get_remaining_s())
+                (report,) = load_payloads(payloads)
+            return fetch_state_dict(engine_group, job, ranks, deadline.get_remaining_s()), report
+        finally:
+            engine_group.free_later(job)
+
+    def _advance(self, job: str, steps: int, ranks: list[int] | None) -> None:
+        done = 0
+        while done < steps:
+            call = make_call(JobOperations.advance, job=job, step=done, steps=steps - done)
+            advance, _ = self._engine_group.call_all(call, ranks=ranks, timeout=self._deadline.get_remaining_s())[0]
+            if advance.end_reason == "nonfinite":
+                raise ValueError(
+                    f"the gradients are not finite at step {advance.step}, so there is nothing to compare after it. "
+                    f"Verify fewer steps: run.verify(steps={max(1, advance.step)})"
+                )
+            if advance.end_reason == "exhausted":
+                break
+            done = advance.step
+
+
+def _describe_collective(error: EngineError) -> str | None:
+    """Return the reason why there is no reference, if its step called a collective."""
+    failure = next((f for f in error.failures if f.type == CollectiveInStepError.__name__), None)
+    if failure is None:
+        return None
+    return f"{failure.message.splitlines()[0]}. Compare with a training without it, or on one engine"
+
+
+def _make_incomparable(state: StateDict, reason: str, steps: int, world_size: int) -> Verification:
+    dtype = _get_least_precise_dtype(value for value in state.values() if hasattr(value, "is_floating_point"))
+    tolerance = TOLERANCE.get(dtype, _HALF_PRECISION_TOLERANCE)
+    return Verification("NOT COMPARABLE", steps, world_size, dtype, math.nan, tolerance, {}, {}, (reason,))
+
+
+def _explain_difference(
+    replay: _Replay,
+    verification: Verification,
+    state: StateDict,
+    reference: tuple[StateDict, ReferenceReport],
+) -> Verification:
+    """Return the verification with the reasons for its difference, as far as other references show them."""
+    steps, gradients = verification.steps, reference[1].max_gradients
+    by_part, _ = replay.train_reference(Reference.BY_PART, steps)
+    parameters = {name: by_part[name] for name in gradients}
+    part_comparison = compare_states(state, parameters, gradients, (), steps, verification.world_size)
+    reasons = verification.incomparable_reasons or _find_reasons(replay, part_comparison)
+    return dataclasses.replace(
+        verification,
+        verdict="NOT COMPARABLE" if reasons else "FAIL",
+        incomparable_reasons=reasons,
+        part_difference=part_comparison.max_difference if part_comparison.is_within_tolerance else None,
+    )
+
+
+def _find_reasons(replay: _Replay, part_comparison: Verification) -> tuple[str, ...]:
+    """Return why the training can't be compared with one process; none if it should be equal.
+
+    The reference is trained twice, and then with other random numbers, for a few steps.
+    """
+    steps = min(part_comparison.steps, _REPEATED_STEPS)
+    first, first_report = replay.train_reference(Reference.WHOLE, steps)
+    second, second_report = replay.train_reference(Reference.WHOLE, steps)
+    if first_report.batch_digests != second_report.batch_digests:
+        return (OWN_GENERATOR_IN_DATA,)
+    if _is_different(first, second, part_comparison.tolerance):
+        return (OWN_GENERATOR_IN_STEP,)
+    reseeded, _ = replay.train_reference(Reference.RESEEDED, steps)
+    if _is_different(first, reseeded, part_comparison.tolerance):
+        return (RANDOM_STEP,)
+    return (NOT_A_MEAN,) if part_comparison.is_within_tolerance else ()
+
+
+def _is_different(state: StateDict, other: StateDict, tolerance: float) -> bool:
+    pairs = [(state[name], value) for name, value in other.items() if hasattr(value, "is_floating_point")]
+    return any(bool((_compute_difference(a, b) > tolerance).any()) for a, b in pairs)
+
+
+OWN_GENERATOR_IN_DATA = (
+    "the data gives other samples each time: it draws from a generator of its own, or reads a clock. Draw from the "
+    "global generator of torch, numpy or Python, which train() seeds for each sample"
+)
+OWN_GENERATOR_IN_STEP = (
+    "the step gives another result each time: it draws from a generator of its own, or its kernels are not "
+    "deterministic (torch.use_deterministic_algorithms)"
+)
+RANDOM_STEP = "the model or the step draws random numbers, and each rank draws its own"
+NOT_A_MEAN = (
+    "the loss of a batch is not the mean of the losses of its parts: samples of a batch depend on each other (a "
+    "contrastive loss), or it is a mean over something else than samples (tokens with labels of -100). For the latter, "
+    "return (sum, weight) instead"
+)
 
 
 def compare_states(
@@ -157,12 +284,12 @@ def compare_states(
         max(differences.values(), default=0.0),
         TOLERANCE.get(dtype, _HALF_PRECISION_TOLERANCE),
     )
-    bound = ZERO_TOLERANCE.get(dtype, _HALF_PRECISION_TOLERANCE)
-    is_within = largest_difference <= tolerance and all(largest <= bound for _, largest in zero.values())
-    verdict = "NOT COMPARABLE" if incomparable_reasons else "PASS" if is_within else "FAIL"
-    return Verification(
-        verdict, steps, world_size, dtype, largest_difference, tolerance, differences, zero, incomparable_reasons
+    verification = Verification(
+        "FAIL", steps, world_size, dtype, largest_difference, tolerance, differences, zero, incomparable_reasons
     )
+    if incomparable_reasons:
+        return dataclasses.replace(verification, verdict="NOT COMPARABLE")
+    return dataclasses.replace(verification, verdict="PASS") if verification.is_within_tolerance else verification
 
 
 def _get_least_precise_dtype(tensors: Iterator[torch.Tensor]) -> str:
@@ -180,20 +307,33 @@ def _compute_difference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return difference.masked_fill(a == b, 0.0).nan_to_num(nan=float("inf"), posinf=float("inf"))
 
 
-def find_incomparable_modules(model: torch.nn.Module) -> Iterator[str]:
-    """Yield the modules of `model` whose training differs between one process and several by nature."""
+def summarize_modules(model: torch.nn.Module) -> tuple[str, ...]:
+    """Return a line for each kind of module whose training differs between one process and several by nature."""
+    names_by_kind: dict[tuple[str, str], list[str]] = {}
+    for name, kind, reason in find_incomparable_modules(model):
+        names_by_kind.setdefault((kind, reason), []).append(name or "the model")
+    return tuple(f"{_format_names(names)} ({kind}): {reason}" for (kind, reason), names in names_by_kind.items())
+
+
+def _format_names(names: Sequence[str]) -> str:
+    others = len(names) - _MAX_NAMES
+    return ", ".join(names) if others <= 0 else f"{', '.join(names[:_MAX_NAMES])} and {others} more"
+
+
+def find_incomparable_modules(model: torch.nn.Module) -> Iterator[tuple[str, str, str]]:
+    """Yield (name, kind, reason) of the modules whose training differs between one process and several by nature."""
     import torch
     from torch import nn
 
     from dtkit._util.torch_private import BatchNormBase, DropoutBase
 
     for name, module in model.named_modules():
-        title = f"{name or 'the model'} ({type(module).__name__})"
+        kind = type(module).__name__
         if isinstance(module, BatchNormBase) and not isinstance(module, nn.SyncBatchNorm):
-            yield f"{title}: each rank normalizes with the statistics of its own part of the batch"
+            yield name, kind, "each rank normalizes with the statistics of its own part of the batch"
         elif isinstance(module, DropoutBase) and module.p > 0:
-            yield f"{title}: each rank draws random numbers of its own"
+            yield name, kind, "each rank draws its own random numbers"
         elif isinstance(module, (nn.MultiheadAttention, nn.RNNBase)) and module.dropout > 0:
-            yield f"{title}: dropout={module.dropout} draws random numbers of each rank's own"
+            yield name, kind, f"dropout={module.dropout}, for which each rank draws its own random numbers"
         elif isinstance(module, torch.nn.RReLU):
-            yield f"{title}: each rank draws random slopes of its own"
+            yield name, kind, "each rank draws its own random slopes"

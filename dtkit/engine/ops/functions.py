@@ -34,8 +34,17 @@ class FunctionOps(FunctionOperations):
             return fn(*args, **kwargs)
 
         with activate_output(output):
-            value = state.run_abortable(work) if port is None else self._run_as_torchrun(work, port, restart_count)
+            value = self._run(work) if port is None else self._run_as_torchrun(work, port, restart_count)
         return state.pack(value, name="the function's result"), output.items
+
+    def _run(self, work: Callable[[], Any]) -> Any:
+        """Run a function in the group of the cluster, with the environment variables of its rank."""
+        from dtkit.engine.comm import torchrun
+
+        spec = self._state.spec
+        assert spec is not None
+        with torchrun.set_environment(torchrun.make_rank_environment(spec)):
+            return self._state.run_abortable(work)
 
     def open_torchrun_store(self) -> int:
         """Open a store for the process group of a script; return its port."""

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from dtkit.engine.ops.state import EngineState
     from dtkit.history.engine_outbox import EvaluationSums
     from dtkit.planning.memory_report import MemoryUsage
+    from dtkit.rpc.reference import Reference
     from dtkit.types import DispatchResult, JobDefinition, OutputItem
 
 STEP_TIMEOUT_FACTOR = 20.0  # of the median step: what a collective may take
@@ -33,10 +34,10 @@ class JobOps(JobOperations):
     # -- building ---------------------------------------------------------------------------------------------
 
     def build_job(
-        self, *, job: str, definition: JobDefinition, single_process: bool = False, uninitialized: bool = False
+        self, *, job: str, definition: JobDefinition, reference: Reference | None = None, uninitialized: bool = False
     ) -> float:
         """Build a job; return its learning rate."""
-        built = self._build(job, definition, single_process=single_process)
+        built = self._build(job, definition, reference)
         built.partially_updated = uninitialized
         self._state.jobs[job] = built
         return built.lr
@@ -54,7 +55,7 @@ class JobOps(JobOperations):
         self._state.jobs[job] = built
         return built.step, built.lr
 
-    def _build(self, job: str, definition: JobDefinition, *, single_process: bool = False) -> Job:
+    def _build(self, job: str, definition: JobDefinition, reference: Reference | None = None) -> Job:
         from dtkit.engine.build import build_job
         from dtkit.engine.memory import PeakMemoryTracker
 
@@ -68,9 +69,7 @@ class JobOps(JobOperations):
         data = state.streams[key] if key in state.streams else state.data[key]
         model = state.get_model(definition.model)
         return state.run_abortable(
-            lambda: build_job(
-                program, model, data, definition.plan, definition.loading, location, single_process=single_process
-            )
+            lambda: build_job(program, model, data, definition.plan, definition.loading, location, reference=reference)
         )
 
     # -- steps ------------------------------------------------------------------------------------------------
@@ -99,6 +98,8 @@ class JobOps(JobOperations):
         output = state.call_output = CallOutput()
         if (warning := state.watchdog.take_warning()) is not None:
             output.add_line(warning)
+        while training.notes:
+            output.add_line(training.notes.pop(0))
         with activate_output(output), contextlib.nullcontext() if explain else self._track_memory(job):
             state.run_abortable(
                 lambda: training.advance(steps, explain=explain, should_end_early=self._make_end_early_check(job))
@@ -147,7 +148,9 @@ class JobOps(JobOperations):
         source, shards = state.data[data]
         parts = shards.split_for_replicas(training.context.mesh.num_replicas)
         rows = parts[training.context.shards[0]]
-        batches = load_evaluation_batches(source, rows, batch_size, loading or LoadingOptions(), rank)
+        batches = load_evaluation_batches(
+            source, rows, batch_size, loading or LoadingOptions(), rank=rank, link=training.context.replica_link
+        )
         max_batches = -(-max(map(len, parts)) // batch_size)
         sums = state.run_abortable(
             lambda: training.evaluate(batches, metrics_by_name, max_batches, after_epoch=step is not None)
@@ -182,6 +185,10 @@ class JobOps(JobOperations):
         """Return the rank's part of the model's state dict. A collective."""
         return self._state.pack(self._state.get_job(job).state_dict_parts())
 
-    def max_gradients(self, *, job: str) -> Payload:
-        """Return the largest gradient of every parameter so far, of a `single_process` job."""
-        return self._state.pack(dict(self._state.get_job(job).max_gradients or {}))
+    def reference_report(self, *, job: str) -> Payload:
+        """Return the largest gradients and the digests of the batches so far, of a reference."""
+        from dtkit.engine.reference_job import ReferenceJob
+
+        reference = self._state.get_job(job)
+        assert isinstance(reference, ReferenceJob)
+        return self._state.pack(reference.build_reference_report())

@@ -1,0 +1,28 @@
+"""References of `verify`: trainings by one process alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class Reference(enum.Enum):
+    """How one process trains alone, to be compared with a distributed training."""
+
+    WHOLE = "on whole batches"
+    RESEEDED = "on whole batches, with other random numbers"
+    BY_PART = "on each rank's part of a batch by itself, with that rank's random numbers"
+
+
+@dataclasses.dataclass(frozen=True)
+class ReferenceReport:
+    """What the training of a reference has shown so far."""
+
+    max_gradients: Mapping[str, Any]
+    """Largest absolute gradient of every element, as a tensor for each parameter."""
+    batch_digests: tuple[str, ...]
+    """Digest of the samples of each step; none for a reference by parts."""

@@ -1,0 +1,148 @@
+"""Verification of trainings that one process can't repeat: the verdict names the cause, and never says FAIL."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import Dataset
+
+import dtkit
+from dtkit.training.verify import NOT_A_MEAN, OWN_GENERATOR_IN_DATA, OWN_GENERATOR_IN_STEP, RANDOM_STEP
+from tests.support import small
+from tests.support.language_model import LENGTH, VOCABULARY, LanguageModel, compute_own_loss
+from tests.support.random_samples import RandomSamples, draw_from_global_generators
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = pytest.mark.cluster
+
+MAX_SECONDS = 10
+
+
+def verify(cluster: dtkit.Cluster, model: nn.Module, data: Any, **options: Any) -> dtkit.types.Verification:
+    run = small.train(cluster, model, data, steps=4, **options)
+    run.wait(60)
+    began = time.monotonic()
+    verification = run.verify(4)
+    assert time.monotonic() - began < MAX_SECONDS
+    run.release()
+    return verification
+
+
+def compute_step_loss(model: nn.Module, batch: Any, noise: torch.Tensor) -> torch.Tensor:
+    x, y = batch
+    return F.cross_entropy(model(x + noise), y)
+
+
+def add_global_noise(model: nn.Module, batch: Any) -> torch.Tensor:
+    return compute_step_loss(model, batch, torch.randn_like(batch[0]))
+
+
+def add_noise_of_its_own(model: nn.Module, batch: Any) -> torch.Tensor:
+    generator = torch.Generator()
+    generator.seed()
+    return compute_step_loss(model, batch, torch.randn(batch[0].shape, generator=generator))
+
+
+def compute_contrastive_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    features = F.normalize(model(batch[0]), dim=1)
+    return F.cross_entropy(features @ features.T, torch.arange(len(features)))
+
+
+def compute_hidden_token_mean(model: nn.Module, batch: Any) -> torch.Tensor:
+    x, y = batch
+    return F.cross_entropy(model(x), y.masked_fill(x[:, 0] < 0, -100))
+
+
+def average_by_collective(model: nn.Module, batch: Any) -> torch.Tensor:
+    loss = compute_step_loss(model, batch, torch.zeros(()))
+    dist.all_reduce(loss.detach().clone())
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("training_step", "reason"),
+    [
+        (add_global_noise, RANDOM_STEP),
+        (add_noise_of_its_own, OWN_GENERATOR_IN_STEP),
+        (compute_contrastive_loss, NOT_A_MEAN),
+        (compute_hidden_token_mean, NOT_A_MEAN),
+    ],
+)
+def test_training_that_one_process_cannot_repeat_is_not_comparable(
+    cluster2: dtkit.Cluster, training_step: Callable[..., Any], reason: str
+):
+    verification = verify(cluster2, small.net(), small.data(), loss=None, training_step=training_step)
+    assert verification.verdict == "NOT COMPARABLE"
+    assert verification.incomparable_reasons == (reason,)
+    assert (verification.part_difference is not None) == (training_step is not add_noise_of_its_own)
+
+
+def test_step_with_a_collective_is_not_comparable(cluster2: dtkit.Cluster):
+    verification = verify(cluster2, small.net(), small.data(), loss=None, training_step=average_by_collective)
+    assert verification.verdict == "NOT COMPARABLE"
+    assert "the step calls a collective (allreduce)" in verification.text()
+    small.check_usable(cluster2)
+
+
+@pytest.mark.parametrize("strategy", [None, dtkit.Pipeline(2, 2), dtkit.Sharded()], ids=str)
+def test_random_augmentation_passes(cluster2: dtkit.Cluster, strategy: Any):
+    samples = RandomSamples(draw_from_global_generators)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    verification = verify(cluster2, model, samples, loss=nn.MSELoss(), strategy=strategy)
+    assert verification.verdict == "PASS", verification.text()
+
+
+def test_data_with_a_generator_of_its_own_is_not_comparable(cluster2: dtkit.Cluster):
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    verification = verify(cluster2, model, RandomSamples(None), loss=nn.MSELoss())
+    assert verification.verdict == "NOT COMPARABLE"
+    assert verification.incomparable_reasons == (OWN_GENERATOR_IN_DATA,)
+
+
+@pytest.mark.filterwarnings("ignore:.*normalizes with the statistics of a batch")
+@pytest.mark.parametrize("layer", [nn.BatchNorm1d(8), nn.Dropout(0.5)], ids=lambda layer: type(layer).__name__)
+def test_training_by_parts_is_compared_where_whole_batches_differ(cluster2: dtkit.Cluster, layer: nn.Module):
+    model = nn.Sequential(nn.Linear(4, 8), layer, nn.Linear(8, 3))
+    verification = verify(cluster2, model, small.data())
+    assert verification.verdict == "NOT COMPARABLE"
+    assert verification.part_difference is not None
+    assert verification.part_difference < verification.tolerance
+    assert len(verification.incomparable_reasons) == 1
+
+
+class MaskedTokens(Dataset[Any]):
+    """Token rows, of which each has another number of labels that count."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
+        tokens = torch.arange(row, row + LENGTH) % VOCABULARY
+        return {"input_ids": tokens, "labels": tokens.masked_fill(torch.arange(LENGTH) < row % LENGTH, -100)}
+
+
+@pytest.mark.parametrize("shift", [False, True])
+def test_mean_over_labels_is_that_of_one_process(
+    cluster2: dtkit.Cluster,
+    shift: bool,  # noqa: FBT001 - a parameter of the test
+    capsys: pytest.CaptureFixture[str],
+):
+    model = LanguageModel(shift=shift)
+    verification = verify(cluster2, model, MaskedTokens(), loss=None, training_step=compute_own_loss)
+    assert verification.verdict == "PASS", verification.text()
+    assert "the loss is a mean over all labels" in capsys.readouterr().out
+
+
+def test_sparse_gradients_are_verified(cluster2: dtkit.Cluster):
+    model = nn.Sequential(nn.Embedding(16, 4, sparse=True), nn.Flatten(), nn.Linear(4, 3))
+    rows = torch.arange(64).reshape(-1, 1) % 16, small.data()[1]
+    verification = verify(cluster2, model, rows, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    assert verification.verdict == "PASS", verification.text()

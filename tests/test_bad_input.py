@@ -63,7 +63,6 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a loss class": ({"loss": nn.CrossEntropyLoss}, TypeError, "is a class; give an instance"),
     "a loss that isn't reduced": ({"loss": nn.CrossEntropyLoss(reduction="none")}, ValueError, "reduction='none'"),
     "class weights": ({"loss": nn.CrossEntropyLoss(weight=torch.ones(3))}, ValueError, r"pair \(sum, weight\)"),
-    "targets that are ignored": ({"loss": nn.CrossEntropyLoss(ignore_index=1)}, ValueError, "ignore_index=1"),
     "an optimiser, not a function": ({"optimizer": sgd(net().parameters())}, TypeError, "function from parameters"),
     "nothing to train": ({"model": frozen()}, ValueError, "no parameter that requires a gradient"),
     "a model class": ({"model": nn.Identity}, TypeError, "model is the class Identity; give an instance"),

@@ -2,12 +2,14 @@
 
 A loss is either a *mean over samples* (a scalar) or a *pair* ``(sum, weight)``. A mean counts for the number of its
 samples. With pairs, ranks differentiate the sums, add up the weights, and divide gradients by the total weight. Class
-weights, ``ignore_index`` and token means need pairs, since the mean of their means is not the mean.
+weights and token means need pairs, since the mean of their means is not the mean. A :class:`LabelWeight` makes a pair
+of a mean over the labels that are not ignored.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +32,25 @@ class EvalOutput:
 
 
 @dataclasses.dataclass(frozen=True)
+class LabelWeight:
+    """Weight of a loss that is a mean over the labels of a batch: their number."""
+
+    ignore_index: int
+    """Label that doesn't count."""
+    skips_first: bool = False
+    """Whether the first label of each row doesn't count: a causal language model predicts the others."""
+
+    def count(self, labels: torch.Tensor) -> torch.Tensor:
+        """Return the number of labels that count."""
+        counted = labels[..., 1:] if self.skips_first else labels
+        return (counted != self.ignore_index).sum()
+
+    def __str__(self) -> str:
+        first = " but the first of each row" if self.skips_first else ""
+        return f"all labels{first} other than {self.ignore_index}"
+
+
+@dataclasses.dataclass(frozen=True)
 class Loss:
     """The user's ``loss(output, target)`` or ``training_step(model, batch)``."""
 
@@ -37,6 +58,8 @@ class Loss:
     training_step: Callable[..., Any] | None
     check_ignore_index: bool = True
     """Whether to look for `ignore_index` in the targets of each batch."""
+    label_weight: LabelWeight | None = None
+    """Weight of a mean over labels; None for a mean over samples."""
 
     def with_checked_targets(self, targets: torch.Tensor) -> Loss:
         """Check all targets once, and return this loss without the check in each step."""
@@ -46,20 +69,28 @@ class Loss:
     def __call__(self, model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return (mean loss, None) or (sum, weight)."""
         if self.training_step is not None:
-            return _check_loss_value(self.training_step(model, batch), "training_step")
+            return self._weigh(self.training_step(model, batch), get_labels(batch), "training_step")
         inputs, target = split_batch(batch)
-        return _check_loss_value(self._call_loss_fn(model(*inputs), target), "loss")
+        return self._weigh(self._call_loss_fn(model(*inputs), target), target, "loss")
 
     def evaluate_batch(self, model: torch.nn.Module, batch: Any) -> EvalOutput:
         """Return the model's output for a batch, for metrics."""
         if self.training_step is not None:
-            return EvalOutput(None, None, *_check_loss_value(self.training_step(model, batch), "training_step"))
+            return EvalOutput(None, None, *self(model, batch))
         inputs, target = split_batch(batch)
         return self.evaluate_output(model(*inputs), target)
 
     def evaluate_output(self, output: Any, target: Any) -> EvalOutput:
         """Return a model's output with its target and loss."""
-        return EvalOutput(output, target, *_check_loss_value(self._call_loss_fn(output, target), "loss"))
+        return EvalOutput(output, target, *self._weigh(self._call_loss_fn(output, target), target, "loss"))
+
+    def _weigh(self, value: Any, labels: Any, source: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return (mean, None) or (sum, weight) of what the user's function returned."""
+        total, weight = _check_loss_value(value, source)
+        if weight is not None or self.label_weight is None or not isinstance(labels, torch.Tensor):
+            return total, weight
+        count = self.label_weight.count(labels)
+        return total * count.to(total.dtype), count.double()
 
     def _call_loss_fn(self, output: Any, target: Any) -> Any:
         if self.check_ignore_index:
@@ -68,7 +99,7 @@ class Loss:
         return self.loss_fn(output, target)
 
     def _refuse_ignored_targets(self, target: Any) -> None:
-        ignored = getattr(self.loss_fn, "ignore_index", None)
+        ignored = getattr(self.loss_fn, "ignore_index", None) if self.label_weight is None else None
         if ignored is not None and isinstance(target, torch.Tensor) and bool((target == ignored).any()):
             raise ValueError(
                 f"targets contain ignore_index={ignored}: the mean over the others is not a mean over samples. "
@@ -77,6 +108,13 @@ class Loss:
 
 
 WEIGHTED_LOSS_EXAMPLE = "lambda out, y: (F.cross_entropy(out, y, ..., reduction='sum'), weight_of(y).sum())"
+
+
+def get_labels(batch: Any) -> Any:
+    """Return the labels of a batch: the entry "labels" of a dict, or the last one of a tuple; None without."""
+    if isinstance(batch, Mapping):
+        return batch.get("labels")
+    return batch[-1] if isinstance(batch, tuple) and batch else None
 
 
 def split_batch(batch: Any) -> tuple[Sequence[Any], Any]:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from dtkit.rpc.engine_group import EngineGroup
     from dtkit.rpc.payload import Payload
     from dtkit.rpc.protocol import Call
+    from dtkit.rpc.reference import Reference
     from dtkit.schedules.schedule import Schedule
     from dtkit.strategies.base import Strategy
     from dtkit.types import JobPlan, RunSpec
@@ -45,6 +46,8 @@ class TrainConfig:
     lr_scheduler_every: str = "step"
     callbacks: Sequence[Callable[[Any], Any]] = ()
     target: Any = None
+    columns: Sequence[Any] | None = None
+    collate_fn: Callable[[list[Any]], Any] | None = None
     num_workers: int = 0
     pin_memory: bool | None = None
     prefetch: bool | None = None
@@ -90,7 +93,7 @@ class JobSpec:
         job: str,
         *,
         ranks: list[int] | None = None,
-        single_process: bool = False,
+        reference: Reference | None = None,
         uninitialized: bool = False,
         timeout: float | None = None,
     ) -> float:
@@ -102,7 +105,7 @@ class JobSpec:
             JobOperations.build_job,
             job=job,
             definition=self._make_definition(),
-            single_process=single_process,
+            reference=reference,
             uninitialized=uninitialized,
         )
         return engine_group.call_all(call, ranks=ranks, timeout=timeout)[0]

@@ -12,6 +12,7 @@ from dtkit.checkpoint import folders
 from dtkit.checkpoint.manager import CheckpointPolicy
 from dtkit.data import broadcast, distribute
 from dtkit.data.broadcast import ModelHandle
+from dtkit.data.columns import ColumnSelection
 from dtkit.data.distribute import DataHandle, StreamHandle
 from dtkit.data.partition import Partition
 from dtkit.errors import format_ranks
@@ -23,11 +24,10 @@ from dtkit.training.validation import (
     check_batch_size,
     check_can_shrink,
     check_config,
-    check_ignore_index,
     check_model,
     check_stream,
 )
-from dtkit.types import JobPlan, LoadingOptions, RunSpec
+from dtkit.types import IN_ORDER, JobPlan, LoadingOptions, RunSpec
 
 if TYPE_CHECKING:
     from dtkit.checkpoint.folders import Lineage
@@ -110,8 +110,8 @@ def _make_plan(
     validation = None
     if config.validation is not None:
         validation = distribute.distribute_validation_data(engine_group, config.validation, training_data=data_handle)
-    spec = _make_spec(engine_group, model_handle, part, config, strategy)
-    job_plan = JobPlan(spec.batch_size, spec.steps, config.shuffle, spec.seed)
+    spec = _make_spec(engine_group, model_handle, part, config, strategy, _choose_shuffle(config, data, part))
+    job_plan = JobPlan(spec.batch_size, spec.steps, spec.shuffle, spec.seed)
     owned_keys = _list_owned_keys((model, model_handle), (data, data_handle), (config.validation, validation))
     return RunPlan(
         engine_group.make_key("job"),
@@ -225,18 +225,22 @@ def _partition_data(
 
     def check(part: Partition) -> None:
         check_batch_size(config, part)
-        check_ignore_index(config.loss, part)
         if isinstance(data, Partition):
             distribute.get_data_handle(engine_group, part)
         fit_check.check_fits(engine_group, model, config.optimizer, strategy)
 
     def check_stream_fits() -> None:
-        check_stream(engine_group, config, strategy)
+        check_stream(engine_group, config)
         fit_check.check_fits(engine_group, model, config.optimizer, strategy)
 
     if not isinstance(data, Partition):
         return distribute.distribute_training_data(
-            engine_group, data, seed=config.seed, target=config.target, check=check, check_stream=check_stream_fits
+            engine_group,
+            data,
+            seed=config.seed,
+            columns=ColumnSelection.from_arguments(config.target, config.columns, config.collate_fn),
+            check=check,
+            check_stream=check_stream_fits,
         )
     check(data)
     return data
@@ -265,11 +269,12 @@ def _make_spec(
     partition: Partition | StreamHandle,
     config: TrainConfig,
     strategy: Strategy,
+    shuffle: str | None,
 ) -> RunSpec:
     if isinstance(partition, StreamHandle):  # at most this many samples; the run ends with the stream
-        per_epoch, samples, shuffle = int(config.steps or 0), int(config.steps or 0) * int(config.batch_size), None
+        per_epoch, samples = int(config.steps or 0), int(config.steps or 0) * int(config.batch_size)
     else:
-        per_epoch, samples, shuffle = -(-partition.n // config.batch_size), partition.n, config.shuffle
+        per_epoch, samples = -(-partition.n // config.batch_size), partition.n
     return RunSpec(
         name=model_handle.name,
         strategy=repr(strategy),
@@ -283,6 +288,13 @@ def _make_spec(
         loss=_get_name(config.loss or config.training_step),
         optimizer=_get_name(config.optimizer),
     )
+
+
+def _choose_shuffle(config: TrainConfig, data: Any, partition: Partition | StreamHandle) -> str | None:
+    """Return the order of rows for the job's plan; None for a stream."""
+    if isinstance(partition, StreamHandle):
+        return None
+    return IN_ORDER if config.shuffle is None and not isinstance(data, Partition) else config.shuffle
 
 
 def _get_name(function: Any) -> str:

@@ -116,18 +116,6 @@ def _check_reduction(loss: Any) -> None:
         )
 
 
-def check_ignore_index(loss: Any, partition: Partition) -> None:
-    """Refuse ignore_index where the targets are known to use it; else the engine checks (dtkit.strategies.loss)."""
-    ignored = getattr(loss, "ignore_index", None)
-    if ignored is not None and partition.labels is not None and bool((partition.labels == ignored).any()):
-        raise ValueError(
-            f"the targets contain ignore_index={ignored}, so {type(loss).__name__} divides by another number of rows "
-            "on each rank, and the mean over ranks would not be the mean over rows. Return a pair (sum, weight): "
-            f"loss=lambda out, y: (F.cross_entropy(out, y, ignore_index={ignored}, reduction='sum'), (y != "
-            f"{ignored}).sum())"
-        )
-
-
 def _check_optimizer(optimizer: Any) -> None:
     if not callable(optimizer):
         raise TypeError(
@@ -210,7 +198,7 @@ def _check_samples_per_rank(config: TrainConfig, world_size: int) -> None:
         )
 
 
-def check_stream(engine_group: EngineGroup, config: TrainConfig, strategy: Strategy) -> None:
+def check_stream(engine_group: EngineGroup, config: TrainConfig) -> None:
     """Check a stream, which has no length and so no epochs, and whose samples come in an order of their own."""
     if config.epochs is not None:
         raise ValueError(
@@ -223,11 +211,6 @@ def check_stream(engine_group: EngineGroup, config: TrainConfig, strategy: Strat
             "are made, and leave shuffle out"
         )
     _check_samples_per_rank(config, engine_group.world_size)
-    if strategy.build_mesh(engine_group.world_size).num_replicas < engine_group.world_size:
-        raise ValueError(
-            f"{strategy!r} has several ranks take the same samples, and of a stream each rank draws its own. Give "
-            "samples that can be taken by number: arrays, a Dataset, files"
-        )
 
 
 def check_model(engine_group: EngineGroup, model: Any) -> None:

@@ -11,7 +11,9 @@ import subprocess
 import sys
 import sysconfig
 import threading
+import types
 from pathlib import Path
+from typing import Any
 
 import cloudpickle
 import numpy as np
@@ -348,6 +350,21 @@ def test_the_error_names_the_part_that_cannot_be_sent(obj, message: str) -> None
         with pytest.raises(SerializationError, match=message) as caught:
             send(obj, name="model")
         assert isinstance(caught.value.__cause__, Exception)
+
+
+def use_config(settings: Any) -> Any:
+    torch.distributed.is_initialized()
+    return settings.config
+
+
+def test_module_of_a_subclass_is_sent_by_name() -> None:
+    """cloudpickle also sends torch.distributed.config, since the function has this name as an attribute."""
+    config = importlib.import_module("torch.distributed.config")
+    assert type(config) is not types.ModuleType
+    assert pickling.loads(pickling.dumps(config)) is config
+    use_config.__module__ = "__main__"  # as of a notebook, so that the function travels as code
+    received = pickling.loads(pickling.dumps(use_config))
+    assert received(types.SimpleNamespace(config=3)) == 3
 
 
 def test_the_error_names_the_type_of_an_unnamed_object() -> None:

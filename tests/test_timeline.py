@@ -96,7 +96,7 @@ def test_compare_with_returns_the_ratios_of_time_and_memory():
     assert score.time_ratio == pytest.approx(13 / 15)
     assert score.memory_ratio == 1
     assert repr(score).startswith(
-        "own against 1F1B: time 0.87 (13000 and 15000 ms), memory 1.00 (1 and 1 micro-batches"
+        "custom against 1F1B: time 0.87 (13000 and 15000 ms), memory 1.00 (1 and 1 micro-batches"
     )
     assert lines[2].compare_with(lines[1]).memory_ratio == 2
 

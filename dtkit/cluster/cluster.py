@@ -250,6 +250,8 @@ class Cluster:
         lr_scheduler_every: str = "step",
         callbacks: Sequence[Callable[[Run], Any]] = (),
         target: Any = None,
+        columns: Sequence[Any] | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
         pin_memory: bool | None = None,
         prefetch: bool | None = None,
@@ -268,13 +270,14 @@ class Cluster:
         data : a :class:`Partition`, or data as for :meth:`partition`, permuted by `seed`. Or a stream: an
             IterableDataset, or a function that returns an iterable of samples. A function of ``rank`` and
             ``world_size`` makes that rank's part; of other streams rank r takes the items r, r + N, ...
-        optimizer : a function of the parameters, as in ``lambda params: torch.optim.SGD(params, lr=0.1)``.
+        optimizer : a function of the parameters, as in ``lambda params: torch.optim.SGD(params, lr=0.1)``. If it is a
+            function of ``model`` it gets the model, and of ``named_parameters`` pairs (name, parameter).
         batch_size : samples per update, over all ranks.
         loss : ``loss(output, target)``, the mean over samples, or a pair (sum, weight).
         epochs, steps : length of the training; give one. A stream needs `steps`, and may end before.
         strategy : how to parallelize; :class:`DataParallel` by default.
         shuffle : "shard": each rank its own rows, in its own order. "global": the rows of a step don't depend on the
-            number of ranks, so that training is the same up to rounding. None: rows in order.
+            number of ranks, so that training is the same up to rounding. None: rows (of a partition) in their order.
         training_step : ``step(model, batch)`` instead of `loss`, for batches of any form; returns what `loss` may.
         metrics : names and functions of (output, target) that return means, for `validation` and `Run.evaluate`.
         validation : held-out data, evaluated after each epoch.
@@ -282,7 +285,8 @@ class Cluster:
             30)``. One that needs a loss (``ReduceLROnPlateau``) gets each epoch's, of `validation` if there is any.
         lr_scheduler_every : "step" (after each update) or "epoch".
         callbacks : functions of the run, called in the notebook between epochs. An error in one pauses the run.
-        target : for tables, see :meth:`partition`. `validation` and `Run.evaluate` take the same columns.
+        target, columns : for tables, see :meth:`partition`. `validation` and `Run.evaluate` take the same columns.
+        collate_fn : function from a list of a Dataset's samples to a batch.
         num_workers : processes per engine that load a Dataset's samples (torch's DataLoader); 0 loads in the engine.
         pin_memory : page-locked memory for batches on their way to a GPU; by default if there is one.
         prefetch : load the next batch during a step; by default for data in files, and with a GPU for arrays.

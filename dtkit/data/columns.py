@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 _MAX_SHOWN_NAMES = 8  # columns named in a message
 
 
 @dataclasses.dataclass(frozen=True)
 class ColumnSelection:
-    """Feature and target columns of a table. :meth:`resolve` matches them with a table."""
+    """How samples become a batch: feature and target columns, and their collation. :meth:`resolve` needs a table."""
 
     target: Hashable | tuple[Hashable, ...] | None = None
     """One name for a target of shape (rows,), several for (rows, columns), None if not given, () for no target."""
@@ -35,16 +35,20 @@ class ColumnSelection:
     """Dtype of converted floating-point columns."""
     classes: tuple[Any, ...] | None = None
     """Classes of a categorical target, in the order of their numbers."""
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    """Function from samples to a batch; None for torch's default collation."""
 
     @classmethod
-    def from_arguments(cls, target: Any = None, features: Any = None) -> ColumnSelection:
-        """Return the selection for a user's arguments, each of which is a name or a list of names."""
+    def from_arguments(
+        cls, target: Any = None, features: Any = None, collate_fn: Callable[[list[Any]], Any] | None = None
+    ) -> ColumnSelection:
+        """Return the selection for a user's arguments: names or lists of names, and a function."""
         torch = sys.modules.get("torch")  # if it was never imported, its default is unchanged
         floating = str(torch.get_default_dtype()).removeprefix("torch.") if torch else "float32"
         target = tuple(target) if isinstance(target, list) else target
         if isinstance(features, (str, bytes)):
             raise TypeError(f"columns={features!r}; it must be a list of names, as in columns=[{features!r}]")
-        return cls(target, None if features is None else tuple(features), floating)
+        return cls(target, None if features is None else tuple(features), floating, collate_fn=collate_fn)
 
     @property
     def is_given(self) -> bool:
@@ -91,6 +95,11 @@ class ColumnSelection:
             return batch
         chosen = self.resolve(batch)
         return tuple(batch[name] for name in (*(chosen.features or ()), *chosen.target_names))
+
+
+def is_sample_list(data: Any) -> bool:
+    """Return whether this is a list of samples, each of which is a dict or a tuple, instead of arrays."""
+    return isinstance(data, list) and bool(data) and isinstance(data[0], (dict, tuple))
 
 
 def require_target(columns: ColumnSelection, names: Iterable[Hashable]) -> ColumnSelection:

@@ -82,7 +82,7 @@ def distribute_training_data(
     data: Any,
     *,
     seed: int,
-    target: Any = None,
+    columns: ColumnSelection,
     check: Callable[[Partition], None],
     check_stream: Callable[[], None],
 ) -> Partition | StreamHandle:
@@ -92,15 +92,14 @@ def distribute_training_data(
     refuse a stream.
     """
     options = {"by": "contiguous", "weights": None, "seed": seed}
-    selection = ColumnSelection.from_arguments(target)
     if not _is_loaded_by_engines(data):
-        inspected = inspect_data(data, selection)
+        inspected = inspect_data(data, columns)
         if inspected.reads_in_blocks:
             options["seed"] = None
         return _PartitionRequest(engine_group, options, None, check).partition_notebook_data(inspected)
     if _is_plain_stream(data):
         check_stream()
-    handle = _load_on_engines(engine_group, data, selection)
+    handle = _load_on_engines(engine_group, data, columns)
     if isinstance(handle, StreamHandle):
         check_stream()
         return handle
@@ -238,7 +237,7 @@ def _refuse_iterator(data: Any) -> None:
     if any(kind.__name__ == "DataLoader" for kind in type(data).__mro__):
         raise TypeError(
             "data is a DataLoader, which batches in this process; engines make their own batches. Give its dataset "
-            "(loader.dataset), with batch_size= and num_workers= beside it"
+            "(loader.dataset), with batch_size=, num_workers= and collate_fn= beside it"
         )
 
 

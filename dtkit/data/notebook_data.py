@@ -9,7 +9,7 @@ import numpy as np
 
 from dtkit._util import formatting
 from dtkit.data import columns as frames
-from dtkit.data.columns import ColumnSelection
+from dtkit.data.columns import ColumnSelection, is_sample_list
 from dtkit.data.partition import as_labels
 from dtkit.engine.data import paths
 from dtkit.engine.data.memmap import FileBackedData, MappedFile
@@ -44,13 +44,14 @@ def inspect_data(data: Any, column_selection: ColumnSelection, *, for_evaluation
     if frames.is_pandas(data):
         arrays, columns = frames.convert_frame(data, column_selection)
         return _inspect_arrays(arrays, columns, frames.describe_arrays(arrays, columns))
-    if type(data).__name__ == "TensorDataset" and hasattr(data, "tensors"):
+    if type(data).__name__ == "TensorDataset" and hasattr(data, "tensors") and column_selection.collate_fn is None:
         data = tuple(data.tensors)
     if hasattr(data, "to_pandas"):
         raise TypeError(f"data is a {type(data).__module__}.{type(data).__name__}; give data.to_pandas()")
     if hasattr(data, "__array__") or isinstance(data, MappedFile):
         data = (data,)
-    if isinstance(data, (tuple, list)):
+    if isinstance(data, (tuple, list)) and not is_sample_list(data):
+        _refuse_collation(column_selection)
         if column_selection.is_given and not for_evaluation:
             raise ValueError(
                 f"target={column_selection.target!r}, columns={column_selection.features!r} name columns of a "
@@ -58,14 +59,28 @@ def inspect_data(data: Any, column_selection: ColumnSelection, *, for_evaluation
             )
         return _inspect_arrays(frames.convert_pandas_parts(data, column_selection.float_dtype), ColumnSelection())
     if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, (dict, str, bytes)):
-        return NotebookData(
-            _WithColumns(data, column_selection) if column_selection.is_given else data, len(data), column_selection
-        )
+        return _inspect_samples(data, column_selection)
     raise TypeError(
         f"data is a {type(data).__name__}; it must be a tuple of arrays as in (X, y), a map-style Dataset (with "
         "__len__ and __getitem__), a DataFrame, a path of .npy or .parquet files, an iterable of samples, or a "
         "function that returns one of these on the engine"
     )
+
+
+def _inspect_samples(data: Any, columns: ColumnSelection) -> NotebookData:
+    """Inspect a Dataset or a list of samples."""
+    if columns.collate_fn is not None and not callable(columns.collate_fn):
+        raise TypeError(f"collate_fn={columns.collate_fn!r}; it must be a function from a list of samples to a batch")
+    is_changed = columns.is_given or columns.collate_fn is not None
+    return NotebookData(_WithColumns(data, columns) if is_changed else data, len(data), columns)
+
+
+def _refuse_collation(columns: ColumnSelection) -> None:
+    if columns.collate_fn is not None:
+        raise ValueError(
+            "collate_fn= makes a batch of samples, but this data has arrays, of which a batch takes rows. Leave it "
+            "out, or give a Dataset or a list of samples"
+        )
 
 
 def _inspect_arrays(data: Sequence[Any], columns: ColumnSelection, note: str = "") -> NotebookData:
@@ -101,7 +116,7 @@ def _inspect_hugging_face_dataset(data: Any, column_selection: ColumnSelection) 
         values = np.asarray(data.select_columns([name]).with_format("numpy")[:][name])
         labels = as_labels(values) if values.dtype.kind in "biuf" else None
     filenames = [file["filename"] for file in data.cache_files]
-    sent = _WithColumns(data, columns) if columns.is_given else data
+    sent = _WithColumns(data, columns) if columns.is_given or columns.collate_fn is not None else data
     note = f"mapped by every engine from {formatting.format_count(len(filenames), 'arrow file')}" if filenames else ""
     return NotebookData(FileBackedData(filenames, sent) if filenames else sent, len(data), columns, labels, note)
 

@@ -15,15 +15,19 @@ from dtkit.errors import ClusterError
 from dtkit.strategies.loss import split_batch
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from dtkit.engine.data.batches import ShardedBatches
-    from dtkit.engine.data.sources import RowSource
+    from dtkit.engine.data.iterable import IterableBatches
     from dtkit.strategies.base import TrainingProgram
 
 
 def check_batch_norm(
-    model: nn.Module, program: TrainingProgram, source: RowSource, batch_source: ShardedBatches
+    model: nn.Module,
+    program: TrainingProgram,
+    make_sample_batch: Callable[[int], Any],
+    batch_source: ShardedBatches | IterableBatches,
 ) -> None:
     """Raise ValueError if some step gives a rank one sample, and a BatchNorm1d would then see a single value.
 
@@ -34,7 +38,7 @@ def check_batch_norm(
     single = batch_source.find_step_with_count(1) if modules else None
     if single is None or program.loss_fn.training_step is not None:
         return
-    flat = _find_modules_with_2d_input(model, modules, source)
+    flat = _find_modules_with_2d_input(model, modules, make_sample_batch(2))
     if flat:
         step, rank = single
         raise ValueError(
@@ -45,7 +49,7 @@ def check_batch_norm(
 
 
 def check_sync_batch_norm(
-    model: nn.Module, program: TrainingProgram, batch_source: ShardedBatches, device: torch.device
+    model: nn.Module, program: TrainingProgram, batch_source: ShardedBatches | IterableBatches, device: torch.device
 ) -> None:
     """Raise ValueError if a step leaves a rank without a sample, and SyncBatchNorm would wait for that rank."""
     wanted = device.type == "cuda" and getattr(program.strategy, "sync_batch_norm", False)
@@ -60,10 +64,8 @@ def check_sync_batch_norm(
         )
 
 
-def _find_modules_with_2d_input(model: nn.Module, modules: dict[str, nn.BatchNorm1d], source: RowSource) -> list[str]:
+def _find_modules_with_2d_input(model: nn.Module, modules: dict[str, nn.BatchNorm1d], batch: Any) -> list[str]:
     """Return the names of the modules that get two-dimensional input."""
-    import numpy as np
-
     flat: list[str] = []
 
     def make_hook(name: str) -> Any:
@@ -75,7 +77,7 @@ def _find_modules_with_2d_input(model: nn.Module, modules: dict[str, nn.BatchNor
 
     handles = [module.register_forward_pre_hook(make_hook(name)) for name, module in modules.items()]
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    batch = to_device(source.take(np.arange(min(2, len(source)))), device)
+    batch = to_device(batch, device)
     training = model.training
     model.eval()
     try:

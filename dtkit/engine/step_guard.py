@@ -34,7 +34,7 @@ class StepGuard:
         """Whether the optimizer's step has started; whether it has ended."""
         self._sigint_pending = False
         self._previous_handler: Any = signal.default_int_handler
-        self.is_ending = False
+        self.defers_sigint = False
         """Whether the step is ending, so that SIGINT waits. A plain attribute, because SIGINT could
         interrupt a method call before it takes effect.
         """
@@ -54,7 +54,7 @@ class StepGuard:
 
     def begin_step(self) -> None:
         """Copy what a failed step must restore."""
-        self.update_started = self.update_done = self.is_ending = False
+        self.update_started = self.update_done = self.defers_sigint = False
         self._cpu_rng_state = torch.get_rng_state()
         self._cuda_rng_state = None if self._cuda_device is None else torch.cuda.get_rng_state(self._cuda_device)
         for saved, buffer in zip(self._saved_statistics, self._norm_buffers, strict=True):
@@ -71,7 +71,7 @@ class StepGuard:
 
     def commit_step(self) -> None:
         """Complete the step, and deliver an interrupt that waited."""
-        self.update_started = self.update_done = self.is_ending = False
+        self.update_started = self.update_done = self.defers_sigint = False
         if self._sigint_pending:
             self._sigint_pending = False
             self._previous_handler(signal.SIGINT, None)
@@ -82,7 +82,7 @@ class StepGuard:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        self._sigint_pending = self.is_ending = False
+        self._sigint_pending = self.defers_sigint = False
         self._previous_handler = signal.signal(signal.SIGINT, self._handle_sigint)
         try:
             yield
@@ -90,7 +90,7 @@ class StepGuard:
             signal.signal(signal.SIGINT, self._previous_handler)
 
     def _handle_sigint(self, signum: int, frame: FrameType | None) -> None:
-        if self.update_started or self.is_ending:
+        if self.update_started or self.defers_sigint:
             self._sigint_pending = True
         else:
             self._previous_handler(signum, frame)

@@ -110,6 +110,10 @@ class Strategy(abc.ABC):
     def preload(self) -> None:  # noqa: B027 - most need no imports
         """Import what `setup` needs, so that it doesn't count as a model's memory."""
 
+    def reduce_batch(self, batch: Any) -> Any:
+        """Return the part of a batch that the other ranks of a replica need from the one that has loaded it."""
+        return batch
+
     def describe_plan(self, model: torch.nn.Module) -> Any:  # noqa: ARG002 - most have nothing to show
         """Return a table to show before training begins, or None."""
         return None
@@ -195,14 +199,34 @@ def split_state_dict(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], d
     return buffers, {name: value for name, value in rest.items() if name not in buffers}
 
 
-def make_optimizer(factory: Callable[..., Any], model: torch.nn.Module) -> torch.optim.Optimizer:
-    """Return the user's optimizer for the trainable parameters of `model`, after checking it."""
+def _get_first_parameter_name(function: Callable[..., Any]) -> str:
+    try:
+        return next(iter(inspect.signature(function).parameters), "")
+    except ValueError:  # a builtin without a signature
+        return ""
+
+
+def make_optimizer(
+    factory: Callable[..., Any], model: torch.nn.Module, view: torch.nn.Module | None = None
+) -> torch.optim.Optimizer:
+    """Return the user's optimizer for the trainable parameters of `model`, after checking it.
+
+    A function of ``model`` gets the model, or a `view` of it that has this rank's parameters under the model's names. A
+    function of ``named_parameters`` gets (name, parameter) pairs. Any other one gets the parameters.
+    """
     import torch
 
-    optimizer = factory([p for p in model.parameters() if p.requires_grad])
+    whole = model if view is None else view
+    parameter_name = _get_first_parameter_name(factory)
+    if parameter_name == "model":
+        optimizer = factory(whole)
+    elif parameter_name == "named_parameters":
+        optimizer = factory([(name, p) for name, p in whole.named_parameters() if p.requires_grad])
+    else:
+        optimizer = factory([p for p in model.parameters() if p.requires_grad])
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
-            f"optimizer(params) returned {type(optimizer).__name__}; it must return a torch.optim.Optimizer, as in "
+            f"optimizer= returned {type(optimizer).__name__}; it must return a torch.optim.Optimizer, as in "
             "optimizer=lambda params: torch.optim.SGD(params, lr=0.1)"
         )
     closure = inspect.signature(optimizer.step).parameters.get("closure")

@@ -163,7 +163,6 @@ class _FSDPWorker(DTensorWorker):
         optimizer: Callable[..., Any],
         context: WorkerContext,
     ) -> None:
-        self._last_batch: Any = None
         super().__init__(strategy, model, loss_fn, optimizer, context)
 
     def _shard_model(self, model: nn.Module, group: Group) -> None:
@@ -211,8 +210,6 @@ class _FSDPWorker(DTensorWorker):
         return self._make_step_result(loss_accumulator, counts, finite=finite, norm=norm)
 
     def _run_micro_batch(self, loss_accumulator: LossAccumulator, count: int, batch: Any) -> None:
-        if self._context.make_sample_batch is None:
-            self._last_batch = batch
         self._phases.enter("forward")
         loss = loss_accumulator.add(*self._compute_loss(self._model, batch), count)
         self._phases.enter("backward")
@@ -230,15 +227,9 @@ class _FSDPWorker(DTensorWorker):
             buffer.copy_(before)
 
     def _make_padding_batch(self) -> Any:
-        """Return a batch whose loss doesn't count: for a stream, this rank's last one."""
-        if self._context.make_sample_batch is not None:
-            return to_device(self._context.make_sample_batch(PADDING_ROWS), self._context.device)
-        if self._last_batch is None:
-            raise ValueError(
-                "this rank has no sample in its first step, but all ranks must run some batch to gather the model. "
-                "Give every rank at least one sample in the first step"
-            )
-        return self._last_batch
+        """Return a batch whose loss doesn't count."""
+        assert self._context.make_sample_batch is not None
+        return to_device(self._context.make_sample_batch(PADDING_ROWS), self._context.device)
 
     def _all_reduce_unsharded(self) -> None:
         """Sum the gradients of parameters that are not sharded."""

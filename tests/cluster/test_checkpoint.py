@@ -462,7 +462,7 @@ def sharded_checkpoint(shared: SharedCluster, tmp_path_factory: pytest.TempPathF
         ({"shuffle": "global"}, "rows come in another order (shuffle='global' was 'shard')"),
         (
             {"rows": tuple(column[:100] for column in oracle.data()), "shuffle": None},
-            "rows come in another order (samples=100 was 121, shuffle=None was 'shard')",
+            "rows come in another order (samples=100 was 121, shuffle='in order' was 'shard')",
         ),
         ({"batch_size": 20, "seed": 7}, "rows come in another order (batch_size=20 was 24, seed=7 was 5)"),
         ({"loss": nn.CrossEntropyLoss()}, "loss=CrossEntropyLoss was mean_loss"),

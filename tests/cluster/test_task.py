@@ -264,6 +264,16 @@ def test_memory_limit_raises_and_keeps_the_engine():
 
 # -- whole scripts -------------------------------------------------------------------------------------------
 
+
+def get_rank_variables() -> list[str | None]:
+    return [os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")]
+
+
+def test_functions_see_their_rank_in_the_environment(cluster2: dtkit.Cluster):
+    """Lightning takes a process without these variables for rank 0."""
+    assert cluster2.run(get_rank_variables) == [["0", "0", "2"], ["1", "1", "2"]]
+
+
 TORCHRUN = """RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK ROLE_NAME
 ROLE_WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_RESTART_COUNT TORCHELASTIC_MAX_RESTARTS TORCHELASTIC_RUN_ID
 TORCHELASTIC_USE_AGENT_STORE"""
@@ -289,7 +299,7 @@ def test_torchrun_script_runs_unchanged_and_repeatedly(cluster2):
         attempts.append(environments[0]["TORCHELASTIC_RESTART_COUNT"])
         check_usable(cluster2)
     assert attempts[0] != attempts[1]
-    assert cluster2.run(lambda: "RANK" in os.environ) == [False, False]
+    assert cluster2.run(lambda: "MASTER_ADDR" in os.environ) == [False, False]
 
 
 def test_failing_script_leaves_the_cluster_usable(cluster2):

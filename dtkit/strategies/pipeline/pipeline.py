@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from dtkit.engine.data.sources import to_device
+from dtkit.engine.data.sources import map_tensors, to_device
 from dtkit.mesh import Mesh
 from dtkit.planning.cost_model import Cost, compute_ring_bytes
 from dtkit.planning.layer_chain import LayerChain, LayerCosts
@@ -237,6 +237,12 @@ class Pipeline(Strategy):
         """Load what a first trace loads."""
         preload_exporter()
 
+    def reduce_batch(self, batch: Any) -> Any:
+        """Return the batch with empty inputs if the first rank has the first stage; others need its target only."""
+        if self.pipeline_schedule.stage_ranks[0] != 0 or not isinstance(batch, tuple):
+            return batch
+        return (*map_tensors(batch[:-1], lambda t: t.new_empty(len(t), 0) if t.dim() else t), batch[-1])
+
     def setup(self, model: nn.Module, loss_fn: Loss, optimizer: Callable[..., Any], context: WorkerContext) -> Worker:
         """Return a worker with this rank's stages, or with the whole model without a process group."""
         if context.group is None:
@@ -265,7 +271,7 @@ class Pipeline(Strategy):
         modules = {stage: copy_pair_to_device(parts[stage], model, context.device) for stage in stages}
         stage_ranks = [context.mesh.get_rank(pp=rank) for rank in self.pipeline_schedule.stage_ranks]
         stage_io = infer_stage_io(modules, stage_ranks, to_device(inputs, context.device), context.group)
-        return PlacedStages(cut, modules, stage_io, unstaged)
+        return PlacedStages(cut, modules, stage_io, unstaged, model)
 
     def _choose_cut(self, model: nn.Module, batch: Any, loss_fn: Loss, context: WorkerContext) -> StageCut:
         """Return the cut by `split`, or by the costs that rank 0 measures, so that all ranks cut alike."""

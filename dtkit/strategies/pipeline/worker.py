@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from dtkit.strategies import gradients
 from dtkit.strategies.base import EvalFunction, StepResult, Strategy, Worker, make_optimizer, split_state_dict
 from dtkit.strategies.loss import LOSS_IS_WEIGHTED_SUM, split_batch
 from dtkit.strategies.pipeline.stage import StageRunner
+from dtkit.strategies.pipeline.trace import to_model_name
 from dtkit.strategies.replicated import LossAccumulator, module_eval_mode
 
 if TYPE_CHECKING:
@@ -46,6 +48,8 @@ class PlacedStages:
     io: StageIO
     unstaged_entries: dict[str, Any]
     """Entries of the model's state dict that no stage has."""
+    model: nn.Module
+    """The whole model, only for `setup`."""
 
 
 class PipelineWorker(Worker):
@@ -73,11 +77,21 @@ class PipelineWorker(Worker):
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
         if not self._parameters:  # an optimizer needs one; this one never gets a gradient
             self.model.register_parameter("placeholder", nn.Parameter(torch.zeros((), device=context.device)))
-        self.optimizer = make_optimizer(optimizer, self.model)
+        self.optimizer = make_optimizer(optimizer, self.model, self._make_model_view(placed.model))
         self._loss_accumulator = LossAccumulator(1)
         self._loss_form: int | None = None
         self._stages = StageRunner(strategy.pipeline_schedule, placed.modules, placed.io, self._compute_loss)
         self.set_process_group(context.group)
+
+    def _make_model_view(self, model: nn.Module) -> nn.Module:
+        """Return a copy of the model for the user's optimizer, with this rank's parameters instead of all."""
+        named = self._named_parameters() or dict(self.model.named_parameters())
+        first_names = {p: name for name, p in reversed(named.items())}  # a tied parameter has several names
+        pairs = [(to_model_name(name), p) for name, p in named.items() if first_names[p] == name]
+        view = copy.copy(model)
+        vars(view)["named_parameters"] = lambda *_args, **_options: iter(pairs)
+        vars(view)["parameters"] = lambda *_args, **_options: (p for _, p in pairs)
+        return view
 
     def set_process_group(self, group: Group) -> None:
         """Rebuild the stages, which hold their process group, over the same parameters."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from dtkit.engine.data.random_state import GeneratorStates, seed_generators
 from dtkit.engine.state.dtensor_shards import get_local_tensor
 from dtkit.strategies.dtensor_worker import sum_global_squares
 from dtkit.strategies.tensor.layout import gather_full, redistribute_gradient
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from dtkit.strategies.loss import Loss
 
 
+_CHECK_SEED = 0
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}  # relative
 
 
@@ -72,14 +74,20 @@ def _compute_relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
 def run_plan_check(
     model: nn.Module, loss_fn: Loss, batch: Any, parameters: Sequence[torch.Tensor], num_holders: Sequence[int]
 ) -> PlanCheckResult:
-    """Run a batch forward and backward, without dropout and without updating batch statistics."""
+    """Run a batch forward and backward, without dropout and without updating batch statistics.
+
+    Random numbers that the model or the loss draws are the same in each run.
+    """
     model.eval()
+    states = GeneratorStates.capture()
+    seed_generators(_CHECK_SEED)
     try:  # cudnn can't run recurrent layers backward in evaluation
         with torch.backends.cudnn.flags(enabled=False):
             output = loss_fn.evaluate_batch(model, batch)
             loss = gather_full(output.loss)
             gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
     finally:
+        states.restore()
         model.train()
     local_gradients = [
         loss.new_zeros(1) if g is None else get_local_tensor(redistribute_gradient(p, g))

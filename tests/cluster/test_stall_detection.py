@@ -348,7 +348,8 @@ def test_failing_watchdog_continues_and_is_logged_in_the_run(cluster2: dtkit.Clu
     assert logged.wait(20)
     unsubscribe()
     (event,) = list_watchdog_events(run)
-    assert (event.rank, event.text.partition(": ")[2]) == (1, "ValueError: sampling failed")
+    assert event.rank == 1
+    assert "ValueError: sampling failed" in event.text
     status = cluster2.stacks().ranks[1].status
     assert status is not None
     assert status.op == "advance"

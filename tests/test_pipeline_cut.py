@@ -14,7 +14,7 @@ import dtkit
 from dtkit.engine.data.worker_context import WorkerContext
 from dtkit.engine.observe.phase_timer import PhaseTimer
 from dtkit.planning.layer_chain import LayerCosts
-from dtkit.strategies.loss import Loss
+from dtkit.strategies.loss import Loss, ModelInputs
 from dtkit.strategies.pipeline import layer_costs
 from dtkit.strategies.pipeline.cut import StageCut, balance_stages, even_out_ranks, find_layer_chain, find_named_starts
 from dtkit.strategies.pipeline.trace import split_model
@@ -91,7 +91,7 @@ def test_layers_of_unequal_cost_are_cut_well(parts):
     """Compared with every contiguous cut on the same measurements."""
     widths = [16, 512, 8, 8, 768, 768, 4, 256, 1024, 16, 3]
     model = nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(widths)))
-    costs = layer_costs.measure_seconds(model, [torch.randn(64, 16)], CPU)
+    costs = layer_costs.measure_seconds(model, ModelInputs((torch.randn(64, 16),)), CPU)
     cut = StageCut(tuple(map(str, range(10))), costs, balance_stages(costs.per_layer, parts))
     assert max(costs.layers) > 5 * min(costs.layers)
     assert max(cut.compute_stage_cost(k) for k in range(parts)) <= 1.15 * find_smallest_maximum(costs.per_layer, parts)
@@ -100,7 +100,7 @@ def test_layers_of_unequal_cost_are_cut_well(parts):
 def test_layers_of_a_sequential_are_its_children():
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
     assert [name for name, _ in find_layer_chain(model)] == ["0", "1", "2"]
-    assert layer_costs.count_by_layer(model, [torch.zeros(1, 2)]) == LayerCosts((6, 0, 6))
+    assert layer_costs.count_by_layer(model, ModelInputs((torch.zeros(1, 2),))) == LayerCosts((6, 0, 6))
 
 
 class Decoder(nn.Module):
@@ -128,13 +128,13 @@ TOKENS = torch.zeros(3, 5, dtype=torch.long)
 def test_layers_of_other_models_are_their_blocks():
     model = Decoder()
     assert [name for name, _ in find_layer_chain(model)] == ["blocks.0", "blocks.1", "blocks.2", "blocks.3"]
-    costs = layer_costs.measure_seconds(model, [TOKENS], CPU)
+    costs = layer_costs.measure_seconds(model, ModelInputs((TOKENS,)), CPU)
     assert len(costs.layers) == 4
     assert min(*costs.layers, costs.before_layers, costs.after_layers) > 0
 
 
 def test_parameters_around_the_blocks_count_where_they_are_used():
-    costs, outputs = layer_costs.measure_sizes(Decoder(), [TOKENS])
+    costs, outputs = layer_costs.measure_sizes(Decoder(), ModelInputs((TOKENS,)))
     assert outputs == (4 * 3 * 5 * 8,) * 4  # float32 x rows x positions x features
     assert costs == LayerCosts((72,) * 4, before_layers=7 * 8 + 8, after_layers=8 * 7 + 7 + 3 * 8)
 
@@ -151,8 +151,8 @@ def test_measured_costs_show_a_slow_head_and_loss():
     costs = layer_costs.measure_seconds(model, [tokens], CPU)
     assert costs.after_layers > 3 * max(costs.layers)
     small = Decoder()
-    with_loss = layer_costs.measure_seconds(small, [TOKENS], CPU, lambda output: _slow_loss(output, 1000))
-    assert with_loss.after_layers > 3 * layer_costs.measure_seconds(small, [TOKENS], CPU).after_layers
+    with_loss = layer_costs.measure_seconds(small, ModelInputs((TOKENS,)), CPU, lambda output: _slow_loss(output, 1000))
+    assert with_loss.after_layers > 3 * layer_costs.measure_seconds(small, ModelInputs((TOKENS,)), CPU).after_layers
     assert with_loss.before_layers < with_loss.after_layers / 3
 
 
@@ -332,5 +332,5 @@ class Undecided(nn.Module):
 def test_model_that_can_not_be_traced_raises_with_the_remedy():
     cut = StageCut(("blocks.0", "blocks.1"), LayerCosts((1.0, 1.0)), (0, 1))
     with pytest.raises(ValueError, match=r"Undecided can't be traced.*use strategy=dtkit.Sharded\(\)") as raised:
-        split_model(Undecided(), cut, (torch.ones(4, 2),), CPU)
+        split_model(Undecided(), cut, ModelInputs((torch.ones(4, 2),)), CPU)
     assert raised.value.__cause__ is not None  # torch's error has the location

@@ -7,6 +7,7 @@ torch.distributed, so that a larger cluster costs no more of the notebook's time
 from __future__ import annotations
 
 import html
+import inspect
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,7 @@ class ModelHandle:
         self.num_trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
         self.nbytes = sum(packed.sizes)
         self.batch_norm_names = find_batch_norms(model)
+        self.returns_loss = returns_loss(model)
         self._packed = packed
         weakref.finalize(self, engine_group.free_later, key)
 
@@ -123,6 +125,32 @@ def check_model(model: Any) -> None:
             raise ValueError(
                 f"{name} of the model is on the meta device and has no numbers; build the model on the CPU"
             )
+
+
+def check_has_loss(model: Any, loss: Any, training_step: Any) -> None:
+    """Raise ValueError unless there is one loss: an argument's, or the model's own."""
+    if (loss is None) != (training_step is None):
+        return
+    if loss is None and (model.returns_loss if isinstance(model, ModelHandle) else returns_loss(model)):
+        return
+    name = model.name if isinstance(model, ModelHandle) else type(model).__name__
+    raise ValueError(
+        "give either loss, a function of (output, target), or training_step, a function of (model, batch) that "
+        f"returns the loss; you gave {'neither' if loss is None else 'both'}"
+        + (f", and {name} doesn't return its own loss: its forward takes no labels" if loss is None else "")
+    )
+
+
+def returns_loss(model: torch.nn.Module) -> bool:
+    """Return whether a model computes its own loss: its forward takes ``labels``. Wrappers are looked through."""
+    import torch
+
+    parameters = inspect.signature(model.forward).parameters.values()
+    if any(p.name == "labels" for p in parameters):
+        return True
+    wrapped = getattr(model, "base_model", None)
+    takes_anything = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    return takes_anything and isinstance(wrapped, torch.nn.Module) and wrapped is not model and returns_loss(wrapped)
 
 
 def find_batch_norms(model: torch.nn.Module) -> list[str]:

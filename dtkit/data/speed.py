@@ -49,11 +49,14 @@ def check_measurable(model: Any, loss_fn: Any, training_step: Any, weights: Any)
     """Raise ValueError if arguments for the measurement are missing, or if it is not needed."""
     if weights is not None:
         raise ValueError("by='speed' measures the weights itself; leave weights out, or use by='contiguous' with them")
-    if model is None or (loss_fn is None) == (training_step is None):
+    if model is None:
         raise ValueError(
             "by='speed' measures each rank with your own model: give model= and loss= (or training_step=), as in "
             "cluster.partition(data, by='speed', model=model, loss=nn.CrossEntropyLoss())"
         )
+    if not isinstance(model, ModelHandle):
+        broadcast.check_model(model)
+    broadcast.check_has_loss(model, loss_fn, training_step)
 
 
 def measure_speeds(

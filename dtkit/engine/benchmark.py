@@ -25,7 +25,6 @@ from dtkit.engine.trial_training import BUCKET_BYTES, MIN_ROWS, TrialTraining, m
 from dtkit.planning.cost_model import LinkSpeeds, ModelSizes, StepTimings
 from dtkit.planning.layer_chain import LayerChain
 from dtkit.rpc import pickling
-from dtkit.strategies.loss import split_batch
 from dtkit.strategies.meta_copy import count_bytes
 from dtkit.strategies.pipeline import layer_costs
 from dtkit.strategies.pipeline.cut import find_layer_chain
@@ -233,14 +232,14 @@ def _measure_chain(
     names = tuple(name for name, _ in find_layer_chain(module))
     if not names:
         return None
-    inputs, target = split_batch(batch)
+    inputs, target = loss_fn.split_batch(batch)
     costs, output_bytes = layer_costs.measure_sizes(module, inputs)
     seconds = None
     if device is not None:
         seconds = layer_costs.measure_seconds(
             module, inputs, device, lambda output: loss_fn.evaluate_output(output, target).loss
         )
-    return LayerChain(names, costs, seconds, tuple(nbytes / len(inputs[0]) for nbytes in output_bytes))
+    return LayerChain(names, costs, seconds, tuple(nbytes / len(inputs.values[0]) for nbytes in output_bytes))
 
 
 def _load_program(context: BenchmarkContext, program: bytes, model: str | None) -> tuple[Any, Loss, Any]:

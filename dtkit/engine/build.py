@@ -66,6 +66,8 @@ def build_job(
     if reference is not None:
         return ReferenceJob(job_model, program, loaded, context, seed, reference)
     job = Job(job_model, program, loaded if link is None else ReplicaBatches(loaded, link), context, seed)
+    if location[0].rank == 0 and program.loss_fn.is_from_model:
+        job.notes.append(f"the loss is the one that {type(model).__name__} returns: model(**batch).loss")
     if location[0].rank == 0 and (weight := program.loss_fn.label_weight) is not None:
         job.notes.append(f"the loss is a mean over {weight}: each rank counts by the number of its labels")
     return job

@@ -12,7 +12,6 @@ from torch import nn
 from dtkit._util.torch_private import BatchNormBase
 from dtkit.engine.data.sources import to_device
 from dtkit.errors import ClusterError
-from dtkit.strategies.loss import split_batch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from dtkit.engine.data.batches import ShardedBatches
     from dtkit.engine.data.iterable import IterableBatches
     from dtkit.strategies.base import TrainingProgram
+    from dtkit.strategies.loss import Loss
 
 
 def check_batch_norm(
@@ -38,7 +38,7 @@ def check_batch_norm(
     single = batch_source.find_step_with_count(1) if modules else None
     if single is None or program.loss_fn.training_step is not None:
         return
-    flat = _find_modules_with_2d_input(model, modules, make_sample_batch(2))
+    flat = _find_modules_with_2d_input(program.loss_fn, model, modules, make_sample_batch(2))
     if flat:
         step, rank = single
         raise ValueError(
@@ -64,7 +64,9 @@ def check_sync_batch_norm(
         )
 
 
-def _find_modules_with_2d_input(model: nn.Module, modules: dict[str, nn.BatchNorm1d], batch: Any) -> list[str]:
+def _find_modules_with_2d_input(
+    loss: Loss, model: nn.Module, modules: dict[str, nn.BatchNorm1d], batch: Any
+) -> list[str]:
     """Return the names of the modules that get two-dimensional input."""
     flat: list[str] = []
 
@@ -82,7 +84,7 @@ def _find_modules_with_2d_input(model: nn.Module, modules: dict[str, nn.BatchNor
     model.eval()
     try:
         with torch.no_grad():
-            model(*split_batch(batch)[0])
+            loss.split_batch(batch)[0].pass_to(model)
     finally:
         model.train(training)
         for handle in handles:

@@ -72,7 +72,7 @@ class Job:
         self._step_guard = StepGuard(self._worker.model, self._worker.optimizer, context.device)
         self.partially_updated = False
         """Whether an update began and did not end, so that the parameters are of no step."""
-        self.notes: list[str] = []
+        self.notes = list(self._worker.notes)
         """Lines to show once the training runs."""
         self.step_report: Any = None
         """Report of the last step, if it was explained."""

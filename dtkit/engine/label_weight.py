@@ -15,14 +15,13 @@ import torch
 
 from dtkit.engine.data.random_state import preserve_generators, seed_generators
 from dtkit.engine.data.sources import map_tensors
-from dtkit.strategies.loss import LabelWeight, get_labels
+from dtkit.strategies.loss import DEFAULT_IGNORE_INDEX, LabelWeight, get_labels
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from dtkit.strategies.loss import Loss
 
-DEFAULT_IGNORE_INDEX = -100  # of torch's losses and of Hugging Face
 _MAX_TRIED_PARAMETERS = 50_000_000  # a larger model takes seconds on a host
 _TOLERANCE, _NOISE = 1e-4, 0.1
 _SKIPPING_LOSS_TYPES = ("ForCausalLM",)

@@ -181,11 +181,7 @@ def _validate_request(engine_group: EngineGroup, model: Any, request: PlanReques
             "a plan needs sample=, a batch or a few rows as in sample=(X[:8], y[:8]), or a Partition: activations are "
             "measured"
         )
-    if (request.loss_fn is None) == (request.training_step is None):
-        raise ValueError(
-            "give either loss, a function of (output, target), or training_step, a function of (model, batch) that "
-            f"returns the loss; you gave {'both' if request.loss_fn is not None else 'neither'}"
-        )
+    broadcast.check_has_loss(model, request.loss_fn, request.training_step)
     if not callable(request.optimizer):
         raise TypeError(
             f"optimizer is a {type(request.optimizer).__name__}; it must be a function from parameters to an "

@@ -149,6 +149,8 @@ class Worker(abc.ABC):
     """Table of the parts of the model by rank; None if all ranks hold equal parts."""
     batch_per_shard: bool = False
     """Whether `step` takes one batch for each shard, instead of micro-batches of all shards."""
+    notes: Sequence[str] = ()
+    """Lines to show once the training runs."""
     step_result: StepResult | None = None
     """Result of the current step, set once the update is made: the step counts even if it fails later."""
 

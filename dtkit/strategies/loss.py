@@ -4,6 +4,9 @@ A loss is either a *mean over samples* (a scalar) or a *pair* ``(sum, weight)``.
 samples. With pairs, ranks differentiate the sums, add up the weights, and divide gradients by the total weight. Class
 weights and token means need pairs, since the mean of their means is not the mean. A :class:`LabelWeight` makes a pair
 of a mean over the labels that are not ignored.
+
+Some models return their own loss, as those of Hugging Face's transformers do if they get labels. They need neither a
+loss nor a training step: a batch that is a dict holds the model's arguments by name.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 LOSS_IS_MEAN, LOSS_IS_WEIGHTED_SUM = 1, 2
+DEFAULT_IGNORE_INDEX = -100  # of torch's losses and of Hugging Face
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +33,39 @@ class EvalOutput:
     loss: torch.Tensor
     loss_weight: torch.Tensor | None
     """Weight of a (sum, weight) pair; None for a mean over samples."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelInputs:
+    """Arguments of a model's forward pass."""
+
+    values: tuple[Any, ...]
+    names: tuple[str, ...] = ()
+    """Names of the last values, which are keyword arguments."""
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """Positional arguments."""
+        return self.values[: len(self.values) - len(self.names)]
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        """Keyword arguments."""
+        return dict(zip(self.names, self.values[len(self.args) :], strict=True))
+
+    def replace_values(self, values: Sequence[Any]) -> ModelInputs:
+        """Return other values in these places."""
+        return ModelInputs(tuple(values), self.names)
+
+    def replace_named(self, name: str, value: Any) -> ModelInputs:
+        """Return another value for one keyword argument."""
+        values = list(self.values)
+        values[len(self.args) + self.names.index(name)] = value
+        return self.replace_values(values)
+
+    def pass_to(self, model: Callable[..., Any]) -> Any:
+        """Call the model, and return its output."""
+        return model(*self.args, **self.kwargs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,14 +89,19 @@ class LabelWeight:
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """The user's ``loss(output, target)`` or ``training_step(model, batch)``."""
+    """The user's ``loss(output, target)`` or ``training_step(model, batch)``; without both, the model's own loss."""
 
-    loss_fn: Callable[..., Any] | None
-    training_step: Callable[..., Any] | None
+    loss_fn: Callable[..., Any] | None = None
+    training_step: Callable[..., Any] | None = None
     check_ignore_index: bool = True
     """Whether to look for `ignore_index` in the targets of each batch."""
     label_weight: LabelWeight | None = None
     """Weight of a mean over labels; None for a mean over samples."""
+
+    @property
+    def is_from_model(self) -> bool:
+        """Whether the model computes the loss."""
+        return self.loss_fn is None and self.training_step is None
 
     def with_checked_targets(self, targets: torch.Tensor) -> Loss:
         """Check all targets once, and return this loss without the check in each step."""
@@ -70,19 +112,31 @@ class Loss:
         """Return (mean loss, None) or (sum, weight)."""
         if self.training_step is not None:
             return self._weigh(self.training_step(model, batch), get_labels(batch), "training_step")
-        inputs, target = split_batch(batch)
-        return self._weigh(self._call_loss_fn(model(*inputs), target), target, "loss")
+        inputs, target = self.split_batch(batch)
+        output = inputs.pass_to(model)
+        return self._weigh(self._compute_loss(output, target), target, "loss")
 
     def evaluate_batch(self, model: torch.nn.Module, batch: Any) -> EvalOutput:
         """Return the model's output for a batch, for metrics."""
         if self.training_step is not None:
             return EvalOutput(None, None, *self(model, batch))
-        inputs, target = split_batch(batch)
-        return self.evaluate_output(model(*inputs), target)
+        inputs, target = self.split_batch(batch)
+        return self.evaluate_output(inputs.pass_to(model), target)
 
     def evaluate_output(self, output: Any, target: Any) -> EvalOutput:
-        """Return a model's output with its target and loss."""
-        return EvalOutput(output, target, *self._weigh(self._call_loss_fn(output, target), target, "loss"))
+        """Return a model's output with its target and loss. With the model's own loss, its logits are the output."""
+        loss, weight = self._weigh(self._compute_loss(output, target), target, "loss")
+        return EvalOutput(get_logits(output) if self.is_from_model else output, target, loss, weight)
+
+    def split_batch(self, batch: Any) -> tuple[ModelInputs, Any]:
+        """Return (the model's inputs, the target) of a batch. With the model's own loss, labels are an input too."""
+        if not self.is_from_model:
+            inputs, target = split_batch(batch)
+            return ModelInputs(tuple(inputs)), target
+        if isinstance(batch, Mapping):
+            return ModelInputs(tuple(batch.values()), tuple(batch)), get_labels(batch)
+        inputs, target = split_batch(batch)
+        return ModelInputs((*inputs, target), ("labels",)), target
 
     def _weigh(self, value: Any, labels: Any, source: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return (mean, None) or (sum, weight) of what the user's function returned."""
@@ -90,12 +144,14 @@ class Loss:
         if weight is not None or self.label_weight is None or not isinstance(labels, torch.Tensor):
             return total, weight
         count = self.label_weight.count(labels)
-        return total * count.to(total.dtype), count.double()
+        # The mean over no label is not a number, and its sum is 0.
+        return torch.where(count > 0, total * count.to(total.dtype), 0.0), count.double()
 
-    def _call_loss_fn(self, output: Any, target: Any) -> Any:
+    def _compute_loss(self, output: Any, target: Any) -> Any:
+        if self.loss_fn is None:
+            return get_model_loss(output)
         if self.check_ignore_index:
             self._refuse_ignored_targets(target)
-        assert self.loss_fn is not None
         return self.loss_fn(output, target)
 
     def _refuse_ignored_targets(self, target: Any) -> None:
@@ -126,6 +182,26 @@ def split_batch(batch: Any) -> tuple[Sequence[Any], Any]:
             "function of (model, batch) that returns the loss"
         )
     return batch[:-1], batch[-1]
+
+
+def get_model_loss(output: Any) -> Any:
+    """Return the loss in a model's output: its ``loss``, or the first of a tuple. Raises ValueError without one."""
+    if isinstance(output, tuple) and not hasattr(output, "loss"):
+        loss = output[0] if output else None
+    else:
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if loss is None:
+        raise ValueError(
+            "the model returned no loss, and neither loss= nor training_step= was given. Models compute their loss if "
+            "the batch has 'labels': add them (a collate_fn such as DataCollatorForLanguageModeling does), or give "
+            "loss= or training_step="
+        )
+    return loss
+
+
+def get_logits(output: Any) -> Any:
+    """Return the logits of a model's output if it has some, else all of it."""
+    return getattr(output, "logits", output)
 
 
 def _check_loss_value(value: Any, source: str) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -75,7 +75,7 @@ def _check_all(engine_group: EngineGroup, model: Any, config: TrainConfig) -> St
     strategy.build_mesh(engine_group.world_size)
     strategy.check(engine_group.world_size, config.batch_size)
     check_can_shrink(engine_group.world_size, config, strategy)
-    check_model(engine_group, model)
+    check_model(engine_group, model, config)
     if not isinstance(model, ModelHandle):
         strategy.check_model(model)
         if (description := strategy.describe_plan(model)) is not None:
@@ -285,7 +285,7 @@ def _make_spec(
         steps_per_epoch=per_epoch,
         shuffle=shuffle,
         seed=int(config.seed),
-        loss=_get_name(config.loss or config.training_step),
+        loss=_get_loss_name(config, model_handle),
         optimizer=_get_name(config.optimizer),
     )
 
@@ -295,6 +295,11 @@ def _choose_shuffle(config: TrainConfig, data: Any, partition: Partition | Strea
     if isinstance(partition, StreamHandle):
         return None
     return IN_ORDER if config.shuffle is None and not isinstance(data, Partition) else config.shuffle
+
+
+def _get_loss_name(config: TrainConfig, model_handle: ModelHandle) -> str:
+    own = f"{model_handle.name}'s own" if config.loss is None and config.training_step is None else None
+    return own or _get_name(config.loss or config.training_step)
 
 
 def _get_name(function: Any) -> str:

@@ -26,7 +26,7 @@ SHUFFLE_MODES = ("shard", "global", None)
 
 def check_config(config: TrainConfig) -> Strategy:
     """Check everything that needs neither model nor data; return the strategy."""
-    _check_loss(config)
+    check_loss(config.loss, config.training_step)
     _check_optimizer(config.optimizer)
     for name in ("batch_size", "epochs", "steps", "checkpoint_every", "keep_last", "snapshot_every"):
         _check_count(name, getattr(config, name))
@@ -83,12 +83,12 @@ def _check_count(name: str, value: Any) -> None:
         raise ValueError(f"{name}={value}; it must be at least 1")
 
 
-def _check_loss(config: TrainConfig) -> None:
-    loss, step = config.loss, config.training_step
-    if (loss is None) == (step is None):
+def check_loss(loss: Any, step: Any) -> None:
+    """Check the arguments `loss` and `training_step`."""
+    if loss is not None and step is not None:
         raise ValueError(
             "give either loss, a function of (output, target), or training_step, a function of (model, batch) that "
-            f"returns the loss; you gave {'both' if loss is not None else 'neither'}"
+            "returns the loss; you gave both"
         )
     for name, function in (("loss", loss), ("training_step", step)):
         if isinstance(function, type):
@@ -213,8 +213,8 @@ def check_stream(engine_group: EngineGroup, config: TrainConfig) -> None:
     _check_samples_per_rank(config, engine_group.world_size)
 
 
-def check_model(engine_group: EngineGroup, model: Any) -> None:
-    """Check that the model belongs to this cluster and has something to train."""
+def check_model(engine_group: EngineGroup, model: Any, config: TrainConfig) -> None:
+    """Check that the model belongs to this cluster, has something to train, and a loss."""
     if isinstance(model, ModelHandle):
         name, trainable = model.name, model.num_trainable
         if model.engine_group is not engine_group:
@@ -227,3 +227,4 @@ def check_model(engine_group: EngineGroup, model: Any) -> None:
             f"{name} has no parameter that requires a gradient, so an optimizer would have nothing to train. "
             "Give a model with parameters, or set requires_grad on some"
         )
+    broadcast.check_has_loss(model, config.loss, config.training_step)

@@ -23,9 +23,12 @@ from dtkit.planning.layer_chain import LayerCosts
 from dtkit.strategies.meta_copy import copy_to_meta, count_bytes
 from dtkit.strategies.pipeline.cut import count_parameters, find_layer_chain
 from dtkit.strategies.pipeline.device_copy import copy_tensors_to_device, copy_to_device
+from dtkit.strategies.pipeline.trace_preparation import prepare_for_trace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
+
+    from dtkit.strategies.loss import ModelInputs
 
 NUM_TIMINGS = 3  # the fastest timing of each layer counts
 
@@ -35,7 +38,7 @@ NUM_TIMINGS = 3  # the fastest timing of each layer counts
 
 def measure_seconds(
     model: nn.Module,
-    inputs: Sequence[Any],
+    inputs: ModelInputs,
     device: torch.device,
     compute_loss: Callable[[Any], Any] = lambda output: output,
 ) -> LayerCosts:
@@ -61,6 +64,7 @@ class _LayerTimer:
         outside = find_tensors_outside_layers(model)
         originals = {id(t): t for t in (*model.parameters(), *model.buffers())}
         self._model_view = copy.deepcopy(model, originals | copy_tensors_to_device(outside, device)).train()
+        prepare_for_trace(self._model_view)
         self._outside_parameters = [p for p in self._model_view.parameters() if p.requires_grad]
         for (_, layer), (_, view) in zip(self._layers, find_layer_chain(self._model_view), strict=True):
             view.forward = functools.partial(self._run_layer, layer)
@@ -76,13 +80,13 @@ class _LayerTimer:
         keys = [id(layer) for _, layer in self._layers]
         return tuple(self._seconds_by_layer[key] / keys.count(key) for key in keys)
 
-    def time_outside_layers(self, inputs: Sequence[Any], compute_loss: Callable[[Any], Any]) -> tuple[float, float]:
+    def time_outside_layers(self, inputs: ModelInputs, compute_loss: Callable[[Any], Any]) -> tuple[float, float]:
         """Return the seconds of what runs before the first layer, and after the last one."""
         self._num_calls = 0
         self._first_layer_inputs: list[torch.Tensor] = []
         self._last_layer_outputs: list[torch.Tensor] = []
         self._first_layer_start = self._last_layer_end = started = self._synchronized_time()
-        output = compute_loss(self._model_view(*inputs))
+        output = compute_loss(inputs.pass_to(self._model_view))
         ended = self._synchronized_time()
         before, after = self._first_layer_start - started, ended - self._last_layer_end
         return before + self._time_backward(self._first_layer_inputs, []), after + self._time_backward(
@@ -162,12 +166,12 @@ def _run_backward(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> No
 # -- by parameters -------------------------------------------------------------------------------------------
 
 
-def count_by_layer(model: nn.Module, inputs: Sequence[Any]) -> LayerCosts:
+def count_by_layer(model: nn.Module, inputs: ModelInputs) -> LayerCosts:
     """Return the sizes of the layers' parameters, and of those used before and after the layers."""
     return measure_sizes(model, inputs)[0]
 
 
-def measure_sizes(model: nn.Module, inputs: Sequence[Any]) -> tuple[LayerCosts, tuple[int, ...]]:
+def measure_sizes(model: nn.Module, inputs: ModelInputs) -> tuple[LayerCosts, tuple[int, ...]]:
     """Return (:func:`count_by_layer`, output bytes of each layer); no bytes if they are unknown."""
     around = {id(t): t.numel() for t in find_tensors_outside_layers(model) if isinstance(t, nn.Parameter)}
     nothing: tuple[set[int], tuple[int, ...]] = set(), ()
@@ -186,7 +190,7 @@ def find_tensors_outside_layers(model: nn.Module) -> list[torch.Tensor]:
     return list({id(t): t for t in tensors}.values())
 
 
-def _trace_shapes(model: nn.Module, inputs: Sequence[Any]) -> tuple[set[int], tuple[int, ...]]:
+def _trace_shapes(model: nn.Module, inputs: ModelInputs) -> tuple[set[int], tuple[int, ...]]:
     """Return (ids of parameters that are first used after the last layer, output bytes of each layer).
 
     Runs on fake tensors.
@@ -195,12 +199,13 @@ def _trace_shapes(model: nn.Module, inputs: Sequence[Any]) -> tuple[set[int], tu
     outputs: list[int] = []
     with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng([]):
         view = copy_to_meta(model, torch.device("cpu")).train()
+        prepare_for_trace(view)
         layers = [layer for _, layer in find_layer_chain(view)]
         with _TensorUseMode() as uses:
             for layer in {id(layer): layer for layer in layers}.values():
                 layer.register_forward_hook(lambda *args: outputs.append(count_bytes(_find_tensors(args[-1]))))
             layers[-1].register_forward_hook(lambda *_: before.update(uses.used_ids))
-            view(*inputs)
+            inputs.pass_to(view)
         pairs = zip(model.parameters(), view.parameters(), strict=True)
         late = {id(p) for p, shape in pairs if id(shape) in uses.used_ids - before}
         return late, tuple(outputs) if len(outputs) == len(layers) else ()

@@ -23,6 +23,7 @@ import copy
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,19 +36,25 @@ from dtkit.planning.layer_chain import LayerChain, LayerCosts
 from dtkit.schedules.schedule import Schedule
 from dtkit.strategies.base import Strategy, Worker
 from dtkit.strategies.data_parallel import DataParallel
-from dtkit.strategies.loss import split_batch
+from dtkit.strategies.loss import ModelInputs
 from dtkit.strategies.options import check_choice, check_count, check_names, check_positive
 from dtkit.strategies.pipeline import layer_costs
 from dtkit.strategies.pipeline.cut import StageCut, balance_stages, even_out_ranks, find_layer_chain, find_named_starts
 from dtkit.strategies.pipeline.stage import infer_stage_io
+from dtkit.strategies.pipeline.tied_weights import find_tied_parameters
 from dtkit.strategies.pipeline.trace import (
-    check_tied_weights,
-    copy_pair_to_device,
+    copy_stages_to_device,
+    named_tensors,
     preload_exporter,
     split_model,
     to_model_name,
 )
-from dtkit.strategies.pipeline.worker import PipelineWorker, PlacedStages, require_tensor_inputs
+from dtkit.strategies.pipeline.worker import (
+    PipelineWorker,
+    PlacedStages,
+    require_maskable_labels,
+    require_tensor_inputs,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -228,9 +235,9 @@ class Pipeline(Strategy):
         if not inputs:
             raise TypeError("plan_for needs the model's inputs for a micro-batch: plan_for(model, X[:8])")
         if self.balance_by == "time":
-            costs = layer_costs.measure_seconds(model, inputs, inputs[0].device)
+            costs = layer_costs.measure_seconds(model, ModelInputs(inputs), inputs[0].device)
         else:
-            costs = layer_costs.count_by_layer(model, inputs)
+            costs = layer_costs.count_by_layer(model, ModelInputs(inputs))
         return self._cut_by_cost(names, costs)
 
     def preload(self) -> None:
@@ -239,19 +246,21 @@ class Pipeline(Strategy):
 
     def reduce_batch(self, batch: Any) -> Any:
         """Return the batch with empty inputs if the first rank has the first stage; others need its target only."""
-        if self.pipeline_schedule.stage_ranks[0] != 0 or not isinstance(batch, tuple):
+        if self.pipeline_schedule.stage_ranks[0] != 0:
             return batch
-        return (*map_tensors(batch[:-1], lambda t: t.new_empty(len(t), 0) if t.dim() else t), batch[-1])
+        if isinstance(batch, Mapping):
+            return {name: value if name == "labels" else _drop_values(value) for name, value in batch.items()}
+        return (*_drop_values(batch[:-1]), batch[-1]) if isinstance(batch, tuple) else batch
 
     def setup(self, model: nn.Module, loss_fn: Loss, optimizer: Callable[..., Any], context: WorkerContext) -> Worker:
         """Return a worker with this rank's stages, or with the whole model without a process group."""
         if context.group is None:
             whole = DataParallel(accumulate=self.micro_batches, clip_grad_norm=self.clip_grad_norm)
             return whole.setup(copy.deepcopy(model), loss_fn, optimizer, context)
-        if loss_fn.loss_fn is None:
+        if loss_fn.training_step is not None:
             raise ValueError(
-                "a pipeline needs loss=, a function of (output, target): training_step= runs the whole model, but in a "
-                "pipeline no rank has all of it"
+                "a pipeline needs loss=, a function of (output, target), or a model that returns its own loss: "
+                "training_step= runs the whole model, but in a pipeline no rank has all of it"
             )
         placed = self._place_stages(model, loss_fn, context)
         return PipelineWorker(self, placed, loss_fn, optimizer, context, clip_grad_norm=self.clip_grad_norm)
@@ -261,23 +270,31 @@ class Pipeline(Strategy):
         assert context.make_sample_batch is not None
         assert context.group is not None
         batch = context.make_sample_batch(-(-context.max_local_samples // self.micro_batches))
-        inputs = require_tensor_inputs(split_batch(batch)[0])
+        inputs, target = loss_fn.split_batch(batch)
+        require_tensor_inputs(inputs.values)
+        if loss_fn.is_from_model:
+            require_maskable_labels(target)
         cut = self._choose_cut(model, batch, loss_fn, context)
         parts = split_model(model, cut, inputs, context.device)
-        check_tied_weights(model, parts)
+        tied = find_tied_parameters(
+            model, [set(named_tensors(part.module)) for part in parts], self.pipeline_schedule.stage_ranks
+        )
         staged = {to_model_name(name) for part in parts for name in part.module.state_dict()}
+        staged.update(name for each in tied for name in each.names)
         unstaged = {name: _copy_to_cpu(value) for name, value in model.state_dict().items() if name not in staged}
         stages = self.pipeline_schedule.get_stages(context.mesh.get_coordinates(context.group.rank)["pp"])
-        modules = {stage: copy_pair_to_device(parts[stage], model, context.device) for stage in stages}
+        modules = copy_stages_to_device({stage: parts[stage] for stage in stages}, model, context.device)
         stage_ranks = [context.mesh.get_rank(pp=rank) for rank in self.pipeline_schedule.stage_ranks]
-        stage_io = infer_stage_io(modules, stage_ranks, to_device(inputs, context.device), context.group)
-        return PlacedStages(cut, modules, stage_io, unstaged, model)
+        stage_io = infer_stage_io(modules, stage_ranks, to_device(inputs.values, context.device), context.group)
+        return PlacedStages(cut, modules, stage_io, unstaged, model, tied)
 
     def _choose_cut(self, model: nn.Module, batch: Any, loss_fn: Loss, context: WorkerContext) -> StageCut:
         """Return the cut by `split`, or by the costs that rank 0 measures, so that all ranks cut alike."""
         names = self._find_layer_names(model)
         if (starts := self._find_split_points(names)) is not None:
-            return StageCut(names, layer_costs.count_by_layer(model, split_batch(batch)[0]), starts, "parameters")
+            return StageCut(
+                names, layer_costs.count_by_layer(model, loss_fn.split_batch(batch)[0]), starts, "parameters"
+            )
         assert context.group is not None
         costs = torch.zeros(len(names) + 2, dtype=torch.float64)
         if context.group.rank == 0:
@@ -300,10 +317,10 @@ class Pipeline(Strategy):
 
     def _measure_layer_costs(self, model: nn.Module, batch: Any, loss_fn: Loss, device: torch.device) -> LayerCosts:
         """Return the costs of the layers and of what runs around them, including the loss."""
-        inputs, target = split_batch(batch)
+        inputs, target = loss_fn.split_batch(batch)
         if self.balance_by == "parameters":
             return layer_costs.count_by_layer(model, inputs)
-        inputs, target = to_device((inputs, target), device)
+        inputs, target = inputs.replace_values(to_device(inputs.values, device)), to_device(target, device)
         return layer_costs.measure_seconds(
             model, inputs, device, lambda output: loss_fn.evaluate_output(output, target).loss
         )
@@ -319,6 +336,11 @@ class Pipeline(Strategy):
     def _find_split_points(self, names: tuple[str, ...]) -> tuple[int, ...] | None:
         """Return the first layers of the stages by `split`, or None without."""
         return None if self.split is None else find_named_starts(self.split, names, self.pipeline_schedule.stages)
+
+
+def _drop_values(value: Any) -> Any:
+    """Return tensors that have rows without values."""
+    return map_tensors(value, lambda t: t.new_empty(len(t), 0) if t.dim() else t)
 
 
 def _copy_to_cpu(value: Any) -> Any:

@@ -31,12 +31,14 @@ from dtkit._util.torch_private import (
 from dtkit.strategies.meta_copy import make_empty_like
 from dtkit.strategies.pipeline.cut import find_layer_chain
 from dtkit.strategies.pipeline.device_copy import copy_tensors_to_device, copy_to_device
+from dtkit.strategies.pipeline.trace_preparation import prepare_for_trace
 from dtkit.strategies.pipeline.value_routing import StageModule, build_routings
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from dtkit._util.torch_private import TreeSpec
+    from dtkit.strategies.loss import ModelInputs
     from dtkit.strategies.pipeline.cut import StageCut
 
 
@@ -60,10 +62,8 @@ class StageModulePair:
         return self.training.module
 
 
-def split_model(
-    model: nn.Module, cut: StageCut, inputs: Sequence[torch.Tensor], device: torch.device
-) -> list[StageModulePair]:
-    """Return all stages of a model, for :func:`copy_pair_to_device`.
+def split_model(model: nn.Module, cut: StageCut, inputs: ModelInputs, device: torch.device) -> list[StageModulePair]:
+    """Return all stages of a model, for :func:`copy_stages_to_device`.
 
     A trace needs the strides of results on the device, which may differ from those on the host. It runs on torch's
     fake tensors, so that the model is neither moved nor copied.
@@ -82,7 +82,7 @@ def split_model(
 
 
 def _trace_and_split(
-    model: nn.Module, split_points: Sequence[str], inputs: Sequence[torch.Tensor], device: torch.device
+    model: nn.Module, split_points: Sequence[str], inputs: ModelInputs, device: torch.device
 ) -> list[StageModule]:
     def refuse(error: Exception) -> NoReturn:
         raise ValueError(
@@ -94,12 +94,14 @@ def _trace_and_split(
     def trace() -> tuple[pipelining.Pipe, TreeSpec]:
         starts = dict.fromkeys(split_points, pipelining.SplitPoint.BEGINNING)
         with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-            shapes = {id(t): make_empty_like(t, device) for t in (*model.parameters(), *model.buffers(), *inputs)}
-        like = tuple(shapes[id(t)] for t in inputs)
+            shapes = {id(t): make_empty_like(t, device) for t in (*model.parameters(), *model.buffers())}
+            like = inputs.replace_values([make_empty_like(t, device) for t in inputs.values])
         view, marked = (copy.deepcopy(model, dict[int, Any](shapes)) for _ in range(2))
+        for module in (view, marked):
+            prepare_for_trace(module)
         with fake, torch.random.fork_rng([]):
-            output_spec = tree_flatten(view(*like))[1]
-        return pipelining.pipeline(marked, like, split_spec=starts), output_spec  # torch changes the model
+            output_spec = tree_flatten(like.pass_to(view))[1]
+        return pipelining.pipeline(marked, like.args, like.kwargs, split_spec=starts), output_spec  # changes the model
 
     pipe, output_spec = run_guarded(trace, refuse)
     if pipe.num_stages != len(split_points) + 1:
@@ -129,10 +131,18 @@ def _summarize_error(error: BaseException) -> str:
     return f"{first} (at {path.rpartition('/')[2]}:{line}: {code.strip()})"
 
 
-def copy_pair_to_device(pair: StageModulePair, model: nn.Module, device: torch.device) -> StageModulePair:
-    """Return a copy of a stage of `model` on a device, whose modules share the new parameters."""
-    originals, persistent_names = named_tensors(model), set(model.state_dict())
+def copy_stages_to_device(
+    pairs: Mapping[int, StageModulePair], model: nn.Module, device: torch.device
+) -> dict[int, StageModulePair]:
+    """Return copies of some stages of `model` on a device, with one copy of each parameter."""
     copies: dict[int, torch.Tensor] = {}
+    return {stage: _copy_pair_to_device(pair, model, device, copies) for stage, pair in pairs.items()}
+
+
+def _copy_pair_to_device(
+    pair: StageModulePair, model: nn.Module, device: torch.device, copies: dict[int, torch.Tensor]
+) -> StageModulePair:
+    originals, persistent_names = named_tensors(model), set(model.state_dict())
 
     def copy_module(module: nn.Module) -> nn.Module:
         memo: dict[int, Any] = {}
@@ -188,20 +198,3 @@ def restore_model_names(module: nn.Module) -> None:
                 get_tensors(owner).setdefault(key, tensor)
                 del source[key]
                 vars(layer)[key] = tensor
-
-
-def check_tied_weights(model: nn.Module, parts: Sequence[StageModulePair]) -> None:
-    """Raise ValueError for a parameter in two stages, which would become two parameters."""
-    names: dict[int, list[str]] = {}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(p), []).append(name)
-    for tied in names.values():
-        uses = {
-            (name, stage) for stage, part in enumerate(parts) for name in named_tensors(part.module) if name in tied
-        }
-        if len({stage for _, stage in uses}) > 1:
-            listed = ", ".join(f"{name} (stage {stage})" for name, stage in sorted(uses))
-            raise ValueError(
-                f"{listed} are one parameter (tied weights), but stages are on different ranks. Cut the model so that "
-                "they are in one stage, untie them, or use strategy=dtkit.Sharded()"
-            )

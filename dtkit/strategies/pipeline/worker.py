@@ -17,10 +17,12 @@ from dtkit.engine.observe.phase_timer import BETWEEN_PHASES
 from dtkit.engine.observe.stage_probe import PipelineProbe
 from dtkit.engine.state.checksum import compute_checksum
 from dtkit.engine.state.shards import MODEL_PREFIX
+from dtkit.errors import format_ranks
 from dtkit.strategies import gradients
 from dtkit.strategies.base import EvalFunction, StepResult, Strategy, Worker, make_optimizer, split_state_dict
-from dtkit.strategies.loss import LOSS_IS_WEIGHTED_SUM, split_batch
+from dtkit.strategies.loss import DEFAULT_IGNORE_INDEX, LOSS_IS_WEIGHTED_SUM, EvalOutput
 from dtkit.strategies.pipeline.stage import StageRunner
+from dtkit.strategies.pipeline.tied_weights import TiedCopies
 from dtkit.strategies.pipeline.trace import to_model_name
 from dtkit.strategies.replicated import LossAccumulator, module_eval_mode
 
@@ -31,9 +33,10 @@ if TYPE_CHECKING:
     from dtkit.engine.data.worker_context import WorkerContext
     from dtkit.engine.observe.step_probe import StepProbe
     from dtkit.engine.state.visitor import StateVisitor
-    from dtkit.strategies.loss import Loss
+    from dtkit.strategies.loss import Loss, ModelInputs
     from dtkit.strategies.pipeline.cut import StageCut
     from dtkit.strategies.pipeline.stage import StageIO
+    from dtkit.strategies.pipeline.tied_weights import TiedParameter
     from dtkit.strategies.pipeline.trace import StageModulePair
     from dtkit.types import Fingerprint
 
@@ -50,6 +53,8 @@ class PlacedStages:
     """Entries of the model's state dict that no stage has."""
     model: nn.Module
     """The whole model, only for `setup`."""
+    tied: tuple[TiedParameter, ...] = ()
+    """Parameters that several ranks have a copy of."""
 
 
 class PipelineWorker(Worker):
@@ -77,7 +82,14 @@ class PipelineWorker(Worker):
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
         if not self._parameters:  # an optimizer needs one; this one never gets a gradient
             self.model.register_parameter("placeholder", nn.Parameter(torch.zeros((), device=context.device)))
+        self._tied = TiedCopies(placed.tied, _named_parameters_of_stages(self.model), self._coordinates["pp"])
         self.optimizer = make_optimizer(optimizer, self.model, self._make_model_view(placed.model))
+        if context.group.rank == 0:
+            self.notes = [
+                f"{tied}: the gradients of stages on {format_ranks(tied.ranks)} are summed"
+                for tied in placed.tied
+                if tied.is_shared
+            ]
         self._loss_accumulator = LossAccumulator(1)
         self._loss_form: int | None = None
         self._stages = StageRunner(strategy.pipeline_schedule, placed.modules, placed.io, self._compute_loss)
@@ -121,9 +133,7 @@ class PipelineWorker(Worker):
 
     def _named_parameters(self) -> dict[str, torch.Tensor]:
         """Return the parameters of this rank's stages by all of their names."""
-        return {
-            name: p for module in self.model.children() for name, p in module.named_parameters(remove_duplicate=False)
-        }
+        return self._tied.add_names(_named_parameters_of_stages(self.model))
 
     # -- a step -----------------------------------------------------------------------------------------------
 
@@ -144,6 +154,9 @@ class PipelineWorker(Worker):
         if probe is not None:
             probe.compare_gradient_sums()
         self._phases.enter("sync")
+        self._tied.sum_gradients(
+            lambda flat: self._group.all_reduce(flat, self._device_mesh.get_group("pp")), self._context.device
+        )
         self._all_reduce_over_replicas()
         self._divide_by_weight()
         norm = self._compute_grad_norm()
@@ -186,8 +199,10 @@ class PipelineWorker(Worker):
             count, batch = batches[k] if k < len(batches) else (0, batches[0][1])
             if count < rows:
                 batch = _select_rows(batch, self._make_padding_index(count, rows))
-            inputs, target = split_batch(batch)
-            padded.append((require_tensor_inputs(inputs), target, count))
+            inputs, target = self._loss_fn.split_batch(batch)
+            if self._loss_fn.is_from_model and 0 < count < rows:
+                inputs, target = _mask_padding(inputs, target, count)
+            padded.append((require_tensor_inputs(inputs.values), target, count))
         return padded
 
     @property
@@ -207,7 +222,7 @@ class PipelineWorker(Worker):
         if not count:
             first: torch.Tensor = tree_leaves(output)[0]
             return first.sum() * 0  # all ranks need a backward pass
-        if count < self._micro_batch_size:
+        if count < self._micro_batch_size and not self._loss_fn.is_from_model:
             _check_batch_dim(output, self._micro_batch_size)
             output, target = _truncate_rows(output, count), _truncate_rows(target, count)
         evaluated = self._loss_fn.evaluate_output(output, target)
@@ -234,11 +249,12 @@ class PipelineWorker(Worker):
 
     def _compute_grad_norm(self) -> float:
         """Return the norm of the whole model's gradient: squares are summed over the stages."""
-        norm = self._compute_norm_over_stages(self._list_gradients())
+        counted = [p.grad for p in self._parameters if p.grad is not None and self._tied.is_counted(p)]
+        norm = self._compute_norm_over_stages(counted)
         if math.isfinite(norm):  # on all ranks of a pipeline, or on none
             return norm
         # The norm may overflow although every gradient is finite.
-        return self._compute_norm_over_stages([g.double() for g in self._list_gradients()])
+        return self._compute_norm_over_stages([g.double() for g in counted])
 
     def _compute_norm_over_stages(self, local_gradients: list[torch.Tensor]) -> float:
         total = torch.zeros((), dtype=torch.float64, device=self._context.device)
@@ -264,21 +280,65 @@ class PipelineWorker(Worker):
                 stack.enter_context(module_eval_mode(pair.evaluation.module))
             yield self._evaluate_batch
 
-    def _evaluate_batch(self, batch: Any) -> Any:
-        inputs, target = split_batch(batch)
-        count, rows, outputs = len(inputs[0]), self._micro_batch_size, []
-        for start in range(0, count, rows):
-            index = torch.arange(start, start + rows, device=self._context.device).clamp_(max=count - 1)
-            outputs.append(self._stages.run_forward(require_tensor_inputs(_select_rows(inputs, index))))
+    def _evaluate_batch(self, batch: Any) -> EvalOutput | None:
+        target = self._loss_fn.split_batch(batch)[1]
+        rows, outputs = self._micro_batch_size, []
+        num_rows = len(self._loss_fn.split_batch(batch)[0].values[0])
+        for start in range(0, num_rows, rows):
+            index = torch.arange(start, start + rows, device=self._context.device).clamp_(max=num_rows - 1)
+            inputs, part = self._loss_fn.split_batch(_select_rows(batch, index))
+            if self._loss_fn.is_from_model:
+                inputs, part = _mask_padding(inputs, part, min(rows, num_rows - start))
+            output = self._stages.run_forward(require_tensor_inputs(inputs.values))
+            if self._stages.has_last_stage:
+                outputs.append(self._loss_fn.evaluate_output(output, part) if self._loss_fn.is_from_model else output)
         if not self._stages.has_last_stage:
             return None
+        if self._loss_fn.is_from_model:
+            return _join_evaluations(outputs, target, rows)
         return self._loss_fn.evaluate_output(
-            outputs[0] if count == rows else _concat_outputs(outputs, rows, count), target
+            outputs[0] if num_rows == rows else _concat_outputs(outputs, rows, num_rows), target
         )
+
+
+def _named_parameters_of_stages(stages: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters of stages by the names that their modules have for them."""
+    return {name: p for module in stages.children() for name, p in module.named_parameters(remove_duplicate=False)}
 
 
 def _select_rows(batch: Any, index: torch.Tensor) -> Any:
     return map_tensors(batch, lambda t: t.index_select(0, index))
+
+
+def _mask_padding(inputs: ModelInputs, labels: torch.Tensor, count: int) -> tuple[ModelInputs, torch.Tensor]:
+    """Return the inputs and labels of a padded micro-batch, of which the model's loss counts the first rows only."""
+    masked = labels.clone()
+    masked[count:] = DEFAULT_IGNORE_INDEX
+    return inputs.replace_named("labels", masked), masked
+
+
+def _join_evaluations(parts: Sequence[EvalOutput], target: torch.Tensor, rows: int) -> EvalOutput:
+    """Return the output and the loss of all rows from those of micro-batches of `rows`, the last of them padded."""
+    num_rows, outputs = len(target), [part.output for part in parts]
+    output = outputs[0] if num_rows == rows else _concat_outputs(outputs, rows, num_rows)
+    weights = [part.loss_weight for part in parts if part.loss_weight is not None]
+    if weights:
+        return EvalOutput(output, target, torch.stack([part.loss for part in parts]).sum(), torch.stack(weights).sum())
+    counts = [min(rows, num_rows - start) for start in range(0, num_rows, rows)]
+    means = [part.loss * count for part, count in zip(parts, counts, strict=True)]
+    return EvalOutput(output, target, torch.stack(means).sum() / num_rows, None)
+
+
+def require_maskable_labels(labels: Any) -> None:
+    """Raise ValueError if a model's own loss can't leave rows out, as labels that aren't integers."""
+    if isinstance(labels, torch.Tensor) and not labels.is_floating_point():
+        return
+    kind = f"{str(labels.dtype).removeprefix('torch.')} labels" if isinstance(labels, torch.Tensor) else "no labels"
+    raise ValueError(
+        f"the batch has {kind}, and the model computes its own loss: a pipeline pads its micro-batches, and only "
+        f"integer labels can say which rows are padding (by {DEFAULT_IGNORE_INDEX}). Give "
+        "loss=, a function of (output, target)"
+    )
 
 
 def require_tensor_inputs(inputs: Sequence[Any]) -> tuple[torch.Tensor, ...]:

@@ -1,7 +1,8 @@
 """Plans for tensor parallelism, found in common structures of models.
 
-These are pairs of Linear layers and attention: nn.MultiheadAttention, or modules with queries, keys and values in
-separate layers or in one. One layer is sharded by heads only if a trial of the module's forward succeeds.
+The plan that a model of Hugging Face has in ``config.base_model_tp_plan`` goes first. The structures are pairs of
+Linear layers and attention: nn.MultiheadAttention, or modules with queries, keys and values in separate layers or in
+one. One layer is sharded by heads only if a trial of the module's forward succeeds.
 """
 
 from __future__ import annotations
@@ -10,7 +11,10 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from dtkit._util.torch_private import get_module_dict
 from dtkit.strategies.tensor.attention_check import explain_unsplittable
+from dtkit.strategies.tensor.config_plan import find_config_groups
+from dtkit.strategies.tensor.linear import count_features, is_linear
 from dtkit.strategies.tensor.plan import (
     NUM_HEADS_ATTRIBUTES,
     TensorPlan,
@@ -24,7 +28,7 @@ from dtkit.strategies.tensor.plan import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from dtkit.strategies.tensor.plan import Style
 
@@ -48,6 +52,9 @@ _MLP_NAMES: tuple[tuple[tuple[str, ...], str], ...] = (
     (("lin1",), "lin2"),
     (("fc_in",), "fc_out"),
     (("dense_h_to_4h",), "dense_4h_to_h"),
+    (("intermediate.dense",), "output.dense"),
+    (("wi_0", "wi_1"), "wo"),
+    (("wi",), "wo"),
 )
 
 
@@ -58,13 +65,28 @@ _QKV_NAMES = (
     ("wq", "wk", "wv"),
     ("to_q", "to_k", "to_v"),
     ("q", "k", "v"),
+    ("q_lin", "k_lin", "v_lin"),
+    ("self.query", "self.key", "self.value"),
+    ("attention.query", "attention.key", "attention.value"),
 )
 
 
 _FUSED_QKV_NAMES = ("c_attn", "qkv", "qkv_proj", "query_key_value", "Wqkv", "to_qkv")
 
 
-_OUTPUT_PROJECTION_NAMES = ("out_proj", "o_proj", "c_proj", "proj", "dense", "to_out", "wo", "out", "o")
+_OUTPUT_PROJECTION_NAMES = (
+    "out_proj",
+    "o_proj",
+    "c_proj",
+    "proj",
+    "dense",
+    "to_out",
+    "wo",
+    "out",
+    "o",
+    "out_lin",
+    "output.dense",
+)
 
 
 def find_plan(model: nn.Module, tp_size: int) -> TensorPlan:
@@ -74,6 +96,8 @@ def find_plan(model: nn.Module, tp_size: int) -> TensorPlan:
     """
     styles: dict[str, Style] = {}
     notes: dict[str, str] = {}
+    for group in find_config_groups(model, tp_size):
+        _add_group(model, tp_size, group, "", styles, notes)
     for name, module in model.named_modules():
         for group, note in _find_candidate_groups(module, tp_size):
             full_names = {join_name(name, child): style for child, style in group.items()}
@@ -111,37 +135,43 @@ def _add_group(
 
 def _find_candidate_groups(module: nn.Module, tp_size: int) -> Iterator[tuple[dict[str, str], str]]:
     """Yield groups of one module's layers to shard together: ({child, or "" for itself: style}, a note)."""
-    children = dict(module.named_children())
     if isinstance(module, nn.Sequential):
-        yield from ((pair, "") for pair in _find_linear_pairs(list(children.items())))
+        yield from ((pair, "") for pair in _find_linear_pairs(list(module.named_children())))
         return
     if isinstance(module, nn.MultiheadAttention):
         yield {"": "heads", "out_proj": "rowwise"}, describe_heads_per_rank(module.num_heads, tp_size)
         return
     for outputs, inputs in _MLP_NAMES:
-        if _is_matching_group(children, outputs, inputs):
+        if _is_matching_group(module, outputs, inputs):
             yield {**dict.fromkeys(outputs, "colwise"), inputs: "rowwise"}, ""
             break
-    projection = next((n for n in _OUTPUT_PROJECTION_NAMES if isinstance(children.get(n), nn.Linear)), None)
+    projection = next((n for n in _OUTPUT_PROJECTION_NAMES if is_linear(_find_child(module, n))), None)
     if projection is not None:
-        yield from _find_attention_groups(module, children, projection, tp_size)
+        yield from _find_attention_groups(module, projection, tp_size)
 
 
-def _find_attention_groups(
-    module: nn.Module, children: Mapping[str, nn.Module], projection: str, tp_size: int
-) -> Iterator[tuple[dict[str, str], str]]:
+def _find_child(module: nn.Module, name: str) -> nn.Module | None:
+    """Return a module's child by its name, or a child of a child; None without."""
+    first, _, rest = name.partition(".")
+    child = get_module_dict(module).get(first)
+    return child if child is None or not rest else _find_child(child, rest)
+
+
+def _find_attention_groups(module: nn.Module, projection: str, tp_size: int) -> Iterator[tuple[dict[str, str], str]]:
     """Yield the layers of queries, keys and values, separate or as one, with the output layer."""
-    heads = read_int_attribute(module, NUM_HEADS_ATTRIBUTES)
     for names in _QKV_NAMES:
-        if all(isinstance(children.get(n), nn.Linear) for n in names):
+        if all(isinstance(_find_child(module, n), nn.Linear) for n in names):
+            owner = module.get_submodule(names[0].rpartition(".")[0])
+            heads = read_int_attribute(owner, NUM_HEADS_ATTRIBUTES)
             why = next(
-                find_uneven_heads(module, tp_size), "" if heads else "it has no attribute for its number of heads"
+                find_uneven_heads(owner, tp_size), "" if heads else "it has no attribute for its number of heads"
             )
             first, last = ("gathered", "scattered") if why else ("heads", "rowwise")
             yield {**dict.fromkeys(names, first), projection: last}, _describe_attention(heads, tp_size, why)
             return
     for name in _FUSED_QKV_NAMES:
-        if isinstance(children.get(name), nn.Linear):
+        if is_linear(_find_child(module, name)):
+            heads = read_int_attribute(module, NUM_HEADS_ATTRIBUTES)
             why = next(find_uneven_heads(module, tp_size), "") or _explain_unsplittable_qkv(
                 module, name, projection, tp_size
             )
@@ -159,21 +189,23 @@ def _describe_attention(heads: int | None, tp_size: int, why_not: str) -> str:
 def _explain_unsplittable_qkv(module: nn.Module, qkv_layer: str, output_layer: str, tp_size: int) -> str:
     """Return why a layer can't be sharded as fused queries, keys and values; empty if it can."""
     qkv, output = module.get_submodule(qkv_layer), module.get_submodule(output_layer)
-    assert isinstance(qkv, nn.Linear)
-    assert isinstance(output, nn.Linear)
-    if qkv.out_features != 3 * output.in_features:
-        return f"{qkv_layer} has {qkv.out_features} outputs, not 3 x {output.in_features} inputs of {output_layer}"
-    if output.in_features % tp_size:
-        return f"{output.in_features} features of all heads can't be cut into {tp_size} equal parts"
+    if not isinstance(qkv, nn.Linear):
+        return f"{qkv_layer} is a {type(qkv).__name__}; only a Linear can be cut by heads"
+    num_outputs, num_inputs = qkv.out_features, count_features(output)[0]
+    if num_outputs != 3 * num_inputs:
+        return f"{qkv_layer} has {num_outputs} outputs, not 3 x {num_inputs} inputs of {output_layer}"
+    if num_inputs % tp_size:
+        return f"{num_inputs} features of all heads can't be cut into {tp_size} equal parts"
     return explain_unsplittable(module, qkv_layer, output_layer, tp_size)
 
 
-def _is_matching_group(children: Mapping[str, nn.Module], outputs: Sequence[str], inputs: str) -> bool:
+def _is_matching_group(module: nn.Module, outputs: Sequence[str], inputs: str) -> bool:
     """Return whether these layers exist and their sizes match."""
-    last = children.get(inputs)
-    first = [children.get(name) for name in outputs]
-    return isinstance(last, nn.Linear) and all(
-        isinstance(f, nn.Linear) and f.out_features == last.in_features for f in first
+    last, first = _find_child(module, inputs), [_find_child(module, name) for name in outputs]
+    return (
+        last is not None
+        and is_linear(last)
+        and all(f is not None and is_linear(f) and count_features(f)[1] == count_features(last)[0] for f in first)
     )
 
 

@@ -30,6 +30,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from dtkit._util import formatting
+from dtkit.strategies.tensor.linear import count_features, is_linear
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -99,7 +100,7 @@ def validate_plan(model: nn.Module, tp_size: int, requested: Mapping[str, Style]
     styles: dict[str, Style] = {}
     problems: list[str] = []
     for pattern, style in requested.items():
-        matches = [name for name in modules if _matches(name, pattern)]
+        matches = [name for name in modules if matches_pattern(name, pattern)]
         if not matches:
             problems.append(f"{pattern!r}: no such module{_suggest_names(pattern, modules)}")
         styles.update(dict.fromkeys(matches, style))
@@ -134,7 +135,8 @@ def _is_attention(module: nn.Module, style: Style) -> bool:
     return style == "heads" and isinstance(module, nn.MultiheadAttention)
 
 
-def _matches(name: str, pattern: str) -> bool:
+def matches_pattern(name: str, pattern: str) -> bool:
+    """Return whether a module's name matches a pattern, in which ``*`` stands for any one part."""
     parts, patterns = name.split("."), pattern.split(".")
     return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
 
@@ -156,12 +158,12 @@ def find_problems(module: nn.Module, style: Style, tp_size: int) -> Iterator[str
             yield f"sequence is for a LayerNorm or RMSNorm, and this is a {kind}"
     elif style == "heads" and isinstance(module, nn.MultiheadAttention):
         yield from _find_attention_problems(module, tp_size)
-    elif not isinstance(module, (nn.Linear, nn.Embedding)):
+    elif not (is_linear(module) or isinstance(module, nn.Embedding)):
         yield f"{style} is for a Linear or an Embedding, and this is a {kind}"
-    elif isinstance(module, nn.Embedding) and style in ("heads", "fused", "loss"):
-        yield f"{style} is for a Linear, and this is an Embedding"
-    elif style == "fused" and module.out_features % 3:  # type: ignore[operator]  # a Linear
-        yield f"{module.out_features} outputs can't be queries, keys and values of one size (fused)"
+    elif not isinstance(module, nn.Linear) and style in ("heads", "fused", "loss"):
+        yield f"{style} is for a Linear, and this is {'an' if kind[0] in 'AEIOU' else 'a'} {kind}"
+    elif style == "fused" and count_features(module)[1] % 3:
+        yield f"{count_features(module)[1]} outputs can't be queries, keys and values of one size (fused)"
     else:
         size, noun = _get_sharded_size(module, style)
         if size % tp_size:
@@ -187,14 +189,15 @@ def describe_heads_per_rank(heads: int, tp_size: int) -> str:
     return f"{heads} heads, {heads // tp_size} on each rank"
 
 
-def _get_sharded_size(module: nn.Linear | nn.Embedding, style: str) -> tuple[int, str]:
+def _get_sharded_size(module: nn.Module, style: str) -> tuple[int, str]:
     """Return (the size of the dimension that a style shards, its name)."""
-    if isinstance(module, nn.Linear) and style == "fused":
-        return module.out_features // 3, "queries (and as many keys and values)"
     if isinstance(module, nn.Embedding):
         by_outputs = style in _OUTPUT_STYLES
         return (module.embedding_dim, "features") if by_outputs else (module.num_embeddings, "rows")
-    return (module.out_features, "outputs") if style in _OUTPUT_STYLES else (module.in_features, "inputs")
+    inputs, outputs = count_features(module)
+    if style == "fused":
+        return outputs // 3, "queries (and as many keys and values)"
+    return (outputs, "outputs") if style in _OUTPUT_STYLES else (inputs, "inputs")
 
 
 def find_shared_parameters(model: nn.Module, styles: Mapping[str, Style]) -> Iterator[tuple[str, str]]:
@@ -225,8 +228,10 @@ def find_uneven_heads(module: nn.Module, tp_size: int) -> Iterator[str]:
 
 
 def read_int_attribute(module: nn.Module, names: Sequence[str]) -> int | None:
-    """Return the first of these attributes that is an integer."""
-    value: Any = next((getattr(module, n) for n in names if isinstance(getattr(module, n, None), int)), None)
+    """Return the first of these attributes, of the module or of its `config`, that is an integer."""
+    owners = (module, getattr(module, "config", None))
+    values = (getattr(owner, name, None) for owner in owners for name in names)
+    value: Any = next((value for value in values if isinstance(value, int)), None)
     return None if value is None else int(value)
 
 
@@ -261,8 +266,8 @@ def _is_sharded(dim: int, style: Style | None) -> bool:
 
 def _describe_module(module: nn.Module) -> str:
     kind = type(module).__name__
-    if isinstance(module, nn.Linear):
-        return f"{kind} {module.in_features} -> {module.out_features}"
+    if is_linear(module):
+        return f"{kind} {' -> '.join(map(str, count_features(module)))}"
     if isinstance(module, nn.Embedding):
         return f"{kind} {module.num_embeddings} x {module.embedding_dim}"
     return kind

@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from dtkit.strategies.tensor.attention import FusedQKVParallel, MultiheadAttentionParallel
+from dtkit.strategies.tensor.linear import is_conv1d, make_conv1d_style
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -24,6 +25,8 @@ def make_parallel_style(module: nn.Module, style: Style) -> ParallelStyle:
     """Return torch's style for a name of :mod:`dtkit.strategies.tensor.plan`."""
     if isinstance(style, ParallelStyle):
         return style
+    if is_conv1d(module):
+        return make_conv1d_style(style)
     whole = isinstance(module, nn.Embedding) or style == "scattered"
     styles: dict[str, ParallelStyle] = {
         "colwise": ColwiseParallel(),

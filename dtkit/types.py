@@ -245,12 +245,14 @@ class JobPlan:
     steps: int
     shuffle: str | None
     """"shard": each shard's rows in an order of its own. "global": all rows in one order. `IN_ORDER`: all rows as they
-    are. None: each shard's rows as they are."""
+    are. `BY_SAMPLER`: as a sampler says. None: each shard's rows as they are."""
     seed: int
 
 
 IN_ORDER = "in order"
 """What ``shuffle=None`` means for data that the user has not partitioned."""
+BY_SAMPLER = "by sampler"
+"""Order of rows that a user's sampler gives."""
 
 
 @dataclasses.dataclass(frozen=True)

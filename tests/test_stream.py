@@ -219,7 +219,7 @@ def test_what_may_be_data():
         inputs, targets = found.take(np.array([2, 0]))
         assert inputs.tolist() == [[4, 5], [0, 1]]
         assert targets.tolist() == [2, 0]
-        assert found.targets.tolist() == [0, 1, 2]
+        assert found.labels.tolist() == [0, 1, 2]
     assert len(as_source(x).take(np.array([1]))) == 1
     assert isinstance(as_source(Samples(lambda row: row)), DatasetSource)
     with pytest.raises(TypeError, match="data is a int; it must be a tuple of arrays or a map-style Dataset"):

@@ -1,26 +1,13 @@
-"""The cluster that a user holds: start or attach, train, run, show, close."""
+"""The cluster that a user holds: run functions, distribute data and models, train, plan."""
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
-import math
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
-from dtkit._util import formatting, timeouts
-from dtkit._util.notebook import in_notebook
-from dtkit.cluster import start as starting
-from dtkit.cluster import transport as transports
-from dtkit.cluster.config import LaunchConfig
-from dtkit.cluster.devices import choose_num_engines, plan_devices
-from dtkit.cluster.launchers.launcher import check_launcher
-from dtkit.dashboard.text import cluster_text
+from dtkit.cluster.engines import Engines
 from dtkit.data import broadcast, distribute, speed
-from dtkit.errors import ClusterError
-from dtkit.health import stacks
 from dtkit.planning import planner, profiler
-from dtkit.rpc.protocol import GroupOperations, make_call
-from dtkit.rpc.replacement import replace_lost_ranks
 from dtkit.training import launch, task
 from dtkit.training.config import TrainConfig
 
@@ -28,18 +15,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from dtkit.cluster.devices import DevicePlan
     from dtkit.data.partition import Partition
     from dtkit.planning.cost_model import Benchmark
     from dtkit.planning.plan import Plan
-    from dtkit.rpc.engine_group import EngineGroup
-    from dtkit.rpc.transport import Transport
     from dtkit.strategies.base import Strategy
     from dtkit.training.run import Run
-    from dtkit.types import NodeInfo
 
 
-class Cluster:
+class Cluster(Engines):
     """Engines on this machine (or wherever `launcher` starts them), as ranks 0 to n - 1 of one process group.
 
     n : number of engines; by default one per GPU, else what cores and memory allow, at most four.
@@ -60,103 +43,6 @@ class Cluster:
 
     """
 
-    def __init__(
-        self,
-        n: int | None = None,
-        *,
-        launcher: str = "local",
-        device: str = "auto",
-        threads: int | None = None,
-        memory_limit: int | str | None = None,
-        timeout: float = timeouts.CLUSTER_TIMEOUT_S,
-        step_timeout: float | None = None,
-        lease: float | None = None,
-        interface: str | None = None,
-        spares: int = 0,
-        keep_alive: bool = False,
-    ) -> None:
-        check_launcher(launcher)
-        n = choose_num_engines(n, launcher)
-        plan = plan_devices(n, device, threads)
-        limit = None if memory_limit is None else formatting.parse_bytes(memory_limit)
-        lease = math.inf if keep_alive and lease is None else lease
-        config = LaunchConfig(launcher, plan, timeout, limit, lease, spares, keep_alive)
-        group = starting.start_engines(n, config, step_timeout=step_timeout, interface=interface)
-        self._set_up(group, plan, keep_alive=keep_alive)
-
-    def _set_up(self, group: EngineGroup, plan: DevicePlan, *, keep_alive: bool = False) -> None:
-        self._engine_group, self._device_note, self._keep_alive = group, plan.note, keep_alive
-        self.current_run: Run | None = None
-        """The last run that was started, unless it was released."""
-        self._benchmarks: dict[str, Benchmark] = {}
-        atexit.register(self._close_at_exit)
-
-    @classmethod
-    def from_client(cls, client: Any, **options: Any) -> Cluster:
-        """Make a cluster of engines that somebody else started with ipyparallel, on one or several hosts.
-
-        Options: `device`, `threads`, `timeout`, `step_timeout` and `interface`, as for :class:`Cluster`; and `folder`,
-        where the engines meet: on several hosts, one that all of them see. :meth:`close` leaves the engines running.
-        """
-        return cls.from_transport(transports.wrap_client(client), **options)
-
-    @classmethod
-    def from_transport(
-        cls, transport: Transport, *, device: str = "auto", threads: int | None = None, **options: Any
-    ) -> Cluster:
-        """Make a cluster of a test double's engines (:mod:`dtkit.testing`). Options as for :meth:`from_client`."""
-        plan = plan_devices(len(transport.engine_ids), device, threads)
-        self = cls.__new__(cls)
-        self._set_up(starting.use_engines(transport, plan, **options), plan)
-        return self
-
-    @classmethod
-    def _from_group(cls, group: EngineGroup, config: LaunchConfig, run: Run | None) -> Cluster:
-        """Make a cluster of engines that were taken over: see :func:`dtkit.attach`."""
-        self = cls.__new__(cls)
-        self._set_up(group, config.plan, keep_alive=config.keep_alive)
-        self.current_run = run
-        return self
-
-    # -- what it is -------------------------------------------------------------------------------------------
-
-    @property
-    def nodes(self) -> list[NodeInfo]:
-        """One row per rank, with the memory of the last formation or :meth:`refresh_nodes`."""
-        return self._engine_group.nodes
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self._engine_group.world_size
-
-    @property
-    def backend(self) -> str:
-        """Library of the collectives: "gloo" or "nccl"."""
-        return self._engine_group.membership.backend
-
-    @property
-    def folder(self) -> Path:
-        """The cluster's private folder."""
-        return self._engine_group.folder
-
-    def refresh_nodes(self) -> list[NodeInfo]:
-        """Ask every engine for its memory again."""
-        self._engine_group.membership.set_nodes(self._engine_group.call_all(make_call(GroupOperations.node_info)))
-        return self.nodes
-
-    def stacks(self) -> stacks.Stacks:
-        """Return every rank's Python stack as of now, also while engines are busy, in a collective, or stuck.
-
-        Takes half a second on average, waits for no call, and disturbs no training.
-        """
-        self._engine_group.check_open()
-        return stacks.collect_stacks(self.folder, self.nodes)
-
-    def interrupt(self, ranks: Sequence[int] | None = None) -> None:
-        """Interrupt what engines are doing, as the notebook's interrupt button does. Does not wait."""
-        self._engine_group.interrupt(ranks)
-
     def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Call ``fn(*args, **kwargs)`` on every rank, inside the process group, and return the results by rank.
 
@@ -175,14 +61,6 @@ class Cluster:
         """
         return task.submit(self._engine_group, main, args, kwargs, own_group=True).display_and_wait()
 
-    def activate(self) -> None:
-        """Let ipyparallel's ``%px`` and ``%%px`` use these engines, between dispatches."""
-        self._engine_group.check_open()
-        make_view = getattr(self._engine_group.transport, "make_locked_view", None)
-        if make_view is None:
-            raise ClusterError("%%px needs ipyparallel engines; these are of another kind")
-        make_view(self._engine_group.lock).activate()
-
     def partition(
         self,
         data: Any,
@@ -199,10 +77,10 @@ class Cluster:
     ) -> Partition:
         """Partition data into one shard per rank. The result shows which rank got what.
 
-        data : a tuple of equally long arrays (numpy or torch), the model's inputs and last the target; a pandas
-            DataFrame; a map-style Dataset of torch or Hugging Face; or a function that returns one of these on the
-            engine. Engines read files themselves: memory-mapped arrays, ``.npy`` paths (``("X.npy", "y.npy")``), and
-            parquet files or a folder of them, by row group.
+        data : a tuple of equally long arrays (numpy or torch), the model's inputs and last the target, or a dict of
+            arrays; a pandas DataFrame; a list of samples; a map-style Dataset of torch or Hugging Face; or a function
+            that returns one of these on the engine. Engines read files themselves: memory-mapped arrays, ``.npy`` paths
+            (``("X.npy", "y.npy")``), and parquet files or a folder of them, by row group.
         by : "contiguous", "strided", "stratified" (each class spread evenly over the ranks), or "speed": every rank
             takes some steps of `model`, and gets rows, and so a part of each batch, in proportion to its speed.
         weights : share of each rank; by default equal shards, whose sizes differ by at most one.
@@ -237,7 +115,7 @@ class Cluster:
         data: Any,
         *,
         optimizer: Callable[..., Any],
-        batch_size: int,
+        batch_size: int | None = None,
         loss: Callable[..., Any] | None = None,
         epochs: int | None = None,
         steps: int | None = None,
@@ -252,6 +130,7 @@ class Cluster:
         target: Any = None,
         columns: Sequence[Any] | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
+        sampler: Any = None,
         num_workers: int = 0,
         pin_memory: bool | None = None,
         prefetch: bool | None = None,
@@ -269,17 +148,20 @@ class Cluster:
         model : an ``nn.Module`` (which stays as it is), or what :meth:`broadcast` returned.
         data : a :class:`Partition`, or data as for :meth:`partition`, permuted by `seed`. Or a stream: an
             IterableDataset, or a function that returns an iterable of samples. A function of ``rank`` and
-            ``world_size`` makes that rank's part; of other streams rank r takes the items r, r + N, ...
+            ``world_size`` makes that rank's part; of other streams rank r takes the items r, r + N, ... Or a torch
+            DataLoader, whose Dataset, collate_fn, order, workers and batch size are taken over.
         optimizer : a function of the parameters, as in ``lambda params: torch.optim.SGD(params, lr=0.1)``. If it is a
             function of ``model`` it gets the model, and of ``named_parameters`` pairs (name, parameter).
-        batch_size : samples per update, over all ranks.
-        loss : ``loss(output, target)``, the mean over samples, or a pair (sum, weight).
+        batch_size : samples per update, over all ranks; by default that of a DataLoader.
+        loss : ``loss(output, target)``, the mean over samples, or a pair (sum, weight). Not for a model that returns
+            its own, as Hugging Face's do: a batch that is a dict has the arguments of its forward.
         epochs, steps : length of the training; give one. A stream needs `steps`, and may end before.
         strategy : how to parallelize; :class:`DataParallel` by default.
         shuffle : "shard": each rank its own rows, in its own order. "global": the rows of a step don't depend on the
             number of ranks, so that training is the same up to rounding. None: rows (of a partition) in their order.
         training_step : ``step(model, batch)`` instead of `loss`, for batches of any form; returns what `loss` may.
-        metrics : names and functions of (output, target) that return means, for `validation` and `Run.evaluate`.
+        metrics : names and functions of (output, target) that return means, for `validation` and `Run.evaluate`. With
+            the model's own loss they get its logits and the labels.
         validation : held-out data, evaluated after each epoch.
         lr_scheduler : a function from the optimizer to a torch scheduler, as in ``lambda optimizer: StepLR(optimizer,
             30)``. One that needs a loss (``ReduceLROnPlateau``) gets each epoch's, of `validation` if there is any.
@@ -287,6 +169,7 @@ class Cluster:
         callbacks : functions of the run, called in the notebook between epochs. An error in one pauses the run.
         target, columns : for tables, see :meth:`partition`. `validation` and `Run.evaluate` take the same columns.
         collate_fn : function from a list of a Dataset's samples to a batch.
+        sampler : iterable of an epoch's row numbers, with a length, such as torch's ``WeightedRandomSampler``.
         num_workers : processes per engine that load a Dataset's samples (torch's DataLoader); 0 loads in the engine.
         pin_memory : page-locked memory for batches on their way to a GPU; by default if there is one.
         prefetch : load the next batch during a step; by default for data in files, and with a GPU for arrays.
@@ -307,7 +190,7 @@ class Cluster:
         running (one that is paused or has ended is released, and keeps its weights); EngineError if the job can't be
         built on the engines.
         """
-        arguments = locals()
+        arguments = locals() | {"batch_size": launch.choose_batch_size(batch_size, data)}
         config = TrainConfig(**{field.name: arguments[field.name] for field in dataclasses.fields(TrainConfig)})
         return launch.train(self._engine_group, self, model, data, config)
 
@@ -346,55 +229,3 @@ class Cluster:
             planner.check_idle(self.current_run)
             self._benchmarks[dtype] = planner.run_benchmark(self._engine_group, dtype)
         return self._benchmarks[dtype]
-
-    # -- lost engines, and the end ----------------------------------------------------------------------------
-
-    def repair(self) -> list[int]:
-        """Start new engines in place of those that have ended, and return their ranks.
-
-        A running run does this by itself. A paused one continues from the step of the survivors or of a snapshot.
-        """
-        group = self._engine_group
-        group.check_open()
-        group.check_owned()
-        lost_ranks, run = group.membership.find_lost_ranks(), self.current_run
-        if run is not None and not run.is_released:
-            run.repair()
-        elif lost_ranks:
-            replace_lost_ranks(group, lost_ranks)
-        return lost_ranks
-
-    def close(self) -> None:
-        """End the run, then everything that this cluster started. Idempotent.
-
-        Nothing ends if another notebook has taken the cluster over.
-        """
-        group = self._engine_group
-        atexit.unregister(self._close_at_exit)
-        if group.is_superseded:
-            group.detach()
-            return
-        with group.lock:
-            if group.is_closed:
-                return
-            run, self.current_run = self.current_run, None
-        if run is not None:
-            run.lifecycle.close()
-        group.close()
-
-    def _close_at_exit(self) -> None:
-        """Close the cluster as a script ends. A kernel may restart, so its cluster lives as long as the lease."""
-        if not self._keep_alive and not in_notebook():
-            self.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        return cluster_text.make_page(self._engine_group, self._device_note).to_text()
-
-    def _repr_html_(self) -> str:
-        return cluster_text.make_page(self._engine_group, self._device_note).to_html()

@@ -97,6 +97,11 @@ class ColumnSelection:
         return tuple(batch[name] for name in (*(chosen.features or ()), *chosen.target_names))
 
 
+def select_arrays(data: Any, columns: ColumnSelection) -> Any:
+    """Return (inputs..., target) of a dict of arrays if columns were named; any other data as they are."""
+    return columns.split_batch(data) if isinstance(data, dict) else data
+
+
 def is_sample_list(data: Any) -> bool:
     """Return whether this is a list of samples, each of which is a dict or a tuple, instead of arrays."""
     return isinstance(data, list) and bool(data) and isinstance(data[0], (dict, tuple))

@@ -23,6 +23,8 @@ from dtkit.dashboard.text.progress import show_progress
 from dtkit.data.columns import ColumnSelection
 from dtkit.data.notebook_data import NotebookData, inspect_data
 from dtkit.data.partition import Partition
+from dtkit.data.sharding import divide_evenly
+from dtkit.data.torch_loader import is_data_loader, read_data_loader
 from dtkit.engine.data import iterable
 from dtkit.rpc.protocol import DataOperations, make_call
 
@@ -67,7 +69,7 @@ def partition_data(
 ) -> Partition:
     """Partition data: see :meth:`dtkit.Cluster.partition`. `check` may refuse the partition before rows are sent."""
     request = _PartitionRequest(engine_group, {"by": by, "weights": weights, "seed": seed}, labels, check)
-    selection = ColumnSelection.from_arguments(target, columns)
+    data, selection = _unwrap_data_loader(data, ColumnSelection.from_arguments(target, columns))
     if not _is_loaded_by_engines(data):
         return request.partition_notebook_data(inspect_data(data, selection))
     _refuse_to_partition(data)
@@ -118,9 +120,19 @@ def distribute_validation_data(
     selection = (
         ColumnSelection.from_arguments(target) if training_data is None or target is not None else training_data.columns
     )
+    data, selection = _unwrap_data_loader(data, selection)
     if _is_loaded_by_engines(data):
         return _shard_engine_data(engine_group, data, selection)
     return _send_validation_rows(engine_group, inspect_data(data, selection, for_evaluation=True))
+
+
+def _unwrap_data_loader(data: Any, columns: ColumnSelection) -> tuple[Any, ColumnSelection]:
+    """Return a DataLoader's Dataset and the selection with its collate_fn; other data as they are."""
+    if not is_data_loader(data):
+        return data, columns
+    settings = read_data_loader(data)
+    collate_fn = columns.collate_fn if settings.collate_fn is None else settings.collate_fn
+    return settings.dataset, dataclasses.replace(columns, collate_fn=collate_fn)
 
 
 def _shard_engine_data(engine_group: EngineGroup, data: Any, columns: ColumnSelection) -> DataHandle:
@@ -131,7 +143,7 @@ def _shard_engine_data(engine_group: EngineGroup, data: Any, columns: ColumnSele
             "this data is a stream without length, so an evaluation would have no end. Give the samples to "
             "evaluate on as arrays or as a Dataset"
         )
-    rows, sizes = _divide_evenly(handle.num_samples, engine_group.world_size)
+    rows, sizes = _make_even_shards(handle.num_samples, engine_group.world_size)
     engine_group.call_all(make_call(DataOperations.set_shards, key=handle.key, indices=rows, sizes=sizes))
     return handle
 
@@ -141,7 +153,9 @@ def _send_validation_rows(engine_group: EngineGroup, notebook_data: NotebookData
         raise ValueError(
             "the data to evaluate on has no samples, so there is no loss to compute. Give some, or leave it out"
         )
-    return _send_data(engine_group, notebook_data, *_divide_evenly(notebook_data.num_samples, engine_group.world_size))
+    return _send_data(
+        engine_group, notebook_data, *_make_even_shards(notebook_data.num_samples, engine_group.world_size)
+    )
 
 
 def get_data_handle(engine_group: EngineGroup, partition: Partition) -> DataHandle:
@@ -188,10 +202,9 @@ class _PartitionRequest:
         return partition
 
 
-def _divide_evenly(num_samples: int, ranks: int) -> tuple[np.ndarray, list[int]]:
+def _make_even_shards(num_samples: int, ranks: int) -> tuple[np.ndarray, list[int]]:
     """Return (all row numbers, rows of each rank), in order."""
-    sizes = [num_samples // ranks + (rank < num_samples % ranks) for rank in range(ranks)]
-    return np.arange(num_samples, dtype=np.int32), sizes
+    return np.arange(num_samples, dtype=np.int32), divide_evenly(num_samples, ranks)
 
 
 def _send_data(
@@ -233,11 +246,6 @@ def _refuse_iterator(data: Any) -> None:
         raise TypeError(
             f"data is a {type(data).__name__} that iterates in this process; it can't be sent. Give the function that "
             "creates it, not its result; each engine calls it"
-        )
-    if any(kind.__name__ == "DataLoader" for kind in type(data).__mro__):
-        raise TypeError(
-            "data is a DataLoader, which batches in this process; engines make their own batches. Give its dataset "
-            "(loader.dataset), with batch_size=, num_workers= and collate_fn= beside it"
         )
 
 

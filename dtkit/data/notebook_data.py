@@ -44,27 +44,38 @@ def inspect_data(data: Any, column_selection: ColumnSelection, *, for_evaluation
     if frames.is_pandas(data):
         arrays, columns = frames.convert_frame(data, column_selection)
         return _inspect_arrays(arrays, columns, frames.describe_arrays(arrays, columns))
-    if type(data).__name__ == "TensorDataset" and hasattr(data, "tensors") and column_selection.collate_fn is None:
-        data = tuple(data.tensors)
+    if isinstance(data, dict):
+        return _inspect_named_arrays(data, column_selection)
     if hasattr(data, "to_pandas"):
         raise TypeError(f"data is a {type(data).__module__}.{type(data).__name__}; give data.to_pandas()")
-    if hasattr(data, "__array__") or isinstance(data, MappedFile):
-        data = (data,)
-    if isinstance(data, (tuple, list)) and not is_sample_list(data):
-        _refuse_collation(column_selection)
-        if column_selection.is_given and not for_evaluation:
-            raise ValueError(
-                f"target={column_selection.target!r}, columns={column_selection.features!r} name columns of a "
-                "table, but this data has arrays, of which the last is the target. Leave them out"
-            )
-        return _inspect_arrays(frames.convert_pandas_parts(data, column_selection.float_dtype), ColumnSelection())
-    if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, (dict, str, bytes)):
+    if (parts := _as_tuple_of_arrays(data, column_selection)) is not None:
+        return _inspect_plain_arrays(parts, column_selection, for_evaluation=for_evaluation)
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, (str, bytes)):
         return _inspect_samples(data, column_selection)
     raise TypeError(
-        f"data is a {type(data).__name__}; it must be a tuple of arrays as in (X, y), a map-style Dataset (with "
-        "__len__ and __getitem__), a DataFrame, a path of .npy or .parquet files, an iterable of samples, or a "
-        "function that returns one of these on the engine"
+        f"data is a {type(data).__name__}; it must be a tuple of arrays as in (X, y) or a dict of them, a map-style "
+        "Dataset (with __len__ and __getitem__), a DataFrame, a path of .npy or .parquet files, an iterable of "
+        "samples, or a function that returns one of these on the engine"
     )
+
+
+def _as_tuple_of_arrays(data: Any, columns: ColumnSelection) -> Any:
+    """Return arrays without names as a tuple or list; None for any other data."""
+    if type(data).__name__ == "TensorDataset" and hasattr(data, "tensors") and columns.collate_fn is None:
+        return tuple(data.tensors)
+    if hasattr(data, "__array__") or isinstance(data, MappedFile):
+        return (data,)
+    return data if isinstance(data, (tuple, list)) and not is_sample_list(data) else None
+
+
+def _inspect_plain_arrays(data: Sequence[Any], columns: ColumnSelection, *, for_evaluation: bool) -> NotebookData:
+    _refuse_collation(columns)
+    if columns.is_given and not for_evaluation:
+        raise ValueError(
+            f"target={columns.target!r}, columns={columns.features!r} name columns of a table, but this data has "
+            "arrays, of which the last is the target. Leave them out"
+        )
+    return _inspect_arrays(frames.convert_pandas_parts(data, columns.float_dtype), ColumnSelection())
 
 
 def _inspect_samples(data: Any, columns: ColumnSelection) -> NotebookData:
@@ -90,6 +101,17 @@ def _inspect_arrays(data: Sequence[Any], columns: ColumnSelection, note: str = "
         last = arrays[-1]
         labels = as_labels(last.open() if isinstance(last, MappedFile) else last)
     return NotebookData(arrays, samples, columns, labels, note)
+
+
+def _inspect_named_arrays(data: dict[str, Any], columns: ColumnSelection) -> NotebookData:
+    """Inspect a dict of arrays, whose batches are dicts, or (inputs..., target) if columns were named."""
+    _refuse_collation(columns)
+    chosen = frames.select_arrays(data, columns)
+    if not isinstance(chosen, dict):
+        return dataclasses.replace(_inspect_arrays(chosen, ColumnSelection()), columns=columns)
+    arrays, samples = _check_arrays(list(chosen.values()), list(chosen))
+    named = dict(zip(chosen, arrays, strict=True))
+    return NotebookData(named, samples, columns, as_labels(named["labels"]) if "labels" in named else None)
 
 
 def _inspect_parquet(data: ParquetFiles, *, want_labels: bool) -> NotebookData:
@@ -133,12 +155,12 @@ class _WithColumns:
         return as_source, (self._data, self._columns)
 
 
-def _check_arrays(data: Sequence[Any]) -> tuple[tuple[Any, ...], int]:
+def _check_arrays(data: Sequence[Any], names: Sequence[Any] = ()) -> tuple[tuple[Any, ...], int]:
     arrays = []
-    for k, array in enumerate(data):
+    for k, array in zip(names or range(len(data)), data, strict=True):
         if not (hasattr(array, "__array__") or isinstance(array, MappedFile)):
             raise TypeError(
-                f"data[{k}] is a {type(array).__name__}; each part must be a numpy array or a tensor. "
+                f"data[{k!r}] is a {type(array).__name__}; each part must be a numpy array or a tensor. "
                 "Convert it with numpy.asarray"
             )
         if type(array).__module__.partition(".")[0] != "torch":
@@ -157,10 +179,10 @@ def _check_arrays(data: Sequence[Any]) -> tuple[tuple[Any, ...], int]:
     return tuple(arrays), int(shapes[0][0])
 
 
-def _to_numeric_array(array: Any, k: int) -> Any:
+def _to_numeric_array(array: Any, k: Any) -> Any:
     if np.dtype(array.dtype).kind not in "biufc":
         raise TypeError(
-            f"data[{k}] has dtype {array.dtype}; tensors hold numbers only. Encode it first, as in "
+            f"data[{k!r}] has dtype {array.dtype}; tensors hold numbers only. Encode it first, as in "
             "numpy.unique(labels, return_inverse=True)[1]"
         )
     return array

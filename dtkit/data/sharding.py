@@ -118,6 +118,11 @@ def _round_by_largest_remainder(n: int, weights: list[Fraction]) -> list[int]:
 
 
 @functools.lru_cache(maxsize=64)
+def divide_evenly(n: int, parts: int) -> list[int]:
+    """Return the sizes of `parts` parts of n, which differ by at most one; the larger ones come first."""
+    return [n // parts + (part < n % parts) for part in range(parts)]
+
+
 def divide_proportionally(n: int, shares: tuple[float, ...]) -> tuple[int, ...]:
     """Divide `n` samples in proportion to positive shares; each part gets at least one if there are enough."""
     if n < len(shares):

@@ -13,6 +13,7 @@ from dtkit.engine.data.iterable import IterableBatches, StreamSource
 from dtkit.engine.data.loader import LoadedBatches, make_row_batches, make_stream_batches
 from dtkit.engine.data.replica_link import ReplicaBatches, ReplicaLink, share_batch
 from dtkit.engine.data.sample_seeds import SampleSeeds
+from dtkit.engine.data.sampler import SampledShards
 from dtkit.engine.data.sources import ArraySource, repeat_rows
 from dtkit.engine.data.worker_context import WorkerContext
 from dtkit.engine.job import Job
@@ -20,6 +21,7 @@ from dtkit.engine.label_weight import find_label_weight
 from dtkit.engine.observe.clock import make_clock
 from dtkit.engine.observe.phase_timer import PhaseTimer
 from dtkit.engine.reference_job import ReferenceJob
+from dtkit.engine.stream_trial import is_whole_batch
 from dtkit.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from dtkit.engine.data.sources import RowSource
     from dtkit.rpc.reference import Reference
     from dtkit.strategies.base import Strategy, TrainingProgram
+    from dtkit.strategies.loss import Loss
     from dtkit.types import JobPlan, LoadingOptions
 
 _NUM_SAMPLE_ROWS = 2  # to try a model with
@@ -54,9 +57,13 @@ def build_job(
 
     A `reference` is trained by this process alone.
     """
+    if program.sampler is not None and not isinstance(data, StreamSource):
+        source, shards = data
+        data = source, SampledShards(program.sampler, len(source), len(shards.sizes), plan.seed)
     context = _make_context(program.strategy, data, plan, location, single_process=reference is not None)
     job_model = model if program.strategy.shards_model and reference is None else copy.deepcopy(model)
     loaded = _make_batch_source(data, plan, context, loading_options)
+    holds_batches = isinstance(loaded, IterableBatches) and _take_batches_apart(loaded, job_model, program, context)
     context = dataclasses.replace(context, make_sample_batch=_make_batch_sampler(data, loaded, plan, context))
     program = _weigh_labels(program, job_model, data, context)
     if not isinstance(data, StreamSource):  # counts and targets of a stream are not known beforehand
@@ -66,11 +73,34 @@ def build_job(
     if reference is not None:
         return ReferenceJob(job_model, program, loaded, context, seed, reference)
     job = Job(job_model, program, loaded if link is None else ReplicaBatches(loaded, link), context, seed)
-    if location[0].rank == 0 and program.loss_fn.is_from_model:
-        job.notes.append(f"the loss is the one that {type(model).__name__} returns: model(**batch).loss")
-    if location[0].rank == 0 and (weight := program.loss_fn.label_weight) is not None:
-        job.notes.append(f"the loss is a mean over {weight}: each rank counts by the number of its labels")
+    if location[0].rank == 0:
+        job.notes += _describe_choices(program.loss_fn, type(model).__name__, holds_batches=holds_batches)
     return job
+
+
+def _describe_choices(loss: Loss, model_name: str, *, holds_batches: bool) -> list[str]:
+    """Return a line for each choice that dtkit has made for the user."""
+    lines = []
+    if holds_batches:
+        lines.append("the stream yields whole batches: they are taken apart into samples")
+    if loss.is_from_model:
+        lines.append(f"the loss is the one that {model_name} returns: model(**batch).loss")
+    if loss.label_weight is not None:
+        lines.append(f"the loss is a mean over {loss.label_weight}: each rank counts by the number of its labels")
+    return lines
+
+
+def _take_batches_apart(
+    batches: IterableBatches, model: torch.nn.Module, program: TrainingProgram, context: WorkerContext
+) -> bool:
+    """Return whether the items of a stream are whole batches, which are then taken apart. A collective."""
+    item = batches.first_item
+    found = item is not None and is_whole_batch(item, model, program.loss_fn, batches.collate)
+    if context.group is not None:
+        found = context.group.all_reduce_any(found)
+    if found:
+        batches.take_batches_apart()
+    return found
 
 
 def _make_context(
@@ -145,7 +175,7 @@ def _weigh_labels(
     assert context.make_sample_batch is not None
     all_labels = None
     if not isinstance(data, StreamSource) and isinstance(data[0], ArraySource):
-        all_labels = data[0].targets
+        all_labels = data[0].labels
     weight = find_label_weight(program.loss_fn, model, context.make_sample_batch, all_labels)
     return dataclasses.replace(program, loss_fn=dataclasses.replace(program.loss_fn, label_weight=weight))
 
@@ -158,8 +188,8 @@ def _check_rows(
     context: WorkerContext,
 ) -> TrainingProgram:
     """Return the program, which may check targets now. Raises ValueError if a step would fail."""
-    if isinstance(source, ArraySource):
-        program = dataclasses.replace(program, loss_fn=program.loss_fn.with_checked_targets(source.targets))
+    if isinstance(source, ArraySource) and source.labels is not None:
+        program = dataclasses.replace(program, loss_fn=program.loss_fn.with_checked_targets(source.labels))
     if context.group is not None:
         assert context.make_sample_batch is not None
         check_batch_norm(model.train(), program, context.make_sample_batch, batch_source)

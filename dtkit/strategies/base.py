@@ -60,6 +60,8 @@ class TrainingProgram:
     """Function from the optimizer to a torch scheduler."""
     lr_scheduler_interval: str = "step"
     """"step" or "epoch"."""
+    sampler: Any = None
+    """Iterable of the row numbers of an epoch; None for dtkit's own order."""
     has_validation: bool = False
     """Whether there is validation data: a scheduler that needs a loss then gets the validation loss."""
 

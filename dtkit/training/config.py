@@ -48,6 +48,7 @@ class TrainConfig:
     target: Any = None
     columns: Sequence[Any] | None = None
     collate_fn: Callable[[list[Any]], Any] | None = None
+    sampler: Any = None
     num_workers: int = 0
     pin_memory: bool | None = None
     prefetch: bool | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import warnings
 from typing import TYPE_CHECKING, Any, Protocol
@@ -15,6 +16,7 @@ from dtkit.data.broadcast import ModelHandle
 from dtkit.data.columns import ColumnSelection
 from dtkit.data.distribute import DataHandle, StreamHandle
 from dtkit.data.partition import Partition
+from dtkit.data.torch_loader import is_data_loader, read_data_loader
 from dtkit.errors import format_ranks
 from dtkit.planning import fit_check, planner
 from dtkit.training.config import JobSpec, RunOptions, RunPlan, SnapshotInterval, TrainConfig
@@ -25,9 +27,10 @@ from dtkit.training.validation import (
     check_can_shrink,
     check_config,
     check_model,
+    check_sampler,
     check_stream,
 )
-from dtkit.types import IN_ORDER, JobPlan, LoadingOptions, RunSpec
+from dtkit.types import BY_SAMPLER, IN_ORDER, JobPlan, LoadingOptions, RunSpec
 
 if TYPE_CHECKING:
     from dtkit.checkpoint.folders import Lineage
@@ -49,6 +52,7 @@ class TrainingHost(Protocol):
 def train(engine_group: EngineGroup, host: TrainingHost, model: Any, data: Any, config: TrainConfig) -> Run:
     """See :meth:`dtkit.Cluster.train`."""
     engine_group.check_open()
+    data, config = _unwrap_data_loader(data, config)
     planner.check_idle(host.current_run, "and trains one model at a time", "end it (run.stop())")
     strategy = _check_all(engine_group, model, config)
     resume_point = None if config.resume_from is None else load_resume_point(config.resume_from, model)
@@ -67,6 +71,32 @@ def train(engine_group: EngineGroup, host: TrainingHost, model: Any, data: Any, 
     if config.start:
         run.resume()
     return run
+
+
+def choose_batch_size(batch_size: int | None, data: Any) -> int:
+    """Return the argument `batch_size` of ``train``, or that of a DataLoader. Raises TypeError without either."""
+    if batch_size is not None:
+        return batch_size
+    if is_data_loader(data):
+        return read_data_loader(data).batch_size
+    raise TypeError(
+        "batch_size= is missing; it is the number of samples per update over all ranks, as in batch_size=32"
+    )
+
+
+def _unwrap_data_loader(data: Any, config: TrainConfig) -> tuple[Any, TrainConfig]:
+    """Return a DataLoader's Dataset, and the arguments with its settings where they were not given."""
+    if not is_data_loader(data):
+        return data, config
+    settings = read_data_loader(data)
+    print(f"DataLoader: {settings}")  # noqa: T201 - what is taken over is said
+    return settings.dataset, dataclasses.replace(
+        config,
+        collate_fn=settings.collate_fn if config.collate_fn is None else config.collate_fn,
+        num_workers=config.num_workers or settings.num_workers,
+        sampler=settings.sampler if config.sampler is None else config.sampler,
+        shuffle=settings.shuffle if config.shuffle == "shard" else config.shuffle,
+    )
 
 
 def _check_all(engine_group: EngineGroup, model: Any, config: TrainConfig) -> Strategy:
@@ -102,6 +132,7 @@ def _make_plan(
     """Send data and model to the engines, and decide everything else."""
     loading = LoadingOptions(config.num_workers, config.pin_memory, config.prefetch)
     program = _pickle_program(engine_group, config, strategy)
+    check_sampler(config, data)
     part = _partition_data(engine_group, model, data, config, strategy)
     data_handle = part if isinstance(part, StreamHandle) else distribute.get_data_handle(engine_group, part)
     model_handle = model
@@ -147,6 +178,7 @@ def _pickle_program(engine_group: EngineGroup, config: TrainConfig, strategy: St
         strategy,
         config.lr_scheduler,
         config.lr_scheduler_every,
+        config.sampler,
         has_validation=config.validation is not None,
     )
     return engine_group.uploads.dumps(program, name="train")
@@ -274,7 +306,8 @@ def _make_spec(
     if isinstance(partition, StreamHandle):  # at most this many samples; the run ends with the stream
         per_epoch, samples = int(config.steps or 0), int(config.steps or 0) * int(config.batch_size)
     else:
-        per_epoch, samples = -(-partition.n // config.batch_size), partition.n
+        samples = partition.n if config.sampler is None else len(config.sampler)
+        per_epoch = -(-samples // config.batch_size)
     return RunSpec(
         name=model_handle.name,
         strategy=repr(strategy),
@@ -294,6 +327,8 @@ def _choose_shuffle(config: TrainConfig, data: Any, partition: Partition | Strea
     """Return the order of rows for the job's plan; None for a stream."""
     if isinstance(partition, StreamHandle):
         return None
+    if config.sampler is not None:
+        return BY_SAMPLER
     return IN_ORDER if config.shuffle is None and not isinstance(data, Partition) else config.shuffle
 
 

@@ -13,7 +13,7 @@ from dtkit.data.broadcast import ModelHandle
 from dtkit.errors import CheckpointError
 from dtkit.mesh import Mesh
 from dtkit.rpc.protocol import StateOperations, make_call
-from dtkit.types import IN_ORDER
+from dtkit.types import BY_SAMPLER, IN_ORDER
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -96,7 +96,7 @@ class ResumePoint:
         if changed:
             changes = ", ".join(f"{name}={now[name]!r} was {before[name]!r}" for name in changed)
             notes.append(f"rows come in another order ({changes})")
-        elif before["world_size"] != now["world_size"] and spec.shuffle not in ("global", IN_ORDER):
+        elif before["world_size"] != now["world_size"] and spec.shuffle not in ("global", IN_ORDER, BY_SAMPLER):
             notes.append("each rank has other rows now, so the rows of a step differ from here on")
         if strategy_now != strategy_before:
             notes.append(_describe_rank_state(head, spec, mesh))

@@ -13,10 +13,10 @@ import numpy as np
 from dtkit.checkpoint import folders
 from dtkit.data import broadcast
 from dtkit.data.broadcast import ModelHandle
+from dtkit.data.partition import Partition
 from dtkit.training.recovery import FAILURE_MODES
 
 if TYPE_CHECKING:
-    from dtkit.data.partition import Partition
     from dtkit.rpc.engine_group import EngineGroup
     from dtkit.strategies.base import Strategy
     from dtkit.training.config import TrainConfig
@@ -182,10 +182,11 @@ def _check_strategy(strategy: Any) -> Strategy:
 
 def check_batch_size(config: TrainConfig, partition: Partition) -> None:
     """Check the batch size against the samples and ranks that there are."""
-    if config.batch_size > partition.n:
+    count = partition.n if config.sampler is None else len(config.sampler)
+    if config.batch_size > count:
         raise ValueError(
-            f"batch_size={config.batch_size} is more than the {partition.n} samples there are; it is the number of "
-            f"samples per update over all ranks. Use at most {partition.n}"
+            f"batch_size={config.batch_size} is more than the {count} samples there are; it is the number of "
+            f"samples per update over all ranks. Use at most {count}"
         )
     _check_samples_per_rank(config, partition.world_size)
 
@@ -198,6 +199,27 @@ def _check_samples_per_rank(config: TrainConfig, world_size: int) -> None:
         )
 
 
+def check_sampler(config: TrainConfig, data: Any) -> None:
+    """Check the sampler, which numbers the rows of data that were not partitioned."""
+    sampler = config.sampler
+    if sampler is None:
+        return
+    if isinstance(data, Partition):
+        raise ValueError(  # noqa: TRY004 - both arguments are right, but not together
+            "sampler= orders the rows of the whole data, and this is a Partition, whose ranks have rows of their own. "
+            "Give the data itself"
+        )
+    if config.shuffle != "shard":
+        raise ValueError(
+            f"shuffle={config.shuffle!r} and sampler= both order the rows; leave shuffle out, and the sampler decides"
+        )
+    if not hasattr(sampler, "__iter__") or not hasattr(sampler, "__len__"):
+        raise TypeError(
+            f"sampler is a {type(sampler).__name__}; it must be an iterable of row numbers with a length, such as "
+            "torch's WeightedRandomSampler"
+        )
+
+
 def check_stream(engine_group: EngineGroup, config: TrainConfig) -> None:
     """Check a stream, which has no length and so no epochs, and whose samples come in an order of their own."""
     if config.epochs is not None:
@@ -205,6 +227,8 @@ def check_stream(engine_group: EngineGroup, config: TrainConfig) -> None:
             f"epochs={config.epochs}: the data is a stream without length, so nobody knows what an epoch is. Say "
             "steps=, which is then the most that are taken: the run ends with the stream"
         )
+    if config.sampler is not None:
+        raise ValueError("sampler= yields row numbers, and the data is a stream, which has none. Leave it out")
     if config.shuffle == "global":
         raise ValueError(
             "shuffle='global': the data is a stream, whose samples come in an order of their own. Shuffle where they "

@@ -17,7 +17,7 @@ import numpy as np
 
 from dtkit.data.sharding import divide_proportionally
 from dtkit.data.step_counts import count_cumulative_samples
-from dtkit.types import IN_ORDER
+from dtkit.types import BY_SAMPLER, IN_ORDER
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,6 +45,10 @@ class Shards:
     def get_rows(self, shard: int) -> np.ndarray:
         """Return the rows of a shard, in its order."""
         return self._rows_by_shard[shard]
+
+    def list_rows(self, epoch: int) -> np.ndarray:  # noqa: ARG002 - samplers differ by epoch
+        """Return the rows of an epoch in the order of a sampler, or all rows without one."""
+        return self.get_all_rows()
 
     def split_for_replicas(self, num_replicas: int) -> list[np.ndarray]:
         """Return the shards if there are as many replicas; else all rows in equal parts."""
@@ -143,7 +147,7 @@ class ShardedBatches:
     def _get_shard_rows(self, shard: int, step: int) -> np.ndarray:
         within, epoch = step % self.steps_per_epoch, self.get_epoch(step)
         count = self._count_shard_samples(step)
-        if self._plan.shuffle in ("global", IN_ORDER):
+        if self._plan.shuffle in ("global", IN_ORDER, BY_SAMPLER):
             start = within * self._plan.batch_size + sum(count[:shard])
             return self._cached_permutation(epoch, None)[start : start + count[shard]]
         _, before = self._cached_count_block(within // _COUNT_BLOCK_STEPS)
@@ -152,6 +156,8 @@ class ShardedBatches:
 
     def _permute_rows(self, epoch: int, shard: int | None) -> np.ndarray:
         """Return the order of rows in an epoch: of one shard, or of all rows for None."""
+        if self._plan.shuffle == BY_SAMPLER:
+            return self._shards.list_rows(epoch)
         rows = self._shards.get_all_rows() if shard is None else self._shards.get_rows(shard)
         if self._plan.shuffle in (None, IN_ORDER):
             return rows

@@ -108,6 +108,20 @@ class IterableBatches:
             return ShardIterator(open_samples, shard, shard_seed)
         return WorkerShardIterator(open_samples, shard, shard_seed, max(1, self._batch_size // self._num_shards))
 
+    def take_batches_apart(self) -> None:
+        """Take each item of the stream as a batch of samples. Call it before the first step."""
+        for part in self._shard_iterators:
+            part.take_batches_apart()
+
+    @property
+    def first_item(self) -> Any:
+        """First item of this worker's first part; None without a part."""
+        return self._shard_iterators[0].first_sample if self._shard_iterators else None
+
+    def collate(self, samples: Sequence[Any]) -> Any:
+        """Return a batch of samples."""
+        return self._source.collate(samples)
+
     def make_first_batch(self) -> Any:
         """Return a batch of the first sample, to try a model with."""
         return self._source.collate([self._shard_iterators[0].first_sample])

@@ -14,10 +14,11 @@ import torch
 
 from dtkit._util.torch_private import shut_down_workers
 from dtkit.engine.data.random_state import OwnRng, seed_generators
+from dtkit.engine.data.whole_batches import split_rows
 from dtkit.engine.data.worker_process import make_worker_loader, start_workers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 
 class ShardIterator:
@@ -30,6 +31,7 @@ class ShardIterator:
         self._samples: Iterator[Any] = iter(())
         self._buffer: collections.deque[Any] = collections.deque()
         self._num_taken, self._exhausted, self._error_name = 0, False, ""
+        self._items_are_batches = False
         self._open(open_samples)
 
     def _open(self, open_samples: Callable[[], Iterator[Any]]) -> None:
@@ -45,6 +47,17 @@ class ShardIterator:
     def first_sample(self) -> Any:
         """The sample that :meth:`has_sample` has found."""
         return self._buffer[0]
+
+    def take_batches_apart(self) -> None:
+        """Take each item as a batch from now on, also those that were drawn."""
+        self._items_are_batches = True
+        items = list(self._buffer)
+        self._buffer.clear()
+        self._add(items)
+
+    def _add(self, items: Iterable[Any]) -> None:
+        for item in items:
+            self._buffer.extend(split_rows(item) if self._items_are_batches else (item,))
 
     def take_samples(self, max_samples: int) -> list[Any]:
         """Return up to `max_samples` samples; none after the end.
@@ -77,7 +90,13 @@ class ShardIterator:
 
     def _draw(self, count: int) -> None:
         with self._rng:
-            self._buffer.extend(itertools.islice(self._samples, count - len(self._buffer)))
+            while len(self._buffer) < count:
+                items = list(
+                    itertools.islice(self._samples, 1 if self._items_are_batches else count - len(self._buffer))
+                )
+                if not items:
+                    return
+                self._add(items)
 
     def _can_continue_after(self, _error: BaseException) -> bool:
         return False
@@ -104,7 +123,7 @@ class WorkerShardIterator(ShardIterator):
             if chunk is None:
                 return
             # unpickles: from this engine's own child process
-            self._buffer.extend(pickle.loads(chunk))
+            self._add(pickle.loads(chunk))
 
     def _can_continue_after(self, error: BaseException) -> bool:
         return isinstance(error, KeyboardInterrupt)  # the worker draws on

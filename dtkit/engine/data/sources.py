@@ -38,49 +38,60 @@ class RowSource(Protocol):
 
 
 class ArraySource:
-    """Tensors of equal length; a batch is the tuple of their rows."""
+    """Tensors of equal length; a batch is the tuple of their rows, or a dict of them by name."""
 
     is_thread_safe, reads_disk, is_same_on_all_ranks = True, False, True
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._tensors = tuple(tensors)
+    def __init__(self, tensors: Sequence[torch.Tensor], names: Sequence[str] = ()) -> None:
+        self._tensors, self._names = tuple(tensors), tuple(names)
 
     def __len__(self) -> int:
         return len(self._tensors[0])
 
     @property
-    def targets(self) -> torch.Tensor:
-        """Return the last tensor."""
-        return self._tensors[-1]
+    def labels(self) -> torch.Tensor | None:
+        """Return the last tensor, or that of the name "labels"; None without that name."""
+        if not self._names:
+            return self._tensors[-1]
+        return self._tensors[self._names.index("labels")] if "labels" in self._names else None
 
-    def take(self, rows: np.ndarray) -> tuple[torch.Tensor, ...]:
+    def take(self, rows: np.ndarray) -> Any:
         """Return a batch by one `index_select` for each tensor."""
-        index = torch.from_numpy(rows)
-        return tuple(t.index_select(0, index) for t in self._tensors)
+        return self._make_batch(self._select_rows(rows))
 
-    def take_micro_batches(self, micro_batch_rows: Sequence[np.ndarray]) -> list[tuple[torch.Tensor, ...]]:
+    def take_micro_batches(self, micro_batch_rows: Sequence[np.ndarray]) -> list[Any]:
         """Return the batches of several micro-batches, still by one `index_select` for each tensor."""
         sizes = [len(rows) for rows in micro_batch_rows]
-        return list(zip(*(torch.split(t, sizes) for t in self.take(np.concatenate(micro_batch_rows))), strict=True))
+        parts = [torch.split(t, sizes) for t in self._select_rows(np.concatenate(micro_batch_rows))]
+        return [self._make_batch(tensors) for tensors in zip(*parts, strict=True)]
+
+    def _select_rows(self, rows: np.ndarray) -> list[torch.Tensor]:
+        index = torch.from_numpy(rows)
+        return [t.index_select(0, index) for t in self._tensors]
+
+    def _make_batch(self, tensors: Sequence[torch.Tensor]) -> Any:
+        return dict(zip(self._names, tensors, strict=True)) if self._names else tuple(tensors)
 
 
 class MappedSource:
-    """Arrays of equal length, some of which stay in their file; `take` copies rows."""
+    """Arrays of equal length, some of which stay in their file; `take` copies rows. A batch is as of ArraySource."""
 
     is_thread_safe, reads_disk, is_same_on_all_ranks = True, True, True
 
-    def __init__(self, parts: Sequence[Any]) -> None:
+    def __init__(self, parts: Sequence[Any], names: Sequence[str] = ()) -> None:
+        self._names = tuple(names)
         arrays = [part.open() if isinstance(part, MappedFile) else np.asarray(part) for part in parts]
         self._arrays = [(array, array.dtype.newbyteorder("=")) for array in arrays]  # torch has native order only
 
     def __len__(self) -> int:
         return len(self._arrays[0][0])
 
-    def take(self, rows: np.ndarray) -> tuple[torch.Tensor, ...]:
+    def take(self, rows: np.ndarray) -> Any:
         """Return a batch, with one copy of the rows of each file."""
-        return tuple(
+        tensors = tuple(
             torch.from_numpy(np.take(array, rows, axis=0).astype(dtype, copy=False)) for array, dtype in self._arrays
         )
+        return dict(zip(self._names, tensors, strict=True)) if self._names else tensors
 
 
 class DatasetSource:
@@ -217,12 +228,14 @@ def as_source(data: Any, columns: ColumnSelection | None = None) -> RowSource | 
     data = paths.describe_files(data, columns)
     if isinstance(data, ParquetFiles):
         return ParquetSource(data)
-    arrays = _as_arrays(data, columns)
+    data = frames.select_arrays(data, columns)
+    names = tuple(data) if isinstance(data, dict) else ()
+    arrays = list(data.values()) if isinstance(data, dict) else _as_arrays(data, columns)
     if arrays is None:
         return _make_sample_source(data, columns)
     if any(isinstance(part, (MappedFile, np.memmap)) for part in arrays):
-        return MappedSource(arrays)
-    return ArraySource([torch.as_tensor(part) for part in arrays])
+        return MappedSource(arrays, names)
+    return ArraySource([torch.as_tensor(part) for part in arrays], names)
 
 
 def _make_sample_source(data: Any, columns: ColumnSelection) -> RowSource | StreamSource:

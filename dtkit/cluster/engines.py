@@ -1,0 +1,192 @@
+"""Engines that a cluster holds: start, attach, look at, repair, close."""
+
+from __future__ import annotations
+
+import atexit
+import math
+from typing import TYPE_CHECKING, Any, Self
+
+from dtkit._util import formatting, timeouts
+from dtkit._util.notebook import in_notebook
+from dtkit.cluster import start as starting
+from dtkit.cluster import transport as transports
+from dtkit.cluster.config import LaunchConfig
+from dtkit.cluster.devices import choose_num_engines, plan_devices
+from dtkit.cluster.launchers.launcher import check_launcher
+from dtkit.dashboard.text import cluster_text
+from dtkit.errors import ClusterError
+from dtkit.health import stacks
+from dtkit.rpc.protocol import GroupOperations, make_call
+from dtkit.rpc.replacement import replace_lost_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from dtkit.cluster.devices import DevicePlan
+    from dtkit.planning.cost_model import Benchmark
+    from dtkit.rpc.engine_group import EngineGroup
+    from dtkit.rpc.transport import Transport
+    from dtkit.training.run import Run
+    from dtkit.types import NodeInfo
+
+
+class Engines:
+    """Started or attached engines: what they are, and how they end. The base of `Cluster`."""
+
+    def __init__(
+        self,
+        n: int | None = None,
+        *,
+        launcher: str = "local",
+        device: str = "auto",
+        threads: int | None = None,
+        memory_limit: int | str | None = None,
+        timeout: float = timeouts.CLUSTER_TIMEOUT_S,
+        step_timeout: float | None = None,
+        lease: float | None = None,
+        interface: str | None = None,
+        spares: int = 0,
+        keep_alive: bool = False,
+    ) -> None:
+        check_launcher(launcher)
+        n = choose_num_engines(n, launcher)
+        plan = plan_devices(n, device, threads)
+        limit = None if memory_limit is None else formatting.parse_bytes(memory_limit)
+        lease = math.inf if keep_alive and lease is None else lease
+        config = LaunchConfig(launcher, plan, timeout, limit, lease, spares, keep_alive)
+        group = starting.start_engines(n, config, step_timeout=step_timeout, interface=interface)
+        self._set_up(group, plan, keep_alive=keep_alive)
+
+    def _set_up(self, group: EngineGroup, plan: DevicePlan, *, keep_alive: bool = False) -> None:
+        self._engine_group, self._device_note, self._keep_alive = group, plan.note, keep_alive
+        self.current_run: Run | None = None
+        """The last run that was started, unless it was released."""
+        self._benchmarks: dict[str, Benchmark] = {}
+        atexit.register(self._close_at_exit)
+
+    @classmethod
+    def from_client(cls, client: Any, **options: Any) -> Self:
+        """Make a cluster of engines that somebody else started with ipyparallel, on one or several hosts.
+
+        Options: `device`, `threads`, `timeout`, `step_timeout` and `interface`, as for :class:`Cluster`; and `folder`,
+        where the engines meet: on several hosts, one that all of them see. :meth:`close` leaves the engines running.
+        """
+        return cls.from_transport(transports.wrap_client(client), **options)
+
+    @classmethod
+    def from_transport(
+        cls, transport: Transport, *, device: str = "auto", threads: int | None = None, **options: Any
+    ) -> Self:
+        """Make a cluster of a test double's engines (:mod:`dtkit.testing`). Options as for :meth:`from_client`."""
+        plan = plan_devices(len(transport.engine_ids), device, threads)
+        self = cls.__new__(cls)
+        self._set_up(starting.use_engines(transport, plan, **options), plan)
+        return self
+
+    @classmethod
+    def _from_group(cls, group: EngineGroup, config: LaunchConfig, run: Run | None) -> Self:
+        """Make a cluster of engines that were taken over: see :func:`dtkit.attach`."""
+        self = cls.__new__(cls)
+        self._set_up(group, config.plan, keep_alive=config.keep_alive)
+        self.current_run = run
+        return self
+
+    # -- what it is -------------------------------------------------------------------------------------------
+
+    @property
+    def nodes(self) -> list[NodeInfo]:
+        """One row per rank, with the memory of the last formation or :meth:`refresh_nodes`."""
+        return self._engine_group.nodes
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self._engine_group.world_size
+
+    @property
+    def backend(self) -> str:
+        """Library of the collectives: "gloo" or "nccl"."""
+        return self._engine_group.membership.backend
+
+    @property
+    def folder(self) -> Path:
+        """The cluster's private folder."""
+        return self._engine_group.folder
+
+    def refresh_nodes(self) -> list[NodeInfo]:
+        """Ask every engine for its memory again."""
+        self._engine_group.membership.set_nodes(self._engine_group.call_all(make_call(GroupOperations.node_info)))
+        return self.nodes
+
+    def stacks(self) -> stacks.Stacks:
+        """Return every rank's Python stack as of now, also while engines are busy, in a collective, or stuck.
+
+        Takes half a second on average, waits for no call, and disturbs no training.
+        """
+        self._engine_group.check_open()
+        return stacks.collect_stacks(self.folder, self.nodes)
+
+    def interrupt(self, ranks: Sequence[int] | None = None) -> None:
+        """Interrupt what engines are doing, as the notebook's interrupt button does. Does not wait."""
+        self._engine_group.interrupt(ranks)
+
+    def activate(self) -> None:
+        """Let ipyparallel's ``%px`` and ``%%px`` use these engines, between dispatches."""
+        self._engine_group.check_open()
+        make_view = getattr(self._engine_group.transport, "make_locked_view", None)
+        if make_view is None:
+            raise ClusterError("%%px needs ipyparallel engines; these are of another kind")
+        make_view(self._engine_group.lock).activate()
+
+    # -- lost engines, and the end ----------------------------------------------------------------------------
+
+    def repair(self) -> list[int]:
+        """Start new engines in place of those that have ended, and return their ranks.
+
+        A running run does this by itself. A paused one continues from the step of the survivors or of a snapshot.
+        """
+        group = self._engine_group
+        group.check_open()
+        group.check_owned()
+        lost_ranks, run = group.membership.find_lost_ranks(), self.current_run
+        if run is not None and not run.is_released:
+            run.repair()
+        elif lost_ranks:
+            replace_lost_ranks(group, lost_ranks)
+        return lost_ranks
+
+    def close(self) -> None:
+        """End the run, then everything that this cluster started. Idempotent.
+
+        Nothing ends if another notebook has taken the cluster over.
+        """
+        group = self._engine_group
+        atexit.unregister(self._close_at_exit)
+        if group.is_superseded:
+            group.detach()
+            return
+        with group.lock:
+            if group.is_closed:
+                return
+            run, self.current_run = self.current_run, None
+        if run is not None:
+            run.lifecycle.close()
+        group.close()
+
+    def _close_at_exit(self) -> None:
+        """Close the cluster as a script ends. A kernel may restart, so its cluster lives as long as the lease."""
+        if not self._keep_alive and not in_notebook():
+            self.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return cluster_text.make_page(self._engine_group, self._device_note).to_text()
+
+    def _repr_html_(self) -> str:
+        return cluster_text.make_page(self._engine_group, self._device_note).to_html()

@@ -1,0 +1,70 @@
+"""What a user's torch DataLoader says about loading: dtkit takes it over, since engines make their own batches."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@dataclasses.dataclass(frozen=True)
+class LoaderSettings:
+    """Settings of a DataLoader, as the arguments of :meth:`dtkit.Cluster.train`."""
+
+    dataset: Any
+    batch_size: int
+    collate_fn: Callable[[list[Any]], Any] | None
+    """None for torch's default collation."""
+    num_workers: int
+    shuffle: str | None
+    """"shard" for a DataLoader with ``shuffle=True``, None for rows in their order."""
+    sampler: Any
+    """A sampler of the user's own, or None."""
+
+    def __str__(self) -> str:
+        order = "a sampler" if self.sampler is not None else "rows in order" if self.shuffle is None else "shuffled"
+        collation = "" if self.collate_fn is None else ", its collate_fn"
+        return f"{type(self.dataset).__name__}, batch_size={self.batch_size} over all ranks, {order}{collation}"
+
+
+def is_data_loader(data: Any) -> bool:
+    """Return whether this is a torch DataLoader, without importing torch."""
+    return not isinstance(data, type) and any(
+        kind.__name__ == "DataLoader" and kind.__module__.startswith("torch.") for kind in type(data).__mro__
+    )
+
+
+def read_data_loader(loader: Any) -> LoaderSettings:
+    """Return the settings of a DataLoader. Raises ValueError for one whose batches dtkit can't make."""
+    from torch.utils.data import BatchSampler, IterableDataset, default_collate
+
+    if loader.batch_size is None:
+        raise ValueError(
+            "the DataLoader has batch_size=None or a batch_sampler of its own, so dtkit can't split its batches over "
+            "ranks. Give its dataset with batch_size= (and sampler=, an iterable of row numbers)"
+        )
+    collate_fn = None if loader.collate_fn is default_collate else loader.collate_fn
+    if isinstance(loader.dataset, IterableDataset):
+        return LoaderSettings(loader.dataset, loader.batch_size, collate_fn, 0, "shard", None)
+    if type(loader.batch_sampler) is not BatchSampler:
+        raise ValueError(
+            f"the DataLoader has a {type(loader.batch_sampler).__name__}, so dtkit can't split its batches over ranks. "
+            "Give its dataset with batch_size= (and sampler=, an iterable of row numbers)"
+        )
+    shuffle, sampler = _read_sampler(loader.sampler)
+    return LoaderSettings(loader.dataset, loader.batch_size, collate_fn, loader.num_workers, shuffle, sampler)
+
+
+def _read_sampler(sampler: Any) -> tuple[str | None, Any]:
+    """Return (`shuffle`, the sampler that remains). dtkit's own order takes the place of torch's samplers."""
+    from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
+
+    if type(sampler) is SequentialSampler:
+        return None, None
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
+        return "shard", None
+    if isinstance(sampler, DistributedSampler):  # it gives each rank its part, as dtkit does
+        return ("shard" if sampler.shuffle else None), None
+    return "shard", sampler

@@ -1,0 +1,43 @@
+"""Finding out whether the items of a stream are samples or whole batches, by trying the model with the first one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dtkit._util.guard import run_guarded
+from dtkit.engine.data.random_state import preserve_generators, seed_generators
+from dtkit.engine.data.whole_batches import count_common_rows, split_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dtkit.strategies.loss import Loss
+
+_TRIAL_ROWS = 2
+
+
+def is_whole_batch(item: Any, model: torch.nn.Module, loss: Loss, collate: Callable[[list[Any]], Any]) -> bool:
+    """Return whether the model takes an item as a batch, and not as a sample. If it takes both, it is a sample."""
+    if not count_common_rows(item):
+        return False
+    if _can_train_on(lambda: collate([item]), model, loss):
+        return False
+    return _can_train_on(lambda: collate(split_rows(item)[:_TRIAL_ROWS]), model, loss)
+
+
+def _can_train_on(make_batch: Callable[[], Any], model: torch.nn.Module, loss: Loss) -> bool:
+    training = model.training
+
+    def try_loss() -> bool:
+        with torch.no_grad(), preserve_generators():
+            seed_generators(0)
+            loss(model, make_batch())
+        return True
+
+    model.eval()
+    try:
+        return run_guarded(try_loss, lambda _: False)
+    finally:
+        model.train(training)

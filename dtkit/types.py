@@ -180,6 +180,9 @@ class Evaluation:
     samples: int
     values: dict[str, float]
 
+    def __getitem__(self, name: str) -> float:
+        return self.values[name]
+
 
 @dataclasses.dataclass(frozen=True)
 class Event:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -25,6 +25,9 @@ from tests.support.oracle import (
 )
 from tests.support.small import check_usable
 from tests.support.waiting import ends_soon
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 pytestmark = pytest.mark.cluster
 
@@ -205,15 +208,6 @@ def test_model_that_cannot_be_split_is_refused(cluster: dtkit.Cluster):
         train(cluster, line, strategy=strategy)
     with pytest.raises(dtkit.errors.EngineError, match=r"has 0 layers in a chain \(none\), too few for 2 stages"):
         train(cluster, cluster.broadcast(line), strategy=strategy)
-    with pytest.raises(dtkit.errors.EngineError, match=r"are one parameter \(tied weights\)"):
-        train(cluster, make_net(lambda: Decoder(tied=True)), strategy=strategy)
-    shared = nn.Linear(FEATURES, FEATURES)
-    tied = nn.Sequential(shared, nn.Tanh(), shared, nn.Linear(FEATURES, CLASSES)).double()
-    split = dtkit.Pipeline(2, 4, split=["2"])
-    with pytest.raises(
-        dtkit.errors.EngineError, match=r"0\.weight \(stage 0\), 2\.weight \(stage 1\) are one parameter"
-    ):
-        train(cluster, tied, strategy=split)
     with pytest.raises(ValueError, match=r"split names 'h\.7', but this model has no such layer"):
         train(cluster, make_net("decoder"), strategy=dtkit.Pipeline(2, 4, split=["h.7"]))
 
@@ -223,6 +217,27 @@ def test_model_that_cannot_be_split_is_refused(cluster: dtkit.Cluster):
     with pytest.raises(dtkit.errors.EngineError, match="a pipeline needs loss="):
         train(cluster, make_net("deep"), loss=None, training_step=step, strategy=strategy)
     check_usable(cluster)
+
+
+def make_tied_layers() -> nn.Module:
+    torch.manual_seed(0)
+    shared = nn.Linear(FEATURES, FEATURES)
+    return nn.Sequential(shared, nn.Tanh(), shared, nn.Linear(FEATURES, CLASSES)).double()
+
+
+@on_two
+@pytest.mark.parametrize(
+    ("make", "split"), [(make_tied_layers, ["2"]), (lambda: make_net(lambda: Decoder(tied=True)), None)]
+)
+def test_tied_weights_train_as_in_one_process(
+    cluster: dtkit.Cluster, make: Callable[[], nn.Module], split: list[str] | None
+):
+    run = train(cluster, make(), strategy=dtkit.Pipeline(2, 4, split=split))
+    run.wait(60)
+    verification = run.verify(4)
+    assert verification.verdict == "PASS", verification.text()
+    told = "are one parameter: the gradients of stages on ranks 0 and 1 are summed"
+    assert any(told in event.text for event in run.history.events)
 
 
 @on_two

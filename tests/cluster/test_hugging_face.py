@@ -1,0 +1,125 @@
+"""Models of Hugging Face's transformers, as they are: they compute their own loss, under every strategy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.utils.data import default_collate
+
+import dtkit
+from tests.support.marks import slow
+
+pytest.importorskip("transformers")
+from transformers import AutoModelForCausalLM
+
+from tests.support.hugging_face import MODELS, make_bert, make_gpt2, make_llama, make_samples
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.cluster
+
+STRATEGIES = {
+    "data": dtkit.DataParallel(),
+    "sharded": dtkit.Sharded(),
+    "tensor": dtkit.TensorParallel(2),
+    "pipeline": dtkit.Pipeline(2, 2),
+}
+FAST = [("classifier", "data"), ("llama", "tensor"), ("gpt2", "tensor"), ("llama", "pipeline"), ("bert", "pipeline")]
+CASES = [
+    (model, strategy) if (model, strategy) in FAST else slow((model, strategy))
+    for model in MODELS
+    for strategy in STRATEGIES
+]
+
+
+def train(cluster: dtkit.Cluster, model: Any, samples: Any, **options: Any) -> dtkit.Run:
+    """Train on batches of seven, which neither two ranks nor two micro-batches can split evenly."""
+    defaults: dict[str, Any] = {"optimizer": make_sgd, "batch_size": 7, "steps": 4, "shuffle": "global"}
+    run = cluster.train(model, samples, **(defaults | options))
+    run.wait(90)
+    return run
+
+
+def make_sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def match_share(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return (logits.argmax(-1) == labels).double().mean()
+
+
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_model_trains_on_its_own_loss_as_in_one_process(cluster2: dtkit.Cluster, case: tuple[str, str]):
+    name, strategy = case
+    samples, held_out = make_samples(24, name), make_samples(9, name)
+    run = train(cluster2, MODELS[name](), samples, strategy=STRATEGIES[strategy], metrics={"match": match_share})
+    verification = run.verify(4)
+    assert verification.verdict == "PASS", verification.text()
+    evaluation = run.evaluate(held_out)
+    batch, model = default_collate(held_out), run.model.eval()
+    with torch.no_grad():
+        output = model(**batch)
+    assert evaluation["loss"] == pytest.approx(float(output.loss), abs=1e-5)  # transformers computes it in float32
+    assert evaluation["match"] == pytest.approx(float(match_share(output.logits, batch["labels"])), abs=1e-12)
+
+
+def test_trained_model_generates_and_is_saved(cluster2: dtkit.Cluster, tmp_path: Path):
+    run = train(cluster2, make_llama(), make_samples(16, "llama"), strategy=dtkit.Pipeline(2, 2))
+    tokens = torch.tensor([[1, 2, 3]])
+    generated = run.model.generate(tokens, max_new_tokens=4, do_sample=False)
+    run.model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    assert torch.equal(loaded.generate(tokens, max_new_tokens=4, do_sample=False), generated)
+
+
+def make_adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("pipeline", "data"), slow("data", "pipeline"), slow("pipeline", "pipeline")]
+)
+def test_tied_weights_continue_from_a_checkpoint_of_another_strategy(
+    cluster2: dtkit.Cluster, tmp_path: Path, first: str, second: str
+):
+    """The optimizer's state of a tied parameter belongs to all of its names."""
+    options: dict[str, Any] = {"optimizer": make_adam, "checkpoint_dir": tmp_path, "checkpoint_every": 2}
+    samples = make_samples(21, "bert")
+    train(cluster2, make_bert(), samples, strategy=STRATEGIES[first], **(options | {"steps": 2}))
+    run = train(cluster2, make_bert(), samples, strategy=STRATEGIES[second], **options, resume_from=tmp_path)
+    expected = train(cluster2, make_bert(), samples, optimizer=make_adam).model.state_dict()
+    for name, value in run.model.state_dict().items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-7)  # its loss is float32
+
+
+def test_ranks_with_both_ends_of_the_model_share_tied_weights(cluster2: dtkit.Cluster):
+    """The first and the last of these stages are on one rank, which then has one parameter for both."""
+    strategy = dtkit.Pipeline(2, 2, "ZBVZeroBubble", clip_grad_norm=0.01)
+    run = train(cluster2, make_gpt2(), make_samples(14, "gpt2"), strategy=strategy)
+    verification = run.verify(4)
+    assert verification.verdict == "PASS", verification.text()
+
+
+def test_norm_counts_a_tied_parameter_once(cluster2: dtkit.Cluster):
+    samples = make_samples(14, "gpt2")
+    strategies = dtkit.Pipeline(2, 2, clip_grad_norm=0.01), dtkit.DataParallel(clip_grad_norm=0.01)
+    norms = [
+        train(cluster2, make_gpt2(), samples, strategy=strategy, steps=1).history.column("grad_norm")[0]
+        for strategy in strategies
+    ]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
+def test_batch_without_labels_is_explained(cluster2: dtkit.Cluster):
+    samples = [{"input_ids": sample["input_ids"]} for sample in make_samples(8, "llama")]
+    with pytest.raises(dtkit.errors.EngineError, match=r"the model returned no loss, .* if the batch has 'labels'"):
+        train(cluster2, make_llama(), samples)
+
+
+def test_pipeline_refuses_labels_that_cannot_mark_padding(cluster2: dtkit.Cluster):
+    samples = [sample | {"labels": torch.tensor(0.5)} for sample in make_samples(8, "classifier")]
+    with pytest.raises(dtkit.errors.EngineError, match=r"the batch has float32 labels, .* Give loss="):
+        train(cluster2, MODELS["classifier"](), samples, strategy=dtkit.Pipeline(2, 2))

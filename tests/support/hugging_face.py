@@ -1,0 +1,65 @@
+"""Models of Hugging Face's transformers from small configs, with random weights and without dropout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+VOCABULARY, LENGTH, CLASSES = 64, 10, 2
+_SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
+
+
+def make_llama() -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(**_SIZES, intermediate_size=64, num_key_value_heads=2, max_position_embeddings=64)
+    return LlamaForCausalLM(config).double()
+
+
+def make_gpt2() -> Any:
+    """Return a model whose embedding and head are one parameter."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64}
+    tokens = {"bos_token_id": 0, "eos_token_id": 1}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **tokens, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)).double()
+
+
+def _make_bert_config() -> BertConfig:
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return BertConfig(**_SIZES, **dropout, intermediate_size=64, max_position_embeddings=64, num_labels=CLASSES)
+
+
+def make_bert() -> Any:
+    """Return a model with tied weights and tied biases."""
+    torch.manual_seed(0)
+    return BertForMaskedLM(_make_bert_config()).double()
+
+
+def make_classifier() -> Any:
+    torch.manual_seed(0)
+    return BertForSequenceClassification(_make_bert_config()).double()
+
+
+MODELS = {"llama": make_llama, "gpt2": make_gpt2, "bert": make_bert, "classifier": make_classifier}
+
+
+def make_samples(count: int, model: str) -> list[dict[str, torch.Tensor]]:
+    """Return samples of different lengths, padded: token ids, attention mask and labels."""
+    generator = torch.Generator().manual_seed(1)
+    samples = []
+    for k in range(count):
+        tokens = torch.randint(VOCABULARY, (LENGTH,), generator=generator)
+        length = int(torch.randint(3, LENGTH + 1, (1,), generator=generator))
+        mask = (torch.arange(LENGTH) < length).long()
+        labels = torch.tensor(k % CLASSES) if model == "classifier" else torch.where(mask.bool(), tokens, -100)
+        samples.append({"input_ids": tokens, "attention_mask": mask, "labels": labels})
+    return samples

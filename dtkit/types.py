@@ -119,6 +119,10 @@ class Status:
     message: str = ""
 
 
+Scalars = dict[str, list[tuple[int, float, float]]]
+"""Numbers of the user's own: {name: [(step, sum, weight)]}."""
+
+
 @dataclasses.dataclass(frozen=True)
 class StepRecord:
     """One rank's part of one step. `loss` is the mean over this rank's samples (NaN without any)."""
@@ -390,6 +394,8 @@ class DispatchResult:
     """
     messages: object = None
     """Messages with other stages, of dtype :data:`~dtkit.history.comm_time.MESSAGE_DTYPE`; None if there were none."""
+    scalars: Scalars = dataclasses.field(default_factory=dict)
+    """Numbers that the steps passed to `dtkit.log`."""
     fingerprint: Fingerprint | None = None
     """Checksums after the last step, if the notebook asked for them."""
     fingerprint_s: float = 0.0

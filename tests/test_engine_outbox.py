@@ -168,7 +168,7 @@ def test_a_malformed_evaluation_is_left_out(tmp_path: Path, run: Path, text: str
 
 
 def _head(**changed: Any) -> bytes:
-    return json.dumps({"rows": 4, "places": 2, "messages": 4, "lines": [], **changed}).encode()
+    return json.dumps({"rows": 4, "places": 2, "messages": 4, "lines": [], "scalars": {}, **changed}).encode()
 
 
 WHOLE = piped(advance(4, 8))
@@ -189,6 +189,7 @@ BODY = np.asarray(WHOLE.rows).tobytes() + REST
         *(_head(places=count) + b"\n" + BODY for count in (0, -2, 3, 2**62, 2.5, "2", None)),
         *(_head(messages=count) + b"\n" + BODY for count in (0, -4, 3, 2**62, 4.5, "4", None)),
         *(_head(lines=lines) + b"\n" + BODY for lines in (None, "text", [["text", "hello"]], [4])),
+        *(_head(scalars=found) + b"\n" + BODY for found in (None, [], {"x": 1}, {"x": [[0, 1]]}, {"x": [[0, 1, "a"]]})),
         _head() + b"\n" + np.asarray(advance(4, 8, rank=0).rows).tobytes() + REST,  # another rank's
         _head() + b"\n" + np.asarray(advance(4, 8).rows)[::-1].tobytes() + REST,
         _head() + b"\n" + bytes(len(BODY)),

@@ -141,14 +141,14 @@ def test_parameters_around_the_blocks_count_where_they_are_used():
 
 def test_measured_costs_show_slow_layers():
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 4096), nn.Linear(4096, 4096), nn.Linear(4096, 3))
-    costs = layer_costs.measure_seconds(model, [torch.randn(32, 64)], CPU).layers
+    costs = layer_costs.measure_seconds(model, ModelInputs((torch.randn(32, 64),)), CPU).layers
     assert costs[2] == max(costs)
     assert costs[2] > 3 * costs[0]
 
 
 def test_measured_costs_show_a_slow_head_and_loss():
     model, tokens = Decoder(vocabulary=50_000, width=32), torch.zeros(4, 32, dtype=torch.long)
-    costs = layer_costs.measure_seconds(model, [tokens], CPU)
+    costs = layer_costs.measure_seconds(model, ModelInputs((tokens,)), CPU)
     assert costs.after_layers > 3 * max(costs.layers)
     small = Decoder()
     with_loss = layer_costs.measure_seconds(small, ModelInputs((TOKENS,)), CPU, lambda output: _slow_loss(output, 1000))
@@ -181,7 +181,7 @@ def test_measuring_does_not_change_the_model():
     model = nn.Sequential(twice, nn.BatchNorm1d(4), nn.ReLU(inplace=True), twice, nn.Dropout(0.5), nn.Linear(4, 2))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     torch.manual_seed(3)
-    costs = layer_costs.measure_seconds(model, [torch.randn(6, 4)], CPU)
+    costs = layer_costs.measure_seconds(model, ModelInputs((torch.randn(6, 4),)), CPU)
     drawn = torch.rand(3)
     torch.manual_seed(3)
     torch.randn(6, 4)
@@ -315,7 +315,7 @@ def test_unused_layers_raise():
             return self.blocks[0](x)
 
     with pytest.raises(ValueError, match=r"blocks.1 took no part"):
-        layer_costs.measure_seconds(Odd(), [torch.zeros(1, 2)], CPU)
+        layer_costs.measure_seconds(Odd(), ModelInputs((torch.zeros(1, 2),)), CPU)
 
 
 class Undecided(nn.Module):

@@ -17,7 +17,9 @@ from dtkit.engine import checks, node_info
 from dtkit.engine.data.sources import to_device
 from dtkit.engine.evaluation import check_metrics, evaluate_batches
 from dtkit.engine.lr_schedule import LearningRates
+from dtkit.engine.observe.call_output import ignore_logged, redirect_log
 from dtkit.engine.observe.phase_timer import build_blocked_times, build_messages, build_spans
+from dtkit.engine.observe.step_scalars import StepScalars
 from dtkit.engine.rng import JobRng
 from dtkit.engine.state.capture import capture_model
 from dtkit.engine.step_guard import StepGuard
@@ -78,6 +80,7 @@ class Job:
         """Report of the last step, if it was explained."""
         self._recent_step_s: list[float] = []
         self._completed_steps: list[CompletedStep] = []
+        self._scalars = StepScalars()
         self._end_reason = "done"
         self._nonfinite_loss: float | None = None
         self._nonfinite: NonFiniteLocations = ()
@@ -170,6 +173,7 @@ class Job:
             self._nonfinite,
             blocked_spans=build_blocked_times([done.events for done in completed], clock),
             messages=messages if len(messages) else None,
+            scalars=self._scalars.take(),
             fingerprint=checksums,
             fingerprint_s=fingerprint_s,
             step_report=self.step_report,
@@ -234,7 +238,8 @@ class Job:
         self, batches: Sequence[tuple[int, Any]], counts: Sequence[int], probe: StepProbe | None
     ) -> StepResult:
         try:
-            result = self._worker.step_result = self._worker.step(batches, counts, probe)
+            with self._scalars.collect():
+                result = self._worker.step_result = self._worker.step(batches, counts, probe)
         except ValueError as error:
             checks.add_batch_norm_hint(error)
             raise
@@ -249,6 +254,7 @@ class Job:
     def _complete_step(self, step_result: StepResult) -> CompletedStep:
         """Return the record of the current step, which ends now."""
         samples, lr, sent_bytes = self._step_start
+        self._scalars.end_step(self.step, samples)
         events = self.context.phases.end_step()
         return CompletedStep(self.step, samples, lr, step_result, events, self._count_sent_bytes() - sent_bytes)
 
@@ -318,7 +324,7 @@ class Job:
         `after_epoch`, a schedule that needs a metric takes its step.
         """
         check_metrics(metrics, self.loss_fn)
-        with self._worker.eval_mode() as forward, self._rng.preserve_states():
+        with self._worker.eval_mode() as forward, self._rng.preserve_states(), redirect_log(ignore_logged):
             padded = self._pad_batches(batches, max_batches)
             samples, sums = evaluate_batches(forward, padded, metrics, self.context.device)
         if after_epoch and self.step % self._batch_source.steps_per_epoch == 0:

@@ -114,6 +114,7 @@ def _encode_dispatch(advance: DispatchResult, items: Sequence[Any]) -> bytes:
         "places": None if spans is None else spans.shape[1],
         "messages": None if messages is None else len(messages),
         "lines": [format_output(kind, item) for kind, item in items],
+        "scalars": advance.scalars,
     }
     arrays = [array.tobytes() for array in (rows, spans, messages) if array is not None]
     return b"".join((json.dumps(header).encode(), b"\n", *arrays))
@@ -169,11 +170,17 @@ def _read_dispatch(path: Path, rank: int) -> tuple[DispatchResult, list[Any]] | 
         rows = np.frombuffer(data[: ends[0]], ROW_DTYPE).copy()
         blocked = None if width is None else np.frombuffer(data[ends[0] : ends[1]], "f8").reshape(count, width, 3)
         messages = None if num_messages is None else np.frombuffer(data[ends[1] :], MESSAGE_DTYPE)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        scalars = {
+            str(name): [(int(step), float(total), float(weight)) for step, total, weight in values]
+            for name, values in header["scalars"].items()
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     first = int(rows["step"][0])
     in_order = np.array_equal(rows["step"], np.arange(first, first + count)) and (rows["rank"] == rank).all()
     if not in_order or not isinstance(lines, list) or not all(isinstance(text, str) for text in lines):
         return None
-    result = DispatchResult(rows, first + count, float(rows["lr"][-1]), blocked_spans=blocked, messages=messages)
+    result = DispatchResult(
+        rows, first + count, float(rows["lr"][-1]), blocked_spans=blocked, messages=messages, scalars=scalars
+    )
     return result, [("text", text) for text in lines]

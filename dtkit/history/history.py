@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from dtkit.history.scalars import ScalarRecord, ScalarTables
 from dtkit.types import Evaluation, Event, StepRecord
 
 if TYPE_CHECKING:
@@ -61,10 +62,13 @@ TOTAL_DTYPE = np.dtype(
 """Row of one step over all ranks."""
 
 _CHUNK_ROWS = 16384
-_ITEM_CLASSES: dict[str, type[StepRecord | Evaluation | Event]] = {
+HistoryItem = StepRecord | Evaluation | Event | ScalarRecord
+"""What a line of a history in JSON has."""
+_ITEM_CLASSES: dict[str, type[HistoryItem]] = {
     "row": StepRecord,
     "evaluation": Evaluation,
     "event": Event,
+    "scalars": ScalarRecord,
 }
 
 
@@ -80,8 +84,8 @@ class HistoryLog(Protocol):
     def append_rows(self, block: np.ndarray) -> None:
         """Append rows of dtype :data:`ROW_DTYPE`."""
 
-    def append_event(self, item: Event | Evaluation) -> None:
-        """Append an event or an evaluation."""
+    def append_event(self, item: Event | Evaluation | ScalarRecord) -> None:
+        """Append an event, an evaluation, or numbers of the user's own."""
 
     def close(self) -> None:
         """Write nothing more."""
@@ -142,6 +146,7 @@ class History:
         self._lock = threading.Lock()
         self.events: list[Event] = []
         self.evaluations: list[Evaluation] = []
+        self._scalars = ScalarTables()
         self.run_log: HistoryLog | None = None
         """Log on disk to which the history is also written."""
 
@@ -162,13 +167,16 @@ class History:
         if run_log is not None:
             run_log.append_rows(block)
 
-    def add(self, event: Event | Evaluation) -> None:
-        """Add an event or an evaluation. An evaluation replaces an earlier one after the same number of steps."""
+    def add(self, event: Event | Evaluation | ScalarRecord) -> None:
+        """Add an item. An evaluation replaces an earlier one after the same number of steps."""
         run_log = self.run_log
         if run_log is not None:
             run_log.append_event(event)
         if isinstance(event, Event):
             self.events.append(event)
+            return
+        if isinstance(event, ScalarRecord):
+            self._scalars.add(event)
             return
         for k, known in enumerate(self.evaluations):
             if known.step == event.step:  # the run went back to an earlier step
@@ -190,6 +198,8 @@ class History:
                 self._totals.append(other._totals.read(0, len(other._totals)))
         self.events += other.events
         self.evaluations += other.evaluations
+        for record in other.list_scalar_records():
+            self._scalars.add(record)
 
     def copy_until(self, rows: int, events: int, evaluations: int) -> History:
         """Return a copy of the first `rows`, `events` and `evaluations`."""
@@ -197,6 +207,10 @@ class History:
         copy.append(self.rows(0, rows))
         copy.events = self.events[:events]
         copy.evaluations = self.evaluations[:evaluations]
+        last_step = int(copy.column("step").max(initial=-1))
+        for record in self.list_scalar_records():
+            kept = {name: [row for row in rows if row[0] <= last_step] for name, rows in record.scalars.items()}
+            copy.add(ScalarRecord(record.rank, {name: rows for name, rows in kept.items() if rows}))
         return copy
 
     # -- reading ----------------------------------------------------------------------------------------------
@@ -233,10 +247,26 @@ class History:
         return [int(r) for r in np.unique(self.column("rank"))]
 
     def column(self, name: str) -> np.ndarray:
-        """Return one column of all rows."""
+        """Return one column of all rows: a part of :class:`~dtkit.types.StepRecord`, or numbers from `dtkit.log`."""
+        if name in self.scalar_names:
+            return self._scalars.align(name, self.rows())
         if name not in (ROW_DTYPE.names or ()):
-            raise ValueError(f"no column {name!r}; the columns are {', '.join(ROW_DTYPE.names or ())}")
+            names = [*(ROW_DTYPE.names or ()), *self.scalar_names]
+            raise ValueError(f"no column {name!r}; the columns are {', '.join(names)}")
         return self.rows()[name]
+
+    @property
+    def scalar_names(self) -> list[str]:
+        """Names of the numbers that `dtkit.log` got."""
+        return self._scalars.names
+
+    def scalar(self, name: str, rank: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Return (steps, values) that one rank passed to `dtkit.log`, or the mean over all ranks by samples."""
+        return self._scalars.read(name, rank)
+
+    def list_scalar_records(self) -> list[ScalarRecord]:
+        """Return all numbers from `dtkit.log`, for a log or another history."""
+        return self._scalars.list_records()
 
     def __getitem__(self, index: int) -> StepRecord:
         if not -len(self) <= index < len(self):
@@ -273,13 +303,14 @@ class History:
         """Return a DataFrame with a row for each rank and step. Needs pandas."""
         import pandas as pd
 
-        return pd.DataFrame(self.rows())
+        rows = self.rows()
+        return pd.DataFrame(rows).assign(**{name: self._scalars.align(name, rows) for name in self.scalar_names})
 
     def to_jsonl(self, path: str | Path) -> None:
         """Write rows, evaluations and events, one JSON object on each line. :meth:`from_jsonl` reads them."""
         with Path(path).open("w", encoding="utf-8") as file:
             file.write(json.dumps({"type": "head", "copies": self.ranks_per_replica}) + "\n")
-            for items in (self, self.evaluations, self.events):
+            for items in (self, self.evaluations, self.events, self.list_scalar_records()):
                 file.writelines(map(encode_line, items))
 
     @classmethod
@@ -305,13 +336,13 @@ class History:
         return f"History({len(self)} rows, {self.num_steps} steps, {len(self.ranks)} ranks, last loss {losses[-1]:.4g})"
 
 
-def encode_line(item: StepRecord | Evaluation | Event) -> str:
+def encode_line(item: HistoryItem) -> str:
     """Return an item as a line of JSON, from which :func:`decode_fields` makes it again."""
     kind = next(kind for kind, item_class in _ITEM_CLASSES.items() if type(item) is item_class)
     return json.dumps({"type": kind, **dataclasses.asdict(item)}) + "\n"
 
 
-def decode_fields(fields: dict[str, Any]) -> StepRecord | Evaluation | Event:
+def decode_fields(fields: dict[str, Any]) -> HistoryItem:
     """Return the item of a line's fields; KeyError or TypeError if there is none."""
     return _ITEM_CLASSES[fields.pop("type")](**fields)
 

@@ -24,6 +24,7 @@ import numpy as np
 from dtkit._util import files
 from dtkit._util.formatting import format_count
 from dtkit.history.history import ROW_DTYPE, History, decode_fields, encode_line
+from dtkit.history.scalars import ScalarRecord
 from dtkit.types import Evaluation, Event
 
 if TYPE_CHECKING:
@@ -51,7 +52,11 @@ class RunLog:
     def start_recording(self, history: History) -> None:
         """Write the history so far, and have it write what follows."""
         self.append_rows(history.rows())
-        items: list[Event | Evaluation] = [*history.events, *history.evaluations]
+        items: list[Event | Evaluation | ScalarRecord] = [
+            *history.events,
+            *history.evaluations,
+            *history.list_scalar_records(),
+        ]
         self._events.append("".join(map(encode_line, items)).encode())
         history.run_log = self
 
@@ -64,8 +69,8 @@ class RunLog:
         """Append rows of dtype :data:`ROW_DTYPE`."""
         self._rows.append(block.tobytes())
 
-    def append_event(self, item: Event | Evaluation) -> None:
-        """Append an event or an evaluation."""
+    def append_event(self, item: Event | Evaluation | ScalarRecord) -> None:
+        """Append an event, an evaluation, or numbers of the user's own."""
         self._events.append(encode_line(item).encode())
 
     def close(self) -> None:
@@ -98,7 +103,7 @@ def read_history(folder: Path, *, ranks_per_replica: int) -> History:
             item = decode_fields(json.loads(line))
         except (ValueError, KeyError, TypeError, AttributeError):
             item = None
-        if isinstance(item, Event | Evaluation):
+        if isinstance(item, Event | Evaluation | ScalarRecord):
             history.add(item)
         else:
             unreadable += 1

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dtkit.engine.observe.call_output import log
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -140,7 +142,7 @@ class Loss:
 
     def _weigh(self, value: Any, labels: Any, source: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return (mean, None) or (sum, weight) of what the user's function returned."""
-        total, weight = _check_loss_value(value, source)
+        total, weight = _check_loss_value(_take_logged(value), source)
         if weight is not None or self.label_weight is None or not isinstance(labels, torch.Tensor):
             return total, weight
         count = self.label_weight.count(labels)
@@ -202,6 +204,14 @@ def get_model_loss(output: Any) -> Any:
 def get_logits(output: Any) -> Any:
     """Return the logits of a model's output if it has some, else all of it."""
     return getattr(output, "logits", output)
+
+
+def _take_logged(value: Any) -> Any:
+    """Return what a user's function returned without a dict of numbers at its end, which is logged."""
+    if not (isinstance(value, tuple) and value and type(value[-1]) is dict):
+        return value
+    log(**value[-1])
+    return value[0] if len(value) == 2 else value[:-1]
 
 
 def _check_loss_value(value: Any, source: str) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dtkit._util.torch_private import foreach_norm
+from dtkit.engine.observe.step_scalars import weigh_scalars
 from dtkit.engine.state.checksum import compute_checksum
 from dtkit.engine.state.shards import MODEL_PREFIX
 from dtkit.strategies import gradients
@@ -46,6 +47,7 @@ class LossAccumulator:
 
     def add(self, loss: torch.Tensor, loss_weight: torch.Tensor | None, count: int) -> torch.Tensor:
         """Add a micro-batch's loss, and return its part of the global mean (or sum), to differentiate."""
+        weigh_scalars(count)
         self.loss_form = LOSS_IS_MEAN if loss_weight is None else LOSS_IS_WEIGHTED_SUM
         part = loss.detach() if loss_weight is not None else loss.detach() * count
         self._loss_sum = part if self._loss_sum is None else self._loss_sum + part

@@ -15,6 +15,7 @@ import numpy as np
 
 from dtkit.history import comm_time
 from dtkit.history.engine_outbox import format_output
+from dtkit.history.scalars import ScalarRecord
 from dtkit.types import DispatchResult, Evaluation, Event
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from dtkit.history.engine_outbox import EvaluationSums, UnreadDispatches
     from dtkit.history.history import History
     from dtkit.rpc.engine_group import EngineGroup
-    from dtkit.types import Reply
+    from dtkit.types import Reply, Scalars
 
 
 class Recorder:
@@ -32,6 +33,7 @@ class Recorder:
     def __init__(self, engine_group: EngineGroup, history: History) -> None:
         self._engine_group, self._history = engine_group, history
         self._extra_rows: list[np.ndarray] = []  # rows of the ranks that were ahead when one failed
+        self._extra_scalars: list[ScalarRecord] = []
         self._has_reported_write_error = False
 
     @property
@@ -53,6 +55,9 @@ class Recorder:
         rows = [np.asarray(advance.rows) for advance in advances]
         self._split_blocked_time(rows, advances, ranks)
         self._history.append(np.concatenate(rows))
+        for rank, advance in zip(ranks, advances, strict=True):
+            if advance.scalars:
+                self._history.add(ScalarRecord(rank, advance.scalars))
         step = int(rows[0]["step"][0]) if len(rows[0]) else advances[0].step
         for rank, (_, items) in zip(ranks, values, strict=True):
             for item in items:
@@ -134,6 +139,7 @@ class Recorder:
     def clear_extra_rows(self) -> None:
         """Forget the rows beyond the common step: another failure has come."""
         self._extra_rows.clear()
+        self._extra_scalars.clear()
 
     def record_common_steps(self, replies: Mapping[int, Reply[Any]]) -> int | None:
         """Record the steps that all ranks completed before one failed; return the step after them.
@@ -154,9 +160,10 @@ class Recorder:
         self.record_steps(
             [(_slice_steps(advance, 0, common_step), items) for advance, items in values.values()], list(values)
         )
-        self._extra_rows += [
-            np.asarray(_slice_steps(advance, common_step, advance.step).rows) for advance, _ in values.values()
-        ]
+        for rank, (advance, _) in values.items():
+            beyond = _slice_steps(advance, common_step, advance.step)
+            self._extra_rows.append(np.asarray(beyond.rows))
+            self._extra_scalars.append(ScalarRecord(rank, beyond.scalars))
 
     def record_extra_rows(self, step: int) -> None:
         """Record the kept rows before `step`, from which all ranks continue."""
@@ -164,6 +171,9 @@ class Recorder:
         self._extra_rows.clear()
         if any(map(len, rows)):
             self._history.append(np.concatenate(rows))
+        for record in self._extra_scalars:
+            self._history.add(ScalarRecord(record.rank, _select_steps(record.scalars, 0, step)))
+        self._extra_scalars.clear()
 
 
 def _split_message_time(
@@ -191,7 +201,13 @@ def _slice_steps(advance: DispatchResult, first: int, stop: int) -> DispatchResu
     rows = np.asarray(advance.rows)
     inside = (rows["step"] >= first) & (rows["step"] < stop)
     blocked = None if advance.blocked_spans is None else np.asarray(advance.blocked_spans)[inside]
-    return dataclasses.replace(advance, rows=rows[inside], blocked_spans=blocked)
+    scalars = _select_steps(advance.scalars, first, stop)
+    return dataclasses.replace(advance, rows=rows[inside], blocked_spans=blocked, scalars=scalars)
+
+
+def _select_steps(scalars: Scalars, first: int, stop: int) -> Scalars:
+    selected = {name: [row for row in part if first <= row[0] < stop] for name, part in scalars.items()}
+    return {name: part for name, part in selected.items() if part}
 
 
 def combine_evaluations(step: int, parts: Sequence[EvaluationSums]) -> Evaluation:

@@ -122,41 +122,68 @@ class _LineStream(io.TextIOBase):
             self._partial_line = ""
 
 
-_active_output: CallOutput | None = None
+_add_logged: Callable[[dict[str, Any]], None] | None = None
 
 
 @contextlib.contextmanager
 def activate_output(output: CallOutput) -> Iterator[None]:
     """Let :func:`log` add to `output` within the context."""
-    global _active_output  # noqa: PLW0603 - an engine runs one call at a time
-    previous, _active_output = _active_output, output
+    with (
+        redirect_log(lambda values: output.add_row({name: float(value) for name, value in values.items()})),
+        output.capture_streams(),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def redirect_log(add: Callable[[dict[str, Any]], None]) -> Iterator[None]:
+    """Let :func:`log` pass its numbers to `add` within the context. They may be tensors of one element."""
+    global _add_logged  # noqa: PLW0603 - an engine runs one call at a time
+    previous, _add_logged = _add_logged, add
     try:
-        with output.capture_streams():
-            yield
+        yield
     finally:
-        _active_output = previous
+        _add_logged = previous
 
 
-def log(**values: float) -> None:
-    """Report numbers from a function in ``cluster.run``. The notebook shows them live as a row of this rank.
+def ignore_logged(_values: dict[str, Any]) -> None:
+    """Do nothing with logged numbers: they belong to no step."""
 
-    Example: ``dtkit.log(loss=loss.item(), samples=len(batch))``. Tensors of one element count as numbers.
+
+def log(**values: Any) -> None:
+    """Report numbers of this rank, from a training or from a function in ``cluster.run``.
+
+    In a loss or training step they become columns of the run's history, by step: means over the samples of all ranks,
+    or of pairs (sum, weight). From a function the notebook shows them live, as a row of the rank.
+
+    Example: ``dtkit.log(kl=kl, grad_scale=2.0)``. Tensors of one element count as numbers, and need no ``.item()``.
     """
-    row = {}
     for name, value in values.items():
-        if name in RESERVED_COLUMNS:
-            raise ValueError(
-                f"dtkit.log({name}=...): dtkit fills the columns {' and '.join(RESERVED_COLUMNS)} itself; use "
-                "another name"
-            )
-        try:
-            row[name] = float(value)
-        except (TypeError, ValueError):
-            raise TypeError(
-                f"dtkit.log({name}={type(value).__name__}): values must be numbers or tensors of one element; "
-                "use .item() or .mean()"
-            ) from None
-    if _active_output is None:  # in the notebook, where users try a loop first
-        print(" ".join(f"{k}={v:.6g}" for k, v in row.items()), file=sys.stdout)  # noqa: T201
+        _check_logged(name, value)
+    if _add_logged is None:  # in the notebook, where users try a loop first
+        print(" ".join(f"{k}={float(v):.6g}" for k, v in values.items()), file=sys.stdout)  # noqa: T201
         return
-    _active_output.add_row(row)
+    _add_logged(values)
+
+
+def _check_logged(name: str, value: Any) -> None:
+    if name in RESERVED_COLUMNS:
+        raise ValueError(
+            f"dtkit.log({name}=...): dtkit fills the columns {' and '.join(RESERVED_COLUMNS)} itself; use another name"
+        )
+    numbers = value if isinstance(value, tuple) and len(value) == 2 else (value,)
+    if not all(_is_number(number) for number in numbers):
+        raise TypeError(
+            f"dtkit.log({name}={type(value).__name__}): values must be numbers or tensors of one element; "
+            "use .item() or .mean()"
+        )
+
+
+def _is_number(value: Any) -> bool:
+    if hasattr(value, "numel"):
+        return bool(value.numel() == 1)
+    try:
+        float(value)
+    except (TypeError, ValueError):
+        return False
+    return True

@@ -6,7 +6,7 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 from dtkit._util import timeouts
-from dtkit.engine.observe.call_output import CallOutput, activate_output
+from dtkit.engine.observe.call_output import CallOutput, activate_output, ignore_logged, redirect_log
 from dtkit.rpc import pickling
 from dtkit.rpc.payload import Payload
 from dtkit.rpc.protocol import JobOperations
@@ -68,9 +68,12 @@ class JobOps(JobOperations):
         key = definition.data
         data = state.streams[key] if key in state.streams else state.data[key]
         model = state.get_model(definition.model)
-        return state.run_abortable(
-            lambda: build_job(program, model, data, definition.plan, definition.loading, location, reference=reference)
-        )
+        with redirect_log(ignore_logged):  # trials of the loss belong to no step
+            return state.run_abortable(
+                lambda: build_job(
+                    program, model, data, definition.plan, definition.loading, location, reference=reference
+                )
+            )
 
     # -- steps ------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,84 @@
+"""Numbers of the user's own, by name, rank and step: what `dtkit.log` got in a training.
+
+They are few and come in any order, so each name has a table of its own next to the history's rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from dtkit.types import Scalars
+
+SCALAR_DTYPE = np.dtype([("step", "i4"), ("rank", "i4"), ("total", "f8"), ("weight", "f8")])
+"""Row of one name, rank and step; the value is the total divided by the weight."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ScalarRecord:
+    """One rank's numbers of some steps, as a line of the run log."""
+
+    rank: int
+    scalars: Scalars
+
+
+class ScalarTables:
+    """Tables of all names. One thread appends; others read."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, list[np.ndarray]] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """Names in the order in which they were first logged."""
+        return list(self._parts)
+
+    def add(self, record: ScalarRecord) -> None:
+        """Append one rank's numbers."""
+        for name, rows in record.scalars.items():
+            part = np.zeros(len(rows), SCALAR_DTYPE)
+            steps, totals, weights = zip(*rows, strict=True)
+            part["step"], part["total"], part["weight"], part["rank"] = steps, totals, weights, record.rank
+            self._parts.setdefault(name, []).append(part)
+
+    def list_records(self) -> list[ScalarRecord]:
+        """Return all numbers, as they were appended."""
+        return [
+            ScalarRecord(int(part["rank"][0]), {name: part[["step", "total", "weight"]].tolist()})
+            for name, parts in list(self._parts.items())
+            for part in list(parts)
+        ]
+
+    def read(self, name: str, rank: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Return (steps, values) of one rank, or means over all ranks by weight. Raises ValueError for a wrong name.
+
+        A step that was taken again counts once, as it was last.
+        """
+        if name not in self._parts:
+            names = ", ".join(self._parts) or "none"
+            raise ValueError(f"no numbers were logged as {name!r}; there are {names}")
+        rows = np.concatenate(list(self._parts[name]))
+        rows = rows if rank is None else rows[rows["rank"] == rank]
+        _, last = np.unique(rows[["step", "rank"]][::-1], return_index=True)
+        rows = rows[::-1][last]  # by step, then by rank
+        if not len(rows):
+            return np.empty(0, "i4"), np.empty(0)
+        steps, first = np.unique(rows["step"], return_index=True)
+        total, weight = (np.add.reduceat(rows[key], first) for key in ("total", "weight"))
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return steps, total / weight
+
+    def align(self, name: str, rows: np.ndarray) -> np.ndarray:
+        """Return a value for each of a history's rows; NaN where nothing was logged."""
+        values = np.full(len(rows), np.nan)
+        for rank in np.unique(rows["rank"]):
+            steps, logged = self.read(name, int(rank))
+            of_rank = np.flatnonzero(rows["rank"] == rank)
+            at = np.searchsorted(steps, rows["step"][of_rank])
+            known = at < len(steps)
+            known[known] = steps[at[known]] == rows["step"][of_rank][known]
+            values[of_rank[known]] = logged[at[known]]
+        return values

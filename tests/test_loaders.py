@@ -31,7 +31,7 @@ from dtkit.engine.data.sample_seeds import SampleSeeds
 from dtkit.engine.data.sources import ArraySource, DatasetSource, as_source, load_source
 from dtkit.engine.data.worker_loader import WorkerLoader
 from dtkit.mesh import Mesh
-from dtkit.types import JobPlan, LoadingOptions
+from dtkit.rpc.job_plan import JobPlan, LoadingOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -14,10 +14,10 @@ from dtkit.data.partition import Partition
 from dtkit.engine.checks import add_batch_norm_hint, check_batch_norm
 from dtkit.engine.data.batches import ShardedBatches, Shards
 from dtkit.engine.data.sources import ArraySource
+from dtkit.rpc.job_plan import JobPlan
 from dtkit.strategies.base import TrainingProgram
 from dtkit.strategies.data_parallel import DataParallel
 from dtkit.strategies.loss import Loss
-from dtkit.types import JobPlan
 
 
 def batch(rows: int = 6) -> tuple[torch.Tensor, torch.Tensor]:

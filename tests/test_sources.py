@@ -25,7 +25,7 @@ from dtkit.engine.data.prefetch_loader import SyncLoader
 from dtkit.engine.data.sample_seeds import SampleSeeds
 from dtkit.engine.data.sources import ArraySource, DatasetSource, HubSource, MappedSource, as_source, load_source
 from dtkit.rpc import pickling
-from dtkit.types import JobPlan
+from dtkit.rpc.job_plan import JobPlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable

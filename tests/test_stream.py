@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, TensorDataset
 from dtkit.data.partition import Partition
 from dtkit.engine.data.batches import ShardedBatches, Shards
 from dtkit.engine.data.sources import ArraySource, DatasetSource, as_source, to_device
-from dtkit.types import IN_ORDER, JobPlan
+from dtkit.rpc.job_plan import IN_ORDER, JobPlan
 
 SAMPLES = 121  # divides by none of 2, 3, 4
 

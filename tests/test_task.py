@@ -106,8 +106,8 @@ def cluster() -> FakeCluster:
     return FakeCluster()
 
 
-def start(cluster: Any, fn: Any = len, *args: Any, own_group: bool = False) -> task.Task:
-    return task.submit(cluster, fn, args, {}, own_group=own_group)
+def start(cluster: Any, fn: Any = len, *args: Any) -> task.Task:
+    return task.submit(cluster, fn, args, {})
 
 
 def row(**values: Any) -> tuple[str, dict[str, Any]]:
@@ -198,9 +198,9 @@ def test_no_result_stays_in_shared_memory(cluster, fails):
 def test_only_ranks_that_still_run_are_interrupted(cluster):
     call = start(cluster)
     cluster.answer(0)
+    cluster.on_interrupt = lambda: cluster.answer(1)
     call.cancel()
     assert cluster.interrupted == [[1]]
-    cluster.answer(1)
     call.result(10)
     call.cancel()
     assert cluster.interrupted == [[1]]
@@ -216,31 +216,36 @@ def test_the_thread_ends_with_the_call(cluster):
     assert not thread.is_alive()
 
 
-def test_script_gets_a_store_and_a_new_attempt_and_the_group_is_formed_again(cluster):
+def test_script_gets_a_store_and_a_new_attempt(cluster):
     for attempt in range(2):
-        call = start(cluster, own_group=True)
+        call = task.submit_script(cluster, len, (), {})
         (opened, to), (op, args) = cluster.sent[-2:]
         assert (opened, to["ranks"], op, args["port"], args["restart_count"]) == (
             "open_torchrun_store",
             [0],
-            "call_function",
+            "run_script",
             4321,
             attempt,
         )
-        assert cluster.formed == attempt
         cluster.answer(0)
         cluster.answer(1)
         call.result(10)
-        assert cluster.formed == attempt + 1
+    assert cluster.formed == 0
 
 
-def test_group_is_formed_again_once_after_a_failing_script(cluster):
-    call = start(cluster, own_group=True)
-    cluster.answer(0)
-    cluster.answer(1, failure=broke(1))
-    with pytest.raises(EngineError):
-        call.result(10)
-    assert cluster.formed == 1
+@pytest.mark.parametrize(
+    ("main", "args", "kwargs", "error"),
+    [
+        (4, (), {}, "fn is a int, which can't be called"),
+        ("missing.py", (), {}, r"missing\.py is not a file; give the path of a script, '-m' and a module"),
+        ("-m", (), {}, "'-m' without a module"),
+        ("missing.py", (), {"epochs": 3}, "epochs: a script takes command-line arguments only"),
+    ],
+)
+def test_script_that_does_not_exist_is_refused_at_once(cluster, main, args, kwargs, error):
+    with pytest.raises((TypeError, ValueError, FileNotFoundError), match=error):
+        task.submit_script(cluster, main, args, kwargs)
+    assert cluster.sent == []
 
 
 # -- output of ranks -----------------------------------------------------------------------------------------

@@ -90,6 +90,20 @@ TASK_TIMEOUT_S = 1e7
 """Limit for a user's own loop, which may train for days. Failed and lost ranks end the wait at once."""
 TASK_INTERRUPT_TIMEOUT_S = 30.0
 """Limit for an interrupted task to end, with the process group formed again."""
+SCRIPT_POLL_S = 0.1
+"""Longest uninterrupted wait of an engine for a script's process."""
+SCRIPT_INTERRUPT_TIMEOUT_S = 2.0
+"""Limit for an interrupted script to end by itself, before it is killed."""
+SCRIPT_KILL_TIMEOUT_S = 1.0
+"""Limit for the system to end a killed script."""
+SCRIPT_OUTPUT_TIMEOUT_S = 1.0
+"""Limit for the last output of a script that has ended."""
+CANCEL_INTERRUPT_TIMEOUT_S = 3.5
+"""Limit for a cancelled function to end after an interrupt; longer than a script may take to be killed."""
+CANCEL_AGAIN_TIMEOUT_S = 1.0
+"""The same limit after the second interrupt."""
+CANCEL_KILL_TIMEOUT_S = 1.5
+"""Limit for the notebook to notice that a cancelled function's engine has ended."""
 OUTPUT_PERIOD_S = 0.25
 """Period of publishing what a call logs and prints."""
 OUTPUT_IDLE_TIMEOUT_S = 3600.0

@@ -48,18 +48,23 @@ class Cluster(Engines):
 
         The cell shows live what ranks print and pass to :func:`dtkit.log`. An interrupt reaches the engines.
         """
-        return task.submit(self._engine_group, fn, args, kwargs).display_and_wait()
+        return task.submit(self._engine_group, fn, args, kwargs, self.repair).display_and_wait()
 
     def submit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> task.Task:
         """Call a function as :meth:`run` does, without waiting. The returned task displays itself."""
-        return task.submit(self._engine_group, fn, args, kwargs)
+        return task.submit(self._engine_group, fn, args, kwargs, self.repair)
 
-    def torchrun(self, main: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Call ``main(*args, **kwargs)`` on every rank in torchrun's environment, and return the results by rank.
+    def torchrun(self, main: str | Path | Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Run a script in a fresh process for each rank, as torchrun would, and return the results by rank.
 
-        Use it for a script that makes its own process group. dtkit's group is formed again afterwards.
+        main : the path of a script (``cluster.torchrun("train.py", "--epochs", 3)``), "-m" and a module's name, or a
+            function, which is called with the other arguments. It makes its own process group.
+
+        The cell shows live what ranks print and pass to :func:`dtkit.log`. A function's results are what it returns,
+        and a script's are its exit codes, 0. Any other code raises EngineError, and ends the other ranks. An interrupt
+        ends the processes within seconds. Engines, and what they hold, stay as they are.
         """
-        return task.submit(self._engine_group, main, args, kwargs, own_group=True).display_and_wait()
+        return task.submit_script(self._engine_group, main, args, kwargs, self.repair).display_and_wait()
 
     def partition(
         self,

@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from dtkit.engine.comm.process_group import Group
     from dtkit.engine.data.batches import Shards
     from dtkit.engine.data.sources import RowSource
+    from dtkit.rpc.job_plan import JobPlan, LoadingOptions
     from dtkit.rpc.reference import Reference
     from dtkit.strategies.base import Strategy, TrainingProgram
     from dtkit.strategies.loss import Loss
-    from dtkit.types import JobPlan, LoadingOptions
 
 _NUM_SAMPLE_ROWS = 2  # to try a model with
 

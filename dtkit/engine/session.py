@@ -18,6 +18,7 @@ from dtkit.engine.ops.group import GroupOps
 from dtkit.engine.ops.job_state import StateOps
 from dtkit.engine.ops.jobs import JobOps
 from dtkit.engine.ops.state import EngineState
+from dtkit.engine.script_process import ScriptError
 from dtkit.errors import RefusedError
 from dtkit.rpc.protocol import OPERATIONS, bind_operations
 from dtkit.types import Failure
@@ -62,7 +63,7 @@ class Session:
             result = state.jobs[name].collect_results()
             state.get_outbox(name).store_dispatch(result, items)  # for the next notebook, if this one has ended
             return result, items
-        return (None, items) if request.op == "call_function" else None
+        return (None, items) if request.op in ("call_function", "run_script") else None
 
     def build_failure(self, error: BaseException, request: Request) -> Failure:
         """Return the report on an error that ended a request."""
@@ -72,14 +73,18 @@ class Session:
         kind = "refused" if isinstance(error, RefusedError) else "error"
         if kind == "error" and self.state.sigint_handler.was_interrupted:  # user code may raise KeyboardInterrupt too
             kind = "interrupted"
+        name, details = type(error).__name__, error_report.format_traceback(error)
+        is_victim = is_lost_peer_error(error)
+        if isinstance(error, ScriptError):  # another process has the error itself
+            name, details, is_victim = error.kind, error.details, is_lost_peer_error(RuntimeError(str(error)))
         return Failure(
             rank=self.state.rank,
             host=socket.gethostname(),
-            type=type(error).__name__,
+            type=name,
             message=error_report.format_message(error),
-            traceback=error_report.format_traceback(error),
+            traceback=details,
             step=None if job is None else job.step,
-            victim=is_lost_peer_error(error),
+            victim=is_victim,
             kind=kind,
         )
 

@@ -38,6 +38,7 @@ def _can_train_on(make_batch: Callable[[], Any], model: torch.nn.Module, loss: L
 
     model.eval()
     try:
+        # silent: if neither form can be trained on, the first step raises the same error
         return run_guarded(try_loss, lambda _: False)
     finally:
         model.train(training)

@@ -80,7 +80,7 @@ class EngineGroup:
         self.membership = Membership(self, transport, folder, config)
         self.uploads = Uploads(self.membership)
         self.torchrun_attempts = itertools.count()
-        """Restart count of each script that makes its own process group."""
+        """Restart count of each script."""
         self.is_closed = False
         self._reform_thread: threading.Thread | None = None
         self._keys_to_free: collections.deque[str] = collections.deque()

@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from dtkit.planning.cost_model import ActivationPeak, AvailableMemory, LinkSpeeds, ModelSizes, StepTimings
     from dtkit.planning.layer_chain import LayerChain
     from dtkit.planning.memory_report import MemoryUsage
+    from dtkit.rpc.job_plan import JobDefinition, LoadingOptions
     from dtkit.rpc.payload import Payload
     from dtkit.rpc.reference import Reference
+    from dtkit.rpc.script import Script
     from dtkit.types import (
         CheckpointReport,
         DispatchResult,
         EngineDescription,
         EngineInventory,
         GroupSpec,
-        JobDefinition,
         JobPosition,
-        LoadingOptions,
         OutputItem,
         SnapshotReport,
     )
@@ -140,17 +140,16 @@ class FunctionOperations(ABC):
     """Calls of the user's functions."""
 
     @abstractmethod
-    def call_function(
-        self, *, payload: Payload, port: int | None = None, restart_count: int = 0
-    ) -> tuple[Payload | None, list[OutputItem]]:
-        """Call ``fn(*args, **kwargs)``; return its result and its output. No result after a failure.
-
-        With the `port` of a store the function runs in torchrun's environment, without the cluster's process group.
-        """
+    def call_function(self, *, payload: Payload) -> tuple[Payload | None, list[OutputItem]]:
+        """Call ``fn(*args, **kwargs)``; return its result and its output. No result after a failure."""
 
     @abstractmethod
     def open_torchrun_store(self) -> int:
         """Open a store for the process group of a script; return its port."""
+
+    @abstractmethod
+    def run_script(self, *, script: Script, port: int, restart_count: int) -> tuple[Payload | None, list[OutputItem]]:
+        """Run a script in a fresh process, in torchrun's environment with the `port` of a store; return as above."""
 
 
 class DataOperations(ABC):

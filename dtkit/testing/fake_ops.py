@@ -38,18 +38,12 @@ if TYPE_CHECKING:
     from dtkit.history.engine_outbox import EvaluationSums
     from dtkit.planning.cost_model import ActivationPeak, ModelSizes
     from dtkit.planning.layer_chain import LayerChain
+    from dtkit.rpc.job_plan import JobDefinition, LoadingOptions
     from dtkit.rpc.payload import Payload
     from dtkit.rpc.reference import Reference
+    from dtkit.rpc.script import Script
     from dtkit.testing.fake_engine import FakeEngine
-    from dtkit.types import (
-        CheckpointReport,
-        EngineDescription,
-        GroupSpec,
-        JobDefinition,
-        LoadingOptions,
-        OutputItem,
-        SnapshotReport,
-    )
+    from dtkit.types import CheckpointReport, EngineDescription, GroupSpec, OutputItem, SnapshotReport
 
 _NO_STATE = "fake engines have no state to save"
 
@@ -121,17 +115,19 @@ class _Group(_Subject, GroupOperations):
 
 
 class _Functions(_Subject, FunctionOperations):
-    def call_function(
-        self, *, payload: Payload, port: int | None = None, restart_count: int = 0
-    ) -> tuple[Payload | None, list[OutputItem]]:
+    def call_function(self, *, payload: Payload) -> tuple[Payload | None, list[OutputItem]]:
         engine = self._engine
         fn, args, kwargs = payload.load()
-        engine.is_broken = port is not None  # a script's group replaces the cluster's until it is formed again
         items = engine.take_output()
         return engine.pack(fn(*args, **kwargs), name="the function's result"), items
 
     def open_torchrun_store(self) -> int:
         return 1
+
+    def run_script(self, *, script: Script, port: int, restart_count: int) -> tuple[Payload | None, list[OutputItem]]:
+        assert script.payload is not None, "the fake runs functions only"
+        del port, restart_count
+        return self.call_function(payload=script.payload)
 
 
 class _Data(_Subject, DataOperations):

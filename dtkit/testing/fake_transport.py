@@ -256,7 +256,7 @@ def _fail_together(worker: _Worker, request: Request, fault: _Fault) -> Reply[An
     if request.op == "advance":
         steps = 0 if fault.at_step is None else fault.at_step - request.args["step"]
         partial = worker.operations["advance"](**{**request.args, "steps": steps})
-    elif request.op == "call_function":
+    elif request.op in ("call_function", "run_script"):
         partial = None, engine.take_output()
     error = fault.error if engine.rank == fault.rank else RuntimeError(LOST_PEER_MESSAGE)
     return dataclasses.replace(_make_failure_reply(engine, error, fault.at_step), value=partial)

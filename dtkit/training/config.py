@@ -9,8 +9,8 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from dtkit.checkpoint.manager import CheckpointPolicy
+from dtkit.rpc.job_plan import JobDefinition, LoadingOptions
 from dtkit.rpc.protocol import JobOperations, make_call
-from dtkit.types import JobDefinition, LoadingOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -20,12 +20,13 @@ if TYPE_CHECKING:
     from dtkit.data.distribute import DataHandle
     from dtkit.history.engine_outbox import EvaluationSums
     from dtkit.rpc.engine_group import EngineGroup
+    from dtkit.rpc.job_plan import JobPlan
     from dtkit.rpc.payload import Payload
     from dtkit.rpc.protocol import Call
     from dtkit.rpc.reference import Reference
     from dtkit.schedules.schedule import Schedule
     from dtkit.strategies.base import Strategy
-    from dtkit.types import JobPlan, RunSpec
+    from dtkit.types import RunSpec
 
 
 @dataclasses.dataclass(frozen=True)

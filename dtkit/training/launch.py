@@ -19,6 +19,7 @@ from dtkit.data.partition import Partition
 from dtkit.data.torch_loader import is_data_loader, read_data_loader
 from dtkit.errors import format_ranks
 from dtkit.planning import fit_check, planner
+from dtkit.rpc.job_plan import BY_SAMPLER, IN_ORDER, JobPlan, LoadingOptions
 from dtkit.training.config import JobSpec, RunOptions, RunPlan, SnapshotInterval, TrainConfig
 from dtkit.training.resume import load_resume_point
 from dtkit.training.run import Run
@@ -30,7 +31,7 @@ from dtkit.training.validation import (
     check_sampler,
     check_stream,
 )
-from dtkit.types import BY_SAMPLER, IN_ORDER, JobPlan, LoadingOptions, RunSpec
+from dtkit.types import RunSpec
 
 if TYPE_CHECKING:
     from dtkit.checkpoint.folders import Lineage

@@ -21,7 +21,8 @@ from dtkit.training.config import JobSpec, RunOptions, RunPlan
 if TYPE_CHECKING:
     from dtkit.data.columns import ColumnSelection
     from dtkit.rpc.engine_group import EngineGroup
-    from dtkit.types import JobPlan, LoadingOptions, RunSpec
+    from dtkit.rpc.job_plan import JobPlan, LoadingOptions
+    from dtkit.types import RunSpec
 
 
 @dataclasses.dataclass(frozen=True)

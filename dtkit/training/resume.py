@@ -12,8 +12,8 @@ from dtkit.checkpoint.json_values import UnsupportedValueError, decode, encode
 from dtkit.data.broadcast import ModelHandle
 from dtkit.errors import CheckpointError
 from dtkit.mesh import Mesh
+from dtkit.rpc.job_plan import BY_SAMPLER, IN_ORDER
 from dtkit.rpc.protocol import StateOperations, make_call
-from dtkit.types import BY_SAMPLER, IN_ORDER
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

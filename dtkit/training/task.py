@@ -1,4 +1,4 @@
-"""A user's own function on every rank: for one's own loops, and for whole scripts.
+"""A user's own function or script on every rank.
 
 What ranks log and print comes live, in numbered messages that may be lost. The call's return carries all of it and
 fills the gaps. Each rank answers for itself, so that the first failure is seen at once.
@@ -18,6 +18,7 @@ from dtkit.dashboard import call_display
 from dtkit.dashboard.text import call_text
 from dtkit.errors import DtkitError
 from dtkit.rpc.protocol import FunctionOperations, make_call
+from dtkit.rpc.script import Script, parse_script
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     from dtkit.rpc.engine_group import EngineGroup
     from dtkit.rpc.payload import Payload
+    from dtkit.rpc.protocol import Call
     from dtkit.types import Reply
 
 
@@ -37,13 +39,14 @@ class Task:
     ``rows`` has what `dtkit.log` reported (dicts with rank and index), ``output`` what was printed (rank, line).
     """
 
-    def __init__(self, engine_group: EngineGroup, name: str, *, own_group: bool) -> None:
+    def __init__(self, engine_group: EngineGroup, name: str, repair: Callable[[], object] | None = None) -> None:
+        """`repair` starts engines in place of those that are gone."""
         self.name, self.world_size = name, engine_group.world_size
         self.rows: list[dict[str, Any]] = []
         self.output: list[tuple[int, str]] = []
         self.state = "running"
         """"running", "done" or "failed"."""
-        self._engine_group, self._own_group = engine_group, own_group
+        self.engine_group, self._repair = engine_group, repair
         self._num_received = [0] * engine_group.world_size  # items taken from each rank
         self._num_rows = [0] * engine_group.world_size
         self._futures: Sequence[Future[Reply[Any]]] = ()
@@ -89,9 +92,9 @@ class Task:
     def _collect_replies(self, payload: Payload) -> None:
         """Wait for all ranks, and take in what they return."""
         try:
-            replies = self._engine_group.gather_replies(self._futures, timeouts.TASK_TIMEOUT_S)
+            replies = self.engine_group.gather_replies(self._futures, timeouts.TASK_TIMEOUT_S)
         finally:
-            self._engine_group.uploads.discard(payload)
+            self.engine_group.uploads.discard(payload)
         self._process_replies(replies)
 
     def _process_replies(self, replies: Sequence[Reply[Any]]) -> None:
@@ -101,20 +104,11 @@ class Task:
                 self.receive(rank, 0, reply.value[1])
                 results += [reply.value[0]] if reply.value[0] is not None else []
         try:
-            try:
-                self._engine_group.unwrap(replies)
-            finally:
-                if self._own_group:
-                    self._restore_group(already_reformed=any(reply.failure for reply in replies))
+            self.engine_group.unwrap(replies)
             self._results = [result.load() for result in results]
         finally:
             for result in results:  # also where another rank failed
                 result.discard()
-
-    def _restore_group(self, *, already_reformed: bool) -> None:
-        """Form our group again, after the script's."""
-        if not already_reformed:
-            self._engine_group.membership.form_process_group()
 
     # -- for the user -----------------------------------------------------------------------------------------
 
@@ -171,9 +165,10 @@ class Task:
                 self._wait()
             except KeyboardInterrupt:
                 with contextlib.suppress(DtkitError):  # a cluster that was closed meanwhile has nothing to interrupt
-                    self.cancel()
-                # The group is formed again. A second interrupt doesn't wait for it.
-                self._wait(timeouts.TASK_INTERRUPT_TIMEOUT_S)
+                    self._interrupt()
+                    # The group is formed again. A second interrupt doesn't wait for it.
+                    if not self._wait(timeouts.TASK_INTERRUPT_TIMEOUT_S):
+                        self.cancel()
                 raise
         return self.result(0)
 
@@ -188,11 +183,29 @@ class Task:
         return True
 
     def cancel(self) -> None:
-        """Interrupt the engines that still run the function: it ends there with KeyboardInterrupt."""
-        running = [rank for rank, future in enumerate(self._futures) if not future.done()]
-        if running:
+        """End the function on all engines, within ten seconds whatever it does.
+
+        It is interrupted, and ends with KeyboardInterrupt. An engine on which two interrupts have no effect is ended,
+        and another one takes its place.
+        """
+        for patience_s in (timeouts.CANCEL_INTERRUPT_TIMEOUT_S, timeouts.CANCEL_AGAIN_TIMEOUT_S):
+            self._interrupt()
+            if self._wait(patience_s):
+                return
+        if stuck := self._list_running_ranks():
+            self.engine_group.transport.kill(stuck)
+            self._wait(timeouts.CANCEL_KILL_TIMEOUT_S)
+            if self._repair is not None:
+                self._repair()
+
+    def _interrupt(self) -> None:
+        """Interrupt the engines that still run the function."""
+        if running := self._list_running_ranks():
             self._was_cancelled = True
-            self._engine_group.interrupt(running)
+            self.engine_group.interrupt(running)
+
+    def _list_running_ranks(self) -> list[int]:
+        return [rank for rank, future in enumerate(self._futures) if not future.done()]
 
     def to_pandas(self) -> pd.DataFrame:
         """Return what was logged as a DataFrame: rank, index and a column per name. Needs pandas."""
@@ -231,25 +244,63 @@ def submit(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    *,
-    own_group: bool = False,
+    repair: Callable[[], object] | None = None,
 ) -> Task:
-    """See :meth:`dtkit.Cluster.submit`."""
+    """See :meth:`dtkit.Cluster.submit`; `repair` replaces engines that are gone."""
+    _check_callable(engine_group, fn)
+
+    def make_function_call(payload: Payload) -> Call[Any]:
+        return make_call(FunctionOperations.call_function, payload=payload)
+
+    return _start(Task(engine_group, _get_name(fn), repair), (fn, args, kwargs), make_function_call)
+
+
+def submit_script(
+    engine_group: EngineGroup,
+    main: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    repair: Callable[[], object] | None = None,
+) -> Task:
+    """See :meth:`dtkit.Cluster.torchrun`; `repair` replaces engines that are gone."""
+    script = parse_script(main, args, kwargs)
+    if script is None:
+        _check_callable(engine_group, main)
+    engine_group.check_open()
+    engine_group.membership.ensure_formed()
+    port, count = _open_rendezvous_store(engine_group), next(engine_group.torchrun_attempts)
+
+    def make_script_call(payload: Payload) -> Call[Any]:
+        to_run = Script(_get_name(main), payload=payload) if script is None else script
+        return make_call(FunctionOperations.run_script, script=to_run, port=port, restart_count=count)
+
+    task = Task(engine_group, _get_name(main) if script is None else script.title, repair)
+    return _start(task, (main, args, kwargs), make_script_call)
+
+
+def _check_callable(engine_group: EngineGroup, fn: Any) -> None:
     engine_group.check_open()
     if not callable(fn):
         raise TypeError(
             f"fn is a {type(fn).__name__}, which can't be called; give a function, as in cluster.run(main, x)"
         )
+
+
+def _get_name(fn: Any) -> str:
+    return str(getattr(fn, "__name__", type(fn).__name__))
+
+
+def _start(
+    task: Task,
+    function_call: tuple[Any, tuple[Any, ...], dict[str, Any]],
+    make_engine_call: Callable[[Payload], Call[Any]],
+) -> Task:
+    """Send a task's call to all ranks, and return the task."""
+    engine_group = task.engine_group
     engine_group.membership.ensure_formed()
-    name = getattr(fn, "__name__", type(fn).__name__)
-    task = Task(engine_group, name, own_group=own_group)
-    payload = engine_group.uploads.upload(engine_group.uploads.pack((fn, args, kwargs), name=name))
+    payload = engine_group.uploads.upload(engine_group.uploads.pack(function_call, name=task.name))
     try:
-        call = make_call(FunctionOperations.call_function, payload=payload)
-        if own_group:
-            port, count = _open_rendezvous_store(engine_group), next(engine_group.torchrun_attempts)
-            call = make_call(FunctionOperations.call_function, payload=payload, port=port, restart_count=count)
-        futures = engine_group.fan_out(call, listen=task.receive)
+        futures = engine_group.fan_out(make_engine_call(payload), listen=task.receive)
     except BaseException:  # an interrupt too: nobody will open the upload
         engine_group.uploads.discard(payload)
         raise

@@ -14,8 +14,8 @@ from dtkit.engine.comm.process_group import Group
 from dtkit.engine.data.iterable import IterableBatches, StreamSource
 from dtkit.engine.job import Job
 from dtkit.engine.observe.phase_timer import PhaseTimer
+from dtkit.rpc.job_plan import JobPlan
 from dtkit.strategies.replicated import ReplicatedWorker
-from dtkit.types import JobPlan
 from tests.bench import ranks
 from tests.bench.pairs import Sample, ratios, report
 from tests.bench.work import LONG, WIDE, WORKS, optimizer

@@ -26,7 +26,7 @@ import torch.distributed as dist
 import zmq
 
 import dtkit
-from dtkit.training.task import submit
+from dtkit.training.task import submit_script
 from tests.support.leftovers import list_processes, make_large_data, wait_until_stepping
 from tests.support.small import LONG, check_usable, train
 from tests.support.waiting import wait_until_run
@@ -141,7 +141,7 @@ def test_torchrun_script_listens_on_loopback_only(watched: WatchedCluster, tmp_p
         dist.destroy_process_group()
 
     before = watched.list_listening()
-    task = submit(watched.cluster._engine_group, long_script, (str(tmp_path / "go"),), {}, own_group=True)
+    task = submit_script(watched.cluster._engine_group, long_script, (str(tmp_path / "go"),), {})
     try:
         formed = threading.Event()
         task.subscribe(lambda: len(task.output) == 2 and formed.set())

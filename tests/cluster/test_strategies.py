@@ -16,7 +16,7 @@ from torch import nn
 import dtkit
 from dtkit.engine.data.batches import ShardedBatches, Shards
 from dtkit.engine.data.sources import as_source
-from dtkit.types import JobPlan
+from dtkit.rpc.job_plan import JobPlan
 from tests.support.marks import slow
 from tests.support.nets import adamw
 from tests.support.oracle import (

@@ -1,22 +1,22 @@
-"""User functions on all ranks: results, live rows, output, errors, interrupts, and whole scripts."""
+"""User functions on all ranks: results, live rows, output, errors, interrupts."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import dtkit
-from dtkit.training.task import submit
-from tests.support.small import check_usable, train
+from tests.support.small import check_usable
 
 pytestmark = pytest.mark.cluster
 
@@ -170,6 +170,29 @@ def test_lost_engine_ends_the_call_and_interrupts_the_others():
     assert caught.value.failures[1].kind == "interrupted"  # rank 0, which would have looped forever
 
 
+def test_cancel_replaces_an_engine_that_ignores_interrupts():
+    def ignore_interrupts() -> None:
+        print("running")
+        while True:
+            with contextlib.suppress(KeyboardInterrupt):
+                while True:
+                    pass
+
+    with dtkit.Cluster(2, threads=1) as cluster:
+        before = [node.pid for node in cluster.nodes]
+        task, running = cluster.submit(ignore_interrupts), threading.Event()
+        task.subscribe(lambda: len(task.output) == 2 and running.set())
+        assert running.wait(30) or len(task.output) == 2
+        begun = time.monotonic()
+        task.cancel()
+        assert time.monotonic() - begun < 10
+        assert task.cancelled()
+        with pytest.raises(dtkit.errors.EngineError, match="is gone"):
+            task.result(10)
+        check_usable(cluster)
+        assert not set(before) & {node.pid for node in cluster.nodes}
+
+
 def test_closing_the_cluster_ends_a_running_call():
     def endless() -> None:
         while True:
@@ -272,109 +295,3 @@ def get_rank_variables() -> list[str | None]:
 def test_functions_see_their_rank_in_the_environment(cluster2: dtkit.Cluster):
     """Lightning takes a process without these variables for rank 0."""
     assert cluster2.run(get_rank_variables) == [["0", "0", "2"], ["1", "1", "2"]]
-
-
-TORCHRUN = """RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK ROLE_NAME
-ROLE_WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_RESTART_COUNT TORCHELASTIC_MAX_RESTARTS TORCHELASTIC_RUN_ID
-TORCHELASTIC_USE_AGENT_STORE"""
-
-
-def script() -> tuple[float, dict[str, str]]:
-    dist.init_process_group("gloo")
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    environment = {name: os.environ[name] for name in TORCHRUN.split()}
-    dist.destroy_process_group()
-    return total.item(), environment
-
-
-def test_torchrun_script_runs_unchanged_and_repeatedly(cluster2):
-    attempts = []
-    for _ in range(2):
-        results = cluster2.torchrun(script)
-        assert [total for total, _ in results] == [2.0, 2.0]
-        environments = [environment for _, environment in results]
-        assert [e["RANK"] for e in environments] == [e["LOCAL_RANK"] for e in environments] == ["0", "1"]
-        assert {e["WORLD_SIZE"] for e in environments} == {e["LOCAL_WORLD_SIZE"] for e in environments} == {"2"}
-        attempts.append(environments[0]["TORCHELASTIC_RESTART_COUNT"])
-        check_usable(cluster2)
-    assert attempts[0] != attempts[1]
-    assert cluster2.run(lambda: "MASTER_ADDR" in os.environ) == [False, False]
-
-
-def test_failing_script_leaves_the_cluster_usable(cluster2):
-    def bad_script() -> None:
-        dist.init_process_group("gloo")
-        if dist.get_rank() == 1:
-            raise ValueError("in main")
-        dist.barrier()
-
-    with pytest.raises(dtkit.errors.EngineError, match="ValueError: in main"):
-        cluster2.torchrun(bad_script)
-    check_usable(cluster2)
-    assert cluster2.torchrun(script)[0][0] == 2.0
-
-
-def test_call_queued_behind_a_script_is_refused(cluster2, tmp_path):
-    def long_script(path: str) -> None:
-        while not Path(path).exists():
-            pass
-
-    task = submit(cluster2._engine_group, long_script, (str(tmp_path / "go"),), {}, own_group=True)
-    queued = cluster2.submit(all_reduce_value, 1.0)
-    (tmp_path / "go").touch()
-    with pytest.raises(
-        dtkit.errors.EngineError, match=r"cluster.torchrun took its place\. Wait for the result of that call"
-    ):
-        queued.result(30)
-    task.result(30)
-    assert cluster2.run(all_reduce_value, 2.0) == [(0, 6.0), (1, 6.0)]
-
-
-def test_run_continues_after_a_script(cluster2):
-    run = train(cluster2, steps=1_000_000)
-    assert [total for total, _ in cluster2.torchrun(script)] == [2.0, 2.0]
-    moved = threading.Event()
-    step = run.status.step
-    run.subscribe(lambda: run.status.step > step + 10 and moved.set())
-    assert moved.wait(30)
-    run.stop()
-    assert run.exception is None
-
-
-def accelerate_script() -> tuple[int, list[float]]:
-    from accelerate import Accelerator
-
-    accelerator = Accelerator(cpu=True)
-    torch.manual_seed(0)
-    model = nn.Linear(2, 1)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    accelerator.backward(model(torch.ones(3, 2) * accelerator.process_index).mean())
-    optimizer.step()
-    return accelerator.num_processes, accelerator.unwrap_model(model).weight.flatten().tolist()
-
-
-def fabric_script() -> tuple[int, list[float]]:
-    from lightning_fabric import Fabric
-
-    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
-    fabric.launch()
-    torch.manual_seed(0)
-    model = nn.Linear(2, 1)
-    wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    fabric.backward(wrapped(torch.ones(3, 2) * fabric.global_rank).mean())
-    optimizer.step()
-    return fabric.world_size, wrapped.module.weight.flatten().tolist()
-
-
-@pytest.mark.parametrize("main", [accelerate_script, fabric_script])
-def test_scripts_of_other_libraries_run_and_average_gradients(cluster2, main):
-    torch.manual_seed(0)
-    expected = nn.Linear(2, 1)
-    with torch.no_grad():
-        expected.weight -= 0.1 * 0.5  # the mean over ranks of the inputs 0 and 1
-    results = cluster2.torchrun(main)
-    for world, weight in results:
-        assert world == 2
-        assert weight == pytest.approx(expected.weight.flatten().tolist(), abs=1e-6)
-    check_usable(cluster2)

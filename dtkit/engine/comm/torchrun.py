@@ -1,4 +1,4 @@
-"""Scripts that form a process group themselves, as under torchrun, within an engine."""
+"""Environment variables of ranks, and the store of scripts that form a process group themselves, as under torchrun."""
 
 from __future__ import annotations
 
@@ -7,11 +7,8 @@ import os
 import socket
 from typing import TYPE_CHECKING, Any
 
-from dtkit.engine.comm import tcp
-from dtkit.engine.comm.process_group import abort_on_sigint
-
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from dtkit.types import GroupSpec
 
@@ -33,22 +30,6 @@ def open_store(world_size: int) -> tuple[Any, int]:
         master_listen_fd=listener.detach(),
     )
     return store, port
-
-
-def call_with_environment(work: Callable[[], Any], environment: dict[str, str]) -> Any:
-    """Call `work`, which may form a process group, and remove that group. SIGINT ends a blocked collective."""
-    import torch.distributed as dist
-
-    shut_down_new = tcp.make_connection_breaker()
-    try:
-        with set_environment(environment), abort_on_sigint(shut_down_new):
-            return work()
-    except BaseException:
-        shut_down_new()
-        raise
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
 @contextlib.contextmanager

@@ -17,14 +17,14 @@ import numpy as np
 
 from dtkit.data.sharding import divide_proportionally
 from dtkit.data.step_counts import count_cumulative_samples
-from dtkit.types import BY_SAMPLER, IN_ORDER
+from dtkit.rpc.job_plan import BY_SAMPLER, IN_ORDER
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dtkit.engine.comm.process_group import Group
     from dtkit.engine.data.sources import RowSource
-    from dtkit.types import JobPlan
+    from dtkit.rpc.job_plan import JobPlan
 
 _COUNT_BLOCK_STEPS = 1024  # steps whose counts are computed at once
 

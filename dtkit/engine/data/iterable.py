@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from dtkit.engine.comm.process_group import Group
     from dtkit.engine.data.shard_iterator import ShardIterator
-    from dtkit.types import JobPlan
+    from dtkit.rpc.job_plan import JobPlan
 
 
 class StreamSource:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from dtkit.engine.data.replica_link import ReplicaLink
     from dtkit.engine.data.sources import RowSource
     from dtkit.engine.data.worker_context import WorkerContext
-    from dtkit.types import JobPlan, LoadingOptions
+    from dtkit.rpc.job_plan import JobPlan, LoadingOptions
 
 
 class LoadedBatches(ShardedBatches):

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import math
+import os
 import sys
 import threading
 import time
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 
     OutputItem = tuple[str, Any]
 
+LOG_DESCRIPTOR_VARIABLE = "DTKIT_LOG_DESCRIPTOR"
+"""Environment variable of a script's process: descriptor of the pipe that takes what it logs, a line of JSON each."""
 MAX_LINES_PER_S = 100
 """Printed lines that are kept per second; further lines are only counted."""
 
@@ -160,6 +164,10 @@ def log(**values: Any) -> None:
     """
     for name, value in values.items():
         _check_logged(name, value)
+    if _add_logged is None and LOG_DESCRIPTOR_VARIABLE in os.environ:
+        line = json.dumps({name: float(value) for name, value in values.items()}) + "\n"
+        os.write(int(os.environ[LOG_DESCRIPTOR_VARIABLE]), line.encode())
+        return
     if _add_logged is None:  # in the notebook, where users try a loop first
         print(" ".join(f"{k}={float(v):.6g}" for k, v in values.items()), file=sys.stdout)  # noqa: T201
         return

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from dtkit.engine.ops.state import EngineState
     from dtkit.rpc.payload import Payload
+    from dtkit.rpc.script import Script
     from dtkit.types import OutputItem
 
 
@@ -22,9 +23,7 @@ class FunctionOps(FunctionOperations):
         self._state = state
         self._torchrun_store: Any = None  # open as long as this refers to it
 
-    def call_function(
-        self, *, payload: Payload, port: int | None = None, restart_count: int = 0
-    ) -> tuple[Payload | None, list[OutputItem]]:
+    def call_function(self, *, payload: Payload) -> tuple[Payload | None, list[OutputItem]]:
         """Call ``fn(*args, **kwargs)``; return its result and its output."""
         state = self._state
         output = state.call_output = CallOutput(state.publish)
@@ -34,7 +33,7 @@ class FunctionOps(FunctionOperations):
             return fn(*args, **kwargs)
 
         with activate_output(output):
-            value = self._run(work) if port is None else self._run_as_torchrun(work, port, restart_count)
+            value = self._run(work)
         return state.pack(value, name="the function's result"), output.items
 
     def _run(self, work: Callable[[], Any]) -> Any:
@@ -53,12 +52,15 @@ class FunctionOps(FunctionOperations):
         self._torchrun_store, port = torchrun.open_store(self._state.get_group().world_size)
         return port
 
-    def _run_as_torchrun(self, work: Callable[[], Any], port: int, restart_count: int) -> Any:
-        """Run a script that forms a process group of its own, from torchrun's environment variables."""
+    def run_script(self, *, script: Script, port: int, restart_count: int) -> tuple[Payload | None, list[OutputItem]]:
+        """Run a script in a fresh process; return its result and its output."""
+        from dtkit.engine import script_process
         from dtkit.engine.comm import torchrun
 
-        group, spec = self._state.get_group(), self._state.spec
+        state, spec = self._state, self._state.spec
         assert spec is not None
-        group.close()
-        group.is_broken = True  # calls that wait behind this one are refused until the group is formed again
-        return torchrun.call_with_environment(work, torchrun.make_torchrun_environment(spec, port, restart_count))
+        output = state.call_output = CallOutput(state.publish)
+        with activate_output(output):
+            environment = torchrun.make_torchrun_environment(spec, port, restart_count)
+            value = script_process.run_script(script, environment, output)
+        return state.pack(value, name="the function's result"), output.items

@@ -1,0 +1,169 @@
+"""A fresh process for one rank of a script, under the engine's supervision.
+
+The process leads a session of its own, so that whatever it starts ends with it. Its output is read line by line.
+Numbers that it passes to `dtkit.log` come through a pipe.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import ctypes
+import json
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dtkit._util import timeouts
+from dtkit.engine.observe.call_output import LOG_DESCRIPTOR_VARIABLE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from dtkit.engine.observe.call_output import CallOutput
+    from dtkit.rpc.script import Script
+
+_MAX_KEPT_LINES = 200  # of the output, for the error
+_TRACEBACK_HEAD = "Traceback (most recent call last):"
+_SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl
+
+
+class ScriptError(Exception):
+    """A script's process failed. `kind` and `details` are the error's type and traceback as the process showed them."""
+
+    def __init__(self, kind: str, message: str, details: str) -> None:
+        super().__init__(message)
+        self.kind, self.details = kind, details
+
+
+def run_script(script: Script, environment: Mapping[str, str], output: CallOutput) -> Any:
+    """Run a script to its end; return a function's result, or the exit code 0. Raises ScriptError.
+
+    Any exception, such as an interrupt, ends the process and all that it started.
+    """
+    with tempfile.TemporaryDirectory(prefix="dtkit-script-") as folder:
+        call, result = Path(folder) / "call", Path(folder) / "result"
+        if script.payload is not None:
+            call.write_bytes(pickle.dumps(script.payload))
+        process = _ScriptProcess(_make_command(script, call, result), script.folder, environment, output)
+        code = process.wait()
+        outcome = None
+        if result.exists():
+            # unpickles: written by this engine's own child process
+            outcome = pickle.loads(result.read_bytes())
+        if code == 0:
+            return 0 if script.payload is None else None if outcome is None else outcome[1]
+        raise _make_error(script.title, code, outcome, process.last_lines)
+
+
+def _make_command(script: Script, call: Path, result: Path) -> list[str]:
+    if script.payload is not None:
+        return [sys.executable, "-u", "-m", "dtkit.engine.script_main", str(call), str(result)]
+    return [sys.executable, "-u", *(("-m",) if script.is_module else ()), script.name, *script.args]
+
+
+def _make_error(title: str, code: int, outcome: Any, last_lines: Sequence[str]) -> ScriptError:
+    if outcome is not None:
+        return ScriptError(*outcome[1])
+    reason = f"exit code {code}" if code > 0 else f"the signal {signal.Signals(-code).name}"
+    lines = [_RANK_PREFIX.sub("", line) for line in last_lines]
+    starts = [k for k, line in enumerate(lines) if line.strip() == _TRACEBACK_HEAD]
+    if not starts:
+        return ScriptError("ScriptError", f"{title} ended with {reason}", "\n".join(lines[-_NUM_SHOWN_LINES:]))
+    details = lines[starts[-1] :]
+    cause = next((line for line in details[1:] if line and not line[0].isspace()), "")
+    return ScriptError("ScriptError", f"{title} ended with {reason}: {cause}", "\n".join(details))
+
+
+_NUM_SHOWN_LINES = 10
+_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # torch puts it before each line of a traceback
+
+
+class _ScriptProcess:
+    """One process, with threads that read its output."""
+
+    def __init__(self, command: Sequence[str], folder: str, environment: Mapping[str, str], output: CallOutput) -> None:
+        self.last_lines: collections.deque[str] = collections.deque(maxlen=_MAX_KEPT_LINES)
+        log_reader, log_writer = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                command,
+                cwd=folder,
+                env={**os.environ, **environment, LOG_DESCRIPTOR_VARIABLE: str(log_writer)},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=(log_writer,),
+                start_new_session=True,
+                preexec_fn=_end_with_parent,  # noqa: PLW1509 - it calls one function of the system, and no Python code that locks
+            )
+        except BaseException:
+            os.close(log_reader)
+            raise
+        finally:
+            os.close(log_writer)
+        assert self._process.stdout is not None
+        self._readers = [
+            _start_reader(self._process.stdout.fileno(), lambda line: self._add_line(output, line)),
+            _start_reader(log_reader, lambda line: output.add_row(json.loads(line))),
+        ]
+        self._log_reader = log_reader
+
+    def _add_line(self, output: CallOutput, line: str) -> None:
+        self.last_lines.append(line)
+        output.add_line(line)
+
+    def wait(self) -> int:
+        """Wait for the end, and return the exit code; negative for a signal. All that it started ends too."""
+        try:
+            while True:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    # waits: in short turns, between which signals are handled
+                    return self._process.wait(timeouts.SCRIPT_POLL_S)
+        except BaseException:
+            self._interrupt()
+            raise
+        finally:
+            self._end()
+
+    def _interrupt(self) -> None:
+        """Let the process end by itself for a moment, as Ctrl-C would."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeouts.SCRIPT_INTERRUPT_TIMEOUT_S)
+
+    def _end(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        # waits: SIGKILL ends it
+        self._process.wait(timeouts.SCRIPT_KILL_TIMEOUT_S)
+        for reader in self._readers:
+            reader.join(timeouts.SCRIPT_OUTPUT_TIMEOUT_S)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        os.close(self._log_reader)
+
+
+def _start_reader(descriptor: int, take_line: Callable[[str], None]) -> threading.Thread:
+    def read_lines() -> None:
+        with os.fdopen(os.dup(descriptor), encoding="utf-8", errors="replace") as stream:
+            for line in stream:
+                take_line(line.rstrip("\n"))
+
+    thread = threading.Thread(target=read_lines, name="dtkit-script-output", daemon=True)
+    thread.start()
+    return thread
+
+
+def _end_with_parent() -> None:
+    """Let the system end this process with the engine (Linux only; elsewhere the reaper ends it)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)

@@ -1,0 +1,63 @@
+"""What engines build a job from, and how each rank computes its samples of each step."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class JobPlan:
+    """Numbers from which each rank computes its samples of each step. They are the same on every rank."""
+
+    batch_size: int
+    steps: int
+    shuffle: str | None
+    """"shard": each shard's rows in an order of its own. "global": all rows in one order. `IN_ORDER`: all rows as they
+    are. `BY_SAMPLER`: as a sampler says. None: each shard's rows as they are."""
+    seed: int
+
+
+IN_ORDER = "in order"
+"""What ``shuffle=None`` means for data that the user has not partitioned."""
+BY_SAMPLER = "by sampler"
+"""Order of rows that a user's sampler gives."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadingOptions:
+    """User's options for how engines load batches."""
+
+    num_workers: int = 0
+    """Number of processes per engine that load a Dataset's samples."""
+    pin_memory: bool | None = None
+    """Whether batches for a GPU are in page-locked memory; None: where there is a GPU."""
+    prefetch: bool | None = None
+    """Whether a thread loads the next batch while a step runs; None: where it pays."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.num_workers, bool) or not hasattr(self.num_workers, "__index__") or self.num_workers < 0:
+            raise ValueError(
+                f"num_workers={self.num_workers!r}; it must be a number of processes per engine, from 0 up"
+            )
+        for name in ("pin_memory", "prefetch"):
+            if getattr(self, name) not in (True, False, None):
+                raise ValueError(f"{name}={getattr(self, name)!r}; it must be True, False or None (where it pays)")
+        if self.num_workers and self.prefetch:
+            raise ValueError(
+                f"num_workers={self.num_workers}, prefetch=True: worker processes load ahead by themselves. Leave "
+                "prefetch out"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class JobDefinition:
+    """Everything that engines need to build a job."""
+
+    model: str
+    """Key of the model on the engines."""
+    data: str
+    """Key of the data on the engines."""
+    program: bytes
+    """Loss, optimizer and strategy, pickled."""
+    plan: JobPlan
+    loading: LoadingOptions

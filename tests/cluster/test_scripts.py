@@ -1,0 +1,254 @@
+"""Scripts in fresh processes, as torchrun starts them: files, modules and functions, errors, interrupts, leftovers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import dtkit
+from dtkit.training.task import Task, submit_script
+from tests.support.small import check_usable, train
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.cluster
+
+
+TORCHRUN = """RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK ROLE_NAME
+ROLE_WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_RESTART_COUNT TORCHELASTIC_MAX_RESTARTS TORCHELASTIC_RUN_ID
+TORCHELASTIC_USE_AGENT_STORE"""
+
+
+def script() -> tuple[float, dict[str, str]]:
+    dist.init_process_group("gloo")
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    environment = {name: os.environ[name] for name in TORCHRUN.split()}
+    dist.destroy_process_group()
+    return total.item(), environment
+
+
+def test_torchrun_script_runs_unchanged_and_repeatedly(cluster2):
+    attempts = []
+    for _ in range(2):
+        results = cluster2.torchrun(script)
+        assert [total for total, _ in results] == [2.0, 2.0]
+        environments = [environment for _, environment in results]
+        assert [e["RANK"] for e in environments] == [e["LOCAL_RANK"] for e in environments] == ["0", "1"]
+        assert {e["WORLD_SIZE"] for e in environments} == {e["LOCAL_WORLD_SIZE"] for e in environments} == {"2"}
+        attempts.append(environments[0]["TORCHELASTIC_RESTART_COUNT"])
+        check_usable(cluster2)
+    assert attempts[0] != attempts[1]
+    assert cluster2.run(lambda: "MASTER_ADDR" in os.environ) == [False, False]
+
+
+def test_failing_script_leaves_the_cluster_usable(cluster2):
+    def bad_script() -> None:
+        dist.init_process_group("gloo")
+        if dist.get_rank() == 1:
+            raise ValueError("in main")
+        dist.barrier()
+
+    with pytest.raises(dtkit.errors.EngineError, match="ValueError: in main"):
+        cluster2.torchrun(bad_script)
+    check_usable(cluster2)
+    assert cluster2.torchrun(script)[0][0] == 2.0
+
+
+def test_run_continues_after_a_script(cluster2):
+    run = train(cluster2, steps=1_000_000)
+    assert [total for total, _ in cluster2.torchrun(script)] == [2.0, 2.0]
+    moved = threading.Event()
+    step = run.status.step
+    run.subscribe(lambda: run.status.step > step + 10 and moved.set())
+    assert moved.wait(30)
+    run.stop()
+    assert run.exception is None
+
+
+# -- files and modules -----------------------------------------------------------------------------------------
+
+SCRIPT = """
+import os, sys
+import torch, torch.distributed as dist
+import dtkit, helper
+
+dist.init_process_group("gloo")
+total = torch.tensor([float(helper.SCALE)])
+dist.all_reduce(total)
+dtkit.log(total=total, nothing=float("nan"))
+print("arguments", *sys.argv[1:], "in", os.getcwd(), "total", total.item())
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Folder with a script and its helper; the working directory is another one."""
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "train.py").write_text(SCRIPT)
+    (tmp_path / "scripts" / "helper.py").write_text("SCALE = 2")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "scripts"
+
+
+def run_to_end(cluster: dtkit.Cluster, *command: Any) -> Task:
+    task = submit_script(cluster._engine_group, command[0], command[1:], {})
+    task.wait(60)
+    return task
+
+
+def test_file_runs_with_its_arguments_and_helpers_in_the_working_directory(cluster2: dtkit.Cluster, folder: Path):
+    task = run_to_end(cluster2, "scripts/train.py", "--epochs", 3)
+    assert task.result() == [0, 0]
+    assert sorted(task.output) == [(rank, f"arguments --epochs 3 in {folder.parent} total 4.0") for rank in (0, 1)]
+    assert [(row["rank"], row["total"]) for row in sorted(task.rows, key=lambda row: row["rank"])] == [(0, 4), (1, 4)]
+    (folder / "helper.py").write_text("SCALE = 5")
+    assert "total 10.0" in run_to_end(cluster2, folder / "train.py").output[0][1]
+    assert cluster2.run(lambda: "helper" in __import__("sys").modules) == [False, False]
+
+
+def test_module_runs_as_with_python_m(cluster2: dtkit.Cluster, folder: Path):
+    (folder / "__init__.py").touch()
+    (folder / "main.py").write_text("import sys\nprint(__name__, __package__, sys.argv[1:])")
+    task = run_to_end(cluster2, "-m", "scripts.main", "x")
+    assert [line for _, line in task.output] == ["__main__ scripts ['x']"] * 2
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("sys.exit(3)", "t.py ended with exit code 3"),
+        ("sys.exit('no data')", "t.py ended with exit code 1"),
+        ("raise ValueError('broken')", "t.py ended with exit code 1: ValueError: broken"),
+        ("os.kill(os.getpid(), 9)", "t.py ended with the signal SIGKILL"),
+    ],
+)
+def test_failing_rank_ends_the_others(cluster2: dtkit.Cluster, folder: Path, code: str, message: str):
+    """The other rank would wait for a day."""
+    (folder / "t.py").write_text(
+        f"import os, sys, time\nif os.environ['RANK'] == '1':\n    print('before')\n    {code}\ntime.sleep(86400)"
+    )
+    with pytest.raises(dtkit.errors.EngineError) as caught:
+        cluster2.torchrun(folder / "t.py")
+    assert (caught.value.cause.rank, caught.value.cause.message) == (1, message)
+    assert "before" in caught.value.cause.traceback or "ValueError" in caught.value.cause.traceback
+    assert list_scripts("t.py") == []
+    check_usable(cluster2)
+
+
+def test_exit_with_0_is_a_success(cluster2: dtkit.Cluster, folder: Path):
+    (folder / "t.py").write_text("import sys; sys.exit(0)")
+    assert cluster2.torchrun(folder / "t.py") == [0, 0]
+    assert cluster2.torchrun(exit_with_0) == [None, None]
+
+
+def exit_with_0() -> None:
+    raise SystemExit(0)
+
+
+STUBBORN = """
+import signal, subprocess, sys, time
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(86400)  # stubborn child"])
+print("ready", flush=True)
+time.sleep(86400)
+"""
+
+
+def start_stubborn(cluster: dtkit.Cluster, folder: Path) -> Task:
+    (folder / "stubborn.py").write_text(STUBBORN)
+    task, ready = submit_script(cluster._engine_group, str(folder / "stubborn.py"), (), {}), threading.Event()
+    task.subscribe(lambda: len(task.output) == 2 and ready.set())
+    assert ready.wait(30) or len(task.output) == 2
+    return task
+
+
+def list_scripts(name: str) -> list[psutil.Process]:
+    """Return the processes whose command line has this name."""
+    return [p for p in psutil.Process().children(recursive=True) if any(name in part for part in p.cmdline())]
+
+
+def test_cancel_ends_whatever_the_script_does_within_five_seconds(cluster2: dtkit.Cluster, folder: Path):
+    task = start_stubborn(cluster2, folder)
+    assert len(list_scripts("stubborn")) == 4
+    begun = time.monotonic()
+    task.cancel()
+    with pytest.raises(dtkit.errors.EngineError, match="KeyboardInterrupt"):
+        task.result(20)
+    assert time.monotonic() - begun < 5
+    assert task.cancelled()
+    assert list_scripts("stubborn") == []
+    check_usable(cluster2)
+
+
+def test_script_ends_with_its_engine(folder: Path):
+    with dtkit.Cluster(2, threads=1) as cluster:
+        task = start_stubborn(cluster, folder)
+        scripts = [p for p in list_scripts("stubborn.py") if p.parent().pid == cluster.nodes[1].pid]
+        os.kill(cluster.nodes[1].pid, signal.SIGKILL)
+        assert psutil.wait_procs(scripts, timeout=10)[1] == []
+        with pytest.raises(dtkit.errors.EngineError):
+            task.result(30)
+    assert list_scripts("stubborn.py") == []
+
+
+def test_models_of_the_engines_stay(cluster2: dtkit.Cluster, folder: Path):
+    run = train(cluster2, steps=4)
+    run.wait(60)
+    cluster2.torchrun(folder / "train.py")
+    run.extend(steps=4)
+    run.wait(60)
+    assert run.status.step == 8
+
+
+# -- other libraries -------------------------------------------------------------------------------------------
+
+
+def accelerate_script() -> tuple[int, list[float]]:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.backward(model(torch.ones(3, 2) * accelerator.process_index).mean())
+    optimizer.step()
+    return accelerator.num_processes, accelerator.unwrap_model(model).weight.flatten().tolist()
+
+
+def fabric_script() -> tuple[int, list[float]]:
+    from lightning_fabric import Fabric
+
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+    fabric.launch()
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    fabric.backward(wrapped(torch.ones(3, 2) * fabric.global_rank).mean())
+    optimizer.step()
+    return fabric.world_size, wrapped.module.weight.flatten().tolist()
+
+
+@pytest.mark.parametrize("main", [accelerate_script, fabric_script])
+def test_scripts_of_other_libraries_run_and_average_gradients(cluster2, main):
+    torch.manual_seed(0)
+    expected = nn.Linear(2, 1)
+    with torch.no_grad():
+        expected.weight -= 0.1 * 0.5  # the mean over ranks of the inputs 0 and 1
+    results = cluster2.torchrun(main)
+    for world, weight in results:
+        assert world == 2
+        assert weight == pytest.approx(expected.weight.flatten().tolist(), abs=1e-6)
+    check_usable(cluster2)

@@ -1,4 +1,4 @@
-"""Arguments that a user gets wrong: refused with the value, the rule and the remedy. The engines are doubles."""
+"""Invalid arguments of the user: refused with the value, the rule and the remedy. The engines are doubles."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_argument_of_train_is_refused_and_the_cluster_trains_on(cluster: dtkit.Cluster, name: str):
+def test_bad_argument_of_train_is_refused_and_the_cluster_stays_usable(cluster: dtkit.Cluster, name: str):
     options, kind, message = BAD[name]
     with pytest.raises(kind, match=re.compile(message, re.DOTALL)):
         train(cluster, **options)
@@ -98,12 +98,12 @@ def test_bad_argument_of_train_is_refused_and_the_cluster_trains_on(cluster: dtk
         ((100_000,), r"Cluster\(100000\): this machine's free memory \(.*\) carries \d+ engines.*Use Cluster\(\d+\)"),
     ],
 )
-def test_a_number_of_engines_that_can_not_be(arguments, message):
+def test_an_impossible_number_of_engines_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         dtkit.Cluster(*arguments)
 
 
-def test_options_of_a_cluster_that_can_not_be():
+def test_invalid_options_of_a_cluster_are_refused():
     with pytest.raises(TypeError, match="must be an integer"):
         dtkit.Cluster("2")
     with pytest.raises(TypeError, match="must be an integer"):
@@ -189,7 +189,7 @@ def test_sparse_embedding_cannot_be_sharded():
         (lambda: dtkit.OuterSGD(momentum=1), "momentum=1; it must be"),
     ],
 )
-def test_bad_option_is_refused_by_value(make: Any, word: str):
+def test_option_with_a_bad_value_is_refused(make: Any, word: str):
     with pytest.raises(ValueError, match=word):
         make()
 
@@ -208,7 +208,7 @@ def test_option_of_a_wrong_type_is_refused(make: Any, word: str):
         make()
 
 
-def test_more_micro_batches_than_samples(cluster: dtkit.Cluster):
+def test_more_micro_batches_than_samples_are_refused(cluster: dtkit.Cluster):
     with pytest.raises(ValueError, match=r"accumulate=9 micro-batches of a step, but a rank has at most 8 samples"):
         train(cluster, strategy=dtkit.DataParallel(accumulate=9))
     check_usable(cluster)
@@ -225,7 +225,7 @@ def test_delay_of_a_bad_rank_or_factor_is_refused(cluster: dtkit.Cluster, rank: 
         run.inject_delay(rank, factor)
 
 
-def test_speed_needs_something_to_measure(cluster: dtkit.Cluster):
+def test_partition_by_speed_requires_a_model_and_a_loss(cluster: dtkit.Cluster):
     with pytest.raises(ValueError, match="give model= and loss="):
         cluster.partition(data(), by="speed")
     with pytest.raises(ValueError, match="give model= and loss="):

@@ -1,4 +1,4 @@
-"""The driver under any sequence of commands, replies and failures, against pretended engines."""
+"""The driver under any sequence of commands, replies and failures, against fake engines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 STEPS = 60
 ROWS = torch.zeros(64, 2), torch.zeros(64, dtype=torch.int64)
-LIMIT_S = 30.0  # for every answer; what takes longer waits for something that never comes
+LIMIT_S = 30.0  # for every answer; a longer wait would never end
 
 COMMANDS = ("pause", "resume", "step", "stop", "lr", "interrupt")
 FAULTS = ("interrupted", "refused", "user error", "nonfinite", "ends early", "lost")
@@ -33,7 +33,7 @@ ACTIONS = st.sampled_from((*COMMANDS * 2, "resume", "resume", *FAULTS, "hold", "
 
 @pytest.fixture(scope="module", autouse=True)
 def short_waits():
-    """Waits for ranks that are held are short, so that a sequence takes milliseconds."""
+    """Shorten the waits for held ranks, so that a sequence takes milliseconds."""
     with contextlib.ExitStack() as patches:
         for name, seconds in (
             ("PAUSE_GRACE_S", 0.01),
@@ -46,7 +46,7 @@ def short_waits():
 
 
 class Sequence:
-    """One run, and all that was asked of it."""
+    """One run and the answers to all of its commands."""
 
     def __init__(self, cluster: dtkit.Cluster, engines: FakeTransport, validation: Any) -> None:
         self.engines, self.answers = engines, list[tuple[str, "Future[int]"]]()
@@ -123,7 +123,7 @@ def test_any_sequence_is_answered_and_loses_no_step(actions, validates):
             assert set(actions) & set(FAULTS)
 
 
-def test_every_state_can_be_left_or_is_final_and_ended_runs_take_no_command():
+def test_every_state_has_next_states_and_ended_runs_accept_no_command():
     assert set(STATE_TABLE) == set(State)
     for state, rule in STATE_TABLE.items():
         assert rule.next_states

@@ -1,4 +1,4 @@
-"""What a dispatch returned, on disk until it is read: written by an engine, read by a notebook that takes over."""
+"""Dispatch results on disk until they are read: written by an engine, read by a notebook that takes over."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def advance(start: int, stop: int, places: int = 2, rank: int = RANK) -> Dispatc
 
 
 def piped(one: DispatchResult) -> DispatchResult:
-    """The same of a pipeline: a message a step."""
+    """Return the same result with one message per step, as in a pipeline."""
     sent = np.zeros(len(np.asarray(one.rows)), MESSAGE_DTYPE)
     sent["step"], sent["phase"], sent["end"] = np.asarray(one.rows)["step"], 2, 0.5
     return dataclasses.replace(one, messages=sent)
@@ -69,7 +69,7 @@ def test_dispatches_are_read_as_they_were_stored(tmp_path: Path, kept: ResultOut
         assert np.array_equal(np.asarray(back.messages), np.asarray(one.messages))
         assert back.step == one.step
     assert [items for _, items in found] == [[("text", "h\xe9llo"), ("text", "loss=0.25 far=inf")], []]
-    np.asarray(found[0][0].rows)["wait_s"] += 1  # whoever compares ranks writes there
+    np.asarray(found[0][0].rows)["wait_s"] += 1  # the comparison of ranks writes to these rows
     assert engine_outbox.read_dispatches(tmp_path, JOB, 0) == []
 
 
@@ -90,7 +90,7 @@ def test_files_are_private(run: Path, kept: ResultOutbox):
     assert [path.stat().st_mode & 0o777 for path in run.iterdir()] == [0o600]
 
 
-def test_files_are_removed_once_they_were_read(tmp_path: Path, run: Path, kept: ResultOutbox):
+def test_files_are_removed_after_they_were_read(tmp_path: Path, run: Path, kept: ResultOutbox):
     for start in (0, 4, 8):
         kept.store_dispatch(advance(start, start + 4), [])
     kept.discard_read(3)
@@ -142,7 +142,7 @@ def test_evaluations_stay_until_a_later_dispatch_was_read(tmp_path: Path, run: P
     for step in (4, 8):
         kept.store_evaluation(step, FOUND)
     kept.store_dispatch(advance(8, 12), [])
-    kept.discard_read(8)  # all steps before were read, and perhaps not yet what was found behind them
+    kept.discard_read(8)  # all earlier steps were read, but perhaps not the evaluation after them
     assert engine_outbox.read_evaluations(tmp_path, JOB, RANK) == {8: FOUND}
     assert engine_outbox.read_evaluations(tmp_path, JOB, 0) == {}
     assert steps(tmp_path) == [8, 9, 10, 11]
@@ -203,7 +203,7 @@ def test_a_malformed_dispatch_is_left_out(tmp_path: Path, run: Path, data: bytes
     assert steps(tmp_path) == []
 
 
-def test_a_full_disk_raises_no_error_and_is_retried(small_disk: Path):
+def test_a_full_disk_raises_no_error_and_storing_is_retried(small_disk: Path):
     (small_disk / "runs" / JOB).mkdir(parents=True)
     kept, filler = ResultOutbox(small_disk, JOB, RANK), small_disk / "filler"
     kept.store_dispatch(advance(0, 100), [])

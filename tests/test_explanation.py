@@ -1,4 +1,4 @@
-"""A step taken apart, as data, text, HTML and a picture: from reports that are written down here."""
+"""Step explanations as data, text, HTML and a figure, made from handwritten reports."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def many(ranks: int, rows: int = 4) -> list[tuple[int, list[int], float]]:
 # -- data ------------------------------------------------------------------------------------------------------------
 
 
-def test_records_by_rank_and_by_layer():
+def test_an_explanation_has_records_by_rank_and_by_layer():
     step = StepExplanation.from_reports(make_reports()[::-1])
     assert (step.model, step.step, step.epoch, step.samples, step.weight, step.lr) == ("Net", 7, 1, 8, 8, 0.1)
     assert [(r.rank, r.samples, r.loss, r.share) for r in step.ranks] == [
@@ -151,7 +151,7 @@ Step 7 of Net on 3 ranks, epoch 2: 8 samples
    All 3 ranks hold identical parameters, bit by bit."""
 
 
-def test_the_text_of_a_step():
+def test_the_text_of_a_step_equals_the_expected_text():
     assert repr(make_explanation()) == TEXT.replace("*", TIMES)
 
 
@@ -180,7 +180,7 @@ def test_the_text_of_one_rank_compares_nothing():
     assert "One rank: there is nothing to compare." in text
 
 
-def test_the_text_of_streams_and_of_many_rows():
+def test_the_text_describes_streams_and_shortens_many_rows():
     rows = [row * 3 for row in range(50)]
     assert "0, 3, 6, 9, 12, 15, 18, 21, …\n" in repr(make_explanation([(0, rows, 1.0)]))
     assert "of a stream, without numbers" in repr(make_explanation(RANKS[:1], rows=None))
@@ -267,7 +267,7 @@ def test_the_figure_shows_that_ranks_differ():
 
 
 @pytest.mark.parametrize("ranks", [9, 40])
-def test_many_ranks_are_one_bar_from_smallest_to_largest(ranks):
+def test_many_ranks_are_drawn_as_one_bar_from_smallest_to_largest(ranks):
     figure = make_explanation(many(ranks)).figure()
     spread, reduced = figure.axes[2].containers
     largest_own = 0.4 + (ranks - 1) / 10
@@ -277,7 +277,7 @@ def test_many_ranks_are_one_bar_from_smallest_to_largest(ranks):
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
-def test_twenty_layers_of_eight_ranks_stay_on_a_page(ranks):
+def test_the_figure_of_many_layers_fits_on_a_page(ranks):
     figure = make_explanation(many(ranks), tuple(f"{k}.weight" for k in range(60))).figure()
     assert len(figure.axes[2].get_yticks()) <= 20
     assert figure.get_figheight() < 12

@@ -35,7 +35,7 @@ def test_every_claim_passes_and_every_prediction_is_right(done: ExecutedNotebook
     check_claims(done, least=20)
 
 
-def test_nothing_warns(done: ExecutedNotebook):
+def test_stderr_is_empty(done: ExecutedNotebook):
     assert join_stream(done.notebook, "stderr") == ""
 
 

@@ -1,4 +1,4 @@
-"""What panels show beyond curves: lost nodes, outliers and their lines, strips, the user's own panels, reports."""
+"""Panels beyond curves: lost nodes, outliers and their lines, strips, the user's own panels, reports."""
 
 import dataclasses
 import json
@@ -41,7 +41,7 @@ def test_a_node_is_lost_until_it_is_repaired():
     assert lost == {1: 7, 3: 9}
     assert update_lost_nodes(lost, [event("repair", 3)]) == {1: 7}
     assert update_lost_nodes(lost, [event("repair", None)]) == {}
-    assert lost == {1: 7, 3: 9}  # what was known stays as it was
+    assert lost == {1: 7, 3: 9}  # the argument is unchanged
 
 
 def test_lost_nodes_are_counted_and_sent_with_a_notice():
@@ -88,7 +88,7 @@ def test_outliers_are_lost_slow_or_distant_nodes():
     assert find_outliers(compute_run_metrics(FakeSource(ranks=8).history, 8)) == []
 
 
-def test_the_line_of_a_chosen_node_has_its_whole_history():
+def test_the_line_of_a_selected_node_has_its_whole_history():
     source, spotlight = FakeSource(ranks=16, steps=4000), NodeSeries(16)
     for _ in range(7):
         source.advance(300)
@@ -105,7 +105,7 @@ def test_the_line_of_a_chosen_node_has_its_whole_history():
     source.advance(1)
     spotlight.update(source.history)
     assert len(spotlight.take_changes([3, 9]).means) == 1
-    assert spotlight.take_changes([4]).first == 0  # another choice comes whole
+    assert spotlight.take_changes([4]).first == 0  # a new selection is sent completely
 
 
 def test_the_selected_node_is_sent_to_all_pages(monkeypatch):
@@ -172,8 +172,8 @@ def test_replaced_and_left_out_nodes_are_sent():
         assert (content["nodes_now"]["world"], content["nodes_now"]["lost"]) == (3, [])
 
 
-def test_nodes_count_as_lost_until_the_run_goes_on_without_them():
-    """The world is the new one before the event says so."""
+def test_nodes_count_as_lost_until_the_run_continues_without_them():
+    """The world size changes before the event is recorded."""
     source = FakeSource(ranks=4)
     source.advance(20)
     builder = MessageBuilder(source)
@@ -186,7 +186,7 @@ def test_nodes_count_as_lost_until_the_run_goes_on_without_them():
 
 
 def said(figure):
-    """What stands below the title of a kept picture."""
+    """Return the texts below the title of a stored figure."""
     return [text.get_text() for text in figure.texts if (text.get_gid() or "").startswith("remark-")]
 
 
@@ -324,7 +324,7 @@ def test_a_failing_timeline_is_an_error_of_that_panel_only(monkeypatch):
     assert content["status"]["step"] == 5
 
 
-# -- what a page asks for --------------------------------------------------------------------------------
+# -- commands from a page --------------------------------------------------------------------------------
 
 
 SAVED = "checkpoint of step 5 on all nodes saved: /somewhere/checkpoints/Conv-Net-1"
@@ -446,7 +446,7 @@ def own_panels():
         custom_panels.remove_panel(name)
 
 
-def test_a_custom_panel_is_in_the_figure(own_panels):
+def test_custom_panels_and_their_errors_appear_in_the_figure(own_panels):
     @dtkit.panel("Rows so far")
     def rows(ax, history):
         ax.plot([0, 1], [0, len(history)])
@@ -461,7 +461,7 @@ def test_a_custom_panel_is_in_the_figure(own_panels):
     assert by_name["Rows so far"].get_lines()[0].get_ydata()[1] == 80
     assert [t.get_text() for t in by_name["Broken"].texts] == ["this panel failed: RuntimeError: not <b>today</b>"]
     assert "Loss" in by_name
-    assert rows(by_name["Loss"], source.history) is None  # the function stays one's own
+    assert rows(by_name["Loss"], source.history) is None  # the decorated function can still be called
 
 
 def test_custom_panels_are_drawn_at_a_bounded_rate(own_panels):
@@ -534,7 +534,7 @@ def test_runs_are_compared_on_one_axis():
     assert np.isnan(values[:, 2]).all()
 
 
-def test_a_comparison_is_live_until_no_run_goes_on(monkeypatch):
+def test_a_comparison_is_live_until_all_runs_have_ended(monkeypatch):
     shown = []
     replaced = threading.Event()
 

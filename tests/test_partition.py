@@ -1,4 +1,4 @@
-"""Who gets which rows, and how many of them each step takes."""
+"""Partitions: the rows of each rank, and how many of them each step takes."""
 
 from __future__ import annotations
 
@@ -96,11 +96,11 @@ def test_counts_of_a_billion_rows_are_exact() -> None:
     assert held[-1].tolist() == sizes
 
 
-def test_counts_with_one_large_shard_among_many_small_ones() -> None:
+def test_counts_are_exact_for_one_large_shard_among_many_small_ones() -> None:
     sizes = [10**6, *([1] * 255)]
     held = count_cumulative_samples(sizes, np.arange(500_000, 500_400))
     assert held.sum(axis=1).tolist() == list(range(500_000, 500_400))
-    # All 255 dwarfs have the key 1/2, in the order of their index, after the giant's first half.
+    # All 255 small shards have the key 1/2, in the order of their index, after the first half of the large one.
     expected = np.clip(np.arange(500_000, 500_400)[:, None] - 500_000 - np.arange(255), 0, 1)
     assert np.array_equal(held[:, 1:], expected)
 
@@ -144,7 +144,7 @@ def test_stratified_spreads_every_class_evenly(labels: list[int], ranks: int, se
     assert max(part.sizes) - min(part.sizes) <= 1
 
 
-def test_contiguous_and_strided_rows() -> None:
+def test_each_method_returns_the_expected_rows() -> None:
     assert [s.tolist() for s in partition_rows(7, 3)] == [[0, 1, 2], [3, 4], [5, 6]]
     assert [s.tolist() for s in partition_rows(7, 3, by="strided")] == [[0, 3, 6], [1, 4], [2, 5]]
     labels = ["a", "a", "b", "b", "a", "b"]
@@ -290,7 +290,7 @@ def test_the_figure_does_not_import_pyplot() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-# --- the warning of unlike classes --------------------------------------------------------------------------
+# --- the warning about unequal classes --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Where a step's time goes, and what of it was waiting for others: arithmetic on marks."""
+"""Phase times of a step, and the part spent waiting for others, computed from marks."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def test_phases_add_up_to_the_step():
     assert found == {"data": 1, "forward": 2, "backward": 4, "sync": 5, "update": 1, "step": 13}
 
 
-def test_a_phase_that_comes_again_is_added():
+def test_durations_of_a_repeated_phase_are_added():
     [marks] = steps([("forward", 0), ("backward", 1), ("forward", 3), ("backward", 6), ("end", 10)])
     found = compute_durations(marks, Clock())
     assert found["forward"] == 1 + 3
     assert found["backward"] == 2 + 4
 
 
-def test_a_collective_in_the_midst_of_a_phase_is_taken_out_of_it():
+def test_a_collective_during_a_phase_is_subtracted_from_it():
     phases = PhaseTimer(Ticking([0, 2, 5, 6]))
     phases.enter("forward")
     phases.begin_collective()
@@ -86,7 +86,7 @@ def test_a_failed_step_leaves_no_mark_in_the_next():
     assert [phase for phase, *_ in phases.end_step()] == ["data", "end"]
 
 
-def test_times_of_blocking_are_kept_and_padded():
+def test_blocked_times_are_padded_to_the_same_length():
     twice = [("sync", 1), ("backward", 2), ("sync", 5), ("update", 6), ("end", 7)]
     found = build_blocked_times(steps(STEP, twice), Clock())
     assert found.shape == (2, 2, 3)
@@ -95,12 +95,12 @@ def test_times_of_blocking_are_kept_and_padded():
     assert found[1].tolist() == [[1, 2, -1], [5, 6, -1]]
 
 
-def test_messages_are_told_by_step_and_what_is_between_phases_is_left_out():
+def test_messages_are_listed_by_step_without_the_time_between_phases():
     phases = PhaseTimer(Ticking([1, 2, 4, 7, 9]))
     phases.enter("send forward", (1, 0))
     phases.enter(BETWEEN_PHASES)
     phases.enter("receive backward", (1, 2))
-    phases.continue_phase("receive backward", (1, 2))  # goes on
+    phases.continue_phase("receive backward", (1, 2))  # continues
     phases.continue_phase("receive backward", (1, 3))
     marks = phases.end_step()
     rows = build_messages([(5, marks)], Clock())
@@ -109,19 +109,19 @@ def test_messages_are_told_by_step_and_what_is_between_phases_is_left_out():
     assert not len(build_messages([(0, steps(STEP)[0])], Clock()))
 
 
-def test_no_collective_at_all():
+def test_a_step_without_collectives_has_no_blocked_times():
     [marks] = steps([("forward", 0), ("end", 1)])
     assert build_blocked_times([marks], Clock()).shape == (1, 0, 3)
 
 
-def test_a_slowed_rank_sleeps_in_proportion_to_its_computing(monkeypatch):
+def test_a_slowed_rank_sleeps_in_proportion_to_its_compute_time(monkeypatch):
     slept = sleeping(monkeypatch, late=0.0)
     phases = PhaseTimer(Ticking(range(100)))
     phases.delay_factor = 3.0
     for phase in ("data", "forward", "backward", "sync", "update"):
         phases.enter(phase)
     phases.end_step()
-    assert slept == [2.0, 2.0]  # one tick of forward and one of backward, twice again; nothing for the rest
+    assert slept == [2.0, 2.0]  # two more ticks for forward and for backward, none for the rest
 
 
 def test_waiting_in_a_collective_is_not_slowed(monkeypatch):
@@ -135,7 +135,7 @@ def test_waiting_in_a_collective_is_not_slowed(monkeypatch):
     assert slept == [2.0, 2.0]
 
 
-def test_a_slowed_rank_is_late_before_it_begins_what_others_wait_for(monkeypatch):
+def test_a_slowed_rank_sleeps_before_operations_that_others_wait_for(monkeypatch):
     slept = sleeping(monkeypatch, late=0.0)
     phases = PhaseTimer(Ticking(range(100)))
     phases.apply_delay()  # between steps
@@ -153,7 +153,7 @@ def test_a_slowed_rank_is_late_before_it_begins_what_others_wait_for(monkeypatch
     ]  # fmt: skip
 
 
-def test_what_was_slept_too_much_is_taken_off_the_next_pieces(monkeypatch):
+def test_oversleeping_is_subtracted_from_later_delays(monkeypatch):
     slept = sleeping(monkeypatch, late=3.0)
     phases = PhaseTimer(Ticking(range(100)))
     phases.delay_factor = 3.0
@@ -165,7 +165,7 @@ def test_what_was_slept_too_much_is_taken_off_the_next_pieces(monkeypatch):
 
 
 def sleeping(monkeypatch, late):
-    """What is slept of each time, as asked for; it takes longer by `late`."""
+    """Return the list of requested sleeping times; each sleep takes `late` seconds longer."""
     slept = []
 
     def sleep(seconds):
@@ -176,13 +176,13 @@ def sleeping(monkeypatch, late):
     return slept
 
 
-def test_a_collective_among_some_ranks_says_which():
+def test_a_collective_of_a_subgroup_names_its_ranks():
     phases = PhaseTimer(Ticking([0, 1, 2, 4, 5, 7]))
     phases.enter("forward")
     phases.begin_collective((2, 3))
     phases.end_collective()
     phases.enter("sync")
-    phases.begin_collective((2, 3))  # in the midst of a collective: it goes on
+    phases.begin_collective((2, 3))  # during a collective, which continues
     phases.end_collective()
     marks = phases.end_step()
     assert [(s["phase"], s["begin"], s["end"]) for s in build_spans([(0, marks)], 2, Clock())] == [
@@ -199,27 +199,27 @@ def of_rank(*spans):
     return np.array([(*span, -1) for span in spans], float).reshape(len(spans), 1, 3)
 
 
-def test_the_last_to_come_waits_for_nobody():
+def test_the_last_rank_to_arrive_does_not_wait():
     waits, transfers = comm_time.split_blocked_time([of_rank((0.0, 5.0)), of_rank((3.0, 5.0)), of_rank((2.0, 5.5))])
     assert waits[:, 0].tolist() == [3.0, 0.0, 1.0]
     assert transfers[:, 0].tolist() == [2.0, 2.0, 2.5]
 
 
-def test_a_rank_that_was_let_go_before_the_last_came_waited_no_longer():
-    """As in a tree: its part of the collective was over."""
+def test_a_rank_released_before_the_last_arrival_waits_only_until_its_release():
+    """In a tree, a rank leaves when its own part of the collective is done."""
     waits, transfers = comm_time.split_blocked_time([of_rank((0.0, 2.0)), of_rank((3.0, 5.0))])
     assert waits[:, 0].tolist() == [2.0, 0.0]
     assert transfers[:, 0].tolist() == [0.0, 2.0]
 
 
-def test_clocks_of_several_hosts_are_put_right():
+def test_clock_offsets_between_hosts_are_corrected():
     ahead = of_rank((103.0, 105.0))
     waits, transfers = comm_time.split_blocked_time([of_rank((0.0, 5.0)), ahead], clock_offsets=[0.0, 100.0])
     assert waits[:, 0].tolist() == [3.0, 0.0]
     assert transfers[:, 0].tolist() == [2.0, 2.0]
 
 
-def test_several_collectives_in_a_step_and_steps_with_fewer():
+def test_waiting_times_of_several_collectives_in_a_step_are_added():
     one = np.array([[[0, 2, -1], [4, 6, -1]], [[0, 1, -1], [np.nan] * 3]], float)
     other = np.array([[[1, 2, -1], [3, 6, -1]], [[0.5, 1, -1], [np.nan] * 3]], float)
     waits, transfers = comm_time.split_blocked_time([one, other])
@@ -228,7 +228,7 @@ def test_several_collectives_in_a_step_and_steps_with_fewer():
 
 
 @pytest.mark.parametrize("steps", [0, 3])
-def test_ranks_that_never_met(steps):
+def test_ranks_without_collectives_have_no_waiting_time(steps):
     waits, transfers = comm_time.split_blocked_time([np.empty((steps, 0, 3))] * 2)
     assert waits.shape == transfers.shape == (2, steps)
     assert not waits.any()
@@ -241,23 +241,23 @@ REPLICAS = [
     [(5, 7, RIGHT), (7.5, 8, RIGHT), (8, 12, ALL)],  # a micro-batch more
     [(5, 7, RIGHT), (7, 8, RIGHT), (11, 12, ALL)],
 ]
-"""Of two replicas of two ranks each, what each rank is blocked in: begin, end, among whom."""
+"""Blocked intervals of each rank, in two replicas of two ranks each: begin, end, group."""
 
 
-def test_ranks_wait_for_those_of_their_own_replica():
+def test_ranks_wait_for_the_ranks_of_their_own_replica():
     waits, transfers = comm_time.split_blocked_time([np.array([rank], float) for rank in REPLICAS])
     assert waits[:, 0].tolist() == [1 + 1, 0 + 2, 0 + 0 + 3, 0 + 0.5 + 0]
     assert transfers[:, 0].tolist() == [1 + 1, 1 + 1, 2 + 0.5 + 1, 2 + 0.5 + 1]
 
 
 def as_spans(ranks):
-    """The same as a timeline has it."""
+    """Return the blocked intervals as spans of a timeline."""
     names = {LEFT: "sync 0-1", RIGHT: "sync 2-3", ALL: "sync"}
     found = [(5, r, names[who], -1, -1, begin, end) for r, own in enumerate(ranks) for begin, end, who in own]
     return np.array([*found, (5, 0, "forward", -1, -1, 2, 10)], SPAN_DTYPE)
 
 
-def test_waiting_is_cut_off_the_spans_of_collectives():
+def test_waiting_is_split_from_the_spans_of_collectives():
     found = comm_time.split_collective_waits(as_spans(REPLICAS))
     told = [[(s["phase"], s["begin"], s["end"]) for s in found[found["rank"] == rank]] for rank in (0, 3)]
     assert told[0] == [
@@ -269,9 +269,9 @@ def test_waiting_is_cut_off_the_spans_of_collectives():
     assert lengths == [4, 6.5, 4]
 
 
-def test_spans_of_a_rank_that_failed_are_not_cut():
+def test_spans_of_a_failed_rank_are_not_split():
     found = as_spans([REPLICAS[0], REPLICAS[1][:1]])
-    assert comm_time.split_collective_waits(found)["phase"].tolist().count("wait") == 1  # of what both were in
+    assert comm_time.split_collective_waits(found)["phase"].tolist().count("wait") == 1  # only where both joined
     alone = found[found["rank"] == 0]
     assert "wait" not in comm_time.split_collective_waits(alone)["phase"]
     assert not len(comm_time.split_collective_waits(found[:0]))

@@ -23,7 +23,7 @@ def done(root: Path) -> ExecutedNotebook:
     return execute_and_watch(root / NOTEBOOK)
 
 
-def test_the_cluster_is_a_table_of_two_ranks(done: ExecutedNotebook):
+def test_the_cluster_is_shown_as_a_table_of_two_ranks(done: ExecutedNotebook):
     *_, head, first, second = done.text("cluster = dtkit.Cluster(2").splitlines()
     assert head.split()[:3] == ["rank", "engine", "id"]
     assert (first.split()[0], second.split()[0]) == ("0", "1")
@@ -50,7 +50,7 @@ def test_single_steps_take_half_the_batch_from_each_shard(done: ExecutedNotebook
     assert all(a != b for a, b in zip(losses[::2], losses[1::2], strict=True))  # "each rank's own loss differs"
 
 
-def test_the_dashboard_becomes_a_picture(done: ExecutedNotebook):
+def test_the_dashboard_is_stored_as_a_picture(done: ExecutedNotebook):
     (output,) = done.outputs("run.resume()")
     assert set(output.data) == {"image/png", "text/plain"}
     assert output.data["image/png"].startswith("iVBOR")  # a PNG, in base64
@@ -74,7 +74,7 @@ def test_accuracy_is_over_95_percent_on_held_out_rows(done: ExecutedNotebook):
     )  # the model in the notebook is the one on the engines
 
 
-def test_it_equals_training_in_one_process(done: ExecutedNotebook):
+def test_the_run_equals_training_in_one_process(done: ExecutedNotebook):
     assert done.text("run.verify(").startswith("PASS: 20 steps on 2 ranks against one process")
 
 

@@ -64,7 +64,7 @@ def test_make_targets_in_the_readme_exist(root: Path):
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs"])
-def test_links_lead_to_files(root: Path, page: str):
+def test_links_point_to_existing_files(root: Path, page: str):
     path = root / page
     for file in [path] if path.is_file() else path.rglob("*.md"):
         text = file.read_text(encoding="utf-8")
@@ -76,7 +76,7 @@ def test_links_lead_to_files(root: Path, page: str):
 
 
 @pytest.mark.notebook
-def test_the_example_does_what_it_says(done: NotebookNode):
+def test_the_readme_example_runs_as_described(done: NotebookNode):
     assert len(set(re.findall(r"rank \d+\s+([0-9a-f]{8,})", said(done, "cluster.broadcast(")))) == 1
     (kept,) = [cell for cell in done.cells if cell.source.startswith("run = cluster.train(")]
     assert [set(output.data) for output in kept.outputs] == [{"image/png", "text/plain"}]
@@ -90,7 +90,7 @@ def test_a_lost_engine_is_replaced(done: NotebookNode):
 
 
 @pytest.mark.notebook
-def test_own_loops_do_what_they_say(done: NotebookNode):
+def test_own_loops_run_as_described(done: NotebookNode):
     first, second = re.search(r"\[([\d.]+), ([\d.]+)\]", said(done, "least_squares")).groups()
     assert first == second
     assert "[2.0, 2.0]" in said(done, "cluster.torchrun(main)")

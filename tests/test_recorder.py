@@ -1,4 +1,4 @@
-"""What ranks report, made into a run's history."""
+"""Recorder: the reports of ranks become a run's history."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def recorder(history: History) -> Recorder:
     return Recorder(types.SimpleNamespace(membership=membership), history)
 
 
-def test_waiting_is_told_on_one_clock(recorder: Recorder, history: History):
+def test_waiting_times_are_computed_on_a_common_clock(recorder: Recorder, history: History):
     recorder.record_steps([(advance(rank, 2, 100.0 * rank + 0.25 * rank), []) for rank in range(3)])
     assert history.rows()["wait_s"].reshape(2, 3) == pytest.approx(np.array([[0.5, 0.25, 0.0]] * 2))
 
 
-def test_waiting_for_another_stage_is_no_communication():
+def test_waiting_for_another_stage_is_not_counted_as_communication():
     history = History(ranks_per_replica=2)
     recorder = Recorder(types.SimpleNamespace(membership=types.SimpleNamespace(clock_offsets=[0.0, 100.0])), history)
     advances = []
@@ -58,7 +58,7 @@ def test_waiting_for_another_stage_is_no_communication():
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2])
-def test_of_a_lost_rank_the_others_are_recorded_each_on_its_own_clock(recorder: Recorder, history: History, lost: int):
+def test_steps_of_surviving_ranks_are_recorded_each_on_its_own_clock(recorder: Recorder, history: History, lost: int):
     replies = {rank: Reply((advance(rank, 3 - rank % 2, 100.0 * rank), [("text", "hello")])) for rank in range(3)}
     replies[lost] = Reply(failure=Failure(lost, "?", "EngineLost", "gone", "", kind="lost"))
     left = [rank for rank in range(3) if rank != lost]
@@ -71,7 +71,7 @@ def test_of_a_lost_rank_the_others_are_recorded_each_on_its_own_clock(recorder: 
 
 
 def left(rank: int, start: int, stop: int, said: str = "") -> tuple[DispatchResult, list[tuple[str, str]]]:
-    """A dispatch that nobody has read: blocked in each step from a quarter of a second per rank on."""
+    """An unread dispatch: each step is blocked from a quarter of a second per rank on."""
     rows = np.zeros(stop - start, ROW_DTYPE)
     rows["step"], rows["rank"] = range(start, stop), rank
     blocked = np.array([[[step + 0.25 * rank, step + 1.0, -1]] for step in range(start, stop)]).reshape(-1, 1, 3)
@@ -84,13 +84,13 @@ def cells(history: History) -> list[tuple[int, int]]:
 
 @pytest.fixture
 def one_host(history: History) -> Recorder:
-    """Of a run of which 4 steps were read."""
+    """A recorder on one host, of a run with 4 steps already read."""
     for rank in range(2):
         history.append(np.asarray(left(rank, 0, 4)[0].rows))
     return Recorder(types.SimpleNamespace(membership=types.SimpleNamespace(clock_offsets=None)), history)
 
 
-def test_of_what_was_left_unread_each_step_is_recorded_once(one_host: Recorder, history: History):
+def test_unread_steps_are_recorded_once(one_host: Recorder, history: History):
     before = len(history)
     unread = {rank: [left(rank, 2, 4, "read"), left(rank, 4, 6, "hello"), left(rank, 6, 7)] for rank in range(2)}
     one_host.record_unread(unread, 7)
@@ -100,8 +100,8 @@ def test_of_what_was_left_unread_each_step_is_recorded_once(one_host: Recorder, 
     assert [(event.step, event.text, event.rank) for event in history.events] == [(4, "hello", 0), (4, "hello", 1)]
 
 
-def test_what_a_lost_rank_left_is_recorded_as_far_as_the_others_came(one_host: Recorder, history: History):
-    """Rank 1 ended before it had written what it did last; rank 2 while the others were a step behind."""
+def test_unread_steps_of_a_lost_rank_are_recorded_up_to_the_common_step(one_host: Recorder, history: History):
+    """Rank 1 ended before it wrote its last steps; rank 2 ended one step ahead of the others."""
     before = len(history)
     unread = {
         0: [left(0, 4, 6), left(0, 6, 9)],
@@ -116,7 +116,7 @@ def test_what_a_lost_rank_left_is_recorded_as_far_as_the_others_came(one_host: R
 
 
 @pytest.mark.parametrize(("on", "more"), [(5, []), (6, [(5, 0)]), (3, [])])
-def test_what_one_rank_did_beyond_counts_where_all_go_on_from_there(
+def test_extra_steps_of_one_rank_are_recorded_only_if_the_run_resumes_after_them(
     one_host: Recorder, history: History, on: int, more: list[tuple[int, int]]
 ):
     before = len(history)
@@ -126,16 +126,14 @@ def test_what_one_rank_did_beyond_counts_where_all_go_on_from_there(
     assert cells(history)[before + 2 :] == more
 
 
-def test_of_a_dispatch_that_was_read_in_part_the_rest_is_recorded(one_host: Recorder, history: History):
+def test_the_unread_rest_of_a_partly_read_dispatch_is_recorded(one_host: Recorder, history: History):
     before = len(history)
     one_host.record_unread({0: [left(0, 2, 6)], 1: [left(1, 2, 4)]}, 4)
     one_host.record_extra_rows(6)
     assert cells(history)[before:] == [(4, 0), (5, 0)]
 
 
-def test_of_evaluations_that_were_left_unread_those_of_all_ranks_are_recorded_once(
-    one_host: Recorder, history: History
-):
+def test_unread_evaluations_are_recorded_once_if_all_ranks_have_them(one_host: Recorder, history: History):
     history.add(Evaluation(4, 8, {"loss": 0.5}))
     mine, theirs, other = (4, {"loss": (2.0, 4.0)}), (2, {"loss": (4.0, 2.0)}), (2, {"hits": (4.0, 2.0)})
     left = {0: {4: mine, 8: mine, 12: mine, 16: mine}, 1: {4: theirs, 8: theirs, 16: other}}

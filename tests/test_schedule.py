@@ -1,4 +1,4 @@
-"""Schedules as tables: parsing, rules, simulation, and the built-in ones compared with torch's."""
+"""Schedules as tables: parsing, rules, simulation, and a comparison of the built-in ones with torch."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def torch_rows(name: str, ranks: int, micro_batches: int) -> list[list[str]]:
 
 @pytest.mark.parametrize("name", BUILTIN_SCHEDULES)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_built_in_schedules_equal_torch_s(name: str, ranks: int):
+def test_built_in_schedules_equal_those_of_torch(name: str, ranks: int):
     made = 0
     for micro_batches in range(1, 13):
         try:
@@ -180,7 +180,7 @@ def test_simulation_counts_peak_micro_batches():
     assert Schedule(HALVES).simulate().peak_micro_batches == (3, 2)  # activations are held until W
 
 
-def test_halves_of_backward_fill_gaps():
+def test_split_backward_passes_fill_idle_time():
     """The second rank's weights come last: 13 instead of 15, with as many activations as 1F1B."""
     table = Schedule("F0 F1 B0 F2 B1 F3 B2 B3\nF0 I0 F1 I1 W0 F2 I2 W1 F3 I3 W2 W3")
     simulation, usual = table.simulate(), Schedule.from_name("1F1B", 2, 4).simulate()
@@ -198,14 +198,14 @@ def test_simulation_uses_the_duration_of_each_action():
     assert simulation.bubble == pytest.approx(1 - 12 / 20)
 
 
-def test_w_takes_all_of_backward_on_the_first_stage():
+def test_the_weight_half_takes_the_whole_backward_time_on_the_first_stage():
     times = Schedule(HALVES).simulate().intervals
     assert times[Action("I", 0, 0)][0] == times[Action("I", 0, 0)][1]
     assert times[Action("W", 0, 0)][1] - times[Action("W", 0, 0)][0] == 2
     assert times[Action("W", 1, 0)][1] - times[Action("W", 1, 0)][0] == 1
 
 
-def test_schedule_figures_and_png():
+def test_schedule_figures_show_actions_stages_and_a_note():
     (ax,) = Schedule(ONE).figure().axes
     assert [label.get_text() for label in ax.get_yticklabels()] == ["node 0", "node 1"]
     assert sorted(t.get_text() for t in ax.texts if t.get_gid() is None) == sorted(["F0", "F1", "B0", "B1"] * 2)

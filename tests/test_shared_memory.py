@@ -1,4 +1,4 @@
-"""One mapped file for all engines of a host."""
+"""Shared memory: one mapped file for all engines of a host."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def files(directory: Path) -> list[str]:
     return sorted(str(path) for path in directory.iterdir())
 
 
-def test_what_was_written_is_mapped_and_aligned(tmp_path: Path) -> None:
+def test_written_buffers_are_mapped_and_aligned(tmp_path: Path) -> None:
     arrays = [np.arange(5, dtype=np.uint8), np.empty(0), np.linspace(0, 1, 1001), np.ones((3, 4), order="C")]
     handle = shared_memory.write_buffers(arrays, directories=[str(tmp_path)])
     assert pickle.loads(pickle.dumps(handle)) == handle
@@ -49,7 +49,7 @@ def test_what_was_written_is_mapped_and_aligned(tmp_path: Path) -> None:
         assert bytes(view) == array.tobytes()
 
 
-def test_nothing_to_write_is_a_file_too(tmp_path: Path) -> None:
+def test_empty_buffers_are_stored_in_a_file(tmp_path: Path) -> None:
     for buffers in ([], [b""], [b"", b"ab"]):
         handle = shared_memory.write_buffers(buffers, directories=[str(tmp_path)])
         assert [bytes(view) for view in BufferMapping.open(handle)] == buffers
@@ -70,14 +70,14 @@ def test_a_file_is_private_and_in_shared_memory() -> None:
     assert not Path(handle.path).exists()
 
 
-def test_writers_do_not_see_each_other_and_the_file_stays_as_it_was(tmp_path: Path) -> None:
+def test_changes_to_a_mapping_do_not_reach_other_mappings_or_the_file(tmp_path: Path) -> None:
     handle = shared_memory.write_buffers([b"abcd"], directories=[str(tmp_path)])
     (mine,), (yours,) = BufferMapping.open(handle), BufferMapping.open(handle)
     mine[0] = ord("X")
     assert (bytes(mine), bytes(yours), Path(handle.path).read_bytes()) == (b"Xbcd", b"abcd", b"abcd")
 
 
-def test_views_keep_the_mapping_alive_after_the_file_is_gone(tmp_path: Path) -> None:
+def test_views_keep_the_mapping_alive_after_the_file_is_removed(tmp_path: Path) -> None:
     handle = shared_memory.write_buffers([b"abcd", b"efgh"], directories=[str(tmp_path)])
     array = np.frombuffer(BufferMapping.open(handle)[1], dtype=np.uint8)
     shared_memory.remove_file(handle)
@@ -85,7 +85,7 @@ def test_views_keep_the_mapping_alive_after_the_file_is_gone(tmp_path: Path) -> 
     assert array.flags.writeable
 
 
-def test_where_shared_memory_is_too_small_a_temporary_file_serves(
+def test_a_temporary_file_is_used_if_shared_memory_is_too_small(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small, big = tmp_path / "small", tmp_path / "big"
@@ -106,7 +106,7 @@ def test_where_shared_memory_is_too_small_a_temporary_file_serves(
         shared_memory.write_buffers([b"abcd"], directories=[missing, str(small)])
 
 
-def test_a_real_limit_is_an_error_before_a_byte_is_written(tmp_path: Path) -> None:
+def test_a_file_size_limit_raises_before_any_byte_is_written(tmp_path: Path) -> None:
     code = (
         "import resource, signal, sys; from dtkit.rpc import shared_memory as shared\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
@@ -121,13 +121,13 @@ def test_a_real_limit_is_an_error_before_a_byte_is_written(tmp_path: Path) -> No
     assert files(tmp_path) == []
 
 
-def test_shared_memory_is_not_taken_from_what_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writing_more_than_the_free_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resources, "read_memory", lambda: resources.HostMemory(2_000_000, 1_000_000))
     with pytest.raises(OSError, match="only 1 MB of memory are free"):
         shared_memory.write_buffers([bytes(2_000_000)], directories=["/dev/shm"])
 
 
-def test_a_file_of_the_wrong_kind_is_not_mapped(tmp_path: Path) -> None:
+def test_a_file_with_the_wrong_size_or_type_is_not_mapped(tmp_path: Path) -> None:
     handle = shared_memory.write_buffers([b"abcd"], directories=[str(tmp_path)])
     with pytest.raises(OSError, match="holds 4 of 64 bytes"):
         BufferMapping.open(SharedBuffer(handle.path, ((0, 64),)))
@@ -139,7 +139,7 @@ def test_a_file_of_the_wrong_kind_is_not_mapped(tmp_path: Path) -> None:
         BufferMapping.open(SharedBuffer("/dev/null", ()))
 
 
-def test_sweep_takes_the_files_of_the_dead_and_no_others(tmp_path: Path) -> None:
+def test_remove_orphans_deletes_only_files_of_dead_processes(tmp_path: Path) -> None:
     place = [str(tmp_path)]
     process = child()
     mine = shared_memory.write_buffers([b"a"], directories=place)
@@ -148,7 +148,7 @@ def test_sweep_takes_the_files_of_the_dead_and_no_others(tmp_path: Path) -> None
         [b"c"], file_owner=ProcessId(os.getpid(), ProcessId.from_pid().start_time - 10), directories=place
     )
     name = Path(theirs.path).name
-    # Not ours to delete: another uid's name, another host's, another program's, a link, a folder.
+    # Must not be deleted: the name of another uid, another host, another program, a link, a folder.
     others = [
         name.replace(f"dtkit-{os.getuid()}-", f"dtkit-{os.getuid() + 1}-"),
         f"dtkit-{os.getuid()}-{2**22}-1-{'0' * 24}",
@@ -168,7 +168,7 @@ def test_sweep_takes_the_files_of_the_dead_and_no_others(tmp_path: Path) -> None
     assert len(files(tmp_path)) == 1 + len(others) + 2
 
 
-def test_a_zombie_counts_as_dead(tmp_path: Path) -> None:
+def test_files_of_a_zombie_are_removed_as_orphans(tmp_path: Path) -> None:
     process = child()
     handle = shared_memory.write_buffers(
         [b"a"], file_owner=ProcessId.from_pid(process.pid), directories=[str(tmp_path)]
@@ -180,7 +180,7 @@ def test_a_zombie_counts_as_dead(tmp_path: Path) -> None:
     process.communicate(timeout=30)
 
 
-def test_a_killed_writer_leaves_a_file_that_the_next_sweep_takes(tmp_path: Path) -> None:
+def test_the_file_of_a_killed_writer_is_removed_as_an_orphan(tmp_path: Path) -> None:
     code = (
         f"from dtkit.rpc import shared_memory as shared; shared.write_buffers([b'a'], "
         f"directories=[{str(tmp_path)!r}]); {WAIT}"
@@ -192,7 +192,7 @@ def test_a_killed_writer_leaves_a_file_that_the_next_sweep_takes(tmp_path: Path)
     assert len(shared_memory.remove_orphans([str(tmp_path)])) == 1
 
 
-def test_remove_all_takes_what_hangs_on_one_owner(tmp_path: Path) -> None:
+def test_remove_owned_files_deletes_only_the_files_of_that_owner(tmp_path: Path) -> None:
     place = [str(tmp_path)]
     other = ProcessId(os.getppid(), 1)
     kept = shared_memory.write_buffers([b"a"], file_owner=other, directories=place)
@@ -201,7 +201,7 @@ def test_remove_all_takes_what_hangs_on_one_owner(tmp_path: Path) -> None:
     assert files(tmp_path) == [kept.path]
 
 
-def test_a_process_name_with_spaces_and_parentheses_is_read_right() -> None:
+def test_start_time_is_read_for_a_process_name_with_spaces_and_parentheses() -> None:
     code = (
         "import ctypes; ctypes.CDLL(None).prctl(15, b'a) R (1 2', 0, 0, 0)\n"
         "from dtkit._util.process import ProcessId; print(ProcessId.from_pid().start_time)"
@@ -210,7 +210,7 @@ def test_a_process_name_with_spaces_and_parentheses_is_read_right() -> None:
     assert float(ran.stdout) >= ProcessId.from_pid().start_time
 
 
-def test_memory_is_shared_and_not_copied(tmp_path: Path) -> None:
+def test_mapped_memory_is_shared_and_not_copied(tmp_path: Path) -> None:
     data = np.random.default_rng(0).integers(0, 256, 20_000_000, dtype=np.uint8)
     handle = shared_memory.write_buffers([data], directories=[str(tmp_path)])
     before = psutil.Process().memory_full_info().uss

@@ -1,4 +1,4 @@
-"""What may be data, and what becomes of it: tables, files and Datasets as rows that can be taken by index."""
+"""Data sources: tables, files and Datasets as rows that are taken by index."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ROWS = 40
 
 
 def frame(**columns: Any) -> pd.DataFrame:
-    """Two numbers and a label per row, and whatever else is asked for."""
+    """Two numbers and a label per row, and the given columns."""
     rows = np.arange(ROWS)
     return pd.DataFrame({"a": rows * 0.5, "b": rows, "label": rows % 3, **columns})
 
@@ -49,7 +49,7 @@ def take(source: Any, *rows: int) -> Any:
 # -- DataFrames ---------------------------------------------------------------------------------------------
 
 
-def test_a_frame_becomes_features_and_a_target():
+def test_a_dataframe_becomes_features_and_a_target():
     (x, y), columns = frames.convert_frame(frame(), ColumnSelection.from_arguments("label"))
     assert (x.dtype, x.shape, y.dtype, y.shape) == (np.float32, (ROWS, 2), np.int64, (ROWS,))
     assert x[3].tolist() == [1.5, 3.0]
@@ -71,7 +71,7 @@ FEATURES = {
 
 
 @pytest.mark.parametrize("name", FEATURES)
-def test_the_dtype_of_features(name: str):
+def test_features_are_converted_to_the_expected_dtype(name: str):
     dtypes, expected = FEATURES[name]
     rows = pd.DataFrame({"a": [0, 1, 1], "b": [1, 0, 1], "y": [0.5, 1, 2]}).astype(dtypes)
     (x, y), _ = frames.convert_frame(rows, ColumnSelection.from_arguments("y"))
@@ -80,7 +80,7 @@ def test_the_dtype_of_features(name: str):
     assert y.dtype == np.float32
 
 
-def test_floats_become_what_torch_computes_in(monkeypatch: pytest.MonkeyPatch):
+def test_float_features_are_converted_to_the_default_dtype_of_torch(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch, "get_default_dtype", lambda: torch.float64)
     (x, _), _ = frames.convert_frame(frame(), ColumnSelection.from_arguments("label"))
     assert x.dtype == np.float64
@@ -89,17 +89,17 @@ def test_floats_become_what_torch_computes_in(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("target", "shape"), [("label", (ROWS,)), (["label"], (ROWS, 1)), (["label", "b"], (ROWS, 2)), ([], None)]
 )
-def test_a_target_has_the_shape_that_was_asked_for(target: Any, shape: tuple[int, ...] | None):
+def test_a_target_has_the_requested_shape(target: Any, shape: tuple[int, ...] | None):
     arrays, _ = frames.convert_frame(frame(), ColumnSelection.from_arguments(target))
     assert (arrays[1].shape if len(arrays) > 1 else None) == shape
 
 
-def test_columns_are_taken_as_named_and_in_that_order():
+def test_features_follow_the_order_of_the_columns_argument():
     (x, _), _ = frames.convert_frame(frame(city=["x"] * ROWS), ColumnSelection.from_arguments("label", ["b", "a"]))
     assert x[3].tolist() == [3.0, 1.5]
 
 
-def test_a_categorical_target_gets_numbers_and_later_data_the_same():
+def test_a_categorical_target_is_encoded_the_same_way_in_later_data():
     kinds = pd.Categorical(["dog", "cat", "cow"] * 2, categories=["cow", "dog", "cat"])
     rows = pd.DataFrame({"x": range(6), "kind": kinds})
     arrays, columns = frames.convert_frame(rows, ColumnSelection.from_arguments("kind"))
@@ -166,20 +166,20 @@ BAD_FRAMES: dict[str, tuple[Callable[[], pd.DataFrame], Any, type[Exception], st
 
 
 @pytest.mark.parametrize("name", BAD_FRAMES)
-def test_what_a_frame_can_not_be(name: str):
+def test_an_invalid_dataframe_is_refused(name: str):
     make, target, kind, message = BAD_FRAMES[name]
     with pytest.raises(kind, match=message):
         frames.convert_frame(make(), ColumnSelection.from_arguments(target))
 
 
-def test_columns_can_not_be_one_name():
+def test_columns_must_be_a_list_without_the_target():
     with pytest.raises(TypeError, match=r"columns='a'; it must be a list of names, as in columns=\['a'\]"):
         ColumnSelection.from_arguments("label", "a")
     with pytest.raises(ValueError, match="column 'a' can't be feature and target together"):
         frames.convert_frame(frame(), ColumnSelection.from_arguments("a", ["a", "b"]))
 
 
-def test_frames_and_series_may_stand_for_arrays():
+def test_dataframes_and_series_are_accepted_as_arrays():
     source = as_source((frame()[["a", "b"]], frame()["label"]))
     x, y = take(source, 3)
     assert (x.dtype, x.tolist(), y.dtype, y.tolist()) == (torch.float32, [[1.5, 3.0]], torch.int64, [0])
@@ -187,7 +187,7 @@ def test_frames_and_series_may_stand_for_arrays():
         as_source((frame(kind="u"), frame()["label"]))
 
 
-def test_a_function_may_give_a_frame():
+def test_a_function_may_return_a_dataframe():
     source = load_source(frame, ColumnSelection.from_arguments("label"))
     assert isinstance(source, ArraySource)
     assert take(source, 4)[1].tolist() == [1]
@@ -204,7 +204,7 @@ def files(tmp_path: Path) -> tuple[str, str]:
     return str(tmp_path / "X.npy"), str(tmp_path / "y.npy")
 
 
-def test_arrays_stay_in_their_files(files: tuple[str, str]):
+def test_arrays_in_files_are_mapped_instead_of_sent(files: tuple[str, str]):
     found = describe_files(files, ColumnSelection())
     assert len(pickling.pack_object(found).header) < 1000
     assert pickling.pack_object(found).buffers == ()
@@ -228,7 +228,7 @@ VIEWS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 @pytest.mark.parametrize("name", VIEWS)
 @pytest.mark.parametrize("offset", [0, 5000])
-def test_any_part_of_a_mapped_array_travels_as_a_place(tmp_path: Path, name: str, offset: int):
+def test_a_view_of_a_memory_mapped_array_is_sent_as_a_file_reference(tmp_path: Path, name: str, offset: int):
     numbers = np.random.default_rng(0).normal(size=(3000, 4))
     path = tmp_path / "numbers.bin"
     path.write_bytes(b"\0" * offset + numbers.tobytes())
@@ -238,19 +238,19 @@ def test_any_part_of_a_mapped_array_travels_as_a_place(tmp_path: Path, name: str
     assert np.array_equal(pickle.loads(pickle.dumps(found)).open(), VIEWS[name](numbers))
 
 
-def test_changes_that_only_this_process_sees_travel(tmp_path: Path):
+def test_copy_on_write_changes_are_sent_with_the_array(tmp_path: Path):
     np.save(tmp_path / "X.npy", np.zeros((4, 2)))
     changed = np.load(tmp_path / "X.npy", mmap_mode="c")
     changed[1] = 7
     assert take(as_source(describe_files(changed, ColumnSelection())), 1)[0].tolist() == [[7, 7]]
 
 
-def test_a_file_of_another_machine_is_read_in_this_machines_order(tmp_path: Path):
+def test_a_big_endian_file_is_read_in_native_byte_order(tmp_path: Path):
     np.save(tmp_path / "X.npy", np.arange(6, dtype=">f4").reshape(3, 2))
     assert take(as_source(str(tmp_path / "X.npy")), 1)[0].tolist() == [[2, 3]]
 
 
-def test_files_that_can_not_be_read(tmp_path: Path, files: tuple[str, str]):
+def test_unreadable_files_are_refused(tmp_path: Path, files: tuple[str, str]):
     with pytest.raises(FileNotFoundError, match=r"none\.npy does not exist on .*under the same path"):
         describe_files(str(tmp_path / "none.npy"), ColumnSelection())
     np.save(tmp_path / "objects.npy", np.array(["a", None], object))
@@ -264,7 +264,7 @@ def test_files_that_can_not_be_read(tmp_path: Path, files: tuple[str, str]):
         found.open()
 
 
-def test_what_is_on_disk_is_looked_for_before_it_is_opened(tmp_path: Path):
+def test_unpickling_file_backed_data_raises_if_a_file_is_missing(tmp_path: Path):
     path = tmp_path / "data"
     path.touch()
     sent = pickle.dumps(FileBackedData([str(path)], {"rows": 3}))
@@ -291,7 +291,7 @@ def opened(where: Any, target: Any = "label", cache_bytes: int = parquet.CACHE_B
 
 
 @pytest.mark.parametrize("where", ["a folder", "files", "one file"])
-def test_rows_of_parquet_files_are_those_of_the_table(table: Path, where: str):
+def test_parquet_files_return_the_rows_of_the_table(table: Path, where: str):
     files = [table / "one.parquet", table / "two.parquet"]
     source = opened({"a folder": table, "files": files, "one file": files[0]}[where])
     assert len(source) == (23 if where == "one file" else ROWS)
@@ -302,14 +302,14 @@ def test_rows_of_parquet_files_are_those_of_the_table(table: Path, where: str):
     assert y.tolist() == (rows % 3).tolist()
 
 
-def test_only_the_row_groups_of_the_rows_are_read_and_once_each(table: Path):
+def test_only_the_needed_row_groups_are_read_and_each_only_once(table: Path):
     source = opened(table)
     take(source, 6, 8, 31, 5)
     take(source, 7, 30, 9)
     assert source.groups_read == {1: 1, 6: 1}  # groups begin at rows 0, 5, 10, 15, 20; 23, 28, 33, 38
 
 
-def test_the_cache_keeps_to_its_bytes(table: Path):
+def test_the_row_group_cache_stays_within_its_size_limit(table: Path):
     group = 5 * (2 * 4 + 8)
     source = opened(table, cache_bytes=3 * group)
     for row in (0, 5, 10, 15, 0):
@@ -349,7 +349,7 @@ def test_batches_use_the_shuffle_of_their_source(table: Path, how: str):
     assert np.array_equal(order, source.shuffle_rows(np.arange(ROWS), np.random.default_rng([3, 0])))
 
 
-def test_the_target_alone_is_read_for_a_picture(table: Path):
+def test_the_parquet_target_can_be_read_alone(table: Path):
     assert opened(table).read_target().tolist() == (np.arange(ROWS) % 3).tolist()
 
 
@@ -358,7 +358,7 @@ def write(path: Path, **columns: Any) -> Path:
     return path / "bad.parquet"
 
 
-def test_what_parquet_can_not_be(tmp_path: Path):
+def test_invalid_parquet_data_is_refused(tmp_path: Path):
     text = write(tmp_path, a=[1.0], city=["x"], label=[1])
     with pytest.raises(TypeError, match=r"columns 'city' \(string\) are not numbers.*choose others with columns="):
         opened(text)
@@ -379,7 +379,7 @@ def test_what_parquet_can_not_be(tmp_path: Path):
         opened([tmp_path / "ok.parquet", missing])
 
 
-def test_nulls_without_statistics_are_seen_when_they_are_read(tmp_path: Path):
+def test_nulls_without_statistics_are_detected_during_reading(tmp_path: Path):
     columns = {"a": [1.0, None], "b": [True, None], "label": [1, 2]}
     pq.write_table(pa.table(columns), tmp_path / "bare.parquet", write_statistics=False)
     with pytest.raises(ValueError, match="column 'a' is NaN in row 1"):
@@ -412,7 +412,7 @@ def test_a_hub_dataset_with_a_target_gives_inputs_and_target():
     assert (x.tolist(), y.tolist()) == ([[3, 1.5], [1, 0.5]], [0, 1])
 
 
-def test_a_format_or_transform_of_the_users_own_is_kept():
+def test_a_user_defined_transform_is_kept():
     def transform(batch: dict) -> dict:
         return {"length": [torch.tensor(len(text)) for text in batch["text"]]}
 
@@ -421,12 +421,12 @@ def test_a_format_or_transform_of_the_users_own_is_kept():
     assert not source.is_thread_safe
 
 
-def test_a_hub_dataset_that_is_shuffled_and_selected():
+def test_a_shuffled_selection_of_a_hub_dataset_returns_its_own_rows():
     data = hub().shuffle(seed=1).select(range(10))
     assert take(as_source(data), 4)["label"].tolist() == [data[4]["label"]]
 
 
-def test_what_a_hub_dataset_can_not_be():
+def test_an_invalid_hub_dataset_is_refused():
     text = hub(text=["u"] * ROWS, words=[["u"]] * ROWS)
     with pytest.raises(TypeError, match=r"columns 'text' \(string\), 'words' .*remove_columns\(\['text', 'words'\]\)"):
         as_source(text)
@@ -437,7 +437,7 @@ def test_what_a_hub_dataset_can_not_be():
         as_source(hub(), ColumnSelection.from_arguments("lable"))
 
 
-def test_a_hub_dataset_on_disk_travels_as_a_place(tmp_path: Path):
+def test_a_hub_dataset_on_disk_is_sent_as_a_file_reference(tmp_path: Path):
     hub().save_to_disk(tmp_path / "saved")
     packed = pickling.pack_object(datasets.load_from_disk(tmp_path / "saved"))
     assert len(packed.header) < 5000
@@ -459,7 +459,7 @@ class Squares(torch.utils.data.Dataset):
         return {"x": torch.tensor([row]), "y": row * row}
 
 
-def test_the_row_that_failed_is_named():
+def test_an_error_in_a_dataset_names_the_failed_row():
     source = as_source(Squares())
     assert isinstance(source, DatasetSource)
     with pytest.raises(KeyError) as caught:
@@ -467,18 +467,18 @@ def test_the_row_that_failed_is_named():
     assert caught.value.__notes__ == ["the Dataset raised this for row 13"]
 
 
-def test_samples_that_are_dicts_may_name_the_target():
+def test_target_selects_a_key_of_dict_samples():
     x, y = take(as_source(Squares(), ColumnSelection.from_arguments("y")), 3, 2)
     assert (x.tolist(), y.tolist()) == ([[3], [2]], [9, 4])
 
 
-def test_mapping_is_read_only(files: tuple[str, str]):
+def test_mapped_arrays_are_read_only(files: tuple[str, str]):
     array = describe_files(files[0], ColumnSelection()).open()
     assert not array.flags.writeable
     assert memmap.load_npy(files[0]).mode == "r"
 
 
-def test_micro_batches_are_taken_at_once_and_are_the_rows_asked_for():
+def test_micro_batches_taken_together_contain_the_requested_rows():
     x, y = torch.arange(20.0).reshape(10, 2), torch.arange(10)
     pieces = [np.array([7, 1, 3]), np.array([2]), np.array([9, 0])]
     source = ArraySource([x, y])
@@ -506,7 +506,7 @@ def pad(samples: list[dict[str, torch.Tensor]]) -> collections.UserDict[str, tor
     return collections.UserDict({"tokens": tokens, "label": torch.stack([sample["label"] for sample in samples])})
 
 
-def test_collate_fn_of_the_user_makes_the_batches():
+def test_batches_are_built_by_the_users_collate_fn():
     batch = as_source(Tokens(), ColumnSelection(collate_fn=pad)).take(np.array([0, 2]))
     assert type(batch) is dict
     assert batch["tokens"].tolist() == [[0, 0, 0], [0, 1, 2]]
@@ -522,7 +522,7 @@ def test_ragged_samples_raise_with_both_shapes_and_the_remedy():
 
 
 @pytest.mark.parametrize("sample", [{"x": torch.ones(2), "label": 1}, (torch.ones(2), 1)], ids=["dicts", "tuples"])
-def test_list_of_samples_is_a_dataset(sample: Any):
+def test_a_list_of_samples_is_treated_as_a_dataset(sample: Any):
     source = as_source([sample] * 5)
     assert isinstance(source, DatasetSource)
     assert len(source) == 5

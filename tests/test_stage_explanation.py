@@ -1,4 +1,4 @@
-"""A step of a pipeline, and one of sharded training, from what ranks report: numbers, text, pictures."""
+"""Explanations of pipeline and sharded steps, made from reports of ranks: numbers, text, figures."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_norms_of_many_stages_show_both_kinds_of_the_first_pairs():
 
 
 def copies(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same on two ranks more: another replica."""
+    """Return the reports with a second replica on two more ranks."""
     others = copy.deepcopy(reports)
     for report in others:
         report["rank"] += 2
@@ -182,7 +182,7 @@ def test_a_replica_without_samples_is_listed():
     assert found.figure().axes
 
 
-# -- where parameters are cut ---------------------------------------------------------------------------------
+# -- sharded parameters ---------------------------------------------------------------------------------
 
 
 def test_collectives_have_expected_bytes_and_compared_digests():
@@ -227,7 +227,7 @@ def sliced(samples: list[int]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(("samples", "witness"), [([5, 4], 0), ([1, 0], 0), ([0, 1], 2)])
 def test_ranks_are_compared_within_their_group(samples: list[int], witness: int):
-    """Replicas with other numbers of samples, or with none, do other things, and all is well."""
+    """Replicas with different numbers of samples, or none, may make different collectives."""
     found = ShardedExplanation.from_reports(sliced(samples), "Net")  # type: ignore[arg-type]  # made by hand
     assert found.is_aligned
     assert found.is_agreed
@@ -258,7 +258,7 @@ def test_replica_reports_give_a_step_explanation():
 
 
 @pytest.mark.parametrize("count", [1, 8, 9, 30])
-def test_columns_of_micro_batches(count: int):
+def test_micro_batch_columns_include_the_first_and_the_last(count: int):
     columns = pipeline_text._select_micro_batches(count)
     assert len(columns) <= pipeline_text.MAX_MICRO_BATCHES
     assert columns[0] == 0

@@ -1,4 +1,4 @@
-"""A step that fails on the way: nothing of it stays, or all of it."""
+"""Failed steps: either undone completely or kept completely."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def undisturbed(steps: int, **how: Any) -> list[torch.Tensor]:
 
 
 class Faulty:
-    """Raises once, in the call of that number."""
+    """A function that raises once, in the call with the given number."""
 
     def __init__(self, at: int, error: BaseException) -> None:
         self._left, self._error = at, error
@@ -48,7 +48,7 @@ class Faulty:
             raise self._error
 
 
-def test_a_step_that_fails_before_its_update_is_taken_again_as_if_nothing_had_been():
+def test_a_step_that_fails_before_its_update_is_undone_and_repeated():
     fault = Faulty(2, RuntimeError("no loss here"))
 
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -109,7 +109,7 @@ def test_a_step_whose_averaging_fails_counts_with_its_loss(monkeypatch: pytest.M
 
 
 class Breaking(torch.optim.SGD):
-    """An optimiser that does something in the midst of its second step."""
+    """An optimizer that calls a function during its second step."""
 
     do: Any = None
 
@@ -120,7 +120,7 @@ class Breaking(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_an_optimiser_that_fails_leaves_the_model_torn(monkeypatch: pytest.MonkeyPatch):
+def test_a_failing_optimizer_leaves_the_model_partially_updated(monkeypatch: pytest.MonkeyPatch):
     def fail() -> None:
         raise ArithmeticError
 
@@ -142,7 +142,7 @@ def test_an_interrupt_waits_for_the_update_to_end(monkeypatch: pytest.MonkeyPatc
     assert made.step == 3
 
 
-def test_an_interrupt_elsewhere_comes_at_once():
+def test_an_interrupt_outside_the_update_takes_effect_at_once():
     fault = Faulty(1, KeyboardInterrupt())
     x, y = data()
 

@@ -1,4 +1,4 @@
-"""The test suite itself: who imports whom, how tests are named, and what `make test` chooses."""
+"""The test suite itself: imports between modules, names of tests, and the cases that `make test` chooses."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_names_of_tests_are_short(root: Path):
 
 
 @pytest.mark.parametrize("factors", [[2, 2, 2], [3, 4, 2], [4, 4, 4, 2]], ids=str)
-def test_the_pairwise_choice_has_each_pair_and_is_smaller_than_the_product(factors: list[int]):
+def test_the_pairwise_choice_covers_each_pair_with_fewer_cases_than_the_product(factors: list[int]):
     product = list(itertools.product(*([f"{k}.{value}" for value in range(n)] for k, n in enumerate(factors))))
     candidates = [pairs_of(values) for values in product]
     chosen = choose_covering(candidates)

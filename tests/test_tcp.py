@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def connected() -> Iterator[tuple[int, socket.socket, socket.socket]]:
-    """(port, the end that connected, the end that was called)."""
+    """Yield (port, connecting socket, accepted socket)."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)) as caller, listener.accept()[0] as called:
             yield port, caller, called
 
 
-def test_connections_are_those_to_the_ports_that_are_told_and_newer():
+def test_group_connections_are_new_sockets_with_the_given_ports():
     with connected() as (old, _, _):
         before = tcp.list_sockets()
         with connected() as (port, caller, _), connected():
@@ -43,7 +43,7 @@ def test_connections_are_those_to_the_ports_that_are_told_and_newer():
             group.close()
 
 
-def test_the_reading_side_ends_before_the_writing_side():
+def test_the_reading_side_is_shut_down_before_the_writing_side():
     before = tcp.list_sockets()
     with connected() as (port, caller, called):
         group = tcp.GroupConnections()
@@ -53,7 +53,7 @@ def test_the_reading_side_ends_before_the_writing_side():
         def reader() -> None:
             """As gloo does: closes its own end once it reads that the connection has ended."""
             read.append(caller.recv(1))
-            called.sendall(b"x")  # can still be written: nobody has been told at the other end
+            called.sendall(b"x")  # still writable: the other end has not been notified
             caller.close()
             called.close()
 
@@ -66,7 +66,7 @@ def test_the_reading_side_ends_before_the_writing_side():
         group.close()
 
 
-def test_a_connection_is_known_to_have_ended_at_either_end():
+def test_a_connection_closed_at_either_end_is_detected():
     for end in (0, 1):
         before = tcp.list_sockets()
         with connected() as (port, *ends):
@@ -83,7 +83,7 @@ def test_a_connection_is_known_to_have_ended_at_either_end():
             assert not group.has_closed()
 
 
-def test_bytes_are_counted_where_the_system_counts_them():
+def test_sent_bytes_are_counted_if_the_system_supports_it():
     before = tcp.list_sockets()
     with connected() as (port, caller, called):
         group = tcp.GroupConnections()
@@ -96,9 +96,9 @@ def test_bytes_are_counted_where_the_system_counts_them():
         group.close()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # duplicates that nobody came to close
-def test_an_interrupt_at_any_moment_closes_nobodys_socket(monkeypatch: pytest.MonkeyPatch):
-    """An engine is interrupted while it looks at all of its sockets, ZeroMQ's among them: each line is tried."""
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # duplicates that were never closed
+def test_an_interrupt_at_any_line_closes_no_other_socket(monkeypatch: pytest.MonkeyPatch):
+    """An engine is interrupted at each line while it inspects all of its sockets, including those of ZeroMQ."""
     with connected() as (port, caller, called):
         monkeypatch.setattr(tcp.os, "listdir", lambda _: [caller.fileno(), called.fileno()])
         for count in range(1000):

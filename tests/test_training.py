@@ -1,4 +1,4 @@
-"""What `train` refuses, and that it does so before anything travels: over a transport that only takes notes."""
+"""Arguments that `train` refuses before anything is sent, tested with a transport that only records requests."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ROOM = AvailableMemory(free_bytes=10**9, swap_bytes=0, job_bytes=0, limit_bytes=
 
 
 class Notes:
-    """A transport that answers what a cluster asks while it opens, and writes down all the rest."""
+    """A transport that answers the requests of an opening cluster and records all others."""
 
     def __init__(self, ranks: int = 2) -> None:
         self.engine_ids = list(range(ranks))
@@ -94,7 +94,7 @@ def test_train_and_its_config_have_the_same_arguments_and_defaults():
     }
 
 
-def test_a_training_that_is_right_sends_data_then_model_then_builds(cluster, notes):
+def test_valid_training_sends_data_then_model_then_builds_the_job(cluster, notes):
     run = train(cluster, start=False, seed=np.int64(3), batch_size=np.int32(16), steps=None, epochs=np.int64(2))
     assert [op for op, after in zip(notes.asked, [*notes.asked[1:], ""], strict=True) if op != after] == [
         "measure_available_memory",
@@ -220,7 +220,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_before_anything_travels(cluster, notes, name):
+def test_an_invalid_argument_is_refused_before_anything_is_sent(cluster, notes, name):
     options, kind, message = REFUSED[name]
     with pytest.raises(kind, match=re.compile(message, re.DOTALL)):
         train(cluster, **options)
@@ -228,7 +228,7 @@ def test_refused_before_anything_travels(cluster, notes, name):
     assert cluster.current_run is None
 
 
-def test_what_was_refused_leaves_the_last_run_alone(cluster):
+def test_a_refused_call_leaves_the_last_run_unchanged(cluster):
     run = train(cluster, start=False)
     with pytest.raises(ValueError, match="batch_size=0"):
         train(cluster, batch_size=0)
@@ -237,7 +237,7 @@ def test_what_was_refused_leaves_the_last_run_alone(cluster):
     run.stop()
 
 
-def test_a_mean_by_another_name_is_taken(cluster):
+def test_a_batchmean_loss_is_accepted(cluster):
     train(cluster, loss=nn.KLDivLoss(reduction="batchmean"), start=False).stop()
 
 
@@ -255,7 +255,7 @@ def test_partitions_and_replicas_of_another_cluster_are_refused(cluster, notes):
     assert notes.asked == []
 
 
-def test_a_batch_size_that_a_partition_does_not_carry(cluster, notes):
+def test_a_batch_size_larger_than_the_partition_is_refused(cluster, notes):
     part = cluster.partition(data())
     notes.asked.clear()
     with pytest.raises(ValueError, match="batch_size=65 is more than the 64 samples"):
@@ -263,7 +263,7 @@ def test_a_batch_size_that_a_partition_does_not_carry(cluster, notes):
     assert notes.asked == []
 
 
-def test_a_build_that_fails_leaves_the_cluster_free(cluster, notes):
+def test_a_failed_build_leaves_the_cluster_free(cluster, notes):
     notes.refuse = "build_job"
     with pytest.raises(dtkit.errors.EngineError, match="ValueError: not here"):
         train(cluster)
@@ -272,7 +272,7 @@ def test_a_build_that_fails_leaves_the_cluster_free(cluster, notes):
     train(cluster, start=False).stop()
 
 
-def test_a_model_that_lies_on_a_device_stays_there(cluster):
+def test_a_broadcast_model_is_shown_as_identical_replicas(cluster):
     mine = net()
     copies = cluster.broadcast(mine)
     assert copies.is_identical
@@ -280,7 +280,7 @@ def test_a_model_that_lies_on_a_device_stays_there(cluster):
     assert "identical" in copies._repr_html_()
 
 
-def test_no_training_on_a_closed_cluster(cluster):
+def test_a_closed_cluster_refuses_to_train(cluster):
     cluster.close()
     for call in (lambda: train(cluster), lambda: cluster.partition(data()), lambda: cluster.broadcast(net())):
         with pytest.raises(dtkit.errors.ClusterClosedError, match="was closed; start another one"):

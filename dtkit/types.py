@@ -99,6 +99,8 @@ class RunSpec:
     seed: int
     loss: str
     optimizer: str
+    tags: tuple[str, ...] = ()
+    """Words that the user gave the run, to find it by."""
 
     @property
     def epochs(self) -> float:

@@ -147,6 +147,8 @@ class Cluster(Engines):
         resume_from: str | Path | None = None,
         on_failure: str = "repair",
         snapshot_every: int | None = None,
+        name: str | None = None,
+        tags: Sequence[str] = (),
     ) -> Run:
         """Train `model` on `data`. Returns at once: the run is a handle, a dashboard and something to await.
 
@@ -190,6 +192,7 @@ class Cluster(Engines):
         snapshot_every : steps between snapshots, for strategies of which a rank holds the only copy of a part of the
             model. Two ranks keep each part in memory; disk serves if both are lost. By default every 10 seconds in
             memory, every 30 on disk.
+        name, tags : of the run, in views, reports, comparisons and checkpoints; by default the model's class and none.
 
         Raises ValueError or TypeError for what can't work, before anything starts; RunError while another run is
         running (one that is paused or has ended is released, and keeps its weights); EngineError if the job can't be

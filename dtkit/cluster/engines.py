@@ -13,6 +13,7 @@ from dtkit.cluster import transport as transports
 from dtkit.cluster.config import LaunchConfig
 from dtkit.cluster.devices import choose_num_engines, plan_devices
 from dtkit.cluster.launchers.launcher import check_launcher
+from dtkit.cluster.sigterm import exit_on_sigterm
 from dtkit.dashboard.text import cluster_text
 from dtkit.errors import ClusterError
 from dtkit.health import stacks
@@ -64,6 +65,7 @@ class Engines:
         """The last run that was started, unless it was released."""
         self._benchmarks: dict[str, Benchmark] = {}
         atexit.register(self._close_at_exit)
+        exit_on_sigterm()
 
     @classmethod
     def from_client(cls, client: Any, **options: Any) -> Self:

@@ -156,11 +156,11 @@ def _check_labels(labels: Sequence[str], count: int) -> list[str]:
 
 
 def _make_labels(runs: Sequence[Comparable | History]) -> list[str]:
-    """Return the first of strategy, name, and both that differs between all runs; else numbers."""
+    """Return the first of name, strategy, and both that differs between all runs; else numbers."""
     specs = [None if isinstance(run, History) else run.spec for run in runs]
     for choice in (
-        [spec.strategy if spec else "" for spec in specs],
         [spec.name if spec else "" for spec in specs],
+        [spec.strategy if spec else "" for spec in specs],
         [f"{spec.name} {spec.strategy}" if spec else "" for spec in specs],
     ):
         if all(choice) and len(set(choice)) == len(choice):

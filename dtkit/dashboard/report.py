@@ -79,6 +79,7 @@ def _format_head(run: RunView) -> Iterator[str]:
         ("optimizer", spec.optimizer),
         ("order of rows", f"{spec.shuffle}, seed {spec.seed}"),
         ("state", run.status.state.value),
+        *([("tags", ", ".join(spec.tags))] if spec.tags else []),
     ]
     yield _format_table(Table((), facts))
     if run.exception is not None:

@@ -61,6 +61,8 @@ class TrainConfig:
     resume_from: str | Path | None = None
     on_failure: str = "repair"
     snapshot_every: int | None = None
+    name: str | None = None
+    tags: Sequence[str] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -310,7 +310,7 @@ def _make_spec(
         samples = partition.n if config.sampler is None else len(config.sampler)
         per_epoch = -(-samples // config.batch_size)
     return RunSpec(
-        name=model_handle.name,
+        name=config.name or model_handle.name,
         strategy=repr(strategy),
         world_size=engine_group.world_size,
         samples=samples,
@@ -321,6 +321,7 @@ def _make_spec(
         seed=int(config.seed),
         loss=_get_loss_name(config, model_handle),
         optimizer=_get_name(config.optimizer),
+        tags=tuple(config.tags),
     )
 
 

@@ -53,6 +53,7 @@ def check_config(config: TrainConfig) -> Strategy:
             f"on_failure={config.on_failure!r}; it must be 'repair' (a new engine takes the place of a lost one), "
             "'shrink' (go on without it) or 'pause'"
         )
+    _check_name_and_tags(config)
     _check_metrics(config)
     _check_lr_scheduler(config)
     _check_callbacks(config)
@@ -122,6 +123,13 @@ def _check_optimizer(optimizer: Any) -> None:
             f"optimizer is a {type(optimizer).__name__}; it must be a function from parameters to an optimizer, "
             "since every rank builds its own: optimizer=lambda params: torch.optim.SGD(params, lr=0.1)"
         )
+
+
+def _check_name_and_tags(config: TrainConfig) -> None:
+    if config.name is not None and not (isinstance(config.name, str) and config.name.strip()):
+        raise TypeError(f"name={config.name!r}; it must be a text, as in name='baseline'")
+    if isinstance(config.tags, str) or not all(isinstance(tag, str) for tag in config.tags):
+        raise TypeError(f"tags={config.tags!r}; it must be a list of texts, as in tags=['baseline']")
 
 
 def _check_metrics(config: TrainConfig) -> None:

@@ -114,7 +114,7 @@ def ready(*_):
 
 if __name__ == "__main__":
     {before}
-    cluster = dtkit.Cluster(2, lease=2)
+    cluster = dtkit.Cluster(2, lease={lease})
     {after}
     ready()
 """
@@ -132,11 +132,11 @@ CASES = {
 
 
 @contextlib.contextmanager
-def notebook(case: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
+def notebook(case: str, folder: Path, lease: float = 2) -> Iterator[subprocess.Popen[str]]:
     """Process that starts a cluster, prints "ready" and waits to be killed."""
     before, after = CASES[case]
     process = subprocess.Popen(
-        [sys.executable, "-c", NOTEBOOK.format(before=before, after=after), str(folder)],
+        [sys.executable, "-c", NOTEBOOK.format(before=before, after=after, lease=lease), str(folder)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -146,6 +146,18 @@ def notebook(case: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
             yield process
         finally:
             process.kill()
+
+
+def test_sigterm_ends_a_script_and_its_engines(runtime: Path, tmp_path: Path):
+    """As a scheduler sends it. The lease would keep the engines for an hour."""
+    with notebook("with a run", tmp_path, lease=3600) as process:
+        assert process.stdout is not None
+        assert any(line == "ready\n" for line in process.stdout)
+        (folder,) = runtime.iterdir()
+        processes = {(p.pid, p.create_time()) for p in psutil.process_iter() if belongs_to_cluster(p, folder)}
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 128 + signal.SIGTERM
+    assert_nothing_left(processes, runtime, timeout=20)
 
 
 @pytest.mark.parametrize("case", ["with a run", slow("with stuck engines"), slow("while it starts")])

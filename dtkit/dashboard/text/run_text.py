@@ -36,7 +36,8 @@ def format_run(run: RunView) -> str:
     spec = run.spec
     metrics = compute_run_metrics(run.history, spec.world_size)
     name, strategy = formatting.sanitize_text(spec.name, 60), formatting.sanitize_text(spec.strategy, 60)
-    head = f"{name} · {strategy} · {run.status.state.value}"
+    tags = "".join(f" · {formatting.sanitize_text(tag, 30)}" for tag in spec.tags)
+    head = f"{name} · {strategy} · {run.status.state.value}{tags}"
     lines = [
         head,
         _format_position(run),

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from dtkit.dashboard.compare import compare
     from dtkit.dashboard.figures.custom_panels import panel
     from dtkit.data.partition import Partition
+    from dtkit.engine.callbacks import EngineCallback, ExponentialMovingAverage
     from dtkit.engine.observe.call_output import log
     from dtkit.errors import DtkitError
     from dtkit.history.history import History
@@ -38,6 +39,8 @@ _HOMES = {  # public name -> its module
     "DataParallel": "strategies.data_parallel",
     "DtkitError": "errors",
     "EarlyStopping": "training.callbacks",
+    "EngineCallback": "engine.callbacks",
+    "ExponentialMovingAverage": "engine.callbacks",
     "History": "history.history",
     "NaiveDataParallel": "strategies.naive",
     "OuterSGD": "strategies.averaging",
@@ -62,6 +65,8 @@ __all__ = [  # noqa: PLE0604, RUF100 - the names resolve by __getattr__
     "DataParallel",
     "DtkitError",
     "EarlyStopping",
+    "EngineCallback",
+    "ExponentialMovingAverage",
     "History",
     "NaiveDataParallel",
     "OuterSGD",

@@ -53,7 +53,8 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "fewer samples than ranks": ({"rows": cut(1), "batch_size": 1}, ValueError, "1 samples don't suffice for 2 ranks"),
     "unequal lengths": ({"rows": (data()[0], data()[1][:60])}, ValueError, "64, 60 rows .* same length"),
     "text instead of numbers": ({"rows": (data()[0], np.array(["a"] * 64))}, TypeError, "numbers only. Encode it"),
-    "a dict as data": ({"rows": {"x": 1}}, TypeError, "data is a dict; it must be a tuple of arrays"),
+    "a dict of numbers as data": ({"rows": {"x": 1}}, TypeError, r"data\['x'\] is a int; each part must be a numpy"),
+    "a set as data": ({"rows": {1}}, TypeError, "data is a set; it must be a tuple of arrays as in .* or a dict"),
     "batch_size 0": ({"batch_size": 0}, ValueError, "batch_size=0; it must be at least 1"),
     "batch_size over the data": ({"batch_size": 65}, ValueError, "batch_size=65 is more than the 64 samples"),
     "batch_size under the ranks": ({"batch_size": 1}, ValueError, "batch_size=1 is less than the 2 ranks"),
@@ -228,7 +229,7 @@ def test_delay_of_a_bad_rank_or_factor_is_refused(cluster: dtkit.Cluster, rank: 
 def test_partition_by_speed_requires_a_model_and_a_loss(cluster: dtkit.Cluster):
     with pytest.raises(ValueError, match="give model= and loss="):
         cluster.partition(data(), by="speed")
-    with pytest.raises(ValueError, match="give model= and loss="):
+    with pytest.raises(ValueError, match=r"give either loss, .* and Sequential doesn't return its own loss"):
         cluster.partition(data(), by="speed", model=net())
     with pytest.raises(ValueError, match="measures the weights itself"):
         cluster.partition(data(), by="speed", model=net(), loss=nn.CrossEntropyLoss(), weights=[1, 2])
@@ -261,11 +262,11 @@ BAD_STREAMS: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "fewer samples than ranks": (stream, {"batch_size": 1}, ValueError, "batch_size=1 is less than the 2 ranks"),
     "a generator": (stream(), {}, TypeError, "a generator that iterates in this process.*Give the function"),
     "arguments": (lambda path: [path], {}, TypeError, r"data is a function of \(path\)"),
-    "a DataLoader": (
-        torch.utils.data.DataLoader([1]),
+    "a DataLoader with a batch sampler": (
+        torch.utils.data.DataLoader([1], batch_sampler=[[0]]),
         {},
-        TypeError,
-        r"data is a DataLoader.*Give its dataset \(loader\.dataset\)",
+        ValueError,
+        r"the DataLoader has .* a batch_sampler of its own.* Give its dataset with batch_size=",
     ),
     "a stream to evaluate on": (data(), {"validation": stream}, ValueError, "an evaluation would have no end"),
 }

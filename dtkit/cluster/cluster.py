@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dtkit.data.partition import Partition
+    from dtkit.engine.callbacks import EngineCallback
     from dtkit.planning.cost_model import Benchmark
     from dtkit.planning.plan import Plan
     from dtkit.strategies.base import Strategy
@@ -132,6 +133,7 @@ class Cluster(Engines):
         lr_scheduler: Callable[..., Any] | None = None,
         lr_scheduler_every: str = "step",
         callbacks: Sequence[Callable[[Run], Any]] = (),
+        on_engine: Sequence[EngineCallback] = (),
         target: Any = None,
         columns: Sequence[Any] | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
@@ -174,6 +176,7 @@ class Cluster(Engines):
             30)``. One that needs a loss (``ReduceLROnPlateau``) gets each epoch's, of `validation` if there is any.
         lr_scheduler_every : "step" (after each update) or "epoch".
         callbacks : functions of the run, called in the notebook between epochs. An error in one pauses the run.
+        on_engine : callbacks that run on every rank after each step, such as ``dtkit.ExponentialMovingAverage(0.999)``.
         target, columns : for tables, see :meth:`partition`. `validation` and `Run.evaluate` take the same columns.
         collate_fn : function from a list of a Dataset's samples to a batch.
         sampler : iterable of an epoch's row numbers, with a length, such as torch's ``WeightedRandomSampler``.

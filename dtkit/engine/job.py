@@ -6,6 +6,7 @@ each step. Losses stay on the device until it ends, and only then clocks are rea
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import statistics
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtkit._util import timeouts
 from dtkit.engine import checks, node_info
+from dtkit.engine.callbacks import CallbackList
 from dtkit.engine.data.sources import to_device
 from dtkit.engine.evaluation import check_metrics, evaluate_batches
 from dtkit.engine.lr_schedule import LearningRates
@@ -71,6 +73,7 @@ class Job:
         with self._rng:
             self._worker: Worker = program.strategy.setup(model.train(), self.loss_fn, program.optimizer, context)
             self._learning_rates = LearningRates(program, self._worker.optimizer)
+            self._callbacks = CallbackList(program.on_engine, self._worker, *self._locate())
         self._step_guard = StepGuard(self._worker.model, self._worker.optimizer, context.device)
         self.partially_updated = False
         """Whether an update began and did not end, so that the parameters are of no step."""
@@ -98,7 +101,12 @@ class Job:
 
     @property
     def _rank(self) -> int:
-        return 0 if self.context.group is None else self.context.group.rank
+        return self._locate()[0]
+
+    def _locate(self) -> tuple[int, int]:
+        """Return (rank, world size)."""
+        group = self.context.group
+        return (0, 1) if group is None else (group.rank, group.world_size)
 
     def set_lr(self, lr: float) -> None:
         """Set the first group's learning rate; scale those of other groups, and the schedule, in proportion."""
@@ -186,7 +194,8 @@ class Job:
         """Take a step, and return whether it was taken. After an exception it is complete or undone."""
         self._step_guard.begin_step()
         try:
-            completed = self._run_step(explain=explain)
+            with self._scalars.collect():
+                completed = self._run_step(explain=explain)
         except BaseException:
             self._step_guard.defers_sigint = True
             self._settle_failed_step()
@@ -230,6 +239,7 @@ class Job:
         self._learning_rates.step_after_update(
             result, self.step + 1, self._batch_source.steps_per_epoch, self.context.group
         )
+        self._callbacks.after_step(self.step + 1)
         if probe is not None:
             self.step_report = probe.build_report()
         return self._complete_step(result)
@@ -238,8 +248,7 @@ class Job:
         self, batches: Sequence[tuple[int, Any]], counts: Sequence[int], probe: StepProbe | None
     ) -> StepResult:
         try:
-            with self._scalars.collect():
-                result = self._worker.step_result = self._worker.step(batches, counts, probe)
+            result = self._worker.step_result = self._worker.step(batches, counts, probe)
         except ValueError as error:
             checks.add_batch_norm_hint(error)
             raise
@@ -290,20 +299,23 @@ class Job:
         self._worker.visit_state(visitor)
         self._learning_rates.visit_state(visitor)
         self._rng.visit_state(visitor, self.step)
+        self._callbacks.visit_state(visitor, self.step)
 
     def visit_model(self, visitor: StateVisitor) -> None:
         """Show the model's state. A collective."""
         self._worker.visit_model(visitor)
 
-    def state_dict_parts(self) -> ShardedState:
-        """Return a copy of this rank's part of the model's state dict. A collective."""
-        return capture_model(self)
+    def state_dict_parts(self, callback: int | None = None) -> ShardedState:
+        """Return a copy of this rank's part of the model's state dict, or of one `callback`'s model. A collective."""
+        with contextlib.nullcontext() if callback is None else self._callbacks.apply(callback):
+            return capture_model(self)
 
     def set_process_group(self, group: Group) -> None:
         """Continue in a new generation of the process group."""
         if self.context.group is not None:
             self.context = dataclasses.replace(self.context, group=group)
             self._worker.set_process_group(group)
+            self._callbacks.is_stale = True
             self._batch_source.set_process_group(group)
 
     def close(self) -> None:

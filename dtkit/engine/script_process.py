@@ -53,6 +53,7 @@ def run_script(script: Script, environment: Mapping[str, str], output: CallOutpu
         if script.payload is not None:
             call.write_bytes(pickle.dumps(script.payload))
         process = _ScriptProcess(_make_command(script, call, result), script.folder, environment, output)
+        # waits: for as long as the script runs, in short turns
         code = process.wait()
         outcome = None
         if result.exists():
@@ -125,7 +126,6 @@ class _ScriptProcess:
         try:
             while True:
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    # waits: in short turns, between which signals are handled
                     return self._process.wait(timeouts.SCRIPT_POLL_S)
         except BaseException:
             self._interrupt()
@@ -143,7 +143,6 @@ class _ScriptProcess:
     def _end(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        # waits: SIGKILL ends it
         self._process.wait(timeouts.SCRIPT_KILL_TIMEOUT_S)
         for reader in self._readers:
             reader.join(timeouts.SCRIPT_OUTPUT_TIMEOUT_S)

@@ -272,8 +272,8 @@ class JobOperations(ABC):
         """Return the strategy's table of where the parts of the model are, or None."""
 
     @abstractmethod
-    def state_dict_parts(self, *, job: str) -> Payload:
-        """Return the rank's part of the model's state dict. A collective."""
+    def state_dict_parts(self, *, job: str, callback: int | None = None) -> Payload:
+        """Return the rank's part of the model's state dict, or of one callback's model. A collective."""
 
     @abstractmethod
     def reference_report(self, *, job: str) -> Payload:

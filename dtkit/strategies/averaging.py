@@ -245,7 +245,7 @@ class _AveragingWorker(ReplicatedWorker):
 
     def _visit_parameters(self, visitor: StateVisitor) -> None:
         """Visit each rank's parameters; on another number of ranks all continue from their mean."""
-        visitor.per_replica(MODEL_PREFIX, self._named_parameters(), self._averaging_weight)
+        visitor.per_replica(MODEL_PREFIX, self.named_parameters(), self._averaging_weight)
 
     @property
     def averaging_weight(self) -> float:
@@ -320,6 +320,10 @@ class _SimulatedAveragingWorker(Worker):
             rank_optimizer = make_optimizer(optimizer, rank_model)
             self._rank_workers.append(_AveragingWorker(never, rank_model, loss_fn, rank_optimizer, rank_context))
         self.optimizer = self._rank_workers[0].optimizer
+
+    def named_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """Return the parameters of the model as a whole, which has their mean after an averaging."""
+        return dict(self._model.named_parameters(remove_duplicate=False))
 
     def step(
         self,

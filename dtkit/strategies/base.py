@@ -16,7 +16,7 @@ from dtkit.mesh import Mesh
 
 if TYPE_CHECKING:
     import contextlib
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import torch
 
@@ -60,10 +60,12 @@ class TrainingProgram:
     """Function from the optimizer to a torch scheduler."""
     lr_scheduler_interval: str = "step"
     """"step" or "epoch"."""
-    sampler: Any = None
-    """Iterable of the row numbers of an epoch; None for dtkit's own order."""
     has_validation: bool = False
     """Whether there is validation data: a scheduler that needs a loss then gets the validation loss."""
+    on_engine: Sequence[Any] = ()
+    """Callbacks on the engines: :class:`dtkit.engine.callbacks.EngineCallback`."""
+    sampler: Any = None
+    """Iterable of the row numbers of an epoch; None for dtkit's own order."""
 
 
 ALWAYS_SHOWN = {"shown": True}
@@ -181,6 +183,13 @@ class Worker(abc.ABC):
     @abc.abstractmethod
     def set_process_group(self, group: Group) -> None:
         """Continue in a new generation of the process group."""
+
+    def settle(self) -> None:  # noqa: B027 - most workers have nothing to move
+        """Move to the current process group, if that waits for the next step. A collective if the group is new."""
+
+    @abc.abstractmethod
+    def named_parameters(self) -> Mapping[str, torch.Tensor]:
+        """Return this rank's parameters, or its parts of them, by all of their names in the model."""
 
     @abc.abstractmethod
     def visit_model(self, visitor: StateVisitor) -> None:

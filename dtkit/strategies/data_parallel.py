@@ -211,7 +211,7 @@ class _DDPWorker(ReplicatedWorker):
         """Visit a replica's state and the state of the compression."""
         super().visit_state(visitor)
         if self._group is not None:
-            compression.visit_hook_state(self._comm_hook, visitor, self._named_parameters())
+            compression.visit_hook_state(self._comm_hook, visitor, self.named_parameters())
 
     def step(
         self, batches: Sequence[tuple[int, Any]], counts: Sequence[int], probe: StepProbe | None = None

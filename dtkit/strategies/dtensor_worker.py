@@ -123,7 +123,7 @@ class DTensorWorker(ReplicatedWorker, abc.ABC):
         self, batches: Sequence[tuple[int, Any]], counts: Sequence[int], probe: StepProbe | None = None
     ) -> StepResult:
         """Take one step; a probe records its collectives."""
-        self._rebuild_if_stale()
+        self.settle()
         if not isinstance(probe, CollectiveProbe):
             return self._run_step(batches, counts)
         with probe.record_collectives():
@@ -139,7 +139,7 @@ class DTensorWorker(ReplicatedWorker, abc.ABC):
 
     def make_step_probe(self, **position: int) -> StepProbe:
         """Return a probe of this rank's collectives. A collective if the process group is new."""
-        self._rebuild_if_stale()
+        self.settle()
         group = self._group
         assert group is not None
         return CollectiveProbe(
@@ -169,10 +169,11 @@ class DTensorWorker(ReplicatedWorker, abc.ABC):
 
     def visit_model(self, visitor: StateVisitor) -> None:
         """Visit the same state as of a whole copy, by shards."""
-        self._rebuild_if_stale()
+        self.settle()
         super().visit_model(visitor)
 
-    def _named_parameters(self) -> dict[str, nn.Parameter]:
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """Return this rank's shards by their names in the model."""
         return self._sharded_parameters
 
     # -- gradients --------------------------------------------------------------------------------------------
@@ -221,7 +222,7 @@ class DTensorWorker(ReplicatedWorker, abc.ABC):
     @contextlib.contextmanager
     def averaged_model(self) -> Iterator[nn.Module]:
         """Average the batch statistics over ranks, within the context."""
-        self._rebuild_if_stale()
+        self.settle()
         with super().averaged_model() as model:
             yield model
 
@@ -240,7 +241,7 @@ class DTensorWorker(ReplicatedWorker, abc.ABC):
         super().set_process_group(group)
         self._has_stale_group = True
 
-    def _rebuild_if_stale(self) -> None:
+    def settle(self) -> None:
         """Move to the current process group. A collective if it is new."""
         if not self._has_stale_group:
             return

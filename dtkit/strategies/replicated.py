@@ -254,7 +254,7 @@ class ReplicatedWorker(Worker):
         """Visit the model, the optimizer, and the factor of fp16's loss."""
         self.visit_model(visitor)
         visitor.visit_optimizer(
-            "optimizer", self.optimizer, self._named_parameters(), per_rank=self._optimizer_differs_by_rank
+            "optimizer", self.optimizer, self.named_parameters(), per_rank=self._optimizer_differs_by_rank
         )
         self._num_samples_seen = visitor.per_rank(
             "seen", self._num_samples_seen, lambda seen: sum(seen) // visitor.world_size
@@ -264,9 +264,9 @@ class ReplicatedWorker(Worker):
 
     def _visit_parameters(self, visitor: StateVisitor) -> None:
         """Visit parameters, which are equal on all ranks that hold them."""
-        visitor.visit_tensors(MODEL_PREFIX, self._named_parameters())
+        visitor.visit_tensors(MODEL_PREFIX, self.named_parameters())
 
-    def _named_parameters(self) -> dict[str, torch.nn.Parameter]:
+    def named_parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return this rank's parameters by all of their names."""
         return dict(self._model.named_parameters(remove_duplicate=False))
 

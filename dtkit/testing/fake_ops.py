@@ -241,7 +241,8 @@ class _Jobs(_Subject, JobOperations):
     def model_placement(self, *, job: str) -> Any:
         self._engine.get_job(job)
 
-    def state_dict_parts(self, *, job: str) -> Payload:
+    def state_dict_parts(self, *, job: str, callback: int | None = None) -> Payload:
+        del callback
         from dtkit.engine.state.shards import MODEL_PREFIX, ShardedState, TensorShard
 
         model = self._engine.models[self._engine.get_job(job).model]  # as it was sent: nothing was trained

@@ -46,6 +46,7 @@ class TrainConfig:
     lr_scheduler: Callable[..., Any] | None = None
     lr_scheduler_every: str = "step"
     callbacks: Sequence[Callable[[Any], Any]] = ()
+    on_engine: Sequence[Any] = ()
     target: Any = None
     columns: Sequence[Any] | None = None
     collate_fn: Callable[[list[Any]], Any] | None = None
@@ -134,6 +135,8 @@ class RunOptions:
     metrics: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
     validation: DataHandle | None = None
     callbacks: Sequence[Callable[[Any], Any]] = ()
+    on_engine: tuple[Any, ...] = ()
+    """Callbacks on the engines."""
     balanced_shard_sizes: tuple[int, ...] | None = None
     """Rows of each shard, where faster ranks take more of each batch."""
     equivalence_notes: tuple[str, ...] = ()

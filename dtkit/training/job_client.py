@@ -69,6 +69,17 @@ class JobClient:
             self._model = step, model
         return model
 
+    def fetch_callback_model(self, callback: Any) -> Any:
+        """Return the model with the tensors of one of the run's callbacks on the engines."""
+        plan = self._progress.plan
+        if callback not in plan.options.on_engine:
+            known = ", ".join(map(repr, plan.options.on_engine)) or "none"
+            raise ValueError(f"{callback!r} is not among the callbacks of this run: on_engine= had {known}")
+        self.check_not_released("model_with")
+        index = plan.options.on_engine.index(callback)
+        state = state_dict.fetch_state_dict(self._engine_group, plan.job, callback=index)
+        return plan.job_spec.model_handle.build_with_state(state)
+
     def fetch_state_dict(self, timeout: float | None = None) -> Mapping[str, Any]:
         """Return the whole model's state dict as of the present step."""
         if self._fetched_state is not None and (self.is_released or self._fetched_state[0] == self._progress.step):

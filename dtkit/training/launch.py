@@ -179,8 +179,9 @@ def _pickle_program(engine_group: EngineGroup, config: TrainConfig, strategy: St
         strategy,
         config.lr_scheduler,
         config.lr_scheduler_every,
-        config.sampler,
         has_validation=config.validation is not None,
+        on_engine=tuple(config.on_engine),
+        sampler=config.sampler,
     )
     return engine_group.uploads.dumps(program, name="train")
 
@@ -203,6 +204,7 @@ def _make_run_options(
         metrics=dict(config.metrics or {}),
         validation=validation,
         callbacks=tuple(config.callbacks),
+        on_engine=tuple(config.on_engine),
         balanced_shard_sizes=shard_sizes if strategy.balance and len(shard_sizes) > 1 else None,
         equivalence_notes=strategy.equivalence_notes(),
         supports_explain=strategy.supports_explain,

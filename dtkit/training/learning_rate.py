@@ -7,7 +7,8 @@ is cancelled, or when the ranks go back to an earlier state.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+import math
+from typing import TYPE_CHECKING, Any
 
 from dtkit.training.progress import resolve
 
@@ -75,3 +76,14 @@ class LearningRateUpdater:
             resolve(answer, step)
         if self._pending is not None:
             self._pending.answers.clear()
+
+
+def parse_lr(lr: Any) -> float:
+    """Return a learning rate that a user gave. Raises ValueError unless it is a finite number from 0 up."""
+    try:
+        value = float(lr)
+    except (TypeError, ValueError):
+        value = math.nan
+    if not math.isfinite(value) or value < 0:
+        raise ValueError(f"lr={lr!r}; a learning rate is a finite number from 0 up")
+    return value

@@ -8,7 +8,6 @@ step and exception. This handle reads them and passes commands on.
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from dtkit.errors import RunError
 from dtkit.history.history import History
 from dtkit.training.driver import Driver
 from dtkit.training.job_client import JobClient
+from dtkit.training.learning_rate import parse_lr
 from dtkit.training.lifecycle import RunLifecycle
 from dtkit.training.run_waiting import RunWaiter
 from dtkit.types import State
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from dtkit.checkpoint.manager import CheckpointResult
+    from dtkit.engine.callbacks import EngineCallback
     from dtkit.explain.base import Explanation
     from dtkit.health.stall_report import StallReport
     from dtkit.history.timeline import Timeline
@@ -138,6 +139,10 @@ class Run:
         """
         return self._job.fetch_model()
 
+    def model_with(self, callback: EngineCallback) -> Any:
+        """Return the model as one of ``on_engine=`` has it, such as that of an ExponentialMovingAverage."""
+        return self._job.fetch_callback_model(callback)
+
     # -- commands ---------------------------------------------------------------------------------------------
 
     def pause(self, timeout: float | None = None) -> int:
@@ -194,7 +199,7 @@ class Run:
 
         Further parameter groups keep their ratio to the first one.
         """
-        return self._waiter.call("lr", _parse_lr(lr), timeout)
+        return self._waiter.call("lr", parse_lr(lr), timeout)
 
     def post(self, command: str, value: float | None = None) -> Future[int]:
         """Ask for "pause", "resume", "step", "stop" or "lr" (with `value`), without waiting: what buttons call.
@@ -204,7 +209,7 @@ class Run:
         values = {"pause": None, "resume": None, "stop": None, "step": (1, False), "lr": value}
         if command not in values:
             raise ValueError(f"{command!r} is not a command of a run; use pause, resume, step, stop or lr")
-        return self._driver.submit(command, _parse_lr(value) if command == "lr" else values[command])
+        return self._driver.submit(command, parse_lr(value) if command == "lr" else values[command])
 
     def note(self, text: str) -> None:
         """Add a line to the run's log, at the present step."""
@@ -388,13 +393,3 @@ class Run:
         from dtkit.dashboard import display
 
         display.show(self)
-
-
-def _parse_lr(lr: Any) -> float:
-    try:
-        value = float(lr)
-    except (TypeError, ValueError):
-        value = math.nan
-    if not math.isfinite(value) or value < 0:
-        raise ValueError(f"lr={lr!r}; a learning rate is a finite number from 0 up")
-    return value

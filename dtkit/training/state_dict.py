@@ -18,10 +18,14 @@ if TYPE_CHECKING:
 
 
 def fetch_state_dict(
-    engine_group: EngineGroup, job: str, ranks: list[int] | None = None, timeout: float | None = None
+    engine_group: EngineGroup,
+    job: str,
+    ranks: list[int] | None = None,
+    timeout: float | None = None,
+    callback: int | None = None,
 ) -> Mapping[str, Any]:
-    """Return the state dict of a job's model."""
-    call = make_call(JobOperations.state_dict_parts, job=job)
+    """Return the state dict of a job's model, or of the model of one of its callbacks on the engines."""
+    call = make_call(JobOperations.state_dict_parts, job=job, callback=callback)
     return _join_parts(engine_group.call_all(call, ranks=ranks, timeout=timeout))
 
 

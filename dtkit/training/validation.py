@@ -17,6 +17,8 @@ from dtkit.data.partition import Partition
 from dtkit.training.recovery import FAILURE_MODES
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from dtkit.rpc.engine_group import EngineGroup
     from dtkit.strategies.base import Strategy
     from dtkit.training.config import TrainConfig
@@ -57,6 +59,7 @@ def check_config(config: TrainConfig) -> Strategy:
     _check_metrics(config)
     _check_lr_scheduler(config)
     _check_callbacks(config)
+    _check_on_engine(config.on_engine)
     return _check_strategy(config.strategy)
 
 
@@ -172,6 +175,19 @@ def _check_callbacks(config: TrainConfig) -> None:
             raise TypeError(
                 f"callbacks has {callback!r}; each must be a function of the run, called after every epoch, such as "
                 "dtkit.EarlyStopping(patience=3)"
+            )
+
+
+def _check_on_engine(callbacks: Sequence[Any]) -> None:
+    if not callbacks:
+        return
+    from dtkit.engine.callbacks import EngineCallback
+
+    for callback in callbacks:
+        if not isinstance(callback, EngineCallback):
+            raise TypeError(
+                f"on_engine has {callback!r}; each must be a dtkit.EngineCallback, such as "
+                "dtkit.ExponentialMovingAverage(0.999)"
             )
 
 

@@ -91,12 +91,12 @@ class ShardIterator:
     def _draw(self, count: int) -> None:
         with self._rng:
             while len(self._buffer) < count:
-                items = list(
-                    itertools.islice(self._samples, 1 if self._items_are_batches else count - len(self._buffer))
-                )
-                if not items:
+                before = len(self._buffer)
+                missing = 1 if self._items_are_batches else count - before
+                for item in itertools.islice(self._samples, missing):  # one by one: the next one may raise
+                    self._add([item])
+                if len(self._buffer) == before:
                     return
-                self._add(items)
 
     def _can_continue_after(self, _error: BaseException) -> bool:
         return False

@@ -186,9 +186,9 @@ class JobOps(JobOperations):
         """Return the strategy's table of where the parts of the model are, or None."""
         return self._state.get_job(job).placement
 
-    def state_dict_parts(self, *, job: str) -> Payload:
+    def state_dict_parts(self, *, job: str, callback: int | None = None) -> Payload:
         """Return the rank's part of the model's state dict. A collective."""
-        return self._state.pack(self._state.get_job(job).state_dict_parts())
+        return self._state.pack(self._state.get_job(job).state_dict_parts(callback))
 
     def reference_report(self, *, job: str) -> Payload:
         """Return the largest gradients and the digests of the batches so far, of a reference."""

@@ -97,7 +97,7 @@ class PipelineWorker(Worker):
 
     def _make_model_view(self, model: nn.Module) -> nn.Module:
         """Return a copy of the model for the user's optimizer, with this rank's parameters instead of all."""
-        named = self._named_parameters() or dict(self.model.named_parameters())
+        named = self.named_parameters() or dict(self.model.named_parameters())
         first_names = {p: name for name, p in reversed(named.items())}  # a tied parameter has several names
         pairs = [(to_model_name(name), p) for name, p in named.items() if first_names[p] == name]
         view = copy.copy(model)
@@ -114,7 +114,7 @@ class PipelineWorker(Worker):
 
     def visit_model(self, visitor: StateVisitor) -> None:
         """Visit this rank's stages under the model's names; each replica has its own batch statistics."""
-        visitor.visit_tensors(MODEL_PREFIX, self._named_parameters())
+        visitor.visit_tensors(MODEL_PREFIX, self.named_parameters())
         for module in self.model.children():
             buffers, extra = split_state_dict(module)
             visitor.per_replica(MODEL_PREFIX, buffers, None)
@@ -129,9 +129,9 @@ class PipelineWorker(Worker):
         """Visit the model, and this rank's part of the optimizer."""
         self.visit_model(visitor)
         if self._parameters:
-            visitor.visit_optimizer("optimizer", self.optimizer, self._named_parameters())
+            visitor.visit_optimizer("optimizer", self.optimizer, self.named_parameters())
 
-    def _named_parameters(self) -> dict[str, torch.Tensor]:
+    def named_parameters(self) -> dict[str, torch.Tensor]:
         """Return the parameters of this rank's stages by all of their names."""
         return self._tied.add_names(_named_parameters_of_stages(self.model))
 

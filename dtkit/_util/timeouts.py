@@ -104,6 +104,8 @@ CANCEL_AGAIN_TIMEOUT_S = 1.0
 """The same limit after the second interrupt."""
 CANCEL_KILL_TIMEOUT_S = 1.5
 """Limit for the notebook to notice that a cancelled function's engine has ended."""
+STEP_CALLBACKS_TIMEOUT_S = 60.0
+"""Limit for callbacks to look at the last steps, after the run has ended."""
 OUTPUT_PERIOD_S = 0.25
 """Period of publishing what a call logs and prints."""
 OUTPUT_IDLE_TIMEOUT_S = 3600.0

@@ -132,7 +132,7 @@ class Cluster(Engines):
         validation: Any = None,
         lr_scheduler: Callable[..., Any] | None = None,
         lr_scheduler_every: str = "step",
-        callbacks: Sequence[Callable[[Run], Any]] = (),
+        callbacks: Sequence[Any] = (),
         on_engine: Sequence[EngineCallback] = (),
         target: Any = None,
         columns: Sequence[Any] | None = None,
@@ -175,7 +175,8 @@ class Cluster(Engines):
         lr_scheduler : a function from the optimizer to a torch scheduler, as in ``lambda optimizer: StepLR(optimizer,
             30)``. One that needs a loss (``ReduceLROnPlateau``) gets each epoch's, of `validation` if there is any.
         lr_scheduler_every : "step" (after each update) or "epoch".
-        callbacks : functions of the run, called in the notebook between epochs. An error in one pauses the run.
+        callbacks : functions of the run, called in the notebook between epochs; objects with ``on_step(run, step)``,
+            called for each step as its records arrive. An error in one pauses the run.
         on_engine : callbacks that run on every rank after each step, such as ``dtkit.ExponentialMovingAverage(0.999)``.
         target, columns : for tables, see :meth:`partition`. `validation` and `Run.evaluate` take the same columns.
         collate_fn : function from a list of a Dataset's samples to a batch.

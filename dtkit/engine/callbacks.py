@@ -52,6 +52,14 @@ class EngineCallback:
         """Return tensors like parts of parameters, by the parameters' names: they are part of checkpoints."""
         return {}
 
+    def build_model(self, run: Any) -> torch.nn.Module:
+        """Return the model of a run in the notebook, with this callback's tensors as its parameters.
+
+        Raises ValueError if the run was started without this callback, RunError if it was released.
+        """
+        model: torch.nn.Module = run.lifecycle.fetch_callback_model(self)
+        return model
+
     def state_dict(self) -> dict[str, Any]:
         """Return plain values, equal on all ranks: they are part of checkpoints."""
         return {}
@@ -63,9 +71,9 @@ class EngineCallback:
 class ExponentialMovingAverage(EngineCallback):
     """Exponential moving average of the parameters (Polyak and Juditsky, 1992), on each rank for its part.
 
-    After each step the average moves towards the parameters by ``1 - decay``. ``run.model_with(average)`` returns the
-    model with averaged parameters. With `warmup` the decay is ``min(decay, (1 + step) / (10 + step))``, so that early
-    parameters are soon forgotten.
+    After each step the average moves towards the parameters by ``1 - decay``. ``average.build_model(run)`` returns
+    the model with averaged parameters. With `warmup` the decay is ``min(decay, (1 + step) / (10 + step))``, so that
+    early parameters are soon forgotten.
     """
 
     def __init__(self, decay: float = 0.999, *, warmup: bool = False) -> None:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from dtkit.checkpoint.manager import CheckpointManager, CheckpointRequest
 from dtkit.errors import format_ranks
 from dtkit.rpc.protocol import StateOperations, make_call
-from dtkit.training.callbacks import CallbackRunner
+from dtkit.training.callbacks import CallbackRunner, describe_callback_error
 from dtkit.training.pending_calls import PendingCall
 from dtkit.training.replica_check import ReplicaChecker
 from dtkit.training.resume import collect_callback_states
@@ -138,9 +138,12 @@ class CallbackAction:
     def on_done(self, token: object, error: BaseException | None) -> None:
         """Callbacks have returned: pause where one has failed."""
         if self.runner.mark_done(token) and error is not None:
-            self._progress.pause_for(error)
-            text = f"a callback failed: {type(error).__name__}: {error}".partition("\n")[0]
-            self._progress.add_event("error", text)
+            self.pause_after(error)
+
+    def pause_after(self, error: BaseException) -> None:
+        """Pause, because a callback has failed."""
+        self._progress.pause_for(error)
+        self._progress.add_event("error", describe_callback_error(error))
 
 
 class SnapshotAction:

@@ -131,6 +131,11 @@ class EarlyStopping:
         return f"EarlyStopping(patience={self.patience}, monitor={self.monitor!r}, best={self.best:.4g})"
 
 
+def describe_callback_error(error: BaseException) -> str:
+    """Return the line of a run's log for a callback that failed."""
+    return f"a callback failed: {type(error).__name__}: {error}".partition("\n")[0]
+
+
 class CallbackRunner:
     """Calls the callbacks of one run at the end of an epoch, before the next one begins, on a thread of their own.
 

@@ -45,7 +45,7 @@ class TrainConfig:
     validation: Any = None
     lr_scheduler: Callable[..., Any] | None = None
     lr_scheduler_every: str = "step"
-    callbacks: Sequence[Callable[[Any], Any]] = ()
+    callbacks: Sequence[Any] = ()
     on_engine: Sequence[Any] = ()
     target: Any = None
     columns: Sequence[Any] | None = None
@@ -134,7 +134,7 @@ class RunOptions:
     strategy: Strategy
     metrics: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
     validation: DataHandle | None = None
-    callbacks: Sequence[Callable[[Any], Any]] = ()
+    callbacks: Sequence[Any] = ()
     on_engine: tuple[Any, ...] = ()
     """Callbacks on the engines."""
     balanced_shard_sizes: tuple[int, ...] | None = None

@@ -233,6 +233,7 @@ class Driver:
             "lr": self._handle_lr,
             "save": self._handle_save,
             "repair": self._handle_repair,
+            "callback_failed": lambda failed: self.actions.callbacks.pause_after(failed.value),
             "callbacks_done": lambda done: self.actions.callbacks.on_done(*done.value),
             "abandon": self._handle_abandon,
         }

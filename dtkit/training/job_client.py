@@ -75,7 +75,7 @@ class JobClient:
         if callback not in plan.options.on_engine:
             known = ", ".join(map(repr, plan.options.on_engine)) or "none"
             raise ValueError(f"{callback!r} is not among the callbacks of this run: on_engine= had {known}")
-        self.check_not_released("model_with")
+        self.check_not_released("build_model")
         index = plan.options.on_engine.index(callback)
         state = state_dict.fetch_state_dict(self._engine_group, plan.job, callback=index)
         return plan.job_spec.model_handle.build_with_state(state)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dtkit._util import timeouts
 from dtkit.errors import RunError
@@ -181,6 +181,10 @@ class RunLifecycle:
                 self._progress.elapsed_s,
             )
             self._on_change()
+
+    def fetch_callback_model(self, callback: Any) -> Any:
+        """See :meth:`dtkit.EngineCallback.build_model`."""
+        return self._job.fetch_callback_model(callback)
 
     def release(self, deadline: Deadline) -> None:
         """Free the job, after fetching its weights, and delete what was written for a recovery."""

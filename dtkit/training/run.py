@@ -20,6 +20,7 @@ from dtkit.training.job_client import JobClient
 from dtkit.training.learning_rate import parse_lr
 from dtkit.training.lifecycle import RunLifecycle
 from dtkit.training.run_waiting import RunWaiter
+from dtkit.training.step_callbacks import StepCallbacks
 from dtkit.types import State
 
 if TYPE_CHECKING:
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from dtkit.checkpoint.manager import CheckpointResult
-    from dtkit.engine.callbacks import EngineCallback
     from dtkit.explain.base import Explanation
     from dtkit.health.stall_report import StallReport
     from dtkit.history.timeline import Timeline
@@ -58,14 +58,18 @@ class Run:
         # locks: while a callback is noted
         self._views_lock = threading.Lock()
         driver = self._driver = Driver(engine_group, plan, self.history, self._notify, self._run_callbacks)
+        self._step_callbacks = StepCallbacks(plan.options.callbacks, self, driver)
         self._job = JobClient(engine_group, driver)
-        self._waiter = RunWaiter(self, driver, lambda: engine_group.call_timeout_s, self._notify)
+        self._waiter = RunWaiter(
+            self, driver, lambda: engine_group.call_timeout_s, self._notify, self._step_callbacks.finish
+        )
         self.lifecycle = RunLifecycle(engine_group, driver, self._job, self._notify)
         """What the cluster does with the run: not for users."""
 
     def _run_callbacks(self) -> None:
         for callback in self._plan.options.callbacks:
-            callback(self)
+            if callable(callback):
+                callback(self)
 
     # -- what it is -------------------------------------------------------------------------------------------
 
@@ -138,10 +142,6 @@ class Run:
         It is fetched from the engines, and is the same object while the run is at the same step.
         """
         return self._job.fetch_model()
-
-    def model_with(self, callback: EngineCallback) -> Any:
-        """Return the model as one of ``on_engine=`` has it, such as that of an ExponentialMovingAverage."""
-        return self._job.fetch_callback_model(callback)
 
     # -- commands ---------------------------------------------------------------------------------------------
 
@@ -357,6 +357,7 @@ class Run:
     def _notify(self) -> None:
         with self._views_lock:
             views = list(self._views)
+        self._step_callbacks.notify()
         notify_views(views, self.spec.name)
 
     def figure(self) -> Figure:

@@ -33,12 +33,17 @@ class RunWaiter:
     """Waits for one run, and says so in its views."""
 
     def __init__(
-        self, run: RunView, driver: Driver, call_timeout_s: Callable[[], float], notify: Callable[[], None]
+        self,
+        run: RunView,
+        driver: Driver,
+        call_timeout_s: Callable[[], float],
+        notify: Callable[[], None],
+        finish_callbacks: Callable[[float], None],
     ) -> None:
         self.message = ""
         """What views say about the wait."""
         self._run, self._driver, self._notify = run, driver, notify
-        self._call_timeout_s = call_timeout_s
+        self._call_timeout_s, self._finish_callbacks = call_timeout_s, finish_callbacks
 
     # -- for the end ------------------------------------------------------------------------------------------
 
@@ -103,6 +108,7 @@ class RunWaiter:
 
         progress = self._driver.progress
         if progress.state.has_ended:
+            self._finish_callbacks(timeouts.STEP_CALLBACKS_TIMEOUT_S)
             # waits: CheckpointManager.join has a default timeout
             self._driver.actions.checkpoint.manager.join()  # the caller may continue from the last checkpoint
             display.wait_until_replaced(self._run)

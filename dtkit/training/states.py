@@ -35,7 +35,7 @@ class StateRule:
 
 
 _ACTIVE_COMMANDS = frozenset(
-    {"pause", "stop", "resume", "lr", "save", "interrupt", "repair", "callbacks_done", "abandon"}
+    {"pause", "stop", "resume", "lr", "save", "interrupt", "repair", "callbacks_done", "callback_failed", "abandon"}
 )
 _ENDS = frozenset({State.STOPPED, State.FAILED})
 
@@ -67,6 +67,7 @@ _COMMAND_PHRASES = {
     "save": "be saved",
     "interrupt": "be interrupted",
     "repair": "be repaired",
+    "callback_failed": "be paused",
 }
 
 

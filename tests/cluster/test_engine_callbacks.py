@@ -53,13 +53,13 @@ def test_moving_average_is_that_of_the_whole_model(cluster2: dtkit.Cluster, name
     average = dtkit.ExponentialMovingAverage(DECAY)
     run = train(cluster2, average, strategy=STRATEGIES[name], steps=STEPS)
     trained = {key: value.clone() for key, value in run.model.state_dict().items()}
-    averaged = run.model_with(average).state_dict()
+    averaged = average.build_model(run).state_dict()
     expected = average_step_by_step(cluster2)
     for key, value in expected.items():
         torch.testing.assert_close(averaged[key], value, rtol=0, atol=1e-12)
         assert not torch.equal(averaged[key], trained[key])
     with pytest.raises(ValueError, match=r"ExponentialMovingAverage\(0\.5\) is not among .* on_engine= had"):
-        run.model_with(dtkit.ExponentialMovingAverage(0.5))
+        dtkit.ExponentialMovingAverage(0.5).build_model(run)
 
 
 @pytest.mark.parametrize(
@@ -70,8 +70,8 @@ def test_moving_average_continues_from_a_checkpoint(cluster2: dtkit.Cluster, tmp
     train(cluster2, dtkit.ExponentialMovingAverage(DECAY), strategy=STRATEGIES[first], steps=3, **options)
     average, whole = dtkit.ExponentialMovingAverage(DECAY), dtkit.ExponentialMovingAverage(DECAY)
     resumed = train(cluster2, average, strategy=STRATEGIES[second], steps=STEPS, resume_from=tmp_path, **options)
-    averaged = resumed.model_with(average).state_dict()
-    expected = train(cluster2, whole, steps=STEPS).model_with(whole).state_dict()
+    averaged = average.build_model(resumed).state_dict()
+    expected = whole.build_model(train(cluster2, whole, steps=STEPS)).state_dict()
     for key, value in averaged.items():
         torch.testing.assert_close(value, expected[key], rtol=0, atol=1e-12)
 

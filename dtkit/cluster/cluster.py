@@ -169,8 +169,8 @@ class Cluster(Engines):
         shuffle : "shard": each rank its own rows, in its own order. "global": the rows of a step don't depend on the
             number of ranks, so that training is the same up to rounding. None: rows (of a partition) in their order.
         training_step : ``step(model, batch)`` instead of `loss`, for batches of any form; returns what `loss` may.
-        metrics : names and functions of (output, target) that return means, for `validation` and `Run.evaluate`. With
-            the model's own loss they get its logits and the labels.
+        metrics : names and functions of (output, target) that return means, or objects of torchmetrics, for
+            `validation` and `Run.evaluate`. With the model's own loss they get its logits and the labels.
         validation : held-out data, evaluated after each epoch.
         lr_scheduler : a function from the optimizer to a torch scheduler, as in ``lambda optimizer: StepLR(optimizer,
             30)``. One that needs a loss (``ReduceLROnPlateau``) gets each epoch's, of `validation` if there is any.

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dtkit.engine.data.sources import to_device
+from dtkit.engine.metric_objects import MetricObjects, is_metric_object
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from dtkit.engine.data.worker_context import WorkerContext
     from dtkit.strategies.base import EvalFunction
     from dtkit.strategies.loss import EvalOutput, Loss
 
@@ -28,19 +30,27 @@ def evaluate_batches(
     forward: EvalFunction,
     batches: Iterable[tuple[int, Any]],
     metrics: dict[str, Callable[..., Any]],
-    device: torch.device,
+    context: WorkerContext,
 ) -> tuple[int, dict[str, tuple[float, float]]]:
-    """Return (samples, {name: (weighted sum, weight)}) over batches; those of 0 samples count for nothing."""
+    """Return (samples, {name: (weighted sum, weight)}) over batches; those of 0 samples count for nothing.
+
+    Metrics that keep state make this a collective.
+    """
+    objects = MetricObjects(metrics, context.device)
+    metrics = {name: metric for name, metric in metrics.items() if not is_metric_object(metric)}
     sums: dict[str, list[float]] = {name: [0.0, 0.0] for name in ("loss", *metrics)}
     samples = 0
     for count, batch in batches:
-        eval_output = forward(to_device(batch, device))
+        eval_output = forward(to_device(batch, context.device))
         if eval_output is None or not count:
             continue
         samples += count
         for name, (value, weight) in _compute_metrics(eval_output, metrics).items():
             sums[name][0] += value if weight is not None else value * count
             sums[name][1] += weight if weight is not None else count
+        objects.update(eval_output)
+    for name, number in objects.compute(context.group, context.shards[0]).items():
+        sums[name] = [number * samples, samples]  # equal on all ranks, and so is their mean
     return samples, {name: (total, weight) for name, (total, weight) in sums.items()}
 
 

@@ -338,7 +338,7 @@ class Job:
         check_metrics(metrics, self.loss_fn)
         with self._worker.eval_mode() as forward, self._rng.preserve_states(), redirect_log(ignore_logged):
             padded = self._pad_batches(batches, max_batches)
-            samples, sums = evaluate_batches(forward, padded, metrics, self.context.device)
+            samples, sums = evaluate_batches(forward, padded, metrics, self.context)
         if after_epoch and self.step % self._batch_source.steps_per_epoch == 0:
             self._learning_rates.step_after_evaluation(self.step, *sums["loss"], self.context.group)
         return samples, sums

@@ -92,7 +92,7 @@ def test_only_the_skewed_partition_warns(done: ExecutedNotebook):
     assert "UserWarning: the classes of rank 1's rows differ" in text
 
 
-def test_partitions_and_the_step_have_tables_and_pictures(done: ExecutedNotebook):
+def test_partitions_and_the_explained_step_have_tables_and_pictures(done: ExecutedNotebook):
     for source in ("\npartition = cluster.partition(", "skewed = cluster.partition("):
         shown = done.outputs(source)[-1].data
         assert "image/png" in shown
@@ -102,11 +102,11 @@ def test_partitions_and_the_step_have_tables_and_pictures(done: ExecutedNotebook
     assert "data:image/png;base64,iVBOR" in page
 
 
-def test_verify_agrees(done: ExecutedNotebook):
+def test_verify_passes(done: ExecutedNotebook):
     assert done.text("run.verify(").startswith("PASS: 48 steps on 2 ranks against one process, float64")
 
 
-def test_plain_means_give_other_parameters(done: ExecutedNotebook):
+def test_plain_means_lead_to_different_parameters(done: ExecutedNotebook):
     (difference,) = re.findall(
         r"plain means: the parameters differ by (\S+) after 20 steps", done.text("plain = replay(")
     )
@@ -135,7 +135,7 @@ def test_all_strategies_learn_and_skewed_shards_hurt_only_averaging(done: Execut
     assert cut["averaging every 48, cut by digit"] < 85
 
 
-def test_the_straggler_is_named_in_its_picture_and_balance_frees_the_others(done: ExecutedNotebook):
+def test_the_straggler_is_named_and_balancing_reduces_waiting(done: ExecutedNotebook):
     (equal,), (balanced,) = done.outputs("equal = train_costly("), done.outputs("balanced = train_costly(")
     for output in (equal, balanced):
         assert set(output.data) == {"image/png", "text/plain"}  # the dashboard has become a picture
@@ -147,7 +147,7 @@ def test_the_straggler_is_named_in_its_picture_and_balance_frees_the_others(done
     assert "widget-view" not in nbformat.writes(done.notebook)
 
 
-def test_the_naive_version_is_shown_to_its_end(done: ExecutedNotebook):
+def test_the_source_of_the_naive_version_is_shown_in_full(done: ExecutedNotebook):
     (output,) = done.outputs("inspect.getsource(")
     source = output.data["text/markdown"]
     assert source.startswith('```python\n"""')
@@ -162,7 +162,7 @@ def test_the_times_of_both_versions_are_reported(done: ExecutedNotebook):
     assert all(0 < float(blocked) < float(step) for _, step, blocked in lines)
 
 
-def test_plans_show_what_fits(done: ExecutedNotebook):
+def test_plans_show_which_strategies_fit(done: ExecutedNotebook):
     everything, huge = done.outputs("plan = cluster.plan(")[-1], done.outputs("huge = cluster.plan(")[-1]
     assert "all fit" in everything.data["text/plain"]
     assert "only DataParallel(accumulate=100000000) fits" in huge.data["text/plain"]

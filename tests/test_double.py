@@ -1,4 +1,4 @@
-"""The doubles of engines: the real session in this process, and fake engines whose replies have the same types."""
+"""Engine doubles: the real session in this process, and fake engines with the same reply types."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_operations_take_keywords_only():
     assert sum(len(subject.__abstractmethods__) for subject in SUBJECTS) == len(OPERATIONS)  # no name comes twice
 
 
-def test_an_implementation_that_lacks_an_operation_can_not_be_created():
+def test_an_implementation_that_lacks_an_operation_cannot_be_created():
     class Incomplete(GroupOperations):
         """Implements nothing."""
 
@@ -59,7 +59,7 @@ def test_an_implementation_that_lacks_an_operation_can_not_be_created():
     assert issubclass(GroupOps, GroupOperations)
 
 
-def test_markers_say_what_survives_a_broken_group():
+def test_operations_that_survive_a_broken_group_are_marked():
     independent = {name for name, operation in OPERATIONS.items() if operation.is_independent}
     assert independent == {"job_status", "export_state", "export_snapshot", "export_model", "return_ownership"}
     any_owner = {name for name, operation in OPERATIONS.items() if operation.accepts_any_owner}

@@ -1,4 +1,4 @@
-"""An error, as the notebook is told of it."""
+"""Error messages and tracebacks as the notebook receives them."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dtkit.engine.observe import error_report
 
 
 def raised(error: Exception, cause: Exception | None = None) -> Exception:
-    """As it is where it was caught: with a traceback."""
+    """Return the error as caught, with a traceback."""
     with pytest.raises(type(error)) as caught:
         raise error from cause
     return caught.value
 
 
-def test_a_message_that_can_be_read_is_told_as_it_is():
+def test_a_short_message_is_reported_unchanged():
     error = raised(ValueError("row 3 is empty\n  of file a"))
     assert error_report.format_message(error) == "row 3 is empty\n  of file a"
     assert error_report.format_traceback(error).endswith("ValueError: row 3 is empty\n  of file a\n")
 
 
-def test_what_nobody_reads_is_left_out_of_the_middle():
+def test_the_middle_of_a_long_message_is_left_out():
     error = raised(ValueError("the batch " + "1.25, " * 100_000 + " has a NaN"))
     message, trace = error_report.format_message(error), error_report.format_traceback(error)
     assert message.startswith("the batch 1.25")
@@ -31,7 +31,7 @@ def test_what_nobody_reads_is_left_out_of_the_middle():
     assert trace.startswith("Traceback")
 
 
-def test_what_was_wrapped_comes_first():
+def test_the_cause_follows_the_first_line_of_a_message():
     error = raised(RuntimeError("stage 1 failed\nwith details"), KeyError("x"))
     assert error_report.format_message(error).startswith("stage 1 failed Caused by KeyError: 'x'")
 
@@ -41,7 +41,7 @@ class MuteError(ValueError):
         raise KeyError("words")
 
 
-def test_an_error_without_words_is_told_by_its_name():
+def test_an_error_whose_str_raises_is_reported_by_its_type():
     error = raised(MuteError())
     assert error_report.format_message(error) == "(no message: its __str__ raised KeyError)"
     assert "MuteError" in error_report.format_traceback(error)

@@ -1,4 +1,4 @@
-"""What one rank sees of a step: every number against its definition, in one process and in a group of two."""
+"""Step report of a rank: every number against its definition, in one process and in two ranks."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def look(scope: StepProbe, model: nn.Module, rows: np.ndarray, total: int) -> li
 
 
 def finish(scope: StepProbe, model: nn.Module, gradients: list[torch.Tensor | None]) -> dict[str, Any]:
-    """The part after it; returns the report."""
+    """The part of the step after the all-reduce; returns the report."""
     scope.record_reduced_gradients(gradients)
     scope.save_parameters()
     for p, gradient in zip([p for p in model.parameters() if p.requires_grad], gradients, strict=True):
@@ -87,7 +87,7 @@ def step(counts: tuple[int, ...], make: Any = net) -> list[dict[str, Any]]:
 
 
 def gradient(rows: np.ndarray) -> list[torch.Tensor]:
-    """Of the mean loss of these rows, in one process."""
+    """Gradient of the mean loss of these rows, in one process."""
     model, (inputs, targets) = net(), data()
     return list(torch.autograd.grad(F.cross_entropy(model(inputs[rows]), targets[rows]), list(model.parameters())))
 
@@ -123,7 +123,7 @@ def close(found: float, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("counts", [(20,), (12, 8), (7, 5, 0), (0, 20)])
-def test_every_number_is_what_one_process_finds(counts):
+def test_every_number_equals_that_of_one_process(counts):
     reports = step(counts)
     check(reports, counts)
     told = StepExplanation.from_reports(reports)
@@ -135,7 +135,7 @@ def test_every_number_is_what_one_process_finds(counts):
 
 
 def in_group(rank: int, store: str, counts: tuple[int, ...]) -> dict[str, Any]:
-    """One rank of a real group; the all-reduce is in place, on the very tensors that the microscope was shown."""
+    """One rank of a real group; its all-reduce changes the recorded tensors in place."""
     from dtkit._util.resources import find_loopback_interface
     from dtkit.engine.comm.process_group import Group
     from dtkit.types import GroupSpec
@@ -154,7 +154,7 @@ def in_group(rank: int, store: str, counts: tuple[int, ...]) -> dict[str, Any]:
         group.close()
 
 
-def test_a_real_group_of_two(tmp_path: Path):
+def test_a_real_group_of_two_ranks_reports_the_numbers_of_one_process(tmp_path: Path):
     counts = (11, 6)
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
         calls = [pool.submit(in_group, rank, str(tmp_path / "store"), counts) for rank in range(2)]
@@ -165,7 +165,7 @@ def test_a_real_group_of_two(tmp_path: Path):
     assert all(layer.identical and len(set(layer.reduced)) == 1 for layer in told.layers)
 
 
-def test_a_report_is_plain_data():
+def test_a_report_has_only_plain_types():
     report = step((3, 2))[0]
     found = pickle.dumps(report)
     assert b"torch" not in found
@@ -176,7 +176,7 @@ def test_a_report_is_plain_data():
 # -- checksums -------------------------------------------------------------------------------------------------------
 
 
-def test_without_buffers_the_checksum_is_that_of_a_session():
+def test_checksum_without_buffers_equals_that_of_the_session():
     tied = net()
     tied.add_module("again", tied[0])
     empty = net()
@@ -186,7 +186,7 @@ def test_without_buffers_the_checksum_is_that_of_a_session():
     assert compute_digest(net().state_dict().items()) == compute_model_checksum(net())
 
 
-def test_batch_statistics_are_no_difference_of_parameters():
+def test_different_batch_statistics_do_not_count_as_different_parameters():
     def normed() -> nn.Module:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double()
@@ -197,7 +197,7 @@ def test_batch_statistics_are_no_difference_of_parameters():
     assert "Buffers (batch statistics) differ between ranks" in repr(StepExplanation.from_reports([first, second]))
 
 
-def test_a_rank_that_strays_is_seen():
+def test_a_rank_with_different_parameters_is_detected():
     reports = []
     for rank, by in enumerate((0.0, 1e-15)):
         model = net()
@@ -237,7 +237,7 @@ class Spare(nn.Module):
         return self.used(x) + (self.spare(x) if len(x) > 5 else 0)
 
 
-def test_what_a_rank_does_not_use_is_none_and_not_zero():
+def test_gradients_of_unused_parameters_are_none_and_not_zero():
     few, many = ({t["name"]: t for t in report["tensors"]} for report in step((4, 8), Spare))
     assert few["spare.weight"]["local_norm"] is few["spare.weight"]["cosine"] is None
     assert few["spare.weight"]["reduced"] == many["spare.weight"]["contribution"]
@@ -281,7 +281,7 @@ def test_samples_without_weight_have_a_loss_but_no_own_gradient():
     assert [(t["local_norm"], t["contribution"], t["cosine"]) for t in report["tensors"]] == [(None, 0.0, None)] * 4
 
 
-def test_gradients_that_are_not_finite_are_told_and_no_update_is_made_up():
+def test_nonfinite_gradients_are_reported_without_an_update():
     model = net()
     scope = StepProbe(model, rank=0, step=0, epoch=0)
     look(scope, model, np.arange(4), 4)
@@ -297,7 +297,7 @@ def test_gradients_that_are_not_finite_are_told_and_no_update_is_made_up():
     assert "3. No update: the gradients are not finite." in repr(told)
 
 
-def test_a_stream_has_no_row_numbers_and_a_limit_is_told():
+def test_a_stream_has_no_row_numbers_and_the_clip_factor_is_reported():
     scope = StepProbe(net(), rank=0, step=0, epoch=0)
     scope.record_rows(None, 7)
     scope.record_clipping(0.25)
@@ -305,7 +305,7 @@ def test_a_stream_has_no_row_numbers_and_a_limit_is_told():
     assert (report["rows"], report["samples"], report["clip"]) == (None, 7, 0.25)
 
 
-def test_the_microscope_leaves_training_alone():
+def test_the_step_probe_does_not_change_training():
     model = net()
     state = {name: value.clone() for name, value in model.state_dict().items()}
     scope = StepProbe(model, rank=0, step=0, epoch=0)

@@ -1,4 +1,4 @@
-"""Files that are replaced at once or only grow."""
+"""Files that are replaced atomically or only appended to."""
 
 from __future__ import annotations
 

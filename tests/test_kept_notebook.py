@@ -1,4 +1,4 @@
-"""Dashboards without a browser: nbclient executes a notebook, nbconvert makes a page of it."""
+"""Dashboards without a browser: nbclient executes a notebook, and nbconvert exports it as a page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of a learning rate that was asked for, with whatever becomes of the dispatch that it travels with."""
+"""Requested learning rate: when it is sent, sent again and answered."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def value(rate: LearningRateUpdater) -> float | None:
     return None if taken is None else taken.value
 
 
-def test_it_is_sent_once_and_who_asked_hears_since_when_it_holds():
+def test_a_rate_is_sent_once_and_the_caller_gets_its_first_step():
     rate = LearningRateUpdater()
     answer = asked(rate, 0.5)
     assert rate.has_pending
@@ -32,7 +32,7 @@ def test_it_is_sent_once_and_who_asked_hears_since_when_it_holds():
     assert answer.result(0) == 7
 
 
-def test_the_last_of_several_is_sent_and_all_who_asked_hear_of_it():
+def test_only_the_last_requested_rate_is_sent_and_all_callers_are_answered():
     rate = LearningRateUpdater()
     first, last = asked(rate, 0.5), asked(rate, 0.25)
     taken = rate.take_pending()
@@ -43,8 +43,8 @@ def test_the_last_of_several_is_sent_and_all_who_asked_hear_of_it():
 
 
 @pytest.mark.parametrize(("stands", "again"), [(4, 0.5), (5, None)], ids=["nothing was done", "steps were taken"])
-def test_a_dispatch_that_comes_to_nothing_has_it_sent_again(stands: int, again: float | None):
-    """Not where steps were taken with it: a schedule has made another one of it since."""
+def test_a_rate_is_sent_again_if_its_dispatch_is_canceled_before_any_step(stands: int, again: float | None):
+    """Not if steps were taken with it: a schedule has changed the rate since."""
     rate = LearningRateUpdater()
     answer = asked(rate, 0.5)
     rate.on_cancel(rate.take_pending(), 4, stands)
@@ -52,7 +52,7 @@ def test_a_dispatch_that_comes_to_nothing_has_it_sent_again(stands: int, again: 
     assert value(rate) == again
 
 
-def test_one_that_was_asked_for_meanwhile_goes_first():
+def test_a_newer_rate_replaces_the_one_of_a_canceled_dispatch():
     rate = LearningRateUpdater()
     first = asked(rate, 0.5)
     taken = rate.take_pending()
@@ -66,7 +66,7 @@ def test_one_that_was_asked_for_meanwhile_goes_first():
 
 
 @pytest.mark.parametrize(("back", "again"), [(6, 0.5), (7, 0.5), (8, None)])
-def test_a_state_that_is_older_than_it_is_given_it_again(back: int, again: float | None):
+def test_a_rate_is_sent_again_after_a_reset_to_an_earlier_state(back: int, again: float | None):
     rate = LearningRateUpdater()
     asked(rate, 0.5)
     rate.on_result(rate.take_pending(), 7)
@@ -74,7 +74,7 @@ def test_a_state_that_is_older_than_it_is_given_it_again(back: int, again: float
     assert value(rate) == again
 
 
-def test_who_waits_for_one_that_is_never_sent_is_answered():
+def test_callers_of_a_rate_that_is_never_sent_are_answered():
     rate = LearningRateUpdater()
     answer = asked(rate, 0.5)
     rate.answer_pending(9)

@@ -1,4 +1,4 @@
-"""How batches come to a worker: directly, one ahead, from worker processes, or from a stream without length."""
+"""Batch loading: directly, one batch ahead, in worker processes, or from a stream without length."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ LOADERS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name", LOADERS)
 @pytest.mark.parametrize("parts", [1, 3])
-def test_batches_are_those_of_the_stream_in_any_order_of_steps(name: str, parts: int):
+def test_loaders_return_the_batches_of_the_stream_for_any_step_order(name: str, parts: int):
     source = DatasetSource(Numbers())
     plain, fed = ShardedBatches(source, shards(), plan(), [1]), feeder(source, LOADERS[name](source))
     try:
@@ -97,7 +97,7 @@ def test_batches_are_those_of_the_stream_in_any_order_of_steps(name: str, parts:
 
 
 @pytest.mark.parametrize("name", LOADERS)
-def test_what_was_loaded_for_other_shares_is_dropped(name: str):
+def test_batches_loaded_for_old_shares_are_dropped(name: str):
     source = DatasetSource(Numbers())
     plain, fed = ShardedBatches(source, shards(), plan(), [1]), feeder(source, LOADERS[name](source))
     try:
@@ -111,7 +111,7 @@ def test_what_was_loaded_for_other_shares_is_dropped(name: str):
 
 
 @pytest.mark.parametrize("name", LOADERS)
-def test_shards_that_one_worker_plays_and_steps_without_a_sample(name: str):
+def test_one_worker_loads_several_shards_and_steps_without_samples(name: str):
     source = ArraySource([torch.arange(5).unsqueeze(1), torch.arange(5)])
     fed = LoadedBatches(source, Shards([0, 1, 2, 3, 4], (4, 1)), plan(batch_size=1), [0, 1], LOADERS[name](source))
     plain = ShardedBatches(source, Shards([0, 1, 2, 3, 4], (4, 1)), plan(batch_size=1), [0, 1])
@@ -127,7 +127,7 @@ def test_shards_that_one_worker_plays_and_steps_without_a_sample(name: str):
 
 
 @pytest.mark.parametrize("name", LOADERS)
-def test_an_error_names_rank_step_and_row(name: str):
+def test_a_loading_error_names_rank_step_and_row(name: str):
     source = DatasetSource(Numbers(bad=45))
     loader = WorkerLoader(source, 2, SEEDS, rank=1) if "workers" in name else LOADERS[name](source)
     fed = feeder(source, loader)
@@ -147,7 +147,7 @@ def test_an_error_names_rank_step_and_row(name: str):
         fed.close()
 
 
-def test_one_batch_is_taken_ahead_and_in_another_thread():
+def test_prefetch_loads_one_batch_ahead_in_another_thread():
     taken: list[tuple[int, str]] = []
 
     class Watched(ArraySource):
@@ -175,13 +175,13 @@ def test_one_batch_is_taken_ahead_and_in_another_thread():
         (LoadingOptions(prefetch=True), DatasetSource(Numbers()), WorkerLoader),  # threads share random generators
     ],
 )
-def test_the_loader_that_is_chosen(loading: LoadingOptions, source: Any, expected: type):
+def test_options_and_source_determine_the_loader(loading: LoadingOptions, source: Any, expected: type):
     loader = make_loader(source, loading, CPU, 0, 0)
     loader.close()
     assert type(loader) is expected
 
 
-def test_files_are_read_ahead_unless_told_otherwise(tmp_path: Any):
+def test_files_are_prefetched_unless_prefetch_is_false(tmp_path: Any):
     np.save(tmp_path / "X.npy", np.zeros((3, 2)))
     source = as_source(str(tmp_path / "X.npy"))
     assert type(make_loader(source, LoadingOptions(), CPU, 0, 0)) is PrefetchLoader
@@ -191,7 +191,7 @@ def test_files_are_read_ahead_unless_told_otherwise(tmp_path: Any):
 # -- worker processes ---------------------------------------------------------------------------------------
 
 
-def test_random_numbers_of_a_sample_depend_on_its_row_and_step_alone():
+def test_random_numbers_of_a_sample_depend_only_on_its_row_and_step():
     source = DatasetSource(Numbers())
     expected = draw_samples(source, SyncLoader(source, SEEDS), [0, 1, 2, 3])
     for workers, start in [(1, 0), (2, 0), (2, 3)]:
@@ -220,7 +220,7 @@ def draw_samples(source: Any, loader: Any, steps: list[int], **options: Any) -> 
     return [torch.cat([batch[k] for _, batch in batches]).tolist() for k in (1, 2, 3)]
 
 
-def test_workers_are_kept_and_leave_nothing_behind():
+def test_worker_processes_are_reused_and_end_on_close():
     source = DatasetSource(Numbers())
     fed = feeder(source, WorkerLoader(source, 2, SEEDS))
     pids = {
@@ -233,9 +233,9 @@ def test_workers_are_kept_and_leave_nothing_behind():
     fed.close()
 
 
-# torch raises that from its handler of SIGCHLD, wherever Python stands: a file that it was opening may stay open.
+# torch raises from its SIGCHLD handler at any point, so a file that was being opened may stay open.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_worker_that_is_killed_is_an_error_and_others_take_its_place():
+def test_a_killed_worker_raises_an_error_and_is_replaced():
     source = DatasetSource(Numbers())
     fed = feeder(source, WorkerLoader(source, 1, SEEDS))
     try:
@@ -248,7 +248,7 @@ def test_a_worker_that_is_killed_is_an_error_and_others_take_its_place():
         fed.close()
 
 
-def test_a_dead_worker_is_told_from_a_dataset_that_lost_its_connection():
+def test_a_dead_worker_is_distinguished_from_a_dataset_connection_error():
     class Torn:
         error: Exception = ConnectionResetError("Connection reset by peer")
 
@@ -264,13 +264,13 @@ def test_a_dead_worker_is_told_from_a_dataset_that_lost_its_connection():
         loader._take_next()
 
 
-def test_workers_are_refused_where_they_do_not_pay():
+def test_num_workers_is_refused_for_arrays():
     with pytest.raises(ValueError, match=r"num_workers=2: .*\(ArraySource\) .* Leave num_workers"):
         make_loader(ArraySource([torch.zeros(3)]), LoadingOptions(num_workers=2), CPU, 0, 0)
 
 
 @pytest.mark.parametrize("bad", [{"num_workers": -1}, {"num_workers": 1.5}, {"num_workers": True}, {"prefetch": 2}])
-def test_options_that_make_no_sense(bad: dict[str, Any]):
+def test_invalid_loading_options_are_refused(bad: dict[str, Any]):
     with pytest.raises(ValueError, match=f"{next(iter(bad))}="):
         LoadingOptions(**bad)
     with pytest.raises(ValueError, match="load ahead by themselves"):
@@ -278,7 +278,7 @@ def test_options_that_make_no_sense(bad: dict[str, Any]):
 
 
 @pytest.mark.parametrize("loading", [LoadingOptions(), LoadingOptions(num_workers=2)])
-def test_rows_to_evaluate_on_come_in_order(loading: LoadingOptions):
+def test_evaluation_batches_keep_the_order_of_rows(loading: LoadingOptions):
     rows = np.arange(3, 40)
     found = list(load_evaluation_batches(DatasetSource(Numbers()), rows, 10, loading, rank=0))
     assert [count for count, _ in found] == [10, 10, 10, 7]
@@ -289,7 +289,7 @@ def test_rows_to_evaluate_on_come_in_order(loading: LoadingOptions):
 
 
 class Ranks:
-    """Pretended ranks, each in a thread of its own, whose counts are added up."""
+    """Fake ranks, each in its own thread, whose counts are summed."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -379,24 +379,24 @@ def test_ranks_share_a_stream_and_end_together(world_size: int, ahead: bool):  #
     assert all([c for c, _ in one] == counts for one in found)
 
 
-def test_a_rank_whose_part_ended_joins_without_samples():
+def test_a_rank_whose_part_ended_continues_without_samples():
     found = drain(parts(10, 21), 2, batch_size=8)
     assert [counts for counts, _ in found[0]] == [(4, 4), (4, 4), (2, 4), (0, 4), (0, 4), (0, 1)]
     assert [n for _, samples in found[1] for n in samples] == list(range(100, 121))
 
 
-def test_a_batch_that_does_not_divide_gives_its_rest_to_the_first_ranks():
+def test_first_ranks_get_the_remainder_of_an_uneven_batch():
     assert drain(counting(50), 3, batch_size=8)[0][0][0] == (3, 3, 2)
 
 
-def test_a_part_that_is_empty_is_named_on_all_ranks_before_anything_starts():
+def test_all_ranks_report_an_empty_stream_part_before_the_first_step():
     found = drain(parts(5, 0, 0), 3)
     assert [type(one) for one in found] == [ValueError] * 3
     assert "the stream gave no sample on ranks 1, 2 of 3" in str(found[0])
     assert "the stream gave no sample on rank 1 of 2" in str(drain(counting(1), 2)[1])
 
 
-def test_one_rank_of_each_replica_draws_from_a_stream():
+def test_only_one_rank_of_each_replica_reads_the_stream():
     group, mesh = Ranks(4), Mesh({"dp": 2, "tp": 2})
 
     def run(rank: int) -> Any:
@@ -417,7 +417,7 @@ def test_one_rank_of_each_replica_draws_from_a_stream():
     assert found[1][0][1] == found[3][0][1] == []
 
 
-def test_first_sample_of_a_stream_is_tried_and_trained_on():
+def test_first_sample_of_a_stream_is_used_for_the_trial_and_for_training():
     stream = alone(counting(50))
     assert stream.make_first_batch()[1].tolist() == [0]
     assert numbers(stream.load_batches(0))[0][:2] == [0, 2]
@@ -447,7 +447,7 @@ def alone(make: Any, **options: Any) -> IterableBatches:
     return IterableBatches(load_source(make, ColumnSelection()), plan(), WORLD, [0, 1], None, **options)
 
 
-def test_one_process_that_plays_all_ranks_sees_their_samples():
+def test_one_process_in_place_of_all_ranks_gets_their_samples():
     together = drain(counting(70), WORLD)
     stream = alone(counting(70))
     for step in range(len(together[0])):
@@ -459,7 +459,7 @@ def test_one_process_that_plays_all_ranks_sees_their_samples():
         ] or step == 4
 
 
-def test_steps_can_be_repeated_and_skipped_but_not_revisited():
+def test_stream_steps_can_be_repeated_and_skipped_but_not_revisited():
     stream = alone(counting(200))
     first = numbers(stream.load_batches(0))
     assert numbers(stream.load_batches(0)) == first
@@ -469,7 +469,7 @@ def test_steps_can_be_repeated_and_skipped_but_not_revisited():
         stream.count_samples(2)
 
 
-def test_counts_are_added_up_anew_in_a_new_group():
+def test_counts_are_summed_again_in_a_new_group():
     asked = []
 
     class Group:
@@ -485,7 +485,7 @@ def test_counts_are_added_up_anew_in_a_new_group():
     assert asked == [[1, 0], [8, 0], [8, 0]]
 
 
-def test_shares_of_the_batch_hold_from_the_next_draw():
+def test_new_shares_of_the_batch_apply_from_the_next_step():
     stream = alone(counting(200))
     assert stream.count_samples(0) == (8, 8)
     stream.set_shares([3, 1])
@@ -494,7 +494,7 @@ def test_shares_of_the_batch_hold_from_the_next_draw():
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_a_stream_that_raises_is_not_taken_to_have_ended(ahead: bool):  # noqa: FBT001 - a parameter of the test
+def test_a_stream_that_raises_is_not_treated_as_ended(ahead: bool):  # noqa: FBT001 - a parameter of the test
     def samples() -> Iterator[Any]:
         yield from ((torch.tensor([k]), k) for k in range(21))
         raise OSError("the link is down")
@@ -508,7 +508,7 @@ def test_a_stream_that_raises_is_not_taken_to_have_ended(ahead: bool):  # noqa: 
         stream.count_samples(1)
 
 
-def test_closing_lets_generators_end():
+def test_closing_a_stream_ends_its_generators():
     ended = []
 
     def samples() -> Iterator[Any]:
@@ -539,11 +539,11 @@ class Endless(IterableDataset):
 
 
 class Lying(Endless):
-    def __len__(self) -> int:  # of some known length, and yet without rows by number
+    def __len__(self) -> int:  # has a length, but no rows by number
         return 10
 
 
-def test_what_is_a_stream():
+def test_iterables_without_numbered_rows_are_recognized_as_streams():
     assert is_iterable_only(Endless())
     assert is_iterable_only(Lying())
     assert is_iterable_only(counting(3)())
@@ -555,7 +555,7 @@ def test_what_is_a_stream():
     assert isinstance(load_source(Numbers, ColumnSelection()), DatasetSource)
 
 
-def test_an_iterable_dataset_is_dealt_out():
+def test_samples_of_an_iterable_dataset_are_distributed_over_ranks():
     source = as_source(Endless())
     assert isinstance(source, StreamSource)
     assert [int(x) for x, _ in source.iterate_samples(1, 3)] == [1, 4, 7]
@@ -573,7 +573,7 @@ def test_a_hub_stream_is_split_by_rank():
     assert (x.dtype, x.shape, y.tolist()) == (torch.int64, (6,), [0] * 6)
 
 
-def test_functions_that_engines_can_not_call():
+def test_stream_functions_take_no_arguments_or_rank_and_world_size():
     assert accepts_rank(parts(1))
     assert accepts_rank(lambda world_size, rank, depth=3: None)
     assert not accepts_rank(counting(1))
@@ -585,12 +585,12 @@ def test_functions_that_engines_can_not_call():
 
 
 class Setting:
-    """What `feed` asks of where a worker works."""
+    """The attributes of a worker's context that loading reads."""
 
     group, device, shards, mesh, replica_link = None, CPU, [0, 1], Mesh({"dp": 2}), None
 
 
-def test_feeding_picks_what_the_data_is():
+def test_rows_and_streams_get_their_own_kind_of_batches():
     fed = make_row_batches(ArraySource([torch.zeros(SAMPLES)]), shards(), plan(), Setting, LoadingOptions())  # type: ignore[arg-type]
     assert isinstance(fed, LoadedBatches)
     drawing = load_source(lambda: ((torch.rand(()), 0) for _ in range(9)), ColumnSelection())

@@ -1,4 +1,4 @@
-"""The package as a whole: its front door, its layers, and the files that install it."""
+"""The package as a whole: its public names, its layers, and the files that install it."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ FORBIDDEN = {  # a file or folder of dtkit/, the longest match counts -> what it
 CONDA_NAMES = {"torch": "pytorch-cpu", "matplotlib": "matplotlib-base"}
 
 
-# -- the front door --------------------------------------------------------------------------------------
+# -- public names ----------------------------------------------------------------------------------------
 
 
-def test_all_names_what_is_public():
+def test_dunder_all_lists_the_public_names():
     assert list(dtkit.__all__) == sorted(set(dtkit.__all__))
     assert [name for name in dir(dtkit) if not name.startswith("_")] == list(dtkit.__all__)
 
@@ -58,19 +58,19 @@ def test_every_public_name_resolves(name: str):
     assert getattr(found, "__module__", "dtkit").split(".")[0] == "dtkit"
 
 
-def test_an_unknown_name_is_an_attribute_error():
+def test_an_unknown_name_raises_an_attribute_error():
     with pytest.raises(AttributeError, match="clutser"):
         dtkit.clutser  # noqa: B018 - the access is the test
 
 
-def test_importing_dtkit_stays_light():
+def test_importing_dtkit_imports_no_heavy_packages():
     heavy = {"torch", "matplotlib", "ipyparallel", "IPython"}
     code = f"import sys, dtkit; print(*{heavy} & set(sys.modules))"
     out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
     assert out.stdout.split() == []
 
 
-def test_the_unrelated_distribution_of_the_same_name_is_noticed(tmp_path: Path, root: Path):
+def test_import_warns_about_an_unrelated_distribution_named_dtkit(tmp_path: Path, root: Path):
     info = tmp_path / "dtkit-9.9.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: dtkit\nVersion: 9.9\n")
@@ -87,13 +87,13 @@ def test_the_unrelated_distribution_of_the_same_name_is_noticed(tmp_path: Path, 
     assert "pip uninstall -y dtkit dtkit-jupyter" in out.stderr
 
 
-def test_files_that_were_overwritten_are_noticed(monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_module_is_reported_as_missing_parts_of_dtkit(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(dtkit._HOMES, "lost", "not_there")
     with pytest.raises(ImportError, match="parts of dtkit are missing"):
         dtkit.lost  # noqa: B018 - the access is the test
 
 
-def test_the_version_is_said_once(project: dict):
+def test_version_equals_the_one_in_pyproject(project: dict):
     assert dtkit.__version__ == project["version"]
 
 
@@ -126,7 +126,7 @@ def test_no_file_imports_what_its_layer_forbids(imports: dict[str, list[Import]]
     assert crossed == []
 
 
-def test_no_layer_brings_in_what_it_forbids_through_another_file(imports: dict[str, list[Import]]):
+def test_no_file_imports_what_its_layer_forbids_through_another_file(imports: dict[str, list[Import]]):
     """Importing a file must not load what its layer forbids by way of dtkit's other files."""
     crossed = []
     for file in imports:
@@ -138,7 +138,7 @@ def test_no_layer_brings_in_what_it_forbids_through_another_file(imports: dict[s
     assert crossed == []
 
 
-def test_the_walk_sees_each_form_of_import():
+def test_the_import_walk_finds_each_form_of_import():
     code = """
 import torch.nn as nn
 from ..engine import comm
@@ -202,7 +202,7 @@ def _reached(file: str, imports: dict[str, list[Import]]) -> set[str]:
 # -- habits ----------------------------------------------------------------------------------------------
 
 
-def test_a_missing_and_a_stale_mark_are_found(tmp_path: Path):
+def test_a_missing_and_a_stale_marker_are_found(tmp_path: Path):
     code = "def f():\n    # sleeps: why\n    sleep(1)\n    sleep(2)\n# sleeps: why\nx = 1\n"
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "a.py").write_text(code)
@@ -222,7 +222,7 @@ def test_a_missing_and_a_stale_mark_are_found(tmp_path: Path):
         "class Quiet:\n def __exit__(self, *error) -> bool: return True",
     ],
 )
-def test_each_way_to_catch_everything_is_seen(code: str):
+def test_each_way_to_catch_all_errors_is_found(code: str):
     assert any(map(_is_broad, ast.walk(ast.parse(code))))
 
 
@@ -235,7 +235,7 @@ def test_each_way_to_catch_everything_is_seen(code: str):
         "class Open:\n def __exit__(self, *error) -> None: self.close()",
     ],
 )
-def test_what_catches_by_name_or_tidies_up_is_not_broad(code: str):
+def test_handlers_that_name_errors_or_reraise_are_not_broad(code: str):
     assert not any(map(_is_broad, ast.walk(ast.parse(code))))
 
 
@@ -250,7 +250,7 @@ def test_what_catches_by_name_or_tidies_up_is_not_broad(code: str):
         ("run_guarded_in_thread(work, return_error)", False),
     ],
 )
-def test_a_report_that_does_not_look_at_its_error_is_seen(code: str, silent: bool):  # noqa: FBT001 - a row of the table
+def test_report_functions_that_ignore_the_error_are_found(code: str, silent: bool):  # noqa: FBT001 - a row of the table
     assert any(map(_is_silent, ast.walk(ast.parse(code)))) == silent
 
 
@@ -312,7 +312,9 @@ def _is_sleep(node: ast.AST) -> bool:
     ],
     ids=["broad excepts", "silent reports", "sleeps"],
 )
-def test_each_exception_gives_its_reason(root: Path, folder: str, sees: Callable[[ast.AST], bool], marker: str):
+def test_each_broad_except_silent_report_and_sleep_gives_a_reason(
+    root: Path, folder: str, sees: Callable[[ast.AST], bool], marker: str
+):
     assert find_marker_errors(root / folder, sees, marker) == []
 
 
@@ -332,7 +334,7 @@ def test_binder_has_every_dependency_in_the_same_range(root: Path, project: dict
 
 
 @pytest.mark.parametrize("script", ["binder/postBuild", "binder/start", ".ci/run"])
-def test_scripts_can_be_run(root: Path, script: str):
+def test_scripts_are_executable_and_valid_bash(root: Path, script: str):
     path = root / script
     assert path.read_text().startswith("#!/usr/bin/env bash\n")
     assert os.access(path, os.X_OK)
@@ -422,7 +424,7 @@ def graph(imports: dict[str, list[Import]]) -> dict[str, set[str]]:
     return edges
 
 
-def test_a_package_imports_only_what_is_below_it(graph: dict[str, set[str]]):
+def test_modules_import_only_from_their_own_or_lower_layers(graph: dict[str, set[str]]):
     up = [
         f"{module} imports {other}"
         for module, others in graph.items()

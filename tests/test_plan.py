@@ -1,4 +1,4 @@
-"""Predictions: the arithmetic, the dry run that it rests on, and who is refused."""
+"""Memory and time predictions: their arithmetic, the dry run they use, and refused requests."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ CPU = torch.device("cpu")
 # -- arithmetic ------------------------------------------------------------------------------------------
 
 
-def test_a_linear_fit_goes_through_its_points_and_never_falls():
+def test_a_linear_fit_passes_through_its_points_and_never_decreases():
     assert LinearFit.from_points([(4, 10.0), (8, 18.0)]) == LinearFit(2.0, 2.0)
     assert LinearFit.from_points([(8, 16.0)]) == LinearFit(0.0, 2.0)
     assert LinearFit.from_points([(4, 10.0), (8, 9.0)]) == LinearFit(
         9.0, 0.0
-    )  # a clock's noise: flat, and right where it counts
+    )  # clock noise: flat, at the time of the larger batch
     assert LinearFit.from_points([(4, 1.0), (8, 9.0)]).intercept == 0.0
     assert LinearFit(2.0, 3.0).predict(4) == 14.0
 
 
 @pytest.mark.parametrize(("ranks", "sent"), [(1, 0), (2, 600), (3, 800), (4, 900)])
-def test_a_ring_all_reduce_sends_twice_all_but_its_own_part(ranks: int, sent: int):
+def test_a_ring_all_reduce_sends_all_parts_but_one_twice(ranks: int, sent: int):
     assert compute_ring_bytes(600, ranks) == sent
 
 
@@ -80,7 +80,7 @@ def test_memory_shares_include_limits_swap_and_reusable_memory():
     assert divide_memory([10], [swapping], include_swap=True) == [1500]
 
 
-def test_data_parallel_costs_a_replica_and_an_all_reduce():
+def test_data_parallel_cost_is_one_replica_and_one_all_reduce():
     cost = dtkit.DataParallel().estimate_cost(make_profile(), LINKS)
     assert (cost.parameters, cost.gradients, cost.optimizer_state) == (100 * MB, 80 * MB, 160 * MB)
     assert cost.persistent_bytes == 340 * MB
@@ -110,14 +110,14 @@ LAYERS = LayerChain(
 )
 
 
-def test_a_pipeline_costs_its_stages():
+def test_pipeline_cost_is_computed_per_stage():
     equal = [dtkit.Pipeline(2, 4).estimate_cost(make_profile(rank=rank), LINKS) for rank in (0, 1)]
     assert [cost.parameters for cost in equal] == [50 * MB, 50 * MB]
     assert equal[0].activations > equal[1].activations  # 1F1B: the first rank holds more micro-batches
     known = [dtkit.Pipeline(2, 4).estimate_cost(make_profile(rank=rank, layer_chain=LAYERS), LINKS) for rank in (0, 1)]
     assert [cost.parameters for cost in known] == [70 * MB, 30 * MB]  # cut in a | b by time; before them lie 4 of 10
     assert [cost.gradients for cost in known] == [56 * MB, 24 * MB]
-    assert [cost.sent_bytes for cost in known] == [0.0, 0.0]  # nobody knows what comes out of layers
+    assert [cost.sent_bytes for cost in known] == [0.0, 0.0]  # the sizes of layer outputs are unknown
     handing = dataclasses.replace(LAYERS, output_bytes=(100.0, 200.0, 300.0, 400.0))
     sent = [
         dtkit.Pipeline(2, 4).estimate_cost(make_profile(rank=rank, layer_chain=handing), LINKS).sent_bytes
@@ -166,7 +166,7 @@ def test_a_pipeline_has_a_buffer_for_each_micro_batch():
 
 @pytest.mark.parametrize(("schedule", "times"), [("1F1B", 1), ("Interleaved1F1B", 1), ("ZBVZeroBubble", 2)])
 def test_gradients_in_flight_count_as_activations(schedule: str, times: int):
-    """Two in halves: of a matrix of a million numbers in twenty million."""
+    """The largest gradient, 4 MB here, counts once, or twice with backward in halves."""
     known, unknown = (
         dtkit.Pipeline(2, 4, schedule).estimate_cost(make_profile(gradient_shapes=shapes), LINKS)
         for shapes in (((1000, 1000), *[(1_000_000,)] * 19), ())
@@ -204,14 +204,14 @@ def test_accumulation_needs_fewer_activations_and_more_gradients():
     assert cost.compute_s == pytest.approx(4 * (0.01 + 0.02 + 0.02 + 0.04) + 0.005)
 
 
-def test_compression_sends_less():
+def test_compression_sends_fewer_bytes():
     assert dtkit.DataParallel(compress="bf16").estimate_cost(make_profile(), LINKS).sent_bytes == 40 * MB
     thin = dtkit.DataParallel(compress="powersgd").estimate_cost(make_profile(), LINKS)
     assert thin.sent_bytes == 4 * (2 * 2000 + 19_000_000)  # the matrix as two thin ones, the vector as it is
     assert thin.gradients > 160 * MB  # what was left out is kept
 
 
-def test_averaging_sends_less_and_an_outer_optimizer_has_more_state():
+def test_averaging_sends_fewer_bytes_and_an_outer_optimizer_adds_state():
     plain = ParameterAveraging(every=8).estimate_cost(make_profile(), LINKS)
     assert plain.sent_bytes == 10 * MB
     assert plain.exposed_communication_s == pytest.approx(LINKS.estimate_all_reduce_s(80 * MB) / 8)
@@ -360,7 +360,7 @@ def test_a_benchmark_of_one_rank_has_no_links():
 
 
 class Attention(nn.Module):
-    """A small encoder that makes a tensor without saying where."""
+    """A small encoder that creates a tensor without naming a device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -373,7 +373,7 @@ class Attention(nn.Module):
 
 
 class Asks(nn.Module):
-    """Its forward looks at numbers."""
+    """A model whose forward reads tensor values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -497,7 +497,7 @@ def test_frozen_and_sparse_parameters_have_no_dense_gradient():
     assert adam == 2 * 4 * (16 + 4) + 2 * 4
 
 
-def test_a_model_that_reads_values_is_noted_and_not_estimated():
+def test_a_model_that_reads_values_gets_a_note_instead_of_an_estimate():
     found, why = measure._try_or_explain(
         lambda: dry_run.estimate_peaks(Asks(), OBJECTIVE, batch(3, 8), (4,), CPU, full), []
     )
@@ -524,7 +524,7 @@ def test_autocast_makes_activations_smaller():
 # -- an engine's memory ----------------------------------------------------------------------------------
 
 
-def test_the_peak_of_a_process_is_known_after_it_has_passed():
+def test_peak_memory_is_readable_after_it_was_freed():
     before = memory.reset_peak(CPU)
     if before is None:
         pytest.skip("the system does not let a process reset its peak")
@@ -547,12 +547,12 @@ def test_memory_of_an_earlier_job_is_reusable():
     assert memory.measure_available_memory(CPU, [placed]).job_bytes == 0
 
 
-def test_a_process_without_a_limit_has_none():
+def test_data_left_is_none_without_a_limit():
     assert resource.getrlimit(resource.RLIMIT_DATA)[0] == resource.RLIM_INFINITY
     assert memory_limit.compute_data_left() is None
 
 
-def test_free_memory_under_a_limit(monkeypatch: pytest.MonkeyPatch):
+def test_data_left_is_the_limit_minus_the_used_memory(monkeypatch: pytest.MonkeyPatch):
     used = memory_limit._read_data_bytes()
     monkeypatch.setattr(memory_limit.resource, "getrlimit", lambda _: (used + 500 * MB, resource.RLIM_INFINITY))
     assert 450 * MB < memory_limit.compute_data_left() < 500 * MB + memory_limit._read_malloc_free_bytes() + 50 * MB
@@ -607,7 +607,7 @@ def test_a_limit_set_by_the_user_is_not_changed(monkeypatch: pytest.MonkeyPatch)
         pass
 
 
-# -- asking, over pretended engines ----------------------------------------------------------------------
+# -- plan requests, over fake engines --------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -673,7 +673,7 @@ def test_a_partition_smaller_than_the_batch_is_refused(cluster: dtkit.Cluster):
         ask(cluster, sample=part)
 
 
-def test_a_model_that_a_strategy_can_not_train_is_refused(cluster: dtkit.Cluster):
+def test_a_model_that_a_strategy_cannot_train_is_refused(cluster: dtkit.Cluster):
     with pytest.raises(ValueError, match="has 0 layers in a chain"):
         ask(cluster, nn.Linear(100, 10), strategies=[dtkit.Pipeline(2, 4)])
 
@@ -684,7 +684,7 @@ def test_tensor_parallel_is_compared_if_the_model_allows_it(cluster: dtkit.Clust
     assert "TensorParallel(tp_size=2)" not in ask(cluster, nn.Linear(100, 10)).strategies
 
 
-def test_parts_in_a_refusal_add_up(cluster: dtkit.Cluster, engines: FakeTransport):
+def test_memory_parts_in_a_refusal_add_up_to_the_total(cluster: dtkit.Cluster, engines: FakeTransport):
     engines.memory_free = 200_000
     strategy = dtkit.Pipeline(1, 4, replicas=2)
     refusal = r"it needs 355 kB .*\(parameters 88\.8 kB, gradients 88\.8 kB, optimizer state 178 kB\)"
@@ -706,7 +706,7 @@ def test_stages_of_unmeasured_layers_are_equal(cluster: dtkit.Cluster):
     assert found.rows[0].parameters == found.rows[1].parameters == BYTES // 2
 
 
-def test_a_plan_of_unequal_shards(cluster: dtkit.Cluster):
+def test_a_plan_splits_the_batch_by_shard_weights(cluster: dtkit.Cluster):
     part = cluster.partition(batch(40, 100), weights=[3, 1])
     assert [row.rows for row in ask(cluster, sample=part).get_rows("DataParallel()")] == [12, 4]
 
@@ -741,12 +741,12 @@ def test_a_model_that_may_not_fit_takes_no_real_step(cluster: dtkit.Cluster, eng
 NEEDED = 5 * BYTES + STEPS
 
 
-def test_a_model_that_fits_for_certain_needs_one_call(cluster: dtkit.Cluster, engines: FakeTransport):
+def test_a_model_that_certainly_fits_needs_only_a_memory_measurement(cluster: dtkit.Cluster, engines: FakeTransport):
     fit_check.check_fits(cluster._engine_group, perceptron(), adam, dtkit.DataParallel())
     assert [op for _, op, _ in engines.served_requests if op.startswith("measure")] == ["measure_available_memory"] * 2
 
 
-def test_a_training_is_refused_only_for_persistent_memory(cluster: dtkit.Cluster, engines: FakeTransport):
+def test_training_is_refused_only_for_persistent_memory(cluster: dtkit.Cluster, engines: FakeTransport):
     engines.memory_free = 2 * NEEDED  # both engines share it
     fit_check.check_fits(cluster._engine_group, perceptron(), adam, dtkit.DataParallel())
     engines.memory_free = 2 * NEEDED - 4
@@ -758,7 +758,7 @@ def test_a_training_is_refused_only_for_persistent_memory(cluster: dtkit.Cluster
     fit_check.check_fits(cluster._engine_group, perceptron(), sgd, dtkit.DataParallel())  # keeps nothing
     fit_check.check_fits(
         cluster._engine_group, perceptron(), adam, dtkit.DataParallel(find_unused_parameters=True)
-    )  # who knows
+    )  # its gradients are unknown
     copies = cluster.broadcast(perceptron())
     fit_check.check_fits(cluster._engine_group, copies, adam, dtkit.DataParallel())  # is there already
 
@@ -777,7 +777,7 @@ def test_a_refusal_names_strategies_that_fit(cluster: dtkit.Cluster, engines: Fa
         fit_check.check_fits(cluster._engine_group, perceptron(), adam, ParameterAveraging(outer=OuterSGD(lr=0.5)))
 
 
-def test_an_optimizer_without_an_estimate_does_not_refuse_a_training(cluster: dtkit.Cluster, engines: FakeTransport):
+def test_training_is_not_refused_when_the_optimizer_has_no_estimate(cluster: dtkit.Cluster, engines: FakeTransport):
     def looks(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=float(parameters[0].sum()))
 
@@ -785,7 +785,7 @@ def test_an_optimizer_without_an_estimate_does_not_refuse_a_training(cluster: dt
     fit_check.check_fits(cluster._engine_group, perceptron(), looks, dtkit.DataParallel())
 
 
-def test_a_cost_has_every_part():
+def test_replica_cost_includes_overhead_and_peak_transient_memory():
     cost = Cost.for_replica(make_profile(overhead=LinearFit(0, MB)), sent_bytes=0, exposed_s=0, micro_batches=2)
     assert cost.overhead == 4 * MB
     assert cost.transient_bytes == max(cost.activations, cost.temporaries) == 30 * MB

@@ -1,4 +1,4 @@
-"""What a machine can carry, on trees of files as containers show them."""
+"""Cores, memory and GPUs of a machine, read from file trees like those in containers."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ V1 = {
     ],
     ids=["v2", "v1", "no cgroup", "host's path"],
 )
-def test_the_tightest_limit_on_the_way_up_counts(
+def test_the_tightest_limit_of_all_parent_cgroups_counts(
     tmp_path: Path, files: dict[str, str], cores: int, total: int, free: int
 ) -> None:
     root = tree(tmp_path, files)
@@ -88,7 +88,7 @@ def test_the_tightest_limit_on_the_way_up_counts(
     assert resources.read_memory(root) == resources.HostMemory(total, free)
 
 
-def test_affinity_counts_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_affinity_limits_the_number_of_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0}, raising=False)
     assert resources.count_cores(tree(tmp_path, V2)) == 1
     monkeypatch.delattr(os, "sched_getaffinity")
@@ -106,7 +106,7 @@ def test_free_memory_is_never_more_than_the_host_has_nor_negative(
     assert resources.read_memory(root).free == 0
 
 
-def test_this_machine_answers() -> None:
+def test_this_machine_has_plausible_cores_and_memory() -> None:
     found = resources.read_memory()
     assert 1 <= resources.count_cores() <= (os.cpu_count() or 1)
     assert 0 < found.free <= found.total <= psutil.virtual_memory().total
@@ -144,7 +144,7 @@ def test_gpus_are_counted_from_device_files(
         ("2.13.0", "cuda: Optional[str] = '13.0'\nhip: Optional[str] = None", True),
     ],
 )
-def test_a_torch_without_cuda_is_told_from_its_files(
+def test_cuda_support_of_torch_is_read_from_its_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, source: str, *, expected: bool
 ) -> None:
     tree(tmp_path, {"torch/version.py": source, "torch/__init__.py": ""})
@@ -166,7 +166,7 @@ def test_a_torch_without_cuda_is_told_from_its_files(
         (0, 64, {}, 1),
     ],
 )
-def test_default_engines(
+def test_default_engines_follow_memory_cores_binder_and_gpus(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     *,
@@ -182,14 +182,14 @@ def test_default_engines(
     assert resources.compute_default_engines(tmp_path, environ) == 8
 
 
-def test_most_engines_leaves_room_for_the_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_max_engines_leaves_room_for_the_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resources, "read_memory", lambda _: resources.HostMemory(4 * GB, 2 * GB))
     assert resources.compute_max_engines(tmp_path) == (2 * GB - resources.NOTEBOOK_BYTES) // resources.ENGINE_BYTES
     monkeypatch.setattr(resources, "read_memory", lambda _: resources.HostMemory(4 * GB, 1))
     assert resources.compute_max_engines(tmp_path) == 0
 
 
-def test_looking_at_the_host_does_not_import_torch() -> None:
+def test_reading_host_resources_does_not_import_torch() -> None:
     code = (
         "import sys; from dtkit._util import resources; resources.compute_default_engines(); "
         "assert 'torch' not in sys.modules"

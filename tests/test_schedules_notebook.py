@@ -50,7 +50,7 @@ def tables(notebook: NotebookNode) -> dict[str, Schedule]:
 # -- as it is committed ---------------------------------------------------------------------------------------
 
 
-def test_the_puzzle_has_a_solution_that_its_first_table_does_not_give_away(committed: NotebookNode):
+def test_the_puzzle_solution_needs_less_memory_than_the_first_table(committed: NotebookNode):
     schedules = tables(committed)
     baseline = Schedule.from_name("1F1B", 2, 4).simulate()
     first, solution = schedules["my_schedule"].simulate(), schedules["solution"].simulate()
@@ -59,7 +59,7 @@ def test_the_puzzle_has_a_solution_that_its_first_table_does_not_give_away(commi
     assert solution.peak_activations == baseline.peak_activations
 
 
-def test_the_exercise_at_the_end_has_a_solution():
+def test_the_final_exercise_has_a_solution():
     """The solution's pattern takes 25 units for eight micro-batches, with the memory of 1F1B."""
     first = "F0 F1 " + " ".join(f"B{k} F{k + 2}" for k in range(6)) + " B6 B7"
     second = "F0 I0 F1 I1 " + " ".join(f"W{k} F{k + 2} I{k + 2}" for k in range(6)) + " W6 W7"
@@ -91,14 +91,14 @@ def test_each_schedule_is_drawn_as_planned_and_as_measured(done: ExecutedNoteboo
     assert "image/png" in done.outputs("ax.annotate(name")[-1].data
 
 
-def test_tables_that_can_not_run_are_refused_with_the_place(done: ExecutedNotebook):
+def test_refused_tables_name_the_rank_and_cell(done: ExecutedNotebook):
     text = done.text("errors = {}")
     assert "a deadlock: after 2 of 8 actions no rank can continue. rank 0, cell 1: 0B0 needs 1B0 of rank 1" in text
     assert "rank 1: 1B1 is missing in its 3 cells" in text
     assert "rank 1, cell 0: 1B0 is before 1F0 (cell 1)" in text
 
 
-def test_the_score_is_shown(done: ExecutedNotebook):
+def test_the_score_of_my_schedule_is_shown(done: ExecutedNotebook):
     assert re.search(
         r"my schedule against 1F1B: time \d\.\d\d \(\d+ and \d+ ms\), memory 2\.00", done.text("memory of my schedule")
     )

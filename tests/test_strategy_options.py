@@ -70,7 +70,7 @@ def test_all_reduce_flat_sums_once_and_keeps_unused_gradients_none():
     assert sums[2] is None
 
 
-def test_scale_is_equal_fused_and_one_by_one():
+def test_fused_scaling_equals_scaling_one_by_one():
     fused = [torch.arange(3.0), torch.ones(2, 2)]
     mixed = [torch.arange(3.0), torch.ones(2, 2, dtype=torch.float64), torch.ones(2).to_sparse()]
     gradients.scale_(fused, 0.5)
@@ -87,7 +87,7 @@ def test_scale_does_not_round_the_factor():
     assert exact[0].tolist() == [1 / 3, 1 / 3]
 
 
-def test_sum_squares_and_clip_factor():
+def test_sum_squares_and_clip_factor_match_their_formulas():
     squares = gradients.sum_squares(
         [torch.tensor([3.0, 4.0]), torch.tensor([1.0, 2.0], dtype=torch.float64).to_sparse()]
     )
@@ -103,7 +103,7 @@ def test_weight_factor_of_zero_is_finite():
     assert float(zero) > 0
 
 
-def test_loss_form_without_a_group():
+def test_loss_form_is_unchanged_without_a_group():
     assert gradients.agree_on_loss_form(LOSS_IS_MEAN, None) == LOSS_IS_MEAN
     assert gradients.agree_on_loss_form(LOSS_IS_WEIGHTED_SUM, None) == LOSS_IS_WEIGHTED_SUM
 

@@ -1,4 +1,4 @@
-"""Batches as a pure function of the step: who takes which rows when."""
+"""Batches as a pure function of the step: the rows that each rank takes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def stream(
 
 
 def rows(streams: list[ShardedBatches], step: int) -> list[int]:
-    """What all ranks take together, in no order."""
+    """Rows that all ranks take together, sorted."""
     return sorted(np.concatenate([s.get_rows(step) for s in streams]).tolist())
 
 
@@ -42,7 +42,7 @@ WAYS = [IN_ORDER, "shard", "global", None]
 
 
 @pytest.mark.parametrize("shuffle", WAYS)
-def test_a_batch_is_the_same_whenever_it_is_asked_for(shuffle):
+def test_a_batch_depends_only_on_its_step(shuffle):
     steps = [0, 17, 3, 5, 16, 4, 40, 0]
     asked = stream(3, [1], shuffle)
     for step in steps:
@@ -85,7 +85,7 @@ def test_global_shuffle_gives_the_same_rows_on_any_number_of_ranks(world, seed_o
 
 @pytest.mark.parametrize("shuffle", WAYS)
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_one_process_that_plays_all_shards_sees_what_the_ranks_see(shuffle, world):
+def test_one_process_with_all_shards_gets_the_same_rows_as_the_ranks(shuffle, world):
     ranks = [stream(world, [rank], shuffle) for rank in range(world)]
     alone = stream(world, list(range(world)), shuffle)
     for step in range(14):
@@ -93,7 +93,7 @@ def test_one_process_that_plays_all_shards_sees_what_the_ranks_see(shuffle, worl
         assert alone.count_samples(step) == ranks[0].count_samples(step)
 
 
-def test_shards_keep_to_their_own_rows():
+def test_shards_take_only_their_own_rows():
     part = Partition(SAMPLES, 3, seed=1)
     for rank in range(3):
         own = ShardedBatches(source(), Shards(part.flatten_indices(), part.sizes), JobPlan(24, 9, "shard", 0), [rank])
@@ -102,7 +102,7 @@ def test_shards_keep_to_their_own_rows():
 
 
 @pytest.mark.parametrize("shuffle", ["shard", "global"])
-def test_epochs_and_seeds_differ_and_no_shuffle_keeps_the_order(shuffle):
+def test_shuffles_differ_by_epoch_and_seed_and_no_shuffle_keeps_the_order(shuffle):
     one = stream(2, [0], shuffle)
     first, second = one.get_rows(0), one.get_rows(one.steps_per_epoch)
     assert not np.array_equal(first, second)
@@ -129,7 +129,7 @@ def test_two_shards_of_equal_size_are_shuffled_differently():
 
 
 @pytest.mark.parametrize("weights", [[1, 3], [1, 1], [1, 100]])
-def test_unequal_shards_end_together_in_proportion(weights):
+def test_unequal_shards_give_rows_in_proportion_and_end_together(weights):
     one = stream(2, [0], weights=weights)
     sizes = Partition(SAMPLES, 2, weights=weights).sizes
     counts = np.array([one.count_samples(step) for step in range(one.steps_per_epoch)])
@@ -141,7 +141,7 @@ def test_unequal_shards_end_together_in_proportion(weights):
     assert np.abs(done - share).max() < 1
 
 
-def test_counts_follow_from_the_step_in_every_epoch_and_across_blocks():
+def test_counts_depend_only_on_the_step_in_every_epoch_and_block():
     many = stream(3, [0], batch=3, samples=10_000)  # 3334 steps: more than are computed at once
     per_epoch = many.steps_per_epoch
     counts = np.array([many.count_samples(step) for step in range(per_epoch)])
@@ -159,7 +159,7 @@ def test_a_step_without_a_sample_has_no_batch():
     assert sorted(len(s.load_batches(last)) for s in ranks) == [0, 0, 0, 1]
 
 
-def test_step_with_finds_the_first_lonely_sample():
+def test_find_step_with_count_finds_the_first_single_sample():
     assert stream(2, [0]).find_step_with_count(1) == (5, stream(2, [0]).count_samples(5).index(1))
     assert stream(2, [0], samples=120).find_step_with_count(1) is None
     late = stream(2, [0], batch=4, samples=4 * 2000 + 1)
@@ -205,13 +205,13 @@ def test_datasets_are_collated_as_torch_does(kind):
     assert pair.y.tolist() == [-7, 0, -3]
 
 
-def test_getitems_is_asked_once_a_batch():
+def test_getitems_is_called_once_per_batch():
     dataset = ManySamples(lambda row: (row, row))
     DatasetSource(dataset).take(np.array([4, 2]))
     assert dataset.asked == [[4, 2]]
 
 
-def test_what_may_be_data():
+def test_arrays_and_map_style_datasets_are_accepted_as_data():
     x, y = torch.arange(6.0).reshape(3, 2), np.arange(3)
     for given in ((x, y), [x, y], TensorDataset(x, torch.from_numpy(y))):
         found = as_source(given)
@@ -236,7 +236,7 @@ def test_batches_of_any_form_move_to_the_device():
     assert moved["b"].y == 1
 
 
-def test_a_source_that_reads_blocks_decides_how_rows_are_shuffled():
+def test_a_source_can_define_how_its_rows_are_shuffled():
     class Blocks(ArraySource):
         def shuffle_rows(self, rows: np.ndarray, rng: np.random.Generator) -> np.ndarray:
             return rows[::-1] if rng.random() >= 0 else rows

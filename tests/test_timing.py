@@ -1,4 +1,4 @@
-"""Where a step's time goes: means by phase, the bars that are shown, and who is called a straggler."""
+"""Step timing: means by phase, the bars shown, and the nodes named as stragglers."""
 
 import numpy as np
 import pytest
@@ -66,7 +66,7 @@ def test_noise_names_no_straggler(ranks, seed):
         ({1: 2.0, 2: 2.0, 3: 2.0}, (1, 2, 3)),  # a lone fast node waits
     ],
 )
-def test_stragglers_of_typical_timings(slow, named_ranks):
+def test_typical_timings_name_the_expected_stragglers(slow, named_ranks):
     straggler = taken_apart(slow=slow).straggler
     assert (straggler and straggler.ranks) == named_ranks
 
@@ -83,7 +83,7 @@ def test_a_few_disturbed_steps_name_no_straggler():
 
 
 def test_slow_computing_without_waiting_names_no_straggler():
-    """Averaging every 1000 steps: who is slower keeps nobody waiting."""
+    """With averaging every 1000 steps, a slower rank keeps no other rank waiting."""
     history = source(slow={1: 2.0}).history
     history.rows()["wait_s"][:] = 0
     assert compute_step_timing(history, 4).straggler is None
@@ -122,7 +122,7 @@ def test_heavy_tailed_noise_names_no_straggler(ranks, steps, step_s, sigma):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_slow_periods_of_short_steps_name_no_straggler(ranks):
-    """As recorded: for a whole window one of the ranks computes half as long again, by chance of the scheduler."""
+    """As recorded: for a whole window, the scheduler makes one rank compute 50 % longer."""
     assert all(noisy(ranks, 2e-3, steps=50, seed=k, sigma=0.4, spell=0.5) is None for k in range(400))
 
 
@@ -156,7 +156,7 @@ def test_stages_of_a_pipeline_are_not_stragglers():
 
 
 @pytest.mark.parametrize("silent", ["no samples", "no loss at all"])
-def test_ranks_without_samples_are_not_taken_for_stages(silent):
+def test_ranks_without_samples_are_not_mistaken_for_stages(silent):
     history = source(slow={1: 2.0}).history
     rows = history.rows()
     chosen = rows["rank"] == 2 if silent == "no samples" else np.ones(len(rows), bool)
@@ -182,7 +182,7 @@ def test_many_nodes_have_bars_of_fastest_median_and_slowest(ranks):
     assert [bar.is_straggler for bar in shown] == [False, False, True]
 
 
-def test_timing_without_steps_or_phases():
+def test_timing_without_steps_or_phases_is_not_measured():
     empty = compute_step_timing(History(), 3)
     assert (empty.num_steps, empty.is_measured, empty.waiting_share, empty.straggler, select_bars(empty)) == (
         0,
@@ -210,7 +210,7 @@ def test_ranks_without_rows_and_nonfinite_times_are_left_out():
     assert np.isfinite(timing.seconds[[0, 2]]).all()
 
 
-def test_format_nodes():
+def test_format_nodes_shortens_long_lists():
     assert format_nodes((1,)) == "node 1"
     assert format_nodes((1, 3)) == "nodes 1 and 3"
     assert format_nodes((1, 3, 5, 6)) == "nodes 1, 3, 5 and 6"

@@ -1,4 +1,4 @@
-"""What a watchdog says of the process that it is in, and what the notebook makes of its files."""
+"""Watchdog status of an engine's process, and how the notebook reads its files."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def node() -> NodeInfo:
 
 
 def job(**changed: Any) -> Any:
-    """As much of a job as a watchdog reads."""
+    """The attributes of a job that a watchdog reads."""
     setting = SimpleNamespace(phases=PhaseTimer(Clock()), mesh=SimpleNamespace(axes={"dp": 2}))
     return SimpleNamespace(step=7, context=setting, median_step_s=lambda: 0.25, **changed)
 
@@ -68,20 +68,20 @@ def request(op: str = "advance") -> Request:
     return Request(op, 1, 3, {"job": "job-1"})
 
 
-# -- what it says ------------------------------------------------------------------------------------------
+# -- status ------------------------------------------------------------------------------------------------
 
 
-def test_an_idle_engine_says_so(watchdog: Watchdog, spec: GroupSpec):
+def test_an_idle_engine_reports_idle(watchdog: Watchdog, spec: GroupSpec):
     watchdog._main_thread_id = 0  # this test's own thread is at work
     found = watchdog.sample(spec)
     assert (found.rank, found.op, found.phase, found.stack, found.is_blocked) == (1, None, "idle", (), False)
 
 
-def test_code_that_came_past_dtkit_is_a_cell(watchdog: Watchdog, spec: GroupSpec):
+def test_code_outside_dtkit_requests_is_reported_as_a_cell(watchdog: Watchdog, spec: GroupSpec):
     assert watchdog.sample(spec).phase == "cell"
 
 
-def test_phase_and_step_are_the_jobs(watchdog: Watchdog, spec: GroupSpec):
+def test_status_has_the_phase_and_step_of_the_job(watchdog: Watchdog, spec: GroupSpec):
     phases = watchdog._jobs["job-1"].context.phases
     with watchdog.track_request(request()):
         assert watchdog.sample(spec).phase == "step"
@@ -97,33 +97,33 @@ def test_phase_and_step_are_the_jobs(watchdog: Watchdog, spec: GroupSpec):
     assert watchdog._active_call is None
 
 
-def test_the_users_line_is_the_innermost_of_its_own(watchdog: Watchdog, spec: GroupSpec):
+def test_user_frame_is_the_innermost_line_of_user_code(watchdog: Watchdog, spec: GroupSpec):
     with watchdog.track_request(request("call_function")):
         found = watchdog.sample(spec)
     line = found.get_user_frame()
     assert line is not None
-    assert (line.file, line.function) == (__file__, "test_the_users_line_is_the_innermost_of_its_own")
+    assert (line.file, line.function) == (__file__, "test_user_frame_is_the_innermost_line_of_user_code")
     assert found.stack[0].kind == "dtkit"
 
 
-def test_it_moves_with_marks_and_steps_only(watchdog: Watchdog, spec: GroupSpec):
+def test_stall_time_resets_only_on_a_phase_mark_or_a_step(watchdog: Watchdog, spec: GroupSpec):
     held = watchdog._jobs["job-1"]
     with watchdog.track_request(request()):
         held.context.phases.enter("forward")
         first = watchdog.sample(spec)
         assert watchdog.sample(spec).stalled_s > first.stalled_s == 0
-        held.context.phases.enter("forward")  # of the next micro-batch: it moves, and the phase is as old as before
+        held.context.phases.enter("forward")  # the next micro-batch is progress, but the phase keeps its start
         second = watchdog.sample(spec)
         assert (second.stalled_s, second.phase_since) == (0, first.phase_since)
         held.step += 1
         assert watchdog.sample(spec).stalled_s == 0
 
 
-def test_time_in_which_it_could_not_look_is_not_held_against_the_rank(
+def test_time_without_samples_does_not_count_as_stalled(
     watchdog: Watchdog, spec: GroupSpec, monkeypatch: pytest.MonkeyPatch
 ):
-    """A rank goes on after SIGSTOP: its watchdog may run before all else, and must not say that it is stuck still."""
-    watchdog.stop()  # the thread looks no more, this test does
+    """When a rank continues after SIGSTOP, its watchdog may run first and must not report it as stuck."""
+    watchdog.stop()  # this test samples instead of the thread
     now = time.time()
     monkeypatch.setattr("dtkit.engine.observe.watchdog.time.time", lambda: now)
     with watchdog.track_request(request()):
@@ -136,7 +136,7 @@ def test_time_in_which_it_could_not_look_is_not_held_against_the_rank(
         assert watchdog.sample(spec).stalled_s == 1
 
 
-def test_it_tells_how_often_it_was_blocked_in_this_job(watchdog: Watchdog, spec: GroupSpec, monkeypatch: Any):
+def test_status_reports_the_blocked_fraction_of_the_current_job(watchdog: Watchdog, spec: GroupSpec, monkeypatch: Any):
     monkeypatch.setattr("dtkit.engine.observe.watchdog._is_in_user_code", lambda _: False)
     monkeypatch.setattr(stack_sampler, "is_in_collective", lambda rows: bool(waiting))
     waiting: list[int] = []
@@ -149,7 +149,7 @@ def test_it_tells_how_often_it_was_blocked_in_this_job(watchdog: Watchdog, spec:
     assert watchdog.sample(spec).blocked_fraction is None
 
 
-def test_it_writes_for_this_user_alone_and_stops_when_left(watchdog: Watchdog, spec: GroupSpec, tmp_path: Path):
+def test_status_files_are_private_and_not_written_after_stop(watchdog: Watchdog, spec: GroupSpec, tmp_path: Path):
     path = get_status_path(tmp_path, 1)
     wait_until(path.exists)
     assert path.stat().st_mode & 0o777 == 0o600
@@ -161,7 +161,7 @@ def test_it_writes_for_this_user_alone_and_stops_when_left(watchdog: Watchdog, s
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_look_that_fails_is_told_once_and_not_the_last(watchdog: Watchdog, tmp_path: Path):
+def test_a_failed_sample_is_reported_once_and_sampling_continues(watchdog: Watchdog, tmp_path: Path):
     path, held, looks = get_status_path(tmp_path, 1), watchdog._jobs["job-1"], []
 
     def median_step_s() -> float:
@@ -172,7 +172,7 @@ def test_a_look_that_fails_is_told_once_and_not_the_last(watchdog: Watchdog, tmp
     fine, held.median_step_s = held.median_step_s, median_step_s
     with watchdog.track_request(request()):
         wait_until(lambda: len(looks) > 2)
-        assert not path.exists()  # one that grows old says that the engine is stuck
+        assert not path.exists()  # an old file would mean that the engine is stuck
         held.median_step_s = fine
         wait_until(path.exists)
     assert watchdog.take_warning() == (
@@ -181,7 +181,7 @@ def test_a_look_that_fails_is_told_once_and_not_the_last(watchdog: Watchdog, tmp
     assert watchdog.take_warning() is None
 
 
-def test_another_owner_of_the_signal_keeps_it(spec: GroupSpec):
+def test_an_existing_signal_handler_is_kept(spec: GroupSpec):
     def mine(*_: object) -> None: ...
 
     before = signal.signal(signal.SIGUSR1, mine)
@@ -198,7 +198,7 @@ def test_another_owner_of_the_signal_keeps_it(spec: GroupSpec):
 # -- stacks ------------------------------------------------------------------------------------------------
 
 
-def test_whose_code_a_file_is():
+def test_files_are_classified_as_dtkit_library_or_user_code():
     assert frames.classify_file(frames.__file__) == "dtkit"
     assert (
         frames.classify_file(threading.__file__)
@@ -209,7 +209,7 @@ def test_whose_code_a_file_is():
     assert frames.classify_file("/tmp/ipykernel_1/2.py") == frames.classify_file(__file__) == "user"
 
 
-def test_outer_frames_that_all_calls_have_are_left_out():
+def test_outer_frames_common_to_all_calls_are_left_out():
     door = Frame(str(frames.ENTRY_FILES[0]), 1, "handle", "dtkit")
     assert frames.trim_outer_frames([LIBRARY, USER, OWN, door, door, LIBRARY]) == (LIBRARY, USER, OWN)
     assert frames.trim_outer_frames([LIBRARY]) == ()
@@ -226,19 +226,19 @@ def test_outer_frames_that_all_calls_have_are_left_out():
         ([], False),
     ],
 )
-def test_a_collective_is_known_by_its_innermost_line(files: list[str], blocked: bool):  # noqa: FBT001 - a parameter
+def test_a_collective_is_recognized_by_its_innermost_line(files: list[str], blocked: bool):  # noqa: FBT001 - a parameter
     rows = [Frame(f"/x/site-packages/{file}", 1, "f") for file in files]
     assert stack_sampler.is_in_collective([*rows, USER] if rows else []) == blocked
 
 
-def test_ranks_that_wait_for_what_they_asked_each_other_are_in_a_collective():
+def test_waiting_for_an_all_reduce_result_counts_as_a_collective():
     constants = process_group.Group.start_all_reduce_any.__code__.co_consts
     (wait_function,) = [constant.co_name for constant in constants if isinstance(constant, CodeType)]
     assert stack_sampler.is_in_collective([Frame(process_group.__file__, 1, wait_function), USER])
     assert not stack_sampler.is_in_collective([Frame(process_group.__file__, 1, "all_reduce"), USER])
 
 
-def test_names_may_have_letters_beyond_ascii(tmp_path: Path):
+def test_non_ascii_file_and_function_names_are_sampled(tmp_path: Path):
     path = tmp_path / "\u0442\u0435\u0442\u0440\u0430\u0434\u044c-\xe9-\U0001f300.py"
     path.write_text("def h\xe9las(look):\n    return look()\n")
     space: dict[str, Any] = {}
@@ -251,8 +251,8 @@ class Thing:
     """Something that can be referred to weakly."""
 
 
-def test_a_look_keeps_nothing_alive():
-    """torch asks whether it is a tensor's only owner as a function returns it: a look may not own it too."""
+def test_sampling_a_thread_keeps_no_object_alive():
+    """torch checks for a tensor's only owner when a function returns, so a sample must not own it."""
     over, looked_at = threading.Event(), threading.get_ident()
 
     def look() -> None:
@@ -293,20 +293,20 @@ def look():
 thread = threading.Thread(target=look)
 thread.start()
 deadline = time.monotonic() + 4
-while time.monotonic() < deadline:  # each has a thread of gloo's become one of Python's for a moment
+while time.monotonic() < deadline:  # each briefly turns a gloo thread into a Python thread
     dist.all_reduce(torch.ones(1), async_op=True).get_future().then(lambda done: None).wait()
 over.set()
 thread.join()
 """
 
 
-def test_threads_may_come_to_life_during_a_look():
-    """Whoever walks all threads without Python's lock meets one that is half made: the process died of it."""
+def test_threads_may_start_during_a_sample():
+    """Reading all threads without the GIL reached a half-created one and crashed the process."""
     done = subprocess.run([sys.executable, "-c", LOOKED_AT], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
 
 
-def test_a_loader_in_a_thread_is_seen():
+def test_helper_threads_are_sampled():
     go, there = threading.Event(), threading.Event()
 
     def load() -> None:
@@ -325,13 +325,15 @@ def test_a_loader_in_a_thread_is_seen():
 # -- the notebook's side -----------------------------------------------------------------------------------
 
 
-def test_a_standing_travels_as_text(watchdog: Watchdog, spec: GroupSpec):
+def test_a_status_survives_a_json_round_trip(watchdog: Watchdog, spec: GroupSpec):
     with watchdog.track_request(request("call_function")):
         found = dataclasses.replace(watchdog.sample(spec), threads={"loader": (USER,)})
     assert EngineStatus.from_json(found.to_json()) == found
 
 
-def test_what_another_process_wrote_is_not_believed(watchdog: Watchdog, node: NodeInfo, tmp_path: Path):
+def test_status_files_of_other_processes_and_damaged_ones_are_ignored(
+    watchdog: Watchdog, node: NodeInfo, tmp_path: Path
+):
     wait_until(get_status_path(tmp_path, 1).exists)
     assert stacks.observe_rank(tmp_path, node).process_state in ("running", "sleeping")
     other = stacks.observe_rank(tmp_path, dataclasses.replace(node, pid=node.pid + 1))
@@ -341,23 +343,25 @@ def test_what_another_process_wrote_is_not_believed(watchdog: Watchdog, node: No
     assert stacks.observe_rank(tmp_path, node).status is None
 
 
-def test_a_number_that_went_to_another_process_is_no_engine():
+def test_a_reused_process_id_is_reported_as_ended():
     created = psutil.Process().create_time()
     assert stacks.get_process_state(os.getpid(), created) in ("running", "sleeping")
     assert stacks.get_process_state(os.getpid(), created - 60) == "ended"
     assert stacks.get_process_state(2**22 + 1, created) == "ended"
 
 
-def test_a_process_writes_its_stack_by_itself(watchdog: Watchdog, node: NodeInfo, tmp_path: Path):
+def test_a_process_dumps_its_stack_on_request(watchdog: Watchdog, node: NodeInfo, tmp_path: Path):
     wait_until(get_status_path(tmp_path, 1).exists)
     found = stacks.observe_rank(tmp_path, node)
     stack = stacks.request_stack_dump(tmp_path, found)
-    assert any(frame.function == "test_a_process_writes_its_stack_by_itself" for frame in stack)
+    assert any(frame.function == "test_a_process_dumps_its_stack_on_request" for frame in stack)
     again = stacks.request_stack_dump(tmp_path, found)
     assert [frame.function for frame in again] == [frame.function for frame in stack]
 
 
-def test_no_signal_where_it_would_kill(monkeypatch: pytest.MonkeyPatch, watchdog: Watchdog, spec: GroupSpec, tmp_path):
+def test_no_signal_is_sent_where_it_would_kill_the_process(
+    monkeypatch: pytest.MonkeyPatch, watchdog: Watchdog, spec: GroupSpec, tmp_path
+):
     monkeypatch.setattr(os, "kill", lambda *_: pytest.fail("a signal was sent"))
     found = watchdog.sample(spec)
     for process, dumps in (("sleeping", False), ("stopped", True), ("ended", True), ("unknown", True)):
@@ -365,7 +369,7 @@ def test_no_signal_where_it_would_kill(monkeypatch: pytest.MonkeyPatch, watchdog
         assert stacks.request_stack_dump(tmp_path, one) == ()
 
 
-def test_the_thread_is_found_in_what_was_written():
+def test_a_stack_dump_is_parsed_by_thread():
     text = (
         'Thread 0x00007f01 (most recent call first):\n  File "/a/b.py", line 3 in wait\n\n'
         'Current thread 0x00007f02 (most recent call first):\n  File "/c d/e.py", line 5 in f\n'
@@ -379,7 +383,7 @@ def test_the_thread_is_found_in_what_was_written():
     }
 
 
-def test_what_is_shown():
+def test_stacks_are_shown_as_text_and_escaped_html():
     found = EngineStatus(0, 2, 0, "here", 7, 1.0, 50.0, "advance", "forward", 44.0, 6.0, False, None)
     one = dataclasses.replace(found, step=12, stack=(LIBRARY, dataclasses.replace(USER, function="<lambda>"), OWN))
     shown = stacks.Stacks(
@@ -400,7 +404,7 @@ def test_what_is_shown():
     assert (len(shown), shown[0][0], shown[2]) == (3, LIBRARY, ())
 
 
-def test_neither_the_watchdog_nor_a_plan_of_devices_needs_torch():
+def test_watchdog_and_device_planning_do_not_import_torch():
     modules = "dtkit.engine.observe.watchdog, dtkit.health.stacks, dtkit.health.detector, dtkit.cluster.devices"
     code = f"import sys, {modules}; print('torch' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)

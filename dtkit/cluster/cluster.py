@@ -120,7 +120,7 @@ class Cluster(Engines):
         model: Any,
         data: Any,
         *,
-        optimizer: Callable[..., Any],
+        optimizer: Callable[..., Any] | None = None,
         batch_size: int | None = None,
         loss: Callable[..., Any] | None = None,
         epochs: int | None = None,
@@ -154,7 +154,8 @@ class Cluster(Engines):
     ) -> Run:
         """Train `model` on `data`. Returns at once: the run is a handle, a dashboard and something to await.
 
-        model : an ``nn.Module`` (which stays as it is), or what :meth:`broadcast` returned.
+        model : an ``nn.Module`` (which stays as it is), or what :meth:`broadcast` returned. A Lightning module, with a
+            datamodule as `data`, brings step, optimizer, schedule and validation data along.
         data : a :class:`Partition`, or data as for :meth:`partition`, permuted by `seed`. Or a stream: an
             IterableDataset, or a function that returns an iterable of samples. A function of ``rank`` and
             ``world_size`` makes that rank's part; of other streams rank r takes the items r, r + N, ... Or a torch
@@ -202,7 +203,7 @@ class Cluster(Engines):
         running (one that is paused or has ended is released, and keeps its weights); EngineError if the job can't be
         built on the engines.
         """
-        arguments = locals() | {"batch_size": launch.choose_batch_size(batch_size, data)}
+        arguments = locals()
         config = TrainConfig(**{field.name: arguments[field.name] for field in dataclasses.fields(TrainConfig)})
         return launch.train(self._engine_group, self, model, data, config)
 

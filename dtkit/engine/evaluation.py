@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dtkit.engine.data.sources import to_device
-from dtkit.engine.metric_objects import MetricObjects, is_metric_object
+from dtkit.engine.stateful_metrics import StatefulMetrics, is_stateful
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -36,8 +36,8 @@ def evaluate_batches(
 
     Metrics that keep state make this a collective.
     """
-    objects = MetricObjects(metrics, context.device)
-    metrics = {name: metric for name, metric in metrics.items() if not is_metric_object(metric)}
+    stateful = StatefulMetrics(metrics, context.device)
+    metrics = {name: metric for name, metric in metrics.items() if not is_stateful(metric)}
     sums: dict[str, list[float]] = {name: [0.0, 0.0] for name in ("loss", *metrics)}
     samples = 0
     for count, batch in batches:
@@ -48,8 +48,8 @@ def evaluate_batches(
         for name, (value, weight) in _compute_metrics(eval_output, metrics).items():
             sums[name][0] += value if weight is not None else value * count
             sums[name][1] += weight if weight is not None else count
-        objects.update(eval_output)
-    for name, number in objects.compute(context.group, context.shards[0]).items():
+        stateful.update(eval_output)
+    for name, number in stateful.compute(context.group, context.shards[0]).items():
         sums[name] = [number * samples, samples]  # equal on all ranks, and so is their mean
     return samples, {name: (total, weight) for name, (total, weight) in sums.items()}
 

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 class TrainConfig:
     """The arguments of ``cluster.train`` besides model and data: see there."""
 
-    optimizer: Callable[..., Any]
-    batch_size: int
+    optimizer: Callable[..., Any] | None = None
+    batch_size: int | None = None
     loss: Callable[..., Any] | None = None
     epochs: int | None = None
     steps: int | None = None
@@ -64,6 +64,18 @@ class TrainConfig:
     snapshot_every: int | None = None
     name: str | None = None
     tags: Sequence[str] = ()
+
+    @property
+    def optimizer_factory(self) -> Callable[..., Any]:
+        """`optimizer`, which was checked."""
+        assert self.optimizer is not None
+        return self.optimizer
+
+    @property
+    def samples_per_step(self) -> int:
+        """`batch_size`, which was checked."""
+        assert self.batch_size is not None
+        return int(self.batch_size)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,6 +21,7 @@ from dtkit.errors import format_ranks
 from dtkit.planning import fit_check, planner
 from dtkit.rpc.job_plan import BY_SAMPLER, IN_ORDER, JobPlan, LoadingOptions
 from dtkit.training.config import JobSpec, RunOptions, RunPlan, SnapshotInterval, TrainConfig
+from dtkit.training.lightning import read_lightning
 from dtkit.training.resume import load_resume_point
 from dtkit.training.run import Run
 from dtkit.training.validation import (
@@ -53,7 +54,7 @@ class TrainingHost(Protocol):
 def train(engine_group: EngineGroup, host: TrainingHost, model: Any, data: Any, config: TrainConfig) -> Run:
     """See :meth:`dtkit.Cluster.train`."""
     engine_group.check_open()
-    data, config = _unwrap_data_loader(data, config)
+    data, config = _unwrap_data_loader(*read_lightning(model, data, config))
     planner.check_idle(host.current_run, "and trains one model at a time", "end it (run.stop())")
     strategy = _check_all(engine_group, model, config)
     resume_point = None if config.resume_from is None else load_resume_point(config.resume_from, model)
@@ -74,17 +75,6 @@ def train(engine_group: EngineGroup, host: TrainingHost, model: Any, data: Any, 
     return run
 
 
-def choose_batch_size(batch_size: int | None, data: Any) -> int:
-    """Return the argument `batch_size` of ``train``, or that of a DataLoader. Raises TypeError without either."""
-    if batch_size is not None:
-        return batch_size
-    if is_data_loader(data):
-        return read_data_loader(data).batch_size
-    raise TypeError(
-        "batch_size= is missing; it is the number of samples per update over all ranks, as in batch_size=32"
-    )
-
-
 def _unwrap_data_loader(data: Any, config: TrainConfig) -> tuple[Any, TrainConfig]:
     """Return a DataLoader's Dataset, and the arguments with its settings where they were not given."""
     if not is_data_loader(data):
@@ -93,6 +83,7 @@ def _unwrap_data_loader(data: Any, config: TrainConfig) -> tuple[Any, TrainConfi
     print(f"DataLoader: {settings}")  # noqa: T201 - what is taken over is said
     return settings.dataset, dataclasses.replace(
         config,
+        batch_size=settings.batch_size if config.batch_size is None else config.batch_size,
         collate_fn=settings.collate_fn if config.collate_fn is None else config.collate_fn,
         num_workers=config.num_workers or settings.num_workers,
         sampler=settings.sampler if config.sampler is None else config.sampler,
@@ -104,7 +95,7 @@ def _check_all(engine_group: EngineGroup, model: Any, config: TrainConfig) -> St
     """Check what needs no data; return the strategy."""
     strategy = check_config(config)
     strategy.build_mesh(engine_group.world_size)
-    strategy.check(engine_group.world_size, config.batch_size)
+    strategy.check(engine_group.world_size, config.samples_per_step)
     check_can_shrink(engine_group.world_size, config, strategy)
     check_model(engine_group, model, config)
     if not isinstance(model, ModelHandle):
@@ -175,7 +166,7 @@ def _pickle_program(engine_group: EngineGroup, config: TrainConfig, strategy: St
 
     program = TrainingProgram(
         Loss(config.loss, config.training_step),
-        config.optimizer,
+        config.optimizer_factory,
         strategy,
         config.lr_scheduler,
         config.lr_scheduler_every,
@@ -262,11 +253,11 @@ def _partition_data(
         check_batch_size(config, part)
         if isinstance(data, Partition):
             distribute.get_data_handle(engine_group, part)
-        fit_check.check_fits(engine_group, model, config.optimizer, strategy)
+        fit_check.check_fits(engine_group, model, config.optimizer_factory, strategy)
 
     def check_stream_fits() -> None:
         check_stream(engine_group, config)
-        fit_check.check_fits(engine_group, model, config.optimizer, strategy)
+        fit_check.check_fits(engine_group, model, config.optimizer_factory, strategy)
 
     if not isinstance(data, Partition):
         return distribute.distribute_training_data(
@@ -307,16 +298,16 @@ def _make_spec(
     shuffle: str | None,
 ) -> RunSpec:
     if isinstance(partition, StreamHandle):  # at most this many samples; the run ends with the stream
-        per_epoch, samples = int(config.steps or 0), int(config.steps or 0) * int(config.batch_size)
+        per_epoch, samples = int(config.steps or 0), int(config.steps or 0) * config.samples_per_step
     else:
         samples = partition.n if config.sampler is None else len(config.sampler)
-        per_epoch = -(-samples // config.batch_size)
+        per_epoch = -(-samples // config.samples_per_step)
     return RunSpec(
         name=config.name or model_handle.name,
         strategy=repr(strategy),
         world_size=engine_group.world_size,
         samples=samples,
-        batch_size=int(config.batch_size),
+        batch_size=config.samples_per_step,
         steps=int(config.steps or (config.epochs or 0) * per_epoch),
         steps_per_epoch=per_epoch,
         shuffle=shuffle,

@@ -30,6 +30,8 @@ def check_config(config: TrainConfig) -> Strategy:
     """Check everything that needs neither model nor data; return the strategy."""
     check_loss(config.loss, config.training_step)
     _check_optimizer(config.optimizer)
+    if config.batch_size is None:
+        raise TypeError("batch_size= is missing; it is the number of samples per update over all ranks: batch_size=32")
     for name in ("batch_size", "epochs", "steps", "checkpoint_every", "keep_last", "snapshot_every"):
         _check_count(name, getattr(config, name))
     for name in ("checkpoint_dir", "resume_from"):
@@ -69,7 +71,7 @@ def check_can_shrink(world_size: int, config: TrainConfig, strategy: Strategy) -
         return
     try:
         strategy.build_mesh(world_size - 1)
-        strategy.check(world_size - 1, config.batch_size)
+        strategy.check(world_size - 1, config.samples_per_step)
     except ValueError as error:
         raise ValueError(
             f"on_failure='shrink' goes on without a lost rank, and {strategy!r} can't work on {world_size - 1} of "
@@ -207,7 +209,7 @@ def _check_strategy(strategy: Any) -> Strategy:
 def check_batch_size(config: TrainConfig, partition: Partition) -> None:
     """Check the batch size against the samples and ranks that there are."""
     count = partition.n if config.sampler is None else len(config.sampler)
-    if config.batch_size > count:
+    if config.samples_per_step > count:
         raise ValueError(
             f"batch_size={config.batch_size} is more than the {count} samples there are; it is the number of "
             f"samples per update over all ranks. Use at most {count}"
@@ -216,7 +218,7 @@ def check_batch_size(config: TrainConfig, partition: Partition) -> None:
 
 
 def _check_samples_per_rank(config: TrainConfig, world_size: int) -> None:
-    if config.batch_size < world_size:
+    if config.samples_per_step < world_size:
         raise ValueError(
             f"batch_size={config.batch_size} is less than the {world_size} ranks; it is the number of samples "
             f"per update over all ranks, and each needs one. Use at least {world_size}"

@@ -21,16 +21,20 @@ if TYPE_CHECKING:
     from dtkit.strategies.loss import EvalOutput
 
 
-def is_metric_object(metric: Any) -> bool:
+def is_stateful(metric: Any) -> bool:
     """Return whether a metric keeps state: it has the methods of torchmetrics' Metric."""
     return all(hasattr(metric, name) for name in ("update", "compute", "reset", "clone"))
 
 
-class MetricObjects:
+class StatefulMetrics:
     """One rank's copies of a user's metrics with state, by name."""
 
     def __init__(self, metrics: Mapping[str, Any], device: torch.device) -> None:
-        self._metrics = {name: metric.clone() for name, metric in metrics.items() if is_metric_object(metric)}
+        self._metrics: dict[str, Any] = {}
+        for name, metric in metrics.items():
+            if is_stateful(metric):  # of a collection, each of its metrics
+                parts = dict(metric.items()) if hasattr(metric, "items") else {name: metric}
+                self._metrics.update({key: part.clone() for key, part in parts.items()})
         for metric in self._metrics.values():
             metric.reset()
             metric.to(device)
@@ -48,12 +52,7 @@ class MetricObjects:
             return {}
         if group is not None:
             self._merge(group, replica)
-        values: dict[str, float] = {}
-        for name, metric in self._metrics.items():
-            value = metric.compute()
-            for key, number in value.items() if isinstance(value, dict) else [(name, value)]:
-                values[key] = _to_number(key, number)
-        return values
+        return {name: _to_number(name, metric.compute()) for name, metric in self._metrics.items()}
 
     def _merge(self, group: Group, replica: int) -> None:
         """Replace each metric by the merged one of all replicas; of ranks with the same rows, the first counts."""

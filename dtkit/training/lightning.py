@@ -1,0 +1,128 @@
+"""Lightning modules and datamodules: ``cluster.train(module, datamodule)``.
+
+Their methods take the place of arguments: ``training_step`` of the loss, ``configure_optimizers`` of optimizer and
+schedule, ``train_dataloader`` and ``val_dataloader`` of the data. Lightning itself isn't imported: any module with
+these methods is one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from dtkit.engine.observe.call_output import log
+from dtkit.history.history import ROW_DTYPE
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from dtkit.training.config import TrainConfig
+
+_SCHEDULER_ATTRIBUTE = "dtkit_scheduler"
+
+
+def is_lightning_module(model: Any) -> bool:
+    """Return whether this is a Lightning module."""
+    return not isinstance(model, type) and all(
+        hasattr(model, name) for name in ("training_step", "configure_optimizers", "automatic_optimization")
+    )
+
+
+def read_lightning(model: Any, data: Any, config: TrainConfig) -> tuple[Any, TrainConfig]:
+    """Return data and arguments with what a Lightning module and its datamodule say; given arguments stay."""
+    if not is_lightning_module(model):
+        return data, config
+    if not model.automatic_optimization:
+        raise ValueError(
+            f"{type(model).__name__} has automatic_optimization=False, so its training_step updates by itself; dtkit "
+            "updates after each step. Use automatic optimization, or run it with cluster.torchrun"
+        )
+    changes: dict[str, Any] = {}
+    if config.loss is None and config.training_step is None:
+        changes["training_step"] = call_training_step
+    if config.optimizer is None:
+        changes |= _read_optimizers(model, config)
+    if hasattr(data, "train_dataloader"):
+        data.prepare_data()
+        data.setup("fit")
+        validation = config.validation
+        if validation is None and _has_own(data, "val_dataloader"):
+            validation = _take_one(data.val_dataloader(), "val_dataloader")
+        changes["validation"] = validation
+        data = _take_one(data.train_dataloader(), "train_dataloader")
+    return data, dataclasses.replace(config, **changes)
+
+
+def _has_own(data: Any, method: str) -> bool:
+    """Return whether a datamodule defines a method itself; the base class raises or returns nothing."""
+    return type(data).__dict__.get(method) is not None or any(
+        method in vars(kind) and not kind.__module__.startswith(("lightning", "pytorch_lightning"))
+        for kind in type(data).__mro__
+    )
+
+
+def _take_one(loaders: Any, method: str) -> Any:
+    loaders = loaders if isinstance(loaders, (list, tuple)) else [loaders]
+    if len(loaders) != 1:
+        raise ValueError(f"{method} returns {len(loaders)} loaders; dtkit trains on one. Return one")
+    return loaders[0]
+
+
+def _read_optimizers(model: Any, config: TrainConfig) -> dict[str, Any]:
+    """Return the arguments for what ``configure_optimizers`` returns here; engines call it again."""
+    _, scheduler, interval = _parse_optimizers(model.configure_optimizers())
+    changes: dict[str, Any] = {"optimizer": configure_optimizer}
+    if scheduler is not None and config.lr_scheduler is None:
+        changes |= {"lr_scheduler": get_scheduler, "lr_scheduler_every": interval}
+    return changes
+
+
+def _parse_optimizers(returned: Any) -> tuple[Any, Any, str]:
+    """Return (optimizer, scheduler or None, "step" or "epoch")."""
+    optimizers, schedulers = returned, []
+    if isinstance(returned, dict):
+        optimizers, schedulers = returned["optimizer"], [returned["lr_scheduler"]] if "lr_scheduler" in returned else []
+    elif isinstance(returned, (list, tuple)) and len(returned) == 2 and isinstance(returned[0], (list, tuple)):
+        optimizers, schedulers = returned
+    optimizers = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+    if len(optimizers) != 1 or len(schedulers) > 1:
+        raise ValueError(
+            f"configure_optimizers returns {len(optimizers)} optimizers and {len(schedulers)} schedulers; dtkit takes "
+            "one of each. Put the parameters into groups of one optimizer"
+        )
+    scheduler = schedulers[0] if schedulers else None
+    if isinstance(scheduler, dict):
+        return optimizers[0], scheduler["scheduler"], scheduler.get("interval", "epoch")
+    return optimizers[0], scheduler, "epoch"
+
+
+# -- on the engines --------------------------------------------------------------------------------------------
+
+
+def configure_optimizer(model: Any) -> Any:
+    """Return the optimizer of a module, and keep its scheduler for :func:`get_scheduler`."""
+    optimizer, scheduler, _ = _parse_optimizers(model.configure_optimizers())
+    setattr(optimizer, _SCHEDULER_ATTRIBUTE, scheduler)
+    return optimizer
+
+
+def get_scheduler(optimizer: Any) -> Any:
+    """Return the scheduler that was configured with an optimizer."""
+    return getattr(optimizer, _SCHEDULER_ATTRIBUTE)
+
+
+def call_training_step(model: Any, batch: Any) -> Any:
+    """Return the loss of a module's own training step. What it logs becomes columns of the history."""
+    if "log" not in vars(model):
+        vars(model)["log"], vars(model)["log_dict"] = _log_one, _log_many
+    result = model.training_step(batch, 0)
+    return result["loss"] if isinstance(result, dict) else result
+
+
+def _log_one(name: str, value: Any, **_options: Any) -> None:
+    _log_many({name: value})
+
+
+def _log_many(values: Mapping[str, Any], **_options: Any) -> None:
+    """Log numbers by name; what the history has anyway, such as the loss, stays as it is there."""
+    log(**{name: value for name, value in values.items() if name not in (ROW_DTYPE.names or ())})
